@@ -1,0 +1,43 @@
+# make train | test | test-slow | lint | format | bench | constraints
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+
+.PHONY: train test test-slow lint format bench constraints clean
+
+train: $(VENV)/installed
+	$(BIN)/python -m attnlab.train --config=configs/quickstart.py
+
+test: $(VENV)/installed-test
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-slow: $(VENV)/installed-test
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/installed-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/installed
+	$(BIN)/python -m attnlab.bench attention
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	touch $@
+
+# The versions that the tests run with, for every Python and platform; needs uv.
+constraints:
+	uv pip compile --universal --no-emit-index-url --no-header --no-annotate --python-version 3.11 \
+		--extra test pyproject.toml -o constraints.txt
+
+clean:
+	rm -rf $(VENV) build *.egg-info

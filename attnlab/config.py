@@ -1,0 +1,206 @@
+"""The configuration of a run: its fields, their defaults, and what they must satisfy.
+
+A file in `configs/` changes what it needs of `default()`; the command line changes what it needs of that.
+"""
+
+import difflib
+import json
+
+from ml_collections import ConfigDict, config_dict
+
+from attnlab.data import tokenizers
+from attnlab.errors import UserError
+from attnlab.nn.gpt import POSITIONS
+
+PRECISIONS = ("float32", "bfloat16")
+STRATEGIES = ("pmap", "mesh")
+# A run may go on with other values of these: they change how it runs, not what it computes.
+FREE_TO_CHANGE = ("parallel", "checkpoint", "log")
+
+
+def default() -> ConfigDict:
+    """Every field with its default; the values are those of `configs/quickstart.py`.
+
+    >>> config = default()
+    >>> config.model.width
+    128
+    """
+    config = ConfigDict()
+    config.steps = 2000  # optimizer updates
+    config.seed = 0  # of initialisation, data order and dropout
+    config.batch_size = 12  # sequences an update, over all devices and accumulation steps
+    config.precision = "float32"  # of the computation: float32 or bfloat16; parameters are float32 always
+
+    config.data = ConfigDict()
+    config.data.name = "python_docs"  # python_docs, quijote, text or tfds:NAME; text when a path is given
+    config.data.path = ""  # a file or a glob of UTF-8 text
+    config.data.feature = ""  # of a TFDS set, where it has several texts
+    config.data.tokenizer = "char"  # char or byte
+    config.data.validation_fraction = 0.1  # the last part of the text, held out
+
+    config.model = ConfigDict()
+    config.model.num_layers = 4
+    config.model.num_heads = 4
+    config.model.kv_heads = config_dict.placeholder(int)  # heads of keys and values; None for num_heads
+    config.model.width = 128
+    config.model.context = 64  # tokens a sequence
+    config.model.dropout = 0.0
+    config.model.positions = "learned"  # learned, sinusoidal, rotary, alibi or none
+    config.model.window = config_dict.placeholder(int)  # attend to so many positions; None for all before
+    config.model.qk_norm = False
+    config.model.use_bias = False
+    config.model.mlp_ratio = 4
+    config.model.impl = "auto"  # backend of the attention operator
+
+    config.optimizer = ConfigDict()
+    config.optimizer.learning_rate = 1e-3  # at its peak
+    config.optimizer.final_fraction = 0.1  # learning rate at the last step, over the peak
+    config.optimizer.warmup_steps = 100  # at most half of steps
+    config.optimizer.b1 = 0.9
+    config.optimizer.b2 = 0.99
+    config.optimizer.weight_decay = 0.1  # of kernels and embeddings, not of biases and norms
+    config.optimizer.clip_norm = 1.0  # of the whole gradient
+    config.optimizer.accumulation = 1  # gradients averaged before an update; divides batch_size
+
+    config.parallel = ConfigDict()
+    config.parallel.strategy = "mesh"  # mesh (jit with named sharding) or pmap
+    config.parallel.mesh = ConfigDict({"data": -1})  # devices on each axis; −1 for all there are
+
+    config.eval = ConfigDict()
+    config.eval.every = 250  # steps
+    config.eval.windows = 2048  # scored a pass, at most; a text with fewer is scored whole
+
+    config.sample = ConfigDict()
+    config.sample.every = 1000  # steps; 0 for never
+    config.sample.length = 256  # tokens
+
+    config.checkpoint = ConfigDict()
+    config.checkpoint.every = 250  # steps
+    config.checkpoint.keep = 2  # newest ones, besides the best
+    config.checkpoint.dir = ""  # WORKDIR/checkpoints when empty
+
+    config.log = ConfigDict()
+    config.log.every = 10  # steps between two lines of train metrics
+    config.log.tensorboard = True
+    return config
+
+
+def check(config: ConfigDict) -> None:
+    """Raises UserError for a value that no run could use, before anything is loaded or written."""
+    model, optimizer = config.model, config.optimizer
+    if config.data.path and config.data.name == default().data.name:
+        config.data.name = "text"
+    for field, value, least in (
+        ("steps", config.steps, 1),
+        ("seed", config.seed, 0),
+        ("batch_size", config.batch_size, 1),
+        ("model.num_layers", model.num_layers, 1),
+        ("model.num_heads", model.num_heads, 1),
+        ("model.kv_heads", 1 if model.kv_heads is None else model.kv_heads, 1),
+        ("model.width", model.width, 1),
+        ("model.context", model.context, 1),
+        ("model.window", 1 if model.window is None else model.window, 1),
+        ("model.mlp_ratio", model.mlp_ratio, 1),
+        ("optimizer.accumulation", optimizer.accumulation, 1),
+        ("optimizer.warmup_steps", optimizer.warmup_steps, 0),
+        ("eval.every", config.eval.every, 1),
+        ("eval.windows", config.eval.windows, 1),
+        ("sample.every", config.sample.every, 0),
+        ("sample.length", config.sample.length, 1),
+        ("checkpoint.every", config.checkpoint.every, 1),
+        ("checkpoint.keep", config.checkpoint.keep, 1),
+        ("log.every", config.log.every, 1),
+    ):
+        if value < least:
+            raise UserError(f"config.{field} = {value}: expected {least} or more")
+    for field, value, low, high in (
+        ("model.dropout", model.dropout, 0, 1),
+        ("optimizer.b1", optimizer.b1, 0, 1),
+        ("optimizer.b2", optimizer.b2, 0, 1),
+    ):
+        if not low <= value < high:
+            raise UserError(f"config.{field} = {value}: expected a number in [{low}, {high})")
+    for field, value in (
+        ("optimizer.learning_rate", optimizer.learning_rate),
+        ("optimizer.clip_norm", optimizer.clip_norm),
+    ):
+        if not value > 0:
+            raise UserError(f"config.{field} = {value}: expected a number above 0")
+    for field, value in (
+        ("optimizer.weight_decay", optimizer.weight_decay),
+        ("optimizer.final_fraction", optimizer.final_fraction),
+    ):
+        if not value >= 0:
+            raise UserError(f"config.{field} = {value}: expected 0 or more")
+    for field, value, choices in (
+        ("precision", config.precision, PRECISIONS),
+        ("parallel.strategy", config.parallel.strategy, STRATEGIES),
+        ("model.positions", model.positions, POSITIONS),
+        ("data.tokenizer", config.data.tokenizer, tokenizers.KINDS),
+    ):
+        if value not in choices:
+            raise UserError(
+                f"config.{field} = {value!r}: expected one of {', '.join(choices)}{nearest(value, choices)}"
+            )
+    if model.width % model.num_heads:
+        raise UserError(
+            f"config.model.width = {model.width} is not divisible by config.model.num_heads = {model.num_heads}: "
+            f"use a multiple, e.g. {max(1, round(model.width / model.num_heads)) * model.num_heads}"
+        )
+    kv_heads = model.kv_heads or model.num_heads
+    if model.num_heads % kv_heads:
+        raise UserError(f"config.model.num_heads = {model.num_heads} is not a multiple of kv_heads = {kv_heads}")
+    if model.positions == "rotary" and (model.width // model.num_heads) % 2:
+        raise UserError(
+            f"config.model.positions = 'rotary' turns pairs of features, but a head has "
+            f"{model.width // model.num_heads}: choose width / num_heads even"
+        )
+    if model.positions == "sinusoidal" and model.width % 2:
+        raise UserError(f"config.model.width = {model.width} must be even for sinusoidal positions")
+
+
+def difference(saved: dict, config: ConfigDict) -> str:
+    """The first field in which a run differs from the one that was saved, or "" when it may go on."""
+    before, now = _flat(saved), _flat(_plain(config))
+    for field in dict.fromkeys([*before, *now]):
+        if field.split(".")[0] not in FREE_TO_CHANGE and before.get(field) != now.get(field):
+            return f"config.{field} = {now.get(field)!r}, there it was {before.get(field)!r}"
+    return ""
+
+
+def to_json(config: ConfigDict, **facts) -> str:
+    """What `config.json` holds: the fields of `config`, with `facts` about the run beside them."""
+    return json.dumps({"config": _plain(config), **facts}, indent=2, ensure_ascii=False) + "\n"
+
+
+def from_dict(saved: dict) -> ConfigDict:
+    """The config of a saved run; fields that it lacks have their defaults."""
+    config = default()
+    config.update(ConfigDict(saved))
+    return config
+
+
+def nearest(name: str, names) -> str:
+    """' (did you mean X?)' when one of `names` is close, else ''.
+
+    >>> nearest("widht", ["width", "seed"])
+    ' (did you mean width?)'
+    """
+    close = difflib.get_close_matches(str(name), list(names), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def field_names(config: ConfigDict) -> list[str]:
+    """All fields, dotted: 'steps', 'model.width', …"""
+    return list(_flat(_plain(config)))
+
+
+def _plain(config: ConfigDict) -> dict:
+    return json.loads(config.to_json_best_effort())
+
+
+def _flat(tree, prefix="") -> dict:
+    flat = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

@@ -1,0 +1,279 @@
+"""Corpora: texts as TFDS builders, written to array_record and read back without TensorFlow.
+
+`load("python_docs")`, `load("quijote")`, `load("text", path="notes/*.txt")`, or `load("tfds:NAME")` for any text set
+of TFDS that is prepared as array_record or can be without TensorFlow or Beam. TFDS keeps what it prepares in the
+folder named by TFDS_DATA_DIR, `~/tensorflow_datasets` when unset.
+"""
+
+import contextlib
+import glob
+import hashlib
+import io
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import tensorflow_datasets as tfds
+from tensorflow_datasets.core.download import downloader
+
+from attnlab.errors import UserError
+
+GUTENBERG_QUIJOTE = "https://www.gutenberg.org/cache/epub/2000/pg2000.txt"
+
+
+class Corpus(NamedTuple):
+    """A text and its held-out part.
+
+    Attributes:
+      name: what was loaded.
+      train: the text to train on.
+      validation: the text to validate on, disjoint from `train`.
+      sha256: of the UTF-8 bytes of both, one after the other.
+    """
+
+    name: str
+    train: str
+    validation: str
+    sha256: str
+
+    @property
+    def text(self) -> str:
+        """All of it: what a character vocabulary comes from."""
+        return self.train + self.validation
+
+
+def load(name: str, *, path: str = "", feature: str = "", validation_fraction: float = 0.1) -> Corpus:
+    """Prepares a corpus if need be and reads it.
+
+    Args:
+      name: "python_docs", "quijote", "text" or "tfds:NAME" (also "tfds:NAME/CONFIG").
+      path: for "text", a file or a glob; files are joined in name order.
+      feature: for "tfds:NAME", the text feature to read; may stay empty where there is only one.
+      validation_fraction: the last part of the characters, held out; a TFDS set with a validation or test split of
+        its own keeps that.
+
+    Raises:
+      UserError: a name, a path or a set that cannot be read, saying what to do.
+    """
+    if not 0 < validation_fraction < 1:
+        raise UserError(f"data.validation_fraction = {validation_fraction}: expected a fraction between 0 and 1")
+    if name.startswith("tfds:"):
+        return _load_tfds(name, feature, validation_fraction)
+    builders = {"python_docs": PythonDocs, "quijote": Quijote, "text": TextFiles}
+    if name not in builders:
+        raise UserError(f"data.name = {name!r} is unknown: use one of {', '.join(builders)}, or tfds:NAME")
+    if name == "text":
+        builder = _build(TextFiles, config=_text_config(path))
+    else:
+        builder = _build(builders[name])
+    text = "".join(_documents(_prepare(builder, name), "train", "text"))
+    if not text:
+        raise UserError(f"{path or name} is empty: give a text with at least a few thousand characters")
+    cut = int(len(text) * (1 - validation_fraction))
+    return _corpus(name, text[:cut], text[cut:])
+
+
+class _TextBuilder(tfds.core.GeneratorBasedBuilder):
+    """A builder of one split, `train`, whose pieces in order are the text."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description=self.__doc__,
+            features=tfds.features.FeaturesDict({"text": tfds.features.Text()}),
+            disable_shuffling=True,
+        )
+
+    def _split_generators(self, dl_manager):
+        return {"train": self._generate_examples(dl_manager)}
+
+    def _generate_examples(self, dl_manager):
+        for key, piece in enumerate(self._pieces(dl_manager)):
+            yield key, {"text": piece}
+
+    def _pieces(self, dl_manager):
+        raise TypeError(f"{type(self).__name__} defines no _pieces(dl_manager): write it in the subclass")
+
+
+class PythonDocs(_TextBuilder):
+    """The language reference that every CPython carries (pydoc_data.topics), topic after topic.
+
+    Its text differs between Python versions, so the version is part of the dataset's name.
+    """
+
+    name = "attnlab_python_docs"
+    BUILDER_CONFIGS = [tfds.core.BuilderConfig(name="python{}.{}.{}".format(*sys.version_info))]
+
+    def _pieces(self, dl_manager):
+        from pydoc_data.topics import topics
+
+        for _, text in sorted(topics.items()):
+            yield text.strip() + "\n\n\n"
+
+
+class Quijote(_TextBuilder):
+    """Cervantes, El ingenioso hidalgo don Quijote de la Mancha (1605, 1615), from Project Gutenberg's book 2000.
+
+    Where the download is not possible, a UTF-8 text at `downloads/manual/quijote.txt` is taken instead.
+    """
+
+    name = "attnlab_quijote"
+
+    def _pieces(self, dl_manager):
+        by_hand = Path(os.fspath(dl_manager.download_dir)) / "manual" / "quijote.txt"
+        path = by_hand if by_hand.exists() else Path(os.fspath(dl_manager.download(GUTENBERG_QUIJOTE)))
+        yield _between_gutenberg_marks(_read(path))
+
+
+class TextFiles(_TextBuilder):
+    """The text files of a user; one dataset for each content."""
+
+    name = "attnlab_text"
+
+    def _pieces(self, dl_manager):
+        yield from self.builder_config.texts
+
+
+class _TextConfig(tfds.core.BuilderConfig):
+    texts: list = []
+
+
+def _text_config(path: str) -> _TextConfig:
+    if not path:
+        raise UserError("data.name = 'text' needs a file: --config.data.path=FILE, or a glob such as 'notes/*.txt'")
+    expanded = os.path.expanduser(path)
+    files = [expanded] if os.path.exists(expanded) else sorted(glob.glob(expanded, recursive=True))
+    if not files:
+        raise UserError(f"data.path = {path!r}: no such file, and no file matches it as a glob")
+    texts = [_read(Path(file)) for file in files]
+    # A file that does not end its last line must not run into the next one.
+    texts = [t if t.endswith("\n") or i == len(texts) - 1 else t + "\n" for i, t in enumerate(texts)]
+    if not any(texts):
+        raise UserError(f"data.path = {path!r} is empty: give a text with at least a few thousand characters")
+    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    config = _TextConfig(name=digest[:32])
+    config.texts = texts
+    return config
+
+
+def _read(path: Path) -> str:
+    if path.is_dir():
+        raise UserError(f"{path} is a folder: give a file, or a glob such as '{path}/*.txt'")
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8 (byte {error.start} is 0x{error.object[error.start]:02x}): convert it first, "
+            f"e.g. iconv -f latin1 -t utf-8"
+        ) from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _between_gutenberg_marks(text: str) -> str:
+    for mark, side in (("*** START OF", 1), ("*** END OF", 0)):
+        if mark in text:
+            text = text.split(mark, 1)[side]
+            text = text.split("\n", 1)[1] if side else text
+    return text.replace("\r\n", "\n").strip() + "\n"
+
+
+def _load_tfds(name, feature, validation_fraction) -> Corpus:
+    """A text set of TFDS, its documents joined by a blank line."""
+    with _explained(name):
+        builder = _build_by_name(name)
+    builder = _prepare(builder, name)
+    texts = [key for key, kind in builder.info.features.items() if isinstance(kind, tfds.features.Text)]
+    if not feature and "text" in texts:
+        feature = "text"
+    if not feature and len(texts) == 1:
+        feature = texts[0]
+    if feature not in texts:
+        raise UserError(
+            f"{name} has the text features {', '.join(texts) or '(none)'}: choose one with --config.data.feature=…"
+        )
+    splits = list(builder.info.splits)
+    train = "train" if "train" in splits else splits[0]
+    held_out = next((split for split in ("validation", "test") if split in splits and split != train), None)
+    text = "\n\n".join(_documents(builder, train, feature))
+    if held_out:
+        return _corpus(name, text, "\n\n" + "\n\n".join(_documents(builder, held_out, feature)))
+    cut = int(len(text) * (1 - validation_fraction))
+    return _corpus(name, text[:cut], text[cut:])
+
+
+def _build_by_name(name):
+    try:
+        return tfds.builder(name.removeprefix("tfds:"), file_format="array_record")
+    except tfds.core.registered.DatasetNotFoundError as error:
+        raise UserError(f"data.name = {name!r}: TFDS knows no such set; see tfds.list_builders()") from error
+
+
+def _prepare(builder, name):
+    """Writes the set as array_record unless it lies there already; TFDS does so in a folder that it then renames."""
+    if builder.is_prepared():
+        return builder
+    if isinstance(builder, tfds.core.BeamBasedBuilder):
+        raise UserError(f"{name} needs Apache Beam to prepare: prepare it elsewhere with {_recipe(builder, name)}")
+    # Ten retries, TFDS' own number, leave a user without a network waiting for minutes before the first word.
+    downloader.MAX_RETRIES = 4
+    with _explained(name, builder):
+        builder.download_and_prepare(file_format="array_record")
+    return builder
+
+
+def _documents(builder, split, feature):
+    for example in builder.as_data_source(split=split):
+        text = example[feature]
+        yield text.decode("utf-8") if isinstance(text, bytes) else str(text)
+
+
+def _build(cls, **options):
+    with _explained(cls.name):
+        return cls(file_format="array_record", **options)
+
+
+def _recipe(builder, name):
+    return f"tfds build {name.removeprefix('tfds:')} --file_format=array_record, and copy it to {builder.data_dir}"
+
+
+@contextlib.contextmanager
+def _explained(name, builder=None):
+    """TFDS' failures in one line; its progress and warnings stay off the terminal."""
+    tfds.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    except UserError:
+        raise
+    except ModuleNotFoundError as error:
+        where = _recipe(builder, name) if builder else "tfds build --file_format=array_record"
+        raise UserError(
+            f"{name} needs {error.name} to prepare, which attnlab does not use: prepare it elsewhere with {where}"
+        ) from error
+    except PermissionError as error:
+        raise UserError(
+            f"{name} cannot be written to {error.filename}: set TFDS_DATA_DIR to a folder of yours"
+        ) from error
+    except Exception as error:  # network and format errors of many libraries
+        what = str(error).strip().splitlines()
+        hint = "check the network, or prepare it elsewhere as array_record"
+        if isinstance(builder, Quijote):
+            by_hand = Path(os.fspath(builder.data_dir)).parents[1] / "downloads" / "manual" / "quijote.txt"
+            hint = f"check the network, put the text at {by_hand}, or use --config.data.path=FILE"
+        raise UserError(
+            f"{name} could not be prepared ({type(error).__name__}: {what[0] if what else ''}): {hint}"
+        ) from error
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _corpus(name, train, validation) -> Corpus:
+    digest = hashlib.sha256(train.encode("utf-8"))
+    digest.update(validation.encode("utf-8"))
+    return Corpus(name, train, validation, digest.hexdigest())

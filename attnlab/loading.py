@@ -1,0 +1,88 @@
+"""What a finished or running run left: its model, parameters, tokenizer and config."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from ml_collections import ConfigDict
+
+from attnlab.errors import UserError
+from attnlab.nn import GPT
+
+
+class Run(NamedTuple):
+    """A trained model and what belongs to it.
+
+    Attributes:
+      model: called as `model.apply({"params": params}, tokens)`.
+      params: its parameters, float32.
+      tokenizer: text to token ids and back.
+      config: of the run.
+    """
+
+    model: GPT
+    params: dict
+    tokenizer: object
+    config: ConfigDict
+
+
+def load(workdir: str | Path, step: int | str = "latest") -> Run:
+    """Loads a run: where sampling, studies, notebooks and other projects start.
+
+    Args:
+      workdir: the folder that `python -m attnlab.train --workdir=…` wrote.
+      step: "latest", "best" (the lowest validation loss), or the step of a checkpoint that is there.
+
+    Returns:
+      `Run(model, params, tokenizer, config)`, the parameters on the default device.
+
+    Raises:
+      UserError: the folder holds no run, or no such checkpoint.
+
+    >>> model, params, tokenizer, config = load("runs/quickstart")  # doctest: +SKIP
+    """
+    # Orbax and TFDS take seconds to load, which `import attnlab` must not.
+    import jax
+    import jax.numpy as jnp
+
+    from attnlab import config as configs
+    from attnlab.data import tokenizers
+    from attnlab.training.checkpoints import Checkpoints
+    from attnlab.training.state import make_model
+
+    workdir = Path(workdir)
+    saved = read_config(workdir)
+    config = configs.from_dict(saved["config"])
+    checkpoints = Checkpoints(config.checkpoint.dir or workdir / "checkpoints")
+    try:
+        steps = checkpoints.steps()
+        if not steps:
+            raise UserError(f"{workdir} holds no checkpoint yet: train longer, or lower config.checkpoint.every")
+        chosen = {"latest": steps[-1], "best": checkpoints.best_step() or steps[-1]}.get(step, step)
+        if str(chosen) not in map(str, steps):
+            raise UserError(f"{workdir} has no checkpoint {step!r}: choose latest, best, or one of {steps}")
+        tokenizer = tokenizers.load(workdir / "tokenizer.json")
+        model = make_model(config, tokenizer.vocab_size)
+        shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
+        return Run(model, checkpoints.restore_params(int(chosen), like), tokenizer, config)
+    finally:
+        checkpoints.close()
+
+
+def read_config(workdir: Path) -> dict:
+    """What `config.json` in a workdir holds.
+
+    Raises:
+      UserError: there is none, or it is damaged.
+    """
+    path = workdir / "config.json"
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        saved["config"], saved["corpus"]
+        return saved
+    except FileNotFoundError as error:
+        raise UserError(f"{workdir} holds no run (no config.json): train one with --workdir={workdir}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}): restore it, or train in a new workdir") from error

@@ -1,0 +1,253 @@
+"""The GPT: embeddings, pre-norm blocks of attention and a feed-forward layer, and a tied output."""
+
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from attnlab.nn.multihead import KVCache, MultiHeadAttention
+from attnlab.nn.positions import LearnedPositions, sinusoidal
+from attnlab.ops import dropout
+from attnlab.ops.masks import Causal, Mask, SlidingWindow
+from attnlab.ops.score_mods import ALiBi, alibi_slopes
+
+POSITIONS = ("learned", "sinusoidal", "rotary", "alibi", "none")
+
+
+class Mlp(nn.Module):
+    """Feed-forward layer: W_2 gelu(W_1 x), with GELU's tanh form as in GPT-2.
+
+    Attributes:
+      hidden: width between the two layers; None for four times the input's.
+      use_bias: whether the layers add a bias.
+      kernel_init, out_kernel_init: initialisers of `up/kernel` `[F, hidden]` and `down/kernel` `[hidden, F]`.
+      dtype: type of the computation; the input's when None.
+
+    >>> Mlp().init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 8)
+    """
+
+    hidden: int | None = None
+    use_bias: bool = True
+    kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
+    out_kernel_init: nn.initializers.Initializer | None = None
+    dtype: jnp.dtype | None = None
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B F"]) -> Float[Array, "*B F"]:
+        """`[..., F]` to `[..., F]`, each row by itself."""
+        width, options = x.shape[-1], {"use_bias": self.use_bias, "dtype": self.dtype}
+        x = nn.Dense(self.hidden or 4 * width, kernel_init=self.kernel_init, name="up", **options)(x)
+        x = nn.gelu(x, approximate=True)
+        return nn.Dense(width, kernel_init=self.out_kernel_init or self.kernel_init, name="down", **options)(x)
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)) (Radford et al. 2019, section 2.3).
+
+    Attributes:
+      attention: the attention layer; any module called like `MultiHeadAttention`.
+      mlp: the feed-forward layer.
+      dropout_rate: probability that an element of either layer's output drops.
+      use_bias: whether the norms add a bias.
+      dtype: type of the computation; the input's when None.
+
+    >>> block = Block(MultiHeadAttention(num_heads=2, mask=Causal()), Mlp())
+    >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 8)
+    """
+
+    attention: nn.Module
+    mlp: nn.Module
+    dropout_rate: float = 0.0
+    use_bias: bool = True
+    dtype: jnp.dtype | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T F"],
+        *,
+        mask: Mask | None = None,
+        deterministic: bool = True,
+        cache: KVCache | None = None,
+        positions: Int[Array, "..."] | None = None,
+        dropout_key: Array | None = None,
+    ) -> Float[Array, "B T F"] | tuple[Float[Array, "B T F"], KVCache]:
+        """`[B, T, F]` to `[B, T, F]`; arguments and errors are those of `MultiHeadAttention`."""
+        if dropout_key is None and self.dropout_rate and not deterministic:
+            dropout_key = self.make_rng("dropout")
+
+        def drop(x, site):
+            if deterministic or not self.dropout_rate:
+                return x
+            keys = dropout.per_example(dropout_key, x.shape[:1])
+            return dropout.dropout(x, dropout.fold_in(keys, site), self.dropout_rate)
+
+        normed = nn.LayerNorm(use_bias=self.use_bias, dtype=self.dtype, name="attention_norm")(x)
+        attended = self.attention(
+            normed,
+            mask=mask,
+            deterministic=deterministic,
+            cache=cache,
+            positions=positions,
+            dropout_key=None if dropout_key is None else dropout.fold_in(dropout_key, 0),
+        )
+        if cache is not None:
+            attended, cache = attended
+        x = x + drop(attended, 1)
+        normed = nn.LayerNorm(use_bias=self.use_bias, dtype=self.dtype, name="mlp_norm")(x)
+        x = x + drop(self.mlp(normed), 2)
+        return x if cache is None else (x, cache)
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer: pre-norm blocks, tied embedding, GPT-2's initialisation (Radford et al. 2019).
+
+    Weights start normal with deviation 0.02, those of layers that end on the residual stream with 0.02/√(2L), biases
+    at 0.
+
+    Attributes:
+      vocab_size: V, number of tokens.
+      num_layers: L.
+      num_heads: H.
+      width: F, width of the residual stream.
+      context: longest sequence that training sees; the number of learned positions.
+      kv_heads: heads of keys and values; None for H.
+      dropout: probability that an embedding, an attention weight or a layer's output drops.
+      positions: "learned", "sinusoidal", "rotary", "alibi" or "none".
+      window: attend to this many positions, the token's own included; None for all before it.
+      qk_norm: layer-normalise queries and keys.
+      use_bias: whether linear layers and norms add a bias.
+      mlp_ratio: width of the feed-forward layer over F.
+      dtype: type of the computation; parameters are float32.
+      impl: see `attnlab.attention`.
+
+    >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
+    >>> tokens = jnp.zeros((1, 6), jnp.int32)
+    >>> params = model.init(jax.random.key(0), tokens)
+    >>> jax.jit(model.apply)(params, tokens).shape  # logits of the token after each
+    (1, 6, 10)
+    """
+
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    width: int
+    context: int
+    kv_heads: int | None = None
+    dropout: float = 0.0
+    positions: str = "learned"
+    window: int | None = None
+    qk_norm: bool = False
+    use_bias: bool = True
+    mlp_ratio: int = 4
+    dtype: jnp.dtype = jnp.float32
+    impl: str = "auto"
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        deterministic: bool = True,
+        caches: Sequence[KVCache] | None = None,
+        dropout_key: Array | None = None,
+    ) -> Float[Array, "B T V"] | tuple[Float[Array, "B T V"], tuple[KVCache, ...]]:
+        """Logits of the next token after each.
+
+        Args:
+          tokens: int `[B, T]`, each in [0, vocab_size).
+          deterministic: False drops.
+          caches: one `KVCache` a layer (`empty_caches`); `tokens` then continue where they end.
+          dropout_key: one key, or one an example `[B]`; the `dropout` rng when None.
+
+        Returns:
+          float32 `[B, T, V]`, and with caches the extended caches.
+
+        Raises:
+          ValueError: a width that the heads do not divide, an unknown kind of positions, a sequence longer than the
+            learned positions.
+        """
+        length = tokens.shape[1]
+        if self.positions not in POSITIONS:
+            raise ValueError(f"positions = {self.positions!r}: expected one of {', '.join(POSITIONS)}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window = {self.window}: expected 1 position or more (a token sees itself), or None")
+        if self.positions == "learned" and length > self.context:
+            raise ValueError(
+                f"a sequence of {length} tokens is longer than the {self.context} learned positions: "
+                "cut it, or use rotary, alibi or sinusoidal positions"
+            )
+        drops = bool(self.dropout) and not deterministic
+        if drops:
+            key = self.make_rng("dropout") if dropout_key is None else dropout_key
+            keys = dropout.per_example(key, tokens.shape[:1])
+
+        normal, layer_norm_bias = nn.initializers.normal, self.use_bias
+        embed = nn.Embed(self.vocab_size, self.width, dtype=self.dtype, embedding_init=normal(0.02), name="embed")
+        x = embed(tokens)
+        positions = jnp.arange(length)
+        if caches is not None:
+            positions = caches[0].length[:, None] + positions
+        if self.positions == "learned":
+            x = x + LearnedPositions(self.context, self.width, dtype=self.dtype, name="positions")(positions)
+        elif self.positions == "sinusoidal":
+            x = x + sinusoidal(positions, self.width).astype(self.dtype)
+        if drops:
+            x = dropout.dropout(x, dropout.fold_in(keys, self.num_layers), self.dropout)
+
+        extended = []
+        for layer in range(self.num_layers):
+            block = self._block(layer)
+            x = block(
+                x,
+                deterministic=deterministic,
+                cache=None if caches is None else caches[layer],
+                positions=None if caches is None else positions,
+                dropout_key=dropout.fold_in(keys, layer) if drops else None,
+            )
+            if caches is not None:
+                x, cache = x
+                extended.append(cache)
+        x = nn.LayerNorm(use_bias=layer_norm_bias, dtype=self.dtype, name="final_norm")(x)
+        logits = embed.attend(x).astype(jnp.float32)
+        return logits if caches is None else (logits, tuple(extended))
+
+    def _block(self, layer: int) -> Block:
+        normal = nn.initializers.normal
+        shared = {
+            "use_bias": self.use_bias,
+            "kernel_init": normal(0.02),
+            "out_kernel_init": normal(0.02 / (2 * self.num_layers) ** 0.5),
+            "dtype": self.dtype,
+        }
+        attention = MultiHeadAttention(
+            self.num_heads,
+            kv_heads=self.kv_heads,
+            mask=Causal() if self.window is None else SlidingWindow(left=self.window - 1),
+            score_mod=ALiBi(alibi_slopes(self.num_heads)) if self.positions == "alibi" else None,
+            dropout_rate=self.dropout,
+            rotary_base=10_000.0 if self.positions == "rotary" else None,
+            qk_norm=self.qk_norm,
+            impl=self.impl,
+            parent=None,
+            **shared,
+        )
+        mlp = Mlp(self.mlp_ratio * self.width, parent=None, **shared)
+        return Block(attention, mlp, self.dropout, self.use_bias, self.dtype, name=f"block_{layer}")
+
+    def empty_caches(self, batch: int, capacity: int | None = None) -> tuple[KVCache, ...]:
+        """One empty `KVCache` a layer, of `capacity` positions (the context when None).
+
+        >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
+        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 6), jnp.int32))
+        >>> logits, caches = model.apply(params, jnp.array([[1, 2, 3]]), caches=model.empty_caches(batch=1))
+        >>> logits, caches = model.apply(params, jnp.array([[4]]), caches=caches)  # one more token
+        >>> logits.shape
+        (1, 1, 10)
+        """
+        kv_heads, head_dim = self.kv_heads or self.num_heads, self.width // self.num_heads
+        cache = KVCache.empty(batch, capacity or self.context, kv_heads, head_dim, self.dtype)
+        return (cache,) * self.num_layers

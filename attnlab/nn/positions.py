@@ -1,0 +1,94 @@
+"""Where a token stands: learned and sinusoidal embeddings, rotary rotation."""
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+def sinusoidal(positions: Int[Array, "*T"], features: int) -> Float[Array, "*T features"]:
+    """Sinusoidal positional encoding (Vaswani et al. 2017, section 3.5).
+
+    PE(pos, 2i) = sin(pos / 10000^(2i/d)), PE(pos, 2i + 1) = cos(pos / 10000^(2i/d)). PE(pos + k) is a rotation of
+    PE(pos), the same for every pos.
+
+    Args:
+      positions: `[...]`, places in the sequence, of any size.
+      features: d, the width; even.
+
+    Returns:
+      float32 `[..., features]`.
+
+    Raises:
+      ValueError: `features` is odd.
+
+    >>> sinusoidal(jnp.arange(2), 4).round(2)
+    Array([[0.  , 1.  , 0.  , 1.  ],
+           [0.84, 0.54, 0.01, 1.  ]], dtype=float32)
+    """
+    angles = _angles(positions, features, 10_000.0, "sinusoidal positions")
+    return jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1).reshape(*angles.shape[:-1], features)
+
+
+def rotary(x: Float[Array, "*B T H D"], positions: Int[Array, "..."], base: float = 10_000.0):
+    """Rotary position embedding: turns the feature pairs (i, i + D/2) by the angle pos / base^(2i/D).
+
+    After it q·k depends on the two positions through their difference alone (Su et al. 2021, equation 34; paired as
+    halves, as in GPT-NeoX).
+
+    Args:
+      x: `[..., T, H, D]`, queries or keys; D even.
+      positions: `[T]` or `[..., T]`.
+      base: the slowest pair turns once in about 2π·base positions.
+
+    Returns:
+      `[..., T, H, D]` in x's type.
+
+    Raises:
+      ValueError: D is odd.
+
+    >>> q = rotary(jnp.ones((3, 1, 2)), jnp.arange(3))
+    >>> q[:, 0].round(2)
+    Array([[ 1.  ,  1.  ],
+           [-0.3 ,  1.38],
+           [-1.33,  0.49]], dtype=float32)
+    """
+    angles = _angles(positions, x.shape[-1], base, "rotary positions")[..., None, :]
+    sin, cos = jnp.sin(angles), jnp.cos(angles)
+    first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, jnp.float32)), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+class LearnedPositions(nn.Module):
+    """A vector for each of `context` places, as in GPT-2.
+
+    Attributes:
+      context: how many places there are.
+      features: width of a vector.
+      embedding_init: initialiser of `embedding` `[context, features]`.
+      dtype: type of the result; float32 when None.
+
+    >>> table = LearnedPositions(context=8, features=4)
+    >>> table.init_with_output(jax.random.key(0), jnp.arange(3))[0].shape
+    (3, 4)
+    """
+
+    context: int
+    features: int
+    embedding_init: nn.initializers.Initializer = nn.initializers.normal(0.02)
+    dtype: jnp.dtype | None = None
+
+    @nn.compact
+    def __call__(self, positions: Int[Array, "*T"]) -> Float[Array, "*T features"]:
+        """Vectors for `positions` `[...]`, each in [0, context): a lookup cannot check values under jit."""
+        embedding = self.param("embedding", self.embedding_init, (self.context, self.features))
+        return jnp.take(embedding, positions, axis=0).astype(self.dtype or embedding.dtype)
+
+
+def _angles(positions, features, base, what):
+    if features % 2:
+        raise ValueError(f"{what} turn pairs of features, but there are {features}: use an even number")
+    # In float64 on the host: a float32 power is off by its last bits, which a position of thousands magnifies.
+    frequencies = np.asarray(1.0 / base ** (np.arange(0, features, 2) / features), np.float32)
+    return jnp.asarray(positions)[..., None].astype(jnp.float32) * frequencies

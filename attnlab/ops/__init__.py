@@ -1,0 +1,1 @@
+"""Attention as a function of arrays; depends on JAX alone."""

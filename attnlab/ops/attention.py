@@ -1,0 +1,250 @@
+"""The front door: checks the arguments, picks a backend, and can say why."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from attnlab.ops import dense, dropout
+from attnlab.ops.masks import Dense, Mask, require_positions
+from attnlab.ops.score_mods import ScoreMod
+
+# In the order of preference of "auto". A backend is a module with `attend`, which returns (out, lse), and
+# `reason_against`, which takes the same arguments and says in a few words why it cannot honour them, or None.
+_BACKENDS = {"dense": dense}
+
+
+class Explanation(NamedTuple):
+    """What `explain` answers.
+
+    Attributes:
+      backend: the name of the backend that would run.
+      rejected: for every backend that could not, the reason.
+    """
+
+    backend: str
+    rejected: dict[str, str]
+
+    def __str__(self):
+        return "\n".join([f"runs {self.backend}", *(f"not {name}: {why}" for name, why in self.rejected.items())])
+
+
+def implementations() -> tuple[str, ...]:
+    """The names that `impl` takes, besides "auto".
+
+    >>> implementations()
+    ('dense',)
+    """
+    return tuple(_BACKENDS)
+
+
+def attention(
+    q: Float[Array, "*B Tq H D"],
+    k: Float[Array, "*B Tk Hk D"],
+    v: Float[Array, "*B Tk Hk Dv"],
+    mask: Mask | Bool[Array, "..."] | None = None,
+    score_mod: ScoreMod | tuple[ScoreMod, ...] | None = None,
+    bias: Float[Array, "..."] | None = None,
+    scale: float | Float[Array, ""] | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    q_positions: Int[Array, "..."] | None = None,
+    kv_positions: Int[Array, "..."] | None = None,
+    impl: str = "auto",
+    block_sizes: tuple[int, int] | None = None,
+    return_lse: bool = False,
+) -> Float[Array, "*B Tq H Dv"] | tuple[Float[Array, "*B Tq H Dv"], Float[Array, "*B Tq H"]]:
+    """Scaled dot-product attention, softmax(scale·q·kᵀ)·v (Vaswani et al. 2017, equation 1).
+
+    The order is: scale·q·k, plus `bias`, score mods, mask, sinks, softmax, dropout. Scores, softmax and lse are
+    float32 whatever the input (float64 stays float64). A row that sees nothing returns 0 and has lse −inf.
+
+    Args:
+      q: `[..., Tq, H, D]`, queries; any number of batch axes.
+      k: `[..., Tk, Hk, D]`, keys; H must be a multiple of Hk (grouped heads).
+      v: `[..., Tk, Hk, Dv]`, values.
+      mask: who may look at whom, e.g. `masks.Causal()`; a bool array counts as `masks.Dense`.
+      score_mod: one score mod or a tuple of them, e.g. `score_mods.SoftCap(30.0)`.
+      bias: added to the scores, `[Tq or 1, Tk]` or `[..., H or 1, Tq or 1, Tk]`.
+      scale: 1/√D when None.
+      sinks: `[H]`, one extra logit a head in the softmax's sum, with no value.
+      dropout_rate: probability that a weight drops, in [0, 1); the others are scaled by 1/(1 − rate).
+      dropout_key: one PRNG key, or one for each example (q's batch axes).
+      q_positions, kv_positions: `[Tq]` or `[..., Tq]`, and `[Tk]` or `[..., Tk]`; `arange` when None. Needed when
+        Tq ≠ Tk and the mask or a score mod compares positions.
+      impl: "auto", or a name from `implementations()`.
+      block_sizes: (queries, keys) of a tile, for backends that work by tiles.
+      return_lse: also return the log of the softmax's sum.
+
+    Returns:
+      `[..., Tq, H, Dv]` in q's type; with `return_lse` also the lse `[..., Tq, H]`.
+
+    Raises:
+      ValueError: axes that do not match, positions or a dropout key that are missing, an unknown `impl`, an `impl`
+        that cannot honour an argument.
+
+    >>> q = k = v = jnp.ones((2, 5, 4, 8))  # batch 2, length 5, 4 heads of 8
+    >>> attention(q, k, v, mask=Causal()).shape
+    (2, 5, 4, 8)
+    """
+    arguments = _checked(
+        q, k, v, mask, score_mod, bias, scale, sinks, dropout_rate, dropout_key, q_positions, kv_positions
+    )
+    name = _choose(impl, arguments, block_sizes).backend
+    out, lse = _BACKENDS[name].attend(**arguments)
+    return (out, lse) if return_lse else out
+
+
+def attention_weights(
+    q: Float[Array, "*B Tq H D"],
+    k: Float[Array, "*B Tk Hk D"],
+    mask: Mask | Bool[Array, "..."] | None = None,
+    score_mod: ScoreMod | tuple[ScoreMod, ...] | None = None,
+    bias: Float[Array, "..."] | None = None,
+    scale: float | Float[Array, ""] | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    q_positions: Int[Array, "..."] | None = None,
+    kv_positions: Int[Array, "..."] | None = None,
+    rows: Int[Array, " Rq"] | None = None,
+) -> Float[Array, "*B H Rq Tk"]:
+    """The softmax weights that `attention` gives to each key, before dropout.
+
+    Args and errors are those of `attention`; `rows` `[Rq]` picks query indices, all of them when None.
+
+    Returns:
+      `[..., H, Tq, Tk]`, or `[..., H, Rq, Tk]`. A row sums to 1, to less with sinks, to 0 if it sees nothing.
+
+    >>> attention_weights(jnp.ones((3, 1, 4)), jnp.ones((3, 1, 4)), mask=Causal())[0].round(2)
+    Array([[1.  , 0.  , 0.  ],
+           [0.5 , 0.5 , 0.  ],
+           [0.33, 0.33, 0.33]], dtype=float32)
+    """
+    arguments = _checked(q, k, k, mask, score_mod, bias, scale, sinks, 0.0, None, q_positions, kv_positions)
+    for name in ("v", "dropout_rate", "dropout_keys"):
+        del arguments[name]
+    return dense.weights(**arguments, rows=rows)[0]
+
+
+def explain(q, k, v, mask=None, *, impl: str = "auto", block_sizes=None, **terms) -> Explanation:
+    """Which backend `attention` would run for these arguments, and for every other one the reason it would not.
+
+    Takes the arguments of `attention` and raises what it raises.
+
+    >>> q = k = v = jnp.ones((5, 4, 8))
+    >>> print(explain(q, k, v, mask=Causal()))
+    runs dense
+    """
+    terms.pop("return_lse", None)
+    return _choose(impl, _checked(q, k, v, mask, **terms), block_sizes)
+
+
+def _choose(impl, arguments, block_sizes) -> Explanation:
+    if impl != "auto" and impl not in _BACKENDS:
+        raise ValueError(f'impl = {impl!r} is unknown: use "auto" or one of {", ".join(map(repr, _BACKENDS))}')
+    rejected, able = {}, []
+    for name, backend in _BACKENDS.items():
+        why = backend.reason_against(**arguments)
+        if why:
+            rejected[name] = why
+        else:
+            able.append(name)
+    if impl != "auto" and impl in rejected:
+        raise ValueError(f"impl = {impl!r} cannot run this: {rejected[impl]}; use one of {', '.join(map(repr, able))}")
+    if block_sizes is not None and (len(block_sizes) != 2 or min(block_sizes) < 1):
+        raise ValueError(f"block_sizes = {block_sizes}: expected two sizes of 1 or more, (queries, keys) of a tile")
+    return Explanation(able[0] if impl == "auto" else impl, rejected)
+
+
+def _checked(
+    q,
+    k,
+    v,
+    mask=None,
+    score_mod=None,
+    bias=None,
+    scale=None,
+    sinks=None,
+    dropout_rate=0.0,
+    dropout_key=None,
+    q_positions=None,
+    kv_positions=None,
+) -> dict:
+    """The arguments of a backend, or ValueError in one line that names the axis, the sizes and the remedy."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if jnp.ndim(x) < 3:
+            raise ValueError(f"{name} has shape {jnp.shape(x)}, expected [..., length, heads, features]")
+    batch, (q_length, num_heads, head_dim) = q.shape[:-3], q.shape[-3:]
+    kv_length, kv_heads, _ = k.shape[-3:]
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[:-3] != batch:
+            raise ValueError(f"{name} has batch axes {x.shape[:-3]} and q has {batch}: give both the same")
+    if k.shape[-1] != head_dim:
+        raise ValueError(
+            f"k has {k.shape[-1]} features a head and q has {head_dim}: they are multiplied, so must agree"
+        )
+    if v.shape[-3:-1] != (kv_length, kv_heads):
+        raise ValueError(
+            f"v has (length, heads) {v.shape[-3:-1]} and k has {(kv_length, kv_heads)}: each key needs a value"
+        )
+    if num_heads % kv_heads:
+        raise ValueError(f"q has {num_heads} heads and k has {kv_heads}: q's heads must be a multiple of k's")
+
+    for name, positions, length in (("q_positions", q_positions, q_length), ("kv_positions", kv_positions, kv_length)):
+        if positions is not None and jnp.shape(positions) not in ((length,), (*batch, length)):
+            raise ValueError(
+                f"{name} has shape {jnp.shape(positions)}, expected {(length,)} or {(*batch, length)}: one place a row"
+            )
+    if mask is not None and not isinstance(mask, Mask):
+        mask = Dense(mask)
+    if mask is not None:
+        mask.check(batch, num_heads, q_length, kv_length)
+        require_positions(mask, q_length, kv_length, q_positions, kv_positions)
+    score_mods = () if score_mod is None else score_mod if isinstance(score_mod, tuple) else (score_mod,)
+    for mod in score_mods:
+        if not isinstance(mod, ScoreMod):
+            raise ValueError(
+                f"score_mod has a {type(mod).__name__}: expected score mods, e.g. score_mods.SoftCap(30.0)"
+            )
+        mod.check(num_heads)
+        require_positions(mod, q_length, kv_length, q_positions, kv_positions, what="score mod")
+
+    if bias is not None:
+        *lead, rows, columns = jnp.shape(bias) if jnp.ndim(bias) >= 2 else (0, 0)
+        fits = rows in (1, q_length) and columns == kv_length
+        fits &= not lead or (
+            len(lead) == len(batch) + 1
+            and lead[-1] in (1, num_heads)
+            and all(size in (1, given) for size, given in zip(lead, batch))
+        )
+        if not fits:
+            raise ValueError(
+                f"bias has shape {jnp.shape(bias)}, expected {(q_length, kv_length)} or "
+                f"{(*batch, num_heads, q_length, kv_length)}, where 1 may stand for any axis but the last"
+            )
+    if sinks is not None and jnp.shape(sinks) != (num_heads,):
+        raise ValueError(f"sinks has shape {jnp.shape(sinks)}, expected {(num_heads,)}: one logit a head")
+    if not 0 <= dropout_rate < 1:
+        raise ValueError(f"dropout_rate = {dropout_rate}: expected a probability in [0, 1)")
+    if dropout_rate and dropout_key is None:
+        raise ValueError(f"dropout_rate = {dropout_rate} needs dropout_key: one PRNG key, or one an example")
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "mask": mask,
+        "score_mods": score_mods,
+        "bias": bias,
+        "scale": scale,
+        "sinks": sinks,
+        "dropout_rate": dropout_rate,
+        "dropout_keys": dropout.per_example(dropout_key, batch) if dropout_rate else None,
+        "q_positions": _array(q_positions),
+        "kv_positions": _array(kv_positions),
+    }
+
+
+def _array(positions):
+    return positions if positions is None or isinstance(positions, (np.ndarray, jax.Array)) else jnp.asarray(positions)

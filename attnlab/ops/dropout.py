@@ -1,0 +1,95 @@
+"""Dropout by an integer hash of where an element stands, so that no array of random bits is ever drawn.
+
+The same element drops whatever the backend, the tile size, the sharding and the number of devices, because its
+fate depends on the key of its example and on its own indices alone.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, UInt32
+
+Keys = Array  # PRNG keys, new style `[...]` or raw uint32 `[..., 2]`
+
+
+def keep(keys: Keys, rate: float, *indices: Array) -> Bool[Array, "..."]:
+    """True where an element stays; each is dropped with probability `rate`, independently.
+
+    Args:
+      keys: one key, or an array of them; their axes lead the result's.
+      rate: probability of being dropped, in [0, 1).
+      *indices: integer arrays that broadcast together to the shape of one example's elements.
+
+    Returns:
+      bool `[*keys, *broadcast(indices)]`.
+
+    >>> float(keep(jax.random.key(0), 0.25, jnp.arange(10_000)).mean().round(2))
+    0.75
+    """
+    rank = max(jnp.ndim(index) for index in indices)
+    words = key_words(keys)
+    state = jnp.zeros((), jnp.uint32)
+    for word in range(words.shape[-1]):
+        state = _mix(state ^ words[..., word])
+    state = state.reshape(state.shape + (1,) * rank)
+    # One mix an index, each folded in as soon as its axis appears: only the last runs over all elements. Mixing the
+    # index by itself first breaks the regular spacing that would make the rows of two states shifted copies.
+    for index in indices:
+        state = _mix(state ^ _mix(jnp.asarray(index).astype(jnp.uint32) + jnp.uint32(0x9E3779B9)))
+    return state >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
+
+
+def dropout(x: Float[Array, "B ..."], keys: Keys, rate: float) -> Float[Array, "B ..."]:
+    """x with elements zeroed with probability `rate` and the others scaled by 1/(1 − rate); one key an example.
+
+    >>> x = dropout(jnp.ones((2, 3, 4)), jax.random.split(jax.random.key(0), 2), 0.5)
+    >>> sorted(set(x.ravel().tolist()))
+    [0.0, 2.0]
+    """
+    indices = jnp.ogrid[tuple(slice(size) for size in x.shape[1:])]
+    return jnp.where(keep(keys, rate, *indices), x / (1 - rate), 0).astype(x.dtype)
+
+
+def fold_in(keys: Keys, data: int | Array) -> Keys:
+    """`jax.random.fold_in` over any number of keys: `[...]` keys and one number to `[...]` keys."""
+    fold = jax.random.fold_in
+    for _ in range(batch_rank(keys)):
+        fold = jax.vmap(fold, in_axes=(0, None))
+    return fold(keys, data)
+
+
+def per_example(keys: Keys, batch: tuple[int, ...]) -> Keys:
+    """Keys with exactly the batch axes: one key is folded with each example's index, an array is checked.
+
+    Raises:
+      ValueError: the keys carry other axes than `batch`.
+    """
+    shape = jnp.shape(keys)[: batch_rank(keys)]
+    if shape == batch:
+        return keys
+    if shape == ():
+        count = 1
+        for size in batch:
+            count *= size
+        folded = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(keys, jnp.arange(count))
+        return folded.reshape(batch + folded.shape[1:])
+    raise ValueError(f"dropout keys have batch axes {shape}, expected () or {batch}: give one key, or one an example")
+
+
+def batch_rank(keys: Keys) -> int:
+    """How many axes an array of keys has, not counting the words of raw ones."""
+    return jnp.ndim(keys) if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else jnp.ndim(keys) - 1
+
+
+def key_words(keys: Keys) -> UInt32[Array, "... words"]:
+    """The uint32 words behind PRNG keys of either style."""
+    return jax.random.key_data(keys) if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else keys
+
+
+def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """A bijection of 32-bit words in which each input bit flips each output bit with probability near one half.
+
+    The constants are those of the "lowbias32" search (Wellons, "Prospecting for hash functions", 2018).
+    """
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)

@@ -1,0 +1,187 @@
+"""Write with a trained model.
+
+    python -m attnlab.sample --workdir=runs/quickstart --prompt="The "
+
+The text appears as it is drawn, at any length. Past the model's context, learned and sinusoidal positions keep the
+last half and read it again; rotary, alibi and no positions roll on.
+"""
+
+import functools
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from attnlab import commands
+from attnlab.errors import UserError
+from attnlab.loading import load
+from attnlab.nn import GPT
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    return commands.run(_define, _main, __doc__, argv)
+
+
+def generate(
+    model: GPT,
+    params,
+    prompt: np.ndarray,
+    max_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    num_samples: int = 1,
+) -> Iterator[np.ndarray]:
+    """Draws tokens one after another, through a `KVCache`.
+
+    Args:
+      model, params: a `GPT` and its parameters.
+      prompt: int `[length]`, at least one token; of a longer one than the context, the end counts.
+      max_tokens: how many to draw.
+      temperature: divides the logits; 0 takes the likeliest token.
+      top_k: draw from so many likeliest tokens only; 0 for all.
+      top_p: draw from the fewest tokens whose probabilities sum to this (Holtzman et al. 2020); 1 for all.
+      seed: sample n at place t depends on (seed, n, t) alone.
+      num_samples: how many texts are drawn side by side.
+
+    Yields:
+      int32 `[num_samples]`, the next token of each.
+
+    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+    >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    >>> len(list(generate(model, params, np.array([1, 2]), max_tokens=9)))  # beyond the context
+    9
+    """
+    rolls = model.positions not in ("learned", "sinusoidal")
+    draw = functools.partial(_draw, temperature=temperature, top_k=min(top_k, model.vocab_size), top_p=top_p)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(num_samples))
+
+    text = np.tile(np.asarray(prompt, np.int32), (num_samples, 1))
+    window = text[:, -model.context :]
+    logits, caches = _read(model, params, window, model.empty_caches(num_samples))
+    length = window.shape[1]
+    for place in range(max_tokens):
+        token = np.asarray(draw(logits, keys, place))
+        yield token
+        if place + 1 == max_tokens:
+            return
+        text = np.concatenate([text, token[:, None]], axis=1)[:, -model.context :]
+        if length < model.context or rolls:
+            logits, caches = _read(model, params, token[:, None], caches)
+            length += 1
+        else:
+            window = text[:, -max(1, model.context // 2) :]
+            logits, caches = _read(model, params, window, model.empty_caches(num_samples))
+            length = window.shape[1]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _read(model, params, tokens, caches):
+    """The logits after the last of `tokens` `[N, T]`, and the caches that have seen them."""
+    logits, caches = model.apply({"params": params}, tokens, caches=caches)
+    return logits[:, -1], caches
+
+
+@functools.partial(jax.jit, static_argnames=("temperature", "top_k", "top_p"))
+def _draw(logits, keys, place, *, temperature, top_k, top_p):
+    if temperature == 0:
+        return logits.argmax(axis=-1)
+    logits = logits / temperature
+    if top_k:
+        logits = jnp.where(logits < jax.lax.top_k(logits, top_k)[0][:, -1:], -jnp.inf, logits)
+    if top_p < 1:
+        order = jnp.flip(jnp.argsort(logits, axis=-1), axis=-1)
+        p = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1))
+        # A token stays if those before it do not reach top_p; so the first always does.
+        stays = jnp.cumsum(p, axis=-1) - p < top_p
+        rows = jnp.arange(len(logits))[:, None]
+        logits = jnp.where(jnp.zeros_like(stays).at[rows, order].set(stays), logits, -jnp.inf)
+    return jax.vmap(lambda key, row: jax.random.categorical(jax.random.fold_in(key, place), row))(keys, logits)
+
+
+def _define(values, argv):
+    flags.DEFINE_string("workdir", None, "folder of the run", flag_values=values)
+    flags.DEFINE_string("prompt", None, "text to go on from; a new line when absent", flag_values=values)
+    flags.DEFINE_integer("max_tokens", 500, "how many tokens to draw", flag_values=values)
+    flags.DEFINE_integer("num_samples", 1, "how many texts to draw side by side", flag_values=values)
+    flags.DEFINE_float("temperature", 0.8, "above 1 wilder, below 1 tamer, 0 the likeliest token", flag_values=values)
+    flags.DEFINE_integer("top_k", 0, "draw from so many likeliest tokens; 0 for all", flag_values=values)
+    flags.DEFINE_float("top_p", 1.0, "draw from the likeliest that sum to this; 1 for all", flag_values=values)
+    flags.DEFINE_integer("seed", 0, "same seed, same text", flag_values=values)
+    flags.DEFINE_string("step", "latest", "checkpoint: latest, best, or a step", flag_values=values)
+
+
+def _main(values) -> int:
+    for name, good, expected in (
+        ("max_tokens", values.max_tokens >= 1, "1 or more"),
+        ("num_samples", values.num_samples >= 1, "1 or more"),
+        ("temperature", 0 <= values.temperature < float("inf"), "a number, 0 or more"),
+        ("top_k", values.top_k >= 0, "0 or more"),
+        ("top_p", 0 < values.top_p <= 1, "a number above 0, up to 1"),
+        ("seed", 0 <= values.seed < 2**63, "0 or more"),
+    ):
+        if not good:
+            raise UserError(f"--{name}={values[name].value}: expected {expected}")
+    if values.workdir is None:
+        raise UserError("--workdir is missing: name the folder of a run, e.g. --workdir=runs/quickstart")
+    model, params, tokenizer, _ = load(Path(values.workdir), values.step)
+    prompt = prompt_ids(tokenizer, values.prompt)
+
+    start = time.perf_counter()
+    drawn = generate(
+        model,
+        params,
+        prompt,
+        values.max_tokens,
+        temperature=values.temperature,
+        top_k=values.top_k,
+        top_p=values.top_p,
+        seed=values.seed,
+        num_samples=values.num_samples,
+    )
+    # The first text is written as it is drawn, the others, drawn beside it, after it.
+    others = []
+    write = functools.partial(print, end="", flush=True)
+    write(values.prompt or "")
+    for piece in tokenizer.stream(_first(drawn, others)):
+        write(piece)
+    print()
+    for tokens in np.array(others).T if values.num_samples > 1 else ():
+        print("-" * 80)
+        print((values.prompt or "") + tokenizer.decode(tokens))
+    seconds = time.perf_counter() - start
+    if sys.stderr.isatty():
+        print(f"{values.max_tokens * values.num_samples / seconds:.0f} tokens a second", file=sys.stderr)
+    return 0
+
+
+def prompt_ids(tokenizer, prompt: str | None) -> np.ndarray:
+    """Token ids of a prompt, int `[length]`; of a new line, or of the first token, when there is none.
+
+    Raises:
+      UserError: characters that the tokenizer never saw.
+    """
+    if prompt:
+        return tokenizer.encode(prompt)
+    try:
+        return tokenizer.encode("\n")
+    except UserError:
+        return np.zeros(1, np.int32)
+
+
+def _first(drawn, others):
+    for tokens in drawn:
+        others.append(tokens[1:])
+        yield int(tokens[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

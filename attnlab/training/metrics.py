@@ -1,0 +1,131 @@
+"""What a run writes down: `metrics.jsonl`, TensorBoard events, and lines or a progress bar for whoever watches."""
+
+import json
+import os
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from attnlab.errors import UserError
+
+
+class MetricsLog:
+    """`metrics.jsonl`: one flat JSON record a line, each once, in the order of steps.
+
+    Args:
+      path: the file; made when the first record is written.
+      last_step: the step that the run goes on from; what an interrupted run had written beyond it is removed, for it
+        will be written again.
+      events: folder of TensorBoard events beside it; None for none.
+
+    >>> import tempfile
+    >>> log = MetricsLog(Path(tempfile.mkdtemp()) / "metrics.jsonl")
+    >>> log.write(step=10, split="train", loss=2.5)
+    >>> log.records
+    [{'step': 10, 'split': 'train', 'loss': 2.5}]
+    """
+
+    def __init__(self, path: Path, last_step: int = 0, events: Path | None = None):
+        self.path, self._events, self._writer, self._last_step = path, events, None, last_step
+        found = read(path)
+        self.records = [record for record in found if record["step"] <= last_step]
+        if len(self.records) < len(found) or (path.exists() and not path.read_bytes().endswith(b"\n")):
+            kept = path.with_suffix(".kept")
+            kept.write_text("".join(map(_line, self.records)), encoding="utf-8")
+            os.replace(kept, path)
+
+    def write(self, **record) -> None:
+        """Appends a record and hands its numbers to TensorBoard."""
+        self.records.append(record)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(_line(record))
+        if self._tensorboard:
+            for name, value in record.items():
+                if name != "step" and isinstance(value, int | float):
+                    self._tensorboard.add_scalar(f"{record['split']}/{name}", value, record["step"])
+
+    def write_text(self, step: int, text: str) -> None:
+        """A sample, for TensorBoard alone."""
+        if self._tensorboard:
+            self._tensorboard.add_text("sample", f"```\n{text}\n```", step)
+
+    def close(self) -> None:
+        """Flushes the events."""
+        if self._writer:
+            self._writer.close()
+
+    @property
+    def _tensorboard(self):
+        if self._writer is None and self._events is not None:
+            from tensorboardX import SummaryWriter  # takes half a second, which a run that is over need not spend
+
+            # Events after the step that the run goes on from are struck out, as in metrics.jsonl.
+            self._writer = SummaryWriter(str(self._events), purge_step=self._last_step + 1)
+        return self._writer
+
+
+def read(path: Path) -> list[dict]:
+    """The records of a `metrics.jsonl`, none if there is no file; a last line that was cut off is left out.
+
+    Raises:
+      UserError: a line that is no record.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            record["step"], record["split"]
+            records.append(record)
+        except (ValueError, TypeError, KeyError) as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break
+            raise UserError(f"{path} line {number} is no record ({line[:40]!r}): repair it or move it away") from error
+    return records
+
+
+class Watch:
+    """What a person sees of a run: a progress bar on a terminal, plain lines elsewhere, nothing when silent.
+
+    Args:
+      steps: at the end of the run.
+      start: where it begins.
+      silent: for all processes but the first.
+    """
+
+    def __init__(self, steps: int, start: int = 0, silent: bool = False):
+        self._console = Console(quiet=silent, soft_wrap=True, highlight=False)
+        self._steps = steps
+        columns = (
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+        )
+        self._bar = Progress(*columns, console=self._console, disable=silent or not self._console.is_terminal)
+        self._task = self._bar.add_task("", total=steps, completed=start)
+
+    def __enter__(self):
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_):
+        self._bar.stop()
+
+    def step(self, step: int, description: str) -> None:
+        """Moves the bar; on a terminal the description stands beside it, elsewhere it is a line."""
+        self._bar.update(self._task, completed=step, description=description)
+        if not self._console.is_terminal:
+            self.say(f"step {step}/{self._steps}  {description}")
+
+    def say(self, text: str) -> None:
+        """Prints as it is."""
+        self._console.print(text, markup=False)
+
+
+def _line(record) -> str:
+    return json.dumps(record) + "\n"

@@ -1,0 +1,116 @@
+"""What training carries from step to step, and the pure functions that a step is made of."""
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+from ml_collections import ConfigDict
+
+from attnlab.data.batches import Batch
+from attnlab.nn import GPT
+
+
+class TrainState(NamedTuple):
+    """All that a run needs to go on, besides its config.
+
+    Attributes:
+      step: int32 scalar, updates done; also the position in the data and, with the seed, in the random keys.
+      params: the model's parameters, float32.
+      opt_state: the optimizer's.
+    """
+
+    step: Array
+    params: dict
+    opt_state: tuple
+
+
+def create(model: nn.Module, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
+    """The state before the first step; the same bits for the same seed."""
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    params = jax.jit(model.init)(jax.random.key(seed), tokens)["params"]
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+
+def token_losses(model: nn.Module, params, batch: Batch, **options) -> Float[Array, "rows T"]:
+    """Cross-entropy in nats of each target, `[rows, context]`."""
+    logits = model.apply({"params": params}, batch.tokens[:, :-1], **options)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch.tokens[:, 1:])
+
+
+def gradients(model, params, batch: Batch, step_key, accumulation: int = 1, axis_name: str | None = None):
+    """Mean loss over the global batch in nats, and its gradient.
+
+    Args:
+      model: called on tokens `[rows, context]`.
+      params: its parameters.
+      batch: this device's rows under `axis_name`, else all rows.
+      step_key: key of the step; each example's is folded from it with the example's global row.
+      accumulation: parts that the rows are taken in, one after another, to save memory.
+      axis_name: the mapped axis to average over.
+
+    Returns:
+      (loss, gradient), the loss a float32 scalar, the gradient a tree like params.
+    """
+
+    def loss(params, part):
+        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(step_key, part.example)
+        return token_losses(model, params, part, deterministic=False, dropout_key=keys).mean()
+
+    if accumulation == 1:
+        value, gradient = jax.value_and_grad(loss)(params, batch)
+    else:
+        # Every accumulation-th row makes a part: rows are sharded in contiguous runs, so no row changes its device.
+        parts = jax.tree.map(lambda x: x.reshape(-1, accumulation, *x.shape[1:]).swapaxes(0, 1), batch)
+
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(params, part)), None
+
+        zero = jax.tree.map(jnp.zeros_like, (jnp.zeros((), jnp.float32), params))
+        (value, gradient), _ = jax.lax.scan(add, zero, parts)
+        value, gradient = jax.tree.map(lambda x: x / accumulation, (value, gradient))
+    return jax.lax.pmean((value, gradient), axis_name) if axis_name else (value, gradient)
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: optax.GradientTransformation,
+    seed: int,
+    accumulation: int,
+    state: TrainState,
+    batch: Batch,
+    axis_name: str | None = None,
+) -> tuple[TrainState, dict]:
+    """One update. Pure: the same state and batch give the same result, however it is compiled.
+
+    Returns:
+      The next state, and `loss` (nats) and `grad_norm` (before clipping), float32 scalars.
+    """
+    step_key = jax.random.fold_in(jax.random.key(seed), state.step)
+    loss, gradient = gradients(model, state.params, batch, step_key, accumulation, axis_name)
+    updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    return TrainState(state.step + 1, params, opt_state), {"loss": loss, "grad_norm": optax.global_norm(gradient)}
+
+
+def eval_step(model: nn.Module, params, batch: Batch, axis_name: str | None = None) -> Float[Array, "2"]:
+    """Sum of the losses (nats) over a batch's weighted rows, and the number of tokens that it is over."""
+    losses = token_losses(model, params, batch)
+    sums = jnp.stack([(losses * batch.weight[:, None]).sum(), batch.weight.sum() * losses.shape[1]])
+    return jax.lax.psum(sums, axis_name) if axis_name else sums
+
+
+def make_model(config: ConfigDict, vocab_size: int) -> GPT:
+    """The model that a run's config describes.
+
+    Args:
+      config: of the whole run (`config.model`, `config.precision`).
+      vocab_size: of the run's tokenizer.
+
+    >>> from attnlab.config import default
+    >>> make_model(default(), vocab_size=65).width
+    128
+    """
+    return GPT(vocab_size=vocab_size, dtype=jnp.dtype(config.precision), **config.model.to_dict())
