@@ -12,8 +12,9 @@ import io
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core.download import downloader
@@ -64,10 +65,7 @@ def load(name: str, *, path: str = "", feature: str = "", validation_fraction: f
     builders = {"python_docs": PythonDocs, "quijote": Quijote, "text": TextFiles}
     if name not in builders:
         raise UserError(f"data.name = {name!r} is unknown: use one of {', '.join(builders)}, or tfds:NAME")
-    if name == "text":
-        builder = _build(TextFiles, config=_text_config(path))
-    else:
-        builder = _build(builders[name])
+    builder = _build(builders[name], **({"config": _text_config(path)} if name == "text" else {}))
     text = "".join(_documents(_prepare(builder, name), "train", "text"))
     if not text:
         raise UserError(f"{path or name} is empty: give a text with at least a few thousand characters")
@@ -106,7 +104,7 @@ class PythonDocs(_TextBuilder):
     """
 
     name = "attnlab_python_docs"
-    BUILDER_CONFIGS = [tfds.core.BuilderConfig(name="python{}.{}.{}".format(*sys.version_info))]
+    BUILDER_CONFIGS: ClassVar = [tfds.core.BuilderConfig(name="python{}.{}.{}".format(*sys.version_info))]
 
     def _pieces(self, dl_manager):
         from pydoc_data.topics import topics
@@ -139,7 +137,13 @@ class TextFiles(_TextBuilder):
 
 
 class _TextConfig(tfds.core.BuilderConfig):
-    texts: list = []
+    """Names the dataset by its content.
+
+    Attributes:
+      texts: one for each file.
+    """
+
+    texts: Sequence[str] = ()
 
 
 def _text_config(path: str) -> _TextConfig:

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
 from attnlab.nn.multihead import KVCache, MultiHeadAttention
 from attnlab.nn.positions import LearnedPositions, sinusoidal
 from attnlab.ops import dropout
 from attnlab.ops.masks import Causal, Mask, SlidingWindow
 from attnlab.ops.score_mods import ALiBi, alibi_slopes
+from attnlab.types import Array, DType
 
 POSITIONS = ("learned", "sinusoidal", "rotary", "alibi", "none")
 
@@ -32,7 +33,7 @@ class Mlp(nn.Module):
     use_bias: bool = True
     kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
     out_kernel_init: nn.initializers.Initializer | None = None
-    dtype: jnp.dtype | None = None
+    dtype: DType | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B F"]) -> Float[Array, "*B F"]:
@@ -62,7 +63,7 @@ class Block(nn.Module):
     mlp: nn.Module
     dropout_rate: float = 0.0
     use_bias: bool = True
-    dtype: jnp.dtype | None = None
+    dtype: DType | None = None
 
     @nn.compact
     def __call__(
@@ -143,7 +144,7 @@ class GPT(nn.Module):
     qk_norm: bool = False
     use_bias: bool = True
     mlp_ratio: int = 4
-    dtype: jnp.dtype = jnp.float32
+    dtype: DType = jnp.float32
     impl: str = "auto"
 
     @nn.compact

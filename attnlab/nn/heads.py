@@ -1,11 +1,11 @@
 """One attention head, and heads side by side: the modules to learn from."""
 
 import flax.linen as nn
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
 from attnlab.ops.attention import attention, attention_weights
 from attnlab.ops.masks import Causal, Mask, join
+from attnlab.types import Array, DType
 
 
 class Head(nn.Module):
@@ -38,7 +38,7 @@ class Head(nn.Module):
     score_mod: object = None
     dropout_rate: float = 0.0
     kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
-    dtype: jnp.dtype | None = None
+    dtype: DType | None = None
     impl: str = "auto"
 
     @nn.compact
@@ -91,7 +91,7 @@ class StackedHeads(nn.Module):
     score_mod: object = None
     dropout_rate: float = 0.0
     kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
-    dtype: jnp.dtype | None = None
+    dtype: DType | None = None
     impl: str = "auto"
 
     @nn.compact

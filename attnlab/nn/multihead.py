@@ -5,11 +5,12 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
 from attnlab.nn.positions import rotary
 from attnlab.ops.attention import attention, attention_weights
 from attnlab.ops.masks import Mask, Padding, join
+from attnlab.types import Array, DType
 
 
 class KVCache(NamedTuple):
@@ -117,7 +118,7 @@ class MultiHeadAttention(nn.Module):
     sinks: bool = False
     kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
     out_kernel_init: nn.initializers.Initializer | None = None
-    dtype: jnp.dtype | None = None
+    dtype: DType | None = None
     impl: str = "auto"
 
     @nn.compact

@@ -3,7 +3,9 @@
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
+
+from attnlab.types import Array, DType
 
 
 def sinusoidal(positions: Int[Array, "*T"], features: int) -> Float[Array, "*T features"]:
@@ -77,7 +79,7 @@ class LearnedPositions(nn.Module):
     context: int
     features: int
     embedding_init: nn.initializers.Initializer = nn.initializers.normal(0.02)
-    dtype: jnp.dtype | None = None
+    dtype: DType | None = None
 
     @nn.compact
     def __call__(self, positions: Int[Array, "*T"]) -> Float[Array, "*T features"]:

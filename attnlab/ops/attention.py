@@ -5,11 +5,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
 from attnlab.ops import dense, dropout
 from attnlab.ops.masks import Dense, Mask, require_positions
 from attnlab.ops.score_mods import ScoreMod
+from attnlab.types import Array
 
 # In the order of preference of "auto". A backend is a module with `attend`, which returns (out, lse), and
 # `reason_against`, which takes the same arguments and says in a few words why it cannot honour them, or None.

@@ -14,10 +14,11 @@ Scores, softmax and lse are float32 whatever the input (float64 stays float64); 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Bool, Float
 
 from attnlab.ops import dropout
 from attnlab.ops.masks import Mask, whole
+from attnlab.types import Array
 
 
 def reason_against(**arguments) -> None:
@@ -55,7 +56,7 @@ def weights(
     mask: Mask | None = None,
     score_mods=(),
     bias: Float[Array, "..."] | None = None,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     sinks: Float[Array, " H"] | None = None,
     q_positions=None,
     kv_positions=None,

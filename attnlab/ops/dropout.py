@@ -6,7 +6,9 @@ fate depends on the key of its example and on its own indices alone.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, UInt32
+from jaxtyping import Bool, Float, UInt32
+
+from attnlab.types import Array
 
 Keys = Array  # PRNG keys, new style `[...]` or raw uint32 `[..., 2]`
 

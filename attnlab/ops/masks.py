@@ -21,7 +21,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Bool, Int
+
+from attnlab.types import Array
 
 
 class Tile(NamedTuple):

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
 from attnlab.ops.masks import Tile
+from attnlab.types import Array
 
 
 class ScoreMod:

@@ -6,11 +6,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Float
 from ml_collections import ConfigDict
 
 from attnlab.data.batches import Batch
 from attnlab.nn import GPT
+from attnlab.types import Array
 
 
 class TrainState(NamedTuple):

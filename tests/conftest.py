@@ -1,0 +1,37 @@
+"""Every test sees four virtual CPU devices, its own dataset folder, and no network worth waiting for."""
+
+import os
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 " + os.environ.get("XLA_FLAGS", "")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jaxtyping
+import pytest
+from absl import logging
+from hypothesis import settings
+
+logging.set_verbosity(logging.ERROR)
+settings.register_profile("attnlab", deadline=None, derandomize=True, max_examples=30)
+settings.load_profile("attnlab")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def dataset_folder(tmp_path_factory):
+    """Where TFDS prepares corpora in tests, subprocesses included."""
+    os.environ["TFDS_DATA_DIR"] = str(tmp_path_factory.mktemp("tfds"))
+
+
+@pytest.fixture
+def float64():
+    """Double precision, for references."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def own_errors():
+    """Lets bad arguments through to attnlab's own messages: elsewhere in the tests, annotations are checked first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

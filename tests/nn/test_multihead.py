@@ -1,0 +1,176 @@
+"""Multi-head attention agrees with Flax's, takes its checkpoints, and decodes through its cache."""
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnlab.masks import Causal, Dense, Padding, SlidingWindow
+from attnlab.nn import KVCache, MultiHeadAttention
+
+X = jax.random.normal(jax.random.key(0), (2, 6, 8))
+MEMORY = jax.random.normal(jax.random.key(1), (2, 5, 12))
+
+
+def shapes(tree):
+    return jax.tree.map(jnp.shape, tree)
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+@pytest.mark.parametrize("qk_norm", [True, False])
+@pytest.mark.parametrize("memory", [None, MEMORY])
+def test_parameters_move_to_and_from_flax_unchanged(use_bias, qk_norm, memory):
+    ours = MultiHeadAttention(num_heads=4, use_bias=use_bias, qk_norm=qk_norm)
+    theirs = flax.linen.MultiHeadDotProductAttention(num_heads=4, use_bias=use_bias, normalize_qk=qk_norm)
+    params = theirs.init(jax.random.key(2), X, memory)
+    assert shapes(ours.init(jax.random.key(2), X, memory)) == shapes(params)
+    # Two orders of the same float32 sums of at most 12 terms near 1.
+    np.testing.assert_allclose(ours.apply(params, X, memory), theirs.apply(params, X, memory), atol=2e-6)
+
+
+def test_masks_mean_the_same_as_in_flax():
+    params = MultiHeadAttention(num_heads=4).init(jax.random.key(2), X)
+    array = jnp.asarray(np.random.default_rng(0).random((2, 1, 6, 6)) < 0.6).at[..., 0].set(True)
+    ours = MultiHeadAttention(num_heads=4).apply(params, X, mask=Dense(array))
+    theirs = flax.linen.MultiHeadDotProductAttention(num_heads=4).apply(params, X, mask=array)
+    np.testing.assert_allclose(ours, theirs, atol=2e-6)
+
+
+def test_masks_of_field_and_call_are_anded():
+    params = MultiHeadAttention(num_heads=4).init(jax.random.key(2), X)
+    lengths = Padding(jnp.array([3, 6]))
+    joined = MultiHeadAttention(num_heads=4, mask=Causal()).apply(params, X, mask=lengths)
+    np.testing.assert_array_equal(joined, MultiHeadAttention(num_heads=4).apply(params, X, mask=Causal() & lengths))
+
+
+def test_grouped_heads_are_heads_with_shared_keys():
+    grouped = MultiHeadAttention(num_heads=4, kv_heads=2)
+    params = grouped.init(jax.random.key(2), X)["params"]
+    assert params["key"]["kernel"].shape == (8, 2, 2)
+    repeated = {
+        name: jax.tree.map(lambda x: jnp.repeat(x, 2, axis=-2), leaf) if name in ("key", "value") else leaf
+        for name, leaf in params.items()
+    }
+    full = MultiHeadAttention(num_heads=4).apply({"params": repeated}, X)
+    np.testing.assert_allclose(grouped.apply({"params": params}, X), full, atol=1e-6)
+
+
+def test_the_output_width_and_the_head_width_can_be_chosen():
+    module = MultiHeadAttention(num_heads=3, head_dim=5, out_features=7)
+    assert module.init_with_output(jax.random.key(0), X)[0].shape == (2, 6, 7)
+
+
+def test_sown_weights_make_the_output():
+    module = MultiHeadAttention(num_heads=4, mask=Causal(), use_bias=False)
+    params = module.init(jax.random.key(2), X)["params"]
+    out, state = module.apply({"params": params}, X, mutable=["intermediates"])
+    (weights,) = state["intermediates"]["attention_weights"]
+    values = jnp.einsum("btf,fhd->bhtd", X, params["value"]["kernel"])
+    np.testing.assert_allclose(out, jnp.einsum("bhtd,hdf->btf", weights @ values, params["out"]["kernel"]), atol=1e-6)
+
+
+def test_dropout_is_drawn_per_example():
+    """The same key an example gives the same result in any batch: what makes training independent of devices."""
+    module = MultiHeadAttention(num_heads=4, dropout_rate=0.5)
+    params = module.init(jax.random.key(2), X)
+    keys = jax.random.split(jax.random.key(3), 2)
+    both = module.apply(params, X, deterministic=False, dropout_key=keys)
+    second = module.apply(params, X[1:], deterministic=False, dropout_key=keys[1:])
+    np.testing.assert_allclose(both[1:], second, atol=1e-6)
+    assert not np.allclose(both, module.apply(params, X))
+
+
+def test_sinks_start_at_zero_and_take_weight():
+    module = MultiHeadAttention(num_heads=4, sinks=True)
+    params = module.init(jax.random.key(2), X)
+    assert params["params"]["sinks"].shape == (4,)
+    _, state = module.apply({"params": params["params"]}, X, mutable=["intermediates"])
+    assert (state["intermediates"]["attention_weights"][0].sum(-1) < 1).all()
+
+
+@pytest.mark.parametrize(
+    "options, call, message",
+    [
+        ({"num_heads": 3}, {}, "width 8 is not divisible by 3 heads"),
+        ({"num_heads": 4, "kv_heads": 3}, {}, "num_heads = 4 must be a multiple of kv_heads = 3"),
+        (
+            {"num_heads": 4},
+            {"inputs_kv": MEMORY, "cache": KVCache.empty(2, 8, 4, 2)},
+            "cache is for self-attention",
+        ),
+        ({"num_heads": 4, "rotary_base": 100.0}, {"inputs_kv": MEMORY}, "cross-attention has two"),
+    ],
+)
+def test_a_bad_shape_is_one_line(options, call, message):
+    with pytest.raises(ValueError, match=message):
+        MultiHeadAttention(**options).init(jax.random.key(0), X, **call)
+
+
+MODULES = {
+    "plain": {},
+    "grouped": {"kv_heads": 2},
+    "rotary": {"rotary_base": 100.0},
+    "normed": {"qk_norm": True},
+    "window": {"mask": SlidingWindow(2)},
+    "sinks": {"sinks": True},
+}
+
+
+@pytest.mark.parametrize("options", MODULES.values(), ids=MODULES)
+@pytest.mark.parametrize("chunks", [[6], [1] * 6, [3, 1, 2], [1, 5]])
+def test_the_cache_gives_the_answers_of_the_full_pass(options, chunks):
+    module = MultiHeadAttention(num_heads=4, **({"mask": Causal()} | options))
+    params = module.init(jax.random.key(2), X)
+    cache, parts, at = KVCache.empty(2, 8, options.get("kv_heads", 4), 2), [], 0
+    for size in chunks:
+        part, cache = module.apply(params, X[:, at : at + size], cache=cache)
+        parts.append(part)
+        at += size
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), module.apply(params, X), atol=2e-6)
+    assert cache.length.tolist() == [6, 6]
+
+
+def test_rows_of_a_cache_may_differ_in_length():
+    """Prompts of 2 and 4 tokens, padded on the right, prefilled at once; then each goes on from its own end."""
+    module = MultiHeadAttention(num_heads=4, mask=Causal(), rotary_base=100.0)
+    params = module.init(jax.random.key(2), X)
+    lengths = jnp.array([2, 4])
+    padded = jnp.where(jnp.arange(4)[:, None] < lengths[:, None, None], X[:, :4], 1e6)
+    _, cache = module.apply(params, padded, cache=KVCache.empty(2, 8, 4, 2))
+    cache = cache._replace(length=lengths)
+    following = jnp.stack([X[0, 2:4], X[1, 4:6]])
+    out, cache = module.apply(params, following, cache=cache)
+    full = module.apply(params, X)
+    np.testing.assert_allclose(out, jnp.stack([full[0, 2:4], full[1, 4:6]]), atol=2e-6)
+    assert cache.length.tolist() == [4, 6]
+
+
+def test_past_its_capacity_a_cache_keeps_the_newest_positions():
+    module = MultiHeadAttention(num_heads=4, mask=Causal(), rotary_base=100.0)
+    params = module.init(jax.random.key(2), X)
+    cache = KVCache.empty(2, 3, 4, 2)
+    for at in range(6):
+        out, cache = module.apply(params, X[:, at : at + 1], cache=cache)
+    windowed = MultiHeadAttention(num_heads=4, mask=SlidingWindow(2), rotary_base=100.0).apply(params, X)
+    np.testing.assert_allclose(out[:, 0], windowed[:, 5], atol=2e-6)
+    assert sorted(cache.positions()[0].tolist()) == [3, 4, 5]
+
+
+def test_a_cache_passes_through_jit_and_scan():
+    module = MultiHeadAttention(num_heads=4, mask=Causal())
+    params = module.init(jax.random.key(2), X)
+
+    def step(cache, x):
+        out, cache = module.apply(params, x[:, None], cache=cache)
+        return cache, out[:, 0]
+
+    _, outs = jax.jit(lambda x: jax.lax.scan(step, KVCache.empty(2, 6, 4, 2), x))(X.swapaxes(0, 1))
+    np.testing.assert_allclose(outs.swapaxes(0, 1), module.apply(params, X), atol=2e-6)
+
+
+def test_a_chunk_larger_than_the_cache_is_refused():
+    module = MultiHeadAttention(num_heads=4, mask=Causal())
+    params = module.init(jax.random.key(2), X)
+    with pytest.raises(ValueError, match="6 tokens do not fit a cache of 4"):
+        module.apply(params, X, cache=KVCache.empty(2, 4, 4, 2))

@@ -1,0 +1,195 @@
+"""The specification against the formula, written once more in NumPy float64, row by row."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+
+import attnlab
+from attnlab.masks import Causal, Dense, Padding, SlidingWindow
+from attnlab.score_mods import ALiBi, SoftCap, alibi_slopes
+
+
+def by_hand(q, k, v, visible, scale=None, bias=0.0, slopes=None, cap=None, sinks=None):
+    """Attention of one sequence, `[T, H, D]`, one row at a time."""
+    q_length, heads, dim = q.shape
+    out, lse = np.zeros((q_length, heads, v.shape[-1])), np.full((q_length, heads), -np.inf)
+    bias = np.broadcast_to(bias, (heads, q_length, len(k)))
+    for h in range(heads):
+        group = h // (heads // k.shape[1])
+        for i in range(q_length):
+            s = k[:, group] @ q[i, h] * (dim**-0.5 if scale is None else scale) + bias[h, i]
+            if slopes is not None:
+                s = s - slopes[h] * abs(i - np.arange(len(k)))
+            if cap is not None:
+                s = cap * np.tanh(s / cap)
+            seen = visible[h, i]
+            total = np.exp(s[seen]).sum() + (0 if sinks is None else np.exp(sinks[h]))
+            if total:
+                lse[i, h] = np.log(total)
+                out[i, h] = np.exp(s[seen]) @ v[seen, group] / total
+    return out, lse
+
+
+def sample(seed, q_length, kv_length, heads, kv_heads, dim, v_dim, batch=()):
+    rng = np.random.default_rng(seed)
+    shapes = ((q_length, heads, dim), (kv_length, kv_heads, dim), (kv_length, kv_heads, v_dim))
+    return [rng.normal(size=(*batch, *shape)) for shape in shapes]
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    length=st.integers(1, 9),
+    groups=st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3)]),
+    dims=st.sampled_from([(4, 4), (3, 5), (8, 1)]),
+    mods=st.sets(st.sampled_from(["scale", "bias", "alibi", "cap", "sinks", "padding", "window"])),
+)
+def test_it_is_the_formula(seed, length, groups, dims, mods):
+    with jax.enable_x64(True):
+        heads, kv_heads = groups
+        q, k, v = sample(seed, length, length, heads, kv_heads, *dims)
+        rng = np.random.default_rng(seed + 1)
+        mask, visible = Causal(), np.tri(length, dtype=bool)
+        if "padding" in mods:
+            mask, visible = mask & Padding(length // 2), visible & (np.arange(length) < length // 2)
+        if "window" in mods:
+            mask, visible = mask & SlidingWindow(1), visible & ~np.tri(length, k=-2, dtype=bool)
+        terms, plain, score_mod = {}, {}, ()
+        if "scale" in mods:
+            terms["scale"] = plain["scale"] = 0.3
+        if "bias" in mods:
+            terms["bias"] = plain["bias"] = rng.normal(size=(heads, length, length))
+        if "alibi" in mods:
+            slopes = np.asarray(alibi_slopes(heads), np.float64)
+            score_mod, plain["slopes"] = (ALiBi(slopes),), slopes
+        if "cap" in mods:
+            score_mod, plain["cap"] = (*score_mod, SoftCap(1.5)), 1.5
+        if "sinks" in mods:
+            terms["sinks"] = plain["sinks"] = rng.normal(size=heads)
+        terms = jax.tree.map(jnp.asarray, terms)
+        out, lse = attnlab.attention(*map(jnp.asarray, (q, k, v)), mask, score_mod, return_lse=True, **terms)
+        expected = by_hand(q, k, v, np.broadcast_to(visible, (heads, length, length)), **plain)
+        np.testing.assert_allclose(out, expected[0], rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(lse, expected[1], rtol=1e-12, atol=1e-14)
+
+
+def test_the_order_is_bias_then_mods_then_mask(float64):
+    q, k, _ = (jnp.asarray(x) for x in sample(0, 4, 4, 1, 1, 4, 4))
+    bias = jnp.full((1, 1, 4), 100.0)
+    capped = attnlab.attention_weights(q, k, Causal(), SoftCap(2.0), bias)
+    np.testing.assert_allclose(capped[0], np.tri(4) / np.tri(4).sum(1, keepdims=True), rtol=1e-12)
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+def test_any_number_of_batch_axes(batch):
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in sample(0, 5, 7, 4, 2, 8, 3, batch))
+    lengths = jnp.asarray(np.random.default_rng(0).integers(0, 8, batch), jnp.int32)
+    out = attnlab.attention(q, k, v, mask=Padding(lengths))
+    assert out.shape == (*batch, 5, 4, 3)
+    for at in np.ndindex(*batch):
+        one = attnlab.attention(q[at], k[at], v[at], mask=Padding(int(lengths[at])))
+        np.testing.assert_allclose(out[at], one, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_scores_and_lse_are_float32_and_the_output_has_the_input_type(dtype):
+    q, k, v = (jnp.asarray(x, dtype) for x in sample(0, 64, 64, 2, 2, 16, 16))
+    out, lse = attnlab.attention(q, k, v, mask=Causal(), return_lse=True)
+    assert out.dtype == dtype and lse.dtype == jnp.float32
+    with jax.enable_x64(True):
+        exact, exact_lse = map(
+            np.asarray,
+            attnlab.attention(
+                *(jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, v)), mask=Causal(), return_lse=True
+            ),
+        )
+    # Inputs are exact in either type; weights and output are rounded to it, half a unit in the last place each.
+    unit = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=2 * unit * np.abs(exact).max())
+    np.testing.assert_allclose(lse, exact_lse, atol=20 * np.finfo(np.float32).eps)
+
+
+def test_a_row_that_sees_nothing_gives_zero_and_no_gradient():
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in sample(0, 3, 3, 2, 2, 4, 4))
+    mask = Dense(jnp.array([[True, False, False], [False, False, False], [True, True, False]]))
+
+    def total(q, k, v):
+        out, lse = attnlab.attention(q, k, v, mask=mask, return_lse=True)
+        return out.sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum(), (out, lse)
+
+    gradients, (out, lse) = jax.grad(total, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+    assert (out[1] == 0).all() and jnp.isneginf(lse[1]).all()
+    assert all(jnp.isfinite(g).all() for g in gradients)
+    assert (gradients[0][1] == 0).all() and (gradients[1][2] == 0).all() and (gradients[2][2] == 0).all()
+    weights = attnlab.attention_weights(q, k, mask=mask)
+    np.testing.assert_allclose(weights.sum(-1), [[1, 0, 1]] * 2, rtol=1e-6)
+
+
+def test_with_a_sink_a_row_that_sees_nothing_has_the_sink_as_lse():
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in sample(0, 2, 2, 2, 2, 4, 4))
+    sinks = jnp.array([0.5, -1.0])
+    out, lse = attnlab.attention(q, k, v, mask=Padding(0), sinks=sinks, return_lse=True)
+    np.testing.assert_allclose(lse, jnp.broadcast_to(sinks, (2, 2)), rtol=1e-6)
+    assert (out == 0).all()
+
+
+@pytest.mark.parametrize("mask", [Padding(2), Padding(jnp.array(2)), Dense(jnp.arange(4)[None] < jnp.full((4, 1), 2))])
+def test_nan_in_keys_that_no_query_sees_changes_nothing(mask):
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in sample(0, 4, 4, 2, 1, 4, 4))
+    run = jax.value_and_grad(lambda q, k, v: (attnlab.attention(q, k, v, mask=mask) ** 2).sum(), argnums=(0, 1, 2))
+    clean = run(q, k, v)
+    poisoned = run(q, k.at[2:].set(jnp.nan), v.at[2:].set(jnp.inf))
+    jax.tree.map(np.testing.assert_array_equal, clean, poisoned)
+
+
+def test_nan_in_a_key_that_is_seen_is_not_hidden():
+    q = k = v = jnp.ones((3, 1, 4))
+    assert jnp.isnan(attnlab.attention(q, k.at[1].set(jnp.nan), v, mask=Causal())[1:]).all()
+
+
+def test_large_scores_do_not_overflow():
+    q = k = jnp.full((3, 1, 4), 1e4)
+    out = attnlab.attention(q, k, jnp.ones((3, 1, 4)), mask=Causal())
+    np.testing.assert_allclose(out, 1, rtol=1e-6)
+
+
+def test_every_derivative_exists(float64):
+    q, k, v = (jnp.asarray(x) for x in sample(3, 4, 4, 2, 1, 3, 3))
+    sinks, bias = jnp.array([0.1, -0.2]), jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 4)))
+
+    def f(q, k, v, sinks, bias):
+        mods = (SoftCap(3.0), ALiBi(alibi_slopes(2)))
+        return attnlab.attention(q, k, v, Causal(), mods, bias=bias, sinks=sinks, return_lse=True)
+
+    check_grads(f, (q, k, v, sinks, bias), order=2, modes=["fwd", "rev"], rtol=1e-6)
+
+
+def test_dropout_zeroes_weights_and_keeps_their_mean():
+    q, k, _ = (jnp.asarray(x, jnp.float32) for x in sample(0, 256, 256, 2, 2, 4, 4))
+    v = jnp.ones((256, 2, 1))
+    out = attnlab.attention(q, k, v, dropout_rate=0.5, dropout_key=jax.random.key(0))
+    assert out.std() > 0.01 and abs(out.mean() - 1) < 0.02
+
+
+def test_dropout_of_a_batch_is_that_of_its_examples():
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in sample(0, 6, 6, 2, 1, 4, 4, (3,)))
+    keys = jax.random.split(jax.random.key(0), 3)
+
+    def drop(q, k, v, key):
+        return attnlab.attention(q, k, v, Causal(), dropout_rate=0.5, dropout_key=key)
+
+    np.testing.assert_allclose(drop(q, k, v, keys), jax.vmap(drop)(q, k, v, keys), rtol=1e-6)
+
+
+def test_weights_of_chosen_rows_are_those_rows_of_all():
+    q, k, _ = (jnp.asarray(x, jnp.float32) for x in sample(0, 6, 6, 2, 2, 4, 4, (3,)))
+    mask = Causal() & Dense(jnp.asarray(np.random.default_rng(0).random((6, 6)) < 0.7))
+    bias = jnp.asarray(np.random.default_rng(1).normal(size=(3, 1, 6, 6)), jnp.float32)
+    rows = jnp.array([4, 1])
+    terms = {"mask": mask, "bias": bias, "score_mod": ALiBi(alibi_slopes(2))}
+    some = attnlab.attention_weights(q, k, rows=rows, **terms)
+    np.testing.assert_allclose(some, attnlab.attention_weights(q, k, **terms)[..., rows, :], rtol=1e-6)
