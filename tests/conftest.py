@@ -1,7 +1,13 @@
 """Every test sees four virtual CPU devices, its own dataset folder, and no network worth waiting for."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
+# TFDS reads this when it is imported; subprocesses inherit it.
+os.environ["TFDS_DATA_DIR"] = tempfile.mkdtemp(prefix="attnlab-tests-")
+atexit.register(shutil.rmtree, os.environ["TFDS_DATA_DIR"], ignore_errors=True)
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 " + os.environ.get("XLA_FLAGS", "")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -14,12 +20,6 @@ from hypothesis import settings
 logging.set_verbosity(logging.ERROR)
 settings.register_profile("attnlab", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("attnlab")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def dataset_folder(tmp_path_factory):
-    """Where TFDS prepares corpora in tests, subprocesses included."""
-    os.environ["TFDS_DATA_DIR"] = str(tmp_path_factory.mktemp("tfds"))
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Batches of token windows. The global batch at a step is a pure function of (seed, step)."""
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -58,7 +59,7 @@ class TrainBatches:
         self._tokens, self._context, self._batch_size = tokens, context, batch_size
         self._windows = max(1, (len(tokens) - context) // context)
         self._offsets = min(context, len(tokens) - self._windows * context)
-        self._seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+        self._epoch = functools.lru_cache(maxsize=4)(lambda epoch: _epoch(seed, epoch, self._offsets))
         rows = batch_size // process_count
         self._rows = np.arange(process_index * rows, (process_index + 1) * rows)
 
@@ -73,10 +74,15 @@ class TrainBatches:
 
     def _start(self, example: int) -> int:
         epoch, index = divmod(example, self._windows)
-        seed = (self._seed + epoch) % 2**32
-        window = index_shuffle(index, max_index=self._windows - 1, seed=seed, rounds=4) if self._windows > 1 else 0
-        offset = index_shuffle(0, max_index=self._offsets - 1, seed=seed, rounds=4) if self._offsets > 1 else 0
+        order, offset = self._epoch(epoch)
+        window = index_shuffle(index, max_index=self._windows - 1, seed=order, rounds=4) if self._windows > 1 else 0
         return window * self._context + offset
+
+
+def _epoch(seed: int, epoch: int, offsets: int) -> tuple[int, int]:
+    """The seed of an epoch's permutation, and the offset of its windows."""
+    order, offset = np.random.SeedSequence((seed, epoch)).generate_state(2)
+    return int(order), int(offset) % offsets
 
 
 class EvalBatches:

@@ -22,6 +22,7 @@ from tensorflow_datasets.core.download import downloader
 from attnlab.errors import UserError
 
 GUTENBERG_QUIJOTE = "https://www.gutenberg.org/cache/epub/2000/pg2000.txt"
+RETRIES = 4  # of a download
 
 
 class Corpus(NamedTuple):
@@ -223,8 +224,8 @@ def _prepare(builder, name):
         return builder
     if isinstance(builder, tfds.core.BeamBasedBuilder):
         raise UserError(f"{name} needs Apache Beam to prepare: prepare it elsewhere with {_recipe(builder, name)}")
-    # Ten retries, TFDS' own number, leave a user without a network waiting for minutes before the first word.
-    downloader.MAX_RETRIES = 4
+    # TFDS tries ten times, which leaves a user without a network waiting for minutes before the first word.
+    downloader.MAX_RETRIES = RETRIES
     with _explained(name, builder):
         builder.download_and_prepare(file_format="array_record")
     return builder

@@ -4,13 +4,14 @@ import codecs
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from attnlab.errors import UserError
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """What a tokenizer can do."""
 

@@ -1,0 +1,164 @@
+"""Corpora are read as they are, split at one place, prepared once, and refused in one line."""
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+
+from attnlab.data import corpora
+from attnlab.errors import UserError
+
+
+class AttnlabFolktales(tfds.core.GeneratorBasedBuilder):
+    """A text set as TFDS has many: splits, a label, two documents a split."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        features = tfds.features.FeaturesDict({"story": tfds.features.Text(), "label": np.int64})
+        return tfds.core.DatasetInfo(builder=self, features=features)
+
+    def _split_generators(self, dl_manager):
+        return {split: self._generate_examples(split) for split in ("train", "test")}
+
+    def _generate_examples(self, split):
+        for key in range(2):
+            yield key, {"story": f"{split} story {key} ñ", "label": key}
+
+
+class AttnlabNeedsTensorflow(AttnlabFolktales):
+    """A set whose preparation imports TensorFlow."""
+
+    def _generate_examples(self, split):
+        raise ModuleNotFoundError("No module named 'tensorflow'", name="tensorflow")
+        yield
+
+
+class AttnlabNeedsBeam(tfds.core.BeamBasedBuilder):
+    """A set that is prepared by Apache Beam."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict({"text": tfds.features.Text()}))
+
+    def _split_generators(self, dl_manager):
+        return {"train": self._build_pcollection(None)}
+
+    def _build_pcollection(self, pipeline):
+        raise AssertionError("not without Beam")
+
+
+def test_python_docs_is_the_language_reference():
+    corpus = corpora.load("python_docs")
+    assert corpus.text.startswith(topics[min(topics)].strip()[:100])
+    assert len(corpus.text) > 400_000
+    assert all(topics[name].strip() in corpus.text for name in ("yield", "lambda"))
+
+
+def test_the_last_part_validates():
+    corpus = corpora.load("python_docs", validation_fraction=0.25)
+    assert corpus.train + corpus.validation == corpora.load("python_docs").text
+    assert len(corpus.train) == int(0.75 * len(corpus.text))
+    assert corpus.sha256 == hashlib.sha256(corpus.text.encode()).hexdigest()
+
+
+def test_a_corpus_is_prepared_once():
+    def files():
+        folder = Path(os.environ["TFDS_DATA_DIR"]) / "attnlab_python_docs"
+        return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+    corpora.load("python_docs")
+    before = files()
+    corpora.load("python_docs")
+    assert files() == before and any(path.match("*.array_record*") for path in before)
+
+
+def test_no_tensorflow_is_loaded():
+    corpora.load("python_docs")
+    assert "tensorflow" not in sys.modules
+
+
+@pytest.mark.parametrize("text", ["año\n" * 50, "\r\nline\r\n" * 30, "no newline at the end" * 9, "\ufeffmark" * 20])
+def test_a_file_is_read_as_it_is_but_for_a_byte_order_mark(tmp_path, text):
+    path = tmp_path / "a.txt"
+    path.write_bytes(text.encode())
+    assert corpora.load("text", path=str(path)).text == text.removeprefix("\ufeff")
+
+
+def test_files_of_a_glob_join_in_name_order_at_line_ends(tmp_path):
+    for name, text in (("b.txt", "second\n"), ("a.txt", "first"), ("c.txt", "third"), ("d.md", "other")):
+        (tmp_path / name).write_text(text)
+    assert corpora.load("text", path=f"{tmp_path}/*.txt").text == "first\nsecond\nthird"
+
+
+def test_a_file_that_changed_is_read_anew(tmp_path):
+    path = tmp_path / "a.txt"
+    for text in ("before " * 9, "after " * 9):
+        path.write_text(text)
+        assert corpora.load("text", path=str(path)).text == text
+
+
+def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path):
+    (tmp_path / "a[1].txt").write_text("bracket" * 9)
+    assert corpora.load("text", path=f"{tmp_path}/a[1].txt").text == "bracket" * 9
+
+
+def test_quijote_is_taken_from_the_manual_folder_without_gutenbergs_notice(tmp_path, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    monkeypatch.setattr(tfds.core.constants, "DATA_DIR", str(tmp_path))
+    manual = tmp_path / "downloads" / "manual"
+    manual.mkdir(parents=True)
+    story = "En un lugar de la Mancha, de cuyo nombre no quiero acordarme" * 5
+    notice = (
+        f"A notice\r\n*** START OF THE PROJECT GUTENBERG EBOOK ***\r\n\r\n{story}\r\n*** END OF THE PROJECT ***\r\nmore"
+    )
+    (manual / "quijote.txt").write_bytes(notice.encode())
+    assert corpora.load("quijote").text == story + "\n"
+
+
+def test_quijote_without_network_or_file_says_where_to_put_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(tfds.core.constants, "DATA_DIR", str(tmp_path))
+    monkeypatch.setattr(corpora, "GUTENBERG_QUIJOTE", "http://127.0.0.1:9/pg2000.txt")
+    monkeypatch.setattr(corpora, "RETRIES", 0)
+    with pytest.raises(
+        UserError, match=r"put the text at .*manual/quijote\.txt, or use --config\.data\.path=FILE"
+    ) as error:
+        corpora.load("quijote")
+    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_tfds_set_keeps_its_own_splits():
+    corpus = corpora.load("tfds:attnlab_folktales")
+    assert sorted(corpus.train.split("\n\n")) == ["train story 0 ñ", "train story 1 ñ"]
+    assert sorted(corpus.validation.strip().split("\n\n")) == ["test story 0 ñ", "test story 1 ñ"]
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("quixote", {}, r"data\.name = 'quixote' is unknown: use one of python_docs, quijote, text, or tfds:NAME"),
+        ("tfds:no_such_set", {}, "TFDS knows no such set"),
+        ("tfds:attnlab_needs_tensorflow", {}, "needs tensorflow to prepare.*prepare it elsewhere with tfds build"),
+        ("tfds:attnlab_needs_beam", {}, "needs Apache Beam to prepare: prepare it elsewhere with tfds build"),
+        ("tfds:attnlab_folktales", {"feature": "title"}, "has the text features story: choose one"),
+        ("text", {}, "needs a file: --config.data.path=FILE"),
+        ("text", {"path": "/no/such/file.txt"}, "no such file, and no file matches it as a glob"),
+        ("text", {"path": "{tmp}"}, "is a folder: give a file, or a glob"),
+        ("text", {"path": "{tmp}/empty.txt"}, "is empty"),
+        ("text", {"path": "{tmp}/latin1.txt"}, r"is not UTF-8 \(byte 1 is 0xf1\): convert it first"),
+        ("python_docs", {"validation_fraction": 1.5}, "expected a fraction between 0 and 1"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(tmp_path, name, options, message):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "latin1.txt").write_bytes("año".encode("latin1"))
+    options = {key: value.format(tmp=tmp_path) if isinstance(value, str) else value for key, value in options.items()}
+    with pytest.raises(UserError, match=message) as error:
+        corpora.load(name, **options)
+    assert "\n" not in str(error.value)
