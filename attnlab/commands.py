@@ -65,6 +65,7 @@ def parse(values: flags.FlagValues, argv: list[str]) -> None:
     """
     for value in _given(argv, "config"):
         _check_config_file(value.partition(":")[0])
+    sys.modules.pop("config_config", None)  # else a second config in one process inherits the names of the first
     try:
         rest = values(argv)
     except flags.UnrecognizedFlagError as error:
@@ -117,7 +118,7 @@ def _check_config_file(file: str) -> None:
 
 
 def _unknown_field(values: flags.FlagValues, argv: list[str]) -> str:
-    known = field_names(values.config)
+    known = field_names(values["config"].value)
     groups = {name.rpartition(".")[0] for name in known}
     for word in argv[1:]:
         field = word.lstrip("-").partition("=")[0].removeprefix("config.")

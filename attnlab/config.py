@@ -11,6 +11,7 @@ from ml_collections import ConfigDict, config_dict
 from attnlab.data import tokenizers
 from attnlab.errors import UserError
 from attnlab.nn.gpt import POSITIONS
+from attnlab.ops.attention import implementations
 
 PRECISIONS = ("float32", "bfloat16")
 STRATEGIES = ("pmap", "mesh")
@@ -136,6 +137,7 @@ def check(config: ConfigDict) -> None:
         ("precision", config.precision, PRECISIONS),
         ("parallel.strategy", config.parallel.strategy, STRATEGIES),
         ("model.positions", model.positions, POSITIONS),
+        ("model.impl", model.impl, ("auto", *implementations())),
         ("data.tokenizer", config.data.tokenizer, tokenizers.KINDS),
     ):
         if value not in choices:

@@ -22,7 +22,7 @@ class Checkpoints:
 
     >>> import tempfile
     >>> checkpoints = Checkpoints(tempfile.mkdtemp())
-    >>> state = TrainState(np.int32(5), {"w": np.ones(3, np.float32)}, ())
+    >>> state = TrainState(np.int32(5), {"w": np.ones(3, np.float32)}, (np.zeros(3),))
     >>> checkpoints.save(state, validation_loss=1.5)
     >>> checkpoints.close()
     >>> checkpoints.steps(), checkpoints.restore(5, state).params

@@ -93,7 +93,7 @@ def train_step(
     loss, gradient = gradients(model, state.params, batch, step_key, accumulation, axis_name)
     updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    return TrainState(state.step + 1, params, opt_state), {"loss": loss, "grad_norm": optax.global_norm(gradient)}
+    return TrainState(state.step + 1, params, opt_state), {"loss": loss, "grad_norm": optax.tree.norm(gradient)}
 
 
 def eval_step(model: nn.Module, params, batch: Batch, axis_name: str | None = None) -> Float[Array, "2"]:

@@ -1,0 +1,198 @@
+"""Mistakes on the command line: one line each on stderr, exit code 2, nothing written."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from attnlab import sample, train
+
+REPOSITORY = Path(__file__).parents[1]
+QUICKSTART = f"--config={REPOSITORY}/configs/quickstart.py"
+TINY = [
+    "--config.steps=6",
+    "--config.batch_size=4",
+    "--config.model.num_layers=1",
+    "--config.model.width=16",
+    "--config.model.context=16",
+    "--config.eval.every=3",
+    "--config.eval.windows=4",
+    "--config.checkpoint.every=2",
+    "--config.log.every=1",
+    "--config.log.tensorboard=False",
+    "--config.sample.length=4",
+    "--config.parallel.mesh.data=1",
+]
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("runs") / "finished"
+    assert train.main(["train", QUICKSTART, f"--workdir={workdir}", *TINY]) == 0
+    return workdir
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def mistake(capsys, command, *arguments):
+    """Runs a command that must end in exit code 2 and one line on stderr, and returns that line."""
+    capsys.readouterr()
+    assert command.main(["attnlab", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ") and err.count("\n") == 1 and "Traceback" not in out + err
+    return err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], r"--config is missing: name an experiment, e.g. --config=configs/quickstart.py"),
+        (["--config=configs/quickstrat.py"], r"no such file \(did you mean configs/quickstart.py\?\)"),
+        (["--config=nowhere/x.py"], r"--config=nowhere/x.py: no such file"),
+        ([QUICKSTART, "--config.model.widht=64"], r"has no such field \(did you mean model.width\?\)"),
+        ([QUICKSTART, "--config.stpes=64"], r"--config.stpes: .* \(did you mean steps\?\)"),
+        ([QUICKSTART, "--config.modle.width=64"], r"\(did you mean model.width\?\)"),
+        ([QUICKSTART, "--config.steps=abc"], r"config.steps=abc: invalid literal for int"),
+        ([QUICKSTART, "--config.steps=1.5"], r"config.steps=1.5: invalid literal for int"),
+        ([QUICKSTART, "--config.model=3"], r"config.model"),
+        ([QUICKSTART, "--config.steps"], r"Missing value for flag --config.steps"),
+        ([QUICKSTART, "--wrokdir=x"], r"--wrokdir is no flag \(did you mean workdir\?\)"),
+        ([QUICKSTART, "extra"], r"'extra' is not expected here"),
+        ([QUICKSTART, "--config.steps=0"], r"config.steps = 0: expected 1 or more"),
+        ([QUICKSTART, "--config.seed=-1"], r"config.seed = -1: expected 0 or more"),
+        (
+            [QUICKSTART, "--config.model.num_heads=3"],
+            r"width = 128 is not divisible by .*num_heads = 3: use",
+        ),
+        ([QUICKSTART, "--config.model.kv_heads=3"], r"num_heads = 4 is not a multiple of kv_heads = 3"),
+        ([QUICKSTART, "--config.model.positions=rotery"], r"'rotery': expected one of .* \(did you mean rotary\?\)"),
+        ([QUICKSTART, "--config.model.impl=flash"], r"config.model.impl = 'flash': expected one of auto, dense"),
+        ([QUICKSTART, "--config.precision=float8"], r"config.precision = 'float8': expected one of float32, bfloat16"),
+        ([QUICKSTART, "--config.model.dropout=1"], r"config.model.dropout = 1.0: expected a number in \[0, 1\)"),
+        ([QUICKSTART, "--config.optimizer.learning_rate=nan"], r"learning_rate = nan: expected a number above 0"),
+        ([QUICKSTART, "--config.data.tokenizer=word"], r"data.tokenizer = 'word': expected one of char, byte"),
+        ([QUICKSTART, "--config.data.name=quixote"], r"data.name = 'quixote' is unknown: use one of python_docs"),
+        ([QUICKSTART, "--config.data.path=/no/such/text"], r"no such file, and no file matches it"),
+        ([QUICKSTART, "--config.batch_size=10"], r"batch_size = 10 is not divisible by devices × accumulation = 4 × 1"),
+        ([QUICKSTART, "--config.optimizer.accumulation=5"], r"= 12 is not divisible by .* 4 × 5 = 20: use 20"),
+        ([QUICKSTART, "--config.parallel.strategy=tpu"], r"parallel.strategy = 'tpu': expected one of pmap, mesh"),
+        ([QUICKSTART, "--config.parallel.mesh.data=64"], r"mesh.data = 64, but there are 4 devices"),
+        ([QUICKSTART, "--config.model.context=600000"], r"training text has .* shorter than model.context"),
+        ([QUICKSTART, "--eval_only"], r"holds no run to evaluate: train first"),
+    ],
+)
+def test_a_mistake_in_a_training_command(capsys, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(REPOSITORY)
+    line = mistake(capsys, train, f"--workdir={tmp_path}/run", *arguments)
+    assert re.search(message, line), line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [("", "is empty"), (b"\xf1o", "is not UTF-8"), ("short text", r"training text has 9 tokens, shorter than")],
+)
+def test_a_text_that_cannot_be_used(capsys, tmp_path, content, message):
+    (tmp_path / "text.txt").write_bytes(content if isinstance(content, bytes) else content.encode())
+    arguments = [QUICKSTART, f"--config.data.path={tmp_path}/text.txt", f"--workdir={tmp_path}/run"]
+    assert re.search(message, mistake(capsys, train, *arguments))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("def get_config(:", "SyntaxError"),
+        ("def get_config(): return 1 / 0", "ZeroDivisionError: division by zero"),
+        ("x = 1", "get_config"),
+        ("def get_config(): return 3", r"get_config\(\) returned 3"),
+        ("def get_config(): raise ValueError('no such variant')", "no such variant"),
+    ],
+)
+def test_a_config_file_that_fails(capsys, tmp_path, source, message):
+    (tmp_path / "mine.py").write_text(source)
+    assert re.search(message, mistake(capsys, train, f"--config={tmp_path}/mine.py", f"--workdir={tmp_path}/run"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ("--config.model.width=32", "config.model.width = 32, there it was 16"),
+        ("--config.steps=7", "config.steps = 7, there it was 6"),
+        ("--config.data.validation_fraction=0.2", "config.data.validation_fraction = 0.2, there it was 0.1"),
+    ],
+)
+def test_a_workdir_that_holds_another_run_is_left_as_it_is(capsys, finished_run, changed, message):
+    before = contents(finished_run)
+    line = mistake(capsys, train, QUICKSTART, f"--workdir={finished_run}", *TINY, changed)
+    assert message in line and "choose a new --workdir" in line
+    assert contents(finished_run) == before
+
+
+def test_a_workdir_that_is_something_else_is_left_as_it_is(capsys, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    line = mistake(capsys, train, QUICKSTART, f"--workdir={tmp_path}", *TINY)
+    assert "holds other files and no run: choose a new folder" in line
+    line = mistake(capsys, train, QUICKSTART, f"--workdir={tmp_path}/thesis.tex", *TINY)
+    assert "is a file: name a folder" in line
+    assert contents(tmp_path) == {tmp_path / "thesis.tex": b"years of work"}
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(capsys, tmp_path):
+    arguments = [QUICKSTART, f"--workdir={tmp_path}/run", *TINY, "--config.steps=30"]
+    explosive = ["--config.optimizer.learning_rate=1e30", "--config.optimizer.warmup_steps=0"]
+    line = mistake(capsys, train, *arguments, *explosive, "--config.checkpoint.every=1")
+    found = re.search(r"(loss|grad_norm) is (nan|inf) at step (\d+); (.*?) in ", line)
+    assert found, line
+    kept = [int(path.name) for path in (tmp_path / "run" / "checkpoints").glob("*")]
+    assert kept and max(kept) < int(found[3])
+    assert found[4] == f"the last good checkpoint is step {max(kept)}"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--prompt=x"], "--workdir is missing: name the folder of a run"),
+        (["--workdir=/no/such/run"], "holds no run"),
+        (["--workdir={run}", "--prompt=日本"], "'日本': characters that the tokenizer never saw; it knows these"),
+        (["--workdir={run}", "--temperature=-1"], "--temperature=-1.0: expected a number, 0 or more"),
+        (["--workdir={run}", "--temperature=nan"], "--temperature=nan: expected a number, 0 or more"),
+        (["--workdir={run}", "--top_p=0"], "--top_p=0.0: expected a number above 0, up to 1"),
+        (["--workdir={run}", "--top_k=-1"], "--top_k=-1: expected 0 or more"),
+        (["--workdir={run}", "--max_tokens=0"], "--max_tokens=0: expected 1 or more"),
+        (["--workdir={run}", "--num_samples=x"], "--num_samples=x"),
+        (["--workdir={run}", "--step=99"], "no checkpoint '99': choose latest, best, or one of"),
+        (["--workdir={run}", "--step=newest"], "no checkpoint 'newest': choose latest"),
+    ],
+)
+def test_a_mistake_in_a_sampling_command(capsys, finished_run, arguments, message):
+    line = mistake(capsys, sample, *(argument.format(run=finished_run) for argument in arguments))
+    assert message in line
+
+
+def test_sampling_from_a_run_without_a_checkpoint(capsys, finished_run, tmp_path):
+    copy = shutil.copytree(finished_run, tmp_path / "copy")
+    shutil.rmtree(copy / "checkpoints")
+    assert "holds no checkpoint yet: train longer" in mistake(capsys, sample, f"--workdir={copy}")
+    assert "holds no checkpoint to evaluate" in mistake(
+        capsys, train, QUICKSTART, f"--workdir={copy}", *TINY, "--eval_only"
+    )
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"config": {}}'])
+def test_a_damaged_config_file_is_one_line(capsys, finished_run, tmp_path, damage):
+    copy = shutil.copytree(finished_run, tmp_path / "copy")
+    (copy / "config.json").write_text(damage)
+    assert "config.json is damaged" in mistake(capsys, sample, f"--workdir={copy}")
+    assert "config.json is damaged" in mistake(capsys, train, QUICKSTART, f"--workdir={copy}", *TINY)
+
+
+@pytest.mark.parametrize("command", [train, sample])
+def test_help_shows_the_command_and_every_flag(capsys, command):
+    assert command.main(["attnlab", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "python -m attnlab" in out and "--workdir" in out and "Traceback" not in out
