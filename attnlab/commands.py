@@ -8,7 +8,7 @@ from pathlib import Path
 from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from attnlab.config import field_names, nearest
+from attnlab.config import default, fields, nearest
 from attnlab.errors import UserError
 
 
@@ -29,7 +29,14 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
     values = flags.FlagValues()
     define(values, argv)
     if {"--help", "-h", "-help", "--helpfull", "--helpshort"} & set(argv[1:]):
-        print(f"{usage.strip()}\n\nFlags:\n{values.main_module_help() or values.get_help()}")
+        print(f"{usage.strip()}\n\nFlags:")
+        for name in sorted(values):
+            given = "" if values[name].default is None else f" (default: {values[name].default})"
+            print(f"  --{name}: {values[name].help}{given}")
+        if "config" in values:
+            print("\nFields, and their values where the experiment says nothing (attnlab/config.py explains them):")
+            for field, value in fields(default()).items():
+                print(f"  --config.{field}={value}")
         return 0
     try:
         parse(values, argv)
@@ -71,11 +78,11 @@ def parse(values: flags.FlagValues, argv: list[str]) -> None:
     except flags.UnrecognizedFlagError as error:
         raise UserError(f"--{error.flagname} is no flag{nearest(error.flagname, list(values))}; see --help") from error
     except (AttributeError, KeyError) as error:
-        raise UserError(_unknown_field(values, argv) or one_line(error)) from error
+        raise UserError(_unknown_field(argv) or one_line(error)) from error
     except (flags.Error, ValueError, TypeError, OSError) as error:
         raise UserError(f"{one_line(error)}; see --help") from error
     except Exception as error:  # whatever a config file raises
-        raise UserError(f"the config file failed with {type(error).__name__}: {one_line(error)}") from error
+        raise UserError(f"the config file failed ({type(error).__name__}: {one_line(error)})") from error
     if len(rest) > 1:
         raise UserError(f"{rest[1]!r} is not expected here: options look like --name=value; see --help")
 
@@ -117,8 +124,8 @@ def _check_config_file(file: str) -> None:
     )
 
 
-def _unknown_field(values: flags.FlagValues, argv: list[str]) -> str:
-    known = field_names(values["config"].value)
+def _unknown_field(argv: list[str]) -> str:
+    known = list(fields(default()))
     groups = {name.rpartition(".")[0] for name in known}
     for word in argv[1:]:
         field = word.lstrip("-").partition("=")[0].removeprefix("config.")

@@ -163,7 +163,7 @@ def check(config: ConfigDict) -> None:
 
 def difference(saved: dict, config: ConfigDict) -> str:
     """The first field in which a run differs from the one that was saved, or "" when it may go on."""
-    before, now = _flat(saved), _flat(_plain(config))
+    before, now = _flat(saved), fields(config)
     for field in dict.fromkeys([*before, *now]):
         if field.split(".")[0] not in FREE_TO_CHANGE and before.get(field) != now.get(field):
             return f"config.{field} = {now.get(field)!r}, there it was {before.get(field)!r}"
@@ -192,9 +192,13 @@ def nearest(name: str, names) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def field_names(config: ConfigDict) -> list[str]:
-    """All fields, dotted: 'steps', 'model.width', …"""
-    return list(_flat(_plain(config)))
+def fields(config: ConfigDict) -> dict:
+    """All fields and their values, by dotted name: 'steps', 'model.width', …
+
+    >>> fields(default())["model.width"]
+    128
+    """
+    return _flat(_plain(config))
 
 
 def _plain(config: ConfigDict) -> dict:

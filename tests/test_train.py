@@ -1,0 +1,251 @@
+"""A run: what it writes, that it can be stopped and started, and that a finished one is left alone."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import attnlab
+from attnlab import train
+from attnlab.training import metrics
+from attnlab.training.checkpoints import sha256
+
+REPOSITORY = Path(__file__).parents[1]
+SMALL = [
+    f"--config={REPOSITORY}/configs/quickstart.py",
+    "--config.steps=40",
+    "--config.batch_size=8",
+    "--config.model.num_layers=2",
+    "--config.model.width=32",
+    "--config.model.context=32",
+    "--config.model.dropout=0.1",
+    "--config.eval.every=10",
+    "--config.eval.windows=16",
+    "--config.checkpoint.every=8",
+    "--config.log.every=2",
+    "--config.log.tensorboard=False",
+    "--config.sample.every=20",
+    "--config.sample.length=8",
+]
+TIMING = re.compile("time|second|mfu|flops|wall|eta|rss|memory")
+
+
+def run(workdir, *options):
+    return train.main(["train", *SMALL, f"--workdir={workdir}", *options])
+
+
+def process(workdir, *options):
+    """The command as a user starts it, on one device."""
+    command = [sys.executable, "-m", "attnlab.train", *SMALL, f"--workdir={workdir}", *options]
+    environment = os.environ | {"XLA_FLAGS": "", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def wait_for(running, pattern):
+    """Reads lines until one matches; fails when the process ends first."""
+    seen = []
+    for line in running.stdout:
+        seen.append(line)
+        if re.search(pattern, line):
+            return
+    pytest.fail(f"{pattern!r} never came: {''.join(seen)}")
+
+
+def records(workdir):
+    """What may not differ between two runs of the same seed."""
+    lines = (Path(workdir) / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if not TIMING.search(key)} for line in lines]
+
+
+def contents(folder):
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A finished run, in a process of its own."""
+    workdir = tmp_path_factory.mktemp("runs") / "undisturbed"
+    running = process(workdir)
+    out, _ = running.communicate(timeout=300)
+    assert running.returncode == 0, out
+    return workdir, out
+
+
+def test_a_run_tells_its_story(undisturbed):
+    workdir, out = undisturbed
+    assert {path.name for path in workdir.iterdir()} == {
+        "config.json",
+        "metrics.jsonl",
+        "tokenizer.json",
+        "checkpoints",
+    }
+    assert "tokens to train on" in out and "--- a sample at step 40:" in out
+    assert re.search(r"done: validation loss \d\.\d{4} \(\d\.\d{3} bits per character\)", out)
+    assert f"python -m attnlab.sample --workdir={workdir}" in out
+    saved = json.loads((workdir / "config.json").read_text())
+    assert saved["config"]["steps"] == 40 and saved["corpus"]["name"] == "python_docs"
+    assert len(saved["corpus"]["sha256"]) == 64
+
+
+def test_metrics_hold_every_record_once(undisturbed):
+    found = records(undisturbed[0])
+    assert [r["step"] for r in found if r["split"] == "train"] == list(range(2, 41, 2))
+    assert [r["step"] for r in found if r["split"] == "val"] == [10, 20, 30, 40]
+    assert [r["step"] for r in found if r["split"] == "final"] == [40]
+    first, last = found[0], found[-1]
+    assert {"loss", "grad_norm", "learning_rate", "bits_per_character", "tokens"} <= first.keys()
+    np.testing.assert_allclose(first["bits_per_character"], first["loss"] / np.log(2))  # one token a character
+    assert last["loss"] == [r for r in found if r["split"] == "val"][-1]["loss"]
+    losses = [r["loss"] for r in found if r["split"] == "val"]
+    assert losses[-1] < losses[0] < 6
+    assert "tokens_per_second" in json.loads((undisturbed[0] / "metrics.jsonl").read_text().splitlines()[0])
+
+
+def test_a_run_loads_and_its_parameters_have_the_digest_of_its_record(undisturbed):
+    workdir, _ = undisturbed
+    model, params, tokenizer, config = attnlab.load(workdir)
+    assert sha256(params) == records(workdir)[-1]["params_sha256"]
+    assert config.model.width == model.width == 32
+    logits = model.apply({"params": params}, tokenizer.encode("The ")[None])
+    assert logits.shape == (1, 4, tokenizer.vocab_size)
+
+
+def test_the_best_checkpoint_stays_beside_the_newest(undisturbed):
+    workdir, _ = undisturbed
+    kept = sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
+    assert kept == [32, 40]
+    best = min((r for r in records(workdir) if r["split"] == "val" and r["step"] in kept), key=lambda r: r["loss"])
+    assert sha256(attnlab.load(workdir, "best").params) == sha256(attnlab.load(workdir, best["step"]).params)
+
+
+def test_a_finished_run_is_left_as_it_is(undisturbed, capsys):
+    workdir, _ = undisturbed
+    before = contents(workdir)
+    assert run(workdir) == 0
+    assert "is finished (40 steps): nothing to do" in capsys.readouterr().out
+    assert contents(workdir) == before
+
+
+def test_eval_only_repeats_the_last_validation_and_writes_nothing(undisturbed, capsys):
+    workdir, _ = undisturbed
+    before = contents(workdir)
+    assert run(workdir, "--eval_only") == 0
+    loss = float(re.search(r"validation loss (\d\.\d+)", capsys.readouterr().out)[1])
+    np.testing.assert_allclose(loss, records(workdir)[-1]["loss"], atol=5e-5)  # printed to four decimals
+    assert contents(workdir) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_run_that_is_stopped_and_started_again_ends_where_the_undisturbed_one_does(undisturbed, tmp_path, number):
+    for pattern in (r"^step 4/", r"^step 26/"):
+        running = process(tmp_path / "run")
+        wait_for(running, pattern)
+        running.send_signal(number)
+        out, _ = running.communicate(timeout=60)
+        assert running.returncode == 128 + number, out
+        assert re.search(r"stopped: step \d+ is saved in .*checkpoints; the same command goes on from there", out)
+    running = process(tmp_path / "run")
+    out, _ = running.communicate(timeout=120)
+    assert running.returncode == 0 and re.search(r"resumed from step \d+", out), out
+    assert records(tmp_path / "run") == records(undisturbed[0])
+
+
+def test_a_run_that_is_killed_and_started_again_ends_where_the_undisturbed_one_does(undisturbed, tmp_path):
+    for pattern in (r"^step 2/", r"^step 30/"):
+        running = process(tmp_path / "run")
+        wait_for(running, pattern)
+        running.kill()
+        running.communicate(timeout=60)
+    running = process(tmp_path / "run")
+    out, _ = running.communicate(timeout=120)
+    assert running.returncode == 0, out
+    assert records(tmp_path / "run") == records(undisturbed[0])
+
+
+def test_a_second_interrupt_leaves_at_once(tmp_path):
+    running = process(tmp_path / "run", "--config.steps=100000", "--config.eval.windows=2000000")
+    wait_for(running, r"^step 10/")  # the validation that follows takes a while
+    running.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    running.send_signal(signal.SIGINT)
+    out, _ = running.communicate(timeout=30)
+    assert running.returncode == 130 and "Traceback" not in out, out
+
+
+@pytest.mark.parametrize("strategy", ["pmap", "mesh"])
+def test_a_run_goes_on_on_other_devices_with_another_strategy(undisturbed, tmp_path, strategy):
+    """Started on one device, stopped, ended on four: the same losses to rounding."""
+    running = process(tmp_path / "run")
+    wait_for(running, r"^step 12/")
+    running.send_signal(signal.SIGINT)
+    running.communicate(timeout=60)
+    assert run(tmp_path / "run", f"--config.parallel.strategy={strategy}") == 0
+    found, expected = records(tmp_path / "run"), records(undisturbed[0])
+    assert [(r["step"], r["split"]) for r in found] == [(r["step"], r["split"]) for r in expected]
+    np.testing.assert_allclose([r["loss"] for r in found], [r["loss"] for r in expected], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--config.precision=bfloat16"],
+        ["--config.data.tokenizer=byte"],
+        ["--config.optimizer.accumulation=2"],
+        ["--config.model.positions=rotary", "--config.model.qk_norm=True", "--config.model.kv_heads=2"],
+        ["--config.model.positions=alibi", "--config.model.window=8"],
+        ["--config.parallel.strategy=pmap"],
+        ["--config.steps=1"],
+    ],
+    ids=" ".join,
+)
+def test_options_train_and_sample(tmp_path, options):
+    assert run(tmp_path / "run", "--config.steps=10", *options) == 0
+    found = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert found[-1]["split"] == "final" and np.isfinite([r["loss"] for r in found]).all()
+
+
+def test_accumulation_changes_nothing_but_memory(tmp_path):
+    assert run(tmp_path / "one", "--config.steps=10") == 0
+    assert run(tmp_path / "two", "--config.steps=10", "--config.optimizer.accumulation=2") == 0
+    one, two = ([r["loss"] for r in records(tmp_path / name)] for name in ("one", "two"))
+    np.testing.assert_allclose(one, two, rtol=1e-5)
+
+
+def test_setting_a_path_alone_selects_that_text(tmp_path):
+    (tmp_path / "mine.txt").write_text("what I wrote myself, again and again. " * 200)
+    assert run(tmp_path / "run", f"--config.data.path={tmp_path}/mine.txt", "--config.steps=4") == 0
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert saved["config"]["data"]["name"] == "text" and saved["corpus"]["characters"] == 38 * 200
+    (tmp_path / "mine.txt").write_text("something else now. " * 400)
+    assert run(tmp_path / "run", f"--config.data.path={tmp_path}/mine.txt", "--config.steps=4") == 0  # it is finished
+
+
+def test_a_text_that_changed_under_a_run_is_refused(tmp_path, capsys):
+    path = tmp_path / "mine.txt"
+    path.write_text("what I wrote myself, again and again. " * 200)
+    running = process(tmp_path / "run", f"--config.data.path={path}")
+    wait_for(running, r"^step 10/")
+    running.kill()
+    running.communicate()
+    path.write_text("what I wrote myself, again and again! " * 200)
+    assert run(tmp_path / "run", f"--config.data.path={path}") == 2
+    assert "was trained on another text" in capsys.readouterr().err
+
+
+def test_loading_takes_a_step_by_name_or_number(undisturbed):
+    workdir, _ = undisturbed
+    steps = [attnlab.load(workdir, step).params for step in ("latest", 40, "40")]
+    assert len({sha256(params) for params in steps}) == 1
+    with pytest.raises(ValueError, match="no checkpoint 39: choose latest, best, or one of"):
+        attnlab.load(workdir, 39)
+    assert jax.tree.leaves(steps[0])[0].sharding.device_set == {jax.devices()[0]}
