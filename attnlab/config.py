@@ -45,20 +45,21 @@ def default() -> ConfigDict:
     config.model.kv_heads = config_dict.placeholder(int)  # heads of keys and values; None for num_heads
     config.model.width = 128
     config.model.context = 64  # tokens a sequence
+    config.model.vocab_size = config_dict.placeholder(int)  # None for the tokenizer's; more pads it
     config.model.dropout = 0.0
-    config.model.positions = "learned"  # learned, sinusoidal, rotary, alibi or none
+    config.model.positions = "rotary"  # learned, sinusoidal, rotary, alibi or none
     config.model.window = config_dict.placeholder(int)  # attend to so many positions; None for all before
-    config.model.qk_norm = False
+    config.model.qk_norm = True  # keeps large learning rates stable (Henry et al. 2020)
     config.model.use_bias = False
     config.model.mlp_ratio = 4
     config.model.impl = "auto"  # backend of the attention operator
 
     config.optimizer = ConfigDict()
-    config.optimizer.learning_rate = 1e-3  # at its peak
-    config.optimizer.final_fraction = 0.1  # learning rate at the last step, over the peak
+    config.optimizer.learning_rate = 5e-3  # at its peak
+    config.optimizer.final_fraction = 0.0  # learning rate at the last step, over the peak
     config.optimizer.warmup_steps = 100  # at most half of steps
     config.optimizer.b1 = 0.9
-    config.optimizer.b2 = 0.99
+    config.optimizer.b2 = 0.95
     config.optimizer.weight_decay = 0.1  # of kernels and embeddings, not of biases and norms
     config.optimizer.clip_norm = 1.0  # of the whole gradient
     config.optimizer.accumulation = 1  # gradients averaged before an update; divides batch_size
@@ -101,6 +102,7 @@ def check(config: ConfigDict) -> None:
         ("model.width", model.width, 1),
         ("model.context", model.context, 1),
         ("model.window", 1 if model.window is None else model.window, 1),
+        ("model.vocab_size", 1 if model.vocab_size is None else model.vocab_size, 1),
         ("model.mlp_ratio", model.mlp_ratio, 1),
         ("optimizer.accumulation", optimizer.accumulation, 1),
         ("optimizer.warmup_steps", optimizer.warmup_steps, 0),

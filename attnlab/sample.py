@@ -39,6 +39,7 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     num_samples: int = 1,
+    vocab_size: int | None = None,
 ) -> Iterator[np.ndarray]:
     """Draws tokens one after another, through a `KVCache`.
 
@@ -51,6 +52,7 @@ def generate(
       top_p: draw from the fewest tokens whose probabilities sum to this (Holtzman et al. 2020); 1 for all.
       seed: sample n at place t depends on (seed, n, t) alone.
       num_samples: how many texts are drawn side by side.
+      vocab_size: draw from so many first tokens, for a model with more than its tokenizer; None for all.
 
     Yields:
       int32 `[num_samples]`, the next token of each.
@@ -61,7 +63,8 @@ def generate(
     9
     """
     rolls = model.positions not in ("learned", "sinusoidal")
-    draw = functools.partial(_draw, temperature=temperature, top_k=min(top_k, model.vocab_size), top_p=top_p)
+    size = vocab_size or model.vocab_size
+    draw = functools.partial(_draw, temperature=temperature, top_k=min(top_k, size), top_p=top_p)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(num_samples))
 
     text = np.tile(np.asarray(prompt, np.int32), (num_samples, 1))
@@ -69,7 +72,7 @@ def generate(
     logits, caches = _read(model, params, window, model.empty_caches(num_samples))
     length = window.shape[1]
     for place in range(max_tokens):
-        token = np.asarray(draw(logits, keys, place))
+        token = np.asarray(draw(logits[:, :size], keys, place))
         yield token
         if place + 1 == max_tokens:
             return
@@ -146,6 +149,7 @@ def _main(values) -> int:
         top_p=values.top_p,
         seed=values.seed,
         num_samples=values.num_samples,
+        vocab_size=tokenizer.vocab_size,
     )
     # The first text is written as it is drawn, the others, drawn beside it, after it.
     others = []

@@ -134,7 +134,13 @@ def train(config: ConfigDict, workdir: str | Path, *, eval_only: bool = False) -
     def write_sample(step):
         params = jax.tree.map(lambda x: x.addressable_data(0), state.params)
         drawn = generate(
-            model, params, prompt_ids(tokenizer, None), config.sample.length, temperature=0.8, seed=config.seed
+            model,
+            params,
+            prompt_ids(tokenizer, None),
+            config.sample.length,
+            temperature=0.8,
+            seed=config.seed,
+            vocab_size=tokenizer.vocab_size,
         )
         text = tokenizer.decode([tokens[0] for tokens in drawn])
         watch.say(f"--- a sample at step {step}:\n{text}\n---")

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from ml_collections import ConfigDict
 
 from attnlab.data.batches import Batch
+from attnlab.errors import UserError
 from attnlab.nn import GPT
 from attnlab.types import Array
 
@@ -110,8 +111,15 @@ def make_model(config: ConfigDict, vocab_size: int) -> GPT:
       config: of the whole run (`config.model`, `config.precision`).
       vocab_size: of the run's tokenizer.
 
+    Raises:
+      UserError: `config.model.vocab_size` is less than that.
+
     >>> from attnlab.config import default
     >>> make_model(default(), vocab_size=65).width
     128
     """
-    return GPT(vocab_size=vocab_size, dtype=jnp.dtype(config.precision), **config.model.to_dict())
+    fields = config.model.to_dict()
+    size = fields.pop("vocab_size") or vocab_size
+    if size < vocab_size:
+        raise UserError(f"config.model.vocab_size = {size} is less than the tokenizer's {vocab_size}: leave it out")
+    return GPT(vocab_size=size, dtype=jnp.dtype(config.precision), **fields)

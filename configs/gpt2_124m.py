@@ -1,0 +1,24 @@
+"""GPT-2's smallest model: 12 layers, 12 heads, width 768, context 1,024; 124 million parameters, bfloat16.
+
+    python -m attnlab.train --config=configs/gpt2_124m.py --config.data.path='books/*.txt'
+
+Sizes, batch and schedule are those by which nanoGPT reproduces GPT-2: half a million tokens an update, 600,000
+updates. The text is read as bytes; the vocabulary is padded to 50,304, a multiple of 128 that holds GPT-2's 50,257.
+"""
+
+from attnlab.config import default
+
+
+def get_config():
+    config = default()
+    config.data.name = "text"
+    config.data.tokenizer = "byte"
+    config.steps = 600_000
+    config.batch_size = 480
+    config.precision = "bfloat16"
+    config.model.update(num_layers=12, num_heads=12, width=768, context=1024, vocab_size=50304)
+    config.model.update(positions="learned", qk_norm=False, use_bias=False)
+    config.optimizer.update(learning_rate=6e-4, final_fraction=0.1, warmup_steps=2000, b2=0.95, accumulation=5)
+    config.eval.update(every=1000, windows=512)
+    config.checkpoint.every = 1000
+    return config

@@ -1,0 +1,34 @@
+"""sancho-mini: a character GPT that writes like Cervantes.
+
+    python -m attnlab.train --config=configs/sancho.py
+    python -m attnlab.train --config=configs/sancho.py:tiny
+
+downloads the Quijote from Project Gutenberg; without a network, name a text:
+
+    python -m attnlab.train --config=configs/sancho.py:tiny --config.data.path=quijote.txt
+"""
+
+from attnlab.config import default
+
+VARIANTS = ("full", "small", "tiny")
+
+
+def get_config(variant="full"):
+    """`full`: 6 layers, 6 heads, width 384, context 256. `small` and `tiny` are for machines without a GPU."""
+    if variant not in VARIANTS:
+        raise ValueError(f"configs/sancho.py:{variant} is unknown: use one of {', '.join(VARIANTS)}")
+    config = default()
+    config.data.name = "quijote"
+    if variant == "full":
+        config.steps = 5000
+        config.batch_size = 64
+        config.model.update(num_layers=6, num_heads=6, width=384, context=256, dropout=0.2)
+        config.optimizer.update(learning_rate=2e-3, warmup_steps=200)
+        config.eval.every = 500
+        config.checkpoint.every = 500
+    elif variant == "small":
+        config.steps = 4000
+        config.batch_size = 16
+        config.model.update(num_layers=4, num_heads=4, width=192, context=128)
+        config.optimizer.learning_rate = 4e-3
+    return config

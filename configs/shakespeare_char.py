@@ -1,0 +1,20 @@
+"""The field's usual small test: a character GPT on 1.1 MB of Shakespeare, at nanoGPT's sizes.
+
+    python -m attnlab.train --config=configs/shakespeare_char.py --config.data.path=tinyshakespeare.txt
+
+The text is `data/tinyshakespeare/input.txt` of the char-rnn repository, 1,115,394 characters; the last tenth
+validates.
+"""
+
+from attnlab.config import default
+
+
+def get_config():
+    config = default()
+    config.data.name = "text"
+    config.steps = 5000
+    config.batch_size = 64
+    config.model.update(num_layers=6, num_heads=6, width=384, context=256, dropout=0.2)
+    config.optimizer.update(learning_rate=2e-3, warmup_steps=200)
+    config.eval.every = 250
+    return config

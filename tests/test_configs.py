@@ -1,0 +1,77 @@
+"""Every experiment in configs/ builds, is documented, and takes a step."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from attnlab import config as configs
+from attnlab import train
+from attnlab.training import state
+
+REPOSITORY = Path(__file__).parents[1]
+FILES = sorted((REPOSITORY / "configs").glob("*.py"))
+EXPERIMENTS = [(file, ()) for file in FILES] + [(REPOSITORY / "configs" / "sancho.py", (v,)) for v in ("small", "tiny")]
+
+
+def module(file):
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def parameters(config, vocab_size):
+    model = state.make_model(config, vocab_size)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+@pytest.mark.parametrize(
+    "file, variant", EXPERIMENTS, ids=lambda value: value.stem if isinstance(value, Path) else "".join(value)
+)
+def test_an_experiment_builds_and_says_how_to_run_it(file, variant):
+    config = module(file).get_config(*variant)
+    configs.check(config)
+    assert f"python -m attnlab.train --config=configs/{file.name}" in module(file).__doc__
+    assert parameters(config, vocab_size=100) > 100_000
+
+
+def test_the_sizes_are_those_of_the_field():
+    by_name = {file.stem: module(file).get_config() for file in FILES}
+    # nanoGPT's CPU recipe has 804,096 parameters at 65 characters: 8,192 of them learned positions, where rotary ones
+    # have none and the two norms of queries and keys have 256.
+    assert parameters(by_name["quickstart"], 65) == 804_096 - 64 * 128 + 4 * 2 * 32
+    gpt2 = by_name["gpt2_124m"]
+    # Less GPT-2's biases: 11 times its width a block, once at the end; more a padded vocabulary.
+    assert parameters(gpt2, 256) == 124_439_808 - (12 * 11 + 1) * 768 + (50_304 - 50_257) * 768
+    assert by_name["quickstart"].steps * by_name["quickstart"].batch_size * 64 == 2000 * 768
+
+
+def test_an_unknown_variant_lists_those_there_are():
+    with pytest.raises(ValueError, match="sancho.py:huge is unknown: use one of full, small, tiny"):
+        module(REPOSITORY / "configs" / "sancho.py").get_config("huge")
+
+
+def test_a_config_survives_its_json():
+    config = configs.default()
+    config.model.window = 7
+    saved = json.loads(configs.to_json(config))["config"]
+    assert configs.fields(configs.from_dict(saved)) == configs.fields(config)
+    assert configs.difference(saved, config) == ""
+    config.parallel.strategy, config.checkpoint.every, config.log.every = "pmap", 3, 7
+    assert configs.difference(saved, config) == ""
+    config.seed = 5
+    assert configs.difference(saved, config) == "config.seed = 5, there it was 0"
+
+
+@pytest.mark.slow
+def test_gpt2_takes_a_step(tmp_path):
+    (tmp_path / "text.txt").write_text("En un lugar de la Mancha, de cuyo nombre no quiero acordarme. " * 400)
+    small = ["steps=1", "batch_size=1", "optimizer.accumulation=1", "eval.windows=1", "sample.length=1"]
+    options = [f"--config.{option}" for option in [*small, "parallel.mesh.data=1", f"data.path={tmp_path}/text.txt"]]
+    config = f"--config={REPOSITORY}/configs/gpt2_124m.py"
+    assert train.main(["train", config, f"--workdir={tmp_path}/run", *options]) == 0
