@@ -44,8 +44,8 @@ class TrainBatches:
       UserError: a text shorter than one window, a batch that the processes do not divide.
 
     >>> batches = TrainBatches(np.arange(100), context=4, batch_size=3, seed=0)
-    >>> batches[7].tokens.shape, (batches[7].tokens == batches[7].tokens).all()
-    ((3, 5), True)
+    >>> batches[7].tokens.shape
+    (3, 5)
     """
 
     def __init__(self, tokens, *, context, batch_size, seed, process_index=0, process_count=1):

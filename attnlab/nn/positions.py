@@ -24,9 +24,9 @@ def sinusoidal(positions: Int[Array, "*T"], features: int) -> Float[Array, "*T f
     Raises:
       ValueError: `features` is odd.
 
-    >>> sinusoidal(jnp.arange(2), 4).round(2)
-    Array([[0.  , 1.  , 0.  , 1.  ],
-           [0.84, 0.54, 0.01, 1.  ]], dtype=float32)
+    >>> print(np.asarray(sinusoidal(jnp.arange(2), 4)).round(2))
+    [[0.   1.   0.   1.  ]
+     [0.84 0.54 0.01 1.  ]]
     """
     angles = _angles(positions, features, 10_000.0, "sinusoidal positions")
     return jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1).reshape(*angles.shape[:-1], features)
@@ -50,10 +50,10 @@ def rotary(x: Float[Array, "*B T H D"], positions: Int[Array, "..."], base: floa
       ValueError: D is odd.
 
     >>> q = rotary(jnp.ones((3, 1, 2)), jnp.arange(3))
-    >>> q[:, 0].round(2)
-    Array([[ 1.  ,  1.  ],
-           [-0.3 ,  1.38],
-           [-1.33,  0.49]], dtype=float32)
+    >>> print(np.asarray(q[:, 0]).round(2))
+    [[ 1.    1.  ]
+     [-0.3   1.38]
+     [-1.33  0.49]]
     """
     angles = _angles(positions, x.shape[-1], base, "rotary positions")[..., None, :]
     sin, cos = jnp.sin(angles), jnp.cos(angles)

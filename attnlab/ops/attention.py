@@ -118,10 +118,11 @@ def attention_weights(
     Returns:
       `[..., H, Tq, Tk]`, or `[..., H, Rq, Tk]`. A row sums to 1, to less with sinks, to 0 if it sees nothing.
 
-    >>> attention_weights(jnp.ones((3, 1, 4)), jnp.ones((3, 1, 4)), mask=Causal())[0].round(2)
-    Array([[1.  , 0.  , 0.  ],
-           [0.5 , 0.5 , 0.  ],
-           [0.33, 0.33, 0.33]], dtype=float32)
+    >>> weights = attention_weights(jnp.ones((3, 1, 4)), jnp.ones((3, 1, 4)), mask=Causal())
+    >>> print(np.asarray(weights[0]).round(2))
+    [[1.   0.   0.  ]
+     [0.5  0.5  0.  ]
+     [0.33 0.33 0.33]]
     """
     arguments = _checked(q, k, k, mask, score_mod, bias, scale, sinks, 0.0, None, q_positions, kv_positions)
     for name in ("v", "dropout_rate", "dropout_keys"):

@@ -1,0 +1,86 @@
+"""What `import attnlab` loads, that imports only go down, and that every documented example runs."""
+
+import ast
+import doctest
+import importlib
+import json
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import attnlab
+
+PACKAGE = Path(attnlab.__file__).parent
+MODULES = [found.name for found in pkgutil.walk_packages([str(PACKAGE)], "attnlab.") if "__main__" not in found.name]
+HEAVY = ("array_record", "grain", "matplotlib", "orbax", "tensorboardX", "tensorflow", "tensorflow_datasets")
+
+
+def test_importing_attnlab_loads_nothing_heavy():
+    program = f"import attnlab, sys; print([name for name in {HEAVY} if name in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+
+
+LAYERS = {
+    "ops": {"types"},
+    "nn": {"ops", "types"},
+    "data": {"errors"},
+    "config": {"data", "errors", "nn", "ops"},
+    "training": {"config", "data", "errors", "nn", "ops", "types"},
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_imports_only_go_down(layer):
+    paths = sorted((PACKAGE / layer).rglob("*.py")) or [PACKAGE / f"{layer}.py"]
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module == "attnlab":
+                names = [f"attnlab.{alias.name}" for alias in node.names]
+            for name in names:
+                if name and name.startswith("attnlab."):
+                    assert name.split(".")[1] in LAYERS[layer] | {layer}, f"{path.name} imports {name}"
+
+
+def test_ops_depend_on_jax_alone():
+    allowed = {"attnlab", "jax", "jaxtyping", "numpy"} | set(sys.stdlib_module_names)
+    for path in (PACKAGE / "ops").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert {name.split(".")[0] for name in names} <= allowed, path.name
+
+
+def public():
+    for module in (attnlab, attnlab.masks, attnlab.nn, attnlab.score_mods):
+        for name in module.__all__:
+            value = getattr(module, name)
+            if callable(value):
+                yield pytest.param(value, id=f"{module.__name__}.{name}")
+
+
+@pytest.mark.parametrize("value", list(public()))
+def test_every_public_name_is_documented(value):
+    assert value.__doc__ and not value.__doc__.startswith(f"{value.__name__}(")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_documented_examples_run(name):
+    module = importlib.import_module(name)
+    names = {"jax": jax, "jnp": jnp, "np": np, "Path": Path, "Causal": attnlab.masks.Causal} | vars(module)
+    names.setdefault("whole", attnlab.ops.masks.whole)
+    results = doctest.testmod(module, extraglobs=names, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert results.failed == 0
+
+
+def test_the_environment_is_described_for_other_projects():
+    assert (PACKAGE / "py.typed").exists()
+    assert json.loads(json.dumps(attnlab.__all__)) == sorted(attnlab.__all__)
