@@ -1,0 +1,1 @@
+"""Races against named peers: alternating runs in one process, medians and ratios."""

@@ -1,0 +1,30 @@
+"""Races against named peers.
+
+python -m attnlab.bench attention
+"""
+
+import sys
+
+from attnlab import commands
+from attnlab.bench import attention
+from attnlab.config import nearest
+
+RACES = {"attention": attention}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    argv = list(sys.argv if argv is None else argv)
+    name = argv[1] if len(argv) > 1 else "--help"
+    if name in ("--help", "-h"):
+        print(__doc__.strip() + "\n\nRaces: " + ", ".join(RACES) + "; each has --help of its own")
+        return 0
+    if name not in RACES:
+        print(f"error: {name!r} is no race{nearest(name, RACES)}: use one of {', '.join(RACES)}", file=sys.stderr)
+        return 2
+    race = RACES[name]
+    return commands.run(race.define, race.main, race.__doc__, [argv[0], *argv[2:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

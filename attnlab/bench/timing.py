@@ -1,0 +1,50 @@
+"""Timing that a noisy machine cannot spoil: contenders take turns, and the ratios are what counts."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+
+def alternate(contenders: dict[str, Callable], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each call, `rounds` for each contender, one after another in turn: A B C A B C …
+
+    Args:
+      contenders: functions without arguments that return JAX arrays; each is called once before, to compile.
+      rounds: counted calls of each.
+
+    >>> {name: len(seconds) for name, seconds in alternate({"a": lambda: 1, "b": lambda: 2}, rounds=3).items()}
+    {'a': 3, 'b': 3}
+    """
+    for contender in contenders.values():
+        jax.block_until_ready(contender())
+    seconds = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, contender in contenders.items():
+            start = time.perf_counter()
+            jax.block_until_ready(contender())
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def ratio(seconds: dict[str, list[float]], name: str, reference: str) -> float:
+    """How many times as long `name` takes as `reference`: the median over rounds of the ratio within a round."""
+    return statistics.median(a / b for a, b in zip(seconds[name], seconds[reference]))
+
+
+def report(title: str, rows: dict[str, dict[str, list[float]]], reference: str) -> None:
+    """Prints a row for each race and a column for each contender: median milliseconds, and × the reference."""
+    table = Table(title=title, caption=f"median milliseconds (× {reference}, round by round)")
+    names = list(dict.fromkeys(name for seconds in rows.values() for name in seconds))
+    table.add_column("")
+    for name in names:
+        table.add_column(name, justify="right")
+    for label, seconds in rows.items():
+        cells = [
+            f"{1e3 * statistics.median(seconds[name]):.2f} ({ratio(seconds, name, reference):.2f})" for name in names
+        ]
+        table.add_row(label, *cells)
+    Console().print(table)
