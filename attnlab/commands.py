@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jax
 from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
@@ -47,10 +48,22 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(
+            "error: out of memory: lower config.batch_size, raise config.optimizer.accumulation, or choose a smaller "
+            f"model ({one_line(error)})",
+            file=sys.stderr,
+        )
+        return 2
     except BrokenPipeError:  # the reader of a pipe left, as `head` does
         with contextlib.suppress(OSError):
             sys.stdout.close()
         return 141
+    except OSError as error:  # a full disk, a folder that may not be written
+        print(f"error: {error.strerror or one_line(error)}: {error.filename or 'no file is named'}", file=sys.stderr)
+        return 2
 
 
 def define_config(values: flags.FlagValues, argv: list[str]) -> None:

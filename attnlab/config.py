@@ -74,7 +74,7 @@ def default() -> ConfigDict:
 
     config.sample = ConfigDict()
     config.sample.every = 1000  # steps; 0 for never
-    config.sample.length = 256  # tokens
+    config.sample.length = 400  # tokens
 
     config.checkpoint = ConfigDict()
     config.checkpoint.every = 250  # steps
@@ -116,6 +116,8 @@ def check(config: ConfigDict) -> None:
     ):
         if value < least:
             raise UserError(f"config.{field} = {value}: expected {least} or more")
+    if config.seed >= 2**32:
+        raise UserError(f"config.seed = {config.seed}: expected less than 2^32")
     for field, value, low, high in (
         ("model.dropout", model.dropout, 0, 1),
         ("optimizer.b1", optimizer.b1, 0, 1),

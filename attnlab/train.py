@@ -8,9 +8,10 @@ The same command again goes on where the run was stopped. A finished run is left
 
 import functools
 import math
-import os
+import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -105,8 +106,10 @@ def train(config: ConfigDict, workdir: str | Path, *, eval_only: bool = False) -
         return {"loss": loss, "bits_per_character": loss * bits}
 
     # ------------------------------------------------------------------------------------------------------ restore
-    checkpoints = Checkpoints(config.checkpoint.dir or (workdir / "checkpoints").absolute(), config.checkpoint.keep)
+    checkpoints = Checkpoints(config.checkpoint.dir or workdir / "checkpoints", config.checkpoint.keep)
     start = max(checkpoints.steps(), default=0)
+    if start and before is None:
+        raise UserError(f"config.checkpoint.dir = {config.checkpoint.dir} holds another run's: choose a new folder")
     if start:
         state = checkpoints.restore(start, state)
     elif before and metrics_lib.read(log_path) and not eval_only:
@@ -219,14 +222,16 @@ def _earlier_run(workdir: Path, config: ConfigDict) -> dict | None:
 
 
 def _found(workdir, config, corpus, tokenizer, parameters) -> None:
-    """Makes the workdir; `config.json` comes last and whole, so that a folder that has one is a run."""
+    """Makes the workdir under another name and renames it: at any moment it is a whole run or not there."""
+    unfinished = workdir.absolute().with_name(f".{workdir.absolute().name}.unfinished")
+    facts = {"name": corpus.name, "sha256": corpus.sha256, "characters": len(corpus.text)}
+    text = configs.to_json(config, corpus=facts, vocab_size=tokenizer.vocab_size, parameters=parameters)
     try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        tokenizers.save(tokenizer, workdir / "tokenizer.json")
-        facts = {"name": corpus.name, "sha256": corpus.sha256, "characters": len(corpus.text)}
-        text = configs.to_json(config, corpus=facts, vocab_size=tokenizer.vocab_size, parameters=parameters)
-        (workdir / "config.json.new").write_text(text, encoding="utf-8")
-        os.replace(workdir / "config.json.new", workdir / "config.json")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        tokenizers.save(tokenizer, unfinished / "tokenizer.json")
+        (unfinished / "config.json").write_text(text, encoding="utf-8")
+        unfinished.rename(workdir)  # an empty folder that stands there gives way
     except OSError as error:
         raise UserError(f"--workdir={workdir} cannot be written ({error.strerror}): choose another folder") from error
 
@@ -258,7 +263,9 @@ class _Stop:
     signal = None
 
     def __enter__(self):
-        self._old = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        # Python lets no other thread handle signals; one that trains inside a larger program has its own ways to stop.
+        numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        self._old = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def __exit__(self, *_):

@@ -196,3 +196,35 @@ def test_help_shows_the_command_and_every_flag(capsys, command):
     assert command.main(["attnlab", "--help"]) == 0
     out = capsys.readouterr().out
     assert "python -m attnlab" in out and "--workdir" in out and "Traceback" not in out
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "cannot be written" in mistake(capsys, train, QUICKSTART, f"--workdir={tmp_path}/file/run", *TINY)
+
+
+def test_a_model_that_does_not_fit_says_so(capsys, tmp_path):
+    huge = ["--config.model.width=262144", "--config.model.num_layers=100", f"--workdir={tmp_path}/run"]
+    assert "out of memory: lower config.batch_size" in mistake(capsys, train, QUICKSTART, *TINY, *huge)
+    assert not (tmp_path / "run").exists()
+
+
+def test_checkpoints_of_another_run_are_not_taken_up(capsys, finished_run, tmp_path):
+    elsewhere = f"--config.checkpoint.dir={finished_run}/checkpoints"
+    before = contents(finished_run)
+    line = mistake(capsys, train, QUICKSTART, f"--workdir={tmp_path}/run", *TINY, elsewhere)
+    assert "holds another run's: choose a new folder" in line
+    assert contents(finished_run) == before and not (tmp_path / "run").exists()
+
+
+def test_an_empty_folder_may_become_the_workdir(tmp_path):
+    (tmp_path / "run").mkdir()
+    assert train.main(["train", QUICKSTART, f"--workdir={tmp_path}/run", *TINY]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_checkpoints_may_lie_elsewhere_and_paths_may_be_relative(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train.main(["train", QUICKSTART, "--workdir=run", *TINY, "--config.checkpoint.dir=kept"]) == 0
+    assert (tmp_path / "kept").is_dir() and not (tmp_path / "run" / "checkpoints").exists()
+    assert sample.main(["sample", "--workdir=run", "--max_tokens=3"]) == 0

@@ -67,7 +67,7 @@ def load(name: str, *, path: str = "", feature: str = "", validation_fraction: f
     if name not in builders:
         raise UserError(f"data.name = {name!r} is unknown: use one of {', '.join(builders)}, or tfds:NAME")
     builder = _build(builders[name], **({"config": _text_config(path)} if name == "text" else {}))
-    text = "".join(_documents(_prepare(builder, name), "train", "text"))
+    text = "".join(_documents(_prepare(builder, name), name, "train", "text"))
     if not text:
         raise UserError(f"{path or name} is empty: give a text with at least a few thousand characters")
     cut = int(len(text) * (1 - validation_fraction))
@@ -204,9 +204,9 @@ def _load_tfds(name, feature, validation_fraction) -> Corpus:
     splits = list(builder.info.splits)
     train = "train" if "train" in splits else splits[0]
     held_out = next((split for split in ("validation", "test") if split in splits and split != train), None)
-    text = "\n\n".join(_documents(builder, train, feature))
+    text = "\n\n".join(_documents(builder, name, train, feature))
     if held_out:
-        return _corpus(name, text, "\n\n" + "\n\n".join(_documents(builder, held_out, feature)))
+        return _corpus(name, text, "\n\n" + "\n\n".join(_documents(builder, name, held_out, feature)))
     cut = int(len(text) * (1 - validation_fraction))
     return _corpus(name, text[:cut], text[cut:])
 
@@ -231,10 +231,10 @@ def _prepare(builder, name):
     return builder
 
 
-def _documents(builder, split, feature):
-    for example in builder.as_data_source(split=split):
-        text = example[feature]
-        yield text.decode("utf-8") if isinstance(text, bytes) else str(text)
+def _documents(builder, name, split, feature) -> list[str]:
+    with _explained(name, builder):
+        texts = [example[feature] for example in builder.as_data_source(split=split)]
+        return [text.decode("utf-8") if isinstance(text, bytes) else str(text) for text in texts]
 
 
 def _build(cls, **options):

@@ -48,7 +48,7 @@ def whole(q_length: int, kv_length: int, num_heads: int = 1, q_positions=None, k
     `q_positions` `[Tq]` or `[..., Tq]` and `kv_positions` likewise are `arange` when absent. `xp` is the array
     module for what is not given: `numpy` keeps a static question out of the trace.
     """
-    q_index, kv_index = xp.arange(q_length), xp.arange(kv_length)
+    q_index, kv_index = xp.arange(q_length, dtype=xp.int32), xp.arange(kv_length, dtype=xp.int32)
     q_positions = q_index if q_positions is None else q_positions
     kv_positions = kv_index if kv_positions is None else kv_positions
     return Tile(

@@ -30,7 +30,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str | Path, keep: int = 1):
-        self.directory = epath.Path(directory)
+        self.directory = epath.Path(directory if "://" in str(directory) else Path(directory).absolute())
         policies = [
             checkpoint_managers.LatestN(keep),
             checkpoint_managers.BestN(get_metric_fn=_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False),
