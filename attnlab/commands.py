@@ -28,7 +28,14 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
     argv = list(sys.argv if argv is None else argv)
     logging.set_verbosity(logging.ERROR)  # Orbax and TFDS tell a great deal that no user asked for
     values = flags.FlagValues()
-    define(values, argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character must not end a run
+    try:
+        define(values, argv)
+    except flags.Error as error:  # an unreadable --flagfile
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
     if {"--help", "-h", "-help", "--helpfull", "--helpshort"} & set(argv[1:]):
         print(f"{usage.strip()}\n\nFlags:")
         for name in sorted(values):
@@ -94,7 +101,7 @@ def parse(values: flags.FlagValues, argv: list[str]) -> None:
         raise UserError(_unknown_field(argv) or one_line(error)) from error
     except (flags.Error, ValueError, TypeError, OSError) as error:
         raise UserError(f"{one_line(error)}; see --help") from error
-    except Exception as error:  # whatever a config file raises
+    except (Exception, SystemExit) as error:  # whatever a config file raises
         raise UserError(f"the config file failed ({type(error).__name__}: {one_line(error)})") from error
     if len(rest) > 1:
         raise UserError(f"{rest[1]!r} is not expected here: options look like --name=value; see --help")
@@ -114,10 +121,12 @@ def config_of(values: flags.FlagValues) -> tuple[ConfigDict, str]:
     return values.config, Path(file).stem + (f"-{variant}" if variant else "")
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """The line of a message that says what is wrong: the last, where a traceback stands above it."""
-    lines = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
-    return lines[-1].removeprefix("attnlab.errors.UserError: ") if "Traceback" in str(error) else lines[0]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
+    if "Traceback" in str(error):
+        return lines[-1].removeprefix("attnlab.errors.UserError: ")
+    return " ".join(lines) if isinstance(error, UserError) else lines[0]
 
 
 def _given(argv: list[str], name: str) -> Iterator[str]:
@@ -129,8 +138,11 @@ def _given(argv: list[str], name: str) -> Iterator[str]:
 
 def _check_config_file(file: str) -> None:
     path = Path(file)
-    if path.is_file():
-        return
+    try:
+        if path.is_file():
+            return
+    except OSError as error:  # a name that no file can have
+        raise UserError(f"--config={file}: {error.strerror}") from error
     there = sorted(str(other) for other in (path.parent if path.parent.is_dir() else Path("configs")).glob("*.py"))
     raise UserError(
         f"--config={file}: no such file{nearest(file, there) or (': there are ' + ', '.join(there) if there else '')}"

@@ -5,6 +5,7 @@ A file in `configs/` changes what it needs of `default()`; the command line chan
 
 import difflib
 import json
+import math
 
 from ml_collections import ConfigDict, config_dict
 
@@ -73,7 +74,7 @@ def default() -> ConfigDict:
     config.eval.windows = 2048  # scored a pass, at most; a text with fewer is scored whole
 
     config.sample = ConfigDict()
-    config.sample.every = 1000  # steps; 0 for never
+    config.sample.every = 1000  # steps; 0 for the end alone
     config.sample.length = 400  # tokens
 
     config.checkpoint = ConfigDict()
@@ -87,11 +88,38 @@ def default() -> ConfigDict:
     return config
 
 
-def check(config: ConfigDict) -> None:
-    """Raises UserError for a value that no run could use, before anything is loaded or written."""
-    model, optimizer = config.model, config.optimizer
-    if config.data.path and config.data.name == default().data.name:
+def completed(config: ConfigDict) -> ConfigDict:
+    """A checked copy of `config`, in which a text named by `data.path` has become the corpus.
+
+    Raises:
+      UserError: an unknown field, a missing one, or a value that no run could use; nothing is loaded or written.
+    """
+    _check_fields(config)
+    config = from_dict(_plain(config))
+    if config.data.path:
         config.data.name = "text"
+    check(config)
+    return config
+
+
+def _check_fields(config: ConfigDict) -> None:
+    """Raises UserError where fields or their types are not those of `default()`."""
+    expected, given = fields(default()), fields(config)
+    for field, value in given.items():
+        if field not in expected:
+            raise UserError(f"config.{field} is no field{nearest(field, expected) or '; see attnlab/config.py'}")
+        like = expected[field]
+        kinds = (int, type(None)) if like is None else (int, float) if isinstance(like, float) else type(like)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and not isinstance(like, bool)):
+            raise UserError(f"config.{field} = {value!r}: expected a value like {like!r}")
+    for field in expected:
+        if field not in given:
+            raise UserError(f"config.{field} is missing: start from attnlab.config.default()")
+
+
+def check(config: ConfigDict) -> None:
+    """Raises UserError for a value that no run could use."""
+    model, optimizer = config.model, config.optimizer
     for field, value, least in (
         ("steps", config.steps, 1),
         ("seed", config.seed, 0),
@@ -114,14 +142,14 @@ def check(config: ConfigDict) -> None:
         ("checkpoint.keep", config.checkpoint.keep, 1),
         ("log.every", config.log.every, 1),
     ):
-        if value < least:
-            raise UserError(f"config.{field} = {value}: expected {least} or more")
-    if config.seed >= 2**32:
-        raise UserError(f"config.seed = {config.seed}: expected less than 2^32")
+        if not least <= value < 2**31:
+            raise UserError(f"config.{field} = {value}: expected {least} or more, below 2^31")
     for field, value, low, high in (
         ("model.dropout", model.dropout, 0, 1),
         ("optimizer.b1", optimizer.b1, 0, 1),
         ("optimizer.b2", optimizer.b2, 0, 1),
+        ("optimizer.weight_decay", optimizer.weight_decay, 0, math.inf),
+        ("optimizer.final_fraction", optimizer.final_fraction, 0, 1.001),
     ):
         if not low <= value < high:
             raise UserError(f"config.{field} = {value}: expected a number in [{low}, {high})")
@@ -129,14 +157,8 @@ def check(config: ConfigDict) -> None:
         ("optimizer.learning_rate", optimizer.learning_rate),
         ("optimizer.clip_norm", optimizer.clip_norm),
     ):
-        if not value > 0:
-            raise UserError(f"config.{field} = {value}: expected a number above 0")
-    for field, value in (
-        ("optimizer.weight_decay", optimizer.weight_decay),
-        ("optimizer.final_fraction", optimizer.final_fraction),
-    ):
-        if not value >= 0:
-            raise UserError(f"config.{field} = {value}: expected 0 or more")
+        if not 0 < value < math.inf:
+            raise UserError(f"config.{field} = {value}: expected a finite number above 0")
     for field, value, choices in (
         ("precision", config.precision, PRECISIONS),
         ("parallel.strategy", config.parallel.strategy, STRATEGIES),
@@ -176,7 +198,7 @@ def difference(saved: dict, config: ConfigDict) -> str:
 
 def to_json(config: ConfigDict, **facts) -> str:
     """What `config.json` holds: the fields of `config`, with `facts` about the run beside them."""
-    return json.dumps({"config": _plain(config), **facts}, indent=2, ensure_ascii=False) + "\n"
+    return json.dumps({"config": _plain(config), **facts}, indent=2) + "\n"
 
 
 def from_dict(saved: dict) -> ConfigDict:

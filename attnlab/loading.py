@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
+from attnlab.config import from_dict
 from attnlab.errors import UserError
 from attnlab.nn import GPT
 
@@ -45,20 +46,19 @@ def load(workdir: str | Path, step: int | str = "latest") -> Run:
     import jax
     import jax.numpy as jnp
 
-    from attnlab import config as configs
     from attnlab.data import tokenizers
     from attnlab.training.checkpoints import Checkpoints
     from attnlab.training.state import make_model
 
     workdir = Path(workdir)
     saved = read_config(workdir)
-    config = configs.from_dict(saved["config"])
+    config = from_dict(saved["config"])
     checkpoints = Checkpoints(config.checkpoint.dir or workdir / "checkpoints")
     try:
         steps = checkpoints.steps()
         if not steps:
             raise UserError(f"{workdir} holds no checkpoint yet: train longer, or lower config.checkpoint.every")
-        chosen = {"latest": steps[-1], "best": checkpoints.best_step() or steps[-1]}.get(step, step)
+        chosen = checkpoints.best_step() or steps[-1] if step == "best" else steps[-1] if step == "latest" else step
         if str(chosen) not in map(str, steps):
             raise UserError(f"{workdir} has no checkpoint {step!r}: choose latest, best, or one of {steps}")
         tokenizer = tokenizers.load(workdir / "tokenizer.json")
@@ -80,9 +80,12 @@ def read_config(workdir: Path) -> dict:
     path = workdir / "config.json"
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-        saved["config"], saved["corpus"]
+        saved["corpus"]["sha256"]
+        from_dict(saved["config"])
         return saved
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{workdir} holds no run (no config.json): train one with --workdir={workdir}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except (AttributeError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}): restore it, or train in a new workdir") from error

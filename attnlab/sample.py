@@ -95,16 +95,16 @@ def _read(model, params, tokens, caches):
 
 @functools.partial(jax.jit, static_argnames=("temperature", "top_k", "top_p"))
 def _draw(logits, keys, place, *, temperature, top_k, top_p):
-    if temperature == 0:
+    if temperature < 1e-6:  # the likeliest token, to float32's last bit
         return logits.argmax(axis=-1)
-    logits = logits / temperature
+    logits = (logits - logits.max(axis=-1, keepdims=True)) / temperature
     if top_k:
         logits = jnp.where(logits < jax.lax.top_k(logits, top_k)[0][:, -1:], -jnp.inf, logits)
     if top_p < 1:
         order = jnp.flip(jnp.argsort(logits, axis=-1), axis=-1)
         p = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1))
-        # A token stays if those before it do not reach top_p; so the first always does.
-        stays = jnp.cumsum(p, axis=-1) - p < top_p
+        # A token stays if those before it do not reach top_p. The first always does, also where its p rounds to 1.
+        stays = (jnp.cumsum(p, axis=-1) - p < top_p).at[:, 0].set(True)
         rows = jnp.arange(len(logits))[:, None]
         logits = jnp.where(jnp.zeros_like(stays).at[rows, order].set(stays), logits, -jnp.inf)
     return jax.vmap(lambda key, row: jax.random.categorical(jax.random.fold_in(key, place), row))(keys, logits)
@@ -126,10 +126,10 @@ def _main(values) -> int:
     for name, good, expected in (
         ("max_tokens", values.max_tokens >= 1, "1 or more"),
         ("num_samples", values.num_samples >= 1, "1 or more"),
-        ("temperature", 0 <= values.temperature < float("inf"), "a number, 0 or more"),
+        ("temperature", 0 <= values.temperature <= 1e6, "a number, 0 or more (up to a million)"),
         ("top_k", values.top_k >= 0, "0 or more"),
         ("top_p", 0 < values.top_p <= 1, "a number above 0, up to 1"),
-        ("seed", 0 <= values.seed < 2**63, "0 or more"),
+        ("seed", 0 <= values.seed < 2**32, "0 or more, below 2^32"),
     ):
         if not good:
             raise UserError(f"--{name}={values[name].value}: expected {expected}")

@@ -6,8 +6,10 @@
 The same command again goes on where the run was stopped. A finished run is left as it is.
 """
 
+import fcntl
 import functools
 import math
+import os
 import shutil
 import signal
 import sys
@@ -55,7 +57,7 @@ def train(config: ConfigDict, workdir: str | Path, *, eval_only: bool = False) -
     """
     # ------------------------------------------------------------------------------------------------------- config
     workdir = Path(workdir)
-    configs.check(config)
+    config = configs.completed(config)
     before = _earlier_run(workdir, config)
     if eval_only and before is None:
         raise UserError(f"{workdir} holds no run to evaluate: train first")
@@ -110,10 +112,13 @@ def train(config: ConfigDict, workdir: str | Path, *, eval_only: bool = False) -
     start = max(checkpoints.steps(), default=0)
     if start and before is None:
         raise UserError(f"config.checkpoint.dir = {config.checkpoint.dir} holds another run's: choose a new folder")
+    if before and not start and Checkpoints(before["config"]["checkpoint"]["dir"] or workdir / "checkpoints").steps():
+        raise UserError(
+            f"config.checkpoint.dir = {config.checkpoint.dir!r} is empty, and the run's checkpoints are in "
+            f"{before['config']['checkpoint']['dir'] or workdir / 'checkpoints'}: move them, or name that folder"
+        )
     if start:
         state = checkpoints.restore(start, state)
-    elif before and metrics_lib.read(log_path) and not eval_only:
-        print(f"{workdir} has no checkpoint yet: starting from the beginning")
     if eval_only:
         if not start:
             raise UserError(f"{workdir} holds no checkpoint to evaluate: train longer")
@@ -121,9 +126,17 @@ def train(config: ConfigDict, workdir: str | Path, *, eval_only: bool = False) -
         print(f"step {start}  {_scores('validation', scores)}  over {eval_batches.windows} windows of {context} tokens")
         return 0
 
-    if before is None and first_process:
-        _found(workdir, config, corpus, tokenizer, parameters)
-    log = metrics_lib.MetricsLog(log_path, start, workdir / "tensorboard" if config.log.tensorboard else None)
+    if config.checkpoint.dir:
+        checkpoints.prepare()  # one that cannot be written is known before anything else is
+    if first_process:
+        facts = {"name": corpus.name, "sha256": corpus.sha256, "characters": len(corpus.text)}
+        text = configs.to_json(config, corpus=facts, vocab_size=tokenizer.vocab_size, parameters=parameters)
+        if before is None:
+            _found(workdir, text, tokenizer)
+        lock = _lock(workdir)
+        if before is not None:
+            _replace(workdir / "config.json", text)  # what may differ between starts, such as checkpoint.dir
+        log = metrics_lib.MetricsLog(log_path, start, workdir / "tensorboard" if config.log.tensorboard else None)
     watch = metrics_lib.Watch(config.steps, start, silent=not first_process)
     watch.say(
         f"{config.data.name}: {len(train_tokens):,} tokens to train on, {len(val_tokens):,} to validate, "
@@ -133,6 +146,8 @@ def train(config: ConfigDict, workdir: str | Path, *, eval_only: bool = False) -
     )
     if start:
         watch.say(f"resumed from step {start}")
+    elif before:
+        watch.say("no checkpoint was saved before: starting from the beginning")
 
     def write_sample(step):
         params = jax.tree.map(lambda x: x.addressable_data(0), state.params)
@@ -150,7 +165,7 @@ def train(config: ConfigDict, workdir: str | Path, *, eval_only: bool = False) -
         log.write_text(step, text)
 
     # --------------------------------------------------------------------------------------------------------- loop
-    scores = next((r for r in reversed(log.records) if r["split"] == "val" and r["step"] == start), None)
+    scores = None
     unread = []  # the metrics of steps that nobody has waited for yet
     stop = _Stop()
     with watch, stop:
@@ -159,7 +174,8 @@ def train(config: ConfigDict, workdir: str | Path, *, eval_only: bool = False) -
             state, step_metrics = step_fn(state, parallel.place_batch(batch))
             unread.append(step_metrics)
             last = step == config.steps
-            saves = last or step % config.checkpoint.every == 0 or stop.signal is not None
+            stopping = stop.signal is not None  # asked once: what comes later in this step waits for the next
+            saves = last or step % config.checkpoint.every == 0 or stopping
             evaluates = last or step % config.eval.every == 0
             if step % config.log.every == 0 or saves or evaluates:
                 newest = _finite(unread, step, checkpoints, workdir)
@@ -179,6 +195,8 @@ def train(config: ConfigDict, workdir: str | Path, *, eval_only: bool = False) -
                 watch.step(step, f"{_scores('train', newest)}  {tokens_per_second:,.0f} tokens/s")
             if evaluates:
                 scores = evaluate(state.params)
+                if not math.isfinite(scores["loss"]):
+                    raise _not_finite("validation loss", scores["loss"], step, checkpoints, workdir)
                 if first_process:
                     log.write(step=step, split="val", **scores, tokens=step * rows * context)
                 watch.say(f"step {step}/{config.steps}  {_scores('validation', scores)}")
@@ -188,31 +206,35 @@ def train(config: ConfigDict, workdir: str | Path, *, eval_only: bool = False) -
                 write_sample(step)
             if step % config.log.every == 0 or saves or evaluates:
                 clock, clock_step = time.perf_counter(), step  # evaluation, saving and sampling are not training
-            if stop.signal is not None and not last:
+            if stopping and not last:
                 checkpoints.close()
-                log.close()
+                if first_process:
+                    log.close()
                 watch.say(
                     f"stopped: step {step} is saved in {checkpoints.directory}; the same command goes on from there"
                 )
                 return 128 + stop.signal
     checkpoints.close()
+    scores = evaluate(state.params) if scores is None else scores  # killed between the last save and the last record
     if first_process:
-        if scores is None:
-            scores = evaluate(state.params)
         log.write(step=config.steps, split="final", loss=scores["loss"], params_sha256=sha256(state.params))
         log.close()
+        os.close(lock)
     watch.say(f"done: {_scores('validation', scores)}\nwrite with it: python -m attnlab.sample --workdir={workdir}")
     return 0
 
 
 def _earlier_run(workdir: Path, config: ConfigDict) -> dict | None:
     """What `config.json` of an earlier start holds, None in a new workdir; refuses a folder that is something else."""
-    if workdir.exists() and not workdir.is_dir():
-        raise UserError(f"--workdir={workdir} is a file: name a folder")
-    if not (workdir / "config.json").exists():
-        if workdir.exists() and any(workdir.iterdir()):
-            raise UserError(f"--workdir={workdir} holds other files and no run: choose a new folder")
-        return None
+    try:
+        if workdir.exists() and not workdir.is_dir():
+            raise UserError(f"--workdir={workdir} is a file: name a folder")
+        if not (workdir / "config.json").exists():
+            if workdir.exists() and any(workdir.iterdir()):
+                raise UserError(f"--workdir={workdir} holds other files and no run: choose a new folder")
+            return None
+    except OSError as error:  # a folder that may not be looked into, a name that none can have
+        raise UserError(f"--workdir={workdir} cannot be read ({error.strerror}): choose another folder") from error
     before = read_config(workdir)
     if difference := configs.difference(before["config"], config):
         raise UserError(
@@ -221,19 +243,34 @@ def _earlier_run(workdir: Path, config: ConfigDict) -> dict | None:
     return before
 
 
-def _found(workdir, config, corpus, tokenizer, parameters) -> None:
+def _found(workdir: Path, config: str, tokenizer) -> None:
     """Makes the workdir under another name and renames it: at any moment it is a whole run or not there."""
     unfinished = workdir.absolute().with_name(f".{workdir.absolute().name}.unfinished")
-    facts = {"name": corpus.name, "sha256": corpus.sha256, "characters": len(corpus.text)}
-    text = configs.to_json(config, corpus=facts, vocab_size=tokenizer.vocab_size, parameters=parameters)
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         tokenizers.save(tokenizer, unfinished / "tokenizer.json")
-        (unfinished / "config.json").write_text(text, encoding="utf-8")
+        (unfinished / "config.json").write_text(config, encoding="utf-8")
         unfinished.rename(workdir)  # an empty folder that stands there gives way
     except OSError as error:
         raise UserError(f"--workdir={workdir} cannot be written ({error.strerror}): choose another folder") from error
+
+
+def _lock(workdir: Path) -> int:
+    """Holds the folder until the process ends, however it ends; UserError when another process does."""
+    folder = os.open(workdir, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise UserError(f"--workdir={workdir}: another process trains there: wait for it, or choose another") from error
+    return folder
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file that is whole at any moment, and only if it differs."""
+    if path.read_text(encoding="utf-8") != text:
+        path.with_suffix(".new").write_text(text, encoding="utf-8")
+        os.replace(path.with_suffix(".new"), path)
 
 
 def _finite(unread, step, checkpoints, workdir) -> dict:
@@ -242,14 +279,18 @@ def _finite(unread, step, checkpoints, workdir) -> dict:
     for at, metrics in enumerate(read, step - len(read) + 1):
         for name, value in metrics.items():
             if not math.isfinite(value):
-                checkpoints.close()
-                kept = checkpoints.steps()
-                where = f"the last good checkpoint is step {kept[-1]}" if kept else "no checkpoint was saved yet"
-                raise UserError(
-                    f"{name} is {value} at step {at}; {where} in {workdir}: lower config.optimizer.learning_rate or "
-                    "config.optimizer.clip_norm, in a new --workdir"
-                )
+                raise _not_finite(name, value, at, checkpoints, workdir)
     return read[-1]
+
+
+def _not_finite(name, value, step, checkpoints, workdir) -> UserError:
+    checkpoints.close()
+    kept = checkpoints.steps()
+    where = f"the last good checkpoint is step {kept[-1]}" if kept else "no checkpoint was saved yet"
+    return UserError(
+        f"{name} is {value} at step {step}; {where} in {workdir}: lower config.optimizer.learning_rate or "
+        "config.optimizer.clip_norm, in a new --workdir"
+    )
 
 
 def _scores(what, scores) -> str:

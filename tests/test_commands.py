@@ -1,5 +1,7 @@
 """Mistakes on the command line: one line each on stderr, exit code 2, nothing written."""
 
+import fcntl
+import os
 import re
 import shutil
 from pathlib import Path
@@ -10,6 +12,7 @@ from attnlab import sample, train
 
 REPOSITORY = Path(__file__).parents[1]
 QUICKSTART = f"--config={REPOSITORY}/configs/quickstart.py"
+DEFAULT = "from attnlab.config import default\ndef get_config():\n c = default()"
 TINY = [
     "--config.steps=6",
     "--config.batch_size=4",
@@ -63,6 +66,15 @@ def mistake(capsys, command, *arguments):
         ([QUICKSTART, "extra"], r"'extra' is not expected here"),
         ([QUICKSTART, "--config.steps=0"], r"config.steps = 0: expected 1 or more"),
         ([QUICKSTART, "--config.seed=-1"], r"config.seed = -1: expected 0 or more"),
+        ([QUICKSTART, "--config.seed=4294967296"], r"config.seed = 4294967296: expected 0 or more, below 2\^31"),
+        ([QUICKSTART, "--config.model.window=1099511627776"], r"model.window = .* below 2\^31"),
+        ([QUICKSTART, "--config.optimizer.learning_rate=inf"], r"learning_rate = inf: expected a finite number"),
+        ([QUICKSTART, "--config.optimizer.weight_decay=inf"], r"weight_decay = inf: expected a number in"),
+        ([QUICKSTART, "--config.optimizer.final_fraction=3"], r"final_fraction = 3.0: expected a number in"),
+        ([QUICKSTART, "--config.parallel.mesh={'tensor': 2}"], r"config.parallel.mesh"),
+        ([QUICKSTART, "--config.checkpoint.dir=/dev/null/kept"], r"checkpoint.dir = .* cannot be written"),
+        ([QUICKSTART, "--flagfile=/no/such/flags"], r"/no/such/flags"),
+        (["--config=" + 300 * "x"], r"File name too long"),
         (
             [QUICKSTART, "--config.model.num_heads=3"],
             r"width = 128 is not divisible by .*num_heads = 3: use",
@@ -72,7 +84,10 @@ def mistake(capsys, command, *arguments):
         ([QUICKSTART, "--config.model.impl=flash"], r"config.model.impl = 'flash': expected one of auto, dense"),
         ([QUICKSTART, "--config.precision=float8"], r"config.precision = 'float8': expected one of float32, bfloat16"),
         ([QUICKSTART, "--config.model.dropout=1"], r"config.model.dropout = 1.0: expected a number in \[0, 1\)"),
-        ([QUICKSTART, "--config.optimizer.learning_rate=nan"], r"learning_rate = nan: expected a number above 0"),
+        (
+            [QUICKSTART, "--config.optimizer.learning_rate=nan"],
+            r"learning_rate = nan: expected a finite number above 0",
+        ),
         ([QUICKSTART, "--config.data.tokenizer=word"], r"data.tokenizer = 'word': expected one of char, byte"),
         ([QUICKSTART, "--config.data.name=quixote"], r"data.name = 'quixote' is unknown: use one of python_docs"),
         ([QUICKSTART, "--config.data.path=/no/such/text"], r"no such file, and no file matches it"),
@@ -109,6 +124,14 @@ def test_a_text_that_cannot_be_used(capsys, tmp_path, content, message):
         ("def get_config(): return 1 / 0", "ZeroDivisionError: division by zero"),
         ("x = 1", "get_config"),
         ("def get_config(): return 3", r"get_config\(\) returned 3"),
+        ("import sys\ndef get_config(): sys.exit(7)", "SystemExit: 7"),
+        (
+            f"{DEFAULT}; c.optimizer.learning_rat = 3.0; return c",
+            r"learning_rat is no field \(did you mean optimizer.lea",
+        ),
+        (f"{DEFAULT}; c.steps = None; return c", "config.steps = None: expected a value like 2000"),
+        (f"{DEFAULT}; c.model = dict(width=64); return c", "config.model.num_layers is missing: start from"),
+        ("import ml_collections\ndef get_config(): return ml_collections.ConfigDict()", "config.steps is missing"),
         ("def get_config(): raise ValueError('no such variant')", "no such variant"),
     ],
 )
@@ -144,9 +167,10 @@ def test_a_workdir_that_is_something_else_is_left_as_it_is(capsys, tmp_path):
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(capsys, tmp_path):
     arguments = [QUICKSTART, f"--workdir={tmp_path}/run", *TINY, "--config.steps=30"]
-    explosive = ["--config.optimizer.learning_rate=1e30", "--config.optimizer.warmup_steps=0"]
+    # Each step multiplies the parameters by 1 − rate · decay, about −1,000: their squares overflow within ten.
+    explosive = [f"--config.optimizer.{field}" for field in ("learning_rate=1", "weight_decay=1e3", "warmup_steps=0")]
     line = mistake(capsys, train, *arguments, *explosive, "--config.checkpoint.every=1")
-    found = re.search(r"(loss|grad_norm) is (nan|inf) at step (\d+); (.*?) in ", line)
+    found = re.search(r"(loss|grad_norm|param_norm) is (nan|inf) at step (\d+); (.*?) in ", line)
     assert found, line
     kept = [int(path.name) for path in (tmp_path / "run" / "checkpoints").glob("*")]
     assert kept and max(kept) < int(found[3])
@@ -183,7 +207,11 @@ def test_sampling_from_a_run_without_a_checkpoint(capsys, finished_run, tmp_path
     )
 
 
-@pytest.mark.parametrize("damage", ["{", "[]", '{"config": {}}'])
+DAMAGED = ["{", "[]", '{"config": {}}', '{"config": 3, "corpus": {"sha256": ""}}', '{"config": {}, "corpus": 1}']
+WRONG_TYPE = '{"config": {"steps": "many"}, "corpus": {"sha256": ""}}'
+
+
+@pytest.mark.parametrize("damage", [*DAMAGED, WRONG_TYPE])
 def test_a_damaged_config_file_is_one_line(capsys, finished_run, tmp_path, damage):
     copy = shutil.copytree(finished_run, tmp_path / "copy")
     (copy / "config.json").write_text(damage)
@@ -204,7 +232,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(capsys, tmp_path):
 
 
 def test_a_model_that_does_not_fit_says_so(capsys, tmp_path):
-    huge = ["--config.model.width=262144", "--config.model.num_layers=100", f"--workdir={tmp_path}/run"]
+    huge = ["--config.model.width=1048576", f"--workdir={tmp_path}/run"]
     assert "out of memory: lower config.batch_size" in mistake(capsys, train, QUICKSTART, *TINY, *huge)
     assert not (tmp_path / "run").exists()
 
@@ -215,6 +243,49 @@ def test_checkpoints_of_another_run_are_not_taken_up(capsys, finished_run, tmp_p
     line = mistake(capsys, train, QUICKSTART, f"--workdir={tmp_path}/run", *TINY, elsewhere)
     assert "holds another run's: choose a new folder" in line
     assert contents(finished_run) == before and not (tmp_path / "run").exists()
+
+
+def test_a_folder_name_that_no_file_system_takes_is_one_line(capsys, tmp_path):
+    line = mistake(capsys, train, QUICKSTART, f"--workdir={tmp_path}/{'x' * 300}", *TINY)
+    assert "cannot be read (File name too long)" in line or "cannot be written" in line
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b'{"step": "x", "split": "val"}\n', b"[]\n"])
+def test_damaged_metrics_are_one_line(capsys, finished_run, tmp_path, content):
+    copy = shutil.copytree(finished_run, tmp_path / "copy")
+    (copy / "metrics.jsonl").write_bytes(content)
+    assert "metrics.jsonl" in mistake(capsys, train, QUICKSTART, f"--workdir={copy}", *TINY)
+
+
+def test_a_workdir_in_use_is_refused(capsys, finished_run, tmp_path):
+    copy = shutil.copytree(finished_run, tmp_path / "copy")
+    (copy / "metrics.jsonl").unlink()  # so that it is not finished
+    folder = os.open(copy, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    try:
+        assert "another process trains there" in mistake(capsys, train, QUICKSTART, f"--workdir={copy}", *TINY)
+    finally:
+        os.close(folder)
+
+
+def test_a_checkpoint_folder_that_moved_is_asked_for(capsys, finished_run, tmp_path):
+    copy = shutil.copytree(finished_run, tmp_path / "copy")
+    (copy / "metrics.jsonl").unlink()
+    elsewhere = f"--config.checkpoint.dir={tmp_path}/elsewhere"
+    line = mistake(capsys, train, QUICKSTART, f"--workdir={copy}", *TINY, elsewhere)
+    assert "is empty, and the run's checkpoints are in" in line
+    shutil.copytree(copy / "checkpoints", tmp_path / "elsewhere")
+    shutil.rmtree(copy / "checkpoints")
+    assert train.main(["train", QUICKSTART, f"--workdir={copy}", *TINY, elsewhere]) == 0
+    assert sample.main(["sample", f"--workdir={copy}", "--max_tokens=3"]) == 0  # it knows where they are now
+
+
+def test_a_damaged_checkpoint_is_one_line(capsys, finished_run, tmp_path):
+    copy = shutil.copytree(finished_run, tmp_path / "copy")
+    for data in copy.glob("checkpoints/6/params/**/d/*"):
+        data.write_bytes(data.read_bytes()[:-7])
+    line = mistake(capsys, sample, f"--workdir={copy}")
+    assert "cannot be read" in line and len(line) < 500
 
 
 def test_an_empty_folder_may_become_the_workdir(tmp_path):

@@ -35,7 +35,7 @@ def parameters(config, vocab_size):
 )
 def test_an_experiment_builds_and_says_how_to_run_it(file, variant):
     config = module(file).get_config(*variant)
-    configs.check(config)
+    config = configs.completed(config)
     assert f"python -m attnlab.train --config=configs/{file.name}" in module(file).__doc__
     assert parameters(config, vocab_size=100) > 100_000
 

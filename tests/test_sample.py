@@ -101,6 +101,8 @@ PROBABILITIES = np.array([0.1, 0.5, 0.15, 0.25])
         ({"top_p": 0.7}, np.array([0, 0.5, 0, 0.25]) / 0.75),
         ({"top_p": 0.01}, np.array([0, 1, 0, 0])),
         ({"temperature": 0.0}, np.array([0, 1, 0, 0])),
+        ({"temperature": 1e-40}, np.array([0, 1, 0, 0])),
+        ({"top_p": 1e-50}, np.array([0, 1, 0, 0])),
         ({"top_k": 3, "top_p": 0.5}, np.array([0, 1, 0, 0])),
     ],
 )

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import attnlab
+from attnlab import config as configs
 from attnlab import train
 from attnlab.training import metrics
 from attnlab.training.checkpoints import sha256
@@ -228,6 +229,13 @@ def test_setting_a_path_alone_selects_that_text(tmp_path):
     assert saved["config"]["data"]["name"] == "text" and saved["corpus"]["characters"] == 38 * 200
     (tmp_path / "mine.txt").write_text("something else now. " * 400)
     assert run(tmp_path / "run", f"--config.data.path={tmp_path}/mine.txt", "--config.steps=4") == 0  # it is finished
+
+
+def test_a_path_selects_a_text_whatever_the_experiment_reads(tmp_path):
+    (tmp_path / "mine.txt").write_text("what I wrote myself, again and again. " * 200)
+    config = configs.default()
+    config.data.name, config.data.path = "quijote", f"{tmp_path}/mine.txt"
+    assert configs.completed(config).data.name == "text" and config.data.name == "quijote"
 
 
 def test_a_text_that_changed_under_a_run_is_refused(tmp_path, capsys):

@@ -125,11 +125,6 @@ class EvalBatches:
         """How many windows a pass scores."""
         return len(self._starts)
 
-    @property
-    def predicted(self) -> np.ndarray:
-        """The tokens that a pass predicts, int `[windows, context]`."""
-        return self._tokens[self._starts[:, None] + 1 + np.arange(self._context)]
-
     def __len__(self) -> int:
         return -(-len(self._starts) // self._batch_size)
 

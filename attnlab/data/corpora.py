@@ -68,6 +68,8 @@ def load(name: str, *, path: str = "", feature: str = "", validation_fraction: f
         raise UserError(f"data.name = {name!r} is unknown: use one of {', '.join(builders)}, or tfds:NAME")
     builder = _build(builders[name], **({"config": _text_config(path)} if name == "text" else {}))
     text = "".join(_documents(_prepare(builder, name), name, "train", "text"))
+    if name == "text" and text != "".join(builder.builder_config.texts):
+        raise UserError(f"{builder.data_dir} no longer holds the text that was written there: remove that folder")
     if not text:
         raise UserError(f"{path or name} is empty: give a text with at least a few thousand characters")
     cut = int(len(text) * (1 - validation_fraction))
@@ -227,7 +229,16 @@ def _prepare(builder, name):
     # TFDS tries ten times, which leaves a user without a network waiting for minutes before the first word.
     downloader.MAX_RETRIES = RETRIES
     with _explained(name, builder):
-        builder.download_and_prepare(file_format="array_record")
+        try:
+            builder.download_and_prepare(file_format="array_record")
+        except Exception:
+            # Another process may have prepared the same set meanwhile, so that TFDS' rename found its place taken.
+            again = type(builder)(
+                data_dir=builder.data_dir_root, config=builder.builder_config, file_format="array_record"
+            )
+            if not again.is_prepared():
+                raise
+            return again
     return builder
 
 
@@ -269,7 +280,7 @@ def _explained(name, builder=None):
         what = str(error).strip().splitlines()
         hint = "check the network, or prepare it elsewhere as array_record"
         if isinstance(builder, Quijote):
-            by_hand = Path(os.fspath(builder.data_dir)).parents[1] / "downloads" / "manual" / "quijote.txt"
+            by_hand = builder.data_dir_root / "downloads" / "manual" / "quijote.txt"
             hint = f"check the network, put the text at {by_hand}, or use --config.data.path=FILE"
         raise UserError(
             f"{name} could not be prepared ({type(error).__name__}: {what[0] if what else ''}): {hint}"

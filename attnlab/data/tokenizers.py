@@ -104,8 +104,11 @@ class ByteTokenizer:
     vocab_size = 256
 
     def encode(self, text: str) -> np.ndarray:
-        """The bytes of `text`, int32 `[length]`."""
-        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+        """The bytes of `text`, int32 `[length]`. Raises UserError for lone surrogates, which UTF-8 lacks."""
+        try:
+            return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+        except UnicodeEncodeError as error:
+            raise UserError(f"{text!r} holds half a character (a lone surrogate): give text in UTF-8") from error
 
     def decode(self, ids) -> str:
         """The text of byte ids `[length]`; what is no UTF-8 becomes U+FFFD."""

@@ -73,7 +73,6 @@ class Block(nn.Module):
         mask: Mask | None = None,
         deterministic: bool = True,
         cache: KVCache | None = None,
-        positions: Int[Array, "..."] | None = None,
         dropout_key: Array | None = None,
     ) -> Float[Array, "B T F"] | tuple[Float[Array, "B T F"], KVCache]:
         """`[B, T, F]` to `[B, T, F]`; arguments and errors are those of `MultiHeadAttention`."""
@@ -92,7 +91,6 @@ class Block(nn.Module):
             mask=mask,
             deterministic=deterministic,
             cache=cache,
-            positions=positions,
             dropout_key=None if dropout_key is None else dropout.fold_in(dropout_key, 0),
         )
         if cache is not None:
@@ -186,8 +184,8 @@ class GPT(nn.Module):
             key = self.make_rng("dropout") if dropout_key is None else dropout_key
             keys = dropout.per_example(key, tokens.shape[:1])
 
-        normal, layer_norm_bias = nn.initializers.normal, self.use_bias
-        embed = nn.Embed(self.vocab_size, self.width, dtype=self.dtype, embedding_init=normal(0.02), name="embed")
+        normal = nn.initializers.normal(0.02)
+        embed = nn.Embed(self.vocab_size, self.width, dtype=self.dtype, embedding_init=normal, name="embed")
         x = embed(tokens)
         positions = jnp.arange(length)
         if caches is not None:
@@ -206,13 +204,12 @@ class GPT(nn.Module):
                 x,
                 deterministic=deterministic,
                 cache=None if caches is None else caches[layer],
-                positions=None if caches is None else positions,
                 dropout_key=dropout.fold_in(keys, layer) if drops else None,
             )
             if caches is not None:
                 x, cache = x
                 extended.append(cache)
-        x = nn.LayerNorm(use_bias=layer_norm_bias, dtype=self.dtype, name="final_norm")(x)
+        x = nn.LayerNorm(use_bias=self.use_bias, dtype=self.dtype, name="final_norm")(x)
         logits = embed.attend(x).astype(jnp.float32)
         return logits if caches is None else (logits, tuple(extended))
 

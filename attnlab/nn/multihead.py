@@ -141,14 +141,15 @@ class MultiHeadAttention(nn.Module):
           mask: and-ed with the field; the place for masks that hold arrays, e.g. `masks.Padding(lengths)`.
           deterministic: False drops weights.
           cache: keys and values so far; this step's are added. Self-attention only.
-          positions: `[Tq]` or `[B, Tq]`, places in the sequence; `arange`, after the cache's length, when None.
+          positions: `[Tq]` or `[B, Tq]`, places in the sequence; `arange` when None. A cache counts by itself.
           dropout_key: one key, or one an example `[B]`; the `dropout` rng when None.
 
         Returns:
           `[B, Tq, out_features]`, and with a cache the extended cache.
 
         Raises:
-          ValueError: a width that the heads do not divide, head counts that do not divide, a cache with `inputs_kv`.
+          ValueError: a width that the heads do not divide, head counts that do not divide, a cache with `inputs_kv` or
+            with `positions`.
         """
         width = inputs_q.shape[-1]
         kv_heads = self.kv_heads or self.num_heads
@@ -158,6 +159,8 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(f"num_heads = {self.num_heads} must be a multiple of kv_heads = {kv_heads}")
         if cache is not None and inputs_kv is not None:
             raise ValueError("cache is for self-attention: leave out inputs_kv, or the cache")
+        if cache is not None and positions is not None:
+            raise ValueError("a cache counts positions by itself: leave out positions, or set cache.length")
         memory = inputs_q if inputs_kv is None else inputs_kv
         head_dim = self.head_dim or width // self.num_heads
 
@@ -173,7 +176,7 @@ class MultiHeadAttention(nn.Module):
             q = nn.LayerNorm(use_bias=False, dtype=self.dtype, name="query_ln")(q)
             k = nn.LayerNorm(use_bias=False, dtype=self.dtype, name="key_ln")(k)
 
-        if positions is None and cache is not None:
+        if cache is not None:
             positions = cache.length[:, None] + jnp.arange(q.shape[1])
         kv_positions = positions if inputs_kv is None else None
         if self.rotary_base is not None:

@@ -130,7 +130,7 @@ def attention_weights(
     return dense.weights(**arguments, rows=rows)[0]
 
 
-def explain(q, k, v, mask=None, *, impl: str = "auto", block_sizes=None, **terms) -> Explanation:
+def explain(q, k, v, *terms, impl: str = "auto", block_sizes=None, return_lse: bool = False, **named) -> Explanation:
     """Which backend `attention` would run for these arguments, and for every other one the reason it would not.
 
     Takes the arguments of `attention` and raises what it raises.
@@ -139,24 +139,21 @@ def explain(q, k, v, mask=None, *, impl: str = "auto", block_sizes=None, **terms
     >>> print(explain(q, k, v, mask=Causal()))
     runs dense
     """
-    terms.pop("return_lse", None)
-    return _choose(impl, _checked(q, k, v, mask, **terms), block_sizes)
+    return _choose(impl, _checked(q, k, v, *terms, **named), block_sizes)
 
 
 def _choose(impl, arguments, block_sizes) -> Explanation:
     if impl != "auto" and impl not in _BACKENDS:
         raise ValueError(f'impl = {impl!r} is unknown: use "auto" or one of {", ".join(map(repr, _BACKENDS))}')
-    rejected, able = {}, []
-    for name, backend in _BACKENDS.items():
-        why = backend.reason_against(**arguments)
-        if why:
-            rejected[name] = why
-        else:
-            able.append(name)
-    if impl != "auto" and impl in rejected:
-        raise ValueError(f"impl = {impl!r} cannot run this: {rejected[impl]}; use one of {', '.join(map(repr, able))}")
     if block_sizes is not None and (len(block_sizes) != 2 or min(block_sizes) < 1):
         raise ValueError(f"block_sizes = {block_sizes}: expected two sizes of 1 or more, (queries, keys) of a tile")
+    reasons = {name: backend.reason_against(block_sizes, **arguments) for name, backend in _BACKENDS.items()}
+    rejected = {name: why for name, why in reasons.items() if why}
+    able = [name for name in reasons if name not in rejected]
+    if impl in rejected or not able:
+        why = rejected[impl] if impl in rejected else "; ".join(f"{name}: {why}" for name, why in rejected.items())
+        others = f"; use one of {', '.join(map(repr, able))}" if able else ""
+        raise ValueError(f"impl = {impl!r} cannot run this: {why}{others}")
     return Explanation(able[0] if impl == "auto" else impl, rejected)
 
 

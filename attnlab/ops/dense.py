@@ -21,9 +21,9 @@ from attnlab.ops.masks import Mask, whole
 from attnlab.types import Array
 
 
-def reason_against(**arguments) -> None:
-    """Why this backend could not run a call: never, it honours every argument."""
-    return
+def reason_against(block_sizes, **arguments) -> str | None:
+    """Why this backend could not run a call, None if it can."""
+    return "it has no tiles to size: leave out block_sizes" if block_sizes else None
 
 
 def attend(
@@ -69,7 +69,9 @@ def weights(
     if rows is not None:
         q = jnp.take(q, rows, axis=-3)
         tile = tile._replace(
-            q_index=tile.q_index[rows], q_position=jnp.take(jnp.asarray(tile.q_position), rows, axis=-2)
+            q_index=tile.q_index[rows],
+            q_position=jnp.take(jnp.asarray(tile.q_position), rows, axis=-2),
+            is_whole=False,
         )
         bias = bias if bias is None or bias.shape[-2] == 1 else jnp.take(bias, rows, axis=-2)
 

@@ -33,6 +33,7 @@ class Tile(NamedTuple):
       head: `[H, 1, 1]`, the query head.
       q_index, kv_index: `[Tq, 1]` and `[1, Tk]`, rows of q and of k.
       q_position, kv_position: `[..., 1, Tq, 1]` and `[..., 1, 1, Tk]`, places in the sequence.
+      is_whole: whether it covers all rows and columns in their order, so that arrays can be taken as they are.
     """
 
     head: Int[Array, "..."]
@@ -40,6 +41,7 @@ class Tile(NamedTuple):
     kv_index: Int[Array, "..."]
     q_position: Int[Array, "..."]
     kv_position: Int[Array, "..."]
+    is_whole: bool = False
 
 
 def whole(q_length: int, kv_length: int, num_heads: int = 1, q_positions=None, kv_positions=None, xp=jnp) -> Tile:
@@ -57,6 +59,7 @@ def whole(q_length: int, kv_length: int, num_heads: int = 1, q_positions=None, k
         kv_index=kv_index[None, :],
         q_position=q_positions[..., None, :, None],
         kv_position=kv_positions[..., None, None, :],
+        is_whole=True,
     )
 
 
@@ -226,12 +229,15 @@ class Dense(Mask):
     array: Bool[Array, "..."]
 
     def visible(self, tile):
-        if (tile.q_index.size, tile.kv_index.size) == self.array.shape[-2:]:
-            return self.array  # the tile is the whole: spare the gather
-        return self.array[..., tile.q_index, tile.kv_index]
+        return self.array if tile.is_whole else self.array[..., tile.q_index, tile.kv_index]
 
     def check(self, batch, num_heads, q_length, kv_length):
         shape = np.shape(self.array)
+        if self.array.dtype != bool:
+            raise ValueError(
+                f"Dense mask has type {self.array.dtype}, expected bool: use array.astype(bool) where True means seen, "
+                "or bias=array where it is to be added to the scores"
+            )
         allowed = [(q_length, kv_length)] + [(*batch, heads, q_length, kv_length) for heads in (1, num_heads)]
         if shape not in allowed:
             expected = " or ".join(map(str, dict.fromkeys(allowed)))

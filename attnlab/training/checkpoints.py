@@ -30,7 +30,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str | Path, keep: int = 1):
-        self.directory = epath.Path(directory if "://" in str(directory) else Path(directory).absolute())
+        self.directory = epath.Path(directory if "://" in str(directory) else Path(directory).expanduser().absolute())
         policies = [
             checkpoint_managers.LatestN(keep),
             checkpoint_managers.BestN(get_metric_fn=_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False),
@@ -39,6 +39,18 @@ class Checkpoints:
             best_fn=_loss, best_mode="min", preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies)
         )
         self._open_manager = None
+
+    def prepare(self) -> None:
+        """Makes the directory, so that one that cannot be written is known before the first step.
+
+        Raises:
+          UserError: it cannot be made.
+        """
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except (OSError, ImportError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise UserError(f"checkpoint.dir = {self.directory} cannot be written ({why}): choose another") from error
 
     def steps(self) -> list[int]:
         """The steps that have a whole checkpoint, in order."""
@@ -96,10 +108,12 @@ class Checkpoints:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**items))
         except (ValueError, OSError, KeyError, TypeError) as error:
-            what = str(error).strip().splitlines()
+            self.close()
+            # Storage libraries append pages of their own state, from the first bracket on.
+            why = (str(error).strip().splitlines() or [repr(error)])[0].partition("[")[0][:160].strip()
             raise UserError(
-                f"checkpoint {self.directory / str(step)} cannot be read ({what[0] if what else error!r}): "
-                "move it away to go on from the one before it"
+                f"checkpoint {self.directory / str(step)} cannot be read ({why}): move it away to go on from the one "
+                "before it"
             ) from error
 
 

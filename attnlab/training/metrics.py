@@ -73,12 +73,15 @@ def read(path: Path) -> list[dict]:
     """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read ({error}): repair it or move it away") from error
     records = []
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            record["step"], record["split"]
+            record["split"], int(record["step"])
             records.append(record)
         except (ValueError, TypeError, KeyError) as error:
             if number == len(lines) and not line.endswith("\n"):
@@ -97,7 +100,7 @@ class Watch:
     """
 
     def __init__(self, steps: int, start: int = 0, silent: bool = False):
-        self._console = Console(quiet=silent, soft_wrap=True, highlight=False)
+        self._console = _Console(quiet=silent, soft_wrap=True, highlight=False)
         self._steps = steps
         columns = (
             TextColumn("step"),
@@ -124,8 +127,13 @@ class Watch:
 
     def say(self, text: str) -> None:
         """Prints as it is."""
-        self._console.print(text, markup=False)
+        self._console.out(text, highlight=False)
 
 
 def _line(record) -> str:
-    return json.dumps(record) + "\n"
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+class _Console(Console):
+    def on_broken_pipe(self):
+        raise BrokenPipeError  # rich would end the process, with the state unsaved

@@ -15,7 +15,7 @@ def learning_rate(config: ConfigDict, steps: int) -> optax.Schedule:
     >>> from attnlab.config import default
     >>> rate = learning_rate(default().optimizer, 2000)
     >>> float(rate(100)).__round__(6), float(rate(2000)).__round__(6)
-    (0.001, 0.0001)
+    (0.005, 0.0)
     """
     warmup, peak = min(config.warmup_steps, steps // 2), config.learning_rate
     decay = optax.cosine_decay_schedule(peak, max(steps - warmup, 1), alpha=config.final_fraction)

@@ -81,7 +81,10 @@ def make(strategy: str, data: int = -1) -> Parallel:
     >>> make("mesh", data=1).mesh.shape["data"]
     1
     """
-    there = jax.device_count()
+    try:
+        there = jax.device_count()
+    except RuntimeError as error:  # JAX_PLATFORMS names what is not there
+        raise UserError(f"JAX finds no device: {str(error).splitlines()[0]}") from error
     count = there if data == -1 else data
     if not 1 <= count <= there or (count != there and (jax.process_count() > 1 or strategy == "pmap")):
         raise UserError(

@@ -88,13 +88,15 @@ def train_step(
     """One update. Pure: the same state and batch give the same result, however it is compiled.
 
     Returns:
-      The next state, and `loss` (nats) and `grad_norm` (before clipping), float32 scalars.
+      The next state, and float32 scalars: `loss` (nats) and `grad_norm` (before clipping) of the old parameters, and
+      the new ones' `param_norm`.
     """
     step_key = jax.random.fold_in(jax.random.key(seed), state.step)
     loss, gradient = gradients(model, state.params, batch, step_key, accumulation, axis_name)
     updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    return TrainState(state.step + 1, params, opt_state), {"loss": loss, "grad_norm": optax.tree.norm(gradient)}
+    metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradient), "param_norm": optax.tree.norm(params)}
+    return TrainState(state.step + 1, params, opt_state), metrics
 
 
 def eval_step(model: nn.Module, params, batch: Batch, axis_name: str | None = None) -> Float[Array, "2"]:

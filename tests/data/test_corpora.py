@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import subprocess
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -131,6 +132,27 @@ def test_quijote_without_network_or_file_says_where_to_put_it(tmp_path, monkeypa
     ) as error:
         corpora.load("quijote")
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_processes_may_prepare_one_text_at_the_same_time(tmp_path):
+    (tmp_path / "text.txt").write_text("the same text for all\n" * 1000)
+    program = f"from attnlab.data import corpora; print(len(corpora.load('text', path='{tmp_path}/text.txt').text))"
+    environment = os.environ | {"TFDS_DATA_DIR": str(tmp_path / "tfds")}
+    command = [sys.executable, "-c", program]
+    several = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    assert [one.communicate()[0].strip() for one in several] == ["22000"] * 4
+
+
+def test_a_prepared_text_that_was_damaged_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(tfds.core.constants, "DATA_DIR", str(tmp_path / "tfds"))
+    (tmp_path / "text.txt").write_text("a text that will be cut\n" * 1000)
+    corpora.load("text", path=f"{tmp_path}/text.txt")
+    (record,) = (tmp_path / "tfds").rglob("*.array_record*")
+    for size in (0, 100, record.stat().st_size // 2):
+        os.truncate(record, size)
+        with pytest.raises(UserError) as error:
+            corpora.load("text", path=f"{tmp_path}/text.txt")
+        assert "\n" not in str(error.value)
 
 
 def test_a_tfds_set_keeps_its_own_splits():

@@ -54,6 +54,12 @@ def test_unknown_characters_are_named():
         tokenizers.make("char", "abc").encode("azbñzc")
 
 
+@BOTH
+def test_half_a_character_is_one_line(kind):
+    with pytest.raises(UserError):
+        tokenizers.make(kind, "abc").encode("a\udcff")
+
+
 def test_an_unknown_kind_lists_those_there_are():
     with pytest.raises(UserError, match=r"data\.tokenizer = 'word' is unknown: use one of char, byte"):
         tokenizers.make("word", "abc")

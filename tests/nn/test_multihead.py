@@ -99,6 +99,11 @@ def test_sinks_start_at_zero_and_take_weight():
             {"inputs_kv": MEMORY, "cache": KVCache.empty(2, 8, 4, 2)},
             "cache is for self-attention",
         ),
+        (
+            {"num_heads": 4},
+            {"positions": jnp.arange(6), "cache": KVCache.empty(2, 8, 4, 2)},
+            "a cache counts positions by itself",
+        ),
         ({"num_heads": 4, "rotary_base": 100.0}, {"inputs_kv": MEMORY}, "cross-attention has two"),
     ],
 )

@@ -35,6 +35,9 @@ K = jnp.zeros((2, 7, 2, 8))
         ({"dropout_rate": 1.0}, r"expected a probability in \[0, 1\)"),
         ({"impl": "flash"}, "impl = 'flash' is unknown: use \"auto\" or one of 'dense'"),
         ({"block_sizes": (0, 4)}, "expected two sizes of 1 or more"),
+        ({"impl": "dense", "block_sizes": (4, 4)}, "impl = 'dense' cannot run this: it has no tiles to size"),
+        ({"mask": jnp.zeros((5, 7))}, "Dense mask has type float32, expected bool: use .* or bias=array"),
+        ({"mask": jnp.ones((5, 7), jnp.int32)}, "Dense mask has type int32, expected bool"),
     ],
 )
 def test_a_bad_argument_is_one_line_that_names_it(own_errors, arguments, message):
@@ -60,6 +63,13 @@ def test_explicit_positions_let_a_step_attend_to_what_went_before():
     full = attnlab.attention(x, x, x, mask=Causal())
     last = attnlab.attention(x[5:], x, x, mask=Causal(), q_positions=jnp.array([5, 6]), kv_positions=jnp.arange(7))
     assert jnp.allclose(full[5:], last, atol=1e-6)
+
+
+def test_explain_takes_what_attention_takes():
+    x = jnp.zeros((5, 1, 8))
+    arguments = (x, x, x, Causal(), SoftCap(2.0), None, 0.5)
+    attnlab.attention(*arguments)
+    assert attnlab.explain(*arguments, return_lse=True).backend == "dense"
 
 
 def test_explain_names_the_backend_that_runs():

@@ -189,7 +189,7 @@ def test_weights_of_chosen_rows_are_those_rows_of_all():
     q, k, _ = (jnp.asarray(x, jnp.float32) for x in sample(0, 6, 6, 2, 2, 4, 4, (3,)))
     mask = Causal() & Dense(jnp.asarray(np.random.default_rng(0).random((6, 6)) < 0.7))
     bias = jnp.asarray(np.random.default_rng(1).normal(size=(3, 1, 6, 6)), jnp.float32)
-    rows = jnp.array([4, 1])
     terms = {"mask": mask, "bias": bias, "score_mod": ALiBi(alibi_slopes(2))}
-    some = attnlab.attention_weights(q, k, rows=rows, **terms)
-    np.testing.assert_allclose(some, attnlab.attention_weights(q, k, **terms)[..., rows, :], rtol=1e-6)
+    for rows in (jnp.array([4, 1]), jnp.array([5, 4, 3, 2, 1, 0])):
+        some = attnlab.attention_weights(q, k, rows=rows, **terms)
+        np.testing.assert_allclose(some, attnlab.attention_weights(q, k, **terms)[..., rows, :], rtol=1e-6)
