@@ -6,6 +6,7 @@ A file in `configs/` changes what it needs of `default()`; the command line chan
 import difflib
 import json
 import math
+from pathlib import Path
 
 from ml_collections import ConfigDict, config_dict
 
@@ -16,8 +17,9 @@ from attnlab.ops.attention import implementations
 
 PRECISIONS = ("float32", "bfloat16")
 STRATEGIES = ("pmap", "mesh")
-# A run may go on with other values of these: they change how it runs, not what it computes.
-FREE_TO_CHANGE = ("parallel", "checkpoint", "log")
+# A run may go on with other values of these: they change how it runs, not what it computes. A text may move: what it
+# says is compared by its sha256.
+FREE_TO_CHANGE = ("parallel.", "checkpoint.", "log.", "data.path")
 
 
 def default() -> ConfigDict:
@@ -89,7 +91,7 @@ def default() -> ConfigDict:
 
 
 def completed(config: ConfigDict) -> ConfigDict:
-    """A checked copy of `config`, in which a text named by `data.path` has become the corpus.
+    """A checked copy of `config`: a text that `data.path` names has become the corpus, `checkpoint.dir` is absolute.
 
     Raises:
       UserError: an unknown field, a missing one, or a value that no run could use; nothing is loaded or written.
@@ -98,6 +100,9 @@ def completed(config: ConfigDict) -> ConfigDict:
     config = from_dict(_plain(config))
     if config.data.path:
         config.data.name = "text"
+    folder = config.checkpoint.dir
+    if folder and "://" not in folder:
+        config.checkpoint.dir = str(Path(folder).expanduser().absolute())  # for whoever loads it from elsewhere
     check(config)
     return config
 
@@ -189,22 +194,22 @@ def check(config: ConfigDict) -> None:
 
 def difference(saved: dict, config: ConfigDict) -> str:
     """The first field in which a run differs from the one that was saved, or "" when it may go on."""
-    before, now = _flat(saved), fields(config)
+    before, now = fields(from_dict(saved)), fields(config)
     for field in dict.fromkeys([*before, *now]):
-        if field.split(".")[0] not in FREE_TO_CHANGE and before.get(field) != now.get(field):
+        if not field.startswith(FREE_TO_CHANGE) and before.get(field) != now.get(field):
             return f"config.{field} = {now.get(field)!r}, there it was {before.get(field)!r}"
     return ""
 
 
 def to_json(config: ConfigDict, **facts) -> str:
-    """What `config.json` holds: the fields of `config`, with `facts` about the run beside them."""
-    return json.dumps({"config": _plain(config), **facts}, indent=2) + "\n"
+    """What `config.json` holds: the fields of `config`, and `facts` about the run (its corpus, …) beside them."""
+    return json.dumps(_plain(config) | facts, indent=2) + "\n"
 
 
 def from_dict(saved: dict) -> ConfigDict:
-    """The config of a saved run; fields that it lacks have their defaults."""
+    """The config in what `config.json` holds; fields that it lacks have their defaults."""
     config = default()
-    config.update(ConfigDict(saved))
+    config.update(ConfigDict({name: value for name, value in saved.items() if name in config}))
     return config
 
 

@@ -15,8 +15,8 @@ class Run(NamedTuple):
     """A trained model and what belongs to it.
 
     Attributes:
-      model: called as `model.apply({"params": params}, tokens)`.
-      params: its parameters, float32.
+      model: gives the logits of the next tokens, `model.apply(params, tokens)`.
+      params: its variables, `{"params": …}`, float32.
       tokenizer: text to token ids and back.
       config: of the run.
     """
@@ -52,7 +52,7 @@ def load(workdir: str | Path, step: int | str = "latest") -> Run:
 
     workdir = Path(workdir)
     saved = read_config(workdir)
-    config = from_dict(saved["config"])
+    config = from_dict(saved)
     checkpoints = Checkpoints(config.checkpoint.dir or workdir / "checkpoints")
     try:
         steps = checkpoints.steps()
@@ -66,7 +66,7 @@ def load(workdir: str | Path, step: int | str = "latest") -> Run:
         shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
-        return Run(model, checkpoints.restore_params(int(chosen), like), tokenizer, config)
+        return Run(model, {"params": checkpoints.restore_params(int(chosen), like)}, tokenizer, config)
     finally:
         checkpoints.close()
 
@@ -81,7 +81,7 @@ def read_config(workdir: Path) -> dict:
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         saved["corpus"]["sha256"]
-        from_dict(saved["config"])
+        from_dict(saved)
         return saved
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{workdir} holds no run (no config.json): train one with --workdir={workdir}") from error

@@ -44,7 +44,7 @@ def generate(
     """Draws tokens one after another, through a `KVCache`.
 
     Args:
-      model, params: a `GPT` and its parameters.
+      model, params: a `GPT` and its variables, as in `model.apply(params, tokens)`.
       prompt: int `[length]`, at least one token; of a longer one than the context, the end counts.
       max_tokens: how many to draw.
       temperature: divides the logits; 0 takes the likeliest token.
@@ -58,7 +58,7 @@ def generate(
       int32 `[num_samples]`, the next token of each.
 
     >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
-    >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     >>> len(list(generate(model, params, np.array([1, 2]), max_tokens=9)))  # beyond the context
     9
     """
@@ -89,7 +89,7 @@ def generate(
 @functools.partial(jax.jit, static_argnums=0)
 def _read(model, params, tokens, caches):
     """The logits after the last of `tokens` `[N, T]`, and the caches that have seen them."""
-    logits, caches = model.apply({"params": params}, tokens, caches=caches)
+    logits, caches = model.apply(params, tokens, caches=caches)
     return logits[:, -1], caches
 
 

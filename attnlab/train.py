@@ -112,11 +112,13 @@ def train(config: ConfigDict, workdir: str | Path, *, eval_only: bool = False) -
     start = max(checkpoints.steps(), default=0)
     if start and before is None:
         raise UserError(f"config.checkpoint.dir = {config.checkpoint.dir} holds another run's: choose a new folder")
-    if before and not start and Checkpoints(before["config"]["checkpoint"]["dir"] or workdir / "checkpoints").steps():
-        raise UserError(
-            f"config.checkpoint.dir = {config.checkpoint.dir!r} is empty, and the run's checkpoints are in "
-            f"{before['config']['checkpoint']['dir'] or workdir / 'checkpoints'}: move them, or name that folder"
-        )
+    if before and not start:
+        earlier = configs.from_dict(before).checkpoint.dir or workdir / "checkpoints"
+        if Checkpoints(earlier).steps():
+            raise UserError(
+                f"config.checkpoint.dir = {config.checkpoint.dir!r} is empty, and the run's checkpoints are in "
+                f"{earlier}: move them, or name that folder"
+            )
     if start:
         state = checkpoints.restore(start, state)
     if eval_only:
@@ -150,7 +152,7 @@ def train(config: ConfigDict, workdir: str | Path, *, eval_only: bool = False) -
         watch.say("no checkpoint was saved before: starting from the beginning")
 
     def write_sample(step):
-        params = jax.tree.map(lambda x: x.addressable_data(0), state.params)
+        params = {"params": jax.tree.map(lambda x: x.addressable_data(0), state.params)}
         drawn = generate(
             model,
             params,
@@ -236,7 +238,7 @@ def _earlier_run(workdir: Path, config: ConfigDict) -> dict | None:
     except OSError as error:  # a folder that may not be looked into, a name that none can have
         raise UserError(f"--workdir={workdir} cannot be read ({error.strerror}): choose another folder") from error
     before = read_config(workdir)
-    if difference := configs.difference(before["config"], config):
+    if difference := configs.difference(before, config):
         raise UserError(
             f"{workdir} holds a run with another config ({difference}): choose a new --workdir, or repeat its command"
         )

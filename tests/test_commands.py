@@ -207,11 +207,10 @@ def test_sampling_from_a_run_without_a_checkpoint(capsys, finished_run, tmp_path
     )
 
 
-DAMAGED = ["{", "[]", '{"config": {}}', '{"config": 3, "corpus": {"sha256": ""}}', '{"config": {}, "corpus": 1}']
-WRONG_TYPE = '{"config": {"steps": "many"}, "corpus": {"sha256": ""}}'
+DAMAGED = ["{", "[]", "{}", '{"steps": 6}', '{"steps": 6, "corpus": 1}', '{"steps": "many", "corpus": {"sha256": ""}}']
 
 
-@pytest.mark.parametrize("damage", [*DAMAGED, WRONG_TYPE])
+@pytest.mark.parametrize("damage", DAMAGED)
 def test_a_damaged_config_file_is_one_line(capsys, finished_run, tmp_path, damage):
     copy = shutil.copytree(finished_run, tmp_path / "copy")
     (copy / "config.json").write_text(damage)

@@ -59,7 +59,7 @@ def test_an_unknown_variant_lists_those_there_are():
 def test_a_config_survives_its_json():
     config = configs.default()
     config.model.window = 7
-    saved = json.loads(configs.to_json(config))["config"]
+    saved = json.loads(configs.to_json(config))
     assert configs.fields(configs.from_dict(saved)) == configs.fields(config)
     assert configs.difference(saved, config) == ""
     config.parallel.strategy, config.checkpoint.every, config.log.every = "pmap", 3, 7

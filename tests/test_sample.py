@@ -14,7 +14,7 @@ PROMPT = np.array([1, 2, 3])
 
 def gpt(positions="learned"):
     model = GPT(vocab_size=11, num_layers=2, num_heads=2, width=16, context=8, positions=positions)
-    params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     return model, jax.tree.map(lambda x: 5 * x if x.ndim > 1 else x, params)  # so that its mind is made up
 
 
@@ -25,7 +25,7 @@ def draw(*model_and_params, prompt=PROMPT, max_tokens=5, **options):
 
 def likeliest(model, params, size):
     """Text to its likeliest next token, by the full pass; causal, so that zeros after the text are not seen."""
-    apply = jax.jit(lambda tokens: model.apply({"params": params}, tokens)[0].argmax(axis=-1))
+    apply = jax.jit(lambda tokens: model.apply(params, tokens)[0].argmax(axis=-1))
 
     def following(text):
         return int(apply(jnp.zeros((1, size), jnp.int32).at[0, : len(text)].set(np.array(text)))[len(text) - 1])
@@ -57,7 +57,7 @@ def test_past_the_context_other_positions_roll(positions):
     """In one layer, rolling is attention to a window of the context's size."""
     options = {"vocab_size": 11, "num_layers": 1, "num_heads": 2, "width": 16, "positions": positions}
     model = GPT(context=8, **options)
-    params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     params = jax.tree.map(lambda x: 5 * x if x.ndim > 1 else x, params)
     windowed = GPT(context=64, window=8, **options)
     text, following = list(PROMPT), likeliest(windowed, params, size=23)

@@ -94,7 +94,7 @@ def test_a_run_tells_its_story(undisturbed):
     assert re.search(r"done: validation loss \d\.\d{4} \(\d\.\d{3} bits per character\)", out)
     assert f"python -m attnlab.sample --workdir={workdir}" in out
     saved = json.loads((workdir / "config.json").read_text())
-    assert saved["config"]["steps"] == 40 and saved["corpus"]["name"] == "python_docs"
+    assert saved["steps"] == 40 and saved["corpus"]["name"] == "python_docs"
     assert len(saved["corpus"]["sha256"]) == 64
 
 
@@ -115,9 +115,9 @@ def test_metrics_hold_every_record_once(undisturbed):
 def test_a_run_loads_and_its_parameters_have_the_digest_of_its_record(undisturbed):
     workdir, _ = undisturbed
     model, params, tokenizer, config = attnlab.load(workdir)
-    assert sha256(params) == records(workdir)[-1]["params_sha256"]
+    assert sha256(params["params"]) == records(workdir)[-1]["params_sha256"]
     assert config.model.width == model.width == 32
-    logits = model.apply({"params": params}, tokenizer.encode("The ")[None])
+    logits = model.apply(params, tokenizer.encode("The ")[None])
     assert logits.shape == (1, 4, tokenizer.vocab_size)
 
 
@@ -226,7 +226,7 @@ def test_setting_a_path_alone_selects_that_text(tmp_path):
     (tmp_path / "mine.txt").write_text("what I wrote myself, again and again. " * 200)
     assert run(tmp_path / "run", f"--config.data.path={tmp_path}/mine.txt", "--config.steps=4") == 0
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert saved["config"]["data"]["name"] == "text" and saved["corpus"]["characters"] == 38 * 200
+    assert saved["data"]["name"] == "text" and saved["corpus"]["characters"] == 38 * 200
     (tmp_path / "mine.txt").write_text("something else now. " * 400)
     assert run(tmp_path / "run", f"--config.data.path={tmp_path}/mine.txt", "--config.steps=4") == 0  # it is finished
 
@@ -236,6 +236,16 @@ def test_a_path_selects_a_text_whatever_the_experiment_reads(tmp_path):
     config = configs.default()
     config.data.name, config.data.path = "quijote", f"{tmp_path}/mine.txt"
     assert configs.completed(config).data.name == "text" and config.data.name == "quijote"
+
+
+def test_a_text_may_move_between_two_starts(tmp_path):
+    (tmp_path / "mine.txt").write_text("what I wrote myself, again and again. " * 200)
+    running = process(tmp_path / "run", f"--config.data.path={tmp_path}/mine.txt")
+    wait_for(running, r"^step 10/")
+    running.kill()
+    running.communicate()
+    (tmp_path / "mine.txt").rename(tmp_path / "moved.txt")
+    assert run(tmp_path / "run", f"--config.data.path={tmp_path}/moved.txt", "--config.parallel.mesh.data=1") == 0
 
 
 def test_a_text_that_changed_under_a_run_is_refused(tmp_path, capsys):

@@ -222,8 +222,9 @@ def _build_by_name(name):
 
 def _prepare(builder, name):
     """Writes the set as array_record unless it lies there already; TFDS does so in a folder that it then renames."""
-    if builder.is_prepared():
-        return builder
+    with _explained(name, builder):
+        if builder.is_prepared():
+            return builder
     if isinstance(builder, tfds.core.BeamBasedBuilder):
         raise UserError(f"{name} needs Apache Beam to prepare: prepare it elsewhere with {_recipe(builder, name)}")
     # TFDS tries ten times, which leaves a user without a network waiting for minutes before the first word.

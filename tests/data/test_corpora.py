@@ -161,6 +161,13 @@ def test_a_tfds_set_keeps_its_own_splits():
     assert sorted(corpus.validation.strip().split("\n\n")) == ["test story 0 ñ", "test story 1 ñ"]
 
 
+def test_a_set_that_lies_prepared_is_read_without_the_code_that_made_it():
+    prepared = corpora.load("tfds:attnlab_folktales")
+    program = "from attnlab.data import corpora; print(corpora.load('tfds:attnlab_folktales').sha256)"
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == prepared.sha256
+
+
 @pytest.mark.parametrize(
     "name, options, message",
     [
