@@ -5,6 +5,7 @@ import doctest
 import importlib
 import json
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,16 @@ def test_documented_examples_run(name):
     names.setdefault("whole", attnlab.ops.masks.whole)
     results = doctest.testmod(module, extraglobs=names, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert results.failed == 0
+
+
+def test_the_examples_of_the_readme_run():
+    text = (PACKAGE.parent / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert blocks
+    names = {}
+    for block in blocks:
+        exec(block, names)
+    np.testing.assert_allclose(names["last"], names["out"][:, 15:], atol=1e-5)
 
 
 def test_the_environment_is_described_for_other_projects():
