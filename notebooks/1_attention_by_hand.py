@@ -43,15 +43,14 @@ x = jnp.array(
 
 def show(weights, title):
     """One heat map: a row for each query, a column for each key."""
-    figure, axes = plt.subplots(figsize=(4.6, 4))
+    figure, axes = plt.subplots(figsize=(6.4, 4.6), layout="constrained")
     image = axes.imshow(weights, cmap="viridis", vmin=0)
     axes.set_xticks(range(len(words)), words, rotation=45)
     axes.set_yticks(range(len(words)), words)
     axes.set_xlabel("key: who is looked at")
     axes.set_ylabel("query: who looks")
-    axes.set_title(title)
+    figure.suptitle(title, fontsize="medium")
     figure.colorbar(image, label="weight")
-    figure.tight_layout()
     plt.show()
 
 

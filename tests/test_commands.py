@@ -4,6 +4,8 @@ import fcntl
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -298,3 +300,13 @@ def test_checkpoints_may_lie_elsewhere_and_paths_may_be_relative(tmp_path, monke
     assert train.main(["train", QUICKSTART, "--workdir=run", *TINY, "--config.checkpoint.dir=kept"]) == 0
     assert (tmp_path / "kept").is_dir() and not (tmp_path / "run" / "checkpoints").exists()
     assert sample.main(["sample", "--workdir=run", "--max_tokens=3"]) == 0
+
+
+def test_a_damaged_checkpoint_is_one_line_in_a_process_too(finished_run, tmp_path):
+    copy = shutil.copytree(finished_run, tmp_path / "copy")
+    for data in copy.glob("checkpoints/6/params/**/d/*"):
+        data.write_bytes(data.read_bytes()[:-7])
+    command = [sys.executable, "-m", "attnlab.sample", f"--workdir={copy}"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    assert ended.returncode == 2 and ended.stdout == ""
+    assert ended.stderr.startswith("error: checkpoint") and ended.stderr.count("\n") == 1

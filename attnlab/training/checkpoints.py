@@ -1,6 +1,8 @@
 """Checkpoints: Orbax, asynchronous and atomic, behind four verbs."""
 
+import functools
 import hashlib
+import sys
 from pathlib import Path
 
 import jax
@@ -105,6 +107,7 @@ class Checkpoints:
         return self._open_manager
 
     def _restore(self, step, **items):
+        _ignore_late_reads()
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**items))
         except (ValueError, OSError, KeyError, TypeError) as error:
@@ -128,6 +131,22 @@ def sha256(params) -> str:
     for path in sorted(leaves):
         digest.update(np.ascontiguousarray(leaves[path]).tobytes())
     return digest.hexdigest()
+
+
+@functools.cache
+def _ignore_late_reads() -> None:
+    """Keeps quiet, from now on, about reads that end after another read's failure has closed their event loop.
+
+    Orbax reads all arrays of a checkpoint at once and reports the first failure; the others would each print a
+    traceback of their own, some after the message that says what is wrong.
+    """
+    report = sys.unraisablehook
+
+    def report_others(unraisable):
+        if str(unraisable.exc_value) != "Event loop is closed":
+            report(unraisable)
+
+    sys.unraisablehook = report_others
 
 
 def _loss(metrics) -> float:
