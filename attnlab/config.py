@@ -5,7 +5,6 @@ A file in `configs/` changes what it needs of `default()`; the command line chan
 
 import difflib
 import json
-import math
 from pathlib import Path
 
 from ml_collections import ConfigDict, config_dict
@@ -15,8 +14,45 @@ from attnlab.errors import UserError
 from attnlab.nn.gpt import POSITIONS
 from attnlab.ops.attention import implementations
 
-PRECISIONS = ("float32", "bfloat16")
-STRATEGIES = ("pmap", "mesh")
+# What every value must satisfy by itself: the least of whole numbers, the ends of ranges, the names of choices.
+_WHOLE_NUMBERS = {
+    "steps": 1,
+    "seed": 0,
+    "batch_size": 1,
+    "model.num_layers": 1,
+    "model.num_heads": 1,
+    "model.kv_heads": 1,
+    "model.width": 1,
+    "model.context": 1,
+    "model.vocab_size": 1,
+    "model.window": 1,
+    "model.mlp_ratio": 1,
+    "optimizer.warmup_steps": 0,
+    "optimizer.accumulation": 1,
+    "eval.every": 1,
+    "eval.windows": 1,
+    "sample.every": 0,
+    "sample.length": 1,
+    "checkpoint.every": 1,
+    "checkpoint.keep": 1,
+    "log.every": 1,
+}
+_RANGES = {
+    "model.dropout": (0, 0.999),
+    "optimizer.learning_rate": (1e-30, 1e30),
+    "optimizer.final_fraction": (0, 1),
+    "optimizer.b1": (0, 0.999999),
+    "optimizer.b2": (0, 0.999999),
+    "optimizer.weight_decay": (0, 1e30),
+    "optimizer.clip_norm": (1e-30, 1e30),
+}
+_CHOICES = {
+    "precision": ("float32", "bfloat16"),
+    "data.tokenizer": tokenizers.KINDS,
+    "model.positions": POSITIONS,
+    "model.impl": ("auto", *implementations()),
+    "parallel.strategy": ("pmap", "mesh"),
+}
 # A run may go on with other values of these: they change how it runs, not what it computes. A text may move: what it
 # says is compared by its sha256.
 FREE_TO_CHANGE = ("parallel.", "checkpoint.", "log.", "data.path")
@@ -124,57 +160,18 @@ def _check_fields(config: ConfigDict) -> None:
 
 def check(config: ConfigDict) -> None:
     """Raises UserError for a value that no run could use."""
-    model, optimizer = config.model, config.optimizer
-    for field, value, least in (
-        ("steps", config.steps, 1),
-        ("seed", config.seed, 0),
-        ("batch_size", config.batch_size, 1),
-        ("model.num_layers", model.num_layers, 1),
-        ("model.num_heads", model.num_heads, 1),
-        ("model.kv_heads", 1 if model.kv_heads is None else model.kv_heads, 1),
-        ("model.width", model.width, 1),
-        ("model.context", model.context, 1),
-        ("model.window", 1 if model.window is None else model.window, 1),
-        ("model.vocab_size", 1 if model.vocab_size is None else model.vocab_size, 1),
-        ("model.mlp_ratio", model.mlp_ratio, 1),
-        ("optimizer.accumulation", optimizer.accumulation, 1),
-        ("optimizer.warmup_steps", optimizer.warmup_steps, 0),
-        ("eval.every", config.eval.every, 1),
-        ("eval.windows", config.eval.windows, 1),
-        ("sample.every", config.sample.every, 0),
-        ("sample.length", config.sample.length, 1),
-        ("checkpoint.every", config.checkpoint.every, 1),
-        ("checkpoint.keep", config.checkpoint.keep, 1),
-        ("log.every", config.log.every, 1),
-    ):
-        if not least <= value < 2**31:
-            raise UserError(f"config.{field} = {value}: expected {least} or more, below 2^31")
-    for field, value, low, high in (
-        ("model.dropout", model.dropout, 0, 1),
-        ("optimizer.b1", optimizer.b1, 0, 1),
-        ("optimizer.b2", optimizer.b2, 0, 1),
-        ("optimizer.weight_decay", optimizer.weight_decay, 0, math.inf),
-        ("optimizer.final_fraction", optimizer.final_fraction, 0, 1.001),
-    ):
-        if not low <= value < high:
-            raise UserError(f"config.{field} = {value}: expected a number in [{low}, {high})")
-    for field, value in (
-        ("optimizer.learning_rate", optimizer.learning_rate),
-        ("optimizer.clip_norm", optimizer.clip_norm),
-    ):
-        if not 0 < value < math.inf:
-            raise UserError(f"config.{field} = {value}: expected a finite number above 0")
-    for field, value, choices in (
-        ("precision", config.precision, PRECISIONS),
-        ("parallel.strategy", config.parallel.strategy, STRATEGIES),
-        ("model.positions", model.positions, POSITIONS),
-        ("model.impl", model.impl, ("auto", *implementations())),
-        ("data.tokenizer", config.data.tokenizer, tokenizers.KINDS),
-    ):
-        if value not in choices:
-            raise UserError(
-                f"config.{field} = {value!r}: expected one of {', '.join(choices)}{nearest(value, choices)}"
-            )
+    values = fields(config)
+    for field, least in _WHOLE_NUMBERS.items():
+        if values[field] is not None and not least <= values[field] < 2**31:
+            raise UserError(f"config.{field} = {values[field]}: expected {least} or more, below 2^31")
+    for field, (low, high) in _RANGES.items():
+        if not low <= values[field] <= high:
+            raise UserError(f"config.{field} = {values[field]}: expected a number from {low:g} to {high:g}")
+    for field, choices in _CHOICES.items():
+        if values[field] not in choices:
+            close = nearest(values[field], choices)
+            raise UserError(f"config.{field} = {values[field]!r}: expected one of {', '.join(choices)}{close}")
+    model = config.model
     if model.width % model.num_heads:
         raise UserError(
             f"config.model.width = {model.width} is not divisible by config.model.num_heads = {model.num_heads}: "

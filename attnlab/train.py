@@ -6,6 +6,7 @@
 The same command again goes on where the run was stopped. A finished run is left as it is.
 """
 
+import contextlib
 import fcntl
 import functools
 import math
@@ -55,8 +56,12 @@ def train(config: ConfigDict, workdir: str | Path, *, eval_only: bool = False) -
     Raises:
       UserError: a config, a text or a workdir that cannot be used; a loss or gradient that is not finite.
     """
+    with contextlib.ExitStack() as at_end:
+        return _train(config, Path(workdir), eval_only, at_end)
+
+
+def _train(config: ConfigDict, workdir: Path, eval_only: bool, at_end: contextlib.ExitStack) -> int:
     # ------------------------------------------------------------------------------------------------------- config
-    workdir = Path(workdir)
     config = configs.completed(config)
     before = _earlier_run(workdir, config)
     if eval_only and before is None:
@@ -109,16 +114,19 @@ def train(config: ConfigDict, workdir: str | Path, *, eval_only: bool = False) -
 
     # ------------------------------------------------------------------------------------------------------ restore
     checkpoints = Checkpoints(config.checkpoint.dir or workdir / "checkpoints", config.checkpoint.keep)
+    at_end.callback(checkpoints.close)
     start = max(checkpoints.steps(), default=0)
     if start and before is None:
         raise UserError(f"config.checkpoint.dir = {config.checkpoint.dir} holds another run's: choose a new folder")
     if before and not start:
-        earlier = configs.from_dict(before).checkpoint.dir or workdir / "checkpoints"
-        if Checkpoints(earlier).steps():
-            raise UserError(
-                f"config.checkpoint.dir = {config.checkpoint.dir!r} is empty, and the run's checkpoints are in "
-                f"{earlier}: move them, or name that folder"
-            )
+        with contextlib.closing(
+            Checkpoints(configs.from_dict(before).checkpoint.dir or workdir / "checkpoints")
+        ) as was:
+            if was.steps():
+                raise UserError(
+                    f"config.checkpoint.dir = {config.checkpoint.dir!r} is empty, and the run's checkpoints are in "
+                    f"{was.directory}: move them, or name that folder"
+                )
     if start:
         state = checkpoints.restore(start, state)
     if eval_only:
@@ -135,10 +143,11 @@ def train(config: ConfigDict, workdir: str | Path, *, eval_only: bool = False) -
         text = configs.to_json(config, corpus=facts, vocab_size=tokenizer.vocab_size, parameters=parameters)
         if before is None:
             _found(workdir, text, tokenizer)
-        lock = _lock(workdir)
+        at_end.callback(os.close, _lock(workdir))
         if before is not None:
             _replace(workdir / "config.json", text)  # what may differ between starts, such as checkpoint.dir
         log = metrics_lib.MetricsLog(log_path, start, workdir / "tensorboard" if config.log.tensorboard else None)
+        at_end.callback(log.close)
     watch = metrics_lib.Watch(config.steps, start, silent=not first_process)
     watch.say(
         f"{config.data.name}: {len(train_tokens):,} tokens to train on, {len(val_tokens):,} to validate, "
@@ -209,19 +218,15 @@ def train(config: ConfigDict, workdir: str | Path, *, eval_only: bool = False) -
             if step % config.log.every == 0 or saves or evaluates:
                 clock, clock_step = time.perf_counter(), step  # evaluation, saving and sampling are not training
             if stopping and not last:
-                checkpoints.close()
-                if first_process:
-                    log.close()
+                checkpoints.wait()
                 watch.say(
                     f"stopped: step {step} is saved in {checkpoints.directory}; the same command goes on from there"
                 )
                 return 128 + stop.signal
-    checkpoints.close()
+    checkpoints.wait()
     scores = evaluate(state.params) if scores is None else scores  # killed between the last save and the last record
     if first_process:
         log.write(step=config.steps, split="final", loss=scores["loss"], params_sha256=sha256(state.params))
-        log.close()
-        os.close(lock)
     watch.say(f"done: {_scores('validation', scores)}\nwrite with it: python -m attnlab.sample --workdir={workdir}")
     return 0
 
@@ -286,7 +291,7 @@ def _finite(unread, step, checkpoints, workdir) -> dict:
 
 
 def _not_finite(name, value, step, checkpoints, workdir) -> UserError:
-    checkpoints.close()
+    checkpoints.wait()
     kept = checkpoints.steps()
     where = f"the last good checkpoint is step {kept[-1]}" if kept else "no checkpoint was saved yet"
     return UserError(

@@ -222,6 +222,13 @@ def test_accumulation_changes_nothing_but_memory(tmp_path):
     np.testing.assert_allclose(one, two, rtol=1e-5)
 
 
+def test_a_run_that_failed_leaves_its_folder_free_in_the_same_process(tmp_path, capsys):
+    explosive = ["--config.optimizer.learning_rate=1e20", "--config.parallel.mesh.data=1"]
+    for _ in range(2):
+        assert run(tmp_path / "run", *explosive) == 2
+        assert "another process" not in capsys.readouterr().err
+
+
 def test_setting_a_path_alone_selects_that_text(tmp_path):
     (tmp_path / "mine.txt").write_text("what I wrote myself, again and again. " * 200)
     assert run(tmp_path / "run", f"--config.data.path={tmp_path}/mine.txt", "--config.steps=4") == 0

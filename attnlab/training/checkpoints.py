@@ -73,7 +73,8 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Returns when all that was saved is on disk."""
-        self._manager.wait_until_finished()
+        if self._open_manager is not None:
+            self._open_manager.wait_until_finished()
 
     def restore(self, step: int, like: TrainState) -> TrainState:
         """The state at a step.
