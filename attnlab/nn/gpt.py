@@ -13,6 +13,7 @@ from attnlab.ops.masks import Causal, Mask, SlidingWindow
 from attnlab.ops.score_mods import ALiBi, alibi_slopes
 from attnlab.types import Array, DType
 
+NORM_EPSILON = 1e-5  # GPT-2's
 POSITIONS = ("learned", "sinusoidal", "rotary", "alibi", "none")
 
 
@@ -85,7 +86,7 @@ class Block(nn.Module):
             keys = dropout.per_example(dropout_key, x.shape[:1])
             return dropout.dropout(x, dropout.fold_in(keys, site), self.dropout_rate)
 
-        normed = nn.LayerNorm(use_bias=self.use_bias, dtype=self.dtype, name="attention_norm")(x)
+        normed = nn.LayerNorm(NORM_EPSILON, use_bias=self.use_bias, dtype=self.dtype, name="attention_norm")(x)
         attended = self.attention(
             normed,
             mask=mask,
@@ -96,7 +97,7 @@ class Block(nn.Module):
         if cache is not None:
             attended, cache = attended
         x = x + drop(attended, 1)
-        normed = nn.LayerNorm(use_bias=self.use_bias, dtype=self.dtype, name="mlp_norm")(x)
+        normed = nn.LayerNorm(NORM_EPSILON, use_bias=self.use_bias, dtype=self.dtype, name="mlp_norm")(x)
         x = x + drop(self.mlp(normed), 2)
         return x if cache is None else (x, cache)
 
@@ -209,7 +210,7 @@ class GPT(nn.Module):
             if caches is not None:
                 x, cache = x
                 extended.append(cache)
-        x = nn.LayerNorm(use_bias=self.use_bias, dtype=self.dtype, name="final_norm")(x)
+        x = nn.LayerNorm(NORM_EPSILON, use_bias=self.use_bias, dtype=self.dtype, name="final_norm")(x)
         logits = embed.attend(x).astype(jnp.float32)
         return logits if caches is None else (logits, tuple(extended))
 

@@ -103,5 +103,5 @@ def check_batch(batch_size: int, devices: int, accumulation: int) -> None:
         choices = " or ".join(str(size) for size in (below, below + share) if size)
         raise UserError(
             f"config.batch_size = {batch_size} is not divisible by devices × accumulation = {devices} × "
-            f"{accumulation} = {share}: use {choices}"
+            f"{accumulation} = {share}: use {choices}, or fewer devices by config.parallel.mesh.data"
         )
