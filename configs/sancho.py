@@ -6,6 +6,12 @@
 downloads the Quijote from Project Gutenberg; without a network, name a text:
 
     python -m attnlab.train --config=configs/sancho.py:tiny --config.data.path=quijote.txt
+
+Validation loss in nats per character on the last tenth of the 2.1 million, and time on two CPU cores:
+
+    tiny    4 × 128, context 64,  2,000 steps of 12 sequences   1.54   two minutes
+    small   4 × 192, context 128, 4,000 steps of 16 sequences   1.25   a quarter of an hour
+    full    6 × 384, context 256, 5,000 steps of 64 sequences   not measured; meant for a GPU
 """
 
 from attnlab.config import default
