@@ -43,29 +43,18 @@ class Parallel(NamedTuple):
 
     def compile_train(self, step: Callable) -> Callable:
         """`step(state, batch, axis_name=…)` → (state, metrics), compiled; the old state's buffers are reused."""
-        if self.strategy == "pmap":
-            # Not mapped over the state: it keeps the shape it has on one device, on disk, and in the other strategy.
-            return jax.pmap(
-                functools.partial(step, axis_name=AXIS),
-                AXIS,
-                in_axes=(None, 0),
-                out_axes=None,
-                donate_argnums=0,
-                devices=self.mesh.devices.tolist(),
-            )
-        return jax.jit(step, out_shardings=self.replicated, donate_argnums=0)
+        return self._compile(step, donate_argnums=0)
 
     def compile_eval(self, step: Callable) -> Callable:
         """`step(params, batch, axis_name=…)` → sums over the global batch, compiled."""
-        if self.strategy == "pmap":
-            return jax.pmap(
-                functools.partial(step, axis_name=AXIS),
-                AXIS,
-                in_axes=(None, 0),
-                out_axes=None,
-                devices=self.mesh.devices.tolist(),
-            )
-        return jax.jit(step, out_shardings=self.replicated)
+        return self._compile(step)
+
+    def _compile(self, step, **options):
+        if self.strategy == "mesh":
+            return jax.jit(step, out_shardings=self.replicated, **options)
+        # Not mapped over the state: it keeps the shape it has on one device, on disk, and in the other strategy.
+        step, devices = functools.partial(step, axis_name=AXIS), self.mesh.devices.tolist()
+        return jax.pmap(step, AXIS, in_axes=(None, 0), out_axes=None, devices=devices, **options)
 
 
 def make(strategy: str, data: int = -1) -> Parallel:
