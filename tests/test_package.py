@@ -93,5 +93,6 @@ def test_the_examples_of_the_readme_run():
 
 
 def test_the_environment_is_described_for_other_projects():
+    assert all((path.parent / "__init__.py").exists() for path in PACKAGE.rglob("*.py")), "a wheel would leave it out"
     assert (PACKAGE / "py.typed").exists()
     assert json.loads(json.dumps(attnlab.__all__)) == sorted(attnlab.__all__)
