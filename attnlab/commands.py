@@ -37,14 +37,7 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     if {"--help", "-h", "-help", "--helpfull", "--helpshort"} & set(argv[1:]):
-        print(f"{usage.strip()}\n\nFlags:")
-        for name in sorted(values):
-            given = "" if values[name].default is None else f" (default: {values[name].default})"
-            print(f"  --{name}: {values[name].help}{given}")
-        if "config" in values:
-            print("\nFields, and their values where the experiment says nothing (attnlab/config.py explains them):")
-            for field, value in fields(default()).items():
-                print(f"  --config.{field}={value}")
+        _print_help(values, usage)
         return 0
     try:
         parse(values, argv)
@@ -127,6 +120,17 @@ def one_line(error: BaseException) -> str:
     if "Traceback" in str(error):
         return lines[-1].removeprefix("attnlab.errors.UserError: ")
     return " ".join(lines) if isinstance(error, UserError) else lines[0]
+
+
+def _print_help(values: flags.FlagValues, usage: str) -> None:
+    print(f"{usage.strip()}\n\nFlags:")
+    for name in sorted(values):
+        given = "" if values[name].default is None else f" (default: {values[name].default})"
+        print(f"  --{name}: {values[name].help}{given}")
+    if "config" in values:
+        print("\nFields, and their values where the experiment says nothing (attnlab/config.py explains them):")
+        for field, value in fields(default()).items():
+            print(f"  --config.{field}={value}")
 
 
 def _given(argv: list[str], name: str) -> Iterator[str]:

@@ -66,6 +66,8 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, at_end: contextli
     before = _earlier_run(workdir, config)
     if eval_only and before is None:
         raise UserError(f"{workdir} holds no run to evaluate: train first")
+    if before and not eval_only and jax.process_index() == 0:
+        at_end.callback(os.close, _lock(workdir))  # before anything is read that another process might still write
     log_path = workdir / "metrics.jsonl"
     if before and not eval_only and any(record["split"] == "final" for record in metrics_lib.read(log_path)):
         print(f"{workdir} is finished ({config.steps} steps): nothing to do")
@@ -143,8 +145,8 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, at_end: contextli
         text = configs.to_json(config, corpus=facts, vocab_size=tokenizer.vocab_size, parameters=parameters)
         if before is None:
             _found(workdir, text, tokenizer)
-        at_end.callback(os.close, _lock(workdir))
-        if before is not None:
+            at_end.callback(os.close, _lock(workdir))
+        else:
             _replace(workdir / "config.json", text)  # what may differ between starts, such as checkpoint.dir
         log = metrics_lib.MetricsLog(log_path, start, workdir / "tensorboard" if config.log.tensorboard else None)
         at_end.callback(log.close)
@@ -269,6 +271,7 @@ def _lock(workdir: Path) -> int:
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        os.close(folder)
         raise UserError(f"--workdir={workdir}: another process trains there: wait for it, or choose another") from error
     return folder
 

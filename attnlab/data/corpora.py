@@ -6,6 +6,7 @@ folder named by TFDS_DATA_DIR, `~/tensorflow_datasets` when unset.
 """
 
 import contextlib
+import fcntl
 import glob
 import hashlib
 import io
@@ -23,6 +24,7 @@ from attnlab.errors import UserError
 
 GUTENBERG_QUIJOTE = "https://www.gutenberg.org/cache/epub/2000/pg2000.txt"
 RETRIES = 4  # of a download
+CHECK_NETWORK = "check the network, or prepare it elsewhere as array_record"
 
 
 class Corpus(NamedTuple):
@@ -223,28 +225,38 @@ def _build_by_name(name):
 def _prepare(builder, name):
     """Writes the set as array_record unless it lies there already; TFDS does so in a folder that it then renames."""
     with _explained(name, builder):
-        if builder.is_prepared():
+        if builder.is_prepared() and builder.info.splits:  # a builder knows no splits that came after it
             return builder
     if isinstance(builder, tfds.core.BeamBasedBuilder):
         raise UserError(f"{name} needs Apache Beam to prepare: prepare it elsewhere with {_recipe(builder, name)}")
     # TFDS tries ten times, which leaves a user without a network waiting for minutes before the first word.
     downloader.MAX_RETRIES = RETRIES
-    with _explained(name, builder):
-        try:
+    remedy = _quijote_remedy(builder) if isinstance(builder, Quijote) else CHECK_NETWORK
+    with _explained(name, builder, remedy=remedy), _alone(builder.data_dir_root):
+        # Anew, for what this one knows of the disk is from before another process may have prepared the set.
+        builder = type(builder)(
+            data_dir=builder.data_dir_root, config=builder.builder_config, file_format="array_record"
+        )
+        if not builder.is_prepared():
             builder.download_and_prepare(file_format="array_record")
-        except Exception:
-            # Another process may have prepared the same set meanwhile, so that TFDS' rename found its place taken.
-            again = type(builder)(
-                data_dir=builder.data_dir_root, config=builder.builder_config, file_format="array_record"
-            )
-            if not again.is_prepared():
-                raise
-            return again
     return builder
 
 
+@contextlib.contextmanager
+def _alone(folder):
+    """Lets one process of this machine at a time prepare sets: TFDS replaces what another one may be reading."""
+    folder = os.fspath(folder)
+    if "://" in folder:
+        yield
+        return
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, ".attnlab.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def _documents(builder, name, split, feature) -> list[str]:
-    with _explained(name, builder):
+    with _explained(name, builder, done="read", remedy=f"remove {builder.data_dir}, and it will be prepared anew"):
         texts = [example[feature] for example in builder.as_data_source(split=split)]
         return [text.decode("utf-8") if isinstance(text, bytes) else str(text) for text in texts]
 
@@ -254,12 +266,19 @@ def _build(cls, **options):
         return cls(file_format="array_record", **options)
 
 
+def _quijote_remedy(builder):
+    by_hand = builder.data_dir_root / "downloads" / "manual" / "quijote.txt"
+    return f"check the network, put the text at {by_hand}, or use --config.data.path=FILE"
+
+
 def _recipe(builder, name):
     return f"tfds build {name.removeprefix('tfds:')} --file_format=array_record, and copy it to {builder.data_dir}"
 
 
 @contextlib.contextmanager
-def _explained(name, builder=None):
+def _explained(
+    name, builder=None, done="prepared", remedy="check the network, or prepare it elsewhere as array_record"
+):
     """TFDS' failures in one line; its progress and warnings stay off the terminal."""
     tfds.disable_progress_bar()
     logging.disable(logging.WARNING)
@@ -279,12 +298,8 @@ def _explained(name, builder=None):
         ) from error
     except Exception as error:  # network and format errors of many libraries
         what = str(error).strip().splitlines()
-        hint = "check the network, or prepare it elsewhere as array_record"
-        if isinstance(builder, Quijote):
-            by_hand = builder.data_dir_root / "downloads" / "manual" / "quijote.txt"
-            hint = f"check the network, put the text at {by_hand}, or use --config.data.path=FILE"
         raise UserError(
-            f"{name} could not be prepared ({type(error).__name__}: {what[0] if what else ''}): {hint}"
+            f"{name} could not be {done} ({type(error).__name__}: {what[0] if what else ''}): {remedy}"
         ) from error
     finally:
         logging.disable(logging.NOTSET)

@@ -4,6 +4,8 @@ The same element drops whatever the backend, the tile size, the sharding and the
 fate depends on the key of its example and on its own indices alone.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, UInt32
@@ -69,10 +71,7 @@ def per_example(keys: Keys, batch: tuple[int, ...]) -> Keys:
     if shape == batch:
         return keys
     if shape == ():
-        count = 1
-        for size in batch:
-            count *= size
-        folded = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(keys, jnp.arange(count))
+        folded = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(keys, jnp.arange(math.prod(batch)))
         return folded.reshape(batch + folded.shape[1:])
     raise ValueError(f"dropout keys have batch axes {shape}, expected () or {batch}: give one key, or one an example")
 

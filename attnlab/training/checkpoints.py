@@ -1,4 +1,4 @@
-"""Checkpoints: Orbax, asynchronous and atomic, behind four verbs."""
+"""Checkpoints: Orbax, asynchronous and atomic, behind one small class."""
 
 import functools
 import hashlib
