@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from attnlab.ops import dense, dropout
+from attnlab.ops import blockwise, dense, dropout
 from attnlab.ops.masks import Dense, Mask, require_positions
 from attnlab.ops.score_mods import ScoreMod
 from attnlab.types import Array
 
 # In the order of preference of "auto". A backend is a module with `attend`, which returns (out, lse), and
 # `reason_against`, which takes the same arguments and says in a few words why it cannot honour them, or None.
-_BACKENDS = {"dense": dense}
+_BACKENDS = {"dense": dense, "blockwise": blockwise}
 
 
 class Explanation(NamedTuple):
@@ -95,7 +95,7 @@ def attention(
         q, k, v, mask, score_mod, bias, scale, sinks, dropout_rate, dropout_key, q_positions, kv_positions
     )
     name = _choose(impl, arguments, block_sizes).backend
-    out, lse = _BACKENDS[name].attend(**arguments)
+    out, lse = _BACKENDS[name].attend(**arguments, **({"block_sizes": block_sizes} if block_sizes else {}))
     return (out, lse) if return_lse else out
 
 

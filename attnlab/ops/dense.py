@@ -17,7 +17,8 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from attnlab.ops import dropout
-from attnlab.ops.masks import Mask, whole
+from attnlab.ops.masks import Mask
+from attnlab.ops.tiles import Side, whole
 from attnlab.types import Array
 
 
@@ -64,15 +65,11 @@ def weights(
 ) -> tuple[Float[Array, "*B H Rq Tk"], Float[Array, "*B H Rq"]]:
     """The softmax weights before dropout and the lse, for all query rows or for the indices `rows` `[Rq]` alone."""
     num_heads, head_dim = q.shape[-2:]
-    tile = whole(q.shape[-3], k.shape[-3], num_heads, q_positions, kv_positions)
+    tile = whole(q.shape[-3], k.shape[-3], num_heads, q_positions, kv_positions, q.shape[:-3])
     k = _inert(_per_query_head(k, num_heads), _keys_seen(mask, q.shape, k.shape, q_positions, kv_positions))
     if rows is not None:
         q = jnp.take(q, rows, axis=-3)
-        tile = tile._replace(
-            q_index=tile.q_index[rows],
-            q_position=jnp.take(jnp.asarray(tile.q_position), rows, axis=-2),
-            is_whole=False,
-        )
+        tile = tile._replace(queries=Side(rows, jnp.take(jnp.asarray(tile.queries.position), rows, axis=-1), axis=-2))
         bias = bias if bias is None or bias.shape[-2] == 1 else jnp.take(bias, rows, axis=-2)
 
     dtype = jnp.promote_types(q.dtype, jnp.float32)
@@ -113,10 +110,11 @@ def _keys_seen(mask, q_shape, k_shape, q_positions, kv_positions) -> Bool[Array,
     if mask is None:
         return None
     given = q_positions is not None or kv_positions is not None or jax.tree.leaves(mask)
-    tile = whole(q_shape[-3], k_shape[-3], q_shape[-2], q_positions, kv_positions, xp=jnp if given else np)
+    sizes = (q_shape[-3], k_shape[-3], q_shape[-2])
+    tile = whole(*sizes, q_positions, kv_positions, q_shape[:-3], xp=jnp if given else np)
     visible = mask.visible(tile)
     seen = visible.reshape((1,) * (3 - visible.ndim) + visible.shape).any(axis=-2)
-    if not given and seen.all():
+    if isinstance(seen, np.ndarray) and seen.all():
         return None
     return jnp.swapaxes(seen, -1, -2)[..., None]
 

@@ -11,56 +11,31 @@ Array([[1, 0, 0, 0],
 
 An *index* is a row of an array; a *position* is that row's place in its sequence. `Causal` and `SlidingWindow`
 compare positions, `Padding` and `Dense` look at indices.
+
+A mask answers two questions: which pairs of a tile are visible, and, for a whole tiling at once, in which tiles any
+pair may be (`some`) and in which all must be (`all`). The second is interval arithmetic on the smallest and the
+largest coordinates of each tile; it may err on the safe side and lets a backend skip tiles or comparisons:
+
+>>> some, all_ = Causal().tiles(6, 6, block_sizes=(2, 2))
+>>> some[0, 0].astype(int) + all_[0, 0]
+array([[1, 0, 0],
+       [2, 1, 0],
+       [2, 2, 1]])
 """
 
 import functools
 import numbers
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
+from attnlab.ops import elementwise
+from attnlab.ops.tiles import Span, Tile, Tiling, blocked, known, padded, whole
 from attnlab.types import Array
-
-
-class Tile(NamedTuple):
-    """The coordinates of a rectangle of scores; all broadcast to `[..., H, Tq, Tk]`.
-
-    Attributes:
-      head: `[H, 1, 1]`, the query head.
-      q_index, kv_index: `[Tq, 1]` and `[1, Tk]`, rows of q and of k.
-      q_position, kv_position: `[..., 1, Tq, 1]` and `[..., 1, 1, Tk]`, places in the sequence.
-      is_whole: whether it covers all rows and columns in their order, so that arrays can be taken as they are.
-    """
-
-    head: Int[Array, "..."]
-    q_index: Int[Array, "..."]
-    kv_index: Int[Array, "..."]
-    q_position: Int[Array, "..."]
-    kv_position: Int[Array, "..."]
-    is_whole: bool = False
-
-
-def whole(q_length: int, kv_length: int, num_heads: int = 1, q_positions=None, kv_positions=None, xp=jnp) -> Tile:
-    """The tile that covers all of a `[..., H, Tq, Tk]` score array.
-
-    `q_positions` `[Tq]` or `[..., Tq]` and `kv_positions` likewise are `arange` when absent. `xp` is the array
-    module for what is not given: `numpy` keeps a static question out of the trace.
-    """
-    q_index, kv_index = xp.arange(q_length, dtype=xp.int32), xp.arange(kv_length, dtype=xp.int32)
-    q_positions = q_index if q_positions is None else q_positions
-    kv_positions = kv_index if kv_positions is None else kv_positions
-    return Tile(
-        head=xp.arange(num_heads)[:, None, None],
-        q_index=q_index[:, None],
-        kv_index=kv_index[None, :],
-        q_position=q_positions[..., None, :, None],
-        kv_position=kv_positions[..., None, None, :],
-        is_whole=True,
-    )
 
 
 class _Leaf:
@@ -94,6 +69,15 @@ class Mask:
 
     Attributes:
       positional: whether the answer depends on positions, which must then be explicit when Tq ≠ Tk.
+
+    >>> @dataclass(frozen=True)
+    ... class Even(Mask):
+    ...     def visible(self, tile):
+    ...         return tile.kv_index % 2 == 0
+    >>> (Even() & Causal()).dense(3, 3).astype(int)
+    Array([[1, 0, 0],
+           [1, 0, 0],
+           [1, 0, 1]], dtype=int32)
     """
 
     positional = False
@@ -102,18 +86,91 @@ class Mask:
         jax.tree_util.register_pytree_node(cls, _flatten, functools.partial(_unflatten, cls))
 
     def visible(self, tile: Tile) -> Bool[Array, "..."]:
-        """Bool, broadcastable to `[..., H, Tq, Tk]`: may the tile's queries look at its keys?"""
+        """Bool, broadcastable to the tile's scores, elementwise in its coordinates: may these see those?"""
         raise TypeError(f"{type(self).__name__} defines no visible(tile): write it in the subclass")
+
+    def bounds(self, tiling: Tiling) -> tuple[Bool[Array, "..."], Bool[Array, "..."]]:
+        """(some, all), broadcastable to `[..., H, nQ, nK]`: may any pair of a tile be visible, must all be?
+
+        As it stands here it draws the mask, one row of tiles after another; intervals answer faster.
+        """
+
+        def row(i):
+            seen = self.visible(tiling.row(i))
+            seen = jnp.broadcast_to(seen, jnp.broadcast_shapes(seen.shape, (tiling.block_sizes[0], kv_length)))
+            by_tile = blocked(seen, tiling.block_sizes[1])
+            return by_tile.any(axis=(-3, -1)), by_tile.all(axis=(-3, -1))
+
+        kv_length = len(tiling.covers.keys.index)
+        some, every = jax.lax.map(row, jnp.arange(tiling.shape[0]))
+        return jnp.moveaxis(some, 0, -2), jnp.moveaxis(every, 0, -2)
+
+    def tiles(
+        self,
+        q_length: int,
+        kv_length: int,
+        block_sizes: tuple[int, int],
+        *,
+        q_positions=None,
+        kv_positions=None,
+        num_heads: int = 1,
+        batch: tuple[int, ...] = (),
+    ) -> tuple[Bool[Array, "..."], Bool[Array, "..."]]:
+        """For every tile: may any pair be visible, must all be?
+
+        Args:
+          q_length, kv_length, q_positions, kv_positions, num_heads, batch: as in `dense`.
+          block_sizes: queries and keys of a tile; the last ones may be ragged.
+
+        Returns:
+          (some, all), bool `[B or 1, H or 1, nQ, nK]`, with all of q's batch axes in the place of B. NumPy arrays
+          when everything is known while tracing.
+
+        Raises:
+          ValueError: positions matter, Tq ≠ Tk, and none are given.
+        """
+        require_positions(self, q_length, kv_length, q_positions, kv_positions)
+        covers = whole(q_length, kv_length, num_heads, q_positions, kv_positions, batch, xp=np)
+        tiling = Tiling(covers, block_sizes)
+        mask = self.for_tiles(q_length, kv_length)
+        values = (*jax.tree.leaves(mask), q_positions, kv_positions)
+        if any(isinstance(value, jax.core.Tracer) for value in values):
+            some_and_all = mask.bounds(tiling)
+        else:
+            with jax.ensure_compile_time_eval():
+                some_and_all = [known(x) for x in mask.bounds(tiling)]
+        rank = max(4, *(x.ndim for x in some_and_all))
+        xp = np if all(isinstance(x, np.ndarray) for x in some_and_all) else jnp
+        some, every = (xp.asarray(x).reshape((1,) * (rank - x.ndim) + x.shape) for x in some_and_all)
+        return tuple(xp.broadcast_to(x, (*x.shape[:-2], *tiling.shape)) for x in (some, every))
+
+    def for_tiles(self, q_length: int, kv_length: int) -> "Mask":
+        """The same mask, ready to be asked tile by tile from within a loop and a derivative rule.
+
+        Arrays along queries or keys reach to `q_length` and `kv_length`, the ends of the last tiles, and functions
+        close over nothing: what they closed over has become leaves.
+        """
+        return self
 
     def check(self, batch: tuple[int, ...], num_heads: int, q_length: int, kv_length: int) -> None:
         """Raises ValueError when the mask's arrays do not fit scores `[*batch, num_heads, q_length, kv_length]`."""
 
-    def dense(self, q_length: int, kv_length: int, *, q_positions=None, kv_positions=None) -> Bool[Array, "..."]:
+    def dense(
+        self,
+        q_length: int,
+        kv_length: int,
+        *,
+        q_positions=None,
+        kv_positions=None,
+        num_heads: int = 1,
+        batch: tuple[int, ...] = (),
+    ) -> Bool[Array, "..."]:
         """Draws the mask.
 
         Args:
           q_length, kv_length: Tq and Tk, rows and columns of the drawing.
           q_positions, kv_positions: `[Tq]` or `[..., Tq]`, `[Tk]` or `[..., Tk]`; `arange` when absent.
+          num_heads, batch: H and q's batch axes, for a mask that asks for the head or the example.
 
         Returns:
           bool `[Tq, Tk]`, with the leading axes that the mask's arrays bring.
@@ -122,7 +179,7 @@ class Mask:
           ValueError: positions matter, Tq ≠ Tk, and none are given.
         """
         require_positions(self, q_length, kv_length, q_positions, kv_positions)
-        tile = whole(q_length, kv_length, 1, q_positions, kv_positions)
+        tile = whole(q_length, kv_length, num_heads, q_positions, kv_positions, batch)
         seen = self.visible(tile)
         seen = jnp.broadcast_to(seen, jnp.broadcast_shapes(seen.shape, (q_length, kv_length)))
         while seen.ndim > 2 and seen.shape[0] == 1:
@@ -167,6 +224,9 @@ class Causal(Mask):
     def visible(self, tile):
         return tile.kv_position <= tile.q_position
 
+    def bounds(self, tiling):
+        return _at_most(tiling.kv_position, tiling.q_position)
+
 
 @dataclass(frozen=True)
 class SlidingWindow(Mask):
@@ -192,6 +252,38 @@ class SlidingWindow(Mask):
         distance = tile.kv_position - tile.q_position
         return (distance >= -self.left) & (distance <= self.right)
 
+    def bounds(self, tiling):
+        (q_low, q_high), (kv_low, kv_high) = tiling.q_position, tiling.kv_position
+        nearest, farthest = kv_low - q_high, kv_high - q_low  # of kv − q, the most negative and the most positive
+        some = (farthest >= -self.left) & (nearest <= self.right)
+        return some, (nearest >= -self.left) & (farthest <= self.right)
+
+
+@dataclass(frozen=True)
+class PrefixLM(Mask):
+    """A query sees a prefix of its sequence whole, and the rest causally: j < length or j ≤ i (Raffel et al. 2020).
+
+    `length` is an int array with exactly q's batch axes, or one number for all.
+
+    >>> PrefixLM(2).dense(3, 3).astype(int)
+    Array([[1, 1, 0],
+           [1, 1, 0],
+           [1, 1, 1]], dtype=int32)
+    """
+
+    length: Int[Array, "..."] | int
+    positional = True
+
+    def visible(self, tile):
+        return (tile.kv_position < _per_example(self.length)) | Causal().visible(tile)
+
+    def bounds(self, tiling):
+        length = _per_example(self.length)
+        return Or.of(_at_most(tiling.kv_position, Span(length - 1, length - 1)), Causal().bounds(tiling))
+
+    def check(self, batch, num_heads, q_length, kv_length):
+        _check_per_example("PrefixLM length", self.length, batch)
+
 
 @dataclass(frozen=True)
 class Padding(Mask):
@@ -207,14 +299,140 @@ class Padding(Mask):
     lengths: Int[Array, "..."] | int
 
     def visible(self, tile):
-        return tile.kv_index < (self.lengths if _static(self.lengths) else self.lengths[..., None, None, None])
+        return tile.kv_index < _per_example(self.lengths)
+
+    def bounds(self, tiling):
+        lengths = _per_example(self.lengths)
+        return _at_most(tiling.kv_index, Span(lengths - 1, lengths - 1))
 
     def check(self, batch, num_heads, q_length, kv_length):
-        shape = np.shape(self.lengths)
-        if shape not in ((), batch):
+        _check_per_example("Padding lengths", self.lengths, batch)
+
+
+@dataclass(frozen=True)
+class Segments(Mask):
+    """A query sees the keys of its own segment: ids equal. Packs several documents into one row.
+
+    `q_ids` is an int array `[Tq]` or `[..., Tq]` with exactly q's batch axes, `kv_ids` likewise for the keys; None
+    when they are those of the queries. Ids in any order; neighbours with equal ids make tiles that can be skipped.
+
+    >>> (Segments(jnp.array([0, 0, 1, 1])) & Causal()).dense(4, 4).astype(int)
+    Array([[1, 0, 0, 0],
+           [1, 1, 0, 0],
+           [0, 0, 1, 0],
+           [0, 0, 1, 1]], dtype=int32)
+    """
+
+    q_ids: Int[Array, "... Tq"]
+    kv_ids: Int[Array, "... Tk"] | None = None
+
+    def _ids(self):
+        return self.q_ids, self.q_ids if self.kv_ids is None else self.kv_ids
+
+    def visible(self, tile):
+        q_ids, kv_ids = self._ids()
+        return tile.of_queries(q_ids) == tile.of_keys(kv_ids)
+
+    def bounds(self, tiling):
+        q_ids, kv_ids = self._ids()
+        (q_low, q_high), (kv_low, kv_high) = tiling.of_queries(q_ids), tiling.of_keys(kv_ids)
+        some = (q_low <= kv_high) & (kv_low <= q_high)
+        return some, (q_low == q_high) & (kv_low == kv_high) & (q_low == kv_low)
+
+    def for_tiles(self, q_length, kv_length):
+        q_ids, kv_ids = self._ids()
+        return Segments(padded(q_ids, q_length), padded(kv_ids, kv_length))
+
+    def check(self, batch, num_heads, q_length, kv_length):
+        for name, ids, length in (("q_ids", self.q_ids, q_length), ("kv_ids", self._ids()[1], kv_length)):
+            if np.shape(ids) not in ((length,), (*batch, length)):
+                remedy = "give kv_ids too" if self.kv_ids is None and q_length != kv_length else "one id a row"
+                raise ValueError(
+                    f"Segments {name} have shape {np.shape(ids)}, expected {(length,)} or {(*batch, length)}: {remedy}"
+                )
+
+
+@dataclass(frozen=True)
+class BlockSparse(Mask):
+    """A query sees the keys of the blocks that are set: `blocks[i // size, j // size]` (Child et al. 2019).
+
+    `blocks` is bool `[ceil(Tq / size), ceil(Tk / size)]` or `[..., H or 1, …, …]` with q's batch axes, by index.
+
+    >>> BlockSparse(jnp.eye(2, dtype=bool), size=2).dense(4, 4).astype(int)
+    Array([[1, 1, 0, 0],
+           [1, 1, 0, 0],
+           [0, 0, 1, 1],
+           [0, 0, 1, 1]], dtype=int32)
+    """
+
+    blocks: Bool[Array, "..."]
+    size: int
+
+    def __post_init__(self):
+        if not isinstance(self.size, numbers.Integral) or self.size < 1:
+            raise ValueError(f"BlockSparse size = {self.size!r}: expected a whole number of rows, 1 or more")
+
+    def visible(self, tile):
+        blocks = jnp.asarray(self.blocks)
+        rows, columns = tile.q_index[0] // self.size, tile.kv_index[0] // self.size  # without their head axis
+        return blocks[..., rows, columns]
+
+    def bounds(self, tiling):
+        # How many blocks are set above and left of each corner; four corners count the blocks that a tile touches.
+        blocks = known(self.blocks)
+        xp = np if isinstance(blocks, np.ndarray) else jnp
+        set_before = xp.pad(blocks.astype(xp.int32), [(0, 0)] * (blocks.ndim - 2) + [(1, 0), (1, 0)])
+        set_before = set_before.cumsum(axis=-2).cumsum(axis=-1)
+        (top, bottom), (left, right) = ([x[0] // self.size for x in span] for span in (tiling.q_index, tiling.kv_index))
+        bottom, right = bottom + 1, right + 1
+        count = (set_before[..., bottom, right] - set_before[..., top, right]) - (
+            set_before[..., bottom, left] - set_before[..., top, left]
+        )
+        return count > 0, count == (bottom - top) * (right - left)
+
+    def check(self, batch, num_heads, q_length, kv_length):
+        if self.blocks.dtype != bool:
             raise ValueError(
-                f"Padding lengths have shape {shape}, expected () or q's batch axes {batch}: give one length a row"
+                f"BlockSparse blocks have type {self.blocks.dtype}, expected bool: use blocks.astype(bool)"
             )
+        cut = (-(-q_length // self.size), -(-kv_length // self.size))
+        allowed = [cut] + [(*batch, heads, *cut) for heads in (1, num_heads)]
+        if np.shape(self.blocks) not in allowed:
+            raise ValueError(
+                f"BlockSparse blocks have shape {np.shape(self.blocks)}, expected exactly {_either(allowed)}: "
+                f"one entry for every {self.size} × {self.size} block of {q_length} × {kv_length} scores"
+            )
+
+
+@dataclass(frozen=True, init=False)
+class MaskFn(Mask):
+    """Any rule: query at position i sees key at position j where `fn(b, h, i, j, *arrays)`.
+
+    The function is called with scalars, example b (counted through all batch axes), head h and positions, and is
+    applied to all pairs at once; `arrays` come to it whole. It may close over arrays as well.
+
+    >>> strided = MaskFn(lambda b, h, i, j, stride: (i - j) % stride[h] == 0, jnp.array([1, 2]))
+    >>> (strided & Causal()).dense(3, 3, num_heads=2).astype(int)[1]
+    Array([[1, 0, 0],
+           [0, 1, 0],
+           [1, 0, 1]], dtype=int32)
+    """
+
+    fn: Callable
+    arrays: tuple[Array, ...]
+    positional = True
+
+    def __init__(self, fn, *arrays):
+        object.__setattr__(self, "fn", fn)
+        object.__setattr__(self, "arrays", arrays)
+
+    def visible(self, tile):
+        coordinates = (tile.example, tile.head, tile.q_position, tile.kv_position)
+        return elementwise.apply(self.fn, coordinates, self.arrays, jnp.bool_)
+
+    def for_tiles(self, q_length, kv_length):
+        fn, arrays = elementwise.opened(self.fn, (jnp.int32,) * 4, self.arrays)
+        return MaskFn(fn, *arrays)
 
 
 @dataclass(frozen=True)
@@ -229,7 +447,13 @@ class Dense(Mask):
     array: Bool[Array, "..."]
 
     def visible(self, tile):
-        return self.array if tile.is_whole else self.array[..., tile.q_index, tile.kv_index]
+        return tile.of_pairs(self.array)
+
+    def bounds(self, tiling):
+        return tiling.of_pairs(self.array)
+
+    def for_tiles(self, q_length, kv_length):
+        return Dense(padded(padded(self.array, q_length, axis=-2), kv_length))
 
     def check(self, batch, num_heads, q_length, kv_length):
         shape = np.shape(self.array)
@@ -240,9 +464,8 @@ class Dense(Mask):
             )
         allowed = [(q_length, kv_length)] + [(*batch, heads, q_length, kv_length) for heads in (1, num_heads)]
         if shape not in allowed:
-            expected = " or ".join(map(str, dict.fromkeys(allowed)))
             raise ValueError(
-                f"Dense mask has shape {shape}, expected exactly {expected}: "
+                f"Dense mask has shape {shape}, expected exactly {_either(allowed)}: "
                 "name every axis (add the head axis with mask[..., None, :, :]); nothing is broadcast silently"
             )
 
@@ -256,9 +479,15 @@ class _Joint(Mask):
     def positional(self):
         return self.a.positional or self.b.positional
 
+    def bounds(self, tiling):
+        return self.of(self.a.bounds(tiling), self.b.bounds(tiling))
+
     def check(self, *shape):
         self.a.check(*shape)
         self.b.check(*shape)
+
+    def for_tiles(self, *lengths):
+        return type(self)(self.a.for_tiles(*lengths), self.b.for_tiles(*lengths))
 
 
 @dataclass(frozen=True)
@@ -268,6 +497,11 @@ class And(_Joint):
     def visible(self, tile):
         return self.a.visible(tile) & self.b.visible(tile)
 
+    @staticmethod
+    def of(a, b):
+        """(some, all) of two masks joined."""
+        return a[0] & b[0], a[1] & b[1]
+
 
 @dataclass(frozen=True)
 class Or(_Joint):
@@ -275,6 +509,11 @@ class Or(_Joint):
 
     def visible(self, tile):
         return self.a.visible(tile) | self.b.visible(tile)
+
+    @staticmethod
+    def of(a, b):
+        """(some, all) of two masks joined."""
+        return a[0] | b[0], a[1] | b[1]
 
 
 @dataclass(frozen=True)
@@ -290,8 +529,15 @@ class Not(Mask):
     def visible(self, tile):
         return ~self.a.visible(tile)
 
+    def bounds(self, tiling):
+        some, every = self.a.bounds(tiling)
+        return ~every, ~some
+
     def check(self, *shape):
         self.a.check(*shape)
+
+    def for_tiles(self, *lengths):
+        return Not(self.a.for_tiles(*lengths))
 
 
 def join(*masks: Mask | None) -> Mask | None:
@@ -305,6 +551,29 @@ def join(*masks: Mask | None) -> Mask | None:
         if mask is not None:
             joined = _mask(mask) if joined is None else joined & mask
     return joined
+
+
+def _at_most(x: Span, y: Span):
+    """(some, all) of x ≤ y."""
+    return x.low <= y.high, x.high <= y.low
+
+
+def _per_example(value):
+    """A number, or an array with q's batch axes laid out like scores."""
+    return value if _static(value) else known(value)[..., None, None, None]
+
+
+def _check_per_example(what, value, batch):
+    if np.shape(value) not in ((), batch):
+        raise ValueError(
+            f"{what} have shape {np.shape(value)}, expected () or q's batch axes {batch}: give one a row"
+            if what.endswith("s")
+            else f"{what} has shape {np.shape(value)}, expected () or q's batch axes {batch}: give one a row"
+        )
+
+
+def _either(shapes) -> str:
+    return " or ".join(map(str, dict.fromkeys(shapes)))
 
 
 def _mask(mask) -> Mask:

@@ -9,6 +9,7 @@ Array([0.5       , 0.25      , 0.125     , 0.0625    , 0.03125   ,
 """
 
 import numbers
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -16,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from attnlab.ops.masks import Tile
+from attnlab.ops import elementwise
+from attnlab.ops.tiles import Tile
 from attnlab.types import Array
 
 
@@ -30,8 +32,12 @@ class ScoreMod:
     positional = False
 
     def apply(self, scores: Float[Array, "..."], tile: Tile) -> Float[Array, "..."]:
-        """The new scores `[..., H, Tq, Tk]` of a tile."""
+        """The new scores of a tile, elementwise in the scores and the tile's coordinates."""
         raise TypeError(f"{type(self).__name__} defines no apply(scores, tile): write it in the subclass")
+
+    def opened(self, score_type) -> "ScoreMod":
+        """The same mod, whose functions close over nothing: what they closed over has become leaves."""
+        return self
 
     def check(self, num_heads: int) -> None:
         """Raises ValueError when the mod's arrays do not fit `num_heads` heads."""
@@ -65,6 +71,38 @@ class ALiBi(ScoreMod):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class RelativeBias(ScoreMod):
+    """Adds a learned number for every head and distance: score + table[h, clip(j − i)] (Shaw et al. 2018, eq. 4).
+
+    `table` is `[H, 2·R + 1]`; column R + d is for keys d positions after the query, and distances beyond ±R share
+    the columns at the ends.
+
+    >>> table = jnp.arange(3.0)[None]  # before, here, after
+    >>> RelativeBias(table).apply(jnp.zeros((1, 3, 3)), whole(3, 3))[0]
+    Array([[1., 2., 2.],
+           [0., 1., 2.],
+           [0., 0., 1.]], dtype=float32)
+    """
+
+    table: Float[Array, "H distances"]
+    positional = True
+
+    def apply(self, scores, tile):
+        reach = self.table.shape[-1] // 2
+        distance = jnp.clip(tile.kv_position - tile.q_position, -reach, reach)
+        return scores + self.table.astype(scores.dtype)[tile.head, distance + reach]
+
+    def check(self, num_heads):
+        shape = np.shape(self.table)
+        if len(shape) != 2 or shape[0] != num_heads or shape[1] % 2 == 0:
+            raise ValueError(
+                f"RelativeBias table has shape {shape}, expected ({num_heads}, 2·R + 1): a row for every head, "
+                "a column for every distance from −R to R"
+            )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class SoftCap(ScoreMod):
     """Scores kept within ±cap: cap·tanh(score / cap) (Gemma Team 2024, section 2).
 
@@ -80,6 +118,45 @@ class SoftCap(ScoreMod):
 
     def apply(self, scores, tile):
         return self.cap * jnp.tanh(scores / self.cap)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True, init=False)
+class ScoreFn(ScoreMod):
+    """Any change of a score: `fn(score, b, h, i, j, *arrays)`.
+
+    The function is called with scalars, example b (counted through all batch axes), head h, positions i of the query
+    and j of the key, and is applied to all pairs at once; `arrays` come to it whole, and get gradients. It may close
+    over arrays as well; they get gradients too.
+
+    >>> nearer = ScoreFn(lambda score, b, h, i, j, weight: score - weight * (i - j) ** 2, jnp.array(0.5))
+    >>> nearer.apply(jnp.zeros((1, 2, 2)), whole(2, 2))[0]
+    Array([[ 0. , -0.5],
+           [-0.5,  0. ]], dtype=float32)
+    """
+
+    fn: Callable
+    arrays: tuple[Array, ...]
+    positional = True
+
+    def __init__(self, fn, *arrays):
+        object.__setattr__(self, "fn", fn)
+        object.__setattr__(self, "arrays", arrays)
+
+    def tree_flatten(self):
+        return self.arrays, self.fn
+
+    @classmethod
+    def tree_unflatten(cls, fn, arrays):
+        return cls(fn, *arrays)
+
+    def apply(self, scores, tile):
+        coordinates = (scores, tile.example, tile.head, tile.q_position, tile.kv_position)
+        return elementwise.apply(self.fn, coordinates, self.arrays, jnp.floating).astype(scores.dtype)
+
+    def opened(self, score_type):
+        fn, arrays = elementwise.opened(self.fn, (score_type, *(jnp.int32,) * 4), self.arrays)
+        return ScoreFn(fn, *arrays)
 
 
 def alibi_slopes(num_heads: int) -> Float[Array, " H"]:

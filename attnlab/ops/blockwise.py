@@ -1,0 +1,579 @@
+"""Exact attention by tiles, in memory that grows with the length and not with its square.
+
+For a block of queries the keys come tile by tile; a running maximum m, sum l and weighted sum of values a are kept
+and rescaled whenever the maximum grows (Milakov & Gimelshein 2018; Rabe & Staats 2021):
+
+    m' = max(m, max_j s_ij)    l' = e^(m−m') l + Σ_j e^(s_ij−m')    a' = e^(m−m') a + Σ_j e^(s_ij−m') v_j
+
+and at the end o_i = a / l, lse_i = m + log l. Only o and lse are kept for the backward pass, which computes the scores
+of each tile again (Dao et al. 2022, algorithm 4; with δ_i = o_i·do_i − dlse_i):
+
+    p_ij = e^(s_ij − lse_i)    ds_ij = p_ij (do_i·v_j − δ_i)    dv_j = Σ_i p_ij do_i    dk_j = Σ_i ds_ij q_i    dq_i = …
+
+Tiles in which nothing is visible are never computed, and where all is visible nothing is compared.
+
+Scores stand as [keys, queries]: every product is then rows by columns as XLA's CPU backend likes it, sums and maxima
+over keys run along the vector lanes, and what belongs to a query (m, l, lse, δ) is one row that broadcasts.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jaxtyping import Float
+
+from attnlab.ops import dropout
+from attnlab.ops.masks import Mask
+from attnlab.ops.tiles import Side, Tile, padded
+from attnlab.types import Array
+
+NONE, PART, FULL = 0, 1, 2  # of a tile's pairs are visible
+
+
+def reason_against(block_sizes, **arguments) -> str | None:
+    """Why this backend could not run a call, None if it can."""
+    return None
+
+
+def attend(
+    q: Float[Array, "*B Tq H D"],
+    k: Float[Array, "*B Tk Hk D"],
+    v: Float[Array, "*B Tk Hk Dv"],
+    *,
+    mask: Mask | None = None,
+    score_mods=(),
+    bias: Float[Array, "..."] | None = None,
+    scale: float | Float[Array, ""] | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_keys=None,
+    q_positions=None,
+    kv_positions=None,
+    block_sizes: tuple[int, int] | None = None,
+) -> tuple[Float[Array, "*B Tq H Dv"], Float[Array, "*B Tq H"]]:
+    """Output in q's type and lse in float32 (float64 for float64)."""
+    *batch, q_length, num_heads, head_dim = q.shape
+    kv_length = k.shape[-3]
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+
+    def visible_tiles(block_sizes):
+        return _visible_tiles(
+            mask, q_length, kv_length, block_sizes, q_positions, kv_positions, num_heads, tuple(batch)
+        )
+
+    block_sizes = tuple(map(min, block_sizes or (512, 512), (q_length, kv_length)))
+    kinds = visible_tiles(block_sizes)
+
+    ends = tuple(count * size for count, size in zip(kinds.shape, block_sizes))
+    if bias is not None:
+        rank = len(batch) + 3
+        bias = jnp.reshape(bias, (1,) * (rank - bias.ndim) + bias.shape)
+        bias = padded(padded(bias, 1 if bias.shape[-2] == 1 else ends[0], axis=-2), ends[1])
+    terms = _Terms(
+        scale=jnp.asarray(head_dim**-0.5 if scale is None else scale, dtype),
+        score_mods=tuple(mod.opened(dtype) for mod in score_mods),
+        mask=None if mask is None else mask.for_tiles(*ends),
+        dropout_words=dropout.key_words(dropout_keys) if dropout_rate else None,
+        q_positions=None if q_positions is None else padded(q_positions, ends[0]),
+        kv_positions=None if kv_positions is None else padded(kv_positions, ends[1]),
+    )
+    leaves, treedef = jax.tree.flatten(terms)
+    certain = isinstance(kinds, np.ndarray)
+    plan = _Plan(
+        treedef,
+        learned=tuple(
+            at
+            for at, leaf in enumerate(jax.tree.leaves((terms.scale, terms.score_mods)))
+            if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+        ),
+        lengths=(q_length, kv_length),
+        block_sizes=block_sizes,
+        kinds=tuple(kind for kind in (FULL, PART) if not certain or (kinds == kind).any()),
+        dropout_rate=dropout_rate,
+    )
+    operands = _Operands(q, k, v, bias, sinks, jnp.asarray(kinds), tuple(map(jnp.asarray, leaves)))
+    try:
+        return _attention(plan, _equally_varying(operands))
+    except TypeError as error:
+        if "forward-mode" in str(error):
+            raise ValueError(_FIRST_ORDER) from error
+        raise
+
+
+class _Terms(NamedTuple):
+    """What turns products into scores, tile by tile; those with gradients first."""
+
+    scale: Array
+    score_mods: tuple
+    mask: Mask | None
+    dropout_words: Array | None
+    q_positions: Array | None
+    kv_positions: Array | None
+
+
+class _Operands(NamedTuple):
+    """The arrays of a pass; those of the backward pass last."""
+
+    q: Array
+    k: Array
+    v: Array
+    bias: Array | None
+    sinks: Array | None
+    kinds: Array  # [nQ, nK], NONE, PART or FULL
+    leaves: tuple  # of _Terms
+    out: Array | None = None
+    lse: Array | None = None
+    d_out: Array | None = None
+    d_lse: Array | None = None
+
+
+class _Plan(NamedTuple):
+    """What is known before the program runs.
+
+    `vmap` puts one axis in front of all operands but `kinds`, and the `shared` leaves and bias that it does not map.
+    """
+
+    treedef: jax.tree_util.PyTreeDef  # of _Terms
+    learned: tuple[int, ...]  # the leaves that have gradients
+    lengths: tuple[int, int]
+    block_sizes: tuple[int, int]
+    kinds: tuple[int, ...]  # that occur
+    dropout_rate: float
+    is_mapped: bool = False
+    shared: tuple[bool, ...] = ()  # for each leaf, and last for the bias
+
+
+def _visible_tiles(mask, q_length, kv_length, block_sizes, q_positions, kv_positions, num_heads, batch):
+    """What of each tile is visible to any head of any example: [nQ, nK], in NumPy when it is known."""
+    if mask is None:
+        kinds = np.full([-(-n // size) for n, size in zip((q_length, kv_length), block_sizes)], FULL, np.int32)
+    else:
+        some, every = mask.tiles(
+            q_length,
+            kv_length,
+            block_sizes,
+            q_positions=q_positions,
+            kv_positions=kv_positions,
+            num_heads=num_heads,
+            batch=batch,
+        )
+        kinds = _kinds(some, every, axis=tuple(range(some.ndim - 2)))
+    # Beyond the ends there is nothing to see.
+    ragged = [
+        np.arange(n) == n - 1 if length % size else np.zeros(n, bool)
+        for n, size, length in zip(kinds.shape, block_sizes, (q_length, kv_length))
+    ]
+    ragged = ragged[0][:, None] | ragged[1]
+    return (
+        np.minimum(kinds, np.where(ragged, PART, FULL))
+        if isinstance(kinds, np.ndarray)
+        else jnp.minimum(kinds, np.where(ragged, PART, FULL))
+    )
+
+
+def _kinds(some, every, axis):
+    """Of tiles that several share: computed if any needs it, without comparisons if none needs them."""
+    xp = np if isinstance(some, np.ndarray) else jnp
+    return xp.where(every.all(axis=axis), FULL, xp.where(some.any(axis=axis), PART, NONE)).astype(np.int32)
+
+
+# The passes
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(plan: _Plan, operands: _Operands):
+    return _forward(plan, operands)
+
+
+def _attention_forward(plan, operands):
+    out, lse = _forward(plan, operands)
+    return (out, lse), operands._replace(out=out, lse=lse)
+
+
+def _attention_backward(plan, operands, cotangents):
+    d_out, d_lse = cotangents
+    dq, dk, dv, d_bias, d_sinks, d_learned = _backward(plan, operands._replace(d_out=d_out, d_lse=d_lse))
+    d_leaves = [None] * len(operands.leaves)
+    for at, d_leaf in zip(plan.learned, d_learned):
+        d_leaves[at] = d_leaf
+    return (_Operands(dq, dk, dv, d_bias, d_sinks, None, tuple(d_leaves)),)
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+def _explicitly_batched(core):
+    """`core(plan, operands)`, whose batch under `vmap` is an axis of its arrays and not of its control flow.
+
+    A mapped loop runs until the last of the mapped is done, and a mapped `cond` computes both sides: nothing would be
+    skipped. And derivatives beyond the first order are refused.
+    """
+
+    @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+    def run(plan, operands):
+        @custom_vmap
+        def one(operands):
+            return core(plan, operands)
+
+        @one.def_vmap
+        def many(axis_size, is_batched, operands):
+            (is_batched,) = is_batched if isinstance(is_batched, list) else (is_batched,)
+            results = run(*_mapped(plan, operands, is_batched, axis_size))
+            if plan.is_mapped:
+                results = jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), results)
+            return results, jax.tree.map(lambda _: True, results)
+
+        return one(operands)
+
+    @run.defjvp
+    def refuse(plan, primals, tangents):
+        raise ValueError(_FIRST_ORDER)
+
+    return run
+
+
+_FIRST_ORDER = (
+    "impl = 'blockwise' has first derivatives in reverse mode only: for forward mode or second order use impl='dense'"
+)
+
+
+def _mapped(plan, operands, is_batched, size):
+    """Plan and operands with one more mapped axis, made one with that which there may be."""
+    had = operands.q.shape[0] if plan.is_mapped else 1
+    was_shared = plan.shared or (not plan.is_mapped,) * (len(operands.leaves) + 1)
+
+    def merge(x, batched, was_shared, may_stay=False):
+        if may_stay and was_shared and not batched:
+            return x
+        x = x if batched else x[None]
+        x = x[:, None] if was_shared else x
+        return jnp.broadcast_to(x, (size, had, *x.shape[2:])).reshape(size * had, *x.shape[2:])
+
+    def merged(name):
+        spread = functools.partial(merge, was_shared=not plan.is_mapped)
+        return jax.tree.map(spread, getattr(operands, name), getattr(is_batched, name))
+
+    batched = (*is_batched.leaves, is_batched.bias is True)
+    *leaves, bias = (
+        None if x is None else merge(x, is_so, was, may_stay=True)
+        for x, is_so, was in zip((*operands.leaves, operands.bias), batched, was_shared)
+    )
+    kinds = operands.kinds
+    if is_batched.kinds:
+        kinds = _kinds(kinds > NONE, kinds == FULL, axis=0)
+    others = {name: merged(name) for name in ("q", "k", "v", "sinks", "out", "lse", "d_out", "d_lse")}
+    shared = tuple(was and not is_so for was, is_so in zip(was_shared, batched))
+    operands = _Operands(bias=bias, kinds=kinds, leaves=tuple(leaves), **others)
+    return plan._replace(is_mapped=True, shared=shared), operands
+
+
+@_explicitly_batched
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(plan: _Plan, operands: _Operands):
+    """(out, lse)."""
+    q, k, v, bias, leaves = operands.q, operands.k, operands.v, operands.bias, operands.leaves
+    dtype, num_heads = jnp.promote_types(q.dtype, jnp.float32), q.shape[-2]
+    q_size, kv_size = plan.block_sizes
+    q_blocks, v_blocks = (_blocks(x, size).swapaxes(-1, -2) for x, size in ((q, q_size), (v, kv_size)))
+    k_blocks = _blocks(k, kv_size)
+    visits = _visits(operands.kinds)
+
+    def query_block(i, q_i):
+        def tile(kind, j, running):
+            largest, total, weighted = running
+            k_j, v_j = (_per_query_head(_at(blocks, j), num_heads) for blocks in (k_blocks, v_blocks))
+            s = _scores(plan, kind, i, j, _dot(k_j, q_i, dtype), _bias_tile(plan, bias, i, j), leaves)
+            new_largest = jnp.maximum(largest, s.max(axis=-2))
+            # A row that has seen nothing yet has largest score −inf: exp(−inf − 0) is 0, exp(−inf + inf) is not.
+            shift = jnp.where(jnp.isneginf(new_largest), 0, new_largest)
+            p = jnp.exp(s - shift[..., None, :])
+            shrink = jnp.exp(largest - shift)
+            total = total * shrink + p.sum(axis=-2)
+            if plan.dropout_rate:
+                p = jnp.where(_stays(plan, i, j, s.shape, leaves), p, 0)
+            if kind == PART:
+                v_j = jnp.where(_keys_seen(s)[..., None, :], v_j, 0)
+            weighted = weighted * shrink[..., None, :] + _dot(v_j, p.astype(v.dtype), dtype)
+            return new_largest, total, weighted
+
+        leading = q_i.shape[:-2]
+        running = (
+            jnp.full((*leading, q_size), -jnp.inf, dtype),
+            jnp.zeros((*leading, q_size), dtype),
+            jnp.zeros((*leading, v.shape[-1], q_size), dtype),
+        )
+        largest, total, weighted = _visit(plan, visits, i, tile, _varying_like(q, running))
+        if operands.sinks is not None:
+            sinks = _sinks(plan, operands, dtype)[..., None]
+            largest, before = jnp.maximum(largest, sinks), largest
+            total = total * jnp.exp(before - largest) + jnp.exp(sinks - largest)
+            weighted = weighted * jnp.exp(before - largest)[..., None, :]
+        sees = total > 0
+        total = jnp.where(sees, total, 1)
+        out = weighted / (total * (1 - plan.dropout_rate))[..., None, :]
+        return out.astype(q.dtype), jnp.where(sees, largest + jnp.log(total), -jnp.inf)
+
+    out, lse = lax.map(lambda block: query_block(*block), (jnp.arange(len(q_blocks)), q_blocks))
+    q_length = plan.lengths[0]
+    return _joined(out.swapaxes(-1, -2), q_length), _joined(lse[..., None], q_length)[..., 0]
+
+
+@_explicitly_batched
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(plan: _Plan, operands: _Operands):
+    """Gradients of q, k, v, bias, sinks and the learned leaves."""
+    q, k, v, bias, leaves = operands.q, operands.k, operands.v, operands.bias, operands.leaves
+    dtype, num_heads = jnp.promote_types(q.dtype, jnp.float32), q.shape[-2]
+    (q_size, kv_size), (q_length, kv_length) = plan.block_sizes, plan.lengths
+    # Nothing flows into a row that sees nothing, nor into those that only fill the last block: e^(s − inf) is 0.
+    sees = ~jnp.isneginf(operands.lse)
+    delta = (operands.out.astype(dtype) * operands.d_out.astype(dtype)).sum(axis=-1) - operands.d_lse
+    delta, lse = jnp.where(sees, delta, 0), jnp.where(sees, operands.lse, jnp.inf)
+    q_blocks, d_out_blocks = (_blocks(x.astype(v.dtype), q_size) for x in (q, operands.d_out))
+    q_turned, d_out_turned = q_blocks.swapaxes(-1, -2), d_out_blocks.swapaxes(-1, -2)
+    delta_blocks = _blocks(delta[..., None], q_size)[..., 0]
+    lse_blocks = _blocks(lse[..., None], q_size, fill=jnp.inf)[..., 0]
+    k_blocks, v_blocks = (_blocks(x, kv_size) for x in (k, v))
+    visits = _visits(operands.kinds.T)
+    # Each of what `vmap` maps has gradients of its own, though it may share the value.
+    spread = functools.partial(_spread, q.shape[0]) if plan.is_mapped else lambda x, shared: x
+    shared = plan.shared or (False,) * (len(leaves) + 1)
+    learned = [spread(leaves[at], shared[at]) for at in plan.learned]
+    plan = plan._replace(
+        shared=tuple(is_so and at not in plan.learned for at, is_so in enumerate(shared[:-1])) + (False,)
+    )
+
+    def key_block(totals, block):
+        j, k_j, v_j = block
+        k_j, v_j = (_per_query_head(x, num_heads) for x in (k_j, v_j))
+
+        def tile(kind, i, running):
+            dk_j, dv_j, dq_blocks, d_bias, d_learned = running
+
+            def scores(dots, bias_tile, learned):
+                given = list(leaves)
+                for at, leaf in zip(plan.learned, learned):
+                    given[at] = leaf
+                return _scores(plan, kind, i, j, dots, bias_tile, tuple(given))
+
+            bias_tile = None if bias is None else spread(_bias_tile(plan, bias, i, j), shared[-1])
+            s, pull_back = jax.vjp(scores, _dot(k_j, _at(q_turned, i), dtype), bias_tile, learned)
+            p = jnp.exp(s - _at(lse_blocks, i)[..., None, :])
+            kept, dp = p, _dot(v_j, _at(d_out_turned, i), dtype)
+            if plan.dropout_rate:
+                stays = _stays(plan, i, j, s.shape, leaves)
+                kept, dp = (jnp.where(stays, x / (1 - plan.dropout_rate), 0) for x in (p, dp))
+            d_dots, d_bias_tile, d_leaves = pull_back(p * (dp - _at(delta_blocks, i)[..., None, :]))
+            d_dots = d_dots.astype(q.dtype)
+            seen_k_j = jnp.where(_keys_seen(s)[..., None], k_j, 0) if kind == PART else k_j
+            dv_j = dv_j + _dot(kept.astype(v.dtype), _at(d_out_blocks, i), dtype)
+            dk_j = dk_j + _dot(d_dots, _at(q_blocks, i), dtype)
+            dq_blocks = _add_at(dq_blocks, i, _dot(seen_k_j.swapaxes(-1, -2), d_dots, dtype))
+            if d_bias is not None:
+                d_bias = _add_bias_tile(plan, d_bias, d_bias_tile, i, j)
+            d_learned = [total + d_leaf for total, d_leaf in zip(d_learned, d_leaves)]
+            return dk_j, dv_j, dq_blocks, d_bias, d_learned
+
+        zeros = _varying_like(q, tuple(jnp.zeros(x.shape, dtype) for x in (k_j, v_j)))
+        dk_j, dv_j, *totals = _visit(plan, visits, j, tile, (*zeros, *totals))
+        return totals, tuple(_per_key_head(x, k.shape[-2]) for x in (dk_j, dv_j))
+
+    d_bias = None if bias is None else jnp.zeros(jax.eval_shape(spread, bias, shared[-1]).shape, dtype)
+    d_learned = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in learned]
+    totals = _varying_like(q, [jnp.zeros(q_turned.shape, dtype), d_bias, d_learned])
+    blocks = (jnp.arange(len(k_blocks)), k_blocks, v_blocks)
+    (dq, d_bias, d_learned), (dk, dv) = lax.scan(key_block, totals, blocks)
+    d_sinks = None
+    if operands.sinks is not None:
+        d_sink = -jnp.exp(_sinks(plan, operands, dtype)[..., None, :] - lse) * delta
+        d_sinks = d_sink.sum(axis=tuple(range(int(plan.is_mapped), lse.ndim - 1))).astype(operands.sinks.dtype)
+    return (
+        _joined(dq.swapaxes(-1, -2), q_length).astype(q.dtype),
+        _joined(dk, kv_length).astype(k.dtype),
+        _joined(dv, kv_length).astype(v.dtype),
+        None if bias is None else d_bias.astype(bias.dtype),
+        d_sinks,
+        tuple(total.astype(leaf.dtype) for total, leaf in zip(d_learned, learned)),
+    )
+
+
+# What a tile is made of
+
+
+def _scores(plan, kind, i, j, dots, bias_tile, leaves):
+    """The scores `[..., H, keys, queries]` of query block i and key block j; −inf where they are not visible."""
+    (q_size, kv_size), (q_length, kv_length) = plan.block_sizes, plan.lengths
+
+    def scores(dots, bias_tile, leaves):
+        terms = jax.tree.unflatten(plan.treedef, leaves)
+        tile = _tile(plan, i, j, dots.shape, terms.q_positions, terms.kv_positions)
+        s = dots * terms.scale
+        if bias_tile is not None:
+            s = s + bias_tile.astype(s.dtype)
+        for mod in terms.score_mods:
+            s = mod.apply(s, tile)
+        if kind == PART:
+            visible = [] if terms.mask is None else [terms.mask.visible(tile)]
+            if q_length % q_size:
+                visible.append(tile.q_index < q_length)
+            if kv_length % kv_size:
+                visible.append(tile.kv_index < kv_length)
+            s = jnp.where(functools.reduce(jnp.logical_and, visible), s, -jnp.inf)
+        return s
+
+    if not plan.is_mapped:
+        return scores(dots, bias_tile, leaves)
+    *axes, bias_axis = (None if shared else 0 for shared in plan.shared)
+    return jax.vmap(scores, in_axes=(0, bias_axis, tuple(axes)))(dots, bias_tile, leaves)
+
+
+def _stays(plan, i, j, shape, leaves):
+    """Which weights of a tile dropout keeps."""
+
+    def stays(leaves):
+        words = jax.tree.unflatten(plan.treedef, leaves).dropout_words
+        tile = _tile(plan, i, j, shape)
+        return dropout.keep(words, plan.dropout_rate, tile.head, tile.q_index, tile.kv_index)
+
+    if not plan.is_mapped:
+        return stays(leaves)
+    return jax.vmap(stays, in_axes=(tuple(None if shared else 0 for shared in plan.shared[:-1]),), axis_size=shape[0])(
+        leaves
+    )
+
+
+def _tile(plan, i, j, shape, q_positions=None, kv_positions=None) -> Tile:
+    """The coordinates of query block i and key block j, for scores `[*batch, H, keys, queries]`."""
+
+    def side(block, size, positions, axis):
+        index = block * size + jnp.arange(size, dtype=jnp.int32)
+        side = Side(index, index, axis, start=block * size)
+        return side if positions is None else side._replace(position=side.take(positions))
+
+    *batch, num_heads, _, _ = shape
+    return Tile(
+        example=jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(*batch, 1, 1, 1),
+        head=jnp.arange(num_heads, dtype=jnp.int32)[:, None, None],
+        queries=side(i, plan.block_sizes[0], q_positions, -1),
+        keys=side(j, plan.block_sizes[1], kv_positions, -2),
+    )
+
+
+def _bias_tile(plan, bias, i, j):
+    """`[..., keys, queries or 1]` of a bias `[..., Tq or 1, Tk]`."""
+    if bias is None:
+        return None
+    sizes, starts = _bias_place(plan, bias, i, j)
+    return lax.dynamic_slice(bias, starts, sizes).swapaxes(-1, -2)
+
+
+def _add_bias_tile(plan, d_bias, d_tile, i, j):
+    sizes, starts = _bias_place(plan, d_bias, i, j)
+    d_tile = lax.dynamic_slice(d_bias, starts, sizes) + d_tile.swapaxes(-1, -2).astype(d_bias.dtype)
+    return lax.dynamic_update_slice(d_bias, d_tile, starts)
+
+
+def _bias_place(plan, bias, i, j):
+    q_size, kv_size = plan.block_sizes
+    of_all_queries = bias.shape[-2] == 1
+    sizes = (*bias.shape[:-2], 1 if of_all_queries else q_size, kv_size)
+    return sizes, (*(0,) * (bias.ndim - 2), 0 if of_all_queries else i * q_size, j * kv_size)
+
+
+def _keys_seen(s):
+    """`[..., H, keys]`: a key that no query of the tile sees must be inert even when it is NaN, and 0·NaN is NaN."""
+    return (s != -jnp.inf).any(axis=-1)
+
+
+def _sinks(plan, operands, dtype):
+    """`[..., H]`."""
+    sinks = operands.sinks.astype(dtype)
+    between = operands.q.ndim - 3 - int(plan.is_mapped)
+    return sinks.reshape(*sinks.shape[:-1], *(1,) * between, sinks.shape[-1])
+
+
+def _per_query_head(x, num_heads):
+    """`[..., Hk, n, m]` to `[..., H, n, m]`: head h of q reads head h // (H / Hk) (Ainslie et al. 2023)."""
+    group = num_heads // x.shape[-3]
+    return x if group == 1 else jnp.repeat(x, group, axis=-3)
+
+
+def _per_key_head(x, kv_heads):
+    """The transpose of `_per_query_head`: sums over each group."""
+    *batch, num_heads, n, m = x.shape
+    return x if num_heads == kv_heads else x.reshape(*batch, kv_heads, num_heads // kv_heads, n, m).sum(axis=-3)
+
+
+# Blocks and the order in which they are visited
+
+
+def _visits(kinds):
+    """For each row of tiles: its columns, FULL ones first, then PART; how many are FULL, and how many are either."""
+    return jnp.argsort(-kinds, axis=1, stable=True), (kinds == FULL).sum(axis=1), (kinds > NONE).sum(axis=1)
+
+
+def _visit(plan, visits, row, tile, running):
+    """`running` after tile(kind, column, running) for each column of the row that has anything to see."""
+    columns, full, some = (x[row] for x in visits)
+    for kind, start, stop in ((FULL, 0, full), (PART, full, some)):
+        if kind in plan.kinds:
+            running = lax.fori_loop(start, stop, lambda t, running, kind=kind: tile(kind, columns[t], running), running)
+    return running
+
+
+def _blocks(x, size, fill=0):
+    """`[..., T, H, D]` as `[n, ..., H, size, D]`, the last block filled up."""
+    *batch, length, heads, width = x.shape
+    x = jnp.pad(x, [(0, 0)] * len(batch) + [(0, -length % size), (0, 0), (0, 0)], constant_values=fill)
+    x = x.reshape(*batch, -1, size, heads, width)
+    return jnp.moveaxis(x, -4, 0).swapaxes(-2, -3)
+
+
+def _joined(blocks, length):
+    """The inverse of `_blocks`."""
+    x = jnp.moveaxis(blocks.swapaxes(-2, -3), 0, -4)
+    return x.reshape(*x.shape[:-4], -1, *x.shape[-2:])[..., :length, :, :]
+
+
+def _at(blocks, i):
+    return lax.dynamic_index_in_dim(blocks, i, keepdims=False)
+
+
+def _add_at(blocks, i, x):
+    return lax.dynamic_update_index_in_dim(blocks, _at(blocks, i) + x, i, axis=0)
+
+
+def _dot(a, b, dtype):
+    return jnp.matmul(a, b, preferred_element_type=dtype)
+
+
+# Under `vmap` and `shard_map`
+
+
+def _spread(size, x, shared):
+    return jnp.broadcast_to(x, (size, *x.shape)) if shared else x
+
+
+def _varying_like(x, tree):
+    """`tree` marked, within `shard_map`, as varying over the axes that `x` varies over."""
+    return jax.tree.map(lambda leaf: _varying(leaf, _axes(x)), tree)
+
+
+def _equally_varying(tree):
+    axes = frozenset().union(*(_axes(leaf) for leaf in jax.tree.leaves(tree)))
+    return jax.tree.map(lambda leaf: _varying(leaf, axes), tree)
+
+
+def _varying(x, axes):
+    missing = tuple(axes - _axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _axes(x):
+    """The mesh axes over which `x` varies within `shard_map`."""
+    return jax.typeof(x).manual_axis_type.varying

@@ -1,0 +1,211 @@
+"""Coordinates: where a rectangle of scores stands, and how a whole score array is cut into such rectangles.
+
+A `Tile` carries the coordinates of some queries and some keys, shaped to broadcast against their scores; what is
+written elementwise on them holds for any tile, whichever of its last two axes is the queries'. A `Tiling` carries
+the smallest and the largest coordinate of every tile, so that interval arithmetic can say in advance which tiles
+nobody can see.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Bool, Int
+
+from attnlab.types import Array
+
+
+class Side(NamedTuple):
+    """The queries of a tile, or its keys.
+
+    Attributes:
+      index: `[n]`, rows of the array they come from.
+      position: `[..., n]`, places in the sequence.
+      axis: −2 or −1, their axis in the scores.
+      start: first index when they are neighbours, None when they are scattered.
+      is_whole: whether they are all there are, in order.
+    """
+
+    index: Int[Array, " n"]
+    position: Int[Array, "..."]
+    axis: int
+    start: int | Array | None = None
+    is_whole: bool = False
+
+    def take(self, x: Array, axis: int = -1) -> Array:
+        """Their part of `x` along an axis that has one entry for every row, or a single one for all."""
+        if self.is_whole or x.shape[axis] == 1:
+            return x
+        if self.start is None:
+            return jnp.take(x, self.index, axis=axis)
+        # A slice, which costs less than a gather; clamped, so `x` must reach to the end of the last tile.
+        return lax.dynamic_slice_in_dim(x, self.start, len(self.index), axis=axis)
+
+    def lay(self, x: Array) -> Array:
+        """`[..., n]` as `[..., 1, n, 1]` or `[..., 1, 1, n]`, to broadcast against scores."""
+        return x[..., None, :, None] if self.axis == -2 else x[..., None, None, :]
+
+
+class Tile(NamedTuple):
+    """The coordinates of a rectangle of scores, which all broadcast against the scores.
+
+    The scores have axes `[..., H, queries, keys]` or `[..., H, keys, queries]`: work elementwise on coordinates, and
+    take arrays through `of_queries`, `of_keys` and `of_pairs`, and either order is right.
+
+    Attributes:
+      example: `[..., 1, 1, 1]`, the index of the example in the batch, counted through all batch axes.
+      head: `[H, 1, 1]`, the query head.
+      queries, keys: the two sides.
+    """
+
+    example: Int[Array, "..."]
+    head: Int[Array, "H 1 1"]
+    queries: Side
+    keys: Side
+
+    @property
+    def q_index(self) -> Int[Array, "..."]:
+        """Rows of q."""
+        return self.queries.lay(self.queries.index)
+
+    @property
+    def kv_index(self) -> Int[Array, "..."]:
+        """Rows of k and v."""
+        return self.keys.lay(self.keys.index)
+
+    @property
+    def q_position(self) -> Int[Array, "..."]:
+        """Places of the queries in their sequence."""
+        return self.queries.lay(self.queries.position)
+
+    @property
+    def kv_position(self) -> Int[Array, "..."]:
+        """Places of the keys in theirs."""
+        return self.keys.lay(self.keys.position)
+
+    def of_queries(self, x: Array) -> Array:
+        """What an array `[..., Tq]` holds for this tile's queries, laid out like the scores."""
+        return self.queries.lay(self.queries.take(x))
+
+    def of_keys(self, x: Array) -> Array:
+        """What an array `[..., Tk]` holds for this tile's keys, laid out like the scores."""
+        return self.keys.lay(self.keys.take(x))
+
+    def of_pairs(self, x: Array) -> Array:
+        """What an array `[..., Tq or 1, Tk or 1]` holds for this tile, laid out like the scores."""
+        x = self.keys.take(self.queries.take(x, axis=-2), axis=-1)
+        return x if self.queries.axis == -2 else jnp.swapaxes(x, -1, -2)
+
+
+def whole(
+    q_length: int, kv_length: int, num_heads: int = 1, q_positions=None, kv_positions=None, batch=(), xp=jnp
+) -> Tile:
+    """The tile that covers all of a `[*batch, H, Tq, Tk]` score array.
+
+    `q_positions` `[Tq]` or `[..., Tq]` and `kv_positions` likewise are `arange` when absent. `xp` is the array
+    module for what is not given: `numpy` keeps a static question out of the trace.
+    """
+
+    def side(length, positions, axis):
+        index = xp.arange(length, dtype=xp.int32)
+        return Side(index, index if positions is None else positions, axis, start=0, is_whole=True)
+
+    return Tile(
+        example=xp.arange(math.prod(batch), dtype=xp.int32).reshape(*batch, 1, 1, 1),
+        head=xp.arange(num_heads, dtype=xp.int32)[:, None, None],
+        queries=side(q_length, q_positions, -2),
+        keys=side(kv_length, kv_positions, -1),
+    )
+
+
+class Span(NamedTuple):
+    """The smallest and the largest value within each tile."""
+
+    low: Array
+    high: Array
+
+
+class Tiling(NamedTuple):
+    """A score array `[..., H, Tq, Tk]` cut into nQ × nK tiles; its spans broadcast to `[..., H, nQ, nK]`.
+
+    Attributes:
+      covers: the tile that covers all.
+      block_sizes: queries and keys of a tile; the last ones may be ragged.
+    """
+
+    covers: Tile
+    block_sizes: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(nQ, nK)."""
+        sides = (self.covers.queries, self.covers.keys)
+        return tuple(-(-len(side.index) // size) for side, size in zip(sides, self.block_sizes))
+
+    @property
+    def q_index(self) -> Span:
+        """Rows of q."""
+        return self.of_queries(self.covers.queries.index)
+
+    @property
+    def kv_index(self) -> Span:
+        """Rows of k and v."""
+        return self.of_keys(self.covers.keys.index)
+
+    @property
+    def q_position(self) -> Span:
+        """Places of the queries in their sequence."""
+        return self.of_queries(self.covers.queries.position)
+
+    @property
+    def kv_position(self) -> Span:
+        """Places of the keys in theirs."""
+        return self.of_keys(self.covers.keys.position)
+
+    def of_queries(self, x: Array) -> Span:
+        """Spans of an array `[..., Tq]`."""
+        blocks = blocked(known(x), self.block_sizes[0])
+        return Span(*(self.covers.queries.lay(edge) for edge in (blocks.min(axis=-1), blocks.max(axis=-1))))
+
+    def of_keys(self, x: Array) -> Span:
+        """Spans of an array `[..., Tk]`."""
+        blocks = blocked(known(x), self.block_sizes[1])
+        return Span(*(self.covers.keys.lay(edge) for edge in (blocks.min(axis=-1), blocks.max(axis=-1))))
+
+    def of_pairs(self, x: Bool[Array, "..."]) -> tuple[Array, Array]:
+        """Of a bool array `[..., Tq, Tk]`: whether any of a tile's entries is set, and whether all are."""
+        x = blocked(known(x), self.block_sizes[1])  # [..., Tq, nK, size]
+        some, every = (blocked(xp.swapaxes(-1, -2), self.block_sizes[0]) for xp in (x.any(-1), x.all(-1)))
+        return some.any(-1).swapaxes(-1, -2), every.all(-1).swapaxes(-1, -2)
+
+    def row(self, i: int | Array) -> Tile:
+        """The tile of query block i and all keys. Past the last query it repeats it, which changes no any or all."""
+        queries = self.covers.queries
+        size = self.block_sizes[0]
+        index = jnp.minimum(i * size + jnp.arange(size, dtype=jnp.int32), len(queries.index) - 1)
+        position = jnp.take(jnp.asarray(queries.position), index, axis=-1)
+        return self.covers._replace(queries=Side(index, position, axis=-2))
+
+
+def known(x: Array) -> Array:
+    """`x` in NumPy when its values are known while tracing, so that what follows from it is known too."""
+    return x if isinstance(x, jax.core.Tracer) else np.asarray(x)
+
+
+def padded(x: Array, length: int, axis: int = -1) -> Array:
+    """`x` with zeros (False) appended along an axis up to `length`."""
+    short = length - x.shape[axis]
+    widths = [(0, short if at == axis % x.ndim else 0) for at in range(x.ndim)]
+    return jnp.pad(x, widths) if short else x
+
+
+def blocked(x: Array, size: int) -> Array:
+    """`[..., n]` as `[..., ceil(n / size), size]`, its last entry repeated to fill the last block."""
+    xp = np if isinstance(x, np.ndarray) else jnp
+    short = -x.shape[-1] % size
+    if short:
+        x = xp.concatenate([x, xp.repeat(x[..., -1:], short, axis=-1)], axis=-1)
+    return x.reshape(*x.shape[:-1], -1, size)
