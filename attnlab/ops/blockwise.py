@@ -244,7 +244,7 @@ _FIRST_ORDER = (
 
 def _mapped(plan, operands, is_batched, size):
     """Plan and operands with one more mapped axis, made one with that which there may be."""
-    had = operands.q.shape[0] if plan.is_mapped else 1
+    had = operands.q.shape[int(is_batched.q)] if plan.is_mapped else 1
     was_shared = plan.shared or (not plan.is_mapped,) * (len(operands.leaves) + 1)
 
     def merge(x, batched, was_shared, may_stay=False):
@@ -343,10 +343,10 @@ def _backward(plan: _Plan, operands: _Operands):
     # Each of what `vmap` maps has gradients of its own, though it may share the value.
     spread = functools.partial(_spread, q.shape[0]) if plan.is_mapped else lambda x, shared: x
     shared = plan.shared or (False,) * (len(leaves) + 1)
-    learned = [spread(leaves[at], shared[at]) for at in plan.learned]
-    plan = plan._replace(
-        shared=tuple(is_so and at not in plan.learned for at, is_so in enumerate(shared[:-1])) + (False,)
-    )
+    leaves = tuple(spread(leaf, shared[at]) if at in plan.learned else leaf for at, leaf in enumerate(leaves))
+    learned = [leaves[at] for at in plan.learned]
+    still_shared = (is_so and at not in plan.learned for at, is_so in enumerate(shared[:-1]))
+    plan = plan._replace(shared=(*still_shared, False))
 
     def key_block(totals, block):
         j, k_j, v_j = block
@@ -383,7 +383,7 @@ def _backward(plan: _Plan, operands: _Operands):
         dk_j, dv_j, *totals = _visit(plan, visits, j, tile, (*zeros, *totals))
         return totals, tuple(_per_key_head(x, k.shape[-2]) for x in (dk_j, dv_j))
 
-    d_bias = None if bias is None else jnp.zeros(jax.eval_shape(spread, bias, shared[-1]).shape, dtype)
+    d_bias = None if bias is None else jnp.zeros_like(spread(bias, shared[-1]), dtype)
     d_learned = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in learned]
     totals = _varying_like(q, [jnp.zeros(q_turned.shape, dtype), d_bias, d_learned])
     blocks = (jnp.arange(len(k_blocks)), k_blocks, v_blocks)
@@ -437,7 +437,7 @@ def _stays(plan, i, j, shape, leaves):
 
     def stays(leaves):
         words = jax.tree.unflatten(plan.treedef, leaves).dropout_words
-        tile = _tile(plan, i, j, shape)
+        tile = _tile(plan, i, j, shape[int(plan.is_mapped) :])
         return dropout.keep(words, plan.dropout_rate, tile.head, tile.q_index, tile.kv_index)
 
     if not plan.is_mapped:
