@@ -74,8 +74,12 @@ def attend(
         rank = len(batch) + 3
         bias = jnp.reshape(bias, (1,) * (rank - bias.ndim) + bias.shape)
         bias = padded(padded(bias, 1 if bias.shape[-2] == 1 else ends[0], axis=-2), ends[1])
+    scale = head_dim**-0.5 if scale is None else scale
+    if q.dtype == dtype or (isinstance(scale, float) and math.frexp(scale)[0] == 0.5):
+        # Where nothing is rounded that would not be anyway: a pass over each tile less.
+        q, scale = (q * scale).astype(q.dtype), None
     terms = _Terms(
-        scale=jnp.asarray(head_dim**-0.5 if scale is None else scale, dtype),
+        scale=None if scale is None else jnp.asarray(scale, dtype),
         score_mods=tuple(mod.opened(dtype) for mod in score_mods),
         mask=None if mask is None else mask.for_tiles(*ends),
         dropout_words=dropout.key_words(dropout_keys) if dropout_rate else None,
@@ -108,7 +112,7 @@ def attend(
 class _Terms(NamedTuple):
     """What turns products into scores, tile by tile; those with gradients first."""
 
-    scale: Array
+    scale: Array | None
     score_mods: tuple
     mask: Mask | None
     dropout_words: Array | None
@@ -278,16 +282,21 @@ def _forward(plan: _Plan, operands: _Operands):
     """(out, lse)."""
     q, k, v, bias, leaves = operands.q, operands.k, operands.v, operands.bias, operands.leaves
     dtype, num_heads = jnp.promote_types(q.dtype, jnp.float32), q.shape[-2]
-    q_size, kv_size = plan.block_sizes
-    q_blocks, v_blocks = (_blocks(x, size).swapaxes(-1, -2) for x, size in ((q, q_size), (v, kv_size)))
-    k_blocks = _blocks(k, kv_size)
+    (q_size, kv_size), q_length = plan.block_sizes, plan.lengths[0]
+    q_blocks, k_blocks, v_blocks = _blocked(q, q_size), _blocked(k, kv_size), _blocked(v, kv_size)
     visits = _visits(operands.kinds)
 
-    def query_block(i, q_i):
+    def query_block(i):
+        q_i = _at(q_blocks, i)
+
         def tile(kind, j, running):
             largest, total, weighted = running
             k_j, v_j = (_per_query_head(_at(blocks, j), num_heads) for blocks in (k_blocks, v_blocks))
-            s = _scores(plan, kind, i, j, _dot(k_j, q_i, dtype), _bias_tile(plan, bias, i, j), leaves)
+            dots = _product("kd,qd->kq", k_j, q_i, dtype)
+            s, seen = _scores(plan, kind, i, j, dots, _bias_tile(plan, bias, i, j), leaves)
+            if kind == PART:
+                s = lax.optimization_barrier(s)  # or XLA would draw the mask again for each use
+                v_j = jnp.where(seen[..., None], v_j, 0)
             new_largest = jnp.maximum(largest, s.max(axis=-2))
             # A row that has seen nothing yet has largest score −inf: exp(−inf − 0) is 0, exp(−inf + inf) is not.
             shift = jnp.where(jnp.isneginf(new_largest), 0, new_largest)
@@ -296,9 +305,7 @@ def _forward(plan: _Plan, operands: _Operands):
             total = total * shrink + p.sum(axis=-2)
             if plan.dropout_rate:
                 p = jnp.where(_stays(plan, i, j, s.shape, leaves), p, 0)
-            if kind == PART:
-                v_j = jnp.where(_keys_seen(s)[..., None, :], v_j, 0)
-            weighted = weighted * shrink[..., None, :] + _dot(v_j, p.astype(v.dtype), dtype)
+            weighted = weighted * shrink[..., None, :] + _product("kd,kq->dq", v_j, p.astype(v.dtype), dtype)
             return new_largest, total, weighted
 
         leading = q_i.shape[:-2]
@@ -316,11 +323,11 @@ def _forward(plan: _Plan, operands: _Operands):
         sees = total > 0
         total = jnp.where(sees, total, 1)
         out = weighted / (total * (1 - plan.dropout_rate))[..., None, :]
-        return out.astype(q.dtype), jnp.where(sees, largest + jnp.log(total), -jnp.inf)
+        lse = jnp.where(sees, largest + jnp.log(total), -jnp.inf)
+        return out.astype(q.dtype), lse[..., None, :]
 
-    out, lse = lax.map(lambda block: query_block(*block), (jnp.arange(len(q_blocks)), q_blocks))
-    q_length = plan.lengths[0]
-    return _joined(out.swapaxes(-1, -2), q_length), _joined(lse[..., None], q_length)[..., 0]
+    out, lse = lax.map(query_block, jnp.arange(visits.columns.shape[0]))
+    return _joined_turned(out, q_length), _joined_turned(lse, q_length)[..., 0]
 
 
 @_explicitly_batched
@@ -332,13 +339,15 @@ def _backward(plan: _Plan, operands: _Operands):
     (q_size, kv_size), (q_length, kv_length) = plan.block_sizes, plan.lengths
     # Nothing flows into a row that sees nothing, nor into those that only fill the last block: e^(s − inf) is 0.
     sees = ~jnp.isneginf(operands.lse)
-    delta = (operands.out.astype(dtype) * operands.d_out.astype(dtype)).sum(axis=-1) - operands.d_lse
+    delta = (
+        jnp.matmul(operands.out.astype(dtype) * operands.d_out.astype(dtype), jnp.ones(v.shape[-1], dtype))
+        - operands.d_lse
+    )
     delta, lse = jnp.where(sees, delta, 0), jnp.where(sees, operands.lse, jnp.inf)
-    q_blocks, d_out_blocks = (_blocks(x.astype(v.dtype), q_size) for x in (q, operands.d_out))
-    q_turned, d_out_turned = q_blocks.swapaxes(-1, -2), d_out_blocks.swapaxes(-1, -2)
-    delta_blocks = _blocks(delta[..., None], q_size)[..., 0]
-    lse_blocks = _blocks(lse[..., None], q_size, fill=jnp.inf)[..., 0]
-    k_blocks, v_blocks = (_blocks(x, kv_size) for x in (k, v))
+    delta, lse = delta[..., None], lse[..., None]
+    q_blocks, d_out_blocks, delta_blocks = (_blocked(x, q_size) for x in (q, operands.d_out.astype(v.dtype), delta))
+    lse_blocks = _blocked(lse, q_size, fill=jnp.inf)
+    k_blocks, v_blocks = (_blocked(x, kv_size) for x in (k, v))
     visits = _visits(operands.kinds.T)
     # Each of what `vmap` maps has gradients of its own, though it may share the value.
     spread = functools.partial(_spread, q.shape[0]) if plan.is_mapped else lambda x, shared: x
@@ -348,12 +357,11 @@ def _backward(plan: _Plan, operands: _Operands):
     still_shared = (is_so and at not in plan.learned for at, is_so in enumerate(shared[:-1]))
     plan = plan._replace(shared=(*still_shared, False))
 
-    def key_block(totals, block):
-        j, k_j, v_j = block
-        k_j, v_j = (_per_query_head(x, num_heads) for x in (k_j, v_j))
+    def key_block(j, totals):
+        k_j, v_j = (_per_query_head(_at(blocks, j), num_heads) for blocks in (k_blocks, v_blocks))
 
         def tile(kind, i, running):
-            dk_j, dv_j, dq_blocks, d_bias, d_learned = running
+            dk_j, dv_j, dq_turned, d_bias, d_learned = running
 
             def scores(dots, bias_tile, learned):
                 given = list(leaves)
@@ -362,40 +370,46 @@ def _backward(plan: _Plan, operands: _Operands):
                 return _scores(plan, kind, i, j, dots, bias_tile, tuple(given))
 
             bias_tile = None if bias is None else spread(_bias_tile(plan, bias, i, j), shared[-1])
-            s, pull_back = jax.vjp(scores, _dot(k_j, _at(q_turned, i), dtype), bias_tile, learned)
-            p = jnp.exp(s - _at(lse_blocks, i)[..., None, :])
-            kept, dp = p, _dot(v_j, _at(d_out_turned, i), dtype)
+            q_i, d_out_i = _at(q_blocks, i), _at(d_out_blocks, i)
+            lse_i, delta_i = (_at(blocks, i).swapaxes(-1, -2) for blocks in (lse_blocks, delta_blocks))
+            dots = _product("kd,qd->kq", k_j, q_i, dtype)
+            s, pull_back, seen = jax.vjp(scores, dots, bias_tile, learned, has_aux=True)
+            p = jnp.exp(s - lse_i)
+            kept, dp = p, _product("kd,qd->kq", v_j, d_out_i, dtype)
             if plan.dropout_rate:
                 stays = _stays(plan, i, j, s.shape, leaves)
                 kept, dp = (jnp.where(stays, x / (1 - plan.dropout_rate), 0) for x in (p, dp))
-            d_dots, d_bias_tile, d_leaves = pull_back(p * (dp - _at(delta_blocks, i)[..., None, :]))
+            d_dots, d_bias_tile, d_leaves = pull_back(p * (dp - delta_i))
             d_dots = d_dots.astype(q.dtype)
-            seen_k_j = jnp.where(_keys_seen(s)[..., None], k_j, 0) if kind == PART else k_j
-            dv_j = dv_j + _dot(kept.astype(v.dtype), _at(d_out_blocks, i), dtype)
-            dk_j = dk_j + _dot(d_dots, _at(q_blocks, i), dtype)
-            dq_blocks = _add_at(dq_blocks, i, _dot(seen_k_j.swapaxes(-1, -2), d_dots, dtype))
+            seen_k_j = jnp.where(seen[..., None], k_j, 0) if kind == PART else k_j
+            dv_j = dv_j + _product("kq,qd->kd", kept.astype(v.dtype), d_out_i, dtype)
+            dk_j = dk_j + _product("kq,qd->kd", d_dots, q_i, dtype)
+            dq_i = dq_turned[i] + _product("kd,kq->dq", seen_k_j, d_dots, dtype)
+            dq_turned = lax.dynamic_update_index_in_dim(dq_turned, dq_i, i, axis=0)
             if d_bias is not None:
                 d_bias = _add_bias_tile(plan, d_bias, d_bias_tile, i, j)
             d_learned = [total + d_leaf for total, d_leaf in zip(d_learned, d_leaves)]
-            return dk_j, dv_j, dq_blocks, d_bias, d_learned
+            return dk_j, dv_j, dq_turned, d_bias, d_learned
 
+        dk, dv, *totals = totals
         zeros = _varying_like(q, tuple(jnp.zeros(x.shape, dtype) for x in (k_j, v_j)))
         dk_j, dv_j, *totals = _visit(plan, visits, j, tile, (*zeros, *totals))
-        return totals, tuple(_per_key_head(x, k.shape[-2]) for x in (dk_j, dv_j))
+        dk, dv = (_put(whole, j, _per_key_head(x, k.shape[-2])) for whole, x in ((dk, dk_j), (dv, dv_j)))
+        return dk, dv, *totals
 
     d_bias = None if bias is None else jnp.zeros_like(spread(bias, shared[-1]), dtype)
     d_learned = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in learned]
-    totals = _varying_like(q, [jnp.zeros(q_turned.shape, dtype), d_bias, d_learned])
-    blocks = (jnp.arange(len(k_blocks)), k_blocks, v_blocks)
-    (dq, d_bias, d_learned), (dk, dv) = lax.scan(key_block, totals, blocks)
+    turned = (visits.columns.shape[1], *q.shape[:-3], num_heads, q.shape[-1], q_size)
+    totals = (jnp.zeros_like(k_blocks), jnp.zeros_like(v_blocks), jnp.zeros(turned, dtype), d_bias, d_learned)
+    dk, dv, dq, d_bias, d_learned = lax.fori_loop(0, visits.columns.shape[0], key_block, _varying_like(q, totals))
     d_sinks = None
     if operands.sinks is not None:
-        d_sink = -jnp.exp(_sinks(plan, operands, dtype)[..., None, :] - lse) * delta
-        d_sinks = d_sink.sum(axis=tuple(range(int(plan.is_mapped), lse.ndim - 1))).astype(operands.sinks.dtype)
+        d_sink = -(jnp.exp(_sinks(plan, operands, dtype)[..., None, :, None] - lse) * delta)[..., 0]
+        d_sinks = d_sink.sum(axis=tuple(range(int(plan.is_mapped), d_sink.ndim - 1))).astype(operands.sinks.dtype)
     return (
-        _joined(dq.swapaxes(-1, -2), q_length).astype(q.dtype),
-        _joined(dk, kv_length).astype(k.dtype),
-        _joined(dv, kv_length).astype(v.dtype),
+        _joined_turned(dq, q_length).astype(q.dtype),
+        _joined(dk, kv_length),
+        _joined(dv, kv_length),
         None if bias is None else d_bias.astype(bias.dtype),
         d_sinks,
         tuple(total.astype(leaf.dtype) for total, leaf in zip(d_learned, learned)),
@@ -406,13 +420,16 @@ def _backward(plan: _Plan, operands: _Operands):
 
 
 def _scores(plan, kind, i, j, dots, bias_tile, leaves):
-    """The scores `[..., H, keys, queries]` of query block i and key block j; −inf where they are not visible."""
+    """The scores `[..., H, keys, queries]` of query block i and key block j; −inf where they are not visible.
+
+    And which keys any of the queries sees, `[..., H or 1, keys]`: the others must be inert, even NaN, but 0·NaN is NaN.
+    """
     (q_size, kv_size), (q_length, kv_length) = plan.block_sizes, plan.lengths
 
     def scores(dots, bias_tile, leaves):
         terms = jax.tree.unflatten(plan.treedef, leaves)
         tile = _tile(plan, i, j, dots.shape, terms.q_positions, terms.kv_positions)
-        s = dots * terms.scale
+        s, seen = dots if terms.scale is None else dots * terms.scale, None
         if bias_tile is not None:
             s = s + bias_tile.astype(s.dtype)
         for mod in terms.score_mods:
@@ -423,8 +440,11 @@ def _scores(plan, kind, i, j, dots, bias_tile, leaves):
                 visible.append(tile.q_index < q_length)
             if kv_length % kv_size:
                 visible.append(tile.kv_index < kv_length)
-            s = jnp.where(functools.reduce(jnp.logical_and, visible), s, -jnp.inf)
-        return s
+            visible = functools.reduce(jnp.logical_and, visible)
+            visible = visible.reshape((1,) * (s.ndim - visible.ndim) + visible.shape)
+            s = jnp.where(visible, s, -jnp.inf)
+            seen = jnp.broadcast_to(visible, (*visible.shape[:-2], *s.shape[-2:])).any(axis=-1)
+        return s, seen
 
     if not plan.is_mapped:
         return scores(dots, bias_tile, leaves)
@@ -451,8 +471,9 @@ def _tile(plan, i, j, shape, q_positions=None, kv_positions=None) -> Tile:
     """The coordinates of query block i and key block j, for scores `[*batch, H, keys, queries]`."""
 
     def side(block, size, positions, axis):
-        index = block * size + jnp.arange(size, dtype=jnp.int32)
-        side = Side(index, index, axis, start=block * size)
+        start = jnp.asarray(block * size, jnp.int32)
+        index = start + jnp.arange(size, dtype=jnp.int32)
+        side = Side(index, index, axis, start)
         return side if positions is None else side._replace(position=side.take(positions))
 
     *batch, num_heads, _, _ = shape
@@ -485,11 +506,6 @@ def _bias_place(plan, bias, i, j):
     return sizes, (*(0,) * (bias.ndim - 2), 0 if of_all_queries else i * q_size, j * kv_size)
 
 
-def _keys_seen(s):
-    """`[..., H, keys]`: a key that no query of the tile sees must be inert even when it is NaN, and 0·NaN is NaN."""
-    return (s != -jnp.inf).any(axis=-1)
-
-
 def _sinks(plan, operands, dtype):
     """`[..., H]`."""
     sinks = operands.sinks.astype(dtype)
@@ -512,9 +528,16 @@ def _per_key_head(x, kv_heads):
 # Blocks and the order in which they are visited
 
 
+class _Visits(NamedTuple):
+    columns: Array
+    full: Array
+    some: Array
+
+
 def _visits(kinds):
     """For each row of tiles: its columns, FULL ones first, then PART; how many are FULL, and how many are either."""
-    return jnp.argsort(-kinds, axis=1, stable=True), (kinds == FULL).sum(axis=1), (kinds > NONE).sum(axis=1)
+    columns = jnp.argsort(-kinds, axis=1, stable=True)
+    return _Visits(columns, (kinds == FULL).sum(axis=1), (kinds > NONE).sum(axis=1))
 
 
 def _visit(plan, visits, row, tile, running):
@@ -526,30 +549,38 @@ def _visit(plan, visits, row, tile, running):
     return running
 
 
-def _blocks(x, size, fill=0):
-    """`[..., T, H, D]` as `[n, ..., H, size, D]`, the last block filled up."""
+def _blocked(x, size, fill=0):
+    """`[..., T, H, D]` as `[..., n, size, H, D]`, the last block filled up."""
     *batch, length, heads, width = x.shape
     x = jnp.pad(x, [(0, 0)] * len(batch) + [(0, -length % size), (0, 0), (0, 0)], constant_values=fill)
-    x = x.reshape(*batch, -1, size, heads, width)
-    return jnp.moveaxis(x, -4, 0).swapaxes(-2, -3)
+    return x.reshape(*batch, -1, size, heads, width)
 
 
-def _joined(blocks, length):
-    """The inverse of `_blocks`."""
-    x = jnp.moveaxis(blocks.swapaxes(-2, -3), 0, -4)
+def _at(blocked, i):
+    """Block i as `[..., H, size, D]`, a copy of its own, which products may then read in any order."""
+    block = lax.dynamic_index_in_dim(blocked, i, axis=blocked.ndim - 4, keepdims=False)
+    return lax.optimization_barrier(block.swapaxes(-2, -3))
+
+
+def _put(blocked, i, block):
+    """`blocked` with `[..., H, size, D]` in the place of block i."""
+    block = block.swapaxes(-2, -3).astype(blocked.dtype)
+    return lax.dynamic_update_index_in_dim(blocked, block, i, axis=blocked.ndim - 4)
+
+
+def _joined(x, length):
+    """The inverse of `_blocked`."""
     return x.reshape(*x.shape[:-4], -1, *x.shape[-2:])[..., :length, :, :]
 
 
-def _at(blocks, i):
-    return lax.dynamic_index_in_dim(blocks, i, keepdims=False)
+def _joined_turned(x, length):
+    """`[n, ..., H, D, size]` as `[..., T, H, D]`; sums over keys come out so, and are turned once and not by tile."""
+    return _joined(jnp.moveaxis(x, (0, -1), (-4, -3)), length)
 
 
-def _add_at(blocks, i, x):
-    return lax.dynamic_update_index_in_dim(blocks, _at(blocks, i) + x, i, axis=0)
-
-
-def _dot(a, b, dtype):
-    return jnp.matmul(a, b, preferred_element_type=dtype)
+def _product(subscripts, a, b, dtype):
+    a_axes, b_axes, axes = subscripts.replace("->", ",").split(",")
+    return jnp.einsum(f"...{a_axes},...{b_axes}->...{axes}", a, b, preferred_element_type=dtype)
 
 
 # Under `vmap` and `shard_map`
