@@ -2,6 +2,6 @@
 
 from attnlab import masks, nn, score_mods
 from attnlab.loading import load
-from attnlab.ops.attention import attention, attention_weights, explain, implementations
+from attnlab.ops.attention import attention, attention_weights, explain, implementations, merge
 
-__all__ = ["attention", "attention_weights", "explain", "implementations", "load", "masks", "nn", "score_mods"]
+__all__ = ["attention", "attention_weights", "explain", "implementations", "load", "masks", "merge", "nn", "score_mods"]

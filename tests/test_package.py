@@ -77,7 +77,7 @@ def test_every_public_name_is_documented(value):
 def test_documented_examples_run(name):
     module = importlib.import_module(name)
     names = {"jax": jax, "jnp": jnp, "np": np, "Path": Path, "Causal": attnlab.masks.Causal} | vars(module)
-    names.setdefault("whole", attnlab.ops.masks.whole)
+    names.setdefault("whole", attnlab.ops.tiles.whole)
     results = doctest.testmod(module, extraglobs=names, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert results.failed == 0
 

@@ -1,5 +1,6 @@
 """The front door: checks the arguments, picks a backend, and can say why."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -7,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from attnlab.ops import blockwise, dense, dropout
+from attnlab.ops import blockwise, cudnn, dense, dropout, splash
 from attnlab.ops.masks import Dense, Mask, require_positions
 from attnlab.ops.score_mods import ScoreMod
 from attnlab.types import Array
 
 # In the order of preference of "auto". A backend is a module with `attend`, which returns (out, lse), and
 # `reason_against`, which takes the same arguments and says in a few words why it cannot honour them, or None.
-_BACKENDS = {"dense": dense, "blockwise": blockwise}
+_BACKENDS = {"cudnn": cudnn, "splash": splash, "blockwise": blockwise, "dense": dense}
 
 
 class Explanation(NamedTuple):
@@ -36,7 +37,7 @@ def implementations() -> tuple[str, ...]:
     """The names that `impl` takes, besides "auto".
 
     >>> implementations()
-    ('dense',)
+    ('cudnn', 'splash', 'blockwise', 'dense')
     """
     return tuple(_BACKENDS)
 
@@ -94,8 +95,8 @@ def attention(
     arguments = _checked(
         q, k, v, mask, score_mod, bias, scale, sinks, dropout_rate, dropout_key, q_positions, kv_positions
     )
-    name = _choose(impl, arguments, block_sizes).backend
-    out, lse = _BACKENDS[name].attend(**arguments, **({"block_sizes": block_sizes} if block_sizes else {}))
+    name = _choose(impl, arguments, block_sizes, return_lse).backend
+    out, lse = _BACKENDS[name].attend(**arguments, block_sizes=block_sizes)
     return (out, lse) if return_lse else out
 
 
@@ -130,6 +131,45 @@ def attention_weights(
     return dense.weights(**arguments, rows=rows)[0]
 
 
+def merge(
+    parts: Sequence[tuple[Float[Array, "*B Tq H Dv"], Float[Array, "*B Tq H"]]],
+) -> tuple[Float[Array, "*B Tq H Dv"], Float[Array, "*B Tq H"]]:
+    """Joins attention over disjoint sets of keys into attention over all of them.
+
+    With o_p and lse_p those of part p: lse = log Σ_p e^lse_p, o = Σ_p e^(lse_p − lse) o_p. Sinks go to one part only,
+    or they count as often as they are given.
+
+    Args:
+      parts: what `attention(..., return_lse=True)` gave for the same queries and each set of keys.
+
+    Returns:
+      (out, lse) as one call would have given them, differentiable.
+
+    Raises:
+      ValueError: no parts, or parts of different shapes.
+
+    >>> q, k, v = jnp.ones((2, 1, 4)), jnp.ones((6, 1, 4)), jnp.ones((6, 1, 4))
+    >>> parts = [attention(q, k[at], v[at], return_lse=True) for at in (slice(0, 2), slice(2, 6))]
+    >>> out, lse = merge(parts)
+    >>> bool(jnp.allclose(lse, attention(q, k, v, return_lse=True)[1]))
+    True
+    """
+    parts = list(parts)
+    shapes = [(out.shape, lse.shape) for out, lse in parts]
+    if not parts or any(shape != shapes[0] or out[:-1] != lse for shape in shapes for out, lse in [shape]):
+        raise ValueError(f"merge was given shapes {shapes}: expected one or more (out, lse) of the same queries")
+    lses = jnp.stack([lse for _, lse in parts])
+    # A part that saw nothing has lse −inf and weight 0; if none saw anything, so has the whole.
+    largest = jax.lax.stop_gradient(lses.max(axis=0))
+    saw = ~jnp.isneginf(lses)
+    shares = jnp.where(saw, jnp.exp(jnp.where(saw, lses - jnp.where(jnp.isneginf(largest), 0, largest), 0)), 0)
+    total = shares.sum(axis=0)
+    sees = total > 0
+    total = jnp.where(sees, total, 1)
+    out = sum((share / total)[..., None] * out.astype(total.dtype) for share, (out, _) in zip(shares, parts))
+    return out.astype(parts[0][0].dtype), jnp.where(sees, largest + jnp.log(total), -jnp.inf)
+
+
 def explain(q, k, v, *terms, impl: str = "auto", block_sizes=None, return_lse: bool = False, **named) -> Explanation:
     """Which backend `attention` would run for these arguments, and for every other one the reason it would not.
 
@@ -138,23 +178,44 @@ def explain(q, k, v, *terms, impl: str = "auto", block_sizes=None, return_lse: b
     >>> q = k = v = jnp.ones((5, 4, 8))
     >>> print(explain(q, k, v, mask=Causal()))
     runs dense
+    not cudnn: it needs a gpu, and this is a cpu
+    not splash: it needs a tpu, and this is a cpu
     """
-    return _choose(impl, _checked(q, k, v, *terms, **named), block_sizes)
+    return _choose(impl, _checked(q, k, v, *terms, **named), block_sizes, return_lse)
 
 
-def _choose(impl, arguments, block_sizes) -> Explanation:
+def _choose(impl, arguments, block_sizes, return_lse) -> Explanation:
     if impl != "auto" and impl not in _BACKENDS:
         raise ValueError(f'impl = {impl!r} is unknown: use "auto" or one of {", ".join(map(repr, _BACKENDS))}')
     if block_sizes is not None and (len(block_sizes) != 2 or min(block_sizes) < 1):
         raise ValueError(f"block_sizes = {block_sizes}: expected two sizes of 1 or more, (queries, keys) of a tile")
-    reasons = {name: backend.reason_against(block_sizes, **arguments) for name, backend in _BACKENDS.items()}
+    asked = {"block_sizes": block_sizes, "return_lse": return_lse}
+    reasons = {
+        name: _platform_against(name, impl, arguments["q"]) or backend.reason_against(**asked, **arguments)
+        for name, backend in _BACKENDS.items()
+    }
     rejected = {name: why for name, why in reasons.items() if why}
     able = [name for name in reasons if name not in rejected]
     if impl in rejected or not able:
         why = rejected[impl] if impl in rejected else "; ".join(f"{name}: {why}" for name, why in rejected.items())
         others = f"; use one of {', '.join(map(repr, able))}" if able else ""
         raise ValueError(f"impl = {impl!r} cannot run this: {why}{others}")
-    return Explanation(able[0] if impl == "auto" else impl, rejected)
+    if impl != "auto":
+        return Explanation(impl, rejected)
+    return Explanation("dense" if "dense" in able and _is_small(arguments) else able[0], rejected)
+
+
+def _platform_against(name, impl, q) -> str | None:
+    """Whoever names a kernel while tracing may be compiling for another machine; nobody else is."""
+    needs, here = getattr(_BACKENDS[name], "PLATFORM", None), jax.default_backend()
+    may_be_elsewhere = name == impl and isinstance(q, jax.core.Tracer)
+    return None if needs in (None, here) or may_be_elsewhere else f"it needs a {needs}, and this is a {here}"
+
+
+def _is_small(arguments) -> bool:
+    """Whether tiles would not pay: few scores an example, or a step of decoding, whose scores are linear anyway."""
+    q_length, kv_length = arguments["q"].shape[-3], arguments["k"].shape[-3]
+    return q_length * kv_length <= 96 * 96 or q_length <= 16
 
 
 def _checked(

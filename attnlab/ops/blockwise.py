@@ -29,15 +29,15 @@ from jaxtyping import Float
 
 from attnlab.ops import dropout
 from attnlab.ops.masks import Mask
+from attnlab.ops.schedule import FULL, NONE, PART, schedule, shared_kinds, visits
 from attnlab.ops.tiles import Side, Tile, padded
 from attnlab.types import Array
 
-NONE, PART, FULL = 0, 1, 2  # of a tile's pairs are visible
 
-
-def reason_against(block_sizes, **arguments) -> str | None:
+def reason_against(**arguments) -> str | None:
     """Why this backend could not run a call, None if it can."""
-    return None
+    q, k = arguments["q"], arguments["k"]
+    return "an axis has length 0" if 0 in (*q.shape, *k.shape) else None
 
 
 def attend(
@@ -61,14 +61,16 @@ def attend(
     kv_length = k.shape[-3]
     dtype = jnp.promote_types(q.dtype, jnp.float32)
 
-    def visible_tiles(block_sizes):
-        return _visible_tiles(
-            mask, q_length, kv_length, block_sizes, q_positions, kv_positions, num_heads, tuple(batch)
-        )
-
-    block_sizes = tuple(map(min, block_sizes or (512, 512), (q_length, kv_length)))
-    kinds = visible_tiles(block_sizes)
-
+    block_sizes, kinds = schedule(
+        mask,
+        q_length,
+        kv_length,
+        block_sizes,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        num_heads=num_heads,
+        batch=tuple(batch),
+    )
     ends = tuple(count * size for count, size in zip(kinds.shape, block_sizes))
     if bias is not None:
         rank = len(batch) + 3
@@ -87,7 +89,6 @@ def attend(
         kv_positions=None if kv_positions is None else padded(kv_positions, ends[1]),
     )
     leaves, treedef = jax.tree.flatten(terms)
-    certain = isinstance(kinds, np.ndarray)
     plan = _Plan(
         treedef,
         learned=tuple(
@@ -97,7 +98,7 @@ def attend(
         ),
         lengths=(q_length, kv_length),
         block_sizes=block_sizes,
-        kinds=tuple(kind for kind in (FULL, PART) if not certain or (kinds == kind).any()),
+        kinds=tuple(kind for kind in (FULL, PART) if not isinstance(kinds, np.ndarray) or (kinds == kind).any()),
         dropout_rate=dropout_rate,
     )
     operands = _Operands(q, k, v, bias, sinks, jnp.asarray(kinds), tuple(map(jnp.asarray, leaves)))
@@ -150,40 +151,6 @@ class _Plan(NamedTuple):
     dropout_rate: float
     is_mapped: bool = False
     shared: tuple[bool, ...] = ()  # for each leaf, and last for the bias
-
-
-def _visible_tiles(mask, q_length, kv_length, block_sizes, q_positions, kv_positions, num_heads, batch):
-    """What of each tile is visible to any head of any example: [nQ, nK], in NumPy when it is known."""
-    if mask is None:
-        kinds = np.full([-(-n // size) for n, size in zip((q_length, kv_length), block_sizes)], FULL, np.int32)
-    else:
-        some, every = mask.tiles(
-            q_length,
-            kv_length,
-            block_sizes,
-            q_positions=q_positions,
-            kv_positions=kv_positions,
-            num_heads=num_heads,
-            batch=batch,
-        )
-        kinds = _kinds(some, every, axis=tuple(range(some.ndim - 2)))
-    # Beyond the ends there is nothing to see.
-    ragged = [
-        np.arange(n) == n - 1 if length % size else np.zeros(n, bool)
-        for n, size, length in zip(kinds.shape, block_sizes, (q_length, kv_length))
-    ]
-    ragged = ragged[0][:, None] | ragged[1]
-    return (
-        np.minimum(kinds, np.where(ragged, PART, FULL))
-        if isinstance(kinds, np.ndarray)
-        else jnp.minimum(kinds, np.where(ragged, PART, FULL))
-    )
-
-
-def _kinds(some, every, axis):
-    """Of tiles that several share: computed if any needs it, without comparisons if none needs them."""
-    xp = np if isinstance(some, np.ndarray) else jnp
-    return xp.where(every.all(axis=axis), FULL, xp.where(some.any(axis=axis), PART, NONE)).astype(np.int32)
 
 
 # The passes
@@ -269,7 +236,7 @@ def _mapped(plan, operands, is_batched, size):
     )
     kinds = operands.kinds
     if is_batched.kinds:
-        kinds = _kinds(kinds > NONE, kinds == FULL, axis=0)
+        kinds = shared_kinds(kinds > NONE, kinds == FULL)
     others = {name: merged(name) for name in ("q", "k", "v", "sinks", "out", "lse", "d_out", "d_lse")}
     shared = tuple(was and not is_so for was, is_so in zip(was_shared, batched))
     operands = _Operands(bias=bias, kinds=kinds, leaves=tuple(leaves), **others)
@@ -284,7 +251,7 @@ def _forward(plan: _Plan, operands: _Operands):
     dtype, num_heads = jnp.promote_types(q.dtype, jnp.float32), q.shape[-2]
     (q_size, kv_size), q_length = plan.block_sizes, plan.lengths[0]
     q_blocks, k_blocks, v_blocks = _blocked(q, q_size), _blocked(k, kv_size), _blocked(v, kv_size)
-    visits = _visits(operands.kinds)
+    rows = visits(operands.kinds)
 
     def query_block(i):
         q_i = _at(q_blocks, i)
@@ -314,7 +281,7 @@ def _forward(plan: _Plan, operands: _Operands):
             jnp.zeros((*leading, q_size), dtype),
             jnp.zeros((*leading, v.shape[-1], q_size), dtype),
         )
-        largest, total, weighted = _visit(plan, visits, i, tile, _varying_like(q, running))
+        largest, total, weighted = _visit(plan, rows, i, tile, _varying_like(q, running))
         if operands.sinks is not None:
             sinks = _sinks(plan, operands, dtype)[..., None]
             largest, before = jnp.maximum(largest, sinks), largest
@@ -326,7 +293,7 @@ def _forward(plan: _Plan, operands: _Operands):
         lse = jnp.where(sees, largest + jnp.log(total), -jnp.inf)
         return out.astype(q.dtype), lse[..., None, :]
 
-    out, lse = lax.map(query_block, jnp.arange(visits.columns.shape[0]))
+    out, lse = lax.map(query_block, jnp.arange(operands.kinds.shape[0]))
     return _joined_turned(out, q_length), _joined_turned(lse, q_length)[..., 0]
 
 
@@ -348,7 +315,7 @@ def _backward(plan: _Plan, operands: _Operands):
     q_blocks, d_out_blocks, delta_blocks = (_blocked(x, q_size) for x in (q, operands.d_out.astype(v.dtype), delta))
     lse_blocks = _blocked(lse, q_size, fill=jnp.inf)
     k_blocks, v_blocks = (_blocked(x, kv_size) for x in (k, v))
-    visits = _visits(operands.kinds.T)
+    rows = visits(operands.kinds.T)
     # Each of what `vmap` maps has gradients of its own, though it may share the value.
     spread = functools.partial(_spread, q.shape[0]) if plan.is_mapped else lambda x, shared: x
     shared = plan.shared or (False,) * (len(leaves) + 1)
@@ -393,15 +360,15 @@ def _backward(plan: _Plan, operands: _Operands):
 
         dk, dv, *totals = totals
         zeros = _varying_like(q, tuple(jnp.zeros(x.shape, dtype) for x in (k_j, v_j)))
-        dk_j, dv_j, *totals = _visit(plan, visits, j, tile, (*zeros, *totals))
+        dk_j, dv_j, *totals = _visit(plan, rows, j, tile, (*zeros, *totals))
         dk, dv = (_put(whole, j, _per_key_head(x, k.shape[-2])) for whole, x in ((dk, dk_j), (dv, dv_j)))
         return dk, dv, *totals
 
     d_bias = None if bias is None else jnp.zeros_like(spread(bias, shared[-1]), dtype)
     d_learned = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in learned]
-    turned = (visits.columns.shape[1], *q.shape[:-3], num_heads, q.shape[-1], q_size)
+    turned = (operands.kinds.shape[0], *q.shape[:-3], num_heads, q.shape[-1], q_size)
     totals = (jnp.zeros_like(k_blocks), jnp.zeros_like(v_blocks), jnp.zeros(turned, dtype), d_bias, d_learned)
-    dk, dv, dq, d_bias, d_learned = lax.fori_loop(0, visits.columns.shape[0], key_block, _varying_like(q, totals))
+    dk, dv, dq, d_bias, d_learned = lax.fori_loop(0, operands.kinds.shape[1], key_block, _varying_like(q, totals))
     d_sinks = None
     if operands.sinks is not None:
         d_sink = -(jnp.exp(_sinks(plan, operands, dtype)[..., None, :, None] - lse) * delta)[..., 0]
@@ -525,24 +492,12 @@ def _per_key_head(x, kv_heads):
     return x if num_heads == kv_heads else x.reshape(*batch, kv_heads, num_heads // kv_heads, n, m).sum(axis=-3)
 
 
-# Blocks and the order in which they are visited
+# Blocks
 
 
-class _Visits(NamedTuple):
-    columns: Array
-    full: Array
-    some: Array
-
-
-def _visits(kinds):
-    """For each row of tiles: its columns, FULL ones first, then PART; how many are FULL, and how many are either."""
-    columns = jnp.argsort(-kinds, axis=1, stable=True)
-    return _Visits(columns, (kinds == FULL).sum(axis=1), (kinds > NONE).sum(axis=1))
-
-
-def _visit(plan, visits, row, tile, running):
+def _visit(plan, rows, row, tile, running):
     """`running` after tile(kind, column, running) for each column of the row that has anything to see."""
-    columns, full, some = (x[row] for x in visits)
+    columns, full, some = (x[row] for x in rows)
     for kind, start, stop in ((FULL, 0, full), (PART, full, some)):
         if kind in plan.kinds:
             running = lax.fori_loop(start, stop, lambda t, running, kind=kind: tile(kind, columns[t], running), running)

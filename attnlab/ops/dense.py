@@ -22,7 +22,7 @@ from attnlab.ops.tiles import Side, whole
 from attnlab.types import Array
 
 
-def reason_against(block_sizes, **arguments) -> str | None:
+def reason_against(block_sizes=None, **arguments) -> str | None:
     """Why this backend could not run a call, None if it can."""
     return "it has no tiles to size: leave out block_sizes" if block_sizes else None
 
@@ -37,6 +37,7 @@ def attend(
     mask: Mask | None = None,
     q_positions=None,
     kv_positions=None,
+    block_sizes=None,
     **terms,
 ) -> tuple[Float[Array, "*B Tq H Dv"], Float[Array, "*B Tq H"]]:
     """Output in q's type and lse in float32 (float64 for float64); see `weights` for `**terms`."""

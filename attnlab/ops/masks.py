@@ -23,10 +23,10 @@ array([[1, 0, 0],
        [2, 2, 1]])
 """
 
-import functools
 import numbers
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,37 +34,12 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from attnlab.ops import elementwise
+from attnlab.ops.nodes import Node, is_static
 from attnlab.ops.tiles import Span, Tile, Tiling, blocked, known, padded, whole
 from attnlab.types import Array
 
 
-class _Leaf:
-    def __repr__(self):
-        return "<leaf>"
-
-
-_LEAF = _Leaf()
-
-
-def _static(value) -> bool:
-    return value is None or callable(value) or isinstance(value, numbers.Number)
-
-
-def _flatten(mask):
-    values = [getattr(mask, field.name) for field in fields(mask)]
-    static = tuple(value if _static(value) else _LEAF for value in values)
-    return [value for value in values if not _static(value)], static
-
-
-def _unflatten(cls, static, leaves):
-    # Not through __init__: JAX also rebuilds pytrees around placeholders, which no check would let pass.
-    mask, leaves = object.__new__(cls), iter(leaves)
-    for field, value in zip(fields(cls), static):
-        object.__setattr__(mask, field.name, next(leaves) if value is _LEAF else value)
-    return mask
-
-
-class Mask:
+class Mask(Node):
     """What every mask can do; subclasses are frozen dataclasses that define `visible`.
 
     Attributes:
@@ -81,9 +56,6 @@ class Mask:
     """
 
     positional = False
-
-    def __init_subclass__(cls):
-        jax.tree_util.register_pytree_node(cls, _flatten, functools.partial(_unflatten, cls))
 
     def visible(self, tile: Tile) -> Bool[Array, "..."]:
         """Bool, broadcastable to the tile's scores, elementwise in its coordinates: may these see those?"""
@@ -553,6 +525,41 @@ def join(*masks: Mask | None) -> Mask | None:
     return joined
 
 
+class Band(NamedTuple):
+    """A mask as kernels know it: i − left ≤ j ≤ i + right, None for no bound, and the same segment."""
+
+    left: int | None
+    right: int | None
+    segments: tuple[Segments, ...]
+
+
+def as_band(mask: Mask | None) -> Band | None:
+    """A conjunction of Causal, SlidingWindow and Segments as a band; None for a mask that is something else.
+
+    >>> as_band(Causal() & SlidingWindow(3, 3))
+    Band(left=3, right=0, segments=())
+    """
+    match mask:
+        case None:
+            return Band(None, None, ())
+        case Causal():
+            return Band(None, 0, ())
+        case SlidingWindow(left, right):
+            return Band(left, right, ())
+        case Segments():
+            return Band(None, None, (mask,))
+        case And(a, b):
+            a, b = as_band(a), as_band(b)
+            if a is None or b is None:
+                return None
+            left, right = (
+                min((bound for bound in bounds if bound is not None), default=None)
+                for bounds in ((a.left, b.left), (a.right, b.right))
+            )
+            return Band(left, right, a.segments + b.segments)
+    return None
+
+
 def _at_most(x: Span, y: Span):
     """(some, all) of x ≤ y."""
     return x.low <= y.high, x.high <= y.low
@@ -560,7 +567,7 @@ def _at_most(x: Span, y: Span):
 
 def _per_example(value):
     """A number, or an array with q's batch axes laid out like scores."""
-    return value if _static(value) else known(value)[..., None, None, None]
+    return value if is_static(value) else known(value)[..., None, None, None]
 
 
 def _check_per_example(what, value, batch):

@@ -12,17 +12,17 @@ import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
 from attnlab.ops import elementwise
+from attnlab.ops.nodes import Node
 from attnlab.ops.tiles import Tile
 from attnlab.types import Array
 
 
-class ScoreMod:
+class ScoreMod(Node):
     """What every score mod can do; subclasses are frozen dataclasses that define `apply`.
 
     Attributes:
@@ -43,7 +43,6 @@ class ScoreMod:
         """Raises ValueError when the mod's arrays do not fit `num_heads` heads."""
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ALiBi(ScoreMod):
     """Attention with linear biases: score − slope·|i − j|, one slope a head (Press et al. 2022, section 3).
@@ -69,7 +68,6 @@ class ALiBi(ScoreMod):
             )
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RelativeBias(ScoreMod):
     """Adds a learned number for every head and distance: score + table[h, clip(j − i)] (Shaw et al. 2018, eq. 4).
@@ -101,7 +99,6 @@ class RelativeBias(ScoreMod):
             )
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SoftCap(ScoreMod):
     """Scores kept within ±cap: cap·tanh(score / cap) (Gemma Team 2024, section 2).
@@ -110,7 +107,7 @@ class SoftCap(ScoreMod):
     Array([0., 2.], dtype=float32)
     """
 
-    cap: float
+    cap: float | Float[Array, ""]
 
     def __post_init__(self):
         if isinstance(self.cap, numbers.Number) and not self.cap > 0:
@@ -120,7 +117,6 @@ class SoftCap(ScoreMod):
         return self.cap * jnp.tanh(scores / self.cap)
 
 
-@jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True, init=False)
 class ScoreFn(ScoreMod):
     """Any change of a score: `fn(score, b, h, i, j, *arrays)`.
@@ -142,13 +138,6 @@ class ScoreFn(ScoreMod):
     def __init__(self, fn, *arrays):
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "arrays", arrays)
-
-    def tree_flatten(self):
-        return self.arrays, self.fn
-
-    @classmethod
-    def tree_unflatten(cls, fn, arrays):
-        return cls(fn, *arrays)
 
     def apply(self, scores, tile):
         coordinates = (scores, tile.example, tile.head, tile.q_position, tile.kv_position)

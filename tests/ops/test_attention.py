@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import pytest
 
 import attnlab
-from attnlab.masks import Causal, Dense, Padding
-from attnlab.score_mods import ALiBi, SoftCap
+from attnlab.masks import BlockSparse, Causal, Dense, MaskFn, Padding, PrefixLM, Segments
+from attnlab.score_mods import ALiBi, RelativeBias, ScoreFn, SoftCap
 
 Q = jnp.zeros((2, 5, 4, 8))
 K = jnp.zeros((2, 7, 2, 8))
+POSITIONS = {"q_positions": jnp.arange(5), "kv_positions": jnp.arange(7)}
 
 
 @pytest.mark.parametrize(
@@ -33,9 +34,26 @@ K = jnp.zeros((2, 7, 2, 8))
         ({"q_positions": jnp.arange(4)}, r"q_positions has shape \(4,\), expected \(5,\) or \(2, 5\)"),
         ({"dropout_rate": 0.5}, "needs dropout_key"),
         ({"dropout_rate": 1.0}, r"expected a probability in \[0, 1\)"),
-        ({"impl": "flash"}, "impl = 'flash' is unknown: use \"auto\" or one of 'dense'"),
+        ({"impl": "flash"}, "impl = 'flash' is unknown: use \"auto\" or one of 'cudnn', 'splash', 'b"),
         ({"block_sizes": (0, 4)}, "expected two sizes of 1 or more"),
-        ({"impl": "dense", "block_sizes": (4, 4)}, "impl = 'dense' cannot run this: it has no tiles to size"),
+        ({"impl": "dense", "block_sizes": (4, 4)}, "impl = 'dense' cannot run this: it has no tiles to size: .*; use one"),
+        ({"impl": "splash"}, "impl = 'splash' cannot run this: it needs a tpu, and this is a cpu; use one of 'blockw"),
+        ({"impl": "cudnn"}, "impl = 'cudnn' cannot run this: it needs a gpu, and this is a cpu; use one of 'blockw"),
+        (
+            {"mask": Segments(jnp.zeros(5, int))},
+            r"kv_ids have shape \(5,\), expected \(7,\) or .* give kv_ids too",
+        ),
+        ({"mask": Segments(jnp.zeros(4, int), jnp.zeros(7, int))}, r"q_ids have shape \(4,\), expected \(5,\)"),
+        ({"mask": BlockSparse(jnp.ones((3, 2), bool), 4)}, r"blocks have shape \(3, 2\), expected exactly \(2, 2\) or"),
+        ({"mask": PrefixLM(2)}, "mask PrefixLM compares positions"),
+        ({"mask": PrefixLM(jnp.zeros(3, int)), **POSITIONS}, r"PrefixLM length has shape \(3,\), expected"),
+        ({"mask": MaskFn(lambda b, h, i, j: i - j), **POSITIONS}, r"<lambda> returned int32\[\], expected a bool"),
+        ({"mask": MaskFn(lambda b, h: b == h), **POSITIONS}, "<lambda> takes other arguments than it is given"),
+        ({"score_mod": RelativeBias(jnp.zeros((4, 4))), **POSITIONS}, r"table has shape \(4, 4\), expected \(4, 2·R"),
+        (
+            {"score_mod": ScoreFn(lambda s, b, h, i, j: i), **POSITIONS},
+            r"<lambda> returned int32\[\]",
+        ),
         ({"mask": jnp.zeros((5, 7))}, "Dense mask has type float32, expected bool: use .* or bias=array"),
         ({"mask": jnp.ones((5, 7), jnp.int32)}, "Dense mask has type int32, expected bool"),
     ],
@@ -76,3 +94,71 @@ def test_explain_names_the_backend_that_runs():
     explained = attnlab.explain(Q, K, K, score_mod=SoftCap(2.0))
     assert explained.backend in attnlab.implementations() and explained.backend not in explained.rejected
     assert str(explained).startswith(f"runs {explained.backend}")
+
+
+def parts_of(q, k, v, cuts, **terms):
+    pairs = zip((0, *cuts), (*cuts, k.shape[-3]))
+    return [attnlab.attention(q, k[a:b], v[a:b], return_lse=True, **terms) for a, b in pairs]
+
+
+def test_merged_parts_are_the_whole_and_so_are_their_gradients(float64):
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 9, 2, 4), jnp.float64)
+
+    def merged(q, k, v):
+        return attnlab.merge(parts_of(q, k, v, (2, 3)))
+
+    def at_once(q, k, v):
+        return attnlab.attention(q, k, v, return_lse=True)
+
+    for one, other in zip(*(jax.tree.leaves(f(q, k, v)) for f in (merged, at_once))):
+        assert jnp.allclose(one, other, rtol=1e-12)
+    total = [jax.grad(lambda *x, f=f: sum((y**2).sum() for y in f(*x)), (0, 1, 2))(q, k, v) for f in (merged, at_once)]
+    for one, other in zip(*total):
+        assert jnp.allclose(one, other, rtol=1e-10)
+
+
+def test_a_part_that_sees_nothing_merges_as_nothing():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 4, 2, 4))
+
+    def merged(q, length):
+        some = attnlab.attention(q, k, v, mask=Padding(length), return_lse=True)
+        return attnlab.merge([some, attnlab.attention(q, k, v, mask=Padding(0), return_lse=True)])
+
+    out, lse = merged(q, 3)
+    expected = attnlab.attention(q, k, v, mask=Padding(3), return_lse=True)
+    assert jnp.allclose(out, expected[0], atol=1e-6) and jnp.allclose(lse, expected[1], atol=1e-6)
+    out, lse = merged(q, 0)
+    assert (out == 0).all() and jnp.isneginf(lse).all()
+    assert all(jnp.isfinite(jax.grad(lambda q, n=n: merged(q, n)[0].sum())(q)).all() for n in (0, 3))
+
+
+@pytest.mark.parametrize(
+    "parts", [[], [(jnp.zeros((3, 1, 2)), jnp.zeros((3, 1))), (jnp.zeros((4, 1, 2)), jnp.zeros((4, 1)))]]
+)
+def test_merge_says_which_shapes_do_not_fit(own_errors, parts):
+    with pytest.raises(ValueError, match="merge was given shapes"):
+        attnlab.merge(parts)
+
+
+@pytest.mark.parametrize("length, expected", [(8, "dense"), (96, "dense"), (97, "blockwise"), (1024, "blockwise")])
+def test_short_scores_are_written_out_and_long_ones_tiled(length, expected):
+    x = jax.ShapeDtypeStruct((2, length, 4, 8), jnp.float32)
+    chosen = []
+    jax.eval_shape(lambda q: chosen.append(attnlab.explain(q, q, q, Causal()).backend), x)
+    assert chosen == [expected]
+
+
+def test_a_step_of_decoding_is_written_out():
+    explained = attnlab.explain(jnp.zeros((2, 1, 4, 8)), *[jnp.zeros((2, 9000, 4, 8))] * 2, Padding(7))
+    assert explained.backend == "dense"
+
+
+def test_an_argument_that_one_backend_cannot_honour_is_told():
+    x = jnp.zeros((5, 1, 8))
+    explained = attnlab.explain(x, x, x, Causal(), block_sizes=(2, 2))
+    assert explained.backend == "blockwise" and "no tiles" in explained.rejected["dense"]
+
+
+def test_blocks_of_a_block_sparse_mask_are_bool(own_errors):
+    with pytest.raises(ValueError, match="blocks have type float32, expected bool: use blocks.astype"):
+        attnlab.attention(Q, K, K, mask=BlockSparse(jnp.ones((2, 2)), 4))

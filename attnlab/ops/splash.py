@@ -1,0 +1,92 @@
+"""JAX's splash attention, its block-sparse kernel for TPUs, where it honours every argument."""
+
+import functools
+import numbers
+
+import jax
+import jax.numpy as jnp
+
+from attnlab.ops.masks import as_band
+from attnlab.ops.score_mods import SoftCap
+
+PLATFORM = "tpu"
+_LANES = 128  # lengths must be multiples of a vector register's
+
+
+def reason_against(
+    *, q, k, v, mask, score_mods, bias, dropout_rate, q_positions, kv_positions, return_lse, block_sizes, **_
+) -> str | None:
+    """Why splash attention could not run a call, None if it can."""
+    band = as_band(mask)
+    lengths = (q.shape[-3], k.shape[-3])
+    of_one_sequence = band is not None and all(segments.kv_ids is None for segments in band.segments)
+    sizes = block_sizes or (_LANES, _LANES)
+    reasons = {
+        f"it has no {q.dtype}, only float32 and bfloat16": q.dtype not in (jnp.float32, jnp.bfloat16),
+        "q, k and v must have one type": not q.dtype == k.dtype == v.dtype,
+        f"lengths {lengths} are not multiples of {_LANES}": 0 in lengths or any(n % _LANES for n in lengths),
+        f"tiles of {sizes} do not divide the lengths in multiples of {_LANES}": any(
+            size % _LANES or n % size for size, n in zip(sizes, lengths)
+        ),
+        "of score mods it has one SoftCap with a known cap": bool(score_mods)
+        and not (
+            len(score_mods) == 1
+            and isinstance(score_mods[0], SoftCap)
+            and isinstance(score_mods[0].cap, numbers.Number)
+        ),
+        "it has no bias": bias is not None,
+        "it has no dropout": bool(dropout_rate),
+        "it has no positions": q_positions is not None or kv_positions is not None,
+        "its lse has no gradient": return_lse,
+        "of masks it has Causal, SlidingWindow and Segments of one sequence, and-ed": not of_one_sequence,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def attend(q, k, v, *, mask, score_mods, scale, sinks, block_sizes=None, **_):
+    """(out, None): the lse is not to be had with a gradient."""
+    # Imported here: Pallas is a large package, of no use off TPUs.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    lengths, num_heads, head_dim = (q.shape[-3], k.shape[-3]), *q.shape[-2:]
+    band = as_band(mask)
+    if band.left is None and band.right is None:
+        one = masks.FullMask(lengths)
+    else:
+        one = masks.LocalMask(lengths, (band.left, band.right), offset=0)
+    q_size, kv_size = block_sizes or (max(size for size in (128, 256, 512) if n % size == 0) for n in lengths)
+    kernel = kernels.make_splash_mha(
+        masks.MultiHeadMask([one] * num_heads),
+        block_sizes=kernels.BlockSizes(
+            block_q=q_size,
+            block_kv=kv_size,
+            block_kv_compute=kv_size,
+            block_q_dkv=q_size,
+            block_kv_dkv=kv_size,
+            block_kv_dkv_compute=kv_size,
+            block_q_dq=q_size,
+            block_kv_dq=kv_size,
+        ),
+        attn_logits_soft_cap=float(score_mods[0].cap) if score_mods else None,
+        head_shards=1,
+        q_seq_shards=1,
+    )
+    ids = functools.reduce(_pair, (segments.q_ids for segments in band.segments)) if band.segments else None
+
+    def one_example(q, k, v, ids):
+        segments = None if ids is None else kernels.SegmentIds(ids, ids)
+        return kernel(q, k, v, segments, sinks)
+
+    run = one_example
+    for _ in q.shape[:-3]:
+        run = jax.vmap(run, in_axes=(0, 0, 0, None if ids is None or ids.ndim == 1 else 0))
+    q = (q * (head_dim**-0.5 if scale is None else scale)).astype(q.dtype)  # the kernel has no scale
+    out = run(*(x.swapaxes(-2, -3) for x in (q, k, v)), ids)
+    return out.swapaxes(-2, -3), None
+
+
+def _pair(a, b):
+    """Ids that are equal where both are: of two segmentations, their intersection."""
+    a, b = jnp.broadcast_arrays(a, b)
+    return a * (b.max(axis=-1, keepdims=True) + 1) + b
