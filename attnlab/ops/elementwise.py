@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from attnlab.types import Array
+from attnlab.types import Array, DType
 
 
 def apply(fn: Callable, coordinates: tuple[Array, ...], arrays: tuple[Array, ...], kind: type) -> Array:
@@ -35,7 +35,7 @@ def apply(fn: Callable, coordinates: tuple[Array, ...], arrays: tuple[Array, ...
     return jnp.vectorize(lambda *point: fn(*point, *arrays))(*points)
 
 
-def opened(fn: Callable, coordinates: tuple[jnp.dtype, ...], arrays: tuple[Array, ...]) -> tuple[Callable, tuple]:
+def opened(fn: Callable, coordinates: tuple[DType, ...], arrays: tuple[Array, ...]) -> tuple[Callable, tuple]:
     """(fn, arrays) where the traced values that fn closes over have become arrays of the call.
 
     A function that a derivative rule keeps for later must not hold on to values of the trace it was made in.

@@ -1,0 +1,54 @@
+"""Score mods do what their formulas say, and travel as pytrees."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import attnlab
+from attnlab.ops.tiles import whole
+from attnlab.score_mods import ALiBi, RelativeBias, ScoreFn, SoftCap, alibi_slopes
+
+I, J = np.arange(5)[:, None], np.arange(5)[None, :]
+SCORES = np.random.default_rng(0).normal(size=(2, 5, 5)).astype(np.float32)
+TABLE = np.random.default_rng(1).normal(size=(2, 5)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "mod, expected",
+    [
+        (ALiBi(jnp.array([0.5, 2.0])), SCORES - np.array([0.5, 2.0])[:, None, None] * abs(I - J)),
+        (RelativeBias(jnp.asarray(TABLE)), SCORES + TABLE[:, np.clip(J - I, -2, 2) + 2]),
+        (SoftCap(2.0), 2 * np.tanh(SCORES / 2)),
+        (ScoreFn(lambda s, b, h, i, j: s * (i - j) + h), SCORES * (I - J) + np.arange(2)[:, None, None]),
+        (ScoreFn(lambda s, b, h, i, j, x: s + x[j], jnp.arange(5.0)), SCORES + J),
+    ],
+)
+def test_each_mod_is_its_formula(mod, expected):
+    np.testing.assert_allclose(mod.apply(jnp.asarray(SCORES), whole(5, 5, 2)), expected, rtol=1e-5, atol=1e-6)
+    through_jit = jax.jit(lambda mod: mod.apply(jnp.asarray(SCORES), whole(5, 5, 2)))(mod)
+    np.testing.assert_allclose(through_jit, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_function_is_told_the_example():
+    q = jnp.zeros((2, 3, 4, 1, 2))  # two batch axes
+    mod = ScoreFn(lambda s, b, h, i, j: jnp.where(j == 0, b.astype(float), 0.0))
+    weights = attnlab.attention_weights(q, q, score_mod=mod)
+    example = np.arange(6).reshape(2, 3)
+    np.testing.assert_allclose(weights[..., 0, 0, 0], np.exp(example) / (np.exp(example) + 3), rtol=1e-5)
+
+
+@pytest.mark.parametrize("mod", [ALiBi(jnp.ones(3)), RelativeBias(jnp.ones((3, 3))), RelativeBias(jnp.ones((2, 4)))])
+def test_arrays_must_fit_the_heads(mod):
+    with pytest.raises(ValueError, match="expected"):
+        mod.check(2)
+
+
+def test_a_cap_is_above_zero(own_errors):
+    with pytest.raises(ValueError, match="SoftCap cap = -1.0: expected a number above 0"):
+        SoftCap(-1.0)
+
+
+def test_numbers_are_static_and_arrays_are_leaves():
+    assert jax.tree.leaves((SoftCap(2.0), ScoreFn(max))) == []
+    assert len(jax.tree.leaves((ALiBi(alibi_slopes(2)), ScoreFn(max, jnp.ones(2)), SoftCap(jnp.array(2.0))))) == 3

@@ -1,0 +1,99 @@
+"""The TPU kernel: lowered for TPUs from here, interpreted to check what the adapter hands over."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+import attnlab
+from attnlab.masks import Causal, Padding, Segments, SlidingWindow
+from attnlab.score_mods import ALiBi, SoftCap, alibi_slopes
+
+IDS = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (2, 256)), axis=-1), jnp.int32)
+CALLS = {
+    "full": {},
+    "causal": {"mask": Causal()},
+    "window": {"mask": SlidingWindow(100, 20)},
+    "segments": {"mask": Causal() & Segments(IDS), "scale": 0.3},
+    "segments twice": {"mask": Segments(IDS) & Causal() & Segments(IDS[0] // 2)},
+    "capped": {"mask": Causal(), "score_mod": SoftCap(5.0)},
+    "sinks": {"mask": Causal() & SlidingWindow(64), "sinks": jnp.arange(4.0)},
+    "tiles": {"mask": Causal(), "block_sizes": (256, 128)},
+}
+
+
+def arguments(dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    return tuple(jnp.asarray(rng.normal(size=(2, 256, heads, 128)), dtype) for heads in (4, 2, 2))
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_it_lowers_for_tpus_forward_and_backward(call, dtype):
+    def attend(q, k, v):
+        return attnlab.attention(q, k, v, impl="splash", **CALLS[call])
+
+    def total(q, k, v):
+        return attend(q, k, v).astype(jnp.float32).sum()
+
+    for run, kernels in ((attend, 1), (jax.grad(total, argnums=(0, 1, 2)), 3)):
+        exported = export.export(jax.jit(run), platforms=["tpu"])(*arguments(dtype))
+        assert exported.mlir_module().count("tpu_custom_call") == kernels
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_interpreted_it_is_the_specification(call, monkeypatch):
+    interpreted = functools.partial(splash_attention_kernel.make_splash_mha, interpret=True)
+    monkeypatch.setattr(splash_attention_kernel, "make_splash_mha", interpreted)
+    given = {name: x for name, x in CALLS[call].items() if name != "block_sizes"}
+
+    def results(**how):
+        def total(q, k, v, sinks):
+            out = attnlab.attention(q, k, v, **given | how | ({} if sinks is None else {"sinks": sinks}))
+            return (out**2).sum(), out
+
+        return jax.jit(jax.grad(total, argnums=(0, 1, 2, 3), has_aux=True))(*arguments(), given.get("sinks"))
+
+    expected, given_back = results(impl="dense"), results(impl="splash", **CALLS[call])
+    for one, other in zip(jax.tree.leaves(given_back), jax.tree.leaves(expected)):
+        # Sums of up to 256 products of 128 terms each, in float32: some hundred of its units of 6e-8.
+        assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
+
+
+@pytest.mark.parametrize(
+    "more, reason",
+    [
+        ({"mask": Padding(7)}, "of masks it has"),
+        ({"mask": Segments(IDS, IDS)}, "of masks it has"),
+        ({"mask": ~Causal()}, "of masks it has"),
+        ({"score_mod": ALiBi(alibi_slopes(4))}, "one SoftCap"),
+        ({"score_mod": SoftCap(jnp.array(3.0))}, "one SoftCap"),
+        ({"bias": jnp.zeros((256, 256))}, "no bias"),
+        ({"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, "no dropout"),
+        ({"q_positions": jnp.arange(256)}, "no positions"),
+        ({"return_lse": True}, "lse has no gradient"),
+        ({"block_sizes": (64, 64)}, r"tiles of \(64, 64\)"),
+    ],
+)
+def test_what_it_cannot_honour_rejects_it(more, reason, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    explained = attnlab.explain(*arguments(), **more)
+    assert explained.backend in ("blockwise", "dense")
+    with pytest.raises(ValueError, match=f"impl = 'splash' cannot run this: .*{reason}.*; use one of"):
+        attnlab.attention(*arguments(), impl="splash", **more)
+
+
+def test_odd_lengths_and_types_reject_it(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    for q in (jnp.zeros((200, 4, 128)), jnp.zeros((256, 4, 128), jnp.float16)):
+        assert "splash" in attnlab.explain(q, q, q).rejected
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_on_a_tpu_it_is_chosen(call, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert attnlab.explain(*arguments(), **CALLS[call]).backend == "splash"
