@@ -37,14 +37,23 @@ def ratio(seconds: dict[str, list[float]], name: str, reference: str) -> float:
 
 def report(title: str, rows: dict[str, dict[str, list[float]]], reference: str) -> None:
     """Prints a row for each race and a column for each contender: median milliseconds, and × the reference."""
-    table = Table(title=title, caption=f"median milliseconds (× {reference}, round by round)")
-    names = list(dict.fromkeys(name for seconds in rows.values() for name in seconds))
-    table.add_column("")
+
+    def cell(seconds, name):
+        times = f" ({ratio(seconds, name, reference):.2f})" if reference in seconds else ""
+        return f"{1e3 * statistics.median(seconds[name]):.2f}{times}"
+
+    cells = {label: {name: cell(seconds, name) for name in seconds} for label, seconds in rows.items()}
+    table(title, cells, caption=f"median milliseconds (× {reference}, round by round)")
+
+
+def table(title: str, rows: dict[str, dict[str, str]], caption: str | None = None) -> None:
+    """Prints a table of cells by row and column."""
+    names = list(dict.fromkeys(name for row in rows.values() for name in row))
+    printed = Table(title=title, caption=caption)
+    printed.add_column("", no_wrap=True)
     for name in names:
-        table.add_column(name, justify="right")
-    for label, seconds in rows.items():
-        cells = [
-            f"{1e3 * statistics.median(seconds[name]):.2f} ({ratio(seconds, name, reference):.2f})" for name in names
-        ]
-        table.add_row(label, *cells)
-    Console().print(table)
+        printed.add_column(name, justify="right")
+    for label, row in rows.items():
+        printed.add_row(label, *(row.get(name, "") for name in names))
+    console = Console()
+    console.print(printed, width=None if console.is_terminal else 200)  # in a log nothing need wrap
