@@ -51,6 +51,7 @@ def main(values) -> int:
                 calls = {name: getattr(c, what) for name, c in entered.items() if getattr(c, what)}
                 rows[label] = timing.alternate(calls, values.rounds)
                 peaks[label] = {name: memory.peak(call) for name, call in calls.items()}
+                print(timing.line(label, rows[label]), flush=True)
     shape = f"float32, B = {values.batch}, H = {values.heads}, D = {values.head_dim}"
     title = f"attention, {shape}, {jax.devices()[0].device_kind}"
     reference = "jax.nn" if values.peers is None or "jax.nn" in values.peers else values.peers[0]

@@ -35,6 +35,15 @@ def ratio(seconds: dict[str, list[float]], name: str, reference: str) -> float:
     return statistics.median(a / b for a, b in zip(seconds[name], seconds[reference]))
 
 
+def line(label: str, seconds: dict[str, list[float]]) -> str:
+    """What to print when a race is over and others are to come.
+
+    >>> line("T = 8", {"a": [0.001, 0.003, 0.002]})
+    'T = 8: a 2.00 ms'
+    """
+    return f"{label}: " + ", ".join(f"{name} {1e3 * statistics.median(s):.2f} ms" for name, s in seconds.items())
+
+
 def report(title: str, rows: dict[str, dict[str, list[float]]], reference: str) -> None:
     """Prints a row for each race and a column for each contender: median milliseconds, and × the reference."""
 

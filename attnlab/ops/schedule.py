@@ -14,13 +14,14 @@ NONE, PART, FULL = 0, 1, 2  # of a tile's pairs are visible
 
 
 class _Costs(NamedTuple):
-    """What a tile of n scores costs, in units of one: n, times crowding if n > roomy, + per_tile + per_row·(its side).
+    """What a tile of n scores costs, in units of one: n by the factors that hold, and per_tile + per_row·(its side).
 
     Attributes:
       sizes: that may be chosen.
       most: scores a tile may hold, over all heads and examples.
       roomy: scores beyond which a tile no longer fits the nearest caches.
       crowding: the factor for those.
+      comparing: the factor for tiles whose pairs must be compared.
       per_tile, per_row: what a tile costs beside its scores.
     """
 
@@ -28,14 +29,17 @@ class _Costs(NamedTuple):
     most: int
     roomy: int
     crowding: float
+    comparing: float
     per_tile: float
     per_row: float
 
 
 # Fitted on two x86 cores with 1 MiB of L2 each: float32, 8 to 128 heads times examples, 64 features a head.
-_CPU = _Costs((64, 128, 256, 512), most=2**21, roomy=2**19, crowding=1.15, per_tile=0, per_row=1400)
+_CPU = _Costs((64, 128, 256, 512), most=2**21, roomy=2**19, crowding=1.15, comparing=1.25, per_tile=0, per_row=1450)
 # Of a handful of kernels a tile, about 5 µs each to launch; not fitted.
-_ACCELERATOR = _Costs((128, 256, 512, 1024), most=2**26, roomy=2**26, crowding=1.0, per_tile=1e7, per_row=0)
+_ACCELERATOR = _Costs(
+    (128, 256, 512, 1024), most=2**26, roomy=2**26, crowding=1.0, comparing=1.0, per_tile=1e7, per_row=0
+)
 
 
 def schedule(
@@ -57,7 +61,7 @@ def schedule(
     >>> from attnlab.ops.masks import SlidingWindow
     >>> sizes, kinds = schedule(SlidingWindow(left=255), 8192, 8192, num_heads=8)
     >>> sizes, int((kinds > NONE).sum()), kinds.size
-    ((256, 256), 63, 1024)
+    ((128, 128), 189, 4096)
     """
     lengths = (q_length, kv_length)
 
@@ -95,7 +99,8 @@ def schedule(
     def cost(sizes, kinds):
         scores = rows * sizes[0] * sizes[1]
         scores *= costs.crowding if scores > costs.roomy else 1
-        return (kinds > NONE).sum() * (scores + costs.per_tile + costs.per_row * max(sizes))
+        beside = costs.per_tile + costs.per_row * max(sizes)
+        return (kinds == FULL).sum() * (scores + beside) + (kinds == PART).sum() * (scores * costs.comparing + beside)
 
     fits = [finest, *(size for size in coarser if rows * np.prod(clipped(size)) <= costs.most)]
     return min(map(candidate, fits), key=lambda chosen: cost(*chosen))
