@@ -12,7 +12,7 @@ test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 test-slow: $(VENV)/installed-test
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n 2 -m slow
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

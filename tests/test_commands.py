@@ -83,7 +83,10 @@ def mistake(capsys, command, *arguments):
         ),
         ([QUICKSTART, "--config.model.kv_heads=3"], r"num_heads = 4 is not a multiple of kv_heads = 3"),
         ([QUICKSTART, "--config.model.positions=rotery"], r"'rotery': expected one of .* \(did you mean rotary\?\)"),
-        ([QUICKSTART, "--config.model.impl=flash"], r"config.model.impl = 'flash': expected one of auto, dense"),
+        (
+            [QUICKSTART, "--config.model.impl=flash"],
+            r"config.model.impl = 'flash': expected one of auto, blockwise, dense",
+        ),
         ([QUICKSTART, "--config.precision=float8"], r"config.precision = 'float8': expected one of float32, bfloat16"),
         ([QUICKSTART, "--config.model.dropout=1"], r"config.model.dropout = 1.0: expected a number from 0 to 0.999"),
         (

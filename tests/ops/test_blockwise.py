@@ -18,7 +18,7 @@ from attnlab.masks import BlockSparse, Causal, Dense, MaskFn, Padding, Segments,
 from attnlab.score_mods import ALiBi, RelativeBias, ScoreFn, ScoreMod, SoftCap, alibi_slopes
 from tests.ops import cases
 
-QUICK, ALL = 48, 320
+QUICK, ALL = 40, 320
 
 
 @pytest.mark.parametrize("seed", [*range(QUICK), *(pytest.param(n, marks=pytest.mark.slow) for n in range(QUICK, ALL))])
