@@ -45,7 +45,7 @@ def main(values) -> int:
     for mask in values.masks:
         for length in lengths:
             task = _task(values, mask, length)
-            entered = _agreeing(peers.contenders(task, values.peers), f"{mask}, T = {length:,}")
+            entered = _agreeing(values.peers or peers.installed(), task, f"{mask}, T = {length:,}")
             for what in ("forward", "backward"):
                 label = f"{mask}, T = {length:,}, {'forward' if what == 'forward' else 'forward + backward'}"
                 calls = {name: getattr(c, what) for name, c in entered.items() if getattr(c, what)}
@@ -54,7 +54,7 @@ def main(values) -> int:
                 print(timing.line(label, rows[label]), flush=True)
     shape = f"float32, B = {values.batch}, H = {values.heads}, D = {values.head_dim}"
     title = f"attention, {shape}, {jax.devices()[0].device_kind}"
-    reference = "jax.nn" if values.peers is None or "jax.nn" in values.peers else values.peers[0]
+    reference = "jax.nn" if not values.peers or "jax.nn" in values.peers else values.peers[0]
     timing.report(title, rows, reference)
     timing.table("peak memory, MiB", {label: {n: _mib(x) for n, x in row.items()} for label, row in peaks.items()})
     if values.json:
@@ -79,6 +79,9 @@ def _checked(values) -> list[int]:
         for name in given:
             if name not in known:
                 raise UserError(f"--{flag}: {name!r} is unknown{nearest(name, known)}: use {', '.join(known)}")
+    missing = [name for name in values.peers or [] if name not in peers.installed()]
+    if missing:
+        raise UserError(f"--peers: {missing[0]} is not installed: pip install {peers.PEERS[missing[0]][0]}")
     for flag in ("plot", "json"):
         path = values[flag].value and Path(values[flag].value)
         if path and (path.exists() or not path.parent.is_dir()):
@@ -96,11 +99,12 @@ def _task(values, mask, length) -> peers.Task:
     return peers.Task(mask, q, k, v, d_out, values.window, ids.astype(jnp.int32))
 
 
-def _agreeing(entered, label):
+def _agreeing(names, task, label):
     """Those that compute what was asked: a race against a wrong answer says nothing."""
     expected, agreeing = None, {}
-    for name, contender in entered.items():
+    for name in names:
         try:
+            contender = peers.enter(name, task)
             out = peers.output(contender)
         except Exception as error:
             if name.startswith("attnlab"):

@@ -43,13 +43,14 @@ class Contender(NamedTuple):
     backward: Callable | None
 
 
-def contenders(task: Task, names: list[str] | None = None) -> dict[str, Contender]:
-    """Those that are installed and can do the task, ours first; or the named ones."""
-    return {
-        name: enter(task)
-        for name, (package, enter) in PEERS.items()
-        if (names is None or name in names) and importlib.util.find_spec(package) is not None
-    }
+def installed() -> list[str]:
+    """The names of the contenders whose packages are installed, ours first."""
+    return [name for name, (package, _) in PEERS.items() if importlib.util.find_spec(package) is not None]
+
+
+def enter(name: str, task: Task) -> Contender:
+    """The contender of that name, ready for the task."""
+    return PEERS[name][1](task)
 
 
 def _jax(attend, task, *data) -> Contender:

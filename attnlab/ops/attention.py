@@ -1,12 +1,13 @@
 """The front door: checks the arguments, picks a backend, and can say why."""
 
+import numbers
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Integer
 
 from attnlab.ops import blockwise, cudnn, dense, dropout, splash
 from attnlab.ops.masks import Dense, Mask, require_positions
@@ -23,7 +24,7 @@ class Explanation(NamedTuple):
 
     Attributes:
       backend: the name of the backend that would run.
-      rejected: for every backend that could not, the reason.
+      rejected: for every other backend, the reason why not.
     """
 
     backend: str
@@ -53,8 +54,8 @@ def attention(
     sinks: Float[Array, " H"] | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
-    q_positions: Int[Array, "..."] | None = None,
-    kv_positions: Int[Array, "..."] | None = None,
+    q_positions: Integer[Array, "..."] | None = None,
+    kv_positions: Integer[Array, "..."] | None = None,
     impl: str = "auto",
     block_sizes: tuple[int, int] | None = None,
     return_lse: bool = False,
@@ -108,9 +109,9 @@ def attention_weights(
     bias: Float[Array, "..."] | None = None,
     scale: float | Float[Array, ""] | None = None,
     sinks: Float[Array, " H"] | None = None,
-    q_positions: Int[Array, "..."] | None = None,
-    kv_positions: Int[Array, "..."] | None = None,
-    rows: Int[Array, " Rq"] | None = None,
+    q_positions: Integer[Array, "..."] | None = None,
+    kv_positions: Integer[Array, "..."] | None = None,
+    rows: Integer[Array, " Rq"] | None = None,
 ) -> Float[Array, "*B H Rq Tk"]:
     """The softmax weights that `attention` gives to each key, before dropout.
 
@@ -128,6 +129,14 @@ def attention_weights(
     arguments = _checked(q, k, k, mask, score_mod, bias, scale, sinks, 0.0, None, q_positions, kv_positions)
     for name in ("v", "dropout_rate", "dropout_keys"):
         del arguments[name]
+    if rows is not None:
+        rows, length = _whole("rows", rows), arguments["q"].shape[-3]
+        if np.ndim(rows) != 1:
+            raise ValueError(f"rows has shape {np.shape(rows)}, expected (number of rows,): the indices of queries")
+        low, high = (-length, length - 1) if isinstance(rows, jax.core.Tracer) else (np.min(rows), np.max(rows))
+        if not -length <= low <= high < length:
+            raise ValueError(f"rows from {low} to {high}: expected indices of {length} queries")
+        rows = jnp.asarray(rows) % length
     return dense.weights(**arguments, rows=rows)[0]
 
 
@@ -155,8 +164,8 @@ def merge(
     True
     """
     parts = list(parts)
-    shapes = [(out.shape, lse.shape) for out, lse in parts]
-    if not parts or any(shape != shapes[0] or out[:-1] != lse for shape in shapes for out, lse in [shape]):
+    shapes = [tuple(map(jnp.shape, part)) for part in parts]
+    if not parts or any(shape != shapes[0] or len(shape) != 2 or shape[0][:-1] != shape[1] for shape in shapes):
         raise ValueError(f"merge was given shapes {shapes}: expected one or more (out, lse) of the same queries")
     lses = jnp.stack([lse for _, lse in parts])
     # A part that saw nothing has lse −inf and weight 0; if none saw anything, so has the whole.
@@ -180,6 +189,7 @@ def explain(q, k, v, *terms, impl: str = "auto", block_sizes=None, return_lse: b
     runs dense
     not cudnn: it needs a gpu, and this is a cpu
     not splash: it needs a tpu, and this is a cpu
+    not blockwise: it could, but dense is the better for these lengths
     """
     return _choose(impl, _checked(q, k, v, *terms, **named), block_sizes, return_lse)
 
@@ -187,7 +197,11 @@ def explain(q, k, v, *terms, impl: str = "auto", block_sizes=None, return_lse: b
 def _choose(impl, arguments, block_sizes, return_lse) -> Explanation:
     if impl != "auto" and impl not in _BACKENDS:
         raise ValueError(f'impl = {impl!r} is unknown: use "auto" or one of {", ".join(map(repr, _BACKENDS))}')
-    if block_sizes is not None and (len(block_sizes) != 2 or min(block_sizes) < 1):
+    if block_sizes is not None and not (
+        isinstance(block_sizes, tuple | list)
+        and len(block_sizes) == 2
+        and all(isinstance(size, numbers.Integral) and size >= 1 for size in block_sizes)
+    ):
         raise ValueError(f"block_sizes = {block_sizes}: expected two sizes of 1 or more, (queries, keys) of a tile")
     asked = {"block_sizes": block_sizes, "return_lse": return_lse}
     reasons = {
@@ -200,9 +214,13 @@ def _choose(impl, arguments, block_sizes, return_lse) -> Explanation:
         why = rejected[impl] if impl in rejected else "; ".join(f"{name}: {why}" for name, why in rejected.items())
         others = f"; use one of {', '.join(map(repr, able))}" if able else ""
         raise ValueError(f"impl = {impl!r} cannot run this: {why}{others}")
-    if impl != "auto":
-        return Explanation(impl, rejected)
-    return Explanation("dense" if "dense" in able and _is_small(arguments) else able[0], rejected)
+    chosen = impl if impl != "auto" else "dense" if "dense" in able and _is_small(arguments) else able[0]
+    for name in able:
+        if name != chosen:
+            rejected[name] = "it could, but " + (
+                f"impl names {impl}" if impl != "auto" else f"{chosen} is the better for these lengths"
+            )
+    return Explanation(chosen, rejected)
 
 
 def _platform_against(name, impl, q) -> str | None:
@@ -233,6 +251,10 @@ def _checked(
     kv_positions=None,
 ) -> dict:
     """The arguments of a backend, or ValueError in one line that names the axis, the sizes and the remedy."""
+    q, k, v, bias, sinks = (
+        _floating(name, x) for name, x in (("q", q), ("k", k), ("v", v), ("bias", bias), ("sinks", sinks))
+    )
+    q_positions, kv_positions = _whole("q_positions", q_positions), _whole("kv_positions", kv_positions)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if jnp.ndim(x) < 3:
             raise ValueError(f"{name} has shape {jnp.shape(x)}, expected [..., length, heads, features]")
@@ -241,6 +263,9 @@ def _checked(
     for name, x in (("k", k), ("v", v)):
         if x.shape[:-3] != batch:
             raise ValueError(f"{name} has batch axes {x.shape[:-3]} and q has {batch}: give both the same")
+    for name, x in (("q", q), ("k", k)):
+        if 0 in x.shape[-2:]:
+            raise ValueError(f"{name} has shape {x.shape}: expected one head and one feature, or more")
     if k.shape[-1] != head_dim:
         raise ValueError(
             f"k has {k.shape[-1]} features a head and q has {head_dim}: they are multiplied, so must agree"
@@ -258,8 +283,11 @@ def _checked(
                 f"{name} has shape {jnp.shape(positions)}, expected {(length,)} or {(*batch, length)}: one place a row"
             )
     if mask is not None and not isinstance(mask, Mask):
+        if not isinstance(mask, jax.Array | np.ndarray):
+            raise ValueError(f"mask is a {type(mask).__name__}: expected one of masks, e.g. Causal(), or a bool array")
         mask = Dense(mask)
     if mask is not None:
+        _arrays("mask", mask)
         mask.check(batch, num_heads, q_length, kv_length)
         require_positions(mask, q_length, kv_length, q_positions, kv_positions)
     score_mods = () if score_mod is None else score_mod if isinstance(score_mod, tuple) else (score_mod,)
@@ -268,6 +296,7 @@ def _checked(
             raise ValueError(
                 f"score_mod has a {type(mod).__name__}: expected score mods, e.g. score_mods.SoftCap(30.0)"
             )
+        _arrays("score_mod", mod)
         mod.check(num_heads)
         require_positions(mod, q_length, kv_length, q_positions, kv_positions, what="score mod")
 
@@ -286,10 +315,17 @@ def _checked(
             )
     if sinks is not None and jnp.shape(sinks) != (num_heads,):
         raise ValueError(f"sinks has shape {jnp.shape(sinks)}, expected {(num_heads,)}: one logit a head")
+    if np.shape(scale) != ():
+        raise ValueError(f"scale has shape {np.shape(scale)}, expected (): one number for all scores")
+    if isinstance(dropout_rate, jax.core.Tracer):
+        raise ValueError("dropout_rate is traced: expected a number that is known, e.g. a static argument of jit")
+    dropout_rate = float(dropout_rate)
     if not 0 <= dropout_rate < 1:
         raise ValueError(f"dropout_rate = {dropout_rate}: expected a probability in [0, 1)")
     if dropout_rate and dropout_key is None:
         raise ValueError(f"dropout_rate = {dropout_rate} needs dropout_key: one PRNG key, or one an example")
+    if dropout_rate and not isinstance(dropout_key, jax.Array | np.ndarray):
+        raise ValueError(f"dropout_key = {dropout_key!r}: expected a PRNG key, e.g. jax.random.key(0)")
     return {
         "q": q,
         "k": k,
@@ -301,10 +337,32 @@ def _checked(
         "sinks": sinks,
         "dropout_rate": dropout_rate,
         "dropout_keys": dropout.per_example(dropout_key, batch) if dropout_rate else None,
-        "q_positions": _array(q_positions),
-        "kv_positions": _array(kv_positions),
+        "q_positions": q_positions,
+        "kv_positions": kv_positions,
     }
 
 
-def _array(positions):
-    return positions if positions is None or isinstance(positions, (np.ndarray, jax.Array)) else jnp.asarray(positions)
+def _arrays(name, node):
+    for leaf in jax.tree.leaves(node):
+        if not isinstance(leaf, jax.Array | np.ndarray):
+            raise ValueError(f"{name} {type(node).__name__} holds a list with {leaf!r}: expected jnp.array(...)")
+
+
+def _floating(name, x):
+    if x is None:
+        return None
+    x = x if isinstance(x, jax.Array | np.ndarray) else jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        remedy = "use mask= for what is seen or not" if x.dtype == bool else "use .astype(jnp.float32)"
+        raise ValueError(f"{name} has type {x.dtype}, expected a floating type: {remedy}")
+    return x
+
+
+def _whole(name, x):
+    """Indices or positions as int32: unsigned ones would wrap where they are subtracted."""
+    if x is None:
+        return None
+    x = x if isinstance(x, jax.Array | np.ndarray) else jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{name} has type {x.dtype}, expected whole numbers")
+    return x.astype(np.int32)

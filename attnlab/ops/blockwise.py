@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
+from jax.sharding import AxisType
 from jaxtyping import Float
 
 from attnlab.ops import dropout
@@ -36,8 +37,12 @@ from attnlab.types import Array
 
 def reason_against(**arguments) -> str | None:
     """Why this backend could not run a call, None if it can."""
-    q, k = arguments["q"], arguments["k"]
-    return "an axis has length 0" if 0 in (*q.shape, *k.shape) else None
+    operands = [arguments[name] for name in ("q", "k", "v")]
+    if any(0 in x.shape for x in operands):
+        return "an axis has length 0"
+    if any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in operands):
+        return "its loops need mesh axes of AxisType.Auto, and these are Explicit"
+    return None
 
 
 def attend(
@@ -85,8 +90,8 @@ def attend(
         score_mods=tuple(mod.opened(dtype) for mod in score_mods),
         mask=None if mask is None else mask.for_tiles(*ends),
         dropout_words=dropout.key_words(dropout_keys) if dropout_rate else None,
-        q_positions=None if q_positions is None else padded(q_positions, ends[0]),
-        kv_positions=None if kv_positions is None else padded(kv_positions, ends[1]),
+        q_positions=q_positions,
+        kv_positions=kv_positions,
     )
     leaves, treedef = jax.tree.flatten(terms)
     plan = _Plan(
@@ -285,8 +290,9 @@ def _forward(plan: _Plan, operands: _Operands):
         if operands.sinks is not None:
             sinks = _sinks(plan, operands, dtype)[..., None]
             largest, before = jnp.maximum(largest, sinks), largest
-            total = total * jnp.exp(before - largest) + jnp.exp(sinks - largest)
-            weighted = weighted * jnp.exp(before - largest)[..., None, :]
+            shift = jnp.where(jnp.isneginf(largest), 0, largest)
+            total = total * jnp.exp(before - shift) + jnp.exp(sinks - shift)
+            weighted = weighted * jnp.exp(before - shift)[..., None, :]
         sees = total > 0
         total = jnp.where(sees, total, 1)
         out = weighted / (total * (1 - plan.dropout_rate))[..., None, :]
@@ -391,32 +397,44 @@ def _scores(plan, kind, i, j, dots, bias_tile, leaves):
 
     And which keys any of the queries sees, `[..., H or 1, keys]`: the others must be inert, even NaN, but 0·NaN is NaN.
     """
-    (q_size, kv_size), (q_length, kv_length) = plan.block_sizes, plan.lengths
 
     def scores(dots, bias_tile, leaves):
         terms = jax.tree.unflatten(plan.treedef, leaves)
         tile = _tile(plan, i, j, dots.shape, terms.q_positions, terms.kv_positions)
-        s, seen = dots if terms.scale is None else dots * terms.scale, None
+        s, seen = dots, None
+        if kind == PART:
+            visible = _inside(plan, i, j)
+            if terms.mask is not None:
+                visible = visible & terms.mask.visible(tile)
+            visible = jnp.reshape(visible, (1,) * (s.ndim - jnp.ndim(visible)) + jnp.shape(visible))
+            seen = jnp.broadcast_to(visible, (*visible.shape[:-2], *s.shape[-2:])).any(axis=-1)
+            if terms.scale is not None or terms.score_mods:
+                s = jnp.where(visible, s, 0)  # what they make of an unseen NaN would spoil their own gradients
+        if terms.scale is not None:
+            s = s * terms.scale
         if bias_tile is not None:
             s = s + bias_tile.astype(s.dtype)
         for mod in terms.score_mods:
-            s = mod.apply(s, tile)
+            s = jnp.broadcast_to(mod.apply(s, tile), s.shape).astype(s.dtype)
         if kind == PART:
-            visible = [] if terms.mask is None else [terms.mask.visible(tile)]
-            if q_length % q_size:
-                visible.append(tile.q_index < q_length)
-            if kv_length % kv_size:
-                visible.append(tile.kv_index < kv_length)
-            visible = functools.reduce(jnp.logical_and, visible)
-            visible = visible.reshape((1,) * (s.ndim - visible.ndim) + visible.shape)
             s = jnp.where(visible, s, -jnp.inf)
-            seen = jnp.broadcast_to(visible, (*visible.shape[:-2], *s.shape[-2:])).any(axis=-1)
         return s, seen
 
     if not plan.is_mapped:
         return scores(dots, bias_tile, leaves)
     *axes, bias_axis = (None if shared else 0 for shared in plan.shared)
     return jax.vmap(scores, in_axes=(0, bias_axis, tuple(axes)))(dots, bias_tile, leaves)
+
+
+def _inside(plan, i, j):
+    """Which pairs of a tile, `[keys, queries]`, are none that only fill the last one up."""
+    (q_size, kv_size), (q_length, kv_length) = plan.block_sizes, plan.lengths
+    inside = jnp.ones((1, 1), bool)
+    if q_length % q_size:
+        inside = inside & (i * q_size + jnp.arange(q_size) < q_length)
+    if kv_length % kv_size:
+        inside = inside & (j * kv_size + jnp.arange(kv_size) < kv_length)[:, None]
+    return inside
 
 
 def _stays(plan, i, j, shape, leaves):
@@ -437,9 +455,10 @@ def _stays(plan, i, j, shape, leaves):
 def _tile(plan, i, j, shape, q_positions=None, kv_positions=None) -> Tile:
     """The coordinates of query block i and key block j, for scores `[*batch, H, keys, queries]`."""
 
-    def side(block, size, positions, axis):
+    def side(block, size, length, positions, axis):
         start = jnp.asarray(block * size, jnp.int32)
-        index = start + jnp.arange(size, dtype=jnp.int32)
+        # What only fills the last tile up stands where the last row does: a mod must not meet a place unheard of.
+        index = jnp.minimum(start + jnp.arange(size, dtype=jnp.int32), length - 1)
         side = Side(index, index, axis, start)
         return side if positions is None else side._replace(position=side.take(positions))
 
@@ -447,8 +466,8 @@ def _tile(plan, i, j, shape, q_positions=None, kv_positions=None) -> Tile:
     return Tile(
         example=jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(*batch, 1, 1, 1),
         head=jnp.arange(num_heads, dtype=jnp.int32)[:, None, None],
-        queries=side(i, plan.block_sizes[0], q_positions, -1),
-        keys=side(j, plan.block_sizes[1], kv_positions, -2),
+        queries=side(i, plan.block_sizes[0], plan.lengths[0], q_positions, -1),
+        keys=side(j, plan.block_sizes[1], plan.lengths[1], kv_positions, -2),
     )
 
 

@@ -6,6 +6,7 @@ Its backward pass adds in no fixed order unless XLA is told to be deterministic
 
 import jax
 import jax.numpy as jnp
+from jax.extend.backend import get_backend
 
 from attnlab.ops.masks import as_band
 
@@ -33,6 +34,7 @@ def reason_against(
     band = as_band(mask)
     head_dim = q.shape[-1]
     reasons = {
+        "cuDNN was not found": not _is_there(),
         f"it has no {q.dtype}, only float16 and bfloat16": q.dtype not in (jnp.float16, jnp.bfloat16),
         "q, k and v must have one type": not q.dtype == k.dtype == v.dtype,
         f"heads of {head_dim} and {v.shape[-1]} features: it has equal ones, multiples of 8 up to 128": not (
@@ -52,6 +54,11 @@ def reason_against(
         "an axis has length 0": 0 in (*q.shape, *k.shape),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _is_there() -> bool:
+    """Whether the GPU is one of CUDA's: AMD's call themselves gpu too."""
+    return "cuda" in get_backend().platform_version
 
 
 def attend(q, k, v, *, mask, scale, **_):

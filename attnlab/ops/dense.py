@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float
 
 from attnlab.ops import dropout
 from attnlab.ops.masks import Mask
-from attnlab.ops.tiles import Side, whole
+from attnlab.ops.tiles import Side, Tile, whole
 from attnlab.types import Array
 
 
@@ -46,7 +46,7 @@ def attend(
         heads, rows, columns = np.ogrid[: p.shape[-3], : p.shape[-2], : p.shape[-1]]
         stays = dropout.keep(dropout_keys, dropout_rate, heads, rows, columns)
         p = jnp.where(stays, p / (1 - dropout_rate), 0)
-    v = _inert(_per_query_head(v, q.shape[-2]), _keys_seen(mask, q.shape, k.shape, q_positions, kv_positions))
+    v = _inert(_per_query_head(v, q.shape[-2]), _keys_seen(mask, _tile(q, k, mask, q_positions, kv_positions)))
     out = jnp.einsum("...hqk,...khd->...qhd", p.astype(v.dtype), v, preferred_element_type=p.dtype)
     return out.astype(q.dtype), jnp.moveaxis(lse, -2, -1)
 
@@ -66,20 +66,20 @@ def weights(
 ) -> tuple[Float[Array, "*B H Rq Tk"], Float[Array, "*B H Rq"]]:
     """The softmax weights before dropout and the lse, for all query rows or for the indices `rows` `[Rq]` alone."""
     num_heads, head_dim = q.shape[-2:]
-    tile = whole(q.shape[-3], k.shape[-3], num_heads, q_positions, kv_positions, q.shape[:-3])
-    k = _inert(_per_query_head(k, num_heads), _keys_seen(mask, q.shape, k.shape, q_positions, kv_positions))
+    tile = _tile(q, k, mask, q_positions, kv_positions)
     if rows is not None:
         q = jnp.take(q, rows, axis=-3)
         tile = tile._replace(queries=Side(rows, jnp.take(jnp.asarray(tile.queries.position), rows, axis=-1), axis=-2))
         bias = bias if bias is None or bias.shape[-2] == 1 else jnp.take(bias, rows, axis=-2)
 
+    k = _inert(_per_query_head(k, num_heads), _keys_seen(mask, tile))
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     s = jnp.einsum("...qhd,...khd->...hqk", q, k, preferred_element_type=dtype)
-    s = s * (head_dim**-0.5 if scale is None else scale)
+    s = s * jnp.asarray(head_dim**-0.5 if scale is None else scale, dtype)
     if bias is not None:
         s = s + bias.astype(dtype)
     for mod in score_mods:
-        s = mod.apply(s, tile)
+        s = jnp.broadcast_to(mod.apply(s, tile), s.shape).astype(dtype)
     if mask is not None:
         s = jnp.where(mask.visible(tile), s, -jnp.inf)
 
@@ -106,13 +106,17 @@ def _per_query_head(x: Float[Array, "*B Tk Hk D"], num_heads: int) -> Float[Arra
     return x if group == 1 else jnp.repeat(x, group, axis=-2)
 
 
-def _keys_seen(mask, q_shape, k_shape, q_positions, kv_positions) -> Bool[Array, "... Tk H 1"] | None:
+def _tile(q, k, mask, q_positions, kv_positions) -> Tile:
+    """The tile of all queries and keys; in NumPy where nothing has to wait for the running program."""
+    given = q_positions is not None or kv_positions is not None or jax.tree.leaves(mask)
+    sizes = (q.shape[-3], k.shape[-3], q.shape[-2])
+    return whole(*sizes, q_positions, kv_positions, q.shape[:-3], xp=jnp if given else np)
+
+
+def _keys_seen(mask, tile) -> Bool[Array, "... Tk H 1"] | None:
     """Which keys some query sees; None when it is known before the program runs that all are, as for Causal."""
     if mask is None:
         return None
-    given = q_positions is not None or kv_positions is not None or jax.tree.leaves(mask)
-    sizes = (q_shape[-3], k_shape[-3], q_shape[-2])
-    tile = whole(*sizes, q_positions, kv_positions, q_shape[:-3], xp=jnp if given else np)
     visible = mask.visible(tile)
     seen = visible.reshape((1,) * (3 - visible.ndim) + visible.shape).any(axis=-2)
     if isinstance(seen, np.ndarray) and seen.all():

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Integer
 
 from attnlab.ops import elementwise
 from attnlab.ops.nodes import Node, is_static
@@ -102,6 +102,8 @@ class Mask(Node):
           ValueError: positions matter, Tq ≠ Tk, and none are given.
         """
         require_positions(self, q_length, kv_length, q_positions, kv_positions)
+        if min(block_sizes) < 1:
+            raise ValueError(f"block_sizes = {block_sizes}: expected sizes of 1 or more")
         covers = whole(q_length, kv_length, num_heads, q_positions, kv_positions, batch, xp=np)
         tiling = Tiling(covers, block_sizes)
         mask = self.for_tiles(q_length, kv_length)
@@ -119,8 +121,8 @@ class Mask(Node):
     def for_tiles(self, q_length: int, kv_length: int) -> "Mask":
         """The same mask, ready to be asked tile by tile from within a loop and a derivative rule.
 
-        Arrays along queries or keys reach to `q_length` and `kv_length`, the ends of the last tiles, and functions
-        close over nothing: what they closed over has become leaves.
+        Functions close over nothing: what they closed over has become leaves. And large arrays reach to `q_length` and
+        `kv_length`, the ends of the last tiles, so that their parts are slices.
         """
         return self
 
@@ -145,7 +147,7 @@ class Mask(Node):
           num_heads, batch: H and q's batch axes, for a mask that asks for the head or the example.
 
         Returns:
-          bool `[Tq, Tk]`, with the leading axes that the mask's arrays bring.
+          bool `[Tq, Tk]`, with the leading axes that the mask's arrays bring, those of size 1 left out.
 
         Raises:
           ValueError: positions matter, Tq ≠ Tk, and none are given.
@@ -222,7 +224,7 @@ class SlidingWindow(Mask):
 
     def visible(self, tile):
         distance = tile.kv_position - tile.q_position
-        return (distance >= -self.left) & (distance <= self.right)
+        return (distance >= -min(self.left, _MOST)) & (distance <= min(self.right, _MOST))
 
     def bounds(self, tiling):
         (q_low, q_high), (kv_low, kv_high) = tiling.q_position, tiling.kv_position
@@ -243,7 +245,7 @@ class PrefixLM(Mask):
            [1, 1, 1]], dtype=int32)
     """
 
-    length: Int[Array, "..."] | int
+    length: Integer[Array, "..."] | int
     positional = True
 
     def visible(self, tile):
@@ -268,7 +270,7 @@ class Padding(Mask):
            [1, 1, 1]], dtype=int32)
     """
 
-    lengths: Int[Array, "..."] | int
+    lengths: Integer[Array, "..."] | int
 
     def visible(self, tile):
         return tile.kv_index < _per_example(self.lengths)
@@ -295,8 +297,8 @@ class Segments(Mask):
            [0, 0, 1, 1]], dtype=int32)
     """
 
-    q_ids: Int[Array, "... Tq"]
-    kv_ids: Int[Array, "... Tk"] | None = None
+    q_ids: Integer[Array, "... Tq"]
+    kv_ids: Integer[Array, "... Tk"] | None = None
 
     def _ids(self):
         return self.q_ids, self.q_ids if self.kv_ids is None else self.kv_ids
@@ -310,10 +312,6 @@ class Segments(Mask):
         (q_low, q_high), (kv_low, kv_high) = tiling.of_queries(q_ids), tiling.of_keys(kv_ids)
         some = (q_low <= kv_high) & (kv_low <= q_high)
         return some, (q_low == q_high) & (kv_low == kv_high) & (q_low == kv_low)
-
-    def for_tiles(self, q_length, kv_length):
-        q_ids, kv_ids = self._ids()
-        return Segments(padded(q_ids, q_length), padded(kv_ids, kv_length))
 
     def check(self, batch, num_heads, q_length, kv_length):
         for name, ids, length in (("q_ids", self.q_ids, q_length), ("kv_ids", self._ids()[1], kv_length)):
@@ -560,6 +558,9 @@ def as_band(mask: Mask | None) -> Band | None:
     return None
 
 
+_MOST = 2**30  # beyond any position, and half of what an int32 holds
+
+
 def _at_most(x: Span, y: Span):
     """(some, all) of x ≤ y."""
     return x.low <= y.high, x.high <= y.low
@@ -567,16 +568,14 @@ def _at_most(x: Span, y: Span):
 
 def _per_example(value):
     """A number, or an array with q's batch axes laid out like scores."""
-    return value if is_static(value) else known(value)[..., None, None, None]
+    return min(value, _MOST) if is_static(value) else known(value)[..., None, None, None].astype(np.int32)
 
 
 def _check_per_example(what, value, batch):
     if np.shape(value) not in ((), batch):
-        raise ValueError(
-            f"{what} have shape {np.shape(value)}, expected () or q's batch axes {batch}: give one a row"
-            if what.endswith("s")
-            else f"{what} has shape {np.shape(value)}, expected () or q's batch axes {batch}: give one a row"
-        )
+        raise ValueError(f"{what} of shape {np.shape(value)}: expected () or q's batch axes {batch}, one a row")
+    if not jnp.issubdtype(jnp.result_type(value), jnp.integer):
+        raise ValueError(f"{what} of type {jnp.result_type(value)}: expected whole numbers")
 
 
 def _either(shapes) -> str:

@@ -116,6 +116,10 @@ class SoftCap(ScoreMod):
     def apply(self, scores, tile):
         return self.cap * jnp.tanh(scores / self.cap)
 
+    def check(self, num_heads):
+        if np.shape(self.cap) != ():
+            raise ValueError(f"SoftCap cap has shape {np.shape(self.cap)}, expected (): one number for all")
+
 
 @dataclass(frozen=True, init=False)
 class ScoreFn(ScoreMod):
@@ -141,7 +145,8 @@ class ScoreFn(ScoreMod):
 
     def apply(self, scores, tile):
         coordinates = (scores, tile.example, tile.head, tile.q_position, tile.kv_position)
-        return elementwise.apply(self.fn, coordinates, self.arrays, jnp.floating).astype(scores.dtype)
+        changed = elementwise.apply(self.fn, coordinates, self.arrays, jnp.floating)
+        return jnp.broadcast_to(changed, scores.shape).astype(scores.dtype)
 
     def opened(self, score_type):
         fn, arrays = elementwise.opened(self.fn, (score_type, *(jnp.int32,) * 4), self.arrays)

@@ -1,6 +1,5 @@
 """JAX's splash attention, its block-sparse kernel for TPUs, where it honours every argument."""
 
-import functools
 import numbers
 
 import jax
@@ -19,7 +18,7 @@ def reason_against(
     """Why splash attention could not run a call, None if it can."""
     band = as_band(mask)
     lengths = (q.shape[-3], k.shape[-3])
-    of_one_sequence = band is not None and all(segments.kv_ids is None for segments in band.segments)
+    is_known = band is not None and len(band.segments) <= 1 and all(one.kv_ids is None for one in band.segments)
     sizes = block_sizes or (_LANES, _LANES)
     reasons = {
         f"it has no {q.dtype}, only float32 and bfloat16": q.dtype not in (jnp.float32, jnp.bfloat16),
@@ -38,7 +37,7 @@ def reason_against(
         "it has no dropout": bool(dropout_rate),
         "it has no positions": q_positions is not None or kv_positions is not None,
         "its lse has no gradient": return_lse,
-        "of masks it has Causal, SlidingWindow and Segments of one sequence, and-ed": not of_one_sequence,
+        "of masks it has Causal, SlidingWindow and one Segments of one sequence, and-ed": not is_known,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -72,7 +71,7 @@ def attend(q, k, v, *, mask, score_mods, scale, sinks, block_sizes=None, **_):
         head_shards=1,
         q_seq_shards=1,
     )
-    ids = functools.reduce(_pair, (segments.q_ids for segments in band.segments)) if band.segments else None
+    ids = band.segments[0].q_ids if band.segments else None
 
     def one_example(q, k, v, ids):
         segments = None if ids is None else kernels.SegmentIds(ids, ids)
@@ -84,9 +83,3 @@ def attend(q, k, v, *, mask, score_mods, scale, sinks, block_sizes=None, **_):
     q = (q * (head_dim**-0.5 if scale is None else scale)).astype(q.dtype)  # the kernel has no scale
     out = run(*(x.swapaxes(-2, -3) for x in (q, k, v)), ids)
     return out.swapaxes(-2, -3), None
-
-
-def _pair(a, b):
-    """Ids that are equal where both are: of two segmentations, their intersection."""
-    a, b = jnp.broadcast_arrays(a, b)
-    return a * (b.max(axis=-1, keepdims=True) + 1) + b

@@ -22,7 +22,7 @@ class Side(NamedTuple):
     """The queries of a tile, or its keys.
 
     Attributes:
-      index: `[n]`, rows of the array they come from.
+      index: `[n]`, rows of the array they come from; past its end, the last one again.
       position: `[..., n]`, places in the sequence.
       axis: −2 or −1, their axis in the scores.
       start: first index when they are neighbours, None when they are scattered.
@@ -39,9 +39,9 @@ class Side(NamedTuple):
         """Their part of `x` along an axis that has one entry for every row, or a single one for all."""
         if self.is_whole or x.shape[axis] == 1:
             return x
-        if self.start is None:
-            return jnp.take(x, self.index, axis=axis)
-        # A slice, which costs less than a gather; clamped, so `x` must reach to the end of the last tile.
+        if self.start is None or x.shape[axis] % len(self.index):
+            return jnp.take(x, self.index, axis=axis, mode="clip")
+        # A slice, which costs less than a gather; past the end of a ragged last tile it would be another one.
         return lax.dynamic_slice_in_dim(x, self.start, len(self.index), axis=axis)
 
     def lay(self, x: Array) -> Array:
@@ -111,7 +111,8 @@ def whole(
 
     def side(length, positions, axis):
         index = xp.arange(length, dtype=xp.int32)
-        return Side(index, index if positions is None else positions, axis, start=0, is_whole=True)
+        positions = index if positions is None else jnp.asarray(positions, jnp.int32)  # unsigned ones would wrap
+        return Side(index, positions, axis, start=0, is_whole=True)
 
     return Tile(
         example=xp.arange(math.prod(batch), dtype=xp.int32).reshape(*batch, 1, 1, 1),

@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import attnlab
-from attnlab.masks import BlockSparse, Causal, Dense, MaskFn, Padding, PrefixLM, Segments
+from attnlab.masks import BlockSparse, Causal, Dense, MaskFn, Padding, PrefixLM, Segments, SlidingWindow
 from attnlab.score_mods import ALiBi, RelativeBias, ScoreFn, SoftCap
 
 Q = jnp.zeros((2, 5, 4, 8))
@@ -27,7 +29,7 @@ POSITIONS = {"q_positions": jnp.arange(5), "kv_positions": jnp.arange(7)}
         ({"score_mod": jnp.tanh}, "expected score mods"),
         ({"mask": jnp.ones((2, 1, 1, 7), bool)}, r"Dense mask has shape \(2, 1, 1, 7\), expected exactly \(5, 7\) or"),
         ({"mask": jnp.ones((2, 5, 7), bool)}, r"Dense mask has shape \(2, 5, 7\).*add the head axis"),
-        ({"mask": Padding(jnp.array([1, 2, 3]))}, r"lengths have shape \(3,\), expected \(\) or q's batch axes \(2,\)"),
+        ({"mask": Padding(jnp.array([1, 2, 3]))}, r"lengths of shape \(3,\): expected \(\) or q's batch axes \(2,\)"),
         ({"bias": jnp.zeros((4, 5, 7))}, r"bias has shape \(4, 5, 7\), expected \(5, 7\) or \(2, 4, 5, 7\)"),
         ({"bias": jnp.zeros(7)}, "bias has shape"),
         ({"sinks": jnp.zeros(2)}, r"sinks has shape \(2,\), expected \(4,\)"),
@@ -49,7 +51,17 @@ POSITIONS = {"q_positions": jnp.arange(5), "kv_positions": jnp.arange(7)}
         ({"mask": Segments(jnp.zeros(4, int), jnp.zeros(7, int))}, r"q_ids have shape \(4,\), expected \(5,\)"),
         ({"mask": BlockSparse(jnp.ones((3, 2), bool), 4)}, r"blocks have shape \(3, 2\), expected exactly \(2, 2\) or"),
         ({"mask": PrefixLM(2)}, "mask PrefixLM compares positions"),
-        ({"mask": PrefixLM(jnp.zeros(3, int)), **POSITIONS}, r"PrefixLM length has shape \(3,\), expected"),
+        ({"mask": "causal"}, "mask is a str: expected one of masks, e.g. Causal"),
+        ({"mask": [[True]]}, "mask is a list: expected one of masks"),
+        ({"q": Q.astype(int)}, "q has type int32, expected a floating type: use .astype"),
+        ({"bias": jnp.ones((5, 7), bool)}, "bias has type bool, expected a floating type: use mask="),
+        ({"scale": jnp.ones(7)}, r"scale has shape \(7,\), expected \(\)"),
+        ({"q_positions": jnp.zeros(5)}, "q_positions has type float32, expected whole numbers"),
+        ({"dropout_rate": 0.5, "dropout_key": 0}, "dropout_key = 0: expected a PRNG key"),
+        ({"block_sizes": 64}, "block_sizes = 64: expected two sizes"),
+        ({"block_sizes": (8.0, 8.0)}, "expected two sizes of 1 or more"),
+        ({"q": Q[:, :, :0]}, "expected one head and one feature, or more"),
+        ({"mask": PrefixLM(jnp.zeros(3, int)), **POSITIONS}, r"PrefixLM length of shape \(3,\): expected"),
         ({"mask": MaskFn(lambda b, h, i, j: i - j), **POSITIONS}, r"<lambda> returned int32\[\], expected a bool"),
         ({"mask": MaskFn(lambda b, h: b == h), **POSITIONS}, "<lambda> takes other arguments than it is given"),
         ({"score_mod": RelativeBias(jnp.zeros((4, 4))), **POSITIONS}, r"table has shape \(4, 4\), expected \(4, 2·R"),
@@ -165,3 +177,72 @@ def test_an_argument_that_one_backend_cannot_honour_is_told():
 def test_blocks_of_a_block_sparse_mask_are_bool(own_errors):
     with pytest.raises(ValueError, match="blocks have type float32, expected bool: use blocks.astype"):
         attnlab.attention(Q, K, K, mask=BlockSparse(jnp.ones((2, 2)), 4))
+
+
+def test_lists_in_a_mask_are_refused(own_errors):
+    with pytest.raises(ValueError, match=r"mask And holds a list with 3: expected jnp.array"):
+        attnlab.attention(Q, K, K, mask=Padding([3, 5]) & Segments(jnp.zeros(5, int), jnp.zeros(7, int)))
+
+
+def test_a_rate_that_is_traced_is_refused(own_errors):
+    with pytest.raises(ValueError, match="dropout_rate is traced: expected a number that is known"):
+        jax.jit(lambda rate: attnlab.attention(Q, Q, Q, dropout_rate=rate, dropout_key=jax.random.key(0)))(0.5)
+
+
+@pytest.mark.parametrize(
+    "rows, message", [([0, 5], "rows from 0 to 5: expected indices of 5"), ([0.5], "whole numbers")]
+)
+def test_rows_are_indices(own_errors, rows, message):
+    with pytest.raises(ValueError, match=message):
+        attnlab.attention_weights(Q, K, rows=jnp.array(rows))
+
+
+def test_rows_may_count_from_the_end():
+    weights = attnlab.attention_weights(Q, Q, mask=BlockSparse(jnp.eye(2, dtype=bool), 3))
+    picked = attnlab.attention_weights(Q, Q, mask=BlockSparse(jnp.eye(2, dtype=bool), 3), rows=jnp.array([-1, 0]))
+    assert jnp.allclose(picked, weights[..., jnp.array([-1, 0]), :])
+
+
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint32])
+@pytest.mark.parametrize("impl", ["dense", "blockwise"])
+def test_unsigned_numbers_do_not_wrap(dtype, impl):
+    x = jax.random.normal(jax.random.key(0), (20, 1, 8))
+    places = jnp.arange(20)
+    mask = SlidingWindow(2) & Padding(jnp.array(0, dtype))
+    out = attnlab.attention(x, x, x, mask, q_positions=places.astype(dtype), kv_positions=places, impl=impl)
+    assert (out == 0).all()
+    out, expected = (
+        attnlab.attention(x, x, x, SlidingWindow(2), q_positions=at, kv_positions=at, impl=impl)
+        for at in (places.astype(dtype), places)
+    )
+    assert (out == expected).all()
+
+
+def test_a_window_may_be_as_wide_as_a_number_goes():
+    x = jax.random.normal(jax.random.key(0), (20, 1, 8))
+    wide = SlidingWindow(2**62) | PrefixLM(2**40) & Padding(2**40)
+    for impl in ("dense", "blockwise"):
+        expected = attnlab.attention(x, x, x, PrefixLM(99))
+        assert jnp.allclose(attnlab.attention(x, x, x, wide, impl=impl), expected, atol=1e-6)
+
+
+def test_explain_says_of_every_backend_why_not():
+    for impl in ("auto", "dense", "blockwise"):
+        explained = attnlab.explain(Q, Q, Q, impl=impl)
+        assert {explained.backend, *explained.rejected} == set(attnlab.implementations())
+
+
+def test_meshes_with_explicit_axes_are_left_to_the_specification():
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    x = jax.device_put(jnp.ones((2, 200, 2, 8)), NamedSharding(mesh, P("data", None, "tensor")))
+    with jax.set_mesh(mesh):
+        assert jnp.allclose(jax.jit(lambda x: attnlab.attention(x, x, x))(x), 1)
+        with pytest.raises(ValueError, match="mesh axes of AxisType.Auto, and these are Explicit"):
+            jax.jit(lambda x: attnlab.attention(x, x, x, impl="blockwise"))(x)
+
+
+def test_arrays_of_masks_and_mods_have_their_type_and_shape(own_errors):
+    with pytest.raises(ValueError, match="Padding lengths of type float32: expected whole numbers"):
+        attnlab.attention(Q, K, K, mask=Padding(jnp.ones(2)))
+    with pytest.raises(ValueError, match=r"SoftCap cap has shape \(7,\), expected \(\)"):
+        attnlab.attention(Q, K, K, score_mod=SoftCap(jnp.ones(7)))

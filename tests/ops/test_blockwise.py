@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import attnlab
-from attnlab.masks import BlockSparse, Causal, Dense, MaskFn, Padding, Segments, SlidingWindow
+from attnlab.masks import BlockSparse, Causal, Dense, Mask, MaskFn, Padding, Segments, SlidingWindow
 from attnlab.score_mods import ALiBi, RelativeBias, ScoreFn, ScoreMod, SoftCap, alibi_slopes
 from tests.ops import cases
 
@@ -116,6 +116,70 @@ def test_scores_of_minus_infinity_from_a_bias_hide_keys():
     q, k, v = sample(40)
     bias = jnp.where(jnp.tri(40, dtype=bool), 0, -jnp.inf)
     np.testing.assert_allclose(blockwise(q, k, v, bias=bias), blockwise(q, k, v, mask=Causal()), rtol=1e-5, atol=1e-6)
+
+
+def test_no_array_of_a_mod_is_spoilt_by_nan_that_nobody_sees():
+    q, k, v = sample(40)
+    k, v = k.at[15:].set(jnp.nan), v.at[15:].set(jnp.nan)
+
+    def total(weight, cap):
+        mods = (ScoreFn(lambda s, b, h, i, j, weight: s * weight[h], weight), SoftCap(cap))
+        return (blockwise(q, k, v, Padding(15), mods) ** 2).sum()
+
+    assert all(jnp.isfinite(g).all() for g in jax.grad(total, (0, 1))(jnp.ones(2), jnp.array(3.0)))
+
+
+@pytest.mark.parametrize("fn", [lambda s, b, h, i, j: s / (40 - j), lambda s, b, h, i, j: s / (1 + j)])
+def test_mods_never_meet_a_place_that_is_not_there(fn):
+    """What only fills up the last tile must not be 40, where the first of these has no value."""
+    q, k, v = sample(40)
+
+    def gradient(attend):
+        return jax.grad(lambda k: (attend(q, k, v, score_mod=ScoreFn(fn)) ** 2).sum())(k)
+
+    expected = gradient(functools.partial(attnlab.attention, impl="dense"))
+    np.testing.assert_allclose(gradient(blockwise), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_sink_of_minus_infinity_is_none():
+    q, k, v = sample(40)
+    out, lse = blockwise(q, k, v, Padding(0), sinks=jnp.array([-jnp.inf, 0.0]), return_lse=True)
+    assert (out == 0).all() and jnp.isneginf(lse[:, 0]).all() and (lse[:, 1] == 0).all()
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept(Mask):
+    """Keys that an array picks; written as a user would, with `visible` alone."""
+
+    keep: jax.Array
+
+    def visible(self, tile):
+        return tile.of_keys(self.keep)
+
+
+@dataclasses.dataclass(frozen=True)
+class ByKey(ScoreMod):
+    """A number for every key, by index."""
+
+    number: jax.Array
+
+    def apply(self, scores, tile):
+        return scores + tile.of_keys(self.number)
+
+
+def test_masks_and_mods_of_ones_own_with_arrays_on_ragged_tiles():
+    q, k, v = sample(45)
+    keep, number = jnp.asarray(np.random.default_rng(0).random(45) < 0.5), jnp.arange(45.0) / 9
+
+    def results(attend):
+        def total(number):
+            out = attend(q, k, v, Kept(keep) & Causal(), ByKey(number))
+            return (out**2).sum(), out
+
+        return jax.grad(total, has_aux=True)(number)
+
+    expected = results(functools.partial(attnlab.attention, impl="dense"))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), results(blockwise), expected)
 
 
 # Transforms

@@ -6,6 +6,7 @@ import pytest
 
 import attnlab
 from attnlab.masks import Causal, Padding, Segments, SlidingWindow
+from attnlab.ops import cudnn
 from attnlab.score_mods import SoftCap
 
 Q, K = jnp.zeros((2, 200, 4, 64), jnp.bfloat16), jnp.zeros((2, 200, 2, 64), jnp.bfloat16)
@@ -14,6 +15,7 @@ Q, K = jnp.zeros((2, 200, 4, 64), jnp.bfloat16), jnp.zeros((2, 200, 2, 64), jnp.
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(cudnn, "_is_there", lambda: True)
 
 
 @pytest.mark.parametrize("mask", [None, Causal(), SlidingWindow(left=10), Causal() & SlidingWindow(10, 10)])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import attnlab
+from attnlab.masks import MaskFn
 from attnlab.ops.tiles import whole
 from attnlab.score_mods import ALiBi, RelativeBias, ScoreFn, SoftCap, alibi_slopes
 
@@ -52,3 +53,32 @@ def test_a_cap_is_above_zero(own_errors):
 def test_numbers_are_static_and_arrays_are_leaves():
     assert jax.tree.leaves((SoftCap(2.0), ScoreFn(max))) == []
     assert len(jax.tree.leaves((ALiBi(alibi_slopes(2)), ScoreFn(max, jnp.ones(2)), SoftCap(jnp.array(2.0))))) == 3
+
+
+@pytest.mark.parametrize("impl", ["dense", "blockwise"])
+def test_a_function_need_not_read_the_score(impl):
+    q = jax.random.normal(jax.random.key(0), (20, 2, 4))
+    mod = ScoreFn(lambda s, b, h, i, j: -1.0 * abs(i - j) * (h + 1))
+    out = attnlab.attention(q, q, q, score_mod=mod, impl=impl)
+    scores = -abs(np.arange(20)[:, None] - np.arange(20)) * np.array([1, 2])[:, None, None]
+    weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    np.testing.assert_allclose(out, np.einsum("hqk,khd->qhd", weights, q), rtol=1e-5, atol=1e-5)
+    out = attnlab.attention(q, q, q, score_mod=ScoreFn(lambda s, b, h, i, j: 1.0 * h), impl=impl)
+    np.testing.assert_allclose(out, np.broadcast_to(q.mean(0), q.shape), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", ["dense", "blockwise"])
+def test_types_stay_what_they_are_beside_float64(float64, impl):
+    q = jax.random.normal(jax.random.key(0), (20, 2, 4), jnp.float32)
+    out, lse = attnlab.attention(
+        q,
+        q,
+        q,
+        MaskFn(lambda b, h, i, j: i >= j),
+        (SoftCap(jnp.array(3.0)), ScoreFn(lambda s, b, h, i, j: s + jnp.float64(1.0))),
+        scale=np.float64(0.5),
+        q_positions=jnp.arange(20),
+        return_lse=True,
+        impl=impl,
+    )
+    assert out.dtype == lse.dtype == jnp.float32
