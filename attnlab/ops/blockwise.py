@@ -312,10 +312,9 @@ def _backward(plan: _Plan, operands: _Operands):
     (q_size, kv_size), (q_length, kv_length) = plan.block_sizes, plan.lengths
     # Nothing flows into a row that sees nothing, nor into those that only fill the last block: e^(s − inf) is 0.
     sees = ~jnp.isneginf(operands.lse)
-    delta = (
-        jnp.matmul(operands.out.astype(dtype) * operands.d_out.astype(dtype), jnp.ones(v.shape[-1], dtype))
-        - operands.d_lse
-    )
+    # δ; a product with ones, since XLA's CPU backend takes ten times as long to sum along the last axis.
+    terms, ones = operands.out.astype(dtype) * operands.d_out.astype(dtype), jnp.ones(v.shape[-1], dtype)
+    delta = jnp.matmul(terms, ones, precision=lax.Precision.HIGHEST) - operands.d_lse
     delta, lse = jnp.where(sees, delta, 0), jnp.where(sees, operands.lse, jnp.inf)
     delta, lse = delta[..., None], lse[..., None]
     q_blocks, d_out_blocks, delta_blocks = (_blocked(x, q_size) for x in (q, operands.d_out.astype(v.dtype), delta))
