@@ -313,8 +313,8 @@ def _backward(plan: _Plan, operands: _Operands):
     # Nothing flows into a row that sees nothing, nor into those that only fill the last block: e^(s − inf) is 0.
     sees = ~jnp.isneginf(operands.lse)
     # δ; a product with ones, since XLA's CPU backend takes ten times as long to sum along the last axis.
-    terms, ones = operands.out.astype(dtype) * operands.d_out.astype(dtype), jnp.ones(v.shape[-1], dtype)
-    delta = jnp.matmul(terms, ones, precision=lax.Precision.HIGHEST) - operands.d_lse
+    products, ones = operands.out.astype(dtype) * operands.d_out.astype(dtype), jnp.ones(v.shape[-1], dtype)
+    delta = jnp.matmul(products, ones, precision=lax.Precision.HIGHEST) - operands.d_lse
     delta, lse = jnp.where(sees, delta, 0), jnp.where(sees, operands.lse, jnp.inf)
     delta, lse = delta[..., None], lse[..., None]
     q_blocks, d_out_blocks, delta_blocks = (_blocked(x, q_size) for x in (q, operands.d_out.astype(v.dtype), delta))
