@@ -3,5 +3,18 @@
 from attnlab import masks, nn, score_mods
 from attnlab.loading import load
 from attnlab.ops.attention import attention, attention_weights, explain, implementations, merge
+from attnlab.ops.linear import LinearState, linear_attention
 
-__all__ = ["attention", "attention_weights", "explain", "implementations", "load", "masks", "merge", "nn", "score_mods"]
+__all__ = [
+    "LinearState",
+    "attention",
+    "attention_weights",
+    "explain",
+    "implementations",
+    "linear_attention",
+    "load",
+    "masks",
+    "merge",
+    "nn",
+    "score_mods",
+]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Integer
 
-from attnlab.ops import blockwise, cudnn, dense, dropout, splash
+from attnlab.ops import blockwise, checks, cudnn, dense, dropout, splash
 from attnlab.ops.masks import Dense, Mask, require_positions
 from attnlab.ops.score_mods import ScoreMod
 from attnlab.types import Array
@@ -130,7 +130,7 @@ def attention_weights(
     for name in ("v", "dropout_rate", "dropout_keys"):
         del arguments[name]
     if rows is not None:
-        rows, length = _whole("rows", rows), arguments["q"].shape[-3]
+        rows, length = checks.whole("rows", rows), arguments["q"].shape[-3]
         if np.ndim(rows) != 1:
             raise ValueError(f"rows has shape {np.shape(rows)}, expected (number of rows,): the indices of queries")
         low, high = (-length, length - 1) if isinstance(rows, jax.core.Tracer) else (np.min(rows), np.max(rows))
@@ -251,31 +251,10 @@ def _checked(
     kv_positions=None,
 ) -> dict:
     """The arguments of a backend, or ValueError in one line that names the axis, the sizes and the remedy."""
-    q, k, v, bias, sinks = (
-        _floating(name, x) for name, x in (("q", q), ("k", k), ("v", v), ("bias", bias), ("sinks", sinks))
-    )
-    q_positions, kv_positions = _whole("q_positions", q_positions), _whole("kv_positions", kv_positions)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if jnp.ndim(x) < 3:
-            raise ValueError(f"{name} has shape {jnp.shape(x)}, expected [..., length, heads, features]")
-    batch, (q_length, num_heads, head_dim) = q.shape[:-3], q.shape[-3:]
-    kv_length, kv_heads, _ = k.shape[-3:]
-    for name, x in (("k", k), ("v", v)):
-        if x.shape[:-3] != batch:
-            raise ValueError(f"{name} has batch axes {x.shape[:-3]} and q has {batch}: give both the same")
-    for name, x in (("q", q), ("k", k)):
-        if 0 in x.shape[-2:]:
-            raise ValueError(f"{name} has shape {x.shape}: expected one head and one feature, or more")
-    if k.shape[-1] != head_dim:
-        raise ValueError(
-            f"k has {k.shape[-1]} features a head and q has {head_dim}: they are multiplied, so must agree"
-        )
-    if v.shape[-3:-1] != (kv_length, kv_heads):
-        raise ValueError(
-            f"v has (length, heads) {v.shape[-3:-1]} and k has {(kv_length, kv_heads)}: each key needs a value"
-        )
-    if num_heads % kv_heads:
-        raise ValueError(f"q has {num_heads} heads and k has {kv_heads}: q's heads must be a multiple of k's")
+    q, k, v = checks.queries_keys_values(q, k, v)
+    bias, sinks = checks.floating("bias", bias), checks.floating("sinks", sinks)
+    q_positions, kv_positions = checks.whole("q_positions", q_positions), checks.whole("kv_positions", kv_positions)
+    batch, q_length, num_heads, kv_length = q.shape[:-3], *q.shape[-3:-1], k.shape[-3]
 
     for name, positions, length in (("q_positions", q_positions, q_length), ("kv_positions", kv_positions, kv_length)):
         if positions is not None and jnp.shape(positions) not in ((length,), (*batch, length)):
@@ -346,23 +325,3 @@ def _arrays(name, node):
     for leaf in jax.tree.leaves(node):
         if not isinstance(leaf, jax.Array | np.ndarray):
             raise ValueError(f"{name} {type(node).__name__} holds a list with {leaf!r}: expected jnp.array(...)")
-
-
-def _floating(name, x):
-    if x is None:
-        return None
-    x = x if isinstance(x, jax.Array | np.ndarray) else jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        remedy = "use mask= for what is seen or not" if x.dtype == bool else "use .astype(jnp.float32)"
-        raise ValueError(f"{name} has type {x.dtype}, expected a floating type: {remedy}")
-    return x
-
-
-def _whole(name, x):
-    """Indices or positions as int32: unsigned ones would wrap where they are subtracted."""
-    if x is None:
-        return None
-    x = x if isinstance(x, jax.Array | np.ndarray) else jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise ValueError(f"{name} has type {x.dtype}, expected whole numbers")
-    return x.astype(np.int32)

@@ -1,0 +1,159 @@
+"""Linear attention: three forms, one answer, and a state that carries it on."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attnlab
+from attnlab import LinearState, linear_attention
+from attnlab.ops.linear import FORMS, elu_plus_one
+
+OTHERS = [form for form in FORMS if form != "naive"]
+
+
+def inputs(length, kv_heads=2, heads=4, batch=(2,), features=6, values=5, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    shapes = [(heads, features), (kv_heads, features), (kv_heads, values)]
+    return tuple(jax.random.normal(key, (*batch, length, *shape)) for key, shape in zip(keys, shapes))
+
+
+def close(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5 * max(1.0, float(jnp.abs(y).max(initial=0))))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_it_is_the_formula(float64, form, causal):
+    q, k, v = (np.asarray(x, np.float64) for x in inputs(7))
+    out = linear_attention(*map(jnp.asarray, (q, k, v)), impl=form, causal=causal, chunk_size=3)
+
+    def phi(x):
+        return np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
+
+    for b in range(2):
+        for h in range(4):
+            for i in range(7):
+                js = range(i + 1) if causal else range(7)
+                w = np.array([phi(q[b, i, h]) @ phi(k[b, j, h // 2]) for j in js])
+                np.testing.assert_allclose(out[b, i, h], w @ v[b, list(js), h // 2] / w.sum(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("form", OTHERS)
+@settings(max_examples=6)
+@given(
+    length=st.integers(1, 70),
+    chunk_size=st.integers(1, 80),
+    causal=st.booleans(),
+    normalize=st.booleans(),
+    carried=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_the_forms_agree_forward_and_in_every_gradient(form, length, chunk_size, causal, normalize, carried, seed):
+    q, k, v = inputs(length, seed=seed)
+    state = linear_attention(*inputs(5, seed=seed + 1), return_state=True)[1] if carried else None
+
+    def run(impl, q, k, v, state):
+        options = {"causal": causal, "normalize": normalize, "return_state": True, "chunk_size": chunk_size}
+        return linear_attention(q, k, v, state=state, impl=impl, **options)
+
+    def loss(args, impl):
+        answer = run(impl, *args)
+        return sum((x * jnp.cos(jnp.arange(x.size)).reshape(x.shape)).sum() for x in jax.tree.leaves(answer)), answer
+
+    step = jax.jit(jax.grad(loss, has_aux=True), static_argnames="impl")
+    close(step((q, k, v, state), impl="naive"), step((q, k, v, state), impl=form))
+
+
+@pytest.mark.parametrize("cut", [0, 7, 20])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_sequence_in_two_parts_is_the_whole(form, cut):
+    q, k, v = inputs(20)
+    whole, last = linear_attention(q, k, v, return_state=True, impl="naive")
+    first, state = linear_attention(q[:, :cut], k[:, :cut], v[:, :cut], return_state=True, impl=form)
+    then, state = linear_attention(q[:, cut:], k[:, cut:], v[:, cut:], state=state, return_state=True, impl=form)
+    close((jnp.concatenate([first, then], axis=1), state), (whole, last))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_padding_is_neither_seen_nor_kept_even_when_it_is_nan(form, causal):
+    q, k, v = inputs(9)
+    lengths = jnp.array([4, 0])
+    spoilt = [jnp.where(jnp.arange(9)[:, None, None] < lengths[:, None, None, None], x, jnp.nan) for x in (k, v)]
+    options = {"impl": form, "causal": causal, "return_state": True, "chunk_size": 4}
+
+    def loss(k, v):
+        out, state = linear_attention(q, k, v, lengths=lengths, **options)
+        return (out**2).sum(), (out, state)
+
+    (_, (out, state)), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(*spoilt)
+    short = linear_attention(q[:1, :4], k[:1, :4], v[:1, :4], **options)
+    close((out[:1, :4], jax.tree.map(lambda x: x[:1], state)), short)
+    assert not out[1].any() and not any(x[1].any() for x in state), "a row that sees nothing returns 0"
+    assert all(jnp.isfinite(x).all() and not x[1].any() and not x[0, 4:].any() for x in gradients)
+
+
+def test_the_chunked_form_keeps_one_state_a_chunk():
+    def temporaries(length):
+        q = jnp.zeros((length, 4, 32))
+        step = jax.jit(jax.grad(lambda q: linear_attention(q, q, q).sum()))
+        return step.lower(q).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(8192) < 2.2 * temporaries(4096) and temporaries(8192) < 16 * 8192 * 4 * 32 * 4
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_half_precision_is_summed_in_float32(form):
+    q, k, v = (x.astype(jnp.bfloat16) for x in inputs(300))
+    out, state = linear_attention(q, k, v, impl=form, return_state=True)
+    assert out.dtype == jnp.bfloat16 and state.kv.dtype == state.k.dtype == jnp.float32
+    # Rounding to bfloat16 (8 bits) is all that may differ: half a unit in the last place of values below 4.
+    exact = linear_attention(*(x.astype(jnp.float32) for x in (q, k, v)), impl="naive")
+    np.testing.assert_allclose(out.astype(jnp.float32), exact, atol=2**-7, rtol=2**-8)
+
+
+def test_vmap_and_batch_axes_agree():
+    q, k, v = inputs(8, batch=(2, 3))
+    mapped = jax.vmap(jax.vmap(linear_attention))(q, k, v)
+    close(mapped, linear_attention(q, k, v))
+
+
+def test_softmax_is_near_where_random_features_stand_for_the_exponential():
+    """exp(q·k) = E[exp(w·q − |q|²/2) exp(w·k − |k|²/2)] over normal w (Choromanski et al. 2021, lemma 1)."""
+    q, k, v = (0.3 * x for x in inputs(12))
+    w = jax.random.normal(jax.random.key(9), (6, 20_000))
+
+    def features(x):
+        return jnp.exp(x @ w - (x**2).sum(-1, keepdims=True) / 2)
+
+    # 20,000 features: a mean of exponentials of deviation near 1 errs by 1/√20,000 = 0.007.
+    near = linear_attention(q, k, v, feature_map=features)
+    exact = attnlab.attention(q, k, v, mask=attnlab.masks.Causal(), scale=1.0)
+    np.testing.assert_allclose(near, exact, atol=0.02)
+
+
+def test_features_are_positive():
+    assert (elu_plus_one(jnp.linspace(-50, 50, 101)) >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"impl": "fast"}, "impl = 'fast': expected one of chunked, naive, recurrent"),
+        ({"chunk_size": 0}, "chunk_size = 0: expected 1 token or more"),
+        ({"k": jnp.zeros((2, 5, 2, 6)), "v": jnp.zeros((2, 5, 2, 5))}, "causal, but q has 9 tokens and k 5"),
+        ({"k": jnp.zeros((2, 9, 3, 6)), "v": jnp.zeros((2, 9, 3, 5))}, "q has 4 heads and k has 3"),
+        ({"lengths": jnp.array([1, 2, 3])}, r"lengths has shape \(3,\), expected \(2,\): one for each row"),
+        ({"state": LinearState(jnp.zeros((2, 2, 6, 4)), jnp.zeros((2, 2, 6)))}, r"state\.kv has shape \(2, 2, 6, 4\)"),
+        ({"q": jnp.zeros((9, 6))}, r"q has shape \(9, 6\), expected \[\.\.\., length, heads, features\]"),
+    ],
+)
+def test_a_mistake_is_one_line(own_errors, change, message):
+    q, k, v = inputs(9)
+    with pytest.raises(ValueError, match=message) as error:
+        linear_attention(**({"q": q, "k": k, "v": v} | change))
+    assert "\n" not in str(error.value)
