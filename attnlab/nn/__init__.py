@@ -1,19 +1,27 @@
 """Flax linen modules for attention and the GPT built of them. Inputs are `[batch, length, features]`."""
 
+from attnlab.nn.additive import AdditiveAttention
 from attnlab.nn.gpt import GPT, Block, Mlp
 from attnlab.nn.heads import Head, StackedHeads
+from attnlab.nn.mixers import GRU, CausalConv
 from attnlab.nn.multihead import KVCache, MultiHeadAttention
 from attnlab.nn.positions import LearnedPositions, rotary, sinusoidal
+from attnlab.nn.seq2seq import Seq2Seq, alignment
 
 __all__ = [
     "GPT",
+    "GRU",
+    "AdditiveAttention",
     "Block",
+    "CausalConv",
     "Head",
     "KVCache",
     "LearnedPositions",
     "Mlp",
     "MultiHeadAttention",
+    "Seq2Seq",
     "StackedHeads",
+    "alignment",
     "rotary",
     "sinusoidal",
 ]

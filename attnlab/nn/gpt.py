@@ -49,7 +49,7 @@ class Block(nn.Module):
     """Pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)) (Radford et al. 2019, section 2.3).
 
     Attributes:
-      attention: the attention layer; any module called like `MultiHeadAttention`.
+      attention: the layer that mixes tokens; any module called like `MultiHeadAttention`, e.g. `GRU`, `CausalConv`.
       mlp: the feed-forward layer.
       dropout_rate: probability that an element of either layer's output drops.
       use_bias: whether the norms add a bias.
@@ -73,9 +73,9 @@ class Block(nn.Module):
         *,
         mask: Mask | None = None,
         deterministic: bool = True,
-        cache: KVCache | None = None,
+        cache: KVCache | Array | None = None,
         dropout_key: Array | None = None,
-    ) -> Float[Array, "B T F"] | tuple[Float[Array, "B T F"], KVCache]:
+    ) -> Float[Array, "B T F"] | tuple[Float[Array, "B T F"], KVCache | Array]:
         """`[B, T, F]` to `[B, T, F]`; arguments and errors are those of `MultiHeadAttention`."""
         if dropout_key is None and self.dropout_rate and not deterministic:
             dropout_key = self.make_rng("dropout")
@@ -175,11 +175,6 @@ class GPT(nn.Module):
             raise ValueError(f"positions = {self.positions!r}: expected one of {', '.join(POSITIONS)}")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window = {self.window}: expected 1 position or more (a token sees itself), or None")
-        if self.positions == "learned" and length > self.context:
-            raise ValueError(
-                f"a sequence of {length} tokens is longer than the {self.context} learned positions: "
-                "cut it, or use rotary, alibi or sinusoidal positions"
-            )
         drops = bool(self.dropout) and not deterministic
         if drops:
             key = self.make_rng("dropout") if dropout_key is None else dropout_key

@@ -83,7 +83,16 @@ class LearnedPositions(nn.Module):
 
     @nn.compact
     def __call__(self, positions: Int[Array, "*T"]) -> Float[Array, "*T features"]:
-        """Vectors for `positions` `[...]`, each in [0, context): a lookup cannot check values under jit."""
+        """Vectors for `positions` `[..., T]`, each in [0, context): a lookup cannot check values under jit.
+
+        Raises:
+          ValueError: T is more than the context.
+        """
+        if np.ndim(positions) and np.shape(positions)[-1] > self.context:
+            raise ValueError(
+                f"a sequence of {np.shape(positions)[-1]} tokens is longer than the {self.context} learned positions: "
+                "cut it, or use rotary, alibi or sinusoidal positions"
+            )
         embedding = self.param("embedding", self.embedding_init, (self.context, self.features))
         return jnp.take(embedding, positions, axis=0).astype(self.dtype or embedding.dtype)
 

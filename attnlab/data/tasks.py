@@ -1,0 +1,75 @@
+"""Synthetic tasks whose answer is known, and with it what a model has to look at."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+KINDS = ("copy", "reverse")
+HELD_OUT = 10  # a source whose symbols sum to a multiple of it is held out of training
+
+
+class Pairs(NamedTuple):
+    """Sources, and what is to be written for them.
+
+    Attributes:
+      source: int32 `[B, S]`, symbols from 1, then 0 up to the longest.
+      lengths: int32 `[B]`, symbols of each source.
+      inputs: int32 `[B, S + 1]`, the token before each output; 0 starts.
+      targets: int32 `[B, S + 1]`, the outputs: the symbols, then 0.
+      alignment: int32 `[B, S + 1]`, index of the source symbol that each output is; −1 where it is none.
+    """
+
+    source: np.ndarray
+    lengths: np.ndarray
+    inputs: np.ndarray
+    targets: np.ndarray
+    alignment: np.ndarray
+
+
+def pairs(
+    kind: str,
+    step: int,
+    *,
+    batch_size: int,
+    lengths: Sequence[int],
+    vocab_size: int = 32,
+    held_out: bool = False,
+    seed: int = 0,
+) -> Pairs:
+    """A batch of sources to copy or to reverse: a pure function of its arguments.
+
+    Args:
+      kind: "copy" or "reverse".
+      step: of the run.
+      batch_size: B.
+      lengths: each source's is one of these; S is the largest.
+      vocab_size: symbols are 1 … vocab_size − 1.
+      held_out: sources that training never shows (their symbols sum to a multiple of ten), else those that it does.
+      seed: of the draw.
+
+    Raises:
+      ValueError: an unknown kind.
+
+    >>> batch = pairs("reverse", 0, batch_size=1, lengths=[3], vocab_size=10)
+    >>> batch.source[0].tolist(), batch.targets[0].tolist(), batch.alignment[0].tolist()
+    ([5, 4, 7], [7, 4, 5, 0], [2, 1, 0, -1])
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind = {kind!r}: expected one of {', '.join(KINDS)}")
+    draw = np.random.default_rng((seed, step, held_out))
+    longest = max(lengths)
+    column = np.arange(longest + 1)
+    source = np.zeros((0, longest), np.int32)
+    while len(source) < batch_size:
+        drawn = draw.integers(1, vocab_size, (4 * HELD_OUT * batch_size, longest), dtype=np.int32)
+        drawn[column[:-1] >= draw.choice(lengths, len(drawn))[:, None]] = 0
+        source = np.concatenate([source, drawn[(drawn.sum(1) % HELD_OUT == 0) == held_out]])
+    source = source[:batch_size]
+    length = (source > 0).sum(1).astype(np.int32)
+
+    place = column if kind == "copy" else length[:, None] - 1 - column
+    alignment = np.where(column < length[:, None], place, -1).astype(np.int32)
+    targets = np.where(alignment >= 0, np.take_along_axis(source, np.maximum(alignment, 0), 1), 0).astype(np.int32)
+    inputs = np.concatenate([np.zeros((batch_size, 1), np.int32), targets[:, :-1]], axis=1)
+    return Pairs(source, length, inputs, targets, alignment)

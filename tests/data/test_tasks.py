@@ -1,0 +1,42 @@
+"""The synthetic tasks: their answers, and that what is held out stays out."""
+
+import numpy as np
+import pytest
+
+from attnlab.data.tasks import KINDS, pairs
+
+LENGTHS = [2, 5, 9]
+EACH = pytest.mark.parametrize("kind", KINDS)
+
+
+@EACH
+def test_targets_are_the_source_where_the_alignment_points_then_the_end(kind):
+    batch = pairs(kind, 3, batch_size=50, lengths=LENGTHS)
+    assert batch.source.shape == (50, 9) and batch.targets.shape == batch.inputs.shape == (50, 10)
+    assert set(batch.lengths) == set(LENGTHS)
+    for source, length, inputs, targets, alignment in zip(*batch):
+        expected = source[:length] if kind == "copy" else source[:length][::-1]
+        np.testing.assert_array_equal(targets, [*expected, *[0] * (10 - length)])
+        np.testing.assert_array_equal(inputs, [0, *targets[:-1]])
+        np.testing.assert_array_equal(source[alignment[:length]], expected)
+        assert (alignment[length:] == -1).all() and (source[length:] == 0).all() and (source[:length] > 0).all()
+
+
+@EACH
+def test_a_batch_is_a_pure_function_of_its_arguments(kind):
+    options = {"batch_size": 4, "lengths": LENGTHS}
+    first, again = pairs(kind, 1, **options), pairs(kind, 1, **options)
+    assert all(np.array_equal(a, b) for a, b in zip(first, again))
+    assert not np.array_equal(first.source, pairs(kind, 2, **options).source)
+    assert not np.array_equal(first.source, pairs(kind, 1, seed=1, **options).source)
+
+
+def test_no_source_is_both_shown_and_held_out():
+    shown = {tuple(row) for step in range(20) for row in pairs("copy", step, batch_size=64, lengths=[2]).source}
+    held = {tuple(r) for s in range(20) for r in pairs("copy", s, batch_size=64, lengths=[2], held_out=True).source}
+    assert len(shown) > 500 and len(held) > 50 and not shown & held
+
+
+def test_an_unknown_kind_lists_those_there_are():
+    with pytest.raises(ValueError, match="kind = 'sort': expected one of copy, reverse"):
+        pairs("sort", 0, batch_size=1, lengths=[3])

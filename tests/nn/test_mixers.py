@@ -1,0 +1,73 @@
+"""Recurrent and convolutional layers stand where attention does in a block."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnlab.masks import Causal, SlidingWindow
+from attnlab.nn import GRU, Block, CausalConv, Mlp, MultiHeadAttention
+
+X = jax.random.normal(jax.random.key(0), (2, 9, 8))
+MIXERS = [GRU(), CausalConv(kernel_size=3), CausalConv(kernel_size=2, dilation=3), CausalConv(kernel_size=1)]
+EACH = pytest.mark.parametrize("mixer", MIXERS, ids=lambda m: f"{type(m).__name__}-{getattr(m, 'dilation', '')}")
+
+
+@EACH
+def test_a_block_takes_it_in_the_place_of_attention(mixer):
+    def shapes(mixer):
+        return jax.eval_shape(lambda x: Block(mixer, Mlp()).init_with_output(jax.random.key(0), x)[0], X)
+
+    assert shapes(mixer) == shapes(MultiHeadAttention(num_heads=2, mask=Causal()))
+
+
+@EACH
+@pytest.mark.parametrize("length", [1, 4])
+def test_it_looks_at_no_later_token(mixer, length):
+    params = mixer.init(jax.random.key(1), X)
+    np.testing.assert_allclose(mixer.apply(params, X)[:, :length], mixer.apply(params, X[:, :length]), atol=1e-6)
+
+
+@EACH
+def test_token_by_token_with_a_cache_is_the_full_pass(mixer):
+    block = Block(mixer, Mlp())
+    params = block.init(jax.random.key(1), X)
+    cache, steps = mixer.empty_cache(2, 8), []
+    for part in (X[:, :4], *(X[:, i : i + 1] for i in range(4, 9))):
+        out, cache = block.apply(params, part, cache=cache)
+        steps.append(out)
+    np.testing.assert_allclose(jnp.concatenate(steps, axis=1), block.apply(params, X), atol=1e-5)
+
+
+def reach(module, length):
+    """How far back the last token sees, by the derivative."""
+    x = jax.random.normal(jax.random.key(2), (1, length, 4))
+    params = module.init(jax.random.key(1), x)
+    seen = jnp.abs(jax.jacrev(lambda x: module.apply(params, x)[0, -1])(x)[:, 0]).sum((0, 2)) > 0
+    return length - int(seen.argmax())
+
+
+def test_a_convolution_sees_what_its_kernel_and_dilation_say():
+    assert reach(CausalConv(kernel_size=3), 32) == 3
+    assert reach(CausalConv(kernel_size=3, dilation=4), 32) == 9
+    assert reach(GRU(), 32) == 32
+
+
+def test_a_convolution_is_its_kernel():
+    conv = CausalConv(kernel_size=2, dilation=2)
+    params = conv.init(jax.random.key(1), X)["params"]["conv"]
+    before = jnp.pad(X, ((0, 0), (2, 0), (0, 0)))[:, :9]
+    expected = before @ params["kernel"][0] + X @ params["kernel"][1] + params["bias"]
+    np.testing.assert_allclose(conv.apply({"params": {"conv": params}}, X), expected, atol=1e-5)
+
+
+@EACH
+def test_a_mask_that_it_cannot_honour_is_refused(mixer):
+    mixer.init(jax.random.key(0), X, mask=Causal())
+    with pytest.raises(ValueError, match="mask is SlidingWindow, but a .* sees what came before: leave it out"):
+        mixer.init(jax.random.key(0), X, mask=SlidingWindow(left=2))
+
+
+def test_a_kernel_of_nothing_is_one_line():
+    with pytest.raises(ValueError, match="kernel_size, dilation = 0, 1: expected 1 or more of both"):
+        CausalConv(kernel_size=0).init(jax.random.key(0), X)

@@ -1,0 +1,54 @@
+"""The encoder–decoder: what it may see, what it writes, and where it learns to look."""
+
+import jax
+import numpy as np
+import pytest
+
+from attnlab.data.tasks import pairs
+from attnlab.nn import AdditiveAttention, MultiHeadAttention, Seq2Seq, alignment
+
+LAYERS = pytest.mark.parametrize(
+    "layer", [AdditiveAttention(), MultiHeadAttention(num_heads=2)], ids=["additive", "dot"]
+)
+BATCH = pairs("reverse", 0, batch_size=3, lengths=[2, 5], vocab_size=12)
+GIVEN = (BATCH.source, BATCH.lengths, BATCH.inputs)
+
+
+def made(layer):
+    model = Seq2Seq(vocab_size=12, width=8, attention=layer)
+    return model, model.init(jax.random.key(0), *GIVEN)
+
+
+@LAYERS
+def test_an_output_depends_on_what_was_written_before_it_alone(layer):
+    model, params = made(layer)
+    changed = BATCH.inputs.copy()
+    changed[:, 3:] = 7
+    before, after = model.apply(params, *GIVEN), model.apply(params, BATCH.source, BATCH.lengths, changed)
+    np.testing.assert_allclose(before[:, :3], after[:, :3], atol=1e-6)
+    assert not np.allclose(before[:, 3:], after[:, 3:])
+
+
+@LAYERS
+def test_what_stands_in_the_padding_does_not_matter(layer):
+    model, params = made(layer)
+    short = BATCH.lengths < 5
+    assert short.any()
+    spoilt = np.where(np.arange(5) < BATCH.lengths[:, None], BATCH.source, 11)
+    np.testing.assert_allclose(
+        model.apply(params, *GIVEN), model.apply(params, spoilt, BATCH.lengths, BATCH.inputs), atol=1e-6
+    )
+    weights = alignment(model, params, *GIVEN)
+    assert weights.shape == (3, 6, 5)
+    np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
+    assert not weights[short][:, :, 2:].any()
+
+
+@LAYERS
+def test_minus_one_lets_it_go_on_from_its_own_choice(layer):
+    model, params = made(layer)
+    free = BATCH.inputs.copy()
+    free[:, 1:] = -1
+    written = model.apply(params, BATCH.source, BATCH.lengths, free).argmax(-1)
+    fed = np.concatenate([BATCH.inputs[:, :1], written[:, :-1]], axis=1)
+    np.testing.assert_array_equal(model.apply(params, BATCH.source, BATCH.lengths, fed).argmax(-1), written)
