@@ -18,6 +18,7 @@ _WHOLE_NUMBERS = {
     "steps": 1,
     "seed": 0,
     "batch_size": 1,
+    "data.vocab_size": 2,
     "model.num_layers": 1,
     "model.num_heads": 1,
     "model.kv_heads": 1,
@@ -74,7 +75,8 @@ def default() -> ConfigDict:
     config.data.name = "python_docs"  # python_docs, quijote, text or tfds:NAME; text when a path is given
     config.data.path = ""  # a file or a glob of UTF-8 text
     config.data.feature = ""  # of a TFDS set, where it has several texts
-    config.data.tokenizer = "char"  # char or byte
+    config.data.tokenizer = "char"  # char, byte, word, bpe or wordpiece
+    config.data.vocab_size = 1024  # of word, bpe and wordpiece, at most
     config.data.validation_fraction = 0.1  # the last part of the text, held out
 
     config.model = ConfigDict()

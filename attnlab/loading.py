@@ -1,5 +1,6 @@
 """What a finished or running run left: its model, parameters, tokenizer and config."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -7,6 +8,7 @@ from typing import NamedTuple
 from ml_collections import ConfigDict
 
 from attnlab.config import from_dict
+from attnlab.data import tokenizers
 from attnlab.errors import UserError
 from attnlab.nn import GPT
 
@@ -38,7 +40,7 @@ def load(workdir: str | Path, step: int | str = "latest") -> Run:
       `Run(model, params, tokenizer, config)`, the parameters on the default device.
 
     Raises:
-      UserError: the folder holds no run, or no such checkpoint.
+      UserError: the folder holds no run, no such checkpoint, or another run's tokenizer.
 
     >>> model, params, tokenizer, config = load("runs/quickstart")  # doctest: +SKIP
     """
@@ -46,7 +48,6 @@ def load(workdir: str | Path, step: int | str = "latest") -> Run:
     import jax
     import jax.numpy as jnp
 
-    from attnlab.data import tokenizers
     from attnlab.training.checkpoints import Checkpoints
     from attnlab.training.state import make_model
 
@@ -61,7 +62,7 @@ def load(workdir: str | Path, step: int | str = "latest") -> Run:
         chosen = checkpoints.best_step() or steps[-1] if step == "best" else steps[-1] if step == "latest" else step
         if str(chosen) not in map(str, steps):
             raise UserError(f"{workdir} has no checkpoint {step!r}: choose latest, best, or one of {steps}")
-        tokenizer = tokenizers.load(workdir / "tokenizer.json")
+        tokenizer = read_tokenizer(workdir, saved)
         model = make_model(config, tokenizer.vocab_size)
         shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -89,3 +90,25 @@ def read_config(workdir: Path) -> dict:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except (AttributeError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}): restore it, or train in a new workdir") from error
+
+
+def read_tokenizer(workdir: Path, saved: dict) -> tokenizers.Tokenizer:
+    """The tokenizer in a workdir.
+
+    Args:
+      workdir: the folder of a run.
+      saved: what its `config.json` holds.
+
+    Raises:
+      UserError: there is none, it is damaged, or it is another run's.
+    """
+    path = workdir / "tokenizer.json"
+    tokenizer = tokenizers.load(path)
+    fact, found = "tokenizer_sha256", hashlib.sha256(path.read_bytes()).hexdigest()
+    if not saved.get(fact):  # a run from before config.json said it
+        fact, found = "vocab_size", tokenizer.vocab_size
+    if fact in saved and found != saved[fact]:
+        raise UserError(
+            f"{path} is another run's ({fact} {found}, expected {saved[fact]}): bring this run's tokenizer.json back"
+        )
+    return tokenizer

@@ -28,7 +28,7 @@ from attnlab import config as configs
 from attnlab.data import corpora, tokenizers
 from attnlab.data.batches import EvalBatches, TrainBatches, prefetched
 from attnlab.errors import UserError
-from attnlab.loading import read_config
+from attnlab.loading import read_config, read_tokenizer
 from attnlab.sample import generate, prompt_ids
 from attnlab.training import metrics as metrics_lib
 from attnlab.training import optimizer as optimizers
@@ -88,7 +88,10 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, at_end: contextli
             f"{workdir} was trained on another text (sha256 {before['corpus']['sha256'][:12]}…, now "
             f"{corpus.sha256[:12]}…): bring that text back, or choose a new --workdir"
         )
-    tokenizer = tokenizers.make(data.tokenizer, corpus.text)
+    if before:
+        tokenizer = read_tokenizer(workdir, before)
+    else:
+        tokenizer = tokenizers.make(data.tokenizer, corpus.text, data.vocab_size)
     train_tokens, val_tokens = tokenizer.encode(corpus.train), tokenizer.encode(corpus.validation)
     context, rows = config.model.context, config.batch_size
     train_batches = TrainBatches(train_tokens, context=context, batch_size=rows, seed=config.seed, **shares)
@@ -141,8 +144,13 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, at_end: contextli
     if config.checkpoint.dir:
         checkpoints.prepare()  # one that cannot be written is known before anything else is
     if first_process:
-        facts = {"name": corpus.name, "sha256": corpus.sha256, "characters": len(corpus.text)}
-        text = configs.to_json(config, corpus=facts, vocab_size=tokenizer.vocab_size, parameters=parameters)
+        text = configs.to_json(
+            config,
+            corpus={"name": corpus.name, "sha256": corpus.sha256, "characters": len(corpus.text)},
+            vocab_size=tokenizer.vocab_size,
+            tokenizer_sha256=before.get("tokenizer_sha256") if before else tokenizers.sha256(tokenizer),
+            parameters=parameters,
+        )
         if before is None:
             _found(workdir, text, tokenizer)
             at_end.callback(os.close, _lock(workdir))

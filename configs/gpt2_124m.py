@@ -3,7 +3,8 @@
     python -m attnlab.train --config=configs/gpt2_124m.py --config.data.path='books/*.txt'
 
 Sizes, batch and schedule are those by which nanoGPT reproduces GPT-2: half a million tokens an update, 600,000
-updates. The text is read as bytes; the vocabulary is padded to 50,304, a multiple of 128 that holds GPT-2's 50,257.
+updates. The text is read by byte-level BPE as GPT-2's is, with up to its 50,257 tokens, but merges are learned from
+this text; the model pads them to 50,304, a multiple of 128.
 Result and time: not measured. It builds and takes a step on a CPU, with a tiny batch:
 
     … --config.steps=1 --config.batch_size=1 --config.optimizer.accumulation=1 --config.eval.windows=1
@@ -15,7 +16,7 @@ from attnlab.config import default
 def get_config():
     config = default()
     config.data.name = "text"
-    config.data.tokenizer = "byte"
+    config.data.update(tokenizer="bpe", vocab_size=50257)
     config.steps = 600_000
     config.batch_size = 480
     config.precision = "bfloat16"

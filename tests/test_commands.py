@@ -1,6 +1,7 @@
 """Mistakes on the command line: one line each on stderr, exit code 2, nothing written."""
 
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import attnlab
 from attnlab import sample, train
+from attnlab.errors import UserError
 
 REPOSITORY = Path(__file__).parents[1]
 QUICKSTART = f"--config={REPOSITORY}/configs/quickstart.py"
@@ -93,7 +96,15 @@ def mistake(capsys, command, *arguments):
             [QUICKSTART, "--config.optimizer.learning_rate=nan"],
             r"learning_rate = nan: expected a number from",
         ),
-        ([QUICKSTART, "--config.data.tokenizer=word"], r"data.tokenizer = 'word': expected one of char, byte"),
+        (
+            [QUICKSTART, "--config.data.tokenizer=words"],
+            r"'words': expected one of char, byte, word.*did you mean word\?",
+        ),
+        ([QUICKSTART, "--config.data.vocab_size=1"], r"config.data.vocab_size = 1: expected 2 or more"),
+        (
+            [QUICKSTART, "--config.data.tokenizer=bpe", "--config.data.vocab_size=255"],
+            r"vocab_size = 255: byte-level BPE has the 256 bytes, use 256 or more",
+        ),
         ([QUICKSTART, "--config.data.name=quixote"], r"data.name = 'quixote' is unknown: use one of python_docs"),
         ([QUICKSTART, "--config.data.path=/no/such/text"], r"no such file, and no file matches it"),
         ([QUICKSTART, "--config.batch_size=10"], r"batch_size = 10 is not divisible by devices × accumulation = 4 × 1"),
@@ -210,6 +221,37 @@ def test_sampling_from_a_run_without_a_checkpoint(capsys, finished_run, tmp_path
     assert "holds no checkpoint to evaluate" in mistake(
         capsys, train, QUICKSTART, f"--workdir={copy}", *TINY, "--eval_only"
     )
+
+
+def test_the_tokenizer_of_another_run_is_refused(capsys, finished_run, tmp_path):
+    copy = shutil.copytree(finished_run, tmp_path / "copy")
+    (copy / "metrics.jsonl").unlink()  # so that it is not finished
+    (tmp_path / "text.txt").write_text("otro texto, con otras letras. " * 200)
+    other = [QUICKSTART, f"--workdir={tmp_path}/other", *TINY, f"--config.data.path={tmp_path}/text.txt"]
+    assert train.main(["train", *other]) == 0
+
+    def refusals():
+        yield mistake(capsys, sample, f"--workdir={copy}")
+        yield mistake(capsys, train, QUICKSTART, f"--workdir={copy}", *TINY)
+        yield mistake(capsys, train, QUICKSTART, f"--workdir={copy}", *TINY, "--eval_only")
+
+    own = (copy / "tokenizer.json").read_bytes()
+    shutil.copy(tmp_path / "other" / "tokenizer.json", copy)
+    for line in refusals():
+        assert f"{copy}/tokenizer.json is another run's (tokenizer_sha256" in line
+        assert line.endswith("bring this run's tokenizer.json back\n")
+    with pytest.raises(UserError, match="tokenizer.json is another run's"):
+        attnlab.load(copy)
+
+    # A run from before config.json had its digest: the sizes are compared, and it goes on with its own.
+    saved = json.loads((copy / "config.json").read_text())
+    del saved["tokenizer_sha256"]
+    (copy / "config.json").write_text(json.dumps(saved))
+    for line in refusals():
+        assert "tokenizer.json is another run's (vocab_size" in line
+    (copy / "tokenizer.json").write_bytes(own)
+    assert train.main(["train", QUICKSTART, f"--workdir={copy}", *TINY]) == 0
+    assert sample.main(["sample", f"--workdir={copy}", "--max_tokens=3"]) == 0
 
 
 DAMAGED = ["{", "[]", "{}", '{"steps": 6}', '{"steps": 6, "corpus": 1}', '{"steps": "many", "corpus": {"sha256": ""}}']

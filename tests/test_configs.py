@@ -70,7 +70,7 @@ def test_a_config_survives_its_json():
 
 @pytest.mark.slow
 def test_gpt2_takes_a_step(tmp_path):
-    (tmp_path / "text.txt").write_text("En un lugar de la Mancha, de cuyo nombre no quiero acordarme. " * 400)
+    (tmp_path / "text.txt").write_text("En un lugar de la Mancha, de cuyo nombre no quiero acordarme. " * 1000)
     small = ["steps=1", "batch_size=1", "optimizer.accumulation=1", "eval.windows=1", "sample.length=1"]
     options = [f"--config.{option}" for option in [*small, "parallel.mesh.data=1", f"data.path={tmp_path}/text.txt"]]
     config = f"--config={REPOSITORY}/configs/gpt2_124m.py"

@@ -143,3 +143,16 @@ def test_without_a_prompt_it_starts_on_its_own(workdir, capsys):
     capsys.readouterr()
     assert sample.main(["sample", f"--workdir={workdir}", "--max_tokens=10"]) == 0
     assert len(capsys.readouterr().out.rstrip("\n")) == 10
+
+
+def test_the_command_writes_with_subwords(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("el perro persiguió al gato y lo atrapó. 🐈\n" * 100)
+    tiny = ["steps=2", "model.num_layers=1", "model.width=16", "model.context=16", "batch_size=4", "eval.windows=4"]
+    tiny += ["data.tokenizer=bpe", "data.vocab_size=300", f"data.path={tmp_path}/text.txt", "log.tensorboard=False"]
+    options = [f"--config.{option}" for option in tiny]
+    assert train.main(["train", "--config=configs/quickstart.py", f"--workdir={tmp_path}/run", *options]) == 0
+    capsys.readouterr()
+    options = ["--prompt=日本 🐈", "--max_tokens=9", "--num_samples=2"]
+    assert sample.main(["sample", f"--workdir={tmp_path}/run", *options]) == 0
+    texts = capsys.readouterr().out.split("-" * 80 + "\n")
+    assert len(texts) == 2 and all(text.startswith("日本 🐈") for text in texts)

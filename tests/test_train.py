@@ -1,5 +1,6 @@
 """A run: what it writes, that it can be stopped and started, and that a finished one is left alone."""
 
+import hashlib
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import pytest
 import attnlab
 from attnlab import config as configs
 from attnlab import train
+from attnlab.data import tokenizers
 from attnlab.training import metrics
 from attnlab.training.checkpoints import sha256
 
@@ -201,6 +203,9 @@ def test_a_run_goes_on_on_other_devices_with_another_strategy(undisturbed, tmp_p
     [
         ["--config.precision=bfloat16"],
         ["--config.data.tokenizer=byte"],
+        ["--config.data.tokenizer=word"],
+        ["--config.data.tokenizer=bpe", "--config.data.vocab_size=300"],
+        ["--config.data.tokenizer=wordpiece"],
         ["--config.optimizer.accumulation=2"],
         ["--config.model.positions=rotary", "--config.model.qk_norm=True", "--config.model.kv_heads=2"],
         ["--config.model.positions=alibi", "--config.model.window=8"],
@@ -253,6 +258,25 @@ def test_a_text_may_move_between_two_starts(tmp_path):
     running.communicate()
     (tmp_path / "mine.txt").rename(tmp_path / "moved.txt")
     assert run(tmp_path / "run", f"--config.data.path={tmp_path}/moved.txt", "--config.parallel.mesh.data=1") == 0
+
+
+def test_a_run_goes_on_with_the_tokenizer_that_it_began_with(tmp_path, monkeypatch):
+    (tmp_path / "mine.txt").write_text("lo que escribí yo mismo, otra vez y una vez más… 👩‍👧\n" * 200)
+    subwords = ["--config.data.tokenizer=bpe", "--config.data.vocab_size=280", "--config.steps=3"]
+    options = [f"--config.data.path={tmp_path}/mine.txt", *subwords, "--config.parallel.mesh.data=1"]
+    assert run(tmp_path / "run", *options) == 0
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    written = (tmp_path / "run" / "tokenizer.json").read_bytes()
+    assert saved["vocab_size"] == 280 and saved["tokenizer_sha256"] == hashlib.sha256(written).hexdigest()
+
+    (tmp_path / "run" / "metrics.jsonl").unlink()  # as if it had been killed before its last record
+    monkeypatch.setattr(tokenizers, "make", None)
+    assert run(tmp_path / "run", *options) == 0
+    assert json.loads((tmp_path / "run" / "config.json").read_text()) == saved
+    model, params, tokenizer, _ = attnlab.load(tmp_path / "run")
+    prompt = tokenizer.encode("otra vez 👩‍👧")
+    assert tokenizer.decode(prompt) == "otra vez 👩‍👧"
+    assert model.apply(params, prompt[None]).shape == (1, len(prompt), 280)
 
 
 def test_a_text_that_changed_under_a_run_is_refused(tmp_path, capsys):

@@ -1,14 +1,26 @@
-"""Text to token ids and back, one character or one byte at a time."""
+"""Text to token ids and back: by character, by byte, by word and by subword.
+
+Word and subword vocabularies are trained on the corpus by Hugging Face's `tokenizers`; the same text gives the same
+vocabulary, in every process.
+"""
 
 import codecs
+import hashlib
 import json
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+import tokenizers as huggingface
+from tokenizers import models, pre_tokenizers, trainers
 
 from attnlab.errors import UserError
+
+# Its threads gain little, and unless this is set it warns in every process forked after they ran.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 @runtime_checkable
@@ -69,16 +81,8 @@ class CharTokenizer:
         Raises:
           UserError: a character that the vocabulary lacks.
         """
-        points = _code_points(text)
-        ids = np.searchsorted(self._points, points)
-        known = self._points[np.minimum(ids, self.vocab_size - 1)] == points
-        if not known.all():
-            unknown = "".join(dict.fromkeys(np.array(list(text))[~known]))
-            raise UserError(
-                f"{unknown!r}: characters that the tokenizer never saw; it knows these {self.vocab_size}: "
-                f"{self.characters!r}"
-            )
-        return ids.astype(np.int32)
+        _check_known(text, self.characters)
+        return np.searchsorted(self._points, _code_points(text)).astype(np.int32)
 
     def decode(self, ids) -> str:
         """The text of token ids `[length]`."""
@@ -105,10 +109,7 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """The bytes of `text`, int32 `[length]`. Raises UserError for lone surrogates, which UTF-8 lacks."""
-        try:
-            return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
-        except UnicodeEncodeError as error:
-            raise UserError(f"{text!r} holds half a character (a lone surrogate): give text in UTF-8") from error
+        return np.frombuffer(_utf8(text), np.uint8).astype(np.int32)
 
     def decode(self, ids) -> str:
         """The text of byte ids `[length]`; what is no UTF-8 becomes U+FFFD."""
@@ -116,42 +117,213 @@ class ByteTokenizer:
 
     def stream(self, ids: Iterator[int]) -> Iterator[str]:
         """Whole characters, each as soon as its last byte has come."""
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        for i in ids:
-            if piece := decoder.decode(bytes([int(i)])):
-                yield piece
-        if piece := decoder.decode(b"", final=True):
-            yield piece
+        return _whole_characters(bytes([int(i)]) for i in ids)
 
     def to_dict(self) -> dict:
         """`{"kind": "byte"}`."""
         return {"kind": self.kind}
 
 
-KINDS = ("char", "byte")
+class TrainedTokenizer:
+    """One token a word, or a part of one, from a vocabulary trained on a text.
+
+    Args:
+      kind: "word", "bpe" or "wordpiece", as in `make`.
+      tokenizer: of Hugging Face's library, with the vocabulary.
+
+    >>> tokenizer = TrainedTokenizer.of("bpe", "low lower lowest " * 9, vocab_size=300)
+    >>> [tokenizer.decode([i]) for i in tokenizer.encode("slow lower")]
+    ['s', 'low', ' lower']
+    """
+
+    def __init__(self, kind: str, tokenizer: huggingface.Tokenizer):
+        self.kind = kind
+        self._tokenizer = tokenizer
+        tokens = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
+        self._pieces = [_bytes_of(kind, token) for token in tokens]
+        self._characters = "".join(token for token in tokens if len(token) == 1)
+
+    @classmethod
+    def of(cls, kind: str, text: str, vocab_size: int) -> "TrainedTokenizer":
+        """The tokenizer of a kind whose vocabulary comes from `text`.
+
+        Raises:
+          UserError: an empty text, a vocabulary smaller than the kind's least.
+        """
+        if not text:
+            raise UserError("the text is empty: give a text with at least a few thousand characters")
+        return cls(kind, _TRAIN[kind](text, vocab_size))
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are; fewer than asked for where the text has no more."""
+        return len(self._pieces)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids of `text`, int32 `[length]`.
+
+        Raises:
+          UserError: lone surrogates; for "wordpiece", a character that the corpus lacks.
+        """
+        _utf8(text)
+        if self.kind == "wordpiece":
+            _check_known(text, self._characters)
+        return np.fromiter((i for part in _parts(text) for i in self._tokenizer.encode(part).ids), np.int32)
+
+    def decode(self, ids) -> str:
+        """The text of token ids `[length]`; bytes that are no UTF-8 become U+FFFD."""
+        return b"".join(self._pieces[i] for i in ids).decode("utf-8", errors="replace")
+
+    def stream(self, ids: Iterator[int]) -> Iterator[str]:
+        """Whole characters, each as soon as its last byte has come."""
+        return _whole_characters(self._pieces[i] for i in ids)
+
+    def to_dict(self) -> dict:
+        """`{"kind": …, "tokenizer": the library's JSON}`."""
+        return {"kind": self.kind, "tokenizer": json.loads(self._tokenizer.to_str())}
 
 
-def make(kind: str, text: str) -> Tokenizer:
+# Runs of white space, runs of word characters, and any other character by itself; together they are the text. Longer
+# runs are cut, for WordPiece tries every length of a word's beginning.
+_LONGEST = 100
+_WORDS = pre_tokenizers.Split(huggingface.Regex(rf"\s{{1,{_LONGEST}}}|\w{{1,{_LONGEST}}}|[^\s\w]"), "isolated")
+_BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
+_WORD_END = re.compile(r"\S(?=[ \n])")  # what is white space to the library is so to Python
+_UNKNOWN = "<unk>"
+_CONTINUES = "##"
+
+
+def _train_words(text: str, vocab_size: int) -> huggingface.Tokenizer:
+    trainer = trainers.WordLevelTrainer(vocab_size=vocab_size, special_tokens=[_UNKNOWN], show_progress=False)
+    vocabulary = _trained(models.WordLevel(), _WORDS, trainer, text).get_vocab(with_added_tokens=False)
+    # A new one, for the trained one takes "<unk>" in a text for the token.
+    return _untrained(models.WordLevel(vocabulary, unk_token=_UNKNOWN), _WORDS)
+
+
+def _train_bpe(text: str, vocab_size: int) -> huggingface.Tokenizer:
+    if vocab_size < 256:
+        raise UserError(f"data.vocab_size = {vocab_size}: byte-level BPE has the 256 bytes, use 256 or more")
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, min_frequency=2, initial_alphabet=_BYTE_LEVEL.alphabet(), show_progress=False
+    )
+    return _trained(models.BPE(), _BYTE_LEVEL, trainer, text)
+
+
+def _train_wordpiece(text: str, vocab_size: int) -> huggingface.Tokenizer:
+    characters = sorted(set(text))
+    continuing = [_CONTINUES + c for c in characters if len(_WORDS.pre_tokenize_str(c + c)) == 1]
+    least = len(characters) + len(continuing)
+    if vocab_size < least:
+        raise UserError(
+            f"data.vocab_size = {vocab_size}: the text has {len(characters)} characters, and {len(continuing)} of them "
+            f"may also continue a word: use {least} or more"
+        )
+    # Left to itself the library numbers continuing characters in the random order of a hash map, and these numbers
+    # decide between merges of the same frequency. Special tokens are numbered as they are given.
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, min_frequency=2, special_tokens=characters + continuing, show_progress=False
+    )
+    vocabulary = _trained(models.WordPiece(), _WORDS, trainer, text).get_vocab(with_added_tokens=False)
+    # A new one, for the trained one takes special tokens out of a text before it looks for words.
+    model = models.WordPiece(
+        vocabulary, unk_token=_UNKNOWN, continuing_subword_prefix=_CONTINUES, max_input_chars_per_word=_LONGEST
+    )
+    return _untrained(model, _WORDS)
+
+
+def _untrained(model, pre_tokenizer) -> huggingface.Tokenizer:
+    tokenizer = huggingface.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizer
+    return tokenizer
+
+
+def _trained(model, pre_tokenizer, trainer, text: str) -> huggingface.Tokenizer:
+    tokenizer = _untrained(model, pre_tokenizer)
+    tokenizer.train_from_iterator(_parts(text), trainer)
+    return tokenizer
+
+
+def _parts(text: str, size: int = 100_000) -> Iterator[str]:
+    """`text` in parts of about `size` characters, for the library needs hundreds of bytes for each.
+
+    They end where white space follows something else. No word goes on there, so the cuts change no token.
+    """
+    start = 0
+    while start < len(text):
+        found = _WORD_END.search(text, start + size)
+        end = found.end() if found else len(text)
+        yield text[start:end]
+        start = end
+
+
+def _bytes_of(kind: str, token: str) -> bytes:
+    """What a token of the library stands for, in UTF-8."""
+    if kind == "bpe":
+        return bytes(_GPT2_BYTES[character] for character in token)
+    # No word piece but a continuing one begins with two #: each # of a text is a word by itself.
+    return (token.removeprefix(_CONTINUES) if kind == "wordpiece" else token).encode()
+
+
+def _gpt2_bytes() -> dict[str, int]:
+    """The characters by which GPT-2 writes bytes: a visible one of Latin-1 is its own, the rest follow from U+0100."""
+    characters = sorted(_BYTE_LEVEL.alphabet())
+    own = [ord(character) for character in characters if ord(character) < 256]
+    return dict(zip(characters, own + sorted(set(range(256)) - set(own))))
+
+
+_GPT2_BYTES = _gpt2_bytes()
+_TRAIN = {"word": _train_words, "bpe": _train_bpe, "wordpiece": _train_wordpiece}
+
+KINDS = ("char", "byte", *_TRAIN)
+
+
+def make(kind: str, text: str, vocab_size: int = 1024) -> Tokenizer:
     """The tokenizer of a kind for a text.
 
     Args:
-      kind: "char", whose vocabulary comes from the whole text, or "byte".
+      kind: one of `KINDS`:
+        "char", every character of the text;
+        "byte", the bytes of UTF-8;
+        "word", the most frequent words, where runs of word characters, runs of white space and single other
+          characters count as words; "<unk>", one of the vocabulary, stands for the rest, and is decoded so. It
+          counts as right where it stands for any word, so bits per character do not compare with other kinds';
+        "bpe", byte-level BPE as in GPT-2 (Sennrich et al. 2016, Radford et al. 2019): the pairs that are most
+          frequent are merged, beginning with bytes, so that any text has tokens;
+        "wordpiece", as in BERT (Schuster & Nakajima 2012, Wu et al. 2016, Devlin et al. 2019): the longest piece that
+          a word begins with, then the longest that goes on from there, marked "##". Merges choose the vocabulary, as
+          the library has it, not likelihood. Unlike BERT's it keeps capitals and white space, so that decoding gives
+          back any text in the corpus' characters.
       text: the whole corpus.
+      vocab_size: of "word", "bpe" and "wordpiece", at most; pairs that the text has once are not merged.
 
     Raises:
-      UserError: an unknown kind.
+      UserError: an unknown kind; of trained ones, an empty text or a vocabulary smaller than the kind's least.
 
     >>> make("char", "abba").vocab_size
     2
+    >>> tokenizer = make("wordpiece", "low lower lowest " * 9, vocab_size=30)
+    >>> [tokenizer.decode([i]) for i in tokenizer.encode("lowers")]
+    ['lower', 's']
     """
     if kind not in KINDS:
         raise UserError(f"data.tokenizer = {kind!r} is unknown: use one of {', '.join(KINDS)}")
+    if kind in _TRAIN:
+        return TrainedTokenizer.of(kind, text, vocab_size)
     return CharTokenizer.of(text) if kind == "char" else ByteTokenizer()
 
 
 def save(tokenizer: Tokenizer, path: Path) -> None:
     """Writes a tokenizer as JSON."""
-    path.write_text(json.dumps(tokenizer.to_dict(), ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_bytes(_to_json(tokenizer))
+
+
+def sha256(tokenizer: Tokenizer) -> str:
+    """The digest of the file that `save` writes, in hexadecimal.
+
+    >>> sha256(ByteTokenizer())[:8]
+    'b187eab7'
+    """
+    return hashlib.sha256(_to_json(tokenizer)).hexdigest()
 
 
 def load(path: Path) -> Tokenizer:
@@ -162,13 +334,45 @@ def load(path: Path) -> Tokenizer:
     """
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-        return (
-            CharTokenizer(saved["characters"]) if saved["kind"] == "char" else {"byte": ByteTokenizer}[saved["kind"]]()
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        kind = saved["kind"]
+        if kind in _TRAIN:
+            return TrainedTokenizer(kind, huggingface.Tokenizer.from_str(json.dumps(saved["tokenizer"])))
+        return CharTokenizer(saved["characters"]) if kind == "char" else {"byte": ByteTokenizer}[kind]()
+    except Exception as error:  # Hugging Face's library raises no narrower one
         raise UserError(
             f"{path} is no tokenizer of attnlab ({error}): restore it, or train in a new workdir"
         ) from error
+
+
+def _to_json(tokenizer: Tokenizer) -> bytes:
+    return (json.dumps(tokenizer.to_dict(), ensure_ascii=False) + "\n").encode()
+
+
+def _check_known(text: str, characters: str) -> None:
+    """Raises UserError for characters of `text` that are none of `characters`."""
+    unknown = set(text).difference(characters)
+    if unknown:
+        named = "".join(dict.fromkeys(character for character in text if character in unknown))
+        raise UserError(
+            f"{named!r}: characters that the tokenizer never saw; it knows these {len(characters)}: {characters!r}"
+        )
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"{text!r} holds half a character (a lone surrogate): give text in UTF-8") from error
+
+
+def _whole_characters(pieces: Iterable[bytes]) -> Iterator[str]:
+    """The text of UTF-8 in pieces, each character as soon as its last byte has come."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for piece in pieces:
+        if characters := decoder.decode(piece):
+            yield characters
+    if characters := decoder.decode(b"", final=True):
+        yield characters
 
 
 def _code_points(text: str) -> np.ndarray:

@@ -1,5 +1,13 @@
 """Tokenizers give back what they were given, stream what they decode, and survive a file."""
 
+import hashlib
+import itertools
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,19 +16,22 @@ from attnlab.data import tokenizers
 from attnlab.errors import UserError
 
 TEXTS = st.text(st.characters(codec="utf-8"), min_size=1)
-BOTH = pytest.mark.parametrize("kind", tokenizers.KINDS)
+VOCAB_SIZE = 1024  # holds every word of such a text
+ALL = pytest.mark.parametrize("kind", tokenizers.KINDS)
+TRAINED = pytest.mark.parametrize("kind", ["word", "bpe", "wordpiece"])
+VERSE = "¿Qué es la vida? Un frenesí.\n¿Qué es la vida? Una ilusión,\nuna sombra, una ficción,\n" * 3
 
 
-@BOTH
+@ALL
 @given(text=TEXTS)
 def test_decoding_gives_back_the_text(kind, text):
-    tokenizer = tokenizers.make(kind, text)
+    tokenizer = tokenizers.make(kind, text, VOCAB_SIZE)
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert ids.min() >= 0 and ids.max() < tokenizer.vocab_size
 
 
-@BOTH
+@ALL
 @given(text=TEXTS)
 def test_streamed_pieces_join_to_the_text(kind, text):
     tokenizer = tokenizers.make(kind, text)
@@ -41,7 +52,7 @@ def test_the_vocabulary_is_every_character_in_code_point_order():
     assert tokenizers.make("char", "hello, año").characters == " ,aehloñ"
 
 
-@BOTH
+@ALL
 @given(text=TEXTS)
 def test_a_tokenizer_survives_its_file(tmp_path_factory, kind, text):
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
@@ -49,26 +60,194 @@ def test_a_tokenizer_survives_its_file(tmp_path_factory, kind, text):
     assert tokenizers.load(path).decode(tokenizers.make(kind, text).encode(text)) == text
 
 
-def test_unknown_characters_are_named():
-    with pytest.raises(UserError, match="'zñ': characters that the tokenizer never saw"):
-        tokenizers.make("char", "abc").encode("azbñzc")
+@pytest.mark.parametrize("kind", ["char", "wordpiece"])
+def test_unknown_characters_are_named(kind):
+    with pytest.raises(UserError, match="'zñ': characters that the tokenizer never saw; it knows these 3: 'abc'"):
+        tokenizers.make(kind, "abcabc").encode("azbñzc")
 
 
-@BOTH
+@ALL
 def test_half_a_character_is_one_line(kind):
     with pytest.raises(UserError):
         tokenizers.make(kind, "abc").encode("a\udcff")
 
 
 def test_an_unknown_kind_lists_those_there_are():
-    with pytest.raises(UserError, match=r"data\.tokenizer = 'word' is unknown: use one of char, byte"):
-        tokenizers.make("word", "abc")
+    expected = r"data\.tokenizer = 'words' is unknown: use one of char, byte, word, bpe, wordpiece"
+    with pytest.raises(UserError, match=expected):
+        tokenizers.make("words", "abc")
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]", '{"kind": "word"}', '{"kind": "char", "characters": "ba"}'])
+DAMAGED = [
+    None,
+    "{",
+    "[]",
+    '{"kind": "words"}',
+    '{"kind": "char", "characters": "ba"}',
+    '{"kind": "word"}',
+    '{"kind": "bpe", "tokenizer": {}}',
+    '{"kind": "bpe", "tokenizer": {"model": {"type": "WordLevel", "vocab": {" ": 0}, "unk_token": " "}}}',
+    '{"kind": "word", "tokenizer": {"model": {"type": "WordLevel", "vocab": {"a": 7}, "unk_token": "a"}}}',
+]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
 def test_a_damaged_file_is_one_line(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     if content is not None:
         path.write_text(content)
     with pytest.raises(UserError, match=r"tokenizer\.json is no tokenizer of attnlab"):
         tokenizers.load(path)
+
+
+@given(corpus=TEXTS, text=TEXTS)
+def test_bpe_has_tokens_for_texts_it_never_saw(corpus, text):
+    tokenizer = tokenizers.make("bpe", corpus, VOCAB_SIZE)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["👩‍👩‍👧 y 🏳️‍🌈", "\0\a\x1b[0m\x85\u2028", "   \n\n\t ", "e\u0301", "<unk> ## ##a", "\ufeff"]
+)
+def test_bpe_has_tokens_for_any_text(text):
+    tokenizer = tokenizers.make("bpe", VERSE, 300)
+    assert tokenizer.decode(tokenizer.encode(text)) == text == "".join(tokenizer.stream(iter(tokenizer.encode(text))))
+
+
+@given(ids=st.lists(st.integers(0, 279)))
+def test_any_bpe_tokens_stream_what_they_decode(ids):
+    tokenizer = tokenizers.make("bpe", VERSE, 280)
+    assert "".join(tokenizer.stream(iter(ids))) == tokenizer.decode(ids)
+
+
+def test_streamed_bpe_comes_as_whole_characters():
+    tokenizer = tokenizers.make("bpe", "aaa", 256)
+    assert len(tokenizer.encode("a👩o")) == 6
+    assert list(tokenizer.stream(iter(tokenizer.encode("a👩o")))) == ["a", "👩", "o"]
+
+
+@given(data=st.data(), corpus=TEXTS)
+def test_wordpiece_gives_back_any_text_in_the_corpus_characters(data, corpus):
+    text = data.draw(st.text(sorted(set(corpus))))
+    tokenizer = tokenizers.make("wordpiece", corpus, VOCAB_SIZE)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text == "".join(tokenizer.stream(iter(ids)))
+
+
+def test_wordpiece_takes_the_longest_piece():
+    tokenizer = tokenizers.make("wordpiece", "un unable able " * 9, 100)
+    assert [tokenizer.decode([i]) for i in tokenizer.encode("unablea unun")] == ["unable", "a", " ", "un", "u", "n"]
+
+
+@given(text=st.text("#a <unk>", min_size=1))
+def test_marks_in_a_text_are_text(text):
+    for kind in ("word", "wordpiece"):
+        tokenizer = tokenizers.make(kind, text, 100)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_mark_in_a_text_is_no_continuing_piece():
+    tokenizer = tokenizers.make("wordpiece", "##a #a ba " * 9, 100)
+    marked, continuing = tokenizer.encode("##a"), tokenizer.encode("ba")
+    assert [tokenizer.decode([i]) for i in marked] == ["#", "#", "a"]
+    assert len(continuing) == 1  # "ba", the whole word
+    assert tokenizer.encode("aa")[1] not in marked  # which is "##a", the piece
+
+
+def test_words_that_are_not_among_the_most_frequent_are_unknown():
+    tokenizer = tokenizers.make("word", "uno, dos, dos, tres, tres, tres", 5)
+    assert tokenizer.vocab_size == 5  # <unk>, the comma, the space, tres, dos
+    assert tokenizer.decode(tokenizer.encode("tres, dos, uno")) == "tres, dos, <unk>"
+
+
+@given(text=st.text("añ_1 \n\t.#", min_size=1))
+def test_words_are_runs_of_one_sort_and_the_most_frequent_are_kept(text):
+    tokenizer = tokenizers.make("word", text, VOCAB_SIZE)
+    words = re.findall(r"\s{1,100}|\w{1,100}|[^\s\w]", text)
+    assert [tokenizer.decode([i]) for i in tokenizer.encode(text)] == words
+    counts = Counter(words)
+    few = tokenizers.make("word", text, 3)
+    kept = {few.decode([i]) for i in range(1, few.vocab_size)}
+    assert min(counts[word] for word in kept) >= max((n for word, n in counts.items() if word not in kept), default=0)
+
+
+@TRAINED
+@pytest.mark.parametrize("run", ["a" * 20_000, " " * 20_000, "." * 20_000], ids=["letters", "spaces", "dots"])
+def test_long_runs_have_tokens(kind, run):
+    tokenizer = tokenizers.make(kind, run, VOCAB_SIZE)
+    assert tokenizer.decode(tokenizer.encode(run)) == run
+
+
+@TRAINED
+@given(text=st.text(st.one_of(st.sampled_from(" \n\t\x1c\x85ab'#s"), st.characters(codec="utf-8")), min_size=1))
+def test_the_cut_into_parts_changes_no_token(kind, text):
+    tokenizer = tokenizers.make(kind, text, VOCAB_SIZE)
+    parts = list(tokenizers._parts(text, size=0))
+    assert "".join(parts) == text
+    np.testing.assert_array_equal(np.concatenate([tokenizer.encode(part) for part in parts]), tokenizer.encode(text))
+
+
+def test_parts_are_short():
+    assert max(map(len, tokenizers._parts("una palabra " * 1000, size=100))) < 120
+
+
+# As many ties as a text can have, which a hash table would give another order in every process.
+TIES = " ".join(map("".join, itertools.permutations("abcde"))) + " "
+
+
+@TRAINED
+def test_the_same_text_gives_the_same_vocabulary(kind):
+    program = "import sys; from attnlab.data import tokenizers as t; print(t.sha256(t.make(*sys.argv[1:3], 270)))"
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", program, kind, TIES * 2], capture_output=True, text=True, check=True
+    )
+    digests = {tokenizers.sha256(tokenizers.make(kind, TIES * 2, 270)) for _ in range(5)}
+    assert digests == {elsewhere.stdout.strip()}
+
+
+@ALL
+def test_the_digest_is_that_of_the_file(tmp_path, kind):
+    tokenizer = tokenizers.make(kind, VERSE)
+    tokenizers.save(tokenizer, tmp_path / "tokenizer.json")
+    assert hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest() == tokenizers.sha256(tokenizer)
+
+
+@TRAINED
+def test_a_vocabulary_has_the_wanted_size_where_the_text_holds_as_many(kind):
+    text = TIES * 2
+    least = {"word": 2, "bpe": 256, "wordpiece": 6 + 6}[kind]
+    for size in (least, least + 10):
+        assert tokenizers.make(kind, text, size).vocab_size == size
+    assert tokenizers.make(kind, text, 100_000).vocab_size < 1000
+
+
+@pytest.mark.parametrize(
+    "kind, size, message",
+    [
+        ("bpe", 255, r"data\.vocab_size = 255: byte-level BPE has the 256 bytes, use 256 or more"),
+        ("wordpiece", 6, r"vocab_size = 6: the text has 4 characters, and 3 of them may also .*: use 7 or more"),
+    ],
+)
+def test_a_vocabulary_that_is_too_small_names_the_least(kind, size, message):
+    with pytest.raises(UserError, match=message):
+        tokenizers.make(kind, "ab a. ", size)
+    assert tokenizers.make(kind, "ab a. ", size + 1).vocab_size == size + 1
+
+
+@TRAINED
+def test_nothing_is_learned_from_an_empty_text(kind):
+    with pytest.raises(UserError, match="the text is empty: give a text"):
+        tokenizers.make(kind, "")
+
+
+@TRAINED
+def test_no_text_has_no_tokens(kind):
+    tokenizer = tokenizers.make(kind, "a")
+    assert tokenizer.encode("").shape == (0,) and tokenizer.encode("").dtype == np.int32
+    assert tokenizer.decode([]) == ""
+
+
+@TRAINED
+def test_training_says_nothing(capfd, kind):
+    tokenizers.make(kind, VERSE).encode(VERSE)
+    assert capfd.readouterr() == ("", "")
