@@ -53,7 +53,7 @@ def pairs(
 
     >>> batch = pairs("reverse", 0, batch_size=1, lengths=[3], vocab_size=10)
     >>> batch.source[0].tolist(), batch.targets[0].tolist(), batch.alignment[0].tolist()
-    ([5, 4, 7], [7, 4, 5, 0], [2, 1, 0, -1])
+    ([8, 6, 5], [5, 6, 8, 0], [2, 1, 0, -1])
     """
     if kind not in KINDS:
         raise ValueError(f"kind = {kind!r}: expected one of {', '.join(KINDS)}")

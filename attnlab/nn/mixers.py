@@ -19,6 +19,7 @@ class GRU(nn.Module):
       features: d, width of state and output; None for the input's.
       dtype: type of the computation; the input's when None.
 
+    >>> from attnlab.nn import Block, Mlp
     >>> block = Block(GRU(), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
     (2, 5, 8)
@@ -76,6 +77,7 @@ class CausalConv(nn.Module):
       dilation: distance of the tokens that are seen.
       dtype: type of the computation; the input's when None.
 
+    >>> from attnlab.nn import Block, Mlp
     >>> block = Block(CausalConv(kernel_size=3, dilation=2), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
     (2, 5, 8)

@@ -21,6 +21,7 @@ class Seq2Seq(nn.Module):
       attention: the layer that aligns, any module called `(queries [B, 1, F], memory [B, S, 2F], mask=…)`:
         `AdditiveAttention()`, `MultiHeadAttention(num_heads=1)`.
 
+    >>> from attnlab.nn import AdditiveAttention
     >>> model = Seq2Seq(vocab_size=10, width=8, attention=AdditiveAttention())
     >>> source, lengths = jnp.array([[1, 2, 3], [4, 5, 0]]), jnp.array([3, 2])
     >>> inputs = jnp.array([[0, 3, 2, 1], [0, 5, 4, 0]])  # what was written before each step
@@ -87,6 +88,7 @@ def alignment(
 ) -> Float[Array, "B T S"]:
     """The weight with which each output looks at each source token, the mean over heads; arguments as for the model.
 
+    >>> from attnlab.nn import AdditiveAttention
     >>> model = Seq2Seq(vocab_size=10, width=8, attention=AdditiveAttention())
     >>> source, lengths, inputs = jnp.ones((2, 5), int), jnp.array([5, 2]), jnp.zeros((2, 3), int)
     >>> params = model.init(jax.random.key(0), source, lengths, inputs)

@@ -1,0 +1,278 @@
+"""The four layers cost n²·d, n·d², k·n·d² and r·n·d, as printed; and the restricted one's time is linear in n.
+
+Vaswani et al. 2017, table 1: attention, recurrent (GRU), convolutional and restricted attention, and beside them what
+the table leaves out: attention with its projections, and linear attention.
+
+FLOPs are those that XLA counts in the compiled program. It counts the body of a loop once, so the GRU's step is
+multiplied by its trips, and attention by tiles is the compiled tile times the tiles that the mask lets it visit.
+Sequential steps are the trips of the program's loops. The path is counted in layers (steps, for the GRU) until the
+last token depends on the first, from how far the derivative of one layer reaches; log_k(n) holds for convolutions
+whose dilation grows by k from layer to layer, and for no others.
+"""
+
+import math
+import re
+import statistics
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+
+from attnlab import attention, linear_attention, plots
+from attnlab.bench import timing
+from attnlab.masks import SlidingWindow
+from attnlab.nn import GRU, CausalConv, MultiHeadAttention
+from attnlab.study.report import Options, Verdict
+
+LENGTHS = (256, 512, 1024, 2048, 4096)
+WIDTHS = (64, 128, 256, 512)
+PRINTED = {
+    "self-attention": "n²·d",
+    "recurrent (GRU)": "n·d²",
+    "convolutional": "k·n·d²",
+    "restricted attention": "r·n·d",
+}
+# The powers of n, d and, where there is one, k or r.
+EXPONENTS = {
+    "self-attention": (2, 1),
+    "recurrent (GRU)": (1, 2),
+    "convolutional": (1, 2, 1),
+    "restricted attention": (1, 1, 1),
+}
+SEQUENTIAL = {"self-attention": "1", "recurrent (GRU)": "n", "convolutional": "1", "restricted attention": "1"}
+PATH = {"self-attention": "1", "recurrent (GRU)": "n", "convolutional": "log_k(n)", "restricted attention": "n/r"}
+
+
+def measure(options: Options) -> list[dict]:
+    """A row for each layer and size: FLOPs, sequential steps, path; and others with the milliseconds of a call."""
+    return [*_costs(), *_times(options)]
+
+
+# --------------------------------------------------------------------------------------------------------------- costs
+
+
+def _costs() -> list[dict]:
+    rows = []
+
+    def add(layer, n, d, flops, sequential=1, path=1, size=None):
+        rows.append({"layer": layer, "n": n, "d": d, "k or r": size, "flops": flops} | _only(sequential, path))
+
+    for n, d in _sizes():
+        compiled = _compiled(_dense, *_qkv(n, d))
+        add("self-attention", n, d, _flops(compiled), _trips(compiled), 1)
+
+    for d in WIDTHS:
+        step = _flops(_compiled(*_layer(GRU(), 1, d)))
+        for n in LENGTHS:
+            if (n, d) in _sizes():
+                trips = _trips(_compiled(*_layer(GRU(), n, d)))
+                add("recurrent (GRU)", n, d, step * trips, trips, trips)
+
+    for n, d, k in [*((n, d, 3) for n, d in _sizes()), *((LENGTHS[0], WIDTHS[0], k) for k in (5, 9, 17))]:
+        compiled = _compiled(*_layer(CausalConv(kernel_size=k), n, d))
+        add("convolutional", n, d, _flops(compiled), _trips(compiled), _conv_path(n, k), k)
+
+    # Windows of sixteen tiles, much shorter than the text: else its ragged ends are what is measured.
+    for n, d, r in [*((n, d, 32) for n, d in _sizes()), *((2**16, WIDTHS[0], r) for r in (512, 1024, 2048, 4096))]:
+        flops = _tile_flops(r // 16, d) * _tiles(n, r, r // 16)
+        small = n <= LENGTHS[1]
+        trips = _trips(_compiled(_windowed(r, "dense"), *_qkv(n, d))) if small else 1
+        add("restricted attention", n, d, flops, trips, math.ceil((n - 1) / (r - 1)), r)
+
+    for n, d in _sizes():
+        compiled = _compiled(*_layer(MultiHeadAttention(num_heads=1, impl="dense"), n, d))
+        add("self-attention with projections", n, d, _flops(compiled))
+        add("linear attention", n, d, _linear_flops(n, d))
+    return rows
+
+
+def _only(sequential, path):
+    return {"sequential steps": sequential, "path": path}
+
+
+def _sizes():
+    """The lengths at the smallest width, and the widths at the smallest length."""
+    return [*((n, WIDTHS[0]) for n in LENGTHS), *((LENGTHS[0], d) for d in WIDTHS[1:])]
+
+
+def _qkv(n, d):
+    return (jnp.zeros((n, 1, d)),) * 3
+
+
+def _dense(q, k, v):
+    return attention(q, k, v, impl="dense")
+
+
+def _windowed(r, impl, block_sizes=None):
+    mask = SlidingWindow(left=r - 1)
+    return lambda q, k, v: attention(q, k, v, mask=mask, impl=impl, block_sizes=block_sizes)
+
+
+def _layer(module, n, d):
+    x = jnp.zeros((1, n, d))
+    params = module.init(jax.random.key(0), x)
+    return lambda x: module.apply(params, x), x
+
+
+def _compiled(function, *args):
+    return jax.jit(function).lower(*args).compile()
+
+
+def _flops(compiled) -> float:
+    return compiled.cost_analysis()["flops"]
+
+
+def _trips(compiled) -> int:
+    """How many steps follow one another: the trips of the longest loop."""
+    return max((int(n) for n in re.findall(r'known_trip_count":?\{"n":"(\d+)"', compiled.as_text())), default=1)
+
+
+def _tile_flops(tile, d) -> float:
+    return _flops(_compiled(_dense, *_qkv(tile, d)))
+
+
+def _tiles(n, r, tile) -> int:
+    """Tiles of the mask in which anything is visible."""
+    some, _ = SlidingWindow(left=r - 1).tiles(n, n, (tile, tile))
+    return int(np.sum(some))
+
+
+def _linear_flops(n, d, chunk=64) -> float:
+    """One chunk's, times the chunks."""
+    q = _qkv(chunk, d)
+    return _flops(_compiled(lambda q, k, v: linear_attention(q, k, v, impl="naive"), *q)) * (n // chunk)
+
+
+def _conv_path(n, k) -> int:
+    """Layers until the last of n tokens sees the first, where the dilation is 1, k, k², …"""
+    seen = layers = 1
+    while seen < n:
+        seen += _reach(k, k ** (layers - 1)) - 1
+        layers += 1
+    return max(layers - 1, 1)
+
+
+def _reach(k, dilation) -> int:
+    """How far back a token sees, itself included, by the derivative."""
+    conv = CausalConv(kernel_size=k, dilation=dilation)
+    length = (k - 1) * dilation + 2
+    x = jnp.ones((1, length, 1))
+    params = conv.init(jax.random.key(0), x)
+    seen = jnp.abs(jax.grad(lambda x: conv.apply(params, x)[0, -1].sum())(x))[0, :, 0] > 0
+    return length - int(seen.argmax())
+
+
+# --------------------------------------------------------------------------------------------------------------- times
+
+
+def _times(options) -> list[dict]:
+    """Milliseconds forward, the layers and lengths taking turns; d = 64, k = 3, r = 256."""
+    lengths, rounds = (LENGTHS, 5) if options.fast else ((*LENGTHS, 8192, 16384), 15)
+    d, r = WIDTHS[0], 256
+    rows = []
+    for n in lengths:
+        q = jax.random.normal(jax.random.key(0), (n, 1, d))
+        x = jax.random.normal(jax.random.key(1), (1, n, d))
+        contenders = {
+            "restricted attention": (_windowed(r, "blockwise"), q, q, q),
+            "linear attention": (linear_attention, q, q, q),
+            "convolutional": (_layer(CausalConv(), n, d)[0], x),
+            "recurrent (GRU)": (_layer(GRU(), n, d)[0], x),
+        }
+        if n <= LENGTHS[-1]:
+            contenders["self-attention"] = (_dense, q, q, q)
+        calls = {name: _call(*what) for name, what in contenders.items()}
+        for name, seconds in timing.alternate(calls, rounds).items():
+            size = {"restricted attention": r, "convolutional": 3}.get(name)
+            time = 1e3 * statistics.median(seconds)
+            rows.append({"layer": name, "n": n, "d": d, "k or r": size, "milliseconds": time})
+    return rows
+
+
+def _call(function, *args):
+    compiled = _compiled(function, *args)
+    return lambda: compiled(*args)
+
+
+# ------------------------------------------------------------------------------------------------------------- verdict
+
+
+def exponents(rows: list[dict], value: str = "flops") -> dict[str, tuple[float, ...]]:
+    """For each layer the powers of n, d and (k or r) by least squares on the logarithms."""
+    fitted = {}
+    for layer in dict.fromkeys(row["layer"] for row in rows if row.get(value)):
+        points = [row for row in rows if row["layer"] == layer and row.get(value)]
+        factors = [[row["n"], row["d"], row["k or r"] or 1] for row in points]
+        varying = [column for column in zip(*factors) if len(set(column)) > 1]
+        design = np.log(np.array(varying, float)).T
+        design = np.concatenate([design, np.ones((len(points), 1))], axis=1)
+        powers, *_ = np.linalg.lstsq(design, np.log([row[value] for row in points]), rcond=None)
+        fitted[layer] = tuple(float(p) for p in powers[:-1])
+    return fitted
+
+
+def judge(rows: list[dict]) -> Verdict:
+    """Each fitted power within 5 % of the printed one, steps and paths as printed, the restricted time linear."""
+    fitted = exponents(rows)
+    parts = []
+    for layer, expected in EXPONENTS.items():
+        names = ("n", "d", "k" if layer == "convolutional" else "r")
+        shown = " · ".join(f"{name}^{power:.2f}" for name, power in zip(names, fitted[layer]))
+        right = all(abs(power / e - 1) <= 0.05 for power, e in zip(fitted[layer], expected))
+        parts.append((right, f"{layer}: printed {PRINTED[layer]}, measured {shown} FLOPs"))
+    for layer in EXPONENTS:
+        there = [row for row in rows if row["layer"] == layer and row.get("flops")]
+        steps = all(row["sequential steps"] == (row["n"] if SEQUENTIAL[layer] == "n" else 1) for row in there)
+        printed = [_path(layer, row["n"], row["k or r"]) for row in there]
+        path = all(abs(row["path"] - p) <= 1 + 0.05 * p for row, p in zip(there, printed))
+        text = (
+            f"{layer}: {SEQUENTIAL[layer]} sequential steps, a path of {PATH[layer]} (within 5 % and a layer)"
+        )
+        parts.append((steps and path, text))
+    power = fitted["self-attention with projections"][0]
+    parts.append((power < 1.9, f"with its projections, which the table leaves out, attention grows as n^{power:.2f}"))
+    clock = exponents([row for row in rows if row["n"] >= 1024], "milliseconds")
+    for layer in ("restricted attention", "linear attention"):
+        parts.append((clock[layer][0] < 1.2, f"{layer}: its time grows as n^{clock[layer][0]:.2f} from n = 1,024"))
+    return Verdict.of(*parts)
+
+
+def _path(layer, n, size):
+    return {"1": 1, "n": n, "log_k(n)": math.log(n, size or 2), "n/r": n / (size or 1)}[PATH[layer]]
+
+
+def draw(rows: list[dict]) -> Figure:
+    """FLOPs, path and time over the length, at d = 64."""
+
+    def over_length(value):
+        series = {}
+        for layer in dict.fromkeys(row["layer"] for row in rows if row.get(value)):
+            chosen = {
+                row["n"]: row[value]
+                for row in rows
+                if row["layer"] == layer
+                and row.get(value)
+                and row["d"] == WIDTHS[0]
+                and row["n"] <= 2**14
+                and row["k or r"] in (None, 3, 32, 256)
+            }
+            series[layer] = tuple(zip(*sorted(chosen.items())))
+        return series
+
+    n = "n, length (tokens)"
+    path = {layer: points for layer, points in over_length("path").items() if layer in EXPONENTS}
+    return plots.panels(
+        {
+            "cost": {"series": over_length("flops"), "x": n, "y": "FLOPs of a layer, d = 64", "log": "xy"},
+            "longest path": {
+                "series": path,
+                "x": n,
+                "y": "path from first to last (layers or steps)",
+                "log": "xy",
+            },
+            "time": {"series": over_length("milliseconds"), "x": n, "y": "time forward (ms)", "log": "xy"},
+        },
+        "Attention's cost grows with n², that of all others with n; the path is short for attention alone",
+        columns=3,
+    )
