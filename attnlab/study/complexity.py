@@ -226,9 +226,7 @@ def judge(rows: list[dict]) -> Verdict:
         steps = all(row["sequential steps"] == (row["n"] if SEQUENTIAL[layer] == "n" else 1) for row in there)
         printed = [_path(layer, row["n"], row["k or r"]) for row in there]
         path = all(abs(row["path"] - p) <= 1 + 0.05 * p for row, p in zip(there, printed))
-        text = (
-            f"{layer}: {SEQUENTIAL[layer]} sequential steps, a path of {PATH[layer]} (within 5 % and a layer)"
-        )
+        text = f"{layer}: {SEQUENTIAL[layer]} sequential steps, a path of {PATH[layer]} (within 5 % and a layer)"
         parts.append((steps and path, text))
     power = fitted["self-attention with projections"][0]
     parts.append((power < 1.9, f"with its projections, which the table leaves out, attention grows as n^{power:.2f}"))
