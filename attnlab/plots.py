@@ -3,12 +3,14 @@
 Every function returns a matplotlib figure; its title should state what the picture shows to be so.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, NullLocator
 
 from attnlab.ops.masks import Mask
 
@@ -190,8 +192,10 @@ def panels(drawn: Mapping[str, Mapping], title: str, *, columns: int = 2) -> Fig
         figure, grid = plt.subplots(rows, columns, figsize=(5.0 * columns, 3.6 * rows), squeeze=False)
         for axes in list(grid.flat)[len(drawn) :]:
             axes.remove()
+        names = dict.fromkeys(name for panel in drawn.values() for name in panel["series"])
+        colors = dict(zip(names, itertools.cycle(COLORS)))  # a name has one colour in all panels
         for (name, panel), axes in zip(drawn.items(), grid.flat):
-            curves(axes, **panel)
+            curves(axes, **panel, colors=colors)
             axes.set_title(name)
         figure.suptitle(title)
     return figure
@@ -223,10 +227,11 @@ def training(runs: Mapping[str, Sequence[Mapping]], title: str, *, y: str = "los
     return figure
 
 
-def curves(axes: Axes, series, *, x, y, log="", spread=None, dashed=(), markers=True) -> None:
-    """Draws on `axes` what `lines` draws; see there."""
+def curves(axes: Axes, series, *, x, y, log="", spread=None, dashed=(), markers=True, colors=None) -> None:
+    """Draws on `axes` what `lines` draws; see there. `colors` gives names their colours."""
     for name, (xs, ys) in series.items():
-        look = {"linestyle": "--", "color": "#8d96a3", "zorder": 1} if name in dashed else {}
+        look = {"color": colors[name]} if colors else {}
+        look |= {"linestyle": "--", "color": "#8d96a3", "zorder": 1} if name in dashed else {}
         if markers and name not in dashed:
             look |= {"marker": "o", "markersize": 3.5}
         (drawn,) = axes.plot(xs, ys, label=name, **look)
@@ -235,6 +240,11 @@ def curves(axes: Axes, series, *, x, y, log="", spread=None, dashed=(), markers=
             axes.fill_between(xs, low, high, color=drawn.get_color(), alpha=0.18, linewidth=0)
     if "x" in log:
         axes.set_xscale("log")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        points = sorted({at for xs, _ in series.values() for at in xs})
+        if len(points) <= 9 and points[-1] < 1000 * points[0]:  # few enough to name each
+            axes.set_xticks(points, [f"{at:,}" for at in points])
+            axes.xaxis.set_minor_locator(NullLocator())
     if "y" in log:
         axes.set_yscale("log")
     axes.set_xlabel(x)

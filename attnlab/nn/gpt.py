@@ -189,7 +189,8 @@ class GPT(nn.Module):
         if self.positions == "learned":
             x = x + LearnedPositions(self.context, self.width, dtype=self.dtype, name="positions")(positions)
         elif self.positions == "sinusoidal":
-            x = x + sinusoidal(positions, self.width).astype(self.dtype)
+            # As in Vaswani et al. 2017, section 3.4: embeddings of deviation 0.02 would drown in sines of size 1.
+            x = x * self.width**0.5 + sinusoidal(positions, self.width).astype(self.dtype)
         if drops:
             x = dropout.dropout(x, dropout.fold_in(keys, self.num_layers), self.dropout)
 

@@ -39,7 +39,7 @@ def train(kind: str, layer: str, seed: int, steps: int):
         return (optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets) * real).sum() / real.sum()
 
     first = batches(0)
-    params = model.init(jax.random.key(seed), first.source, first.lengths, first.inputs)
+    params = jax.jit(model.init)(jax.random.key(seed), first.source, first.lengths, first.inputs)
     return model, fit(loss, params, batches, steps, learning_rate=5e-3)
 
 
