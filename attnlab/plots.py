@@ -4,13 +4,14 @@ Every function returns a matplotlib figure; its title should state what the pict
 """
 
 import itertools
+import textwrap
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from attnlab.ops.masks import Mask
 
@@ -24,6 +25,7 @@ STYLE = {
     "font.size": 10,
     "axes.titlesize": 10,
     "figure.titlesize": 11,
+    "figure.labelsize": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": False,
@@ -33,7 +35,16 @@ STYLE = {
 
 
 def weights(
-    values, title: str, *, queries: Sequence[str] = (), keys: Sequence[str] = (), marks=None, label: str = "weight"
+    values,
+    title: str,
+    *,
+    queries: Sequence[str] = (),
+    keys: Sequence[str] = (),
+    marks=None,
+    mark_label: str = "right key",
+    label: str = "weight",
+    x: str = "key: who is looked at",
+    y: str = "query: who looks",
 ) -> Figure:
     """A heat map of one head: a row for each query, a column for each key.
 
@@ -42,7 +53,9 @@ def weights(
       title: what it shows.
       queries, keys: a label for each row and column; `keys` those of `queries` when left out; none for indices.
       marks: `[Tq]`, the key that each query ought to look at, −1 for none; drawn as rings.
-      label: of the colours.
+      mark_label: what the rings are.
+      label: of the colours; −inf stays white.
+      x, y: labels of the axes.
 
     >>> figure = weights(np.eye(2), "Each word looks at itself", queries=["el", "gato"])
     >>> figure.axes[0].get_xlabel()
@@ -54,16 +67,15 @@ def weights(
         rows, columns = values.shape
         size = (1.9 + min(max(0.28 * columns, 2.4), 7), 1.2 + min(max(0.28 * rows, 2.0), 6))
         figure, axes = plt.subplots(figsize=size)
-        image = _heat(axes, values, queries, keys)
-        axes.set_xlabel("key: who is looked at")
-        axes.set_ylabel("query: who looks")
+        image = _heat(axes, values, queries, keys, values)
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
         if marks is not None:
             right = [(j, i) for i, j in enumerate(np.asarray(marks)) if j >= 0]
-            axes.scatter(*zip(*right), s=70, facecolors="none", edgecolors=MARK, linewidths=1.4, label="right key")
-            axes.legend(loc="upper left", bbox_to_anchor=(0, -0.12), frameon=False)
+            axes.scatter(*zip(*right), s=70, facecolors="none", edgecolors=MARK, linewidths=1.4, label=mark_label)
+            figure.legend(loc="outside lower center", frameon=False)
         figure.colorbar(image, label=label, shrink=0.8)
-        figure.suptitle(title)
-    return figure
+        return _finished(figure, title)
 
 
 def heads(
@@ -99,13 +111,12 @@ def heads(
             if head >= len(values):
                 axes.remove()
                 continue
-            image = _heat(axes, values[head], tokens, tokens, vmax=values.max())
+            image = _heat(axes, values[head], tokens, tokens, values)
             axes.set_title(names[head])
         figure.supxlabel("key: who is looked at")
         figure.supylabel("query: who looks")
         figure.colorbar(image, ax=[axes for axes in grid.flat if axes.figure], label=label, shrink=0.7)
-        figure.suptitle(title)
-    return figure
+        return _finished(figure, title)
 
 
 def masks(shown: Mapping[str, Mask | np.ndarray], title: str, *, length: int = 16, columns: int = 4) -> Figure:
@@ -138,12 +149,16 @@ def masks(shown: Mapping[str, Mask | np.ndarray], title: str, *, length: int = 1
             axes.set_title(name)
             axes.set_xticks([])
             axes.set_yticks([])
+            if max(visible.shape) <= 24:  # cells that can be told apart
+                axes.set_xticks(np.arange(visible.shape[1] - 1) + 0.5, minor=True)
+                axes.set_yticks(np.arange(visible.shape[0] - 1) + 0.5, minor=True)
+                axes.grid(which="minor", color="white", linewidth=0.7)
+                axes.tick_params(which="minor", length=0)
             for spine in axes.spines.values():
                 spine.set_visible(False)
         figure.supxlabel("key index")
         figure.supylabel("query index")
-        figure.suptitle(title)
-    return figure
+        return _finished(figure, title)
 
 
 def lines(
@@ -175,8 +190,7 @@ def lines(
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(6.4, 4))
         curves(axes, series, x=x, y=y, log=log, spread=spread, dashed=dashed, markers=markers)
-        figure.suptitle(title)
-    return figure
+        return _finished(figure, title)
 
 
 def panels(drawn: Mapping[str, Mapping], title: str, *, columns: int = 2) -> Figure:
@@ -197,8 +211,7 @@ def panels(drawn: Mapping[str, Mapping], title: str, *, columns: int = 2) -> Fig
         for (name, panel), axes in zip(drawn.items(), grid.flat):
             curves(axes, **panel, colors=colors)
             axes.set_title(name)
-        figure.suptitle(title)
-    return figure
+        return _finished(figure, title)
 
 
 def training(runs: Mapping[str, Sequence[Mapping]], title: str, *, y: str = "loss (nats per token)") -> Figure:
@@ -223,8 +236,7 @@ def training(runs: Mapping[str, Sequence[Mapping]], title: str, *, y: str = "los
         axes.set_xlabel("step (updates)")
         axes.set_ylabel(y)
         axes.legend(frameon=False)
-        figure.suptitle(title)
-    return figure
+        return _finished(figure, title)
 
 
 def curves(axes: Axes, series, *, x, y, log="", spread=None, dashed=(), markers=True, colors=None) -> None:
@@ -247,6 +259,11 @@ def curves(axes: Axes, series, *, x, y, log="", spread=None, dashed=(), markers=
             axes.xaxis.set_minor_locator(NullLocator())
     if "y" in log:
         axes.set_yscale("log")
+        heights = [at for _, ys in series.values() for at in ys if at > 0]
+        if heights and max(heights) < 30 * min(heights):  # too few powers of ten to read the scale by
+            plain = FuncFormatter(lambda value, _: f"{value:g}")
+            axes.yaxis.set_major_formatter(plain)
+            axes.yaxis.set_minor_formatter(plain)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.25)
@@ -254,9 +271,19 @@ def curves(axes: Axes, series, *, x, y, log="", spread=None, dashed=(), markers=
         axes.legend(frameon=False, fontsize=8)
 
 
-def _heat(axes, values, row_labels, column_labels, vmax=None):
+def _finished(figure, title):
+    """With its title, in lines no wider than itself, and closed: a notebook shows it once, a script need not."""
+    figure.suptitle(textwrap.fill(title, int(11.5 * figure.get_figwidth())))
+    plt.close(figure)
+    return figure
+
+
+def _heat(axes, values, row_labels, column_labels, scale):
+    """`scale`: values whose range the colours span, from 0 where none is below."""
+    finite = scale[np.isfinite(scale)]
+    low, high = min(0, finite.min(initial=0)), finite.max(initial=0)
     image = axes.imshow(
-        values, cmap=WEIGHTS, vmin=0, vmax=vmax, aspect="auto" if values.shape[0] != values.shape[1] else None
+        values, cmap=WEIGHTS, vmin=low, vmax=high, aspect="auto" if values.shape[0] != values.shape[1] else None
     )
     if len(column_labels):
         axes.set_xticks(range(len(column_labels)), column_labels, rotation=60, ha="right", rotation_mode="anchor")

@@ -14,19 +14,24 @@
 # %% [markdown]
 # # 1 Attention by hand
 #
-# What this lesson teaches: how six word vectors look at one another. Dot products become weights, weights mix
-# values, a mask hides the future, and several heads do all of it side by side. Every step is computed twice: by the
-# formula, and by the function of attnlab that you would use.
+# What this lesson teaches: how six word vectors look at one another. Dot products become weights, and weights mix
+# values. A long vector hijacks that, and we see what helps. Three trained matrices then say what a word asks for, what
+# it answers to and what it gives; a mask hides the future; dropout switches off weights. Every step is computed twice:
+# by the formula, and by the function of attnlab that you would use.
+#
+# The words are those of document 001, the raw attention is that of document 004.
 
 # %%
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 
 import attnlab
+from attnlab import plots
 from attnlab.masks import Causal
-from attnlab.nn import Head, MultiHeadAttention, StackedHeads
+from attnlab.nn import Head, MultiHeadAttention
+
+np.set_printoptions(precision=4, suppress=True)
 
 words = ["Your", "journey", "starts", "with", "one", "step"]
 x = jnp.array(
@@ -41,120 +46,307 @@ x = jnp.array(
 )
 
 
-def show(weights, title):
-    """One heat map: a row for each query, a column for each key."""
-    figure, axes = plt.subplots(figsize=(6.4, 4.6), layout="constrained")
-    image = axes.imshow(weights, cmap="viridis", vmin=0)
-    axes.set_xticks(range(len(words)), words, rotation=45)
-    axes.set_yticks(range(len(words)), words)
-    axes.set_xlabel("key: who is looked at")
-    axes.set_ylabel("query: who looks")
-    figure.suptitle(title, fontsize="medium")
-    figure.colorbar(image, label="weight")
-    plt.show()
-
-
 # %% [markdown]
 # ## Scores are dot products
 #
-# $s_{ij} = x_i \cdot x_j = \|x_i\| \|x_j\| \cos\theta$: large when two vectors point the same way, and also when they
+# $s_{ij} = v_i \cdot v_j = \|v_i\| \|v_j\| \cos\theta$: large when two vectors point the same way, and also when they
 # are merely long.
 
 # %%
 scores = x @ x.T
-print(np.asarray(scores).round(4))
 loops = jnp.array([[sum(a * b for a, b in zip(row, column)) for column in x] for row in x])
 np.testing.assert_allclose(scores, loops, atol=1e-6)
+
+lengths = jnp.linalg.norm(x, axis=1)
+cosines = scores / jnp.outer(lengths, lengths)
+np.testing.assert_allclose(scores, jnp.outer(lengths, lengths) * cosines, atol=1e-6)
+print({word: f"{length:.2f}" for word, length in zip(words, lengths)})
+print(np.asarray(scores))
+
+# %%
+plots.heads(
+    [cosines, jnp.outer(lengths, lengths), scores],
+    '"with" points almost where "journey" points, but it is short: its scores are low',
+    tokens=words,
+    names=["cos θ", "‖v_i‖ ‖v_j‖", "their product: the score"],
+    label="value",
+)
 
 # %% [markdown]
 # ## Softmax turns scores into shares
 #
-# $w_{ij} = e^{s_{ij}} / \sum_k e^{s_{ik}}$. Written like that it overflows: $e^{89}$ is more than a float32 holds.
-# Subtracting the largest score first changes nothing and cannot overflow.
+# Document 001 first divides each score by the sum of its row. That needs positive scores. Move the six vectors so that
+# their mean is 0, and every row of scores sums to 0:
 
 # %%
-naive = jnp.exp(scores) / jnp.exp(scores).sum(axis=1, keepdims=True)
-weights = jax.nn.softmax(scores, axis=1)
-np.testing.assert_allclose(naive, weights, rtol=1e-5)
-print("naive, scores times 100: ", (jnp.exp(100 * scores) / jnp.exp(100 * scores).sum(axis=1, keepdims=True))[1])
-print("stable, scores times 100:", jax.nn.softmax(100 * scores, axis=1)[1])
+centred = (x - x.mean(axis=0)) @ (x - x.mean(axis=0)).T
+print("wrong:", (centred / centred.sum(axis=-1, keepdims=True))[1])
+print("right:", jax.nn.softmax(centred, axis=-1)[1])
 
 # %% [markdown]
-# Leave out the exponential below the fraction, and the rows no longer sum to 1:
+# The exponential makes every score positive: $w_{ij} = e^{s_{ij}} / \sum_k e^{s_{ik}}$. Written like that it overflows,
+# for $e^{89}$ is more than a float32 holds. Subtracting the largest score first changes nothing and cannot overflow.
+
 
 # %%
-print("wrong:", (jnp.exp(scores) / scores.sum(axis=1, keepdims=True)).sum(axis=1))
-print("right:", weights.sum(axis=1))
+def naive_softmax(scores):
+    return jnp.exp(scores) / jnp.exp(scores).sum(axis=-1, keepdims=True)
+
+
+weights = jax.nn.softmax(scores, axis=-1)
+np.testing.assert_allclose(naive_softmax(scores), weights, rtol=1e-5)
+print("wrong, scores times 100:", naive_softmax(100 * scores)[1])
+print("right, scores times 100:", jax.nn.softmax(100 * scores, axis=-1)[1])
+
+# %% [markdown]
+# Document 004 prints the fraction without the exponential below: $e^{s_{ij}} / \sum_k s_{ik}$. Its rows sum to about
+# 2.9, not to 1.
+
+# %%
+printed = jnp.exp(scores) / scores.sum(axis=-1, keepdims=True)
+print("wrong:", printed.sum(axis=-1))
+print("right:", weights.sum(axis=-1))
+plots.heads(
+    [printed, weights],
+    "Without the exponential below the fraction, weights are about three times too large",
+    tokens=words,
+    names=["wrong: Σ s below", "right: Σ exp s below"],
+)
 
 # %% [markdown]
 # ## Values are mixed
 #
-# Each word's new vector is the weighted mean of all of them: $y_i = \sum_j w_{ij} x_j$. `attnlab.attention` does the
-# three steps at once; `scale=1` because these scores are not scaled, and one head, whose axis stands after the length.
+# Each word's new vector is a weighted mean of all vectors: $y_i = \sum_j w_{ij} v_j$. `attnlab.attention` does the
+# three steps at once. It expects a head axis after the length; `scale=1.0` leaves the scores as they are.
 
 # %%
 context = weights @ x
 one_head = x[:, None, :]  # [length, heads, features]
 np.testing.assert_allclose(context, attnlab.attention(one_head, one_head, one_head, scale=1.0)[:, 0], atol=1e-6)
-print(np.asarray(context).round(4))
-show(weights, '"journey" and "starts", the longest vectors, are looked at most')
+np.testing.assert_allclose(weights, attnlab.attention_weights(one_head, one_head, scale=1.0)[0], atol=1e-6)
+print(np.asarray(context))
+
+# %% [markdown]
+# ## A long vector hijacks the others
+#
+# "journey" is the longest vector, and four of the six words, itself among them, give it their largest weight. "with"
+# points more nearly its own way than the way of "journey", and still looks more at "journey" than at itself.
+
+# %%
+winners = [words[j] for j in weights.argmax(axis=-1)]
+print({word: winners.count(word) for word in words})
+plots.weights(weights, '"journey", the longest vector, gets the largest weight in four rows of six', queries=words)
+
+# %% [markdown]
+# Document 004 sees this danger, $\|v_1\| \ll \|v_2\|$, and names trainable matrices as the remedy. But a linear map
+# does not normalise: whatever $W$ is, trained or not, $(16\,x) W = 16\,(x W)$, and a score 16 times as large. Training
+# chooses its sign: the long word gets nearly everything, or nearly nothing.
+#
+# QK-norm does: `MultiHeadAttention(qk_norm=True)` layer-normalises queries and keys after the projection (Dehghani et
+# al. 2023). It leaves the values alone. A layer norm of the input, as before every attention of GPT-2 (Radford et al.
+# 2019), normalises all three.
+#
+# We make "journey" 1 to 16 times as long and ask the five other words for two shares: of their attention, and of their
+# new vector, $w_{ij} \|v_j\| / \sum_k w_{ik} \|v_k\|$. The matrices are drawn at random 200 times. Of plain Q, K, V
+# the picture shows a high and a low case, the 90th and the 10th percentile; of the other two the mean.
+
+# %%
+factors = (1, 2, 4, 8, 16)
+others = jnp.array([0, 2, 3, 4, 5])
+
+
+def shares(weights, values):
+    """What "journey" contributes to the other words, on average: to their weights, and to their new vectors."""
+    parts = weights * jnp.linalg.norm(values, axis=-1)
+    return jnp.stack([weights[others, 1].mean(), (parts[:, 1] / parts.sum(axis=-1))[others].mean()])
+
+
+def raw(x, seed):
+    return shares(attnlab.attention_weights(x[:, None], x[:, None], scale=1.0)[0], x)
+
+
+def projected(x, seed, qk_norm=False):
+    module = MultiHeadAttention(num_heads=1, head_dim=8, use_bias=False, qk_norm=qk_norm)
+    params = module.init(seed, x[None])
+    _, state = module.apply(params, x[None], mutable=["intermediates"])
+    values = x @ params["params"]["value"]["kernel"][:, 0]
+    return shares(state["intermediates"]["attention_weights"][0][0, 0], values)
+
+
+remedies = {
+    "raw": raw,
+    "Q, K, V": projected,
+    "QK-norm": lambda x, seed: projected(x, seed, qk_norm=True),
+    "layer norm first": lambda x, seed: projected(jax.nn.standardize(x, axis=-1), seed),
+}
+longer = jnp.stack([x.at[1].multiply(factor) for factor in factors])
+seeds = jax.random.split(jax.random.key(0), 200)
+measured = {  # [factor, draw, attention or new vector]
+    name: np.asarray(jax.jit(jax.vmap(jax.vmap(remedy, (None, 0)), (0, None)))(longer, seeds))
+    for name, remedy in remedies.items()
+}
+for name in ("QK-norm", "layer norm first"):  # attention does not see the length any more
+    np.testing.assert_allclose(measured[name][-1, :, 0], measured[name][0, :, 0], rtol=1e-3)
+
+# %%
+high, low = (np.percentile(measured["Q, K, V"], p, axis=1) for p in (90, 10))
+curves = {
+    "raw": measured["raw"].mean(axis=1),
+    "Q, K, V: high": high,
+    "Q, K, V: low": low,
+    "QK-norm": measured["QK-norm"].mean(axis=1),
+    "layer norm first": measured["layer norm first"].mean(axis=1),
+}
+plots.panels(
+    {
+        name: {
+            "series": {label: (factors, curve[:, which]) for label, curve in curves.items()},
+            "x": 'length of "journey" (times its own)',
+            "y": 'share of "journey" (0 to 1)',
+            "log": "x",
+        }
+        for which, name in enumerate(["of the other words' attention", "of the other words' new vectors"])
+    },
+    "Projections make the hijack all or nothing; QK-norm ends it in the weights, not in the values",
+)
+
+# %% [markdown]
+# ## Trained matrices: query, key, value
+#
+# $q = x W_q$ is what a word looks for, $k = x W_k$ what it is found by, $v = x W_v$ what it hands over. The scores are
+# divided by the square root of the width of q and k, here 2 (lesson 2 says why). Document 001 draws the matrices with
+# torch, which takes the lowest 24 bits of each word of a Mersenne Twister; so we can have the same numbers.
+
+
+# %%
+def torch_rand(seed, *shape):
+    """What torch.rand gives after torch.manual_seed(seed)."""
+    words = np.random.RandomState(seed).randint(2**32, size=shape, dtype=np.uint32)
+    return (words & 0xFFFFFF).astype(np.float32) / 2**24
+
+
+W_q, W_k, W_v = torch_rand(123, 3, 3, 2)  # three matrices [3 features, width 2]
+q, k, v = x @ W_q, x @ W_k, x @ W_v
+one_query = jax.nn.softmax(q[1] @ k.T / np.sqrt(2)) @ v
+print('query of "journey": ', q[1])
+print("its weights:        ", jax.nn.softmax(q[1] @ k.T / np.sqrt(2)))
+print("its new vector:     ", one_query)
+np.testing.assert_allclose(one_query, [0.3061, 0.8210], atol=5e-5)  # as printed in document 001
+
+# %% [markdown]
+# `Head` is the same as a module of flax: its parameters are the three matrices, `[features, width]`.
+
+# %%
+head = Head(head_dim=2, mask=None)
+params = {"params": {"query": {"kernel": W_q}, "key": {"kernel": W_k}, "value": {"kernel": W_v}}}
+by_hand = jax.nn.softmax(q @ k.T / np.sqrt(2), axis=-1) @ v
+np.testing.assert_allclose(head.apply(params, x[None])[0], by_hand, atol=1e-6)
+print(np.asarray(by_hand))
+
+# %% [markdown]
+# ### Exercise 3.1: weights from a torch linear layer
+#
+# `torch.nn.Linear(3, 2)` holds its matrix as `[out, in]` and computes $x W^\top$; flax holds `[in, out]` and computes
+# $x W$. Weights move from one to the other transposed.
+
+# %%
+bound = 1 / np.sqrt(3)
+linear = torch_rand(123, 3, 2, 3) * 2 * bound - bound  # three torch.nn.Linear(3, 2, bias=False).weight
+names = ("query", "key", "value")
+moved = {"params": {name: {"kernel": weight.T} for name, weight in zip(names, linear)}}
+exercise = head.apply(moved, x[None])[0]
+print(np.asarray(exercise))
+np.testing.assert_allclose(exercise[0], [-0.5337, -0.1051], atol=5e-5)  # as printed in document 001
+
+# %% [markdown]
+# Forget the transpose, and two things can happen. Where a matrix is not square, the shapes complain. Where it is
+# square, nothing complains and every number is wrong.
+
+# %%
+square = torch_rand(123, 3, 3, 3) * 2 * bound - bound  # three torch.nn.Linear(3, 3, bias=False).weight
+wide = Head(head_dim=3, mask=None)
+for name, matrices in (("wrong", square), ("right", square.swapaxes(-1, -2))):
+    params = {"params": {which: {"kernel": matrix} for which, matrix in zip(names, matrices)}}
+    print(name, wide.apply(params, x[None])[0, 0])
+
+# %% [markdown]
+# ### `keys.T` breaks on batches
+#
+# `.T` reverses all axes: `[batch, length, width]` becomes `[width, length, batch]`. Mostly that is an error. Where the
+# three sizes happen to agree, it is a wrong answer. `swapaxes(-1, -2)` is right for any number of batch axes.
+
+# %%
+queries, keys = jnp.stack([q, q]), jnp.stack([k, k])  # [2, 6, 2]
+try:
+    queries @ keys.T
+except TypeError as error:
+    print("wrong:", str(error).splitlines()[0])
+print("right:", (queries @ keys.swapaxes(-1, -2)).shape)
+
+three = jax.random.normal(jax.random.key(0), (3, 3, 3))  # three sentences of three words, three features wide
+print("wrong, and silent:", (three @ three.T)[0, 0])
+print("right:            ", (three @ three.swapaxes(-1, -2))[0, 0])
 
 # %% [markdown]
 # ## The future is hidden
 #
 # A model that writes word by word must not look ahead. The causal mask sets the scores above the diagonal to
-# $-\infty$, so that softmax gives them exactly 0. A token does see itself.
+# $-\infty$, and softmax makes them exactly 0. A token does see itself. Lesson 2 has more masks.
 
 # %%
-causal = attnlab.attention_weights(one_head, one_head, mask=Causal(), scale=1.0)[0]
-show(causal, "Under the causal mask no word looks at a later one")
-masked_afterwards = weights * jnp.tril(jnp.ones((6, 6)))
-renormalised = masked_afterwards / masked_afterwards.sum(axis=1, keepdims=True)
-np.testing.assert_allclose(causal, renormalised, atol=1e-6)
+q, k, v = (x @ weight.T for weight in linear)
+visible = jnp.tril(jnp.ones((6, 6), bool))
+by_hand = jax.nn.softmax(jnp.where(visible, q @ k.T / np.sqrt(2), -jnp.inf), axis=-1)
+causal = attnlab.attention_weights(q[:, None], k[:, None], mask=Causal())[0]
+np.testing.assert_allclose(causal, by_hand, atol=1e-6)
+np.testing.assert_allclose(Head(head_dim=2).apply(moved, x[None])[0], by_hand @ v, atol=1e-6)  # causal by default
+plots.weights(causal, "Under the causal mask no word looks at a later one", queries=words)
 
 # %% [markdown]
-# Masking after the softmax and dividing anew agrees here, and fails where a hidden score is so large that nothing
-# visible is left: 0/0.
-
-# %%
-large = scores.at[0, 1].set(200.0)
-afterwards = jax.nn.softmax(large, axis=1) * jnp.tril(jnp.ones((6, 6)))
-print("wrong:", (afterwards / afterwards.sum(axis=1, keepdims=True))[0])
-print("right:", jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((6, 6), bool)), large, -jnp.inf), axis=1)[0])
-
-# %% [markdown]
-# ## A head learns what to ask for
+# ## Dropout on the weights
 #
-# Three trained matrices give each word a query, a key and a value. The scores are divided by the square root of the
-# head's width, here 2, not of the input's 3.
+# In training each weight is dropped with probability $p$, and the kept ones are scaled by $1 / (1 - p)$, so that the
+# mean over many draws is the weight itself (Srivastava et al. 2014). With the unit matrix as values, the output of
+# `attnlab.attention` is the weights after dropout.
 
 # %%
-head = Head(head_dim=2)
-params = head.init(jax.random.key(123), x[None])
-q, k, v = (x @ params["params"][name]["kernel"] for name in ("query", "key", "value"))
-by_hand = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((6, 6), bool)), q @ k.T / np.sqrt(2), -jnp.inf), axis=1) @ v
-np.testing.assert_allclose(head.apply(params, x[None])[0], by_hand, atol=1e-6)
-print(np.asarray(by_hand).round(4))
+rate, draws = 0.5, 20_000
+
+
+def dropped(key):
+    unit = jnp.eye(6)[:, None]
+    return attnlab.attention(q[:, None], k[:, None], unit, Causal(), dropout_rate=rate, dropout_key=key)[:, 0]
+
+
+many = jax.vmap(dropped)(jax.random.split(jax.random.key(0), draws))  # [draws, 6, 6]
+kept = many[0] > 0
+np.testing.assert_allclose(many[0], jnp.where(kept, causal / (1 - rate), 0), rtol=1e-5)
+np.testing.assert_allclose(many.mean(axis=0), causal, atol=5 / np.sqrt(draws))  # 5 standard errors of a weight of 1
+print("mean of the rows' sums over all draws:", many.sum(axis=-1).mean(axis=0))
+
+# %%
+lost = np.flatnonzero(~kept.any(axis=-1))
+print("rows without any weight in this draw:", [words[i] for i in lost])
+plots.heads(
+    [causal, many[0]],
+    "Dropout doubles what it keeps at p = 0.5, and may leave a word nothing at all",
+    tokens=words,
+    names=["before dropout", "after dropout"],
+)
 
 # %% [markdown]
-# ## Heads side by side
-#
-# `StackedHeads` concatenates the outputs of several heads, each of which reads the full input. `MultiHeadAttention`
-# keeps their matrices in one array and adds a projection of the joined outputs; its head i is the single head with
-# slice i of the parameters.
+# A row that sees $n$ keys loses all of them with probability $p^n$: under the causal mask that is likely for the first
+# words. In document 001 it happens to "journey". Nothing divides by the sum that is left, so the row gives zeros, and
+# the residual connection around the layer carries the word on.
 
 # %%
-stacked = StackedHeads(num_heads=2, head_dim=2)
-print("stacked:", stacked.init_with_output(jax.random.key(0), x[None])[0].shape)
-multi = MultiHeadAttention(num_heads=2, head_dim=2, use_bias=False, mask=Causal())
-params = multi.init(jax.random.key(0), x[None])["params"]
-slices = {name: {"kernel": jnp.moveaxis(params[name]["kernel"], 1, 0)} for name in ("query", "key", "value")}
-one = Head(head_dim=2)
-heads = jax.vmap(lambda p: one.apply({"params": p}, x[None])[0])(slices)  # [heads, length, head_dim]
-joined = jnp.einsum("htd,hdf->tf", heads, params["out"]["kernel"])
-np.testing.assert_allclose(multi.apply({"params": params}, x[None])[0], joined, atol=1e-6)
-
-_, state = multi.apply({"params": params}, x[None], mutable=["intermediates"])
-first, second = state["intermediates"]["attention_weights"][0][0]
-show(first, "Head 0, untrained: each head looks in its own way")
-show(second, "Head 1, untrained: at the same words with other weights")
+sees = np.arange(1, 7)
+measured = 1 - (many > 0).any(axis=-1).mean(axis=0)
+np.testing.assert_allclose(measured, rate**sees, atol=5 * np.sqrt(0.25 / draws))
+plots.lines(
+    {"measured, 20,000 draws": (sees, measured), "p to the power n": (sees, rate**sees)},
+    "Half of the time the first word loses everything",
+    x="keys that the row sees, n (words)",
+    y="probability that the whole row drops",
+    dashed=["p to the power n"],
+)

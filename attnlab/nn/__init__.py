@@ -1,6 +1,7 @@
 """Flax linen modules for attention and the GPT built of them. Inputs are `[batch, length, features]`."""
 
 from attnlab.nn.additive import AdditiveAttention
+from attnlab.nn.embeddings import cosine_similarity, nearest
 from attnlab.nn.gpt import GPT, Block, Mlp
 from attnlab.nn.heads import Head, StackedHeads
 from attnlab.nn.mixers import GRU, CausalConv
@@ -22,6 +23,8 @@ __all__ = [
     "Seq2Seq",
     "StackedHeads",
     "alignment",
+    "cosine_similarity",
+    "nearest",
     "rotary",
     "sinusoidal",
 ]

@@ -63,7 +63,8 @@ def measure(options: Options) -> list[dict]:
         for kind in KINDS:
             params = _train(kind, seed, steps) if kind != "raw" else None
             for factor in FACTORS:
-                x = examples(jax.random.fold_in(jax.random.key(seed), 10**6 + factor), 256, factor, factor)
+                key = jax.random.fold_in(jax.random.key(seed), 10**6 + factor)
+                x = examples(key, 256, float(factor), float(factor))
                 w = weights(kind, params, x)
                 found = (w.argmax(-1) == partners()).mean()
                 measured = {"hijacked": float(w[..., -1].mean()), "found": float(found)}
@@ -79,8 +80,8 @@ def _train(kind, seed, steps):
         right = jnp.take_along_axis(w, jnp.broadcast_to(partners()[:, None], (*w.shape[:2], 1)), axis=-1)
         return -jnp.log(right + 1e-9).mean()
 
-    params = module(kind).init(key, examples(key, 1, 1, 4))
-    batches = jax.jit(lambda step: examples(jax.random.fold_in(key, step), 32, 1, 4))
+    params = module(kind).init(key, examples(key, 1, 1.0, 4.0))
+    batches = jax.jit(lambda step: examples(jax.random.fold_in(key, step), 32, 1.0, 4.0))
     return fit(loss, params, batches, steps, learning_rate=1e-2)
 
 

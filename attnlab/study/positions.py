@@ -38,7 +38,7 @@ class Reader(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         """Logits `[B, T, V]` for tokens `[B, T]`; token V hides a character."""
-        x = nn.Embed(self.vocab_size + 1, WIDTH, name="embed")(tokens)
+        x = WIDTH**0.5 * nn.Embed(self.vocab_size + 1, WIDTH, name="embed")(tokens)
         places = jnp.arange(tokens.shape[1])
         if self.positions == "learned":
             x = x + LearnedPositions(CONTEXT, WIDTH)(places)
@@ -128,10 +128,8 @@ def _change_by_shuffling(model, params, text) -> float:
     """How far the logits at the last character move, at most, when those before it change places."""
     tokens = text.validation[None, :CONTEXT]
     shuffled = np.random.default_rng(0).permutation(tokens[:, :-1], axis=1)
-    moved = [
-        jax.jit(model.apply)(params, jnp.asarray(x))[0, -1]
-        for x in (tokens, np.append(shuffled, tokens[:, -1:], axis=1))
-    ]
+    shuffled = np.append(shuffled, tokens[:, -1:], axis=1)
+    moved = [jax.jit(model.apply)(params, jnp.asarray(x))[0, -1] for x in (tokens, shuffled)]
     return float(jnp.abs(moved[0] - moved[1]).max())
 
 

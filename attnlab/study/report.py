@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import numpy as np
 from absl import flags
 
 from attnlab.errors import UserError
@@ -45,7 +46,7 @@ class Verdict(NamedTuple):
     parts: tuple[tuple[bool, str], ...]
 
     @classmethod
-    def of(cls, *parts: tuple[bool, str]) -> "Verdict":
+    def of(cls, *parts: tuple[bool | np.bool_, str]) -> "Verdict":
         """The verdict over parts.
 
         >>> print(Verdict.of((True, "rises by 2"), (False, "never falls: it fell by 1")))

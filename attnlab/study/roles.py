@@ -43,6 +43,7 @@ PATTERNS = {
 }
 HEADS, CONTEXT = 4, 64
 LEAST, MOST = 30, 200  # pairs of a role
+SIGN = 2  # a character that is neither of a word nor white space
 
 
 class Pair(NamedTuple):
@@ -55,10 +56,10 @@ class Pair(NamedTuple):
 
 
 def find(text: str, pattern: str) -> list[Pair]:
-    """The pairs that fit into a window.
+    """The pairs that fit into a window that ends with them.
 
-    >>> find("the cat is new", PATTERNS["en"]["subject → verb"])
-    [Pair(key=4, key_end=7, query=8, query_end=10)]
+    >>> find(60 * "." + " the cat is new", PATTERNS["en"]["subject → verb"])
+    [Pair(key=65, key_end=68, query=69, query_end=71)]
     """
     pairs = [Pair(*match.span(1), *match.span(2)) for match in re.finditer(pattern, text)]
     return [pair for pair in pairs if pair.query_end - pair.key < CONTEXT <= pair.query_end]
@@ -66,7 +67,7 @@ def find(text: str, pattern: str) -> list[Pair]:
 
 def controls(text: str, pairs: list[Pair], draw) -> list[Pair]:
     """For each pair another place with the same distances and word boundaries, and no part of a pair."""
-    kinds = np.array([0 if c.isalnum() else 1 if c.isspace() else 2 for c in text])
+    kinds = np.array([0 if c.isalnum() else 1 if c.isspace() else SIGN for c in text])
     bounds = np.flatnonzero(np.diff(kinds, prepend=-1) != 0)  # where a word, a space or a sign begins
     is_bound = np.zeros(len(text) + 1, bool)
     is_bound[bounds] = True
@@ -76,7 +77,8 @@ def controls(text: str, pairs: list[Pair], draw) -> list[Pair]:
         spans = np.array(pair) - pair.key
         at = bounds[(bounds >= CONTEXT) & (bounds + spans[3] < len(text))]
         same = is_bound[at + spans[1]] & is_bound[at + spans[2]] & is_bound[at + spans[3]]
-        same &= (kinds[at] == kinds[pair.key]) | (kinds[pair.key] == 2)
+        for edge in (spans[0], spans[1] - 1, spans[2], spans[3] - 1):  # words stand for words; for a sign anything does
+            same &= (kinds[at + edge] == kinds[pair.key + edge]) | (kinds[pair.key + edge] == SIGN)
         same &= ~np.isin(at + spans[2], list(taken))
         if same.any():
             found.append(Pair(*(int(place) for place in draw.choice(at[same]) + spans)))

@@ -1,0 +1,31 @@
+"""Cosine similarity and nearest neighbours."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnlab.nn import cosine_similarity, nearest
+
+EMBEDDING = jax.random.normal(jax.random.key(0), (20, 6))
+
+
+def test_similarity_is_the_cosine_whatever_the_lengths():
+    u, v = np.asarray(EMBEDDING[:3], np.float64), np.asarray(EMBEDDING[3:10], np.float64)
+    expected = u @ v.T / np.outer(np.linalg.norm(u, axis=1), np.linalg.norm(v, axis=1))
+    np.testing.assert_allclose(cosine_similarity(5 * EMBEDDING[:3], 0.1 * EMBEDDING[3:10]), expected, atol=1e-6)
+    assert not cosine_similarity(jnp.zeros((2, 6)), EMBEDDING).any(), "a vector of length 0 is like none"
+
+
+def test_neighbours_are_the_most_similar_others_in_order():
+    ids, similarities = nearest(EMBEDDING, jnp.array([[4], [7]]), count=5)
+    assert ids.shape == similarities.shape == (2, 1, 5)
+    all_of_4 = np.asarray(cosine_similarity(EMBEDDING[4], EMBEDDING))
+    order = [i for i in np.argsort(-all_of_4) if i != 4]
+    np.testing.assert_array_equal(ids[0, 0], order[:5])
+    np.testing.assert_allclose(similarities[0, 0], all_of_4[order[:5]], rtol=1e-6)
+
+
+def test_more_neighbours_than_there_are_is_one_line():
+    with pytest.raises(ValueError, match="count = 20: a vocabulary of 20 tokens has 0 to 19 neighbours of each"):
+        nearest(EMBEDDING, jnp.array(0), count=20)
