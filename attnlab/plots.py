@@ -261,7 +261,7 @@ def curves(axes: Axes, series, *, x, y, log="", spread=None, dashed=(), markers=
         axes.set_yscale("log")
         heights = [at for _, ys in series.values() for at in ys if at > 0]
         if heights and max(heights) < 30 * min(heights):  # too few powers of ten to read the scale by
-            plain = FuncFormatter(lambda value, _: f"{value:g}")
+            plain = FuncFormatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "1235" else "")
             axes.yaxis.set_major_formatter(plain)
             axes.yaxis.set_minor_formatter(plain)
     axes.set_xlabel(x)
