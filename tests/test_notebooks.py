@@ -21,6 +21,7 @@ def test_the_notebook_is_made_of_its_source_and_holds_no_output(lesson):
     assert all(cell.get("outputs", []) == [] for cell in notebook.cells)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Jupyter's own libraries
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.stem)
 def test_the_lesson_runs(lesson, monkeypatch):
