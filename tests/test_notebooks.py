@@ -21,6 +21,12 @@ def test_the_notebook_is_made_of_its_source_and_holds_no_output(lesson):
     assert all(cell.get("outputs", []) == [] for cell in notebook.cells)
 
 
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.stem)
+def test_the_lesson_draws_with_the_shared_plots_alone(lesson):
+    """Which give every figure a title and every axis a name."""
+    assert "matplotlib" not in lesson.read_text() and "plots." in lesson.read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Jupyter's own libraries
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.stem)
