@@ -49,7 +49,7 @@ def pairs(
       seed: of the draw.
 
     Raises:
-      ValueError: an unknown kind.
+      ValueError: an unknown kind, no lengths or none of 1 or more, a vocabulary or lengths with too few such sources.
 
     >>> batch = pairs("reverse", 0, batch_size=1, lengths=[3], vocab_size=10)
     >>> batch.source[0].tolist(), batch.targets[0].tolist(), batch.alignment[0].tolist()
@@ -57,14 +57,23 @@ def pairs(
     """
     if kind not in KINDS:
         raise ValueError(f"kind = {kind!r}: expected one of {', '.join(KINDS)}")
+    if not len(lengths) or min(lengths) < 1:
+        raise ValueError(f"lengths = {list(lengths)}: expected lengths of 1 or more")
+    if vocab_size < 2:
+        raise ValueError(f"vocab_size = {vocab_size}: expected 2 or more, 0 being no symbol")
     draw = np.random.default_rng((seed, step, held_out))
     longest = max(lengths)
     column = np.arange(longest + 1)
     source = np.zeros((0, longest), np.int32)
-    while len(source) < batch_size:
+    for _ in range(100):
+        if len(source) >= batch_size:
+            break
         drawn = draw.integers(1, vocab_size, (4 * HELD_OUT * batch_size, longest), dtype=np.int32)
         drawn[column[:-1] >= draw.choice(lengths, len(drawn))[:, None]] = 0
         source = np.concatenate([source, drawn[(drawn.sum(1) % HELD_OUT == 0) == held_out]])
+    if len(source) < batch_size:
+        which = "held out" if held_out else "shown"
+        raise ValueError(f"too few sources are {which}: raise vocab_size = {vocab_size} or lengths = {list(lengths)}")
     source = source[:batch_size]
     length = (source > 0).sum(1).astype(np.int32)
 

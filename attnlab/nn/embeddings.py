@@ -22,8 +22,9 @@ def cosine_similarity(u: Float[Array, "*M F"], v: Float[Array, "*N F"]) -> Float
     """
 
     def unit(x):
-        norm = jnp.linalg.norm(x, axis=-1, keepdims=True)
-        return x / jnp.where(norm == 0, 1, norm)
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        squares = (x**2).sum(axis=-1, keepdims=True)
+        return x * jnp.where(squares == 0, 0, jax.lax.rsqrt(jnp.where(squares == 0, 1, squares)))
 
     return jnp.tensordot(unit(u), unit(v), axes=(-1, -1))
 
@@ -42,7 +43,7 @@ def nearest(
       (ids `[..., count]`, cosine similarities `[..., count]`), the nearest first.
 
     Raises:
-      ValueError: there are not so many others.
+      ValueError: there are not so many others, or (where values are known) an id that is no token.
 
     >>> embedding = jnp.array([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0]])
     >>> nearest(embedding, jnp.array(0), count=2)[0]
@@ -51,7 +52,10 @@ def nearest(
     size = embedding.shape[0]
     if not 0 <= count < size:
         raise ValueError(f"count = {count}: a vocabulary of {size} tokens has 0 to {size - 1} neighbours of each")
+    tokens = jnp.asarray(tokens)
+    if not isinstance(tokens, jax.core.Tracer) and ((tokens < 0) | (tokens >= size)).any():
+        raise ValueError(f"tokens = {tokens.tolist()}: expected ids from 0 to {size - 1}")
     similarity = cosine_similarity(embedding[tokens], embedding)
-    itself = jnp.arange(size) == jnp.asarray(tokens)[..., None]
+    itself = jnp.arange(size) == tokens[..., None]
     similarities, ids = jax.lax.top_k(jnp.where(itself, -jnp.inf, similarity), count)
     return ids, similarities

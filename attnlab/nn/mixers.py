@@ -48,12 +48,13 @@ class GRU(nn.Module):
             as well.
 
         Raises:
-          ValueError: another mask.
+          ValueError: another mask, or inputs or a cache of another shape.
         """
-        _refuse("a GRU", mask)
+        _check("a GRU", x, mask, cache, self.empty_cache)
         width = self.features or x.shape[-1]
+        before = self.empty_cache(*x.shape[::2]) if cache is None else cache
         cell = nn.GRUCell(width, dtype=self.dtype, name="cell")
-        state, out = nn.RNN(cell, return_carry=True)(x, initial_carry=cache)
+        state, out = nn.RNN(cell, return_carry=True)(x, initial_carry=before)
         return out if cache is None else (out, state)
 
     def empty_cache(self, batch: int, features: int) -> Float[Array, "B d"]:
@@ -108,12 +109,10 @@ class CausalConv(nn.Module):
             returned as well.
 
         Raises:
-          ValueError: another mask, a kernel or dilation below 1.
+          ValueError: another mask, inputs or a cache of another shape, a kernel or dilation below 1.
         """
-        _refuse("a causal convolution", mask)
-        if min(self.kernel_size, self.dilation) < 1:
-            raise ValueError(f"kernel_size, dilation = {self.kernel_size}, {self.dilation}: expected 1 or more of both")
-        before = self.empty_cache(x.shape[0], x.shape[-1]).astype(x.dtype) if cache is None else cache
+        _check("a causal convolution", x, mask, cache, self.empty_cache)
+        before = self.empty_cache(*x.shape[::2]).astype(x.dtype) if cache is None else cache
         seen = jnp.concatenate([before, x.astype(before.dtype)], axis=1)
         convolve = nn.Conv(
             self.features or x.shape[-1],
@@ -132,9 +131,16 @@ class CausalConv(nn.Module):
         >>> CausalConv(kernel_size=3, dilation=4).empty_cache(batch=2, features=5).shape
         (2, 8, 5)
         """
+        if min(self.kernel_size, self.dilation) < 1:
+            raise ValueError(f"kernel_size, dilation = {self.kernel_size}, {self.dilation}: expected 1 or more of both")
         return jnp.zeros((batch, (self.kernel_size - 1) * self.dilation, features), self.dtype or jnp.float32)
 
 
-def _refuse(what: str, mask: Mask | None) -> None:
+def _check(what: str, x, mask: Mask | None, cache, empty_cache) -> None:
     if not (mask is None or isinstance(mask, Causal)):
         raise ValueError(f"mask is {type(mask).__name__}, but {what} sees what came before: leave it out")
+    if jnp.ndim(x) != 3:
+        raise ValueError(f"the inputs of {what} have shape {jnp.shape(x)}, expected [batch, length, features]")
+    expected = empty_cache(*x.shape[::2]).shape
+    if cache is not None and jnp.shape(cache) != expected:
+        raise ValueError(f"the cache of {what} has shape {jnp.shape(cache)}, expected {expected}: see empty_cache")

@@ -37,10 +37,11 @@ class LinearState(NamedTuple):
 def elu_plus_one(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """elu(x) + 1: positive, so that weights are (Katharopoulos et al. 2020, equation 7).
 
-    >>> elu_plus_one(jnp.array([-100.0, 0.0, 1.0]))
-    Array([0., 1., 2.], dtype=float32)
+    >>> elu_plus_one(jnp.array([-1.0, 0.0, 1.0]))
+    Array([0.36787945, 1.        , 2.        ], dtype=float32)
     """
-    return jax.nn.elu(x) + 1
+    # Not elu(x) + 1: exp(x) − 1 has lost the digits that adding 1 would need, and is −1 already at x = −18.
+    return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
 
 
 def linear_attention(
@@ -91,8 +92,10 @@ def linear_attention(
     batch, (q_length, num_heads, _), (kv_length, kv_heads, value_dim) = q.shape[:-3], q.shape[-3:], v.shape[-3:]
     if impl not in FORMS:
         raise ValueError(f"impl = {impl!r}: expected one of {', '.join(FORMS)}")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size = {chunk_size}: expected 1 token or more")
+    if not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(f"chunk_size = {chunk_size}: expected a whole number of tokens, 1 or more")
+    if state is not None and not isinstance(state, LinearState):
+        raise ValueError(f"state is a {type(state).__name__}: expected the LinearState that return_state=True gave")
     if causal and q_length != kv_length:
         raise ValueError(f"causal, but q has {q_length} tokens and k {kv_length}: give both the same, or causal=False")
     lengths = checks.whole("lengths", lengths)
@@ -122,9 +125,11 @@ def linear_attention(
         )
     numerator, denominator = out[..., :-1], out[..., -1:]
     if normalize:
-        # Where no key is seen both are 0; the inner `where` keeps 0/0 out of the derivative as well.
+        # Where no key is seen both are 0; the inner `where` keeps 0/0 out of the derivative as well. Divided by its own
+        # size first, for the derivative squares the denominator, and features may be as small as 1e-30.
         seen = denominator != 0
-        numerator = jnp.where(seen, numerator / jnp.where(seen, denominator, 1), 0)
+        size = jax.lax.stop_gradient(jnp.where(seen, denominator, 1))
+        numerator = jnp.where(seen, (numerator / size) / jnp.where(seen, denominator / size, 1), 0)
     out = numerator.reshape(*batch, q_length, num_heads, value_dim).astype(q.dtype)
     return (out, LinearState(after[..., :-1], after[..., -1])) if return_state else out
 

@@ -37,6 +37,21 @@ def test_no_source_is_both_shown_and_held_out():
     assert len(shown) > 500 and len(held) > 50 and not shown & held
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lengths": []}, "lengths = .*: expected lengths of 1 or more"),
+        ({"lengths": [0, 2]}, "expected lengths of 1 or more"),
+        ({"vocab_size": 1}, "vocab_size = 1: expected 2 or more"),
+        ({"lengths": [3], "vocab_size": 2, "held_out": True}, "too few sources are held out: raise vocab_size = 2"),
+        ({"lengths": [10], "vocab_size": 2}, "too few sources are shown"),
+    ],
+)
+def test_a_task_without_sources_is_one_line_and_no_endless_search(change, message):
+    with pytest.raises(ValueError, match=message):
+        pairs("copy", 0, **({"batch_size": 2, "lengths": [3]} | change))
+
+
 def test_an_unknown_kind_lists_those_there_are():
     with pytest.raises(ValueError, match="kind = 'sort': expected one of copy, reverse"):
         pairs("sort", 0, batch_size=1, lengths=[3])

@@ -26,6 +26,16 @@ def test_neighbours_are_the_most_similar_others_in_order():
     np.testing.assert_allclose(similarities[0, 0], all_of_4[order[:5]], rtol=1e-6)
 
 
+def test_an_id_that_is_no_token_is_one_line():
+    for wrong in (-1, 20):
+        with pytest.raises(ValueError, match=rf"tokens = \[{wrong}\]: expected ids from 0 to 19"):
+            nearest(EMBEDDING, jnp.array([wrong]), count=1)
+
+
+def test_a_vector_of_zeros_has_a_finite_gradient():
+    assert jnp.isfinite(jax.grad(lambda u: cosine_similarity(u, EMBEDDING).sum())(jnp.zeros(6))).all()
+
+
 def test_more_neighbours_than_there_are_is_one_line():
     with pytest.raises(ValueError, match="count = 20: a vocabulary of 20 tokens has 0 to 19 neighbours of each"):
         nearest(EMBEDDING, jnp.array(0), count=20)

@@ -39,6 +39,26 @@ def test_token_by_token_with_a_cache_is_the_full_pass(mixer):
     np.testing.assert_allclose(jnp.concatenate(steps, axis=1), block.apply(params, X), atol=1e-5)
 
 
+@EACH
+def test_in_half_precision_a_cache_changes_nothing_either(mixer):
+    mixer = mixer.clone(dtype=jnp.bfloat16)
+    x = X.astype(jnp.bfloat16)
+    params = mixer.init(jax.random.key(1), x)
+    first, cache = mixer.apply(params, x[:, :5], cache=mixer.empty_cache(2, 8))
+    then, _ = mixer.apply(params, x[:, 5:], cache=cache)
+    whole = mixer.apply(params, x)
+    assert whole.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(jnp.concatenate([first, then], axis=1), whole)
+
+
+@EACH
+def test_shapes_that_do_not_fit_are_one_line(own_errors, mixer):
+    with pytest.raises(ValueError, match=r"inputs of a .* have shape \(9, 8\), expected \[batch, length, features\]"):
+        mixer.init(jax.random.key(0), X[0])
+    with pytest.raises(ValueError, match=r"the cache of a .* has shape \(2, 99\), expected .*: see empty_cache"):
+        mixer.init(jax.random.key(0), X, cache=jnp.zeros((2, 99)))
+
+
 def reach(module, length):
     """How far back the last token sees, by the derivative."""
     x = jax.random.normal(jax.random.key(2), (1, length, 4))

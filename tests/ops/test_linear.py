@@ -136,19 +136,35 @@ def test_softmax_is_near_where_random_features_stand_for_the_exponential():
     np.testing.assert_allclose(near, exact, atol=0.02)
 
 
-def test_features_are_positive():
-    assert (elu_plus_one(jnp.linspace(-50, 50, 101)) >= 0).all()
+def test_features_are_positive_and_exact_far_below_zero():
+    x = jnp.linspace(-80, 50, 131)
+    # exp's argument is off by half a unit in the last place of 80, 4e-6, and the result in proportion.
+    np.testing.assert_allclose(elu_plus_one(x), np.where(x > 0, x + 1, np.exp(np.asarray(x, np.float64))), rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_small_features_have_finite_gradients_and_a_right_mean(form):
+    q, k, v = jnp.full((4, 1, 2), -30.0), jnp.full((4, 1, 2), -20.0), jnp.arange(8.0).reshape(4, 1, 2)
+
+    def run(q, k, v):
+        return linear_attention(q, k, v, impl=form, causal=False)
+
+    out, back = jax.vjp(run, q, k, v)
+    np.testing.assert_allclose(out[:, 0], [[3, 4]] * 4, rtol=1e-5)
+    assert all(jnp.isfinite(x).all() for x in back(jnp.ones_like(out)))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"impl": "fast"}, "impl = 'fast': expected one of chunked, naive, recurrent"),
-        ({"chunk_size": 0}, "chunk_size = 0: expected 1 token or more"),
+        ({"chunk_size": 0}, "chunk_size = 0: expected a whole number of tokens, 1 or more"),
         ({"k": jnp.zeros((2, 5, 2, 6)), "v": jnp.zeros((2, 5, 2, 5))}, "causal, but q has 9 tokens and k 5"),
         ({"k": jnp.zeros((2, 9, 3, 6)), "v": jnp.zeros((2, 9, 3, 5))}, "q has 4 heads and k has 3"),
         ({"lengths": jnp.array([1, 2, 3])}, r"lengths has shape \(3,\), expected \(2,\): one for each row"),
         ({"state": LinearState(jnp.zeros((2, 2, 6, 4)), jnp.zeros((2, 2, 6)))}, r"state\.kv has shape \(2, 2, 6, 4\)"),
+        ({"state": (jnp.zeros(3), jnp.zeros(3))}, "state is a tuple: expected the LinearState"),
+        ({"chunk_size": 2.5}, r"chunk_size = 2\.5: expected a whole number of tokens"),
         ({"q": jnp.zeros((9, 6))}, r"q has shape \(9, 6\), expected \[\.\.\., length, heads, features\]"),
     ],
 )

@@ -1,0 +1,381 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 5 sancho-mini, and what is inside it
+#
+# What this lesson teaches: how text becomes tokens, how a small GPT learns to write it character by character, and how
+# to look inside afterwards: what each head looks at, what gradients train Q, K, V and W, and what the embedding knows
+# about letters. What a head does is measured, not told.
+#
+# The text is a file named by the environment variable `ATTNLAB_TEXT`, such as the Quijote; without it, the language
+# reference that every Python carries. The model is a smaller sister of `configs/sancho.py`, trained for half a minute.
+
+# %%
+import os
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import attnlab
+from attnlab import config as configs
+from attnlab import plots
+from attnlab.data import corpora, tokenizers
+from attnlab.data.batches import EvalBatches
+from attnlab.masks import Causal
+from attnlab.nn import MultiHeadAttention
+from attnlab.sample import generate
+from attnlab.train import train
+from attnlab.training import metrics
+from attnlab.training import optimizer as optimizers
+from attnlab.training import state as states
+
+path = os.environ.get("ATTNLAB_TEXT", "")
+corpus = corpora.load("text", path=path) if path else corpora.load("python_docs")
+sentence = "En un lugar de la Mancha, de cuyo nombre no quiero acordarme"
+if not path:
+    sentence = "The class of an object is its type; the value may change"
+print(f"{len(corpus.train):,} characters to train on, {len(corpus.validation):,} held out")
+
+# %% [markdown]
+# ## Text becomes tokens
+#
+# By words the sequence is short, but the vocabulary never ends, and what it lacks is `<unk>`. By characters or bytes
+# nothing is unknown and the sequence is long. BPE (Sennrich et al. 2016) and WordPiece (Schuster & Nakajima 2012) lie
+# between: frequent strings are one token, rare words come in pieces. All vocabularies are learned from this text.
+
+# %%
+learned_from = corpus.train[:200_000]
+for kind in ("word", "wordpiece", "bpe", "char", "byte"):
+    tokenizer = tokenizers.make(kind, learned_from, vocab_size=1000)
+    ids = tokenizer.encode(sentence)
+    pieces = "|".join(tokenizer.decode([i]) for i in ids)
+    print(f"{kind:9} {len(ids):3} tokens of {tokenizer.vocab_size:5}: {pieces}")
+    if kind != "word":
+        assert tokenizer.decode(ids) == sentence
+
+# %% [markdown]
+# A larger vocabulary makes shorter sequences, with less and less to gain. (BPE takes the space before a word into its
+# token; here WordPiece keeps it apart, and so needs more.)
+
+# %%
+sizes = [300, 500, 1000, 2000]
+sample = learned_from[:20_000]
+lengths = {"char": (sizes, [1000] * len(sizes))}
+for kind in ("wordpiece", "bpe"):
+    made = [tokenizers.make(kind, learned_from, size) for size in sizes]
+    lengths[kind] = ([t.vocab_size for t in made], [len(t.encode(sample)) / 20 for t in made])
+plots.lines(
+    lengths,
+    f"BPE with {sizes[-1]:,} tokens needs {lengths['bpe'][1][-1] / 1000:.0%} of what characters need",
+    x="vocabulary (tokens)",
+    y="length (tokens per 1,000 characters)",
+    log="x",
+    dashed=("char",),
+)
+
+# %% [markdown]
+# ## Training
+#
+# The pipeline is that of `python -m attnlab.train`: three blocks of four heads, 96 wide, 64 characters of context. The
+# rest is as in `attnlab/config.py`: rotary positions, normalised queries and keys, AdamW. One character a token, so the
+# loss is in nats per character.
+
+# %%
+config = configs.default()
+config.data.path = path
+config.steps, config.batch_size = 300, 16
+config.model.update(num_layers=3, width=96)
+config.optimizer.warmup_steps = 30
+config.eval.update(every=100, windows=128)
+config.checkpoint.update(every=100, keep=4)
+config.log.update(every=25, tensorboard=False)
+config.sample.length = 200
+config.parallel.mesh.data = 1
+
+workdir = Path(tempfile.mkdtemp()) / "sancho-mini"
+assert train(config, workdir) == 0
+
+# %% [markdown]
+# To judge a loss one needs others. Guessing by the frequency of characters alone gives the entropy of one character;
+# knowing the character before gives the conditional entropy. Attention reads further back than that.
+
+# %%
+records = metrics.read(workdir / "metrics.jsonl")
+final = records[-1]["loss"]
+tokenizer = tokenizers.load(workdir / "tokenizer.json")
+ids, held_out = tokenizer.encode(corpus.train), tokenizer.encode(corpus.validation)
+pairs = np.zeros((tokenizer.vocab_size,) * 2) + 0.01
+np.add.at(pairs, (ids[:-1], ids[1:]), 1)
+single, follows = pairs.sum(axis=0) / pairs.sum(), pairs / pairs.sum(axis=1, keepdims=True)
+guesses = {
+    "any character alike": np.log(tokenizer.vocab_size),
+    "by frequency": -np.log(single[held_out]).mean(),
+    "by the character before": -np.log(follows[held_out[:-1], held_out[1:]]).mean(),
+    "sancho-mini": final,
+}
+for name, nats in guesses.items():
+    print(f"{name:24}{nats:.2f} nats per character")
+plots.training(
+    {"sancho-mini": records},
+    f"In {config.steps} steps the validation loss falls to {final:.2f} nats per character",
+    y="loss (nats per character)",
+)
+
+# %% [markdown]
+# ## It writes
+#
+# `attnlab.load` brings back what the run left: model, parameters, tokenizer, config. `generate` draws one token after
+# another through a cache of keys and values. At temperature 0 it takes the likeliest, which one pass over the whole
+# prompt must name as well.
+
+# %%
+model, params, tokenizer, config = attnlab.load(workdir)
+prompt = tokenizer.encode(sentence.split(",")[0].split(";")[0])
+likeliest = next(generate(model, params, prompt, 1, temperature=0))
+assert likeliest[0] == model.apply(params, prompt[None])[0, -1].argmax()
+drawn = generate(model, params, prompt, 300, temperature=0.7, seed=1)
+print(tokenizer.decode(prompt) + tokenizer.decode([token[0] for token in drawn]))
+
+# %% [markdown]
+# ## What every head looks at
+#
+# Under `mutable=["intermediates"]` each attention layer leaves its weights. Here are all twelve heads on four words.
+
+# %%
+names = [f"layer {layer}, head {head}" for layer in range(3) for head in range(4)]
+
+
+@jax.jit
+def attention_of(tokens):
+    """The weights of every head, `[rows, 12, T, T]`."""
+    _, left = model.apply(params, tokens, mutable=["intermediates"])
+    layers = [left["intermediates"][f"block_{layer}"]["attention"]["attention_weights"][0] for layer in range(3)]
+    return jnp.concatenate(layers, axis=1)
+
+
+words = " ".join(sentence.split()[:4])
+looks = attention_of(tokenizer.encode(words)[None])[0]
+np.testing.assert_allclose(looks.sum(axis=-1), 1, atol=1e-5)
+nearby = np.mean([looks[:, i, i - 2 : i + 1].sum(axis=-1) for i in range(5, len(words))])
+plots.heads(
+    looks,
+    f"From the sixth character on, {nearby:.0%} of all weight is on a character itself and the two before it",
+    tokens=list(words.replace(" ", "_")),
+    names=names,
+)
+
+# %% [markdown]
+# ## Measured: which head does what?
+#
+# Lecture notes like to say that one head finds this and another that (document 000 names verbs and subjects, adjectives
+# and nouns, quotation marks). Verbs and subjects would take sentences in which they are marked, and a model that knows
+# words. Places can be measured here: the mean weight that each head gives to a place, over 64 windows that training
+# never saw. "Even" is a head that spreads its weight evenly over all it may see; only what stands out from it is a
+# finding.
+
+# %%
+batch = EvalBatches(held_out, context=64, batch_size=64, windows=64)[0]
+inputs = batch.tokens[:, :-1]
+characters = np.array([list(tokenizer.decode(row)) for row in inputs])
+i = np.broadcast_to(np.arange(64), inputs.shape)
+letter = np.char.isalnum(characters)
+last_gap = np.maximum.accumulate(np.where(letter, -1, i), axis=1)  # the nearest non-letter, at or before i
+late = i >= 8
+in_word = late & letter & (last_gap >= 0) & (i - last_gap >= 4)  # at least three letters behind it
+places = {
+    "itself": (i, late),
+    "1 back": (i - 1, late),
+    "2 back": (i - 2, late),
+    "3 back": (i - 3, late),
+    "word's first letter": (last_gap + 1, in_word),
+    "gap before the word": (last_gap, in_word),
+    "start of the window": (0 * i, late),
+}
+weights = np.asarray(attention_of(inputs))
+even = np.where(np.tri(64), 1 / (1 + np.arange(64)[:, None]), 0)
+every = np.concatenate([weights, np.broadcast_to(even, (64, 1, 64, 64))], axis=1)
+measured = {
+    name: np.mean([every[row, :, at, key[row, at]] for row, at in zip(*np.nonzero(counted))], axis=0)
+    for name, (key, counted) in places.items()
+}
+for name, of_heads in measured.items():
+    best = of_heads[:-1].argmax()
+    print(f"{name:20} most in {names[best]}: {of_heads[best]:.2f}, evenly {of_heads[-1]:.2f}")
+top = max(measured, key=lambda name: measured[name][:-1].max())
+plots.weights(
+    np.stack(list(measured.values()), axis=1),
+    f"The largest share of any head: {measured[top].max():.2f}, for '{top}'",
+    queries=[*names, "even"],
+    keys=list(measured),
+    label="mean weight",
+)
+
+# %% [markdown]
+# Heads for a character itself and the one before it are there. A head that "finds the beginning of words" would stand
+# out in the columns of the word's first letter or of the gap before it; in a run this short none gives them even a
+# third of its weight. Train longer, and look again.
+
+# %% [markdown]
+# ## How are Q, K, V and W trained?
+#
+# Document 004 leaves that question open. The answer is the chain rule: the loss at the end of the model sends a
+# gradient back through every product, and each matrix takes a step against its own. For one head,
+# $S = QK^\top/\sqrt{d}$, $P = \text{softmax}(S)$, $O = PV$, $Y = OW$, with $G$ the gradient of $Y$:
+#
+# $$dW = O^\top G, \quad dO = G W^\top, \quad dV = P^\top dO, \quad dS_{ij} = P_{ij}\,(dO_i \cdot (V_j - O_i)), \quad
+# dQ = dS\, K/\sqrt d, \quad dK = dS^\top Q/\sqrt d$$
+#
+# and $dW_Q = X^\top dQ$, likewise for K and V. By hand, and by `jax.grad` through attnlab's module:
+
+# %%
+x, target = jax.random.normal(jax.random.key(0), (2, 6, 8))
+one_head = MultiHeadAttention(num_heads=1, head_dim=4, use_bias=False, mask=Causal())
+variables = jax.jit(one_head.init)(jax.random.key(1), x[None])
+
+
+def half_squares(variables):
+    return 0.5 * ((one_head.apply(variables, x[None])[0] - target) ** 2).sum()
+
+
+by_jax = jax.tree.map(jnp.squeeze, jax.jit(jax.grad(half_squares))(variables)["params"])
+wq, wk, wv, w = (variables["params"][name]["kernel"].squeeze() for name in ("query", "key", "value", "out"))
+q, k, v = x @ wq, x @ wk, x @ wv
+p = jax.nn.softmax(jnp.where(np.tri(6, dtype=bool), q @ k.T / 2, -jnp.inf), axis=1)
+o = p @ v
+g = o @ w - target
+do = g @ w.T
+ds = p * (do @ v.T - (do * o).sum(axis=1, keepdims=True))
+by_hand = {"query": x.T @ ds @ k / 2, "key": x.T @ ds.T @ q / 2, "value": x.T @ p.T @ do, "out": o.T @ g}
+for name, gradient in by_hand.items():
+    np.testing.assert_allclose(gradient, by_jax[name]["kernel"], atol=1e-5)
+    print(f"{name:6} gradient of norm {jnp.linalg.norm(gradient):.2f}")
+
+# %% [markdown]
+# Look at $dS$: a score learns only from how much a value differs from the mean of all that were seen. While the values
+# are much alike, it hardly matters where a head looks, and the gradients of Q and K are small. Here is sancho-mini from
+# its first parameters (the same seed gives the same bits) to its last, on the 64 windows from above.
+
+# %%
+loss_and_gradient = jax.jit(jax.value_and_grad(lambda params: states.token_losses(model, params, batch).mean()))
+first = states.create(model, optimizers.make(config.optimizer, config.steps), config.seed).params
+saved = {0: first} | {step: attnlab.load(workdir, step).params["params"] for step in (100, 200)}
+saved[config.steps] = params["params"]
+matrices = {"Q": "query", "K": "key", "V": "value", "W": "out"}
+
+
+def norm(tree, matrix):
+    """Of one kind of matrix, over all layers."""
+    kernels = [tree[f"block_{layer}"]["attention"][matrices[matrix]]["kernel"] for layer in range(3)]
+    return float(jnp.linalg.norm(jnp.stack([jnp.linalg.norm(kernel) for kernel in kernels])))
+
+
+steps = list(saved)
+gradients = {step: loss_and_gradient(tree)[1] for step, tree in saved.items()}
+changes = {step: jax.tree.map(jnp.subtract, tree, first) for step, tree in saved.items()}
+sizes = {name: [norm(gradients[step], name) for step in steps] for name in matrices}
+for at, step in ((0, "first"), (-1, "last")):
+    print(f"{step:5} step: gradient of", ", ".join(f"{name} {sizes[name][at]:.3f}" for name in matrices))
+plots.panels(
+    {
+        f"W's gradient over Q's: {sizes['W'][0] / sizes['Q'][0]:.0f} at the start, "
+        f"{sizes['W'][-1] / sizes['Q'][-1]:.1f} at the end": {
+            "series": {name: (steps, sizes[name]) for name in matrices},
+            "x": "step (updates)",
+            "y": "norm of the gradient (nats per unit)",
+            "log": "y",
+        },
+        "Adam divides by the gradient's size, so all move": {
+            "series": {name: (steps, [norm(changes[step], name) for step in steps]) for name in matrices},
+            "x": "step (updates)",
+            "y": "distance from the start (norm)",
+        },
+    },
+    "V and W get the larger gradients; Q and K move all the same",
+)
+
+# %% [markdown]
+# A small gradient is no small step: Adam divides each by its own size. Here Q and K move even further than V and W,
+# for queries and keys are normalised after them, which leaves the length of these matrices free to grow.
+
+# %% [markdown]
+# ## What the embedding knows
+#
+# Two characters are similar when the cosine of their vectors, $u \cdot v / (\|u\| \|v\|)$, is near 1. Nobody told the
+# model what a vowel is.
+
+# %%
+embedding = params["params"]["embed"]["embedding"]
+unit = embedding / jnp.linalg.norm(embedding, axis=1, keepdims=True)
+cosine = np.asarray(unit @ unit.T)
+number = {character: n for n, character in enumerate(tokenizer.characters)}
+common = [c for c in tokenizer.characters if np.count_nonzero(ids == number[c]) >= 500]
+for c in "aeiourntAE.,":
+    near = sorted(common, key=lambda other: -cosine[number[c], number[other]])[1:5]
+    print(f"{c}  is near", "  ".join(f"{other!r} {cosine[number[c], number[other]]:.2f}" for other in near))
+
+# %%
+kinds = {
+    "vowels": [c for c in "aeiou" if c in common],
+    "consonants": [c for c in "bcdfghjklmnpqrstvwxyz" if c in common],
+    "capitals": [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c in common],
+    "marks": [c for c in common if not c.isalnum() and not c.isspace()],
+}
+ordered = [c for kind in kinds.values() for c in kind]
+rows = [number[c] for c in ordered]
+plots.weights(
+    cosine[np.ix_(rows, rows)],
+    "Squares on the diagonal: vowels are like vowels, capitals like capitals",
+    queries=ordered,
+    x="character",
+    y="character",
+    label="cosine similarity",
+)
+
+# %% [markdown]
+# Over whole groups, and through training:
+
+
+# %%
+def alike(step, group, others):
+    """The mean cosine between the characters of two groups."""
+    table = saved[step]["embed"]["embedding"]
+    unit = table / jnp.linalg.norm(table, axis=1, keepdims=True)
+    return np.mean([unit[number[a]] @ unit[number[b]] for a in group for b in others if a != b])
+
+
+vowels, consonants, capitals, _ = kinds.values()
+groups = {
+    "vowel, vowel": (vowels, vowels),
+    "vowel, consonant": (vowels, consonants),
+    "capital, capital": (capitals, capitals),
+    "capital, small letter": (capitals, vowels + consonants),
+}
+similar = {name: [alike(step, *pair) for step in steps] for name, pair in groups.items()}
+own = np.mean([cosine[number[c], number[c.lower()]] for c in capitals if c.lower() in common])
+print(f"a capital and its own small letter: {own:.2f}")
+plots.lines(
+    {name: (steps, values) for name, values in similar.items()},
+    f"Vowels come together ({similar['vowel, vowel'][-1]:.2f}) and part from consonants "
+    f"({similar['vowel, consonant'][-1]:.2f})",
+    x="step (updates)",
+    y="mean cosine similarity",
+)
+
+# %% [markdown]
+# Vowels are near vowels, and capitals near capitals; a capital and its own small letter are not, though they are the
+# same letter to us. The model knows characters by the company they keep, not by sound or shape: what can stand in the
+# same place is similar.
