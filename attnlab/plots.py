@@ -72,7 +72,15 @@ def weights(
         axes.set_ylabel(y)
         if marks is not None:
             right = [(j, i) for i, j in enumerate(np.asarray(marks)) if j >= 0]
-            axes.scatter(*zip(*right), s=70, facecolors="none", edgecolors=MARK, linewidths=1.4, label=mark_label)
+            axes.scatter(
+                [j for j, _ in right],
+                [i for _, i in right],
+                s=70,
+                facecolors="none",
+                edgecolors=MARK,
+                linewidths=1.4,
+                label=mark_label,
+            )
             figure.legend(loc="outside lower center", frameon=False)
         figure.colorbar(image, label=label, shrink=0.8)
         return _finished(figure, title)
@@ -123,7 +131,7 @@ def masks(shown: Mapping[str, Mask | np.ndarray], title: str, *, length: int = 1
     """Who may look at whom: a square for each query and key, dark where it is visible.
 
     Args:
-      shown: masks, or bool `[Tq, Tk]` arrays, by name.
+      shown: masks, or bool `[Tq, Tk]` arrays, by name; of a mask that differs between rows or heads, the first.
       title: what they show.
       length: Tq and Tk of the masks.
       columns: masks in a row.
@@ -228,7 +236,7 @@ def training(runs: Mapping[str, Sequence[Mapping]], title: str, *, y: str = "los
     """
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(6.4, 4))
-        for color, (name, records) in zip(COLORS, runs.items()):
+        for color, (name, records) in zip(itertools.cycle(COLORS), runs.items()):
             for split, look in (("train", {"linewidth": 1.2}), ("val", {"marker": "o", "linestyle": ":"})):
                 chosen = [(r["step"], r["loss"]) for r in records if r["split"] == split]
                 if chosen:

@@ -113,17 +113,17 @@ def test_001_a_width_that_the_heads_do_not_divide_is_a_value_error():
 
 def test_002_only_dilated_convolutions_reach_n_tokens_in_log_k_n_layers():
     k, n = 3, 81
-    layers = complexity._conv_path(n, k)
+    layers = complexity.conv_path(n, k)
     assert layers == 4  # log_3(81)
-    undilated = 1 + layers * (complexity._reach(k, 1) - 1)
+    undilated = 1 + layers * (complexity.conv_reach(k) - 1)
     assert undilated == 9 < n
 
 
 def test_002_the_projections_that_the_table_leaves_out_are_counted():
     n, d = 64, 256
-    alone = complexity._flops(complexity._compiled(complexity._dense, *complexity._qkv(n, d)))
+    alone = complexity.count_flops(complexity.compiled_for(complexity.dense, *complexity.qkv(n, d)))
     module = MultiHeadAttention(num_heads=1, impl="dense", use_bias=False)
-    whole = complexity._flops(complexity._compiled(*complexity._layer(module, n, d)))
+    whole = complexity.count_flops(complexity.compiled_for(*complexity.layer_call(module, n, d)))
     assert whole - alone == pytest.approx(4 * 2 * n * d**2, rel=0.02) and whole > 3 * alone
 
 
@@ -133,9 +133,9 @@ def test_002_a_scans_body_is_counted_as_often_as_it_runs():
 
 
 def _gru_rows(d):
-    step = complexity._flops(complexity._gru_step(d))
+    step = complexity.count_flops(complexity.gru_step(d))
     for n in (4, 16):
-        trips = complexity._trips(complexity._compiled(*complexity._layer(complexity.GRU(), n, d)))
+        trips = complexity.count_trips(complexity.compiled_for(*complexity.layer_call(complexity.GRU(), n, d)))
         yield {"n": n, "flops": trips * step}
 
 

@@ -16,28 +16,24 @@ STUDIES = ("alignment", "complexity", "heads", "norms", "positions", "roles", "s
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     argv = list(sys.argv if argv is None else argv)
-    name = argv[1] if len(argv) > 1 else "--help"
-    if name not in STUDIES and name not in ("--help", "-h"):
-        close = nearest(name, STUDIES)
-        print(f"error: {name!r} is no study{close}: there are {', '.join(STUDIES)}", file=sys.stderr)
+    flags = [at for at, word in enumerate(argv) if at and (word.startswith("-") or argv[at - 1] in ("--out", "--path"))]
+    at = next((at for at in range(1, len(argv)) if at not in flags), None)  # the name may stand before flags or after
+    if at is not None and argv[at] not in STUDIES:
+        close = nearest(argv[at], STUDIES)
+        print(f"error: {argv[at]!r} is no study{close}: there are {', '.join(STUDIES)}", file=sys.stderr)
         return 2
     if importlib.util.find_spec("matplotlib") is None:
         print("error: studies draw with matplotlib: pip install 'attnlab[plots]'", file=sys.stderr)
         return 2
     from attnlab.study import report  # needs matplotlib
 
-    if name in ("--help", "-h"):
+    if at is None:
         claims = [f"  {study:<12}{report.claim(report.load(study))}" for study in STUDIES]
-        print(
-            "\n".join(
-                [__doc__.strip(), "", "Studies, and what they claim:", *claims, "", "Each has --help of its own."]
-            )
-        )
+        print("\n".join([__doc__.strip(), "", "Studies, and what they claim:", *claims]))
         return 0
-    study = report.load(name)
-    return commands.run(
-        report.define, lambda values: report.run(name, study, values), study.__doc__, [argv[0], *argv[2:]]
-    )
+    name, study = argv[at], report.load(argv[at])
+    rest = argv[:at] + argv[at + 1 :]
+    return commands.run(report.define, lambda values: report.run(name, study, values), study.__doc__, rest)
 
 
 if __name__ == "__main__":

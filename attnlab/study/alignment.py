@@ -51,8 +51,8 @@ def measure(options: Options) -> list[dict]:
         for kind in KINDS:
             for layer in LAYERS:
                 model, params = train(kind, layer, seed, steps)
-                options = {"batch_size": 2048, "lengths": LENGTHS, "vocab_size": VOCABULARY, "held_out": True}
-                batch = pairs(kind, 0, seed=seed, **options)
+                drawn = {"batch_size": 2048, "lengths": LENGTHS, "vocab_size": VOCABULARY, "held_out": True}
+                batch = pairs(kind, 0, seed=seed, **drawn)
                 aligned, right = jax.jit(functools.partial(_hits, model))(params, batch)
                 for length in LENGTHS:
                     counts = (batch.lengths == length)[:, None] & (batch.alignment >= 0)
@@ -105,5 +105,5 @@ def draw(rows: list[dict]) -> Figure:
             "x": "length of the source (symbols)",
             "y": "outputs that look at the right symbol (%)",
         }
-    low = 100 * min(r["aligned"] for r in rows)
-    return plots.panels(panels, f"Attention learns the alignment: nowhere less than {low:.0f} % of outputs look right")
+    low = int(100 * min(r["aligned"] for r in rows))
+    return plots.panels(panels, f"Attention learns the alignment: nowhere less than {low} % of outputs look right")

@@ -4,10 +4,11 @@ Vaswani et al. 2017, table 1: attention, recurrent (GRU), convolutional and rest
 the table leaves out: attention with its projections, and linear attention.
 
 FLOPs are those that XLA counts in the compiled program. It counts the body of a loop once, so the GRU's step is
-multiplied by its trips, and attention by tiles is the compiled tile times the tiles that the mask lets it visit.
-Sequential steps are the trips of the program's loops. The path is counted in layers (steps, for the GRU) until the
-last token depends on the first, from how far the derivative of one layer reaches; log_k(n) holds for convolutions
-whose dilation grows by k from layer to layer, and for no others.
+multiplied by its trips; linear attention is a chunk times the chunks, and restricted attention a compiled tile times
+the tiles that the mask lets be visited. Sequential steps are the trips of the longest loop of a layer written out at
+once. The path is counted in layers until the last token depends on the first, from how far the derivative of one layer
+reaches (for the GRU in its steps); log_k(n) holds for convolutions whose dilation grows by k from layer to layer, and
+for no others. Memory is that of a compiled program's temporaries.
 """
 
 import math
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from attnlab import attention, linear_attention, plots
+from attnlab import LinearState, attention, linear_attention, plots
 from attnlab.bench import timing
 from attnlab.masks import SlidingWindow
 from attnlab.nn import GRU, CausalConv, MultiHeadAttention
@@ -55,40 +56,40 @@ def measure(options: Options) -> list[dict]:
 def _costs() -> list[dict]:
     rows = []
 
-    def add(layer, n, d, flops, sequential=1, path=1, size=None):
-        rows.append({"layer": layer, "n": n, "d": d, "k or r": size, "flops": flops} | _only(sequential, path))
+    def add(layer, n, d, flops, steps=None, path=None, size=None, program=None):
+        row = {"layer": layer, "n": n, "d": d, "k or r": size, "flops": flops, "sequential steps": steps, "path": path}
+        rows.append(row | {"temporaries": program and program.memory_analysis().temp_size_in_bytes})
 
     for n, d in _sizes():
-        compiled = _compiled(_dense, *_qkv(n, d))
-        add("self-attention", n, d, _flops(compiled), _trips(compiled), 1)
+        program = compiled_for(dense, *qkv(n, d))
+        path = layers_for(n, reach(dense_of, n))
+        add("self-attention", n, d, count_flops(program), count_trips(program), path, program=program)
+        add("self-attention by tiles", n, d, None, program=compiled_for(_tiled, *qkv(n, d)))
 
     for d in WIDTHS:
-        step = _flops(_gru_step(d))
+        step = count_flops(gru_step(d))
         for n in LENGTHS:
             if (n, d) in _sizes():
-                trips = _trips(_compiled(*_layer(GRU(), n, d)))
+                trips = count_trips(compiled_for(*layer_call(GRU(), n, d)))
                 add("recurrent (GRU)", n, d, step * trips, trips, trips)
 
     for n, d, k in [*((n, d, 3) for n, d in _sizes()), *((LENGTHS[0], WIDTHS[0], k) for k in (5, 9, 17))]:
-        compiled = _compiled(*_layer(CausalConv(kernel_size=k), n, d))
-        add("convolutional", n, d, _flops(compiled), _trips(compiled), _conv_path(n, k), k)
+        program = compiled_for(*layer_call(CausalConv(kernel_size=k), n, d))
+        add("convolutional", n, d, count_flops(program), count_trips(program), conv_path(n, k), k)
 
     # Windows of sixteen tiles, much shorter than the text: else its ragged ends are what is measured.
     for n, d, r in [*((n, d, 32) for n, d in _sizes()), *((2**16, WIDTHS[0], r) for r in (512, 1024, 2048, 4096))]:
         flops = _tile_flops(r // 16, d) * _tiles(n, r, r // 16)
-        small = n <= LENGTHS[1]
-        trips = _trips(_compiled(_windowed(r, "dense"), *_qkv(n, d))) if small else 1
-        add("restricted attention", n, d, flops, trips, math.ceil((n - 1) / (r - 1)), r)
+        # Written out at once, as for the other layers; the tiles' own loops are a matter of memory.
+        steps = count_trips(compiled_for(_windowed(r, "dense"), *qkv(n, d))) if n <= LENGTHS[1] else None
+        seen = reach(lambda x, r=r: _windowed(r, "dense")(x, x, x), r + 1)
+        add("restricted attention", n, d, flops, steps, layers_for(n, seen), r)
 
     for n, d in _sizes():
-        compiled = _compiled(*_layer(MultiHeadAttention(num_heads=1, impl="dense"), n, d))
-        add("self-attention with projections", n, d, _flops(compiled))
+        program = compiled_for(*layer_call(MultiHeadAttention(num_heads=1, impl="dense"), n, d))
+        add("self-attention with projections", n, d, count_flops(program))
         add("linear attention", n, d, _linear_flops(n, d))
     return rows
-
-
-def _only(sequential, path):
-    return {"sequential steps": sequential, "path": path}
 
 
 def _sizes():
@@ -96,12 +97,21 @@ def _sizes():
     return [*((n, WIDTHS[0]) for n in LENGTHS), *((LENGTHS[0], d) for d in WIDTHS[1:])]
 
 
-def _qkv(n, d):
+def qkv(n, d):
     return (jnp.zeros((n, 1, d)),) * 3
 
 
-def _dense(q, k, v):
+def dense(q, k, v):
     return attention(q, k, v, impl="dense")
+
+
+def dense_of(x):
+    """Self-attention of `x` `[n, 1, d]`, without projections."""
+    return dense(x, x, x)
+
+
+def _tiled(q, k, v):
+    return attention(q, k, v, impl="blockwise")
 
 
 def _windowed(r, impl, block_sizes=None):
@@ -109,34 +119,35 @@ def _windowed(r, impl, block_sizes=None):
     return lambda q, k, v: attention(q, k, v, mask=mask, impl=impl, block_sizes=block_sizes)
 
 
-def _layer(module, n, d):
+def layer_call(module, n, d):
     x = jnp.zeros((1, n, d))
     params = module.init(jax.random.key(0), x)
     return lambda x: module.apply(params, x), x
 
 
-def _gru_step(d):
+def gru_step(d):
     """One token after others: from a state of zeros XLA would leave half of the products out."""
     x, gru = jnp.zeros((1, 1, d)), GRU()
     params = gru.init(jax.random.key(0), x)
-    return _compiled(lambda x, state: gru.apply(params, x, cache=state), x, x[0])
+    return compiled_for(lambda x, state: gru.apply(params, x, cache=state), x, x[0])
 
 
-def _compiled(function, *args):
+def compiled_for(function, *args):
     return jax.jit(function).lower(*args).compile()
 
 
-def _flops(compiled) -> float:
+def count_flops(compiled) -> float:
+    """What XLA counts in a compiled program; the body of a loop once."""
     return compiled.cost_analysis()["flops"]
 
 
-def _trips(compiled) -> int:
+def count_trips(compiled) -> int:
     """How many steps follow one another: the trips of the longest loop."""
     return max((int(n) for n in re.findall(r'known_trip_count":?\{"n":"(\d+)"', compiled.as_text())), default=1)
 
 
 def _tile_flops(tile, d) -> float:
-    return _flops(_compiled(_dense, *_qkv(tile, d)))
+    return count_flops(compiled_for(dense, *qkv(tile, d)))
 
 
 def _tiles(n, r, tile) -> int:
@@ -146,28 +157,45 @@ def _tiles(n, r, tile) -> int:
 
 
 def _linear_flops(n, d, chunk=64) -> float:
-    """One chunk's, times the chunks."""
-    q = _qkv(chunk, d)
-    return _flops(_compiled(lambda q, k, v: linear_attention(q, k, v, impl="naive"), *q)) * (n // chunk)
+    """One chunk's, from one state to the next, times the chunks."""
+    state = LinearState(jnp.zeros((1, d, d)), jnp.zeros((1, d)))
+
+    def step(q, k, v, state):
+        return linear_attention(q, k, v, impl="naive", state=state, return_state=True)
+
+    return count_flops(compiled_for(step, *qkv(chunk, d), state)) * (n // chunk)
 
 
-def _conv_path(n, k) -> int:
-    """Layers until the last of n tokens sees the first, where the dilation is 1, k, k², …"""
-    seen = layers = 1
-    while seen < n:
-        seen += _reach(k, k ** (layers - 1)) - 1
-        layers += 1
-    return max(layers - 1, 1)
-
-
-def _reach(k, dilation) -> int:
-    """How far back a token sees, itself included, by the derivative."""
-    conv = CausalConv(kernel_size=k, dilation=dilation)
-    length = (k - 1) * dilation + 2
-    x = jnp.ones((1, length, 1))
-    params = conv.init(jax.random.key(0), x)
-    seen = jnp.abs(jax.grad(lambda x: conv.apply(params, x)[0, -1].sum())(x))[0, :, 0] > 0
+def reach(function, length) -> int:
+    """How many tokens the last one sees, itself included, by the derivative; of `x` `[length, 1, 1]`."""
+    x = jax.random.normal(jax.random.key(0), (length, 1, 1))
+    seen = jax.jit(jax.grad(lambda x: function(x)[-1].sum()))(x)[:, 0, 0] != 0
     return length - int(seen.argmax())
+
+
+def layers_for(n, seen) -> int:
+    """Layers until the last of n tokens sees the first, each of which sees so many."""
+    return max(math.ceil((n - 1) / (seen - 1)), 1)
+
+
+def conv_reach(k, dilation=1) -> int:
+    """`reach` of a convolution."""
+    conv = CausalConv(kernel_size=k, dilation=dilation)
+    params = conv.init(jax.random.key(0), jnp.ones((1, 1, 1)))
+    return reach(lambda x: conv.apply(params, x[None, :, 0])[0], (k - 1) * dilation + 2)
+
+
+def conv_path(n, k) -> int:
+    """Layers until the last of n tokens sees the first, where the dilation is 1, k, k², …
+
+    >>> conv_path(81, k=3)
+    4
+    """
+    seen, layers = 1, 0
+    while seen < n:
+        seen += conv_reach(k, k**layers) - 1
+        layers += 1
+    return layers
 
 
 # --------------------------------------------------------------------------------------------------------------- times
@@ -175,7 +203,7 @@ def _reach(k, dilation) -> int:
 
 def _times(options) -> list[dict]:
     """Milliseconds forward, the layers and lengths taking turns; d = 64, k = 3, r = 256."""
-    lengths, rounds = (LENGTHS, 5) if options.fast else ((*LENGTHS, 8192, 16384), 15)
+    lengths, rounds = ((*LENGTHS, 16384), 5) if options.fast else ((*LENGTHS, 8192, 16384), 15)
     d, r = WIDTHS[0], 256
     rows = []
     for n in lengths:
@@ -184,11 +212,11 @@ def _times(options) -> list[dict]:
         contenders = {
             "restricted attention": (_windowed(r, "blockwise"), q, q, q),
             "linear attention": (linear_attention, q, q, q),
-            "convolutional": (_layer(CausalConv(), n, d)[0], x),
-            "recurrent (GRU)": (_layer(GRU(), n, d)[0], x),
+            "convolutional": (layer_call(CausalConv(), n, d)[0], x),
+            "recurrent (GRU)": (layer_call(GRU(), n, d)[0], x),
         }
         if n <= LENGTHS[-1]:
-            contenders["self-attention"] = (_dense, q, q, q)
+            contenders["self-attention"] = (dense, q, q, q)
         calls = {name: _call(*what) for name, what in contenders.items()}
         for name, seconds in timing.alternate(calls, rounds).items():
             size = {"restricted attention": r, "convolutional": 3}.get(name)
@@ -198,8 +226,8 @@ def _times(options) -> list[dict]:
 
 
 def _call(function, *args):
-    compiled = _compiled(function, *args)
-    return lambda: compiled(*args)
+    program = compiled_for(function, *args)
+    return lambda: program(*args)
 
 
 # ------------------------------------------------------------------------------------------------------------- verdict
@@ -230,13 +258,17 @@ def judge(rows: list[dict]) -> Verdict:
         parts.append((right, f"{layer}: printed {PRINTED[layer]}, measured {shown} FLOPs"))
     for layer in EXPONENTS:
         there = [row for row in rows if row["layer"] == layer and row.get("flops")]
-        steps = all(row["sequential steps"] == (row["n"] if SEQUENTIAL[layer] == "n" else 1) for row in there)
+        steps = all(row["sequential steps"] in (None, row["n"] if SEQUENTIAL[layer] == "n" else 1) for row in there)
         printed = [_path(layer, row["n"], row["k or r"]) for row in there]
         path = all(abs(row["path"] - p) <= 1 + 0.05 * p for row, p in zip(there, printed))
         text = f"{layer}: {SEQUENTIAL[layer]} sequential steps, a path of {PATH[layer]} (within 5 % and a layer)"
         parts.append((steps and path, text))
     power = fitted["self-attention with projections"][0]
     parts.append((power < 1.9, f"with its projections, which the table leaves out, attention grows as n^{power:.2f}"))
+    memory = {layer: powers[0] for layer, powers in exponents(rows, "temporaries").items()}
+    text = f"attention written out takes memory as n^{memory['self-attention']:.2f}, by tiles"
+    text += f" as n^{memory['self-attention by tiles']:.2f}"
+    parts.append((memory["self-attention"] > 1.9 and memory["self-attention by tiles"] < 1.2, text))
     clock = exponents([row for row in rows if row["n"] >= 1024], "milliseconds")
     for layer in ("restricted attention", "linear attention"):
         parts.append((clock[layer][0] < 1.2, f"{layer}: its time grows as n^{clock[layer][0]:.2f} from n = 1,024"))
@@ -267,6 +299,7 @@ def draw(rows: list[dict]) -> Figure:
 
     n = "n, length (tokens)"
     path = {layer: points for layer, points in over_length("path").items() if layer in EXPONENTS}
+    finding = "Attention's cost grows with n², that of all others with n; for attention alone the path is 1"
     return plots.panels(
         {
             "cost": {"series": over_length("flops"), "x": n, "y": "FLOPs of a layer, d = 64", "log": "xy"},
@@ -278,6 +311,6 @@ def draw(rows: list[dict]) -> Figure:
             },
             "time": {"series": over_length("milliseconds"), "x": n, "y": "time forward (ms)", "log": "xy"},
         },
-        "Attention's cost grows with n², that of all others with n; the path is short for attention alone",
+        judge(rows).title(finding),
         columns=3,
     )

@@ -14,7 +14,9 @@ from attnlab.nn import GPT
 from attnlab.study import fitting
 from attnlab.study.report import Options, Verdict, table
 
+READS_TEXT = True
 CONTEXT = 64
+LEAST = 0.005  # nats: less is nothing that anybody would change a model for
 
 
 def measure(options: Options) -> list[dict]:
@@ -50,26 +52,31 @@ def _losses(rows):
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """For each width: the best number of heads, what one head loses against it, and what the most lose."""
+    """For each width: what one head, and the largest number, lose against the best, in excess of chance."""
     parts = []
     for width, by_heads in _losses(rows).items():
-        means = {h: np.mean(v) for h, v in by_heads.items()}
-        noise = float(np.mean([np.std(v) for v in by_heads.values()]))
-        best, most = min(means, key=means.get), max(means)
-        parts.append(
-            (
-                means[1] - means[best] > max(noise, 0.005),
-                f"width {width}: best with {best} heads, {means[best]:.3f} nats; one loses "
-                f"{means[1] - means[best]:+.3f} (deviation of seeds {noise:.3f})",
-            )
-        )
-        parts.append(
-            (
-                means[most] - means[best] >= 0 and best < most,
-                f"width {width}: {most} heads of {width // most} features lose {means[most] - means[best]:+.3f}",
-            )
-        )
+        best = min(by_heads, key=lambda heads: np.mean(by_heads[heads]))
+        for heads in (1, max(by_heads)):
+            lost, chance = _lost(by_heads[heads], by_heads[best])
+            text = f"{heads} × {width // heads} features: {lost:+.3f} nats against {best} heads ({chance_text(chance)})"
+            parts.append((heads != best and lost > max(chance, LEAST), f"width {width}, {text}"))
     return Verdict.of(*parts)
+
+
+def _lost(losses, best) -> tuple[float, float]:
+    """Mean difference of the same seeds, and two standard errors of it; 0 where one seed cannot tell."""
+    difference = np.subtract(losses, best)
+    seeds = len(difference)
+    return float(difference.mean()), float(2 * difference.std(ddof=1) / seeds**0.5) if seeds > 1 else 0.0
+
+
+def chance_text(chance: float) -> str:
+    """How sure a difference is.
+
+    >>> chance_text(0.012)
+    'two standard errors 0.012'
+    """
+    return f"two standard errors {chance:.3f}" if chance else "one seed"
 
 
 def draw(rows: list[dict]) -> Figure:
@@ -80,10 +87,9 @@ def draw(rows: list[dict]) -> Figure:
         name = f"width {width}, {layers} layer{'s' * (layers > 1)}"
         series[name] = (list(by_heads), [np.mean(v) for v in by_heads.values()])
         spread[name] = [np.std(v) for v in by_heads.values()]
-    best = min(rows, key=lambda r: r["loss"])
     return plots.lines(
         series,
-        f"At equal parameters the best has {best['heads']} heads of {best['width'] // best['heads']} features",
+        judge(rows).title("At equal parameters several heads beat one, and too many lose again"),
         x="heads (d_k = width / heads)",
         y="validation loss (nats per character)",
         log="x",

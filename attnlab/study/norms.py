@@ -126,5 +126,5 @@ def draw(rows: list[dict]) -> Figure:
             "the long vector's share": panel("hijacked", "mean weight on the long vector (%)"),
             "finding the partner": panel("found", "queries that look most at their partner (%)"),
         },
-        "Trained projections are hijacked beyond what training showed; normalised queries and keys never are",
+        judge(rows).title("Trained projections are hijacked as raw vectors are; normalised ones are not"),
     )

@@ -4,6 +4,7 @@ A study is a module whose docstring begins with its claim, and which has
   measure(options) → rows    what was measured, a dict for each row of the table
   judge(rows) → Verdict      whether the claim held, in numbers
   draw(rows) → Figure        the picture of it
+One that trains on a text says READS_TEXT = True.
 """
 
 import csv
@@ -57,6 +58,11 @@ class Verdict(NamedTuple):
         parts = tuple((bool(held), text) for held, text in parts)
         return cls(all(held for held, _ in parts), parts)
 
+    def title(self, finding: str) -> str:
+        """A figure's title: the finding where the claim held, else the first part of it that did not."""
+        failed = next((text for held, text in self.parts if not held), None)
+        return finding if failed is None else f"Not as claimed: {failed}"
+
     def __str__(self):
         lines = [f"  {'held' if held else 'failed':<8}{text}" for held, text in self.parts]
         return "\n".join([f"the claim {'holds' if self.held else 'does not hold'}", *lines])
@@ -88,11 +94,16 @@ def run(name: str, study: ModuleType, values) -> int:
       UserError: the folder holds something already, or cannot be written.
     """
     folder = Path(values.out or f"runs/study-{name}")
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--out={folder} is a file: name a folder")
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"--out={folder} holds files already, which stay as they are: choose a new folder")
-    folder.mkdir(parents=True, exist_ok=True)  # one that cannot be written is known before an hour of measuring
+    if values.path and not getattr(study, "READS_TEXT", False):
+        raise UserError(f"--path={values.path}: {name} reads no text, leave it out")
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"--out={folder} is a file: name a folder")
+        if folder.exists() and any(folder.iterdir()):
+            raise UserError(f"--out={folder} holds files already, which stay as they are: choose a new folder")
+        folder.mkdir(parents=True, exist_ok=True)  # one that cannot be written is known before an hour of measuring
+    except OSError as error:
+        raise UserError(f"--out={folder} cannot be written ({error.strerror}): choose another folder") from error
 
     print(claim(study), flush=True)
     start = time.perf_counter()

@@ -118,5 +118,5 @@ def draw(rows: list[dict]) -> Figure:
                 "log": "xy",
             },
         },
-        "Unscaled, the softmax's gradient rises, then dies with the width; divided by √d_k it stays",
+        judge(rows).title("Unscaled, the softmax's gradient rises, then dies with the width; divided by √d_k it stays"),
     )

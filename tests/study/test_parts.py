@@ -31,15 +31,17 @@ def test_exponents_are_found_where_they_are_known():
 
 def test_a_loops_body_is_counted_as_often_as_it_runs():
     """XLA's own count of a GRU over n tokens is that of one step; multiplied by the trips it is n times that."""
-    step, whole = complexity._gru_step(8), complexity._compiled(*complexity._layer(complexity.GRU(), 16, 8))
-    assert complexity._flops(whole) < 2 * complexity._flops(step), "if XLA counts trips itself, do not multiply"
-    assert complexity._trips(whole) == 16
-    assert complexity._flops(step) >= 6 * 2 * 8 * 8, "six matrices"
+    step, whole = complexity.gru_step(8), complexity.compiled_for(*complexity.layer_call(complexity.GRU(), 16, 8))
+    assert complexity.count_flops(whole) < 2 * complexity.count_flops(step), (
+        "if XLA counts trips itself, do not multiply"
+    )
+    assert complexity.count_trips(whole) == 16
+    assert complexity.count_flops(step) >= 6 * 2 * 8 * 8, "six matrices"
 
 
 def test_a_dilated_stack_sees_n_tokens_after_log_k_n_layers_and_an_undilated_one_does_not():
     for k, n, layers in ((2, 64, 6), (3, 81, 4), (5, 126, 4)):
-        assert complexity._conv_path(n, k) == layers
+        assert complexity.conv_path(n, k) == layers
         assert 1 + layers * (k - 1) < n, "undilated, as many layers see less"
 
 
@@ -70,7 +72,7 @@ def test_pairs_are_found_with_the_earlier_part_as_key():
 
 def test_controls_have_the_same_distances_at_word_boundaries_and_are_no_pairs():
     pairs = roles.find(TEXT, roles.PATTERNS["en"]["adjective → noun"])
-    others = roles.controls(TEXT, pairs, np.random.default_rng(0))
+    others = roles.controls(TEXT, pairs, {pair.query for pair in pairs}, np.random.default_rng(0))
     assert others and not {o.query for o in others} & {p.query for p in pairs}
     for other in others:
         words = TEXT[other.key : other.key_end], TEXT[other.query : other.query_end]

@@ -59,6 +59,22 @@ def test_a_file_in_the_place_of_the_folder_is_one_line(tmp_path, capsys):
     assert capsys.readouterr().err == f"error: --out={tmp_path / 'file'} is a file: name a folder\n"
 
 
+def test_a_folder_that_cannot_be_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    assert run("scaling", "--out", str(tmp_path / "file" / "out")) == 2
+    assert "cannot be written (Not a directory): choose another folder" in capsys.readouterr().err
+
+
+def test_a_text_for_a_study_that_reads_none_is_one_line(tmp_path, capsys):
+    assert run("scaling", "--path", "quijote.txt", "--out", str(tmp_path / "out")) == 2
+    assert capsys.readouterr().err == "error: --path=quijote.txt: scaling reads no text, leave it out\n"
+
+
+def test_the_name_may_come_after_flags(tmp_path, capsys):
+    assert run("--fast", "--out", str(tmp_path), "scalling") == 2
+    assert "error: 'scalling' is no study" in capsys.readouterr().err
+
+
 def test_a_text_that_is_not_there_is_one_line(tmp_path, capsys):
     assert run("heads", "--fast", "--out", str(tmp_path / "out"), "--path", "nowhere.txt") == 2
     assert "data.path = 'nowhere.txt': no such file" in capsys.readouterr().err
