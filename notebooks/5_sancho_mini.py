@@ -36,7 +36,7 @@ from attnlab import plots
 from attnlab.data import corpora, tokenizers
 from attnlab.data.batches import EvalBatches
 from attnlab.masks import Causal
-from attnlab.nn import MultiHeadAttention
+from attnlab.nn import MultiHeadAttention, cosine_similarity, nearest
 from attnlab.sample import generate
 from attnlab.train import train
 from attnlab.training import metrics
@@ -318,14 +318,19 @@ plots.panels(
 # model what a vowel is.
 
 # %%
-embedding = params["params"]["embed"]["embedding"]
-unit = embedding / jnp.linalg.norm(embedding, axis=1, keepdims=True)
-cosine = np.asarray(unit @ unit.T)
 number = {character: n for n, character in enumerate(tokenizer.characters)}
 common = [c for c in tokenizer.characters if np.count_nonzero(ids == number[c]) >= 500]
-for c in "aeiourntAE.,":
-    near = sorted(common, key=lambda other: -cosine[number[c], number[other]])[1:5]
-    print(f"{c}  is near", "  ".join(f"{other!r} {cosine[number[c], number[other]]:.2f}" for other in near))
+
+
+def vectors(characters, tree=params["params"]):
+    """Their rows of the embedding, `[characters, width]`."""
+    return tree["embed"]["embedding"][jnp.array([number[c] for c in characters])]
+
+
+shown = [c for c in "aeiourntAE.," if c in common]
+neighbours, cosines = nearest(vectors(common), jnp.array([common.index(c) for c in shown]), count=4)
+for c, near, cosine in zip(shown, neighbours, cosines):
+    print(f"{c}  is near", "  ".join(f"{common[n]!r} {similarity:.2f}" for n, similarity in zip(near, cosine)))
 
 # %%
 kinds = {
@@ -335,9 +340,8 @@ kinds = {
     "marks": [c for c in common if not c.isalnum() and not c.isspace()],
 }
 ordered = [c for kind in kinds.values() for c in kind]
-rows = [number[c] for c in ordered]
 plots.weights(
-    cosine[np.ix_(rows, rows)],
+    cosine_similarity(vectors(ordered), vectors(ordered)),
     "Squares on the diagonal: vowels are like vowels, capitals like capitals",
     queries=ordered,
     x="character",
@@ -352,9 +356,8 @@ plots.weights(
 # %%
 def alike(step, group, others):
     """The mean cosine between the characters of two groups."""
-    table = saved[step]["embed"]["embedding"]
-    unit = table / jnp.linalg.norm(table, axis=1, keepdims=True)
-    return np.mean([unit[number[a]] @ unit[number[b]] for a in group for b in others if a != b])
+    cosine = cosine_similarity(vectors(group, saved[step]), vectors(others, saved[step]))
+    return np.mean([cosine[i, j] for i, a in enumerate(group) for j, b in enumerate(others) if a != b])
 
 
 vowels, consonants, capitals, _ = kinds.values()
@@ -365,7 +368,7 @@ groups = {
     "capital, small letter": (capitals, vowels + consonants),
 }
 similar = {name: [alike(step, *pair) for step in steps] for name, pair in groups.items()}
-own = np.mean([cosine[number[c], number[c.lower()]] for c in capitals if c.lower() in common])
+own = np.mean([cosine_similarity(*vectors([c, c.lower()])) for c in capitals if c.lower() in common])
 print(f"a capital and its own small letter: {own:.2f}")
 plots.lines(
     {name: (steps, values) for name, values in similar.items()},

@@ -43,7 +43,8 @@ class Reader(nn.Module):
         x = WIDTH**0.5 * nn.Embed(self.vocab_size + 1, WIDTH, name="embed")(tokens)
         places = jnp.arange(tokens.shape[1])
         if self.positions == "learned":
-            x = x + LearnedPositions(CONTEXT, WIDTH)(places)
+            # As large as the embeddings: smaller ones would drown in them.
+            x = x + LearnedPositions(CONTEXT, WIDTH, embedding_init=nn.initializers.normal(1.0))(places)
         elif self.positions == "sinusoidal":
             x = x + sinusoidal(places, WIDTH)
         for layer in range(2):

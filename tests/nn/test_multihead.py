@@ -61,6 +61,21 @@ def test_the_output_width_and_the_head_width_can_be_chosen():
     assert module.init_with_output(jax.random.key(0), X)[0].shape == (2, 6, 7)
 
 
+def test_heads_cost_no_more_than_one_as_wide_as_all_of_them():
+    """Vaswani et al. 2017, section 3.2.2: eight heads of 8 against one of 64. Only their softmaxes add to it."""
+    x = jnp.zeros((1, 128, 64))
+
+    def flops(heads):
+        module = MultiHeadAttention(num_heads=heads, impl="dense")
+        params = module.init(jax.random.key(0), x)
+        return jax.jit(module.apply).lower(params, x).compile().cost_analysis()["flops"]
+
+    products = 2 * 128 * 64 * (4 * 64 + 2 * 128)  # four projections, QKᵀ, PV
+    softmaxes = flops(8) - flops(1)
+    assert products < flops(1) < 1.05 * products
+    assert 0 < softmaxes < 8 * 128 * 128 * 10, "ten operations for each of the weights"
+
+
 def test_sown_weights_make_the_output():
     module = MultiHeadAttention(num_heads=4, mask=Causal(), use_bias=False)
     params = module.init(jax.random.key(2), X)["params"]
