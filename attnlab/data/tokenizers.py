@@ -334,10 +334,12 @@ def load(path: Path) -> Tokenizer:
     """
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-        kind = saved["kind"]
+        kind = saved.get("kind")
+        if kind not in KINDS:
+            raise ValueError(f"its kind is {kind!r}, not one of {', '.join(KINDS)}")
         if kind in _TRAIN:
             return TrainedTokenizer(kind, huggingface.Tokenizer.from_str(json.dumps(saved["tokenizer"])))
-        return CharTokenizer(saved["characters"]) if kind == "char" else {"byte": ByteTokenizer}[kind]()
+        return CharTokenizer(saved["characters"]) if kind == "char" else ByteTokenizer()
     except Exception as error:  # Hugging Face's library raises no narrower one
         raise UserError(
             f"{path} is no tokenizer of attnlab ({error}): restore it, or train in a new workdir"

@@ -97,6 +97,7 @@ def judge(rows: list[dict]) -> Verdict:
     top = FACTORS[-1]
     raw, trained, normed = (at[kind] for kind in KINDS)
     return Verdict.of(
+        # A third of all queries' weight on one of many vectors is a hijack by any reading; a fiftieth is none.
         (raw["hijacked"][top] > 0.35, f"raw: one {top} times as long takes {raw['hijacked'][top]:.0%} of the weight"),
         (
             trained["hijacked"][top] > 0.35,

@@ -56,7 +56,10 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps that have a whole checkpoint, in order."""
-        return sorted(self._manager.all_steps(read=True)) if self.directory.exists() else []
+        if not self.directory.exists():
+            return []
+        self._manager.reload()  # another process may have written since
+        return sorted(self._manager.all_steps())
 
     def best_step(self) -> int | None:
         """The step with the lowest validation loss, of those that have one."""

@@ -95,6 +95,8 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path):
 def test_a_verdict_holds_only_if_all_of_it_does():
     assert Verdict.of((True, "a"), (np.True_, "b")).held
     assert str(Verdict.of((True, "a"), (False, "b"))) == "the claim does not hold\n  held    a\n  failed  b"
+    assert Verdict.of((True, "a")).title("Found") == "Found"
+    assert Verdict.of((True, "a"), (False, "b")).title("Found") == "Not as claimed: b"
 
 
 @pytest.mark.parametrize("name", study.STUDIES)
@@ -107,16 +109,30 @@ def test_every_study_begins_with_its_claim(name):
 
 
 # What `heads` and `roles` find is the text's to decide: their verdicts are only to be had.
-CERTAIN = ("alignment", "complexity", "norms", "positions", "training")
+CERTAIN = ("alignment", "complexity", "norms", "positions", "scaling", "training")
+
+# For each study what would refute its claim: rows as they would be if it were false.
+COUNTEREXAMPLES = {
+    "alignment": lambda row: row | {"aligned": 0.9 * row["aligned"]},
+    "complexity": lambda row: row | {"flops": row.get("flops") and row["flops"] * row["n"] ** 0.2},
+    "heads": lambda row: row | {"loss": 2.0},
+    "norms": lambda row: row | {"hijacked": 0.03},
+    "positions": lambda row: row | ({"loss": 2.0} if row["what"] == "extrapolation" else {}),
+    "roles": lambda row: row | {"weight": row["control"], "lift": 1.0},
+    "scaling": lambda row: row | {"scale": {"none": "√d_k", "√d_k": "none"}.get(row["scale"], row["scale"])},
+    "training": lambda row: row | {"matrix": {"Q": "V", "V": "Q", "K": "W", "W": "K"}[row["matrix"]]},
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in study.STUDIES if name != "scaling"])
+@pytest.mark.parametrize("name", study.STUDIES)
 def test_a_fast_study_says_whether_its_claim_held(name, tmp_path):
     module = report.load(name)
     rows = module.measure(Options(fast=True))
     verdict = module.judge(rows)
     assert verdict.parts and (verdict.held or name not in CERTAIN), str(verdict)
+    refuted = [COUNTEREXAMPLES[name](row) for row in rows]
+    assert not module.judge(refuted).held
     report.write_csv(tmp_path / "rows.csv", rows)
     figure = module.draw(rows)
     drawn = [axes for axes in figure.axes if axes.lines]
