@@ -48,6 +48,7 @@ _RANGES = {
 }
 _CHOICES = {
     "precision": ("float32", "bfloat16"),
+    "on_nonfinite": ("stop", "skip"),
     "data.tokenizer": tokenizers.KINDS,
     "model.positions": POSITIONS,
     "model.impl": ("auto", "blockwise", "dense"),  # kernels honour some calls of a run only, so "auto" picks them
@@ -69,6 +70,7 @@ def default() -> ConfigDict:
     config.steps = 2000  # optimizer updates
     config.seed = 0  # of initialisation, data order and dropout
     config.batch_size = 12  # sequences an update, over all devices and accumulation steps
+    config.on_nonfinite = "stop"  # what to do at a loss or gradient that is not finite: stop, or skip that update
     config.precision = "float32"  # of the computation: float32 or bfloat16; parameters are float32 always
 
     config.data = ConfigDict()

@@ -49,6 +49,7 @@ def load(workdir: str | Path, step: int | str = "latest") -> Run:
     import jax.numpy as jnp
 
     from attnlab.training.checkpoints import Checkpoints
+    from attnlab.training.metrics import best_step, read
     from attnlab.training.state import make_model
 
     workdir = Path(workdir)
@@ -59,9 +60,16 @@ def load(workdir: str | Path, step: int | str = "latest") -> Run:
         steps = checkpoints.steps()
         if not steps:
             raise UserError(f"{workdir} holds no checkpoint yet: train longer, or lower config.checkpoint.every")
-        chosen = checkpoints.best_step() or steps[-1] if step == "best" else steps[-1] if step == "latest" else step
+        chosen = steps[-1] if step == "latest" else step
+        if step == "best":
+            chosen = best_step(read(workdir / "metrics.jsonl"), steps) or steps[-1]
         if str(chosen) not in map(str, steps):
             raise UserError(f"{workdir} has no checkpoint {step!r}: choose latest, best, or one of {steps}")
+        if why := checkpoints.damage(int(chosen)):
+            raise UserError(
+                f"checkpoint {chosen} in {checkpoints.directory} is damaged ({why}): choose another of {steps}, or "
+                "repeat the command that trained it"
+            )
         tokenizer = read_tokenizer(workdir, saved)
         model = make_model(config, tokenizer.vocab_size)
         shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]

@@ -238,7 +238,7 @@ def training(runs: Mapping[str, Sequence[Mapping]], title: str, *, y: str = "los
         figure, axes = plt.subplots(figsize=(6.4, 4))
         for color, (name, records) in zip(itertools.cycle(COLORS), runs.items()):
             for split, look in (("train", {"linewidth": 1.2}), ("val", {"marker": "o", "linestyle": ":"})):
-                chosen = [(r["step"], r["loss"]) for r in records if r["split"] == split]
+                chosen = [(r["step"], r["loss"]) for r in records if r["split"] == split and r["loss"] is not None]
                 if chosen:
                     axes.plot(*zip(*chosen), color=color, label=f"{name}, {split}", **look)
         axes.set_xlabel("step (updates)")

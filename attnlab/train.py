@@ -12,9 +12,7 @@ import functools
 import math
 import os
 import shutil
-import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -35,20 +33,23 @@ from attnlab.training import optimizer as optimizers
 from attnlab.training import parallel as parallel_lib
 from attnlab.training import state as states
 from attnlab.training.checkpoints import Checkpoints, sha256
+from attnlab.training.stopping import Stop
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return commands.run(_define, _main, __doc__, argv)
+    return commands.run(_define, functools.partial(_main, own_process=argv is None), __doc__, argv)
 
 
-def train(config: ConfigDict, workdir: str | Path, *, eval_only: bool = False) -> int:
+def train(config: ConfigDict, workdir: str | Path, *, eval_only: bool = False, own_process: bool = False) -> int:
     """Trains as `config` says, from where `workdir` left off.
 
     Args:
       config: an `attnlab.config.default()`, changed.
       workdir: gets `config.json`, `tokenizer.json`, `metrics.jsonl`, `checkpoints/` and TensorBoard events.
       eval_only: score the newest checkpoint on the validation text, and write nothing.
+      own_process: nothing else happens in this process, so that a signal may end it from a thread as soon as the
+        state is saved; else the loop ends after its step.
 
     Returns:
       0, or 128 + the signal's number when SIGINT or SIGTERM asked to stop and the state was saved.
@@ -56,11 +57,14 @@ def train(config: ConfigDict, workdir: str | Path, *, eval_only: bool = False) -
     Raises:
       UserError: a config, a text or a workdir that cannot be used; a loss or gradient that is not finite.
     """
-    with contextlib.ExitStack() as at_end:
-        return _train(config, Path(workdir), eval_only, at_end)
+    with Stop(own_process) as stop, contextlib.ExitStack() as at_end:
+        return _train(config, Path(workdir), eval_only, stop, at_end)
 
 
-def _train(config: ConfigDict, workdir: Path, eval_only: bool, at_end: contextlib.ExitStack) -> int:
+def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_end: contextlib.ExitStack) -> int:
+    starting = at_end.enter_context(contextlib.ExitStack())
+    starting.enter_context(stop.at_rest(lambda: print("stopped before the first step: nothing to save", flush=True)))
+
     # ------------------------------------------------------------------------------------------------------- config
     config = configs.completed(config)
     before = _earlier_run(workdir, config)
@@ -101,7 +105,8 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, at_end: contextli
 
     # ------------------------------------------------------------------------------------------------- model, state
     model = states.make_model(config, tokenizer.vocab_size)
-    optimizer = optimizers.make(config.optimizer, config.steps)
+    skips = config.on_nonfinite == "skip"
+    optimizer = optimizers.make(config.optimizer, config.steps, skip_nonfinite=skips)
     state = parallel.place_state(states.create(model, optimizer, config.seed))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
 
@@ -110,9 +115,12 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, at_end: contextli
     eval_fn = parallel.compile_eval(functools.partial(states.eval_step, model))
     rate = optimizers.learning_rate(config.optimizer, config.steps)
 
-    def evaluate(params) -> dict:
+    def evaluate(params) -> dict | None:
+        """The scores on the validation text, None when asked to stop."""
         sums = np.zeros(2)
         for batch in prefetched(eval_batches):
+            if stop.asked():
+                return None
             sums += np.asarray(eval_fn(params, parallel.place_batch(batch)), np.float64)
         loss = float(sums[0] / sums[1])
         return {"loss": loss, "bits_per_character": loss * bits}
@@ -120,29 +128,23 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, at_end: contextli
     # ------------------------------------------------------------------------------------------------------ restore
     checkpoints = Checkpoints(config.checkpoint.dir or workdir / "checkpoints", config.checkpoint.keep)
     at_end.callback(checkpoints.close)
-    start = max(checkpoints.steps(), default=0)
+    start, damaged = checkpoints.newest_whole() if first_process else (0, {})
+    start = parallel_lib.from_first_process(start)
     if start and before is None:
         raise UserError(f"config.checkpoint.dir = {config.checkpoint.dir} holds another run's: choose a new folder")
     if before and not start:
-        with contextlib.closing(
-            Checkpoints(configs.from_dict(before).checkpoint.dir or workdir / "checkpoints")
-        ) as was:
-            if was.steps():
-                raise UserError(
-                    f"config.checkpoint.dir = {config.checkpoint.dir!r} is empty, and the run's checkpoints are in "
-                    f"{was.directory}: move them, or name that folder"
-                )
+        _check_really_none(workdir, configs.from_dict(before), config)
     if start:
         state = checkpoints.restore(start, state)
     if eval_only:
         if not start:
             raise UserError(f"{workdir} holds no checkpoint to evaluate: train longer")
-        scores = evaluate(state.params)
+        if (scores := evaluate(state.params)) is None:
+            return 128 + stop.signal
         print(f"step {start}  {_scores('validation', scores)}  over {eval_batches.windows} windows of {context} tokens")
         return 0
 
-    if config.checkpoint.dir:
-        checkpoints.prepare()  # one that cannot be written is known before anything else is
+    watch = metrics_lib.Watch(config.steps, start, silent=not first_process)
     if first_process:
         text = configs.to_json(
             config,
@@ -152,13 +154,21 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, at_end: contextli
             parameters=parameters,
         )
         if before is None:
+            if config.checkpoint.dir:
+                checkpoints.prepare()  # one that cannot be written is known before the workdir is made
             _found(workdir, text, tokenizer)
             at_end.callback(os.close, _lock(workdir))
-        else:
-            _replace(workdir / "config.json", text)  # what may differ between starts, such as checkpoint.dir
-        log = metrics_lib.MetricsLog(log_path, start, workdir / "tensorboard" if config.log.tensorboard else None)
+        checkpoints.prepare()
+        mark = checkpoints.facts(start)["log"] if start else None
+        log = metrics_lib.MetricsLog(log_path, mark, start, workdir / "tensorboard" if config.log.tensorboard else None)
         at_end.callback(log.close)
-    watch = metrics_lib.Watch(config.steps, start, silent=not first_process)
+        if before:
+            _replace(workdir / "config.json", text)  # what may differ between starts, such as checkpoint.dir
+        for step, why in damaged.items():
+            watch.say(f"checkpoint {step} is damaged ({why}): set aside as {checkpoints.set_aside(step)}")
+        if log.lost:
+            watch.say(f"{log_path} is not there: the records up to step {start} are lost")
+        checkpoints.best = lambda steps: metrics_lib.best_step(log.records, steps)
     watch.say(
         f"{config.data.name}: {len(train_tokens):,} tokens to train on, {len(val_tokens):,} to validate, "
         f"{tokenizer.vocab_size} kinds\n"
@@ -169,6 +179,31 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, at_end: contextli
         watch.say(f"resumed from step {start}")
     elif before:
         watch.say("no checkpoint was saved before: starting from the beginning")
+
+    def validates(step) -> bool:
+        return step == config.steps or step % config.eval.every == 0
+
+    def save():
+        checkpoints.save(state, log=log.mark() if first_process else None)
+
+    def leave():
+        """Whole at any moment in which the state is at rest."""
+        save()
+        checkpoints.wait()
+        watch.say(f"stopped: step {int(state.step)} is saved in {checkpoints.directory}; {_GO_ON}")
+
+    def validate(step) -> bool:
+        """Scores the state of a step; False when asked to stop before that was done."""
+        with stop.at_rest(leave):
+            scores = evaluate(state.params)
+        if scores is None:
+            return False
+        if not math.isfinite(scores["loss"]):
+            raise _not_finite(f"validation loss is {scores['loss']}", step, checkpoints, workdir)
+        if first_process:
+            log.write(step=step, split="val", **scores, tokens=step * rows * context)
+        watch.say(f"step {step}/{config.steps}  {_scores('validation', scores)}")
+        return True
 
     def write_sample(step):
         params = {"params": jax.tree.map(lambda x: x.addressable_data(0), state.params)}
@@ -181,26 +216,38 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, at_end: contextli
             seed=config.seed,
             vocab_size=tokenizer.vocab_size,
         )
-        text = tokenizer.decode([tokens[0] for tokens in drawn])
+        with stop.at_rest(leave):
+            text = tokenizer.decode([tokens[0] for tokens in drawn])
         watch.say(f"--- a sample at step {step}:\n{text}\n---")
         log.write_text(step, text)
 
     # --------------------------------------------------------------------------------------------------------- loop
-    scores = None
     unread = []  # the metrics of steps that nobody has waited for yet
-    stop = _Stop()
-    with watch, stop:
+    with watch:
+        # Stopped when it was about to be validated.
+        owed = start and validates(start) and first_process and _validation(log, start) is None
+        if parallel_lib.from_first_process(owed) and not validate(start):
+            return 128 + stop.signal
         clock, clock_step = time.perf_counter(), start
         for step, batch in enumerate(prefetched(train_batches, start, config.steps), start + 1):
             state, step_metrics = step_fn(state, parallel.place_batch(batch))
+            if step == start + 1:
+                jax.block_until_ready(state)
+                starting.close()  # from here on there is something to save
             unread.append(step_metrics)
             last = step == config.steps
-            stopping = stop.signal is not None  # asked once: what comes later in this step waits for the next
+            stopping = stop.asked()  # asked once: what comes later in this step waits for the next
             saves = last or step % config.checkpoint.every == 0 or stopping
-            evaluates = last or step % config.eval.every == 0
+            evaluates = validates(step) and not stopping
             if step % config.log.every == 0 or saves or evaluates:
-                newest = _finite(unread, step, checkpoints, workdir)
+                read = [{name: float(value) for name, value in old.items()} for old in jax.device_get(unread)]
                 unread = []
+                for at, old in enumerate(read, step - len(read) + 1):
+                    if what := _nonfinite(old):
+                        if not skips or not math.isfinite(old["param_norm"]):
+                            raise _not_finite(what, at, checkpoints, workdir)
+                        watch.say(f"step {at} is skipped: {what} ({old['skipped']:.0f} skipped in all)")
+                newest = {name: value if math.isfinite(value) else None for name, value in read[-1].items()}
                 seconds = time.perf_counter() - clock
                 tokens_per_second = (step - clock_step) * rows * context / seconds
             if (step % config.log.every == 0 or last) and first_process:
@@ -208,37 +255,39 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, at_end: contextli
                     step=step,
                     split="train",
                     **newest,
-                    bits_per_character=newest["loss"] * bits,
+                    bits_per_character=None if newest["loss"] is None else newest["loss"] * bits,
                     learning_rate=float(rate(step - 1)),
                     tokens=step * rows * context,
                     tokens_per_second=tokens_per_second,
                 )
                 watch.step(step, f"{_scores('train', newest)}  {tokens_per_second:,.0f} tokens/s")
             if evaluates:
-                scores = evaluate(state.params)
-                if not math.isfinite(scores["loss"]):
-                    raise _not_finite("validation loss", scores["loss"], step, checkpoints, workdir)
-                if first_process:
-                    log.write(step=step, split="val", **scores, tokens=step * rows * context)
-                watch.say(f"step {step}/{config.steps}  {_scores('validation', scores)}")
+                stopping = not validate(step)
             if saves:
-                checkpoints.save(state, scores["loss"] if evaluates else None)
-            if first_process and (last or (config.sample.every and step % config.sample.every == 0)):
+                save()
+            if stopping:
+                leave()
+                return 128 + stop.signal
+            if first_process and not last and config.sample.every and step % config.sample.every == 0:
                 write_sample(step)
             if step % config.log.every == 0 or saves or evaluates:
                 clock, clock_step = time.perf_counter(), step  # evaluation, saving and sampling are not training
-            if stopping and not last:
-                checkpoints.wait()
-                watch.say(
-                    f"stopped: step {step} is saved in {checkpoints.directory}; the same command goes on from there"
-                )
-                return 128 + stop.signal
-    checkpoints.wait()
-    scores = evaluate(state.params) if scores is None else scores  # killed between the last save and the last record
-    if first_process:
-        log.write(step=config.steps, split="final", loss=scores["loss"], params_sha256=sha256(state.params))
-    watch.say(f"done: {_scores('validation', scores)}\nwrite with it: python -m attnlab.sample --workdir={workdir}")
+
+        # ------------------------------------------------------------------------------------------------------ end
+        starting.close()
+        with stop.at_rest(leave):
+            checkpoints.wait()
+        if first_process:
+            scores = _validation(log, config.steps)
+            write_sample(config.steps)
+            log.write(step=config.steps, split="final", loss=scores["loss"], params_sha256=sha256(state.params))
+            watch.say(
+                f"done: {_scores('validation', scores)}\nwrite with it: python -m attnlab.sample --workdir={workdir}"
+            )
     return 0
+
+
+_GO_ON = "the same command goes on from there"
 
 
 def _earlier_run(workdir: Path, config: ConfigDict) -> dict | None:
@@ -284,6 +333,28 @@ def _lock(workdir: Path) -> int:
     return folder
 
 
+def _check_really_none(workdir: Path, was: ConfigDict, config: ConfigDict) -> None:
+    """Raises UserError where a run that has no checkpoint must have had one."""
+    with contextlib.closing(Checkpoints(was.checkpoint.dir or workdir / "checkpoints")) as before:
+        if before.steps():
+            raise UserError(
+                f"config.checkpoint.dir = {config.checkpoint.dir!r} is empty, and the run's checkpoints are in "
+                f"{before.directory}: move them, or name that folder"
+            )
+    # A save begins when the one before it is on disk, so that past two of them one must be there.
+    reached = max((record["step"] for record in metrics_lib.read(workdir / "metrics.jsonl")), default=0)
+    if reached > 2 * was.checkpoint.every:
+        raise UserError(
+            f"{before.directory} holds no checkpoint, but the run had come to step {reached}: bring them back, or "
+            "start anew in another --workdir"
+        )
+
+
+def _validation(log: metrics_lib.MetricsLog, step: int) -> dict | None:
+    """The record of the validation at a step."""
+    return next((record for record in log.records if (record["split"], record["step"]) == ("val", step)), None)
+
+
 def _replace(path: Path, text: str) -> None:
     """Writes a file that is whole at any moment, and only if it differs."""
     if path.read_text(encoding="utf-8") != text:
@@ -291,50 +362,24 @@ def _replace(path: Path, text: str) -> None:
         os.replace(path.with_suffix(".new"), path)
 
 
-def _finite(unread, step, checkpoints, workdir) -> dict:
-    """The newest metrics as numbers; UserError when those of any step since the last look are not finite."""
-    read = [{name: float(value) for name, value in metrics.items()} for metrics in jax.device_get(unread)]
-    for at, metrics in enumerate(read, step - len(read) + 1):
-        for name, value in metrics.items():
-            if not math.isfinite(value):
-                raise _not_finite(name, value, at, checkpoints, workdir)
-    return read[-1]
+def _nonfinite(metrics: dict) -> str:
+    """What is not finite in the metrics of a step: 'loss is nan'; "" when all is."""
+    return next((f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)), "")
 
 
-def _not_finite(name, value, step, checkpoints, workdir) -> UserError:
+def _not_finite(what, step, checkpoints, workdir) -> UserError:
     checkpoints.wait()
     kept = checkpoints.steps()
     where = f"the last good checkpoint is step {kept[-1]}" if kept else "no checkpoint was saved yet"
     return UserError(
-        f"{name} is {value} at step {step}; {where} in {workdir}: lower config.optimizer.learning_rate or "
-        "config.optimizer.clip_norm, in a new --workdir"
+        f"{what} at step {step}; {where} in {workdir}: lower config.optimizer.learning_rate or "
+        "config.optimizer.clip_norm, or set config.on_nonfinite=skip, in a new --workdir"
     )
 
 
 def _scores(what, scores) -> str:
     bits = f" ({scores['bits_per_character']:.3f} bits per character)" if "bits_per_character" in scores else ""
-    return f"{what} loss {scores['loss']:.4f}{bits}"
-
-
-class _Stop:
-    """Inside it, SIGINT and SIGTERM are noted and the loop ends after its step; a second one ends it at once."""
-
-    signal = None
-
-    def __enter__(self):
-        # Python lets no other thread handle signals; one that trains inside a larger program has its own ways to stop.
-        numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-        self._old = {number: signal.signal(number, self._note) for number in numbers}
-        return self
-
-    def __exit__(self, *_):
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-
-    def _note(self, number, _frame):
-        if self.signal is not None:
-            raise KeyboardInterrupt
-        self.signal = number
+    return f"{what} loss {scores['loss']:.4f}{bits}" if scores["loss"] is not None else f"{what} loss not finite"
 
 
 def _define(values, argv):
@@ -343,9 +388,10 @@ def _define(values, argv):
     flags.DEFINE_bool("eval_only", False, "score the newest checkpoint, write nothing", flag_values=values)
 
 
-def _main(values) -> int:
+def _main(values, own_process: bool) -> int:
     config, name = commands.config_of(values)
-    return train(config, values.workdir or Path("runs") / name, eval_only=values.eval_only)
+    workdir = values.workdir or Path("runs") / name
+    return train(config, workdir, eval_only=values.eval_only, own_process=own_process)
 
 
 if __name__ == "__main__":

@@ -1,83 +1,156 @@
-"""Checkpoints: Orbax, asynchronous and atomic, behind one small class."""
+"""Checkpoints: Orbax, asynchronous and atomic, each with a manifest of what it holds, behind one small class."""
 
 import functools
 import hashlib
+import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from orbax.checkpoint import checkpoint_managers
 
 from attnlab.errors import UserError
 from attnlab.training.state import TrainState
 
+MANIFEST = "manifest.json"
+
 
 class Checkpoints:
-    """The checkpoints of a run: the newest `keep`, and the one with the lowest validation loss.
+    """The checkpoints of a run: the newest `keep`, and the best.
+
+    A checkpoint is a folder named by its step. It gets that name when all of it is written, the manifest last of all:
+    the sha256 of every other file in it. Orbax alone loads a flipped bit without a word.
 
     Args:
       directory: where they lie, any `etils.epath` path; made on the first save.
       keep: how many of the newest stay.
 
+    Attributes:
+      best: which of some steps, if any, stays however old it is; whoever trains says how to know.
+
     >>> import tempfile
     >>> checkpoints = Checkpoints(tempfile.mkdtemp())
     >>> state = TrainState(np.int32(5), {"w": np.ones(3, np.float32)}, (np.zeros(3),))
-    >>> checkpoints.save(state, validation_loss=1.5)
+    >>> checkpoints.save(state)
     >>> checkpoints.close()
-    >>> checkpoints.steps(), checkpoints.restore(5, state).params
-    ([5], {'w': array([1., 1., 1.], dtype=float32)})
+    >>> checkpoints.steps(), checkpoints.damage(5), checkpoints.restore(5, state).params
+    ([5], '', {'w': array([1., 1., 1.], dtype=float32)})
     """
 
     def __init__(self, directory: str | Path, keep: int = 1):
         self.directory = epath.Path(directory if "://" in str(directory) else Path(directory).expanduser().absolute())
-        policies = [
-            checkpoint_managers.LatestN(keep),
-            checkpoint_managers.BestN(get_metric_fn=_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False),
-        ]
-        self._options = ocp.CheckpointManagerOptions(
-            best_fn=_loss, best_mode="min", preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies)
-        )
-        self._open_manager = None
+        self.best: Callable[[list[int]], int | None] = lambda steps: None
+        self._keep = keep
+        self._started: int | None = None  # the last step that was saved here
+        self._open_writer = None
 
     def prepare(self) -> None:
-        """Makes the directory, so that one that cannot be written is known before the first step.
+        """Makes the directory, and removes what a killed process had not finished; for the one process that writes.
 
         Raises:
-          UserError: it cannot be made.
+          UserError: it cannot be made, or written.
         """
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            for path in self.directory.iterdir():
+                if ".orbax-checkpoint-tmp" in path.name:
+                    path.rmtree()
         except (OSError, ImportError) as error:
             why = getattr(error, "strerror", None) or error
             raise UserError(f"checkpoint.dir = {self.directory} cannot be written ({why}): choose another") from error
 
     def steps(self) -> list[int]:
-        """The steps that have a whole checkpoint, in order."""
+        """The steps that have a checkpoint, in order, damaged ones among them."""
         if not self.directory.exists():
             return []
-        self._manager.reload()  # another process may have written since
-        return sorted(self._manager.all_steps())
+        return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdecimal())
 
-    def best_step(self) -> int | None:
-        """The step with the lowest validation loss, of those that have one."""
-        scored = {step: metrics["loss"] for step in self.steps() if (metrics := self._manager.metrics(step))}
-        return min(scored, key=scored.get) if scored else None
+    def save(self, state: TrainState, **facts) -> None:
+        """Starts to write `state` as the checkpoint of its step; the arrays may be reused once this returns.
 
-    def save(self, state: TrainState, validation_loss: float | None = None) -> None:
-        """Starts to write `state` as the checkpoint of its step; the arrays may be reused once this returns."""
-        items = ocp.args.Composite(
-            params=ocp.args.StandardSave(state.params), opt_state=ocp.args.StandardSave(state.opt_state)
+        Args:
+          state: of any shardings.
+          facts: what JSON can hold, to be read by `facts`.
+
+        Raises:
+          UserError: this one or the one before it cannot be written.
+        """
+        step = int(state.step)
+        if step == self._started:
+            return
+        self.wait()
+        items = _Items(
+            params=ocp.args.StandardSave(state.params),
+            opt_state=ocp.args.StandardSave(state.opt_state),
+            facts=ocp.args.JsonSave(facts),
         )
-        metrics = None if validation_loss is None else {"loss": validation_loss}
-        self._manager.save(int(state.step), args=items, metrics=metrics, force=True)
+        try:
+            self._writer.save(self.directory / str(step), args=items, force=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise self._unwritten(error) from error
+        self._started = step
 
     def wait(self) -> None:
-        """Returns when all that was saved is on disk."""
-        if self._open_manager is not None:
-            self._open_manager.wait_until_finished()
+        """Returns when all that was saved is on disk, and what need not stay is not.
+
+        Raises:
+          UserError: it cannot be written.
+        """
+        if self._open_writer is None or self._started is None:
+            return
+        try:
+            self._writer.wait_until_finished()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise self._unwritten(error) from error
+        if jax.process_index() == 0:
+            steps = self.steps()
+            best = self.best(steps)
+            for step in steps[: -self._keep]:
+                if step != best:
+                    (self.directory / str(step)).rmtree()  # one of which a part is left is damaged, and goes next time
+
+    def damage(self, step: int) -> str:
+        """What is wrong with the files of a checkpoint, "" when they are those that were written."""
+        folder = self.directory / str(step)
+        try:
+            manifest = json.loads((folder / MANIFEST).read_text())
+            for name, written in manifest.items():
+                if _file_sha256(folder / name) != written:
+                    return f"{name} is not what was written"
+        except FileNotFoundError as error:
+            return f"{Path(error.filename or folder).name} is missing"
+        except (OSError, ValueError, AttributeError) as error:
+            return f"{getattr(error, 'strerror', None) or f'its {MANIFEST} is no manifest'}"
+        return ""
+
+    def newest_whole(self) -> tuple[int, dict[int, str]]:
+        """The newest step that is not damaged, 0 if there is no checkpoint at all; and what is wrong with newer ones.
+
+        Raises:
+          UserError: there are checkpoints, and all are damaged.
+        """
+        damaged = {}
+        for step in reversed(self.steps()):
+            if not (why := self.damage(step)):
+                return step, damaged
+            damaged[step] = why
+        if damaged:
+            step, why = next(iter(damaged.items()))
+            raise UserError(
+                f"every checkpoint in {self.directory} is damaged (of {step} {why}): bring one back, or start anew in "
+                "another --workdir"
+            )
+        return 0, {}
+
+    def set_aside(self, step: int) -> str:
+        """Renames a checkpoint so that it is none any longer; returns its new name."""
+        names = (f"{step}.damaged", *(f"{step}.damaged-{n}" for n in range(2, 1000)))
+        name = next(name for name in names if not (self.directory / name).exists())
+        (self.directory / str(step)).rename(self.directory / name)
+        return name
 
     def restore(self, step: int, like: TrainState) -> TrainState:
         """The state at a step.
@@ -98,30 +171,56 @@ class Checkpoints:
         """The parameters at a step, without the optimizer's state; `like` and errors as for `restore`."""
         return self._restore(step, params=ocp.args.StandardRestore(like))["params"]
 
+    def facts(self, step: int) -> dict:
+        """What was given to `save` beside the state; errors as for `restore`."""
+        return self._restore(step, facts=ocp.args.JsonRestore())["facts"]
+
     def close(self) -> None:
         """Waits for what is being written, and frees the threads."""
-        if self._open_manager is not None:
-            self._open_manager.close()
-            self._open_manager = None
+        if self._open_writer is not None:
+            writer, self._open_writer = self._open_writer, None
+            writer.close()
 
     @property
-    def _manager(self) -> ocp.CheckpointManager:
-        if self._open_manager is None:
-            self._open_manager = ocp.CheckpointManager(self.directory, options=self._options)
-        return self._open_manager
+    def _writer(self) -> ocp.AsyncCheckpointer:
+        if self._open_writer is None:
+            self._open_writer = ocp.AsyncCheckpointer(_WithManifest())
+        return self._open_writer
 
     def _restore(self, step, **items):
         _ignore_late_reads()
+        folder = self.directory / str(step)
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(**items))
+            return ocp.Checkpointer(ocp.CompositeCheckpointHandler()).restore(folder, ocp.args.Composite(**items))
         except (ValueError, OSError, KeyError, TypeError) as error:
-            self.close()
-            # Storage libraries append pages of their own state, from the first bracket on.
-            why = (str(error).strip().splitlines() or [repr(error)])[0].partition("[")[0][:160].strip()
             raise UserError(
-                f"checkpoint {self.directory / str(step)} cannot be read ({why}): move it away to go on from the one "
-                "before it"
+                f"checkpoint {folder} cannot be read ({_why(error)}): move it away to go on from the one before it"
             ) from error
+
+    def _unwritten(self, error) -> UserError:
+        self._started = None
+        with_whole = self.steps()
+        where = f"the newest whole one is {with_whole[-1]}" if with_whole else "none was written before"
+        return UserError(
+            f"a checkpoint cannot be written into {self.directory} ({_why(error)}); {where}: make room there, and "
+            "repeat the command"
+        )
+
+
+class _WithManifest(ocp.CompositeCheckpointHandler):
+    """Adds the manifest when all else is written, and before the folder gets its name."""
+
+    def finalize(self, directory):
+        super().finalize(directory)
+        # Orbax still puts the time into its own _CHECKPOINT_METADATA, which holds nothing of the run.
+        files = (path for path in _files(directory) if path.name != "_CHECKPOINT_METADATA")
+        written = {str(path.relative_to(directory)): _file_sha256(path) for path in files}
+        (directory / MANIFEST).write_text(json.dumps(written, indent=1))
+
+
+@ocp.args.register_with_handler(_WithManifest, for_save=True, for_restore=True)
+class _Items(ocp.args.Composite):
+    """What Orbax wants to find for a handler: the class of its arguments."""
 
 
 def sha256(params) -> str:
@@ -135,6 +234,21 @@ def sha256(params) -> str:
     for path in sorted(leaves):
         digest.update(np.ascontiguousarray(leaves[path]).tobytes())
     return digest.hexdigest()
+
+
+def _files(folder: epath.Path) -> Iterator[epath.Path]:
+    for path in sorted(folder.iterdir()):
+        yield from _files(path) if path.is_dir() else [path]
+
+
+def _file_sha256(path: epath.Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _why(error: BaseException) -> str:
+    """The first line of a storage library's message; they append pages of their own state, from a bracket on."""
+    return (str(error).strip().splitlines() or [repr(error)])[0].partition("[")[0][:160].strip()
 
 
 @functools.cache
@@ -151,10 +265,6 @@ def _ignore_late_reads() -> None:
             report(unraisable)
 
     sys.unraisablehook = report_others
-
-
-def _loss(metrics) -> float:
-    return metrics["loss"]
 
 
 def _sharding(array):

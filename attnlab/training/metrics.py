@@ -1,5 +1,6 @@
 """What a run writes down: `metrics.jsonl`, TensorBoard events, and lines or a progress bar for whoever watches."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -15,9 +16,17 @@ class MetricsLog:
 
     Args:
       path: the file; made when the first record is written.
-      last_step: the step that the run goes on from; what an interrupted run had written beyond it is removed, for it
-        will be written again.
+      mark: where the run goes on from, what `mark()` was there; what was written since is removed, for it will be
+        written again. None for the beginning.
+      last_step: the step there.
       events: folder of TensorBoard events beside it; None for none.
+
+    Attributes:
+      records: all of them, those of earlier starts included.
+      lost: there was a file at the mark, and there is none now.
+
+    Raises:
+      UserError: the file is not what it was at the mark.
 
     >>> import tempfile
     >>> log = MetricsLog(Path(tempfile.mkdtemp()) / "metrics.jsonl")
@@ -26,20 +35,35 @@ class MetricsLog:
     [{'step': 10, 'split': 'train', 'loss': 2.5}]
     """
 
-    def __init__(self, path: Path, last_step: int = 0, events: Path | None = None):
+    def __init__(self, path: Path, mark: dict | None = None, last_step: int = 0, events: Path | None = None):
         self.path, self._events, self._writer, self._last_step = path, events, None, last_step
-        found = read(path)
-        self.records = [record for record in found if record["step"] <= last_step]
-        if len(self.records) < len(found) or (path.exists() and not path.read_bytes().endswith(b"\n")):
-            kept = path.with_suffix(".kept")
-            kept.write_text("".join(map(_line, self.records)), encoding="utf-8")
-            os.replace(kept, path)
+        size = mark["bytes"] if mark else 0
+        self.lost = bool(size) and not path.exists()
+        kept = b""
+        if path.exists():
+            with path.open("rb") as file:
+                kept = file.read(size)
+            if mark and hashlib.sha256(kept).hexdigest() != mark["sha256"]:
+                raise UserError(
+                    f"{path} is not what it was when step {last_step} was saved: bring it back, or move it away to go "
+                    "on without its records"
+                )
+            os.truncate(path, size)
+        self._size, self._sha256 = len(kept), hashlib.sha256(kept)
+        self.records = [json.loads(line) for line in kept.splitlines()]
+
+    def mark(self) -> dict:
+        """Of all that was written so far, what a checkpoint keeps: JSON's `{"bytes": …, "sha256": …}`."""
+        return {"bytes": self._size, "sha256": self._sha256.hexdigest()}
 
     def write(self, **record) -> None:
         """Appends a record and hands its numbers to TensorBoard."""
+        line = _line(record).encode()
+        with self.path.open("ab") as file:
+            file.write(line)
+        self._size += len(line)
+        self._sha256.update(line)
         self.records.append(record)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(_line(record))
         if self._tensorboard:
             for name, value in record.items():
                 if name != "step" and isinstance(value, int | float):
@@ -88,6 +112,16 @@ def read(path: Path) -> list[dict]:
                 break
             raise UserError(f"{path} line {number} is no record ({line[:40]!r}): repair it or move it away") from error
     return records
+
+
+def best_step(records: list[dict], steps: list[int]) -> int | None:
+    """Of `steps` the one with the lowest validation loss in a run's records, None if none has one.
+
+    >>> best_step([{"step": 2, "split": "val", "loss": 3.0}, {"step": 4, "split": "val", "loss": 2.5}], [2, 3])
+    2
+    """
+    scored = {r["step"]: r["loss"] for r in records if r["split"] == "val" and r["step"] in steps}
+    return min(scored, key=scored.get) if scored else None
 
 
 class Watch:

@@ -25,14 +25,15 @@ def learning_rate(config: ConfigDict, steps: int) -> optax.Schedule:
     return optax.join_schedules([optax.linear_schedule(peak / (warmup + 1), peak, warmup), decay], [warmup])
 
 
-def make(config: ConfigDict, steps: int) -> optax.GradientTransformation:
+def make(config: ConfigDict, steps: int, *, skip_nonfinite: bool = False) -> optax.GradientTransformation:
     """AdamW (Loshchilov and Hutter 2019) behind clipping by the global norm (Pascanu et al. 2013).
 
     Args:
       config: `config.optimizer`.
       steps: updates in the run.
+      skip_nonfinite: a gradient that is not finite changes nothing; its state counts them, `total_notfinite`.
     """
-    return optax.chain(
+    optimizer = optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(
             learning_rate(config, steps),
@@ -42,6 +43,7 @@ def make(config: ConfigDict, steps: int) -> optax.GradientTransformation:
             mask=decayed,
         ),
     )
+    return optax.apply_if_finite(optimizer, max_consecutive_errors=2**31 - 2) if skip_nonfinite else optimizer
 
 
 def decayed(params) -> dict:

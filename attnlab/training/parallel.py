@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from attnlab.data.batches import Batch
@@ -82,6 +84,11 @@ def make(strategy: str, data: int = -1) -> Parallel:
         )
     devices = jax.devices()[:count]
     return Parallel(strategy, jax.make_mesh((count,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices))
+
+
+def from_first_process(number: int) -> int:
+    """What the first of several processes says, in all of them."""
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number))) if jax.process_count() > 1 else int(number)
 
 
 def check_batch(batch_size: int, devices: int, accumulation: int) -> None:

@@ -89,13 +89,18 @@ def train_step(
 
     Returns:
       The next state, and float32 scalars: `loss` (nats) and `grad_norm` (before clipping) of the old parameters, and
-      the new ones' `param_norm`.
+      the new ones' `param_norm`; `skipped`, how many steps of the run were, where the optimizer counts them.
     """
     step_key = jax.random.fold_in(jax.random.key(seed), state.step)
     loss, gradient = gradients(model, state.params, batch, step_key, accumulation, axis_name)
+    skips = optax.tree.get(state.opt_state, "total_notfinite") is not None
+    if skips:  # the optimizer looks at gradients alone
+        gradient = jax.tree.map(lambda g: jnp.where(jnp.isfinite(loss), g, jnp.nan), gradient)
     updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradient), "param_norm": optax.tree.norm(params)}
+    if skips:
+        metrics["skipped"] = optax.tree.get(opt_state, "total_notfinite")
     return TrainState(state.step + 1, params, opt_state), metrics
 
 

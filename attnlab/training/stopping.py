@@ -1,0 +1,109 @@
+"""Asked to stop: SIGINT and SIGTERM, at any moment of a run."""
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import jax
+from jax.experimental import multihost_utils
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stop:
+    """Inside it, a signal ends the run after its step, or at once where the state is at rest; a second one at once.
+
+    A thread listens to the signals, for Python's handlers wait while XLA compiles or computes. Where the run is one of
+    several processes all stop after the same step: JAX's preemption service agrees upon it, of SIGTERM, and SIGINT is
+    passed on to it.
+
+    Args:
+      own_process: the process is the run's, and may be ended from the thread. Else, in a notebook say, the loop alone
+        ends, after its step.
+
+    Attributes:
+      signal: the first that came.
+    """
+
+    def __init__(self, own_process: bool = False):
+        self.signal: int | None = None
+        self._own_process = own_process
+        self._alone = jax.process_count() == 1
+        self._calls = self._handled = 0
+        self._leave = None
+        self._at_rest = threading.Condition()
+        self._old = {}
+
+    def __enter__(self):
+        # Python lets no other thread handle signals; one that trains inside a larger program has its own ways to stop.
+        if threading.current_thread() is threading.main_thread():
+            numbers = SIGNALS if self._alone else (signal.SIGINT,)  # JAX's service handles SIGTERM itself
+            self._hear, self._tell = socket.socketpair()
+            self._tell.setblocking(False)
+            self._old = {number: signal.signal(number, self._handle) for number in numbers}
+            self._old_fd = signal.set_wakeup_fd(self._tell.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self._listen, name="attnlab-stop", daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        if self._old:
+            signal.set_wakeup_fd(self._old_fd)
+            for number, handler in self._old.items():
+                signal.signal(number, handler)
+            self._tell.close()  # ends the thread
+
+    def asked(self) -> bool:
+        """Whether to stop now; asked at the same places in every process."""
+        if self._alone:
+            return self.signal is not None
+        self._calls += 1
+        if multihost_utils.reached_preemption_sync_point(self._calls):
+            self.signal = self.signal or signal.SIGTERM
+            return True
+        return False
+
+    @contextlib.contextmanager
+    def at_rest(self, leave: Callable[[], None]) -> Iterator[None]:
+        """Inside it, nothing changes the state: a signal calls `leave`, from another thread, and ends the process."""
+        with self._at_rest:
+            self._leave = leave
+            self._at_rest.notify()
+        try:
+            yield
+        finally:
+            with self._at_rest:  # waits while the thread is leaving
+                self._leave = None
+
+    def _handle(self, *_):
+        """Python's own handler, which runs between two lines of the main thread."""
+        self._handled += 1
+        if self._handled > 1 and not self._own_process:
+            raise KeyboardInterrupt
+
+    def _listen(self):
+        while number := self._hear.recv(1):
+            number = number[0]
+            if number not in SIGNALS:
+                continue
+            if self.signal is not None and self._own_process:
+                os._exit(128 + number)
+            self.signal = number
+            if not self._alone:
+                os.kill(os.getpid(), signal.SIGTERM)
+            elif self._own_process:
+                threading.Thread(target=self._leave_at_rest, daemon=True).start()
+        self._hear.close()
+
+    def _leave_at_rest(self):
+        with self._at_rest:
+            self._at_rest.wait_for(lambda: self._leave is not None)
+            code = 128 + self.signal
+            try:
+                self._leave()
+            except BaseException as error:  # nobody else would hear of it
+                print(f"error: {error}", flush=True)
+                code = 2
+            os._exit(code)
