@@ -36,6 +36,7 @@ _WHOLE_NUMBERS = {
     "checkpoint.every": 1,
     "checkpoint.keep": 1,
     "log.every": 1,
+    "parallel.timeout": 1,
 }
 _RANGES = {
     "model.dropout": (0, 0.999),
@@ -108,7 +109,9 @@ def default() -> ConfigDict:
 
     config.parallel = ConfigDict()
     config.parallel.strategy = "mesh"  # mesh (jit with named sharding) or pmap
-    config.parallel.mesh = ConfigDict({"data": -1})  # devices on each axis; −1 for all there are
+    # Devices on each axis: both split the batch, fsdp the parameters and the optimizer's state as well.
+    config.parallel.mesh = ConfigDict({"data": -1, "fsdp": 1})  # −1 for all there are
+    config.parallel.timeout = 300  # seconds without a step after which another process is taken for gone
 
     config.eval = ConfigDict()
     config.eval.every = 250  # steps

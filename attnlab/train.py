@@ -31,14 +31,18 @@ from attnlab.sample import generate, prompt_ids
 from attnlab.training import metrics as metrics_lib
 from attnlab.training import optimizer as optimizers
 from attnlab.training import parallel as parallel_lib
+from attnlab.training import processes
 from attnlab.training import state as states
 from attnlab.training.checkpoints import Checkpoints, sha256
-from attnlab.training.stopping import Stop
+from attnlab.training.stopping import Stop, lost
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return commands.run(_define, functools.partial(_main, own_process=argv is None), __doc__, argv)
+    code = commands.run(_define, functools.partial(_main, own_process=argv is None), __doc__, argv)
+    if code and argv is None:
+        processes.leave(code)
+    return code
 
 
 def train(config: ConfigDict, workdir: str | Path, *, eval_only: bool = False, own_process: bool = False) -> int:
@@ -57,8 +61,13 @@ def train(config: ConfigDict, workdir: str | Path, *, eval_only: bool = False, o
     Raises:
       UserError: a config, a text or a workdir that cannot be used; a loss or gradient that is not finite.
     """
-    with Stop(own_process) as stop, contextlib.ExitStack() as at_end:
-        return _train(config, Path(workdir), eval_only, stop, at_end)
+    with Stop(own_process, config.parallel.timeout) as stop, contextlib.ExitStack() as at_end:
+        try:
+            return _train(config, Path(workdir), eval_only, stop, at_end)
+        except jax.errors.JaxRuntimeError as error:
+            if own_process and jax.process_count() > 1:
+                lost(commands.one_line(error))
+            raise
 
 
 def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_end: contextlib.ExitStack) -> int:
@@ -78,7 +87,7 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
         return 0
 
     # ------------------------------------------------------------------------------------------------------ devices
-    parallel = parallel_lib.make(config.parallel.strategy, config.parallel.mesh.data)
+    parallel = parallel_lib.make(config.parallel.strategy, **config.parallel.mesh)
     devices, accumulation = parallel.mesh.devices.size, config.optimizer.accumulation
     parallel_lib.check_batch(config.batch_size, devices, accumulation)
     first_process = jax.process_index() == 0
@@ -107,11 +116,13 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
     model = states.make_model(config, tokenizer.vocab_size)
     skips = config.on_nonfinite == "skip"
     optimizer = optimizers.make(config.optimizer, config.steps, skip_nonfinite=skips)
-    state = parallel.place_state(states.create(model, optimizer, config.seed))
+    parallel_lib.check_width(config.model.width, config.parallel.mesh.fsdp)
+    state = parallel.create_state(functools.partial(states.create, model, optimizer, config.seed))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
 
     # --------------------------------------------------------------------------------------------------------- step
-    step_fn = parallel.compile_train(functools.partial(states.train_step, model, optimizer, config.seed, accumulation))
+    pure_step = functools.partial(states.train_step, model, optimizer, config.seed, accumulation)
+    step_fn = parallel.compile_train(pure_step, state)
     eval_fn = parallel.compile_eval(functools.partial(states.eval_step, model))
     rate = optimizers.learning_rate(config.optimizer, config.steps)
 
@@ -206,10 +217,12 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
         return True
 
     def write_sample(step):
-        params = {"params": jax.tree.map(lambda x: x.addressable_data(0), state.params)}
+        params = parallel.on_every_device(state.params)
+        if not first_process:
+            return
         drawn = generate(
             model,
-            params,
+            {"params": jax.tree.map(lambda x: x.addressable_data(0), params)},
             prompt_ids(tokenizer, None),
             config.sample.length,
             temperature=0.8,
@@ -268,7 +281,7 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
             if stopping:
                 leave()
                 return 128 + stop.signal
-            if first_process and not last and config.sample.every and step % config.sample.every == 0:
+            if not last and config.sample.every and step % config.sample.every == 0:
                 write_sample(step)
             if step % config.log.every == 0 or saves or evaluates:
                 clock, clock_step = time.perf_counter(), step  # evaluation, saving and sampling are not training
@@ -277,10 +290,11 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
         starting.close()
         with stop.at_rest(leave):
             checkpoints.wait()
+        write_sample(config.steps)
+        params = parallel.on_every_device(state.params)
         if first_process:
             scores = _validation(log, config.steps)
-            write_sample(config.steps)
-            log.write(step=config.steps, split="final", loss=scores["loss"], params_sha256=sha256(state.params))
+            log.write(step=config.steps, split="final", loss=scores["loss"], params_sha256=sha256(params))
             watch.say(
                 f"done: {_scores('validation', scores)}\nwrite with it: python -m attnlab.sample --workdir={workdir}"
             )
@@ -390,6 +404,7 @@ def _define(values, argv):
 
 def _main(values, own_process: bool) -> int:
     config, name = commands.config_of(values)
+    processes.connect(config.parallel.timeout)
     workdir = values.workdir or Path("runs") / name
     return train(config, workdir, eval_only=values.eval_only, own_process=own_process)
 

@@ -232,7 +232,9 @@ def sha256(params) -> str:
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     digest = hashlib.sha256()
     for path in sorted(leaves):
-        digest.update(np.ascontiguousarray(leaves[path]).tobytes())
+        leaf = leaves[path]
+        whole = leaf.addressable_data(0) if isinstance(leaf, jax.Array) and leaf.is_fully_replicated else leaf
+        digest.update(np.ascontiguousarray(whole).tobytes())
     return digest.hexdigest()
 
 

@@ -1,6 +1,7 @@
 """One pure step on all devices: replicated by `jax.pmap`, or sharded by `jax.jit` over a named mesh."""
 
 import functools
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,7 +13,17 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from attnlab.data.batches import Batch
 from attnlab.errors import UserError
 
-AXIS = "data"
+DATA, FSDP = "data", "fsdp"
+
+# Which axis of a parameter lies split over which axis of the mesh; all others, biases and norms, are on every device.
+# A tensor axis would join at the heads, and at the wide side of the MLP.
+RULES = (
+    (r"(query|key|value)/kernel$", (FSDP, None, None)),  # [width, heads, head_dim]
+    (r"attention/out/kernel$", (None, None, FSDP)),  # [heads, head_dim, width]
+    (r"mlp/up/kernel$", (FSDP, None)),  # [width, mlp]
+    (r"mlp/down/kernel$", (None, FSDP)),  # [mlp, width]
+    (r"(embed|positions)/embedding$", (None, FSDP)),  # [vocabulary or context, width]
+)
 
 
 class Parallel(NamedTuple):
@@ -20,7 +31,8 @@ class Parallel(NamedTuple):
 
     Attributes:
       strategy: "pmap" or "mesh".
-      mesh: the devices, along the axis "data".
+      mesh: the devices, along the axes "data" and "fsdp": both split the batch, the second the state as well (Zhao et
+        al. 2023, Rajbhandari et al. 2020).
     """
 
     strategy: str
@@ -28,43 +40,65 @@ class Parallel(NamedTuple):
 
     @property
     def replicated(self) -> NamedSharding:
-        """The same on every device: where the state lives under both strategies."""
+        """The same on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
-    def place_state(self, state):
-        """The state, from the host or any device, on all devices."""
-        return jax.device_put(state, self.replicated)
+    def shardings(self, state):
+        """Where each leaf of a state lies, by `RULES`; the optimizer's moments lie where their parameters do."""
+
+        def place(path, _):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            axes = next((axes for rule, axes in RULES if re.search(rule, name)), ())
+            return NamedSharding(self.mesh, PartitionSpec(*axes))
+
+        return jax.tree_util.tree_map_with_path(place, state)
+
+    def create_state(self, create: Callable):
+        """The state that `create()` makes, made where it lies: no device holds more of it than its share."""
+        return jax.jit(create, out_shardings=self.shardings(jax.eval_shape(create)))()
+
+    def on_every_device(self, tree):
+        """Copies of a sharded tree; asked for in every process."""
+        if self.mesh.shape[FSDP] == 1:
+            return tree
+        return jax.jit(lambda tree: tree, out_shardings=self.replicated)(tree)
 
     def place_batch(self, batch: Batch) -> Batch:
         """This process' rows of a global batch, split over its devices."""
         if self.strategy == "pmap":
             local = jax.local_device_count()
             return jax.tree.map(lambda x: x.reshape(local, -1, *x.shape[1:]), batch)
-        rows = NamedSharding(self.mesh, PartitionSpec(AXIS))
+        rows = NamedSharding(self.mesh, PartitionSpec((DATA, FSDP)))
         return jax.tree.map(functools.partial(jax.make_array_from_process_local_data, rows), batch)
 
-    def compile_train(self, step: Callable) -> Callable:
-        """`step(state, batch, axis_name=…)` → (state, metrics), compiled; the old state's buffers are reused."""
-        return self._compile(step, donate_argnums=0)
+    def compile_train(self, step: Callable, state) -> Callable:
+        """`step(state, batch, axis_name=…)` → (state, metrics), compiled; the old state's buffers are reused.
+
+        Args:
+          step: pure.
+          state: one, or its shapes.
+        """
+        return self._compile(step, (self.shardings(state), self.replicated), donate_argnums=0)
 
     def compile_eval(self, step: Callable) -> Callable:
         """`step(params, batch, axis_name=…)` → sums over the global batch, compiled."""
-        return self._compile(step)
+        return self._compile(step, self.replicated)
 
-    def _compile(self, step, **options):
+    def _compile(self, step, out_shardings, **options):
         if self.strategy == "mesh":
-            return jax.jit(step, out_shardings=self.replicated, **options)
+            return jax.jit(step, out_shardings=out_shardings, **options)
         # Not mapped over the state: it keeps the shape it has on one device, on disk, and in the other strategy.
-        step, devices = functools.partial(step, axis_name=AXIS), self.mesh.devices.tolist()
-        return jax.pmap(step, AXIS, in_axes=(None, 0), out_axes=None, devices=devices, **options)
+        step, devices = functools.partial(step, axis_name=DATA), self.mesh.devices.ravel().tolist()
+        return jax.pmap(step, DATA, in_axes=(None, 0), out_axes=None, devices=devices, **options)
 
 
-def make(strategy: str, data: int = -1) -> Parallel:
+def make(strategy: str, data: int = -1, fsdp: int = 1) -> Parallel:
     """The devices of a run.
 
     Args:
       strategy: "pmap" or "mesh".
       data: devices along the axis "data"; −1 for all there are.
+      fsdp: devices along the axis "fsdp", over which the state is split as well.
 
     Raises:
       UserError: more devices than there are, or fewer while there are several processes.
@@ -76,19 +110,31 @@ def make(strategy: str, data: int = -1) -> Parallel:
         there = jax.device_count()
     except RuntimeError as error:  # JAX_PLATFORMS names what is not there
         raise UserError(f"JAX finds no device: {str(error).splitlines()[0]}") from error
-    count = there if data == -1 else data
+    if fsdp < 1 or there % fsdp or (strategy == "pmap" and fsdp > 1):
+        raise UserError(
+            f"config.parallel.mesh.fsdp = {fsdp}, but there are {there} devices: use a number that divides them"
+            + (", with config.parallel.strategy=mesh" if strategy == "pmap" else "")
+        )
+    data, given = (there // fsdp, data) if data == -1 else (data, data)
+    count = data * fsdp
     if not 1 <= count <= there or (count != there and (jax.process_count() > 1 or strategy == "pmap")):
         raise UserError(
-            f"config.parallel.mesh.data = {data}, but there are {there} devices: use −1 for all"
-            + (" (pmap always takes all)" if strategy == "pmap" else f", or 1 to {there}")
+            f"config.parallel.mesh.data = {given}, but there are {there} devices: use −1 for all"
+            + (" (pmap always takes all)" if strategy == "pmap" else f", or 1 to {there // fsdp}")
         )
-    devices = jax.devices()[:count]
-    return Parallel(strategy, jax.make_mesh((count,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices))
+    types, devices = (AxisType.Auto,) * 2, jax.devices()[:count]
+    return Parallel(strategy, jax.make_mesh((data, fsdp), (DATA, FSDP), axis_types=types, devices=devices))
 
 
 def from_first_process(number: int) -> int:
     """What the first of several processes says, in all of them."""
     return int(multihost_utils.broadcast_one_to_all(np.int32(number))) if jax.process_count() > 1 else int(number)
+
+
+def check_width(width: int, fsdp: int) -> None:
+    """Raises UserError when parameters cannot be split evenly along the model's width."""
+    if width % fsdp:
+        raise UserError(f"config.model.width = {width} is not divisible by config.parallel.mesh.fsdp = {fsdp}")
 
 
 def check_batch(batch_size: int, devices: int, accumulation: int) -> None:

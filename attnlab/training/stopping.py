@@ -1,16 +1,25 @@
-"""Asked to stop: SIGINT and SIGTERM, at any moment of a run."""
+"""When a run must stop before its end: it is asked to, by SIGINT or SIGTERM, or one of its processes is gone."""
 
 import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import jax
 from jax.experimental import multihost_utils
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+LOST = 75  # the exit code when others are gone: EX_TEMPFAIL of sysexits.h, "try again"
+
+
+def lost(why: str) -> None:
+    """Ends this process at once, saying what to do, for another one of the run is gone."""
+    print(f"error: another process is gone ({why}): start all of them again by the same command", file=sys.stderr)
+    _exit(LOST)
 
 
 class Stop:
@@ -18,17 +27,18 @@ class Stop:
 
     A thread listens to the signals, for Python's handlers wait while XLA compiles or computes. Where the run is one of
     several processes all stop after the same step: JAX's preemption service agrees upon it, of SIGTERM, and SIGINT is
-    passed on to it.
+    passed on to it. Where one of them is gone, the others would wait for it without end: they leave with `LOST`.
 
     Args:
       own_process: the process is the run's, and may be ended from the thread. Else, in a notebook say, the loop alone
         ends, after its step.
+      timeout: seconds that a step may take at most until others are taken for gone.
 
     Attributes:
       signal: the first that came.
     """
 
-    def __init__(self, own_process: bool = False):
+    def __init__(self, own_process: bool = False, timeout: float = 300):
         self.signal: int | None = None
         self._own_process = own_process
         self._alone = jax.process_count() == 1
@@ -36,6 +46,8 @@ class Stop:
         self._leave = None
         self._at_rest = threading.Condition()
         self._old = {}
+        self._timeout, self._heard = timeout, None
+        self._over = threading.Event()
 
     def __enter__(self):
         # Python lets no other thread handle signals; one that trains inside a larger program has its own ways to stop.
@@ -46,9 +58,12 @@ class Stop:
             self._old = {number: signal.signal(number, self._handle) for number in numbers}
             self._old_fd = signal.set_wakeup_fd(self._tell.fileno(), warn_on_full_buffer=False)
             threading.Thread(target=self._listen, name="attnlab-stop", daemon=True).start()
+        if not self._alone and self._own_process:
+            threading.Thread(target=self._watch, name="attnlab-watch", daemon=True).start()
         return self
 
     def __exit__(self, *_):
+        self._over.set()
         if self._old:
             signal.set_wakeup_fd(self._old_fd)
             for number, handler in self._old.items():
@@ -60,6 +75,7 @@ class Stop:
         if self._alone:
             return self.signal is not None
         self._calls += 1
+        self._heard = time.monotonic()
         if multihost_utils.reached_preemption_sync_point(self._calls):
             self.signal = self.signal or signal.SIGTERM
             return True
@@ -89,13 +105,18 @@ class Stop:
             if number not in SIGNALS:
                 continue
             if self.signal is not None and self._own_process:
-                os._exit(128 + number)
+                _exit(128 + number)
             self.signal = number
             if not self._alone:
                 os.kill(os.getpid(), signal.SIGTERM)
             elif self._own_process:
                 threading.Thread(target=self._leave_at_rest, daemon=True).start()
         self._hear.close()
+
+    def _watch(self):
+        while not self._over.wait(1):
+            if self._heard and time.monotonic() - self._heard > self._timeout:
+                lost(f"no step for {self._timeout:g} s, config.parallel.timeout")
 
     def _leave_at_rest(self):
         with self._at_rest:
@@ -104,6 +125,14 @@ class Stop:
             try:
                 self._leave()
             except BaseException as error:  # nobody else would hear of it
-                print(f"error: {error}", flush=True)
+                print(f"error: {error}", file=sys.stderr)
                 code = 2
-            os._exit(code)
+            _exit(code)
+
+
+def _exit(code: int) -> None:
+    """Ends the process without waiting for other threads or processes, as `sys.exit` would."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
