@@ -145,8 +145,9 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
         raise UserError(f"config.checkpoint.dir = {config.checkpoint.dir} holds another run's: choose a new folder")
     if before and not start:
         _check_really_none(workdir, configs.from_dict(before), config)
+    mark = None
     if start:
-        state = checkpoints.restore(start, state)
+        state, mark = checkpoints.restore(start, state), checkpoints.facts(start)["log"]
     if eval_only:
         if not start:
             raise UserError(f"{workdir} holds no checkpoint to evaluate: train longer")
@@ -170,7 +171,6 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
             _found(workdir, text, tokenizer)
             at_end.callback(os.close, _lock(workdir))
         checkpoints.prepare()
-        mark = checkpoints.facts(start)["log"] if start else None
         log = metrics_lib.MetricsLog(log_path, mark, start, workdir / "tensorboard" if config.log.tensorboard else None)
         at_end.callback(log.close)
         if before:
@@ -337,14 +337,22 @@ def _found(workdir: Path, config: str, tokenizer) -> None:
 
 
 def _lock(workdir: Path) -> int:
-    """Holds the folder until the process ends, however it ends; UserError when another process does."""
-    folder = os.open(workdir, os.O_RDONLY)
+    """Holds the workdir until the process ends, however it ends; UserError when another process does."""
+    path = workdir / "tokenizer.json"  # never written again; NFS locks no folder, and no file that is open for reading
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held = os.open(path, os.O_RDWR)
     except OSError as error:
-        os.close(folder)
+        raise UserError(
+            f"{path} cannot be opened for writing ({error.strerror}): see to it, or choose another"
+        ) from error
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(held)
         raise UserError(f"--workdir={workdir}: another process trains there: wait for it, or choose another") from error
-    return folder
+    except OSError:  # a file system without locks
+        pass
+    return held
 
 
 def _check_really_none(workdir: Path, was: ConfigDict, config: ConfigDict) -> None:
