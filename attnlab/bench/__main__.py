@@ -1,15 +1,16 @@
-"""Races against named peers.
+"""Races against named peers, and campaigns of faults.
 
 python -m attnlab.bench attention
+python -m attnlab.bench faults --kills=10
 """
 
+import importlib
 import sys
 
 from attnlab import commands
-from attnlab.bench import attention
 from attnlab.config import nearest
 
-RACES = {"attention": attention}
+RACES = ("attention", "faults")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     if name not in RACES:
         print(f"error: {name!r} is no race{nearest(name, RACES)}: use one of {', '.join(RACES)}", file=sys.stderr)
         return 2
-    race = RACES[name]
+    race = importlib.import_module(f"attnlab.bench.{name}")
     return commands.run(race.define, race.main, race.__doc__, [argv[0], *argv[2:]])
 
 

@@ -22,7 +22,7 @@ class Checkpoints:
     """The checkpoints of a run: the newest `keep`, and the best.
 
     A checkpoint is a folder named by its step. It gets that name when all of it is written, the manifest last of all:
-    the sha256 of every other file in it. Orbax alone loads a flipped bit without a word.
+    the step, and the sha256 of every other file in it. Orbax alone loads a flipped bit without a word.
 
     Args:
       directory: where they lie, any `etils.epath` path; made on the first save.
@@ -117,13 +117,17 @@ class Checkpoints:
         folder = self.directory / str(step)
         try:
             manifest = json.loads((folder / MANIFEST).read_text())
-            for name, written in manifest.items():
+            if manifest["step"] != step:
+                return f"it is that of step {manifest['step']}"
+            for name, written in manifest["sha256"].items():
                 if _file_sha256(folder / name) != written:
                     return f"{name} is not what was written"
         except FileNotFoundError as error:
             return f"{Path(error.filename or folder).name} is missing"
-        except (OSError, ValueError, AttributeError) as error:
-            return f"{getattr(error, 'strerror', None) or f'its {MANIFEST} is no manifest'}"
+        except OSError as error:
+            return f"{Path(error.filename or folder).name}: {error.strerror}"
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return f"its {MANIFEST} is no manifest"
         return ""
 
     def newest_whole(self) -> tuple[int, dict[int, str]]:
@@ -144,6 +148,11 @@ class Checkpoints:
                 "another --workdir"
             )
         return 0, {}
+
+    def digests(self, step: int) -> dict[str, str]:
+        """sha256 of the parameters' and of the optimizer state's bytes at a step."""
+        items = self._restore(step, params=ocp.args.StandardRestore(), opt_state=ocp.args.StandardRestore())
+        return {name: sha256(items[name]) for name in ("params", "opt_state")}
 
     def set_aside(self, step: int) -> str:
         """Renames a checkpoint so that it is none any longer; returns its new name."""
@@ -184,7 +193,7 @@ class Checkpoints:
     @property
     def _writer(self) -> ocp.AsyncCheckpointer:
         if self._open_writer is None:
-            self._open_writer = ocp.AsyncCheckpointer(_WithManifest())
+            self._open_writer = ocp.AsyncCheckpointer(WithManifest())
         return self._open_writer
 
     def _restore(self, step, **items):
@@ -207,18 +216,19 @@ class Checkpoints:
         )
 
 
-class _WithManifest(ocp.CompositeCheckpointHandler):
+class WithManifest(ocp.CompositeCheckpointHandler):
     """Adds the manifest when all else is written, and before the folder gets its name."""
 
     def finalize(self, directory):
         super().finalize(directory)
         # Orbax still puts the time into its own _CHECKPOINT_METADATA, which holds nothing of the run.
         files = (path for path in _files(directory) if path.name != "_CHECKPOINT_METADATA")
-        written = {str(path.relative_to(directory)): _file_sha256(path) for path in files}
-        (directory / MANIFEST).write_text(json.dumps(written, indent=1))
+        digests = {str(path.relative_to(directory)): _file_sha256(path) for path in files}
+        step = int(directory.name.partition(".")[0])  # it has a longer name until it is whole
+        (directory / MANIFEST).write_text(json.dumps({"step": step, "sha256": digests}, indent=1))
 
 
-@ocp.args.register_with_handler(_WithManifest, for_save=True, for_restore=True)
+@ocp.args.register_with_handler(WithManifest, for_save=True, for_restore=True)
 class _Items(ocp.args.Composite):
     """What Orbax wants to find for a handler: the class of its arguments."""
 
