@@ -29,7 +29,6 @@ from absl import flags
 
 from attnlab import config as configs
 from attnlab import train
-from attnlab.bench import timing
 from attnlab.bench.watched import PHASES, Board
 from attnlab.errors import UserError
 from attnlab.training import metrics
@@ -80,7 +79,7 @@ def main(values) -> int:
             start = time.perf_counter()
             figures[name] = campaigns[name](count, Path(folder) / name, random.Random(values.seed))
             figures[name]["seconds"] = round(time.perf_counter() - start)
-    timing.table("faults", {name: {k: _cell(v) for k, v in row.items()} for name, row in figures.items()})
+            print(f"{name}: " + "; ".join(f"{key} {_cell(value)}" for key, value in figures[name].items()), flush=True)
     for name, row in figures.items():
         for problem in row["wrong"]:
             print(f"{name}: {problem}", file=sys.stderr)
@@ -91,7 +90,7 @@ def main(values) -> int:
 
 def _cell(value) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {count}" for name, count in value.items())
+        return ", ".join(f"{count} {name}" for name, count in value.items())
     return str(len(value)) if isinstance(value, list) else str(value)
 
 
@@ -139,7 +138,8 @@ def _disturbed(count, folder, draw, number) -> dict:
             wrong.append(f"resumed from step {resumed[1]}, where {newest} was there")
         if number == signal.SIGTERM:
             seconds.append(time.perf_counter() - start)
-            if process.returncode != 128 + number:
+            # Before a run can handle signals it has nothing to save, and dies of them: 143 as well, to a shell.
+            if process.returncode != 128 + number and (finished or process.returncode != -number):
                 wrong.append(f"ended with {process.returncode} in {phases}: {out.splitlines()[-1:]}")
             if seconds[-1] > 10:
                 wrong.append(f"took {seconds[-1]:.1f} s to leave, in {phases}")
