@@ -26,7 +26,7 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
       main's exit code, 0 for --help, 2 for a mistake of the user, 130 when interrupted.
     """
     argv = list(sys.argv if argv is None else argv)
-    logging.set_verbosity(logging.ERROR)  # Orbax and TFDS tell a great deal that no user asked for
+    logging.set_verbosity(logging.FATAL)  # Orbax and TFDS tell a great deal, and raise what they log as an error
     values = flags.FlagValues()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -183,6 +184,87 @@ def test_a_second_interrupt_leaves_at_once(tmp_path):
     running.send_signal(signal.SIGINT)
     out, _ = running.communicate(timeout=30)
     assert running.returncode == 130 and "Traceback" not in out, out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_before_the_first_step_there_is_nothing_to_save(tmp_path, number):
+    """While XLA compiles, which Python's own handlers would wait for."""
+    running = process(tmp_path / "run", "--config.model.num_layers=12")
+    wait_for(running, "parameters on 1 cpu device")
+    start = time.monotonic()
+    running.send_signal(number)
+    out, _ = running.communicate(timeout=60)
+    assert running.returncode == 128 + number and "stopped before the first step: nothing to save" in out, out
+    assert time.monotonic() - start < 10 and not any((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def stopped_at_40(undisturbed, folder):
+    """A copy of the finished run in which the last record is still to be written."""
+    shutil.copytree(undisturbed[0], folder)
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:-1]))
+    return folder
+
+
+ONE_DEVICE = "--config.parallel.mesh.data=1"
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_the_one_before(undisturbed, tmp_path, capsys):
+    workdir = stopped_at_40(undisturbed, tmp_path / "run")
+    largest = max((workdir / "checkpoints" / "40").rglob("*"), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 16
+    largest.write_bytes(content)
+    with pytest.raises(ValueError, match=r"checkpoint 40 in .* is damaged \(.* is not what was written\)"):
+        attnlab.load(workdir)
+    assert run(workdir, ONE_DEVICE) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"checkpoint 40 is damaged \(.* is not what was written\): set aside as 40.damaged\n", out)
+    assert "resumed from step 32" in out
+    found, expected = records(workdir), records(undisturbed[0])
+    assert [(r["step"], r["split"]) for r in found] == [(r["step"], r["split"]) for r in expected]
+    np.testing.assert_allclose([r["loss"] for r in found], [r["loss"] for r in expected], rtol=1e-5)
+    assert (workdir / "checkpoints" / "40.damaged").exists()
+
+
+def test_where_every_checkpoint_is_damaged_nothing_is_trained_or_touched(undisturbed, tmp_path, capsys):
+    workdir = stopped_at_40(undisturbed, tmp_path / "run")
+    for manifest in workdir.rglob("manifest.json"):
+        manifest.unlink()
+    before = contents(workdir)
+    assert run(workdir, ONE_DEVICE) == 2
+    assert re.search("error: every checkpoint in .* is damaged", capsys.readouterr().err)
+    assert contents(workdir) == before
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again_in_silence(undisturbed, tmp_path, capsys):
+    workdir = stopped_at_40(undisturbed, tmp_path / "run")
+    shutil.rmtree(workdir / "checkpoints")
+    assert run(workdir, ONE_DEVICE) == 2
+    assert "holds no checkpoint, but the run had come to step 40: bring them back" in capsys.readouterr().err
+
+
+def test_records_that_are_not_those_of_the_checkpoint_are_refused_and_missing_ones_are_told(
+    undisturbed, tmp_path, capsys
+):
+    workdir = stopped_at_40(undisturbed, tmp_path / "run")
+    log = workdir / "metrics.jsonl"
+    whole = log.read_text()
+    log.write_text(whole.replace("9", "8", 1))
+    assert run(workdir, ONE_DEVICE) == 2
+    assert "metrics.jsonl is not what it was when step 40 was saved" in capsys.readouterr().err
+    log.unlink()
+    assert run(workdir, ONE_DEVICE) == 0
+    assert "metrics.jsonl is not there: the records up to step 40 are lost" in capsys.readouterr().out
+    assert records(workdir)[-1] == records(undisturbed[0])[-1]
+
+
+def test_what_is_not_finite_may_be_skipped_and_is_never_saved(tmp_path, capsys):
+    explosive = ["--config.optimizer.learning_rate=1e20", "--config.on_nonfinite=skip", ONE_DEVICE]
+    assert run(tmp_path / "run", *explosive) == 2  # what the parameters have become cannot be skipped
+    assert "param_norm is inf at step 1; no checkpoint was saved yet" in capsys.readouterr().err
+    assert run(tmp_path / "calm", "--config.on_nonfinite=skip", "--config.steps=10", ONE_DEVICE) == 0
+    assert records(tmp_path / "calm")[0]["skipped"] == 0
 
 
 @pytest.mark.parametrize("strategy", ["pmap", "mesh"])

@@ -159,6 +159,7 @@ class Checkpoints:
         names = (f"{step}.damaged", *(f"{step}.damaged-{n}" for n in range(2, 1000)))
         name = next(name for name in names if not (self.directory / name).exists())
         (self.directory / str(step)).rename(self.directory / name)
+        self._started = None
         return name
 
     def restore(self, step: int, like: TrainState) -> TrainState:
@@ -260,6 +261,8 @@ def _file_sha256(path: epath.Path) -> str:
 
 def _why(error: BaseException) -> str:
     """The first line of a storage library's message; they append pages of their own state, from a bracket on."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     return (str(error).strip().splitlines() or [repr(error)])[0].partition("[")[0][:160].strip()
 
 

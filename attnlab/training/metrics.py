@@ -48,7 +48,8 @@ class MetricsLog:
                     f"{path} is not what it was when step {last_step} was saved: bring it back, or move it away to go "
                     "on without its records"
                 )
-            os.truncate(path, size)
+            if path.stat().st_size > size:
+                os.truncate(path, size)
         self._size, self._sha256 = len(kept), hashlib.sha256(kept)
         self.records = [json.loads(line) for line in kept.splitlines()]
 

@@ -38,7 +38,7 @@ class Stop:
       signal: the first that came.
     """
 
-    def __init__(self, own_process: bool = False, timeout: float = 300):
+    def __init__(self, own_process: bool = False, timeout: int = 300):
         self.signal: int | None = None
         self._own_process = own_process
         self._alone = jax.process_count() == 1
@@ -116,7 +116,7 @@ class Stop:
     def _watch(self):
         while not self._over.wait(1):
             if self._heard and time.monotonic() - self._heard > self._timeout:
-                lost(f"no step for {self._timeout:g} s, config.parallel.timeout")
+                lost(f"no step for {self._timeout} s, config.parallel.timeout")
 
     def _leave_at_rest(self):
         with self._at_rest:

@@ -21,20 +21,38 @@ def test_a_second_start_drops_what_it_will_write_again(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     log = metrics.MetricsLog(path)
     for step in (1, 2, 3):
+        if step == 3:
+            mark = log.mark()
         log.write(step=step, split="train", loss=float(step))
     with path.open("a") as file:
         file.write(torn)
-    again = metrics.MetricsLog(path, last_step=2)
+    again = metrics.MetricsLog(path, mark, last_step=2)
     again.write(step=3, split="train", loss=3.0)
     assert [record["step"] for record in metrics.read(path)] == [1, 2, 3]
-    assert path.read_text().endswith("\n") and not path.with_suffix(".kept").exists()
+    assert again.records == log.records and again.mark() == log.mark()
+    assert path.read_text().endswith("\n")
+
+
+def test_a_log_that_is_not_what_it_was_at_the_mark_is_refused(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = metrics.MetricsLog(path)
+    log.write(step=1, split="train", loss=2.0)
+    mark, whole = log.mark(), path.read_bytes()
+    for damaged in (whole[:-1], whole.replace(b"2.0", b"2.1"), b""):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match="is not what it was when step 1 was saved: bring it back, or move it away"):
+            metrics.MetricsLog(path, mark, last_step=1)
+        assert path.read_bytes() == damaged
+    path.unlink()
+    assert metrics.MetricsLog(path, mark, last_step=1).lost
 
 
 def test_a_log_that_needs_nothing_dropped_is_not_rewritten(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    metrics.MetricsLog(path).write(step=1, split="train", loss=1.0)
+    log = metrics.MetricsLog(path)
+    log.write(step=1, split="train", loss=1.0)
     before = path.stat()
-    metrics.MetricsLog(path, last_step=1)
+    metrics.MetricsLog(path, log.mark(), last_step=1)
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 

@@ -1,0 +1,294 @@
+"""The launchers, with real processes: on this machine, under Open MPI, under SLURM, and what would run on TPU VMs."""
+
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from attnlab.training import metrics
+
+REPOSITORY = Path(__file__).parents[1]
+LAUNCH = REPOSITORY / "launch"
+FIELDS = {
+    "steps": 40,
+    "batch_size": 8,
+    "model.num_layers": 2,
+    "model.width": 32,
+    "model.context": 32,
+    "model.dropout": 0.1,
+    "eval.every": 10,
+    "eval.windows": 16,
+    "checkpoint.every": 8,
+    "log.every": 2,
+    "log.tensorboard": False,
+    "sample.every": 0,
+    "sample.length": 8,
+    "parallel.timeout": 120,
+}
+LONG = FIELDS | {"steps": 1500, "checkpoint.every": 400, "eval.every": 400}
+TIMING = re.compile("time|second|mfu|flops|wall|eta|rss|memory")
+ENVIRONMENT = os.environ | {
+    "PYTHON": sys.executable,
+    "XLA_FLAGS": "",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}
+
+
+def arguments(workdir, fields=FIELDS):
+    options = [f"--config.{name}={value}" for name, value in fields.items()]
+    return [f"--config={REPOSITORY}/configs/quickstart.py", *options, f"--workdir={workdir}"]
+
+
+def started(*command, **options):
+    """A process whose output goes to a pipe, in a group of its own."""
+    return subprocess.Popen(
+        [str(word) for word in command],
+        cwd=REPOSITORY,
+        env=ENVIRONMENT | options,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+
+
+def run(*command, **options):
+    process = started(*command, **options)
+    out, _ = process.communicate(timeout=300)
+    return process.returncode, out
+
+
+def records(workdir):
+    return [{k: v for k, v in r.items() if not TIMING.search(k)} for r in metrics.read(Path(workdir) / "metrics.jsonl")]
+
+
+def come_to(step, workdir, within=120):
+    """Waits until a run has logged a step."""
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        if any(record["step"] >= step for record in metrics.read(Path(workdir) / "metrics.jsonl")):
+            return
+        time.sleep(0.05)
+    pytest.fail(f"{workdir} never came to step {step}")
+
+
+def losses(workdir):
+    return [record["loss"] for record in records(workdir)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The run of one process."""
+    workdir = tmp_path_factory.mktemp("alone") / "run"
+    code, out = run(sys.executable, "-m", "attnlab.train", *arguments(workdir))
+    assert code == 0, out
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """The long run of two processes, undisturbed."""
+    workdir = tmp_path_factory.mktemp("two") / "run"
+    code, out = run(LAUNCH / "local.sh", 2, *arguments(workdir, LONG))
+    assert code == 0, out
+    return workdir
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"parallel.mesh.fsdp": 2}, {"parallel.strategy": "pmap"}], ids=str)
+def test_two_processes_on_this_machine_equal_one(alone, tmp_path, options):
+    code, out = run(LAUNCH / "local.sh", 2, *arguments(tmp_path / "run", FIELDS | options))
+    assert code == 0, out
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(alone), rtol=1e-6)
+    assert [r["step"] for r in records(tmp_path / "run")] == [r["step"] for r in records(alone)]
+    assert out.count("tokens to train on") == 1, "the first process alone talks"
+
+
+@pytest.mark.slow
+def test_asked_to_stop_both_stop_after_the_same_step_and_go_on(two, tmp_path):
+    process = started(LAUNCH / "local.sh", 2, *arguments(tmp_path / "run", LONG))
+    come_to(100, tmp_path / "run")
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 143 and re.search(r"stopped: step \d+ is saved", out), out
+    code, out = run(LAUNCH / "local.sh", 2, *arguments(tmp_path / "run", LONG))
+    assert code == 0 and "resumed from step" in out, out
+    assert records(tmp_path / "run") == records(two)
+
+
+@pytest.mark.slow
+def test_one_that_is_killed_takes_the_other_along_and_the_restart_ends_the_same(two, tmp_path):
+    process = started(LAUNCH / "local.sh", 2, *arguments(tmp_path / "run", LONG))
+    come_to(500, tmp_path / "run")
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode in (75, 134, 137), out
+    assert "the same command goes on from the last checkpoint" in out
+    code, out = run(LAUNCH / "local.sh", 2, *arguments(tmp_path / "run", LONG))
+    assert code == 0 and "resumed from step 400" in out, out
+    assert records(tmp_path / "run") == records(two)
+
+
+def test_a_launcher_without_a_number_says_how_it_is_used():
+    for name in ("local.sh", "mpi.sh"):
+        for words in ([], ["x"], ["0"], ["--config=configs/quickstart.py"]):
+            code, out = run(LAUNCH / name, *words)
+            assert code == 2 and out.startswith(f"usage: launch/{name} N --config=FILE")
+    code, out = run(LAUNCH / "tpu_vm.sh", "name")
+    assert code == 2 and out.startswith("usage: ZONE=… TYPE=… NFS=…")
+
+
+def test_the_tpu_launcher_prints_every_command_and_runs_none():
+    options = {"ZONE": "us-central2-b", "TYPE": "v4-32", "NFS": "10.0.0.2:/share"}
+    workdir = "/mnt/attnlab/runs/sancho"
+    code, out = run(
+        LAUNCH / "tpu_vm.sh", "--dry-run", "sancho", "--config=configs/sancho.py", f"--workdir={workdir}", **options
+    )
+    assert code == 0
+    lines = [line for line in out.splitlines() if not line.startswith("#")]
+    assert all(line.startswith("gcloud compute tpus tpu-vm ") for line in lines)
+    assert [line.split()[4] for line in lines[:4]] == ["create", "ssh", "scp", "ssh"]
+    assert "--worker=all" in lines[4] and "ATTNLAB_DISTRIBUTED=1" in lines[4] and workdir in lines[4]
+    assert lines[5].split()[4] == "delete" and lines[6:11] == lines[:5], "preempted, it is made again and resumed"
+
+
+def test_a_contradictory_environment_is_one_line(tmp_path):
+    environment = {"JAX_COORDINATOR_ADDRESS": "localhost:1", "JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}
+    code, out = run(sys.executable, "-m", "attnlab.train", *arguments(tmp_path / "run"), **environment)
+    assert (code, out) == (2, "error: JAX_NUM_PROCESSES=two, JAX_PROCESS_ID=0: expected two whole numbers\n")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not installed (Debian: openmpi-bin)")
+def test_two_ranks_under_mpi_equal_one_process(alone, tmp_path):
+    code, out = run(LAUNCH / "mpi.sh", 2, *arguments(tmp_path / "run"))
+    assert code == 0, out
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(alone), rtol=1e-6)
+
+
+DAEMONS = ("munged", "slurmctld", "slurmd")
+
+
+def free_port():
+    with socket.socket() as listening:
+        listening.bind(("", 0))
+        return listening.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def slurm():
+    """A cluster of this machine: its environment. Jobs of the partition "high" preempt the others."""
+    if not all(shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") for name in DAEMONS):
+        pytest.skip("SLURM is not installed (Debian: slurmctld slurmd slurm-client munge)")
+    folder = Path(tempfile.mkdtemp(prefix="attnlab-slurm-"))  # a socket's path must be short
+    folder.chmod(0o755)
+    host, user = socket.gethostname(), os.popen("id -un").read().strip()
+    (folder / "slurm.conf").write_text(
+        f"""
+        ClusterName=attnlab
+        SlurmctldHost={host}
+        AuthType=auth/munge
+        AuthInfo=socket={folder}/munge.socket
+        SlurmUser={user}
+        SlurmdUser={user}
+        SlurmctldPort={free_port()}
+        SlurmdPort={free_port()}
+        StateSaveLocation={folder}/state
+        SlurmdSpoolDir={folder}/spool
+        SlurmctldPidFile={folder}/slurmctld.pid
+        SlurmdPidFile={folder}/slurmd.pid
+        ProctrackType=proctrack/pgid
+        TaskPlugin=task/none
+        SelectType=select/cons_tres
+        PreemptType=preempt/partition_prio
+        PreemptMode=REQUEUE
+        KillWait=60
+        ReturnToService=2
+        MpiDefault=none
+        SlurmdParameters=config_overrides
+        NodeName={host} CPUs=2 State=UNKNOWN
+        PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=60 MaxTime=60
+        PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=60
+        """.replace("        ", "")
+    )
+    for name in ("state", "spool"):
+        (folder / name).mkdir()
+    (folder / "munge.key").write_bytes(secrets.token_bytes(1024))
+    (folder / "munge.key").chmod(0o600)
+    environment = ENVIRONMENT | {"SLURM_CONF": f"{folder}/slurm.conf", "PATH": f"{os.environ['PATH']}:/usr/sbin"}
+    files = [f"--{what}={folder}/munge.{what.partition('-')[0]}" for what in ("socket", "key-file", "pid-file")]
+    files += [f"--log-file={folder}/munge.log", f"--seed-file={folder}/munge.seed"]
+    commands = (["munged", "--foreground", "--force", *files], ["slurmctld", "-D"], ["slurmd", "-D"])
+    daemons = []
+    for command in commands:
+        with (folder / f"{command[0]}.out").open("w") as output:
+            daemons.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+        time.sleep(1)
+    deadline = time.monotonic() + 60
+    while "idle" not in subprocess.run(["sinfo", "-h"], env=environment, capture_output=True, text=True).stdout:
+        assert time.monotonic() < deadline, (folder / "slurmctld.out").read_text()[-2000:]
+        time.sleep(0.5)
+    yield environment
+    for daemon in reversed(daemons):
+        daemon.terminate()
+        daemon.wait(timeout=60)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class Job:
+    """A run under SLURM."""
+
+    def __init__(self, environment, folder, *options, fields=FIELDS):
+        self.environment, self.workdir, self.output = environment, folder / "run", folder / "output"
+        script = [LAUNCH / "slurm.sbatch", *arguments(self.workdir, fields)]
+        self.number = self.command("sbatch", "--parsable", f"--output={self.output}", *options, *script)
+
+    def command(self, *words):
+        done = subprocess.run(
+            [str(word) for word in words], env=self.environment, cwd=REPOSITORY, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def state(self):
+        return re.search(r"JobState=(\w+)", self.command("scontrol", "show", "job", self.number))[1]
+
+    def wait(self, *states, within=180):
+        deadline = time.monotonic() + within
+        while (now := self.state()) not in states:
+            assert time.monotonic() < deadline, f"{now}: {self.output.read_text()[-2000:]}"
+            time.sleep(0.5)
+
+
+@pytest.mark.slow
+def test_two_tasks_under_slurm_equal_one_process(slurm, alone, tmp_path):
+    job = Job(slurm, tmp_path, "--ntasks=2")
+    job.wait("COMPLETED")
+    np.testing.assert_allclose(losses(job.workdir), losses(alone), rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_job_that_is_preempted_saves_is_queued_again_and_ends_with_the_same_bits(slurm, two, tmp_path):
+    job = Job(slurm, tmp_path, "--ntasks=2", fields=LONG)
+    come_to(100, job.workdir)
+    job.command("sbatch", "--partition=high", "--ntasks=2", "--output=/dev/null", "--wrap=sleep 3")
+    job.wait("PENDING")
+    assert re.search(r"stopped: step \d+ is saved", job.output.read_text())
+    assert json.loads((job.workdir / "config.json").read_text())["steps"] == LONG["steps"]
+    job.command("scontrol", "update", f"JobId={job.number}", "StartTime=now")  # SLURM would wait for two minutes
+    job.wait("COMPLETED")
+    assert re.search(r"resumed from step \d+", job.output.read_text())
+    assert records(job.workdir) == records(two)
