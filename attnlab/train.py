@@ -195,7 +195,7 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
         return step == config.steps or step % config.eval.every == 0
 
     def save():
-        checkpoints.save(state, log=log.mark() if first_process else None)
+        checkpoints.save(parallel.over_processes(state), log=log.mark() if first_process else None)
 
     def leave():
         """Whole at any moment in which the state is at rest."""

@@ -111,7 +111,9 @@ def two(tmp_path_factory):
 def test_two_processes_on_this_machine_equal_one(alone, tmp_path, options):
     code, out = run(LAUNCH / "local.sh", 2, *arguments(tmp_path / "run", FIELDS | options))
     assert code == 0, out
-    np.testing.assert_allclose(losses(tmp_path / "run"), losses(alone), rtol=1e-6)
+    # Split, the width is summed in another order as well; forty steps at this rate amplify its rounding of 6e-8.
+    rtol = 1e-5 if "parallel.mesh.fsdp" in options else 1e-6
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(alone), rtol=rtol)
     assert [r["step"] for r in records(tmp_path / "run")] == [r["step"] for r in records(alone)]
     assert out.count("tokens to train on") == 1, "the first process alone talks"
 

@@ -2,6 +2,7 @@
 
 python -m attnlab.bench attention
 python -m attnlab.bench faults --kills=10
+python -m attnlab.bench saving --config=configs/quickstart.py
 """
 
 import importlib
@@ -10,7 +11,7 @@ import sys
 from attnlab import commands
 from attnlab.config import nearest
 
-RACES = ("attention", "faults")
+RACES = ("attention", "faults", "saving")
 
 
 def main(argv: list[str] | None = None) -> int:

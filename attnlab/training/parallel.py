@@ -57,6 +57,17 @@ class Parallel(NamedTuple):
         """The state that `create()` makes, made where it lies: no device holds more of it than its share."""
         return jax.jit(create, out_shardings=self.shardings(jax.eval_shape(create)))()
 
+    def over_processes(self, state):
+        """The state as arrays that span all processes, as they are saved: those of `pmap` know this one's devices."""
+        if self.strategy == "mesh" or jax.process_count() == 1:
+            return state
+
+        def span(x):
+            shards = [shard.data for shard in x.addressable_shards]
+            return jax.make_array_from_single_device_arrays(x.shape, self.replicated, shards)
+
+        return jax.tree.map(span, state)
+
     def on_every_device(self, tree):
         """Copies of a sharded tree; asked for in every process."""
         if self.mesh.shape[FSDP] == 1:
