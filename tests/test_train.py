@@ -267,14 +267,27 @@ def test_what_is_not_finite_may_be_skipped_and_is_never_saved(tmp_path, capsys):
     assert records(tmp_path / "calm")[0]["skipped"] == 0
 
 
-@pytest.mark.parametrize("strategy", ["pmap", "mesh"])
-def test_a_run_goes_on_on_other_devices_with_another_strategy(undisturbed, tmp_path, strategy):
-    """Started on one device, stopped, ended on four: the same losses to rounding."""
+def test_a_disk_that_is_full_is_one_line_and_with_room_on_it_the_run_goes_on(undisturbed, tmp_path):
+    """Files of at most 100 KiB stand in for the disk: writing past that fails in the same place."""
+    limited = f"ulimit -f 100; exec {sys.executable} -m attnlab.train {' '.join(SMALL)} --workdir={tmp_path}/run"
+    done = subprocess.run(
+        ["bash", "-c", limited], cwd=REPOSITORY, env=os.environ | {"XLA_FLAGS": ""}, capture_output=True, text=True
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: a checkpoint cannot be written into") and done.stderr.count("\n") == 1
+    out, _ = process(tmp_path / "run").communicate(timeout=120)
+    assert "no checkpoint was saved before: starting from the beginning" in out
+    assert records(tmp_path / "run") == records(undisturbed[0])
+
+
+@pytest.mark.parametrize("options", [["strategy=pmap"], ["strategy=mesh"], ["mesh.fsdp=4"], ["mesh.data=2"]], ids=str)
+def test_a_run_goes_on_on_other_devices_with_another_strategy(undisturbed, tmp_path, options):
+    """Started on one device, stopped, ended on others: the same losses to rounding."""
     running = process(tmp_path / "run")
     wait_for(running, r"^step 12/")
     running.send_signal(signal.SIGINT)
     running.communicate(timeout=60)
-    assert run(tmp_path / "run", f"--config.parallel.strategy={strategy}") == 0
+    assert run(tmp_path / "run", *(f"--config.parallel.{option}" for option in options)) == 0
     found, expected = records(tmp_path / "run"), records(undisturbed[0])
     assert [(r["step"], r["split"]) for r in found] == [(r["step"], r["split"]) for r in expected]
     np.testing.assert_allclose([r["loss"] for r in found], [r["loss"] for r in expected], rtol=1e-5)
