@@ -61,6 +61,7 @@ def train(config: ConfigDict, workdir: str | Path, *, eval_only: bool = False, o
     Raises:
       UserError: a config, a text or a workdir that cannot be used; a loss or gradient that is not finite.
     """
+    config = configs.completed(config)
     with Stop(own_process, config.parallel.timeout) as stop, contextlib.ExitStack() as at_end:
         try:
             return _train(config, Path(workdir), eval_only, stop, at_end)
@@ -75,7 +76,6 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
     starting.enter_context(stop.at_rest(lambda: print("stopped before the first step: nothing to save", flush=True)))
 
     # ------------------------------------------------------------------------------------------------------- config
-    config = configs.completed(config)
     before = _earlier_run(workdir, config)
     if eval_only and before is None:
         raise UserError(f"{workdir} holds no run to evaluate: train first")
@@ -412,6 +412,7 @@ def _define(values, argv):
 
 def _main(values, own_process: bool) -> int:
     config, name = commands.config_of(values)
+    config = configs.completed(config)
     processes.connect(config.parallel.timeout)
     workdir = values.workdir or Path("runs") / name
     return train(config, workdir, eval_only=values.eval_only, own_process=own_process)

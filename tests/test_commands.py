@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -218,9 +217,8 @@ def test_sampling_from_a_run_without_a_checkpoint(capsys, finished_run, tmp_path
     copy = shutil.copytree(finished_run, tmp_path / "copy")
     shutil.rmtree(copy / "checkpoints")
     assert "holds no checkpoint yet: train longer" in mistake(capsys, sample, f"--workdir={copy}")
-    assert "holds no checkpoint to evaluate" in mistake(
-        capsys, train, QUICKSTART, f"--workdir={copy}", *TINY, "--eval_only"
-    )
+    line = mistake(capsys, train, QUICKSTART, f"--workdir={copy}", *TINY, "--eval_only")
+    assert "holds no checkpoint, but the run had come to step 6: bring them back" in line
 
 
 def test_the_tokenizer_of_another_run_is_refused(capsys, finished_run, tmp_path):
@@ -306,12 +304,9 @@ def test_damaged_metrics_are_one_line(capsys, finished_run, tmp_path, content):
 def test_a_workdir_in_use_is_refused(capsys, finished_run, tmp_path):
     copy = shutil.copytree(finished_run, tmp_path / "copy")
     (copy / "metrics.jsonl").unlink()  # so that it is not finished
-    folder = os.open(copy, os.O_RDONLY)
-    fcntl.flock(folder, fcntl.LOCK_EX)
-    try:
+    with (copy / "tokenizer.json").open("r+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
         assert "another process trains there" in mistake(capsys, train, QUICKSTART, f"--workdir={copy}", *TINY)
-    finally:
-        os.close(folder)
 
 
 def test_a_checkpoint_folder_that_moved_is_asked_for(capsys, finished_run, tmp_path):
@@ -331,7 +326,7 @@ def test_a_damaged_checkpoint_is_one_line(capsys, finished_run, tmp_path):
     for data in copy.glob("checkpoints/6/params/**/d/*"):
         data.write_bytes(data.read_bytes()[:-7])
     line = mistake(capsys, sample, f"--workdir={copy}")
-    assert "cannot be read" in line and len(line) < 500
+    assert "checkpoint 6 in" in line and "is not what was written" in line and len(line) < 500
 
 
 def test_an_empty_folder_may_become_the_workdir(tmp_path):
