@@ -54,7 +54,9 @@ class Parallel(NamedTuple):
         return jax.tree_util.tree_map_with_path(place, state)
 
     def create_state(self, create: Callable):
-        """The state that `create()` makes, made where it lies: no device holds more of it than its share."""
+        """The state that `create()` makes; where it is split, no device ever holds more of it than its share."""
+        if self.mesh.shape[FSDP] == 1:  # on one device first: several that run out of memory wait for each other
+            return jax.device_put(create(), self.replicated)
         return jax.jit(create, out_shardings=self.shardings(jax.eval_shape(create)))()
 
     def over_processes(self, state):
