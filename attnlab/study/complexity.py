@@ -98,10 +98,12 @@ def _sizes():
 
 
 def qkv(n, d):
+    """Queries, keys and values of one head, each `[n, 1, d]`."""
     return (jnp.zeros((n, 1, d)),) * 3
 
 
 def dense(q, k, v):
+    """Attention written out, O(n²)."""
     return attention(q, k, v, impl="dense")
 
 
@@ -114,25 +116,27 @@ def _tiled(q, k, v):
     return attention(q, k, v, impl="blockwise")
 
 
-def _windowed(r, impl, block_sizes=None):
+def _windowed(r, impl):
     mask = SlidingWindow(left=r - 1)
-    return lambda q, k, v: attention(q, k, v, mask=mask, impl=impl, block_sizes=block_sizes)
+    return lambda q, k, v: attention(q, k, v, mask=mask, impl=impl)
 
 
 def layer_call(module, n, d):
+    """A layer as a function of its input alone, and an input `[1, n, d]`."""
     x = jnp.zeros((1, n, d))
     params = module.init(jax.random.key(0), x)
     return lambda x: module.apply(params, x), x
 
 
 def gru_step(d):
-    """One token after others: from a state of zeros XLA would leave half of the products out."""
+    """The program for one token after others: from a state of zeros XLA would leave half of the products out."""
     x, gru = jnp.zeros((1, 1, d)), GRU()
     params = gru.init(jax.random.key(0), x)
     return compiled_for(lambda x, state: gru.apply(params, x, cache=state), x, x[0])
 
 
 def compiled_for(function, *args):
+    """The program that XLA makes for arguments like these."""
     return jax.jit(function).lower(*args).compile()
 
 

@@ -33,14 +33,11 @@ def measure(options: Options) -> list[dict]:
                 size = text.tokenizer.vocab_size
                 model = GPT(size, layers, num_heads, width, CONTEXT, use_bias=False, positions="rotary")
                 batches = text.batches(CONTEXT, 12, seed)
-                params = jax.jit(model.init)(jax.random.key(seed), batches(0).tokens[:1, :-1])
+                params = jax.jit(model.init)(jax.random.key(seed), batches(0).tokens[:1, :-1])["params"]
                 parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
-
-                def loss(params, batch, model=model):
-                    return fitting.text_loss(model)(params["params"], batch)
-
+                loss = fitting.text_loss(model)
                 params = fitting.fit(loss, params, batches, steps, learning_rate=4e-3, weight_decay=0.1)
-                validation = fitting.score(model, params["params"], text.held_out(CONTEXT, 32, 512))
+                validation = fitting.score(model, params, text.held_out(CONTEXT, 32, 512))
                 row = {"seed": seed, "width": width, "layers": layers, "heads": num_heads, "parameters": parameters}
                 rows.append(row | {"loss": validation})
     return rows
