@@ -7,6 +7,7 @@ The same command again goes on where the run was stopped. A finished run is left
 """
 
 import contextlib
+import errno
 import fcntl
 import functools
 import math
@@ -65,8 +66,8 @@ def train(config: ConfigDict, workdir: str | Path, *, eval_only: bool = False, o
     with Stop(own_process, config.parallel.timeout) as stop, contextlib.ExitStack() as at_end:
         try:
             return _train(config, Path(workdir), eval_only, stop, at_end)
-        except jax.errors.JaxRuntimeError as error:
-            if own_process and jax.process_count() > 1:
+        except (jax.errors.JaxRuntimeError, TimeoutError) as error:
+            if own_process and jax.process_count() > 1 and "RESOURCE_EXHAUSTED" not in str(error):
                 lost(commands.one_line(error))
             raise
 
@@ -79,18 +80,20 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
     before = _earlier_run(workdir, config)
     if eval_only and before is None:
         raise UserError(f"{workdir} holds no run to evaluate: train first")
-    if before and not eval_only and jax.process_index() == 0:
-        at_end.callback(os.close, _lock(workdir))  # before anything is read that another process might still write
+    first_process = jax.process_index() == 0
     log_path = workdir / "metrics.jsonl"
-    if before and not eval_only and any(record["split"] == "final" for record in metrics_lib.read(log_path)):
-        print(f"{workdir} is finished ({config.steps} steps): nothing to do")
-        return 0
+    if before and not eval_only:
+        if any(record["split"] == "final" for record in metrics_lib.read(log_path)):
+            if first_process:
+                print(f"{workdir} is finished ({config.steps} steps): nothing to do")
+            return 0
+        if first_process:
+            at_end.callback(os.close, _lock(workdir))
 
     # ------------------------------------------------------------------------------------------------------ devices
     parallel = parallel_lib.make(config.parallel.strategy, **config.parallel.mesh)
     devices, accumulation = parallel.mesh.devices.size, config.optimizer.accumulation
     parallel_lib.check_batch(config.batch_size, devices, accumulation)
-    first_process = jax.process_index() == 0
     shares = {"process_index": jax.process_index(), "process_count": jax.process_count()}
 
     # --------------------------------------------------------------------------------------------------------- data
@@ -153,7 +156,11 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
             raise UserError(f"{workdir} holds no checkpoint to evaluate: train longer")
         if (scores := evaluate(state.params)) is None:
             return 128 + stop.signal
-        print(f"step {start}  {_scores('validation', scores)}  over {eval_batches.windows} windows of {context} tokens")
+        if first_process:
+            for step, why in damaged.items():
+                print(f"checkpoint {step} is damaged ({why}); the newest whole one is")
+            windows = f"{eval_batches.windows} windows of {context} tokens"
+            print(f"step {start}  {_scores('validation', scores)}  over {windows}")
         return 0
 
     watch = metrics_lib.Watch(config.steps, start, silent=not first_process)
@@ -167,10 +174,10 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
         )
         if before is None:
             if config.checkpoint.dir:
-                checkpoints.prepare()  # one that cannot be written is known before the workdir is made
-            _found(workdir, text, tokenizer)
-            at_end.callback(os.close, _lock(workdir))
+                checkpoints.prepare()  # one that cannot be made is known before the workdir is
+            at_end.callback(os.close, _found(workdir, text, tokenizer))
         checkpoints.prepare()
+        checkpoints.sweep()
         log = metrics_lib.MetricsLog(log_path, mark, start, workdir / "tensorboard" if config.log.tensorboard else None)
         at_end.callback(log.close)
         if before:
@@ -202,6 +209,7 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
         save()
         checkpoints.wait()
         watch.say(f"stopped: step {int(state.step)} is saved in {checkpoints.directory}; {_GO_ON}")
+        parallel_lib.from_first_process(0)  # a launcher may kill what is left as soon as one process ends
 
     def validate(step) -> bool:
         """Scores the state of a step; False when asked to stop before that was done."""
@@ -323,22 +331,32 @@ def _earlier_run(workdir: Path, config: ConfigDict) -> dict | None:
     return before
 
 
-def _found(workdir: Path, config: str, tokenizer) -> None:
-    """Makes the workdir under another name and renames it: at any moment it is a whole run or not there."""
+def _found(workdir: Path, config: str, tokenizer) -> int:
+    """Makes the workdir under another name and renames it: at any moment it is a whole run, locked, or not there."""
     unfinished = workdir.absolute().with_name(f".{workdir.absolute().name}.unfinished")
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
+        unfinished.mkdir(parents=True, exist_ok=True)
+        (unfinished / "tokenizer.json").touch()
+        held = _lock(unfinished, workdir)
         tokenizers.save(tokenizer, unfinished / "tokenizer.json")
         (unfinished / "config.json").write_text(config, encoding="utf-8")
         unfinished.rename(workdir)  # an empty folder that stands there gives way
     except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.ENOENT):  # another process made the one, or renamed the other
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise _busy(workdir) from error
         raise UserError(f"--workdir={workdir} cannot be written ({error.strerror}): choose another folder") from error
+    return held
 
 
-def _lock(workdir: Path) -> int:
-    """Holds the workdir until the process ends, however it ends; UserError when another process does."""
-    path = workdir / "tokenizer.json"  # never written again; NFS locks no folder, and no file that is open for reading
+def _lock(folder: Path, workdir: Path | None = None) -> int:
+    """Holds a workdir until the process ends, however it ends; UserError when another process does.
+
+    Args:
+      folder: where the workdir is.
+      workdir: what it will be, if that is something else yet.
+    """
+    path = folder / "tokenizer.json"  # never written again; NFS locks no folder, and no file that is open for reading
     try:
         held = os.open(path, os.O_RDWR)
     except OSError as error:
@@ -347,12 +365,18 @@ def _lock(workdir: Path) -> int:
         ) from error
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+        if not os.path.samestat(os.fstat(held), path.stat()):  # opened before it was renamed
+            raise FileNotFoundError
+    except (BlockingIOError, FileNotFoundError) as error:
         os.close(held)
-        raise UserError(f"--workdir={workdir}: another process trains there: wait for it, or choose another") from error
+        raise _busy(workdir or folder) from error
     except OSError:  # a file system without locks
         pass
     return held
+
+
+def _busy(workdir: Path) -> UserError:
+    return UserError(f"--workdir={workdir}: another process trains there: wait for it, or choose another")
 
 
 def _check_really_none(workdir: Path, was: ConfigDict, config: ConfigDict) -> None:

@@ -4,16 +4,21 @@
 #     launch/tpu_vm.sh [--dry-run] NAME --config=configs/sancho.py --workdir=/mnt/attnlab/runs/sancho
 #
 # NAME is the slice's. The environment says the rest:
-#   ZONE      e.g. us-central2-b
-#   TYPE      e.g. v4-32
-#   VERSION   software of the VMs; tpu-ubuntu2204-base when absent
-#   NFS       e.g. 10.0.0.2:/share, mounted at /mnt/attnlab on every host: the workdir must outlive the VMs
-#   SOURCE    what to install; this folder when absent
+#   ZONE             e.g. us-central2-b
+#   TYPE             e.g. v4-32
+#   NFS              e.g. 10.0.0.2:/share, mounted at /mnt/attnlab on every host: the workdir must outlive the VMs
+#   VERSION          software of the VMs; tpu-ubuntu2204-base when absent
+#   SOURCE           folder of what to install; this one when absent
 #   CREATE_OPTIONS   e.g. --spot
+#   MIN_SECONDS      a run that breaks sooner after its start would break again, and is not started again; 300 when absent
 # --dry-run prints every command and runs none. The slice stays when the run is over: delete it by the command that is
 # printed last.
-set -euo pipefail
+set -uo pipefail
 
+if [[ ${1:-} == --help || ${1:-} == -h ]]; then
+    sed -n '2,/^[^#]/s/^#\( \|$\)//p' "$0"
+    exit 0
+fi
 dry=
 if [[ ${1:-} == --dry-run ]]; then
     dry=1
@@ -26,6 +31,7 @@ fi
 name=$1
 shift
 source=${SOURCE:-$(cd "$(dirname "$0")/.." && pwd)}
+packed=${TMPDIR:-/tmp}/attnlab-$name.tar.gz
 
 do_() {
     printf '%q ' "$@"
@@ -36,7 +42,7 @@ tpu() {
     do_ gcloud compute tpus tpu-vm "$1" "$name" "--zone=$ZONE" "${@:2}"
 }
 state() {
-    gcloud compute tpus tpu-vm describe "$name" "--zone=$ZONE" '--format=value(state)' 2>/dev/null || echo NONE
+    gcloud compute tpus tpu-vm describe "$name" "--zone=$ZONE" "--format=value(state)" 2>/dev/null || echo NONE
 }
 everywhere() {
     tpu ssh --worker=all "--command=$1"
@@ -44,38 +50,63 @@ everywhere() {
 make_slice() {
     # shellcheck disable=SC2086
     tpu create "--accelerator-type=$TYPE" "--version=${VERSION:-tpu-ubuntu2204-base}" ${CREATE_OPTIONS:-}
-    everywhere "sudo apt-get -qq install -y nfs-common && sudo mkdir -p /mnt/attnlab && sudo mount $NFS /mnt/attnlab"
-    do_ gcloud compute tpus tpu-vm scp --recurse "$source" "$name:attnlab" "--zone=$ZONE" --worker=all
-    everywhere "python3 -m venv venv && venv/bin/pip install -q -c attnlab/constraints.txt -e 'attnlab[tpu]'"
 }
+mount="mountpoint -q /mnt/attnlab || { sudo apt-get -qq update && sudo apt-get -qq install -y nfs-common && \
+sudo mkdir -p /mnt/attnlab && sudo mount $NFS /mnt/attnlab; }"
+# The image's own Python may be older than attnlab allows: uv brings one.
+install="rm -rf attnlab && mkdir attnlab && tar -xzf attnlab.tar.gz -C attnlab && python3 -m pip install -q --user uv && \
+python3 -m uv venv -q --clear --python 3.11 venv && \
+python3 -m uv pip install -q --python venv -c attnlab/constraints.txt -e 'attnlab[tpu]'"
+set_up() { # may be done twice
+    do_ tar -czf "$packed" --exclude='./.*' --exclude=./runs --exclude=./build -C "$source" . &&
+        do_ gcloud compute tpus tpu-vm scp "$packed" "$name:attnlab.tar.gz" "--zone=$ZONE" --worker=all &&
+        everywhere "$mount" && everywhere "$install"
+}
+run="cd attnlab && ATTNLAB_DISTRIBUTED=1 ../venv/bin/python -m attnlab.train $(printf '%q ' "$@")"
 
-if ! [[ $dry ]] && ! command -v gcloud >/dev/null; then
+if [[ $dry ]]; then
+    echo "# what is there:" && tpu describe "--format=value(state)"
+    echo "# when nothing is:" && make_slice
+    echo "# when it is ready:" && set_up && everywhere "$run"
+    echo "# when it was preempted; then as when nothing is there:" && tpu delete --quiet
+    echo "# when it is no longer needed:" && tpu delete --quiet
+    exit 0
+fi
+if ! command -v gcloud >/dev/null; then
     echo "launch/tpu_vm.sh: there is no gcloud: install the Google Cloud CLI, or see the commands by --dry-run" >&2
     exit 2
 fi
-run="cd attnlab && ATTNLAB_DISTRIBUTED=1 ../venv/bin/python -m attnlab.train $(printf '%q ' "$@")"
 
-if [[ $dry ]] || [[ $(state) == NONE ]]; then
-    make_slice
-fi
-until everywhere "$run"; do
-    case $(state) in
+while true; do
+    state=$(state)
+    case $state in
+        NONE)
+            make_slice || sleep 60 # none to be had yet
+            ;;
         READY)
-            echo "launch/tpu_vm.sh: the run ended with an error; the slice is still there" >&2
-            exit 1
+            if ! set_up; then
+                echo "launch/tpu_vm.sh: the slice cannot be set up; it is still there" >&2
+                exit 1
+            fi
+            SECONDS=0
+            if everywhere "$run"; then
+                break
+            fi
+            state=$(state)
+            if [[ $state == READY ]] && ((SECONDS < ${MIN_SECONDS:-300})); then
+                echo "launch/tpu_vm.sh: the run ended with an error; the slice is still there" >&2
+                exit 1
+            fi
+            echo "launch/tpu_vm.sh: the run was cut off, the slice is $state: it goes on from its last checkpoint" >&2
+            ;;
+        CREATING | STARTING | RESTARTING | REPAIRING)
+            sleep 20
             ;;
         *)
-            echo "launch/tpu_vm.sh: the slice is gone: making it again, the run goes on from its last checkpoint" >&2
-            tpu delete --quiet || true
-            make_slice
+            echo "launch/tpu_vm.sh: the slice is $state: making it again" >&2
+            tpu delete --quiet || sleep 60
             ;;
     esac
 done
-if [[ $dry ]]; then
-    echo "# when the slice is preempted:"
-    tpu delete --quiet
-    make_slice
-    everywhere "$run"
-fi
-echo "# when it is no longer needed:"
-dry=1 tpu delete --quiet
+echo "# when the slice is no longer needed:"
+dry=1 && tpu delete --quiet

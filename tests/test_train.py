@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,7 +21,8 @@ from attnlab import config as configs
 from attnlab import train
 from attnlab.data import tokenizers
 from attnlab.training import metrics
-from attnlab.training.checkpoints import sha256
+from attnlab.training import state as states
+from attnlab.training.checkpoints import Checkpoints, sha256
 
 REPOSITORY = Path(__file__).parents[1]
 SMALL = [
@@ -46,9 +48,9 @@ def run(workdir, *options):
     return train.main(["train", *SMALL, f"--workdir={workdir}", *options])
 
 
-def process(workdir, *options):
+def process(workdir, *options, program=("-m", "attnlab.train"), before=()):
     """The command as a user starts it, on one device."""
-    command = [sys.executable, "-m", "attnlab.train", *SMALL, f"--workdir={workdir}", *options]
+    command = [*before, sys.executable, *program, *SMALL, f"--workdir={workdir}", *options]
     environment = os.environ | {"XLA_FLAGS": "", "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -170,20 +172,31 @@ def test_a_run_that_is_killed_and_started_again_ends_where_the_undisturbed_one_d
         wait_for(running, pattern)
         running.kill()
         running.communicate(timeout=60)
+    newest = max(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdecimal())
+    assert newest >= 16
     running = process(tmp_path / "run")
     out, _ = running.communicate(timeout=120)
-    assert running.returncode == 0, out
+    assert running.returncode == 0 and f"resumed from step {newest}\n" in out, out
     assert records(tmp_path / "run") == records(undisturbed[0])
 
 
 def test_a_second_interrupt_leaves_at_once(tmp_path):
-    running = process(tmp_path / "run", "--config.steps=100000", "--config.eval.windows=2000000")
+    """While the first one's save takes a minute: the checkpoint before it stays."""
+    slow = """
+import sys, time
+from attnlab import train
+from attnlab.training.checkpoints import Checkpoints
+save = Checkpoints.save
+Checkpoints.save = lambda self, state, **facts: (time.sleep(60 * (state.step > 8)), save(self, state, **facts))
+sys.exit(train.main())"""
+    running = process(tmp_path / "run", "--config.steps=100000", "--config.eval.windows=2000000", program=["-c", slow])
     wait_for(running, r"^step 10/")  # the validation that follows takes a while
     running.send_signal(signal.SIGINT)
     time.sleep(0.5)
     running.send_signal(signal.SIGINT)
     out, _ = running.communicate(timeout=30)
-    assert running.returncode == 130 and "Traceback" not in out, out
+    assert running.returncode == 130 and "Traceback" not in out and "is saved" not in out, out
+    assert Checkpoints(tmp_path / "run" / "checkpoints").newest_whole() == (8, {})
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
@@ -263,8 +276,88 @@ def test_what_is_not_finite_may_be_skipped_and_is_never_saved(tmp_path, capsys):
     explosive = ["--config.optimizer.learning_rate=1e20", "--config.on_nonfinite=skip", ONE_DEVICE]
     assert run(tmp_path / "run", *explosive) == 2  # what the parameters have become cannot be skipped
     assert "param_norm is inf at step 1; no checkpoint was saved yet" in capsys.readouterr().err
-    assert run(tmp_path / "calm", "--config.on_nonfinite=skip", "--config.steps=10", ONE_DEVICE) == 0
-    assert records(tmp_path / "calm")[0]["skipped"] == 0
+    assert not any((tmp_path / "run" / "checkpoints").iterdir())
+
+
+@pytest.fixture
+def not_finite_at_13(monkeypatch):
+    """The gradient of step 13, and of no other, is not finite."""
+    gradients = states.gradients
+
+    def poisoned(model, params, batch, step_key, *args):
+        loss, gradient = gradients(model, params, batch, step_key, *args)
+        that = jax.random.fold_in(jax.random.key(configs.default().seed), 12)
+        poison = jnp.where((jax.random.key_data(step_key) == jax.random.key_data(that)).all(), jnp.nan, 0)
+        return loss, jax.tree.map(lambda g: g + poison, gradient)
+
+    monkeypatch.setattr(states, "gradients", poisoned)
+
+
+def test_a_step_that_is_not_finite_is_skipped_reported_and_counted(not_finite_at_13, undisturbed, tmp_path, capsys):
+    options = ["--config.on_nonfinite=skip", "--config.log.every=1", ONE_DEVICE]
+    assert run(tmp_path / "run", *options) == 0
+    assert "step 13 is skipped: grad_norm is nan (1 skipped in all)" in capsys.readouterr().out
+    found = {r["step"]: r for r in records(tmp_path / "run") if r["split"] == "train"}
+    assert [found[step]["skipped"] for step in (1, 12, 13, 14, 40)] == [0, 0, 1, 1, 1]
+    assert found[13]["grad_norm"] is None and found[13]["param_norm"] == found[12]["param_norm"]
+    assert found[14]["param_norm"] != found[13]["param_norm"] and np.isfinite(found[40]["loss"])
+
+
+def test_a_step_that_is_not_finite_ends_the_run_with_the_last_good_checkpoint(not_finite_at_13, tmp_path, capsys):
+    for _ in range(2):
+        assert run(tmp_path / "run", ONE_DEVICE) == 2
+        said = capsys.readouterr().err
+        assert re.search("error: grad_norm is nan at step 13; the last good checkpoint is step 8 in .*: lower", said)
+        assert Checkpoints(tmp_path / "run" / "checkpoints").newest_whole() == (8, {})
+
+
+def obeys_permissions():
+    """What to start a program by so that they hold for it, for root too."""
+    if os.getuid():
+        return []
+    if not shutil.which("setpriv"):
+        pytest.skip("root may write everywhere, and there is no setpriv (Debian: util-linux)")
+    return ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all"]
+
+
+def test_a_workdir_that_may_not_be_written_is_one_line_and_a_finished_one_is_finished(undisturbed, tmp_path):
+    stopped, finished = stopped_at_40(undisturbed, tmp_path / "stopped"), tmp_path / "finished"
+    shutil.copytree(undisturbed[0], finished)
+    for workdir, code, said in (
+        (stopped, 2, f"error: {stopped}/tokenizer.json cannot be opened for writing (Permission denied)"),
+        (finished, 0, f"{finished} is finished (40 steps): nothing to do"),
+        (tmp_path / "read-only" / "new", 2, f"error: --workdir={tmp_path}/read-only/new cannot be written"),
+    ):
+        (tmp_path / "read-only").mkdir(exist_ok=True)
+        everything = [workdir, *workdir.rglob("*")] if workdir.exists() else [workdir.parent]
+        for path in everything:
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        before = contents(tmp_path)
+        running = process(workdir, before=obeys_permissions())
+        out, _ = running.communicate(timeout=120)
+        assert running.returncode == code and out.startswith(said) and out.count("\n") == 1, out
+        assert contents(tmp_path) == before
+        for path in everything:
+            path.chmod(0o755)
+
+
+def test_two_that_begin_in_one_workdir_at_once_one_trains(tmp_path):
+    both = [process(tmp_path / "run", "--config.steps=4") for _ in range(2)]
+    said = [running.communicate(timeout=120)[0] for running in both]
+    codes = [running.returncode for running in both]
+    assert 0 in codes and set(codes) <= {0, 2}, said
+    for code, out in zip(codes, said):
+        assert code == 0 or (out.count("\n") == 1 and "another process trains there" in out), out
+    assert records(tmp_path / "run")[-1]["split"] == "final"
+
+
+def test_whoever_watches_may_leave_and_the_run_goes_on(undisturbed, tmp_path):
+    """As `| tee` does, which Ctrl-C ends before the run."""
+    running = process(tmp_path / "run")
+    wait_for(running, r"^step 4/")
+    running.stdout.close()
+    assert running.wait(timeout=120) == 0
+    assert records(tmp_path / "run") == records(undisturbed[0])
 
 
 def test_a_disk_that_is_full_is_one_line_and_with_room_on_it_the_run_goes_on(undisturbed, tmp_path):

@@ -108,7 +108,7 @@ def stops(count: int, folder: Path, draw: random.Random) -> dict:
 
 
 def _disturbed(count, folder, draw, number) -> dict:
-    wrong, seconds, at = [], [], collections.Counter()
+    wrong, seconds, at, missed = [], [], collections.Counter(), collections.Counter()
     undisturbed, workdir = folder / "undisturbed", folder / "run"
     folder.mkdir(parents=True)
     board = Board(str(folder / "board"))
@@ -119,23 +119,23 @@ def _disturbed(count, folder, draw, number) -> dict:
         newest = max(_whole(workdir), default=0)
         with _started(workdir, fields, board) as (process, output):
             if not _wait_for(process, board, wanted, draw):
-                wrong += (
-                    [] if process.returncode == 0 else [f"it ended with {process.returncode}, waiting for {wanted}"]
-                )
-                if _finished(workdir):
-                    wrong += _differences(workdir, undisturbed)
-                    shutil.rmtree(workdir)  # and from the beginning, for what is still to be done
+                missed[wanted] += 1
+                if process.returncode != 0 or missed[wanted] > 5:
+                    wrong.append(f"{wanted} never came, the process ended with {process.returncode}")
+                    break
+                wrong += _differences(workdir, undisturbed)
+                shutil.rmtree(workdir)  # and from the beginning, for what is still to be done
                 continue
             finished, phases, start = board.step, board.phases(), time.perf_counter()
             process.send_signal(number)
             process.wait(timeout=PATIENCE)
             out = output.read_text(errors="replace")
-        if process.returncode == 0:  # it was over before the signal came
+        if process.returncode == 0 or not phases:  # it was over before the signal came
             continue
         at[wanted if wanted in phases else phases[0]] += 1
         resumed = re.search(r"resumed from step (\d+)", out)
-        if resumed and int(resumed[1]) != newest:
-            wrong.append(f"resumed from step {resumed[1]}, where {newest} was there")
+        if (resumed or finished) and int(resumed[1] if resumed else 0) != newest:
+            wrong.append(f"went on from step {resumed[1] if resumed else 0}, where {newest} was there")
         if number == signal.SIGTERM:
             seconds.append(time.perf_counter() - start)
             # Before a run can handle signals it has nothing to save, and dies of them: 143 as well, to a shell.
@@ -213,10 +213,6 @@ def _whole(workdir: Path) -> list[int]:
     return [step for step in checkpoints.steps() if not checkpoints.damage(step)]
 
 
-def _finished(workdir: Path) -> bool:
-    return any(record["split"] == "final" for record in metrics.read(workdir / "metrics.jsonl"))
-
-
 def _differences(workdir: Path, undisturbed: Path) -> list[str]:
     """What is not the same in two finished runs: records but for times, checkpoints, and every bit of the last."""
     mine, theirs = (_records(folder) for folder in (workdir, undisturbed))
@@ -274,6 +270,9 @@ def corruptions(count: int, folder: Path, draw: random.Random) -> dict:
                 wrong.append(f"{label}: checkpoints {whole} were whole, {_whole(workdir)} are")
         else:
             outcomes["went on"] += 1
+            resumed = re.search(r"resumed from step (\d+)", out)
+            if int(resumed[1] if resumed else 0) != max(whole, default=0):
+                wrong.append(f"{label}: went on from step {resumed[1] if resumed else 0}, where {whole} were whole")
             lost = "are lost" in out or "starting from the beginning" in out
             if _records(workdir)[-1] != _records(undisturbed)[-1]:
                 wrong.append(f"{label}: another end")

@@ -56,7 +56,8 @@ def race(config, folder: str, rounds: int, seconds: int) -> tuple[list[float], l
     model = states.make_model(config, tokenizer.vocab_size)
     optimizer = optimizers.make(config.optimizer, config.steps)
     state = parallel.create_state(functools.partial(states.create, model, optimizer, config.seed))
-    step_fn = parallel.compile_train(functools.partial(states.train_step, model, optimizer, config.seed, 1), state)
+    parts = config.optimizer.accumulation
+    step_fn = parallel.compile_train(functools.partial(states.train_step, model, optimizer, config.seed, parts), state)
     sizes = {"context": config.model.context, "batch_size": config.batch_size}
     batches = prefetched(TrainBatches(tokenizer.encode(text), seed=config.seed, **sizes))
     checkpoints = Checkpoints(folder)
@@ -69,15 +70,14 @@ def race(config, folder: str, rounds: int, seconds: int) -> tuple[list[float], l
         for _ in range(steps):
             state, metrics = step_fn(state, parallel.place_batch(next(batches)))
             float(metrics["loss"])  # as a run that logs each step
+        checkpoints.wait()  # as the next save does
         return time.perf_counter() - start
 
     block(3, saves=True)  # compiles, and opens what Orbax opens once
-    checkpoints.wait()
     steps = max(1, round(seconds / (block(3, saves=False) / 3)))
     with_save, without = [], []
     for _ in range(rounds):
         with_save.append(block(steps, saves=True))
-        checkpoints.wait()
         without.append(block(steps, saves=False))
     checkpoints.close()
     jax.block_until_ready(state)

@@ -1,9 +1,12 @@
 """Checkpoints: Orbax, asynchronous and atomic, each with a manifest of what it holds, behind one small class."""
 
+import contextlib
 import functools
 import hashlib
 import json
+import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +26,7 @@ class Checkpoints:
 
     A checkpoint is a folder named by its step. It gets that name when all of it is written, the manifest last of all:
     the step, and the sha256 of every other file in it. Orbax alone loads a flipped bit without a word.
+    Object storage renames no folder: there, one without a manifest is none yet.
 
     Args:
       directory: where they lie, any `etils.epath` path; made on the first save.
@@ -44,20 +48,30 @@ class Checkpoints:
         self.directory = epath.Path(directory if "://" in str(directory) else Path(directory).expanduser().absolute())
         self.best: Callable[[list[int]], int | None] = lambda steps: None
         self._keep = keep
-        self._started: int | None = None  # the last step that was saved here
+        self._started: int | None = None  # the last step that was saved or restored here
         self._open_writer = None
+        self._lock = threading.RLock()  # a signal's thread saves as well
 
     def prepare(self) -> None:
-        """Makes the directory, and removes what a killed process had not finished; for the one process that writes.
+        """Makes the directory.
 
         Raises:
-          UserError: it cannot be made, or written.
+          UserError: it cannot be made.
         """
-        try:
+        with self._told():
             self.directory.mkdir(parents=True, exist_ok=True)
+
+    def sweep(self) -> None:
+        """Removes what a killed process had not finished; for the one process that writes, errors as for `prepare`."""
+        with self._told():
             for path in self.directory.iterdir():
-                if ".orbax-checkpoint-tmp" in path.name:
+                if ".orbax-checkpoint-tmp" in path.name or (path.name.isdecimal() and not self._committed(path)):
                     path.rmtree()
+
+    @contextlib.contextmanager
+    def _told(self):
+        try:
+            yield
         except (OSError, ImportError) as error:
             why = getattr(error, "strerror", None) or error
             raise UserError(f"checkpoint.dir = {self.directory} cannot be written ({why}): choose another") from error
@@ -66,7 +80,12 @@ class Checkpoints:
         """The steps that have a checkpoint, in order, damaged ones among them."""
         if not self.directory.exists():
             return []
-        return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdecimal())
+        return sorted(
+            int(path.name) for path in self.directory.iterdir() if path.name.isdecimal() and self._committed(path)
+        )
+
+    def _committed(self, path: epath.Path) -> bool:
+        return "://" not in str(self.directory) or (path / MANIFEST).exists()
 
     def save(self, state: TrainState, **facts) -> None:
         """Starts to write `state` as the checkpoint of its step; the arrays may be reused once this returns.
@@ -79,19 +98,18 @@ class Checkpoints:
           UserError: this one or the one before it cannot be written.
         """
         step = int(state.step)
-        if step == self._started:
-            return
-        self.wait()
         items = _Items(
             params=ocp.args.StandardSave(state.params),
             opt_state=ocp.args.StandardSave(state.opt_state),
             facts=ocp.args.JsonSave(facts),
         )
-        try:
-            self._writer.save(self.directory / str(step), args=items, force=True)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise self._unwritten(error) from error
-        self._started = step
+        with self._lock:
+            if step == self._started:
+                return
+            self.wait()
+            with self._written():
+                self._writer.save(self.directory / str(step), args=items)
+            self._started = step
 
     def wait(self) -> None:
         """Returns when all that was saved is on disk, and what need not stay is not.
@@ -99,18 +117,19 @@ class Checkpoints:
         Raises:
           UserError: it cannot be written.
         """
-        if self._open_writer is None or self._started is None:
-            return
-        try:
-            self._writer.wait_until_finished()
-        except (OSError, ValueError, RuntimeError) as error:
-            raise self._unwritten(error) from error
-        if jax.process_index() == 0:
-            steps = self.steps()
-            best = self.best(steps)
-            for step in steps[: -self._keep]:
-                if step != best:
-                    (self.directory / str(step)).rmtree()  # one of which a part is left is damaged, and goes next time
+        with self._lock:
+            if self._open_writer is None or self._started is None:
+                return
+            with self._written():
+                self._writer.wait_until_finished()
+            if jax.process_index() == 0:
+                steps = self.steps()
+                best = self.best(steps)
+                for step in steps[: -self._keep]:
+                    if step != best:
+                        (
+                            self.directory / str(step)
+                        ).rmtree()  # what is left of one by a kill is damaged: goes next time
 
     def damage(self, step: int) -> str:
         """What is wrong with the files of a checkpoint, "" when they are those that were written."""
@@ -159,7 +178,8 @@ class Checkpoints:
         names = (f"{step}.damaged", *(f"{step}.damaged-{n}" for n in range(2, 1000)))
         name = next(name for name in names if not (self.directory / name).exists())
         (self.directory / str(step)).rename(self.directory / name)
-        self._started = None
+        if step == self._started:
+            self._started = None
         return name
 
     def restore(self, step: int, like: TrainState) -> TrainState:
@@ -175,6 +195,7 @@ class Checkpoints:
         items = self._restore(
             step, params=ocp.args.StandardRestore(like.params), opt_state=ocp.args.StandardRestore(like.opt_state)
         )
+        self._started = step  # as good as saved
         return TrainState(jax.device_put(np.int32(step), _sharding(like.step)), items["params"], items["opt_state"])
 
     def restore_params(self, step: int, like):
@@ -194,27 +215,35 @@ class Checkpoints:
     @property
     def _writer(self) -> ocp.AsyncCheckpointer:
         if self._open_writer is None:
+            _ignore_late_io()
             self._open_writer = ocp.AsyncCheckpointer(WithManifest())
         return self._open_writer
 
     def _restore(self, step, **items):
-        _ignore_late_reads()
+        _ignore_late_io()
         folder = self.directory / str(step)
         try:
-            return ocp.Checkpointer(ocp.CompositeCheckpointHandler()).restore(folder, ocp.args.Composite(**items))
+            with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+                return reader.restore(folder, ocp.args.Composite(**items))
         except (ValueError, OSError, KeyError, TypeError) as error:
             raise UserError(
                 f"checkpoint {folder} cannot be read ({_why(error)}): move it away to go on from the one before it"
             ) from error
 
-    def _unwritten(self, error) -> UserError:
-        self._started = None
-        with_whole = self.steps()
-        where = f"the newest whole one is {with_whole[-1]}" if with_whole else "none was written before"
-        return UserError(
-            f"a checkpoint cannot be written into {self.directory} ({_why(error)}); {where}: make room there, and "
-            "repeat the command"
-        )
+    @contextlib.contextmanager
+    def _written(self):
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError) as error:
+            self._started = None
+            if jax.process_count() > 1 and isinstance(error, TimeoutError | jax.errors.JaxRuntimeError):
+                raise  # another process is gone
+            steps = self.steps()
+            where = f"the newest one is {steps[-1]}" if steps else "none was written before"
+            raise UserError(
+                f"a checkpoint cannot be written into {self.directory} ({_why(error)}); {where}: make room there, and "
+                "repeat the command"
+            ) from error
 
 
 class WithManifest(ocp.CompositeCheckpointHandler):
@@ -267,11 +296,11 @@ def _why(error: BaseException) -> str:
 
 
 @functools.cache
-def _ignore_late_reads() -> None:
-    """Keeps quiet, from now on, about reads that end after another read's failure has closed their event loop.
+def _ignore_late_io() -> None:
+    """Keeps quiet, from now on, about reads and writes that fail after another's failure has been reported.
 
-    Orbax reads all arrays of a checkpoint at once and reports the first failure; the others would each print a
-    traceback of their own, some after the message that says what is wrong.
+    Orbax reads and writes all arrays of a checkpoint at once and raises the first failure; the others, whose event loop
+    is closed by then, would each print a traceback of their own, some after the message that says what is wrong.
     """
     report = sys.unraisablehook
 
@@ -280,6 +309,7 @@ def _ignore_late_reads() -> None:
             report(unraisable)
 
     sys.unraisablehook = report_others
+    logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in record.getMessage())
 
 
 def _sharding(array):

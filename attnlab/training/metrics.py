@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -162,7 +163,10 @@ class Watch:
 
     def say(self, text: str) -> None:
         """Prints as it is."""
-        self._console.out(text, highlight=False)
+        try:
+            self._console.out(text, highlight=False)
+        except BrokenPipeError:  # whoever watched has left, as `| tee` does on Ctrl-C; the run does not depend on them
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _line(record) -> str:
@@ -171,4 +175,4 @@ def _line(record) -> str:
 
 class _Console(Console):
     def on_broken_pipe(self):
-        raise BrokenPipeError  # rich would end the process, with the state unsaved
+        raise BrokenPipeError  # rich would end the process

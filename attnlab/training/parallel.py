@@ -140,7 +140,11 @@ def make(strategy: str, data: int = -1, fsdp: int = 1) -> Parallel:
 
 
 def from_first_process(number: int) -> int:
-    """What the first of several processes says, in all of them."""
+    """What the first of several processes says, in all of them, when all have asked.
+
+    >>> from_first_process(7)
+    7
+    """
     return int(multihost_utils.broadcast_one_to_all(np.int32(number))) if jax.process_count() > 1 else int(number)
 
 

@@ -12,7 +12,6 @@ ADDRESS, COUNT, NUMBER = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PR
 # What SLURM and Open MPI tell each task of several.
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
-
 _connected = False
 
 
@@ -27,9 +26,15 @@ def connect(timeout: int) -> None:
 
     Raises:
       UserError: the environment is contradictory, or the others did not come.
+
+    >>> connect(timeout=60)  # alone
     """
     global _connected
     wish = os.environ.get("ATTNLAB_DISTRIBUTED", "")
+    if wish not in ("", "0", "1"):
+        raise UserError(f"ATTNLAB_DISTRIBUTED={wish}: expected 1 or 0, or leave it out")
+    if wish == "0":
+        return
     # A lost process is noticed by the loop, which can say what to do; JAX, which aborts, comes second.
     options = {"heartbeat_timeout_seconds": 2 * timeout, "initialization_timeout": timeout}
     if os.environ.get(ADDRESS) and os.environ.get(COUNT):
@@ -41,8 +46,10 @@ def connect(timeout: int) -> None:
             ) from error
     elif wish != "1" and not any(int(os.environ.get(name) or 1) > 1 for name in TASKS):
         return
-    if wish == "0":
-        return
+    if len((os.environ.get("CUDA_VISIBLE_DEVICES") or ",").split(",")) == 1:
+        options["local_device_ids"] = [
+            0
+        ]  # the launcher gave this task one GPU; JAX would look for one a task of the node
     try:
         jax.distributed.initialize(**options)
         _connected = True

@@ -17,7 +17,7 @@ LOST = 75  # the exit code when others are gone: EX_TEMPFAIL of sysexits.h, "try
 
 
 def lost(why: str) -> None:
-    """Ends this process at once, saying what to do, for another one of the run is gone."""
+    """Ends this process at once, with `LOST` and saying what to do, for another one of the run is gone."""
     print(f"error: another process is gone ({why}): start all of them again by the same command", file=sys.stderr)
     _exit(LOST)
 
@@ -27,15 +27,23 @@ class Stop:
 
     A thread listens to the signals, for Python's handlers wait while XLA compiles or computes. Where the run is one of
     several processes all stop after the same step: JAX's preemption service agrees upon it, of SIGTERM, and SIGINT is
-    passed on to it. Where one of them is gone, the others would wait for it without end: they leave with `LOST`.
+    passed on to it. It asks only between steps, and hears no second SIGTERM. Where one of them is gone, the others
+    would wait for it without end: they leave with `LOST`.
 
     Args:
       own_process: the process is the run's, and may be ended from the thread. Else, in a notebook say, the loop alone
         ends, after its step.
-      timeout: seconds that a step may take at most until others are taken for gone.
+      timeout: seconds that may pass from step to step, a save between them included, until others are taken for gone.
 
     Attributes:
       signal: the first that came.
+
+    >>> with Stop() as stop:
+    ...     signal.raise_signal(signal.SIGTERM)
+    ...     while stop.signal is None:  # a thread hears it
+    ...         time.sleep(0.01)
+    ...     stop.asked()
+    True
     """
 
     def __init__(self, own_process: bool = False, timeout: int = 300):
@@ -85,13 +93,13 @@ class Stop:
     def at_rest(self, leave: Callable[[], None]) -> Iterator[None]:
         """Inside it, nothing changes the state: a signal calls `leave`, from another thread, and ends the process."""
         with self._at_rest:
-            self._leave = leave
+            before, self._leave = self._leave, leave
             self._at_rest.notify()
         try:
             yield
         finally:
             with self._at_rest:  # waits while the thread is leaving
-                self._leave = None
+                self._leave = before
 
     def _handle(self, *_):
         """Python's own handler, which runs between two lines of the main thread."""
@@ -116,7 +124,7 @@ class Stop:
     def _watch(self):
         while not self._over.wait(1):
             if self._heard and time.monotonic() - self._heard > self._timeout:
-                lost(f"no step for {self._timeout} s, config.parallel.timeout")
+                lost(f"or a save takes longer: no step for config.parallel.timeout = {self._timeout} s")
 
     def _leave_at_rest(self):
         with self._at_rest:

@@ -1,5 +1,6 @@
 """Checkpoints come back bit for bit, the newest and the best stay, and params can be read alone."""
 
+import contextlib
 import errno
 import json
 from pathlib import Path
@@ -148,12 +149,21 @@ def test_what_was_not_finished_is_no_checkpoint_and_is_removed(saved):
     left.mkdir()
     (left / "part").write_text("of it")
     assert saved.steps() == [3, 7]
-    saved.prepare()
+    saved.sweep()
     assert not left.exists() and saved.newest_whole() == (7, {})
 
 
 def test_facts_come_back(saved):
     assert saved.facts(7) == {"log": {"bytes": 7}} and saved.facts(3) == {"log": {"bytes": 3}}
+
+
+def test_a_step_that_was_restored_is_not_written_again(saved):
+    """A kill during that write would lose it."""
+    with contextlib.closing(Checkpoints(str(saved.directory), keep=2)) as later:
+        before = {path: path.stat().st_mtime_ns for path in files(saved, 7)}
+        later.save(later.restore(7, state_at(0)), log=None)
+        later.wait()
+        assert {path: path.stat().st_mtime_ns for path in files(later, 7)} == before
 
 
 def test_a_step_is_saved_once(saved):
@@ -169,7 +179,7 @@ def test_a_disk_that_is_full_is_one_line_and_leaves_the_rest(saved, monkeypatch)
 
     monkeypatch.setattr(WithManifest, "finalize", full)
     saved.save(state_at(9))
-    with pytest.raises(UserError, match=r"be written into .*No space left on device\); the newest whole one is 7"):
+    with pytest.raises(UserError, match=r"be written into .*No space left on device\); the newest one is 7"):
         saved.wait()
     assert saved.newest_whole() == (7, {})
 
