@@ -9,10 +9,10 @@ train: $(VENV)/installed
 	$(BIN)/python -m attnlab.train --config=configs/quickstart.py
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-slow: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 2 -m slow
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

@@ -134,10 +134,12 @@ def test_asked_to_stop_both_stop_after_the_same_step_and_go_on(two, tmp_path):
 def test_one_that_is_killed_takes_the_other_along_and_the_restart_ends_the_same(two, tmp_path):
     process = started(LAUNCH / "local.sh", 2, *arguments(tmp_path / "run", LONG))
     come_to(250, tmp_path / "run")
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    children = subprocess.run(
+        ["pgrep", "-f", "-P", str(process.pid), "attnlab.train"], capture_output=True, text=True
+    ).stdout.split()
     os.kill(int(children[-1]), signal.SIGKILL)
     out, _ = process.communicate(timeout=120)
-    assert process.returncode == 137, out
+    assert process.returncode in (75, 137), out  # whichever is seen first
     assert "error: another process is gone (" in out and "): start all of them again by the same command" in out
     assert "the same command goes on from the last checkpoint" in out
     code, out = run(LAUNCH / "local.sh", 2, *arguments(tmp_path / "run", LONG))

@@ -151,7 +151,9 @@ def test_eval_only_repeats_the_last_validation_and_writes_nothing(undisturbed, c
     assert contents(workdir) == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM], ids=lambda number: number.name
+)
 def test_a_run_that_is_stopped_and_started_again_ends_where_the_undisturbed_one_does(undisturbed, tmp_path, number):
     for pattern in (r"^step 4/", r"^step 26/"):
         running = process(tmp_path / "run")
@@ -293,7 +295,7 @@ def not_finite_at_13(monkeypatch):
     monkeypatch.setattr(states, "gradients", poisoned)
 
 
-def test_a_step_that_is_not_finite_is_skipped_reported_and_counted(not_finite_at_13, undisturbed, tmp_path, capsys):
+def test_a_step_that_is_not_finite_is_skipped_reported_and_counted(not_finite_at_13, tmp_path, capsys):
     options = ["--config.on_nonfinite=skip", "--config.log.every=1", ONE_DEVICE]
     assert run(tmp_path / "run", *options) == 0
     assert "step 13 is skipped: grad_norm is nan (1 skipped in all)" in capsys.readouterr().out
@@ -360,6 +362,7 @@ def test_whoever_watches_may_leave_and_the_run_goes_on(undisturbed, tmp_path):
     assert records(tmp_path / "run") == records(undisturbed[0])
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_is_one_line_and_with_room_on_it_the_run_goes_on(undisturbed, tmp_path):
     """Files of at most 100 KiB stand in for the disk: writing past that fails in the same place."""
     limited = f"ulimit -f 100; exec {sys.executable} -m attnlab.train {' '.join(SMALL)} --workdir={tmp_path}/run"
@@ -373,7 +376,16 @@ def test_a_disk_that_is_full_is_one_line_and_with_room_on_it_the_run_goes_on(und
     assert records(tmp_path / "run") == records(undisturbed[0])
 
 
-@pytest.mark.parametrize("options", [["strategy=pmap"], ["strategy=mesh"], ["mesh.fsdp=4"], ["mesh.data=2"]], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["strategy=pmap"],
+        ["mesh.fsdp=4"],
+        pytest.param(["strategy=mesh"], marks=pytest.mark.slow),
+        pytest.param(["mesh.data=2"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_run_goes_on_on_other_devices_with_another_strategy(undisturbed, tmp_path, options):
     """Started on one device, stopped, ended on others: the same losses to rounding."""
     running = process(tmp_path / "run")

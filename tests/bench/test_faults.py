@@ -27,6 +27,7 @@ def test_a_tenth_of_a_campaign_finds_nothing_wrong(tmp_path, campaign, count):
         assert sum(found["phases"].values()) == count and len([n for n in found["phases"].values() if n]) > 5
 
 
+@pytest.mark.slow
 def test_what_differs_between_two_runs_is_seen(tmp_path):
     fields = faults.SHORT | {"steps": 8, "checkpoint.every": 4, "eval.every": 4}
     for name, more in (("one", {}), ("same", {}), ("other", {"seed": 1})):

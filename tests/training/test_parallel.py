@@ -70,14 +70,17 @@ def distance(a, b):
     return (squares(jax.tree.map(lambda x, y: np.float64(x) - y, a, b)) / squares(b)) ** 0.5
 
 
-@pytest.mark.parametrize("options", [{}, {"dropout": 0.2}, {"dropout": 0.2, "accumulation": 4}], ids=str)
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("options", [SLOW({}), SLOW({"dropout": 0.2}), {"dropout": 0.2, "accumulation": 4}], ids=str)
 def test_the_first_gradient_is_the_same_on_one_and_on_four_devices(options):
     reference = Experiment("mesh", 1, **options | {"accumulation": 1}).gradient()
     for layout in LAYOUTS.values():
         assert distance(Experiment(*layout, **options).gradient(), reference) < 1e-6
 
 
-@pytest.mark.parametrize("options", [{}, {"dropout": 0.2}], ids=str)
+@pytest.mark.parametrize("options", [SLOW({}), {"dropout": 0.2}], ids=str)
 def test_losses_stay_together_for_fifty_steps(options):
     one, *others = (Experiment(*layout, **options).losses() for layout in LAYOUTS.values())
     for other in others:
