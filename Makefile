@@ -12,7 +12,7 @@ test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-slow: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+	XLA_FLAGS="--xla_backend_optimization_level=3 $$XLA_FLAGS" $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

@@ -8,7 +8,10 @@ import tempfile
 # TFDS reads this when it is imported; subprocesses inherit it.
 os.environ["TFDS_DATA_DIR"] = tempfile.mkdtemp(prefix="attnlab-tests-")
 atexit.register(shutil.rmtree, os.environ["TFDS_DATA_DIR"], ignore_errors=True)
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 " + os.environ.get("XLA_FLAGS", "")
+# Most of the time goes into compiling small programs, a quarter of it into making them fast: not here, but where
+# XLA_FLAGS says otherwise, as for the slow tests, and in the processes that tests start.
+flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 "
+os.environ["XLA_FLAGS"] = flags + os.environ.get("XLA_FLAGS", "")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax

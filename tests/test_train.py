@@ -402,11 +402,11 @@ def test_a_run_goes_on_on_other_devices_with_another_strategy(undisturbed, tmp_p
     "options",
     [
         ["--config.precision=bfloat16"],
-        ["--config.data.tokenizer=byte"],
-        ["--config.data.tokenizer=word"],
+        pytest.param(["--config.data.tokenizer=byte"], marks=pytest.mark.slow),
+        pytest.param(["--config.data.tokenizer=word"], marks=pytest.mark.slow),
         ["--config.data.tokenizer=bpe", "--config.data.vocab_size=300"],
-        ["--config.data.tokenizer=wordpiece"],
-        ["--config.optimizer.accumulation=2"],
+        pytest.param(["--config.data.tokenizer=wordpiece"], marks=pytest.mark.slow),
+        pytest.param(["--config.optimizer.accumulation=2"], marks=pytest.mark.slow),
         ["--config.model.positions=rotary", "--config.model.qk_norm=True", "--config.model.kv_heads=2"],
         ["--config.model.positions=alibi", "--config.model.window=8"],
         ["--config.parallel.strategy=pmap"],
@@ -420,6 +420,7 @@ def test_options_train_and_sample(tmp_path, options):
     assert found[-1]["split"] == "final" and np.isfinite([r["loss"] for r in found]).all()
 
 
+@pytest.mark.slow
 def test_accumulation_changes_nothing_but_memory(tmp_path):
     assert run(tmp_path / "one", "--config.steps=10") == 0
     assert run(tmp_path / "two", "--config.steps=10", "--config.optimizer.accumulation=2") == 0
@@ -450,6 +451,7 @@ def test_a_path_selects_a_text_whatever_the_experiment_reads(tmp_path):
     assert configs.completed(config).data.name == "text" and config.data.name == "quijote"
 
 
+@pytest.mark.slow
 def test_a_text_may_move_between_two_starts(tmp_path):
     (tmp_path / "mine.txt").write_text("what I wrote myself, again and again. " * 200)
     running = process(tmp_path / "run", f"--config.data.path={tmp_path}/mine.txt")

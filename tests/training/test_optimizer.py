@@ -26,13 +26,13 @@ def test_the_schedule_rises_to_its_peak_and_falls_to_its_end(steps):
 
 def test_kernels_and_embeddings_decay_and_biases_and_norms_do_not():
     model = GPT(vocab_size=7, num_layers=1, num_heads=2, width=8, context=4, qk_norm=True)
-    params = model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
     config = default().optimizer
     config.weight_decay = 0.5
     optimizer = optimizers.make(config, 100)
     zero = jax.tree.map(jnp.zeros_like, params)
     ones = jax.tree.map(jnp.ones_like, params)
-    updates, _ = optimizer.update(zero, optimizer.init(params), ones)
+    updates, _ = jax.jit(optimizer.update)(zero, optimizer.init(params), ones)
     leaves = jax.tree_util.tree_leaves_with_path(updates)
     moved = {jax.tree_util.keystr(path): bool((x != 0).all()) for path, x in leaves}
     assert all(decays == ("kernel" in path or "embedding" in path) for path, decays in moved.items())

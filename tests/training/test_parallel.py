@@ -80,7 +80,8 @@ def test_the_first_gradient_is_the_same_on_one_and_on_four_devices(options):
         assert distance(Experiment(*layout, **options).gradient(), reference) < 1e-6
 
 
-@pytest.mark.parametrize("options", [SLOW({}), {"dropout": 0.2}], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.2}], ids=str)
 def test_losses_stay_together_for_fifty_steps(options):
     one, *others = (Experiment(*layout, **options).losses() for layout in LAYOUTS.values())
     for other in others:
