@@ -271,7 +271,9 @@ def test_records_that_are_not_those_of_the_checkpoint_are_refused_and_missing_on
     log.unlink()
     assert run(workdir, ONE_DEVICE) == 0
     assert "metrics.jsonl is not there: the records up to step 40 are lost" in capsys.readouterr().out
-    assert records(workdir)[-1] == records(undisturbed[0])[-1]
+    last, expected = records(workdir)[-1], records(undisturbed[0])[-1]
+    assert (last["split"], last["params_sha256"]) == ("final", expected["params_sha256"])
+    np.testing.assert_allclose(last["loss"], expected["loss"], rtol=1e-5)  # by a program that is compiled otherwise
 
 
 def test_what_is_not_finite_may_be_skipped_and_is_never_saved(tmp_path, capsys):
