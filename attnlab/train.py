@@ -334,6 +334,7 @@ def _earlier_run(workdir: Path, config: ConfigDict) -> dict | None:
 def _found(workdir: Path, config: str, tokenizer) -> int:
     """Makes the workdir under another name and renames it: at any moment it is a whole run, locked, or not there."""
     unfinished = workdir.absolute().with_name(f".{workdir.absolute().name}.unfinished")
+    held = None
     try:
         unfinished.mkdir(parents=True, exist_ok=True)
         (unfinished / "tokenizer.json").touch()
@@ -342,7 +343,11 @@ def _found(workdir: Path, config: str, tokenizer) -> int:
         (unfinished / "config.json").write_text(config, encoding="utf-8")
         unfinished.rename(workdir)  # an empty folder that stands there gives way
     except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.ENOENT):  # another process made the one, or renamed the other
+        if held is not None:
+            os.close(held)
+        if error.errno == errno.ENOENT:  # another process has renamed it
+            raise _busy(workdir) from error
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process made the workdir
             shutil.rmtree(unfinished, ignore_errors=True)
             raise _busy(workdir) from error
         raise UserError(f"--workdir={workdir} cannot be written ({error.strerror}): choose another folder") from error
