@@ -1,0 +1,51 @@
+"""A cluster is joined where there is one; contradictions are one line. Real ones are in tests/test_launch.py."""
+
+import jax
+import pytest
+
+from attnlab.errors import UserError
+from attnlab.training import processes
+
+VARIABLES = (processes.ADDRESS, processes.COUNT, processes.NUMBER, *processes.TASKS, "ATTNLAB_DISTRIBUTED")
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Of a machine without a cluster; returns a function that sets variables."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return lambda **values: [monkeypatch.setenv(name, value) for name, value in values.items()]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"SLURM_STEP_NUM_TASKS": "1"},
+        {"OMPI_COMM_WORLD_SIZE": "1"},
+        {"OMPI_COMM_WORLD_SIZE": "2", "ATTNLAB_DISTRIBUTED": "0"},
+        {"JAX_NUM_PROCESSES": "two", "JAX_COORDINATOR_ADDRESS": "localhost:1", "ATTNLAB_DISTRIBUTED": "0"},
+    ],
+    ids=str,
+)
+def test_where_there_is_no_cluster_or_it_is_forbidden_nothing_is_joined(environment, values):
+    environment(**values)
+    processes.connect(timeout=5)
+    assert jax.process_count() == 1
+    processes.leave(3)  # does nothing in a process that is alone
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"ATTNLAB_DISTRIBUTED": "yes"}, "ATTNLAB_DISTRIBUTED=yes: expected 1 or 0"),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "localhost:1", "JAX_NUM_PROCESSES": "2"},
+            "JAX_NUM_PROCESSES=2, JAX_PROCESS_ID=None: expected two whole numbers",
+        ),
+    ],
+)
+def test_a_contradictory_environment_is_one_line(environment, values, message):
+    environment(**values)
+    with pytest.raises(UserError, match=message):
+        processes.connect(timeout=5)
