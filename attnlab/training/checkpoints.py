@@ -126,10 +126,8 @@ class Checkpoints:
                 steps = self.steps()
                 best = self.best(steps)
                 for step in steps[: -self._keep]:
-                    if step != best:
-                        (
-                            self.directory / str(step)
-                        ).rmtree()  # what is left of one by a kill is damaged: goes next time
+                    if step != best:  # what a kill leaves of one is damaged, and goes next time
+                        (self.directory / str(step)).rmtree()
 
     def damage(self, step: int) -> str:
         """What is wrong with the files of a checkpoint, "" when they are those that were written."""

@@ -47,9 +47,8 @@ def connect(timeout: int) -> None:
     elif wish != "1" and not any(int(os.environ.get(name) or 1) > 1 for name in TASKS):
         return
     if len((os.environ.get("CUDA_VISIBLE_DEVICES") or ",").split(",")) == 1:
-        options["local_device_ids"] = [
-            0
-        ]  # the launcher gave this task one GPU; JAX would look for one a task of the node
+        # The launcher gave this task one GPU; JAX would look for one a task of the node.
+        options["local_device_ids"] = [0]
     try:
         jax.distributed.initialize(**options)
         _connected = True
