@@ -11,7 +11,7 @@ import sys
 from attnlab import commands
 from attnlab.config import nearest
 
-RACES = ("attention", "faults", "saving")
+RACES = ("attention", "faults", "saving", "train")
 
 
 def main(argv: list[str] | None = None) -> int:

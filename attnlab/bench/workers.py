@@ -1,0 +1,93 @@
+"""Contenders in processes of their own, that take turns: each its own runtime, its own threads, its own memory."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from attnlab.data import corpora, tokenizers
+from attnlab.errors import UserError
+
+SIZES = {
+    "small": {"num_layers": 4, "num_heads": 4, "width": 128, "context": 64, "batch_size": 12},
+    "large": {"num_layers": 6, "num_heads": 6, "width": 384, "context": 256, "batch_size": 16},
+}
+
+
+class Worker:
+    """A process that answers requests, one JSON line for one.
+
+    Args:
+      command: starts it.
+      log: what it prints besides goes there.
+
+    Raises:
+      UserError: it cannot be started, or ends; when asked.
+    """
+
+    def __init__(self, command: list[str], log: Path):
+        self._log = log
+        with log.open("w") as file:
+            try:
+                self.process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True
+                )
+            except OSError as error:
+                raise UserError(f"{command[0]} cannot be started ({error.strerror}): name a Python") from error
+
+    def ask(self, what: str, **request) -> dict:
+        """The answer to a request."""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps({"do": what} | request) + "\n")
+            self.process.stdin.flush()
+        if not (line := self.process.stdout.readline()):
+            said = self._log.read_text(errors="replace").strip().splitlines()[-1:]
+            raise UserError(f"{' '.join(self.process.args)} ended: {said[0] if said else 'it said nothing'}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """Ends it."""
+        with self.process:
+            self.process.kill()
+
+
+@contextlib.contextmanager
+def started(contenders: dict[str, dict], size: dict, peer_path: str | None, peer_python: str) -> Iterator[dict]:
+    """Workers by name, each with its model of a size set up on the same text.
+
+    Args:
+      contenders: what each is: {"peer": bool} and the options of its start.
+      size: one of `SIZES`.
+      peer_path: a checkout of nanoGPT.
+      peer_python: a Python that has torch.
+    """
+    text = corpora.load("python_docs").train
+    tokenizer = tokenizers.make("char", text)
+    with tempfile.TemporaryDirectory(prefix="attnlab-race-") as folder, contextlib.ExitStack() as at_end:
+        tokens = Path(folder) / "tokens.npy"
+        np.save(tokens, tokenizer.encode(text))
+        workers = {}
+        for name, options in contenders.items():
+            options = dict(options)
+            if options.pop("peer"):
+                command = [peer_python, str(Path(__file__).with_name("nanogpt.py")), peer_path]
+            else:
+                command = [sys.executable, "-m", "attnlab.bench.contender"]
+            workers[name] = Worker(command, Path(folder) / f"{len(workers)}.log")
+            at_end.callback(workers[name].close)
+            workers[name].ask("start", tokens=str(tokens), vocab_size=tokenizer.vocab_size, **size, **options)
+        yield workers
+
+
+def alternate(workers: dict[str, Worker], what: str, rounds: int, **request) -> dict[str, list[float]]:
+    """Seconds of each worker's answers, in turn: A B C A B C …"""
+    seconds = {name: [] for name in workers}
+    for _ in range(rounds):
+        for name, worker in workers.items():
+            seconds[name].append(worker.ask(what, **request)["seconds"])
+    return seconds
