@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 
 from attnlab.nn.multihead import KVCache, MultiHeadAttention
 from attnlab.nn.positions import LearnedPositions, sinusoidal
-from attnlab.ops import dropout
+from attnlab.ops import dropout, products
 from attnlab.ops.masks import Causal, Mask, SlidingWindow
 from attnlab.ops.score_mods import ALiBi, alibi_slopes
 from attnlab.types import Array, DType
@@ -39,7 +39,7 @@ class Mlp(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*B F"]) -> Float[Array, "*B F"]:
         """`[..., F]` to `[..., F]`, each row by itself."""
-        width, options = x.shape[-1], {"use_bias": self.use_bias, "dtype": self.dtype}
+        width, options = x.shape[-1], {"use_bias": self.use_bias, "dtype": self.dtype, "dot_general": products.dot_general}
         x = nn.Dense(self.hidden or 4 * width, kernel_init=self.kernel_init, name="up", **options)(x)
         x = nn.gelu(x, approximate=True)
         return nn.Dense(width, kernel_init=self.out_kernel_init or self.kernel_init, name="down", **options)(x)

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from attnlab.nn.positions import rotary
 from attnlab.ops.attention import attention, attention_weights
 from attnlab.ops.masks import Mask, Padding, join
+from attnlab.ops import products
 from attnlab.types import Array, DType
 
 
@@ -166,7 +167,8 @@ class MultiHeadAttention(nn.Module):
 
         def project(x, heads, name):
             return nn.DenseGeneral(
-                (heads, head_dim), use_bias=self.use_bias, dtype=self.dtype, kernel_init=self.kernel_init, name=name
+                (heads, head_dim), use_bias=self.use_bias, dtype=self.dtype, kernel_init=self.kernel_init, name=name,
+                dot_general=products.dot_general,
             )(x)
 
         q = project(inputs_q, self.num_heads, "query")
@@ -212,5 +214,6 @@ class MultiHeadAttention(nn.Module):
             dtype=self.dtype,
             kernel_init=self.out_kernel_init or self.kernel_init,
             name="out",
+            dot_general=products.dot_general,
         )(out)
         return out if cache is None else (out, cache)
