@@ -28,7 +28,7 @@ class Contender:
     def __init__(self, tokens, vocab_size, batch_size, precision="float32", strategy="mesh", **sizes):
         config = configs.default()
         config.batch_size, config.precision = batch_size, precision
-        config.model.update(sizes | {"dropout": 0.0, "use_bias": False, "mlp_ratio": 4})
+        config.model.update(sizes | {"dropout": 0.0, "use_bias": False, "positions": "learned", "qk_norm": False})
         config.optimizer.update({"learning_rate": 1e-3, "b2": 0.99, "weight_decay": 0.1})
         steps = 1_000_000
         self.parallel = parallel_lib.make(strategy)

@@ -10,8 +10,11 @@ from jax import lax
 def dot_general(x, kernel, dimension_numbers, precision=None, preferred_element_type=None):
     """`jax.lax.dot_general` for flax's `dot_general=`: the last axes of x with the first of a kernel, no batch axes.
 
-    On CPUs the gradient of the kernel, xᵀ·g, multiplies a transpose of x that was written down: XLA's CPU backend
-    multiplies rows by columns at twice the speed of columns by columns.
+    On CPUs the gradient of the kernel, xᵀ·g, multiplies a transpose that was written down, of the narrower of the two:
+    XLA's CPU backend multiplies rows by columns at twice the speed of columns by columns.
+
+    >>> Causal and dot_general(jnp.ones((2, 3, 4)), jnp.ones((4, 5)), (((2,), (0,)), ((), ()))).shape
+    (2, 3, 5)
     """
     ((x_axes, kernel_axes), (x_batch, _)) = dimension_numbers
     rank = len(x_axes)
@@ -25,16 +28,25 @@ def dot_general(x, kernel, dimension_numbers, precision=None, preferred_element_
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 def _product(x, kernel, precision, preferred_element_type):
-    return _dot(x, kernel, 1, precision, preferred_element_type)
+    return _dot(x, kernel, (1, 0), precision, preferred_element_type)
 
 
-def _dot(x, kernel, axis, precision, preferred_element_type):
-    return lax.dot_general(x, kernel, (((axis,), (0,)), ((), ())), precision, preferred_element_type)
+def _dot(x, kernel, axes, precision, preferred_element_type):
+    numbers = (((axes[0],), (axes[1],)), ((), ()))
+    return lax.dot_general(x, kernel, numbers, precision, preferred_element_type)
 
 
 @_product.defjvp
 def _product_jvp(precision, preferred_element_type, primals, tangents):
     (x, kernel), (dx, d_kernel) = primals, tangents
     options = (precision, preferred_element_type)
-    turned = lax.optimization_barrier(x.T)
-    return _dot(x, kernel, 1, *options), _dot(dx, kernel, 1, *options) + _dot(turned, d_kernel, 0, *options)
+    if x.shape[1] <= kernel.shape[1]:
+        by_kernel = _dot(_written_transpose(x), d_kernel, (0, 0), *options)
+    else:  # its transpose writes that of the cotangent
+        by_kernel = _written_transpose(_dot(d_kernel, x, (0, 1), *options))
+    return _dot(x, kernel, (1, 0), *options), _dot(dx, kernel, (1, 0), *options) + by_kernel
+
+
+def _written_transpose(x):
+    """xᵀ, neither fused into what makes x nor into what reads it."""
+    return lax.optimization_barrier(lax.optimization_barrier(x).T)
