@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from attnlab.nn.multihead import KVCache, MultiHeadAttention
+from attnlab.nn.norms import LayerNorm
 from attnlab.nn.positions import LearnedPositions, sinusoidal
-from attnlab.ops import dropout, products
+from attnlab.ops import dropout, pointwise, products
 from attnlab.ops.masks import Causal, Mask, SlidingWindow
 from attnlab.ops.score_mods import ALiBi, alibi_slopes
 from attnlab.types import Array, DType
@@ -41,7 +42,7 @@ class Mlp(nn.Module):
         """`[..., F]` to `[..., F]`, each row by itself."""
         width, options = x.shape[-1], {"use_bias": self.use_bias, "dtype": self.dtype, "dot_general": products.dot_general}
         x = nn.Dense(self.hidden or 4 * width, kernel_init=self.kernel_init, name="up", **options)(x)
-        x = nn.gelu(x, approximate=True)
+        x = pointwise.gelu(x)
         return nn.Dense(width, kernel_init=self.out_kernel_init or self.kernel_init, name="down", **options)(x)
 
 
@@ -86,7 +87,7 @@ class Block(nn.Module):
             keys = dropout.per_example(dropout_key, x.shape[:1])
             return dropout.dropout(x, dropout.fold_in(keys, site), self.dropout_rate)
 
-        normed = nn.LayerNorm(NORM_EPSILON, use_bias=self.use_bias, dtype=self.dtype, name="attention_norm")(x)
+        normed = LayerNorm(NORM_EPSILON, use_bias=self.use_bias, dtype=self.dtype, name="attention_norm")(x)
         attended = self.attention(
             normed,
             mask=mask,
@@ -97,7 +98,7 @@ class Block(nn.Module):
         if cache is not None:
             attended, cache = attended
         x = x + drop(attended, 1)
-        normed = nn.LayerNorm(NORM_EPSILON, use_bias=self.use_bias, dtype=self.dtype, name="mlp_norm")(x)
+        normed = LayerNorm(NORM_EPSILON, use_bias=self.use_bias, dtype=self.dtype, name="mlp_norm")(x)
         x = x + drop(self.mlp(normed), 2)
         return x if cache is None else (x, cache)
 
@@ -206,7 +207,7 @@ class GPT(nn.Module):
             if caches is not None:
                 x, cache = x
                 extended.append(cache)
-        x = nn.LayerNorm(NORM_EPSILON, use_bias=self.use_bias, dtype=self.dtype, name="final_norm")(x)
+        x = LayerNorm(NORM_EPSILON, use_bias=self.use_bias, dtype=self.dtype, name="final_norm")(x)
         logits = embed.attend(x).astype(jnp.float32)
         return logits if caches is None else (logits, tuple(extended))
 

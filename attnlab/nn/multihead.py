@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from attnlab.nn.norms import LayerNorm
 from attnlab.nn.positions import rotary
 from attnlab.ops.attention import attention, attention_weights
 from attnlab.ops.masks import Mask, Padding, join
@@ -175,8 +176,8 @@ class MultiHeadAttention(nn.Module):
         k = project(memory, kv_heads, "key")
         v = project(memory, kv_heads, "value")
         if self.qk_norm:
-            q = nn.LayerNorm(use_bias=False, dtype=self.dtype, name="query_ln")(q)
-            k = nn.LayerNorm(use_bias=False, dtype=self.dtype, name="key_ln")(k)
+            q = LayerNorm(use_bias=False, dtype=self.dtype, name="query_ln")(q)
+            k = LayerNorm(use_bias=False, dtype=self.dtype, name="key_ln")(k)
 
         if cache is not None:
             positions = cache.length[:, None] + jnp.arange(q.shape[1])

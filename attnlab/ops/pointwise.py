@@ -1,0 +1,74 @@
+"""What a transformer computes row by row between its matrix products, written so that little is kept for the gradient.
+
+Sums and exponentials are float32 whatever the input (float64 stays float64); results have the input's type.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Float
+
+from attnlab.types import Array
+
+
+@jax.custom_jvp
+def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """x·Φ(x) in its tanh form (Hendrycks and Gimpel 2016, section 2), as in GPT-2.
+
+    The gradient reads x alone; tanh is computed again.
+
+    >>> gelu(jnp.array([-1.0, 0.0, 1.0])).round(4)
+    Array([-0.1588,  0.    ,  0.8412], dtype=float32)
+    """
+    wide = _wide(x)
+    return (0.5 * wide * (1 + jnp.tanh(_inner(wide)))).astype(x.dtype)
+
+
+@gelu.defjvp
+def _gelu_jvp(primals, tangents):
+    (x,), (dx,) = primals, tangents
+    wide = _wide(lax.optimization_barrier(x))  # else XLA keeps the tanh of the forward pass
+    tanh = jnp.tanh(_inner(wide))
+    slope = 0.5 * (1 + tanh) + 0.5 * wide * (1 - tanh**2) * math.sqrt(2 / math.pi) * (1 + 3 * _CUBE * wide**2)
+    return gelu(x), (slope * dx.astype(slope.dtype)).astype(x.dtype)
+
+
+_CUBE = 0.044715
+
+
+def _inner(x):
+    return math.sqrt(2 / math.pi) * (x + _CUBE * x**3)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def standardize(x: Float[Array, "*B F"], epsilon: float = 1e-6) -> Float[Array, "*B F"]:
+    """(x − mean) / √(variance + ε) of each row: a layer norm (Ba et al. 2016, equation 3) without gain and bias.
+
+    Returns:
+      float32 (float64 for float64).
+
+    >>> standardize(jnp.array([[1.0, 2.0, 3.0]])).round(4)
+    Array([[-1.2247,  0.    ,  1.2247]], dtype=float32)
+    """
+    return _standardized(x, epsilon)[0]
+
+
+def _standardized(x, epsilon):
+    x = _wide(x)
+    x = x - x.mean(axis=-1, keepdims=True)
+    scale = lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + epsilon)
+    return x * scale, scale
+
+
+@standardize.defjvp
+def _standardize_jvp(epsilon, primals, tangents):
+    y, scale = _standardized(primals[0], epsilon)
+    dx = tangents[0].astype(y.dtype)
+    return y, scale * (dx - dx.mean(axis=-1, keepdims=True) - y * (y * dx).mean(axis=-1, keepdims=True))
+
+
+def _wide(x):
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
