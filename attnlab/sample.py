@@ -6,6 +6,11 @@ The text appears as it is drawn, at any length. Past the model's context, learne
 last half and read it again; rotary, alibi and no positions roll on.
 """
 
+if __name__ == "__main__":
+    from attnlab import hugepages
+
+    hugepages.restart()
+
 import functools
 import sys
 import time

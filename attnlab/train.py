@@ -6,6 +6,11 @@
 The same command again goes on where the run was stopped. A finished run is left as it is.
 """
 
+if __name__ == "__main__":
+    from attnlab import hugepages
+
+    hugepages.restart()
+
 import contextlib
 import errno
 import fcntl

@@ -5,6 +5,11 @@
 A request a line on stdin and an answer a line on stdout, both JSON; see `attnlab.bench.workers`.
 """
 
+if __name__ == "__main__":
+    from attnlab import hugepages
+
+    hugepages.restart()  # as the training command does
+
 import functools
 import json
 import resource

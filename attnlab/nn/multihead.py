@@ -9,9 +9,9 @@ from jaxtyping import Float, Int
 
 from attnlab.nn.norms import LayerNorm
 from attnlab.nn.positions import rotary
+from attnlab.ops import products
 from attnlab.ops.attention import attention, attention_weights
 from attnlab.ops.masks import Mask, Padding, join
-from attnlab.ops import products
 from attnlab.types import Array, DType
 
 
@@ -168,7 +168,11 @@ class MultiHeadAttention(nn.Module):
 
         def project(x, heads, name):
             return nn.DenseGeneral(
-                (heads, head_dim), use_bias=self.use_bias, dtype=self.dtype, kernel_init=self.kernel_init, name=name,
+                (heads, head_dim),
+                use_bias=self.use_bias,
+                dtype=self.dtype,
+                kernel_init=self.kernel_init,
+                name=name,
                 dot_general=products.dot_general,
             )(x)
 
