@@ -18,7 +18,9 @@ import pytest
 import attnlab
 
 PACKAGE = Path(attnlab.__file__).parent
+FOR_TORCH = "attnlab.bench.nanogpt"  # a program for the Python that peers run in
 MODULES = [found.name for found in pkgutil.walk_packages([str(PACKAGE)], "attnlab.") if "__main__" not in found.name]
+MODULES.remove(FOR_TORCH)
 HEAVY = ("array_record", "grain", "matplotlib", "orbax", "tensorboardX", "tensorflow", "tensorflow_datasets")
 
 
