@@ -16,16 +16,19 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
+from jaxtyping import Float, Int
 
 from attnlab import commands
 from attnlab.errors import UserError
 from attnlab.loading import load
 from attnlab.nn import GPT
+from attnlab.types import Array
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,52 +70,89 @@ def generate(
     >>> len(list(generate(model, params, np.array([1, 2]), max_tokens=9)))  # beyond the context
     9
     """
+    if jax.default_backend() == "cpu":  # a step takes as long as reading the parameters, which are float32 already
+        model = model.clone(dtype=jnp.float32)
     rolls = model.positions not in ("learned", "sinusoidal")
-    size = vocab_size or model.vocab_size
-    draw = functools.partial(_draw, temperature=temperature, top_k=min(top_k, size), top_p=top_p)
+    draw = Draw(temperature, top_k, top_p, vocab_size)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(num_samples))
 
-    text = np.tile(np.asarray(prompt, np.int32), (num_samples, 1))
-    window = text[:, -model.context :]
-    logits, caches = _read(model, params, window, model.empty_caches(num_samples))
-    length = window.shape[1]
-    for place in range(max_tokens):
-        token = np.asarray(draw(logits[:, :size], keys, place))
-        yield token
-        if place + 1 == max_tokens:
-            return
-        text = np.concatenate([text, token[:, None]], axis=1)[:, -model.context :]
-        if length < model.context or rolls:
-            logits, caches = _read(model, params, token[:, None], caches)
-            length += 1
-        else:
-            window = text[:, -max(1, model.context // 2) :]
-            logits, caches = _read(model, params, window, model.empty_caches(num_samples))
+    text = np.tile(np.asarray(prompt, np.int32), (num_samples, 1))[:, -model.context :]
+    place, ahead, token = 0, 1, None
+    while place < max_tokens:
+        if token is None or (length >= model.context and not rolls):
+            window = text if token is None else text[:, -max(1, model.context // 2) :]
             length = window.shape[1]
+            token, caches = _prefill(model, draw, params, window, keys, place)
+            drawn = np.asarray(token)[None]
+        else:
+            count = min(ahead, max_tokens - place, _AHEAD if rolls else model.context - length)
+            start = time.perf_counter()
+            token, caches, drawn = _go_on(model, draw, params, token, caches, keys, place, count)
+            drawn = np.asarray(drawn)[:count]
+            length += count
+            if time.perf_counter() - start < 0.05:  # else the text would come in jerks
+                ahead = min(2 * ahead, _AHEAD)
+        place += len(drawn)
+        text = np.concatenate([text, drawn.T], axis=1)[:, -model.context :]
+        yield from drawn
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _read(model, params, tokens, caches):
-    """The logits after the last of `tokens` `[N, T]`, and the caches that have seen them."""
-    logits, caches = model.apply(params, tokens, caches=caches)
-    return logits[:, -1], caches
+_AHEAD = 64  # tokens that a loop on the device may draw before somebody sees them
 
 
-@functools.partial(jax.jit, static_argnames=("temperature", "top_k", "top_p"))
-def _draw(logits, keys, place, *, temperature, top_k, top_p):
-    if temperature < 1e-6:  # the likeliest token, to float32's last bit
-        return logits.argmax(axis=-1)
-    logits = (logits - logits.max(axis=-1, keepdims=True)) / temperature
-    if top_k:
-        logits = jnp.where(logits < jax.lax.top_k(logits, top_k)[0][:, -1:], -jnp.inf, logits)
-    if top_p < 1:
-        order = jnp.flip(jnp.argsort(logits, axis=-1), axis=-1)
-        p = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1))
-        # A token stays if those before it do not reach top_p. The first always does, also where its p rounds to 1.
-        stays = (jnp.cumsum(p, axis=-1) - p < top_p).at[:, 0].set(True)
-        rows = jnp.arange(len(logits))[:, None]
-        logits = jnp.where(jnp.zeros_like(stays).at[rows, order].set(stays), logits, -jnp.inf)
-    return jax.vmap(lambda key, row: jax.random.categorical(jax.random.fold_in(key, place), row))(keys, logits)
+class Draw(NamedTuple):
+    """How the next token is drawn from its logits.
+
+    Attributes:
+      temperature, top_k, top_p, vocab_size: see `generate`.
+
+    >>> Draw(temperature=0.0)(jnp.array([[0.0, 2.0, 1.0]]), jax.random.split(jax.random.key(0), 1), place=0)
+    Array([1], dtype=int32)
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    vocab_size: int | None = None
+
+    def __call__(self, logits: Float[Array, "N V"], keys: Array, place: int | Array) -> Int[Array, " N"]:
+        """A token for each of `[N, V]` logits; it depends on the row's key and the place alone."""
+        logits = logits[:, : self.vocab_size]
+        if self.temperature < 1e-6:  # the likeliest token, to float32's last bit
+            return logits.argmax(axis=-1).astype(jnp.int32)
+        logits = (logits - logits.max(axis=-1, keepdims=True)) / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            logits = jnp.where(logits < jax.lax.top_k(logits, self.top_k)[0][:, -1:], -jnp.inf, logits)
+        if self.top_p < 1:
+            order = jnp.flip(jnp.argsort(logits, axis=-1), axis=-1)
+            p = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1))
+            # A token stays if those before it do not reach top_p. The first always does, also where its p rounds to 1.
+            stays = (jnp.cumsum(p, axis=-1) - p < self.top_p).at[:, 0].set(True)
+            rows = jnp.arange(len(logits))[:, None]
+            logits = jnp.where(jnp.zeros_like(stays).at[rows, order].set(stays), logits, -jnp.inf)
+        keys = jax.vmap(jax.random.fold_in, (0, None))(keys, place)
+        return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _prefill(model, draw, params, tokens, keys, place):
+    """The token after `tokens` `[N, T]`, and the caches that have seen those."""
+    logits, caches = model.apply(params, tokens, caches=model.empty_caches(len(tokens)))
+    return draw(logits[:, -1], keys, place), caches
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
+def _go_on(model, draw, params, token, caches, keys, place, count):
+    """`count` tokens more, in the first rows of `[_AHEAD, N]`, the last of them, and the caches that lack it alone."""
+
+    def step(i, carry):
+        token, caches, drawn = carry
+        logits, caches = model.apply(params, token[:, None], caches=caches)
+        token = draw(logits[:, -1], keys, place + i)
+        return token, caches, drawn.at[i].set(token)
+
+    drawn = jnp.zeros((_AHEAD, len(token)), jnp.int32)
+    return jax.lax.fori_loop(0, count, step, (token, caches, drawn))
 
 
 def _define(values, argv):

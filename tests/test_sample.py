@@ -84,8 +84,7 @@ def test_the_same_seed_gives_the_same_text_beside_any_others():
 def frequencies(logits, **options):
     """How often each token is drawn from the same logits, 4,000 times."""
     keys = jax.random.split(jax.random.key(0), 4000)
-    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    drawn = sample._draw(jnp.tile(logits, (4000, 1)), keys, 0, **(defaults | options))
+    drawn = sample.Draw(**options)(jnp.tile(logits, (4000, 1)), keys, 0)
     return np.bincount(drawn, minlength=len(logits)) / 4000
 
 
