@@ -24,7 +24,7 @@ import numpy as np
 from absl import flags
 from jaxtyping import Float, Int
 
-from attnlab import commands
+from attnlab import commands, compilation
 from attnlab.errors import UserError
 from attnlab.loading import load
 from attnlab.nn import GPT
@@ -33,7 +33,7 @@ from attnlab.types import Array
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return commands.run(_define, _main, __doc__, argv)
+    return commands.run(_define, functools.partial(_main, own_process=argv is None), __doc__, argv)
 
 
 def generate(
@@ -167,7 +167,7 @@ def _define(values, argv):
     flags.DEFINE_string("step", "latest", "checkpoint: latest, best, or a step", flag_values=values)
 
 
-def _main(values) -> int:
+def _main(values, own_process: bool) -> int:
     for name, good, expected in (
         ("max_tokens", values.max_tokens >= 1, "1 or more"),
         ("num_samples", values.num_samples >= 1, "1 or more"),
@@ -180,6 +180,8 @@ def _main(values) -> int:
             raise UserError(f"--{name}={values[name].value}: expected {expected}")
     if values.workdir is None:
         raise UserError("--workdir is missing: name the folder of a run, e.g. --workdir=runs/quickstart")
+    if own_process:
+        compilation.keep_programs()
     model, params, tokenizer, _ = load(Path(values.workdir), values.step)
     prompt = prompt_ids(tokenizer, values.prompt)
 

@@ -27,13 +27,14 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from attnlab import commands
+from attnlab import commands, compilation
 from attnlab import config as configs
 from attnlab.data import corpora, tokenizers
 from attnlab.data.batches import EvalBatches, TrainBatches, prefetched
 from attnlab.errors import UserError
 from attnlab.loading import read_config, read_tokenizer
 from attnlab.sample import generate, prompt_ids
+from attnlab.training import flops as flops_lib
 from attnlab.training import metrics as metrics_lib
 from attnlab.training import optimizer as optimizers
 from attnlab.training import parallel as parallel_lib
@@ -140,7 +141,7 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
         for batch in prefetched(eval_batches):
             if stop.asked():
                 return None
-            sums += np.asarray(eval_fn(params, parallel.place_batch(batch)), np.float64)
+            sums += jax.device_get(eval_fn(params, parallel.place_batch(batch)))
         loss = float(sums[0] / sums[1])
         return {"loss": loss, "bits_per_character": loss * bits}
 
@@ -247,6 +248,14 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
         watch.say(f"--- a sample at step {step}:\n{text}\n---")
         log.write_text(step, text)
 
+    flops, peak = flops_lib.per_token(model, context), config.log.peak_tflops * 1e12
+    if not peak and first_process:
+        peak = flops_lib.peak(config.precision)
+        watch.say(
+            f"a token takes {flops:.3g} FLOP, a device does {peak:.3g} a second: "
+            f"at most {peak * devices / flops:,.0f} tokens/s"
+        )
+
     # --------------------------------------------------------------------------------------------------------- loop
     unread = []  # the metrics of steps that nobody has waited for yet
     with watch:
@@ -254,12 +263,20 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
         owed = start and validates(start) and first_process and _validation(log, start) is None
         if parallel_lib.from_first_process(owed) and not validate(start):
             return 128 + stop.signal
-        clock, clock_step = time.perf_counter(), start
-        for step, batch in enumerate(prefetched(train_batches, start, config.steps), start + 1):
-            state, step_metrics = step_fn(state, parallel.place_batch(batch))
+        clock, clock_step, waited = time.perf_counter(), start, 0.0
+        batches = prefetched(train_batches, start, config.steps)
+        for step in range(start + 1, config.steps + 1):
+            asked = time.perf_counter()
+            batch = next(batches)
+            waited += time.perf_counter() - asked
+            with jax.transfer_guard("disallow"):  # nothing goes to or from the devices unnoticed
+                state, step_metrics = step_fn(state, parallel.place_batch(batch))
             if step == start + 1:
                 jax.block_until_ready(state)
                 starting.close()  # from here on there is something to save
+                watch.say(f"first step finished: {time.perf_counter() - clock:.1f} s with its compilation")
+                if step % config.log.every and step < config.steps:  # compiling is not training either
+                    clock, clock_step, waited = time.perf_counter(), step, 0.0
             unread.append(step_metrics)
             last = step == config.steps
             stopping = stop.asked()  # asked once: what comes later in this step waits for the next
@@ -285,6 +302,9 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
                     learning_rate=float(rate(step - 1)),
                     tokens=step * rows * context,
                     tokens_per_second=tokens_per_second,
+                    mfu=flops * tokens_per_second / (peak * devices),
+                    peak_flops=peak,
+                    data_wait_time_share=waited / seconds,
                 )
                 watch.step(step, f"{_scores('train', newest)}  {tokens_per_second:,.0f} tokens/s")
             if evaluates:
@@ -297,7 +317,11 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
             if not last and config.sample.every and step % config.sample.every == 0:
                 write_sample(step)
             if step % config.log.every == 0 or saves or evaluates:
-                clock, clock_step = time.perf_counter(), step  # evaluation, saving and sampling are not training
+                clock, clock_step, waited = (
+                    time.perf_counter(),
+                    step,
+                    0.0,
+                )  # evaluation, saving and sampling are not training
 
         # ------------------------------------------------------------------------------------------------------ end
         starting.close()
@@ -447,6 +471,8 @@ def _define(values, argv):
 def _main(values, own_process: bool) -> int:
     config, name = commands.config_of(values)
     config = configs.completed(config)
+    if own_process:
+        compilation.keep_programs()
     processes.connect(config.parallel.timeout)
     workdir = values.workdir or Path("runs") / name
     return train(config, workdir, eval_only=values.eval_only, own_process=own_process)

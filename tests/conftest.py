@@ -20,6 +20,9 @@ import pytest
 from absl import logging
 from hypothesis import settings
 
+# For the processes that tests start; this one has read its environment.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["TFDS_DATA_DIR"] + "/programs"
+
 logging.set_verbosity(logging.ERROR)
 settings.register_profile("attnlab", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("attnlab")

@@ -125,6 +125,7 @@ class GPT(nn.Module):
       qk_norm: layer-normalise queries and keys.
       use_bias: whether linear layers and norms add a bias.
       mlp_ratio: width of the feed-forward layer over F.
+      remat: keep each block's input alone for the gradient and compute the rest again (Chen et al. 2016).
       dtype: type of the computation; parameters are float32.
       impl: see `attnlab.attention`.
 
@@ -147,6 +148,7 @@ class GPT(nn.Module):
     qk_norm: bool = False
     use_bias: bool = True
     mlp_ratio: int = 4
+    remat: bool = False
     dtype: DType = jnp.float32
     impl: str = "auto"
 
@@ -200,16 +202,16 @@ class GPT(nn.Module):
 
         extended = []
         for layer in range(self.num_layers):
-            block = self._block(layer)
-            x = block(
-                x,
-                deterministic=deterministic,
-                cache=None if caches is None else caches[layer],
-                dropout_key=dropout.fold_in(keys, layer) if drops else None,
-            )
+            block, key = self._block(layer), dropout.fold_in(keys, layer) if drops else None
             if caches is not None:
-                x, cache = x
+                x, cache = block(x, deterministic=deterministic, cache=caches[layer], dropout_key=key)
                 extended.append(cache)
+            elif self.remat:
+                x = nn.remat(lambda block, x, key: block(x, deterministic=deterministic, dropout_key=key))(
+                    block, x, key
+                )
+            else:
+                x = block(x, deterministic=deterministic, dropout_key=key)
         x = LayerNorm(NORM_EPSILON, use_bias=self.use_bias, dtype=self.dtype, name="final_norm")(x)
         logits = embed.attend(x).astype(jnp.float32)
         return logits if caches is None else (logits, tuple(extended))

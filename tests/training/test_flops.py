@@ -1,0 +1,36 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from attnlab.nn import GPT
+from attnlab.training import flops
+
+MODEL = GPT(vocab_size=96, num_layers=2, num_heads=4, width=128, context=64, positions="learned", impl="dense")
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_heads": 2}, {"mlp_ratio": 2}], ids=str)
+def test_xla_counts_the_same(options):
+    """XLA counts every key of dense attention; besides products it counts what is done to each activation."""
+    model = MODEL.clone(**options)
+    tokens = jnp.zeros((8, 64), jnp.int32)
+    params = model.init(jax.random.key(0), tokens)
+
+    def loss(params, tokens):
+        return model.apply(params, tokens).sum()
+
+    # The tokens are an argument: what depends on constants alone is computed before the program runs.
+    counted = jax.jit(jax.grad(loss)).lower(params, tokens).compile().cost_analysis()["flops"] / tokens.size
+    keys_not_counted = 64 - (64 + 1) / 2
+    formula = flops.per_token(model, 64) + 12 * model.num_layers * model.width * keys_not_counted
+    assert formula <= counted <= 1.15 * formula
+
+
+def test_a_window_is_what_its_queries_see():
+    seen = [sum(min(i + 1, 5) for i in range(64)) / 64, sum(i + 1 for i in range(64)) / 64]
+    windowed, full = flops.per_token(MODEL.clone(window=5), 64), flops.per_token(MODEL, 64)
+    assert full - windowed == pytest.approx(12 * 2 * 128 * (seen[1] - seen[0]))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_peak_is_measured(precision):
+    assert 1e8 < flops.peak(precision) < 1e16
