@@ -5,17 +5,18 @@
 A request a line on stdin and an answer a line on stdout, both JSON; see `attnlab.bench.workers`.
 """
 
+import sys
+
+if __name__ == "__main__":
+    sys.path[0] = sys.argv[1]  # and not the folder of this file, whose profile.py would hide Python's
+    import torch
+    from model import GPT, GPTConfig
+
 import contextlib
 import json
-import sys
 import time
 
-sys.path.pop(0)  # the folder of this file, whose profile.py would hide Python's
-sys.path.insert(0, sys.argv[1])
-
 import numpy as np
-import torch
-from model import GPT, GPTConfig
 
 
 class NanoGPT:
@@ -49,7 +50,6 @@ class NanoGPT:
             value = loss.item()
         return {"seconds": time.perf_counter() - start, "loss": value}
 
-    @torch.no_grad()
     def decode(self, tokens, samples):
         self.raw.eval()
         start = time.perf_counter()

@@ -57,7 +57,7 @@ class Worker:
 
     def close(self) -> None:
         """Ends it."""
-        with self.process:
+        with contextlib.suppress(BrokenPipeError), self.process:  # what a dead one was still to be told
             self.process.kill()
 
 
