@@ -4,9 +4,10 @@ python -m attnlab.bench start [--config=configs/sancho.py:small] [--rounds=5] [-
 
 Whole processes, from the moment they are started until what is waited for stands in their output. Cold: no program was
 compiled before (an empty JAX_COMPILATION_CACHE_DIR); warm: the command again, on what the cold one has left there. Both
-find their files in the system's cache. With --peer_path nanoGPT's train.py starts on the same text and sizes, eager; it
-validates before its first step, here on one batch of each text. Figures, medians of seconds: start_cold_s,
-start_warm_s, start_nanogpt_s, first_character_cold_s and first_character_warm_s.
+find their files in the system's cache. Without --config, configs/quickstart.py starts. With --peer_path nanoGPT's
+train.py starts on the same text and sizes, eager; it validates before its first step, here on one batch of each text.
+Figures, medians of seconds: start_cold_s, start_warm_s, start_nanogpt_s, first_character_cold_s and
+first_character_warm_s.
 """
 
 import os
@@ -54,6 +55,7 @@ def main(values) -> int:
     overrides = config_flags.get_override_values(values["config"])
     arguments = [f"--config={config_flags.get_config_filename(values['config'])}"]
     arguments += [f"--config.{field}={value}" for field, value in overrides.items()]
+    arguments += ["--config.checkpoint.dir="]  # each run's in its own workdir
     with tempfile.TemporaryDirectory(prefix="attnlab-start-") as name:
         seconds = _starts(values, config, arguments, Path(name))
     medians = {what: {kind: statistics.median(s) for kind, s in row.items()} for what, row in seconds.items()}
