@@ -1,8 +1,8 @@
 """Races against named peers, and campaigns of faults.
 
 python -m attnlab.bench attention
+python -m attnlab.bench train --peer_path=nanoGPT --peer_python=torch/bin/python
 python -m attnlab.bench faults --kills=10
-python -m attnlab.bench saving --config=configs/quickstart.py
 """
 
 import importlib
@@ -11,7 +11,7 @@ import sys
 from attnlab import commands
 from attnlab.config import nearest
 
-RACES = ("attention", "faults", "saving", "train")
+RACES = ("attention", "train", "decode", "start", "data", "saving", "faults")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,9 +6,7 @@ Peers: jax.nn, and torch (SDPA, FlexAttention), tokamax and attnax where they ar
 pip install torch tokamax attnax
 """
 
-import json
 import statistics
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +14,7 @@ import numpy as np
 from absl import flags
 
 from attnlab import commands
-from attnlab.bench import memory, peers, timing
-from attnlab.config import nearest
+from attnlab.bench import memory, options, peers, timing
 from attnlab.errors import UserError
 
 MASKS = ("causal", "window", "documents")
@@ -35,7 +32,7 @@ def define(values, argv) -> None:
     flags.DEFINE_integer("window", 256, "keys before a query, for the window", flag_values=values)
     flags.DEFINE_integer("documents", 16, "documents in a row, of equal lengths", flag_values=values)
     flags.DEFINE_string("plot", None, "a new file for the picture, e.g. attention.png", flag_values=values)
-    flags.DEFINE_string("json", None, "a new file for the figures", flag_values=values)
+    options.define_json(values)
 
 
 def main(values) -> int:
@@ -56,10 +53,10 @@ def main(values) -> int:
     title = f"attention, {shape}, {jax.devices()[0].device_kind}"
     reference = "jax.nn" if not values.peers or "jax.nn" in values.peers else values.peers[0]
     timing.report(title, rows, reference)
-    timing.table("peak memory, MiB", {label: {n: _mib(x) for n, x in row.items()} for label, row in peaks.items()})
-    if values.json:
-        medians = {row: {name: statistics.median(s) for name, s in seconds.items()} for row, seconds in rows.items()}
-        Path(values.json).write_text(json.dumps({"title": title, "seconds": medians, "peak_mib": peaks}, indent=1))
+    cells = {label: {name: timing.mib(peak) for name, peak in row.items()} for label, row in peaks.items()}
+    timing.table("peak memory, MiB", cells)
+    medians = {row: {name: statistics.median(s) for name, s in seconds.items()} for row, seconds in rows.items()}
+    options.keep(values.json, {"title": title, "seconds": medians, "peak_mib": peaks})
     if values.plot:
         _plot(values.plot, title, values.masks, lengths, rows, peaks)
     return 0
@@ -70,23 +67,16 @@ def _checked(values) -> list[int]:
         lengths = [int(length) for length in values.lengths]
     except ValueError as error:
         raise UserError(f"--lengths={','.join(values.lengths)}: expected whole numbers, e.g. 256,1024") from error
-    for name in ("rounds", "batch", "heads", "head_dim", "window", "documents"):
-        if values[name].value < 1:
-            raise UserError(f"--{name}={values[name].value}: expected 1 or more")
+    options.check_positive(values, "rounds", "batch", "heads", "head_dim", "window", "documents")
     if min(lengths, default=0) < 1:
         raise UserError(f"--lengths={','.join(values.lengths)}: expected lengths of 1 or more")
-    for flag, given, known in (("masks", values.masks, MASKS), ("peers", values.peers or [], peers.PEERS)):
-        for name in given:
-            if name not in known:
-                raise UserError(f"--{flag}: {name!r} is unknown{nearest(name, known)}: use {', '.join(known)}")
+    options.check_known("masks", values.masks, MASKS)
+    if values.peers:
+        options.check_known("peers", values.peers, peers.PEERS)
     missing = [name for name in values.peers or [] if name not in peers.installed()]
     if missing:
         raise UserError(f"--peers: {missing[0]} is not installed: pip install {peers.PEERS[missing[0]][0]}")
-    for flag in ("plot", "json"):
-        path = values[flag].value and Path(values[flag].value)
-        if path and (path.exists() or not path.parent.is_dir()):
-            why = "is there already" if path.exists() else "lies in no folder"
-            raise UserError(f"--{flag}={path} {why}: name a new file")
+    options.check_new(values, "plot", "json")
     if values.plot:
         _pyplot()
     return lengths
@@ -118,10 +108,6 @@ def _agreeing(names, task, label):
         else:
             print(f"{name} is left out of {label}: its output is off by {off:.1e}")
     return agreeing
-
-
-def _mib(peak):
-    return "?" if peak is None else f"{peak:,.0f}"
 
 
 def _pyplot():

@@ -12,7 +12,6 @@ if __name__ == "__main__":
 
 import functools
 import json
-import resource
 import sys
 import time
 
@@ -20,6 +19,7 @@ import jax
 import numpy as np
 
 from attnlab import config as configs
+from attnlab.bench import profile
 from attnlab.data.batches import TrainBatches, prefetched
 from attnlab.sample import generate
 from attnlab.training import optimizer as optimizers
@@ -35,30 +35,54 @@ class Contender:
         config.batch_size, config.precision = batch_size, precision
         config.model.update(sizes | {"dropout": 0.0, "use_bias": False, "positions": "learned", "qk_norm": False})
         config.optimizer.update({"learning_rate": 1e-3, "b2": 0.99, "weight_decay": 0.1})
-        steps = 1_000_000
         self.parallel = parallel_lib.make(strategy)
         self.model = states.make_model(config, vocab_size)
-        optimizer = optimizers.make(config.optimizer, steps)
+        optimizer = optimizers.make(config.optimizer, steps=1_000_000)
         self.state = self.parallel.create_state(functools.partial(states.create, self.model, optimizer, 0))
         step = functools.partial(states.train_step, self.model, optimizer, 0, 1)
         self.step = self.parallel.compile_train(step, self.state)
         batches = TrainBatches(np.load(tokens), context=config.model.context, batch_size=batch_size, seed=0)
-        self.batches = prefetched(batches, 0, steps)
+        self.batches = prefetched(batches)
 
     def train(self, steps):
-        start = time.perf_counter()
+        """Each loss is read while the next step runs; `waited` for batches."""
+        start, waited, before = time.perf_counter(), 0.0, None
         for _ in range(steps):
-            self.state, metrics = self.step(self.state, self.parallel.place_batch(next(self.batches)))
-            loss = float(metrics["loss"])  # each step, as nanoGPT's recipe for CPUs logs it
-        return {"seconds": time.perf_counter() - start, "loss": loss}
+            asked = time.perf_counter()
+            batch = next(self.batches)
+            waited += time.perf_counter() - asked
+            self.state, metrics = self.step(self.state, self.parallel.place_batch(batch))
+            if before is not None:
+                float(before)
+            before = metrics["loss"]
+        loss = float(before)
+        return {"seconds": time.perf_counter() - start, "waited": waited, "loss": loss}
+
+    def batches_alone(self, count):
+        """Nothing consumes them."""
+        for _ in range(32):  # more than are read ahead
+            next(self.batches)
+        start = time.perf_counter()
+        for _ in range(count):
+            next(self.batches)
+        return {"seconds": time.perf_counter() - start}
+
+    def profile(self, steps, folder):
+        """The most expensive ops of a few steps, whose trace goes into a folder."""
+        batch = self.parallel.place_batch(next(self.batches))
+        compiled = self.step.lower(self.state, batch).compile().as_text()
+        with profile.trace(folder):
+            self.train(steps)
+        return {"ops": profile.most_expensive(folder, compiled, steps)}
 
     def decode(self, tokens, samples):
-        start = time.perf_counter()
+        """`first`: seconds to the first token."""
+        start, first = time.perf_counter(), None
         prompt = np.zeros(1, np.int32)
         options = {"temperature": 0.8, "top_k": 200, "num_samples": samples}
         for _ in generate(self.model, {"params": self.state.params}, prompt, tokens, **options):
-            pass
-        return {"seconds": time.perf_counter() - start}
+            first = first or time.perf_counter() - start
+        return {"seconds": time.perf_counter() - start, "first": first}
 
     @property
     def parameters(self):
@@ -74,8 +98,6 @@ def main():
         if what == "start":
             contender = Contender(**request)
             answer = {"parameters": contender.parameters}
-        elif what == "memory":
-            answer = {"mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
         else:
             answer = getattr(contender, what)(**request)
         print(json.dumps(answer), flush=True)

@@ -11,7 +11,6 @@ whole checkpoint where it is. Commands: each malformed line must end in one line
 import collections
 import contextlib
 import io
-import json
 import os
 import random
 import re
@@ -29,6 +28,7 @@ from absl import flags
 
 from attnlab import config as configs
 from attnlab import train
+from attnlab.bench import options
 from attnlab.bench.watched import PHASES, Board
 from attnlab.errors import UserError
 from attnlab.training import metrics
@@ -59,7 +59,7 @@ def define(values, argv) -> None:
     flags.DEFINE_integer("corruptions", 0, "damaged workdirs", flag_values=values)
     flags.DEFINE_integer("commands", 0, "malformed command lines, a fifth of them as processes", flag_values=values)
     flags.DEFINE_integer("seed", 0, "of what is drawn", flag_values=values)
-    flags.DEFINE_string("json", None, "a new file for the figures", flag_values=values)
+    options.define_json(values)
 
 
 def main(values) -> int:
@@ -68,8 +68,7 @@ def main(values) -> int:
     for name in campaigns:
         if values[name].value < 0:
             raise UserError(f"--{name}={values[name].value}: expected 0 or more")
-    if values.json and Path(values.json).exists():
-        raise UserError(f"--json={values.json} exists already: choose a new file")
+    options.check_new(values, "json")
     chosen = {name: values[name].value for name in campaigns if values[name].value}
     if not chosen:
         raise UserError("nothing to do: give --kills, --stops, --corruptions or --commands; see --help")
@@ -83,8 +82,7 @@ def main(values) -> int:
     for name, row in figures.items():
         for problem in row["wrong"]:
             print(f"{name}: {problem}", file=sys.stderr)
-    if values.json:
-        Path(values.json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    options.keep(values.json, figures)
     return int(any(row["wrong"] for row in figures.values()))
 
 

@@ -1,4 +1,4 @@
-"""Peak memory of one call, as the operating system sees it."""
+"""Peak memory of one call, or of a process, as the operating system sees it."""
 
 import ctypes
 from collections.abc import Callable
@@ -31,6 +31,20 @@ def peak(call: Callable) -> float | None:
     return rise
 
 
-def _resident(field: str) -> float:
-    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field + ":"))
+def high_water(pid: int) -> float | None:
+    """MiB that a process has had resident at most since it started; None where the system does not tell.
+
+    >>> import os
+    >>> mib = high_water(os.getpid())
+    >>> mib is None or mib > 10
+    True
+    """
+    try:
+        return _resident("VmHWM", Path(f"/proc/{pid}/status"))
+    except (OSError, StopIteration):
+        return None
+
+
+def _resident(field: str, status: Path = _STATUS) -> float:
+    line = next(line for line in status.read_text().splitlines() if line.startswith(field + ":"))
     return int(line.split()[1]) / 1024

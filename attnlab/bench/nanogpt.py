@@ -5,23 +5,24 @@
 A request a line on stdin and an answer a line on stdout, both JSON; see `attnlab.bench.workers`.
 """
 
+import sys
+
+if __name__ == "__main__":
+    sys.path[0] = sys.argv[1]  # and not the folder of this file, whose profile.py would hide Python's
+    import torch
+    from model import GPT, GPTConfig
+
 import contextlib
 import json
-import resource
-import sys
 import time
 
 import numpy as np
-import torch
 
 
 class NanoGPT:
     """A model, its optimizer and its data, as `train.py` and `sample.py` of the checkout set them up."""
 
-    def __init__(self, checkout, tokens, num_layers, num_heads, width, context, batch_size, vocab_size, compiled):
-        sys.path.insert(0, checkout)
-        from model import GPT, GPTConfig
-
+    def __init__(self, tokens, num_layers, num_heads, width, context, batch_size, vocab_size, compiled):
         torch.manual_seed(1337)
         self.tokens = np.load(tokens).astype(np.uint16)
         self.context, self.batch_size = context, batch_size
@@ -49,7 +50,6 @@ class NanoGPT:
             value = loss.item()
         return {"seconds": time.perf_counter() - start, "loss": value}
 
-    @torch.no_grad()
     def decode(self, tokens, samples):
         self.raw.eval()
         start = time.perf_counter()
@@ -67,10 +67,8 @@ def main():
         what = request.pop("do")
         with contextlib.redirect_stdout(sys.stderr):
             if what == "start":
-                contender = NanoGPT(sys.argv[1], **request)
+                contender = NanoGPT(**request)
                 answer = {"parameters": sum(p.numel() for p in contender.raw.parameters())}
-            elif what == "memory":
-                answer = {"mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
             else:
                 answer = getattr(contender, what)(**request)
         print(json.dumps(answer), file=answers, flush=True)

@@ -16,9 +16,9 @@ from absl import flags
 
 from attnlab import commands
 from attnlab import config as configs
+from attnlab.bench import options
 from attnlab.data import corpora, tokenizers
 from attnlab.data.batches import TrainBatches, prefetched
-from attnlab.errors import UserError
 from attnlab.training import optimizer as optimizers
 from attnlab.training import parallel as parallel_lib
 from attnlab.training import state as states
@@ -35,9 +35,7 @@ def define(values, argv) -> None:
 def main(values) -> int:
     """Prints the share of a minute that one save takes."""
     config, name = commands.config_of(values)
-    for flag in ("rounds", "seconds"):
-        if values[flag].value < 1:
-            raise UserError(f"--{flag}={values[flag].value}: expected 1 or more")
+    options.check_positive(values, "rounds", "seconds")
     with tempfile.TemporaryDirectory(prefix="attnlab-saving-") as folder:
         with_save, without = race(configs.completed(config), folder, values.rounds, values.seconds)
     cost = statistics.median(a - b for a, b in zip(with_save, without))

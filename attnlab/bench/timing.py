@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax
 from rich.console import Console
@@ -37,6 +37,15 @@ def ratio(seconds: dict[str, list[float]], name: str, reference: str) -> float:
     return statistics.median(a / b for a, b in zip(seconds[name], seconds[reference]))
 
 
+def fastest(seconds: dict[str, list[float]], names: Iterable[str]) -> str:
+    """The one of `names` with the least median.
+
+    >>> fastest({"a": [1.0, 9.0, 3.0], "b": [2.0, 2.0, 2.0], "c": [1.0]}, ["a", "b"])
+    'b'
+    """
+    return min(names, key=lambda name: statistics.median(seconds[name]))
+
+
 def line(label: str, seconds: dict[str, list[float]]) -> str:
     """What to print when a race is over and others are to come.
 
@@ -57,6 +66,11 @@ def report(title: str, rows: dict[str, dict[str, list[float]]], reference: str) 
     table(title, cells, caption=f"median milliseconds (× {reference}, round by round)")
 
 
+def mib(peak: float | None) -> str:
+    """A cell for memory, "?" where the system does not tell."""
+    return "?" if peak is None else f"{peak:,.0f}"
+
+
 def table(title: str, rows: dict[str, dict[str, str]], caption: str | None = None) -> None:
     """Prints a table of cells by row and column."""
     names = list(dict.fromkeys(name for row in rows.values() for name in row))
@@ -67,4 +81,6 @@ def table(title: str, rows: dict[str, dict[str, str]], caption: str | None = Non
     for label, row in rows.items():
         printed.add_row(label, *(row.get(name, "") for name in names))
     console = Console()
-    console.print(printed, width=None if console.is_terminal else 200)  # in a log nothing need wrap
+    if not console.is_terminal:
+        console.width = 200  # in a log nothing need wrap
+    console.print(printed)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from attnlab.bench import memory
 from attnlab.data import corpora, tokenizers
 from attnlab.errors import UserError
 
@@ -46,24 +47,30 @@ class Worker:
             self.process.stdin.write(json.dumps({"do": what} | request) + "\n")
             self.process.stdin.flush()
         if not (line := self.process.stdout.readline()):
-            said = self._log.read_text(errors="replace").strip().splitlines()[-1:]
-            raise UserError(f"{' '.join(self.process.args)} ended: {said[0] if said else 'it said nothing'}")
+            raise UserError(f"{' '.join(self.process.args)} ended: {last_line(self._log)}")
         return json.loads(line)
+
+    @property
+    def peak_mib(self) -> float | None:
+        """Resident memory at most so far."""
+        return memory.high_water(self.process.pid)
 
     def close(self) -> None:
         """Ends it."""
-        with self.process:
+        with contextlib.suppress(BrokenPipeError), self.process:  # what a dead one was still to be told
             self.process.kill()
 
 
 @contextlib.contextmanager
-def started(contenders: dict[str, dict], size: dict, peer_path: str | None, peer_python: str) -> Iterator[dict]:
+def started(
+    contenders: dict[str, dict], size: dict, peer_path: str | None = None, peer_python: str | None = None
+) -> Iterator[dict[str, Worker]]:
     """Workers by name, each with its model of a size set up on the same text.
 
     Args:
       contenders: what each is: {"peer": bool} and the options of its start.
       size: one of `SIZES`.
-      peer_path: a checkout of nanoGPT.
+      peer_path: a checkout of nanoGPT, where a peer is among them.
       peer_python: a Python that has torch.
     """
     text = corpora.load("python_docs").train
@@ -84,10 +91,23 @@ def started(contenders: dict[str, dict], size: dict, peer_path: str | None, peer
         yield workers
 
 
-def alternate(workers: dict[str, Worker], what: str, rounds: int, **request) -> dict[str, list[float]]:
-    """Seconds of each worker's answers, in turn: A B C A B C …"""
-    seconds = {name: [] for name in workers}
+def block(workers: dict[str, Worker], seconds: int) -> int:
+    """How many steps the slowest of them takes in about so many seconds, once all have compiled."""
+    for worker in workers.values():
+        worker.ask("train", steps=3)
+    return max(1, round(seconds / max(worker.ask("train", steps=3)["seconds"] / 3 for worker in workers.values())))
+
+
+def alternate(workers: dict[str, Worker], what: str, rounds: int, **request) -> dict[str, list[dict]]:
+    """Each worker's answers to a request, in turn: A B C A B C …"""
+    answers = {name: [] for name in workers}
     for _ in range(rounds):
         for name, worker in workers.items():
-            seconds[name].append(worker.ask(what, **request)["seconds"])
-    return seconds
+            answers[name].append(worker.ask(what, **request))
+    return answers
+
+
+def last_line(log: Path) -> str:
+    """What a process said last."""
+    said = log.read_text(errors="replace").strip().splitlines()
+    return said[-1] if said else "it said nothing"

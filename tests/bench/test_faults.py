@@ -54,7 +54,7 @@ def test_a_board_is_seen_from_both_sides(tmp_path):
         ([], "nothing to do: give --kills, --stops, --corruptions or --commands"),
         (["--kills=-1"], "--kills=-1: expected 0 or more"),
         (["--kills=x"], "flag --kills=x"),
-        (["--json=README.md", "--kills=1"], "--json=README.md exists already"),
+        (["--json=README.md", "--kills=1"], "--json=README.md is there already"),
     ],
 )
 def test_a_mistake_is_one_line(capsys, monkeypatch, arguments, message):
