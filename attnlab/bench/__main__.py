@@ -11,7 +11,7 @@ import sys
 from attnlab import commands
 from attnlab.config import nearest
 
-RACES = ("attention", "faults", "saving", "train")
+RACES = ("attention", "faults", "gpu", "saving", "train")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -67,4 +67,4 @@ def table(title: str, rows: dict[str, dict[str, str]], caption: str | None = Non
     for label, row in rows.items():
         printed.add_row(label, *(row.get(name, "") for name in names))
     console = Console()
-    console.print(printed, width=None if console.is_terminal else 200)  # in a log nothing need wrap
+    (console if console.is_terminal else Console(width=1000)).print(printed)  # in a log nothing need wrap
