@@ -38,6 +38,7 @@ from attnlab.config import nearest
 from attnlab.errors import UserError
 
 MASKS = ("causal", "window", "documents")
+UNIT = {"bfloat16": 2.0**-8, "float32": 2.0**-24}  # of a value, what rounding takes from it at most
 BACKENDS = ("dense", "blockwise", "cudnn")  # the specification first
 DOCUMENTS = 12  # in a row, whose ends are not those of tiles
 CAPTION = (
@@ -205,7 +206,8 @@ def _check(report, masks, head_dims, length, window):
     and as scores are of the size of 1 none of it is amplified: the specification itself, in the type of the inputs,
     may be off by 8u, and by √T·2⁻²⁴ for the sums, whose float32 roundings are T at most and add up as their squares
     do. Whatever else has the same type rounds no more often, in another order and at other places: it is allowed
-    three times what the specification was off by, as this device multiplies.
+    three times what the specification was off by. Products of float32 are of float32 here: TF32, by which GPUs multiply
+    it unless told otherwise, would hide what is to be seen.
     """
     for mask, head_dim, dtype in itertools.product(masks, head_dims, ("bfloat16", "float32")):
         label = f"check {mask}, D = {head_dim}, {dtype}"
@@ -213,7 +215,7 @@ def _check(report, masks, head_dims, length, window):
         with jax.enable_x64(True):
             wide = [np.asarray(x, np.float64) for x in (task.q, task.k, task.v, task.d_out)]
             right = [np.asarray(x) for x in _answers(peers.ours("dense", task._replace(**_named(wide))))]
-        allowed = np.full(4, 8 * _unit(dtype) + length**0.5 * 2.0**-24)
+        allowed = np.full(4, 8 * UNIT[dtype] + length**0.5 * UNIT["float32"])
         row = report.rows.setdefault(label, {})
         for name in BACKENDS:
             key = f"check_{name}_{mask}_d{head_dim}_{dtype}"
@@ -222,7 +224,9 @@ def _check(report, masks, head_dims, length, window):
                 row[f"attnlab {name}"], report.figures[key] = "not here", f"not here: {reason}"
                 continue
             try:
-                errors = np.array([_error(np.asarray(x), y) for x, y in zip(_answers(peers.ours(name, task)), right)])
+                with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+                    answers = _answers(peers.ours(name, task))
+                errors = np.array([_error(np.asarray(x), y) for x, y in zip(answers, right)])
             except Exception as error:  # a check that fails is a finding, whatever it fails with
                 report.fail(f"{label}: attnlab {name} failed ({type(error).__name__}: {commands.one_line(error)})")
                 row[f"attnlab {name}"] = report.figures[key] = "WRONG"
@@ -239,13 +243,6 @@ def _check(report, masks, head_dims, length, window):
             report.figures[f"error_{key.removeprefix('check_')}"] = float(errors.max())
             if name == "dense" and share <= 1:
                 allowed = 3 * errors
-
-
-def _unit(dtype) -> float:
-    """What rounding takes at most of a value; float32 is multiplied as TF32 on GPUs, unless they are told otherwise."""
-    if dtype == "bfloat16":
-        return 2.0**-8
-    return {"cpu": 2.0**-24, "gpu": 2.0**-11}.get(jax.default_backend(), 2.0**-8)
 
 
 def _error(x, right) -> float:
@@ -347,7 +344,7 @@ def _entered(report, label, task, torch, folder) -> dict:
         try:
             answers, seconds = enter()
             error = max(_error(jnp.asarray(x), y) for x, y in zip(answers, right))
-            if not error <= 8 * _unit("bfloat16"):  # eight roundings, as in `_check`; of 257 keys one more is 0.06
+            if not error <= 8 * UNIT["bfloat16"]:  # eight roundings, as in `_check`; of 257 keys one more is 0.06
                 raise ValueError(f"its answer is off by {error:.1e}")
         except Exception as error:  # whatever a peer fails with
             why = f"{name} is left out of {label}: {commands.one_line(error)}"
@@ -398,7 +395,7 @@ def _entering(label, task, torch, folder) -> dict:
     if not _dense_fits(task):
         able.remove("dense")
     entering = {f"attnlab {name}": functools.partial(_ready, peers.ours, name, task) for name in able}
-    if task.q.devices().pop().platform == "gpu":
+    if jax.default_backend() == "gpu":
         attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
         entering["jax.nn"] = functools.partial(_ready, peers.jax_nn, task, attend)
     else:
