@@ -269,7 +269,7 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
             asked = time.perf_counter()
             batch = next(batches)
             waited += time.perf_counter() - asked
-            with jax.transfer_guard("disallow"):  # nothing goes to or from the devices unnoticed
+            with parallel.transfer_guard():
                 state, step_metrics = step_fn(state, parallel.place_batch(batch))
             if step == start + 1:
                 jax.block_until_ready(state)

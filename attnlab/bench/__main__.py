@@ -11,7 +11,7 @@ import sys
 from attnlab import commands
 from attnlab.config import nearest
 
-RACES = ("attention", "train", "decode", "start", "data", "saving", "faults")
+RACES = ("attention", "train", "decode", "start", "data", "gpu", "saving", "faults")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from attnlab import config as configs
-from attnlab.bench import profile
+from attnlab.bench import profiling
 from attnlab.data.batches import TrainBatches, prefetched
 from attnlab.sample import generate
 from attnlab.training import optimizer as optimizers
@@ -71,9 +71,9 @@ class Contender:
         """The most expensive ops of a few steps, whose trace goes into a folder."""
         batch = self.parallel.place_batch(next(self.batches))
         compiled = self.step.lower(self.state, batch).compile().as_text()
-        with profile.trace(folder):
+        with profiling.trace(folder):
             self.train(steps)
-        return {"ops": profile.most_expensive(folder, compiled, steps)}
+        return {"ops": profiling.most_expensive(folder, compiled, steps)}
 
     def decode(self, tokens, samples):
         """`first`: seconds to the first token."""

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import attnlab
-from attnlab.masks import Causal, Segments, SlidingWindow
+from attnlab.masks import Causal, Mask, Segments, SlidingWindow
 
 
 class Task(NamedTuple):
@@ -67,16 +67,23 @@ def _jax(attend, task, *data) -> Contender:
     )
 
 
-def _ours(impl, task):
+def ours(impl: str, task: Task) -> Contender:
+    """attnlab by one of its backends, or by "auto"."""
+
     def attend(q, k, v, *ids):
-        mask = {"causal": Causal(), "window": SlidingWindow(task.window)}.get(task.mask)
-        mask = Causal() & Segments(*ids) if mask is None else mask
-        return attnlab.attention(q, k, v, mask, impl=impl)
+        return attnlab.attention(q, k, v, mask_of(task, *ids), impl=impl)
 
     return _jax(attend, task, *((task.ids,) if task.mask == "documents" else ()))
 
 
-def _jax_nn(task, attend=jax.nn.dot_product_attention):
+def mask_of(task: Task, *ids: jax.Array) -> Mask:
+    """The task's mask in attnlab's words; `ids` for "documents"."""
+    masks = {"causal": Causal(), "window": SlidingWindow(task.window)}
+    return masks[task.mask] if task.mask in masks else Causal() & Segments(*ids)
+
+
+def jax_nn(task: Task, attend: Callable = jax.nn.dot_product_attention) -> Contender:
+    """`jax.nn.dot_product_attention`, or what takes the same arguments."""
     if task.mask == "documents":
         same = lambda ids: ids[:, None, :, None] == ids[:, None, None, :]  # noqa: E731
         return _jax(lambda q, k, v, ids: attend(q, k, v, mask=same(ids), is_causal=True), task, task.ids)
@@ -89,7 +96,7 @@ def _tokamax(task):
     from absl import flags
 
     flags.FLAGS.mark_as_parsed()  # or tokamax reads this command's flags as its own
-    return _jax_nn(task, functools.partial(tokamax.dot_product_attention, implementation="xla_chunked"))
+    return jax_nn(task, functools.partial(tokamax.dot_product_attention, implementation="xla_chunked"))
 
 
 def _attnax(task):
@@ -107,73 +114,20 @@ def _attnax(task):
     return _jax(attend, task, *((task.ids,) if task.mask == "documents" else ()))
 
 
-def _torch_tensors(task):
-    import torch
+def _torch(name, task):
+    from attnlab.bench import torchattention
 
-    return [torch.tensor(np.asarray(x)).transpose(1, 2).contiguous() for x in task[1:5]]
-
-
-def _torch_visible(task):
-    import torch
-
-    i, j = torch.arange(task.q.shape[1])[:, None], torch.arange(task.q.shape[1])[None]
-    ids = torch.tensor(np.asarray(task.ids))
-    seen = {
-        "causal": lambda: j <= i,
-        "window": lambda: (j <= i) & (i - j <= task.window),
-        "documents": lambda: (j <= i) & (ids[:, None, :, None] == ids[:, None, None, :]),
-    }
-    return seen[task.mask]()
-
-
-def _torch_sdpa(task):
-    import torch
-
-    q, k, v, d_out = _torch_tensors(task)
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    mask = {"is_causal": True} if task.mask == "causal" else {"attn_mask": _torch_visible(task)}
-
-    @torch.no_grad()
-    def forward():
-        return sdpa(q, k, v, **mask).transpose(1, 2)
-
-    def backward():
-        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        return torch.autograd.grad(sdpa(*inputs, **mask), inputs, d_out)
-
-    return Contender(forward, backward)
-
-
-def _torch_flex(task):
-    import torch
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    q, k, v, _ = _torch_tensors(task)
-    batch, _, length, _ = q.shape
-    ids = torch.tensor(np.asarray(task.ids))
-    rules = {
-        "causal": lambda b, h, i, j: j <= i,
-        "window": lambda b, h, i, j: (j <= i) & (i - j <= task.window),
-        "documents": lambda b, h, i, j: (j <= i) & (ids[b, i] == ids[b, j]),
-    }
-    lead = batch if task.mask == "documents" else None
-    block_mask = create_block_mask(rules[task.mask], lead, None, length, length, device="cpu")
-    compiled = torch.compile(flex_attention)
-
-    @torch.no_grad()
-    def forward():
-        return compiled(q, k, v, block_mask=block_mask).transpose(1, 2)
-
-    return Contender(forward, None)  # on CPUs it has no backward
+    asked = torchattention.task(task.mask, (task.q, task.k, task.v, task.d_out), task.window, task.ids)
+    return Contender(*torchattention.Contenders.ENTER[name](asked))
 
 
 # By name: the package it needs, and how it enters.
 PEERS = {
-    "attnlab": ("attnlab", functools.partial(_ours, "auto")),
-    "attnlab dense": ("attnlab", functools.partial(_ours, "dense")),
-    "jax.nn": ("jax", _jax_nn),
-    "torch SDPA": ("torch", _torch_sdpa),
-    "torch FlexAttention": ("torch", _torch_flex),
+    "attnlab": ("attnlab", functools.partial(ours, "auto")),
+    "attnlab dense": ("attnlab", functools.partial(ours, "dense")),
+    "jax.nn": ("jax", jax_nn),
+    "torch SDPA": ("torch", functools.partial(_torch, "torch SDPA")),
+    "torch FlexAttention": ("torch", functools.partial(_torch, "torch FlexAttention")),
     "tokamax": ("tokamax", _tokamax),
     "attnax": ("attnax", _attnax),
 }

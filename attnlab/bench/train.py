@@ -14,7 +14,7 @@ from pathlib import Path
 
 from absl import flags
 
-from attnlab.bench import options, profile, timing, workers
+from attnlab.bench import options, profiling, timing, workers
 
 PRECISIONS = ("float32", "bfloat16")
 
@@ -83,7 +83,7 @@ def _profile(values, ours, steps: int = 5) -> int:
                 ops = racing[name].ask("profile", steps=steps, folder=str(folder.absolute()))["ops"]
             rows = {
                 op.name: {"ms a step": f"{op.milliseconds:.3f}", "calls": f"{op.calls:g}", "what": op.what}
-                for op in (profile.Op(*op) for op in ops)
+                for op in (profiling.Op(*op) for op in ops)
             }
             timing.table(f"{size}, {name}: the most expensive ops", rows, caption=f"trace: {folder}")
     return 0

