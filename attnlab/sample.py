@@ -77,7 +77,7 @@ def generate(
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(num_samples))
 
     text = np.tile(np.asarray(prompt, np.int32), (num_samples, 1))[:, -model.context :]
-    place, ahead, token = 0, 1, None
+    place, ahead, token = 0, 4, None
     while place < max_tokens:
         if token is None or (length >= model.context and not rolls):
             window = text if token is None else text[:, -max(1, model.context // 2) :]
@@ -106,7 +106,7 @@ class Draw(NamedTuple):
     Attributes:
       temperature, top_k, top_p, vocab_size: see `generate`.
 
-    >>> Draw(temperature=0.0)(jnp.array([[0.0, 2.0, 1.0]]), jax.random.split(jax.random.key(0), 1), place=0)
+    >>> Draw(temperature=0.0)(jnp.array([[0.0, 2.0, 1.0]]), jnp.array([0.5]))
     Array([1], dtype=int32)
     """
 
@@ -115,8 +115,8 @@ class Draw(NamedTuple):
     top_p: float = 1.0
     vocab_size: int | None = None
 
-    def __call__(self, logits: Float[Array, "N V"], keys: Array, place: int | Array) -> Int[Array, " N"]:
-        """A token for each of `[N, V]` logits; it depends on the row's key and the place alone."""
+    def __call__(self, logits: Float[Array, "N V"], uniform: Float[Array, " N"]) -> Int[Array, " N"]:
+        """A token for each of `[N, V]` logits: the first up to which the probabilities sum to more than `uniform`."""
         logits = logits[:, : self.vocab_size]
         if self.temperature < 1e-6:  # the likeliest token, to float32's last bit
             return logits.argmax(axis=-1).astype(jnp.int32)
@@ -130,15 +130,23 @@ class Draw(NamedTuple):
             stays = (jnp.cumsum(p, axis=-1) - p < self.top_p).at[:, 0].set(True)
             rows = jnp.arange(len(logits))[:, None]
             logits = jnp.where(jnp.zeros_like(stays).at[rows, order].set(stays), logits, -jnp.inf)
-        keys = jax.vmap(jax.random.fold_in, (0, None))(keys, place)
-        return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+        p = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
+        sums = jnp.cumsum(p, axis=-1)
+        # Sums are rounded, so that a token of no probability might seem to add to them.
+        return ((sums > uniform[:, None] * sums[:, -1:]) & (p > 0)).argmax(axis=-1).astype(jnp.int32)
+
+
+def _uniform(keys, places):
+    """In [0, 1), of each place and key alone `[P, N]`."""
+    draw = jax.vmap(lambda place, key: jax.random.uniform(jax.random.fold_in(key, place)), (None, 0))
+    return jax.vmap(draw, (0, None))(places, keys)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _prefill(model, draw, params, tokens, keys, place):
     """The token after `tokens` `[N, T]`, and the caches that have seen those."""
     logits, caches = model.apply(params, tokens, caches=model.empty_caches(len(tokens)))
-    return draw(logits[:, -1], keys, place), caches
+    return draw(logits[:, -1], _uniform(keys, jnp.asarray(place)[None])[0]), caches
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
@@ -148,9 +156,11 @@ def _go_on(model, draw, params, token, caches, keys, place, count):
     def step(i, carry):
         token, caches, drawn = carry
         logits, caches = model.apply(params, token[:, None], caches=caches)
-        token = draw(logits[:, -1], keys, place + i)
+        token = draw(logits[:, -1], uniform[i])
         return token, caches, drawn.at[i].set(token)
 
+    # Before the loop, in which random bits would take half of a small model's time.
+    uniform = _uniform(keys, place + jnp.arange(_AHEAD))
     drawn = jnp.zeros((_AHEAD, len(token)), jnp.int32)
     return jax.lax.fori_loop(0, count, step, (token, caches, drawn))
 

@@ -268,7 +268,8 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
         for step in range(start + 1, config.steps + 1):
             asked = time.perf_counter()
             batch = next(batches)
-            waited += time.perf_counter() - asked
+            if not unread or unread[-1]["loss"].is_ready():  # else the devices were at work meanwhile
+                waited += time.perf_counter() - asked
             with parallel.transfer_guard():
                 state, step_metrics = step_fn(state, parallel.place_batch(batch))
             if step == start + 1:

@@ -49,6 +49,7 @@ MODEL = {
 LONG = MODEL | {"eval.every": 20, "checkpoint.every": 8, "log.every": 4, "sample.every": 40}
 SHORT = MODEL | {"steps": 160, "eval.every": 20, "checkpoint.every": 16, "checkpoint.keep": 3, "log.every": 4}
 TIMING = re.compile("time|second|mfu|flops|wall|eta|rss|memory")  # keys that may differ between two runs of a seed
+PROGRAMS = "programs"  # the compilation cache of a campaign
 PATIENCE = 300  # seconds for a run to come to a phase, or to end
 
 
@@ -115,6 +116,8 @@ def _disturbed(count, folder, draw, number) -> dict:
     while sum(at.values()) < count:
         wanted = min(PHASES, key=lambda phase: (at[phase], draw.random()))
         newest = max(_whole(workdir), default=0)
+        if wanted == "compile":  # and write what was compiled, where the kill may tear it
+            shutil.rmtree(folder / PROGRAMS, ignore_errors=True)
         with _started(workdir, fields, board) as (process, output):
             if not _wait_for(process, board, wanted, draw):
                 missed[wanted] += 1
@@ -171,7 +174,8 @@ def _started(workdir: Path, fields: dict, board: Board | None = None):
             [sys.executable, "-m", *module, *_arguments(workdir, fields)],
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"XLA_FLAGS": "", "PYTHONUNBUFFERED": "1"},
+            env=os.environ
+            | {"XLA_FLAGS": "", "PYTHONUNBUFFERED": "1", "JAX_COMPILATION_CACHE_DIR": str(workdir.with_name(PROGRAMS))},
         )
     try:
         yield process, output
@@ -243,7 +247,7 @@ def corruptions(count: int, folder: Path, draw: random.Random) -> dict:
     """Damaged workdirs. Wrong: a traceback, another end than the undisturbed one, a whole checkpoint that is gone."""
     undisturbed, stopped = folder / "undisturbed", folder / "stopped"
     folder.mkdir(parents=True)
-    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))  # the same program hundreds of times
+    jax.config.update("jax_compilation_cache_dir", str(folder / PROGRAMS))  # the same program hundreds of times
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     _command(train, _arguments(undisturbed, SHORT))
     board = Board(str(folder / "board"))
