@@ -4,8 +4,11 @@ JAX writes an entry in place, so that a kill leaves half of one, and never write
 would be compiled anew at every start, with a warning.
 """
 
+import contextlib
 import functools
 import hashlib
+import itertools
+import math
 import os
 import platform
 import time
@@ -14,7 +17,7 @@ from pathlib import Path
 
 import jax
 
-LIMIT = 2 << 30  # bytes of the cache, past which the oldest entries go
+LIMIT = 2 << 30  # bytes of attnlab's own folder, past which the oldest entries go
 
 
 def keep_programs() -> Path | None:
@@ -31,12 +34,12 @@ def keep_programs() -> Path | None:
     given = jax.config.jax_compilation_cache_dir
     if given and "://" in given:  # a bucket, whose objects are whole or not there
         return None
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(given) if given else home / "attnlab" / f"programs-{_processor()}"
     try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = Path(given) if given else home / "attnlab" / f"programs-{_processor()}"
         folder.mkdir(parents=True, exist_ok=True)
-        sweep(folder)
-    except OSError:  # a home that may not be written: nothing is kept
+        sweep(folder, limit=math.inf if given else LIMIT)
+    except (OSError, RuntimeError):  # no home, or one that may not be written: nothing is kept
         return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
@@ -44,7 +47,7 @@ def keep_programs() -> Path | None:
     return folder
 
 
-def sweep(folder: Path, limit: int = LIMIT) -> list[Path]:
+def sweep(folder: Path, limit: int | float = LIMIT) -> list[Path]:
     """Deletes torn entries, and the oldest ones past a limit of bytes.
 
     Only what was written since the last sweep is read. An entry that another process is just writing looks torn too:
@@ -55,11 +58,17 @@ def sweep(folder: Path, limit: int = LIMIT) -> list[Path]:
     """
     swept = folder / "swept"
     before, now = swept.stat().st_mtime if swept.exists() else 0.0, time.time()
-    entries = sorted((entry.stat().st_mtime, entry) for entry in folder.glob("*-cache"))
-    torn = [entry for written, entry in entries if written >= before - 1 and not _is_whole(entry.read_bytes())]
-    kept = [entry for _, entry in entries if entry not in torn]
-    sizes = [entry.stat().st_size for entry in kept]
-    old = [entry for position, entry in enumerate(kept) if sum(sizes[position:]) > limit]
+    kept, torn = [], []
+    for entry in folder.glob("*-cache"):
+        with contextlib.suppress(FileNotFoundError):  # another process sweeps as well
+            facts = entry.stat()
+            if facts.st_mtime >= before - 1 and not _is_whole(entry.read_bytes()):
+                torn.append(entry)
+            else:
+                kept.append((facts.st_mtime, facts.st_size, entry))
+    newest_first = sorted(kept, reverse=True)
+    sizes = itertools.accumulate(size for _, size, _ in newest_first)
+    old = [entry for (_, _, entry), size in zip(newest_first, sizes) if size > limit]
     for entry in torn + old:
         entry.unlink(missing_ok=True)
     swept.touch()
@@ -79,14 +88,20 @@ def _is_whole(entry: bytes) -> bool:
 
 
 def _is_whole_zstd(entry: bytes) -> bool:
-    """JAX takes zstandard where it is installed."""
+    """JAX takes Python's own from 3.14 on, before that zstandard where it is installed."""
     try:
-        import zstandard
+        from compression import zstd
+
+        decompress, error = zstd.decompress, zstd.ZstdError
     except ImportError:
-        return True  # nobody here can read it, nor say
+        try:
+            import zstandard
+        except ImportError:
+            return True  # nobody here can read it, nor say
+        decompress, error = zstandard.ZstdDecompressor().decompress, zstandard.ZstdError
     try:
-        zstandard.ZstdDecompressor().decompress(entry)
-    except zstandard.ZstdError:
+        decompress(entry)
+    except error:
         return False
     return True
 

@@ -182,6 +182,8 @@ def check(config: ConfigDict) -> None:
         if values[field] not in choices:
             close = nearest(values[field], choices)
             raise UserError(f"config.{field} = {values[field]!r}: expected one of {', '.join(choices)}{close}")
+    if 0 < config.log.peak_tflops < 1e-6:
+        raise UserError(f"config.log.peak_tflops = {config.log.peak_tflops}: expected 1e-6 or more, or 0 to measure it")
     model = config.model
     if model.width % model.num_heads:
         raise UserError(

@@ -9,7 +9,7 @@ last half and read it again; rotary, alibi and no positions roll on.
 if __name__ == "__main__":
     from attnlab import hugepages
 
-    hugepages.restart()
+    hugepages.restart("attnlab.sample")
 
 import functools
 import sys
@@ -70,14 +70,15 @@ def generate(
     >>> len(list(generate(model, params, np.array([1, 2]), max_tokens=9)))  # beyond the context
     9
     """
-    if jax.default_backend() == "cpu":  # a step takes as long as reading the parameters, which are float32 already
+    if jax.default_backend() == "cpu" and model.dtype == jnp.bfloat16:
+        # A step takes as long as reading the parameters, which are float32 already.
         model = model.clone(dtype=jnp.float32)
     rolls = model.positions not in ("learned", "sinusoidal")
     draw = Draw(temperature, top_k, top_p, vocab_size)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(num_samples))
 
     text = np.tile(np.asarray(prompt, np.int32), (num_samples, 1))[:, -model.context :]
-    place, ahead, token = 0, 4, None
+    place, ahead, token = 0, 1, None
     while place < max_tokens:
         if token is None or (length >= model.context and not rolls):
             window = text if token is None else text[:, -max(1, model.context // 2) :]
@@ -91,7 +92,7 @@ def generate(
             drawn = np.asarray(drawn)[:count]
             length += count
             if time.perf_counter() - start < 0.05:  # else the text would come in jerks
-                ahead = min(2 * ahead, _AHEAD)
+                ahead = min(8 * ahead, _AHEAD)
         place += len(drawn)
         text = np.concatenate([text, drawn.T], axis=1)[:, -model.context :]
         yield from drawn
@@ -131,9 +132,9 @@ class Draw(NamedTuple):
             rows = jnp.arange(len(logits))[:, None]
             logits = jnp.where(jnp.zeros_like(stays).at[rows, order].set(stays), logits, -jnp.inf)
         p = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
-        sums = jnp.cumsum(p, axis=-1)
         # Sums are rounded, so that a token of no probability might seem to add to them.
-        return ((sums > uniform[:, None] * sums[:, -1:]) & (p > 0)).argmax(axis=-1).astype(jnp.int32)
+        sums = jnp.where(p > 0, jnp.cumsum(p, axis=-1), 0)
+        return (sums > uniform[:, None] * sums.max(axis=-1, keepdims=True)).argmax(axis=-1).astype(jnp.int32)
 
 
 def _uniform(keys, places):

@@ -9,7 +9,7 @@ The same command again goes on where the run was stopped. A finished run is left
 if __name__ == "__main__":
     from attnlab import hugepages
 
-    hugepages.restart()
+    hugepages.restart("attnlab.train")
 
 import contextlib
 import errno
@@ -249,11 +249,12 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
         log.write_text(step, text)
 
     flops, peak = flops_lib.per_token(model, context), config.log.peak_tflops * 1e12
+    peaks = jax.process_count() if jax.default_backend() == "cpu" else devices  # CPU devices share the cores
     if not peak and first_process:
         peak = flops_lib.peak(config.precision)
         watch.say(
             f"a token takes {flops:.3g} FLOP, a device does {peak:.3g} a second: "
-            f"at most {peak * devices / flops:,.0f} tokens/s"
+            f"at most {peak * peaks / flops:,.0f} tokens/s"
         )
 
     # --------------------------------------------------------------------------------------------------------- loop
@@ -303,7 +304,7 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
                     learning_rate=float(rate(step - 1)),
                     tokens=step * rows * context,
                     tokens_per_second=tokens_per_second,
-                    mfu=flops * tokens_per_second / (peak * devices),
+                    mfu=flops * tokens_per_second / (peak * peaks),
                     peak_flops=peak,
                     data_wait_time_share=waited / seconds,
                 )

@@ -63,6 +63,15 @@ def test_a_sweep_deletes_what_is_torn_once_and_leaves_other_files(content, tmp_p
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+def test_without_a_home_nothing_is_kept():
+    program = "import os; from attnlab import compilation; os.setuid(54321); print(compilation.keep_programs())"
+    if os.getuid() != 0:
+        pytest.skip("only root can become a user without a home")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XDG_", "HOME"))}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "None\n", done.stderr
+
+
 def test_past_its_limit_the_oldest_entries_go(tmp_path):
     for age, name in enumerate(["new", "old", "oldest"]):
         path = tmp_path / f"{name}-cache"

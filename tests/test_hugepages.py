@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ PROGRAM = """
 import os, sys
 if __name__ == "__main__":
     from attnlab import hugepages
-    hugepages.restart()
+    hugepages.restart(sys.orig_argv[sys.orig_argv.index("-m") + 1])
 print(os.getpid(), os.environ["GLIBC_TUNABLES"], sys.argv[1:])
 """
 
@@ -29,9 +30,29 @@ def test_what_the_user_wished_stays(given, wished):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc is Linux's")
 def test_a_program_restarts_once_as_the_same_process_with_its_arguments(tmp_path):
-    path = tmp_path / "program.py"
-    path.write_text(PROGRAM)
-    running = subprocess.Popen([sys.executable, path, "--a", "b c"], stdout=subprocess.PIPE, text=True)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "program", "--a", "b c"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     out, _ = running.communicate(timeout=60)
     assert running.returncode == 0
     assert out.split(maxsplit=1) == [str(running.pid), "glibc.malloc.hugetlb=1 ['--a', 'b c']\n"]
+
+
+@pytest.mark.parametrize("where", ["another program", "a wish that does not come through"])
+def test_elsewhere_it_does_not_restart(where):
+    environment = {"ATTNLAB_RESTARTED": "1"} if where != "another program" else {}
+    program = """
+import os, runpy, sys
+print("once", flush=True)
+from attnlab import hugepages
+hugepages.restart("attnlab.train")
+print("GLIBC_TUNABLES" in os.environ)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *(["-m", "attnlab.train"] if environment else [])],
+        env={k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "once\nFalse\n"

@@ -8,7 +8,7 @@ A request a line on stdin and an answer a line on stdout, both JSON; see `attnla
 if __name__ == "__main__":
     from attnlab import hugepages
 
-    hugepages.restart()  # as the training command does
+    hugepages.restart("attnlab.bench.contender")  # as the training command does
 
 import functools
 import json
@@ -92,6 +92,7 @@ class Contender:
 
 def main():
     """Answers until its input ends."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # whatever else is printed is no answer
     contender = None
     for line in sys.stdin:
         request = json.loads(line)
@@ -101,7 +102,7 @@ def main():
             answer = {"parameters": contender.parameters}
         else:
             answer = getattr(contender, what)(**request)
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,10 @@ def _inner(x):
 def standardize(x: Float[Array, "*B F"], epsilon: float = 1e-6) -> Float[Array, "*B F"]:
     """(x − mean) / √(variance + ε) of each row: a layer norm (Ba et al. 2016, equation 3) without gain and bias.
 
+    Args:
+      x: `[..., F]`.
+      epsilon: a constant, without a derivative.
+
     Returns:
       float32 (float64 for float64).
 

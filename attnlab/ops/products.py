@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType
 
 
 def dot_general(x, kernel, dimension_numbers, precision=None, preferred_element_type=None):
@@ -14,7 +15,8 @@ def dot_general(x, kernel, dimension_numbers, precision=None, preferred_element_
 
     On CPUs the gradient of the kernel, xᵀ·g, multiplies a transpose that was written down, of the narrower of the two,
     and bfloat16 is summed in float32: XLA's CPU backend multiplies rows by columns at up to twice the speed of columns
-    by columns, and bfloat16 at twice the speed of float32 if the sums are asked for in float32, else no faster.
+    by columns, and bfloat16 at twice the speed of float32 if the sums are asked for in float32, else no faster. There
+    it is a primitive of its own, which the policies of `jax.checkpoint` do not count among the products.
 
     >>> dot_general(jnp.ones((2, 3, 4)), jnp.ones((4, 5)), (((2,), (0,)), ((), ()))).shape
     (2, 3, 5)
@@ -22,11 +24,14 @@ def dot_general(x, kernel, dimension_numbers, precision=None, preferred_element_
     ((x_axes, kernel_axes), (x_batch, _)) = dimension_numbers
     rank = len(x_axes)
     last, first = tuple(range(x.ndim - rank, x.ndim)), tuple(range(rank))
+    mesh_types = {kind for a in (x, kernel) for kind in jax.typeof(a).sharding.mesh.axis_types}
     if (
         jax.default_backend() != "cpu"
         or (x_batch or tuple(x_axes) != last or tuple(kernel_axes) != first)
         or not (precision is preferred_element_type is None and x.dtype == kernel.dtype)
-        or jax.sharding.get_abstract_mesh().axis_names  # lax knows what is explicitly sharded, or varies in a shard_map
+        # lax knows what varies in a shard_map, or is sharded by type.
+        or (jax.sharding.get_abstract_mesh().axis_names or AxisType.Explicit in mesh_types)
+        or not x.size
     ):
         return lax.dot_general(x, kernel, dimension_numbers, precision, preferred_element_type)
     width = math.prod(kernel.shape[:rank])

@@ -1,5 +1,6 @@
 """One pure step on all devices: replicated by `jax.pmap`, or sharded by `jax.jit` over a named mesh."""
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable
@@ -86,7 +87,7 @@ class Parallel(NamedTuple):
 
     def transfer_guard(self):
         """In it nothing goes to or from the devices unnoticed; `pmap` itself brings its devices their rows."""
-        return jax.transfer_guard("disallow" if self.strategy == "mesh" else "allow")
+        return jax.transfer_guard("disallow") if self.strategy == "mesh" else contextlib.nullcontext()
 
     def compile_train(self, step: Callable, state) -> Callable:
         """`step(state, batch, axis_name=…)` → (state, metrics), compiled; the old state's buffers are reused.

@@ -95,6 +95,30 @@ def test_transposes_around_a_bfloat16_product_do_not_reach_it():
     np.testing.assert_allclose(np.asarray(run(x, kernel), np.float64), exact, atol=16 * 4 * 2.0**-8)
 
 
+def test_explicitly_sharded_arrays_keep_their_sharding():
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(jax.sharding.AxisType.Explicit,))
+    spec = jax.sharding.PartitionSpec
+    x, kernel = arrays((8, 3, 16), (16, 4))
+    numbers = contraction(x, kernel, 1)
+    expected = jax.lax.dot_general(x, kernel, numbers)
+    for x_spec, kernel_spec in ((spec("a"), spec()), (spec(), spec(None, "a"))):
+        placed = [
+            jax.device_put(a, jax.sharding.NamedSharding(mesh, s)) for a, s in ((x, x_spec), (kernel, kernel_spec))
+        ]
+        y = jax.jit(lambda x, k: products.dot_general(x, k, numbers))(*placed)
+        np.testing.assert_allclose(y, expected, atol=1e-5)
+        assert "a" in str(jax.typeof(y))
+        gradient = jax.jit(jax.grad(lambda k, x: products.dot_general(x, k, numbers).sum()))(placed[1], placed[0])
+        np.testing.assert_allclose(gradient, jnp.tile(x.sum((0, 1))[:, None], 4), atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 3), (4, 0, 3), (4, 3, 0)], ids=str)
+def test_nothing_is_multiplied_too(shape):
+    rows, width, out = shape
+    y = products.dot_general(jnp.ones((rows, width)), jnp.ones((width, out)), (((1,), (0,)), ((), ())))
+    np.testing.assert_array_equal(y, np.zeros((rows, out)))
+
+
 def test_other_products_are_left_to_lax():
     x, y = arrays((3, 4, 5), (3, 5, 6))
     batched = (((2,), (1,)), ((0,), (0,)))
