@@ -271,8 +271,9 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
             batch = next(batches)
             if not unread or unread[-1]["loss"].is_ready():  # else the devices were at work meanwhile
                 waited += time.perf_counter() - asked
+            placed = parallel.place_batch(batch)
             with parallel.transfer_guard():
-                state, step_metrics = step_fn(state, parallel.place_batch(batch))
+                state, step_metrics = step_fn(state, placed)
             if step == start + 1:
                 jax.block_until_ready(state)
                 starting.close()  # from here on there is something to save
