@@ -86,7 +86,7 @@ class Parallel(NamedTuple):
         return jax.tree.map(functools.partial(jax.make_array_from_process_local_data, rows), batch)
 
     def transfer_guard(self):
-        """For a step, in which nothing goes to or from the devices, but the rows that `pmap` itself brings to its own."""
+        """For a step: nothing goes to or from the devices in it, but the rows that `pmap` itself brings to its own."""
         return jax.transfer_guard("disallow") if self.strategy == "mesh" else contextlib.nullcontext()
 
     def compile_train(self, step: Callable, state) -> Callable:
