@@ -48,8 +48,8 @@ def most_expensive(folder: str, compiled: str, steps: int, count: int = 10) -> l
     module = re.match(r"HloModule ([^\s,]+)", compiled)[1]
     nanoseconds, calls = collections.Counter(), collections.Counter()
     for path in Path(folder).rglob("*.xplane.pb"):
-        planes = jax.profiler.ProfileData.from_file(str(path)).planes
-        for event in (event for plane in planes for line in plane.lines for event in line.events):
+        data = jax.profiler.ProfileData.from_file(str(path))  # held, for its planes do not hold it
+        for event in (event for plane in data.planes for line in plane.lines for event in line.events):
             stats = dict(event.stats)
             if "hlo_op" in stats and stats.get("hlo_module") == module:
                 nanoseconds[stats["hlo_op"]] += event.duration_ns
