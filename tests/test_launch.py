@@ -259,6 +259,7 @@ def slurm():
         MpiDefault=none
         SlurmdParameters=config_overrides
         NodeName={host} CPUs=2 State=UNKNOWN
+        FirstJobId={1 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])}
         PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=60 MaxTime=60
         PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=60
         """.replace("        ", "")

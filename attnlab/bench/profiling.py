@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import re
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,9 +49,11 @@ def most_expensive(folder: str, compiled: str, steps: int, count: int = 10) -> l
     module = re.match(r"HloModule ([^\s,]+)", compiled)[1]
     nanoseconds, calls = collections.Counter(), collections.Counter()
     for path in Path(folder).rglob("*.xplane.pb"):
-        data = jax.profiler.ProfileData.from_file(str(path))  # held, for its planes do not hold it
+        data = jax.profiler.ProfileData.from_file(str(path))
         for event in (event for plane in data.planes for line in plane.lines for event in line.events):
-            stats = dict(event.stats)
+            with warnings.catch_warnings():  # Python 3.12 deprecates how jaxlib makes the type of stats
+                warnings.simplefilter("ignore", DeprecationWarning)
+                stats = dict(event.stats)
             if "hlo_op" in stats and stats.get("hlo_module") == module:
                 nanoseconds[stats["hlo_op"]] += event.duration_ns
                 calls[stats["hlo_op"]] += 1
