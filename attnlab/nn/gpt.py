@@ -40,10 +40,8 @@ class Mlp(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*B F"]) -> Float[Array, "*B F"]:
         """`[..., F]` to `[..., F]`, each row by itself."""
-        width, options = (
-            x.shape[-1],
-            {"use_bias": self.use_bias, "dtype": self.dtype, "dot_general": products.dot_general},
-        )
+        width = x.shape[-1]
+        options = {"use_bias": self.use_bias, "dtype": self.dtype, "dot_general": products.dot_general}
         x = nn.Dense(self.hidden or 4 * width, kernel_init=self.kernel_init, name="up", **options)(x)
         x = pointwise.gelu(x)
         return nn.Dense(width, kernel_init=self.out_kernel_init or self.kernel_init, name="down", **options)(x)

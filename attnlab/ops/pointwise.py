@@ -1,6 +1,6 @@
 """What a transformer computes row by row between its matrix products, written so that little is kept for the gradient.
 
-Sums and exponentials are float32 whatever the input (float64 stays float64); results have the input's type.
+Both compute in float32 whatever the input (float64 stays float64).
 """
 
 import functools
@@ -18,7 +18,7 @@ from attnlab.types import Array
 def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """x·Φ(x) in its tanh form (Hendrycks and Gimpel 2016, section 2), as in GPT-2.
 
-    The gradient reads x alone; tanh is computed again.
+    In x's type. The gradient reads x alone; tanh is computed again.
 
     >>> gelu(jnp.array([-30.0, 0.0, 30.0]))
     Array([-0.,  0., 30.], dtype=float32)
