@@ -6,6 +6,7 @@ vocabulary, in every process.
 
 import codecs
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 import tokenizers as huggingface
-from tokenizers import models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from attnlab.errors import UserError
 
@@ -139,8 +140,10 @@ class TrainedTokenizer:
     def __init__(self, kind: str, tokenizer: huggingface.Tokenizer):
         self.kind = kind
         self._tokenizer = tokenizer
-        tokens = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
-        self._pieces = [_bytes_of(kind, token) for token in tokens]
+        size = 1 + max(tokenizer.get_vocab().values(), default=-1)  # some ids may be no token's
+        tokens = [tokenizer.id_to_token(i) or "" for i in range(size)]
+        added = tokenizer.get_added_tokens_decoder()  # such as "<|endoftext|>"
+        self._pieces = [added[i].content.encode() if i in added else _bytes_of(kind, t) for i, t in enumerate(tokens)]
         self._characters = "".join(token for token in tokens if len(token) == 1)
 
     @classmethod
@@ -168,7 +171,8 @@ class TrainedTokenizer:
         _utf8(text)
         if self.kind == "wordpiece":
             _check_known(text, self._characters)
-        return np.fromiter((i for part in _parts(text) for i in self._tokenizer.encode(part).ids), np.int32)
+        ids = (self._tokenizer.encode(part, add_special_tokens=False).ids for part in _parts(text))
+        return np.fromiter(itertools.chain.from_iterable(ids), np.int32)
 
     def decode(self, ids) -> str:
         """The text of token ids `[length]`; bytes that are no UTF-8 become U+FFFD."""
@@ -310,6 +314,44 @@ def make(kind: str, text: str, vocab_size: int = 1024) -> Tokenizer:
     if kind in _TRAIN:
         return TrainedTokenizer.of(kind, text, vocab_size)
     return CharTokenizer.of(text) if kind == "char" else ByteTokenizer()
+
+
+def pretrained(folder: Path) -> TrainedTokenizer | None:
+    """The byte-level BPE whose files lie in a folder, as Hugging Face's libraries write them for GPT-2.
+
+    Args:
+      folder: with `tokenizer.json`, or with `vocab.json` and `merges.txt`.
+
+    Returns:
+      A tokenizer of kind "bpe", "<|endoftext|>" and other added tokens included; None where there are no such files.
+
+    Raises:
+      UserError: files that cannot be read, a tokenizer of another kind.
+    """
+    whole, vocabulary, merges = (folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt"))
+    file = whole if whole.exists() else vocabulary
+    if not file.exists():
+        return None
+    try:
+        if whole.exists():
+            tokenizer = huggingface.Tokenizer.from_file(str(whole))
+        else:
+            tokenizer = _untrained(models.BPE.from_file(str(vocabulary), str(merges)), _BYTE_LEVEL)
+            tokenizer.decoder = decoders.ByteLevel()
+            if tokenizer.token_to_id(_END_OF_TEXT) is not None:
+                tokenizer.add_special_tokens([_END_OF_TEXT])
+        parts = json.loads(tokenizer.to_str())
+        kinds = [(parts[part] or {}).get("type") for part in ("model", "decoder", "normalizer")]
+        if kinds != ["BPE", "ByteLevel", None]:
+            raise ValueError(f"its model, decoder and normalizer are {kinds}, not BPE, ByteLevel and none")
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return TrainedTokenizer("bpe", tokenizer)
+    except Exception as error:  # Hugging Face's library raises no narrower one
+        raise UserError(f"{file} is no byte-level BPE as GPT-2's is ({error}): put its files there") from error
+
+
+_END_OF_TEXT = "<|endoftext|>"
 
 
 def save(tokenizer: Tokenizer, path: Path) -> None:

@@ -1,8 +1,10 @@
 """The GPT: embeddings, pre-norm blocks of attention and a feed-forward layer, and a tied output."""
 
+import functools
 from collections.abc import Sequence
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
@@ -16,13 +18,20 @@ from attnlab.types import Array, DType
 
 NORM_EPSILON = 1e-5  # GPT-2's
 POSITIONS = ("learned", "sinusoidal", "rotary", "alibi", "none")
+ACTIVATIONS = {
+    "gelu_tanh": pointwise.gelu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+}
 
 
 class Mlp(nn.Module):
-    """Feed-forward layer: W_2 gelu(W_1 x), with GELU's tanh form as in GPT-2.
+    """Feed-forward layer: W_2 activation(W_1 x) (Vaswani et al. 2017, section 3.3).
 
     Attributes:
       hidden: width between the two layers; None for four times the input's.
+      activation: "gelu_tanh" (GELU's tanh form, as in GPT-2), "gelu" (Hendrycks and Gimpel 2016), "relu" or "silu".
       use_bias: whether the layers add a bias.
       kernel_init, out_kernel_init: initialisers of `up/kernel` `[F, hidden]` and `down/kernel` `[hidden, F]`.
       dtype: type of the computation; the input's when None.
@@ -32,6 +41,7 @@ class Mlp(nn.Module):
     """
 
     hidden: int | None = None
+    activation: str = "gelu_tanh"
     use_bias: bool = True
     kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
     out_kernel_init: nn.initializers.Initializer | None = None
@@ -39,22 +49,26 @@ class Mlp(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B F"]) -> Float[Array, "*B F"]:
-        """`[..., F]` to `[..., F]`, each row by itself."""
+        """`[..., F]` to `[..., F]`, each row by itself; ValueError for an unknown activation."""
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation = {self.activation!r}: expected one of {', '.join(ACTIVATIONS)}")
         width = x.shape[-1]
         options = {"use_bias": self.use_bias, "dtype": self.dtype, "dot_general": products.dot_general}
         x = nn.Dense(self.hidden or 4 * width, kernel_init=self.kernel_init, name="up", **options)(x)
-        x = pointwise.gelu(x)
+        x = ACTIVATIONS[self.activation](x)
         return nn.Dense(width, kernel_init=self.out_kernel_init or self.kernel_init, name="down", **options)(x)
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)) (Radford et al. 2019, section 2.3).
+    """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)) (Radford et al. 2019, section 2.3).
 
     Attributes:
       attention: the layer that mixes tokens; any module called like `MultiHeadAttention`, e.g. `GRU`, `CausalConv`.
       mlp: the feed-forward layer.
       dropout_rate: probability that an element of either layer's output drops.
       use_bias: whether the norms add a bias.
+      norm_first: False for the order of Vaswani et al. 2017: norm(x + attention(x)), then norm(x + mlp(x)).
+      norm_epsilon: ε of the norms.
       dtype: type of the computation; the input's when None.
 
     >>> block = Block(MultiHeadAttention(num_heads=2, mask=Causal()), Mlp())
@@ -66,6 +80,8 @@ class Block(nn.Module):
     mlp: nn.Module
     dropout_rate: float = 0.0
     use_bias: bool = True
+    norm_first: bool = True
+    norm_epsilon: float = NORM_EPSILON
     dtype: DType | None = None
 
     @nn.compact
@@ -88,9 +104,12 @@ class Block(nn.Module):
             keys = dropout.per_example(dropout_key, x.shape[:1])
             return dropout.dropout(x, dropout.fold_in(keys, site), self.dropout_rate)
 
-        normed = LayerNorm(NORM_EPSILON, use_bias=self.use_bias, dtype=self.dtype, name="attention_norm")(x)
+        def norm(name):
+            return LayerNorm(self.norm_epsilon, use_bias=self.use_bias, dtype=self.dtype, name=name)
+
+        attention_norm, mlp_norm = norm("attention_norm"), norm("mlp_norm")
         attended = self.attention(
-            normed,
+            attention_norm(x) if self.norm_first else x,
             mask=mask,
             deterministic=deterministic,
             cache=cache,
@@ -99,8 +118,11 @@ class Block(nn.Module):
         if cache is not None:
             attended, cache = attended
         x = x + drop(attended, 1)
-        normed = LayerNorm(NORM_EPSILON, use_bias=self.use_bias, dtype=self.dtype, name="mlp_norm")(x)
-        x = x + drop(self.mlp(normed), 2)
+        if not self.norm_first:
+            x = attention_norm(x)
+        x = x + drop(self.mlp(mlp_norm(x) if self.norm_first else x), 2)
+        if not self.norm_first:
+            x = mlp_norm(x)
         return x if cache is None else (x, cache)
 
 
@@ -122,7 +144,9 @@ class GPT(nn.Module):
       window: attend to this many positions, the token's own included; None for all before it.
       qk_norm: layer-normalise queries and keys.
       use_bias: whether linear layers and norms add a bias.
-      mlp_ratio: width of the feed-forward layer over F.
+      mlp_ratio: width of the feed-forward layer over F, rounded to a whole width.
+      activation: of the feed-forward layer, see `Mlp`.
+      norm_epsilon: ε of the norms.
       remat: keep each block's input alone for the gradient and compute the rest again (Chen et al. 2016).
       dtype: type of the computation; parameters are float32.
       impl: see `attnlab.attention`.
@@ -145,7 +169,9 @@ class GPT(nn.Module):
     window: int | None = None
     qk_norm: bool = False
     use_bias: bool = True
-    mlp_ratio: int = 4
+    mlp_ratio: int | float = 4
+    activation: str = "gelu_tanh"
+    norm_epsilon: float = NORM_EPSILON
     remat: bool = False
     dtype: DType = jnp.float32
     impl: str = "auto"
@@ -210,7 +236,7 @@ class GPT(nn.Module):
                 )
             else:
                 x = block(x, deterministic=deterministic, dropout_key=key)
-        x = LayerNorm(NORM_EPSILON, use_bias=self.use_bias, dtype=self.dtype, name="final_norm")(x)
+        x = LayerNorm(self.norm_epsilon, use_bias=self.use_bias, dtype=self.dtype, name="final_norm")(x)
         logits = embed.attend(x).astype(jnp.float32)
         return logits if caches is None else (logits, tuple(extended))
 
@@ -234,8 +260,16 @@ class GPT(nn.Module):
             parent=None,
             **shared,
         )
-        mlp = Mlp(self.mlp_ratio * self.width, parent=None, **shared)
-        return Block(attention, mlp, self.dropout, self.use_bias, self.dtype, name=f"block_{layer}")
+        mlp = Mlp(round(self.mlp_ratio * self.width), self.activation, parent=None, **shared)
+        return Block(
+            attention,
+            mlp,
+            self.dropout,
+            self.use_bias,
+            norm_epsilon=self.norm_epsilon,
+            dtype=self.dtype,
+            name=f"block_{layer}",
+        )
 
     def empty_caches(self, batch: int, capacity: int | None = None) -> tuple[KVCache, ...]:
         """One empty `KVCache` a layer, of `capacity` positions (the context when None).

@@ -86,7 +86,8 @@ class MultiHeadAttention(nn.Module):
       head_dim: D; None for input width / H.
       out_features: width of the output; None for the input's.
       kv_heads: Hk, heads of keys and values; None for H. H must be a multiple (grouped queries, Ainslie et al. 2023).
-      use_bias: whether the four projections add a bias.
+      use_bias: whether the projections add a bias.
+      qkv_bias: whether the first three do; None for `use_bias`.
       mask: who may look at whom, fixed and without arrays; and-ed with the mask of the call.
       score_mod, impl: see `attnlab.attention`.
       dropout_rate: probability that an attention weight drops.
@@ -112,6 +113,7 @@ class MultiHeadAttention(nn.Module):
     out_features: int | None = None
     kv_heads: int | None = None
     use_bias: bool = True
+    qkv_bias: bool | None = None
     mask: Mask | None = None
     score_mod: object = None
     dropout_rate: float = 0.0
@@ -169,7 +171,7 @@ class MultiHeadAttention(nn.Module):
         def project(x, heads, name):
             return nn.DenseGeneral(
                 (heads, head_dim),
-                use_bias=self.use_bias,
+                use_bias=self.use_bias if self.qkv_bias is None else self.qkv_bias,
                 dtype=self.dtype,
                 kernel_init=self.kernel_init,
                 name=name,

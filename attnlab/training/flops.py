@@ -27,7 +27,8 @@ def per_token(model: GPT, length: int) -> float:
     head_dim = model.width // model.num_heads
     kv_heads = model.kv_heads or model.num_heads
     projections = model.width * head_dim * (2 * model.num_heads + 2 * kv_heads)
-    weights = model.num_layers * (projections + 2 * model.mlp_ratio * model.width**2) + model.vocab_size * model.width
+    mlp = 2 * round(model.mlp_ratio * model.width) * model.width
+    weights = model.num_layers * (projections + mlp) + model.vocab_size * model.width
     window = min(model.window or length, length)
     keys = window - window * (window - 1) / (2 * length)  # the first queries see fewer
     return 6.0 * weights + 12.0 * model.num_layers * model.width * keys

@@ -1,0 +1,393 @@
+"""GPT-2 as Hugging Face's `transformers` keeps it: files, folders and model objects, to `attnlab.nn.GPT` and back.
+
+Reading and writing files needs `safetensors` alone; `to_hf` gives torch's tensors, and needs torch.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+
+from attnlab.data import tokenizers
+from attnlab.errors import UserError
+from attnlab.interop import tensors
+from attnlab.interop.tensors import Tensor
+from attnlab.nn import GPT
+
+# `activation_function` in config.json, the first of each kind is what is written.
+_ACTIVATIONS = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+# What else config.json may say that changes the function, and the one value that GPT computes.
+_ONLY = {
+    "model_type": "gpt2",
+    "position_embedding_type": "absolute",
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+}
+_DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
+
+
+def from_hf(source, config: Mapping | None = None) -> tuple[GPT, dict]:
+    """A GPT-2 of `transformers` (Radford et al. 2019) as a `GPT` and its variables.
+
+    Args:
+      source: a folder with `config.json` and `model.safetensors` (or its shards), such a `.safetensors` file, a
+        `GPT2LMHeadModel` or `GPT2Model` object, or its state dict.
+      config: what `config.json` holds, for a state dict, or a file that has none beside it.
+
+    Returns:
+      `(model, params)`, for `model.apply(params, tokens)`: float32 logits `[B, T, V]`. The model's dropout is that of
+      the config where its three rates agree, else 0.
+
+    Raises:
+      UserError: a file that is missing or cut off, a tensor that is missing, one too many or of another shape, an
+        option that changes the function in a way that `GPT` does not: nothing is loaded then.
+
+    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+    >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    >>> import tempfile
+    >>> folder = save_hf(Path(tempfile.mkdtemp()) / "gpt2", model, params)
+    >>> again, its_params = from_hf(folder)
+    >>> again == model, bool((again.apply(its_params, jnp.array([[1]])) == model.apply(params, jnp.array([[1]]))).all())
+    (True, True)
+    """
+    if hasattr(source, "state_dict"):
+        name, state = type(source).__name__, source.state_dict()
+        if config is None and not hasattr(source, "config"):
+            raise UserError(f"{name} has no config, expected a GPT2LMHeadModel: give one as config=")
+        config = source.config.to_dict() if config is None else config
+    elif isinstance(source, Mapping):
+        name, state = "the state dict", source
+        if config is None:
+            raise UserError("a state dict does not say how many heads there are: give config=, as config.json has it")
+    else:
+        name, path = str(source), Path(source)
+        if config is None:
+            config = read_config(path)
+        state = _read(path)
+    model = make_model(config, name)
+    prefix = "transformer." if any(key.startswith("transformer.") for key in state) else ""
+    places = layout(model, prefix)
+    # The output layer is the embedding again; older files hold the causal mask.
+    masks = [f"{prefix}h.{i}.attn.{mask}" for i in range(model.num_layers) for mask in ("bias", "masked_bias")]
+    shapes = tensors.shapes_of(model, jnp.zeros((1, 1), jnp.int32))
+    params = tensors.load(places, state, shapes, name, ignored=["lm_head.weight", *masks])
+    check_tied(state, params, name)
+    return model, {"params": jax.tree.map(jnp.asarray, params)}
+
+
+def to_hf(model: GPT, params) -> dict:
+    """The state dict of the `GPT2LMHeadModel` that computes the same, of torch tensors (`load_state_dict` takes it).
+
+    A model without biases gets biases of 0.
+
+    Args:
+      model: a `GPT` with learned positions and nothing that GPT-2 lacks.
+      params: its variables `{"params": …}`.
+
+    Returns:
+      Tensors by name, float32; `lm_head.weight` is the embedding.
+
+    Raises:
+      UserError: an option that GPT-2 lacks, parameters that are not the model's, or torch is not installed.
+    """
+    torch = import_torch("to_hf")
+    return {name: torch.from_numpy(array.copy()) for name, array in _state(model, params).items()}
+
+
+def save_hf(folder: str | Path, model: GPT, params, tokenizer=None) -> Path:
+    """Writes a folder that `transformers` and `from_hf` read: `config.json` and `model.safetensors`.
+
+    Args:
+      folder: a new one.
+      model, params: as for `to_hf`; torch is not needed.
+      tokenizer: of kind "bpe", written as `tokenizer.json`; None for none.
+
+    Returns:
+      The folder.
+
+    Raises:
+      UserError: as for `to_hf`; a folder that is there and not empty; a tokenizer of another kind.
+    """
+    safetensors = _import_safetensors()
+    folder = Path(folder).absolute()
+    config, state = make_config(model), _state(model, params)
+    del state["lm_head.weight"]  # tied
+    files = {"config.json": config, **({} if tokenizer is None else _tokenizer_files(tokenizer))}
+    if "tokenizer.json" in files:
+        config["bos_token_id"] = config["eos_token_id"] = _id_of(files["tokenizer.json"], "<|endoftext|>")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is there already: choose a new folder")
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    for file, content in files.items():
+        (unfinished / file).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    safetensors.numpy.save_file(state, unfinished / "model.safetensors", metadata={"format": "pt"})
+    os.replace(unfinished, folder)  # whole, or not there
+    return folder
+
+
+def is_hf(path: str | Path) -> bool:
+    """Whether a path is a folder or file of `transformers`, and not a workdir of attnlab."""
+    path = Path(path)
+    if path.suffix == ".safetensors":
+        return True
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return "model_type" in json.loads((path / "config.json").read_text(encoding="utf-8"))
+    return False
+
+
+def read_config(path: Path) -> dict:
+    """What the `config.json` in a folder, or beside a file, holds.
+
+    Raises:
+      UserError: there is none, or it is no JSON object.
+    """
+    file = (path if path.is_dir() else path.parent) / "config.json"
+    try:
+        if not path.exists():
+            raise UserError(f"{path}: no such file or folder")
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{file} is missing, which says how many heads there are: put it there") from error
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{file} is no JSON ({error}): restore it") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{file} holds a {type(config).__name__}, expected an object: restore it")
+    return config
+
+
+def read_tokenizer(path: Path) -> tokenizers.Tokenizer | None:
+    """The tokenizer whose files lie in a folder, or beside a file; None where there are none."""
+    return tokenizers.pretrained(path if path.is_dir() else path.parent)
+
+
+def make_model(config: Mapping, name: str = "config") -> GPT:
+    """The `GPT` that a GPT-2 config describes.
+
+    Args:
+      config: what `config.json` holds.
+      name: what it is called in errors.
+
+    Raises:
+      UserError: a field that is missing or malformed, or says what `GPT` does not compute.
+
+    >>> make_model({"model_type": "gpt2", "n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions": 128}).width
+    64
+    """
+    for field, only in _ONLY.items():
+        if config.get(field, only) != only:
+            raise UserError(f"{name}: {field} = {config[field]!r} in its config, expected {only!r}: GPT has no other")
+    activation = config.get("activation_function", "gelu_new")
+    if activation not in _ACTIVATIONS:
+        raise UserError(
+            f"{name}: activation_function = {activation!r} in its config, expected one of {', '.join(_ACTIVATIONS)}"
+        )
+
+    def whole(field, otherwise=None):
+        value = config.get(field, otherwise)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(f"{name}: {field} = {value!r} in its config, expected a whole number, 1 or more")
+        return value
+
+    width, num_heads = whole("n_embd", 768), whole("n_head", 12)
+    if width % num_heads:
+        raise UserError(f"{name}: n_embd = {width} in its config is not divisible by n_head = {num_heads}")
+    epsilon = config.get("layer_norm_epsilon", 1e-5)
+    if not isinstance(epsilon, float) or epsilon <= 0:
+        raise UserError(f"{name}: layer_norm_epsilon = {epsilon!r} in its config, expected a number above 0")
+    rates = [config.get(field, 0.1) for field in _DROPOUTS]
+    for field, rate in zip(_DROPOUTS, rates):
+        if not isinstance(rate, int | float) or not 0 <= rate < 1:
+            raise UserError(f"{name}: {field} = {rate!r} in its config, expected a probability in [0, 1)")
+    inner = whole("n_inner") if config.get("n_inner") is not None else 4 * width
+    return GPT(
+        vocab_size=whole("vocab_size", 50257),
+        num_layers=whole("n_layer", 12),
+        num_heads=num_heads,
+        width=width,
+        context=whole("n_positions", config.get("n_ctx", 1024)),
+        dropout=float(rates[0]) if rates.count(rates[0]) == len(rates) else 0.0,
+        mlp_ratio=inner // width if inner % width == 0 else inner / width,
+        activation=_ACTIVATIONS[activation],
+        norm_epsilon=epsilon,
+    )
+
+
+def make_config(model: GPT) -> dict:
+    """What `config.json` holds for a model.
+
+    Raises:
+      UserError: an option that GPT-2 lacks.
+
+    >>> make_config(GPT(vocab_size=10, num_layers=2, num_heads=4, width=64, context=128))["n_positions"]
+    128
+    """
+    for field, only in (("positions", "learned"), ("window", None), ("qk_norm", False)):
+        if getattr(model, field) != only:
+            raise UserError(f"model.{field} = {getattr(model, field)!r}: GPT-2 has no other than {only!r}")
+    if (model.kv_heads or model.num_heads) != model.num_heads:
+        raise UserError(f"model.kv_heads = {model.kv_heads}: GPT-2 has as many as heads, {model.num_heads}")
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": model.vocab_size,
+        "n_positions": model.context,
+        "n_embd": model.width,
+        "n_layer": model.num_layers,
+        "n_head": model.num_heads,
+        "n_inner": round(model.mlp_ratio * model.width),
+        "activation_function": next(name for name, ours in _ACTIVATIONS.items() if ours == model.activation),
+        "layer_norm_epsilon": model.norm_epsilon,
+        **dict.fromkeys(_DROPOUTS, model.dropout),
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dtype": "float32",
+    }
+
+
+def layout(model: GPT, prefix: str = "transformer.", transposed: bool = False) -> list[Tensor]:
+    """Where the parameters of a GPT stand in GPT-2's state dict.
+
+    Args:
+      model: with learned positions.
+      prefix: of all names.
+      transposed: whether kernels are `[out, in]`, as torch's Linear and nanoGPT have them; GPT-2 has `[in, out]`.
+    """
+    width, hidden = model.width, round(model.mlp_ratio * model.width)
+    places = [
+        Tensor(f"{prefix}wte.weight", (model.vocab_size, width), ("embed/embedding",)),
+        Tensor(f"{prefix}wpe.weight", (model.context, width), ("positions/embedding",)),
+    ]
+
+    def norm(name, path):
+        yield Tensor(f"{name}.weight", (width,), (f"{path}/scale",))
+        if model.use_bias:
+            yield Tensor(f"{name}.bias", (width,), (f"{path}/bias",))
+
+    def linear(name, rows, columns, *paths):
+        shape = (columns, rows) if transposed else (rows, columns)
+        yield Tensor(f"{name}.weight", shape, tuple(f"{path}/kernel" for path in paths), transposed)
+        if model.use_bias:
+            yield Tensor(f"{name}.bias", (columns,), tuple(f"{path}/bias" for path in paths))
+
+    for layer in range(model.num_layers):
+        name, block = f"{prefix}h.{layer}", f"block_{layer}"
+        projections = [f"{block}/attention/{which}" for which in ("query", "key", "value")]
+        places += norm(f"{name}.ln_1", f"{block}/attention_norm")
+        places += linear(f"{name}.attn.c_attn", width, 3 * width, *projections)
+        places += linear(f"{name}.attn.c_proj", width, width, f"{block}/attention/out")
+        places += norm(f"{name}.ln_2", f"{block}/mlp_norm")
+        places += linear(f"{name}.mlp.c_fc", width, hidden, f"{block}/mlp/up")
+        places += linear(f"{name}.mlp.c_proj", hidden, width, f"{block}/mlp/down")
+    return [*places, *norm(f"{prefix}ln_f", "final_norm")]
+
+
+def check_tied(state: Mapping, params, name: str) -> None:
+    """Raises UserError where a state dict has an output layer other than the embedding."""
+    head = state.get("lm_head.weight")
+    if head is not None and not np.array_equal(
+        tensors.as_numpy(head, f"{name}: lm_head.weight"), params["embed"]["embedding"]
+    ):
+        raise UserError(f"{name}: lm_head.weight is not the embedding: GPT has no output layer of its own")
+
+
+def import_torch(what: str):
+    """The module torch; UserError where it is not installed."""
+    try:
+        import torch
+    except ImportError as error:
+        raise UserError(f"{what} needs torch, which is not installed: pip install torch") from error
+    return torch
+
+
+def _state(model, params) -> dict[str, np.ndarray]:
+    make_config(model)  # refuses what GPT-2 lacks
+    shapes = tensors.shapes_of(model, jnp.zeros((1, 1), jnp.int32))
+    params = tensors.check(params, shapes, "the model")
+    if not model.use_bias:
+        model = model.clone(use_bias=True)
+        flat = traverse_util.flatten_dict(tensors.shapes_of(model, jnp.zeros((1, 1), jnp.int32)), sep="/")
+        flat = {path: np.zeros(leaf.shape, np.float32) for path, leaf in flat.items()}
+        params = traverse_util.unflatten_dict(flat | traverse_util.flatten_dict(params, sep="/"), sep="/")
+    state = tensors.unload(layout(model), params)
+    return state | {"lm_head.weight": state["transformer.wte.weight"]}
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    """The tensors of a safetensors file, or of those in a folder."""
+    if path.is_dir():
+        index = path / "model.safetensors.index.json"
+        if index.exists():
+            try:
+                files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UserError(f"{index} is no index of tensors ({error}): restore it") from error
+        else:
+            files = ["model.safetensors"]
+        return {name: array for file in files for name, array in _read(path / file).items()}
+    safetensors = _import_safetensors()
+    try:
+        return safetensors.numpy.load_file(path)
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing: weights are read from safetensors files") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is no whole safetensors file ({_damage(path) or error}): fetch it again") from error
+
+
+def _damage(path: Path) -> str:
+    """Which tensor of a safetensors file is cut off: 8 bytes of length, a JSON header of that length, the tensors."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    try:
+        header = json.loads(content[8 : 8 + length])
+        ends = {name: 8 + length + at["data_offsets"][1] for name, at in header.items() if name != "__metadata__"}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"of {len(content):,} bytes, its header is cut off or damaged"
+    cut = sorted((name for name, end in ends.items() if end > len(content)), key=ends.get)
+    return f"it ends within the tensor {cut[0]}, at {len(content):,} of {max(ends.values()):,} bytes" if cut else ""
+
+
+def _import_safetensors():
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise UserError(
+            "safetensors is not installed, which weights are kept in: pip install 'attnlab[huggingface]'"
+        ) from error
+    return safetensors
+
+
+def _tokenizer_files(tokenizer) -> dict:
+    if tokenizer.kind != "bpe":
+        raise UserError(f"a tokenizer of kind {tokenizer.kind!r}: GPT-2's is 'bpe', leave it out")
+    decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    return {
+        "tokenizer.json": tokenizer.to_dict()["tokenizer"] | {"decoder": decoder},
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False},
+    }
+
+
+def _id_of(tokenizer: dict, token: str) -> int | None:
+    return tokenizer["model"]["vocab"].get(token)

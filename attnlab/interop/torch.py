@@ -1,0 +1,304 @@
+"""Attention modules of torch, those of the lecture notebook, and nanoGPT's checkpoints, in and out."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnlab.errors import UserError
+from attnlab.interop import huggingface, tensors
+from attnlab.interop.tensors import Tensor
+from attnlab.nn import GPT, Block, Head, Mlp, MultiHeadAttention, StackedHeads
+from attnlab.ops.masks import Causal
+
+
+class _Equal(NamedTuple):
+    """The module that computes what one of torch does, and where its parameters stand there."""
+
+    module: nn.Module
+    inputs: tuple  # that the module may be called with
+    places: list[Tensor]
+
+
+def from_torch(source) -> tuple[nn.Module, dict]:
+    """The module of `attnlab.nn` that computes what a module of torch does, and its variables.
+
+    | torch | attnlab |
+    |---|---|
+    | `nn.MultiheadAttention` | `MultiHeadAttention` |
+    | `nn.TransformerEncoderLayer` | `Block`, with `norm_first` |
+    | `SelfAttention_v1`, `SelfAttention_v2` of the notebook | `Head(mask=None)` |
+    | `CausalAttention` of the notebook | `Head` |
+    | `MultiHeadAttentionWrapper` of the notebook | `StackedHeads` |
+    | `MultiHeadAttention` of the notebook | `MultiHeadAttention(mask=Causal())` |
+
+    The notebook's classes are known by their names and those of their parameters. Inputs are `[batch, length,
+    features]` whatever torch's `batch_first` says, and masks are given in attnlab's way. Dropout rates come along;
+    torch's encoder layer drops inside the feed-forward layer as well, `Block` does not.
+
+    Args:
+      source: the module of torch.
+
+    Returns:
+      `(module, params)`, for `module.apply(params, x)`.
+
+    Raises:
+      UserError: another class, an option that attnlab's module lacks, a parameter that is not float32 or 16 bits.
+
+    >>> import torch  # doctest: +SKIP
+    >>> module, params = from_torch(torch.nn.MultiheadAttention(8, num_heads=2))  # doctest: +SKIP
+    """
+    equal = _equal(source)
+    shapes = tensors.shapes_of(equal.module, *equal.inputs)
+    buffers = [name for name, _ in source.named_buffers()]
+    params = tensors.load(equal.places, source.state_dict(), shapes, type(source).__name__, ignored=buffers)
+    return equal.module, {"params": jax.tree.map(jnp.asarray, params)}
+
+
+def to_torch(params, like) -> dict:
+    """The state dict with which a module of torch computes what attnlab's does: `like.load_state_dict(…)` takes it.
+
+    Args:
+      params: variables `{"params": …}` of the module that `from_torch(like)` gives.
+      like: the module of torch; its parameters are not read, its buffers are passed on.
+
+    Returns:
+      torch tensors by name, float32.
+
+    Raises:
+      UserError: as for `from_torch`; parameters that are missing, too many, or of another shape.
+    """
+    torch = huggingface.import_torch("to_torch")
+    equal = _equal(like)
+    params = tensors.check(params, tensors.shapes_of(equal.module, *equal.inputs), type(like).__name__)
+    state = tensors.unload(equal.places, params)
+    return like.state_dict() | {name: torch.from_numpy(array.copy()) for name, array in state.items()}
+
+
+def from_nanogpt(path: str | Path) -> tuple[GPT, dict]:
+    """The model in a `ckpt.pt` of nanoGPT, as a `GPT` and its variables.
+
+    nanoGPT's GELU is the exact one; checkpoints from before May 2023 were trained with the tanh form, and do not say
+    so: `model.clone(activation="gelu_tanh")` is theirs. Tokens are not in it: characters are in `meta.pkl` of its data
+    folder, others are GPT-2's.
+
+    Args:
+      path: the file; only tensors and plain values are read from it, no code.
+
+    Returns:
+      `(model, params)`, for `model.apply(params, tokens)`.
+
+    Raises:
+      UserError: no such file, or none of nanoGPT's; a tensor that is missing, one too many or of another shape.
+
+    >>> model, params = from_nanogpt("out-shakespeare-char/ckpt.pt")  # doctest: +SKIP
+    """
+    torch = huggingface.import_torch("from_nanogpt")
+    if not Path(path).is_file():
+        raise UserError(f"{path}: no such file")
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises whatever reading ended with
+        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{path} is no whole checkpoint of torch ({why}): save it again") from error
+    facts, state = (saved.get(name) if isinstance(saved, Mapping) else None for name in ("model_args", "model"))
+    if not isinstance(facts, Mapping) or not isinstance(state, Mapping):
+        raise UserError(f"{path} holds no 'model' and 'model_args': is it nanoGPT's ckpt.pt?")
+    # torch.compile puts a prefix before every name.
+    state = {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}
+    fields = ("vocab_size", "n_layer", "n_head", "n_embd", "block_size")
+    for field in fields:
+        if not isinstance(facts.get(field), int):
+            raise UserError(f"{path}: model_args.{field} = {facts.get(field)!r}, expected a whole number")
+    vocab_size, num_layers, num_heads, width, context = (facts[field] for field in fields)
+    model = GPT(
+        vocab_size=vocab_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        width=width,
+        context=context,
+        dropout=facts.get("dropout", 0.0),
+        use_bias=facts.get("bias", True),
+        activation="gelu",
+    )
+    masks = [f"transformer.h.{layer}.attn.bias" for layer in range(num_layers)]
+    shapes = tensors.shapes_of(model, jnp.zeros((1, 1), jnp.int32))
+    places = huggingface.layout(model, transposed=True)
+    params = tensors.load(places, state, shapes, str(path), ignored=["lm_head.weight", *masks])
+    huggingface.check_tied(state, params, str(path))
+    return model, {"params": jax.tree.map(jnp.asarray, params)}
+
+
+def to_nanogpt(model: GPT, params) -> dict:
+    """The state dict of nanoGPT's `GPT` for a model with its architecture, of torch tensors.
+
+    Args:
+      model: with learned positions, as `from_nanogpt` gives it.
+      params: its variables `{"params": …}`.
+
+    Raises:
+      UserError: an option that nanoGPT lacks; parameters that are not the model's.
+    """
+    torch = huggingface.import_torch("to_nanogpt")
+    huggingface.make_config(model)  # refuses what GPT-2 lacks
+    params = tensors.check(params, tensors.shapes_of(model, jnp.zeros((1, 1), jnp.int32)), "the model")
+    for field, only in (("activation", "gelu"), ("mlp_ratio", 4), ("norm_epsilon", 1e-5)):
+        if getattr(model, field) != only:
+            raise UserError(f"model.{field} = {getattr(model, field)!r}: nanoGPT has no other than {only!r}")
+    state = tensors.unload(huggingface.layout(model, transposed=True), params)
+    state["lm_head.weight"] = state["transformer.wte.weight"]
+    return {name: torch.from_numpy(np.array(array)) for name, array in state.items()}
+
+
+def _equal(source) -> _Equal:
+    torch = huggingface.import_torch("from_torch")
+    if isinstance(source, torch.nn.MultiheadAttention):
+        return _multihead_attention(source)
+    if isinstance(source, torch.nn.TransformerEncoderLayer):
+        return _encoder_layer(source)
+    notebook = {
+        "SelfAttention_v1": _notebook_head,
+        "SelfAttention_v2": _notebook_head,
+        "CausalAttention": _notebook_head,
+        "MultiHeadAttentionWrapper": _notebook_wrapper,
+        "MultiHeadAttention": _notebook_multihead,
+    }
+    name = type(source).__name__
+    if name not in notebook or not hasattr(source, "state_dict"):
+        raise UserError(
+            f"from_torch was given a {name}: expected torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, "
+            f"or one named {', '.join(notebook)}"
+        )
+    try:
+        return notebook[name](source)
+    except AttributeError as error:
+        raise UserError(f"this {name} is not the notebook's: {error}") from error
+
+
+def _multihead_attention(source, prefix="", path="") -> _Equal:
+    for option, only in (("bias_k", None), ("bias_v", None), ("add_zero_attn", False)):
+        if getattr(source, option) is not only:
+            raise UserError(f"MultiheadAttention has {option}, expected none: attnlab's attends to what it is given")
+    if source.kdim != source.vdim:
+        raise UserError(
+            f"MultiheadAttention has kdim = {source.kdim} and vdim = {source.vdim}: attnlab's has one input"
+        )
+    width, memory, use_bias = source.embed_dim, source.kdim, source.in_proj_bias is not None
+    module = MultiHeadAttention(source.num_heads, use_bias=use_bias, dropout_rate=source.dropout)
+    which = [f"{path}{name}" for name in ("query", "key", "value")]
+    kernels = tuple(f"{name}/kernel" for name in which)
+    if source.in_proj_weight is not None:
+        places = [Tensor(f"{prefix}in_proj_weight", (3 * width, width), kernels, transposed=True)]
+    else:  # another width of keys and values
+        places = [
+            Tensor(f"{prefix}{letter}_proj_weight", (width, rows), (kernel,), transposed=True)
+            for letter, rows, kernel in zip("qkv", (width, memory, memory), kernels)
+        ]
+    places.append(Tensor(f"{prefix}out_proj.weight", (width, width), (f"{path}out/kernel",), transposed=True))
+    if use_bias:
+        places.append(Tensor(f"{prefix}in_proj_bias", (3 * width,), tuple(f"{name}/bias" for name in which)))
+        places.append(Tensor(f"{prefix}out_proj.bias", (width,), (f"{path}out/bias",)))
+    return _Equal(module, (jnp.zeros((1, 1, width)), jnp.zeros((1, 1, memory))), places)
+
+
+def _encoder_layer(source) -> _Equal:
+    attention = _multihead_attention(source.self_attn, "self_attn.", "attention/")
+    width, hidden, use_bias = (
+        attention.inputs[0].shape[-1],
+        source.linear1.out_features,
+        source.linear1.bias is not None,
+    )
+    mlp = Mlp(hidden, _activation(source.activation), use_bias=use_bias)
+    module = Block(
+        attention.module,
+        mlp,
+        dropout_rate=source.dropout1.p,
+        use_bias=use_bias,
+        norm_first=source.norm_first,
+        norm_epsilon=source.norm1.eps,
+    )
+    places = [
+        *attention.places,
+        Tensor("linear1.weight", (hidden, width), ("mlp/up/kernel",), transposed=True),
+        Tensor("linear2.weight", (width, hidden), ("mlp/down/kernel",), transposed=True),
+        Tensor("norm1.weight", (width,), ("attention_norm/scale",)),
+        Tensor("norm2.weight", (width,), ("mlp_norm/scale",)),
+    ]
+    if use_bias:
+        places += [
+            Tensor("linear1.bias", (hidden,), ("mlp/up/bias",)),
+            Tensor("linear2.bias", (width,), ("mlp/down/bias",)),
+            Tensor("norm1.bias", (width,), ("attention_norm/bias",)),
+            Tensor("norm2.bias", (width,), ("mlp_norm/bias",)),
+        ]
+    return _Equal(module, (jnp.zeros((1, 1, width)),), places)
+
+
+def _activation(function) -> str:
+    functional = huggingface.import_torch("from_torch").nn
+    if function is functional.functional.relu or isinstance(function, functional.ReLU):
+        return "relu"
+    if function is functional.functional.gelu:
+        return "gelu"
+    if isinstance(function, functional.GELU):
+        return "gelu_tanh" if function.approximate == "tanh" else "gelu"
+    if function is functional.functional.silu or isinstance(function, functional.SiLU):
+        return "silu"
+    name = getattr(function, "__name__", repr(function))
+    raise UserError(f"TransformerEncoderLayer has the activation {name}: expected relu, gelu or silu")
+
+
+def _notebook_projections(source, path=""):
+    """W_query, W_key and W_value: a matrix `[in, out]` each in the first class, then a Linear."""
+    linear = hasattr(source.W_query, "weight")
+    rows, columns = source.W_query.weight.shape[::-1] if linear else source.W_query.shape
+    use_bias = linear and source.W_query.bias is not None
+    places = []
+    for which in ("query", "key", "value"):
+        name = f"W_{which}.weight" if linear else f"W_{which}"
+        shape = (columns, rows) if linear else (rows, columns)
+        places.append(Tensor(name, shape, (f"{path}{which}/kernel",), transposed=linear))
+        if use_bias:
+            places.append(Tensor(f"W_{which}.bias", (columns,), (f"{path}{which}/bias",)))
+    return rows, columns, use_bias, places
+
+
+def _notebook_head(source) -> _Equal:
+    rows, columns, use_bias, places = _notebook_projections(source)
+    causal = hasattr(source, "mask")
+    rate = source.dropout.p if causal else 0.0
+    head = Head(columns, use_bias=use_bias, mask=Causal() if causal else None, dropout_rate=rate)
+    return _Equal(head, (jnp.zeros((1, 1, rows)),), places)
+
+
+def _notebook_wrapper(source) -> _Equal:
+    heads = [_notebook_head(head) for head in source.heads]
+    head = heads[0].module
+    module = StackedHeads(len(heads), head.head_dim, head.use_bias, head.mask, dropout_rate=head.dropout_rate)
+    places = [
+        place._replace(name=f"heads.{i}.{place.name}", leaves=tuple(f"heads/{leaf}" for leaf in place.leaves), slice=i)
+        for i, equal in enumerate(heads)
+        for place in equal.places
+    ]
+    return _Equal(module, heads[0].inputs, places)
+
+
+def _notebook_multihead(source) -> _Equal:
+    rows, columns, qkv_bias, places = _notebook_projections(source)
+    module = MultiHeadAttention(
+        source.num_heads,
+        head_dim=source.head_dim,
+        out_features=columns,
+        qkv_bias=qkv_bias,
+        mask=Causal(),
+        dropout_rate=source.dropout.p,
+    )
+    out = [
+        Tensor("out_proj.weight", (columns, columns), ("out/kernel",), transposed=True),
+        Tensor("out_proj.bias", (columns,), ("out/bias",)),
+    ]
+    return _Equal(module, (jnp.zeros((1, 1, rows)),), [*places, *out])

@@ -1,0 +1,290 @@
+"""GPT-2 of transformers, in and out: the same logits, the same text, the same bits; bad files are one line."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import attnlab
+from attnlab import sample, train
+from attnlab.data import tokenizers
+from attnlab.errors import UserError
+from attnlab.interop.huggingface import from_hf, make_config, make_model, save_hf, to_hf
+from attnlab.nn import GPT
+
+safetensors_numpy = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
+
+SHAPES = {
+    "one head": {"n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 256, "vocab_size": 13},
+    "usual": {"n_layer": 3, "n_head": 4, "n_embd": 32, "n_positions": 256, "vocab_size": 101},
+    "wide": {"n_layer": 2, "n_head": 12, "n_embd": 96, "n_positions": 300, "vocab_size": 257, "n_inner": 50},
+    "relu": {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 256, "activation_function": "relu"},
+    "exact": {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 256, "activation_function": "gelu"},
+    "epsilon": {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 256, "layer_norm_epsilon": 1e-2},
+}
+
+
+def peer(seed=0, **options):
+    """A random GPT2LMHeadModel whose mind is made up: parameters large enough that no two tokens are alike."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(seed)
+    config = transformers.GPT2Config(**{"vocab_size": 64, "bos_token_id": None, "eos_token_id": None} | options)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if tensor.ndim > 1:
+                tensor.mul_(5)
+            else:
+                tensor.add_(torch.randn_like(tensor) * 0.1)
+    return torch, model
+
+
+@pytest.mark.parametrize("options", SHAPES.values(), ids=SHAPES)
+def test_logits_and_greedy_text_are_those_of_transformers(options):
+    torch, theirs = peer(**options)
+    model, params = from_hf(theirs)
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, (2, 200))
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens)).logits.numpy()
+        prompt = torch.from_numpy(tokens[:1, :5])
+        text = theirs.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=200, pad_token_id=0
+        )
+    np.testing.assert_allclose(model.apply(params, jnp.asarray(tokens)), expected, atol=1e-4)
+    ours = np.concatenate(list(sample.generate(model, params, tokens[0, :5], 200, temperature=0.0)))
+    np.testing.assert_array_equal(ours, text[0, 5:].numpy())
+
+
+@pytest.mark.parametrize("options", SHAPES.values(), ids=SHAPES)
+def test_the_round_trip_gives_back_every_bit(options):
+    torch, theirs = peer(**options)
+    state = to_hf(*from_hf(theirs))
+    assert state.keys() == theirs.state_dict().keys()
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(state[name], tensor), name
+    assert theirs.load_state_dict(state)
+
+
+@pytest.mark.parametrize("options", SHAPES.values(), ids=SHAPES)
+def test_folders_and_files_are_read_and_written(options, tmp_path):
+    torch, theirs = peer(**options)
+    theirs.save_pretrained(tmp_path / "theirs")
+    by_object = from_hf(theirs)
+    for source in (tmp_path / "theirs", str(tmp_path / "theirs"), tmp_path / "theirs" / "model.safetensors"):
+        assert_same(from_hf(source), by_object)
+    ours = save_hf(tmp_path / "ours", *by_object)
+    assert_same(from_hf(ours), by_object)
+    read = type(theirs).from_pretrained(ours)
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(read.state_dict()[name], tensor), name
+    assert read.config.n_inner in (theirs.config.n_inner, 4 * theirs.config.n_embd)
+    with pytest.raises(UserError, match="ours is there already: choose a new folder"):
+        save_hf(ours, *by_object)
+
+
+def assert_same(one, other):
+    assert one[0] == other[0]
+    jax.tree.map(np.testing.assert_array_equal, one[1], other[1])
+
+
+def test_other_forms_of_the_same_weights(tmp_path):
+    """As GPT2Model names them, in shards, with the masks of old files, in 16 bits."""
+    torch, theirs = peer(n_layer=2, n_head=2, n_embd=16, n_positions=32)
+    expected = from_hf(theirs)
+    assert_same(from_hf(theirs.transformer), expected)
+    theirs.save_pretrained(tmp_path / "shards", max_shard_size="8KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    assert_same(from_hf(tmp_path / "shards"), expected)
+    state = {name.removeprefix("transformer."): t.numpy() for name, t in theirs.state_dict().items()}
+    state |= {f"h.{i}.attn.bias": np.ones((1, 1, 32, 32), np.float32) for i in range(2)}
+    assert_same(from_hf(state, config=theirs.config.to_dict()), expected)
+    half = theirs.bfloat16()
+    jax.tree.map(
+        lambda ours, exact: np.testing.assert_array_equal(ours, exact.astype(jnp.bfloat16).astype(jnp.float32)),
+        from_hf(half)[1],
+        expected[1],
+    )
+
+
+@pytest.fixture
+def small():
+    model = GPT(vocab_size=11, num_layers=2, num_heads=2, width=8, context=6)
+    return model, model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+
+
+def test_a_model_without_biases_gets_biases_of_zero(small, tmp_path):
+    model = small[0].clone(use_bias=False)
+    params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    other, its_params = from_hf(save_hf(tmp_path / "gpt2", model, params))
+    tokens = jnp.array([[1, 2, 3]])
+    np.testing.assert_array_equal(other.apply(its_params, tokens), model.apply(params, tokens))
+
+
+def test_a_config_describes_its_model():
+    model = GPT(vocab_size=11, num_layers=2, num_heads=2, width=8, context=6, mlp_ratio=2, activation="gelu")
+    assert make_model(make_config(model)) == model
+    assert make_model(make_config(model.clone(mlp_ratio=19 / 8))).mlp_ratio == 19 / 8
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"positions": "rotary"}, "model.positions = 'rotary': GPT-2 has no other than 'learned'"),
+        ({"window": 3}, "model.window = 3: GPT-2 has no other than None"),
+        ({"qk_norm": True}, "model.qk_norm = True: GPT-2 has no other than False"),
+        ({"kv_heads": 1}, "model.kv_heads = 1: GPT-2 has as many as heads, 2"),
+    ],
+)
+def test_what_gpt_2_lacks_does_not_go_out(options, message, small, tmp_path):
+    model = small[0].clone(**options)
+    with pytest.raises(UserError, match=message):
+        save_hf(tmp_path / "gpt2", model, small[1])
+    assert not list(tmp_path.iterdir())
+
+
+BAD_CONFIGS = [
+    ({"activation_function": "mish"}, "activation_function = 'mish' in its config, expected one of gelu_new, "),
+    ({"position_embedding_type": "relative_key"}, "position_embedding_type = 'relative_key' in its config, expected"),
+    ({"model_type": "llama"}, "model_type = 'llama' in its config, expected 'gpt2'"),
+    ({"scale_attn_weights": False}, "scale_attn_weights = False in its config, expected True"),
+    ({"tie_word_embeddings": False}, "tie_word_embeddings = False in its config, expected True"),
+    ({"n_head": 3}, "n_embd = 8 in its config is not divisible by n_head = 3"),
+    ({"n_layer": "two"}, "n_layer = 'two' in its config, expected a whole number, 1 or more"),
+    ({"layer_norm_epsilon": None}, "layer_norm_epsilon = None in its config, expected a number above 0"),
+    ({"attn_pdrop": 2}, r"attn_pdrop = 2 in its config, expected a probability in \[0, 1\)"),
+    ({"n_layer": 3}, r"lacks the tensor transformer.h.2.ln_1.weight \(and 11 more\)"),
+    ({"n_layer": 1}, r"holds the tensor transformer.h.1.\S+ \(and 11 more\), for which the model has no place"),
+    ({"n_inner": 33}, r"transformer.h.0.mlp.c_fc.weight has shape \(8, 32\), expected \(8, 33\)"),
+    ({"vocab_size": 12}, r"transformer.wte.weight has shape \(11, 8\), expected \(12, 8\)"),
+]
+
+
+@pytest.mark.parametrize("change, message", BAD_CONFIGS, ids=[str(change) for change, _ in BAD_CONFIGS])
+def test_a_config_that_does_not_fit_is_one_line(change, message, small, tmp_path):
+    folder = save_hf(tmp_path / "gpt2", *small)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UserError, match=message) as error:
+        from_hf(folder)
+    assert "\n" not in str(error.value) and str(folder) in str(error.value)
+
+
+def rewritten(folder, change):
+    state = safetensors_numpy.load_file(folder / "model.safetensors")
+    change(state)
+    safetensors_numpy.save_file(state, folder / "model.safetensors")
+
+
+NAME = "transformer.h.1.attn.c_attn.weight"
+BAD_TENSORS = {
+    "missing": (lambda state: state.pop(NAME), f"lacks the tensor {NAME}"),
+    "extra": (lambda state: state.update({"transformer.h.1.attn.rotary": np.ones(3, np.float32)}), "1.attn.rotary"),
+    "shape": (
+        lambda state: state.update({NAME: state[NAME].T.copy()}),
+        rf"{NAME} has shape \(24, 8\), expected \(8, 24\)",
+    ),
+    "integers": (
+        lambda state: state.update({NAME: state[NAME].astype(np.int32)}),
+        f"{NAME} is int32, expected float32",
+    ),
+    "untied": (
+        lambda state: state.update({"lm_head.weight": np.ones((11, 8), np.float32)}),
+        "lm_head.weight is not the",
+    ),
+}
+
+
+@pytest.mark.parametrize("change, message", BAD_TENSORS.values(), ids=BAD_TENSORS)
+def test_a_tensor_that_does_not_fit_is_named(change, message, small, tmp_path):
+    folder = save_hf(tmp_path / "gpt2", *small)
+    rewritten(folder, change)
+    with pytest.raises(UserError, match=message) as error:
+        from_hf(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_cut_off_names_the_tensor(small, tmp_path):
+    file = save_hf(tmp_path / "gpt2", *small) / "model.safetensors"
+    whole = file.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    places = {name: at["data_offsets"] for name, at in json.loads(whole[8:header]).items() if name != "__metadata__"}
+    for size in range(0, len(whole), 97):
+        file.write_bytes(whole[:size])
+        with pytest.raises(UserError, match="is no whole safetensors file") as error:
+            from_hf(file)
+        assert "\n" not in str(error.value)
+        cut = [name for name, (start, end) in places.items() if header + start <= size < header + end]
+        assert not cut or f"it ends within the tensor {cut[0]}, at {size:,} of {len(whole):,} bytes" in str(error.value)
+        assert cut or "its header is cut off" in str(error.value)
+
+
+def test_what_is_not_there_is_one_line(small, tmp_path):
+    folder = save_hf(tmp_path / "gpt2", *small)
+    with pytest.raises(UserError, match="nowhere: no such file or folder"):
+        from_hf(tmp_path / "nowhere")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="model.safetensors is missing: weights are read from safetensors files"):
+        from_hf(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(UserError, match="config.json is missing, which says how many heads there are"):
+        from_hf(folder)
+    with pytest.raises(UserError, match="a state dict does not say how many heads"):
+        from_hf({})
+    with pytest.raises(UserError, match="the parameters lack block_0/attention/key/bias"):
+        params = jax.tree.map(np.asarray, small[1])
+        del params["params"]["block_0"]["attention"]["key"]["bias"]
+        save_hf(tmp_path / "other", small[0], params)
+    with pytest.raises(UserError, match="expected variables"):
+        save_hf(tmp_path / "other", small[0], small[1]["params"])
+
+
+TEXT = "En un lugar de la Mancha, de cuyo nombre no quiero acordarme, no ha mucho tiempo que vivía un hidalgo. " * 60
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    """A folder as from the hub, with random weights: GPT-2's tokenizer on a text, in its own files."""
+    folder = tmp_path_factory.mktemp("hub") / "gpt2"
+    tokenizer = tokenizers.make("bpe", TEXT, vocab_size=300)
+    model = GPT(vocab_size=tokenizer.vocab_size + 3, num_layers=2, num_heads=2, width=16, context=48)
+    params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    return save_hf(folder, model, params, tokenizer)
+
+
+def test_transformers_reads_the_tokenizer(gpt2):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(gpt2), tokenizers.pretrained(gpt2)
+    text = "El hidalgo, 1605: ¡ñandú! 🦙\n\n  vivía"
+    assert ours.encode(text).tolist() == theirs.encode(text)
+    assert ours.decode(ours.encode(text)) == text == theirs.decode(theirs.encode(text))
+
+
+def test_vocab_and_merges_are_read_as_transformers_reads_them(gpt2, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    model = json.loads((gpt2 / "tokenizer.json").read_text())["model"]
+    vocabulary = model["vocab"] | {"<|endoftext|>": len(model["vocab"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").write_text(
+        "#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]) + "\n"
+    )
+    theirs, ours = transformers.GPT2Tokenizer.from_pretrained(tmp_path), tokenizers.pretrained(tmp_path)
+    for text in (TEXT, "fin<|endoftext|>En un lugar"):
+        assert ours.encode(text).tolist() == theirs.encode(text)
+        assert ours.decode(ours.encode(text)) == text
+
+
+def test_a_folder_without_tokenizer_files_has_none(tmp_path):
+    assert tokenizers.pretrained(tmp_path) is None
+
+
+@pytest.mark.parametrize("kind", ["word", "wordpiece", "nonsense"])
+def test_another_tokenizer_is_one_line(kind, tmp_path):
+    saved = "{}" if kind == "nonsense" else json.dumps(tokenizers.make(kind, TEXT, 200).to_dict()["tokenizer"])
+    (tmp_path / "tokenizer.json").write_text(saved)
+    with pytest.raises(UserError, match="tokenizer.json is no byte-level BPE as GPT-2's is") as error:
+        tokenizers.pretrained(tmp_path)
+    assert "\n" not in str(error.value)
