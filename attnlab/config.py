@@ -11,7 +11,7 @@ from ml_collections import ConfigDict, config_dict
 
 from attnlab.data import tokenizers
 from attnlab.errors import UserError
-from attnlab.nn.gpt import POSITIONS
+from attnlab.nn.gpt import ACTIVATIONS, POSITIONS
 
 # What every value must satisfy by itself: the least of whole numbers, the ends of ranges, the names of choices.
 _WHOLE_NUMBERS = {
@@ -26,7 +26,6 @@ _WHOLE_NUMBERS = {
     "model.context": 1,
     "model.vocab_size": 1,
     "model.window": 1,
-    "model.mlp_ratio": 1,
     "optimizer.warmup_steps": 0,
     "optimizer.accumulation": 1,
     "eval.every": 1,
@@ -40,6 +39,8 @@ _WHOLE_NUMBERS = {
 }
 _RANGES = {
     "model.dropout": (0, 0.999),
+    "model.mlp_ratio": (1e-3, 1e3),
+    "model.norm_epsilon": (1e-30, 1),
     "optimizer.learning_rate": (1e-30, 1e30),
     "optimizer.final_fraction": (0, 1),
     "optimizer.b1": (0, 0.999999),
@@ -51,8 +52,9 @@ _RANGES = {
 _CHOICES = {
     "precision": ("float32", "bfloat16"),
     "on_nonfinite": ("stop", "skip"),
-    "data.tokenizer": tokenizers.KINDS,
+    "data.tokenizer": (*tokenizers.KINDS, "pretrained"),
     "model.positions": POSITIONS,
+    "model.activation": tuple(ACTIVATIONS),
     "model.impl": ("auto", "blockwise", "dense"),  # kernels honour some calls of a run only, so "auto" picks them
     "parallel.strategy": ("pmap", "mesh"),
 }
@@ -74,12 +76,16 @@ def default() -> ConfigDict:
     config.batch_size = 12  # sequences an update, over all devices and accumulation steps
     config.on_nonfinite = "stop"  # what to do at a loss or gradient that is not finite: stop, or skip that update
     config.precision = "float32"  # of the computation: float32 or bfloat16; parameters are float32 always
+    # What to start from instead of random weights: the workdir of a run, or a folder with a GPT-2 of Hugging Face. Its
+    # tokenizer and the shape of its model count then; how to train it (dropout, remat, impl) is said here, and a
+    # context that is shorter than its own.
+    config.init_from = ""
 
     config.data = ConfigDict()
     config.data.name = "python_docs"  # python_docs, quijote, text or tfds:NAME; text when a path is given
     config.data.path = ""  # a file or a glob of UTF-8 text
     config.data.feature = ""  # of a TFDS set, where it has several texts
-    config.data.tokenizer = "char"  # char, byte, word, bpe or wordpiece
+    config.data.tokenizer = "char"  # char, byte, word, bpe or wordpiece; "pretrained" is that of init_from
     config.data.vocab_size = 1024  # of word, bpe and wordpiece, at most
     config.data.validation_fraction = 0.1  # the last part of the text, held out
 
@@ -95,7 +101,9 @@ def default() -> ConfigDict:
     config.model.window = config_dict.placeholder(int)  # attend to so many positions; None for all before
     config.model.qk_norm = True  # keeps large learning rates stable (Henry et al. 2020)
     config.model.use_bias = False
-    config.model.mlp_ratio = 4
+    config.model.mlp_ratio = 4.0  # width of the feed-forward layer over the model's
+    config.model.activation = "gelu_tanh"  # of the feed-forward layer: gelu_tanh, gelu, relu or silu
+    config.model.norm_epsilon = 1e-5
     # Keep each block's input alone for the gradient: a third more time and less memory, on GPUs and TPUs. On CPUs XLA
     # computes all blocks again before it needs the first.
     config.model.remat = False

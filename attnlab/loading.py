@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from attnlab.config import from_dict
+from attnlab.config import default, from_dict
 from attnlab.data import tokenizers
 from attnlab.errors import UserError
+from attnlab.interop import huggingface
 from attnlab.nn import GPT
 
 
@@ -19,8 +20,8 @@ class Run(NamedTuple):
     Attributes:
       model: gives the logits of the next tokens, `model.apply(params, tokens)`.
       params: its variables, `{"params": …}`, float32.
-      tokenizer: text to token ids and back.
-      config: of the run.
+      tokenizer: text to token ids and back; None for a GPT-2 without tokenizer files.
+      config: of the run; for a GPT-2, the default with its model.
     """
 
     model: GPT
@@ -30,19 +31,27 @@ class Run(NamedTuple):
 
 
 def load(workdir: str | Path, step: int | str = "latest") -> Run:
-    """Loads a run: where sampling, studies, notebooks and other projects start.
+    """Loads a run, or a GPT-2: where sampling, studies, notebooks and other projects start.
 
     Args:
-      workdir: the folder that `python -m attnlab.train --workdir=…` wrote.
+      workdir: the folder that `python -m attnlab.train --workdir=…` wrote, or one with a GPT-2 of Hugging Face and its
+        tokenizer files.
       step: "latest", "best" (the lowest validation loss), or the step of a checkpoint that is there.
 
     Returns:
       `Run(model, params, tokenizer, config)`, the parameters on the default device.
 
     Raises:
-      UserError: the folder holds no run, no such checkpoint, or another run's tokenizer.
+      UserError: the folder holds no run, no such checkpoint, or another run's tokenizer, or a GPT-2 that `from_hf`
+        refuses.
 
-    >>> model, params, tokenizer, config = load("runs/quickstart")  # doctest: +SKIP
+    >>> import tempfile
+    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+    >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    >>> folder = huggingface.save_hf(Path(tempfile.mkdtemp()) / "gpt2", model, params)
+    >>> model, params, tokenizer, config = load(folder)  # or load("runs/quickstart")
+    >>> model.apply(params, jnp.array([[1, 2, 3]])).shape
+    (1, 3, 10)
     """
     # Orbax and TFDS take seconds to load, which `import attnlab` must not.
     import jax
@@ -53,6 +62,11 @@ def load(workdir: str | Path, step: int | str = "latest") -> Run:
     from attnlab.training.state import make_model
 
     workdir = Path(workdir)
+    if huggingface.is_hf(workdir):
+        if step not in ("latest", "best"):
+            raise UserError(f"{workdir} is a GPT-2 of Hugging Face, which has no checkpoint {step!r}: leave it out")
+        _, tokenizer, config = peek(workdir)
+        return Run(*huggingface.from_hf(workdir), tokenizer, config)
     saved = read_config(workdir)
     config = from_dict(saved)
     checkpoints = Checkpoints(config.checkpoint.dir or workdir / "checkpoints")
@@ -78,6 +92,28 @@ def load(workdir: str | Path, step: int | str = "latest") -> Run:
         return Run(model, {"params": checkpoints.restore_params(int(chosen), like)}, tokenizer, config)
     finally:
         checkpoints.close()
+
+
+def peek(workdir: str | Path) -> tuple[GPT, tokenizers.Tokenizer | None, ConfigDict]:
+    """What `load` gives, without the parameters: model, tokenizer and config; errors as there."""
+    from attnlab.training.state import make_model, model_fields
+
+    workdir = Path(workdir)
+    if not huggingface.is_hf(workdir):
+        saved = read_config(workdir)
+        config, tokenizer = from_dict(saved), read_tokenizer(workdir, saved)
+        return make_model(config, tokenizer.vocab_size), tokenizer, config
+    model = huggingface.make_model(huggingface.read_config(workdir), str(workdir))
+    tokenizer = huggingface.read_tokenizer(workdir)
+    if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
+        raise UserError(
+            f"{workdir} has a tokenizer of {tokenizer.vocab_size} tokens and a model of {model.vocab_size}: bring the "
+            "model's own"
+        )
+    config = default()
+    config.model.update(model_fields(model))
+    config.data.tokenizer = "pretrained"
+    return model, tokenizer, config
 
 
 def read_config(workdir: Path) -> dict:

@@ -1,6 +1,9 @@
 """Write with a trained model.
 
     python -m attnlab.sample --workdir=runs/quickstart --prompt="The "
+    python -m attnlab.sample --workdir=gpt2 --prompt="The "
+
+The second takes a folder with a GPT-2 of Hugging Face: `config.json`, `model.safetensors`, and its tokenizer files.
 
 The text appears as it is drawn, at any length. Past the model's context, learned and sinusoidal positions keep the
 last half and read it again; rotary, alibi and no positions roll on.
@@ -167,7 +170,7 @@ def _go_on(model, draw, params, token, caches, keys, place, count):
 
 
 def _define(values, argv):
-    flags.DEFINE_string("workdir", None, "folder of the run", flag_values=values)
+    flags.DEFINE_string("workdir", None, "folder of the run, or of a GPT-2", flag_values=values)
     flags.DEFINE_string("prompt", None, "text to go on from; a new line when absent", flag_values=values)
     flags.DEFINE_integer("max_tokens", 500, "how many tokens to draw", flag_values=values)
     flags.DEFINE_integer("num_samples", 1, "how many texts to draw side by side", flag_values=values)
@@ -194,6 +197,8 @@ def _main(values, own_process: bool) -> int:
     if own_process:
         compilation.keep_programs()
     model, params, tokenizer, _ = load(Path(values.workdir), values.step)
+    if tokenizer is None:
+        raise UserError(f"{values.workdir} holds no tokenizer: put tokenizer.json there, or vocab.json and merges.txt")
     prompt = prompt_ids(tokenizer, values.prompt)
 
     start = time.perf_counter()

@@ -32,7 +32,7 @@ from attnlab import config as configs
 from attnlab.data import corpora, tokenizers
 from attnlab.data.batches import EvalBatches, TrainBatches, prefetched
 from attnlab.errors import UserError
-from attnlab.loading import read_config, read_tokenizer
+from attnlab.loading import load, peek, read_config, read_tokenizer
 from attnlab.sample import generate, prompt_ids
 from attnlab.training import flops as flops_lib
 from attnlab.training import metrics as metrics_lib
@@ -83,6 +83,7 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
     starting.enter_context(stop.at_rest(lambda: print("stopped before the first step: nothing to save", flush=True)))
 
     # ------------------------------------------------------------------------------------------------------- config
+    config, pretrained_tokenizer = _initialised(config, workdir)
     before = _earlier_run(workdir, config)
     if eval_only and before is None:
         raise UserError(f"{workdir} holds no run to evaluate: train first")
@@ -112,6 +113,8 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
         )
     if before:
         tokenizer = read_tokenizer(workdir, before)
+    elif pretrained_tokenizer is not None:
+        tokenizer = pretrained_tokenizer
     else:
         tokenizer = tokenizers.make(data.tokenizer, corpus.text, data.vocab_size)
     train_tokens, val_tokens = tokenizer.encode(corpus.train), tokenizer.encode(corpus.validation)
@@ -154,9 +157,20 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
         raise UserError(f"config.checkpoint.dir = {config.checkpoint.dir} holds another run's: choose a new folder")
     if before and not start:
         _check_really_none(workdir, configs.from_dict(before), config)
-    mark = None
+    mark, facts = None, {name: before[name] for name in ("init_from_sha256",) if before and name in before}
     if start:
         state, mark = checkpoints.restore(start, state), checkpoints.facts(start)["log"]
+    elif config.init_from and not eval_only:
+        params = _initial_params(config)
+        if before and before["init_from_sha256"] != sha256(params):
+            raise UserError(
+                f"config.init_from = {config.init_from} is not what {workdir} began with, and no checkpoint was saved "
+                "yet: bring it back, or choose a new --workdir"
+            )
+        facts["init_from_sha256"] = sha256(params)
+        state = state._replace(
+            params=jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), params, state.params)
+        )
     if eval_only:
         if not start:
             raise UserError(f"{workdir} holds no checkpoint to evaluate: train longer")
@@ -177,6 +191,7 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
             vocab_size=tokenizer.vocab_size,
             tokenizer_sha256=before.get("tokenizer_sha256") if before else tokenizers.sha256(tokenizer),
             parameters=parameters,
+            **facts,
         )
         if before is None:
             if config.checkpoint.dir:
@@ -342,6 +357,45 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
 
 
 _GO_ON = "the same command goes on from there"
+
+
+def _initialised(config: ConfigDict, workdir: Path) -> tuple[ConfigDict, tokenizers.Tokenizer | None]:
+    """`config` with the shape of the model in `config.init_from`, and the tokenizer there, for a run that begins."""
+    if not config.init_from:
+        if config.data.tokenizer == "pretrained":
+            raise UserError(
+                "config.init_from is missing, whose tokenizer is asked for: name a run, or a folder with a GPT-2 of "
+                "Hugging Face, by --config.init_from=PATH"
+            )
+        return config, None
+    tokenizer = None
+    saved = read_config(workdir) if (workdir / "config.json").exists() else {}
+    if saved.get("init_from") == config.init_from:  # it need not be there any longer
+        shape, config.data.tokenizer = saved["model"], saved["data"]["tokenizer"]
+    else:
+        model, tokenizer, _ = peek(config.init_from)
+        shape = states.model_fields(model)
+        if tokenizer is not None:
+            config.data.tokenizer = "pretrained"
+        elif config.data.tokenizer == "pretrained":
+            raise UserError(
+                f"config.init_from = {config.init_from} has no tokenizer: put tokenizer.json there, or vocab.json and "
+                "merges.txt, or choose the one it was trained with, e.g. --config.data.tokenizer=byte"
+            )
+    context = config.model.context
+    config.model.update({name: value for name, value in shape.items() if name not in states.HOW})
+    # Learned positions may be cut, not continued; others are for any length.
+    config.model.context = min(context, shape["context"]) if shape["positions"] == "learned" else context
+    configs.check(config)
+    return config, tokenizer
+
+
+def _initial_params(config: ConfigDict):
+    """The parameters in `config.init_from`, on the host, for the model of `config`."""
+    params = jax.tree.map(np.asarray, load(config.init_from).params["params"])
+    if "positions" in params:
+        params["positions"]["embedding"] = params["positions"]["embedding"][: config.model.context]
+    return params
 
 
 def _earlier_run(workdir: Path, config: ConfigDict) -> dict | None:

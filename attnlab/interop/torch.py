@@ -82,9 +82,9 @@ def to_torch(params, like) -> dict:
 def from_nanogpt(path: str | Path) -> tuple[GPT, dict]:
     """The model in a `ckpt.pt` of nanoGPT, as a `GPT` and its variables.
 
-    nanoGPT's GELU is the exact one; checkpoints from before May 2023 were trained with the tanh form, and do not say
-    so: `model.clone(activation="gelu_tanh")` is theirs. Tokens are not in it: characters are in `meta.pkl` of its data
-    folder, others are GPT-2's.
+    nanoGPT's GELU is the exact one; until its commit 594068e of May 2023 it was the tanh form, and checkpoints do not
+    say which: `model.clone(activation="gelu_tanh")` is theirs. Tokens are not in it: characters are in `meta.pkl` of
+    its data folder, others are GPT-2's.
 
     Args:
       path: the file; only tensors and plain values are read from it, no code.
@@ -114,6 +114,9 @@ def from_nanogpt(path: str | Path) -> tuple[GPT, dict]:
     for field in fields:
         if not isinstance(facts.get(field), int):
             raise UserError(f"{path}: model_args.{field} = {facts.get(field)!r}, expected a whole number")
+    use_bias = facts.get("bias", True)  # older ones do not say
+    if not isinstance(use_bias, bool):
+        raise UserError(f"{path}: model_args.bias = {use_bias!r}, expected True or False")
     vocab_size, num_layers, num_heads, width, context = (facts[field] for field in fields)
     model = GPT(
         vocab_size=vocab_size,
@@ -122,7 +125,7 @@ def from_nanogpt(path: str | Path) -> tuple[GPT, dict]:
         width=width,
         context=context,
         dropout=facts.get("dropout", 0.0),
-        use_bias=facts.get("bias", True),
+        use_bias=use_bias,
         activation="gelu",
     )
     masks = [f"transformer.h.{layer}.attn.bias" for layer in range(num_layers)]

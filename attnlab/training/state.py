@@ -9,6 +9,7 @@ import optax
 from jaxtyping import Float
 from ml_collections import ConfigDict
 
+from attnlab.config import default
 from attnlab.data.batches import Batch
 from attnlab.errors import UserError
 from attnlab.nn import GPT
@@ -111,6 +112,19 @@ def eval_step(model: nn.Module, params, batch: Batch, axis_name: str | None = No
     return jax.lax.psum(sums, axis_name) if axis_name else sums
 
 
+# Of `config.model`, how a model is computed and trained, and not which one it is.
+HOW = ("dropout", "remat", "impl")
+
+
+def model_fields(model: GPT) -> dict:
+    """The fields of `config.model` that describe a model, `HOW` it is trained left out.
+
+    >>> model_fields(GPT(vocab_size=65, num_layers=2, num_heads=4, width=64, context=32))["width"]
+    64
+    """
+    return {name: getattr(model, name) for name in default().model if name not in HOW}
+
+
 def make_model(config: ConfigDict, vocab_size: int) -> GPT:
     """The model that a run's config describes.
 
@@ -128,5 +142,8 @@ def make_model(config: ConfigDict, vocab_size: int) -> GPT:
     fields = config.model.to_dict()
     size = fields.pop("vocab_size") or vocab_size
     if size < vocab_size:
-        raise UserError(f"config.model.vocab_size = {size} is less than the tokenizer's {vocab_size}: leave it out")
+        raise UserError(
+            f"config.model.vocab_size = {size} is less than the tokenizer's {vocab_size}: leave it out, or with "
+            "config.init_from choose the tokenizer that it was trained with"
+        )
     return GPT(vocab_size=size, dtype=jnp.dtype(config.precision), **fields)

@@ -1,15 +1,13 @@
 """GPT-2 of transformers, in and out: the same logits, the same text, the same bits; bad files are one line."""
 
 import json
-import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import attnlab
-from attnlab import sample, train
+from attnlab import sample
 from attnlab.data import tokenizers
 from attnlab.errors import UserError
 from attnlab.interop.huggingface import from_hf, make_config, make_model, save_hf, to_hf
@@ -35,7 +33,7 @@ def peer(seed=0, **options):
     config = transformers.GPT2Config(**{"vocab_size": 64, "bos_token_id": None, "eos_token_id": None} | options)
     model = transformers.GPT2LMHeadModel(config).eval()
     with torch.no_grad():
-        for name, tensor in model.named_parameters():
+        for _name, tensor in model.named_parameters():
             if tensor.ndim > 1:
                 tensor.mul_(5)
             else:
@@ -93,7 +91,7 @@ def assert_same(one, other):
 
 def test_other_forms_of_the_same_weights(tmp_path):
     """As GPT2Model names them, in shards, with the masks of old files, in 16 bits."""
-    torch, theirs = peer(n_layer=2, n_head=2, n_embd=16, n_positions=32)
+    _torch, theirs = peer(n_layer=2, n_head=2, n_embd=16, n_positions=32)
     expected = from_hf(theirs)
     assert_same(from_hf(theirs.transformer), expected)
     theirs.save_pretrained(tmp_path / "shards", max_shard_size="8KB")

@@ -1,0 +1,309 @@
+"""torch's attention, the notebook's classes and nanoGPT's checkpoints, in and out, to 1e-5."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnlab.errors import UserError
+from attnlab.interop.torch import from_nanogpt, from_torch, to_nanogpt, to_torch
+from attnlab.masks import Causal, Padding
+from attnlab.nn import GPT, Block, Head, MultiHeadAttention, StackedHeads
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+
+def drawn(*shape):
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+def unsettled(module):
+    """With other biases and norms than those that modules begin with."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return module.eval()
+
+
+def assert_equal(ours, theirs):
+    np.testing.assert_allclose(ours, theirs.detach().numpy(), atol=1e-5)
+
+
+def assert_round_trip(module, theirs):
+    """Out again bit for bit, and other parameters go out as well."""
+    params = from_torch(theirs)[1]
+    state = to_torch(params, theirs)
+    assert state.keys() == theirs.state_dict().keys()
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(state[name], tensor), name
+    changed = jax.tree.map(lambda x: x + 1, params)
+    theirs.load_state_dict(to_torch(changed, theirs))
+    jax.tree.map(np.testing.assert_array_equal, from_torch(theirs)[1], changed)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("memory", [None, 8, 12])
+def test_multihead_attention(bias, memory):
+    theirs = torch.nn.MultiheadAttention(8, num_heads=4, bias=bias, kdim=memory, vdim=memory, batch_first=True)
+    module, params = from_torch(unsettled(theirs))
+    assert isinstance(module, MultiHeadAttention) and module.use_bias == bias
+    x, m = drawn(2, 5, 8), drawn(2, 7, memory or 8)
+    lengths = np.array([3, 7])
+    padding = torch.from_numpy(np.arange(7) >= lengths[:, None])
+    expected = theirs(torch.from_numpy(x), torch.from_numpy(m), torch.from_numpy(m), key_padding_mask=padding)[0]
+    assert_equal(module.apply(params, x, m, mask=Padding(jnp.array(lengths))), expected)
+    assert_round_trip(module, theirs)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", torch.nn.GELU(approximate="tanh"), torch.nn.functional.silu])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_encoder_layer(activation, norm_first, bias):
+    theirs = torch.nn.TransformerEncoderLayer(
+        8, 2, 20, activation=activation, norm_first=norm_first, bias=bias, layer_norm_eps=1e-3, batch_first=True
+    )
+    module, params = from_torch(unsettled(theirs))
+    assert isinstance(module, Block) and module.dropout_rate == module.attention.dropout_rate == 0.1
+    x = drawn(2, 5, 8)
+    assert_equal(module.apply(params, x), theirs(torch.from_numpy(x)))
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(5)
+    assert_equal(module.apply(params, x, mask=Causal()), theirs(torch.from_numpy(x), src_mask=causal))
+    assert_round_trip(module, theirs)
+
+
+# The notebook's classes (seeds 001, sections 3.4 to 3.6), as a reader has typed them in.
+
+
+class SelfAttention_v1(torch.nn.Module):  # noqa: N801
+    def __init__(self, d_in, d_out):
+        super().__init__()
+        for name in ("W_query", "W_key", "W_value"):
+            setattr(self, name, torch.nn.Parameter(torch.rand(d_in, d_out)))
+
+    def forward(self, x):
+        scores = (x @ self.W_query) @ (x @ self.W_key).transpose(-2, -1)
+        return torch.softmax(scores / self.W_key.shape[-1] ** 0.5, dim=-1) @ (x @ self.W_value)
+
+
+class SelfAttention_v2(torch.nn.Module):  # noqa: N801
+    def __init__(self, d_in, d_out, qkv_bias=False):
+        super().__init__()
+        for name in ("W_query", "W_key", "W_value"):
+            setattr(self, name, torch.nn.Linear(d_in, d_out, bias=qkv_bias))
+
+    def weights(self, x):
+        scores = self.W_query(x) @ self.W_key(x).transpose(-2, -1)
+        return scores / scores.new_tensor(self.W_key.out_features).sqrt()
+
+    def forward(self, x):
+        return torch.softmax(self.weights(x), dim=-1) @ self.W_value(x)
+
+
+class CausalAttention(SelfAttention_v2):
+    def __init__(self, d_in, d_out, context_length, dropout, qkv_bias=False):
+        super().__init__(d_in, d_out, qkv_bias)
+        self.dropout = torch.nn.Dropout(dropout)
+        self.register_buffer("mask", torch.triu(torch.ones(context_length, context_length), diagonal=1))
+
+    def forward(self, x):
+        scores = self.weights(x).masked_fill(self.mask.bool()[: x.shape[1], : x.shape[1]], -torch.inf)
+        return self.dropout(torch.softmax(scores, dim=-1)) @ self.W_value(x)
+
+
+class MultiHeadAttentionWrapper(torch.nn.Module):
+    def __init__(self, d_in, d_out, context_length, dropout, num_heads, qkv_bias=False):
+        super().__init__()
+        self.heads = torch.nn.ModuleList(
+            CausalAttention(d_in, d_out, context_length, dropout, qkv_bias) for _ in range(num_heads)
+        )
+
+    def forward(self, x):
+        return torch.cat([head(x) for head in self.heads], dim=-1)
+
+
+def notebook_multihead(d_in, d_out, context_length, dropout, num_heads, qkv_bias=False):
+    """The last class of the notebook, whose name is also that of the module here."""
+
+    class MultiHeadAttention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.d_out, self.num_heads, self.head_dim = d_out, num_heads, d_out // num_heads
+            for name in ("W_query", "W_key", "W_value"):
+                setattr(self, name, torch.nn.Linear(d_in, d_out, bias=qkv_bias))
+            self.out_proj = torch.nn.Linear(d_out, d_out)
+            self.dropout = torch.nn.Dropout(dropout)
+            self.register_buffer("mask", torch.triu(torch.ones(context_length, context_length), diagonal=1))
+
+        def forward(self, x):
+            q, k, v = (
+                project(x).view(*x.shape[:2], num_heads, -1).transpose(1, 2)
+                for project in (self.W_query, self.W_key, self.W_value)
+            )
+            scores = (q @ k.transpose(2, 3)).masked_fill(self.mask.bool()[: x.shape[1], : x.shape[1]], -torch.inf)
+            context = self.dropout(torch.softmax(scores / self.head_dim**0.5, dim=-1)) @ v
+            return self.out_proj(context.transpose(1, 2).flatten(2))
+
+    return MultiHeadAttention()
+
+
+NOTEBOOK = {
+    "v1": (lambda: SelfAttention_v1(3, 2), Head(2, mask=None)),
+    "v2": (lambda: SelfAttention_v2(3, 2), Head(2, mask=None)),
+    "v2 with biases": (lambda: SelfAttention_v2(3, 2, True), Head(2, use_bias=True, mask=None)),
+    "causal": (lambda: CausalAttention(3, 2, 6, 0.5), Head(2, dropout_rate=0.5)),
+    "wrapper": (lambda: MultiHeadAttentionWrapper(3, 2, 6, 0.0, 4), StackedHeads(4, 2)),
+    "wrapper with biases": (lambda: MultiHeadAttentionWrapper(3, 2, 6, 0.0, 4, True), StackedHeads(4, 2, True)),
+    "multihead": (lambda: notebook_multihead(3, 8, 6, 0.0, 4), None),
+    "multihead with biases": (lambda: notebook_multihead(3, 8, 6, 0.0, 4, True), None),
+}
+
+
+@pytest.mark.parametrize("make, expected", NOTEBOOK.values(), ids=NOTEBOOK)
+def test_the_notebooks_classes(make, expected):
+    theirs = unsettled(make())
+    module, params = from_torch(theirs)
+    assert expected is None or module == expected
+    x = drawn(2, 6, 3)
+    assert_equal(module.apply(params, x), theirs(torch.from_numpy(x)))
+    assert_round_trip(module, theirs)
+
+
+def test_what_attnlab_lacks_is_refused_by_name():
+    attention, layer = torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer
+    renamed = type("CausalAttention", (torch.nn.Linear,), {})(2, 2)
+    for source, message in (
+        (attention(8, 2, add_bias_kv=True), "MultiheadAttention has bias_k, expected none"),
+        (attention(8, 2, add_zero_attn=True), "MultiheadAttention has add_zero_attn, expected none"),
+        (attention(8, 2, kdim=4, vdim=6), "kdim = 4 and vdim = 6"),
+        (layer(8, 2, activation=torch.nn.Mish()), r"the activation Mish\(\): expected relu, gelu or silu"),
+        (torch.nn.Linear(2, 2), "from_torch was given a Linear: expected torch.nn.MultiheadAttention"),
+        (renamed, "this CausalAttention is not the notebook's"),
+        (attention(8, 2).double(), "MultiheadAttention: in_proj_weight is float64, expected float32, or 16 bits"),
+    ):
+        with pytest.raises(UserError, match=message) as error:
+            from_torch(source)
+        assert "\n" not in str(error.value)
+
+
+def test_parameters_of_another_module_do_not_go_out():
+    theirs = torch.nn.MultiheadAttention(8, 2)
+    params = from_torch(torch.nn.MultiheadAttention(8, 4))[1]
+    with pytest.raises(UserError, match=r"parameter key/bias has shape \(4, 2\), expected \(2, 4\) in Multihead"):
+        to_torch(params, theirs)
+    del params["params"]["key"]
+    with pytest.raises(UserError, match=r"the parameters lack key/bias \(and 1 more\), which MultiheadAttention has"):
+        to_torch(params, theirs)
+
+
+# nanoGPT's model as its ckpt.pt tells it; `attnlab.bench train` races the real one.
+
+
+@dataclasses.dataclass
+class Sizes:
+    n_layer: int = 2
+    n_head: int = 2
+    n_embd: int = 16
+    block_size: int = 12
+    vocab_size: int = 21
+    dropout: float = 0.0
+    bias: bool = True
+
+
+class NanoBlock(torch.nn.Module):
+    def __init__(self, sizes):
+        super().__init__()
+        width, linear = sizes.n_embd, torch.nn.Linear
+        self.ln_1 = torch.nn.LayerNorm(width, bias=sizes.bias)
+        self.attn = torch.nn.Module()
+        self.attn.c_attn, self.attn.c_proj = (linear(width, n * width, bias=sizes.bias) for n in (3, 1))
+        self.ln_2 = torch.nn.LayerNorm(width, bias=sizes.bias)
+        self.mlp = torch.nn.Module()
+        self.mlp.c_fc = linear(width, 4 * width, bias=sizes.bias)
+        self.mlp.c_proj = linear(4 * width, width, bias=sizes.bias)
+        self.heads = sizes.n_head
+
+    def forward(self, x):
+        q, k, v = self.attn.c_attn(self.ln_1(x)).chunk(3, dim=-1)
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attn.c_proj(y.transpose(1, 2).flatten(2))
+        return x + self.mlp.c_proj(torch.nn.functional.gelu(self.mlp.c_fc(self.ln_2(x))))
+
+
+class NanoGPT(torch.nn.Module):
+    def __init__(self, sizes):
+        super().__init__()
+        self.transformer = torch.nn.ModuleDict(
+            {
+                "wte": torch.nn.Embedding(sizes.vocab_size, sizes.n_embd),
+                "wpe": torch.nn.Embedding(sizes.block_size, sizes.n_embd),
+                "h": torch.nn.ModuleList(NanoBlock(sizes) for _ in range(sizes.n_layer)),
+                "ln_f": torch.nn.LayerNorm(sizes.n_embd, bias=sizes.bias),
+            }
+        )
+        self.lm_head = torch.nn.Linear(sizes.n_embd, sizes.vocab_size, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight
+
+    def forward(self, tokens):
+        x = self.transformer.wte(tokens) + self.transformer.wpe(torch.arange(tokens.shape[1]))
+        for block in self.transformer.h:
+            x = block(x)
+        return self.lm_head(self.transformer.ln_f(x))
+
+
+def checkpoint(path, sizes, prefix="", **more):
+    """As nanoGPT's train.py saves it."""
+    model = unsettled(NanoGPT(sizes))
+    state = {prefix + name: tensor for name, tensor in model.state_dict().items()} | more
+    optimizer = torch.optim.AdamW(model.parameters()).state_dict()
+    best = torch.tensor(1.5)
+    saved = {"model": state, "optimizer": optimizer, "model_args": dataclasses.asdict(sizes), "iter_num": 7}
+    torch.save(saved | {"best_val_loss": best, "config": {"device": "cpu"}}, path)
+    return model
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_nanogpt(bias, prefix, tmp_path):
+    theirs = checkpoint(tmp_path / "ckpt.pt", Sizes(bias=bias, dropout=0.2), prefix)
+    model, params = from_nanogpt(tmp_path / "ckpt.pt")
+    assert model == GPT(21, 2, 2, 16, 12, dropout=0.2, use_bias=bias, activation="gelu")
+    tokens = np.random.default_rng(0).integers(0, 21, (2, 12))
+    assert_equal(model.apply(params, tokens), theirs(torch.from_numpy(tokens)))
+    state = to_nanogpt(model, params)
+    assert state.keys() == theirs.state_dict().keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in theirs.state_dict().items())
+
+
+def test_a_bad_checkpoint_is_one_line(tmp_path):
+    path = tmp_path / "ckpt.pt"
+    with pytest.raises(UserError, match="ckpt.pt: no such file"):
+        from_nanogpt(path)
+    for sizes, more, message in (
+        (Sizes(), {"transformer.h.2.ln_1.weight": torch.ones(16)}, "holds the tensor transformer.h.2.ln_1.weight, for"),
+        (
+            Sizes(),
+            {"transformer.wpe.weight": torch.ones(12, 17)},
+            r"wpe.weight has shape \(12, 17\), expected",
+        ),
+        (Sizes(), {"lm_head.weight": torch.ones(21, 16)}, "lm_head.weight is not the embedding"),
+        (Sizes(bias=0), {}, "model_args.bias = 0, expected True or False"),
+    ):
+        checkpoint(path, sizes, **more)
+        with pytest.raises(UserError, match=message):
+            from_nanogpt(path)
+    whole = path.read_bytes()
+    for content in (whole[: len(whole) // 2], b"", b"nonsense"):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="is no whole checkpoint of torch") as error:
+            from_nanogpt(path)
+        assert "\n" not in str(error.value)
+    torch.save({"state": {}}, path)
+    with pytest.raises(UserError, match="holds no 'model' and 'model_args'"):
+        from_nanogpt(path)
+    model = GPT(21, 2, 2, 16, 12)
+    with pytest.raises(UserError, match="model.activation = 'gelu_tanh': nanoGPT has no other than 'gelu'"):
+        to_nanogpt(model, model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))

@@ -1,0 +1,211 @@
+"""Runs that start from a GPT-2 or from another run: its weights, shape and tokenizer, also when they are stopped."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import attnlab
+from attnlab import sample, train
+from attnlab.data import tokenizers
+from attnlab.interop.huggingface import from_hf, save_hf
+from attnlab.nn import GPT
+from tests.test_train import records, wait_for
+
+pytest.importorskip("safetensors", reason="safetensors is not installed")
+
+REPOSITORY = Path(__file__).parents[1]
+TEXT = "En un lugar de la Mancha, de cuyo nombre no quiero acordarme, no ha mucho tiempo que vivía un hidalgo. " * 60
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("texts") / "quijote.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    """A folder as from the hub: random weights, byte-level BPE of a text, options that the default has not."""
+    tokenizer = tokenizers.make("bpe", TEXT, vocab_size=300)
+    model = GPT(tokenizer.vocab_size + 3, 2, 2, 16, 48, mlp_ratio=2.5, activation="relu", norm_epsilon=1e-4)
+    params = model.init(jax.random.key(3), jnp.zeros((1, 1), jnp.int32))
+    return save_hf(tmp_path_factory.mktemp("hub") / "gpt2", model, params, tokenizer)
+
+
+def options(source, text, **changes):
+    fields = {
+        "init_from": source,
+        "data.path": text,
+        "steps": 4,
+        "batch_size": 8,
+        "optimizer.accumulation": 1,
+        "optimizer.warmup_steps": 0,
+        "eval.windows": 4,
+        "sample.length": 4,
+        "model.context": 32,
+        "log.tensorboard": False,
+    } | {name.replace("__", "."): value for name, value in changes.items()}
+    return [f"--config={REPOSITORY}/configs/gpt2_finetune.py", *(f"--config.{k}={v}" for k, v in fields.items())]
+
+
+def finetune(source, text, workdir, **changes):
+    return train.main(["train", *options(source, text, **changes), f"--workdir={workdir}"])
+
+
+def untouched(source, text, workdir, **changes):
+    """The parameters after a step that changes next to nothing."""
+    still = {"steps": 1, "optimizer__learning_rate": 1e-30, "optimizer__weight_decay": 0.0}
+    assert finetune(source, text, workdir, **still, **changes) == 0
+    return attnlab.load(workdir)
+
+
+PMAP, FSDP = {"parallel__strategy": "pmap"}, {"parallel__mesh__fsdp": 2}
+
+
+@pytest.mark.parametrize("parallel", [{}, *(pytest.param(it, marks=pytest.mark.slow) for it in (PMAP, FSDP))], ids=str)
+def test_a_run_starts_from_gpt_2_with_its_shape_and_tokenizer(parallel, gpt2, text, tmp_path):
+    model, params, tokenizer, config = untouched(gpt2, text, tmp_path / "run", **parallel)
+    theirs, expected = from_hf(gpt2)
+    assert model == theirs.clone(context=32, dropout=0.1)
+    expected["params"]["positions"]["embedding"] = expected["params"]["positions"]["embedding"][:32]
+    # The step takes a bias of 0 to one of about the learning rate, 1e-30; other parameters keep their bits.
+    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-29), params, expected)
+    assert tokenizer.to_dict() == tokenizers.pretrained(gpt2).to_dict()
+    assert (config.init_from, config.data.tokenizer, config.model.mlp_ratio) == (str(gpt2), "pretrained", 2.5)
+
+
+def test_a_run_starts_from_another_run(gpt2, text, tmp_path):
+    """Rotary and by characters; the context may be longer than it was."""
+    shape = ["model.num_layers=1", "model.width=16", "model.num_heads=2", "model.context=16"]
+    small = [
+        "steps=2",
+        "batch_size=8",
+        "eval.windows=4",
+        "sample.length=2",
+        "log.tensorboard=False",
+        f"data.path={text}",
+    ]
+    config = f"--config={REPOSITORY}/configs/quickstart.py"
+    assert train.main(["", config, f"--workdir={tmp_path}/a", *(f"--config.{option}" for option in shape + small)]) == 0
+    model, params, tokenizer, _ = untouched(tmp_path / "a", text, tmp_path / "b")
+    before = attnlab.load(tmp_path / "a")
+    jax.tree.map(np.testing.assert_array_equal, params, before.params)
+    assert model == before.model.clone(context=32, dropout=0.1)
+    assert tokenizer.characters == before.tokenizer.characters
+
+
+def test_training_goes_on_where_the_weights_were(gpt2, text, tmp_path, capsys):
+    """A step less of a warm start has a lower loss than a cold one; the text is written with GPT-2's tokens."""
+    assert finetune(gpt2, text, tmp_path / "a", steps=30, optimizer__learning_rate=1e-2) == 0
+    assert finetune(tmp_path / "a", text, tmp_path / "b", steps=1) == 0
+    first, second = (records(tmp_path / name) for name in "ab")
+    assert second[0]["loss"] < first[-1]["loss"] + 0.1 < first[0]["loss"]
+    capsys.readouterr()
+    command = [f"--workdir={tmp_path}/a", "--prompt=En un lugar", "--max_tokens=5", "--temperature=0"]
+    assert sample.main(["sample", *command]) == 0
+    assert capsys.readouterr().out.startswith("En un lugar")
+
+
+@pytest.mark.slow
+def test_a_stopped_run_ends_with_the_same_bits_when_its_source_is_gone(gpt2, text, tmp_path):
+    source = shutil.copytree(gpt2, tmp_path / "source")
+    more = {"steps": 40, "optimizer__learning_rate": 1e-3, "sample__length": 1}
+
+    def process(name):
+        command = [
+            sys.executable,
+            "-m",
+            "attnlab.train",
+            *options(source, text, **more),
+            f"--workdir={tmp_path}/{name}",
+        ]
+        environment = os.environ | {"XLA_FLAGS": "", "PYTHONUNBUFFERED": "1"}  # one device
+        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(command, cwd=REPOSITORY, env=environment, text=True, **pipe)
+
+    whole = process("whole")
+    out, _ = whole.communicate(timeout=120)
+    assert whole.returncode == 0, out
+    stopped = process("stopped")
+    wait_for(stopped, "first step finished")
+    stopped.send_signal(signal.SIGINT)
+    stopped.communicate(timeout=120)
+    assert stopped.returncode == 130
+    shutil.rmtree(source)
+    goes_on = process("stopped")
+    out, _ = goes_on.communicate(timeout=120)
+    assert goes_on.returncode == 0 and "resumed from step" in out, out
+    assert records(tmp_path / "stopped") == records(tmp_path / "whole")
+    assert finetune(source, text, tmp_path / "whole", **more) == 0  # is finished: nothing to do
+
+
+def test_before_its_first_checkpoint_a_run_starts_from_the_same_weights_or_not_at_all(gpt2, text, tmp_path, capsys):
+    source = shutil.copytree(gpt2, tmp_path / "source")
+    assert finetune(source, text, tmp_path / "run") == 0
+    expected = records(tmp_path / "run")
+    for name in ("metrics.jsonl", "checkpoints"):  # as if it had been killed at once
+        (shutil.rmtree if name == "checkpoints" else Path.unlink)(tmp_path / "run" / name)
+    model, params = from_hf(source)
+    shutil.rmtree(source)
+    save_hf(source, model, jax.tree.map(lambda x: x + 1, params), tokenizers.pretrained(gpt2))
+    assert finetune(source, text, tmp_path / "run") == 2
+    assert "is not what" in capsys.readouterr().err
+    shutil.rmtree(source)
+    shutil.copytree(gpt2, source)
+    assert finetune(source, text, tmp_path / "run") == 0
+    assert records(tmp_path / "run") == expected
+
+
+def test_without_tokenizer_files_a_tokenizer_is_named(gpt2, text, tmp_path, capsys):
+    source = shutil.copytree(gpt2, tmp_path / "source")
+    (source / "tokenizer.json").unlink()
+    assert finetune(source, text, tmp_path / "run") == 2
+    assert f"config.init_from = {source} has no tokenizer: put tokenizer.json there" in capsys.readouterr().err
+    assert finetune(source, text, tmp_path / "run", data__tokenizer="byte") == 0
+    assert attnlab.load(tmp_path / "run").tokenizer.kind == "byte"
+    assert attnlab.load(source).tokenizer is None
+    assert sample.main(["sample", f"--workdir={source}"]) == 2
+    assert "holds no tokenizer: put tokenizer.json there" in capsys.readouterr().err
+
+
+def test_what_cannot_be_started_from_is_one_line_and_leaves_nothing(gpt2, text, tmp_path, capsys):
+    broken = shutil.copytree(gpt2, tmp_path / "broken")
+    weights = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(weights[:-9])
+    small = save_hf(
+        tmp_path / "small", GPT(7, 1, 1, 4, 4), GPT(7, 1, 1, 4, 4).init(jax.random.key(0), jnp.ones((1, 1), int))
+    )
+    shutil.copy(gpt2 / "tokenizer.json", small)
+    for source, message in (
+        ("", "error: config.init_from is missing, whose tokenizer is asked for"),
+        (tmp_path / "nowhere", "nowhere holds no run (no config.json)"),
+        (broken, "it ends within the tensor transformer.wte.weight"),
+        (small, "has a tokenizer of 300 tokens and a model of 7: bring the model's own"),
+    ):
+        assert finetune(source, text, tmp_path / "run") == 2
+        err = capsys.readouterr().err
+        assert message in err and err.count("\n") == 1, err
+        assert not (tmp_path / "run").exists()
+
+
+def test_sampling_from_a_folder_uses_its_own_tokenizer(gpt2, capsys):
+    model, params, tokenizer, config = attnlab.load(gpt2)
+    assert config.model.width == 16 and json.loads((gpt2 / "config.json").read_text())["n_embd"] == 16
+    command = [f"--workdir={gpt2}", "--prompt=un hidalgo", "--max_tokens=20", "--temperature=0"]
+    assert sample.main(["sample", *command]) == 0
+    prompt = tokenizer.encode("un hidalgo")
+    drawn = sample.generate(model, params, prompt, 20, temperature=0.0, vocab_size=tokenizer.vocab_size)
+    expected = "".join(tokenizer.stream(int(token[0]) for token in drawn))
+    assert capsys.readouterr().out == f"un hidalgo{expected}\n"
+    assert sample.main(["sample", *command, "--step=7"]) == 2
+    assert "is a GPT-2 of Hugging Face, which has no checkpoint '7': leave it out" in capsys.readouterr().err
