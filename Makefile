@@ -1,9 +1,11 @@
-# make train | test | test-slow | lint | format | bench | constraints
+# make train | test | test-slow | peers | lint | format | bench | constraints
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+# The frameworks that weights come from and go to; without them those tests skip.
+PEERS = torch==2.13.0 transformers==5.23.0
 
-.PHONY: train test test-slow lint format bench constraints clean
+.PHONY: train test test-slow peers lint format bench constraints clean
 
 train: $(VENV)/installed
 	$(BIN)/python -m attnlab.train --config=configs/quickstart.py
@@ -13,6 +15,8 @@ test: $(VENV)/installed-test
 
 test-slow: $(VENV)/installed-test
 	XLA_FLAGS="--xla_backend_optimization_level=3 $$XLA_FLAGS" $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+
+peers: $(VENV)/installed-peers
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
@@ -32,6 +36,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(VENV)/installed-test: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	touch $@
+
+$(VENV)/installed-peers: $(VENV)/installed-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PEERS)
 	touch $@
 
 # The versions that the tests run with, for every Python and platform; needs uv.

@@ -140,8 +140,7 @@ class TrainedTokenizer:
     def __init__(self, kind: str, tokenizer: huggingface.Tokenizer):
         self.kind = kind
         self._tokenizer = tokenizer
-        size = 1 + max(tokenizer.get_vocab().values(), default=-1)  # some ids may be no token's
-        tokens = [tokenizer.id_to_token(i) or "" for i in range(size)]
+        tokens = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
         added = tokenizer.get_added_tokens_decoder()  # such as "<|endoftext|>"
         self._pieces = [added[i].content.encode() if i in added else _bytes_of(kind, t) for i, t in enumerate(tokens)]
         self._characters = "".join(token for token in tokens if len(token) == 1)
