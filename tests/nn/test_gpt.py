@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnlab.nn import GPT
+from attnlab.nn import GPT, Block, Mlp, MultiHeadAttention
 
 TOKENS = jax.random.randint(jax.random.key(0), (2, 8), 0, 11)
 OPTIONS = {
@@ -17,6 +17,7 @@ OPTIONS = {
     "window": {"window": 3},
     "grouped": {"kv_heads": 2, "qk_norm": True},
     "no bias": {"use_bias": False},
+    "relu": {"mlp_ratio": 2.3, "activation": "relu", "norm_epsilon": 1e-3},
 }
 
 
@@ -114,11 +115,48 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
         ({"num_heads": 3}, 8, "width 16 is not divisible by 3 heads"),
         ({"positions": "absolute"}, 8, "positions = 'absolute': expected one of learned, sinusoidal, rotary"),
         ({"window": 0}, 8, "window = 0: expected 1 position or more"),
+        ({"activation": "swiglu"}, 8, "activation = 'swiglu': expected one of gelu_tanh, gelu, relu, silu"),
     ],
 )
 def test_a_bad_option_is_one_line(options, length, message):
     with pytest.raises(ValueError, match=message):
         gpt(**options).init(jax.random.key(0), jnp.zeros((1, length), jnp.int32))
+
+
+@pytest.mark.parametrize(
+    "activation, function",
+    [
+        ("gelu_tanh", lambda x: x / 2 * (1 + jnp.tanh((2 / jnp.pi) ** 0.5 * (x + 0.044715 * x**3)))),
+        ("gelu", lambda x: x * jax.scipy.stats.norm.cdf(x)),
+        ("relu", lambda x: jnp.maximum(x, 0)),
+        ("silu", lambda x: x / (1 + jnp.exp(-x))),
+    ],
+)
+def test_a_feed_forward_layer_is_its_formula(activation, function, float64):
+    x = jax.random.normal(jax.random.key(0), (3, 8))
+    y, variables = Mlp(19, activation).init_with_output(jax.random.key(1), x)
+    up, down = variables["params"]["up"], variables["params"]["down"]
+    assert up["kernel"].shape == (8, 19)
+    expected = function(x @ up["kernel"] + up["bias"]) @ down["kernel"] + down["bias"]
+    np.testing.assert_allclose(y, expected, rtol=1e-12)
+
+
+def test_a_block_may_normalise_what_comes_out_as_in_the_paper(float64):
+    x = 3 * jax.random.normal(jax.random.key(0), (2, 5, 8)) + 1
+    block = Block(MultiHeadAttention(num_heads=2), Mlp(), norm_first=False, norm_epsilon=0.1)
+    y, variables = block.init_with_output(jax.random.key(1), x)
+    params = variables["params"]
+
+    def norm(x):
+        return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 0.1)
+
+    x = norm(x + MultiHeadAttention(num_heads=2).apply({"params": params["attention"]}, x))
+    np.testing.assert_allclose(y, norm(x + Mlp().apply({"params": params["mlp"]}, x)), rtol=1e-10)
+
+
+def test_the_feed_forward_layer_may_have_any_width():
+    params = gpt(mlp_ratio=19 / 16).init(jax.random.key(0), TOKENS)["params"]
+    assert params["block_0"]["mlp"]["up"]["kernel"].shape == (16, 19)
 
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "rotary", "alibi", "none"])

@@ -30,6 +30,11 @@ def test_parameters_move_to_and_from_flax_unchanged(use_bias, qk_norm, memory, f
     np.testing.assert_allclose(ours.apply(params, x, memory), theirs.apply(params, x, memory), rtol=1e-9)
 
 
+def test_the_first_three_projections_may_go_without_biases():
+    shapes = jax.eval_shape(MultiHeadAttention(num_heads=4, qkv_bias=False).init, jax.random.key(0), X)["params"]
+    assert [name for name, leaves in shapes.items() if "bias" in leaves] == ["out"]
+
+
 def test_masks_mean_the_same_as_in_flax():
     params = MultiHeadAttention(num_heads=4).init(jax.random.key(2), X)
     array = jnp.asarray(np.random.default_rng(0).random((2, 1, 6, 6)) < 0.6).at[..., 0].set(True)

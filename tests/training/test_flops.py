@@ -8,7 +8,7 @@ from attnlab.training import flops
 MODEL = GPT(vocab_size=96, num_layers=2, num_heads=4, width=128, context=64, positions="learned", impl="dense")
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_heads": 2}, {"mlp_ratio": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"kv_heads": 2}, {"mlp_ratio": 2}, {"mlp_ratio": 1.5}], ids=str)
 def test_xla_counts_the_same(options):
     """XLA counts every key of dense attention; besides products it counts what is done to each activation."""
     model = MODEL.clone(**options)
