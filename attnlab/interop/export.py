@@ -21,8 +21,9 @@ def export_step(
     """Exports `step(params, tokens, caches) -> (logits, caches)`, which reads tokens and predicts those after them.
 
     Caches cross as plain arrays: a tuple of `(key, value, length)`, one a layer, as in `KVCache`. So the serialized
-    program needs JAX and no attnlab: `jax.export.deserialize(data).call(params, tokens, caches)`. The shapes are fixed;
-    a prompt of 100 tokens and the tokens after it, one at a time, are two exports, which share caches.
+    program needs JAX and no attnlab: `jax.export.deserialize(data).call(params, tokens, caches)`, where data is what
+    `serialize()` gave. (JAX wants the package flatbuffers for both: `pip install attnlab[export]`.) The shapes are
+    fixed: a prompt of 100 tokens, and the tokens after it one at a time, are two exports that share caches.
 
     Args:
       model: whose `impl`, where it is "auto", becomes one that every platform has.
@@ -45,7 +46,7 @@ def export_step(
     >>> exported.platforms
     ('cpu', 'cuda', 'tpu')
     >>> caches = jax.tree.map(jnp.zeros_like, tuple(map(tuple, model.empty_caches(batch=1))))
-    >>> logits, caches = export.deserialize(exported.serialize()).call(params, jnp.array([[3]], jnp.int32), caches)
+    >>> logits, caches = exported.call(params, jnp.array([[3]], jnp.int32), caches)
     >>> logits.shape
     (1, 1, 10)
     """

@@ -94,7 +94,9 @@ def attention_fn(
                 "weight drops by itself; give the layer broadcast_dropout=False"
             )
         if drops and dropout_rng is None:
-            raise ValueError(f"dropout_rng = None with dropout_rate = {dropout_rate}: give a key, or deterministic=True")
+            raise ValueError(
+                f"dropout_rng = None with dropout_rate = {dropout_rate}: give a key, or deterministic=True"
+            )
 
         if promote_dtype is None:
             query, key, value = promote_types(query, key, value, dtype=dtype)

@@ -83,8 +83,8 @@ def _batched(operands, batch_axes, *, axes):
     return jax.vmap(lambda x, y: _plain(x, y, axes=axes), batch_axes)(*operands), 0
 
 
-# A primitive, and no custom_jvp: a cotangent must stay bfloat16 where the sums are float32. And what a CPU likes is said
-# where it is lowered, as a program that is traced here may be for another platform.
+# A primitive, and no custom_jvp: a cotangent must stay bfloat16 where the sums are float32. What a CPU likes is left to
+# the lowering, as a program that is traced on one may be for another platform.
 _product_p = Primitive("matrix_product")
 _product_p.def_impl(jax.jit(_on_cpu, static_argnames="axes"))
 _product_p.def_abstract_eval(

@@ -16,6 +16,8 @@ from attnlab.interop.flax import attention_fn
 from attnlab.masks import Causal, Padding, SlidingWindow
 from attnlab.score_mods import ALiBi, SoftCap, alibi_slopes
 
+pytestmark = pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated soon")
+
 X = jax.random.normal(jax.random.key(0), (2, 6, 8))
 MEMORY = jax.random.normal(jax.random.key(1), (2, 5, 12))
 Q, K, V = (jax.random.normal(jax.random.key(i), (2, 3, 6, 4, 2)) for i in range(3))
@@ -78,9 +80,7 @@ def test_gradients_are_those_of_flax(impl, float64):
     def gradient(module):
         return jax.grad(lambda params, x: (module.apply(params, x, mask=MASKS["both"]) ** 2).sum(), (0, 1))(params, x)
 
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), gradient(ours), gradient(theirs)
-    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), gradient(ours), gradient(theirs))
 
 
 def test_bfloat16_is_that_of_flax():
@@ -191,7 +191,9 @@ def test_flax_decodes_token_by_token(impl):
     np.testing.assert_allclose(jnp.concatenate(outs, axis=1), full, atol=2e-6)
 
 
-@pytest.mark.parametrize("name, option", [("mask", {"mask": Causal()}), ("score_mod", {"score_mod": ALiBi(np.ones(4))})])
+@pytest.mark.parametrize(
+    "name, option", [("mask", {"mask": Causal()}), ("score_mod", {"score_mod": ALiBi(np.ones(4))})]
+)
 def test_what_compares_positions_cannot_decode_in_flax_and_is_told_so(name, option):
     _, ours, variables = pair(nn.MultiHeadAttention, X, decode=True, ours=attention_fn(**option))
     with pytest.raises(ValueError, match=f"{name} compares positions, but Tq = 1 and Tk = 6.*leave causality to flax"):
@@ -278,7 +280,9 @@ def nnx_pair(ours=None, **options):
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize(
-    "call", [{}, {"is_causal": True}, {"mask": HALF}, {"mask": HALF, "is_causal": True}], ids=lambda call: "+".join(call)
+    "call",
+    [{}, {"is_causal": True}, {"mask": HALF}, {"mask": HALF, "is_causal": True}],
+    ids=lambda call: "+".join(call),
 )
 def test_nnx_attention_is_that_of_nnx(call, kv_heads):
     theirs, ours = nnx_pair(num_kv_heads=kv_heads)
@@ -306,6 +310,7 @@ def test_nnx_decodes_token_by_token():
 def test_nnx_weights_are_sown_as_nnx_does():
     sown = []
     for module in nnx_pair(dropout_rate=0.5, broadcast_dropout=False, deterministic=False):
-        module(X, sow_weights=True, mask=MASKS["both"], rngs=nnx.Rngs(0))
-        sown.append(module.attention_weights[0])
+        layer = nnx.capture(module, nnx.Intermediate)
+        _, state = layer(X, sow_weights=True, mask=MASKS["both"], rngs=nnx.Rngs(0))
+        sown.append(state["attention_weights"][0])
     np.testing.assert_allclose(*sown, atol=1e-6)
