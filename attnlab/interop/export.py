@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import export
 
 from attnlab.nn import GPT, KVCache
+from attnlab.ops.attention import is_small
 
 
 def export_step(
@@ -50,8 +51,8 @@ def export_step(
     >>> logits.shape
     (1, 1, 10)
     """
-    if model.impl == "auto":  # which asks for the machine that it runs on
-        model = model.clone(impl="dense" if tokens <= 16 else "blockwise")
+    if model.impl == "auto":  # which asks what this machine is
+        model = model.clone(impl="dense" if is_small(tokens, capacity or model.context) else "blockwise")
 
     def step(params, tokens, caches):
         logits, caches = model.apply(params, tokens, caches=tuple(KVCache(*cache) for cache in caches))

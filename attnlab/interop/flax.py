@@ -28,10 +28,11 @@ def attention_fn(
     """`attnlab.attention` for `attention_fn=` of Flax's layers.
 
     They are `flax.linen.MultiHeadDotProductAttention`, `MultiHeadAttention` and `SelfAttention`, and
-    `flax.nnx.MultiHeadAttention`. What a layer asks for is honoured, or refused by name: its mask (of any type, nonzero
-    is visible) is and-ed with `mask`, its weights are sown before dropout. The answers are those of flax's
-    `dot_product_attention`, but for three things: a row that sees nothing gives 0, not an average; the softmax is
-    float32 whatever the type; and each weight drops by itself, which `broadcast_dropout=False` says.
+    `flax.nnx.MultiHeadAttention`. What a layer asks for is honoured, or refused by name: its mask (one of
+    `attnlab.masks`, or an array of any type where nonzero is visible) is and-ed with `mask`, its weights are sown
+    before dropout. The answers are those of flax's `dot_product_attention`, but for three things: a row that sees
+    nothing gives 0, not an average; the softmax is float32 whatever the type; and each weight drops by itself, which
+    a layer must ask for by `broadcast_dropout=False`.
 
     With `decode=True` flax masks what is not written yet, but does not tell at which position the query stands: leave
     out masks and score mods that compare positions.
@@ -104,11 +105,11 @@ def attention_fn(
             query, key, value = promote_dtype((query, key, value), dtype=dtype)
         *batch, q_length, num_heads, _ = query.shape
         scores = (*batch, num_heads, q_length, key.shape[-3])
-        positional = {"mask": fixed, "is_causal": Causal() if is_causal else None, "score_mod": mods}
+        causal = Causal() if is_causal else None
         if q_positions is None or kv_positions is None:
-            _refuse_to_guess(positional, *scores[-2:])
+            _refuse_to_guess({"mask": (fixed, mask), "is_causal": (causal,), "score_mod": mods}, *scores[-2:])
         terms = {
-            "mask": join(fixed, positional["is_causal"], None if mask is None else _as_mask(mask, scores)),
+            "mask": join(fixed, causal, _as_mask(mask, scores)),
             "score_mod": score_mod,
             "bias": None if bias is None else _as_bias(bias, scores),
             "scale": scale,
@@ -126,8 +127,7 @@ def attention_fn(
 
 
 def _refuse_to_guess(named, q_length, kv_length) -> None:
-    for name, given in named.items():
-        nodes = given if isinstance(given, tuple) else (given,)
+    for name, nodes in named.items():
         if q_length != kv_length and any(getattr(node, "positional", False) for node in nodes):
             raise ValueError(
                 f"{name} compares positions, but Tq = {q_length} and Tk = {kv_length} differ and flax does not tell "
@@ -136,8 +136,10 @@ def _refuse_to_guess(named, q_length, kv_length) -> None:
             )
 
 
-def _as_mask(mask, scores) -> Mask:
-    """A mask that broadcasts to `[..., H, Tq, Tk]`; what it is the same for, it is not written out for."""
+def _as_mask(mask, scores) -> Mask | None:
+    """An array that broadcasts to `[..., H, Tq, Tk]`, written out only for those that it tells apart."""
+    if mask is None or isinstance(mask, Mask):
+        return mask
     seen = _aligned("mask", jnp.asarray(mask).astype(bool), scores)
     *batch, q_length, kv_length = (*scores[:-3], *scores[-2:])
     *lead, heads, rows, _ = seen.shape

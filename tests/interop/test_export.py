@@ -24,13 +24,27 @@ def through_bytes(exported):
     return export.deserialize(exported.serialize())
 
 
+def as_it_is(exported):
+    return exported
+
+
+def named(value):
+    return getattr(value, "__name__", str(value))
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"dtype": jnp.bfloat16}, {"positions": "rotary", "kv_heads": 1, "window": 5}, {"positions": "alibi"}],
-    ids=str,
+    "carried, options",
+    [
+        (as_it_is, {}),
+        (through_bytes, {}),
+        (through_bytes, {"dtype": jnp.bfloat16}),
+        (through_bytes, {"impl": "blockwise"}),
+        (as_it_is, {"positions": "rotary", "kv_heads": 1, "window": 5}),
+        (as_it_is, {"positions": "alibi"}),
+    ],
+    ids=named,
 )
-@pytest.mark.parametrize("carried", [through_bytes, lambda exported: exported], ids=["bytes", "here"])
-def test_a_prompt_and_the_tokens_after_it_give_the_logits_of_the_model(options, carried):
+def test_a_prompt_and_the_tokens_after_it_give_the_logits_of_the_model(carried, options):
     model = MODEL.clone(**options)
     params = model.init(jax.random.key(0), TOKENS[:, :1])
     prefill, step = (carried(export_step(model, params, batch=2, tokens=tokens)) for tokens in (18, 1))
@@ -47,10 +61,11 @@ def test_a_prompt_and_the_tokens_after_it_give_the_logits_of_the_model(options, 
     assert caches[0][2].tolist() == [22, 22]
 
 
-@pytest.mark.parametrize("tokens", [1, 17])
+@pytest.mark.parametrize("tokens", [1, 300])  # the latter by tiles
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_it_is_for_every_platform_from_any(dtype, tokens):
-    exported = export_step(MODEL.clone(dtype=dtype), jax.eval_shape(lambda: PARAMS), tokens=tokens)
+    model = MODEL.clone(dtype=dtype, positions="rotary")
+    exported = export_step(model, jax.eval_shape(lambda: PARAMS), tokens=tokens, capacity=300)
     assert exported.platforms == PLATFORMS
 
 
@@ -79,8 +94,8 @@ def test_more_tokens_than_the_caches_keep_are_refused():
         export_step(MODEL, PARAMS, tokens=8, capacity=4)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_training_step_exports_for_every_platform_and_runs_as_it_does_here(dtype):
+@pytest.mark.parametrize("carried, dtype", [(as_it_is, jnp.float32), (through_bytes, jnp.bfloat16)], ids=named)
+def test_a_training_step_exports_for_every_platform_and_runs_as_it_does_here(carried, dtype):
     """Its state crosses as a list of arrays: JAX serializes no types of others', such as optax's."""
     model = MODEL.clone(dtype=dtype, dropout=0.1, impl="blockwise")
     optimizer = optimizers.make(configs.default().optimizer, steps=10)
@@ -93,7 +108,7 @@ def test_a_training_step_exports_for_every_platform_and_runs_as_it_does_here(dty
         after, metrics = state.train_step(model, optimizer, 0, 1, jax.tree.unflatten(structure, leaves), Batch(*batch))
         return jax.tree.leaves(after), metrics
 
-    exported = export.export(step, platforms=PLATFORMS)(leaves, tuple(batch))
+    exported = carried(export.export(step, platforms=PLATFORMS)(leaves, tuple(batch)))
     assert exported.platforms == PLATFORMS
-    assert through_bytes(exported).platforms == PLATFORMS
-    jax.tree.map(np.testing.assert_array_equal, exported.call(leaves, tuple(batch)), step(leaves, tuple(batch)))
+    run, here = exported.call(leaves, tuple(batch)), step(leaves, tuple(batch))
+    jax.tree.map(np.testing.assert_array_equal, run, here)

@@ -126,6 +126,14 @@ def test_masks_and_biases_broadcast_as_in_flax(mask, bias):
     np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
+@pytest.mark.parametrize("shape", [(), (6,), (6, 6), (1, 6, 6), (4, 1, 6)])
+def test_there_may_be_no_batch(shape):
+    q, k, v = Q[0, 0], K[0, 0], V[0, 0]
+    mask = jax.random.bernoulli(jax.random.key(0), 0.6, shape) | (np.arange(6) == 0 if shape else True)
+    ours, theirs = (fn(q, k, v, mask=mask, deterministic=True) for fn in (attention_fn(), nn.dot_product_attention))
+    np.testing.assert_allclose(ours, theirs, atol=2e-6)
+
+
 def test_a_bias_has_the_gradient_of_flax(float64):
     q, k, v = wide((Q, K, V))
     bias = wide(jax.random.normal(jax.random.key(4), (4, 1, 1)))
@@ -173,7 +181,8 @@ def test_the_backend_is_the_one_that_is_named():
 def test_its_mask_and_the_layers_are_anded():
     _, ours, params = pair(nn.MultiHeadAttention, X, ours=attention_fn(Causal()))
     theirs = nn.MultiHeadAttention(num_heads=4).apply(params, X, mask=MASKS["both"])
-    np.testing.assert_allclose(ours.apply(params, X, mask=MASKS["padding"]), theirs, atol=2e-6)
+    for mask in (MASKS["padding"], Padding(jnp.array([4, 6]))):
+        np.testing.assert_allclose(ours.apply(params, X, mask=mask), theirs, atol=2e-6)
 
 
 @pytest.mark.parametrize("impl", ["auto", "blockwise"])
