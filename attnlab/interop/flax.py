@@ -141,16 +141,15 @@ def _as_mask(mask, scores) -> Mask | None:
     if mask is None or isinstance(mask, Mask):
         return mask
     seen = _aligned("mask", jnp.asarray(mask).astype(bool), scores)
-    *batch, q_length, kv_length = (*scores[:-3], *scores[-2:])
+    *batch, _, q_length, kv_length = scores
     *lead, heads, rows, _ = seen.shape
-    shared = set(lead) <= {1}
-    if heads == rows == 1:  # keys of two segments, one of which is all queries'
-        ids = jnp.broadcast_to(seen[..., 0, 0, :], (*lead, kv_length)).astype(jnp.int32)
-        ids = ids.reshape(kv_length) if shared else jnp.broadcast_to(ids, (*batch, kv_length))
-        return Segments(jnp.ones(q_length, jnp.int32), ids)
-    if shared and heads == 1:
-        return Dense(jnp.broadcast_to(seen.reshape(seen.shape[-2:]), (q_length, kv_length)))
-    return Dense(jnp.broadcast_to(seen, (*batch, heads, q_length, kv_length)))
+    axes = (*batch, heads)
+    if heads == 1 and set(lead) <= {1}:
+        seen, axes = seen.reshape(seen.shape[-2:]), ()
+    if heads == rows == 1:  # the keys are of two segments, and all queries of the one
+        ids = jnp.broadcast_to(seen[..., 0, :], (*axes, kv_length)).reshape(*axes[:-1], kv_length)
+        return Segments(jnp.ones(q_length, jnp.int32), ids.astype(jnp.int32))
+    return Dense(jnp.broadcast_to(seen, (*axes, q_length, kv_length)))
 
 
 def _as_bias(bias, scores):

@@ -9,6 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
+from attnlab.interop.flax import attention_fn
 from attnlab.masks import Causal, Padding
 from attnlab.nn import GPT, Block, KVCache, Mlp, MultiHeadAttention
 
@@ -213,6 +214,24 @@ def test_shard_map_over_the_data(module, inputs, impl):
     assert_close(
         value_and_gradient(lambda params: sharded(params, inputs), params),
         value_and_gradient(lambda params: module.apply(params, inputs), params),
+    )
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_shard_map_of_a_layer_of_flax_with_padding(impl):
+    layer = nn.MultiHeadAttention(num_heads=4, attention_fn=attention_fn(Causal(), impl=impl))
+    params = layer.init(jax.random.key(1), X)
+    seen = (jnp.arange(6) < jnp.array([[6], [3], [2], [5]]))[:, None, None]
+
+    def apply(params, x, seen):
+        return layer.apply(params, x, mask=seen)
+
+    sharded = jax.shard_map(
+        apply, mesh=mesh((4,), ("data",)), in_specs=(P(), P("data"), P("data")), out_specs=P("data")
+    )
+    assert_close(
+        value_and_gradient(lambda params: sharded(params, X, seen), params),
+        value_and_gradient(lambda params: apply(params, X, seen), params),
     )
 
 
