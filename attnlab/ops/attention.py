@@ -214,7 +214,8 @@ def _choose(impl, arguments, block_sizes, return_lse) -> Explanation:
         why = rejected[impl] if impl in rejected else "; ".join(f"{name}: {why}" for name, why in rejected.items())
         others = f"; use one of {', '.join(map(repr, able))}" if able else ""
         raise ValueError(f"impl = {impl!r} cannot run this: {why}{others}")
-    chosen = impl if impl != "auto" else "dense" if "dense" in able and _is_small(arguments) else able[0]
+    small = is_small(arguments["q"].shape[-3], arguments["k"].shape[-3])
+    chosen = impl if impl != "auto" else "dense" if "dense" in able and small else able[0]
     for name in able:
         if name != chosen:
             rejected[name] = "it could, but " + (
@@ -230,9 +231,8 @@ def _platform_against(name, impl, q) -> str | None:
     return None if needs in (None, here) or may_be_elsewhere else f"it needs a {needs}, and this is a {here}"
 
 
-def _is_small(arguments) -> bool:
+def is_small(q_length: int, kv_length: int) -> bool:
     """Whether tiles would not pay: few scores an example, or a step of decoding, whose scores are linear anyway."""
-    q_length, kv_length = arguments["q"].shape[-3], arguments["k"].shape[-3]
     return q_length * kv_length <= 96 * 96 or q_length <= 16
 
 

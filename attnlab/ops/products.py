@@ -35,37 +35,30 @@ def dot_general(x, kernel, dimension_numbers, precision=None, preferred_element_
     ):
         return lax.dot_general(x, kernel, dimension_numbers, precision, preferred_element_type)
     width = math.prod(kernel.shape[:rank])
-    y = _product(x.reshape(-1, width), kernel.reshape(width, -1), contract=0)
+    y = _product(x.reshape(-1, width), kernel.reshape(width, -1), axes=(1, 0))
     return y.reshape(*x.shape[: x.ndim - rank], *kernel.shape[rank:])
 
 
-def _product(x, y, *, contract: int):
-    """x `[N, K]` by y, its axis `contract` of size K: x·y or x·yᵀ, in their type."""
-    return _product_p.bind(x, y, contract=contract)
+def _product(x, y, *, axes: tuple[int, int]):
+    """Axis axes[0] of the matrix x with axis axes[1] of the matrix y: x·y, x·yᵀ or xᵀ·y, in their type."""
+    return _product_p.bind(x, y, axes=axes)
 
 
-def _plain(x, y, *, contract):
-    return lax.dot_general(x, y, (((1,), (contract,)), ((), ())))
+def _plain(x, y, *, axes):
+    return lax.dot_general(x, y, (((axes[0],), (axes[1],)), ((), ())))
 
 
-def _by_library(x, y, *, contract):
+def _on_cpu(x, y, *, axes):
+    if axes == (0, 0):
+        if x.shape[1] <= y.shape[1]:
+            return _on_cpu(_transposed(x), y, axes=(1, 0))
+        return _transposed(_on_cpu(_transposed(y), x, axes=(1, 0)))
     if x.dtype != jnp.bfloat16:
-        return _plain(x, y, contract=contract)
+        return _plain(x, y, axes=axes)
     # In its bfloat16 form XLA knows no products but these two: the barriers keep away what transposes are around it.
     x, y = lax.optimization_barrier((x, y))
-    z = lax.dot_general(x, y, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)
+    z = lax.dot_general(x, y, (((1,), (axes[1],)), ((), ())), preferred_element_type=jnp.float32)
     return lax.optimization_barrier(z.astype(jnp.bfloat16))
-
-
-def _x_gradient(g, x, y, *, contract):
-    return _product(g, y, contract=1 - contract)
-
-
-def _y_gradient(g, x, y, *, contract):
-    left, right = (x, g) if contract == 0 else (g, x)  # leftᵀ·right
-    if left.shape[1] <= right.shape[1]:
-        return _product(_transposed(left), right, contract=0)
-    return _transposed(_product(_transposed(right), left, contract=0))
 
 
 def _transposed(x):
@@ -78,16 +71,26 @@ def _transposed(x):
     return lax.optimization_barrier(x)
 
 
-def _batched(operands, axes, *, contract):
-    return jax.vmap(lambda x, y: _plain(x, y, contract=contract), axes)(*operands), 0
+def _x_gradient(g, x, y, *, axes):
+    return _product(y, g, axes=(1, 1)) if axes == (0, 0) else _product(g, y, axes=(1, 1 - axes[1]))
 
 
-# A primitive, and no custom_jvp: a cotangent must stay bfloat16 where the sums are float32.
+def _y_gradient(g, x, y, *, axes):
+    return _product(g, x, axes=(0, 0)) if axes == (1, 1) else _product(x, g, axes=(1 - axes[0], 0))
+
+
+def _batched(operands, batch_axes, *, axes):
+    return jax.vmap(lambda x, y: _plain(x, y, axes=axes), batch_axes)(*operands), 0
+
+
+# A primitive, and no custom_jvp: a cotangent must stay bfloat16 where the sums are float32. What a CPU likes is left to
+# the lowering, as a program that is traced on one may be for another platform.
 _product_p = Primitive("matrix_product")
-_product_p.def_impl(jax.jit(_by_library, static_argnames="contract"))
+_product_p.def_impl(jax.jit(_on_cpu, static_argnames="axes"))
 _product_p.def_abstract_eval(
-    lambda x, y, *, contract: x.update(shape=(x.shape[0], y.shape[1 - contract]), weak_type=False)
+    lambda x, y, *, axes: x.update(shape=(x.shape[1 - axes[0]], y.shape[1 - axes[1]]), weak_type=False)
 )
 ad.defbilinear(_product_p, _x_gradient, _y_gradient)
 batching.primitive_batchers[_product_p] = _batched
-mlir.register_lowering(_product_p, mlir.lower_fun(_by_library, multiple_results=False))
+mlir.register_lowering(_product_p, mlir.lower_fun(_plain, multiple_results=False))
+mlir.register_lowering(_product_p, mlir.lower_fun(_on_cpu, multiple_results=False), platform="cpu")

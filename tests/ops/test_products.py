@@ -1,4 +1,5 @@
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -93,6 +94,23 @@ def test_transposes_around_a_bfloat16_product_do_not_reach_it():
     exact = (np.asarray(x, np.float64) @ np.asarray(kernel, np.float64).T @ np.asarray(kernel, np.float64)).T
     # Two roundings to 8 bits, the first of which the second product sums over 16 terms near 4.
     np.testing.assert_allclose(np.asarray(run(x, kernel), np.float64), exact, atol=16 * 4 * 2.0**-8)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_what_a_cpu_likes_stays_out_of_programs_for_other_platforms(dtype):
+    """As where a step is exported: traced on a CPU, to run elsewhere."""
+    x, kernel = arrays((6, 4), (4, 8), dtype=dtype)
+
+    def program(platform):
+        def energy(x, kernel):
+            return jnp.sin(products.dot_general(x, kernel, contraction(x, kernel, 1))).sum()
+
+        module = jax.export.export(jax.jit(jax.grad(energy, (0, 1))), platforms=[platform])(x, kernel).mlir_module()
+        return tuple(module.count(f"stablehlo.{name}") for name in ("dot_general", "transpose", "optimization_barrier"))
+
+    assert program("cuda") == program("tpu") == (3, 0, 0)
+    products_of_cpu, transposes, barriers = program("cpu")
+    assert products_of_cpu == 3 and transposes and barriers
 
 
 def test_explicitly_sharded_arrays_keep_their_sharding():

@@ -1,0 +1,114 @@
+"""An exported step is the model's own, read from bytes, on platforms that are not here."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from attnlab import config as configs
+from attnlab.data.batches import Batch
+from attnlab.interop.export import export_step
+from attnlab.nn import GPT
+from attnlab.training import optimizer as optimizers
+from attnlab.training import state
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+MODEL = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=24)
+PARAMS = MODEL.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+TOKENS = jax.random.randint(jax.random.key(1), (2, 22), 0, 10, jnp.int32)
+
+
+def through_bytes(exported):
+    pytest.importorskip("flatbuffers")
+    return export.deserialize(exported.serialize())
+
+
+def as_it_is(exported):
+    return exported
+
+
+def named(value):
+    return getattr(value, "__name__", str(value))
+
+
+@pytest.mark.parametrize(
+    "carried, options",
+    [
+        (as_it_is, {}),
+        (through_bytes, {}),
+        (through_bytes, {"dtype": jnp.bfloat16}),
+        (through_bytes, {"impl": "blockwise"}),
+        (as_it_is, {"positions": "rotary", "kv_heads": 1, "window": 5}),
+        (as_it_is, {"positions": "alibi"}),
+    ],
+    ids=named,
+)
+def test_a_prompt_and_the_tokens_after_it_give_the_logits_of_the_model(carried, options):
+    model = MODEL.clone(**options)
+    params = model.init(jax.random.key(0), TOKENS[:, :1])
+    prefill, step = (carried(export_step(model, params, batch=2, tokens=tokens)) for tokens in (18, 1))
+    caches = jax.tree.map(jnp.zeros_like, tuple(map(tuple, model.empty_caches(batch=2))))
+    logits, caches = prefill.call(params, TOKENS[:, :18], caches)
+    parts = [logits]
+    for at in range(18, 22):
+        logits, caches = step.call(params, TOKENS[:, at : at + 1], caches)
+        parts.append(logits)
+    expected = model.apply(params, TOKENS)
+    # Logits below 1: of float32, or of some ten layers' results of bfloat16, which has 8 bits.
+    atol = 10 * 2**-8 if model.dtype == jnp.bfloat16 else 1e-5
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), expected, atol=atol)
+    assert caches[0][2].tolist() == [22, 22]
+
+
+@pytest.mark.parametrize("tokens", [1, 300])  # the latter by tiles
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_it_is_for_every_platform_from_any(dtype, tokens):
+    model = MODEL.clone(dtype=dtype, positions="rotary")
+    exported = export_step(model, jax.eval_shape(lambda: PARAMS), tokens=tokens, capacity=300)
+    assert exported.platforms == PLATFORMS
+
+
+def test_other_platforms_get_products_without_what_a_cpu_likes():
+    model = MODEL.clone(dtype=jnp.bfloat16)
+    programs = {name: export_step(model, PARAMS, platforms=[name]).mlir_module() for name in PLATFORMS}
+    assert "optimization_barrier" in programs["cpu"]
+    assert "optimization_barrier" not in programs["cuda"] + programs["tpu"]
+
+
+def test_the_caches_may_keep_more_than_the_context():
+    exported = export_step(MODEL.clone(positions="rotary"), PARAMS, batch=3, tokens=2, capacity=40)
+    assert exported.out_avals[1].shape == (3, 40, 2, 4)
+    assert exported.out_avals[0].shape == (3, 2, 10)
+
+
+def test_a_backend_that_the_model_names_is_kept():
+    programs = {
+        impl: export_step(MODEL.clone(impl=impl), PARAMS).mlir_module() for impl in ("auto", "dense", "blockwise")
+    }
+    assert programs["auto"] == programs["dense"] != programs["blockwise"]
+
+
+def test_more_tokens_than_the_caches_keep_are_refused():
+    with pytest.raises(ValueError, match="8 tokens do not fit a cache of 4"):
+        export_step(MODEL, PARAMS, tokens=8, capacity=4)
+
+
+@pytest.mark.parametrize("carried, dtype", [(as_it_is, jnp.float32), (through_bytes, jnp.bfloat16)], ids=named)
+def test_a_training_step_exports_for_every_platform_and_runs_as_it_does_here(carried, dtype):
+    """Its state crosses as a list of arrays: JAX serializes no types of others', such as optax's."""
+    model = MODEL.clone(dtype=dtype, dropout=0.1, impl="blockwise")
+    optimizer = optimizers.make(configs.default().optimizer, steps=10)
+    before = state.create(model, optimizer, seed=0)
+    batch = Batch(np.asarray(TOKENS), np.arange(2, dtype=np.int32), np.ones(2, np.float32))
+    leaves, structure = jax.tree.flatten(before)
+
+    @jax.jit
+    def step(leaves, batch):
+        after, metrics = state.train_step(model, optimizer, 0, 1, jax.tree.unflatten(structure, leaves), Batch(*batch))
+        return jax.tree.leaves(after), metrics
+
+    exported = carried(export.export(step, platforms=PLATFORMS)(leaves, tuple(batch)))
+    assert exported.platforms == PLATFORMS
+    run, here = exported.call(leaves, tuple(batch)), step(leaves, tuple(batch))
+    jax.tree.map(np.testing.assert_array_equal, run, here)

@@ -1,0 +1,261 @@
+"""attnlab's modules under the transforms of JAX and Flax, written as a user of Flax writes them."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+from attnlab.interop.flax import attention_fn
+from attnlab.masks import Causal, Padding
+from attnlab.nn import GPT, Block, KVCache, Mlp, MultiHeadAttention
+
+X = jax.random.normal(jax.random.key(0), (4, 6, 8))
+TOKENS = jnp.arange(24).reshape(4, 6) % 10
+LAYER = MultiHeadAttention(num_heads=4, mask=Causal())
+MODEL = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+MODULES = {"attention": (LAYER, X), "gpt": (MODEL, TOKENS)}
+IMPLS = ["dense", "blockwise"]
+
+both = pytest.mark.parametrize("module, inputs", MODULES.values(), ids=MODULES)
+
+
+def assert_close(ours, plain):
+    """Some hundred products and sums in another order: each errs by 2^-24 of terms below the largest number of all."""
+    atol = 100 * 2**-24 * max(float(abs(leaf).max()) for leaf in jax.tree.leaves(plain))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol), ours, plain)
+
+
+def value_and_gradient(apply, params):
+    return jax.jit(jax.value_and_grad(lambda params: (apply(params) ** 2).sum()))(params)
+
+
+def mesh(shape, names):
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+@both
+def test_jit(module, inputs):
+    params = jax.jit(module.init)(jax.random.key(1), inputs)
+    assert_close(jax.jit(module.apply)(params, inputs), module.apply(params, inputs))
+
+
+def test_nn_jit():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            return nn.jit(GPT)(10, 1, 2, 8, 6, positions="alibi", name="gpt")(tokens)
+
+    params = Model().init(jax.random.key(1), TOKENS)
+    plain = MODEL.clone(positions="alibi").apply({"params": params["params"]["gpt"]}, TOKENS)
+    assert_close(Model().apply(params, TOKENS), plain)
+
+
+@both
+@pytest.mark.parametrize("impl", IMPLS)
+def test_vmap_over_a_stack_of_parameters(module, inputs, impl):
+    module = module.clone(impl=impl)
+    stack = jax.jit(jax.vmap(module.init, (0, None)))(jax.random.split(jax.random.key(1), 3), inputs)
+    several = jax.jit(jax.vmap(module.apply, (0, None)))(stack, inputs)
+    for i in range(3):
+        assert_close(several[i], module.apply(jax.tree.map(lambda leaf, i=i: leaf[i], stack), inputs))
+
+
+@both
+@pytest.mark.parametrize("impl", IMPLS)
+def test_vmap_over_examples_and_their_gradients(module, inputs, impl):
+    module = module.clone(impl=impl)
+    params = module.init(jax.random.key(1), inputs)
+
+    def gradient(params, one):
+        return jax.grad(lambda params: (module.apply(params, one[None]) ** 2).sum())(params)
+
+    each = jax.jit(jax.vmap(gradient, (None, 0)))(params, inputs)
+    whole = value_and_gradient(lambda params: module.apply(params, inputs), params)[1]
+    assert_close(jax.tree.map(lambda leaf: leaf.sum(0), each), whole)
+
+
+def test_nn_vmap_makes_an_ensemble():
+    ensemble = nn.vmap(
+        MultiHeadAttention, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=3
+    )
+    ensemble = ensemble(num_heads=4, mask=Causal())
+    params = ensemble.init(jax.random.key(1), X)
+    plain = jnp.stack([LAYER.apply(jax.tree.map(lambda leaf, i=i: leaf[i], params), X) for i in range(3)])
+    assert_close(ensemble.apply(params, X), plain)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_grad_is_what_finite_differences_say(impl, float64):
+    block = Block(LAYER.clone(impl=impl), Mlp())
+    params, x = jax.tree.map(lambda leaf: leaf.astype(np.float64), (block.init(jax.random.key(1), X), X))
+    # Differences over steps of 1e-6, of sums near 100, err by 100·1e-16/1e-6.
+    check_grads(jax.jit(lambda params: jnp.sin(block.apply(params, x)).sum()), (params,), 1, ["rev"], atol=1e-6)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_nn_remat(impl):
+    layer = LAYER.clone(impl=impl)
+    params = layer.init(jax.random.key(1), X)
+    again = nn.remat(MultiHeadAttention)(num_heads=4, mask=Causal(), impl=impl)
+    lengths = Padding(jnp.array([6, 3, 2, 5]))
+    assert_close(
+        value_and_gradient(lambda params: again.apply(params, X, mask=lengths), params),
+        value_and_gradient(lambda params: layer.apply(params, X, mask=lengths), params),
+    )
+
+
+class Stack(nn.Module):
+    """Three blocks whose parameters lie in one array, as `nn.scan` keeps them; `remat` within, as is usual."""
+
+    dropout_rate: float = 0.0
+
+    @nn.compact
+    def __call__(self, x, caches=None, deterministic=True):
+        @nn.remat
+        def layer(block, x, cache):
+            y = block(x, cache=cache, deterministic=deterministic)
+            return (y, None) if cache is None else y
+
+        attention = MultiHeadAttention(num_heads=4, mask=Causal(), dropout_rate=self.dropout_rate, parent=None)
+        block = Block(attention, Mlp(parent=None), self.dropout_rate, name="block")
+        scanned = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True}, length=3)
+        return scanned(block, x, caches)
+
+
+def blocks(params):
+    """The blocks of a `Stack`, one after another, each a function of x."""
+    block = Block(LAYER, Mlp())
+    for layer in range(3):
+        one = {"params": jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["params"]["block"])}
+        yield lambda x, one=one, **call: block.apply(one, x, **call)
+
+
+def test_nn_scan_over_layers():
+    params = Stack().init(jax.random.key(1), X)
+
+    def in_turn(params):
+        x = X
+        for block in blocks(params):
+            x = block(x)
+        return x
+
+    assert params["params"]["block"]["attention"]["query"]["kernel"].shape == (3, 8, 4, 2)
+    assert_close(
+        value_and_gradient(lambda params: Stack().apply(params, X)[0], params), value_and_gradient(in_turn, params)
+    )
+
+
+def test_nn_scan_over_layers_decodes_with_their_caches():
+    params = Stack().init(jax.random.key(1), X)
+    caches = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), KVCache.empty(4, 6, 4, 2))
+    first, caches = Stack().apply(params, X[:, :4], caches)
+    last, caches = Stack().apply(params, X[:, 4:], caches)
+    assert_close(jnp.concatenate([first, last], axis=1), Stack().apply(params, X)[0])
+    assert caches.length.tolist() == [[6] * 4] * 3
+
+
+def test_nn_scan_drops_differently_in_each_layer():
+    params = Stack().init(jax.random.key(1), jnp.ones((1, 1, 8)))
+    same = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], leaf.shape), params)
+    dropping = Stack(dropout_rate=0.5)
+
+    @jax.jit
+    def run(seed):
+        return dropping.apply(same, X, deterministic=False, rngs={"dropout": jax.random.key(seed)})[0]
+
+    np.testing.assert_array_equal(run(1), run(1))
+    assert not np.allclose(run(1), run(2))
+    assert_close(dropping.apply(same, X)[0], Stack().apply(same, X)[0])
+
+
+def test_logical_axes_shard_the_parameters():
+    def named(*names):
+        return nn.with_logical_partitioning(nn.initializers.lecun_normal(), names)
+
+    layer = MultiHeadAttention(
+        num_heads=4,
+        mask=Causal(),
+        kernel_init=named("embed", "heads", "kv"),
+        out_kernel_init=named("heads", "kv", "embed"),
+        use_bias=False,
+    )
+    rules = [("embed", None), ("heads", "tensor"), ("kv", None), ("batch", "data")]
+    grid = mesh((2, 2), ("data", "tensor"))
+    specs = nn.get_partition_spec(jax.eval_shape(layer.init, jax.random.key(1), X))
+    shardings = nn.logical_to_mesh_sharding(specs, grid, rules)
+    assert shardings["params"]["out"]["kernel"].spec == P("tensor", None, None)
+    params = nn.unbox(jax.jit(layer.init, out_shardings=shardings)(jax.random.key(1), X))
+    assert params["params"]["query"]["kernel"].sharding.shard_shape((8, 4, 2)) == (8, 2, 2)
+
+    @jax.jit
+    def step(params, x):
+        with nn.logical_axis_rules(rules):
+            x = nn.with_logical_constraint(x, ("batch", None, "embed"), mesh=grid)
+            return value_and_gradient(lambda params: layer.apply(params, x), params)
+
+    x = jax.device_put(X, NamedSharding(grid, P("data")))
+    value, gradient = step(params, x)
+    plain = LAYER.clone(use_bias=False)
+    alone = jax.device_put(params, jax.devices()[0])
+    assert_close((value, gradient), value_and_gradient(lambda params: plain.apply(params, X), alone))
+    assert gradient["params"]["query"]["kernel"].sharding.shard_shape((8, 4, 2)) == (8, 2, 2)
+
+
+@both
+@pytest.mark.parametrize("impl", IMPLS)
+def test_shard_map_over_the_data(module, inputs, impl):
+    module = module.clone(impl=impl)
+    params = module.init(jax.random.key(1), inputs)
+    sharded = jax.shard_map(module.apply, mesh=mesh((4,), ("data",)), in_specs=(P(), P("data")), out_specs=P("data"))
+    assert_close(
+        value_and_gradient(lambda params: sharded(params, inputs), params),
+        value_and_gradient(lambda params: module.apply(params, inputs), params),
+    )
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_shard_map_of_a_layer_of_flax_with_padding(impl):
+    layer = nn.MultiHeadAttention(num_heads=4, attention_fn=attention_fn(Causal(), impl=impl))
+    params = layer.init(jax.random.key(1), X)
+    seen = (jnp.arange(6) < jnp.array([[6], [3], [2], [5]]))[:, None, None]
+
+    def apply(params, x, seen):
+        return layer.apply(params, x, mask=seen)
+
+    sharded = jax.shard_map(
+        apply, mesh=mesh((4,), ("data",)), in_specs=(P(), P("data"), P("data")), out_specs=P("data")
+    )
+    assert_close(
+        value_and_gradient(lambda params: sharded(params, X, seen), params),
+        value_and_gradient(lambda params: apply(params, X, seen), params),
+    )
+
+
+def test_shard_map_drops_the_same_elements_with_a_key_an_example():
+    model = MODEL.clone(dropout=0.5)
+    params = model.init(jax.random.key(1), TOKENS)
+
+    def apply(params, tokens, keys):
+        return model.apply(params, tokens, deterministic=False, dropout_key=keys)
+
+    sharded = jax.shard_map(
+        apply, mesh=mesh((4,), ("data",)), in_specs=(P(), P("data"), P("data")), out_specs=P("data")
+    )
+    keys = jax.random.split(jax.random.key(2), 4)
+    assert_close(jax.jit(sharded)(params, TOKENS, keys), apply(params, TOKENS, keys))
+
+
+def test_nn_map_variables_changes_the_parameters_that_a_module_sees():
+    halved = nn.map_variables(
+        MultiHeadAttention,
+        "params",
+        trans_in_fn=lambda params: jax.tree.map(lambda leaf: leaf / 2, params),
+        trans_out_fn=lambda params: jax.tree.map(lambda leaf: leaf * 2, params),
+        init=True,
+    )(num_heads=4, mask=Causal())
+    params = halved.init(jax.random.key(1), X)
+    assert_close(halved.apply(params, X), LAYER.apply(jax.tree.map(lambda leaf: leaf / 2, params), X))
