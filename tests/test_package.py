@@ -62,7 +62,7 @@ def test_ops_depend_on_jax_alone():
             assert {name.split(".")[0] for name in names} <= allowed, path.name
 
 
-SURFACES = (attnlab, attnlab.masks, attnlab.nn, attnlab.score_mods)
+SURFACES = [attnlab, *(value for value in map(attnlab.__dict__.get, attnlab.__all__) if inspect.ismodule(value))]
 NAMES = {name: getattr(module, name) for module in SURFACES for name in module.__all__}
 
 

@@ -103,48 +103,45 @@ class Environment:
         return self.run("-m", "pip", "--disable-pip-version-check", *arguments, check=check)
 
 
+@pytest.fixture
+def folder(tmp_path):
+    """A folder that is not kept: an environment takes a gigabyte."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
 @pytest.mark.slow
-def test_another_project_gets_all_it_needs_and_nothing_else(tmp_path):
-    environment = Environment(tmp_path)
-    constraints = REPOSITORY / "constraints.txt"
+def test_another_project_gets_all_it_needs_and_nothing_else(folder):
+    environment, constraints = Environment(folder), REPOSITORY / "constraints.txt"
     probe = environment.pip(
-        "--retries=1",
-        "--timeout=20",
-        "download",
-        "--no-deps",
-        "-d",
-        tmp_path,
-        "-c",
-        constraints,
-        "absl-py",
-        check=False,
+        "--retries=1", "--timeout=20", "download", "--no-deps", "-d", folder, "absl-py", check=False
     )
     if probe.returncode:
         pytest.skip(f"no package registry can be reached: {probe.stderr.strip().splitlines()[-1]}")
 
-    # Copies, for a build leaves its traces beside the source.
-    source, ignore = tmp_path / "source", (".*", "__pycache__", "build", "dist", "runs", "*.egg-info")
+    # Built from a copy, for a build leaves its traces beside the source.
+    source, ignore = folder / "source", (".*", "__pycache__", "build", "dist", "runs", "*.egg-info")
     shutil.copytree(REPOSITORY, source, ignore=shutil.ignore_patterns(*ignore))
-    environment.pip("wheel", "--no-deps", "-w", tmp_path / "wheels", source)
-    (wheel,) = (tmp_path / "wheels").iterdir()
+    environment.pip("wheel", "--no-deps", "-w", folder / "wheels", source)
+    (wheel,) = (folder / "wheels").iterdir()
     assert {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name} == {
         path.relative_to(REPOSITORY).as_posix()
         for path in (REPOSITORY / "attnlab").rglob("*")
         if path.suffix == ".py" or path.name == "py.typed"
     }
 
-    environment.pip("install", "-c", constraints, wheel)
+    environment.pip("install", "--no-compile", "-c", constraints, wheel)
     environment.pip("install", "-c", constraints, source / "tests" / "downstream")
     environment.pip("check")
     installed = environment.run("-c", "import attnlab; print(attnlab.__file__)").stdout
-    assert Path(installed.strip()).is_relative_to(tmp_path / "environment")
+    assert Path(installed.strip()).is_relative_to(folder / "environment")
     for absent in ("pytest", "matplotlib", "tensorflow"):
         assert environment.run("-c", f"import {absent}", check=False).returncode, f"{absent} is there"
     said = environment.run("-W", "error", "-m", "unittest", "discover", "-s", DOWNSTREAM / "tests").stderr
     assert said.rstrip().endswith("OK")
 
     assert "--config" in environment.run("-m", "attnlab.train", "--help").stdout
-    config, workdir = tmp_path / "tiny.py", tmp_path / "run"
+    config, workdir = folder / "tiny.py", folder / "run"
     config.write_text(TINY)
     environment.run("-m", "attnlab.train", f"--config={config}", f"--workdir={workdir}")
     assert environment.run("-m", "attnlab.sample", f"--workdir={workdir}", "--max_tokens=5").stdout
