@@ -23,6 +23,8 @@ from hypothesis import settings
 # For the processes that tests start; this one has read its environment.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["TFDS_DATA_DIR"] + "/programs"
 
+collect_ignore = ["downstream"]  # somebody else's project: `test_wheel.py` runs its tests, where attnlab is installed
+
 logging.set_verbosity(logging.ERROR)
 settings.register_profile("attnlab", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("attnlab")

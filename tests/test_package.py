@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import inspect
 import json
 import pkgutil
 import re
@@ -19,13 +20,14 @@ import attnlab
 
 PACKAGE = Path(attnlab.__file__).parent
 MODULES = [found.name for found in pkgutil.walk_packages([str(PACKAGE)], "attnlab.") if "__main__" not in found.name]
-HEAVY = ("array_record", "grain", "matplotlib", "orbax", "tensorboardX", "tensorflow", "tensorflow_datasets")
+LIGHT = {"attnlab", "jaxtyping", "ml_collections", "tokenizers"}  # neither optax nor orbax, TFDS, grain, matplotlib
 
 
-def test_importing_attnlab_loads_nothing_heavy():
-    program = f"import attnlab, sys; print([name for name in {HEAVY} if name in sys.modules])"
+def test_importing_attnlab_loads_little_that_jax_and_flax_do_not():
+    loaded = "{name.split('.')[0] for name in sys.modules}"
+    program = f"import sys, jax, flax; before = {loaded}; import attnlab; print(*({loaded} - before))"
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert out.strip() == "[]"
+    assert set(out.split()) - sys.stdlib_module_names <= LIGHT
 
 
 LAYERS = {
@@ -61,8 +63,12 @@ def test_ops_depend_on_jax_alone():
             assert {name.split(".")[0] for name in names} <= allowed, path.name
 
 
+SURFACES = [attnlab, *(value for value in map(attnlab.__dict__.get, attnlab.__all__) if inspect.ismodule(value))]
+NAMES = {name: getattr(module, name) for module in SURFACES for name in module.__all__}
+
+
 def public():
-    for module in (attnlab, attnlab.masks, attnlab.nn, attnlab.score_mods):
+    for module in SURFACES:
         for name in module.__all__:
             value = getattr(module, name)
             if callable(value):
@@ -72,17 +78,41 @@ def public():
 @pytest.mark.parametrize("value", list(public()))
 def test_every_public_name_is_documented(value):
     assert value.__doc__ and not value.__doc__.startswith(f"{value.__name__}(")
+    if inspect.isclass(value):
+        fields = getattr(value, "__dataclass_fields__", ())
+        for name, member in vars(value).items():
+            is_method = callable(member) or isinstance(member, classmethod | staticmethod | property)
+            if is_method and name not in fields and (name == "__call__" or not name.startswith("_")):
+                assert inspect.getdoc(getattr(value, name)), name
+
+
+@pytest.mark.parametrize("value", list(public()))
+def test_every_public_name_has_an_example_that_runs_with_public_names_alone(value):
+    names = NAMES | {"jax": jax, "jnp": jnp, "np": np, "Path": Path}
+    examples = doctest.DocTestFinder().find(value, value.__name__, module=False, globs=names)
+    runs = any(not example.options.get(doctest.SKIP) for test in examples for example in test.examples)
+    assert runs or value is attnlab.load, "it has no example"
+    for test in examples:
+        assert doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test).failed == 0
+
+
+@pytest.mark.parametrize("module", SURFACES, ids=lambda module: module.__name__)
+def test_nothing_but_the_public_names_and_submodules_is_seen(module):
+    seen = {name for name in dir(module) if not name.startswith("_") and f"{module.__name__}.{name}" not in sys.modules}
+    seen.discard("jaxtyping")  # brought by the hook that checks annotations in the tests
+    assert seen <= set(module.__all__)
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_documented_examples_run(name):
+def test_examples_of_what_is_not_public_run(name):
     if name == "attnlab.bench.torchattention":
         pytest.importorskip("torch")  # it runs under a Python that has it
     module = importlib.import_module(name)
-    names = {"jax": jax, "jnp": jnp, "np": np, "Path": Path, "Causal": attnlab.masks.Causal} | vars(module)
-    names.setdefault("whole", attnlab.ops.tiles.whole)
-    results = doctest.testmod(module, extraglobs=names, optionflags=doctest.NORMALIZE_WHITESPACE)
-    assert results.failed == 0
+    names = NAMES | {"jax": jax, "jnp": jnp, "np": np, "Path": Path} | vars(module)
+    for test in doctest.DocTestFinder().find(module, extraglobs=names):
+        owner = test.name.removeprefix(name).strip(".").partition(".")[0]
+        if owner not in NAMES or NAMES[owner] is not getattr(module, owner):  # else it has run above
+            assert doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test).failed == 0
 
 
 def test_the_examples_of_the_readme_run():

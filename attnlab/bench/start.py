@@ -1,4 +1,4 @@
-"""Starting: from the training command to its first finished step, and from the sampling command to its first character.
+"""Starting: the import, the training command to its first finished step, the sampling command to its first character.
 
 python -m attnlab.bench start [--config=configs/sancho.py:small] [--rounds=5] [--json=start.json]
 
@@ -6,8 +6,8 @@ Whole processes, from the moment they are started until what is waited for stand
 compiled before (an empty JAX_COMPILATION_CACHE_DIR); warm: the command again, on what the cold one has left there. Both
 find their files in the system's cache. Without --config, configs/quickstart.py starts. With --peer_path nanoGPT's
 train.py starts on the same text and sizes, eager; it validates before its first step, here on one batch of each text.
-Figures, medians of seconds: start_cold_s, start_warm_s, start_nanogpt_s, first_character_cold_s and
-first_character_warm_s.
+Figures, medians of seconds: import_flax_s (`import jax, flax`), import_attnlab_s (these and attnlab), start_cold_s,
+start_warm_s, start_nanogpt_s, first_character_cold_s and first_character_warm_s.
 """
 
 import os
@@ -31,6 +31,8 @@ from attnlab.data import corpora, tokenizers
 from attnlab.errors import UserError
 
 QUICKSTART = "configs/quickstart.py"
+IMPORTS = {"flax": "import jax, flax", "attnlab": "import jax, flax, attnlab"}
+IMPORTED = rb"imported"
 FIRST_STEP = rb"(?m)^first step finished"
 FIRST_CHARACTER = rb"(?s)."
 FIRST_STEP_OF_PEER = rb"(?m)^iter 0:"
@@ -71,12 +73,16 @@ def _starts(values, config, arguments, folder: Path) -> dict[str, dict[str, list
     short = ["--config.steps=2", "--config.eval.windows=1", "--config.sample.length=1"]
     trained = folder / "trained"
     _finish([*train, *arguments, *short, f"--workdir={trained}"], folder)
-    seconds = {"start": {"cold": [], "warm": []}, "first character": {"cold": [], "warm": []}}
+    seconds = {"import": {name: [] for name in IMPORTS}}
+    seconds |= {what: {"cold": [], "warm": []} for what in ("start", "first character")}
     peer = None
     if values.peer_path:
         peer = _peer(values, config, folder / "peer")
         seconds["start"]["nanogpt"] = []
     for number in range(values.rounds):
+        for name, program in IMPORTS.items():
+            command = [sys.executable, "-c", f"{program}; print('imported')"]
+            seconds["import"][name].append(seconds_until(IMPORTED, command, folder))
         for kind in ("cold", "warm"):
             cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / f"cache-{number}")}
             command = [*train, *arguments, f"--workdir={folder}/{kind}-{number}"]

@@ -58,6 +58,9 @@ class AdditiveAttention(nn.Module):
 
         Returns:
           c, `[B, Tq, Fk]`; 0 in rows that see nothing.
+
+        Raises:
+          ValueError: what `attnlab.attention` raises, e.g. for a mask that does not fit.
         """
         memory = inputs_q if inputs_kv is None else inputs_kv
         options = {"dtype": self.dtype, "kernel_init": self.kernel_init}

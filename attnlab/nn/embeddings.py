@@ -17,6 +17,9 @@ def cosine_similarity(u: Float[Array, "*M F"], v: Float[Array, "*N F"]) -> Float
     Returns:
       `[axes of u, axes of v]`, in [−1, 1] to rounding.
 
+    Raises:
+      ValueError: vectors of two widths.
+
     >>> cosine_similarity(jnp.array([[3.0, 0.0], [1.0, 1.0]]), jnp.array([2.0, 0.0]))
     Array([1.        , 0.70710677], dtype=float32)
     """
@@ -26,6 +29,8 @@ def cosine_similarity(u: Float[Array, "*M F"], v: Float[Array, "*N F"]) -> Float
         squares = (x**2).sum(axis=-1, keepdims=True)
         return x * jnp.where(squares == 0, 0, jax.lax.rsqrt(jnp.where(squares == 0, 1, squares)))
 
+    if jnp.shape(u)[-1:] != jnp.shape(v)[-1:]:
+        raise ValueError(f"u has shape {jnp.shape(u)} and v {jnp.shape(v)}: give both the same width, the last axis")
     return jnp.tensordot(unit(u), unit(v), axes=(-1, -1))
 
 

@@ -54,6 +54,10 @@ class Head(nn.Module):
 
         Returns:
           `[B, T, head_dim]`.
+
+        Raises:
+          ValueError: what `attnlab.attention` raises, e.g. for a mask that does not fit.
+          flax.errors.InvalidRngError: weights drop, but there is no `dropout` rng.
         """
 
         def project(name):
@@ -98,7 +102,11 @@ class StackedHeads(nn.Module):
     def __call__(
         self, x: Float[Array, "B T F"], *, mask: Mask | None = None, deterministic: bool = True
     ) -> Float[Array, "B T HD"]:
-        """Attends with every head; see `Head`. Returns `[B, T, num_heads · head_dim]`, head 0 first."""
+        """Attends with every head; arguments and errors are those of `Head`.
+
+        Returns:
+          `[B, T, num_heads · head_dim]`, head 0 first.
+        """
         head = Head(
             self.head_dim,
             self.use_bias,

@@ -47,6 +47,9 @@ class GRU(nn.Module):
           cache: the state `[B, d]` after what came before (`empty_cache` at the start); the new one is then returned
             as well.
 
+        Returns:
+          `[B, T, d]`, and with a cache the new one.
+
         Raises:
           ValueError: another mask, or inputs or a cache of another shape.
         """
@@ -58,7 +61,7 @@ class GRU(nn.Module):
         return out if cache is None else (out, state)
 
     def empty_cache(self, batch: int, features: int) -> Float[Array, "B d"]:
-        """The state before the first token.
+        """The state before the first token, `[batch, d]` zeros; `features` is the input's width.
 
         >>> GRU().empty_cache(batch=2, features=3).shape
         (2, 3)
@@ -108,6 +111,9 @@ class CausalConv(nn.Module):
           cache: the last R = (k − 1)·dilation inputs `[B, R, F]` (`empty_cache` at the start); the new ones are then
             returned as well.
 
+        Returns:
+          `[B, T, d]`, and with a cache the new one.
+
         Raises:
           ValueError: another mask, inputs or a cache of another shape, a kernel or dilation below 1.
         """
@@ -126,7 +132,7 @@ class CausalConv(nn.Module):
         return out if cache is None else (out, seen[:, seen.shape[1] - before.shape[1] :])
 
     def empty_cache(self, batch: int, features: int) -> Float[Array, "B R F"]:
-        """The inputs before the first token: zeros.
+        """The inputs before the first token, `[batch, R, features]` zeros; ValueError for a kernel or dilation below 1.
 
         >>> CausalConv(kernel_size=3, dilation=4).empty_cache(batch=2, features=5).shape
         (2, 8, 5)

@@ -40,13 +40,17 @@ class KVCache(NamedTuple):
 
     @classmethod
     def empty(cls, batch: int, capacity: int, kv_heads: int, head_dim: int, dtype=jnp.float32) -> "KVCache":
-        """A cache of `capacity` S that has seen nothing."""
+        """A cache of `capacity` S positions that has seen nothing, its keys and values of type `dtype`."""
         shape = (batch, capacity, kv_heads, head_dim)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((batch,), jnp.int32))
 
     @property
     def capacity(self) -> int:
-        """S, how many positions are kept."""
+        """S, how many positions are kept.
+
+        >>> KVCache.empty(batch=2, capacity=8, kv_heads=1, head_dim=4).capacity
+        8
+        """
         return self.key.shape[1]
 
     def positions(self) -> Int[Array, "B S"]:
@@ -153,7 +157,8 @@ class MultiHeadAttention(nn.Module):
 
         Raises:
           ValueError: a width that the heads do not divide, head counts that do not divide, a cache with `inputs_kv` or
-            with `positions`.
+            with `positions`, `rotary_base` with `inputs_kv`, and what `attnlab.attention` raises.
+          flax.errors.InvalidRngError: weights drop, but there is neither `dropout_key` nor a `dropout` rng.
         """
         width = inputs_q.shape[-1]
         kv_heads = self.kv_heads or self.num_heads

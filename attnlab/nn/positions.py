@@ -47,7 +47,7 @@ def rotary(x: Float[Array, "*B T H D"], positions: Int[Array, "..."], base: floa
       `[..., T, H, D]` in x's type.
 
     Raises:
-      ValueError: D is odd.
+      ValueError: D is odd, or there is not a position for each row.
 
     >>> q = rotary(jnp.ones((3, 1, 2)), jnp.arange(3))
     >>> print(np.asarray(q[:, 0]).round(2))
@@ -55,6 +55,10 @@ def rotary(x: Float[Array, "*B T H D"], positions: Int[Array, "..."], base: floa
      [-0.3   1.38]
      [-1.33  0.49]]
     """
+    if np.shape(positions) not in (x.shape[-3:-2], x.shape[:-2]):
+        raise ValueError(
+            f"positions have shape {np.shape(positions)}, expected {x.shape[-3:-2]} or {x.shape[:-2]}: one place a row"
+        )
     angles = _angles(positions, x.shape[-1], base, "rotary positions")[..., None, :]
     sin, cos = jnp.sin(angles), jnp.cos(angles)
     first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, jnp.float32)), 2, axis=-1)
@@ -63,7 +67,7 @@ def rotary(x: Float[Array, "*B T H D"], positions: Int[Array, "..."], base: floa
 
 
 class LearnedPositions(nn.Module):
-    """A vector for each of `context` places, as in GPT-2.
+    """A vector for each of `context` places (Vaswani et al. 2017, section 3.5; as in GPT-2).
 
     Attributes:
       context: how many places there are.

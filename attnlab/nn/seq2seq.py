@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float, Int
 
 from attnlab.ops.masks import Padding
@@ -47,7 +48,15 @@ class Seq2Seq(nn.Module):
 
         Returns:
           float32 `[B, T, V]`.
+
+        Raises:
+          ValueError: the rows of the three differ in number.
         """
+        if np.shape(lengths) != source.shape[:1] or inputs.shape[:1] != source.shape[:1]:
+            raise ValueError(
+                f"source has shape {source.shape}, lengths {np.shape(lengths)} and inputs {inputs.shape}: expected "
+                "[B, S], [B] and [B, T], a row for each example"
+            )
         embed = nn.Embed(self.vocab_size, self.width, name="embed")
         read = nn.Bidirectional(
             nn.RNN(nn.GRUCell(self.width), name="forward"), nn.RNN(nn.GRUCell(self.width), name="backward")
@@ -86,7 +95,12 @@ class _DecoderStep(nn.Module):
 def alignment(
     model: Seq2Seq, params, source: Int[Array, "B S"], lengths: Int[Array, " B"], inputs: Int[Array, "B T"]
 ) -> Float[Array, "B T S"]:
-    """The weight with which each output looks at each source token, the mean over heads; arguments as for the model.
+    """The weight with which each output looks at each source token (Bahdanau et al. 2015, figure 3).
+
+    Arguments and errors are those of the model.
+
+    Returns:
+      `[B, T, S]`, the mean over heads; a row sums to 1.
 
     >>> from attnlab.nn import AdditiveAttention
     >>> model = Seq2Seq(vocab_size=10, width=8, attention=AdditiveAttention())

@@ -145,14 +145,15 @@ def merge(
 ) -> tuple[Float[Array, "*B Tq H Dv"], Float[Array, "*B Tq H"]]:
     """Joins attention over disjoint sets of keys into attention over all of them.
 
-    With o_p and lse_p those of part p: lse = log Σ_p e^lse_p, o = Σ_p e^(lse_p − lse) o_p. Sinks go to one part only,
-    or they count as often as they are given.
+    With o_p and lse_p those of part p: lse = log Σ_p e^lse_p, o = Σ_p e^(lse_p − lse) o_p (Milakov and Gimelshein
+    2018, section 3.1). Sinks go to one part only, or they count as often as they are given.
 
     Args:
-      parts: what `attention(..., return_lse=True)` gave for the same queries and each set of keys.
+      parts: what `attention(..., return_lse=True)` gave for the same queries and each set of keys, (`[..., Tq, H, Dv]`,
+        `[..., Tq, H]`).
 
     Returns:
-      (out, lse) as one call would have given them, differentiable.
+      (out, lse) of the same shapes, as one call would have given them, differentiable.
 
     Raises:
       ValueError: no parts, or parts of different shapes.
@@ -182,7 +183,10 @@ def merge(
 def explain(q, k, v, *terms, impl: str = "auto", block_sizes=None, return_lse: bool = False, **named) -> Explanation:
     """Which backend `attention` would run for these arguments, and for every other one the reason it would not.
 
-    Takes the arguments of `attention` and raises what it raises.
+    Takes the arguments of `attention` and raises what it raises. Nothing runs: under `jit` it answers as well.
+
+    Returns:
+      (backend, rejected): a name, and a dict from the other names to reasons; printed, one line each.
 
     >>> q = k = v = jnp.ones((5, 4, 8))
     >>> print(explain(q, k, v, mask=Causal()))

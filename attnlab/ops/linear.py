@@ -28,6 +28,11 @@ class LinearState(NamedTuple):
     Attributes:
       kv: S, `[..., Hk, D, Dv]`, D here the number of features that the feature map makes.
       k: z, `[..., Hk, D]`.
+
+    >>> k = v = jnp.ones((7, 2, 4))  # length 7, 2 heads of 4
+    >>> _, state = linear_attention(k, k, v, return_state=True)
+    >>> state.kv.shape, state.k.shape
+    ((2, 4, 4), (2, 4))
     """
 
     kv: Float[Array, "*B Hk D Dv"]
@@ -58,7 +63,7 @@ def linear_attention(
     impl: str = "chunked",
     chunk_size: int = 64,
 ):
-    """Attention without a softmax, in time linear in the length.
+    """Attention without a softmax, in time linear in the length (Katharopoulos et al. 2020, equations 7 to 12).
 
     Features, sums and the state are float32 (float64 for float64). A query that sees no key returns 0.
 

@@ -45,6 +45,7 @@ class Mask(Node):
     Attributes:
       positional: whether the answer depends on positions, which must then be explicit when Tq ≠ Tk.
 
+    >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True)
     ... class Even(Mask):
     ...     def visible(self, tile):
@@ -58,13 +59,34 @@ class Mask(Node):
     positional = False
 
     def visible(self, tile: Tile) -> Bool[Array, "..."]:
-        """Bool, broadcastable to the tile's scores, elementwise in its coordinates: may these see those?"""
+        """May these queries see those keys?
+
+        Args:
+          tile: coordinates, each broadcastable to the scores `[..., H, queries, keys]` (the last two axes may be
+            swapped): `example`, `head`, `q_position`, `kv_position`, `q_index`, `kv_index`.
+
+        Returns:
+          bool, broadcastable to the scores, elementwise in the coordinates.
+        """
         raise TypeError(f"{type(self).__name__} defines no visible(tile): write it in the subclass")
 
     def bounds(self, tiling: Tiling) -> tuple[Bool[Array, "..."], Bool[Array, "..."]]:
         """(some, all), broadcastable to `[..., H, nQ, nK]`: may any pair of a tile be visible, must all be?
 
-        As it stands here it draws the mask, one row of tiles after another; intervals answer faster.
+        As it stands here it draws the mask, one row of tiles after another; intervals answer faster. `tiling` has
+        `q_position`, `kv_position`, `q_index` and `kv_index`, each a pair: the lowest and the highest of every tile.
+
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True)
+        ... class First(Mask):
+        ...     def visible(self, tile):
+        ...         return tile.kv_index == 0
+        ...
+        ...     def bounds(self, tiling):
+        ...         lowest, highest = tiling.kv_index
+        ...         return lowest == 0, highest == 0
+        >>> First().tiles(1, 4, block_sizes=(1, 2))
+        (array([[[[ True, False]]]]), array([[[[False, False]]]]))
         """
 
         def row(i):
@@ -99,7 +121,11 @@ class Mask(Node):
           when everything is known while tracing.
 
         Raises:
-          ValueError: positions matter, Tq ≠ Tk, and none are given.
+          ValueError: positions matter, Tq ≠ Tk, and none are given; a block size below 1.
+
+        >>> SlidingWindow(left=1).tiles(4, 4, block_sizes=(2, 2))[0].astype(int)[0, 0]
+        array([[1, 0],
+               [1, 1]])
         """
         require_positions(self, q_length, kv_length, q_positions, kv_positions)
         if min(block_sizes) < 1:
@@ -123,11 +149,19 @@ class Mask(Node):
 
         Functions close over nothing: what they closed over has become leaves. And large arrays reach to `q_length` and
         `kv_length`, the ends of the last tiles, so that their parts are slices.
+
+        >>> Dense(jnp.ones((3, 3), bool)).for_tiles(4, 6).array.shape
+        (4, 6)
         """
         return self
 
     def check(self, batch: tuple[int, ...], num_heads: int, q_length: int, kv_length: int) -> None:
-        """Raises ValueError when the mask's arrays do not fit scores `[*batch, num_heads, q_length, kv_length]`."""
+        """Raises ValueError when the mask's arrays do not fit scores `[*batch, num_heads, q_length, kv_length]`.
+
+        >>> Padding(jnp.array([3, 4])).check(batch=(3,), num_heads=1, q_length=5, kv_length=5)
+        Traceback (most recent call last):
+        ValueError: Padding lengths of shape (2,): expected () or q's batch axes (3,), one a row
+        """
 
     def dense(
         self,
@@ -151,6 +185,9 @@ class Mask(Node):
 
         Raises:
           ValueError: positions matter, Tq ≠ Tk, and none are given.
+
+        >>> Causal().dense(1, 4, q_positions=jnp.array([2]), kv_positions=jnp.arange(4)).astype(int)
+        Array([[1, 1, 1, 0]], dtype=int32)
         """
         require_positions(self, q_length, kv_length, q_positions, kv_positions)
         tile = whole(q_length, kv_length, num_heads, q_positions, kv_positions, batch)
@@ -185,7 +222,7 @@ def require_positions(mask, q_length, kv_length, q_positions, kv_positions, what
 
 @dataclass(frozen=True)
 class Causal(Mask):
-    """A query sees its own position and those before it: j ≤ i.
+    """A query sees its own position and those before it: j ≤ i (Vaswani et al. 2017, section 3.2.3).
 
     >>> Causal().dense(3, 3).astype(int)
     Array([[1, 0, 0],
@@ -207,7 +244,7 @@ class SlidingWindow(Mask):
     """A query sees `left` positions before it, `right` after it, and itself: i − left ≤ j ≤ i + right.
 
     With w = left + right + 1 neighbours attention costs O(w·n·d) (restricted self-attention, Vaswani et al. 2017,
-    section 4).
+    section 4). Both are whole numbers of positions; below 0 they are a ValueError.
 
     >>> SlidingWindow(left=1, right=1).dense(4, 4).sum(axis=-1)
     Array([2, 3, 3, 2], dtype=int32)
@@ -237,7 +274,8 @@ class SlidingWindow(Mask):
 class PrefixLM(Mask):
     """A query sees a prefix of its sequence whole, and the rest causally: j < length or j ≤ i (Raffel et al. 2020).
 
-    `length` is an int array with exactly q's batch axes, or one number for all.
+    `length`, in positions, is an int array with exactly q's batch axes, or one number for all; anything else is a
+    ValueError of `attention`.
 
     >>> PrefixLM(2).dense(3, 3).astype(int)
     Array([[1, 1, 0],
@@ -253,7 +291,7 @@ class PrefixLM(Mask):
 
     def bounds(self, tiling):
         length = _per_example(self.length)
-        return Or.of(_at_most(tiling.kv_position, Span(length - 1, length - 1)), Causal().bounds(tiling))
+        return Or._of(_at_most(tiling.kv_position, Span(length - 1, length - 1)), Causal().bounds(tiling))
 
     def check(self, batch, num_heads, q_length, kv_length):
         _check_per_example("PrefixLM length", self.length, batch)
@@ -263,7 +301,8 @@ class PrefixLM(Mask):
 class Padding(Mask):
     """A query sees the first `lengths` keys of its row: index j < lengths.
 
-    `lengths` is an int array with exactly q's batch axes, or one number for all.
+    `lengths`, in keys, is an int array with exactly q's batch axes, or one number for all; anything else is a
+    ValueError of `attention`.
 
     >>> Padding(jnp.array([1, 3])).dense(1, 3).astype(int)[:, 0, 0]
     Array([[1, 0, 0],
@@ -289,6 +328,7 @@ class Segments(Mask):
 
     `q_ids` is an int array `[Tq]` or `[..., Tq]` with exactly q's batch axes, `kv_ids` likewise for the keys; None
     when they are those of the queries. Ids in any order; neighbours with equal ids make tiles that can be skipped.
+    Another shape is a ValueError of `attention`.
 
     >>> (Segments(jnp.array([0, 0, 1, 1])) & Causal()).dense(4, 4).astype(int)
     Array([[1, 0, 0, 0],
@@ -326,7 +366,8 @@ class Segments(Mask):
 class BlockSparse(Mask):
     """A query sees the keys of the blocks that are set: `blocks[i // size, j // size]` (Child et al. 2019).
 
-    `blocks` is bool `[ceil(Tq / size), ceil(Tk / size)]` or `[..., H or 1, …, …]` with q's batch axes, by index.
+    `blocks` is bool `[ceil(Tq / size), ceil(Tk / size)]` or `[..., H or 1, …, …]` with q's batch axes, by index;
+    another shape or type is a ValueError of `attention`, a size below 1 one at once.
 
     >>> BlockSparse(jnp.eye(2, dtype=bool), size=2).dense(4, 4).astype(int)
     Array([[1, 1, 0, 0],
@@ -379,7 +420,8 @@ class MaskFn(Mask):
     """Any rule: query at position i sees key at position j where `fn(b, h, i, j, *arrays)`.
 
     The function is called with scalars, example b (counted through all batch axes), head h and positions, and is
-    applied to all pairs at once; `arrays` come to it whole. It may close over arrays as well.
+    applied to all pairs at once; `arrays` come to it whole. It may close over arrays as well. One that takes other
+    arguments, or returns no bool scalar, is a ValueError of `attention`.
 
     >>> strided = MaskFn(lambda b, h, i, j, stride: (i - j) % stride[h] == 0, jnp.array([1, 2]))
     >>> (strided & Causal()).dense(3, 3, num_heads=2).astype(int)[1]
@@ -408,6 +450,8 @@ class MaskFn(Mask):
 @dataclass(frozen=True)
 class Dense(Mask):
     """Any mask, written out: bool `[Tq, Tk]` or `[..., H or 1, Tq, Tk]` with q's batch axes.
+
+    Another shape or type is a ValueError of `attention`; nothing is broadcast silently.
 
     >>> Dense(jnp.eye(2, dtype=bool)).dense(2, 2).astype(int)
     Array([[1, 0],
@@ -450,7 +494,7 @@ class _Joint(Mask):
         return self.a.positional or self.b.positional
 
     def bounds(self, tiling):
-        return self.of(self.a.bounds(tiling), self.b.bounds(tiling))
+        return self._of(self.a.bounds(tiling), self.b.bounds(tiling))
 
     def check(self, *shape):
         self.a.check(*shape)
@@ -462,33 +506,51 @@ class _Joint(Mask):
 
 @dataclass(frozen=True)
 class And(_Joint):
-    """Visible where both are: `a & b`."""
+    """Visible where both are: `a & b`.
+
+    >>> (Causal() & Padding(2)).dense(3, 3).astype(int)
+    Array([[1, 0, 0],
+           [1, 1, 0],
+           [1, 1, 0]], dtype=int32)
+    """
 
     def visible(self, tile):
         return self.a.visible(tile) & self.b.visible(tile)
 
     @staticmethod
-    def of(a, b):
+    def _of(a, b):
         """(some, all) of two masks joined."""
         return a[0] & b[0], a[1] & b[1]
 
 
 @dataclass(frozen=True)
 class Or(_Joint):
-    """Visible where either is: `a | b`."""
+    """Visible where either is: `a | b`.
+
+    >>> (Causal() | Padding(2)).dense(3, 3).astype(int)
+    Array([[1, 1, 0],
+           [1, 1, 0],
+           [1, 1, 1]], dtype=int32)
+    """
 
     def visible(self, tile):
         return self.a.visible(tile) | self.b.visible(tile)
 
     @staticmethod
-    def of(a, b):
+    def _of(a, b):
         """(some, all) of two masks joined."""
         return a[0] | b[0], a[1] | b[1]
 
 
 @dataclass(frozen=True)
 class Not(Mask):
-    """Visible where `a` is not: `~a`."""
+    """Visible where `a` is not: `~a`.
+
+    >>> (~Causal()).dense(3, 3).astype(int)
+    Array([[0, 1, 1],
+           [0, 0, 1],
+           [0, 0, 0]], dtype=int32)
+    """
 
     a: Mask
 
@@ -512,6 +574,9 @@ class Not(Mask):
 
 def join(*masks: Mask | None) -> Mask | None:
     """The conjunction of the masks that are not None; None when there are none.
+
+    Raises:
+      TypeError: something is no mask.
 
     >>> join(None, Causal(), None)
     Causal()

@@ -27,30 +27,73 @@ class ScoreMod(Node):
 
     Attributes:
       positional: whether it compares positions, which must then be explicit when Tq ≠ Tk.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class Temperature(ScoreMod):
+    ...     temperature: float
+    ...
+    ...     def apply(self, scores, tile):
+    ...         return scores / self.temperature
+    >>> q, k = jnp.ones((1, 1, 1)), jnp.array([0.0, 1.0])[:, None, None]
+    >>> print(np.asarray(attention_weights(q, k, score_mod=Temperature(0.1))[0]).round(4))
+    [[0. 1.]]
     """
 
     positional = False
 
     def apply(self, scores: Float[Array, "..."], tile: Tile) -> Float[Array, "..."]:
-        """The new scores of a tile, elementwise in the scores and the tile's coordinates."""
+        """The new scores of a tile, elementwise in the scores and the tile's coordinates.
+
+        Args:
+          scores: `[..., H, queries, keys]`, scale·q·k and what came before this mod; the last two axes may be swapped.
+          tile: their coordinates, each broadcastable to them: `example`, `head`, `q_position`, `kv_position`,
+            `q_index`, `kv_index`.
+
+        Returns:
+          `[..., H, queries, keys]`, as `scores`.
+
+        >>> SoftCap(2.0).apply(jnp.array([0.0, 100.0]), tile=None)
+        Array([0., 2.], dtype=float32)
+        """
         raise TypeError(f"{type(self).__name__} defines no apply(scores, tile): write it in the subclass")
 
     def opened(self, score_type) -> "ScoreMod":
-        """The same mod, whose functions close over nothing: what they closed over has become leaves."""
+        """The same mod, whose functions close over nothing traced: what they closed over has become leaves.
+
+        Args:
+          score_type: type of the scores.
+
+        >>> @jax.jit
+        ... def leaves(slope):
+        ...     mod = ScoreFn(lambda score, b, h, i, j: slope * score)
+        ...     return jax.tree.leaves(mod), jax.tree.leaves(mod.opened(jnp.float32))
+        >>> leaves(jnp.float32(2.0))
+        ([], [Array(2., dtype=float32)])
+        """
         return self
 
     def check(self, num_heads: int) -> None:
-        """Raises ValueError when the mod's arrays do not fit `num_heads` heads."""
+        """Raises ValueError when the mod's arrays do not fit `num_heads` heads; `attention` asks.
+
+        >>> ALiBi(jnp.ones(3)).check(num_heads=2)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ValueError: ALiBi slopes have shape (3,), expected (2,): one slope a head, e.g. ...
+        """
 
 
 @dataclass(frozen=True)
 class ALiBi(ScoreMod):
     """Attention with linear biases: score − slope·|i − j|, one slope a head (Press et al. 2022, section 3).
 
-    >>> tile_scores = ALiBi(jnp.array([0.5])).apply(jnp.zeros((1, 2, 2)), whole(2, 2))
-    >>> tile_scores[0]
-    Array([[ 0. , -0.5],
-           [-0.5,  0. ]], dtype=float32)
+    `slopes` is `[H]`, in logits for each position of distance; another shape is a ValueError of `attention`.
+
+    >>> q = k = jnp.zeros((3, 1, 4))  # every score 0
+    >>> weights = attention_weights(q, k, score_mod=ALiBi(jnp.log(jnp.array([2.0]))))
+    >>> print(np.asarray(weights[0]).round(2))  # each position farther halves them
+    [[0.57 0.29 0.14]
+     [0.25 0.5  0.25]
+     [0.14 0.29 0.57]]
     """
 
     slopes: Float[Array, " H"]
@@ -72,14 +115,15 @@ class ALiBi(ScoreMod):
 class RelativeBias(ScoreMod):
     """Adds a learned number for every head and distance: score + table[h, clip(j − i)] (Shaw et al. 2018, eq. 4).
 
-    `table` is `[H, 2·R + 1]`; column R + d is for keys d positions after the query, and distances beyond ±R share
-    the columns at the ends.
+    `table` is `[H, 2·R + 1]`, in logits; column R + d is for keys d positions after the query, and distances beyond
+    ±R share the columns at the ends. Another shape is a ValueError of `attention`.
 
-    >>> table = jnp.arange(3.0)[None]  # before, here, after
-    >>> RelativeBias(table).apply(jnp.zeros((1, 3, 3)), whole(3, 3))[0]
-    Array([[1., 2., 2.],
-           [0., 1., 2.],
-           [0., 0., 1.]], dtype=float32)
+    >>> q = k = jnp.zeros((3, 1, 4))  # every score 0
+    >>> table = jnp.log(jnp.array([[1.0, 2.0, 4.0]]))  # before, here, after
+    >>> print(np.asarray(attention_weights(q, k, score_mod=RelativeBias(table))[0]).round(2))
+    [[0.2  0.4  0.4 ]
+     [0.14 0.29 0.57]
+     [0.25 0.25 0.5 ]]
     """
 
     table: Float[Array, "H distances"]
@@ -102,6 +146,9 @@ class RelativeBias(ScoreMod):
 @dataclass(frozen=True)
 class SoftCap(ScoreMod):
     """Scores kept within ±cap: cap·tanh(score / cap) (Gemma Team 2024, section 2).
+
+    `cap` is a number above 0, in logits, or an array of shape `()`; anything else is a ValueError, of an array when
+    `attention` gets it.
 
     >>> SoftCap(2.0).apply(jnp.array([0.0, 100.0]), tile=None)
     Array([0., 2.], dtype=float32)
@@ -127,12 +174,14 @@ class ScoreFn(ScoreMod):
 
     The function is called with scalars, example b (counted through all batch axes), head h, positions i of the query
     and j of the key, and is applied to all pairs at once; `arrays` come to it whole, and get gradients. It may close
-    over arrays as well; they get gradients too.
+    over arrays as well; they get gradients too. One that takes other arguments, or returns no floating scalar, is a
+    ValueError of `attention`.
 
     >>> nearer = ScoreFn(lambda score, b, h, i, j, weight: score - weight * (i - j) ** 2, jnp.array(0.5))
-    >>> nearer.apply(jnp.zeros((1, 2, 2)), whole(2, 2))[0]
-    Array([[ 0. , -0.5],
-           [-0.5,  0. ]], dtype=float32)
+    >>> q = k = jnp.zeros((2, 1, 4))  # every score 0
+    >>> print(np.asarray(attention_weights(q, k, score_mod=nearer)[0]).round(2))  # 0.5 lower off the diagonal
+    [[0.62 0.38]
+     [0.38 0.62]]
     """
 
     fn: Callable
@@ -159,9 +208,17 @@ def alibi_slopes(num_heads: int) -> Float[Array, " H"]:
     Otherwise those of the power of two below, and every other one of the power of two above (Press et al. 2022,
     footnote 5 of section 3).
 
+    Returns:
+      float32 `[num_heads]`, in logits for each position of distance.
+
+    Raises:
+      ValueError: `num_heads` is below 1.
+
     >>> alibi_slopes(3)
     Array([0.0625    , 0.00390625, 0.25      ], dtype=float32)
     """
+    if num_heads < 1:
+        raise ValueError(f"num_heads = {num_heads}: expected 1 or more")
     power = 2 ** int(np.log2(num_heads))
     slopes = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]
     slopes += [2.0 ** (-4 * (2 * h + 1) / power) for h in range(num_heads - power)]

@@ -55,19 +55,31 @@ def test_cold_and_warm_take_turns_on_caches_of_their_own(tmp_path, monkeypatch, 
     monkeypatch.setattr(start, "_finish", lambda command, folder: None)
     options = [CONFIG, *OVERRIDES, *peer(), "--rounds=2", f"--json={tmp_path}/figures.json"]
     assert main(["bench", "start", *options]) == 0
-    signs = [start.FIRST_STEP, start.FIRST_STEP, start.FIRST_CHARACTER, start.FIRST_CHARACTER, start.FIRST_STEP_OF_PEER]
+    signs = [
+        start.IMPORTED,
+        start.IMPORTED,
+        start.FIRST_STEP,
+        start.FIRST_STEP,
+        start.FIRST_CHARACTER,
+        start.FIRST_CHARACTER,
+        start.FIRST_STEP_OF_PEER,
+    ]
     assert [sign for sign, _, _ in asked] == signs * 2
+    assert [command[-1] for _, command, _ in asked[:2]] == [f"{i}; print('imported')" for i in start.IMPORTS.values()]
+    asked = [ask for ask in asked if ask[0] != start.IMPORTED]
     caches = [cache for _, _, cache in asked]
     assert caches[0] == caches[1] and caches[2] == caches[3]
     assert len({caches[0], caches[2], caches[5], caches[7]}) == 4
     assert "--config.model.width=16" in asked[0][1] and "--n_embd=16" in asked[4][1]
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures == {
-        "start_cold_s": 3.5,
-        "start_warm_s": 4.5,
-        "start_nanogpt_s": 7.5,
-        "first_character_cold_s": 5.5,
-        "first_character_warm_s": 6.5,
+        "import_flax_s": 4.5,
+        "import_attnlab_s": 5.5,
+        "start_cold_s": 6.5,
+        "start_warm_s": 7.5,
+        "start_nanogpt_s": 10.5,
+        "first_character_cold_s": 8.5,
+        "first_character_warm_s": 9.5,
     }
     assert "from the command" in capsys.readouterr().out
 
@@ -78,7 +90,8 @@ def test_the_real_commands_come_to_their_first_step_and_character(tmp_path):
     assert main(["bench", "start", CONFIG, *OVERRIDES, "--rounds=1", f"--json={figures}"]) == 0
     kept = json.loads(figures.read_text())
     kinds = ("cold", "warm")
-    assert set(kept) == {f"{what}_{kind}_s" for what in ("start", "first_character") for kind in kinds}
+    expected = {f"{what}_{kind}_s" for what in ("start", "first_character") for kind in kinds}
+    assert set(kept) == expected | {"import_flax_s", "import_attnlab_s"}
 
 
 @pytest.mark.parametrize(

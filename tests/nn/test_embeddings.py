@@ -32,6 +32,11 @@ def test_an_id_that_is_no_token_is_one_line():
             nearest(EMBEDDING, jnp.array([wrong]), count=1)
 
 
+def test_two_widths_are_one_line(own_errors):
+    with pytest.raises(ValueError, match=r"u has shape \(2, 3\) and v \(4,\): give both the same width"):
+        cosine_similarity(jnp.ones((2, 3)), jnp.ones(4))
+
+
 def test_a_vector_of_zeros_has_a_finite_gradient():
     assert jnp.isfinite(jax.grad(lambda u: cosine_similarity(u, EMBEDDING).sum())(jnp.zeros(6))).all()
 

@@ -59,6 +59,12 @@ def test_an_odd_width_has_no_pairs(encode):
         encode()
 
 
+@pytest.mark.parametrize("shape", [(4,), (5, 1), (1, 5), (3, 5)])
+def test_rotary_needs_a_place_for_each_row(shape, own_errors):
+    with pytest.raises(ValueError, match=r"positions have shape .*, expected \(5,\) or \(2, 5\): one place a row"):
+        rotary(jnp.ones((2, 5, 3, 8)), jnp.ones(shape, int))
+
+
 def test_learned_positions_look_up_their_table():
     table = LearnedPositions(context=6, features=4)
     params = table.init(jax.random.key(0), jnp.arange(6))

@@ -52,3 +52,8 @@ def test_minus_one_lets_it_go_on_from_its_own_choice(layer):
     written = model.apply(params, BATCH.source, BATCH.lengths, free).argmax(-1)
     fed = np.concatenate([BATCH.inputs[:, :1], written[:, :-1]], axis=1)
     np.testing.assert_array_equal(model.apply(params, BATCH.source, BATCH.lengths, fed).argmax(-1), written)
+
+
+def test_a_length_for_each_source(own_errors):
+    with pytest.raises(ValueError, match=r"source has shape \(6, .*, lengths \(3,\) and inputs .*: expected"):
+        made(AdditiveAttention())[0].init(jax.random.key(0), BATCH.source, BATCH.lengths[:3], BATCH.inputs)

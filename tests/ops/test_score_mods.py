@@ -50,6 +50,11 @@ def test_a_cap_is_above_zero(own_errors):
         SoftCap(-1.0)
 
 
+def test_there_are_no_slopes_for_no_heads():
+    with pytest.raises(ValueError, match="num_heads = 0: expected 1 or more"):
+        alibi_slopes(0)
+
+
 def test_numbers_are_static_and_arrays_are_leaves():
     assert jax.tree.leaves((SoftCap(2.0), ScoreFn(max))) == []
     assert len(jax.tree.leaves((ALiBi(alibi_slopes(2)), ScoreFn(max, jnp.ones(2)), SoftCap(jnp.array(2.0))))) == 3

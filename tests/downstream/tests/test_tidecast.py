@@ -1,0 +1,85 @@
+"""The forecaster learns, and what it rests on is right. Run by `python -m unittest discover -s tests`."""
+
+import unittest
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tidecast import gauges, training
+from tidecast.archive import Archive
+from tidecast.model import OVERLAP, Forecaster, forecast
+
+LEVELS = gauges.levels(seed=0, stations=16, hours=400)
+
+
+class TestForecaster(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.model = Forecaster()
+        cls.params, cls.losses = training.train(cls.model, LEVELS, steps=60)
+
+    def test_the_loss_falls(self):
+        self.assertLess(np.mean(self.losses[-5:]), np.mean(self.losses[:5]) / 2)
+
+    def test_hour_by_hour_equals_the_full_pass(self):
+        history, lengths, levels = training.batch(LEVELS, seed=1, longest=60, hours=12)
+        whole = self.model.apply(self.params, history, lengths, levels)
+        memory = self.model.apply(self.params, history, lengths, method="encode")
+        cache = self.model.empty_cache(*levels.shape)
+        decode = jax.jit(partial(self.model.apply, method="decode"))
+        rows, prefilled = [], levels[:, :OVERLAP]
+        for part in (prefilled, *np.split(levels[:, OVERLAP:], levels.shape[1] - OVERLAP, axis=1)):
+            row, cache = decode(self.params, part, memory, lengths, cache)
+            rows.append(row)
+        self.assertEqual(cache.length.tolist(), [levels.shape[1]] * len(levels))
+        np.testing.assert_allclose(jnp.concatenate(rows, axis=1), whole, atol=1e-5)
+
+    def test_a_forecast_reads_each_history_to_its_end_and_no_further(self):
+        history, lengths, _ = training.batch(LEVELS, seed=2, longest=60, hours=12)
+        predicted = forecast(self.model, self.params, history, lengths, hours=12)
+        self.assertEqual(predicted.shape, (16, 12))
+        history = np.where(np.arange(60) < lengths[:, None], history, np.nan)
+        np.testing.assert_array_equal(forecast(self.model, self.params, history, lengths, hours=12), predicted)
+        shorter = lengths[0]
+        alone = forecast(self.model, self.params, history[:1, :shorter], lengths[:1], hours=12)
+        np.testing.assert_allclose(alone[0], predicted[0], atol=1e-4)
+
+
+class TestArchive(unittest.TestCase):
+    def setUp(self):
+        self.archive = Archive(jnp.asarray(LEVELS[0]))
+        self.times = jnp.array([100, 250, 388])
+        days, self.followed = (LEVELS[0][self.times[:, None] + np.arange(*hours)] for hours in ((-25, 0), (0, 12)))
+        self.question = jnp.asarray(days), self.times, jnp.float32(0.001)
+
+    def test_shards_give_what_the_whole_gives(self):
+        whole = self.archive.forecast(*self.question)
+        np.testing.assert_allclose(self.archive.forecast(*self.question, shards=5), whole, atol=1e-5)
+
+    def test_the_weights_are_those_of_the_forecast_and_see_nothing_of_the_future(self):
+        weights = self.archive.weights(*self.question)
+        np.testing.assert_allclose(weights.sum(axis=-1), 1, atol=1e-5)
+        self.assertFalse(weights[self.archive.times > self.times[:, None]].any())
+        by_hand = weights @ self.archive.followed[:, 0]
+        np.testing.assert_allclose(by_hand, self.archive.forecast(*self.question), atol=1e-5)
+
+    def test_forgetting_can_be_learned_in_shards(self):
+        def error(forgetting, shards):
+            predicted = self.archive.forecast(*self.question[:2], forgetting, shards)
+            return jnp.mean((predicted - self.followed) ** 2)
+
+        slopes = [jax.jit(jax.grad(error), static_argnums=1)(0.01, shards) for shards in (1, 4)]
+        self.assertNotEqual(slopes[0], 0)
+        np.testing.assert_allclose(*slopes, rtol=1e-3)
+
+    def test_the_past_is_a_fair_guide(self):
+        error = np.abs(self.archive.forecast(*self.question) - self.followed).mean()
+        self.assertLess(error, np.abs(self.followed).mean() / 2)
+
+    def test_it_is_known_what_runs(self):
+        self.assertRegex(self.archive.backend(*self.question), r"^runs \w+\nnot ")
+
+
+if __name__ == "__main__":
+    unittest.main()

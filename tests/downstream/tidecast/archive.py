@@ -1,0 +1,61 @@
+"""What followed when it looked like this before: attention from today into an archive, a shard at a time."""
+
+import jax.numpy as jnp
+
+import attnlab
+from attnlab.masks import Causal
+from attnlab.score_mods import ScoreFn, SoftCap
+
+
+class Archive:
+    """Days of a gauge, each with the hours that followed it, and when those were over.
+
+    Attributes:
+      days: `[N, 1, D]`, scaled to length 1: what is compared is the shape of a day.
+      followed: `[N, 1, hours]`, levels in metres.
+      times: `[N]`, hours since the archive began.
+    """
+
+    def __init__(self, levels, day: int = 25, hours: int = 12):
+        starts = jnp.arange(len(levels) - day - hours + 1)
+        self.days = _shape(levels[starts[:, None] + jnp.arange(day)])
+        self.followed = levels[starts[:, None] + day + jnp.arange(hours)][:, None]
+        self.times = starts + day + hours
+
+    def _question(self, days, times, forgetting):
+        older = ScoreFn(lambda score, b, h, i, j, rate: score - rate * (i - j), forgetting)
+        terms = {"mask": Causal(), "score_mod": (SoftCap(30.0), older), "scale": 30.0}
+        return _shape(days), terms | {"q_positions": times}
+
+    def forecast(self, days, times, forgetting, shards: int = 1):
+        """What followed days like these, the likest counting most.
+
+        Args:
+          days: `[Q, D]`, levels in metres.
+          times: `[Q]`, when they ended; only what was over by then is looked at.
+          forgetting: by how much a score falls with each hour of age.
+          shards: parts of the archive that are read one after another.
+
+        Returns:
+          `[Q, hours]`, levels in metres.
+        """
+        q, terms = self._question(days, times, forgetting)
+        parts = [
+            attnlab.attention(q, k, v, kv_positions=at, return_lse=True, **terms)
+            for k, v, at in zip(*(jnp.array_split(x, shards) for x in (self.days, self.followed, self.times)))
+        ]
+        return attnlab.merge(parts)[0][:, 0]
+
+    def weights(self, days, times, forgetting):
+        """How much each day of the archive counts, `[Q, N]`."""
+        q, terms = self._question(days, times, forgetting)
+        return attnlab.attention_weights(q, self.days, kv_positions=self.times, **terms)[0]
+
+    def backend(self, days, times, forgetting) -> str:
+        """Which kernel would compute `forecast`, and why no other."""
+        q, terms = self._question(days, times, forgetting)
+        return str(attnlab.explain(q, self.days, self.followed, kv_positions=self.times, **terms))
+
+
+def _shape(days):
+    return (days / jnp.linalg.norm(days, axis=-1, keepdims=True))[:, None]
