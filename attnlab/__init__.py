@@ -1,6 +1,6 @@
 """attnlab: the attention laboratory for JAX and Flax."""
 
-from attnlab import masks, nn, score_mods
+from attnlab import interop, masks, nn, score_mods
 from attnlab.loading import load
 from attnlab.ops.attention import attention, attention_weights, explain, implementations, merge
 from attnlab.ops.linear import LinearState, linear_attention
@@ -11,6 +11,7 @@ __all__ = [
     "attention_weights",
     "explain",
     "implementations",
+    "interop",
     "linear_attention",
     "load",
     "masks",

@@ -9,6 +9,8 @@ from jax import export
 from attnlab.nn import GPT, KVCache
 from attnlab.ops.attention import is_small
 
+__all__ = ["export_step"]
+
 
 def export_step(
     model: GPT,

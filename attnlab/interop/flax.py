@@ -13,6 +13,8 @@ from attnlab.ops.masks import Causal, Dense, Mask, Segments, join
 from attnlab.ops.score_mods import ScoreMod
 from attnlab.types import Array
 
+__all__ = ["attention_fn"]
+
 
 def attention_fn(
     mask: Mask | None = None,
@@ -47,6 +49,7 @@ def attention_fn(
       name an argument that it cannot honour, and what to do. Make it once: two of them are not equal, so that what is
       compiled for one layer is compiled again for the other.
 
+    >>> import flax.linen as nn
     >>> layer = nn.MultiHeadDotProductAttention(num_heads=2, attention_fn=attention_fn(Causal()))
     >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
     (2, 5, 8)

@@ -21,6 +21,8 @@ from attnlab.interop import tensors
 from attnlab.interop.tensors import Tensor
 from attnlab.nn import GPT
 
+__all__ = ["from_hf", "save_hf", "to_hf"]
+
 # `activation_function` in config.json, the first of each kind is what is written.
 _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
@@ -105,6 +107,11 @@ def to_hf(model: GPT, params) -> dict:
 
     Raises:
       UserError: an option that GPT-2 lacks, parameters that are not the model's, or torch is not installed.
+
+    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+    >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    >>> to_hf(model, params)["transformer.h.0.attn.c_attn.weight"].shape
+    torch.Size([8, 24])
     """
     torch = import_torch("to_hf")
     return {name: torch.from_numpy(array.copy()) for name, array in _state(model, params).items()}
@@ -123,6 +130,13 @@ def save_hf(folder: str | Path, model: GPT, params, tokenizer=None) -> Path:
 
     Raises:
       UserError: as for `to_hf`; a folder that is there and not empty; a tokenizer of another kind.
+
+    >>> import tempfile
+    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+    >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    >>> folder = save_hf(Path(tempfile.mkdtemp()) / "gpt2", model, params)
+    >>> sorted(path.name for path in folder.iterdir())
+    ['config.json', 'model.safetensors']
     """
     safetensors = _import_safetensors()
     folder = Path(folder).absolute()

@@ -15,6 +15,8 @@ from attnlab.interop.tensors import Tensor
 from attnlab.nn import GPT, Block, Head, Mlp, MultiHeadAttention, StackedHeads
 from attnlab.ops.masks import Causal
 
+__all__ = ["from_nanogpt", "from_torch", "to_nanogpt", "to_torch"]
+
 
 class _Equal(NamedTuple):
     """The module that computes what one of torch does, and where its parameters stand there."""
@@ -49,8 +51,10 @@ def from_torch(source) -> tuple[nn.Module, dict]:
     Raises:
       UserError: another class, an option that attnlab's module lacks, a parameter that is not float32 or 16 bits.
 
-    >>> import torch  # doctest: +SKIP
-    >>> module, params = from_torch(torch.nn.MultiheadAttention(8, num_heads=2))  # doctest: +SKIP
+    >>> import torch
+    >>> module, params = from_torch(torch.nn.MultiheadAttention(8, num_heads=2))
+    >>> module.apply(params, jnp.ones((3, 5, 8))).shape  # [batch, length, features]
+    (3, 5, 8)
     """
     equal = _equal(source)
     shapes = tensors.shapes_of(equal.module, *equal.inputs)
@@ -71,6 +75,12 @@ def to_torch(params, like) -> dict:
 
     Raises:
       UserError: as for `from_torch`; parameters that are missing, too many, or of another shape.
+
+    >>> import torch
+    >>> theirs = torch.nn.MultiheadAttention(8, num_heads=2)
+    >>> module, params = from_torch(theirs)
+    >>> theirs.load_state_dict(to_torch(params, like=theirs))
+    <All keys matched successfully>
     """
     torch = huggingface.import_torch("to_torch")
     equal = _equal(like)
@@ -95,7 +105,14 @@ def from_nanogpt(path: str | Path) -> tuple[GPT, dict]:
     Raises:
       UserError: no such file, or none of nanoGPT's; a tensor that is missing, one too many or of another shape.
 
-    >>> model, params = from_nanogpt("out-shakespeare-char/ckpt.pt")  # doctest: +SKIP
+    >>> import tempfile, torch
+    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6, activation="gelu")
+    >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    >>> sizes = {"vocab_size": 10, "n_layer": 1, "n_head": 2, "n_embd": 8, "block_size": 6, "bias": True}
+    >>> path = Path(tempfile.mkdtemp()) / "ckpt.pt"
+    >>> torch.save({"model": to_nanogpt(model, params), "model_args": sizes}, path)  # as nanoGPT's train.py does
+    >>> from_nanogpt(path)[0] == model
+    True
     """
     torch = huggingface.import_torch("from_nanogpt")
     if not Path(path).is_file():
@@ -145,6 +162,11 @@ def to_nanogpt(model: GPT, params) -> dict:
 
     Raises:
       UserError: an option that nanoGPT lacks; parameters that are not the model's.
+
+    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6, activation="gelu", use_bias=False)
+    >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    >>> to_nanogpt(model, params)["transformer.h.0.attn.c_attn.weight"].shape
+    torch.Size([24, 8])
     """
     torch = huggingface.import_torch("to_nanogpt")
     huggingface.make_config(model)  # refuses what GPT-2 lacks

@@ -55,7 +55,7 @@ def rotary(x: Float[Array, "*B T H D"], positions: Int[Array, "..."], base: floa
      [-0.3   1.38]
      [-1.33  0.49]]
     """
-    if np.shape(positions) not in (x.shape[-3:-2], x.shape[:-2]):
+    if np.shape(positions)[-1:] != x.shape[-3:-2] or np.ndim(positions) > x.ndim - 2:
         raise ValueError(
             f"positions have shape {np.shape(positions)}, expected {x.shape[-3:-2]} or {x.shape[:-2]}: one place a row"
         )

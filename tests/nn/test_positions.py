@@ -49,6 +49,7 @@ def test_rotary_takes_positions_for_each_row():
     x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
     positions = jnp.stack([jnp.arange(5), jnp.arange(5) + 7])
     np.testing.assert_allclose(rotary(x, positions)[1], rotary(x[1], jnp.arange(5) + 7), atol=1e-6)
+    np.testing.assert_array_equal(rotary(x, positions[1:]), rotary(x, positions[1]))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_an_odd_width_has_no_pairs(encode):
         encode()
 
 
-@pytest.mark.parametrize("shape", [(4,), (5, 1), (1, 5), (3, 5)])
+@pytest.mark.parametrize("shape", [(4,), (5, 1), (1, 2, 5)])
 def test_rotary_needs_a_place_for_each_row(shape, own_errors):
     with pytest.raises(ValueError, match=r"positions have shape .*, expected \(5,\) or \(2, 5\): one place a row"):
         rotary(jnp.ones((2, 5, 3, 8)), jnp.ones(shape, int))
