@@ -36,7 +36,7 @@ LAYERS = {
     "data": {"errors"},
     "config": {"data", "errors", "nn", "ops"},
     "training": {"config", "data", "errors", "nn", "ops", "types"},
-    "interop": {"config", "data", "errors", "loading", "nn", "ops", "training", "types"},
+    "interop": {"data", "errors", "nn", "ops", "types"},
 }
 
 

@@ -83,14 +83,7 @@ def from_hf(source, config: Mapping | None = None) -> tuple[GPT, dict]:
             config = read_config(path)
         state = _read(path)
     model = make_model(config, name)
-    prefix = "transformer." if any(key.startswith("transformer.") for key in state) else ""
-    places = layout(model, prefix)
-    # The output layer is the embedding again; older files hold the causal mask.
-    masks = [f"{prefix}h.{i}.attn.{mask}" for i in range(model.num_layers) for mask in ("bias", "masked_bias")]
-    shapes = tensors.shapes_of(model, jnp.zeros((1, 1), jnp.int32))
-    params = tensors.load(places, state, shapes, name, ignored=["lm_head.weight", *masks])
-    check_tied(state, params, name)
-    return model, {"params": jax.tree.map(jnp.asarray, params)}
+    return model, load_state(model, state, name)
 
 
 def to_hf(model: GPT, params) -> dict:
@@ -113,8 +106,9 @@ def to_hf(model: GPT, params) -> dict:
     >>> to_hf(model, params)["transformer.h.0.attn.c_attn.weight"].shape
     torch.Size([8, 24])
     """
-    torch = import_torch("to_hf")
-    return {name: torch.from_numpy(array.copy()) for name, array in _state(model, params).items()}
+    torch = tensors.import_torch("to_hf")
+    state = unload_state(*_with_biases(model, params))
+    return {name: torch.from_numpy(array.copy()) for name, array in state.items()}
 
 
 def save_hf(folder: str | Path, model: GPT, params, tokenizer=None) -> Path:
@@ -140,7 +134,7 @@ def save_hf(folder: str | Path, model: GPT, params, tokenizer=None) -> Path:
     """
     safetensors = _import_safetensors()
     folder = Path(folder).absolute()
-    config, state = make_config(model), _state(model, params)
+    config, state = make_config(model), unload_state(*_with_biases(model, params))
     del state["lm_head.weight"]  # tied
     files = {"config.json": config, **({} if tokenizer is None else _tokenizer_files(tokenizer))}
     if "tokenizer.json" in files:
@@ -279,14 +273,48 @@ def make_config(model: GPT) -> dict:
     }
 
 
-def layout(model: GPT, prefix: str = "transformer.", transposed: bool = False) -> list[Tensor]:
-    """Where the parameters of a GPT stand in GPT-2's state dict.
+def load_state(model: GPT, state: Mapping, name: str, transposed: bool = False) -> dict:
+    """The variables of a GPT in a state dict of GPT-2's names.
 
     Args:
       model: with learned positions.
-      prefix: of all names.
+      state: tensors by name.
+      name: what it is called in errors.
       transposed: whether kernels are `[out, in]`, as torch's Linear and nanoGPT have them; GPT-2 has `[in, out]`.
+
+    Raises:
+      UserError: a tensor is missing, one too many or of another shape, or the output layer is not the embedding.
     """
+    prefix = "transformer." if any(key.startswith("transformer.") for key in state) else ""
+    # The output layer is the embedding again; older files hold the causal mask.
+    masks = [f"{prefix}h.{i}.attn.{mask}" for i in range(model.num_layers) for mask in ("bias", "masked_bias")]
+    shapes = tensors.shapes_of(model, _TOKENS)
+    params = tensors.load(_layout(model, prefix, transposed), state, shapes, name, ignored=["lm_head.weight", *masks])
+    head = state.get("lm_head.weight")
+    if head is not None and not np.array_equal(
+        tensors.as_numpy(head, f"{name}: lm_head.weight"), params["embed"]["embedding"]
+    ):
+        raise UserError(f"{name}: lm_head.weight is not the embedding: GPT has no output layer of its own")
+    return {"params": jax.tree.map(jnp.asarray, params)}
+
+
+def unload_state(model: GPT, params, transposed: bool = False) -> dict[str, np.ndarray]:
+    """The state dict of GPT-2's names that holds a GPT's variables: what `load_state` reads.
+
+    Raises:
+      UserError: an option that GPT-2 lacks, parameters that are not the model's.
+    """
+    make_config(model)  # refuses what GPT-2 lacks
+    params = tensors.check(params, tensors.shapes_of(model, _TOKENS), "the model")
+    state = tensors.unload(_layout(model, "transformer.", transposed), params)
+    return state | {"lm_head.weight": state["transformer.wte.weight"]}
+
+
+_TOKENS = np.zeros((1, 1), np.int32)
+
+
+def _layout(model: GPT, prefix: str, transposed: bool) -> list[Tensor]:
+    """Where the parameters of a GPT stand in GPT-2's state dict."""
     width, hidden = model.width, round(model.mlp_ratio * model.width)
     places = [
         Tensor(f"{prefix}wte.weight", (model.vocab_size, width), ("embed/embedding",)),
@@ -316,35 +344,15 @@ def layout(model: GPT, prefix: str = "transformer.", transposed: bool = False) -
     return [*places, *norm(f"{prefix}ln_f", "final_norm")]
 
 
-def check_tied(state: Mapping, params, name: str) -> None:
-    """Raises UserError where a state dict has an output layer other than the embedding."""
-    head = state.get("lm_head.weight")
-    if head is not None and not np.array_equal(
-        tensors.as_numpy(head, f"{name}: lm_head.weight"), params["embed"]["embedding"]
-    ):
-        raise UserError(f"{name}: lm_head.weight is not the embedding: GPT has no output layer of its own")
-
-
-def import_torch(what: str):
-    """The module torch; UserError where it is not installed."""
-    try:
-        import torch
-    except ImportError as error:
-        raise UserError(f"{what} needs torch, which is not installed: pip install torch") from error
-    return torch
-
-
-def _state(model, params) -> dict[str, np.ndarray]:
-    make_config(model)  # refuses what GPT-2 lacks
-    shapes = tensors.shapes_of(model, jnp.zeros((1, 1), jnp.int32))
-    params = tensors.check(params, shapes, "the model")
-    if not model.use_bias:
-        model = model.clone(use_bias=True)
-        flat = traverse_util.flatten_dict(tensors.shapes_of(model, jnp.zeros((1, 1), jnp.int32)), sep="/")
-        flat = {path: np.zeros(leaf.shape, np.float32) for path, leaf in flat.items()}
-        params = traverse_util.unflatten_dict(flat | traverse_util.flatten_dict(params, sep="/"), sep="/")
-    state = tensors.unload(layout(model), params)
-    return state | {"lm_head.weight": state["transformer.wte.weight"]}
+def _with_biases(model: GPT, params) -> tuple[GPT, dict]:
+    """The same function with biases, of 0 where there were none: GPT-2 always has them."""
+    if model.use_bias:
+        return model, params
+    params = tensors.check(params, tensors.shapes_of(model, _TOKENS), "the model")
+    model = model.clone(use_bias=True)
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), tensors.shapes_of(model, _TOKENS))
+    flat = {path: leaf for tree in (zeros, params) for path, leaf in traverse_util.flatten_dict(tree).items()}
+    return model, {"params": traverse_util.unflatten_dict(flat)}
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:

@@ -112,6 +112,15 @@ def as_numpy(array, name: str) -> np.ndarray:
     raise UserError(f"{name} is {array.dtype}, expected float32, or 16 bits: convert it first")
 
 
+def import_torch(what: str):
+    """The module torch; UserError where it is not installed."""
+    try:
+        import torch
+    except ImportError as error:
+        raise UserError(f"{what} needs torch, which is not installed: pip install torch") from error
+    return torch
+
+
 def _few(names: Sequence[str]) -> str:
     """The first of some names, and how many more there are."""
     return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")

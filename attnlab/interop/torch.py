@@ -7,7 +7,6 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from attnlab.errors import UserError
 from attnlab.interop import huggingface, tensors
@@ -82,7 +81,7 @@ def to_torch(params, like) -> dict:
     >>> theirs.load_state_dict(to_torch(params, like=theirs))
     <All keys matched successfully>
     """
-    torch = huggingface.import_torch("to_torch")
+    torch = tensors.import_torch("to_torch")
     equal = _equal(like)
     params = tensors.check(params, tensors.shapes_of(equal.module, *equal.inputs), type(like).__name__)
     state = tensors.unload(equal.places, params)
@@ -114,7 +113,7 @@ def from_nanogpt(path: str | Path) -> tuple[GPT, dict]:
     >>> from_nanogpt(path)[0] == model
     True
     """
-    torch = huggingface.import_torch("from_nanogpt")
+    torch = tensors.import_torch("from_nanogpt")
     if not Path(path).is_file():
         raise UserError(f"{path}: no such file")
     try:
@@ -145,12 +144,7 @@ def from_nanogpt(path: str | Path) -> tuple[GPT, dict]:
         use_bias=use_bias,
         activation="gelu",
     )
-    masks = [f"transformer.h.{layer}.attn.bias" for layer in range(num_layers)]
-    shapes = tensors.shapes_of(model, jnp.zeros((1, 1), jnp.int32))
-    places = huggingface.layout(model, transposed=True)
-    params = tensors.load(places, state, shapes, str(path), ignored=["lm_head.weight", *masks])
-    huggingface.check_tied(state, params, str(path))
-    return model, {"params": jax.tree.map(jnp.asarray, params)}
+    return model, huggingface.load_state(model, state, str(path), transposed=True)
 
 
 def to_nanogpt(model: GPT, params) -> dict:
@@ -168,19 +162,16 @@ def to_nanogpt(model: GPT, params) -> dict:
     >>> to_nanogpt(model, params)["transformer.h.0.attn.c_attn.weight"].shape
     torch.Size([24, 8])
     """
-    torch = huggingface.import_torch("to_nanogpt")
-    huggingface.make_config(model)  # refuses what GPT-2 lacks
-    params = tensors.check(params, tensors.shapes_of(model, jnp.zeros((1, 1), jnp.int32)), "the model")
+    torch = tensors.import_torch("to_nanogpt")
     for field, only in (("activation", "gelu"), ("mlp_ratio", 4), ("norm_epsilon", 1e-5)):
         if getattr(model, field) != only:
             raise UserError(f"model.{field} = {getattr(model, field)!r}: nanoGPT has no other than {only!r}")
-    state = tensors.unload(huggingface.layout(model, transposed=True), params)
-    state["lm_head.weight"] = state["transformer.wte.weight"]
-    return {name: torch.from_numpy(np.array(array)) for name, array in state.items()}
+    state = huggingface.unload_state(model, params, transposed=True)
+    return {name: torch.from_numpy(array.copy()) for name, array in state.items()}
 
 
 def _equal(source) -> _Equal:
-    torch = huggingface.import_torch("from_torch")
+    torch = tensors.import_torch("from_torch")
     if isinstance(source, torch.nn.MultiheadAttention):
         return _multihead_attention(source)
     if isinstance(source, torch.nn.TransformerEncoderLayer):
@@ -264,7 +255,7 @@ def _encoder_layer(source) -> _Equal:
 
 
 def _activation(function) -> str:
-    functional = huggingface.import_torch("from_torch").nn
+    functional = tensors.import_torch("from_torch").nn
     if function is functional.functional.relu or isinstance(function, functional.ReLU):
         return "relu"
     if function is functional.functional.gelu:
