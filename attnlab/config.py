@@ -155,6 +155,8 @@ def completed(config: ConfigDict) -> ConfigDict:
     config = from_dict(_plain(config))
     if config.data.path:
         config.data.name = "text"
+    if config.init_from:
+        config.init_from = str(Path(config.init_from).expanduser().absolute())
     folder = config.checkpoint.dir
     if folder and "://" not in folder:
         config.checkpoint.dir = str(Path(folder).expanduser().absolute())  # for whoever loads it from elsewhere
@@ -197,6 +199,10 @@ def check(config: ConfigDict) -> None:
         raise UserError(
             f"config.model.width = {model.width} is not divisible by config.model.num_heads = {model.num_heads}: "
             f"use a multiple, e.g. {max(1, round(model.width / model.num_heads)) * model.num_heads}"
+        )
+    if round(model.mlp_ratio * model.width) < 1:
+        raise UserError(
+            f"config.model.mlp_ratio = {model.mlp_ratio} of config.model.width = {model.width} leaves none: use more"
         )
     kv_heads = model.kv_heads or model.num_heads
     if model.num_heads % kv_heads:

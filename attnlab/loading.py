@@ -127,9 +127,13 @@ def read_config(workdir: Path) -> dict:
     path = workdir / "config.json"
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
+        if "model_type" in saved and "corpus" not in saved:
+            raise UserError(f"{workdir} holds a model of Hugging Face, and no run of attnlab: choose another folder")
         saved["corpus"]["sha256"]
         from_dict(saved)
         return saved
+    except UserError:
+        raise
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{workdir} holds no run (no config.json): train one with --workdir={workdir}") from error
     except OSError as error:

@@ -83,7 +83,7 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
     starting.enter_context(stop.at_rest(lambda: print("stopped before the first step: nothing to save", flush=True)))
 
     # ------------------------------------------------------------------------------------------------------- config
-    config, pretrained_tokenizer = _initialised(config, workdir)
+    config, pretrained_tokenizer, facts = _initialised(config, workdir)
     before = _earlier_run(workdir, config)
     if eval_only and before is None:
         raise UserError(f"{workdir} holds no run to evaluate: train first")
@@ -157,12 +157,14 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
         raise UserError(f"config.checkpoint.dir = {config.checkpoint.dir} holds another run's: choose a new folder")
     if before and not start:
         _check_really_none(workdir, configs.from_dict(before), config)
-    mark, facts = None, {name: before[name] for name in ("init_from_sha256",) if before and name in before}
+    mark = None
+    if before and "init_from_sha256" in before:
+        facts["init_from_sha256"] = before["init_from_sha256"]
     if start:
         state, mark = checkpoints.restore(start, state), checkpoints.facts(start)["log"]
     elif config.init_from and not eval_only:
         params = _initial_params(config)
-        if before and before["init_from_sha256"] != sha256(params):
+        if before and before.get("init_from_sha256") != sha256(params):
             raise UserError(
                 f"config.init_from = {config.init_from} is not what {workdir} began with, and no checkpoint was saved "
                 "yet: bring it back, or choose a new --workdir"
@@ -216,6 +218,8 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
     )
     if start:
         watch.say(f"resumed from step {start}")
+    elif config.init_from:
+        watch.say(f"starting from {config.init_from}, sequences of {context} tokens")
     elif before:
         watch.say("no checkpoint was saved before: starting from the beginning")
 
@@ -359,20 +363,31 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
 _GO_ON = "the same command goes on from there"
 
 
-def _initialised(config: ConfigDict, workdir: Path) -> tuple[ConfigDict, tokenizers.Tokenizer | None]:
-    """`config` with the shape of the model in `config.init_from`, and the tokenizer there, for a run that begins."""
+def _initialised(config: ConfigDict, workdir: Path) -> tuple[ConfigDict, tokenizers.Tokenizer | None, dict]:
+    """`config` with the shape of the model in `config.init_from`, the tokenizer there, for a run that begins, and what
+    `config.json` shall hold about it: the fields as the experiment said them."""
     if not config.init_from:
         if config.data.tokenizer == "pretrained":
             raise UserError(
                 "config.init_from is missing, whose tokenizer is asked for: name a run, or a folder with a GPT-2 of "
                 "Hugging Face, by --config.init_from=PATH"
             )
-        return config, None
-    tokenizer = None
-    saved = read_config(workdir) if (workdir / "config.json").exists() else {}
+        return config, None, {}
+    said = {name: value for name, value in configs.fields(config).items() if name.startswith(("model.", "data.tok"))}
+    tokenizer, saved = None, read_config(workdir) if (workdir / "config.json").exists() else {}
     if saved.get("init_from") == config.init_from:  # it need not be there any longer
-        shape, config.data.tokenizer = saved["model"], saved["data"]["tokenizer"]
+        for name, before in saved.get("said", {}).items():
+            if said.get(name) != before:
+                raise _other_config(workdir, f"config.{name} = {said.get(name)!r}, there it was {before!r}")
+        was = configs.from_dict(saved)
+        shape, config.data.tokenizer = was.model.to_dict(), was.data.tokenizer
     else:
+        source = Path(config.init_from)
+        if not source.is_file() and not (source / "config.json").exists():
+            raise UserError(
+                f"config.init_from = {source} holds neither a run nor a GPT-2 of Hugging Face: name a workdir, or a "
+                "folder with config.json, model.safetensors and tokenizer files"
+            )
         model, tokenizer, _ = peek(config.init_from)
         shape = states.model_fields(model)
         if tokenizer is not None:
@@ -387,7 +402,7 @@ def _initialised(config: ConfigDict, workdir: Path) -> tuple[ConfigDict, tokeniz
     # Learned positions may be cut, not continued; others are for any length.
     config.model.context = min(context, shape["context"]) if shape["positions"] == "learned" else context
     configs.check(config)
-    return config, tokenizer
+    return config, tokenizer, {"said": said}
 
 
 def _initial_params(config: ConfigDict):
@@ -411,10 +426,14 @@ def _earlier_run(workdir: Path, config: ConfigDict) -> dict | None:
         raise UserError(f"--workdir={workdir} cannot be read ({error.strerror}): choose another folder") from error
     before = read_config(workdir)
     if difference := configs.difference(before, config):
-        raise UserError(
-            f"{workdir} holds a run with another config ({difference}): choose a new --workdir, or repeat its command"
-        )
+        raise _other_config(workdir, difference)
     return before
+
+
+def _other_config(workdir: Path, difference: str) -> UserError:
+    return UserError(
+        f"{workdir} holds a run with another config ({difference}): choose a new --workdir, or repeat its command"
+    )
 
 
 def _found(workdir: Path, config: str, tokenizer) -> int:

@@ -84,6 +84,22 @@ def test_a_run_starts_from_gpt_2_with_its_shape_and_tokenizer(parallel, gpt2, te
     assert (config.init_from, config.data.tokenizer, config.model.mlp_ratio) == (str(gpt2), "pretrained", 2.5)
 
 
+def test_a_second_start_asks_for_the_same_or_is_refused(gpt2, text, tmp_path, capsys):
+    """Also where what it asks for is cut or replaced by what the source has."""
+    assert finetune(gpt2, text, tmp_path / "run", steps=1) == 0
+    assert f"starting from {gpt2}, sequences of 32 tokens" in capsys.readouterr().out
+    assert finetune(gpt2, text, tmp_path / "run", steps=1) == 0
+    for source, change, message in (
+        (gpt2, {"model__context": 4096}, "config.model.context = 4096, there it was 32"),
+        (gpt2, {"model__width": 32, "model__num_heads": 4}, "config.model.num_heads = 4, there it was 12"),
+        ("", {}, "config.init_from is missing"),
+    ):
+        assert finetune(source, text, tmp_path / "run", steps=1, **change) == 2
+        assert message in capsys.readouterr().err
+    assert finetune(gpt2, text, gpt2) == 2
+    assert "holds a model of Hugging Face, and no run of attnlab: choose another folder" in capsys.readouterr().err
+
+
 def test_a_run_starts_from_another_run(gpt2, text, tmp_path):
     """Rotary and by characters; the context may be longer than it was."""
     shape = ["model.num_layers=1", "model.width=16", "model.num_heads=2", "model.context=16"]
@@ -176,6 +192,8 @@ def test_without_tokenizer_files_a_tokenizer_is_named(gpt2, text, tmp_path, caps
     assert attnlab.load(source).tokenizer is None
     assert sample.main(["sample", f"--workdir={source}"]) == 2
     assert "holds no tokenizer: put tokenizer.json there" in capsys.readouterr().err
+    assert finetune(source, text, tmp_path / "run", data__tokenizer="char") == 2  # the second start is another run
+    assert "config.data.tokenizer = 'char', there it was 'byte'" in capsys.readouterr().err
 
 
 def test_what_cannot_be_started_from_is_one_line_and_leaves_nothing(gpt2, text, tmp_path, capsys):
@@ -188,7 +206,8 @@ def test_what_cannot_be_started_from_is_one_line_and_leaves_nothing(gpt2, text, 
     shutil.copy(gpt2 / "tokenizer.json", small)
     for source, message in (
         ("", "error: config.init_from is missing, whose tokenizer is asked for"),
-        (tmp_path / "nowhere", "nowhere holds no run (no config.json)"),
+        (tmp_path / "nowhere", "nowhere holds neither a run nor a GPT-2 of Hugging Face: name a workdir"),
+        (tmp_path, f"config.init_from = {tmp_path} holds neither a run nor"),
         (broken, "it ends within the tensor transformer.wte.weight"),
         (small, "has a tokenizer of 300 tokens and a model of 7: bring the model's own"),
     ):

@@ -141,9 +141,13 @@ class TrainedTokenizer:
         self.kind = kind
         self._tokenizer = tokenizer
         tokens = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
+        if None in tokens:
+            raise ValueError(f"its vocabulary of {len(tokens)} has no token {tokens.index(None)}")
         added = tokenizer.get_added_tokens_decoder()  # such as "<|endoftext|>"
         self._pieces = [added[i].content.encode() if i in added else _bytes_of(kind, t) for i, t in enumerate(tokens)]
         self._characters = "".join(token for token in tokens if len(token) == 1)
+        # Bytes without a token, of which the library would say nothing.
+        self._unknown = set(range(256)) - {piece[0] for piece in self._pieces if len(piece) == 1}
 
     @classmethod
     def of(cls, kind: str, text: str, vocab_size: int) -> "TrainedTokenizer":
@@ -165,12 +169,16 @@ class TrainedTokenizer:
         """Token ids of `text`, int32 `[length]`.
 
         Raises:
-          UserError: lone surrogates; for "wordpiece", a character that the corpus lacks.
+          UserError: lone surrogates; a character that the corpus of a "wordpiece" or a pretrained "bpe" lacks.
         """
         _utf8(text)
         if self.kind == "wordpiece":
             _check_known(text, self._characters)
-        ids = (self._tokenizer.encode(part, add_special_tokens=False).ids for part in _parts(text))
+        if self.kind == "bpe" and self._unknown and self._unknown.intersection(text.encode()):
+            _check_known(text, "".join(c for c in sorted(set(text)) if not self._unknown.intersection(c.encode())))
+        # Before a text that begins with none, some put a space: parts must not begin so.
+        word_end = _BEFORE_SPACE if getattr(self._tokenizer.pre_tokenizer, "add_prefix_space", False) else _WORD_END
+        ids = (self._tokenizer.encode(part, add_special_tokens=False).ids for part in _parts(text, word_end=word_end))
         return np.fromiter(itertools.chain.from_iterable(ids), np.int32)
 
     def decode(self, ids) -> str:
@@ -192,6 +200,7 @@ _LONGEST = 100
 _WORDS = pre_tokenizers.Split(huggingface.Regex(rf"\s{{1,{_LONGEST}}}|\w{{1,{_LONGEST}}}|[^\s\w]"), "isolated")
 _BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
 _WORD_END = re.compile(r"\S(?=[ \n])")  # what is white space to the library is so to Python
+_BEFORE_SPACE = re.compile(r"\S(?= )")
 _UNKNOWN = "<unk>"
 _CONTINUES = "##"
 
@@ -246,14 +255,14 @@ def _trained(model, pre_tokenizer, trainer, text: str) -> huggingface.Tokenizer:
     return tokenizer
 
 
-def _parts(text: str, size: int = 100_000) -> Iterator[str]:
+def _parts(text: str, size: int = 100_000, word_end: re.Pattern = _WORD_END) -> Iterator[str]:
     """`text` in parts of about `size` characters, for the library needs hundreds of bytes for each.
 
     They end where white space follows something else. No word goes on there, so the cuts change no token.
     """
     start = 0
     while start < len(text):
-        found = _WORD_END.search(text, start + size)
+        found = word_end.search(text, start + size)
         end = found.end() if found else len(text)
         yield text[start:end]
         start = end
@@ -262,7 +271,10 @@ def _parts(text: str, size: int = 100_000) -> Iterator[str]:
 def _bytes_of(kind: str, token: str) -> bytes:
     """What a token of the library stands for, in UTF-8."""
     if kind == "bpe":
-        return bytes(_GPT2_BYTES[character] for character in token)
+        try:
+            return bytes(_GPT2_BYTES[character] for character in token)
+        except KeyError as error:
+            raise ValueError(f"its token {token!r} is not written in GPT-2's bytes") from error
     # No word piece but a continuing one begins with two #: each # of a text is a word by itself.
     return (token.removeprefix(_CONTINUES) if kind == "wordpiece" else token).encode()
 
@@ -331,9 +343,11 @@ def pretrained(folder: Path) -> TrainedTokenizer | None:
     file = whole if whole.exists() else vocabulary
     if not file.exists():
         return None
+    if not whole.exists() and not merges.exists():
+        raise UserError(f"{merges} is missing, which belongs to {vocabulary}: put it there")
     try:
         if whole.exists():
-            tokenizer = huggingface.Tokenizer.from_file(str(whole))
+            tokenizer = huggingface.Tokenizer.from_str(whole.read_text(encoding="utf-8"))
         else:
             tokenizer = _untrained(models.BPE.from_file(str(vocabulary), str(merges)), _BYTE_LEVEL)
             tokenizer.decoder = decoders.ByteLevel()
@@ -343,11 +357,28 @@ def pretrained(folder: Path) -> TrainedTokenizer | None:
         kinds = [(parts[part] or {}).get("type") for part in ("model", "decoder", "normalizer")]
         if kinds != ["BPE", "ByteLevel", None]:
             raise ValueError(f"its model, decoder and normalizer are {kinds}, not BPE, ByteLevel and none")
+        _check_splits(parts["pre_tokenizer"])
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        tokenizer.model.dropout = None  # the same text, the same tokens
         return TrainedTokenizer("bpe", tokenizer)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from error
     except Exception as error:  # Hugging Face's library raises no narrower one
         raise UserError(f"{file} is no byte-level BPE as GPT-2's is ({error}): put its files there") from error
+
+
+def _check_splits(pre_tokenizer: dict | None) -> None:
+    """Raises ValueError where splitting a text into words would lose some of it, or add to it."""
+    steps = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
+    keeps = all(
+        step.get("behavior", "Isolated") in ("Isolated", "MergedWithPrevious", "MergedWithNext") for step in steps
+    )
+    kinds = [step.get("type") for step in steps]
+    if kinds[-1:] != ["ByteLevel"] or not set(kinds) <= {"Split", "Digits", "ByteLevel"} or not keeps:
+        raise ValueError(f"its pre-tokenizer is {kinds}, not ByteLevel")
+    if len(steps) > 1 and any(step.get("add_prefix_space") for step in steps):
+        raise ValueError("its pre-tokenizer puts a space before every word (add_prefix_space)")
 
 
 _END_OF_TEXT = "<|endoftext|>"

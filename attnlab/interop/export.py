@@ -19,7 +19,7 @@ def export_step(
     batch: int = 1,
     tokens: int = 1,
     capacity: int | None = None,
-    platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
+    platforms: str | Sequence[str] = ("cpu", "cuda", "tpu"),
 ) -> export.Exported:
     """Exports `step(params, tokens, caches) -> (logits, caches)`, which reads tokens and predicts those after them.
 
@@ -41,7 +41,7 @@ def export_step(
       `[B]`, to float32 logits `[B, T, V]` and the extended caches. A cache that has seen nothing is all zeros.
 
     Raises:
-      ValueError: more tokens than the capacity.
+      ValueError: more tokens than the capacity, or a size below 1.
 
     >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
@@ -53,6 +53,10 @@ def export_step(
     >>> logits.shape
     (1, 1, 10)
     """
+    for name, size in (("batch", batch), ("tokens", tokens), ("capacity", capacity)):
+        if size is not None and size < 1:
+            raise ValueError(f"{name} = {size}: expected 1 or more")
+    platforms = (platforms,) if isinstance(platforms, str) else tuple(platforms)
     if model.impl == "auto":  # which asks what this machine is
         model = model.clone(impl="dense" if is_small(tokens, capacity or model.context) else "blockwise")
 

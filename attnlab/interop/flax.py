@@ -86,7 +86,8 @@ def attention_fn(
         ):
             if given is not None:
                 raise ValueError(f"{name} = {given!r}: expected None, as the products are attnlab's; leave it out")
-        if precision not in (None, "default", jax.lax.Precision.DEFAULT):
+        of_each = precision if isinstance(precision, tuple) else (precision,)
+        if any(one not in (None, "default", jax.lax.Precision.DEFAULT) for one in of_each):
             raise ValueError(
                 f"precision = {precision!r}: expected None, as it would not reach the gradient; put the whole step "
                 "under jax.default_matmul_precision(...)"

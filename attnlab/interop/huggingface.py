@@ -5,6 +5,7 @@ Reading and writing files needs `safetensors` alone; `to_hf` gives torch's tenso
 
 import contextlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -50,7 +51,7 @@ def from_hf(source, config: Mapping | None = None) -> tuple[GPT, dict]:
     Args:
       source: a folder with `config.json` and `model.safetensors` (or its shards), such a `.safetensors` file, a
         `GPT2LMHeadModel` or `GPT2Model` object, or its state dict.
-      config: what `config.json` holds, for a state dict, or a file that has none beside it.
+      config: what `config.json` holds, or a `GPT2Config`, for a state dict, or a file that has none beside it.
 
     Returns:
       `(model, params)`, for `model.apply(params, tokens)`: float32 logits `[B, T, V]`. The model's dropout is that of
@@ -68,6 +69,8 @@ def from_hf(source, config: Mapping | None = None) -> tuple[GPT, dict]:
     >>> again == model, bool((again.apply(its_params, jnp.array([[1]])) == model.apply(params, jnp.array([[1]]))).all())
     (True, True)
     """
+    if hasattr(config, "to_dict"):  # transformers' own
+        config = config.to_dict()
     if hasattr(source, "state_dict"):
         name, state = type(source).__name__, source.state_dict()
         if config is None and not hasattr(source, "config"):
@@ -77,6 +80,8 @@ def from_hf(source, config: Mapping | None = None) -> tuple[GPT, dict]:
         name, state = "the state dict", source
         if config is None:
             raise UserError("a state dict does not say how many heads there are: give config=, as config.json has it")
+    elif not isinstance(source, str | os.PathLike):
+        raise UserError(f"from_hf was given a {type(source).__name__}: expected a path, or a GPT2LMHeadModel")
     else:
         name, path = str(source), Path(source)
         if config is None:
@@ -106,9 +111,7 @@ def to_hf(model: GPT, params) -> dict:
     >>> to_hf(model, params)["transformer.h.0.attn.c_attn.weight"].shape
     torch.Size([8, 24])
     """
-    torch = tensors.import_torch("to_hf")
-    state = unload_state(*_with_biases(model, params))
-    return {name: torch.from_numpy(array.copy()) for name, array in state.items()}
+    return tensors.as_torch(unload_state(*_with_biases(model, params)), "to_hf")
 
 
 def save_hf(folder: str | Path, model: GPT, params, tokenizer=None) -> Path:
@@ -142,12 +145,18 @@ def save_hf(folder: str | Path, model: GPT, params, tokenizer=None) -> Path:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there already: choose a new folder")
     unfinished = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    for file, content in files.items():
-        (unfinished / file).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    safetensors.numpy.save_file(state, unfinished / "model.safetensors", metadata={"format": "pt"})
-    os.replace(unfinished, folder)  # whole, or not there
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        for file, content in files.items():
+            (unfinished / file).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        safetensors.numpy.save_file(state, unfinished / "model.safetensors", metadata={"format": "pt"})
+        shutil.copymode(unfinished / "config.json", unfinished / "model.safetensors")  # for others to read, too
+        os.replace(unfinished, folder)  # whole, or not there
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UserError(
+            f"{folder} cannot be written ({getattr(error, 'strerror', None) or error}): choose another folder"
+        ) from error
     return folder
 
 
@@ -168,9 +177,9 @@ def read_config(path: Path) -> dict:
       UserError: there is none, or it is no JSON object.
     """
     file = (path if path.is_dir() else path.parent) / "config.json"
+    if not path.exists():
+        raise UserError(f"{path}: no such file or folder; download it first, with its config.json and tokenizer files")
     try:
-        if not path.exists():
-            raise UserError(f"{path}: no such file or folder")
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{file} is missing, which says how many heads there are: put it there") from error
@@ -205,22 +214,24 @@ def make_model(config: Mapping, name: str = "config") -> GPT:
         if config.get(field, only) != only:
             raise UserError(f"{name}: {field} = {config[field]!r} in its config, expected {only!r}: GPT has no other")
     activation = config.get("activation_function", "gelu_new")
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise UserError(
             f"{name}: activation_function = {activation!r} in its config, expected one of {', '.join(_ACTIVATIONS)}"
         )
 
     def whole(field, otherwise=None):
         value = config.get(field, otherwise)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"{name}: {field} = {value!r} in its config, expected a whole number, 1 or more")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+            raise UserError(
+                f"{name}: {field} = {value!r} in its config, expected a whole number, 1 or more and below 2^31"
+            )
         return value
 
     width, num_heads = whole("n_embd", 768), whole("n_head", 12)
     if width % num_heads:
         raise UserError(f"{name}: n_embd = {width} in its config is not divisible by n_head = {num_heads}")
     epsilon = config.get("layer_norm_epsilon", 1e-5)
-    if not isinstance(epsilon, float) or epsilon <= 0:
+    if not isinstance(epsilon, float) or not 0 < epsilon < math.inf:
         raise UserError(f"{name}: layer_norm_epsilon = {epsilon!r} in its config, expected a number above 0")
     rates = [config.get(field, 0.1) for field in _DROPOUTS]
     for field, rate in zip(_DROPOUTS, rates):
@@ -249,6 +260,11 @@ def make_config(model: GPT) -> dict:
     >>> make_config(GPT(vocab_size=10, num_layers=2, num_heads=4, width=64, context=128))["n_positions"]
     128
     """
+    if not isinstance(model, GPT):
+        raise UserError(f"a {type(model).__name__}: expected attnlab.nn.GPT")
+    activations = {ours: name for name, ours in reversed(_ACTIVATIONS.items())}
+    if model.activation not in activations:
+        raise UserError(f"model.activation = {model.activation!r}: GPT-2 has {', '.join(activations)}")
     for field, only in (("positions", "learned"), ("window", None), ("qk_norm", False)):
         if getattr(model, field) != only:
             raise UserError(f"model.{field} = {getattr(model, field)!r}: GPT-2 has no other than {only!r}")
@@ -263,7 +279,7 @@ def make_config(model: GPT) -> dict:
         "n_layer": model.num_layers,
         "n_head": model.num_heads,
         "n_inner": round(model.mlp_ratio * model.width),
-        "activation_function": next(name for name, ours in _ACTIVATIONS.items() if ours == model.activation),
+        "activation_function": activations[model.activation],
         "layer_norm_epsilon": model.norm_epsilon,
         **dict.fromkeys(_DROPOUTS, model.dropout),
         "tie_word_embeddings": True,
@@ -346,6 +362,7 @@ def _layout(model: GPT, prefix: str, transposed: bool) -> list[Tensor]:
 
 def _with_biases(model: GPT, params) -> tuple[GPT, dict]:
     """The same function with biases, of 0 where there were none: GPT-2 always has them."""
+    make_config(model)  # refuses what GPT-2 lacks
     if model.use_bias:
         return model, params
     params = tensors.check(params, tensors.shapes_of(model, _TOKENS), "the model")
@@ -362,6 +379,8 @@ def _read(path: Path) -> dict[str, np.ndarray]:
         if index.exists():
             try:
                 files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+                if odd := [file for file in files if Path(file).name != file or not file.endswith(".safetensors")]:
+                    raise ValueError(f"it names {odd[0]!r}")
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"{index} is no index of tensors ({error}): restore it") from error
         else:
@@ -369,7 +388,8 @@ def _read(path: Path) -> dict[str, np.ndarray]:
         return {name: array for file in files for name, array in _read(path / file).items()}
     safetensors = _import_safetensors()
     try:
-        return safetensors.numpy.load_file(path)
+        with path.open("rb"):  # whose errors say what is wrong, as safetensors' do not
+            return safetensors.numpy.load_file(path)
     except FileNotFoundError as error:
         raise UserError(f"{path} is missing: weights are read from safetensors files") from error
     except OSError as error:

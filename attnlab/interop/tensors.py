@@ -63,15 +63,16 @@ def load(tensors: Sequence[Tensor], state: Mapping, shapes, source: str, ignored
 
 
 def unload(tensors: Sequence[Tensor], params) -> dict[str, np.ndarray]:
-    """The state dict that holds `params`: what `load` takes apart, put together."""
+    """The state dict that holds `params`, float32: what `load` takes apart, put together; UserError for float64."""
     flat = traverse_util.flatten_dict(params, sep="/")
     state = {}
     for tensor in tensors:
         # As wide as its share, whatever axes it has: [in, out], or [out].
         rows = tensor.shape[::-1] if tensor.transposed else tensor.shape
         share = (*rows[:-1], rows[-1] // len(tensor.leaves))
-        leaves = [np.asarray(flat[leaf][... if tensor.slice is None else tensor.slice]) for leaf in tensor.leaves]
-        array = np.concatenate([leaf.reshape(share) for leaf in leaves], axis=-1)
+        at = ... if tensor.slice is None else tensor.slice
+        leaves = [as_numpy(flat[leaf], f"parameter {leaf}")[at].reshape(share) for leaf in tensor.leaves]
+        array = np.concatenate(leaves, axis=-1)
         state[tensor.name] = np.ascontiguousarray(array.T if tensor.transposed else array)
     return state
 
@@ -101,6 +102,8 @@ def shapes_of(module, *inputs):
 def as_numpy(array, name: str) -> np.ndarray:
     """A NumPy array, float32, of what another framework holds; 16 bits are widened, 64 refused."""
     if hasattr(array, "detach"):  # torch's, which has no NumPy array of a bfloat16
+        if array.is_meta:
+            raise UserError(f"{name} is a meta tensor, expected numbers: load the weights first")
         array = array.detach().cpu()
         array = (array.float() if array.is_floating_point() and array.itemsize <= 4 else array).numpy()
     array = np.asarray(array)
@@ -110,6 +113,12 @@ def as_numpy(array, name: str) -> np.ndarray:
     if array.dtype.itemsize <= 2 and array.dtype.kind in "fV":
         return array.astype(np.float32)
     raise UserError(f"{name} is {array.dtype}, expected float32, or 16 bits: convert it first")
+
+
+def as_torch(state: Mapping[str, np.ndarray], what: str) -> dict:
+    """A state dict of torch tensors, for the function that is called `what`."""
+    torch = import_torch(what)
+    return {name: torch.from_numpy(array.copy()) for name, array in state.items()}
 
 
 def import_torch(what: str):
@@ -123,4 +132,4 @@ def import_torch(what: str):
 
 def _few(names: Sequence[str]) -> str:
     """The first of some names, and how many more there are."""
-    return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
+    return str(names[0]) + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")

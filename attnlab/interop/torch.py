@@ -1,5 +1,6 @@
 """Attention modules of torch, those of the lecture notebook, and nanoGPT's checkpoints, in and out."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -81,11 +82,9 @@ def to_torch(params, like) -> dict:
     >>> theirs.load_state_dict(to_torch(params, like=theirs))
     <All keys matched successfully>
     """
-    torch = tensors.import_torch("to_torch")
     equal = _equal(like)
     params = tensors.check(params, tensors.shapes_of(equal.module, *equal.inputs), type(like).__name__)
-    state = tensors.unload(equal.places, params)
-    return like.state_dict() | {name: torch.from_numpy(array.copy()) for name, array in state.items()}
+    return like.state_dict() | tensors.as_torch(tensors.unload(equal.places, params), "to_torch")
 
 
 def from_nanogpt(path: str | Path) -> tuple[GPT, dict]:
@@ -119,31 +118,23 @@ def from_nanogpt(path: str | Path) -> tuple[GPT, dict]:
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises whatever reading ended with
-        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{path} is no whole checkpoint of torch ({why}): save it again") from error
+        why = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().partition("\n")[0].partition(". ")[0]
+        raise UserError(
+            f"{path} is no whole checkpoint of tensors and plain values ({why or type(error).__name__}): save it again"
+        ) from error
     facts, state = (saved.get(name) if isinstance(saved, Mapping) else None for name in ("model_args", "model"))
     if not isinstance(facts, Mapping) or not isinstance(state, Mapping):
         raise UserError(f"{path} holds no 'model' and 'model_args': is it nanoGPT's ckpt.pt?")
     # torch.compile puts a prefix before every name.
-    state = {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}
-    fields = ("vocab_size", "n_layer", "n_head", "n_embd", "block_size")
-    for field in fields:
-        if not isinstance(facts.get(field), int):
-            raise UserError(f"{path}: model_args.{field} = {facts.get(field)!r}, expected a whole number")
+    state = {str(name).removeprefix("_orig_mod."): tensor for name, tensor in state.items()}
+    if missing := {"vocab_size", "n_layer", "n_head", "n_embd", "block_size"} - facts.keys():
+        raise UserError(f"{path}: model_args lacks {sorted(missing)[0]}: is it nanoGPT's ckpt.pt?")
     use_bias = facts.get("bias", True)  # older ones do not say
     if not isinstance(use_bias, bool):
         raise UserError(f"{path}: model_args.bias = {use_bias!r}, expected True or False")
-    vocab_size, num_layers, num_heads, width, context = (facts[field] for field in fields)
-    model = GPT(
-        vocab_size=vocab_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        width=width,
-        context=context,
-        dropout=facts.get("dropout", 0.0),
-        use_bias=use_bias,
-        activation="gelu",
-    )
+    rates = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), facts.get("dropout", 0.0))
+    config = {**facts, "n_positions": facts["block_size"], "activation_function": "gelu", **rates}
+    model = huggingface.make_model(config, str(path)).clone(use_bias=use_bias)
     return model, huggingface.load_state(model, state, str(path), transposed=True)
 
 
@@ -162,20 +153,23 @@ def to_nanogpt(model: GPT, params) -> dict:
     >>> to_nanogpt(model, params)["transformer.h.0.attn.c_attn.weight"].shape
     torch.Size([24, 8])
     """
-    torch = tensors.import_torch("to_nanogpt")
+    state = huggingface.unload_state(model, params, transposed=True)  # refuses what GPT-2 lacks
     for field, only in (("activation", "gelu"), ("mlp_ratio", 4), ("norm_epsilon", 1e-5)):
         if getattr(model, field) != only:
             raise UserError(f"model.{field} = {getattr(model, field)!r}: nanoGPT has no other than {only!r}")
-    state = huggingface.unload_state(model, params, transposed=True)
-    return {name: torch.from_numpy(array.copy()) for name, array in state.items()}
+    return tensors.as_torch(state, "to_nanogpt")
 
 
 def _equal(source) -> _Equal:
     torch = tensors.import_torch("from_torch")
-    if isinstance(source, torch.nn.MultiheadAttention):
-        return _multihead_attention(source)
-    if isinstance(source, torch.nn.TransformerEncoderLayer):
-        return _encoder_layer(source)
+    for kind, describe in (
+        (torch.nn.MultiheadAttention, _multihead_attention),
+        (torch.nn.TransformerEncoderLayer, _encoder_layer),
+    ):
+        if isinstance(source, kind):
+            if type(source).forward is not kind.forward:
+                raise UserError(f"{type(source).__name__} computes something else than {kind.__name__}: expected that")
+            return describe(source)
     notebook = {
         "SelfAttention_v1": _notebook_head,
         "SelfAttention_v2": _notebook_head,
@@ -222,12 +216,15 @@ def _multihead_attention(source, prefix="", path="") -> _Equal:
 
 
 def _encoder_layer(source) -> _Equal:
+    norms = (source.norm1, source.norm2)
+    if any(type(norm).__name__ != "LayerNorm" for norm in norms) or source.norm1.eps != source.norm2.eps:
+        raise UserError(f"TransformerEncoderLayer has the norms {norms}: expected two LayerNorms alike")
+    rates = (source.dropout1.p, source.dropout2.p)
+    if rates[0] != rates[1]:
+        raise UserError(f"TransformerEncoderLayer drops at the rates {rates}: expected one rate")
     attention = _multihead_attention(source.self_attn, "self_attn.", "attention/")
-    width, hidden, use_bias = (
-        attention.inputs[0].shape[-1],
-        source.linear1.out_features,
-        source.linear1.bias is not None,
-    )
+    width, hidden = source.linear1.in_features, source.linear1.out_features
+    use_bias = source.linear1.bias is not None
     mlp = Mlp(hidden, _activation(source.activation), use_bias=use_bias)
     module = Block(
         attention.module,
@@ -255,14 +252,15 @@ def _encoder_layer(source) -> _Equal:
 
 
 def _activation(function) -> str:
-    functional = tensors.import_torch("from_torch").nn
-    if function is functional.functional.relu or isinstance(function, functional.ReLU):
+    torch = tensors.import_torch("from_torch")
+    functional = torch.nn.functional
+    if function in (functional.relu, torch.relu) or isinstance(function, torch.nn.ReLU):
         return "relu"
-    if function is functional.functional.gelu:
+    if function is functional.gelu:
         return "gelu"
-    if isinstance(function, functional.GELU):
+    if isinstance(function, torch.nn.GELU):
         return "gelu_tanh" if function.approximate == "tanh" else "gelu"
-    if function is functional.functional.silu or isinstance(function, functional.SiLU):
+    if function is functional.silu or isinstance(function, torch.nn.SiLU):
         return "silu"
     name = getattr(function, "__name__", repr(function))
     raise UserError(f"TransformerEncoderLayer has the activation {name}: expected relu, gelu or silu")
@@ -293,6 +291,8 @@ def _notebook_head(source) -> _Equal:
 
 def _notebook_wrapper(source) -> _Equal:
     heads = [_notebook_head(head) for head in source.heads]
+    if not heads or any(equal.module != heads[0].module for equal in heads):
+        raise AttributeError(f"its {len(heads)} heads are not alike")
     head = heads[0].module
     module = StackedHeads(len(heads), head.head_dim, head.use_bias, head.mask, dropout_rate=head.dropout_rate)
     places = [
@@ -305,6 +305,8 @@ def _notebook_wrapper(source) -> _Equal:
 
 def _notebook_multihead(source) -> _Equal:
     rows, columns, qkv_bias, places = _notebook_projections(source)
+    if not hasattr(source, "mask"):
+        raise AttributeError("it has no mask")
     module = MultiHeadAttention(
         source.num_heads,
         head_dim=source.head_dim,

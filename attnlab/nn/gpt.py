@@ -54,7 +54,8 @@ class Mlp(nn.Module):
             raise ValueError(f"activation = {self.activation!r}: expected one of {', '.join(ACTIVATIONS)}")
         width = x.shape[-1]
         options = {"use_bias": self.use_bias, "dtype": self.dtype, "dot_general": products.dot_general}
-        x = nn.Dense(self.hidden or 4 * width, kernel_init=self.kernel_init, name="up", **options)(x)
+        hidden = 4 * width if self.hidden is None else self.hidden
+        x = nn.Dense(hidden, kernel_init=self.kernel_init, name="up", **options)(x)
         x = ACTIVATIONS[self.activation](x)
         return nn.Dense(width, kernel_init=self.out_kernel_init or self.kernel_init, name="down", **options)(x)
 
@@ -205,6 +206,8 @@ class GPT(nn.Module):
             raise ValueError(f"positions = {self.positions!r}: expected one of {', '.join(POSITIONS)}")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window = {self.window}: expected 1 position or more (a token sees itself), or None")
+        if round(self.mlp_ratio * self.width) < 1:
+            raise ValueError(f"mlp_ratio = {self.mlp_ratio} of width {self.width} leaves no width: use 1/width or more")
         drops = bool(self.dropout) and not deterministic
         if drops:
             key = self.make_rng("dropout") if dropout_key is None else dropout_key

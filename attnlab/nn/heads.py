@@ -22,7 +22,7 @@ class Head(nn.Module):
       kernel_init: initialiser of `query/kernel`, `key/kernel` and `value/kernel`, each `[F, D]`.
       dtype: type of the computation; the input's when None.
 
-    Under `capture_intermediates` or `mutable=["intermediates"]` the weights `[B, T, T]` are sown as
+    Under `capture_intermediates` or `mutable=["intermediates"]` the weights `[..., T, T]` are sown as
     `attention_weights`.
 
     >>> head = Head(head_dim=4)
@@ -43,17 +43,17 @@ class Head(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T F"], *, mask: Mask | None = None, deterministic: bool = True
-    ) -> Float[Array, "B T D"]:
-        """Attends within each sequence of `x` `[B, T, F]`.
+        self, x: Float[Array, "*B T F"], *, mask: Mask | None = None, deterministic: bool = True
+    ) -> Float[Array, "*B T D"]:
+        """Attends within each sequence of `x` `[..., T, F]`.
 
         Args:
-          x: `[B, T, F]`.
+          x: `[..., T, F]`.
           mask: and-ed with the field; the place for masks that hold arrays.
           deterministic: False drops weights, with the `dropout` rng.
 
         Returns:
-          `[B, T, head_dim]`.
+          `[..., T, head_dim]`.
 
         Raises:
           ValueError: what `attnlab.attention` raises, e.g. for a mask that does not fit.
@@ -62,15 +62,15 @@ class Head(nn.Module):
 
         def project(name):
             dense = nn.Dense(self.head_dim, self.use_bias, self.dtype, kernel_init=self.kernel_init, name=name)
-            return dense(x)[:, :, None]
+            return dense(x)[..., None, :]
 
         q, k, v = project("query"), project("key"), project("value")
         terms = {"mask": join(self.mask, mask), "score_mod": self.score_mod}
         if self.is_mutable_collection("intermediates"):
-            self.sow("intermediates", "attention_weights", attention_weights(q, k, **terms)[:, 0])
+            self.sow("intermediates", "attention_weights", attention_weights(q, k, **terms)[..., 0, :, :])
         if self.dropout_rate and not deterministic:
             terms |= {"dropout_rate": self.dropout_rate, "dropout_key": self.make_rng("dropout")}
-        return attention(q, k, v, impl=self.impl, **terms)[:, :, 0]
+        return attention(q, k, v, impl=self.impl, **terms)[..., 0, :]
 
 
 class StackedHeads(nn.Module):
@@ -100,12 +100,12 @@ class StackedHeads(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T F"], *, mask: Mask | None = None, deterministic: bool = True
-    ) -> Float[Array, "B T HD"]:
+        self, x: Float[Array, "*B T F"], *, mask: Mask | None = None, deterministic: bool = True
+    ) -> Float[Array, "*B T HD"]:
         """Attends with every head; arguments and errors are those of `Head`.
 
         Returns:
-          `[B, T, num_heads · head_dim]`, head 0 first.
+          `[..., T, num_heads · head_dim]`, head 0 first.
         """
         head = Head(
             self.head_dim,

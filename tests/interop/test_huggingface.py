@@ -11,7 +11,7 @@ from attnlab import sample
 from attnlab.data import tokenizers
 from attnlab.errors import UserError
 from attnlab.interop.huggingface import from_hf, make_config, make_model, save_hf, to_hf
-from attnlab.nn import GPT
+from attnlab.nn import GPT, MultiHeadAttention
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
 
@@ -122,6 +122,18 @@ def test_a_model_without_biases_gets_biases_of_zero(small, tmp_path):
     np.testing.assert_array_equal(other.apply(its_params, tokens), model.apply(params, tokens))
 
 
+def test_parameters_of_other_types_go_out_as_float32(small, tmp_path):
+    model, params = small
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    assert_same(from_hf(save_hf(tmp_path / "half", model, half)), (model, jax.tree.map(jnp.float32, half)))
+    assert (tmp_path / "half" / "model.safetensors").stat().st_mode == (
+        tmp_path / "half" / "config.json"
+    ).stat().st_mode
+    wide = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    with pytest.raises(UserError, match="parameter embed/embedding is float64, expected float32"):
+        save_hf(tmp_path / "wide", model, wide)
+
+
 def test_a_config_describes_its_model():
     model = GPT(vocab_size=11, num_layers=2, num_heads=2, width=8, context=6, mlp_ratio=2, activation="gelu")
     assert make_model(make_config(model)) == model
@@ -152,6 +164,9 @@ BAD_CONFIGS = [
     ({"tie_word_embeddings": False}, "tie_word_embeddings = False in its config, expected True"),
     ({"n_head": 3}, "n_embd = 8 in its config is not divisible by n_head = 3"),
     ({"n_layer": "two"}, "n_layer = 'two' in its config, expected a whole number, 1 or more"),
+    ({"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon = nan in its config, expected a number above 0"),
+    ({"activation_function": ["gelu"]}, r"activation_function = \['gelu'\] in its config, expected one of"),
+    ({"vocab_size": 2**40}, "vocab_size = 1099511627776 in its config, expected a whole number, 1 or more and below"),
     ({"layer_norm_epsilon": None}, "layer_norm_epsilon = None in its config, expected a number above 0"),
     ({"attn_pdrop": 2}, r"attn_pdrop = 2 in its config, expected a probability in \[0, 1\)"),
     ({"n_layer": 3}, r"lacks the tensor transformer.h.2.ln_1.weight \(and 11 more\)"),
@@ -220,10 +235,26 @@ def test_a_file_that_is_cut_off_names_the_tensor(small, tmp_path):
         assert cut or "its header is cut off" in str(error.value)
 
 
-def test_what_is_not_there_is_one_line(small, tmp_path):
+def test_what_is_not_there_is_one_line(small, tmp_path, own_errors):
     folder = save_hf(tmp_path / "gpt2", *small)
-    with pytest.raises(UserError, match="nowhere: no such file or folder"):
+    with pytest.raises(UserError, match=f"^{tmp_path}/nowhere: no such file or folder; download it first"):
         from_hf(tmp_path / "nowhere")
+    for source, message in ((None, "was given a NoneType: expected a path"), (3, "was given a int: expected a path")):
+        with pytest.raises(UserError, match=message):
+            from_hf(source)
+    for index in (
+        '{"weight_map": {"a": 1}}',
+        '{"weight_map": {"a": "."}}',
+        '{"weight_map": {"a": "../b.safetensors"}}',
+    ):
+        (folder / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(UserError, match="model.safetensors.index.json is no index of tensors"):
+            from_hf(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(UserError, match="under cannot be written"):
+        save_hf(folder / "config.json" / "under", *small)
+    with pytest.raises(UserError, match="a MultiHeadAttention: expected attnlab.nn.GPT"):
+        save_hf(tmp_path / "other", MultiHeadAttention(2), small[1])
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(UserError, match="model.safetensors is missing: weights are read from safetensors files"):
         from_hf(folder)
@@ -275,14 +306,59 @@ def test_vocab_and_merges_are_read_as_transformers_reads_them(gpt2, tmp_path):
         assert ours.decode(ours.encode(text)) == text
 
 
+def test_settings_that_would_change_the_text_do_not(gpt2, tmp_path):
+    """Merges left out by chance, a cut, padding, a beginning-of-text: they are for other uses than reading a text."""
+    saved = json.loads((gpt2 / "tokenizer.json").read_text())
+    expected = tokenizers.pretrained(gpt2).encode(TEXT).tolist()
+    saved["model"]["dropout"] = 0.5
+    saved["truncation"] = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    tokenizer = tokenizers.pretrained(tmp_path)
+    assert tokenizer.encode(TEXT).tolist() == expected
+    tokenizers.save(tokenizer, tmp_path / "again.json")
+    assert tokenizers.load(tmp_path / "again.json").encode(TEXT).tolist() == expected
+
+
+def test_a_space_is_put_before_the_text_alone(gpt2, tmp_path):
+    """As by transformers, also where a long text is read in parts."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    saved = json.loads((gpt2 / "tokenizer.json").read_text())
+    saved["pre_tokenizer"]["add_prefix_space"] = True
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    (tmp_path / "tokenizer_config.json").write_text((gpt2 / "tokenizer_config.json").read_text())
+    text = "lugar\nde la\nMancha" * 9_000
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), tokenizers.pretrained(tmp_path)
+    assert ours.encode(text).tolist() == theirs.encode(text)
+
+
+def test_a_vocabulary_that_lacks_bytes_says_which_characters_it_cannot_read(gpt2, tmp_path):
+    vocabulary = {"a": 0, "b": 1, "Ġ": 2, "ab": 3}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    with pytest.raises(UserError, match="merges.txt is missing, which belongs to"):
+        tokenizers.pretrained(tmp_path)
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    tokenizer = tokenizers.pretrained(tmp_path)
+    assert tokenizer.encode("ab a").tolist() == [3, 2, 0]
+    with pytest.raises(UserError, match="'xñ': characters that the tokenizer never saw"):
+        tokenizer.encode("ax abñ")
+
+
 def test_a_folder_without_tokenizer_files_has_none(tmp_path):
     assert tokenizers.pretrained(tmp_path) is None
 
 
-@pytest.mark.parametrize("kind", ["word", "wordpiece", "nonsense"])
-def test_another_tokenizer_is_one_line(kind, tmp_path):
-    saved = "{}" if kind == "nonsense" else json.dumps(tokenizers.make(kind, TEXT, 200).to_dict()["tokenizer"])
-    (tmp_path / "tokenizer.json").write_text(saved)
+@pytest.mark.parametrize("kind", ["word", "wordpiece", "nonsense", "no splits", "hole", "foreign"])
+def test_another_tokenizer_is_one_line(kind, gpt2, tmp_path):
+    if kind in ("word", "wordpiece"):
+        saved = tokenizers.make(kind, TEXT, 200).to_dict()["tokenizer"]
+    else:
+        saved = json.loads((gpt2 / "tokenizer.json").read_text()) if kind != "nonsense" else {}
+    if kind == "no splits":
+        saved["pre_tokenizer"] = {"type": "Whitespace"}
+    elif kind in ("hole", "foreign"):
+        vocabulary = saved["model"]["vocab"]
+        vocabulary["日"] = len(vocabulary) + (kind == "hole")
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
     with pytest.raises(UserError, match="tokenizer.json is no byte-level BPE as GPT-2's is") as error:
         tokenizers.pretrained(tmp_path)
     assert "\n" not in str(error.value)

@@ -74,7 +74,7 @@ def test_encoder_layer(activation, norm_first, bias):
     assert_round_trip(module, theirs)
 
 
-# The notebook's classes (seeds 001, sections 3.4 to 3.6), as a reader has typed them in.
+# The notebook's classes (seeds 001, sections 3.4 to 3.6), as a reader has typed them in. The first two take no batch.
 
 
 class SelfAttention_v1(torch.nn.Module):  # noqa: N801
@@ -84,7 +84,7 @@ class SelfAttention_v1(torch.nn.Module):  # noqa: N801
             setattr(self, name, torch.nn.Parameter(torch.rand(d_in, d_out)))
 
     def forward(self, x):
-        scores = (x @ self.W_query) @ (x @ self.W_key).transpose(-2, -1)
+        scores = (x @ self.W_query) @ (x @ self.W_key).T
         return torch.softmax(scores / self.W_key.shape[-1] ** 0.5, dim=-1) @ (x @ self.W_value)
 
 
@@ -94,12 +94,9 @@ class SelfAttention_v2(torch.nn.Module):  # noqa: N801
         for name in ("W_query", "W_key", "W_value"):
             setattr(self, name, torch.nn.Linear(d_in, d_out, bias=qkv_bias))
 
-    def weights(self, x):
-        scores = self.W_query(x) @ self.W_key(x).transpose(-2, -1)
-        return scores / scores.new_tensor(self.W_key.out_features).sqrt()
-
     def forward(self, x):
-        return torch.softmax(self.weights(x), dim=-1) @ self.W_value(x)
+        scores = self.W_query(x) @ self.W_key(x).T
+        return torch.softmax(scores / self.W_key.out_features**0.5, dim=-1) @ self.W_value(x)
 
 
 class CausalAttention(SelfAttention_v2):
@@ -109,8 +106,9 @@ class CausalAttention(SelfAttention_v2):
         self.register_buffer("mask", torch.triu(torch.ones(context_length, context_length), diagonal=1))
 
     def forward(self, x):
-        scores = self.weights(x).masked_fill(self.mask.bool()[: x.shape[1], : x.shape[1]], -torch.inf)
-        return self.dropout(torch.softmax(scores, dim=-1)) @ self.W_value(x)
+        scores = self.W_query(x) @ self.W_key(x).transpose(1, 2)
+        scores.masked_fill_(self.mask.bool()[: x.shape[1], : x.shape[1]], -torch.inf)
+        return self.dropout(torch.softmax(scores / self.W_key.out_features**0.5, dim=-1)) @ self.W_value(x)
 
 
 class MultiHeadAttentionWrapper(torch.nn.Module):
@@ -167,6 +165,8 @@ def test_the_notebooks_classes(make, expected):
     module, params = from_torch(theirs)
     assert expected is None or module == expected
     x = drawn(2, 6, 3)
+    if hasattr(module, "mask") and module.mask is None:
+        x = x[0]
     assert_equal(module.apply(params, x), theirs(torch.from_numpy(x)))
     assert_round_trip(module, theirs)
 
@@ -174,6 +174,12 @@ def test_the_notebooks_classes(make, expected):
 def test_what_attnlab_lacks_is_refused_by_name():
     attention, layer = torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer
     renamed = type("CausalAttention", (torch.nn.Linear,), {})(2, 2)
+    subclass = type("Bilinear", (attention,), {"forward": lambda self, x: x})
+    other_epsilon, other_rate = layer(8, 2), layer(8, 2)
+    other_epsilon.norm2.eps, other_rate.dropout2.p = 0.1, 0.3
+    mixed, unmasked = MultiHeadAttentionWrapper(3, 2, 6, 0.0, 2), notebook_multihead(3, 8, 6, 0.0, 4)
+    mixed.heads[1] = CausalAttention(3, 2, 6, 0.5)
+    del unmasked.mask
     for source, message in (
         (attention(8, 2, add_bias_kv=True), "MultiheadAttention has bias_k, expected none"),
         (attention(8, 2, add_zero_attn=True), "MultiheadAttention has add_zero_attn, expected none"),
@@ -181,6 +187,12 @@ def test_what_attnlab_lacks_is_refused_by_name():
         (layer(8, 2, activation=torch.nn.Mish()), r"the activation Mish\(\): expected relu, gelu or silu"),
         (torch.nn.Linear(2, 2), "from_torch was given a Linear: expected torch.nn.MultiheadAttention"),
         (renamed, "this CausalAttention is not the notebook's"),
+        (torch.nn.utils.skip_init(attention, 8, 2, device="meta"), "is a meta tensor, expected numbers"),
+        (subclass(8, 2), "Bilinear computes something else than MultiheadAttention: expected that"),
+        (other_epsilon, "expected two LayerNorms alike"),
+        (other_rate, r"drops at the rates \(0.1, 0.3\): expected one rate"),
+        (mixed, "this MultiHeadAttentionWrapper is not the notebook's: its 2 heads are not alike"),
+        (unmasked, "this MultiHeadAttention is not the notebook's: it has no mask"),
         (attention(8, 2).double(), "MultiheadAttention: in_proj_weight is float64, expected float32, or 16 bits"),
     ):
         with pytest.raises(UserError, match=message) as error:
@@ -291,6 +303,8 @@ def test_a_bad_checkpoint_is_one_line(tmp_path):
         ),
         (Sizes(), {"lm_head.weight": torch.ones(21, 16)}, "lm_head.weight is not the embedding"),
         (Sizes(bias=0), {}, "model_args.bias = 0, expected True or False"),
+        (Sizes(n_head=3), {}, "ckpt.pt: n_embd = 16 in its config is not divisible by n_head = 3"),
+        (Sizes(dropout=2.0), {}, "expected a probability"),
     ):
         checkpoint(path, sizes, **more)
         with pytest.raises(UserError, match=message):
@@ -298,7 +312,7 @@ def test_a_bad_checkpoint_is_one_line(tmp_path):
     whole = path.read_bytes()
     for content in (whole[: len(whole) // 2], b"", b"nonsense"):
         path.write_bytes(content)
-        with pytest.raises(UserError, match="is no whole checkpoint of torch") as error:
+        with pytest.raises(UserError, match="is no whole checkpoint of tensors and plain values") as error:
             from_nanogpt(path)
         assert "\n" not in str(error.value)
     torch.save({"state": {}}, path)

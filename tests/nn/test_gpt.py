@@ -115,6 +115,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
         ({"num_heads": 3}, 8, "width 16 is not divisible by 3 heads"),
         ({"positions": "absolute"}, 8, "positions = 'absolute': expected one of learned, sinusoidal, rotary"),
         ({"window": 0}, 8, "window = 0: expected 1 position or more"),
+        ({"mlp_ratio": 0.01}, 8, "mlp_ratio = 0.01 of width 16 leaves no width: use 1/width or more"),
         ({"activation": "swiglu"}, 8, "activation = 'swiglu': expected one of gelu_tanh, gelu, relu, silu"),
     ],
 )
