@@ -225,6 +225,13 @@ def difference(saved: dict, config: ConfigDict) -> str:
     return ""
 
 
+def another(workdir: Path, difference: str) -> UserError:
+    """The error that a workdir holds a run with another config."""
+    return UserError(
+        f"{workdir} holds a run with another config ({difference}): choose a new --workdir, or repeat its command"
+    )
+
+
 def to_json(config: ConfigDict, **facts) -> str:
     """What `config.json` holds: the fields of `config`, and `facts` about the run (its corpus, …) beside them."""
     return json.dumps(_plain(config) | facts, indent=2) + "\n"

@@ -27,12 +27,12 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from attnlab import commands, compilation
+from attnlab import commands, compilation, pretrained
 from attnlab import config as configs
 from attnlab.data import corpora, tokenizers
 from attnlab.data.batches import EvalBatches, TrainBatches, prefetched
 from attnlab.errors import UserError
-from attnlab.loading import load, peek, read_config, read_tokenizer
+from attnlab.loading import read_config, read_tokenizer
 from attnlab.sample import generate, prompt_ids
 from attnlab.training import flops as flops_lib
 from attnlab.training import metrics as metrics_lib
@@ -83,7 +83,7 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
     starting.enter_context(stop.at_rest(lambda: print("stopped before the first step: nothing to save", flush=True)))
 
     # ------------------------------------------------------------------------------------------------------- config
-    config, pretrained_tokenizer, facts = _initialised(config, workdir)
+    config, pretrained_tokenizer, facts = pretrained.completed(config, workdir)
     before = _earlier_run(workdir, config)
     if eval_only and before is None:
         raise UserError(f"{workdir} holds no run to evaluate: train first")
@@ -163,7 +163,7 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
     if start:
         state, mark = checkpoints.restore(start, state), checkpoints.facts(start)["log"]
     elif config.init_from and not eval_only:
-        params = _initial_params(config)
+        params = pretrained.params(config)
         if before and before.get("init_from_sha256") != sha256(params):
             raise UserError(
                 f"config.init_from = {config.init_from} is not what {workdir} began with, and no checkpoint was saved "
@@ -363,56 +363,6 @@ def _train(config: ConfigDict, workdir: Path, eval_only: bool, stop: Stop, at_en
 _GO_ON = "the same command goes on from there"
 
 
-def _initialised(config: ConfigDict, workdir: Path) -> tuple[ConfigDict, tokenizers.Tokenizer | None, dict]:
-    """`config` with the shape of the model in `config.init_from`, the tokenizer there, for a run that begins, and what
-    `config.json` shall hold about it: the fields as the experiment said them."""
-    if not config.init_from:
-        if config.data.tokenizer == "pretrained":
-            raise UserError(
-                "config.init_from is missing, whose tokenizer is asked for: name a run, or a folder with a GPT-2 of "
-                "Hugging Face, by --config.init_from=PATH"
-            )
-        return config, None, {}
-    said = {name: value for name, value in configs.fields(config).items() if name.startswith(("model.", "data.tok"))}
-    tokenizer, saved = None, read_config(workdir) if (workdir / "config.json").exists() else {}
-    if saved.get("init_from") == config.init_from:  # it need not be there any longer
-        for name, before in saved.get("said", {}).items():
-            if said.get(name) != before:
-                raise _other_config(workdir, f"config.{name} = {said.get(name)!r}, there it was {before!r}")
-        was = configs.from_dict(saved)
-        shape, config.data.tokenizer = was.model.to_dict(), was.data.tokenizer
-    else:
-        source = Path(config.init_from)
-        if not source.is_file() and not (source / "config.json").exists():
-            raise UserError(
-                f"config.init_from = {source} holds neither a run nor a GPT-2 of Hugging Face: name a workdir, or a "
-                "folder with config.json, model.safetensors and tokenizer files"
-            )
-        model, tokenizer, _ = peek(config.init_from)
-        shape = states.model_fields(model)
-        if tokenizer is not None:
-            config.data.tokenizer = "pretrained"
-        elif config.data.tokenizer == "pretrained":
-            raise UserError(
-                f"config.init_from = {config.init_from} has no tokenizer: put tokenizer.json there, or vocab.json and "
-                "merges.txt, or choose the one it was trained with, e.g. --config.data.tokenizer=byte"
-            )
-    context = config.model.context
-    config.model.update({name: value for name, value in shape.items() if name not in states.HOW})
-    # Learned positions may be cut, not continued; others are for any length.
-    config.model.context = min(context, shape["context"]) if shape["positions"] == "learned" else context
-    configs.check(config)
-    return config, tokenizer, {"said": said}
-
-
-def _initial_params(config: ConfigDict):
-    """The parameters in `config.init_from`, on the host, for the model of `config`."""
-    params = jax.tree.map(np.asarray, load(config.init_from).params["params"])
-    if "positions" in params:
-        params["positions"]["embedding"] = params["positions"]["embedding"][: config.model.context]
-    return params
-
-
 def _earlier_run(workdir: Path, config: ConfigDict) -> dict | None:
     """What `config.json` of an earlier start holds, None in a new workdir; refuses a folder that is something else."""
     try:
@@ -426,14 +376,8 @@ def _earlier_run(workdir: Path, config: ConfigDict) -> dict | None:
         raise UserError(f"--workdir={workdir} cannot be read ({error.strerror}): choose another folder") from error
     before = read_config(workdir)
     if difference := configs.difference(before, config):
-        raise _other_config(workdir, difference)
+        raise configs.another(workdir, difference)
     return before
-
-
-def _other_config(workdir: Path, difference: str) -> UserError:
-    return UserError(
-        f"{workdir} holds a run with another config ({difference}): choose a new --workdir, or repeat its command"
-    )
 
 
 def _found(workdir: Path, config: str, tokenizer) -> int:
