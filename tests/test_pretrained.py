@@ -100,6 +100,7 @@ def test_a_second_start_asks_for_the_same_or_is_refused(gpt2, text, tmp_path, ca
     assert "holds a model of Hugging Face, and no run of attnlab: choose another folder" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_another_run(gpt2, text, tmp_path):
     """Rotary and by characters; the context may be longer than it was."""
     shape = ["model.num_layers=1", "model.width=16", "model.num_heads=2", "model.context=16"]
@@ -165,6 +166,7 @@ def test_a_stopped_run_ends_with_the_same_bits_when_its_source_is_gone(gpt2, tex
     assert finetune(source, text, tmp_path / "whole", **more) == 0  # is finished: nothing to do
 
 
+@pytest.mark.slow
 def test_before_its_first_checkpoint_a_run_starts_from_the_same_weights_or_not_at_all(gpt2, text, tmp_path, capsys):
     source = shutil.copytree(gpt2, tmp_path / "source")
     assert finetune(source, text, tmp_path / "run") == 0

@@ -26,6 +26,7 @@ def test_a_ratio_is_the_median_of_the_ratios_within_rounds():
 SMALL = ["--lengths=8,12", "--rounds=2", "--batch=2", "--heads=2", "--head_dim=4", "--window=3", "--documents=2"]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's FlexAttention, of its own parts
 def test_the_attention_race_prints_tables_and_keeps_figures_and_a_picture(capsys, tmp_path):
     figures, picture = tmp_path / "figures.json", tmp_path / "attention.png"
     assert main(["bench", "attention", *SMALL, f"--json={figures}", f"--plot={picture}"]) == 0
