@@ -355,7 +355,7 @@ def pretrained(folder: Path) -> TrainedTokenizer | None:
                 tokenizer.add_special_tokens([_END_OF_TEXT])
         parts = json.loads(tokenizer.to_str())
         kinds = [(parts[part] or {}).get("type") for part in ("model", "decoder", "normalizer")]
-        if kinds != ["BPE", "ByteLevel", None]:
+        if kinds not in (["BPE", "ByteLevel", None], ["BPE", None, None]):
             raise ValueError(f"its model, decoder and normalizer are {kinds}, not BPE, ByteLevel and none")
         _check_splits(parts["pre_tokenizer"])
         tokenizer.no_truncation()
