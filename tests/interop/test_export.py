@@ -94,6 +94,16 @@ def test_more_tokens_than_the_caches_keep_are_refused():
         export_step(MODEL, PARAMS, tokens=8, capacity=4)
 
 
+@pytest.mark.parametrize("size", ["batch", "tokens", "capacity"])
+def test_a_size_of_nothing_is_refused(size):
+    with pytest.raises(ValueError, match=f"{size} = 0: expected 1 or more"):
+        export_step(MODEL, PARAMS, **{size: 0})
+
+
+def test_one_platform_may_be_named_alone():
+    assert export_step(MODEL, PARAMS, platforms="tpu").platforms == ("tpu",)
+
+
 @pytest.mark.parametrize("carried, dtype", [(as_it_is, jnp.float32), (through_bytes, jnp.bfloat16)], ids=named)
 def test_a_training_step_exports_for_every_platform_and_runs_as_it_does_here(carried, dtype):
     """Its state crosses as a list of arrays: JAX serializes no types of others', such as optax's."""

@@ -254,6 +254,7 @@ def test_a_layer_drops_by_its_own_random_stream():
     [
         ({"precision": "highest"}, "precision = 'highest': expected None.*jax.default_matmul_precision"),
         ({"precision": jax.lax.Precision.HIGH}, "precision = .*HIGH.*: expected None"),
+        ({"precision": ("default", "high")}, "precision = .*: expected None"),
         ({"einsum_dot_general": jax.lax.dot_general}, "einsum_dot_general = .*: expected None"),
         ({"qk_attn_weights_einsum": jnp.einsum}, "qk_attn_weights_einsum = .*: expected None"),
         ({"attn_weights_value_einsum": jnp.einsum}, "attn_weights_value_einsum = .*: expected None"),
@@ -273,7 +274,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(given, message, own_errors):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("precision", [None, "default", jax.lax.Precision.DEFAULT])
+@pytest.mark.parametrize("precision", [None, "default", jax.lax.Precision.DEFAULT, ("default", "default")])
 def test_what_asks_for_nothing_is_taken(precision):
     out = attention_fn()(Q, K, V, precision=precision, force_fp32_for_softmax=True, dropout_rng=jax.random.key(0))
     np.testing.assert_array_equal(out, attention_fn()(Q, K, V))
