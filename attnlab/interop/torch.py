@@ -266,7 +266,7 @@ def _activation(function) -> str:
     raise UserError(f"TransformerEncoderLayer has the activation {name}: expected relu, gelu or silu")
 
 
-def _notebook_projections(source, path=""):
+def _notebook_projections(source):
     """W_query, W_key and W_value: a matrix `[in, out]` each in the first class, then a Linear."""
     linear = hasattr(source.W_query, "weight")
     rows, columns = source.W_query.weight.shape[::-1] if linear else source.W_query.shape
@@ -275,9 +275,9 @@ def _notebook_projections(source, path=""):
     for which in ("query", "key", "value"):
         name = f"W_{which}.weight" if linear else f"W_{which}"
         shape = (columns, rows) if linear else (rows, columns)
-        places.append(Tensor(name, shape, (f"{path}{which}/kernel",), transposed=linear))
+        places.append(Tensor(name, shape, (f"{which}/kernel",), transposed=linear))
         if use_bias:
-            places.append(Tensor(f"W_{which}.bias", (columns,), (f"{path}{which}/bias",)))
+            places.append(Tensor(f"W_{which}.bias", (columns,), (f"{which}/bias",)))
     return rows, columns, use_bias, places
 
 
