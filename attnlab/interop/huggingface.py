@@ -14,7 +14,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import traverse_util
 
 from attnlab.data import tokenizers
 from attnlab.errors import UserError
@@ -111,7 +110,7 @@ def to_hf(model: GPT, params) -> dict:
     >>> to_hf(model, params)["transformer.h.0.attn.c_attn.weight"].shape
     torch.Size([8, 24])
     """
-    return tensors.as_torch(unload_state(*_with_biases(model, params)), "to_hf")
+    return tensors.as_torch(_state(model, params), "to_hf")
 
 
 def save_hf(folder: str | Path, model: GPT, params, tokenizer=None) -> Path:
@@ -137,11 +136,12 @@ def save_hf(folder: str | Path, model: GPT, params, tokenizer=None) -> Path:
     """
     safetensors = _import_safetensors()
     folder = Path(folder).absolute()
-    config, state = make_config(model), unload_state(*_with_biases(model, params))
+    config, state = make_config(model), _state(model, params)
     del state["lm_head.weight"]  # tied
     files = {"config.json": config, **({} if tokenizer is None else _tokenizer_files(tokenizer))}
     if "tokenizer.json" in files:
-        config["bos_token_id"] = config["eos_token_id"] = _id_of(files["tokenizer.json"], "<|endoftext|>")
+        ids = files["tokenizer.json"]["model"]["vocab"]
+        config["bos_token_id"] = config["eos_token_id"] = ids.get("<|endoftext|>")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there already: choose a new folder")
     unfinished = folder.with_name(f".{folder.name}.unfinished")
@@ -360,16 +360,13 @@ def _layout(model: GPT, prefix: str, transposed: bool) -> list[Tensor]:
     return [*places, *norm(f"{prefix}ln_f", "final_norm")]
 
 
-def _with_biases(model: GPT, params) -> tuple[GPT, dict]:
-    """The same function with biases, of 0 where there were none: GPT-2 always has them."""
-    make_config(model)  # refuses what GPT-2 lacks
+def _state(model: GPT, params) -> dict[str, np.ndarray]:
+    """The state dict of the GPT-2 that computes the same; it always has biases, of 0 where there were none."""
+    state = unload_state(model, params)
     if model.use_bias:
-        return model, params
-    params = tensors.check(params, tensors.shapes_of(model, _TOKENS), "the model")
-    model = model.clone(use_bias=True)
-    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), tensors.shapes_of(model, _TOKENS))
-    flat = {path: leaf for tree in (zeros, params) for path, leaf in traverse_util.flatten_dict(tree).items()}
-    return model, {"params": traverse_util.unflatten_dict(flat)}
+        return state
+    places = _layout(model.clone(use_bias=True), "transformer.", transposed=False)
+    return {place.name: np.zeros(place.shape, np.float32) for place in places} | state
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
@@ -429,7 +426,3 @@ def _tokenizer_files(tokenizer) -> dict:
         "tokenizer.json": tokenizer.to_dict()["tokenizer"] | {"decoder": decoder},
         "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False},
     }
-
-
-def _id_of(tokenizer: dict, token: str) -> int | None:
-    return tokenizer["model"]["vocab"].get(token)
