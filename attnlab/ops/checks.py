@@ -1,8 +1,45 @@
-"""Checks that the operators share: an error is one line that names the axis, the sizes and the remedy."""
+"""Argument checks shared by the operators: an error is one line that names the axis, the sizes and the remedy."""
+
+import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+INT32_MAX = 2**31 - 1
+POSITION_LIMIT = 2**30  # so that the difference of two positions fits int32
+
+# Names that other libraries give to these arguments.
+_ELSEWHERE = {
+    "is_causal": "mask=masks.Causal()",
+    "causal": "mask=masks.Causal()",
+    "attn_mask": "mask=",
+    "local_window_size": "mask=masks.SlidingWindow(left, right)",
+    "dropout_p": "dropout_rate=",
+    "implementation": "impl=",
+    "enable_gqa": "k and v with fewer heads; it needs no flag",
+}
+
+
+def known_keywords(function):
+    """A decorator whose TypeError for an unknown keyword names the argument to use, e.g. `mask` for `is_causal`."""
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
+
+    @functools.wraps(function)
+    def checked(*args, **kwargs):
+        require_known_keywords(function.__qualname__, kwargs, known)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def require_known_keywords(function: str, given, known) -> None:
+    """Raises TypeError when a name in `given` is no argument of the function, whose arguments are `known`."""
+    for name in given:
+        if name not in known:
+            remedy = f"use {_ELSEWHERE[name]}" if name in _ELSEWHERE else f"expected one of {', '.join(known)}"
+            raise TypeError(f"{function} has no argument {name!r}: {remedy}")
 
 
 def queries_keys_values(q, k, v) -> tuple:
@@ -23,11 +60,9 @@ def queries_keys_values(q, k, v) -> tuple:
             raise ValueError(f"{name} has batch axes {x.shape[:-3]} and q has {batch}: give both the same")
     for name, x in (("q", q), ("k", k)):
         if 0 in x.shape[-2:]:
-            raise ValueError(f"{name} has shape {x.shape}: expected one head and one feature, or more")
+            raise ValueError(f"{name} has shape {x.shape}: expected at least one head and one feature")
     if k.shape[-1] != head_dim:
-        raise ValueError(
-            f"k has {k.shape[-1]} features a head and q has {head_dim}: they are multiplied, so must agree"
-        )
+        raise ValueError(f"k has {k.shape[-1]} features per head and q has {head_dim}: give both the same")
     if v.shape[-3:-1] != (kv_length, kv_heads):
         raise ValueError(
             f"v has (length, heads) {v.shape[-3:-1]} and k has {(kv_length, kv_heads)}: each key needs a value"
@@ -38,21 +73,112 @@ def queries_keys_values(q, k, v) -> tuple:
 
 
 def floating(name: str, x):
-    """An array of a floating type, or None for None; ValueError for another type."""
+    """An array of a floating type, or None for None; float64 becomes float32 where JAX has no 64-bit types.
+
+    Raises:
+      ValueError: another type.
+    """
     if x is None:
         return None
     x = x if isinstance(x, jax.Array | np.ndarray) else jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        remedy = "use mask= for what is seen or not" if x.dtype == bool else "use .astype(jnp.float32)"
+        remedy = "use mask= for which keys are visible" if x.dtype == bool else "use .astype(jnp.float32)"
         raise ValueError(f"{name} has type {x.dtype}, expected a floating type: {remedy}")
+    # JAX warns at every operation on a float64 NumPy array, where it does not compute in float64.
+    return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False) if isinstance(x, np.ndarray) else x
+
+
+def integers(name: str, x, limit: int = INT32_MAX, remedy: str = "use smaller ones"):
+    """Indices or positions as int32, or None for None: unsigned ones would wrap where they are subtracted.
+
+    Raises:
+      ValueError: another type; concrete values beyond ±`limit`.
+    """
+    if x is None:
+        return None
+    if not isinstance(x, jax.Array | np.ndarray):
+        try:
+            x = jnp.asarray(x)
+        except OverflowError:
+            x = np.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{name} has type {x.dtype}, expected integers")
+    is_concrete = not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+    if is_concrete and x.size:
+        values = np.asarray(x)
+        low, high = int(values.min()), int(values.max())
+        if low < -limit or high > limit:
+            raise ValueError(f"{name} has values from {low} to {high}, expected int32 values within ±{limit}: {remedy}")
+    return x.astype(np.int32)
+
+
+def positions(name: str, x, batch: tuple[int, ...], length: int):
+    """Positions as int32 `[length]` or `[*batch, length]`, or None for None.
+
+    Raises:
+      ValueError: another type or shape; concrete values beyond ±2³⁰.
+    """
+    x = integers(name, x, POSITION_LIMIT - 1, "subtract the same offset from q_positions and kv_positions")
+    if x is not None and jnp.shape(x) not in ((length,), (*batch, length)):
+        raise ValueError(
+            f"{name} has shape {jnp.shape(x)}, expected {(length,)} or {(*batch, length)}: one position per token"
+        )
     return x
 
 
-def whole(name: str, x):
-    """Indices or positions as int32, or None for None: unsigned ones would wrap where they are subtracted."""
+def bias(x, batch: tuple[int, ...], num_heads: int, q_length: int, kv_length: int):
+    """A bias `[Tq or 1, Tk]` or `[..., H or 1, Tq or 1, Tk]`, or None for None.
+
+    Raises:
+      ValueError: another type or shape.
+    """
+    x = floating("bias", x)
     if x is None:
         return None
-    x = x if isinstance(x, jax.Array | np.ndarray) else jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise ValueError(f"{name} has type {x.dtype}, expected whole numbers")
+    *lead, rows, columns = jnp.shape(x) if jnp.ndim(x) >= 2 else (0, 0)
+    fits = rows in (1, q_length) and columns == kv_length
+    fits &= not lead or (
+        len(lead) == len(batch) + 1
+        and lead[-1] in (1, num_heads)
+        and all(size in (1, given) for size, given in zip(lead, batch))
+    )
+    if not fits:
+        raise ValueError(
+            f"bias has shape {jnp.shape(x)}, expected {(q_length, kv_length)} or "
+            f"{(*batch, num_heads, q_length, kv_length)}, where any axis but the last may be 1"
+        )
+    return x
+
+
+def sinks(x, num_heads: int):
+    """Sinks `[H]`, or None for None; ValueError for another type or shape."""
+    x = floating("sinks", x)
+    if x is not None and jnp.shape(x) != (num_heads,):
+        raise ValueError(f"sinks has shape {jnp.shape(x)}, expected {(num_heads,)}: one logit per head")
+    return x
+
+
+def dropout_rate(rate, key) -> float:
+    """A dropout rate, for which there is a key.
+
+    Raises:
+      ValueError: a traced rate, one outside [0, 1), no key, or one that is no PRNG key.
+    """
+    if isinstance(rate, jax.core.Tracer):
+        raise ValueError("dropout_rate is traced: expected a Python number, e.g. a static argument of jit")
+    rate = float(rate)
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout_rate = {rate}: expected a probability in [0, 1)")
+    if rate and key is None:
+        raise ValueError(f"dropout_rate = {rate} needs dropout_key: one PRNG key, or one per example")
+    if rate and not isinstance(key, jax.Array | np.ndarray):
+        raise ValueError(f"dropout_key = {key!r}: expected a PRNG key, e.g. jax.random.key(0)")
+    return rate
+
+
+def clipped_to_int32(x):
+    """Integers as int32; those beyond ±2³⁰ are clipped to it rather than wrapped."""
+    if not np.can_cast(x.dtype, np.int32):
+        info, xp = jnp.iinfo(x.dtype), np if isinstance(x, np.ndarray) else jnp
+        x = xp.clip(x, max(info.min, -POSITION_LIMIT), min(info.max, POSITION_LIMIT))
     return x.astype(np.int32)

@@ -1,14 +1,11 @@
-"""cuDNN's flash attention, through `jax.nn.dot_product_attention`, where it honours every argument.
+"""Adapter to cuDNN's flash attention, through `jax.nn.dot_product_attention`.
 
-Its backward pass adds in no fixed order unless XLA is told to be deterministic
-(`XLA_FLAGS=--xla_gpu_deterministic_ops=true`).
+Its backward pass sums in no fixed order unless `XLA_FLAGS=--xla_gpu_deterministic_ops=true` is set.
 """
 
 import jax
 import jax.numpy as jnp
 from jax.extend.backend import get_backend
-
-from attnlab.ops.masks import as_band
 
 PLATFORM = "gpu"
 
@@ -18,7 +15,7 @@ def reason_against(
     q,
     k,
     v,
-    mask,
+    band,
     score_mods,
     bias,
     sinks,
@@ -30,25 +27,24 @@ def reason_against(
     scale,
     **_,
 ) -> str | None:
-    """Why cuDNN could not run a call, None if it can."""
-    band = as_band(mask)
+    """The reason why cuDNN cannot run a call, or None."""
     head_dim = q.shape[-1]
     reasons = {
         "cuDNN was not found": not _is_there(),
         f"it has no {q.dtype}, only float16 and bfloat16": q.dtype not in (jnp.float16, jnp.bfloat16),
         "q, k and v must have one type": not q.dtype == k.dtype == v.dtype,
-        f"heads of {head_dim} and {v.shape[-1]} features: it has equal ones, multiples of 8 up to 128": not (
+        f"heads of {head_dim} and {v.shape[-1]} features: it supports equal ones, multiples of 8 up to 128": not (
             head_dim == v.shape[-1] and head_dim % 8 == 0 and head_dim <= 128
         ),
         "it has no score mods": bool(score_mods),
         "it has no bias whose gradient was checked": bias is not None,
         "it has no sinks": sinks is not None,
-        "its dropout is not ours": bool(dropout_rate),
+        "its dropout differs from that of the other backends": bool(dropout_rate),
         "it has no positions": q_positions is not None or kv_positions is not None,
         "its lse has no gradient": return_lse,
-        "its tiles have their own sizes": block_sizes is not None,
-        "it needs a scale that is known": isinstance(scale, jax.core.Tracer),
-        "of masks it has Causal and, with it, SlidingWindow to the left": band is None
+        "it chooses its own tile sizes": block_sizes is not None,
+        "it needs a static scale": isinstance(scale, jax.core.Tracer),
+        "of masks it supports Causal, with or without a SlidingWindow to the left": band is None
         or bool(band.segments)
         or (band.right, band.left is None) not in ((None, True), (0, True), (0, False)),
         "an axis has length 0": 0 in (*q.shape, *k.shape),
@@ -57,13 +53,12 @@ def reason_against(
 
 
 def _is_there() -> bool:
-    """Whether the GPU is one of CUDA's: AMD's call themselves gpu too."""
+    """Whether the GPU runs CUDA: the platform of AMD's is also "gpu"."""
     return "cuda" in get_backend().platform_version
 
 
-def attend(q, k, v, *, mask, scale, **_):
-    """(out, None): the lse is not to be had with a gradient."""
-    band = as_band(mask)
+def attend(q, k, v, *, band, scale, **_):
+    """(out, None): its lse has no gradient."""
     batch = q.shape[:-3]
     flat = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
     out = jax.nn.dot_product_attention(

@@ -1,14 +1,14 @@
 """Attention, written out: the specification that every other backend is tested against.
 
-For a query i, the keys j that it sees and their values,
+For a query i and the keys j that it may attend to, with values v_j,
 
     s_ij = mods(scale · q_i·k_j + bias_ij)
     p_ij = exp(s_ij) / (Σ_j exp(s_ij) + exp(sink))       (softmax; the sink takes weight and has no value)
     o_i  = Σ_j dropout(p_ij) v_j
     lse_i = log(Σ_j exp(s_ij) + exp(sink))
 
-(Vaswani et al. 2017, equation 1). Memory and time are O(Tq·Tk); every derivative exists, forward mode too.
-Scores, softmax and lse are float32 whatever the input (float64 stays float64); products take the input type.
+(Vaswani et al. 2017, equation 1). Memory and time are O(Tq·Tk); all derivatives exist, forward mode included.
+Logits, softmax and lse are float32 whatever the input (float64 stays float64); products take the input type.
 """
 
 import jax
@@ -17,16 +17,19 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from attnlab.ops import dropout
+from attnlab.ops.logsumexp import finite_shift, normalizer
 from attnlab.ops.masks import Mask
+from attnlab.ops.meshes import like_queries, like_scores, on_auto_axes
 from attnlab.ops.tiles import Side, Tile, whole
 from attnlab.types import Array
 
 
 def reason_against(block_sizes=None, **arguments) -> str | None:
-    """Why this backend could not run a call, None if it can."""
+    """The reason why this backend cannot run a call, None if it can."""
     return "it has no tiles to size: leave out block_sizes" if block_sizes else None
 
 
+@on_auto_axes(like_queries)
 def attend(
     q: Float[Array, "*B Tq H D"],
     k: Float[Array, "*B Tk Hk D"],
@@ -34,24 +37,30 @@ def attend(
     *,
     dropout_rate: float = 0.0,
     dropout_keys=None,
-    mask: Mask | None = None,
-    q_positions=None,
-    kv_positions=None,
     block_sizes=None,
     **terms,
 ) -> tuple[Float[Array, "*B Tq H Dv"], Float[Array, "*B Tq H"]]:
-    """Output in q's type and lse in float32 (float64 for float64); see `weights` for `**terms`."""
-    p, lse = weights(q, k, mask=mask, q_positions=q_positions, kv_positions=kv_positions, **terms)
+    """Output in q's type and lse in float32 (float64 for float64); see `_softmax` for `**terms`."""
+    p, lse, key_is_visible = _softmax(q, k, **terms)
     if dropout_rate:
         heads, rows, columns = np.ogrid[: p.shape[-3], : p.shape[-2], : p.shape[-1]]
-        stays = dropout.keep(dropout_keys, dropout_rate, heads, rows, columns)
-        p = jnp.where(stays, p / (1 - dropout_rate), 0)
-    v = _inert(_per_query_head(v, q.shape[-2]), _keys_seen(mask, _tile(q, k, mask, q_positions, kv_positions)))
+        keeps = dropout.keep(dropout_keys, dropout_rate, heads, rows, columns)
+        p = jnp.where(keeps, p / (1 - dropout_rate), 0)
+    v = _inert(_per_query_head(v, q.shape[-2]), key_is_visible)
     out = jnp.einsum("...hqk,...khd->...qhd", p.astype(v.dtype), v, preferred_element_type=p.dtype)
     return out.astype(q.dtype), jnp.moveaxis(lse, -2, -1)
 
 
+@on_auto_axes(like_scores)
 def weights(
+    q: Float[Array, "*B Tq H D"], k: Float[Array, "*B Tk Hk D"], **terms
+) -> tuple[Float[Array, "*B H Rq Tk"], Float[Array, "*B H Rq"]]:
+    """The softmax weights before dropout and the lse; see `_softmax` for `**terms`."""
+    p, lse, _ = _softmax(q, k, **terms)
+    return p, lse
+
+
+def _softmax(
     q: Float[Array, "*B Tq H D"],
     k: Float[Array, "*B Tk Hk D"],
     *,
@@ -63,8 +72,11 @@ def weights(
     q_positions=None,
     kv_positions=None,
     rows=None,
-) -> tuple[Float[Array, "*B H Rq Tk"], Float[Array, "*B H Rq"]]:
-    """The softmax weights before dropout and the lse, for all query rows or for the indices `rows` `[Rq]` alone."""
+) -> tuple[Float[Array, "*B H Rq Tk"], Float[Array, "*B H Rq"], Bool[Array, "..."] | None]:
+    """(weights, lse, key_is_visible) of all query rows, or of the indices `rows` `[Rq]` alone.
+
+    `key_is_visible`, `[..., Tk, H or 1, 1]`, tells which keys any of the queries may attend to; None for all of them.
+    """
     num_heads, head_dim = q.shape[-2:]
     tile = _tile(q, k, mask, q_positions, kv_positions)
     if rows is not None:
@@ -72,7 +84,9 @@ def weights(
         tile = tile._replace(queries=Side(rows, jnp.take(jnp.asarray(tile.queries.position), rows, axis=-1), axis=-2))
         bias = bias if bias is None or bias.shape[-2] == 1 else jnp.take(bias, rows, axis=-2)
 
-    k = _inert(_per_query_head(k, num_heads), _keys_seen(mask, tile))
+    visible = None if mask is None else mask.visible(tile)
+    key_is_visible = _key_is_visible(visible)
+    k = _inert(_per_query_head(k, num_heads), key_is_visible)
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     s = jnp.einsum("...qhd,...khd->...hqk", q, k, preferred_element_type=dtype)
     s = s * jnp.asarray(head_dim**-0.5 if scale is None else scale, dtype)
@@ -80,24 +94,20 @@ def weights(
         s = s + bias.astype(dtype)
     for mod in score_mods:
         s = jnp.broadcast_to(mod.apply(s, tile), s.shape).astype(dtype)
-    if mask is not None:
-        s = jnp.where(mask.visible(tile), s, -jnp.inf)
+    if visible is not None:
+        s = jnp.where(visible, s, -jnp.inf)
 
-    # The largest score cancels from the result; as a constant it needs no derivative. A row that sees nothing has
-    # largest score −inf: subtract 0 there, so that the weights are exp(−inf) = 0 and not exp(nan).
-    largest = s.max(axis=-1, keepdims=True, initial=-jnp.inf)
+    maximum = s.max(axis=-1, keepdims=True, initial=-jnp.inf)
     if sinks is not None:
         sinks = sinks.astype(dtype)[:, None, None]
-        largest = jnp.maximum(largest, sinks)
-    largest = jax.lax.stop_gradient(jnp.where(jnp.isneginf(largest), 0, largest))
-    p = jnp.exp(s - largest)
+        maximum = jnp.maximum(maximum, sinks)
+    shift = jax.lax.stop_gradient(finite_shift(maximum))  # cancels from the result, so it needs no derivative
+    p = jnp.exp(s - shift)
     total = p.sum(axis=-1, keepdims=True)
     if sinks is not None:
-        total = total + jnp.exp(sinks - largest)
-    some = total > 0
-    total = jnp.where(some, total, 1)
-    lse = jnp.where(some, largest + jnp.log(total), -jnp.inf)
-    return p / total, lse[..., 0]
+        total = total + jnp.exp(sinks - shift)
+    denominator, lse = normalizer(shift, total)
+    return p / denominator, lse[..., 0], key_is_visible
 
 
 def _per_query_head(x: Float[Array, "*B Tk Hk D"], num_heads: int) -> Float[Array, "*B Tk H D"]:
@@ -107,23 +117,22 @@ def _per_query_head(x: Float[Array, "*B Tk Hk D"], num_heads: int) -> Float[Arra
 
 
 def _tile(q, k, mask, q_positions, kv_positions) -> Tile:
-    """The tile of all queries and keys; in NumPy where nothing has to wait for the running program."""
+    """The tile of all queries and keys, in NumPy when all its values are known while tracing."""
     given = q_positions is not None or kv_positions is not None or jax.tree.leaves(mask)
     sizes = (q.shape[-3], k.shape[-3], q.shape[-2])
     return whole(*sizes, q_positions, kv_positions, q.shape[:-3], xp=jnp if given else np)
 
 
-def _keys_seen(mask, tile) -> Bool[Array, "... Tk H 1"] | None:
-    """Which keys some query sees; None when it is known before the program runs that all are, as for Causal."""
-    if mask is None:
+def _key_is_visible(visible) -> Bool[Array, "..."] | None:
+    """Which keys any query may attend to, None when it is known while tracing that all are, as for Causal."""
+    if visible is None:
         return None
-    visible = mask.visible(tile)
-    seen = visible.reshape((1,) * (3 - visible.ndim) + visible.shape).any(axis=-2)
-    if isinstance(seen, np.ndarray) and seen.all():
+    any_visible = visible.reshape((1,) * (3 - visible.ndim) + visible.shape).any(axis=-2)
+    if isinstance(any_visible, np.ndarray) and any_visible.all():
         return None
-    return jnp.swapaxes(seen, -1, -2)[..., None]
+    return jnp.swapaxes(any_visible, -1, -2)[..., None]
 
 
-def _inert(x: Float[Array, "*B Tk H D"], seen) -> Float[Array, "*B Tk H D"]:
-    """Zeros for the keys that no query sees: 0·NaN is NaN, in the sum and in its derivatives."""
-    return x if seen is None else jnp.where(seen, x, 0)
+def _inert(x: Float[Array, "*B Tk H D"], key_is_visible) -> Float[Array, "*B Tk H D"]:
+    """Zeros for keys that no query may attend to: 0·NaN is NaN, in the sum and in its derivatives."""
+    return x if key_is_visible is None else jnp.where(key_is_visible, x, 0)

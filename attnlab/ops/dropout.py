@@ -1,7 +1,7 @@
-"""Dropout by an integer hash of where an element stands, so that no array of random bits is ever drawn.
+"""Dropout by an integer hash of an element's indices, without an array of random bits.
 
-The same element drops whatever the backend, the tile size, the sharding and the number of devices, because its
-fate depends on the key of its example and on its own indices alone.
+Whether an element is dropped depends on the key of its example and on its own indices alone, so the same elements are
+dropped for any backend, tile size, sharding and number of devices.
 """
 
 import math
@@ -16,10 +16,10 @@ Keys = Array  # PRNG keys, new style `[...]` or raw uint32 `[..., 2]`
 
 
 def keep(keys: Keys, rate: float, *indices: Array) -> Bool[Array, "..."]:
-    """True where an element stays; each is dropped with probability `rate`, independently.
+    """True for elements that are kept; each is dropped with probability `rate`, independently.
 
     Args:
-      keys: one key, or an array of them; their axes lead the result's.
+      keys: one key, or an array of them; their axes come first in the result.
       rate: probability of being dropped, in [0, 1).
       *indices: integer arrays that broadcast together to the shape of one example's elements.
 
@@ -35,8 +35,8 @@ def keep(keys: Keys, rate: float, *indices: Array) -> Bool[Array, "..."]:
     for word in range(words.shape[-1]):
         state = _mix(state ^ words[..., word])
     state = state.reshape(state.shape + (1,) * rank)
-    # One mix an index, each folded in as soon as its axis appears: only the last runs over all elements. Mixing the
-    # index by itself first breaks the regular spacing that would make the rows of two states shifted copies.
+    # Indices are folded in one by one, so that only the last mix runs over all elements. Mixing the index by itself
+    # first breaks its regular spacing, which would make the rows of two states shifted copies of each other.
     for index in indices:
         state = _mix(state ^ _mix(jnp.asarray(index).astype(jnp.uint32) + jnp.uint32(0x9E3779B9)))
     return state >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
@@ -62,10 +62,10 @@ def fold_in(keys: Keys, data: int | Array) -> Keys:
 
 
 def per_example(keys: Keys, batch: tuple[int, ...]) -> Keys:
-    """Keys with exactly the batch axes: one key is folded with each example's index, an array is checked.
+    """Keys with exactly the batch axes: one key is folded with each example's index, an array must have them.
 
     Raises:
-      ValueError: the keys carry other axes than `batch`.
+      ValueError: the keys have axes other than `batch`.
     """
     shape = jnp.shape(keys)[: batch_rank(keys)]
     if shape == batch:
@@ -73,16 +73,18 @@ def per_example(keys: Keys, batch: tuple[int, ...]) -> Keys:
     if shape == ():
         folded = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(keys, jnp.arange(math.prod(batch)))
         return folded.reshape(batch + folded.shape[1:])
-    raise ValueError(f"dropout keys have batch axes {shape}, expected () or {batch}: give one key, or one an example")
+    raise ValueError(
+        f"dropout keys have batch axes {shape}, expected () or {batch}: give one key, or one for each example"
+    )
 
 
 def batch_rank(keys: Keys) -> int:
-    """How many axes an array of keys has, not counting the words of raw ones."""
+    """The number of axes of an array of keys, not counting the words of raw keys."""
     return jnp.ndim(keys) if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else jnp.ndim(keys) - 1
 
 
 def key_words(keys: Keys) -> UInt32[Array, "... words"]:
-    """The uint32 words behind PRNG keys of either style."""
+    """The uint32 words of PRNG keys, new style or raw."""
     return jax.random.key_data(keys) if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else keys
 
 

@@ -1,6 +1,7 @@
-"""Functions of scalars that users give to masks and score mods, applied to whole tiles."""
+"""User functions of scalars, vectorized over tiles: the body of `MaskFn` and `ScoreFn`."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +10,26 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from attnlab.types import Array, DType
 
 
+@dataclass(frozen=True, init=False)
+class Function:
+    """Fields of a mask or score mod that is a user function: `fn(*coordinates, *arrays)`, compared by position."""
+
+    fn: Callable
+    arrays: tuple[Array, ...]
+    positional = True
+
+    def __init__(self, fn, *arrays):
+        object.__setattr__(self, "fn", fn)
+        object.__setattr__(self, "arrays", arrays)
+
+
 def apply(fn: Callable, coordinates: tuple[Array, ...], arrays: tuple[Array, ...], kind: type) -> Array:
     """fn(*scalars, *arrays) at every point of the coordinates broadcast together.
 
-    A coordinate that fn does not read adds no axis: a mask of (i, j) alone is not computed for each head.
+    A coordinate that `fn` ignores adds no axis: a mask of (i, j) alone is not computed per head.
 
     Raises:
-      ValueError: fn does not return a scalar of `kind` (`jnp.bool_`, `jnp.floating`).
+      ValueError: `fn` takes other arguments, or does not return a scalar of `kind` (`jnp.bool_`, `jnp.floating`).
 
     >>> i, j = jnp.ogrid[:2, :3]
     >>> apply(lambda i, j, table: table[i] > j, (i, j), (jnp.array([1, 3]),), jnp.bool_)
@@ -25,35 +39,39 @@ def apply(fn: Callable, coordinates: tuple[Array, ...], arrays: tuple[Array, ...
     jaxpr = _traced(fn, coordinates, arrays).jaxpr
     result = jaxpr.outvars[0].aval if len(jaxpr.outvars) == 1 else None
     if result is None or result.shape != () or not jnp.issubdtype(result.dtype, kind):
-        got = "nothing it should" if result is None else f"{result.dtype}{list(result.shape)}"
+        got = f"{len(jaxpr.outvars)} values" if result is None else f"{result.dtype}{list(result.shape)}"
         raise ValueError(
-            f"{_name(fn)} returned {got}, expected a {kind.__name__} scalar: it is called with scalars, "
-            "once for every query and key"
+            f"{_name(fn)} returned {got}, expected one {kind.__name__} scalar: it is called with scalars, "
+            "once for each query and key"
         )
-    read = {id(variable) for equation in jaxpr.eqns for variable in equation.invars} | {id(jaxpr.outvars[0])}
-    points = [x if id(variable) in read else 0 for x, variable in zip(coordinates, jaxpr.invars)]
+    used = {id(variable) for equation in jaxpr.eqns for variable in equation.invars} | {id(jaxpr.outvars[0])}
+    arrays = tuple(map(jnp.asarray, arrays))  # traced coordinates cannot index NumPy arrays
+    points = [x if id(variable) in used else 0 for x, variable in zip(coordinates, jaxpr.invars)]
     return jnp.vectorize(lambda *point: fn(*point, *arrays))(*points)
 
 
-def opened(fn: Callable, coordinates: tuple[DType, ...], arrays: tuple[Array, ...]) -> tuple[Callable, tuple]:
-    """(fn, arrays) where the traced values that fn closes over have become arrays of the call.
+def without_closure(
+    fn: Callable, coordinates: tuple[DType, ...], arrays: tuple[Array, ...]
+) -> tuple[Callable, tuple[Array, ...]]:
+    """(fn, arrays) where the traced values that `fn` closes over have become arrays passed to it.
 
-    A function that a derivative rule keeps for later must not hold on to values of the trace it was made in.
+    A function that a derivative rule stores for later must not hold values of the trace it was defined in.
 
     Args:
       fn: fn(*scalars, *arrays).
       coordinates: types of its scalars.
-      arrays: what it is given.
+      arrays: its other arguments.
     """
     closed = _traced(fn, tuple(jax.ShapeDtypeStruct((), dtype) for dtype in coordinates), arrays)
     if not any(isinstance(value, jax.core.Tracer) for value in closed.consts):
         return fn, arrays
-    given = len(coordinates) + len(arrays)
+    num_arguments = len(coordinates) + len(arrays)
 
-    def open_fn(*values):
-        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, values[given:]))(*values[:given])[0]
+    def closed_fn(*values):
+        consts, arguments = values[num_arguments:], values[:num_arguments]
+        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*arguments)[0]
 
-    return open_fn, (*arrays, *closed.consts)
+    return closed_fn, (*arrays, *closed.consts)
 
 
 def _traced(fn, coordinates, arrays):
@@ -63,7 +81,7 @@ def _traced(fn, coordinates, arrays):
     except TypeError as error:
         if "positional argument" not in str(error):
             raise
-        raise ValueError(f"{_name(fn)} takes other arguments than it is given: {error}") from error
+        raise ValueError(f"{_name(fn)} does not take the arguments it is called with: {error}") from error
 
 
 def _name(fn):

@@ -1,12 +1,12 @@
-"""Linear attention: the softmax gives way to a product of features, and the sum over keys can be carried along.
+"""Linear attention: a product of features replaces the softmax, so the sum over keys becomes a recurrent state.
 
 With a feature map φ and the causal sum over j ≤ i (Katharopoulos et al. 2020, equations 7 to 12),
 
     o_i = φ(q_i)ᵀ S_i / φ(q_i)ᵀ z_i,    S_i = Σ_j φ(k_j) v_jᵀ,    z_i = Σ_j φ(k_j)
 
-Three forms give one answer. `naive` writes all weights φ(q_i)·φ(k_j) out: O(T²), the specification. `recurrent` carries
-(S, z) from token to token: T steps. `chunked` carries them from chunk to chunk and is naive within one: time O(T·C),
-products large enough for the machine.
+Three forms give the same answer. `naive` computes all weights φ(q_i)·φ(k_j): O(T²), the specification. `recurrent`
+carries (S, z) from token to token: T steps. `chunked` carries them from chunk to chunk and is naive within each: time
+O(T·C), with products large enough for the hardware.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ FORMS = ("chunked", "naive", "recurrent")
 
 
 class LinearState(NamedTuple):
-    """What linear attention knows of the keys so far; of one size, however many there were.
+    """The state of linear attention after some keys; its size does not depend on their number.
 
     Attributes:
-      kv: S, `[..., Hk, D, Dv]`, D here the number of features that the feature map makes.
+      kv: S, `[..., Hk, D, Dv]`, D here the number of features that the feature map returns.
       k: z, `[..., Hk, D]`.
 
     >>> k = v = jnp.ones((7, 2, 4))  # length 7, 2 heads of 4
@@ -40,12 +40,12 @@ class LinearState(NamedTuple):
 
 
 def elu_plus_one(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """elu(x) + 1: positive, so that weights are (Katharopoulos et al. 2020, equation 7).
+    """elu(x) + 1, which is positive, as weights must be (Katharopoulos et al. 2020, equation 7).
 
     >>> elu_plus_one(jnp.array([-1.0, 0.0, 1.0]))
     Array([0.36787945, 1.        , 2.        ], dtype=float32)
     """
-    # Not elu(x) + 1: exp(x) − 1 has lost the digits that adding 1 would need, and is −1 already at x = −18.
+    # Not elu(x) + 1: exp(x) − 1 loses the digits that adding 1 needs, and rounds to −1 from x = −18.
     return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
 
 
@@ -65,78 +65,93 @@ def linear_attention(
 ):
     """Attention without a softmax, in time linear in the length (Katharopoulos et al. 2020, equations 7 to 12).
 
-    Features, sums and the state are float32 (float64 for float64). A query that sees no key returns 0.
+    Features, sums and the state are float32 (float64 for float64). Fully masked rows return 0.
 
     Args:
       q: `[..., Tq, H, D]`.
-      k: `[..., Tk, Hk, D]`, H a multiple of Hk: head h of q reads head h // (H / Hk).
+      k: `[..., Tk, Hk, D]`, H a multiple of Hk: head h of q uses head h // (H / Hk).
       v: `[..., Tk, Hk, Dv]`.
-      causal: query i sees keys j ≤ i, and all that `state` holds; Tq = Tk then. False: every key.
-      feature_map: φ, along the last axis; positive where `normalize`.
+      causal: query i attends to keys j ≤ i and to all keys of `state`; requires Tq = Tk. False: to every key.
+      feature_map: φ, along the last axis; positive if `normalize`.
       normalize: divide by φ(q)·z, so that the weights of a row sum to 1.
-      lengths: `[...]`, keys at this index of their row and after it are padding, neither seen nor kept.
-      state: of the keys that came before.
+      lengths: `[...]`, keys from this index on are padding: masked, and left out of the state.
+      state: the state after the preceding keys.
       return_state: also return the state after these keys.
-      impl: "chunked", "naive" or "recurrent". Differentiated, "recurrent" keeps a state for every token.
-      chunk_size: C, tokens of a chunk; the last may be ragged.
+      impl: "chunked", "naive" or "recurrent". When differentiated, "recurrent" stores a state for every token.
+      chunk_size: C, tokens per chunk; the last may be ragged.
 
     Returns:
       out `[..., Tq, H, Dv]` in q's type, or (out, `LinearState`).
 
     Raises:
-      ValueError: shapes that do not fit, an unknown form, causal with Tq ≠ Tk; in one line.
+      ValueError: shapes that do not fit, an unknown form, causal with Tq ≠ Tk.
 
     >>> q = k = v = jax.random.normal(jax.random.key(0), (2, 100, 4, 8))
     >>> first, state = linear_attention(q[:, :60], k[:, :60], v[:, :60], return_state=True)
-    >>> then = linear_attention(q[:, 60:], k[:, 60:], v[:, 60:], state=state)
-    >>> whole = linear_attention(q, k, v, impl="naive")
-    >>> bool(jnp.allclose(jnp.concatenate([first, then], 1), whole, atol=1e-5))
+    >>> second = linear_attention(q[:, 60:], k[:, 60:], v[:, 60:], state=state)
+    >>> at_once = linear_attention(q, k, v, impl="naive")
+    >>> bool(jnp.allclose(jnp.concatenate([first, second], 1), at_once, atol=1e-5))
     True
     """
     q, k, v = checks.queries_keys_values(q, k, v)
-    batch, (q_length, num_heads, _), (kv_length, kv_heads, value_dim) = q.shape[:-3], q.shape[-3:], v.shape[-3:]
+    lengths = _checked(q, k, causal, lengths, state, impl, chunk_size)
+    q_features, k_features, v = _features(q, k, v, feature_map, lengths)
+    kv_length, value_dim = v.shape[-3], v.shape[-1] - 1
+    before = _initial_state(state, k_features, v)
+    if causal:
+        form = {"naive": _naive, "recurrent": _recurrent, "chunked": _chunked}[impl]
+        out, after = form(q_features, k_features, v, before, min(chunk_size, max(kv_length, 1)))
+    else:
+        out, after = _over_all_keys(q_features, k_features, v, before, is_naive=impl == "naive")
+    numerator, denominator = out[..., :-1], out[..., -1:]
+    if normalize:
+        numerator = _quotient(numerator, denominator)
+    out = numerator.reshape(*q.shape[:-1], value_dim).astype(q.dtype)
+    return (out, LinearState(after[..., :-1], after[..., -1])) if return_state else out
+
+
+def _checked(q, k, causal, lengths, state, impl, chunk_size):
+    """`lengths` as int32; ValueError for an argument that does not fit."""
+    batch, q_length, kv_length = q.shape[:-3], q.shape[-3], k.shape[-3]
     if impl not in FORMS:
         raise ValueError(f"impl = {impl!r}: expected one of {', '.join(FORMS)}")
     if not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(f"chunk_size = {chunk_size}: expected a whole number of tokens, 1 or more")
+        raise ValueError(f"chunk_size = {chunk_size}: expected an integer number of tokens, 1 or more")
     if state is not None and not isinstance(state, LinearState):
-        raise ValueError(f"state is a {type(state).__name__}: expected the LinearState that return_state=True gave")
+        raise ValueError(f"state is a {type(state).__name__}: expected the LinearState that return_state=True returned")
     if causal and q_length != kv_length:
         raise ValueError(f"causal, but q has {q_length} tokens and k {kv_length}: give both the same, or causal=False")
-    lengths = checks.whole("lengths", lengths)
+    lengths = checks.integers("lengths", lengths)
     if lengths is not None and lengths.shape != batch:
-        raise ValueError(f"lengths has shape {lengths.shape}, expected {batch}: one for each row")
+        raise ValueError(f"lengths has shape {lengths.shape}, expected {batch}: one for each sequence")
+    return lengths
 
-    # The heads of q that share a head of k stand beside it: [..., T, Hk, H / Hk, D].
+
+def _features(q, k, v, feature_map, lengths):
+    """φ(q) `[..., Tq, Hk, H / Hk, D]`, φ(k) `[..., Tk, Hk, D]` and (v, 1) `[..., Tk, Hk, Dv + 1]`, padding as 0."""
     dtype = jnp.promote_types(q.dtype, jnp.float32)
-    q_features = feature_map(q.astype(dtype).reshape(*q.shape[:-2], kv_heads, num_heads // kv_heads, q.shape[-1]))
-    real = True if lengths is None else (jnp.arange(kv_length) < lengths[..., None])[..., None, None]
+    kv_length, kv_heads = k.shape[-3:-1]
+    q = q.astype(dtype).reshape(*q.shape[:-2], kv_heads, q.shape[-2] // kv_heads, q.shape[-1])
+    inside = True if lengths is None else (jnp.arange(kv_length) < lengths[..., None])[..., None, None]
     # Zeros before the feature map as well: 0 · NaN is NaN, in its derivative too.
-    k_features = jnp.where(real, feature_map(jnp.where(real, k.astype(dtype), 0)), 0)
+    k_features = jnp.where(inside, feature_map(jnp.where(inside, k.astype(dtype), 0)), 0)
     # A last value of 1 makes z a column of S: numerator and denominator are one product.
-    v = jnp.concatenate([jnp.where(real, v.astype(dtype), 0), jnp.ones((*v.shape[:-1], 1), dtype)], axis=-1)
-    shape = (*batch, kv_heads, k_features.shape[-1], value_dim)
-    before = jnp.zeros((*shape[:-1], value_dim + 1), dtype) if state is None else _joined(state, shape, dtype)
+    v = jnp.concatenate([jnp.where(inside, v.astype(dtype), 0), jnp.ones((*v.shape[:-1], 1), dtype)], axis=-1)
+    return feature_map(q), k_features, v
 
-    if not causal:
-        after = before + _outer(k_features, v)
-        if impl == "naive":
-            out = _read(q_features, before) + _weighted(_weights(q_features, k_features), v)
-        else:
-            out = _read(q_features, after)
-    else:
-        out, after = {"naive": _naive, "recurrent": _recurrent}.get(impl, _chunked)(
-            q_features, k_features, v, before, min(chunk_size, max(kv_length, 1))
-        )
-    numerator, denominator = out[..., :-1], out[..., -1:]
-    if normalize:
-        # Where no key is seen both are 0; the inner `where` keeps 0/0 out of the derivative as well. Divided by its own
-        # size first, for the derivative squares the denominator, and features may be as small as 1e-30.
-        seen = denominator != 0
-        size = jax.lax.stop_gradient(jnp.where(seen, denominator, 1))
-        numerator = jnp.where(seen, (numerator / size) / jnp.where(seen, denominator / size, 1), 0)
-    out = numerator.reshape(*batch, q_length, num_heads, value_dim).astype(q.dtype)
-    return (out, LinearState(after[..., :-1], after[..., -1])) if return_state else out
+
+def _quotient(numerator, denominator):
+    """Their quotient, 0 where both are 0: in a fully masked row."""
+    # The inner `where` keeps 0/0 out of the derivative as well. Divided by its own size first, for the derivative
+    # squares the denominator, and features may be as small as 1e-30.
+    nonzero = denominator != 0
+    size = jax.lax.stop_gradient(jnp.where(nonzero, denominator, 1))
+    return jnp.where(nonzero, (numerator / size) / jnp.where(nonzero, denominator / size, 1), 0)
+
+
+def _over_all_keys(q, k, v, state, is_naive):
+    after = state + _outer(k, v)
+    return (_read(q, state) + _weighted(_weights(q, k), v) if is_naive else _read(q, after)), after
 
 
 def _naive(q, k, v, state, chunk_size=None):
@@ -162,14 +177,14 @@ def _chunked(q, k, v, state, chunk_size):
     chunks = -(-length // chunk_size)
 
     def by_chunk(x):
-        """`[..., T, …]` to `[chunks, ..., C, …]`; features of 0 fill the last one up, and add nothing."""
+        """`[..., T, …]` to `[chunks, ..., C, …]`; the last one padded with features of 0, which add nothing."""
         padding = [(0, 0)] * x.ndim
         padding[batch_axes] = (0, chunks * chunk_size - length)
         x = jnp.pad(x, padding)
         x = x.reshape(*x.shape[:batch_axes], chunks, chunk_size, *x.shape[batch_axes + 1 :])
         return jnp.moveaxis(x, batch_axes, 0)
 
-    # Backward the weights within a chunk are computed again: what is kept is one state a chunk.
+    # The backward pass recomputes the weights within a chunk: only one state per chunk is stored.
     @jax.checkpoint
     def step(state, chunk):
         out, state = _naive(*chunk, state)
@@ -197,9 +212,14 @@ def _outer(k, v):
     return jnp.einsum("...khd,...khe->...hde", k, v)
 
 
-def _joined(state, shape, dtype):
-    """S and z as one array."""
+def _initial_state(state, k_features, v):
+    """S and z as one array `[..., Hk, D, Dv + 1]`, zeros for None."""
+    shape = (*k_features.shape[:-3], *k_features.shape[-2:], v.shape[-1] - 1)
+    if state is None:
+        return jnp.zeros((*shape[:-1], v.shape[-1]), v.dtype)
     for name, x, expected in (("state.kv", state.kv, shape), ("state.k", state.k, shape[:-1])):
         if jnp.shape(x) != expected:
-            raise ValueError(f"{name} has shape {jnp.shape(x)}, expected {expected}: give what return_state=True gave")
-    return jnp.concatenate([state.kv, state.k[..., None]], axis=-1).astype(dtype)
+            raise ValueError(
+                f"{name} has shape {jnp.shape(x)}, expected {expected}: pass what return_state=True returned"
+            )
+    return jnp.concatenate([state.kv, state.k[..., None]], axis=-1).astype(v.dtype)

@@ -1,14 +1,22 @@
-"""Frozen dataclasses as pytrees: what masks and score mods are made of."""
+"""Frozen dataclasses as pytrees: the base class of masks and score mods."""
 
 import functools
 import numbers
 from dataclasses import fields
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 
 class Node:
-    """Every subclass, a frozen dataclass, is a pytree: arrays are leaves; numbers, functions and None are static.
+    """Base class whose subclasses, frozen dataclasses, are pytrees: arrays are leaves; the rest is static.
+
+    Numbers, functions and None are static when a node is constructed. A field keeps that role through `jax.tree`
+    operations, so trees of shapes, booleans or `in_axes` keep the structure of the node they were made from.
+
+    Nodes compare and hash by value, arrays included, so a Flax module with one in a field can be compared, hashed,
+    and wrapped by `nn.jit`. Hashing a node of traced arrays is a TypeError.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True)
@@ -16,34 +24,74 @@ class Node:
     ...     by: object
     >>> jax.tree.leaves((Shift(1), Shift(jnp.ones(2))))
     [Array([1., 1.], dtype=float32)]
+    >>> jax.tree.leaves(jax.tree.map(jnp.ndim, Shift(jnp.ones(2))))
+    [1]
     """
 
     def __init_subclass__(cls):
         jax.tree_util.register_pytree_node(cls, _flatten, functools.partial(_unflatten, cls))
+        # The dataclass decorator would define both, and tuples of arrays neither compare nor hash.
+        for method in ("__eq__", "__hash__"):
+            if method not in cls.__dict__:
+                setattr(cls, method, Node.__dict__[method])
+
+    def __eq__(self, other):
+        if type(other) is not type(self):
+            return NotImplemented
+        (leaves, treedef), (other_leaves, other_treedef) = jax.tree.flatten(self), jax.tree.flatten(other)
+        return treedef == other_treedef and all(map(_equal, leaves, other_leaves))
+
+    def __hash__(self):
+        leaves, treedef = jax.tree.flatten(self)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            raise TypeError(
+                f"{type(self).__name__} holds a traced array, which has no hash: construct it outside the traced "
+                "function, or leave out nn.jit"
+            )
+        return hash((treedef, tuple(map(_contents, leaves))))
+
+    @property
+    def __fn_or_cls__(self):
+        """The fingerprint of a module's field for `flax.linen.jit`, which fails on arrays in dataclasses."""
+        return hash(self)
 
 
-def is_static(value) -> bool:
-    """Whether a field's value is no leaf but part of the program."""
+def _is_static(value) -> bool:
     return value is None or callable(value) or isinstance(value, numbers.Number)
 
 
-class _Leaf:
-    def __repr__(self):
-        return "<leaf>"
-
-
-_LEAF = _Leaf()
-
-
 def _flatten(node):
-    values = [getattr(node, field.name) for field in fields(node)]
-    static = tuple(value if is_static(value) else _LEAF for value in values)
-    return [value for value in values if not is_static(value)], static
+    """(children, names and values of the static fields)."""
+    values = {field.name: getattr(node, field.name) for field in fields(node)}
+    names = node.__dict__.get("_static_names")
+    if names is None:
+        names = tuple(name for name, value in values.items() if _is_static(value))
+    static = tuple((name, values.pop(name)) for name in names)
+    return tuple(values.values()), static
 
 
-def _unflatten(cls, static, leaves):
-    # Not through __init__: JAX also rebuilds pytrees around placeholders, which no check would let pass.
-    node, leaves = object.__new__(cls), iter(leaves)
-    for field, value in zip(fields(cls), static):
-        object.__setattr__(node, field.name, next(leaves) if value is _LEAF else value)
+def _unflatten(cls, static, children):
+    # Not through __init__: JAX also rebuilds pytrees around placeholders, which fail its checks.
+    node, values, children = object.__new__(cls), dict(static), iter(children)
+    for field in fields(cls):
+        object.__setattr__(node, field.name, values[field.name] if field.name in values else next(children))
+    object.__setattr__(node, "_static_names", tuple(values))
     return node
+
+
+def _equal(a, b) -> bool:
+    if a is b:
+        return True
+    traced = isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer)
+    return not traced and _contents(a) == _contents(b)
+
+
+def _contents(leaf):
+    """A hashable value that is equal for equal arrays."""
+    if not isinstance(leaf, jax.Array | np.ndarray):
+        return leaf
+    words = leaf
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        with jax.ensure_compile_time_eval():
+            words = jax.random.key_data(leaf)
+    return leaf.shape, leaf.dtype, np.asarray(words).tobytes()

@@ -1,4 +1,4 @@
-"""What a transformer computes row by row between its matrix products, written so that little is kept for the gradient.
+"""GELU and layer normalization, written to keep little for the gradient.
 
 Both compute in float32 whatever the input (float64 stays float64).
 """
@@ -18,7 +18,7 @@ from attnlab.types import Array
 def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """x·Φ(x) in its tanh form (Hendrycks and Gimpel 2016, section 2), as in GPT-2.
 
-    In x's type. The gradient reads x alone; tanh is computed again.
+    The result has x's type. The gradient keeps x alone and computes tanh again.
 
     >>> gelu(jnp.array([-30.0, 0.0, 30.0]))
     Array([-0.,  0., 30.], dtype=float32)
@@ -30,7 +30,7 @@ def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 @gelu.defjvp
 def _gelu_jvp(primals, tangents):
     (x,), (dx,) = primals, tangents
-    wide = _wide(lax.optimization_barrier(x))  # else XLA keeps the tanh of the forward pass
+    wide = _wide(lax.optimization_barrier(x))  # or XLA would keep the tanh of the forward pass
     tanh = jnp.tanh(_inner(wide))
     slope = 0.5 * (1 + tanh) + 0.5 * wide * (1 - tanh**2) * math.sqrt(2 / math.pi) * (1 + 3 * _CUBE * wide**2)
     return gelu(x), (slope * dx.astype(slope.dtype)).astype(x.dtype)
@@ -49,7 +49,7 @@ def standardize(x: Float[Array, "*B F"], epsilon: float = 1e-6) -> Float[Array, 
 
     Args:
       x: `[..., F]`.
-      epsilon: a constant, without a derivative.
+      epsilon: a constant; it has no derivative.
 
     Returns:
       float32 (float64 for float64).

@@ -1,4 +1,4 @@
-"""Matrix products, laid out as the device likes them."""
+"""Matrix products in the memory layout that is fastest on the device."""
 
 import math
 
@@ -13,10 +13,10 @@ from jax.sharding import AxisType
 def dot_general(x, kernel, dimension_numbers, precision=None, preferred_element_type=None):
     """`jax.lax.dot_general` for flax's `dot_general=`: the last axes of x with the first of a kernel, no batch axes.
 
-    On CPUs the gradient of the kernel, xᵀ·g, multiplies a transpose that was written down, of the narrower of the two,
-    and bfloat16 is summed in float32: XLA's CPU backend multiplies rows by columns at up to twice the speed of columns
-    by columns, and bfloat16 at twice the speed of float32 if the sums are asked for in float32, else no faster. There
-    it is a primitive of its own, which the policies of `jax.checkpoint` do not count among the products.
+    On CPUs the gradient of the kernel, xᵀ·g, materializes the transpose of the narrower operand, because XLA's CPU
+    backend multiplies rows by columns at up to twice the speed of columns by columns. bfloat16 is accumulated in
+    float32, which makes it twice as fast as float32, and otherwise it is no faster. On CPUs the product is a primitive
+    of its own, which the policies of `jax.checkpoint` do not count among the dot products.
 
     >>> dot_general(jnp.ones((2, 3, 4)), jnp.ones((4, 5)), (((2,), (0,)), ((), ()))).shape
     (2, 3, 5)
@@ -29,7 +29,7 @@ def dot_general(x, kernel, dimension_numbers, precision=None, preferred_element_
         jax.default_backend() != "cpu"
         or (x_batch or tuple(x_axes) != last or tuple(kernel_axes) != first)
         or not (precision is preferred_element_type is None and x.dtype == kernel.dtype)
-        # lax knows what varies in a shard_map, or is sharded by type.
+        # lax has the rules for shard_map and for Explicit mesh axes.
         or (jax.sharding.get_abstract_mesh().axis_names or AxisType.Explicit in mesh_types)
         or not x.size
     ):
@@ -44,7 +44,7 @@ def _product(x, y, *, axes: tuple[int, int]):
     return _product_p.bind(x, y, axes=axes)
 
 
-def _plain(x, y, *, axes):
+def _lax_product(x, y, *, axes):
     return lax.dot_general(x, y, (((axes[0],), (axes[1],)), ((), ())))
 
 
@@ -54,17 +54,18 @@ def _on_cpu(x, y, *, axes):
             return _on_cpu(_transposed(x), y, axes=(1, 0))
         return _transposed(_on_cpu(_transposed(y), x, axes=(1, 0)))
     if x.dtype != jnp.bfloat16:
-        return _plain(x, y, axes=axes)
-    # In its bfloat16 form XLA knows no products but these two: the barriers keep away what transposes are around it.
+        return _lax_product(x, y, axes=axes)
+    # XLA has bfloat16 products of these two forms only: the barriers keep it from folding transposes into them.
     x, y = lax.optimization_barrier((x, y))
     z = lax.dot_general(x, y, (((1,), (axes[1],)), ((), ())), preferred_element_type=jnp.float32)
     return lax.optimization_barrier(z.astype(jnp.bfloat16))
 
 
 def _transposed(x):
-    """xᵀ, written down: neither fused into what makes x nor into what reads it.
+    """xᵀ, materialized: fused neither into the computation of x nor into its use.
 
-    By way of three axes, as XLA would take two for another layout of x, and those it does not multiply in bfloat16.
+    By way of three axes: XLA would turn a transpose of two into another layout of x, for which it has no bfloat16
+    product.
     """
     x = lax.optimization_barrier(x)
     x = x.reshape(x.shape[0], 1, x.shape[1]).transpose(2, 1, 0).reshape(x.shape[1], x.shape[0])
@@ -80,11 +81,11 @@ def _y_gradient(g, x, y, *, axes):
 
 
 def _batched(operands, batch_axes, *, axes):
-    return jax.vmap(lambda x, y: _plain(x, y, axes=axes), batch_axes)(*operands), 0
+    return jax.vmap(lambda x, y: _lax_product(x, y, axes=axes), batch_axes)(*operands), 0
 
 
-# A primitive, and no custom_jvp: a cotangent must stay bfloat16 where the sums are float32. What a CPU likes is left to
-# the lowering, as a program that is traced on one may be for another platform.
+# A primitive, because with custom_jvp a cotangent of a float32 sum would not stay bfloat16. The layout for CPUs is left
+# to the lowering, because a program that is traced on a CPU may be compiled for another platform.
 _product_p = Primitive("matrix_product")
 _product_p.def_impl(jax.jit(_on_cpu, static_argnames="axes"))
 _product_p.def_abstract_eval(
@@ -92,5 +93,5 @@ _product_p.def_abstract_eval(
 )
 ad.defbilinear(_product_p, _x_gradient, _y_gradient)
 batching.primitive_batchers[_product_p] = _batched
-mlir.register_lowering(_product_p, mlir.lower_fun(_plain, multiple_results=False))
+mlir.register_lowering(_product_p, mlir.lower_fun(_lax_product, multiple_results=False))
 mlir.register_lowering(_product_p, mlir.lower_fun(_on_cpu, multiple_results=False), platform="cpu")

@@ -1,44 +1,48 @@
-"""Which tiles of a score array are to be computed, how large they are, and in which order they are visited."""
+"""Which tiles of a score array are computed, how large they are, and in which order they are visited."""
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from attnlab.ops.masks import Mask
 from attnlab.types import Array
 
-NONE, PART, FULL = 0, 1, 2  # of a tile's pairs are visible
+# The entries of a block mask: none, some or all of a tile's pairs are visible.
+EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 class _Costs(NamedTuple):
-    """What a tile of n scores costs, in units of one: n by the factors that hold, and per_tile + per_row·(its side).
+    """The cost of a tile of n scores: n times the factors that apply, plus per_tile + per_row·(its longer side).
 
     Attributes:
-      sizes: that may be chosen.
-      most: scores a tile may hold, over all heads and examples.
-      roomy: scores beyond which a tile no longer fits the nearest caches.
-      crowding: the factor for those.
-      comparing: the factor for tiles whose pairs must be compared.
-      per_tile, per_row: what a tile costs beside its scores.
+      sizes: the tile sizes to choose from, ascending.
+      max_scores: scores a tile may hold, over all heads and examples.
+      cached_scores: scores beyond which a tile no longer fits the nearest caches.
+      uncached: factor for tiles larger than that.
+      comparing: factor for PARTIAL tiles, whose pairs are compared with the mask.
+      per_tile, per_row: fixed costs, in units of one score.
     """
 
     sizes: tuple[int, ...]
-    most: int
-    roomy: int
-    crowding: float
+    max_scores: int
+    cached_scores: int
+    uncached: float
     comparing: float
     per_tile: float
     per_row: float
 
 
 # Fitted on two x86 cores with 1 MiB of L2 each: float32, 8 to 128 heads times examples, 64 features a head.
-_CPU = _Costs((64, 128, 256, 512), most=2**21, roomy=2**19, crowding=1.15, comparing=1.25, per_tile=0, per_row=1450)
-# Of a handful of kernels a tile, about 5 µs each to launch; not fitted.
+_CPU = _Costs(
+    (64, 128, 256, 512), max_scores=2**21, cached_scores=2**19, uncached=1.15, comparing=1.25, per_tile=0, per_row=1450
+)
+# A tile is a handful of kernels, about 5 µs each to launch; not fitted.
 _ACCELERATOR = _Costs(
-    (128, 256, 512, 1024), most=2**26, roomy=2**26, crowding=1.0, comparing=1.0, per_tile=1e7, per_row=0
+    (128, 256, 512, 1024), max_scores=2**26, cached_scores=2**26, uncached=1, comparing=1, per_tile=1e7, per_row=0
 )
 
 
@@ -53,97 +57,107 @@ def schedule(
     num_heads: int = 1,
     batch: tuple[int, ...] = (),
 ) -> tuple[tuple[int, int], Int[Array, "nQ nK"]]:
-    """Tile sizes, and what of each tile is visible to any head of any example: NONE, PART or FULL.
+    """Tile sizes and the block mask: for each tile EMPTY, PARTIAL or FULL, over all heads and examples.
 
-    Sizes are those given, or the cheapest for what the mask shows. What is known while tracing is NumPy; when a mask
-    comes as data, the tiles are of moderate size and it is for the running program to say which are needed.
+    Sizes are those given, or the cheapest for the mask. The block mask is a NumPy array when the mask is known while
+    tracing. When the mask is traced, tiles have a moderate size and the block mask is traced too.
 
     >>> from attnlab.ops.masks import SlidingWindow
-    >>> sizes, kinds = schedule(SlidingWindow(left=255), 8192, 8192, num_heads=8)
-    >>> sizes, int((kinds > NONE).sum()), kinds.size
+    >>> sizes, block_mask = schedule(SlidingWindow(left=255), 8192, 8192, num_heads=8)
+    >>> sizes, int((block_mask > EMPTY).sum()), block_mask.size
     ((128, 128), 189, 4096)
     """
     lengths = (q_length, kv_length)
-
-    def tiles(size):
-        if mask is None:
-            return (np.ones([1, 1, *(-(-n // side) for n, side in zip(lengths, size))], bool),) * 2
-        return mask.tiles(
-            *lengths, size, q_positions=q_positions, kv_positions=kv_positions, num_heads=num_heads, batch=batch
-        )
-
-    def clipped(size):
-        return min(size, q_length), min(size, kv_length)
-
+    where = {"q_positions": q_positions, "kv_positions": kv_positions, "num_heads": num_heads, "batch": batch}
     if block_sizes is not None:
-        block_sizes = tuple(map(min, block_sizes, lengths))
-        return block_sizes, _within(shared_kinds(*tiles(block_sizes)), block_sizes, lengths)
+        block_sizes = _clipped(block_sizes, lengths)
+        return block_sizes, _block_mask(mask, lengths, block_sizes, where)
 
     costs = _CPU if jax.default_backend() == "cpu" else _ACCELERATOR
-    rows = num_heads * int(np.prod(batch))
-    # The finest division that can be looked at in no time; the others are made from it.
+    # The symbolic sizes of jax.export count as 1.
+    rows = num_heads * math.prod(size for size in batch if isinstance(size, int))
+    # The finest division whose tiles are quickly listed; coarser ones are made from it.
     finest, *coarser = [size for size in costs.sizes if size * 2048 >= max(lengths)] or costs.sizes[-1:]
-    moderate = max([size for size in costs.sizes if rows * size**2 <= costs.roomy and size <= 256], default=finest)
-    some, every = tiles(clipped(finest))
-    if not isinstance(some, np.ndarray):
-        size = clipped(moderate)
-        return size, _within(shared_kinds(*tiles(size)), size, lengths)
-    some, every = (x.any(axis=tuple(range(x.ndim - 2))) for x in (some, ~every))
+    any_visible, all_visible = _tiles(mask, lengths, _clipped((finest, finest), lengths), where)
+    if not isinstance(any_visible, np.ndarray):
+        fits = [size for size in costs.sizes if rows * size**2 <= costs.cached_scores and size <= 256]
+        block_sizes = _clipped((max(fits, default=finest),) * 2, lengths)
+        return block_sizes, _block_mask(mask, lengths, block_sizes, where)
+    any_visible, any_masked = (x.any(axis=tuple(range(x.ndim - 2))) for x in (any_visible, ~all_visible))
 
-    def candidate(size):
-        kinds = np.where(
-            _coarsened(some, size // finest), np.where(_coarsened(every, size // finest), PART, FULL), NONE
-        )
-        return clipped(size), _within(kinds.astype(np.int32), clipped(size), lengths)
-
-    def cost(sizes, kinds):
-        scores = rows * sizes[0] * sizes[1]
-        scores *= costs.crowding if scores > costs.roomy else 1
-        beside = costs.per_tile + costs.per_row * max(sizes)
-        return (kinds == FULL).sum() * (scores + beside) + (kinds == PART).sum() * (scores * costs.comparing + beside)
-
-    fits = [finest, *(size for size in coarser if rows * np.prod(clipped(size)) <= costs.most)]
-    return min(map(candidate, fits), key=lambda chosen: cost(*chosen))
+    candidates = []
+    for size in (finest, *coarser):
+        block_sizes = _clipped((size, size), lengths)
+        if size > finest and rows * np.prod(block_sizes) > costs.max_scores:
+            continue
+        by = size // finest
+        block_mask = block_mask_of(_coarsened(any_visible, by), ~_coarsened(any_masked, by))
+        candidates.append((block_sizes, _within(block_mask, block_sizes, lengths)))
+    return min(candidates, key=lambda candidate: _cost(costs, rows, *candidate))
 
 
-def shared_kinds(some: Array, every: Array) -> Int[Array, "nQ nK"]:
-    """Kinds of tiles that all leading axes share: computed if any needs it, without comparisons if none needs them."""
-    xp = np if isinstance(some, np.ndarray) else jnp
-    axis = tuple(range(some.ndim - 2))
-    return xp.where(every.all(axis=axis), FULL, xp.where(some.any(axis=axis), PART, NONE)).astype(np.int32)
+def block_mask_of(any_visible: Bool[Array, "..."], all_visible: Bool[Array, "..."]) -> Int[Array, "nQ nK"]:
+    """The block mask shared by all leading axes: EMPTY only if all are, FULL only if all are."""
+    xp = np if isinstance(any_visible, np.ndarray) else jnp
+    axes = tuple(range(any_visible.ndim - 2))
+    partial_or_empty = xp.where(any_visible.any(axis=axes), PARTIAL, EMPTY)
+    return xp.where(all_visible.all(axis=axes), FULL, partial_or_empty).astype(np.int32)
 
 
-class Visits(NamedTuple):
-    """For each row of tiles, its columns in the order in which to visit them.
+class VisitOrder(NamedTuple):
+    """The order in which to visit the tiles of each row.
 
     Attributes:
-      columns: `[n, m]`; FULL ones first, then PART, then those to leave out.
-      full: `[n]`, how many are FULL.
-      some: `[n]`, how many are FULL or PART.
+      columns: `[n, m]`; FULL tiles first, then PARTIAL, then EMPTY ones, which are not visited.
+      num_full: `[n]`, how many are FULL.
+      num_visible: `[n]`, how many are FULL or PARTIAL.
     """
 
     columns: Int[Array, "n m"]
-    full: Int[Array, " n"]
-    some: Int[Array, " n"]
+    num_full: Int[Array, " n"]
+    num_visible: Int[Array, " n"]
 
 
-def visits(kinds: Int[Array, "n m"]) -> Visits:
+def visit_order(block_mask: Int[Array, "n m"]) -> VisitOrder:
     """The order of visits, row by row."""
-    columns = jnp.argsort(-kinds, axis=1, stable=True)
-    return Visits(columns, (kinds == FULL).sum(axis=1), (kinds > NONE).sum(axis=1))
+    columns = jnp.argsort(-block_mask, axis=1, stable=True)
+    return VisitOrder(columns, (block_mask == FULL).sum(axis=1), (block_mask > EMPTY).sum(axis=1))
 
 
-def _within(kinds, block_sizes, lengths):
-    """Beyond the ends there is nothing to see: a ragged tile is at most PART."""
+def _clipped(block_sizes, lengths):
+    return tuple(map(min, block_sizes, lengths))
+
+
+def _tiles(mask, lengths, block_sizes, where):
+    """(any_visible, all_visible) of each tile, `[B or 1, H or 1, nQ, nK]`."""
+    if mask is not None:
+        return mask.tiles(*lengths, block_sizes, **where)
+    return (np.ones([1, 1, *(-(-n // size) for n, size in zip(lengths, block_sizes))], bool),) * 2
+
+
+def _block_mask(mask, lengths, block_sizes, where):
+    return _within(block_mask_of(*_tiles(mask, lengths, block_sizes, where)), block_sizes, lengths)
+
+
+def _within(block_mask, block_sizes, lengths):
+    """The block mask in which tiles that reach beyond the ends are at most PARTIAL."""
     rows, columns = (
-        (np.arange(n) == n - 1) & bool(length % size) for n, size, length in zip(kinds.shape, block_sizes, lengths)
+        (np.arange(n) == n - 1) & bool(length % size) for n, size, length in zip(block_mask.shape, block_sizes, lengths)
     )
-    xp = np if isinstance(kinds, np.ndarray) else jnp
-    return xp.minimum(kinds, np.where(rows[:, None] | columns, PART, FULL).astype(np.int32))
+    xp = np if isinstance(block_mask, np.ndarray) else jnp
+    return xp.minimum(block_mask, np.where(rows[:, None] | columns, PARTIAL, FULL).astype(np.int32))
 
 
 def _coarsened(x, by):
-    """Whether any entry of a `by` × `by` block is set."""
+    """Whether any entry of each `by` × `by` block is set."""
     n, m = x.shape
     x = np.pad(x, [(0, -n % by), (0, -m % by)])
     return x.reshape(-(-n // by), by, -(-m // by), by).any(axis=(1, 3))
+
+
+def _cost(costs, rows, block_sizes, block_mask):
+    scores = rows * block_sizes[0] * block_sizes[1]
+    scores *= costs.uncached if scores > costs.cached_scores else 1
+    fixed = costs.per_tile + costs.per_row * max(block_sizes)
+    num_full, num_partial = (block_mask == FULL).sum(), (block_mask == PARTIAL).sum()
+    return num_full * (scores + fixed) + num_partial * (scores * costs.comparing + fixed)

@@ -1,4 +1,4 @@
-"""Score mods: what is done to a score before the softmax, by position.
+"""Score mods: changes of the attention scores before the softmax, by position.
 
 A score mod is a pytree, like a mask: arrays in it are leaves and get gradients. One or a tuple of them goes to
 `attnlab.attention(..., score_mod=…)` and is applied in the order given.
@@ -9,7 +9,6 @@ Array([0.5       , 0.25      , 0.125     , 0.0625    , 0.03125   ,
 """
 
 import numbers
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -23,13 +22,13 @@ from attnlab.types import Array
 
 
 class ScoreMod(Node):
-    """What every score mod can do; subclasses are frozen dataclasses that define `apply`.
+    """Base class of score mods; subclasses are frozen dataclasses that define `apply`.
 
     Attributes:
-      positional: whether it compares positions, which must then be explicit when Tq ≠ Tk.
+      positional: whether the mod depends on positions, which must then be explicit when Tq ≠ Tk.
 
-    >>> from dataclasses import dataclass
-    >>> @dataclass(frozen=True)
+    >>> import dataclasses
+    >>> @dataclasses.dataclass(frozen=True)
     ... class Temperature(ScoreMod):
     ...     temperature: float
     ...
@@ -46,7 +45,7 @@ class ScoreMod(Node):
         """The new scores of a tile, elementwise in the scores and the tile's coordinates.
 
         Args:
-          scores: `[..., H, queries, keys]`, scale·q·k and what came before this mod; the last two axes may be swapped.
+          scores: `[..., H, queries, keys]`, the output of the previous mod; the last two axes may be swapped.
           tile: their coordinates, each broadcastable to them: `example`, `head`, `q_position`, `kv_position`,
             `q_index`, `kv_index`.
 
@@ -58,8 +57,8 @@ class ScoreMod(Node):
         """
         raise TypeError(f"{type(self).__name__} defines no apply(scores, tile): write it in the subclass")
 
-    def opened(self, score_type) -> "ScoreMod":
-        """The same mod, whose functions close over nothing traced: what they closed over has become leaves.
+    def for_tiles(self, score_type) -> "ScoreMod":
+        """The same mod, whose functions close over no traced values: closed-over arrays have become leaves.
 
         Args:
           score_type: type of the scores.
@@ -67,33 +66,37 @@ class ScoreMod(Node):
         >>> @jax.jit
         ... def leaves(slope):
         ...     mod = ScoreFn(lambda score, b, h, i, j: slope * score)
-        ...     return jax.tree.leaves(mod), jax.tree.leaves(mod.opened(jnp.float32))
+        ...     return jax.tree.leaves(mod), jax.tree.leaves(mod.for_tiles(jnp.float32))
         >>> leaves(jnp.float32(2.0))
         ([], [Array(2., dtype=float32)])
         """
         return self
 
     def check(self, num_heads: int) -> None:
-        """Raises ValueError when the mod's arrays do not fit `num_heads` heads; `attention` asks.
+        """Raises ValueError when the mod's arrays do not fit `num_heads` heads.
 
         >>> ALiBi(jnp.ones(3)).check(num_heads=2)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: ALiBi slopes have shape (3,), expected (2,): one slope a head, e.g. ...
+        ValueError: ALiBi slopes has shape (3,), expected (2,): one slope per head, e.g. ...
         """
+
+    def __bool__(self):
+        raise TypeError(
+            f"{type(self).__name__} has no truth value: pass a tuple to apply several score mods, not and, or or not; "
+            "test for a missing one with `is None`"
+        )
 
 
 @dataclass(frozen=True)
 class ALiBi(ScoreMod):
-    """Attention with linear biases: score − slope·|i − j|, one slope a head (Press et al. 2022, section 3).
+    """Attention with linear biases: score − slope·|i − j|, one slope per head (Press et al. 2022, section 3).
 
-    `slopes` is `[H]`, in logits for each position of distance; another shape is a ValueError of `attention`.
+    `slopes` is `[H]`, in logits per position of distance; another shape is a ValueError in `attention`.
 
     >>> q = k = jnp.zeros((3, 1, 4))  # every score 0
     >>> weights = attention_weights(q, k, score_mod=ALiBi(jnp.log(jnp.array([2.0]))))
-    >>> print(np.asarray(weights[0]).round(2))  # each position farther halves them
-    [[0.57 0.29 0.14]
-     [0.25 0.5  0.25]
-     [0.14 0.29 0.57]]
+    >>> print(np.asarray(weights[0, 0]).round(2))  # of the first query: halved for each further position
+    [0.57 0.29 0.14]
     """
 
     slopes: Float[Array, " H"]
@@ -101,25 +104,23 @@ class ALiBi(ScoreMod):
 
     def apply(self, scores, tile):
         distance = abs(tile.q_position - tile.kv_position)
-        return scores - self.slopes[tile.head].astype(scores.dtype) * distance.astype(scores.dtype)
+        slopes = jnp.asarray(self.slopes, scores.dtype)[tile.head]
+        return scores - slopes * distance.astype(scores.dtype)
 
     def check(self, num_heads):
-        if np.shape(self.slopes) != (num_heads,):
-            raise ValueError(
-                f"ALiBi slopes have shape {np.shape(self.slopes)}, expected ({num_heads},): one slope a head, "
-                "e.g. score_mods.alibi_slopes(num_heads)"
-            )
+        expected = f"({num_heads},): one slope per head, e.g. score_mods.alibi_slopes(num_heads)"
+        _check_shape("ALiBi slopes", self.slopes, np.shape(self.slopes) == (num_heads,), expected)
 
 
 @dataclass(frozen=True)
 class RelativeBias(ScoreMod):
-    """Adds a learned number for every head and distance: score + table[h, clip(j − i)] (Shaw et al. 2018, eq. 4).
+    """A learned bias for each head and distance: score + table[h, clip(j − i)] (Shaw et al. 2018, equation 4).
 
     `table` is `[H, 2·R + 1]`, in logits; column R + d is for keys d positions after the query, and distances beyond
-    ±R share the columns at the ends. Another shape is a ValueError of `attention`.
+    ±R share the columns at the ends. Another shape is a ValueError in `attention`.
 
-    >>> q = k = jnp.zeros((3, 1, 4))  # every score 0
-    >>> table = jnp.log(jnp.array([[1.0, 2.0, 4.0]]))  # before, here, after
+    >>> q, k = jnp.zeros((2, 3, 1, 4))  # every score 0
+    >>> table = jnp.log(jnp.array([[1.0, 2.0, 4.0]]))  # key before, at, after the query
     >>> print(np.asarray(attention_weights(q, k, score_mod=RelativeBias(table))[0]).round(2))
     [[0.2  0.4  0.4 ]
      [0.14 0.29 0.57]
@@ -132,23 +133,21 @@ class RelativeBias(ScoreMod):
     def apply(self, scores, tile):
         reach = self.table.shape[-1] // 2
         distance = jnp.clip(tile.kv_position - tile.q_position, -reach, reach)
-        return scores + self.table.astype(scores.dtype)[tile.head, distance + reach]
+        return scores + jnp.asarray(self.table, scores.dtype)[tile.head, distance + reach]
 
     def check(self, num_heads):
         shape = np.shape(self.table)
-        if len(shape) != 2 or shape[0] != num_heads or shape[1] % 2 == 0:
-            raise ValueError(
-                f"RelativeBias table has shape {shape}, expected ({num_heads}, 2·R + 1): a row for every head, "
-                "a column for every distance from −R to R"
-            )
+        fits = len(shape) == 2 and shape[0] == num_heads and shape[1] % 2 == 1
+        expected = f"({num_heads}, 2·R + 1): a row per head, a column per distance from −R to R"
+        _check_shape("RelativeBias table", self.table, fits, expected)
 
 
 @dataclass(frozen=True)
 class SoftCap(ScoreMod):
-    """Scores kept within ±cap: cap·tanh(score / cap) (Gemma Team 2024, section 2).
+    """Scores limited to ±cap: cap·tanh(score / cap) (Gemma Team 2024, section 2).
 
-    `cap` is a number above 0, in logits, or an array of shape `()`; anything else is a ValueError, of an array when
-    `attention` gets it.
+    `cap` is a number above 0, in logits, or an array of shape `()`; another number is a ValueError at once, an array of
+    another shape one in `attention`.
 
     >>> SoftCap(2.0).apply(jnp.array([0.0, 100.0]), tile=None)
     Array([0., 2.], dtype=float32)
@@ -164,18 +163,17 @@ class SoftCap(ScoreMod):
         return self.cap * jnp.tanh(scores / self.cap)
 
     def check(self, num_heads):
-        if np.shape(self.cap) != ():
-            raise ValueError(f"SoftCap cap has shape {np.shape(self.cap)}, expected (): one number for all")
+        _check_shape("SoftCap cap", self.cap, np.shape(self.cap) == (), "(): one number for all heads")
 
 
 @dataclass(frozen=True, init=False)
-class ScoreFn(ScoreMod):
-    """Any change of a score: `fn(score, b, h, i, j, *arrays)`.
+class ScoreFn(elementwise.Function, ScoreMod):
+    """Any change of the scores: `fn(score, b, h, i, j, *arrays)`.
 
-    The function is called with scalars, example b (counted through all batch axes), head h, positions i of the query
-    and j of the key, and is applied to all pairs at once; `arrays` come to it whole, and get gradients. It may close
-    over arrays as well; they get gradients too. One that takes other arguments, or returns no floating scalar, is a
-    ValueError of `attention`.
+    The function is written for scalars: example b (counted through all batch axes), head h, positions i of the query
+    and j of the key. It is vectorized over all pairs; `arrays` are passed to it unchanged, and it may close over
+    arrays as well: all of them get gradients. A function of other arguments, or one that returns no floating scalar,
+    is a ValueError in `attention`.
 
     >>> nearer = ScoreFn(lambda score, b, h, i, j, weight: score - weight * (i - j) ** 2, jnp.array(0.5))
     >>> q = k = jnp.zeros((2, 1, 4))  # every score 0
@@ -184,32 +182,24 @@ class ScoreFn(ScoreMod):
      [0.38 0.62]]
     """
 
-    fn: Callable
-    arrays: tuple[Array, ...]
-    positional = True
-
-    def __init__(self, fn, *arrays):
-        object.__setattr__(self, "fn", fn)
-        object.__setattr__(self, "arrays", arrays)
-
     def apply(self, scores, tile):
         coordinates = (scores, tile.example, tile.head, tile.q_position, tile.kv_position)
         changed = elementwise.apply(self.fn, coordinates, self.arrays, jnp.floating)
         return jnp.broadcast_to(changed, scores.shape).astype(scores.dtype)
 
-    def opened(self, score_type):
-        fn, arrays = elementwise.opened(self.fn, (score_type, *(jnp.int32,) * 4), self.arrays)
+    def for_tiles(self, score_type):
+        fn, arrays = elementwise.without_closure(self.fn, (score_type, *(jnp.int32,) * 4), self.arrays)
         return ScoreFn(fn, *arrays)
 
 
 def alibi_slopes(num_heads: int) -> Float[Array, " H"]:
     """The slopes of the ALiBi paper: 2^(−8h/H) for h = 1 … H when H is a power of two.
 
-    Otherwise those of the power of two below, and every other one of the power of two above (Press et al. 2022,
+    Otherwise those of the next lower power of two, and every other one of the next higher (Press et al. 2022,
     footnote 5 of section 3).
 
     Returns:
-      float32 `[num_heads]`, in logits for each position of distance.
+      float32 `[num_heads]`, in logits per position of distance.
 
     Raises:
       ValueError: `num_heads` is below 1.
@@ -223,3 +213,8 @@ def alibi_slopes(num_heads: int) -> Float[Array, " H"]:
     slopes = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]
     slopes += [2.0 ** (-4 * (2 * h + 1) / power) for h in range(num_heads - power)]
     return jnp.array(slopes, jnp.float32)
+
+
+def _check_shape(name, array, fits, expected):
+    if not fits:
+        raise ValueError(f"{name} has shape {np.shape(array)}, expected {expected}")

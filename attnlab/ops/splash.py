@@ -1,33 +1,29 @@
-"""JAX's splash attention, its block-sparse kernel for TPUs, where it honours every argument."""
+"""Adapter to JAX's splash attention, a block-sparse kernel for TPUs."""
 
 import numbers
 
 import jax
 import jax.numpy as jnp
 
-from attnlab.ops.masks import as_band
 from attnlab.ops.score_mods import SoftCap
 
 PLATFORM = "tpu"
-_LANES = 128  # lengths must be multiples of a vector register's
+_LANES = 128  # of a vector register; lengths must be multiples
 
 
 def reason_against(
-    *, q, k, v, mask, score_mods, bias, dropout_rate, q_positions, kv_positions, return_lse, block_sizes, **_
+    *, q, k, v, band, score_mods, bias, dropout_rate, q_positions, kv_positions, return_lse, block_sizes, **_
 ) -> str | None:
-    """Why splash attention could not run a call, None if it can."""
-    band = as_band(mask)
+    """The reason why splash attention cannot run a call, or None."""
     lengths = (q.shape[-3], k.shape[-3])
     is_known = band is not None and len(band.segments) <= 1 and all(one.kv_ids is None for one in band.segments)
-    sizes = block_sizes or (_LANES, _LANES)
     reasons = {
         f"it has no {q.dtype}, only float32 and bfloat16": q.dtype not in (jnp.float32, jnp.bfloat16),
         "q, k and v must have one type": not q.dtype == k.dtype == v.dtype,
         f"lengths {lengths} are not multiples of {_LANES}": 0 in lengths or any(n % _LANES for n in lengths),
-        f"tiles of {sizes} do not divide the lengths in multiples of {_LANES}": any(
-            size % _LANES or n % size for size, n in zip(sizes, lengths)
-        ),
-        "of score mods it has one SoftCap with a known cap": bool(score_mods)
+        f"tiles of {block_sizes} do not divide the lengths in multiples of {_LANES}": block_sizes is not None
+        and any(size % _LANES or n % size for size, n in zip(block_sizes, lengths)),
+        "of score mods it supports one SoftCap with a static cap": bool(score_mods)
         and not (
             len(score_mods) == 1
             and isinstance(score_mods[0], SoftCap)
@@ -37,36 +33,28 @@ def reason_against(
         "it has no dropout": bool(dropout_rate),
         "it has no positions": q_positions is not None or kv_positions is not None,
         "its lse has no gradient": return_lse,
-        "of masks it has Causal, SlidingWindow and one Segments of one sequence, and-ed": not is_known,
+        "of masks it supports Causal, SlidingWindow and one Segments without kv_ids, joined by &": not is_known,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def attend(q, k, v, *, mask, score_mods, scale, sinks, block_sizes=None, **_):
-    """(out, None): the lse is not to be had with a gradient."""
-    # Imported here: Pallas is a large package, of no use off TPUs.
+def attend(q, k, v, *, band, score_mods, scale, sinks, block_sizes=None, **_):
+    """(out, None): its lse has no gradient."""
+    # Imported here: Pallas is a large package, useless except on TPUs.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     lengths, num_heads, head_dim = (q.shape[-3], k.shape[-3]), *q.shape[-2:]
-    band = as_band(mask)
     if band.left is None and band.right is None:
         one = masks.FullMask(lengths)
     else:
         one = masks.LocalMask(lengths, (band.left, band.right), offset=0)
     q_size, kv_size = block_sizes or (max(size for size in (128, 256, 512) if n % size == 0) for n in lengths)
+    sizes = {f"block_q{of}": q_size for of in ("", "_dkv", "_dq")}
+    sizes |= {f"block_kv{of}": kv_size for of in ("", "_compute", "_dkv", "_dkv_compute", "_dq")}
     kernel = kernels.make_splash_mha(
         masks.MultiHeadMask([one] * num_heads),
-        block_sizes=kernels.BlockSizes(
-            block_q=q_size,
-            block_kv=kv_size,
-            block_kv_compute=kv_size,
-            block_q_dkv=q_size,
-            block_kv_dkv=kv_size,
-            block_kv_dkv_compute=kv_size,
-            block_q_dq=q_size,
-            block_kv_dq=kv_size,
-        ),
+        block_sizes=kernels.BlockSizes(**sizes),
         attn_logits_soft_cap=float(score_mods[0].cap) if score_mods else None,
         head_shards=1,
         q_seq_shards=1,

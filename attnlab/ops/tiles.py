@@ -1,9 +1,9 @@
-"""Coordinates: where a rectangle of scores stands, and how a whole score array is cut into such rectangles.
+"""The coordinates of tiles, rectangles of a score array.
 
-A `Tile` carries the coordinates of some queries and some keys, shaped to broadcast against their scores; what is
-written elementwise on them holds for any tile, whichever of its last two axes is the queries'. A `Tiling` carries
-the smallest and the largest coordinate of every tile, so that interval arithmetic can say in advance which tiles
-nobody can see.
+A `Tile` holds the coordinates of some queries and some keys, shaped to broadcast against their scores. Code that is
+elementwise in them works for any tile, whichever of its last two axes is that of the queries. A `Tiling` holds the
+smallest and the largest coordinate of each tile, so that interval arithmetic can find the tiles that are masked
+entirely.
 """
 
 import math
@@ -22,11 +22,11 @@ class Side(NamedTuple):
     """The queries of a tile, or its keys.
 
     Attributes:
-      index: `[n]`, rows of the array they come from; past its end, the last one again.
-      position: `[..., n]`, places in the sequence.
+      index: `[n]`, rows of the array they come from; past its end, the last row repeated.
+      position: `[..., n]`, positions in the sequence.
       axis: −2 or −1, their axis in the scores.
-      start: first index when they are neighbours, None when they are scattered.
-      is_whole: whether they are all there are, in order.
+      start: the first index when indices are consecutive, None otherwise.
+      is_whole: whether the side is all rows, in order.
     """
 
     index: Int[Array, " n"]
@@ -36,12 +36,12 @@ class Side(NamedTuple):
     is_whole: bool = False
 
     def take(self, x: Array, axis: int = -1) -> Array:
-        """Their part of `x` along an axis that has one entry for every row, or a single one for all."""
+        """The entries of `x` for these rows, along an axis with one entry for each row, or a single one for all."""
         if self.is_whole or x.shape[axis] == 1:
             return x
         if self.start is None or x.shape[axis] % len(self.index):
             return jnp.take(x, self.index, axis=axis, mode="clip")
-        # A slice, which costs less than a gather; past the end of a ragged last tile it would be another one.
+        # A slice costs less than a gather, but a ragged last tile needs one: a slice is shifted at the end.
         return lax.dynamic_slice_in_dim(x, self.start, len(self.index), axis=axis)
 
     def lay(self, x: Array) -> Array:
@@ -50,10 +50,10 @@ class Side(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The coordinates of a rectangle of scores, which all broadcast against the scores.
+    """The coordinates of a rectangle of scores, each broadcastable to the scores.
 
-    The scores have axes `[..., H, queries, keys]` or `[..., H, keys, queries]`: work elementwise on coordinates, and
-    take arrays through `of_queries`, `of_keys` and `of_pairs`, and either order is right.
+    The scores have axes `[..., H, queries, keys]` or `[..., H, keys, queries]`. Code that is elementwise in the
+    coordinates, and indexes arrays with `of_queries`, `of_keys` and `of_pairs`, is right for both.
 
     Attributes:
       example: `[..., 1, 1, 1]`, the index of the example in the batch, counted through all batch axes.
@@ -78,24 +78,24 @@ class Tile(NamedTuple):
 
     @property
     def q_position(self) -> Int[Array, "..."]:
-        """Places of the queries in their sequence."""
+        """Positions of the queries in their sequence."""
         return self.queries.lay(self.queries.position)
 
     @property
     def kv_position(self) -> Int[Array, "..."]:
-        """Places of the keys in theirs."""
+        """Positions of the keys in their sequence."""
         return self.keys.lay(self.keys.position)
 
     def of_queries(self, x: Array) -> Array:
-        """What an array `[..., Tq]` holds for this tile's queries, laid out like the scores."""
+        """The part of an array `[..., Tq]` for this tile's queries, laid out like the scores."""
         return self.queries.lay(self.queries.take(x))
 
     def of_keys(self, x: Array) -> Array:
-        """What an array `[..., Tk]` holds for this tile's keys, laid out like the scores."""
+        """The part of an array `[..., Tk]` for this tile's keys, laid out like the scores."""
         return self.keys.lay(self.keys.take(x))
 
     def of_pairs(self, x: Array) -> Array:
-        """What an array `[..., Tq or 1, Tk or 1]` holds for this tile, laid out like the scores."""
+        """The part of an array `[..., Tq or 1, Tk or 1]` for this tile, laid out like the scores."""
         x = self.keys.take(self.queries.take(x, axis=-2), axis=-1)
         return x if self.queries.axis == -2 else jnp.swapaxes(x, -1, -2)
 
@@ -103,10 +103,10 @@ class Tile(NamedTuple):
 def whole(
     q_length: int, kv_length: int, num_heads: int = 1, q_positions=None, kv_positions=None, batch=(), xp=jnp
 ) -> Tile:
-    """The tile that covers all of a `[*batch, H, Tq, Tk]` score array.
+    """The tile that covers a `[*batch, H, Tq, Tk]` score array.
 
-    `q_positions` `[Tq]` or `[..., Tq]` and `kv_positions` likewise are `arange` when absent. `xp` is the array
-    module for what is not given: `numpy` keeps a static question out of the trace.
+    `q_positions` `[Tq]` or `[..., Tq]` and `kv_positions` likewise are `arange` when None. `xp` is the array module
+    for the coordinates that are not given: with `numpy`, static masks are evaluated while tracing.
     """
 
     def side(length, positions, axis):
@@ -114,8 +114,10 @@ def whole(
         positions = index if positions is None else jnp.asarray(positions, jnp.int32)  # unsigned ones would wrap
         return Side(index, positions, axis, start=0, is_whole=True)
 
+    # NumPy has no arrays of the symbolic sizes of jax.export.
+    xp_of_batch = xp if all(isinstance(size, int) for size in batch) else jnp
     return Tile(
-        example=xp.arange(math.prod(batch), dtype=xp.int32).reshape(*batch, 1, 1, 1),
+        example=xp_of_batch.arange(math.prod(batch), dtype=xp.int32).reshape(*batch, 1, 1, 1),
         head=xp.arange(num_heads, dtype=xp.int32)[:, None, None],
         queries=side(q_length, q_positions, -2),
         keys=side(kv_length, kv_positions, -1),
@@ -133,8 +135,8 @@ class Tiling(NamedTuple):
     """A score array `[..., H, Tq, Tk]` cut into nQ × nK tiles; its spans broadcast to `[..., H, nQ, nK]`.
 
     Attributes:
-      covers: the tile that covers all.
-      block_sizes: queries and keys of a tile; the last ones may be ragged.
+      covers: the tile that covers the score array.
+      block_sizes: queries and keys of a tile; the last tiles may be ragged.
     """
 
     covers: Tile
@@ -158,12 +160,12 @@ class Tiling(NamedTuple):
 
     @property
     def q_position(self) -> Span:
-        """Places of the queries in their sequence."""
+        """Positions of the queries in their sequence."""
         return self.of_queries(self.covers.queries.position)
 
     @property
     def kv_position(self) -> Span:
-        """Places of the keys in theirs."""
+        """Positions of the keys in their sequence."""
         return self.of_keys(self.covers.keys.position)
 
     def of_queries(self, x: Array) -> Span:
@@ -177,13 +179,13 @@ class Tiling(NamedTuple):
         return Span(*(self.covers.keys.lay(edge) for edge in (blocks.min(axis=-1), blocks.max(axis=-1))))
 
     def of_pairs(self, x: Bool[Array, "..."]) -> tuple[Array, Array]:
-        """Of a bool array `[..., Tq, Tk]`: whether any of a tile's entries is set, and whether all are."""
+        """(any, all) of each tile's entries in a bool array `[..., Tq, Tk]`."""
         x = blocked(known(x), self.block_sizes[1])  # [..., Tq, nK, size]
-        some, every = (blocked(xp.swapaxes(-1, -2), self.block_sizes[0]) for xp in (x.any(-1), x.all(-1)))
-        return some.any(-1).swapaxes(-1, -2), every.all(-1).swapaxes(-1, -2)
+        any_set, all_set = (blocked(x.swapaxes(-1, -2), self.block_sizes[0]) for x in (x.any(-1), x.all(-1)))
+        return any_set.any(-1).swapaxes(-1, -2), all_set.all(-1).swapaxes(-1, -2)
 
     def row(self, i: int | Array) -> Tile:
-        """The tile of query block i and all keys. Past the last query it repeats it, which changes no any or all."""
+        """The tile of query block i and all keys; past the end the last query is repeated, so any and all hold."""
         queries = self.covers.queries
         size = self.block_sizes[0]
         index = jnp.minimum(i * size + jnp.arange(size, dtype=jnp.int32), len(queries.index) - 1)
@@ -192,21 +194,21 @@ class Tiling(NamedTuple):
 
 
 def known(x: Array) -> Array:
-    """`x` in NumPy when its values are known while tracing, so that what follows from it is known too."""
+    """`x` as a NumPy array unless it is traced, so that results computed from it are known while tracing too."""
     return x if isinstance(x, jax.core.Tracer) else np.asarray(x)
 
 
 def padded(x: Array, length: int, axis: int = -1) -> Array:
     """`x` with zeros (False) appended along an axis up to `length`."""
-    short = length - x.shape[axis]
-    widths = [(0, short if at == axis % x.ndim else 0) for at in range(x.ndim)]
-    return jnp.pad(x, widths) if short else x
+    missing = length - x.shape[axis]
+    widths = [(0, missing if at == axis % x.ndim else 0) for at in range(x.ndim)]
+    return jnp.pad(x, widths) if missing else x
 
 
 def blocked(x: Array, size: int) -> Array:
     """`[..., n]` as `[..., ceil(n / size), size]`, its last entry repeated to fill the last block."""
     xp = np if isinstance(x, np.ndarray) else jnp
-    short = -x.shape[-1] % size
-    if short:
-        x = xp.concatenate([x, xp.repeat(x[..., -1:], short, axis=-1)], axis=-1)
+    missing = -x.shape[-1] % size
+    if missing:
+        x = xp.concatenate([x, xp.repeat(x[..., -1:], missing, axis=-1)], axis=-1)
     return x.reshape(*x.shape[:-1], -1, size)

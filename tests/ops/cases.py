@@ -1,16 +1,18 @@
-"""Random calls of the operator, drawn from a seed: shapes, masks, score mods and all the rest."""
+"""Random calls of the operator, drawn from a seed: shapes, masks, score mods and all other arguments."""
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import attnlab
-from attnlab.masks import BlockSparse, Causal, Dense, MaskFn, Padding, PrefixLM, Segments, SlidingWindow
+from attnlab.masks import BlockSparse, Causal, Dense, Mask, MaskFn, Padding, PrefixLM, Segments, SlidingWindow
 from attnlab.score_mods import ALiBi, RelativeBias, ScoreFn, SoftCap
 
 
 def draw_mask(rng, batch, heads, q_length, kv_length, depth=2):
-    """A random expression of `&`, `|`, `~` over masks of every kind."""
+    """A random expression of `&`, `|`, `~` over masks of all types, with NumPy arrays."""
     if depth and rng.random() < 0.5:
         a, b = (draw_mask(rng, batch, heads, q_length, kv_length, depth - 1) for _ in range(2))
         return [lambda: a & b, lambda: a | b, lambda: ~a][rng.integers(3)]()
@@ -18,29 +20,108 @@ def draw_mask(rng, batch, heads, q_length, kv_length, depth=2):
     by_head = rng.choice([1, heads])
 
     def integers(low, high, *shape):
-        return jnp.asarray(rng.integers(low, high, shape), jnp.int32)
+        return np.asarray(rng.integers(low, high, shape), np.int32)
 
     return [
         Causal,
         lambda: SlidingWindow(int(rng.integers(0, kv_length + 1)), int(rng.integers(0, 4))),
         lambda: PrefixLM(integers(0, kv_length + 1, *lead) if rng.random() < 0.5 else int(rng.integers(0, kv_length))),
         lambda: Padding(integers(0, kv_length + 1, *lead) if rng.random() < 0.5 else int(rng.integers(0, kv_length))),
-        lambda: Segments(
-            jnp.sort(integers(0, 3, *lead, q_length), axis=-1), jnp.sort(integers(0, 3, *lead, kv_length), axis=-1)
-        ),
+        lambda: Segments(*(np.sort(integers(0, 3, *lead, length), axis=-1) for length in (q_length, kv_length))),
         lambda: Segments(integers(0, 3, *lead, q_length), integers(0, 3, *lead, kv_length)),
-        lambda: BlockSparse(
-            jnp.asarray(rng.random((*batch, by_head, -(-q_length // 3), -(-kv_length // 3))) < 0.4), size=3
-        ),
-        lambda: Dense(jnp.asarray(rng.random((*batch, by_head, q_length, kv_length)) < 0.6)),
-        lambda: Dense(jnp.asarray(rng.random((q_length, kv_length)) < 0.6)),
+        lambda: BlockSparse(rng.random((*batch, by_head, -(-q_length // 3), -(-kv_length // 3))) < 0.4, size=3),
+        lambda: Dense(rng.random((*batch, by_head, q_length, kv_length)) < 0.6),
+        lambda: Dense(rng.random((q_length, kv_length)) < 0.6),
         lambda: MaskFn(lambda b, h, i, j: (i - j + h + b) % 3 != 0),
         lambda: MaskFn(lambda b, h, i, j, by: (i - j) % by[h] == 0, integers(1, 4, heads)),
     ][rng.integers(11)]()
 
 
-def draw(seed: int):
-    """(arrays, run): float64 arrays by name, all with gradients, and run(arrays, **how) -> (out, lse)."""
+MODS = {
+    "alibi": ALiBi,
+    "relative": RelativeBias,
+    "cap": SoftCap,
+    "fn": lambda x: ScoreFn(lambda s, b, h, i, j, x: s * jnp.cos(i - j) + x[j] + h - b, x),
+    "closure": lambda x: ScoreFn(lambda s, b, h, i, j: s + x[h] / (1 + (i - j) ** 2)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of the operator; `str` names its arguments.
+
+    Attributes:
+      seed: the case is `draw(seed)`.
+      mask: its mask.
+      score_mods: names in `MODS`, in the order of application.
+      arrays: float64 arrays by name, each of which gets a gradient: q, k, v, and bias, sinks, scale and those of the
+        score mods if the call has them.
+      positions: q_positions and kv_positions if the call has them.
+      dropout_rate: 0 for none.
+      block_sizes: for blockwise.
+    """
+
+    seed: int
+    mask: Mask | None
+    score_mods: tuple[str, ...]
+    arrays: dict[str, np.ndarray]
+    positions: dict[str, np.ndarray]
+    dropout_rate: float
+    block_sizes: tuple[int, int]
+
+    def __str__(self):
+        names = [name for name in ("bias", "sinks", "scale") if name in self.arrays]
+        names += [*self.score_mods, *(["positions"] if self.positions else [])]
+        names += ["dropout"] if self.dropout_rate else []
+        return "-".join([str(self.seed), _mask_name(self.mask), *names])
+
+    def features(self) -> set[str]:
+        """The features of the operator that the case uses."""
+        q, k = self.arrays["q"], self.arrays["k"]
+        found = {*self.arrays, *self.positions, *_mask_types(self.mask), f"{q.ndim - 3} batch axes"}
+        found |= {f"bias of rank {self.arrays[name].ndim - q.ndim}" for name in ("bias",) if name in self.arrays}
+        found |= {"dropout"} if self.dropout_rate else set()
+        found |= {"Tq ≠ Tk"} if q.shape[-3] != k.shape[-3] else {"Tq = Tk"}
+        found |= {"grouped heads"} if q.shape[-2] != k.shape[-2] else set()
+        found |= {"several mods"} if len(self.score_mods) > 1 else set()
+        sizes = zip((q.shape[-3], k.shape[-3]), self.block_sizes)
+        return found | {"ragged tiles" if length > size and length % size else "even tiles" for length, size in sizes}
+
+    def run(self, arrays, impl):
+        """(out, lse)."""
+        dropout = {"dropout_rate": self.dropout_rate, "dropout_key": jax.random.key(self.seed)}
+        return attnlab.attention(
+            arrays["q"],
+            arrays["k"],
+            arrays["v"],
+            jax.tree.map(jnp.asarray, self.mask),
+            tuple(MODS[name](arrays[name]) for name in self.score_mods),
+            arrays.get("bias"),
+            arrays.get("scale"),
+            arrays.get("sinks"),
+            impl=impl,
+            block_sizes=self.block_sizes if impl == "blockwise" else None,
+            return_lse=True,
+            **self.positions,
+            **(dropout if self.dropout_rate else {}),
+        )
+
+
+def _mask_types(mask) -> list[str]:
+    if mask is None:
+        return []
+    parts = [getattr(mask, name) for name in ("a", "b") if hasattr(mask, name)]
+    return [type(mask).__name__, *(name for part in parts for name in _mask_types(part))]
+
+
+def _mask_name(mask) -> str:
+    if mask is None:
+        return "no mask"
+    parts = [_mask_name(getattr(mask, name)) for name in ("a", "b") if hasattr(mask, name)]
+    return type(mask).__name__ + (f"({','.join(parts)})" if parts else "")
+
+
+def draw(seed: int) -> Case:
     rng = np.random.default_rng(seed)
     batch = [(), (2,), (1,), (2, 3)][rng.integers(4)]
     q_length = int(rng.integers(1, 41))
@@ -59,45 +140,20 @@ def draw(seed: int):
         arrays["sinks"] = rng.normal(size=heads)
     if rng.random() < 0.3:
         arrays["scale"] = np.array(rng.normal())
-    kinds = [kind for kind in ("alibi", "relative", "cap", "fn", "closure") if rng.random() < 0.25]
-    rng.shuffle(kinds)
+    names = [name for name in MODS if rng.random() < 0.25]
+    rng.shuffle(names)
     sizes = {"alibi": heads, "relative": (heads, 5), "cap": (), "fn": kv_length, "closure": heads}
-    arrays |= {kind: np.abs(rng.normal(size=sizes[kind])) + 1 for kind in kinds}
+    arrays |= {name: np.abs(rng.normal(size=sizes[name])) + 1 for name in names}
 
-    given = {}
+    positions = {}
     if q_length != kv_length or rng.random() < 0.2:
         for name, length in (("q_positions", q_length), ("kv_positions", kv_length)):
             lead = batch if rng.random() < 0.5 else ()
-            given[name] = jnp.asarray(rng.integers(0, kv_length, (*lead, length)), jnp.int32)
-    if rng.random() < 0.3:
-        given |= {"dropout_rate": 0.3, "dropout_key": jax.random.key(seed)}
+            positions[name] = rng.integers(0, kv_length, (*lead, length)).astype(np.int32)
+    dropout_rate = 0.3 if rng.random() < 0.3 else 0.0
     mask = draw_mask(rng, batch, heads, q_length, kv_length) if rng.random() < 0.85 else None
     block_sizes = (int(rng.integers(1, q_length + 4)), int(rng.integers(1, kv_length + 4)))
-
-    def run(arrays, impl):
-        mods = {
-            "alibi": ALiBi,
-            "relative": RelativeBias,
-            "cap": SoftCap,
-            "fn": lambda x: ScoreFn(lambda s, b, h, i, j, x: s * jnp.cos(i - j) + x[j] + h - b, x),
-            "closure": lambda x: ScoreFn(lambda s, b, h, i, j: s + x[h] / (1 + (i - j) ** 2)),
-        }
-        return attnlab.attention(
-            arrays["q"],
-            arrays["k"],
-            arrays["v"],
-            mask,
-            tuple(mods[kind](arrays[kind]) for kind in kinds),
-            arrays.get("bias"),
-            arrays.get("scale"),
-            arrays.get("sinks"),
-            impl=impl,
-            block_sizes=block_sizes if impl == "blockwise" else None,
-            return_lse=True,
-            **given,
-        )
-
-    return arrays, run
+    return Case(seed, mask, tuple(names), arrays, positions, dropout_rate, block_sizes)
 
 
 def results(arrays, run, impl, dtype):
@@ -107,7 +163,7 @@ def results(arrays, run, impl, dtype):
 
     def total(arrays):
         out, lse = run(arrays, impl)
-        # Each output enters with a weight of its own; a row that sees nothing has lse −inf and gradient 0.
+        # Each output has a weight of its own; a fully masked row has lse −inf and gradient 0.
         mix_out, mix_lse = (jnp.asarray(mixes.normal(size=x.shape), x.dtype) for x in (out, lse))
         finite = jnp.isfinite(lse)
         return (out * mix_out).sum() + jnp.where(finite, lse * mix_lse, 0).sum(), (out, lse)

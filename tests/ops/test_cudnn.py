@@ -1,4 +1,4 @@
-"""The CUDA kernel is chosen where it honours every argument, and nowhere else."""
+"""cuDNN is chosen where it honours every argument, and only there."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def on_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize("mask", [None, Causal(), SlidingWindow(left=10), Causal() & SlidingWindow(10, 10)])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_on_a_gpu_it_is_chosen(mask, dtype):
+def test_supported_calls_choose_cudnn_on_a_gpu(mask, dtype):
     assert attnlab.explain(Q.astype(dtype), K.astype(dtype), K.astype(dtype), mask, scale=0.2).backend == "cudnn"
 
 
@@ -31,19 +31,19 @@ def test_on_a_gpu_it_is_chosen(mask, dtype):
         ({"q": Q.astype(jnp.float16)}, "one type"),
         ({"v": K[..., :32]}, "heads of 64 and 32 features"),
         ({"q": Q[..., :60], "k": K[..., :60], "v": K[..., :60]}, "heads of 60 and 60 features"),
-        ({"mask": SlidingWindow(10, 10)}, "of masks it has"),
-        ({"mask": Segments(jnp.zeros(200, int))}, "of masks it has"),
-        ({"mask": Padding(7)}, "of masks it has"),
+        ({"mask": SlidingWindow(10, 10)}, "of masks it supports"),
+        ({"mask": Segments(jnp.zeros(200, int))}, "of masks it supports"),
+        ({"mask": Padding(7)}, "of masks it supports"),
         ({"score_mod": SoftCap(2.0)}, "no score mods"),
         ({"bias": jnp.zeros((200, 200))}, "no bias"),
         ({"sinks": jnp.zeros(4)}, "no sinks"),
         ({"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, "dropout"),
         ({"kv_positions": jnp.arange(200)}, "no positions"),
         ({"return_lse": True}, "lse has no gradient"),
-        ({"block_sizes": (64, 64)}, "tiles"),
+        ({"block_sizes": (64, 64)}, "tile sizes"),
     ],
 )
-def test_what_it_cannot_honour_rejects_it(more, reason):
+def test_unsupported_arguments_reject_cudnn(more, reason):
     given = {"q": Q, "k": K, "v": K} | more
     explained = attnlab.explain(given.pop("q"), given.pop("k"), given.pop("v"), **given)
     assert explained.backend == "blockwise" and reason in explained.rejected["cudnn"]

@@ -1,10 +1,10 @@
-"""The specification against the formula, written once more in NumPy float64, row by row."""
+"""Dense attention, the specification, against the formula in NumPy float64, row by row."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
@@ -13,7 +13,7 @@ from attnlab.masks import Causal, Dense, Padding, SlidingWindow
 from attnlab.score_mods import ALiBi, SoftCap, alibi_slopes
 
 
-def by_hand(q, k, v, visible, scale=None, bias=0.0, slopes=None, cap=None, sinks=None):
+def reference(q, k, v, visible, scale=None, bias=0.0, slopes=None, cap=None, sinks=None):
     """Attention of one sequence, `[T, H, D]`, one row at a time."""
     q_length, heads, dim = q.shape
     out, lse = np.zeros((q_length, heads, v.shape[-1])), np.full((q_length, heads), -np.inf)
@@ -26,11 +26,10 @@ def by_hand(q, k, v, visible, scale=None, bias=0.0, slopes=None, cap=None, sinks
                 s = s - slopes[h] * abs(i - np.arange(len(k)))
             if cap is not None:
                 s = cap * np.tanh(s / cap)
-            seen = visible[h, i]
-            total = np.exp(s[seen]).sum() + (0 if sinks is None else np.exp(sinks[h]))
+            total = np.exp(s[visible[h, i]]).sum() + (0 if sinks is None else np.exp(sinks[h]))
             if total:
                 lse[i, h] = np.log(total)
-                out[i, h] = np.exp(s[seen]) @ v[seen, group] / total
+                out[i, h] = np.exp(s[visible[h, i]]) @ v[visible[h, i], group] / total
     return out, lse
 
 
@@ -40,15 +39,14 @@ def sample(seed, q_length, kv_length, heads, kv_heads, dim, v_dim, batch=()):
     return [rng.normal(size=(*batch, *shape)) for shape in shapes]
 
 
-@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    length=st.integers(1, 9),
-    groups=st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3)]),
-    dims=st.sampled_from([(4, 4), (3, 5), (8, 1)]),
+    length=st.sampled_from([1, 2, 9]),
+    groups=st.sampled_from([(1, 1), (4, 2), (3, 3)]),
+    dims=st.sampled_from([(4, 4), (3, 5)]),
     mods=st.sets(st.sampled_from(["scale", "bias", "alibi", "cap", "sinks", "padding", "window"])),
 )
-def test_it_is_the_formula(seed, length, groups, dims, mods):
+def test_dense_matches_numpy_reference(seed, length, groups, dims, mods):
     with jax.enable_x64(True):
         heads, kv_heads = groups
         q, k, v = sample(seed, length, length, heads, kv_heads, *dims)
@@ -72,12 +70,12 @@ def test_it_is_the_formula(seed, length, groups, dims, mods):
             terms["sinks"] = plain["sinks"] = rng.normal(size=heads)
         terms = jax.tree.map(jnp.asarray, terms)
         out, lse = attnlab.attention(*map(jnp.asarray, (q, k, v)), mask, score_mod, return_lse=True, **terms)
-        expected = by_hand(q, k, v, np.broadcast_to(visible, (heads, length, length)), **plain)
+        expected = reference(q, k, v, np.broadcast_to(visible, (heads, length, length)), **plain)
         np.testing.assert_allclose(out, expected[0], rtol=1e-12, atol=1e-14)
         np.testing.assert_allclose(lse, expected[1], rtol=1e-12, atol=1e-14)
 
 
-def test_the_order_is_bias_then_mods_then_mask(float64):
+def test_order_is_bias_then_mods_then_mask(float64):
     q, k, _ = (jnp.asarray(x) for x in sample(0, 4, 4, 1, 1, 4, 4))
     bias = jnp.full((1, 1, 4), 100.0)
     capped = attnlab.attention_weights(q, k, Causal(), SoftCap(2.0), bias)
@@ -85,7 +83,7 @@ def test_the_order_is_bias_then_mods_then_mask(float64):
 
 
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
-def test_any_number_of_batch_axes(batch):
+def test_batch_axes_match_single_examples(batch):
     q, k, v = (jnp.asarray(x, jnp.float32) for x in sample(0, 5, 7, 4, 2, 8, 3, batch))
     lengths = jnp.asarray(np.random.default_rng(0).integers(0, 8, batch), jnp.int32)
     out = attnlab.attention(q, k, v, mask=Padding(lengths))
@@ -96,7 +94,7 @@ def test_any_number_of_batch_axes(batch):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-def test_scores_and_lse_are_float32_and_the_output_has_the_input_type(dtype):
+def test_lse_is_float32_and_output_has_input_type(dtype):
     q, k, v = (jnp.asarray(x, dtype) for x in sample(0, 64, 64, 2, 2, 16, 16))
     out, lse = attnlab.attention(q, k, v, mask=Causal(), return_lse=True)
     assert out.dtype == dtype and lse.dtype == jnp.float32
@@ -113,7 +111,7 @@ def test_scores_and_lse_are_float32_and_the_output_has_the_input_type(dtype):
     np.testing.assert_allclose(lse, exact_lse, atol=20 * np.finfo(np.float32).eps)
 
 
-def test_a_row_that_sees_nothing_gives_zero_and_no_gradient():
+def test_fully_masked_row_has_zero_output_and_gradient():
     q, k, v = (jnp.asarray(x, jnp.float32) for x in sample(0, 3, 3, 2, 2, 4, 4))
     mask = Dense(jnp.array([[True, False, False], [False, False, False], [True, True, False]]))
 
@@ -129,7 +127,7 @@ def test_a_row_that_sees_nothing_gives_zero_and_no_gradient():
     np.testing.assert_allclose(weights.sum(-1), [[1, 0, 1]] * 2, rtol=1e-6)
 
 
-def test_with_a_sink_a_row_that_sees_nothing_has_the_sink_as_lse():
+def test_lse_of_fully_masked_row_with_sink_is_the_sink():
     q, k, v = (jnp.asarray(x, jnp.float32) for x in sample(0, 2, 2, 2, 2, 4, 4))
     sinks = jnp.array([0.5, -1.0])
     out, lse = attnlab.attention(q, k, v, mask=Padding(0), sinks=sinks, return_lse=True)
@@ -138,7 +136,7 @@ def test_with_a_sink_a_row_that_sees_nothing_has_the_sink_as_lse():
 
 
 @pytest.mark.parametrize("mask", [Padding(2), Padding(jnp.array(2)), Dense(jnp.arange(4)[None] < jnp.full((4, 1), 2))])
-def test_nan_in_keys_that_no_query_sees_changes_nothing(mask):
+def test_nan_in_masked_keys_is_inert(mask):
     q, k, v = (jnp.asarray(x, jnp.float32) for x in sample(0, 4, 4, 2, 1, 4, 4))
     run = jax.value_and_grad(lambda q, k, v: (attnlab.attention(q, k, v, mask=mask) ** 2).sum(), argnums=(0, 1, 2))
     clean = run(q, k, v)
@@ -146,7 +144,7 @@ def test_nan_in_keys_that_no_query_sees_changes_nothing(mask):
     jax.tree.map(np.testing.assert_array_equal, clean, poisoned)
 
 
-def test_nan_in_a_key_that_is_seen_is_not_hidden():
+def test_nan_in_a_visible_key_propagates():
     q = k = v = jnp.ones((3, 1, 4))
     assert jnp.isnan(attnlab.attention(q, k.at[1].set(jnp.nan), v, mask=Causal())[1:]).all()
 
@@ -157,7 +155,7 @@ def test_large_scores_do_not_overflow():
     np.testing.assert_allclose(out, 1, rtol=1e-6)
 
 
-def test_every_derivative_exists(float64):
+def test_derivatives_of_second_order_match_differences(float64):
     q, k, v = (jnp.asarray(x) for x in sample(3, 4, 4, 2, 1, 3, 3))
     sinks, bias = jnp.array([0.1, -0.2]), jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 4)))
 
@@ -168,14 +166,14 @@ def test_every_derivative_exists(float64):
     check_grads(f, (q, k, v, sinks, bias), order=2, modes=["fwd", "rev"], rtol=1e-6)
 
 
-def test_dropout_zeroes_weights_and_keeps_their_mean():
+def test_dropout_keeps_the_mean():
     q, k, _ = (jnp.asarray(x, jnp.float32) for x in sample(0, 256, 256, 2, 2, 4, 4))
     v = jnp.ones((256, 2, 1))
     out = attnlab.attention(q, k, v, dropout_rate=0.5, dropout_key=jax.random.key(0))
     assert out.std() > 0.01 and abs(out.mean() - 1) < 0.02
 
 
-def test_dropout_of_a_batch_is_that_of_its_examples():
+def test_dropout_of_batch_matches_single_examples():
     q, k, v = (jnp.asarray(x, jnp.float32) for x in sample(0, 6, 6, 2, 1, 4, 4, (3,)))
     keys = jax.random.split(jax.random.key(0), 3)
 
@@ -185,7 +183,7 @@ def test_dropout_of_a_batch_is_that_of_its_examples():
     np.testing.assert_allclose(drop(q, k, v, keys), jax.vmap(drop)(q, k, v, keys), rtol=1e-6)
 
 
-def test_weights_of_chosen_rows_are_those_rows_of_all():
+def test_weights_of_chosen_rows_match_all_rows():
     q, k, _ = (jnp.asarray(x, jnp.float32) for x in sample(0, 6, 6, 2, 2, 4, 4, (3,)))
     mask = Causal() & Dense(jnp.asarray(np.random.default_rng(0).random((6, 6)) < 0.7))
     bias = jnp.asarray(np.random.default_rng(1).normal(size=(3, 1, 6, 6)), jnp.float32)

@@ -1,10 +1,10 @@
-"""Masks draw what their formulas say, join like booleans, and travel as pytrees."""
+"""Masks against their formulas, their composition, and their tiles under transformations."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlab.masks import Causal, Dense, Padding, SlidingWindow
@@ -35,57 +35,73 @@ def formula(mask):
 
 
 @given(leaf_masks())
-def test_each_mask_draws_its_formula(mask):
+def test_mask_equals_its_formula(mask):
     np.testing.assert_array_equal(mask.dense(7, 7), formula(mask))
 
 
 @given(leaf_masks(), leaf_masks())
-def test_masks_join_like_booleans(a, b):
+def test_masks_combine_like_booleans(a, b):
     np.testing.assert_array_equal((a & b).dense(7, 7), formula(a) & formula(b))
     np.testing.assert_array_equal((a | b).dense(7, 7), formula(a) | formula(b))
     np.testing.assert_array_equal((~a).dense(7, 7), ~formula(a))
 
 
+@settings(max_examples=10)  # each compiles a program
 @given(leaf_masks(), leaf_masks())
 def test_masks_pass_through_jit_as_arguments(a, b):
     drawn = jax.jit(lambda mask: mask.dense(7, 7))(a & ~b)
     np.testing.assert_array_equal(drawn, formula(a) & ~formula(b))
 
 
-def test_numbers_in_a_mask_are_static_and_arrays_are_leaves():
+def test_numbers_are_static_and_arrays_are_leaves():
     assert jax.tree.leaves(SlidingWindow(3) & Padding(4)) == []
     assert len(jax.tree.leaves(Padding(jnp.array([1, 2])) & Causal())) == 1
 
 
-def test_masks_map_over_their_arrays():
+def test_vmap_over_a_mask_maps_its_arrays():
     drawn = jax.vmap(lambda mask: mask.dense(3, 3))(Padding(jnp.array([1, 3])))
     assert drawn.sum(axis=(1, 2)).tolist() == [3, 9]
 
 
-def test_positions_are_compared_and_indices_are_not():
+def test_causal_uses_positions_and_padding_uses_indices():
     late = jnp.array([5, 6])
     assert Causal().dense(2, 7, q_positions=late, kv_positions=jnp.arange(7)).sum(axis=1).tolist() == [6, 7]
     assert Padding(3).dense(2, 7).sum(axis=1).tolist() == [3, 3]
 
 
-def test_positions_may_differ_from_row_to_row():
+def test_positions_may_differ_per_example():
     q_positions = jnp.array([[0], [2]])
     drawn = Causal().dense(1, 3, q_positions=q_positions, kv_positions=jnp.arange(3))
     assert drawn[:, 0, 0].astype(int).tolist() == [[1, 0, 0], [1, 1, 1]]
 
 
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(2), ~Causal(), Padding(2) & Causal(), Padding(2) | Causal()])
-def test_lengths_that_differ_need_positions(mask):
+def test_different_lengths_without_positions_are_rejected(mask):
     with pytest.raises(ValueError, match=r"Tq = 2 and Tk = 5 differ: pass q_positions and kv_positions"):
         mask.dense(2, 5)
 
 
 @pytest.mark.parametrize("left, right", [(-1, 0), (1.5, 0), (2, -1)])
-def test_a_window_needs_whole_sizes(own_errors, left, right):
-    with pytest.raises(ValueError, match="expected a whole number of positions"):
+def test_window_of_bad_size_is_rejected(own_errors, left, right):
+    with pytest.raises(ValueError, match="expected an integer number of positions"):
         SlidingWindow(left, right)
 
 
-def test_only_masks_join():
+def test_combining_with_an_array_is_rejected():
     with pytest.raises(TypeError, match=r"wrap a bool array as masks\.Dense"):
         Causal() & jnp.ones((2, 2), bool)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        lambda: Causal() and Padding(3),
+        lambda: Padding(3) or Causal(),
+        lambda: not Causal(),
+        lambda: 1 if ~Causal() & Padding(3) else 0,
+    ],
+    ids=["and", "or", "not", "if"],
+)
+def test_truth_value_of_a_mask_is_rejected(expression):
+    with pytest.raises(TypeError, match=r"^\w+ has no truth value: combine masks with &, \| and ~, .*$"):
+        expression()

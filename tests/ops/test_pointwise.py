@@ -11,15 +11,21 @@ from attnlab.ops import pointwise
 FUNCTIONS = {"gelu": pointwise.gelu, "standardize": pointwise.standardize}
 
 
-def test_gelu_is_jaxs_tanh_form(float64):
+def test_gelu_matches_jax_tanh_form(float64):
     x = jnp.linspace(-8.0, 8.0, 101)
     np.testing.assert_allclose(pointwise.gelu(x), jax.nn.gelu(x, approximate=True), rtol=1e-12, atol=1e-14)
     ours, theirs = (jax.vmap(jax.grad(f))(x) for f in (pointwise.gelu, jax.nn.gelu))
     np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-@given(st.integers(1, 5), st.integers(2, 33), st.integers(0, 2**31), st.floats(0.1, 1e3), st.floats(-1e3, 1e3))
-def test_rows_are_standardized(rows, width, seed, deviation, mean):
+@given(
+    st.sampled_from([1, 5]),
+    st.sampled_from([2, 7, 33]),
+    st.integers(0, 2**31),
+    st.floats(0.1, 1e3),
+    st.floats(-1e3, 1e3),
+)
+def test_standardize_matches_numpy(rows, width, seed, deviation, mean):
     x = np.random.default_rng(seed).normal(mean, deviation, (rows, width)).astype(np.float32)
     wide = x.astype(np.float64)
     expected = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
@@ -29,7 +35,7 @@ def test_rows_are_standardized(rows, width, seed, deviation, mean):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_derivatives_are_those_of_finite_differences(name, float64):
+def test_derivatives_match_finite_differences(name, float64):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 7)))
     check_grads(FUNCTIONS[name], (x,), order=2, modes=("fwd", "rev"), rtol=1e-6)
 
@@ -47,7 +53,7 @@ def test_bfloat16_is_computed_in_float32(name):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_the_input_alone_is_kept_for_the_gradient(name):
+def test_gradient_keeps_the_input_alone(name):
     """A chain whose gradient would keep a value of the input's size for each step of the formula besides."""
     x = jnp.ones((256, 1024))
 

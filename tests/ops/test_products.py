@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from attnlab.ops import products
 
-SIZES = st.integers(1, 9)
+SIZES = st.sampled_from([1, 4, 9])
 
 
 def arrays(*shapes, seed=0, dtype=jnp.float32):
@@ -22,7 +22,7 @@ def contraction(x, kernel, rank):
 
 
 @given(SIZES, SIZES, SIZES, SIZES, st.sampled_from([1, 2]), st.integers(0, 2**31))
-def test_products_and_their_gradients_are_those_of_lax(batch, length, width, out, rank, seed):
+def test_products_and_gradients_match_lax(batch, length, width, out, rank, seed):
     x_shape, kernel_shape = (
         ((batch, length, width), (width, out)) if rank == 1 else ((batch, length, width), (length, width, out))
     )
@@ -38,7 +38,7 @@ def test_products_and_their_gradients_are_those_of_lax(batch, length, width, out
 
 
 @pytest.mark.parametrize("width, out", [(4, 12), (12, 4)], ids=["narrow x", "narrow g"])
-def test_every_derivative_exists(width, out, float64):
+def test_higher_derivatives_match_lax(width, out, float64):
     x, kernel, dx, d_kernel = arrays((5, width), (width, out), (5, width), (width, out), dtype=jnp.float64)
     numbers = contraction(x, kernel, 1)
 
@@ -57,7 +57,7 @@ def test_every_derivative_exists(width, out, float64):
 
 
 @pytest.mark.parametrize("shape", [(64, 32, 128), (64, 128, 32), (1, 8, 8), (3, 1, 5), (7, 5, 1)], ids=str)
-def test_bfloat16_is_summed_in_float32_forward_and_backward(shape):
+def test_bfloat16_accumulates_in_float32(shape):
     rows, width, out = shape
     x, kernel, g = arrays((rows, width), (width, out), (rows, out), dtype=jnp.bfloat16)
     numbers = contraction(x, kernel, 1)
@@ -81,8 +81,8 @@ def test_bfloat16_is_summed_in_float32_forward_and_backward(shape):
         assert (np.abs(np.asarray(result, np.float64) - exact) <= bound).all()
 
 
-def test_transposes_around_a_bfloat16_product_do_not_reach_it():
-    """XLA has no bfloat16 product of columns, should it fold one of these into it."""
+def test_transposes_around_bfloat16_products_compile():
+    """XLA has no bfloat16 product of columns, which it would need if it folded a transpose into the product."""
     x, kernel = arrays((8, 16), (16, 16), dtype=jnp.bfloat16)
 
     @jax.jit
@@ -97,8 +97,8 @@ def test_transposes_around_a_bfloat16_product_do_not_reach_it():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_what_a_cpu_likes_stays_out_of_programs_for_other_platforms(dtype):
-    """As where a step is exported: traced on a CPU, to run elsewhere."""
+def test_cpu_layout_stays_out_of_other_platforms(dtype):
+    """A step may be traced on a CPU and exported for another platform."""
     x, kernel = arrays((6, 4), (4, 8), dtype=dtype)
 
     def program(platform):
@@ -113,7 +113,7 @@ def test_what_a_cpu_likes_stays_out_of_programs_for_other_platforms(dtype):
     assert products_of_cpu == 3 and transposes and barriers
 
 
-def test_explicitly_sharded_arrays_keep_their_sharding():
+def test_explicit_sharding_is_kept():
     mesh = jax.make_mesh((4,), ("a",), axis_types=(jax.sharding.AxisType.Explicit,))
     spec = jax.sharding.PartitionSpec
     x, kernel = arrays((8, 3, 16), (16, 4))
@@ -131,13 +131,13 @@ def test_explicitly_sharded_arrays_keep_their_sharding():
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 3), (4, 0, 3), (4, 3, 0)], ids=str)
-def test_nothing_is_multiplied_too(shape):
+def test_empty_products_are_zero(shape):
     rows, width, out = shape
     y = products.dot_general(jnp.ones((rows, width)), jnp.ones((width, out)), (((1,), (0,)), ((), ())))
     np.testing.assert_array_equal(y, np.zeros((rows, out)))
 
 
-def test_other_products_are_left_to_lax():
+def test_other_contractions_are_left_to_lax():
     x, y = arrays((3, 4, 5), (3, 5, 6))
     batched = (((2,), (1,)), ((0,), (0,)))
     np.testing.assert_array_equal(products.dot_general(x, y, batched), jax.lax.dot_general(x, y, batched))

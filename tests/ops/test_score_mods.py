@@ -1,4 +1,4 @@
-"""Score mods do what their formulas say, and travel as pytrees."""
+"""Score mods against their formulas, and as pytrees."""
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +25,13 @@ TABLE = np.random.default_rng(1).normal(size=(2, 5)).astype(np.float32)
         (ScoreFn(lambda s, b, h, i, j, x: s + x[j], jnp.arange(5.0)), SCORES + J),
     ],
 )
-def test_each_mod_is_its_formula(mod, expected):
+def test_mod_equals_its_formula(mod, expected):
     np.testing.assert_allclose(mod.apply(jnp.asarray(SCORES), whole(5, 5, 2)), expected, rtol=1e-5, atol=1e-6)
     through_jit = jax.jit(lambda mod: mod.apply(jnp.asarray(SCORES), whole(5, 5, 2)))(mod)
     np.testing.assert_allclose(through_jit, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_function_is_told_the_example():
+def test_function_receives_the_example_index():
     q = jnp.zeros((2, 3, 4, 1, 2))  # two batch axes
     mod = ScoreFn(lambda s, b, h, i, j: jnp.where(j == 0, b.astype(float), 0.0))
     weights = attnlab.attention_weights(q, q, score_mod=mod)
@@ -40,17 +40,17 @@ def test_a_function_is_told_the_example():
 
 
 @pytest.mark.parametrize("mod", [ALiBi(jnp.ones(3)), RelativeBias(jnp.ones((3, 3))), RelativeBias(jnp.ones((2, 4)))])
-def test_arrays_must_fit_the_heads(mod):
+def test_arrays_that_do_not_fit_the_heads_are_rejected(mod):
     with pytest.raises(ValueError, match="expected"):
         mod.check(2)
 
 
-def test_a_cap_is_above_zero(own_errors):
+def test_cap_below_zero_is_rejected(own_errors):
     with pytest.raises(ValueError, match="SoftCap cap = -1.0: expected a number above 0"):
         SoftCap(-1.0)
 
 
-def test_there_are_no_slopes_for_no_heads():
+def test_slopes_for_zero_heads_are_rejected():
     with pytest.raises(ValueError, match="num_heads = 0: expected 1 or more"):
         alibi_slopes(0)
 
@@ -61,19 +61,20 @@ def test_numbers_are_static_and_arrays_are_leaves():
 
 
 @pytest.mark.parametrize("impl", ["dense", "blockwise"])
-def test_a_function_need_not_read_the_score(impl):
+def test_function_may_ignore_the_score(impl):
     q = jax.random.normal(jax.random.key(0), (20, 2, 4))
     mod = ScoreFn(lambda s, b, h, i, j: -1.0 * abs(i - j) * (h + 1))
-    out = attnlab.attention(q, q, q, score_mod=mod, impl=impl)
+    out = jax.jit(lambda: attnlab.attention(q, q, q, score_mod=mod, impl=impl))()
     scores = -abs(np.arange(20)[:, None] - np.arange(20)) * np.array([1, 2])[:, None, None]
     weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
     np.testing.assert_allclose(out, np.einsum("hqk,khd->qhd", weights, q), rtol=1e-5, atol=1e-5)
-    out = attnlab.attention(q, q, q, score_mod=ScoreFn(lambda s, b, h, i, j: 1.0 * h), impl=impl)
+    constant = ScoreFn(lambda s, b, h, i, j: 1.0 * h)
+    out = jax.jit(lambda: attnlab.attention(q, q, q, score_mod=constant, impl=impl))()
     np.testing.assert_allclose(out, np.broadcast_to(q.mean(0), q.shape), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("impl", ["dense", "blockwise"])
-def test_types_stay_what_they_are_beside_float64(float64, impl):
+def test_float32_inputs_stay_float32_beside_float64(float64, impl):
     q = jax.random.normal(jax.random.key(0), (20, 2, 4), jnp.float32)
     out, lse = attnlab.attention(
         q,
@@ -87,3 +88,9 @@ def test_types_stay_what_they_are_beside_float64(float64, impl):
         impl=impl,
     )
     assert out.dtype == lse.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("expression", [lambda: SoftCap(2.0) and SoftCap(3.0), lambda: not ALiBi(jnp.ones(2))])
+def test_truth_value_of_a_score_mod_is_rejected(expression):
+    with pytest.raises(TypeError, match="^\\w+ has no truth value: pass a tuple to apply several score mods, .*$"):
+        expression()

@@ -1,4 +1,4 @@
-"""The TPU kernel: lowered for TPUs from here, interpreted to check what the adapter hands over."""
+"""The TPU kernel: lowered for TPUs on this machine, and interpreted to check the adapter."""
 
 import functools
 
@@ -16,13 +16,10 @@ from attnlab.score_mods import ALiBi, SoftCap, alibi_slopes
 IDS = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (2, 256)), axis=-1), jnp.int32)
 CALLS = {
     "full": {},
-    "causal": {"mask": Causal()},
-    "window": {"mask": SlidingWindow(100, 20)},
-    "segments": {"mask": Causal() & Segments(IDS), "scale": 0.3},
-    "shared segments": {"mask": Segments(IDS[0]) & Causal()},
-    "capped": {"mask": Causal(), "score_mod": SoftCap(5.0)},
-    "sinks": {"mask": Causal() & SlidingWindow(64), "sinks": jnp.arange(4.0)},
-    "tiles": {"mask": Causal(), "block_sizes": (256, 128)},
+    "causal, tiles": {"mask": Causal(), "block_sizes": (256, 128)},
+    "window, sinks": {"mask": SlidingWindow(100, 20), "sinks": jnp.arange(4.0)},
+    "segments, scale, cap": {"mask": Causal() & Segments(IDS), "scale": 0.3, "score_mod": SoftCap(5.0)},
+    "shared segments": {"mask": Segments(IDS[0]) & Causal() & SlidingWindow(64)},
 }
 
 
@@ -33,7 +30,7 @@ def arguments(dtype=jnp.float32):
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_it_lowers_for_tpus_forward_and_backward(call, dtype):
+def test_splash_lowers_for_tpus_forward_and_backward(call, dtype):
     def attend(q, k, v):
         return attnlab.attention(q, k, v, impl="splash", **CALLS[call])
 
@@ -46,7 +43,7 @@ def test_it_lowers_for_tpus_forward_and_backward(call, dtype):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_interpreted_it_is_the_specification(call, monkeypatch):
+def test_interpreted_splash_equals_dense(call, monkeypatch):
     interpreted = functools.partial(splash_attention_kernel.make_splash_mha, interpret=True)
     monkeypatch.setattr(splash_attention_kernel, "make_splash_mha", interpreted)
     given = {name: x for name, x in CALLS[call].items() if name != "block_sizes"}
@@ -67,10 +64,10 @@ def test_interpreted_it_is_the_specification(call, monkeypatch):
 @pytest.mark.parametrize(
     "more, reason",
     [
-        ({"mask": Padding(7)}, "of masks it has"),
-        ({"mask": Segments(IDS, IDS)}, "of masks it has"),
-        ({"mask": ~Causal()}, "of masks it has"),
-        ({"mask": Segments(IDS) & Segments(IDS[0])}, "of masks it has"),
+        ({"mask": Padding(7)}, "of masks it supports"),
+        ({"mask": Segments(IDS, IDS)}, "of masks it supports"),
+        ({"mask": ~Causal()}, "of masks it supports"),
+        ({"mask": Segments(IDS) & Segments(IDS[0])}, "of masks it supports"),
         ({"score_mod": ALiBi(alibi_slopes(4))}, "one SoftCap"),
         ({"score_mod": SoftCap(jnp.array(3.0))}, "one SoftCap"),
         ({"bias": jnp.zeros((256, 256))}, "no bias"),
@@ -80,7 +77,7 @@ def test_interpreted_it_is_the_specification(call, monkeypatch):
         ({"block_sizes": (64, 64)}, r"tiles of \(64, 64\)"),
     ],
 )
-def test_what_it_cannot_honour_rejects_it(more, reason, monkeypatch):
+def test_unsupported_arguments_reject_splash(more, reason, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     explained = attnlab.explain(*arguments(), **more)
     assert explained.backend in ("blockwise", "dense")
@@ -88,13 +85,13 @@ def test_what_it_cannot_honour_rejects_it(more, reason, monkeypatch):
         attnlab.attention(*arguments(), impl="splash", **more)
 
 
-def test_odd_lengths_and_types_reject_it(monkeypatch):
+def test_unsupported_lengths_and_types_reject_splash(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     for q in (jnp.zeros((200, 4, 128)), jnp.zeros((256, 4, 128), jnp.float16)):
         assert "splash" in attnlab.explain(q, q, q).rejected
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_on_a_tpu_it_is_chosen(call, monkeypatch):
+def test_supported_calls_choose_splash_on_a_tpu(call, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert attnlab.explain(*arguments(), **CALLS[call]).backend == "splash"

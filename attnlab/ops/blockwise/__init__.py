@@ -1,0 +1,93 @@
+"""Exact attention by tiles, with memory linear in the sequence length.
+
+For a block of queries the keys come tile by tile. A running max m, denominator l and accumulator a are kept, and
+rescaled whenever the max grows (Milakov & Gimelshein 2018; Rabe & Staats 2021), with masked logits s:
+
+    m' = max(m, max_j s_ij)    l' = e^(m−m') l + Σ_j e^(s_ij−m')    a' = e^(m−m') a + Σ_j e^(s_ij−m') v_j
+
+and at the end o_i = a / l, lse_i = m + log l. Only o and lse are kept for the backward pass, which computes the logits
+of each tile again (Dao et al. 2022, algorithm 4; with δ_i = o_i·do_i − dlse_i):
+
+    p_ij = e^(s_ij − lse_i)    ds_ij = p_ij (do_i·v_j − δ_i)    dv_j = Σ_i p_ij do_i    dk_j = Σ_i ds_ij q_i    dq_i = …
+
+EMPTY tiles are never computed, and FULL tiles are not compared with the mask (see `attnlab.ops.schedule`).
+
+Files: `passes` (forward and backward), `scores` (the logits of a tile), `layout` (arrays as blocks), `operands` (the
+types that pass between them), `batching` (rules for `vmap` and `shard_map`).
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from attnlab.ops import dropout
+from attnlab.ops.blockwise import batching, passes
+from attnlab.ops.blockwise.operands import Operands, Plan, SplitTerms, Terms
+from attnlab.ops.masks import Mask
+from attnlab.ops.meshes import like_queries, on_auto_axes
+from attnlab.ops.schedule import FULL, PARTIAL, schedule
+from attnlab.ops.tiles import padded
+from attnlab.types import Array
+
+
+def reason_against(**arguments) -> str | None:
+    """The reason why this backend cannot run a call, None if it can."""
+    return "an axis has length 0" if any(0 in arguments[name].shape for name in ("q", "k", "v")) else None
+
+
+@on_auto_axes(like_queries)
+def attend(
+    q: Float[Array, "*B Tq H D"],
+    k: Float[Array, "*B Tk Hk D"],
+    v: Float[Array, "*B Tk Hk Dv"],
+    *,
+    mask: Mask | None = None,
+    score_mods=(),
+    bias: Float[Array, "..."] | None = None,
+    scale: float | Float[Array, ""] | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_keys=None,
+    q_positions=None,
+    kv_positions=None,
+    block_sizes: tuple[int, int] | None = None,
+) -> tuple[Float[Array, "*B Tq H Dv"], Float[Array, "*B Tq H"]]:
+    """Output in q's type and lse in float32 (float64 for float64)."""
+    *batch, q_length, num_heads, head_dim = q.shape
+    lengths, dtype = (q_length, k.shape[-3]), jnp.promote_types(q.dtype, jnp.float32)
+    where = {"q_positions": q_positions, "kv_positions": kv_positions, "num_heads": num_heads, "batch": tuple(batch)}
+    block_sizes, block_mask = schedule(mask, *lengths, block_sizes, **where)
+    padded_lengths = tuple(count * size for count, size in zip(block_mask.shape, block_sizes))
+    scale = head_dim**-0.5 if scale is None else scale
+    if q.dtype == dtype or (isinstance(scale, float) and math.frexp(scale)[0] == 0.5):
+        # Nothing is rounded that would not be rounded anyway, and each tile is spared a multiplication.
+        q, scale = (q * scale).astype(q.dtype), None
+    terms = Terms(
+        scale=None if scale is None else jnp.asarray(scale, dtype),
+        bias=None if bias is None else _padded_bias(bias, rank=len(batch) + 3, lengths=padded_lengths),
+        score_mods=tuple(mod.for_tiles(dtype) for mod in score_mods),
+        mask=None if mask is None else mask.for_tiles(*padded_lengths),
+        dropout_words=dropout.key_words(dropout_keys) if dropout_rate else None,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+    )
+    terms = jax.tree.map(jnp.asarray, terms)
+    operands = Operands(q, k, v, sinks, jnp.asarray(block_mask), SplitTerms(terms, jax.tree.map(lambda _: None, terms)))
+    is_known = isinstance(block_mask, np.ndarray)
+    tile_kinds = tuple(kind for kind in (FULL, PARTIAL) if not is_known or (block_mask == kind).any())
+    plan = Plan(lengths, block_sizes, tile_kinds, dropout_rate)
+    try:
+        return passes.attention(plan, batching.reverse_mode_only(batching.equally_varying(operands)))
+    except TypeError as error:  # of JAX, for forward mode within vmap
+        if "forward-mode" in str(error):
+            raise ValueError(batching.REVERSE_MODE_ONLY) from error
+        raise
+
+
+def _padded_bias(bias: Array, rank: int, lengths: tuple[int, int]) -> Array:
+    """The bias with all axes of the scores, up to the ends of the last tiles."""
+    bias = jnp.reshape(bias, (1,) * (rank - bias.ndim) + bias.shape)
+    return padded(padded(bias, 1 if bias.shape[-2] == 1 else lengths[0], axis=-2), lengths[1])

@@ -1,0 +1,295 @@
+"""The base class of masks, and their composition by `&`, `|` and `~`."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool
+
+from attnlab.ops.nodes import Node
+from attnlab.ops.tiles import Tile, Tiling, blocked, known, whole
+from attnlab.types import Array
+
+
+class Mask(Node):
+    """Base class of masks; subclasses are frozen dataclasses that define `visible`.
+
+    Attributes:
+      positional: whether the mask depends on positions, which must then be explicit when Tq ≠ Tk.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class Even(Mask):
+    ...     def visible(self, tile):
+    ...         return tile.kv_index % 2 == 0
+    >>> (Even() & Causal()).dense(3, 3).astype(int)
+    Array([[1, 0, 0],
+           [1, 0, 0],
+           [1, 0, 1]], dtype=int32)
+    """
+
+    positional = False
+
+    def visible(self, tile: Tile) -> Bool[Array, "..."]:
+        """Which keys each query may attend to.
+
+        Args:
+          tile: coordinates, each broadcastable to the scores `[..., H, queries, keys]` (the last two axes may be
+            swapped): `example`, `head`, `q_position`, `kv_position`, `q_index`, `kv_index`.
+
+        Returns:
+          bool, broadcastable to the scores, elementwise in the coordinates.
+        """
+        raise TypeError(f"{type(self).__name__} defines no visible(tile): write it in the subclass")
+
+    def bounds(self, tiling: Tiling) -> tuple[Bool[Array, "..."], Bool[Array, "..."]]:
+        """(any_visible, all_visible) of every tile, broadcastable to `[..., H, nQ, nK]`.
+
+        `any_visible` may be true for a tile without a visible pair, and `all_visible` false for a tile with visible
+        pairs alone; the reverse is an error. This default evaluates the whole mask, one row of tiles at a time; bounds
+        on coordinates are faster. `tiling` has `q_position`, `kv_position`, `q_index` and `kv_index`, each a pair: the
+        lowest and the highest of every tile.
+
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True)
+        ... class First(Mask):
+        ...     def visible(self, tile):
+        ...         return tile.kv_index == 0
+        ...
+        ...     def bounds(self, tiling):
+        ...         lowest, highest = tiling.kv_index
+        ...         return lowest == 0, highest == 0
+        >>> First().tiles(1, 4, block_sizes=(1, 2))
+        (array([[[[ True, False]]]]), array([[[[False, False]]]]))
+        """
+
+        def row(i):
+            visible = self.visible(tiling.row(i))
+            shape = jnp.broadcast_shapes(visible.shape, (tiling.block_sizes[0], kv_length))
+            by_tile = blocked(jnp.broadcast_to(visible, shape), tiling.block_sizes[1])
+            return by_tile.any(axis=(-3, -1)), by_tile.all(axis=(-3, -1))
+
+        kv_length = len(tiling.covers.keys.index)
+        any_visible, all_visible = jax.lax.map(row, jnp.arange(tiling.shape[0]))
+        return jnp.moveaxis(any_visible, 0, -2), jnp.moveaxis(all_visible, 0, -2)
+
+    def tiles(
+        self,
+        q_length: int,
+        kv_length: int,
+        block_sizes: tuple[int, int],
+        *,
+        q_positions=None,
+        kv_positions=None,
+        num_heads: int = 1,
+        batch: tuple[int, ...] = (),
+    ) -> tuple[Bool[Array, "..."], Bool[Array, "..."]]:
+        """For every tile: may any pair be visible, and must all be.
+
+        Args:
+          q_length, kv_length, q_positions, kv_positions, num_heads, batch: as in `dense`.
+          block_sizes: queries and keys of a tile; the last ones may be ragged.
+
+        Returns:
+          (any_visible, all_visible), bool `[B or 1, H or 1, nQ, nK]`, with all of q's batch axes in place of B. NumPy
+          arrays when everything is known at trace time.
+
+        Raises:
+          ValueError: positions are needed, Tq ≠ Tk, and none are given; a block size below 1.
+
+        >>> SlidingWindow(left=1).tiles(4, 4, block_sizes=(2, 2))[0].astype(int)[0, 0]
+        array([[1, 0],
+               [1, 1]])
+        """
+        require_positions(self, q_length, kv_length, q_positions, kv_positions)
+        if min(block_sizes) < 1:
+            raise ValueError(f"block_sizes = {block_sizes}: expected sizes of 1 or more")
+        covers = whole(q_length, kv_length, num_heads, q_positions, kv_positions, batch, xp=np)
+        tiling = Tiling(covers, block_sizes)
+        mask = self.for_tiles(q_length, kv_length)
+        values = (*jax.tree.leaves(mask), q_positions, kv_positions, covers.example)
+        if any(isinstance(value, jax.core.Tracer) for value in values):
+            bounds = mask.bounds(tiling)
+        else:
+            with jax.ensure_compile_time_eval():
+                bounds = [known(x) for x in mask.bounds(tiling)]
+        rank = max(4, *(x.ndim for x in bounds))
+        xp = np if all(isinstance(x, np.ndarray) for x in bounds) else jnp
+        bounds = (xp.asarray(x).reshape((1,) * (rank - x.ndim) + x.shape) for x in bounds)
+        return tuple(xp.broadcast_to(x, (*x.shape[:-2], *tiling.shape)) for x in bounds)
+
+    def for_tiles(self, q_length: int, kv_length: int) -> "Mask":
+        """The same mask, prepared for evaluation tile by tile inside a loop and a derivative rule.
+
+        Functions close over nothing: their closed-over arrays have become leaves. Large arrays are padded to
+        `q_length` and `kv_length`, the ends of the last tiles, so that a tile of them is a slice.
+
+        >>> Dense(jnp.ones((3, 3), bool)).for_tiles(4, 6).array.shape
+        (4, 6)
+        """
+        return self
+
+    def check(self, batch: tuple[int, ...], num_heads: int, q_length: int, kv_length: int) -> None:
+        """Raises ValueError when the mask's arrays do not fit scores `[*batch, num_heads, q_length, kv_length]`.
+
+        >>> Padding(jnp.array([3, 4])).check(batch=(3,), num_heads=1, q_length=5, kv_length=5)
+        Traceback (most recent call last):
+        ValueError: Padding lengths has shape (2,), expected () or q's batch axes (3,): one for each sequence
+        """
+
+    def dense(
+        self,
+        q_length: int,
+        kv_length: int,
+        *,
+        q_positions=None,
+        kv_positions=None,
+        num_heads: int = 1,
+        batch: tuple[int, ...] = (),
+    ) -> Bool[Array, "..."]:
+        """The mask as an array: True where a query may attend to a key.
+
+        Args:
+          q_length, kv_length: Tq and Tk.
+          q_positions, kv_positions: `[Tq]` or `[..., Tq]`, `[Tk]` or `[..., Tk]`; `arange` when absent.
+          num_heads, batch: H and q's batch axes, for a mask that depends on the head or the example.
+
+        Returns:
+          bool `[Tq, Tk]`, with the leading axes that the mask's arrays bring, leading axes of size 1 dropped.
+
+        Raises:
+          ValueError: positions are needed, Tq ≠ Tk, and none are given.
+
+        >>> Causal().dense(1, 4, q_positions=jnp.array([2]), kv_positions=jnp.arange(4)).astype(int)
+        Array([[1, 1, 1, 0]], dtype=int32)
+        """
+        require_positions(self, q_length, kv_length, q_positions, kv_positions)
+        visible = self.visible(whole(q_length, kv_length, num_heads, q_positions, kv_positions, batch))
+        visible = jnp.broadcast_to(visible, jnp.broadcast_shapes(visible.shape, (q_length, kv_length)))
+        while visible.ndim > 2 and visible.shape[0] == 1:
+            visible = visible[0]
+        return visible
+
+    def __and__(self, other: "Mask") -> "Mask":
+        return And(self, require_mask(other))
+
+    def __or__(self, other: "Mask") -> "Mask":
+        return Or(self, require_mask(other))
+
+    def __invert__(self) -> "Mask":
+        return Not(self)
+
+    def __bool__(self):
+        raise TypeError(
+            f"{type(self).__name__} has no truth value: combine masks with &, | and ~, not with and, or and not; "
+            "test for a missing mask with `is None`"
+        )
+
+
+def require_positions(mask, q_length, kv_length, q_positions, kv_positions, what="mask") -> None:
+    """Raises ValueError when `mask` compares positions that are not given and have no default (Tq ≠ Tk)."""
+    if not mask.positional or q_length == kv_length or (q_positions is not None and kv_positions is not None):
+        return
+    missing = " and ".join(
+        name for name, given in (("q_positions", q_positions), ("kv_positions", kv_positions)) if given is None
+    )
+    raise ValueError(
+        f"{what} {type(mask).__name__} compares positions, but Tq = {q_length} and Tk = {kv_length} differ: "
+        f"pass {missing} (for decoding, q_positions = length + arange(Tq))"
+    )
+
+
+@dataclass(frozen=True)
+class _Binary(Mask):
+    a: Mask
+    b: Mask
+
+    @property
+    def positional(self):
+        return self.a.positional or self.b.positional
+
+    def bounds(self, tiling):
+        return self._combine_bounds(self.a.bounds(tiling), self.b.bounds(tiling))
+
+    def check(self, *shape):
+        self.a.check(*shape)
+        self.b.check(*shape)
+
+    def for_tiles(self, *lengths):
+        return type(self)(self.a.for_tiles(*lengths), self.b.for_tiles(*lengths))
+
+
+@dataclass(frozen=True)
+class And(_Binary):
+    """Visible where both masks are: `a & b`.
+
+    >>> (Causal() & Padding(2)).dense(3, 3).astype(int)
+    Array([[1, 0, 0],
+           [1, 1, 0],
+           [1, 1, 0]], dtype=int32)
+    """
+
+    def visible(self, tile):
+        return self.a.visible(tile) & self.b.visible(tile)
+
+    @staticmethod
+    def _combine_bounds(a, b):
+        """The bounds of `a & b` from those of a and of b, each (any_visible, all_visible)."""
+        return a[0] & b[0], a[1] & b[1]
+
+
+@dataclass(frozen=True)
+class Or(_Binary):
+    """Visible where either mask is: `a | b`.
+
+    >>> (Causal() | Padding(2)).dense(3, 3).astype(int)
+    Array([[1, 1, 0],
+           [1, 1, 0],
+           [1, 1, 1]], dtype=int32)
+    """
+
+    def visible(self, tile):
+        return self.a.visible(tile) | self.b.visible(tile)
+
+    @staticmethod
+    def _combine_bounds(a, b):
+        """The bounds of `a | b` from those of a and of b, each (any_visible, all_visible)."""
+        return a[0] | b[0], a[1] | b[1]
+
+
+@dataclass(frozen=True)
+class Not(Mask):
+    """Visible where the mask is not: `~a`.
+
+    >>> (~Causal()).dense(3, 3).astype(int)
+    Array([[0, 1, 1],
+           [0, 0, 1],
+           [0, 0, 0]], dtype=int32)
+    """
+
+    a: Mask
+
+    @property
+    def positional(self):
+        return self.a.positional
+
+    def visible(self, tile):
+        return ~self.a.visible(tile)
+
+    def bounds(self, tiling):
+        any_visible, all_visible = self.a.bounds(tiling)
+        return ~all_visible, ~any_visible
+
+    def check(self, *shape):
+        self.a.check(*shape)
+
+    def for_tiles(self, *lengths):
+        return Not(self.a.for_tiles(*lengths))
+
+
+def require_mask(mask) -> Mask:
+    """The mask itself; TypeError for anything else."""
+    if isinstance(mask, Mask):
+        return mask
+    raise TypeError(f"{type(mask).__name__} is no mask: wrap a bool array as masks.Dense(array)")
