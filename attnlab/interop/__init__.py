@@ -1,7 +1,8 @@
-"""attnlab in other people's programs, and theirs in attnlab.
+"""Interoperability with other frameworks.
 
-`flax`: the attention of Flax's own layers. `huggingface`: GPT-2. `torch`: its attention modules, and nanoGPT's
-checkpoints. `export`: a step as a program that runs with JAX alone. Other frameworks are imported when they are needed.
+`flax`: attnlab's operator in Flax's own layers. `huggingface`: GPT-2 weights. `torch`: attention modules of PyTorch and
+nanoGPT checkpoints. `export`: a model's step as a program that runs with JAX alone. Other frameworks are imported only
+when needed.
 """
 
 from attnlab.interop import export, flax, huggingface, torch

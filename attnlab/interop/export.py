@@ -1,4 +1,4 @@
-"""A trained model's step as a program that runs with JAX alone, on platforms that this machine need not have."""
+"""Export a trained model's step as a program that runs with JAX alone, also for platforms that are not present."""
 
 from collections.abc import Sequence
 
@@ -21,24 +21,24 @@ def export_step(
     capacity: int | None = None,
     platforms: str | Sequence[str] = ("cpu", "cuda", "tpu"),
 ) -> export.Exported:
-    """Exports `step(params, tokens, caches) -> (logits, caches)`, which reads tokens and predicts those after them.
+    """Export `step(params, tokens, caches) -> (logits, caches)`, which predicts the tokens after those given.
 
-    Caches cross as plain arrays: a tuple of `(key, value, length)`, one a layer, as in `KVCache`. So the serialized
-    program needs JAX and no attnlab: `jax.export.deserialize(data).call(params, tokens, caches)`, where data is what
-    `serialize()` gave. (JAX wants the package flatbuffers for both: `pip install attnlab[export]`.) The shapes are
-    fixed: a prompt of 100 tokens, and the tokens after it one at a time, are two exports that share caches.
+    Caches are passed as plain arrays: a tuple of `(key, value, length)` per layer, as in `KVCache`. So the serialized
+    program needs JAX but not attnlab: `jax.export.deserialize(data).call(params, tokens, caches)`, where `data` is the
+    result of `serialize()`. (JAX needs the package flatbuffers for both: `pip install attnlab[export]`.) Shapes are
+    fixed: a prompt of 100 tokens and single tokens after it take two exports, which can share caches.
 
     Args:
-      model: whose `impl`, where it is "auto", becomes one that every platform has.
-      params: its variables, `{"params": …}`, as for `model.apply`; their shapes suffice.
-      batch: B, rows.
-      tokens: T, tokens a row that a step reads.
+      model: the model; an `impl` of "auto" is replaced by a backend that every platform has.
+      params: its variables, `{"params": …}`, as for `model.apply`; shapes suffice.
+      batch: B, batch size.
+      tokens: T, tokens per sequence and step.
       capacity: S, positions that the caches keep; the model's context when None.
-      platforms: where the program shall run.
+      platforms: platforms to export for.
 
     Returns:
-      The exported step of params, int32 tokens `[B, T]` and caches of keys and values `[B, S, Hk, D]` and int32 lengths
-      `[B]`, to float32 logits `[B, T, V]` and the extended caches. A cache that has seen nothing is all zeros.
+      The exported step. It takes params, int32 tokens `[B, T]`, and caches of keys and values `[B, S, Hk, D]` and int32
+      lengths `[B]`. It returns float32 logits `[B, T, V]` and the extended caches. An empty cache is all zeros.
 
     Raises:
       ValueError: more tokens than the capacity, or a size below 1.
@@ -57,7 +57,7 @@ def export_step(
         if size is not None and size < 1:
             raise ValueError(f"{name} = {size}: expected 1 or more")
     platforms = (platforms,) if isinstance(platforms, str) else tuple(platforms)
-    if model.impl == "auto":  # which asks what this machine is
+    if model.impl == "auto":  # would choose by the platform of this machine
         model = model.clone(impl="dense" if is_small(tokens, capacity or model.context) else "blockwise")
 
     def step(params, tokens, caches):

@@ -1,4 +1,4 @@
-"""The operator as the attention of Flax's own layers."""
+"""The operator as the attention function of Flax's own layers."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype as promote_types
-from jaxtyping import Float, Integer
+from jaxtyping import Bool, Float, Integer
 
 from attnlab.ops.attention import attention, attention_weights
 from attnlab.ops.masks import Causal, Dense, Mask, Segments, join
@@ -17,7 +17,7 @@ __all__ = ["attention_fn"]
 
 
 def attention_fn(
-    mask: Mask | None = None,
+    mask: Mask | Bool[Array, "..."] | None = None,
     score_mod: ScoreMod | tuple[ScoreMod, ...] | None = None,
     impl: str = "auto",
     *,
@@ -27,37 +27,46 @@ def attention_fn(
     kv_positions: Integer[Array, "..."] | None = None,
     block_sizes: tuple[int, int] | None = None,
 ) -> Callable[..., Array]:
-    """`attnlab.attention` for `attention_fn=` of Flax's layers.
+    """`attnlab.attention` as the `attention_fn=` of Flax's layers.
 
-    They are `flax.linen.MultiHeadDotProductAttention`, `MultiHeadAttention` and `SelfAttention`, and
-    `flax.nnx.MultiHeadAttention`. What a layer asks for is honoured, or refused by name: its mask (one of
-    `attnlab.masks`, or an array of any type where nonzero is visible) is and-ed with `mask`, its weights are sown
-    before dropout. The answers are those of flax's `dot_product_attention`, but for three things: a row that sees
-    nothing gives 0, not an average; the softmax is float32 whatever the type; and each weight drops by itself, which
-    a layer must ask for by `broadcast_dropout=False`.
+    For `flax.linen.MultiHeadDotProductAttention`, `MultiHeadAttention` and `SelfAttention`, and for
+    `flax.nnx.MultiHeadAttention`. Every argument of the layer is honored or rejected by name. Its mask (one of
+    `attnlab.masks`, or an array of any type where nonzero is visible) is and-ed with `mask`, and its weights are sown
+    before dropout. Results equal those of flax's `dot_product_attention`, with three exceptions: fully masked rows
+    return 0 instead of an average; the softmax is float32 for every input type; and weights are dropped independently,
+    which the layer must request with `broadcast_dropout=False`.
 
-    With `decode=True` flax masks what is not written yet, but does not tell at which position the query stands: leave
-    out masks and score mods that compare positions.
+    With `decode=True` flax masks the unwritten slots of its cache but does not pass the query's position: leave out
+    masks and score mods that compare positions.
 
     Args:
-      mask: who may look at whom, besides the layer's mask.
+      mask: which keys each query may attend to, besides the layer's mask.
       score_mod, impl, scale, sinks, q_positions, kv_positions, block_sizes: as in `attnlab.attention`.
 
     Returns:
       A function of query `[..., Tq, H, D]`, key `[..., Tk, Hk, D]`, value `[..., Tk, Hk, Dv]` and the other arguments
-      of `flax.linen.dot_product_attention` and `flax.nnx.dot_product_attention`, to `[..., Tq, H, Dv]`. Its ValueErrors
-      name an argument that it cannot honour, and what to do. Make it once: two of them are not equal, so that what is
-      compiled for one layer is compiled again for the other.
+      of `flax.linen.dot_product_attention` and `flax.nnx.dot_product_attention`, which returns `[..., Tq, H, Dv]`. It
+      raises ValueError, naming the argument and the remedy, for arguments that it cannot honor. Create it once: two
+      such functions are not equal, so a layer compiled with one is compiled again with the other.
 
     >>> import flax.linen as nn
     >>> layer = nn.MultiHeadDotProductAttention(num_heads=2, attention_fn=attention_fn(Causal()))
     >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
     (2, 5, 8)
     """
-    fixed, mods = mask, score_mod if isinstance(score_mod, tuple) else (score_mod,)
+    terms = {"scale": scale, "sinks": sinks, "q_positions": q_positions, "kv_positions": kv_positions}
+    return _AttentionFn({"mask": mask, "score_mod": score_mod, **terms}, {"impl": impl, "block_sizes": block_sizes})
 
-    # Flax looks here which arguments to give, so all that it knows are named.
-    def attend(
+
+class _AttentionFn:
+    """The function that `attention_fn` returns: `terms` and `how` are its arguments for the operator."""
+
+    def __init__(self, terms: dict, how: dict):
+        self.terms, self.how = terms, how
+
+    # Flax inspects this signature to decide which arguments to pass, so it names all of them.
+    def __call__(
+        self,
         query,
         key,
         value,
@@ -71,7 +80,7 @@ def attention_fn(
         precision=None,
         module=None,
         *,
-        force_fp32_for_softmax=False,  # it always is
+        force_fp32_for_softmax=False,  # always true here
         einsum_dot_general=None,
         qk_attn_weights_einsum=None,
         attn_weights_value_einsum=None,
@@ -79,81 +88,87 @@ def attention_fn(
         is_causal=False,
     ):
         """Attention as Flax calls it; see `attnlab.interop.flax.attention_fn`."""
-        for name, given in (
-            ("einsum_dot_general", einsum_dot_general),
-            ("qk_attn_weights_einsum", qk_attn_weights_einsum),
-            ("attn_weights_value_einsum", attn_weights_value_einsum),
-        ):
-            if given is not None:
-                raise ValueError(f"{name} = {given!r}: expected None, as the products are attnlab's; leave it out")
-        of_each = precision if isinstance(precision, tuple) else (precision,)
-        if any(one not in (None, "default", jax.lax.Precision.DEFAULT) for one in of_each):
-            raise ValueError(
-                f"precision = {precision!r}: expected None, as it would not reach the gradient; put the whole step "
-                "under jax.default_matmul_precision(...)"
-            )
-        drops = not deterministic and dropout_rate > 0
-        if drops and broadcast_dropout:
-            raise ValueError(
-                f"broadcast_dropout = {broadcast_dropout} with dropout_rate = {dropout_rate}: expected False, as each "
-                "weight drops by itself; give the layer broadcast_dropout=False"
-            )
-        if drops and dropout_rng is None:
-            raise ValueError(
-                f"dropout_rng = None with dropout_rate = {dropout_rate}: give a key, or deterministic=True"
-            )
-
+        _check_products(
+            precision,
+            einsum_dot_general=einsum_dot_general,
+            qk_attn_weights_einsum=qk_attn_weights_einsum,
+            attn_weights_value_einsum=attn_weights_value_einsum,
+        )
+        drop = {}
+        if not deterministic and dropout_rate > 0:
+            _check_dropout(dropout_rate, dropout_rng, broadcast_dropout)
+            drop = {"dropout_rate": dropout_rate, "dropout_key": dropout_rng}
         if promote_dtype is None:
             query, key, value = promote_types(query, key, value, dtype=dtype)
         else:
             query, key, value = promote_dtype((query, key, value), dtype=dtype)
-        *batch, q_length, num_heads, _ = query.shape
-        scores = (*batch, num_heads, q_length, key.shape[-3])
-        causal = Causal() if is_causal else None
-        if q_positions is None or kv_positions is None:
-            _refuse_to_guess({"mask": (fixed, mask), "is_causal": (causal,), "score_mod": mods}, *scores[-2:])
-        terms = {
-            "mask": join(fixed, causal, _as_mask(mask, scores)),
-            "score_mod": score_mod,
-            "bias": None if bias is None else _as_bias(bias, scores),
-            "scale": scale,
-            "sinks": sinks,
-            "q_positions": q_positions,
-            "kv_positions": kv_positions,
-        }
+        terms = _join(self.terms, query, key, bias, mask, is_causal)
         if module is not None:
             _sow(module, attention_weights(query, key, **terms).astype(query.dtype))
-        if drops:
-            terms |= {"dropout_rate": dropout_rate, "dropout_key": dropout_rng}
-        return attention(query, key, value, impl=impl, block_sizes=block_sizes, **terms)
-
-    return attend
+        return attention(query, key, value, **self.how, **terms, **drop)
 
 
-def _refuse_to_guess(named, q_length, kv_length) -> None:
+def _check_products(precision, **einsums) -> None:
+    for name, given in einsums.items():
+        if given is not None:
+            raise ValueError(f"{name} = {given!r}: expected None, as attnlab computes the products; leave it out")
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    if any(one not in (None, "default", jax.lax.Precision.DEFAULT) for one in precisions):
+        raise ValueError(
+            f"precision = {precision!r}: expected None, as it would not reach the gradient; run the whole step under "
+            "jax.default_matmul_precision(...)"
+        )
+
+
+def _check_dropout(rate, key, broadcast) -> None:
+    if broadcast:
+        raise ValueError(
+            f"broadcast_dropout = {broadcast} with dropout_rate = {rate}: expected False, as weights are dropped "
+            "independently; give the layer broadcast_dropout=False"
+        )
+    if key is None:
+        raise ValueError(f"dropout_rng = None with dropout_rate = {rate}: give a key, or deterministic=True")
+
+
+def _join(terms, query, key, bias, mask, is_causal) -> dict:
+    """The terms of `attention_fn` together with those of the layer's call, as arguments of the operator."""
+    *batch, q_length, num_heads, _ = query.shape
+    scores = (*batch, num_heads, q_length, key.shape[-3])
+    causal = Causal() if is_causal else None
+    if terms["q_positions"] is None or terms["kv_positions"] is None:
+        mods = terms["score_mod"] if isinstance(terms["score_mod"], tuple) else (terms["score_mod"],)
+        positional = {"mask": (terms["mask"], mask), "is_causal": (causal,), "score_mod": mods}
+        _require_positions(positional, q_length, key.shape[-3])
+    return terms | {
+        "mask": join(terms["mask"], causal, _as_mask(mask, scores)),
+        "bias": None if bias is None else _as_bias(bias, scores),
+    }
+
+
+def _require_positions(named, q_length, kv_length) -> None:
     for name, nodes in named.items():
         if q_length != kv_length and any(getattr(node, "positional", False) for node in nodes):
             raise ValueError(
-                f"{name} compares positions, but Tq = {q_length} and Tk = {kv_length} differ and flax does not tell "
-                "where the queries stand: leave causality to flax, whose decode=True masks by itself, or give "
+                f"{name} compares positions, but Tq = {q_length} and Tk = {kv_length} differ and flax passes no "
+                "positions of the queries: leave causality to flax, whose decode=True masks by itself, or give "
                 "attention_fn q_positions and kv_positions"
             )
 
 
 def _as_mask(mask, scores) -> Mask | None:
-    """An array that broadcasts to `[..., H, Tq, Tk]`, written out only for those that it tells apart."""
+    """The mask of an array that broadcasts to `[..., H, Tq, Tk]`, expanded only along axes on which it varies."""
     if mask is None or isinstance(mask, Mask):
         return mask
-    seen = _aligned("mask", jnp.asarray(mask).astype(bool), scores)
+    visible = _aligned("mask", jnp.asarray(mask).astype(bool), scores)
     *batch, _, q_length, kv_length = scores
-    *lead, heads, rows, _ = seen.shape
+    *lead, heads, rows, _ = visible.shape
     axes = (*batch, heads)
     if heads == 1 and set(lead) <= {1}:
-        seen, axes = seen.reshape(seen.shape[-2:]), ()
-    if heads == rows == 1:  # the keys are of two segments, and all queries of the one
-        ids = jnp.broadcast_to(seen[..., 0, :], (*axes, kv_length)).reshape(*axes[:-1], kv_length)
+        visible, axes = visible.reshape(visible.shape[-2:]), ()
+    if heads == rows == 1:  # varies along the keys alone: two segments, with all queries in segment 1
+        ids = jnp.broadcast_to(visible[..., 0, :], (*axes, kv_length)).reshape(*axes[:-1], kv_length)
         return Segments(jnp.ones(q_length, jnp.int32), ids.astype(jnp.int32))
-    return Dense(jnp.broadcast_to(seen, (*axes, q_length, kv_length)))
+    return Dense(jnp.broadcast_to(visible, (*axes, q_length, kv_length)))
 
 
 def _as_bias(bias, scores):
@@ -162,9 +177,9 @@ def _as_bias(bias, scores):
 
 
 def _aligned(name, array, scores):
-    """The array with every axis of the scores, of their size or 1."""
+    """Reshape an array to the rank of the scores; each axis has their size or 1."""
     shape = (1,) * (len(scores) - array.ndim) + array.shape
-    if len(shape) > len(scores) or any(size not in (1, whole) for size, whole in zip(shape, scores)):
+    if len(shape) > len(scores) or any(size not in (1, full) for size, full in zip(shape, scores)):
         raise ValueError(f"{name} has shape {array.shape}, expected one that broadcasts to the scores' {scores}")
     return array.reshape(shape)
 
@@ -173,6 +188,6 @@ def _sow(module, weights) -> None:
     if isinstance(module, nn.Module):
         module.sow("intermediates", "attention_weights", weights)
     else:
-        from flax import nnx  # which `import attnlab` does not load, and whoever has such a module has
+        from flax import nnx  # imported here, as `import attnlab` does not load it
 
         module.sow(nnx.Intermediate, "attention_weights", weights)

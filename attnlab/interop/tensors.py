@@ -1,4 +1,4 @@
-"""Where the parameters of a module stand in the state dict of another framework."""
+"""Map the parameters of a module to the tensors of another framework's state dict."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -11,14 +11,14 @@ from attnlab.errors import UserError
 
 
 class Tensor(NamedTuple):
-    """One tensor of a state dict, and the parameters that stand side by side in it.
+    """One tensor of a state dict, and the parameters concatenated in it.
 
     Attributes:
       name: its key.
-      shape: as it stands there.
+      shape: its shape there.
       leaves: paths of parameters, "block_0/attention/query/kernel"; each takes an equal share of the outputs.
-      transposed: whether it is `[out, in]`, as torch's Linear keeps it, and not `[in, out]`.
-      slice: which slice of its leaves' first axis it holds, where the others are other tensors; None for all of it.
+      transposed: whether it is `[out, in]`, as in torch's Linear, instead of `[in, out]`.
+      slice: index on its leaves' first axis, if the other slices are other tensors; None for the whole leaves.
     """
 
     name: str
@@ -29,26 +29,26 @@ class Tensor(NamedTuple):
 
 
 def load(tensors: Sequence[Tensor], state: Mapping, shapes, source: str, ignored: Sequence[str] = ()):
-    """The parameters that a state dict holds: all of them, or an error.
+    """Read all parameters from a state dict.
 
     Args:
-      tensors: where they stand.
-      state: arrays, or whatever NumPy takes, by name.
+      tensors: the layout of the state dict.
+      state: arrays by name.
       shapes: tree of the parameters' shapes (`jax.eval_shape`).
-      source: what the state dict is called in errors.
-      ignored: names in it that are no parameters.
+      source: name of the state dict in errors.
+      ignored: names in it that are not parameters.
 
     Returns:
       A tree like `shapes`, float32 NumPy arrays.
 
     Raises:
-      UserError: a tensor is missing, is one too many, has another shape, or holds no floating point numbers.
+      UserError: a tensor is missing, unexpected, of another shape, or not of a floating type.
     """
     expected = {tensor.name for tensor in tensors}
     if missing := [tensor.name for tensor in tensors if tensor.name not in state]:
-        raise UserError(f"{source} lacks the tensor {_few(missing)}: is it of this architecture, and whole?")
+        raise UserError(f"{source} lacks the tensor {_few(missing)}: is it complete, and of this architecture?")
     if extra := [name for name in state if name not in expected and name not in ignored]:
-        raise UserError(f"{source} holds the tensor {_few(extra)}, for which the model has no place")
+        raise UserError(f"{source} holds the tensor {_few(extra)}, which the model does not have")
     flat = {}  # the slices of each leaf
     wanted = traverse_util.flatten_dict(shapes, sep="/")
     for tensor in tensors:
@@ -63,11 +63,11 @@ def load(tensors: Sequence[Tensor], state: Mapping, shapes, source: str, ignored
 
 
 def unload(tensors: Sequence[Tensor], params) -> dict[str, np.ndarray]:
-    """The state dict that holds `params`, float32: what `load` takes apart, put together; UserError for float64."""
+    """The state dict of `params`, float32, the inverse of `load`; UserError for float64."""
     flat = traverse_util.flatten_dict(params, sep="/")
     state = {}
     for tensor in tensors:
-        # As wide as its share, whatever axes it has: [in, out], or [out].
+        # Its share of the tensor, whatever its own axes: [in, out], or [out].
         rows = tensor.shape[::-1] if tensor.transposed else tensor.shape
         share = (*rows[:-1], rows[-1] // len(tensor.leaves))
         at = ... if tensor.slice is None else tensor.slice
@@ -77,59 +77,62 @@ def unload(tensors: Sequence[Tensor], params) -> dict[str, np.ndarray]:
     return state
 
 
-def check(variables, shapes, what: str):
-    """The parameters in variables `{"params": …}`; UserError, naming a path, where they are not of these `shapes`."""
+def bare(variables) -> dict:
+    """The parameters in variables `{"params": …}`; UserError for anything else."""
     if not isinstance(variables, Mapping) or "params" not in variables:
-        raise UserError('expected variables {"params": …}, as model.init and attnlab.load give them')
-    params = variables["params"]
+        raise UserError('expected variables {"params": …}, as model.init and attnlab.load return them')
+    return variables["params"]
+
+
+def check(params, shapes, model: str) -> None:
+    """Raise UserError, naming a path, unless parameters have these `shapes`; `model` is the module's name in errors."""
     given = {path: np.shape(leaf) for path, leaf in traverse_util.flatten_dict(params, sep="/").items()}
     wanted = {path: leaf.shape for path, leaf in traverse_util.flatten_dict(shapes, sep="/").items()}
     if missing := [path for path in wanted if path not in given]:
-        raise UserError(f"the parameters lack {_few(missing)}, which {what} has")
+        raise UserError(f"the parameters lack {_few(missing)}, which {model} has")
     if extra := [path for path in given if path not in wanted]:
-        raise UserError(f"the parameters hold {_few(extra)}, for which {what} has no place")
+        raise UserError(f"the parameters hold {_few(extra)}, which {model} does not have")
     for path, shape in wanted.items():
         if given[path] != shape:
-            raise UserError(f"parameter {path} has shape {given[path]}, expected {shape} in {what}")
-    return params
+            raise UserError(f"parameter {path} has shape {given[path]}, expected {shape} in {model}")
 
 
 def shapes_of(module, *inputs):
-    """Tree of the shapes of a module's parameters, called with such inputs."""
+    """Tree of the shapes of a module's parameters when called with `inputs`."""
     return jax.eval_shape(module.init, jax.random.key(0), *inputs)["params"]
 
 
 def as_numpy(array, name: str) -> np.ndarray:
-    """A NumPy array, float32, of what another framework holds; 16 bits are widened, 64 refused."""
-    if hasattr(array, "detach"):  # torch's, which has no NumPy array of a bfloat16
+    """Another framework's array as float32 NumPy; 16-bit types are widened, others are a UserError."""
+    if hasattr(array, "detach"):  # torch's, which cannot convert bfloat16 to NumPy
         if array.is_meta:
-            raise UserError(f"{name} is a meta tensor, expected numbers: load the weights first")
+            raise UserError(f"{name} is a meta tensor without data: load the weights first")
         array = array.detach().cpu()
         array = (array.float() if array.is_floating_point() and array.itemsize <= 4 else array).numpy()
     array = np.asarray(array)
     if array.dtype == np.float32:
         return array
-    # Not all of ml_dtypes' say that they are floating point.
+    # Not all types of ml_dtypes are of kind "f".
     if array.dtype.itemsize <= 2 and array.dtype.kind in "fV":
         return array.astype(np.float32)
-    raise UserError(f"{name} is {array.dtype}, expected float32, or 16 bits: convert it first")
+    raise UserError(f"{name} is {array.dtype}, expected float32 or a 16-bit float: convert it first")
 
 
-def as_torch(state: Mapping[str, np.ndarray], what: str) -> dict:
-    """A state dict of torch tensors, for the function that is called `what`."""
-    torch = import_torch(what)
+def as_torch(state: Mapping[str, np.ndarray], caller: str) -> dict:
+    """A state dict of torch tensors; `caller` is the function named in errors."""
+    torch = import_torch(caller)
     return {name: torch.from_numpy(array.copy()) for name, array in state.items()}
 
 
-def import_torch(what: str):
-    """The module torch; UserError where it is not installed."""
+def import_torch(caller: str):
+    """The module torch; UserError if it is not installed."""
     try:
         import torch
     except ImportError as error:
-        raise UserError(f"{what} needs torch, which is not installed: pip install torch") from error
+        raise UserError(f"{caller} needs torch, which is not installed: pip install torch") from error
     return torch
 
 
 def _few(names: Sequence[str]) -> str:
-    """The first of some names, and how many more there are."""
+    """The first name, and the number of others."""
     return str(names[0]) + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")

@@ -1,4 +1,4 @@
-"""Attention modules of torch, those of the lecture notebook, and nanoGPT's checkpoints, in and out."""
+"""Convert torch's attention modules, the lecture notebook's, and nanoGPT checkpoints from and to attnlab."""
 
 import re
 from collections.abc import Mapping
@@ -18,16 +18,16 @@ from attnlab.ops.masks import Causal
 __all__ = ["from_nanogpt", "from_torch", "to_nanogpt", "to_torch"]
 
 
-class _Equal(NamedTuple):
-    """The module that computes what one of torch does, and where its parameters stand there."""
+class _Equivalent(NamedTuple):
+    """The module equivalent to one of torch's, example inputs, and the tensors that hold its parameters."""
 
     module: nn.Module
-    inputs: tuple  # that the module may be called with
-    places: list[Tensor]
+    inputs: tuple
+    tensors: list[Tensor]
 
 
 def from_torch(source) -> tuple[nn.Module, dict]:
-    """The module of `attnlab.nn` that computes what a module of torch does, and its variables.
+    """Convert a module of torch to the equivalent module of `attnlab.nn`.
 
     | torch | attnlab |
     |---|---|
@@ -38,9 +38,9 @@ def from_torch(source) -> tuple[nn.Module, dict]:
     | `MultiHeadAttentionWrapper` of the notebook | `StackedHeads` |
     | `MultiHeadAttention` of the notebook | `MultiHeadAttention(mask=Causal())` |
 
-    The notebook's classes are known by their names and those of their parameters. Inputs are `[batch, length,
-    features]` whatever torch's `batch_first` says, and masks are given in attnlab's way. Dropout rates come along;
-    torch's encoder layer drops inside the feed-forward layer as well, `Block` does not.
+    The notebook's classes are recognized by their names and those of their parameters. Inputs are `[batch, length,
+    features]` whatever torch's `batch_first`, and masks are attnlab's. Dropout rates are kept, but torch's encoder
+    layer also has dropout inside the feed-forward layer, which `Block` does not.
 
     Args:
       source: the module of torch.
@@ -49,32 +49,32 @@ def from_torch(source) -> tuple[nn.Module, dict]:
       `(module, params)`, for `module.apply(params, x)`.
 
     Raises:
-      UserError: another class, an option that attnlab's module lacks, a parameter that is not float32 or 16 bits.
+      UserError: another class, an option that attnlab's module does not have, a parameter not of float32 or 16 bits.
 
     >>> import torch
     >>> module, params = from_torch(torch.nn.MultiheadAttention(8, num_heads=2))
     >>> module.apply(params, jnp.ones((3, 5, 8))).shape  # [batch, length, features]
     (3, 5, 8)
     """
-    equal = _equal(source)
-    shapes = tensors.shapes_of(equal.module, *equal.inputs)
+    ours = _equivalent(source)
+    shapes = tensors.shapes_of(ours.module, *ours.inputs)
     buffers = [name for name, _ in source.named_buffers()]
-    params = tensors.load(equal.places, source.state_dict(), shapes, type(source).__name__, ignored=buffers)
-    return equal.module, {"params": jax.tree.map(jnp.asarray, params)}
+    params = tensors.load(ours.tensors, source.state_dict(), shapes, type(source).__name__, ignored=buffers)
+    return ours.module, {"params": jax.tree.map(jnp.asarray, params)}
 
 
 def to_torch(params, like) -> dict:
-    """The state dict with which a module of torch computes what attnlab's does: `like.load_state_dict(…)` takes it.
+    """The state dict that gives a module of torch the parameters of attnlab's, for `like.load_state_dict(…)`.
 
     Args:
-      params: variables `{"params": …}` of the module that `from_torch(like)` gives.
-      like: the module of torch; its parameters are not read, its buffers are passed on.
+      params: variables `{"params": …}` of the module that `from_torch(like)` returns.
+      like: the module of torch; its parameters are ignored, its buffers are copied.
 
     Returns:
       torch tensors by name, float32.
 
     Raises:
-      UserError: as for `from_torch`; parameters that are missing, too many, or of another shape.
+      UserError: as for `from_torch`; parameters that are missing, unexpected, or of another shape.
 
     >>> import torch
     >>> theirs = torch.nn.MultiheadAttention(8, num_heads=2)
@@ -82,26 +82,26 @@ def to_torch(params, like) -> dict:
     >>> theirs.load_state_dict(to_torch(params, like=theirs))
     <All keys matched successfully>
     """
-    equal = _equal(like)
-    params = tensors.check(params, tensors.shapes_of(equal.module, *equal.inputs), type(like).__name__)
-    return like.state_dict() | tensors.as_torch(tensors.unload(equal.places, params), "to_torch")
+    ours, params = _equivalent(like), tensors.bare(params)
+    tensors.check(params, tensors.shapes_of(ours.module, *ours.inputs), type(like).__name__)
+    return like.state_dict() | tensors.as_torch(tensors.unload(ours.tensors, params), "to_torch")
 
 
 def from_nanogpt(path: str | Path) -> tuple[GPT, dict]:
-    """The model in a `ckpt.pt` of nanoGPT, as a `GPT` and its variables.
+    """Load a `ckpt.pt` of nanoGPT as a `GPT` and its variables.
 
-    nanoGPT's GELU is the exact one; until its commit 594068e of May 2023 it was the tanh form, and checkpoints do not
-    say which: `model.clone(activation="gelu_tanh")` is theirs. Tokens are not in it: characters are in `meta.pkl` of
-    its data folder, others are GPT-2's.
+    nanoGPT uses the exact GELU; until its commit 594068e of May 2023 it used the tanh form. Checkpoints do not record
+    which: for older ones use `model.clone(activation="gelu_tanh")`. The tokenizer is not in the checkpoint: a character
+    vocabulary is in `meta.pkl` of the data folder, otherwise it is GPT-2's.
 
     Args:
-      path: the file; only tensors and plain values are read from it, no code.
+      path: the file; loading it runs no code.
 
     Returns:
       `(model, params)`, for `model.apply(params, tokens)`.
 
     Raises:
-      UserError: no such file, or none of nanoGPT's; a tensor that is missing, one too many or of another shape.
+      UserError: a missing file or one not from nanoGPT; a missing or unexpected tensor, or one of another shape.
 
     >>> import tempfile, torch
     >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6, activation="gelu")
@@ -117,50 +117,51 @@ def from_nanogpt(path: str | Path) -> tuple[GPT, dict]:
         raise UserError(f"{path}: no such file")
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises whatever reading ended with
+    except Exception as error:  # torch raises many types
         why = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().partition("\n")[0].partition(". ")[0]
         raise UserError(
-            f"{path} is no whole checkpoint of tensors and plain values ({why or type(error).__name__}): save it again"
+            f"{path} is not a complete checkpoint of tensors and plain values ({why or type(error).__name__}): save it "
+            "again"
         ) from error
-    facts, state = (saved.get(name) if isinstance(saved, Mapping) else None for name in ("model_args", "model"))
-    if not isinstance(facts, Mapping) or not isinstance(state, Mapping):
+    sizes, state = (saved.get(name) if isinstance(saved, Mapping) else None for name in ("model_args", "model"))
+    if not isinstance(sizes, Mapping) or not isinstance(state, Mapping):
         raise UserError(f"{path} holds no 'model' and 'model_args': is it nanoGPT's ckpt.pt?")
-    # torch.compile puts a prefix before every name.
+    # torch.compile prefixes every name.
     state = {str(name).removeprefix("_orig_mod."): tensor for name, tensor in state.items()}
-    if missing := {"vocab_size", "n_layer", "n_head", "n_embd", "block_size"} - facts.keys():
+    if missing := {"vocab_size", "n_layer", "n_head", "n_embd", "block_size"} - sizes.keys():
         raise UserError(f"{path}: model_args lacks {sorted(missing)[0]}: is it nanoGPT's ckpt.pt?")
-    use_bias = facts.get("bias", True)  # older ones do not say
+    use_bias = sizes.get("bias", True)  # absent in older checkpoints
     if not isinstance(use_bias, bool):
         raise UserError(f"{path}: model_args.bias = {use_bias!r}, expected True or False")
-    rates = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), facts.get("dropout", 0.0))
-    config = {**facts, "n_positions": facts["block_size"], "activation_function": "gelu", **rates}
+    rates = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), sizes.get("dropout", 0.0))
+    config = {**sizes, "n_positions": sizes["block_size"], "activation_function": "gelu", **rates}
     model = huggingface.make_model(config, str(path)).clone(use_bias=use_bias)
-    return model, huggingface.load_state(model, state, str(path), transposed=True)
+    return model, {"params": huggingface.load_state(model, state, str(path), transposed=True)}
 
 
 def to_nanogpt(model: GPT, params) -> dict:
-    """The state dict of nanoGPT's `GPT` for a model with its architecture, of torch tensors.
+    """The state dict of nanoGPT's `GPT` for an equivalent model, as torch tensors.
 
     Args:
-      model: with learned positions, as `from_nanogpt` gives it.
+      model: with learned positions, as `from_nanogpt` returns it.
       params: its variables `{"params": …}`.
 
     Raises:
-      UserError: an option that nanoGPT lacks; parameters that are not the model's.
+      UserError: an option that nanoGPT does not have; parameters of another model.
 
     >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6, activation="gelu", use_bias=False)
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     >>> to_nanogpt(model, params)["transformer.h.0.attn.c_attn.weight"].shape
     torch.Size([24, 8])
     """
-    state = huggingface.unload_state(model, params, transposed=True)  # refuses what GPT-2 lacks
+    state = huggingface.unload_state(model, tensors.bare(params), transposed=True)
     for field, only in (("activation", "gelu"), ("mlp_ratio", 4), ("norm_epsilon", 1e-5)):
         if getattr(model, field) != only:
-            raise UserError(f"model.{field} = {getattr(model, field)!r}: nanoGPT has no other than {only!r}")
+            raise UserError(f"model.{field} = {getattr(model, field)!r}: nanoGPT supports only {only!r}")
     return tensors.as_torch(state, "to_nanogpt")
 
 
-def _equal(source) -> _Equal:
+def _equivalent(source) -> _Equivalent:
     torch = tensors.import_torch("from_torch")
     for kind, describe in (
         (torch.nn.MultiheadAttention, _multihead_attention),
@@ -168,7 +169,9 @@ def _equal(source) -> _Equal:
     ):
         if isinstance(source, kind):
             if type(source).forward is not kind.forward:
-                raise UserError(f"{type(source).__name__} computes something else than {kind.__name__}: expected that")
+                raise UserError(
+                    f"{type(source).__name__} overrides forward of {kind.__name__}: expected {kind.__name__} itself"
+                )
             return describe(source)
     notebook = {
         "SelfAttention_v1": _notebook_head,
@@ -186,17 +189,15 @@ def _equal(source) -> _Equal:
     try:
         return notebook[name](source)
     except AttributeError as error:
-        raise UserError(f"this {name} is not the notebook's: {error}") from error
+        raise UserError(f"this {name} is not the one of the notebook: {error}") from error
 
 
-def _multihead_attention(source, prefix="", path="") -> _Equal:
+def _multihead_attention(source, prefix="", path="") -> _Equivalent:
     for option, only in (("bias_k", None), ("bias_v", None), ("add_zero_attn", False)):
         if getattr(source, option) is not only:
-            raise UserError(f"MultiheadAttention has {option}, expected none: attnlab's attends to what it is given")
+            raise UserError(f"MultiheadAttention has {option}, which attnlab's MultiHeadAttention does not support")
     if source.kdim != source.vdim:
-        raise UserError(
-            f"MultiheadAttention has kdim = {source.kdim} and vdim = {source.vdim}: attnlab's has one input"
-        )
+        raise UserError(f"MultiheadAttention has kdim = {source.kdim} and vdim = {source.vdim}: expected them equal")
     width, memory, use_bias = source.embed_dim, source.kdim, source.in_proj_bias is not None
     module = MultiHeadAttention(source.num_heads, use_bias=use_bias, dropout_rate=source.dropout)
     which = [f"{path}{name}" for name in ("query", "key", "value")]
@@ -212,16 +213,16 @@ def _multihead_attention(source, prefix="", path="") -> _Equal:
     if use_bias:
         places.append(Tensor(f"{prefix}in_proj_bias", (3 * width,), tuple(f"{name}/bias" for name in which)))
         places.append(Tensor(f"{prefix}out_proj.bias", (width,), (f"{path}out/bias",)))
-    return _Equal(module, (jnp.zeros((1, 1, width)), jnp.zeros((1, 1, memory))), places)
+    return _Equivalent(module, (jnp.zeros((1, 1, width)), jnp.zeros((1, 1, memory))), places)
 
 
-def _encoder_layer(source) -> _Equal:
+def _encoder_layer(source) -> _Equivalent:
     norms = (source.norm1, source.norm2)
     if any(type(norm).__name__ != "LayerNorm" for norm in norms) or source.norm1.eps != source.norm2.eps:
-        raise UserError(f"TransformerEncoderLayer has the norms {norms}: expected two LayerNorms alike")
+        raise UserError(f"TransformerEncoderLayer has the norms {norms}: expected two LayerNorms with one eps")
     rates = (source.dropout1.p, source.dropout2.p)
     if rates[0] != rates[1]:
-        raise UserError(f"TransformerEncoderLayer drops at the rates {rates}: expected one rate")
+        raise UserError(f"TransformerEncoderLayer has the dropout rates {rates}: expected one rate")
     attention = _multihead_attention(source.self_attn, "self_attn.", "attention/")
     width, hidden = source.linear1.in_features, source.linear1.out_features
     use_bias = source.linear1.bias is not None
@@ -235,7 +236,7 @@ def _encoder_layer(source) -> _Equal:
         norm_epsilon=source.norm1.eps,
     )
     places = [
-        *attention.places,
+        *attention.tensors,
         Tensor("linear1.weight", (hidden, width), ("mlp/up/kernel",), transposed=True),
         Tensor("linear2.weight", (width, hidden), ("mlp/down/kernel",), transposed=True),
         Tensor("norm1.weight", (width,), ("attention_norm/scale",)),
@@ -248,7 +249,7 @@ def _encoder_layer(source) -> _Equal:
             Tensor("norm1.bias", (width,), ("attention_norm/bias",)),
             Tensor("norm2.bias", (width,), ("mlp_norm/bias",)),
         ]
-    return _Equal(module, (jnp.zeros((1, 1, width)),), places)
+    return _Equivalent(module, (jnp.zeros((1, 1, width)),), places)
 
 
 def _activation(function) -> str:
@@ -267,7 +268,7 @@ def _activation(function) -> str:
 
 
 def _notebook_projections(source):
-    """W_query, W_key and W_value: a matrix `[in, out]` each in the first class, then a Linear."""
+    """Tensors of W_query, W_key and W_value: matrices `[in, out]` in SelfAttention_v1, Linear layers in the others."""
     linear = hasattr(source.W_query, "weight")
     rows, columns = source.W_query.weight.shape[::-1] if linear else source.W_query.shape
     use_bias = linear and source.W_query.bias is not None
@@ -281,29 +282,29 @@ def _notebook_projections(source):
     return rows, columns, use_bias, places
 
 
-def _notebook_head(source) -> _Equal:
+def _notebook_head(source) -> _Equivalent:
     rows, columns, use_bias, places = _notebook_projections(source)
     causal = hasattr(source, "mask")
     rate = source.dropout.p if causal else 0.0
     head = Head(columns, use_bias=use_bias, mask=Causal() if causal else None, dropout_rate=rate)
-    return _Equal(head, (jnp.zeros((1, 1, rows)),), places)
+    return _Equivalent(head, (jnp.zeros((1, 1, rows)),), places)
 
 
-def _notebook_wrapper(source) -> _Equal:
+def _notebook_wrapper(source) -> _Equivalent:
     heads = [_notebook_head(head) for head in source.heads]
     if not heads or any(equal.module != heads[0].module for equal in heads):
-        raise AttributeError(f"its {len(heads)} heads are not alike")
+        raise AttributeError(f"its {len(heads)} heads differ")
     head = heads[0].module
     module = StackedHeads(len(heads), head.head_dim, head.use_bias, head.mask, dropout_rate=head.dropout_rate)
     places = [
         place._replace(name=f"heads.{i}.{place.name}", leaves=tuple(f"heads/{leaf}" for leaf in place.leaves), slice=i)
         for i, equal in enumerate(heads)
-        for place in equal.places
+        for place in equal.tensors
     ]
-    return _Equal(module, heads[0].inputs, places)
+    return _Equivalent(module, heads[0].inputs, places)
 
 
-def _notebook_multihead(source) -> _Equal:
+def _notebook_multihead(source) -> _Equivalent:
     rows, columns, qkv_bias, places = _notebook_projections(source)
     if not hasattr(source, "mask"):
         raise AttributeError("it has no mask")
@@ -319,4 +320,4 @@ def _notebook_multihead(source) -> _Equal:
         Tensor("out_proj.weight", (columns, columns), ("out/kernel",), transposed=True),
         Tensor("out_proj.bias", (columns,), ("out/bias",)),
     ]
-    return _Equal(module, (jnp.zeros((1, 1, rows)),), [*places, *out])
+    return _Equivalent(module, (jnp.zeros((1, 1, rows)),), [*places, *out])

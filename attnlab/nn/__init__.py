@@ -1,4 +1,4 @@
-"""Flax linen modules for attention and the GPT built of them. Inputs are `[batch, length, features]`."""
+"""Flax linen modules: attention layers and the GPT. Inputs are `[batch, length, features]`."""
 
 from attnlab.nn.additive import AdditiveAttention
 from attnlab.nn.embeddings import cosine_similarity, nearest

@@ -1,30 +1,32 @@
-"""Additive attention: the mechanism that attention began with."""
+"""Additive attention (Bahdanau et al. 2015)."""
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Float
 
+from attnlab.nn import checks
 from attnlab.ops.attention import attention, attention_weights
-from attnlab.ops.masks import Mask, join
+from attnlab.ops.masks import join
 from attnlab.types import Array, DType
 
 
-class AdditiveAttention(nn.Module):
-    """Additive attention (Bahdanau et al. 2015, appendix A.1.2): a small network scores every pair.
+class AdditiveAttention(checks.MaskedModule):
+    """Additive attention (Bahdanau et al. 2015, appendix A.1.2): a small network scores each query-key pair.
 
         e_ij = wᵀ tanh(W s_i + U h_j),    α_i = softmax(e_i),    c_i = Σ_j α_ij h_j
 
-    The values are the memory itself. Every score has its own tanh, so memory and time are O(Tq·Tk·A), where those of a
-    dot product are O(Tq·Tk).
+    The values are the memory itself. Each score has its own tanh, so memory and time are O(Tq·Tk·A); a dot product
+    needs O(Tq·Tk).
 
     Attributes:
       features: A, width of the scoring layer; None for the width of the queries.
       use_bias: whether W adds a bias.
-      mask: who may look at whom, fixed and without arrays; and-ed with the mask of the call.
-      kernel_init: initialiser of `query/kernel` `[F, A]`, `key/kernel` `[Fk, A]` and `score/kernel` `[A, 1]`.
+      mask: which keys each query may attend to; and-ed with the mask of the call. A bool array counts as
+        `masks.Dense`. Pass masks with traced arrays to the call.
+      kernel_init: initializer of `query/kernel` `[F, A]`, `key/kernel` `[Fk, A]` and `score/kernel` `[A, 1]`.
       dtype: type of the computation; the input's when None.
 
-    Under `mutable=["intermediates"]` the weights `[B, Tq, Tk]` are sown as `attention_weights`.
+    With `mutable=["intermediates"]` the weights `[B, Tq, Tk]` are sown as `attention_weights`.
 
     >>> module = AdditiveAttention(features=4)
     >>> queries, memory = jnp.ones((2, 3, 8)), jnp.ones((2, 5, 6))  # [batch, length, features]
@@ -35,32 +37,32 @@ class AdditiveAttention(nn.Module):
 
     features: int | None = None
     use_bias: bool = False
-    mask: Mask | None = None
+    mask: checks.MaskLike | None = None
     kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
     dtype: DType | None = None
 
-    @nn.compact
+    @checks.compact
     def __call__(
         self,
         inputs_q: Float[Array, "B Tq F"],
         inputs_kv: Float[Array, "B Tk Fk"] | None = None,
         *,
-        mask: Mask | None = None,
+        mask: checks.MaskLike | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "B Tq Fk"]:
-        """Attends from `inputs_q` to `inputs_kv`, or within `inputs_q` where that is None.
+        """Attend from `inputs_q` to `inputs_kv`, or within `inputs_q` when that is None.
 
         Args:
           inputs_q: s, `[B, Tq, F]`.
           inputs_kv: h, `[B, Tk, Fk]`.
-          mask: and-ed with the field; the place for masks that hold arrays, e.g. `masks.Padding(lengths)`.
-          deterministic: nothing here drops; taken so that it stands where `MultiHeadAttention` does.
+          mask: and-ed with the field, e.g. `masks.Padding(lengths)`.
+          deterministic: no effect, as this module has no dropout; accepted like `MultiHeadAttention`'s.
 
         Returns:
-          c, `[B, Tq, Fk]`; 0 in rows that see nothing.
+          c, `[B, Tq, Fk]`; 0 in fully masked rows.
 
         Raises:
-          ValueError: what `attnlab.attention` raises, e.g. for a mask that does not fit.
+          ValueError: any error of `attnlab.attention`, e.g. for a mask of another shape.
         """
         memory = inputs_q if inputs_kv is None else inputs_kv
         options = {"dtype": self.dtype, "kernel_init": self.kernel_init}
@@ -70,10 +72,10 @@ class AdditiveAttention(nn.Module):
         hidden = jnp.tanh(q[:, :, None] + k[:, None])  # [B, Tq, Tk, A]
         scores = nn.Dense(1, use_bias=False, name="score", **options)(hidden)[..., 0]
 
-        # Softmax and masks are the operator's: what it adds to dot products is here all there is.
-        nothing_q, nothing_k = (jnp.zeros((*x.shape[:2], 1, 1), scores.dtype) for x in (inputs_q, memory))
+        # The operator applies mask and softmax. Queries and keys of 0 leave the scores to the bias alone.
+        zero_q, zero_k = (jnp.zeros((*x.shape[:2], 1, 1), scores.dtype) for x in (inputs_q, memory))
         terms = {"bias": scores[:, None], "mask": join(self.mask, mask)}
         if self.is_mutable_collection("intermediates"):
-            self.sow("intermediates", "attention_weights", attention_weights(nothing_q, nothing_k, **terms)[:, 0])
+            self.sow("intermediates", "attention_weights", attention_weights(zero_q, zero_k, **terms)[:, 0])
         values = memory.astype(scores.dtype)[:, :, None]
-        return attention(nothing_q, nothing_k, values, impl="dense", **terms)[:, :, 0]
+        return attention(zero_q, zero_k, values, impl="dense", **terms)[:, :, 0]

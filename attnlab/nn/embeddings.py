@@ -1,30 +1,32 @@
-"""Which tokens a model takes for alike: cosine similarity, and nearest neighbours by it."""
+"""Similarity of token embeddings: cosine similarity and nearest neighbors."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from attnlab.nn import checks
 from attnlab.types import Array
 
 
 def cosine_similarity(u: Float[Array, "*M F"], v: Float[Array, "*N F"]) -> Float[Array, "..."]:
-    """u·v / (‖u‖ ‖v‖) of every vector of `u` with every one of `v`; 0 where one is 0.
+    """u·v / (‖u‖ ‖v‖) for every pair of vectors from `u` and `v`; 0 where either vector is 0.
 
     Args:
       u: `[..., F]`.
-      v: `[..., F]`, with axes of its own.
+      v: `[..., F]`; its leading axes may differ from u's.
 
     Returns:
-      `[axes of u, axes of v]`, in [−1, 1] to rounding.
+      `[*axes of u, *axes of v]`, in [−1, 1] up to rounding.
 
     Raises:
-      ValueError: vectors of two widths.
+      ValueError: the widths F differ.
 
     >>> cosine_similarity(jnp.array([[3.0, 0.0], [1.0, 1.0]]), jnp.array([2.0, 0.0]))
     Array([1.        , 0.70710677], dtype=float32)
     """
 
     def unit(x):
+        x = jnp.asarray(x)
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         squares = (x**2).sum(axis=-1, keepdims=True)
         return x * jnp.where(squares == 0, 0, jax.lax.rsqrt(jnp.where(squares == 0, 1, squares)))
@@ -37,18 +39,18 @@ def cosine_similarity(u: Float[Array, "*M F"], v: Float[Array, "*N F"]) -> Float
 def nearest(
     embedding: Float[Array, "V F"], tokens: Int[Array, "*B"], count: int
 ) -> tuple[Int[Array, "*B count"], Float[Array, "*B count"]]:
-    """The tokens whose vectors are most like those of `tokens`, themselves left out.
+    """The tokens whose embeddings are most similar to those of `tokens`, the tokens themselves excluded.
 
     Args:
-      embedding: `[V, F]`, a vector for each token, e.g. `params["params"]["embed"]["embedding"]` of a `GPT`.
-      tokens: `[...]`, ids.
-      count: how many neighbours of each.
+      embedding: `[V, F]`, one vector per token, e.g. `params["params"]["embed"]["embedding"]` of a `GPT`.
+      tokens: `[...]`, token ids.
+      count: number of neighbors per token.
 
     Returns:
-      (ids `[..., count]`, cosine similarities `[..., count]`), the nearest first.
+      (ids `[..., count]`, cosine similarities `[..., count]`), the most similar first.
 
     Raises:
-      ValueError: there are not so many others, or (where values are known) an id that is no token.
+      ValueError: `count` exceeds the number of other tokens, or a token id is out of range (checked unless traced).
 
     >>> embedding = jnp.array([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0]])
     >>> nearest(embedding, jnp.array(0), count=2)[0]
@@ -56,10 +58,11 @@ def nearest(
     """
     size = embedding.shape[0]
     if not 0 <= count < size:
-        raise ValueError(f"count = {count}: a vocabulary of {size} tokens has 0 to {size - 1} neighbours of each")
+        raise ValueError(
+            f"count = {count}: expected 0 to {size - 1}, as each of {size} tokens has {size - 1} neighbors"
+        )
+    checks.ids_in_range("tokens", tokens, size)
     tokens = jnp.asarray(tokens)
-    if not isinstance(tokens, jax.core.Tracer) and ((tokens < 0) | (tokens >= size)).any():
-        raise ValueError(f"tokens = {tokens.tolist()}: expected ids from 0 to {size - 1}")
     similarity = cosine_similarity(embedding[tokens], embedding)
     itself = jnp.arange(size) == tokens[..., None]
     similarities, ids = jax.lax.top_k(jnp.where(itself, -jnp.inf, similarity), count)

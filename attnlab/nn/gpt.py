@@ -1,4 +1,4 @@
-"""The GPT: embeddings, pre-norm blocks of attention and a feed-forward layer, and a tied output."""
+"""The GPT: embeddings, pre-norm transformer blocks, and a tied output layer."""
 
 import functools
 from collections.abc import Sequence
@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from attnlab.nn.multihead import KVCache, MultiHeadAttention
+from attnlab.nn import checks
+from attnlab.nn.multihead import KVCache, MultiHeadAttention, check_cache
 from attnlab.nn.norms import LayerNorm
 from attnlab.nn.positions import LearnedPositions, sinusoidal
 from attnlab.ops import dropout, pointwise, products
-from attnlab.ops.masks import Causal, Mask, SlidingWindow
+from attnlab.ops.masks import Causal, SlidingWindow
 from attnlab.ops.score_mods import ALiBi, alibi_slopes
 from attnlab.types import Array, DType
 
@@ -26,6 +27,48 @@ ACTIVATIONS = {
 }
 
 
+def check_shape(model) -> None:
+    """Check the constraints between the fields of a model.
+
+    Args:
+      model: a `GPT`, or any object with its fields, e.g. `config.model`.
+
+    Raises:
+      ValueError: the model cannot be built; the message begins with the name of a field.
+
+    >>> check_shape(GPT(vocab_size=10, num_layers=2, num_heads=3, width=8, context=6))
+    Traceback (most recent call last):
+    ValueError: width = 8 is not divisible by num_heads = 3: use a multiple, e.g. 9
+    """
+    for field in ("num_layers", "num_heads", "kv_heads", "width", "context"):
+        size = getattr(model, field)
+        if size is not None and size < 1:
+            raise ValueError(f"{field} = {size}: expected 1 or more")
+    width, num_heads, kv_heads = model.width, model.num_heads, model.kv_heads or model.num_heads
+    if width % num_heads:
+        multiple = max(1, round(width / num_heads)) * num_heads
+        raise ValueError(
+            f"width = {width} is not divisible by num_heads = {num_heads}: use a multiple, e.g. {multiple}"
+        )
+    if num_heads % kv_heads:
+        raise ValueError(f"num_heads = {num_heads} is not a multiple of kv_heads = {kv_heads}: use a divisor, e.g. 1")
+    if model.positions not in POSITIONS:
+        raise ValueError(f"positions = {model.positions!r}: expected one of {', '.join(POSITIONS)}")
+    if model.positions == "rotary" and width // num_heads % 2:
+        raise ValueError(
+            f"positions = 'rotary' rotates pairs of features, but a head has {width // num_heads} "
+            f"(width = {width}, num_heads = {num_heads}): choose an even width / num_heads"
+        )
+    if model.positions == "sinusoidal" and width % 2:
+        raise ValueError(f"width = {width} is odd: sinusoidal positions need an even width")
+    if model.window is not None and model.window < 1:
+        raise ValueError(f"window = {model.window}: expected 1 position or more (a token attends to itself), or None")
+    if round(model.mlp_ratio * width) < 1:
+        raise ValueError(f"mlp_ratio = {model.mlp_ratio} times width = {width} rounds to 0: use 1/{width} or more")
+    if model.activation not in ACTIVATIONS:
+        raise ValueError(f"activation = {model.activation!r}: expected one of {', '.join(ACTIVATIONS)}")
+
+
 class Mlp(nn.Module):
     """Feed-forward layer: W_2 activation(W_1 x) (Vaswani et al. 2017, section 3.3).
 
@@ -33,7 +76,7 @@ class Mlp(nn.Module):
       hidden: width between the two layers; None for four times the input's.
       activation: "gelu_tanh" (GELU's tanh form, as in GPT-2), "gelu" (Hendrycks and Gimpel 2016), "relu" or "silu".
       use_bias: whether the layers add a bias.
-      kernel_init, out_kernel_init: initialisers of `up/kernel` `[F, hidden]` and `down/kernel` `[hidden, F]`.
+      kernel_init, out_kernel_init: initializers of `up/kernel` `[F, hidden]` and `down/kernel` `[hidden, F]`.
       dtype: type of the computation; the input's when None.
 
     >>> Mlp().init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
@@ -49,7 +92,7 @@ class Mlp(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B F"]) -> Float[Array, "*B F"]:
-        """`[..., F]` to `[..., F]`, each row by itself; ValueError for an unknown activation."""
+        """Apply the layer to each token: `[..., F]` to `[..., F]`; ValueError for an unknown activation."""
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation = {self.activation!r}: expected one of {', '.join(ACTIVATIONS)}")
         width = x.shape[-1]
@@ -64,11 +107,11 @@ class Block(nn.Module):
     """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)) (Radford et al. 2019, section 2.3).
 
     Attributes:
-      attention: the layer that mixes tokens; any module called like `MultiHeadAttention`, e.g. `GRU`, `CausalConv`.
+      attention: the layer that mixes tokens; any module with the interface of `MultiHeadAttention`, e.g. `GRU`.
       mlp: the feed-forward layer.
-      dropout_rate: probability that an element of either layer's output drops.
+      dropout_rate: probability of dropping an element of either layer's output.
       use_bias: whether the norms add a bias.
-      norm_first: False for the order of Vaswani et al. 2017: norm(x + attention(x)), then norm(x + mlp(x)).
+      norm_first: False for the post-norm of Vaswani et al. 2017: norm(x + attention(x)), then norm(x + mlp(x)).
       norm_epsilon: ε of the norms.
       dtype: type of the computation; the input's when None.
 
@@ -85,17 +128,17 @@ class Block(nn.Module):
     norm_epsilon: float = NORM_EPSILON
     dtype: DType | None = None
 
-    @nn.compact
+    @checks.compact
     def __call__(
         self,
         x: Float[Array, "B T F"],
         *,
-        mask: Mask | None = None,
+        mask: checks.MaskLike | None = None,
         deterministic: bool = True,
         cache: KVCache | Array | None = None,
         dropout_key: Array | None = None,
     ) -> Float[Array, "B T F"] | tuple[Float[Array, "B T F"], KVCache | Array]:
-        """`[B, T, F]` to `[B, T, F]`; arguments and errors are those of `MultiHeadAttention`."""
+        """Apply the block to `[B, T, F]`; arguments, results and errors are those of the attention layer."""
         if dropout_key is None and self.dropout_rate and not deterministic:
             dropout_key = self.make_rng("dropout")
 
@@ -128,34 +171,40 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer: pre-norm blocks, tied embedding, GPT-2's initialisation (Radford et al. 2019).
+    """A decoder-only transformer: pre-norm blocks, tied embedding, GPT-2's initialization (Radford et al. 2019).
 
-    Weights start normal with deviation 0.02, those of layers that end on the residual stream with 0.02/√(2L), biases
-    at 0.
+    Weights are drawn from a normal distribution with standard deviation 0.02, those that project onto the residual
+    stream with 0.02/√(2L). Biases start at 0.
 
     Attributes:
       vocab_size: V, number of tokens.
       num_layers: L.
       num_heads: H.
       width: F, width of the residual stream.
-      context: longest sequence that training sees; the number of learned positions.
-      kv_heads: heads of keys and values; None for H.
-      dropout: probability that an embedding, an attention weight or a layer's output drops.
+      context: longest training sequence; the number of learned positions.
+      kv_heads: key and value heads; None for H.
+      dropout: probability of dropping an embedding, an attention weight or an element of a layer's output.
       positions: "learned", "sinusoidal", "rotary", "alibi" or "none".
-      window: attend to this many positions, the token's own included; None for all before it.
-      qk_norm: layer-normalise queries and keys.
+      window: number of positions a token attends to, its own included; None for all previous ones.
+      qk_norm: layer-normalize queries and keys.
       use_bias: whether linear layers and norms add a bias.
-      mlp_ratio: width of the feed-forward layer over F, rounded to a whole width.
+      mlp_ratio: width of the feed-forward layer over F, rounded to an integer width.
       activation: of the feed-forward layer, see `Mlp`.
       norm_epsilon: ε of the norms.
-      remat: keep each block's input alone for the gradient and compute the rest again (Chen et al. 2016).
+      remat: store only each block's input and recompute the rest for the gradient (Chen et al. 2016).
       dtype: type of the computation; parameters are float32.
       impl: see `attnlab.attention`.
 
     >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.zeros((1, 6), jnp.int32)
     >>> params = model.init(jax.random.key(0), tokens)
-    >>> jax.jit(model.apply)(params, tokens).shape  # logits of the token after each
+    >>> jax.jit(model.apply)(params, tokens).shape  # logits of the next token, at each position
+    (1, 6, 10)
+
+    Two documents packed into one sequence, which do not attend to each other:
+
+    >>> segments = masks.Segments(jnp.array([0, 0, 0, 0, 1, 1]))
+    >>> model.apply(params, tokens, mask=segments).shape
     (1, 6, 10)
     """
 
@@ -177,37 +226,35 @@ class GPT(nn.Module):
     dtype: DType = jnp.float32
     impl: str = "auto"
 
-    @nn.compact
+    @checks.compact
     def __call__(
         self,
         tokens: Int[Array, "B T"],
         *,
+        mask: checks.MaskLike | None = None,
         deterministic: bool = True,
         caches: Sequence[KVCache] | None = None,
         dropout_key: Array | None = None,
     ) -> Float[Array, "B T V"] | tuple[Float[Array, "B T V"], tuple[KVCache, ...]]:
-        """Logits of the next token after each.
+        """Logits of the next token at each position.
 
         Args:
-          tokens: int `[B, T]`, each in [0, vocab_size).
-          deterministic: False drops.
-          caches: one `KVCache` a layer (`empty_caches`); `tokens` then continue where they end.
-          dropout_key: one key, or one an example `[B]`; the `dropout` rng when None.
+          tokens: int `[B, T]`, each in [0, vocab_size); checked unless traced.
+          mask: and-ed with the causal mask or window of every layer, e.g. `masks.Segments(ids)`; a bool array counts
+            as `masks.Dense`. With caches, its keys are the caches' S slots: a bool array is `[T, S]`.
+          deterministic: False for dropout.
+          caches: one `KVCache` per layer (`empty_caches`); `tokens` continue the cached sequences.
+          dropout_key: one key, or one per example `[B]`; the `dropout` rng when None.
 
         Returns:
-          float32 `[B, T, V]`, and with caches the extended caches.
+          float32 `[B, T, V]`, and with caches also the extended caches.
 
         Raises:
-          ValueError: a width that the heads do not divide, an unknown kind of positions, a sequence longer than the
-            learned positions.
+          ValueError: fields that do not fit together (`check_shape`), tokens out of range, a sequence longer than the
+            learned positions, caches or a mask of another size.
         """
-        length = tokens.shape[1]
-        if self.positions not in POSITIONS:
-            raise ValueError(f"positions = {self.positions!r}: expected one of {', '.join(POSITIONS)}")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window = {self.window}: expected 1 position or more (a token sees itself), or None")
-        if round(self.mlp_ratio * self.width) < 1:
-            raise ValueError(f"mlp_ratio = {self.mlp_ratio} of width {self.width} leaves no width: use 1/width or more")
+        check_shape(self)
+        self._check_inputs(tokens, caches)
         drops = bool(self.dropout) and not deterministic
         if drops:
             key = self.make_rng("dropout") if dropout_key is None else dropout_key
@@ -215,33 +262,50 @@ class GPT(nn.Module):
 
         normal = nn.initializers.normal(0.02)
         embed = nn.Embed(self.vocab_size, self.width, dtype=self.dtype, embedding_init=normal, name="embed")
-        x = embed(tokens)
-        positions = jnp.arange(length)
-        if caches is not None:
-            positions = caches[0].length[:, None] + positions
-        if self.positions == "learned":
-            x = x + LearnedPositions(self.context, self.width, dtype=self.dtype, name="positions")(positions)
-        elif self.positions == "sinusoidal":
-            # As in Vaswani et al. 2017, section 3.4: embeddings of deviation 0.02 would drown in sines of size 1.
-            x = x * self.width**0.5 + sinusoidal(positions, self.width).astype(self.dtype)
+        x = self._add_positions(embed(tokens), caches)
         if drops:
             x = dropout.dropout(x, dropout.fold_in(keys, self.num_layers), self.dropout)
+
+        def apply(block, x, mask, key, cache=None):
+            return block(x, mask=mask, deterministic=deterministic, cache=cache, dropout_key=key)
 
         extended = []
         for layer in range(self.num_layers):
             block, key = self._block(layer), dropout.fold_in(keys, layer) if drops else None
             if caches is not None:
-                x, cache = block(x, deterministic=deterministic, cache=caches[layer], dropout_key=key)
+                x, cache = apply(block, x, mask, key, caches[layer])
                 extended.append(cache)
-            elif self.remat:
-                x = nn.remat(lambda block, x, key: block(x, deterministic=deterministic, dropout_key=key))(
-                    block, x, key
-                )
             else:
-                x = block(x, deterministic=deterministic, dropout_key=key)
+                x = (nn.remat(apply) if self.remat else apply)(block, x, mask, key)
         x = LayerNorm(self.norm_epsilon, use_bias=self.use_bias, dtype=self.dtype, name="final_norm")(x)
         logits = embed.attend(x).astype(jnp.float32)
         return logits if caches is None else (logits, tuple(extended))
+
+    def _check_inputs(self, tokens, caches) -> None:
+        if jnp.ndim(tokens) != 2:
+            raise ValueError(f"tokens has shape {jnp.shape(tokens)}, expected [batch, length]: add the missing axis")
+        checks.ids_in_range("tokens", tokens, self.vocab_size, remedy="encode the text with the model's tokenizer")
+        if caches is None:
+            return
+        remedy = f"make them with model.empty_caches(batch={tokens.shape[0]})"
+        if isinstance(caches, KVCache) or len(caches) != self.num_layers:
+            given = "one KVCache" if isinstance(caches, KVCache) else f"{len(caches)} of them"
+            raise ValueError(f"caches is {given}, expected a sequence of num_layers = {self.num_layers}: {remedy}")
+        for layer, cache in enumerate(caches):
+            kv_heads, head_dim = self.kv_heads or self.num_heads, self.width // self.num_heads
+            check_cache(cache, tokens.shape[0], kv_heads, head_dim, f"caches[{layer}]")
+
+    def _add_positions(self, x, caches):
+        """Scale the embeddings `[B, T, F]` and add positional embeddings, where the model has them."""
+        positions = jnp.arange(x.shape[1])
+        if caches is not None:
+            positions = caches[0].length[:, None] + positions
+        if self.positions == "learned":
+            return x + LearnedPositions(self.context, self.width, dtype=self.dtype, name="positions")(positions)
+        if self.positions == "sinusoidal":
+            # As in Vaswani et al. 2017, section 3.4: sines of size 1 would dominate embeddings of deviation 0.02.
+            return x * self.width**0.5 + sinusoidal(positions, self.width).astype(self.dtype)
+        return x
 
     def _block(self, layer: int) -> Block:
         normal = nn.initializers.normal
@@ -275,7 +339,7 @@ class GPT(nn.Module):
         )
 
     def empty_caches(self, batch: int, capacity: int | None = None) -> tuple[KVCache, ...]:
-        """One empty `KVCache` a layer, of `capacity` positions (the context when None).
+        """One empty `KVCache` per layer, for `capacity` positions (the context when None).
 
         >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
         >>> params = model.init(jax.random.key(0), jnp.zeros((1, 6), jnp.int32))

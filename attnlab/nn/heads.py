@@ -1,28 +1,29 @@
-"""One attention head, and heads side by side: the modules to learn from."""
+"""A single attention head and a stack of them: the simplest modules, written to be read."""
 
 import flax.linen as nn
 from jaxtyping import Float
 
+from attnlab.nn import checks
 from attnlab.ops.attention import attention, attention_weights
-from attnlab.ops.masks import Causal, Mask, join
+from attnlab.ops.masks import Causal, join
 from attnlab.types import Array, DType
 
 
-class Head(nn.Module):
-    """One head of self-attention: softmax(x W_q (x W_k)ᵀ / √head_dim) x W_v, causal unless told otherwise.
+class Head(checks.MaskedModule):
+    """One head of self-attention: softmax(x W_q (x W_k)ᵀ / √head_dim) x W_v, causal by default.
 
-    The scale is the head's own width, as in the paper, not that of the input (Vaswani et al. 2017, section 3.2.1).
+    The scale uses the head's own width, as in the paper, not the input's (Vaswani et al. 2017, section 3.2.1).
 
     Attributes:
       head_dim: D, width of queries, keys and values.
       use_bias: whether the three projections add a bias.
-      mask: who may look at whom; None for everybody.
+      mask: which keys each query may attend to; None for all of them. A bool array counts as `masks.Dense`.
       score_mod, impl: see `attnlab.attention`.
-      dropout_rate: probability that an attention weight drops.
-      kernel_init: initialiser of `query/kernel`, `key/kernel` and `value/kernel`, each `[F, D]`.
+      dropout_rate: probability of dropping an attention weight.
+      kernel_init: initializer of `query/kernel`, `key/kernel` and `value/kernel`, each `[F, D]`.
       dtype: type of the computation; the input's when None.
 
-    Under `capture_intermediates` or `mutable=["intermediates"]` the weights `[..., T, T]` are sown as
+    With `capture_intermediates` or `mutable=["intermediates"]` the weights `[..., T, T]` are sown as
     `attention_weights`.
 
     >>> head = Head(head_dim=4)
@@ -34,30 +35,30 @@ class Head(nn.Module):
 
     head_dim: int
     use_bias: bool = False
-    mask: Mask | None = Causal()
+    mask: checks.MaskLike | None = Causal()
     score_mod: object = None
     dropout_rate: float = 0.0
     kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
     dtype: DType | None = None
     impl: str = "auto"
 
-    @nn.compact
+    @checks.compact
     def __call__(
-        self, x: Float[Array, "*B T F"], *, mask: Mask | None = None, deterministic: bool = True
+        self, x: Float[Array, "*B T F"], *, mask: checks.MaskLike | None = None, deterministic: bool = True
     ) -> Float[Array, "*B T D"]:
-        """Attends within each sequence of `x` `[..., T, F]`.
+        """Attend within each sequence of `x`.
 
         Args:
           x: `[..., T, F]`.
-          mask: and-ed with the field; the place for masks that hold arrays.
-          deterministic: False drops weights, with the `dropout` rng.
+          mask: and-ed with the field; pass masks with traced arrays here.
+          deterministic: False to drop attention weights, with the `dropout` rng.
 
         Returns:
           `[..., T, head_dim]`.
 
         Raises:
-          ValueError: what `attnlab.attention` raises, e.g. for a mask that does not fit.
-          flax.errors.InvalidRngError: weights drop, but there is no `dropout` rng.
+          ValueError: any error of `attnlab.attention`, e.g. for a mask of another shape.
+          flax.errors.InvalidRngError: dropout is on, but there is no `dropout` rng.
         """
 
         def project(name):
@@ -73,15 +74,15 @@ class Head(nn.Module):
         return attention(q, k, v, impl=self.impl, **terms)[..., 0, :]
 
 
-class StackedHeads(nn.Module):
-    """`num_heads` heads side by side, each with its own projections, their outputs concatenated.
+class StackedHeads(checks.MaskedModule):
+    """`num_heads` heads in parallel, each with its own projections, their outputs concatenated.
 
-    Every head projects the full input; nothing is cut into chunks. Parameters are those of `Head` with a leading
-    axis for the head: `heads/query/kernel` `[H, F, D]`.
+    Each head projects the full input, not a slice of its features. Parameters are those of `Head` with a leading head
+    axis: `heads/query/kernel` `[H, F, D]`.
 
     Attributes:
       num_heads: H.
-      head_dim, use_bias, mask, score_mod, dropout_rate, kernel_init, dtype, impl: those of each `Head`.
+      head_dim, use_bias, mask, score_mod, dropout_rate, kernel_init, dtype, impl: fields of each `Head`.
 
     >>> heads = StackedHeads(num_heads=3, head_dim=4)
     >>> heads.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
@@ -91,18 +92,18 @@ class StackedHeads(nn.Module):
     num_heads: int
     head_dim: int
     use_bias: bool = False
-    mask: Mask | None = Causal()
+    mask: checks.MaskLike | None = Causal()
     score_mod: object = None
     dropout_rate: float = 0.0
     kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
     dtype: DType | None = None
     impl: str = "auto"
 
-    @nn.compact
+    @checks.compact
     def __call__(
-        self, x: Float[Array, "*B T F"], *, mask: Mask | None = None, deterministic: bool = True
+        self, x: Float[Array, "*B T F"], *, mask: checks.MaskLike | None = None, deterministic: bool = True
     ) -> Float[Array, "*B T HD"]:
-        """Attends with every head; arguments and errors are those of `Head`.
+        """Attend with each head; arguments and errors are those of `Head`.
 
         Returns:
           `[..., T, num_heads · head_dim]`, head 0 first.

@@ -1,7 +1,6 @@
-"""What stood in attention's place before it: recurrent and convolutional layers, to compare with.
+"""Recurrent and convolutional token mixers, to compare attention with.
 
-Both take the place of `MultiHeadAttention` in a `Block`. They look at what came before and nothing else, whatever the
-mask.
+Both can replace `MultiHeadAttention` in a `Block`. They are causal by construction and take no other mask.
 """
 
 import flax.linen as nn
@@ -12,8 +11,52 @@ from attnlab.ops.masks import Causal, Mask
 from attnlab.types import Array, DType
 
 
-class GRU(nn.Module):
-    """Gated recurrent unit (Cho et al. 2014): n steps, one after another, each of O(d²).
+class _CausalMixer(nn.Module):
+    """The interface of `GRU` and `CausalConv`; subclasses define `_mix` and `empty_cache`."""
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T F"],
+        *,
+        mask: Mask | None = None,
+        deterministic: bool = True,
+        cache: Float[Array, "B ..."] | None = None,
+        dropout_key: Array | None = None,
+    ) -> Float[Array, "B T d"] | tuple[Float[Array, "B T d"], Float[Array, "B ..."]]:
+        """Mix the tokens of each sequence.
+
+        Args:
+          x: `[B, T, F]`.
+          mask: None or `Causal()`.
+          deterministic, dropout_key: no effect, as these modules have no dropout.
+          cache: the state after the previous tokens; `empty_cache` before the first.
+
+        Returns:
+          `[B, T, d]`, and with a cache also the new cache.
+
+        Raises:
+          ValueError: another mask, inputs or a cache of another shape, a field below 1.
+        """
+        name = type(self).__name__
+        if not (mask is None or isinstance(mask, Causal)):
+            raise ValueError(f"mask is {type(mask).__name__}, but {name} is causal by construction: leave it out")
+        if jnp.ndim(x) != 3:
+            raise ValueError(f"the inputs of {name} have shape {jnp.shape(x)}, expected [batch, length, features]")
+        x = jnp.asarray(x)
+        empty = self.empty_cache(*x.shape[::2])
+        if cache is not None and jnp.shape(cache) != empty.shape:
+            raise ValueError(
+                f"the cache of {name} has shape {jnp.shape(cache)}, expected {empty.shape}: make it with empty_cache"
+            )
+        out, extended = self._mix(x, empty, cache)
+        return out if cache is None else (out, extended)
+
+
+class GRU(_CausalMixer):
+    """Gated recurrent unit (Cho et al. 2014): n sequential steps, each of O(d²).
+
+    Its cache is the state `[B, d]`.
 
     Attributes:
       features: d, width of state and output; None for the input's.
@@ -28,37 +71,10 @@ class GRU(nn.Module):
     features: int | None = None
     dtype: DType | None = None
 
-    @nn.compact
-    def __call__(
-        self,
-        x: Float[Array, "B T F"],
-        *,
-        mask: Mask | None = None,
-        deterministic: bool = True,
-        cache: Float[Array, "B d"] | None = None,
-        dropout_key: Array | None = None,
-    ) -> Float[Array, "B T d"] | tuple[Float[Array, "B T d"], Float[Array, "B d"]]:
-        """`[B, T, F]` to `[B, T, d]`.
-
-        Args:
-          x: `[B, T, F]`.
-          mask: None or `Causal()`.
-          deterministic, dropout_key: nothing here drops.
-          cache: the state `[B, d]` after what came before (`empty_cache` at the start); the new one is then returned
-            as well.
-
-        Returns:
-          `[B, T, d]`, and with a cache the new one.
-
-        Raises:
-          ValueError: another mask, or inputs or a cache of another shape.
-        """
-        _check("a GRU", x, mask, cache, self.empty_cache)
-        width = self.features or x.shape[-1]
-        before = self.empty_cache(*x.shape[::2]) if cache is None else cache
-        cell = nn.GRUCell(width, dtype=self.dtype, name="cell")
-        state, out = nn.RNN(cell, return_carry=True)(x, initial_carry=before)
-        return out if cache is None else (out, state)
+    def _mix(self, x, empty, cache):
+        cell = nn.GRUCell(self.features or x.shape[-1], dtype=self.dtype, name="cell")
+        state, out = nn.RNN(cell, return_carry=True)(x, initial_carry=empty if cache is None else cache)
+        return out, state
 
     def empty_cache(self, batch: int, features: int) -> Float[Array, "B d"]:
         """The state before the first token, `[batch, d]` zeros; `features` is the input's width.
@@ -69,16 +85,19 @@ class GRU(nn.Module):
         return jnp.zeros((batch, self.features or features), self.dtype or jnp.float32)
 
 
-class CausalConv(nn.Module):
-    """Dilated causal convolution (van den Oord et al. 2016, section 2.1): each of O(k·n·d²), all n at once.
+class CausalConv(_CausalMixer):
+    """Dilated causal convolution (van den Oord et al. 2016, section 2.1): O(k·n·d²), all n positions in parallel.
 
-    A token sees itself and the k − 1 tokens at `dilation`, 2·`dilation`, … before it. Layers of dilation 1, k, k², …
-    see k, k², k³, … tokens, so log_k(n) of them see n; undilated it takes (n − 1) / (k − 1).
+    The receptive field of a token is itself and the k − 1 tokens at `dilation`, 2·`dilation`, … before it. Layers of
+    dilation 1, k, k², … have receptive fields of k, k², k³, … tokens, so log_k(n) layers cover n tokens; undilated it
+    takes (n − 1) / (k − 1) layers.
+
+    Its cache is the last R = (k − 1)·dilation inputs, `[B, R, F]`.
 
     Attributes:
       features: d, width of the output; None for the input's.
       kernel_size: k.
-      dilation: distance of the tokens that are seen.
+      dilation: distance between the tokens of the kernel.
       dtype: type of the computation; the input's when None.
 
     >>> from attnlab.nn import Block, Mlp
@@ -92,34 +111,9 @@ class CausalConv(nn.Module):
     dilation: int = 1
     dtype: DType | None = None
 
-    @nn.compact
-    def __call__(
-        self,
-        x: Float[Array, "B T F"],
-        *,
-        mask: Mask | None = None,
-        deterministic: bool = True,
-        cache: Float[Array, "B R F"] | None = None,
-        dropout_key: Array | None = None,
-    ) -> Float[Array, "B T d"] | tuple[Float[Array, "B T d"], Float[Array, "B R F"]]:
-        """`[B, T, F]` to `[B, T, d]`.
-
-        Args:
-          x: `[B, T, F]`.
-          mask: None or `Causal()`.
-          deterministic, dropout_key: nothing here drops.
-          cache: the last R = (k − 1)·dilation inputs `[B, R, F]` (`empty_cache` at the start); the new ones are then
-            returned as well.
-
-        Returns:
-          `[B, T, d]`, and with a cache the new one.
-
-        Raises:
-          ValueError: another mask, inputs or a cache of another shape, a kernel or dilation below 1.
-        """
-        _check("a causal convolution", x, mask, cache, self.empty_cache)
-        before = self.empty_cache(*x.shape[::2]).astype(x.dtype) if cache is None else cache
-        seen = jnp.concatenate([before, x.astype(before.dtype)], axis=1)
+    def _mix(self, x, empty, cache):
+        previous = empty.astype(x.dtype) if cache is None else cache
+        inputs = jnp.concatenate([previous, x.astype(previous.dtype)], axis=1)
         convolve = nn.Conv(
             self.features or x.shape[-1],
             (self.kernel_size,),
@@ -128,8 +122,7 @@ class CausalConv(nn.Module):
             dtype=self.dtype,
             name="conv",
         )
-        out = convolve(seen)
-        return out if cache is None else (out, seen[:, seen.shape[1] - before.shape[1] :])
+        return convolve(inputs), inputs[:, inputs.shape[1] - previous.shape[1] :]
 
     def empty_cache(self, batch: int, features: int) -> Float[Array, "B R F"]:
         """The inputs before the first token, `[batch, R, features]` zeros; ValueError for a kernel or dilation below 1.
@@ -140,13 +133,3 @@ class CausalConv(nn.Module):
         if min(self.kernel_size, self.dilation) < 1:
             raise ValueError(f"kernel_size, dilation = {self.kernel_size}, {self.dilation}: expected 1 or more of both")
         return jnp.zeros((batch, (self.kernel_size - 1) * self.dilation, features), self.dtype or jnp.float32)
-
-
-def _check(what: str, x, mask: Mask | None, cache, empty_cache) -> None:
-    if not (mask is None or isinstance(mask, Causal)):
-        raise ValueError(f"mask is {type(mask).__name__}, but {what} sees what came before: leave it out")
-    if jnp.ndim(x) != 3:
-        raise ValueError(f"the inputs of {what} have shape {jnp.shape(x)}, expected [batch, length, features]")
-    expected = empty_cache(*x.shape[::2]).shape
-    if cache is not None and jnp.shape(cache) != expected:
-        raise ValueError(f"the cache of {what} has shape {jnp.shape(cache)}, expected {expected}: see empty_cache")

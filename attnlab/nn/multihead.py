@@ -1,4 +1,4 @@
-"""Multi-head attention with split weights, and its key-value cache."""
+"""Multi-head attention and its key-value cache."""
 
 from typing import NamedTuple
 
@@ -7,25 +7,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from attnlab.nn import checks
 from attnlab.nn.norms import LayerNorm
 from attnlab.nn.positions import rotary
 from attnlab.ops import products
 from attnlab.ops.attention import attention, attention_weights
-from attnlab.ops.masks import Mask, Padding, join
+from attnlab.ops.masks import Padding, join
 from attnlab.types import Array, DType
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the positions seen so far, for decoding; a plain pytree.
+    """Keys and values of the previous positions, for decoding; a plain pytree.
 
-    A ring: position p stands in slot p mod S. While a row's length is at most the capacity S, a step sees all that
-    went before, and gives the same answer as the full pass. Past it the newest S positions remain; a step of several
-    tokens then overwrites what its first query could still see, so take steps of one.
+    A ring buffer: position p is stored in slot p mod S. While the length of a sequence is at most the capacity S, a
+    step attends to all previous positions and gives the same result as the full pass. Beyond that the newest S
+    positions are kept. A step of several tokens then overwrites keys that its first query should attend to, so decode
+    one token at a time.
 
     Attributes:
-      key: `[B, S, Hk, D]`.
+      key: `[B, S, Hk, D]`, in any floating type; keys and values are cast to it.
       value: `[B, S, Hk, D]`.
-      length: int32 `[B]`, positions seen so far. Set it back to forget the newest (e.g. right padding of a prefill).
+      length: int32 `[B]`, number of positions so far. Lower it to discard the newest, e.g. a prompt's right padding.
 
     >>> cache = KVCache.empty(batch=2, capacity=8, kv_heads=1, head_dim=4)
     >>> cache = cache.extend(jnp.ones((2, 3, 1, 4)), jnp.ones((2, 3, 1, 4)))
@@ -40,13 +42,13 @@ class KVCache(NamedTuple):
 
     @classmethod
     def empty(cls, batch: int, capacity: int, kv_heads: int, head_dim: int, dtype=jnp.float32) -> "KVCache":
-        """A cache of `capacity` S positions that has seen nothing, its keys and values of type `dtype`."""
+        """An empty cache for `capacity` S positions, with keys and values of type `dtype`."""
         shape = (batch, capacity, kv_heads, head_dim)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((batch,), jnp.int32))
 
     @property
     def capacity(self) -> int:
-        """S, how many positions are kept.
+        """S, the number of positions kept.
 
         >>> KVCache.empty(batch=2, capacity=8, kv_heads=1, head_dim=4).capacity
         8
@@ -54,22 +56,24 @@ class KVCache(NamedTuple):
         return self.key.shape[1]
 
     def positions(self) -> Int[Array, "B S"]:
-        """The position that stands in each slot, negative where none does yet."""
+        """The position stored in each slot, negative for empty slots."""
         newest = self.length[:, None] - 1
         return newest - (newest - jnp.arange(self.capacity)) % self.capacity
 
     def extend(self, key: Float[Array, "B T Hk D"], value: Float[Array, "B T Hk D"]) -> "KVCache":
-        """The cache after T more positions.
+        """Append T positions.
 
         Raises:
-          ValueError: T is more than the capacity.
+          ValueError: T exceeds the capacity.
         """
         new = key.shape[1]
         if new > self.capacity:
-            raise ValueError(f"{new} tokens do not fit a cache of {self.capacity}: prefill with the last ones only")
+            raise ValueError(
+                f"{new} tokens do not fit a cache of {self.capacity}: prefill only the last {self.capacity}"
+            )
 
         def write(kept, fresh):
-            # Rows may differ in length, so each writes at its own slots.
+            # Sequences may differ in length, so each is written at its own slots.
             slots = (self.length[:, None] + jnp.arange(new)) % self.capacity
             return jax.vmap(lambda row, at, x: row.at[at].set(x.astype(row.dtype), unique_indices=True))(
                 kept, slots, fresh
@@ -78,30 +82,54 @@ class KVCache(NamedTuple):
         return KVCache(write(self.key, key), write(self.value, value), self.length + new)
 
 
-class MultiHeadAttention(nn.Module):
+def check_cache(cache: KVCache, batch: int, kv_heads: int, head_dim: int, name: str = "cache") -> None:
+    """Raise ValueError unless a cache fits the keys and values of a call.
+
+    >>> cache = KVCache.empty(batch=3, capacity=8, kv_heads=1, head_dim=4)
+    >>> check_cache(cache, batch=2, kv_heads=1, head_dim=4)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: cache.key has shape (3, 8, 1, 4), expected (2, 8, 1, 4): make it with KVCache.empty(batch=2, ...
+    """
+    if not isinstance(cache, KVCache):
+        raise ValueError(f"{name} is a {type(cache).__name__}: expected a KVCache, see KVCache.empty")
+    expected = (batch, *jnp.shape(cache.key)[1:2], kv_heads, head_dim)
+    remedy = f"make it with KVCache.empty(batch={batch}, capacity=..., kv_heads={kv_heads}, head_dim={head_dim})"
+    for field, shape in (("key", expected), ("value", expected), ("length", (batch,))):
+        array = getattr(cache, field)
+        if jnp.shape(array) != shape:
+            raise ValueError(f"{name}.{field} has shape {jnp.shape(array)}, expected {shape}: {remedy}")
+        kind, expected_type = (
+            (jnp.integer, "an integer type") if field == "length" else (jnp.floating, "a floating type")
+        )
+        if not jnp.issubdtype(array.dtype, kind):
+            raise ValueError(f"{name}.{field} has type {array.dtype}, expected {expected_type}: {remedy}")
+
+
+class MultiHeadAttention(checks.MaskedModule):
     """Multi-head attention (Vaswani et al. 2017, section 3.2.2): Concat(head_1, …, head_H) W_O.
 
-    Every head projects the full input; head i is the `Head` with slice i of the parameters. Parameters have the names
+    Each head projects the full input; head i equals a `Head` with slice i of the parameters. Parameters have the names
     and shapes of `flax.linen.MultiHeadDotProductAttention`: `query/kernel` `[F, H, D]`, `key/kernel` and
-    `value/kernel` `[F, Hk, D]`, `out/kernel` `[H, D, F]`, and biases, so checkpoints move between the two.
+    `value/kernel` `[F, Hk, D]`, `out/kernel` `[H, D, F]`, and biases, so checkpoints are interchangeable.
 
     Attributes:
       num_heads: H.
       head_dim: D; None for input width / H.
       out_features: width of the output; None for the input's.
-      kv_heads: Hk, heads of keys and values; None for H. H must be a multiple (grouped queries, Ainslie et al. 2023).
+      kv_heads: Hk, key and value heads; None for H. Must divide H (grouped queries, Ainslie et al. 2023).
       use_bias: whether the projections add a bias.
-      qkv_bias: whether the first three do; None for `use_bias`.
-      mask: who may look at whom, fixed and without arrays; and-ed with the mask of the call.
+      qkv_bias: whether the query, key and value projections do; None for `use_bias`.
+      mask: which keys each query may attend to; and-ed with the mask of the call. A bool array counts as
+        `masks.Dense`. Pass masks with traced arrays to the call.
       score_mod, impl: see `attnlab.attention`.
-      dropout_rate: probability that an attention weight drops.
-      rotary_base: base of rotary positions on queries and keys; None for none.
-      qk_norm: layer-normalise queries and keys over D (`query_ln`, `key_ln`, as flax's `normalize_qk`).
-      sinks: one learned extra logit a head, `sinks` `[H]`.
-      kernel_init, out_kernel_init: initialisers; `out_kernel_init` None for `kernel_init`.
+      dropout_rate: probability of dropping an attention weight.
+      rotary_base: base of rotary positions on queries and keys; None for no rotary positions.
+      qk_norm: layer-normalize queries and keys over D (`query_ln`, `key_ln`, like Flax's `normalize_qk`).
+      sinks: one learned extra logit per head, `sinks` `[H]`.
+      kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
       dtype: type of the computation; the input's when None.
 
-    Under `mutable=["intermediates"]` the weights `[B, H, Tq, Tk]` are sown as `attention_weights`.
+    With `mutable=["intermediates"]` the weights `[B, H, Tq, Tk]` are sown as `attention_weights`.
 
     >>> module = MultiHeadAttention(num_heads=4, mask=Causal())
     >>> x = jnp.ones((2, 5, 8))  # [batch, length, features]
@@ -118,7 +146,7 @@ class MultiHeadAttention(nn.Module):
     kv_heads: int | None = None
     use_bias: bool = True
     qkv_bias: bool | None = None
-    mask: Mask | None = None
+    mask: checks.MaskLike | None = None
     score_mod: object = None
     dropout_rate: float = 0.0
     rotary_base: float | None = None
@@ -129,13 +157,13 @@ class MultiHeadAttention(nn.Module):
     dtype: DType | None = None
     impl: str = "auto"
 
-    @nn.compact
+    @checks.compact
     def __call__(
         self,
         inputs_q: Float[Array, "B Tq F"],
         inputs_kv: Float[Array, "B Tk Fk"] | None = None,
         *,
-        mask: Mask | None = None,
+        mask: checks.MaskLike | None = None,
         deterministic: bool = True,
         cache: KVCache | None = None,
         positions: Int[Array, "..."] | None = None,
@@ -146,81 +174,33 @@ class MultiHeadAttention(nn.Module):
         Args:
           inputs_q: `[B, Tq, F]`.
           inputs_kv: `[B, Tk, Fk]`, the memory of cross-attention; None for self-attention.
-          mask: and-ed with the field; the place for masks that hold arrays, e.g. `masks.Padding(lengths)`.
-          deterministic: False drops weights.
-          cache: keys and values so far; this step's are added. Self-attention only.
-          positions: `[Tq]` or `[B, Tq]`, places in the sequence; `arange` when None. A cache counts by itself.
-          dropout_key: one key, or one an example `[B]`; the `dropout` rng when None.
+          mask: and-ed with the field, e.g. `masks.Padding(lengths)`. With a cache, its keys are the cache's S slots.
+          deterministic: False to drop attention weights.
+          cache: previous keys and values, which this step's are appended to. Self-attention only.
+          positions: `[Tq]` or `[B, Tq]`, positions in the sequence; `arange` when None. Not with a cache, which counts.
+          dropout_key: one key, or one per example `[B]`; the `dropout` rng when None.
 
         Returns:
           `[B, Tq, out_features]`, and with a cache the extended cache.
 
         Raises:
-          ValueError: a width that the heads do not divide, head counts that do not divide, a cache with `inputs_kv` or
-            with `positions`, `rotary_base` with `inputs_kv`, and what `attnlab.attention` raises.
-          flax.errors.InvalidRngError: weights drop, but there is neither `dropout_key` nor a `dropout` rng.
+          ValueError: a width or head counts that do not divide, a cache of another size or with `inputs_kv` or
+            `positions`, `rotary_base` with `inputs_kv`, and any error of `attnlab.attention`.
+          flax.errors.InvalidRngError: dropout is on, but there is neither `dropout_key` nor a `dropout` rng.
         """
-        width = inputs_q.shape[-1]
-        kv_heads = self.kv_heads or self.num_heads
-        if self.head_dim is None and width % self.num_heads:
-            raise ValueError(f"width {width} is not divisible by {self.num_heads} heads: change one, or give head_dim")
-        if self.num_heads % kv_heads:
-            raise ValueError(f"num_heads = {self.num_heads} must be a multiple of kv_heads = {kv_heads}")
-        if cache is not None and inputs_kv is not None:
-            raise ValueError("cache is for self-attention: leave out inputs_kv, or the cache")
-        if cache is not None and positions is not None:
-            raise ValueError("a cache counts positions by itself: leave out positions, or set cache.length")
-        memory = inputs_q if inputs_kv is None else inputs_kv
-        head_dim = self.head_dim or width // self.num_heads
-
-        def project(x, heads, name):
-            return nn.DenseGeneral(
-                (heads, head_dim),
-                use_bias=self.use_bias if self.qkv_bias is None else self.qkv_bias,
-                dtype=self.dtype,
-                kernel_init=self.kernel_init,
-                name=name,
-                dot_general=products.dot_general,
-            )(x)
-
-        q = project(inputs_q, self.num_heads, "query")
-        k = project(memory, kv_heads, "key")
-        v = project(memory, kv_heads, "value")
-        if self.qk_norm:
-            q = LayerNorm(use_bias=False, dtype=self.dtype, name="query_ln")(q)
-            k = LayerNorm(use_bias=False, dtype=self.dtype, name="key_ln")(k)
-
+        self._check(inputs_q, inputs_kv, cache, positions)
         if cache is not None:
-            positions = cache.length[:, None] + jnp.arange(q.shape[1])
-        kv_positions = positions if inputs_kv is None else None
-        if self.rotary_base is not None:
-            if inputs_kv is not None:
-                raise ValueError("rotary_base compares places in one sequence: cross-attention has two, leave it None")
-            places = jnp.arange(q.shape[1]) if positions is None else positions
-            q, k = rotary(q, places, self.rotary_base), rotary(k, places, self.rotary_base)
-
-        mask = join(self.mask, mask)
+            positions = cache.length[:, None] + jnp.arange(inputs_q.shape[1])
+        q, k, v = self._project(inputs_q, inputs_kv, positions)
+        mask, kv_positions = join(self.mask, mask), positions if inputs_kv is None else None
         if cache is not None:
             cache = cache.extend(k, v)
             k, v, kv_positions = cache.key, cache.value, cache.positions()
             mask = join(mask, Padding(cache.length))
-        terms = {
-            "mask": mask,
-            "score_mod": self.score_mod,
-            "sinks": self.param("sinks", nn.initializers.zeros, (self.num_heads,)) if self.sinks else None,
-            "q_positions": positions,
-            "kv_positions": kv_positions,
-        }
-        if self.is_mutable_collection("intermediates"):
-            self.sow("intermediates", "attention_weights", attention_weights(q, k, **terms))
-        if self.dropout_rate and not deterministic:
-            terms |= {
-                "dropout_rate": self.dropout_rate,
-                "dropout_key": self.make_rng("dropout") if dropout_key is None else dropout_key,
-            }
-        out = attention(q, k.astype(q.dtype), v.astype(q.dtype), impl=self.impl, **terms)
+        terms = {"mask": mask, "q_positions": positions, "kv_positions": kv_positions}
+        out = self._attend(q, k, v, terms, deterministic, dropout_key)
         out = nn.DenseGeneral(
-            self.out_features or width,
+            self.out_features or inputs_q.shape[-1],
             axis=(-2, -1),
             use_bias=self.use_bias,
             dtype=self.dtype,
@@ -229,3 +209,55 @@ class MultiHeadAttention(nn.Module):
             dot_general=products.dot_general,
         )(out)
         return out if cache is None else (out, cache)
+
+    def _check(self, inputs_q, inputs_kv, cache, positions) -> None:
+        width, kv_heads = inputs_q.shape[-1], self.kv_heads or self.num_heads
+        if self.head_dim is None and width % self.num_heads:
+            raise ValueError(f"width {width} is not divisible by {self.num_heads} heads: change one, or give head_dim")
+        if self.num_heads % kv_heads:
+            raise ValueError(f"num_heads = {self.num_heads} must be a multiple of kv_heads = {kv_heads}")
+        if self.rotary_base is not None and inputs_kv is not None:
+            raise ValueError("rotary_base needs queries and keys of one sequence: leave it None for cross-attention")
+        if cache is None:
+            return
+        if inputs_kv is not None:
+            raise ValueError("cache is for self-attention: leave out inputs_kv, or the cache")
+        if positions is not None:
+            raise ValueError("a cache counts positions by itself: leave out positions, or set cache.length")
+        check_cache(cache, inputs_q.shape[0], kv_heads, self.head_dim or width // self.num_heads)
+
+    def _project(self, inputs_q, inputs_kv, positions):
+        """Queries, keys and values `[B, T, heads, D]`, with normalization and rotary positions applied."""
+        memory = inputs_q if inputs_kv is None else inputs_kv
+
+        def project(x, heads, name):
+            return nn.DenseGeneral(
+                (heads, self.head_dim or inputs_q.shape[-1] // self.num_heads),
+                use_bias=self.use_bias if self.qkv_bias is None else self.qkv_bias,
+                dtype=self.dtype,
+                kernel_init=self.kernel_init,
+                name=name,
+                dot_general=products.dot_general,
+            )(x)
+
+        q = project(inputs_q, self.num_heads, "query")
+        k = project(memory, self.kv_heads or self.num_heads, "key")
+        v = project(memory, self.kv_heads or self.num_heads, "value")
+        if self.qk_norm:
+            q = LayerNorm(use_bias=False, dtype=self.dtype, name="query_ln")(q)
+            k = LayerNorm(use_bias=False, dtype=self.dtype, name="key_ln")(k)
+        if self.rotary_base is not None:
+            positions = jnp.arange(q.shape[1]) if positions is None else positions
+            q, k = rotary(q, positions, self.rotary_base), rotary(k, positions, self.rotary_base)
+        return q, k, v
+
+    def _attend(self, q, k, v, terms, deterministic, dropout_key):
+        """Apply the operator to projected heads, and sow the attention weights."""
+        sinks = self.param("sinks", nn.initializers.zeros, (self.num_heads,)) if self.sinks else None
+        terms = {**terms, "score_mod": self.score_mod, "sinks": sinks}
+        if self.is_mutable_collection("intermediates"):
+            self.sow("intermediates", "attention_weights", attention_weights(q, k, **terms))
+        if self.dropout_rate and not deterministic:
+            key = self.make_rng("dropout") if dropout_key is None else dropout_key
+            terms |= {"dropout_rate": self.dropout_rate, "dropout_key": key}
+        return attention(q, k.astype(q.dtype), v.astype(q.dtype), impl=self.impl, **terms)

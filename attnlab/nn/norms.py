@@ -1,4 +1,4 @@
-"""Layer normalisation."""
+"""Layer normalization."""
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from attnlab.types import Array, DType
 
 
 class LayerNorm(nn.Module):
-    """Layer normalisation over the last axis (Ba et al. 2016): scale·(x − mean)/√(variance + ε) + bias.
+    """Layer normalization over the last axis (Ba et al. 2016): scale·(x − mean)/√(variance + ε) + bias.
 
     Parameters have the names and shapes of `flax.linen.LayerNorm`: `scale` and `bias` `[F]`.
 
@@ -28,9 +28,9 @@ class LayerNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B F"]) -> Float[Array, "*B F"]:
-        """`[..., F]` to `[..., F]`, each row by itself."""
+        """Normalize each vector of `[..., F]`."""
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         y = pointwise.standardize(x, self.epsilon) * scale
         if self.use_bias:
             y = y + self.param("bias", nn.initializers.zeros, (x.shape[-1],))
-        return y.astype(self.dtype or jnp.promote_types(x.dtype, scale.dtype))
+        return y.astype(self.dtype or jnp.result_type(x, scale))

@@ -1,21 +1,22 @@
-"""Where a token stands: learned and sinusoidal embeddings, rotary rotation."""
+"""Positional encodings: learned and sinusoidal embeddings, rotary embedding."""
 
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from attnlab.nn import checks
 from attnlab.types import Array, DType
 
 
 def sinusoidal(positions: Int[Array, "*T"], features: int) -> Float[Array, "*T features"]:
     """Sinusoidal positional encoding (Vaswani et al. 2017, section 3.5).
 
-    PE(pos, 2i) = sin(pos / 10000^(2i/d)), PE(pos, 2i + 1) = cos(pos / 10000^(2i/d)). PE(pos + k) is a rotation of
-    PE(pos), the same for every pos.
+    PE(pos, 2i) = sin(pos / 10000^(2i/d)), PE(pos, 2i + 1) = cos(pos / 10000^(2i/d)). PE(pos + k) is PE(pos)
+    rotated by an angle that depends on k alone.
 
     Args:
-      positions: `[...]`, places in the sequence, of any size.
+      positions: `[...]`, positions in the sequence.
       features: d, the width; even.
 
     Returns:
@@ -33,21 +34,21 @@ def sinusoidal(positions: Int[Array, "*T"], features: int) -> Float[Array, "*T f
 
 
 def rotary(x: Float[Array, "*B T H D"], positions: Int[Array, "..."], base: float = 10_000.0):
-    """Rotary position embedding: turns the feature pairs (i, i + D/2) by the angle pos / base^(2i/D).
+    """Rotary position embedding: rotates the feature pairs (i, i + D/2) by the angle pos / base^(2i/D).
 
-    After it q·k depends on the two positions through their difference alone (Su et al. 2021, equation 34; paired as
+    q·k then depends on the positions only through their difference (Su et al. 2021, equation 34; features are paired by
     halves, as in GPT-NeoX).
 
     Args:
       x: `[..., T, H, D]`, queries or keys; D even.
       positions: `[T]` or `[..., T]`.
-      base: the slowest pair turns once in about 2π·base positions.
+      base: the slowest pair makes one turn in about 2π·base positions.
 
     Returns:
       `[..., T, H, D]` in x's type.
 
     Raises:
-      ValueError: D is odd, or there is not a position for each row.
+      ValueError: D is odd, or the number of positions is not T.
 
     >>> q = rotary(jnp.ones((3, 1, 2)), jnp.arange(3))
     >>> print(np.asarray(q[:, 0]).round(2))
@@ -55,24 +56,25 @@ def rotary(x: Float[Array, "*B T H D"], positions: Int[Array, "..."], base: floa
      [-0.3   1.38]
      [-1.33  0.49]]
     """
+    x = jnp.asarray(x)
     if np.shape(positions)[-1:] != x.shape[-3:-2] or np.ndim(positions) > x.ndim - 2:
         raise ValueError(
-            f"positions have shape {np.shape(positions)}, expected {x.shape[-3:-2]} or {x.shape[:-2]}: one place a row"
+            f"positions have shape {np.shape(positions)}, expected {x.shape[-3:-2]} or {x.shape[:-2]}: one per token"
         )
     angles = _angles(positions, x.shape[-1], base, "rotary positions")[..., None, :]
     sin, cos = jnp.sin(angles), jnp.cos(angles)
     first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, jnp.float32)), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
 
 
 class LearnedPositions(nn.Module):
-    """A vector for each of `context` places (Vaswani et al. 2017, section 3.5; as in GPT-2).
+    """A learned vector for each of `context` positions (Vaswani et al. 2017, section 3.5; as in GPT-2).
 
     Attributes:
-      context: how many places there are.
+      context: number of positions.
       features: width of a vector.
-      embedding_init: initialiser of `embedding` `[context, features]`.
+      embedding_init: initializer of `embedding` `[context, features]`.
       dtype: type of the result; float32 when None.
 
     >>> table = LearnedPositions(context=8, features=4)
@@ -87,23 +89,24 @@ class LearnedPositions(nn.Module):
 
     @nn.compact
     def __call__(self, positions: Int[Array, "*T"]) -> Float[Array, "*T features"]:
-        """Vectors for `positions` `[..., T]`, each in [0, context): a lookup cannot check values under jit.
+        """Vectors of `positions` `[..., T]`, each in [0, context).
 
         Raises:
-          ValueError: T is more than the context.
+          ValueError: T exceeds the context, or a position is out of range (checked unless traced).
         """
         if np.ndim(positions) and np.shape(positions)[-1] > self.context:
             raise ValueError(
                 f"a sequence of {np.shape(positions)[-1]} tokens is longer than the {self.context} learned positions: "
                 "cut it, or use rotary, alibi or sinusoidal positions"
             )
+        checks.ids_in_range("positions", positions, self.context, remedy="cut the sequence, or use a larger context")
         embedding = self.param("embedding", self.embedding_init, (self.context, self.features))
         return jnp.take(embedding, positions, axis=0).astype(self.dtype or embedding.dtype)
 
 
 def _angles(positions, features, base, what):
     if features % 2:
-        raise ValueError(f"{what} turn pairs of features, but there are {features}: use an even number")
-    # In float64 on the host: a float32 power is off by its last bits, which a position of thousands magnifies.
+        raise ValueError(f"{what} rotate pairs of features, but there are {features}: use an even number")
+    # In float64 on the host: the rounding error of a float32 power is multiplied by the position.
     frequencies = np.asarray(1.0 / base ** (np.arange(0, features, 2) / features), np.float32)
     return jnp.asarray(positions)[..., None].astype(jnp.float32) * frequencies

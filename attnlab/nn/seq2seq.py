@@ -1,4 +1,4 @@
-"""A small encoder–decoder: attention as alignment between the words of an output and those of an input."""
+"""A small encoder–decoder whose attention aligns output tokens with input tokens."""
 
 import flax.linen as nn
 import jax
@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from attnlab.nn import checks
 from attnlab.ops.masks import Padding
 from attnlab.types import Array
 
@@ -13,19 +14,19 @@ from attnlab.types import Array
 class Seq2Seq(nn.Module):
     """Recurrent encoder and decoder with attention between them (Bahdanau et al. 2015, section 3).
 
-    A bidirectional GRU reads the source. At step i the decoder's state s_{i−1} asks the source's states for a context
-    c_i; then s_i = GRU([y_{i−1}; c_i], s_{i−1}), and the next token is read from [s_i; c_i].
+    A bidirectional GRU encodes the source. At step i the decoder's state s_{i−1} attends to the encoder's states, which
+    gives a context c_i. Then s_i = GRU([y_{i−1}; c_i], s_{i−1}), and the next token is predicted from [s_i; c_i].
 
     Attributes:
-      vocab_size: V; token 0 starts an output, ends it, and fills up sources.
-      width: of embeddings and of every state.
-      attention: the layer that aligns, any module called `(queries [B, 1, F], memory [B, S, 2F], mask=…)`:
+      vocab_size: V; token 0 starts and ends an output, and pads sources.
+      width: F, of embeddings and states.
+      attention: the attention layer, any module called as `(queries [B, 1, F], memory [B, S, 2F], mask=…)`:
         `AdditiveAttention()`, `MultiHeadAttention(num_heads=1)`.
 
     >>> from attnlab.nn import AdditiveAttention
     >>> model = Seq2Seq(vocab_size=10, width=8, attention=AdditiveAttention())
     >>> source, lengths = jnp.array([[1, 2, 3], [4, 5, 0]]), jnp.array([3, 2])
-    >>> inputs = jnp.array([[0, 3, 2, 1], [0, 5, 4, 0]])  # what was written before each step
+    >>> inputs = jnp.array([[0, 3, 2, 1], [0, 5, 4, 0]])  # the previous token at each step
     >>> params = model.init(jax.random.key(0), source, lengths, inputs)
     >>> model.apply(params, source, lengths, inputs).shape
     (2, 4, 10)
@@ -42,26 +43,30 @@ class Seq2Seq(nn.Module):
         """Logits of each output token.
 
         Args:
-          source: `[B, S]`, anything from each row's length on.
-          lengths: `[B]`, tokens of each source.
-          inputs: `[B, T]`, the token before each output; where it is −1, the model's own choice of the step before.
+          source: `[B, S]`; tokens beyond a source's length are ignored.
+          lengths: `[B]`, number of tokens in each source.
+          inputs: `[B, T]`, the token before each output; −1 for the model's own prediction of the previous step.
 
         Returns:
           float32 `[B, T, V]`.
 
         Raises:
-          ValueError: the rows of the three differ in number.
+          ValueError: the batch sizes of the three differ, or a token is out of range (checked unless traced).
         """
         if np.shape(lengths) != source.shape[:1] or inputs.shape[:1] != source.shape[:1]:
             raise ValueError(
                 f"source has shape {source.shape}, lengths {np.shape(lengths)} and inputs {inputs.shape}: expected "
-                "[B, S], [B] and [B, T], a row for each example"
+                "[B, S], [B] and [B, T], with the same batch size B"
             )
+        if not any(isinstance(x, jax.core.Tracer) for x in (source, lengths)):
+            padding = np.arange(source.shape[1]) >= np.asarray(lengths)[:, None]
+            checks.ids_in_range("source", np.where(padding, 0, source), self.vocab_size)
+        checks.ids_in_range("inputs", inputs, self.vocab_size, low=-1)
         embed = nn.Embed(self.vocab_size, self.width, name="embed")
-        read = nn.Bidirectional(
+        encode = nn.Bidirectional(
             nn.RNN(nn.GRUCell(self.width), name="forward"), nn.RNN(nn.GRUCell(self.width), name="backward")
         )
-        memory = read(embed(source), seq_lengths=lengths)  # [B, S, 2 · width]
+        memory = encode(embed(source), seq_lengths=lengths)  # [B, S, 2 · width]
         state = nn.tanh(nn.Dense(self.width, name="start")(memory[:, 0, self.width :]))
 
         decoder = nn.scan(
@@ -84,8 +89,8 @@ class _DecoderStep(nn.Module):
 
     @nn.compact
     def __call__(self, carry, memory, lengths, token):
-        state, chosen = carry
-        previous = self.embed(jnp.where(token < 0, chosen, token))
+        state, predicted = carry
+        previous = self.embed(jnp.where(token < 0, predicted, token))
         context = self.attention(state[:, None], memory, mask=Padding(lengths))[:, 0]
         state, _ = nn.GRUCell(self.width, name="cell")(state, jnp.concatenate([previous, context], axis=-1))
         logits = nn.Dense(self.vocab_size, name="out")(jnp.concatenate([state, context], axis=-1))
@@ -95,18 +100,18 @@ class _DecoderStep(nn.Module):
 def alignment(
     model: Seq2Seq, params, source: Int[Array, "B S"], lengths: Int[Array, " B"], inputs: Int[Array, "B T"]
 ) -> Float[Array, "B T S"]:
-    """The weight with which each output looks at each source token (Bahdanau et al. 2015, figure 3).
+    """The attention weight of each output token on each source token (Bahdanau et al. 2015, figure 3).
 
     Arguments and errors are those of the model.
 
     Returns:
-      `[B, T, S]`, the mean over heads; a row sums to 1.
+      `[B, T, S]`, averaged over heads; each row sums to 1.
 
     >>> from attnlab.nn import AdditiveAttention
     >>> model = Seq2Seq(vocab_size=10, width=8, attention=AdditiveAttention())
     >>> source, lengths, inputs = jnp.ones((2, 5), int), jnp.array([5, 2]), jnp.zeros((2, 3), int)
     >>> params = model.init(jax.random.key(0), source, lengths, inputs)
-    >>> alignment(model, params, source, lengths, inputs)[1].sum(axis=0)[2:]  # nobody looks at padding
+    >>> alignment(model, params, source, lengths, inputs)[1].sum(axis=0)[2:]  # no weight on padding
     Array([0., 0., 0.], dtype=float32)
     """
     _, sown = model.apply(params, source, lengths, inputs, mutable=["intermediates"])

@@ -22,7 +22,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("module, inputs", MODULES.values(), ids=MODULES)
-def test_a_module_works_in_nnx(module, inputs):
+def test_linen_module_in_nnx_equals_linen(module, inputs):
     wrapped = bridge.lazy_init(bridge.ToNNX(module, rngs=nnx.Rngs(0)), inputs)
     params = {"params": nnx.to_pure_dict(nnx.state(wrapped, nnx.Param))}
     np.testing.assert_array_equal(wrapped(inputs), module.apply(params, inputs))
@@ -32,7 +32,7 @@ def test_a_module_works_in_nnx(module, inputs):
     jax.tree.map(np.testing.assert_array_equal, gradient, plain)
 
 
-def test_an_nnx_optimizer_trains_a_module():
+def test_nnx_optimizer_trains_linen_module():
     module, tokens = MODULES["gpt"]
     model = bridge.lazy_init(bridge.ToNNX(module, rngs=nnx.Rngs(0)), tokens)
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
@@ -51,7 +51,7 @@ def test_an_nnx_optimizer_trains_a_module():
 
 
 class Mixer(nnx.Module):
-    """One NNX layer with attnlab's operator, by way of flax's layer or called directly."""
+    """An NNX layer with attnlab's operator, through Flax's layer or called directly."""
 
     def __init__(self, direct, rngs):
         self.direct = direct
@@ -65,7 +65,7 @@ class Mixer(nnx.Module):
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_an_nnx_module_works_in_linen(direct):
+def test_nnx_module_in_linen_equals_multihead(direct):
     module = bridge.to_linen(Mixer, direct)
     variables = module.init(jax.random.key(1), X)
     params = variables["params"]["layer"]

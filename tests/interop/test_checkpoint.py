@@ -1,4 +1,4 @@
-"""A checkpoint of Flax's attention is one of attnlab's, and the other way round."""
+"""Checkpoints of Flax's attention load into attnlab's, and vice versa."""
 
 import flax.linen as nn
 import jax
@@ -16,7 +16,7 @@ MASK = nn.make_causal_mask(X[..., 0])
 
 
 @pytest.mark.parametrize("saves", ["attnlab", "flax"])
-def test_what_orbax_saved_of_one_loads_into_the_other(saves, tmp_path):
+def test_orbax_checkpoint_is_interchangeable_with_flax(saves, tmp_path):
     saved, loaded = (OURS, THEIRS) if saves == "attnlab" else (THEIRS, OURS)
     params = saved.init(jax.random.key(1), X)
     with ocp.StandardCheckpointer() as checkpointer:

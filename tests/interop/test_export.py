@@ -1,4 +1,4 @@
-"""An exported step is the model's own, read from bytes, on platforms that are not here."""
+"""Exported steps equal the model's, also after serialization and for absent platforms."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def through_bytes(exported):
     return export.deserialize(exported.serialize())
 
 
-def as_it_is(exported):
+def unchanged(exported):
     return exported
 
 
@@ -35,16 +35,16 @@ def named(value):
 @pytest.mark.parametrize(
     "carried, options",
     [
-        (as_it_is, {}),
+        (unchanged, {}),
         (through_bytes, {}),
         (through_bytes, {"dtype": jnp.bfloat16}),
         (through_bytes, {"impl": "blockwise"}),
-        (as_it_is, {"positions": "rotary", "kv_heads": 1, "window": 5}),
-        (as_it_is, {"positions": "alibi"}),
+        (unchanged, {"positions": "rotary", "kv_heads": 1, "window": 5}),
+        (unchanged, {"positions": "alibi"}),
     ],
     ids=named,
 )
-def test_a_prompt_and_the_tokens_after_it_give_the_logits_of_the_model(carried, options):
+def test_exported_prefill_and_steps_equal_model(carried, options):
     model = MODEL.clone(**options)
     params = model.init(jax.random.key(0), TOKENS[:, :1])
     prefill, step = (carried(export_step(model, params, batch=2, tokens=tokens)) for tokens in (18, 1))
@@ -63,50 +63,50 @@ def test_a_prompt_and_the_tokens_after_it_give_the_logits_of_the_model(carried, 
 
 @pytest.mark.parametrize("tokens", [1, 300])  # the latter by tiles
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_it_is_for_every_platform_from_any(dtype, tokens):
+def test_export_targets_every_platform_from_any(dtype, tokens):
     model = MODEL.clone(dtype=dtype, positions="rotary")
     exported = export_step(model, jax.eval_shape(lambda: PARAMS), tokens=tokens, capacity=300)
     assert exported.platforms == PLATFORMS
 
 
-def test_other_platforms_get_products_without_what_a_cpu_likes():
+def test_export_uses_cpu_barriers_on_cpu_only():
     model = MODEL.clone(dtype=jnp.bfloat16)
     programs = {name: export_step(model, PARAMS, platforms=[name]).mlir_module() for name in PLATFORMS}
     assert "optimization_barrier" in programs["cpu"]
     assert "optimization_barrier" not in programs["cuda"] + programs["tpu"]
 
 
-def test_the_caches_may_keep_more_than_the_context():
+def test_export_capacity_may_exceed_context():
     exported = export_step(MODEL.clone(positions="rotary"), PARAMS, batch=3, tokens=2, capacity=40)
     assert exported.out_avals[1].shape == (3, 40, 2, 4)
     assert exported.out_avals[0].shape == (3, 2, 10)
 
 
-def test_a_backend_that_the_model_names_is_kept():
+def test_export_keeps_named_backend():
     programs = {
         impl: export_step(MODEL.clone(impl=impl), PARAMS).mlir_module() for impl in ("auto", "dense", "blockwise")
     }
     assert programs["auto"] == programs["dense"] != programs["blockwise"]
 
 
-def test_more_tokens_than_the_caches_keep_are_refused():
+def test_export_tokens_beyond_capacity_raise():
     with pytest.raises(ValueError, match="8 tokens do not fit a cache of 4"):
         export_step(MODEL, PARAMS, tokens=8, capacity=4)
 
 
 @pytest.mark.parametrize("size", ["batch", "tokens", "capacity"])
-def test_a_size_of_nothing_is_refused(size):
+def test_export_size_zero_raises(size):
     with pytest.raises(ValueError, match=f"{size} = 0: expected 1 or more"):
         export_step(MODEL, PARAMS, **{size: 0})
 
 
-def test_one_platform_may_be_named_alone():
+def test_export_accepts_one_platform_as_string():
     assert export_step(MODEL, PARAMS, platforms="tpu").platforms == ("tpu",)
 
 
-@pytest.mark.parametrize("carried, dtype", [(as_it_is, jnp.float32), (through_bytes, jnp.bfloat16)], ids=named)
-def test_a_training_step_exports_for_every_platform_and_runs_as_it_does_here(carried, dtype):
-    """Its state crosses as a list of arrays: JAX serializes no types of others', such as optax's."""
+@pytest.mark.parametrize("carried, dtype", [(unchanged, jnp.float32), (through_bytes, jnp.bfloat16)], ids=named)
+def test_exported_training_step_equals_local_step(carried, dtype):
+    """The state is passed as a list of arrays, as JAX cannot serialize other libraries' types, such as optax's."""
     model = MODEL.clone(dtype=dtype, dropout=0.1, impl="blockwise")
     optimizer = optimizers.make(configs.default().optimizer, steps=10)
     before = state.create(model, optimizer, seed=0)

@@ -1,4 +1,4 @@
-"""Flax's layers with attnlab's attention give what they give with their own, and what cannot be honoured is named."""
+"""Flax's layers with attnlab's attention equal those with their own; unsupported arguments raise by name."""
 
 import inspect
 
@@ -23,7 +23,7 @@ MEMORY = jax.random.normal(jax.random.key(1), (2, 5, 12))
 Q, K, V = (jax.random.normal(jax.random.key(i), (2, 3, 6, 4, 2)) for i in range(3))
 TOKENS = jnp.array([[3, 1, 4, 1, 0, 0], [1, 5, 9, 2, 6, 5]])  # 0 is padding
 LAYERS = [nn.MultiHeadDotProductAttention, nn.MultiHeadAttention, nn.SelfAttention]
-HALF = jax.random.bernoulli(jax.random.key(3), 0.5, (2, 4, 6, 6)).at[..., 0].set(True)  # no row sees nothing
+HALF = jax.random.bernoulli(jax.random.key(3), 0.5, (2, 4, 6, 6)).at[..., 0].set(True)  # no row is fully masked
 MASKS = {
     "none": None,
     "causal": nn.make_causal_mask(TOKENS),  # float32
@@ -37,18 +37,18 @@ MASKS = {
 
 
 def wide(tree):
-    """Float64 where it is floating: there the two implementations differ by 1e-15 and what is mistaken, by far more."""
+    """Floating arrays in float64, where the implementations differ by 1e-15 and mistakes by far more."""
     return jax.tree.map(lambda x: x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
 def pair(layer, *inputs, ours=None, **options):
-    """The layer with flax's attention and with attnlab's, and parameters for both."""
+    """The layer with flax's attention, the layer with attnlab's, and variables for both."""
     theirs = layer(num_heads=4, **options)
     return theirs, theirs.clone(attention_fn=ours or attention_fn()), theirs.init(jax.random.key(2), *inputs)
 
 
-def test_every_argument_that_flax_may_give_is_named():
-    """Flax leaves out, without a word, what the function does not name; this fails when a new one comes."""
+def test_attention_fn_names_every_flax_argument():
+    """Flax silently omits arguments that the function does not name; this fails when Flax adds one."""
     named = set(inspect.signature(attention_fn()).parameters)
     for theirs in (nn.dot_product_attention, nnx.dot_product_attention):
         assert set(inspect.signature(theirs).parameters) <= named
@@ -56,7 +56,7 @@ def test_every_argument_that_flax_may_give_is_named():
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_self_attention_is_that_of_flax(layer, mask, float64):
+def test_self_attention_equals_flax(layer, mask, float64):
     theirs, ours, params = pair(layer, X)
     params, x = wide((params, X))
     np.testing.assert_allclose(ours.apply(params, x, mask=mask), theirs.apply(params, x, mask=mask), rtol=1e-9)
@@ -64,7 +64,7 @@ def test_self_attention_is_that_of_flax(layer, mask, float64):
 
 @pytest.mark.parametrize("normalize_qk", [False, True])
 @pytest.mark.parametrize("layer", LAYERS[:2])
-def test_cross_attention_is_that_of_flax(layer, normalize_qk, float64):
+def test_cross_attention_equals_flax(layer, normalize_qk, float64):
     theirs, ours, params = pair(layer, X, MEMORY, normalize_qk=normalize_qk)
     params, x, memory = wide((params, X, MEMORY))
     mask = nn.make_attention_mask(jnp.ones((2, 6)), jnp.arange(5) < jnp.array([[3], [5]]))
@@ -73,7 +73,7 @@ def test_cross_attention_is_that_of_flax(layer, normalize_qk, float64):
 
 
 @pytest.mark.parametrize("impl", ["dense", "blockwise"])
-def test_gradients_are_those_of_flax(impl, float64):
+def test_gradients_equal_flax(impl, float64):
     theirs, ours, params = pair(nn.MultiHeadAttention, X, ours=attention_fn(impl=impl))
     params, x = wide((params, X))
 
@@ -83,7 +83,7 @@ def test_gradients_are_those_of_flax(impl, float64):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), gradient(ours), gradient(theirs))
 
 
-def test_bfloat16_is_that_of_flax():
+def test_bfloat16_equals_flax_up_to_rounding():
     theirs, ours, params = pair(nn.MultiHeadAttention, X, dtype=jnp.bfloat16, force_fp32_for_softmax=True)
     ours, theirs = (module.apply(params, X, mask=MASKS["causal"]) for module in (ours, theirs))
     assert ours.dtype == theirs.dtype == jnp.bfloat16
@@ -93,7 +93,7 @@ def test_bfloat16_is_that_of_flax():
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16])
-def test_types_are_promoted_as_flax_does(dtype):
+def test_dtypes_are_promoted_like_flax(dtype):
     mixed = Q.astype(jnp.bfloat16), K, V
     assert attention_fn()(*mixed, dtype=dtype).dtype == nn.dot_product_attention(*mixed, dtype=dtype).dtype
     seen = []
@@ -109,7 +109,7 @@ SHAPES = st.tuples(st.lists(st.booleans(), min_size=5, max_size=5), st.integers(
 
 
 def broadcastable(case):
-    """Normal numbers that broadcast to the scores of Q and K, with some axes of 1 and some leading axes left out."""
+    """Normal numbers that broadcast to the scores of Q and K, with some axes of 1 and some leading axes missing."""
     kept, first, seed = case
     shape = [size if keep else 1 for size, keep in zip((2, 3, 4, 6, 6), kept)][first:]
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
@@ -117,9 +117,9 @@ def broadcastable(case):
 
 @settings(max_examples=25)
 @given(SHAPES, SHAPES)
-def test_masks_and_biases_broadcast_as_in_flax(mask, bias):
+def test_masks_and_biases_broadcast_like_flax(mask, bias):
     mask, bias = broadcastable(mask) > 0, broadcastable(bias)
-    mask = mask | (np.arange(mask.shape[-1] if mask.ndim else 1) == 0)  # every row sees the first key
+    mask = mask | (np.arange(mask.shape[-1] if mask.ndim else 1) == 0)  # every query attends to the first key
     ours = attention_fn()(Q, K, V, bias=bias, mask=mask, deterministic=True)
     theirs = nn.dot_product_attention(Q, K, V, bias=bias, mask=mask, deterministic=True)
     # Scores and biases below 10, so weights err by 10·2^-24 a few times, and values are below 4.
@@ -127,14 +127,14 @@ def test_masks_and_biases_broadcast_as_in_flax(mask, bias):
 
 
 @pytest.mark.parametrize("shape", [(), (6,), (6, 6), (1, 6, 6), (4, 1, 6)])
-def test_there_may_be_no_batch(shape):
+def test_inputs_without_batch_equal_flax(shape):
     q, k, v = Q[0, 0], K[0, 0], V[0, 0]
     mask = jax.random.bernoulli(jax.random.key(0), 0.6, shape) | (np.arange(6) == 0 if shape else True)
     ours, theirs = (fn(q, k, v, mask=mask, deterministic=True) for fn in (attention_fn(), nn.dot_product_attention))
     np.testing.assert_allclose(ours, theirs, atol=2e-6)
 
 
-def test_a_bias_has_the_gradient_of_flax(float64):
+def test_bias_gradient_equals_flax(float64):
     q, k, v = wide((Q, K, V))
     bias = wide(jax.random.normal(jax.random.key(4), (4, 1, 1)))
     ours, theirs = (
@@ -144,13 +144,13 @@ def test_a_bias_has_the_gradient_of_flax(float64):
     np.testing.assert_allclose(ours, theirs, atol=1e-12)
 
 
-def test_a_row_that_sees_nothing_is_zero_and_the_others_are_those_of_flax():
+def test_fully_masked_row_is_zero_others_equal_flax():
     mask = nn.make_attention_mask(TOKENS > 0, TOKENS > 0)[:, None]
     ours, theirs = (fn(Q, K, V, mask=mask, deterministic=True) for fn in (attention_fn(), nn.dot_product_attention))
-    sees = np.broadcast_to((np.asarray(TOKENS) > 0)[:, None], (2, 3, 6))
-    np.testing.assert_allclose(ours[sees], theirs[sees], atol=2e-6)
-    np.testing.assert_array_equal(ours[~sees], 0)
-    assert np.asarray(theirs)[~sees].all()
+    visible = np.broadcast_to((np.asarray(TOKENS) > 0)[:, None], (2, 3, 6))
+    np.testing.assert_allclose(ours[visible], theirs[visible], atol=2e-6)
+    np.testing.assert_array_equal(ours[~visible], 0)
+    assert np.asarray(theirs)[~visible].all()
 
 
 @pytest.mark.parametrize(
@@ -165,20 +165,20 @@ def test_a_row_that_sees_nothing_is_zero_and_the_others_are_those_of_flax():
     ],
     ids=str,
 )
-def test_what_it_is_made_with_arrives(options):
+def test_attention_fn_arguments_reach_operator(options):
     expected = attnlab.attention(Q, K, V, **options)
     np.testing.assert_array_equal(attention_fn(**options)(Q, K, V), expected)
     assert not np.allclose(attention_fn()(Q, K, V), expected)
 
 
-def test_the_backend_is_the_one_that_is_named():
+def test_attention_fn_uses_named_backend():
     programs = {impl: str(jax.make_jaxpr(attention_fn(impl=impl))(Q, K, V)) for impl in ("auto", "dense", "blockwise")}
     assert programs["auto"] == programs["dense"] != programs["blockwise"]
     with pytest.raises(ValueError, match="impl = 'fast' is unknown"):
         attention_fn(impl="fast")(Q, K, V)
 
 
-def test_its_mask_and_the_layers_are_anded():
+def test_attention_fn_ands_its_mask_with_layers():
     _, ours, params = pair(nn.MultiHeadAttention, X, ours=attention_fn(Causal()))
     theirs = nn.MultiHeadAttention(num_heads=4).apply(params, X, mask=MASKS["both"])
     for mask in (MASKS["padding"], Padding(jnp.array([4, 6]))):
@@ -186,7 +186,7 @@ def test_its_mask_and_the_layers_are_anded():
 
 
 @pytest.mark.parametrize("impl", ["auto", "blockwise"])
-def test_flax_decodes_token_by_token(impl):
+def test_flax_decoding_equals_flax(impl):
     theirs, ours, variables = pair(nn.MultiHeadAttention, X, decode=True, ours=attention_fn(impl=impl))
     cache, outs = variables["cache"], []
     for at in range(6):
@@ -203,19 +203,19 @@ def test_flax_decodes_token_by_token(impl):
 @pytest.mark.parametrize(
     "name, option", [("mask", {"mask": Causal()}), ("score_mod", {"score_mod": ALiBi(np.ones(4))})]
 )
-def test_what_compares_positions_cannot_decode_in_flax_and_is_told_so(name, option):
+def test_positional_terms_raise_in_flax_decoding(name, option):
     _, ours, variables = pair(nn.MultiHeadAttention, X, decode=True, ours=attention_fn(**option))
     with pytest.raises(ValueError, match=f"{name} compares positions, but Tq = 1 and Tk = 6.*leave causality to flax"):
         ours.apply(variables, X[:, :1], mutable=["cache"])
 
 
-def test_with_positions_lengths_may_differ():
+def test_explicit_positions_allow_different_lengths():
     last = attention_fn(Causal(), q_positions=jnp.array([4, 5]), kv_positions=jnp.arange(6))(Q[..., 4:, :, :], K, V)
     np.testing.assert_allclose(last, attention_fn(Causal())(Q, K, V)[..., 4:, :, :], atol=2e-6)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_weights_are_sown_as_flax_does(layer):
+def test_weights_are_sown_like_flax(layer):
     theirs, ours, params = pair(layer, X, dropout_rate=0.5, broadcast_dropout=False, deterministic=False)
     sown = []
     for module in (ours, theirs):
@@ -226,8 +226,8 @@ def test_weights_are_sown_as_flax_does(layer):
     np.testing.assert_allclose(*sown, atol=1e-6)
 
 
-def test_dropout_drops_at_its_rate_and_nothing_where_it_is_deterministic():
-    """Queries of zeros look at 64 keys alike; values that are the identity show the weights."""
+def test_dropout_rate_is_met_and_deterministic_drops_none():
+    """Zero queries attend to 64 keys equally; identity values return the weights."""
     zeros, identity = jnp.zeros((8, 64, 2, 4)), jnp.broadcast_to(jnp.eye(64)[:, None], (8, 64, 2, 64))
     options = {"dropout_rate": 0.25, "dropout_rng": jax.random.key(6)}
     weights = attention_fn()(zeros, zeros, identity, broadcast_dropout=False, **options)
@@ -239,7 +239,7 @@ def test_dropout_drops_at_its_rate_and_nothing_where_it_is_deterministic():
         np.testing.assert_array_equal(given, attention_fn()(zeros, zeros, identity))
 
 
-def test_a_layer_drops_by_its_own_random_stream():
+def test_layer_dropout_uses_its_rng_stream():
     _, ours, params = pair(nn.MultiHeadAttention, X, dropout_rate=0.5, broadcast_dropout=False, deterministic=True)
     plain = nn.MultiHeadAttention(num_heads=4, attention_fn=attention_fn())
     np.testing.assert_array_equal(ours.apply(params, X), plain.apply(params, X))
@@ -268,14 +268,14 @@ def test_a_layer_drops_by_its_own_random_stream():
         ({"key": K[..., :4, :, :], "value": V[..., :4, :, :], "is_causal": True}, "is_causal compares positions"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(given, message, own_errors):
+def test_unsupported_argument_raises_by_name(given, message, own_errors):
     with pytest.raises(ValueError, match=message) as error:
         attention_fn()(**{"query": Q, "key": K, "value": V} | given)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("precision", [None, "default", jax.lax.Precision.DEFAULT, ("default", "default")])
-def test_what_asks_for_nothing_is_taken(precision):
+def test_neutral_arguments_are_accepted(precision):
     out = attention_fn()(Q, K, V, precision=precision, force_fp32_for_softmax=True, dropout_rng=jax.random.key(0))
     np.testing.assert_array_equal(out, attention_fn()(Q, K, V))
 
@@ -294,19 +294,19 @@ def nnx_pair(ours=None, **options):
     [{}, {"is_causal": True}, {"mask": HALF}, {"mask": HALF, "is_causal": True}],
     ids=lambda call: "+".join(call),
 )
-def test_nnx_attention_is_that_of_nnx(call, kv_heads):
+def test_nnx_attention_equals_nnx(call, kv_heads):
     theirs, ours = nnx_pair(num_kv_heads=kv_heads)
     np.testing.assert_allclose(ours(X, **call), theirs(X, **call), atol=2e-6)
 
 
-def test_nnx_gradients_are_those_of_nnx(float64):
+def test_nnx_gradients_equal_nnx(float64):
     theirs, ours = (
         nnx.grad(lambda module, x: (module(x, is_causal=True) ** 2).sum())(module, wide(X)) for module in nnx_pair()
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, theirs)
 
 
-def test_nnx_decodes_token_by_token():
+def test_nnx_decoding_equals_nnx():
     theirs, ours = nnx_pair(decode=True)
     full = nnx_pair()[1](X, is_causal=True)
     for module in (theirs, ours):
@@ -317,7 +317,7 @@ def test_nnx_decodes_token_by_token():
         np.testing.assert_allclose(out, full[:, at : at + 1], atol=2e-6)
 
 
-def test_nnx_weights_are_sown_as_nnx_does():
+def test_nnx_weights_are_sown_like_nnx():
     sown = []
     for module in nnx_pair(dropout_rate=0.5, broadcast_dropout=False, deterministic=False):
         layer = nnx.capture(module, nnx.Intermediate)

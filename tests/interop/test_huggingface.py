@@ -1,4 +1,4 @@
-"""GPT-2 of transformers, in and out: the same logits, the same text, the same bits; bad files are one line."""
+"""Import and export of transformers' GPT-2: same logits, text and bits; invalid files raise one line."""
 
 import json
 
@@ -26,7 +26,7 @@ SHAPES = {
 
 
 def peer(seed=0, **options):
-    """A random GPT2LMHeadModel whose mind is made up: parameters large enough that no two tokens are alike."""
+    """A random GPT2LMHeadModel, with parameters large enough that greedy decoding has no near ties."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     torch.manual_seed(seed)
@@ -42,23 +42,30 @@ def peer(seed=0, **options):
 
 
 @pytest.mark.parametrize("options", SHAPES.values(), ids=SHAPES)
-def test_logits_and_greedy_text_are_those_of_transformers(options):
+def test_logits_equal_transformers(options):
     torch, theirs = peer(**options)
     model, params = from_hf(theirs)
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, (2, 200))
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens)).logits.numpy()
-        prompt = torch.from_numpy(tokens[:1, :5])
+    np.testing.assert_allclose(jax.jit(model.apply)(params, jnp.asarray(tokens)), expected, atol=1e-4)
+
+
+def test_greedy_text_equals_transformers():
+    torch, theirs = peer(**SHAPES["usual"])
+    model, params = from_hf(theirs)
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, (1, 5))
+    with torch.no_grad():
+        prompt = torch.from_numpy(tokens)
         text = theirs.generate(
             prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=200, pad_token_id=0
         )
-    np.testing.assert_allclose(model.apply(params, jnp.asarray(tokens)), expected, atol=1e-4)
-    ours = np.concatenate(list(sample.generate(model, params, tokens[0, :5], 200, temperature=0.0)))
+    ours = np.concatenate(list(sample.generate(model, params, tokens[0], 200, temperature=0.0)))
     np.testing.assert_array_equal(ours, text[0, 5:].numpy())
 
 
 @pytest.mark.parametrize("options", SHAPES.values(), ids=SHAPES)
-def test_the_round_trip_gives_back_every_bit(options):
+def test_hf_round_trip_is_bit_exact(options):
     torch, theirs = peer(**options)
     state = to_hf(*from_hf(theirs))
     assert state.keys() == theirs.state_dict().keys()
@@ -68,7 +75,7 @@ def test_the_round_trip_gives_back_every_bit(options):
 
 
 @pytest.mark.parametrize("options", SHAPES.values(), ids=SHAPES)
-def test_folders_and_files_are_read_and_written(options, tmp_path):
+def test_hf_folders_and_files_round_trip(options, tmp_path):
     torch, theirs = peer(**options)
     theirs.save_pretrained(tmp_path / "theirs")
     by_object = from_hf(theirs)
@@ -80,7 +87,7 @@ def test_folders_and_files_are_read_and_written(options, tmp_path):
     for name, tensor in theirs.state_dict().items():
         assert torch.equal(read.state_dict()[name], tensor), name
     assert read.config.n_inner in (theirs.config.n_inner, 4 * theirs.config.n_embd)
-    with pytest.raises(UserError, match="ours is there already: choose a new folder"):
+    with pytest.raises(UserError, match="ours already exists: choose a new folder"):
         save_hf(ours, *by_object)
 
 
@@ -89,8 +96,8 @@ def assert_same(one, other):
     jax.tree.map(np.testing.assert_array_equal, one[1], other[1])
 
 
-def test_other_forms_of_the_same_weights(tmp_path):
-    """As GPT2Model names them, in shards, with the masks of old files, in 16 bits."""
+def test_hf_other_weight_formats_load_equal(tmp_path):
+    """GPT2Model's names, shards, masks of old files, and 16-bit types."""
     _torch, theirs = peer(n_layer=2, n_head=2, n_embd=16, n_positions=32)
     expected = from_hf(theirs)
     assert_same(from_hf(theirs.transformer), expected)
@@ -114,7 +121,7 @@ def small():
     return model, model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
 
 
-def test_a_model_without_biases_gets_biases_of_zero(small, tmp_path):
+def test_export_without_biases_writes_zero_biases(small, tmp_path):
     model = small[0].clone(use_bias=False)
     params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     other, its_params = from_hf(save_hf(tmp_path / "gpt2", model, params))
@@ -122,7 +129,7 @@ def test_a_model_without_biases_gets_biases_of_zero(small, tmp_path):
     np.testing.assert_array_equal(other.apply(its_params, tokens), model.apply(params, tokens))
 
 
-def test_parameters_of_other_types_go_out_as_float32(small, tmp_path):
+def test_export_converts_parameters_to_float32(small, tmp_path):
     model, params = small
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     assert_same(from_hf(save_hf(tmp_path / "half", model, half)), (model, jax.tree.map(jnp.float32, half)))
@@ -134,7 +141,7 @@ def test_parameters_of_other_types_go_out_as_float32(small, tmp_path):
         save_hf(tmp_path / "wide", model, wide)
 
 
-def test_a_config_describes_its_model():
+def test_config_round_trip_describes_model():
     model = GPT(vocab_size=11, num_layers=2, num_heads=2, width=8, context=6, mlp_ratio=2, activation="gelu")
     assert make_model(make_config(model)) == model
     assert make_model(make_config(model.clone(mlp_ratio=19 / 8))).mlp_ratio == 19 / 8
@@ -143,13 +150,13 @@ def test_a_config_describes_its_model():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"positions": "rotary"}, "model.positions = 'rotary': GPT-2 has no other than 'learned'"),
-        ({"window": 3}, "model.window = 3: GPT-2 has no other than None"),
-        ({"qk_norm": True}, "model.qk_norm = True: GPT-2 has no other than False"),
-        ({"kv_heads": 1}, "model.kv_heads = 1: GPT-2 has as many as heads, 2"),
+        ({"positions": "rotary"}, "model.positions = 'rotary': GPT-2 supports only 'learned'"),
+        ({"window": 3}, "model.window = 3: GPT-2 supports only None"),
+        ({"qk_norm": True}, "model.qk_norm = True: GPT-2 supports only False"),
+        ({"kv_heads": 1}, "model.kv_heads = 1: GPT-2 supports only num_heads = 2"),
     ],
 )
-def test_what_gpt_2_lacks_does_not_go_out(options, message, small, tmp_path):
+def test_export_rejects_unsupported_options(options, message, small, tmp_path):
     model = small[0].clone(**options)
     with pytest.raises(UserError, match=message):
         save_hf(tmp_path / "gpt2", model, small[1])
@@ -162,22 +169,22 @@ BAD_CONFIGS = [
     ({"model_type": "llama"}, "model_type = 'llama' in its config, expected 'gpt2'"),
     ({"scale_attn_weights": False}, "scale_attn_weights = False in its config, expected True"),
     ({"tie_word_embeddings": False}, "tie_word_embeddings = False in its config, expected True"),
-    ({"n_head": 3}, "n_embd = 8 in its config is not divisible by n_head = 3"),
-    ({"n_layer": "two"}, "n_layer = 'two' in its config, expected a whole number, 1 or more"),
+    ({"n_head": 3}, "n_embd and n_head in its config do not fit: width = 8 is not divisible by num_heads = 3"),
+    ({"n_layer": "two"}, "n_layer = 'two' in its config, expected an integer, 1 or more"),
     ({"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon = nan in its config, expected a number above 0"),
     ({"activation_function": ["gelu"]}, r"activation_function = \['gelu'\] in its config, expected one of"),
-    ({"vocab_size": 2**40}, "vocab_size = 1099511627776 in its config, expected a whole number, 1 or more and below"),
+    ({"vocab_size": 2**40}, "vocab_size = 1099511627776 in its config, expected an integer, 1 or more and below"),
     ({"layer_norm_epsilon": None}, "layer_norm_epsilon = None in its config, expected a number above 0"),
     ({"attn_pdrop": 2}, r"attn_pdrop = 2 in its config, expected a probability in \[0, 1\)"),
     ({"n_layer": 3}, r"lacks the tensor transformer.h.2.ln_1.weight \(and 11 more\)"),
-    ({"n_layer": 1}, r"holds the tensor transformer.h.1.\S+ \(and 11 more\), for which the model has no place"),
+    ({"n_layer": 1}, r"holds the tensor transformer.h.1.\S+ \(and 11 more\), which the model does not have"),
     ({"n_inner": 33}, r"transformer.h.0.mlp.c_fc.weight has shape \(8, 32\), expected \(8, 33\)"),
     ({"vocab_size": 12}, r"transformer.wte.weight has shape \(11, 8\), expected \(12, 8\)"),
 ]
 
 
 @pytest.mark.parametrize("change, message", BAD_CONFIGS, ids=[str(change) for change, _ in BAD_CONFIGS])
-def test_a_config_that_does_not_fit_is_one_line(change, message, small, tmp_path):
+def test_invalid_config_raises_one_line(change, message, small, tmp_path):
     folder = save_hf(tmp_path / "gpt2", *small)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | change))
@@ -206,13 +213,13 @@ BAD_TENSORS = {
     ),
     "untied": (
         lambda state: state.update({"lm_head.weight": np.ones((11, 8), np.float32)}),
-        "lm_head.weight is not the",
+        "lm_head.weight differs from the",
     ),
 }
 
 
 @pytest.mark.parametrize("change, message", BAD_TENSORS.values(), ids=BAD_TENSORS)
-def test_a_tensor_that_does_not_fit_is_named(change, message, small, tmp_path):
+def test_invalid_tensor_is_named(change, message, small, tmp_path):
     folder = save_hf(tmp_path / "gpt2", *small)
     rewritten(folder, change)
     with pytest.raises(UserError, match=message) as error:
@@ -220,22 +227,22 @@ def test_a_tensor_that_does_not_fit_is_named(change, message, small, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_a_file_that_is_cut_off_names_the_tensor(small, tmp_path):
+def test_truncated_file_names_tensor(small, tmp_path):
     file = save_hf(tmp_path / "gpt2", *small) / "model.safetensors"
     whole = file.read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
     places = {name: at["data_offsets"] for name, at in json.loads(whole[8:header]).items() if name != "__metadata__"}
     for size in range(0, len(whole), 97):
         file.write_bytes(whole[:size])
-        with pytest.raises(UserError, match="is no whole safetensors file") as error:
+        with pytest.raises(UserError, match="is not a complete safetensors file") as error:
             from_hf(file)
         assert "\n" not in str(error.value)
         cut = [name for name, (start, end) in places.items() if header + start <= size < header + end]
         assert not cut or f"it ends within the tensor {cut[0]}, at {size:,} of {len(whole):,} bytes" in str(error.value)
-        assert cut or "its header is cut off" in str(error.value)
+        assert cut or "its header is truncated" in str(error.value)
 
 
-def test_what_is_not_there_is_one_line(small, tmp_path, own_errors):
+def test_missing_file_raises_one_line(small, tmp_path, own_errors):
     folder = save_hf(tmp_path / "gpt2", *small)
     with pytest.raises(UserError, match=f"^{tmp_path}/nowhere: no such file or folder; download it first"):
         from_hf(tmp_path / "nowhere")
@@ -248,7 +255,7 @@ def test_what_is_not_there_is_one_line(small, tmp_path, own_errors):
         '{"weight_map": {"a": "../b.safetensors"}}',
     ):
         (folder / "model.safetensors.index.json").write_text(index)
-        with pytest.raises(UserError, match="model.safetensors.index.json is no index of tensors"):
+        with pytest.raises(UserError, match="model.safetensors.index.json is not an index of tensors"):
             from_hf(folder)
     (folder / "model.safetensors.index.json").unlink()
     with pytest.raises(UserError, match="under cannot be written"):
@@ -256,12 +263,12 @@ def test_what_is_not_there_is_one_line(small, tmp_path, own_errors):
     with pytest.raises(UserError, match="a MultiHeadAttention: expected attnlab.nn.GPT"):
         save_hf(tmp_path / "other", MultiHeadAttention(2), small[1])
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match="model.safetensors is missing: weights are read from safetensors files"):
+    with pytest.raises(UserError, match="model.safetensors is missing: only safetensors files can be read"):
         from_hf(folder)
     (folder / "config.json").unlink()
-    with pytest.raises(UserError, match="config.json is missing, which says how many heads there are"):
+    with pytest.raises(UserError, match="config.json is missing, which contains the number of heads"):
         from_hf(folder)
-    with pytest.raises(UserError, match="a state dict does not say how many heads"):
+    with pytest.raises(UserError, match="a state dict does not contain the number of heads"):
         from_hf({})
     with pytest.raises(UserError, match="the parameters lack block_0/attention/key/bias"):
         params = jax.tree.map(np.asarray, small[1])
@@ -276,7 +283,7 @@ TEXT = "En un lugar de la Mancha, de cuyo nombre no quiero acordarme, no ha much
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
-    """A folder as from the hub, with random weights: GPT-2's tokenizer on a text, in its own files."""
+    """A folder like those of the hub, with random weights and a GPT-2 tokenizer trained on a text."""
     folder = tmp_path_factory.mktemp("hub") / "gpt2"
     tokenizer = tokenizers.make("bpe", TEXT, vocab_size=300)
     model = GPT(vocab_size=tokenizer.vocab_size + 3, num_layers=2, num_heads=2, width=16, context=48)
@@ -284,7 +291,7 @@ def gpt2(tmp_path_factory):
     return save_hf(folder, model, params, tokenizer)
 
 
-def test_transformers_reads_the_tokenizer(gpt2):
+def test_exported_tokenizer_loads_in_transformers(gpt2):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     theirs, ours = transformers.AutoTokenizer.from_pretrained(gpt2), tokenizers.pretrained(gpt2)
     text = "El hidalgo, 1605: ¡ñandú! 🦙\n\n  vivía"
@@ -292,7 +299,7 @@ def test_transformers_reads_the_tokenizer(gpt2):
     assert ours.decode(ours.encode(text)) == text == theirs.decode(theirs.encode(text))
 
 
-def test_vocab_and_merges_are_read_as_transformers_reads_them(gpt2, tmp_path):
+def test_vocab_and_merges_load_like_transformers(gpt2, tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     model = json.loads((gpt2 / "tokenizer.json").read_text())["model"]
     vocabulary = model["vocab"] | {"<|endoftext|>": len(model["vocab"])}
@@ -306,8 +313,8 @@ def test_vocab_and_merges_are_read_as_transformers_reads_them(gpt2, tmp_path):
         assert ours.decode(ours.encode(text)) == text
 
 
-def test_settings_that_would_change_the_text_do_not(gpt2, tmp_path):
-    """Merges left out by chance, a cut, padding, a beginning-of-text: they are for other uses than reading a text."""
+def test_tokenizer_settings_do_not_change_text(gpt2, tmp_path):
+    """Dropout of merges, truncation, padding and special tokens do not apply to encoding a text."""
     saved = json.loads((gpt2 / "tokenizer.json").read_text())
     expected = tokenizers.pretrained(gpt2).encode(TEXT).tolist()
     saved["model"]["dropout"] = 0.5
@@ -320,8 +327,8 @@ def test_settings_that_would_change_the_text_do_not(gpt2, tmp_path):
     assert tokenizers.load(tmp_path / "again.json").encode(TEXT).tolist() == expected
 
 
-def test_a_space_is_put_before_the_text_alone(gpt2, tmp_path):
-    """As by transformers, also where a long text is read in parts."""
+def test_prefix_space_is_added_once(gpt2, tmp_path):
+    """As in transformers, also for a long text that is encoded in parts."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     saved = json.loads((gpt2 / "tokenizer.json").read_text())
     saved["pre_tokenizer"]["add_prefix_space"] = True
@@ -332,7 +339,7 @@ def test_a_space_is_put_before_the_text_alone(gpt2, tmp_path):
     assert ours.encode(text).tolist() == theirs.encode(text)
 
 
-def test_a_vocabulary_that_lacks_bytes_says_which_characters_it_cannot_read(gpt2, tmp_path):
+def test_incomplete_vocabulary_names_characters(gpt2, tmp_path):
     vocabulary = {"a": 0, "b": 1, "Ġ": 2, "ab": 3}
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
     with pytest.raises(UserError, match="merges.txt is missing, which belongs to"):
@@ -340,16 +347,16 @@ def test_a_vocabulary_that_lacks_bytes_says_which_characters_it_cannot_read(gpt2
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
     tokenizer = tokenizers.pretrained(tmp_path)
     assert tokenizer.encode("ab a").tolist() == [3, 2, 0]
-    with pytest.raises(UserError, match="'xñ': characters that the tokenizer never saw"):
+    with pytest.raises(UserError, match="'xñ': characters not in the tokenizer's vocabulary"):
         tokenizer.encode("ax abñ")
 
 
-def test_a_folder_without_tokenizer_files_has_none(tmp_path):
+def test_folder_without_tokenizer_files_returns_none(tmp_path):
     assert tokenizers.pretrained(tmp_path) is None
 
 
 @pytest.mark.parametrize("kind", ["word", "wordpiece", "nonsense", "no splits", "hole", "foreign"])
-def test_another_tokenizer_is_one_line(kind, gpt2, tmp_path):
+def test_unsupported_tokenizer_raises_one_line(kind, gpt2, tmp_path):
     if kind in ("word", "wordpiece"):
         saved = tokenizers.make(kind, TEXT, 200).to_dict()["tokenizer"]
     else:
@@ -360,6 +367,6 @@ def test_another_tokenizer_is_one_line(kind, gpt2, tmp_path):
         vocabulary = saved["model"]["vocab"]
         vocabulary["日"] = len(vocabulary) + (kind == "hole")
     (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
-    with pytest.raises(UserError, match="tokenizer.json is no byte-level BPE as GPT-2's is") as error:
+    with pytest.raises(UserError, match="tokenizer.json is not a byte-level BPE like GPT-2's") as error:
         tokenizers.pretrained(tmp_path)
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""torch's attention, the notebook's classes and nanoGPT's checkpoints, in and out, to 1e-5."""
+"""Import and export of torch's attention, the notebook's classes and nanoGPT's checkpoints, to 1e-5."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ def drawn(*shape):
 
 
 def unsettled(module):
-    """With other biases and norms than those that modules begin with."""
+    """Change biases and norms from their initial values."""
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -33,7 +33,7 @@ def assert_equal(ours, theirs):
 
 
 def assert_round_trip(module, theirs):
-    """Out again bit for bit, and other parameters go out as well."""
+    """Export bit for bit, also with other parameters."""
     params = from_torch(theirs)[1]
     state = to_torch(params, theirs)
     assert state.keys() == theirs.state_dict().keys()
@@ -46,7 +46,7 @@ def assert_round_trip(module, theirs):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("memory", [None, 8, 12])
-def test_multihead_attention(bias, memory):
+def test_multihead_attention_equals_torch(bias, memory):
     theirs = torch.nn.MultiheadAttention(8, num_heads=4, bias=bias, kdim=memory, vdim=memory, batch_first=True)
     module, params = from_torch(unsettled(theirs))
     assert isinstance(module, MultiHeadAttention) and module.use_bias == bias
@@ -61,7 +61,7 @@ def test_multihead_attention(bias, memory):
 @pytest.mark.parametrize("activation", ["relu", "gelu", torch.nn.GELU(approximate="tanh"), torch.nn.functional.silu])
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
-def test_encoder_layer(activation, norm_first, bias):
+def test_encoder_layer_equals_torch(activation, norm_first, bias):
     theirs = torch.nn.TransformerEncoderLayer(
         8, 2, 20, activation=activation, norm_first=norm_first, bias=bias, layer_norm_eps=1e-3, batch_first=True
     )
@@ -123,7 +123,7 @@ class MultiHeadAttentionWrapper(torch.nn.Module):
 
 
 def notebook_multihead(d_in, d_out, context_length, dropout, num_heads, qkv_bias=False):
-    """The last class of the notebook, whose name is also that of the module here."""
+    """The last class of the notebook, which has the same name as attnlab's module."""
 
     class MultiHeadAttention(torch.nn.Module):
         def __init__(self):
@@ -160,7 +160,7 @@ NOTEBOOK = {
 
 
 @pytest.mark.parametrize("make, expected", NOTEBOOK.values(), ids=NOTEBOOK)
-def test_the_notebooks_classes(make, expected):
+def test_notebook_classes_equal_torch(make, expected):
     theirs = unsettled(make())
     module, params = from_torch(theirs)
     assert expected is None or module == expected
@@ -171,7 +171,7 @@ def test_the_notebooks_classes(make, expected):
     assert_round_trip(module, theirs)
 
 
-def test_what_attnlab_lacks_is_refused_by_name():
+def test_unsupported_torch_module_raises_by_name():
     attention, layer = torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer
     renamed = type("CausalAttention", (torch.nn.Linear,), {})(2, 2)
     subclass = type("Bilinear", (attention,), {"forward": lambda self, x: x})
@@ -181,26 +181,26 @@ def test_what_attnlab_lacks_is_refused_by_name():
     mixed.heads[1] = CausalAttention(3, 2, 6, 0.5)
     del unmasked.mask
     for source, message in (
-        (attention(8, 2, add_bias_kv=True), "MultiheadAttention has bias_k, expected none"),
-        (attention(8, 2, add_zero_attn=True), "MultiheadAttention has add_zero_attn, expected none"),
+        (attention(8, 2, add_bias_kv=True), "MultiheadAttention has bias_k, which attnlab"),
+        (attention(8, 2, add_zero_attn=True), "MultiheadAttention has add_zero_attn, which attnlab"),
         (attention(8, 2, kdim=4, vdim=6), "kdim = 4 and vdim = 6"),
         (layer(8, 2, activation=torch.nn.Mish()), r"the activation Mish\(\): expected relu, gelu or silu"),
         (torch.nn.Linear(2, 2), "from_torch was given a Linear: expected torch.nn.MultiheadAttention"),
-        (renamed, "this CausalAttention is not the notebook's"),
-        (torch.nn.utils.skip_init(attention, 8, 2, device="meta"), "is a meta tensor, expected numbers"),
-        (subclass(8, 2), "Bilinear computes something else than MultiheadAttention: expected that"),
-        (other_epsilon, "expected two LayerNorms alike"),
-        (other_rate, r"drops at the rates \(0.1, 0.3\): expected one rate"),
-        (mixed, "this MultiHeadAttentionWrapper is not the notebook's: its 2 heads are not alike"),
-        (unmasked, "this MultiHeadAttention is not the notebook's: it has no mask"),
-        (attention(8, 2).double(), "MultiheadAttention: in_proj_weight is float64, expected float32, or 16 bits"),
+        (renamed, "this CausalAttention is not the one of the notebook"),
+        (torch.nn.utils.skip_init(attention, 8, 2, device="meta"), "is a meta tensor without data"),
+        (subclass(8, 2), "Bilinear overrides forward of MultiheadAttention: expected"),
+        (other_epsilon, "expected two LayerNorms with one eps"),
+        (other_rate, r"has the dropout rates \(0.1, 0.3\): expected one rate"),
+        (mixed, "this MultiHeadAttentionWrapper is not the one of the notebook: its 2 heads differ"),
+        (unmasked, "this MultiHeadAttention is not the one of the notebook: it has no mask"),
+        (attention(8, 2).double(), "MultiheadAttention: in_proj_weight is float64, expected float32 or a 16-bit float"),
     ):
         with pytest.raises(UserError, match=message) as error:
             from_torch(source)
         assert "\n" not in str(error.value)
 
 
-def test_parameters_of_another_module_do_not_go_out():
+def test_to_torch_rejects_other_parameters():
     theirs = torch.nn.MultiheadAttention(8, 2)
     params = from_torch(torch.nn.MultiheadAttention(8, 4))[1]
     with pytest.raises(UserError, match=r"parameter key/bias has shape \(4, 2\), expected \(2, 4\) in Multihead"):
@@ -267,7 +267,7 @@ class NanoGPT(torch.nn.Module):
 
 
 def checkpoint(path, sizes, prefix="", **more):
-    """As nanoGPT's train.py saves it."""
+    """Save a checkpoint like nanoGPT's train.py."""
     model = unsettled(NanoGPT(sizes))
     state = {prefix + name: tensor for name, tensor in model.state_dict().items()} | more
     optimizer = torch.optim.AdamW(model.parameters()).state_dict()
@@ -279,7 +279,7 @@ def checkpoint(path, sizes, prefix="", **more):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
-def test_nanogpt(bias, prefix, tmp_path):
+def test_nanogpt_round_trip_equals_torch(bias, prefix, tmp_path):
     theirs = checkpoint(tmp_path / "ckpt.pt", Sizes(bias=bias, dropout=0.2), prefix)
     model, params = from_nanogpt(tmp_path / "ckpt.pt")
     assert model == GPT(21, 2, 2, 16, 12, dropout=0.2, use_bias=bias, activation="gelu")
@@ -290,20 +290,28 @@ def test_nanogpt(bias, prefix, tmp_path):
     assert all(torch.equal(state[name], tensor) for name, tensor in theirs.state_dict().items())
 
 
-def test_a_bad_checkpoint_is_one_line(tmp_path):
+def test_invalid_nanogpt_checkpoint_raises_one_line(tmp_path):
     path = tmp_path / "ckpt.pt"
     with pytest.raises(UserError, match="ckpt.pt: no such file"):
         from_nanogpt(path)
     for sizes, more, message in (
-        (Sizes(), {"transformer.h.2.ln_1.weight": torch.ones(16)}, "holds the tensor transformer.h.2.ln_1.weight, for"),
+        (
+            Sizes(),
+            {"transformer.h.2.ln_1.weight": torch.ones(16)},
+            "holds the tensor transformer.h.2.ln_1.weight, which",
+        ),
         (
             Sizes(),
             {"transformer.wpe.weight": torch.ones(12, 17)},
             r"wpe.weight has shape \(12, 17\), expected",
         ),
-        (Sizes(), {"lm_head.weight": torch.ones(21, 16)}, "lm_head.weight is not the embedding"),
+        (Sizes(), {"lm_head.weight": torch.ones(21, 16)}, "lm_head.weight differs from the embedding"),
         (Sizes(bias=0), {}, "model_args.bias = 0, expected True or False"),
-        (Sizes(n_head=3), {}, "ckpt.pt: n_embd = 16 in its config is not divisible by n_head = 3"),
+        (
+            Sizes(n_head=3),
+            {},
+            "ckpt.pt: n_embd and n_head in its config do not fit: width = 16 is not divisible by num_heads = 3",
+        ),
         (Sizes(dropout=2.0), {}, "expected a probability"),
     ):
         checkpoint(path, sizes, **more)
@@ -312,12 +320,12 @@ def test_a_bad_checkpoint_is_one_line(tmp_path):
     whole = path.read_bytes()
     for content in (whole[: len(whole) // 2], b"", b"nonsense"):
         path.write_bytes(content)
-        with pytest.raises(UserError, match="is no whole checkpoint of tensors and plain values") as error:
+        with pytest.raises(UserError, match="is not a complete checkpoint of tensors and plain values") as error:
             from_nanogpt(path)
         assert "\n" not in str(error.value)
     torch.save({"state": {}}, path)
     with pytest.raises(UserError, match="holds no 'model' and 'model_args'"):
         from_nanogpt(path)
     model = GPT(21, 2, 2, 16, 12)
-    with pytest.raises(UserError, match="model.activation = 'gelu_tanh': nanoGPT has no other than 'gelu'"):
+    with pytest.raises(UserError, match="model.activation = 'gelu_tanh': nanoGPT supports only 'gelu'"):
         to_nanogpt(model, model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))

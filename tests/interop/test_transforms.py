@@ -1,4 +1,4 @@
-"""attnlab's modules under the transforms of JAX and Flax, written as a user of Flax writes them."""
+"""attnlab's modules under the transforms of JAX and Flax."""
 
 import flax.linen as nn
 import jax
@@ -24,7 +24,7 @@ both = pytest.mark.parametrize("module, inputs", MODULES.values(), ids=MODULES)
 
 
 def assert_close(ours, plain):
-    """Some hundred products and sums in another order: each errs by 2^-24 of terms below the largest number of all."""
+    """Allow for some hundred reordered float32 operations, each with an error of 2^-24 of the largest value."""
     atol = 100 * 2**-24 * max(float(abs(leaf).max()) for leaf in jax.tree.leaves(plain))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol), ours, plain)
 
@@ -38,12 +38,12 @@ def mesh(shape, names):
 
 
 @both
-def test_jit(module, inputs):
+def test_jit_equals_eager(module, inputs):
     params = jax.jit(module.init)(jax.random.key(1), inputs)
     assert_close(jax.jit(module.apply)(params, inputs), module.apply(params, inputs))
 
 
-def test_nn_jit():
+def test_nn_jit_equals_plain():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, tokens):
@@ -56,7 +56,7 @@ def test_nn_jit():
 
 @both
 @pytest.mark.parametrize("impl", IMPLS)
-def test_vmap_over_a_stack_of_parameters(module, inputs, impl):
+def test_vmap_over_parameters_equals_loop(module, inputs, impl):
     module = module.clone(impl=impl)
     stack = jax.jit(jax.vmap(module.init, (0, None)))(jax.random.split(jax.random.key(1), 3), inputs)
     several = jax.jit(jax.vmap(module.apply, (0, None)))(stack, inputs)
@@ -66,7 +66,7 @@ def test_vmap_over_a_stack_of_parameters(module, inputs, impl):
 
 @both
 @pytest.mark.parametrize("impl", IMPLS)
-def test_vmap_over_examples_and_their_gradients(module, inputs, impl):
+def test_vmap_over_examples_equals_batch(module, inputs, impl):
     module = module.clone(impl=impl)
     params = module.init(jax.random.key(1), inputs)
 
@@ -78,7 +78,7 @@ def test_vmap_over_examples_and_their_gradients(module, inputs, impl):
     assert_close(jax.tree.map(lambda leaf: leaf.sum(0), each), whole)
 
 
-def test_nn_vmap_makes_an_ensemble():
+def test_nn_vmap_makes_ensemble():
     ensemble = nn.vmap(
         MultiHeadAttention, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=3
     )
@@ -89,7 +89,7 @@ def test_nn_vmap_makes_an_ensemble():
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_grad_is_what_finite_differences_say(impl, float64):
+def test_grad_equals_finite_differences(impl, float64):
     block = Block(LAYER.clone(impl=impl), Mlp())
     params, x = jax.tree.map(lambda leaf: leaf.astype(np.float64), (block.init(jax.random.key(1), X), X))
     # Differences over steps of 1e-6, of sums near 100, err by 100·1e-16/1e-6.
@@ -97,7 +97,7 @@ def test_grad_is_what_finite_differences_say(impl, float64):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_nn_remat(impl):
+def test_nn_remat_equals_plain(impl):
     layer = LAYER.clone(impl=impl)
     params = layer.init(jax.random.key(1), X)
     again = nn.remat(MultiHeadAttention)(num_heads=4, mask=Causal(), impl=impl)
@@ -109,7 +109,7 @@ def test_nn_remat(impl):
 
 
 class Stack(nn.Module):
-    """Three blocks whose parameters lie in one array, as `nn.scan` keeps them; `remat` within, as is usual."""
+    """Three rematerialized blocks whose parameters are stacked by `nn.scan`."""
 
     dropout_rate: float = 0.0
 
@@ -127,14 +127,14 @@ class Stack(nn.Module):
 
 
 def blocks(params):
-    """The blocks of a `Stack`, one after another, each a function of x."""
+    """The blocks of a `Stack` as a list of functions."""
     block = Block(LAYER, Mlp())
     for layer in range(3):
         one = {"params": jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["params"]["block"])}
         yield lambda x, one=one, **call: block.apply(one, x, **call)
 
 
-def test_nn_scan_over_layers():
+def test_nn_scan_over_layers_equals_loop():
     params = Stack().init(jax.random.key(1), X)
 
     def in_turn(params):
@@ -149,7 +149,7 @@ def test_nn_scan_over_layers():
     )
 
 
-def test_nn_scan_over_layers_decodes_with_their_caches():
+def test_nn_scan_over_layers_decodes_with_caches():
     params = Stack().init(jax.random.key(1), X)
     caches = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), KVCache.empty(4, 6, 4, 2))
     first, caches = Stack().apply(params, X[:, :4], caches)
@@ -158,7 +158,7 @@ def test_nn_scan_over_layers_decodes_with_their_caches():
     assert caches.length.tolist() == [[6] * 4] * 3
 
 
-def test_nn_scan_drops_differently_in_each_layer():
+def test_nn_scan_dropout_differs_between_layers():
     params = Stack().init(jax.random.key(1), jnp.ones((1, 1, 8)))
     same = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], leaf.shape), params)
     dropping = Stack(dropout_rate=0.5)
@@ -172,7 +172,7 @@ def test_nn_scan_drops_differently_in_each_layer():
     assert_close(dropping.apply(same, X)[0], Stack().apply(same, X)[0])
 
 
-def test_logical_axes_shard_the_parameters():
+def test_logical_axes_shard_parameters():
     def named(*names):
         return nn.with_logical_partitioning(nn.initializers.lecun_normal(), names)
 
@@ -207,7 +207,7 @@ def test_logical_axes_shard_the_parameters():
 
 @both
 @pytest.mark.parametrize("impl", IMPLS)
-def test_shard_map_over_the_data(module, inputs, impl):
+def test_shard_map_over_data_equals_plain(module, inputs, impl):
     module = module.clone(impl=impl)
     params = module.init(jax.random.key(1), inputs)
     sharded = jax.shard_map(module.apply, mesh=mesh((4,), ("data",)), in_specs=(P(), P("data")), out_specs=P("data"))
@@ -218,24 +218,24 @@ def test_shard_map_over_the_data(module, inputs, impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_shard_map_of_a_layer_of_flax_with_padding(impl):
+def test_shard_map_of_flax_layer_with_padding_equals_plain(impl):
     layer = nn.MultiHeadAttention(num_heads=4, attention_fn=attention_fn(Causal(), impl=impl))
     params = layer.init(jax.random.key(1), X)
-    seen = (jnp.arange(6) < jnp.array([[6], [3], [2], [5]]))[:, None, None]
+    visible = (jnp.arange(6) < jnp.array([[6], [3], [2], [5]]))[:, None, None]
 
-    def apply(params, x, seen):
-        return layer.apply(params, x, mask=seen)
+    def apply(params, x, visible):
+        return layer.apply(params, x, mask=visible)
 
     sharded = jax.shard_map(
         apply, mesh=mesh((4,), ("data",)), in_specs=(P(), P("data"), P("data")), out_specs=P("data")
     )
     assert_close(
-        value_and_gradient(lambda params: sharded(params, X, seen), params),
-        value_and_gradient(lambda params: apply(params, X, seen), params),
+        value_and_gradient(lambda params: sharded(params, X, visible), params),
+        value_and_gradient(lambda params: apply(params, X, visible), params),
     )
 
 
-def test_shard_map_drops_the_same_elements_with_a_key_an_example():
+def test_shard_map_dropout_with_example_keys_equals_plain():
     model = MODEL.clone(dropout=0.5)
     params = model.init(jax.random.key(1), TOKENS)
 
@@ -249,7 +249,7 @@ def test_shard_map_drops_the_same_elements_with_a_key_an_example():
     assert_close(jax.jit(sharded)(params, TOKENS, keys), apply(params, TOKENS, keys))
 
 
-def test_nn_map_variables_changes_the_parameters_that_a_module_sees():
+def test_nn_map_variables_transforms_parameters():
     halved = nn.map_variables(
         MultiHeadAttention,
         "params",

@@ -1,4 +1,4 @@
-"""Additive attention is its formula, and masks mean what they mean everywhere."""
+"""Additive attention equals its formula and honors masks."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ MODULE = AdditiveAttention(features=3)
 PARAMS = MODULE.init(jax.random.key(2), Q, MEMORY)
 
 
-def test_it_is_the_formula():
+def test_additive_attention_equals_formula():
     w = {name: np.asarray(leaf["kernel"], np.float64) for name, leaf in PARAMS["params"].items()}
     assert {name: kernel.shape for name, kernel in w.items()} == {"query": (8, 3), "key": (5, 3), "score": (3, 1)}
     for b in range(2):
@@ -23,25 +23,25 @@ def test_it_is_the_formula():
         np.testing.assert_allclose(MODULE.apply(PARAMS, Q, MEMORY)[b], weights @ memory, rtol=1e-5, atol=1e-6)
 
 
-def test_padding_changes_nothing_and_a_row_without_memory_gets_zeros():
+def test_padding_is_inert_and_empty_memory_returns_zeros():
     padded = MODULE.apply(PARAMS, Q, MEMORY, mask=Padding(jnp.array([4, 0])))
     np.testing.assert_allclose(padded[0], MODULE.apply(PARAMS, Q[:1], MEMORY[:1, :4])[0], atol=1e-6)
     assert not padded[1].any()
 
 
-def test_sown_weights_mix_the_memory():
+def test_sown_weights_times_memory_equal_output():
     out, sown = MODULE.apply(PARAMS, Q, MEMORY, mask=Padding(jnp.array([4, 6])), mutable=["intermediates"])
     (weights,) = sown["intermediates"]["attention_weights"]
     assert weights.shape == (2, 4, 6) and not weights[0, :, 4:].any()
     np.testing.assert_allclose(out, weights @ MEMORY, atol=1e-6)
 
 
-def test_within_one_sequence_the_causal_mask_hides_what_comes_later():
+def test_causal_self_attention_ignores_later_tokens():
     module = AdditiveAttention(mask=Causal())
     params = module.init(jax.random.key(0), Q)
     np.testing.assert_allclose(module.apply(params, Q)[:, :2], module.apply(params, Q[:, :2]), atol=1e-6)
 
 
-def test_gradients_reach_every_parameter():
+def test_gradient_of_every_parameter_is_nonzero():
     gradient = jax.grad(lambda params: (MODULE.apply(params, Q, MEMORY) ** 2).sum())(PARAMS)
     assert all(jnp.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))

@@ -1,11 +1,14 @@
-"""The GPT: initialisation, causality, its options, and decoding."""
+"""The GPT: initialization, causality, options, masks and decoding."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnlab.nn import GPT, Block, Mlp, MultiHeadAttention
+from attnlab.masks import Segments
+from attnlab.nn import GPT, Block, KVCache, Mlp, MultiHeadAttention
 
 TOKENS = jax.random.randint(jax.random.key(0), (2, 8), 0, 11)
 OPTIONS = {
@@ -25,30 +28,86 @@ def gpt(**options):
     return GPT(**({"vocab_size": 11, "num_layers": 2, "num_heads": 4, "width": 16, "context": 8} | options))
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_no_token_sees_a_later_one(options):
-    model = gpt(**options)
-    params = model.init(jax.random.key(1), TOKENS)
+@functools.cache
+def made(option):
+    """Model, variables and compiled `apply` of one of `OPTIONS`, shared between tests."""
+    model = gpt(**OPTIONS[option])
+    return model, jax.jit(model.init)(jax.random.key(1), TOKENS), jax.jit(model.apply)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_gpt_later_token_changes_no_earlier_logits(option):
+    _, params, apply = made(option)
     changed = TOKENS.at[:, 5].set((TOKENS[:, 5] + 1) % 11)
-    apply = jax.jit(model.apply)
     before, after = apply(params, TOKENS), apply(params, changed)
     np.testing.assert_array_equal(before[:, :5], after[:, :5])
     assert not np.allclose(before[:, 5], after[:, 5])
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_decoding_through_caches_gives_the_answers_of_the_full_pass(options):
-    model = gpt(**options)
-    params = model.init(jax.random.key(1), TOKENS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_gpt_decoding_with_caches_equals_full_pass(option):
+    model, params, apply = made(option)
     parts, caches = [], model.empty_caches(batch=2)
-    for chunk in (TOKENS[:, :3], TOKENS[:, 3:4], TOKENS[:, 4:]):
-        logits, caches = jax.jit(model.apply)(params, chunk, caches=caches)
+    for chunk in (TOKENS[:, :3], TOKENS[:, 3:4], TOKENS[:, 4:5], TOKENS[:, 5:]):
+        logits, caches = apply(params, chunk, caches=caches)
         parts.append(logits)
     # Float32 sums of 16 to 64 terms in another order, through two layers.
-    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), model.apply(params, TOKENS), atol=1e-5)
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), apply(params, TOKENS), atol=1e-5)
 
 
-def test_it_starts_as_gpt_2_does():
+SEGMENTS = jnp.array([0, 0, 0, 1, 1, 1, 1, 1])
+
+
+def test_gpt_segments_mask_separates_packed_documents():
+    model, params, apply = made("rotary")
+    packed = apply(params, TOKENS, mask=Segments(SEGMENTS))
+    # Rotary scores depend on differences of positions alone, so the second document may start at any position.
+    apart = [apply(params, TOKENS[:, :3]), model.apply(params, TOKENS[:, 3:])]
+    np.testing.assert_allclose(packed, jnp.concatenate(apart, axis=1), atol=1e-5)
+    assert not np.allclose(packed[:, 3:], apply(params, TOKENS)[:, 3:], atol=1e-3)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_gpt_bool_mask_equals_segments(remat):
+    model, params, apply = made("rotary")
+    array = np.equal.outer(np.asarray(SEGMENTS), np.asarray(SEGMENTS))
+    masked = model.clone(remat=remat).apply(params, TOKENS, mask=array)
+    np.testing.assert_allclose(masked, apply(params, TOKENS, mask=Segments(SEGMENTS)), atol=1e-6)
+
+
+def test_gpt_mask_with_caches_equals_full_pass():
+    model, params, apply = made("rotary")
+    parts, caches = [], model.empty_caches(batch=2)
+    for at in (slice(0, 5), slice(5, 8)):
+        mask = Segments(SEGMENTS[at], SEGMENTS)  # the cache has 8 slots
+        logits, caches = apply(params, TOKENS[:, at], caches=caches, mask=mask)
+        parts.append(logits)
+    whole = apply(params, TOKENS, mask=Segments(SEGMENTS))
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "tokens, options, error, message",
+    [
+        (TOKENS.at[1, 2].set(11), {}, ValueError, "tokens contains 11, expected ids from 0 to 10: encode the text"),
+        (np.full((2, 8), -1), {}, ValueError, "tokens contains -1, expected ids from 0 to 10"),
+        (TOKENS[0], {}, ValueError, r"tokens has shape \(8,\), expected \[batch, length\]"),
+        (TOKENS, {"is_causal": True}, TypeError, "GPT.__call__ has no argument 'is_causal': use mask=masks.Causal"),
+        (TOKENS, {"mask": np.ones((3, 3), bool)}, ValueError, r"mask has shape \(3, 3\), expected exactly \(8, 8\)"),
+        (TOKENS, {"mask": lambda b, h, i, j: i > j}, TypeError, "function"),
+        (TOKENS, {"caches": gpt().empty_caches(batch=3)}, ValueError, r"caches\[0\].key has shape \(3, 8, 4, 4\)"),
+        (TOKENS, {"caches": gpt().empty_caches(batch=2)[:1]}, ValueError, "caches is 1 of them, .* num_layers = 2"),
+        (TOKENS, {"caches": KVCache.empty(2, 8, 4, 4)}, ValueError, "caches is one KVCache, .* num_layers = 2"),
+    ],
+)
+def test_gpt_invalid_argument_raises_one_line(tokens, options, error, message, own_errors):
+    _, params, _ = made("learned")
+    with pytest.raises(error, match=message) as raised:
+        gpt().apply(params, tokens, **options)
+    assert "\n" not in str(raised.value)
+
+
+def test_gpt_initial_weights_follow_gpt2():
     model = gpt(width=256, num_layers=8, vocab_size=500)
     params = model.init(jax.random.key(1), TOKENS)["params"]
     block = params["block_3"]
@@ -67,18 +126,18 @@ def test_it_starts_as_gpt_2_does():
     np.testing.assert_allclose(loss, np.log(500), rtol=0.02)
 
 
-def test_output_and_input_share_one_embedding():
+def test_gpt_output_layer_is_tied_to_embedding():
     params = gpt().init(jax.random.key(1), TOKENS)["params"]
     assert [leaf.shape for leaf in jax.tree.leaves(params) if 11 in leaf.shape] == [(11, 16)]
 
 
-def test_gpt2_sizes_have_gpt2s_number_of_parameters():
+def test_gpt_of_gpt2_size_has_its_parameter_count():
     model = GPT(vocab_size=50257, num_layers=12, num_heads=12, width=768, context=1024)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == 124_439_808  # Hugging Face's GPT2LMHeadModel
 
 
-def test_dropout_of_an_example_depends_on_its_key_alone():
+def test_gpt_dropout_depends_on_example_key_alone():
     model = gpt(dropout=0.3)
     params = model.init(jax.random.key(1), TOKENS)
     keys = jax.random.split(jax.random.key(2), 2)
@@ -90,14 +149,14 @@ def test_dropout_of_an_example_depends_on_its_key_alone():
     assert not np.allclose(run(TOKENS, keys), run(TOKENS, keys[::-1]))
 
 
-def test_dropout_also_takes_the_rng_of_linen():
+def test_gpt_dropout_without_key_uses_linen_rng():
     model = gpt(dropout=0.3)
     params = model.init(jax.random.key(1), TOKENS)
     out = model.apply(params, TOKENS, deterministic=False, rngs={"dropout": jax.random.key(0)})
     assert not np.allclose(out, model.apply(params, TOKENS))
 
 
-def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
+def test_gpt_bfloat16_keeps_float32_parameters():
     model = gpt(dtype=jnp.bfloat16)
     params = model.init(jax.random.key(1), TOKENS)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
@@ -112,14 +171,20 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
     "options, length, message",
     [
         ({}, 9, "a sequence of 9 tokens is longer than the 8 learned positions"),
-        ({"num_heads": 3}, 8, "width 16 is not divisible by 3 heads"),
+        ({"num_heads": 3}, 8, "width = 16 is not divisible by num_heads = 3: use a multiple, e.g. 15"),
         ({"positions": "absolute"}, 8, "positions = 'absolute': expected one of learned, sinusoidal, rotary"),
         ({"window": 0}, 8, "window = 0: expected 1 position or more"),
-        ({"mlp_ratio": 0.01}, 8, "mlp_ratio = 0.01 of width 16 leaves no width: use 1/width or more"),
+        ({"window": -1}, 8, "window = -1: expected 1 position or more"),
+        ({"kv_heads": 3}, 8, "num_heads = 4 is not a multiple of kv_heads = 3: use a divisor, e.g. 1"),
+        ({"kv_heads": 0}, 8, "kv_heads = 0: expected 1 or more"),
+        ({"num_heads": 0}, 8, "num_heads = 0: expected 1 or more"),
+        ({"num_heads": 16, "positions": "rotary"}, 8, "a head has 1 .* choose an even width / num_heads"),
+        ({"width": 15, "num_heads": 3, "positions": "sinusoidal"}, 8, "width = 15 is odd: sinusoidal positions need"),
+        ({"mlp_ratio": 0.01}, 8, "mlp_ratio = 0.01 times width = 16 rounds to 0: use 1/16 or more"),
         ({"activation": "swiglu"}, 8, "activation = 'swiglu': expected one of gelu_tanh, gelu, relu, silu"),
     ],
 )
-def test_a_bad_option_is_one_line(options, length, message):
+def test_gpt_invalid_option_raises_one_line(options, length, message):
     with pytest.raises(ValueError, match=message):
         gpt(**options).init(jax.random.key(0), jnp.zeros((1, length), jnp.int32))
 
@@ -133,7 +198,7 @@ def test_a_bad_option_is_one_line(options, length, message):
         ("silu", lambda x: x / (1 + jnp.exp(-x))),
     ],
 )
-def test_a_feed_forward_layer_is_its_formula(activation, function, float64):
+def test_mlp_equals_formula(activation, function, float64):
     x = jax.random.normal(jax.random.key(0), (3, 8))
     y, variables = Mlp(19, activation).init_with_output(jax.random.key(1), x)
     up, down = variables["params"]["up"], variables["params"]["down"]
@@ -142,7 +207,7 @@ def test_a_feed_forward_layer_is_its_formula(activation, function, float64):
     np.testing.assert_allclose(y, expected, rtol=1e-12)
 
 
-def test_a_block_may_normalise_what_comes_out_as_in_the_paper(float64):
+def test_block_post_norm_equals_formula(float64):
     x = 3 * jax.random.normal(jax.random.key(0), (2, 5, 8)) + 1
     block = Block(MultiHeadAttention(num_heads=2), Mlp(), norm_first=False, norm_epsilon=0.1)
     y, variables = block.init_with_output(jax.random.key(1), x)
@@ -155,20 +220,20 @@ def test_a_block_may_normalise_what_comes_out_as_in_the_paper(float64):
     np.testing.assert_allclose(y, norm(x + Mlp().apply({"params": params["mlp"]}, x)), rtol=1e-10)
 
 
-def test_the_feed_forward_layer_may_have_any_width():
+def test_gpt_mlp_ratio_sets_hidden_width():
     params = gpt(mlp_ratio=19 / 16).init(jax.random.key(0), TOKENS)["params"]
     assert params["block_0"]["mlp"]["up"]["kernel"].shape == (16, 19)
 
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "rotary", "alibi", "none"])
-def test_without_learned_positions_a_sequence_may_be_longer_than_the_context(positions):
-    model = gpt(positions=positions)
-    params = model.init(jax.random.key(1), TOKENS)
-    assert model.apply(params, jnp.tile(TOKENS, (1, 2))).shape == (2, 16, 11)
+def test_gpt_accepts_long_input_without_learned_positions(positions):
+    model, params, _ = made(positions)
+    long = jnp.tile(TOKENS, (1, 2))
+    assert jax.eval_shape(model.apply, params, long).shape == (2, 16, 11)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_remat_computes_blocks_again_for_the_same_gradients(dropout):
+def test_gpt_remat_recomputes_blocks_for_same_gradients(dropout):
     model = GPT(vocab_size=11, num_layers=2, num_heads=2, width=32, context=16, dropout=dropout)
     tokens = jnp.arange(4 * 16).reshape(4, 16) % 11
     params = model.init(jax.random.key(0), tokens)

@@ -1,4 +1,4 @@
-"""A head is the formula; heads side by side are those heads."""
+"""A head equals its formula; stacked heads and multi-head attention equal their heads."""
 
 import operator
 
@@ -14,7 +14,7 @@ from attnlab.nn import Head, MultiHeadAttention, StackedHeads
 X = jax.random.normal(jax.random.key(0), (2, 6, 8))
 
 
-def test_a_head_is_the_formula_with_its_own_width_as_scale():
+def test_head_equals_formula_scaled_by_its_own_width():
     head = Head(head_dim=3)
     params = head.init(jax.random.key(1), X)
     w = {name: np.asarray(leaf["kernel"], np.float64) for name, leaf in params["params"].items()}
@@ -27,13 +27,13 @@ def test_a_head_is_the_formula_with_its_own_width_as_scale():
 
 
 @pytest.mark.parametrize("length", [1, 3, 6])
-def test_a_head_looks_at_no_later_token(length):
+def test_head_ignores_later_tokens(length):
     head = Head(head_dim=3)
     params = head.init(jax.random.key(1), X)
     np.testing.assert_allclose(head.apply(params, X)[:, :length], head.apply(params, X[:, :length]), atol=1e-6)
 
 
-def test_weights_are_sown_when_asked_for():
+def test_head_sows_weights_when_intermediates_mutable():
     head = Head(head_dim=3)
     params = head.init(jax.random.key(1), X)
     out, state = head.apply({"params": params["params"]}, X, mutable=["intermediates"])
@@ -43,7 +43,7 @@ def test_weights_are_sown_when_asked_for():
     np.testing.assert_allclose(out, weights @ (X @ params["params"]["value"]["kernel"]), atol=1e-6)
 
 
-def test_masks_of_field_and_call_are_anded():
+def test_head_ands_masks_of_field_and_call():
     head = Head(head_dim=3)
     params = head.init(jax.random.key(1), X)
     padded = head.apply(params, X, mask=Padding(jnp.array([2, 6])))
@@ -52,7 +52,7 @@ def test_masks_of_field_and_call_are_anded():
     assert not np.allclose(padded[0, 2:], head.apply(params, X)[0, 2:])
 
 
-def test_dropout_of_a_head_draws_from_the_dropout_rng():
+def test_head_dropout_uses_dropout_rng():
     head = Head(head_dim=3, dropout_rate=0.5)
     params = head.init(jax.random.key(1), X)
     a, b = (head.apply(params, X, deterministic=False, rngs={"dropout": jax.random.key(k)}) for k in (0, 1))
@@ -60,17 +60,17 @@ def test_dropout_of_a_head_draws_from_the_dropout_rng():
     np.testing.assert_array_equal(head.apply(params, X), Head(head_dim=3).apply(params, X))
 
 
-def test_stacked_heads_are_heads_side_by_side():
+def test_stacked_heads_equal_concatenated_heads():
     stacked = StackedHeads(num_heads=3, head_dim=4)
     params = stacked.init(jax.random.key(1), X)
     assert params["params"]["heads"]["query"]["kernel"].shape == (3, 8, 4)
     one = [jax.tree.map(operator.itemgetter(h), params["params"]["heads"]) for h in range(3)]
     each = [Head(4).apply({"params": head}, X) for head in one]
     np.testing.assert_allclose(jax.jit(stacked.apply)(params, X), jnp.concatenate(each, axis=-1), atol=1e-6)
-    assert len({float(abs(head).sum()) for head in each}) == 3  # each starts with weights of its own
+    assert len({float(abs(head).sum()) for head in each}) == 3  # initialized independently
 
 
-def test_stacked_heads_take_masks_with_arrays_and_sow_weights():
+def test_stacked_heads_take_array_masks_and_sow_weights():
     stacked = StackedHeads(num_heads=3, head_dim=4)
     params = stacked.init(jax.random.key(1), X)["params"]
     _, state = stacked.apply({"params": params}, X, mask=Padding(jnp.array([2, 6])), mutable=["intermediates"])
@@ -79,7 +79,7 @@ def test_stacked_heads_take_masks_with_arrays_and_sow_weights():
 
 
 def heads_of(params, fields=("query", "key", "value")):
-    """The parameters of each head of a `MultiHeadAttention`, stacked on a leading axis for `vmap`."""
+    """Parameters of the heads of a `MultiHeadAttention`, stacked on a leading axis for `vmap`."""
     axes = {"kernel": 1, "bias": 0}
     return {
         field: {name: jnp.moveaxis(leaf, axes[name], 0) for name, leaf in params[field].items()} for field in fields
@@ -88,8 +88,8 @@ def heads_of(params, fields=("query", "key", "value")):
 
 @pytest.mark.parametrize("use_bias", [True, False])
 @pytest.mark.parametrize("seed", range(3))
-def test_head_i_of_multi_head_attention_is_the_head_with_slice_i(use_bias, seed):
-    """Outputs and gradients, for all heads at once by `jax.vmap`; the output projection then joins them."""
+def test_multihead_slice_i_equals_head_i(use_bias, seed):
+    """Compare outputs and gradients with a `jax.vmap` over heads, followed by the output projection."""
     module = MultiHeadAttention(
         num_heads=4, use_bias=use_bias, mask=Head(2).mask, kernel_init=flax.linen.initializers.normal(1.0)
     )

@@ -1,4 +1,4 @@
-"""Recurrent and convolutional layers stand where attention does in a block."""
+"""Recurrent and convolutional layers can replace attention in a block."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ EACH = pytest.mark.parametrize("mixer", MIXERS, ids=lambda m: f"{type(m).__name_
 
 
 @EACH
-def test_a_block_takes_it_in_the_place_of_attention(mixer):
+def test_mixer_replaces_attention_in_block(mixer):
     def shapes(mixer):
         return jax.eval_shape(lambda x: Block(mixer, Mlp()).init_with_output(jax.random.key(0), x)[0], X)
 
@@ -23,13 +23,13 @@ def test_a_block_takes_it_in_the_place_of_attention(mixer):
 
 @EACH
 @pytest.mark.parametrize("length", [1, 4])
-def test_it_looks_at_no_later_token(mixer, length):
+def test_mixer_ignores_later_tokens(mixer, length):
     params = mixer.init(jax.random.key(1), X)
     np.testing.assert_allclose(mixer.apply(params, X)[:, :length], mixer.apply(params, X[:, :length]), atol=1e-6)
 
 
 @EACH
-def test_token_by_token_with_a_cache_is_the_full_pass(mixer):
+def test_mixer_decoding_with_cache_equals_full_pass(mixer):
     block = Block(mixer, Mlp())
     params = block.init(jax.random.key(1), X)
     cache, steps = mixer.empty_cache(2, 8), []
@@ -40,7 +40,7 @@ def test_token_by_token_with_a_cache_is_the_full_pass(mixer):
 
 
 @EACH
-def test_in_half_precision_a_cache_changes_nothing_either(mixer):
+def test_mixer_bfloat16_cache_equals_full_pass(mixer):
     mixer = mixer.clone(dtype=jnp.bfloat16)
     x = X.astype(jnp.bfloat16)
     params = mixer.init(jax.random.key(1), x)
@@ -52,28 +52,32 @@ def test_in_half_precision_a_cache_changes_nothing_either(mixer):
 
 
 @EACH
-def test_shapes_that_do_not_fit_are_one_line(own_errors, mixer):
-    with pytest.raises(ValueError, match=r"inputs of a .* have shape \(9, 8\), expected \[batch, length, features\]"):
+def test_mixer_wrong_shape_raises_one_line(own_errors, mixer):
+    with pytest.raises(
+        ValueError, match=r"the inputs of \w+ have shape \(9, 8\), expected \[batch, length, features\]"
+    ):
         mixer.init(jax.random.key(0), X[0])
-    with pytest.raises(ValueError, match=r"the cache of a .* has shape \(2, 99\), expected .*: see empty_cache"):
+    with pytest.raises(
+        ValueError, match=r"the cache of \w+ has shape \(2, 99\), expected .*: make it with empty_cache"
+    ):
         mixer.init(jax.random.key(0), X, cache=jnp.zeros((2, 99)))
 
 
 def reach(module, length):
-    """How far back the last token sees, by the derivative."""
+    """Receptive field of the last token, from its derivative."""
     x = jax.random.normal(jax.random.key(2), (1, length, 4))
     params = module.init(jax.random.key(1), x)
-    seen = jnp.abs(jax.jacrev(lambda x: module.apply(params, x)[0, -1])(x)[:, 0]).sum((0, 2)) > 0
-    return length - int(seen.argmax())
+    dependence = jnp.abs(jax.jacrev(lambda x: module.apply(params, x)[0, -1])(x)[:, 0]).sum((0, 2)) > 0
+    return length - int(dependence.argmax())
 
 
-def test_a_convolution_sees_what_its_kernel_and_dilation_say():
+def test_conv_receptive_field_follows_kernel_and_dilation():
     assert reach(CausalConv(kernel_size=3), 32) == 3
     assert reach(CausalConv(kernel_size=3, dilation=4), 32) == 9
     assert reach(GRU(), 32) == 32
 
 
-def test_a_convolution_is_its_kernel():
+def test_conv_equals_its_kernel():
     conv = CausalConv(kernel_size=2, dilation=2)
     params = conv.init(jax.random.key(1), X)["params"]["conv"]
     before = jnp.pad(X, ((0, 0), (2, 0), (0, 0)))[:, :9]
@@ -82,12 +86,12 @@ def test_a_convolution_is_its_kernel():
 
 
 @EACH
-def test_a_mask_that_it_cannot_honour_is_refused(mixer):
+def test_mixer_rejects_unsupported_mask(mixer):
     mixer.init(jax.random.key(0), X, mask=Causal())
-    with pytest.raises(ValueError, match="mask is SlidingWindow, but a .* sees what came before: leave it out"):
+    with pytest.raises(ValueError, match="mask is SlidingWindow, but .* is causal by construction: leave it out"):
         mixer.init(jax.random.key(0), X, mask=SlidingWindow(left=2))
 
 
-def test_a_kernel_of_nothing_is_one_line():
+def test_conv_kernel_size_zero_raises_one_line():
     with pytest.raises(ValueError, match="kernel_size, dilation = 0, 1: expected 1 or more of both"):
         CausalConv(kernel_size=0).init(jax.random.key(0), X)

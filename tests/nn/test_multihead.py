@@ -1,4 +1,6 @@
-"""Multi-head attention agrees with Flax's, takes its checkpoints, and decodes through its cache."""
+"""Multi-head attention agrees with Flax's, loads its checkpoints, and decodes with a cache."""
+
+import functools
 
 import flax.linen
 import jax
@@ -11,6 +13,7 @@ from attnlab.nn import KVCache, MultiHeadAttention
 
 X = jax.random.normal(jax.random.key(0), (2, 6, 8))
 MEMORY = jax.random.normal(jax.random.key(1), (2, 5, 12))
+EMPTY = KVCache.empty(batch=2, capacity=8, kv_heads=4, head_dim=2)
 
 
 def shapes(tree):
@@ -20,7 +23,7 @@ def shapes(tree):
 @pytest.mark.parametrize("use_bias", [True, False])
 @pytest.mark.parametrize("qk_norm", [True, False])
 @pytest.mark.parametrize("memory", [None, MEMORY])
-def test_parameters_move_to_and_from_flax_unchanged(use_bias, qk_norm, memory, float64):
+def test_parameters_are_interchangeable_with_flax(use_bias, qk_norm, memory, float64):
     ours = MultiHeadAttention(num_heads=4, use_bias=use_bias, qk_norm=qk_norm)
     theirs = flax.linen.MultiHeadDotProductAttention(num_heads=4, use_bias=use_bias, normalize_qk=qk_norm)
     params = theirs.init(jax.random.key(2), X, memory)
@@ -30,12 +33,12 @@ def test_parameters_move_to_and_from_flax_unchanged(use_bias, qk_norm, memory, f
     np.testing.assert_allclose(ours.apply(params, x, memory), theirs.apply(params, x, memory), rtol=1e-9)
 
 
-def test_the_first_three_projections_may_go_without_biases():
+def test_qkv_bias_false_keeps_only_output_bias():
     shapes = jax.eval_shape(MultiHeadAttention(num_heads=4, qkv_bias=False).init, jax.random.key(0), X)["params"]
     assert [name for name, leaves in shapes.items() if "bias" in leaves] == ["out"]
 
 
-def test_masks_mean_the_same_as_in_flax():
+def test_dense_mask_equals_flax():
     params = MultiHeadAttention(num_heads=4).init(jax.random.key(2), X)
     array = jnp.asarray(np.random.default_rng(0).random((2, 1, 6, 6)) < 0.6).at[..., 0].set(True)
     ours = MultiHeadAttention(num_heads=4).apply(params, X, mask=Dense(array))
@@ -43,14 +46,14 @@ def test_masks_mean_the_same_as_in_flax():
     np.testing.assert_allclose(ours, theirs, atol=2e-6)
 
 
-def test_masks_of_field_and_call_are_anded():
+def test_multihead_ands_masks_of_field_and_call():
     params = MultiHeadAttention(num_heads=4).init(jax.random.key(2), X)
     lengths = Padding(jnp.array([3, 6]))
     joined = MultiHeadAttention(num_heads=4, mask=Causal()).apply(params, X, mask=lengths)
     np.testing.assert_array_equal(joined, MultiHeadAttention(num_heads=4).apply(params, X, mask=Causal() & lengths))
 
 
-def test_grouped_heads_are_heads_with_shared_keys():
+def test_grouped_heads_equal_repeated_kv_heads():
     grouped = MultiHeadAttention(num_heads=4, kv_heads=2)
     params = grouped.init(jax.random.key(2), X)["params"]
     assert params["key"]["kernel"].shape == (8, 2, 2)
@@ -62,13 +65,13 @@ def test_grouped_heads_are_heads_with_shared_keys():
     np.testing.assert_allclose(grouped.apply({"params": params}, X), full, atol=1e-6)
 
 
-def test_the_output_width_and_the_head_width_can_be_chosen():
+def test_head_dim_and_out_features_set_shapes():
     module = MultiHeadAttention(num_heads=3, head_dim=5, out_features=7)
     assert module.init_with_output(jax.random.key(0), X)[0].shape == (2, 6, 7)
 
 
-def test_heads_cost_no_more_than_one_as_wide_as_all_of_them():
-    """Vaswani et al. 2017, section 3.2.2: eight heads of 8 against one of 64. Only their softmaxes add to it."""
+def test_flops_of_heads_equal_one_wide_head():
+    """Vaswani et al. 2017, section 3.2.2: eight heads of 8 against one of 64 differ only in softmax FLOPs."""
     x = jnp.zeros((1, 128, 64))
 
     def flops(heads):
@@ -82,7 +85,7 @@ def test_heads_cost_no_more_than_one_as_wide_as_all_of_them():
     assert 0 < softmaxes < 8 * 128 * 128 * 10, "ten operations for each of the weights"
 
 
-def test_sown_weights_make_the_output():
+def test_multihead_sown_weights_give_output():
     module = MultiHeadAttention(num_heads=4, mask=Causal(), use_bias=False)
     params = module.init(jax.random.key(2), X)["params"]
     out, state = module.apply({"params": params}, X, mutable=["intermediates"])
@@ -91,8 +94,8 @@ def test_sown_weights_make_the_output():
     np.testing.assert_allclose(out, jnp.einsum("bhtd,hdf->btf", weights @ values, params["out"]["kernel"]), atol=1e-6)
 
 
-def test_dropout_is_drawn_per_example():
-    """The same key an example gives the same result in any batch: what makes training independent of devices."""
+def test_multihead_dropout_depends_on_example_key_alone():
+    """An example's key gives the same result in any batch, so training does not depend on the number of devices."""
     module = MultiHeadAttention(num_heads=4, dropout_rate=0.5)
     params = module.init(jax.random.key(2), X)
     keys = jax.random.split(jax.random.key(3), 2)
@@ -125,12 +128,40 @@ def test_sinks_start_at_zero_and_take_weight():
             {"positions": jnp.arange(6), "cache": KVCache.empty(2, 8, 4, 2)},
             "a cache counts positions by itself",
         ),
-        ({"num_heads": 4, "rotary_base": 100.0}, {"inputs_kv": MEMORY}, "cross-attention has two"),
+        (
+            {"num_heads": 4},
+            {"cache": KVCache.empty(3, 8, 4, 2)},
+            r"cache.key has shape \(3, 8, 4, 2\), expected \(2, 8, 4",
+        ),
+        (
+            {"num_heads": 4},
+            {"cache": KVCache.empty(2, 8, 2, 2)},
+            r"\(2, 8, 2, 2\), .* make it with KVCache.empty\(batch=2",
+        ),
+        ({"num_heads": 4}, {"cache": KVCache.empty(2, 8, 4, 3)}, r"cache.key has shape \(2, 8, 4, 3\), .*head_dim=2\)"),
+        (
+            {"num_heads": 4},
+            {"cache": KVCache.empty(2, 8, 4, 2, int)},
+            "cache.key has type int.*, expected a floating type",
+        ),
+        (
+            {"num_heads": 4},
+            {"cache": EMPTY._replace(length=jnp.array([0]))},
+            r"cache.length has shape \(1,\), expected",
+        ),
+        (
+            {"num_heads": 4},
+            {"cache": EMPTY._replace(length=jnp.zeros(2))},
+            "cache.length has type float32, expected an integer",
+        ),
+        ({"num_heads": 4}, {"cache": tuple(EMPTY)}, "cache is a tuple: expected a KVCache, see KVCache.empty"),
+        ({"num_heads": 4, "rotary_base": 100.0}, {"inputs_kv": MEMORY}, "leave it None for cross-attention"),
     ],
 )
-def test_a_bad_shape_is_one_line(options, call, message):
-    with pytest.raises(ValueError, match=message):
+def test_multihead_invalid_argument_raises_one_line(options, call, message, own_errors):
+    with pytest.raises(ValueError, match=message) as error:
         MultiHeadAttention(**options).init(jax.random.key(0), X, **call)
+    assert "\n" not in str(error.value)
 
 
 MODULES = {
@@ -143,22 +174,32 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("options", MODULES.values(), ids=MODULES)
-@pytest.mark.parametrize("chunks", [[6], [1] * 6, [3, 1, 2], [1, 5]])
-def test_the_cache_gives_the_answers_of_the_full_pass(options, chunks):
-    module = MultiHeadAttention(num_heads=4, **({"mask": Causal()} | options))
-    params = module.init(jax.random.key(2), X)
-    cache, parts, at = KVCache.empty(2, 8, options.get("kv_heads", 4), options.get("head_dim", 2)), [], 0
+@functools.cache
+def made(option):
+    """Variables and compiled `apply` of one of `MODULES`, shared between tests."""
+    module = MultiHeadAttention(num_heads=4, **({"mask": Causal()} | MODULES[option]))
+    return jax.jit(module.init)(jax.random.key(2), X), jax.jit(module.apply)
+
+
+@pytest.mark.parametrize("option", MODULES)
+@pytest.mark.parametrize("chunks", [[6], [1] * 6, [3, 3], [1, 3, 1, 1]])
+def test_cache_decoding_equals_full_pass(option, chunks):
+    params, apply = made(option)
+    cache, parts, at = (
+        KVCache.empty(2, 8, MODULES[option].get("kv_heads", 4), MODULES[option].get("head_dim", 2)),
+        [],
+        0,
+    )
     for size in chunks:
-        part, cache = module.apply(params, X[:, at : at + size], cache=cache)
+        part, cache = apply(params, X[:, at : at + size], cache=cache)
         parts.append(part)
         at += size
-    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), module.apply(params, X), atol=2e-6)
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), apply(params, X), atol=2e-6)
     assert cache.length.tolist() == [6, 6]
 
 
-def test_rows_of_a_cache_may_differ_in_length():
-    """Prompts of 2 and 4 tokens, padded on the right, prefilled at once; then each goes on from its own end."""
+def test_cache_lengths_may_differ_between_sequences():
+    """Prefill prompts of 2 and 4 tokens, padded on the right, then continue each at its own length."""
     module = MultiHeadAttention(num_heads=4, mask=Causal(), rotary_base=100.0)
     params = module.init(jax.random.key(2), X)
     lengths = jnp.array([2, 4])
@@ -172,7 +213,7 @@ def test_rows_of_a_cache_may_differ_in_length():
     assert cache.length.tolist() == [4, 6]
 
 
-def test_past_its_capacity_a_cache_keeps_the_newest_positions():
+def test_full_cache_keeps_newest_positions():
     module = MultiHeadAttention(num_heads=4, mask=Causal(), rotary_base=100.0)
     params = module.init(jax.random.key(2), X)
     cache = KVCache.empty(2, 3, 4, 2)
@@ -183,7 +224,7 @@ def test_past_its_capacity_a_cache_keeps_the_newest_positions():
     assert sorted(cache.positions()[0].tolist()) == [3, 4, 5]
 
 
-def test_a_cache_passes_through_jit_and_scan():
+def test_cache_passes_through_jit_and_scan():
     module = MultiHeadAttention(num_heads=4, mask=Causal())
     params = module.init(jax.random.key(2), X)
 
@@ -195,14 +236,14 @@ def test_a_cache_passes_through_jit_and_scan():
     np.testing.assert_allclose(outs.swapaxes(0, 1), module.apply(params, X), atol=2e-6)
 
 
-def test_a_chunk_larger_than_the_cache_is_refused():
+def test_cache_chunk_beyond_capacity_raises():
     module = MultiHeadAttention(num_heads=4, mask=Causal())
     params = module.init(jax.random.key(2), X)
     with pytest.raises(ValueError, match="6 tokens do not fit a cache of 4"):
         module.apply(params, X, cache=KVCache.empty(2, 4, 4, 2))
 
 
-def test_every_backend_gives_the_same_module():
+def test_multihead_backends_agree():
     x = jax.random.normal(jax.random.key(0), (2, 100, 8))
     mask = Padding(jnp.array([70, 100])) & Causal()
     params = MultiHeadAttention(num_heads=4, kv_heads=2, rotary_base=100.0, sinks=True).init(jax.random.key(1), x)
@@ -217,7 +258,7 @@ def test_every_backend_gives_the_same_module():
 
 
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(left=5)])
-def test_decoding_by_tiles_gives_what_the_full_pass_gives(mask):
+def test_blockwise_decoding_equals_full_pass(mask):
     x = jax.random.normal(jax.random.key(0), (2, 60, 8))
     module = MultiHeadAttention(num_heads=4, kv_heads=2, rotary_base=100.0, mask=mask, impl="blockwise")
     params = module.init(jax.random.key(1), x)

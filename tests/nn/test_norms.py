@@ -8,7 +8,7 @@ from attnlab.nn.norms import LayerNorm
 
 
 @pytest.mark.parametrize("use_bias", [True, False])
-def test_it_is_flaxs_with_its_parameters(use_bias, float64):
+def test_layer_norm_equals_flax(use_bias, float64):
     x = jnp.asarray(np.random.default_rng(0).normal(3.0, 2.0, (2, 5, 8)))
     ours, theirs = LayerNorm(1e-5, use_bias), flax.linen.LayerNorm(epsilon=1e-5, use_bias=use_bias)
     params = jax.tree.map(lambda p: p + 0.3, theirs.init(jax.random.key(0), x))
@@ -22,7 +22,7 @@ def test_it_is_flaxs_with_its_parameters(use_bias, float64):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-9), *gradients)
 
 
-def test_the_type_is_the_one_asked_for_or_the_wider():
+def test_layer_norm_dtype_is_requested_or_wider():
     x = jnp.ones((2, 4), jnp.bfloat16)
     assert LayerNorm(dtype=jnp.bfloat16).init_with_output(jax.random.key(0), x)[0].dtype == jnp.bfloat16
     assert LayerNorm().init_with_output(jax.random.key(0), x)[0].dtype == jnp.float32

@@ -1,4 +1,4 @@
-"""Positions: the formula, the rotation, and the relative angle."""
+"""Positional encodings equal their formulas."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import pytest
 from attnlab.nn import LearnedPositions, rotary, sinusoidal
 
 
-def test_sinusoidal_is_the_formula():
+def test_sinusoidal_equals_formula():
     table = np.asarray(sinusoidal(jnp.arange(50), 16))
     for position in (0, 1, 17, 49):
         for pair in range(8):
@@ -19,7 +19,7 @@ def test_sinusoidal_is_the_formula():
 
 
 @pytest.mark.parametrize("shift", [1, 5, 40])
-def test_a_shift_of_sinusoidal_positions_is_one_rotation_for_all(shift):
+def test_sinusoidal_shift_is_one_rotation(shift):
     table = np.asarray(sinusoidal(jnp.arange(100), 16), np.float64)
     angles = shift / 10000 ** (np.arange(0, 16, 2) / 16)
     sin, cos = table[:, 0::2], table[:, 1::2]
@@ -27,7 +27,7 @@ def test_a_shift_of_sinusoidal_positions_is_one_rotation_for_all(shift):
     np.testing.assert_allclose(rotated.reshape(100, 16)[: 100 - shift], table[shift:], atol=2e-5)
 
 
-def test_rotary_scores_depend_on_the_difference_of_positions_alone():
+def test_rotary_scores_depend_on_position_difference():
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 3, 8))
 
     def score(i, j):
@@ -38,14 +38,14 @@ def test_rotary_scores_depend_on_the_difference_of_positions_alone():
     np.testing.assert_allclose(score(0, 0), (q * k).sum(-1), atol=1e-5)
 
 
-def test_rotary_keeps_lengths_and_types():
+def test_rotary_keeps_norms_and_dtype():
     x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
-    turned = rotary(x, jnp.arange(5))
-    np.testing.assert_allclose(jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5)
+    rotated = rotary(x, jnp.arange(5))
+    np.testing.assert_allclose(jnp.linalg.norm(rotated, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5)
     assert rotary(x.astype(jnp.bfloat16), jnp.arange(5)).dtype == jnp.bfloat16
 
 
-def test_rotary_takes_positions_for_each_row():
+def test_rotary_takes_positions_per_sequence():
     x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
     positions = jnp.stack([jnp.arange(5), jnp.arange(5) + 7])
     np.testing.assert_allclose(rotary(x, positions)[1], rotary(x[1], jnp.arange(5) + 7), atol=1e-6)
@@ -55,18 +55,18 @@ def test_rotary_takes_positions_for_each_row():
 @pytest.mark.parametrize(
     "encode", [lambda: sinusoidal(jnp.arange(3), 5), lambda: rotary(jnp.ones((3, 1, 5)), jnp.arange(3))]
 )
-def test_an_odd_width_has_no_pairs(encode):
+def test_odd_width_raises_one_line(encode):
     with pytest.raises(ValueError, match="there are 5: use an even number"):
         encode()
 
 
 @pytest.mark.parametrize("shape", [(4,), (5, 1), (1, 2, 5)])
-def test_rotary_needs_a_place_for_each_row(shape, own_errors):
-    with pytest.raises(ValueError, match=r"positions have shape .*, expected \(5,\) or \(2, 5\): one place a row"):
+def test_rotary_wrong_number_of_positions_raises(shape, own_errors):
+    with pytest.raises(ValueError, match=r"positions have shape .*, expected \(5,\) or \(2, 5\): one per token"):
         rotary(jnp.ones((2, 5, 3, 8)), jnp.ones(shape, int))
 
 
-def test_learned_positions_look_up_their_table():
+def test_learned_positions_look_up_table():
     table = LearnedPositions(context=6, features=4)
     params = table.init(jax.random.key(0), jnp.arange(6))
     np.testing.assert_array_equal(

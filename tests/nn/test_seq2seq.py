@@ -1,4 +1,4 @@
-"""The encoder–decoder: what it may see, what it writes, and where it learns to look."""
+"""The encoder–decoder: causality, padding and free-running decoding."""
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ def made(layer):
 
 
 @LAYERS
-def test_an_output_depends_on_what_was_written_before_it_alone(layer):
+def test_seq2seq_output_ignores_later_inputs(layer):
     model, params = made(layer)
     changed = BATCH.inputs.copy()
     changed[:, 3:] = 7
@@ -30,7 +30,7 @@ def test_an_output_depends_on_what_was_written_before_it_alone(layer):
 
 
 @LAYERS
-def test_what_stands_in_the_padding_does_not_matter(layer):
+def test_seq2seq_ignores_source_padding(layer):
     model, params = made(layer)
     short = BATCH.lengths < 5
     assert 0 < short.sum() < 6
@@ -45,7 +45,7 @@ def test_what_stands_in_the_padding_does_not_matter(layer):
 
 
 @LAYERS
-def test_minus_one_lets_it_go_on_from_its_own_choice(layer):
+def test_seq2seq_input_minus_one_uses_own_prediction(layer):
     model, params = made(layer)
     free = BATCH.inputs.copy()
     free[:, 1:] = -1
@@ -54,6 +54,6 @@ def test_minus_one_lets_it_go_on_from_its_own_choice(layer):
     np.testing.assert_array_equal(model.apply(params, BATCH.source, BATCH.lengths, fed).argmax(-1), written)
 
 
-def test_a_length_for_each_source(own_errors):
+def test_seq2seq_wrong_number_of_lengths_raises(own_errors):
     with pytest.raises(ValueError, match=r"source has shape \(6, .*, lengths \(3,\) and inputs .*: expected"):
         made(AdditiveAttention())[0].init(jax.random.key(0), BATCH.source, BATCH.lengths[:3], BATCH.inputs)

@@ -1,0 +1,90 @@
+"""Masks as bool arrays, token ids, unknown arguments and NumPy inputs, for all modules."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnlab.masks import Causal
+from attnlab.nn import (
+    GRU,
+    AdditiveAttention,
+    Block,
+    CausalConv,
+    Head,
+    LearnedPositions,
+    Mlp,
+    MultiHeadAttention,
+    Seq2Seq,
+    StackedHeads,
+    cosine_similarity,
+    rotary,
+)
+
+X = np.random.default_rng(0).normal(size=(2, 5, 8))
+CAUSAL = np.tri(5, dtype=bool)
+ATTENTION = {
+    "Head": Head(4, mask=None),
+    "StackedHeads": StackedHeads(2, 4, mask=None),
+    "MultiHeadAttention": MultiHeadAttention(2),
+    "AdditiveAttention": AdditiveAttention(),
+}
+EACH = pytest.mark.parametrize("module", ATTENTION.values(), ids=ATTENTION)
+
+
+@EACH
+def test_bool_array_mask_equals_mask_in_field_and_call(module):
+    x = jnp.asarray(X)
+    params = module.init(jax.random.key(0), x)
+    expected = module.apply(params, x, mask=Causal())
+    assert not np.allclose(expected, module.apply(params, x), atol=1e-3)
+    np.testing.assert_array_equal(module.apply(params, x, mask=CAUSAL), expected)
+    field = module.clone(mask=CAUSAL)
+    np.testing.assert_array_equal(field.apply(params, x), expected)
+    assert field == module.clone(mask=CAUSAL.copy()) != module.clone(mask=~CAUSAL)
+
+
+def test_nn_jit_accepts_bool_array_field():
+    module = nn.jit(MultiHeadAttention)(num_heads=2, mask=CAUSAL)
+    out, params = module.init_with_output(jax.random.key(0), jnp.asarray(X))
+    np.testing.assert_allclose(out, MultiHeadAttention(2, mask=Causal()).apply(params, jnp.asarray(X)), atol=1e-6)
+
+
+@EACH
+def test_unknown_argument_names_the_one_to_use(module):
+    with pytest.raises(TypeError, match=r"__call__ has no argument 'is_causal': use mask=masks.Causal\(\)"):
+        module.init(jax.random.key(0), jnp.asarray(X), is_causal=True)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [*ATTENTION.values(), Block(MultiHeadAttention(2, rotary_base=100.0, qk_norm=True), Mlp()), GRU(), CausalConv()],
+    ids=lambda module: type(module).__name__,
+)
+def test_float64_numpy_input_does_not_warn(module):  # warnings are errors in the tests
+    out, _ = module.init_with_output(jax.random.key(0), X)
+    assert out.dtype == jnp.float32
+
+
+def test_float64_numpy_input_of_functions_does_not_warn():
+    assert rotary(X[:, :, None], np.arange(5)).dtype == cosine_similarity(X, X[0]).dtype == jnp.float32
+
+
+def test_seq2seq_token_out_of_range_raises(own_errors):
+    model = Seq2Seq(vocab_size=5, width=4, attention=AdditiveAttention())
+    lengths, inputs = jnp.array([2]), jnp.array([[0, 1]])
+
+    def init(source, inputs):
+        jax.eval_shape(lambda: model.init(jax.random.key(0), source, lengths, inputs))
+
+    init(jnp.array([[1, 2, 99]]), inputs)  # beyond the length
+    with pytest.raises(ValueError, match="source contains 5, expected ids from 0 to 4"):
+        init(jnp.array([[1, 5, 0]]), inputs)
+    with pytest.raises(ValueError, match="inputs contains -2, expected ids from -1 to 4"):
+        init(jnp.array([[1, 2, 0]]), inputs - 2)
+
+
+def test_learned_positions_out_of_range_raises():
+    with pytest.raises(ValueError, match="positions contains 6, expected ids from 0 to 5: cut the sequence"):
+        LearnedPositions(context=6, features=4).init(jax.random.key(0), jnp.array([4, 6]))
