@@ -1,12 +1,13 @@
-"""Write with a trained model.
+"""Generate text with a trained model.
 
-    python -m attnlab.sample --workdir=runs/quickstart --prompt="The "
-    python -m attnlab.sample --workdir=gpt2 --prompt="The "
+    attnlab sample --workdir=runs/quickstart --prompt="The "
+    attnlab sample --workdir=gpt2 --prompt="The "
 
-The second takes a folder with a GPT-2 of Hugging Face: `config.json`, `model.safetensors`, and its tokenizer files.
+The second folder holds a Hugging Face GPT-2: `config.json`, `model.safetensors`, and its tokenizer files.
+`python -m attnlab.sample` is the same command.
 
-The text appears as it is drawn, at any length. Past the model's context, learned and sinusoidal positions keep the
-last half and read it again; rotary, alibi and no positions roll on.
+The text is printed while it is generated, at any length. Beyond the model's context, models with learned or sinusoidal
+positions keep the last half of the context and prefill it again; with rotary, alibi or no positions, the cache rolls.
 """
 
 if __name__ == "__main__":
@@ -52,21 +53,21 @@ def generate(
     num_samples: int = 1,
     vocab_size: int | None = None,
 ) -> Iterator[np.ndarray]:
-    """Draws tokens one after another, through a `KVCache`.
+    """Samples tokens one by one, with a `KVCache`.
 
     Args:
       model, params: a `GPT` and its variables, as in `model.apply(params, tokens)`.
-      prompt: int `[length]`, at least one token; of a longer one than the context, the end counts.
-      max_tokens: how many to draw.
-      temperature: divides the logits; 0 takes the likeliest token.
-      top_k: draw from so many likeliest tokens only; 0 for all.
-      top_p: draw from the fewest tokens whose probabilities sum to this (Holtzman et al. 2020); 1 for all.
-      seed: sample n at place t depends on (seed, n, t) alone.
-      num_samples: how many texts are drawn side by side.
-      vocab_size: draw from so many first tokens, for a model with more than its tokenizer; None for all.
+      prompt: int `[length]`, at least one token; of a prompt longer than the context, only the end is used.
+      max_tokens: number of tokens to generate.
+      temperature: divides the logits; 0 takes the most likely token.
+      top_k: sample from the k most likely tokens; 0 for all.
+      top_p: sample from the fewest tokens whose probabilities sum to this (Holtzman et al. 2020); 1 for all.
+      seed: token t of sample n depends only on (seed, n, t).
+      num_samples: number of texts to generate side by side.
+      vocab_size: sample from the first tokens only, for a model with a padded vocabulary; None for all.
 
     Yields:
-      int32 `[num_samples]`, the next token of each.
+      int32 `[num_samples]`, the next token of each text.
 
     >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
@@ -74,7 +75,7 @@ def generate(
     9
     """
     if jax.default_backend() == "cpu" and model.dtype == jnp.bfloat16:
-        # A step takes as long as reading the parameters, which are float32 already.
+        # A step takes as long as reading the parameters, which are float32 anyway.
         model = model.clone(dtype=jnp.float32)
     rolls = model.positions not in ("learned", "sinusoidal")
     draw = Draw(temperature, top_k, top_p, vocab_size)
@@ -91,21 +92,21 @@ def generate(
         else:
             count = min(ahead, max_tokens - place, _AHEAD if rolls else model.context - length)
             start = time.perf_counter()
-            token, caches, drawn = _go_on(model, draw, params, token, caches, keys, place, count)
+            token, caches, drawn = _decode_ahead(model, draw, params, token, caches, keys, place, count)
             drawn = np.asarray(drawn)[:count]
             length += count
-            if time.perf_counter() - start < 0.05:  # else the text would come in jerks
+            if time.perf_counter() - start < 0.05:  # longer loops would print the text in bursts
                 ahead = min(8 * ahead, _AHEAD)
         place += len(drawn)
         text = np.concatenate([text, drawn.T], axis=1)[:, -model.context :]
         yield from drawn
 
 
-_AHEAD = 64  # tokens that a loop on the device may draw before somebody sees them
+_AHEAD = 64  # most tokens that one loop on the device generates before they are printed
 
 
 class Draw(NamedTuple):
-    """How the next token is drawn from its logits.
+    """Sampling of the next token from its logits.
 
     Attributes:
       temperature, top_k, top_p, vocab_size: see `generate`.
@@ -120,9 +121,9 @@ class Draw(NamedTuple):
     vocab_size: int | None = None
 
     def __call__(self, logits: Float[Array, "N V"], uniform: Float[Array, " N"]) -> Int[Array, " N"]:
-        """A token for each of `[N, V]` logits: the first up to which the probabilities sum to more than `uniform`."""
+        """A token for each row of logits: the first at which the cumulative probability exceeds `uniform`."""
         logits = logits[:, : self.vocab_size]
-        if self.temperature < 1e-6:  # the likeliest token, to float32's last bit
+        if self.temperature < 1e-6:  # the most likely token, to float32's last bit
             return logits.argmax(axis=-1).astype(jnp.int32)
         logits = (logits - logits.max(axis=-1, keepdims=True)) / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
@@ -130,32 +131,32 @@ class Draw(NamedTuple):
         if self.top_p < 1:
             order = jnp.flip(jnp.argsort(logits, axis=-1), axis=-1)
             p = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1))
-            # A token stays if those before it do not reach top_p. The first always does, also where its p rounds to 1.
-            stays = (jnp.cumsum(p, axis=-1) - p < self.top_p).at[:, 0].set(True)
+            # A token is kept if those before it do not reach top_p; the first always is, even where its p rounds to 1.
+            kept = (jnp.cumsum(p, axis=-1) - p < self.top_p).at[:, 0].set(True)
             rows = jnp.arange(len(logits))[:, None]
-            logits = jnp.where(jnp.zeros_like(stays).at[rows, order].set(stays), logits, -jnp.inf)
+            logits = jnp.where(jnp.zeros_like(kept).at[rows, order].set(kept), logits, -jnp.inf)
         p = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
-        # Sums are rounded, so that a token of no probability might seem to add to them.
+        # Sums are rounded, so that a token with probability 0 could seem to add to them.
         sums = jnp.where(p > 0, jnp.cumsum(p, axis=-1), 0)
         return (sums > uniform[:, None] * sums.max(axis=-1, keepdims=True)).argmax(axis=-1).astype(jnp.int32)
 
 
 def _uniform(keys, places):
-    """In [0, 1), of each place and key alone `[P, N]`."""
+    """Random numbers in [0, 1), `[P, N]`, each a function of its place and key only."""
     draw = jax.vmap(lambda place, key: jax.random.uniform(jax.random.fold_in(key, place)), (None, 0))
     return jax.vmap(draw, (0, None))(places, keys)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _prefill(model, draw, params, tokens, keys, place):
-    """The token after `tokens` `[N, T]`, and the caches that have seen those."""
+    """The token after `tokens` `[N, T]`, and the caches that hold those."""
     logits, caches = model.apply(params, tokens, caches=model.empty_caches(len(tokens)))
     return draw(logits[:, -1], _uniform(keys, jnp.asarray(place)[None])[0]), caches
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
-def _go_on(model, draw, params, token, caches, keys, place, count):
-    """`count` tokens more, in the first rows of `[_AHEAD, N]`, the last of them, and the caches that lack it alone."""
+def _decode_ahead(model, draw, params, token, caches, keys, place, count):
+    """Decode `count` more tokens: the last one, the caches before it, and all as the first rows of `[_AHEAD, N]`."""
 
     def step(i, carry):
         token, caches, drawn = carry
@@ -163,7 +164,7 @@ def _go_on(model, draw, params, token, caches, keys, place, count):
         token = draw(logits[:, -1], uniform[i])
         return token, caches, drawn.at[i].set(token)
 
-    # Before the loop, in which random bits would take half of a small model's time.
+    # Before the loop, where random bits would take half of a small model's time.
     uniform = _uniform(keys, place + jnp.arange(_AHEAD))
     drawn = jnp.zeros((_AHEAD, len(token)), jnp.int32)
     return jax.lax.fori_loop(0, count, step, (token, caches, drawn))
@@ -171,13 +172,13 @@ def _go_on(model, draw, params, token, caches, keys, place, count):
 
 def _define(values, argv):
     flags.DEFINE_string("workdir", None, "folder of the run, or of a GPT-2", flag_values=values)
-    flags.DEFINE_string("prompt", None, "text to go on from; a new line when absent", flag_values=values)
-    flags.DEFINE_integer("max_tokens", 500, "how many tokens to draw", flag_values=values)
-    flags.DEFINE_integer("num_samples", 1, "how many texts to draw side by side", flag_values=values)
-    flags.DEFINE_float("temperature", 0.8, "above 1 wilder, below 1 tamer, 0 the likeliest token", flag_values=values)
-    flags.DEFINE_integer("top_k", 0, "draw from so many likeliest tokens; 0 for all", flag_values=values)
-    flags.DEFINE_float("top_p", 1.0, "draw from the likeliest that sum to this; 1 for all", flag_values=values)
-    flags.DEFINE_integer("seed", 0, "same seed, same text", flag_values=values)
+    flags.DEFINE_string("prompt", None, "text to continue; a new line when absent", flag_values=values)
+    flags.DEFINE_integer("max_tokens", 500, "number of tokens to generate", flag_values=values)
+    flags.DEFINE_integer("num_samples", 1, "number of texts to generate", flag_values=values)
+    flags.DEFINE_float("temperature", 0.8, "divides the logits; 0 takes the most likely token", flag_values=values)
+    flags.DEFINE_integer("top_k", 0, "sample from the k most likely tokens; 0 for all", flag_values=values)
+    flags.DEFINE_float("top_p", 1.0, "sample from the most likely tokens that sum to p; 1 for all", flag_values=values)
+    flags.DEFINE_integer("seed", 0, "of the random draws: same seed, same text", flag_values=values)
     flags.DEFINE_string("step", "latest", "checkpoint: latest, best, or a step", flag_values=values)
 
 
@@ -214,7 +215,7 @@ def _main(values, own_process: bool) -> int:
         num_samples=values.num_samples,
         vocab_size=tokenizer.vocab_size,
     )
-    # The first text is written as it is drawn, the others, drawn beside it, after it.
+    # The first text is printed while it is generated, the others, generated beside it, after it.
     others = []
     write = functools.partial(print, end="", flush=True)
     write(values.prompt or "")
@@ -226,15 +227,15 @@ def _main(values, own_process: bool) -> int:
         print((values.prompt or "") + tokenizer.decode(tokens))
     seconds = time.perf_counter() - start
     if sys.stderr.isatty():
-        print(f"{values.max_tokens * values.num_samples / seconds:.0f} tokens a second", file=sys.stderr)
+        print(f"{values.max_tokens * values.num_samples / seconds:.0f} tokens per second", file=sys.stderr)
     return 0
 
 
 def prompt_ids(tokenizer, prompt: str | None) -> np.ndarray:
-    """Token ids of a prompt, int `[length]`; of a new line, or of the first token, when there is none.
+    """Token ids of a prompt, int `[length]`; without a prompt, those of a new line, or else the first token.
 
     Raises:
-      UserError: characters that the tokenizer never saw.
+      UserError: the tokenizer does not know a character.
     """
     if prompt:
         return tokenizer.encode(prompt)

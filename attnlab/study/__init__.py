@@ -1,1 +1,1 @@
-"""Studies: one claim a file, measured over several seeds, with a table, a figure and a verdict."""
+"""Studies: one claim per module, measured over several seeds, with a table, a figure and a verdict."""

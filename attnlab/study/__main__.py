@@ -1,7 +1,7 @@
-"""Studies: one claim each, measured over several seeds: a table, a figure, and whether the claim held.
+"""Studies test one claim each, measured over several seeds, and write a table, a figure and a verdict.
 
 python -m attnlab.study scaling
-python -m attnlab.study heads --fast --out /tmp/heads
+python -m attnlab.study heads --fast --out runs/heads
 """
 
 import importlib.util
@@ -14,22 +14,22 @@ STUDIES = ("alignment", "complexity", "heads", "norms", "positions", "roles", "s
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command and return its exit code."""
     argv = list(sys.argv if argv is None else argv)
     flags = [at for at, word in enumerate(argv) if at and (word.startswith("-") or argv[at - 1] in ("--out", "--path"))]
-    at = next((at for at in range(1, len(argv)) if at not in flags), None)  # the name may stand before flags or after
+    at = next((at for at in range(1, len(argv)) if at not in flags), None)  # before or after the flags
     if at is not None and argv[at] not in STUDIES:
         close = nearest(argv[at], STUDIES)
-        print(f"error: {argv[at]!r} is no study{close}: there are {', '.join(STUDIES)}", file=sys.stderr)
+        print(f"error: {argv[at]!r} is not a study{close}: expected one of {', '.join(STUDIES)}", file=sys.stderr)
         return 2
     if importlib.util.find_spec("matplotlib") is None:
-        print("error: studies draw with matplotlib: pip install 'attnlab[plots]'", file=sys.stderr)
+        print("error: studies need matplotlib: pip install 'attnlab[plots]'", file=sys.stderr)
         return 2
     from attnlab.study import report  # needs matplotlib
 
     if at is None:
         claims = [f"  {study:<12}{report.claim(report.load(study))}" for study in STUDIES]
-        print("\n".join([__doc__.strip(), "", "Studies, and what they claim:", *claims]))
+        print("\n".join([__doc__.strip(), "", "Studies and their claims:", *claims]))
         return 0
     name, study = argv[at], report.load(argv[at])
     rest = argv[:at] + argv[at + 1 :]

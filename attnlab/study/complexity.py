@@ -1,16 +1,17 @@
 """The four layers cost n²·d, n·d², k·n·d² and r·n·d, as printed; and the restricted one's time is linear in n.
 
-Vaswani et al. 2017, table 1: attention, recurrent (GRU), convolutional and restricted attention, and beside them what
-the table leaves out: attention with its projections, and linear attention.
+The rows of Vaswani et al. 2017, table 1 (self-attention, recurrent (GRU), convolutional and restricted attention), and
+two that the table leaves out: attention with its projections, and linear attention.
 
-FLOPs are those that XLA counts in the compiled program. It counts the body of a loop once, so the GRU's step is
-multiplied by its trips; linear attention is a chunk times the chunks, and restricted attention a compiled tile times
-the tiles that the mask lets be visited. Sequential steps are the trips of the longest loop of a layer written out at
-once. The path is counted in layers until the last token depends on the first, from how far the derivative of one layer
-reaches (for the GRU in its steps); log_k(n) holds for convolutions whose dilation grows by k from layer to layer, and
-for no others. Memory is that of a compiled program's temporaries.
+FLOPs are XLA's count for the compiled program. XLA counts a loop body once, so the GRU's step is multiplied by its trip
+count, linear attention is one chunk times the number of chunks, and restricted attention is one compiled tile times the
+number of tiles with a visible pair. Sequential steps are the trip count of a layer's longest loop, without tiling. The
+path length is the number of layers until the last token depends on the first, derived from the reach of one layer's
+gradient (for the GRU, its steps); log_k(n) holds only for convolutions whose dilation grows by k from layer to layer.
+Memory is the size of the compiled program's temporaries.
 """
 
+import functools
 import math
 import re
 import statistics
@@ -34,7 +35,7 @@ PRINTED = {
     "convolutional": "k·n·d²",
     "restricted attention": "r·n·d",
 }
-# The powers of n, d and, where there is one, k or r.
+# Powers of n, d and, where present, k or r.
 EXPONENTS = {
     "self-attention": (2, 1),
     "recurrent (GRU)": (1, 2),
@@ -46,54 +47,81 @@ PATH = {"self-attention": "1", "recurrent (GRU)": "n", "convolutional": "log_k(n
 
 
 def measure(options: Options) -> list[dict]:
-    """A row for each layer and size: FLOPs, sequential steps, path; and others with the milliseconds of a call."""
-    return [*_costs(), *_times(options)]
+    """One row per layer and size: FLOPs, sequential steps and path; then rows with the milliseconds of a call."""
+    costs = _costs()
+    lengths, rounds = ((*LENGTHS, 16384), 5) if options.fast else ((*LENGTHS, 8192, 16384), 15)
+    advance = options.progress(len(costs) + sum(_timing_units(n, rounds) for n in lengths))
+    rows = []
+    for cost, *size in costs:
+        rows.append(cost(*size))
+        advance()
+    for n in lengths:
+        rows += _times(n, rounds)
+        advance(_timing_units(n, rounds))
+    return rows
 
 
 # --------------------------------------------------------------------------------------------------------------- costs
 
 
-def _costs() -> list[dict]:
-    rows = []
+def _costs() -> list[tuple]:
+    """The measurements in order: a function that returns a row, and the sizes to call it with."""
+    convolutions = [*((n, d, 3) for n, d in _sizes()), *((LENGTHS[0], WIDTHS[0], k) for k in (5, 9, 17))]
+    # Windows of sixteen tiles, much shorter than the sequence: otherwise partial tiles dominate the count.
+    windows = [*((n, d, 32) for n, d in _sizes()), *((2**16, WIDTHS[0], r) for r in (512, 1024, 2048, 4096))]
+    return [
+        *((cost, n, d) for n, d in _sizes() for cost in (_attention, _attention_by_tiles)),
+        *((_recurrent, n, d) for n, d in _sizes()),
+        *((_convolutional, *size) for size in convolutions),
+        *((_restricted, *size) for size in windows),
+        *((cost, n, d) for n, d in _sizes() for cost in (_attention_with_projections, _linear)),
+    ]
 
-    def add(layer, n, d, flops, steps=None, path=None, size=None, program=None):
-        row = {"layer": layer, "n": n, "d": d, "k or r": size, "flops": flops, "sequential steps": steps, "path": path}
-        rows.append(row | {"temporaries": program and program.memory_analysis().temp_size_in_bytes})
 
-    for n, d in _sizes():
-        program = compiled_for(dense, *qkv(n, d))
-        path = layers_for(n, reach(dense_of, n))
-        add("self-attention", n, d, count_flops(program), count_trips(program), path, program=program)
-        add("self-attention by tiles", n, d, None, program=compiled_for(_tiled, *qkv(n, d)))
+def _row(layer, n, d, flops, steps=None, path=None, size=None, program=None) -> dict:
+    row = {"layer": layer, "n": n, "d": d, "k or r": size, "flops": flops, "sequential steps": steps, "path": path}
+    return row | {"temporaries": program and program.memory_analysis().temp_size_in_bytes}
 
-    for d in WIDTHS:
-        step = count_flops(gru_step(d))
-        for n in LENGTHS:
-            if (n, d) in _sizes():
-                trips = count_trips(compiled_for(*layer_call(GRU(), n, d)))
-                add("recurrent (GRU)", n, d, step * trips, trips, trips)
 
-    for n, d, k in [*((n, d, 3) for n, d in _sizes()), *((LENGTHS[0], WIDTHS[0], k) for k in (5, 9, 17))]:
-        program = compiled_for(*layer_call(CausalConv(kernel_size=k), n, d))
-        add("convolutional", n, d, count_flops(program), count_trips(program), conv_path(n, k), k)
+def _attention(n, d):
+    program = compiled_for(dense, *qkv(n, d))
+    path = layers_for(n, reach(dense_of, n))
+    return _row("self-attention", n, d, count_flops(program), count_trips(program), path, program=program)
 
-    # Windows of sixteen tiles, much shorter than the text: else its ragged ends are what is measured.
-    for n, d, r in [*((n, d, 32) for n, d in _sizes()), *((2**16, WIDTHS[0], r) for r in (512, 1024, 2048, 4096))]:
-        flops = _tile_flops(r // 16, d) * _tiles(n, r, r // 16)
-        # Written out at once, as for the other layers; the tiles' own loops are a matter of memory.
-        steps = count_trips(compiled_for(_windowed(r, "dense"), *qkv(n, d))) if n <= LENGTHS[1] else None
-        seen = reach(lambda x, r=r: _windowed(r, "dense")(x, x, x), r + 1)
-        add("restricted attention", n, d, flops, steps, layers_for(n, seen), r)
 
-    for n, d in _sizes():
-        program = compiled_for(*layer_call(MultiHeadAttention(num_heads=1, impl="dense"), n, d))
-        add("self-attention with projections", n, d, count_flops(program))
-        add("linear attention", n, d, _linear_flops(n, d))
-    return rows
+def _attention_by_tiles(n, d):
+    return _row("self-attention by tiles", n, d, None, program=compiled_for(_tiled, *qkv(n, d)))
+
+
+def _recurrent(n, d):
+    trips = count_trips(compiled_for(*layer_call(GRU(), n, d)))
+    return _row("recurrent (GRU)", n, d, count_flops(gru_step(d)) * trips, trips, trips)
+
+
+def _convolutional(n, d, k):
+    program = compiled_for(*layer_call(CausalConv(kernel_size=k), n, d))
+    return _row("convolutional", n, d, count_flops(program), count_trips(program), conv_path(n, k), k)
+
+
+def _restricted(n, d, r):
+    flops = _tile_flops(r // 16, d) * _tiles(n, r, r // 16)
+    # Of the dense form, as for the other layers; loops over tiles only save memory.
+    steps = count_trips(compiled_for(_windowed(r, "dense"), *qkv(n, d))) if n <= LENGTHS[1] else None
+    visible = reach(lambda x: _windowed(r, "dense")(x, x, x), r + 1)
+    return _row("restricted attention", n, d, flops, steps, layers_for(n, visible), r)
+
+
+def _attention_with_projections(n, d):
+    program = compiled_for(*layer_call(MultiHeadAttention(num_heads=1, impl="dense"), n, d))
+    return _row("self-attention with projections", n, d, count_flops(program))
+
+
+def _linear(n, d):
+    return _row("linear attention", n, d, _linear_flops(n, d))
 
 
 def _sizes():
-    """The lengths at the smallest width, and the widths at the smallest length."""
+    """All lengths at the smallest width, and all widths at the smallest length."""
     return [*((n, WIDTHS[0]) for n in LENGTHS), *((LENGTHS[0], d) for d in WIDTHS[1:])]
 
 
@@ -103,7 +131,7 @@ def qkv(n, d):
 
 
 def dense(q, k, v):
-    """Attention written out, O(n²)."""
+    """Dense attention, O(n²)."""
     return attention(q, k, v, impl="dense")
 
 
@@ -122,31 +150,32 @@ def _windowed(r, impl):
 
 
 def layer_call(module, n, d):
-    """A layer as a function of its input alone, and an input `[1, n, d]`."""
+    """A layer as a function of its input only, and an input `[1, n, d]`."""
     x = jnp.zeros((1, n, d))
-    params = module.init(jax.random.key(0), x)
+    params = jax.jit(module.init)(jax.random.key(0), x)
     return lambda x: module.apply(params, x), x
 
 
+@functools.cache
 def gru_step(d):
-    """The program for one token after others: from a state of zeros XLA would leave half of the products out."""
+    """The program of one step from a given state; with a constant zero state XLA would drop half of the products."""
     x, gru = jnp.zeros((1, 1, d)), GRU()
     params = gru.init(jax.random.key(0), x)
     return compiled_for(lambda x, state: gru.apply(params, x, cache=state), x, x[0])
 
 
 def compiled_for(function, *args):
-    """The program that XLA makes for arguments like these."""
+    """`function` compiled for arguments like these."""
     return jax.jit(function).lower(*args).compile()
 
 
 def count_flops(compiled) -> float:
-    """What XLA counts in a compiled program; the body of a loop once."""
+    """XLA's FLOP count of a compiled program, where a loop body counts once."""
     return compiled.cost_analysis()["flops"]
 
 
 def count_trips(compiled) -> int:
-    """How many steps follow one another: the trips of the longest loop."""
+    """Trip count of the longest loop, 1 without loops."""
     return max((int(n) for n in re.findall(r'known_trip_count":?\{"n":"(\d+)"', compiled.as_text())), default=1)
 
 
@@ -155,13 +184,13 @@ def _tile_flops(tile, d) -> float:
 
 
 def _tiles(n, r, tile) -> int:
-    """Tiles of the mask in which anything is visible."""
+    """Number of tiles with at least one visible pair."""
     some, _ = SlidingWindow(left=r - 1).tiles(n, n, (tile, tile))
     return int(np.sum(some))
 
 
 def _linear_flops(n, d, chunk=64) -> float:
-    """One chunk's, from one state to the next, times the chunks."""
+    """FLOPs of one chunk, from one state to the next, times the number of chunks."""
     state = LinearState(jnp.zeros((1, d, d)), jnp.zeros((1, d)))
 
     def step(q, k, v, state):
@@ -171,33 +200,33 @@ def _linear_flops(n, d, chunk=64) -> float:
 
 
 def reach(function, length) -> int:
-    """How many tokens the last one sees, itself included, by the derivative; of `x` `[length, 1, 1]`."""
+    """Number of tokens that the last output depends on, itself included, from its gradient; `x` is `[length, 1, 1]`."""
     x = jax.random.normal(jax.random.key(0), (length, 1, 1))
-    seen = jax.jit(jax.grad(lambda x: function(x)[-1].sum()))(x)[:, 0, 0] != 0
-    return length - int(seen.argmax())
+    reached = jax.jit(jax.grad(lambda x: function(x)[-1].sum()))(x)[:, 0, 0] != 0
+    return length - int(reached.argmax())
 
 
-def layers_for(n, seen) -> int:
-    """Layers until the last of n tokens sees the first, each of which sees so many."""
-    return max(math.ceil((n - 1) / (seen - 1)), 1)
+def layers_for(n, visible) -> int:
+    """Layers until the last of n tokens depends on the first, where one layer reaches `visible` tokens."""
+    return max(math.ceil((n - 1) / (visible - 1)), 1)
 
 
 def conv_reach(k, dilation=1) -> int:
-    """`reach` of a convolution."""
+    """The `reach` of a convolution."""
     conv = CausalConv(kernel_size=k, dilation=dilation)
-    params = conv.init(jax.random.key(0), jnp.ones((1, 1, 1)))
+    params = jax.jit(conv.init)(jax.random.key(0), jnp.ones((1, 1, 1)))
     return reach(lambda x: conv.apply(params, x[None, :, 0])[0], (k - 1) * dilation + 2)
 
 
 def conv_path(n, k) -> int:
-    """Layers until the last of n tokens sees the first, where the dilation is 1, k, k², …
+    """Layers until the last of n tokens depends on the first, with dilations 1, k, k², …
 
     >>> conv_path(81, k=3)
     4
     """
-    seen, layers = 1, 0
-    while seen < n:
-        seen += conv_reach(k, k**layers) - 1
+    reached, layers = 1, 0
+    while reached < n:
+        reached += conv_reach(k, k**layers) - 1
         layers += 1
     return layers
 
@@ -205,27 +234,30 @@ def conv_path(n, k) -> int:
 # --------------------------------------------------------------------------------------------------------------- times
 
 
-def _times(options) -> list[dict]:
-    """Milliseconds forward, the layers and lengths taking turns; d = 64, k = 3, r = 256."""
-    lengths, rounds = ((*LENGTHS, 16384), 5) if options.fast else ((*LENGTHS, 8192, 16384), 15)
+def _timing_units(n, rounds) -> float:
+    """Rough duration of `_times`, in units of one row of `_costs`."""
+    return n * rounds / 2**14
+
+
+def _times(n, rounds) -> list[dict]:
+    """Forward milliseconds of the layers, measured in alternation; d = 64, k = 3, r = 256."""
     d, r = WIDTHS[0], 256
+    q = jax.random.normal(jax.random.key(0), (n, 1, d))
+    x = jax.random.normal(jax.random.key(1), (1, n, d))
+    contenders = {
+        "restricted attention": (_windowed(r, "blockwise"), q, q, q),
+        "linear attention": (linear_attention, q, q, q),
+        "convolutional": (layer_call(CausalConv(), n, d)[0], x),
+        "recurrent (GRU)": (layer_call(GRU(), n, d)[0], x),
+    }
+    if n <= LENGTHS[-1]:
+        contenders["self-attention"] = (dense, q, q, q)
+    calls = {name: _call(*what) for name, what in contenders.items()}
     rows = []
-    for n in lengths:
-        q = jax.random.normal(jax.random.key(0), (n, 1, d))
-        x = jax.random.normal(jax.random.key(1), (1, n, d))
-        contenders = {
-            "restricted attention": (_windowed(r, "blockwise"), q, q, q),
-            "linear attention": (linear_attention, q, q, q),
-            "convolutional": (layer_call(CausalConv(), n, d)[0], x),
-            "recurrent (GRU)": (layer_call(GRU(), n, d)[0], x),
-        }
-        if n <= LENGTHS[-1]:
-            contenders["self-attention"] = (dense, q, q, q)
-        calls = {name: _call(*what) for name, what in contenders.items()}
-        for name, seconds in timing.alternate(calls, rounds).items():
-            size = {"restricted attention": r, "convolutional": 3}.get(name)
-            time = 1e3 * statistics.median(seconds)
-            rows.append({"layer": name, "n": n, "d": d, "k or r": size, "milliseconds": time})
+    for name, seconds in timing.alternate(calls, rounds).items():
+        size = {"restricted attention": r, "convolutional": 3}.get(name)
+        time = 1e3 * statistics.median(seconds)
+        rows.append({"layer": name, "n": n, "d": d, "k or r": size, "milliseconds": time})
     return rows
 
 
@@ -238,7 +270,7 @@ def _call(function, *args):
 
 
 def exponents(rows: list[dict], value: str = "flops") -> dict[str, tuple[float, ...]]:
-    """For each layer the powers of n, d and (k or r) by least squares on the logarithms."""
+    """For each layer, the powers of n, d and (k or r), fitted by least squares on the logarithms."""
     fitted = {}
     for layer in dict.fromkeys(row["layer"] for row in rows if row.get(value)):
         points = [row for row in rows if row["layer"] == layer and row.get(value)]
@@ -252,7 +284,7 @@ def exponents(rows: list[dict], value: str = "flops") -> dict[str, tuple[float, 
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Each fitted power within 5 % of the printed one, steps and paths as printed, the restricted time linear."""
+    """Held if fitted powers are within 5 % of the printed ones, steps and paths as printed, and time linear."""
     fitted = exponents(rows)
     parts = []
     for layer, expected in EXPONENTS.items():
@@ -270,7 +302,7 @@ def judge(rows: list[dict]) -> Verdict:
     power = fitted["self-attention with projections"][0]
     parts.append((power < 1.9, f"with its projections, which the table leaves out, attention grows as n^{power:.2f}"))
     memory = {layer: powers[0] for layer, powers in exponents(rows, "temporaries").items()}
-    text = f"attention written out takes memory as n^{memory['self-attention']:.2f}, by tiles"
+    text = f"dense attention takes memory as n^{memory['self-attention']:.2f}, by tiles"
     text += f" as n^{memory['self-attention by tiles']:.2f}"
     parts.append((memory["self-attention"] > 1.9 and memory["self-attention by tiles"] < 1.2, text))
     clock = exponents([row for row in rows if row["n"] >= 1024], "milliseconds")
@@ -284,7 +316,7 @@ def _path(layer, n, size):
 
 
 def draw(rows: list[dict]) -> Figure:
-    """FLOPs, path and time over the length, at d = 64."""
+    """FLOPs, path and time against length, at d = 64."""
 
     def over_length(value):
         series = {}

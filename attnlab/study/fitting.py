@@ -1,4 +1,4 @@
-"""Small models trained within a study, with the trainer's own optimizer and losses."""
+"""Training of small models within a study, with the trainer's optimizer and losses."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -10,6 +10,7 @@ import optax
 from attnlab.config import default
 from attnlab.data import corpora, tokenizers
 from attnlab.data.batches import Batch, EvalBatches, TrainBatches
+from attnlab.study.progress import Advance, ignore
 from attnlab.training import optimizer as optimizers
 from attnlab.training import state as states
 
@@ -23,17 +24,19 @@ def fit(
     learning_rate: float,
     weight_decay: float = 0.0,
     watch: Callable | None = None,
+    advance: Advance = ignore,
 ):
-    """Parameters after `steps` updates of the trainer's optimizer: warm-up, cosine decay to 0, clipping.
+    """Train with the trainer's optimizer (warm-up, cosine decay to 0, clipping) and return the parameters.
 
     Args:
       loss: `loss(params, batch)`, a scalar.
-      params: where to start.
-      batches: `batches(step)`, the batch of a step.
-      steps: updates.
-      learning_rate: at its peak.
+      params: initial parameters.
+      batches: `batches(step)` returns the batch of a step.
+      steps: number of updates.
+      learning_rate: peak learning rate.
       weight_decay: of kernels and embeddings.
-      watch: called `watch(step, params, gradient)` with those before each update.
+      watch: called as `watch(step, params, gradient)` with the values before each update.
+      advance: called after each update, to report progress.
 
     >>> def loss(params, batch):
     ...     return (params["kernel"] - batch) ** 2
@@ -57,6 +60,7 @@ def fit(
         params, opt_state, gradient = update(before, opt_state, batches(step))
         if watch is not None:
             watch(step, before, gradient)
+        advance()
     return params
 
 
@@ -64,9 +68,9 @@ class Text(NamedTuple):
     """A text as character tokens.
 
     Attributes:
-      tokenizer: of its characters.
+      tokenizer: a character tokenizer.
       train, validation: int32 `[length]`.
-      language: "es" where Spanish words prevail, else "en".
+      language: "es" if the text looks Spanish, else "en".
     """
 
     tokenizer: tokenizers.Tokenizer
@@ -75,16 +79,16 @@ class Text(NamedTuple):
     language: str
 
     def batches(self, context: int, batch_size: int, seed: int) -> Callable[[int], Batch]:
-        """`batches(step)` of training windows."""
+        """The function that returns the training batch of a step."""
         return TrainBatches(self.train, context=context, batch_size=batch_size, seed=seed).__getitem__
 
     def held_out(self, context: int, batch_size: int, windows: int) -> Iterator[Batch]:
-        """Windows of the validation text."""
+        """Batches of windows of the validation text."""
         return iter(EvalBatches(self.validation, context=context, batch_size=batch_size, windows=windows))
 
 
 def read(path: str) -> Text:
-    """The text at `path`, or the Python language reference where it is empty.
+    """Read the text at `path`, or the Python language reference if `path` is empty.
 
     Raises:
       UserError: a file that cannot be read.

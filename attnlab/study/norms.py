@@ -1,12 +1,11 @@
 """A long vector hijacks raw attention, and through trained projections as well; QK-norm alone stops it.
 
-Document 004 offers trained Q, K, V as the remedy. Linear maps keep what is c times as long c times as long, so a score
-grows with c whatever the matrices are, unless the direction is one that they map to nothing. Here each of twelve
-vectors is to find the one vector that shares its pattern, while one more, which belongs to nobody, is c times as long.
-Training shows c from 1 to 4. Measured are the weight that the long vector takes, and how often the right one has most,
-for c up to 64, with scores from the vectors themselves, from trained projections, and from trained projections whose
-results are normalised. The long vector's direction is a random one: about half of the queries point away from it, and
-are left alone.
+Document 004 offers trained Q, K, V as the remedy. But linear maps preserve scale: a vector c times as long has a
+projection c times as long, so its score grows with c unless the matrices map its direction to zero. Here each of twelve
+vectors has to find the one partner that shares its pattern, while a thirteenth, unrelated vector is c times as long.
+Training uses c from 1 to 4. For c up to 64 the study measures the weight on the long vector and how often the partner
+gets the largest weight, with scores from the raw vectors, from trained projections, and from trained projections with
+QK-norm. The long vector's direction is random: about half of the queries point away from it and are not affected.
 """
 
 import jax
@@ -26,16 +25,16 @@ KINDS = ("raw", "Q, K trained", "Q, K trained and normalised")
 
 
 def examples(key, count: int, low: float, high: float):
-    """Vectors `[count, 2·PAIRS + 1, WIDTH]`: 2i and 2i + 1 share a pattern, the last is a stranger."""
-    patterns, noise, stranger, factor = jax.random.split(key, 4)
+    """Vectors `[count, 2·PAIRS + 1, WIDTH]`: 2i and 2i + 1 share a pattern, the last is unrelated."""
+    patterns, noise, unrelated, factor = jax.random.split(key, 4)
     x = jnp.repeat(jax.random.normal(patterns, (count, PAIRS, WIDTH)), 2, axis=1)
     x = x + NOISE * jax.random.normal(noise, x.shape)
     c = jnp.exp(jax.random.uniform(factor, (count, 1, 1), minval=jnp.log(low), maxval=jnp.log(high)))
-    return jnp.concatenate([x, c * jax.random.normal(stranger, (count, 1, WIDTH))], axis=1)
+    return jnp.concatenate([x, c * jax.random.normal(unrelated, (count, 1, WIDTH))], axis=1)
 
 
 def weights(kind: str, params, x):
-    """Weights `[count, 2·PAIRS, 2·PAIRS + 1]` of all but the long vector, no vector looking at itself."""
+    """Weights `[count, 2·PAIRS, 2·PAIRS + 1]` of all queries but the long vector; no vector attends to itself."""
     others = Dense(~jnp.eye(x.shape[1], dtype=bool))
     if kind == "raw":
         w = attention_weights(x[:, :, None], x[:, :, None], mask=others)
@@ -46,22 +45,23 @@ def weights(kind: str, params, x):
 
 
 def module(kind: str) -> MultiHeadAttention:
-    """One head with projections, QK-norm where the kind says so."""
+    """One head with projections, and with QK-norm for that kind."""
     return MultiHeadAttention(num_heads=1, use_bias=False, qk_norm=kind == KINDS[2], impl="dense")
 
 
 def partners():
-    """Index of the vector with the same pattern."""
+    """For each query, the index of the vector with the same pattern."""
     return jnp.arange(2 * PAIRS) ^ 1
 
 
 def measure(options: Options) -> list[dict]:
-    """A row for each seed, kind and factor."""
+    """One row per seed, kind and factor."""
     seeds, steps = (3, 300) if options.fast else (8, 2000)
+    advance = options.progress(seeds * (len(KINDS) - 1) * steps)  # raw attention is not trained
     rows = []
     for seed in range(seeds):
         for kind in KINDS:
-            params = _train(kind, seed, steps) if kind != "raw" else None
+            params = _train(kind, seed, steps, advance) if kind != "raw" else None
             for factor in FACTORS:
                 key = jax.random.fold_in(jax.random.key(seed), 10**6 + factor)
                 x = examples(key, 256, float(factor), float(factor))
@@ -72,7 +72,7 @@ def measure(options: Options) -> list[dict]:
     return rows
 
 
-def _train(kind, seed, steps):
+def _train(kind, seed, steps, advance):
     key = jax.random.key(seed)
 
     def loss(params, x):
@@ -82,11 +82,11 @@ def _train(kind, seed, steps):
 
     params = module(kind).init(key, examples(key, 1, 1.0, 4.0))
     batches = jax.jit(lambda step: examples(jax.random.fold_in(key, step), 32, 1.0, 4.0))
-    return fit(loss, params, batches, steps, learning_rate=1e-2)
+    return fit(loss, params, batches, steps, learning_rate=1e-2, advance=advance)
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Who is hijacked at the largest factor, and who is not."""
+    """Held if, at the largest factor, raw and trained attention are hijacked and normalised attention is not."""
     at = {
         kind: {
             value: {f: np.mean(v) for f, v in table([r for r in rows if r["kind"] == kind], "factor", value).items()}
@@ -97,7 +97,7 @@ def judge(rows: list[dict]) -> Verdict:
     top = FACTORS[-1]
     raw, trained, normed = (at[kind] for kind in KINDS)
     return Verdict.of(
-        # A third of all queries' weight on one of many vectors is a hijack by any reading; a fiftieth is none.
+        # More than a third of the weight on one of many vectors counts as a hijack; a change below 2 % does not.
         (raw["hijacked"][top] > 0.35, f"raw: one {top} times as long takes {raw['hijacked'][top]:.0%} of the weight"),
         (
             trained["hijacked"][top] > 0.35,
@@ -113,7 +113,7 @@ def judge(rows: list[dict]) -> Verdict:
 
 
 def draw(rows: list[dict]) -> Figure:
-    """Weight of the long vector, and partners found, over its length."""
+    """Weight on the long vector, and partners found, against its length."""
 
     def panel(value, y):
         series = {}
@@ -125,7 +125,7 @@ def draw(rows: list[dict]) -> Figure:
     return plots.panels(
         {
             "the long vector's share": panel("hijacked", "mean weight on the long vector (%)"),
-            "finding the partner": panel("found", "queries that look most at their partner (%)"),
+            "finding the partner": panel("found", "queries with most weight on their partner (%)"),
         },
         judge(rows).title("Trained projections are hijacked as raw vectors are; normalised ones are not"),
     )

@@ -1,10 +1,10 @@
 """Sinusoidal positions shift by a rotation, but neither fade monotonically nor extrapolate; order needs some position.
 
-Four measurements. PE(p + k) = R_k PE(p), R_k a rotation: the largest error. The similarity PE(p)·PE(p + k) over k,
-which document 002 says decreases smoothly. And small models on characters, trained on windows of 64 and scored on the
-same 16 characters at the end of 64, 128 and 256: with the causal mask on the next character, without it on
-masked ones, with each kind of positions and with none;
-and whether those with none notice when the characters before the last change places.
+Four measurements. The largest error of PE(p + k) = R_k PE(p), with R_k a rotation. The similarity PE(p)·PE(p + k) over
+k, which document 002 says decreases smoothly. The loss of small character models, trained on windows of 64 and scored
+on the same 16 characters at the end of windows of 64, 128 and 256, with each kind of positions and with none: they
+predict the next character under a causal mask, or masked characters without one. And whether the models without
+positions notice a permutation of the characters before the last.
 """
 
 import flax.linen as nn
@@ -26,12 +26,12 @@ from attnlab.study.report import Options, Verdict, table
 READS_TEXT = True
 FEATURES = 128
 CONTEXT, FACTORS, HEADS, WIDTH = 64, (1, 2, 4), 4, 64
-SCORED = 16  # characters at the end of a window, so that the shortest has 48 before the first of them
-MASKED = 0.15  # share of characters to be guessed where there is no causal mask
+SCORED = 16  # last characters of a window: even in the shortest, the first of them has 48 before it
+MASKED = 0.15  # share of characters to predict if there is no causal mask
 
 
 class Reader(nn.Module):
-    """Two blocks over characters, with or without the causal mask: what `GPT` is, for both."""
+    """A two-block character model like `GPT`, with or without the causal mask."""
 
     vocab_size: int
     positions: str
@@ -39,11 +39,11 @@ class Reader(nn.Module):
 
     @nn.compact
     def __call__(self, tokens):
-        """Logits `[B, T, V]` for tokens `[B, T]`; token V hides a character."""
+        """Logits `[B, T, V]` for tokens `[B, T]`; token V stands for a masked character."""
         x = WIDTH**0.5 * nn.Embed(self.vocab_size + 1, WIDTH, name="embed")(tokens)
         places = jnp.arange(tokens.shape[1])
         if self.positions == "learned":
-            # As large as the embeddings: smaller ones would drown in them.
+            # On the scale of the embeddings: smaller ones would have no effect.
             x = x + LearnedPositions(CONTEXT, WIDTH, embedding_init=nn.initializers.normal(1.0))(places)
         elif self.positions == "sinusoidal":
             x = x + sinusoidal(places, WIDTH)
@@ -60,12 +60,12 @@ class Reader(nn.Module):
 
 
 def losses(model: Reader, params, tokens, hidden):
-    """Nats `[B, T]` of each character that follows, or of each in its place where there is no causal mask.
+    """Loss in nats `[B, T]` of each next character, or of each character itself if there is no causal mask.
 
     Args:
       model, params: a `Reader`.
       tokens: `[B, T + 1]`.
-      hidden: bool `[B, T]`, the characters to be guessed where there is no causal mask.
+      hidden: bool `[B, T]`, the characters to mask and predict if there is no causal mask.
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     if not model.causal:
@@ -74,28 +74,29 @@ def losses(model: Reader, params, tokens, hidden):
 
 
 def measure(options: Options) -> list[dict]:
-    """Rows of four kinds, by `what`: rotation, similarity, shuffle, extrapolation."""
+    """Rows of four kinds, named by `what`: rotation, similarity, shuffle, extrapolation."""
     rows = []
     places = np.asarray(sinusoidal(jnp.arange(400), FEATURES), np.float64)
     for shift in (1, 7, 100):
-        turned = places[:300] @ rotation(shift, FEATURES).T
+        rotated = places[:300] @ rotation(shift, FEATURES).T
         rows.append(
-            {"what": "rotation", "k": shift, "error": float(np.abs(turned - places[shift : 300 + shift]).max())}
+            {"what": "rotation", "k": shift, "error": float(np.abs(rotated - places[shift : 300 + shift]).max())}
         )
     for distance in range(101):
         similarity = float(np.mean(np.sum(places[:300] * places[distance : 300 + distance], axis=1))) / (FEATURES / 2)
         rows.append({"what": "similarity", "k": distance, "similarity": similarity})
     seeds, steps = (1, 200) if options.fast else (3, 2000)
     text = fitting.read(options.path)
+    advance = options.progress(seeds * 2 * len(POSITIONS) * steps)
     for seed in range(seeds):
         for causal in (True, False):
             for positions in POSITIONS:
-                rows += _extrapolation(text, seed, causal, positions, steps)
+                rows += _extrapolation(text, seed, causal, positions, steps, advance)
     return rows
 
 
 def rotation(shift: int, features: int) -> np.ndarray:
-    """R_k `[features, features]`: PE(p + k) = R_k PE(p), a block of cosines and sines for each frequency."""
+    """The rotation R_k `[features, features]` with PE(p + k) = R_k PE(p): one 2 × 2 block per frequency."""
     angles = shift / 10_000.0 ** (np.arange(0, features, 2) / features)
     matrix = np.zeros((features, features))
     even = np.arange(0, features, 2)
@@ -104,7 +105,7 @@ def rotation(shift: int, features: int) -> np.ndarray:
     return matrix
 
 
-def _extrapolation(text, seed, causal, positions, steps):
+def _extrapolation(text, seed, causal, positions, steps, advance):
     model = Reader(text.tokenizer.vocab_size, positions, causal)
     windows = text.batches(CONTEXT, 16, seed)
 
@@ -118,7 +119,7 @@ def _extrapolation(text, seed, causal, positions, steps):
         return (losses(model, params, tokens, hidden) * guessed).sum() / guessed.sum()
 
     params = jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, CONTEXT), jnp.int32))
-    params = fitting.fit(loss, params, batches, steps, learning_rate=4e-3, weight_decay=0.1)
+    params = fitting.fit(loss, params, batches, steps, learning_rate=4e-3, weight_decay=0.1, advance=advance)
     mask = "causal" if causal else "no mask"
     if positions == "none":
         yield {"what": "shuffle", "seed": seed, "mask": mask, "change": _change_by_shuffling(model, params, text)}
@@ -128,7 +129,7 @@ def _extrapolation(text, seed, causal, positions, steps):
     score = jax.jit(lambda params, tokens, hidden: losses(model, params, tokens, hidden))
     for factor in FACTORS:
         if positions == "learned" and factor > 1:
-            continue  # there is no vector for place 64: the model refuses
+            continue  # position 64 has no vector: the model raises an error
         length = CONTEXT * factor
         values = np.asarray(score(params, held_out[:, -length - 1 :], hidden[:, -length:]))[:, -SCORED:]
         guessed = np.ones(values.shape) if causal else hidden[:, -SCORED:]
@@ -137,7 +138,7 @@ def _extrapolation(text, seed, causal, positions, steps):
 
 
 def _change_by_shuffling(model, params, text) -> float:
-    """How far the logits at the last character move, at most, when those before it change places."""
+    """Largest change of the last character's logits when the characters before it are permuted."""
     tokens = text.validation[None, :CONTEXT]
     shuffled = np.random.default_rng(0).permutation(tokens[:, :-1], axis=1)
     shuffled = np.append(shuffled, tokens[:, -1:], axis=1)
@@ -146,7 +147,7 @@ def _change_by_shuffling(model, params, text) -> float:
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Rotation exact, similarity not monotone, and what the trained models say."""
+    """Held if the rotation is exact, the similarity is not monotone, and the trained models behave as claimed."""
     error = max(row["error"] for row in rows if row["what"] == "rotation")
     similarity = [row["similarity"] for row in rows if row["what"] == "similarity"]
     first = next(k for k in range(1, len(similarity)) if similarity[k] > similarity[k - 1])
@@ -175,8 +176,8 @@ def judge(rows: list[dict]) -> Verdict:
         ),
         (
             shuffled["no mask"] < 1e-4 < 1e-2 < shuffled["causal"],
-            "without positions the other characters may change places: the logits move by "
-            f"{shuffled['no mask']:.0e}; the causal mask alone betrays order, they move by {shuffled['causal']:.2f}",
+            "without positions, permuting the other characters changes the logits by "
+            f"{shuffled['no mask']:.0e}; under the causal mask, which reveals order, by {shuffled['causal']:.2f}",
         ),
         (
             cost("no mask") > cost("causal"),
@@ -186,7 +187,7 @@ def judge(rows: list[dict]) -> Verdict:
 
 
 def _losses(rows):
-    """Mean loss by length, for each (mask, positions)."""
+    """{(mask, positions): {length: mean loss}}"""
     found = {}
     for row in rows:
         if row["what"] == "extrapolation":
@@ -195,7 +196,7 @@ def _losses(rows):
 
 
 def draw(rows: list[dict]) -> Figure:
-    """Similarity over distance, and loss over length with and without the causal mask."""
+    """Similarity against distance, and loss against length with and without the causal mask."""
     loss = _losses(rows)
     similarity = [row["similarity"] for row in rows if row["what"] == "similarity"]
     panels = {
@@ -213,5 +214,5 @@ def draw(rows: list[dict]) -> Figure:
             "y": "loss on the last 16 (nats per character)",
             "log": "x",
         }
-    finding = "Similarity ripples as it fades; what was trained on 64 tokens need not hold at 256"
+    finding = "Similarity oscillates as it falls; models trained on 64 tokens may fail at 256"
     return plots.panels(panels, judge(rows).title(finding), columns=3)

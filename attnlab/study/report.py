@@ -1,16 +1,16 @@
-"""What every study shares: its options, and what it leaves behind.
+"""Options and output files shared by all studies.
 
-A study is a module whose docstring begins with its claim, and which has
-  measure(options) → rows    what was measured, a dict for each row of the table
-  judge(rows) → Verdict      whether the claim held, in numbers
-  draw(rows) → Figure        the picture of it
-One that trains on a text says READS_TEXT = True.
+A study is a module whose docstring begins with its claim, and which defines
+  measure(options) → rows    the measurements, one dict per row of the table
+  judge(rows) → Verdict      whether the claim held, with numbers
+  draw(rows) → Figure        the figure
+A study that trains on a text sets READS_TEXT = True.
 """
 
 import csv
 import importlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -21,26 +21,30 @@ import numpy as np
 from absl import flags
 
 from attnlab.errors import UserError
+from attnlab.study.progress import Advance, StudyProgress, silent
 
 
 class Options(NamedTuple):
-    """How to measure.
+    """Settings of a measurement.
 
     Attributes:
       fast: fewer seeds, points and steps: a minute on two cores.
-      path: a text for the studies that train on one; "" for the Python language reference, which is always there.
+      path: a text for the studies that train on one; "" for the Python language reference, which needs no download.
+      progress: called once as `progress(total)` with the units of work ahead; returns `advance(amount=1)`, to be called
+        as units are completed.
     """
 
     fast: bool = False
     path: str = ""
+    progress: Callable[[float], Advance] = silent
 
 
 class Verdict(NamedTuple):
     """Whether a claim held.
 
     Attributes:
-      held: it did, in every part.
-      parts: what was measured for each part of the claim, and whether that part held.
+      held: whether every part held.
+      parts: for each part of the claim, whether it held, and the measurement in words.
     """
 
     held: bool
@@ -48,7 +52,7 @@ class Verdict(NamedTuple):
 
     @classmethod
     def of(cls, *parts: tuple[bool | np.bool_, str]) -> "Verdict":
-        """The verdict over parts.
+        """Build a verdict from its parts.
 
         >>> print(Verdict.of((True, "rises by 2"), (False, "never falls: it fell by 1")))
         the claim does not hold
@@ -59,7 +63,7 @@ class Verdict(NamedTuple):
         return cls(all(held for held, _ in parts), parts)
 
     def title(self, finding: str) -> str:
-        """A figure's title: the finding where the claim held, else the first part of it that did not."""
+        """A figure title: the finding if the claim held, else the first part that failed."""
         failed = next((text for held, text in self.parts if not held), None)
         return finding if failed is None else f"Not as claimed: {failed}"
 
@@ -69,45 +73,49 @@ class Verdict(NamedTuple):
 
 
 def load(name: str) -> ModuleType:
-    """The module of a study."""
+    """Import a study by name."""
     return importlib.import_module(f"attnlab.study.{name}")
 
 
 def claim(study: ModuleType) -> str:
-    """The first line of its docstring."""
+    """The claim: the first line of a study's docstring."""
     return study.__doc__.strip().splitlines()[0]
 
 
 def define(values, argv) -> None:
-    """The flags."""
+    """Define the flags."""
     flags.DEFINE_bool("fast", False, "fewer seeds, points and steps: a minute on two cores", flag_values=values)
-    flags.DEFINE_string("out", None, "a new folder for the results; runs/study-NAME when absent", flag_values=values)
+    flags.DEFINE_string("out", None, "a new folder for the results (default: runs/study-NAME)", flag_values=values)
     flags.DEFINE_string(
-        "path", "", "text for the studies that train on one; the Python language reference if empty", flag_values=values
+        "path",
+        "",
+        "text file for the studies that train on one; empty for the Python language reference",
+        flag_values=values,
     )
 
 
 def run(name: str, study: ModuleType, values) -> int:
-    """Measures, and writes NAME.csv, NAME.png and verdict.txt. Returns 0 whether the claim held or not.
+    """Run a study and write NAME.csv, NAME.png and verdict.txt. Returns 0 whether or not the claim held.
 
     Raises:
-      UserError: the folder holds something already, or cannot be written.
+      UserError: the output folder is not empty or cannot be written, or `--path` is given to a study without a text.
     """
     folder = Path(values.out or f"runs/study-{name}")
     if values.path and not getattr(study, "READS_TEXT", False):
-        raise UserError(f"--path={values.path}: {name} reads no text, leave it out")
+        raise UserError(f"--path={values.path}: {name} does not train on a text: remove this flag")
     try:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"--out={folder} is a file: name a folder")
         if folder.exists() and any(folder.iterdir()):
-            raise UserError(f"--out={folder} holds files already, which stay as they are: choose a new folder")
-        folder.mkdir(parents=True, exist_ok=True)  # one that cannot be written is known before an hour of measuring
+            raise UserError(f"--out={folder} is not empty: choose a new folder")
+        folder.mkdir(parents=True, exist_ok=True)  # fail now rather than after an hour of measuring
     except OSError as error:
         raise UserError(f"--out={folder} cannot be written ({error.strerror}): choose another folder") from error
 
     print(claim(study), flush=True)
     start = time.perf_counter()
-    rows = study.measure(Options(values.fast, values.path))
+    with StudyProgress() as progress:
+        rows = study.measure(Options(values.fast, values.path, progress.expect))
     verdict = study.judge(rows)
     write_csv(folder / f"{name}.csv", rows)
     with mpl.rc_context({"backend": "agg"}):
@@ -121,7 +129,7 @@ def run(name: str, study: ModuleType, values) -> int:
 
 
 def write_csv(path: Path, rows: Sequence[dict]) -> None:
-    """A column for each name in any row, in the order in which they come up."""
+    """Write rows as CSV, with a column for each key of any row, in order of first appearance."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, names)
@@ -130,7 +138,7 @@ def write_csv(path: Path, rows: Sequence[dict]) -> None:
 
 
 def table(rows: Sequence[dict], by: str, value: str) -> dict:
-    """For each value of `by`, in order: the list of `value`s of its rows.
+    """Group rows by `by`, sorted: the list of `value`s of each group.
 
     >>> table([{"d": 1, "norm": 2.0}, {"d": 1, "norm": 4.0}, {"d": 3, "norm": 5.0}], "d", "norm")
     {1: [2.0, 4.0], 3: [5.0]}

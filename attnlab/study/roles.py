@@ -1,12 +1,12 @@
 """Some head links verbs with subjects, some adjectives with nouns, and some finds where a quotation began.
 
-Document 000 says so of a character GPT. Pairs are found in held-out text by patterns (Spanish or English, whichever the
-text is): the characters of the later part of a pair are the queries, those of the earlier the keys. A head's score is
-the weight on the right keys, over the weight at as many places drawn from the text with the same distances and the same
-kinds of characters at their edges (of a word, white space, a sign), which play no such part: the shuffled control. So a
-head that looks at the word before, whatever it is, gets 1. The probability of such a difference by chance
-(Mann-Whitney) is multiplied by the number of heads and roles tried (Bonferroni). A role is found where in every seed
-some head has twice the control's weight, at a probability below 1 %.
+Document 000 claims this of a character GPT. Pairs are found in held-out text with regular expressions (Spanish or
+English, depending on the text): the characters of a pair's later part are the queries, those of the earlier part the
+keys. A head's score is its weight on these keys, relative to the weight at as many control places drawn from the text,
+with the same distances and the same character classes at the edges (word, white space, punctuation) but without that
+role. So a head that attends to the previous word, whatever it is, scores 1. The p-value of the difference
+(Mann-Whitney) is multiplied by the number of heads and roles tried (Bonferroni). A role counts as found if, in every
+seed, some head has twice the control's weight with a p-value below 1 %.
 """
 
 import re
@@ -25,7 +25,7 @@ from attnlab.study import fitting
 from attnlab.study.report import Options, Verdict
 
 READS_TEXT = True
-# (key)…(query): two groups, the earlier first.
+# Two groups, key first: (key)…(query).
 PATTERNS = {
     "en": {
         "subject → verb": r"\b([a-z]{3,}) (is|are|has|have|returns?|raises?|must|can|may|will|should|does|was|were)\b",
@@ -43,11 +43,11 @@ PATTERNS = {
     },
 }
 HEADS, CONTEXT = 4, 64
-LEAST, MOST = 30, 200  # pairs of a role
+LEAST, MOST = 30, 200  # pairs per role
 
 
 class Pair(NamedTuple):
-    """Places in the text: keys are [key, key_end), queries [query, query_end)."""
+    """A pair of spans in the text: the keys are [key, key_end), the queries [query, query_end)."""
 
     key: int
     key_end: int
@@ -56,7 +56,7 @@ class Pair(NamedTuple):
 
 
 def find(text: str, pattern: str) -> list[Pair]:
-    """The pairs that fit into a window that ends with them.
+    """Find the pairs that fit into a window ending with the query.
 
     >>> find(60 * "." + " the cat is new", PATTERNS["en"]["subject → verb"])
     [Pair(key=65, key_end=68, query=69, query_end=71)]
@@ -66,17 +66,17 @@ def find(text: str, pattern: str) -> list[Pair]:
 
 
 def controls(text: str, pairs: list[Pair], taken: set[int], draw) -> list[Pair]:
-    """For each pair another place, used once, with the same distances and the same kinds of characters at its edges.
+    """Match each pair with another place that has the same distances and character classes at its edges.
 
     Args:
-      text: where to look.
-      pairs: to be matched.
-      taken: places of queries that do play the part.
+      text: the text to draw from.
+      pairs: pairs to match; each place is used once.
+      taken: query positions of real pairs, which are excluded.
       draw: a NumPy generator.
     """
-    kinds = np.array([0 if c.isalnum() else 1 if c.isspace() else 2 for c in text])  # of a word, white space, a sign
+    kinds = np.array([0 if c.isalnum() else 1 if c.isspace() else 2 for c in text])  # word, white space, punctuation
     is_bound = np.append(np.diff(kinds, prepend=-1) != 0, True)
-    is_bound[:-1] |= kinds == 2  # signs stand alone
+    is_bound[:-1] |= kinds == 2  # each punctuation mark is a unit
     bounds = np.flatnonzero(is_bound)
     used = set(taken)
     found = []
@@ -94,17 +94,19 @@ def controls(text: str, pairs: list[Pair], taken: set[int], draw) -> list[Pair]:
 
 
 def measure(options: Options) -> list[dict]:
-    """A row for each seed, role, layer and head."""
+    """One row per seed, role, layer and head."""
     seeds, steps, layers, width = (1, 500, 3, 96) if options.fast else (3, 4000, 4, 192)
     source = fitting.read(options.path)
     text = source.tokenizer.decode(source.validation)
+    advance = options.progress(seeds * steps)
     rows = []
     for seed in range(seeds):
         size = source.tokenizer.vocab_size
         model = GPT(size, layers, HEADS, width, CONTEXT, use_bias=False, positions="rotary", qk_norm=True)
         batches = source.batches(CONTEXT, 12, seed)
         params = jax.jit(model.init)(jax.random.key(seed), batches(0).tokens[:1, :-1])["params"]
-        params = fitting.fit(fitting.text_loss(model), params, batches, steps, learning_rate=5e-3, weight_decay=0.1)
+        loss = fitting.text_loss(model)
+        params = fitting.fit(loss, params, batches, steps, learning_rate=5e-3, weight_decay=0.1, advance=advance)
         draw = np.random.default_rng(seed)
         scored = {}
         for role, pattern in PATTERNS[source.language].items():
@@ -115,7 +117,9 @@ def measure(options: Options) -> list[dict]:
                 masses = (_masses(model, params, source.validation, which) for which in (pairs, others))
                 scored[role] = tuple(masses)
         if not scored:
-            raise UserError(f"the text holds out fewer than {LEAST} pairs of every role: give a longer one with --path")
+            raise UserError(
+                f"the validation text has fewer than {LEAST} pairs of every role: give a longer one with --path"
+            )
         tried = len(scored) * layers * HEADS
         for role, (right, other) in scored.items():
             for layer in range(layers):
@@ -129,7 +133,7 @@ def measure(options: Options) -> list[dict]:
 
 
 def _masses(model, params, tokens, pairs) -> np.ndarray:
-    """Weight of each head on the keys, the mean over queries, `[pairs, layers, heads]`."""
+    """Weight of each head on the keys, averaged over the queries, `[pairs, layers, heads]`."""
     ends = np.array([pair.query_end for pair in pairs])
     windows = np.stack([tokens[end - CONTEXT : end] for end in ends])
     places = np.array(pairs) - (ends - CONTEXT)[:, None]
@@ -150,11 +154,11 @@ def _masses(model, params, tokens, pairs) -> np.ndarray:
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """For each role the head that does best in the worst seed."""
+    """Held if, for each role, the best head passes both thresholds in the worst seed."""
     parts = []
     for role in PATTERNS["en"]:  # the roles are the same in every language
         if not any(row["role"] == role for row in rows):
-            parts.append((False, f"{role}: not measured, the text holds out fewer than {LEAST} pairs"))
+            parts.append((False, f"{role}: not measured, the validation text has fewer than {LEAST} pairs"))
             continue
         by_seed = []
         for seed in sorted({row["seed"] for row in rows}):
@@ -170,7 +174,7 @@ def judge(rows: list[dict]) -> Verdict:
 
 
 def draw(rows: list[dict]) -> Figure:
-    """The lift of every head for every role, the mean over seeds."""
+    """Lift of every head for every role, averaged over seeds."""
     roles = list(dict.fromkeys(row["role"] for row in rows))
     layers, heads = (1 + max(row[name] for row in rows) for name in ("layer", "head"))
     lift = np.array(

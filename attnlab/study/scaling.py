@@ -1,13 +1,13 @@
 """Dividing q·k by √d_k, and by nothing else, keeps the softmax's gradient where it was at any width.
 
 Queries and keys are drawn with components of variance 1, so q·k has variance d_k. For n = 50 keys the Frobenius norm
-of the softmax's Jacobian, ∂p_i/∂s_j = p_i (δ_ij − p_j), is measured over widths from 1 to 10⁴, with scores as they
-are, divided by √d_model (six heads: d_model = 6 d_k), and divided by √d_k. In closed form its square is
+of the softmax's Jacobian, ∂p_i/∂s_j = p_i (δ_ij − p_j), is measured over widths from 1 to 10⁴, with unscaled scores,
+scores divided by √d_model (six heads: d_model = 6 d_k), and scores divided by √d_k. In closed form its square is
 
     ‖J‖² = Σ p² − 2 Σ p³ + (Σ p²)²
 
-Unscaled, the norm is not monotone: it rises while the softmax leaves the uniform distribution (of norm 1/√n nearly),
-and falls once one key takes all.
+Unscaled, the norm is not monotone: it rises as the softmax departs from the uniform distribution (norm about 1/√n),
+and falls once one key takes nearly all of the weight.
 """
 
 import jax
@@ -18,12 +18,13 @@ from attnlab import plots
 from attnlab.study.report import Options, Verdict, table
 
 KEYS = 50
+WIDTHS = np.unique(np.logspace(0, 4, 20).round().astype(int))
 HEADS = 6
 SCALES = {"none": lambda d: 1.0, "√d_model": lambda d: (HEADS * d) ** -0.5, "√d_k": lambda d: d**-0.5}
 
 
 def jacobian_norm(p):
-    """Frobenius norm of the softmax's Jacobian where its output is `p` `[..., n]`.
+    """Frobenius norm of the softmax's Jacobian at output `p` `[..., n]`.
 
     >>> float(jacobian_norm(np.array([0.5, 0.5])))
     0.5
@@ -33,12 +34,13 @@ def jacobian_norm(p):
 
 
 def measure(options: Options) -> list[dict]:
-    """A row for each seed, width and scale: the mean norm over simulations, and the variance of the scores."""
+    """One row per seed, width and scale: the mean norm over simulations, and the variance of the scores."""
     seeds, simulations = (2, 150) if options.fast else (5, 1000)
+    advance = options.progress(seeds * int(WIDTHS.sum()))
     rows = []
     for seed in range(seeds):
         draw = np.random.default_rng(seed)
-        for width in np.unique(np.logspace(0, 4, 20).round().astype(int)):
+        for width in WIDTHS:
             scores = np.concatenate([_scores(draw, 50, int(width)) for _ in range(-(-simulations // 50))])
             for name, scale in SCALES.items():
                 scaled = scores * scale(width)
@@ -52,18 +54,19 @@ def measure(options: Options) -> list[dict]:
                         "jacobian_norm": float(norm.mean()),
                     }
                 )
+            advance(int(width))  # drawing queries and keys dominates the time
     return rows
 
 
 def _scores(draw, simulations, width):
-    """Real products q·k `[simulations, KEYS]`: the keys of one query share it, so they are not independent."""
+    """Products q·k `[simulations, KEYS]`; those of one query are not independent, as they share it."""
     q = draw.standard_normal((simulations, width), np.float32)
     k = draw.standard_normal((simulations, KEYS, width), np.float32)
     return np.einsum("sd,skd->sk", q, k)
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """The variance is d_k; scaled by √d_k the norm stays, unscaled it rises and then falls, √d_model is another."""
+    """Held if the variance is d_k, the norm constant only with √d_k, and unscaled it rises before it falls."""
     norms, variances = (
         {
             name: {d: np.mean(v) for d, v in table([r for r in rows if r["scale"] == name], "d_k", value).items()}
@@ -85,12 +88,12 @@ def judge(rows: list[dict]) -> Verdict:
             f"unscaled it first rises, from {unscaled[first]:.3f} to {unscaled[top]:.3f} at d_k = {top}",
         ),
         (unscaled[last] < unscaled[top] / 3, f"and then falls to {unscaled[last]:.3f} at d_k = {last}"),
-        (ratio < 0.8, f"divided by √d_model it is {ratio:.2f} of that: six heads' worth too flat"),
+        (ratio < 0.8, f"divided by √d_model it is {ratio:.2f} of that: too flat a softmax for six heads"),
     )
 
 
 def draw(rows: list[dict]) -> Figure:
-    """The norm and the variance over the width, logarithmic."""
+    """Norm and variance against width, on logarithmic axes."""
 
     def series(value):
         means = {}
@@ -118,5 +121,7 @@ def draw(rows: list[dict]) -> Figure:
                 "log": "xy",
             },
         },
-        judge(rows).title("Unscaled, the softmax's gradient rises, then dies with the width; divided by √d_k it stays"),
+        judge(rows).title(
+            "Unscaled, the softmax's gradient rises, then vanishes with the width; divided by √d_k it is constant"
+        ),
     )

@@ -1,10 +1,10 @@
 """At the start the gradient goes to V and W; that of Q and K is far smaller, and grows as attention learns.
 
-Document 004 asks how Q, K, V and W are trained. All four get their gradient from the one loss, by the chain rule. Those
-of Q and K pass through the softmax: while values carry little, where to look makes little difference, and their
-gradient is small. A small GPT on characters is followed through a run: the norm of the gradient of each of the four,
-layer by layer, over the norm of the matrix; and how far each has moved, over its norm at the start. The optimizer is
-Adam, which divides gradients by their size: what is far behind in gradient need not be so in movement.
+Document 004 asks how Q, K, V and W are trained. All four get their gradient from the same loss, by the chain rule. The
+gradients of Q and K pass through the softmax: as long as the values carry little information, it hardly matters which
+keys are attended to, and these gradients are small. A small character GPT is followed through training: for each
+matrix and layer, the gradient norm relative to the norm of the matrix, and the distance moved relative to its initial
+norm. The optimizer is Adam, which divides gradients by their size, so a small gradient does not mean a small update.
 """
 
 import jax
@@ -23,9 +23,10 @@ LAYERS, CONTEXT = 2, 64
 
 
 def measure(options: Options) -> list[dict]:
-    """A row for each seed, step looked at, layer and matrix."""
+    """One row per seed, sampled step, layer and matrix."""
     seeds, steps = (2, 300) if options.fast else (5, 2000)
     text = fitting.read(options.path)
+    advance = options.progress(seeds * steps)
     rows = []
     for seed in range(seeds):
         model = GPT(text.tokenizer.vocab_size, LAYERS, 4, 64, CONTEXT, use_bias=False, positions="rotary")
@@ -45,12 +46,13 @@ def measure(options: Options) -> list[dict]:
 
         batches = text.batches(CONTEXT, 12, seed)
         params = jax.jit(model.init)(jax.random.key(seed), batches(0).tokens[:1, :-1])["params"]
-        fitting.fit(fitting.text_loss(model), params, batches, steps, learning_rate=3e-3, weight_decay=0.1, watch=watch)
+        loss = fitting.text_loss(model)
+        fitting.fit(loss, params, batches, steps, learning_rate=3e-3, weight_decay=0.1, watch=watch, advance=advance)
     return rows
 
 
 def _relative(rows, layer, matrix):
-    """{step: gradient over weight, the mean over seeds}."""
+    """{step: gradient norm over weight norm, averaged over seeds}"""
     chosen = [
         r | {"relative": r["gradient"] / r["weight"]} for r in rows if (r["layer"], r["matrix"]) == (layer, matrix)
     ]
@@ -58,13 +60,13 @@ def _relative(rows, layer, matrix):
 
 
 def _ratios(rows, layer):
-    """{step: (Q and K) over (V and W)}, of gradients relative to their weights."""
+    """{step: (Q and K) over (V and W)}, of the relative gradients"""
     q, k, v, w = (_relative(rows, layer, matrix) for matrix in MATRICES)
     return {step: (q[step] + k[step]) / (v[step] + w[step]) for step in q}
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """All four get a gradient at the first step; that of Q and K is a twentieth at most, and grows tenfold later."""
+    """Held if all four get a gradient at once, and that of Q and K is below a twentieth at first and grows tenfold."""
     parts = []
     last = max(row["step"] for row in rows)
     for layer in range(LAYERS):
@@ -91,7 +93,7 @@ def judge(rows: list[dict]) -> Verdict:
 
 
 def draw(rows: list[dict]) -> Figure:
-    """The gradients over the steps, a panel for each layer."""
+    """Gradients against steps, one panel per layer."""
     panels = {}
     for layer in range(LAYERS):
         series = {}

@@ -1,10 +1,12 @@
-"""Checkpoints: Orbax, asynchronous and atomic, each with a manifest of what it holds, behind one small class."""
+"""Checkpoints by Orbax: asynchronous, atomic, and verified by a manifest of sha256 digests."""
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import json
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,21 +21,22 @@ from attnlab.errors import UserError
 from attnlab.training.state import TrainState
 
 MANIFEST = "manifest.json"
+LOCK = ".lock"  # held by the process that writes; left there, empty
 
 
 class Checkpoints:
     """The checkpoints of a run: the newest `keep`, and the best.
 
-    A checkpoint is a folder named by its step. It gets that name when all of it is written, the manifest last of all:
-    the step, and the sha256 of every other file in it. Orbax alone loads a flipped bit without a word.
-    Object storage renames no folder: there, one without a manifest is none yet.
+    A checkpoint is a folder named after its step. It is written under a temporary name and renamed when complete. The
+    manifest is written last: the step, and the sha256 of every other file. Orbax alone would load a flipped bit
+    silently. Object storage cannot rename a folder: there, a checkpoint without a manifest is incomplete.
 
     Args:
-      directory: where they lie, any `etils.epath` path; made on the first save.
-      keep: how many of the newest stay.
+      directory: any `etils.epath` path; created by `prepare` or by the first save.
+      keep: number of newest checkpoints to keep.
 
     Attributes:
-      best: which of some steps, if any, stays however old it is; whoever trains says how to know.
+      best: given the steps, returns the one to keep regardless of its age, or None; set by the trainer.
 
     >>> import tempfile
     >>> checkpoints = Checkpoints(tempfile.mkdtemp())
@@ -50,26 +53,46 @@ class Checkpoints:
         self._keep = keep
         self._started: int | None = None  # the last step that was saved or restored here
         self._open_writer = None
-        self._lock = threading.RLock()  # a signal's thread saves as well
+        self._lock_file: int | None = None
+        self._lock = threading.RLock()  # the thread that handles signals saves as well
 
     def prepare(self) -> None:
-        """Makes the directory.
+        """Creates the directory and locks it until `close`, or until the process ends.
+
+        Object storage has no locks, and neither do some network file systems: there, nothing is locked.
 
         Raises:
-          UserError: it cannot be made.
+          UserError: it cannot be created, or another process writes checkpoints there.
         """
-        with self._told():
+        with self._explained():
             self.directory.mkdir(parents=True, exist_ok=True)
+            if self._lock_file is None and "://" not in str(self.directory):
+                self._lock_file = os.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+                try:
+                    fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    self._unlock()
+                    raise UserError(
+                        f"checkpoint.dir = {self.directory}: another process writes checkpoints there: wait for it, or "
+                        "choose another"
+                    ) from error
+                except OSError:  # a file system without locks
+                    pass
+
+    def _unlock(self) -> None:
+        if self._lock_file is not None:
+            os.close(self._lock_file)
+            self._lock_file = None
 
     def sweep(self) -> None:
-        """Removes what a killed process had not finished; for the one process that writes, errors as for `prepare`."""
-        with self._told():
+        """Removes incomplete checkpoints of killed processes; for the writing process. Errors as for `prepare`."""
+        with self._explained():
             for path in self.directory.iterdir():
                 if ".orbax-checkpoint-tmp" in path.name or (path.name.isdecimal() and not self._committed(path)):
                     path.rmtree()
 
     @contextlib.contextmanager
-    def _told(self):
+    def _explained(self):
         try:
             yield
         except (OSError, ImportError) as error:
@@ -77,7 +100,7 @@ class Checkpoints:
             raise UserError(f"checkpoint.dir = {self.directory} cannot be written ({why}): choose another") from error
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, in order, damaged ones among them."""
+        """Steps with a checkpoint, intact or damaged, in ascending order."""
         if not self.directory.exists():
             return []
         return sorted(
@@ -87,32 +110,32 @@ class Checkpoints:
     def _committed(self, path: epath.Path) -> bool:
         return "://" not in str(self.directory) or (path / MANIFEST).exists()
 
-    def save(self, state: TrainState, **facts) -> None:
-        """Starts to write `state` as the checkpoint of its step; the arrays may be reused once this returns.
+    def save(self, state: TrainState, **metadata) -> None:
+        """Starts writing `state` as the checkpoint of its step; the arrays may be reused once this returns.
 
         Args:
-          state: of any shardings.
-          facts: what JSON can hold, to be read by `facts`.
+          state: with any shardings.
+          metadata: JSON values, returned by `metadata`.
 
         Raises:
-          UserError: this one or the one before it cannot be written.
+          UserError: this checkpoint or the previous one cannot be written.
         """
         step = int(state.step)
         items = _Items(
             params=ocp.args.StandardSave(state.params),
             opt_state=ocp.args.StandardSave(state.opt_state),
-            facts=ocp.args.JsonSave(facts),
+            facts=ocp.args.JsonSave(metadata),
         )
         with self._lock:
             if step == self._started:
                 return
             self.wait()
-            with self._written():
+            with self._writing():
                 self._writer.save(self.directory / str(step), args=items)
             self._started = step
 
     def wait(self) -> None:
-        """Returns when all that was saved is on disk, and what need not stay is not.
+        """Waits until the last save is on disk, then deletes checkpoints that need not be kept.
 
         Raises:
           UserError: it cannot be written.
@@ -120,35 +143,35 @@ class Checkpoints:
         with self._lock:
             if self._open_writer is None or self._started is None:
                 return
-            with self._written():
+            with self._writing():
                 self._writer.wait_until_finished()
             if jax.process_index() == 0:
                 steps = self.steps()
                 best = self.best(steps)
                 for step in steps[: -self._keep]:
-                    if step != best:  # what a kill leaves of one is damaged, and goes next time
+                    if step != best:  # a kill leaves a damaged one, which is deleted next time
                         (self.directory / str(step)).rmtree()
 
     def damage(self, step: int) -> str:
-        """What is wrong with the files of a checkpoint, "" when they are those that were written."""
+        """The first fault in the files of a checkpoint, compared with its manifest; "" when it is intact."""
         folder = self.directory / str(step)
         try:
             manifest = json.loads((folder / MANIFEST).read_text())
             if manifest["step"] != step:
-                return f"it is that of step {manifest['step']}"
+                return f"it belongs to step {manifest['step']}"
             for name, written in manifest["sha256"].items():
                 if _file_sha256(folder / name) != written:
-                    return f"{name} is not what was written"
+                    return f"{name} differs from what was written"
         except FileNotFoundError as error:
             return f"{Path(error.filename or folder).name} is missing"
         except OSError as error:
             return f"{Path(error.filename or folder).name}: {error.strerror}"
         except (ValueError, KeyError, TypeError, AttributeError):
-            return f"its {MANIFEST} is no manifest"
+            return f"{MANIFEST} is not a valid manifest"
         return ""
 
-    def newest_whole(self) -> tuple[int, dict[int, str]]:
-        """The newest step that is not damaged, 0 if there is no checkpoint at all; and what is wrong with newer ones.
+    def newest_intact(self) -> tuple[int, dict[int, str]]:
+        """The newest intact step, 0 if there are no checkpoints; and the faults of newer, damaged ones by step.
 
         Raises:
           UserError: there are checkpoints, and all are damaged.
@@ -161,18 +184,18 @@ class Checkpoints:
         if damaged:
             step, why = next(iter(damaged.items()))
             raise UserError(
-                f"every checkpoint in {self.directory} is damaged (of {step} {why}): bring one back, or start anew in "
+                f"every checkpoint in {self.directory} is damaged ({step}: {why}): restore one, or start again in "
                 "another --workdir"
             )
         return 0, {}
 
     def digests(self, step: int) -> dict[str, str]:
-        """sha256 of the parameters' and of the optimizer state's bytes at a step."""
+        """sha256 of the parameters and of the optimizer state at a step."""
         items = self._restore(step, params=ocp.args.StandardRestore(), opt_state=ocp.args.StandardRestore())
         return {name: sha256(items[name]) for name in ("params", "opt_state")}
 
     def set_aside(self, step: int) -> str:
-        """Renames a checkpoint so that it is none any longer; returns its new name."""
+        """Renames a checkpoint so that it is no longer found; returns its new name."""
         names = (f"{step}.damaged", *(f"{step}.damaged-{n}" for n in range(2, 1000)))
         name = next(name for name in names if not (self.directory / name).exists())
         (self.directory / str(step)).rename(self.directory / name)
@@ -185,36 +208,51 @@ class Checkpoints:
 
         Args:
           step: one of `steps()`.
-          like: a state of the same shapes and types, whose shardings the new one takes.
+          like: a state with the same shapes and types, and the shardings to restore to.
 
         Raises:
-          UserError: the checkpoint cannot be read, or has other shapes.
+          UserError: the checkpoint cannot be read, or has different shapes.
         """
         items = self._restore(
             step, params=ocp.args.StandardRestore(like.params), opt_state=ocp.args.StandardRestore(like.opt_state)
         )
-        self._started = step  # as good as saved
+        self._started = step  # so that it is not saved again
         return TrainState(jax.device_put(np.int32(step), _sharding(like.step)), items["params"], items["opt_state"])
 
     def restore_params(self, step: int, like):
-        """The parameters at a step, without the optimizer's state; `like` and errors as for `restore`."""
+        """The parameters at a step, without the optimizer state; `like` and errors as for `restore`."""
         return self._restore(step, params=ocp.args.StandardRestore(like))["params"]
 
-    def facts(self, step: int) -> dict:
-        """What was given to `save` beside the state; errors as for `restore`."""
+    def metadata(self, step: int) -> dict:
+        """The metadata given to `save` (the item is named "facts" on disk); errors as for `restore`."""
         return self._restore(step, facts=ocp.args.JsonRestore())["facts"]
 
     def close(self) -> None:
-        """Waits for what is being written, and frees the threads."""
-        if self._open_writer is not None:
-            writer, self._open_writer = self._open_writer, None
-            writer.close()
+        """Waits for pending writes, stops the threads, and releases the lock; errors as for `wait`."""
+        writer, self._open_writer = self._open_writer, None
+        try:
+            if writer is not None:
+                with self._writing():
+                    writer.close()
+        finally:
+            self._unlock()
+
+    def _abandon_writer(self) -> None:
+        """Closes a writer that has failed, which would raise the same error again in the next `wait` or `close`."""
+        writer, self._open_writer = self._open_writer, None
+        if writer is not None:
+            with contextlib.suppress(Exception):
+                writer.close()
 
     @property
     def _writer(self) -> ocp.AsyncCheckpointer:
         if self._open_writer is None:
             _ignore_late_io()
-            self._open_writer = ocp.AsyncCheckpointer(WithManifest())
+            # Created in the background, a folder that fails leaves the threads that are to fill it waiting for it, for
+            # twenty minutes; they are no daemons, so that the process could not end.
+            options = ocp.AsyncOptions(create_directories_asynchronously=False)
+            handler = WithManifest(composite_options=ocp.CompositeOptions(async_options=options))
+            self._open_writer = ocp.AsyncCheckpointer(handler, async_options=options)
         return self._open_writer
 
     def _restore(self, step, **items):
@@ -225,44 +263,45 @@ class Checkpoints:
                 return reader.restore(folder, ocp.args.Composite(**items))
         except (ValueError, OSError, KeyError, TypeError) as error:
             raise UserError(
-                f"checkpoint {folder} cannot be read ({_why(error)}): move it away to go on from the one before it"
+                f"checkpoint {folder} cannot be read ({_why(error)}): move it away to resume from the previous one"
             ) from error
 
     @contextlib.contextmanager
-    def _written(self):
+    def _writing(self):
         try:
             yield
         except (OSError, ValueError, RuntimeError) as error:
             self._started = None
+            self._abandon_writer()
             if jax.process_count() > 1 and isinstance(error, TimeoutError | jax.errors.JaxRuntimeError):
-                raise  # another process is gone
+                raise  # another process has died
             steps = self.steps()
-            where = f"the newest one is {steps[-1]}" if steps else "none was written before"
+            newest = f"the newest one is {steps[-1]}" if steps else "there is none yet"
             raise UserError(
-                f"a checkpoint cannot be written into {self.directory} ({_why(error)}); {where}: make room there, and "
+                f"a checkpoint cannot be written to {self.directory} ({_why(error)}); {newest}: make room there, and "
                 "repeat the command"
             ) from error
 
 
 class WithManifest(ocp.CompositeCheckpointHandler):
-    """Adds the manifest when all else is written, and before the folder gets its name."""
+    """Adds the manifest after all other files are written, before the folder is renamed."""
 
     def finalize(self, directory):
         super().finalize(directory)
-        # Orbax still puts the time into its own _CHECKPOINT_METADATA, which holds nothing of the run.
+        # Orbax writes the time to its own _CHECKPOINT_METADATA later; that file holds no state.
         files = (path for path in _files(directory) if path.name != "_CHECKPOINT_METADATA")
         digests = {str(path.relative_to(directory)): _file_sha256(path) for path in files}
-        step = int(directory.name.partition(".")[0])  # it has a longer name until it is whole
+        step = int(directory.name.partition(".")[0])  # it has a suffix until it is complete
         (directory / MANIFEST).write_text(json.dumps({"step": step, "sha256": digests}, indent=1))
 
 
 @ocp.args.register_with_handler(WithManifest, for_save=True, for_restore=True)
 class _Items(ocp.args.Composite):
-    """What Orbax wants to find for a handler: the class of its arguments."""
+    """The class of arguments that Orbax looks up for the handler."""
 
 
 def sha256(params) -> str:
-    """The sha256 of the parameters' bytes, in the order of their paths.
+    """sha256 of the parameters' bytes, ordered by path.
 
     >>> sha256({"b": np.zeros(2), "a": np.ones(2)}) == sha256({"a": np.ones(2), "b": np.zeros(2)})
     True
@@ -271,8 +310,8 @@ def sha256(params) -> str:
     digest = hashlib.sha256()
     for path in sorted(leaves):
         leaf = leaves[path]
-        whole = leaf.addressable_data(0) if isinstance(leaf, jax.Array) and leaf.is_fully_replicated else leaf
-        digest.update(np.ascontiguousarray(whole).tobytes())
+        replicated = isinstance(leaf, jax.Array) and leaf.is_fully_replicated
+        digest.update(np.ascontiguousarray(leaf.addressable_data(0) if replicated else leaf).tobytes())
     return digest.hexdigest()
 
 
@@ -287,7 +326,7 @@ def _file_sha256(path: epath.Path) -> str:
 
 
 def _why(error: BaseException) -> str:
-    """The first line of a storage library's message; they append pages of their own state, from a bracket on."""
+    """The first line of a storage library's message, without the internal state that follows a bracket."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return (str(error).strip().splitlines() or [repr(error)])[0].partition("[")[0][:160].strip()
@@ -295,10 +334,10 @@ def _why(error: BaseException) -> str:
 
 @functools.cache
 def _ignore_late_io() -> None:
-    """Keeps quiet, from now on, about reads and writes that fail after another's failure has been reported.
+    """Silences reads and writes that fail after the first failure was reported, from now on.
 
-    Orbax reads and writes all arrays of a checkpoint at once and raises the first failure; the others, whose event loop
-    is closed by then, would each print a traceback of their own, some after the message that says what is wrong.
+    Orbax reads and writes all arrays of a checkpoint concurrently and raises the first failure. The others find their
+    event loop closed, and each would print a traceback of its own, possibly after our error message.
     """
     report = sys.unraisablehook
 
@@ -311,4 +350,4 @@ def _ignore_late_io() -> None:
 
 
 def _sharding(array):
-    return array.sharding if isinstance(array, jax.Array) else None
+    return getattr(array, "sharding", None)

@@ -1,4 +1,4 @@
-"""Floating point operations: those that a step needs, those that the device can do, and the share that is used."""
+"""Floating point operations: how many training takes per token, and how many a device can do per second."""
 
 import functools
 import time
@@ -11,15 +11,15 @@ from attnlab.ops import products
 
 
 def per_token(model: GPT, length: int) -> float:
-    """What training spends on a token: 6 for each weight of a product, 12·L·H·D for each key seen.
+    """FLOPs of training per token: 6 for each weight of a matrix product, 12·L·H·D for each visible key.
 
-    2 a weight forward, 4 backward, and the products q·k and p·v likewise (Chowdhery et al. 2022, appendix B, which
-    counts every key; a causal query sees (T + 1) / 2 on average). Embeddings that are looked up, norms and softmax are
-    not counted, nor what remat computes again.
+    A weight takes 2 in the forward and 4 in the backward pass, and so do the products q·k and p·v (Chowdhery et al.
+    2022, appendix B, which counts every key; a causal query attends to (T + 1) / 2 keys on average). Embedding lookups,
+    norms, softmax and the recomputation of remat are not counted.
 
     Args:
       model: the GPT.
-      length: T, tokens a sequence.
+      length: T, tokens per sequence.
 
     >>> per_token(GPT(vocab_size=10, num_layers=1, num_heads=1, width=8, context=3), length=3)
     5280.0
@@ -30,15 +30,15 @@ def per_token(model: GPT, length: int) -> float:
     mlp = 2 * round(model.mlp_ratio * model.width) * model.width
     weights = model.num_layers * (projections + mlp) + model.vocab_size * model.width
     window = min(model.window or length, length)
-    keys = window - window * (window - 1) / (2 * length)  # the first queries see fewer
+    keys = window - window * (window - 1) / (2 * length)  # the first queries have fewer visible keys
     return 6.0 * weights + 12.0 * model.num_layers * model.width * keys
 
 
 def peak(dtype: str) -> float:
-    """FLOP/s of one device as a large matrix product reaches them: the best of half a dozen.
+    """FLOP/s that one device achieves in a large matrix product, best of six.
 
     Args:
-      dtype: of the operands; "float32" or "bfloat16".
+      dtype: data type of the operands; "float32" or "bfloat16".
 
     >>> peak("float32") > 1e8
     True

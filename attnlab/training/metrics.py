@@ -1,4 +1,4 @@
-"""What a run writes down: `metrics.jsonl`, TensorBoard events, and lines or a progress bar for whoever watches."""
+"""The records of a run: `metrics.jsonl`, TensorBoard events, and a progress bar or lines on the terminal."""
 
 import hashlib
 import json
@@ -13,21 +13,22 @@ from attnlab.errors import UserError
 
 
 class MetricsLog:
-    """`metrics.jsonl`: one flat JSON record a line, each once, in the order of steps.
+    """`metrics.jsonl`: one flat JSON record per line, in the order of steps, without duplicates.
 
     Args:
-      path: the file; made when the first record is written.
-      mark: where the run goes on from, what `mark()` was there; what was written since is removed, for it will be
-        written again. None for the beginning.
-      last_step: the step there.
-      events: folder of TensorBoard events beside it; None for none.
+      path: the file; created with the first record.
+      offset: where the run resumes: the value of `offset()` when its checkpoint was saved. Later records are removed,
+        as they will be written again, except a "final" record of `last_step`, from which a run is extended. None for a
+        new run.
+      last_step: the step at that offset.
+      events: folder of TensorBoard events; None for none.
 
     Attributes:
-      records: all of them, those of earlier starts included.
-      lost: there was a file at the mark, and there is none now.
+      records: all records, including those of earlier starts.
+      lost: whether the file had records at the offset, and is missing.
 
     Raises:
-      UserError: the file is not what it was at the mark.
+      UserError: the part up to the offset has changed.
 
     >>> import tempfile
     >>> log = MetricsLog(Path(tempfile.mkdtemp()) / "metrics.jsonl")
@@ -36,30 +37,36 @@ class MetricsLog:
     [{'step': 10, 'split': 'train', 'loss': 2.5}]
     """
 
-    def __init__(self, path: Path, mark: dict | None = None, last_step: int = 0, events: Path | None = None):
+    def __init__(self, path: Path, offset: dict | None = None, last_step: int = 0, events: Path | None = None):
         self.path, self._events, self._writer, self._last_step = path, events, None, last_step
-        size = mark["bytes"] if mark else 0
+        size = offset["bytes"] if offset else 0
         self.lost = bool(size) and not path.exists()
         kept = b""
         if path.exists():
             with path.open("rb") as file:
-                kept = file.read(size)
-            if mark and hashlib.sha256(kept).hexdigest() != mark["sha256"]:
+                kept, next_line = file.read(size), file.readline()
+            if offset and hashlib.sha256(kept).hexdigest() != offset["sha256"]:
                 raise UserError(
-                    f"{path} is not what it was when step {last_step} was saved: bring it back, or move it away to go "
-                    "on without its records"
+                    f"{path} is not what it was when step {last_step} was saved: restore it, or move it away to "
+                    "continue without its records"
                 )
-            if path.stat().st_size > size:
-                os.truncate(path, size)
+            if offset and _is_final(next_line, last_step):
+                kept += next_line
+            if path.stat().st_size > len(kept):
+                os.truncate(path, len(kept))
         self._size, self._sha256 = len(kept), hashlib.sha256(kept)
         self.records = [json.loads(line) for line in kept.splitlines()]
 
-    def mark(self) -> dict:
-        """Of all that was written so far, what a checkpoint keeps: JSON's `{"bytes": …, "sha256": …}`."""
+    def offset(self) -> dict:
+        """The end of the file, as checkpoints store it: `{"bytes": …, "sha256": …}`."""
         return {"bytes": self._size, "sha256": self._sha256.hexdigest()}
 
+    def validation(self, step: int) -> dict | None:
+        """The validation record of a step, or None."""
+        return next((record for record in self.records if (record["split"], record["step"]) == ("val", step)), None)
+
     def write(self, **record) -> None:
-        """Appends a record and hands its numbers to TensorBoard."""
+        """Append a record to the file, and its numbers to the TensorBoard events."""
         line = _line(record).encode()
         with self.path.open("ab") as file:
             file.write(line)
@@ -72,30 +79,30 @@ class MetricsLog:
                     self._tensorboard.add_scalar(f"{record['split']}/{name}", value, record["step"])
 
     def write_text(self, step: int, text: str) -> None:
-        """A sample, for TensorBoard alone."""
+        """Write a sample to TensorBoard only."""
         if self._tensorboard:
             self._tensorboard.add_text("sample", f"```\n{text}\n```", step)
 
     def close(self) -> None:
-        """Flushes the events."""
+        """Flush the TensorBoard events."""
         if self._writer:
             self._writer.close()
 
     @property
     def _tensorboard(self):
         if self._writer is None and self._events is not None:
-            from tensorboardX import SummaryWriter  # takes half a second, which a run that is over need not spend
+            from tensorboardX import SummaryWriter  # slow (half a second), and not needed when the run is finished
 
-            # Events after the step that the run goes on from are struck out, as in metrics.jsonl.
+            # Events after the step that the run resumes from are purged, as in metrics.jsonl.
             self._writer = SummaryWriter(str(self._events), purge_step=self._last_step + 1)
         return self._writer
 
 
 def read(path: Path) -> list[dict]:
-    """The records of a `metrics.jsonl`, none if there is no file; a last line that was cut off is left out.
+    """Read the records of a `metrics.jsonl`, skipping a truncated last line; [] if there is no file.
 
     Raises:
-      UserError: a line that is no record.
+      UserError: a line is not a record.
     """
     if not path.exists():
         return []
@@ -112,12 +119,14 @@ def read(path: Path) -> list[dict]:
         except (ValueError, TypeError, KeyError) as error:
             if number == len(lines) and not line.endswith("\n"):
                 break
-            raise UserError(f"{path} line {number} is no record ({line[:40]!r}): repair it or move it away") from error
+            raise UserError(
+                f"{path} line {number} is not a record ({line[:40]!r}): repair it or move it away"
+            ) from error
     return records
 
 
 def best_step(records: list[dict], steps: list[int]) -> int | None:
-    """Of `steps` the one with the lowest validation loss in a run's records, None if none has one.
+    """The step with the lowest recorded validation loss among `steps`; None if none was validated.
 
     >>> best_step([{"step": 2, "split": "val", "loss": 3.0}, {"step": 4, "split": "val", "loss": 2.5}], [2, 3])
     2
@@ -126,13 +135,13 @@ def best_step(records: list[dict], steps: list[int]) -> int | None:
     return min(scored, key=scored.get) if scored else None
 
 
-class Watch:
-    """What a person sees of a run: a progress bar on a terminal, plain lines elsewhere, nothing when silent.
+class ProgressReporter:
+    """A progress bar on a terminal, plain lines elsewhere, nothing when silent.
 
     Args:
-      steps: at the end of the run.
-      start: where it begins.
-      silent: for all processes but the first.
+      steps: number of steps of the run.
+      start: the step that the run resumes from.
+      silent: print nothing; true in all processes but the first.
     """
 
     def __init__(self, steps: int, start: int = 0, silent: bool = False):
@@ -155,18 +164,30 @@ class Watch:
     def __exit__(self, *_):
         self._bar.stop()
 
+    def describe(self, text: str) -> None:
+        """Set the text beside the bar; without a terminal, print nothing."""
+        self._bar.update(self._task, description=text, refresh=True)
+
     def step(self, step: int, description: str) -> None:
-        """Moves the bar; on a terminal the description stands beside it, elsewhere it is a line."""
+        """Advance the bar; without a terminal, print the description as a line."""
         self._bar.update(self._task, completed=step, description=description)
         if not self._console.is_terminal:
-            self.say(f"step {step}/{self._steps}  {description}")
+            self.print(f"step {step}/{self._steps}  {description}")
 
-    def say(self, text: str) -> None:
-        """Prints as it is."""
+    def print(self, text: str) -> None:
+        """Print text without markup."""
         try:
             self._console.out(text, highlight=False)
-        except BrokenPipeError:  # whoever watched has left, as `| tee` does on Ctrl-C; the run does not depend on them
+        except BrokenPipeError:  # the pipe's reader has exited, as `| tee` does on Ctrl-C: train on without output
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _is_final(line: bytes, step: int) -> bool:
+    try:
+        record = json.loads(line)
+        return line.endswith(b"\n") and (record["split"], record["step"]) == ("final", step)
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
 def _line(record) -> str:

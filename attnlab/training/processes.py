@@ -1,4 +1,4 @@
-"""Several processes that train together: JAX's distributed runtime, when a cluster is there."""
+"""Distributed runs: connect the processes of a cluster through JAX's distributed runtime."""
 
 import os
 import sys
@@ -7,60 +7,61 @@ import jax
 
 from attnlab.errors import UserError
 
-# A launcher that JAX does not know sets these three; `launch/local.sh` does.
+# Set by launchers that JAX does not detect itself, as `launch/local.sh` does.
 ADDRESS, COUNT, NUMBER = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-# What SLURM and Open MPI tell each task of several.
+# Set by SLURM and Open MPI: the number of tasks.
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
 _connected = False
 
 
 def connect(timeout: int) -> None:
-    """Joins the other processes, where this one was started as one of several; else does nothing.
+    """Connect to the other processes of a distributed run; do nothing in a single process.
 
-    Under SLURM's srun, Open MPI's mpirun and with `launch/local.sh` that shows in the environment. On the hosts of a
-    TPU slice it does not: `launch/tpu_vm.sh` sets ATTNLAB_DISTRIBUTED=1, and JAX asks the machine. 0 forbids it.
+    SLURM's srun, Open MPI's mpirun and `launch/local.sh` set environment variables that show a distributed run. The
+    hosts of a TPU slice have none: there `launch/tpu_vm.sh` sets ATTNLAB_DISTRIBUTED=1, and JAX queries the TPU's
+    metadata. ATTNLAB_DISTRIBUTED=0 prevents connecting.
 
     Args:
-      timeout: seconds in which all must come.
+      timeout: seconds within which all processes must connect.
 
     Raises:
-      UserError: the environment is contradictory, or the others did not come.
+      UserError: contradictory environment variables, or processes that did not connect in time.
 
-    >>> connect(timeout=60)  # alone
+    >>> connect(timeout=60)  # a single process
     """
     global _connected
-    wish = os.environ.get("ATTNLAB_DISTRIBUTED", "")
-    if wish not in ("", "0", "1"):
-        raise UserError(f"ATTNLAB_DISTRIBUTED={wish}: expected 1 or 0, or leave it out")
-    if wish == "0":
+    distributed = os.environ.get("ATTNLAB_DISTRIBUTED", "")
+    if distributed not in ("", "0", "1"):
+        raise UserError(f"ATTNLAB_DISTRIBUTED={distributed}: expected 1 or 0, or leave it out")
+    if distributed == "0":
         return
-    # A lost process is noticed by the loop, which can say what to do; JAX, which aborts, comes second.
+    # The training loop detects a lost process first, with a helpful message; JAX's own heartbeat would just abort.
     options = {"heartbeat_timeout_seconds": 2 * timeout, "initialization_timeout": timeout}
     if os.environ.get(ADDRESS) and os.environ.get(COUNT):
         try:
             options |= {"num_processes": int(os.environ[COUNT]), "process_id": int(os.environ[NUMBER])}
         except (KeyError, ValueError) as error:
             raise UserError(
-                f"{COUNT}={os.environ[COUNT]}, {NUMBER}={os.environ.get(NUMBER)}: expected two whole numbers"
+                f"{COUNT}={os.environ[COUNT]}, {NUMBER}={os.environ.get(NUMBER)}: expected two integers"
             ) from error
-    elif wish != "1" and not any(int(os.environ.get(name) or 1) > 1 for name in TASKS):
+    elif distributed != "1" and not any(int(os.environ.get(name) or 1) > 1 for name in TASKS):
         return
     if len((os.environ.get("CUDA_VISIBLE_DEVICES") or ",").split(",")) == 1:
-        # The launcher gave this task one GPU; JAX would look for one a task of the node.
+        # The launcher gave this task one GPU, which has index 0 here; JAX would use the local task number.
         options["local_device_ids"] = [0]
     try:
         jax.distributed.initialize(**options)
         _connected = True
     except (ValueError, RuntimeError) as error:
         raise UserError(
-            f"the processes did not come together within {timeout} s ({str(error).splitlines()[0]}): start all of "
-            "them, and see that they can reach the first"
+            f"the processes did not connect within {timeout} s ({str(error).splitlines()[0]}): start all of them, "
+            "and check that they can reach the first one"
         ) from error
 
 
 def leave(code: int) -> None:
-    """Ends one process of several that failed; the usual way out would wait for the others. Else does nothing."""
+    """Exit a failed process of a distributed run at once: a normal exit would wait for the others. Else do nothing."""
     if _connected:
         sys.stdout.flush()
         sys.stderr.flush()

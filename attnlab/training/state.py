@@ -1,5 +1,6 @@
-"""What training carries from step to step, and the pure functions that a step is made of."""
+"""The training state, and the pure functions of a training or evaluation step."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -17,12 +18,12 @@ from attnlab.types import Array
 
 
 class TrainState(NamedTuple):
-    """All that a run needs to go on, besides its config.
+    """Everything that a run needs to resume, besides its config.
 
     Attributes:
-      step: int32 scalar, updates done; also the position in the data and, with the seed, in the random keys.
+      step: int32 scalar, updates done. It also determines the position in the data and, with the seed, the random keys.
       params: the model's parameters, float32.
-      opt_state: the optimizer's.
+      opt_state: the optimizer's state.
     """
 
     step: Array
@@ -30,15 +31,24 @@ class TrainState(NamedTuple):
     opt_state: tuple
 
 
-def create(model: nn.Module, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
-    """The state before the first step; the same bits for the same seed."""
+def create(
+    model: nn.Module, optimizer: optax.GradientTransformation, seed: int, init: Callable | None = None
+) -> TrainState:
+    """The state before the first step; bit-identical for equal seeds.
+
+    Args:
+      model: called with int32 tokens `[B, T]`.
+      optimizer: the optimizer of its parameters.
+      seed: the seed of the initialization.
+      init: `jax.jit(model.init)`, to trace it once for several calls.
+    """
     tokens = jnp.zeros((1, 1), jnp.int32)
-    params = jax.jit(model.init)(jax.random.key(seed), tokens)["params"]
+    params = (init or jax.jit(model.init))(jax.random.key(seed), tokens)["params"]
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
 
-def token_losses(model: nn.Module, params, batch: Batch, **options) -> Float[Array, "rows T"]:
-    """Cross-entropy in nats of each target, `[rows, context]`."""
+def token_losses(model: nn.Module, params, batch: Batch, **options) -> Float[Array, "B T"]:
+    """Cross-entropy of each target in nats, `[B, T]`."""
     logits = model.apply({"params": params}, batch.tokens[:, :-1], **options)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch.tokens[:, 1:])
 
@@ -47,11 +57,11 @@ def gradients(model, params, batch: Batch, step_key, accumulation: int = 1, axis
     """Mean loss over the global batch in nats, and its gradient.
 
     Args:
-      model: called on tokens `[rows, context]`.
+      model: called with tokens `[B, T]`.
       params: its parameters.
-      batch: this device's rows under `axis_name`, else all rows.
-      step_key: key of the step; each example's is folded from it with the example's global row.
-      accumulation: parts that the rows are taken in, one after another, to save memory.
+      batch: this device's examples under `axis_name`, else all examples.
+      step_key: key of the step; each example's key is `fold_in(step_key, i)`, i its index in the global batch.
+      accumulation: number of microbatches that are processed in sequence, to save memory.
       axis_name: the mapped axis to average over.
 
     Returns:
@@ -65,7 +75,8 @@ def gradients(model, params, batch: Batch, step_key, accumulation: int = 1, axis
     if accumulation == 1:
         value, gradient = jax.value_and_grad(loss)(params, batch)
     else:
-        # Every accumulation-th row makes a part: rows are sharded in contiguous runs, so no row changes its device.
+        # A microbatch takes every accumulation-th example: the batch is sharded in contiguous blocks, so no example
+        # moves to another device.
         parts = jax.tree.map(lambda x: x.reshape(-1, accumulation, *x.shape[1:]).swapaxes(0, 1), batch)
 
         def add(total, part):
@@ -86,16 +97,16 @@ def train_step(
     batch: Batch,
     axis_name: str | None = None,
 ) -> tuple[TrainState, dict]:
-    """One update. Pure: the same state and batch give the same result, however it is compiled.
+    """One update, as a pure function of state and batch.
 
     Returns:
-      The next state, and float32 scalars: `loss` (nats) and `grad_norm` (before clipping) of the old parameters, and
-      the new ones' `param_norm`; `skipped`, how many steps of the run were, where the optimizer counts them.
+      The next state, and float32 scalars: `loss` (nats) and `grad_norm` (before clipping) of the old parameters,
+      `param_norm` of the new ones, and `skipped`, the run's skipped steps so far, if the optimizer skips any.
     """
     step_key = jax.random.fold_in(jax.random.key(seed), state.step)
     loss, gradient = gradients(model, state.params, batch, step_key, accumulation, axis_name)
     skips = optax.tree.get(state.opt_state, "total_notfinite") is not None
-    if skips:  # the optimizer looks at gradients alone
+    if skips:  # the optimizer checks only gradients
         gradient = jax.tree.map(lambda g: jnp.where(jnp.isfinite(loss), g, jnp.nan), gradient)
     updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
@@ -106,18 +117,18 @@ def train_step(
 
 
 def eval_step(model: nn.Module, params, batch: Batch, axis_name: str | None = None) -> Float[Array, "2"]:
-    """Sum of the losses (nats) over a batch's weighted rows, and the number of tokens that it is over."""
+    """Weighted sum of the token losses of a batch in nats, and the number of tokens in it."""
     losses = token_losses(model, params, batch)
     sums = jnp.stack([(losses * batch.weight[:, None]).sum(), batch.weight.sum() * losses.shape[1]])
     return jax.lax.psum(sums, axis_name) if axis_name else sums
 
 
-# Of `config.model`, how a model is computed and trained, and not which one it is.
+# Fields of `config.model` that say how a model is computed and trained, not what it computes.
 HOW = ("dropout", "remat", "impl")
 
 
 def model_fields(model: GPT) -> dict:
-    """The fields of `config.model` that describe a model, `HOW` it is trained left out.
+    """The fields of `config.model` that define a model, without those in `HOW`.
 
     >>> model_fields(GPT(vocab_size=65, num_layers=2, num_heads=4, width=64, context=32))["width"]
     64
@@ -126,14 +137,14 @@ def model_fields(model: GPT) -> dict:
 
 
 def make_model(config: ConfigDict, vocab_size: int) -> GPT:
-    """The model that a run's config describes.
+    """Create the model of a config.
 
     Args:
-      config: of the whole run (`config.model`, `config.precision`).
-      vocab_size: of the run's tokenizer.
+      config: the config of a run, of which `config.model` and `config.precision` are used.
+      vocab_size: the vocabulary size of the run's tokenizer.
 
     Raises:
-      UserError: `config.model.vocab_size` is less than that.
+      UserError: `config.model.vocab_size` is smaller.
 
     >>> from attnlab.config import default
     >>> make_model(default(), vocab_size=65).width
@@ -144,6 +155,6 @@ def make_model(config: ConfigDict, vocab_size: int) -> GPT:
     if size < vocab_size:
         raise UserError(
             f"config.model.vocab_size = {size} is less than the tokenizer's {vocab_size}: leave it out, or with "
-            "config.init_from choose the tokenizer that it was trained with"
+            "config.init_from choose the tokenizer that the model was trained with"
         )
     return GPT(vocab_size=size, dtype=jnp.dtype(config.precision), **fields)

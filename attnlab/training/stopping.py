@@ -1,4 +1,4 @@
-"""When a run must stop before its end: it is asked to, by SIGINT or SIGTERM, or one of its processes is gone."""
+"""Stop a run early: on SIGINT or SIGTERM, or when another process of the run is lost."""
 
 import contextlib
 import os
@@ -13,133 +13,140 @@ import jax
 from jax.experimental import multihost_utils
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-LOST = 75  # the exit code when others are gone: EX_TEMPFAIL of sysexits.h, "try again"
+PEER_LOST = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again"
 
 
-def lost(why: str) -> None:
-    """Ends this process at once, with `LOST` and saying what to do, for another one of the run is gone."""
-    print(f"error: another process is gone ({why}): start all of them again by the same command", file=sys.stderr)
-    _exit(LOST)
+def exit_peer_lost(why: str) -> None:
+    """Exit at once with `PEER_LOST`: another process of the run is lost. The message says how to resume."""
+    print(f"error: another process is gone ({why}): start all of them again with the same command", file=sys.stderr)
+    _exit(PEER_LOST)
 
 
-class Stop:
-    """Inside it, a signal ends the run after its step, or at once where the state is at rest; a second one at once.
+class PreemptionHandler:
+    """Handle SIGINT and SIGTERM: stop the run after the current step, or at once while its state is not changing.
 
-    A thread listens to the signals, for Python's handlers wait while XLA compiles or computes. Where the run is one of
-    several processes all stop after the same step: JAX's preemption service agrees upon it, of SIGTERM, and SIGINT is
-    passed on to it. It asks only between steps, and hears no second SIGTERM. Where one of them is gone, the others
-    would wait for it without end: they leave with `LOST`.
+    A second signal ends the process at once. A thread listens for signals, because Python's own handlers do not run
+    while XLA compiles or computes.
+
+    In a distributed run all processes must stop after the same step. JAX's preemption service synchronizes them on
+    SIGTERM, so SIGINT is forwarded as SIGTERM. The service is polled only between steps, and ignores a second SIGTERM.
+    If a process is lost the others would wait for it forever, so they exit with `PEER_LOST`.
 
     Args:
-      own_process: the process is the run's, and may be ended from the thread. Else, in a notebook say, the loop alone
-        ends, after its step.
-      timeout: seconds that may pass from step to step, a save between them included, until others are taken for gone.
+      own_process: the run owns the process, so that the thread may end it. Otherwise (in a notebook) only the loop
+        ends, after the current step.
+      timeout: seconds without a step, including saves, after which another process counts as lost.
 
     Attributes:
-      signal: the first that came.
+      signal: the first signal received, or None.
 
-    >>> with Stop() as stop:
+    >>> with PreemptionHandler() as preemption:
     ...     signal.raise_signal(signal.SIGTERM)
-    ...     while stop.signal is None:  # a thread hears it
+    ...     while preemption.signal is None:  # a thread receives it
     ...         time.sleep(0.01)
-    ...     stop.asked()
+    ...     preemption.requested()
     True
     """
 
     def __init__(self, own_process: bool = False, timeout: int = 300):
         self.signal: int | None = None
         self._own_process = own_process
-        self._alone = jax.process_count() == 1
-        self._calls = self._handled = 0
-        self._leave = None
-        self._at_rest = threading.Condition()
-        self._old = {}
-        self._timeout, self._heard = timeout, None
-        self._over = threading.Event()
+        self._single_process = jax.process_count() == 1
+        self._polls = self._signals_handled = 0
+        self._save_and_report = None  # set while the state is not changing
+        self._rest_changed = threading.Condition()
+        self._old_handlers = {}
+        self._timeout, self._last_poll = timeout, None
+        self._exited = threading.Event()
 
     def __enter__(self):
-        # Python lets no other thread handle signals; one that trains inside a larger program has its own ways to stop.
+        # Only the main thread may handle signals; a program that trains in another thread must stop it in another way.
         if threading.current_thread() is threading.main_thread():
-            numbers = SIGNALS if self._alone else (signal.SIGINT,)  # JAX's service handles SIGTERM itself
-            self._hear, self._tell = socket.socketpair()
-            self._tell.setblocking(False)
-            self._old = {number: signal.signal(number, self._handle) for number in numbers}
-            self._old_fd = signal.set_wakeup_fd(self._tell.fileno(), warn_on_full_buffer=False)
-            threading.Thread(target=self._listen, name="attnlab-stop", daemon=True).start()
-        if not self._alone and self._own_process:
-            threading.Thread(target=self._watch, name="attnlab-watch", daemon=True).start()
+            numbers = SIGNALS if self._single_process else (signal.SIGINT,)  # JAX's service handles SIGTERM itself
+            self._receiver, self._sender = socket.socketpair()
+            self._sender.setblocking(False)
+            self._old_handlers = {number: signal.signal(number, self._handle) for number in numbers}
+            self._old_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self._listen, name="attnlab-signals", daemon=True).start()
+        if not self._single_process and self._own_process:
+            threading.Thread(target=self._watch_peers, name="attnlab-peers", daemon=True).start()
         return self
 
     def __exit__(self, *_):
-        self._over.set()
-        if self._old:
+        self._exited.set()
+        if self._old_handlers:
             signal.set_wakeup_fd(self._old_fd)
-            for number, handler in self._old.items():
+            for number, handler in self._old_handlers.items():
                 signal.signal(number, handler)
-            self._tell.close()  # ends the thread
+            self._sender.close()  # ends the thread
 
-    def asked(self) -> bool:
-        """Whether to stop now; asked at the same places in every process."""
-        if self._alone:
+    def requested(self) -> bool:
+        """Whether to stop now. Every process must call it at the same points."""
+        if self._single_process:
             return self.signal is not None
-        self._calls += 1
-        self._heard = time.monotonic()
-        if multihost_utils.reached_preemption_sync_point(self._calls):
+        self._polls += 1
+        self._last_poll = time.monotonic()
+        if multihost_utils.reached_preemption_sync_point(self._polls):
             self.signal = self.signal or signal.SIGTERM
             return True
         return False
 
+    @property
+    def exit_code(self) -> int:
+        """128 + the signal's number, the convention of shells."""
+        return 128 + self.signal
+
     @contextlib.contextmanager
-    def at_rest(self, leave: Callable[[], None]) -> Iterator[None]:
-        """Inside it, nothing changes the state: a signal calls `leave`, from another thread, and ends the process."""
-        with self._at_rest:
-            before, self._leave = self._leave, leave
-            self._at_rest.notify()
+    def at_rest(self, save_and_report: Callable[[], None]) -> Iterator[None]:
+        """Context in which the state does not change: on a signal, a thread calls `save_and_report` and exits."""
+        with self._rest_changed:
+            outer, self._save_and_report = self._save_and_report, save_and_report
+            self._rest_changed.notify()
         try:
             yield
         finally:
-            with self._at_rest:  # waits while the thread is leaving
-                self._leave = before
+            with self._rest_changed:  # blocks while the thread is saving
+                self._save_and_report = outer
 
     def _handle(self, *_):
-        """Python's own handler, which runs between two lines of the main thread."""
-        self._handled += 1
-        if self._handled > 1 and not self._own_process:
+        """The Python-level handler, which runs in the main thread between two bytecodes."""
+        self._signals_handled += 1
+        if self._signals_handled > 1 and not self._own_process:
             raise KeyboardInterrupt
 
     def _listen(self):
-        while number := self._hear.recv(1):
+        while number := self._receiver.recv(1):
             number = number[0]
             if number not in SIGNALS:
                 continue
             if self.signal is not None and self._own_process:
                 _exit(128 + number)
             self.signal = number
-            if not self._alone:
+            if not self._single_process:
                 os.kill(os.getpid(), signal.SIGTERM)
             elif self._own_process:
-                threading.Thread(target=self._leave_at_rest, daemon=True).start()
-        self._hear.close()
+                threading.Thread(target=self._exit_at_rest, daemon=True).start()
+        self._receiver.close()
 
-    def _watch(self):
-        while not self._over.wait(1):
-            if self._heard and time.monotonic() - self._heard > self._timeout:
-                lost(f"or a save takes longer: no step for config.parallel.timeout = {self._timeout} s")
+    def _watch_peers(self):
+        while not self._exited.wait(1):
+            if self._last_poll and time.monotonic() - self._last_poll > self._timeout:
+                exit_peer_lost(f"or a save takes longer: no step for config.parallel.timeout = {self._timeout} s")
 
-    def _leave_at_rest(self):
-        with self._at_rest:
-            self._at_rest.wait_for(lambda: self._leave is not None)
-            code = 128 + self.signal
+    def _exit_at_rest(self):
+        with self._rest_changed:
+            self._rest_changed.wait_for(lambda: self._save_and_report is not None)
+            code = self.exit_code
             try:
-                self._leave()
-            except BaseException as error:  # nobody else would hear of it
+                self._save_and_report()
+            except BaseException as error:  # no one else would report it
                 print(f"error: {error}", file=sys.stderr)
                 code = 2
             _exit(code)
 
 
 def _exit(code: int) -> None:
-    """Ends the process without waiting for other threads or processes, as `sys.exit` would."""
+    """Exit without waiting for other threads or processes, as `sys.exit` would."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""What the studies are built of."""
+"""Building blocks of the studies."""
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +10,17 @@ from attnlab.study import complexity, fitting, norms, roles, scaling
 from attnlab.study.positions import rotation
 
 
-def test_the_jacobians_norm_is_that_of_the_jacobian(float64):
+def test_jacobian_norm_matches_autodiff(float64):
     """‖J‖² = Σp² − 2Σp³ + (Σp²)², against automatic differentiation."""
     # The square is a difference of numbers of size 1, off by 2⁻⁵²; its root by 2⁻²⁶ where it is 0.
+    jacobian = jax.jit(jax.jacobian(jax.nn.softmax))
     for scale in (0.0, 1.0, 30.0):
         s = scale * jax.random.normal(jax.random.key(0), (50,))
-        exact = np.linalg.norm(jax.jacobian(jax.nn.softmax)(s))
+        exact = np.linalg.norm(jacobian(s))
         np.testing.assert_allclose(scaling.jacobian_norm(np.asarray(jax.nn.softmax(s))), exact, atol=2**-26)
 
 
-def test_exponents_are_found_where_they_are_known():
+def test_exponents_of_exact_powers_are_recovered():
     rows = [
         {"layer": "x", "n": n, "d": d, "k or r": r, "flops": 7 * n**2 * d * r**0.5}
         for n in (1, 4, 16)
@@ -29,24 +30,24 @@ def test_exponents_are_found_where_they_are_known():
     np.testing.assert_allclose(complexity.exponents(rows)["x"], (2, 1, 0.5))
 
 
-def test_a_loops_body_is_counted_as_often_as_it_runs():
-    """XLA's own count of a GRU over n tokens is that of one step; multiplied by the trips it is n times that."""
-    step, whole = complexity.gru_step(8), complexity.compiled_for(*complexity.layer_call(complexity.GRU(), 16, 8))
-    assert complexity.count_flops(whole) < 2 * complexity.count_flops(step), (
+def test_gru_flops_are_step_times_trips():
+    """XLA counts the loop body of a GRU over n tokens once, so the study multiplies one step by the trip count."""
+    step, program = complexity.gru_step(8), complexity.compiled_for(*complexity.layer_call(complexity.GRU(), 16, 8))
+    assert complexity.count_flops(program) < 2 * complexity.count_flops(step), (
         "if XLA counts trips itself, do not multiply"
     )
-    assert complexity.count_trips(whole) == 16
+    assert complexity.count_trips(program) == 16
     assert complexity.count_flops(step) >= 6 * 2 * 8 * 8, "six matrices"
 
 
-def test_a_dilated_stack_sees_n_tokens_after_log_k_n_layers_and_an_undilated_one_does_not():
-    for k, n, layers in ((2, 64, 6), (3, 81, 4), (5, 126, 4)):
+def test_dilated_convolutions_reach_n_in_log_k_n_layers():
+    for k, n, layers in ((2, 16, 4), (5, 26, 3)):
         assert complexity.conv_path(n, k) == layers
-        assert 1 + layers * (k - 1) < n, "undilated, as many layers see less"
+        assert 1 + layers * (k - 1) < n, "as many undilated layers reach less"
 
 
 @pytest.mark.parametrize("shift", [1, 11, 500])
-def test_the_shift_of_sinusoidal_positions_is_a_rotation(shift):
+def test_sinusoidal_shift_is_a_rotation(shift):
     matrix = rotation(shift, 32)
     np.testing.assert_allclose(matrix @ matrix.T, np.eye(32), atol=1e-12)
     assert np.linalg.det(matrix) == pytest.approx(1)
@@ -55,7 +56,7 @@ def test_the_shift_of_sinusoidal_positions_is_a_rotation(shift):
     np.testing.assert_allclose(sinusoidal(places + shift, 32), sinusoidal(places, 32) @ matrix.T, atol=6e-5)
 
 
-def test_the_long_vector_of_the_examples_is_as_long_as_asked():
+def test_norms_examples_have_the_requested_length():
     x = norms.examples(jax.random.key(0), 500, 8.0, 8.0)
     lengths = jnp.linalg.norm(x, axis=-1).mean(0)
     np.testing.assert_allclose(lengths[-1] / lengths[:-1].mean(), 8, rtol=0.1)
@@ -65,12 +66,12 @@ def test_the_long_vector_of_the_examples_is_as_long_as_asked():
 TEXT = "x" * 64 + ' he said "well" and the cat is new, a new cat is "old", says the dog ' * 3
 
 
-def test_pairs_are_found_with_the_earlier_part_as_key():
+def test_role_pairs_have_the_earlier_part_as_key():
     (first, *_) = roles.find(TEXT, roles.PATTERNS["en"]["adjective → noun"])
     assert TEXT[first.key : first.key_end] == "new" and TEXT[first.query : first.query_end] == "cat"
 
 
-def test_controls_have_the_same_distances_at_word_boundaries_and_are_no_pairs():
+def test_role_controls_match_distances_and_are_not_pairs():
     pairs = roles.find(TEXT, roles.PATTERNS["en"]["adjective → noun"])
     others = roles.controls(TEXT, pairs, {pair.query for pair in pairs}, np.random.default_rng(0))
     assert others and not {o.query for o in others} & {p.query for p in pairs}
@@ -80,21 +81,22 @@ def test_controls_have_the_same_distances_at_word_boundaries_and_are_no_pairs():
         assert not TEXT[other.query_end].isalpha() and not TEXT[other.key - 1].isalpha()
 
 
-def test_text_knows_its_language_and_fits_a_model(tmp_path):
+def test_text_detects_language_and_trains_a_model(tmp_path):
     path = tmp_path / "texto.txt"
     path.write_text("dijo que el gato que vio no era el que él decía. " * 40, encoding="utf-8")
     text = fitting.read(str(path))
     assert text.language == "es"
     model = roles.GPT(text.tokenizer.vocab_size, 1, 2, 16, 16)
-    params = model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
-    seen = []
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
+    watched, advanced = [], []
     fitted = fitting.fit(
         fitting.text_loss(model),
         params,
         text.batches(16, 4, 0),
         40,
         learning_rate=1e-2,
-        watch=lambda step, params, gradient: seen.append(step),
+        watch=lambda step, params, gradient: watched.append(step),
+        advance=lambda: advanced.append(1),
     )
     before, after = (fitting.score(model, p, text.held_out(16, 4, 8)) for p in (params, fitted))
-    assert after < before - 0.5 and seen == list(range(40))
+    assert after < before - 0.5 and watched == list(range(40)) and len(advanced) == 40

@@ -1,8 +1,11 @@
-"""Checkpoints come back bit for bit, the newest and the best stay, and params can be read alone."""
+"""Checkpoints restore bit for bit, faults in their files are detected, and failed saves end cleanly."""
 
 import contextlib
 import errno
+import fcntl
 import json
+import os
+import threading
 from pathlib import Path
 
 import jax
@@ -25,7 +28,7 @@ def equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_a_state_comes_back_bit_for_bit(tmp_path):
+def test_save_then_restore_is_bit_exact(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     checkpoints.save(state_at(7))
     checkpoints.close()
@@ -35,7 +38,7 @@ def test_a_state_comes_back_bit_for_bit(tmp_path):
     again.close()
 
 
-def test_the_newest_and_the_best_stay(tmp_path):
+def test_pruning_keeps_newest_and_best(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     checkpoints.best = lambda steps: 1 if 1 in steps else None
     for step in range(6):
@@ -45,8 +48,8 @@ def test_the_newest_and_the_best_stay(tmp_path):
     checkpoints.close()
 
 
-def test_a_saved_state_may_be_donated_at_once(tmp_path):
-    """The save is asynchronous: what the next steps do with the buffers must not reach the disk."""
+def test_save_allows_donation_of_the_state_at_once(tmp_path):
+    """The save is asynchronous: later writes to the buffers must not reach the disk."""
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     count = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
     now = {"w": jnp.zeros((1000, 1000))}
@@ -62,7 +65,7 @@ def test_a_saved_state_may_be_donated_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_state_of_four_devices_comes_back_on_fewer(tmp_path, devices):
+def test_restore_on_fewer_devices_is_bit_exact(tmp_path, devices):
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     checkpoints.save(parallel.make("mesh").create_state(lambda: state_at(7)))
     checkpoints.wait()
@@ -85,80 +88,80 @@ def saved(tmp_path):
 
 
 def files(checkpoints, step):
-    """All but what Orbax writes at the end, beside them: the time, and that it has come to it."""
+    """The files of a checkpoint, except the two that Orbax writes after the manifest."""
     folder = Path(checkpoints.directory) / str(step)
     late = (folder / "_CHECKPOINT_METADATA", folder / "commit_success.txt")
     return sorted(path for path in folder.rglob("*") if path.is_file() and path not in late)
 
 
-def test_every_flipped_bit_is_found(saved):
-    """Orbax alone loads most of them without a word."""
+def test_damage_finds_every_flipped_bit(saved):
+    """Orbax alone would load most of them without an error."""
     draw = np.random.default_rng(0)
     assert saved.damage(7) == "" and len(files(saved, 7)) > 10
     for path in files(saved, 7):
-        whole = path.read_bytes()
-        if not whole:
+        intact = path.read_bytes()
+        if not intact:
             continue
         for _ in range(3):
-            flipped = bytearray(whole)
-            flipped[draw.integers(len(whole))] ^= 1 << draw.integers(8)
+            flipped = bytearray(intact)
+            flipped[draw.integers(len(intact))] ^= 1 << draw.integers(8)
             path.write_bytes(flipped)
-            assert saved.damage(7) or (path.name == "manifest.json" and json.loads(flipped) == json.loads(whole))
-        path.write_bytes(whole)
+            assert saved.damage(7) or (path.name == "manifest.json" and json.loads(flipped) == json.loads(intact))
+        path.write_bytes(intact)
     assert saved.damage(7) == ""
 
 
-def test_every_file_that_is_missing_or_cut_is_found(saved):
+def test_damage_finds_missing_and_truncated_files(saved):
     for path in files(saved, 7):
-        whole = path.read_bytes()
+        intact = path.read_bytes()
         path.unlink()
         assert "is missing" in saved.damage(7)
-        path.write_bytes(whole[: len(whole) // 2])
-        assert saved.damage(7) or not whole
-        path.write_bytes(whole)
+        path.write_bytes(intact[: len(intact) // 2])
+        assert saved.damage(7) or not intact
+        path.write_bytes(intact)
 
 
-def test_a_checkpoint_under_another_name_is_found(saved):
+def test_damage_finds_a_renamed_checkpoint(saved):
     (Path(saved.directory) / "7").rename(Path(saved.directory) / "9")
-    assert saved.damage(9) == "it is that of step 7"
-    assert saved.newest_whole() == (3, {9: "it is that of step 7"})
+    assert saved.damage(9) == "it belongs to step 7"
+    assert saved.newest_intact() == (3, {9: "it belongs to step 7"})
 
 
-def test_damaged_ones_are_set_aside_and_never_lost(saved):
+def test_set_aside_keeps_damaged_checkpoints(saved):
     (Path(saved.directory) / "7" / "manifest.json").unlink()
-    assert saved.newest_whole() == (3, {7: "manifest.json is missing"})
+    assert saved.newest_intact() == (3, {7: "manifest.json is missing"})
     assert saved.set_aside(7) == "7.damaged" and saved.steps() == [3]
     saved.save(state_at(7))
     saved.wait()
     (Path(saved.directory) / "7" / "manifest.json").write_text("[]")
-    assert saved.newest_whole() == (3, {7: "its manifest.json is no manifest"})
+    assert saved.newest_intact() == (3, {7: "manifest.json is not a valid manifest"})
     assert saved.set_aside(7) == "7.damaged-2"
     assert {path.name for path in saved.directory.iterdir()} == {"3", "7.damaged", "7.damaged-2"}
 
 
-def test_where_all_are_damaged_nothing_is_touched(saved):
+def test_newest_intact_with_all_damaged_is_an_error(saved):
     for step in (3, 7):
         (Path(saved.directory) / str(step) / "manifest.json").unlink()
-    with pytest.raises(UserError, match=r"every checkpoint in .* is damaged \(of 7 manifest.json is missing\)"):
-        saved.newest_whole()
+    with pytest.raises(UserError, match=r"every checkpoint in .* is damaged \(7: manifest.json is missing\)"):
+        saved.newest_intact()
     assert saved.steps() == [3, 7]
 
 
-def test_what_was_not_finished_is_no_checkpoint_and_is_removed(saved):
+def test_sweep_removes_incomplete_checkpoints(saved):
     left = Path(saved.directory) / "9.orbax-checkpoint-tmp"
     left.mkdir()
     (left / "part").write_text("of it")
     assert saved.steps() == [3, 7]
     saved.sweep()
-    assert not left.exists() and saved.newest_whole() == (7, {})
+    assert not left.exists() and saved.newest_intact() == (7, {})
 
 
-def test_facts_come_back(saved):
-    assert saved.facts(7) == {"log": {"bytes": 7}} and saved.facts(3) == {"log": {"bytes": 3}}
+def test_metadata_is_restored(saved):
+    assert saved.metadata(7) == {"log": {"bytes": 7}} and saved.metadata(3) == {"log": {"bytes": 3}}
 
 
-def test_a_step_that_was_restored_is_not_written_again(saved):
-    """A kill during that write would lose it."""
+def test_save_after_restore_of_the_same_step_writes_nothing(saved):
+    """A kill during that write would lose the checkpoint."""
     with contextlib.closing(Checkpoints(str(saved.directory), keep=2)) as later:
         before = {path: path.stat().st_mtime_ns for path in files(saved, 7)}
         later.save(later.restore(7, state_at(0)), log=None)
@@ -166,29 +169,70 @@ def test_a_step_that_was_restored_is_not_written_again(saved):
         assert {path: path.stat().st_mtime_ns for path in files(later, 7)} == before
 
 
-def test_a_step_is_saved_once(saved):
+def test_save_of_a_saved_step_writes_nothing(saved):
     before = (Path(saved.directory) / "7" / "manifest.json").stat().st_mtime_ns
     saved.save(state_at(7))
     saved.wait()
     assert (Path(saved.directory) / "7" / "manifest.json").stat().st_mtime_ns == before
 
 
-def test_a_disk_that_is_full_is_one_line_and_leaves_the_rest(saved, monkeypatch):
+def test_save_on_a_full_disk_keeps_older_checkpoints(saved, monkeypatch):
     def full(*_args, **_kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(WithManifest, "finalize", full)
     saved.save(state_at(9))
-    with pytest.raises(UserError, match=r"be written into .*No space left on device\); the newest one is 7"):
+    with pytest.raises(UserError, match=r"be written to .*No space left on device\); the newest one is 7"):
         saved.wait()
-    assert saved.newest_whole() == (7, {})
+    assert saved.newest_intact() == (7, {})
+    saved.close()  # does not raise the error again
 
 
-def test_a_folder_that_is_not_there_holds_no_steps_and_is_not_made(tmp_path):
+@pytest.mark.parametrize("folder", ["9", "params", "opt_state", "facts"])
+def test_save_that_cannot_create_a_folder_leaves_no_threads(saved, monkeypatch, folder):
+    """As without free inodes: Orbax's threads would wait for the folder and keep the process alive."""
+    mkdir = os.mkdir
+
+    def full(path, *args, **kwargs):
+        if Path(path).name == f"{folder}.orbax-checkpoint-tmp":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        mkdir(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "mkdir", full)
+    before = set(threading.enumerate())
+    with pytest.raises(UserError, match=r"No space left on device\); the newest one is 7"):
+        saved.save(state_at(9))
+    saved.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=20)
+        assert not thread.is_alive(), thread
+    assert saved.newest_intact() == (7, {})
+
+
+def test_prepare_locks_the_folder_until_close(saved):
+    saved.prepare()
+    saved.prepare()  # the lock is already held
+    with contextlib.closing(Checkpoints(str(saved.directory))) as second:
+        with pytest.raises(UserError, match=r"another process writes checkpoints there: wait for it, or choose"):
+            second.prepare()
+        saved.sweep()
+        assert saved.steps() == second.steps() == [3, 7]
+        saved.close()
+        second.prepare()
+
+
+def test_prepare_without_file_locks_still_creates_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOLCK, "No locks available")))
+    with contextlib.closing(Checkpoints(tmp_path / "checkpoints")) as checkpoints:
+        checkpoints.prepare()
+        assert (tmp_path / "checkpoints").is_dir()
+
+
+def test_steps_of_a_missing_folder_are_empty(tmp_path):
     assert Checkpoints(tmp_path / "none").steps() == [] and not (tmp_path / "none").exists()
 
 
-def test_a_checkpoint_of_another_shape_is_one_line(tmp_path):
+def test_restore_with_another_shape_is_an_error(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     checkpoints.save(state_at(7))
     checkpoints.wait()
@@ -198,7 +242,7 @@ def test_a_checkpoint_of_another_shape_is_one_line(tmp_path):
     checkpoints.close()
 
 
-def test_the_digest_of_parameters_depends_on_every_bit_and_on_names():
+def test_sha256_depends_on_every_bit_and_the_order_of_paths():
     params = state_at(1).params
     flipped = params | {"scale": params["scale"].at[1].add(2**-22)}
     renamed = {"z" + name: leaf for name, leaf in params.items()}

@@ -9,8 +9,8 @@ MODEL = GPT(vocab_size=96, num_layers=2, num_heads=4, width=128, context=64, pos
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_heads": 2}, {"mlp_ratio": 2}, {"mlp_ratio": 1.5}], ids=str)
-def test_xla_counts_the_same(options):
-    """XLA counts every key of dense attention; besides products it counts what is done to each activation."""
+def test_flops_per_token_match_xla_count(options):
+    """XLA counts every key of dense attention, and elementwise operations besides matrix products."""
     model = MODEL.clone(**options)
     tokens = jnp.zeros((8, 64), jnp.int32)
     params = model.init(jax.random.key(0), tokens)
@@ -18,19 +18,19 @@ def test_xla_counts_the_same(options):
     def loss(params, tokens):
         return model.apply(params, tokens).sum()
 
-    # The tokens are an argument: what depends on constants alone is computed before the program runs.
+    # The tokens are an argument: XLA would fold constants, and not count what depends on them alone.
     counted = jax.jit(jax.grad(loss)).lower(params, tokens).compile().cost_analysis()["flops"] / tokens.size
     keys_not_counted = 64 - (64 + 1) / 2
     formula = flops.per_token(model, 64) + 12 * model.num_layers * model.width * keys_not_counted
     assert formula <= counted <= 1.15 * formula
 
 
-def test_a_window_is_what_its_queries_see():
-    seen = [sum(min(i + 1, 5) for i in range(64)) / 64, sum(i + 1 for i in range(64)) / 64]
+def test_flops_per_token_count_keys_within_the_window():
+    visible = [sum(min(i + 1, 5) for i in range(64)) / 64, sum(i + 1 for i in range(64)) / 64]
     windowed, full = flops.per_token(MODEL.clone(window=5), 64), flops.per_token(MODEL, 64)
-    assert full - windowed == pytest.approx(12 * 2 * 128 * (seen[1] - seen[0]))
+    assert full - windowed == pytest.approx(12 * 2 * 128 * (visible[1] - visible[0]))
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_the_peak_is_measured(precision):
+def test_peak_flops_are_plausible(precision):
     assert 1e8 < flops.peak(precision) < 1e16

@@ -1,4 +1,4 @@
-"""`metrics.jsonl` holds each record once, across torn lines and second starts."""
+"""`metrics.jsonl` holds each record once, despite truncated lines and restarts."""
 
 import json
 
@@ -8,7 +8,7 @@ from attnlab.errors import UserError
 from attnlab.training import metrics
 
 
-def test_records_are_flat_lines_in_order(tmp_path):
+def test_log_writes_flat_records_in_order(tmp_path):
     log = metrics.MetricsLog(tmp_path / "metrics.jsonl")
     log.write(step=1, split="train", loss=2.0)
     log.write(step=2, split="val", loss=1.5)
@@ -16,54 +16,66 @@ def test_records_are_flat_lines_in_order(tmp_path):
     assert [json.loads(line) for line in lines] == log.records == metrics.read(tmp_path / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("torn", ["", '{"step": 3, "spl', '{"step": 3, "split": "train"}'])
-def test_a_second_start_drops_what_it_will_write_again(tmp_path, torn):
+@pytest.mark.parametrize("tail", ["", '{"step": 3, "spl', '{"step": 3, "split": "train"}'])
+def test_log_resumed_drops_records_after_the_offset(tmp_path, tail):
     path = tmp_path / "metrics.jsonl"
     log = metrics.MetricsLog(path)
     for step in (1, 2, 3):
         if step == 3:
-            mark = log.mark()
+            offset = log.offset()
         log.write(step=step, split="train", loss=float(step))
     with path.open("a") as file:
-        file.write(torn)
-    again = metrics.MetricsLog(path, mark, last_step=2)
+        file.write(tail)
+    again = metrics.MetricsLog(path, offset, last_step=2)
     again.write(step=3, split="train", loss=3.0)
     assert [record["step"] for record in metrics.read(path)] == [1, 2, 3]
-    assert again.records == log.records and again.mark() == log.mark()
+    assert again.records == log.records and again.offset() == log.offset()
     assert path.read_text().endswith("\n")
 
 
-def test_a_log_that_is_not_what_it_was_at_the_mark_is_refused(tmp_path):
+@pytest.mark.parametrize("step, kept", [(2, True), (3, False)])
+def test_log_resumed_for_an_extension_keeps_its_final_record(tmp_path, step, kept):
+    log = metrics.MetricsLog(tmp_path / "metrics.jsonl")
+    log.write(step=2, split="val", loss=2.0)
+    offset = log.offset()
+    log.write(step=step, split="final", loss=2.0)
+    log.write(step=3, split="train", loss=1.0)
+    again = metrics.MetricsLog(log.path, offset, last_step=2)
+    assert [record["split"] for record in again.records] == ["val", "final"][: 1 + kept]
+    assert again.records == metrics.read(log.path)
+
+
+def test_log_changed_before_the_offset_is_refused(tmp_path):
     path = tmp_path / "metrics.jsonl"
     log = metrics.MetricsLog(path)
     log.write(step=1, split="train", loss=2.0)
-    mark, whole = log.mark(), path.read_bytes()
+    offset, whole = log.offset(), path.read_bytes()
     for damaged in (whole[:-1], whole.replace(b"2.0", b"2.1"), b""):
         path.write_bytes(damaged)
-        with pytest.raises(UserError, match="is not what it was when step 1 was saved: bring it back, or move it away"):
-            metrics.MetricsLog(path, mark, last_step=1)
+        with pytest.raises(UserError, match="is not what it was when step 1 was saved: restore it, or move it away"):
+            metrics.MetricsLog(path, offset, last_step=1)
         assert path.read_bytes() == damaged
     path.unlink()
-    assert metrics.MetricsLog(path, mark, last_step=1).lost
+    assert metrics.MetricsLog(path, offset, last_step=1).lost
 
 
-def test_a_log_that_needs_nothing_dropped_is_not_rewritten(tmp_path):
+def test_log_resumed_at_its_end_is_not_rewritten(tmp_path):
     path = tmp_path / "metrics.jsonl"
     log = metrics.MetricsLog(path)
     log.write(step=1, split="train", loss=1.0)
     before = path.stat()
-    metrics.MetricsLog(path, log.mark(), last_step=1)
+    metrics.MetricsLog(path, log.offset(), last_step=1)
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
-def test_a_damaged_line_is_named(tmp_path):
+def test_read_names_a_damaged_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "split": "train"}\nnonsense\n{"step": 2, "split": "train"}\n')
-    with pytest.raises(UserError, match=r"metrics\.jsonl line 2 is no record \('nonsense"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl line 2 is not a record \('nonsense"):
         metrics.read(path)
 
 
-def test_tensorboard_events_are_written_beside_it(tmp_path):
+def test_log_with_events_writes_tensorboard_files(tmp_path):
     log = metrics.MetricsLog(tmp_path / "metrics.jsonl", events=tmp_path / "events")
     log.write(step=1, split="train", loss=2.0)
     log.write_text(1, "En un lugar")
@@ -72,7 +84,7 @@ def test_tensorboard_events_are_written_beside_it(tmp_path):
     assert b"train/loss" in events.read_bytes() and b"En un lugar" in events.read_bytes()
 
 
-def test_without_tensorboard_no_events_are_written(tmp_path):
+def test_log_without_events_writes_one_file(tmp_path):
     log = metrics.MetricsLog(tmp_path / "metrics.jsonl")
     log.write(step=1, split="train", loss=2.0)
     log.write_text(1, "En un lugar")
@@ -80,15 +92,15 @@ def test_without_tensorboard_no_events_are_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_where_nobody_watches_a_terminal_lines_are_plain(capsys):
-    with metrics.Watch(steps=20) as watch:
-        watch.step(10, "train loss 2.5")
-        watch.say("[not markup]")
+def test_reporter_without_terminal_prints_plain_lines(capsys):
+    with metrics.ProgressReporter(steps=20) as reporter:
+        reporter.step(10, "train loss 2.5")
+        reporter.print("[not markup]")
     assert capsys.readouterr().out == "step 10/20  train loss 2.5\n[not markup]\n"
 
 
-def test_a_silent_watch_prints_nothing(capsys):
-    with metrics.Watch(steps=20, silent=True) as watch:
-        watch.step(10, "train loss 2.5")
-        watch.say("hello")
+def test_silent_reporter_prints_nothing(capsys):
+    with metrics.ProgressReporter(steps=20, silent=True) as reporter:
+        reporter.step(10, "train loss 2.5")
+        reporter.print("hello")
     assert capsys.readouterr().out == ""

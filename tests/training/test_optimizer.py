@@ -1,4 +1,4 @@
-"""The schedule holds for any number of steps; matrices decay and nothing else does."""
+"""The schedule for any number of steps and extensions, weight decay, and clipping."""
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,10 @@ from attnlab.training import optimizer as optimizers
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 50, 199, 200, 2000])
-def test_the_schedule_rises_to_its_peak_and_falls_to_its_end(steps):
+def test_schedule_warms_up_and_decays_for_any_steps(steps):
     config = default().optimizer
     config.final_fraction = 0.1
-    rate = optimizers.learning_rate(config, steps)
-    rates = np.array([float(rate(step)) for step in range(steps + 1)])
+    rates = np.asarray(jax.jit(optimizers.learning_rate(config, steps))(jnp.arange(steps + 1)))
     peak = rates.argmax()
     assert (rates > 0).all() and rates.max() <= config.learning_rate * (1 + 1e-6)
     np.testing.assert_allclose(rates.max(), config.learning_rate, rtol=1e-6)
@@ -24,7 +23,15 @@ def test_the_schedule_rises_to_its_peak_and_falls_to_its_end(steps):
     assert (np.diff(rates[: peak + 1]) > 0).all() and (np.diff(rates[peak:]) < 0).all()
 
 
-def test_kernels_and_embeddings_decay_and_biases_and_norms_do_not():
+def test_schedule_of_extended_run_switches_at_each_extension():
+    config, counts = default().optimizer, jnp.arange(90)
+    extensions = [{"at_step": 20, "from_steps": 40, "to_steps": 60}, {"at_step": 60, "from_steps": 60, "to_steps": 80}]
+    rate = jax.jit(optimizers.learning_rate(config, 80, extensions))(counts)
+    parts = {steps: jax.jit(optimizers.learning_rate(config, steps))(counts) for steps in (40, 60, 80)}
+    np.testing.assert_array_equal(rate, np.r_[parts[40][:20], parts[60][20:60], parts[80][60:]])
+
+
+def test_weight_decay_applies_to_kernels_and_embeddings_only():
     model = GPT(vocab_size=7, num_layers=1, num_heads=2, width=8, context=4, qk_norm=True)
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
     config = default().optimizer
@@ -39,7 +46,7 @@ def test_kernels_and_embeddings_decay_and_biases_and_norms_do_not():
     assert {True, False} == set(moved.values())
 
 
-def test_a_gradient_is_clipped_by_its_global_norm():
+def test_gradient_is_clipped_by_its_global_norm():
     config = default().optimizer
     optimizer = optimizers.make(config, 100)
     params = {"a": {"kernel": jnp.zeros(3)}, "b": {"kernel": jnp.zeros(4)}}

@@ -1,4 +1,4 @@
-"""A cluster is joined where there is one; contradictions are one line. Real ones are in tests/test_launch.py."""
+"""Connecting to a cluster, if there is one; contradictory variables. Real clusters are in tests/test_launch.py."""
 
 import jax
 import pytest
@@ -11,7 +11,7 @@ VARIABLES = (processes.ADDRESS, processes.COUNT, processes.NUMBER, *processes.TA
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Of a machine without a cluster; returns a function that sets variables."""
+    """The environment of a machine without a cluster; returns a function that sets variables."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return lambda **values: [monkeypatch.setenv(name, value) for name, value in values.items()]
@@ -28,11 +28,11 @@ def environment(monkeypatch):
     ],
     ids=str,
 )
-def test_where_there_is_no_cluster_or_it_is_forbidden_nothing_is_joined(environment, values):
+def test_connect_without_cluster_or_forbidden_does_nothing(environment, values):
     environment(**values)
     processes.connect(timeout=5)
     assert jax.process_count() == 1
-    processes.leave(3)  # does nothing in a process that is alone
+    processes.leave(3)  # does nothing in a single process
 
 
 @pytest.mark.parametrize(
@@ -41,11 +41,11 @@ def test_where_there_is_no_cluster_or_it_is_forbidden_nothing_is_joined(environm
         ({"ATTNLAB_DISTRIBUTED": "yes"}, "ATTNLAB_DISTRIBUTED=yes: expected 1 or 0"),
         (
             {"JAX_COORDINATOR_ADDRESS": "localhost:1", "JAX_NUM_PROCESSES": "2"},
-            "JAX_NUM_PROCESSES=2, JAX_PROCESS_ID=None: expected two whole numbers",
+            "JAX_NUM_PROCESSES=2, JAX_PROCESS_ID=None: expected two integers",
         ),
     ],
 )
-def test_a_contradictory_environment_is_one_line(environment, values, message):
+def test_connect_with_contradictory_environment_is_one_line(environment, values, message):
     environment(**values)
     with pytest.raises(UserError, match=message):
         processes.connect(timeout=5)

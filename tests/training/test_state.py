@@ -1,4 +1,4 @@
-"""A step whose loss or gradient is not finite changes nothing, where that is asked for, and is counted."""
+"""With `on_nonfinite="skip"`, a step whose loss or gradient is not finite is skipped and counted."""
 
 import functools
 
@@ -13,11 +13,11 @@ from attnlab.data.batches import Batch
 from attnlab.training import optimizer as optimizers
 from attnlab.training import state
 
-POISON = 7  # a token that makes this model's logits what they must not be
+POISON = 7  # a token that makes the model's logits `poison`
 
 
 class Bigram(nn.Module):
-    """Logits of the next of eight tokens by the last one."""
+    """Logits of the next token from the last one, for eight tokens."""
 
     poison: float
 
@@ -34,7 +34,7 @@ def batch(first):
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_step_that_is_not_finite_is_skipped_and_counted(poison):
+def test_train_step_nonfinite_is_skipped_and_counted(poison):
     model = Bigram(poison)
     optimizer = optimizers.make(configs.default().optimizer, 100, skip_nonfinite=True)
     step = jax.jit(functools.partial(state.train_step, model, optimizer, 0, 1))
@@ -49,7 +49,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(poison):
     assert any(jax.tree.leaves(jax.tree.map(lambda a, b: (a != b).any(), third.params, second.params)))
 
 
-def test_without_the_wish_nothing_is_skipped():
+def test_train_step_without_skip_applies_nonfinite_updates():
     model = Bigram(float("nan"))
     optimizer = optimizers.make(configs.default().optimizer, 100)
     step = jax.jit(functools.partial(state.train_step, model, optimizer, 0, 1))

@@ -1,4 +1,4 @@
-"""What a signal does: it is noted, or ends the process wherever its state is at rest."""
+"""Signals are recorded, or end the process while its state is not changing."""
 
 import signal
 import subprocess
@@ -7,27 +7,27 @@ import time
 
 import pytest
 
-from attnlab.training.stopping import Stop
+from attnlab.training.stopping import PreemptionHandler
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_noted_and_handlers_are_put_back(number):
+def test_signal_is_recorded_and_handlers_are_restored(number):
     before = signal.getsignal(number)
-    with Stop() as stop:
-        assert not stop.asked()
+    with PreemptionHandler() as preemption:
+        assert not preemption.requested()
         signal.raise_signal(number)
         deadline = time.monotonic() + 10
-        while not stop.asked() and time.monotonic() < deadline:
+        while not preemption.requested() and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert stop.asked() and stop.signal == number
+        assert preemption.requested() and preemption.signal == number
     assert signal.getsignal(number) is before
 
 
 def process(body):
-    """Exit code, stdout and stderr of a program that gets SIGTERM where `body` says so."""
+    """Exit code, stdout and stderr of a program that raises SIGTERM where `body` calls `get`."""
     program = f"""
 import signal, time
-from attnlab.training.stopping import Stop
+from attnlab.training.stopping import PreemptionHandler
 
 def get(seconds=30):
     signal.raise_signal(signal.SIGTERM)
@@ -40,7 +40,7 @@ def takes_long():
     print("began", flush=True)
     time.sleep(30)
 
-with Stop(own_process=True) as stop:
+with PreemptionHandler(own_process=True) as preemption:
 {body}
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
@@ -50,23 +50,24 @@ with Stop(own_process=True) as stop:
 @pytest.mark.parametrize(
     "body, expected",
     [
-        ("    with stop.at_rest(lambda: print('saved')): get()", (143, "saved\n", "")),
+        ("    with preemption.at_rest(lambda: print('saved')): get()", (143, "saved\n", "")),
         (
-            "    with stop.at_rest(lambda: print('outer')):\n        with stop.at_rest(lambda: print('inner')): get()",
+            "    with preemption.at_rest(lambda: print('outer')):\n"
+            "        with preemption.at_rest(lambda: print('inner')): get()",
             (143, "inner\n", ""),
         ),
         (
-            "    with stop.at_rest(lambda: print('outer')):\n"
-            "        with stop.at_rest(lambda: print('inner')): pass\n"
+            "    with preemption.at_rest(lambda: print('outer')):\n"
+            "        with preemption.at_rest(lambda: print('inner')): pass\n"
             "        get()",
             (143, "outer\n", ""),
         ),
-        ("    get(0.5)\n    print(stop.asked())", (0, "True\n", "")),
-        ("    get(0.5)\n    with stop.at_rest(lambda: print('later')): time.sleep(30)", (143, "later\n", "")),
-        ("    with stop.at_rest(fails): get()", (2, "", "error: the disk is full\n")),
-        ("    with stop.at_rest(takes_long):\n        get(0.5)\n        get()", (143, "began\n", "")),
+        ("    get(0.5)\n    print(preemption.requested())", (0, "True\n", "")),
+        ("    get(0.5)\n    with preemption.at_rest(lambda: print('later')): time.sleep(30)", (143, "later\n", "")),
+        ("    with preemption.at_rest(fails): get()", (2, "", "error: the disk is full\n")),
+        ("    with preemption.at_rest(takes_long):\n        get(0.5)\n        get()", (143, "began\n", "")),
     ],
-    ids=["at rest", "the innermost", "the outer one again", "not at rest", "at rest later", "failing", "twice"],
+    ids=["at rest", "nested", "after nested", "not at rest", "at rest later", "failing save", "twice"],
 )
-def test_where_the_state_is_at_rest_a_signal_ends_the_process(body, expected):
+def test_signal_at_rest_saves_and_exits(body, expected):
     assert process(body) == expected

@@ -1,0 +1,55 @@
+"""Attention for JAX and Flax: train, sample, study, measure.
+
+    attnlab train --config=quickstart
+    attnlab sample --workdir=runs/quickstart --prompt="The "
+    attnlab study heads
+    attnlab bench attention
+
+`attnlab COMMAND --help` describes a command. `python -m attnlab` is the same program.
+"""
+
+import importlib
+import sys
+
+from attnlab import hugepages
+
+COMMANDS = {
+    "train": ("attnlab.train", "train a GPT on text"),
+    "sample": ("attnlab.sample", "write text with a trained model"),
+    "study": ("attnlab.study.__main__", "measure a claim about attention: table, figure, verdict"),
+    "bench": ("attnlab.bench.__main__", "race against other implementations, test fault tolerance"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    own_process = argv is None
+    program, *words = sys.argv if own_process else argv
+    name = words[0] if words else "--help"
+    if own_process and name in ("train", "sample"):
+        hugepages.restart("attnlab")
+    if name in ("--help", "-h"):
+        width = max(map(len, COMMANDS))
+        print(__doc__.strip() + "\n\nCommands:")
+        print("\n".join(f"  {command:<{width}}  {summary}" for command, (_, summary) in COMMANDS.items()))
+        return 0
+    if name == "--version":
+        from attnlab import __version__
+
+        print(f"attnlab {__version__}")
+        return 0
+    if name not in COMMANDS:
+        from attnlab.config import nearest
+
+        close = nearest(name, COMMANDS)
+        print(f"error: {name!r} is not a command{close}: use one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    command = importlib.import_module(COMMANDS[name][0])
+    if not own_process:
+        return command.main([program, *words[1:]])
+    sys.argv = [program, *words[1:]]
+    return command.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""An experiment: a model, its optimizer, its devices, and the compiled steps of training and evaluation."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from ml_collections import ConfigDict
+
+from attnlab.data.batches import Batch, EvalBatches, prefetched
+from attnlab.errors import UserError
+from attnlab.training import optimizer as optimizers
+from attnlab.training import parallel as parallel_lib
+from attnlab.training import state as states
+from attnlab.training.state import TrainState
+
+
+class Experiment:
+    """Everything that a run computes with, built once from its config. Nothing is compiled before it is called.
+
+    Args:
+      config: of a whole run, as `attnlab.config.completed` returns it.
+      vocab_size: of the tokenizer, V.
+      model: a linen module in place of the GPT of `config.model`, whose only collection of variables is `params`:
+        `model.apply({"params": params}, tokens, deterministic=False, dropout_key=keys)` takes int32 tokens `[B, T]`
+        and one random key for each sequence `[B]`, and returns logits `[B, T, V or more]`; both options have defaults.
+      optimizer: an optax transformation in place of the AdamW of `config.optimizer`.
+      parallel: devices and strategy; those of `config.parallel` when None.
+      extensions: earlier numbers of steps of a run that was extended, see `optimizer.learning_rate`.
+
+    Attributes:
+      config, model, optimizer, parallel: as given, or built from the config.
+      learning_rate: the schedule, by updates done; None for an optimizer of the user's own.
+
+    Raises:
+      UserError: a batch or a width that the devices do not divide, a model that is not as described above.
+
+    >>> from attnlab.config import default
+    >>> experiment = Experiment(default(), vocab_size=65)
+    >>> experiment.parameters
+    796160
+    """
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        vocab_size: int,
+        *,
+        model: nn.Module | None = None,
+        optimizer: optax.GradientTransformation | None = None,
+        parallel: parallel_lib.Parallel | None = None,
+        extensions: Sequence[dict] = (),
+    ):
+        self.config = config
+        self.parallel = parallel or parallel_lib.from_config(config)
+        if model is not None:
+            _check_model(model, vocab_size)
+        self.model = model if model is not None else states.make_model(config, vocab_size)
+        self._init = jax.jit(self.model.init)
+        self.learning_rate = None
+        skip = config.on_nonfinite == "skip"
+        if optimizer is None:
+            self.learning_rate = optimizers.learning_rate(config.optimizer, config.steps, extensions)
+            self.optimizer = optimizers.make(config.optimizer, config.steps, extensions=extensions, skip_nonfinite=skip)
+        else:
+            self.optimizer = optimizers.skipping_nonfinite(optimizer) if skip else optimizer
+
+    @functools.cached_property
+    def abstract_state(self) -> TrainState:
+        """Shapes, types and shardings of the state; nothing is allocated."""
+        shapes = jax.eval_shape(self._create)
+        shardings = self.parallel.shardings(shapes)
+        return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters the model has."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_state.params))
+
+    @functools.cached_property
+    def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, dict]]:
+        """The compiled `state.train_step`: (state, placed batch) → (next state, metrics). It consumes the state."""
+        config = self.config
+        accumulation = config.optimizer.accumulation
+        step = functools.partial(states.train_step, self.model, self.optimizer, config.seed, accumulation)
+        return self.parallel.compile_train(step, self.abstract_state)
+
+    @functools.cached_property
+    def eval_step(self) -> Callable:
+        """The compiled `state.eval_step`: (params, placed batch) → sums over the global batch, float32 `[2]`."""
+        return self.parallel.compile_eval(functools.partial(states.eval_step, self.model))
+
+    def create_state(self, params=None) -> TrainState:
+        """The state before the first step, on the devices; the same bits for the same seed.
+
+        Args:
+          params: parameters to start from, on the host, in place of the random ones.
+        """
+        state = self.parallel.create_state(self._create)
+        if params is None:
+            return state
+        return state._replace(params=jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), params, state.params))
+
+    def evaluate(self, params, batches: EvalBatches, stop: Callable[[], bool] = lambda: False) -> float | None:
+        """Mean loss over held-out text in nats per token; None when `stop()` says so before its end."""
+        sums = np.zeros(2)
+        for batch in prefetched(batches):
+            if stop():
+                return None
+            sums += jax.device_get(self.eval_step(params, self.parallel.place_batch(batch)))
+        return float(sums[0] / sums[1])
+
+    def lower(self) -> jax.stages.Lowered:
+        """The training step lowered from shapes alone: `.compile()` tells its memory, and nothing runs."""
+        config = self.config
+        batch = self.parallel.abstract_batch(config.batch_size, config.model.context)
+        return self.train_step.lower(self.abstract_state, batch)
+
+    def _create(self) -> TrainState:
+        return states.create(self.model, self.optimizer, self.config.seed, self._init)
+
+
+def _check_model(model: nn.Module, vocab_size: int) -> None:
+    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    try:
+        variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
+        apply = functools.partial(model.apply, deterministic=False)
+        logits = jax.eval_shape(apply, variables, tokens, dropout_key=keys)
+    except TypeError as error:
+        raise UserError(
+            f"{type(model).__name__} cannot be called as (tokens, deterministic=…, dropout_key=…): {error}"
+        ) from error
+    if set(variables) != {"params"}:
+        raise UserError(
+            f"{type(model).__name__} has the collections {', '.join(variables)}: a model may have params alone"
+        )
+    if logits.ndim != 3 or logits.shape[:2] != (1, 2) or logits.shape[2] < vocab_size:
+        raise UserError(
+            f"{type(model).__name__} returns {list(logits.shape)} for tokens [1, 2]: expected logits [1, 2, V], V at "
+            f"least the tokenizer's {vocab_size}"
+        )

@@ -1,0 +1,307 @@
+"""The training loop: steps, logging, evaluation, checkpoints, samples, and stopping on signals."""
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from attnlab.data.batches import Batch, prefetched
+from attnlab.errors import UserError
+from attnlab.nn import GPT
+from attnlab.training import flops as flops_lib
+from attnlab.training import metrics as metrics_lib
+from attnlab.training import parallel as parallel_lib
+from attnlab.training.checkpoints import Checkpoints, sha256
+from attnlab.training.experiment import Experiment
+from attnlab.training.state import TrainState
+from attnlab.training.stopping import PreemptionHandler
+from attnlab.training.text import Text
+from attnlab.training.workdir import Workdir
+
+
+@dataclasses.dataclass(kw_only=True)
+class Trainer:
+    """Train from a state to the end of the run, or until asked to stop.
+
+    Attributes:
+      experiment: model, optimizer, devices and compiled steps.
+      text: batches and tokenizer.
+      workdir: the run's folder, used only in messages.
+      checkpoints: where the state is saved.
+      log: the metrics of the run; None in all processes but the first.
+      reporter: progress on the terminal.
+      preemption: whether to stop early.
+      startup: closed after the first step, when there is something to save.
+      state: the current state.
+      start: the step of the initial state.
+      sample: `sample(params)` generates token ids, `[1]` each; None for no samples.
+      on_step: called after every step in every process, `on_step(step, metrics)`; see `attnlab.train.train`.
+    """
+
+    experiment: Experiment
+    text: Text
+    workdir: Workdir
+    checkpoints: Checkpoints
+    log: metrics_lib.MetricsLog | None
+    reporter: metrics_lib.ProgressReporter
+    preemption: PreemptionHandler
+    startup: contextlib.ExitStack
+    state: TrainState
+    start: int
+    sample: Callable[[dict], Iterable[np.ndarray]] | None = None
+    on_step: Callable[[int, dict], None] | None = None
+
+    def __post_init__(self):
+        self._unread = []  # metrics of steps that were dispatched, but not yet read
+        self._timer = _Timer(self.start)
+        self._flops = self._peak_flops = None  # per token; per second and device
+
+    def run(self) -> int:
+        """Train to the last step.
+
+        Returns:
+          0, or 128 + the signal's number if a signal stopped the run; its state is then saved.
+
+        Raises:
+          UserError: a loss, gradient or parameter is not finite, or a checkpoint cannot be written.
+        """
+        last = self.experiment.config.steps
+        self._measure_flops()
+        with self.reporter:
+            if self._evaluation_pending() and not self._evaluate(self.start):
+                return self.preemption.exit_code
+            self._timer.restart(self.start)
+            batches = prefetched(self.text.train, self.start, last)
+            for step in range(self.start + 1, last + 1):
+                self._train_step(step, batches)
+                stopping = self.preemption.requested()  # polled once per step: later requests wait for the next
+                due = self._due(step, stopping)
+                if due.read:
+                    metrics = self._read_metrics(step)
+                    self._timer.stop(step)
+                if due.log:
+                    self._write_metrics(step, metrics)
+                if due.evaluate:
+                    stopping = not self._evaluate(step)
+                if due.save:
+                    self._save()
+                if stopping:
+                    self._save_and_report()
+                    return self.preemption.exit_code
+                if due.sample:
+                    self._write_sample(step)
+                if due.read:
+                    self._timer.restart(step)  # exclude evaluation, saving and sampling
+            self._finish()
+        return 0
+
+    def _due(self, step: int, stopping: bool) -> "_Due":
+        config = self.experiment.config
+        last = step == config.steps
+        log = step % config.log.every == 0
+        save = last or stopping or step % config.checkpoint.every == 0
+        evaluate = self._evaluates(step) and not stopping
+        sample = not last and bool(config.sample.every) and step % config.sample.every == 0
+        return _Due(log or save or evaluate, log or last, evaluate, save, sample)
+
+    def _evaluates(self, step: int) -> bool:
+        config = self.experiment.config
+        return step == config.steps or step % config.eval.every == 0
+
+    def _evaluation_pending(self) -> bool:
+        """Whether the run was stopped before the step that it resumes from could be evaluated."""
+        pending = self.start and self._evaluates(self.start) and self.log and self.log.validation(self.start) is None
+        return bool(parallel_lib.from_first_process(bool(pending)))
+
+    def _train_step(self, step: int, batches: Iterator[Batch]) -> None:
+        config, parallel = self.experiment.config, self.experiment.parallel
+        first = step == self.start + 1
+        if first:
+            self.reporter.describe("compiling")
+        requested = time.perf_counter()
+        batch = next(batches)
+        if not self._unread or self._unread[-1]["loss"].is_ready():  # otherwise the devices were still computing
+            self._timer.waited += time.perf_counter() - requested
+        placed = parallel.place_batch(batch)
+        with parallel.transfer_guard():
+            self.state, metrics = self.experiment.train_step(self.state, placed)
+        if first:
+            jax.block_until_ready(self.state)
+            self.startup.close()
+            self.reporter.describe("")
+            self.reporter.print(f"first step finished: {self._timer.elapsed():.1f} s, including compilation")
+            if step % config.log.every and step < config.steps:
+                self._timer.restart(step)  # exclude compilation too
+        self._unread.append(metrics)
+        if self.on_step:
+            self.on_step(step, metrics)
+
+    def _read_metrics(self, step: int) -> dict:
+        """Wait for the step, and return its metrics, with None for values that are not finite.
+
+        Raises:
+          UserError: a step since the last call is not finite, and cannot be skipped.
+        """
+        skip = self.experiment.config.on_nonfinite == "skip"
+        read = [{name: float(value) for name, value in old.items()} for old in jax.device_get(self._unread)]
+        self._unread = []
+        for at, metrics in enumerate(read, step - len(read) + 1):
+            if found := _nonfinite(metrics):
+                if not skip or not math.isfinite(metrics["param_norm"]):
+                    raise self._not_finite(found, at)
+                self.reporter.print(f"step {at} is skipped: {found} ({metrics['skipped']:.0f} skipped in total)")
+        return {name: value if math.isfinite(value) else None for name, value in read[-1].items()}
+
+    def _write_metrics(self, step: int, metrics: dict) -> None:
+        if self.log is None:
+            return
+        tokens_per_second = self._timer.steps * self._tokens(1) / self._timer.seconds
+        rate = self.experiment.learning_rate
+        self.log.write(
+            step=step,
+            split="train",
+            **metrics,
+            bits_per_character=None if metrics["loss"] is None else metrics["loss"] * self.text.bits_per_nat,
+            **({"learning_rate": float(rate(step - 1))} if rate else {}),
+            tokens=self._tokens(step),
+            tokens_per_second=tokens_per_second,
+            mfu=self._flops * tokens_per_second / (self._peak_flops * self._devices),
+            peak_flops=self._peak_flops,
+            data_wait_time_share=self._timer.waited / self._timer.seconds,
+        )
+        self.reporter.step(step, f"{format_scores('train', metrics)}  {tokens_per_second:,.0f} tokens/s")
+
+    def _evaluate(self, step: int) -> bool:
+        """Evaluate the state on the validation text; returns False when stopped before the end."""
+        with self.preemption.at_rest(self._save_and_report):
+            scores = evaluate(self.experiment, self.text, self.state.params, self.preemption.requested)
+        if scores is None:
+            return False
+        if not math.isfinite(scores["loss"]):
+            raise self._not_finite(f"validation loss is {scores['loss']}", step)
+        if self.log:
+            self.log.write(step=step, split="val", **scores, tokens=self._tokens(step))
+        self.reporter.print(f"step {step}/{self.experiment.config.steps}  {format_scores('validation', scores)}")
+        return True
+
+    def _save(self) -> None:
+        state = self.experiment.parallel.over_processes(self.state)
+        self.checkpoints.save(state, log=self.log.offset() if self.log else None)
+
+    def _save_and_report(self) -> None:
+        """Save the state and print where; may run in another thread while the state is not changing."""
+        self._save()
+        self.checkpoints.wait()
+        step, directory = int(self.state.step), self.checkpoints.directory
+        self.reporter.print(f"stopped: step {step} is saved in {directory}; the same command resumes from there")
+        # A launcher may kill the other processes as soon as one ends.
+        multihost_utils.sync_global_devices("attnlab: stopped")
+
+    def _write_sample(self, step: int) -> None:
+        params = self.experiment.parallel.on_every_device(self.state.params)
+        if self.log is None or self.sample is None:
+            return
+        generated = self.sample(jax.tree.map(lambda x: x.addressable_data(0), params))
+        with self.preemption.at_rest(self._save_and_report):
+            text = self.text.tokenizer.decode([tokens[0] for tokens in generated])
+        self.reporter.print(f"--- sample at step {step}:\n{text}\n---")
+        self.log.write_text(step, text)
+
+    def _finish(self) -> None:
+        last = self.experiment.config.steps
+        self.startup.close()
+        with self.preemption.at_rest(self._save_and_report):
+            self.checkpoints.wait()
+        self._write_sample(last)
+        params = self.experiment.parallel.on_every_device(self.state.params)
+        if self.log:
+            scores = self.log.validation(last)
+            self.log.write(step=last, split="final", loss=scores["loss"], params_sha256=sha256(params))
+            self.reporter.print(f"done: {format_scores('validation', scores)}")
+            if self.sample:
+                self.reporter.print(f"generate text with: python -m attnlab.sample --workdir={self.workdir}")
+
+    def _measure_flops(self) -> None:
+        """FLOPs per token and peak FLOP/s per device, for the model FLOPs utilization (MFU)."""
+        config, model = self.experiment.config, self.experiment.model
+        devices = self.experiment.parallel.mesh.devices.size
+        # The virtual devices of a CPU share its cores.
+        self._devices = jax.process_count() if jax.default_backend() == "cpu" else devices
+        own = not isinstance(model, GPT)
+        self._flops = 6.0 * self.experiment.parameters if own else flops_lib.per_token(model, config.model.context)
+        self._peak_flops = config.log.peak_tflops * 1e12
+        if not self._peak_flops and self.log:
+            self._peak_flops = flops_lib.peak(config.precision)
+            self.reporter.print(
+                f"{self._flops:.3g} FLOPs per token, {self._peak_flops:.3g} FLOP/s per device: "
+                f"at most {self._peak_flops * self._devices / self._flops:,.0f} tokens/s"
+            )
+
+    def _tokens(self, steps: int) -> int:
+        config = self.experiment.config
+        return steps * config.batch_size * config.model.context
+
+    def _not_finite(self, found: str, step: int) -> UserError:
+        self.checkpoints.wait()
+        kept = self.checkpoints.steps()
+        where = f"the last good checkpoint is step {kept[-1]}" if kept else "no checkpoint was saved yet"
+        return UserError(
+            f"{found} at step {step}; {where} in {self.workdir}: lower config.optimizer.learning_rate or "
+            "config.optimizer.clip_norm, or set config.on_nonfinite=skip, in a new --workdir"
+        )
+
+
+def evaluate(experiment: Experiment, text: Text, params, stop: Callable[[], bool]) -> dict | None:
+    """`loss` in nats per token and `bits_per_character` on the validation text; None if `stop()` ended it early."""
+    loss = experiment.evaluate(params, text.validation, stop)
+    return None if loss is None else {"loss": loss, "bits_per_character": loss * text.bits_per_nat}
+
+
+def format_scores(split: str, scores: dict) -> str:
+    """Format a loss, with its bits per character if given.
+
+    >>> format_scores("validation", {"loss": 2.0, "bits_per_character": 2.885})
+    'validation loss 2.0000 (2.885 bits per character)'
+    """
+    if scores["loss"] is None:
+        return f"{split} loss not finite"
+    bits = f" ({scores['bits_per_character']:.3f} bits per character)" if "bits_per_character" in scores else ""
+    return f"{split} loss {scores['loss']:.4f}{bits}"
+
+
+class _Due(NamedTuple):
+    """The actions due after a step."""
+
+    read: bool
+    log: bool
+    evaluate: bool
+    save: bool
+    sample: bool
+
+
+class _Timer:
+    """Training time since the last `restart`: `seconds` for `steps` steps, of which `waited` seconds for data."""
+
+    def __init__(self, step: int):
+        self.steps = self.seconds = 0
+        self.restart(step)
+
+    def restart(self, step: int) -> None:
+        self._began, self._step, self.waited = time.perf_counter(), step, 0.0
+
+    def stop(self, step: int) -> None:
+        self.steps, self.seconds = step - self._step, self.elapsed()
+
+    def elapsed(self) -> float:
+        return time.perf_counter() - self._began
+
+
+def _nonfinite(metrics: dict) -> str:
+    """The first metric that is not finite, as in "loss is nan"; "" if all are finite."""
+    return next((f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)), "")

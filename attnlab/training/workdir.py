@@ -1,0 +1,225 @@
+"""The folder of a run: its files, its lock, and the run that an earlier start left there."""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from attnlab import config as configs
+from attnlab.data import tokenizers
+from attnlab.errors import UserError
+
+
+class Workdir:
+    """The folder of a run: `config.json`, `tokenizer.json`, `metrics.jsonl`, `checkpoints/` and `tensorboard/`.
+
+    It must lie on a POSIX file system. Opening it writes nothing.
+
+    Args:
+      path: of the folder, which need not exist.
+
+    Attributes:
+      path: a `Path`.
+      previous_run: the content of `config.json`; None when no run has begun there.
+
+    Raises:
+      UserError: the path is a file, cannot be read, holds other files and no run, or a damaged `config.json`.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.previous_run = _previous_run(self.path)
+        self._lock = None
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    __str__ = __fspath__
+
+    @property
+    def metrics(self) -> Path:
+        """`metrics.jsonl`."""
+        return self.path / "metrics.jsonl"
+
+    def checkpoint_dir(self, config: ConfigDict) -> str | Path:
+        """`config.checkpoint.dir`, or `checkpoints/` in the folder."""
+        return config.checkpoint.dir or self.path / "checkpoints"
+
+    def check_config(self, config: ConfigDict, *, may_extend: bool) -> None:
+        """Check that a config continues the previous run.
+
+        Args:
+          config: of this start.
+          may_extend: more steps are accepted.
+
+        Raises:
+          UserError: it differs in more than what may change between two starts.
+        """
+        saved = self.previous_run
+        if saved is None:
+            return
+        steps = configs.from_dict(saved).steps
+        if config.steps < steps:
+            raise UserError(
+                f"{self} holds a run of {steps} steps, and config.steps = {config.steps} is fewer: a run can be "
+                f"extended, not shortened; give {steps} or more, or choose a new --workdir"
+            )
+        if difference := configs.difference(saved | {"steps": config.steps} if may_extend else saved, config):
+            raise configs.another(self.path, difference)
+
+    def extensions(self, config: ConfigDict, start: int) -> list[dict]:
+        """How often the run was extended, `{"at_step", "from_steps", "to_steps"}` each, oldest first.
+
+        Args:
+          config: of this start; with more steps than the previous run it is one more extension.
+          start: the step that this start resumes from.
+        """
+        if self.previous_run is None or not start:
+            return []
+        steps, recorded = configs.from_dict(self.previous_run).steps, self.previous_run.get("extensions", [])
+        if config.steps == steps:
+            return recorded
+        # Extended again from a step before the last extension, where newer checkpoints are damaged: replace that one.
+        undone = [extension for extension in recorded if extension["at_step"] >= start]
+        extension = {"at_step": start, "from_steps": steps, "to_steps": config.steps}
+        if undone:
+            extension["from_steps"] = undone[0]["from_steps"]
+        return [*recorded[: len(recorded) - len(undone)], extension]
+
+    def lock(self) -> None:
+        """Lock the folder until `close`, or until the process ends in whatever way.
+
+        Raises:
+          UserError: another process holds the lock, or the folder cannot be written.
+        """
+        self._lock = _lock(self.path, self.path)
+
+    def create(self, config_json: str, tokenizer: tokenizers.Tokenizer) -> None:
+        """Create the folder with the files of a new run, and lock it.
+
+        It is made under another name and renamed: at any moment it is complete and locked, or does not exist.
+
+        Raises:
+          UserError: it cannot be written, or another process creates it at the same time.
+        """
+        unfinished = self.path.absolute().with_name(f".{self.path.absolute().name}.unfinished")
+        held = None
+        try:
+            unfinished.mkdir(parents=True, exist_ok=True)
+            (unfinished / "tokenizer.json").touch()
+            held = _lock(unfinished, self.path)
+            tokenizers.save(tokenizer, unfinished / "tokenizer.json")
+            (unfinished / "config.json").write_text(config_json, encoding="utf-8")
+            unfinished.rename(self.path)  # replaces an empty folder
+        except OSError as error:
+            if held is not None:
+                os.close(held)
+            if error.errno == errno.ENOENT:  # another process has renamed it
+                raise _in_use(self.path) from error
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process has created the folder
+                shutil.rmtree(unfinished, ignore_errors=True)
+                raise _in_use(self.path) from error
+            raise UserError(f"--workdir={self} cannot be written ({error.strerror}): choose another folder") from error
+        self._lock = held
+
+    def write_config(self, config_json: str) -> None:
+        """Replace `config.json` atomically, if it differs: `checkpoint.dir` and the like may change between starts."""
+        path = self.path / "config.json"
+        if path.read_text(encoding="utf-8") != config_json:
+            path.with_suffix(".new").write_text(config_json, encoding="utf-8")
+            os.replace(path.with_suffix(".new"), path)
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def read_config(workdir: Path) -> dict:
+    """The content of `config.json` in a workdir.
+
+    Raises:
+      UserError: it is missing or damaged.
+    """
+    path = workdir / "config.json"
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        if "model_type" in saved and "corpus" not in saved:
+            raise UserError(f"{workdir} holds a Hugging Face model, not a run of attnlab: choose another folder")
+        saved["corpus"]["sha256"]
+        configs.from_dict(saved)
+        return saved
+    except UserError:
+        raise
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UserError(f"{workdir} holds no run (no config.json): train one with --workdir={workdir}") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except (AttributeError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}): restore it, or train in a new workdir") from error
+
+
+def read_tokenizer(workdir: Path, saved: dict) -> tokenizers.Tokenizer:
+    """The tokenizer in a workdir.
+
+    Args:
+      workdir: the folder of a run.
+      saved: the content of its `config.json`.
+
+    Raises:
+      UserError: it is missing, damaged, or another run's.
+    """
+    path = workdir / "tokenizer.json"
+    tokenizer = tokenizers.load(path)
+    key, found = "tokenizer_sha256", hashlib.sha256(path.read_bytes()).hexdigest()
+    if not saved.get(key):  # runs of older versions have none
+        key, found = "vocab_size", tokenizer.vocab_size
+    if key in saved and found != saved[key]:
+        raise UserError(
+            f"{path} is another run's ({key} {found}, expected {saved[key]}): restore this run's tokenizer.json"
+        )
+    return tokenizer
+
+
+def _previous_run(workdir: Path) -> dict | None:
+    try:
+        if workdir.exists() and not workdir.is_dir():
+            raise UserError(f"--workdir={workdir} is a file: name a folder")
+        if not (workdir / "config.json").exists():
+            if workdir.exists() and any(workdir.iterdir()):
+                raise UserError(f"--workdir={workdir} holds other files and no run: choose a new folder")
+            return None
+    except OSError as error:  # no permission to read the folder, or an impossible name
+        raise UserError(f"--workdir={workdir} cannot be read ({error.strerror}): choose another folder") from error
+    return read_config(workdir)
+
+
+def _lock(folder: Path, workdir: Path) -> int:
+    """Lock a folder that is, or will be renamed to, a workdir; returns the open file that holds the lock."""
+    path = folder / "tokenizer.json"  # never rewritten; NFS locks neither folders nor files that are open for reading
+    try:
+        held = os.open(path, os.O_RDWR)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be opened for writing ({error.strerror}): change its permissions, or choose another folder"
+        ) from error
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(held), path.stat()):  # opened before it was renamed
+            raise FileNotFoundError
+    except (BlockingIOError, FileNotFoundError) as error:
+        os.close(held)
+        raise _in_use(workdir) from error
+    except OSError:  # a file system without locks
+        pass
+    return held
+
+
+def _in_use(workdir: Path) -> UserError:
+    return UserError(f"--workdir={workdir}: another process trains there: wait for it, or choose another")

@@ -1,0 +1,44 @@
+"""The program `attnlab`: commands by name, and what it says about itself."""
+
+import subprocess
+import sys
+
+import pytest
+
+import attnlab
+from attnlab.__main__ import COMMANDS, main
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]], ids=str)
+def test_help_lists_every_command(capsys, words):
+    assert main(["attnlab", *words]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {command} " in out and summary in out for command, (_, summary) in COMMANDS.items())
+
+
+def test_version_is_that_of_the_package(capsys):
+    assert main(["attnlab", "--version"]) == 0
+    assert capsys.readouterr().out == f"attnlab {attnlab.__version__}\n"
+
+
+def test_unknown_command_names_the_nearest(capsys):
+    assert main(["attnlab", "trian"]) == 2
+    error = capsys.readouterr().err
+    assert error == "error: 'trian' is not a command (did you mean train?): use one of train, sample, study, bench\n"
+
+
+@pytest.mark.parametrize(
+    "command, usage",
+    [("train", "--workdir"), ("sample", "--prompt"), ("study", "heads"), ("bench", "attention")],
+)
+def test_command_help_is_that_of_its_module(capsys, command, usage):
+    assert main(["attnlab", command, "--help"]) == 0
+    assert usage in capsys.readouterr().out
+
+
+def test_arguments_reach_the_command_in_a_process_of_its_own(tmp_path):
+    command = [sys.executable, "-m", "attnlab", "train", "--config=quickstart", "--config.steps=0"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: config.steps = 0: expected 1 or more, below 2^31\n"
+    assert not list(tmp_path.iterdir())
