@@ -1,1 +1,1 @@
-"""Races against named peers: alternating runs in one process, medians and ratios."""
+"""Benchmarks against other libraries: contenders alternate, and are compared by medians and ratios."""

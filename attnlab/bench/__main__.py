@@ -1,8 +1,12 @@
-"""Races against named peers, and campaigns of faults.
+"""Benchmarks against other libraries, and fault-injection campaigns.
 
-python -m attnlab.bench attention
-python -m attnlab.bench train --peer_path=nanoGPT --peer_python=torch/bin/python
-python -m attnlab.bench faults --kills=10
+    python -m attnlab.bench NAME [--help]
+
+for example
+
+    python -m attnlab.bench attention
+    python -m attnlab.bench train --peer_path=nanoGPT --peer_python=torch/bin/python
+    python -m attnlab.bench faults --kills=10
 """
 
 import importlib
@@ -11,21 +15,32 @@ import sys
 from attnlab import commands
 from attnlab.config import nearest
 
-RACES = ("attention", "train", "decode", "start", "data", "gpu", "saving", "faults")
+BENCHMARKS = {
+    "attention": "the operator against jax.nn, torch, tokamax and attnax: time and peak memory",
+    "train": "training against nanoGPT: tokens a second and peak memory",
+    "decode": "sampling against nanoGPT: tokens a second",
+    "start": "seconds from the command to the first training step, and to the first sampled character",
+    "data": "the data pipeline: how much faster batches come than training consumes them",
+    "gpu": "on a GPU: the operator's correctness and speed, and training, against jax.nn, torch and nanoGPT",
+    "saving": "the time that saving checkpoints takes from training",
+    "faults": "kill, stop, damage and misuse training runs; count what goes wrong",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command; returns its exit code."""
     argv = list(sys.argv if argv is None else argv)
     name = argv[1] if len(argv) > 1 else "--help"
     if name in ("--help", "-h"):
-        print(__doc__.strip() + "\n\nRaces: " + ", ".join(RACES) + "; each has --help of its own")
+        listed = "\n".join(f"  {name:<10} {summary}" for name, summary in BENCHMARKS.items())
+        print(f"{__doc__.strip()}\n\nBenchmarks:\n{listed}")
         return 0
-    if name not in RACES:
-        print(f"error: {name!r} is no race{nearest(name, RACES)}: use one of {', '.join(RACES)}", file=sys.stderr)
+    if name not in BENCHMARKS:
+        known = ", ".join(BENCHMARKS)
+        print(f"error: unknown benchmark {name!r}{nearest(name, BENCHMARKS)}: use one of {known}", file=sys.stderr)
         return 2
-    race = importlib.import_module(f"attnlab.bench.{name}")
-    return commands.run(race.define, race.main, race.__doc__, [argv[0], *argv[2:]])
+    benchmark = importlib.import_module(f"attnlab.bench.{name}")
+    return commands.run(benchmark.define, benchmark.main, benchmark.__doc__, [argv[0], *argv[2:]])
 
 
 if __name__ == "__main__":

@@ -1,43 +1,46 @@
-"""Sampling: tokens a second against nanoGPT's own `generate`, as its `sample.py` calls it, in turns.
+"""Benchmark sampling speed against nanoGPT's own `generate`, called as its `sample.py` calls it.
 
-python -m attnlab.bench decode --peer_path=nanoGPT --peer_python=torch/bin/python [--num_samples=8] [--json=decode.json]
+    python -m attnlab.bench decode --peer_path=nanoGPT --peer_python=torch/bin/python [--num_samples=8]
 
-Sizes as in `attnlab.bench train`, learned positions, temperature 0.8, top_k 200, from one token on. Figures:
-ratio_decode_SIZE, our tokens a second over its; tokens_per_second_SIZE_CONTENDER; first_token_ms_SIZE, ours, compiled.
+Sizes as in `bench train`, with learned positions; temperature 0.8, top_k 200, from a prompt of one token. The two
+alternate, each in a process of its own. Without --peer_path attnlab runs alone.
+
+Figures: ratio_decode_SIZE, attnlab's tokens a second over nanoGPT's; tokens_per_second_SIZE_CONTENDER;
+first_token_ms_SIZE, attnlab's, compilation excluded.
 """
 
 import statistics
 
-from absl import flags
-
 from attnlab.bench import options, timing, workers
+
+COUNTS = {
+    "tokens": (500, "tokens sampled for each text"),
+    "num_samples": (1, "texts sampled in parallel"),
+    "rounds": (7, "timed calls of each contender"),
+}
 
 
 def define(values, argv) -> None:
-    """The flags."""
+    """Define the flags."""
     options.define_peer(values)
-    flags.DEFINE_list("sizes", list(workers.SIZES), "of " + ", ".join(workers.SIZES), flag_values=values)
-    flags.DEFINE_integer("tokens", 500, "drawn for each text", flag_values=values)
-    flags.DEFINE_integer("num_samples", 1, "texts drawn side by side", flag_values=values)
-    flags.DEFINE_integer("rounds", 7, "counted calls of each contender", flag_values=values)
-    options.define_json(values)
+    options.define_common(values, workers.SIZES, COUNTS)
 
 
 def main(values) -> int:
-    """Races and prints the table."""
-    options.check_positive(values, "tokens", "num_samples", "rounds")
-    options.check_known("sizes", values.sizes, workers.SIZES)
-    options.check_new(values, "json")
+    """Benchmark, and print the table."""
+    options.check_common(values, workers.SIZES, COUNTS)
     options.check_peer(values)
     contenders = {"attnlab": {"peer": False}}
     if values.peer_path:
-        contenders["nanoGPT"] = {"peer": True, "compiled": False}  # it samples from the model that is not compiled
+        contenders["nanoGPT"] = {"peer": True, "compiled": False}  # nanoGPT samples from the uncompiled model
     request = {"tokens": values.tokens, "samples": values.num_samples}
     figures, rows = {}, {}
     for size in values.sizes:
-        with workers.started(contenders, workers.SIZES[size], values.peer_path, values.peer_python) as racing:
-            workers.alternate(racing, "decode", 1, **request)  # compiles
-            answers = workers.alternate(racing, "decode", values.rounds, **request)
+        peer = values.peer_path, values.peer_python
+        with workers.started(contenders, size, workers.SIZES[size], *peer) as running:
+            for worker in running.values():
+                worker.ask("decode", **request)  # compiles
+            answers = workers.alternate(running, "decode", values.rounds, size, **request)
         seconds = {name: [answer["seconds"] for answer in given] for name, given in answers.items()}
         print(timing.line(size, seconds), flush=True)
         first = 1e3 * statistics.median(answer["first"] for answer in answers["attnlab"])
@@ -52,6 +55,6 @@ def main(values) -> int:
                 row["× nanoGPT"] = f"{timing.ratio(seconds, 'nanoGPT', name):.2f}"
         rows[f"{size}, attnlab"]["first token, ms"] = f"{first:.2f}"
     title = f"sampling, {values.num_samples} × {values.tokens} tokens"
-    timing.table(title, rows, caption="medians; × nanoGPT: over its tokens/s, round by round")
+    timing.table(title, rows, caption="medians; × nanoGPT: tokens/s over nanoGPT's, median over rounds")
     options.keep(values.json, figures)
     return 0

@@ -1,11 +1,15 @@
-"""Does a run endure? Kills it, stops it, damages what it wrote, mistypes its command; counts what went wrong.
+"""Fault-tolerance campaigns: kills, stops, damaged files, full disks, malformed commands; counts what went wrong.
 
 python -m attnlab.bench faults --kills=100 --stops=40 --corruptions=200 --commands=1000 [--json=faults.json]
+python -m attnlab.bench faults --full_disks=20 --shared=5
 
 Kills and stops: a run of some thousand steps gets SIGKILL, or SIGTERM, at random instants spread over its phases, is
-started again each time, and must end with the bits of the undisturbed one. Corruptions: files of a stopped run are
-truncated, flipped, removed; the command must go on to the right end, or say in one line what is wrong and leave every
-whole checkpoint where it is. Commands: each malformed line must end in one line and exit code 2, with nothing written.
+restarted each time, and must end with the bits of an undisturbed run. Corruptions: files of a stopped run are
+truncated, flipped, removed; the command must continue to the right end, or report the fault in one line and keep every
+intact checkpoint. Full disks: checkpoints go to file systems without free space or inodes (needs permission to mount);
+the command must end with one line and exit code 2 within seconds, and continue when there is room. Shared: two runs are
+given one checkpoint folder; one trains, the other ends with one line. Commands: each malformed command line must end
+with one line and exit code 2, and write nothing.
 """
 
 import collections
@@ -24,7 +28,6 @@ import traceback
 from pathlib import Path
 
 import jax
-from absl import flags
 
 from attnlab import config as configs
 from attnlab import train
@@ -34,7 +37,7 @@ from attnlab.errors import UserError
 from attnlab.training import metrics
 from attnlab.training.checkpoints import Checkpoints
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.py"
+QUICKSTART = configs.experiments()["quickstart"]
 MODEL = {
     "batch_size": 8,
     "model.num_layers": 2,
@@ -50,29 +53,42 @@ LONG = MODEL | {"eval.every": 20, "checkpoint.every": 8, "log.every": 4, "sample
 SHORT = MODEL | {"steps": 160, "eval.every": 20, "checkpoint.every": 16, "checkpoint.keep": 3, "log.every": 4}
 TIMING = re.compile("time|second|mfu|flops|wall|eta|rss|memory")  # keys that may differ between two runs of a seed
 PROGRAMS = "programs"  # the compilation cache of a campaign
-PATIENCE = 300  # seconds for a run to come to a phase, or to end
+PATIENCE = 300  # seconds for a run to reach a phase, or to end
+PROMPT = 10  # seconds for a run to end once it has been asked to stop, or has reported an error
 
 
 def define(values, argv) -> None:
     """The flags."""
-    flags.DEFINE_integer("kills", 0, "SIGKILLs at random instants of one run", flag_values=values)
-    flags.DEFINE_integer("stops", 0, "SIGTERMs at random instants of one run", flag_values=values)
-    flags.DEFINE_integer("corruptions", 0, "damaged workdirs", flag_values=values)
-    flags.DEFINE_integer("commands", 0, "malformed command lines, a fifth of them as processes", flag_values=values)
-    flags.DEFINE_integer("seed", 0, "of what is drawn", flag_values=values)
+    counts = {
+        "kills": "SIGKILLs at random instants of one run",
+        "stops": "SIGTERMs at random instants of one run",
+        "corruptions": "damaged workdirs",
+        "full_disks": "runs whose checkpoints do not fit on their file system",
+        "shared": "pairs of runs with one checkpoint folder",
+        "commands": "malformed command lines, a fifth of them as processes",
+        "seed": "of the random draws",
+    }
+    options.define_integers(values, {name: (0, meaning) for name, meaning in counts.items()})
     options.define_json(values)
 
 
 def main(values) -> int:
-    """Runs the campaigns that are asked for; 1 when anything went wrong."""
-    campaigns = {"kills": kills, "stops": stops, "corruptions": corruptions, "commands": malformed}
+    """Runs the chosen campaigns; 1 when anything went wrong."""
+    campaigns = {
+        "kills": kills,
+        "stops": stops,
+        "corruptions": corruptions,
+        "full_disks": full_disks,
+        "shared": shared,
+        "commands": malformed,
+    }
     for name in campaigns:
         if values[name].value < 0:
             raise UserError(f"--{name}={values[name].value}: expected 0 or more")
     options.check_new(values, "json")
     chosen = {name: values[name].value for name in campaigns if values[name].value}
     if not chosen:
-        raise UserError("nothing to do: give --kills, --stops, --corruptions or --commands; see --help")
+        raise UserError(f"nothing to do: give --{', --'.join(list(campaigns)[:-1])} or --commands; see --help")
     figures = {}
     with tempfile.TemporaryDirectory(prefix="attnlab-faults-") as folder:
         for name, count in chosen.items():
@@ -97,12 +113,12 @@ def _cell(value) -> str:
 
 
 def kills(count: int, folder: Path, draw: random.Random) -> dict:
-    """SIGKILLs, spread over the phases. Wrong: an end other than the undisturbed one, a start behind a checkpoint."""
+    """SIGKILLs, spread over the phases. Wrong: an end unlike the undisturbed one, a restart behind a checkpoint."""
     return _disturbed(count, folder, draw, signal.SIGKILL)
 
 
 def stops(count: int, folder: Path, draw: random.Random) -> dict:
-    """SIGTERMs. Wrong also: another exit code than 143, more than ten seconds to leave, a finished step lost."""
+    """SIGTERMs. Also wrong: an exit code other than 143, more than ten seconds to end, a finished step lost."""
     return _disturbed(count, folder, draw, signal.SIGTERM)
 
 
@@ -111,21 +127,21 @@ def _disturbed(count, folder, draw, number) -> dict:
     undisturbed, workdir = folder / "undisturbed", folder / "run"
     folder.mkdir(parents=True)
     board = Board(str(folder / "board"))
-    fields = LONG | {"steps": max(400, 40 * count)}  # about as far as a start comes until it is disturbed
+    fields = LONG | {"steps": max(400, 40 * count)}  # about as far as a start gets until it is disturbed
     _finish(undisturbed, fields)
     while sum(at.values()) < count:
         wanted = min(PHASES, key=lambda phase: (at[phase], draw.random()))
-        newest = max(_whole(workdir), default=0)
-        if wanted == "compile":  # and write what was compiled, where the kill may tear it
+        newest = max(_intact(workdir), default=0)
+        if wanted == "compile":  # and write cache entries, which the kill may truncate
             shutil.rmtree(folder / PROGRAMS, ignore_errors=True)
         with _started(workdir, fields, board) as (process, output):
             if not _wait_for(process, board, wanted, draw):
                 missed[wanted] += 1
                 if process.returncode != 0 or missed[wanted] > 5:
-                    wrong.append(f"{wanted} never came, the process ended with {process.returncode}")
+                    wrong.append(f"{wanted} was never reached, the process ended with {process.returncode}")
                     break
                 wrong += _differences(workdir, undisturbed)
-                shutil.rmtree(workdir)  # and from the beginning, for what is still to be done
+                shutil.rmtree(workdir)  # start again for the remaining signals
                 continue
             finished, phases, start = board.step, board.phases(), time.perf_counter()
             process.send_signal(number)
@@ -136,22 +152,22 @@ def _disturbed(count, folder, draw, number) -> dict:
         at[wanted if wanted in phases else phases[0]] += 1
         resumed = re.search(r"resumed from step (\d+)", out)
         if (resumed or finished) and int(resumed[1] if resumed else 0) != newest:
-            wrong.append(f"went on from step {resumed[1] if resumed else 0}, where {newest} was there")
+            wrong.append(f"resumed from step {resumed[1] if resumed else 0}, but {newest} was saved")
         if number == signal.SIGTERM:
             seconds.append(time.perf_counter() - start)
-            # Before a run can handle signals it has nothing to save, and dies of them: 143 as well, to a shell.
+            # Before a run handles signals it has nothing to save, and the signal kills it: a shell reports 143 as well.
             if process.returncode != 128 + number and (finished or process.returncode != -number):
                 wrong.append(f"ended with {process.returncode} in {phases}: {out.splitlines()[-1:]}")
-            if seconds[-1] > 10:
-                wrong.append(f"took {seconds[-1]:.1f} s to leave, in {phases}")
-            if finished and max(_whole(workdir), default=0) < finished:
+            if seconds[-1] > PROMPT:
+                wrong.append(f"took {seconds[-1]:.1f} s to end, in {phases}")
+            if finished and max(_intact(workdir), default=0) < finished:
                 wrong.append(
-                    f"step {finished} was finished, {max(_whole(workdir), default=0)} is what was saved: {phases}"
+                    f"step {finished} was finished, {max(_intact(workdir), default=0)} is what was saved: {phases}"
                 )
     _finish(workdir, fields)
     wrong += _differences(workdir, undisturbed)
     figures = {"signals": sum(at.values()), "phases": {phase: at[phase] for phase in PHASES}, "wrong": wrong}
-    return figures | ({"slowest to leave (s)": round(max(seconds), 1)} if seconds else {})
+    return figures | ({"slowest to end (s)": round(max(seconds), 1)} if seconds else {})
 
 
 def _arguments(workdir: Path, fields: dict) -> list[str]:
@@ -164,7 +180,7 @@ def _arguments(workdir: Path, fields: dict) -> list[str]:
 
 @contextlib.contextmanager
 def _started(workdir: Path, fields: dict, board: Board | None = None):
-    """The command in a process of its own, that does not survive this block, and the file that its output goes to."""
+    """The command in a process of its own, which ends with this block, and the file of its output."""
     module = ["attnlab.bench.watched", board.path] if board else ["attnlab.train"]
     if board:
         board.clear()
@@ -189,11 +205,11 @@ def _finish(workdir: Path, fields: dict) -> None:
         process.wait(timeout=PATIENCE)
     if process.returncode:
         said = output.read_text(errors="replace")[-300:]
-        raise UserError(f"the run that nobody disturbs ended with {process.returncode}: {said}")
+        raise UserError(f"a run without faults ended with {process.returncode}: {said}")
 
 
 def _wait_for(process, board, wanted, draw) -> bool:
-    """Whether a random instant of a phase has come; False when the process ended before."""
+    """Waits for a random instant of a phase; False when the process ended before it."""
     times = draw.randint(1, 3) if wanted in PHASES[2:] else 1
     deadline = time.monotonic() + PATIENCE
     while times and time.monotonic() < deadline:
@@ -210,19 +226,19 @@ def _wait_for(process, board, wanted, draw) -> bool:
     return process.poll() is None
 
 
-def _whole(workdir: Path) -> list[int]:
+def _intact(workdir: Path) -> list[int]:
     checkpoints = Checkpoints(workdir / "checkpoints")
     return [step for step in checkpoints.steps() if not checkpoints.damage(step)]
 
 
 def _differences(workdir: Path, undisturbed: Path) -> list[str]:
-    """What is not the same in two finished runs: records but for times, checkpoints, and every bit of the last."""
+    """Differences of two finished runs: records except times, checkpoints, and every bit of the last one."""
     mine, theirs = (_records(folder) for folder in (workdir, undisturbed))
     found = []
     if mine != theirs:
         first = next((pair for pair in zip(mine, theirs) if pair[0] != pair[1]), (len(mine), len(theirs)))
         found.append(f"metrics.jsonl differs: {first[0]}, undisturbed {first[1]}")
-    kept = [_whole(folder) for folder in (workdir, undisturbed)]
+    kept = [_intact(folder) for folder in (workdir, undisturbed)]
     if kept[0] != kept[1]:
         found.append(f"checkpoints {kept[0]}, undisturbed {kept[1]}")
     elif _bits(workdir, kept[0][-1]) != _bits(undisturbed, kept[1][-1]):
@@ -231,7 +247,7 @@ def _differences(workdir: Path, undisturbed: Path) -> list[str]:
 
 
 def _records(workdir: Path) -> list[dict]:
-    """What may not differ between two runs of a seed."""
+    """The metrics that are equal in two runs with one seed."""
     kept = metrics.read(workdir / "metrics.jsonl")
     return [{key: value for key, value in record.items() if not TIMING.search(key)} for record in kept]
 
@@ -244,7 +260,7 @@ def _bits(workdir: Path, step: int) -> dict:
 
 
 def corruptions(count: int, folder: Path, draw: random.Random) -> dict:
-    """Damaged workdirs. Wrong: a traceback, another end than the undisturbed one, a whole checkpoint that is gone."""
+    """Damaged workdirs. Wrong: a traceback, an end unlike the undisturbed one, the loss of an intact checkpoint."""
     undisturbed, stopped = folder / "undisturbed", folder / "stopped"
     folder.mkdir(parents=True)
     jax.config.update("jax_compilation_cache_dir", str(folder / PROGRAMS))  # the same program hundreds of times
@@ -261,20 +277,20 @@ def corruptions(count: int, folder: Path, draw: random.Random) -> dict:
         workdir = folder / f"run-{number}"
         shutil.copytree(stopped, workdir)
         what = " and ".join(_corrupt(workdir, draw) for _ in range(draw.choice((1, 1, 1, 2))))
-        whole = _whole(workdir)
+        intact = _intact(workdir)
         code, out, error = _command(train, _arguments(workdir, SHORT))
         label = f"{what} → {code} {error.strip()[-200:]}"
         if "Traceback" in error or code not in (0, 2) or (code == 2 and len(error.strip().splitlines()) != 1):
             wrong.append(f"{label}: not one line")
         elif code == 2:
-            outcomes["refused"] += 1
-            if set(whole) - set(_whole(workdir)):
-                wrong.append(f"{label}: checkpoints {whole} were whole, {_whole(workdir)} are")
+            outcomes["rejected"] += 1
+            if set(intact) - set(_intact(workdir)):
+                wrong.append(f"{label}: checkpoints {intact} were intact, {_intact(workdir)} are")
         else:
-            outcomes["went on"] += 1
+            outcomes["resumed"] += 1
             resumed = re.search(r"resumed from step (\d+)", out)
-            if int(resumed[1] if resumed else 0) != max(whole, default=0):
-                wrong.append(f"{label}: went on from step {resumed[1] if resumed else 0}, where {whole} were whole")
+            if int(resumed[1] if resumed else 0) != max(intact, default=0):
+                wrong.append(f"{label}: resumed from step {resumed[1] if resumed else 0}, where {intact} were intact")
             lost = "are lost" in out or "starting from the beginning" in out
             if _records(workdir)[-1] != _records(undisturbed)[-1]:
                 wrong.append(f"{label}: another end")
@@ -285,7 +301,7 @@ def corruptions(count: int, folder: Path, draw: random.Random) -> dict:
 
 
 def _corrupt(workdir: Path, draw: random.Random) -> str:
-    """Damages one thing; says what."""
+    """Damages one file or folder; returns what was done."""
     files = sorted(path for path in workdir.rglob("*") if path.is_file())
     folders = sorted(path for path in (workdir / "checkpoints").iterdir() if path.is_dir())
     kind = draw.choice(("truncated", "flipped", "flipped", "removed", "overwritten", "lengthened", "folder"))
@@ -310,7 +326,7 @@ def _corrupt(workdir: Path, draw: random.Random) -> str:
             case "uncommitted":
                 shutil.copytree(path, path.with_name(f"{draw.randint(100, 999)}.orbax-checkpoint-tmp"))
         return f"{path.relative_to(workdir)} {how}"
-    # A checkpoint has many files, the run's own three must not be forgotten among them.
+    # A checkpoint has many files; the run's own three must be chosen often enough.
     path = draw.choice([path for path in files if path.parent == workdir] if draw.random() < 0.3 else files)
     content = bytearray(path.read_bytes())
     match kind:
@@ -337,17 +353,103 @@ def _command(module, argv: list[str]) -> tuple[int, str, str]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         try:
             code = module.main(["attnlab", *argv])
-        except BaseException:  # a command that raises is what is looked for
+        except BaseException:  # a command that raises is a finding
             traceback.print_exc()
             code = 1
     return code, out.getvalue(), error.getvalue()
+
+
+# ------------------------------------------------------------------------------------------ full disks, shared folders
+
+
+def full_disks(count: int, folder: Path, draw: random.Random) -> dict:
+    """Checkpoints on small file systems. Wrong: anything but one line and exit code 2 at once, a damaged checkpoint.
+
+    Every second one runs out of inodes, the others out of space. With more of both, the run must finish correctly.
+    """
+    folder.mkdir(parents=True)
+    wrong, seconds = [], []
+    undisturbed = folder / "undisturbed"
+    _finish(undisturbed, SHORT)
+    one = max((undisturbed / "checkpoints").glob("[0-9]*"))
+    inodes = sum(1 for _ in one.rglob("*"))
+    size = sum(-(-path.stat().st_size // 4096) * 4 for path in one.rglob("*") if path.is_file())  # KiB, whole pages
+    for number in range(count):
+        share = draw.uniform(0.0, SHORT["checkpoint.keep"] + 0.5)  # one more than is kept is never less
+        options = f"nr_inodes={4 + round(share * inodes)}" if number % 2 else f"size={8 + round(share * size)}k"
+        workdir, disk = folder / f"run-{number}", folder / f"disk-{number}"
+        fields = SHORT | {"checkpoint.dir": disk / "kept"}
+        with _small_file_system(disk, options):
+            with _started(workdir, fields) as (process, output):
+                code, took = _end_after_error(process, output)
+            error = [line for line in output.read_text(errors="replace").splitlines() if "error: " in line]
+            label = f"{options} → {code} {error[-1:]}"
+            seconds.append(took)
+            if code != 2 or len(error) != 1 or "Traceback" in output.read_text(errors="replace"):
+                wrong.append(f"{label}: not one line")
+            if took > PROMPT:
+                wrong.append(f"{label}: took {took:.0f} s to end")
+            kept = Checkpoints(disk / "kept")
+            if any(kept.damage(step) for step in kept.steps()):
+                wrong.append(f"{label}: a damaged checkpoint")
+            subprocess.run(["mount", "-o", "remount,size=1g,nr_inodes=1000000", disk], check=True)
+            _finish(workdir, fields)
+            if _records(workdir) != _records(undisturbed):
+                wrong.append(f"{label}: another end")
+    return {"runs": count, "slowest to end (s)": round(max(seconds), 1), "wrong": wrong}
+
+
+def _end_after_error(process, output: Path) -> tuple[int | None, float]:
+    """Waits for a process to end: its exit code, None if it had to be killed, and the seconds after its error line."""
+    deadline, reported = time.monotonic() + PATIENCE, None
+    while process.poll() is None and time.monotonic() < deadline:
+        if reported is None and "error: " in output.read_text(errors="replace"):
+            reported = time.monotonic()
+            deadline = reported + 3 * PROMPT
+        time.sleep(0.05)
+    return process.poll(), time.monotonic() - reported if reported else 0.0
+
+
+@contextlib.contextmanager
+def _small_file_system(folder: Path, options: str):
+    """A file system in memory, mounted at a new folder inside the block."""
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"a file system cannot be mounted ({done.stderr.strip()}): leave out --full_disks, or be root")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def shared(count: int, folder: Path, draw: random.Random) -> dict:
+    """Pairs of runs with one checkpoint folder. Wrong: both or neither finish, or the loser says more than one line."""
+    folder.mkdir(parents=True)
+    wrong, undisturbed = [], folder / "undisturbed"
+    _finish(undisturbed, SHORT)
+    for number in range(count):
+        fields = SHORT | {"checkpoint.dir": folder / f"kept-{number}"}
+        workdirs = [folder / f"run-{number}-{name}" for name in "ab"]
+        with _started(workdirs[0], fields) as (first, out_a):
+            time.sleep(draw.uniform(0, 5))
+            with _started(workdirs[1], fields) as (second, out_b):
+                codes = [_end_after_error(*running)[0] for running in ((first, out_a), (second, out_b))]
+        said = {code: output.read_text(errors="replace") for code, output in zip(codes, (out_a, out_b))}
+        if sorted(codes, key=str) != [0, 2]:
+            wrong.append(f"ended with {codes}: {said}")
+        elif len(said[2].strip().splitlines()) != 1 or "checkpoint.dir" not in said[2]:
+            wrong.append(f"not one line: {said[2][-300:]}")
+        elif _records(workdirs[codes.index(0)]) != _records(undisturbed):
+            wrong.append("another end")
+    return {"pairs": count, "wrong": wrong}
 
 
 # ------------------------------------------------------------------------------------------------------------ commands
 
 
 def malformed(count: int, folder: Path, draw: random.Random) -> dict:
-    """Malformed command lines. Wrong: anything but one line, exit code 2 and a folder as empty as before."""
+    """Malformed command lines. Wrong: anything but one line, exit code 2, and an empty folder."""
     wrong, kinds = [], set()
     folder.mkdir(parents=True)
     with contextlib.chdir(folder):
@@ -373,10 +475,10 @@ def malformed(count: int, folder: Path, draw: random.Random) -> dict:
 
 
 def _malformed(draw: random.Random) -> tuple[str, list[str]]:
-    """A command line that no run can come of, and what is wrong with it."""
+    """The kind of error in a malformed command line, and the line."""
     defaults = configs.fields(configs.default())
-    # Fields whose wrong values are known without looking: not those that are text, or that may be anything.
-    whole = [name for name, value in defaults.items() if type(value) is int and name != "parallel.mesh.data"]
+    # Fields whose wrong values are known in advance: not text, nor fields that take any value.
+    integers = [name for name, value in defaults.items() if type(value) is int and name != "parallel.mesh.data"]
     real = [name for name, value in defaults.items() if type(value) is float]
     flag = [name for name, value in defaults.items() if type(value) is bool]
     choices = ["precision", "on_nonfinite", "data.tokenizer", "data.name", "parallel.strategy", "model.positions"]
@@ -387,19 +489,20 @@ def _malformed(draw: random.Random) -> tuple[str, list[str]]:
         return [config, f"--config.{field}={draw.choice(values)}"]
 
     kinds = {
-        "no whole number": lambda: bad(draw.choice(whole), ["x", "1.5", "", "-3", "1e3", "None", "9" * 20, noise]),
-        "no number": lambda: bad(draw.choice(real), ["x", "", "nan", "-1", "inf", "None", "1,5", noise]),
+        "not an integer": lambda: bad(draw.choice(integers), ["x", "1.5", "", "-3", "1e3", "None", "9" * 20, noise]),
+        "not a number": lambda: bad(draw.choice(real), ["x", "", "nan", "-1", "inf", "None", "1,5", noise]),
         "neither true nor false": lambda: bad(draw.choice(flag), ["2", "maybe", "", noise]),
         "no such choice": lambda: bad(draw.choice(choices), ["x", "", "None", "mesh ", noise]),
         "no such field": lambda: [config, f"--config.{_misspelt(draw.choice(list(defaults)), draw)}=1"],
+        "a repeated flag": lambda: [config, *draw.choice((["--workdir=a", "--workdir=b"], [config]))],
         "no such flag": lambda: [config, f"--{_misspelt(draw.choice(['workdir', 'eval_only']), draw)}=1"],
         "no config": lambda: draw.choice(([], ["--workdir=w"], ["--config"], ["--config="])),
         "no such file": lambda: [f"--config={noise}.py"],
         "no such variant": lambda: [f"{config}:{noise}"],
-        "a word too many": lambda: [config, noise if not noise.startswith("-") else "x"],
-        "heads that do not divide": lambda: bad("model.num_heads", ["3", "5", "7", "1000"]),
-        "a text that is not there": lambda: bad("data.path", ["nowhere.txt", "no/where/*.txt", noise + "/x"]),
-        "a batch that does not divide": lambda: [*bad("optimizer.accumulation", ["5", "7"]), "--config.batch_size=12"],
+        "an extra argument": lambda: [config, noise if not noise.startswith("-") else "x"],
+        "indivisible heads": lambda: bad("model.num_heads", ["3", "5", "7", "1000"]),
+        "a missing text file": lambda: bad("data.path", ["nowhere.txt", "no/where/*.txt", noise + "/x"]),
+        "an indivisible batch": lambda: [*bad("optimizer.accumulation", ["5", "7"]), "--config.batch_size=12"],
         "a workdir that is a file": lambda: [config, f"--workdir={QUICKSTART}"],
         "nothing to evaluate": lambda: [config, "--eval_only", f"--workdir={draw.choice(['none', 'a/b'])}"],
     }

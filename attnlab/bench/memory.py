@@ -1,4 +1,4 @@
-"""Peak memory of one call, or of a process, as the operating system sees it."""
+"""Peak memory of one call, or of a process, as the operating system counts it."""
 
 import ctypes
 from collections.abc import Callable
@@ -10,9 +10,9 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def peak(call: Callable) -> float | None:
-    """MiB by which the process' resident memory rises, at most, during one call; its results count.
+    """Peak rise of the process' resident memory during one call, results included, in MiB.
 
-    None where the system does not tell (it takes Linux). Call it once before, so that compiling is not counted.
+    None where the system does not report it (all but Linux). Call it once before, so that compiling is not counted.
 
     >>> import sys
     >>> rise = peak(lambda: np.ones(2**23))  # 64 MiB
@@ -22,7 +22,7 @@ def peak(call: Callable) -> float | None:
     try:
         ctypes.CDLL(None).malloc_trim(0)  # freed memory that malloc keeps would hide a rise
         before = _resident("VmRSS")
-        _CLEAR.write_text("5")  # the high-water mark starts anew
+        _CLEAR.write_text("5")  # resets the high-water mark
         result = jax.block_until_ready(call())
         rise = max(_resident("VmHWM") - before, 0)
         del result
@@ -32,7 +32,7 @@ def peak(call: Callable) -> float | None:
 
 
 def high_water(pid: int) -> float | None:
-    """MiB that a process has had resident at most since it started; None where the system does not tell.
+    """Peak resident memory of a process since it started, in MiB; None where the system does not report it.
 
     >>> import os
     >>> mib = high_water(os.getpid())

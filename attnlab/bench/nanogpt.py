@@ -1,28 +1,39 @@
-"""nanoGPT's own model under its own training loop and sampler, for a Python that has torch; nothing of attnlab.
+"""nanoGPT's own model, training loop and sampler, run by any Python that has torch; imports nothing of attnlab.
 
     python nanogpt.py CHECKOUT
 
-A request a line on stdin and an answer a line on stdout, both JSON; see `attnlab.bench.workers`.
+A worker process: see `serving.py`, beside this file, for the protocol.
 """
 
 import sys
 
 if __name__ == "__main__":
-    sys.path[0] = sys.argv[1]  # and not the folder of this file
+    from serving import serve
+
+    sys.path[0] = sys.argv[1]  # in place of this file's folder, whose module names would shadow the checkout's
     import torch
     from model import GPT, GPTConfig
 
 import contextlib
-import json
 import time
 
 import numpy as np
 
 
 class NanoGPT:
-    """A model, its optimizer and its data, as `train.py` and `sample.py` of the checkout set them up.
+    """A model, its optimizer and its data, set up as `train.py` and `sample.py` of the checkout do.
 
-    On "cuda" that is bfloat16 with TF32 where something is float32, fused AdamW, and batches from pinned memory.
+    On "cuda": TF32 for float32 products, fused AdamW, and batches from pinned memory.
+
+    Args:
+      tokens: path of a `.npy` file with the training text, `[length]`.
+      num_layers, num_heads, width, context: sizes of the model.
+      batch_size: sequences a step.
+      vocab_size: of the tokenizer.
+      compiled: train `torch.compile(model)`.
+      device: "cpu" or "cuda".
+      bfloat16: train under `torch.amp.autocast`.
+      log_every: steps between two reads of the loss, which wait for the device.
     """
 
     def __init__(
@@ -54,14 +65,15 @@ class NanoGPT:
 
     def _batch(self):
         starts = torch.randint(len(self.tokens) - self.context, (self.batch_size,))
-        rows = [self.tokens[i : i + self.context + 1].astype(np.int64) for i in starts]
-        rows = torch.from_numpy(np.stack(rows))
-        pair = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        windows = [self.tokens[i : i + self.context + 1].astype(np.int64) for i in starts]
+        windows = torch.from_numpy(np.stack(windows))
+        pair = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
         if self.device == "cpu":
             return pair
         return tuple(x.pin_memory().to(self.device, non_blocking=True) for x in pair)
 
     def train(self, steps):
+        """Take some steps."""
         start = time.perf_counter()
         for step in range(steps):
             with self.precision:
@@ -74,10 +86,11 @@ class NanoGPT:
             if (step + 1) % self.log_every == 0 or step + 1 == steps:
                 value = loss.item()  # waits for the device
         if self.device == "cuda":
-            torch.cuda.synchronize()  # the optimizer works on after the loss
+            torch.cuda.synchronize()  # the optimizer's kernels are still running when the loss is read
         return {"seconds": time.perf_counter() - start, "loss": value}
 
     def decode(self, tokens, samples):
+        """Sample, all tokens in one call."""
         self.raw.eval()
         start = time.perf_counter()
         prompt = torch.zeros((samples, 1), dtype=torch.long, device=self.device)
@@ -88,21 +101,5 @@ class NanoGPT:
         return {"seconds": time.perf_counter() - start}
 
 
-def main():
-    """Answers until its input ends."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # the model prints
-    contender = None
-    for line in sys.stdin:
-        request = json.loads(line)
-        what = request.pop("do")
-        with contextlib.redirect_stdout(sys.stderr):
-            if what == "start":
-                contender = NanoGPT(**request)
-                answer = {"parameters": sum(p.numel() for p in contender.raw.parameters())}
-            else:
-                answer = getattr(contender, what)(**request)
-        print(json.dumps(answer), file=answers, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    serve(NanoGPT)

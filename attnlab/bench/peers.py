@@ -1,4 +1,4 @@
-"""Other people's attention, each asked for the same in its own words."""
+"""The operator's contenders: attnlab's backends and other libraries' attention, behind one interface."""
 
 import functools
 import importlib.util
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import attnlab
@@ -13,13 +14,13 @@ from attnlab.masks import Causal, Mask, Segments, SlidingWindow
 
 
 class Task(NamedTuple):
-    """What every contender is to compute.
+    """The inputs of one benchmark.
 
     Attributes:
-      mask: "causal"; "window", causal with `window` keys before a query; or "documents", causal within each document.
+      mask: "causal"; "window", causal with `window` keys before each query; "documents", causal within each document.
       q, k, v, d_out: `[B, T, H, D]`, inputs and the gradient of the output.
-      window: keys before a query, for "window".
-      ids: int32 `[B, T]`, the document of each row, for "documents".
+      window: keys before each query, for "window".
+      ids: int32 `[B, T]`, the document of each token, for "documents".
     """
 
     mask: str
@@ -31,12 +32,19 @@ class Task(NamedTuple):
     ids: jax.Array
 
 
+def task(mask: str, arrays, window: int, documents: int) -> Task:
+    """Make a task of q, k, v and d_out `[B, T, H, D]`, with so many documents of equal length in each sequence."""
+    batch, length = arrays[0].shape[:2]
+    ids = jnp.broadcast_to(jnp.arange(length) * documents // length, (batch, length))
+    return Task(mask, *arrays, window, ids.astype(jnp.int32))
+
+
 class Contender(NamedTuple):
-    """Functions without arguments.
+    """A contender's two functions, without arguments.
 
     Attributes:
       forward: returns the output, `[B, T, H, D]`.
-      backward: forward and backward; returns the gradients of q, k and v. None where there is none.
+      backward: runs forward and backward; returns the gradients of q, k and v. None if there is no backward pass.
     """
 
     forward: Callable
@@ -44,17 +52,17 @@ class Contender(NamedTuple):
 
 
 def installed() -> list[str]:
-    """The names of the contenders whose packages are installed, ours first."""
+    """Names of the contenders whose packages are installed, attnlab's first."""
     return [name for name, (package, _) in PEERS.items() if importlib.util.find_spec(package) is not None]
 
 
 def enter(name: str, task: Task) -> Contender:
-    """The contender of that name, ready for the task."""
+    """Prepare the contender of that name for a task."""
     return PEERS[name][1](task)
 
 
 def _jax(attend, task, *data) -> Contender:
-    """`attend(q, k, v, *data)`; what comes as data is not known to the compiler."""
+    """The contender of `attend(q, k, v, *data)`; `data` are arguments of the compiled program, not constants in it."""
     forward = jax.jit(attend)
 
     @jax.jit
@@ -68,7 +76,7 @@ def _jax(attend, task, *data) -> Contender:
 
 
 def ours(impl: str, task: Task) -> Contender:
-    """attnlab by one of its backends, or by "auto"."""
+    """attnlab with one of its backends, or "auto"."""
 
     def attend(q, k, v, *ids):
         return attnlab.attention(q, k, v, mask_of(task, *ids), impl=impl)
@@ -77,13 +85,13 @@ def ours(impl: str, task: Task) -> Contender:
 
 
 def mask_of(task: Task, *ids: jax.Array) -> Mask:
-    """The task's mask in attnlab's words; `ids` for "documents"."""
+    """The task's mask as attnlab's; `ids` for "documents"."""
     masks = {"causal": Causal(), "window": SlidingWindow(task.window)}
     return masks[task.mask] if task.mask in masks else Causal() & Segments(*ids)
 
 
 def jax_nn(task: Task, attend: Callable = jax.nn.dot_product_attention) -> Contender:
-    """`jax.nn.dot_product_attention`, or what takes the same arguments."""
+    """`jax.nn.dot_product_attention`, or a function with the same arguments."""
     if task.mask == "documents":
         same = lambda ids: ids[:, None, :, None] == ids[:, None, None, :]  # noqa: E731
         return _jax(lambda q, k, v, ids: attend(q, k, v, mask=same(ids), is_causal=True), task, task.ids)
@@ -95,7 +103,7 @@ def _tokamax(task):
     import tokamax
     from absl import flags
 
-    flags.FLAGS.mark_as_parsed()  # or tokamax reads this command's flags as its own
+    flags.FLAGS.mark_as_parsed()  # else tokamax parses this command's flags as its own
     return jax_nn(task, functools.partial(tokamax.dot_product_attention, implementation="xla_chunked"))
 
 
@@ -117,11 +125,11 @@ def _attnax(task):
 def _torch(name, task):
     from attnlab.bench import torchattention
 
-    asked = torchattention.task(task.mask, (task.q, task.k, task.v, task.d_out), task.window, task.ids)
-    return Contender(*torchattention.Contenders.ENTER[name](asked))
+    tensors = torchattention.task(task.mask, (task.q, task.k, task.v, task.d_out), task.window, task.ids)
+    return Contender(*torchattention.Contenders.ENTER[name](tensors))
 
 
-# By name: the package it needs, and how it enters.
+# By name: the package that a contender needs, and the function that prepares it.
 PEERS = {
     "attnlab": ("attnlab", functools.partial(ours, "auto")),
     "attnlab dense": ("attnlab", functools.partial(ours, "dense")),
@@ -134,5 +142,5 @@ PEERS = {
 
 
 def output(contender: Contender) -> np.ndarray:
-    """What it computes, `[B, T, H, D]`; compiles on the way."""
+    """A contender's output, `[B, T, H, D]`; compiles its forward pass."""
     return np.asarray(contender.forward())

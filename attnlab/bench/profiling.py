@@ -1,4 +1,4 @@
-"""Where the time of a compiled program goes: a trace of some calls, and the ops that take most of it."""
+"""Profile a compiled program: trace some calls, and list the most expensive ops."""
 
 import collections
 import contextlib
@@ -11,13 +11,13 @@ import jax
 
 
 class Op(NamedTuple):
-    """An instruction of a compiled program, in a trace.
+    """An instruction of a compiled program, as traced.
 
     Attributes:
-      name: as the compiled text has it, "fusion.7".
-      milliseconds: a step.
-      calls: a step.
-      what: its shape and kind, and what it came from: "f32[384,256] fusion of jvp(GPT)/block_1/mlp/up/dot_general".
+      name: as in the compiled text, "fusion.7".
+      milliseconds: per step.
+      calls: per step.
+      what: its shape, kind and origin: "f32[384,256] fusion of jvp(GPT)/block_1/mlp/up/dot_general".
     """
 
     name: str
@@ -28,30 +28,30 @@ class Op(NamedTuple):
 
 @contextlib.contextmanager
 def trace(folder: str):
-    """Whatever runs inside is traced into a folder, for `most_expensive` and for TensorBoard's or XProf's viewer."""
+    """Trace what runs inside into a folder, for `most_expensive` and for the viewers of TensorBoard and XProf."""
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # it would take longer than small steps do
+    options.python_tracer_level = 0  # it would take longer than a small step
     with jax.profiler.trace(folder, profiler_options=options):
         yield
 
 
 def most_expensive(folder: str, compiled: str, steps: int, count: int = 10) -> list[Op]:
-    """The ops that took most time, most expensive first.
+    """The ops that took the most time, most expensive first.
 
-    An op that runs others, such as `while`, counts their time as well; ops may run side by side.
+    An op that runs others, such as `while`, includes their time; ops may run in parallel.
 
     Args:
-      folder: what `trace` wrote into.
+      folder: the folder of `trace`.
       compiled: the program's text, `jitted.lower(…).compile().as_text()`.
-      steps: how often it was called inside the trace.
-      count: how many ops.
+      steps: calls of the program inside the trace.
+      count: how many ops to list.
     """
     module = re.match(r"HloModule ([^\s,]+)", compiled)[1]
     nanoseconds, calls = collections.Counter(), collections.Counter()
     for path in Path(folder).rglob("*.xplane.pb"):
         data = jax.profiler.ProfileData.from_file(str(path))
         for event in (event for plane in data.planes for line in plane.lines for event in line.events):
-            with warnings.catch_warnings():  # Python 3.12 deprecates how jaxlib makes the type of stats
+            with warnings.catch_warnings():  # Python 3.12 deprecates the way in which jaxlib creates the type of stats
                 warnings.simplefilter("ignore", DeprecationWarning)
                 stats = dict(event.stats)
             if "hlo_op" in stats and stats.get("hlo_module") == module:
@@ -64,7 +64,7 @@ def most_expensive(folder: str, compiled: str, steps: int, count: int = 10) -> l
 
 
 def describe(name: str, compiled: str) -> str:
-    """What the compiled text says of an op: its shape, its kind, where it comes from; "" where it does not know it.
+    """An op's shape, kind and origin according to the compiled text; "" if the op is not in it.
 
     >>> describe("exp.1", "  %exp.1 = f32[8]{0} exponential(%x)")
     'f32[8] exponential'
@@ -74,5 +74,5 @@ def describe(name: str, compiled: str) -> str:
         return ""
     shape, kind, rest = found.groups()
     origin = re.search(r'op_name="(?:jit\(\w+\)/)?([^"]*)"', rest)
-    shape = re.sub(r"\{[^}]*\}|/\*.*?\*/", "", shape)  # without memory orders
+    shape = re.sub(r"\{[^}]*\}|/\*.*?\*/", "", shape)  # without memory layouts
     return f"{shape} {kind}" + (f" of {origin[1]}" if origin else "")

@@ -1,41 +1,37 @@
-"""What saving costs the loop, at one save a minute: blocks of steps with and without a save take turns.
+"""Benchmark saving: the share of training time that a checkpoint every minute costs.
 
-python -m attnlab.bench saving [--config=configs/sancho.py:small] [--rounds=5] [--seconds=15]
+    python -m attnlab.bench saving --config=sancho:small [--rounds=5] [--seconds=15]
 
-A save is asynchronous: what it costs is spread over the steps after it. A block is long enough to hold all of it, and
-the difference of two blocks is what one save costs, of a minute.
+Blocks of steps with and without a save alternate. A save is asynchronous: its cost is spread over the steps after it. A
+block is long enough to contain all of it, and the difference of two blocks is the cost of one save.
 """
 
-import functools
 import statistics
 import tempfile
 import time
 
 import jax
-from absl import flags
 
 from attnlab import commands
 from attnlab import config as configs
-from attnlab.bench import options
-from attnlab.data import corpora, tokenizers
+from attnlab.bench import options, timing, workers
 from attnlab.data.batches import TrainBatches, prefetched
-from attnlab.training import optimizer as optimizers
-from attnlab.training import parallel as parallel_lib
-from attnlab.training import state as states
 from attnlab.training.checkpoints import Checkpoints
+from attnlab.training.experiment import Experiment
+
+COUNTS = {"rounds": (5, "blocks of each kind"), "seconds": (15, "seconds a block, about")}
 
 
 def define(values, argv) -> None:
-    """The flags."""
+    """Define the flags."""
     commands.define_config(values, argv)
-    flags.DEFINE_integer("rounds", 5, "blocks of each kind", flag_values=values)
-    flags.DEFINE_integer("seconds", 15, "of a block, about", flag_values=values)
+    options.define_integers(values, COUNTS)
 
 
 def main(values) -> int:
-    """Prints the share of a minute that one save takes."""
+    """Measure, and print the cost of one save."""
     config, name = commands.config_of(values)
-    options.check_positive(values, "rounds", "seconds")
+    options.check_positive(values, *COUNTS)
     with tempfile.TemporaryDirectory(prefix="attnlab-saving-") as folder:
         with_save, without = race(configs.completed(config), folder, values.rounds, values.seconds)
     cost = statistics.median(a - b for a, b in zip(with_save, without))
@@ -47,17 +43,22 @@ def main(values) -> int:
 
 
 def race(config, folder: str, rounds: int, seconds: int) -> tuple[list[float], list[float]]:
-    """Seconds of blocks of equally many steps, those with a save and those without, in the order in which they ran."""
-    parallel = parallel_lib.make(config.parallel.strategy, **config.parallel.mesh)
-    text = corpora.load("python_docs").train
-    tokenizer = tokenizers.make("char", text)
-    model = states.make_model(config, tokenizer.vocab_size)
-    optimizer = optimizers.make(config.optimizer, config.steps)
-    state = parallel.create_state(functools.partial(states.create, model, optimizer, config.seed))
-    parts = config.optimizer.accumulation
-    step_fn = parallel.compile_train(functools.partial(states.train_step, model, optimizer, config.seed, parts), state)
+    """Time blocks of equally many steps.
+
+    Args:
+      config: a complete config; its text is replaced by the quickstart's.
+      folder: for the checkpoints.
+      rounds: blocks of each kind.
+      seconds: of a block, about.
+
+    Returns:
+      Seconds of the blocks with a save and of those without, in the order in which they ran.
+    """
+    tokens, vocab_size = workers.quickstart_text()
+    experiment = Experiment(config, vocab_size)
+    state = experiment.create_state()
     sizes = {"context": config.model.context, "batch_size": config.batch_size}
-    batches = prefetched(TrainBatches(tokenizer.encode(text), seed=config.seed, **sizes))
+    batches = prefetched(TrainBatches(tokens, seed=config.seed, **sizes))
     checkpoints = Checkpoints(folder)
 
     def block(steps: int, saves: bool) -> float:
@@ -66,15 +67,16 @@ def race(config, folder: str, rounds: int, seconds: int) -> tuple[list[float], l
         if saves:
             checkpoints.save(state)
         for _ in range(steps):
-            state, metrics = step_fn(state, parallel.place_batch(next(batches)))
-            float(metrics["loss"])  # as a run that logs each step
+            state, metrics = experiment.train_step(state, experiment.parallel.place_batch(next(batches)))
+            float(metrics["loss"])  # as a run that logs every step does
         checkpoints.wait()  # as the next save does
         return time.perf_counter() - start
 
-    block(3, saves=True)  # compiles, and opens what Orbax opens once
+    print("compiling", flush=True)
+    block(3, saves=True)  # compiles, and initialises Orbax
     steps = max(1, round(seconds / (block(3, saves=False) / 3)))
     with_save, without = [], []
-    for _ in range(rounds):
+    for _ in timing.rounds("saving", rounds):
         with_save.append(block(steps, saves=True))
         without.append(block(steps, saves=False))
     checkpoints.close()

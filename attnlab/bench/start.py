@@ -1,13 +1,14 @@
-"""Starting: the import, the training command to its first finished step, the sampling command to its first character.
+"""Benchmark start-up: seconds to import, to the first training step, and to the first sampled character.
 
-python -m attnlab.bench start [--config=configs/sancho.py:small] [--rounds=5] [--json=start.json]
+    python -m attnlab.bench start [--config=sancho:small] [--rounds=5] [--json=start.json]
 
-Whole processes, from the moment they are started until what is waited for stands in their output. Cold: no program was
-compiled before (an empty JAX_COMPILATION_CACHE_DIR); warm: the command again, on what the cold one has left there. Both
-find their files in the system's cache. Without --config, configs/quickstart.py starts. With --peer_path nanoGPT's
-train.py starts on the same text and sizes, eager; it validates before its first step, here on one batch of each text.
-Figures, medians of seconds: import_flax_s (`import jax, flax`), import_attnlab_s (these and attnlab), start_cold_s,
-start_warm_s, start_nanogpt_s, first_character_cold_s and first_character_warm_s.
+Each is a process, timed from its start until its output shows what is waited for. Cold: with an empty compilation cache
+(JAX_COMPILATION_CACHE_DIR); warm: the same command again, with the cache that the cold one has filled. Files are in the
+system's cache in both cases. The default --config is quickstart. With --peer_path nanoGPT's train.py starts
+on the same text and sizes, eager; it validates before its first step, here on one batch of each split.
+
+Figures, medians of seconds: import_flax_s (`import jax, flax`), import_attnlab_s (`import jax, flax, attnlab`),
+start_cold_s, start_warm_s, start_nanogpt_s, first_character_cold_s and first_character_warm_s.
 """
 
 import os
@@ -21,7 +22,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-from absl import flags
 from ml_collections import config_flags
 
 from attnlab import commands
@@ -30,7 +30,6 @@ from attnlab.bench import options, timing, workers
 from attnlab.data import corpora, tokenizers
 from attnlab.errors import UserError
 
-QUICKSTART = "configs/quickstart.py"
 IMPORTS = {"flax": "import jax, flax", "attnlab": "import jax, flax, attnlab"}
 IMPORTED = rb"imported"
 FIRST_STEP = rb"(?m)^first step finished"
@@ -39,17 +38,17 @@ FIRST_STEP_OF_PEER = rb"(?m)^iter 0:"
 
 
 def define(values, argv) -> None:
-    """The flags."""
-    if not any(word.lstrip("-").partition("=")[0] == "config" for word in argv[1:]):
-        argv.insert(1, f"--config={QUICKSTART}")
+    """Define the flags."""
+    if not commands.given(argv, "config"):
+        argv.insert(1, "--config=quickstart")
     commands.define_config(values, argv)
     options.define_peer(values)
-    flags.DEFINE_integer("rounds", 5, "starts of each kind", flag_values=values)
+    options.define_integers(values, {"rounds": (5, "starts of each kind")})
     options.define_json(values)
 
 
 def main(values) -> int:
-    """Measures and prints the table."""
+    """Measure, and print the table."""
     options.check_positive(values, "rounds")
     options.check_new(values, "json")
     options.check_peer(values)
@@ -57,7 +56,7 @@ def main(values) -> int:
     overrides = config_flags.get_override_values(values["config"])
     arguments = [f"--config={config_flags.get_config_filename(values['config'])}"]
     arguments += [f"--config.{field}={value}" for field, value in overrides.items()]
-    arguments += ["--config.checkpoint.dir="]  # each run's in its own workdir
+    arguments += ["--config.checkpoint.dir="]  # each run saves in its own workdir
     with tempfile.TemporaryDirectory(prefix="attnlab-start-") as name:
         seconds = _starts(values, config, arguments, Path(name))
     medians = {what: {kind: statistics.median(s) for kind, s in row.items()} for what, row in seconds.items()}
@@ -69,7 +68,9 @@ def main(values) -> int:
 
 
 def _starts(values, config, arguments, folder: Path) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each start, {what: {kind: one for each round}}."""
     train, sample = ([sys.executable, "-m", f"attnlab.{name}"] for name in ("train", "sample"))
+    print("training the run to sample from", flush=True)
     short = ["--config.steps=2", "--config.eval.windows=1", "--config.sample.length=1"]
     trained = folder / "trained"
     _finish([*train, *arguments, *short, f"--workdir={trained}"], folder)
@@ -79,7 +80,7 @@ def _starts(values, config, arguments, folder: Path) -> dict[str, dict[str, list
     if values.peer_path:
         peer = _peer(values, config, folder / "peer")
         seconds["start"]["nanogpt"] = []
-    for number in range(values.rounds):
+    for number in timing.rounds("starts", values.rounds):
         for name, program in IMPORTS.items():
             command = [sys.executable, "-c", f"{program}; print('imported')"]
             seconds["import"][name].append(seconds_until(IMPORTED, command, folder))
@@ -99,17 +100,17 @@ def _starts(values, config, arguments, folder: Path) -> dict[str, dict[str, list
 def seconds_until(
     sign: bytes, command: list[str], folder: Path, environment: dict[str, str] | None = None, cwd: Path | None = None
 ) -> float:
-    """Seconds from starting a process until its output matches; it is killed then.
+    """Seconds from starting a process until its output matches; the process is then killed.
 
     Args:
-      sign: a regular expression.
-      command: of the process.
-      folder: what it says on stderr is kept there.
-      environment: added to ours.
-      cwd: where it runs; here when None.
+      sign: a regular expression, searched for in stdout.
+      command: the command line.
+      folder: gets a file `stderr` with the process' errors.
+      environment: added to this process' environment.
+      cwd: the working directory; this process' if None.
 
     Raises:
-      UserError: it ended before.
+      UserError: the process ended before its output matched.
     """
     environment = os.environ | {"PYTHONUNBUFFERED": "1"} | (environment or {})
     log = folder / "stderr"
@@ -118,12 +119,12 @@ def seconds_until(
         process = subprocess.Popen(command, bufsize=0, stdout=subprocess.PIPE, stderr=errors, env=environment, cwd=cwd)
         with process:
             try:
-                said = b""
-                while not re.search(sign, said):
+                output = b""
+                while not re.search(sign, output):
                     byte = process.stdout.read(1)
                     if not byte:
                         raise UserError(f"{' '.join(command)} ended: {workers.last_line(log)}")
-                    said += byte
+                    output += byte
                 return time.perf_counter() - start
             finally:
                 process.kill()
@@ -137,7 +138,7 @@ def _finish(command, folder) -> None:
 
 
 def _peer(values, config, folder: Path) -> list[str]:
-    """The command that starts nanoGPT's training in a folder, which gets the text as it expects it."""
+    """nanoGPT's training command, to be run in `folder`, which gets the text in nanoGPT's format."""
     checkout, data, model = Path(values.peer_path).absolute(), config.data, config.model
     corpus = corpora.load(data.name, path=data.path, feature=data.feature, validation_fraction=data.validation_fraction)
     tokenizer = tokenizers.make(data.tokenizer, corpus.text, data.vocab_size)
@@ -146,7 +147,7 @@ def _peer(values, config, folder: Path) -> list[str]:
         tokenizer.encode(text).astype(np.uint16).tofile(folder / "data" / "text" / f"{split}.bin")
     with (folder / "data" / "text" / "meta.pkl").open("wb") as file:
         pickle.dump({"vocab_size": tokenizer.vocab_size}, file)
-    (folder / "configurator.py").symlink_to(checkout / "configurator.py")  # it is looked for where the command runs
+    (folder / "configurator.py").symlink_to(checkout / "configurator.py")  # read from the working directory
     sizes = {"n_layer": model.num_layers, "n_head": model.num_heads, "n_embd": model.width, "block_size": model.context}
     sizes |= {"batch_size": config.batch_size, "gradient_accumulation_steps": 1, "eval_iters": 1}
     python = values.peer_python

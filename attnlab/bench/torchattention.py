@@ -1,13 +1,10 @@
-"""torch's attention, asked in torch's words; nothing of attnlab, so that any Python that has torch can run it.
+"""torch's attention: SDPA and FlexAttention. Imports nothing of attnlab, so that any Python that has torch can run it.
 
     python torchattention.py
 
-A request a line on stdin and an answer a line on stdout, both JSON; see `attnlab.bench.workers`.
+A worker process: see `serving.py`, beside this file, for the protocol.
 """
 
-import contextlib
-import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +15,13 @@ import torch
 
 
 class Task(NamedTuple):
-    """What is to be computed.
+    """The inputs of one benchmark, as tensors.
 
     Attributes:
       mask: "causal", "window" or "documents", as in `attnlab.bench.peers`.
       q, k, v, d_out: `[B, H, T, D]`, inputs and the gradient of the output.
-      window: keys before a query, for "window".
-      ids: `[B, T]`, the document of each row, for "documents".
+      window: keys before each query, for "window".
+      ids: `[B, T]`, the document of each token, for "documents".
     """
 
     mask: str
@@ -37,14 +34,19 @@ class Task(NamedTuple):
 
 
 def task(mask: str, arrays, window: int, ids, device: str = "cpu", dtype: str = "float32") -> Task:
-    """A task of arrays q, k, v and d_out `[B, T, H, D]`, and ids `[B, T]`."""
+    """Make a task of arrays q, k, v and d_out `[B, T, H, D]`, and ids `[B, T]`."""
     place = {"device": device, "dtype": getattr(torch, dtype)}
     tensors = [torch.tensor(np.asarray(x)).to(**place).transpose(1, 2).contiguous() for x in arrays]
     return Task(mask, *tensors, window, torch.tensor(np.asarray(ids), device=device))
 
 
 def sdpa(task: Task) -> tuple[Callable, Callable]:
-    """(forward, forward and backward): `[B, T, H, D]`, and the gradients of q, k and v `[B, H, T, D]`."""
+    """scaled_dot_product_attention as two functions without arguments.
+
+    Returns:
+      (forward, backward): the first returns the output, `[B, T, H, D]`; the second runs forward and backward, and
+      returns the gradients of q, k and v, `[B, H, T, D]`.
+    """
     batch, _, length, _ = task.q.shape
     at = {"device": task.q.device}
     if task.mask == "causal":
@@ -56,13 +58,13 @@ def sdpa(task: Task) -> tuple[Callable, Callable]:
 
 
 def flex(task: Task) -> tuple[Callable, Callable | None]:
-    """As `sdpa`; on CPUs FlexAttention has no backward."""
+    """FlexAttention, as `sdpa`; backward is None on CPUs, where torch has none."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     batch, _, length, _ = task.q.shape
     lead = batch if task.mask == "documents" else None
     block_mask = create_block_mask(_rule(task), lead, None, length, length, device=task.q.device)
-    torch._dynamo.reset()  # after eight shapes it would compile no more, and run eagerly
+    torch._dynamo.reset()  # after eight shapes torch stops compiling and runs eagerly
     compiled = torch.compile(flex_attention, dynamic=False)
     forward, backward = _passes(task, lambda q, k, v: compiled(q, k, v, block_mask=block_mask))
     return forward, None if task.q.device.type == "cpu" else backward
@@ -89,28 +91,38 @@ def _passes(task, attend):
 
 
 class Contenders:
-    """Those of a task, by name."""
+    """torch's contenders for one task after another, by name.
+
+    Args:
+      device: "cpu" or "cuda".
+    """
 
     ENTER = {"torch SDPA": sdpa, "torch FlexAttention": flex}  # noqa: RUF012
 
-    def start(self, device):
+    def __init__(self, device):
         if device == "cuda" and not torch.cuda.is_available():
-            raise RuntimeError("its torch sees no GPU")
+            raise RuntimeError("torch finds no GPU: name a Python by --peer_python whose torch does")
         self.device, self.entered = device, {}
-        name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-        return {"torch": torch.__version__, "device": name}
+
+    def versions(self):
+        """Versions of torch and of the device, for the report."""
+        device = torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
+        return {"torch": torch.__version__, "device": device}
 
     def take(self, folder, mask, window, dtype):
-        """The arrays of a folder, q.npy and so on, become the task."""
+        """Load a task from the arrays of a folder: q.npy, k.npy, v.npy, d_out.npy, ids.npy."""
         self.entered.clear()
         if self.device == "cuda":
-            torch.cuda.empty_cache()  # what torch keeps, JAX cannot have
+            torch.cuda.empty_cache()  # memory that torch caches is missing to JAX
         *arrays, ids = (np.load(Path(folder) / f"{name}.npy") for name in ("q", "k", "v", "d_out", "ids"))
         self.task = task(mask, arrays, window, ids, self.device, dtype)
         return {}
 
     def enter(self, name, folder):
-        """Writes 0.npy, the output, and 1.npy to 3.npy, the gradients where there are any, float32 `[B, T, H, D]`."""
+        """Prepare a contender, and write its answers as float32 `[B, T, H, D]`.
+
+        0.npy is the output; 1.npy to 3.npy are the gradients of q, k and v, where the contender has a backward pass.
+        """
         forward, backward = self.ENTER[name](self.task)
         answers = [forward()] + ([x.transpose(1, 2) for x in backward()] if backward else [])
         for at, answer in enumerate(answers):
@@ -119,6 +131,7 @@ class Contenders:
         return {"answers": len(answers)}
 
     def seconds(self, name, which, calls):
+        """Time some calls of "forward" or "backward"."""
         call = self.entered[name][which]
         self._synchronise()
         start = time.perf_counter()
@@ -132,19 +145,7 @@ class Contenders:
             torch.cuda.synchronize()
 
 
-def main():
-    """Answers until its input ends; {"error": why} to what cannot be done."""
-    answers, contenders = sys.stdout, Contenders()
-    for line in sys.stdin:
-        request = json.loads(line)
-        with contextlib.redirect_stdout(sys.stderr):
-            try:
-                answer = getattr(contenders, request.pop("do"))(**request)
-            except Exception as error:  # whatever torch fails with, the other contenders are to go on
-                said = str(error).strip().splitlines() or [""]
-                answer = {"error": f"{type(error).__name__}: {said[0]}"}
-        print(json.dumps(answer), file=answers, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    from serving import serve
+
+    serve(Contenders)

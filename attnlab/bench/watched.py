@@ -1,8 +1,9 @@
-"""The training command, telling from outside which phase it is in: what `attnlab.bench faults` kills.
+"""The training command, publishing its current phase: the process that `attnlab.bench faults` kills.
 
     python -m attnlab.bench.watched BOARD --config=… --workdir=…
 
-BOARD is a file of `SIZE` bytes that both map into memory: bytes stay when a process is killed, lines in a pipe may not.
+BOARD is a file of `SIZE` bytes that both processes map into memory: these bytes survive a SIGKILL, lines in a pipe may
+not.
 """
 
 import contextlib
@@ -15,16 +16,16 @@ import time
 
 PHASES = ("start", "compile", "step", "evaluation", "sampling", "save", "write", "commit", "rename", "pruning")
 SIZE = 16
-MAIN, BEHIND, STEP = 0, 1, slice(8, 16)  # the loop's phase, the saving thread's, and the newest step that was finished
-# Renaming a folder and removing a file take microseconds, too short to be hit: each is given this much time around it.
+MAIN, BEHIND, STEP = 0, 1, slice(8, 16)  # phase of the loop, phase of the saving thread, last finished step
+# Seconds added before and after renaming a folder and removing a file: these take microseconds, too short to be hit.
 PAUSE = 0.02
 
 
 class Board:
-    """What the two processes share.
+    """The memory shared by the two processes.
 
     Args:
-      path: a file of `SIZE` bytes; made when it is not there.
+      path: a file of `SIZE` bytes; created if missing.
 
     >>> import tempfile
     >>> board = Board(tempfile.mkdtemp() + "/board")
@@ -40,16 +41,16 @@ class Board:
             self._bytes = mmap.mmap(file.fileno(), SIZE)
 
     def clear(self) -> None:
-        """As it is before a process starts."""
+        """Reset, before a process starts."""
         self._bytes[:] = bytes(SIZE)
 
     def phases(self) -> list[str]:
-        """The phases that the process is in: the loop's, and that of the thread that saves."""
+        """The current phases: of the loop, and of the thread that saves."""
         return [PHASES[self._bytes[slot] - 1] for slot in (MAIN, BEHIND) if self._bytes[slot]]
 
     @property
     def step(self) -> int:
-        """The newest step that was finished."""
+        """The last finished step."""
         return int.from_bytes(self._bytes[STEP], "little")
 
     @step.setter
@@ -57,21 +58,21 @@ class Board:
         self._bytes[STEP] = step.to_bytes(8, "little")
 
     def enter(self, name: str, slot: int = MAIN) -> None:
-        """From now on the process is in a phase."""
+        """Start a phase."""
         self._bytes[slot] = PHASES.index(name) + 1
 
     @contextlib.contextmanager
     def phase(self, name: str, slot: int = MAIN):
-        """Inside it, the process is in a phase."""
-        before = self._bytes[slot]
+        """A phase as a context; the phase before continues after it."""
+        outer = self._bytes[slot]
         self.enter(name, slot)
         try:
             yield
         finally:
-            self._bytes[slot] = before
+            self._bytes[slot] = outer
 
     def during(self, function, name: str, slot: int = MAIN, pause: float = 0):
-        """`function`, in a phase."""
+        """Wrap `function` in a phase, with `pause` seconds before and after the call."""
 
         @functools.wraps(function)
         def called(*args, **kwargs):
@@ -85,7 +86,7 @@ class Board:
 
 
 def main(argv: list[str]) -> int:
-    """Trains, with the phases on the board."""
+    """Run the training command, publishing its phases on the board."""
     board = Board(argv[1])
     with board.phase("start"):
         from attnlab import train
@@ -100,8 +101,8 @@ def main(argv: list[str]) -> int:
 
             def called(state, batch):
                 state, metrics = step(state, batch)
-                board.step = int(state.step)  # waits for it
-                board.enter("step")  # whatever is no other phase, from here on
+                board.step = int(state.step)  # waits for the step
+                board.enter("step")  # the phase whenever there is no other, from here on
                 return state, metrics
 
             return called

@@ -1,4 +1,4 @@
-"""Contenders in processes of their own, that take turns: each its own runtime, its own threads, its own memory."""
+"""Worker processes that alternate: each contender has its own runtime, threads and memory."""
 
 import contextlib
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from attnlab.bench import memory
+from attnlab.bench import memory, timing
 from attnlab.data import corpora, tokenizers
 from attnlab.errors import UserError
 
@@ -21,14 +21,14 @@ SIZES = {
 
 
 class Worker:
-    """A process that answers requests, one JSON line for one.
+    """A process that answers requests; `attnlab.bench.serving` describes the protocol.
 
     Args:
-      command: starts it.
-      log: what it prints besides goes there.
+      command: the command line of the process.
+      log: file for its stderr.
 
     Raises:
-      UserError: it cannot be started, or ends; when asked.
+      UserError: the process cannot be started.
     """
 
     def __init__(self, command: list[str], log: Path):
@@ -39,51 +39,69 @@ class Worker:
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True
                 )
             except OSError as error:
-                raise UserError(f"{command[0]} cannot be started ({error.strerror}): name a Python") from error
+                raise UserError(f"{command[0]} cannot be started ({error.strerror}): give a Python") from error
 
     def ask(self, what: str, **request) -> dict:
-        """The answer to a request."""
+        """Send a request and return the answer.
+
+        Raises:
+          UserError: the request failed, or the process ended.
+        """
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps({"do": what} | request) + "\n")
             self.process.stdin.flush()
         if not (line := self.process.stdout.readline()):
             raise UserError(f"{' '.join(self.process.args)} ended: {last_line(self._log)}")
-        return json.loads(line)
+        answer = json.loads(line)
+        if "error" in answer:
+            raise UserError(f"{' '.join(self.process.args)} failed: {answer['error']}")
+        return answer
 
     @property
     def peak_mib(self) -> float | None:
-        """Resident memory at most so far."""
+        """Peak resident memory so far, in MiB; None where the system does not report it."""
         return memory.high_water(self.process.pid)
 
     def close(self) -> None:
-        """Ends it."""
-        # What it was asked and did not read is flushed once more, in vain.
+        """Kill the process."""
+        # Closing stdin flushes what the process has not read, which fails when it has ended.
         with contextlib.suppress(BrokenPipeError), self.process:
             self.process.kill()
+
+
+def quickstart_text() -> tuple[np.ndarray, int]:
+    """The training text of the quickstart's config, by characters: (tokens `[length]`, vocabulary size)."""
+    text = corpora.load("python_docs").train
+    tokenizer = tokenizers.make("char", text)
+    return tokenizer.encode(text), tokenizer.vocab_size
 
 
 @contextlib.contextmanager
 def started(
     contenders: dict[str, dict],
+    label: str,
     size: dict,
     peer_path: str | None = None,
     peer_python: str | None = None,
     tokens: np.ndarray | None = None,
     vocab_size: int = 0,
 ) -> Iterator[dict[str, Worker]]:
-    """Workers by name, each with its model of a size set up on the same text.
+    """Start a worker for each contender, all with a model of the same size on the same text.
 
     Args:
-      contenders: what each is: {"peer": bool} and the options of its start.
+      contenders: by name, {"peer": is it nanoGPT} and more arguments of its class.
+      label: for the progress lines.
       size: one of `SIZES`.
-      peer_path: a checkout of nanoGPT, where a peer is among them.
-      peer_python: a Python that has torch.
-      tokens, vocab_size: the text, `[length]`; that of the small size's recipe when None.
+      peer_path: a checkout of nanoGPT; needed if a contender is a peer.
+      peer_python: a Python with torch installed; as above.
+      tokens: the text, int `[length]`; if None, `quickstart_text()`.
+      vocab_size: of `tokens`.
+
+    Yields:
+      The workers by name; they are killed when the context ends.
     """
     if tokens is None:
-        text = corpora.load("python_docs").train
-        tokenizer = tokenizers.make("char", text)
-        tokens, vocab_size = tokenizer.encode(text), tokenizer.vocab_size
+        tokens, vocab_size = quickstart_text()
     with tempfile.TemporaryDirectory(prefix="attnlab-race-") as folder, contextlib.ExitStack() as at_end:
         path = Path(folder) / "tokens.npy"
         np.save(path, tokens)
@@ -96,27 +114,28 @@ def started(
                 command = [sys.executable, "-m", "attnlab.bench.contender"]
             workers[name] = Worker(command, Path(folder) / f"{len(workers)}.log")
             at_end.callback(workers[name].close)
+            print(f"{label}: starting {name}", flush=True)
             workers[name].ask("start", tokens=str(path), vocab_size=vocab_size, **size, **options)
         yield workers
 
 
-def block(workers: dict[str, Worker], seconds: int) -> int:
-    """How many steps the slowest of them takes in about so many seconds, once all have compiled."""
+def calibrate(workers: dict[str, Worker], seconds: int) -> int:
+    """Compile every worker's training step, and return how many steps the slowest takes in about `seconds`."""
     for worker in workers.values():
         worker.ask("train", steps=3)
     return max(1, round(seconds / max(worker.ask("train", steps=3)["seconds"] / 3 for worker in workers.values())))
 
 
-def alternate(workers: dict[str, Worker], what: str, rounds: int, **request) -> dict[str, list[dict]]:
-    """Each worker's answers to a request, in turn: A B C A B C …"""
+def alternate(workers: dict[str, Worker], what: str, rounds: int, label: str, **request) -> dict[str, list[dict]]:
+    """Send each worker the same request, in turn: A B C A B C …; returns their answers, and prints progress."""
     answers = {name: [] for name in workers}
-    for _ in range(rounds):
+    for _ in timing.rounds(label, rounds):
         for name, worker in workers.items():
             answers[name].append(worker.ask(what, **request))
     return answers
 
 
 def last_line(log: Path) -> str:
-    """What a process said last."""
-    said = log.read_text(errors="replace").strip().splitlines()
-    return said[-1] if said else "it said nothing"
+    """The last line that a process logged."""
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it printed nothing"
