@@ -14,12 +14,12 @@
 # %% [markdown]
 # # 1 Attention by hand
 #
-# What this lesson teaches: how six word vectors look at one another. Dot products become weights, and weights mix
-# values. A long vector hijacks that, and we see what helps. Three trained matrices then say what a word asks for, what
-# it answers to and what it gives; a mask hides the future; dropout switches off weights. Every step is computed twice:
-# by the formula, and by the function of attnlab that you would use.
+# This lesson computes attention between six word vectors. Dot products become weights, and weights average values. A
+# long vector can hijack the result, and you will see what helps against that. Then come the three trained matrices for
+# queries, keys and values, the causal mask, and dropout. Every step is computed twice: from the formula, and with the
+# attnlab function that you would use in practice.
 #
-# The words are those of document 001, the raw attention is that of document 004.
+# The words are those of document 001; the raw attention is that of document 004.
 
 # %%
 import jax
@@ -49,8 +49,8 @@ x = jnp.array(
 # %% [markdown]
 # ## Scores are dot products
 #
-# $s_{ij} = v_i \cdot v_j = \|v_i\| \|v_j\| \cos\theta$: large when two vectors point the same way, and also when they
-# are merely long.
+# $s_{ij} = v_i \cdot v_j = \|v_i\| \|v_j\| \cos\theta$ is large when two vectors point in the same direction, but also
+# when they are simply long.
 
 # %%
 scores = x @ x.T
@@ -66,17 +66,17 @@ print(np.asarray(scores))
 # %%
 plots.heads(
     [cosines, jnp.outer(lengths, lengths), scores],
-    '"with" points almost where "journey" points, but it is short: its scores are low',
+    '"with" points in almost the same direction as "journey", but it is short: its scores are low',
     tokens=words,
     names=["cos θ", "‖v_i‖ ‖v_j‖", "their product: the score"],
     label="value",
 )
 
 # %% [markdown]
-# ## Softmax turns scores into shares
+# ## Softmax turns scores into weights
 #
-# Document 001 first divides each score by the sum of its row. That needs positive scores. Move the six vectors so that
-# their mean is 0, and every row of scores sums to 0:
+# Document 001 first divides each score by the sum of its row. That only works for positive scores. Shift the six
+# vectors so that their mean is 0, and every row of scores sums to 0:
 
 # %%
 centred = (x - x.mean(axis=0)) @ (x - x.mean(axis=0)).T
@@ -84,8 +84,9 @@ print("wrong:", (centred / centred.sum(axis=-1, keepdims=True))[1])
 print("right:", jax.nn.softmax(centred, axis=-1)[1])
 
 # %% [markdown]
-# The exponential makes every score positive: $w_{ij} = e^{s_{ij}} / \sum_k e^{s_{ik}}$. Written like that it overflows,
-# for $e^{89}$ is more than a float32 holds. Subtracting the largest score first changes nothing and cannot overflow.
+# The exponential makes every term positive: $w_{ij} = e^{s_{ij}} / \sum_k e^{s_{ik}}$. Computed literally it overflows,
+# because $e^{89}$ exceeds the largest float32. Subtracting the largest score first gives the same result without
+# overflow.
 
 
 # %%
@@ -99,8 +100,8 @@ print("wrong, scores times 100:", naive_softmax(100 * scores)[1])
 print("right, scores times 100:", jax.nn.softmax(100 * scores, axis=-1)[1])
 
 # %% [markdown]
-# Document 004 prints the fraction without the exponential below: $e^{s_{ij}} / \sum_k s_{ik}$. Its rows sum to about
-# 2.9, not to 1.
+# Document 004 prints the fraction without the exponential in the denominator, $e^{s_{ij}} / \sum_k s_{ik}$. Its rows
+# sum to about 2.9 instead of 1.
 
 # %%
 printed = jnp.exp(scores) / scores.sum(axis=-1, keepdims=True)
@@ -108,16 +109,16 @@ print("wrong:", printed.sum(axis=-1))
 print("right:", weights.sum(axis=-1))
 plots.heads(
     [printed, weights],
-    "Without the exponential below the fraction, weights are about three times too large",
+    "Without the exponential in the denominator, weights are about three times too large",
     tokens=words,
-    names=["wrong: Σ s below", "right: Σ exp s below"],
+    names=["wrong: divided by Σ s", "right: divided by Σ exp s"],
 )
 
 # %% [markdown]
-# ## Values are mixed
+# ## Weights average values
 #
-# Each word's new vector is a weighted mean of all vectors: $y_i = \sum_j w_{ij} v_j$. `attnlab.attention` does the
-# three steps at once. It expects a head axis after the length; `scale=1.0` leaves the scores as they are.
+# Each word's new vector is a weighted mean of all vectors: $y_i = \sum_j w_{ij} v_j$. `attnlab.attention` does all
+# three steps. It expects a head axis after the length; `scale=1.0` leaves the scores unscaled.
 
 # %%
 context = weights @ x
@@ -129,8 +130,8 @@ print(np.asarray(context))
 # %% [markdown]
 # ## A long vector hijacks the others
 #
-# "journey" is the longest vector, and four of the six words, itself among them, give it their largest weight. "with"
-# points more nearly its own way than the way of "journey", and still looks more at "journey" than at itself.
+# "journey" is the longest vector, and four of the six words, including itself, give it their largest weight. "with" is
+# more similar in direction to itself than to "journey", and still attends more to "journey" than to itself.
 
 # %%
 winners = [words[j] for j in weights.argmax(axis=-1)]
@@ -138,17 +139,17 @@ print({word: winners.count(word) for word in words})
 plots.weights(weights, '"journey", the longest vector, gets the largest weight in four rows of six', queries=words)
 
 # %% [markdown]
-# Document 004 sees this danger, $\|v_1\| \ll \|v_2\|$, and names trainable matrices as the remedy. But a linear map
-# does not normalise: whatever $W$ is, trained or not, $(16\,x) W = 16\,(x W)$, and a score 16 times as large. Training
-# chooses its sign: the long word gets nearly everything, or nearly nothing.
+# Document 004 points out this danger, $\|v_1\| \ll \|v_2\|$, and suggests trainable matrices as the remedy. But a
+# linear map does not normalise: for any $W$, trained or not, $(16\,x) W = 16\,(x W)$, so the score is 16 times as
+# large. Training only determines its sign: the long word gets nearly all of the weight or nearly none.
 #
-# QK-norm does: `MultiHeadAttention(qk_norm=True)` layer-normalises queries and keys after the projection (Dehghani et
-# al. 2023). It leaves the values alone. A layer norm of the input, as before every attention of GPT-2 (Radford et al.
-# 2019), normalises all three.
+# QK-norm does normalise: `MultiHeadAttention(qk_norm=True)` applies layer norm to queries and keys after the projection
+# (Dehghani et al. 2023), but not to values. A layer norm of the input, as before every attention layer of GPT-2
+# (Radford et al. 2019), normalises all three.
 #
-# We make "journey" 1 to 16 times as long and ask the five other words for two shares: of their attention, and of their
-# new vector, $w_{ij} \|v_j\| / \sum_k w_{ik} \|v_k\|$. The matrices are drawn at random 200 times. Of plain Q, K, V
-# the picture shows a high and a low case, the 90th and the 10th percentile; of the other two the mean.
+# We make "journey" 1 to 16 times as long and measure two shares for the five other words: of their attention weight,
+# and of their new vector, $w_{ij} \|v_j\| / \sum_k w_{ik} \|v_k\|$. The matrices are drawn at random 200 times. For
+# plain Q, K, V the figure shows the 90th and the 10th percentile; for the other two the mean.
 
 # %%
 factors = (1, 2, 4, 8, 16)
@@ -156,7 +157,7 @@ others = jnp.array([0, 2, 3, 4, 5])
 
 
 def shares(weights, values):
-    """What "journey" contributes to the other words, on average: to their weights, and to their new vectors."""
+    """The mean share of "journey" in the other words' weights, and in their new vectors."""
     parts = weights * jnp.linalg.norm(values, axis=-1)
     return jnp.stack([weights[others, 1].mean(), (parts[:, 1] / parts.sum(axis=-1))[others].mean()])
 
@@ -185,7 +186,7 @@ measured = {  # [factor, draw, attention or new vector]
     name: np.asarray(jax.jit(jax.vmap(jax.vmap(remedy, (None, 0)), (0, None)))(longer, seeds))
     for name, remedy in remedies.items()
 }
-for name in ("QK-norm", "layer norm first"):  # attention does not see the length any more
+for name in ("QK-norm", "layer norm first"):  # the weights no longer depend on the length
     np.testing.assert_allclose(measured[name][-1, :, 0], measured[name][0, :, 0], rtol=1e-3)
 
 # %%
@@ -207,20 +208,21 @@ plots.panels(
         }
         for which, name in enumerate(["of the other words' attention", "of the other words' new vectors"])
     },
-    "Projections make the hijack all or nothing; QK-norm ends it in the weights, not in the values",
+    "Projections make the hijack all or nothing; QK-norm stops it in the weights, but not in the values",
 )
 
 # %% [markdown]
 # ## Trained matrices: query, key, value
 #
-# $q = x W_q$ is what a word looks for, $k = x W_k$ what it is found by, $v = x W_v$ what it hands over. The scores are
-# divided by the square root of the width of q and k, here 2 (lesson 2 says why). Document 001 draws the matrices with
-# torch, which takes the lowest 24 bits of each word of a Mersenne Twister; so we can have the same numbers.
+# The query $q = x W_q$ says what a word is looking for, the key $k = x W_k$ what it offers to be found by, and the
+# value $v = x W_v$ what it contributes. Scores are divided by the square root of the width of q and k, here 2 (lesson 2
+# explains why). Document 001 draws the matrices with torch, which uses the lowest 24 bits of each output of a Mersenne
+# Twister, so we can reproduce its numbers.
 
 
 # %%
 def torch_rand(seed, *shape):
-    """What torch.rand gives after torch.manual_seed(seed)."""
+    """The result of torch.rand after torch.manual_seed(seed)."""
     words = np.random.RandomState(seed).randint(2**32, size=shape, dtype=np.uint32)
     return (words & 0xFFFFFF).astype(np.float32) / 2**24
 
@@ -234,7 +236,7 @@ print("its new vector:     ", one_query)
 np.testing.assert_allclose(one_query, [0.3061, 0.8210], atol=5e-5)  # as printed in document 001
 
 # %% [markdown]
-# `Head` is the same as a module of flax: its parameters are the three matrices, `[features, width]`.
+# `Head` is the same computation as a Flax module. Its parameters are the three matrices, `[features, width]`.
 
 # %%
 head = Head(head_dim=2, mask=None)
@@ -246,8 +248,8 @@ print(np.asarray(by_hand))
 # %% [markdown]
 # ### Exercise 3.1: weights from a torch linear layer
 #
-# `torch.nn.Linear(3, 2)` holds its matrix as `[out, in]` and computes $x W^\top$; flax holds `[in, out]` and computes
-# $x W$. Weights move from one to the other transposed.
+# `torch.nn.Linear(3, 2)` stores its matrix as `[out, in]` and computes $x W^\top$; Flax stores `[in, out]` and computes
+# $x W$. Moving weights from one to the other requires a transpose.
 
 # %%
 bound = 1 / np.sqrt(3)
@@ -259,8 +261,8 @@ print(np.asarray(exercise))
 np.testing.assert_allclose(exercise[0], [-0.5337, -0.1051], atol=5e-5)  # as printed in document 001
 
 # %% [markdown]
-# Forget the transpose, and two things can happen. Where a matrix is not square, the shapes complain. Where it is
-# square, nothing complains and every number is wrong.
+# If you forget the transpose, one of two things happens. If the matrix is not square, you get a shape error. If it is
+# square, there is no error and every number is wrong.
 
 # %%
 square = torch_rand(123, 3, 3, 3) * 2 * bound - bound  # three torch.nn.Linear(3, 3, bias=False).weight
@@ -272,8 +274,9 @@ for name, matrices in (("wrong", square), ("right", square.swapaxes(-1, -2))):
 # %% [markdown]
 # ### `keys.T` breaks on batches
 #
-# `.T` reverses all axes: `[batch, length, width]` becomes `[width, length, batch]`. Mostly that is an error. Where the
-# three sizes happen to agree, it is a wrong answer. `swapaxes(-1, -2)` is right for any number of batch axes.
+# `.T` reverses all axes: `[batch, length, width]` becomes `[width, length, batch]`. Usually that raises an error, but
+# if the three sizes happen to be equal, it gives a wrong answer. `swapaxes(-1, -2)` is right for any number of batch
+# axes.
 
 # %%
 queries, keys = jnp.stack([q, q]), jnp.stack([k, k])  # [2, 6, 2]
@@ -288,10 +291,10 @@ print("wrong, and silent:", (three @ three.T)[0, 0])
 print("right:            ", (three @ three.swapaxes(-1, -2))[0, 0])
 
 # %% [markdown]
-# ## The future is hidden
+# ## The causal mask hides the future
 #
-# A model that writes word by word must not look ahead. The causal mask sets the scores above the diagonal to
-# $-\infty$, and softmax makes them exactly 0. A token does see itself. Lesson 2 has more masks.
+# A model that generates word by word must not look ahead. The causal mask sets the scores above the diagonal to
+# $-\infty$, and softmax turns them into weights of exactly 0. A token may attend to itself. Lesson 2 has more masks.
 
 # %%
 q, k, v = (x @ weight.T for weight in linear)
@@ -300,14 +303,14 @@ by_hand = jax.nn.softmax(jnp.where(visible, q @ k.T / np.sqrt(2), -jnp.inf), axi
 causal = attnlab.attention_weights(q[:, None], k[:, None], mask=Causal())[0]
 np.testing.assert_allclose(causal, by_hand, atol=1e-6)
 np.testing.assert_allclose(Head(head_dim=2).apply(moved, x[None])[0], by_hand @ v, atol=1e-6)  # causal by default
-plots.weights(causal, "Under the causal mask no word looks at a later one", queries=words)
+plots.weights(causal, "Under the causal mask no word attends to a later one", queries=words, mask=Causal())
 
 # %% [markdown]
 # ## Dropout on the weights
 #
-# In training each weight is dropped with probability $p$, and the kept ones are scaled by $1 / (1 - p)$, so that the
-# mean over many draws is the weight itself (Srivastava et al. 2014). With the unit matrix as values, the output of
-# `attnlab.attention` is the weights after dropout.
+# During training each weight is dropped with probability $p$, and the others are scaled by $1 / (1 - p)$, so that the
+# mean over many draws is the original weight (Srivastava et al. 2014). With the identity matrix as values, the output
+# of `attnlab.attention` is the matrix of weights after dropout.
 
 # %%
 rate, draws = 0.5, 20_000
@@ -326,27 +329,28 @@ print("mean of the rows' sums over all draws:", many.sum(axis=-1).mean(axis=0))
 
 # %%
 lost = np.flatnonzero(~kept.any(axis=-1))
-print("rows without any weight in this draw:", [words[i] for i in lost])
+print("words whose weights were all dropped in this draw:", [words[i] for i in lost])
 plots.heads(
     [causal, many[0]],
-    "Dropout doubles what it keeps at p = 0.5, and may leave a word nothing at all",
+    "Dropout at p = 0.5 doubles the weights that it keeps, and may drop all weights of a word",
     tokens=words,
+    mask=Causal(),
     names=["before dropout", "after dropout"],
 )
 
 # %% [markdown]
-# A row that sees $n$ keys loses all of them with probability $p^n$: under the causal mask that is likely for the first
-# words. In document 001 it happens to "journey". Nothing divides by the sum that is left, so the row gives zeros, and
-# the residual connection around the layer carries the word on.
+# A query with $n$ visible keys loses all of them with probability $p^n$, which under the causal mask is likely for the
+# first words. In document 001 it happens to "journey". The remaining weights are not renormalised, so the output is
+# zero, and the residual connection around the layer passes the word on.
 
 # %%
-sees = np.arange(1, 7)
+visible_keys = np.arange(1, 7)
 measured = 1 - (many > 0).any(axis=-1).mean(axis=0)
-np.testing.assert_allclose(measured, rate**sees, atol=5 * np.sqrt(0.25 / draws))
+np.testing.assert_allclose(measured, rate**visible_keys, atol=5 * np.sqrt(0.25 / draws))
 plots.lines(
-    {"measured, 20,000 draws": (sees, measured), "p to the power n": (sees, rate**sees)},
-    "Half of the time the first word loses everything",
-    x="keys that the row sees, n (words)",
-    y="probability that the whole row drops",
+    {"measured, 20,000 draws": (visible_keys, measured), "p to the power n": (visible_keys, rate**visible_keys)},
+    "The first word loses all its weights half of the time",
+    x="visible keys, n (words)",
+    y="probability that all weights are dropped",
     dashed=["p to the power n"],
 )

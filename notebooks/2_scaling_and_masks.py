@@ -14,9 +14,9 @@
 # %% [markdown]
 # # 2 Scaling and masks
 #
-# What this lesson teaches: the two small corrections between the scores and the softmax. Scores are divided by
-# $\sqrt{d_k}$, the square root of the head's width, and by nothing else. Masks set scores to $-\infty$: the future, the
-# padding, other documents, far neighbours. Each trap of documents 000, 002 and 003 stands beside the right way.
+# This lesson covers the two operations between the scores and the softmax. Scores are divided by $\sqrt{d_k}$, the
+# square root of the head's width, and by nothing else. Masks set scores to $-\infty$: for the future, padding, other
+# documents, distant tokens. Each mistake in documents 000, 002 and 003 is shown next to the right way.
 
 # %%
 import jax
@@ -33,10 +33,10 @@ from attnlab.study.report import Options
 np.set_printoptions(precision=3, suppress=True)
 
 # %% [markdown]
-# ## A wide dot product is a large number
+# ## Dot products grow with the width
 #
 # Let the components of $q$ and $k$ be independent, with mean 0 and variance 1. Then $q \cdot k$ is a sum of $d_k$
-# products of variance 1: its variance is $d_k$, its size about $\sqrt{d_k}$ (Vaswani et al. 2017, footnote 4).
+# products of variance 1: its variance is $d_k$, its magnitude about $\sqrt{d_k}$ (Vaswani et al. 2017, footnote 4).
 
 # %%
 draw = np.random.default_rng(0)
@@ -46,15 +46,15 @@ for d_k in (1, 16, 256):
     print(f"d_k = {d_k:3}: variance of q·k {dots.var():6.1f}, of q·k / √d_k {(dots / np.sqrt(d_k)).var():.2f}")
 
 # %% [markdown]
-# ## A softmax of large numbers does not learn
+# ## A softmax of large scores has no gradient
 #
 # The softmax $p$ of scores $s$ has the Jacobian $\partial p_i / \partial s_j = p_i (\delta_{ij} - p_j)$. Its Frobenius
-# norm says how much gradient comes through, and has the closed form
+# norm measures how much gradient passes through, and has the closed form
 #
 # $$\|J\|^2 = \sum p^2 - 2 \sum p^3 + \Big(\sum p^2\Big)^2.$$
 #
-# It is small where all weights are equal, $\sqrt{(1 - 1/n)/n}$, largest where two keys share the attention, 1/2, and 0
-# where one key has everything.
+# It is small, $\sqrt{(1 - 1/n)/n}$, if all weights are equal; largest, 1/2, if two keys share the weight; and 0 if one
+# key has all of it.
 
 # %%
 p = jax.nn.softmax(jnp.array([2.0, 1.0, 0.0, -1.0]))
@@ -66,9 +66,9 @@ for name, weights in {"equal": np.full(50, 1 / 50), "two": np.eye(50)[:2].mean(a
     print(f"{name:>6}: ‖J‖ = {scaling.jacobian_norm(weights):.2f}")
 
 # %% [markdown]
-# Document 002 draws 50 scores of variance $d_k$, a thousand times for each of twenty widths. It concludes that the norm
-# decays with the width. In fact it is not monotone: small scores leave the weights nearly equal, so the norm first
-# rises.
+# Document 002 draws 50 scores of variance $d_k$, a thousand times for each of twenty widths, and concludes that the
+# norm decays with the width. In fact it is not monotone: small scores give nearly equal weights, so the norm rises
+# first.
 
 
 # %%
@@ -95,8 +95,8 @@ plots.lines(
 )
 
 # %% [markdown]
-# Scores drawn one by one are a shortcut: real ones share their query. `attnlab.study.scaling` draws queries and keys
-# instead, and divides by $\sqrt{d_{model}}$ as well. The answer is the same, the hump a little lower.
+# Drawing scores independently is a shortcut: real scores share their query. `attnlab.study.scaling` draws queries and
+# keys instead, and also tries dividing by $\sqrt{d_{model}}$. The result is the same, with a slightly lower peak.
 
 # %%
 rows = scaling.measure(Options(fast=True))
@@ -104,11 +104,11 @@ print(scaling.judge(rows))
 scaling.draw(rows)
 
 # %% [markdown]
-# ## Divided by the wrong width
+# ## Dividing by the wrong width
 #
-# Document 000 writes `C**-0.5`, and document 003 divides by $\sqrt{d_{model}}$. For one head as wide as the model that
-# is the same number. For six heads it is too much: $C = 6\,d_k$, and every score is $\sqrt 6$ times too small. `Head`
-# divides by the square root of its own width.
+# Document 000 writes `C**-0.5`, and document 003 divides by $\sqrt{d_{model}}$. For a single head as wide as the model
+# these are the same. For six heads they are not: $C = 6\,d_k$, and every score is too small by a factor of $\sqrt 6$.
+# `Head` divides by the square root of its own width.
 
 # %%
 words = ["el", "perro", "persiguió", "al", "gato", "y", "lo", "atrapó"]
@@ -128,7 +128,7 @@ for name, weights in by_scale.items():
     print(f"{name:>19}: largest weight of a row {weights.max(axis=-1).mean():.2f} on average, of 8 keys")
 plots.heads(
     list(by_scale.values()),
-    "Undivided, a few words take nearly all; divided by √C, all words look alike",
+    "Without scaling one word gets most of the weight; divided by √C, the weights are too even",
     tokens=words,
     names=list(by_scale),
 )
@@ -136,12 +136,12 @@ plots.heads(
 # %% [markdown]
 # ## The causal mask
 #
-# A model that writes word by word must not see the words to come. Document 000 says so, and then gives an example that
-# does not: "el" pays 80 % of its attention to "gato", 15 % to "persiguió" and 5 % to "al". All three stand after "el".
-# Its second example is sound: "lo" pays 80 % to "gato", 15 % to "persiguió" and 5 % to itself.
+# A model that generates word by word must not attend to later words. Document 000 says so, and then gives an example
+# that violates it: "el" gives 80 % of its attention to "gato", 15 % to "persiguió" and 5 % to "al". All three come
+# after "el". Its second example is valid: "lo" gives 80 % to "gato", 15 % to "persiguió" and 5 % to itself.
 #
-# We write scores whose softmax has these two rows and hand them to `attnlab` as a bias. Under `Causal()`, "el" has
-# nothing to look at but itself; "lo" is as before.
+# We construct scores whose softmax has these two rows and pass them to `attnlab` as a bias. Under `Causal()`, "el" can
+# only attend to itself; "lo" is unchanged.
 
 # %%
 el, persiguio, al, gato, lo = (words.index(word) for word in ("el", "persiguió", "al", "gato", "lo"))
@@ -150,22 +150,25 @@ scores[[el, lo]] = -20
 scores[el, [gato, persiguio, al]] = np.log([0.80, 0.15, 0.05])
 scores[lo, [gato, persiguio, lo]] = np.log([0.80, 0.15, 0.05])
 
-nothing = jnp.zeros((8, 1, 1))  # queries and keys of zeros leave the bias alone
+nothing = jnp.zeros((8, 1, 1))  # queries and keys of zeros: the scores are the bias
 ahead = attnlab.attention_weights(nothing, nothing, bias=scores)[0]
 causal = attnlab.attention_weights(nothing, nothing, bias=scores, mask=Causal())[0]
 visible = np.tril(np.ones((8, 8), bool))
 np.testing.assert_allclose(causal, jax.nn.softmax(np.where(visible, scores, -np.inf), axis=-1), atol=1e-6)
 for i in (el, lo):
     print(f"{words[i]}, wrong:", np.asarray(ahead[i]), " right:", np.asarray(causal[i]))
-plots.heads(
-    [ahead, causal],
-    '"el" may not look at "gato", which comes later; "lo" may',
-    tokens=words,
-    names=["wrong: no mask", "right: causal"],
-)
+
+
+def compare(wrong, right, title, names):
+    mask = np.stack([np.ones_like(visible), visible])
+    plots.heads([wrong, right], title, tokens=words, mask=mask, names=names)
+
+
+title = '"el" may not attend to "gato", which comes later; "lo" may'
+compare(ahead, causal, title, ["wrong: no mask", "right: causal"])
 
 # %% [markdown]
-# "Previous tokens", says document 002. The token itself is one of them: without it the first row sees nothing.
+# Document 002 says "previous tokens". The token itself must be included: without it the first row is fully masked.
 
 # %%
 previous = MaskFn(lambda b, h, i, j: j < i)
@@ -174,16 +177,16 @@ for name, mask in (("wrong", previous), ("right", Causal())):
     print(f"{name}: sum of each row", np.asarray(weights.sum(axis=-1)))
 
 # %% [markdown]
-# ## $-\infty$, and before the softmax
+# ## Mask with $-\infty$, before the softmax
 #
-# $e^{-\infty} = 0$: a hidden key takes nothing. A score of 0 would not hide it, for $e^0 = 1$. The vectors below have
-# components between 0 and 1, so that every score is positive; white cells are $-\infty$.
+# $e^{-\infty} = 0$: a masked key gets no weight. A score of 0 would not mask it, because $e^0 = 1$. The vectors below
+# have components between 0 and 1, so that every score is positive; masked cells are grey.
 
 # %%
 x = jax.random.uniform(jax.random.key(5), (8, 3))
 scores = x @ x.T
 before = jnp.where(visible, scores, -jnp.inf)
-plots.weights(before, "Before the softmax: later words score −∞", queries=words, label="score")
+plots.weights(before, "Before the softmax: the scores of later words are −∞", queries=words, label="score")
 
 # %%
 after = jax.nn.softmax(before, axis=-1)
@@ -193,16 +196,12 @@ np.testing.assert_allclose(
 zeros = jax.nn.softmax(jnp.where(visible, scores, 0), axis=-1)
 print("weight that leaks into the future, wrong:", np.asarray(zeros.sum(axis=-1, where=~visible)))
 print("weight that leaks into the future, right:", np.asarray(after.sum(axis=-1, where=~visible)))
-plots.heads(
-    [zeros, after],
-    "After the softmax: a score of 0 still takes its share, −∞ takes none",
-    tokens=words,
-    names=["wrong: 0", "right: −∞"],
-)
+title = "After the softmax: a score of 0 still gets weight, −∞ gets none"
+compare(zeros, after, title, ["wrong: 0", "right: −∞"])
 
 # %% [markdown]
-# Document 001 also masks after the softmax and divides each row by what is left. In exact arithmetic that is the same.
-# In float32 it fails where a hidden score is so large that the visible weights are rounded to 0: 0/0.
+# Document 001 also masks after the softmax and divides each row by the remaining sum. In exact arithmetic that is the
+# same. In float32 it fails if a masked score is so large that the visible weights underflow to 0: the result is 0/0.
 
 
 # %%
@@ -212,15 +211,15 @@ def mask_then_renormalise(scores):
 
 
 np.testing.assert_allclose(mask_then_renormalise(scores), after, atol=1e-6)
-large = scores.at[0, 1].set(200)  # "el" would like to see "perro"
+large = scores.at[0, 1].set(200)  # a large score for "perro", which is masked for "el"
 print("wrong:", mask_then_renormalise(large)[0])
 print("right:", jax.nn.softmax(jnp.where(visible, large, -jnp.inf), axis=-1)[0])
 
 # %% [markdown]
 # ## Padding
 #
-# Sentences of a batch are filled up to one length. `Padding(lengths)` hides the filling as keys. Masks join by `&`,
-# `|` and `~`, so causal and padding at once is `Causal() & Padding(lengths)`.
+# The sentences of a batch are padded to a common length. `Padding(lengths)` masks the padding as keys. Masks combine
+# with `&`, `|` and `~`, so a causal mask with padding is `Causal() & Padding(lengths)`.
 
 # %%
 sentences = [s.split() for s in ("El banco aprobó el préstamo", "El gato se sentó", "El gato duerme")]
@@ -236,30 +235,30 @@ plots.masks(
         for name, m in (("padding", padding), ("causal & padding", both))
         for b, s in enumerate(sentences)
     },
-    "Padding hides columns: a different number in each sentence of the batch",
+    "Padding masks columns: a different number in each sentence of the batch",
     columns=3,
 )
 
 # %% [markdown]
-# A fixed mask is a field of a module; one that holds arrays comes with the call. What stands in the padding then has no
-# effect on the real words. The rows of the padding itself hold numbers of no meaning, which the loss leaves out.
+# A fixed mask is a field of the module; a mask that holds arrays is passed in the call. The contents of the padding
+# then have no effect on the real words. The outputs at padding positions are meaningless, and the loss ignores them.
 
 # %%
 x = jax.random.normal(jax.random.key(0), (B, N, F))
 module = MultiHeadAttention(num_heads=2, mask=Causal())
 params = module.init(jax.random.key(1), x)
 real = jnp.arange(N) < lengths[:, None]
-rubbish = jnp.where(real[..., None], x, 1000.0)
+garbage = jnp.where(real[..., None], x, 1000.0)
 apply = jax.jit(module.apply)
-answer, again = (apply(params, inputs, mask=Padding(lengths)) for inputs in (x, rubbish))
-np.testing.assert_allclose(answer[real], again[real], atol=1e-6)
+out, out_with_garbage = (apply(params, inputs, mask=Padding(lengths)) for inputs in (x, garbage))
+np.testing.assert_allclose(out[real], out_with_garbage[real], atol=1e-6)
 
 # %% [markdown]
-# ### A mask of too many axes
+# ### A mask with too many axes
 #
-# The padding mask of document 003 is `[B, 1, 1, N]`: made for scores with a head axis. Its attention has none, so its
-# scores are `[B, N, N]`. NumPy, like torch, broadcasts from the right and says nothing: the batch stands against the
-# head axis, and every sentence meets the padding of every other.
+# The padding mask of document 003 is `[B, 1, 1, N]`, made for scores with a head axis. But its attention has no head
+# axis: the scores are `[B, N, N]`. NumPy and torch align axes from the right and broadcast silently: the batch axis of
+# the scores is aligned with the head axis of the mask, so every sentence is combined with the padding of every other.
 
 # %%
 q = k = v = x  # [B, N, F]
@@ -270,8 +269,8 @@ out = np.asarray(jax.nn.softmax(masked, axis=-1)) @ v
 print("wrong:", scores.shape, "scores and a mask", mask.shape, "give", masked.shape, "and an output", out.shape)
 
 # %% [markdown]
-# attnlab takes an array as a mask only where its shape says which axis is which. It refuses the mask of document 003,
-# and `[B, N, N]` too, whose first axis may be the batch or the heads:
+# attnlab accepts an array as a mask only if its shape is unambiguous. It rejects the mask of document 003, and also
+# `[B, N, N]`, whose first axis could be the batch or the heads:
 
 # %%
 q = k = v = x[:, :, None]  # [B, N, heads, F]
@@ -285,22 +284,22 @@ np.testing.assert_array_equal(right, attnlab.attention(q, k, v, mask=Causal() & 
 print("right:", right.shape)
 
 # %% [markdown]
-# ### A row that sees nothing
+# ### Fully masked rows
 #
-# A sentence of length 0 leaves its queries without any key. The softmax of nothing but $-\infty$ is 0/0. Writing zeros
-# over the NaN afterwards mends the answer but not its gradient. attnlab gives zeros, and a gradient of zeros.
+# In a sentence of length 0, all keys are masked for every query. The softmax of a row of $-\infty$ is 0/0. Replacing
+# the NaN by zeros afterwards fixes the output but not the gradient. attnlab returns zeros, with zero gradients.
 
 # %%
 lengths = jnp.array([5, 4, 0])
-keys_seen = jnp.arange(N) < lengths[:, None]
+visible_keys = jnp.arange(N) < lengths[:, None]
 
 
 def naive(x):
-    scores = jnp.where(keys_seen[:, None], x @ x.swapaxes(-1, -2) / np.sqrt(F), -jnp.inf)
+    scores = jnp.where(visible_keys[:, None], x @ x.swapaxes(-1, -2) / np.sqrt(F), -jnp.inf)
     return jax.nn.softmax(scores, axis=-1) @ x
 
 
-def mended(x):
+def replaced(x):
     return jnp.nan_to_num(naive(x))
 
 
@@ -308,7 +307,7 @@ def attend(x):
     return attnlab.attention(x[:, :, None], x[:, :, None], x[:, :, None], mask=Padding(lengths))[:, :, 0]
 
 
-for name, function in (("wrong, naive", naive), ("wrong, mended", mended), ("right, attnlab", attend)):
+for name, function in (("wrong, naive", naive), ("wrong, replaced", replaced), ("right, attnlab", attend)):
     gradient = jax.jit(jax.grad(lambda x, function=function: function(x).sum()))(x)
     print(f"{name:>14}: output {function(x)[2, 0, :3]}, gradient {gradient[2, 0, :3]}")
 np.testing.assert_allclose(attend(x)[:2], naive(x)[:2], atol=1e-6)
@@ -316,14 +315,13 @@ np.testing.assert_allclose(attend(x)[:2], naive(x)[:2], atol=1e-6)
 # %% [markdown]
 # ## A collection of masks
 #
-# Every mask is a rule, not an array: it costs no memory, and a backend that works by tiles leaves out the tiles in
-# which nothing is visible.
+# Every mask is a rule, not an array: it takes no memory, and tiled backends skip tiles without a visible pair.
 #
-# - `SlidingWindow`: the nearest neighbours only, O(r·n·d) (restricted self-attention, Vaswani et al. 2017, section 4).
-# - `PrefixLM`: the question is read whole, the answer is written causally (Raffel et al. 2020).
-# - `Segments`: several documents packed into one row do not see one another.
+# - `SlidingWindow`: only the nearest neighbours, O(r·n·d) (restricted self-attention, Vaswani et al. 2017, section 4).
+# - `PrefixLM`: bidirectional attention within a prefix, causal after it (Raffel et al. 2020).
+# - `Segments`: several documents packed into one sequence cannot attend to each other.
 # - `BlockSparse`: any pattern of blocks (Child et al. 2019).
-# - `Padding(2)` says "the first two keys". A window that keeps them has attention sinks (Xiao et al. 2024):
+# - `Padding(2)` means "the first two keys". Adding them to a window gives attention sinks (Xiao et al. 2024):
 #   `Causal() & (SlidingWindow(left=3) | Padding(2))`.
 
 # %%
@@ -345,5 +343,5 @@ collection = {
 }
 plots.masks(
     {f"{name}: {100 * mask.dense(16, 16).mean():.0f} %": mask for name, mask in collection.items()},
-    "Dark is visible: these masks leave between a fifth and three quarters of the 256 pairs",
+    "Dark is visible: these masks keep between a fifth and three quarters of the 256 pairs",
 )

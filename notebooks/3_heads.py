@@ -14,10 +14,10 @@
 # %% [markdown]
 # # 3 Heads
 #
-# What this lesson teaches: one head as a formula, several heads side by side, and the module that does them all at
-# once. What a head reads (the whole embedding, not a chunk of it), what heads cost (together hardly more than one wide
-# head), where keys and values may come from (another sequence), and how heads share them. The exercises 3.2 and 3.3 of
-# document 001 are solved on the way.
+# This lesson covers one head as a formula, several heads side by side, and the module that computes them all at once.
+# You will see what a head reads (the full embedding, not a chunk of it), what heads cost (together hardly more than one
+# wide head), where keys and values may come from (another sequence), and how heads can share them. Exercises 3.2 and
+# 3.3 of document 001 are solved along the way.
 
 # %%
 import jax
@@ -40,8 +40,8 @@ x = jax.random.normal(jax.random.key(0), (1, T, F))  # [batch, length, features]
 # %% [markdown]
 # ## One head
 #
-# $\mathrm{softmax}\big(x W_q (x W_k)^\top / \sqrt{d_k}\big)\, x W_v$ (Vaswani et al. 2017, equation 1), and causal.
-# `Head` holds the three matrices, `[features, head_dim]`, without biases.
+# $\mathrm{softmax}\big(x W_q (x W_k)^\top / \sqrt{d_k}\big)\, x W_v$ (Vaswani et al. 2017, equation 1), with a causal
+# mask. `Head` has the three matrices as parameters, `[features, head_dim]`, without biases.
 
 # %%
 head = Head(head_dim=4)
@@ -53,9 +53,9 @@ np.testing.assert_allclose(head.apply(params, x), jax.nn.softmax(scores, axis=-1
 print(jax.tree.map(jnp.shape, params["params"]))
 
 # %% [markdown]
-# Documents 000 and 001 keep a triangle of the largest length and cut it to the current one, `tril[:T, :T]`. `Causal()`
-# is a rule and has no size: the same head takes any length. And as no word sees a later one, the first five words get
-# the same answer alone as in the whole sentence.
+# Documents 000 and 001 store a triangle of the maximal length and crop it to the current one, `tril[:T, :T]`.
+# `Causal()` is a rule without a size: the same head works for any length. And as no word attends to a later one, the
+# first five words give the same outputs alone as in the full sentence.
 
 # %%
 np.testing.assert_allclose(head.apply(params, x[:, :5]), head.apply(params, x)[:, :5], atol=1e-6)
@@ -63,8 +63,8 @@ np.testing.assert_allclose(head.apply(params, x[:, :5]), head.apply(params, x)[:
 # %% [markdown]
 # ## Heads side by side
 #
-# `StackedHeads` is the wrapper of document 001: each head with its own three matrices, the outputs concatenated. Its
-# parameters are those of `Head` with a leading axis for the head.
+# `StackedHeads` is the wrapper of document 001: each head has its own three matrices, and the outputs are concatenated.
+# Its parameters are those of `Head` with a leading axis for the head.
 
 # %%
 stacked = StackedHeads(num_heads=3, head_dim=4)
@@ -75,7 +75,7 @@ one_by_one = [Head(head_dim=4).apply({"params": p}, x) for p in each]
 np.testing.assert_allclose(stacked.apply(params, x), jnp.concatenate(one_by_one, axis=-1), atol=1e-6)
 
 # %% [markdown]
-# **Exercise 3.2.** Two heads of width 2 give four dimensions. Which sizes give two? Two heads of width 1.
+# **Exercise 3.2.** Two heads of width 2 give four output dimensions. How do you get two? With two heads of width 1.
 
 # %%
 batch = jnp.ones((2, 6, 3))
@@ -87,8 +87,8 @@ for head_dim in (2, 1):
 # ## One array for all heads
 #
 # $\mathrm{Concat}(\mathrm{head}_1, \dots, \mathrm{head}_H)\, W_O$ (Vaswani et al. 2017, section 3.2.2).
-# `MultiHeadAttention` keeps the matrices of all heads in one array, `[features, heads, head_dim]`, and adds the output
-# projection. Its head $i$ is `Head` with slice $i$; `jax.vmap` runs over the slices.
+# `MultiHeadAttention` stores the matrices of all heads in one array, `[features, heads, head_dim]`, and adds the output
+# projection. Its head $i$ equals `Head` with slice $i$; `jax.vmap` runs over the slices.
 
 # %%
 multi = MultiHeadAttention(num_heads=3, use_bias=False, mask=Causal())
@@ -101,10 +101,10 @@ joined = jnp.concatenate(list(heads), axis=-1) @ params["out"]["kernel"].reshape
 np.testing.assert_allclose(multi.apply({"params": params}, x), joined, atol=1e-6)
 
 # %% [markdown]
-# ## Every head reads the whole embedding
+# ## Every head reads the full embedding
 #
-# Document 000 says that the embedding is cut into chunks, one for each head. What is cut is the *projection*: one wide
-# product $x W$, then a new axis. Each column of $W$ still reads all features.
+# Document 000 says that the embedding is split into chunks, one per head. In fact the *projection* is split: one wide
+# product $x W$ is reshaped to add a head axis. Each column of $W$ still reads all features.
 
 # %%
 wide = x @ params["query"]["kernel"].reshape(F, F)
@@ -113,12 +113,12 @@ np.testing.assert_allclose(
 )
 
 # %% [markdown]
-# So head 0 must notice when the last features of the input change. We differentiate its output by each feature, once
-# for head 0 as it is, once for a head 0 that gets the first third of the embedding.
+# So the output of head 0 must change with the last features of the input. We differentiate it with respect to each
+# feature, once for head 0 as it is, and once for a head 0 that only gets the first third of the embedding.
 
 
 # %%
-def whole(x):
+def full(x):
     return Head(head_dim=4).apply({"params": jax.tree.map(lambda p: p[0], slices)}, x)
 
 
@@ -128,12 +128,12 @@ def chunked(x):
 
 
 changed = x.at[..., -4:].add(1.0)
-print("wrong, cut embedding:  head 0 moves by", jnp.abs(chunked(changed) - chunked(x)).max())
-print("right, cut projection: head 0 moves by", jnp.abs(whole(changed) - whole(x)).max())
+print("wrong, split embedding:  head 0 changes by", jnp.abs(chunked(changed) - chunked(x)).max())
+print("right, split projection: head 0 changes by", jnp.abs(full(changed) - full(x)).max())
 
 
 def sensitivity(head):
-    """How strongly each input feature moves the head's output."""
+    """Norm of the derivative of the head's output with respect to each input feature."""
     jacobian = jax.jacobian(head)(x)  # [1, T, head_dim, 1, T, F]
     return jnp.sqrt((jacobian**2).sum(axis=(0, 1, 2, 3, 4)))
 
@@ -141,17 +141,17 @@ def sensitivity(head):
 features = np.arange(F)
 plots.lines(
     {
-        "right: the projection is cut": (features, sensitivity(whole)),
-        "wrong: the embedding is cut": (features, sensitivity(chunked)),
+        "right: the projection is split": (features, sensitivity(full)),
+        "wrong: the embedding is split": (features, sensitivity(chunked)),
     },
-    "Head 0 of three reads all twelve features; on chunks it would be blind to eight",
+    "Head 0 of three reads all twelve features; with a split embedding it would ignore eight",
     x="input feature (index)",
     y="‖∂ output of head 0 / ∂ feature‖",
 )
 
 # %% [markdown]
-# Width is shared out: $d_k = d_v = d_{model} / H$. Where that does not come out even, document 001 stops at an
-# `assert`; here the error says what to change.
+# The width is divided among the heads: $d_k = d_v = d_{model} / H$. If the division leaves a remainder, document 001
+# stops at an `assert`; here the error message says what to change.
 
 # %%
 try:
@@ -162,9 +162,10 @@ except ValueError as error:
 # %% [markdown]
 # ## Sixteen heads cost hardly more than one
 #
-# One head of width $d$ over $n$ words: four projections, $8 n d^2$ operations, and two products with the weights,
-# $4 n^2 d$. $H$ heads of width $d / H$ do the same products in smaller pieces. Only the softmax is done $H$ times. If
-# every head were $d$ wide, everything would be done $H$ times. XLA counts what it compiles:
+# One head of width $d$ over $n$ words takes four projections, $8 n d^2$ operations, and two products of size $n^2 d$,
+# $4 n^2 d$ operations. $H$ heads of width $d / H$ do the same products in smaller pieces; only the softmax is computed
+# $H$ times. If every head had width $d$, everything would be computed $H$ times. XLA counts the operations of a
+# compiled program:
 
 # %%
 n, d = 256, 256
@@ -173,7 +174,7 @@ inputs = jax.ShapeDtypeStruct((1, n, d), jnp.float32)
 
 
 def cost(num_heads, head_dim):
-    """(operations, parameters), without computing anything."""
+    """(operations, parameters), without running anything."""
     module = MultiHeadAttention(num_heads, head_dim, use_bias=False, impl="dense")
     params = jax.eval_shape(module.init, jax.random.key(0), inputs)
     compiled = jax.jit(module.apply).lower(params, inputs).compile()
@@ -202,26 +203,26 @@ plots.panels(
             "log": "xy",
             "dashed": ["formula for one head"],
         },
-        "what the formula leaves out": {
+        "operations that the formula omits": {
             "series": {
                 "each head d / H wide": (counts, more),
-                "softmax: 6 a weight": (counts, 100 * 6 * counts * n**2 / formula),
+                "softmax: 6 per weight": (counts, 100 * 6 * counts * n**2 / formula),
             },
             "x": "heads, H",
             "y": "operations beyond the formula (%)",
             "log": "x",
-            "dashed": ["softmax: 6 a weight"],
+            "dashed": ["softmax: 6 per weight"],
         },
     },
-    f"Sixteen heads that share the width cost {more[-1]:.0f} % beyond one head's products: only the softmax grows",
+    f"Sixteen heads that share the width cost {more[-1]:.0f} % more than one head's products: only the softmax grows",
 )
 
 # %% [markdown]
 # ## Exercise 3.3: the size of GPT-2
 #
-# The smallest GPT-2 is 768 wide, has 12 heads and reads 1,024 tokens (Radford et al. 2019). Four matrices and four
-# biases make $4 (768^2 + 768)$ parameters; document 001 leaves out the biases of query, key and value. We run a batch
-# of two.
+# The smallest GPT-2 has width 768, 12 heads and a context of 1,024 tokens (Radford et al. 2019). Four matrices and four
+# biases make $4 (768^2 + 768)$ parameters; document 001 omits the biases of query, key and value. We run a batch of
+# two.
 
 # %%
 gpt2 = MultiHeadAttention(num_heads=12, mask=Causal())
@@ -235,8 +236,8 @@ print(f"{size:,} parameters; without the three biases {size - 3 * 768:,}")
 assert size == 4 * (768**2 + 768) and size - 3 * 768 == 4 * 768**2 + 768
 
 # %% [markdown]
-# All weights of that batch together are $2 \cdot 12 \cdot 1024^2$ numbers. They are never held at once: at this length
-# `attnlab.attention` works tile by tile. `attnlab.explain` says what runs and why.
+# The attention weights of that batch are $2 \cdot 12 \cdot 1024^2$ numbers. They are never all in memory: at this
+# length `attnlab.attention` works tile by tile. `attnlab.explain` says which backend runs and why.
 
 # %%
 q = k = v = jnp.zeros((2, 1024, 12, 64))
@@ -246,16 +247,16 @@ print(attnlab.explain(q, k, v, mask=Causal()))
 # %% [markdown]
 # ## What several heads are for
 #
-# A head is its matrices. Here are four that we set by hand. The inputs are the positions, one-hot; head $h$ asks for
-# position $i - h$, every key is its own position. Where there is no such position, the query is zero and the head looks
-# at all it may see.
+# A head is defined by its matrices. Here are four that we set by hand. The inputs are one-hot positions; the query of
+# head $h$ matches position $i - h$, and every key is its own position. If there is no such position, the query is zero
+# and the head attends equally to all visible words.
 
 # %%
 positions = jnp.eye(T)[None]
-looks_back = [10 * np.sqrt(T) * jnp.eye(T, k=-h) for h in range(4)]  # row i of the inputs asks for i − h
+back = [10 * np.sqrt(T) * jnp.eye(T, k=-h) for h in range(4)]  # the query at position i matches key i − h
 same = jnp.repeat(jnp.eye(T)[:, None], 4, axis=1)  # [F, heads, head_dim]
 params = {
-    "query": {"kernel": jnp.stack(looks_back, axis=1)},
+    "query": {"kernel": jnp.stack(back, axis=1)},
     "key": {"kernel": same},
     "value": {"kernel": same},
     "out": {"kernel": jnp.moveaxis(same, 0, -1)},
@@ -267,15 +268,16 @@ for h in range(4):
     np.testing.assert_array_equal(weights[h].argmax(axis=-1)[h:], np.arange(T - h))
 plots.heads(
     weights,
-    "Four heads of one layer look at four places at once: head h looks h words back",
+    "Four heads of one layer attend to four places at once: head h attends h words back",
     tokens=words,
+    mask=Causal(),
     names=["head 0: itself", "head 1: one back", "head 2: two back", "head 3: three back"],
     columns=2,
 )
 
 # %% [markdown]
-# One head cannot replace two. If it divides its attention between two words, it gets their mean, and the mean does not
-# say which word stood where: swap them, and nothing changes. Two heads keep them apart.
+# One head cannot replace two. If it divides its attention between two words, it returns their mean, which does not tell
+# which word was where: swap them, and nothing changes. Two heads keep them apart.
 
 # %%
 values = jax.random.normal(jax.random.key(4), (T, 2))
@@ -289,9 +291,9 @@ np.testing.assert_allclose(one @ values, one @ swapped, atol=1e-5)
 # %% [markdown]
 # ## Cross-attention
 #
-# Queries may come from one sequence, keys and values from another, the memory: the decoder of a translator looks at
-# what its encoder has read (document 003 has the table, but no code). `inputs_kv` is the memory. Self-attention is the
-# case where both are the same.
+# Queries may come from one sequence, and keys and values from another, the memory: the decoder of a translation model
+# attends to the output of its encoder (document 003 has the table, but no code). `inputs_kv` is the memory.
+# Self-attention is the special case where both sequences are the same.
 
 # %%
 x = jax.random.normal(jax.random.key(0), (1, T, F))
@@ -311,10 +313,10 @@ params = cross.init(jax.random.key(6), x)
 np.testing.assert_array_equal(cross.apply(params, x), cross.apply(params, x, inputs_kv=x))
 
 # %% [markdown]
-# This is attention as alignment, as it was invented (Bahdanau et al. 2015; document 004): which word of the input goes
-# with which word of the output? First we skip the training and make the vectors ourselves. Each English word is a
-# random vector, each Spanish word that of its translation with noise. With unit matrices, cross-attention finds the
-# pairs.
+# This is attention as alignment, its original purpose (Bahdanau et al. 2015; document 004): which input word
+# corresponds to which output word? First we skip the training and construct the vectors. Each English word is a random
+# vector, and each Spanish word is the vector of its translation plus noise. With identity matrices, cross-attention
+# finds the pairs.
 
 # %%
 spanish = ["el", "gato", "negro", "duerme", "hoy"]
@@ -331,41 +333,41 @@ alignment = state["intermediates"]["attention_weights"][0][0, 0]
 np.testing.assert_array_equal(alignment.argmax(axis=-1), translation)
 plots.weights(
     alignment,
-    '"gato" finds "cat" and "negro" finds "black", across the change of order',
+    '"gato" attends to "cat" and "negro" to "black", although the order differs',
     queries=spanish,
     keys=english,
 )
 
 # %% [markdown]
 # Now with training. A recurrent encoder–decoder with additive attention, $e_{ij} = w^\top \tanh(W s_i + U h_j)$, learns
-# to write words of a language of 31 symbols backwards. Nobody tells it where to look. The source below was never shown,
-# and sources of its length, 9 symbols, were not either. Additive or dot-product, both learn the same
-# (`python -m attnlab.study alignment`).
+# to reverse sequences over 31 symbols, without any supervision of the alignment. The source below was not in the
+# training data, and neither was any other source of its length, 9 symbols. Additive and dot-product attention both
+# learn this alignment (`python -m attnlab.study alignment`).
 
 # %%
 model, params = alignment_study.train("reverse", "additive", seed=0, steps=600)
 unseen = pairs("reverse", 0, batch_size=64, lengths=(9,), held_out=True)
 learned = attnlab.nn.alignment(model, params, unseen.source, unseen.lengths, unseen.inputs)
 right = (learned.argmax(axis=-1) == unseen.alignment)[:, :9].mean()
-print(f"on 64 unseen sources {100 * right:.1f} % of the outputs look at the right symbol")
+print(f"on 64 held-out sources {100 * right:.1f} % of the outputs attend most to the right symbol")
 symbols = [chr(ord("a") - 1 + s) if s < 27 else str(s - 27) for s in unseen.source[0]]
 plots.weights(
     learned[0, :9],
-    "Trained to write backwards, attention runs backwards through a source it never saw",
+    "Trained to reverse, attention runs backwards through a source not seen in training",
     queries=symbols[::-1],
     keys=symbols,
     marks=unseen.alignment[0, :9],
-    mark_label="the symbol that is to be written",
-    x="source symbol: who is looked at",
-    y="output symbol: who looks",
+    mark_label="the correct source symbol",
+    x="source symbol (key)",
+    y="output symbol (query)",
 )
 
 # %% [markdown]
 # ## Heads that share keys and values
 #
-# A model that writes keeps the keys and values of all words so far. Grouped queries (Ainslie et al. 2023) let several
-# heads share one key-value head, `kv_heads`; with one for all it is multi-query attention (Shazeer 2019). Each head
-# still asks its own question. It is the same as full attention whose key and value matrices repeat.
+# During generation a model caches the keys and values of all words so far. In grouped-query attention (Ainslie et al.
+# 2023) several heads share one key-value head, `kv_heads`; with a single one it is multi-query attention (Shazeer
+# 2019). Each head still has its own queries. The result equals full attention with repeated key and value matrices.
 
 # %%
 x = jax.random.normal(jax.random.key(0), (1, T, F))
@@ -394,5 +396,5 @@ plots.lines(
     f"One key-value head for twelve: the cache shrinks {cached[-1] / cached[0]:.0f} times, "
     f"the parameters {parameters[-1] / parameters[0]:.1f} times",
     x="key-value heads, for 12 heads",
-    y="of what twelve key-value heads need (%)",
+    y="relative to twelve key-value heads (%)",
 )

@@ -14,12 +14,13 @@
 # %% [markdown]
 # # 5 sancho-mini, and what is inside it
 #
-# What this lesson teaches: how text becomes tokens, how a small GPT learns to write it character by character, and how
-# to look inside afterwards: what each head looks at, what gradients train Q, K, V and W, and what the embedding knows
-# about letters. What a head does is measured, not told.
+# In this lesson you will see how text becomes tokens, how a small GPT learns to write it character by character, and
+# what is inside the trained model: what each head attends to, which gradients train Q, K, V and W, and what the
+# embedding knows about letters. What a head does is measured, not assumed.
 #
-# The text is a file named by the environment variable `ATTNLAB_TEXT`, such as the Quijote; without it, the language
-# reference that every Python carries. The model is a smaller sister of `configs/sancho.py`, trained for half a minute.
+# The text is a file named by the environment variable `ATTNLAB_TEXT`, such as the Quijote, or by default the language
+# reference that is part of every Python. The model is a smaller version of `configs/sancho.py`, trained for half a
+# minute.
 
 # %%
 import os
@@ -53,9 +54,10 @@ print(f"{len(corpus.train):,} characters to train on, {len(corpus.validation):,}
 # %% [markdown]
 # ## Text becomes tokens
 #
-# By words the sequence is short, but the vocabulary never ends, and what it lacks is `<unk>`. By characters or bytes
-# nothing is unknown and the sequence is long. BPE (Sennrich et al. 2016) and WordPiece (Schuster & Nakajima 2012) lie
-# between: frequent strings are one token, rare words come in pieces. All vocabularies are learned from this text.
+# With words as tokens, sequences are short, but the vocabulary is unbounded, and words outside of it become `<unk>`.
+# With characters or bytes nothing is unknown, but sequences are long. BPE (Sennrich et al. 2016) and WordPiece
+# (Schuster & Nakajima 2012) are in between: frequent strings are single tokens, and rare words are split into pieces.
+# All vocabularies are trained on this text.
 
 # %%
 learned_from = corpus.train[:200_000]
@@ -68,8 +70,8 @@ for kind in ("word", "wordpiece", "bpe", "char", "byte"):
         assert tokenizer.decode(ids) == sentence
 
 # %% [markdown]
-# A larger vocabulary makes shorter sequences, with less and less to gain. (BPE takes the space before a word into its
-# token; here WordPiece keeps it apart, and so needs more.)
+# A larger vocabulary makes sequences shorter, with diminishing returns. (BPE includes the space before a word in its
+# token; here WordPiece makes it a token of its own, and so needs more.)
 
 # %%
 sizes = [300, 500, 1000, 2000]
@@ -80,7 +82,7 @@ for kind in ("wordpiece", "bpe"):
     lengths[kind] = ([t.vocab_size for t in made], [len(t.encode(sample)) / 20 for t in made])
 plots.lines(
     lengths,
-    f"BPE with {sizes[-1]:,} tokens needs {lengths['bpe'][1][-1] / 1000:.0%} of what characters need",
+    f"BPE with {sizes[-1]:,} tokens makes sequences {lengths['bpe'][1][-1] / 1000:.0%} as long as characters do",
     x="vocabulary (tokens)",
     y="length (tokens per 1,000 characters)",
     log="x",
@@ -90,9 +92,9 @@ plots.lines(
 # %% [markdown]
 # ## Training
 #
-# The pipeline is that of `python -m attnlab.train`: three blocks of four heads, 96 wide, 64 characters of context. The
-# rest is as in `attnlab/config.py`: rotary positions, normalised queries and keys, AdamW. One character a token, so the
-# loss is in nats per character.
+# This is the pipeline of `python -m attnlab.train`, with three blocks of four heads, width 96 and a context of 64
+# characters. Everything else is the default of `attnlab/config.py`: rotary positions, normalised queries and keys,
+# AdamW. Each character is a token, so the loss is in nats per character.
 
 # %%
 config = configs.default()
@@ -110,8 +112,8 @@ workdir = Path(tempfile.mkdtemp()) / "sancho-mini"
 assert train(config, workdir) == 0
 
 # %% [markdown]
-# To judge a loss one needs others. Guessing by the frequency of characters alone gives the entropy of one character;
-# knowing the character before gives the conditional entropy. Attention reads further back than that.
+# To judge a loss you need baselines. Predicting from character frequencies gives the entropy of a single character;
+# predicting from the previous character gives the conditional entropy. Attention uses more context than that.
 
 # %%
 records = metrics.read(workdir / "metrics.jsonl")
@@ -122,9 +124,9 @@ pairs = np.zeros((tokenizer.vocab_size,) * 2) + 0.01
 np.add.at(pairs, (ids[:-1], ids[1:]), 1)
 single, follows = pairs.sum(axis=0) / pairs.sum(), pairs / pairs.sum(axis=1, keepdims=True)
 guesses = {
-    "any character alike": np.log(tokenizer.vocab_size),
-    "by frequency": -np.log(single[held_out]).mean(),
-    "by the character before": -np.log(follows[held_out[:-1], held_out[1:]]).mean(),
+    "uniform": np.log(tokenizer.vocab_size),
+    "character frequencies": -np.log(single[held_out]).mean(),
+    "the previous character": -np.log(follows[held_out[:-1], held_out[1:]]).mean(),
     "sancho-mini": final,
 }
 for name, nats in guesses.items():
@@ -136,11 +138,11 @@ plots.training(
 )
 
 # %% [markdown]
-# ## It writes
+# ## Generating text
 #
-# `attnlab.load` brings back what the run left: model, parameters, tokenizer, config. `generate` draws one token after
-# another through a cache of keys and values. At temperature 0 it takes the likeliest, which one pass over the whole
-# prompt must name as well.
+# `attnlab.load` returns the model, parameters, tokenizer and config of a run. `generate` draws one token after another,
+# with a cache of keys and values. At temperature 0 it takes the most likely token, which must agree with a single pass
+# over the full prompt.
 
 # %%
 model, params, tokenizer, config = attnlab.load(workdir)
@@ -151,9 +153,9 @@ drawn = generate(model, params, prompt, 300, temperature=0.7, seed=1)
 print(tokenizer.decode(prompt) + tokenizer.decode([token[0] for token in drawn]))
 
 # %% [markdown]
-# ## What every head looks at
+# ## What every head attends to
 #
-# Under `mutable=["intermediates"]` each attention layer leaves its weights. Here are all twelve heads on four words.
+# With `mutable=["intermediates"]` each attention layer stores its weights. Here are all twelve heads on four words.
 
 # %%
 names = [f"layer {layer}, head {head}" for layer in range(3) for head in range(4)]
@@ -161,9 +163,9 @@ names = [f"layer {layer}, head {head}" for layer in range(3) for head in range(4
 
 @jax.jit
 def attention_of(tokens):
-    """The weights of every head, `[rows, 12, T, T]`."""
-    _, left = model.apply(params, tokens, mutable=["intermediates"])
-    layers = [left["intermediates"][f"block_{layer}"]["attention"]["attention_weights"][0] for layer in range(3)]
+    """The weights of every head, `[B, 12, T, T]`."""
+    _, state = model.apply(params, tokens, mutable=["intermediates"])
+    layers = [state["intermediates"][f"block_{layer}"]["attention"]["attention_weights"][0] for layer in range(3)]
     return jnp.concatenate(layers, axis=1)
 
 
@@ -173,19 +175,20 @@ np.testing.assert_allclose(looks.sum(axis=-1), 1, atol=1e-5)
 nearby = np.mean([looks[:, i, i - 2 : i + 1].sum(axis=-1) for i in range(5, len(words))])
 plots.heads(
     looks,
-    f"From the sixth character on, {nearby:.0%} of all weight is on a character itself and the two before it",
+    f"From the sixth character on, {nearby:.0%} of the weight is on the character itself and the two before it",
     tokens=list(words.replace(" ", "_")),
+    mask=Causal(),
     names=names,
 )
 
 # %% [markdown]
 # ## Measured: which head does what?
 #
-# Lecture notes like to say that one head finds this and another that (document 000 names verbs and subjects, adjectives
-# and nouns, quotation marks). Verbs and subjects would take sentences in which they are marked, and a model that knows
-# words. Places can be measured here: the mean weight that each head gives to a place, over 64 windows that training
-# never saw. "Even" is a head that spreads its weight evenly over all it may see; only what stands out from it is a
-# finding.
+# Lecture notes often claim that particular heads have particular roles (document 000 names verbs and subjects,
+# adjectives and nouns, quotation marks). Testing this for verbs and subjects would take annotated sentences and a model
+# that knows words. What we can measure here is the mean weight that each head gives to certain positions, over 64
+# held-out windows. "Uniform" is a head that spreads its weight evenly over all visible characters; only a clear excess
+# over it is a finding.
 
 # %%
 batch = EvalBatches(held_out, context=64, batch_size=64, windows=64)[0]
@@ -195,7 +198,7 @@ i = np.broadcast_to(np.arange(64), inputs.shape)
 letter = np.char.isalnum(characters)
 last_gap = np.maximum.accumulate(np.where(letter, -1, i), axis=1)  # the nearest non-letter, at or before i
 late = i >= 8
-in_word = late & letter & (last_gap >= 0) & (i - last_gap >= 4)  # at least three letters behind it
+in_word = late & letter & (last_gap >= 0) & (i - last_gap >= 4)  # at least three letters before it
 places = {
     "itself": (i, late),
     "1 back": (i - 1, late),
@@ -206,40 +209,42 @@ places = {
     "start of the window": (0 * i, late),
 }
 weights = np.asarray(attention_of(inputs))
-even = np.where(np.tri(64), 1 / (1 + np.arange(64)[:, None]), 0)
-every = np.concatenate([weights, np.broadcast_to(even, (64, 1, 64, 64))], axis=1)
+uniform = np.where(np.tri(64), 1 / (1 + np.arange(64)[:, None]), 0)
+all_heads = np.concatenate([weights, np.broadcast_to(uniform, (64, 1, 64, 64))], axis=1)
 measured = {
-    name: np.mean([every[row, :, at, key[row, at]] for row, at in zip(*np.nonzero(counted))], axis=0)
+    name: np.mean([all_heads[row, :, at, key[row, at]] for row, at in zip(*np.nonzero(counted))], axis=0)
     for name, (key, counted) in places.items()
 }
 for name, of_heads in measured.items():
     best = of_heads[:-1].argmax()
-    print(f"{name:20} most in {names[best]}: {of_heads[best]:.2f}, evenly {of_heads[-1]:.2f}")
+    print(f"{name:20} most in {names[best]}: {of_heads[best]:.2f}, uniform {of_heads[-1]:.2f}")
 top = max(measured, key=lambda name: measured[name][:-1].max())
 plots.weights(
     np.stack(list(measured.values()), axis=1),
-    f"The largest share of any head: {measured[top].max():.2f}, for '{top}'",
-    queries=[*names, "even"],
+    f"The largest mean weight of any head is {measured[top].max():.2f}, on '{top}'",
+    queries=[*names, "uniform"],
     keys=list(measured),
     label="mean weight",
+    x="position attended to",
+    y="head",
 )
 
 # %% [markdown]
-# Heads for a character itself and the one before it are there. A head that "finds the beginning of words" would stand
-# out in the columns of the word's first letter or of the gap before it; in a run this short none gives them even a
-# third of its weight. Train longer, and look again.
+# There are heads for the character itself and for the previous one. A head that "finds the beginning of words" would
+# stand out in the columns of the word's first letter or of the gap before it; in a run this short, none gives them even
+# a third of its weight. Train longer, and measure again.
 
 # %% [markdown]
 # ## How are Q, K, V and W trained?
 #
-# Document 004 leaves that question open. The answer is the chain rule: the loss at the end of the model sends a
-# gradient back through every product, and each matrix takes a step against its own. For one head,
-# $S = QK^\top/\sqrt{d}$, $P = \text{softmax}(S)$, $O = PV$, $Y = OW$, with $G$ the gradient of $Y$:
+# Document 004 leaves that question open. The answer is the chain rule: the loss is differentiated through every
+# product, and each matrix is updated against its own gradient. For one head, $S = QK^\top/\sqrt{d}$, $P =
+# \text{softmax}(S)$, $O = PV$, $Y = OW$, with $G$ the gradient of $Y$:
 #
 # $$dW = O^\top G, \quad dO = G W^\top, \quad dV = P^\top dO, \quad dS_{ij} = P_{ij}\,(dO_i \cdot (V_j - O_i)), \quad
 # dQ = dS\, K/\sqrt d, \quad dK = dS^\top Q/\sqrt d$$
 #
-# and $dW_Q = X^\top dQ$, likewise for K and V. By hand, and by `jax.grad` through attnlab's module:
+# and $dW_Q = X^\top dQ$, likewise for K and V. By hand, and with `jax.grad` through attnlab's module:
 
 # %%
 x, target = jax.random.normal(jax.random.key(0), (2, 6, 8))
@@ -265,9 +270,10 @@ for name, gradient in by_hand.items():
     print(f"{name:6} gradient of norm {jnp.linalg.norm(gradient):.2f}")
 
 # %% [markdown]
-# Look at $dS$: a score learns only from how much a value differs from the mean of all that were seen. While the values
-# are much alike, it hardly matters where a head looks, and the gradients of Q and K are small. Here is sancho-mini from
-# its first parameters (the same seed gives the same bits) to its last, on the 64 windows from above.
+# Consider $dS$: a score learns only from how much a value differs from the weighted mean of the visible values. As long
+# as the values are similar, it hardly matters which keys a head attends to, and the gradients of Q and K are small.
+# Here is sancho-mini from its initial parameters (the same seed gives the same bits) to its final ones, on the 64
+# windows from above.
 
 # %%
 loss_and_gradient = jax.jit(jax.value_and_grad(lambda params: states.token_losses(model, params, batch).mean()))
@@ -278,7 +284,7 @@ matrices = {"Q": "query", "K": "key", "V": "value", "W": "out"}
 
 
 def norm(tree, matrix):
-    """Of one kind of matrix, over all layers."""
+    """The norm of one kind of matrix over all layers."""
     kernels = [tree[f"block_{layer}"]["attention"][matrices[matrix]]["kernel"] for layer in range(3)]
     return float(jnp.linalg.norm(jnp.stack([jnp.linalg.norm(kernel) for kernel in kernels])))
 
@@ -298,24 +304,24 @@ plots.panels(
             "y": "norm of the gradient (nats per unit)",
             "log": "y",
         },
-        "Adam divides by the gradient's size, so all move": {
+        "Adam divides by the gradient's size, so all four change": {
             "series": {name: (steps, [norm(changes[step], name) for step in steps]) for name in matrices},
             "x": "step (updates)",
             "y": "distance from the start (norm)",
         },
     },
-    "V and W get the larger gradients; Q and K move all the same",
+    "V and W get the larger gradients, but Q and K change as well",
 )
 
 # %% [markdown]
-# A small gradient is no small step: Adam divides each by its own size. Here Q and K move even further than V and W,
-# for queries and keys are normalised after them, which leaves the length of these matrices free to grow.
+# A small gradient does not mean a small step: Adam divides each by its own size. Here Q and K move even further than V
+# and W, because queries and keys are normalised afterwards, which leaves the norm of these matrices free to grow.
 
 # %% [markdown]
 # ## What the embedding knows
 #
-# Two characters are similar when the cosine of their vectors, $u \cdot v / (\|u\| \|v\|)$, is near 1. Nobody told the
-# model what a vowel is.
+# Two characters are similar when the cosine of their vectors, $u \cdot v / (\|u\| \|v\|)$, is near 1. The model was
+# never told what a vowel is.
 
 # %%
 number = {character: n for n, character in enumerate(tokenizer.characters)}
@@ -323,14 +329,14 @@ common = [c for c in tokenizer.characters if np.count_nonzero(ids == number[c]) 
 
 
 def vectors(characters, tree=params["params"]):
-    """Their rows of the embedding, `[characters, width]`."""
+    """The embeddings of characters, `[characters, width]`."""
     return tree["embed"]["embedding"][jnp.array([number[c] for c in characters])]
 
 
 shown = [c for c in "aeiourntAE.," if c in common]
 neighbours, cosines = nearest(vectors(common), jnp.array([common.index(c) for c in shown]), count=4)
 for c, near, cosine in zip(shown, neighbours, cosines):
-    print(f"{c}  is near", "  ".join(f"{common[n]!r} {similarity:.2f}" for n, similarity in zip(near, cosine)))
+    print(f"{c}  is close to", "  ".join(f"{common[n]!r} {similarity:.2f}" for n, similarity in zip(near, cosine)))
 
 # %%
 kinds = {
@@ -342,7 +348,7 @@ kinds = {
 ordered = [c for kind in kinds.values() for c in kind]
 plots.weights(
     cosine_similarity(vectors(ordered), vectors(ordered)),
-    "Squares on the diagonal: vowels are like vowels, capitals like capitals",
+    "Blocks on the diagonal: vowels are similar to vowels, capitals to capitals",
     queries=ordered,
     x="character",
     y="character",
@@ -350,7 +356,7 @@ plots.weights(
 )
 
 # %% [markdown]
-# Over whole groups, and through training:
+# Averaged over groups, and through training:
 
 
 # %%
@@ -372,13 +378,13 @@ own = np.mean([cosine_similarity(*vectors([c, c.lower()])) for c in capitals if 
 print(f"a capital and its own small letter: {own:.2f}")
 plots.lines(
     {name: (steps, values) for name, values in similar.items()},
-    f"Vowels come together ({similar['vowel, vowel'][-1]:.2f}) and part from consonants "
-    f"({similar['vowel, consonant'][-1]:.2f})",
+    f"Mean similarity after training: {similar['vowel, vowel'][-1]:.2f} between two vowels, "
+    f"{similar['vowel, consonant'][-1]:.2f} between a vowel and a consonant",
     x="step (updates)",
     y="mean cosine similarity",
 )
 
 # %% [markdown]
-# Vowels are near vowels, and capitals near capitals; a capital and its own small letter are not, though they are the
-# same letter to us. The model knows characters by the company they keep, not by sound or shape: what can stand in the
-# same place is similar.
+# Vowels are similar to vowels, and capitals to capitals. A capital and its own small letter are not similar, although
+# to us they are the same letter. The model knows characters by their contexts, not by sound or shape: characters that
+# can appear in the same places are similar.

@@ -14,10 +14,10 @@
 # %% [markdown]
 # # 6 Long sequences
 #
-# What this lesson teaches: what attention costs when the text gets long, and what can be done about it. Tiles save
-# memory and change no result; windows and sparse blocks save work and see less; linear attention is another function.
-# At the end the table of document 002 is measured: recurrent and convolutional layers, what they cost, and how far they
-# reach.
+# This lesson measures what attention costs on long sequences, and what can be done about it. Tiling saves memory
+# without changing the result; windows and sparse blocks save work by masking more; linear attention is a different
+# function. At the end we measure the table of document 002: the cost and the reach of recurrent and convolutional
+# layers.
 
 # %%
 import jax
@@ -35,7 +35,7 @@ heads, features = 4, 32
 
 
 def abstract(*shape):
-    """An array's shape, without the array: enough to compile for it."""
+    """The shape of an array without the array, which is enough to compile for it."""
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
@@ -52,11 +52,11 @@ def draw(length, heads=heads, features=features, seed=0):
 # %% [markdown]
 # ## The square, counted
 #
-# $QK^\top$ takes $2n^2d$ operations and so does the product with $V$: $4n^2d$ for d features in all heads. The dense
-# form also writes all $n^2$ scores of every head to memory. XLA tells both without running anything.
+# $QK^\top$ takes $2n^2d$ operations and so does the product with $V$: $4n^2d$ for d features in all heads together. The
+# dense form also writes all $n^2$ scores of every head to memory. XLA reports both without running anything.
 #
-# Beware of one thing: XLA counts what stands in a loop once, however often the loop runs. The blockwise form loops
-# over tiles, so its count must be multiplied by the number of tiles. Wrong beside right:
+# One caveat: XLA counts a loop body once, however often the loop runs. The blockwise form loops over tiles, so its
+# count must be multiplied by the number of tiles. The figure shows the wrong count next to the right one:
 
 # %%
 tile = 256
@@ -96,16 +96,17 @@ plots.panels(
             "dashed": ("one array of scores",),
         },
     },
-    f"With tiles: the same operations, and at n = {n:,} 1/{saved:.0f} of the memory",
+    f"Tiling takes the same operations and, at n = {n:,}, 1/{saved:.0f} of the memory",
 )
 
 # %% [markdown]
 # ## Exact, tile by tile
 #
-# Nothing is approximated. Going over the keys in blocks one keeps, for every query, the largest score m so far, the sum
-# l of $e^{s - m}$ and the weighted sum o of values; when a larger score comes, l and o are scaled by $e^{m - m'}$
-# (Milakov & Gimelshein 2018; Rabe & Staats 2021; FlashAttention, Dao et al. 2022). The arithmetic is that of the dense
-# form; what is saved is writing the scores out and reading them back. By hand, and by attnlab:
+# Nothing is approximated. Iterating over blocks of keys, one keeps for every query the running maximum m of the scores,
+# the denominator l, which is the sum of $e^{s - m}$, and the accumulator o, which is the weighted sum of values. When
+# the maximum grows, l and o are rescaled by $e^{m - m'}$ (Milakov & Gimelshein 2018; Rabe & Staats 2021;
+# FlashAttention, Dao et al. 2022). The arithmetic is that of the dense form; the savings come from not writing scores
+# to memory and reading them back. By hand, and with attnlab:
 
 # %%
 q, k, v = draw(256, heads=1)[:, :, 0]
@@ -127,9 +128,9 @@ print(f"dense and blockwise differ by at most {abs(dense - tiled).max():.1e}")
 # %% [markdown]
 # ## Fewer pairs
 #
-# To do less, look at less. A window of r neighbours costs $O(r \cdot n \cdot d)$ (Vaswani et al. 2017, section 4).
-# Sparse patterns add a few far places: blocks that all may see, or every eighth token (Child et al. 2019). In attnlab
-# these are masks, and any rule can be one.
+# To do less work, mask more pairs. A window of r neighbours costs $O(r \cdot n \cdot d)$ (Vaswani et al. 2017, section
+# 4). Sparse patterns add a few distant keys: blocks visible to all queries, or every eighth token (Child et al. 2019).
+# In attnlab these are masks, and any rule can be one.
 
 # %%
 i, j = np.indices((8, 8))
@@ -145,14 +146,14 @@ patterns = {
 share = {name: float(mask.dense(32, 32).mean()) for name, mask in patterns.items()}
 plots.masks(
     {f"{name}: {part:.0%}": patterns[name] for name, part in share.items()},
-    f"Of all pairs, a full causal mask shows {share['causal']:.0%}, a sparse one down to {min(share.values()):.0%}",
+    f"A causal mask keeps {share['causal']:.0%} of all pairs visible, sparse masks down to {min(share.values()):.0%}",
     length=32,
     columns=3,
 )
 
 # %% [markdown]
-# A mask saves time only where whole tiles are empty. `mask.tiles` says which may hold a visible pair; the blockwise
-# form skips the others. For the window they grow with n, for the causal mask with $n^2$.
+# A mask saves time only if entire tiles are masked. `mask.tiles` says which tiles may contain a visible pair; the
+# blockwise form skips the others. Their number grows with n for the window, and with $n^2$ for the causal mask.
 
 # %%
 window = SlidingWindow(left=127)
@@ -166,16 +167,16 @@ q, k, v = draw(1024)
 np.testing.assert_allclose(attend("blockwise", window)(q, k, v), attend("dense", window)(q, k, v), atol=1e-5)
 
 # %% [markdown]
-# ## Linear attention is another function
+# ## Linear attention is a different function
 #
-# Replace $e^{q \cdot k}$ by a product of features $\phi(q) \cdot \phi(k)$, and the sum over keys can be carried along
-# (Katharopoulos et al. 2020):
+# If $e^{q \cdot k}$ is replaced by a product of features $\phi(q) \cdot \phi(k)$, the sum over keys becomes a running
+# state (Katharopoulos et al. 2020):
 #
 # $$o_i = \frac{\phi(q_i)^\top S_i}{\phi(q_i)^\top z_i}, \quad S_i = S_{i-1} + \phi(k_i) v_i^\top, \quad
 # z_i = z_{i-1} + \phi(k_i)$$
 #
-# By hand, token by token, and by attnlab's three forms: all weights written out, a state carried from token to token,
-# and a state carried from chunk to chunk.
+# By hand, token by token, and with attnlab's three forms: with all weights computed explicitly, with a state passed
+# from token to token, and with a state passed from chunk to chunk.
 
 # %%
 q, k, v = draw(200, heads=1, features=8)
@@ -197,12 +198,13 @@ for n in (16, 1_000, 100_000):
     print(f"  after {n:7,} tokens: keys and values {2 * n * heads * features:10,}, state {heads * 32 * (32 + 1):,}")
 
 # %% [markdown]
-# It is not an approximation of softmax attention, and nothing makes it come nearer: $\phi = \text{elu} + 1$ gives other
-# weights. There *are* features that approximate, for with normal w (Choromanski et al. 2021, lemma 1)
+# It is not an approximation of softmax attention, and nothing makes it converge to it: $\phi = \text{elu} + 1$ gives
+# different weights. There *are* features that approximate softmax attention, because for normal w (Choromanski et al.
+# 2021, lemma 1)
 #
 # $$e^{q \cdot k} = \mathbb{E}_w \left[ e^{w \cdot q - |q|^2/2} \; e^{w \cdot k - |k|^2/2} \right]$$
 #
-# so m random w make m features, and the error falls with m, nearly as $1/\sqrt m$.
+# so m random vectors w give m features, and the error falls with m, roughly as $1/\sqrt m$.
 
 
 # %%
@@ -235,16 +237,16 @@ plots.lines(
         "elu + 1": (counts, [other] * len(counts)),
         "1/√m": (counts, errors[0] * np.sqrt(counts[0] / np.array(counts))),
     },
-    f"Random features come nearer with their number; elu + 1 stays {other:.0%} away",
+    f"The error of random features falls with their number; that of elu + 1 stays at {other:.0%}",
     x="m (random features)",
-    y="distance from softmax (of its length)",
+    y="relative distance from softmax attention",
     log="xy",
     dashed=("1/√m",),
 )
 
 # %% [markdown]
-# Seen as weights, on a shorter text with larger scores: the softmax picks out keys, $\text{elu} + 1$ spreads, and
-# random features imitate the softmax. The larger the scores, the more features that takes.
+# Here are the weights, on a shorter sequence with larger scores: the softmax concentrates on a few keys,
+# $\text{elu} + 1$ spreads out, and random features imitate the softmax. Larger scores need more features.
 
 # %%
 q, k = 2.5 * q[:24], 2.5 * k[:24]
@@ -264,19 +266,20 @@ drawn = {
 moved = {name: float(abs(weights - drawn["softmax"]).sum(axis=1).mean() / 2) for name, weights in drawn.items()}
 plots.heads(
     np.stack(list(drawn.values())),
-    f"Put elsewhere than by softmax: {moved['elu + 1']:.0%} of the weight by elu + 1, "
-    f"{moved['16,384 random features']:.0%} by random features",
+    f"Weight placed differently than by softmax: {moved['elu + 1']:.0%} for elu + 1, "
+    f"{moved['16,384 random features']:.0%} for random features",
     names=list(drawn),
+    mask=Causal(),
     columns=3,
 )
 
 # %% [markdown]
 # ## Time
 #
-# On this machine, two heads of 32, the window of 128. The contenders take turns and medians count, so that what else
-# the machine does falls on all alike. Both axes are logarithmic: what grows as n runs along the lower dashed line, what
-# grows as n² along the upper one. The dense form may jump where its scores no longer fit the nearest memory; that
-# traffic is what tiles save.
+# These are times on this machine, for two heads of width 32 and the window of 128. The contenders alternate and we take
+# medians, so that other load on the machine affects all of them alike. Both axes are logarithmic: times that grow as n
+# are parallel to the lower dashed line, times that grow as n² to the upper one. The dense form may jump where its
+# scores no longer fit into the cache; tiling avoids that memory traffic.
 
 # %%
 contenders = {
@@ -300,8 +303,8 @@ plots.lines(
         "n²": (longer, 1e3 * seconds["dense"][-1] * (n / n[-1]) ** 2),
         "n": (longer, 1e3 * seconds["linear"][-1] * n / n[-1]),
     },
-    f"At n = {n[-1]:,} dense attention takes {timing.ratio(raced, 'dense', 'blockwise'):.1f} × as long as tiles, "
-    f"{timing.ratio(raced, 'dense', 'window'):.0f} × a window",
+    f"At n = {n[-1]:,} dense attention takes {timing.ratio(raced, 'dense', 'blockwise'):.1f} × as long as blockwise, "
+    f"{timing.ratio(raced, 'dense', 'window'):.0f} × as long as a window",
     x="n (tokens)",
     y="time (ms)",
     log="xy",
@@ -311,32 +314,32 @@ plots.lines(
 # %% [markdown]
 # ## What the table leaves out
 #
-# Document 002 prints the table of Vaswani et al. (2017): attention costs $n^2 d$ a layer. That is the product of
-# queries, keys and values. The four projections that make them cost $8 n d^2$ more, and up to n = 2d that is the
-# larger part.
+# Document 002 prints the table of Vaswani et al. (2017), where attention costs $n^2 d$ per layer. That covers the
+# products of queries, keys and values. The four projections cost another $8 n d^2$, which is the larger part up to
+# n = 2d.
 
 # %%
 width = 256
 
 
 def operations(layer, n, d):
-    """What XLA counts for a layer on `[1, n, d]`; loops once."""
+    """XLA's operation count for a layer on `[1, n, d]`, where loop bodies count once."""
     x = abstract(1, n, d)
     variables = jax.eval_shape(layer.init, jax.random.key(0), x)
     return jax.jit(layer.apply).lower(variables, x).cost_analysis()["flops"]
 
 
 def products(n, d):
-    """Of attention alone."""
+    """The operations of attention alone."""
     return attend("dense").lower(*[abstract(n, 1, d)] * 3).cost_analysis()["flops"]
 
 
 alone = np.array([products(n, width) for n in lengths])
-whole = np.array([operations(MultiHeadAttention(1, use_bias=False, impl="dense"), n, width) for n in lengths])
-np.testing.assert_allclose(whole - alone, [8 * n * width**2 for n in lengths], rtol=0.02)
-crossing = np.interp(0, np.log(alone / (whole - alone)), lengths)
+full = np.array([operations(MultiHeadAttention(1, use_bias=False, impl="dense"), n, width) for n in lengths])
+np.testing.assert_allclose(full - alone, [8 * n * width**2 for n in lengths], rtol=0.02)
+crossing = np.interp(0, np.log(alone / (full - alone)), lengths)
 plots.lines(
-    {"scores and mixing: 4·n²·d": (lengths, alone), "four projections: 8·n·d²": (lengths, whole - alone)},
+    {"scores and mixing: 4·n²·d": (lengths, alone), "four projections: 8·n·d²": (lengths, full - alone)},
     f"For d = {width} the projections cost more than attention itself up to n = {crossing:.0f}",
     x="n (tokens)",
     y="operations",
@@ -346,11 +349,11 @@ plots.lines(
 # %% [markdown]
 # ## The table, measured
 #
-# `GRU` and `CausalConv` take attention's place in a `Block`. A GRU goes from token to token: n steps, each waiting for
-# the one before. A convolution of width k does all tokens at once. The exponents below are $\log_2$ of how the count
-# grows when n, d, or the neighbourhood (k or r) doubles, from n = 16,384, d = 4,096, k = 4 and r = 512: large enough
-# for small terms to vanish, and nothing runs. XLA counts the loop of the GRU once, so its count is multiplied by n; for
-# the window, a tile's count is multiplied by the tiles that are not skipped.
+# `GRU` and `CausalConv` can replace attention in a `Block`. A GRU processes tokens in sequence: n steps, each of which
+# depends on the previous one. A convolution of width k processes all tokens at once. The exponents below are the
+# $\log_2$ of the growth of the count when n, d, or the neighbourhood (k or r) doubles, starting from n = 16,384, d =
+# 4,096, k = 4 and r = 512: large enough for small terms to vanish, as nothing is run. XLA counts the GRU's loop once,
+# so its count is multiplied by n; for the window, the count of a tile is multiplied by the number of tiles not skipped.
 
 # %%
 block = Block(GRU(), Mlp())
@@ -379,7 +382,7 @@ costs = {
     ),
     "attention in a window": (in_window, "r·n·d", "1", "n/r"),
 }
-print(f"{'layer':23}{'operations':14}{'of n':>6}{'of d':>6}{'of k, r':>9}  {'steps in turn':15}longest path")
+print(f"{'layer':23}{'operations':14}{'of n':>6}{'of d':>6}{'of k, r':>9}  {'sequential':15}longest path")
 for name, (count, formula, steps, path) in costs.items():
     n, d, near = 16_384, 4096, 512 if name.endswith("window") else 4
     base = count(n, d, near)
@@ -391,10 +394,10 @@ for name, (count, formula, steps, path) in costs.items():
 # %% [markdown]
 # ## How far a stack reaches
 #
-# The table gives convolutions a longest path of $\log_k n$. That holds for dilated ones only (van den Oord et al.
-# 2016), whose steps grow as 1, k, k², …: L layers reach $k^L$ tokens. Undilated, and in a window of r, L layers reach
-# $1 + L(k - 1)$, so n tokens take about $n/k$ of them. By formula, and by asking the derivative of the last output
-# which inputs it depends on.
+# The table gives convolutions a longest path of $\log_k n$. That only holds for dilated ones (van den Oord et al.
+# 2016), with dilations 1, k, k², …: L layers reach $k^L$ tokens. L undilated layers, or layers with a window, reach $1
+# + L(k - 1)$ tokens, so n tokens take about $n/k$ layers. We check the formula against the derivative of the last
+# output, which shows the inputs that it depends on.
 
 # %%
 n, k, r = 256, 3, 6
@@ -408,7 +411,7 @@ depths = [1, 2, 3, 4, 5]
 
 
 def reached(make):
-    """How many inputs the last output depends on, after each of five layers."""
+    """The number of inputs that the last output depends on, after each of five layers."""
 
     def lasts(x):
         outputs = []
@@ -428,15 +431,15 @@ assert reach["attention in a window of 6"] == [1 + depth * (r - 1) for depth in 
 assert reach["attention"] == [n] * 5
 plots.lines(
     {name: ([str(depth) for depth in depths], tokens) for name, tokens in reach.items()},
-    "L dilated layers reach 3^L tokens; undilated ones add the same each",
+    "L dilated layers reach 3^L tokens; undilated layers add a constant number each",
     x="layers",
     y="inputs that reach the last output (tokens)",
     log="y",
 )
 
 # %% [markdown]
-# A GRU reaches everything in one layer, through n steps. What arrives is another question: here is the size of the
-# derivative of the last output with respect to the input so many tokens back, both layers untrained.
+# A GRU reaches all tokens in one layer, through n steps. How much of them arrives is another question: here is the norm
+# of the derivative of the last output with respect to earlier inputs, for two untrained layers.
 
 # %%
 x = jax.random.normal(jax.random.key(0), (8, 128, 32))
@@ -450,7 +453,7 @@ for name, layer in {"GRU": GRU(), "attention": MultiHeadAttention(num_heads=1, m
 half = np.log(2) / -np.polyfit(back[1:], np.log(sizes["GRU"][1:]), 1)[0]
 plots.lines(
     {name: (back, size) for name, size in sizes.items()},
-    f"A GRU's derivative halves every {half:.1f} tokens; attention's does not fade",
+    f"A GRU's derivative halves every {half:.1f} tokens; that of attention does not decay",
     x="distance of the input (tokens back)",
     y="derivative of the last output (norm)",
     log="y",

@@ -1,0 +1,204 @@
+"""The figures of the README and of the studies' pages, from runs made now.
+
+python docs/figures.py              # all of them: a quarter of an hour on two CPU cores
+python docs/figures.py attention race resume
+python docs/figures.py scaling norms
+
+A figure is replaced when its run has succeeded. The model of `attention` stays in build/figures. The race runs against
+what is installed: `make peers`, and `pip install tokamax attnax` for the rest.
+"""
+
+import io
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ["MPLBACKEND"] = "agg"
+
+import jax
+import matplotlib.pyplot as plt
+import numpy as np
+from PIL import Image
+
+import attnlab
+from attnlab import plots
+from attnlab.masks import Causal
+from attnlab.study.__main__ import STUDIES
+from attnlab.training.metrics import read
+
+IMAGES = Path(__file__).parent / "images"
+COLORS = 96  # of a palette: enough for a heat map, and a third of the bytes
+
+
+def main(names: list[str]) -> int:
+    """Makes the figures with these names, all when there are none."""
+    known = {"attention": attention, "race": race, "resume": resume}
+    known |= {name: lambda folder, name=name: study(name, folder) for name in STUDIES}
+    if unknown := [name for name in names if name not in known]:
+        print(f"error: {unknown[0]!r} is no figure: use {', '.join(known)}", file=sys.stderr)
+        return 2
+    for name in names or known:
+        with tempfile.TemporaryDirectory() as folder:
+            start = time.perf_counter()
+            known[name](Path(folder))
+            print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
+    return 0
+
+
+def attention(folder: Path) -> None:
+    """Trains the quickstart's model and draws four of its heads on a line of text."""
+    workdir = IMAGES.parents[1] / "build" / "figures" / "quickstart"  # kept: a finished run is not trained again
+    run("attnlab.train", "--config=configs/quickstart.py", f"--workdir={workdir}")
+    model, params, tokenizer, config = attnlab.load(workdir)
+    text = "the list of names is"
+    _, left = model.apply(params, tokenizer.encode(text)[None], mutable=["intermediates"])
+    weights = np.concatenate(
+        [
+            left["intermediates"][f"block_{layer}"]["attention"]["attention_weights"][0][0]
+            for layer in range(config.model.num_layers)
+        ]
+    )
+    chosen = spread(weights)
+    heads = config.model.num_heads
+    figure = plots.heads(
+        weights[chosen],
+        "Attention weights of a GPT trained by `make train`: four of its sixteen heads",
+        tokens=list(text.replace(" ", "_")),
+        names=[f"layer {head // heads}, head {head % heads}" for head in chosen],
+        mask=Causal(),
+    )
+    save(figure, IMAGES / "attention.png")
+
+
+def spread(weights, count: int = 4) -> list[int]:
+    """The heads that differ most from one another, the most concentrated first."""
+    flat = weights.reshape(len(weights), -1)
+    chosen = [int(np.square(flat).sum(1).argmax())]
+    while len(chosen) < count:
+        distance = np.abs(flat[:, None] - flat[chosen]).sum(-1).min(1)
+        chosen.append(int(distance.argmax()))
+    return sorted(chosen)
+
+
+def race(folder: Path) -> None:
+    """Runs the operator's race at one length, and draws the times of forward with backward."""
+    length, path = 4096, folder / "race.json"
+    run("attnlab.bench", "attention", f"--lengths={length}", "--masks=causal,window", f"--json={path}")
+    seconds = json.loads(path.read_text())["seconds"]
+    masks = {"causal": "causal", "window": "window of 256"}
+    with plt.rc_context(plots.STYLE):
+        figure, grid = plt.subplots(1, len(masks), figsize=(6.5, 3))
+        for axes, (mask, label) in zip(grid, masks.items()):
+            times = seconds[f"{mask}, T = {length:,}, forward + backward"]
+            times = {name: 1e3 * value for name, value in times.items() if name != "attnlab dense"}
+            names = sorted(times, key=times.get, reverse=True)
+            colors = [plots.COLORS[0] if name == "attnlab" else plots.COLORS[7] for name in names]
+            bars = axes.barh(names, [times[name] for name in names], color=colors)
+            axes.bar_label(bars, fmt="%.0f", padding=3)
+            axes.set(title=label, xlabel="milliseconds", xlim=(0, 1.15 * max(times.values())))
+        figure.suptitle(f"Forward + backward, {length:,} tokens, 8 heads of 64, float32\n{processor()}", fontsize=9)
+    save(figure, IMAGES / "race.png")
+
+
+def resume(folder: Path) -> None:
+    """Trains a run undisturbed, and again with three SIGKILLs, and draws the losses of both."""
+    options = ["--config=configs/quickstart.py", "--config.steps=600", "--config.log.every=5"]
+    options += ["--config.checkpoint.every=50", "--config.eval.every=600", "--config.sample.length=1"]
+    run("attnlab.train", *options, f"--workdir={folder / 'undisturbed'}")
+    lives = [life(options, folder / "killed", until) for until in (130, 290, 470, None)]
+    expected, ended = read(folder / "undisturbed" / "metrics.jsonl"), read(folder / "killed" / "metrics.jsonl")
+    same = expected[-1]["params_sha256"] == ended[-1]["params_sha256"]
+    with plt.rc_context(plots.STYLE):
+        figure, axes = plt.subplots(figsize=(6.5, 3))
+        axes.plot(*losses(expected), color="#d8d3c8", linewidth=7, label="never interrupted")
+        for number, records in enumerate(lives):
+            steps, values = losses(records)
+            label = "killed three times by SIGKILL, and resumed" if number == 0 else None
+            axes.plot(steps, values, color=plots.COLORS[0], linewidth=1.4, label=label)
+            if number < len(lives) - 1:
+                axes.plot(steps[-1], values[-1], "X", color=plots.COLORS[1], markersize=10, zorder=3)
+                axes.annotate("kill -9", (steps[-1], values[-1]), (0, 16), textcoords="offset points", ha="center")
+        axes.set(xlabel="step", ylabel="training loss (nats per character)")
+        axes.legend(frameon=False)
+        ending = "identical, bit for bit" if same else "NOT identical"
+        figure.suptitle(f"Killed three times and resumed: the final parameters are {ending}")
+    save(figure, IMAGES / "resume.png")
+    if not same:
+        raise SystemExit("error: a resumed run differs from an undisturbed one")
+
+
+def life(options: list[str], workdir: Path, until: int | None) -> list[dict]:
+    """Starts or resumes a run, and kills it as soon as it has logged step `until`; the metrics that it left."""
+    path = workdir / "metrics.jsonl"
+    child = subprocess.Popen(command("attnlab.train", *options, f"--workdir={workdir}"), stdout=subprocess.DEVNULL)
+    while child.poll() is None:
+        if until is not None and any(record["step"] >= until for record in read(path)):
+            child.send_signal(signal.SIGKILL)
+        time.sleep(0.02)
+    if child.wait() not in (0, -signal.SIGKILL):
+        raise SystemExit(f"error: the run ended with {child.returncode}")
+    return read(path)
+
+
+def losses(records: list[dict]) -> tuple[list[int], list[float]]:
+    """Steps and losses of the train records."""
+    records = [record for record in records if record["split"] == "train"]
+    return [record["step"] for record in records], [record["loss"] for record in records]
+
+
+def study(name: str, folder: Path) -> None:
+    """Runs a study with --fast, and keeps its figure and verdict."""
+    run("attnlab.study", name, "--fast", f"--out={folder / name}")
+    shrink(Image.open(folder / name / f"{name}.png"), IMAGES / "studies" / f"{name}.png")
+    (IMAGES / "studies" / f"{name}.txt").write_text((folder / name / "verdict.txt").read_text())
+
+
+def save(figure, path: Path) -> None:
+    """Draws a figure into a small PNG."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    plt.close(figure)
+    shrink(Image.open(buffer), path)
+
+
+def shrink(image: Image.Image, path: Path, width: int = 1200) -> None:
+    """Writes a picture at most so wide, with a palette."""
+    image = image.convert("RGB")
+    if image.width > width:
+        image = image.resize((width, round(image.height * width / image.width)), Image.Resampling.LANCZOS)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.quantize(COLORS, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+def command(module: str, *options: str) -> list[str]:
+    """The command line of one of attnlab's modules."""
+    return [sys.executable, "-m", module, *options]
+
+
+def run(module: str, *options: str) -> None:
+    """Runs one of attnlab's commands; its output goes to this terminal."""
+    subprocess.run(command(module, *options), check=True, cwd=IMAGES.parents[1])
+
+
+def processor() -> str:
+    """The CPU's name and its number of cores."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    facts = dict(line.replace("\t", "").split(":", 1) for line in lines if ":" in line)
+    facts = {name: value.strip() for name, value in facts.items()}
+    name = facts["model name"].replace("(R)", "").removesuffix(" Processor")
+    if "cpu family" in facts:
+        name += f" (family {facts['cpu family']}, model {facts['model']})"
+    return f"{os.cpu_count()} cores of {name}, JAX {jax.__version__}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

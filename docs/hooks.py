@@ -1,0 +1,112 @@
+"""MkDocs hooks of this site, besides its plugins: rendered lessons, verdicts of studies, MathML, and checks.
+
+Every failure raises, so that a strict build never leaves out a lesson, a figure or a public name in silence.
+"""
+
+import html
+import importlib
+import inspect
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+from latex2mathml.converter import convert
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+
+import lessons  # noqa: E402  (beside this file)
+
+_FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
+_STUDY = re.compile(r"^\{\{ study (\w+) \}\}$", re.MULTILINE)
+
+
+def on_files(files, config):
+    """Adds the README as the home page, and a page with its figures for every lesson."""
+    home = (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](").replace('src="docs/', 'src="')
+    files.append(File.generated(config, "index.md", content=home))
+    for source in sorted((ROOT / "notebooks").glob("*.py")):
+        page, figures = lessons.render(source, cache=ROOT / "build" / "lessons")
+        files.append(File.generated(config, f"tutorials/{source.stem}.md", content=page))
+        for name, content in figures.items():
+            files.append(File.generated(config, f"tutorials/{name}", content=content))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Replaces `{{ study NAME }}` by the study's claim, figure and verdict."""
+    return _STUDY.sub(lambda found: _study(found[1]), markdown)
+
+
+def on_page_content(content, page, config, files):
+    """Formulas as MathML, which browsers draw without a script."""
+    return _FORMULA.sub(lambda found: _mathml(found[2].strip()), content)
+
+
+def on_post_build(config):
+    """Raises where a page loads something from the network, or a public name is missing from the reference."""
+    site, ids = Path(config.site_dir), set()
+    for page in site.rglob("*.html"):
+        checked = _Page()
+        checked.feed(page.read_text(encoding="utf-8"))
+        if checked.external:
+            raise PluginError(f"{page.relative_to(site)} loads {checked.external[0]}: ship it with the site")
+        ids |= checked.ids
+    for style in site.rglob("*.css"):
+        if found := re.search(r"(?:url\(|@import)\s*['\"]?(?:https?:)?//[^'\")]+", style.read_text(encoding="utf-8")):
+            raise PluginError(f"{style.relative_to(site)} loads {found[0]}: ship it with the site")
+    if missing := sorted(set(_public_names()) - ids):
+        raise PluginError(f"public names without an entry in docs/reference: {', '.join(missing)}")
+
+
+_LOADED = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "video": "src"}
+
+
+class _Page(HTMLParser):
+    """Anchors of a page, and the addresses of other hosts that it loads when it is opened."""
+
+    def __init__(self):
+        super().__init__()
+        self.external, self.ids = [], set()
+
+    def handle_starttag(self, tag, attrs):
+        values = dict(attrs)
+        self.ids.add(values.get("id"))
+        address = values.get(_LOADED.get(tag)) or ""
+        if re.match(r"(https?:)?//", address) and values.get("rel") != "canonical":
+            self.external.append(address)
+
+
+def _public_names():
+    """Every public name: "attnlab.attention", "attnlab.masks.Causal", …"""
+    modules = [importlib.import_module("attnlab")]
+    for module in modules:
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.ismodule(value):
+                modules.append(value)
+            else:
+                yield f"{module.__name__}.{name}"
+
+
+def _mathml(formula: str) -> str:
+    display = formula.startswith(r"\[")
+    return convert(html.unescape(formula[2:-2]), display="block" if display else "inline")
+
+
+def _study(name: str) -> str:
+    """The section of a study, from its docstring and from what `make figures` left."""
+    module = importlib.import_module(f"attnlab.study.{name}")
+    claim, *verdict = (ROOT / "docs" / "images" / "studies" / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+    if claim != module.__doc__.strip().splitlines()[0]:
+        raise PluginError(f"docs/images/studies/{name}.txt is of another claim: run `make figures`")
+    parts = [line.split(maxsplit=1) for line in verdict[1:] if line.startswith("  ")]
+    rows = "\n".join(f"| {text.replace('|', chr(92) + '|')} | {held} |" for held, text in parts)
+    outcome = verdict[0].strip()
+    return (
+        f"## {name}\n\n**Claim.** {claim}\n\n![{name}: the measured figure](images/studies/{name}.png)\n\n"
+        f"**Verdict.** In this run {outcome}.\n\n| measured | |\n|---|---|\n{rows}\n"
+    )
