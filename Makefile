@@ -1,20 +1,39 @@
-# make train | test | test-slow | peers | lint | format | bench | constraints
+# make train | test | test-slow | test-versions | campaigns | peers | lint | format | bench | docs | figures | constraints
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+# uv, where there is one, installs in seconds what takes pip minutes.
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL = $(if $(shell command -v uv),uv pip install --quiet --python $(BIN)/python -c constraints.txt,$(PIP))
+PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
+OPTIMIZED = XLA_FLAGS="--xla_backend_optimization_level=3 $$XLA_FLAGS"
 # The frameworks that weights come from and go to; without them those tests skip.
 PEERS = torch==2.13.0 transformers==5.23.0
+# The tests of whatever can differ between versions of JAX, Flax, Optax and Orbax.
+VERSIONED = tests/ops tests/training tests/test_train.py tests/interop/test_flax.py tests/interop/test_export.py \
+	tests/interop/test_transforms.py
 
-.PHONY: train test test-slow peers lint format bench constraints clean
+.PHONY: train test test-slow test-versions campaigns peers lint format bench docs figures constraints clean
 
 train: $(VENV)/installed
 	$(BIN)/python -m attnlab.train --config=configs/quickstart.py
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	$(PYTEST) -m "not slow and not campaign"
 
+# With programs compiled as users compile them.
 test-slow: $(VENV)/installed-test
-	XLA_FLAGS="--xla_backend_optimization_level=3 $$XLA_FLAGS" $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+	$(OPTIMIZED) $(PYTEST) -m "slow and not campaign"
+
+# For another Python: make test-versions PYTHON=python3.12 VENV=.venv-newer
+test-versions: $(VENV)/installed-test
+	$(PYTEST) -m "not slow and not campaign" $(VERSIONED)
+
+# Hundreds of random cases, kills and damaged files; an hour and more, not part of .ci/run.
+campaigns: $(VENV)/installed-test
+	$(OPTIMIZED) $(PYTEST) -m campaign
+	$(BIN)/python -m attnlab.bench faults --kills=100 --stops=40 --corruptions=200 --full_disks=10 --shared=5 \
+		--commands=1000
 
 peers: $(VENV)/installed-peers
 
@@ -29,23 +48,35 @@ format: $(VENV)/installed-test
 bench: $(VENV)/installed
 	$(BIN)/python -m attnlab.bench attention
 
+# The site, in build/site: index.html there opens without a server. Any warning is an error.
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The figures of the README and of the studies' pages, from real runs.
+figures: $(VENV)/installed-docs
+	$(BIN)/python docs/figures.py
+
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(INSTALL) -e .
 	touch $@
 
 $(VENV)/installed-test: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	$(INSTALL) -e ".[test]"
+	touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	$(INSTALL) -e ".[docs]"
 	touch $@
 
 $(VENV)/installed-peers: $(VENV)/installed-test
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PEERS)
+	$(PIP) $(PEERS)
 	touch $@
 
 # The versions that the tests run with, for every Python and platform; needs uv.
 constraints:
 	uv pip compile --universal --no-emit-index-url --no-header --no-annotate --python-version 3.11 \
-		--extra test pyproject.toml -o constraints.txt
+		--extra test --extra docs pyproject.toml -o constraints.txt
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -1,4 +1,4 @@
-"""attnlab: the attention laboratory for JAX and Flax."""
+"""Attention for JAX and Flax: an exact, memory-efficient operator, and the modules and tools built on it."""
 
 from attnlab import interop, masks, nn, score_mods
 from attnlab.loading import load
@@ -19,3 +19,5 @@ __all__ = [
     "nn",
     "score_mods",
 ]
+
+__version__ = "0.1.0"

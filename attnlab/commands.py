@@ -1,16 +1,19 @@
-"""What the commands share: flags, and mistakes that end in one line and exit code 2."""
+"""Shared by all commands: parsing of flags, and errors of the user as one line with exit code 2."""
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from attnlab.config import default, fields, nearest
+from attnlab.config import default, experiments, fields, find, nearest
 from attnlab.errors import UserError
+
+_HELP = {"--help", "-h", "-help", "--helpfull", "--helpshort"}
+_NO_CONFIG = "--config is missing: name an experiment, e.g. --config=quickstart, or a --workdir that holds a run"
 
 
 def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, argv: list[str] | None = None) -> int:
@@ -18,142 +21,172 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
 
     Args:
       define: defines the command's flags, `define(values, argv)`.
-      main: gets the parsed flags, returns the exit code.
-      usage: what --help prints above the flags.
+      main: takes the parsed flags, returns the exit code.
+      usage: printed by --help above the flags.
       argv: the command line, program name first; `sys.argv` when None.
 
     Returns:
-      main's exit code, 0 for --help, 2 for a mistake of the user, 130 when interrupted.
+      main's exit code, 0 for --help, 2 for an error of the user, 130 when interrupted, 141 when the reader of standard
+      output has gone.
     """
     argv = list(sys.argv if argv is None else argv)
-    logging.set_verbosity(logging.FATAL)  # Orbax and TFDS tell a great deal, and raise what they log as an error
-    values = flags.FlagValues()
+    logging.set_verbosity(logging.FATAL)  # Orbax and TFDS log a lot, and raise what they log as errors
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a character must not end a run
+            stream.reconfigure(errors="replace")  # a character that the terminal cannot show must not end a run
     try:
-        define(values, argv)
-    except flags.Error as error:  # an unreadable --flagfile
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return 2
-    if {"--help", "-h", "-help", "--helpfull", "--helpshort"} & set(argv[1:]):
-        _print_help(values, usage)
-        return 0
-    try:
-        parse(values, argv)
-        return main(values)
+        return _run(define, main, usage, argv)
     except UserError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return 2
+        message = one_line(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        print(
-            "error: out of memory: lower config.batch_size, raise config.optimizer.accumulation, or choose a smaller "
-            f"model ({one_line(error)})",
-            file=sys.stderr,
+        message = (
+            "out of memory: lower config.batch_size, raise config.optimizer.accumulation, or choose a smaller model "
+            f"({one_line(error)})"
         )
-        return 2
-    except BrokenPipeError:  # the reader of a pipe left, as `head` does
+    except BrokenPipeError:  # as with `attnlab … | head`
         with contextlib.suppress(OSError):
             sys.stdout.close()
         return 141
-    except OSError as error:  # a full disk, a folder that may not be written
-        print(f"error: {error.strerror or one_line(error)}: {error.filename or 'no file is named'}", file=sys.stderr)
-        return 2
+    except OSError as error:  # a full disk, a folder without write permission
+        message = f"{error.strerror or one_line(error)}: {error.filename or 'no file is named'}"
+    print(f"error: {message}", file=sys.stderr)
+    return 2
 
 
-def define_config(values: flags.FlagValues, argv: list[str]) -> None:
-    """Defines `--config=FILE[:VARIANT]` and `--config.FIELD=VALUE`."""
+def _run(define, main, usage, argv) -> int:
+    values = flags.FlagValues()
+    try:
+        define(values, argv)
+    except flags.Error as error:  # an unreadable --flagfile
+        raise UserError(one_line(error)) from error
+    if _HELP & set(argv[1:]):
+        _print_help(values, usage)
+        return 0
+    parse(values, argv)
+    return main(values)
+
+
+def define_config(values: flags.FlagValues, argv: list[str], saved: ConfigDict | None = None) -> None:
+    """Defines `--config=EXPERIMENT[:VARIANT]` and `--config.FIELD=VALUE`.
+
+    Args:
+      values: the flags to add them to.
+      argv: the command line.
+      saved: the config of an existing run, used and overridden where the command line names no experiment.
+    """
+    if saved is not None and not given(argv, "config"):
+        try:
+            config_flags.DEFINE_config_dict("config", saved, flag_values=values, sys_argv=argv)
+        except (AttributeError, KeyError) as error:  # unlike a config file's, its overrides are looked up here
+            raise UserError(_unknown_field(argv) or one_line(error)) from error
+        return
     config_flags.DEFINE_config_file(
         "config",
         None,
-        "experiment, e.g. configs/quickstart.py or configs/sancho.py:tiny; --config.a.b=v changes a field",
+        "experiment: a name, e.g. quickstart or sancho:tiny, or a Python file; --config.a.b=v changes a field",
         flag_values=values,
         sys_argv=argv,
     )
 
 
 def parse(values: flags.FlagValues, argv: list[str]) -> None:
-    """Parses a command line, `--config` and its overrides included.
+    """Parses a command line, including `--config` and its overrides.
 
     Raises:
-      UserError: what is wrong with it, naming the nearest flag or field.
+      UserError: the first error in it, with the nearest valid name.
     """
-    for value in _given(argv, "config"):
-        _check_config_file(value.partition(":")[0])
+    argv = _with_config_paths(argv) if "config" in values else argv
     sys.modules.pop("config_config", None)  # else a second config in one process inherits the names of the first
     try:
         rest = values(argv)
     except flags.UnrecognizedFlagError as error:
-        raise UserError(f"--{error.flagname} is no flag{nearest(error.flagname, list(values))}; see --help") from error
+        if error.flagname.startswith("config.") and "config" in values and not given(argv, "config"):
+            raise UserError(_NO_CONFIG) from error
+        raise UserError(f"{one_line(error)} (see --help)") from error
     except (AttributeError, KeyError) as error:
         raise UserError(_unknown_field(argv) or one_line(error)) from error
     except (flags.Error, ValueError, TypeError, OSError) as error:
         raise UserError(f"{one_line(error)}; see --help") from error
-    except (Exception, SystemExit) as error:  # whatever a config file raises
+    except (Exception, SystemExit) as error:  # anything that a config file raises
         raise UserError(f"the config file failed ({type(error).__name__}: {one_line(error)})") from error
     if len(rest) > 1:
         raise UserError(f"{rest[1]!r} is not expected here: options look like --name=value; see --help")
+    for name in values:
+        if values[name].present > 1 and "." not in name and not isinstance(values[name], flags.MultiFlag):
+            raise UserError(f"--{name} is given {values[name].present} times: give it once")
 
 
 def config_of(values: flags.FlagValues) -> tuple[ConfigDict, str]:
-    """The config that the flags name, and a short name for it: 'quickstart', 'sancho-tiny'.
+    """The config that the flags name, and a short name for it: 'quickstart', 'sancho-tiny', "" for an existing run's.
 
     Raises:
-      UserError: none is named, or the file gave none.
+      UserError: none is named, or the file returned none.
     """
     if not values["config"].present:
-        raise UserError("--config is missing: name an experiment, e.g. --config=configs/quickstart.py")
+        if values.config is not None:  # of an existing run
+            return values.config, ""
+        raise UserError(_NO_CONFIG)
     file, _, variant = config_flags.get_config_filename(values["config"]).partition(":")
     if not isinstance(values.config, ConfigDict):
-        raise UserError(f"{file}: get_config() returned {values.config!r}: return an attnlab.config.default(), changed")
+        raise UserError(f"{file}: get_config() returned {values.config!r}: return a modified attnlab.config.default()")
     return values.config, Path(file).stem + (f"-{variant}" if variant else "")
 
 
 def one_line(error: BaseException) -> str:
-    """The line of a message that says what is wrong: the last, where a traceback stands above it."""
+    """The line of an error message that names the cause: the last one where it includes a traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
     if "Traceback" in str(error):
         return lines[-1].removeprefix("attnlab.errors.UserError: ")
     return " ".join(lines) if isinstance(error, UserError) else lines[0]
 
 
+def given(argv: list[str], name: str) -> list[str]:
+    """The values that a command line gives to a flag, before it is parsed.
+
+    >>> given(["train", "--workdir=a", "-workdir", "b"], "workdir")
+    ['a', 'b']
+    """
+    return [value for _, value in _occurrences(argv, name)]
+
+
+def _occurrences(argv: list[str], name: str) -> list[tuple[int, str]]:
+    """Index of each word that holds a value of a flag, and that value; "" after a last word without one."""
+    found = []
+    for at, word in enumerate(argv):
+        flag, equals, value = word.lstrip("-").partition("=")
+        if word.startswith("-") and flag == name:
+            found.append((at, value) if equals else (at + 1, argv[at + 1] if at + 1 < len(argv) else ""))
+    return found
+
+
+def _with_config_paths(argv: list[str]) -> list[str]:
+    """The command line with the paths of experiments in place of their names."""
+    argv = list(argv)
+    for at, value in _occurrences(argv, "config"):
+        if at < len(argv):  # else the value is missing, which absl reports
+            argv[at] = argv[at].removesuffix(value) + find(value)
+    return argv
+
+
 def _print_help(values: flags.FlagValues, usage: str) -> None:
     print(f"{usage.strip()}\n\nFlags:")
     for name in sorted(values):
-        given = "" if values[name].default is None else f" (default: {values[name].default})"
-        print(f"  --{name}: {values[name].help}{given}")
+        default_value = "" if values[name].default is None else f" (default: {values[name].default})"
+        print(f"  --{name}: {values[name].help}{default_value}")
     if "config" in values:
-        print("\nFields, and their values where the experiment says nothing (attnlab/config.py explains them):")
+        print(f"\nExperiments: {', '.join(experiments())}")
+        print("\nConfig fields and their defaults; attnlab/config.py explains them; the last of several values counts:")
         for field, value in fields(default()).items():
             print(f"  --config.{field}={value}")
 
 
-def _given(argv: list[str], name: str) -> Iterator[str]:
-    for at, word in enumerate(argv):
-        flag, equals, value = word.lstrip("-").partition("=")
-        if word.startswith("-") and flag == name:
-            yield value if equals else argv[at + 1] if at + 1 < len(argv) else ""
-
-
-def _check_config_file(file: str) -> None:
-    path = Path(file)
-    try:
-        if path.is_file():
-            return
-    except OSError as error:  # a name that no file can have
-        raise UserError(f"--config={file}: {error.strerror}") from error
-    there = sorted(str(other) for other in (path.parent if path.parent.is_dir() else Path("configs")).glob("*.py"))
-    raise UserError(
-        f"--config={file}: no such file{nearest(file, there) or (': there are ' + ', '.join(there) if there else '')}"
-    )
-
-
 def _unknown_field(argv: list[str]) -> str:
+    # ml_collections compares with the fields of one group only, and does not say which group it looked at.
     known = list(fields(default()))
     groups = {name.rpartition(".")[0] for name in known}
     for word in argv[1:]:

@@ -1,7 +1,9 @@
-"""JAX's persistent compilation cache, in the user's cache folder, without the entries that a kill has torn.
+"""JAX's persistent compilation cache in the user's cache folder, with truncated entries removed.
 
-JAX writes an entry in place, so that a kill leaves half of one, and never writes one again that is there: a torn entry
-would be compiled anew at every start, with a warning.
+JAX writes an entry in place, so that a kill leaves a truncated one, and never overwrites an existing entry: it would be
+compiled again at every start, with a warning. JAX's own size limit (jax_compilation_cache_max_size) is not used: it
+takes a file lock for every entry that is read, keeps truncated entries, and up to JAX 0.10 fails on entries without an
+access time, which a kill leaves as well.
 """
 
 import contextlib
@@ -17,29 +19,29 @@ from pathlib import Path
 
 import jax
 
-LIMIT = 2 << 30  # bytes of attnlab's own folder, past which the oldest entries go
+LIMIT = 2 << 30  # bytes of attnlab's own folder, beyond which the oldest entries are deleted
 
 
 def keep_programs() -> Path | None:
-    """Programs compiled from here on are kept for the next start, and those of earlier ones found.
+    """Enables the cache: programs compiled from now on are stored, and stored ones are loaded.
 
-    The folder is JAX_COMPILATION_CACHE_DIR, else attnlab/ in the user's cache folder (XDG_CACHE_HOME, ~/.cache), there
-    one for each kind of processor. JAX_ENABLE_COMPILATION_CACHE=false keeps nothing.
+    The folder is JAX_COMPILATION_CACHE_DIR, else attnlab/ in the user's cache folder (XDG_CACHE_HOME, ~/.cache), with a
+    subfolder per processor type. JAX_ENABLE_COMPILATION_CACHE=false disables the cache.
 
     Returns:
-      The folder; None when nothing is kept.
+      The folder; None when the cache is disabled.
     """
     if not jax.config.jax_enable_compilation_cache:
         return None
     given = jax.config.jax_compilation_cache_dir
-    if given and "://" in given:  # a bucket, whose objects are whole or not there
+    if given and "://" in given:  # a bucket, whose objects are written atomically
         return None
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = Path(given) if given else home / "attnlab" / f"programs-{_processor()}"
         folder.mkdir(parents=True, exist_ok=True)
         sweep(folder, limit=math.inf if given else LIMIT)
-    except (OSError, RuntimeError):  # no home, or one that may not be written: nothing is kept
+    except (OSError, RuntimeError):  # no home, or one without write permission
         return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
@@ -48,37 +50,37 @@ def keep_programs() -> Path | None:
 
 
 def sweep(folder: Path, limit: int | float = LIMIT) -> list[Path]:
-    """Deletes torn entries, and the oldest ones past a limit of bytes.
+    """Deletes truncated entries, and the oldest ones beyond a limit of bytes.
 
-    Only what was written since the last sweep is read. An entry that another process is just writing looks torn too:
-    it goes on into a file without a name.
+    Only entries written since the last sweep are read. An entry that another process is writing looks truncated, too:
+    that process goes on writing to the deleted file.
 
     Returns:
-      The torn ones.
+      The truncated entries.
     """
     swept = folder / "swept"
     before, now = swept.stat().st_mtime if swept.exists() else 0.0, time.time()
-    kept, torn = [], []
+    kept, truncated = [], []
     for entry in folder.glob("*-cache"):
         with contextlib.suppress(FileNotFoundError):  # another process sweeps as well
-            facts = entry.stat()
-            if facts.st_mtime >= before - 1 and not _is_whole(entry.read_bytes()):
-                torn.append(entry)
+            stat = entry.stat()
+            if stat.st_mtime >= before - 1 and not _is_intact(entry.read_bytes()):
+                truncated.append(entry)
             else:
-                kept.append((facts.st_mtime, facts.st_size, entry))
+                kept.append((stat.st_mtime, stat.st_size, entry))
     newest_first = sorted(kept, reverse=True)
     sizes = itertools.accumulate(size for _, size, _ in newest_first)
     old = [entry for (_, _, entry), size in zip(newest_first, sizes) if size > limit]
-    for entry in torn + old:
+    for entry in truncated + old:
         entry.unlink(missing_ok=True)
     swept.touch()
     os.utime(swept, (now, now))
-    return torn
+    return truncated
 
 
-def _is_whole(entry: bytes) -> bool:
+def _is_intact(entry: bytes) -> bool:
     if entry[:4] == b"\x28\xb5\x2f\xfd":
-        return _is_whole_zstd(entry)
+        return _is_intact_zstd(entry)
     stream = zlib.decompressobj()
     try:
         stream.decompress(entry)
@@ -87,8 +89,8 @@ def _is_whole(entry: bytes) -> bool:
     return stream.eof
 
 
-def _is_whole_zstd(entry: bytes) -> bool:
-    """JAX takes Python's own from 3.14 on, before that zstandard where it is installed."""
+def _is_intact_zstd(entry: bytes) -> bool:
+    """JAX uses Python's own zstd from 3.14 on, before that zstandard where it is installed."""
     try:
         from compression import zstd
 
@@ -97,7 +99,7 @@ def _is_whole_zstd(entry: bytes) -> bool:
         try:
             import zstandard
         except ImportError:
-            return True  # nobody here can read it, nor say
+            return True  # it cannot be checked, nor read by JAX
         decompress, error = zstandard.ZstdDecompressor().decompress, zstandard.ZstdError
     try:
         decompress(entry)
@@ -108,7 +110,7 @@ def _is_whole_zstd(entry: bytes) -> bool:
 
 @functools.cache
 def _processor() -> str:
-    """A name for this kind of processor: programs for another one may not run here, and homes may be shared."""
+    """A name for this processor type: home folders may be shared, and programs for another processor may fail."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

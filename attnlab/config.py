@@ -1,6 +1,6 @@
 """The configuration of a run: its fields, their defaults, and what they must satisfy.
 
-A file in `configs/` changes what it needs of `default()`; the command line changes what it needs of that.
+An experiment, a file in `configs/`, changes some fields of `default()`; the command line changes some of those.
 """
 
 import difflib
@@ -11,10 +11,10 @@ from ml_collections import ConfigDict, config_dict
 
 from attnlab.data import tokenizers
 from attnlab.errors import UserError
-from attnlab.nn.gpt import ACTIVATIONS, POSITIONS
+from attnlab.nn.gpt import ACTIVATIONS, POSITIONS, check_shape
 
-# What every value must satisfy by itself: the least of whole numbers, the ends of ranges, the names of choices.
-_WHOLE_NUMBERS = {
+# Valid values: the minimum of integers, the ends of ranges, the names of choices.
+_MINIMA = {
     "steps": 1,
     "seed": 0,
     "batch_size": 1,
@@ -55,16 +55,16 @@ _CHOICES = {
     "data.tokenizer": (*tokenizers.KINDS, "pretrained"),
     "model.positions": POSITIONS,
     "model.activation": tuple(ACTIVATIONS),
-    "model.impl": ("auto", "blockwise", "dense"),  # kernels honour some calls of a run only, so "auto" picks them
+    "model.impl": ("auto", "blockwise", "dense"),  # kernels support only some calls of a run: "auto" picks them
     "parallel.strategy": ("pmap", "mesh"),
 }
-# A run may go on with other values of these: they change how it runs, not what it computes. A text may move: what it
-# says is compared by its sha256.
+# A run may be resumed with other values of these: they change how it runs, not what it computes. A text may move: its
+# content is compared by sha256.
 FREE_TO_CHANGE = ("parallel.", "checkpoint.", "log.", "data.path")
 
 
 def default() -> ConfigDict:
-    """Every field with its default; the values are those of `configs/quickstart.py`.
+    """Every field with its default, the values of `configs/quickstart.py`.
 
     >>> config = default()
     >>> config.model.width
@@ -73,83 +73,125 @@ def default() -> ConfigDict:
     config = ConfigDict()
     config.steps = 2000  # optimizer updates
     config.seed = 0  # of initialisation, data order and dropout
-    config.batch_size = 12  # sequences an update, over all devices and accumulation steps
-    config.on_nonfinite = "stop"  # what to do at a loss or gradient that is not finite: stop, or skip that update
-    config.precision = "float32"  # of the computation: float32 or bfloat16; parameters are float32 always
-    # What to start from instead of random weights: the workdir of a run, or a folder with a GPT-2 of Hugging Face. Its
-    # tokenizer and the shape of its model count then; how to train it (dropout, remat, impl) is said here, and a
-    # context that is shorter than its own.
+    config.batch_size = 12  # sequences per update, over all devices and accumulation steps
+    config.on_nonfinite = "stop"  # at a loss or gradient that is not finite: stop, or skip the update
+    config.precision = "float32"  # of the computation: float32 or bfloat16; parameters are always float32
+    # Start from these weights instead of random ones: the workdir of a run, or a folder with a Hugging Face GPT-2. Its
+    # tokenizer and the shape of its model are used; how to train it (dropout, remat, impl), and a context shorter than
+    # its own, are set here.
     config.init_from = ""
-
-    config.data = ConfigDict()
-    config.data.name = "python_docs"  # python_docs, quijote, text or tfds:NAME; text when a path is given
-    config.data.path = ""  # a file or a glob of UTF-8 text
-    config.data.feature = ""  # of a TFDS set, where it has several texts
-    config.data.tokenizer = "char"  # char, byte, word, bpe or wordpiece; "pretrained" is that of init_from
-    config.data.vocab_size = 1024  # of word, bpe and wordpiece, at most
-    config.data.validation_fraction = 0.1  # the last part of the text, held out
-
-    config.model = ConfigDict()
-    config.model.num_layers = 4
-    config.model.num_heads = 4
-    config.model.kv_heads = config_dict.placeholder(int)  # heads of keys and values; None for num_heads
-    config.model.width = 128
-    config.model.context = 64  # tokens a sequence
-    config.model.vocab_size = config_dict.placeholder(int)  # None for the tokenizer's; more pads it
-    config.model.dropout = 0.0
-    config.model.positions = "rotary"  # learned, sinusoidal, rotary, alibi or none
-    config.model.window = config_dict.placeholder(int)  # attend to so many positions; None for all before
-    config.model.qk_norm = True  # keeps large learning rates stable (Henry et al. 2020)
-    config.model.use_bias = False
-    config.model.mlp_ratio = 4.0  # width of the feed-forward layer over the model's
-    config.model.activation = "gelu_tanh"  # of the feed-forward layer: gelu_tanh, gelu, relu or silu
-    config.model.norm_epsilon = 1e-5
-    # Keep each block's input alone for the gradient: a third more time and less memory, on GPUs and TPUs. On CPUs XLA
-    # computes all blocks again before it needs the first.
-    config.model.remat = False
-    config.model.impl = "auto"  # backend of the attention operator
-
-    config.optimizer = ConfigDict()
-    config.optimizer.learning_rate = 5e-3  # at its peak
-    config.optimizer.final_fraction = 0.0  # learning rate at the last step, over the peak
-    config.optimizer.warmup_steps = 100  # at most half of steps
-    config.optimizer.b1 = 0.9
-    config.optimizer.b2 = 0.95
-    config.optimizer.weight_decay = 0.1  # of kernels and embeddings, not of biases and norms
-    config.optimizer.clip_norm = 1.0  # of the whole gradient
-    config.optimizer.accumulation = 1  # gradients averaged before an update; divides batch_size
-
-    config.parallel = ConfigDict()
-    config.parallel.strategy = "mesh"  # mesh (jit with named sharding) or pmap
-    # Devices on each axis: both split the batch, fsdp the parameters and the optimizer's state as well.
-    config.parallel.mesh = ConfigDict({"data": -1, "fsdp": 1})  # −1 for all there are
-    config.parallel.timeout = 300  # seconds without a step after which another process is taken for gone
-
+    config.data = _data()
+    config.model = _model()
+    config.optimizer = _optimizer()
+    config.parallel = _parallel()
     config.eval = ConfigDict()
     config.eval.every = 250  # steps
-    config.eval.windows = 2048  # scored a pass, at most; a text with fewer is scored whole
-
+    config.eval.windows = 2048  # scored per evaluation, at most; a text with fewer is scored completely
     config.sample = ConfigDict()
-    config.sample.every = 1000  # steps; 0 for the end alone
+    config.sample.every = 1000  # steps; 0 for the end only
     config.sample.length = 400  # tokens
-
     config.checkpoint = ConfigDict()
     config.checkpoint.every = 250  # steps
     config.checkpoint.keep = 2  # newest ones, besides the best
     config.checkpoint.dir = ""  # WORKDIR/checkpoints when empty
-
     config.log = ConfigDict()
-    config.log.every = 10  # steps between two lines of train metrics
+    config.log.every = 10  # steps between two records of training metrics
     config.log.tensorboard = True
     config.log.peak_tflops = 0.0  # of one device, for the mfu; 0 to measure it at the start
     return config
 
 
-def completed(config: ConfigDict) -> ConfigDict:
-    """A checked copy of `config`: a text that `data.path` names has become the corpus, `checkpoint.dir` is absolute.
+def _data() -> ConfigDict:
+    data = ConfigDict()
+    data.name = "python_docs"  # python_docs, quijote, text or tfds:NAME; text when a path is given
+    data.path = ""  # a file or a glob of UTF-8 text
+    data.feature = ""  # of a TFDS dataset that has several texts
+    data.tokenizer = "char"  # char, byte, word, bpe or wordpiece; "pretrained" is that of init_from
+    data.vocab_size = 1024  # of word, bpe and wordpiece, at most
+    data.validation_fraction = 0.1  # the last part of the text, held out
+    return data
+
+
+def _model() -> ConfigDict:
+    model = ConfigDict()
+    model.num_layers = 4
+    model.num_heads = 4
+    model.kv_heads = config_dict.placeholder(int)  # heads of keys and values; None for num_heads
+    model.width = 128
+    model.context = 64  # tokens per sequence
+    model.vocab_size = config_dict.placeholder(int)  # None for the tokenizer's; a larger one pads it
+    model.dropout = 0.0
+    model.positions = "rotary"  # learned, sinusoidal, rotary, alibi or none
+    model.window = config_dict.placeholder(int)  # positions to attend to; None for all previous ones
+    model.qk_norm = True  # keeps large learning rates stable (Henry et al. 2020)
+    model.use_bias = False
+    model.mlp_ratio = 4.0  # width of the feed-forward layer over the model's
+    model.activation = "gelu_tanh"  # of the feed-forward layer: gelu_tanh, gelu, relu or silu
+    model.norm_epsilon = 1e-5
+    # Store only each block's input for the gradient: a third more time and less memory, on GPUs and TPUs. On CPUs XLA
+    # recomputes all blocks before it needs the first.
+    model.remat = False
+    model.impl = "auto"  # backend of the attention operator
+    return model
+
+
+def _optimizer() -> ConfigDict:
+    optimizer = ConfigDict()
+    optimizer.learning_rate = 5e-3  # at its peak
+    optimizer.final_fraction = 0.0  # learning rate at the last step, over the peak
+    optimizer.warmup_steps = 100  # at most half of steps
+    optimizer.b1 = 0.9
+    optimizer.b2 = 0.95
+    optimizer.weight_decay = 0.1  # of kernels and embeddings, not of biases and norms
+    optimizer.clip_norm = 1.0  # of the whole gradient
+    optimizer.accumulation = 1  # gradients averaged before an update; divides batch_size
+    return optimizer
+
+
+def _parallel() -> ConfigDict:
+    parallel = ConfigDict()
+    parallel.strategy = "mesh"  # mesh (jit with named sharding) or pmap
+    # Devices on each axis: both split the batch, fsdp the parameters and the optimizer state as well.
+    parallel.mesh = ConfigDict({"data": -1, "fsdp": 1})  # −1 for all available devices
+    parallel.timeout = 300  # seconds without a step after which another process is considered dead
+    return parallel
+
+
+def experiments() -> dict[str, Path]:
+    """The files of the experiments by name: those in `configs/`, which the wheel holds as well."""
+    installed = Path(__file__).parent / "_configs"
+    folder = installed if installed.is_dir() else Path(__file__).parents[1] / "configs"
+    return {file.stem: file for file in sorted(folder.glob("*.py"))}
+
+
+def find(experiment: str) -> str:
+    """The path of an experiment that is given by name or by path, with its variant.
 
     Raises:
-      UserError: an unknown field, a missing one, or a value that no run could use; nothing is loaded or written.
+      UserError: there is none.
+
+    >>> Path(find("sancho:tiny")).name
+    'sancho.py:tiny'
+    """
+    name, colon, variant = experiment.partition(":")
+    try:
+        if Path(name).is_file():
+            return experiment
+    except OSError as error:  # an invalid file name
+        raise UserError(f"--config={name}: {error.strerror}") from error
+    named = experiments()
+    if name in named:
+        return f"{named[name]}{colon}{variant}"
+    here = [str(file) for file in Path(name).parent.glob("*.py")] if "/" in name else []
+    close = nearest(name, [*named, *here]) or nearest(Path(name).stem, named)
+    raise UserError(f"--config={name}: no such experiment or file{close}: there are {', '.join(named)}")
+
+
+def completed(config: ConfigDict) -> ConfigDict:
+    """A checked copy of `config`, with `data.name` set where `data.path` is, and absolute paths.
+
+    Raises:
+      UserError: an unknown field, a missing one, or an invalid value; nothing is loaded or written.
     """
     _check_fields(config)
     config = from_dict(_plain(config))
@@ -159,20 +201,20 @@ def completed(config: ConfigDict) -> ConfigDict:
         config.init_from = str(Path(config.init_from).expanduser().absolute())
     folder = config.checkpoint.dir
     if folder and "://" not in folder:
-        config.checkpoint.dir = str(Path(folder).expanduser().absolute())  # for whoever loads it from elsewhere
+        config.checkpoint.dir = str(Path(folder).expanduser().absolute())  # found from any working directory
     check(config)
     return config
 
 
 def _check_fields(config: ConfigDict) -> None:
-    """Raises UserError where fields or their types are not those of `default()`."""
+    """Raises UserError where the fields or their types differ from `default()`."""
     expected, given = fields(default()), fields(config)
     for field, value in given.items():
         if field not in expected:
-            raise UserError(f"config.{field} is no field{nearest(field, expected) or '; see attnlab/config.py'}")
+            raise UserError(f"config.{field} is not a field{nearest(field, expected) or '; see attnlab/config.py'}")
         like = expected[field]
-        kinds = (int, type(None)) if like is None else (int, float) if isinstance(like, float) else type(like)
-        if not isinstance(value, kinds) or (isinstance(value, bool) and not isinstance(like, bool)):
+        types = (int, type(None)) if like is None else (int, float) if isinstance(like, float) else type(like)
+        if not isinstance(value, types) or (isinstance(value, bool) and not isinstance(like, bool)):
             raise UserError(f"config.{field} = {value!r}: expected a value like {like!r}")
     for field in expected:
         if field not in given:
@@ -180,9 +222,9 @@ def _check_fields(config: ConfigDict) -> None:
 
 
 def check(config: ConfigDict) -> None:
-    """Raises UserError for a value that no run could use."""
+    """Raises UserError for an invalid value."""
     values = fields(config)
-    for field, least in _WHOLE_NUMBERS.items():
+    for field, least in _MINIMA.items():
         if values[field] is not None and not least <= values[field] < 2**31:
             raise UserError(f"config.{field} = {values[field]}: expected {least} or more, below 2^31")
     for field, (low, high) in _RANGES.items():
@@ -194,30 +236,14 @@ def check(config: ConfigDict) -> None:
             raise UserError(f"config.{field} = {values[field]!r}: expected one of {', '.join(choices)}{close}")
     if 0 < config.log.peak_tflops < 1e-6:
         raise UserError(f"config.log.peak_tflops = {config.log.peak_tflops}: expected 1e-6 or more, or 0 to measure it")
-    model = config.model
-    if model.width % model.num_heads:
-        raise UserError(
-            f"config.model.width = {model.width} is not divisible by config.model.num_heads = {model.num_heads}: "
-            f"use a multiple, e.g. {max(1, round(model.width / model.num_heads)) * model.num_heads}"
-        )
-    if round(model.mlp_ratio * model.width) < 1:
-        raise UserError(
-            f"config.model.mlp_ratio = {model.mlp_ratio} of config.model.width = {model.width} leaves none: use more"
-        )
-    kv_heads = model.kv_heads or model.num_heads
-    if model.num_heads % kv_heads:
-        raise UserError(f"config.model.num_heads = {model.num_heads} is not a multiple of kv_heads = {kv_heads}")
-    if model.positions == "rotary" and (model.width // model.num_heads) % 2:
-        raise UserError(
-            f"config.model.positions = 'rotary' turns pairs of features, but a head has "
-            f"{model.width // model.num_heads}: choose width / num_heads even"
-        )
-    if model.positions == "sinusoidal" and model.width % 2:
-        raise UserError(f"config.model.width = {model.width} must be even for sinusoidal positions")
+    try:
+        check_shape(config.model)
+    except ValueError as error:
+        raise UserError(f"config.model.{error}") from error
 
 
 def difference(saved: dict, config: ConfigDict) -> str:
-    """The first field in which a run differs from the one that was saved, or "" when it may go on."""
+    """The first field that prevents resuming a saved run with `config`, and both values; "" when there is none."""
     before, now = fields(from_dict(saved)), fields(config)
     for field in dict.fromkeys([*before, *now]):
         if not field.startswith(FREE_TO_CHANGE) and before.get(field) != now.get(field):
@@ -226,19 +252,19 @@ def difference(saved: dict, config: ConfigDict) -> str:
 
 
 def another(workdir: Path, difference: str) -> UserError:
-    """The error that a workdir holds a run with another config."""
+    """The error for a workdir that holds a run with another config."""
     return UserError(
         f"{workdir} holds a run with another config ({difference}): choose a new --workdir, or repeat its command"
     )
 
 
-def to_json(config: ConfigDict, **facts) -> str:
-    """What `config.json` holds: the fields of `config`, and `facts` about the run (its corpus, …) beside them."""
-    return json.dumps(_plain(config) | facts, indent=2) + "\n"
+def to_json(config: ConfigDict, **metadata) -> str:
+    """The content of `config.json`: the fields of `config` and, beside them, metadata of the run (its corpus, …)."""
+    return json.dumps(_plain(config) | metadata, indent=2) + "\n"
 
 
 def from_dict(saved: dict) -> ConfigDict:
-    """The config in what `config.json` holds; fields that it lacks have their defaults."""
+    """The config in the content of `config.json`; missing fields have their defaults."""
     config = default()
     config.update(ConfigDict({name: value for name, value in saved.items() if name in config}))
     return config

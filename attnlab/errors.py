@@ -2,4 +2,4 @@
 
 
 class UserError(ValueError):
-    """A mistake that its user can mend; the message is one line: the value, what was expected, what to do."""
+    """An error that the user can fix; the message is one line: the value, what was expected, what to do."""

@@ -1,8 +1,9 @@
 """Huge pages for the buffers of XLA's CPU backend.
 
-XLA asks glibc for the buffers of every step as one block, and glibc returns a large block to the kernel when it is
-freed: the next step faults in each of its pages again, 240,000 of 4 KiB at GPT sizes of 10 million parameters, a fifth
-of the step's time. In pages of 2 MiB they are a thousand. glibc (2.35 and newer) reads the wish when a program starts.
+XLA requests the buffers of each step from glibc as one block, and glibc returns a large block to the kernel when it is
+freed: the next step faults in every page again, 240,000 pages of 4 KiB for GPTs of 10 million parameters, a fifth of
+the step's time. With pages of 2 MiB it is a thousand faults. glibc (2.35 and newer) reads this setting only when a
+program starts.
 """
 
 import contextlib
@@ -10,11 +11,11 @@ import os
 import sys
 
 TUNABLE = "glibc.malloc.hugetlb"
-RESTARTED = "ATTNLAB_RESTARTED"  # in the environment: once, even where the wish does not come through
+RESTARTED = "ATTNLAB_RESTARTED"  # in the environment: restart once, even where the setting has no effect
 
 
 def environment(env: dict[str, str]) -> dict[str, str]:
-    """A program's environment with the wish for huge pages, unless it says something about them already.
+    """A program's environment with huge pages requested, unless it already sets them.
 
     >>> environment({"HOME": "/root"})
     {'HOME': '/root', 'GLIBC_TUNABLES': 'glibc.malloc.hugetlb=1'}
@@ -25,14 +26,18 @@ def environment(env: dict[str, str]) -> dict[str, str]:
     return env | {"GLIBC_TUNABLES": ":".join(filter(None, [tunables, f"{TUNABLE}=1"]))}
 
 
-def restart(module: str) -> None:
-    """Starts `python -m module` again with them, in the same process: called before anything heavy is imported.
+def restart(program: str) -> None:
+    """Restarts `python -m program`, or the console script of that name, with huge pages, in the same process.
 
-    Nothing happens under a debugger, in a notebook, or where another program runs the module.
+    To be called before anything heavy is imported. Does nothing under a debugger, in a notebook, or where another
+    program runs the module.
     """
-    given, options = dict(os.environ), sys.orig_argv
-    wished = environment(given)
-    is_it = "-m" in options and options[options.index("-m") + 1 :][:1] == [module]
-    if sys.platform == "linux" and is_it and wished != given and RESTARTED not in given and sys.gettrace() is None:
+    before, command = dict(os.environ), sys.orig_argv
+    after = environment(before)
+    is_module = "-m" in command and command[command.index("-m") + 1 :][:1] == [program]
+    is_script = os.path.basename(sys.argv[0]) == program and sys.argv[0] in command
+    if sys.platform != "linux" or sys.gettrace() is not None or not (is_module or is_script):
+        return
+    if after != before and RESTARTED not in before:
         with contextlib.suppress(OSError):  # slower, but it runs
-            os.execve(sys.executable, options, wished | {RESTARTED: "1"})
+            os.execve(sys.executable, command, after | {RESTARTED: "1"})

@@ -1,9 +1,10 @@
-"""Pictures of attention: weights, masks, heads, alignments, curves. Studies and notebooks draw with these alone.
+"""Plots of attention weights, masks, alignments and curves, shared by the studies and the notebooks.
 
-Every function returns a matplotlib figure; its title should state what the picture shows to be so.
+Every function returns a matplotlib figure. A title should state the finding that the figure supports.
 """
 
 import itertools
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 
@@ -11,12 +12,15 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from attnlab.ops.masks import Mask
 
 WEIGHTS = "magma"
-LEVELS = ("#f4f1ea", "#2f6f8f")  # hidden, visible
+LEVELS = ("#f4f1ea", "#2f6f8f")  # masked, visible
+LABEL_SIZE, LABEL_ROOM = 8.0, 8.0  # points: of a label's font, and between labels at least
+MASKED = "#d5d8dc"  # a masked cell of a heat map: a grey that no weight has
 MARK = "#39c5bb"
 COLORS = ("#2f6f8f", "#d1495b", "#edae49", "#66a182", "#7d5ba6", "#3d3d3d", "#c58b5f", "#8d96a3")
 STYLE = {
@@ -40,48 +44,47 @@ def weights(
     *,
     queries: Sequence[str] = (),
     keys: Sequence[str] = (),
+    mask: Mask | np.ndarray | None = None,
     marks=None,
-    mark_label: str = "right key",
+    mark_label: str = "correct key",
     label: str = "weight",
-    x: str = "key: who is looked at",
-    y: str = "query: who looks",
+    x: str = "key",
+    y: str = "query",
 ) -> Figure:
-    """A heat map of one head: a row for each query, a column for each key.
+    """A heat map of one head: one row per query, one column per key.
 
     Args:
       values: `[Tq, Tk]`.
-      title: what it shows.
-      queries, keys: a label for each row and column; `keys` those of `queries` when left out; none for indices.
-      marks: `[Tq]`, the key that each query ought to look at, −1 for none; drawn as rings.
-      mark_label: what the rings are.
-      label: of the colours; −inf stays white.
-      x, y: labels of the axes.
+      title: the finding.
+      queries, keys: row and column labels; where the map is square, `keys` defaults to `queries`.
+      mask: which keys each query may attend to, a mask or bool `[Tq, Tk]`; masked cells and −inf are grey.
+      marks: `[Tq]`, the key that each query should attend to, −1 for none; drawn as rings.
+      mark_label: legend of the rings.
+      label: of the colour bar.
+      x, y: axis labels.
 
-    >>> figure = weights(np.eye(2), "Each word looks at itself", queries=["el", "gato"])
+    >>> figure = weights(np.eye(2), "Each word attends to itself", queries=["el", "gato"])
     >>> figure.axes[0].get_xlabel()
-    'key: who is looked at'
+    'key'
     """
-    values = np.asarray(values, np.float32)
+    values = _masked(values, mask)
     keys = keys or (queries if values.shape[0] == values.shape[1] else ())
     with plt.rc_context(STYLE):
-        rows, columns = values.shape
-        size = (1.9 + min(max(0.28 * columns, 2.4), 7), 1.2 + min(max(0.28 * rows, 2.0), 6))
-        figure, axes = plt.subplots(figsize=size)
-        image = _heat(axes, values, queries, keys, values)
+        height, width = (
+            min(max(0.28 * length, least), most) for length, least, most in zip(values.shape, (2, 2.4), (6, 7))
+        )
+        figure, axes = plt.subplots(figsize=(1.9 + width, 1.2 + height))
+        image = _heat(axes, values, values)
+        _label_cells(axes, queries, keys, height, width)
         axes.set_xlabel(x)
         axes.set_ylabel(y)
+        legend = _mask_legend(values)
         if marks is not None:
             right = [(j, i) for i, j in enumerate(np.asarray(marks)) if j >= 0]
-            axes.scatter(
-                [j for j, _ in right],
-                [i for _, i in right],
-                s=70,
-                facecolors="none",
-                edgecolors=MARK,
-                linewidths=1.4,
-                label=mark_label,
-            )
-            figure.legend(loc="outside lower center", frameon=False)
+            look = {"s": 70, "facecolors": "none", "edgecolors": MARK, "linewidths": 1.4, "label": mark_label}
+            legend.append(axes.scatter([j for j, _ in right], [i for _, i in right], **look))
+        if legend:
+            figure.legend(handles=legend, loc="outside lower center", ncols=2, frameon=False)
         figure.colorbar(image, label=label, shrink=0.8)
         return _finished(figure, title)
 
@@ -91,61 +94,63 @@ def heads(
     title: str,
     *,
     tokens: Sequence[str] = (),
+    mask: Mask | np.ndarray | None = None,
     names: Sequence[str] = (),
     columns: int = 4,
     label: str = "weight",
 ) -> Figure:
-    """A heat map for each head, side by side, in one scale of colours.
+    """One heat map per head, side by side, on a common colour scale.
 
     Args:
       values: `[H, Tq, Tk]`.
-      title: what they show.
-      tokens: labels of rows and columns.
-      names: a title for each head; "head 0", … when left out.
-      columns: heads in a row.
-      label: of the colours.
+      title: the finding.
+      tokens: row and column labels; where there are too many to read, every second, third, … is shown.
+      mask: which keys each query may attend to, a mask or bool `[Tq, Tk]` or `[H, Tq, Tk]`; masked cells are grey.
+      names: a title for each head; "head 0", … if empty.
+      columns: heads per row.
+      label: of the colour bar.
 
-    >>> len(heads(np.ones((3, 2, 2)) / 2, "Untrained heads look everywhere").axes)  # three heads and the colour bar
+    >>> len(heads(np.ones((3, 2, 2)) / 2, "Untrained heads attend to all keys").axes)  # three heads and the colour bar
     4
     """
-    values = np.asarray(values, np.float32)
+    values = _masked(values, mask)
     names = names or [f"head {h}" for h in range(len(values))]
     columns = min(columns, len(values))
     rows = -(-len(values) // columns)
     with plt.rc_context(STYLE):
-        size = (0.8 + 2.6 * columns, 0.5 + 2.5 * rows)
+        side = min(max(LABEL_ROOM / 72 * len(tokens) + 0.4, 2.5), 3.2)
+        size = (0.8 + (side + 0.1) * columns, 0.6 + side * rows)
         figure, grid = plt.subplots(rows, columns, figsize=size, squeeze=False, sharex=True, sharey=True)
         for head, axes in enumerate(grid.flat):
             if head >= len(values):
                 axes.remove()
                 continue
-            image = _heat(axes, values[head], tokens, tokens, values)
+            image = _heat(axes, values[head], values)
+            _label_cells(axes, tokens, tokens, side - 0.4, side - 0.4)
             axes.set_title(names[head])
-        figure.supxlabel("key: who is looked at")
-        figure.supylabel("query: who looks")
+        figure.supxlabel("key")
+        figure.supylabel("query")
+        if legend := _mask_legend(values):
+            figure.legend(handles=legend, loc="outside lower right", frameon=False)
         figure.colorbar(image, ax=[axes for axes in grid.flat if axes.figure], label=label, shrink=0.7)
         return _finished(figure, title)
 
 
 def masks(shown: Mapping[str, Mask | np.ndarray], title: str, *, length: int = 16, columns: int = 4) -> Figure:
-    """Who may look at whom: a square for each query and key, dark where it is visible.
+    """Which keys each query may attend to: one square per pair, dark where it is visible.
 
     Args:
-      shown: masks, or bool `[Tq, Tk]` arrays, by name; of a mask that differs between rows or heads, the first.
-      title: what they show.
+      shown: masks, or bool `[Tq, Tk]` arrays, by name; of a mask that differs between sequences or heads, the first.
+      title: the finding.
       length: Tq and Tk of the masks.
-      columns: masks in a row.
+      columns: masks per row.
 
     >>> from attnlab.masks import Causal, SlidingWindow
     >>> len(masks({"causal": Causal(), "window": SlidingWindow(left=3)}, "A window is a band").axes)
     2
     """
-    drawn = {
-        name: np.asarray(m.dense(length, length)).reshape(-1, length, length)[0]
-        if isinstance(m, Mask)
-        else np.asarray(m)
-        for name, m in shown.items()
-    }
+    arrays = {name: m.dense(length, length) if isinstance(m, Mask) else m for name, m in shown.items()}
+    drawn = {name: np.reshape(visible, (-1, *np.shape(visible)[-2:]))[0] for name, visible in arrays.items()}
     columns = min(columns, len(drawn))
     rows = -(-len(drawn) // columns)
     with plt.rc_context(STYLE):
@@ -157,7 +162,7 @@ def masks(shown: Mapping[str, Mask | np.ndarray], title: str, *, length: int = 1
             axes.set_title(name)
             axes.set_xticks([])
             axes.set_yticks([])
-            if max(visible.shape) <= 24:  # cells that can be told apart
+            if max(visible.shape) <= 24:  # cells large enough to tell apart
                 axes.set_xticks(np.arange(visible.shape[1] - 1) + 0.5, minor=True)
                 axes.set_yticks(np.arange(visible.shape[0] - 1) + 0.5, minor=True)
                 axes.grid(which="minor", color="white", linewidth=0.7)
@@ -180,16 +185,16 @@ def lines(
     dashed: Sequence[str] = (),
     markers: bool = True,
 ) -> Figure:
-    """Curves over one pair of axes.
+    """Curves on one pair of axes.
 
     Args:
       series: (xs, ys) by name.
-      title: what they show.
-      x, y: labels of the axes, with the unit.
+      title: the finding.
+      x, y: axis labels, with the unit.
       log: "x", "y" or "xy": which axes are logarithmic.
-      spread: of some names, a deviation for each point, drawn as a band.
-      dashed: names drawn dashed, such as a theory.
-      markers: whether the points are marked.
+      spread: for some names, a deviation for each point, drawn as a band.
+      dashed: names drawn dashed, such as a theoretical curve.
+      markers: whether to mark the points.
 
     >>> figure = lines({"loss": ([0, 1], [2.0, 1.0])}, "The loss halves", x="step", y="loss (nats per token)")
     >>> figure.axes[0].get_ylabel()
@@ -202,7 +207,7 @@ def lines(
 
 
 def panels(drawn: Mapping[str, Mapping], title: str, *, columns: int = 2) -> Figure:
-    """Several panels of curves: for each panel's title, the arguments of `lines` without its own.
+    """Several panels of curves: panel titles mapped to the arguments of `lines`, except its title.
 
     >>> panel = {"series": {"a": ([1, 2], [1, 2])}, "x": "n (tokens)", "y": "time (ms)"}
     >>> len(panels({"first": panel, "second": panel}, "Both grow").axes)
@@ -215,7 +220,7 @@ def panels(drawn: Mapping[str, Mapping], title: str, *, columns: int = 2) -> Fig
         for axes in list(grid.flat)[len(drawn) :]:
             axes.remove()
         names = dict.fromkeys(name for panel in drawn.values() for name in panel["series"])
-        colors = dict(zip(names, itertools.cycle(COLORS)))  # a name has one colour in all panels
+        colors = dict(zip(names, itertools.cycle(COLORS)))  # one colour per name in all panels
         for (name, panel), axes in zip(drawn.items(), grid.flat):
             curves(axes, **panel, colors=colors)
             axes.set_title(name)
@@ -227,8 +232,8 @@ def training(runs: Mapping[str, Sequence[Mapping]], title: str, *, y: str = "los
 
     Args:
       runs: records, `{"step": …, "split": "train" | "val", "loss": …}`, by name of the run.
-      title: what they show.
-      y: label of the loss.
+      title: the finding.
+      y: label of the loss axis.
 
     >>> records = [{"step": s, "split": "train", "loss": 1 / s} for s in (1, 2, 3)]
     >>> len(training({"sancho": records}, "It learns").axes[0].lines)
@@ -248,7 +253,7 @@ def training(runs: Mapping[str, Sequence[Mapping]], title: str, *, y: str = "los
 
 
 def curves(axes: Axes, series, *, x, y, log="", spread=None, dashed=(), markers=True, colors=None) -> None:
-    """Draws on `axes` what `lines` draws; see there. `colors` gives names their colours."""
+    """Draw curves on `axes`; the arguments are those of `lines`, and `colors` maps names to colours."""
     for name, (xs, ys) in series.items():
         look = {"color": colors[name]} if colors else {}
         look |= {"linestyle": "--", "color": "#8d96a3", "zorder": 1} if name in dashed else {}
@@ -262,13 +267,13 @@ def curves(axes: Axes, series, *, x, y, log="", spread=None, dashed=(), markers=
         axes.set_xscale("log")
         axes.xaxis.set_minor_formatter(NullFormatter())
         points = sorted({at for xs, _ in series.values() for at in xs})
-        if len(points) <= 9 and points[-1] < 1000 * points[0]:  # few enough to name each
+        if len(points) <= 9 and points[-1] < 1000 * points[0]:  # few enough to label each
             axes.set_xticks(points, [f"{at:,}" for at in points])
             axes.xaxis.set_minor_locator(NullLocator())
     if "y" in log:
         axes.set_yscale("log")
         heights = [at for _, ys in series.values() for at in ys if at > 0]
-        if heights and max(heights) < 30 * min(heights):  # too few powers of ten to read the scale by
+        if heights and max(heights) < 30 * min(heights):  # fewer than two powers of ten: label more of the ticks
             plain = FuncFormatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "1235" else "")
             axes.yaxis.set_major_formatter(plain)
             axes.yaxis.set_minor_formatter(plain)
@@ -280,24 +285,63 @@ def curves(axes: Axes, series, *, x, y, log="", spread=None, dashed=(), markers=
 
 
 def _finished(figure, title):
-    """With its title, in lines no wider than itself, and closed: a notebook shows it once, a script need not."""
+    """Add the title, wrapped to the figure's width, and close the figure so that a notebook shows it only once."""
     figure.suptitle(textwrap.fill(title, int(11.5 * figure.get_figwidth())))
     plt.close(figure)
     return figure
 
 
-def _heat(axes, values, row_labels, column_labels, scale):
-    """`scale`: values whose range the colours span, from 0 where none is below."""
-    finite = scale[np.isfinite(scale)]
-    low, high = min(0, finite.min(initial=0)), finite.max(initial=0)
-    image = axes.imshow(
-        values, cmap=WEIGHTS, vmin=low, vmax=high, aspect="auto" if values.shape[0] != values.shape[1] else None
-    )
-    if len(column_labels):
-        axes.set_xticks(range(len(column_labels)), column_labels, rotation=60, ha="right", rotation_mode="anchor")
-    if len(row_labels):
-        axes.set_yticks(range(len(row_labels)), row_labels)
-    axes.tick_params(length=0, labelsize=8)
+def _masked(values, mask) -> np.ma.MaskedArray:
+    """`values` `[Tq, Tk]` or `[H, Tq, Tk]`, with the cells hidden that are masked or not finite."""
+    values = np.asarray(values, np.float32)
+    visible = np.isfinite(values)
+    if isinstance(mask, Mask):
+        mask = mask.dense(*values.shape[-2:], num_heads=len(values) if values.ndim == 3 else 1)
+    if mask is not None:
+        visible &= np.asarray(mask, bool)
+    return np.ma.masked_where(~visible, values)
+
+
+def _heat(axes, values, scale):
+    """Draw `values` `[Tq, Tk]`; the colours span the range of `scale`, 0 included."""
+    low, high = scale.compressed().min(initial=0), scale.compressed().max(initial=0)
+    colors = plt.get_cmap(WEIGHTS).with_extremes(bad=MASKED)
+    aspect = "auto" if values.shape[0] != values.shape[1] else None
+    image = axes.imshow(values, cmap=colors, vmin=low, vmax=high, aspect=aspect)
+    axes.tick_params(length=0, labelsize=LABEL_SIZE)
     for spine in axes.spines.values():
         spine.set_visible(False)
     return image
+
+
+def _mask_legend(values) -> list:
+    return [Patch(facecolor=MASKED, label="masked")] if np.ma.is_masked(values) else []
+
+
+def _label_cells(axes, row_labels, column_labels, height, width) -> None:
+    """Label the rows and columns of a heat map, in a smaller font and then every n-th only where they would overlap.
+
+    Args:
+      axes: where the heat map is.
+      row_labels, column_labels: one per cell, or none.
+      height, width: of the heat map in inches, roughly.
+    """
+    if len(row_labels):
+        step, size = _label_spacing(len(row_labels), height)
+        axes.set_yticks(range(0, len(row_labels), step), row_labels[::step], fontsize=size)
+    if len(column_labels):
+        step, size = _label_spacing(len(column_labels), width)
+        rotated = {"rotation": 60 if size == LABEL_SIZE else 90, "ha": "right", "rotation_mode": "anchor"}
+        look = rotated if max(map(len, column_labels)) > 1 else {}
+        axes.set_xticks(range(0, len(column_labels), step), column_labels[::step], fontsize=size, **look)
+
+
+def _label_spacing(count, inches) -> tuple[int, float]:
+    """Of labels along so many inches: every how many fit, and their font size in points.
+
+    >>> _label_spacing(8, 2.2), _label_spacing(120, 2.8)
+    ((1, 8.0), (5, 6.3))
+    """
+    room = 72 * inches / count
+    step = math.ceil(LABEL_ROOM / room)
+    return step, min(LABEL_SIZE, round(0.75 * room * step, 1))

@@ -1,11 +1,11 @@
 """GPT-2's smallest model: 12 layers, 12 heads, width 768, context 1,024; 124 million parameters, bfloat16.
 
-    python -m attnlab.train --config=configs/gpt2_124m.py --config.data.path='books/*.txt'
+    attnlab train --config=gpt2_124m --config.data.path='books/*.txt'
 
-Sizes, batch and schedule are those by which nanoGPT reproduces GPT-2: half a million tokens an update, 600,000
-updates. The text is read by byte-level BPE as GPT-2's is, with up to its 50,257 tokens, but merges are learned from
-this text; the model pads them to 50,304, a multiple of 128.
-Result and time: not measured. It builds and takes a step on a CPU, with a tiny batch:
+Sizes, batch and schedule are those with which nanoGPT reproduces GPT-2: half a million tokens per update, 600,000
+updates. The tokenizer is a byte-level BPE with up to 50,257 tokens like GPT-2's, but its merges are learned from this
+text. The model pads the vocabulary to 50,304, a multiple of 128.
+Time and result: not measured. One step with a tiny batch runs on a CPU:
 
     … --config.steps=1 --config.batch_size=1 --config.optimizer.accumulation=1 --config.eval.windows=1
 """

@@ -1,11 +1,11 @@
 """sancho-mini: a character GPT that writes like Cervantes.
 
-    python -m attnlab.train --config=configs/sancho.py
-    python -m attnlab.train --config=configs/sancho.py:tiny
+    attnlab train --config=sancho
+    attnlab train --config=sancho:tiny
 
-downloads the Quijote from Project Gutenberg; without a network, name a text:
+downloads the Quijote from Project Gutenberg. Without a network, name a text:
 
-    python -m attnlab.train --config=configs/sancho.py:tiny --config.data.path=quijote.txt
+    attnlab train --config=sancho:tiny --config.data.path=quijote.txt
 
 Validation loss in nats per character on the last tenth of the 2.1 million, and time on two CPU cores:
 
@@ -22,7 +22,7 @@ VARIANTS = ("full", "small", "tiny")
 def get_config(variant="full"):
     """`full`: 6 layers, 6 heads, width 384, context 256. `small` and `tiny` are for machines without a GPU."""
     if variant not in VARIANTS:
-        raise ValueError(f"configs/sancho.py:{variant} is unknown: use one of {', '.join(VARIANTS)}")
+        raise ValueError(f"sancho:{variant} is unknown: use one of {', '.join(VARIANTS)}")
     config = default()
     config.data.name = "quijote"
     if variant == "full":

@@ -1,9 +1,9 @@
-"""The field's usual small test: a character GPT on 1.1 MB of Shakespeare, at nanoGPT's sizes.
+"""A character GPT on 1.1 MB of Shakespeare, the usual small benchmark, at nanoGPT's sizes.
 
-    python -m attnlab.train --config=configs/shakespeare_char.py --config.data.path=tinyshakespeare.txt
+    attnlab train --config=shakespeare_char --config.data.path=tinyshakespeare.txt
 
-The text is `data/tinyshakespeare/input.txt` of the char-rnn repository, 1,115,394 characters; the last tenth
-validates. Result and time: not measured; meant for a GPU.
+The text is `data/tinyshakespeare/input.txt` of the char-rnn repository, 1,115,394 characters; the last tenth is held
+out for validation. Time and result: not measured; meant for a GPU.
 """
 
 from attnlab.config import default
@@ -12,8 +12,7 @@ from attnlab.config import default
 def get_config():
     config = default()
     config.data.name = "text"
-    config.steps = 5000
-    config.batch_size = 64
+    config.update(steps=5000, batch_size=64)
     config.model.update(num_layers=6, num_heads=6, width=384, context=256, dropout=0.2)
     config.optimizer.update(learning_rate=2e-3, warmup_steps=200)
     config.eval.every = 250

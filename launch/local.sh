@@ -1,22 +1,13 @@
 #!/usr/bin/env bash
 # One run by several processes on this machine.
 #
-#     launch/local.sh N --config=configs/quickstart.py --workdir=runs/two
+#     launch/local.sh N --config=quickstart --workdir=runs/two
 #
-# N processes, one GPU each where there are GPUs; what follows goes to attnlab.train. PYTHON names another Python.
-# Ctrl-C and SIGTERM stop all of them with their state saved; the same command goes on. Exits with the first failure.
+# N processes, one GPU each where there are GPUs; further options go to `attnlab train`. PYTHON selects another Python.
+# Ctrl-C and SIGTERM stop all of them with the state saved; the same command resumes. Exits with the first failure.
 set -uo pipefail
 
-if [[ ${1:-} == --help || ${1:-} == -h ]]; then
-    sed -n '2,/^[^#]/s/^#\( \|$\)//p' "$0"
-    exit 0
-fi
-if ! [[ ${1:-} =~ ^[1-9][0-9]*$ ]]; then
-    echo "usage: launch/local.sh N --config=FILE [--workdir=DIR] [--config.FIELD=VALUE ...]" >&2
-    exit 2
-fi
-count=$1
-shift
+source "$(dirname "$0")/arguments.sh"
 python=${PYTHON:-python}
 
 port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])') || exit 2
@@ -46,12 +37,12 @@ while ((${#processes[@]})); do
         unset "processes[number]"
         if ((status && !code)); then
             code=$status
-            # A process that has failed, or is gone, leaves the others waiting for it.
+            # A process that has failed, or was killed, leaves the others waiting for it.
             ((status == 143 || status == 130)) || kill -TERM "${processes[@]}" 2>/dev/null
         fi
     done
 done
 if ((code == 75 || code > 128)); then
-    echo "launch/local.sh: a process ended with $code; the same command goes on from the last checkpoint" >&2
+    echo "launch/local.sh: a process ended with $code; the same command resumes from the last checkpoint" >&2
 fi
 exit "$code"

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# One run on all hosts of a Cloud TPU slice, made again and resumed when it is preempted.
+# One run on all hosts of a Cloud TPU slice, recreated and resumed when it is preempted.
 #
-#     launch/tpu_vm.sh [--dry-run] NAME --config=configs/sancho.py --workdir=/mnt/attnlab/runs/sancho
+#     launch/tpu_vm.sh [--dry-run] NAME --config=sancho --workdir=/mnt/attnlab/runs/sancho
 #
-# NAME is the slice's. The environment says the rest:
+# NAME is the name of the slice. Environment:
 #   ZONE             e.g. us-central2-b
 #   TYPE             e.g. v4-32
 #   NFS              e.g. 10.0.0.2:/share, mounted at /mnt/attnlab on every host: the workdir must outlive the VMs
-#   VERSION          software of the VMs; tpu-ubuntu2204-base when absent
-#   SOURCE           folder of what to install; this one when absent
+#   VERSION          software of the VMs; default tpu-ubuntu2204-base
+#   SOURCE           folder to install from; default this repository
 #   CREATE_OPTIONS   e.g. --spot
-#   MIN_SECONDS      a run that breaks sooner after its start would break again, and is not started again; 300 when absent
-# --dry-run prints every command and runs none. The slice stays when the run is over: delete it by the command that is
-# printed last.
+#   MIN_SECONDS      a run that fails sooner after its start would fail again, and is not restarted; default 300
+# --dry-run prints every command and runs none. The slice is kept when the run is over: delete it with the command that
+# is printed last.
 set -uo pipefail
 
 if [[ ${1:-} == --help || ${1:-} == -h ]]; then
@@ -25,7 +25,7 @@ if [[ ${1:-} == --dry-run ]]; then
     shift
 fi
 if [[ -z ${1:-} || $1 == -* || -z ${ZONE:-} || -z ${TYPE:-} || -z ${NFS:-} ]]; then
-    echo "usage: ZONE=… TYPE=… NFS=… launch/tpu_vm.sh [--dry-run] NAME --config=FILE --workdir=/mnt/attnlab/…" >&2
+    echo "usage: ZONE=… TYPE=… NFS=… launch/tpu_vm.sh [--dry-run] NAME --config=EXPERIMENT --workdir=/mnt/attnlab/…" >&2
     exit 2
 fi
 name=$1
@@ -57,7 +57,7 @@ sudo mkdir -p /mnt/attnlab && sudo mount $NFS /mnt/attnlab; }"
 install="rm -rf attnlab && mkdir attnlab && tar -xzf attnlab.tar.gz -C attnlab && python3 -m pip install -q --user uv && \
 python3 -m uv venv -q --clear --python 3.11 venv && \
 python3 -m uv pip install -q --python venv -c attnlab/constraints.txt -e 'attnlab[tpu]'"
-set_up() { # may be done twice
+set_up() { # idempotent
     do_ tar -czf "$packed" --exclude='./.*' --exclude=./runs --exclude=./build -C "$source" . &&
         do_ gcloud compute tpus tpu-vm scp "$packed" "$name:attnlab.tar.gz" "--zone=$ZONE" --worker=all &&
         everywhere "$mount" && everywhere "$install"
@@ -65,15 +65,15 @@ set_up() { # may be done twice
 run="cd attnlab && ATTNLAB_DISTRIBUTED=1 ../venv/bin/python -m attnlab.train $(printf '%q ' "$@")"
 
 if [[ $dry ]]; then
-    echo "# what is there:" && tpu describe "--format=value(state)"
-    echo "# when nothing is:" && make_slice
+    echo "# state of the slice:" && tpu describe "--format=value(state)"
+    echo "# when there is none:" && make_slice
     echo "# when it is ready:" && set_up && everywhere "$run"
-    echo "# when it was preempted; then as when nothing is there:" && tpu delete --quiet
+    echo "# when it was preempted; then as when there is none:" && tpu delete --quiet
     echo "# when it is no longer needed:" && tpu delete --quiet
     exit 0
 fi
 if ! command -v gcloud >/dev/null; then
-    echo "launch/tpu_vm.sh: there is no gcloud: install the Google Cloud CLI, or see the commands by --dry-run" >&2
+    echo "launch/tpu_vm.sh: gcloud is not installed: install the Google Cloud CLI, or see the commands with --dry-run" >&2
     exit 2
 fi
 
@@ -81,11 +81,11 @@ while true; do
     state=$(state)
     case $state in
         NONE)
-            make_slice || sleep 60 # none to be had yet
+            make_slice || sleep 60 # none available yet
             ;;
         READY)
             if ! set_up; then
-                echo "launch/tpu_vm.sh: the slice cannot be set up; it is still there" >&2
+                echo "launch/tpu_vm.sh: the slice cannot be set up; it is kept" >&2
                 exit 1
             fi
             SECONDS=0
@@ -94,16 +94,16 @@ while true; do
             fi
             state=$(state)
             if [[ $state == READY ]] && ((SECONDS < ${MIN_SECONDS:-300})); then
-                echo "launch/tpu_vm.sh: the run ended with an error; the slice is still there" >&2
+                echo "launch/tpu_vm.sh: the run ended with an error; the slice is kept" >&2
                 exit 1
             fi
-            echo "launch/tpu_vm.sh: the run was cut off, the slice is $state: it goes on from its last checkpoint" >&2
+            echo "launch/tpu_vm.sh: the run was interrupted, the slice is $state: resuming from the last checkpoint" >&2
             ;;
         CREATING | STARTING | RESTARTING | REPAIRING)
             sleep 20
             ;;
         *)
-            echo "launch/tpu_vm.sh: the slice is $state: making it again" >&2
+            echo "launch/tpu_vm.sh: the slice is $state: recreating it" >&2
             tpu delete --quiet || sleep 60
             ;;
     esac

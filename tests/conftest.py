@@ -1,4 +1,4 @@
-"""Every test sees four virtual CPU devices, its own dataset folder, and no network worth waiting for."""
+"""Tests run on four virtual CPU devices, with their own dataset folder."""
 
 import atexit
 import os
@@ -8,8 +8,8 @@ import tempfile
 # TFDS reads this when it is imported; subprocesses inherit it.
 os.environ["TFDS_DATA_DIR"] = tempfile.mkdtemp(prefix="attnlab-tests-")
 atexit.register(shutil.rmtree, os.environ["TFDS_DATA_DIR"], ignore_errors=True)
-# Most of the time goes into compiling small programs, a quarter of it into making them fast: not here, but where
-# XLA_FLAGS says otherwise, as for the slow tests, and in the processes that tests start.
+# Most of the time goes into compiling small programs, a quarter of that into optimizing them, so optimization is off.
+# XLA_FLAGS can turn it on, as for the slow tests; processes that tests start set their own flags.
 flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 "
 os.environ["XLA_FLAGS"] = flags + os.environ.get("XLA_FLAGS", "")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -20,10 +20,14 @@ import pytest
 from absl import logging
 from hypothesis import settings
 
-# For the processes that tests start; this one has read its environment.
+# Many tests compile the same small programs, so each worker caches them. Processes that tests start share another
+# cache, since a killed process may leave a truncated entry.
+jax.config.update("jax_compilation_cache_dir", os.environ["TFDS_DATA_DIR"] + "/programs-of-this-process")
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["TFDS_DATA_DIR"] + "/programs"
 
-collect_ignore = ["downstream"]  # somebody else's project: `test_wheel.py` runs its tests, where attnlab is installed
+collect_ignore = ["downstream"]  # a user's project: `test_wheel.py` runs its tests against an installed attnlab
 
 logging.set_verbosity(logging.ERROR)
 settings.register_profile("attnlab", deadline=None, derandomize=True, max_examples=30)
@@ -32,14 +36,14 @@ settings.load_profile("attnlab")
 
 @pytest.fixture
 def float64():
-    """Double precision, for references."""
+    """Enables double precision, for reference values."""
     with jax.enable_x64(True):
         yield
 
 
 @pytest.fixture
 def own_errors():
-    """Lets bad arguments through to attnlab's own messages: elsewhere in the tests, annotations are checked first."""
+    """Turns jaxtyping's checks off, so that bad arguments reach attnlab's own error messages."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

@@ -1,4 +1,4 @@
-"""Every experiment in configs/ builds, is documented, and takes a step."""
+"""Every experiment in configs/ builds, is documented, and can train."""
 
 import importlib.util
 import json
@@ -33,14 +33,14 @@ def parameters(config, vocab_size):
 @pytest.mark.parametrize(
     "file, variant", EXPERIMENTS, ids=lambda value: value.stem if isinstance(value, Path) else "".join(value)
 )
-def test_an_experiment_builds_and_says_how_to_run_it(file, variant):
+def test_experiment_builds_and_documents_its_command(file, variant):
     config = module(file).get_config(*variant)
     config = configs.completed(config)
-    assert f"python -m attnlab.train --config=configs/{file.name}" in module(file).__doc__
+    assert f"attnlab train --config={file.stem}" in module(file).__doc__
     assert parameters(config, vocab_size=100) > 100_000
 
 
-def test_the_sizes_are_those_of_the_field():
+def test_model_sizes_match_nanogpt_and_gpt2():
     by_name = {file.stem: module(file).get_config() for file in FILES}
     # nanoGPT's CPU recipe has 804,096 parameters at 65 characters: 8,192 of them learned positions, where rotary ones
     # have none and the two norms of queries and keys have 256.
@@ -51,12 +51,12 @@ def test_the_sizes_are_those_of_the_field():
     assert by_name["quickstart"].steps * by_name["quickstart"].batch_size * 64 == 2000 * 768
 
 
-def test_an_unknown_variant_lists_those_there_are():
-    with pytest.raises(ValueError, match="sancho.py:huge is unknown: use one of full, small, tiny"):
+def test_unknown_variant_lists_the_known_ones():
+    with pytest.raises(ValueError, match="sancho:huge is unknown: use one of full, small, tiny"):
         module(REPOSITORY / "configs" / "sancho.py").get_config("huge")
 
 
-def test_a_config_survives_its_json():
+def test_config_round_trips_through_json():
     config = configs.default()
     config.model.window = 7
     saved = json.loads(configs.to_json(config))
@@ -69,7 +69,7 @@ def test_a_config_survives_its_json():
 
 
 @pytest.mark.slow
-def test_gpt2_takes_a_step(tmp_path):
+def test_gpt2_124m_trains_a_step(tmp_path):
     (tmp_path / "text.txt").write_text("En un lugar de la Mancha, de cuyo nombre no quiero acordarme. " * 1000)
     small = ["steps=1", "batch_size=1", "optimizer.accumulation=1", "eval.windows=1", "sample.length=1"]
     options = [f"--config.{option}" for option in [*small, "parallel.mesh.data=1", f"data.path={tmp_path}/text.txt"]]

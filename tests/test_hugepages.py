@@ -1,22 +1,25 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from attnlab import hugepages
 
-PROGRAM = """
+# The module alone, for `import attnlab` takes seconds.
+PROGRAM = f"""
 import os, sys
+sys.path.append({str(Path(hugepages.__file__).parent)!r})
 if __name__ == "__main__":
-    from attnlab import hugepages
-    hugepages.restart(sys.orig_argv[sys.orig_argv.index("-m") + 1])
+    import hugepages
+    hugepages.restart("program")
 print(os.getpid(), os.environ["GLIBC_TUNABLES"], sys.argv[1:])
 """
 
 
 @pytest.mark.parametrize(
-    "given, wished",
+    "given, expected",
     [
         ({}, "glibc.malloc.hugetlb=1"),
         ({"GLIBC_TUNABLES": "glibc.malloc.check=0"}, "glibc.malloc.check=0:glibc.malloc.hugetlb=1"),
@@ -24,27 +27,31 @@ print(os.getpid(), os.environ["GLIBC_TUNABLES"], sys.argv[1:])
     ],
     ids=str,
 )
-def test_what_the_user_wished_stays(given, wished):
-    assert hugepages.environment(given | {"HOME": "/"}) == {"HOME": "/", "GLIBC_TUNABLES": wished}
+def test_environment_keeps_given_tunables(given, expected):
+    assert hugepages.environment(given | {"HOME": "/"}) == {"HOME": "/", "GLIBC_TUNABLES": expected}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc is Linux's")
-def test_a_program_restarts_once_as_the_same_process_with_its_arguments(tmp_path):
+@pytest.mark.parametrize("start", [["-m", "program"], ["bin/program"]], ids=["module", "script"])
+def test_restart_keeps_process_and_arguments(start, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "program", "--a", "b c"]
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "program").write_text(PROGRAM)
+    command = [sys.executable, *start, "--a", "b c"]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     out, _ = running.communicate(timeout=60)
     assert running.returncode == 0
     assert out.split(maxsplit=1) == [str(running.pid), "glibc.malloc.hugetlb=1 ['--a', 'b c']\n"]
 
 
-@pytest.mark.parametrize("where", ["another program", "a wish that does not come through"])
-def test_elsewhere_it_does_not_restart(where):
+@pytest.mark.parametrize("where", ["another program", "restarted without effect"])
+def test_restart_elsewhere_does_nothing(where):
     environment = {"ATTNLAB_RESTARTED": "1"} if where != "another program" else {}
-    program = """
-import os, runpy, sys
+    program = f"""
+import os, sys
+sys.path.append({str(Path(hugepages.__file__).parent)!r})
 print("once", flush=True)
-from attnlab import hugepages
+import hugepages
 hugepages.restart("attnlab.train")
 print("GLIBC_TUNABLES" in os.environ)
 """

@@ -1,4 +1,4 @@
-"""The launchers, with real processes: on this machine, under Open MPI, under SLURM, and what would run on TPU VMs."""
+"""The launchers with real processes: locally, under Open MPI, under SLURM, and the dry run for TPU VMs."""
 
 import json
 import os
@@ -33,7 +33,7 @@ FIELDS = {
     "checkpoint.every": 8,
     "log.every": 2,
     "log.tensorboard": False,
-    "optimizer.learning_rate": 1e-3,  # at larger ones training itself amplifies the rounding of sums in another order
+    "optimizer.learning_rate": 1e-3,  # larger ones amplify the rounding of sums in another order
     "sample.every": 0,
     "sample.length": 8,
     "parallel.timeout": 120,
@@ -54,7 +54,7 @@ def arguments(workdir, fields=FIELDS):
 
 
 def started(*command, **options):
-    """A process whose output goes to a pipe, in a group of its own."""
+    """A process whose output goes to a pipe."""
     return subprocess.Popen(
         [str(word) for word in command],
         cwd=REPOSITORY,
@@ -76,14 +76,14 @@ def records(workdir):
     return [{k: v for k, v in r.items() if not TIMING.search(k)} for r in metrics.read(Path(workdir) / "metrics.jsonl")]
 
 
-def come_to(step, workdir, within=120):
+def wait_for_step(step, workdir, within=120):
     """Waits until a run has logged a step."""
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
         if any(record["step"] >= step for record in metrics.read(Path(workdir) / "metrics.jsonl")):
             return
         time.sleep(0.05)
-    pytest.fail(f"{workdir} never came to step {step}")
+    pytest.fail(f"{workdir} did not reach step {step}")
 
 
 def losses(workdir):
@@ -92,7 +92,7 @@ def losses(workdir):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The run of one process."""
+    """A run of one process."""
     workdir = tmp_path_factory.mktemp("alone") / "run"
     code, out = run(sys.executable, "-m", "attnlab.train", *arguments(workdir))
     assert code == 0, out
@@ -110,18 +110,18 @@ def two(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"parallel.mesh.fsdp": 2}, {"parallel.strategy": "pmap"}], ids=str)
-def test_two_processes_on_this_machine_equal_one(alone, tmp_path, options):
+def test_two_local_processes_equal_one(alone, tmp_path, options):
     code, out = run(LAUNCH / "local.sh", 2, *arguments(tmp_path / "run", FIELDS | options))
     assert code == 0, out
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(alone), rtol=1e-6)
     assert [r["step"] for r in records(tmp_path / "run")] == [r["step"] for r in records(alone)]
-    assert out.count("tokens to train on") == 1, "the first process alone talks"
+    assert out.count("training tokens") == 1, "only the first process prints"
 
 
 @pytest.mark.slow
-def test_asked_to_stop_both_stop_after_the_same_step_and_go_on(two, tmp_path):
+def test_sigterm_stops_both_processes_after_the_same_step(two, tmp_path):
     process = started(LAUNCH / "local.sh", 2, *arguments(tmp_path / "run", LONG))
-    come_to(100, tmp_path / "run")
+    wait_for_step(100, tmp_path / "run")
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 143 and re.search(r"stopped: step \d+ is saved", out), out
@@ -131,32 +131,32 @@ def test_asked_to_stop_both_stop_after_the_same_step_and_go_on(two, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_that_is_killed_takes_the_other_along_and_the_restart_ends_the_same(two, tmp_path):
+def test_killed_process_ends_the_other_and_restart_is_exact(two, tmp_path):
     process = started(LAUNCH / "local.sh", 2, *arguments(tmp_path / "run", LONG))
-    come_to(250, tmp_path / "run")
+    wait_for_step(250, tmp_path / "run")
     children = subprocess.run(
         ["pgrep", "-f", "-P", str(process.pid), "attnlab.train"], capture_output=True, text=True
     ).stdout.split()
     os.kill(int(children[-1]), signal.SIGKILL)
     out, _ = process.communicate(timeout=120)
-    assert process.returncode in (75, 137), out  # whichever is seen first
-    assert "error: another process is gone (" in out and "): start all of them again by the same command" in out
-    assert "the same command goes on from the last checkpoint" in out
+    assert process.returncode in (75, 137), out  # whichever is noticed first
+    assert "error: another process is gone (" in out and "): start all of them again with the same command" in out
+    assert "the same command resumes from the last checkpoint" in out
     code, out = run(LAUNCH / "local.sh", 2, *arguments(tmp_path / "run", LONG))
     assert code == 0 and "resumed from step 200" in out, out
     assert records(tmp_path / "run") == records(two)
 
 
-def test_a_launcher_without_a_number_says_how_it_is_used():
+def test_launcher_without_arguments_prints_its_usage():
     for name in ("local.sh", "mpi.sh"):
         for words in ([], ["x"], ["0"], ["--config=configs/quickstart.py"]):
             code, out = run(LAUNCH / name, *words)
-            assert code == 2 and out.startswith(f"usage: launch/{name} N --config=FILE")
+            assert code == 2 and out.startswith(f"usage: launch/{name} N --config=EXPERIMENT")
     code, out = run(LAUNCH / "tpu_vm.sh", "name")
     assert code == 2 and out.startswith("usage: ZONE=… TYPE=… NFS=…")
 
 
-def test_the_tpu_launcher_prints_every_command_and_runs_none():
+def test_tpu_dry_run_prints_every_command():
     options = {"ZONE": "us-central2-b", "TYPE": "v4-32", "NFS": "10.0.0.2:/share"}
     workdir = "/mnt/attnlab/runs/sancho"
     code, out = run(
@@ -170,10 +170,10 @@ def test_the_tpu_launcher_prints_every_command_and_runs_none():
 
 
 GCLOUD = """#!/usr/bin/env bash
-# Plays a slice that is preempted once: what it is asked for goes to a file, its state comes from one.
+# Simulates a slice that is preempted once: requests are appended to one file, its state is read from another.
 set -u
 cd "$(dirname "$0")"
-echo "$4" >> asked
+echo "$4" >> requests
 case $4 in
     describe) [[ -e state ]] && cat state ;;
     create) echo READY > state ;;
@@ -183,36 +183,38 @@ esac
 """
 
 
-def test_the_tpu_launcher_makes_a_slice_again_and_resumes_when_it_is_preempted(tmp_path):
+def test_tpu_launcher_recreates_a_preempted_slice(tmp_path):
     (tmp_path / "gcloud").write_text(GCLOUD)
     (tmp_path / "gcloud").chmod(0o755)
     options = {"ZONE": "us-central2-b", "TYPE": "v4-32", "NFS": "10.0.0.2:/share", "TMPDIR": str(tmp_path)}
     command = [LAUNCH / "tpu_vm.sh", "sancho", "--config=configs/sancho.py", "--workdir=/mnt/attnlab/runs/sancho"]
     code, out = run(*command, PATH=f"{tmp_path}:{os.environ['PATH']}", **options)
-    assert code == 0 and "the run was cut off, the slice is PREEMPTED: it goes on from its last checkpoint" in out, out
-    asked = (tmp_path / "asked").read_text().replace("describe\n", "").split()
-    assert asked == ["create", "scp", "ssh", "ssh", "ssh", "delete", "create", "scp", "ssh", "ssh", "ssh"]
+    assert code == 0 and "the run was interrupted, the slice is PREEMPTED: resuming from the last checkpoint" in out, (
+        out
+    )
+    requests = (tmp_path / "requests").read_text().replace("describe\n", "").split()
+    assert requests == ["create", "scp", "ssh", "ssh", "ssh", "delete", "create", "scp", "ssh", "ssh", "ssh"]
     (tmp_path / "preempted").unlink()
     (tmp_path / "gcloud").write_text(GCLOUD.replace("PREEMPTED", "READY"))
     code, out = run(*command, PATH=f"{tmp_path}:{os.environ['PATH']}", **options)
-    assert code == 1 and "the run ended with an error; the slice is still there" in out, out
+    assert code == 1 and "the run ended with an error; the slice is kept" in out, out
 
 
 @pytest.mark.parametrize("name", ["local.sh", "mpi.sh", "slurm.sbatch", "tpu_vm.sh"])
-def test_a_launcher_tells_what_it_takes(name):
+def test_launcher_help_is_its_header(name):
     code, out = run("bash", LAUNCH / name, "--help")
     assert code == 0 and f"launch/{name}" in out and not re.search("^#|SBATCH", out, re.M)
 
 
-def test_a_contradictory_environment_is_one_line(tmp_path):
+def test_contradictory_environment_is_one_line(tmp_path):
     environment = {"JAX_COORDINATOR_ADDRESS": "localhost:1", "JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}
     code, out = run(sys.executable, "-m", "attnlab.train", *arguments(tmp_path / "run"), **environment)
-    assert (code, out) == (2, "error: JAX_NUM_PROCESSES=two, JAX_PROCESS_ID=0: expected two whole numbers\n")
+    assert (code, out) == (2, "error: JAX_NUM_PROCESSES=two, JAX_PROCESS_ID=0: expected two integers\n")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not installed (Debian: openmpi-bin)")
-def test_two_ranks_under_mpi_equal_one_process(alone, tmp_path):
+def test_two_mpi_ranks_equal_one_process(alone, tmp_path):
     code, out = run(LAUNCH / "mpi.sh", 2, *arguments(tmp_path / "run"))
     assert code == 0, out
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(alone), rtol=1e-6)
@@ -314,16 +316,16 @@ class Job:
 
 
 @pytest.mark.slow
-def test_two_tasks_under_slurm_equal_one_process(slurm, alone, tmp_path):
+def test_two_slurm_tasks_equal_one_process(slurm, alone, tmp_path):
     job = Job(slurm, tmp_path, "--ntasks=2")
     job.wait("COMPLETED")
     np.testing.assert_allclose(losses(job.workdir), losses(alone), rtol=1e-6)
 
 
 @pytest.mark.slow
-def test_a_job_that_is_preempted_saves_is_queued_again_and_ends_with_the_same_bits(slurm, two, tmp_path):
+def test_preempted_slurm_job_is_requeued_and_ends_the_same(slurm, two, tmp_path):
     job = Job(slurm, tmp_path, "--ntasks=2", fields=LONG)
-    come_to(100, job.workdir)
+    wait_for_step(100, job.workdir)
     job.command("sbatch", "--partition=high", "--ntasks=2", "--output=/dev/null", "--wrap=sleep 3")
     job.wait("PENDING")
     assert re.search(r"stopped: step \d+ is saved", job.output.read_text())

@@ -1,4 +1,4 @@
-"""What `import attnlab` loads, that imports only go down, and that every documented example runs."""
+"""Import cost and layering, documentation of the public names, and the examples in docstrings, README and docs."""
 
 import ast
 import doctest
@@ -7,8 +7,10 @@ import inspect
 import json
 import pkgutil
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import jax
@@ -17,13 +19,15 @@ import numpy as np
 import pytest
 
 import attnlab
+from attnlab import config
 
 PACKAGE = Path(attnlab.__file__).parent
+REPOSITORY = PACKAGE.parent
 MODULES = [found.name for found in pkgutil.walk_packages([str(PACKAGE)], "attnlab.") if "__main__" not in found.name]
 LIGHT = {"attnlab", "jaxtyping", "ml_collections", "tokenizers"}  # neither optax nor orbax, TFDS, grain, matplotlib
 
 
-def test_importing_attnlab_loads_little_that_jax_and_flax_do_not():
+def test_import_loads_no_heavy_dependency():
     loaded = "{name.split('.')[0] for name in sys.modules}"
     program = f"import sys, jax, flax; before = {loaded}; import attnlab; print(*({loaded} - before))"
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
@@ -54,7 +58,7 @@ def test_imports_only_go_down(layer):
                     assert name.split(".")[1] in LAYERS[layer] | {layer}, f"{path.name} imports {name}"
 
 
-def test_ops_depend_on_jax_alone():
+def test_ops_import_only_jax_and_numpy():
     allowed = {"attnlab", "jax", "jaxtyping", "numpy"} | set(sys.stdlib_module_names)
     for path in (PACKAGE / "ops").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -64,7 +68,7 @@ def test_ops_depend_on_jax_alone():
 
 
 def surfaces(module):
-    """The module, and the modules that are public in it."""
+    """Yield the module and the public modules in it."""
     yield module
     for name in module.__all__:
         if inspect.ismodule(value := getattr(module, name)):
@@ -84,7 +88,7 @@ def public():
 
 
 @pytest.mark.parametrize("value", list(public()))
-def test_every_public_name_is_documented(value):
+def test_public_name_has_a_docstring(value):
     assert value.__doc__ and not value.__doc__.startswith(f"{value.__name__}(")
     if inspect.isclass(value):
         fields = getattr(value, "__dataclass_fields__", ())
@@ -95,47 +99,110 @@ def test_every_public_name_is_documented(value):
 
 
 @pytest.mark.parametrize("value", list(public()))
-def test_every_public_name_has_an_example_that_runs_with_public_names_alone(value):
+def test_public_name_has_an_example_that_runs(value):
     if value.__module__ == "attnlab.interop.torch" or value is attnlab.interop.huggingface.to_hf:
         pytest.importorskip("torch", reason="torch is not installed")
     names = NAMES | {"jax": jax, "jnp": jnp, "np": np, "Path": Path}
     examples = doctest.DocTestFinder().find(value, value.__name__, module=False, globs=names)
     runs = any(not example.options.get(doctest.SKIP) for test in examples for example in test.examples)
-    assert runs, "it has no example"
+    assert runs, "the docstring has no example"
     for test in examples:
         assert doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test).failed == 0
 
 
 @pytest.mark.parametrize("module", [attnlab, attnlab.interop, attnlab.masks, attnlab.nn, attnlab.score_mods], ids=str)
-def test_nothing_but_the_public_names_and_submodules_is_seen(module):
-    seen = {name for name in dir(module) if not name.startswith("_") and f"{module.__name__}.{name}" not in sys.modules}
-    seen.discard("jaxtyping")  # brought by the hook that checks annotations in the tests
-    assert seen <= set(module.__all__)
+def test_namespace_holds_only_public_names_and_submodules(module):
+    names = {name for name in dir(module) if not name.startswith("_")}
+    names -= {name for name in names if f"{module.__name__}.{name}" in sys.modules}
+    names.discard("jaxtyping")  # added by the import hook that checks annotations in the tests
+    assert names <= set(module.__all__)
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples_of_what_is_not_public_run(name):
+def test_examples_of_private_names_run(name):
     if name == "attnlab.bench.torchattention":
-        pytest.importorskip("torch")  # it runs under a Python that has it
+        pytest.importorskip("torch")  # the worker runs under a Python that has it
     module = importlib.import_module(name)
     names = NAMES | {"jax": jax, "jnp": jnp, "np": np, "Path": Path} | vars(module)
     for test in doctest.DocTestFinder().find(module, extraglobs=names):
         owner = test.name.removeprefix(name).strip(".").partition(".")[0]
-        if owner not in NAMES or NAMES[owner] is not getattr(module, owner):  # else it has run above
+        if owner not in NAMES or NAMES[owner] is not getattr(module, owner):  # otherwise tested above
             assert doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test).failed == 0
 
 
-def test_the_examples_of_the_readme_run():
-    text = (PACKAGE.parent / "README.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert blocks
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced code blocks of a page in one language."""
+    found = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [text for name, text in found if name == language]
+
+
+def pages_with_python():
+    """The README, and the pages of `docs/` as slow cases."""
+    for page in PAGES:
+        if blocks(page, "python"):
+            yield pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.parent != REPOSITORY else [])
+
+
+@pytest.mark.parametrize("page", list(pages_with_python()))
+def test_python_blocks_of_a_page_run(page):
     names = {}
-    for block in blocks:
+    for block in blocks(page, "python"):
         exec(block, names)
-    np.testing.assert_allclose(names["last"], names["out"][:, 15:], atol=1e-5)
 
 
-def test_the_environment_is_described_for_other_projects():
-    assert all((path.parent / "__init__.py").exists() for path in PACKAGE.rglob("*.py")), "a wheel would leave it out"
+def test_readme_fits_a_screen_and_its_pictures_are_small():
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    pictures = [REPOSITORY / path for path in re.findall(r'<img src="([^"]+)"', text)]
+    assert pictures and sum(path.stat().st_size for path in pictures) <= 300_000
+    assert len(text.splitlines()) <= 80
+
+
+def documented_commands():
+    """Every command line of attnlab in README and docs, as words from the subcommand on."""
+    for page in PAGES:
+        for line in "".join(blocks(page, "")).splitlines():
+            line = re.sub(r"^\S*python3? -m attnlab\.|^(\.venv/bin/)?attnlab ", "attnlab ", line.split(" #")[0])
+            if line.startswith("attnlab "):
+                yield shlex.split(line)[1:]
+
+
+def test_documented_commands_name_what_exists(capsys):
+    commands = {tuple(command) for command in documented_commands()}
+    assert len(commands) > 10
+    for command, *options in commands:
+        target = [options.pop(0)] if command in ("bench", "study") else []
+        module = importlib.import_module(f"attnlab.{command}" + (".__main__" if target else ""))
+        assert module.main([f"attnlab {command}", *target, "--help"]) == 0, command
+        text = capsys.readouterr().out
+        for option in options:
+            name, _, value = option.removeprefix("--").partition("=")
+            if name == "config":
+                assert (REPOSITORY / "configs" / f"{value.split(':')[0]}.py").exists(), option
+            elif name.startswith("config."):
+                assert name.removeprefix("config.") in config.fields(config.default()), option
+            else:
+                assert re.search(rf"--(\[no\])?{name}\b", text), f"{command}: {option}"
+
+
+def test_version_is_the_same_in_code_changelog_and_citation():
+    assert (
+        re.search(r"^## (\S+)", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE).group(1) == attnlab.__version__
+    )
+    assert f"\nversion: {attnlab.__version__}\n" in (REPOSITORY / "CITATION.cff").read_text()
+    assert "version" in tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dynamic"]
+
+
+def test_license_is_apache_2_in_pyproject_and_citation():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert (project["license"], project["license-files"]) == ("Apache-2.0", ["LICENSE"])
+    assert "Apache License\n                           Version 2.0" in (REPOSITORY / "LICENSE").read_text()
+    assert "\nlicense: Apache-2.0\n" in (REPOSITORY / "CITATION.cff").read_text()
+
+
+def test_package_is_typed_and_has_no_namespace_packages():
+    assert all((path.parent / "__init__.py").exists() for path in PACKAGE.rglob("*.py")), "a folder without __init__.py"
     assert (PACKAGE / "py.typed").exists()
     assert json.loads(json.dumps(attnlab.__all__)) == sorted(attnlab.__all__)

@@ -1,4 +1,6 @@
-"""Pictures show what they are given, with axes that are named."""
+"""Plots draw the values they are given, with named axes and labels that can be read."""
+
+import itertools
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -17,25 +19,62 @@ def agg(monkeypatch):
     plt.close("all")
 
 
-def test_a_heat_map_has_a_row_for_each_query_and_a_column_for_each_key():
+def test_weights_have_a_row_per_query_and_a_column_per_key():
     w = np.arange(6).reshape(2, 3) / 6
-    figure = plots.weights(w, "starts is looked at", queries=["a", "b"], keys=WORDS, marks=[2, -1])
+    figure = plots.weights(w, "starts gets most", queries=["a", "b"], keys=WORDS, marks=[2, -1])
     axes = figure.axes[0]
     np.testing.assert_allclose(axes.images[0].get_array(), w)
     assert [label.get_text() for label in axes.get_xticklabels()] == WORDS
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
     np.testing.assert_array_equal(axes.collections[0].get_offsets(), [[2, 0]])
-    assert figure.get_suptitle() == "starts is looked at"
+    assert figure.get_suptitle() == "starts gets most"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["correct key"]
 
 
-def test_heads_share_one_scale_and_get_a_name_each():
+def test_heads_share_a_color_scale_and_have_names():
     figure = plots.heads(np.stack([np.eye(3), np.eye(3) / 2]), "Two heads", tokens=WORDS)
     first, second = figure.axes[:2]
     assert first.images[0].get_clim() == second.images[0].get_clim() == (0, 1)
     assert [axes.get_title() for axes in (first, second)] == ["head 0", "head 1"]
 
 
-def test_masks_are_drawn_as_they_are():
+@pytest.mark.parametrize("count", [25, 60, 120])
+@pytest.mark.parametrize("draw", [plots.weights, plots.heads])
+def test_token_labels_never_overlap(draw, count):
+    tokens = [f"word{i}" for i in range(count)]
+    shape = (2, count, count) if draw is plots.heads else (count, count)
+    figure = draw(np.zeros(shape), "Many tokens", **{"tokens" if draw is plots.heads else "queries": tokens})
+    figure.draw_without_rendering()
+    points = 72 / figure.dpi
+    for axes in figure.axes[:-1]:  # the last is the colour bar's
+        for axis, direction in ((axes.xaxis, 0), (axes.yaxis, 1)):
+            labels = [label for label in axis.get_ticklabels() if label.get_visible() and label.get_text()]
+            assert not labels or (labels[0].get_text() == "word0" and len(labels) >= min(count, 15))
+            for one, other in itertools.pairwise(labels):
+                places = axes.transData.transform([(one.get_position()), (other.get_position())])
+                distance = points * abs(places[1] - places[0])[direction]
+                # The lines of rotated text are nearer to one another than their anchors.
+                assert distance * np.sin(np.radians(one.get_rotation() or 90)) >= one.get_fontsize()
+
+
+def test_masked_cells_are_drawn_unlike_zero_weights():
+    w = np.array([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.5, 0.0, 0.5]])
+    for figure in (plots.weights(w, "One", mask=Causal()), plots.heads([w, w], "Two", mask=np.tri(3))):
+        image = figure.axes[0].images[0]
+        colors = image.to_rgba(image.get_array())
+        assert not np.array_equal(colors[0, 1], colors[1, 0])
+        np.testing.assert_array_equal(image.get_array().mask, ~np.tri(3, dtype=bool))
+        assert [text.get_text() for text in figure.legends[0].get_texts()] == ["masked"]
+    assert not plots.weights(w, "No mask").legends
+
+
+def test_scores_of_minus_infinity_are_drawn_as_masked():
+    image = plots.weights([[1.0, -np.inf], [2.0, 3.0]], "Scores").axes[0].images[0]
+    np.testing.assert_array_equal(image.get_array().mask, [[False, True], [False, False]])
+    assert image.get_clim() == (0, 3)
+
+
+def test_masks_are_drawn_as_visible_pairs():
     figure = plots.masks(
         {"causal": Causal(), "window": SlidingWindow(left=1), "none": np.ones((4, 4))}, "Masks", length=4
     )
@@ -62,7 +101,7 @@ def test_lines_have_names_scales_and_bands(log):
     assert len(axes.collections) == 1
 
 
-def test_a_name_has_one_colour_in_all_panels():
+def test_panels_give_a_name_one_color():
     panel = {"x": "x", "y": "y"}
     figure = plots.panels(
         {
@@ -75,7 +114,7 @@ def test_a_name_has_one_colour_in_all_panels():
     assert first.lines[1].get_color() == second.lines[0].get_color()
 
 
-def test_a_long_title_is_wrapped():
+def test_long_titles_are_wrapped():
     figure = plots.lines({"a": ([1], [1])}, "word " * 40, x="x", y="y")
     assert "\n" in figure.get_suptitle()
 

@@ -1,4 +1,4 @@
-"""Runs that start from a GPT-2 or from another run: its weights, shape and tokenizer, also when they are stopped."""
+"""Runs that start from a GPT-2 or another run take its weights, shape and tokenizer, also when resumed."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
-    """A folder as from the hub: random weights, byte-level BPE of a text, options that the default has not."""
+    """A folder as from the Hugging Face hub: random weights, byte-level BPE, non-default options."""
     tokenizer = tokenizers.make("bpe", TEXT, vocab_size=300)
     model = GPT(tokenizer.vocab_size + 3, 2, 2, 16, 48, mlp_ratio=2.5, activation="relu", norm_epsilon=1e-4)
     params = model.init(jax.random.key(3), jnp.zeros((1, 1), jnp.int32))
@@ -62,30 +62,34 @@ def finetune(source, text, workdir, **changes):
     return train.main(["train", *options(source, text, **changes), f"--workdir={workdir}"])
 
 
-def untouched(source, text, workdir, **changes):
-    """The parameters after a step that changes next to nothing."""
-    still = {"steps": 1, "optimizer__learning_rate": 1e-30, "optimizer__weight_decay": 0.0}
-    assert finetune(source, text, workdir, **still, **changes) == 0
+def load_after_null_step(source, text, workdir, **changes):
+    """Load a run after one step with a negligible learning rate."""
+    fields = {"steps": 1, "optimizer__learning_rate": 1e-30, "optimizer__weight_decay": 0.0}
+    assert finetune(source, text, workdir, **fields, **changes) == 0
     return attnlab.load(workdir)
 
 
-PMAP, FSDP = {"parallel__strategy": "pmap"}, {"parallel__mesh__fsdp": 2}
+LAYOUTS = [
+    {},
+    pytest.param({"parallel__strategy": "pmap"}, marks=pytest.mark.slow),
+    pytest.param({"parallel__mesh__fsdp": 2}, marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize("parallel", [{}, *(pytest.param(it, marks=pytest.mark.slow) for it in (PMAP, FSDP))], ids=str)
-def test_a_run_starts_from_gpt_2_with_its_shape_and_tokenizer(parallel, gpt2, text, tmp_path):
-    model, params, tokenizer, config = untouched(gpt2, text, tmp_path / "run", **parallel)
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+def test_run_from_gpt2_takes_its_weights_shape_and_tokenizer(parallel, gpt2, text, tmp_path):
+    model, params, tokenizer, config = load_after_null_step(gpt2, text, tmp_path / "run", **parallel)
     theirs, expected = from_hf(gpt2)
     assert model == theirs.clone(context=32, dropout=0.1)
     expected["params"]["positions"]["embedding"] = expected["params"]["positions"]["embedding"][:32]
-    # The step takes a bias of 0 to one of about the learning rate, 1e-30; other parameters keep their bits.
+    # The step changes a bias of 0 to about the learning rate, 1e-30; other parameters keep their bits.
     jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-29), params, expected)
     assert tokenizer.to_dict() == tokenizers.pretrained(gpt2).to_dict()
     assert (config.init_from, config.data.tokenizer, config.model.mlp_ratio) == (str(gpt2), "pretrained", 2.5)
 
 
-def test_a_second_start_asks_for_the_same_or_is_refused(gpt2, text, tmp_path, capsys):
-    """Also where what it asks for is cut or replaced by what the source has."""
+def test_second_start_with_another_config_is_refused(gpt2, text, tmp_path, capsys):
+    """Including fields that the source truncates or overrides."""
     assert finetune(gpt2, text, tmp_path / "run", steps=1) == 0
     assert f"starting from {gpt2}, sequences of 32 tokens" in capsys.readouterr().out
     assert finetune(gpt2, text, tmp_path / "run", steps=1) == 0
@@ -97,12 +101,12 @@ def test_a_second_start_asks_for_the_same_or_is_refused(gpt2, text, tmp_path, ca
         assert finetune(source, text, tmp_path / "run", steps=1, **change) == 2
         assert message in capsys.readouterr().err
     assert finetune(gpt2, text, gpt2) == 2
-    assert "holds a model of Hugging Face, and no run of attnlab: choose another folder" in capsys.readouterr().err
+    assert "holds a Hugging Face model, not a run of attnlab: choose another folder" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_run_starts_from_another_run(gpt2, text, tmp_path):
-    """Rotary and by characters; the context may be longer than it was."""
+def test_run_from_another_run_takes_its_weights(gpt2, text, tmp_path):
+    """With rotary positions and characters as tokens; the context may grow."""
     shape = ["model.num_layers=1", "model.width=16", "model.num_heads=2", "model.context=16"]
     small = [
         "steps=2",
@@ -114,15 +118,15 @@ def test_a_run_starts_from_another_run(gpt2, text, tmp_path):
     ]
     config = f"--config={REPOSITORY}/configs/quickstart.py"
     assert train.main(["", config, f"--workdir={tmp_path}/a", *(f"--config.{option}" for option in shape + small)]) == 0
-    model, params, tokenizer, _ = untouched(tmp_path / "a", text, tmp_path / "b")
+    model, params, tokenizer, _ = load_after_null_step(tmp_path / "a", text, tmp_path / "b")
     before = attnlab.load(tmp_path / "a")
     jax.tree.map(np.testing.assert_array_equal, params, before.params)
     assert model == before.model.clone(context=32, dropout=0.1)
     assert tokenizer.characters == before.tokenizer.characters
 
 
-def test_training_goes_on_where_the_weights_were(gpt2, text, tmp_path, capsys):
-    """A step less of a warm start has a lower loss than a cold one; the text is written with GPT-2's tokens."""
+def test_run_from_trained_weights_starts_at_their_loss(gpt2, text, tmp_path, capsys):
+    """The first loss is near the source's last one, and samples use GPT-2's tokenizer."""
     assert finetune(gpt2, text, tmp_path / "a", steps=30, optimizer__learning_rate=1e-2) == 0
     assert finetune(tmp_path / "a", text, tmp_path / "b", steps=1) == 0
     first, second = (records(tmp_path / name) for name in "ab")
@@ -134,7 +138,7 @@ def test_training_goes_on_where_the_weights_were(gpt2, text, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_stopped_run_ends_with_the_same_bits_when_its_source_is_gone(gpt2, text, tmp_path):
+def test_resume_after_source_is_deleted_is_bit_exact(gpt2, text, tmp_path):
     source = shutil.copytree(gpt2, tmp_path / "source")
     more = {"steps": 40, "optimizer__learning_rate": 1e-3, "sample__length": 1}
 
@@ -159,19 +163,19 @@ def test_a_stopped_run_ends_with_the_same_bits_when_its_source_is_gone(gpt2, tex
     stopped.communicate(timeout=120)
     assert stopped.returncode == 130
     shutil.rmtree(source)
-    goes_on = process("stopped")
-    out, _ = goes_on.communicate(timeout=120)
-    assert goes_on.returncode == 0 and "resumed from step" in out, out
+    resumed = process("stopped")
+    out, _ = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0 and "resumed from step" in out, out
     assert records(tmp_path / "stopped") == records(tmp_path / "whole")
-    assert finetune(source, text, tmp_path / "whole", **more) == 0  # is finished: nothing to do
+    assert finetune(source, text, tmp_path / "whole", **more) == 0  # finished: nothing to do
 
 
 @pytest.mark.slow
-def test_before_its_first_checkpoint_a_run_starts_from_the_same_weights_or_not_at_all(gpt2, text, tmp_path, capsys):
+def test_restart_before_first_checkpoint_needs_the_same_weights(gpt2, text, tmp_path, capsys):
     source = shutil.copytree(gpt2, tmp_path / "source")
     assert finetune(source, text, tmp_path / "run") == 0
     expected = records(tmp_path / "run")
-    for name in ("metrics.jsonl", "checkpoints"):  # as if it had been killed at once
+    for name in ("metrics.jsonl", "checkpoints"):  # as if killed before its first checkpoint
         (shutil.rmtree if name == "checkpoints" else Path.unlink)(tmp_path / "run" / name)
     model, params = from_hf(source)
     shutil.rmtree(source)
@@ -184,7 +188,7 @@ def test_before_its_first_checkpoint_a_run_starts_from_the_same_weights_or_not_a
     assert records(tmp_path / "run") == expected
 
 
-def test_without_tokenizer_files_a_tokenizer_is_named(gpt2, text, tmp_path, capsys):
+def test_source_without_tokenizer_requires_naming_one(gpt2, text, tmp_path, capsys):
     source = shutil.copytree(gpt2, tmp_path / "source")
     (source / "tokenizer.json").unlink()
     assert finetune(source, text, tmp_path / "run") == 2
@@ -194,11 +198,11 @@ def test_without_tokenizer_files_a_tokenizer_is_named(gpt2, text, tmp_path, caps
     assert attnlab.load(source).tokenizer is None
     assert sample.main(["sample", f"--workdir={source}"]) == 2
     assert "holds no tokenizer: put tokenizer.json there" in capsys.readouterr().err
-    assert finetune(source, text, tmp_path / "run", data__tokenizer="char") == 2  # the second start is another run
+    assert finetune(source, text, tmp_path / "run", data__tokenizer="char") == 2  # differs from the run
     assert "config.data.tokenizer = 'char', there it was 'byte'" in capsys.readouterr().err
 
 
-def test_what_cannot_be_started_from_is_one_line_and_leaves_nothing(gpt2, text, tmp_path, capsys):
+def test_invalid_source_is_one_line_and_creates_no_workdir(gpt2, text, tmp_path, capsys):
     broken = shutil.copytree(gpt2, tmp_path / "broken")
     weights = (broken / "model.safetensors").read_bytes()
     (broken / "model.safetensors").write_bytes(weights[:-9])
@@ -207,11 +211,11 @@ def test_what_cannot_be_started_from_is_one_line_and_leaves_nothing(gpt2, text, 
     )
     shutil.copy(gpt2 / "tokenizer.json", small)
     for source, message in (
-        ("", "error: config.init_from is missing, whose tokenizer is asked for"),
-        (tmp_path / "nowhere", "nowhere holds neither a run nor a GPT-2 of Hugging Face: name a workdir"),
+        ("", "error: config.init_from is missing, but config.data.tokenizer = 'pretrained' needs it"),
+        (tmp_path / "nowhere", "nowhere holds neither a run nor a Hugging Face GPT-2: name a workdir"),
         (tmp_path, f"config.init_from = {tmp_path} holds neither a run nor"),
         (broken, "it ends within the tensor transformer.wte.weight"),
-        (small, "has a tokenizer of 300 tokens and a model of 7: bring the model's own"),
+        (small, "has a tokenizer of 300 tokens and a model of 7: provide the model's own tokenizer"),
     ):
         assert finetune(source, text, tmp_path / "run") == 2
         err = capsys.readouterr().err
@@ -219,7 +223,7 @@ def test_what_cannot_be_started_from_is_one_line_and_leaves_nothing(gpt2, text, 
         assert not (tmp_path / "run").exists()
 
 
-def test_sampling_from_a_folder_uses_its_own_tokenizer(gpt2, capsys):
+def test_sample_from_gpt2_folder_uses_its_tokenizer(gpt2, capsys):
     model, params, tokenizer, config = attnlab.load(gpt2)
     assert config.model.width == 16 and json.loads((gpt2 / "config.json").read_text())["n_embd"] == 16
     command = [f"--workdir={gpt2}", "--prompt=un hidalgo", "--max_tokens=20", "--temperature=0"]
@@ -229,4 +233,4 @@ def test_sampling_from_a_folder_uses_its_own_tokenizer(gpt2, capsys):
     expected = "".join(tokenizer.stream(int(token[0]) for token in drawn))
     assert capsys.readouterr().out == f"un hidalgo{expected}\n"
     assert sample.main(["sample", *command, "--step=7"]) == 2
-    assert "is a GPT-2 of Hugging Face, which has no checkpoint '7': leave it out" in capsys.readouterr().err
+    assert "is a Hugging Face GPT-2, which has no checkpoint '7': leave it out" in capsys.readouterr().err

@@ -1,15 +1,20 @@
-"""What another project gets: the wheel, in an environment with nothing but what it declares, and public names alone."""
+"""The built wheel in a fresh environment, used by another project through public names alone."""
 
 import ast
 import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import types
+import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import attnlab
 
@@ -30,7 +35,7 @@ def get_config():
 
 
 def public_names():
-    """Every name that other projects may rely on, from "attnlab.attention" to "attnlab.nn.GPT"."""
+    """Yield every public name, from "attnlab.attention" to "attnlab.nn.GPT"."""
     for name in attnlab.__all__:
         value = getattr(attnlab, name)
         yield f"attnlab.{name}"
@@ -39,7 +44,7 @@ def public_names():
 
 
 def used_names(program: str):
-    """What a program takes of attnlab, as full names: what it imports, and what it reads off modules it imported."""
+    """Yield the full names that a program imports from attnlab, or reads as attributes of its modules."""
     tree, modules = ast.parse(program), {"attnlab": "attnlab"}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "attnlab":
@@ -58,7 +63,7 @@ def used_names(program: str):
                 yield f"{owner}.{node.attr}"
 
 
-def test_the_other_project_uses_public_names_alone():
+def test_downstream_project_uses_only_public_names():
     allowed = {"attnlab", *public_names()}
     used = {name for path in DOWNSTREAM.rglob("*.py") for name in used_names(path.read_text())}
     assert used - allowed == set()
@@ -76,72 +81,102 @@ def test_the_other_project_uses_public_names_alone():
         ("import attnlab.nn as layers\nlayers.gpt", "attnlab.nn.gpt"),
     ],
 )
-def test_a_private_name_is_found(program, name):
+def test_used_names_finds_a_private_name(program, name):
     assert name in set(used_names(program)) - set(public_names())
 
 
-class Environment:
-    """A virtual environment whose commands run in an empty folder, out of sight of the working tree."""
+def closure(requirement: Requirement, found: dict[tuple[str, str], metadata.Distribution]) -> None:
+    """Add the distributions that a requirement brings, by (name, extra)."""
+    name = canonicalize_name(requirement.name)
+    for extra in {"", *requirement.extras} - {extra for key, extra in found if key == name}:
+        found[name, extra] = metadata.distribution(name)
+        for line in found[name, extra].requires or ():
+            inner = Requirement(line)
+            if inner.marker is None or inner.marker.evaluate({"extra": extra}):
+                closure(inner, found)
 
-    def __init__(self, folder: Path):
+
+class Environment:
+    """A virtual environment with a project's declared dependencies, whose commands run in an empty folder.
+
+    Dependencies are links to the distributions installed beside the tests: no download, and nothing undeclared.
+    """
+
+    def __init__(self, folder: Path, requirements: list[str]):
         self.folder = folder
+        venv.create(folder / "environment", with_pip=False)
         self.python = folder / "environment" / ("Scripts" if os.name == "nt" else "bin") / "python"
-        subprocess.run([sys.executable, "-m", "venv", str(folder / "environment")], check=True)
+        (folder / "empty").mkdir()
+        site = Path(self.run("-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip())
+        found = {}
+        for requirement in requirements:
+            closure(Requirement(requirement), found)
+        for distribution in {name: value for (name, _), value in found.items()}.values():
+            for file in distribution.files:
+                if ".." not in file.parts and "__pycache__" not in file.parts:
+                    (site / file).parent.mkdir(parents=True, exist_ok=True)
+                    (site / file).symlink_to(file.locate())
 
     def run(self, *command, check: bool = True) -> subprocess.CompletedProcess:
-        """`python command…`; a failure shows what was said."""
-        here = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "XLA_"))}
-        (self.folder / "empty").mkdir(exist_ok=True)
-        done = subprocess.run(
-            [self.python, *map(str, command)], cwd=self.folder / "empty", env=here, capture_output=True, text=True
-        )
+        """Run `python command…`; a failure shows its output."""
+        return self._run([self.python, *map(str, command)], check)
+
+    def pip(self, *arguments) -> subprocess.CompletedProcess:
+        """Run `pip arguments…` for this environment, with the pip, hatchling and setuptools of the tests."""
+        command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", self.python, *arguments]
+        return self._run(list(map(str, command)), check=True)
+
+    def _run(self, command, check):
+        names = ("PYTHON", "XLA_")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+        done = subprocess.run(command, cwd=self.folder / "empty", env=environment, capture_output=True, text=True)
         assert not check or done.returncode == 0, done.stdout + done.stderr
         return done
 
-    def pip(self, *arguments, check: bool = True) -> subprocess.CompletedProcess:
-        """`pip arguments…`"""
-        return self.run("-m", "pip", "--disable-pip-version-check", *arguments, check=check)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A folder that is not kept: an environment takes a gigabyte."""
-    yield tmp_path
-    shutil.rmtree(tmp_path)
-
 
 @pytest.mark.slow
-def test_another_project_gets_all_it_needs_and_nothing_else(folder):
-    environment, constraints = Environment(folder), REPOSITORY / "constraints.txt"
-    probe = environment.pip(
-        "--retries=1", "--timeout=20", "download", "--no-deps", "-d", folder, "absl-py", check=False
-    )
-    if probe.returncode:
-        pytest.skip(f"no package registry can be reached: {probe.stderr.strip().splitlines()[-1]}")
-
-    # Built from a copy, for a build leaves its traces beside the source.
-    source, ignore = folder / "source", (".*", "__pycache__", "build", "dist", "runs", "*.egg-info")
+def test_wheel_installs_and_runs_in_a_fresh_environment(tmp_path):
+    # Built from a copy: a build leaves files beside the source.
+    source, ignore = tmp_path / "source", (".*", "__pycache__", "build", "dist", "runs", "*.egg-info")
     shutil.copytree(REPOSITORY, source, ignore=shutil.ignore_patterns(*ignore))
-    environment.pip("wheel", "--no-deps", "-w", folder / "wheels", source)
-    (wheel,) = (folder / "wheels").iterdir()
+    project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
+    environment = Environment(tmp_path, project["dependencies"])
+    for built in (source, source / "tests" / "downstream"):
+        build = [
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--no-index",
+            "--no-build-isolation",
+            "-w",
+            tmp_path / "wheels",
+            built,
+        ]
+        subprocess.run([sys.executable, "-m", "pip", *build], check=True)
+    (wheel,) = (tmp_path / "wheels").glob("attnlab-*.whl")
+    metadata_file = f"attnlab-{attnlab.__version__}.dist-info/METADATA"
+    with zipfile.ZipFile(wheel) as archive:
+        assert "License-Expression: Apache-2.0" in archive.read(metadata_file).decode().splitlines()
     assert {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name} == {
         path.relative_to(REPOSITORY).as_posix()
         for path in (REPOSITORY / "attnlab").rglob("*")
         if path.suffix == ".py" or path.name == "py.typed"
-    }
+    } | {f"attnlab/_configs/{path.name}" for path in (REPOSITORY / "configs").glob("*.py")}
 
-    environment.pip("install", "--no-compile", "-c", constraints, wheel)
-    environment.pip("install", "-c", constraints, source / "tests" / "downstream")
+    environment.pip("install", "--no-deps", "--no-index", *(tmp_path / "wheels").iterdir())
     environment.pip("check")
     installed = environment.run("-c", "import attnlab; print(attnlab.__file__)").stdout
-    assert Path(installed.strip()).is_relative_to(folder / "environment")
+    assert Path(installed.strip()).is_relative_to(tmp_path / "environment")
     for absent in ("pytest", "matplotlib", "tensorflow"):
         assert environment.run("-c", f"import {absent}", check=False).returncode, f"{absent} is there"
     said = environment.run("-W", "error", "-m", "unittest", "discover", "-s", DOWNSTREAM / "tests").stderr
     assert said.rstrip().endswith("OK")
 
-    assert "--config" in environment.run("-m", "attnlab.train", "--help").stdout
-    config, workdir = folder / "tiny.py", folder / "run"
+    script = environment.python.with_name("attnlab")
+    assert "--config" in environment.run(script, "train", "--help").stdout
+    named = environment.run(script, "train", "--config=sancho:tiny", "--config.steps=0", check=False)
+    assert named.stderr == "error: config.steps = 0: expected 1 or more, below 2^31\n"
+    config, workdir = tmp_path / "tiny.py", tmp_path / "run"
     config.write_text(TINY)
     environment.run("-m", "attnlab.train", f"--config={config}", f"--workdir={workdir}")
     assert environment.run("-m", "attnlab.sample", f"--workdir={workdir}", "--max_tokens=5").stdout

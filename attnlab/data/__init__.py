@@ -1,1 +1,1 @@
-"""Text in, batches of tokens out."""
+"""Corpora, tokenizers and batches of tokens."""

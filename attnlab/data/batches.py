@@ -13,13 +13,13 @@ from attnlab.errors import UserError
 
 
 class Batch(NamedTuple):
-    """Windows of a text, with what a step must know of them; leading axes may be added for devices.
+    """Windows of a text, with their weights and global indices; leading axes may be added for devices.
 
     Attributes:
-      tokens: int32 `[rows, context + 1]`; inputs are all but the last column, targets all but the first.
-      example: int32 `[rows]`, the row of the global batch that each is. Random keys are folded with it, so that the
-        number of devices changes nothing.
-      weight: float32 `[rows]`, 1, or 0 for a row that only fills up a batch.
+      tokens: int32 `[batch, context + 1]`; inputs are all but the last column, targets all but the first.
+      example: int32 `[batch]`, the index of each window in the global batch. Random keys are folded with it, so that
+        results do not depend on the number of devices.
+      weight: float32 `[batch]`, 1, or 0 for padding of the last batch.
     """
 
     tokens: np.ndarray
@@ -30,18 +30,18 @@ class Batch(NamedTuple):
 class TrainBatches:
     """Shuffled windows of a text, epoch after epoch.
 
-    An epoch is a permutation of windows that lie end to end, all shifted by one random offset, so that it shows each
-    token once and no two epochs cut the text at the same places.
+    An epoch is a permutation of adjacent windows, all shifted by one random offset: it shows each token once, and
+    different epochs cut the text at different places.
 
     Args:
       tokens: int `[length]`, the text.
-      context: tokens that a window predicts.
-      batch_size: rows of the global batch.
-      seed: of the order and the offsets.
-      process_index, process_count: this process gets its contiguous share of each global batch's rows.
+      context: predicted tokens per window.
+      batch_size: windows in the global batch.
+      seed: determines the order and the offsets.
+      process_index, process_count: this process gets its contiguous share of each global batch.
 
     Raises:
-      UserError: a text shorter than one window, a batch that the processes do not divide.
+      UserError: the text is shorter than one window, or batch_size is not a multiple of process_count.
 
     >>> batches = TrainBatches(np.arange(100), context=4, batch_size=3, seed=0)
     >>> batches[7].tokens.shape
@@ -60,17 +60,17 @@ class TrainBatches:
         self._windows = max(1, (len(tokens) - context) // context)
         self._offsets = min(context, len(tokens) - self._windows * context)
         self._epoch = functools.lru_cache(maxsize=4)(lambda epoch: _epoch(seed, epoch, self._offsets))
-        rows = batch_size // process_count
-        self._rows = np.arange(process_index * rows, (process_index + 1) * rows)
+        share = batch_size // process_count
+        self._examples = np.arange(process_index * share, (process_index + 1) * share)
 
     def __len__(self) -> int:
-        return 2**62  # steps, without end; Grain asks for a length
+        return 2**62  # endless, but Grain requires a length
 
     def __getitem__(self, step: int) -> Batch:
-        """This process' rows of the global batch at `step`."""
-        starts = np.array([self._start(step * self._batch_size + int(row)) for row in self._rows])
+        """This process's share of the global batch at `step`."""
+        starts = np.array([self._start(step * self._batch_size + int(example)) for example in self._examples])
         tokens = self._tokens[starts[:, None] + np.arange(self._context + 1)]
-        return Batch(tokens.astype(np.int32), self._rows.astype(np.int32), np.ones(len(starts), np.float32))
+        return Batch(tokens.astype(np.int32), self._examples.astype(np.int32), np.ones(len(starts), np.float32))
 
     def _start(self, example: int) -> int:
         epoch, index = divmod(example, self._windows)
@@ -80,23 +80,23 @@ class TrainBatches:
 
 
 def _epoch(seed: int, epoch: int, offsets: int) -> tuple[int, int]:
-    """The seed of an epoch's permutation, and the offset of its windows."""
+    """The seed of an epoch's permutation and the offset of its windows."""
     order, offset = np.random.SeedSequence((seed, epoch)).generate_state(2)
     return int(order), int(offset) % offsets
 
 
 class EvalBatches:
-    """A fixed pass over a text: windows end to end, or evenly spaced when that is too many.
+    """A fixed pass over a text: adjacent windows, or evenly spaced ones if there are more than `windows`.
 
     Args:
       tokens: int `[length]`, the held-out text.
-      context: tokens that a window predicts.
-      batch_size: rows of a global batch; the last one is filled up with rows of weight 0.
-      windows: how many at most.
+      context: predicted tokens per window.
+      batch_size: windows in a global batch; the last batch is padded with windows of weight 0.
+      windows: maximal number of windows.
       process_index, process_count: as for `TrainBatches`.
 
     Raises:
-      UserError: a text shorter than one window.
+      UserError: the text is shorter than one window, or `windows` is below 1.
 
     >>> batches = EvalBatches(np.arange(12), context=4, batch_size=2, windows=9)
     >>> [batch.tokens[:, 0].tolist() for batch in batches]
@@ -117,37 +117,37 @@ class EvalBatches:
             starts = np.linspace(0, len(tokens) - 1 - context, windows).round().astype(np.int64)
         self._tokens, self._context, self._starts = tokens, context, starts
         self._batch_size = batch_size
-        rows = batch_size // process_count
-        self._rows = np.arange(process_index * rows, (process_index + 1) * rows)
+        share = batch_size // process_count
+        self._examples = np.arange(process_index * share, (process_index + 1) * share)
 
     @property
     def windows(self) -> int:
-        """How many windows a pass scores."""
+        """Number of windows that a pass scores."""
         return len(self._starts)
 
     def __len__(self) -> int:
         return -(-len(self._starts) // self._batch_size)
 
     def __getitem__(self, index: int) -> Batch:
-        """This process' rows of global batch `index`."""
+        """This process's share of global batch `index`."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        rows = index * self._batch_size + self._rows
-        real = rows < len(self._starts)
-        starts = self._starts[np.where(real, rows, 0)]
+        examples = index * self._batch_size + self._examples
+        real = examples < len(self._starts)
+        starts = self._starts[np.where(real, examples, 0)]
         tokens = self._tokens[starts[:, None] + np.arange(self._context + 1)]
-        return Batch(tokens.astype(np.int32), rows.astype(np.int32), real.astype(np.float32))
+        return Batch(tokens.astype(np.int32), examples.astype(np.int32), real.astype(np.float32))
 
 
 def prefetched(batches: TrainBatches | EvalBatches, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-    """`batches[start]`, `batches[start + 1]`, … read ahead by a thread of Grain's.
+    """Iterate over `batches[start]`, `batches[start + 1]`, …, prefetched by a Grain thread.
 
     >>> batches = TrainBatches(np.arange(100), context=4, batch_size=3, seed=0)
     >>> [batch.tokens.shape for batch in prefetched(batches, start=7, stop=9)]
     [(3, 5), (3, 5)]
     """
     if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()  # Grain reads its own absl flags, whose defaults serve
+        flags.FLAGS.mark_as_parsed()  # Grain reads its own absl flags; their defaults will do
     stop = len(batches) if stop is None else stop
     if start >= stop:
         return iter(())

@@ -1,8 +1,8 @@
-"""Corpora: texts as TFDS builders, written to array_record and read back without TensorFlow.
+"""Text corpora as TFDS builders, written to array_record and read back without TensorFlow.
 
-`load("python_docs")`, `load("quijote")`, `load("text", path="notes/*.txt")`, or `load("tfds:NAME")` for any text set
-of TFDS that is prepared as array_record or can be without TensorFlow or Beam. TFDS keeps what it prepares in the
-folder named by TFDS_DATA_DIR, `~/tensorflow_datasets` when unset.
+`load("python_docs")`, `load("quijote")`, `load("text", path="notes/*.txt")`, or `load("tfds:NAME")` for any TFDS text
+dataset that is already prepared as array_record or can be prepared without TensorFlow and Beam. TFDS stores prepared
+datasets in the folder TFDS_DATA_DIR, by default `~/tensorflow_datasets`.
 """
 
 import contextlib
@@ -23,18 +23,18 @@ from tensorflow_datasets.core.download import downloader
 from attnlab.errors import UserError
 
 GUTENBERG_QUIJOTE = "https://www.gutenberg.org/cache/epub/2000/pg2000.txt"
-RETRIES = 4  # of a download
+RETRIES = 4  # download attempts
 CHECK_NETWORK = "check the network, or prepare it elsewhere as array_record"
 
 
 class Corpus(NamedTuple):
-    """A text and its held-out part.
+    """A text, split into a training and a validation part.
 
     Attributes:
-      name: what was loaded.
-      train: the text to train on.
-      validation: the text to validate on, disjoint from `train`.
-      sha256: of the UTF-8 bytes of both, one after the other.
+      name: the name it was loaded by.
+      train: training text.
+      validation: validation text, disjoint from `train`.
+      sha256: digest of the UTF-8 bytes of both, concatenated.
     """
 
     name: str
@@ -44,22 +44,22 @@ class Corpus(NamedTuple):
 
     @property
     def text(self) -> str:
-        """All of it: what a character vocabulary comes from."""
+        """Both parts; the source of a character vocabulary."""
         return self.train + self.validation
 
 
 def load(name: str, *, path: str = "", feature: str = "", validation_fraction: float = 0.1) -> Corpus:
-    """Prepares a corpus if need be and reads it.
+    """Read a corpus, preparing it first if necessary.
 
     Args:
       name: "python_docs", "quijote", "text" or "tfds:NAME" (also "tfds:NAME/CONFIG").
-      path: for "text", a file or a glob; files are joined in name order.
-      feature: for "tfds:NAME", the text feature to read; may stay empty where there is only one.
-      validation_fraction: the last part of the characters, held out; a TFDS set with a validation or test split of
-        its own keeps that.
+      path: for "text", a file or a glob; files are concatenated in name order.
+      feature: for "tfds:NAME", the text feature to read; may be empty if there is only one.
+      validation_fraction: fraction of the characters, at the end, to hold out; a TFDS dataset with a validation or test
+        split uses that split instead.
 
     Raises:
-      UserError: a name, a path or a set that cannot be read, saying what to do.
+      UserError: an unknown name, or a path or dataset that cannot be read.
     """
     if not 0 < validation_fraction < 1:
         raise UserError(f"data.validation_fraction = {validation_fraction}: expected a fraction between 0 and 1")
@@ -71,7 +71,7 @@ def load(name: str, *, path: str = "", feature: str = "", validation_fraction: f
     builder = _build(builders[name], **({"config": _text_config(path)} if name == "text" else {}))
     text = "".join(_documents(_prepare(builder, name), name, "train", "text"))
     if name == "text" and text != "".join(builder.builder_config.texts):
-        raise UserError(f"{builder.data_dir} no longer holds the text that was written there: remove that folder")
+        raise UserError(f"{builder.data_dir} no longer contains the text that was written there: remove that folder")
     if not text:
         raise UserError(f"{path or name} is empty: give a text with at least a few thousand characters")
     cut = int(len(text) * (1 - validation_fraction))
@@ -79,7 +79,7 @@ def load(name: str, *, path: str = "", feature: str = "", validation_fraction: f
 
 
 class _TextBuilder(tfds.core.GeneratorBasedBuilder):
-    """A builder of one split, `train`, whose pieces in order are the text."""
+    """A builder with the single split `train`, whose examples concatenate to the text."""
 
     VERSION = tfds.core.Version("1.0.0")
 
@@ -99,13 +99,13 @@ class _TextBuilder(tfds.core.GeneratorBasedBuilder):
             yield key, {"text": piece}
 
     def _pieces(self, dl_manager):
-        raise TypeError(f"{type(self).__name__} defines no _pieces(dl_manager): write it in the subclass")
+        raise TypeError(f"{type(self).__name__} does not define _pieces(dl_manager): implement it in the subclass")
 
 
 class PythonDocs(_TextBuilder):
-    """The language reference that every CPython carries (pydoc_data.topics), topic after topic.
+    """The language reference that is part of every CPython (pydoc_data.topics), topic by topic.
 
-    Its text differs between Python versions, so the version is part of the dataset's name.
+    The text differs between Python versions, so the dataset's name contains the version.
     """
 
     name = "attnlab_python_docs"
@@ -119,9 +119,9 @@ class PythonDocs(_TextBuilder):
 
 
 class Quijote(_TextBuilder):
-    """Cervantes, El ingenioso hidalgo don Quijote de la Mancha (1605, 1615), from Project Gutenberg's book 2000.
+    """Cervantes, El ingenioso hidalgo don Quijote de la Mancha (1605, 1615): book 2000 of Project Gutenberg.
 
-    Where the download is not possible, a UTF-8 text at `downloads/manual/quijote.txt` is taken instead.
+    A UTF-8 text at `downloads/manual/quijote.txt`, if there is one, is read instead of downloading.
     """
 
     name = "attnlab_quijote"
@@ -133,7 +133,7 @@ class Quijote(_TextBuilder):
 
 
 class TextFiles(_TextBuilder):
-    """The text files of a user; one dataset for each content."""
+    """The user's text files; one dataset per content."""
 
     name = "attnlab_text"
 
@@ -142,10 +142,10 @@ class TextFiles(_TextBuilder):
 
 
 class _TextConfig(tfds.core.BuilderConfig):
-    """Names the dataset by its content.
+    """A config named by a digest of the content.
 
     Attributes:
-      texts: one for each file.
+      texts: one per file.
     """
 
     texts: Sequence[str] = ()
@@ -159,7 +159,7 @@ def _text_config(path: str) -> _TextConfig:
     if not files:
         raise UserError(f"data.path = {path!r}: no such file, and no file matches it as a glob")
     texts = [_read(Path(file)) for file in files]
-    # A file that does not end its last line must not run into the next one.
+    # Add a final newline where one is missing, so that files do not run into each other.
     texts = [t if t.endswith("\n") or i == len(texts) - 1 else t + "\n" for i, t in enumerate(texts)]
     if not any(texts):
         raise UserError(f"data.path = {path!r} is empty: give a text with at least a few thousand characters")
@@ -192,8 +192,8 @@ def _between_gutenberg_marks(text: str) -> str:
 
 
 def _load_tfds(name, feature, validation_fraction) -> Corpus:
-    """A text set of TFDS, its documents joined by a blank line."""
-    with _explained(name):
+    """A TFDS text dataset, its documents joined by blank lines."""
+    with _one_line_errors(name):
         builder = _build_by_name(name)
     builder = _prepare(builder, name)
     texts = [key for key, kind in builder.info.features.items() if isinstance(kind, tfds.features.Text)]
@@ -219,21 +219,23 @@ def _build_by_name(name):
     try:
         return tfds.builder(name.removeprefix("tfds:"), file_format="array_record")
     except tfds.core.registered.DatasetNotFoundError as error:
-        raise UserError(f"data.name = {name!r}: TFDS knows no such set; see tfds.list_builders()") from error
+        raise UserError(f"data.name = {name!r}: not a TFDS dataset; see tfds.list_builders()") from error
 
 
 def _prepare(builder, name):
-    """Writes the set as array_record unless it lies there already; TFDS does so in a folder that it then renames."""
-    with _explained(name, builder):
-        if builder.is_prepared() and builder.info.splits:  # a builder knows no splits that came after it
+    """Write a dataset as array_record unless it is prepared already; TFDS writes to a folder that it then renames."""
+    with _one_line_errors(name, builder):
+        if (
+            builder.is_prepared() and builder.info.splits
+        ):  # a builder made before the dataset was prepared has no splits
             return builder
     if isinstance(builder, tfds.core.BeamBasedBuilder):
-        raise UserError(f"{name} needs Apache Beam to prepare: prepare it elsewhere with {_recipe(builder, name)}")
-    # TFDS tries ten times, which leaves a user without a network waiting for minutes before the first word.
+        raise UserError(f"{name} needs Apache Beam to be prepared: prepare it elsewhere with {_recipe(builder, name)}")
+    # By default TFDS retries ten times: minutes without any message if there is no network.
     downloader.MAX_RETRIES = RETRIES
     remedy = _quijote_remedy(builder) if isinstance(builder, Quijote) else CHECK_NETWORK
-    with _explained(name, builder, remedy=remedy), _alone(builder.data_dir_root):
-        # Anew, for what this one knows of the disk is from before another process may have prepared the set.
+    with _one_line_errors(name, builder, remedy=remedy), _preparation_lock(builder.data_dir_root):
+        # A new builder, as another process may have prepared the dataset since the old one read the disk.
         builder = type(builder)(
             data_dir=builder.data_dir_root, config=builder.builder_config, file_format="array_record"
         )
@@ -243,8 +245,8 @@ def _prepare(builder, name):
 
 
 @contextlib.contextmanager
-def _alone(folder):
-    """Lets one process of this machine at a time prepare sets: TFDS replaces what another one may be reading."""
+def _preparation_lock(folder):
+    """Hold a lock: only one process per machine prepares datasets, as TFDS replaces files that others may read."""
     folder = os.fspath(folder)
     if "://" in folder:
         yield
@@ -256,13 +258,15 @@ def _alone(folder):
 
 
 def _documents(builder, name, split, feature) -> list[str]:
-    with _explained(name, builder, done="read", remedy=f"remove {builder.data_dir}, and it will be prepared anew"):
+    with _one_line_errors(
+        name, builder, done="read", remedy=f"remove {builder.data_dir}, and it will be prepared again"
+    ):
         texts = [example[feature] for example in builder.as_data_source(split=split)]
         return [text.decode("utf-8") if isinstance(text, bytes) else str(text) for text in texts]
 
 
 def _build(cls, **options):
-    with _explained(cls.name):
+    with _one_line_errors(cls.name):
         return cls(file_format="array_record", **options)
 
 
@@ -276,10 +280,8 @@ def _recipe(builder, name):
 
 
 @contextlib.contextmanager
-def _explained(
-    name, builder=None, done="prepared", remedy="check the network, or prepare it elsewhere as array_record"
-):
-    """TFDS' failures in one line; its progress and warnings stay off the terminal."""
+def _one_line_errors(name, builder=None, done="prepared", remedy=CHECK_NETWORK):
+    """Turn TFDS failures into one-line UserErrors, and silence its progress bars and warnings."""
     tfds.disable_progress_bar()
     logging.disable(logging.WARNING)
     try:
@@ -290,11 +292,11 @@ def _explained(
     except ModuleNotFoundError as error:
         where = _recipe(builder, name) if builder else "tfds build --file_format=array_record"
         raise UserError(
-            f"{name} needs {error.name} to prepare, which attnlab does not use: prepare it elsewhere with {where}"
+            f"{name} needs {error.name} to be prepared, which attnlab does not use: prepare it elsewhere with {where}"
         ) from error
     except PermissionError as error:
         raise UserError(
-            f"{name} cannot be written to {error.filename}: set TFDS_DATA_DIR to a folder of yours"
+            f"{name} cannot be written to {error.filename}: set TFDS_DATA_DIR to a folder that you can write to"
         ) from error
     except Exception as error:  # network and format errors of many libraries
         what = str(error).strip().splitlines()

@@ -1,4 +1,4 @@
-"""Synthetic tasks whose answer is known, and with it what a model has to look at."""
+"""Synthetic tasks with a known answer and a known alignment."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,18 +6,18 @@ from typing import NamedTuple
 import numpy as np
 
 KINDS = ("copy", "reverse")
-HELD_OUT = 10  # a source whose symbols sum to a multiple of it is held out of training
+HELD_OUT = 10  # sources whose symbols sum to a multiple of it are held out of training
 
 
 class Pairs(NamedTuple):
-    """Sources, and what is to be written for them.
+    """Sources and their targets.
 
     Attributes:
-      source: int32 `[B, S]`, symbols from 1, then 0 up to the longest.
-      lengths: int32 `[B]`, symbols of each source.
-      inputs: int32 `[B, S + 1]`, the token before each output; 0 starts.
+      source: int32 `[B, S]`, symbols from 1, padded with 0.
+      lengths: int32 `[B]`, the number of symbols of each source.
+      inputs: int32 `[B, S + 1]`, the token before each output, starting with 0.
       targets: int32 `[B, S + 1]`, the outputs: the symbols, then 0.
-      alignment: int32 `[B, S + 1]`, index of the source symbol that each output is; −1 where it is none.
+      alignment: int32 `[B, S + 1]`, index of the source symbol of each output; −1 for none.
     """
 
     source: np.ndarray
@@ -37,19 +37,19 @@ def pairs(
     held_out: bool = False,
     seed: int = 0,
 ) -> Pairs:
-    """A batch of sources to copy or to reverse: a pure function of its arguments.
+    """Draw a batch of sources to copy or to reverse; a pure function of its arguments.
 
     Args:
       kind: "copy" or "reverse".
-      step: of the run.
+      step: training step.
       batch_size: B.
-      lengths: each source's is one of these; S is the largest.
+      lengths: possible source lengths; S is the largest.
       vocab_size: symbols are 1 … vocab_size − 1.
-      held_out: sources that training never shows (their symbols sum to a multiple of ten), else those that it does.
-      seed: of the draw.
+      held_out: draw only sources whose symbols sum to a multiple of ten; otherwise, only the others.
+      seed: random seed.
 
     Raises:
-      ValueError: an unknown kind, no lengths or none of 1 or more, a vocabulary or lengths with too few such sources.
+      ValueError: an unknown kind, lengths that are empty or below 1, or a vocabulary and lengths with too few sources.
 
     >>> batch = pairs("reverse", 0, batch_size=1, lengths=[3], vocab_size=10)
     >>> batch.source[0].tolist(), batch.targets[0].tolist(), batch.alignment[0].tolist()
@@ -60,7 +60,7 @@ def pairs(
     if not len(lengths) or min(lengths) < 1:
         raise ValueError(f"lengths = {list(lengths)}: expected lengths of 1 or more")
     if vocab_size < 2:
-        raise ValueError(f"vocab_size = {vocab_size}: expected 2 or more, 0 being no symbol")
+        raise ValueError(f"vocab_size = {vocab_size}: expected 2 or more, as 0 is not a symbol")
     draw = np.random.default_rng((seed, step, held_out))
     longest = max(lengths)
     column = np.arange(longest + 1)
@@ -72,8 +72,8 @@ def pairs(
         drawn[column[:-1] >= draw.choice(lengths, len(drawn))[:, None]] = 0
         source = np.concatenate([source, drawn[(drawn.sum(1) % HELD_OUT == 0) == held_out]])
     if len(source) < batch_size:
-        which = "held out" if held_out else "shown"
-        raise ValueError(f"too few sources are {which}: raise vocab_size = {vocab_size} or lengths = {list(lengths)}")
+        which = "held-out" if held_out else "training"
+        raise ValueError(f"too few {which} sources: raise vocab_size = {vocab_size} or lengths = {list(lengths)}")
     source = source[:batch_size]
     length = (source > 0).sum(1).astype(np.int32)
 

@@ -1,4 +1,4 @@
-"""The global batch is a pure function of (seed, step), whoever reads it."""
+"""The global batch is a pure function of (seed, step), however many processes read it."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def train(tokens=TEXT, context=8, batch_size=6, seed=0, **shares):
     return TrainBatches(tokens, context=context, batch_size=batch_size, seed=seed, **shares)
 
 
-def test_a_batch_depends_on_seed_and_step_alone():
+def test_batch_depends_only_on_seed_and_step():
     forwards = [train()[step].tokens for step in range(30)]
     fresh = train()
     backwards = [fresh[step].tokens for step in reversed(range(30))][::-1]
@@ -25,17 +25,15 @@ def test_a_batch_depends_on_seed_and_step_alone():
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 6])
-def test_processes_read_their_rows_of_the_same_global_batch(processes):
+def test_processes_share_the_same_global_batch(processes):
     shares = [train(process_index=i, process_count=processes)[5] for i in range(processes)]
-    whole = train()[5]
-    for field in whole._fields:
-        np.testing.assert_array_equal(
-            np.concatenate([getattr(share, field) for share in shares]), getattr(whole, field)
-        )
+    full = train()[5]
+    for field in full._fields:
+        np.testing.assert_array_equal(np.concatenate([getattr(share, field) for share in shares]), getattr(full, field))
 
 
 @given(length=st.integers(9, 200), context=st.integers(1, 8), seed=st.integers(0, 2**40))
-def test_windows_are_runs_of_the_text(length, context, seed):
+def test_windows_are_contiguous_text(length, context, seed):
     batches = train(np.arange(length), context=context, batch_size=5, seed=seed)
     for step in (0, 1, 7, 1000):
         tokens = batches[step].tokens
@@ -43,7 +41,7 @@ def test_windows_are_runs_of_the_text(length, context, seed):
         assert (np.diff(tokens, axis=1) == 1).all() and tokens.min() >= 0 and tokens.max() < length
 
 
-def test_an_epoch_shows_each_token_once():
+def test_epoch_shows_each_token_once():
     batches = train(batch_size=4)
     windows = (1000 - 8) // 8
     for epoch in (0, 1):
@@ -53,14 +51,14 @@ def test_an_epoch_shows_each_token_once():
         assert len(np.unique(rows)) == rows.size
 
 
-def test_epochs_differ_in_order_and_in_where_they_cut():
-    batches = train(batch_size=124)  # an epoch a batch
+def test_epochs_differ_in_offset():
+    batches = train(batch_size=124)  # one epoch per batch
     assert (1000 - 8) // 8 == 124
     cuts = {int(batches[epoch].tokens[0, 0]) % 8 for epoch in range(20)}
     assert len(cuts) > 3
 
 
-def test_prefetching_gives_the_same_batches_from_any_start():
+def test_prefetched_batches_equal_direct_reads():
     for start in (0, 7):
         ahead = list(prefetched(train(), start, 12))
         assert len(ahead) == 12 - start
@@ -70,7 +68,7 @@ def test_prefetching_gives_the_same_batches_from_any_start():
 
 
 @given(length=st.integers(9, 300), windows=st.integers(1, 50), batch_size=st.integers(1, 7))
-def test_evaluation_scores_each_window_once_end_to_end_or_evenly_spaced(length, windows, batch_size):
+def test_evaluation_windows_are_adjacent_or_evenly_spaced(length, windows, batch_size):
     batches = EvalBatches(np.arange(length), context=8, batch_size=batch_size, windows=windows)
     kept = [batch.tokens[batch.weight == 1] for batch in batches]
     starts = np.concatenate(kept)[:, 0]
@@ -85,27 +83,27 @@ def test_evaluation_scores_each_window_once_end_to_end_or_evenly_spaced(length, 
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-def test_processes_share_an_evaluation(processes):
+def test_processes_share_evaluation_batches(processes):
     options = {"context": 8, "batch_size": 6, "windows": 20}
     shares = [EvalBatches(TEXT, **options, process_index=i, process_count=processes) for i in range(processes)]
-    whole = EvalBatches(TEXT, **options)
-    for index in range(len(whole)):
+    full = EvalBatches(TEXT, **options)
+    for index in range(len(full)):
         joined = np.concatenate([share[index].tokens for share in shares])
-        np.testing.assert_array_equal(joined, whole[index].tokens)
+        np.testing.assert_array_equal(joined, full[index].tokens)
 
 
-def test_a_text_of_one_window_is_enough():
+def test_text_of_one_window_is_enough():
     np.testing.assert_array_equal(train(np.arange(9))[3].tokens, np.tile(np.arange(9), (6, 1)))
     assert EvalBatches(np.arange(9), context=8, batch_size=2, windows=5).windows == 1
 
 
-def test_texts_that_are_too_short_say_what_would_do():
+def test_too_short_text_says_what_to_change():
     with pytest.raises(UserError, match=r"training text has 8 tokens, shorter than model\.context \+ 1 = 9"):
         train(np.arange(8))
     with pytest.raises(UserError, match="validation text has 8 tokens.*larger data.validation_fraction"):
         EvalBatches(np.arange(8), context=8, batch_size=2, windows=5)
 
 
-def test_a_batch_must_divide_among_processes():
+def test_batch_size_must_be_divisible_by_processes():
     with pytest.raises(UserError, match="batch_size = 6 must be a multiple of the 4 processes"):
         train(process_count=4)

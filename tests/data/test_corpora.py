@@ -1,4 +1,4 @@
-"""Corpora are read as they are, split at one place, prepared once, and refused in one line."""
+"""Corpora: exact text, one split point, prepared once, one-line errors."""
 
 import hashlib
 import os
@@ -16,7 +16,7 @@ from attnlab.errors import UserError
 
 
 class AttnlabFolktales(tfds.core.GeneratorBasedBuilder):
-    """A text set as TFDS has many: splits, a label, two documents a split."""
+    """A typical TFDS text dataset: two splits, a label, two documents per split."""
 
     VERSION = tfds.core.Version("1.0.0")
 
@@ -33,7 +33,7 @@ class AttnlabFolktales(tfds.core.GeneratorBasedBuilder):
 
 
 class AttnlabNeedsTensorflow(AttnlabFolktales):
-    """A set whose preparation imports TensorFlow."""
+    """A dataset whose preparation imports TensorFlow."""
 
     def _generate_examples(self, split):
         raise ModuleNotFoundError("No module named 'tensorflow'", name="tensorflow")
@@ -41,7 +41,7 @@ class AttnlabNeedsTensorflow(AttnlabFolktales):
 
 
 class AttnlabNeedsBeam(tfds.core.BeamBasedBuilder):
-    """A set that is prepared by Apache Beam."""
+    """A dataset that is prepared by Apache Beam."""
 
     VERSION = tfds.core.Version("1.0.0")
 
@@ -52,7 +52,7 @@ class AttnlabNeedsBeam(tfds.core.BeamBasedBuilder):
         return {"train": self._build_pcollection(None)}
 
     def _build_pcollection(self, pipeline):
-        raise AssertionError("not without Beam")
+        raise AssertionError("called without Beam")
 
 
 def test_python_docs_is_the_language_reference():
@@ -62,14 +62,14 @@ def test_python_docs_is_the_language_reference():
     assert all(topics[name].strip() in corpus.text for name in ("yield", "lambda"))
 
 
-def test_the_last_part_validates():
+def test_validation_is_the_last_part():
     corpus = corpora.load("python_docs", validation_fraction=0.25)
     assert corpus.train + corpus.validation == corpora.load("python_docs").text
     assert len(corpus.train) == int(0.75 * len(corpus.text))
     assert corpus.sha256 == hashlib.sha256(corpus.text.encode()).hexdigest()
 
 
-def test_a_corpus_is_prepared_once():
+def test_corpus_is_prepared_once():
     def files():
         folder = Path(os.environ["TFDS_DATA_DIR"]) / "attnlab_python_docs"
         return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
@@ -80,37 +80,37 @@ def test_a_corpus_is_prepared_once():
     assert files() == before and any(path.match("*.array_record*") for path in before)
 
 
-def test_no_tensorflow_is_loaded():
+def test_loading_does_not_import_tensorflow():
     corpora.load("python_docs")
     assert "tensorflow" not in sys.modules
 
 
 @pytest.mark.parametrize("text", ["año\n" * 50, "\r\nline\r\n" * 30, "no newline at the end" * 9, "\ufeffmark" * 20])
-def test_a_file_is_read_as_it_is_but_for_a_byte_order_mark(tmp_path, text):
+def test_text_file_is_read_exactly_without_byte_order_mark(tmp_path, text):
     path = tmp_path / "a.txt"
     path.write_bytes(text.encode())
     assert corpora.load("text", path=str(path)).text == text.removeprefix("\ufeff")
 
 
-def test_files_of_a_glob_join_in_name_order_at_line_ends(tmp_path):
+def test_glob_joins_files_in_name_order_at_line_ends(tmp_path):
     for name, text in (("b.txt", "second\n"), ("a.txt", "first"), ("c.txt", "third"), ("d.md", "other")):
         (tmp_path / name).write_text(text)
     assert corpora.load("text", path=f"{tmp_path}/*.txt").text == "first\nsecond\nthird"
 
 
-def test_a_file_that_changed_is_read_anew(tmp_path):
+def test_changed_file_is_read_again(tmp_path):
     path = tmp_path / "a.txt"
     for text in ("before " * 9, "after " * 9):
         path.write_text(text)
         assert corpora.load("text", path=str(path)).text == text
 
 
-def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path):
+def test_existing_file_wins_over_glob(tmp_path):
     (tmp_path / "a[1].txt").write_text("bracket" * 9)
     assert corpora.load("text", path=f"{tmp_path}/a[1].txt").text == "bracket" * 9
 
 
-def test_quijote_is_taken_from_the_manual_folder_without_gutenbergs_notice(tmp_path, monkeypatch):
+def test_quijote_from_manual_folder_drops_gutenberg_notice(tmp_path, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
     monkeypatch.setattr(tfds.core.constants, "DATA_DIR", str(tmp_path))
     manual = tmp_path / "downloads" / "manual"
@@ -123,7 +123,7 @@ def test_quijote_is_taken_from_the_manual_folder_without_gutenbergs_notice(tmp_p
     assert corpora.load("quijote").text == story + "\n"
 
 
-def test_quijote_without_network_or_file_says_where_to_put_it(tmp_path, monkeypatch):
+def test_quijote_without_network_says_where_to_put_it(tmp_path, monkeypatch):
     monkeypatch.setattr(tfds.core.constants, "DATA_DIR", str(tmp_path))
     monkeypatch.setattr(corpora, "GUTENBERG_QUIJOTE", "http://127.0.0.1:9/pg2000.txt")
     monkeypatch.setattr(corpora, "RETRIES", 0)
@@ -134,16 +134,16 @@ def test_quijote_without_network_or_file_says_where_to_put_it(tmp_path, monkeypa
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_processes_may_prepare_one_text_at_the_same_time(tmp_path):
+def test_processes_may_prepare_one_text_concurrently(tmp_path):
     (tmp_path / "text.txt").write_text("the same text for all\n" * 1000)
     program = f"from attnlab.data import corpora; print(len(corpora.load('text', path='{tmp_path}/text.txt').text))"
     environment = os.environ | {"TFDS_DATA_DIR": str(tmp_path / "tfds")}
     command = [sys.executable, "-c", program]
-    several = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    assert [one.communicate()[0].strip() for one in several] == ["22000"] * 4
+    several = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [one.communicate()[0].strip() for one in several] == ["22000"] * 2
 
 
-def test_a_prepared_text_that_was_damaged_is_not_read(tmp_path, monkeypatch):
+def test_damaged_prepared_text_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(tfds.core.constants, "DATA_DIR", str(tmp_path / "tfds"))
     (tmp_path / "text.txt").write_text("a text that will be cut\n" * 1000)
     corpora.load("text", path=f"{tmp_path}/text.txt")
@@ -155,26 +155,25 @@ def test_a_prepared_text_that_was_damaged_is_not_read(tmp_path, monkeypatch):
         assert "\n" not in str(error.value)
 
 
-def test_a_tfds_set_keeps_its_own_splits():
+def test_tfds_dataset_keeps_its_own_splits():
     corpus = corpora.load("tfds:attnlab_folktales")
     assert sorted(corpus.train.split("\n\n")) == ["train story 0 ñ", "train story 1 ñ"]
     assert sorted(corpus.validation.strip().split("\n\n")) == ["test story 0 ñ", "test story 1 ñ"]
 
 
-def test_a_set_that_lies_prepared_is_read_without_the_code_that_made_it():
+def test_prepared_dataset_is_read_without_its_builder(monkeypatch):
     prepared = corpora.load("tfds:attnlab_folktales")
-    program = "from attnlab.data import corpora; print(corpora.load('tfds:attnlab_folktales').sha256)"
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert out.strip() == prepared.sha256
+    monkeypatch.delitem(tfds.core.registered._DATASET_REGISTRY, "attnlab_folktales")
+    assert corpora.load("tfds:attnlab_folktales") == prepared
 
 
 @pytest.mark.parametrize(
     "name, options, message",
     [
         ("quixote", {}, r"data\.name = 'quixote' is unknown: use one of python_docs, quijote, text, or tfds:NAME"),
-        ("tfds:no_such_set", {}, "TFDS knows no such set"),
-        ("tfds:attnlab_needs_tensorflow", {}, "needs tensorflow to prepare.*prepare it elsewhere with tfds build"),
-        ("tfds:attnlab_needs_beam", {}, "needs Apache Beam to prepare: prepare it elsewhere with tfds build"),
+        ("tfds:no_such_set", {}, "not a TFDS dataset"),
+        ("tfds:attnlab_needs_tensorflow", {}, "needs tensorflow to be prepared.*prepare it elsewhere with tfds build"),
+        ("tfds:attnlab_needs_beam", {}, "needs Apache Beam to be prepared: prepare it elsewhere with tfds build"),
         ("tfds:attnlab_folktales", {"feature": "title"}, "has the text features story: choose one"),
         ("text", {}, "needs a file: --config.data.path=FILE"),
         ("text", {"path": "/no/such/file.txt"}, "no such file, and no file matches it as a glob"),
@@ -184,7 +183,7 @@ def test_a_set_that_lies_prepared_is_read_without_the_code_that_made_it():
         ("python_docs", {"validation_fraction": 1.5}, "expected a fraction between 0 and 1"),
     ],
 )
-def test_what_cannot_be_read_is_one_line(tmp_path, name, options, message):
+def test_unreadable_corpus_is_one_line(tmp_path, name, options, message):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "latin1.txt").write_bytes("año".encode("latin1"))
     options = {key: value.format(tmp=tmp_path) if isinstance(value, str) else value for key, value in options.items()}

@@ -1,4 +1,4 @@
-"""The synthetic tasks: their answers, and that what is held out stays out."""
+"""Synthetic tasks: targets, alignments and held-out sources."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ EACH = pytest.mark.parametrize("kind", KINDS)
 
 
 @EACH
-def test_targets_are_the_source_where_the_alignment_points_then_the_end(kind):
+def test_targets_follow_the_alignment_then_end(kind):
     batch = pairs(kind, 3, batch_size=50, lengths=LENGTHS)
     assert batch.source.shape == (50, 9) and batch.targets.shape == batch.inputs.shape == (50, 10)
     assert set(batch.lengths) == set(LENGTHS)
@@ -23,7 +23,7 @@ def test_targets_are_the_source_where_the_alignment_points_then_the_end(kind):
 
 
 @EACH
-def test_a_batch_is_a_pure_function_of_its_arguments(kind):
+def test_task_batch_is_a_pure_function(kind):
     options = {"batch_size": 4, "lengths": LENGTHS}
     first, again = pairs(kind, 1, **options), pairs(kind, 1, **options)
     assert all(np.array_equal(a, b) for a, b in zip(first, again))
@@ -31,7 +31,7 @@ def test_a_batch_is_a_pure_function_of_its_arguments(kind):
     assert not np.array_equal(first.source, pairs(kind, 1, seed=1, **options).source)
 
 
-def test_no_source_is_both_shown_and_held_out():
+def test_held_out_sources_never_appear_in_training():
     shown = {tuple(row) for step in range(20) for row in pairs("copy", step, batch_size=64, lengths=[2]).source}
     held = {tuple(r) for s in range(20) for r in pairs("copy", s, batch_size=64, lengths=[2], held_out=True).source}
     assert len(shown) > 500 and len(held) > 50 and not shown & held
@@ -43,15 +43,15 @@ def test_no_source_is_both_shown_and_held_out():
         ({"lengths": []}, "lengths = .*: expected lengths of 1 or more"),
         ({"lengths": [0, 2]}, "expected lengths of 1 or more"),
         ({"vocab_size": 1}, "vocab_size = 1: expected 2 or more"),
-        ({"lengths": [3], "vocab_size": 2, "held_out": True}, "too few sources are held out: raise vocab_size = 2"),
-        ({"lengths": [10], "vocab_size": 2}, "too few sources are shown"),
+        ({"lengths": [3], "vocab_size": 2, "held_out": True}, "too few held-out sources: raise vocab_size = 2"),
+        ({"lengths": [10], "vocab_size": 2}, "too few training sources"),
     ],
 )
-def test_a_task_without_sources_is_one_line_and_no_endless_search(change, message):
+def test_task_without_sources_is_one_line(change, message):
     with pytest.raises(ValueError, match=message):
         pairs("copy", 0, **({"batch_size": 2, "lengths": [3]} | change))
 
 
-def test_an_unknown_kind_lists_those_there_are():
+def test_unknown_task_lists_kinds():
     with pytest.raises(ValueError, match="kind = 'sort': expected one of copy, reverse"):
         pairs("sort", 0, batch_size=1, lengths=[3])

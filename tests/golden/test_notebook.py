@@ -1,4 +1,4 @@
-"""Every number that the notebook (001) prints, cell by cell in its order, to the digits printed."""
+"""Every number that the notebook (001) prints, in order, to the printed digits."""
 
 import ast
 from pathlib import Path
@@ -27,7 +27,8 @@ BATCH = np.stack([X, X])
 
 
 def assert_prints(computed, printed):
-    # Printing 4 decimals rounds by up to 5e-5; the few float32 operations before, on numbers up to 2, by 1e-7 each.
+    # Printing 4 decimals rounds by up to 5e-5; the few float32 operations before that, on numbers up to 2, by 1e-7
+    # each.
     np.testing.assert_allclose(computed, np.loadtxt(printed.splitlines()), rtol=0, atol=5e-5 + 1e-6)
 
 
@@ -46,13 +47,13 @@ def linear_projections(generator, d_out):
 
 
 def stacked_heads(generator, d_out):
-    """Parameters of two `StackedHeads`: one whole head is drawn after the other."""
+    """Parameters of two `StackedHeads`, drawn one head after the other."""
     heads = [linear_projections(generator, d_out) for _ in range(2)]
     return {"heads": jax.tree.map(lambda *kernels: np.stack(kernels), *heads)}
 
 
 def multi_head_attention(generator, d_in, d_out, num_heads):
-    """Parameters of `MultiHeadAttention`; the notebook's only bias is the output's, the others are zero here."""
+    """Parameters of `MultiHeadAttention`; only the output has a bias in the notebook, the others are zero."""
     by_head = num_heads, d_out // num_heads
     params = projections(lambda: generator.linear(d_in, d_out)[0].T.reshape(d_in, *by_head))
     for projection in params.values():
@@ -62,7 +63,7 @@ def multi_head_attention(generator, d_in, d_out, num_heads):
 
 
 def self_attention(params):
-    """The notebook's SelfAttention: one head in which everybody sees everybody."""
+    """The notebook's SelfAttention: one head without a mask."""
     return Head(head_dim=2, mask=None).apply({"params": params}, X[None])[0]
 
 
@@ -87,7 +88,7 @@ def test_scores_over_their_sum_are_weights():  # In 93
     assert_prints(weights.sum(), "1.0000")
 
 
-def test_naive_and_stable_softmax_give_the_same_weights():  # In 94, 95
+def test_naive_and_stable_softmax_agree():  # In 94, 95
     exponentials = np.exp(X @ X[1])
     naive = exponentials / exponentials.sum()
     stable = attention_weights(one_head(X[1:2]), one_head(X), scale=1.0)[0, 0]
@@ -96,7 +97,7 @@ def test_naive_and_stable_softmax_give_the_same_weights():  # In 94, 95
         assert_prints(weights.sum(), "1.")
 
 
-def test_the_context_of_one_query_is_a_weighted_sum():  # In 96, 102
+def test_context_of_one_query_is_weighted_sum():  # In 96, 102
     context = attention(one_head(X[1:2]), one_head(X), one_head(X), scale=1.0)
     assert_prints(context[0, 0], "0.4419 0.6515 0.5683")
 
@@ -184,7 +185,7 @@ V2 = linear_projections(TorchGenerator(123), d_out=2)
 QUERIES, KEYS, VALUES = (X @ V2[name]["kernel"] for name in ("query", "key", "value"))
 
 
-def test_v1_with_the_transposed_weights_of_v2_gives_what_v2_gives():  # In 115 to 117, exercise 3.1
+def test_v1_with_transposed_weights_of_v2_equals_v2():  # In 115 to 117, exercise 3.1
     v1 = attention(one_head(QUERIES), one_head(KEYS), one_head(VALUES))[:, 0]
     for contexts in (v1, self_attention(V2)):
         assert_prints(
@@ -210,7 +211,7 @@ CAUSAL_WEIGHTS = """
 """
 
 
-def test_masking_weights_and_renormalising_them():  # In 118 to 121
+def test_masked_weights_are_renormalized():  # In 118 to 121
     weights = attention_weights(one_head(QUERIES), one_head(KEYS))[0]
     assert_prints(
         weights,
@@ -250,7 +251,7 @@ def test_masking_weights_and_renormalising_them():  # In 118 to 121
     assert_prints(masked / masked.sum(-1, keepdims=True), CAUSAL_WEIGHTS)
 
 
-def test_masking_scores_before_the_softmax_gives_the_same_weights():  # In 122, 123
+def test_masking_scores_equals_renormalized_weights():  # In 122, 123
     assert_prints(
         np.where(Causal().dense(6, 6), QUERIES @ KEYS.T, -np.inf),
         """
@@ -265,7 +266,7 @@ def test_masking_scores_before_the_softmax_gives_the_same_weights():  # In 122, 
     assert_prints(attention_weights(one_head(QUERIES), one_head(KEYS), mask=Causal())[0], CAUSAL_WEIGHTS)
 
 
-def test_dropout_zeroes_weights_and_doubles_the_others():  # In 124, 125
+def test_dropout_zeroes_weights_and_doubles_others():  # In 124, 125
     scale = TorchGenerator(123).dropout_kept((6, 6), p=0.5) / (1 - 0.5)
     assert_prints(
         scale,
@@ -291,7 +292,7 @@ def test_dropout_zeroes_weights_and_doubles_the_others():  # In 124, 125
     )
 
 
-def test_dropout_of_attention_has_a_pattern_of_its_own_and_the_same_values():
+def test_operator_dropout_gives_the_notebook_weights():
     q, k = one_head(QUERIES), one_head(KEYS)
     dropout = {"dropout_rate": 0.5, "dropout_key": jax.random.key(123)}
     # With the identity for values, contexts are weights.
@@ -301,14 +302,14 @@ def test_dropout_of_attention_has_a_pattern_of_its_own_and_the_same_values():
     assert 0 < (dropped != 0).sum() < (weights != 0).sum()
 
 
-def test_a_causal_head_on_a_batch():  # In 126 to 128
+def test_causal_head_on_batch():  # In 126 to 128
     contexts = Head(head_dim=2).apply({"params": V2}, BATCH)
     assert BATCH.shape == (2, 6, 3) and contexts.shape == (2, 6, 2)
-    # The last token sees all, as in exercise 3.1.
+    # The last token attends to all, as in exercise 3.1.
     assert_prints(contexts[0, -1], "-0.5299 -0.1081")
 
 
-def test_two_heads_side_by_side():  # In 130
+def test_two_stacked_heads():  # In 130
     contexts = StackedHeads(num_heads=2, head_dim=2).apply(
         {"params": stacked_heads(TorchGenerator(123), d_out=2)}, BATCH
     )
@@ -327,7 +328,7 @@ def test_two_heads_side_by_side():  # In 130
         )
 
 
-def test_two_heads_of_one_dimension_each():  # In 131, exercise 3.2, not reseeded
+def test_two_stacked_heads_of_width_one():  # In 131, exercise 3.2, not reseeded
     generator = TorchGenerator(123)
     stacked_heads(generator, d_out=2)  # In 130
     contexts = StackedHeads(num_heads=2, head_dim=1).apply({"params": stacked_heads(generator, d_out=1)}, BATCH)
@@ -346,7 +347,7 @@ def test_two_heads_of_one_dimension_each():  # In 131, exercise 3.2, not reseede
         )
 
 
-def test_multi_head_attention_with_split_weights():  # In 132
+def test_multihead_attention_with_split_weights():  # In 132
     module = MultiHeadAttention(num_heads=2, head_dim=1, out_features=2, mask=Causal())
     contexts = module.apply({"params": multi_head_attention(TorchGenerator(123), 3, 2, num_heads=2)}, BATCH)
     assert contexts.shape == (2, 6, 2)
@@ -364,7 +365,7 @@ def test_multi_head_attention_with_split_weights():  # In 132
         )
 
 
-def test_multi_head_attention_of_the_size_of_gpt2(float64):  # In 133, exercise 3.3, not reseeded
+def test_multihead_attention_of_gpt2_size(float64):  # In 133, exercise 3.3, not reseeded
     generator = TorchGenerator(123)
     multi_head_attention(generator, 3, 2, num_heads=2)  # In 132
     params = multi_head_attention(generator, 768, 768, num_heads=12)
@@ -372,7 +373,8 @@ def test_multi_head_attention_of_the_size_of_gpt2(float64):  # In 133, exercise 
     contexts = np.asarray(MultiHeadAttention(num_heads=12, mask=Causal()).apply({"params": params}, x))
     assert contexts.shape == (2, 1024, 768)
 
-    # The first and last three features of the first and last three tokens; the file breaks off in the second sequence.
+    # The first and last three features of the first and last three tokens; the output is truncated in the second
+    # sequence.
     printed = np.fromstring(
         """
          2.5606e-01 -5.9930e-02  3.9847e-01  2.4789e-01  1.8914e-01 -1.3538e-01
@@ -393,13 +395,14 @@ def test_multi_head_attention_of_the_size_of_gpt2(float64):  # In 133, exercise 
     tokens = contexts[:, ends].reshape(-1, 768)
     computed = tokens[:, ends].ravel()[: printed.size]
     half_a_digit = 0.5e-4 * 10 ** np.floor(np.log10(np.abs(printed)))
-    # In float64 here, so what differs is the notebook's own float32: sums of 768 products, which err with the size of
-    # the products, not of the sum. 52 of the 55 numbers agree in every digit; the others need 2e-7 of the largest.
+    # Computed in float64, so the differences are float32 errors of the notebook: sums of 768 products, whose errors
+    # scale with the products, not with the sum. 52 of the 55 numbers agree in every digit; the others differ by 2e-7 of
+    # the largest.
     largest = np.abs(tokens).max(-1).repeat(ends.size)[: printed.size]
     assert (np.abs(computed - printed) <= half_a_digit + 3e-7 * largest).all()
 
 
-def test_nothing_here_imports_torch():
+def test_golden_tests_do_not_import_torch():
     for file in Path(__file__).parent.glob("*.py"):
         nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
         imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}

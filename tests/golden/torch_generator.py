@@ -1,4 +1,4 @@
-"""The random numbers behind the notebook (001): what torch makes of a Mersenne Twister on a CPU, without torch."""
+"""The notebook's (001) random numbers: torch's CPU generator, reimplemented without torch."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 class TorchGenerator:
-    """torch's default generator after `torch.manual_seed(seed)`: every draw goes on where the one before stopped."""
+    """torch's default generator after `torch.manual_seed(seed)`; successive draws continue the stream."""
 
     def __init__(self, seed):
         self._twister = np.random.RandomState(seed)

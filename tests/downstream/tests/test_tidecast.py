@@ -1,4 +1,4 @@
-"""The forecaster learns, and what it rests on is right. Run by `python -m unittest discover -s tests`."""
+"""Tests of the forecaster and the archive. Run with `python -m unittest discover -s tests`."""
 
 import unittest
 from functools import partial
@@ -19,10 +19,10 @@ class TestForecaster(unittest.TestCase):
         cls.model = Forecaster()
         cls.params, cls.losses = training.train(cls.model, LEVELS, steps=60)
 
-    def test_the_loss_falls(self):
+    def test_training_lowers_the_loss(self):
         self.assertLess(np.mean(self.losses[-5:]), np.mean(self.losses[:5]) / 2)
 
-    def test_hour_by_hour_equals_the_full_pass(self):
+    def test_decoding_with_cache_equals_the_full_pass(self):
         history, lengths, levels = training.batch(LEVELS, seed=1, longest=60, hours=12)
         whole = self.model.apply(self.params, history, lengths, levels)
         memory = self.model.apply(self.params, history, lengths, method="encode")
@@ -35,7 +35,7 @@ class TestForecaster(unittest.TestCase):
         self.assertEqual(cache.length.tolist(), [levels.shape[1]] * len(levels))
         np.testing.assert_allclose(jnp.concatenate(rows, axis=1), whole, atol=1e-5)
 
-    def test_a_forecast_reads_each_history_to_its_end_and_no_further(self):
+    def test_forecast_ignores_padding_of_each_history(self):
         history, lengths, _ = training.batch(LEVELS, seed=2, longest=60, hours=12)
         predicted = forecast(self.model, self.params, history, lengths, hours=12)
         self.assertEqual(predicted.shape, (16, 12))
@@ -53,18 +53,18 @@ class TestArchive(unittest.TestCase):
         days, self.followed = (LEVELS[0][self.times[:, None] + np.arange(*hours)] for hours in ((-25, 0), (0, 12)))
         self.question = jnp.asarray(days), self.times, jnp.float32(0.001)
 
-    def test_shards_give_what_the_whole_gives(self):
+    def test_forecast_in_shards_equals_the_whole(self):
         whole = self.archive.forecast(*self.question)
         np.testing.assert_allclose(self.archive.forecast(*self.question, shards=5), whole, atol=1e-5)
 
-    def test_the_weights_are_those_of_the_forecast_and_see_nothing_of_the_future(self):
+    def test_weights_match_the_forecast_and_mask_the_future(self):
         weights = self.archive.weights(*self.question)
         np.testing.assert_allclose(weights.sum(axis=-1), 1, atol=1e-5)
         self.assertFalse(weights[self.archive.times > self.times[:, None]].any())
         by_hand = weights @ self.archive.followed[:, 0]
         np.testing.assert_allclose(by_hand, self.archive.forecast(*self.question), atol=1e-5)
 
-    def test_forgetting_can_be_learned_in_shards(self):
+    def test_gradient_of_forgetting_in_shards_equals_the_whole(self):
         def error(forgetting, shards):
             predicted = self.archive.forecast(*self.question[:2], forgetting, shards)
             return jnp.mean((predicted - self.followed) ** 2)
@@ -73,11 +73,11 @@ class TestArchive(unittest.TestCase):
         self.assertNotEqual(slopes[0], 0)
         np.testing.assert_allclose(*slopes, rtol=1e-3)
 
-    def test_the_past_is_a_fair_guide(self):
+    def test_forecast_error_is_below_half_the_mean_level(self):
         error = np.abs(self.archive.forecast(*self.question) - self.followed).mean()
         self.assertLess(error, np.abs(self.followed).mean() / 2)
 
-    def test_it_is_known_what_runs(self):
+    def test_backend_names_the_kernel_that_runs(self):
         self.assertRegex(self.archive.backend(*self.question), r"^runs \w+\nnot ")
 
 

@@ -1,1 +1,1 @@
-"""Forecasts of the tide: a small encoder–decoder, and a look into the archive to compare it with."""
+"""Forecasts of the tide: a small encoder–decoder, and attention into an archive to compare it with."""

@@ -1,4 +1,4 @@
-"""What followed when it looked like this before: attention from today into an archive, a shard at a time."""
+"""Forecasts from similar days of the past: attention from today into an archive, a shard at a time."""
 
 import jax.numpy as jnp
 
@@ -8,10 +8,10 @@ from attnlab.score_mods import ScoreFn, SoftCap
 
 
 class Archive:
-    """Days of a gauge, each with the hours that followed it, and when those were over.
+    """Days of a gauge, each with the hours that followed it, and the time when those ended.
 
     Attributes:
-      days: `[N, 1, D]`, scaled to length 1: what is compared is the shape of a day.
+      days: `[N, 1, D]`, scaled to length 1, so that shapes of days are compared.
       followed: `[N, 1, hours]`, levels in metres.
       times: `[N]`, hours since the archive began.
     """
@@ -28,13 +28,13 @@ class Archive:
         return _shape(days), terms | {"q_positions": times}
 
     def forecast(self, days, times, forgetting, shards: int = 1):
-        """What followed days like these, the likest counting most.
+        """Average the hours that followed similar days, weighted by similarity.
 
         Args:
           days: `[Q, D]`, levels in metres.
-          times: `[Q]`, when they ended; only what was over by then is looked at.
-          forgetting: by how much a score falls with each hour of age.
-          shards: parts of the archive that are read one after another.
+          times: `[Q]`, when they ended; days whose following hours ended later are masked.
+          forgetting: decrease of the score per hour of age.
+          shards: number of parts of the archive that are attended to in sequence.
 
         Returns:
           `[Q, hours]`, levels in metres.
@@ -47,12 +47,12 @@ class Archive:
         return attnlab.merge(parts)[0][:, 0]
 
     def weights(self, days, times, forgetting):
-        """How much each day of the archive counts, `[Q, N]`."""
+        """Attention weights of the days of the archive, `[Q, N]`."""
         q, terms = self._question(days, times, forgetting)
         return attnlab.attention_weights(q, self.days, kv_positions=self.times, **terms)[0]
 
     def backend(self, days, times, forgetting) -> str:
-        """Which kernel would compute `forecast`, and why no other."""
+        """The kernel that would compute `forecast`, and why the others would not."""
         q, terms = self._question(days, times, forgetting)
         return str(attnlab.explain(q, self.days, self.followed, kv_positions=self.times, **terms))
 

@@ -1,4 +1,4 @@
-"""Tide gauges that exist nowhere: the constituents that dominate real ones, and some weather."""
+"""Synthetic tide gauges: the constituents that dominate real ones, and some weather."""
 
 import numpy as np
 

@@ -22,7 +22,7 @@ class Forecaster(nn.Module):
     kv_heads: int = 2
 
     def setup(self):
-        # An hour sees its neighbours, and the same hour of other days.
+        # Each hour attends to its neighbours, and to the same hour of other days.
         near = SlidingWindow(left=3, right=3) | MaskFn(lambda b, h, i, j: (i - j) % DAY == 0)
         recent = score_mods.ALiBi(score_mods.alibi_slopes(self.num_heads))
         self.embed_history, self.embed_level = nn.Dense(self.width), nn.Dense(self.width)
@@ -37,14 +37,14 @@ class Forecaster(nn.Module):
         self.out = nn.Dense(1)
 
     def encode(self, history, lengths):
-        """`[B, S]`, of which `lengths` `[B]` hours are real, to a memory `[B, S, width]`."""
+        """Encode histories `[B, S]`, padded after `lengths` `[B]` hours, as memory `[B, S, width]`."""
         x = self.embed_history(history[..., None]) + sinusoidal(jnp.arange(history.shape[1]), self.width)
         for block in self.encoder:
             x = block(x, mask=Padding(lengths))
         return x
 
     def decode(self, levels, memory, lengths, cache=None):
-        """The level after each of `levels` `[B, T]`; with a cache, which they continue, also the longer cache."""
+        """Predict the level after each of `levels` `[B, T]`; with a cache, also return the updated cache."""
         x = self.embed_level(levels[..., None])
         x = x + self.cross(self.norm(x), memory, mask=Padding(lengths))
         x = self.decoder(x, cache=cache)
@@ -56,13 +56,13 @@ class Forecaster(nn.Module):
         return self.decode(levels, self.encode(history, lengths), lengths)
 
     def empty_cache(self, batch: int, hours: int) -> KVCache:
-        """For `hours` hours of the decoder."""
+        """An empty cache for `hours` hours of the decoder."""
         return KVCache.empty(batch, hours, self.kv_heads, self.width // self.num_heads)
 
 
 @partial(jax.jit, static_argnames=("model", "hours"))
 def forecast(model: Forecaster, params, history, lengths, hours: int):
-    """The `hours` levels after each history, `[B, hours]`: each is read again to write the next."""
+    """Predict the `hours` levels after each history, `[B, hours]`, autoregressively."""
     memory = model.apply(params, history, lengths, method="encode")
     again = jnp.take_along_axis(history, lengths[:, None] - OVERLAP + jnp.arange(OVERLAP), axis=1)
     cache = model.empty_cache(len(history), OVERLAP + hours)

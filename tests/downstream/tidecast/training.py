@@ -1,4 +1,4 @@
-"""Fits the forecaster to gauges."""
+"""Training of the forecaster."""
 
 from functools import partial
 
