@@ -151,11 +151,12 @@ def _train(config, workdir: Workdir, eval_only, preemption, resources, own, on_s
         return _print_evaluation(experiment, text, state, start, damaged, preemption)
 
     # files, loop
+    offset = checkpoints.metadata(start)["log"] if start else None  # in every process: Orbax waits for all of them
     reporter, log = metrics_lib.ProgressReporter(config.steps, start, silent=not first_process), None
     if first_process:
         metadata |= text.facts | {"parameters": experiment.parameters} | origin
         metadata |= {"extensions": extensions} if extensions else {}
-        log = _open_files(config, metadata, workdir, text, checkpoints, start, resources)
+        log = _open_files(config, metadata, workdir, text, checkpoints, start, offset, resources)
         _report_losses(checkpoints, damaged, log, start, reporter)
     _report_start(experiment, text, workdir, start, reporter)
     return trainers.Trainer(
@@ -253,7 +254,7 @@ def _print_evaluation(experiment: Experiment, text: Text, state: TrainState, sta
     return 0
 
 
-def _open_files(config, metadata, workdir, text, checkpoints, start, resources) -> metrics_lib.MetricsLog:
+def _open_files(config, metadata, workdir, text, checkpoints, start, offset, resources) -> metrics_lib.MetricsLog:
     """Create or update the files of a run, in the first process; returns its metrics log."""
     previous_run = workdir.previous_run
     digest = tokenizers.sha256(text.tokenizer) if previous_run is None else previous_run.get("tokenizer_sha256")
@@ -264,7 +265,6 @@ def _open_files(config, metadata, workdir, text, checkpoints, start, resources) 
         workdir.create(config_json, text.tokenizer)
     checkpoints.prepare()
     checkpoints.sweep()
-    offset = checkpoints.metadata(start)["log"] if start else None
     events = workdir.path / "tensorboard" if config.log.tensorboard else None
     log = metrics_lib.MetricsLog(workdir.metrics, offset, start, events)
     resources.callback(log.close)

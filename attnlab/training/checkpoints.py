@@ -224,7 +224,10 @@ class Checkpoints:
         return self._restore(step, params=ocp.args.StandardRestore(like))["params"]
 
     def metadata(self, step: int) -> dict:
-        """The metadata given to `save` (the item is named "facts" on disk); errors as for `restore`."""
+        """The metadata given to `save` (the item is named "facts" on disk); errors as for `restore`.
+
+        Like `restore` and `restore_params`, to be called in every process: Orbax waits for all of them.
+        """
         return self._restore(step, facts=ocp.args.JsonRestore())["facts"]
 
     def close(self) -> None:
