@@ -68,7 +68,11 @@ def started(*command, **options):
 
 def run(*command, **options):
     process = started(*command, **options)
-    out, _ = process.communicate(timeout=300)
+    try:
+        out, _ = process.communicate(timeout=300)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        pytest.fail(f"still running after five minutes:\n{process.communicate()[0]}")
     return process.returncode, out
 
 
