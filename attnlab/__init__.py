@@ -1,9 +1,13 @@
 """Attention for JAX and Flax: an exact, memory-efficient operator, and the modules and tools built on it."""
 
-from attnlab import interop, masks, nn, score_mods
-from attnlab.loading import load
-from attnlab.ops.attention import attention, attention_weights, explain, implementations, merge
-from attnlab.ops.linear import LinearState, linear_attention
+import importlib as _importlib
+import typing as _typing
+
+if _typing.TYPE_CHECKING:
+    from attnlab import interop, masks, nn, score_mods
+    from attnlab.loading import load
+    from attnlab.ops.attention import attention, attention_weights, explain, implementations, merge
+    from attnlab.ops.linear import LinearState, linear_attention
 
 __all__ = [
     "LinearState",
@@ -21,3 +25,19 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+# Names are imported when they are first used: a command can then answer, or restart itself, before it loads JAX.
+_MODULES = dict.fromkeys(("attention", "attention_weights", "explain", "implementations", "merge"), "ops.attention")
+_MODULES |= {"LinearState": "ops.linear", "linear_attention": "ops.linear", "load": "loading"}
+
+
+def __getattr__(name: str):
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = _importlib.import_module(f"{__name__}.{_MODULES.get(name, name)}")
+    globals()[name] = value = getattr(module, name) if name in _MODULES else module
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

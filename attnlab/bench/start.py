@@ -7,7 +7,7 @@ Each is a process, timed from its start until its output shows what is waited fo
 system's cache in both cases. The default --config is quickstart. With --peer_path nanoGPT's train.py starts
 on the same text and sizes, eager; it validates before its first step, here on one batch of each split.
 
-Figures, medians of seconds: import_flax_s (`import jax, flax`), import_attnlab_s (`import jax, flax, attnlab`),
+Figures, medians of seconds: import_flax_s (`import jax, flax`), import_attnlab_s (and `from attnlab import *`),
 start_cold_s, start_warm_s, start_nanogpt_s, first_character_cold_s and first_character_warm_s.
 """
 
@@ -30,7 +30,7 @@ from attnlab.bench import options, timing, workers
 from attnlab.data import corpora, tokenizers
 from attnlab.errors import UserError
 
-IMPORTS = {"flax": "import jax, flax", "attnlab": "import jax, flax, attnlab"}
+IMPORTS = {"flax": "import jax, flax", "attnlab": "import jax, flax; from attnlab import *"}
 IMPORTED = rb"imported"
 FIRST_STEP = rb"(?m)^first step finished"
 FIRST_CHARACTER = rb"(?s)."
