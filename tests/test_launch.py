@@ -38,7 +38,7 @@ FIELDS = {
     "sample.length": 8,
     "parallel.timeout": 120,
 }
-LONG = FIELDS | {"steps": 800, "checkpoint.every": 200, "eval.every": 200}
+LONG = FIELDS | {"steps": 320, "checkpoint.every": 80, "eval.every": 80}
 TIMING = re.compile("time|second|mfu|flops|wall|eta|rss|memory")
 ENVIRONMENT = os.environ | {
     "PYTHON": sys.executable,
@@ -125,7 +125,7 @@ def test_two_local_processes_equal_one(alone, tmp_path, options):
 @pytest.mark.slow
 def test_sigterm_stops_both_processes_after_the_same_step(two, tmp_path):
     process = started(LAUNCH / "local.sh", 2, *arguments(tmp_path / "run", LONG))
-    wait_for_step(100, tmp_path / "run")
+    wait_for_step(40, tmp_path / "run")
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 143 and re.search(r"stopped: step \d+ is saved", out), out
@@ -137,7 +137,7 @@ def test_sigterm_stops_both_processes_after_the_same_step(two, tmp_path):
 @pytest.mark.slow
 def test_killed_process_ends_the_other_and_restart_is_exact(two, tmp_path):
     process = started(LAUNCH / "local.sh", 2, *arguments(tmp_path / "run", LONG))
-    wait_for_step(250, tmp_path / "run")
+    wait_for_step(100, tmp_path / "run")
     children = subprocess.run(
         ["pgrep", "-f", "-P", str(process.pid), "attnlab.train"], capture_output=True, text=True
     ).stdout.split()
@@ -147,7 +147,7 @@ def test_killed_process_ends_the_other_and_restart_is_exact(two, tmp_path):
     assert "error: another process is gone (" in out and "): start all of them again with the same command" in out
     assert "the same command resumes from the last checkpoint" in out
     code, out = run(LAUNCH / "local.sh", 2, *arguments(tmp_path / "run", LONG))
-    assert code == 0 and "resumed from step 200" in out, out
+    assert code == 0 and "resumed from step 80" in out, out
     assert records(tmp_path / "run") == records(two)
 
 
@@ -329,7 +329,7 @@ def test_two_slurm_tasks_equal_one_process(slurm, alone, tmp_path):
 @pytest.mark.slow
 def test_preempted_slurm_job_is_requeued_and_ends_the_same(slurm, two, tmp_path):
     job = Job(slurm, tmp_path, "--ntasks=2", fields=LONG)
-    wait_for_step(100, job.workdir)
+    wait_for_step(40, job.workdir)
     job.command("sbatch", "--partition=high", "--ntasks=2", "--output=/dev/null", "--wrap=sleep 3")
     job.wait("PENDING")
     assert re.search(r"stopped: step \d+ is saved", job.output.read_text())

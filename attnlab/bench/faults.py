@@ -127,7 +127,7 @@ def _disturbed(count, folder, draw, number) -> dict:
     undisturbed, workdir = folder / "undisturbed", folder / "run"
     folder.mkdir(parents=True)
     board = Board(str(folder / "board"))
-    fields = LONG | {"steps": max(400, 40 * count)}  # about as far as a start gets until it is disturbed
+    fields = LONG | {"steps": max(160, 40 * count)}  # about as far as a start gets until it is disturbed
     _finish(undisturbed, fields)
     while sum(at.values()) < count:
         wanted = min(PHASES, key=lambda phase: (at[phase], draw.random()))

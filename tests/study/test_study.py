@@ -123,8 +123,13 @@ COUNTEREXAMPLES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", study.STUDIES)
+LARGE = ("complexity", "heads", "positions")  # a minute and more each
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.campaign if name in LARGE else pytest.mark.slow) for name in study.STUDIES],
+)
 def test_fast_study_verdict_and_refutation(name, tmp_path):
     module = report.load(name)
     work = {"total": 0, "done": 0}
