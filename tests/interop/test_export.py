@@ -15,8 +15,8 @@ from attnlab.training import state
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 MODEL = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=24)
-PARAMS = MODEL.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-TOKENS = jax.random.randint(jax.random.key(1), (2, 22), 0, 10, jnp.int32)
+PARAMS = jax.jit(MODEL.init)(jax.random.key(0), np.zeros((1, 1), np.int32))
+TOKENS = np.random.default_rng(1).integers(0, 10, (2, 22), dtype=np.int32)
 
 
 def through_bytes(exported):
@@ -46,18 +46,18 @@ def named(value):
 )
 def test_exported_prefill_and_steps_equal_model(carried, options):
     model = MODEL.clone(**options)
-    params = model.init(jax.random.key(0), TOKENS[:, :1])
+    params = jax.jit(model.init)(jax.random.key(0), TOKENS[:, :1])
     prefill, step = (carried(export_step(model, params, batch=2, tokens=tokens)) for tokens in (18, 1))
-    caches = jax.tree.map(jnp.zeros_like, tuple(map(tuple, model.empty_caches(batch=2))))
+    caches = jax.tree.map(np.zeros_like, tuple(map(tuple, model.empty_caches(batch=2))))
     logits, caches = prefill.call(params, TOKENS[:, :18], caches)
     parts = [logits]
     for at in range(18, 22):
         logits, caches = step.call(params, TOKENS[:, at : at + 1], caches)
         parts.append(logits)
-    expected = model.apply(params, TOKENS)
+    expected = jax.jit(model.apply)(params, TOKENS)
     # Logits below 1: of float32, or of some ten layers' results of bfloat16, which has 8 bits.
     atol = 10 * 2**-8 if model.dtype == jnp.bfloat16 else 1e-5
-    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), expected, atol=atol)
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), expected, atol=atol)
     assert caches[0][2].tolist() == [22, 22]
 
 

@@ -1,5 +1,6 @@
 """Flax's layers with attnlab's attention equal those with their own; unsupported arguments raise by name."""
 
+import functools
 import inspect
 
 import flax.linen as nn
@@ -18,17 +19,19 @@ from attnlab.score_mods import ALiBi, SoftCap, alibi_slopes
 
 pytestmark = pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated soon")
 
-X = jax.random.normal(jax.random.key(0), (2, 6, 8))
-MEMORY = jax.random.normal(jax.random.key(1), (2, 5, 12))
-Q, K, V = (jax.random.normal(jax.random.key(i), (2, 3, 6, 4, 2)) for i in range(3))
-TOKENS = jnp.array([[3, 1, 4, 1, 0, 0], [1, 5, 9, 2, 6, 5]])  # 0 is padding
+rng = np.random.default_rng(0)
+X = rng.standard_normal((2, 6, 8)).astype(np.float32)
+MEMORY = rng.standard_normal((2, 5, 12)).astype(np.float32)
+Q, K, V = rng.standard_normal((3, 2, 3, 6, 4, 2)).astype(np.float32)
+TOKENS = np.array([[3, 1, 4, 1, 0, 0], [1, 5, 9, 2, 6, 5]])  # 0 is padding
 LAYERS = [nn.MultiHeadDotProductAttention, nn.MultiHeadAttention, nn.SelfAttention]
-HALF = jax.random.bernoulli(jax.random.key(3), 0.5, (2, 4, 6, 6)).at[..., 0].set(True)  # no row is fully masked
+HALF = rng.random((2, 4, 6, 6)) < 0.5
+HALF[..., 0] = True  # no row is fully masked
 MASKS = {
     "none": None,
     "causal": nn.make_causal_mask(TOKENS),  # float32
-    "padding": nn.make_attention_mask(jnp.ones_like(TOKENS), TOKENS > 0, dtype=bool),
-    "both": nn.combine_masks(nn.make_causal_mask(TOKENS), nn.make_attention_mask(jnp.ones_like(TOKENS), TOKENS > 0)),
+    "padding": nn.make_attention_mask(np.ones_like(TOKENS), TOKENS > 0, dtype=bool),
+    "both": nn.combine_masks(nn.make_causal_mask(TOKENS), nn.make_attention_mask(np.ones_like(TOKENS), TOKENS > 0)),
     "heads": HALF,
     "examples": HALF[:, :1].astype(np.int32),
     "keys": (TOKENS > 0)[:, None, None],
@@ -38,13 +41,18 @@ MASKS = {
 
 def wide(tree):
     """Floating arrays in float64, where the implementations differ by 1e-15 and mistakes by far more."""
-    return jax.tree.map(lambda x: x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+    return jax.tree.map(lambda x: np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
 def pair(layer, *inputs, ours=None, **options):
     """The layer with flax's attention, the layer with attnlab's, and variables for both."""
     theirs = layer(num_heads=4, **options)
-    return theirs, theirs.clone(attention_fn=ours or attention_fn()), theirs.init(jax.random.key(2), *inputs)
+    return theirs, theirs.clone(attention_fn=ours or attention_fn()), jax.jit(theirs.init)(jax.random.key(2), *inputs)
+
+
+def results(modules, *args, **options):
+    """What the modules return, computed by one program."""
+    return jax.jit(lambda *args: [module.apply(*args, **options) for module in modules])(*args)
 
 
 def test_attention_fn_names_every_flax_argument():
@@ -67,9 +75,8 @@ def test_self_attention_equals_flax(layer, mask, float64):
 def test_cross_attention_equals_flax(layer, normalize_qk, float64):
     theirs, ours, params = pair(layer, X, MEMORY, normalize_qk=normalize_qk)
     params, x, memory = wide((params, X, MEMORY))
-    mask = nn.make_attention_mask(jnp.ones((2, 6)), jnp.arange(5) < jnp.array([[3], [5]]))
-    ours, theirs = (module.apply(params, x, memory, mask=mask) for module in (ours, theirs))
-    np.testing.assert_allclose(ours, theirs, rtol=1e-9)
+    mask = nn.make_attention_mask(np.ones((2, 6)), np.arange(5) < np.array([[3], [5]]))
+    np.testing.assert_allclose(*results((ours, theirs), params, x, memory, mask=mask), rtol=1e-9)
 
 
 @pytest.mark.parametrize("impl", ["dense", "blockwise"])
@@ -80,12 +87,13 @@ def test_gradients_equal_flax(impl, float64):
     def gradient(module):
         return jax.grad(lambda params, x: (module.apply(params, x, mask=MASKS["both"]) ** 2).sum(), (0, 1))(params, x)
 
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), gradient(ours), gradient(theirs))
+    gradients = jax.jit(lambda: (gradient(ours), gradient(theirs)))()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), *gradients)
 
 
 def test_bfloat16_equals_flax_up_to_rounding():
     theirs, ours, params = pair(nn.MultiHeadAttention, X, dtype=jnp.bfloat16, force_fp32_for_softmax=True)
-    ours, theirs = (module.apply(params, X, mask=MASKS["causal"]) for module in (ours, theirs))
+    ours, theirs = results((ours, theirs), params, X, mask=MASKS["causal"])
     assert ours.dtype == theirs.dtype == jnp.bfloat16
     # The two round queries, scores, weights and results at different places: at most 8 times to 8 bits.
     size = float(jnp.abs(theirs).max())
@@ -129,18 +137,19 @@ def test_masks_and_biases_broadcast_like_flax(mask, bias):
 @pytest.mark.parametrize("shape", [(), (6,), (6, 6), (1, 6, 6), (4, 1, 6)])
 def test_inputs_without_batch_equal_flax(shape):
     q, k, v = Q[0, 0], K[0, 0], V[0, 0]
-    mask = jax.random.bernoulli(jax.random.key(0), 0.6, shape) | (np.arange(6) == 0 if shape else True)
+    mask = (np.random.default_rng(0).random(shape) < 0.6) | (np.arange(6) == 0 if shape else True)
     ours, theirs = (fn(q, k, v, mask=mask, deterministic=True) for fn in (attention_fn(), nn.dot_product_attention))
     np.testing.assert_allclose(ours, theirs, atol=2e-6)
 
 
 def test_bias_gradient_equals_flax(float64):
     q, k, v = wide((Q, K, V))
-    bias = wide(jax.random.normal(jax.random.key(4), (4, 1, 1)))
-    ours, theirs = (
-        jax.grad(lambda bias, fn=fn: (fn(q, k, v, bias=bias, mask=MASKS["pairs"], deterministic=True) ** 2).sum())(bias)
-        for fn in (attention_fn(), nn.dot_product_attention)
-    )
+    bias = np.random.default_rng(4).standard_normal((4, 1, 1))
+
+    def gradient(fn):
+        return jax.grad(lambda bias: (fn(q, k, v, bias=bias, mask=MASKS["pairs"], deterministic=True) ** 2).sum())(bias)
+
+    ours, theirs = jax.jit(lambda: (gradient(attention_fn()), gradient(nn.dot_product_attention)))()
     np.testing.assert_allclose(ours, theirs, atol=1e-12)
 
 
@@ -180,24 +189,25 @@ def test_attention_fn_uses_named_backend():
 
 def test_attention_fn_ands_its_mask_with_layers():
     _, ours, params = pair(nn.MultiHeadAttention, X, ours=attention_fn(Causal()))
-    theirs = nn.MultiHeadAttention(num_heads=4).apply(params, X, mask=MASKS["both"])
-    for mask in (MASKS["padding"], Padding(jnp.array([4, 6]))):
-        np.testing.assert_allclose(ours.apply(params, X, mask=mask), theirs, atol=2e-6)
+    theirs = jax.jit(nn.MultiHeadAttention(num_heads=4).apply)(params, X, mask=MASKS["both"])
+    for mask in (MASKS["padding"], Padding(np.array([4, 6]))):
+        np.testing.assert_allclose(jax.jit(ours.apply)(params, X, mask=mask), theirs, atol=2e-6)
 
 
 @pytest.mark.parametrize("impl", ["auto", "blockwise"])
 def test_flax_decoding_equals_flax(impl):
     theirs, ours, variables = pair(nn.MultiHeadAttention, X, decode=True, ours=attention_fn(impl=impl))
     cache, outs = variables["cache"], []
+    step = jax.jit(lambda *args: [module.apply(*args, mutable=["cache"]) for module in (ours, theirs)])
     for at in range(6):
         variables = variables | {"cache": cache}
-        expected, _ = theirs.apply(variables, X[:, at : at + 1], mutable=["cache"])
-        out, cache = ours.apply(variables, X[:, at : at + 1], mutable=["cache"])
-        cache = cache["cache"]
+        (out, state), (expected, _) = step(variables, X[:, at : at + 1])
+        cache = state["cache"]
         np.testing.assert_allclose(out, expected, atol=2e-6)
         outs.append(out)
-    full = nn.MultiHeadAttention(num_heads=4).apply({"params": variables["params"]}, X, mask=MASKS["causal"])
-    np.testing.assert_allclose(jnp.concatenate(outs, axis=1), full, atol=2e-6)
+    full = nn.MultiHeadAttention(num_heads=4)
+    full = jax.jit(full.apply)({"params": variables["params"]}, X, mask=MASKS["causal"])
+    np.testing.assert_allclose(np.concatenate(outs, axis=1), full, atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -217,26 +227,31 @@ def test_explicit_positions_allow_different_lengths():
 @pytest.mark.parametrize("layer", LAYERS)
 def test_weights_are_sown_like_flax(layer):
     theirs, ours, params = pair(layer, X, dropout_rate=0.5, broadcast_dropout=False, deterministic=False)
+    options = {"rngs": {"dropout": jax.random.key(5)}, "mutable": ["intermediates"], "mask": MASKS["both"]}
     sown = []
-    for module in (ours, theirs):
-        options = {"rngs": {"dropout": jax.random.key(5)}, "mutable": ["intermediates"], "mask": MASKS["both"]}
-        _, state = module.apply(params, X, sow_weights=True, **options)
+    for _, state in results((ours, theirs), params, X, sow_weights=True, **options):
         sown.append(state["intermediates"]["attention_weights"][0])
-        assert not module.apply(params, X, **options)[1]
+    for module in (ours, theirs):
+        assert not jax.eval_shape(functools.partial(module.apply, **options), params, X)[1]
     np.testing.assert_allclose(*sown, atol=1e-6)
 
 
 def test_dropout_rate_is_met_and_deterministic_drops_none():
     """Zero queries attend to 64 keys equally; identity values return the weights."""
-    zeros, identity = jnp.zeros((8, 64, 2, 4)), jnp.broadcast_to(jnp.eye(64)[:, None], (8, 64, 2, 64))
+    zeros = np.zeros((8, 64, 2, 4), np.float32)
+    identity = np.broadcast_to(np.eye(64, dtype=np.float32)[:, None], (8, 64, 2, 64))
+    attend = functools.partial(attention_fn(), zeros, zeros, identity)
     options = {"dropout_rate": 0.25, "dropout_rng": jax.random.key(6)}
-    weights = attention_fn()(zeros, zeros, identity, broadcast_dropout=False, **options)
+    nothing = ({"deterministic": True}, {"dropout_rate": 0.0})
+    weights, plain, *given = jax.jit(
+        lambda: [attend(broadcast_dropout=False, **options), attend(), *(attend(**options | none) for none in nothing)]
+    )()
+    weights = np.asarray(weights)
     # Of 2^16 draws the share has deviation √(0.25·0.75/2^16) = 0.0017: four of them.
     assert abs(float((weights == 0).mean()) - 0.25) < 0.007
     np.testing.assert_allclose(weights[weights != 0], 1 / 64 / 0.75, rtol=1e-5)
-    for nothing in ({"deterministic": True}, {"dropout_rate": 0.0}):
-        given = attention_fn()(zeros, zeros, identity, **options | nothing)
-        np.testing.assert_array_equal(given, attention_fn()(zeros, zeros, identity))
+    for same in given:
+        np.testing.assert_array_equal(same, plain)
 
 
 def test_layer_dropout_uses_its_rng_stream():
@@ -301,7 +316,8 @@ def test_nnx_attention_equals_nnx(call, kv_heads):
 
 def test_nnx_gradients_equal_nnx(float64):
     theirs, ours = (
-        nnx.grad(lambda module, x: (module(x, is_causal=True) ** 2).sum())(module, wide(X)) for module in nnx_pair()
+        nnx.jit(nnx.grad(lambda module, x: (module(x, is_causal=True) ** 2).sum()))(module, wide(X))
+        for module in nnx_pair()
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, theirs)
 

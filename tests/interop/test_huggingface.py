@@ -115,15 +115,15 @@ def test_hf_other_weight_formats_load_equal(tmp_path):
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def small():
     model = GPT(vocab_size=11, num_layers=2, num_heads=2, width=8, context=6)
-    return model, model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    return model, jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
 
 
 def test_export_without_biases_writes_zero_biases(small, tmp_path):
     model = small[0].clone(use_bias=False)
-    params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     other, its_params = from_hf(save_hf(tmp_path / "gpt2", model, params))
     tokens = jnp.array([[1, 2, 3]])
     np.testing.assert_array_equal(other.apply(its_params, tokens), model.apply(params, tokens))
@@ -287,7 +287,7 @@ def gpt2(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub") / "gpt2"
     tokenizer = tokenizers.make("bpe", TEXT, vocab_size=300)
     model = GPT(vocab_size=tokenizer.vocab_size + 3, num_layers=2, num_heads=2, width=16, context=48)
-    params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     return save_hf(folder, model, params, tokenizer)
 
 

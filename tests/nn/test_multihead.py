@@ -11,13 +11,31 @@ import pytest
 from attnlab.masks import Causal, Dense, Padding, SlidingWindow
 from attnlab.nn import KVCache, MultiHeadAttention
 
-X = jax.random.normal(jax.random.key(0), (2, 6, 8))
-MEMORY = jax.random.normal(jax.random.key(1), (2, 5, 12))
+rng = np.random.default_rng(0)
+X = rng.standard_normal((2, 6, 8)).astype(np.float32)
+MEMORY = rng.standard_normal((2, 5, 12)).astype(np.float32)
 EMPTY = KVCache.empty(batch=2, capacity=8, kv_heads=4, head_dim=2)
 
 
+MODULES = {
+    "plain": {},
+    "grouped": {"kv_heads": 2},
+    "rotary": {"rotary_base": 100.0},
+    "normed": {"qk_norm": True, "head_dim": 16},  # of two features the norm keeps little but their rounding
+    "window": {"mask": SlidingWindow(2)},
+    "sinks": {"sinks": True},
+}
+
+
+@functools.cache
+def made(option):
+    """Variables and compiled `apply` of one of `MODULES`, shared between tests."""
+    module = MultiHeadAttention(num_heads=4, **({"mask": Causal()} | MODULES[option]))
+    return jax.jit(module.init)(jax.random.key(2), X), jax.jit(module.apply)
+
+
 def shapes(tree):
-    return jax.tree.map(jnp.shape, tree)
+    return jax.tree.map(lambda leaf: leaf.shape, tree)
 
 
 @pytest.mark.parametrize("use_bias", [True, False])
@@ -26,11 +44,12 @@ def shapes(tree):
 def test_parameters_are_interchangeable_with_flax(use_bias, qk_norm, memory, float64):
     ours = MultiHeadAttention(num_heads=4, use_bias=use_bias, qk_norm=qk_norm)
     theirs = flax.linen.MultiHeadDotProductAttention(num_heads=4, use_bias=use_bias, normalize_qk=qk_norm)
-    params = theirs.init(jax.random.key(2), X, memory)
-    assert shapes(ours.init(jax.random.key(2), X, memory)) == shapes(params)
+    params = jax.jit(theirs.init)(jax.random.key(2), X, memory)
+    assert shapes(jax.eval_shape(ours.init, jax.random.key(2), X, memory)) == shapes(params)
     # In float64, as flax's variance, E[x²] − E[x]², loses in float32 what two features that are near each other differ.
     x, memory = (None if given is None else given.astype(np.float64) for given in (X, memory))
-    np.testing.assert_allclose(ours.apply(params, x, memory), theirs.apply(params, x, memory), rtol=1e-9)
+    results = jax.jit(lambda params: [module.apply(params, x, memory) for module in (ours, theirs)])(params)
+    np.testing.assert_allclose(*results, rtol=1e-9)
 
 
 def test_qkv_bias_false_keeps_only_output_bias():
@@ -39,78 +58,89 @@ def test_qkv_bias_false_keeps_only_output_bias():
 
 
 def test_dense_mask_equals_flax():
-    params = MultiHeadAttention(num_heads=4).init(jax.random.key(2), X)
-    array = jnp.asarray(np.random.default_rng(0).random((2, 1, 6, 6)) < 0.6).at[..., 0].set(True)
-    ours = MultiHeadAttention(num_heads=4).apply(params, X, mask=Dense(array))
-    theirs = flax.linen.MultiHeadDotProductAttention(num_heads=4).apply(params, X, mask=array)
-    np.testing.assert_allclose(ours, theirs, atol=2e-6)
+    array = np.random.default_rng(0).random((2, 1, 6, 6)) < 0.6
+    array[..., 0] = True
+    ours = MultiHeadAttention(num_heads=4)
+    theirs = flax.linen.MultiHeadDotProductAttention(num_heads=4)
+
+    @jax.jit
+    def run(params):
+        return ours.apply(params, X, mask=Dense(array)), theirs.apply(params, X, mask=array)
+
+    np.testing.assert_allclose(*run(made("plain")[0]), atol=2e-6)
 
 
 def test_multihead_ands_masks_of_field_and_call():
-    params = MultiHeadAttention(num_heads=4).init(jax.random.key(2), X)
-    lengths = Padding(jnp.array([3, 6]))
-    joined = MultiHeadAttention(num_heads=4, mask=Causal()).apply(params, X, mask=lengths)
-    np.testing.assert_array_equal(joined, MultiHeadAttention(num_heads=4).apply(params, X, mask=Causal() & lengths))
+    params, apply = made("plain")
+    lengths = Padding(np.array([3, 6]))
+    joined = apply(params, X, mask=lengths)
+    expected = jax.jit(MultiHeadAttention(num_heads=4).apply)(params, X, mask=Causal() & lengths)
+    np.testing.assert_array_equal(joined, expected)
 
 
 def test_grouped_heads_equal_repeated_kv_heads():
-    grouped = MultiHeadAttention(num_heads=4, kv_heads=2)
-    params = grouped.init(jax.random.key(2), X)["params"]
+    params, apply = made("grouped")
+    params = params["params"]
     assert params["key"]["kernel"].shape == (8, 2, 2)
     repeated = {
-        name: jax.tree.map(lambda x: jnp.repeat(x, 2, axis=-2), leaf) if name in ("key", "value") else leaf
+        name: jax.tree.map(lambda x: np.repeat(x, 2, axis=-2), leaf) if name in ("key", "value") else leaf
         for name, leaf in params.items()
     }
-    full = MultiHeadAttention(num_heads=4).apply({"params": repeated}, X)
-    np.testing.assert_allclose(grouped.apply({"params": params}, X), full, atol=1e-6)
+    full = made("plain")[1]({"params": repeated}, X)
+    np.testing.assert_allclose(apply({"params": params}, X), full, atol=1e-6)
 
 
 def test_head_dim_and_out_features_set_shapes():
     module = MultiHeadAttention(num_heads=3, head_dim=5, out_features=7)
-    assert module.init_with_output(jax.random.key(0), X)[0].shape == (2, 6, 7)
+    assert jax.eval_shape(module.init_with_output, jax.random.key(0), X)[0].shape == (2, 6, 7)
 
 
 def test_flops_of_heads_equal_one_wide_head():
     """Vaswani et al. 2017, section 3.2.2: eight heads of 8 against one of 64 differ only in softmax FLOPs."""
-    x = jnp.zeros((1, 128, 64))
+    x = np.zeros((1, 128, 64), np.float32)
 
     def flops(heads):
         module = MultiHeadAttention(num_heads=heads, impl="dense")
-        params = module.init(jax.random.key(0), x)
+        params = jax.eval_shape(module.init, jax.random.key(0), x)
         return jax.jit(module.apply).lower(params, x).compile().cost_analysis()["flops"]
 
     products = 2 * 128 * 64 * (4 * 64 + 2 * 128)  # four projections, QKᵀ, PV
-    softmaxes = flops(8) - flops(1)
-    assert products < flops(1) < 1.05 * products
-    assert 0 < softmaxes < 8 * 128 * 128 * 10, "ten operations for each of the weights"
+    narrow, wide = flops(8), flops(1)
+    assert products < wide < 1.05 * products
+    assert 0 < narrow - wide < 8 * 128 * 128 * 10, "ten operations for each of the weights"
 
 
 def test_multihead_sown_weights_give_output():
     module = MultiHeadAttention(num_heads=4, mask=Causal(), use_bias=False)
-    params = module.init(jax.random.key(2), X)["params"]
-    out, state = module.apply({"params": params}, X, mutable=["intermediates"])
+    params = jax.jit(module.init)(jax.random.key(2), X)["params"]
+    out, state = jax.jit(functools.partial(module.apply, mutable=["intermediates"]))({"params": params}, X)
     (weights,) = state["intermediates"]["attention_weights"]
-    values = jnp.einsum("btf,fhd->bhtd", X, params["value"]["kernel"])
-    np.testing.assert_allclose(out, jnp.einsum("bhtd,hdf->btf", weights @ values, params["out"]["kernel"]), atol=1e-6)
+    values = np.einsum("btf,fhd->bhtd", X, params["value"]["kernel"])
+    expected = np.einsum("bhtd,hdf->btf", np.asarray(weights) @ values, params["out"]["kernel"])
+    np.testing.assert_allclose(out, expected, atol=1e-6)
 
 
 def test_multihead_dropout_depends_on_example_key_alone():
     """An example's key gives the same result in any batch, so training does not depend on the number of devices."""
     module = MultiHeadAttention(num_heads=4, dropout_rate=0.5)
-    params = module.init(jax.random.key(2), X)
-    keys = jax.random.split(jax.random.key(3), 2)
-    both = module.apply(params, X, deterministic=False, dropout_key=keys)
-    second = module.apply(params, X[1:], deterministic=False, dropout_key=keys[1:])
+
+    @jax.jit
+    def run(params):
+        drop = functools.partial(module.apply, params, deterministic=False)
+        keys = jax.random.split(jax.random.key(3), 2)
+        return drop(X, dropout_key=keys), drop(X[1:], dropout_key=keys[1:]), module.apply(params, X)
+
+    both, second, plain = map(np.asarray, run(made("plain")[0]))
     np.testing.assert_allclose(both[1:], second, atol=1e-6)
-    assert not np.allclose(both, module.apply(params, X))
+    assert not np.allclose(both, plain)
 
 
 def test_sinks_start_at_zero_and_take_weight():
     module = MultiHeadAttention(num_heads=4, sinks=True)
-    params = module.init(jax.random.key(2), X)
+    params, _ = made("sinks")
     assert params["params"]["sinks"].shape == (4,)
-    _, state = module.apply({"params": params["params"]}, X, mutable=["intermediates"])
-    assert (state["intermediates"]["attention_weights"][0].sum(-1) < 1).all()
+    _, state = jax.jit(functools.partial(module.apply, mutable=["intermediates"]))({"params": params["params"]}, X)
+    assert (np.asarray(state["intermediates"]["attention_weights"][0]).sum(-1) < 1).all()
 
 
 @pytest.mark.parametrize(
@@ -164,23 +194,6 @@ def test_multihead_invalid_argument_raises_one_line(options, call, message, own_
     assert "\n" not in str(error.value)
 
 
-MODULES = {
-    "plain": {},
-    "grouped": {"kv_heads": 2},
-    "rotary": {"rotary_base": 100.0},
-    "normed": {"qk_norm": True, "head_dim": 16},  # of two features the norm keeps little but their rounding
-    "window": {"mask": SlidingWindow(2)},
-    "sinks": {"sinks": True},
-}
-
-
-@functools.cache
-def made(option):
-    """Variables and compiled `apply` of one of `MODULES`, shared between tests."""
-    module = MultiHeadAttention(num_heads=4, **({"mask": Causal()} | MODULES[option]))
-    return jax.jit(module.init)(jax.random.key(2), X), jax.jit(module.apply)
-
-
 @pytest.mark.parametrize("option", MODULES)
 @pytest.mark.parametrize("chunks", [[6], [1] * 6, [3, 3], [1, 3, 1, 1]])
 def test_cache_decoding_equals_full_pass(option, chunks):
@@ -194,79 +207,76 @@ def test_cache_decoding_equals_full_pass(option, chunks):
         part, cache = apply(params, X[:, at : at + size], cache=cache)
         parts.append(part)
         at += size
-    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), apply(params, X), atol=2e-6)
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), apply(params, X), atol=2e-6)
     assert cache.length.tolist() == [6, 6]
 
 
 def test_cache_lengths_may_differ_between_sequences():
     """Prefill prompts of 2 and 4 tokens, padded on the right, then continue each at its own length."""
-    module = MultiHeadAttention(num_heads=4, mask=Causal(), rotary_base=100.0)
-    params = module.init(jax.random.key(2), X)
-    lengths = jnp.array([2, 4])
-    padded = jnp.where(jnp.arange(4)[:, None] < lengths[:, None, None], X[:, :4], 1e6)
-    _, cache = module.apply(params, padded, cache=KVCache.empty(2, 8, 4, 2))
+    params, apply = made("rotary")
+    lengths = np.array([2, 4], np.int32)
+    padded = np.where(np.arange(4)[:, None] < lengths[:, None, None], X[:, :4], np.float32(1e6))
+    _, cache = apply(params, padded, cache=KVCache.empty(2, 8, 4, 2))
     cache = cache._replace(length=lengths)
-    following = jnp.stack([X[0, 2:4], X[1, 4:6]])
-    out, cache = module.apply(params, following, cache=cache)
-    full = module.apply(params, X)
-    np.testing.assert_allclose(out, jnp.stack([full[0, 2:4], full[1, 4:6]]), atol=2e-6)
+    following = np.stack([X[0, 2:4], X[1, 4:6]])
+    out, cache = apply(params, following, cache=cache)
+    full = np.asarray(apply(params, X))
+    np.testing.assert_allclose(out, np.stack([full[0, 2:4], full[1, 4:6]]), atol=2e-6)
     assert cache.length.tolist() == [4, 6]
 
 
 def test_full_cache_keeps_newest_positions():
-    module = MultiHeadAttention(num_heads=4, mask=Causal(), rotary_base=100.0)
-    params = module.init(jax.random.key(2), X)
+    params, apply = made("rotary")
     cache = KVCache.empty(2, 3, 4, 2)
     for at in range(6):
-        out, cache = module.apply(params, X[:, at : at + 1], cache=cache)
-    windowed = MultiHeadAttention(num_heads=4, mask=SlidingWindow(2), rotary_base=100.0).apply(params, X)
-    np.testing.assert_allclose(out[:, 0], windowed[:, 5], atol=2e-6)
+        out, cache = apply(params, X[:, at : at + 1], cache=cache)
+    windowed = MultiHeadAttention(num_heads=4, mask=SlidingWindow(2), rotary_base=100.0)
+    expected = np.asarray(jax.jit(windowed.apply)(params, X))
+    np.testing.assert_allclose(np.asarray(out)[:, 0], expected[:, 5], atol=2e-6)
     assert sorted(cache.positions()[0].tolist()) == [3, 4, 5]
 
 
 def test_cache_passes_through_jit_and_scan():
-    module = MultiHeadAttention(num_heads=4, mask=Causal())
-    params = module.init(jax.random.key(2), X)
+    params, apply = made("plain")
 
     def step(cache, x):
-        out, cache = module.apply(params, x[:, None], cache=cache)
+        out, cache = apply(params, x[:, None], cache=cache)
         return cache, out[:, 0]
 
     _, outs = jax.jit(lambda x: jax.lax.scan(step, KVCache.empty(2, 6, 4, 2), x))(X.swapaxes(0, 1))
-    np.testing.assert_allclose(outs.swapaxes(0, 1), module.apply(params, X), atol=2e-6)
+    np.testing.assert_allclose(np.asarray(outs).swapaxes(0, 1), apply(params, X), atol=2e-6)
 
 
 def test_cache_chunk_beyond_capacity_raises():
     module = MultiHeadAttention(num_heads=4, mask=Causal())
-    params = module.init(jax.random.key(2), X)
+    params, _ = made("plain")
     with pytest.raises(ValueError, match="6 tokens do not fit a cache of 4"):
         module.apply(params, X, cache=KVCache.empty(2, 4, 4, 2))
 
 
 def test_multihead_backends_agree():
-    x = jax.random.normal(jax.random.key(0), (2, 100, 8))
-    mask = Padding(jnp.array([70, 100])) & Causal()
-    params = MultiHeadAttention(num_heads=4, kv_heads=2, rotary_base=100.0, sinks=True).init(jax.random.key(1), x)
+    x = np.random.default_rng(0).standard_normal((2, 100, 8)).astype(np.float32)
+    mask = Padding(np.array([70, 100])) & Causal()
+    module = MultiHeadAttention(num_heads=4, kv_heads=2, rotary_base=100.0, sinks=True)
+    params = jax.jit(module.init)(jax.random.key(1), x)
 
     def gradient(impl):
-        module = MultiHeadAttention(num_heads=4, kv_heads=2, rotary_base=100.0, sinks=True, impl=impl)
-        return jax.grad(lambda params: (module.apply(params, x, mask=mask) ** 2).sum())(params)
+        return jax.grad(lambda params: (module.clone(impl=impl).apply(params, x, mask=mask) ** 2).sum())(params)
 
-    tiled, dense = gradient("blockwise"), gradient("dense")
+    tiled, dense = jax.jit(lambda: (gradient("blockwise"), gradient("dense")))()
     # Sums over 200 rows of float32 products near 1.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), tiled, dense)
 
 
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(left=5)])
 def test_blockwise_decoding_equals_full_pass(mask):
-    x = jax.random.normal(jax.random.key(0), (2, 60, 8))
+    x = np.random.default_rng(0).standard_normal((2, 60, 8)).astype(np.float32)
     module = MultiHeadAttention(num_heads=4, kv_heads=2, rotary_base=100.0, mask=mask, impl="blockwise")
-    params = module.init(jax.random.key(1), x)
-    whole = module.apply(params, x)
-    cache = KVCache.empty(batch=2, capacity=64, kv_heads=2, head_dim=2)
-    first, cache = module.apply(params, x[:, :40], cache=cache)
-    steps = [first]
-    for at in (slice(40, 55), slice(55, 56), slice(56, 60)):
-        step, cache = module.apply(params, x[:, at], cache=cache)
+    params = jax.jit(module.init)(jax.random.key(1), x)
+    apply = jax.jit(module.apply)
+    whole = apply(params, x)
+    cache, steps = KVCache.empty(batch=2, capacity=64, kv_heads=2, head_dim=2), []
+    for at in (slice(0, 40), slice(40, 55), slice(55, 56), slice(56, 60)):
+        step, cache = apply(params, x[:, at], cache=cache)
         steps.append(step)
-    np.testing.assert_allclose(jnp.concatenate(steps, axis=1), whole, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(np.concatenate(steps, axis=1), whole, rtol=1e-5, atol=1e-5)

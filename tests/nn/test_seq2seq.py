@@ -1,5 +1,7 @@
 """The encoder–decoder: causality, padding and free-running decoding."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -14,31 +16,31 @@ BATCH = pairs("reverse", 0, batch_size=6, lengths=[2, 5], vocab_size=12)
 GIVEN = (BATCH.source, BATCH.lengths, BATCH.inputs)
 
 
+@functools.cache
 def made(layer):
+    """Model, variables and compiled `apply`, shared between tests."""
     model = Seq2Seq(vocab_size=12, width=8, attention=layer)
-    return model, model.init(jax.random.key(0), *GIVEN)
+    return model, jax.jit(model.init)(jax.random.key(0), *GIVEN), jax.jit(model.apply)
 
 
 @LAYERS
 def test_seq2seq_output_ignores_later_inputs(layer):
-    model, params = made(layer)
+    _, params, apply = made(layer)
     changed = BATCH.inputs.copy()
     changed[:, 3:] = 7
-    before, after = model.apply(params, *GIVEN), model.apply(params, BATCH.source, BATCH.lengths, changed)
+    before, after = (np.asarray(apply(params, *GIVEN[:2], inputs)) for inputs in (BATCH.inputs, changed))
     np.testing.assert_allclose(before[:, :3], after[:, :3], atol=1e-6)
     assert not np.allclose(before[:, 3:], after[:, 3:])
 
 
 @LAYERS
 def test_seq2seq_ignores_source_padding(layer):
-    model, params = made(layer)
+    model, params, apply = made(layer)
     short = BATCH.lengths < 5
     assert 0 < short.sum() < 6
     spoilt = np.where(np.arange(5) < BATCH.lengths[:, None], BATCH.source, 11)
-    np.testing.assert_allclose(
-        model.apply(params, *GIVEN), model.apply(params, spoilt, BATCH.lengths, BATCH.inputs), atol=1e-6
-    )
-    weights = alignment(model, params, *GIVEN)
+    np.testing.assert_allclose(apply(params, *GIVEN), apply(params, spoilt, BATCH.lengths, BATCH.inputs), atol=1e-6)
+    weights = np.asarray(alignment(model, params, *GIVEN))
     assert weights.shape == (6, 6, 5)
     np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
     assert not weights[short][:, :, 2:].any()
@@ -46,12 +48,13 @@ def test_seq2seq_ignores_source_padding(layer):
 
 @LAYERS
 def test_seq2seq_input_minus_one_uses_own_prediction(layer):
-    model, params = made(layer)
+    _, params, apply = made(layer)
     free = BATCH.inputs.copy()
     free[:, 1:] = -1
-    written = model.apply(params, BATCH.source, BATCH.lengths, free).argmax(-1)
+    written = np.asarray(apply(params, BATCH.source, BATCH.lengths, free)).argmax(-1)
     fed = np.concatenate([BATCH.inputs[:, :1], written[:, :-1]], axis=1)
-    np.testing.assert_array_equal(model.apply(params, BATCH.source, BATCH.lengths, fed).argmax(-1), written)
+    again = np.asarray(apply(params, BATCH.source, BATCH.lengths, fed))
+    np.testing.assert_array_equal(again.argmax(-1), written)
 
 
 def test_seq2seq_wrong_number_of_lengths_raises(own_errors):
