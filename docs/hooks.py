@@ -21,12 +21,19 @@ sys.path.insert(0, str(ROOT / "docs"))
 import lessons  # noqa: E402  (beside this file)
 
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
+_PAGES = {  # where the site shows what the README links to outside docs/
+    "launch/README.md": "guide/clusters.md",
+    "CONTRIBUTING.md": "development.md",
+    "notebooks": "tutorials/index.md",
+}
 _STUDY = re.compile(r"^\{\{ study (\w+) \}\}$", re.MULTILINE)
 
 
 def on_files(files, config):
     """Adds the README as the home page, and a page with its figures for every lesson."""
     home = (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](").replace('src="docs/', 'src="')
+    for target, page in _PAGES.items():
+        home = home.replace(f"]({target})", f"]({page})")
     files.append(File.generated(config, "index.md", content=home))
     for source in sorted((ROOT / "notebooks").glob("*.py")):
         page, figures = lessons.render(source, cache=ROOT / "build" / "lessons")

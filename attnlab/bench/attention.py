@@ -122,7 +122,7 @@ def _pyplot():
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise UserError('--plot needs matplotlib: pip install "attnlab[plots]"') from error
+        raise UserError("--plot needs matplotlib: pip install matplotlib") from error
     return plt
 
 

@@ -25,7 +25,7 @@ def export_step(
 
     Caches are passed as plain arrays: a tuple of `(key, value, length)` per layer, as in `KVCache`. So the serialized
     program needs JAX but not attnlab: `jax.export.deserialize(data).call(params, tokens, caches)`, where `data` is the
-    result of `serialize()`. (JAX needs the package flatbuffers for both: `pip install attnlab[export]`.) Shapes are
+    result of `serialize()`. (JAX needs the package flatbuffers for both.) Shapes are
     fixed: a prompt of 100 tokens and single tokens after it take two exports, which can share caches.
 
     Args:

@@ -424,7 +424,7 @@ def _import_safetensors():
         import safetensors.numpy
     except ImportError as error:
         raise UserError(
-            "safetensors is not installed, which the weight files need: pip install 'attnlab[huggingface]'"
+            "safetensors is not installed, which the weight files need: pip install safetensors"
         ) from error
     return safetensors
 

@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {argv[at]!r} is not a study{close}: expected one of {', '.join(STUDIES)}", file=sys.stderr)
         return 2
     if importlib.util.find_spec("matplotlib") is None:
-        print("error: studies need matplotlib: pip install 'attnlab[plots]'", file=sys.stderr)
+        print("error: studies need matplotlib: pip install matplotlib", file=sys.stderr)
         return 2
     from attnlab.study import report  # needs matplotlib
 
