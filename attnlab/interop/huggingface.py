@@ -423,9 +423,7 @@ def _import_safetensors():
     try:
         import safetensors.numpy
     except ImportError as error:
-        raise UserError(
-            "safetensors is not installed, which the weight files need: pip install safetensors"
-        ) from error
+        raise UserError("safetensors is not installed, which the weight files need: pip install safetensors") from error
     return safetensors
 
 
