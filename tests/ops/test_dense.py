@@ -68,43 +68,44 @@ def test_dense_matches_numpy_reference(seed, length, groups, dims, mods):
             score_mod, plain["cap"] = (*score_mod, SoftCap(1.5)), 1.5
         if "sinks" in mods:
             terms["sinks"] = plain["sinks"] = rng.normal(size=heads)
-        terms = jax.tree.map(jnp.asarray, terms)
-        out, lse = attnlab.attention(*map(jnp.asarray, (q, k, v)), mask, score_mod, return_lse=True, **terms)
+        run = jax.jit(lambda q, k, v, terms: attnlab.attention(q, k, v, mask, score_mod, return_lse=True, **terms))
+        out, lse = run(q, k, v, terms)
         expected = reference(q, k, v, np.broadcast_to(visible, (heads, length, length)), **plain)
         np.testing.assert_allclose(out, expected[0], rtol=1e-12, atol=1e-14)
         np.testing.assert_allclose(lse, expected[1], rtol=1e-12, atol=1e-14)
 
 
 def test_order_is_bias_then_mods_then_mask(float64):
-    q, k, _ = (jnp.asarray(x) for x in sample(0, 4, 4, 1, 1, 4, 4))
-    bias = jnp.full((1, 1, 4), 100.0)
-    capped = attnlab.attention_weights(q, k, Causal(), SoftCap(2.0), bias)
+    q, k, _ = sample(0, 4, 4, 1, 1, 4, 4)
+    run = jax.jit(lambda q, k, bias: attnlab.attention_weights(q, k, Causal(), SoftCap(2.0), bias))
+    capped = run(q, k, np.full((1, 1, 4), 100.0))
     np.testing.assert_allclose(capped[0], np.tri(4) / np.tri(4).sum(1, keepdims=True), rtol=1e-12)
 
 
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
 def test_batch_axes_match_single_examples(batch):
-    q, k, v = (jnp.asarray(x, jnp.float32) for x in sample(0, 5, 7, 4, 2, 8, 3, batch))
-    lengths = jnp.asarray(np.random.default_rng(0).integers(0, 8, batch), jnp.int32)
-    out = attnlab.attention(q, k, v, mask=Padding(lengths))
+    lengths = np.random.default_rng(0).integers(0, 8, batch).astype(np.int32)
+    every = list(np.ndindex(*batch))
+
+    @jax.jit
+    def run(q, k, v):
+        ones = [attnlab.attention(q[at], k[at], v[at], mask=Padding(int(lengths[at]))) for at in every]
+        return attnlab.attention(q, k, v, mask=Padding(jnp.asarray(lengths))), ones
+
+    out, ones = jax.tree.map(np.asarray, run(*sample(0, 5, 7, 4, 2, 8, 3, batch)))
     assert out.shape == (*batch, 5, 4, 3)
-    for at in np.ndindex(*batch):
-        one = attnlab.attention(q[at], k[at], v[at], mask=Padding(int(lengths[at])))
+    for at, one in zip(every, ones, strict=True):
         np.testing.assert_allclose(out[at], one, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_lse_is_float32_and_output_has_input_type(dtype):
-    q, k, v = (jnp.asarray(x, dtype) for x in sample(0, 64, 64, 2, 2, 16, 16))
-    out, lse = attnlab.attention(q, k, v, mask=Causal(), return_lse=True)
+    inputs = [x.astype(dtype) for x in sample(0, 64, 64, 2, 2, 16, 16)]
+    run = jax.jit(lambda q, k, v: attnlab.attention(q, k, v, mask=Causal(), return_lse=True))
+    out, lse = run(*inputs)
     assert out.dtype == dtype and lse.dtype == jnp.float32
     with jax.enable_x64(True):
-        exact, exact_lse = map(
-            np.asarray,
-            attnlab.attention(
-                *(jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, v)), mask=Causal(), return_lse=True
-            ),
-        )
+        exact, exact_lse = map(np.asarray, run(*(x.astype(np.float64) for x in inputs)))
     # Inputs are exact in either type; weights and output are rounded to it, half a unit in the last place each.
     unit = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=2 * unit * np.abs(exact).max())
@@ -112,46 +113,52 @@ def test_lse_is_float32_and_output_has_input_type(dtype):
 
 
 def test_fully_masked_row_has_zero_output_and_gradient():
-    q, k, v = (jnp.asarray(x, jnp.float32) for x in sample(0, 3, 3, 2, 2, 4, 4))
     mask = Dense(jnp.array([[True, False, False], [False, False, False], [True, True, False]]))
 
     def total(q, k, v):
         out, lse = attnlab.attention(q, k, v, mask=mask, return_lse=True)
         return out.sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum(), (out, lse)
 
-    gradients, (out, lse) = jax.grad(total, argnums=(0, 1, 2), has_aux=True)(q, k, v)
-    assert (out[1] == 0).all() and jnp.isneginf(lse[1]).all()
-    assert all(jnp.isfinite(g).all() for g in gradients)
+    @jax.jit
+    def run(q, k, v):
+        return jax.grad(total, argnums=(0, 1, 2), has_aux=True)(q, k, v), attnlab.attention_weights(q, k, mask=mask)
+
+    (gradients, (out, lse)), weights = jax.tree.map(np.asarray, run(*sample(0, 3, 3, 2, 2, 4, 4)))
+    assert (out[1] == 0).all() and np.isneginf(lse[1]).all()
+    assert all(np.isfinite(g).all() for g in gradients)
     assert (gradients[0][1] == 0).all() and (gradients[1][2] == 0).all() and (gradients[2][2] == 0).all()
-    weights = attnlab.attention_weights(q, k, mask=mask)
     np.testing.assert_allclose(weights.sum(-1), [[1, 0, 1]] * 2, rtol=1e-6)
 
 
 def test_lse_of_fully_masked_row_with_sink_is_the_sink():
-    q, k, v = (jnp.asarray(x, jnp.float32) for x in sample(0, 2, 2, 2, 2, 4, 4))
-    sinks = jnp.array([0.5, -1.0])
-    out, lse = attnlab.attention(q, k, v, mask=Padding(0), sinks=sinks, return_lse=True)
-    np.testing.assert_allclose(lse, jnp.broadcast_to(sinks, (2, 2)), rtol=1e-6)
-    assert (out == 0).all()
+    sinks = np.array([0.5, -1.0], np.float32)
+    run = jax.jit(lambda q, k, v, sinks: attnlab.attention(q, k, v, mask=Padding(0), sinks=sinks, return_lse=True))
+    out, lse = run(*sample(0, 2, 2, 2, 2, 4, 4), sinks)
+    np.testing.assert_allclose(lse, np.broadcast_to(sinks, (2, 2)), rtol=1e-6)
+    assert (np.asarray(out) == 0).all()
 
 
 @pytest.mark.parametrize("mask", [Padding(2), Padding(jnp.array(2)), Dense(jnp.arange(4)[None] < jnp.full((4, 1), 2))])
 def test_nan_in_masked_keys_is_inert(mask):
-    q, k, v = (jnp.asarray(x, jnp.float32) for x in sample(0, 4, 4, 2, 1, 4, 4))
-    run = jax.value_and_grad(lambda q, k, v: (attnlab.attention(q, k, v, mask=mask) ** 2).sum(), argnums=(0, 1, 2))
+    q, k, v = sample(0, 4, 4, 2, 1, 4, 4)
+    total = jax.value_and_grad(lambda q, k, v: (attnlab.attention(q, k, v, mask=mask) ** 2).sum(), argnums=(0, 1, 2))
+    run = jax.jit(total)
     clean = run(q, k, v)
-    poisoned = run(q, k.at[2:].set(jnp.nan), v.at[2:].set(jnp.inf))
+    masked = np.arange(4)[:, None, None] >= 2
+    poisoned = run(q, np.where(masked, np.nan, k), np.where(masked, np.inf, v))
     jax.tree.map(np.testing.assert_array_equal, clean, poisoned)
 
 
 def test_nan_in_a_visible_key_propagates():
-    q = k = v = jnp.ones((3, 1, 4))
-    assert jnp.isnan(attnlab.attention(q, k.at[1].set(jnp.nan), v, mask=Causal())[1:]).all()
+    q = v = np.ones((3, 1, 4), np.float32)
+    k = np.where(np.arange(3)[:, None, None] == 1, np.nan, q)
+    out = jax.jit(lambda q, k, v: attnlab.attention(q, k, v, mask=Causal()))(q, k, v)
+    assert np.isnan(out[1:]).all()
 
 
 def test_large_scores_do_not_overflow():
-    q = k = jnp.full((3, 1, 4), 1e4)
-    out = attnlab.attention(q, k, jnp.ones((3, 1, 4)), mask=Causal())
+    q = k = np.full((3, 1, 4), 1e4, np.float32)
+    out = jax.jit(lambda q, k, v: attnlab.attention(q, k, v, mask=Causal()))(q, k, np.ones_like(q))
     np.testing.assert_allclose(out, 1, rtol=1e-6)
 
 
@@ -159,6 +166,7 @@ def test_derivatives_of_second_order_match_differences(float64):
     q, k, v = (jnp.asarray(x) for x in sample(3, 4, 4, 2, 1, 3, 3))
     sinks, bias = jnp.array([0.1, -0.2]), jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 4)))
 
+    @jax.jit
     def f(q, k, v, sinks, bias):
         mods = (SoftCap(3.0), ALiBi(alibi_slopes(2)))
         return attnlab.attention(q, k, v, Causal(), mods, bias=bias, sinks=sinks, return_lse=True)
@@ -167,27 +175,37 @@ def test_derivatives_of_second_order_match_differences(float64):
 
 
 def test_dropout_keeps_the_mean():
-    q, k, _ = (jnp.asarray(x, jnp.float32) for x in sample(0, 256, 256, 2, 2, 4, 4))
-    v = jnp.ones((256, 2, 1))
-    out = attnlab.attention(q, k, v, dropout_rate=0.5, dropout_key=jax.random.key(0))
+    q, k, _ = sample(0, 256, 256, 2, 2, 4, 4)
+    key = jax.random.key(0)
+    run = jax.jit(lambda q, k, v: attnlab.attention(q, k, v, dropout_rate=0.5, dropout_key=key))
+    out = np.asarray(run(q, k, np.ones((256, 2, 1), np.float32)))
     assert out.std() > 0.01 and abs(out.mean() - 1) < 0.02
 
 
 def test_dropout_of_batch_matches_single_examples():
-    q, k, v = (jnp.asarray(x, jnp.float32) for x in sample(0, 6, 6, 2, 1, 4, 4, (3,)))
-    keys = jax.random.split(jax.random.key(0), 3)
-
     def drop(q, k, v, key):
         return attnlab.attention(q, k, v, Causal(), dropout_rate=0.5, dropout_key=key)
 
-    np.testing.assert_allclose(drop(q, k, v, keys), jax.vmap(drop)(q, k, v, keys), rtol=1e-6)
+    @jax.jit
+    def run(q, k, v):
+        keys = jax.random.split(jax.random.key(0), 3)
+        return drop(q, k, v, keys), jax.vmap(drop)(q, k, v, keys)
+
+    np.testing.assert_allclose(*run(*sample(0, 6, 6, 2, 1, 4, 4, (3,))), rtol=1e-6)
 
 
 def test_weights_of_chosen_rows_match_all_rows():
-    q, k, _ = (jnp.asarray(x, jnp.float32) for x in sample(0, 6, 6, 2, 2, 4, 4, (3,)))
+    q, k, _ = sample(0, 6, 6, 2, 2, 4, 4, (3,))
     mask = Causal() & Dense(jnp.asarray(np.random.default_rng(0).random((6, 6)) < 0.7))
     bias = jnp.asarray(np.random.default_rng(1).normal(size=(3, 1, 6, 6)), jnp.float32)
     terms = {"mask": mask, "bias": bias, "score_mod": ALiBi(alibi_slopes(2))}
-    for rows in (jnp.array([4, 1]), jnp.array([5, 4, 3, 2, 1, 0])):
-        some = attnlab.attention_weights(q, k, rows=rows, **terms)
-        np.testing.assert_allclose(some, attnlab.attention_weights(q, k, **terms)[..., rows, :], rtol=1e-6)
+    chosen = np.array([4, 1]), np.array([5, 4, 3, 2, 1, 0])
+
+    @jax.jit
+    def run(q, k, chosen):
+        some = [attnlab.attention_weights(q, k, rows=rows, **terms) for rows in chosen]
+        return some, attnlab.attention_weights(q, k, **terms)
+
+    some, every = run(q, k, chosen)
+    for rows, weights in zip(chosen, some, strict=True):
+        np.testing.assert_allclose(weights, np.asarray(every)[..., rows, :], rtol=1e-6)

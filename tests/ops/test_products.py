@@ -28,12 +28,16 @@ def test_products_and_gradients_match_lax(batch, length, width, out, rank, seed)
     )
     x, kernel = arrays(x_shape, kernel_shape, seed=seed)
     numbers = contraction(x, kernel, rank)
-    ours, pull = jax.vjp(lambda x, k: products.dot_general(x, k, numbers), x, kernel)
-    theirs, pull_lax = jax.vjp(lambda x, k: jax.lax.dot_general(x, k, numbers), x, kernel)
+    (g,) = arrays((batch, length, out) if rank == 1 else (batch, out), seed=seed + 1)
+
+    @jax.jit
+    def run(x, kernel, g):
+        ours, pull = jax.vjp(lambda x, k: products.dot_general(x, k, numbers), x, kernel)
+        theirs, pull_lax = jax.vjp(lambda x, k: jax.lax.dot_general(x, k, numbers), x, kernel)
+        return (ours, *pull(g)), (theirs, *pull_lax(g))
+
     # Sums of at most 81 float32 products near 1, in any order: 81 · 2^-24 · a few.
-    np.testing.assert_allclose(ours, theirs, atol=5e-5)
-    (g,) = arrays(ours.shape, seed=seed + 1)
-    for a, b in zip(pull(g), pull_lax(g)):
+    for a, b in zip(*run(x, kernel, g), strict=True):
         np.testing.assert_allclose(a, b, atol=5e-5)
 
 
@@ -52,7 +56,10 @@ def test_higher_derivatives_match_lax(width, out, float64):
         lambda f: jax.vmap(jax.grad(f, 1), (0, None))(x[:, None], kernel),
         lambda f: jax.vmap(jax.grad(f, (0, 1)), (None, 0))(x, jnp.stack([kernel, d_kernel])),
     ):
-        ours, theirs = derivative(energy(products.dot_general)), derivative(energy(jax.lax.dot_general))
+        ours, theirs = (
+            jax.jit(lambda derivative=derivative, multiply=multiply: derivative(energy(multiply)))()
+            for multiply in (products.dot_general, jax.lax.dot_general)
+        )
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), ours, theirs)
 
 

@@ -25,18 +25,24 @@ def test_bounds_of_random_masks_hold_for_each_pair(seed, q_length, kv_length, q_
         "num_heads": 2,
         "batch": batch,
     }
-    drawn = np.asarray(mask.dense(q_length, kv_length, **where))
-    drawn = np.broadcast_to(drawn, np.broadcast_shapes(drawn.shape, (1,) * 4))
+
+    def dense(mask):
+        return mask.dense(q_length, kv_length, **where)
 
     def tiles(mask):
         return mask.tiles(q_length, kv_length, (q_size, kv_size), **where)
 
-    any_visible, all_visible = jax.jit(tiles)(mask) if as_data else tiles(mask)
+    if as_data:
+        drawn, (any_visible, all_visible) = jax.jit(lambda mask: (dense(mask), tiles(mask)))(mask)
+    else:
+        drawn, (any_visible, all_visible) = jax.jit(dense)(mask), tiles(mask)
+    drawn, any_visible, all_visible = (np.asarray(x) for x in (drawn, any_visible, all_visible))
+    drawn = np.broadcast_to(drawn, np.broadcast_shapes(drawn.shape, (1,) * 4))
     assert any_visible.shape[-2:] == all_visible.shape[-2:] == (-(-q_length // q_size), -(-kv_length // kv_size))
     for i, j in np.ndindex(any_visible.shape[-2:]):
         tile = drawn[..., i * q_size : (i + 1) * q_size, j * kv_size : (j + 1) * kv_size]
-        assert (tile.any(axis=(-2, -1)) <= np.asarray(any_visible)[..., i, j]).all()
-        assert (tile.all(axis=(-2, -1)) >= np.asarray(all_visible)[..., i, j]).all()
+        assert (tile.any(axis=(-2, -1)) <= any_visible[..., i, j]).all()
+        assert (tile.all(axis=(-2, -1)) >= all_visible[..., i, j]).all()
 
 
 ORDERED = jnp.array([0] * 5 + [1] * 9 + [2] * 6)
@@ -74,18 +80,21 @@ def test_tiles_without_needed_positions_raise():
 def test_tile_of_random_mask_matches_dense_slice(seed, q_size, kv_size, transposed):
     rng = np.random.default_rng(seed)
     mask = jax.tree.map(jnp.asarray, cases.draw_mask(rng, (2,), 3, 24, 24))
-    drawn = mask.visible(whole(24, 24, 3, batch=(2,)))
-    drawn = np.broadcast_to(drawn, np.broadcast_shapes(drawn.shape, (1, 1, 24, 24)))
     q_start, kv_start = rng.integers(0, 24 - q_size + 1), rng.integers(0, 24 - kv_size + 1)
+    axes = (-1, -2) if transposed else (-2, -1)
 
     def side(start, size, axis):
         index = start + jnp.arange(size)
-        return Side(index, index, axis, start=jnp.asarray(start))
+        return Side(index, index, axis, start=start)
 
-    axes = (-1, -2) if transposed else (-2, -1)
-    everything = whole(24, 24, 3, batch=(2,))
-    tile = Tile(everything.example, everything.head, side(q_start, q_size, axes[0]), side(kv_start, kv_size, axes[1]))
-    visible = mask.visible(tile)
+    @jax.jit
+    def run(mask, q_start, kv_start):
+        everything = whole(24, 24, 3, batch=(2,))
+        sides = side(q_start, q_size, axes[0]), side(kv_start, kv_size, axes[1])
+        return mask.visible(everything), mask.visible(Tile(everything.example, everything.head, *sides))
+
+    drawn, visible = (np.asarray(x) for x in run(mask, q_start, kv_start))
+    drawn = np.broadcast_to(drawn, np.broadcast_shapes(drawn.shape, (1, 1, 24, 24)))
     expected = drawn[..., q_start : q_start + q_size, kv_start : kv_start + kv_size]
     expected = expected.swapaxes(-1, -2) if transposed else expected
     np.testing.assert_array_equal(
