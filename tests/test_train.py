@@ -166,8 +166,8 @@ def test_run_killed_and_stopped_repeatedly_is_bit_exact(undisturbed, tmp_path):
     for number, pattern in (
         (signal.SIGKILL, r"^step 2/"),
         (signal.SIGINT, r"^step 4/"),
-        (signal.SIGTERM, r"^step 16/"),
-        (signal.SIGKILL, r"^step 34/"),
+        (signal.SIGTERM, r"^step (1[2-9]|2\d)/"),  # a signal may come a few steps late
+        (signal.SIGKILL, r"^step 3[4-8]/"),
     ):
         running = process(tmp_path / "run")
         wait_for(running, pattern)
