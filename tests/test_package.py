@@ -118,6 +118,11 @@ def test_namespace_holds_only_public_names_and_submodules(module):
     assert names <= set(module.__all__)
 
 
+def test_import_loads_jax_when_a_name_is_first_used():
+    program = "import sys, attnlab; assert 'jax' not in sys.modules; attnlab.attention; assert 'jax' in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_of_private_names_run(name):
     if name == "attnlab.bench.torchattention":
