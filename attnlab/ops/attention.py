@@ -14,6 +14,7 @@ from attnlab.ops import blockwise, checks, cudnn, dense, dropout, splash
 from attnlab.ops.logsumexp import finite_shift, normalizer
 from attnlab.ops.mask_algebra import Mask, require_positions
 from attnlab.ops.masks import Dense, as_band
+from attnlab.ops.platforms import PLATFORMS, platform_of
 from attnlab.ops.score_mods import ScoreMod
 from attnlab.types import Array
 
@@ -221,10 +222,23 @@ def merge(
     return out.astype(outs[0].dtype), lse
 
 
-def explain(q, k, v, *terms, impl: str = "auto", block_sizes=None, return_lse: bool = False, **named) -> Explanation:
+def explain(
+    q,
+    k,
+    v,
+    *terms,
+    impl: str = "auto",
+    block_sizes=None,
+    return_lse: bool = False,
+    platform: str | None = None,
+    **named,
+) -> Explanation:
     """The backend that `attention` would run for these arguments, and for each of the others the reason against it.
 
     Takes the arguments of `attention` and raises its errors. Nothing is computed; it may be called under `jit`.
+
+    Args:
+      platform: "cpu", "gpu" or "tpu": the choice there; when None, on the platform that the call is compiled for.
 
     Returns:
       (backend, rejected): a name, and a dict from the other names to reasons; prints as one line each.
@@ -235,12 +249,17 @@ def explain(q, k, v, *terms, impl: str = "auto", block_sizes=None, return_lse: b
     not cudnn: it needs a gpu, and this is a cpu
     not splash: it needs a tpu, and this is a cpu
     not blockwise: it could, but dense is the better for these lengths
+    >>> q = k = v = jnp.ones((256, 4, 64))
+    >>> explain(q, k, v, mask=Causal(), platform="tpu").backend
+    'splash'
     """
     checks.require_known_keywords("explain", named, inspect.signature(attention).parameters)
-    return _choose(impl, _checked(q, k, v, *terms, **named), block_sizes, return_lse)
+    if platform is not None and platform not in PLATFORMS:
+        raise ValueError(f"platform = {platform!r} is unknown: use one of {', '.join(map(repr, PLATFORMS))}")
+    return _choose(impl, _checked(q, k, v, *terms, **named), block_sizes, return_lse, platform)
 
 
-def _choose(impl, arguments, block_sizes, return_lse) -> Explanation:
+def _choose(impl, arguments, block_sizes, return_lse, platform=None) -> Explanation:
     if impl != "auto" and impl not in _BACKENDS:
         raise ValueError(f'impl = {impl!r} is unknown: use "auto" or one of {", ".join(map(repr, _BACKENDS))}')
     if block_sizes is not None and not (
@@ -251,7 +270,7 @@ def _choose(impl, arguments, block_sizes, return_lse) -> Explanation:
         raise ValueError(f"block_sizes = {block_sizes}: expected two sizes of 1 or more, (queries, keys) of a tile")
     requested = {"block_sizes": block_sizes, "return_lse": return_lse}
     reasons = {
-        name: _platform_against(name, impl, arguments["q"])
+        name: _platform_against(name, impl, arguments, platform)
         or backend.reason_against(**_for_backend(name, arguments), **requested)
         for name, backend in _BACKENDS.items()
     }
@@ -278,11 +297,14 @@ def _for_backend(name, arguments) -> dict:
     return {**others, "band": as_band(arguments["mask"])}
 
 
-def _platform_against(name, impl, q) -> str | None:
-    """An explicit `impl` under a trace may be compiled for another machine; nothing else may."""
-    needs, here = getattr(_BACKENDS[name], "PLATFORM", None), jax.default_backend()
-    may_be_elsewhere = name == impl and isinstance(q, jax.core.Tracer)
-    return None if needs in (None, here) or may_be_elsewhere else f"it needs a {needs}, and this is a {here}"
+def _platform_against(name, impl, arguments, platform) -> str | None:
+    """Without a mesh a traced call does not tell what it is compiled for: an explicit `impl` then does."""
+    needs, operands = getattr(_BACKENDS[name], "PLATFORM", None), [arguments[x] for x in "qkv"]
+    found = platform or platform_of(*operands)
+    unknown = platform is None and found == jax.default_backend() and isinstance(operands[0], jax.core.Tracer)
+    return (
+        None if needs in (None, found) or (name == impl and unknown) else f"it needs a {needs}, and this is a {found}"
+    )
 
 
 def is_small(q_length: int, kv_length: int) -> bool:

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.backend import get_backend
 
+from attnlab.ops.meshes import over_shards
+
 PLATFORM = "gpu"
 
 
@@ -53,19 +55,23 @@ def reason_against(
 
 
 def _is_there() -> bool:
-    """Whether the GPU runs CUDA: the platform of AMD's is also "gpu"."""
-    return "cuda" in get_backend().platform_version
+    """Whether this machine's GPU runs CUDA: the platform of AMD's is also "gpu". Without a GPU, nothing tells."""
+    return jax.default_backend() != "gpu" or "cuda" in get_backend().platform_version
 
 
 def attend(q, k, v, *, band, scale, **_):
     """(out, None): its lse has no gradient."""
-    batch = q.shape[:-3]
-    flat = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
-    out = jax.nn.dot_product_attention(
-        *flat,
-        scale=None if scale is None else float(scale),
-        is_causal=band.right == 0,
-        local_window_size=None if band.left is None else (band.left, 0),
-        implementation="cudnn",
-    )
-    return out.reshape(*batch, *out.shape[1:]), None
+
+    def kernel(q, k, v, *_):
+        batch = q.shape[:-3]
+        flat = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
+        out = jax.nn.dot_product_attention(
+            *flat,
+            scale=None if scale is None else float(scale),
+            is_causal=band.right == 0,
+            local_window_size=None if band.left is None else (band.left, 0),
+            implementation="cudnn",
+        )
+        return out.reshape(*batch, *out.shape[1:])
+
+    return over_shards(kernel, q, k, v), None

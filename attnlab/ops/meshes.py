@@ -1,11 +1,18 @@
-"""Sharding by type: meshes whose axes are of AxisType.Explicit, the default of `jax.make_mesh`."""
+"""Calls with sharded arguments: Explicit mesh axes (the default of `jax.make_mesh`), and kernels on any mesh."""
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+# How the axes of a mesh are used where its types do not tell: these split heads, these the sequence, all others the
+# batch.
+HEAD_AXES = ("tensor", "model", "tp", "mp", "heads")
+SEQUENCE_AXES = ("context", "sequence", "seq", "sp", "cp")
 
 
 def on_auto_axes(out_specs: Callable) -> Callable:
@@ -56,3 +63,67 @@ def like_scores(spec: tuple) -> tuple[P, P]:
 
 def _has_explicit_axes(leaf) -> bool:
     return isinstance(leaf, jax.Array) and AxisType.Explicit in jax.typeof(leaf).sharding.mesh.axis_types
+
+
+def over_shards(kernel: Callable, q, k, v, sinks=None, ids=None):
+    """`kernel(q, k, v, sinks, ids)` on each device's own examples and heads, for kernels that XLA cannot partition.
+
+    The batch and the heads stay split as they are, by `jax.shard_map`: over Explicit axes as their types say, over Auto
+    axes by the names in `HEAD_AXES` and `SEQUENCE_AXES`, as far as sizes divide. A sequence that is split is gathered.
+    Within a user's `shard_map` the kernel runs on what it is given.
+
+    Args:
+      kernel: returns `[..., Tq, H, Dv]`.
+      q, k, v: `[..., T, H, D]`.
+      sinks: `[H]` or None.
+      ids: `[..., T]` with q's batch axes, `[T]`, or None.
+    """
+    mesh = jax.typeof(q).sharding.mesh
+    free = {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind != AxisType.Manual}
+    if math.prod(mesh.shape[name] for name in free) == 1:
+        return kernel(q, k, v, sinks, ids)
+    is_explicit = AxisType.Explicit in mesh.axis_types
+    batch, heads = _explicit_axes(q) if is_explicit else _named_axes(mesh, free, q, k)
+    spec = P(*batch, None, heads, None)
+    arrays = (q, k, v, sinks, ids)
+    specs = (spec, spec, spec, P(heads), P(*batch, None) if jnp.ndim(ids) > 1 else P(None))
+    specs = tuple(None if x is None else at for x, at in zip(arrays, specs))
+    if is_explicit:  # k, v, sinks or ids may be split otherwise than q
+        arrays = jax.tree.map(functools.partial(_resharded, mesh), arrays, specs)
+    # Kernels do not tell over which axes their results vary.
+    run = jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=spec, axis_names=free, check_vma=False)
+    return run(*arrays)
+
+
+def _resharded(mesh, x, spec):
+    sharding = NamedSharding(mesh, spec)
+    return x if jax.typeof(x).sharding == sharding else jax.sharding.reshard(x, sharding)
+
+
+def is_checked_manual(*arrays) -> bool:
+    """Whether a call is inside a `shard_map` that checks over which axes values vary, which few kernels tell it."""
+    return any(jax.typeof(x).manual_axis_type.varying for x in arrays)
+
+
+def _explicit_axes(q) -> tuple[tuple, tuple | str | None]:
+    """The mesh axes that split each batch axis of q, and its heads."""
+    spec = (*jax.typeof(q).sharding.spec, *(None,) * q.ndim)[: q.ndim]
+    return spec[:-3], spec[-2]
+
+
+def _named_axes(mesh, free: set[str], q, k) -> tuple[tuple, tuple]:
+    """The same by the names of the axes, in the order of the mesh."""
+    names = [name for name in mesh.axis_names if name in free and name not in SEQUENCE_AXES]
+    heads = _dividing(mesh, (name for name in names if name in HEAD_AXES), k.shape[-2])
+    rank = q.ndim - 3
+    batch = _dividing(mesh, (name for name in names if name not in HEAD_AXES), q.shape[0]) if rank else ()
+    return ((batch, *(None,) * (rank - 1)) if rank else ()), heads
+
+
+def _dividing(mesh, names, size) -> tuple[str, ...]:
+    """The first of the named axes whose product divides a size."""
+    taken = []
+    for name in names:
+        if size % math.prod(mesh.shape[n] for n in (*taken, name)) == 0:
+            taken.append(name)
+    return tuple(taken)

@@ -9,6 +9,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
+from attnlab.ops.platforms import platform_of
+
 
 def dot_general(x, kernel, dimension_numbers, precision=None, preferred_element_type=None):
     """`jax.lax.dot_general` for flax's `dot_general=`: the last axes of x with the first of a kernel, no batch axes.
@@ -26,7 +28,7 @@ def dot_general(x, kernel, dimension_numbers, precision=None, preferred_element_
     last, first = tuple(range(x.ndim - rank, x.ndim)), tuple(range(rank))
     mesh_types = {kind for a in (x, kernel) for kind in jax.typeof(a).sharding.mesh.axis_types}
     if (
-        jax.default_backend() != "cpu"
+        platform_of(x, kernel) != "cpu"
         or (x_batch or tuple(x_axes) != last or tuple(kernel_axes) != first)
         or not (precision is preferred_element_type is None and x.dtype == kernel.dtype)
         # lax has the rules for shard_map and for Explicit mesh axes.

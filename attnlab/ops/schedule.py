@@ -3,7 +3,6 @@
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
@@ -56,11 +55,13 @@ def schedule(
     kv_positions=None,
     num_heads: int = 1,
     batch: tuple[int, ...] = (),
+    platform: str = "cpu",
 ) -> tuple[tuple[int, int], Int[Array, "nQ nK"]]:
     """Tile sizes and the block mask: for each tile EMPTY, PARTIAL or FULL, over all heads and examples.
 
-    Sizes are those given, or the cheapest for the mask. The block mask is a NumPy array when the mask is known while
-    tracing. When the mask is traced, tiles have a moderate size and the block mask is traced too.
+    Sizes are those given, or the cheapest for the mask on a platform, "cpu", "gpu" or "tpu". The block mask is a NumPy
+    array when the mask is known while tracing. When the mask is traced, tiles have a moderate size and the block mask
+    is traced too.
 
     >>> from attnlab.ops.masks import SlidingWindow
     >>> sizes, block_mask = schedule(SlidingWindow(left=255), 8192, 8192, num_heads=8)
@@ -73,7 +74,7 @@ def schedule(
         block_sizes = _clipped(block_sizes, lengths)
         return block_sizes, _block_mask(mask, lengths, block_sizes, where)
 
-    costs = _CPU if jax.default_backend() == "cpu" else _ACCELERATOR
+    costs = _CPU if platform == "cpu" else _ACCELERATOR
     # The symbolic sizes of jax.export count as 1.
     rows = num_heads * math.prod(size for size in batch if isinstance(size, int))
     # The finest division whose tiles are quickly listed; coarser ones are made from it.

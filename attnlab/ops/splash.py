@@ -5,6 +5,7 @@ import numbers
 import jax
 import jax.numpy as jnp
 
+from attnlab.ops.meshes import is_checked_manual, over_shards
 from attnlab.ops.score_mods import SoftCap
 
 PLATFORM = "tpu"
@@ -18,6 +19,7 @@ def reason_against(
     lengths = (q.shape[-3], k.shape[-3])
     is_known = band is not None and len(band.segments) <= 1 and all(one.kv_ids is None for one in band.segments)
     reasons = {
+        "within shard_map it needs check_vma=False": is_checked_manual(q, k, v),
         f"it has no {q.dtype}, only float32 and bfloat16": q.dtype not in (jnp.float32, jnp.bfloat16),
         "q, k and v must have one type": not q.dtype == k.dtype == v.dtype,
         f"lengths {lengths} are not multiples of {_LANES}": 0 in lengths or any(n % _LANES for n in lengths),
@@ -40,11 +42,32 @@ def reason_against(
 
 def attend(q, k, v, *, band, score_mods, scale, sinks, block_sizes=None, **_):
     """(out, None): its lse has no gradient."""
+    ids = band.segments[0].q_ids if band.segments else None
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    cap = float(score_mods[0].cap) if score_mods else None
+
+    def run(q, k, v, sinks, ids):
+        lengths = (q.shape[-3], k.shape[-3])
+        kernel = _kernel(band, lengths, q.shape[-2], cap, block_sizes)
+
+        def one_example(q, k, v, ids):
+            return kernel(q, k, v, None if ids is None else _segment_ids(ids), sinks)
+
+        attend = one_example
+        for _ in q.shape[:-3]:
+            attend = jax.vmap(attend, in_axes=(0, 0, 0, None if ids is None or ids.ndim == 1 else 0))
+        q = (q * scale).astype(q.dtype)  # the kernel has no scale
+        return attend(*(x.swapaxes(-2, -3) for x in (q, k, v)), ids).swapaxes(-2, -3)
+
+    return over_shards(run, q, k, v, sinks, ids), None
+
+
+def _kernel(band, lengths, num_heads, cap, block_sizes):
+    """The kernel for one example, `[H, T, D]`."""
     # Imported here: Pallas is a large package, useless except on TPUs.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    lengths, num_heads, head_dim = (q.shape[-3], k.shape[-3]), *q.shape[-2:]
     if band.left is None and band.right is None:
         one = masks.FullMask(lengths)
     else:
@@ -52,22 +75,16 @@ def attend(q, k, v, *, band, score_mods, scale, sinks, block_sizes=None, **_):
     q_size, kv_size = block_sizes or (max(size for size in (128, 256, 512) if n % size == 0) for n in lengths)
     sizes = {f"block_q{of}": q_size for of in ("", "_dkv", "_dq")}
     sizes |= {f"block_kv{of}": kv_size for of in ("", "_compute", "_dkv", "_dkv_compute", "_dq")}
-    kernel = kernels.make_splash_mha(
+    return kernels.make_splash_mha(
         masks.MultiHeadMask([one] * num_heads),
         block_sizes=kernels.BlockSizes(**sizes),
-        attn_logits_soft_cap=float(score_mods[0].cap) if score_mods else None,
+        attn_logits_soft_cap=cap,
         head_shards=1,
         q_seq_shards=1,
     )
-    ids = band.segments[0].q_ids if band.segments else None
 
-    def one_example(q, k, v, ids):
-        segments = None if ids is None else kernels.SegmentIds(ids, ids)
-        return kernel(q, k, v, segments, sinks)
 
-    run = one_example
-    for _ in q.shape[:-3]:
-        run = jax.vmap(run, in_axes=(0, 0, 0, None if ids is None or ids.ndim == 1 else 0))
-    q = (q * (head_dim**-0.5 if scale is None else scale)).astype(q.dtype)  # the kernel has no scale
-    out = run(*(x.swapaxes(-2, -3) for x in (q, k, v)), ids)
-    return out.swapaxes(-2, -3), None
+def _segment_ids(ids):
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+    return kernels.SegmentIds(ids, ids)

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -130,13 +130,14 @@ class Parallel(NamedTuple):
         return jax.pmap(step, DATA, in_axes=(None, 0), out_axes=None, devices=devices, **options)
 
 
-def make(strategy: str, data: int = -1, fsdp: int = 1) -> Parallel:
+def make(strategy: str, data: int = -1, fsdp: int = 1, devices: Sequence[jax.Device] | None = None) -> Parallel:
     """Choose the devices of a run.
 
     Args:
       strategy: "pmap" or "mesh".
       data: devices along the axis "data"; −1 for all available devices.
       fsdp: devices along the axis "fsdp", which also split the state.
+      devices: the available devices; `jax.devices()` when None.
 
     Raises:
       UserError: more devices than are available, or not all of them with `pmap` or several processes.
@@ -145,9 +146,10 @@ def make(strategy: str, data: int = -1, fsdp: int = 1) -> Parallel:
     1
     """
     try:
-        available = jax.device_count()
+        devices = jax.devices() if devices is None else list(devices)
     except RuntimeError as error:  # JAX_PLATFORMS names a missing platform
         raise UserError(f"JAX finds no device: {str(error).splitlines()[0]}") from error
+    available = len(devices)
     if fsdp < 1 or available % fsdp or (strategy == "pmap" and fsdp > 1):
         raise UserError(
             f"config.parallel.mesh.fsdp = {fsdp}, but there are {available} devices: use a number that divides them"
@@ -160,20 +162,21 @@ def make(strategy: str, data: int = -1, fsdp: int = 1) -> Parallel:
             f"config.parallel.mesh.data = {given}, but there are {available} devices: use −1 for all"
             + (" (pmap always takes all)" if strategy == "pmap" else f", or 1 to {available // fsdp}")
         )
-    types, devices = (AxisType.Auto,) * 2, jax.devices()[:count]
-    return Parallel(strategy, jax.make_mesh((data, fsdp), (DATA, FSDP), axis_types=types, devices=devices))
+    types = (AxisType.Auto,) * 2
+    return Parallel(strategy, jax.make_mesh((data, fsdp), (DATA, FSDP), axis_types=types, devices=devices[:count]))
 
 
-def from_config(config: ConfigDict) -> Parallel:
+def from_config(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Parallel:
     """Choose the devices of a run, and check its batch and model width against them.
 
     Args:
       config: the config of a run.
+      devices: the available devices; `jax.devices()` when None.
 
     Raises:
       UserError: as for `make`; a batch or width that the devices do not divide.
     """
-    parallel = make(config.parallel.strategy, **config.parallel.mesh)
+    parallel = make(config.parallel.strategy, **config.parallel.mesh, devices=devices)
     check_batch(config.batch_size, parallel.mesh.devices.size, config.optimizer.accumulation)
     check_width(config.model.width, config.parallel.mesh.fsdp)
     return parallel

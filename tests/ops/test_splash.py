@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from jax import export
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import attnlab
 from attnlab.masks import Causal, Padding, Segments, SlidingWindow
@@ -95,3 +97,38 @@ def test_unsupported_lengths_and_types_reject_splash(monkeypatch):
 def test_supported_calls_choose_splash_on_a_tpu(call, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert attnlab.explain(*arguments(), **CALLS[call]).backend == "splash"
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_interpreted_splash_on_a_mesh_equals_dense_and_moves_nothing(kind, monkeypatch):
+    interpreted = functools.partial(splash_attention_kernel.make_splash_mha, interpret=True)
+    monkeypatch.setattr(splash_attention_kernel, "make_splash_mha", interpreted)
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(kind,) * 2)
+    split = NamedSharding(mesh, P("data", None, "tensor"))
+    q, k, v = (jax.device_put(x, split) for x in arguments())
+    given = {"mask": Causal() & Segments(IDS), "sinks": jnp.arange(4.0)}
+    splash = jax.jit(functools.partial(attnlab.attention, impl="splash", **given))
+    out = splash(q, k, v)
+    assert out.sharding.is_equivalent_to(split, out.ndim)
+    assert "all-" not in splash.lower(q, k, v).compile().as_text()
+    expected = jax.jit(functools.partial(attnlab.attention, impl="dense", **given))(*arguments())
+    assert np.linalg.norm(out - expected) <= 1e-5 * np.linalg.norm(expected)  # as above
+
+
+def test_checked_shard_map_rejects_splash_in_one_line():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    call = jax.shard_map(
+        functools.partial(attnlab.attention, impl="splash"), mesh=mesh, in_specs=P("data"), out_specs=P("data")
+    )
+    with pytest.raises(ValueError, match="within shard_map it needs check_vma=False"):
+        jax.eval_shape(call, *arguments())
+
+
+def test_platform_decides_what_explain_answers():
+    q, k, v = arguments(jnp.bfloat16)
+    answers = {
+        platform: attnlab.explain(q, k, v, Causal(), platform=platform).backend for platform in ("cpu", "gpu", "tpu")
+    }
+    assert answers == {"cpu": "blockwise", "gpu": "cudnn", "tpu": "splash"}
+    with pytest.raises(ValueError, match="platform = 'npu' is unknown: use one of 'cpu', 'gpu', 'tpu'"):
+        attnlab.explain(q, k, v, platform="npu")

@@ -28,6 +28,7 @@ from attnlab.ops.blockwise import batching, passes
 from attnlab.ops.blockwise.operands import Operands, Plan, SplitTerms, Terms
 from attnlab.ops.masks import Mask
 from attnlab.ops.meshes import like_queries, on_auto_axes
+from attnlab.ops.platforms import platform_of
 from attnlab.ops.schedule import FULL, PARTIAL, schedule
 from attnlab.ops.tiles import padded
 from attnlab.types import Array
@@ -59,7 +60,7 @@ def attend(
     *batch, q_length, num_heads, head_dim = q.shape
     lengths, dtype = (q_length, k.shape[-3]), jnp.promote_types(q.dtype, jnp.float32)
     where = {"q_positions": q_positions, "kv_positions": kv_positions, "num_heads": num_heads, "batch": tuple(batch)}
-    block_sizes, block_mask = schedule(mask, *lengths, block_sizes, **where)
+    block_sizes, block_mask = schedule(mask, *lengths, block_sizes, **where, platform=platform_of(q, k, v))
     padded_lengths = tuple(count * size for count, size in zip(block_mask.shape, block_sizes))
     scale = head_dim**-0.5 if scale is None else scale
     if q.dtype == dtype or (isinstance(scale, float) and math.frexp(scale)[0] == 0.5):
