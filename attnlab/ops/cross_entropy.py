@@ -1,0 +1,244 @@
+"""Cross-entropy under a large vocabulary, without holding the logits of all positions.
+
+For features x_t, embedding rows e_v and targets y_t, with logits s_tv = x_t·e_v,
+
+    lse_t = log Σ_v e^(s_tv)    loss_t = lse_t − s_(t, y_t)
+
+Positions come a chunk at a time, so that only a chunk's logits exist at once. Of each position only lse is kept for the
+backward pass, which computes the logits of each chunk again (with g_t the gradient of loss_t):
+
+    p_tv = e^(s_tv − lse_t)    ds_tv = g_t (p_tv − [v = y_t])    dx_t = Σ_v ds_tv e_v    de_v = Σ_t ds_tv x_t
+
+That logits need not be materialized is the observation of Wijmans et al. 2024 ("Cut Your Losses in Large-Vocabulary
+Language Models", arXiv 2411.09009), whose kernel also cuts the vocabulary into blocks.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float, Integer
+
+from attnlab.ops import checks
+from attnlab.ops.blockwise.batching import equally_varying, varying_like
+from attnlab.ops.meshes import on_auto_axes
+from attnlab.types import Array
+
+MAX_LOGITS = 2**28  # 1 GiB in float32
+
+
+def cross_entropy(
+    features: Float[Array, "*B T F"],
+    embedding: Float[Array, "V F"],
+    targets: Integer[Array, "*B T"],
+    *,
+    vocab_size: int | None = None,
+    chunk: int | None = None,
+) -> Float[Array, "*B T"]:
+    """Cross-entropy in nats of each target under softmax(features·embeddingᵀ).
+
+    The products are of the features' type, to which the embedding is converted, and accumulated in float32 (float64
+    for float64), as are lse and the gradient of the embedding. Has derivatives in reverse mode only. Under `vmap` over
+    features alone each example has a gradient of the embedding before they are summed; batch axes share one.
+
+    Args:
+      features: `[..., T, F]`.
+      embedding: `[V, F]`, a row for each id of the vocabulary.
+      targets: `[..., T]`, ids in `[0, vocab_size)`. Traced ones cannot be checked: the loss of others is NaN.
+      vocab_size: rows of the embedding from this one on are padding: their logits are −∞, their gradient is 0. None: V.
+      chunk: positions along T whose logits are computed at a time, at most. None: `chunk_size` of the batch axes, which
+        under `jit` over a mesh span all devices: pass `chunk_size` of the sequences on one device.
+
+    Returns:
+      `[..., T]` in float32 (float64 for float64). The gradient of each operand has its type.
+
+    Raises:
+      ValueError: shapes that do not fit, targets that are not integers or out of range, `vocab_size` outside `[1, V]`,
+        a `chunk` below 1.
+
+    >>> features, embedding = jax.random.normal(jax.random.key(0), (2, 6, 8)), jnp.eye(10, 8)
+    >>> targets = jnp.arange(12).reshape(2, 6) % 10
+    >>> loss = cross_entropy(features, embedding, targets, chunk=4)
+    >>> log_p = jax.nn.log_softmax(features @ embedding.T)
+    >>> bool(jnp.allclose(loss, -jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0], atol=1e-5))
+    True
+    """
+    features, embedding = checks.floating("features", features), checks.floating("embedding", embedding)
+    _check_shapes(features, embedding, targets)
+    num_rows = embedding.shape[0]
+    if not isinstance(vocab_size, int | None) or (vocab_size is not None and not 1 <= vocab_size <= num_rows):
+        raise ValueError(
+            f"vocab_size = {vocab_size}: expected 1 to {num_rows}, the rows of the embedding, or None for all"
+        )
+    if not isinstance(chunk, int | None) or (chunk is not None and chunk < 1):
+        raise ValueError(f"chunk = {chunk}: expected an integer number of positions, 1 or more, or None to choose one")
+    vocab_size = num_rows if vocab_size is None else vocab_size
+    targets = _checked_targets(targets, vocab_size)
+    *batch, length, _ = features.shape
+    chunk = chunk_size(math.prod(batch), length, num_rows) if chunk is None else chunk
+    return _on_mesh(features, embedding, targets, vocab_size=vocab_size, chunk=chunk)[0]
+
+
+def chunk_size(rows: int, length: int, vocab_size: int) -> int:
+    """The number of positions whose logits `cross_entropy` computes at a time.
+
+    Args:
+      rows: sequences on one device, the product of the batch axes.
+      length: T, positions of a sequence.
+      vocab_size: V, rows of the embedding, padding included.
+
+    Returns:
+      `length` if it fits, else the largest power of two for which a chunk has at most 2²⁸ logits, at least 1.
+
+    >>> chunk_size(8, 128, 50304), chunk_size(64, 1024, 50304), chunk_size(64, 1024, 2**24)
+    (128, 64, 1)
+    """
+    most = max(1, MAX_LOGITS // max(1, rows * vocab_size))
+    return min(max(1, length), 2 ** (most.bit_length() - 1))
+
+
+def _check_shapes(features, embedding, targets):
+    """ValueError for shapes that are not `[..., T, F]`, `[V, F]` and `[..., T]`."""
+    if features.ndim < 2:
+        raise ValueError(f"features has shape {features.shape}, expected [..., length, features]: add an axis")
+    if embedding.ndim != 2 or not embedding.shape[0]:
+        raise ValueError(f"embedding has shape {embedding.shape}, expected [vocabulary, features]: one row for each id")
+    if embedding.shape[1] != features.shape[-1]:
+        raise ValueError(
+            f"embedding has {embedding.shape[1]} features per id and features has {features.shape[-1]} per position: "
+            "give both the same"
+        )
+    if jnp.shape(targets) != features.shape[:-1]:
+        raise ValueError(
+            f"targets has shape {jnp.shape(targets)}, expected {features.shape[:-1]}: one id for each position"
+        )
+
+
+def _checked_targets(targets, vocab_size):
+    """Targets as int32; ValueError for another type, and for concrete ids outside the vocabulary."""
+    targets = targets if isinstance(targets, jax.Array | np.ndarray) else jnp.asarray(targets)
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise ValueError(f"targets has type {targets.dtype}, expected integers: use .astype(jnp.int32)")
+    if not isinstance(targets, jax.core.Tracer) and getattr(targets, "is_fully_addressable", True):
+        ids = np.asarray(targets)
+        wrong = ids[(ids < 0) | (ids >= vocab_size)]
+        if wrong.size:
+            raise ValueError(
+                f"targets contains {wrong[0]}, expected ids from 0 to {vocab_size - 1}: "
+                "where there is no target use any id, and give its loss the weight 0"
+            )
+    return checks.clipped_to_int32(targets)
+
+
+@on_auto_axes(lambda spec: (P(*spec[:-1]),))
+def _on_mesh(features, embedding, targets, *, vocab_size, chunk):
+    # Within `shard_map` an embedding that all devices share becomes one that varies; the transpose of that sums its
+    # gradient over the devices.
+    operands = equally_varying(tuple(jnp.asarray(x) for x in (features, embedding, targets)))
+    return (_cross_entropy(*operands, vocab_size, chunk),)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _cross_entropy(features, embedding, targets, vocab_size, chunk):
+    return _forward(features, embedding, targets, vocab_size, chunk)[0]
+
+
+def _cross_entropy_forward(features, embedding, targets, vocab_size, chunk):
+    loss, lse = _forward(features, embedding, targets, vocab_size, chunk)
+    return loss, (features, embedding, targets, lse)
+
+
+def _cross_entropy_backward(vocab_size, chunk, kept, g):
+    return *_backward(*kept, g, vocab_size, chunk), None
+
+
+_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
+def _forward(features, embedding, targets, vocab_size, chunk):
+    """(loss, lse), each `[..., T]`."""
+    operand, length = _as_operand(embedding, features.dtype, vocab_size), targets.shape[-1]
+    if length <= chunk:
+        return _chunk_losses(features, operand, targets, vocab_size)
+    axis = targets.ndim - 1
+    chunks = tuple(_chunked(x, axis, chunk) for x in (features, targets))
+    losses = lax.map(lambda part: _chunk_losses(part[0], operand, part[1], vocab_size), chunks)
+    return tuple(_joined(x, axis, length) for x in losses)
+
+
+def _backward(features, embedding, targets, lse, g, vocab_size, chunk):
+    """Gradients of features and embedding."""
+    operand, length = _as_operand(embedding, features.dtype, vocab_size), targets.shape[-1]
+    if length <= chunk:
+        # If forward and backward pass are one program, XLA merges the logits of the two. That costs no memory where the
+        # backward pass comes right after the forward pass, as for a loss, so no barrier keeps them apart.
+        d_features, d_embedding = _chunk_gradients(features, operand, targets, lse, g, vocab_size)
+        return d_features, d_embedding.astype(embedding.dtype)
+
+    def step(total, part):
+        x, *of_positions = part
+        dx, d_embedding = _chunk_gradients(x, operand, *of_positions, vocab_size)
+        return total + d_embedding, dx
+
+    axis = targets.ndim - 1
+    zero = varying_like(features, jnp.zeros(embedding.shape, lse.dtype))
+    # Padded positions have g = 0 and finite logits, so they add nothing.
+    d_embedding, d_features = lax.scan(step, zero, tuple(_chunked(x, axis, chunk) for x in (features, targets, lse, g)))
+    return _joined(d_features, axis, length), d_embedding.astype(embedding.dtype)
+
+
+def _as_operand(embedding, dtype, vocab_size):
+    """The embedding in the type of the products, its padding as 0, since 0 · NaN would be NaN."""
+    embedding = embedding.astype(dtype)
+    if vocab_size == embedding.shape[0]:
+        return embedding
+    return jnp.where(jnp.arange(embedding.shape[0])[:, None] < vocab_size, embedding, 0)
+
+
+def _logits(x, embedding, vocab_size):
+    """`[..., T, V]` in float32 (float64 for float64)."""
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    logits = jnp.einsum("...tf,vf->...tv", x, embedding, preferred_element_type=dtype)
+    if vocab_size == embedding.shape[0]:
+        return logits
+    return jnp.where(jnp.arange(embedding.shape[0]) < vocab_size, logits, -jnp.inf)
+
+
+def _chunk_losses(x, embedding, targets, vocab_size):
+    """(loss, lse) of some positions."""
+    logits = _logits(x, embedding, vocab_size)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
+    is_in_vocabulary = (targets >= 0) & (targets < vocab_size)
+    return jnp.where(is_in_vocabulary, lse - target_logits, jnp.nan), lse
+
+
+def _chunk_gradients(x, embedding, targets, lse, g, vocab_size):
+    """dx in x's type, and the gradient of the embedding in float32 (float64 for float64)."""
+    p = jnp.exp(_logits(x, embedding, vocab_size) - lse[..., None])
+    is_target = jnp.arange(embedding.shape[0]) == targets[..., None]
+    # Products of a narrow type are twice as fast.
+    d_logits = (g[..., None] * (p - is_target)).astype(x.dtype)
+    dx = jnp.einsum("...tv,vf->...tf", d_logits, embedding, preferred_element_type=lse.dtype).astype(x.dtype)
+    positions = tuple(range(targets.ndim))
+    return dx, jnp.tensordot(d_logits, x, (positions, positions), preferred_element_type=lse.dtype)
+
+
+def _chunked(x, axis, chunk):
+    """`[..., T, …]` as `[n, ..., size, …]`, the fewest equal chunks with size ≤ `chunk`, the last padded with zeros."""
+    length = x.shape[axis]
+    count = -(-length // chunk)
+    size = -(-length // count)
+    x = jnp.pad(x, [(0, count * size - length if n == axis else 0) for n in range(x.ndim)])
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :]), axis, 0)
+
+
+def _joined(x, axis, length):
+    """The inverse of `_chunked`."""
+    x = jnp.moveaxis(x, 0, axis)
+    x = x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+    return lax.slice_in_dim(x, 0, length, axis=axis)

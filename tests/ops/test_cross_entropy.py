@@ -1,0 +1,304 @@
+"""Cross-entropy by chunks against the plain formula on full logits."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from attnlab.ops.cross_entropy import MAX_LOGITS, chunk_size, cross_entropy
+
+BATCH, LENGTH, WIDTH, VOCAB, PADDING = 4, 10, 6, 21, 3
+
+
+def inputs(dtype=np.float32, scale=1.0, seed=0):
+    """Features, embedding, targets and a cotangent of the losses."""
+    rng = np.random.default_rng(seed)
+    features, embedding = (
+        jnp.asarray(scale * rng.standard_normal(shape), dtype) for shape in ((BATCH, LENGTH, WIDTH), (VOCAB, WIDTH))
+    )
+    targets = rng.integers(0, VOCAB - PADDING, (BATCH, LENGTH)).astype(np.int32)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    return features, embedding, jnp.asarray(targets), jnp.asarray(rng.standard_normal(targets.shape), wide)
+
+
+def with_gradients(losses, features, embedding, targets, g):
+    """(losses, gradients of features and embedding)."""
+    value, back = jax.vjp(lambda *x: losses(*x, targets), features, embedding)
+    return value, *back(g)
+
+
+@functools.cache
+def ours(chunk=None, vocab_size=None):
+    return jax.jit(
+        functools.partial(with_gradients, functools.partial(cross_entropy, chunk=chunk, vocab_size=vocab_size))
+    )
+
+
+def plain_losses(features, embedding, targets):
+    return optax.softmax_cross_entropy_with_integer_labels(features @ embedding.T, targets)
+
+
+plain = jax.jit(functools.partial(with_gradients, plain_losses))
+
+
+def in_float64(*arguments):
+    """The results of the plain formula in double precision."""
+    with jax.enable_x64(True):
+        wide = [np.asarray(x, np.float64) if x.dtype != np.int32 else np.asarray(x) for x in arguments]
+        return [np.asarray(x) for x in plain(*wide)]
+
+
+def assert_within(result, expected, bound):
+    result = np.asarray(result, np.float64)
+    assert np.isfinite(result).all()
+    assert (np.abs(result - expected) <= bound).all(), np.max(np.abs(result - expected) / bound)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 3, 5, 9, 10, 99])
+def test_chunks_match_full_logits_in_float64(float64, chunk):
+    results = ours(chunk)(*inputs(np.float64))
+    for result, expected in zip(results, plain(*inputs(np.float64)), strict=True):
+        assert result.dtype == np.float64
+        np.testing.assert_allclose(result, expected, rtol=1e-12, atol=1e-13)
+
+
+def bounds(features, embedding, targets, g, rounding):
+    """Bounds on the errors of float32 sums of products, with gradients of logits rounded by `rounding`."""
+    x, e, g = (np.abs(np.asarray(a, np.float64)) for a in (features, embedding, g))
+    sizes = x @ e.T  # Σ_f |x_f e_f|
+    # A logit is a sum of WIDTH terms, an lse one of VOCAB terms; each rounding errs by 2^-24 of what is summed. The
+    # other roundings (of exp, of log, of the difference) are a few units of 2^-24 of their results.
+    value = 2.0**-24 * (2 * (WIDTH + 4) * sizes.max(-1) + VOCAB + 8 + 4 * np.log(VOCAB))
+    p = np.exp(np.asarray(features, np.float64) @ np.asarray(embedding, np.float64).T)
+    p /= p.sum(-1, keepdims=True)
+    is_target = np.arange(VOCAB) == np.asarray(targets)[..., None]
+    # p errs in proportion to the errors of a logit and of the lse; their difference with 1 and the product are rounded.
+    d_logits = g[..., None] * np.abs(p - is_target)
+    d_logits_error = rounding * d_logits + g[..., None] * (2 * p * value[..., None] + 4 * 2.0**-24)
+    # A gradient is a sum of as many products as there are ids or positions, which is rounded to its type at the end.
+    # 1.01 for products of two of these errors.
+    errors = []
+    for subscripts, other, count in (("btv,vf->btf", e, VOCAB), ("btv,btf->vf", x, BATCH * LENGTH)):
+        size = np.einsum(subscripts, d_logits, other)
+        error = np.einsum(subscripts, d_logits_error, other)
+        errors.append(1.01 * (error + (rounding + count * 2.0**-24) * size))
+    return value, *errors
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_narrow_types_err_by_their_roundings_alone(dtype, chunk):
+    arguments = inputs(dtype)
+    results = ours(chunk)(*arguments)
+    assert [x.dtype for x in results] == [jnp.float32, dtype, dtype]
+    # Products of two bfloat16 numbers are exact in float32, and so are the operands in float64. Rounding to nearest
+    # with 8 significant bits errs by at most 2^-8 of the result, with 24 by 2^-24.
+    rounding = 2.0**-8 if dtype == jnp.bfloat16 else 2.0**-24
+    for result, expected, bound in zip(results, in_float64(*arguments), bounds(*arguments, rounding), strict=True):
+        assert_within(result, expected, bound)
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_float32_embedding_has_float32_gradient_for_bfloat16_features(chunk):
+    features, embedding, targets, g = inputs(jnp.bfloat16)
+    narrow = ours(chunk)(features, embedding, targets, g)
+    mixed = ours(chunk)(features, embedding.astype(jnp.float32), targets, g)
+    assert [x.dtype for x in mixed] == [jnp.float32, jnp.bfloat16, jnp.float32]
+    assert (mixed[2] != mixed[2].astype(jnp.bfloat16)).any(), "the sum is rounded to bfloat16"
+    # The embedding is exact in both types, so only the type in which its gradient is returned differs.
+    for one, other in zip(narrow, mixed, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other.astype(one.dtype)))
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_padding_of_the_vocabulary_is_inert(chunk):
+    features, embedding, targets, g = inputs()
+    real = VOCAB - PADDING
+    expected = in_float64(features, embedding[:real], targets, g)
+    results = ours(chunk, vocab_size=real)(features, embedding.at[real:].set(jnp.nan), targets, g)
+    assert not np.asarray(results[2][real:]).any()
+    for result, exact in zip((*results[:2], results[2][:real]), expected, strict=True):
+        # Sums of some 40 terms of size 10 at most, each rounded by 2^-24: 2.4e-5.
+        np.testing.assert_allclose(result, exact, atol=3e-5)
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_huge_logits_keep_losses_and_gradients_finite(chunk):
+    arguments = inputs(scale=100.0)
+    assert np.abs(np.asarray(arguments[0]) @ np.asarray(arguments[1]).T).max() > 1e4
+    results = [np.asarray(x) for x in ours(chunk, vocab_size=VOCAB - PADDING)(*arguments)]
+    assert all(np.isfinite(x).all() for x in results)
+    features, embedding, targets, g = arguments
+    expected = in_float64(features, embedding[: VOCAB - PADDING], targets, g)[0]
+    # A logit is a sum of WIDTH terms of size 1e5 at most, and the loss the difference of two such sums.
+    np.testing.assert_allclose(results[0], expected, atol=2 * WIDTH * 2.0**-24 * 1e5)
+
+
+def test_one_id_in_the_vocabulary_has_loss_zero():
+    features, embedding, targets, g = inputs()
+    for result in ours(4, vocab_size=1)(features, embedding, jnp.zeros_like(targets), g):
+        assert not np.asarray(result).any()
+
+
+@pytest.mark.parametrize("shape", [(0, 10), (2, 0), (7,), (2, 3, 7)])
+def test_any_batch_axes_and_length_have_a_loss(shape):
+    features, embedding = jnp.ones((*shape, WIDTH)), jnp.ones((VOCAB, WIDTH))
+    arguments = features, embedding, jnp.zeros(shape, jnp.int32), jnp.ones(shape)
+    losses, d_features, d_embedding = ours(4)(*arguments)
+    assert (losses.shape, d_features.shape, d_embedding.shape) == (shape, features.shape, embedding.shape)
+    # Equal logits: the loss is log V, up to a rounding of the logits and of the sum of V equal terms.
+    np.testing.assert_allclose(losses, np.full(shape, math.log(VOCAB)), atol=VOCAB * 2.0**-24 * 6)
+
+
+def test_targets_of_any_integer_type_give_one_result():
+    features, embedding, targets, _ = inputs()
+    embedding = jnp.tile(embedding, (20, 1))  # more ids than one byte holds
+    run = jax.jit(functools.partial(cross_entropy, chunk=4))
+    expected = run(features, embedding, targets)
+    for dtype in (np.int8, np.uint8, np.uint32):
+        np.testing.assert_array_equal(run(features, embedding, np.asarray(targets).astype(dtype)), expected)
+
+
+def test_traced_target_out_of_range_has_nan_loss_alone():
+    features, embedding, targets, g = inputs()
+    wrong = targets.at[0, 0].set(-1).at[1, 3].set(VOCAB - 1).at[2, 9].set(VOCAB)
+    is_wrong = np.asarray(wrong != targets)
+    g = jnp.where(is_wrong, 0, g)
+    results, expected = (ours(4, vocab_size=VOCAB - 1)(features, embedding, ids, g) for ids in (wrong, targets))
+    np.testing.assert_array_equal(np.isnan(results[0]), is_wrong)
+    np.testing.assert_array_equal(results[0][~is_wrong], expected[0][~is_wrong])
+    for result, other in zip(results[1:], expected[1:], strict=True):
+        np.testing.assert_array_equal(result, other)
+
+
+# The same sums in another order, as below: up to 40 terms of size 10 at most, each rounded by 2^-24.
+close = functools.partial(jax.tree.map, functools.partial(np.testing.assert_allclose, atol=3e-5))
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_vmap_matches_batch_axes(chunk):
+    arguments = inputs()
+    mapped = jax.vmap(functools.partial(cross_entropy, chunk=chunk), in_axes=(0, None, 0))
+    close(jax.jit(functools.partial(with_gradients, mapped))(*arguments), ours(chunk)(*arguments))
+
+
+def test_checkpoint_has_the_same_gradients():
+    arguments = inputs()
+    again = jax.checkpoint(functools.partial(cross_entropy, chunk=4))
+    close(jax.jit(functools.partial(with_gradients, again))(*arguments), ours(4)(*arguments))
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_shard_map_sums_gradient_of_shared_embedding(chunk, is_checked):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    sharded = jax.shard_map(
+        functools.partial(cross_entropy, chunk=chunk),
+        mesh=mesh,
+        in_specs=(P("data"), P(), P("data")),
+        out_specs=P("data"),
+        check_vma=is_checked,
+    )
+    arguments = inputs()
+    close(jax.jit(functools.partial(with_gradients, sharded))(*arguments), ours(chunk)(*arguments))
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_gradient_within_shard_map_is_that_of_all_devices(chunk):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+    def gradients(features, embedding, targets, g):
+        return with_gradients(functools.partial(cross_entropy, chunk=chunk), features, embedding, targets, g)
+
+    specs = P("data"), P(), P("data"), P("data")
+    outs = P("data"), P("data"), P()
+    arguments = inputs()
+    run = jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=outs))
+    close(run(*arguments), ours(chunk)(*arguments))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_sharded_batch_needs_no_all_gather(chunk, kind):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    arguments = inputs()
+    specs = P("data"), P(), P("data"), P("data")
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arguments, specs)]
+    compiled = ours(chunk).lower(*placed).compile()
+    text = compiled.as_text()
+    assert not any(name in text for name in ("all-gather", "all-to-all", "collective-permute"))
+    close(compiled(*placed), ours(chunk)(*arguments))
+
+
+def shapes(jaxpr):
+    """The shapes of all arrays that a jaxpr computes, inner ones included."""
+    for equation in jaxpr.eqns:
+        yield from (x.aval.shape for x in equation.outvars)
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner, "eqns"):
+                yield from shapes(getattr(inner, "jaxpr", inner))
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 9])
+def test_gradient_holds_logits_of_a_chunk_alone(chunk):
+    def largest(chunk):
+        losses = functools.partial(cross_entropy, chunk=chunk)
+        jaxpr = jax.make_jaxpr(functools.partial(with_gradients, losses))(*inputs())
+        return max(math.prod(shape) for shape in shapes(jaxpr.jaxpr))
+
+    assert largest(LENGTH) == BATCH * LENGTH * VOCAB, "logits are not counted"
+    # Features are padded to whole chunks, so hold up to twice their size.
+    assert largest(chunk) <= max(BATCH * chunk * VOCAB, 2 * BATCH * LENGTH * WIDTH) < BATCH * LENGTH * VOCAB
+
+
+@pytest.mark.parametrize("chunk", [LENGTH, 4])
+def test_backward_pass_keeps_lse_and_inputs_alone(chunk):
+    features, embedding, targets, _ = inputs()
+    _, back = jax.vjp(lambda *x: cross_entropy(*x, targets, chunk=chunk), features, embedding)
+    kept = [x.shape for x in jax.tree.leaves(back)]
+    assert sorted(kept) == sorted([features.shape, embedding.shape, targets.shape, targets.shape])
+
+
+@given(rows=st.integers(0, 2**20), length=st.integers(0, 2**20), vocab_size=st.integers(1, 2**30))
+def test_chunk_size_is_the_length_or_the_largest_power_of_two(rows, length, vocab_size):
+    chunk = chunk_size(rows, length, vocab_size)
+    assert 1 <= chunk <= max(length, 1)
+    assert chunk == 1 or rows * chunk * vocab_size <= MAX_LOGITS
+    if chunk < length:
+        assert chunk & (chunk - 1) == 0 and 2 * rows * chunk * vocab_size > MAX_LOGITS
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"features": jnp.zeros(WIDTH)}, r"features has shape \(6,\), expected \[\.\.\., length, features\]"),
+        ({"features": jnp.zeros((4, 10, 6), int)}, "features has type int32, expected a floating type"),
+        ({"embedding": jnp.zeros((21, 5))}, "embedding has 5 features per id and features has 6 per position: give"),
+        ({"embedding": jnp.zeros(6)}, r"embedding has shape \(6,\), expected \[vocabulary, features\]"),
+        ({"embedding": jnp.zeros((0, 6))}, r"embedding has shape \(0, 6\), expected \[vocabulary, features\]"),
+        ({"targets": jnp.zeros((4, 9), int)}, r"targets has shape \(4, 9\), expected \(4, 10\): one id for each"),
+        ({"targets": jnp.zeros((4, 10))}, r"targets has type float32, expected integers: use \.astype"),
+        ({"targets": jnp.full((4, 10), 21)}, "targets contains 21, expected ids from 0 to 20: where there is no"),
+        ({"targets": np.full((4, 10), -1)}, "targets contains -1, expected ids from 0 to 20"),
+        ({"targets": np.full((4, 10), 2**40)}, "targets contains 1099511627776, expected ids from 0 to 20"),
+        ({"vocab_size": 17, "targets": jnp.full((4, 10), 17)}, "targets contains 17, expected ids from 0 to 16"),
+        ({"vocab_size": 0}, "vocab_size = 0: expected 1 to 21, the rows of the embedding, or None for all"),
+        ({"vocab_size": 22}, "vocab_size = 22: expected 1 to 21"),
+        ({"chunk": 0}, "chunk = 0: expected an integer number of positions, 1 or more, or None to choose one"),
+        ({"chunk": 2.5}, r"chunk = 2\.5: expected an integer number of positions"),
+    ],
+)
+def test_bad_argument_is_one_line(own_errors, change, message):
+    features, embedding, targets, _ = inputs()
+    arguments = {"features": features, "embedding": embedding, "targets": targets} | change
+    with pytest.raises(ValueError, match=message) as error:
+        cross_entropy(**arguments)
+    assert "\n" not in str(error.value)
