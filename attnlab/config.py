@@ -12,6 +12,7 @@ from ml_collections import ConfigDict, config_dict
 from attnlab.data import tokenizers
 from attnlab.errors import UserError
 from attnlab.nn.gpt import ACTIVATIONS, POSITIONS, check_shape
+from attnlab.nn.layers import REMAT
 
 # Valid values: the minimum of integers, the ends of ranges, the names of choices.
 _MINIMA = {
@@ -55,12 +56,14 @@ _CHOICES = {
     "data.tokenizer": (*tokenizers.KINDS, "pretrained"),
     "model.positions": POSITIONS,
     "model.activation": tuple(ACTIVATIONS),
+    "model.remat": REMAT,
     "model.impl": ("auto", "blockwise", "dense"),  # kernels support only some calls of a run: "auto" picks them
     "parallel.strategy": ("pmap", "mesh"),
 }
+_FLAGS = ("model.scan",)  # True, False, or None to choose
 # A run may be resumed with other values of these: they change how it runs, not what it computes. A text may move: its
 # content is compared by sha256.
-FREE_TO_CHANGE = ("parallel.", "checkpoint.", "log.", "data.path")
+FREE_TO_CHANGE = ("parallel.", "checkpoint.", "log.", "data.path", "model.remat", "model.scan")
 
 
 def default() -> ConfigDict:
@@ -77,8 +80,8 @@ def default() -> ConfigDict:
     config.on_nonfinite = "stop"  # at a loss or gradient that is not finite: stop, or skip the update
     config.precision = "float32"  # of the computation: float32 or bfloat16; parameters are always float32
     # Start from these weights instead of random ones: the workdir of a run, or a folder with a Hugging Face GPT-2. Its
-    # tokenizer and the shape of its model are used; how to train it (dropout, remat, impl), and a context shorter than
-    # its own, are set here.
+    # tokenizer and the shape of its model are used; how to train it (dropout, remat, scan, impl), and a context shorter
+    # than its own, are set here.
     config.init_from = ""
     config.data = _data()
     config.model = _model()
@@ -128,9 +131,14 @@ def _model() -> ConfigDict:
     model.mlp_ratio = 4.0  # width of the feed-forward layer over the model's
     model.activation = "gelu_tanh"  # of the feed-forward layer: gelu_tanh, gelu, relu or silu
     model.norm_epsilon = 1e-5
-    # Store only each block's input for the gradient: a third more time and less memory, on GPUs and TPUs. On CPUs XLA
-    # recomputes all blocks before it needs the first.
-    model.remat = False
+    # What of a block is stored for the gradient, the rest being computed again: none (nothing is computed again), block
+    # (its input alone is stored: a third more time and the least memory, on GPUs and TPUs), dots (also its matrix
+    # products), attention (its input and what attention returns). On CPUs XLA recomputes all blocks before it needs
+    # the first.
+    model.remat = "none"
+    # The layers as one loop over stacked parameters, compiled in the time of one; None for True from eight layers on,
+    # and with fsdp.
+    model.scan = config_dict.placeholder(bool)
     model.impl = "auto"  # backend of the attention operator
     return model
 
@@ -151,8 +159,9 @@ def _optimizer() -> ConfigDict:
 def _parallel() -> ConfigDict:
     parallel = ConfigDict()
     parallel.strategy = "mesh"  # mesh (jit with named sharding) or pmap
-    # Devices on each axis: both split the batch, fsdp the parameters and the optimizer state as well.
-    parallel.mesh = ConfigDict({"data": -1, "fsdp": 1})  # −1 for all available devices
+    # Devices on each axis: data and fsdp split the batch, fsdp the parameters and the optimizer state as well; tensor
+    # splits heads, hidden features and the vocabulary. −1 for all available devices.
+    parallel.mesh = ConfigDict({"data": -1, "fsdp": 1, "tensor": 1})
     parallel.timeout = 300  # seconds without a step after which another process is considered dead
     return parallel
 
@@ -213,6 +222,8 @@ def _check_fields(config: ConfigDict) -> None:
         if field not in expected:
             raise UserError(f"config.{field} is not a field{nearest(field, expected) or '; see attnlab/config.py'}")
         like = expected[field]
+        if field in _FLAGS and value in (None, True, False):
+            continue
         types = (int, type(None)) if like is None else (int, float) if isinstance(like, float) else type(like)
         if not isinstance(value, types) or (isinstance(value, bool) and not isinstance(like, bool)):
             raise UserError(f"config.{field} = {value!r}: expected a value like {like!r}")
@@ -266,7 +277,11 @@ def to_json(config: ConfigDict, **metadata) -> str:
 def from_dict(saved: dict) -> ConfigDict:
     """The config in the content of `config.json`; missing fields have their defaults."""
     config = default()
-    config.update(ConfigDict({name: value for name, value in saved.items() if name in config}))
+    saved = {name: value for name, value in saved.items() if name in config}
+    remat = saved.get("model", {}).get("remat")
+    if isinstance(remat, bool):  # of version 0.1
+        saved["model"] = saved["model"] | {"remat": "block" if remat else "none"}
+    config.update(ConfigDict(saved))
     return config
 
 

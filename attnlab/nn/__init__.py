@@ -4,6 +4,7 @@ from attnlab.nn.additive import AdditiveAttention
 from attnlab.nn.embeddings import cosine_similarity, nearest
 from attnlab.nn.gpt import GPT, Block, Mlp
 from attnlab.nn.heads import Head, StackedHeads
+from attnlab.nn.layers import stack_layers, unstack_layers
 from attnlab.nn.mixers import GRU, CausalConv
 from attnlab.nn.multihead import KVCache, MultiHeadAttention
 from attnlab.nn.positions import LearnedPositions, rotary, sinusoidal
@@ -27,4 +28,6 @@ __all__ = [
     "nearest",
     "rotary",
     "sinusoidal",
+    "stack_layers",
+    "unstack_layers",
 ]

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Float, Int
 
-from attnlab.nn import checks
+from attnlab.nn import checks, layers, sharding
 from attnlab.nn.multihead import KVCache, MultiHeadAttention, check_cache
 from attnlab.nn.norms import LayerNorm
 from attnlab.nn.positions import LearnedPositions, sinusoidal
 from attnlab.ops import dropout, pointwise, products
+from attnlab.ops.cross_entropy import chunk_size, cross_entropy
 from attnlab.ops.masks import Causal, SlidingWindow
 from attnlab.ops.score_mods import ALiBi, alibi_slopes
 from attnlab.types import Array, DType
@@ -67,6 +69,8 @@ def check_shape(model) -> None:
         raise ValueError(f"mlp_ratio = {model.mlp_ratio} times width = {width} rounds to 0: use 1/{width} or more")
     if model.activation not in ACTIVATIONS:
         raise ValueError(f"activation = {model.activation!r}: expected one of {', '.join(ACTIVATIONS)}")
+    if model.remat not in layers.REMAT:
+        raise ValueError(f"remat = {model.remat!r}: expected one of {', '.join(layers.REMAT)}")
 
 
 class Mlp(nn.Module):
@@ -99,6 +103,7 @@ class Mlp(nn.Module):
         options = {"use_bias": self.use_bias, "dtype": self.dtype, "dot_general": products.dot_general}
         hidden = 4 * width if self.hidden is None else self.hidden
         x = nn.Dense(hidden, kernel_init=self.kernel_init, name="up", **options)(x)
+        x = sharding.constrain(x, *("batch", "length", *(None,) * x.ndim)[: x.ndim - 1], "mlp")
         x = ACTIVATIONS[self.activation](x)
         return nn.Dense(width, kernel_init=self.out_kernel_init or self.kernel_init, name="down", **options)(x)
 
@@ -161,10 +166,10 @@ class Block(nn.Module):
         )
         if cache is not None:
             attended, cache = attended
-        x = x + drop(attended, 1)
+        x = sharding.constrain(x + drop(attended, 1), "batch", "length", None)
         if not self.norm_first:
             x = attention_norm(x)
-        x = x + drop(self.mlp(mlp_norm(x) if self.norm_first else x), 2)
+        x = sharding.constrain(x + drop(self.mlp(mlp_norm(x) if self.norm_first else x), 2), "batch", "length", None)
         if not self.norm_first:
             x = mlp_norm(x)
         return x if cache is None else (x, cache)
@@ -191,7 +196,9 @@ class GPT(nn.Module):
       mlp_ratio: width of the feed-forward layer over F, rounded to an integer width.
       activation: of the feed-forward layer, see `Mlp`.
       norm_epsilon: ε of the norms.
-      remat: store only each block's input and recompute the rest for the gradient (Chen et al. 2016).
+      remat: what of a block is stored for the gradient (Chen et al. 2016); the rest is computed again. "none":
+        everything is stored; "block": its input alone; "dots": that and its matrix products; "attention": its input
+        and what the attention operator returns, so that attention alone is not computed again.
       dtype: type of the computation; parameters are float32.
       impl: see `attnlab.attention`.
 
@@ -200,6 +207,13 @@ class GPT(nn.Module):
     >>> params = model.init(jax.random.key(0), tokens)
     >>> jax.jit(model.apply)(params, tokens).shape  # logits of the next token, at each position
     (1, 6, 10)
+
+    Parameters may also have their layers stacked (`stack_layers`). They are then one loop, which is compiled in the
+    time of one layer:
+
+    >>> stacked = {"params": stack_layers(params["params"])}
+    >>> bool(jnp.allclose(model.apply(stacked, tokens), model.apply(params, tokens), atol=1e-6))
+    True
 
     Two documents packed into one sequence, which do not attend to each other:
 
@@ -222,7 +236,7 @@ class GPT(nn.Module):
     mlp_ratio: int | float = 4
     activation: str = "gelu_tanh"
     norm_epsilon: float = NORM_EPSILON
-    remat: bool = False
+    remat: str = "none"
     dtype: DType = jnp.float32
     impl: str = "auto"
 
@@ -235,8 +249,9 @@ class GPT(nn.Module):
         deterministic: bool = True,
         caches: Sequence[KVCache] | None = None,
         dropout_key: Array | None = None,
-    ) -> Float[Array, "B T V"] | tuple[Float[Array, "B T V"], tuple[KVCache, ...]]:
-        """Logits of the next token at each position.
+        targets: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T V"] | Float[Array, "B T"] | tuple[Float[Array, "B T V"], tuple[KVCache, ...]]:
+        """Logits of the next token at each position, or the cross-entropy of given ones.
 
         Args:
           tokens: int `[B, T]`, each in [0, vocab_size); checked unless traced.
@@ -245,41 +260,127 @@ class GPT(nn.Module):
           deterministic: False for dropout.
           caches: one `KVCache` per layer (`empty_caches`); `tokens` continue the cached sequences.
           dropout_key: one key, or one per example `[B]`; the `dropout` rng when None.
+          targets: int `[B, T]`, the next tokens. Large logits are then never held at once, see
+            `ops.cross_entropy`.
 
         Returns:
-          float32 `[B, T, V]`, and with caches also the extended caches.
+          float32 `[B, T, V]`, and with caches also the extended caches; with targets their cross-entropy in nats,
+          float32 `[B, T]`.
 
         Raises:
           ValueError: fields that do not fit together (`check_shape`), tokens out of range, a sequence longer than the
-            learned positions, caches or a mask of another size.
+            learned positions, caches or a mask of another size, targets together with caches.
         """
         check_shape(self)
         self._check_inputs(tokens, caches)
+        if targets is not None and caches is not None:
+            raise ValueError("targets are for whole sequences: leave out caches")
         drops = bool(self.dropout) and not deterministic
+        keys = None
         if drops:
             key = self.make_rng("dropout") if dropout_key is None else dropout_key
             keys = dropout.per_example(key, tokens.shape[:1])
 
         normal = nn.initializers.normal(0.02)
         embed = nn.Embed(self.vocab_size, self.width, dtype=self.dtype, embedding_init=normal, name="embed")
-        x = self._add_positions(embed(tokens), caches)
+        x = self._add_positions(self._gathering(lambda embed: embed(tokens))(embed), caches)
         if drops:
             x = dropout.dropout(x, dropout.fold_in(keys, self.num_layers), self.dropout)
+        x = sharding.constrain(x, "batch", "length", None)
+        options = {"mask": mask, "deterministic": deterministic}
+        if not self.has_variable("params", layers.STACKED):
+            x, caches = self._layer_by_layer(x, options, keys, caches)
+        elif caches is None and not self.is_mutable_collection("intermediates"):
+            x = self._in_a_loop(x, options, keys)
+        else:
+            x, caches = self._slice_by_slice(x, options, keys, caches)
+        x = LayerNorm(self.norm_epsilon, use_bias=self.use_bias, dtype=self.dtype, name="final_norm")(x)
+        if targets is not None:
+            return self._gathering(functools.partial(self._losses, x, targets))(embed)
+        logits = self._gathering(functools.partial(self._logits, x))(embed)
+        return logits if caches is None else (logits, caches)
+
+    def _layer_by_layer(self, x, options, keys, caches):
+        """The layers as modules, whose parameters are `block_0`, `block_1`, …."""
 
         def apply(block, x, mask, key, cache=None):
-            return block(x, mask=mask, deterministic=deterministic, cache=cache, dropout_key=key)
+            return block(x, **{**options, "mask": mask}, cache=cache, dropout_key=key)
 
+        gathers = not self.is_initializing() and sharding.is_active(x)
+        recomputes, policy = layers.remat_policy(self.remat, gathers=gathers, loop=False)
         extended = []
         for layer in range(self.num_layers):
-            block, key = self._block(layer), dropout.fold_in(keys, layer) if drops else None
+            block, key = self._block(layer), None if keys is None else dropout.fold_in(keys, layer)
+            run = self._gathering(apply)
             if caches is not None:
-                x, cache = apply(block, x, mask, key, caches[layer])
+                x, cache = run(block, x, options["mask"], key, caches[layer])
                 extended.append(cache)
             else:
-                x = (nn.remat(apply) if self.remat else apply)(block, x, mask, key)
-        x = LayerNorm(self.norm_epsilon, use_bias=self.use_bias, dtype=self.dtype, name="final_norm")(x)
-        logits = embed.attend(x).astype(jnp.float32)
-        return logits if caches is None else (logits, tuple(extended))
+                x = (nn.remat(run, policy=policy) if recomputes else run)(block, x, options["mask"], key)
+        return x, None if caches is None else tuple(extended)
+
+    def _in_a_loop(self, x, options, keys):
+        """The layers as one loop over stacked parameters: one layer is compiled, whatever their number."""
+        block, stacked = self._block(0).clone(parent=None, name=None), self.get_variable("params", layers.STACKED)
+        recomputes, policy = layers.remat_policy(self.remat, gathers=sharding.is_active(x), loop=True)
+
+        def apply(x, params, layer, keys):
+            key = None if keys is None else dropout.fold_in(keys, layer)
+            return block.apply({"params": sharding.gathered(params, self.dtype)}, x, **options, dropout_key=key)
+
+        # A loop is a barrier by itself.
+        run = jax.checkpoint(apply, policy=policy, prevent_cse=False) if recomputes else apply
+        layer_numbers = jnp.arange(layers.len_layers({layers.STACKED: stacked}))
+        return jax.lax.scan(lambda x, layer: (run(x, *layer, keys), None), x, (stacked, layer_numbers))[0]
+
+    def _slice_by_slice(self, x, options, keys, caches):
+        """The layers of stacked parameters one by one, for caches and for what modules sow."""
+        stacked, extended = {layers.STACKED: self.get_variable("params", layers.STACKED)}, []
+        sows = self.is_mutable_collection("intermediates")
+        for layer in range(self.num_layers):
+            block = self._block(layer)
+            name = block.name
+            block = block.clone(parent=None, name=None)
+            key = None if keys is None else dropout.fold_in(keys, layer)
+            params = sharding.gathered(layers.layer(stacked, layer), self.dtype)
+            cache = None if caches is None else caches[layer]
+            result, sown = block.apply(
+                {"params": params},
+                x,
+                **options,
+                cache=cache,
+                dropout_key=key,
+                mutable=["intermediates"] if sows else [],
+            )
+            x, cache = (result, None) if cache is None else result
+            extended.append(cache)
+            if sows:
+                self.put_variable("intermediates", name, sown["intermediates"])
+        return x, None if caches is None else tuple(extended)
+
+    def _gathering(self, call):
+        """`call(module, …)` with the module's parameters gathered, where `nn.sharding` has split them."""
+        if self.is_initializing() or not nn.get_logical_axis_rules():
+            return call
+
+        def run(module, *args):
+            def gather(variables):
+                return {"params": sharding.gathered(variables["params"], self.dtype, prefix=module.name)}
+
+            return nn.map_variables(call, "params", trans_in_fn=gather)(module, *args)
+
+        return run
+
+    def _logits(self, x, embed):
+        return sharding.constrain(embed.attend(x), "batch", "length", "vocab").astype(jnp.float32)
+
+    def _losses(self, x, targets, embed):
+        batch, length, _ = x.shape
+        chunk = chunk_size(-(-batch // sharding.shards("batch", x)), length, self.vocab_size)
+        if chunk < length:
+            losses = functools.partial(cross_entropy, chunk=chunk)
+            return sharding.over_batch(losses, x, embed.embedding, targets)
+        return optax.softmax_cross_entropy_with_integer_labels(self._logits(x, embed), targets)
 
     def _check_inputs(self, tokens, caches) -> None:
         if jnp.ndim(tokens) != 2:
@@ -301,7 +402,8 @@ class GPT(nn.Module):
         if caches is not None:
             positions = caches[0].length[:, None] + positions
         if self.positions == "learned":
-            return x + LearnedPositions(self.context, self.width, dtype=self.dtype, name="positions")(positions)
+            table = LearnedPositions(self.context, self.width, dtype=self.dtype, name="positions")
+            return x + self._gathering(lambda table: table(positions))(table)
         if self.positions == "sinusoidal":
             # As in Vaswani et al. 2017, section 3.4: sines of size 1 would dominate embeddings of deviation 0.02.
             return x * self.width**0.5 + sinusoidal(positions, self.width).astype(self.dtype)

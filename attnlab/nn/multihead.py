@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from attnlab.nn import checks
+from attnlab.nn import checks, sharding
 from attnlab.nn.norms import LayerNorm
 from attnlab.nn.positions import rotary
 from attnlab.ops import products
@@ -249,7 +249,8 @@ class MultiHeadAttention(checks.MaskedModule):
         if self.rotary_base is not None:
             positions = jnp.arange(q.shape[1]) if positions is None else positions
             q, k = rotary(q, positions, self.rotary_base), rotary(k, positions, self.rotary_base)
-        return q, k, v
+        q = sharding.constrain(q, "batch", "length", "heads", None)
+        return q, *(sharding.constrain(x, "batch", "length", "kv_heads", None) for x in (k, v))
 
     def _attend(self, q, k, v, terms, deterministic, dropout_key):
         """Apply the operator to projected heads, and sow the attention weights."""
@@ -260,4 +261,5 @@ class MultiHeadAttention(checks.MaskedModule):
         if self.dropout_rate and not deterministic:
             key = self.make_rng("dropout") if dropout_key is None else dropout_key
             terms |= {"dropout_rate": self.dropout_rate, "dropout_key": key}
-        return attention(q, k.astype(q.dtype), v.astype(q.dtype), impl=self.impl, **terms)
+        out = attention(q, k.astype(q.dtype), v.astype(q.dtype), impl=self.impl, **terms)
+        return sharding.constrain(out, "batch", "length", "heads", None)

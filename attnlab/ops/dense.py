@@ -14,6 +14,7 @@ Logits, softmax and lse are float32 whatever the input (float64 stays float64); 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float
 
 from attnlab.ops import dropout
@@ -48,7 +49,8 @@ def attend(
         p = jnp.where(keeps, p / (1 - dropout_rate), 0)
     v = _inert(_per_query_head(v, q.shape[-2]), key_is_visible)
     out = jnp.einsum("...hqk,...khd->...qhd", p.astype(v.dtype), v, preferred_element_type=p.dtype)
-    return out.astype(q.dtype), jnp.moveaxis(lse, -2, -1)
+    out = checkpoint_name(out.astype(q.dtype), "attention")  # see GPT's remat
+    return out, jnp.moveaxis(lse, -2, -1)
 
 
 @on_auto_axes(like_scores)

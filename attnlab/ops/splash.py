@@ -79,6 +79,7 @@ def _kernel(band, lengths, num_heads, cap, block_sizes):
         masks.MultiHeadMask([one] * num_heads),
         block_sizes=kernels.BlockSizes(**sizes),
         attn_logits_soft_cap=cap,
+        residual_checkpoint_name="attention",  # see GPT's remat
         head_shards=1,
         q_seq_shards=1,
     )

@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from attnlab.errors import UserError
+from attnlab.nn.layers import is_stacked, stack_layers, unstack_layers
 from attnlab.training.state import TrainState
 
 MANIFEST = "manifest.json"
@@ -208,20 +209,33 @@ class Checkpoints:
 
         Args:
           step: one of `steps()`.
-          like: a state with the same shapes and types, and the shardings to restore to.
+          like: a state with the same shapes and types, and the shardings to restore to. Its layers may be stacked
+            where they were saved one by one, or the reverse.
 
         Raises:
           UserError: the checkpoint cannot be read, or has different shapes.
         """
+        saved = self._as_saved(step, like)
         items = self._restore(
-            step, params=ocp.args.StandardRestore(like.params), opt_state=ocp.args.StandardRestore(like.opt_state)
+            step, params=ocp.args.StandardRestore(saved.params), opt_state=ocp.args.StandardRestore(saved.opt_state)
         )
         self._started = step  # so that it is not saved again
-        return TrainState(jax.device_put(np.int32(step), _sharding(like.step)), items["params"], items["opt_state"])
+        params, opt_state = _as_wanted((items["params"], items["opt_state"]), (like.params, like.opt_state))
+        return TrainState(jax.device_put(np.int32(step), _sharding(like.step)), params, opt_state)
 
     def restore_params(self, step: int, like):
         """The parameters at a step, without the optimizer state; `like` and errors as for `restore`."""
-        return self._restore(step, params=ocp.args.StandardRestore(like))["params"]
+        params = self._restore(step, params=ocp.args.StandardRestore(self._as_saved(step, like)))["params"]
+        return _as_wanted(params, like)
+
+    def _as_saved(self, step: int, like):
+        """`like` with its layers stacked or one by one, as they are on disk."""
+        _ignore_late_io()
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+            found = reader.metadata(self.directory / str(step) / "params")
+        found = found if isinstance(found, dict) else found.item_metadata
+        names = found if isinstance(found, dict) else found.tree
+        return stack_layers(like) if is_stacked(names) else unstack_layers(like)
 
     def metadata(self, step: int) -> dict:
         """The metadata given to `save` (the item is named "facts" on disk); errors as for `restore`.
@@ -301,6 +315,14 @@ class WithManifest(ocp.CompositeCheckpointHandler):
 @ocp.args.register_with_handler(WithManifest, for_save=True, for_restore=True)
 class _Items(ocp.args.Composite):
     """The class of arguments that Orbax looks up for the handler."""
+
+
+def _as_wanted(restored, like):
+    """Restored arrays with their layers stacked, or one by one, as `like` has them, and its shardings."""
+    if jax.tree.structure(restored) == jax.tree.structure(like):
+        return restored
+    convert = stack_layers if jax.tree.structure(stack_layers(restored)) == jax.tree.structure(like) else unstack_layers
+    return jax.jit(convert, out_shardings=jax.tree.map(_sharding, like))(restored)
 
 
 def sha256(params) -> str:

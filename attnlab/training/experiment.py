@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from attnlab.data.batches import Batch, EvalBatches, prefetched
 from attnlab.errors import UserError
+from attnlab.nn import stack_layers
 from attnlab.training import optimizer as optimizers
 from attnlab.training import parallel as parallel_lib
 from attnlab.training import state as states
@@ -33,6 +34,7 @@ class Experiment:
 
     Attributes:
       config, model, optimizer, parallel: as given, or built from the config.
+      scan: whether the state's layers are stacked, see `attnlab.nn.stack_layers`.
       learning_rate: the schedule, by updates done; None for an optimizer of the user's own.
 
     Raises:
@@ -59,6 +61,7 @@ class Experiment:
         if model is not None:
             _check_model(model, vocab_size)
         self.model = model if model is not None else states.make_model(config, vocab_size)
+        self.scan = model is None and states.scans(config)
         self._init = jax.jit(self.model.init)
         self.learning_rate = None
         skip = config.on_nonfinite == "skip"
@@ -102,6 +105,7 @@ class Experiment:
         state = self.parallel.create_state(self._create)
         if params is None:
             return state
+        params = stack_layers(params) if self.scan else params
         return state._replace(params=jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), params, state.params))
 
     def evaluate(self, params, batches: EvalBatches, stop: Callable[[], bool] = lambda: False) -> float | None:
@@ -119,8 +123,14 @@ class Experiment:
         batch = self.parallel.abstract_batch(config.batch_size, config.model.context)
         return self.train_step.lower(self.abstract_state, batch)
 
+    def lower_eval(self) -> jax.stages.Lowered:
+        """The evaluation of one batch, likewise."""
+        config = self.config
+        batch = self.parallel.abstract_batch(config.batch_size, config.model.context)
+        return self.eval_step.lower(self.abstract_state.params, batch)
+
     def _create(self) -> TrainState:
-        return states.create(self.model, self.optimizer, self.config.seed, self._init)
+        return states.create(self.model, self.optimizer, self.config.seed, self._init, self.scan)
 
 
 def _check_model(model: nn.Module, vocab_size: int) -> None:

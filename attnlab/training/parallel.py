@@ -2,10 +2,11 @@
 
 import contextlib
 import functools
-import re
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import flax.linen as nn
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
@@ -14,17 +15,19 @@ from ml_collections import ConfigDict
 
 from attnlab.data.batches import Batch
 from attnlab.errors import UserError
+from attnlab.nn import sharding
 
-DATA, FSDP = "data", "fsdp"
+DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
+BATCH = (DATA, FSDP)
 
-# Which axis of a parameter is split over which mesh axis; all other parameters (biases, norms) are replicated.
-# Tensor parallelism would split the heads and the hidden features of the MLP.
+# Which mesh axis splits which axes of parameters and activations: see `attnlab.nn.sharding`.
 RULES = (
-    (r"(query|key|value)/kernel$", (FSDP, None, None)),  # [width, heads, head_dim]
-    (r"attention/out/kernel$", (None, None, FSDP)),  # [heads, head_dim, width]
-    (r"mlp/up/kernel$", (FSDP, None)),  # [width, mlp]
-    (r"mlp/down/kernel$", (None, FSDP)),  # [mlp, width]
-    (r"(embed|positions)/embedding$", (None, FSDP)),  # [vocabulary or context, width]
+    ("batch", BATCH),
+    ("embed", FSDP),
+    ("heads", TENSOR),
+    ("kv_heads", TENSOR),
+    ("mlp", TENSOR),
+    ("vocab", TENSOR),
 )
 
 
@@ -33,8 +36,9 @@ class Parallel(NamedTuple):
 
     Attributes:
       strategy: "pmap" or "mesh".
-      mesh: the devices, along the axes "data" and "fsdp": both split the batch, and "fsdp" also splits the state
-        (Zhao et al. 2023, Rajbhandari et al. 2020).
+      mesh: the devices, along the axes "data", "fsdp" and "tensor": the first two split the batch, "fsdp" also the
+        state (Zhao et al. 2023, Rajbhandari et al. 2020), "tensor" heads, hidden features and the vocabulary (Shoeybi
+        et al. 2019).
     """
 
     strategy: str
@@ -45,21 +49,27 @@ class Parallel(NamedTuple):
         """The sharding of replicated arrays."""
         return NamedSharding(self.mesh, PartitionSpec())
 
+    @property
+    def splits_state(self) -> bool:
+        """Whether a device holds only a share of the state."""
+        return self.mesh.shape[FSDP] * self.mesh.shape[TENSOR] > 1
+
     def shardings(self, state):
         """The sharding of each leaf of a state by `RULES`; optimizer moments are sharded like their parameters."""
-        if self.mesh.shape[FSDP] == 1:
+        if not self.splits_state:
             return jax.tree.map(lambda _: self.replicated, state)
 
-        def place(path, _):
+        def place(path, x):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
-            axes = next((axes for rule, axes in RULES if re.search(rule, name)), ())
-            return NamedSharding(self.mesh, PartitionSpec(*axes))
+            spec = sharding.spec_of(sharding.parameter_names(name, x.ndim), x.shape, self.mesh)
+            return NamedSharding(self.mesh, spec)
 
-        return jax.tree_util.tree_map_with_path(place, state)
+        with nn.logical_axis_rules(RULES):
+            return jax.tree_util.tree_map_with_path(place, state)
 
     def create_state(self, create: Callable):
-        """Create a state, placed on the devices; with FSDP no device ever holds more than its share of it."""
-        if self.mesh.shape[FSDP] == 1:  # first on one device: if several run out of memory at once, they deadlock
+        """Create a state, placed on the devices; where it is split, no device ever holds more than its share."""
+        if not self.splits_state:  # first on one device: if several run out of memory at once, they deadlock
             return jax.device_put(create(), self.replicated)
         return jax.jit(create, out_shardings=self.shardings(jax.eval_shape(create)))()
 
@@ -76,7 +86,7 @@ class Parallel(NamedTuple):
 
     def on_every_device(self, tree):
         """A sharded tree, replicated. Every process must call it."""
-        if self.mesh.shape[FSDP] == 1:
+        if not self.splits_state:
             return tree
         return jax.jit(lambda tree: tree, out_shardings=self.replicated)(tree)
 
@@ -85,7 +95,7 @@ class Parallel(NamedTuple):
         if self.strategy == "pmap":
             local = jax.local_device_count()
             return jax.tree.map(lambda x: x.reshape(local, -1, *x.shape[1:]), batch)
-        sharding = NamedSharding(self.mesh, PartitionSpec((DATA, FSDP)))
+        sharding = NamedSharding(self.mesh, PartitionSpec(BATCH))
         return jax.tree.map(functools.partial(jax.make_array_from_process_local_data, sharding), batch)
 
     def abstract_batch(self, batch_size: int, context: int) -> Batch:
@@ -95,7 +105,7 @@ class Parallel(NamedTuple):
           batch_size: sequences in the global batch.
           context: targets per sequence.
         """
-        leading, sharding = (batch_size,), NamedSharding(self.mesh, PartitionSpec((DATA, FSDP)))
+        leading, sharding = (batch_size,), NamedSharding(self.mesh, PartitionSpec(BATCH))
         if self.strategy == "pmap":
             leading, sharding = (jax.local_device_count(), batch_size // jax.device_count()), None
         make = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
@@ -124,19 +134,28 @@ class Parallel(NamedTuple):
 
     def _compile(self, step, out_shardings, **options):
         if self.strategy == "mesh":
-            return jax.jit(step, out_shardings=out_shardings, **options)
+
+            @functools.wraps(step)
+            def with_rules(*args):
+                with nn.logical_axis_rules(RULES):
+                    return step(*args)
+
+            return jax.jit(with_rules, out_shardings=out_shardings, **options)
         # The state is not mapped: its shapes are those on one device, on disk, and with the mesh strategy.
         step, devices = functools.partial(step, axis_name=DATA), self.mesh.devices.ravel().tolist()
         return jax.pmap(step, DATA, in_axes=(None, 0), out_axes=None, devices=devices, **options)
 
 
-def make(strategy: str, data: int = -1, fsdp: int = 1, devices: Sequence[jax.Device] | None = None) -> Parallel:
+def make(
+    strategy: str, data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Parallel:
     """Choose the devices of a run.
 
     Args:
       strategy: "pmap" or "mesh".
       data: devices along the axis "data"; −1 for all available devices.
       fsdp: devices along the axis "fsdp", which also split the state.
+      tensor: devices along the axis "tensor", which split heads, hidden features and the vocabulary.
       devices: the available devices; `jax.devices()` when None.
 
     Raises:
@@ -150,35 +169,42 @@ def make(strategy: str, data: int = -1, fsdp: int = 1, devices: Sequence[jax.Dev
     except RuntimeError as error:  # JAX_PLATFORMS names a missing platform
         raise UserError(f"JAX finds no device: {str(error).splitlines()[0]}") from error
     available = len(devices)
-    if fsdp < 1 or available % fsdp or (strategy == "pmap" and fsdp > 1):
-        raise UserError(
-            f"config.parallel.mesh.fsdp = {fsdp}, but there are {available} devices: use a number that divides them"
-            + (", with config.parallel.strategy=mesh" if strategy == "pmap" else "")
-        )
-    data, given = (available // fsdp, data) if data == -1 else (data, data)
-    count = data * fsdp
+    for name, size, among in (("fsdp", fsdp, available), ("tensor", tensor, available // max(fsdp, 1))):
+        if size < 1 or among % size or (strategy == "pmap" and size > 1):
+            share = f" ({among} for each of fsdp = {fsdp})" if among != available else ""
+            raise UserError(
+                f"config.parallel.mesh.{name} = {size}, but there are {available} devices{share}: use a number that "
+                "divides them" + (", with config.parallel.strategy=mesh" if strategy == "pmap" else "")
+            )
+    split = fsdp * tensor
+    data, given = (available // split, data) if data == -1 else (data, data)
+    count = data * split
     if not 1 <= count <= available or (count != available and (jax.process_count() > 1 or strategy == "pmap")):
         raise UserError(
             f"config.parallel.mesh.data = {given}, but there are {available} devices: use −1 for all"
-            + (" (pmap always takes all)" if strategy == "pmap" else f", or 1 to {available // fsdp}")
+            + (" (pmap always takes all)" if strategy == "pmap" else f", or 1 to {available // split}")
         )
-    types = (AxisType.Auto,) * 2
-    return Parallel(strategy, jax.make_mesh((data, fsdp), (DATA, FSDP), axis_types=types, devices=devices[:count]))
+    types, names = (AxisType.Auto,) * 3, (DATA, FSDP, TENSOR)
+    mesh = jax.make_mesh((data, fsdp, tensor), names, axis_types=types, devices=devices[:count])
+    return Parallel(strategy, mesh)
 
 
 def from_config(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Parallel:
-    """Choose the devices of a run, and check its batch and model width against them.
+    """Choose the devices of a run, and check its batch and model against them.
 
     Args:
       config: the config of a run.
       devices: the available devices; `jax.devices()` when None.
 
     Raises:
-      UserError: as for `make`; a batch or width that the devices do not divide.
+      UserError: as for `make`; a batch, width or number of heads that the devices do not divide.
     """
     parallel = make(config.parallel.strategy, **config.parallel.mesh, devices=devices)
-    check_batch(config.batch_size, parallel.mesh.devices.size, config.optimizer.accumulation)
+    check_batch(
+        config.batch_size, math.prod(parallel.mesh.shape[name] for name in BATCH), config.optimizer.accumulation
+    )
     check_width(config.model.width, config.parallel.mesh.fsdp)
+    check_heads(config.model, config.parallel.mesh.tensor)
     return parallel
 
 
@@ -195,6 +221,21 @@ def check_width(width: int, fsdp: int) -> None:
     """Raise UserError when parameters cannot be split evenly along the model's width."""
     if width % fsdp:
         raise UserError(f"config.model.width = {width} is not divisible by config.parallel.mesh.fsdp = {fsdp}")
+
+
+def check_heads(model: ConfigDict, tensor: int) -> None:
+    """Raise UserError when the heads, or the features of the feed-forward layer, cannot be split evenly."""
+    hidden = round(model.mlp_ratio * model.width)
+    for name, size in (
+        ("num_heads", model.num_heads),
+        ("kv_heads", model.kv_heads or model.num_heads),
+        ("mlp_ratio × width", hidden),
+    ):
+        if size % tensor:
+            raise UserError(
+                f"config.model.{name} = {size} is not divisible by config.parallel.mesh.tensor = {tensor}: use "
+                "a divisor, and the other devices for data or fsdp"
+            )
 
 
 def check_batch(batch_size: int, devices: int, accumulation: int) -> None:

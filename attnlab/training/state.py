@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from attnlab.config import default
 from attnlab.data.batches import Batch
 from attnlab.errors import UserError
-from attnlab.nn import GPT
+from attnlab.nn import GPT, sharding, stack_layers
 from attnlab.types import Array
 
 
@@ -32,7 +32,11 @@ class TrainState(NamedTuple):
 
 
 def create(
-    model: nn.Module, optimizer: optax.GradientTransformation, seed: int, init: Callable | None = None
+    model: nn.Module,
+    optimizer: optax.GradientTransformation,
+    seed: int,
+    init: Callable | None = None,
+    scan: bool = False,
 ) -> TrainState:
     """The state before the first step; bit-identical for equal seeds.
 
@@ -41,16 +45,21 @@ def create(
       optimizer: the optimizer of its parameters.
       seed: the seed of the initialization.
       init: `jax.jit(model.init)`, to trace it once for several calls.
+      scan: whether to stack the parameters of the layers, which a `GPT` then runs as one loop.
     """
     tokens = jnp.zeros((1, 1), jnp.int32)
     params = (init or jax.jit(model.init))(jax.random.key(seed), tokens)["params"]
+    params = stack_layers(params) if scan else params
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
 
 def token_losses(model: nn.Module, params, batch: Batch, **options) -> Float[Array, "B T"]:
     """Cross-entropy of each target in nats, `[B, T]`."""
-    logits = model.apply({"params": params}, batch.tokens[:, :-1], **options)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch.tokens[:, 1:])
+    inputs, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
+    if isinstance(model, GPT):
+        return model.apply({"params": params}, inputs, targets=targets, **options)
+    logits = model.apply({"params": sharding.gathered(params)}, inputs, **options)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
 
 
 def gradients(model, params, batch: Batch, step_key, accumulation: int = 1, axis_name: str | None = None):
@@ -124,7 +133,8 @@ def eval_step(model: nn.Module, params, batch: Batch, axis_name: str | None = No
 
 
 # Fields of `config.model` that say how a model is computed and trained, not what it computes.
-HOW = ("dropout", "remat", "impl")
+HOW = ("dropout", "remat", "scan", "impl")
+SCAN_FROM = 8  # layers from which `config.model.scan` is on when None
 
 
 def model_fields(model: GPT) -> dict:
@@ -134,6 +144,17 @@ def model_fields(model: GPT) -> dict:
     64
     """
     return {name: getattr(model, name) for name in default().model if name not in HOW}
+
+
+def scans(config: ConfigDict) -> bool:
+    """Whether a run's layers are one loop over stacked parameters.
+
+    >>> scans(default())
+    False
+    """
+    given = config.model.scan
+    # Without a loop XLA joins the gathers of all layers, so that all are held at once.
+    return config.model.num_layers >= SCAN_FROM or config.parallel.mesh.fsdp > 1 if given is None else given
 
 
 def make_model(config: ConfigDict, vocab_size: int) -> GPT:
@@ -151,6 +172,7 @@ def make_model(config: ConfigDict, vocab_size: int) -> GPT:
     128
     """
     fields = config.model.to_dict()
+    del fields["scan"]
     size = fields.pop("vocab_size") or vocab_size
     if size < vocab_size:
         raise UserError(

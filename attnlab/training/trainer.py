@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 from attnlab.data.batches import Batch, prefetched
 from attnlab.errors import UserError
-from attnlab.nn import GPT
+from attnlab.nn import GPT, unstack_layers
 from attnlab.training import flops as flops_lib
 from attnlab.training import metrics as metrics_lib
 from attnlab.training import parallel as parallel_lib
@@ -207,7 +207,7 @@ class Trainer:
         params = self.experiment.parallel.on_every_device(self.state.params)
         if self.log is None or self.sample is None:
             return
-        generated = self.sample(jax.tree.map(lambda x: x.addressable_data(0), params))
+        generated = self.sample(unstack_layers(jax.tree.map(lambda x: x.addressable_data(0), params)))
         with self.preemption.at_rest(self._save_and_report):
             text = self.text.tokenizer.decode([tokens[0] for tokens in generated])
         self.reporter.print(f"--- sample at step {step}:\n{text}\n---")
@@ -222,7 +222,7 @@ class Trainer:
         params = self.experiment.parallel.on_every_device(self.state.params)
         if self.log:
             scores = self.log.validation(last)
-            self.log.write(step=last, split="final", loss=scores["loss"], params_sha256=sha256(params))
+            self.log.write(step=last, split="final", loss=scores["loss"], params_sha256=sha256(unstack_layers(params)))
             self.reporter.print(f"done: {format_scores('validation', scores)}")
             if self.sample:
                 self.reporter.print(f"generate text with: python -m attnlab.sample --workdir={self.workdir}")

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from attnlab.errors import UserError
+from attnlab.nn import stack_layers, unstack_layers
 from attnlab.training import parallel
 from attnlab.training.checkpoints import Checkpoints, WithManifest, sha256
 from attnlab.training.state import TrainState
@@ -73,6 +74,23 @@ def test_restore_on_fewer_devices_is_bit_exact(tmp_path, devices):
     restored = checkpoints.restore(7, few.create_state(lambda: state_at(0)))
     equal(restored, state_at(7))
     assert {leaf.sharding for leaf in jax.tree.leaves(restored)} == {few.replicated}
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("convert, back", [(stack_layers, unstack_layers), (unstack_layers, stack_layers)])
+def test_layers_saved_stacked_restore_one_by_one_and_the_reverse(tmp_path, convert, back):
+    layers = {f"block_{n}": {"kernel": jax.random.normal(jax.random.key(n), (4, 3))} for n in range(11)}
+    params = back(layers | {"norm": jnp.ones(3)})
+    moments = (jax.tree.map(jnp.square, params), jnp.asarray(7))
+    checkpoints, split = Checkpoints(tmp_path / "checkpoints"), parallel.make("mesh", 1, 4)
+    checkpoints.save(TrainState(jnp.asarray(7, jnp.int32), params, moments))
+    checkpoints.wait()
+    wanted = TrainState(jnp.asarray(7, jnp.int32), convert(params), convert(moments))
+    like = split.create_state(lambda: jax.tree.map(jnp.zeros_like, wanted))
+    restored = checkpoints.restore(7, like)
+    equal(restored, wanted)
+    assert [x.sharding for x in jax.tree.leaves(restored)] == [x.sharding for x in jax.tree.leaves(like)]
+    equal(checkpoints.restore_params(7, convert(params)), convert(params))
     checkpoints.close()
 
 

@@ -1,6 +1,10 @@
 """One device, `pmap` over four and meshes of four compute the same run, up to rounding."""
 
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +25,17 @@ LAYOUTS = {
     "mesh": ("mesh", 4),
     "fsdp": ("mesh", 1, 4),
     "both": ("mesh", 2, 2),
+    "tensor": ("mesh", 2, 1, 2),
+    "fsdp and tensor": ("mesh", 1, 2, 2),
 }
 
 
-def experiment(strategy, devices, fsdp=1, *, dropout=0.0, accumulation=1, steps=50):
+def experiment(strategy, devices, fsdp=1, tensor=1, *, dropout=0.0, accumulation=1, steps=50, scan=None):
     """A small experiment on some devices."""
     config = configs.default()
-    config.model.update(num_layers=2, width=32, context=16, dropout=dropout)
+    config.model.update(num_layers=2, width=32, context=16, dropout=dropout, scan=scan)
     config.steps, config.batch_size, config.optimizer.accumulation = steps, 16, accumulation
-    return Experiment(config, vocab_size=31, parallel=parallel.make(strategy, devices, fsdp))
+    return Experiment(config, vocab_size=31, parallel=parallel.make(strategy, devices, fsdp, tensor))
 
 
 def gradient(run):
@@ -98,10 +104,56 @@ def test_fsdp_lowers_memory_per_device():
     assert split < 0.3 * replicated
 
 
+def test_tensor_splits_heads_hidden_features_and_their_moments():
+    now = experiment("mesh", 1, 1, 4).create_state()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(now):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        share = leaf.addressable_shards[0].data.size / leaf.size
+        assert share == (0.25 if name.endswith("kernel") else 1), name  # 4 do not divide a vocabulary of 31
+
+
+EIGHT_DEVICES = """
+import sys
+import numpy as np
+sys.path.insert(0, sys.argv[1])
+from test_parallel import experiment, losses
+for scan in (False, True):
+    one, split = (losses(experiment("mesh", *axes, dropout=0.2, steps=20, scan=scan)) for axes in ((1,), (2, 2, 2)))
+    print(np.abs(split / one - 1).max())
+"""
+
+
+@pytest.mark.slow
+def test_losses_on_data_fsdp_and_tensor_axes_of_eight_devices_equal_one_device():
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    command = [sys.executable, "-c", EIGHT_DEVICES, str(Path(__file__).parent)]
+    printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    assert len(printed.split()) == 2 and all(float(x) < 1e-5 for x in printed.split())  # as for four devices
+
+
 @pytest.mark.parametrize("strategy, fsdp", [("mesh", 3), ("mesh", 0), ("mesh", 8), ("pmap", 2)])
 def test_make_with_invalid_fsdp_raises(strategy, fsdp):
     with pytest.raises(UserError, match=f"config.parallel.mesh.fsdp = {fsdp}, but there are 4 devices: use a number"):
         parallel.make(strategy, -1, fsdp)
+
+
+@pytest.mark.parametrize("tensor", [3, 0, 8])
+def test_make_with_invalid_tensor_raises(tensor):
+    with pytest.raises(UserError, match=f"mesh.tensor = {tensor}, but there are 4 devices: use a number"):
+        parallel.make("mesh", tensor=tensor)
+    with pytest.raises(UserError, match=r"mesh.tensor = 4, but there are 4 devices \(2 for each of fsdp = 2\)"):
+        parallel.make("mesh", fsdp=2, tensor=4)
+
+
+@pytest.mark.parametrize(
+    "fields, name", [({"num_heads": 3, "width": 48}, "num_heads = 3"), ({"kv_heads": 1}, "kv_heads = 1")]
+)
+def test_heads_that_tensor_does_not_divide_raise(fields, name):
+    config = configs.default()
+    config.model.update(fields)
+    with pytest.raises(UserError, match=f"config.model.{name} is not divisible by config.parallel.mesh.tensor = 2"):
+        parallel.check_heads(config.model, 2)
+    parallel.check_heads(config.model, 1)
 
 
 def test_width_not_divisible_by_fsdp_raises():

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from attnlab.ops.blockwise import layout
 from attnlab.ops.blockwise.batching import batched_explicitly, varying_like
@@ -24,7 +25,7 @@ def attention(plan: Plan, operands: Operands) -> tuple[Array, Array]:
 
 
 def _attention_forward(plan, operands):
-    out, lse = forward(plan, operands)
+    out, lse = (checkpoint_name(x, "attention") for x in forward(plan, operands))  # see GPT's remat
     return (out, lse), operands._replace(out=out, lse=lse)
 
 

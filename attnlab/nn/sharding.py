@@ -1,0 +1,175 @@
+"""How parameters and activations are split over a mesh: by the names of their axes, as Flax's logical axes.
+
+The modules name the axes of what they compute; `flax.linen.logical_axis_rules` says which axes of a mesh split which
+names. Without rules nothing changes. With these
+
+    rules = (("batch", ("data", "fsdp")), ("embed", "fsdp"), ("heads", "tensor"), ("kv_heads", "tensor"),
+             ("mlp", "tensor"), ("vocab", "tensor"))
+
+activations are split by examples, and heads, hidden features and the vocabulary by "tensor" (Shoeybi et al. 2019).
+Parameters are stored in shares along "embed", and each layer's are gathered before it is computed and again for its
+gradient, which is summed into shares (Zhao et al. 2023, section 3; Rajbhandari et al. 2020, stage 3).
+"""
+
+import math
+import re
+
+import flax.linen as nn
+import jax
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from attnlab.types import Array
+
+# The names of the axes of parameters; all others (norms, and biases that are not listed) have none.
+PARAMETERS = (
+    (r"query/kernel$", ("embed", "heads", None)),
+    (r"(key|value)/kernel$", ("embed", "kv_heads", None)),
+    (r"query/bias$", ("heads", None)),
+    (r"(key|value)/bias$", ("kv_heads", None)),
+    (r"attention/out/kernel$", ("heads", None, "embed")),
+    (r"mlp/up/kernel$", ("embed", "mlp")),
+    (r"mlp/up/bias$", ("mlp",)),
+    (r"mlp/down/kernel$", ("mlp", "embed")),
+    (r"embed/embedding$", ("vocab", "embed")),
+    (r"positions/embedding$", (None, "embed")),
+)
+
+
+def parameter_names(path: str, rank: int) -> tuple[str | None, ...]:
+    """The names of a parameter's axes; those of stacked layers have one more axis in front.
+
+    >>> parameter_names("block_0/mlp/up/kernel", 2), parameter_names("blocks/mlp/up/kernel", 3)
+    (('embed', 'mlp'), (None, 'embed', 'mlp'))
+    """
+    names = next((names for rule, names in PARAMETERS if re.search(rule, path)), ())
+    return (*(None,) * (rank - len(names)), *names)
+
+
+def spec_of(names, shape, mesh) -> PartitionSpec:
+    """The mesh axes that split an array, by the rules in context; an axis that they do not divide is not split.
+
+    >>> mesh = jax.sharding.AbstractMesh((4,), ("tensor",))
+    >>> with nn.logical_axis_rules((("vocab", "tensor"),)):
+    ...     tuple(spec_of(("vocab", None), (64, 8), mesh)), tuple(spec_of(("vocab", None), (65, 8), mesh))
+    (('tensor', None), (None, None))
+    """
+
+    def divides(axes, size):
+        axes = (axes,) if isinstance(axes, str) else axes or ()
+        known = all(name in mesh.shape for name in axes)
+        return known and size % math.prod(mesh.shape[name] for name in axes) == 0
+
+    found = nn.logical_to_mesh_axes(names) or (None,) * len(names)
+    return PartitionSpec(*(axes if divides(axes, size) else None for axes, size in zip(found, shape)))
+
+
+def shards(name: str, x: Array) -> int:
+    """How many devices split the axes with a name, by the rules in context and the mesh of `x`."""
+    mesh = _mesh(x)
+    if mesh is None:
+        return 1
+    (axes,) = nn.logical_to_mesh_axes((name,))
+    axes = (axes,) if isinstance(axes, str) else axes or ()
+    return math.prod(mesh.shape[axis] for axis in axes if axis in mesh.shape)
+
+
+def over_batch(function, x: Array, weights: Array, targets: Array) -> Array:
+    """`function(x, weights, targets)` on each device's own examples, where the batch alone is split.
+
+    The gradient of the weights is then summed over devices once; XLA would sum it in every turn of a loop.
+
+    Args:
+      function: returns an array with the axes of targets.
+      x, targets: `[B, T, …]`.
+      weights: the same on all devices.
+    """
+    mesh = _mesh(x)
+    split = spec_of(("batch",), x.shape[:1], mesh) if mesh is not None else ()
+    if mesh is None or shards("batch", x) != math.prod(mesh.shape.values()) or split == PartitionSpec(None):
+        return function(x, weights, targets)
+    return jax.shard_map(function, mesh=mesh, in_specs=(split, PartitionSpec(), split), out_specs=split)(
+        x, weights, targets
+    )
+
+
+def is_active(x: Array) -> bool:
+    """Whether there are rules, and a mesh of several devices that they can split `x` over."""
+    return _mesh(x) is not None
+
+
+def constrain(x: Array, *names: str | None) -> Array:
+    """`x` split by the names of its axes: "batch", "length", "heads", "kv_heads", "mlp", "vocab", or None.
+
+    >>> constrain(jnp.ones((2, 5, 8)), "batch", "length", None).shape
+    (2, 5, 8)
+    """
+    mesh = _mesh(x)
+    if mesh is None:
+        return x
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, spec_of(names, x.shape, mesh)))
+
+
+def gathered(params, dtype=None, prefix: str = ""):
+    """Parameters as a layer computes with them: whole along "embed", and in `dtype` where that was split.
+
+    The gradient comes back in shares.
+
+    Args:
+      params: a tree of parameters.
+      dtype: of the computation, so that fewer bytes are moved; None for the parameters' own.
+      prefix: the path of the tree within a model's parameters, e.g. "embed".
+    """
+
+    def whole(path, x):
+        name = "/".join((prefix, jax.tree_util.keystr(path, simple=True, separator="/")))
+        names = parameter_names(name, x.ndim)
+        mesh = _mesh(x) if "embed" in names else None
+        if mesh is None:
+            return x
+        stored = spec_of(names, x.shape, mesh)
+        used = spec_of(tuple(None if name == "embed" else name for name in names), x.shape, mesh)
+        if stored == used:
+            return x
+        gather = _gathered_table if name.endswith("embedding") else _gathered
+        return gather(x.astype(dtype or x.dtype), NamedSharding(mesh, used), NamedSharding(mesh, stored))
+
+    return jax.tree_util.tree_map_with_path(whole, params)
+
+
+def _gather(x, used, stored):
+    return lax.with_sharding_constraint(x, used)
+
+
+def _gathered_forward(x, used, stored):
+    # Nothing that is differentiated may be a call, in which `is_gather` would not find the constraint.
+    return lax.with_sharding_constraint(x, used), None
+
+
+def _gathered_backward(used, stored, _, g):
+    return (lax.with_sharding_constraint(g, stored),)
+
+
+def _table_backward(used, stored, _, g):
+    # Summed where it is, and split then: split at once, it would split the activations that were looked up.
+    return (lax.with_sharding_constraint(lax.with_sharding_constraint(g, used), stored),)
+
+
+_gathered = jax.custom_vjp(_gather, nondiff_argnums=(1, 2))
+_gathered.defvjp(_gathered_forward, _gathered_backward)
+_gathered_table = jax.custom_vjp(_gather, nondiff_argnums=(1, 2))
+_gathered_table.defvjp(_gathered_forward, _table_backward)
+
+
+def is_gather(primitive) -> bool:
+    """Whether a primitive of a jaxpr may be a gather of parameters, whose result is not to be stored."""
+    return primitive.name == "sharding_constraint"
+
+
+def _mesh(x):
+    """The mesh of an array, if there are rules for it; axes within `shard_map` and Explicit axes are left alone."""
+    if not nn.get_logical_axis_rules() or not isinstance(x, jax.Array):
+        return None
+    mesh = jax.typeof(x).sharding.mesh
+    is_auto = all(kind == AxisType.Auto for kind in mesh.axis_types)
+    return mesh if is_auto and math.prod(mesh.shape.values()) > 1 else None

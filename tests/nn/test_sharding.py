@@ -1,0 +1,69 @@
+"""Rules for the names of axes split parameters and activations; without rules nothing is constrained."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from attnlab.nn import GPT, sharding
+
+MODEL = GPT(vocab_size=40, num_layers=2, num_heads=4, kv_heads=2, width=16, context=12)
+RULES = (("batch", "data"), ("embed", "data"), ("heads", "tensor"), ("kv_heads", "tensor"), ("mlp", "tensor"))
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+
+def test_every_matrix_and_bias_of_a_gpt_has_names():
+    params = jax.eval_shape(MODEL.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        names = sharding.parameter_names(name, x.ndim)
+        assert len(names) == x.ndim
+        assert ("embed" in names) == (path[-1].key in ("kernel", "embedding")), name
+
+
+def test_a_users_jit_with_rules_of_its_own_splits_heads_and_matches_one_device(mesh):
+    tokens = jnp.arange(24).reshape(2, 12)
+    params = MODEL.init(jax.random.key(0), tokens)
+
+    def logits(params, tokens):
+        with nn.logical_axis_rules(RULES):
+            return MODEL.apply(params, tokens)
+
+    spread = jax.device_put(params, NamedSharding(mesh, P()))
+    run = jax.jit(logits)
+    placed = jax.device_put(tokens, NamedSharding(mesh, P("data")))
+    out = run(spread, placed)
+    assert out.sharding.spec[0] == "data"
+    # Float32 sums of 16 to 64 terms in another order.
+    np.testing.assert_allclose(out, jax.jit(MODEL.apply)(params, tokens), atol=2e-6)
+    text = run.lower(spread, placed).compile().as_text()
+    assert "f32[1,12,2,4]" in text and "f32[1,12,4,4]" not in text  # half of the four heads, for half of the batch
+
+
+def test_constrain_without_rules_or_mesh_is_the_identity(mesh):
+    x = jnp.ones((4, 6))
+    assert sharding.constrain(x, "batch", None) is x
+    with nn.logical_axis_rules(RULES):
+        assert sharding.constrain(x, "batch", None) is x
+        split = jax.device_put(x, NamedSharding(mesh, P()))
+        assert sharding.constrain(split, "batch", None).sharding.spec == P("data", None)
+        assert sharding.shards("batch", split) == 2 and sharding.shards("length", split) == 1
+
+
+def test_gathered_parameters_have_gradients_in_shares(mesh):
+    def loss(params, x):
+        with nn.logical_axis_rules(RULES):
+            return (x @ sharding.gathered(params)["mlp"]["up"]["kernel"]).sum()
+
+    params = {"mlp": {"up": {"kernel": jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data", "tensor")))}}}
+    x = jax.device_put(jnp.arange(32.0).reshape(4, 8), NamedSharding(mesh, P("data")))
+    slope = jax.jit(jax.grad(loss))(params, x)["mlp"]["up"]["kernel"]
+    assert slope.sharding.spec == P("data", "tensor")
+    np.testing.assert_allclose(slope, jnp.broadcast_to(x.sum(axis=0)[:, None], (8, 4)))
