@@ -16,6 +16,7 @@ from attnlab import hugepages
 COMMANDS = {
     "train": ("attnlab.train", "train a GPT on text"),
     "sample": ("attnlab.sample", "write text with a trained model"),
+    "plan": ("attnlab.plan", "compile a run for hardware that is not here: will it fit?"),
     "study": ("attnlab.study.__main__", "measure a claim about attention: table, figure, verdict"),
     "bench": ("attnlab.bench.__main__", "race against other implementations, test fault tolerance"),
 }

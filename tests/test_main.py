@@ -23,13 +23,20 @@ def test_version_is_that_of_the_package(capsys):
 
 def test_unknown_command_names_the_nearest(capsys):
     assert main(["attnlab", "trian"]) == 2
+    known = "train, sample, plan, study, bench"
     error = capsys.readouterr().err
-    assert error == "error: 'trian' is not a command (did you mean train?): use one of train, sample, study, bench\n"
+    assert error == f"error: 'trian' is not a command (did you mean train?): use one of {known}\n"
 
 
 @pytest.mark.parametrize(
     "command, usage",
-    [("train", "--workdir"), ("sample", "--prompt"), ("study", "heads"), ("bench", "attention")],
+    [
+        ("train", "--workdir"),
+        ("sample", "--prompt"),
+        ("plan", "--topology"),
+        ("study", "heads"),
+        ("bench", "attention"),
+    ],
 )
 def test_command_help_is_that_of_its_module(capsys, command, usage):
     assert main(["attnlab", command, "--help"]) == 0

@@ -1,0 +1,376 @@
+"""Compiled programs: their memory on each device, collectives and kernels, read from XLA's optimized HLO.
+
+XLA's text is a list of computations. Those that are called from the entry are followed: a loop's body as often as the
+loop runs, a fusion as a part of its caller.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+import time
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import jax
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_PARTS = ("fusion", "fusion-start", "async-start")  # what they call is run in place
+_FORWARDS = ("copy", "bitcast", "copy-done", "copy-start")  # the same number under another name
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a compiler says about a program; memory in bytes on each device, None where it refused to compile.
+
+    Attributes:
+      fits: False where the compiler refused it for want of memory.
+      refusal: the compiler's sentence then, else "".
+      arguments, outputs, temporaries, code: memory by use.
+      aliased: bytes of the outputs that take the place of donated arguments.
+      peak: arguments + outputs − aliased + temporaries + code, or the compiler's own peak where that is larger; for a
+        program that was refused, what it needed if the compiler says so.
+      peak_from: "sum" or "compiler", which of the two.
+      limit: memory that a program may use, which the compiler names when it refuses one; else None.
+      collectives: number of executions and bytes by kind. Bytes are those of the results on one device, of the operands
+        for a reduce-scatter.
+      unknown_loops: loops whose number of iterations the text does not tell, counted as one.
+      custom_calls: executions by target.
+      kernels: executions by name: Pallas kernels, and cuDNN's of attention.
+      compile_seconds: how long compiling took here.
+    """
+
+    fits: bool
+    refusal: str
+    arguments: int | None
+    outputs: int | None
+    aliased: int | None
+    temporaries: int | None
+    code: int | None
+    peak: int | None
+    peak_from: str
+    limit: int | None
+    collectives: dict[str, list[int]]
+    unknown_loops: int
+    custom_calls: dict[str, int]
+    kernels: dict[str, int]
+    compile_seconds: float
+
+
+class Instruction(NamedTuple):
+    """One line of HLO: `name = shape opcode(operands), attributes`, and the computation that it is in."""
+
+    computation: str
+    name: str
+    shape: str
+    opcode: str
+    operands: str
+    attributes: str
+    is_root: bool
+
+
+def compile(lowered: jax.stages.Lowered) -> Program:
+    """Compile a lowered program, for whichever devices it was lowered.
+
+    Raises:
+      jax.errors.JaxRuntimeError: the compiler failed for another reason than memory.
+
+    >>> program = compile(jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((64, 64), "float32")))
+    >>> program.fits, program.arguments
+    (True, 16384)
+    """
+    start = time.perf_counter()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return refused(str(error), time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    arguments, outputs = memory.argument_size_in_bytes, memory.output_size_in_bytes
+    aliased, temporaries = memory.alias_size_in_bytes, memory.temp_size_in_bytes
+    code = memory.generated_code_size_in_bytes
+    total = arguments + outputs - aliased + temporaries + code
+    # The compiler's peak knows which buffers live at the same time; but GPUs allocate all temporaries at once, so that
+    # the sum is what they take. On TPUs small programs have a peak above the sum. The larger one is safe for both.
+    known = getattr(memory, "peak_memory_in_bytes", 0)
+    peak, peak_from = (known, "compiler") if known > total else (total, "sum")
+    computations = parse(text)
+    counts, unknown_loops = collectives(computations)
+    calls, kernels = custom_calls(computations)
+    return Program(
+        True, "", arguments, outputs, aliased, temporaries, code, peak, peak_from, None, counts, unknown_loops, calls,
+        kernels, seconds,
+    )  # fmt: skip
+
+
+def refused(message: str, seconds: float) -> Program:
+    """The program for a compiler's RESOURCE_EXHAUSTED; its sentence may name the memory needed, and the limit.
+
+    >>> program = refused("RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "
+    ...                   "(21.06G) exceeds available HBM (15.75G). HLO module: jit_f.", seconds=3.0)
+    >>> program.fits, round(program.peak / 2**30, 2), program.limit / 2**30
+    (False, 21.06, 15.75)
+    """
+    size = r"([\d.]+)\s?([KMGT]?)i?B?"
+    forms = (
+        rf"\({size}\) exceeds available HBM \({size}\)",  # libtpu since 2026
+        rf"Used {size} of {size} hbm",
+    )
+    found = next((match for form in forms if (match := re.search(form, message))), None)
+    needed, limit = (None, None) if found is None else (_bytes(*found.groups()[:2]), _bytes(*found.groups()[2:]))
+    sentence = message.strip().splitlines()[0].split("RESOURCE_EXHAUSTED:", 1)[-1].strip()
+    return Program(
+        False, sentence, None, None, None, None, None, needed, "compiler", limit, {}, 0, {}, {}, seconds
+    )  # fmt: skip
+
+
+def _bytes(number: str, unit: str) -> int:
+    return round(float(number) * 1024 ** " KMGT".index(unit or " "))
+
+
+def parse(text: str) -> dict[str, list[Instruction]]:
+    """The instructions of each computation of an HLO text; the entry computation is named "ENTRY"."""
+    computations, current = {}, None
+    for line in text.splitlines():
+        if re.match(r"\}(, execution_thread=|$)", line):  # Pallas' metadata has lines that begin with "}}"
+            current = None
+        elif current is None:
+            header = re.match(r"(ENTRY )?%?([\w.\-]+) .*->.*\{\s*$", line)
+            if header and not line.startswith("HloModule"):
+                current = "ENTRY" if header[1] else header[2]
+                computations[current] = []
+        elif instruction := _instruction(current, line):
+            computations[current].append(instruction)
+    return computations
+
+
+def _instruction(computation: str, line: str) -> Instruction | None:
+    head = re.match(r"\s*(ROOT )?%?([\w.\-]+) = ", line)
+    if head is None:
+        return None
+    start = head.end()
+    end = _closing(line, start) + 1 if line[start] == "(" else line.index(" ", start)
+    rest = line[end:].lstrip()
+    opcode = re.match(r"([\w\-]+)\(", rest)
+    if opcode is None:
+        return None
+    close = _closing(rest, opcode.end() - 1)
+    operands, attributes = rest[opcode.end() : close], rest[close + 1 :]
+    return Instruction(computation, head[2], line[start:end], opcode[1], operands, attributes, bool(head[1]))
+
+
+def _closing(text: str, start: int) -> int:
+    """Index of the parenthesis that closes the one at `start`."""
+    depth = 0
+    for match in re.compile(r"[()]").finditer(text, start):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return match.start()
+    return len(text)
+
+
+def collectives(computations: dict[str, list[Instruction]]) -> tuple[dict[str, list[int]], int]:
+    """Executions and bytes of each kind of collective, and the number of loops of unknown length.
+
+    A TPU runs one collective in several fusions, which overlap it with products: there a channel counts once.
+    """
+    counts, loops = {}, set()
+    for block, times in _blocks(computations, "ENTRY", 1, loops):
+        channels = set()
+        for instruction in block:
+            kind = _kind(instruction)
+            channel = re.search(r"channel_id=(\d+)", instruction.attributes)
+            if kind is None or (channel and (kind, channel[1]) in channels):
+                continue
+            if channel:
+                channels.add((kind, channel[1]))
+            count = counts.setdefault(kind, [0, 0])
+            count[0] += times
+            count[1] += times * _moved(instruction, kind, block)
+    return {kind: counts[kind] for kind in KINDS if kind in counts}, len(loops)
+
+
+def custom_calls(computations: dict[str, list[Instruction]]) -> tuple[dict[str, int], dict[str, int]]:
+    """Executions of custom calls by target, and of kernels by name: `splash_mha_fwd_residuals`, `cudnn_fmha…`."""
+    targets, kernels = {}, {}
+    for block, times in _blocks(computations, "ENTRY", 1, set()):
+        for instruction in block:
+            target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+            if instruction.opcode != "custom-call" or target is None:
+                continue
+            targets[target[1]] = targets.get(target[1], 0) + times
+            name = _kernel(target[1], instruction.name)
+            if name:
+                kernels[name] = kernels.get(name, 0) + times
+    return targets, kernels
+
+
+def _kernel(target: str, name: str) -> str:
+    if target == "tpu_custom_call":  # a Pallas kernel, after which XLA names the instruction
+        return re.sub(r"(\.(\d+|clone|remat\d*))+$", "", name)
+    return target.strip("_").replace("$", "_") if "fmha" in target else ""
+
+
+def _blocks(computations, name, times: int, loops: set) -> Iterator[tuple[list[Instruction], int]]:
+    """Each block of instructions that run one after the other, and how often, beginning at a computation.
+
+    Args:
+      loops: gets the names of the loops of unknown length.
+    """
+    block = list(_in_place(computations, name))
+    yield block, times
+    for instruction in block:
+        if instruction.opcode == "while":
+            trips = trip_count(computations, instruction)
+            if trips is None:
+                loops.add(instruction.name)
+            for body in _called(instruction, "body"):
+                yield from _blocks(computations, body, times * (1 if trips is None else trips), loops)
+        elif instruction.opcode in ("call", "call-start", "conditional"):
+            branches = ("to_apply", "calls", "branch_computations", "true_computation", "false_computation")
+            for branch in _called(instruction, *branches):
+                yield from _blocks(computations, branch, times, loops)
+
+
+def _in_place(computations, name) -> Iterator[Instruction]:
+    """The instructions of a computation, and those of its fusions."""
+    for instruction in computations.get(name, ()):
+        yield instruction
+        if instruction.opcode in _PARTS:
+            for called in _called(instruction, "calls"):
+                yield from _in_place(computations, called)
+
+
+def _called(instruction: Instruction, *attributes: str) -> list[str]:
+    """The computations in attributes like `body=%x` and `branch_computations={%x, %y}`."""
+    found = re.findall(rf"\b(?:{'|'.join(attributes)})=(\{{[^}}]*\}}|%?[\w.\-]+)", instruction.attributes)
+    return [name for names in found for name in re.findall(r"[\w.\-]+", names)]
+
+
+def trip_count(computations: dict[str, list[Instruction]], loop: Instruction) -> int | None:
+    """How often the body of a `while` runs; None if that is not a constant in the text.
+
+    Some compilers say it (`known_trip_count`). Elsewhere, as on TPUs, it follows from a counter: where it starts, what
+    is added in the body, and the constant that it is compared with.
+    """
+    known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
+    if known:
+        return int(known[1])
+    condition, body = (computations.get(name[0], []) for name in (_called(loop, "condition"), _called(loop, "body")))
+    caller = computations.get(loop.computation, [])
+    test, end = _root(condition), _root(body)
+    if test is None or end is None or test.opcode != "compare" or "direction=LT" not in test.attributes:
+        return None
+    counter, limit = (_origin(condition, name) for name in _names(test.operands))
+    index = _index(counter)
+    start = _element(caller, _names(loop.operands)[0], index)
+    increment = _element(body, end.name, index)
+    if increment is None or increment.opcode != "add":
+        return None
+    terms = [_origin(body, name) for name in _names(increment.operands)]
+    step = next((value for term in terms if (value := _constant(term)) is not None), None)
+    low, high = _constant(start), _constant(limit)
+    if not any(_index(term) == index for term in terms) or None in (index, step, low, high) or step < 1:
+        return None
+    return max(0, math.ceil((high - low) / step))
+
+
+def _root(instructions: list[Instruction]) -> Instruction | None:
+    return next((instruction for instruction in instructions if instruction.is_root), None)
+
+
+def _names(operands: str) -> list[str]:
+    return re.findall(r"%([\w.\-]+)", operands)
+
+
+def _origin(instructions: list[Instruction], name: str) -> Instruction | None:
+    """The instruction that makes a value, behind copies of it."""
+    found = next((instruction for instruction in instructions if instruction.name == name), None)
+    while found is not None and found.opcode in _FORWARDS:
+        name = _names(found.operands)[0]
+        found = next((instruction for instruction in instructions if instruction.name == name), None)
+    return found
+
+
+def _element(instructions: list[Instruction], name: str, index: int | None) -> Instruction | None:
+    """The instruction that makes an element of a tuple."""
+    made = _origin(instructions, name)
+    if made is None or made.opcode != "tuple" or index is None:
+        return None
+    return _origin(instructions, _names(made.operands)[index])
+
+
+def _index(element: Instruction | None) -> int | None:
+    """Which element of the loop's tuple an instruction takes."""
+    if element is None or element.opcode != "get-tuple-element":
+        return None
+    return int(re.search(r"index=(\d+)", element.attributes)[1])
+
+
+def _constant(instruction: Instruction | None) -> int | None:
+    is_integer = instruction is not None and instruction.opcode == "constant"
+    return int(instruction.operands) if is_integer and re.fullmatch(r"-?\d+", instruction.operands) else None
+
+
+def _kind(instruction: Instruction) -> str | None:
+    """The kind of a collective; None for other instructions, and for the `-done` of one that has been counted."""
+    kind = instruction.opcode.removesuffix("-start")
+    if kind == "all-reduce" and instruction.computation.startswith("all-reduce-scatter"):
+        return "reduce-scatter"  # so TPUs write it: a fusion of an all-reduce and a slice
+    return kind if kind in KINDS else None
+
+
+def _moved(instruction: Instruction, kind: str, block: Iterable[Instruction]) -> int:
+    """Bytes of a collective's results, or of a reduce-scatter's operands."""
+    if kind == "reduce-scatter" and instruction.opcode != "all-reduce":
+        inline = array_bytes(instruction.operands)  # older texts repeat the shapes of operands
+        if inline:
+            return inline
+        names = set(_names(instruction.operands))
+        return sum(
+            array_bytes(other.shape)
+            for other in block
+            if other.computation == instruction.computation and other.name in names
+        )
+    shape = instruction.shape
+    # The -start of a pair returns (operands, results, …); that of an all-reduce may return the results alone.
+    if instruction.opcode.endswith("-start") and (kind != "all-reduce" or shape.startswith("((")):
+        shape = _elements(shape)[1]
+    return array_bytes(shape)
+
+
+def _elements(shape: str) -> list[str]:
+    """The elements of a tuple's shape: "((f32[2], s32[]), f32[4])" → ["(f32[2], s32[])", "f32[4]"]."""
+    elements, start, depth = [], 1, 0
+    for match in re.finditer(r"[(){}\[\],]", shape):
+        if match[0] in "([{":
+            depth += 1
+        elif match[0] in ")]}":
+            depth -= 1
+        if (match[0] == "," and depth == 1) or depth == 0:
+            elements.append(shape[start : match.start()].strip())
+            start = match.end()
+    return elements
+
+
+def array_bytes(shape: str) -> int:
+    """Bytes of all arrays in a shape, without the padding of a device's layout.
+
+    >>> array_bytes("(bf16[2,128]{1,0:T(8,128)(2,1)S(1)}, f32[], pred[3])")
+    519
+    """
+    arrays = re.findall(r"\b([a-z]+\d*\w*)\[([\d,<= ]*)\]", shape)
+    return sum(math.ceil(_bits(kind) * _size(dimensions) / 8) for kind, dimensions in arrays)
+
+
+def _size(dimensions: str) -> int:
+    return math.prod(int(size) for size in re.findall(r"\d+", dimensions))
+
+
+@functools.cache
+def _bits(kind: str) -> int:
+    """Bits of an element: pred 8, bf16 16, f8e4m3fn 8, s4 4; tokens have none."""
+    number = re.match(r"[a-z]+(\d+)", kind)
+    return 8 if kind == "pred" else int(number[1]) if number else 0

@@ -1,0 +1,136 @@
+"""Topologies: names, shapes and errors everywhere; devices of other machines where their compilers are installed."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from attnlab.errors import UserError
+from attnlab.planning import topologies
+
+
+def test_here_is_every_device_of_this_machine():
+    found = topologies.find("here")
+    assert found.devices == jax.devices() and found.platform == "cpu"
+    assert found.chip == topologies.Chip("cpu")
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("v5", "--topology=v5 is unknown (did you mean v5e?): there are here, h100,"),
+        ("v3:2x2", "--topology=v3:2x2 is unknown (did you mean v"),
+        ("", "--topology= is unknown: there are here"),
+        ("h100:", "--topology=h100: is unknown (did you mean h100:8?)"),
+        ("v5e:", "--topology=v5e: is unknown (did you mean v5e?)"),
+        ("h100:9", "--topology=h100:9: expected h100:1 to h100:8"),
+        ("h100:0", "--topology=h100:0: expected h100:1 to h100:8"),
+        ("h100:x", "--topology=h100:x: expected h100:1 to h100:8"),
+        ("v5e:0x1", "--topology=v5e:0x1: expected the chips along 2 axes, e.g. v5e:2x2"),
+        ("v5e:2x2x1", "--topology=v5e:2x2x1: expected the chips along 2 axes, e.g. v5e:2x2"),
+        ("v5p:4x4", "--topology=v5p:4x4: expected the chips along 3 axes, e.g. v5p:2x2x1"),
+        ("v6e:axb", "--topology=v6e:axb: expected the chips along 2 axes, e.g. v6e:2x2"),
+        ("v5e:32x32", "--topology=v5e:32x32 has 1024 chips, but a slice of v5e has 256 at most"),
+    ],
+)
+def test_wrong_name_says_what_is_expected(name, message):
+    with pytest.raises(UserError) as caught:
+        topologies.find(name)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name, package, remedy",
+    [("v5e:2x2", "libtpu", "needs libtpu: pip install 'jax[tpu]'"), ("h100", "jax_plugins", "pip install --upgrade")],
+)
+def test_missing_package_is_named_with_its_remedy(monkeypatch, name, package, remedy):
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else there(name))
+    with pytest.raises(UserError, match=f"--topology={name} needs .*") as caught:
+        topologies.find(name)
+    assert remedy in str(caught.value)
+
+
+def test_plugin_without_a_description_of_the_gpu_is_refused(monkeypatch, tmp_path):
+    (tmp_path / "xla_cuda13").mkdir()
+    (tmp_path / "xla_cuda13" / "xla_cuda_plugin.so").write_bytes(b'gpu_device_info {\nname: "A100"\0')
+    spec = importlib.machinery.ModuleSpec("jax_plugins", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    with pytest.raises(UserError, match="--topology=h100: the CUDA plugin of JAX .* does not describe it: pip install"):
+        topologies.find("h100")
+
+
+def test_other_hardware_is_refused_after_jax_has_started_on_a_device(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(UserError, match="JAX has started on a gpu: plan in a process of its own"):
+        topologies.prepare("v5e")
+
+
+def test_here_prepares_nothing(monkeypatch):
+    environment = dict(os.environ)
+    monkeypatch.setattr(os, "environ", dict(environment))
+    topologies.prepare("here")
+    assert os.environ == environment
+
+
+def test_facts_of_every_chip_are_complete_and_consistent():
+    for chip in topologies._KNOWN.values():
+        assert None not in (chip.hbm_gib, chip.usable_gib, chip.peak_flops, chip.bandwidth)
+        assert abs(chip.usable_gib / chip.hbm_gib - 1) < 0.05
+
+
+SCRIPT = """
+import json, sys
+from attnlab.errors import UserError
+from attnlab.planning import topologies
+found = {}
+for name in sys.argv[1:]:
+    try:
+        topology = topologies.find(name)
+        found[name] = [topology.platform, len(topology.devices), topology.chip.kind == topology.devices[0].device_kind]
+    except UserError as error:
+        found[name] = str(error)
+print(json.dumps(found))
+"""
+
+
+def found(*names):
+    """Platform, devices, and whether the table has their kind, by name; in a process that has loaded no compiler."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT, *names], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.hardware
+def test_tpu_slices_have_as_many_devices_as_jax_sees():
+    pytest.importorskip("libtpu")
+    devices = {
+        "v4": 1, "v4:2x2x1": 4, "v5e": 1, "v5e:1x2": 2, "v5e:2x2": 4, "v5e:4x4": 16, "v5p": 1, "v5p:2x2x2": 8,
+        "v6e": 1, "v6e:2x4": 8, "tpu7x": 2, "tpu7x:2x2x1": 8,
+    }  # fmt: skip
+    assert found(*devices) == {name: ["tpu", count, True] for name, count in devices.items()}
+
+
+@pytest.mark.hardware
+def test_slice_that_the_compiler_refuses_is_one_line():
+    pytest.importorskip("libtpu")
+    message = found("v5e:3x3")["v5e:3x3"]
+    assert message.startswith("--topology=v5e:3x3 is refused by its compiler") and "not divisible" in message
+
+
+@pytest.mark.hardware
+def test_h100s_have_the_kind_of_the_table():
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    if jax.__version_info__ < (0, 12):
+        pytest.skip("the CUDA plugin describes H100s since JAX 0.12")
+    assert found("h100", "h100:3", "h100:8") == {
+        "h100": ["gpu", 1, True],
+        "h100:3": ["gpu", 3, True],
+        "h100:8": ["gpu", 8, True],
+    }

@@ -1,0 +1,293 @@
+"""Plans: what the command prints, writes and refuses, here and for hardware that is not here."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from attnlab import plan
+from attnlab.config import completed, default
+from attnlab.errors import UserError
+from attnlab.nn import GPT
+from attnlab.planning import plans, topologies
+from attnlab.planning.programs import Program
+from attnlab.training import flops
+
+SIZES = ("arguments_gib", "temporaries_gib", "peak_gib", "compile_seconds")
+KEYS = {
+    *("config", "topology", "devices", "mesh", "batch_size", "accumulation", "remat", "scan", "notes"),
+    *("device_gib", "fits", "code_gib", "flops_per_step", "least_seconds_flops", "least_seconds_memory"),
+    *("collectives", "attention", "attention_rejected"),
+    *(prefix + size for prefix in ("", "eval_", "decode_") for size in SIZES),
+}
+TINY = {
+    "batch_size": 8,
+    "model.num_layers": 2,
+    "model.width": 64,
+    "model.num_heads": 2,
+    "model.context": 32,
+    "data.tokenizer": "byte",
+}
+
+
+def config(**changes):
+    """A config of a tiny model, with changes: `model__width=32`."""
+    made = default()
+    made.update_from_flattened_dict(TINY | {field.replace("__", "."): value for field, value in changes.items()})
+    return completed(made)
+
+
+def run(capsys, *options, topology="here", changes=()):
+    """Exit code, standard output and standard error of the command in this process."""
+    fields = [f"--config.{field}={value}" for field, value in {**TINY, **dict(changes)}.items()]
+    code = plan.main(["plan", "--config=quickstart", f"--topology={topology}", *fields, *options])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def small_chip(topology, gib):
+    """The topology with another memory, and the peak and bandwidth that its devices lack here."""
+    chip = dataclasses.replace(topology.chip, usable_gib=gib, peak_flops=1e12, bandwidth=1e11)
+    return topology._replace(chip=chip)
+
+
+def test_plan_of_this_machine_is_printed_and_written(capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    code, out, _ = run(capsys, f"--json={file}")
+    assert code == 0
+    assert out.startswith("quickstart on here: compiled on this machine 4 devices of kind cpu\n")
+    assert "fits             unknown: nothing tells this device's memory\n" in out
+    written = json.loads(file.read_text())
+    assert not KEYS - set(written)
+    model = GPT(vocab_size=256, num_layers=2, num_heads=2, width=64, context=32)
+    assert written["flops_per_step"] == flops.per_token(model, 32) * 8 * 32
+    assert written["mesh"] == {"data": 4, "fsdp": 1, "tensor": 1} and written["devices"] == 4
+    assert written["attention"] == {"block_0": "dense", "block_1": "dense"}
+    assert written["fits"] is written["device_gib"] is written["least_seconds_flops"] is None
+    # The gradients of all parameters are summed over the devices.
+    assert written["collectives"]["all-reduce"][1] >= 4 * written["parameters"]
+    assert run(capsys, f"--json={file}")[0] == 0  # an earlier plan is replaced
+
+
+def test_split_state_has_smaller_arguments_than_replicated():
+    here = topologies.find("here")
+    whole, split = (plans.plan(config(parallel__mesh__fsdp=size), here) for size in (1, 4))
+    assert split.training.arguments < whole.training.arguments / 2
+    assert split.state_bytes < whole.state_bytes / 2
+    assert split.mesh["fsdp"] == 4 and "all-gather" in split.training.collectives
+
+
+def test_chip_with_known_facts_gives_bounds_and_a_verdict():
+    planned = plans.plan(config(), small_chip(topologies.find("here"), gib=1.0))
+    assert planned.fits is True and planned.device_bytes == 2**30
+    assert planned.least_seconds_flops == pytest.approx(planned.flops_per_step / 4e12)
+    assert planned.least_seconds_memory == pytest.approx(2 * planned.state_bytes / 1e11)
+    # Parameters, two moments, and two counters of the optimizer besides the step.
+    assert planned.state_bytes == pytest.approx(3 * 4 * planned.parameters, abs=64)
+    assert "a step takes more than" in plan.table(planned)
+
+
+def compiled(experiment, topology, step):
+    """In place of compiling: a program that needs a MiB for each stored example of a device, half with remat."""
+    made, size = experiment.config, 2**20
+    if step == "training":
+        stored = made.batch_size // made.optimizer.accumulation
+        size = size * stored // (2 if made.model.remat == "block" else 1)
+    numbers = dict.fromkeys(("arguments", "outputs", "aliased", "temporaries", "code"), 0)
+    counts = {"collectives": {}, "unknown_loops": 0, "custom_calls": {}, "kernels": {}}
+    rest = {"peak_from": "sum", "limit": None, "compile_seconds": 0.0}
+    return Program(fits=True, refusal="", peak=size, **numbers, **counts, **rest)
+
+
+@pytest.mark.parametrize(
+    "mib, expected",
+    [
+        (16.0, None),
+        (
+            8.5,
+            [
+                {"model.remat": "block"},
+                {"optimizer.accumulation": 2},
+                {"batch_size": 8},
+                {"model.remat": "block", "optimizer.accumulation": 2},
+            ],
+        ),
+        (4.5, [{"optimizer.accumulation": 4}, {"model.remat": "block", "optimizer.accumulation": 2}]),
+        (1.5, []),
+    ],
+)
+def test_run_that_does_not_fit_exits_with_1_and_suggests_what_would(capsys, monkeypatch, tmp_path, mib, expected):
+    here, file = topologies.find("here"), tmp_path / "plan.json"
+    monkeypatch.setattr(topologies, "find", lambda name: small_chip(here, gib=mib / 1024))
+    monkeypatch.setattr(plans, "_compiled", compiled)
+    code, out, _ = run(capsys, "--suggest", f"--json={file}", changes={"batch_size": 16})
+    written = json.loads(file.read_text())
+    assert (code, written["fits"]) == ((0, True) if expected is None else (1, False))
+    assert [
+        {field: value for field, value in found.items() if field != "peak_gib"} for found in written["suggestions"]
+    ] == (expected or [])
+    assert ("  --config.optimizer.accumulation=2  → 0.01 of 0.01 GiB\n" in out) == (mib == 8.5)
+    assert ("none of those tried" in out) == (expected == [])
+
+
+def test_refused_program_still_has_a_table(monkeypatch):
+    def refuse(self):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory: Used 17.5G of 15.75G hbm.")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    planned = plans.plan(config(), topologies.find("here"))
+    assert planned.fits is False and planned.as_dict()["peak_gib"] == 17.5
+    assert "note: the training step is refused: Ran out of memory: Used 17.5G of 15.75G hbm." in plan.table(planned)
+
+
+def test_other_failure_of_a_compiler_is_one_line(monkeypatch):
+    def fail(self):
+        raise jax.errors.JaxRuntimeError("\nINTERNAL: Mosaic failed.\nmore")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
+    with pytest.raises(UserError, match=r"^the training step does not compile for here: INTERNAL: Mosaic failed\.$"):
+        plans.plan(config(), topologies.find("here"))
+
+
+def test_pmap_is_planned_as_it_is_here_and_as_a_mesh_elsewhere(monkeypatch):
+    here = topologies.find("here")
+    made = config(parallel__strategy="pmap")
+    assert plans.plan(made, here).config.parallel.strategy == "pmap"
+    monkeypatch.setattr(plans, "_compiled", compiled)
+    elsewhere = plans.plan(made, here._replace(name="v5e:2x2"))
+    assert elsewhere.config.parallel.strategy == "mesh"
+    assert "pmap runs only on devices that are here" in elsewhere.notes[0]
+
+
+@pytest.mark.parametrize(
+    "changes, given, size, noted",
+    [
+        ({}, None, 256, False),
+        ({"data__tokenizer": "char"}, None, 128, True),
+        ({"data__tokenizer": "char"}, 65, 65, False),
+        ({"data__tokenizer": "bpe", "data__vocab_size": 500}, None, 500, True),
+        ({"data__tokenizer": "bpe", "model__vocab_size": 512}, None, 512, False),
+    ],
+    ids=str,
+)
+def test_vocabulary_is_what_the_config_promises(changes, given, size, noted):
+    _, found, notes = plans.vocabulary(config(**changes), given)
+    assert (found, bool(notes)) == (size, noted)
+
+
+@pytest.mark.parametrize(
+    "changes, platform, backend",
+    [
+        ({}, "tpu", "dense"),
+        ({"context": 256}, "tpu", "splash"),
+        ({"context": 256, "dropout": 0.1}, "tpu", "blockwise"),
+        ({"context": 256, "positions": "alibi"}, "gpu", "blockwise"),
+        ({"context": 256, "window": 64, "dtype": "bfloat16"}, "gpu", "cudnn"),
+    ],
+    ids=str,
+)
+def test_attention_is_what_the_operator_would_choose_there(changes, platform, backend):
+    model = GPT(**{"vocab_size": 10, "num_layers": 2, "num_heads": 2, "width": 128, "context": 32} | changes)
+    there = topologies.find("here")._replace(platform=platform)
+    layers, rejected = plans.attention_of(model, there, batch=4)
+    assert layers == {"block_0": backend, "block_1": backend}
+    assert backend not in rejected and len(rejected) == 3
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--topology=v5"], "--topology=v5 is unknown (did you mean v5e?)"),
+        ([], "--topology is missing: there are here, h100,"),
+        (["--topology=here", "--json=."], "--json=. cannot be written: name a file in a folder that exists"),
+        (["--topology=here", "--json=none/x.json"], "--json=none/x.json cannot be written: name a file in a folder"),
+        (["--topology=here", "--json=other.json"], "--json=other.json exists and is not a plan: choose another file"),
+        (["--topology=here", "--json=text"], "--json=text exists and is not a plan: choose another file"),
+        (["--topology=here", "--vocab_size=0"], "--vocab_size=0: expected 1 or more, below 2^31"),
+        (["--topology=here", "--config.batch_size=7"], "config.batch_size = 7 is not divisible by devices"),
+    ],
+    ids=str,
+)
+def test_wrong_option_is_one_line_and_overwrites_nothing(capsys, monkeypatch, tmp_path, options, message):
+    monkeypatch.chdir(tmp_path)
+    files = {"other.json": '{"loss": 1.0}', "text": "not JSON"}
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    assert plan.main(["plan", "--config=quickstart", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}") and error.count("\n") == 1
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
+
+
+def test_help_tells_the_exit_codes(capsys):
+    assert plan.main(["plan", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "1 if it does not fit; 2 for an error" in out and "--topology: the devices: here, h100" in out
+
+
+def elsewhere(topology, file, *options, **changes):
+    """The plan for hardware that is not here, made by a process of its own, and what that printed."""
+    fields = [f"--config.{field.replace('__', '.')}={value}" for field, value in changes.items()]
+    fields += [f"--config.{field}={value}" for field, value in TINY.items() if field.replace(".", "__") not in changes]
+    command = [sys.executable, "-m", "attnlab.plan", "--config=quickstart", f"--topology={topology}"]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run(
+        [*command, f"--json={file}", *fields, *options], capture_output=True, text=True, env=environment, timeout=580
+    )
+    assert done.returncode in (0, 1), done.stderr
+    return json.loads(file.read_text()), done.stdout
+
+
+def requires(package):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+
+
+BIG = {"model__context": 256, "model__width": 128, "precision": "bfloat16"}
+
+
+@pytest.mark.hardware
+@pytest.mark.parametrize("topology, devices", [("v5e:2x2", 4), ("tpu7x", 2)])
+def test_plan_for_tpus_uses_splash_attention(tmp_path, topology, devices):
+    requires("libtpu")
+    planned, out = elsewhere(topology, tmp_path / "plan.json", **BIG)
+    assert planned["fits"] is True and planned["devices"] == devices
+    assert f"on {topology}: compiled for, never run on {devices} device" in out
+    assert set(planned["attention"].values()) == {"splash"}
+    assert {"splash_mha_fwd_residuals": 2}.items() <= planned["kernels"].items()
+    assert not any("none of its kernels" in note for note in planned["notes"])
+    # The gradients are bfloat16 or float32.
+    assert planned["collectives"]["all-reduce"][1] >= 2 * planned["parameters"]
+
+
+@pytest.mark.hardware
+def test_stacked_layers_on_tpus_count_as_often_as_their_loop_runs(tmp_path):
+    requires("libtpu")
+    planned, _ = elsewhere("v5e", tmp_path / "plan.json", **BIG, model__num_layers=5, model__scan=True)
+    assert planned["scan"] is True and planned["unknown_loops"] == 0
+    assert planned["kernels"]["splash_mha_fwd_residuals"] == 5
+
+
+@pytest.mark.hardware
+def test_training_that_a_tpu_has_no_memory_for_is_refused(tmp_path):
+    requires("libtpu")
+    planned, out = elsewhere("v5e:2x2", tmp_path / "plan.json", **BIG | {"model__context": 1024, "batch_size": 8192})
+    assert planned["fits"] is False and planned["device_gib"] == 15.75 and planned["peak_gib"] > 15.75
+    assert "fits             no\n" in out and "note: the training step is refused: " in out
+
+
+@pytest.mark.hardware
+def test_plan_for_h100s_uses_cudnn_attention(tmp_path):
+    requires("jax_plugins")
+    if jax.__version_info__ < (0, 12):
+        pytest.skip("the CUDA plugin describes H100s since JAX 0.12")
+    planned, _ = elsewhere("h100:2", tmp_path / "plan.json", **BIG)
+    assert planned["fits"] is True and planned["devices"] == 2
+    assert set(planned["attention"].values()) == {"cudnn"}
+    assert planned["kernels"]["cudnn_fmhaSoftmax"] == 2
+    assert planned["collectives"]["all-reduce"][1] >= 2 * planned["parameters"]
