@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -86,7 +85,7 @@ def over_shards(kernel: Callable, q, k, v, sinks=None, ids=None):
     batch, heads = _explicit_axes(q) if is_explicit else _named_axes(mesh, free, q, k)
     spec = P(*batch, None, heads, None)
     arrays = (q, k, v, sinks, ids)
-    specs = (spec, spec, spec, P(heads), P(*batch, None) if jnp.ndim(ids) > 1 else P(None))
+    specs = (spec, spec, spec, P(heads), P(None) if ids is None or ids.ndim == 1 else P(*batch, None))
     specs = tuple(None if x is None else at for x, at in zip(arrays, specs))
     if is_explicit:  # k, v, sinks or ids may be split otherwise than q
         arrays = jax.tree.map(functools.partial(_resharded, mesh), arrays, specs)

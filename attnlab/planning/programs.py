@@ -86,7 +86,16 @@ def compile(lowered: jax.stages.Lowered) -> Program:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return refused(str(error), time.perf_counter() - start)
-    seconds = time.perf_counter() - start
+    return read(compiled, time.perf_counter() - start)
+
+
+def read(compiled: jax.stages.Compiled, seconds: float = 0.0) -> Program:
+    """What a compiled program says of itself.
+
+    >>> program = read(jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((64, 64), "float32")).compile())
+    >>> program.outputs, program.collectives
+    (16384, {})
+    """
     memory, text = compiled.memory_analysis(), compiled.as_text()
     arguments, outputs = memory.argument_size_in_bytes, memory.output_size_in_bytes
     aliased, temporaries = memory.alias_size_in_bytes, memory.temp_size_in_bytes

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
@@ -184,8 +184,9 @@ def make(
             f"config.parallel.mesh.data = {given}, but there are {available} devices: use −1 for all"
             + (" (pmap always takes all)" if strategy == "pmap" else f", or 1 to {available // split}")
         )
-    types, names = (AxisType.Auto,) * 3, (DATA, FSDP, TENSOR)
-    mesh = jax.make_mesh((data, fsdp, tensor), names, axis_types=types, devices=devices[:count])
+    # Neighbours of the mesh are neighbours of a TPU's torus where that is possible; an axis of the torus may be shared.
+    placed = mesh_utils.create_device_mesh((data, fsdp, tensor), devices[:count], allow_split_physical_axes=True)
+    mesh = jax.sharding.Mesh(placed, (DATA, FSDP, TENSOR), axis_types=(AxisType.Auto,) * 3)
     return Parallel(strategy, mesh)
 
 

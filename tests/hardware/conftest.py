@@ -1,0 +1,74 @@
+"""Programs compiled for TPUs and GPUs that are not here, by their own compilers. Nothing runs on them."""
+
+import functools
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from attnlab.errors import UserError
+from attnlab.planning import programs, topologies
+from attnlab.training import parallel
+from attnlab.training.experiment import Experiment
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "hardware" in item.path.parts:
+            item.add_marker(pytest.mark.hardware)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_cache():
+    """Programs for devices that are not here cannot be read back from JAX's persistent cache."""
+    enabled = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", enabled)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="session")
+def topology():
+    """`topology(name)`: the devices to compile for; skips, with the reason, where their compiler is not installed."""
+
+    @functools.cache
+    def find(name):
+        try:
+            return topologies.find(name)
+        except UserError as error:
+            if " needs " in str(error) or "does not describe" in str(error):
+                pytest.skip(str(error))
+            raise
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def compiled():
+    """`compiled(function, *shapes)`: (HLO text, `Program`) for the mesh of the shapes."""
+
+    def compile_for(function, *shapes):
+        mesh = jax.tree.leaves(shapes)[0].sharding.mesh
+        platform = {"gpu": "cuda"}.get(mesh.devices.flat[0].platform, mesh.devices.flat[0].platform)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # Pallas asks it which TPU to compile for
+            lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=(platform,))
+        program = lowered.compile()
+        return program.as_text(), programs.read(program)
+
+    return compile_for
+
+
+@pytest.fixture(scope="session")
+def training_step(topology):
+    """`training_step(config, topology, vocab_size)`: (HLO text, `Program`) of a run's training step."""
+
+    def compile_for(config, name, vocab_size=128):
+        devices = topology(name).devices
+        experiment = Experiment(config, vocab_size, parallel=parallel.from_config(config, devices=devices))
+        with jax.sharding.use_abstract_mesh(experiment.parallel.mesh.abstract_mesh):
+            program = experiment.lower().compile()
+        return program.as_text(), programs.read(program)
+
+    return compile_for

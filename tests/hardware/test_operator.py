@@ -1,0 +1,136 @@
+"""The operator on every backend, forward and backward, compiled for every generation of TPU and for H100s."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import attnlab
+from attnlab.masks import Causal, Padding, Segments, SlidingWindow
+from attnlab.score_mods import ALiBi, SoftCap, alibi_slopes
+
+GENERATIONS = ("v4", "v5e", "v5p", "v6e", "tpu7x", "h100")
+KERNELS = {"tpu": "splash", "gpu": "fmha"}
+MOVES = ("all-gather", "all-to-all", "collective-permute")  # a gradient of shared arrays may be summed
+
+
+WHOLE = P()
+
+
+def inputs(mesh, length, spec=WHOLE, batch=2, heads=(4, 2, 2), head_dim=128):
+    place = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+    return tuple(place((batch, length, count, head_dim)) for count in heads)
+
+
+def gradients(**options):
+    def total(q, k, v):
+        return attnlab.attention(q, k, v, **options).astype(jnp.float32).sum()
+
+    return jax.grad(total, argnums=(0, 1, 2))
+
+
+def mesh_of(topology, shape=(1, 1), names=("data", "tensor"), kind=AxisType.Auto):
+    devices = np.array(topology.devices[: shape[0] * shape[1]], dtype=object).reshape(shape)
+    return Mesh(devices, names, axis_types=(kind,) * 2)
+
+
+@pytest.mark.parametrize("impl", ["auto", "blockwise", "dense"])
+@pytest.mark.parametrize("name", GENERATIONS)
+def test_every_backend_compiles_forward_and_backward(name, impl, topology, compiled):
+    chip = topology(name)
+    length = 256 if impl == "dense" else 1024
+    tiles = (256, 256) if impl == "blockwise" else None
+    text, program = compiled(gradients(mask=Causal(), impl=impl, block_sizes=tiles), *inputs(mesh_of(chip), length))
+    has_kernels = any(KERNELS[chip.platform] in kernel for kernel in program.kernels)
+    assert has_kernels == (impl == "auto")
+    if impl == "blockwise":
+        assert not program.kernels
+    if impl != "dense":
+        assert not re.search(rf"\[(\d+,)*{length},{length}\]", text)  # no array of all scores
+
+
+@pytest.mark.parametrize("impl", ["auto", "blockwise"])
+@pytest.mark.parametrize("name", ["v5e", "h100"])
+def test_memory_is_linear_in_the_length(name, impl, topology, compiled):
+    mesh = mesh_of(topology(name))
+    shorter = 16384 if impl == "auto" else 4096  # 4,096 positions and a kernel need nothing but a v5e's VMEM
+    sizes = [
+        compiled(gradients(mask=Causal(), impl=impl), *inputs(mesh, length))[1].temporaries
+        for length in (shorter, 2 * shorter)
+    ]
+    assert 0 < sizes[1] <= 2.1 * sizes[0]
+
+
+TERMS = {
+    "window": {"mask": SlidingWindow(left=100)},
+    "padding and alibi": {"mask": Causal() & Padding(700), "score_mod": ALiBi(alibi_slopes(4))},
+    "soft cap and sinks": {"mask": Causal(), "score_mod": SoftCap(30.0), "sinks": jnp.arange(4.0)},
+    "dropout": {"mask": Causal(), "dropout_rate": 0.1, "dropout_key": jax.random.key(0)},
+}
+
+
+@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize("name", ["v5e", "h100"])
+def test_masks_score_mods_sinks_and_dropout_compile(name, terms, topology, compiled):
+    chip = topology(name)
+    given = inputs(mesh_of(chip), 1024)
+    _, program = compiled(gradients(**TERMS[terms]), *given)
+    arrays = (jnp.zeros(x.shape, x.dtype) for x in given)
+    expected = attnlab.explain(*arrays, platform=chip.platform, **TERMS[terms])
+    assert bool(program.kernels) == (expected.backend in ("splash", "cudnn"))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", ["v5e:2x2", "h100:4"])
+def test_kernels_in_a_users_jit_keep_batch_and_heads_where_they_are(name, kind, topology, compiled):
+    mesh = mesh_of(topology(name), (2, 2), kind=kind)
+    _, program = compiled(gradients(mask=Causal()), *inputs(mesh, 256, P("data", None, "tensor")))
+    assert program.kernels and not set(program.collectives) & set(MOVES)
+
+
+@pytest.mark.parametrize("manual", [{"data", "tensor"}, {"data"}], ids=["all axes", "one axis"])
+@pytest.mark.parametrize("name", ["v5e:2x2", "h100:4"])
+def test_kernels_within_shard_map_run_on_what_they_are_given(name, manual, topology, compiled):
+    mesh, spec = mesh_of(topology(name), (2, 2)), P("data", None, "tensor" if "tensor" in manual else None)
+    inner = functools.partial(attnlab.attention, mask=Causal())
+    call = jax.shard_map(inner, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, axis_names=manual, check_vma=False)
+
+    def total(q, k, v):
+        return call(q, k, v).astype(jnp.float32).sum()
+
+    _, program = compiled(jax.grad(total, argnums=(0, 1, 2)), *inputs(mesh, 256, P("data", None, "tensor")))
+    assert program.kernels and not set(program.collectives) & set(MOVES)
+
+
+def test_checked_shard_map_on_tpus_falls_back_to_blockwise(topology, compiled):
+    mesh = mesh_of(topology("v5e:2x2"), (2, 2))
+    call = jax.shard_map(
+        functools.partial(attnlab.attention, mask=Causal()), mesh=mesh, in_specs=P("data"), out_specs=P("data")
+    )
+    _, program = compiled(call, *inputs(mesh, 256, P("data")))
+    assert not program.kernels
+
+
+@pytest.mark.parametrize("name", ["v5e:2x2", "h100:4"])
+def test_segments_and_sinks_of_sharded_calls_are_split_with_them(name, topology, compiled):
+    mesh = mesh_of(topology(name), (2, 2))
+
+    def total(q, k, v, ids, sinks):
+        mask = Causal() & Segments(ids)
+        return attnlab.attention(q, k, v, mask, sinks=sinks).astype(jnp.float32).sum()
+
+    ids = jax.ShapeDtypeStruct((2, 256), jnp.int32, sharding=NamedSharding(mesh, P("data")))
+    sinks = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=NamedSharding(mesh, P("tensor")))
+    arrays = inputs(mesh, 256, P("data", None, "tensor"))
+    _, program = compiled(jax.grad(total, argnums=(0, 1, 2)), *arrays, ids, sinks)
+    assert not set(program.collectives) & set(MOVES)
+
+
+def test_a_cudnn_that_is_named_compiles_from_a_cpu(topology, compiled):
+    _, program = compiled(gradients(mask=Causal(), impl="cudnn"), *inputs(mesh_of(topology("h100")), 256))
+    assert sum(program.kernels.values()) == 2  # forward and backward

@@ -1,0 +1,163 @@
+"""Training, evaluation and decode steps compiled for TPUs and H100s: collectives, kernels and memory."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from attnlab import config as configs
+from attnlab.interop.export import export_step
+from attnlab.nn import GPT
+from attnlab.planning import plans
+
+AXES = {"one chip": {"data": 1}, "data": {}, "fsdp": {"fsdp": 4}, "tensor": {"tensor": 4}}
+LAYERS, WIDTH = 2, 128
+
+
+def config_of(name, **fields):
+    """An experiment's config with a small model."""
+    config = configs.experiments()[name]
+    module = {}
+    exec(config.read_text(), module)
+    config = module["get_config"]()
+    config.model.update(num_layers=LAYERS, width=WIDTH, num_heads=4, scan=True, **fields)
+    config.batch_size, config.optimizer.accumulation = 16, 1
+    return config
+
+
+CONFIGS = {
+    "quickstart": lambda: config_of("quickstart"),
+    "sancho": lambda: config_of("sancho", dropout=0.0),
+    "gpt2": lambda: config_of("gpt2_124m", vocab_size=512),
+}
+
+
+@pytest.mark.parametrize("axes", AXES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_training_step_compiles_for_tpus_along_every_axis(name, axes, training_step):
+    config = CONFIGS[name]()
+    config.parallel.mesh.update(AXES[axes])
+    _, program = training_step(config, "v5e:2x2")
+    assert bool(program.collectives) == (axes != "one chip")
+    if config.model.context % 128 == 0:  # splash's tiles
+        runs = sum(count for kernel, count in program.kernels.items() if "splash" in kernel)
+        assert runs == 3 * LAYERS  # forward, and dq and dk/dv
+    if axes == "data":
+        assert set(program.collectives) == {"all-reduce"}
+
+
+def step_on_h100s(training_step, devices=8, **mesh):
+    config = CONFIGS["gpt2"]()
+    config.model.update(num_layers=6, width=512, num_heads=8, context=512, vocab_size=12288, remat="none")
+    config.batch_size = 64
+    config.parallel.mesh.update(mesh)
+    return training_step(config, f"h100:{devices}", vocab_size=12288)
+
+
+def test_fsdp_gathers_and_scatters_each_layer_as_published(training_step):
+    """Weights are gathered for the forward and again for the backward pass, gradients are summed into shares."""
+    _, program = step_on_h100s(training_step, fsdp=8)
+    block, table = 12 * 512**2, (12288 + 512) * 512  # parameters of a block's matrices, and of the embeddings
+    gathered, scattered = program.collectives["all-gather"], program.collectives["reduce-scatter"]
+    layers = 6
+    # In bfloat16; the tables are gathered once or twice, in bfloat16 or float32.
+    assert 2 * 2 * layers * block <= gathered[1] <= 2 * 2 * layers * block + 2 * 4 * table
+    assert 2 * layers * block <= scattered[1] <= 2 * layers * block + 2 * 4 * table
+    assert 2 * layers <= gathered[0] <= 2 * layers + 4  # one for a layer's matrices together, in each pass
+    assert layers <= scattered[0] <= layers + 2
+    small = program.collectives["all-reduce"][1]  # norms, scalars, learned positions at most
+    assert small <= 4 * (12288 // 8 + 512) * 512
+
+
+def test_fsdp_needs_an_eighth_of_the_arguments_and_no_more_temporaries(training_step):
+    _, data = step_on_h100s(training_step)
+    _, fsdp = step_on_h100s(training_step, fsdp=8)
+    assert fsdp.arguments <= data.arguments / 7
+    assert fsdp.temporaries <= 1.15 * data.temporaries
+
+
+def test_tensor_splits_heads_and_hidden_features_and_sums_twice_a_layer(training_step):
+    text, program = step_on_h100s(training_step, devices=4, tensor=4)
+    activations = 2 * 64 * 512 * 512  # bfloat16
+    # After attention and after the feed-forward layer, in the forward and in the backward pass (Shoeybi et al. 2019).
+    assert 4 * 6 * activations <= program.collectives["all-reduce"][1] <= 5 * 6 * activations
+    assert "bf16[64,512,2048]" not in text and "bf16[64,512,512]" in text  # hidden features in quarters
+
+
+def test_all_three_axes_compile_for_128_chips(training_step):
+    config = CONFIGS["gpt2"]()
+    config.batch_size = 64
+    config.parallel.mesh.update(fsdp=4, tensor=2)
+    _, program = training_step(config, "v5p:4x4x8")
+    assert {"all-reduce", "all-gather"} <= set(program.collectives)
+
+
+def test_a_loop_over_layers_compiles_one_layer_whatever_their_number(training_step):
+    texts = []
+    for layers in (12, 48):
+        config = CONFIGS["gpt2"]()
+        config.model.num_layers = layers
+        config.parallel.mesh.data = 1
+        texts.append(training_step(config, "v5e")[0])
+    assert len(texts[1]) < 1.2 * len(texts[0])
+
+
+def test_logits_are_never_held_at_once(training_step):
+    config = CONFIGS["gpt2"]()
+    config.model.update(num_layers=1, context=1024, vocab_size=50304)
+    text, program = training_step(config, "h100", vocab_size=50257)
+    assert not re.search(r"\[16,10\d\d,503\d\d\]", text) and "50304" in text
+    assert program.temporaries < 16 * 1024 * 50304 * 4
+
+
+def test_remat_policies_store_less_in_the_order_none_attention_block(training_step):
+    sizes = {}
+    for remat in ("none", "dots", "attention", "block"):
+        config = CONFIGS["gpt2"]()
+        config.model.update(num_layers=8, remat=remat)
+        config.batch_size = 32
+        sizes[remat] = training_step(config, "h100")[1].temporaries
+    assert sizes["none"] == sizes["dots"] > sizes["attention"] > sizes["block"]
+
+
+@pytest.mark.parametrize("name", ["v5e", "h100"])
+def test_evaluation_and_decoding_of_a_plan_compile(name, topology):
+    planned = plans.plan(configs.completed(CONFIGS["gpt2"]()), topology(name), vocab_size=512)
+    assert planned.fits and planned.evaluation.fits and planned.decoding.fits
+    assert set(planned.attention.values()) == {"splash" if name == "v5e" else "cudnn"}
+
+
+@pytest.mark.parametrize("platform, name", [("tpu", "v5e"), ("cuda", "h100")])
+def test_exported_steps_compile_where_they_are_to_run(platform, name, topology, compiled):
+    model = GPT(vocab_size=64, num_layers=2, num_heads=2, width=32, context=128, dtype=jnp.bfloat16)
+    params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    for tokens in (1, 128):
+        exported = export.deserialize(export_step(model, params, tokens=tokens, platforms=platform).serialize())
+        mesh = Mesh(np.array(topology(name).devices[:1]), ("x",), axis_types=(AxisType.Auto,))
+        here = NamedSharding(mesh, P())
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for x in exported.in_avals]
+        arguments, _ = jax.tree.unflatten(exported.in_tree, shapes)
+        text, _ = compiled(exported.call, *arguments)
+        assert "ENTRY" in text
+
+
+@pytest.mark.slow
+def test_gpt2_fits_its_budgets(training_step):
+    """At full size: the figures that docs/guide/hardware.md gives."""
+
+    def step(topology, batch, **mesh):
+        config = config_of("gpt2_124m")
+        config.model.update(num_layers=12, width=768, num_heads=12)
+        config.batch_size = batch
+        config.parallel.mesh.update(mesh)
+        return training_step(config, topology, vocab_size=50257)[1]
+
+    assert step("h100", 32).temporaries <= 9 * 2**30
+    data, fsdp = step("h100:8", 32), step("h100:8", 32, fsdp=8)
+    assert fsdp.temporaries <= 1.15 * data.temporaries and fsdp.arguments <= data.arguments / 7
+    assert sum(step("v5e:2x2", 32).kernels.values()) == 3 * 12
