@@ -1,4 +1,4 @@
-# make train | test | test-slow | test-versions | campaigns | peers | lint | format | bench | docs | figures | constraints
+# make train | test | test-slow | test-versions | test-hardware | campaigns | peers | lint | format | bench | docs | figures | planned | constraints
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
@@ -13,21 +13,26 @@ PEERS = torch==2.13.0 transformers==5.23.0
 VERSIONED = tests/ops tests/training tests/test_train.py tests/interop/test_flax.py tests/interop/test_export.py \
 	tests/interop/test_transforms.py
 
-.PHONY: train test test-slow test-versions campaigns peers lint format bench docs figures constraints clean
+.PHONY: train test test-slow test-versions test-hardware campaigns peers lint format bench docs figures planned constraints clean
 
 train: $(VENV)/installed
 	$(BIN)/python -m attnlab.train --config=configs/quickstart.py
 
 test: $(VENV)/installed-test
-	$(PYTEST) -m "not slow and not campaign"
+	$(PYTEST) -m "not slow and not campaign and not hardware"
 
 # With programs compiled as users compile them.
 test-slow: $(VENV)/installed-test
-	$(OPTIMIZED) $(PYTEST) -m "slow and not campaign"
+	$(OPTIMIZED) $(PYTEST) -m "slow and not campaign and not hardware"
 
 # For another Python: make test-versions PYTHON=python3.12 VENV=.venv-newer
 test-versions: $(VENV)/installed-test
-	$(PYTEST) -m "not slow and not campaign" $(VERSIONED)
+	$(PYTEST) -m "not slow and not campaign and not hardware" $(VERSIONED)
+
+# Compiles for TPUs and GPUs that are not here. The compilers need Python 3.12, and more room than anything else:
+# make test-hardware PYTHON=python3.12 VENV=.venv-hardware
+test-hardware: $(VENV)/installed-hardware
+	$(OPTIMIZED) $(PYTEST) -m hardware tests/hardware tests/planning tests/test_plan.py
 
 # Hundreds of random cases, kills and damaged files; an hour and more, not part of .ci/run.
 campaigns: $(VENV)/installed-test
@@ -56,6 +61,11 @@ docs: $(VENV)/installed-docs
 figures: $(VENV)/installed-docs
 	$(BIN)/python docs/figures.py
 
+# The tables of docs/guide/hardware.md, the better part of an hour:
+# make planned PYTHON=python3.12 VENV=.venv-hardware
+planned: $(VENV)/installed-hardware
+	$(BIN)/python docs/planned.py
+
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) -e .
@@ -63,6 +73,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(VENV)/installed-test: $(VENV)/installed
 	$(INSTALL) -e ".[test]"
+	touch $@
+
+$(VENV)/installed-hardware: $(VENV)/installed-test
+	$(INSTALL) -e ".[hardware]"
 	touch $@
 
 $(VENV)/installed-docs: $(VENV)/installed

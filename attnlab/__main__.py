@@ -1,7 +1,8 @@
-"""Attention for JAX and Flax: train, sample, study, measure.
+"""Attention for JAX and Flax: train, sample, plan, study, measure.
 
     attnlab train --config=quickstart
     attnlab sample --workdir=runs/quickstart --prompt="The "
+    attnlab plan --config=gpt2_124m --topology=v5e:4x4
     attnlab study heads
     attnlab bench attention
 

@@ -136,7 +136,7 @@ def _model() -> ConfigDict:
     # products), attention (its input and what attention returns). On CPUs XLA recomputes all blocks before it needs
     # the first.
     model.remat = "none"
-    # The layers as one loop over stacked parameters, compiled in the time of one; None for True from eight layers on,
+    # The layers as one loop over stacked parameters, compiled in the time of one; None for True from four layers on,
     # and with fsdp.
     model.scan = config_dict.placeholder(bool)
     model.impl = "auto"  # backend of the attention operator

@@ -109,12 +109,12 @@ def table(planned: Plan) -> str:
         ("model", f"{planned.parameters:,} parameters, vocabulary size {planned.vocab_size:,}"),
         ("batch", batch),
         ("mesh", " × ".join(f"{axis} {size}" for axis, size in planned.mesh.items())),
-        ("remat", config.model.remat),
+        ("remat", "none (in a loop: as dots)" if planned.scan and config.model.remat == "none" else config.model.remat),
         ("layers", f"{config.model.num_layers}, {'as one loop' if planned.scan else 'one by one'}"),
         ("attention", _attention(planned)),
         *((f"  not {name}", why) for name, why in planned.attention_rejected.items()),
         ("collectives", _collectives(planned.training)),
-        ("kernels", ", ".join(f"{count} × {name}" for name, count in planned.training.kernels.items()) or "none"),
+        ("kernels", _kernels(planned.training)),
         ("FLOPs", f"{planned.flops_per_step:.3g} a step"),
         ("bounds", _bounds(planned)),
     ]
@@ -132,7 +132,8 @@ def _memory(planned: Plan) -> list[str]:
     steps = {"training": planned.training, "evaluation": planned.evaluation, "decode": planned.decoding}
     for name, step in steps.items():
         sizes = [_size(size) for size in (step.arguments, step.temporaries, step.code, step.peak, limit)]
-        rows.append((f"{name} step", *sizes, f"{step.compile_seconds:.0f} s"))
+        sizes[3] += "*" if step.fits and step.peak_from == "compiler" else " "
+        rows.append((f"{name} step", *sizes, f"{step.compile_seconds:.0f} s" if step.fits else "refused"))
     widths = [max(map(len, column)) for column in zip(*rows)]
     return [
         "  ".join([f"{row[0]:<{widths[0]}}", *(f"{cell:>{size}}" for cell, size in zip(row[1:], widths[1:]))])
@@ -155,19 +156,25 @@ def _attention(planned: Plan) -> str:
     return f"{names} ({layers} layer{'s' * (layers > 1)})"
 
 
+def _kernels(step: Program) -> str:
+    if not step.fits:
+        return "not known"
+    return ", ".join(f"{count} × {name}" for name, count in step.kernels.items()) or "none"
+
+
 def _collectives(step: Program) -> str:
     if not step.fits:
         return "not known"
     counts = [f"{count} {kind} ({_size(size)} GiB)" for kind, (count, size) in step.collectives.items()]
-    return ", ".join(counts) + " a step" if counts else "none"
+    return ", ".join(counts) + " a step, over all its parts and layers" if counts else "none"
 
 
 def _bounds(planned: Plan) -> str:
     if planned.least_seconds_flops is None or planned.least_seconds_memory is None:
         return "unknown: this device's peak and bandwidth are not known"
     return (
-        f"a step takes more than {planned.least_seconds_flops:.2g} s (its FLOPs at the bfloat16 peak) and more than "
-        f"{planned.least_seconds_memory:.2g} s (its state read and written once); how long it takes is not known"
+        f"lower bounds on a step's time, not estimates: {planned.least_seconds_flops:.2g} s by its FLOPs at the "
+        f"bfloat16 peak, {planned.least_seconds_memory:.2g} s by its state, read and written once"
     )
 
 

@@ -19,7 +19,7 @@ from attnlab.data import tokenizers
 from attnlab.errors import UserError
 from attnlab.interop import tensors
 from attnlab.interop.tensors import Tensor
-from attnlab.nn import GPT
+from attnlab.nn import GPT, unstack_layers
 from attnlab.nn.gpt import check_shape
 
 __all__ = ["from_hf", "save_hf", "to_hf"]
@@ -327,6 +327,7 @@ def unload_state(model: GPT, params, transposed: bool = False) -> dict[str, np.n
       UserError: an option that GPT-2 does not have, parameters of another model.
     """
     make_config(model)  # raises for options that GPT-2 does not have
+    params = unstack_layers(params)
     tensors.check(params, tensors.shapes_of(model, _TOKENS), "the model")
     state = tensors.unload(_layout(model, "transformer.", transposed), params)
     return state | {"lm_head.weight": state["transformer.wte.weight"]}

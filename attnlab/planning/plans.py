@@ -260,7 +260,7 @@ def vocabulary(config: ConfigDict, vocab_size: int | None = None) -> tuple[Confi
     if kind == "byte":
         return config, 256, []
     if kind == "char":
-        note = f"the vocabulary is assumed to have {_CHARACTERS} characters: the text tells; set --vocab_size"
+        note = f"the vocabulary is assumed to have {_CHARACTERS} characters; it depends on the text: --vocab_size=N"
         return config, _CHARACTERS, [note]
     return config, most, [f"the vocabulary is assumed to have all {most} tokens of config.data.vocab_size"]
 
@@ -365,6 +365,8 @@ def _remarks(topology: Topology, steps: tuple[Program, ...], backends: set[str])
     for name, step in zip(("training", "evaluation", "decode"), steps):
         if step.refusal:
             yield f"the {name} step is refused: {step.refusal}"
+        elif step.peak_from == "compiler":
+            yield f"* the {name} step's peak is the compiler's own, above the sum of the columns"
     if training.unknown_loops:
         loops = training.unknown_loops
         yield f"{loops} loop{'s' * (loops > 1)} of unknown length: what is inside is counted once"

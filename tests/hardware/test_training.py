@@ -102,8 +102,7 @@ def test_a_loop_over_layers_compiles_one_layer_whatever_their_number(training_st
     for layers in (12, 48):
         config = CONFIGS["gpt2"]()
         config.model.num_layers = layers
-        config.parallel.mesh.data = 1
-        texts.append(training_step(config, "v5e")[0])
+        texts.append(training_step(config, "h100")[0])
     assert len(texts[1]) < 1.2 * len(texts[0])
 
 
@@ -117,12 +116,12 @@ def test_logits_are_never_held_at_once(training_step):
 
 def test_remat_policies_store_less_in_the_order_none_attention_block(training_step):
     sizes = {}
-    for remat in ("none", "dots", "attention", "block"):
+    for remat in ("none", "attention", "block"):
         config = CONFIGS["gpt2"]()
         config.model.update(num_layers=8, remat=remat)
         config.batch_size = 32
         sizes[remat] = training_step(config, "h100")[1].temporaries
-    assert sizes["none"] == sizes["dots"] > sizes["attention"] > sizes["block"]
+    assert sizes["none"] > sizes["attention"] > sizes["block"]
 
 
 @pytest.mark.parametrize("name", ["v5e", "h100"])
