@@ -131,10 +131,10 @@ def _model() -> ConfigDict:
     model.mlp_ratio = 4.0  # width of the feed-forward layer over the model's
     model.activation = "gelu_tanh"  # of the feed-forward layer: gelu_tanh, gelu, relu or silu
     model.norm_epsilon = 1e-5
-    # What of a block is stored for the gradient, the rest being computed again: none (nothing is computed again), block
-    # (its input alone is stored: a third more time and the least memory, on GPUs and TPUs), dots (also its matrix
-    # products), attention (its input and what attention returns). On CPUs XLA recomputes all blocks before it needs
-    # the first.
+    # What of a block is stored for the gradient, the rest being computed again: none (nothing is computed again, in a
+    # loop no product is), dots (its matrix products are stored), attention (its input and what attention returns) or
+    # block (its input alone: a third more operations and the least memory). On CPUs it needs the loop: without it XLA
+    # computes all blocks again before it needs the first.
     model.remat = "none"
     # The layers as one loop over stacked parameters, compiled in the time of one; None for True from four layers on,
     # and with fsdp.

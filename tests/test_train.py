@@ -403,17 +403,20 @@ def stopped_at_12(tmp_path_factory):
 @pytest.mark.parametrize(
     "options",
     [
-        ["strategy=pmap"],
-        ["mesh.fsdp=4"],
-        pytest.param(["strategy=mesh"], marks=pytest.mark.slow),
-        pytest.param(["mesh.data=2"], marks=pytest.mark.slow),
+        ["parallel.strategy=pmap", "model.scan=True"],
+        ["parallel.mesh.fsdp=4", "model.remat=attention"],
+        pytest.param(["parallel.strategy=mesh"], marks=pytest.mark.slow),
+        pytest.param(["parallel.mesh.data=2"], marks=pytest.mark.slow),
+        pytest.param(["parallel.mesh.fsdp=2", "parallel.mesh.tensor=2"], marks=pytest.mark.slow),
     ],
-    ids=str,
+    ids=" ".join,
 )
-def test_run_resumed_on_other_devices_has_the_same_losses(undisturbed, stopped_at_12, tmp_path, options):
+def test_run_resumed_on_other_devices_or_with_stacked_layers_has_the_same_losses(
+    undisturbed, stopped_at_12, tmp_path, options
+):
     """To rounding."""
     shutil.copytree(stopped_at_12, tmp_path / "run")
-    assert run(tmp_path / "run", *(f"--config.parallel.{option}" for option in options)) == 0
+    assert run(tmp_path / "run", *(f"--config.{option}" for option in options)) == 0
     found, expected = records(tmp_path / "run"), records(undisturbed[0])
     assert [(r["step"], r["split"]) for r in found] == [(r["step"], r["split"]) for r in expected]
     np.testing.assert_allclose([r["loss"] for r in found], [r["loss"] for r in expected], rtol=1e-5)

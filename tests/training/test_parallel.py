@@ -70,7 +70,11 @@ def distance(a, b):
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("options", [SLOW({}), SLOW({"dropout": 0.2}), {"dropout": 0.2, "accumulation": 4}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [SLOW({}), SLOW({"dropout": 0.2}), SLOW({"scan": True}), {"dropout": 0.2, "accumulation": 4}],
+    ids=str,
+)
 def test_first_gradient_on_four_devices_equals_one_device(options):
     reference = gradient(experiment("mesh", 1, **options | {"accumulation": 1}))
     for layout in LAYOUTS.values():
