@@ -222,7 +222,7 @@ def _check_fields(config: ConfigDict) -> None:
         if field not in expected:
             raise UserError(f"config.{field} is not a field{nearest(field, expected) or '; see attnlab/config.py'}")
         like = expected[field]
-        if field in _FLAGS and value in (None, True, False):
+        if field in _FLAGS and (value is None or isinstance(value, bool)):
             continue
         types = (int, type(None)) if like is None else (int, float) if isinstance(like, float) else type(like)
         if not isinstance(value, types) or (isinstance(value, bool) and not isinstance(like, bool)):
@@ -278,11 +278,19 @@ def from_dict(saved: dict) -> ConfigDict:
     """The config in the content of `config.json`; missing fields have their defaults."""
     config = default()
     saved = {name: value for name, value in saved.items() if name in config}
-    remat = saved.get("model", {}).get("remat")
-    if isinstance(remat, bool):  # of version 0.1
-        saved["model"] = saved["model"] | {"remat": "block" if remat else "none"}
+    if "remat" in saved.get("model", {}):
+        saved["model"] = saved["model"] | {"remat": remat_name(saved["model"]["remat"])}
     config.update(ConfigDict(saved))
     return config
+
+
+def remat_name(value: str | bool) -> str:
+    """The name of `config.model.remat`, which was a bool once.
+
+    >>> remat_name(True), remat_name("dots")
+    ('block', 'dots')
+    """
+    return ("block" if value else "none") if isinstance(value, bool) else value
 
 
 def nearest(name: str, names) -> str:

@@ -39,8 +39,8 @@ def completed(config: ConfigDict, workdir: Path) -> tuple[ConfigDict, tokenizers
     given = {name: value for name, value in configs.fields(config).items() if name.startswith(("model.", "data.tok"))}
     tokenizer, saved = None, read_config(workdir) if (workdir / "config.json").exists() else {}
     if saved.get("init_from") == config.init_from:  # the source may have been deleted since
-        for name, before in saved.get("said", {}).items():
-            if given.get(name) != before:
+        for name, before in _said(saved).items():
+            if given.get(name) != before and not name.startswith(configs.FREE_TO_CHANGE):
                 raise configs.another(workdir, f"config.{name} = {given.get(name)!r}, there it was {before!r}")
         was = configs.from_dict(saved)
         shape, config.data.tokenizer = was.model.to_dict(), was.data.tokenizer
@@ -81,8 +81,14 @@ def saved_config(workdir: Path) -> ConfigDict | None:
         return None
     saved = read_config(workdir)
     config = configs.from_dict(saved)
-    config.update_from_flattened_dict(saved.get("said", {}))
+    config.update_from_flattened_dict(_said(saved))
     return config
+
+
+def _said(saved: dict) -> dict:
+    """The fields of a saved config as its experiment set them."""
+    said = saved.get("said", {})
+    return said | ({"model.remat": configs.remat_name(said["model.remat"])} if "model.remat" in said else {})
 
 
 def params(config: ConfigDict):

@@ -31,7 +31,7 @@ from jaxtyping import Float, Int
 from attnlab import commands, compilation
 from attnlab.errors import UserError
 from attnlab.loading import load
-from attnlab.nn import GPT
+from attnlab.nn import GPT, unstack_layers
 from attnlab.types import Array
 
 
@@ -77,6 +77,7 @@ def generate(
     if jax.default_backend() == "cpu" and model.dtype == jnp.bfloat16:
         # A step takes as long as reading the parameters, which are float32 anyway.
         model = model.clone(dtype=jnp.float32)
+    params = unstack_layers(params)
     rolls = model.positions not in ("learned", "sinusoidal")
     draw = Draw(temperature, top_k, top_p, vocab_size)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(num_samples))

@@ -76,7 +76,7 @@ def train(
         with int32 tokens `[B, T]`, and in training with `deterministic=False` and a key for each sequence, and returns
         logits `[B, T, V]`: see `Experiment`. It is not sampled from. Pass an equal model when resuming.
       optimizer: an optax transformation that replaces the AdamW of `config.optimizer`, of which only `accumulation` is
-        then used. Pass an equal optimizer when resuming.
+        then used. Pass an equal optimizer when resuming. It sees layers one by one, unless `config.model.scan` is True.
       on_step: called after every step, in every process, as `on_step(step, metrics)`: the number of updates done, and
         float32 scalars on the devices: `loss` (nats per token) and `grad_norm` before the update, `param_norm` after
         it, and `skipped` if `config.on_nonfinite` is "skip". Reading a metric waits for the step.

@@ -104,6 +104,17 @@ def test_second_start_with_another_config_is_refused(gpt2, text, tmp_path, capsy
     assert "holds a Hugging Face model, not a run of attnlab: choose another folder" in capsys.readouterr().err
 
 
+def test_run_resumes_with_another_remat_also_one_of_version_0_1(gpt2, text, tmp_path):
+    """Which wrote a bool, also for what the experiment had said."""
+    assert finetune(gpt2, text, tmp_path / "run", steps=1) == 0
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    config["said"]["model.remat"] = config["model"]["remat"] = False
+    del config["model"]["scan"], config["said"]["model.scan"]
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    assert train.main(["train", f"--workdir={tmp_path / 'run'}"]) == 0
+    assert finetune(gpt2, text, tmp_path / "run", steps=2, model__remat="block", model__scan=True) == 0
+
+
 @pytest.mark.slow
 def test_run_from_another_run_takes_its_weights(gpt2, text, tmp_path):
     """With rotary positions and characters as tokens; the context may grow."""

@@ -209,7 +209,8 @@ class GPT(nn.Module):
     (1, 6, 10)
 
     Parameters may also have their layers stacked (`stack_layers`). They are then one loop, which is compiled in the
-    time of one layer:
+    time of one layer (with caches, or where weights are sown, layers are slices of them, and of
+    `capture_intermediates` only what modules sow is kept):
 
     >>> stacked = {"params": stack_layers(params["params"])}
     >>> bool(jnp.allclose(model.apply(stacked, tokens), model.apply(params, tokens), atol=1e-6))
@@ -260,8 +261,8 @@ class GPT(nn.Module):
           deterministic: False for dropout.
           caches: one `KVCache` per layer (`empty_caches`); `tokens` continue the cached sequences.
           dropout_key: one key, or one per example `[B]`; the `dropout` rng when None.
-          targets: int `[B, T]`, the next tokens. Large logits are then never held at once, see
-            `ops.cross_entropy`.
+          targets: int `[B, T]`, the next tokens, each in [0, vocab_size); checked unless traced, where the loss of
+            others is NaN. Large logits are then never held at once, see `ops.cross_entropy`.
 
         Returns:
           float32 `[B, T, V]`, and with caches also the extended caches; with targets their cross-entropy in nats,
@@ -269,12 +270,13 @@ class GPT(nn.Module):
 
         Raises:
           ValueError: fields that do not fit together (`check_shape`), tokens out of range, a sequence longer than the
-            learned positions, caches or a mask of another size, targets together with caches.
+            learned positions, caches or a mask of another size, targets of another shape or together with caches,
+            stacked layers of another number than num_layers.
         """
         check_shape(self)
         self._check_inputs(tokens, caches)
-        if targets is not None and caches is not None:
-            raise ValueError("targets are for whole sequences: leave out caches")
+        if targets is not None:
+            self._check_targets(targets, tokens, caches)
         drops = bool(self.dropout) and not deterministic
         keys = None
         if drops:
@@ -288,6 +290,7 @@ class GPT(nn.Module):
             x = dropout.dropout(x, dropout.fold_in(keys, self.num_layers), self.dropout)
         x = sharding.constrain(x, "batch", "length", None)
         options = {"mask": mask, "deterministic": deterministic}
+        self._check_depth()
         if not self.has_variable("params", layers.STACKED):
             x, caches = self._layer_by_layer(x, options, keys, caches)
         elif caches is None and not self.is_mutable_collection("intermediates"):
@@ -380,7 +383,21 @@ class GPT(nn.Module):
         if chunk < length:
             losses = functools.partial(cross_entropy, chunk=chunk)
             return sharding.over_batch(losses, x, embed.embedding, targets)
-        return optax.softmax_cross_entropy_with_integer_labels(self._logits(x, embed), targets)
+        losses = optax.softmax_cross_entropy_with_integer_labels(self._logits(x, embed), targets)
+        return jnp.where((targets >= 0) & (targets < self.vocab_size), losses, jnp.nan)  # as in chunks
+
+    def _check_targets(self, targets, tokens, caches) -> None:
+        if caches is not None:
+            raise ValueError("targets are for whole sequences: leave out caches")
+        if jnp.shape(targets) != jnp.shape(tokens):
+            raise ValueError(f"targets has shape {jnp.shape(targets)}, expected that of tokens, {jnp.shape(tokens)}")
+        checks.ids_in_range("targets", targets, self.vocab_size, remedy="shift the tokens by one")
+
+    def _check_depth(self) -> None:
+        if self.has_variable("params", layers.STACKED):
+            depth = layers.len_layers({layers.STACKED: self.get_variable("params", layers.STACKED)})
+            if depth != self.num_layers:
+                raise ValueError(f"params have {depth} stacked layers, expected num_layers = {self.num_layers}")
 
     def _check_inputs(self, tokens, caches) -> None:
         if jnp.ndim(tokens) != 2:

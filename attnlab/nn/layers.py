@@ -1,6 +1,7 @@
 """A model's layers: their parameters one by one or stacked, and what of them is stored for the gradient."""
 
 import re
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -49,8 +50,7 @@ def unstack_layers(tree):
         if not is_stacked(node):
             return node
         others = {name: value for name, value in node.items() if name != STACKED}
-        count = len_layers(node)
-        return others | {f"block_{n}": layer(node, n) for n in range(count)}
+        return others | {f"block_{n}": layer(node, n) for n in range(len_layers(node))}
 
     return jax.tree.map(convert, tree, is_leaf=is_stacked)
 
@@ -61,7 +61,7 @@ def is_stacked(params) -> bool:
     >>> is_stacked({"blocks": {"w": jnp.ones((2, 3))}})
     True
     """
-    return isinstance(params, dict) and STACKED in params
+    return isinstance(params, Mapping) and STACKED in params
 
 
 def len_layers(params) -> int:
@@ -112,7 +112,7 @@ def _is_attention(primitive, params) -> bool:
 
 
 def _has_layers(node) -> bool:
-    return isinstance(node, dict) and "block_0" in node
+    return isinstance(node, Mapping) and "block_0" in node
 
 
 def _stack(leaves):

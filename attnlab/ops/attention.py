@@ -248,7 +248,7 @@ def explain(
     runs dense
     not cudnn: it needs a gpu, and this is a cpu
     not splash: it needs a tpu, and this is a cpu
-    not blockwise: it could, but dense is the better for these lengths
+    not blockwise: it could, but dense is preferred for these lengths
     >>> q = k = v = jnp.ones((256, 4, 64))
     >>> explain(q, k, v, mask=Causal(), platform="tpu").backend
     'splash'
@@ -285,7 +285,7 @@ def _choose(impl, arguments, block_sizes, return_lse, platform=None) -> Explanat
     for name in able:
         if name != chosen:
             rejected[name] = "it could, but " + (
-                f"impl names {impl}" if impl != "auto" else f"{chosen} is the better for these lengths"
+                f"impl names {impl}" if impl != "auto" else f"{chosen} is preferred for these lengths"
             )
     return Explanation(chosen, rejected)
 

@@ -69,7 +69,8 @@ def over_shards(kernel: Callable, q, k, v, sinks=None, ids=None):
 
     The batch and the heads stay split as they are, by `jax.shard_map`: over Explicit axes as their types say, over Auto
     axes by the names in `HEAD_AXES` and `SEQUENCE_AXES`, as far as sizes divide. A sequence that is split is gathered.
-    Within a user's `shard_map` the kernel runs on what it is given.
+    Within a user's `shard_map` the kernel runs on what it is given. `vmap` over an axis that an Explicit mesh axis
+    splits is not supported.
 
     Args:
       kernel: returns `[..., Tq, H, Dv]`.
@@ -82,7 +83,7 @@ def over_shards(kernel: Callable, q, k, v, sinks=None, ids=None):
     if math.prod(mesh.shape[name] for name in free) == 1:
         return kernel(q, k, v, sinks, ids)
     is_explicit = AxisType.Explicit in mesh.axis_types
-    batch, heads = _explicit_axes(q) if is_explicit else _named_axes(mesh, free, q, k)
+    batch, heads = _explicit_axes(mesh, q, k) if is_explicit else _named_axes(mesh, free, q, k)
     spec = P(*batch, None, heads, None)
     arrays = (q, k, v, sinks, ids)
     specs = (spec, spec, spec, P(heads), P(None) if ids is None or ids.ndim == 1 else P(*batch, None))
@@ -91,7 +92,8 @@ def over_shards(kernel: Callable, q, k, v, sinks=None, ids=None):
         arrays = jax.tree.map(functools.partial(_resharded, mesh), arrays, specs)
     # Kernels do not tell over which axes their results vary.
     run = jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=spec, axis_names=free, check_vma=False)
-    return run(*arrays)
+    out = run(*arrays)
+    return _resharded(mesh, out, like_queries(_spec(q))[0]) if is_explicit else out
 
 
 def _resharded(mesh, x, spec):
@@ -104,10 +106,20 @@ def is_checked_manual(*arrays) -> bool:
     return any(jax.typeof(x).manual_axis_type.varying for x in arrays)
 
 
-def _explicit_axes(q) -> tuple[tuple, tuple | str | None]:
-    """The mesh axes that split each batch axis of q, and its heads."""
-    spec = (*jax.typeof(q).sharding.spec, *(None,) * q.ndim)[: q.ndim]
-    return spec[:-3], spec[-2]
+def _explicit_axes(mesh, q, k) -> tuple[tuple, tuple[str, ...]]:
+    """The mesh axes that split each batch axis of q, and its heads as far as they divide those of k."""
+    spec = _spec(q)
+    return spec[:-3], _dividing(mesh, _names(spec[-2]), k.shape[-2])
+
+
+def _names(axes) -> tuple[str, ...]:
+    """The mesh axes in an entry of a partition spec."""
+    return (axes,) if isinstance(axes, str) else axes or ()
+
+
+def _spec(x) -> tuple:
+    """The mesh axes that split each axis of an array, by its type."""
+    return (*jax.typeof(x).sharding.spec, *(None,) * x.ndim)[: x.ndim]
 
 
 def _named_axes(mesh, free: set[str], q, k) -> tuple[tuple, tuple]:

@@ -229,13 +229,17 @@ class Checkpoints:
         return _as_wanted(params, like)
 
     def _as_saved(self, step: int, like):
-        """`like` with its layers stacked or one by one, as they are on disk."""
-        _ignore_late_io()
-        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
-            found = reader.metadata(self.directory / str(step) / "params")
-        found = found if isinstance(found, dict) else found.item_metadata
-        names = found if isinstance(found, dict) else found.tree
-        return stack_layers(like) if is_stacked(names) else unstack_layers(like)
+        """`like` with its layers stacked or one by one, as they are on disk; unchanged where neither fits."""
+        try:
+            found = ocp.StandardCheckpointHandler().metadata(self.directory / str(step) / "params")
+            saved = _paths(getattr(found, "tree", found))
+        except (ValueError, OSError, KeyError, TypeError):  # which reading it will report
+            return like
+        params = like.params if isinstance(like, TrainState) else like
+        for convert in (stack_layers, unstack_layers):
+            if _paths(params) != saved and _has_layers(params) and _paths(convert(params)) == saved:
+                return convert(like)
+        return like
 
     def metadata(self, step: int) -> dict:
         """The metadata given to `save` (the item is named "facts" on disk); errors as for `restore`.
@@ -315,6 +319,16 @@ class WithManifest(ocp.CompositeCheckpointHandler):
 @ocp.args.register_with_handler(WithManifest, for_save=True, for_restore=True)
 class _Items(ocp.args.Composite):
     """The class of arguments that Orbax looks up for the handler."""
+
+
+def _paths(tree) -> set[str]:
+    """The paths of the leaves in nested dicts."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: not isinstance(node, dict))
+    return {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves}
+
+
+def _has_layers(params) -> bool:
+    return isinstance(params, dict) and ("block_0" in params or is_stacked(params))
 
 
 def _as_wanted(restored, like):

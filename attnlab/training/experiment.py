@@ -61,7 +61,8 @@ class Experiment:
         if model is not None:
             _check_model(model, vocab_size)
         self.model = model if model is not None else states.make_model(config, vocab_size)
-        self.scan = model is None and states.scans(config)
+        # An optimizer of the user's own may look at single parameters.
+        self.scan = model is None and (states.scans(config) if optimizer is None else bool(config.model.scan))
         self._init = jax.jit(self.model.init)
         self.learning_rate = None
         skip = config.on_nonfinite == "skip"

@@ -1,5 +1,6 @@
 """The training state, and the pure functions of a training or evaluation step."""
 
+import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -56,7 +57,7 @@ def create(
 def token_losses(model: nn.Module, params, batch: Batch, **options) -> Float[Array, "B T"]:
     """Cross-entropy of each target in nats, `[B, T]`."""
     inputs, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
-    if isinstance(model, GPT):
+    if isinstance(model, GPT) and "targets" in inspect.signature(model.__call__).parameters:
         return model.apply({"params": params}, inputs, targets=targets, **options)
     logits = model.apply({"params": sharding.gathered(params)}, inputs, **options)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets)

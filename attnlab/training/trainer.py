@@ -207,7 +207,7 @@ class Trainer:
         params = self.experiment.parallel.on_every_device(self.state.params)
         if self.log is None or self.sample is None:
             return
-        generated = self.sample(unstack_layers(jax.tree.map(lambda x: x.addressable_data(0), params)))
+        generated = self.sample(self._unstacked(jax.tree.map(lambda x: x.addressable_data(0), params)))
         with self.preemption.at_rest(self._save_and_report):
             text = self.text.tokenizer.decode([tokens[0] for tokens in generated])
         self.reporter.print(f"--- sample at step {step}:\n{text}\n---")
@@ -222,7 +222,7 @@ class Trainer:
         params = self.experiment.parallel.on_every_device(self.state.params)
         if self.log:
             scores = self.log.validation(last)
-            self.log.write(step=last, split="final", loss=scores["loss"], params_sha256=sha256(unstack_layers(params)))
+            self.log.write(step=last, split="final", loss=scores["loss"], params_sha256=sha256(self._unstacked(params)))
             self.reporter.print(f"done: {format_scores('validation', scores)}")
             if self.sample:
                 self.reporter.print(f"generate text with: python -m attnlab.sample --workdir={self.workdir}")
@@ -242,6 +242,10 @@ class Trainer:
                 f"{self._flops:.3g} FLOPs per token, {self._peak_flops:.3g} FLOP/s per device: "
                 f"at most {self._peak_flops * self._devices / self._flops:,.0f} tokens/s"
             )
+
+    def _unstacked(self, params):
+        """The parameters with their layers one by one; those of a user's model, whatever their names, as they are."""
+        return unstack_layers(params) if self.experiment.scan else params
 
     def _tokens(self, steps: int) -> int:
         config = self.experiment.config

@@ -129,6 +129,7 @@ def test_segments_and_sinks_of_sharded_calls_are_split_with_them(name, topology,
     arrays = inputs(mesh, 256, P("data", None, "tensor"))
     _, program = compiled(jax.grad(total, argnums=(0, 1, 2)), *arrays, ids, sinks)
     assert not set(program.collectives) & set(MOVES)
+    assert bool(program.kernels) == (name == "v5e:2x2")  # cuDNN knows no segments
 
 
 def test_a_cudnn_that_is_named_compiles_from_a_cpu(topology, compiled):

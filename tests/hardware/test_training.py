@@ -43,7 +43,8 @@ def test_training_step_compiles_for_tpus_along_every_axis(name, axes, training_s
     config = CONFIGS[name]()
     config.parallel.mesh.update(AXES[axes])
     _, program = training_step(config, "v5e:2x2")
-    assert bool(program.collectives) == (axes != "one chip")
+    expected = {"one chip": set(), "data": {"all-reduce"}, "fsdp": {"all-gather"}, "tensor": {"all-reduce"}}[axes]
+    assert expected <= set(program.collectives) and (axes != "one chip" or not program.collectives)
     if config.model.context % 128 == 0:  # splash's tiles
         runs = sum(count for kernel, count in program.kernels.items() if "splash" in kernel)
         assert runs == 3 * LAYERS  # forward, and dq and dk/dv
@@ -141,13 +142,13 @@ def test_exported_steps_compile_where_they_are_to_run(platform, name, topology, 
         here = NamedSharding(mesh, P())
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for x in exported.in_avals]
         arguments, _ = jax.tree.unflatten(exported.in_tree, shapes)
-        text, _ = compiled(exported.call, *arguments)
-        assert "ENTRY" in text
+        _, program = compiled(exported.call, *arguments)
+        assert program.arguments > 2 * sum(x.size for x in jax.tree.leaves(params))
 
 
 @pytest.mark.slow
 def test_gpt2_fits_its_budgets(training_step):
-    """At full size: the figures that docs/guide/hardware.md gives."""
+    """At full size."""
 
     def step(topology, batch, **mesh):
         config = config_of("gpt2_124m")

@@ -8,6 +8,7 @@ import jax.ad_checkpoint
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.core import FrozenDict
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -87,6 +88,28 @@ def test_unknown_remat_is_one_line_that_lists_the_policies():
         MODEL.clone(remat="all").init(jax.random.key(0), TOKENS)
 
 
-def test_targets_with_caches_are_refused():
-    with pytest.raises(ValueError, match="targets are for whole sequences: leave out caches"):
-        MODEL.apply({"params": PARAMS}, TOKENS, targets=TOKENS, caches=MODEL.empty_caches(2))
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"targets": TOKENS, "caches": MODEL.empty_caches(2)}, "targets are for whole sequences: leave out caches"),
+        ({"targets": TOKENS[:1]}, r"targets has shape \(1, 12\), expected that of tokens, \(2, 12\)"),
+        ({"targets": TOKENS - 1}, "targets contains -1, expected ids from 0 to 39"),
+    ],
+)
+def test_unusable_targets_are_one_line(options, message, own_errors):
+    with pytest.raises(ValueError, match=message):
+        MODEL.apply({"params": PARAMS}, TOKENS, **options)
+
+
+def test_traced_targets_out_of_range_have_a_loss_of_nan():
+    losses = jax.jit(lambda targets: MODEL.apply({"params": PARAMS}, TOKENS, targets=targets))(TOKENS.at[0, :2].set(-1))
+    assert np.isnan(losses[0, :2]).all() and np.isfinite(losses[0, 2:]).all()
+
+
+def test_stacked_layers_of_another_number_are_refused():
+    with pytest.raises(ValueError, match="params have 12 stacked layers, expected num_layers = 7"):
+        MODEL.clone(num_layers=7).apply({"params": stack_layers(PARAMS)}, TOKENS)
+
+
+def test_frozen_parameters_are_stacked_too():
+    assert is_stacked(stack_layers(FrozenDict(PARAMS)))

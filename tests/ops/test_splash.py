@@ -115,6 +115,24 @@ def test_interpreted_splash_on_a_mesh_equals_dense_and_moves_nothing(kind, monke
     assert np.linalg.norm(out - expected) <= 1e-5 * np.linalg.norm(expected)  # as above
 
 
+def test_interpreted_splash_on_explicit_axes_has_the_types_of_dense(monkeypatch):
+    interpreted = functools.partial(splash_attention_kernel.make_splash_mha, interpret=True)
+    monkeypatch.setattr(splash_attention_kernel, "make_splash_mha", interpreted)
+    for sizes, spec in (
+        ((1, 4), P("data", None, "tensor")),  # four heads of queries, two of keys
+        ((2, 2), P("data", "tensor")),  # the sequence
+    ):
+        mesh = jax.make_mesh(sizes, ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+        q = jax.device_put(arguments()[0], NamedSharding(mesh, spec))
+        k, v = (jax.device_put(x, NamedSharding(mesh, P("data"))) for x in arguments()[1:])
+        found = []
+        for impl in ("splash", "dense"):
+            call = functools.partial(attnlab.attention, mask=Causal(), impl=impl)
+            found.append(jax.jit(call)(q, k, v))
+        assert jax.typeof(found[0]) == jax.typeof(found[1])
+        assert np.linalg.norm(found[0] - found[1]) <= 1e-5 * np.linalg.norm(found[1])  # as above
+
+
 def test_checked_shard_map_rejects_splash_in_one_line():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     call = jax.shard_map(

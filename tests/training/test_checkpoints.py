@@ -94,6 +94,24 @@ def test_layers_saved_stacked_restore_one_by_one_and_the_reverse(tmp_path, conve
     checkpoints.close()
 
 
+def test_a_users_parameters_named_like_layers_restore_as_they_are(tmp_path):
+    params = {"blocks": {"block_0": jnp.ones((2, 3)), "gain": jnp.ones(())}, "block_0": {"w": jnp.zeros(3)}}
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints.save(TrainState(jnp.asarray(7, jnp.int32), params, (params,)))
+    checkpoints.wait()
+    equal(checkpoints.restore(7, TrainState(jnp.asarray(0), params, (params,))).params, params)
+    checkpoints.close()
+
+
+def test_parameters_without_orbaxs_metadata_restore(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints.save(state_at(7))
+    checkpoints.wait()
+    (tmp_path / "checkpoints" / "7" / "params" / "_METADATA").unlink()
+    equal(checkpoints.restore(7, state_at(0)), state_at(7))
+    checkpoints.close()
+
+
 @pytest.fixture
 def saved(tmp_path):
     """Checkpoints of steps 3 and 7."""
