@@ -333,19 +333,18 @@ class GPT(nn.Module):
 
         # A loop is a barrier by itself.
         run = jax.checkpoint(apply, policy=policy, prevent_cse=False) if recomputes else apply
-        layer_numbers = jnp.arange(layers.len_layers({layers.STACKED: stacked}))
-        return jax.lax.scan(lambda x, layer: (run(x, *layer, keys), None), x, (stacked, layer_numbers))[0]
+        each = (stacked, jnp.arange(self.num_layers))
+        return jax.lax.scan(lambda x, layer: (run(x, *layer, keys), None), x, each)[0]
 
     def _slice_by_slice(self, x, options, keys, caches):
         """The layers of stacked parameters one by one, for caches and for what modules sow."""
-        stacked, extended = {layers.STACKED: self.get_variable("params", layers.STACKED)}, []
+        unstacked = layers.unstack_layers({layers.STACKED: self.get_variable("params", layers.STACKED)})
+        block, extended = self._block(0).clone(parent=None, name=None), []
         sows = self.is_mutable_collection("intermediates")
         for layer in range(self.num_layers):
-            block = self._block(layer)
-            name = block.name
-            block = block.clone(parent=None, name=None)
+            name = f"block_{layer}"
             key = None if keys is None else dropout.fold_in(keys, layer)
-            params = sharding.gathered(layers.layer(stacked, layer), self.dtype)
+            params = sharding.gathered(unstacked[name], self.dtype)
             cache = None if caches is None else caches[layer]
             result, sown = block.apply(
                 {"params": params},
@@ -395,7 +394,7 @@ class GPT(nn.Module):
 
     def _check_depth(self) -> None:
         if self.has_variable("params", layers.STACKED):
-            depth = layers.len_layers({layers.STACKED: self.get_variable("params", layers.STACKED)})
+            depth = layers.depth({layers.STACKED: self.get_variable("params", layers.STACKED)})
             if depth != self.num_layers:
                 raise ValueError(f"params have {depth} stacked layers, expected num_layers = {self.num_layers}")
 

@@ -50,7 +50,8 @@ def unstack_layers(tree):
         if not is_stacked(node):
             return node
         others = {name: value for name, value in node.items() if name != STACKED}
-        return others | {f"block_{n}": layer(node, n) for n in range(len_layers(node))}
+        layers = {f"block_{n}": jax.tree.map(lambda x, n=n: _slice(x, n), node[STACKED]) for n in range(depth(node))}
+        return others | layers
 
     return jax.tree.map(convert, tree, is_leaf=is_stacked)
 
@@ -64,21 +65,16 @@ def is_stacked(params) -> bool:
     return isinstance(params, Mapping) and STACKED in params
 
 
-def len_layers(params) -> int:
+def depth(params) -> int:
     """The number of layers in stacked parameters."""
     return jax.tree.leaves(params[STACKED])[0].shape[0]
-
-
-def layer(params, n: int):
-    """The parameters of layer n in stacked parameters."""
-    return jax.tree.map(lambda x: _slice(x, n), params[STACKED])
 
 
 def remat_policy(remat: str, *, gathers: bool, loop: bool):
     """(whether `jax.checkpoint` is needed, its policy: what of a block is stored for the gradient).
 
-    Without a loop, XLA stores products and computes the elementwise functions between them again where that pays. In a
-    loop it stores what it is told: "none" is then the same as "dots".
+    Without a loop, XLA may recompute the elementwise functions between products by itself. Across the iterations of a
+    loop it cannot, so "none" is treated as "dots" there.
 
     Args:
       remat: one of `REMAT`.
@@ -105,7 +101,7 @@ def _is_product(primitive, params) -> bool:
 
 
 def _is_attention(primitive, params) -> bool:
-    """What `ops.attention` keeps for its backward pass; cuDNN's primitives have names of their own."""
+    """Residuals of the attention operator: arrays named "attention", and the outputs of cuDNN's primitives."""
     return (primitive.name == "name" and params["name"] == "attention") or primitive.name.startswith(
         "dot_product_attention_fwd"
     )

@@ -21,7 +21,7 @@ _FORWARDS = ("copy", "bitcast", "copy-done", "copy-start")  # the same number un
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a compiler says about a program; memory in bytes on each device, None where it refused to compile.
+    """Memory, collectives and kernels of a compiled program; bytes per device, None if compilation failed.
 
     Attributes:
       fits: False where the compiler refused it for want of memory.
@@ -90,7 +90,7 @@ def compile(lowered: jax.stages.Lowered) -> Program:
 
 
 def read(compiled: jax.stages.Compiled, seconds: float = 0.0) -> Program:
-    """What a compiled program says of itself.
+    """The memory, collectives and kernels of a compiled program.
 
     >>> program = read(jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((64, 64), "float32")).compile())
     >>> program.outputs, program.collectives
