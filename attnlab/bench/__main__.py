@@ -22,6 +22,7 @@ BENCHMARKS = {
     "start": "seconds from the command to the first training step, and to the first sampled character",
     "data": "the data pipeline: how much faster batches come than training consumes them",
     "gpu": "on a GPU: the operator's correctness and speed, and training, against jax.nn, torch and nanoGPT",
+    "bundles": "compiled for a TPU: the bundles of attention kernels, a lower bound of cycles, beside splash attention",
     "saving": "the time that saving checkpoints takes from training",
     "faults": "kill, stop, damage and misuse training runs; count what goes wrong",
 }

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Integer
 
-from attnlab.ops import blockwise, checks, cudnn, dense, dropout, splash
+from attnlab.ops import blockwise, checks, cudnn, dense, dropout, pallas, splash
 from attnlab.ops.logsumexp import finite_shift, normalizer
 from attnlab.ops.mask_algebra import Mask, require_positions
 from attnlab.ops.masks import Dense, as_band
@@ -20,8 +20,8 @@ from attnlab.types import Array
 
 # In the order of preference of "auto". A backend is a module with `attend`, which returns (out, lse), and
 # `reason_against`, which takes the same arguments and returns the reason why it cannot honour them, or None.
-_BACKENDS = {"cudnn": cudnn, "splash": splash, "blockwise": blockwise, "dense": dense}
-_KERNELS = ("cudnn", "splash")  # they run on one platform, and take the mask as a `Band`
+_BACKENDS = {"cudnn": cudnn, "splash": splash, "pallas": pallas, "blockwise": blockwise, "dense": dense}
+_BANDED = ("cudnn", "splash")  # they take the mask as a `Band`
 
 
 class Explanation(NamedTuple):
@@ -291,7 +291,7 @@ def _choose(impl, arguments, block_sizes, return_lse, platform=None) -> Explanat
 
 
 def _for_backend(name, arguments) -> dict:
-    if name not in _KERNELS:
+    if name not in _BANDED:
         return arguments
     others = {key: value for key, value in arguments.items() if key != "mask"}
     return {**others, "band": as_band(arguments["mask"])}
@@ -302,9 +302,9 @@ def _platform_against(name, impl, arguments, platform) -> str | None:
     needs, operands = getattr(_BACKENDS[name], "PLATFORM", None), [arguments[x] for x in "qkv"]
     found = platform or platform_of(*operands)
     unknown = platform is None and found == jax.default_backend() and isinstance(operands[0], jax.core.Tracer)
-    return (
-        None if needs in (None, found) or (name == impl and unknown) else f"it needs a {needs}, and this is a {found}"
-    )
+    if needs in (None, found) or (name == impl and (unknown or (name == "pallas" and pallas.is_interpreted()))):
+        return None
+    return f"it needs a {needs}, and this is a {found}"
 
 
 def is_small(q_length: int, kv_length: int) -> bool:

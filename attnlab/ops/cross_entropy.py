@@ -24,8 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Integer
 
 from attnlab.ops import checks
-from attnlab.ops.blockwise.batching import equally_varying, varying_like
-from attnlab.ops.meshes import on_auto_axes
+from attnlab.ops.meshes import equally_varying, on_auto_axes, varying_like
 from attnlab.types import Array
 
 MAX_LOGITS = 2**28  # 1 GiB in float32

@@ -3,10 +3,14 @@
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from attnlab.types import Array
 
 # How the axes of a mesh are used where its types do not tell: these split heads, these the sequence, all others the
 # batch.
@@ -64,36 +68,70 @@ def _has_explicit_axes(leaf) -> bool:
     return isinstance(leaf, jax.Array) and AxisType.Explicit in jax.typeof(leaf).sharding.mesh.axis_types
 
 
-def over_shards(kernel: Callable, q, k, v, sinks=None, ids=None):
-    """`kernel(q, k, v, sinks, ids)` on each device's own examples and heads, for kernels that XLA cannot partition.
+class Splits(NamedTuple):
+    """The mesh axes that split a call.
 
-    The batch and the heads stay split as they are, by `jax.shard_map`: over Explicit axes as their types say, over Auto
-    axes by the names in `HEAD_AXES` and `SEQUENCE_AXES`, as far as sizes divide. A sequence that is split is gathered.
-    Within a user's `shard_map` the kernel runs on what it is given. `vmap` over an axis that an Explicit mesh axis
-    splits is not supported.
+    Attributes:
+      batch: for each batch axis of q, a name, a tuple of names, or None.
+      heads: names for the heads of q, k and v.
+    """
 
-    Args:
-      kernel: returns `[..., Tq, H, Dv]`.
-      q, k, v: `[..., T, H, D]`.
-      sinks: `[H]` or None.
-      ids: `[..., T]` with q's batch axes, `[T]`, or None.
+    batch: tuple
+    heads: tuple[str, ...]
+
+
+def splits_of(q, k) -> Splits:
+    """The axes that split the batch and the heads: Explicit ones as types say, Auto ones by their names.
+
+    Names are taken for what `HEAD_AXES` and `SEQUENCE_AXES` say, as far as sizes divide; a sequence is not split.
     """
     mesh = jax.typeof(q).sharding.mesh
-    free = {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind != AxisType.Manual}
+    if AxisType.Explicit in mesh.axis_types:
+        return _explicit_axes(mesh, q, k)
+    return _named_axes(mesh, _free(mesh), q, k)
+
+
+def over_shards(kernel: Callable, q, k, v, others=(), splits: Splits | None = None):
+    """`kernel(q, k, v, others)` on each device's own examples and heads, for kernels that XLA cannot partition.
+
+    The batch and the heads stay split as they are, by `jax.shard_map`. A sequence that is split is gathered. Within a
+    user's `shard_map` the kernel runs on what it is given. `vmap` over an axis that an Explicit mesh axis splits is not
+    supported.
+
+    Args:
+      kernel: returns one or more arrays `[..., Tq, H]` or `[..., Tq, H, Dv]`.
+      q, k, v: `[..., T, H, D]`.
+      others: a tree of arrays `[*batch or 1s, H or 1, …]`, which are split with q.
+      splits: those of `splits_of(q, k)` if None.
+    """
+    mesh = jax.typeof(q).sharding.mesh
+    free = _free(mesh)
     if math.prod(mesh.shape[name] for name in free) == 1:
-        return kernel(q, k, v, sinks, ids)
+        return kernel(q, k, v, others)
     is_explicit = AxisType.Explicit in mesh.axis_types
-    batch, heads = _explicit_axes(mesh, q, k) if is_explicit else _named_axes(mesh, free, q, k)
+    batch, heads = splits or splits_of(q, k)
     spec = P(*batch, None, heads, None)
-    arrays = (q, k, v, sinks, ids)
-    specs = (spec, spec, spec, P(heads), P(None) if ids is None or ids.ndim == 1 else P(*batch, None))
-    specs = tuple(None if x is None else at for x, at in zip(arrays, specs))
-    if is_explicit:  # k, v, sinks or ids may be split otherwise than q
+
+    def spec_of(x):
+        return P(*(axes if size > 1 else None for axes, size in zip((*batch, heads), x.shape)))
+
+    arrays, specs = (q, k, v, others), (spec, spec, spec, jax.tree.map(spec_of, others))
+    if is_explicit:  # some may be split otherwise than q
         arrays = jax.tree.map(functools.partial(_resharded, mesh), arrays, specs)
-    # Kernels do not tell over which axes their results vary.
-    run = jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=spec, axis_names=free, check_vma=False)
-    out = run(*arrays)
-    return _resharded(mesh, out, like_queries(_spec(q))[0]) if is_explicit else out
+    # Most kernels do not tell over which axes their results vary.
+    run = jax.shard_map(
+        kernel, mesh=mesh, in_specs=specs, out_specs=P(*batch, None, heads), axis_names=free, check_vma=False
+    )
+    results = run(*arrays)
+    if not is_explicit:
+        return results
+    like_q = _spec(q)[:-1]
+    return jax.tree.map(lambda x: _resharded(mesh, x, P(*like_q, *(None,) * (x.ndim - len(like_q)))), results)
+
+
+def _free(mesh) -> set[str]:
+    """The axes of a mesh over which XLA partitions a program."""
+    return {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind != AxisType.Manual}
 
 
 def _resharded(mesh, x, spec):
@@ -101,15 +139,36 @@ def _resharded(mesh, x, spec):
     return x if jax.typeof(x).sharding == sharding else jax.sharding.reshard(x, sharding)
 
 
+def varying_like(x: Array, tree):
+    """`tree` marked, within `shard_map`, as varying over the mesh axes that `x` varies over."""
+    return jax.tree.map(lambda leaf: _varying(leaf, _axes(x)), tree)
+
+
+def equally_varying(tree):
+    """`tree` with each leaf marked as varying over the mesh axes that any leaf varies over."""
+    axes = frozenset().union(*(_axes(leaf) for leaf in jax.tree.leaves(tree)))
+    return jax.tree.map(lambda leaf: _varying(leaf, axes), tree)
+
+
+def _varying(x, axes):
+    missing = tuple(axes - _axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _axes(x):
+    """The mesh axes over which `x` varies within `shard_map`."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
 def is_checked_manual(*arrays) -> bool:
     """Whether a call is inside a `shard_map` that checks over which axes values vary, which few kernels tell it."""
-    return any(jax.typeof(x).manual_axis_type.varying for x in arrays)
+    return any(_axes(x) for x in arrays)
 
 
-def _explicit_axes(mesh, q, k) -> tuple[tuple, tuple[str, ...]]:
+def _explicit_axes(mesh, q, k) -> Splits:
     """The mesh axes that split each batch axis of q, and its heads as far as they divide those of k."""
     spec = _spec(q)
-    return spec[:-3], _dividing(mesh, _names(spec[-2]), k.shape[-2])
+    return Splits(spec[:-3], _dividing(mesh, _names(spec[-2]), k.shape[-2]))
 
 
 def _names(axes) -> tuple[str, ...]:
@@ -122,13 +181,13 @@ def _spec(x) -> tuple:
     return (*jax.typeof(x).sharding.spec, *(None,) * x.ndim)[: x.ndim]
 
 
-def _named_axes(mesh, free: set[str], q, k) -> tuple[tuple, tuple]:
+def _named_axes(mesh, free: set[str], q, k) -> Splits:
     """The same by the names of the axes, in the order of the mesh."""
     names = [name for name in mesh.axis_names if name in free and name not in SEQUENCE_AXES]
     heads = _dividing(mesh, (name for name in names if name in HEAD_AXES), k.shape[-2])
     rank = q.ndim - 3
     batch = _dividing(mesh, (name for name in names if name not in HEAD_AXES), q.shape[0]) if rank else ()
-    return ((batch, *(None,) * (rank - 1)) if rank else ()), heads
+    return Splits((batch, *(None,) * (rank - 1)) if rank else (), heads)
 
 
 def _dividing(mesh, names, size) -> tuple[str, ...]:

@@ -1,6 +1,8 @@
 """The platform that a program is compiled for, which need not be one of this machine's."""
 
 import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 
@@ -20,3 +22,26 @@ def platform_of(*arrays) -> str:
         if device is not None:
             return {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
     return jax.default_backend()
+
+
+def only_on_tpus(x, message: str):
+    """`x`; compiling what is computed from it for another platform raises ValueError with the message.
+
+    >>> jax.jit(lambda x: only_on_tpus(x, "impl = 'pallas' needs a tpu"))(1.0)
+    Traceback (most recent call last):
+    ValueError: impl = 'pallas' needs a tpu
+    """
+    return _only_on_tpus_p.bind(x, message=message)
+
+
+def _refuse(*_, message, **__):
+    raise ValueError(message)
+
+
+_only_on_tpus_p = Primitive("only_on_tpus")
+_only_on_tpus_p.def_impl(_refuse)
+_only_on_tpus_p.def_abstract_eval(lambda x, message: x)
+ad.deflinear2(_only_on_tpus_p, lambda cotangent, *_, message: (cotangent,))
+batching.primitive_batchers[_only_on_tpus_p] = lambda args, axes, message: (only_on_tpus(args[0], message), axes[0])
+mlir.register_lowering(_only_on_tpus_p, _refuse)
+mlir.register_lowering(_only_on_tpus_p, lambda _, x, message: [x], platform="tpu")

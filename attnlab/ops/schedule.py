@@ -14,7 +14,7 @@ from attnlab.types import Array
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
-class _Costs(NamedTuple):
+class Costs(NamedTuple):
     """The cost of a tile of n scores: n times the factors that apply, plus per_tile + per_row·(its longer side).
 
     Attributes:
@@ -24,6 +24,7 @@ class _Costs(NamedTuple):
       uncached: factor for tiles larger than that.
       comparing: factor for PARTIAL tiles, whose pairs are compared with the mask.
       per_tile, per_row: fixed costs, in units of one score.
+      lanes: no size is cut to a length that is no multiple of it.
     """
 
     sizes: tuple[int, ...]
@@ -33,15 +34,27 @@ class _Costs(NamedTuple):
     comparing: float
     per_tile: float
     per_row: float
+    lanes: int = 1
 
 
 # Fitted on two x86 cores with 1 MiB of L2 each: float32, 8 to 128 heads times examples, 64 features a head.
-_CPU = _Costs(
+CPU = Costs(
     (64, 128, 256, 512), max_scores=2**21, cached_scores=2**19, uncached=1.15, comparing=1.25, per_tile=0, per_row=1450
 )
 # A tile is a handful of kernels, about 5 µs each to launch; not fitted.
-_ACCELERATOR = _Costs(
+ACCELERATOR = Costs(
     (128, 256, 512, 1024), max_scores=2**26, cached_scores=2**26, uncached=1, comparing=1, per_tile=1e7, per_row=0
+)
+# One step of a grid for each tile; see the table in the docs.
+TPU_KERNEL = Costs(
+    (128, 256, 512),
+    max_scores=2**30,
+    cached_scores=2**30,
+    uncached=1,
+    comparing=1.1,
+    per_tile=8e4,
+    per_row=0,
+    lanes=128,
 )
 
 
@@ -55,11 +68,11 @@ def schedule(
     kv_positions=None,
     num_heads: int = 1,
     batch: tuple[int, ...] = (),
-    platform: str = "cpu",
+    costs: Costs = CPU,
 ) -> tuple[tuple[int, int], Int[Array, "nQ nK"]]:
     """Tile sizes and the block mask: for each tile EMPTY, PARTIAL or FULL, over all heads and examples.
 
-    Sizes are those given, or the cheapest for the mask on a platform, "cpu", "gpu" or "tpu". The block mask is a NumPy
+    Sizes are those given, or the cheapest for the mask where tiles have these costs. The block mask is a NumPy
     array when the mask is known while tracing. When the mask is traced, tiles have a moderate size and the block mask
     is traced too.
 
@@ -71,24 +84,23 @@ def schedule(
     lengths = (q_length, kv_length)
     where = {"q_positions": q_positions, "kv_positions": kv_positions, "num_heads": num_heads, "batch": batch}
     if block_sizes is not None:
-        block_sizes = _clipped(block_sizes, lengths)
+        block_sizes = _clipped(block_sizes, lengths, costs)
         return block_sizes, _block_mask(mask, lengths, block_sizes, where)
 
-    costs = _CPU if platform == "cpu" else _ACCELERATOR
     # The symbolic sizes of jax.export count as 1.
     rows = num_heads * math.prod(size for size in batch if isinstance(size, int))
     # The finest division whose tiles are quickly listed; coarser ones are made from it.
     finest, *coarser = [size for size in costs.sizes if size * 2048 >= max(lengths)] or costs.sizes[-1:]
-    any_visible, all_visible = _tiles(mask, lengths, _clipped((finest, finest), lengths), where)
+    any_visible, all_visible = _tiles(mask, lengths, _clipped((finest, finest), lengths, costs), where)
     if not isinstance(any_visible, np.ndarray):
         fits = [size for size in costs.sizes if rows * size**2 <= costs.cached_scores and size <= 256]
-        block_sizes = _clipped((max(fits, default=finest),) * 2, lengths)
+        block_sizes = _clipped((max(fits, default=finest),) * 2, lengths, costs)
         return block_sizes, _block_mask(mask, lengths, block_sizes, where)
     any_visible, any_masked = (x.any(axis=tuple(range(x.ndim - 2))) for x in (any_visible, ~all_visible))
 
     candidates = []
     for size in (finest, *coarser):
-        block_sizes = _clipped((size, size), lengths)
+        block_sizes = _clipped((size, size), lengths, costs)
         if size > finest and rows * np.prod(block_sizes) > costs.max_scores:
             continue
         by = size // finest
@@ -97,12 +109,92 @@ def schedule(
     return min(candidates, key=lambda candidate: _cost(costs, rows, *candidate))
 
 
+def tile_kinds(
+    mask: Mask | None, lengths: tuple[int, int], block_sizes: tuple[int, int], **where
+) -> Int[Array, "B H nQ nK"]:
+    """EMPTY, PARTIAL or FULL for each tile of each example and head, `[*batch or 1s, H or 1, nQ, nK]`.
+
+    `where` and the types are those of `schedule`, whose block mask is what all examples and heads have in common.
+    """
+    any_visible, all_visible = _tiles(mask, lengths, block_sizes, where)
+    xp = np if isinstance(any_visible, np.ndarray) else jnp
+    kinds = xp.where(all_visible, FULL, xp.where(any_visible, PARTIAL, EMPTY)).astype(np.int32)
+    return _within(kinds, block_sizes, lengths)
+
+
 def block_mask_of(any_visible: Bool[Array, "..."], all_visible: Bool[Array, "..."]) -> Int[Array, "nQ nK"]:
     """The block mask shared by all leading axes: EMPTY only if all are, FULL only if all are."""
     xp = np if isinstance(any_visible, np.ndarray) else jnp
     axes = tuple(range(any_visible.ndim - 2))
     partial_or_empty = xp.where(any_visible.any(axis=axes), PARTIAL, EMPTY)
     return xp.where(all_visible.all(axis=axes), FULL, partial_or_empty).astype(np.int32)
+
+
+class Visits(NamedTuple):
+    """The tiles that a kernel visits, one after another, row by row: a table for each leading axis of the tile kinds.
+
+    A row all of whose tiles are EMPTY is visited once, as EMPTY, since its results must be written.
+
+    Attributes:
+      words: int32 `[..., N]`, one word a visit; `read_visit` takes it apart. A table with fewer visits ends in EMPTY
+        ones of its last tile.
+      counts: `[...]`, how many of them there are, without those at the end; None when N is the largest of them.
+    """
+
+    words: Int[Array, "... N"]
+    counts: Int[Array, "..."] | None
+
+
+class Visit(NamedTuple):
+    """One visit: block indices of the row and the column, the kind of tile, whether it is the first or last of a row."""
+
+    row: Int[Array, ""]
+    column: Int[Array, ""]
+    kind: Int[Array, ""]
+    is_first: Bool[Array, ""]
+    is_last: Bool[Array, ""]
+
+
+_INDEX_BITS = 13  # of rows and columns each: blocks of 128 of a million tokens
+
+
+def visits(kinds: Int[Array, "... n m"]) -> Visits:
+    """The visits of the tiles that are not EMPTY, row by row.
+
+    NumPy arrays, with as many words as the longest table has visits, when `kinds` is one; else n·m words.
+
+    >>> words, _ = visits(np.array([[FULL, EMPTY], [PARTIAL, FULL], [EMPTY, EMPTY]]))
+    >>> [tuple(map(int, read_visit(word))) for word in words]  # row, column, kind, is_first, is_last
+    [(0, 0, 2, 1, 1), (1, 0, 1, 1, 0), (1, 1, 2, 0, 1), (2, 0, 0, 1, 1)]
+    """
+    xp = np if isinstance(kinds, np.ndarray) else jnp
+    *leading, n, m = kinds.shape
+    if max(n, m) > 2**_INDEX_BITS:
+        raise ValueError(f"{n} × {m} tiles: expected at most {2**_INDEX_BITS} a side, give larger block_sizes")
+    is_visited = (kinds > EMPTY) | ((np.arange(m) == 0) & (kinds == EMPTY).all(axis=-1, keepdims=True))
+    order = is_visited.cumsum(axis=-1)
+    words = every_tile(kinds, is_first=order == 1, is_last=order == order[..., -1:])
+    is_visited = is_visited.reshape(words.shape)
+    at = xp.argsort(~is_visited, axis=-1, stable=True)
+    words, counts = xp.take_along_axis(words, at, axis=-1), is_visited.sum(axis=-1)
+    last = xp.take_along_axis(words, counts[..., None] - 1, axis=-1)
+    words = xp.where(np.arange(n * m) < counts[..., None], words, last & 2 ** (2 * _INDEX_BITS) - 1)
+    return Visits(words[..., : counts.max()], None) if xp is np else Visits(words, counts)
+
+
+def every_tile(kinds: Int[Array, "... n m"], is_first=False, is_last=False) -> Int[Array, "... N"]:
+    """The words of all tiles, row by row, EMPTY ones included."""
+    rows, columns = (x.astype(np.int32) for x in np.indices(kinds.shape[-2:]))
+    words = rows | columns << _INDEX_BITS | kinds << 2 * _INDEX_BITS | is_first << 28 | is_last << 29
+    return words.astype(np.int32).reshape(*kinds.shape[:-2], -1)
+
+
+def read_visit(word: Int[Array, ""]) -> Visit:
+    """The parts of a word of `Visits`."""
+    side = 2**_INDEX_BITS - 1
+    return Visit(
+        word & side, word >> _INDEX_BITS & side, word >> 2 * _INDEX_BITS & 3, word >> 28 & 1 == 1, word >> 29 & 1 == 1
+    )
 
 
 class VisitOrder(NamedTuple):
@@ -125,8 +217,8 @@ def visit_order(block_mask: Int[Array, "n m"]) -> VisitOrder:
     return VisitOrder(columns, (block_mask == FULL).sum(axis=1), (block_mask > EMPTY).sum(axis=1))
 
 
-def _clipped(block_sizes, lengths):
-    return tuple(map(min, block_sizes, lengths))
+def _clipped(block_sizes, lengths, costs):
+    return tuple(min(size, -(-n // costs.lanes) * costs.lanes) for size, n in zip(block_sizes, lengths))
 
 
 def _tiles(mask, lengths, block_sizes, where):
@@ -143,7 +235,8 @@ def _block_mask(mask, lengths, block_sizes, where):
 def _within(block_mask, block_sizes, lengths):
     """The block mask in which tiles that reach beyond the ends are at most PARTIAL."""
     rows, columns = (
-        (np.arange(n) == n - 1) & bool(length % size) for n, size, length in zip(block_mask.shape, block_sizes, lengths)
+        (np.arange(n) == n - 1) & bool(length % size)
+        for n, size, length in zip(block_mask.shape[-2:], block_sizes, lengths)
     )
     xp = np if isinstance(block_mask, np.ndarray) else jnp
     return xp.minimum(block_mask, np.where(rows[:, None] | columns, PARTIAL, FULL).astype(np.int32))

@@ -46,20 +46,26 @@ def attend(q, k, v, *, band, score_mods, scale, sinks, block_sizes=None, **_):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     cap = float(score_mods[0].cap) if score_mods else None
 
-    def run(q, k, v, sinks, ids):
-        lengths = (q.shape[-3], k.shape[-3])
+    shared = (1,) * (q.ndim - 3)
+    sinks = None if sinks is None else sinks.reshape(*shared, -1)
+    ids = None if ids is None else ids.reshape(*(ids.shape[:-1] or shared), 1, -1)
+
+    def run(q, k, v, others):
+        sinks, ids = others
+        batch, lengths = q.shape[:-3], (q.shape[-3], k.shape[-3])
+        ids = None if ids is None else jnp.broadcast_to(ids[..., 0, :], (*batch, lengths[0]))
+        sinks = None if sinks is None else sinks.reshape(-1)
         kernel = _kernel(band, lengths, q.shape[-2], cap, block_sizes)
 
-        def one_example(q, k, v, ids):
+        def attend(q, k, v, ids):
             return kernel(q, k, v, None if ids is None else _segment_ids(ids), sinks)
 
-        attend = one_example
-        for _ in q.shape[:-3]:
-            attend = jax.vmap(attend, in_axes=(0, 0, 0, None if ids is None or ids.ndim == 1 else 0))
+        for _ in batch:
+            attend = jax.vmap(attend, in_axes=(0, 0, 0, None if ids is None else 0))
         q = (q * scale).astype(q.dtype)  # the kernel has no scale
         return attend(*(x.swapaxes(-2, -3) for x in (q, k, v)), ids).swapaxes(-2, -3)
 
-    return over_shards(run, q, k, v, sinks, ids), None
+    return over_shards(run, q, k, v, (sinks, ids)), None
 
 
 def _kernel(band, lengths, num_heads, cap, block_sizes):

@@ -58,7 +58,7 @@ class Case:
         score mods if the call has them.
       positions: q_positions and kv_positions if the call has them.
       dropout_rate: 0 for none.
-      block_sizes: for blockwise.
+      block_sizes: for the backends that compute by tiles.
     """
 
     seed: int
@@ -100,7 +100,7 @@ class Case:
             arrays.get("scale"),
             arrays.get("sinks"),
             impl=impl,
-            block_sizes=self.block_sizes if impl == "blockwise" else None,
+            block_sizes=self.block_sizes if impl in ("blockwise", "pallas") else None,
             return_lse=True,
             **self.positions,
             **(dropout if self.dropout_rate else {}),

@@ -24,12 +24,13 @@ import numpy as np
 from jaxtyping import Float
 
 from attnlab.ops import dropout
-from attnlab.ops.blockwise import batching, passes
+from attnlab.ops.blockwise import passes
 from attnlab.ops.blockwise.operands import Operands, Plan, SplitTerms, Terms
 from attnlab.ops.masks import Mask
-from attnlab.ops.meshes import like_queries, on_auto_axes
+from attnlab.ops.meshes import equally_varying, like_queries, on_auto_axes
 from attnlab.ops.platforms import platform_of
-from attnlab.ops.schedule import FULL, PARTIAL, schedule
+from attnlab.ops.reverse_mode import message, reverse_mode_only
+from attnlab.ops.schedule import ACCELERATOR, CPU, FULL, PARTIAL, schedule
 from attnlab.ops.tiles import padded
 from attnlab.types import Array
 
@@ -60,7 +61,8 @@ def attend(
     *batch, q_length, num_heads, head_dim = q.shape
     lengths, dtype = (q_length, k.shape[-3]), jnp.promote_types(q.dtype, jnp.float32)
     where = {"q_positions": q_positions, "kv_positions": kv_positions, "num_heads": num_heads, "batch": tuple(batch)}
-    block_sizes, block_mask = schedule(mask, *lengths, block_sizes, **where, platform=platform_of(q, k, v))
+    costs = CPU if platform_of(q, k, v) == "cpu" else ACCELERATOR
+    block_sizes, block_mask = schedule(mask, *lengths, block_sizes, **where, costs=costs)
     padded_lengths = tuple(count * size for count, size in zip(block_mask.shape, block_sizes))
     scale = head_dim**-0.5 if scale is None else scale
     if q.dtype == dtype or (isinstance(scale, float) and math.frexp(scale)[0] == 0.5):
@@ -81,10 +83,10 @@ def attend(
     tile_kinds = tuple(kind for kind in (FULL, PARTIAL) if not is_known or (block_mask == kind).any())
     plan = Plan(lengths, block_sizes, tile_kinds, dropout_rate)
     try:
-        return passes.attention(plan, batching.reverse_mode_only(batching.equally_varying(operands)))
+        return passes.attention(plan, reverse_mode_only("blockwise", equally_varying(operands)))
     except TypeError as error:  # of JAX, for forward mode within vmap
         if "forward-mode" in str(error):
-            raise ValueError(batching.REVERSE_MODE_ONLY) from error
+            raise ValueError(message("blockwise")) from error
         raise
 
 

@@ -1,52 +1,14 @@
-"""Rules for `vmap`, `shard_map`, forward mode and second-order derivatives."""
+"""Rules for `vmap` and `shard_map`."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 from attnlab.ops.blockwise.operands import Operands, Plan, SplitTerms, combine, partition
+from attnlab.ops.reverse_mode import refuse
 from attnlab.ops.schedule import EMPTY, FULL, block_mask_of
-from attnlab.types import Array
-
-REVERSE_MODE_ONLY = (
-    "impl = 'blockwise' has first derivatives in reverse mode only: for forward mode or second order use impl='dense'"
-)
-
-
-def reverse_mode_only(tree):
-    """`tree`, such that forward-mode derivatives of what is computed from it raise ValueError, under `jit` as well."""
-    floats, others = partition(tree, jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.inexact), tree))
-    leaves, treedef = jax.tree.flatten(floats)
-    return combine(jax.tree.unflatten(treedef, _identity(leaves)), others)
-
-
-@jax.custom_jvp
-def _identity(leaves):
-    return leaves
-
-
-@_identity.defjvp
-def _identity_jvp(primals, tangents):
-    return primals[0], _tangents_p.bind(*tangents[0])
-
-
-def _refuse(*_, **__):
-    raise ValueError(REVERSE_MODE_ONLY)
-
-
-# The identity on tangents. Reverse mode transposes it without computing it, so computing it means forward mode.
-_tangents_p = Primitive("reverse_mode_only")
-_tangents_p.multiple_results = True
-_tangents_p.def_impl(_refuse)
-_tangents_p.def_abstract_eval(lambda *tangents: tangents)
-ad.deflinear2(_tangents_p, lambda cotangents, *_: cotangents)
-batching.primitive_batchers[_tangents_p] = lambda tangents, axes: (_tangents_p.bind(*tangents), axes)
-mlir.register_lowering(_tangents_p, _refuse)
 
 
 def batched_explicitly(run_pass):
@@ -72,7 +34,7 @@ def batched_explicitly(run_pass):
 
         return unmapped(operands)
 
-    run.defjvp(_refuse)
+    run.defjvp(functools.partial(refuse, "blockwise"))
     return run
 
 
@@ -99,24 +61,3 @@ def _with_mapped_axis(plan: Plan, operands: Operands, is_batched: Operands, size
     }
     terms = SplitTerms(shared, combine(still_mapped, newly_mapped))
     return plan._replace(is_mapped=True), Operands(block_mask=block_mask, terms=terms, **others)
-
-
-def varying_like(x: Array, tree):
-    """`tree` marked, within `shard_map`, as varying over the mesh axes that `x` varies over."""
-    return jax.tree.map(lambda leaf: _varying(leaf, _axes(x)), tree)
-
-
-def equally_varying(tree):
-    """`tree` with each leaf marked as varying over the mesh axes that any leaf varies over."""
-    axes = frozenset().union(*(_axes(leaf) for leaf in jax.tree.leaves(tree)))
-    return jax.tree.map(lambda leaf: _varying(leaf, axes), tree)
-
-
-def _varying(x, axes):
-    missing = tuple(axes - _axes(x))
-    return lax.pcast(x, missing, to="varying") if missing else x
-
-
-def _axes(x):
-    """The mesh axes over which `x` varies within `shard_map`."""
-    return jax.typeof(x).manual_axis_type.varying

@@ -10,10 +10,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from attnlab.ops.blockwise import layout
-from attnlab.ops.blockwise.batching import batched_explicitly, varying_like
+from attnlab.ops.blockwise.batching import batched_explicitly
 from attnlab.ops.blockwise.operands import Operands, Plan, SplitTerms, Terms, combine, partition
 from attnlab.ops.blockwise.scores import dropout_keeps, masked_logits
 from attnlab.ops.logsumexp import finite_shift, normalizer
+from attnlab.ops.meshes import varying_like
 from attnlab.ops.schedule import FULL, PARTIAL, VisitOrder, visit_order
 from attnlab.types import Array
 

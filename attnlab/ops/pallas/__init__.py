@@ -1,0 +1,176 @@
+"""Attention on TPUs by kernels of our own: every mask and score mod, with gradients of what they hold.
+
+The algorithm is that of `attnlab.ops.blockwise`, one grid step for each tile that is not EMPTY. Three kernels compute
+out and lse, dq, and dk and dv; a fourth the gradient of a bias. Masks and score mods are split into what varies with
+examples and heads, with queries or with keys, which is computed beforehand, and what varies with pairs of them, which
+the kernels compute; see `splitting`.
+
+Files: `splitting` (masks and score mods as programs of a kernel), `kernels` (what is done to a tile), `calls` (blocks
+and grids), `operands` (the types that pass between them), `transforms` (derivatives, `vmap`).
+
+They have been compiled for TPUs and emulated on CPUs. They have never run on a TPU.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from attnlab.ops import dropout
+from attnlab.ops.masks import Mask
+from attnlab.ops.meshes import Splits, like_queries, on_auto_axes, over_shards, splits_of
+from attnlab.ops.pallas.operands import Others, Plan, Terms
+from attnlab.ops.pallas.splitting import Scores, Split, UnsupportedError, split
+from attnlab.ops.platforms import only_on_tpus
+from attnlab.ops.schedule import EMPTY, FULL, PARTIAL, TPU_KERNEL, every_tile, schedule, tile_kinds, visits
+from attnlab.types import Array
+
+PLATFORM = "tpu"
+_LANES = 128  # of a vector register; on TPUs the sides of tiles are multiples
+_ELSEWHERE = (
+    "impl = 'pallas' cannot run this: it needs a tpu, or jax.experimental.pallas.tpu.force_tpu_interpret_mode() to be "
+    "emulated elsewhere"
+)
+_MAX_DRAWN = 2**30  # bytes of pairs that a mask or score mod may need beforehand
+
+
+def reason_against(
+    *, q, k, v, mask, score_mods, bias, dropout_rate, dropout_keys, q_positions, kv_positions, block_sizes, **_
+) -> str | None:
+    """The reason why the kernels cannot run a call, or None."""
+    sizes = (*q.shape, *k.shape, *v.shape)
+    reasons = {
+        f"it has no {q.dtype}, only float32 and bfloat16": q.dtype not in (jnp.float32, jnp.bfloat16),
+        "q, k and v must have one type": not q.dtype == k.dtype == v.dtype,
+        "it needs sizes that are numbers": not all(isinstance(size, int) for size in sizes),
+        "an axis has length 0": 0 in sizes,
+        f"tiles of {block_sizes} are not multiples of {_LANES}": block_sizes is not None
+        and not is_interpreted()
+        and any(size % _LANES for size in block_sizes),
+    }
+    why = next((reason for reason, holds in reasons.items() if holds), None)
+    if why:
+        return why
+    scores = Scores(q.shape[:-3], q.shape[-2], (q.shape[-3], k.shape[-3]), q_positions, kv_positions)
+    try:
+        terms = _split_terms(scores, mask, score_mods, bias, dropout_rate, dropout_keys)
+    except UnsupportedError as error:
+        return str(error)
+    drawn = sum(x.drawn_bytes for x in terms if x is not None)
+    if drawn > _MAX_DRAWN:
+        return f"its mask and score mods gather for each pair, which takes {drawn / 2**30:.1f} GiB, more than 1 GiB"
+    return None
+
+
+def is_interpreted() -> bool:
+    """Whether TPU kernels are emulated: within `jax.experimental.pallas.tpu.force_tpu_interpret_mode`."""
+    from jax.experimental import pallas as pl
+
+    def copy(x, out):
+        out[...] = x[...]
+
+    traced = jax.make_jaxpr(pl.pallas_call(copy, out_shape=jax.ShapeDtypeStruct((8,), jnp.int32)))
+    call = traced(jax.ShapeDtypeStruct((8,), jnp.int32)).eqns[-1]
+    return bool(call.params.get("interpret"))
+
+
+def attend(q: Float[Array, "*B Tq H D"], k: Float[Array, "*B Tk Hk D"], v: Float[Array, "*B Tk Hk Dv"], **arguments):
+    """Output `[..., Tq, H, Dv]` in q's type and lse `[..., Tq, H]` in float32."""
+    return _attend(q, k, v, splits=splits_of(q, k), **arguments)
+
+
+@on_auto_axes(like_queries)
+def _attend(
+    q,
+    k,
+    v,
+    *,
+    splits: Splits,
+    mask: Mask | None = None,
+    score_mods=(),
+    bias: Float[Array, "..."] | None = None,
+    scale: float | Float[Array, ""] | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_keys=None,
+    q_positions=None,
+    kv_positions=None,
+    block_sizes: tuple[int, int] | None = None,
+):
+    from attnlab.ops.pallas import transforms  # Pallas is a large package, useless except on TPUs
+
+    *batch, q_length, num_heads, head_dim = q.shape
+    lengths, shared = (q_length, k.shape[-3]), (1,) * len(batch)
+    where = {"q_positions": q_positions, "kv_positions": kv_positions, "num_heads": num_heads, "batch": tuple(batch)}
+    block_sizes, _ = schedule(mask, *lengths, block_sizes, **where, costs=TPU_KERNEL)
+    kinds = tile_kinds(mask, lengths, block_sizes, **where)
+    is_shared = math.prod(kinds.shape[:-3]) == 1  # by all examples
+    kinds = kinds.reshape(*(shared if is_shared else kinds.shape[:-3]), *kinds.shape[-3:])
+    scores = Scores(tuple(batch), num_heads, lengths, q_positions, kv_positions)
+    splits_of_terms = Terms(*_split_terms(scores, mask, score_mods, bias, dropout_rate, dropout_keys))
+    programs = Terms(*(None if x is None else x.program for x in splits_of_terms))
+    is_known = isinstance(kinds, np.ndarray)
+    found = tuple(kind for kind in (FULL, PARTIAL) if not is_known or (kinds == kind).any())
+    plan = Plan(lengths, block_sizes, found, dropout_rate, programs)
+    scale = (head_dim**-0.5 if scale is None else scale) * plan.unit
+    others = Others(
+        sinks=None if sinks is None else sinks.astype(jnp.float32).reshape(*shared, num_heads),
+        terms=Terms(*(() if x is None else x.arrays() for x in splits_of_terms)),
+        by_query=visits(kinds),
+        by_key=visits(_of_kv_heads(kinds, k.shape[-2]).swapaxes(-1, -2)),
+        of_pairs=every_tile(kinds) if plan.learned("pair") else None,
+    )
+    q = (q * scale).astype(q.dtype)
+    k, v = _inert(mask, lengths, where, k, v)
+    if not is_interpreted():
+        q = only_on_tpus(q, _ELSEWHERE)
+    return over_shards(functools.partial(transforms.attention, plan), q, k, v, others, splits)
+
+
+def _inert(mask: Mask | None, lengths, where, k, v):
+    """k and v, 0 for keys that are masked for all queries: they may be NaN, and 0·NaN is NaN."""
+    if mask is None:
+        return k, v
+    is_visible, _ = mask.tiles(*lengths, block_sizes=(lengths[0], 1), **where)
+    if isinstance(is_visible, np.ndarray) and is_visible.all():
+        return k, v
+    heads, kv_heads = is_visible.shape[-3], k.shape[-2]
+    if heads > 1:
+        is_visible = is_visible.reshape(*is_visible.shape[:-3], kv_heads, -1, lengths[1]).any(axis=-2, keepdims=True)
+    is_visible = jnp.swapaxes(is_visible[..., 0, :], -1, -2)[..., None]
+    return tuple(jnp.where(is_visible, x, 0) for x in (k, v))
+
+
+def _split_terms(scores: Scores, mask, score_mods, bias, dropout_rate, dropout_keys) -> list[Split | None]:
+    """In the order of `Terms`."""
+
+    def logits(tile, raw):
+        if bias is not None:
+            raw = raw + tile.of_pairs(bias).astype(raw.dtype)
+        for mod in score_mods:
+            raw = mod.apply(raw, tile)
+        return raw.astype(jnp.float32)
+
+    def keeps(tile):
+        indices = (tile.head, tile.q_index[0], tile.kv_index[0])  # without their head axis
+        return dropout.keep(dropout_keys, dropout_rate, *indices)
+
+    return [
+        split(logits, scores, of_raw=True) if score_mods or bias is not None else None,
+        None if mask is None else split(mask.visible, scores),
+        split(keeps, scores) if dropout_rate else None,
+    ]
+
+
+def _of_kv_heads(kinds, kv_heads: int):
+    """The kinds of tiles `[..., H or 1, nQ, nK]` that the query heads of each group have in common."""
+    *leading, heads, rows, columns = kinds.shape
+    if heads in (1, kv_heads):
+        return kinds
+    grouped = kinds.reshape(*leading, kv_heads, heads // kv_heads, rows, columns)
+    xp = np if isinstance(kinds, np.ndarray) else jnp
+    common = xp.where((grouped > EMPTY).any(axis=-3), PARTIAL, EMPTY)
+    return xp.where((grouped == FULL).all(axis=-3), FULL, common).astype(np.int32)

@@ -1,0 +1,502 @@
+"""Masks and score mods, split by what each part of them varies with.
+
+`Mask.visible` and `ScoreMod.apply` are elementwise in the coordinates of a tile, and do with their arrays what they
+like: index them by head, gather from them by position. Inside a kernel only arithmetic is possible. So a function is
+traced for a single pair, one query and one key of every example and head, and each value found varies with
+
+- neither: a scalar for each example and head, as the slope of ALiBi;
+- queries or keys alone: a vector, as segment ids;
+- both: pairs, as the distance i − j.
+
+Scalars and vectors are computed beforehand by XLA, gathers included, in O(T), and differentiated by JAX. A `Program`
+computes the pairs from them within the kernel, tile by tile. Pairs that it cannot compute, as those gathered from a
+table, are drawn beforehand as an array of pairs.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Primitive
+from jax.extend.core import Literal as Constant
+from jax.interpreters import batching
+
+from attnlab.ops.tiles import Side, Tile
+from attnlab.types import Array
+
+Varies = Literal["q_index", "kv_index", "scalar", "query", "key", "pair"]
+
+# What Mosaic lowers elementwise, on every generation of TPUs, and so do its derivatives.
+_ELEMENTWISE = frozenset(
+    [
+        "abs",
+        "add",
+        "and",
+        "ceil",
+        "clamp",
+        "convert_element_type",
+        "copy",
+        "cos",
+        "div",
+        "eq",
+        "exp",
+        "exp2",
+        "floor",
+        "ge",
+        "gt",
+        "integer_pow",
+        "le",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "not",
+        "or",
+        "pow",
+        "rem",
+        "round",
+        "rsqrt",
+        "select_n",
+        "shift_left",
+        "shift_right_arithmetic",
+        "shift_right_logical",
+        "sign",
+        "sin",
+        "sqrt",
+        "square",
+        "stop_gradient",
+        "sub",
+        "tan",
+        "tanh",
+        "xor",
+    ]
+)
+_RESHAPES = frozenset(["broadcast_in_dim", "expand_dims", "reshape", "squeeze", "transpose"])
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "checkpoint": "jaxpr",
+}
+_CALLS |= {"remat2": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+
+
+class UnsupportedError(Exception):
+    """A function that the kernel cannot compute; its text is the reason, for `reason_against`."""
+
+
+class Scores(NamedTuple):
+    """The scores that a function belongs to.
+
+    Attributes:
+      batch: q's batch axes.
+      num_heads: H.
+      lengths: Tq and Tk.
+      q_positions, kv_positions: `[Tq]` or `[..., Tq]` and `[Tk]` or `[..., Tk]`; None for indices.
+    """
+
+    batch: tuple[int, ...]
+    num_heads: int
+    lengths: tuple[int, int]
+    q_positions: Array | None = None
+    kv_positions: Array | None = None
+
+
+class Input(NamedTuple):
+    """What a program takes.
+
+    Attributes:
+      varies: with what; for "q_index" and "kv_index" the kernel counts, all others are arrays.
+      dtype: the type it has within the program; arrays of pairs are stored as int8 for bool, as float32 for float16,
+        all others as float32 or int32.
+    """
+
+    varies: Varies
+    dtype: np.dtype
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether it has a gradient, as all floating inputs have."""
+        return jnp.issubdtype(self.dtype, jnp.inexact)
+
+
+class _Equation(NamedTuple):
+    """A primitive applied to values, which are numbers, or constants."""
+
+    primitive: Primitive
+    params: dict[str, Any]
+    operands: tuple[int | Constant, ...]
+    results: tuple[int, ...]
+    rule: str = ""  # the name of the function with a derivative rule of its own to which it belongs
+
+    @property
+    def values(self) -> set[int]:
+        """The operands that are no constants."""
+        return {x for x in self.operands if not isinstance(x, Constant)}
+
+    def read(self, known: dict[int, Array]) -> list[Array]:
+        """The operands; constants have the type that the equation was traced with."""
+        return [jnp.asarray(x.val, x.aval.dtype) if isinstance(x, Constant) else known[x] for x in self.operands]
+
+
+@dataclass(frozen=True)
+class Program:
+    """The part of a function that varies with pairs, as elementwise operations. Equal ones have equal texts.
+
+    Attributes:
+      text: all that follows, as text.
+      inputs: what it takes, without the raw scores.
+      equations: in order.
+      places: the values of the inputs, and of the raw scores if the function takes them.
+      result: the value returned.
+    """
+
+    text: str
+    inputs: tuple[Input, ...]
+    equations: tuple[_Equation, ...] = field(compare=False)
+    places: tuple[int, ...] = field(compare=False)
+    result: int = field(compare=False)
+
+    def __call__(self, *values: Array) -> Array:
+        """The function of a tile, from values that broadcast against the tile, in the order of `places`."""
+        known = dict(zip(self.places, values))
+        for equation in self.equations:
+            operands = equation.read(known)
+            if equation.primitive.name in _RESHAPES:  # a tile has other axes
+                known[equation.results[0]] = operands[0]
+                continue
+            shape = jnp.broadcast_shapes(*map(jnp.shape, operands))
+            operands = [jnp.broadcast_to(x, shape) for x in operands]
+            known[equation.results[0]] = equation.primitive.bind(*operands, **equation.params)
+        return known[self.result]
+
+
+class Split(NamedTuple):
+    """A function in two parts.
+
+    Attributes:
+      program: what the kernel computes.
+      arrays: arrays() computes its inputs, None for indices: `[*batch or 1s, H or 1]` for scalars, with one more axis
+        `[Tq]` or `[Tk]` for vectors, or two for pairs.
+      drawn_bytes: how much of them is pairs that were not given as arrays.
+    """
+
+    program: Program
+    arrays: Callable[[], tuple[Array | None, ...]]
+    drawn_bytes: int
+
+
+def split(function: Callable, scores: Scores, of_raw: bool = False) -> Split:
+    """`function` in two parts: arrays to compute now, and a program for tiles.
+
+    Args:
+      function: function(tile), or function(tile, raw) with the raw logits; elementwise in both.
+      scores: to which it belongs.
+      of_raw: whether it takes raw logits, float32.
+
+    Raises:
+      UnsupportedError: it does to raw logits what kernels cannot do, or has a derivative rule of its own.
+
+    >>> causal = split(lambda tile: tile.kv_position <= tile.q_position, Scores((), 1, (4, 4)))
+    >>> causal.program(jnp.arange(2)[:, None], jnp.arange(4)[None, :]).astype(int)  # two queries, four keys
+    Array([[1, 0, 0, 0],
+           [1, 1, 0, 0]], dtype=int32)
+    """
+    graph, coordinates, raw, result = _traced(function, scores, of_raw)
+    varies = _Variation(graph, coordinates, raw)
+    equations, values = _of_pairs(graph, varies, result)
+    axes = _axes(graph, equations, result)
+    values = [x for x in values if x != raw]
+    kinds = [varies.kind(x) for x in values]
+    inputs = tuple(Input(kind, graph.avals[x].dtype) for kind, x in zip(kinds, values))
+    places = (*values, *(() if raw is None else (raw,)))
+    entries = {e.results[0]: e.operands[0] for e in graph.equations if e.primitive is _pair_p}
+    drawn = [graph.avals[x] for x, kind in zip(values, kinds) if kind == "pair" and x not in entries]
+    return Split(
+        Program(_text(equations, inputs, places, result), inputs, equations, places, result),
+        functools.partial(_evaluated, graph, coordinates, scores, values, kinds, axes, entries),
+        math.prod(scores.lengths) * sum(aval.size * aval.dtype.itemsize for aval in drawn),
+    )
+
+
+# A function as a list of equations
+
+
+class _Graph:
+    """All equations of a traced function, those of its calls included, over numbered values."""
+
+    def __init__(self):
+        self.avals, self.constants, self.equations = [], {}, []
+
+    def value(self, aval) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def constant(self, x) -> int:
+        at = self.value(jax.typeof(x))
+        self.constants[at] = x
+        return at
+
+    def inline(self, closed: ClosedJaxpr, arguments: list, rule: str = "") -> list:
+        """The results of a jaxpr, whose equations are appended; `rule` names a call with a derivative of its own."""
+        known = dict(zip(closed.jaxpr.constvars, map(self.constant, closed.consts)))
+        known |= dict(zip(closed.jaxpr.invars, arguments))
+
+        def read(atom):
+            return atom if isinstance(atom, Constant) else known[atom]
+
+        for equation in closed.jaxpr.eqns:
+            operands, name = tuple(map(read, equation.invars)), equation.primitive.name
+            inner = equation.params.get(_CALLS.get(name))
+            if inner is not None:
+                inner = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
+                own = str(equation.params.get("name") or name) if name.startswith("custom_") else rule
+                results = self.inline(inner, operands, own)
+            else:
+                results = tuple(self.value(x.aval) for x in equation.outvars)
+                self.equations.append(_Equation(equation.primitive, equation.params, operands, results, rule))
+            known |= dict(zip(equation.outvars, results))
+        return [read(x) for x in closed.jaxpr.outvars]
+
+
+class _OnePair(Tile):
+    """The tile of one query and one key, of every example and head."""
+
+    def of_pairs(self, x):
+        if 1 in x.shape[-2:]:  # broadcast along a side
+            return super().of_pairs(x)
+        return _pair_p.bind(jnp.asarray(x), self.queries.index, self.keys.index)
+
+
+# The entry of an array `[..., Tq, Tk]` for one query and one key, `[..., 1, 1]`.
+_pair_p = Primitive("entry_of_pair")
+_pair_p.def_abstract_eval(lambda x, q, k: jax.core.ShapedArray((*x.shape[:-2], 1, 1), x.dtype))
+
+
+@_pair_p.def_impl
+def _entry(x, q_index, kv_index):
+    return jnp.take(jnp.take(x, q_index, axis=-2), kv_index, axis=-1)
+
+
+def _traced(function, scores: Scores, of_raw: bool):
+    """(graph, values of the coordinates, value of the raw scores or None, value of the result)."""
+    heads = (*scores.batch, scores.num_heads, 1, 1)
+
+    def of_one_pair(q_index, kv_index, q_position, kv_position, *raw):
+        return jnp.asarray(function(_one_pair(scores, q_index, kv_index, q_position, kv_position), *raw))
+
+    index = jax.ShapeDtypeStruct((1,), jnp.int32)
+    given = (scores.q_positions, scores.kv_positions)
+    positions = [index if x is None else jax.ShapeDtypeStruct((*x.shape[:-1], 1), jnp.int32) for x in given]
+    raw = (jax.ShapeDtypeStruct(heads, jnp.float32),) if of_raw else ()
+    closed = jax.make_jaxpr(of_one_pair)(index, index, *positions, *raw)
+    graph = _Graph()
+    arguments = [graph.value(x.aval) for x in closed.jaxpr.invars]
+    for at, x in zip((2, 3), given):  # where no positions are given, they are the indices
+        arguments[at] = arguments[at - 2] if x is None else arguments[at]
+    (result,) = graph.inline(closed, arguments)
+    if isinstance(result, Constant):
+        result = graph.constant(jnp.asarray(result.val, result.aval.dtype))
+    return graph, tuple(arguments[:4]), arguments[4] if of_raw else None, result
+
+
+def _one_pair(scores, q_index, kv_index, q_position, kv_position) -> Tile:
+    example = np.arange(math.prod(scores.batch), dtype=np.int32).reshape(*scores.batch, 1, 1, 1)
+    head = np.arange(scores.num_heads, dtype=np.int32)[:, None, None]
+    q_position = q_index if scores.q_positions is None else q_position
+    kv_position = kv_index if scores.kv_positions is None else kv_position
+    return _OnePair(example, head, Side(q_index, q_position, -2), Side(kv_index, kv_position, -1))
+
+
+# What varies with what
+
+
+class _Variation:
+    """What each value of a graph varies with, and which of them kernels can compute."""
+
+    def __init__(self, graph, coordinates, raw):
+        self.avals, self.coordinates = graph.avals, coordinates
+        q_index, kv_index, q_position, kv_position = coordinates
+        self.sides = {q_index: {"query"}, q_position: {"query"}, kv_index: {"key"}, kv_position: {"key"}}
+        self.sides |= {} if raw is None else {raw: {"query", "key", "raw"}}
+        for equation in graph.equations:
+            sides = set().union(*(self.sides.get(x, ()) for x in equation.values))
+            self.sides |= dict.fromkeys(equation.results, sides)
+
+    def is_pair(self, value) -> bool:
+        return {"query", "key"} <= self.sides.get(value, set())
+
+    def kind(self, value) -> Varies:
+        if value in self.coordinates[:2]:
+            return ("q_index", "kv_index")[self.coordinates.index(value)]
+        return "pair" if self.is_pair(value) else next(iter(self.sides.get(value, ())), "scalar")
+
+    def is_computed(self, equation) -> bool:
+        """Whether the kernel computes an equation of whose results it needs one."""
+        if self._only_moves_ones(equation):
+            return True  # it costs nothing, and its operand may be smaller
+        result, name = equation.results[0], equation.primitive.name
+        if not self.is_pair(result):
+            return False
+        of_raw = "raw" in self.sides[result]
+        if of_raw and equation.rule:
+            raise UnsupportedError(f"of score mods it has none with a derivative rule of its own, as {equation.rule}")
+        if of_raw and name not in _ELEMENTWISE:
+            raise UnsupportedError(f"of primitives of JAX it has no {name} of scores")
+        return name in _ELEMENTWISE
+
+    def _only_moves_ones(self, equation) -> bool:
+        """Whether an equation permutes axes, and adds and removes axes of size 1 or broadcasts along them."""
+        if equation.primitive.name == "reshape":
+            before, after = (self.avals[x].shape for x in (*equation.values, *equation.results))
+            return [n for n in before if n != 1] == [n for n in after if n != 1]
+        return equation.primitive.name in _RESHAPES and bool(equation.values)
+
+
+def _of_pairs(graph, varies, result) -> tuple[tuple[_Equation, ...], list[int]]:
+    """The equations that a kernel computes, in order, and the values that it takes."""
+    needed, equations = {result}, []
+    for equation in reversed(graph.equations):
+        if needed & set(equation.results) and varies.is_computed(equation):
+            equations.append(equation)
+            needed |= equation.values
+    made = {x for equation in equations for x in equation.results}
+    return tuple(reversed(equations)), sorted(needed - made)
+
+
+def _axes(graph, equations, result) -> dict[int, tuple[int | None, ...]]:
+    """For each axis of a value, the axis of the result that it becomes, counted from the last; None where size 1."""
+    found = {result: tuple(range(-graph.avals[result].ndim, 0))}
+    for equation in reversed(equations):
+        of_result, name, params = found[equation.results[0]], equation.primitive.name, equation.params
+        for x in equation.values:
+            shape = graph.avals[x].shape
+            if name == "broadcast_in_dim":
+                axes = tuple(of_result[at] for at in params["broadcast_dimensions"])
+            elif name == "transpose":
+                axes = tuple(of_result[params["permutation"].index(at)] for at in range(len(shape)))
+            elif name in _RESHAPES:
+                sizes = graph.avals[equation.results[0]].shape
+                kept = iter([axis for axis, size in zip(of_result, sizes) if size != 1])
+                axes = tuple(None if size == 1 else next(kept) for size in shape)
+            else:
+                axes = of_result[len(of_result) - len(shape) :]
+            found[x] = tuple(None if size == 1 else axis for axis, size in zip(axes, shape))
+    return found
+
+
+# Values computed beforehand
+
+
+def _evaluated(graph, coordinates, scores: Scores, values, kinds, axes, entries) -> tuple[Array | None, ...]:
+    """The arrays of the values, None for indices; `entries` are arrays of pairs that were given."""
+    arrays = {}
+    whole = [x for x in values if x in entries]
+    for x, array in zip(whole, _evaluate(graph, coordinates, [entries[x] for x in whole], *(None,) * 4)):
+        arrays[x] = jnp.moveaxis(array, (-2, -1), (0, 1))[..., None, None]
+    for kind in ("scalar", "query", "key", "pair"):
+        wanted = [x for x, found in zip(values, kinds) if found == kind and x not in entries]
+        if wanted:
+            run = functools.partial(_evaluate, graph, coordinates, wanted)
+            of_sides = _over_sides(run, scores, kind in ("query", "pair"), kind in ("key", "pair"))
+            arrays |= dict(zip(wanted, of_sides))
+    return tuple(
+        _stored(_laid_out(arrays[x], axes[x], len(scores.batch) + 1), kind) if x in arrays else None
+        for x, kind in zip(values, kinds)
+    )
+
+
+def _over_sides(run, scores: Scores, queries: bool, keys: bool) -> list[Array]:
+    """`run` of one pair, for all queries, all keys or both; these axes come first."""
+    (q_length, kv_length), one = scores.lengths, jnp.zeros(1, jnp.int32)
+    q_positions, kv_positions = (
+        None if x is None else jnp.moveaxis(jnp.asarray(x, jnp.int32), -1, 0)[..., None]
+        for x in (scores.q_positions, scores.kv_positions)
+    )
+    q_index, kv_index = (jnp.arange(n, dtype=jnp.int32)[:, None] for n in (q_length, kv_length))
+
+    def of_keys(q_index, q_position):
+        if not keys:
+            return run(q_index, one, q_position, one)
+        positions = kv_index if kv_positions is None else kv_positions
+        return jax.vmap(lambda index, position: run(q_index, index, q_position, position))(kv_index, positions)
+
+    if not queries:
+        return of_keys(one, one)
+    return jax.vmap(of_keys)(q_index, q_index if q_positions is None else q_positions)
+
+
+def _evaluate(graph, coordinates, wanted, *given) -> list[Array]:
+    """The values `wanted`, for one pair of coordinates."""
+    known, needed, equations = dict(graph.constants), set(wanted), []
+    for at in (2, 3, 0, 1):  # where no positions are given they are the indices, which come last
+        known[coordinates[at]] = given[at]
+    for equation in reversed(graph.equations):
+        if needed & set(equation.results):
+            equations.append(equation)
+            needed |= equation.values
+    for equation in reversed(equations):
+        results = equation.primitive.bind(*equation.read(known), **equation.params)
+        known |= dict(zip(equation.results, results if equation.primitive.multiple_results else [results]))
+    return [known[x] for x in wanted]
+
+
+def _laid_out(x: Array, axes: tuple[int | None, ...], leading: int) -> Array:
+    """`[sides, *axes]` as `[*batch or 1s, H or 1, sides]`; `leading` counts the batch axes and that of heads."""
+    sides = x.ndim - len(axes)
+    named = sorted((axis, at + sides) for at, axis in enumerate(axes) if axis is not None)
+    x = jnp.transpose(
+        x, (*(at for _, at in named), *range(sides), *(at + sides for at, axis in enumerate(axes) if axis is None))
+    )
+    sizes = dict(zip((axis for axis, _ in named), x.shape))
+    shape = [sizes.get(axis - leading - 2, 1) for axis in range(leading)]
+    return x.reshape(*shape, *x.shape[len(named) : len(named) + sides])
+
+
+def _stored(x: Array, kind: Varies) -> Array:
+    """An array in a type that kernels load; see `Input`."""
+    if kind == "pair" and x.dtype in (jnp.bool_, jnp.bfloat16):
+        return x.astype(jnp.int8) if x.dtype == jnp.bool_ else x
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return x.astype(jnp.float32)
+    return jax.lax.bitcast_convert_type(x, jnp.int32) if x.dtype == jnp.uint32 else x.astype(jnp.int32)
+
+
+def loaded(x: Array, dtype) -> Array:
+    """A stored array in the type that it has within a program."""
+    if dtype == jnp.bool_:
+        return x.astype(jnp.int32) != 0
+    if dtype == jnp.uint32:
+        return jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return x.astype(dtype)
+
+
+def _text(equations, inputs, places, result) -> str:
+    def show(x):
+        return f"{x.val}:{x.aval.dtype}" if isinstance(x, Constant) else f"v{x}"
+
+    lines = [
+        f"v{equation.results[0]} = {equation.primitive.name}{sorted((k, str(v)) for k, v in equation.params.items())} "
+        + " ".join(map(show, equation.operands))
+        for equation in equations
+    ]
+    return "\n".join([f"{inputs} {places}", *lines, f"v{result}"])
+
+
+batching.primitive_batchers[_pair_p] = lambda args, dims: _batched_entry(args, dims)
+
+
+def _batched_entry(operands, axes):
+    """`vmap` maps over queries or keys only: a gather from the array."""
+    return jax.vmap(_entry, in_axes=axes)(*operands), 0

@@ -1,0 +1,157 @@
+"""Derivatives of the kernels, and their rule for `vmap`."""
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
+
+from attnlab.ops.meshes import equally_varying
+from attnlab.ops.pallas import calls
+from attnlab.ops.pallas.operands import LOG2E, Cotangents, Operands, Others, Plan
+from attnlab.ops.reverse_mode import message, refuse, reverse_mode_only
+from attnlab.types import Array
+
+_SIDES = {"scalar": 0, "query": 1, "key": 1, "pair": 2}  # axes of an input after that of heads
+
+
+def attention(plan: Plan, q: Array, k: Array, v: Array, others: Others) -> tuple[Array, Array]:
+    """(out, lse), `[..., Tq, H, Dv]` and `[..., Tq, H]`, of q `[..., Tq, H, D]`, already scaled, k and v."""
+    batch = q.shape[:-3]
+    q, k, v = (x.reshape(-1, *x.shape[-3:]).swapaxes(1, 2) for x in (q, k, v))
+    operands = Operands(q, k, v, _with_one_batch_axis(plan, others, batch))
+    try:
+        out, lse = _attention(plan, reverse_mode_only("pallas", equally_varying(jax.tree.map(jnp.asarray, operands))))
+    except TypeError as error:  # of JAX, for forward mode within vmap
+        if "forward-mode" in str(error):
+            raise ValueError(message("pallas")) from error
+        raise
+    return tuple(x.swapaxes(1, 2).reshape(*batch, *x.shape[2:0:-1], *x.shape[3:]) for x in (out, lse))
+
+
+def _with_one_batch_axis(plan: Plan, others: Others, batch: tuple[int, ...]) -> Others:
+    def flat(x, sides: int):
+        """`[*batch or 1s, H or 1, *sides]` as `[B or 1, H or 1, *sides]`."""
+        if x is None:
+            return None
+        cut = x.ndim - sides - 1
+        if math.prod(x.shape[:cut]) not in (1, math.prod(batch)):
+            x = jnp.broadcast_to(x, (*batch, *x.shape[cut:]))
+        return x.reshape(-1, *x.shape[cut:])
+
+    terms = (
+        tuple(flat(x, _SIDES.get(one.varies)) for one, x in zip(program.inputs if program else (), arrays))
+        for program, arrays in zip(plan.programs, others.terms)
+    )
+    visits = (x._replace(words=flat(x.words, 1), counts=flat(x.counts, 0)) for x in others[2:4])
+    return Others(flat(others.sinks, 0), type(others.terms)(*terms), *visits, flat(others.of_pairs, 1))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(plan: Plan, operands: Operands) -> tuple[Array, Array]:
+    return _forward(plan, operands)
+
+
+def _attention_forward(plan, operands):
+    out, lse = (checkpoint_name(x, "attention") for x in _forward(plan, operands))  # see GPT's remat
+    return (out, lse), (operands, out, lse)
+
+
+def _attention_backward(plan, saved, cotangents):
+    (operands, out, lse), (d_out, d_lse) = saved, cotangents
+    is_visible = ~jnp.isneginf(lse)
+    delta = jnp.where(is_visible, (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1) - d_lse, 0)
+    given = Cotangents(d_out.astype(operands.v.dtype), jnp.where(is_visible, lse * LOG2E, jnp.inf), delta)
+    dq, dk, dv, d_logits = _backward(plan, operands, given)
+    sinks, d_sinks = operands.others.sinks, None
+    if sinks is not None:
+        p = jnp.exp2(sinks[..., None] * LOG2E - given.lse)
+        d_sinks = -(p * delta).sum(axis=(0, -1))[None]
+    nothing = jax.tree.map(lambda _: None, operands.others)
+    others = nothing._replace(sinks=d_sinks, terms=nothing.terms._replace(logits=d_logits))
+    return (Operands(dq, dk, dv, others),)
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+def _merged(x: Array, is_batched: bool, size: int, batch: int, is_shareable: bool) -> Array:
+    """An array with the mapped axis, if it has it, merged with that of examples: `[size·batch, …]`, or `[1, …]`."""
+    own = x.shape[int(is_batched)]
+    if is_shareable and not is_batched and own == 1:
+        return x
+    x = x if is_batched else x[None]
+    return jnp.broadcast_to(x, (size, batch, *x.shape[2:])).reshape(size * batch, *x.shape[2:])
+
+
+def _once(run: Callable) -> Callable:
+    """`run`, whose own derivatives are refused."""
+
+    @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+    @functools.wraps(run)
+    def refusing(plan, *operands):
+        return run(plan, *operands)
+
+    refusing.defjvp(functools.partial(refuse, "pallas"))
+    return refusing
+
+
+# `vmap` merges the mapped axis with that of examples, so that nothing is added to the kernels' grids. Arrays that all
+# examples share stay shared, but for the inputs of logits in the backward pass: each mapped example has gradients of
+# its own.
+
+
+@_once
+def _forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
+    @custom_vmap
+    def unmapped(operands):
+        return calls.forward(plan, operands)
+
+    @unmapped.def_vmap
+    def mapped(size, is_batched, operands):
+        (is_batched,) = is_batched if isinstance(is_batched, list) else (is_batched,)
+        results = _forward(plan, _merged_operands(operands, is_batched, size))
+        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in results), (True, True)
+
+    return unmapped(operands)
+
+
+@_once
+def _backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> tuple[Array, Array, Array, tuple]:
+    @custom_vmap
+    def unmapped(operands, cotangents):
+        return calls.backward(plan, operands, cotangents)
+
+    @unmapped.def_vmap
+    def mapped(size, is_batched, operands, cotangents):
+        batch = operands.q.shape[int(is_batched[0].q)]
+        merge = functools.partial(_merged, size=size, batch=batch, is_shareable=False)
+        merged = _merged_operands(operands, is_batched[0], size)
+        logits = jax.tree.map(merge, operands.others.terms.logits, is_batched[0].others.terms.logits)
+        merged = merged._replace(others=merged.others._replace(terms=merged.others.terms._replace(logits=logits)))
+        results = _backward(plan, merged, jax.tree.map(merge, cotangents, is_batched[1]))
+        *gradients, d_logits = jax.tree.map(lambda x: x.reshape(size, batch, *x.shape[1:]), results)
+        own = jax.tree.map(
+            lambda x, batched: x.shape[int(batched)], operands.others.terms.logits, is_batched[0].others.terms.logits
+        )
+        d_logits = jax.tree.map(
+            lambda x, own: x.sum(axis=1, keepdims=True) if own < batch else x,
+            d_logits,
+            tuple(n if d is not None else None for n, d in zip(own, d_logits)),
+        )
+        results = (*gradients, d_logits)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return unmapped(operands, cotangents)
+
+
+def _merged_operands(operands: Operands, is_batched: Operands, size: int) -> Operands:
+    batch = operands.q.shape[int(is_batched.q)]
+    *qkv, others = (
+        jax.tree.map(functools.partial(_merged, size=size, batch=batch, is_shareable=shareable), x, batched)
+        for x, batched, shareable in zip(operands, is_batched, (False, False, False, True))
+    )
+    return Operands(*qkv, others)
