@@ -41,6 +41,7 @@ _MINIMA = {
 _RANGES = {
     "model.dropout": (0, 0.999),
     "model.mlp_ratio": (1e-3, 1e3),
+    "model.soft_cap": (1e-3, 1e6),
     "model.norm_epsilon": (1e-30, 1),
     "optimizer.learning_rate": (1e-30, 1e30),
     "optimizer.final_fraction": (0, 1),
@@ -126,6 +127,7 @@ def _model() -> ConfigDict:
     model.dropout = 0.0
     model.positions = "rotary"  # learned, sinusoidal, rotary, alibi or none
     model.window = config_dict.placeholder(int)  # positions to attend to; None for all previous ones
+    model.soft_cap = config_dict.placeholder(float)  # limit of attention logits; None for none
     model.qk_norm = True  # keeps large learning rates stable (Henry et al. 2020)
     model.use_bias = False
     model.mlp_ratio = 4.0  # width of the feed-forward layer over the model's
@@ -239,7 +241,7 @@ def check(config: ConfigDict) -> None:
         if values[field] is not None and not least <= values[field] < 2**31:
             raise UserError(f"config.{field} = {values[field]}: expected {least} or more, below 2^31")
     for field, (low, high) in _RANGES.items():
-        if not low <= values[field] <= high:
+        if values[field] is not None and not low <= values[field] <= high:
             raise UserError(f"config.{field} = {values[field]}: expected a number from {low:g} to {high:g}")
     for field, choices in _CHOICES.items():
         if values[field] not in choices:

@@ -271,7 +271,7 @@ def make_config(model: GPT) -> dict:
     activations = {ours: name for name, ours in reversed(_ACTIVATIONS.items())}
     if model.activation not in activations:
         raise UserError(f"model.activation = {model.activation!r}: GPT-2 supports {', '.join(activations)}")
-    for field, only in (("positions", "learned"), ("window", None), ("qk_norm", False)):
+    for field, only in (("positions", "learned"), ("window", None), ("soft_cap", None), ("qk_norm", False)):
         if getattr(model, field) != only:
             raise UserError(f"model.{field} = {getattr(model, field)!r}: GPT-2 supports only {only!r}")
     if (model.kv_heads or model.num_heads) != model.num_heads:

@@ -16,7 +16,7 @@ from attnlab.nn.positions import LearnedPositions, sinusoidal
 from attnlab.ops import dropout, pointwise, products
 from attnlab.ops.cross_entropy import chunk_size, cross_entropy
 from attnlab.ops.masks import Causal, SlidingWindow
-from attnlab.ops.score_mods import ALiBi, alibi_slopes
+from attnlab.ops.score_mods import ALiBi, ScoreMod, SoftCap, alibi_slopes
 from attnlab.types import Array, DType
 
 NORM_EPSILON = 1e-5  # GPT-2's
@@ -65,12 +65,24 @@ def check_shape(model) -> None:
         raise ValueError(f"width = {width} is odd: sinusoidal positions need an even width")
     if model.window is not None and model.window < 1:
         raise ValueError(f"window = {model.window}: expected 1 position or more (a token attends to itself), or None")
+    if model.soft_cap is not None and not model.soft_cap > 0:
+        raise ValueError(f"soft_cap = {model.soft_cap}: expected a number of logits above 0, or None")
     if round(model.mlp_ratio * width) < 1:
         raise ValueError(f"mlp_ratio = {model.mlp_ratio} times width = {width} rounds to 0: use 1/{width} or more")
     if model.activation not in ACTIVATIONS:
         raise ValueError(f"activation = {model.activation!r}: expected one of {', '.join(ACTIVATIONS)}")
     if model.remat not in layers.REMAT:
         raise ValueError(f"remat = {model.remat!r}: expected one of {', '.join(layers.REMAT)}")
+
+
+def score_mods(model) -> tuple[ScoreMod, ...]:
+    """The score mods of a GPT's attention, by its fields `soft_cap`, `positions` and `num_heads`.
+
+    >>> score_mods(GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6, soft_cap=50.0))
+    (SoftCap(cap=50.0),)
+    """
+    cap = () if model.soft_cap is None else (SoftCap(model.soft_cap),)
+    return (*cap, ALiBi(alibi_slopes(model.num_heads))) if model.positions == "alibi" else cap
 
 
 class Mlp(nn.Module):
@@ -191,6 +203,7 @@ class GPT(nn.Module):
       dropout: probability of dropping an embedding, an attention weight or an element of a layer's output.
       positions: "learned", "sinusoidal", "rotary", "alibi" or "none".
       window: number of positions a token attends to, its own included; None for all previous ones.
+      soft_cap: limits the logits of attention to ±soft_cap (Gemma Team 2024, section 2); None for no limit.
       qk_norm: layer-normalize queries and keys.
       use_bias: whether linear layers and norms add a bias.
       mlp_ratio: width of the feed-forward layer over F, rounded to an integer width.
@@ -232,6 +245,7 @@ class GPT(nn.Module):
     dropout: float = 0.0
     positions: str = "learned"
     window: int | None = None
+    soft_cap: float | None = None
     qk_norm: bool = False
     use_bias: bool = True
     mlp_ratio: int | float = 4
@@ -437,7 +451,7 @@ class GPT(nn.Module):
             self.num_heads,
             kv_heads=self.kv_heads,
             mask=Causal() if self.window is None else SlidingWindow(left=self.window - 1),
-            score_mod=ALiBi(alibi_slopes(self.num_heads)) if self.positions == "alibi" else None,
+            score_mod=score_mods(self) or None,
             dropout_rate=self.dropout,
             rotary_base=10_000.0 if self.positions == "rotary" else None,
             qk_norm=self.qk_norm,

@@ -43,7 +43,7 @@ def implementations() -> tuple[str, ...]:
     """The values of `impl` besides "auto".
 
     >>> implementations()
-    ('cudnn', 'splash', 'blockwise', 'dense')
+    ('cudnn', 'splash', 'pallas', 'blockwise', 'dense')
     """
     return tuple(_BACKENDS)
 
@@ -248,6 +248,7 @@ def explain(
     runs dense
     not cudnn: it needs a gpu, and this is a cpu
     not splash: it needs a tpu, and this is a cpu
+    not pallas: it needs a tpu, and this is a cpu
     not blockwise: it could, but dense is preferred for these lengths
     >>> q = k = v = jnp.ones((256, 4, 64))
     >>> explain(q, k, v, mask=Causal(), platform="tpu").backend
@@ -301,9 +302,13 @@ def _platform_against(name, impl, arguments, platform) -> str | None:
     """Without a mesh a traced call does not tell what it is compiled for: an explicit `impl` then does."""
     needs, operands = getattr(_BACKENDS[name], "PLATFORM", None), [arguments[x] for x in "qkv"]
     found = platform or platform_of(*operands)
-    unknown = platform is None and found == jax.default_backend() and isinstance(operands[0], jax.core.Tracer)
-    if needs in (None, found) or (name == impl and (unknown or (name == "pallas" and pallas.is_interpreted()))):
+    if needs in (None, found):
         return None
+    if name == impl:
+        is_unknown = platform is None and found == jax.default_backend() and isinstance(operands[0], jax.core.Tracer)
+        if is_unknown or (name == "pallas" and pallas.is_interpreted()):
+            return None
+        return getattr(_BACKENDS[name], "NEEDS", None) or f"it needs a {needs}, and this is a {found}"
     return f"it needs a {needs}, and this is a {found}"
 
 

@@ -111,7 +111,7 @@ def schedule(
 
 def tile_kinds(
     mask: Mask | None, lengths: tuple[int, int], block_sizes: tuple[int, int], **where
-) -> Int[Array, "B H nQ nK"]:
+) -> Int[Array, "... nQ nK"]:
     """EMPTY, PARTIAL or FULL for each tile of each example and head, `[*batch or 1s, H or 1, nQ, nK]`.
 
     `where` and the types are those of `schedule`, whose block mask is what all examples and heads have in common.
@@ -146,7 +146,7 @@ class Visits(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """One visit: block indices of the row and the column, the kind of tile, whether it is the first or last of a row."""
+    """One visit: block indices of the row and the column, the kind of tile, whether it is the row's first or last."""
 
     row: Int[Array, ""]
     column: Int[Array, ""]
@@ -168,7 +168,7 @@ def visits(kinds: Int[Array, "... n m"]) -> Visits:
     [(0, 0, 2, 1, 1), (1, 0, 1, 1, 0), (1, 1, 2, 0, 1), (2, 0, 0, 1, 1)]
     """
     xp = np if isinstance(kinds, np.ndarray) else jnp
-    *leading, n, m = kinds.shape
+    n, m = kinds.shape[-2:]
     if max(n, m) > 2**_INDEX_BITS:
         raise ValueError(f"{n} × {m} tiles: expected at most {2**_INDEX_BITS} a side, give larger block_sizes")
     is_visited = (kinds > EMPTY) | ((np.arange(m) == 0) & (kinds == EMPTY).all(axis=-1, keepdims=True))

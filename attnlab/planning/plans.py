@@ -15,9 +15,9 @@ from attnlab import pretrained
 from attnlab import sample as sampling
 from attnlab.errors import UserError
 from attnlab.nn import GPT, unstack_layers
+from attnlab.nn.gpt import score_mods
 from attnlab.ops.attention import explain
 from attnlab.ops.masks import Causal, SlidingWindow
-from attnlab.ops.score_mods import ALiBi, alibi_slopes
 from attnlab.planning import programs
 from attnlab.planning.programs import Program
 from attnlab.planning.topologies import Topology
@@ -284,8 +284,8 @@ def attention_of(model: GPT, topology: Topology, batch: int) -> tuple[dict[str, 
     def ask(q, k, v, keys):
         drops = {"dropout_rate": model.dropout, "dropout_key": keys} if model.dropout else {}
         mask = Causal() if model.window is None else SlidingWindow(left=model.window - 1)
-        mod = ALiBi(alibi_slopes(model.num_heads)) if model.positions == "alibi" else None
-        answers.append(explain(q, k, v, mask=mask, score_mod=mod, impl=model.impl, platform=topology.platform, **drops))
+        mods = score_mods(model)
+        answers.append(explain(q, k, v, mask, mods, impl=model.impl, platform=topology.platform, **drops))
 
     def shape(heads):
         return jax.ShapeDtypeStruct((batch, model.context, heads, head_dim), model.dtype)
@@ -370,7 +370,7 @@ def _remarks(topology: Topology, steps: tuple[Program, ...], backends: set[str])
     if training.unknown_loops:
         loops = training.unknown_loops
         yield f"{loops} loop{'s' * (loops > 1)} of unknown length: what is inside is counted once"
-    for backend, kernel in (("splash", "splash"), ("cudnn", "fmha")):
+    for backend, kernel in (("splash", "splash"), ("pallas", "attnlab"), ("cudnn", "fmha")):
         if backend in backends and training.fits and not any(kernel in name for name in training.kernels):
             yield f"{backend} was chosen for attention, but the compiled step has none of its kernels"
     if _fits(topology, decoding) is False:

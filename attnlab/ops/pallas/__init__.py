@@ -13,16 +13,18 @@ They have been compiled for TPUs and emulated on CPUs. They have never run on a 
 
 import functools
 import math
+import numbers
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import ManualAxisType
 from jaxtyping import Float
 
 from attnlab.ops import dropout
 from attnlab.ops.masks import Mask
-from attnlab.ops.meshes import Splits, like_queries, on_auto_axes, over_shards, splits_of
-from attnlab.ops.pallas.operands import Others, Plan, Terms
+from attnlab.ops.meshes import Splits, is_checked_manual, like_queries, on_auto_axes, over_shards, splits_of
+from attnlab.ops.pallas.operands import LOG2E, Others, Plan, Terms
 from attnlab.ops.pallas.splitting import Scores, Split, UnsupportedError, split
 from attnlab.ops.platforms import only_on_tpus
 from attnlab.ops.schedule import EMPTY, FULL, PARTIAL, TPU_KERNEL, every_tile, schedule, tile_kinds, visits
@@ -30,10 +32,7 @@ from attnlab.types import Array
 
 PLATFORM = "tpu"
 _LANES = 128  # of a vector register; on TPUs the sides of tiles are multiples
-_ELSEWHERE = (
-    "impl = 'pallas' cannot run this: it needs a tpu, or jax.experimental.pallas.tpu.force_tpu_interpret_mode() to be "
-    "emulated elsewhere"
-)
+NEEDS = "it needs a tpu, or jax.experimental.pallas.tpu.force_tpu_interpret_mode() to be emulated elsewhere"
 _MAX_DRAWN = 2**30  # bytes of pairs that a mask or score mod may need beforehand
 
 
@@ -47,6 +46,7 @@ def reason_against(
         "q, k and v must have one type": not q.dtype == k.dtype == v.dtype,
         "it needs sizes that are numbers": not all(isinstance(size, int) for size in sizes),
         "an axis has length 0": 0 in sizes,
+        "emulated within shard_map it needs check_vma=False": is_checked_manual(q, k, v) and is_interpreted(),
         f"tiles of {block_sizes} are not multiples of {_LANES}": block_sizes is not None
         and not is_interpreted()
         and any(size % _LANES for size in block_sizes),
@@ -56,7 +56,7 @@ def reason_against(
         return why
     scores = Scores(q.shape[:-3], q.shape[-2], (q.shape[-3], k.shape[-3]), q_positions, kv_positions)
     try:
-        terms = _split_terms(scores, mask, score_mods, bias, dropout_rate, dropout_keys)
+        terms = _split_terms(scores, mask, score_mods, bias, None, dropout_rate, dropout_keys)
     except UnsupportedError as error:
         return str(error)
     drawn = sum(x.drawn_bytes for x in terms if x is not None)
@@ -72,9 +72,9 @@ def is_interpreted() -> bool:
     def copy(x, out):
         out[...] = x[...]
 
-    traced = jax.make_jaxpr(pl.pallas_call(copy, out_shape=jax.ShapeDtypeStruct((8,), jnp.int32)))
-    call = traced(jax.ShapeDtypeStruct((8,), jnp.int32)).eqns[-1]
-    return bool(call.params.get("interpret"))
+    out = jax.ShapeDtypeStruct((8,), jnp.int32, manual_axis_type=ManualAxisType())
+    call = jax.make_jaxpr(pl.pallas_call(copy, out_shape=out))(jax.ShapeDtypeStruct((8,), jnp.int32)).eqns[-1]
+    return bool(call.params["interpret"])
 
 
 def attend(q: Float[Array, "*B Tq H D"], k: Float[Array, "*B Tk Hk D"], v: Float[Array, "*B Tk Hk Dv"], **arguments):
@@ -104,18 +104,23 @@ def _attend(
 
     *batch, q_length, num_heads, head_dim = q.shape
     lengths, shared = (q_length, k.shape[-3]), (1,) * len(batch)
+    scale, learned_scale = (head_dim**-0.5, None) if scale is None else (scale, None)
+    if q.dtype != jnp.float32 and not isinstance(scale, numbers.Number):
+        scale, learned_scale = 1.0, scale  # as one of the terms
     where = {"q_positions": q_positions, "kv_positions": kv_positions, "num_heads": num_heads, "batch": tuple(batch)}
     block_sizes, _ = schedule(mask, *lengths, block_sizes, **where, costs=TPU_KERNEL)
     kinds = tile_kinds(mask, lengths, block_sizes, **where)
     is_shared = math.prod(kinds.shape[:-3]) == 1  # by all examples
     kinds = kinds.reshape(*(shared if is_shared else kinds.shape[:-3]), *kinds.shape[-3:])
     scores = Scores(tuple(batch), num_heads, lengths, q_positions, kv_positions)
-    splits_of_terms = Terms(*_split_terms(scores, mask, score_mods, bias, dropout_rate, dropout_keys))
+    splits_of_terms = Terms(*_split_terms(scores, mask, score_mods, bias, learned_scale, dropout_rate, dropout_keys))
     programs = Terms(*(None if x is None else x.program for x in splits_of_terms))
     is_known = isinstance(kinds, np.ndarray)
     found = tuple(kind for kind in (FULL, PARTIAL) if not is_known or (kinds == kind).any())
-    plan = Plan(lengths, block_sizes, found, dropout_rate, programs)
-    scale = (head_dim**-0.5 if scale is None else scale) * plan.unit
+    unit = 1.0 if programs.logits else LOG2E
+    # Float32 queries take the factor, which costs nothing; others would be rounded once more.
+    factor = 1.0 if q.dtype == jnp.float32 else float(scale * unit)
+    plan = Plan(lengths, block_sizes, found, dropout_rate, programs, factor)
     others = Others(
         sinks=None if sinks is None else sinks.astype(jnp.float32).reshape(*shared, num_heads),
         terms=Terms(*(() if x is None else x.arrays() for x in splits_of_terms)),
@@ -123,10 +128,10 @@ def _attend(
         by_key=visits(_of_kv_heads(kinds, k.shape[-2]).swapaxes(-1, -2)),
         of_pairs=every_tile(kinds) if plan.learned("pair") else None,
     )
-    q = (q * scale).astype(q.dtype)
+    q = q if q.dtype != jnp.float32 else q * (scale * unit)
     k, v = _inert(mask, lengths, where, k, v)
     if not is_interpreted():
-        q = only_on_tpus(q, _ELSEWHERE)
+        q = only_on_tpus(q, f"impl = 'pallas' cannot run this: {NEEDS}")
     return over_shards(functools.partial(transforms.attention, plan), q, k, v, others, splits)
 
 
@@ -144,10 +149,12 @@ def _inert(mask: Mask | None, lengths, where, k, v):
     return tuple(jnp.where(is_visible, x, 0) for x in (k, v))
 
 
-def _split_terms(scores: Scores, mask, score_mods, bias, dropout_rate, dropout_keys) -> list[Split | None]:
+def _split_terms(scores: Scores, mask, score_mods, bias, scale, dropout_rate, dropout_keys) -> list[Split | None]:
     """In the order of `Terms`."""
 
     def logits(tile, raw):
+        if scale is not None:
+            raw = raw * jnp.asarray(scale, raw.dtype)
         if bias is not None:
             raw = raw + tile.of_pairs(bias).astype(raw.dtype)
         for mod in score_mods:
@@ -159,7 +166,7 @@ def _split_terms(scores: Scores, mask, score_mods, bias, dropout_rate, dropout_k
         return dropout.keep(dropout_keys, dropout_rate, *indices)
 
     return [
-        split(logits, scores, of_raw=True) if score_mods or bias is not None else None,
+        split(logits, scores, of_raw=True) if score_mods or bias is not None or scale is not None else None,
         None if mask is None else split(mask.visible, scores),
         split(keeps, scores) if dropout_rate else None,
     ]

@@ -4,6 +4,7 @@ The visits (see `attnlab.ops.schedule.Visits`) are prefetched into scalar memory
 are padded to whole blocks here, and results are cut.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,6 +18,8 @@ from attnlab.ops.pallas.kernels import LANES, Refs, Tile
 from attnlab.ops.pallas.operands import Cotangents, Operands, Plan, Terms
 from attnlab.ops.schedule import Visit, Visits, read_visit
 from attnlab.types import Array
+
+_Shaped = Array | jax.ShapeDtypeStruct
 
 
 class _Step(NamedTuple):
@@ -68,7 +71,7 @@ class _Walk:
 
     # Blocks of arrays
 
-    def block(self, x: Array, of_keys: bool) -> pl.BlockSpec:
+    def block(self, x: _Shaped, of_keys: bool) -> pl.BlockSpec:
         """A block of queries or of keys, of `[B, heads, T, features]`."""
 
         def place(*ids):
@@ -78,7 +81,7 @@ class _Walk:
 
         return pl.BlockSpec((None, None, self.plan.block_sizes[of_keys], x.shape[-1]), place)
 
-    def vector(self, x: Array, of_keys: bool) -> pl.BlockSpec:
+    def vector(self, x: _Shaped, of_keys: bool) -> pl.BlockSpec:
         """A block of `[B or 1, H or 1, 1, T]`."""
 
         def place(*ids):
@@ -91,7 +94,7 @@ class _Walk:
 
         return pl.BlockSpec((None, None, 1, self.plan.block_sizes[of_keys]), place)
 
-    def pairs(self, x: Array) -> pl.BlockSpec:
+    def pairs(self, x: _Shaped) -> pl.BlockSpec:
         """A tile of `[B or 1, H or 1, outer, inner]`."""
 
         def place(*ids):
@@ -99,6 +102,15 @@ class _Walk:
             return *_shared(x, step.example, step.head), step.visit.row, step.visit.column
 
         return pl.BlockSpec((None, None, self.outer, self.inner), place)
+
+    def of_head(self, x: _Shaped) -> pl.BlockSpec:
+        """All of `[B or 1, H or 1, 1, n]` that belongs to an example and a head."""
+
+        def place(*ids):
+            step = self.step(*ids)
+            return *_shared(x, step.example, step.head), 0, 0
+
+        return pl.BlockSpec((None, None, 1, x.shape[-1]), place)
 
     # The arrays of terms
 
@@ -116,7 +128,7 @@ class _Walk:
         if cotangents is None:
             return arrays, blocks
         d_out = self.padded(cotangents.d_out, of_keys=False)
-        lse, delta = self._vector(cotangents.lse, False, fill=jnp.inf), self._vector(cotangents.delta, False, fill=0)
+        lse, delta = self._vector(cotangents.lse, False, fill=jnp.inf), self._vector(cotangents.delta, False, fill=0.0)
         of_rows = {"lse": self.vector(lse, False), "delta": self.vector(delta, False)}
         arrays = arrays._replace(d_out=d_out, lse=lse, delta=delta)
         return arrays, blocks._replace(d_out=self.block(d_out, False), **of_rows)
@@ -129,6 +141,9 @@ class _Walk:
                 found.append((None, None))
             elif described.varies == "scalar":
                 found.append((x, pl.BlockSpec(memory_space=pltpu.SMEM)))
+            elif described.varies == "distance":
+                x = self.distances(x)
+                found.append((x, self.of_head(x)))
             elif described.varies == "pair":
                 x = self.padded(self.padded(x, of_keys=False), of_keys=True, axis=3)
                 x = x.swapaxes(2, 3) if self.of_keys else x
@@ -139,10 +154,18 @@ class _Walk:
                 found.append((x, self.vector(x, of_keys)))
         return found
 
+    def distances(self, x: Array) -> Array:
+        """`[B or 1, H or 1, Tq + Tk − 1]`, by keys − queries, as kernels take it: by inner − outer, see `diagonals`."""
+        ends = [count * size for count, size in zip(self.counts, self.plan.block_sizes)]
+        before, after = (end - length for end, length in zip(ends, self.plan.lengths))
+        x = jnp.pad(x, [(0, 0), (0, 0), (before + 1, after)], mode="edge")
+        # Reversed, the entry of distance 0 moves from the end of the queries to that of the keys.
+        return (jnp.roll(x[..., ::-1], 1, axis=-1) if self.of_keys else x)[:, :, None]
+
     def _vector(self, x: Array, of_keys: bool, fill: float | None = None) -> Array:
         return self.padded(x[:, :, None], of_keys, axis=3, fill=fill)
 
-    def padded(self, x: Array, of_keys: bool, axis: int = 2, fill: float | None = 0) -> Array:
+    def padded(self, x: Array, of_keys: bool, axis: int = 2, fill: float | None = 0.0) -> Array:
         """x up to the end of the last block; by its last entry when `fill` is None."""
         missing = self.counts[of_keys] * self.plan.block_sizes[of_keys] - x.shape[axis]
         widths = [(0, missing if at == axis else 0) for at in range(x.ndim)]
@@ -162,7 +185,9 @@ class _Walk:
 
         return Terms(*([scratch(x) for x in program.inputs] if program else [] for program in self.plan.programs))
 
-    def call(self, kernel, name: str, outputs: list, scratch: list, cotangents: Cotangents | None = None) -> list:
+    def call(
+        self, kernel, name: str, outputs: list, scratch: list, cotangents: Cotangents | None = None
+    ) -> Sequence[Array]:
         """The results of a kernel.
 
         Args:
@@ -242,7 +267,7 @@ class _WalkOfPairs(_Walk):
         return example, head, head // self.group, head
 
 
-def _shared(x: Array, *at) -> tuple:
+def _shared(x: _Shaped, *at) -> tuple:
     """Indices of the leading axes, 0 where they have size 1."""
     return tuple(i if size > 1 else 0 for i, size in zip(at, x.shape))
 
@@ -283,25 +308,32 @@ def _summed(gradient: Array, x: Array) -> Array:
 def _d_queries(plan: Plan, operands: Operands, cotangents: Cotangents) -> tuple[Array, dict[int, Array]]:
     walk, (q_size, kv_size), q = _Walk(plan, operands), plan.block_sizes, operands.q
     padded, leading = walk.counts[0] * q_size, (walk.batch, walk.heads)
-    scalars, vectors = plan.learned("scalar"), plan.learned("query")
+    scalars, distances, vectors = (plan.learned(varies) for varies in ("scalar", "distance", "query"))
     dq = jax.ShapeDtypeStruct((*leading, padded, q.shape[-1]), q.dtype)
     d_vector = jax.ShapeDtypeStruct((*leading, 1, padded), jnp.float32)
-    of_head = pl.BlockSpec((None, None, 1, kv_size), lambda b, h, *_: (b, h, 0, 0))
+    ends = [count * size for count, size in zip(walk.counts, plan.block_sizes)]
+    d_scalar, d_distance = (jax.ShapeDtypeStruct((*leading, 1, n), jnp.float32) for n in (kv_size, sum(ends)))
     columns = [pltpu.VMEM((q_size, LANES), jnp.float32)] * 2
     sums = [pltpu.VMEM((q_size, width), jnp.float32) for width in (q.shape[-1], *[_lanes(kv_size)] * len(vectors))]
 
     def kernel(tile, results, scratch, ids):
-        first, *others = results
-        grouped = (first, others[: len(scalars)], others[len(scalars) :])
-        kernels.d_queries(tile, ids[2] == 0, grouped, scratch[:2], (scratch[2], scratch[3:]))
+        kernels.d_queries(tile, ids[2] == 0, grouped(results), scratch[:2], (scratch[2], scratch[3:]))
+
+    def grouped(results):
+        results = iter(results)
+        return next(results), *([next(results) for _ in some] for some in (scalars, distances, vectors))
 
     outputs = [(dq.shape, dq.dtype, walk.block(dq, False))]
-    outputs += [((*leading, 1, kv_size), jnp.float32, of_head)] * len(scalars)
+    outputs += [(d_scalar.shape, jnp.float32, walk.of_head(d_scalar))] * len(scalars)
+    outputs += [(d_distance.shape, jnp.float32, walk.of_head(d_distance))] * len(distances)
     outputs += [(d_vector.shape, jnp.float32, walk.vector(d_vector, False))] * len(vectors)
-    dq, *others = walk.call(kernel, "attnlab_dq", outputs, [*columns, *sums], cotangents)
-    found = [x[:, :, 0].sum(axis=-1) for x in others[: len(scalars)]]
-    found += [x[:, :, 0, : plan.lengths[0]] for x in others[len(scalars) :]]
-    return dq[:, :, : plan.lengths[0]], dict(zip((*scalars, *vectors), found))
+    results = walk.call(kernel, "attnlab_dq", outputs, [*columns, *sums], cotangents)
+    dq, d_scalars, d_distances, d_vectors = grouped(results)
+    start, (q_length, kv_length) = ends[0] - plan.lengths[0] + 1, plan.lengths
+    found = [x[:, :, 0].sum(axis=-1) for x in d_scalars]
+    found += [x[:, :, 0, start : start + q_length + kv_length - 1] for x in d_distances]
+    found += [x[:, :, 0, :q_length] for x in d_vectors]
+    return dq[:, :, :q_length], dict(zip((*scalars, *distances, *vectors), found))
 
 
 def _d_keys(plan: Plan, operands: Operands, cotangents: Cotangents) -> tuple[Array, Array, dict[int, Array]]:

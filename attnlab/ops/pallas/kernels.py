@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from attnlab.ops.pallas.operands import LOG2E, Plan, Terms
 from attnlab.ops.pallas.splitting import loaded
@@ -87,11 +88,26 @@ class Tile(NamedTuple):
             return self._existing(described.varies == "kv_index")
         if described.varies == "scalar":
             x = scalar(ref, self.example, self.head)
+        elif described.varies == "distance":
+            x = self._of_distances(ref)
         else:
             x = ref[...] if column is None else wide(column[...], self.shape[1])
         if described.dtype == jnp.bool_ or x.dtype == jnp.int8:  # Mosaic broadcasts numbers only
             x = jnp.broadcast_to(x.astype(jnp.int32), self.shape)
         return loaded(x, described.dtype)
+
+    def diagonals(self) -> list["Diagonals"]:
+        """The parts of a vector of distances, inner − outer, that the rows of the tile need, some rows at a time."""
+        outer, inner = self.shape
+        rows = LANES if outer % LANES == 0 else outer
+        # The vector begins where the first key meets the end of the last block of queries, or the other way round.
+        blocks = pl.cdiv(self.plan.lengths[int(self.of_keys)], outer)
+        start = (blocks - self.visit.row) * outer + self.visit.column * inner
+        return [Diagonals(rows, inner, start - first) for first in range(0, outer, rows)]
+
+    def _of_distances(self, ref) -> Array:
+        """A vector of distances as a tile."""
+        return jnp.concatenate([one.spread(ref) for one in self.diagonals()], axis=0)
 
     def visible(self) -> Array | None:
         """Which pairs of a PARTIAL tile are visible, None for all of them."""
@@ -109,6 +125,44 @@ class Tile(NamedTuple):
         """The arrays, 0 where dropout drops them."""
         keeps = self.plan.programs.keeps(*self.values("keeps"))
         return [jnp.where(keeps, x, 0) for x in arrays]
+
+
+class Diagonals(NamedTuple):
+    """Some rows of a tile, and where in a vector of distances the entry of their first row and first column is.
+
+    The entry of row r and column c is c − r later. A hardware rotation moves row r by r, so the vector is laid out such
+    that it begins with the distances of the first row, and ends with those below.
+    """
+
+    rows: int
+    columns: int
+    start: Array
+
+    def _parts(self):
+        """(slice of the vector, slice of the layout)."""
+        aligned = LANES if self.rows % LANES == 0 and self.columns % LANES == 0 else 1
+        first, below = (pl.multiple_of(at, aligned) for at in (self.start, self.start - self.rows))
+        return (
+            (pl.ds(first, self.columns), slice(0, self.columns)),
+            (pl.ds(below, self.rows), slice(self.columns, self.columns + self.rows)),
+        )
+
+    def spread(self, ref) -> Array:
+        """`[rows, columns]` of a vector `[1, n]`."""
+        laid_out = jnp.concatenate([ref[:, at] for at, _ in self._parts()], axis=1)
+        laid_out = jnp.broadcast_to(laid_out, (self.rows, self.rows + self.columns))
+        return pltpu.roll(laid_out, 0, 1, stride=1, stride_axis=0)[:, : self.columns]
+
+    def collect(self, ref, x: Array) -> None:
+        """Adds the sums of `[rows, columns]` along its diagonals to a vector: the transpose of `spread`."""
+        width = self.rows + self.columns
+        x = jnp.concatenate([x, jnp.zeros((self.rows, self.rows), x.dtype)], axis=1)
+        row = lax.broadcasted_iota(jnp.int32, x.shape, 0)
+        for bit in range((self.rows - 1).bit_length()):  # the hardware has no rotation of row r by −r
+            x = jnp.where(row >> bit & 1 == 1, pltpu.roll(x, width - 2**bit, 1), x)
+        sums = x.sum(axis=0, keepdims=True)
+        for at, of_layout in self._parts():
+            ref[:, at] += sums[:, of_layout]
 
 
 def scalar(ref, example, head):
@@ -147,6 +201,12 @@ def _product(a: Array, b: Array, of_rows: bool = False) -> Array:
     return lax.dot_general(a, b, (((1,), (int(of_rows),)), ((), ())), preferred_element_type=jnp.float32)
 
 
+def _products_of(tile: Tile, outer, inner) -> Array:
+    """Raw logits, `[outer, inner]`."""
+    products, factor = _product(outer[...], inner[...], of_rows=True), tile.plan.factor
+    return products if factor == 1 else products * factor
+
+
 def _each_kind(plan: Plan, kind, body) -> None:
     for one in plan.tile_kinds:
         pl.when(kind == one)(functools.partial(body, one == PARTIAL))
@@ -182,7 +242,7 @@ def forward(tile: Tile, out, lse, state: Softmax) -> None:
 
 def _forward_tile(tile: Tile, state: Softmax, is_partial: bool) -> None:
     plan, refs = tile.plan, tile.refs
-    logits = _product(refs.q[...], refs.k[...], of_rows=True)
+    logits = _products_of(tile, refs.q, refs.k)
     if plan.programs.logits is not None:
         logits = plan.programs.logits(*tile.values("logits"), logits) * LOG2E
     visible = tile.visible() if is_partial else None
@@ -238,7 +298,8 @@ def _gradients(tile: Tile, lse: Array, delta: Array, chosen: list[int], is_parti
     plan, refs, program = tile.plan, tile.refs, tile.plan.programs.logits
     outer, inner = (refs.q, refs.d_out), (refs.k, refs.v)
     outer, inner = (inner, outer) if tile.of_keys else (outer, inner)
-    raw, d_weights = (_product(a[...], b[...], of_rows=True) for a, b in zip(outer, inner))
+    raw = _products_of(tile, outer[0], inner[0])
+    d_weights = _product(outer[1][...], inner[1][...], of_rows=True)
     visible = tile.visible() if is_partial else None
     logits, pull_back = raw, lambda d_logits: (d_logits, [])
     if program is not None:
@@ -275,22 +336,22 @@ def _along_lanes(x: Array) -> Array:
 
 
 def d_queries(tile: Tile, is_first: Array, results, columns, accumulators) -> None:
-    """Gradients of q, and of the scalars and query vectors among the inputs of logits.
+    """Gradients of q, and of the scalars and the vectors of distances and queries among the inputs of logits.
 
     Args:
       is_first: whether the tile is the first of its head.
-      results: (dq, `[1, inner]` for each scalar, `[1, outer]` for each vector).
+      results: (dq, `[1, inner]` for each scalar, `[1, distances]` and `[1, outer]` for the vectors).
       columns: scratch for lse and delta.
       accumulators: of dq, and of each vector.
     """
     plan, refs = tile.plan, tile.refs
-    dq, d_scalars, d_vectors = results
+    dq, d_scalars, d_distances, d_vectors = results
     dq_sum, vector_sums = accumulators
-    scalars, vectors = plan.learned("scalar"), plan.learned("query")
+    chosen = [plan.learned(varies) for varies in ("scalar", "distance", "query")]
 
     @pl.when(is_first)
     def _start_head():
-        for ref in d_scalars:
+        for ref in (*d_scalars, *d_distances):
             ref[...] = jnp.zeros_like(ref)
 
     @pl.when(tile.visit.is_first)
@@ -303,24 +364,28 @@ def d_queries(tile: Tile, is_first: Array, results, columns, accumulators) -> No
 
     def body(is_partial):
         lse, delta = (wide(x[...], tile.shape[1]) for x in columns)
-        of_tile = _gradients(tile, lse, delta, [*scalars, *vectors], is_partial)
+        of_tile = _gradients(tile, lse, delta, [at for some in chosen for at in some], is_partial)
         k = refs.k[...]
         dq_sum[...] += _product(of_tile.d_raw.astype(k.dtype), k)
-        for ref, x in zip(d_scalars, of_tile.d_inputs):
+        d_inputs = iter(of_tile.d_inputs)
+        for ref, x in zip(d_scalars, d_inputs):
             ref[...] += x.sum(axis=0, keepdims=True)
-        for ref, x in zip(vector_sums, of_tile.d_inputs[len(scalars) :]):
+        for ref, x in zip(d_distances, d_inputs):
+            for first, one in enumerate(tile.diagonals()):
+                one.collect(ref, x[first * one.rows : (first + 1) * one.rows])
+        for ref, x in zip(vector_sums, d_inputs):
             ref[...] += _along_lanes(x)
 
     _each_kind(plan, tile.visit.kind, body)
 
     @pl.when(tile.visit.is_last)
     def _finish():
-        dq[...] = (dq_sum[...] / plan.unit).astype(dq.dtype)
+        dq[...] = (dq_sum[...] * plan.derivative).astype(dq.dtype)
         for ref, x in zip(d_vectors, vector_sums):
             ref[...] = x[...].T.sum(axis=0, keepdims=True)
 
 
-def d_keys(tile: Tile, group: Array, results, accumulators) -> None:
+def d_keys(tile: Tile, group: tuple, results, accumulators) -> None:
     """Gradients of k and v, summed over the query heads of a group, and of the key vectors among the inputs of logits.
 
     Args:
@@ -354,7 +419,7 @@ def d_keys(tile: Tile, group: Array, results, accumulators) -> None:
 
     @pl.when(tile.visit.is_last & (member == size - 1))
     def _finish():
-        dk[...] = (dk_sum[...] / plan.unit).astype(dk.dtype)
+        dk[...] = (dk_sum[...] * plan.derivative).astype(dk.dtype)
         dv[...] = dv_sum[...].astype(dv.dtype)
         for ref, x in zip(d_vectors, vector_sums):
             for one in range(size):

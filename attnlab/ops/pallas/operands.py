@@ -32,6 +32,7 @@ class Plan(NamedTuple):
       tile_kinds: the values, PARTIAL and FULL, that occur among the tiles; both when these are traced.
       dropout_rate: probability that a weight is dropped.
       programs: what a kernel computes of each term.
+      factor: what products of q and k are multiplied by; they are then logits, in units of log 2 without a program.
     """
 
     lengths: tuple[int, int]
@@ -39,11 +40,12 @@ class Plan(NamedTuple):
     tile_kinds: tuple[int, ...]
     dropout_rate: float
     programs: Terms
+    factor: float
 
     @property
-    def unit(self) -> float:
-        """What q is multiplied by besides the scale: products are then logits in units of log 2."""
-        return LOG2E if self.programs.logits is None else 1.0
+    def derivative(self) -> float:
+        """Of the natural logits that enter the program, or else leave the kernel, by the products of q and k."""
+        return self.factor / LOG2E if self.programs.logits is None else self.factor
 
     def learned(self, *varies: str) -> list[int]:
         """The inputs of logits that have gradients and vary with one of `varies`."""
@@ -52,7 +54,7 @@ class Plan(NamedTuple):
 
 
 class Others(NamedTuple):
-    """The arrays of a call besides q, k, v: `[*batch or 1s, H or 1, …]`, within the kernels' calls `[B or 1, H or 1, …]`.
+    """The arrays of a call besides q, k, v: `[*batch or 1s, H or 1, …]`, in the calls of kernels `[B or 1, H or 1, …]`.
 
     Attributes:
       sinks: `[..., H]` or None, in logits, float32.
@@ -70,7 +72,7 @@ class Others(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """q `[B, H, Tq, D]`, k `[B, Hk, Tk, D]`, v `[B, Hk, Tk, Dv]`, and the others. q is scaled."""
+    """q `[B, H, Tq, D]`, k `[B, Hk, Tk, D]`, v `[B, Hk, Tk, Dv]`, and the others."""
 
     q: Array
     k: Array

@@ -10,12 +10,13 @@ traced for a single pair, one query and one key of every example and head, and e
 
 Scalars and vectors are computed beforehand by XLA, gathers included, in O(T), and differentiated by JAX. A `Program`
 computes the pairs from them within the kernel, tile by tile. Pairs that it cannot compute, as those gathered from a
-table, are drawn beforehand as an array of pairs.
+table, are computed beforehand too: as a vector if they depend on the distance of indices alone, which is the same along
+each diagonal of the scores, else as an array of pairs.
 """
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -29,67 +30,20 @@ from jax.interpreters import batching
 from attnlab.ops.tiles import Side, Tile
 from attnlab.types import Array
 
-Varies = Literal["q_index", "kv_index", "scalar", "query", "key", "pair"]
+Varies = Literal["q_index", "kv_index", "scalar", "query", "key", "distance", "pair"]
 
 # What Mosaic lowers elementwise, on every generation of TPUs, and so do its derivatives.
-_ELEMENTWISE = frozenset(
-    [
-        "abs",
-        "add",
-        "and",
-        "ceil",
-        "clamp",
-        "convert_element_type",
-        "copy",
-        "cos",
-        "div",
-        "eq",
-        "exp",
-        "exp2",
-        "floor",
-        "ge",
-        "gt",
-        "integer_pow",
-        "le",
-        "log",
-        "log1p",
-        "logistic",
-        "lt",
-        "max",
-        "min",
-        "mul",
-        "ne",
-        "neg",
-        "not",
-        "or",
-        "pow",
-        "rem",
-        "round",
-        "rsqrt",
-        "select_n",
-        "shift_left",
-        "shift_right_arithmetic",
-        "shift_right_logical",
-        "sign",
-        "sin",
-        "sqrt",
-        "square",
-        "stop_gradient",
-        "sub",
-        "tan",
-        "tanh",
-        "xor",
-    ]
-)
-_RESHAPES = frozenset(["broadcast_in_dim", "expand_dims", "reshape", "squeeze", "transpose"])
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "checkpoint": "jaxpr",
-}
-_CALLS |= {"remat2": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+# fmt: off
+_ELEMENTWISE = frozenset((
+    "abs", "add", "and", "ceil", "clamp", "convert_element_type", "copy", "cos", "div", "eq", "exp", "exp2", "floor",
+    "ge", "gt", "integer_pow", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or",
+    "pow", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign",
+    "sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+))
+# fmt: on
+_RESHAPES = frozenset(("broadcast_in_dim", "expand_dims", "reshape", "squeeze", "transpose"))
+_CALLS = dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
+_CALLS |= dict.fromkeys(("jit", "pjit", "checkpoint", "remat2"), "jaxpr")  # where each has its jaxpr
 
 
 class UnsupportedError(Exception):
@@ -138,7 +92,7 @@ class _Equation(NamedTuple):
     params: dict[str, Any]
     operands: tuple[int | Constant, ...]
     results: tuple[int, ...]
-    rule: str = ""  # the name of the function with a derivative rule of its own to which it belongs
+    has_rule: bool  # whether it belongs to a function with a derivative rule of its own
 
     @property
     def values(self) -> set[int]:
@@ -188,7 +142,7 @@ class Split(NamedTuple):
     Attributes:
       program: what the kernel computes.
       arrays: arrays() computes its inputs, None for indices: `[*batch or 1s, H or 1]` for scalars, with one more axis
-        `[Tq]` or `[Tk]` for vectors, or two for pairs.
+        `[Tq]` or `[Tk]` for vectors, `[Tq + Tk − 1]` for distances j − i from 1 − Tq on, or two for pairs.
       drawn_bytes: how much of them is pairs that were not given as arrays.
     """
 
@@ -248,8 +202,8 @@ class _Graph:
         self.constants[at] = x
         return at
 
-    def inline(self, closed: ClosedJaxpr, arguments: list, rule: str = "") -> list:
-        """The results of a jaxpr, whose equations are appended; `rule` names a call with a derivative of its own."""
+    def inline(self, closed: ClosedJaxpr, arguments: Sequence, has_rule: bool = False) -> list:
+        """The results of a jaxpr, whose equations are appended; `has_rule` within `jax.custom_jvp` and the like."""
         known = dict(zip(closed.jaxpr.constvars, map(self.constant, closed.consts)))
         known |= dict(zip(closed.jaxpr.invars, arguments))
 
@@ -261,11 +215,10 @@ class _Graph:
             inner = equation.params.get(_CALLS.get(name))
             if inner is not None:
                 inner = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
-                own = str(equation.params.get("name") or name) if name.startswith("custom_") else rule
-                results = self.inline(inner, operands, own)
+                results = self.inline(inner, operands, has_rule or name.startswith("custom_"))
             else:
                 results = tuple(self.value(x.aval) for x in equation.outvars)
-                self.equations.append(_Equation(equation.primitive, equation.params, operands, results, rule))
+                self.equations.append(_Equation(equation.primitive, equation.params, operands, results, has_rule))
             known |= dict(zip(equation.outvars, results))
         return [read(x) for x in closed.jaxpr.outvars]
 
@@ -333,6 +286,21 @@ class _Variation:
         for equation in graph.equations:
             sides = set().union(*(self.sides.get(x, ()) for x in equation.values))
             self.sides |= dict.fromkeys(equation.results, sides)
+        self.distances = self._distances(graph)
+
+    def _distances(self, graph) -> set[int]:
+        """The values that vary with the difference of two indices alone."""
+        found, indices = set(), set(self.coordinates[:2])
+        for equation in graph.equations:
+            varying = {x for x in equation.values if self.sides.get(x)}
+            is_difference = equation.primitive.name == "sub" and self.is_pair(equation.results[0])
+            if not varying:
+                continue
+            if varying <= indices and self._only_moves_ones(equation):
+                indices |= set(equation.results)
+            elif varying <= found or (varying <= indices and is_difference):
+                found |= set(equation.results)
+        return found
 
     def is_pair(self, value) -> bool:
         return {"query", "key"} <= self.sides.get(value, set())
@@ -340,6 +308,8 @@ class _Variation:
     def kind(self, value) -> Varies:
         if value in self.coordinates[:2]:
             return ("q_index", "kv_index")[self.coordinates.index(value)]
+        if value in self.distances:
+            return "distance"
         return "pair" if self.is_pair(value) else next(iter(self.sides.get(value, ())), "scalar")
 
     def is_computed(self, equation) -> bool:
@@ -350,8 +320,8 @@ class _Variation:
         if not self.is_pair(result):
             return False
         of_raw = "raw" in self.sides[result]
-        if of_raw and equation.rule:
-            raise UnsupportedError(f"of score mods it has none with a derivative rule of its own, as {equation.rule}")
+        if of_raw and equation.has_rule:
+            raise UnsupportedError("of score mods it has none with a derivative rule of its own, as jax.nn.relu")
         if of_raw and name not in _ELEMENTWISE:
             raise UnsupportedError(f"of primitives of JAX it has no {name} of scores")
         return name in _ELEMENTWISE
@@ -405,21 +375,25 @@ def _evaluated(graph, coordinates, scores: Scores, values, kinds, axes, entries)
     whole = [x for x in values if x in entries]
     for x, array in zip(whole, _evaluate(graph, coordinates, [entries[x] for x in whole], *(None,) * 4)):
         arrays[x] = jnp.moveaxis(array, (-2, -1), (0, 1))[..., None, None]
-    for kind in ("scalar", "query", "key", "pair"):
+    for kind in ("scalar", "query", "key", "distance", "pair"):
         wanted = [x for x, found in zip(values, kinds) if found == kind and x not in entries]
         if wanted:
             run = functools.partial(_evaluate, graph, coordinates, wanted)
-            of_sides = _over_sides(run, scores, kind in ("query", "pair"), kind in ("key", "pair"))
-            arrays |= dict(zip(wanted, of_sides))
+            arrays |= dict(zip(wanted, _over_sides(run, scores, kind)))
     return tuple(
         _stored(_laid_out(arrays[x], axes[x], len(scores.batch) + 1), kind) if x in arrays else None
         for x, kind in zip(values, kinds)
     )
 
 
-def _over_sides(run, scores: Scores, queries: bool, keys: bool) -> list[Array]:
-    """`run` of one pair, for all queries, all keys or both; these axes come first."""
+def _over_sides(run, scores: Scores, kind: Varies) -> list[Array]:
+    """`run` of one pair, for all that the values vary with; these axes come first."""
     (q_length, kv_length), one = scores.lengths, jnp.zeros(1, jnp.int32)
+    queries, keys = kind in ("query", "pair"), kind in ("key", "pair")
+    if kind == "distance":
+        distance = jnp.arange(1 - q_length, kv_length, dtype=jnp.int32)[:, None]
+        q_index, kv_index = jnp.maximum(-distance, 0), jnp.maximum(distance, 0)
+        return jax.vmap(lambda q_index, kv_index: run(q_index, kv_index, q_index, kv_index))(q_index, kv_index)
     q_positions, kv_positions = (
         None if x is None else jnp.moveaxis(jnp.asarray(x, jnp.int32), -1, 0)[..., None]
         for x in (scores.q_positions, scores.kv_positions)

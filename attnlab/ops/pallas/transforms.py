@@ -15,11 +15,19 @@ from attnlab.ops.pallas.operands import LOG2E, Cotangents, Operands, Others, Pla
 from attnlab.ops.reverse_mode import message, refuse, reverse_mode_only
 from attnlab.types import Array
 
-_SIDES = {"scalar": 0, "query": 1, "key": 1, "pair": 2}  # axes of an input after that of heads
+_SIDES = {
+    "q_index": 0,
+    "kv_index": 0,
+    "scalar": 0,
+    "query": 1,
+    "key": 1,
+    "distance": 1,
+    "pair": 2,
+}  # axes of an input after that of heads
 
 
 def attention(plan: Plan, q: Array, k: Array, v: Array, others: Others) -> tuple[Array, Array]:
-    """(out, lse), `[..., Tq, H, Dv]` and `[..., Tq, H]`, of q `[..., Tq, H, D]`, already scaled, k and v."""
+    """(out, lse), `[..., Tq, H, Dv]` and `[..., Tq, H]`, of q `[..., Tq, H, D]`, k and v."""
     batch = q.shape[:-3]
     q, k, v = (x.reshape(-1, *x.shape[-3:]).swapaxes(1, 2) for x in (q, k, v))
     operands = Operands(q, k, v, _with_one_batch_axis(plan, others, batch))
@@ -33,7 +41,7 @@ def attention(plan: Plan, q: Array, k: Array, v: Array, others: Others) -> tuple
 
 
 def _with_one_batch_axis(plan: Plan, others: Others, batch: tuple[int, ...]) -> Others:
-    def flat(x, sides: int):
+    def flat(x, sides):
         """`[*batch or 1s, H or 1, *sides]` as `[B or 1, H or 1, *sides]`."""
         if x is None:
             return None
@@ -43,7 +51,7 @@ def _with_one_batch_axis(plan: Plan, others: Others, batch: tuple[int, ...]) -> 
         return x.reshape(-1, *x.shape[cut:])
 
     terms = (
-        tuple(flat(x, _SIDES.get(one.varies)) for one, x in zip(program.inputs if program else (), arrays))
+        tuple(flat(x, _SIDES[one.varies]) for one, x in zip(program.inputs if program else (), arrays))
         for program, arrays in zip(plan.programs, others.terms)
     )
     visits = (x._replace(words=flat(x.words, 1), counts=flat(x.counts, 0)) for x in others[2:4])

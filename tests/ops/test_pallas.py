@@ -1,0 +1,357 @@
+"""The TPU kernels of our own, emulated: against dense, under all transforms, without races or reads out of bounds."""
+
+import contextlib
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import attnlab
+from attnlab.masks import BlockSparse, Causal, Dense, MaskFn, Padding, Segments, SlidingWindow
+from attnlab.score_mods import ALiBi, RelativeBias, ScoreFn, SoftCap, alibi_slopes
+from tests.ops import cases
+
+ALL = [cases.draw(seed) for seed in range(320)]
+QUICK = {17, 20, 27}  # a minute together; the others take as long each
+# Reads out of bounds and races raise; memory is NaN until it is written.
+STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+
+
+@pytest.fixture(autouse=True)
+def emulated(request):
+    mode = (
+        contextlib.nullcontext() if "not_emulated" in request.fixturenames else pltpu.force_tpu_interpret_mode(STRICT)
+    )
+    with mode:
+        yield
+
+
+@pytest.fixture
+def not_emulated():
+    """Leaves the kernels to TPUs."""
+
+
+def mark(case):
+    """Some cases run always, a sixteenth of the others with the slow tests, all with the campaigns."""
+    if case.seed in QUICK:
+        return ()
+    return (pytest.mark.slow,) if case.seed % 16 == 0 else (pytest.mark.campaign,)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=mark(case), id=str(case)) for case in ALL])
+def test_kernels_match_dense_on_random_cases(case):
+    expected = cases.results(case.arrays, case.run, "dense", jnp.float32)
+    given = cases.results(case.arrays, case.run, "pallas", jnp.float32)
+    for name, x in expected.items():
+        # 1e-5 of the largest element is some 80 units in its last place, of sums of some hundred terms.
+        largest = np.abs(x).max(initial=0, where=np.isfinite(x))
+        np.testing.assert_allclose(given[name], x, rtol=1e-5, atol=1e-5 * max(largest, 1), err_msg=name)
+
+
+def sample(length=40, kv_length=None, heads=2, dim=8, batch=(2,), dtype=jnp.float32, seed=0):
+    """q, k and v."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    lengths = (length, kv_length or length, kv_length or length)
+    return tuple(jax.random.normal(key, (*batch, n, heads, dim), dtype) for key, n in zip(keys, lengths))
+
+
+kernel = functools.partial(attnlab.attention, impl="pallas", block_sizes=(16, 24))
+
+
+def gradients(attend, *arrays, **options):
+    """(out, lse) and the gradients of q, k, v under one program."""
+
+    def total(q, k, v):
+        out, lse = attend(q, k, v, return_lse=True, **options)
+        return (out.astype(jnp.float32) ** 2).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum(), (out, lse)
+
+    return jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(*arrays)
+
+
+def agree(found, expected, tolerance=1e-5):
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+        x, y = (np.asarray(z, np.float64) for z in (x, y))
+        largest = np.abs(y).max(initial=1, where=np.isfinite(y))
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * largest)  # as above
+
+
+dense = functools.partial(attnlab.attention, impl="dense")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": Causal(), "score_mod": RelativeBias(jnp.arange(66.0).reshape(2, 33) / 30)},
+        {"mask": SlidingWindow(150, 20), "score_mod": (SoftCap(2.0), ALiBi(alibi_slopes(2)))},
+    ],
+    ids=["causal, relative bias", "window, soft cap and alibi"],
+)
+@pytest.mark.slow
+def test_tiles_that_fit_tpus_match_dense(options):
+    arrays = sample(300, batch=())
+    attend = functools.partial(kernel, block_sizes=(128, 256))
+    agree(gradients(attend, *arrays, **options), gradients(dense, *arrays, **options))
+
+
+@pytest.mark.parametrize("lengths", [(1, 40), (40, 1), (1, 1)])
+def test_one_query_or_one_key_matches_dense(lengths):
+    arrays = sample(*lengths)
+    agree(gradients(kernel, *arrays, mask=Padding(30)), gradients(dense, *arrays, mask=Padding(30)))
+
+
+def test_fully_masked_rows_and_empty_tiles_have_zero_output_and_gradient():
+    arrays = sample()
+    mask = MaskFn(lambda b, h, i, j: (i % 3 > 0) & (i < 30) & (j > 24))  # rows, blocks of rows, blocks of columns
+    (dq, dk, dv), (out, lse) = gradients(kernel, *arrays, mask=mask)
+    masked = ~mask.dense(40, 40).any(axis=1)
+    assert (out[:, masked] == 0).all() and jnp.isneginf(lse[:, masked]).all() and jnp.isfinite(lse[:, ~masked]).all()
+    assert (dq[:, masked] == 0).all() and (dk[:, :25] == 0).all() and (dv[:, :25] == 0).all()
+    agree(((dq, dk, dv), (out, lse)), gradients(dense, *arrays, mask=mask))
+
+
+def test_nan_in_keys_that_are_masked_for_all_queries_is_inert():
+    q, k, v = sample()
+    mask = Causal() & Padding(jnp.array([10, 23]))
+    masked = (jnp.arange(40) >= jnp.array([[10], [23]]))[..., None, None]
+    poisoned = (q, jnp.where(masked, jnp.nan, k), jnp.where(masked, jnp.inf, v))
+    clean = gradients(kernel, q, k, v, mask=mask)
+    jax.tree.map(np.testing.assert_array_equal, gradients(kernel, *poisoned, mask=mask), clean)
+
+
+def test_nan_in_a_visible_key_propagates():
+    q, k, v = sample()
+    assert jnp.isnan(kernel(q, k.at[:, 20].set(jnp.nan), v, mask=Causal())[:, 20:]).all()
+
+
+def test_bias_of_minus_infinity_masks_keys_and_such_a_sink_has_no_effect():
+    arrays = sample()
+    bias = jnp.where(jnp.tri(40, dtype=bool), 0, -jnp.inf)
+    found = gradients(kernel, *arrays, bias=bias, sinks=jnp.array([-jnp.inf, -jnp.inf]))
+    agree(found, gradients(dense, *arrays, mask=Causal()))
+
+
+@pytest.mark.parametrize("fn", [lambda s, b, h, i, j: s / (40 - j), lambda s, b, h, i, j: s / (1 + i)])
+def test_score_mods_get_existing_positions_only(fn):
+    """The padding of the last tile must not have position 40, where the first function is infinite."""
+    arrays = sample()
+    agree(gradients(kernel, *arrays, score_mod=ScoreFn(fn)), gradients(dense, *arrays, score_mod=ScoreFn(fn)))
+
+
+def test_bfloat16_errs_at_most_twice_as_much_as_dense():
+    options = {"mask": Causal(), "score_mod": SoftCap(20.0)}
+    arrays = sample(130, dim=32, dtype=jnp.bfloat16)
+    exact = gradients(dense, *(x.astype(jnp.float32) for x in arrays), **options)
+    attend = functools.partial(kernel, block_sizes=(64, 64))
+    for x, y, z in zip(
+        *map(jax.tree.leaves, (gradients(attend, *arrays, **options), exact, gradients(dense, *arrays, **options)))
+    ):
+        x, y, z = (np.asarray(one, np.float64) for one in (x, y, z))
+        assert np.linalg.norm(x - y) <= 2 * np.linalg.norm(z - y)
+
+
+# Transforms. Terms of all kinds: scalars, vectors, pairs, integers, dropout.
+
+TERMS = {"slopes": np.array([0.5, 1.0]), "cap": np.array(3.0), "by_key": np.ones(12), "bias": np.ones((2, 12, 12))}
+
+
+def with_everything(impl):
+    def run(q, k, v, ids, key, terms):
+        mods = (ALiBi(terms["slopes"]), SoftCap(terms["cap"]))
+        mods = (*mods, ScoreFn(lambda s, b, h, i, j, by_key: s * by_key[j], terms["by_key"]))
+        return attnlab.attention(
+            q,
+            k,
+            v,
+            Causal() & Segments(ids),
+            mods,
+            terms["bias"][None] if q.ndim == 4 else terms["bias"],
+            sinks=terms["slopes"],
+            dropout_rate=0.3,
+            dropout_key=key,
+            impl=impl,
+            block_sizes=(8, 6) if impl == "pallas" else None,
+        )
+
+    return run
+
+
+def everything(*lead):
+    q, k, v = (x[..., :1, :] if n else x for n, x in enumerate(sample(12, dim=4, batch=lead)))  # grouped heads
+    ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (*lead, 12)), axis=-1))
+    keys = jax.random.split(jax.random.key(1), lead)
+    return q, k, v, ids, keys, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), TERMS)
+
+
+def squared(attend):
+    """The gradient of the sum of squares, of q, k, v and the terms."""
+    return jax.grad(lambda *arguments: (attend(*arguments) ** 2).sum(), (0, 1, 2, 5))
+
+
+AXES = (0, 0, 0, 0, 0, None)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda attend: squared(jax.vmap(jax.vmap(attend, AXES), AXES)),
+        pytest.param(lambda attend: jax.jit(jax.vmap(jax.vmap(squared(attend), AXES), AXES)), marks=pytest.mark.slow),
+    ],
+    ids=["grad of vmap", "vmap of grad in jit"],
+)
+def test_vmap_and_grad_nest_in_any_order(transform):
+    arguments = everything(2, 2)
+    agree(transform(with_everything("pallas"))(*arguments), jax.jit(transform(with_everything("dense")))(*arguments))
+
+
+@pytest.mark.slow
+def test_vmap_over_terms_or_ids_alone_matches_dense():
+    *arrays, terms = everything()
+    many = jax.tree.map(lambda x: jnp.stack([x, x + 1, x + 2]), terms)
+    ids = jnp.stack([arrays[3], arrays[3] * 0])
+    of_terms, of_ids = (
+        [
+            jax.jit(jax.vmap(jax.grad(lambda terms, run=run: (run(*arrays, terms) ** 2).sum())))(many),
+            jax.vmap(lambda ids, run=run: run(*arrays[:3], ids, arrays[4], terms))(ids),
+        ]
+        for run in map(with_everything, ("pallas", "dense"))
+    )
+    agree(of_terms, of_ids)
+
+
+@pytest.mark.slow
+def test_gradient_through_scan_with_remat_matches_dense():
+    q, *others = everything()
+
+    def make(impl):
+        step = jax.checkpoint(lambda x, scale: (x + with_everything(impl)(x * scale, *others), None))
+        return jax.grad(lambda q: jax.lax.scan(step, q, jnp.array([0.5, 1.0]))[0].sum())(q)
+
+    agree(make("pallas"), make("dense"))
+
+
+def test_functions_may_close_over_traced_arrays():
+    q, k, v = sample(12, dim=4)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradient(impl, weight, shift):
+        def total(weight):
+            mod = ScoreFn(lambda s, b, h, i, j: s + weight[h] * jnp.sin(i - j))
+            mask = MaskFn(lambda b, h, i, j: (i - j) % shift == 0)
+            sizes = (8, 6) if impl == "pallas" else None
+            return (attnlab.attention(q, k, v, mask, mod, impl=impl, block_sizes=sizes) ** 2).sum()
+
+        return jax.grad(total)(weight)
+
+    agree(gradient("pallas", jnp.array([0.5, 2.0]), 3), gradient("dense", jnp.array([0.5, 2.0]), 3))
+
+
+SPECS = (P("data", None, "tensor"), P("data", None), P("data", None), P("data"), P("data"), P())
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.slow
+def test_a_mesh_splits_batch_and_heads_and_moves_nothing(kind):
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(kind,) * 2)
+    *arrays, terms = everything(2)
+    arrays[1:3] = (jnp.repeat(x, 2, axis=-2) for x in arrays[1:3])  # as many heads as axes split
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, SPECS)]
+    run = jax.jit(with_everything("pallas"))
+    assert "all-" not in run.lower(*placed, terms).compile().as_text()
+    gradient = jax.jit(squared(with_everything("pallas")))(*placed, terms)
+    agree(gradient, jax.jit(squared(with_everything("dense")))(*arrays, terms))
+
+
+def test_a_users_shard_map_matches_the_unsharded_call():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    call = functools.partial(kernel, mask=Causal(), score_mod=ALiBi(alibi_slopes(2)))
+    split = jax.shard_map(call, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    arrays = sample(20, dim=4)
+    one, other = (
+        jax.jit(jax.grad(lambda *x, f=f: (f(*x) ** 2).sum(), argnums=(0, 1, 2)))(*arrays) for f in (split, call)
+    )
+    agree(one, other)
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda f, x: jax.jvp(f, (x,), (x,)),
+        lambda f, x: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(x),
+        lambda f, x: jax.jit(jax.vmap(lambda x: jax.jvp(f, (x,), (x,))))(x[None]),
+        lambda f, x: jax.hessian(f)(x),
+        lambda f, x: jax.grad(lambda x: jax.grad(jax.jit(f))(x).sum())(x),
+    ],
+    ids=["jvp", "jvp in jit", "vmap of jvp in jit", "hessian", "grad of grad of jit"],
+)
+def test_forward_mode_and_second_order_raise_one_line(derive):
+    q, k, v = sample(16, batch=())
+    with pytest.raises(ValueError, match="impl = 'pallas' .* reverse mode only: .* use impl='dense'") as error:
+        derive(lambda q: kernel(q, k, v, mask=Causal()).sum(), q)
+    assert "\n" not in str(error.value)
+
+
+# What is refused, and when it is chosen
+
+TABLE = jnp.ones((3, 3))
+POSITIONS = jnp.arange(256) // 2
+FAR = RelativeBias(jnp.ones((4, 5)))
+
+
+def on_tpu(dtype=jnp.float32, length=256, **more):
+    return attnlab.explain(*sample(length, heads=4, dim=64, dtype=dtype), platform="tpu", **more)
+
+
+@pytest.mark.usefixtures("not_emulated")
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"mask": Padding(7)},
+        {"mask": ~Causal()},
+        {"mask": BlockSparse(jnp.eye(4, dtype=bool), 64)},
+        {"mask": Dense(jnp.eye(256, dtype=bool))},
+        {"score_mod": ALiBi(alibi_slopes(4))},
+        {"score_mod": FAR, "q_positions": POSITIONS, "kv_positions": POSITIONS},
+        {"bias": jnp.zeros((256, 256))},
+        {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)},
+        {"return_lse": True},
+    ],
+    ids=lambda more: ", ".join(more),
+)
+def test_auto_takes_the_kernels_on_tpus_for_what_splash_lacks(more):
+    assert on_tpu(**more).backend == "pallas"
+    assert on_tpu(mask=Causal()).backend == "splash"
+
+
+@pytest.mark.usefixtures("not_emulated")
+@pytest.mark.parametrize(
+    "more, reason",
+    [
+        ({"dtype": jnp.float16}, "it has no float16"),
+        ({"block_sizes": (64, 64)}, r"tiles of \(64, 64\) are not multiples of 128"),
+        ({"score_mod": ScoreFn(lambda s, b, h, i, j: jax.nn.relu(s))}, "derivative rule of its own"),
+        ({"score_mod": ScoreFn(lambda s, b, h, i, j: jnp.sort(s[None])[0])}, "no sort of scores"),
+        ({"length": 2**15, "score_mod": ScoreFn(lambda s, b, h, i, j: s + TABLE[i % 3, j % 3])}, "takes 4.0 GiB, more"),
+    ],
+    ids=["float16", "tiles", "relu", "sort", "pairs"],
+)
+def test_unsupported_arguments_are_refused_in_one_line(more, reason):
+    found = on_tpu(**more)
+    assert found.backend in ("blockwise", "dense")
+    assert re.search(reason, found.rejected["pallas"]) and "\n" not in found.rejected["pallas"]
+
+
+@pytest.mark.usefixtures("not_emulated")
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_cpus_refuse_the_kernels_unless_they_are_emulated(wrap):
+    arrays = sample(16)
+    attend = wrap(functools.partial(attnlab.attention, impl="pallas"))
+    with pytest.raises(ValueError, match="needs a tpu, or .*force_tpu_interpret_mode") as error:
+        attend(*arrays)
+    assert "\n" not in str(error.value)
+    assert attnlab.explain(*sample(256)).backend == "blockwise"

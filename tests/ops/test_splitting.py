@@ -1,0 +1,137 @@
+"""Masks and score mods split into arrays and programs for a kernel."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnlab.masks import BlockSparse, Causal, Dense, MaskFn, Padding, PrefixLM, Segments, SlidingWindow
+from attnlab.ops import dropout
+from attnlab.ops.pallas import splitting
+from attnlab.ops.pallas.splitting import Scores, UnsupportedError, split
+from attnlab.ops.tiles import whole
+from attnlab.score_mods import ALiBi, RelativeBias, ScoreFn, SoftCap
+from tests.ops import cases
+
+FLAT = Scores((), 2, (5, 5))
+RNG = np.random.default_rng(0)
+TABLE = jnp.asarray(RNG.normal(size=(2, 5)), jnp.float32)
+
+
+def evaluated(one, scores, *raw):
+    """The function, from its parts, for all pairs."""
+    q_index, kv_index = jnp.arange(scores.lengths[0])[:, None], jnp.arange(scores.lengths[1])[None]
+    axes = {"scalar": (-2, -1), "query": (-1,), "key": (-2,), "pair": ()}
+    values = []
+    for described, x in zip(one.program.inputs, one.arrays()):
+        if x is None:
+            values.append(q_index if described.varies == "q_index" else kv_index)
+        elif described.varies == "distance":
+            values.append(splitting.loaded(x, described.dtype)[..., kv_index - q_index + scores.lengths[0] - 1])
+        else:
+            values.append(jnp.expand_dims(splitting.loaded(x, described.dtype), axes[described.varies]))
+    shape = (*scores.batch, scores.num_heads, *scores.lengths)
+    return jnp.broadcast_to(one.program(*values, *raw), shape)
+
+
+@pytest.mark.parametrize(
+    "mask, varies",
+    [
+        (Causal(), {"q_index", "kv_index"}),
+        (SlidingWindow(2) & ~Causal(), {"q_index", "kv_index"}),
+        (Padding(3), {"key"}),
+        (PrefixLM(jnp.array(2)), {"key", "q_index", "kv_index"}),
+        (Segments(jnp.arange(5) // 2), {"query", "key"}),
+        (Segments(jnp.arange(5) // 2) | Causal(), {"query", "key", "q_index", "kv_index"}),
+        (Dense(jnp.eye(5, dtype=bool)), {"pair"}),
+        (BlockSparse(jnp.eye(3, dtype=bool), 2), {"pair"}),
+        (MaskFn(lambda b, h, i, j, by: (i - j) % by[h] == 0, jnp.array([1, 2])), {"scalar", "q_index", "kv_index"}),
+        (MaskFn(lambda b, h, i, j, far: far[abs(i - j)], jnp.arange(5) > 2), {"distance"}),
+        (MaskFn(lambda b, h, i, j: h > 0), {"scalar"}),
+    ],
+    ids=str,
+)
+def test_masks_take_only_what_varies_with_pairs(mask, varies):
+    one = split(mask.visible, FLAT)
+    assert {x.varies for x in one.program.inputs} == varies
+    expected = jnp.broadcast_to(mask.visible(whole(5, 5, 2)), (2, 5, 5))
+    np.testing.assert_array_equal(evaluated(one, FLAT), expected)
+
+
+@pytest.mark.parametrize(
+    "mod, varies",
+    [
+        (ALiBi(jnp.array([0.5, 2.0])), {"scalar", "q_index", "kv_index"}),
+        (RelativeBias(TABLE), {"distance"}),
+        (SoftCap(3.0), set()),
+        (SoftCap(jnp.array(3.0)), {"scalar"}),
+        (ScoreFn(lambda s, b, h, i, j, x: s * x[j] + x[i], TABLE[0]), {"query", "key"}),
+        (ScoreFn(lambda s, b, h, i, j, x: s + x[h, (i * j) % 5], TABLE), {"pair"}),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_score_mods_take_only_what_varies_with_pairs(mod, varies):
+    raw = jnp.asarray(RNG.normal(size=(2, 5, 5)), jnp.float32)
+    one = split(lambda tile, raw: mod.apply(raw, tile), FLAT, of_raw=True)
+    assert {x.varies for x in one.program.inputs} == varies
+    assert all(x.is_learned for x in one.program.inputs if x.varies not in ("q_index", "kv_index"))
+    np.testing.assert_allclose(evaluated(one, FLAT, raw), mod.apply(raw, whole(5, 5, 2)), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_parts_of_random_masks_agree_with_the_whole(seed):
+    rng = np.random.default_rng(seed)
+    batch, (q_length, kv_length) = [(), (2,), (2, 3)][seed % 3], rng.integers(2, 9, 2).tolist()
+    q_positions = rng.integers(0, kv_length, (*batch, q_length)).astype(np.int32)
+    kv_positions = rng.integers(0, kv_length, kv_length).astype(np.int32)
+    scores = Scores(batch, 2, (q_length, kv_length), q_positions, kv_positions)
+    mask = jax.tree.map(jnp.asarray, cases.draw_mask(rng, batch, 2, q_length, kv_length))
+    expected = mask.visible(whole(q_length, kv_length, 2, q_positions, kv_positions, batch))
+    found = evaluated(split(mask.visible, scores), scores)
+    np.testing.assert_array_equal(found, jnp.broadcast_to(expected, found.shape))
+
+
+def test_bits_of_dropout_are_those_of_the_whole():
+    keys = dropout.per_example(jax.random.key(0), (3,))
+    scores = Scores((3,), 2, (4, 6))
+
+    def keeps(tile):
+        return dropout.keep(keys, 0.4, tile.head, tile.q_index[0], tile.kv_index[0])
+
+    found = evaluated(split(keeps, scores), scores)
+    np.testing.assert_array_equal(found, dropout.keep(keys, 0.4, *np.ogrid[:2, :4, :6]))
+
+
+def test_equal_functions_have_equal_programs():
+    first, again, other = (split(SlidingWindow(left).visible, FLAT).program for left in (2, 2, 3))
+    assert first == again and hash(first) == hash(again) and first != other
+
+
+def test_arrays_get_gradients_through_the_split():
+    def total(table):
+        one = split(lambda tile, raw: RelativeBias(table).apply(raw, tile), FLAT, of_raw=True)
+        return (evaluated(one, FLAT, jnp.ones((2, 5, 5))) ** 2).sum()
+
+    expected = jax.grad(lambda table: (RelativeBias(table).apply(jnp.ones((2, 5, 5)), whole(5, 5, 2)) ** 2).sum())(
+        TABLE
+    )
+    np.testing.assert_allclose(jax.grad(total)(TABLE), expected, rtol=1e-6)
+
+
+def test_pairs_that_are_drawn_are_counted_in_bytes():
+    assert split(BlockSparse(jnp.ones((3, 3), bool), 2).visible, FLAT).drawn_bytes == 25
+    assert split(Dense(jnp.ones((5, 5), bool)).visible, FLAT).drawn_bytes == 0  # the caller has it
+
+
+@pytest.mark.parametrize(
+    "fn, reason",
+    [
+        (lambda s, b, h, i, j: jax.nn.relu(s), "derivative rule of its own"),
+        (lambda s, b, h, i, j: jnp.sort(s[None])[0], "no sort of scores"),
+        (lambda s, b, h, i, j: TABLE[0][s.astype(int)], "of scores"),
+    ],
+)
+def test_what_kernels_cannot_do_to_scores_is_refused(fn, reason):
+    mod = ScoreFn(fn)
+    with pytest.raises(UnsupportedError, match=reason):
+        split(lambda tile, raw: mod.apply(raw, tile), FLAT, of_raw=True)
