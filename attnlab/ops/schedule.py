@@ -45,14 +45,15 @@ CPU = Costs(
 ACCELERATOR = Costs(
     (128, 256, 512, 1024), max_scores=2**26, cached_scores=2**26, uncached=1, comparing=1, per_tile=1e7, per_row=0
 )
-# One step of a grid for each tile; see the table in the docs.
+# Fitted to instruction bundles of v5e: all kernels, 128 features, bfloat16, square tiles (docs/guide/hardware.md). A
+# step of a grid costs more than its bundles; nobody has measured how much.
 TPU_KERNEL = Costs(
     (128, 256, 512),
     max_scores=2**30,
     cached_scores=2**30,
     uncached=1,
-    comparing=1.1,
-    per_tile=8e4,
+    comparing=1.02,
+    per_tile=2.5e4,
     per_row=0,
     lanes=128,
 )

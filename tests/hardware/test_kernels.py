@@ -58,11 +58,6 @@ def bools(*shape):
     return RNG.random(shape) < 0.4
 
 
-def every(size):
-    """A mask of each size-th distance."""
-    return MaskFn(lambda b, h, i, j: (i - j + h + b) % size == 0)
-
-
 def wave(s, b, h, i, j, x):
     return s * jnp.cos(i - j) + x[j] + h - b
 
@@ -81,7 +76,7 @@ MASKS = {
     "blocks": Call({"mask": BlockSparse(bools(16, 16), 64)}),
     "dense": Call({"mask": Dense(bools(LENGTH, LENGTH))}, is_traced=True),
     "dense by head": Call({"mask": Dense(bools(BATCH, HEADS, LENGTH, LENGTH))}, is_traced=True),
-    "function": Call({"mask": every(3)}, block_sizes=SMALL_TILES),
+    "function": Call({"mask": MaskFn(lambda b, h, i, j: (i - j + h + b) % 3 == 0)}, block_sizes=SMALL_TILES),
     "function of arrays": Call(
         {"mask": MaskFn(lambda b, h, i, j, by: (i - j) % by[h] == 0, np.arange(1, HEADS + 1))}, block_sizes=SMALL_TILES
     ),
@@ -168,7 +163,10 @@ JOINED = {
     ),
     "functions, dense by head, biases, float32, length 1000": Call(
         {
-            "mask": (every(3) | MaskFn(lambda b, h, i, j, by: (i - j) % by[h] == 0, np.arange(1, HEADS + 1)))
+            "mask": (
+                MaskFn(lambda b, h, i, j: (i + j + h + b) & 1 == 0)
+                | MaskFn(lambda b, h, i, j, bits: (i - j) & bits[h] == 0, np.arange(1, HEADS + 1))
+            )
             & Dense(bools(BATCH, HEADS, 1000, 1000)),
             "bias": jnp.ones((BATCH, HEADS, 1000, 1000)),
             "score_mod": ALiBi(alibi_slopes(HEADS)),
@@ -339,18 +337,17 @@ def test_gradient_of_a_bias_goes_along_all_tiles_and_what_shares_them(topology):
 # Memory
 
 
-@pytest.mark.parametrize("score_mod", [ALiBi(alibi_slopes(HEADS)), RelativeBias(jnp.ones((HEADS, 65)))], ids=str)
-def test_memory_is_linear_in_the_length_and_no_array_has_all_pairs(score_mod, topology, compiled):
+def test_memory_is_linear_in_the_length_and_no_array_has_all_pairs(topology, compiled):
     mesh, sizes, batch = mesh_of(topology("v5e")), [], 16  # what fits a v5e's VMEM is not counted: much more
 
-    def total(q, k, v, score_mod):
-        out = attnlab.attention(q, k, v, Causal(), score_mod=score_mod, impl="pallas")
+    def total(q, k, v, slopes):
+        out = attnlab.attention(q, k, v, Causal(), score_mod=ALiBi(slopes), impl="pallas")
         return out.astype(jnp.float32).sum()
 
     for length in (8192, 16384):
         shapes = inputs(mesh, [(batch, length, heads, 128) for heads in (HEADS, KV_HEADS, KV_HEADS)])
-        learned = jax.tree.map(lambda x: inputs(mesh, [x.shape], x.dtype)[0], score_mod)
-        text, program = compiled(jax.grad(total, argnums=(0, 1, 2, 3)), *shapes, learned)
+        slopes = inputs(mesh, [(HEADS,)], jnp.float32)
+        text, program = compiled(jax.grad(total, argnums=(0, 1, 2, 3)), *shapes, *slopes)
         assert program.kernels == CALLS["alibi"].kernels()
         assert not re.search(rf"\[(\d+,)*{length},{length}(,\d+)*\]", text)
         sizes.append(program.temporaries)
@@ -360,49 +357,55 @@ def test_memory_is_linear_in_the_length_and_no_array_has_all_pairs(score_mod, to
 # Meshes
 
 
-def total_of_sharded(q, k, v, slopes, ids):
-    mask = Causal() & Segments(ids)
-    out = attnlab.attention(q, k, v, mask, score_mod=ALiBi(slopes), impl="pallas")
-    return out.astype(jnp.float32).sum()
+SPLIT, BY_HEAD, BY_EXAMPLE = P("data", None, "tensor"), P("tensor"), P("data")
 
 
-SPECS = P("data", None, "tensor"), P("tensor"), P("data")  # of q, k and v, of slopes, of ids
+def sharded_inputs(mesh, of_slopes=BY_HEAD, length=256):
+    """q, k, v and segment ids, split over both axes of a mesh, and slopes."""
+    arrays = inputs(mesh, [(BATCH, length, heads, 128) for heads in (HEADS, KV_HEADS, KV_HEADS)], spec=SPLIT)
+    ids = inputs(mesh, [(BATCH, length)], jnp.int32, BY_EXAMPLE)
+    return *arrays, *ids, *inputs(mesh, [(HEADS,)], jnp.float32, of_slopes)
 
 
-def sharded_inputs(mesh, length=256):
-    """q, k, v, slopes and ids, split over both axes of a mesh."""
-    of_qkv, of_slopes, of_ids = SPECS
-    arrays = inputs(mesh, [(BATCH, length, heads, 128) for heads in (HEADS, KV_HEADS, KV_HEADS)], spec=of_qkv)
-    slopes = inputs(mesh, [(HEADS,)], jnp.float32, of_slopes)
-    return *arrays, *slopes, *inputs(mesh, [(BATCH, length)], jnp.int32, of_ids)
+def attend_in_segments(q, k, v, ids, slopes=None):
+    score_mod = None if slopes is None else ALiBi(slopes)
+    return attnlab.attention(q, k, v, Causal() & Segments(ids), score_mod, impl="pallas")
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_kernels_in_a_users_jit_keep_slopes_and_ids_split_with_queries(kind, topology, compiled):
+def total_of(attend):
+    return lambda *arrays: attend(*arrays).astype(jnp.float32).sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_slopes"), [(AxisType.Auto, BY_HEAD), (AxisType.Auto, P()), (AxisType.Explicit, P())]
+)
+def test_kernels_in_a_users_jit_keep_ids_and_slopes_split_with_queries(kind, of_slopes, topology, compiled):
     mesh = mesh_of(topology("v5e:2x2"), (2, 2), kind)
-    _, program = compiled(jax.grad(total_of_sharded, argnums=(0, 1, 2, 3)), *sharded_inputs(mesh))
+    gradient = jax.grad(total_of(attend_in_segments), argnums=(0, 1, 2, 4))
+    _, program = compiled(gradient, *sharded_inputs(mesh, of_slopes))
     assert program.kernels == CALLS["alibi"].kernels()
     assert not set(program.collectives) & set(MOVES)
 
 
-@pytest.mark.parametrize("is_checked", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("manual", [{"data", "tensor"}, {"data"}], ids=["all axes", "one axis"])
-def test_kernels_within_shard_map_run_on_what_they_are_given(manual, is_checked, topology, compiled):
+def test_kernels_within_shard_map_run_on_what_they_are_given(manual, topology, compiled):
     mesh = mesh_of(topology("v5e:2x2"), (2, 2))
-    of_qkv, of_slopes, of_ids = (P(*(axis if axis in manual else None for axis in spec)) for spec in SPECS)
-
-    def attend(q, k, v, slopes, ids):
-        return attnlab.attention(q, k, v, Causal() & Segments(ids), score_mod=ALiBi(slopes), impl="pallas")
-
-    specs = {"in_specs": (of_qkv,) * 3 + (of_slopes, of_ids), "out_specs": of_qkv, "check_vma": is_checked}
-    call = jax.shard_map(attend, mesh=mesh, axis_names=manual, **specs)
-
-    def total(*arrays):
-        return call(*arrays).astype(jnp.float32).sum()
-
-    _, program = compiled(jax.grad(total, argnums=(0, 1, 2, 3)), *sharded_inputs(mesh))
+    split, by_example, by_head = (
+        P(*(axis if axis in manual else None for axis in spec)) for spec in (SPLIT, BY_EXAMPLE, BY_HEAD)
+    )
+    specs = {"in_specs": (split, split, split, by_example, by_head), "out_specs": split}
+    call = jax.shard_map(attend_in_segments, mesh=mesh, axis_names=manual, check_vma=False, **specs)
+    _, program = compiled(jax.grad(total_of(call), argnums=(0, 1, 2, 4)), *sharded_inputs(mesh))
     assert program.kernels == CALLS["alibi"].kernels()
     assert not set(program.collectives) & set(MOVES)
+
+
+def test_kernels_within_checked_shard_map_take_arrays_that_vary_over_fewer_axes(topology, compiled):
+    mesh = mesh_of(topology("v5e:2x2"), (2, 2))
+    call = jax.shard_map(attend_in_segments, mesh=mesh, in_specs=(SPLIT,) * 3 + (BY_EXAMPLE,), out_specs=SPLIT)
+    *arrays, _ = sharded_inputs(mesh)
+    _, program = compiled(jax.grad(total_of(call), argnums=(0, 1, 2)), *arrays)
+    assert program.kernels == CALLS["causal"].kernels() and not program.collectives
 
 
 # The choice

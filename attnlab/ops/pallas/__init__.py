@@ -103,48 +103,72 @@ def _attend(
     from attnlab.ops.pallas import transforms  # Pallas is a large package, useless except on TPUs
 
     *batch, q_length, num_heads, head_dim = q.shape
-    lengths, shared = (q_length, k.shape[-3]), (1,) * len(batch)
-    scale, learned_scale = (head_dim**-0.5, None) if scale is None else (scale, None)
+    scores = Scores(tuple(batch), num_heads, (q_length, k.shape[-3]), q_positions, kv_positions)
+    scale, learned_scale = head_dim**-0.5 if scale is None else scale, None
     if q.dtype != jnp.float32 and not isinstance(scale, numbers.Number):
         scale, learned_scale = 1.0, scale  # as one of the terms
-    where = {"q_positions": q_positions, "kv_positions": kv_positions, "num_heads": num_heads, "batch": tuple(batch)}
-    block_sizes, _ = schedule(mask, *lengths, block_sizes, **where, costs=TPU_KERNEL)
-    kinds = tile_kinds(mask, lengths, block_sizes, **where)
-    is_shared = math.prod(kinds.shape[:-3]) == 1  # by all examples
-    kinds = kinds.reshape(*(shared if is_shared else kinds.shape[:-3]), *kinds.shape[-3:])
-    scores = Scores(tuple(batch), num_heads, lengths, q_positions, kv_positions)
-    splits_of_terms = Terms(*_split_terms(scores, mask, score_mods, bias, learned_scale, dropout_rate, dropout_keys))
-    programs = Terms(*(None if x is None else x.program for x in splits_of_terms))
-    is_known = isinstance(kinds, np.ndarray)
-    found = tuple(kind for kind in (FULL, PARTIAL) if not is_known or (kinds == kind).any())
-    unit = 1.0 if programs.logits else LOG2E
-    # Float32 queries take the factor, which costs nothing; others would be rounded once more.
-    factor = 1.0 if q.dtype == jnp.float32 else float(scale * unit)
-    plan = Plan(lengths, block_sizes, found, dropout_rate, programs, factor)
+    block_sizes, by_query, by_key = _tiles(scores, mask, block_sizes, k.shape[-2])
+    found = tuple(kind for kind in (FULL, PARTIAL) if any(_may_have(kind, kinds) for kinds in (by_query, by_key)))
+    compared = mask if PARTIAL in found else None
+    terms = Terms(*_split_terms(scores, compared, score_mods, bias, learned_scale, dropout_rate, dropout_keys))
+    programs = Terms(*(None if x is None else x.program for x in terms))
+    # Products become logits, in units of log 2 unless score mods need natural ones. Float32 queries take the factor,
+    # which costs nothing; others would be rounded once more.
+    scale = scale * (1.0 if programs.logits else LOG2E)
+    factor = 1.0 if q.dtype == jnp.float32 else float(scale)
+    plan = Plan(scores.lengths, block_sizes, found, dropout_rate, programs, factor)
     others = Others(
-        sinks=None if sinks is None else sinks.astype(jnp.float32).reshape(*shared, num_heads),
-        terms=Terms(*(() if x is None else x.arrays() for x in splits_of_terms)),
-        by_query=visits(kinds),
-        by_key=visits(_of_kv_heads(kinds, k.shape[-2]).swapaxes(-1, -2)),
-        of_pairs=every_tile(kinds) if plan.learned("pair") else None,
+        sinks=None if sinks is None else sinks.astype(jnp.float32).reshape(*(1,) * len(batch), num_heads),
+        terms=Terms(*(() if x is None else x.arrays() for x in terms)),
+        by_query=visits(by_query),
+        by_key=visits(by_key),
+        of_pairs=every_tile(by_query) if plan.learned("pair") else None,
     )
-    q = q if q.dtype != jnp.float32 else q * (scale * unit)
-    k, v = _inert(mask, lengths, where, k, v)
-    if not is_interpreted():
-        q = only_on_tpus(q, f"impl = 'pallas' cannot run this: {NEEDS}")
+    q = q * scale if q.dtype == jnp.float32 else q
+    q = q if is_interpreted() else only_on_tpus(q, f"impl = 'pallas' cannot run this: {NEEDS}")
+    k, v = _inert(scores, mask, k, v)
     return over_shards(functools.partial(transforms.attention, plan), q, k, v, others, splits)
 
 
-def _inert(mask: Mask | None, lengths, where, k, v):
+def _tiles(scores: Scores, mask: Mask | None, block_sizes, kv_heads: int) -> tuple[tuple[int, int], Array, Array]:
+    """Tile sizes, and the kinds of tiles `[*batch or 1s, H or 1, nQ, nK]` and `[*batch or 1s, Hk or 1, nK, nQ]`."""
+    batch, num_heads, lengths, *positions = scores
+    where = {"num_heads": num_heads, "batch": batch, **dict(zip(("q_positions", "kv_positions"), positions))}
+    block_sizes, _ = schedule(mask, *lengths, block_sizes, **where, costs=TPU_KERNEL)
+    kinds = tile_kinds(mask, lengths, block_sizes, **where)
+    of_examples = (1,) * len(batch) if math.prod(kinds.shape[:-3]) == 1 else kinds.shape[:-3]
+    kinds = kinds.reshape(*of_examples, *kinds.shape[-3:])
+    return block_sizes, kinds, _of_kv_heads(kinds, kv_heads).swapaxes(-1, -2)
+
+
+def _of_kv_heads(kinds, kv_heads: int):
+    """The kinds of tiles `[..., H or 1, nQ, nK]` that the query heads of each group have in common."""
+    *leading, heads, rows, columns = kinds.shape
+    if heads in (1, kv_heads):
+        return kinds
+    grouped = kinds.reshape(*leading, kv_heads, heads // kv_heads, rows, columns)
+    xp = np if isinstance(kinds, np.ndarray) else jnp
+    common = xp.where((grouped > EMPTY).any(axis=-3), PARTIAL, EMPTY)
+    return xp.where((grouped == FULL).all(axis=-3), FULL, common).astype(np.int32)
+
+
+def _may_have(kind: int, kinds) -> bool:
+    """Whether any tile may be of a kind; all kinds may be among traced ones."""
+    return not isinstance(kinds, np.ndarray) or bool((kinds == kind).any())
+
+
+def _inert(scores: Scores, mask: Mask | None, k, v):
     """k and v, 0 for keys that are masked for all queries: they may be NaN, and 0·NaN is NaN."""
     if mask is None:
         return k, v
-    is_visible, _ = mask.tiles(*lengths, block_sizes=(lengths[0], 1), **where)
+    (q_length, kv_length), positions = scores.lengths, {"q_positions": scores.q_positions}
+    positions |= {"kv_positions": scores.kv_positions, "num_heads": scores.num_heads, "batch": scores.batch}
+    is_visible, _ = mask.tiles(q_length, kv_length, (q_length, 1), **positions)
     if isinstance(is_visible, np.ndarray) and is_visible.all():
         return k, v
-    heads, kv_heads = is_visible.shape[-3], k.shape[-2]
-    if heads > 1:
-        is_visible = is_visible.reshape(*is_visible.shape[:-3], kv_heads, -1, lengths[1]).any(axis=-2, keepdims=True)
+    if is_visible.shape[-3] > 1:
+        of_groups = (*is_visible.shape[:-3], k.shape[-2], -1, kv_length)
+        is_visible = is_visible.reshape(of_groups).any(axis=-2, keepdims=True)
     is_visible = jnp.swapaxes(is_visible[..., 0, :], -1, -2)[..., None]
     return tuple(jnp.where(is_visible, x, 0) for x in (k, v))
 
@@ -170,14 +194,3 @@ def _split_terms(scores: Scores, mask, score_mods, bias, scale, dropout_rate, dr
         None if mask is None else split(mask.visible, scores),
         split(keeps, scores) if dropout_rate else None,
     ]
-
-
-def _of_kv_heads(kinds, kv_heads: int):
-    """The kinds of tiles `[..., H or 1, nQ, nK]` that the query heads of each group have in common."""
-    *leading, heads, rows, columns = kinds.shape
-    if heads in (1, kv_heads):
-        return kinds
-    grouped = kinds.reshape(*leading, kv_heads, heads // kv_heads, rows, columns)
-    xp = np if isinstance(kinds, np.ndarray) else jnp
-    common = xp.where((grouped > EMPTY).any(axis=-3), PARTIAL, EMPTY)
-    return xp.where((grouped == FULL).all(axis=-3), FULL, common).astype(np.int32)
