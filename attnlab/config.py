@@ -226,7 +226,8 @@ def _check_fields(config: ConfigDict) -> None:
         like = expected[field]
         if field in _FLAGS and (value is None or isinstance(value, bool)):
             continue
-        types = (int, type(None)) if like is None else (int, float) if isinstance(like, float) else type(like)
+        optional = (int, float, type(None)) if field == "model.soft_cap" else (int, type(None))
+        types = optional if like is None else (int, float) if isinstance(like, float) else type(like)
         if not isinstance(value, types) or (isinstance(value, bool) and not isinstance(like, bool)):
             raise UserError(f"config.{field} = {value!r}: expected a value like {like!r}")
     for field in expected:

@@ -106,7 +106,7 @@ def over_shards(kernel: Callable, q, k, v, others=(), splits: Splits | None = No
     """
     mesh = jax.typeof(q).sharding.mesh
     free = _free(mesh)
-    if math.prod(mesh.shape[name] for name in free) == 1:
+    if not is_partitioned(q):
         return kernel(q, k, v, others)
     is_explicit = AxisType.Explicit in mesh.axis_types
     batch, heads = splits or splits_of(q, k)
@@ -118,7 +118,7 @@ def over_shards(kernel: Callable, q, k, v, others=(), splits: Splits | None = No
     arrays, specs = (q, k, v, others), (spec, spec, spec, jax.tree.map(spec_of, others))
     if is_explicit:  # some may be split otherwise than q
         arrays = jax.tree.map(functools.partial(_resharded, mesh), arrays, specs)
-    # Most kernels do not tell over which axes their results vary.
+    # Most kernels do not tell over which axes their results vary, and a shard_map within another cannot check it.
     run = jax.shard_map(
         kernel, mesh=mesh, in_specs=specs, out_specs=P(*batch, None, heads), axis_names=free, check_vma=False
     )
@@ -127,6 +127,12 @@ def over_shards(kernel: Callable, q, k, v, others=(), splits: Splits | None = No
         return results
     like_q = _spec(q)[:-1]
     return jax.tree.map(lambda x: _resharded(mesh, x, P(*like_q, *(None,) * (x.ndim - len(like_q)))), results)
+
+
+def is_partitioned(x) -> bool:
+    """Whether XLA partitions what is computed from x, so that kernels run by `over_shards` in a `shard_map`."""
+    mesh = jax.typeof(x).sharding.mesh
+    return math.prod(mesh.shape[name] for name in _free(mesh)) > 1
 
 
 def _free(mesh) -> set[str]:

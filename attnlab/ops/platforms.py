@@ -16,12 +16,27 @@ def platform_of(*arrays) -> str:
     >>> platform_of(jnp.ones(3))
     'cpu'
     """
+    device = _device_of(arrays)
+    platform = jax.default_backend() if device is None else device.platform
+    return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+
+
+def device_kind_of(*arrays) -> str:
+    """The kind of device that computes with these arrays, e.g. "TPU v5 lite", found as by `platform_of`.
+
+    >>> device_kind_of(jnp.ones(3))
+    'cpu'
+    """
+    device = _device_of(arrays)
+    return jax.devices()[0].device_kind if device is None else device.device_kind
+
+
+def _device_of(arrays):
+    """The devices of a mesh, of which all are of one kind; None without a mesh that tells them."""
     meshes = [jax.typeof(x).sharding.mesh for x in arrays if isinstance(x, jax.Array)]
-    for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
-        device = mesh.abstract_device
-        if device is not None:
-            return {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
-    return jax.default_backend()
+    return next(
+        (mesh.abstract_device for mesh in (*meshes, jax.sharding.get_abstract_mesh()) if mesh.abstract_device), None
+    )
 
 
 def only_on_tpus(x, message: str):

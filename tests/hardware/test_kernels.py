@@ -225,15 +225,8 @@ def test_each_mask_score_mod_and_argument_compiles_with_its_gradient(name, topol
     assert program.kernels == CALLS[name].kernels()
 
 
-@pytest.mark.parametrize(
-    ("chip", "name"),
-    [
-        (chip, name)
-        for chip in ("v4", "v5e", "v5p", "v6e", "tpu7x")
-        for name in JOINED
-        if not (chip == "v4" and name in ("relative", "length 50"))  # it has no rotation by row
-    ],
-)
+@pytest.mark.parametrize("name", JOINED)
+@pytest.mark.parametrize("chip", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
 def test_every_generation_compiles_all_masks_and_score_mods(chip, name, topology, compiled):
     function, shapes = gradient(JOINED[name], mesh_of(topology(chip)))
     _, program = compiled(function, *shapes)
@@ -377,7 +370,7 @@ def total_of(attend):
 
 
 @pytest.mark.parametrize(
-    ("kind", "of_slopes"), [(AxisType.Auto, BY_HEAD), (AxisType.Auto, P()), (AxisType.Explicit, P())]
+    ("kind", "of_slopes"), [(kind, spec) for kind in (AxisType.Auto, AxisType.Explicit) for spec in (BY_HEAD, P())]
 )
 def test_kernels_in_a_users_jit_keep_ids_and_slopes_split_with_queries(kind, of_slopes, topology, compiled):
     mesh = mesh_of(topology("v5e:2x2"), (2, 2), kind)
@@ -402,10 +395,26 @@ def test_kernels_within_shard_map_run_on_what_they_are_given(manual, topology, c
 
 def test_kernels_within_checked_shard_map_take_arrays_that_vary_over_fewer_axes(topology, compiled):
     mesh = mesh_of(topology("v5e:2x2"), (2, 2))
-    call = jax.shard_map(attend_in_segments, mesh=mesh, in_specs=(SPLIT,) * 3 + (BY_EXAMPLE,), out_specs=SPLIT)
-    *arrays, _ = sharded_inputs(mesh)
+    specs = (SPLIT, SPLIT, SPLIT, BY_EXAMPLE, BY_HEAD)
+    call = jax.shard_map(attend_in_segments, mesh=mesh, in_specs=specs, out_specs=SPLIT)
+    _, program = compiled(jax.grad(total_of(call), argnums=(0, 1, 2, 4)), *sharded_inputs(mesh))
+    assert program.kernels == CALLS["alibi"].kernels() and set(program.collectives) <= {"all-reduce"}  # of the slopes
+
+
+def test_checked_shard_map_over_some_axes_leaves_the_call_to_blockwise(topology, compiled):
+    mesh = mesh_of(topology("v5e:2x2"), (2, 2))
+    attend = functools.partial(attnlab.attention, mask=Causal())
+    call = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+    *arrays, _, _ = sharded_inputs(mesh)
     _, program = compiled(jax.grad(total_of(call), argnums=(0, 1, 2)), *arrays)
-    assert program.kernels == CALLS["causal"].kernels() and not program.collectives
+    assert not program.kernels
+
+
+def test_tables_of_visits_that_scalar_memory_cannot_hold_are_shared_by_examples(topology, compiled):
+    mesh = mesh_of(topology("v5e"))
+    arrays = inputs(mesh, [(16, 2**15, heads, 128) for heads in (HEADS, KV_HEADS, KV_HEADS)])
+    _, program = compiled(total_of(attend_in_segments), *arrays, *inputs(mesh, [(16, 2**15)], jnp.int32))
+    assert program.kernels == {"attnlab_forward": 1}
 
 
 # The choice

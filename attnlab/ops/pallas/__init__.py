@@ -14,6 +14,7 @@ They have been compiled for TPUs and emulated on CPUs. They have never run on a 
 import functools
 import math
 import numbers
+import re
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +24,25 @@ from jaxtyping import Float
 
 from attnlab.ops import dropout
 from attnlab.ops.masks import Mask
-from attnlab.ops.meshes import Splits, is_checked_manual, like_queries, on_auto_axes, over_shards, splits_of
+from attnlab.ops.meshes import (
+    Splits,
+    is_checked_manual,
+    is_partitioned,
+    like_queries,
+    on_auto_axes,
+    over_shards,
+    splits_of,
+)
 from attnlab.ops.pallas.operands import LOG2E, Others, Plan, Terms
 from attnlab.ops.pallas.splitting import Scores, Split, UnsupportedError, split
-from attnlab.ops.platforms import only_on_tpus
+from attnlab.ops.platforms import device_kind_of, only_on_tpus
 from attnlab.ops.schedule import EMPTY, FULL, PARTIAL, TPU_KERNEL, every_tile, schedule, tile_kinds, visits
 from attnlab.types import Array
 
 PLATFORM = "tpu"
 _LANES = 128  # of a vector register; on TPUs the sides of tiles are multiples
 NEEDS = "it needs a tpu, or jax.experimental.pallas.tpu.force_tpu_interpret_mode() to be emulated elsewhere"
+_MAX_VISITS = 2**17  # words of a table: half of the scalar memory, 1 MiB on all generations
 _MAX_DRAWN = 2**30  # bytes of pairs that a mask or score mod may need beforehand
 
 
@@ -40,13 +50,14 @@ def reason_against(
     *, q, k, v, mask, score_mods, bias, dropout_rate, dropout_keys, q_positions, kv_positions, block_sizes, **_
 ) -> str | None:
     """The reason why the kernels cannot run a call, or None."""
-    sizes = (*q.shape, *k.shape, *v.shape)
+    sizes, is_checked = (*q.shape, *k.shape, *v.shape), is_checked_manual(q, k, v)
     reasons = {
         f"it has no {q.dtype}, only float32 and bfloat16": q.dtype not in (jnp.float32, jnp.bfloat16),
         "q, k and v must have one type": not q.dtype == k.dtype == v.dtype,
         "it needs sizes that are numbers": not all(isinstance(size, int) for size in sizes),
         "an axis has length 0": 0 in sizes,
-        "emulated within shard_map it needs check_vma=False": is_checked_manual(q, k, v) and is_interpreted(),
+        "within shard_map over some axes of a mesh it needs check_vma=False": is_checked and is_partitioned(q),
+        "emulated within shard_map it needs check_vma=False": is_checked and is_interpreted(),
         f"tiles of {block_sizes} are not multiples of {_LANES}": block_sizes is not None
         and not is_interpreted()
         and any(size % _LANES for size in block_sizes),
@@ -54,15 +65,32 @@ def reason_against(
     why = next((reason for reason, holds in reasons.items() if holds), None)
     if why:
         return why
-    scores = Scores(q.shape[:-3], q.shape[-2], (q.shape[-3], k.shape[-3]), q_positions, kv_positions)
+    where = (q.shape[:-3], q.shape[-2], (q.shape[-3], k.shape[-3]))
     try:
-        terms = _split_terms(scores, mask, score_mods, bias, None, dropout_rate, dropout_keys)
+        drawn = _drawn_bytes(where, dropout_rate, (mask, score_mods, bias, dropout_keys, q_positions, kv_positions))
     except UnsupportedError as error:
         return str(error)
-    drawn = sum(x.drawn_bytes for x in terms if x is not None)
     if drawn > _MAX_DRAWN:
         return f"its mask and score mods gather for each pair, which takes {drawn / 2**30:.1f} GiB, more than 1 GiB"
     return None
+
+
+def _drawn_bytes(where, dropout_rate: float, arrays) -> int:
+    """Bytes of the pairs that are gathered beforehand, without computing or sharding anything.
+
+    Raises:
+      UnsupportedError: a term that kernels cannot compute.
+    """
+    found = []
+
+    def trace(arrays):
+        mask, score_mods, bias, dropout_keys, *positions = arrays
+        terms = _split_terms(Scores(*where, *positions), mask, score_mods, bias, None, dropout_rate, dropout_keys)
+        found.append(sum(x.drawn_bytes for x in terms if x is not None))
+        return 0
+
+    jax.eval_shape(trace, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays))
+    return found[0]
 
 
 def is_interpreted() -> bool:
@@ -116,7 +144,8 @@ def _attend(
     # which costs nothing; others would be rounded once more.
     scale = scale * (1.0 if programs.logits else LOG2E)
     factor = 1.0 if q.dtype == jnp.float32 else float(scale)
-    plan = Plan(scores.lengths, block_sizes, found, dropout_rate, programs, factor)
+    rotates_rows = not re.search("v[234]", device_kind_of(q, k, v))
+    plan = Plan(scores.lengths, block_sizes, found, dropout_rate, programs, factor, rotates_rows)
     others = Others(
         sinks=None if sinks is None else sinks.astype(jnp.float32).reshape(*(1,) * len(batch), num_heads),
         terms=Terms(*(() if x is None else x.arrays() for x in terms)),
@@ -137,8 +166,23 @@ def _tiles(scores: Scores, mask: Mask | None, block_sizes, kv_heads: int) -> tup
     block_sizes, _ = schedule(mask, *lengths, block_sizes, **where, costs=TPU_KERNEL)
     kinds = tile_kinds(mask, lengths, block_sizes, **where)
     of_examples = (1,) * len(batch) if math.prod(kinds.shape[:-3]) == 1 else kinds.shape[:-3]
-    kinds = kinds.reshape(*of_examples, *kinds.shape[-3:])
+    kinds = _within_scalar_memory(kinds.reshape(*of_examples, *kinds.shape[-3:]))
     return block_sizes, kinds, _of_kv_heads(kinds, kv_heads).swapaxes(-1, -2)
+
+
+def _within_scalar_memory(kinds):
+    """The kinds of tiles, shared by all heads, or all examples too, where the tables of visits would be too large."""
+    for axes in ((-3,), tuple(range(kinds.ndim - 2))):
+        if kinds.size > _MAX_VISITS:
+            kinds = _common(kinds, axes)
+    return kinds
+
+
+def _common(kinds, axes: tuple[int, ...]):
+    """The kinds that tiles have in common along some axes: EMPTY or FULL if all are."""
+    xp = np if isinstance(kinds, np.ndarray) else jnp
+    common = xp.where((kinds > EMPTY).any(axis=axes, keepdims=True), PARTIAL, EMPTY)
+    return xp.where((kinds == FULL).all(axis=axes, keepdims=True), FULL, common).astype(np.int32)
 
 
 def _of_kv_heads(kinds, kv_heads: int):
@@ -147,9 +191,7 @@ def _of_kv_heads(kinds, kv_heads: int):
     if heads in (1, kv_heads):
         return kinds
     grouped = kinds.reshape(*leading, kv_heads, heads // kv_heads, rows, columns)
-    xp = np if isinstance(kinds, np.ndarray) else jnp
-    common = xp.where((grouped > EMPTY).any(axis=-3), PARTIAL, EMPTY)
-    return xp.where((grouped == FULL).all(axis=-3), FULL, common).astype(np.int32)
+    return _common(grouped, (-3,))[..., 0, :, :]
 
 
 def _may_have(kind: int, kinds) -> bool:

@@ -103,7 +103,7 @@ class Tile(NamedTuple):
         # The vector begins where the first key meets the end of the last block of queries, or the other way round.
         blocks = pl.cdiv(self.plan.lengths[int(self.of_keys)], outer)
         start = (blocks - self.visit.row) * outer + self.visit.column * inner
-        return [Diagonals(rows, inner, start - first) for first in range(0, outer, rows)]
+        return [Diagonals(rows, inner, start - first, self.plan.rotates_rows) for first in range(0, outer, rows)]
 
     def _of_distances(self, ref) -> Array:
         """A vector of distances as a tile."""
@@ -130,13 +130,14 @@ class Tile(NamedTuple):
 class Diagonals(NamedTuple):
     """Some rows of a tile, and where in a vector of distances the entry of their first row and first column is.
 
-    The entry of row r and column c is c − r later. A hardware rotation moves row r by r, so the vector is laid out such
-    that it begins with the distances of the first row, and ends with those below.
+    The entry of row r and column c is c − r later. A rotation moves row r by r, so the vector is laid out such that it
+    begins with the distances of the first row, and ends with those below.
     """
 
     rows: int
     columns: int
     start: Array
+    by_hardware: bool
 
     def _parts(self):
         """(slice of the vector, slice of the layout)."""
@@ -151,16 +152,21 @@ class Diagonals(NamedTuple):
         """`[rows, columns]` of a vector `[1, n]`."""
         laid_out = jnp.concatenate([ref[:, at] for at, _ in self._parts()], axis=1)
         laid_out = jnp.broadcast_to(laid_out, (self.rows, self.rows + self.columns))
-        return pltpu.roll(laid_out, 0, 1, stride=1, stride_axis=0)[:, : self.columns]
+        if self.by_hardware:
+            return pltpu.roll(laid_out, 0, 1, stride=1, stride_axis=0)[:, : self.columns]
+        return self._rotated(laid_out, left=False)[:, : self.columns]
+
+    def _rotated(self, x: Array, left: bool) -> Array:
+        """x with row r rotated by r lanes, one bit of r after the other."""
+        row = lax.broadcasted_iota(jnp.int32, x.shape, 0)
+        for bit in range((self.rows - 1).bit_length()):
+            x = jnp.where(row >> bit & 1 == 1, pltpu.roll(x, x.shape[1] - 2**bit if left else 2**bit, 1), x)
+        return x
 
     def collect(self, ref, x: Array) -> None:
         """Adds the sums of `[rows, columns]` along its diagonals to a vector: the transpose of `spread`."""
-        width = self.rows + self.columns
         x = jnp.concatenate([x, jnp.zeros((self.rows, self.rows), x.dtype)], axis=1)
-        row = lax.broadcasted_iota(jnp.int32, x.shape, 0)
-        for bit in range((self.rows - 1).bit_length()):  # the hardware has no rotation of row r by −r
-            x = jnp.where(row >> bit & 1 == 1, pltpu.roll(x, width - 2**bit, 1), x)
-        sums = x.sum(axis=0, keepdims=True)
+        sums = self._rotated(x, left=True).sum(axis=0, keepdims=True)  # which no hardware does
         for at, of_layout in self._parts():
             ref[:, at] += sums[:, of_layout]
 

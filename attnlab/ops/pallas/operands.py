@@ -33,6 +33,7 @@ class Plan(NamedTuple):
       dropout_rate: probability that a weight is dropped.
       programs: what a kernel computes of each term.
       factor: what products of q and k are multiplied by; they are then logits, in units of log 2 without a program.
+      rotates_rows: whether the hardware rotates each row of a tile by another number of lanes.
     """
 
     lengths: tuple[int, int]
@@ -41,6 +42,7 @@ class Plan(NamedTuple):
     dropout_rate: float
     programs: Terms
     factor: float
+    rotates_rows: bool
 
     @property
     def derivative(self) -> float:

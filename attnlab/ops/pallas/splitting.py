@@ -41,7 +41,8 @@ _ELEMENTWISE = frozenset((
     "sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
 ))
 # fmt: on
-_RESHAPES = frozenset(("broadcast_in_dim", "expand_dims", "reshape", "squeeze", "transpose"))
+_RESHAPES = frozenset(("broadcast_in_dim", "expand_dims", "pcast", "pvary", "reshape", "squeeze", "transpose"))
+_ENTRIES_AT_A_TIME = 2**22  # of an array of pairs that is gathered: the indices take far more than the entries
 _CALLS = dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
 _CALLS |= dict.fromkeys(("jit", "pjit", "checkpoint", "remat2"), "jaxpr")  # where each has its jaxpr
 
@@ -408,7 +409,11 @@ def _over_sides(run, scores: Scores, kind: Varies) -> list[Array]:
 
     if not queries:
         return of_keys(one, one)
-    return jax.vmap(of_keys)(q_index, q_index if q_positions is None else q_positions)
+    positions = q_index if q_positions is None else q_positions
+    if not keys:
+        return jax.vmap(of_keys)(q_index, positions)
+    rows = max(1, _ENTRIES_AT_A_TIME // (kv_length * scores.num_heads * math.prod(scores.batch)))
+    return jax.lax.map(lambda x: of_keys(*x), (q_index, positions), batch_size=min(rows, q_length))
 
 
 def _evaluate(graph, coordinates, wanted, *given) -> list[Array]:
