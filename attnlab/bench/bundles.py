@@ -43,10 +43,11 @@ CASES = ("full", "causal", "window", "documents", "alibi", "softcap")
 CONTENDERS = {"splash": "splash", "attnlab": "pallas"}  # the values of `impl`
 HEADS, BATCH, TILES = 2, 2, 2  # TILES along each of queries and keys, so that the grid is a loop
 
-# Multiplications and additions a cycle of one core's matrix units, in bfloat16: 4 arrays of 128 × 128, and 2 of
-# 256 × 256 that take two rows a cycle. By https://docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}: the peak
-# compute is cores · 2 · these · the clock of 1.05, 1.5, 1.75, 1.75, 2.2 GHz.
-_MACS = {"v4": 65_536, "v5e": 65_536, "v5p": 65_536, "v6e": 262_144, "tpu7x": 262_144}
+_TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+# Multiplications and additions a cycle of one core's matrix units, in bfloat16: 4 arrays of 128 × 128
+# (https://docs.cloud.google.com/tpu/docs/{v4,v5e,v5p}). How many rows a cycle the arrays of v6e and tpu7x take is not
+# documented, so they have no floor here.
+_MACS = {"v4": 65_536, "v5e": 65_536, "v5p": 65_536}
 _LANES = 128  # a product that contracts over fewer features occupies the arrays as one over 128
 # Products of one tile: those that contract over features, and those that contract over keys or queries.
 _PRODUCTS = {"forward": (1, 1), "dq": (2, 1), "dkv": (2, 2)}
@@ -94,7 +95,7 @@ class Row(NamedTuple):
 
 def define(values, argv) -> None:
     """Define the flags."""
-    text = f"the TPU to compile for, e.g. {', '.join(_MACS)}"
+    text = f"the TPU to compile for, e.g. {', '.join(_TPUS)}"
     flags.DEFINE_string("topology", "v5e", text, flag_values=values)
     options.define_choices(values, "cases", CASES, "masks and score mods")
     options.define_choices(values, "contenders", CONTENDERS, "contenders")
@@ -131,9 +132,9 @@ def main(values) -> int:
 def _checked(values) -> tuple[str, list[int], list[int]]:
     """The TPU's generation, the head sizes, the tile."""
     generation = values.topology.partition(":")[0]
-    if generation not in _MACS:
-        close = nearest(generation, _MACS)
-        raise UserError(f"--topology={values.topology} is not a TPU{close}: give {', '.join(_MACS)}")
+    if generation not in _TPUS:
+        close = nearest(generation, _TPUS)
+        raise UserError(f"--topology={values.topology} is not a TPU{close}: give {', '.join(_TPUS)}")
     options.check_known("cases", values.cases, CASES)
     options.check_known("contenders", values.contenders, CONTENDERS)
     head_dims, block_sizes = (options.whole_numbers(values, name) for name in ("head_dims", "block_sizes"))
@@ -198,12 +199,14 @@ def _kinds(kernel: str, bodies: list[bundles.Body], call: Call) -> list[tuple[st
     return [("FULL", full), ("PARTIAL", partial)]
 
 
-def floor(kernel: str, block_sizes: Sequence[int], head_dim: int, generation: str) -> int:
-    """Cycles that the products of one tile take of a generation's matrix units at their peak.
+def floor(kernel: str, block_sizes: Sequence[int], head_dim: int, generation: str) -> int | None:
+    """Cycles that the products of one tile take of a generation's matrix units at their peak; None if not known.
 
     >>> [floor(kernel, (512, 512), head_dim, "v5e") for kernel in ("forward", "dq", "dkv") for head_dim in (64, 128)]
     [768, 1024, 1280, 1536, 1536, 2048]
     """
+    if generation not in _MACS:
+        return None
     over_features, over_pairs = _PRODUCTS[kernel]
     features = over_features * math.ceil(head_dim / _LANES) * _LANES + over_pairs * head_dim
     return math.ceil(math.prod(block_sizes) * features / _MACS[generation])
@@ -238,8 +241,9 @@ def _print_summary(title: str, tile: str, results: dict[Call, list[Row] | str], 
     """A line for each pass of a case, a column for each contender and kind of tile."""
     cells: dict[str, dict[str, str]] = {}
     for which, (head_dim, case) in itertools.product(("forward", "backward"), dict.fromkeys(c[:2] for c in results)):
-        lowest = sum(floors[head_dim, kernel] for kernel in _PRODUCTS if _pass(kernel) == which)
-        line = cells[f"{which:<8} D = {head_dim:<3} {case}"] = {"floor": f"{lowest:,}"}
+        of_pass = [floors[head_dim, kernel] for kernel in _PRODUCTS if _pass(kernel) == which]
+        lowest = "–" if None in of_pass else f"{sum(of_pass):,}"
+        line = cells[f"{which:<8} D = {head_dim:<3} {case}"] = {"floor": lowest}
         bounds: dict[str, int | None] = {}
         for call, rows in results.items():
             if call[:2] != (head_dim, case):

@@ -29,7 +29,7 @@ _SIDES = {
 def attention(plan: Plan, q: Array, k: Array, v: Array, others: Others) -> tuple[Array, Array]:
     """(out, lse), `[..., Tq, H, Dv]` and `[..., Tq, H]`, of q `[..., Tq, H, D]`, k and v."""
     batch = q.shape[:-3]
-    q, k, v = (x.reshape(-1, *x.shape[-3:]).swapaxes(1, 2) for x in (q, k, v))
+    q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
     operands = Operands(q, k, v, _with_one_batch_axis(plan, others, batch))
     try:
         out, lse = _attention(plan, reverse_mode_only("pallas", equally_varying(jax.tree.map(jnp.asarray, operands))))
@@ -37,7 +37,7 @@ def attention(plan: Plan, q: Array, k: Array, v: Array, others: Others) -> tuple
         if "forward-mode" in str(error):
             raise ValueError(message("pallas")) from error
         raise
-    return tuple(x.swapaxes(1, 2).reshape(*batch, *x.shape[2:0:-1], *x.shape[3:]) for x in (out, lse))
+    return out.reshape(*batch, *out.shape[1:]), lse.swapaxes(1, 2).reshape(*batch, *out.shape[1:3])
 
 
 def _with_one_batch_axis(plan: Plan, others: Others, batch: tuple[int, ...]) -> Others:
@@ -58,29 +58,41 @@ def _with_one_batch_axis(plan: Plan, others: Others, batch: tuple[int, ...]) -> 
     return Others(flat(others.sinks, 0), type(others.terms)(*terms), *visits, flat(others.of_pairs, 1))
 
 
+# q, k, v and out are `[B, T, H, D]` here and `[B, H, T, D]` for the kernels, where a TPU pads D to a multiple of 128.
+# They are transposed inside the rule for gradients, so that what it keeps is not padded.
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(plan: Plan, operands: Operands) -> tuple[Array, Array]:
-    return _forward(plan, operands)
+    out, lse = _forward(plan, _by_head(operands))
+    return out.swapaxes(1, 2), lse
 
 
 def _attention_forward(plan, operands):
-    out, lse = (checkpoint_name(x, "attention") for x in _forward(plan, operands))  # see GPT's remat
+    out, lse = (checkpoint_name(x, "attention") for x in _attention(plan, operands))  # see GPT's remat
     return (out, lse), (operands, out, lse)
 
 
 def _attention_backward(plan, saved, cotangents):
     (operands, out, lse), (d_out, d_lse) = saved, cotangents
     is_visible = ~jnp.isneginf(lse)
-    delta = jnp.where(is_visible, (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1) - d_lse, 0)
-    given = Cotangents(d_out.astype(operands.v.dtype), jnp.where(is_visible, lse * LOG2E, jnp.inf), delta)
-    dq, dk, dv, d_logits = _backward(plan, operands, given)
+    products = out.astype(jnp.float32) * d_out.astype(jnp.float32)
+    delta = jnp.where(is_visible, products.sum(axis=-1).swapaxes(1, 2) - d_lse, 0)
+    d_out = d_out.astype(operands.v.dtype).swapaxes(1, 2)
+    given = Cotangents(d_out, jnp.where(is_visible, lse * LOG2E, jnp.inf), delta)
+    *gradients, d_logits = _backward(plan, _by_head(operands), given)
     sinks, d_sinks = operands.others.sinks, None
     if sinks is not None:
         p = jnp.exp2(sinks[..., None] * LOG2E - given.lse)
         d_sinks = -(p * delta).sum(axis=(0, -1))[None]
     nothing = jax.tree.map(lambda _: None, operands.others)
     others = nothing._replace(sinks=d_sinks, terms=nothing.terms._replace(logits=d_logits))
-    return (Operands(dq, dk, dv, others),)
+    return (Operands(*(x.swapaxes(1, 2) for x in gradients), others),)
+
+
+def _by_head(operands: Operands) -> Operands:
+    """Operands as `Operands` describes them."""
+    return Operands(*(x.swapaxes(1, 2) for x in operands[:3]), operands.others)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
