@@ -78,6 +78,7 @@ def mistake(capsys, command, *arguments):
         ([QUICKSTART, "--config.seed=-1"], r"config.seed = -1: expected 0 or more"),
         ([QUICKSTART, "--config.seed=4294967296"], r"config.seed = 4294967296: expected 0 or more, below 2\^31"),
         ([QUICKSTART, "--config.model.window=1099511627776"], r"model.window = .* below 2\^31"),
+        ([QUICKSTART, "--config.model.soft_cap=-1"], r"model.soft_cap = -1.0: expected a number from"),
         ([QUICKSTART, "--config.optimizer.learning_rate=inf"], r"learning_rate = inf: expected a number from"),
         ([QUICKSTART, "--config.optimizer.weight_decay=inf"], r"weight_decay = inf: expected a number from"),
         ([QUICKSTART, "--config.optimizer.final_fraction=3"], r"final_fraction = 3.0: expected a number from 0 to 1"),

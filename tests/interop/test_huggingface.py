@@ -152,6 +152,7 @@ def test_config_round_trip_describes_model():
     [
         ({"positions": "rotary"}, "model.positions = 'rotary': GPT-2 supports only 'learned'"),
         ({"window": 3}, "model.window = 3: GPT-2 supports only None"),
+        ({"soft_cap": 50.0}, "model.soft_cap = 50.0: GPT-2 supports only None"),
         ({"qk_norm": True}, "model.qk_norm = True: GPT-2 supports only False"),
         ({"kv_heads": 1}, "model.kv_heads = 1: GPT-2 supports only num_heads = 2"),
     ],

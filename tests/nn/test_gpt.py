@@ -19,6 +19,7 @@ OPTIONS = {
     "alibi": {"positions": "alibi"},
     "none": {"positions": "none"},
     "window": {"window": 3},
+    "soft cap": {"soft_cap": 0.5, "positions": "alibi"},
     "grouped": {"kv_heads": 2, "qk_norm": True},
     "no bias": {"use_bias": False},
     "relu": {"mlp_ratio": 2.3, "activation": "relu", "norm_epsilon": 1e-3},

@@ -38,7 +38,7 @@ POSITIONS = {"q_positions": jnp.arange(5), "kv_positions": jnp.arange(7)}
         ({"q_positions": jnp.arange(4)}, r"q_positions has shape \(4,\), expected \(5,\) or \(2, 5\)"),
         ({"dropout_rate": 0.5}, "needs dropout_key"),
         ({"dropout_rate": 1.0}, r"expected a probability in \[0, 1\)"),
-        ({"impl": "flash"}, "impl = 'flash' is unknown: use \"auto\" or one of 'cudnn', 'splash', 'b"),
+        ({"impl": "flash"}, "impl = 'flash' is unknown: use \"auto\" or one of 'cudnn', 'splash', 'p"),
         ({"block_sizes": (0, 4)}, "expected two sizes of 1 or more"),
         (
             {"impl": "dense", "block_sizes": (4, 4)},
