@@ -366,3 +366,22 @@ def test_heads_of_a_group_with_other_tiles_share_the_gradients_of_keys():
     arrays, options = (q, k[:, :, :1], v[:, :, :1]), {"mask": BlockSparse(blocks, 8)}
     attend = functools.partial(kernel, block_sizes=(8, 8))
     agree(gradients(attend, *arrays, **options), gradients(dense, *arrays, **options))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rng: BlockSparse(rng.random((2, 2, 14, 14)) < 0.5, 3) & Causal(),
+        lambda rng: MaskFn(lambda b, h, i, j, table: table[i % 3, j % 3], rng.random((3, 3)) < 0.5),
+    ],
+    ids=["blocks by example and head", "function of a table"],
+)
+@pytest.mark.slow
+def test_masks_that_gather_are_drawn_or_given_and_match_dense(make):
+    """Drawn where they are known while tracing, else an array of pairs."""
+    mask = jax.tree.map(jnp.asarray, make(np.random.default_rng(0)))
+    q, k, v = sample()
+    arrays, expected = (q, k[:, :, :1], v[:, :, :1]), gradients(dense, q, k[:, :, :1], v[:, :, :1], mask=mask)
+    agree(gradients(kernel, *arrays, mask=mask), expected)
+    traced = jax.jit(lambda mask: gradients(kernel, *arrays, mask=mask))(mask)
+    agree(traced, expected)

@@ -5,8 +5,9 @@ out and lse, dq, and dk and dv; a fourth the gradient of a bias. Masks and score
 examples and heads, with queries or with keys, which is computed beforehand, and what varies with pairs of them, which
 the kernels compute; see `splitting`.
 
-Files: `splitting` (masks and score mods as programs of a kernel), `kernels` (what is done to a tile), `calls` (blocks
-and grids), `operands` (the types that pass between them), `transforms` (derivatives, `vmap`).
+Files: `splitting` (masks and score mods as programs of a kernel), `drawing` (tiles of masks that gather), `kernels`
+(what is done to a tile), `calls` (blocks and grids), `operands` (the types that pass between them), `transforms`
+(derivatives, `vmap`).
 
 They have been compiled for TPUs and emulated on CPUs. They have never run on a TPU.
 """
@@ -33,6 +34,7 @@ from attnlab.ops.meshes import (
     over_shards,
     splits_of,
 )
+from attnlab.ops.pallas.drawing import Drawn, draw
 from attnlab.ops.pallas.operands import LOG2E, Others, Plan, Terms
 from attnlab.ops.pallas.splitting import Scores, Split, UnsupportedError, split
 from attnlab.ops.platforms import device_kind_of, only_on_tpus
@@ -42,7 +44,7 @@ from attnlab.types import Array
 PLATFORM = "tpu"
 _LANES = 128  # of a vector register; on TPUs the sides of tiles are multiples
 NEEDS = "it needs a tpu, or jax.experimental.pallas.tpu.force_tpu_interpret_mode() to be emulated elsewhere"
-_MAX_VISITS = 2**17  # words of a table: half of the scalar memory, 1 MiB on all generations
+_MAX_VISITS = 2**16  # words of a table; two of them are half of the scalar memory, 1 MiB on all generations
 _MAX_DRAWN = 2**30  # bytes of pairs that a mask or score mod may need beforehand
 
 
@@ -139,6 +141,8 @@ def _attend(
     found = tuple(kind for kind in (FULL, PARTIAL) if any(_may_have(kind, kinds) for kinds in (by_query, by_key)))
     compared = mask if PARTIAL in found else None
     terms = Terms(*_split_terms(scores, compared, score_mods, bias, learned_scale, dropout_rate, dropout_keys))
+    drawn = _drawn(compared, scores, terms.visible, by_query, block_sizes)
+    terms = terms if drawn is None else terms._replace(visible=drawn.split)
     programs = Terms(*(None if x is None else x.program for x in terms))
     # Products become logits, in units of log 2 unless score mods need natural ones. Float32 queries take the factor,
     # which costs nothing; others would be rounded once more.
@@ -152,6 +156,7 @@ def _attend(
         by_query=visits(by_query),
         by_key=visits(by_key),
         of_pairs=every_tile(by_query) if plan.learned("pair") else None,
+        drawn=None if drawn is None else drawn.at,
     )
     q = q * scale if q.dtype == jnp.float32 else q
     q = q if is_interpreted() else only_on_tpus(q, f"impl = 'pallas' cannot run this: {NEEDS}")
@@ -168,6 +173,14 @@ def _tiles(scores: Scores, mask: Mask | None, block_sizes, kv_heads: int) -> tup
     of_examples = (1,) * len(batch) if math.prod(kinds.shape[:-3]) == 1 else kinds.shape[:-3]
     kinds = _within_scalar_memory(kinds.reshape(*of_examples, *kinds.shape[-3:]))
     return block_sizes, kinds, _of_kv_heads(kinds, kv_heads).swapaxes(-1, -2)
+
+
+def _drawn(mask: Mask | None, scores: Scores, visible: Split | None, kinds, block_sizes) -> Drawn | None:
+    """The tiles of a mask that is known while tracing and takes pairs, if they fit; None for other masks."""
+    takes_pairs = visible is not None and any(x.varies == "pair" for x in visible.program.inputs)
+    if not takes_pairs or not isinstance(kinds, np.ndarray) or kinds.size > _MAX_VISITS:
+        return None
+    return draw(mask, scores, kinds, block_sizes, _MAX_DRAWN)
 
 
 def _within_scalar_memory(kinds):

@@ -35,6 +35,7 @@ class _Walk:
     """The grid of a kernel that goes along the tiles of one block of queries after another: (B, H, visits)."""
 
     of_keys = False
+    axes = 3  # of the grid
     reduces = 1  # how many of the last axes of the grid go one after another on one core
 
     def __init__(self, plan: Plan, operands: Operands):
@@ -61,9 +62,9 @@ class _Walk:
         example, head, _ = ids
         return example, head, head // self.group, head
 
-    def step(self, *ids_and_table) -> _Step:
-        """The step with these indices in the grid; the table is that of visits, as it lies in scalar memory."""
-        *ids, table = ids_and_table
+    def step(self, *ids_and_tables) -> _Step:
+        """The step with these indices in the grid; the first table is that of visits, as it lies in scalar memory."""
+        ids, table = ids_and_tables[: self.axes], ids_and_tables[self.axes]
         example, head, kv_head, of_visits = self.heads_at(ids)
         batch, heads, steps = self.words.shape
         at = (example if batch > 1 else 0) * heads + (of_visits if heads > 1 else 0)
@@ -102,6 +103,18 @@ class _Walk:
             return *_shared(x, step.example, step.head), step.visit.row, step.visit.column
 
         return pl.BlockSpec((None, None, self.outer, self.inner), place)
+
+    def drawn_tile(self) -> pl.BlockSpec:
+        """One of the tiles `[1, 1, n, outer, inner]`."""
+        batch, heads, *counts = self.operands.others.drawn.shape
+
+        def place(*ids):
+            step, table = self.step(*ids), ids[self.axes + 1]
+            i, j = (step.visit.column, step.visit.row) if self.of_keys else (step.visit.row, step.visit.column)
+            example, head = (at if size > 1 else 0 for at, size in ((step.example, batch), (step.head, heads)))
+            return 0, 0, table[((example * heads + head) * counts[0] + i) * counts[1] + j], 0, 0
+
+        return pl.BlockSpec((None, None, None, self.outer, self.inner), place)
 
     def of_head(self, x: _Shaped) -> pl.BlockSpec:
         """All of `[B or 1, H or 1, 1, n]` that belongs to an example and a head."""
@@ -144,6 +157,8 @@ class _Walk:
             elif described.varies == "distance":
                 x = self.distances(x)
                 found.append((x, self.of_head(x)))
+            elif described.varies == "tile":
+                found.append((x.swapaxes(3, 4) if self.of_keys else x, self.drawn_tile()))
             elif described.varies == "pair":
                 x = self.padded(self.padded(x, of_keys=False), of_keys=True, axis=3)
                 x = x.swapaxes(2, 3) if self.of_keys else x
@@ -200,35 +215,38 @@ class _Walk:
         arrays, blocks = self.inputs(cotangents)
         varying = (jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(arrays))
         axes = ManualAxisType(varying=frozenset().union(*varying))
-        grid = self.grid
+        drawn = self.operands.others.drawn
+        tables = [self.words.reshape(-1), *([] if drawn is None else [drawn.reshape(-1)])]
 
-        def body(table, refs, *others):
+        def body(*tables_and_others):
+            refs, *others = tables_and_others[len(tables) :]
             results, (columns, *more) = others[: len(outputs)], others[len(outputs) :]
-            ids = [pl.program_id(axis) for axis in range(len(grid))]
-            example, head, _, visit = self.step(*ids, table)
+            ids = [pl.program_id(axis) for axis in range(self.axes)]
+            example, head, _, visit = self.step(*ids, tables_and_others[0])
             kernel(Tile(self.plan, self.of_keys, visit, example, head, refs, columns), results, more, ids)
 
         return pl.pallas_call(
             body,
             grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=1,
-                grid=grid,
+                num_scalar_prefetch=len(tables),
+                grid=self.grid,
                 in_specs=[blocks],
                 out_specs=[block for _, _, block in outputs],
                 scratch_shapes=[self.columns(), *scratch],
             ),
             out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes) for shape, dtype, _ in outputs],
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel",) * (len(grid) - self.reduces) + ("arbitrary",) * self.reduces
+                dimension_semantics=("parallel",) * (self.axes - self.reduces) + ("arbitrary",) * self.reduces
             ),
             name=name,
-        )(self.words.reshape(-1), arrays)
+        )(*tables, arrays)
 
 
 class _WalkOfKeys(_Walk):
     """One block of keys after another: (B, Hk, visits, query heads of a group)."""
 
     of_keys = True
+    axes = 4
     reduces = 2
 
     @property
@@ -247,6 +265,7 @@ class _WalkOfKeys(_Walk):
 class _WalkOfPairs(_Walk):
     """All tiles of an array `[B or 1, H or 1, Tq, Tk]`, and for each the examples and the heads that share it."""
 
+    axes = 5
     reduces = 2
 
     def __init__(self, plan, operands, shape):

@@ -64,6 +64,7 @@ class Others(NamedTuple):
       by_query: the visits, one block of queries after another, `[..., H, N]`.
       by_key: the visits, one block of keys after another, `[..., Hk, N]`.
       of_pairs: words of all tiles, `[..., H, nQ·nK]`, where pairs have gradients.
+      drawn: which of the drawn tiles each tile is, `[..., H, nQ, nK]`, where the mask is drawn.
     """
 
     sinks: Array | None
@@ -71,6 +72,7 @@ class Others(NamedTuple):
     by_query: Visits
     by_key: Visits
     of_pairs: Array | None
+    drawn: Array | None
 
 
 class Operands(NamedTuple):

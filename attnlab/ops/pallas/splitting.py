@@ -30,7 +30,7 @@ from jax.interpreters import batching
 from attnlab.ops.tiles import Side, Tile
 from attnlab.types import Array
 
-Varies = Literal["q_index", "kv_index", "scalar", "query", "key", "distance", "pair"]
+Varies = Literal["q_index", "kv_index", "scalar", "query", "key", "distance", "pair", "tile"]
 
 # What Mosaic lowers elementwise, on every generation of TPUs, and so do its derivatives.
 # fmt: off

@@ -15,15 +15,8 @@ from attnlab.ops.pallas.operands import LOG2E, Cotangents, Operands, Others, Pla
 from attnlab.ops.reverse_mode import message, refuse, reverse_mode_only
 from attnlab.types import Array
 
-_SIDES = {
-    "q_index": 0,
-    "kv_index": 0,
-    "scalar": 0,
-    "query": 1,
-    "key": 1,
-    "distance": 1,
-    "pair": 2,
-}  # axes of an input after that of heads
+# Axes of an input after that of heads.
+_SIDES = {"q_index": 0, "kv_index": 0, "scalar": 0, "query": 1, "key": 1, "distance": 1, "pair": 2, "tile": 3}
 
 
 def attention(plan: Plan, q: Array, k: Array, v: Array, others: Others) -> tuple[Array, Array]:
@@ -55,7 +48,8 @@ def _with_one_batch_axis(plan: Plan, others: Others, batch: tuple[int, ...]) -> 
         for program, arrays in zip(plan.programs, others.terms)
     )
     visits = (x._replace(words=flat(x.words, 1), counts=flat(x.counts, 0)) for x in others[2:4])
-    return Others(flat(others.sinks, 0), type(others.terms)(*terms), *visits, flat(others.of_pairs, 1))
+    terms = type(others.terms)(*terms)
+    return Others(flat(others.sinks, 0), terms, *visits, flat(others.of_pairs, 1), flat(others.drawn, 2))
 
 
 # q, k, v and out are `[B, T, H, D]` here and `[B, H, T, D]` for the kernels, where a TPU pads D to a multiple of 128.
