@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import attnlab
-from attnlab.masks import BlockSparse, Causal, Dense, MaskFn, Padding, Segments, SlidingWindow
+from attnlab.masks import BlockSparse, Causal, Dense, MaskFn, Padding, PrefixLM, Segments, SlidingWindow
 from attnlab.score_mods import ALiBi, RelativeBias, ScoreFn, SoftCap, alibi_slopes
 from tests.ops import cases
 
@@ -385,3 +385,8 @@ def test_masks_that_gather_are_drawn_or_given_and_match_dense(make):
     agree(gradients(kernel, *arrays, mask=mask), expected)
     traced = jax.jit(lambda mask: gradients(kernel, *arrays, mask=mask))(mask)
     agree(traced, expected)
+
+
+@pytest.mark.usefixtures("not_emulated")
+def test_numpy_arrays_of_64_bits_in_masks_are_accepted():
+    assert on_tpu(mask=PrefixLM(np.array([100, 200]))).backend == "pallas"

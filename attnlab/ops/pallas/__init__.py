@@ -91,7 +91,10 @@ def _drawn_bytes(where, dropout_rate: float, arrays) -> int:
         found.append(sum(x.drawn_bytes for x in terms if x is not None))
         return 0
 
-    jax.eval_shape(trace, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays))
+    def shape_of(x):
+        return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True))
+
+    jax.eval_shape(trace, jax.tree.map(shape_of, arrays))
     return found[0]
 
 
