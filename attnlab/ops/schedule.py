@@ -24,6 +24,7 @@ class Costs(NamedTuple):
       uncached: factor for tiles larger than that.
       comparing: factor for PARTIAL tiles, whose pairs are compared with the mask.
       per_tile, per_row: fixed costs, in units of one score.
+      is_per_head: whether the fixed costs are those of a tile of one example and one head.
       lanes: no size is cut to a length that is no multiple of it.
     """
 
@@ -34,6 +35,7 @@ class Costs(NamedTuple):
     comparing: float
     per_tile: float
     per_row: float
+    is_per_head: bool = False
     lanes: int = 1
 
 
@@ -55,6 +57,7 @@ TPU_KERNEL = Costs(
     comparing=1.02,
     per_tile=2.5e4,
     per_row=0,
+    is_per_head=True,
     lanes=128,
 )
 
@@ -89,7 +92,7 @@ def schedule(
         return block_sizes, _block_mask(mask, lengths, block_sizes, where)
 
     # The symbolic sizes of jax.export count as 1.
-    rows = num_heads * math.prod(size for size in batch if isinstance(size, int))
+    rows = 1 if costs.is_per_head else num_heads * math.prod(size for size in batch if isinstance(size, int))
     # The finest division whose tiles are quickly listed; coarser ones are made from it.
     finest, *coarser = [size for size in costs.sizes if size * 2048 >= max(lengths)] or costs.sizes[-1:]
     any_visible, all_visible = _tiles(mask, lengths, _clipped((finest, finest), lengths, costs), where)

@@ -81,6 +81,7 @@ MASKS = {
         {"mask": MaskFn(lambda b, h, i, j, by: (i - j) % by[h] == 0, np.arange(1, HEADS + 1))}, block_sizes=SMALL_TILES
     ),
     "composition": Call({"mask": ~Causal() | SlidingWindow(5)}),
+    "choice of masks": Call({"mask": MaskFn(lambda b, h, i, j: jnp.where(h == 0, j <= i, i & 1 == j & 1))}),
 }
 SCORE_MODS = {
     "alibi": Call({"mask": Causal(), "score_mod": ALiBi(alibi_slopes(HEADS))}),

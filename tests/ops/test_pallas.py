@@ -390,3 +390,54 @@ def test_masks_that_gather_are_drawn_or_given_and_match_dense(make):
 @pytest.mark.usefixtures("not_emulated")
 def test_numpy_arrays_of_64_bits_in_masks_are_accepted():
     assert on_tpu(mask=PrefixLM(np.array([100, 200]))).backend == "pallas"
+
+
+@jax.custom_vjp
+def rounded(x):
+    """x rounded, with the gradient of x."""
+    return jnp.round(x)
+
+
+rounded.defvjp(lambda x: (jnp.round(x), None), lambda _, d: (d,))
+EDGES = {
+    "rule for a vector": lambda s, b, h, i, j, x: s + rounded(x[j]),
+    "rule for pairs": lambda s, b, h, i, j, x: s + rounded(x[h] * (i - j)),
+    "infinite derivative at 0": lambda s, b, h, i, j, x: jnp.sqrt(abs(s)) + x[i],
+    "quotient of gathered pairs": lambda s, b, h, i, j, x: s / x[(i * j) % 10],
+    "no score": lambda s, b, h, i, j, x: x[j],
+    "one number": lambda s, b, h, i, j, x: x[0],
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+@pytest.mark.slow
+def test_score_functions_at_ragged_edges_and_with_rules_match_dense(name):
+    q, k, v = sample(10, dim=4, batch=())
+    x = jnp.linspace(0.5, 1.7, 10)
+
+    def gradient(impl, sizes):
+        def total(q, k, v, x):
+            mod = ScoreFn(EDGES[name], x)
+            out, lse = attnlab.attention(q, k, v, score_mod=mod, impl=impl, block_sizes=sizes, return_lse=True)
+            return (out**2).sum() + lse.sum(), (out, lse)
+
+        return jax.jit(jax.grad(total, argnums=(0, 1, 2, 3), has_aux=True))(q, k, v, x)
+
+    agree(gradient("pallas", (8, 8)), gradient("dense", None))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Segments(np.repeat([0, 0, 2, 2], 10), np.concatenate([[0, 1], np.repeat([0, 2], 19)])),
+        SlidingWindow(1) & BlockSparse(jnp.array([[1, 0], [1, 0]], bool), 20),
+    ],
+    ids=["segments", "window and blocks"],
+)
+def test_nan_is_inert_where_bounds_of_tiles_do_not_tell_that_a_key_is_masked(mask):
+    q, k, v = sample()
+    masked = ~mask.dense(40, 40).any(axis=0)[:, None, None]
+    assert masked.any()
+    clean = gradients(kernel, q, k, v, mask=mask)
+    poisoned = gradients(kernel, q, jnp.where(masked, jnp.nan, k), jnp.where(masked, jnp.nan, v), mask=mask)
+    jax.tree.map(np.testing.assert_array_equal, poisoned, clean)

@@ -1,11 +1,13 @@
 """Masks and score mods split into arrays and programs for a kernel."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnlab.masks import BlockSparse, Causal, Dense, MaskFn, Padding, PrefixLM, Segments, SlidingWindow
+from attnlab.masks import BlockSparse, Causal, Dense, Mask, MaskFn, Padding, PrefixLM, Segments, SlidingWindow
 from attnlab.ops import dropout
 from attnlab.ops.pallas import splitting
 from attnlab.ops.pallas.splitting import Scores, UnsupportedError, split
@@ -49,7 +51,7 @@ def evaluated(one, scores, *raw):
         (MaskFn(lambda b, h, i, j, far: far[abs(i - j)], jnp.arange(5) > 2), {"distance"}),
         (MaskFn(lambda b, h, i, j: h > 0), {"scalar"}),
     ],
-    ids=str,
+    ids=lambda x: type(x).__name__,
 )
 def test_masks_take_only_what_varies_with_pairs(mask, varies):
     one = split(mask.visible, FLAT)
@@ -135,3 +137,34 @@ def test_what_kernels_cannot_do_to_scores_is_refused(fn, reason):
     mod = ScoreFn(fn)
     with pytest.raises(UnsupportedError, match=reason):
         split(lambda tile, raw: mod.apply(raw, tile), FLAT, of_raw=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Two(Mask):
+    """One array, by example and by head."""
+
+    array: object
+
+    def visible(self, tile):
+        distance = tile.kv_index - tile.q_index
+        return (distance <= self.array[:, None, None, None]) & (-distance <= self.array[:, None, None])
+
+
+@dataclasses.dataclass(frozen=True)
+class NeedsValues(Mask):
+    array: object
+
+    def visible(self, tile):
+        return tile.kv_index < (2 if self.array.any() else 3)
+
+
+@pytest.mark.parametrize("mask, reason", [(Two, "along two axes"), (NeedsValues, "needs the values")])
+def test_masks_that_cannot_be_split_are_refused(mask, reason):
+    with pytest.raises(UnsupportedError, match=reason):
+        split(mask(jnp.arange(2)).visible, Scores((2,), 2, (5, 5)))
+
+
+def test_a_mask_that_chooses_between_masks_is_split():
+    mask = MaskFn(lambda b, h, i, j: jnp.where(h == 0, j <= i, (i - j) % 2 == 0))
+    expected = jnp.broadcast_to(mask.visible(whole(5, 5, 2)), (2, 5, 5))
+    np.testing.assert_array_equal(evaluated(split(mask.visible, FLAT), FLAT), expected)

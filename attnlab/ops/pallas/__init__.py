@@ -24,7 +24,8 @@ from jax.sharding import ManualAxisType
 from jaxtyping import Float
 
 from attnlab.ops import dropout
-from attnlab.ops.masks import Mask
+from attnlab.ops.mask_algebra import And
+from attnlab.ops.masks import Causal, Mask, Padding, PrefixLM, Segments, SlidingWindow
 from attnlab.ops.meshes import (
     Splits,
     is_checked_manual,
@@ -39,12 +40,14 @@ from attnlab.ops.pallas.operands import LOG2E, Others, Plan, Terms
 from attnlab.ops.pallas.splitting import Scores, Split, UnsupportedError, split
 from attnlab.ops.platforms import device_kind_of, only_on_tpus
 from attnlab.ops.schedule import EMPTY, FULL, PARTIAL, TPU_KERNEL, every_tile, schedule, tile_kinds, visits
+from attnlab.ops.tiles import Tiling, whole
 from attnlab.types import Array
 
 PLATFORM = "tpu"
 _LANES = 128  # of a vector register; on TPUs the sides of tiles are multiples
 NEEDS = "it needs a tpu, or jax.experimental.pallas.tpu.force_tpu_interpret_mode() to be emulated elsewhere"
 _MAX_VISITS = 2**16  # words of a table; two of them are half of the scalar memory, 1 MiB on all generations
+_ROWS = 512  # of a mask, evaluated at a time
 _MAX_DRAWN = 2**30  # bytes of pairs that a mask or score mod may need beforehand
 
 
@@ -60,6 +63,10 @@ def reason_against(
         "an axis has length 0": 0 in sizes,
         "within shard_map over some axes of a mesh it needs check_vma=False": is_checked and is_partitioned(q),
         "emulated within shard_map it needs check_vma=False": is_checked and is_interpreted(),
+        "it needs 32-bit types, without jax_enable_x64": jax.config.jax_enable_x64 and not is_interpreted(),
+        f"its {_at_least_tiles(q, k, block_sizes):,} tiles are more than scalar memory lists, {2 * _MAX_VISITS:,}": (
+            _at_least_tiles(q, k, block_sizes) > 2 * _MAX_VISITS
+        ),
         f"tiles of {block_sizes} are not multiples of {_LANES}": block_sizes is not None
         and not is_interpreted()
         and any(size % _LANES for size in block_sizes),
@@ -75,6 +82,12 @@ def reason_against(
     if drawn > _MAX_DRAWN:
         return f"its mask and score mods gather for each pair, which takes {drawn / 2**30:.1f} GiB, more than 1 GiB"
     return None
+
+
+def _at_least_tiles(q, k, block_sizes) -> int:
+    """How many tiles a call has, with the largest that are chosen."""
+    sizes = block_sizes or TPU_KERNEL.sizes[-1:] * 2
+    return math.prod(-(-x.shape[-3] // size) for x, size in zip((q, k), sizes) if isinstance(x.shape[-3], int))
 
 
 def _drawn_bytes(where, dropout_rate: float, arrays) -> int:
@@ -161,7 +174,7 @@ def _attend(
         of_pairs=every_tile(by_query) if plan.learned("pair") else None,
         drawn=None if drawn is None else drawn.at,
     )
-    q = q * scale if q.dtype == jnp.float32 else q
+    q = (q * scale).astype(q.dtype) if q.dtype == jnp.float32 else q
     q = q if is_interpreted() else only_on_tpus(q, f"impl = 'pallas' cannot run this: {NEEDS}")
     k, v = _inert(scores, mask, k, v)
     return over_shards(functools.partial(transforms.attention, plan), q, k, v, others, splits)
@@ -219,9 +232,17 @@ def _inert(scores: Scores, mask: Mask | None, k, v):
     """k and v, 0 for keys that are masked for all queries: they may be NaN, and 0·NaN is NaN."""
     if mask is None:
         return k, v
-    (q_length, kv_length), positions = scores.lengths, {"q_positions": scores.q_positions}
-    positions |= {"kv_positions": scores.kv_positions, "num_heads": scores.num_heads, "batch": scores.batch}
-    is_visible, _ = mask.tiles(q_length, kv_length, (q_length, 1), **positions)
+    batch, num_heads, (q_length, kv_length), *positions = scores
+    if _bounds_are_exact(mask, scores):
+        where = {"q_positions": positions[0], "kv_positions": positions[1], "num_heads": num_heads, "batch": batch}
+        is_visible, _ = mask.tiles(q_length, kv_length, (q_length, 1), **where)
+    else:
+        covers = whole(q_length, kv_length, num_heads, *positions, batch)
+        is_visible, _ = Mask.bounds(
+            mask, Tiling(covers, (min(q_length, _ROWS), 1))
+        )  # by its pairs, some rows at a time
+        is_visible = is_visible.any(axis=-2, keepdims=True)
+        is_visible = is_visible.reshape((1,) * (4 - is_visible.ndim) + is_visible.shape)
     if isinstance(is_visible, np.ndarray) and is_visible.all():
         return k, v
     if is_visible.shape[-3] > 1:
@@ -229,6 +250,20 @@ def _inert(scores: Scores, mask: Mask | None, k, v):
         is_visible = is_visible.reshape(of_groups).any(axis=-2, keepdims=True)
     is_visible = jnp.swapaxes(is_visible[..., 0, :], -1, -2)[..., None]
     return tuple(jnp.where(is_visible, x, 0) for x in (k, v))
+
+
+def _bounds_are_exact(mask: Mask, scores: Scores) -> bool:
+    """Whether the bounds of a mask for one key and all queries tell if any query may attend to it.
+
+    They do for a mask that allows each key to the query of its own index, except those that `Padding` masks for all.
+    """
+    _, _, (q_length, kv_length), *positions = scores
+    if isinstance(mask, And):
+        return _bounds_are_exact(mask.a, scores) and _bounds_are_exact(mask.b, scores)
+    if isinstance(mask, Segments) and mask.kv_ids is not None:
+        return False
+    is_square = q_length == kv_length and positions == [None, None]
+    return is_square and isinstance(mask, Causal | SlidingWindow | PrefixLM | Segments | Padding)
 
 
 def _split_terms(scores: Scores, mask, score_mods, bias, scale, dropout_rate, dropout_keys) -> list[Split | None]:

@@ -160,7 +160,7 @@ class _Walk:
             elif described.varies == "tile":
                 found.append((x.swapaxes(3, 4) if self.of_keys else x, self.drawn_tile()))
             elif described.varies == "pair":
-                x = self.padded(self.padded(x, of_keys=False), of_keys=True, axis=3)
+                x = self.padded(self.padded(x, of_keys=False, fill=None), of_keys=True, axis=3, fill=None)
                 x = x.swapaxes(2, 3) if self.of_keys else x
                 found.append((x, self.pairs(x)))
             else:

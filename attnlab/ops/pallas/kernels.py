@@ -3,9 +3,9 @@
 A kernel goes along rows of tiles. The side that stays the same along a row, its *outer* side, lies along the sublanes
 of a tile; the *inner* side lies along the lanes. Outer are queries in `forward`, `d_queries` and `d_pairs`, keys in
 `d_keys`, so that all products are of rows by columns or of rows by rows, and sums along a row need no transposition.
-One number for each row of the tile is kept `_LANES` times, as a *column*: a vector register has as many lanes.
+One number for each row of the tile is kept `LANES` times, as a *column*: a vector register has as many lanes.
 
-Logits are in units of log 2 (`_LOG2E`), since the hardware has a power of 2.
+Logits are in units of log 2 (`LOG2E`), since the hardware has a power of 2.
 """
 
 import functools
@@ -23,7 +23,7 @@ from attnlab.ops.schedule import PARTIAL, Visit
 from attnlab.types import Array
 
 LANES = 128
-_MASKED = -1e30  # not −inf, whose differences are NaN; far below any logit
+_MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # not −inf, whose differences are NaN; logits are larger, or −inf
 
 
 class Refs(NamedTuple):
@@ -120,6 +120,14 @@ class Tile(NamedTuple):
             exists = jnp.broadcast_to(self.index(of_keys=True), self.shape) < length
             visible = exists if visible is None else visible & exists
         return visible
+
+    def existing(self, *arrays: Array) -> list[Array]:
+        """The arrays, 0 beyond the lengths: there a score mod may have an infinite derivative, and 0·∞ is NaN."""
+        for of_keys, (length, size) in enumerate(zip(self.plan.lengths, self.plan.block_sizes)):
+            if length % size:
+                exists = jnp.broadcast_to(self.index(bool(of_keys)), self.shape) < length
+                arrays = [jnp.where(exists, x, 0) for x in arrays]
+        return list(arrays)
 
     def kept(self, *arrays: Array) -> list[Array]:
         """The arrays, 0 where dropout drops them."""
@@ -250,7 +258,7 @@ def _forward_tile(tile: Tile, state: Softmax, is_partial: bool) -> None:
     plan, refs = tile.plan, tile.refs
     logits = _products_of(tile, refs.q, refs.k)
     if plan.programs.logits is not None:
-        logits = plan.programs.logits(*tile.values("logits"), logits) * LOG2E
+        logits = jnp.broadcast_to(plan.programs.logits(*tile.values("logits"), logits), tile.shape) * LOG2E
     visible = tile.visible() if is_partial else None
     if visible is not None:
         logits = jnp.where(visible, logits, _MASKED)
@@ -317,6 +325,8 @@ def _gradients(tile: Tile, lse: Array, delta: Array, chosen: list[int], is_parti
         scale = 1 / (1 - plan.dropout_rate)
         kept_weights, d_weights = tile.kept(weights * scale, d_weights * scale)
     d_raw, d_inputs = pull_back(weights * (d_weights - delta))
+    if is_partial and program is not None:
+        d_raw, *d_inputs = tile.existing(d_raw, *d_inputs)
     return _Gradients(kept_weights, d_raw, d_inputs)
 
 
@@ -326,7 +336,7 @@ def _differentiable_logits(tile: Tile, chosen: list[int], raw: Array):
 
     def natural(raw, inputs):
         given = dict(zip(chosen, inputs))
-        return program(*(given.get(at, x) for at, x in enumerate(values)), raw)
+        return jnp.broadcast_to(program(*(given.get(at, x) for at, x in enumerate(values)), raw), tile.shape)
 
     inputs = [jnp.broadcast_to(values[at], tile.shape) for at in chosen]
     logits, pull_back = jax.vjp(natural, raw, inputs)

@@ -47,6 +47,13 @@ _CALLS = dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_v
 _CALLS |= dict.fromkeys(("jit", "pjit", "checkpoint", "remat2"), "jaxpr")  # where each has its jaxpr
 
 
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
 class UnsupportedError(Exception):
     """A function that the kernel cannot compute; its text is the reason, for `reason_against`."""
 
@@ -73,8 +80,8 @@ class Input(NamedTuple):
 
     Attributes:
       varies: with what; for "q_index" and "kv_index" the kernel counts, all others are arrays.
-      dtype: the type it has within the program; arrays of pairs are stored as int8 for bool, as float32 for float16,
-        all others as float32 or int32.
+      dtype: the type it has within the program. Arrays of pairs are stored as int8 for bool, and as bfloat16; all
+        others as float32 or int32.
     """
 
     varies: Varies
@@ -93,12 +100,18 @@ class _Equation(NamedTuple):
     params: dict[str, Any]
     operands: tuple[int | Constant, ...]
     results: tuple[int, ...]
-    has_rule: bool  # whether it belongs to a function with a derivative rule of its own
 
     @property
     def values(self) -> set[int]:
         """The operands that are no constants."""
         return {x for x in self.operands if not isinstance(x, Constant)}
+
+    def compute(self, operands: list[Array]) -> Array:
+        """The result of elementwise operands."""
+        if self.primitive.name == "select_n" and len(operands) == 3 and operands[1].dtype == jnp.bool_:
+            which, no, yes = operands  # Mosaic selects numbers only
+            return (which & yes) | (~which & no)
+        return self.primitive.bind(*operands, **self.params)
 
     def read(self, known: dict[int, Array]) -> list[Array]:
         """The operands; constants have the type that the equation was traced with."""
@@ -132,8 +145,7 @@ class Program:
                 known[equation.results[0]] = operands[0]
                 continue
             shape = jnp.broadcast_shapes(*map(jnp.shape, operands))
-            operands = [jnp.broadcast_to(x, shape) for x in operands]
-            known[equation.results[0]] = equation.primitive.bind(*operands, **equation.params)
+            known[equation.results[0]] = equation.compute([jnp.broadcast_to(x, shape) for x in operands])
         return known[self.result]
 
 
@@ -172,6 +184,12 @@ def split(function: Callable, scores: Scores, of_raw: bool = False) -> Split:
     varies = _Variation(graph, coordinates, raw)
     equations, values = _of_pairs(graph, varies, result)
     axes = _axes(graph, equations, result)
+    wide = {graph.avals[x].dtype for equation in equations for x in equation.results} | {
+        graph.avals[x].dtype for x in values
+    }
+    for dtype in wide:
+        if dtype.itemsize == 8 or dtype == jnp.float16:
+            raise UnsupportedError(f"it has no {dtype} in masks and score mods")
     values = [x for x in values if x != raw]
     kinds = [varies.kind(x) for x in values]
     inputs = tuple(Input(kind, graph.avals[x].dtype) for kind, x in zip(kinds, values))
@@ -203,8 +221,8 @@ class _Graph:
         self.constants[at] = x
         return at
 
-    def inline(self, closed: ClosedJaxpr, arguments: Sequence, has_rule: bool = False) -> list:
-        """The results of a jaxpr, whose equations are appended; `has_rule` within `jax.custom_jvp` and the like."""
+    def inline(self, closed: ClosedJaxpr, arguments: Sequence, keeps_rules: bool) -> list:
+        """The results of a jaxpr, whose equations are appended; with `keeps_rules` a function with rules is one of them."""
         known = dict(zip(closed.jaxpr.constvars, map(self.constant, closed.consts)))
         known |= dict(zip(closed.jaxpr.invars, arguments))
 
@@ -214,12 +232,12 @@ class _Graph:
         for equation in closed.jaxpr.eqns:
             operands, name = tuple(map(read, equation.invars)), equation.primitive.name
             inner = equation.params.get(_CALLS.get(name))
-            if inner is not None:
+            if inner is not None and not (keeps_rules and name.startswith("custom_")):
                 inner = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
-                results = self.inline(inner, operands, has_rule or name.startswith("custom_"))
+                results = self.inline(inner, operands, keeps_rules)
             else:
                 results = tuple(self.value(x.aval) for x in equation.outvars)
-                self.equations.append(_Equation(equation.primitive, equation.params, operands, results, has_rule))
+                self.equations.append(_Equation(equation.primitive, equation.params, operands, results))
             known |= dict(zip(equation.outvars, results))
         return [read(x) for x in closed.jaxpr.outvars]
 
@@ -254,12 +272,15 @@ def _traced(function, scores: Scores, of_raw: bool):
     given = (scores.q_positions, scores.kv_positions)
     positions = [index if x is None else jax.ShapeDtypeStruct((*x.shape[:-1], 1), jnp.int32) for x in given]
     raw = (jax.ShapeDtypeStruct(heads, jnp.float32),) if of_raw else ()
-    closed = jax.make_jaxpr(of_one_pair)(index, index, *positions, *raw)
+    try:
+        closed = jax.make_jaxpr(of_one_pair)(index, index, *positions, *raw)
+    except _NEEDS_VALUES as error:
+        raise UnsupportedError("a mask or score mod needs the values of arrays while it is traced") from error
     graph = _Graph()
     arguments = [graph.value(x.aval) for x in closed.jaxpr.invars]
     for at, x in zip((2, 3), given):  # where no positions are given, they are the indices
         arguments[at] = arguments[at - 2] if x is None else arguments[at]
-    (result,) = graph.inline(closed, arguments)
+    (result,) = graph.inline(closed, arguments, keeps_rules=of_raw)  # a mask has no derivative
     if isinstance(result, Constant):
         result = graph.constant(jnp.asarray(result.val, result.aval.dtype))
     return graph, tuple(arguments[:4]), arguments[4] if of_raw else None, result
@@ -321,7 +342,7 @@ class _Variation:
         if not self.is_pair(result):
             return False
         of_raw = "raw" in self.sides[result]
-        if of_raw and equation.has_rule:
+        if of_raw and name.startswith("custom_"):
             raise UnsupportedError("of score mods it has none with a derivative rule of its own, as jax.nn.relu")
         if of_raw and name not in _ELEMENTWISE:
             raise UnsupportedError(f"of primitives of JAX it has no {name} of scores")
@@ -329,10 +350,12 @@ class _Variation:
 
     def _only_moves_ones(self, equation) -> bool:
         """Whether an equation permutes axes, and adds and removes axes of size 1 or broadcasts along them."""
+        if not equation.values:
+            return False
         if equation.primitive.name == "reshape":
             before, after = (self.avals[x].shape for x in (*equation.values, *equation.results))
             return [n for n in before if n != 1] == [n for n in after if n != 1]
-        return equation.primitive.name in _RESHAPES and bool(equation.values)
+        return equation.primitive.name in _RESHAPES
 
 
 def _of_pairs(graph, varies, result) -> tuple[tuple[_Equation, ...], list[int]]:
@@ -363,7 +386,9 @@ def _axes(graph, equations, result) -> dict[int, tuple[int | None, ...]]:
                 axes = tuple(None if size == 1 else next(kept) for size in shape)
             else:
                 axes = of_result[len(of_result) - len(shape) :]
-            found[x] = tuple(None if size == 1 else axis for axis, size in zip(axes, shape))
+            axes = tuple(None if size == 1 else axis for axis, size in zip(axes, shape))
+            if found.setdefault(x, axes) != axes:
+                raise UnsupportedError("an array of its mask or score mods is laid out along two axes of the scores")
     return found
 
 
@@ -426,7 +451,9 @@ def _evaluate(graph, coordinates, wanted, *given) -> list[Array]:
             equations.append(equation)
             needed |= equation.values
     for equation in reversed(equations):
-        results = equation.primitive.bind(*equation.read(known), **equation.params)
+        params = equation.primitive.get_bind_params(equation.params)
+        functions, params = params if isinstance(params, tuple) else ((), params)  # as JAX's version has it
+        results = equation.primitive.bind(*functions, *equation.read(known), **params)
         known |= dict(zip(equation.results, results if equation.primitive.multiple_results else [results]))
     return [known[x] for x in wanted]
 
