@@ -168,7 +168,7 @@ def visits(kinds: Int[Array, "... n m"]) -> Visits:
     NumPy arrays, with as many words as the longest table has visits, when `kinds` is one; else n·m words.
 
     >>> words, _ = visits(np.array([[FULL, EMPTY], [PARTIAL, FULL], [EMPTY, EMPTY]]))
-    >>> [tuple(map(int, read_visit(word))) for word in words]  # row, column, kind, is_first, is_last
+    >>> [tuple(map(int, read_visit(word))) for word in map(np.asarray, words)]  # row, column, kind, is_first, is_last
     [(0, 0, 2, 1, 1), (1, 0, 1, 1, 0), (1, 1, 2, 0, 1), (2, 0, 0, 1, 1)]
     """
     xp = np if isinstance(kinds, np.ndarray) else jnp

@@ -155,7 +155,8 @@ class Split(NamedTuple):
     Attributes:
       program: what the kernel computes.
       arrays: arrays() computes its inputs, None for indices: `[*batch or 1s, H or 1]` for scalars, with one more axis
-        `[Tq]` or `[Tk]` for vectors, `[Tq + Tk − 1]` for distances j − i from 1 − Tq on, or two for pairs.
+        `[Tq]` or `[Tk]` for vectors, `[Tq + Tk − 1]` for distances j − i from 1 − Tq on, or two for pairs. For drawn
+        tiles see `drawing`.
       drawn_bytes: how much of them is pairs that were not given as arrays.
     """
 
@@ -184,12 +185,7 @@ def split(function: Callable, scores: Scores, of_raw: bool = False) -> Split:
     varies = _Variation(graph, coordinates, raw)
     equations, values = _of_pairs(graph, varies, result)
     axes = _axes(graph, equations, result)
-    wide = {graph.avals[x].dtype for equation in equations for x in equation.results} | {
-        graph.avals[x].dtype for x in values
-    }
-    for dtype in wide:
-        if dtype.itemsize == 8 or dtype == jnp.float16:
-            raise UnsupportedError(f"it has no {dtype} in masks and score mods")
+    _require_types_of_kernels({graph.avals[x].dtype for x in (*values, *(e.results[0] for e in equations))})
     values = [x for x in values if x != raw]
     kinds = [varies.kind(x) for x in values]
     inputs = tuple(Input(kind, graph.avals[x].dtype) for kind, x in zip(kinds, values))
@@ -201,6 +197,12 @@ def split(function: Callable, scores: Scores, of_raw: bool = False) -> Split:
         functools.partial(_evaluated, graph, coordinates, scores, values, kinds, axes, entries),
         math.prod(scores.lengths) * sum(aval.size * aval.dtype.itemsize for aval in drawn),
     )
+
+
+def _require_types_of_kernels(dtypes: set) -> None:
+    for dtype in dtypes:
+        if dtype.itemsize == 8 or dtype == jnp.float16:
+            raise UnsupportedError(f"it has no {dtype} in masks and score mods")
 
 
 # A function as a list of equations
@@ -222,7 +224,7 @@ class _Graph:
         return at
 
     def inline(self, closed: ClosedJaxpr, arguments: Sequence, keeps_rules: bool) -> list:
-        """The results of a jaxpr, whose equations are appended; with `keeps_rules` a function with rules is one of them."""
+        """The results of a jaxpr, whose equations are appended; with `keeps_rules`, functions with rules whole."""
         known = dict(zip(closed.jaxpr.constvars, map(self.constant, closed.consts)))
         known |= dict(zip(closed.jaxpr.invars, arguments))
 
