@@ -418,6 +418,19 @@ def test_tables_of_visits_that_scalar_memory_cannot_hold_are_shared_by_examples(
     assert program.kernels == {"attnlab_forward": 1}
 
 
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.save_only_these_names("attention")])
+def test_remat_computes_kernels_again_unless_it_keeps_what_attention_returns(policy, topology, compiled):
+    mesh = mesh_of(topology("v5e"))
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def attend(q, k, v):
+        return jnp.sin(attnlab.attention(jnp.sin(q), k, v, Causal(), impl="pallas"))
+
+    shapes = inputs(mesh, CALLS["causal"].shapes())
+    _, program = compiled(jax.value_and_grad(total_of(attend), argnums=(0, 1, 2)), *shapes)
+    assert program.kernels["attnlab_forward"] == (2 if policy is None else 1)
+
+
 # The choice
 
 SPLASH = ("none", "causal", "window", "segments", "traced segments", "soft cap", "sinks and scale", "float32")

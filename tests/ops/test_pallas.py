@@ -227,11 +227,11 @@ def test_vmap_over_terms_or_ids_alone_matches_dense():
 
 
 @pytest.mark.slow
-def test_gradient_through_scan_with_remat_matches_dense():
+def test_gradient_through_scan_matches_dense():
     q, *others = everything()
 
     def make(impl):
-        step = jax.checkpoint(lambda x, scale: (x + with_everything(impl)(x * scale, *others), None))
+        step = lambda x, scale: (x + with_everything(impl)(x * scale, *others), None)  # noqa: E731
         return jax.grad(lambda q: jax.lax.scan(step, q, jnp.array([0.5, 1.0]))[0].sum())(q)
 
     agree(make("pallas"), make("dense"))
@@ -441,3 +441,10 @@ def test_nan_is_inert_where_bounds_of_tiles_do_not_tell_that_a_key_is_masked(mas
     clean = gradients(kernel, q, k, v, mask=mask)
     poisoned = gradients(kernel, q, jnp.where(masked, jnp.nan, k), jnp.where(masked, jnp.nan, v), mask=mask)
     jax.tree.map(np.testing.assert_array_equal, poisoned, clean)
+
+
+def test_positions_with_a_conjunction_of_masks_match_dense():
+    q, k, v = sample(20, batch=())
+    positions = {"q_positions": jnp.arange(20) * 2, "kv_positions": jnp.arange(20)}
+    options = {"mask": Causal() & SlidingWindow(9), **positions}
+    agree(gradients(kernel, q, k, v, **options), gradients(dense, q, k, v, **options))

@@ -262,7 +262,7 @@ def _bounds_are_exact(mask: Mask, scores: Scores) -> bool:
         return _bounds_are_exact(mask.a, scores) and _bounds_are_exact(mask.b, scores)
     if isinstance(mask, Segments) and mask.kv_ids is not None:
         return False
-    is_square = q_length == kv_length and positions == [None, None]
+    is_square = q_length == kv_length and all(x is None for x in positions)
     return is_square and isinstance(mask, Causal | SlidingWindow | PrefixLM | Segments | Padding)
 
 
