@@ -66,7 +66,7 @@ _COLUMNS = {
 
 
 class Call(NamedTuple):
-    """What is compiled, forward and backward: one of CASES by one of CONTENDERS, with so many features per head."""
+    """A call to compile, forward and backward: one of CASES, one of CONTENDERS, and the features of a head."""
 
     head_dim: int
     case: str
@@ -178,7 +178,7 @@ def rows_of(call: Call, kernels: list[bundles.Kernel]) -> list[Row]:
 
 
 def _computed(kernel: str) -> str:
-    """What a kernel computes, by its name: splash_mha_fwd_residuals.1 → forward, attnlab_dq.3 → dq."""
+    """The pass that a kernel computes, from its name: splash_mha_fwd_residuals.1 → forward, attnlab_dq.3 → dq."""
     if splash := re.match(r"splash_m[hq]a_([a-z]+)", kernel):
         return "forward" if splash[1] == "fwd" else splash[1]
     return kernel.partition(".")[0].removeprefix("attnlab_")

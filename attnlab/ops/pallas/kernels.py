@@ -294,7 +294,7 @@ def _write_softmax(tile: Tile, out, lse, state: Softmax) -> None:
 
 
 class _Gradients(NamedTuple):
-    """What a tile gives to the gradients; all have its shape.
+    """A tile's contributions to the gradients; all have its shape.
 
     Attributes:
       weights: the weights, after dropout.

@@ -85,7 +85,7 @@ class Operands(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """What a backward kernel takes besides `Operands`.
+    """The arrays of a backward kernel besides `Operands`.
 
     Attributes:
       d_out: `[B, H, Tq, Dv]`.

@@ -76,7 +76,7 @@ class Scores(NamedTuple):
 
 
 class Input(NamedTuple):
-    """What a program takes.
+    """An input of a program.
 
     Attributes:
       varies: with what; for "q_index" and "kv_index" the kernel counts, all others are arrays.
@@ -300,7 +300,7 @@ def _one_pair(scores, q_index, kv_index, q_position, kv_position) -> Tile:
 
 
 class _Variation:
-    """What each value of a graph varies with, and which of them kernels can compute."""
+    """Analysis of a graph: the coordinates each value depends on, and the equations that kernels can compute."""
 
     def __init__(self, graph, coordinates, raw):
         self.avals, self.coordinates = graph.avals, coordinates
