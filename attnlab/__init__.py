@@ -13,6 +13,7 @@ __all__ = [
     "LinearState",
     "attention",
     "attention_weights",
+    "context_parallel",
     "explain",
     "implementations",
     "interop",
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 
 # Names are imported when they are first used: a command can then answer, or restart itself, before it loads JAX.
 _MODULES = dict.fromkeys(("attention", "attention_weights", "explain", "implementations", "merge"), "ops.attention")
+_MODULES["context_parallel"] = "ops.context"
 _MODULES |= {"LinearState": "ops.linear", "linear_attention": "ops.linear", "load": "loading"}
 
 

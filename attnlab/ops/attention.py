@@ -1,5 +1,6 @@
 """The public entry point: checks arguments, chooses a backend, and explains the choice."""
 
+import functools
 import inspect
 import numbers
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Integer
 
-from attnlab.ops import blockwise, checks, cudnn, dense, dropout, pallas, splash
+from attnlab.ops import blockwise, checks, context, cudnn, dense, dropout, pallas, splash
 from attnlab.ops.logsumexp import finite_shift, normalizer
 from attnlab.ops.mask_algebra import Mask, require_positions
 from attnlab.ops.masks import Dense, as_band
@@ -24,19 +25,30 @@ _BACKENDS = {"cudnn": cudnn, "splash": splash, "pallas": pallas, "blockwise": bl
 _BANDED = ("cudnn", "splash")  # they take the mask as a `Band`
 
 
-class Explanation(NamedTuple):
-    """The answer of `explain`.
+class _BackendAndRejected(NamedTuple):
+    backend: str
+    rejected: dict[str, str]
+
+
+class Explanation(_BackendAndRejected):
+    """The answer of `explain`, the pair (backend, rejected).
 
     Attributes:
       backend: the name of the backend that would run.
       rejected: for each of the others, the reason why it would not.
+      split: how `context_parallel` would split the sequence; "" if it would not.
     """
 
-    backend: str
-    rejected: dict[str, str]
+    split: str
+
+    def __new__(cls, backend: str, rejected: dict[str, str], split: str = ""):
+        self = super().__new__(cls, backend, rejected)
+        self.split = split
+        return self
 
     def __str__(self):
-        return "\n".join([f"runs {self.backend}", *(f"not {name}: {why}" for name, why in self.rejected.items())])
+        runs = f"runs {self.backend}" + (f" {self.split}" if self.split else "")
+        return "\n".join([runs, *(f"not {name}: {why}" for name, why in self.rejected.items())])
 
 
 def implementations() -> tuple[str, ...]:
@@ -141,12 +153,32 @@ def attention(
     >>> attention(q, k, v, mask=Causal()).shape
     (2, 5, 4, 8)
     """
+    call = context.current(q, k)
     arguments = _checked(
-        q, k, v, mask, score_mod, bias, scale, sinks, dropout_rate, dropout_key, q_positions, kv_positions
+        q, k, v, mask, score_mod, bias, scale, sinks, dropout_rate, dropout_key, q_positions, kv_positions, call
     )
-    name = _choose(impl, arguments, block_sizes, return_lse).backend
-    out, lse = _BACKENDS[name].attend(**_for_backend(name, arguments), block_sizes=block_sizes)
+    layout = _layout(call, arguments, block_sizes)
+    name = _choose(impl, arguments, block_sizes, return_lse, None, call, layout).backend
+    if call is None:
+        out, lse = _BACKENDS[name].attend(**_for_backend(name, arguments), block_sizes=block_sizes)
+    else:
+        sizes = block_sizes if layout is None else layout.block_sizes
+        run = functools.partial(_attend_shard, name, None if name == "dense" else sizes)
+        out, lse = context.attend(call, layout, run, arguments)
     return (out, lse) if return_lse else out
+
+
+def _attend_shard(name, block_sizes, arguments, shard, given=None):
+    """(out, lse) of a part of a call, see `attnlab.ops.context.attend`."""
+    options = {} if given is None else {"given": given}
+    return _BACKENDS[name].attend(**arguments, block_sizes=block_sizes, shard=shard, **options)
+
+
+def _layout(call, arguments, block_sizes, platform=None):
+    """How the sequence of a call is split over devices; None if it is whole."""
+    if call is None:
+        return None
+    return context.layout(call, arguments, block_sizes, platform or platform_of(*(arguments[x] for x in "qkv")))
 
 
 @checks.known_keywords
@@ -257,10 +289,13 @@ def explain(
     checks.require_known_keywords("explain", named, inspect.signature(attention).parameters)
     if platform is not None and platform not in PLATFORMS:
         raise ValueError(f"platform = {platform!r} is unknown: use one of {', '.join(map(repr, PLATFORMS))}")
-    return _choose(impl, _checked(q, k, v, *terms, **named), block_sizes, return_lse, platform)
+    call = context.current(q, k)
+    arguments = _checked(q, k, v, *terms, **named, call=call)
+    layout = _layout(call, arguments, block_sizes, platform)
+    return _choose(impl, arguments, block_sizes, return_lse, platform, call, layout)
 
 
-def _choose(impl, arguments, block_sizes, return_lse, platform=None) -> Explanation:
+def _choose(impl, arguments, block_sizes, return_lse, platform=None, call=None, layout=None) -> Explanation:
     if impl != "auto" and impl not in _BACKENDS:
         raise ValueError(f'impl = {impl!r} is unknown: use "auto" or one of {", ".join(map(repr, _BACKENDS))}')
     if block_sizes is not None and not (
@@ -272,6 +307,7 @@ def _choose(impl, arguments, block_sizes, return_lse, platform=None) -> Explanat
     requested = {"block_sizes": block_sizes, "return_lse": return_lse}
     reasons = {
         name: _platform_against(name, impl, arguments, platform)
+        or _context_against(name, call, layout)
         or backend.reason_against(**_for_backend(name, arguments), **requested)
         for name, backend in _BACKENDS.items()
     }
@@ -281,14 +317,26 @@ def _choose(impl, arguments, block_sizes, return_lse, platform=None) -> Explanat
         why = rejected[impl] if impl in rejected else "; ".join(f"{name}: {why}" for name, why in rejected.items())
         others = f"; use one of {', '.join(map(repr, able))}" if able else ""
         raise ValueError(f"impl = {impl!r} cannot run this: {why}{others}")
-    small = is_small(arguments["q"].shape[-3], arguments["k"].shape[-3])
+    lengths = [arguments[name].shape[-3] for name in "qk"]
+    if layout is not None and not call.is_manual:
+        lengths[0] //= call.devices
+    small = is_small(*lengths)
     chosen = impl if impl != "auto" else "dense" if "dense" in able and small else able[0]
     for name in able:
         if name != chosen:
             rejected[name] = "it could, but " + (
                 f"impl names {impl}" if impl != "auto" else f"{chosen} is preferred for these lengths"
             )
-    return Explanation(chosen, rejected)
+    return Explanation(chosen, rejected, "" if layout is None else str(layout))
+
+
+def _context_against(name, call, layout) -> str | None:
+    """The reason why a backend cannot compute the shards of a call."""
+    if call is not None and name in _BANDED:
+        return "within context_parallel it cannot compute a part of a call"
+    if name == "dense" and layout is not None and layout.way == "ring":
+        return "in a ring its gradient needs all keys at once"
+    return None
 
 
 def _for_backend(name, arguments) -> dict:
@@ -330,11 +378,14 @@ def _checked(
     dropout_key=None,
     q_positions=None,
     kv_positions=None,
+    call=None,
 ) -> dict:
     """The arguments of a backend, or ValueError in one line that names the axis, the sizes and the remedy."""
     q, k, v = checks.queries_keys_values(q, k, v)
     batch, q_length, num_heads, kv_length = q.shape[:-3], *q.shape[-3:-1], k.shape[-3]
     shape = (batch, num_heads, q_length, kv_length)
+    # Within a user's `shard_map`, masks and score mods are those of the whole call.
+    whole = shape if call is None else call.whole(*shape)
     positions = {
         "q_positions": checks.positions("q_positions", q_positions, batch, q_length),
         "kv_positions": checks.positions("kv_positions", kv_positions, batch, kv_length),
@@ -346,15 +397,19 @@ def _checked(
         "q": q,
         "k": k,
         "v": v,
-        "mask": None if mask is None else _checked_mask(mask, shape, positions),
-        "score_mods": _checked_score_mods(score_mod, shape, positions),
-        "bias": checks.bias(bias, *shape),
+        "mask": None if mask is None else _checked_mask(mask, whole, positions),
+        "score_mods": _checked_score_mods(score_mod, whole, positions),
+        "bias": checks.bias(bias, *shape[:3], whole[3]),
         "scale": scale,
         "sinks": checks.sinks(sinks, num_heads),
         "dropout_rate": dropout_rate,
-        "dropout_keys": dropout.per_example(dropout_key, batch) if dropout_rate else None,
+        "dropout_keys": _keys_of_examples(dropout_key, batch, call) if dropout_rate else None,
         **positions,
     }
+
+
+def _keys_of_examples(key, batch, call):
+    return dropout.per_example(key, batch) if call is None else call.per_example(key, batch)
 
 
 def _checked_mask(mask, shape, positions) -> Mask:

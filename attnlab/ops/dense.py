@@ -21,7 +21,7 @@ from attnlab.ops import dropout
 from attnlab.ops.logsumexp import finite_shift, normalizer
 from attnlab.ops.masks import Mask
 from attnlab.ops.meshes import like_queries, like_scores, on_auto_axes
-from attnlab.ops.tiles import Side, Tile, whole
+from attnlab.ops.tiles import WHOLE, Shard, Side, Tile, whole
 from attnlab.types import Array
 
 
@@ -39,13 +39,14 @@ def attend(
     dropout_rate: float = 0.0,
     dropout_keys=None,
     block_sizes=None,
+    shard: Shard = WHOLE,
     **terms,
 ) -> tuple[Float[Array, "*B Tq H Dv"], Float[Array, "*B Tq H"]]:
     """Output in q's type and lse in float32 (float64 for float64); see `_softmax` for `**terms`."""
-    p, lse, key_is_visible = _softmax(q, k, **terms)
+    p, lse, key_is_visible = _softmax(q, k, shard=shard, **terms)
     if dropout_rate:
-        heads, rows, columns = np.ogrid[: p.shape[-3], : p.shape[-2], : p.shape[-1]]
-        keeps = dropout.keep(dropout_keys, dropout_rate, heads, rows, columns)
+        tile = whole(*p.shape[-2:], p.shape[-3], xp=np, shard=shard._replace(examples=None))
+        keeps = dropout.keep(dropout_keys, dropout_rate, tile.head, tile.q_index, tile.kv_index)
         p = jnp.where(keeps, p / (1 - dropout_rate), 0)
     v = _inert(_per_query_head(v, q.shape[-2]), key_is_visible)
     out = jnp.einsum("...hqk,...khd->...qhd", p.astype(v.dtype), v, preferred_element_type=p.dtype)
@@ -73,6 +74,7 @@ def _softmax(
     sinks: Float[Array, " H"] | None = None,
     q_positions=None,
     kv_positions=None,
+    shard: Shard = WHOLE,
     rows=None,
 ) -> tuple[Float[Array, "*B H Rq Tk"], Float[Array, "*B H Rq"], Bool[Array, "..."] | None]:
     """(weights, lse, key_is_visible) of all query rows, or of the indices `rows` `[Rq]` alone.
@@ -80,7 +82,7 @@ def _softmax(
     `key_is_visible`, `[..., Tk, H or 1, 1]`, tells which keys any of the queries may attend to; None for all of them.
     """
     num_heads, head_dim = q.shape[-2:]
-    tile = _tile(q, k, mask, q_positions, kv_positions)
+    tile = _tile(q, k, mask, q_positions, kv_positions, shard)
     if rows is not None:
         q = jnp.take(q, rows, axis=-3)
         tile = tile._replace(queries=Side(rows, jnp.take(jnp.asarray(tile.queries.position), rows, axis=-1), axis=-2))
@@ -118,11 +120,11 @@ def _per_query_head(x: Float[Array, "*B Tk Hk D"], num_heads: int) -> Float[Arra
     return x if group == 1 else jnp.repeat(x, group, axis=-2)
 
 
-def _tile(q, k, mask, q_positions, kv_positions) -> Tile:
+def _tile(q, k, mask, q_positions, kv_positions, shard) -> Tile:
     """The tile of all queries and keys, in NumPy when all its values are known while tracing."""
-    given = q_positions is not None or kv_positions is not None or jax.tree.leaves(mask)
+    given = jax.tree.leaves((mask, q_positions, kv_positions, shard))
     sizes = (q.shape[-3], k.shape[-3], q.shape[-2])
-    return whole(*sizes, q_positions, kv_positions, q.shape[:-3], xp=jnp if given else np)
+    return whole(*sizes, q_positions, kv_positions, q.shape[:-3], jnp if given else np, shard)
 
 
 def _key_is_visible(visible) -> Bool[Array, "..."] | None:

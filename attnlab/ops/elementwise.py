@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal
 
 from attnlab.types import Array, DType
 
@@ -69,9 +69,33 @@ def without_closure(
 
     def closed_fn(*values):
         consts, arguments = values[num_arguments:], values[:num_arguments]
-        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*arguments)[0]
+        return _evaluate(ClosedJaxpr(closed.jaxpr, consts), arguments)[0]
 
     return closed_fn, (*arrays, *closed.consts)
+
+
+def _evaluate(closed: ClosedJaxpr, arguments) -> list:
+    """The results of a jaxpr on the mesh in context: JAX's own evaluation is on the one that it was traced on.
+
+    A function with a derivative rule of its own, as `jax.nn.relu`, is left to JAX, and so must stay on its mesh.
+    """
+    jaxpr = closed.jaxpr
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arguments)))
+
+    def read(atom):
+        return atom.val if isinstance(atom, Literal) else known[atom]
+
+    for equation in jaxpr.eqns:
+        operands, name = [read(atom) for atom in equation.invars], equation.primitive.name
+        if name in ("jit", "pjit"):
+            results = _evaluate(equation.params["jaxpr"], operands)
+        else:
+            params = equation.primitive.get_bind_params(equation.params)
+            functions, params = params if isinstance(params, tuple) else ((), params)  # as JAX's version has it
+            results = equation.primitive.bind(*functions, *operands, **params)
+            results = results if equation.primitive.multiple_results else [results]
+        known |= dict(zip(equation.outvars, results))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
 def _traced(fn, coordinates, arrays):

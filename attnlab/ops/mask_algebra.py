@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from attnlab.ops.nodes import Node
-from attnlab.ops.tiles import Tile, Tiling, blocked, known, whole
+from attnlab.ops.tiles import WHOLE, Shard, Tile, Tiling, blocked, known, whole
 from attnlab.types import Array
 
 
@@ -84,12 +84,14 @@ class Mask(Node):
         kv_positions=None,
         num_heads: int = 1,
         batch: tuple[int, ...] = (),
+        shard: Shard = WHOLE,
     ) -> tuple[Bool[Array, "..."], Bool[Array, "..."]]:
         """For every tile: may any pair be visible, and must all be.
 
         Args:
           q_length, kv_length, q_positions, kv_positions, num_heads, batch: as in `dense`.
           block_sizes: queries and keys of a tile; the last ones may be ragged.
+          shard: the part of a call that the scores are; the mask is then its `of_shard(shard)`.
 
         Returns:
           (any_visible, all_visible), bool `[B or 1, H or 1, nQ, nK]`, with all of q's batch axes in place of B. NumPy
@@ -105,10 +107,10 @@ class Mask(Node):
         require_positions(self, q_length, kv_length, q_positions, kv_positions)
         if min(block_sizes) < 1:
             raise ValueError(f"block_sizes = {block_sizes}: expected sizes of 1 or more")
-        covers = whole(q_length, kv_length, num_heads, q_positions, kv_positions, batch, xp=np)
+        covers = whole(q_length, kv_length, num_heads, q_positions, kv_positions, batch, xp=np, shard=shard)
         tiling = Tiling(covers, block_sizes)
         mask = self.for_tiles(q_length, kv_length)
-        values = (*jax.tree.leaves(mask), q_positions, kv_positions, covers.example)
+        values = (*jax.tree.leaves((mask, q_positions, kv_positions, shard)), covers.example)
         if any(isinstance(value, jax.core.Tracer) for value in values):
             bounds = mask.bounds(tiling)
         else:
@@ -127,6 +129,17 @@ class Mask(Node):
 
         >>> Dense(jnp.ones((3, 3), bool)).for_tiles(4, 6).array.shape
         (4, 6)
+        """
+        return self
+
+    def of_shard(self, shard: Shard) -> "Mask":
+        """The same mask for a part of the call: of arrays with axes of examples, heads, queries or keys, that part.
+
+        A subclass with such arrays overrides it, for calls that are split over devices (`attnlab.context_parallel`);
+        one that computes with coordinates alone need not, as those are of the whole call.
+
+        >>> Padding(jnp.array([3, 4, 5])).of_shard(Shard(examples=jnp.array([1, 2]))).lengths
+        Array([4, 5], dtype=int32)
         """
         return self
 
@@ -219,6 +232,9 @@ class _Binary(Mask):
     def for_tiles(self, *lengths):
         return type(self)(self.a.for_tiles(*lengths), self.b.for_tiles(*lengths))
 
+    def of_shard(self, shard):
+        return type(self)(self.a.of_shard(shard), self.b.of_shard(shard))
+
 
 @dataclass(frozen=True)
 class And(_Binary):
@@ -286,6 +302,9 @@ class Not(Mask):
 
     def for_tiles(self, *lengths):
         return Not(self.a.for_tiles(*lengths))
+
+    def of_shard(self, shard):
+        return Not(self.a.of_shard(shard))
 
 
 def require_mask(mask) -> Mask:

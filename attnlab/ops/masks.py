@@ -119,6 +119,9 @@ class PrefixLM(Mask):
         length = _per_example(self.length)
         return Or._combine_bounds(_at_most(tiling.kv_position, Span(length - 1, length - 1)), Causal().bounds(tiling))
 
+    def of_shard(self, shard):
+        return self if isinstance(self.length, numbers.Number) else PrefixLM(shard.take(self.length))
+
     def check(self, batch, num_heads, q_length, kv_length):
         _check_per_example("PrefixLM length", self.length, batch)
 
@@ -143,6 +146,9 @@ class Padding(Mask):
     def bounds(self, tiling):
         lengths = _per_example(self.lengths)
         return _at_most(tiling.kv_index, Span(lengths - 1, lengths - 1))
+
+    def of_shard(self, shard):
+        return self if isinstance(self.lengths, numbers.Number) else Padding(shard.take(self.lengths))
 
     def check(self, batch, num_heads, q_length, kv_length):
         _check_per_example("Padding lengths", self.lengths, batch)
@@ -178,6 +184,10 @@ class Segments(Mask):
         (q_low, q_high), (kv_low, kv_high) = tiling.of_queries(q_ids), tiling.of_keys(kv_ids)
         any_visible = (q_low <= kv_high) & (kv_low <= q_high)
         return any_visible, (q_low == q_high) & (kv_low == kv_high) & (q_low == kv_low)
+
+    def of_shard(self, shard):
+        q_ids, kv_ids = self._ids()
+        return Segments(shard.take(q_ids, "queries"), shard.take(kv_ids, "keys"))
 
     def check(self, batch, num_heads, q_length, kv_length):
         for name, ids, length in (("q_ids", self.q_ids, q_length), ("kv_ids", self._ids()[1], kv_length)):
@@ -226,6 +236,14 @@ class BlockSparse(Mask):
             set_before[..., bottom, left] - set_before[..., top, left]
         )
         return count > 0, count == (bottom - top) * (right - left)
+
+    def of_shard(self, shard):
+        per_head = (
+            self.blocks
+            if self.blocks.ndim == 2
+            else shard._replace(queries=None, keys=None).take(self.blocks, "heads", "queries", "keys")
+        )
+        return BlockSparse(per_head, self.size)
 
     def check(self, batch, num_heads, q_length, kv_length):
         if self.blocks.dtype != bool:
@@ -281,6 +299,10 @@ class Dense(Mask):
 
     def bounds(self, tiling):
         return tiling.of_pairs(self.array)
+
+    def of_shard(self, shard):
+        sides = ("queries", "keys") if self.array.ndim == 2 else ("heads", "queries", "keys")
+        return Dense(shard.take(self.array, *sides))
 
     def for_tiles(self, q_length, kv_length):
         return Dense(padded(padded(self.array, q_length, axis=-2), kv_length))

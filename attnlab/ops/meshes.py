@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -80,15 +80,16 @@ class Splits(NamedTuple):
     heads: tuple[str, ...]
 
 
-def splits_of(q, k) -> Splits:
+def splits_of(q, k, without: Sequence[str] = ()) -> Splits:
     """The axes that split the batch and the heads: Explicit ones as types say, Auto ones by their names.
 
-    Names are taken for what `HEAD_AXES` and `SEQUENCE_AXES` say, as far as sizes divide; a sequence is not split.
+    Names are taken for what `HEAD_AXES` and `SEQUENCE_AXES` say, as far as sizes divide; a sequence is not split, nor
+    are the axes `without` used.
     """
-    mesh = jax.typeof(q).sharding.mesh
+    mesh = mesh_of(q)
     if AxisType.Explicit in mesh.axis_types:
         return _explicit_axes(mesh, q, k)
-    return _named_axes(mesh, _free(mesh), q, k)
+    return _named_axes(mesh, _free(mesh) - set(without), q, k)
 
 
 def over_shards(kernel: Callable, q, k, v, others=(), splits: Splits | None = None):
@@ -108,7 +109,6 @@ def over_shards(kernel: Callable, q, k, v, others=(), splits: Splits | None = No
     free = _free(mesh)
     if not is_partitioned(q):
         return kernel(q, k, v, others)
-    is_explicit = AxisType.Explicit in mesh.axis_types
     batch, heads = splits or splits_of(q, k)
     spec = P(*batch, None, heads, None)
 
@@ -116,17 +116,41 @@ def over_shards(kernel: Callable, q, k, v, others=(), splits: Splits | None = No
         return P(*(axes if size > 1 else None for axes, size in zip((*batch, heads), x.shape)))
 
     arrays, specs = (q, k, v, others), (spec, spec, spec, jax.tree.map(spec_of, others))
+    return in_shards(kernel, q, arrays, specs, P(*batch, None, heads))
+
+
+def in_shards(function: Callable, q, arrays: tuple, specs: tuple, out_spec: P):
+    """`function(*arrays)` by `jax.shard_map` over all axes of q's mesh over which XLA partitions.
+
+    Args:
+      q: `[..., Tq, H, D]`, whose axes the results `[..., Tq, H, …]` have.
+      arrays, specs: trees, and how they are split; a spec may stand for a tree.
+      out_spec: of each result within `shard_map`. With Explicit axes, results are then split as q is.
+    """
+    mesh = mesh_of(q)
+    is_explicit = AxisType.Explicit in mesh.axis_types
     if is_explicit:  # some may be split otherwise than q
+        specs = jax.tree.map(lambda spec, tree: jax.tree.map(lambda _: spec, tree), specs, arrays, is_leaf=_is_spec)
         arrays = jax.tree.map(functools.partial(_resharded, mesh), arrays, specs)
     # Most kernels do not tell over which axes their results vary, and a shard_map within another cannot check it.
     run = jax.shard_map(
-        kernel, mesh=mesh, in_specs=specs, out_specs=P(*batch, None, heads), axis_names=free, check_vma=False
+        function, mesh=mesh, in_specs=specs, out_specs=out_spec, axis_names=_free(mesh), check_vma=False
     )
     results = run(*arrays)
     if not is_explicit:
         return results
     like_q = _spec(q)[:-1]
     return jax.tree.map(lambda x: _resharded(mesh, x, P(*like_q, *(None,) * (x.ndim - len(like_q)))), results)
+
+
+def _is_spec(x) -> bool:
+    return isinstance(x, P)
+
+
+def mesh_of(x):
+    """The mesh over which a traced array may be split: that of its type, or the one in context."""
+    mesh = jax.typeof(x).sharding.mesh
+    return jax.sharding.get_abstract_mesh() if mesh.empty else mesh
 
 
 def is_partitioned(x) -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from attnlab.ops.masks import Mask
+from attnlab.ops.tiles import WHOLE, Shard
 from attnlab.types import Array
 
 # The entries of a block mask: none, some or all of a tile's pairs are visible.
@@ -72,6 +73,7 @@ def schedule(
     kv_positions=None,
     num_heads: int = 1,
     batch: tuple[int, ...] = (),
+    shard: Shard = WHOLE,
     costs: Costs = CPU,
 ) -> tuple[tuple[int, int], Int[Array, "nQ nK"]]:
     """Tile sizes and the block mask: for each tile EMPTY, PARTIAL or FULL, over all heads and examples.
@@ -86,7 +88,13 @@ def schedule(
     ((128, 128), 189, 4096)
     """
     lengths = (q_length, kv_length)
-    where = {"q_positions": q_positions, "kv_positions": kv_positions, "num_heads": num_heads, "batch": batch}
+    where = {
+        "q_positions": q_positions,
+        "kv_positions": kv_positions,
+        "num_heads": num_heads,
+        "batch": batch,
+        "shard": shard,
+    }
     if block_sizes is not None:
         block_sizes = _clipped(block_sizes, lengths, costs)
         return block_sizes, _block_mask(mask, lengths, block_sizes, where)

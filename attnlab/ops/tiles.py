@@ -18,6 +18,51 @@ from jaxtyping import Bool, Int
 from attnlab.types import Array
 
 
+class Shard(NamedTuple):
+    """The part of a call that a device computes: which of the whole call's indices its arrays hold, None for all.
+
+    Masks and score mods see the indices of the whole call, so that a query, a key, a head or an example is the same
+    one wherever it is computed.
+
+    Attributes:
+      examples: `[*batch]`, counted through all batch axes of the whole call.
+      heads: `[H]`, query heads.
+      queries: `[Tq]`, rows of q.
+      keys: `[Tk]`, rows of k and v.
+
+    >>> Shard(queries=jnp.arange(4, 8)).queries
+    Array([4, 5, 6, 7], dtype=int32)
+    """
+
+    examples: Int[Array, "..."] | None = None
+    heads: Int[Array, " H"] | None = None
+    queries: Int[Array, " Tq"] | None = None
+    keys: Int[Array, " Tk"] | None = None
+
+    def take(self, x: Array, *sides: str) -> Array:
+        """The entries of an array of the whole call, `[..., *sides]`, that the shard needs.
+
+        Args:
+          x: `[*batch, *sides]`, or without batch axes.
+          sides: of "heads", "queries" and "keys", what its last axes are; an axis of size 1 is shared.
+
+        >>> Shard(queries=jnp.array([2, 0])).take(jnp.arange(9).reshape(3, 3), "queries", "keys")
+        Array([[6, 7, 8],
+               [0, 1, 2]], dtype=int32)
+        """
+        for axis, side in enumerate(sides, -len(sides)):
+            index = getattr(self, side)
+            if index is not None and x.shape[axis] > 1:
+                x = jnp.take(jnp.asarray(x), index, axis=axis)
+        batch = x.shape[: x.ndim - len(sides)]
+        if self.examples is None or not batch:
+            return x
+        return jnp.take(x.reshape(-1, *x.shape[len(batch) :]), self.examples, axis=0)
+
+
+WHOLE = Shard()  # all of a call
+
+
 class Side(NamedTuple):
     """The queries of a tile, or its keys.
 
@@ -27,6 +72,7 @@ class Side(NamedTuple):
       axis: −2 or −1, their axis in the scores.
       start: the first index when indices are consecutive, None otherwise.
       is_whole: whether the side is all rows, in order.
+      whole_index: `[n]`, the rows' indices in the whole call, where the array is a shard; `index` if None.
     """
 
     index: Int[Array, " n"]
@@ -34,6 +80,12 @@ class Side(NamedTuple):
     axis: int
     start: int | Array | None = None
     is_whole: bool = False
+    whole_index: Int[Array, " n"] | None = None
+
+    @property
+    def index_in_call(self) -> Int[Array, " n"]:
+        """`[n]`, indices in the whole call."""
+        return self.index if self.whole_index is None else self.whole_index
 
     def take(self, x: Array, axis: int = -1) -> Array:
         """The entries of `x` for these rows, along an axis with one entry for each row, or a single one for all."""
@@ -56,8 +108,8 @@ class Tile(NamedTuple):
     coordinates, and indexes arrays with `of_queries`, `of_keys` and `of_pairs`, is right for both.
 
     Attributes:
-      example: `[..., 1, 1, 1]`, the index of the example in the batch, counted through all batch axes.
-      head: `[H, 1, 1]`, the query head.
+      example: `[..., 1, 1, 1]`, the index of the example in the whole call, counted through all batch axes.
+      head: `[H, 1, 1]`, the query head, likewise.
       queries, keys: the two sides.
     """
 
@@ -68,13 +120,13 @@ class Tile(NamedTuple):
 
     @property
     def q_index(self) -> Int[Array, "..."]:
-        """Rows of q."""
-        return self.queries.lay(self.queries.index)
+        """Rows of q, in the whole call."""
+        return self.queries.lay(self.queries.index_in_call)
 
     @property
     def kv_index(self) -> Int[Array, "..."]:
-        """Rows of k and v."""
-        return self.keys.lay(self.keys.index)
+        """Rows of k and v, in the whole call."""
+        return self.keys.lay(self.keys.index_in_call)
 
     @property
     def q_position(self) -> Int[Array, "..."]:
@@ -101,27 +153,47 @@ class Tile(NamedTuple):
 
 
 def whole(
-    q_length: int, kv_length: int, num_heads: int = 1, q_positions=None, kv_positions=None, batch=(), xp=jnp
+    q_length: int,
+    kv_length: int,
+    num_heads: int = 1,
+    q_positions=None,
+    kv_positions=None,
+    batch=(),
+    xp=jnp,
+    shard: Shard = WHOLE,
 ) -> Tile:
     """The tile that covers a `[*batch, H, Tq, Tk]` score array.
 
     `q_positions` `[Tq]` or `[..., Tq]` and `kv_positions` likewise are `arange` when None. `xp` is the array module
-    for the coordinates that are not given: with `numpy`, static masks are evaluated while tracing.
+    for the coordinates that are not given: with `numpy`, static masks are evaluated while tracing. The scores may be
+    those of a `shard` of a call.
     """
 
-    def side(length, positions, axis):
+    def side(length, positions, axis, whole_index):
         index = xp.arange(length, dtype=xp.int32)
         positions = index if positions is None else jnp.asarray(positions, jnp.int32)  # unsigned ones would wrap
-        return Side(index, positions, axis, start=0, is_whole=True)
+        return Side(index, positions, axis, start=0, is_whole=True, whole_index=whole_index)
 
-    # NumPy has no arrays of the symbolic sizes of jax.export.
-    xp_of_batch = xp if all(isinstance(size, int) for size in batch) else jnp
     return Tile(
-        example=xp_of_batch.arange(math.prod(batch), dtype=xp.int32).reshape(*batch, 1, 1, 1),
-        head=xp.arange(num_heads, dtype=xp.int32)[:, None, None],
-        queries=side(q_length, q_positions, -2),
-        keys=side(kv_length, kv_positions, -1),
+        example=examples(batch, shard, xp),
+        head=heads(num_heads, shard, xp),
+        queries=side(q_length, q_positions, -2, shard.queries),
+        keys=side(kv_length, kv_positions, -1, shard.keys),
     )
+
+
+def examples(batch: tuple[int, ...], shard: Shard = WHOLE, xp=jnp) -> Int[Array, "..."]:
+    """The indices of examples, `[*batch, 1, 1, 1]`; of a shard, those in the whole call."""
+    # NumPy has no arrays of the symbolic sizes of jax.export.
+    xp = xp if all(isinstance(size, int) for size in batch) else jnp
+    index = xp.arange(math.prod(batch), dtype=xp.int32) if shard.examples is None else shard.examples
+    return index.reshape(*batch, 1, 1, 1)
+
+
+def heads(num_heads: int, shard: Shard = WHOLE, xp=jnp) -> Int[Array, "H 1 1"]:
+    """The indices of heads, `[H, 1, 1]`; of a shard, those in the whole call."""
+    index = xp.arange(num_heads, dtype=xp.int32) if shard.heads is None else shard.heads
+    return index[:, None, None]
 
 
 class Span(NamedTuple):
@@ -150,13 +222,13 @@ class Tiling(NamedTuple):
 
     @property
     def q_index(self) -> Span:
-        """Rows of q."""
-        return self.of_queries(self.covers.queries.index)
+        """Rows of q, in the whole call."""
+        return self.of_queries(self.covers.queries.index_in_call)
 
     @property
     def kv_index(self) -> Span:
-        """Rows of k and v."""
-        return self.of_keys(self.covers.keys.index)
+        """Rows of k and v, in the whole call."""
+        return self.of_keys(self.covers.keys.index_in_call)
 
     @property
     def q_position(self) -> Span:
@@ -190,7 +262,8 @@ class Tiling(NamedTuple):
         size = self.block_sizes[0]
         index = jnp.minimum(i * size + jnp.arange(size, dtype=jnp.int32), len(queries.index) - 1)
         position = jnp.take(jnp.asarray(queries.position), index, axis=-1)
-        return self.covers._replace(queries=Side(index, position, axis=-2))
+        in_call = None if queries.whole_index is None else jnp.take(queries.whole_index, index)
+        return self.covers._replace(queries=Side(index, position, axis=-2, whole_index=in_call))
 
 
 def known(x: Array) -> Array:

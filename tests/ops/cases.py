@@ -126,11 +126,16 @@ def _mask_name(mask) -> str:
     return type(mask).__name__ + (f"({','.join(parts)})" if parts else "")
 
 
-def draw(seed: int) -> Case:
+def draw(seed: int, multiple: int = 1) -> Case:
+    """The case of a seed; its lengths are multiples of a number, those of the case itself rounded up."""
+
+    def length():
+        return -(-int(rng.integers(1, 41)) // multiple) * multiple
+
     rng = np.random.default_rng(seed)
     batch = [(), (2,), (1,), (2, 3)][rng.integers(4)]
-    q_length = int(rng.integers(1, 41))
-    kv_length = q_length if rng.random() < 0.5 else int(rng.integers(1, 41))
+    q_length = length()
+    kv_length = q_length if rng.random() < 0.5 else length()
     kv_heads, group = int(rng.integers(1, 3)), int(rng.integers(1, 3))
     heads, head_dim, value_dim = kv_heads * group, int(rng.integers(1, 10)), int(rng.integers(1, 10))
     arrays = {

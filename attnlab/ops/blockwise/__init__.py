@@ -31,7 +31,7 @@ from attnlab.ops.meshes import equally_varying, like_queries, on_auto_axes
 from attnlab.ops.platforms import platform_of
 from attnlab.ops.reverse_mode import message, reverse_mode_only
 from attnlab.ops.schedule import ACCELERATOR, CPU, FULL, PARTIAL, schedule
-from attnlab.ops.tiles import padded
+from attnlab.ops.tiles import WHOLE, Shard, padded
 from attnlab.types import Array
 
 
@@ -56,11 +56,18 @@ def attend(
     q_positions=None,
     kv_positions=None,
     block_sizes: tuple[int, int] | None = None,
+    shard: Shard = WHOLE,
+    given: tuple[Float[Array, "*B Tq H Dv"], Float[Array, "*B Tq H"]] | None = None,
 ) -> tuple[Float[Array, "*B Tq H Dv"], Float[Array, "*B Tq H"]]:
-    """Output in q's type and lse in float32 (float64 for float64)."""
+    """Output in q's type and lse in float32 (float64 for float64).
+
+    With `given`, the (out, lse) of a softmax over these keys and others, nothing is computed and they are returned: the
+    gradients are those of these keys' part in it.
+    """
     *batch, q_length, num_heads, head_dim = q.shape
     lengths, dtype = (q_length, k.shape[-3]), jnp.promote_types(q.dtype, jnp.float32)
     where = {"q_positions": q_positions, "kv_positions": kv_positions, "num_heads": num_heads, "batch": tuple(batch)}
+    where["shard"] = shard
     costs = CPU if platform_of(q, k, v) == "cpu" else ACCELERATOR
     block_sizes, block_mask = schedule(mask, *lengths, block_sizes, **where, costs=costs)
     padded_lengths = tuple(count * size for count, size in zip(block_mask.shape, block_sizes))
@@ -76,14 +83,18 @@ def attend(
         dropout_words=dropout.key_words(dropout_keys) if dropout_rate else None,
         q_positions=q_positions,
         kv_positions=kv_positions,
+        shard=shard,
     )
     terms = jax.tree.map(jnp.asarray, terms)
-    operands = Operands(q, k, v, sinks, jnp.asarray(block_mask), SplitTerms(terms, jax.tree.map(lambda _: None, terms)))
+    terms = SplitTerms(terms, jax.tree.map(lambda _: None, terms))
+    operands = Operands(q, k, v, sinks, jnp.asarray(block_mask), terms, *(given or (None, None)))
     is_known = isinstance(block_mask, np.ndarray)
     tile_kinds = tuple(kind for kind in (FULL, PARTIAL) if not is_known or (block_mask == kind).any())
     plan = Plan(lengths, block_sizes, tile_kinds, dropout_rate)
     try:
-        return passes.attention(plan, reverse_mode_only("blockwise", equally_varying(operands)))
+        return (passes.attention if given is None else passes.part_of)(
+            plan, reverse_mode_only("blockwise", equally_varying(operands))
+        )
     except TypeError as error:  # of JAX, for forward mode within vmap
         if "forward-mode" in str(error):
             raise ValueError(message("blockwise")) from error

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 
 from attnlab.ops.masks import Mask
+from attnlab.ops.tiles import Shard
 from attnlab.types import Array
 
 
@@ -18,6 +19,7 @@ class Terms(NamedTuple):
     dropout_words: Array | None
     q_positions: Array | None
     kv_positions: Array | None
+    shard: Shard
 
 
 class SplitTerms(NamedTuple):

@@ -40,6 +40,15 @@ def _attention_backward(plan, operands, cotangents):
 attention.defvjp(_attention_forward, _attention_backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def part_of(plan: Plan, operands: Operands) -> tuple[Array, Array]:
+    """(out, lse) as given in the operands, of a softmax over their keys and others; gradients as of `attention`."""
+    return operands.out, operands.lse
+
+
+part_of.defvjp(lambda plan, operands: (part_of(plan, operands), operands), _attention_backward)
+
+
 def _visit(plan: Plan, order: VisitOrder, row, tile: Callable, state):
     """`state` after tile(kind, column, state) for each tile of the row that is not EMPTY."""
     columns, num_full, num_visible = (x[row] for x in order)

@@ -1,7 +1,6 @@
 """The logits of a tile: scale, bias, score mods and mask, and which weights dropout keeps."""
 
 import functools
-import math
 from collections.abc import Callable
 
 import jax
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from attnlab.ops import dropout
 from attnlab.ops.blockwise.operands import Plan, SplitTerms, Terms, combine
 from attnlab.ops.schedule import PARTIAL
-from attnlab.ops.tiles import Side, Tile
+from attnlab.ops.tiles import Shard, Side, Tile, examples, heads
 from attnlab.types import Array
 
 
@@ -50,7 +49,7 @@ def _per_example(plan: Plan, fn: Callable, axis_size: int, terms: SplitTerms, *a
 
 
 def _masked_logits(plan: Plan, kind: int, i, j, terms: Terms, raw: Array):
-    tile = _tile(plan, i, j, raw.shape, terms.q_positions, terms.kv_positions)
+    tile = _tile(plan, i, j, raw.shape, terms.shard, terms.q_positions, terms.kv_positions)
     logits, key_is_visible = raw, None
     if kind == PARTIAL:
         visible = _is_not_padding(plan, i, j)
@@ -72,7 +71,7 @@ def _masked_logits(plan: Plan, kind: int, i, j, terms: Terms, raw: Array):
 
 
 def _dropout_keeps(plan: Plan, i, j, shape, terms: Terms) -> Array:
-    tile = _tile(plan, i, j, shape)
+    tile = _tile(plan, i, j, shape, terms.shard)
     return dropout.keep(terms.dropout_words, plan.dropout_rate, tile.head, tile.q_index, tile.kv_index)
 
 
@@ -87,21 +86,22 @@ def _is_not_padding(plan: Plan, i, j) -> Array:
     return inside
 
 
-def _tile(plan: Plan, i, j, shape: tuple[int, ...], q_positions=None, kv_positions=None) -> Tile:
+def _tile(plan: Plan, i, j, shape: tuple[int, ...], shard: Shard, q_positions=None, kv_positions=None) -> Tile:
     """The coordinates of query block i and key block j, for scores `[*batch, H, keys, queries]`."""
     *batch, num_heads, _, _ = shape
     (q_size, kv_size), (q_length, kv_length) = plan.block_sizes, plan.lengths
     return Tile(
-        example=jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(*batch, 1, 1, 1),
-        head=jnp.arange(num_heads, dtype=jnp.int32)[:, None, None],
-        queries=_side(i, q_size, q_length, q_positions, -1),
-        keys=_side(j, kv_size, kv_length, kv_positions, -2),
+        example=examples(tuple(batch), shard),
+        head=heads(num_heads, shard),
+        queries=_side(i, q_size, q_length, q_positions, -1, shard.queries),
+        keys=_side(j, kv_size, kv_length, kv_positions, -2, shard.keys),
     )
 
 
-def _side(block, size: int, length: int, positions, axis: int) -> Side:
+def _side(block, size: int, length: int, positions, axis: int, in_call) -> Side:
     start = jnp.asarray(block * size, jnp.int32)
     # The padding of the last tile repeats the last row: a mod must not meet a position that does not exist.
     index = jnp.minimum(start + jnp.arange(size, dtype=jnp.int32), length - 1)
     side = Side(index, index, axis, start)
+    side = side if in_call is None else side._replace(whole_index=side.take(in_call))
     return side if positions is None else side._replace(position=side.take(positions))

@@ -40,7 +40,7 @@ from attnlab.ops.pallas.operands import LOG2E, Others, Plan, Terms
 from attnlab.ops.pallas.splitting import Scores, Split, UnsupportedError, split
 from attnlab.ops.platforms import device_kind_of, only_on_tpus
 from attnlab.ops.schedule import EMPTY, FULL, PARTIAL, TPU_KERNEL, every_tile, schedule, tile_kinds, visits
-from attnlab.ops.tiles import Tiling, whole
+from attnlab.ops.tiles import WHOLE, Shard, Tiling, whole
 from attnlab.types import Array
 
 PLATFORM = "tpu"
@@ -52,7 +52,20 @@ _MAX_DRAWN = 2**30  # bytes of pairs that a mask or score mod may need beforehan
 
 
 def reason_against(
-    *, q, k, v, mask, score_mods, bias, dropout_rate, dropout_keys, q_positions, kv_positions, block_sizes, **_
+    *,
+    q,
+    k,
+    v,
+    mask,
+    score_mods,
+    bias,
+    dropout_rate,
+    dropout_keys,
+    q_positions,
+    kv_positions,
+    block_sizes,
+    shard=WHOLE,
+    **_,
 ) -> str | None:
     """The reason why the kernels cannot run a call, or None."""
     sizes, is_checked = (*q.shape, *k.shape, *v.shape), is_checked_manual(q, k, v)
@@ -76,7 +89,8 @@ def reason_against(
         return why
     where = (q.shape[:-3], q.shape[-2], (q.shape[-3], k.shape[-3]))
     try:
-        drawn = _drawn_bytes(where, dropout_rate, (mask, score_mods, bias, dropout_keys, q_positions, kv_positions))
+        arrays = (mask, score_mods, bias, dropout_keys, q_positions, kv_positions, shard)
+        drawn = _drawn_bytes(where, dropout_rate, arrays)
     except UnsupportedError as error:
         return str(error)
     if drawn > _MAX_DRAWN:
@@ -99,8 +113,8 @@ def _drawn_bytes(where, dropout_rate: float, arrays) -> int:
     found = []
 
     def trace(arrays):
-        mask, score_mods, bias, dropout_keys, *positions = arrays
-        terms = _split_terms(Scores(*where, *positions), mask, score_mods, bias, None, dropout_rate, dropout_keys)
+        mask, score_mods, bias, dropout_keys, *sides = arrays
+        terms = _split_terms(Scores(*where, *sides), mask, score_mods, bias, None, dropout_rate, dropout_keys)
         found.append(sum(x.drawn_bytes for x in terms if x is not None))
         return 0
 
@@ -145,11 +159,13 @@ def _attend(
     q_positions=None,
     kv_positions=None,
     block_sizes: tuple[int, int] | None = None,
+    shard: Shard = WHOLE,
+    given: tuple[Array, Array] | None = None,
 ):
     from attnlab.ops.pallas import transforms  # Pallas is a large package, useless except on TPUs
 
     *batch, q_length, num_heads, head_dim = q.shape
-    scores = Scores(tuple(batch), num_heads, (q_length, k.shape[-3]), q_positions, kv_positions)
+    scores = Scores(tuple(batch), num_heads, (q_length, k.shape[-3]), q_positions, kv_positions, shard)
     scale, learned_scale = head_dim**-0.5 if scale is None else scale, None
     if q.dtype != jnp.float32 and not isinstance(scale, numbers.Number):
         scale, learned_scale = 1.0, scale  # as one of the terms
@@ -177,13 +193,13 @@ def _attend(
     q = (q * scale).astype(q.dtype) if q.dtype == jnp.float32 else q
     q = q if is_interpreted() else only_on_tpus(q, f"impl = 'pallas' cannot run this: {NEEDS}")
     k, v = _inert(scores, mask, k, v)
-    return over_shards(functools.partial(transforms.attention, plan), q, k, v, others, splits)
+    return over_shards(functools.partial(transforms.attention, plan, given=given), q, k, v, others, splits)
 
 
 def _tiles(scores: Scores, mask: Mask | None, block_sizes, kv_heads: int) -> tuple[tuple[int, int], Array, Array]:
     """Tile sizes, and the kinds of tiles `[*batch or 1s, H or 1, nQ, nK]` and `[*batch or 1s, Hk or 1, nK, nQ]`."""
-    batch, num_heads, lengths, *positions = scores
-    where = {"num_heads": num_heads, "batch": batch, **dict(zip(("q_positions", "kv_positions"), positions))}
+    batch, num_heads, lengths, *sides = scores
+    where = {"num_heads": num_heads, "batch": batch, **dict(zip(("q_positions", "kv_positions", "shard"), sides))}
     block_sizes, _ = schedule(mask, *lengths, block_sizes, **where, costs=TPU_KERNEL)
     kinds = tile_kinds(mask, lengths, block_sizes, **where)
     of_examples = (1,) * len(batch) if math.prod(kinds.shape[:-3]) == 1 else kinds.shape[:-3]
@@ -232,12 +248,12 @@ def _inert(scores: Scores, mask: Mask | None, k, v):
     """k and v, 0 for keys that are masked for all queries: they may be NaN, and 0·NaN is NaN."""
     if mask is None:
         return k, v
-    batch, num_heads, (q_length, kv_length), *positions = scores
+    batch, num_heads, (q_length, kv_length), *positions, shard = scores
     if _bounds_are_exact(mask, scores):
         where = {"q_positions": positions[0], "kv_positions": positions[1], "num_heads": num_heads, "batch": batch}
         is_visible, _ = mask.tiles(q_length, kv_length, (q_length, 1), **where)
     else:
-        covers = whole(q_length, kv_length, num_heads, *positions, batch)
+        covers = whole(q_length, kv_length, num_heads, *positions, batch, shard=shard)
         is_visible, _ = Mask.bounds(
             mask, Tiling(covers, (min(q_length, _ROWS), 1))
         )  # by its pairs, some rows at a time
@@ -257,12 +273,12 @@ def _bounds_are_exact(mask: Mask, scores: Scores) -> bool:
 
     They do for a mask that allows each key to the query of its own index, except those that `Padding` masks for all.
     """
-    _, _, (q_length, kv_length), *positions = scores
+    _, _, (q_length, kv_length), *sides, shard = scores
     if isinstance(mask, And):
         return _bounds_are_exact(mask.a, scores) and _bounds_are_exact(mask.b, scores)
     if isinstance(mask, Segments) and mask.kv_ids is not None:
         return False
-    is_square = q_length == kv_length and all(x is None for x in positions)
+    is_square = q_length == kv_length and all(x is None for x in (*sides, *shard))
     return is_square and isinstance(mask, Causal | SlidingWindow | PrefixLM | Segments | Padding)
 
 

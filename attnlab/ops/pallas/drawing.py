@@ -47,9 +47,9 @@ def draw(mask: Mask, scores: Scores, kinds: Array, block_sizes: tuple[int, int],
     found, at, leading = {}, np.zeros(kinds.shape, np.int32), tuple(range(kinds.ndim - 2))
     # Heads of a group share the visits of keys, where a tile that is EMPTY for one and FULL for another is PARTIAL.
     is_compared = (kinds == PARTIAL).any(axis=leading) | (kinds.min(axis=leading) < kinds.max(axis=leading))
-    batch, num_heads, lengths, *positions = scores
+    batch, num_heads, lengths, *positions, shard = scores
     with jax.ensure_compile_time_eval():
-        covers = whole(*lengths, num_heads, *positions, batch, xp=np)
+        covers = whole(*lengths, num_heads, *positions, batch, np, shard)
         visible = jax.jit(lambda i, j: mask.visible(_tile(covers, block_sizes, (i, j))).astype(jnp.int8))
         for i, j in np.argwhere(is_compared).tolist():
             tiles = np.asarray(visible(i, j))
@@ -71,7 +71,8 @@ def _tile(covers, block_sizes, blocks):
     def side(whole_side, size, block):
         index = jnp.minimum(block * size + jnp.arange(size, dtype=jnp.int32), len(whole_side.index) - 1)
         position = jnp.take(jnp.asarray(whole_side.position), index, axis=-1)
-        return Side(index, position, whole_side.axis)
+        in_call = None if whole_side.whole_index is None else jnp.take(whole_side.whole_index, index)
+        return Side(index, position, whole_side.axis, whole_index=in_call)
 
     queries, keys = (side(*of_one) for of_one in zip((covers.queries, covers.keys), block_sizes, blocks))
     return covers._replace(queries=queries, keys=keys)

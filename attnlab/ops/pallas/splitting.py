@@ -27,7 +27,7 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.extend.core import Literal as Constant
 from jax.interpreters import batching
 
-from attnlab.ops.tiles import Side, Tile
+from attnlab.ops.tiles import WHOLE, Shard, Side, Tile, examples, heads
 from attnlab.types import Array
 
 Varies = Literal["q_index", "kv_index", "scalar", "query", "key", "distance", "pair", "tile"]
@@ -66,6 +66,7 @@ class Scores(NamedTuple):
       num_heads: H.
       lengths: Tq and Tk.
       q_positions, kv_positions: `[Tq]` or `[..., Tq]` and `[Tk]` or `[..., Tk]`; None for indices.
+      shard: the part of a call that they are.
     """
 
     batch: tuple[int, ...]
@@ -73,6 +74,12 @@ class Scores(NamedTuple):
     lengths: tuple[int, int]
     q_positions: Array | None = None
     kv_positions: Array | None = None
+    shard: Shard = WHOLE
+
+    @property
+    def sides(self) -> tuple[Array | None, ...]:
+        """What a row of q has besides its index, and one of k: positions, and the index in the whole call, or None."""
+        return self.q_positions, self.kv_positions, self.shard.queries, self.shard.keys
 
 
 class Input(NamedTuple):
@@ -267,33 +274,38 @@ def _traced(function, scores: Scores, of_raw: bool):
     """(graph, values of the coordinates, value of the raw scores or None, value of the result)."""
     heads = (*scores.batch, scores.num_heads, 1, 1)
 
-    def of_one_pair(q_index, kv_index, q_position, kv_position, *raw):
-        return jnp.asarray(function(_one_pair(scores, q_index, kv_index, q_position, kv_position), *raw))
+    def of_one_pair(q_index, kv_index, *sides_and_raw):
+        sides, raw = sides_and_raw[:4], sides_and_raw[4:]
+        return jnp.asarray(function(_one_pair(scores, q_index, kv_index, *sides), *raw))
 
     index = jax.ShapeDtypeStruct((1,), jnp.int32)
-    given = (scores.q_positions, scores.kv_positions)
-    positions = [index if x is None else jax.ShapeDtypeStruct((*x.shape[:-1], 1), jnp.int32) for x in given]
+    sides = [index if x is None else jax.ShapeDtypeStruct((*x.shape[:-1], 1), jnp.int32) for x in scores.sides]
     raw = (jax.ShapeDtypeStruct(heads, jnp.float32),) if of_raw else ()
     try:
-        closed = jax.make_jaxpr(of_one_pair)(index, index, *positions, *raw)
+        closed = jax.make_jaxpr(of_one_pair)(index, index, *sides, *raw)
     except _NEEDS_VALUES as error:
         raise UnsupportedError("a mask or score mod needs the values of arrays while it is traced") from error
     graph = _Graph()
     arguments = [graph.value(x.aval) for x in closed.jaxpr.invars]
-    for at, x in zip((2, 3), given):  # where no positions are given, they are the indices
-        arguments[at] = arguments[at - 2] if x is None else arguments[at]
+    for at, x in enumerate(scores.sides, 2):  # where no positions are given, they are the indices
+        arguments[at] = arguments[at % 2] if x is None else arguments[at]
     (result,) = graph.inline(closed, arguments, keeps_rules=of_raw)  # a mask has no derivative
     if isinstance(result, Constant):
         result = graph.constant(jnp.asarray(result.val, result.aval.dtype))
-    return graph, tuple(arguments[:4]), arguments[4] if of_raw else None, result
+    return graph, tuple(arguments[:6]), arguments[6] if of_raw else None, result
 
 
-def _one_pair(scores, q_index, kv_index, q_position, kv_position) -> Tile:
-    example = np.arange(math.prod(scores.batch), dtype=np.int32).reshape(*scores.batch, 1, 1, 1)
-    head = np.arange(scores.num_heads, dtype=np.int32)[:, None, None]
-    q_position = q_index if scores.q_positions is None else q_position
-    kv_position = kv_index if scores.kv_positions is None else kv_position
-    return _OnePair(example, head, Side(q_index, q_position, -2), Side(kv_index, kv_position, -1))
+def _one_pair(scores, q_index, kv_index, *sides) -> Tile:
+    q_position, kv_position, q_in_call, kv_in_call = (
+        index if given is None else x
+        for index, given, x in zip((q_index, kv_index, q_index, kv_index), scores.sides, sides)
+    )
+    return _OnePair(
+        examples(scores.batch, scores.shard, np),
+        heads(scores.num_heads, scores.shard, np),
+        Side(q_index, q_position, -2, whole_index=q_in_call),
+        Side(kv_index, kv_position, -1, whole_index=kv_in_call),
+    )
 
 
 # What varies with what
@@ -304,8 +316,7 @@ class _Variation:
 
     def __init__(self, graph, coordinates, raw):
         self.avals, self.coordinates = graph.avals, coordinates
-        q_index, kv_index, q_position, kv_position = coordinates
-        self.sides = {q_index: {"query"}, q_position: {"query"}, kv_index: {"key"}, kv_position: {"key"}}
+        self.sides = dict.fromkeys(coordinates[::2], {"query"}) | dict.fromkeys(coordinates[1::2], {"key"})
         self.sides |= {} if raw is None else {raw: {"query", "key", "raw"}}
         for equation in graph.equations:
             sides = set().union(*(self.sides.get(x, ()) for x in equation.values))
@@ -401,7 +412,7 @@ def _evaluated(graph, coordinates, scores: Scores, values, kinds, axes, entries)
     """The arrays of the values, None for indices; `entries` are arrays of pairs that were given."""
     arrays = {}
     whole = [x for x in values if x in entries]
-    for x, array in zip(whole, _evaluate(graph, coordinates, [entries[x] for x in whole], *(None,) * 4)):
+    for x, array in zip(whole, _evaluate(graph, coordinates, [entries[x] for x in whole], *(None,) * 6)):
         arrays[x] = jnp.moveaxis(array, (-2, -1), (0, 1))[..., None, None]
     for kind in ("scalar", "query", "key", "distance", "pair"):
         wanted = [x for x, found in zip(values, kinds) if found == kind and x not in entries]
@@ -421,32 +432,33 @@ def _over_sides(run, scores: Scores, kind: Varies) -> list[Array]:
     if kind == "distance":
         distance = jnp.arange(1 - q_length, kv_length, dtype=jnp.int32)[:, None]
         q_index, kv_index = jnp.maximum(-distance, 0), jnp.maximum(distance, 0)
-        return jax.vmap(lambda q_index, kv_index: run(q_index, kv_index, q_index, kv_index))(q_index, kv_index)
-    q_positions, kv_positions = (
-        None if x is None else jnp.moveaxis(jnp.asarray(x, jnp.int32), -1, 0)[..., None]
-        for x in (scores.q_positions, scores.kv_positions)
-    )
-    q_index, kv_index = (jnp.arange(n, dtype=jnp.int32)[:, None] for n in (q_length, kv_length))
+        return jax.vmap(lambda *indices: run(*indices * 3))(q_index, kv_index)
 
-    def of_keys(q_index, q_position):
-        if not keys:
-            return run(q_index, one, q_position, one)
-        positions = kv_index if kv_positions is None else kv_positions
-        return jax.vmap(lambda index, position: run(q_index, index, q_position, position))(kv_index, positions)
+    def side(length, position, in_call):
+        """Index, position and index in the whole call, row by row."""
+        index = jnp.arange(length, dtype=jnp.int32)
+        given = (index, index if position is None else position, index if in_call is None else in_call)
+        return tuple(jnp.moveaxis(jnp.asarray(x, jnp.int32), -1, 0)[..., None] for x in given)
+
+    def of_keys(*of_query):
+        def pair(*of_key):
+            return run(*(x for both in zip(of_query, of_key) for x in both))
+
+        return jax.vmap(pair)(*side(kv_length, *scores.sides[1::2])) if keys else pair(one, one, one)
 
     if not queries:
-        return of_keys(one, one)
-    positions = q_index if q_positions is None else q_positions
+        return of_keys(one, one, one)
+    of_queries = side(q_length, *scores.sides[::2])
     if not keys:
-        return jax.vmap(of_keys)(q_index, positions)
+        return jax.vmap(of_keys)(*of_queries)
     rows = max(1, _ENTRIES_AT_A_TIME // (kv_length * scores.num_heads * math.prod(scores.batch)))
-    return jax.lax.map(lambda x: of_keys(*x), (q_index, positions), batch_size=min(rows, q_length))
+    return jax.lax.map(lambda x: of_keys(*x), of_queries, batch_size=min(rows, q_length))
 
 
 def _evaluate(graph, coordinates, wanted, *given) -> list[Array]:
     """The values `wanted`, for one pair of coordinates."""
     known, needed, equations = dict(graph.constants), set(wanted), []
-    for at in (2, 3, 0, 1):  # where no positions are given they are the indices, which come last
+    for at in (2, 3, 4, 5, 0, 1):  # where no positions are given they are the indices, which come last
         known[coordinates[at]] = given[at]
     for equation in reversed(graph.equations):
         if needed & set(equation.results):

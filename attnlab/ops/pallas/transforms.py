@@ -19,8 +19,14 @@ from attnlab.types import Array
 _SIDES = {"q_index": 0, "kv_index": 0, "scalar": 0, "query": 1, "key": 1, "distance": 1, "pair": 2, "tile": 3}
 
 
-def attention(plan: Plan, q: Array, k: Array, v: Array, others: Others) -> tuple[Array, Array]:
-    """(out, lse), `[..., Tq, H, Dv]` and `[..., Tq, H]`, of q `[..., Tq, H, D]`, k and v."""
+def attention(plan: Plan, q: Array, k: Array, v: Array, others: Others, given=None) -> tuple[Array, Array]:
+    """(out, lse), `[..., Tq, H, Dv]` and `[..., Tq, H]`, of q `[..., Tq, H, D]`, k and v.
+
+    Those `given`, of a softmax over these keys and others, are returned as they are: the gradients are those of these
+    keys' part in it.
+    """
+    if given is not None:
+        return _part_of_given(plan, q, k, v, others, given)
     batch = q.shape[:-3]
     q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
     operands = Operands(q, k, v, _with_one_batch_axis(plan, others, batch))
@@ -31,6 +37,17 @@ def attention(plan: Plan, q: Array, k: Array, v: Array, others: Others) -> tuple
             raise ValueError(message("pallas")) from error
         raise
     return out.reshape(*batch, *out.shape[1:]), lse.swapaxes(1, 2).reshape(*batch, *out.shape[1:3])
+
+
+def _part_of_given(plan: Plan, q, k, v, others: Others, given) -> tuple[Array, Array]:
+    out, lse = given
+    flat_out, flat_lse = out.reshape(-1, *out.shape[-3:]), lse.reshape(-1, *lse.shape[-2:]).swapaxes(1, 2)
+    operands = Operands(
+        *(x.reshape(-1, *x.shape[-3:]) for x in (q, k, v)), _with_one_batch_axis(plan, others, q.shape[:-3])
+    )
+    operands = equally_varying(jax.tree.map(jnp.asarray, operands))
+    flat_out, flat_lse = _part_of(plan, operands, flat_out, flat_lse)
+    return flat_out.reshape(out.shape), flat_lse.swapaxes(1, 2).reshape(lse.shape)
 
 
 def _with_one_batch_axis(plan: Plan, others: Others, batch: tuple[int, ...]) -> Others:
@@ -90,6 +107,22 @@ def _by_head(operands: Operands) -> Operands:
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _part_of(plan: Plan, operands: Operands, out: Array, lse: Array) -> tuple[Array, Array]:
+    return out, lse
+
+
+def _part_of_forward(plan, operands, out, lse):
+    return (out, lse), (operands, out, lse)
+
+
+def _part_of_backward(plan, saved, cotangents):
+    return (*_attention_backward(plan, saved, cotangents), None, None)
+
+
+_part_of.defvjp(_part_of_forward, _part_of_backward)
 
 
 def _merged(x: Array, is_batched: bool, size: int, batch: int, is_shareable: bool) -> Array:

@@ -1,0 +1,221 @@
+"""One call over many devices: queries, keys and values split along the sequence by an axis of a mesh.
+
+Every mask and score mod works, because each sees the indices of the whole call (`attnlab.ops.tiles.Shard`), and because
+a mask tells which tiles exist: that chooses which rows a device computes and how it gets their keys.
+
+Files: `layouts` (that choice), `exchange` (rows that move between devices), `shards` (a device's part of a call), `ring`
+(keys that pass from device to device, with derivatives of its own).
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from attnlab.ops import dropout
+from attnlab.ops.context import layouts, shards
+from attnlab.ops.context.layouts import Layout
+from attnlab.ops.meshes import Splits, in_shards, mesh_of, splits_of
+from attnlab.ops.schedule import ACCELERATOR, CPU, TPU_KERNEL
+from attnlab.types import Array
+
+WAYS = ("auto", "gather", "halo", "ring")
+
+
+class Context(NamedTuple):
+    """The arguments of `context_parallel`."""
+
+    axis: str | None
+    batch: tuple[str, ...]
+    heads: tuple[str, ...]
+    way: str
+
+
+_COSTS = {"cpu": CPU, "gpu": ACCELERATOR, "tpu": TPU_KERNEL}
+_current = jax.make_user_context(default_value=None)  # part of the key of compiled programs
+
+
+def context_parallel(
+    axis: str | None, *, batch: str | Sequence[str] = (), heads: str | Sequence[str] = (), way: str = "auto"
+):
+    """A context in which `attention` splits queries, keys and values along the sequence over an axis of a mesh.
+
+    On arrays that XLA partitions, as in `jit` over a mesh, nothing else is needed: the call is split over `axis`, and
+    over the other axes of the mesh as without a context. Results and gradients are those of the unsplit call, for every
+    mask, score mod and dropout.
+
+    Within your own `shard_map` say which axes split what. All arrays of a call (q, k, v, bias, positions, sinks, keys
+    of dropout) are then the shards of this device, in the order of the sequence, a bias with all its columns; masks and
+    score mods are those of the whole call, arrays and all.
+
+    Args:
+      axis: the axis of the mesh that splits the sequence; None if it is whole.
+      batch, heads: within `shard_map`, the axes that split the first axis of the batch, and the heads.
+      way: how a device gets the keys that its queries need: "gather", all of them at once, queries being given to
+        devices by their numbers of tiles; "halo", those of rows nearby, for windows; "ring", one device's after
+        another, where they would not fit (Liu et al. 2023); "auto", by what the mask shows. `explain` tells it.
+
+    Raises:
+      ValueError: an unknown way. In `attention`: a mesh without that axis, a sequence that it does not divide, a mask
+        that "halo" cannot serve.
+
+    >>> mesh = jax.make_mesh((1,), ("context",))
+    >>> q = k = v = jnp.ones((8, 4, 16))
+    >>> with jax.set_mesh(mesh), context_parallel("context"):
+    ...     out = jax.jit(lambda q, k, v: attention(q, k, v, mask=Causal()))(q, k, v)
+    >>> out.shape
+    (8, 4, 16)
+    """
+    if way not in WAYS:
+        raise ValueError(f"context_parallel way = {way!r} is unknown: use one of {', '.join(map(repr, WAYS))}")
+    return _current(Context(axis, _names(batch), _names(heads), way))
+
+
+def _names(axes) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+class Call(NamedTuple):
+    """How a call is split over a mesh.
+
+    Attributes:
+      context: as the user gave it.
+      is_manual: whether it is within a `shard_map` over these axes, whose arrays are shards already.
+      splits: the axes of the mesh that split batch and heads.
+      sizes: of the whole call over the shard: batch, heads, sequence.
+    """
+
+    context: Context
+    is_manual: bool
+    splits: Splits
+    sizes: tuple[int, int, int]
+
+    @property
+    def devices(self) -> int:
+        """How many devices split the sequence."""
+        return self.sizes[2]
+
+    def whole(self, batch: tuple[int, ...], num_heads: int, *lengths: int) -> tuple:
+        """The sizes of the whole call, of those of arrays: batch, heads and lengths."""
+        if not self.is_manual:
+            return (batch, num_heads, *lengths)
+        by_batch, by_heads, by_length = self.sizes
+        batch = (batch[0] * by_batch, *batch[1:]) if batch else ()
+        return (batch, num_heads * by_heads, *(length * by_length for length in lengths))
+
+    def per_example(self, key, batch: tuple[int, ...]):
+        """Keys of dropout, one for each example."""
+        if not self.is_manual or dropout.batch_rank(key):
+            return dropout.per_example(key, batch)
+        return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, shards.examples(self, batch).reshape(-1)).reshape(
+            *batch, *jnp.shape(key)
+        )
+
+
+def current(q: Array, k: Array) -> Call | None:
+    """How a call with these queries and keys is split; None outside `context_parallel`, or where nothing is split.
+
+    Raises:
+      ValueError: as described in `context_parallel`.
+    """
+    context = _current.value
+    if context is None:
+        return None
+    mesh = mesh_of(q)
+    named = [name for name in (context.axis, *context.batch, *context.heads) if name is not None]
+    for name in named:
+        if name not in mesh.axis_names:
+            raise ValueError(
+                f"context_parallel names the axis {name!r}, and the mesh of q has "
+                f"{', '.join(map(repr, mesh.axis_names)) or 'none'}: name one of its axes, and use jax.set_mesh"
+            )
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types))
+    is_manual = bool(named) and all(kinds[name] == AxisType.Manual for name in named)
+    splits = Splits(context.batch, context.heads) if is_manual else splits_of(q, k, without=(context.axis,))
+
+    def size(names):
+        return math.prod(mesh.shape[name] for name in names)
+
+    by_batch = size(splits.batch if is_manual else ())
+    call = Call(
+        context, is_manual, splits, (by_batch, size(splits.heads), size([context.axis] if context.axis else []))
+    )
+    if not is_manual and call.devices > 1:
+        _check_lengths(context.axis, call.devices, q.shape[-3], k.shape[-3])
+    return call if call.devices > 1 or is_manual else None
+
+
+def _check_lengths(axis, devices, q_length, kv_length):
+    for name, length in (("queries", q_length), ("keys", kv_length)):
+        if length % devices:
+            raise ValueError(
+                f"{length} {name} cannot be split over the {devices} devices of the mesh axis {axis!r}: pad the "
+                f"sequence to a multiple of {devices}, or use fewer devices"
+            )
+
+
+def layout(call: Call, arguments: dict, block_sizes, platform: str) -> Layout | None:
+    """How the call's sequence is split; None if it is whole."""
+    if call.devices == 1:
+        return None
+    q, k, v = (arguments[name] for name in "qkv")
+    batch, num_heads, *lengths = call.whole(q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
+    positions = {name: arguments[name] for name in ("q_positions", "kv_positions") if arguments[name] is not None}
+    are_known = not call.is_manual and not any(isinstance(x, jax.core.Tracer) for x in positions.values())
+    return layouts.choose(
+        layouts.known_part(arguments["mask"], are_known or not positions),
+        tuple(lengths),
+        call.devices,
+        way=call.context.way,
+        gathered_bytes=sum(x.size * x.dtype.itemsize for x in (k, v)) * call.devices // math.prod(call.sizes),
+        block_sizes=block_sizes,
+        costs=_COSTS[platform],
+        num_heads=num_heads,
+        batch=batch,
+        **(positions if are_known else {}),
+    )
+
+
+def attend(call: Call, layout: Layout | None, run: Callable, arguments: dict) -> tuple[Array, Array]:
+    """(out, lse) of a call.
+
+    Args:
+      call, layout: how it is split.
+      run: run(arguments, shard) computes a part of a call, and in a ring run(arguments, shard, given).
+      arguments: of the call, checked.
+    """
+    arguments = _closed(call, arguments)
+    if call.is_manual:
+        return shards.attend(call, layout, run, arguments)
+    arrays, static = shards.arrays_and_others(arguments)
+    q, (batch, heads), axis = arrays["q"], call.splits, call.context.axis
+
+    def spec(name, *sides):
+        """Of `[*batch or 1s, *sides]`, or `[*sides]`; what has size 1 is shared."""
+        x = arrays[name]
+        return P(*(axes if n > 1 else None for axes, n in zip((*batch, *sides)[-x.ndim :], x.shape)))
+
+    sides = {"q": (axis, heads, None), "k": (axis, heads, None), "v": (axis, heads, None), "sinks": (heads,)}
+    sides |= {"q_positions": (axis,), "kv_positions": (axis,), "dropout_keys": (None,)}
+    sides["bias"] = (heads, axis, None)
+    specs = {name: spec(name, *sides[name]) if name in sides and arrays[name] is not None else P() for name in arrays}
+    compute = functools.partial(shards.attend, call, layout, run)
+    return in_shards(lambda arrays: compute({**arrays, **static}), q, (arrays,), (specs,), P(*batch, axis, heads))
+
+
+def _closed(call: Call, arguments: dict) -> dict:
+    """The arguments, of which no function closes over traced arrays, and with the words of random keys."""
+    q, k, mask, keys = (arguments[name] for name in ("q", "k", "mask", "dropout_keys"))
+    *_, q_length, kv_length = call.whole(q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    return {
+        **arguments,
+        "mask": None if mask is None else mask.for_tiles(q_length, kv_length),
+        "score_mods": tuple(mod.for_tiles(dtype) for mod in arguments["score_mods"]),
+        "dropout_keys": None if keys is None else dropout.key_words(keys),
+    }

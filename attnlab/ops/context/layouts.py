@@ -1,0 +1,227 @@
+"""Which rows of a sequence each device computes, and how it gets their keys: chosen by the tiles that a mask has.
+
+No fixed layout serves all masks. Contiguous rows give the last device of a causal mask nearly twice the mean of tiles;
+rows in zigzag order do the same to documents. So blocks of queries are given to devices by their numbers of tiles.
+"""
+
+import math
+from typing import Literal, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from attnlab.ops.mask_algebra import And
+from attnlab.ops.masks import Mask, join
+from attnlab.ops.schedule import Costs, schedule
+
+Way = Literal["gather", "halo", "ring"]
+
+_MOST_BLOCKS = 8  # of a device: each one more is one more message
+_TILE = 512  # of the tiles that are counted
+_MOST_IMBALANCE = 1.06  # of the busiest device's tiles over the mean; beyond, contiguous rows are given up
+_HALO_SHARE = 0.25  # of all keys: where a device needs no more, halos take over from gathered keys
+_MOST_GATHERED = 2**28  # bytes of the keys and values of a call that each device holds at once; beyond, a ring
+
+
+class Layout(NamedTuple):
+    """How a call is split along its sequence over n devices.
+
+    Attributes:
+      way: "gather": each device gets all keys; "halo": those of its own rows and of some rows to either side; "ring":
+        those of one device after another.
+      queries: which rows of q each device computes, in blocks of equal size, `[n, blocks]`: block b is the rows from
+        b·Tq/(n·blocks) on.
+      keys: the same for k and v, in a ring; contiguous otherwise.
+      halo: rows of k and v to the left and to the right.
+      block_sizes: of the tiles of each device; None for a backend's own choice.
+      imbalance: the time of the busiest device over the mean, in tiles of 512 × 512 or fewer rows. In a ring all wait
+        for the device that is busiest in each turn.
+    """
+
+    way: Way
+    queries: Int[np.ndarray, "n blocks"]
+    keys: Int[np.ndarray, "n blocks"]
+    halo: tuple[int, int]
+    block_sizes: tuple[int, int] | None
+    imbalance: float
+
+    def rows(self, blocks: Int[np.ndarray, "n blocks"], length: int) -> Int[np.ndarray, "n rows"]:
+        """Which rows each device has, for its blocks of rows of a sequence.
+
+        >>> Layout("gather", contiguous(2, 2), contiguous(2, 2), (0, 0), None, 1.0).rows(
+        ...     np.array([[0, 3], [1, 2]]), length=8)
+        array([[0, 1, 6, 7],
+               [2, 3, 4, 5]], dtype=int32)
+        """
+        size = length // blocks.size
+        return (blocks[:, :, None] * size + np.arange(size)).reshape(len(blocks), -1).astype(np.int32)
+
+    def __str__(self):
+        n = len(self.queries)
+        how = {
+            "gather": "keys gathered",
+            "halo": f"keys of {self.halo[0]} rows before and {self.halo[1]} after its own",
+            "ring": "keys in a ring",
+        }[self.way]
+        order = "" if is_contiguous(self.queries) else ", blocks of queries given out by their tiles"
+        order = ", rows in zigzag order" if order and self.way == "ring" else order
+        return f"over {n} devices, {how}{order}: the busiest computes {self.imbalance:.2f} of the mean"
+
+
+def contiguous(n: int, blocks: int) -> Int[np.ndarray, "n blocks"]:
+    """The blocks of each of n devices in the order of the sequence."""
+    return np.arange(n * blocks).reshape(n, blocks)
+
+
+def is_contiguous(blocks: Int[np.ndarray, "n blocks"]) -> bool:
+    """Whether the blocks are those of `contiguous`.
+
+    >>> is_contiguous(np.array([[0, 1], [2, 3]])), is_contiguous(np.array([[0, 3], [1, 2]]))
+    (True, False)
+    """
+    return bool((blocks.ravel() == np.arange(blocks.size)).all())
+
+
+def choose(
+    mask: Mask | None,
+    lengths: tuple[int, int],
+    n: int,
+    *,
+    way: str = "auto",
+    gathered_bytes: int = 0,
+    block_sizes: tuple[int, int] | None = None,
+    costs: Costs | None = None,
+    **where,
+) -> Layout:
+    """The layout of a call over n devices.
+
+    Args:
+      mask: the mask of the whole call, or its `known_part`.
+      lengths: Tq and Tk, multiples of n.
+      way: "auto", or a way to take.
+      gathered_bytes: of the whole call's keys and values, as far as one device holds them.
+      block_sizes: of tiles, if they are given.
+      costs: of tiles, to choose their sizes; None for backends without tiles.
+      where: `q_positions`, `kv_positions`, `num_heads` and `batch`, as for `Mask.tiles`.
+
+    Raises:
+      ValueError: `way` is "halo", and the mask does not show that few keys are needed.
+
+    >>> from attnlab.masks import Causal
+    >>> layout = choose(Causal(), (4096, 4096), 4)
+    >>> layout.way, layout.queries.tolist()
+    ('gather', [[0, 15, 16, 31, 1, 14, 17, 30], [2, 13, 18, 29, 3, 12, 19, 28], [4, 11, 20, 27, 5, 10, 21, 26], [6, 9, 22, 25, 7, 8, 23, 24]])
+    """
+    counts = _Counts(mask, lengths, n, where)
+    halo, in_order = counts.halo(), tuple(contiguous(n, blocks) for blocks in counts.blocks)
+    if way == "auto":
+        is_too_large = gathered_bytes > _MOST_GATHERED
+        fits = lengths[1] // n + sum(halo) <= lengths[1] * _HALO_SHARE
+        fits &= is_too_large or counts.imbalance("halo", *in_order) <= _MOST_IMBALANCE
+        way = "halo" if fits else "ring" if is_too_large else "gather"
+    if way == "halo" and lengths[1] // n + sum(halo) > lengths[1]:
+        raise ValueError(
+            "context_parallel way = 'halo' needs a mask whose keys are near its queries, and known while tracing, as "
+            "SlidingWindow: use way='auto'"
+        )
+    queries, keys = in_order
+    if way != "halo" and counts.imbalance(way, queries, keys) > _MOST_IMBALANCE:
+        queries, keys = counts.in_zigzag() if way == "ring" else (counts.balanced(), keys)
+        if counts.imbalance(way, queries, keys) >= counts.imbalance(way, *in_order):
+            queries, keys = in_order
+    halo = halo if way == "halo" else (0, 0)
+    block_sizes = block_sizes or _tile_sizes(mask, lengths, queries, keys, way, costs, where)
+    return Layout(way, queries, keys, halo, block_sizes, counts.imbalance(way, queries, keys))
+
+
+def known_part(mask: Mask | None, positions_are_known: bool = True) -> Mask | None:
+    """The part of a conjunction that is known while tracing, all of whose pairs the other parts may hide as well.
+
+    >>> from attnlab.masks import Causal, Padding
+    >>> jax.eval_shape(lambda lengths: print(known_part(Causal() & Padding(lengths))), np.ones(2, int))
+    Causal()
+    """
+    if isinstance(mask, And):
+        return join(*(known_part(part, positions_are_known) for part in (mask.a, mask.b)))
+    if mask is None or (mask.positional and not positions_are_known):
+        return None
+    return None if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(mask)) else mask
+
+
+class _Counts:
+    """How many tiles a mask has in each block of queries and each block of keys."""
+
+    def __init__(self, mask, lengths, n, where):
+        self.n, self.lengths = n, lengths
+        self.blocks = tuple(_blocks_of(length // n) for length in lengths)  # of a device
+        sizes = [length // (n * blocks) for length, blocks in zip(lengths, self.blocks)]  # rows of a block
+        self.sizes = tuple(_divisor(size, _TILE) for size in sizes)
+        shape = tuple(length // size for length, size in zip(lengths, self.sizes))
+        visible = np.ones(shape, np.int64)
+        if mask is not None:
+            found = np.asarray(mask.tiles(*lengths, self.sizes, **where)[0])
+            visible = found.sum(axis=tuple(range(found.ndim - 2)), dtype=np.int64)
+        self.is_visible = visible > 0
+        per_block = [size // tile for size, tile in zip(sizes, self.sizes)]
+        self.of_blocks = visible.reshape(shape[0] // per_block[0], per_block[0], -1, per_block[1]).sum(axis=(1, 3))
+
+    def imbalance(self, way, queries, keys) -> float:
+        """The tiles of the busiest device, in a ring turn by turn, over the mean."""
+        pairs = self.of_blocks[queries][..., keys].sum(axis=(1, 3))  # [n, n], of queries and keys of two devices
+        turns = (np.arange(self.n)[:, None] - np.arange(self.n)) % self.n  # whose keys device i has in turn s
+        busiest = np.take_along_axis(pairs, turns, axis=1).max(axis=0).sum() if way == "ring" else pairs.sum(1).max()
+        return float(busiest / max(pairs.sum() / self.n, 1))
+
+    def balanced(self):
+        """Blocks of queries for each device: the largest first, each to the device that has the fewest tiles."""
+        tiles, load, given = self.of_blocks.sum(axis=1), np.zeros(self.n, np.int64), [[] for _ in range(self.n)]
+        for block in np.argsort(-tiles, kind="stable"):
+            free = [d for d in range(self.n) if len(given[d]) < self.blocks[0]]
+            device = min(free, key=lambda d: (load[d], d != block // self.blocks[0], d))
+            given[device].append(int(block))
+            load[device] += tiles[block]
+        return np.array(given)
+
+    def in_zigzag(self):
+        """Blocks of queries and of keys for each device, whose rows are the first and the last that are left."""
+        return tuple((contiguous if blocks % 2 else _zigzag)(self.n, blocks) for blocks in self.blocks)
+
+    def halo(self):
+        """Rows of keys before and after a device's own that its queries may attend to."""
+        rows, columns = np.nonzero(self.is_visible)
+        if not len(rows):
+            return 0, 0
+        own = self.lengths[1] // self.n
+        device = rows * self.sizes[0] // (self.lengths[0] // self.n)
+        left = (device * own - columns * self.sizes[1]).max()
+        right = ((columns + 1) * self.sizes[1] - (device + 1) * own).max()
+        return max(int(left), 0), max(int(right), 0)
+
+
+def _zigzag(n: int, blocks: int):
+    """Device d has the d-th and the d-th last of 2·n pieces."""
+    pieces = np.arange(n * blocks).reshape(2 * n, blocks // 2)
+    return np.concatenate([pieces[:n], pieces[n:][::-1]], axis=1)
+
+
+def _blocks_of(rows: int) -> int:
+    return max(m for m in range(1, _MOST_BLOCKS + 1) if rows % m == 0)
+
+
+def _divisor(size: int, most: int) -> int:
+    """The largest divisor that is not above `most`, or the size itself if its divisors are small."""
+    found = max(d for d in range(1, min(size, most) + 1) if size % d == 0)
+    return found if found >= min(size, 16) else size
+
+
+def _tile_sizes(mask, lengths, queries, keys, way, costs, where):
+    """Sizes of tiles that divide the blocks of rows, where that is possible."""
+    if costs is None or 0 in lengths:
+        return None
+    sizes, _ = schedule(mask, *lengths, costs=costs, **where)
+    of_keys = lengths[1] if way == "gather" else math.gcd(lengths[1] // keys.size, lengths[1])
+    return tuple(
+        size if way == "gather" and at == 1 else _divisor(rows, size)
+        for at, (size, rows) in enumerate(zip(sizes, (lengths[0] // queries.size, of_keys)))
+    )

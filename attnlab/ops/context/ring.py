@@ -1,0 +1,119 @@
+"""Keys that pass from device to device, each computing with those of one device at a time (Liu et al. 2023).
+
+In turn s device i has the keys of device i − s. The parts are merged as `attnlab.merge` does. For the gradients, keys
+pass around once more, and theirs after them: with out and lse of the whole softmax, each part's gradients need nothing
+of the other parts (Dao et al. 2022, algorithm 4), so that nothing of a turn is kept. Over n devices these are 4(n − 1)
+messages: k and v forward; backward both as one, and their gradients as one.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from attnlab.ops.blockwise.operands import combine, partition
+from attnlab.ops.logsumexp import finite_shift, normalizer
+from attnlab.ops.meshes import equally_varying
+from attnlab.ops.reverse_mode import reverse_mode_only
+from attnlab.ops.tiles import Shard
+from attnlab.types import Array
+
+
+def attend(run: Callable, axis: str, devices: int, arrays: dict, static: dict, shard: Shard) -> tuple[Array, Array]:
+    """(out, lse) of this device's queries and the keys of all devices along an axis of the mesh.
+
+    Args:
+      run: run(device, arguments, shard, given) computes with that device's k and v; with `given`, the (out, lse) of the
+        whole softmax, it returns these, and its gradients are those of its part. It closes over no traced values.
+      axis, devices: of the mesh.
+      arrays, static: the arguments of the call, with this device's k and v.
+      shard: what this device computes.
+    """
+    tree = equally_varying(jax.tree.map(jnp.asarray, (arrays, shard)))
+    is_learned = jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.inexact), tree)
+    learned, others = partition(tree, is_learned)
+    learned, rest = learned[0], (learned[1], others)
+
+    def of_device(turn, learned, rest, given=None):
+        """The part of the keys that this device has in a turn."""
+        no_shard, others = rest
+        arrays, shard = combine((learned, no_shard), others)
+        if turn:
+            arrays = {**arrays, "sinks": None}  # counted once
+        return run((lax.axis_index(axis) - turn) % devices, {**arrays, **static}, shard, given)
+
+    def forward(learned, rest):
+        k, v, parts = learned["k"], learned["v"], None
+        for turn in range(devices):
+            part = of_device(turn, {**learned, "k": k, "v": v}, rest)
+            parts = part if parts is None else _merged(parts, part)
+            if turn < devices - 1:
+                k, v = _passed_on((k, v), axis, devices)
+        out, lse = parts
+        return out.astype(learned["q"].dtype), lse
+
+    @jax.custom_vjp
+    def ring(learned, rest):
+        return forward(learned, rest)
+
+    def ring_forward(learned, rest):
+        out, lse = (checkpoint_name(x, "attention") for x in forward(learned, rest))  # see GPT's remat
+        return (out, lse), (learned, rest, out, lse)
+
+    def ring_backward(saved, cotangents):
+        learned, rest, *given = saved
+        gradients = _gradients(of_device, axis, devices, learned, rest, tuple(given), cotangents)
+        return gradients, jax.tree.map(lambda _: None, rest)
+
+    ring.defvjp(ring_forward, ring_backward)
+    return ring(reverse_mode_only("ring", learned), rest)
+
+
+def _gradients(of_device, axis, devices, learned, rest, given, cotangents) -> dict:
+    """The gradients of all learned arrays."""
+    keys, totals, passing = _as_one(learned["k"], learned["v"]), None, None
+    for turn in range(devices):
+        k, v = _taken_apart(keys, learned["k"], learned["v"])
+        part = lambda learned, turn=turn: of_device(turn, learned, rest, given)  # noqa: E731
+        _, pull_back = jax.vjp(part, {**learned, "k": k, "v": v})
+        (found,) = pull_back(cotangents)
+        # Sums are in float32, but for float64, whatever the types.
+        found = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), found)
+        of_keys = (found.pop("k"), found.pop("v"))
+        totals = found if totals is None else jax.tree.map(jnp.add, totals, found)
+        if turn == 0:
+            own = of_keys
+        else:
+            passing = _as_one(*of_keys) if passing is None else jax.tree.map(jnp.add, passing, _as_one(*of_keys))
+            passing = _passed_on(passing, axis, devices)
+        keys = _passed_on(keys, axis, devices) if turn < devices - 1 else keys
+    back = (0, 0) if passing is None else _taken_apart(passing, *own)
+    dk, dv = (x + y for x, y in zip(own, back))
+    return jax.tree.map(lambda total, x: total.astype(x.dtype), {**totals, "k": dk, "v": dv}, learned)
+
+
+def _merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Two parts as one, out in the type of lse: see `attnlab.merge`."""
+    lses = jnp.stack([a[1], b[1]])
+    shift = finite_shift(lses.max(axis=0))
+    weights = jnp.exp(lses - shift)
+    denominator, lse = normalizer(shift, weights.sum(axis=0))
+    out = sum((weight / denominator)[..., None] * out.astype(lse.dtype) for weight, (out, _) in zip(weights, (a, b)))
+    return out, lse
+
+
+def _passed_on(tree, axis: str, devices: int):
+    """What the device before this one had."""
+    around = [(device, (device + 1) % devices) for device in range(devices)]
+    return jax.tree.map(lambda x: lax.ppermute(x, axis, around), tree)
+
+
+def _as_one(k: Array, v: Array):
+    """One array instead of two, if they have one type."""
+    return jnp.concatenate([k, v], axis=-1) if k.dtype == v.dtype else (k, v)
+
+
+def _taken_apart(joined, k: Array, v: Array) -> tuple[Array, Array]:
+    return joined if isinstance(joined, tuple) else (joined[..., : k.shape[-1]], joined[..., k.shape[-1] :])

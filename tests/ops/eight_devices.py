@@ -1,0 +1,72 @@
+"""Random calls of the operator over eight virtual devices, compared with the same calls unsplit.
+
+`python -m tests.ops.eight_devices 0 10` prints, for the cases of seeds 0 to 9, each way of splitting and each number of
+devices along the sequence, one JSON line: the largest difference of out, lse and each gradient, over the largest
+element, or null where the way does not apply.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+
+if __name__ == "__main__":
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+    os.environ["XLA_FLAGS"] = flags + os.environ.get("XLA_FLAGS", "")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+
+import attnlab
+from attnlab.masks import SlidingWindow, join
+from tests.ops import cases
+
+MESHES = {2: (2, 2, 2), 4: (2, 1, 4), 8: (1, 1, 8)}
+
+
+def difference(found: dict, expected: dict) -> float:
+    """The largest over all results, over their largest element or 1; infinite where only one of two is finite."""
+    worst = 0.0
+    for name, x in expected.items():
+        finite = np.isfinite(x)
+        if (finite != np.isfinite(found[name])).any():
+            return np.inf
+        largest = max(abs(x[finite]).max(initial=0), 1)
+        apart = abs(found[name] - x)[finite] / (largest + abs(x[finite]))
+        worst = max(worst, float(apart.max(initial=0)))
+    return worst
+
+
+def results(case: cases.Case) -> dict:
+    return cases.results(case.arrays, case.run, "blockwise", jnp.float32)
+
+
+def compare(case: cases.Case, ways: tuple[str, ...]) -> None:
+    expected = results(case)
+    for devices, shape in MESHES.items():
+        mesh = jax.make_mesh(shape, ("data", "tensor", "context"), axis_types=(AxisType.Auto,) * 3)
+        for way in ways:
+            try:
+                with jax.set_mesh(mesh), attnlab.context_parallel("context", way=way):
+                    found = difference(results(case), expected)
+            except ValueError as error:
+                if "way = 'halo' needs" not in str(error):
+                    raise
+                found = None
+            line = {"case": str(case), "devices": devices, "way": way, "difference": found}
+            print(json.dumps(line), flush=True)
+
+
+def main(first: int, last: int) -> None:
+    for seed in range(first, last):
+        case = cases.draw(seed, multiple=8)
+        compare(case, ("gather", "ring"))
+        if not case.positions:  # random ones make all keys neighbours
+            window = SlidingWindow(seed % 5, seed % 3)
+            compare(dataclasses.replace(case, mask=join(case.mask, window)), ("halo",))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
