@@ -20,6 +20,7 @@ _MINIMA = {
     "seed": 0,
     "batch_size": 1,
     "data.vocab_size": 2,
+    "data.tokenizer_sample": 1,
     "model.num_layers": 1,
     "model.num_heads": 1,
     "model.kv_heads": 1,
@@ -55,6 +56,7 @@ _CHOICES = {
     "precision": ("float32", "bfloat16"),
     "on_nonfinite": ("stop", "skip"),
     "data.tokenizer": (*tokenizers.KINDS, "pretrained"),
+    "data.packing": ("stream", "documents"),
     "model.positions": POSITIONS,
     "model.activation": tuple(ACTIVATIONS),
     "model.remat": REMAT,
@@ -63,8 +65,17 @@ _CHOICES = {
 }
 _FLAGS = ("model.scan",)  # True, False, or None to choose
 # A run may be resumed with other values of these: they change how it runs, not what it computes. A text may move: its
-# content is compared by sha256.
-FREE_TO_CHANGE = ("parallel.", "checkpoint.", "log.", "data.path", "model.remat", "model.scan")
+# content is compared by sha256, and so is that of a mixture, with its weights.
+FREE_TO_CHANGE = (
+    "parallel.",
+    "checkpoint.",
+    "log.",
+    "data.path",
+    "data.mixture",
+    "data.store",
+    "model.remat",
+    "model.scan",
+)
 
 
 def default() -> ConfigDict:
@@ -108,11 +119,15 @@ def default() -> ConfigDict:
 def _data() -> ConfigDict:
     data = ConfigDict()
     data.name = "python_docs"  # python_docs, quijote, text or tfds:NAME; text when a path is given
-    data.path = ""  # a file or a glob of UTF-8 text
-    data.feature = ""  # of a TFDS dataset that has several texts
+    data.path = ""  # a file or a glob: UTF-8 text, or *.jsonl, *.ndjson, *.parquet, *.array_record
+    data.feature = ""  # the field, column or feature with the text, where a document has several
+    data.mixture = ""  # corpora and weights instead of a name, e.g. "quijote=3, notes/*.txt=1, tfds:NAME=0.5"
     data.tokenizer = "char"  # char, byte, word, bpe or wordpiece; "pretrained" is that of init_from
     data.vocab_size = 1024  # of word, bpe and wordpiece, at most
+    data.tokenizer_sample = 64  # MiB of the text, evenly spaced, on which word, bpe and wordpiece are trained
     data.validation_fraction = 0.1  # the last part of the text, held out
+    data.packing = "stream"  # stream: the text as one; documents: each is encoded, and attended to, by itself
+    data.store = ""  # folder of the tokens; attnlab/tokens in the user's cache folder when empty
     return data
 
 
@@ -161,9 +176,9 @@ def _optimizer() -> ConfigDict:
 def _parallel() -> ConfigDict:
     parallel = ConfigDict()
     parallel.strategy = "mesh"  # mesh (jit with named sharding) or pmap
-    # Devices on each axis: data and fsdp split the batch, fsdp the parameters and the optimizer state as well; tensor
-    # splits heads, hidden features and the vocabulary. −1 for all available devices.
-    parallel.mesh = ConfigDict({"data": -1, "fsdp": 1, "tensor": 1})
+    # Devices on each axis: data and fsdp split the batch, fsdp the parameters and the optimizer state as well; context
+    # splits sequences; tensor heads, hidden features and the vocabulary. −1 for all available devices.
+    parallel.mesh = ConfigDict({"data": -1, "fsdp": 1, "context": 1, "tensor": 1})
     parallel.timeout = 300  # seconds without a step after which another process is considered dead
     return parallel
 
@@ -199,17 +214,21 @@ def find(experiment: str) -> str:
 
 
 def completed(config: ConfigDict) -> ConfigDict:
-    """A checked copy of `config`, with `data.name` set where `data.path` is, and absolute paths.
+    """A checked copy of `config`, with `data.name` set where `data.path` or `data.mixture` is, and absolute paths.
 
     Raises:
       UserError: an unknown field, a missing one, or an invalid value; nothing is loaded or written.
     """
     _check_fields(config)
     config = from_dict(_plain(config))
-    if config.data.path:
-        config.data.name = "text"
+    if config.data.path and config.data.mixture:
+        raise UserError("config.data.path and config.data.mixture are both set: name the path in the mixture")
+    if config.data.path or config.data.mixture:
+        config.data.name = "text" if config.data.path else "mixture"
     if config.init_from:
         config.init_from = str(Path(config.init_from).expanduser().absolute())
+    if config.data.store:
+        config.data.store = str(Path(config.data.store).expanduser().absolute())
     folder = config.checkpoint.dir
     if folder and "://" not in folder:
         config.checkpoint.dir = str(Path(folder).expanduser().absolute())  # found from any working directory

@@ -373,7 +373,7 @@ plots.lines(
 # training: repeat the experiment at your own scale before you draw conclusions.
 
 # %%
-corpus = corpora.load("python_docs")
+corpus = corpora.read_text("python_docs")
 tokenizer = tokenizers.make("char", corpus.text)
 context, width, steps = 32, 48, 450
 batches = TrainBatches(tokenizer.encode(corpus.train), context=context, batch_size=24, seed=0)

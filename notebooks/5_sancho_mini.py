@@ -45,7 +45,7 @@ from attnlab.training import optimizer as optimizers
 from attnlab.training import state as states
 
 path = os.environ.get("ATTNLAB_TEXT", "")
-corpus = corpora.load("text", path=path) if path else corpora.load("python_docs")
+corpus = corpora.read_text("text", path=path) if path else corpora.read_text("python_docs")
 sentence = "En un lugar de la Mancha, de cuyo nombre no quiero acordarme"
 if not path:
     sentence = "The class of an object is its type; the value may change"

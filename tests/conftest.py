@@ -8,6 +8,7 @@ import tempfile
 # TFDS reads this when it is imported; subprocesses inherit it.
 os.environ["TFDS_DATA_DIR"] = tempfile.mkdtemp(prefix="attnlab-tests-")
 atexit.register(shutil.rmtree, os.environ["TFDS_DATA_DIR"], ignore_errors=True)
+os.environ["XDG_CACHE_HOME"] = os.environ["TFDS_DATA_DIR"] + "/cache"  # for token stores
 # Most of the time goes into compiling small programs, a quarter of that into optimizing them, so optimization is off.
 # XLA_FLAGS can turn it on, as for the slow tests; processes that tests start set their own flags.
 flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 "

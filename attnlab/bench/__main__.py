@@ -20,7 +20,7 @@ BENCHMARKS = {
     "train": "training against nanoGPT: tokens a second and peak memory",
     "decode": "sampling against nanoGPT: tokens a second",
     "start": "seconds from the command to the first training step, and to the first sampled character",
-    "data": "the data pipeline: how much faster batches come than training consumes them",
+    "data": "the data pipeline: how fast batches come, and how a text larger than memory is tokenised",
     "gpu": "on a GPU: the operator's correctness and speed, and training, against jax.nn, torch and nanoGPT",
     "bundles": "compiled for a TPU: the bundles of attention kernels, a lower bound of cycles, beside splash attention",
     "saving": "the time that saving checkpoints takes from training",

@@ -140,7 +140,8 @@ def _finish(command, folder) -> None:
 def _peer(values, config, folder: Path) -> list[str]:
     """nanoGPT's training command, to be run in `folder`, which gets the text in nanoGPT's format."""
     checkout, data, model = Path(values.peer_path).absolute(), config.data, config.model
-    corpus = corpora.load(data.name, path=data.path, feature=data.feature, validation_fraction=data.validation_fraction)
+    options = {"path": data.path, "feature": data.feature, "validation_fraction": data.validation_fraction}
+    corpus = corpora.read_text(data.name, **options)
     tokenizer = tokenizers.make(data.tokenizer, corpus.text, data.vocab_size)
     (folder / "data" / "text").mkdir(parents=True)
     for split, text in (("train", corpus.train), ("val", corpus.validation)):

@@ -71,7 +71,7 @@ class Worker:
 
 def quickstart_text() -> tuple[np.ndarray, int]:
     """The training text of the quickstart's config, by characters: (tokens `[length]`, vocabulary size)."""
-    text = corpora.load("python_docs").train
+    text = corpora.read_text("python_docs").train
     tokenizer = tokenizers.make("char", text)
     return tokenizer.encode(text), tokenizer.vocab_size
 

@@ -1,7 +1,7 @@
 """Batches of token windows. The global batch at a step is a pure function of (seed, step)."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import grain
@@ -20,46 +20,56 @@ class Batch(NamedTuple):
       example: int32 `[batch]`, the index of each window in the global batch. Random keys are folded with it, so that
         results do not depend on the number of devices.
       weight: float32 `[batch]`, 1, or 0 for padding of the last batch.
+      segments: int32 `[batch, context + 1]`, the number of each token's document within its window, from 0; None where
+        documents are not told apart.
     """
 
     tokens: np.ndarray
     example: np.ndarray
     weight: np.ndarray
+    segments: np.ndarray | None = None
 
 
 class TrainBatches:
     """Shuffled windows of a text, epoch after epoch.
 
     An epoch is a permutation of adjacent windows, all shifted by one random offset: it shows each token once, and
-    different epochs cut the text at different places.
+    different epochs cut the text at different places. Of several texts, each has epochs of its own, and example number
+    n, counted over all steps, is from the text that `interleave` names.
 
     Args:
-      tokens: int `[length]`, the text.
+      tokens: the text, int `[length]`, or anything with `len` and `read(starts, length)`, such as a token store's; with
+        `weights`, a list of texts.
       context: predicted tokens per window.
       batch_size: windows in the global batch.
       seed: determines the order and the offsets.
       process_index, process_count: this process gets its contiguous share of each global batch.
+      documents: where each document starts, int64 `[documents]`, ascending; batches then have `segments`. With
+        `weights`, a list of them.
+      weights: positive integers, in proportion to which windows are drawn from several texts.
 
     Raises:
-      UserError: the text is shorter than one window, or batch_size is not a multiple of process_count.
+      UserError: a text is shorter than one window, or batch_size is not a multiple of process_count.
 
     >>> batches = TrainBatches(np.arange(100), context=4, batch_size=3, seed=0)
     >>> batches[7].tokens.shape
     (3, 5)
     """
 
-    def __init__(self, tokens, *, context, batch_size, seed, process_index=0, process_count=1):
-        if len(tokens) < context + 1:
-            raise UserError(
-                f"the training text has {len(tokens)} tokens, shorter than model.context + 1 = {context + 1}: "
-                "use a longer text or a smaller context"
-            )
+    def __init__(
+        self, tokens, *, context, batch_size, seed, process_index=0, process_count=1, documents=None, weights=None
+    ):
+        self._texts = _texts(tokens, documents, weights, context)
+        for text in self._texts:
+            if text.length < context + 1:
+                raise UserError(
+                    f"the training text has {text.length} tokens, shorter than model.context + 1 = {context + 1}: "
+                    "use a longer text or a smaller context"
+                )
         if batch_size < 1 or batch_size % process_count:
             raise UserError(f"batch_size = {batch_size} must be a multiple of the {process_count} processes")
-        self._tokens, self._context, self._batch_size = tokens, context, batch_size
-        self._windows = max(1, (len(tokens) - context) // context)
-        self._offsets = min(context, len(tokens) - self._windows * context)
-        self._epoch = functools.lru_cache(maxsize=4)(lambda epoch: _epoch(seed, epoch, self._offsets))
+        self._weights, self._batch_size = weights or [1], batch_size
+        self._orders = [_Shuffled(text.length, context, seed, number) for number, text in enumerate(self._texts)]
         share = batch_size // process_count
         self._examples = np.arange(process_index * share, (process_index + 1) * share)
 
@@ -68,20 +78,60 @@ class TrainBatches:
 
     def __getitem__(self, step: int) -> Batch:
         """This process's share of the global batch at `step`."""
-        starts = np.array([self._start(step * self._batch_size + int(example)) for example in self._examples])
-        tokens = self._tokens[starts[:, None] + np.arange(self._context + 1)]
-        return Batch(tokens.astype(np.int32), self._examples.astype(np.int32), np.ones(len(starts), np.float32))
+        chosen = [interleave(step * self._batch_size + int(example), self._weights) for example in self._examples]
+        starts = np.array([self._orders[text].start(number) for text, number in chosen])
+        tokens, segments = _windows(self._texts, np.array([text for text, _ in chosen]), starts)
+        return Batch(tokens, self._examples.astype(np.int32), np.ones(len(starts), np.float32), segments)
 
-    def _start(self, example: int) -> int:
+
+def interleave(number: int, weights: Sequence[int]) -> tuple[int, int]:
+    """The text of an example, and its number within that text; any `sum(weights)` examples have `weights` of each.
+
+    Of the first n examples, text 0 has n · weights[0] / sum(weights), rounded down; those that are not its own are
+    interleaved in the same way.
+
+    >>> [interleave(number, [2, 1]) for number in range(6)]
+    [(1, 0), (0, 0), (0, 1), (1, 1), (0, 2), (0, 3)]
+    """
+    rest = sum(weights)
+    for text, weight in enumerate(weights[:-1]):
+        before = number * weight // rest
+        if (number + 1) * weight // rest > before:
+            return text, before
+        number, rest = number - before, rest - weight
+    return len(weights) - 1, number
+
+
+def _shares(count: int, weights: Sequence[int]) -> list[int]:
+    """How many of the first `count` examples are of each text."""
+    shares, rest = [], sum(weights)
+    for weight in weights[:-1]:
+        shares.append(count * weight // rest)
+        count, rest = count - shares[-1], rest - weight
+    return [*shares, count]
+
+
+class _Shuffled:
+    """The order in which the windows of a text are shown."""
+
+    def __init__(self, length: int, context: int, seed: int, text: int):
+        self._context = context
+        self._windows = max(1, (length - context) // context)
+        self._offsets = min(context, length - self._windows * context)
+        # The first text has the order that it would have alone.
+        self._epoch = functools.lru_cache(maxsize=4)(functools.partial(_epoch, seed, text, self._offsets))
+
+    def start(self, example: int) -> int:
+        """The first token of an example's window."""
         epoch, index = divmod(example, self._windows)
         order, offset = self._epoch(epoch)
         window = index_shuffle(index, max_index=self._windows - 1, seed=order, rounds=4) if self._windows > 1 else 0
         return window * self._context + offset
 
 
-def _epoch(seed: int, epoch: int, offsets: int) -> tuple[int, int]:
+def _epoch(seed: int, text: int, offsets: int, epoch: int) -> tuple[int, int]:
     """The seed of an epoch's permutation and the offset of its windows."""
-    order, offset = np.random.SeedSequence((seed, epoch)).generate_state(2)
+    order, offset = np.random.SeedSequence((seed, epoch, text) if text else (seed, epoch)).generate_state(2)
     return int(order), int(offset) % offsets
 
 
@@ -89,33 +139,35 @@ class EvalBatches:
     """A fixed pass over a text: adjacent windows, or evenly spaced ones if there are more than `windows`.
 
     Args:
-      tokens: int `[length]`, the held-out text.
+      tokens: the held-out text, or texts, as for `TrainBatches`.
       context: predicted tokens per window.
       batch_size: windows in a global batch; the last batch is padded with windows of weight 0.
-      windows: maximal number of windows.
-      process_index, process_count: as for `TrainBatches`.
+      windows: maximal number of windows; of several texts, each gets its share by weight, if it has as many.
+      process_index, process_count, documents, weights: as for `TrainBatches`.
 
     Raises:
-      UserError: the text is shorter than one window, or `windows` is below 1.
+      UserError: a text is shorter than one window, or `windows` is below 1.
 
     >>> batches = EvalBatches(np.arange(12), context=4, batch_size=2, windows=9)
     >>> [batch.tokens[:, 0].tolist() for batch in batches]
     [[0, 4]]
     """
 
-    def __init__(self, tokens, *, context, batch_size, windows, process_index=0, process_count=1):
-        if len(tokens) < context + 1:
-            raise UserError(
-                f"the validation text has {len(tokens)} tokens, shorter than model.context + 1 = {context + 1}: "
-                "use a longer text, a smaller context or a larger data.validation_fraction"
-            )
+    def __init__(
+        self, tokens, *, context, batch_size, windows, process_index=0, process_count=1, documents=None, weights=None
+    ):
+        self._texts = _texts(tokens, documents, weights, context)
+        for text in self._texts:
+            if text.length < context + 1:
+                raise UserError(
+                    f"the validation text has {text.length} tokens, shorter than model.context + 1 = {context + 1}: "
+                    "use a longer text, a smaller context or a larger data.validation_fraction"
+                )
         if windows < 1:
             raise UserError(f"eval.windows = {windows}: expected 1 or more")
-        count = (len(tokens) - 1) // context
-        starts = np.arange(count) * context
-        if count > windows:
-            starts = np.linspace(0, len(tokens) - 1 - context, windows).round().astype(np.int64)
-        self._tokens, self._context, self._starts = tokens, context, starts
+        shares = _shares(windows, weights or [1])
+        starts = [_evenly_spaced(text.length, context, share) for text, share in zip(self._texts, shares)]
+        self._which, self._starts = np.repeat(np.arange(len(starts)), list(map(len, starts))), np.concatenate(starts)
         self._batch_size = batch_size
         share = batch_size // process_count
         self._examples = np.arange(process_index * share, (process_index + 1) * share)
@@ -125,18 +177,79 @@ class EvalBatches:
         """Number of windows that a pass scores."""
         return len(self._starts)
 
+    @property
+    def windows_of_texts(self) -> list[int]:
+        """The same for each text."""
+        return np.bincount(self._which, minlength=len(self._texts)).tolist()
+
     def __len__(self) -> int:
-        return -(-len(self._starts) // self._batch_size)
+        return -(-self.windows // self._batch_size)
 
     def __getitem__(self, index: int) -> Batch:
         """This process's share of global batch `index`."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         examples = index * self._batch_size + self._examples
-        real = examples < len(self._starts)
-        starts = self._starts[np.where(real, examples, 0)]
-        tokens = self._tokens[starts[:, None] + np.arange(self._context + 1)]
-        return Batch(tokens.astype(np.int32), examples.astype(np.int32), real.astype(np.float32))
+        real = examples < self.windows
+        chosen = np.where(real, examples, 0)
+        tokens, segments = _windows(self._texts, self._which[chosen], self._starts[chosen])
+        return Batch(tokens, examples.astype(np.int32), real.astype(np.float32), segments)
+
+
+def _evenly_spaced(length: int, context: int, windows: int) -> np.ndarray:
+    count = (length - 1) // context
+    if count > windows:
+        return np.linspace(0, length - 1 - context, windows).round().astype(np.int64)
+    return np.arange(count) * context
+
+
+class _Text(NamedTuple):
+    """A text of which windows of `window` tokens are read."""
+
+    tokens: object
+    documents: np.ndarray | None
+    window: int
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    def read(self, starts: np.ndarray) -> np.ndarray:
+        """int32 `[n, window]`."""
+        if hasattr(self.tokens, "read"):
+            return self.tokens.read(starts, self.window)
+        return self.tokens[starts[:, None] + np.arange(self.window)].astype(np.int32)
+
+    def segments(self, starts: np.ndarray) -> np.ndarray | None:
+        """int32 `[n, window]`, the number of documents that began within the window, up to each token."""
+        if self.documents is None:
+            return None
+        begins = np.zeros((len(starts), self.window), np.int32)
+        firsts = np.searchsorted(self.documents, starts, side="right")
+        ends = np.searchsorted(self.documents, starts + self.window, side="left")
+        for row, start, first, end in zip(begins, starts, firsts, ends):
+            row[self.documents[first:end] - start] = 1
+        return begins.cumsum(axis=1, dtype=np.int32)
+
+
+def _texts(tokens, documents, weights, context: int) -> list[_Text]:
+    tokens = [tokens] if weights is None else tokens
+    documents = [documents] if weights is None else documents or [None] * len(tokens)
+    return [_Text(*text, context + 1) for text in zip(tokens, documents, strict=True)]
+
+
+def _windows(texts: list[_Text], which: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """Windows of some texts, by the number of the text and the first token, and their segments: each `[n, window]`."""
+    tokens = np.empty((len(starts), texts[0].window), np.int32)
+    segments = None if texts[0].documents is None else np.empty_like(tokens)
+    for number, text in enumerate(texts):
+        mine = which == number
+        if not mine.any():
+            continue
+        tokens[mine] = text.read(starts[mine])
+        if segments is not None:
+            segments[mine] = text.segments(starts[mine])
+    return tokens, segments
 
 
 def prefetched(batches: TrainBatches | EvalBatches, start: int = 0, stop: int | None = None) -> Iterator[Batch]:

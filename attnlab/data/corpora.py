@@ -1,313 +1,353 @@
-"""Text corpora as TFDS builders, written to array_record and read back without TensorFlow.
+"""Corpora: where a text is, how long it is, and where its validation part begins; the text itself stays on the disk.
 
 `load("python_docs")`, `load("quijote")`, `load("text", path="notes/*.txt")`, or `load("tfds:NAME")` for any TFDS text
-dataset that is already prepared as array_record or can be prepared without TensorFlow and Beam. TFDS stores prepared
-datasets in the folder TFDS_DATA_DIR, by default `~/tensorflow_datasets`.
+dataset that is already prepared as array_record or can be prepared without TensorFlow and Beam. A first `load` reads
+the text once; what it found is remembered for as long as sizes and times of the files stay the same.
 """
 
-import contextlib
-import fcntl
-import glob
+import dataclasses
 import hashlib
-import io
-import logging
-import os
-import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import ClassVar, NamedTuple
+import math
+import re
+import time
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import NamedTuple
 
-import tensorflow_datasets as tfds
-from tensorflow_datasets.core.download import downloader
+import numpy as np
 
+from attnlab.data import cache, sources
+from attnlab.data.progress import Progress
+from attnlab.data.sources import Piece, Source
 from attnlab.errors import UserError
 
-GUTENBERG_QUIJOTE = "https://www.gutenberg.org/cache/epub/2000/pg2000.txt"
-RETRIES = 4  # download attempts
-CHECK_NETWORK = "check the network, or prepare it elsewhere as array_record"
+BUILT_IN = ("python_docs", "quijote")
+BLOCKS = 64  # of a sample
+_VERSION = 1  # of what is remembered
+_SETTLED = 2  # seconds: a file that was written later may change again without a new time
 
 
-class Corpus(NamedTuple):
-    """A text, split into a training and a validation part.
+class TextChangedError(UserError):
+    """A text is not what it was when its sha256 was computed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """A text on the disk, split into a training and a validation part.
 
     Attributes:
       name: the name it was loaded by.
-      train: training text.
-      validation: validation text, disjoint from `train`.
-      sha256: digest of the UTF-8 bytes of both, concatenated.
+      sha256: digest of the UTF-8 bytes of the whole text, training part first.
+      characters, bytes: length of the whole text, in code points and in UTF-8.
+      documents: number of documents.
+      documents_sha256: digest of the documents' lengths.
+      train_characters: length of the training part; the rest is for validation.
+      alphabet: every character of the text once, in code point order.
+      source: where the text is read from.
     """
 
     name: str
-    train: str
-    validation: str
     sha256: str
+    characters: int
+    bytes: int
+    documents: int
+    documents_sha256: str
+    train_characters: int
+    alphabet: str
+    source: Source = dataclasses.field(compare=False, repr=False)
 
     @property
-    def text(self) -> str:
-        """Both parts; the source of a character vocabulary."""
-        return self.train + self.validation
+    def parts(self) -> tuple["Corpus", ...]:
+        """This corpus alone, as `Mixture.parts`."""
+        return (self,)
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """A weight of 1, as `Mixture.weights`."""
+        return (1,)
+
+    def pieces(self) -> Iterator[tuple[str, Piece]]:
+        """The text in pieces, each with its split, "train" or "validation".
+
+        A document that both splits share becomes two.
+
+        Raises:
+          UserError: a file that cannot be read.
+          TextChangedError: the text is not what it was.
+        """
+        left, digest = self.train_characters, hashlib.sha256()
+        for piece in self.source.pieces():
+            digest.update(piece.text.encode())
+            if left:
+                here = piece.text[:left]
+                left -= len(here)
+                yield "train", Piece(here, piece.ends or not left)
+                if left or len(here) == len(piece.text):
+                    continue
+                piece = Piece(piece.text[len(here) :], piece.ends)
+            yield "validation", piece
+        if digest.hexdigest() != self.sha256:
+            raise TextChangedError(f"{self.name} changed while it was read: run the command again")
+
+    def sample(self, size: int) -> str:
+        """Evenly spaced blocks of the text, about `size` bytes in all; the whole text if it is not longer."""
+        if self.bytes <= size:
+            return "".join(piece.text for piece in self.source.pieces())
+        block = max(1, size * self.characters // self.bytes // BLOCKS)
+        starts = [number * (self.characters - block) // (BLOCKS - 1) for number in range(BLOCKS)]
+        return "".join(_slices(self.source, starts, block))
 
 
-def load(name: str, *, path: str = "", feature: str = "", validation_fraction: float = 0.1) -> Corpus:
-    """Read a corpus, preparing it first if necessary.
+class Mixture(NamedTuple):
+    """Several corpora, from which windows are drawn in proportion to weights.
+
+    Attributes:
+      parts: the corpora.
+      weights: one positive integer for each, without a common factor.
+    """
+
+    parts: tuple[Corpus, ...]
+    weights: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of every mixture."""
+        return "mixture"
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the parts' digests and weights."""
+        return cache.digest([[part.sha256, weight] for part, weight in zip(self.parts, self.weights)])
+
+    @property
+    def characters(self) -> int:
+        """Length of all texts."""
+        return sum(part.characters for part in self.parts)
+
+    @property
+    def bytes(self) -> int:
+        """Length of all texts in UTF-8."""
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def alphabet(self) -> str:
+        """Every character of the texts once, in code point order."""
+        return "".join(sorted(set().union(*(part.alphabet for part in self.parts))))
+
+    def sample(self, size: int) -> str:
+        """Samples of the parts, in proportion to the weights; of a small part, no more than there is."""
+        shares = [size * weight // sum(self.weights) for weight in self.weights]
+        return "".join(part.sample(share) for part, share in zip(self.parts, shares))
+
+
+def load(
+    name: str,
+    *,
+    path: str = "",
+    feature: str = "",
+    validation_fraction: float = 0.1,
+    mixture: str = "",
+    quiet: bool = True,
+) -> Corpus | Mixture:
+    """Find a corpus, preparing it first if necessary, and read it once unless its files are known.
 
     Args:
       name: "python_docs", "quijote", "text" or "tfds:NAME" (also "tfds:NAME/CONFIG").
-      path: for "text", a file or a glob; files are concatenated in name order.
-      feature: for "tfds:NAME", the text feature to read; may be empty if there is only one.
+      path: for "text", a file or a glob; files are joined in name order. Files called *.jsonl, *.ndjson, *.parquet and
+        *.array_record* are read as such, all others as UTF-8 text.
+      feature: for "tfds:NAME", the text feature to read; may be empty if there is only one. For JSONL and Parquet, the
+        field or column, "text" by default. For array_record files, the feature of tf.Example protos.
       validation_fraction: fraction of the characters, at the end, to hold out; a TFDS dataset with a validation or test
         split uses that split instead.
+      mixture: corpora and their weights instead of a name: "quijote=3, notes/*.txt=1, tfds:NAME=0.5".
+      quiet: print no progress.
 
     Raises:
       UserError: an unknown name, or a path or dataset that cannot be read.
+
+    >>> corpus = load("python_docs")
+    >>> corpus.characters > 400_000, len(corpus.sha256)
+    (True, 64)
     """
     if not 0 < validation_fraction < 1:
         raise UserError(f"data.validation_fraction = {validation_fraction}: expected a fraction between 0 and 1")
-    if name.startswith("tfds:"):
-        return _load_tfds(name, feature, validation_fraction)
-    builders = {"python_docs": PythonDocs, "quijote": Quijote, "text": TextFiles}
-    if name not in builders:
-        raise UserError(f"data.name = {name!r} is unknown: use one of {', '.join(builders)}, or tfds:NAME")
-    builder = _build(builders[name], **({"config": _text_config(path)} if name == "text" else {}))
-    text = "".join(_documents(_prepare(builder, name), name, "train", "text"))
-    if name == "text" and text != "".join(builder.builder_config.texts):
-        raise UserError(f"{builder.data_dir} no longer contains the text that was written there: remove that folder")
-    if not text:
-        raise UserError(f"{path or name} is empty: give a text with at least a few thousand characters")
-    cut = int(len(text) * (1 - validation_fraction))
-    return _corpus(name, text[:cut], text[cut:])
+    if mixture and path:
+        raise UserError("data.path and data.mixture are both set: name the path in the mixture, as PATH=WEIGHT")
+    if not mixture:
+        source = _find(name, path, feature)
+        return _scanned(name, path or name, source, validation_fraction, quiet)
+    named = parse_mixture(mixture)
+    parts = []
+    for name in named:
+        is_path = name not in BUILT_IN and not name.startswith("tfds:")
+        source = _find("text", name, feature) if is_path else _find(name, "", feature)
+        parts.append(_scanned(name, name, source, validation_fraction, quiet))
+    return Mixture(tuple(parts), tuple(named.values()))
 
 
-class _TextBuilder(tfds.core.GeneratorBasedBuilder):
-    """A builder with the single split `train`, whose examples concatenate to the text."""
-
-    VERSION = tfds.core.Version("1.0.0")
-
-    def _info(self):
-        return tfds.core.DatasetInfo(
-            builder=self,
-            description=self.__doc__,
-            features=tfds.features.FeaturesDict({"text": tfds.features.Text()}),
-            disable_shuffling=True,
-        )
-
-    def _split_generators(self, dl_manager):
-        return {"train": self._generate_examples(dl_manager)}
-
-    def _generate_examples(self, dl_manager):
-        for key, piece in enumerate(self._pieces(dl_manager)):
-            yield key, {"text": piece}
-
-    def _pieces(self, dl_manager):
-        raise TypeError(f"{type(self).__name__} does not define _pieces(dl_manager): implement it in the subclass")
-
-
-class PythonDocs(_TextBuilder):
-    """The language reference that is part of every CPython (pydoc_data.topics), topic by topic.
-
-    The text differs between Python versions, so the dataset's name contains the version.
-    """
-
-    name = "attnlab_python_docs"
-    BUILDER_CONFIGS: ClassVar = [tfds.core.BuilderConfig(name="python{}.{}.{}".format(*sys.version_info))]
-
-    def _pieces(self, dl_manager):
-        from pydoc_data.topics import topics
-
-        for _, text in sorted(topics.items()):
-            yield text.strip() + "\n\n\n"
-
-
-class Quijote(_TextBuilder):
-    """Cervantes, El ingenioso hidalgo don Quijote de la Mancha (1605, 1615): book 2000 of Project Gutenberg.
-
-    A UTF-8 text at `downloads/manual/quijote.txt`, if there is one, is read instead of downloading.
-    """
-
-    name = "attnlab_quijote"
-
-    def _pieces(self, dl_manager):
-        by_hand = Path(os.fspath(dl_manager.download_dir)) / "manual" / "quijote.txt"
-        path = by_hand if by_hand.exists() else Path(os.fspath(dl_manager.download(GUTENBERG_QUIJOTE)))
-        yield _between_gutenberg_marks(_read(path))
-
-
-class TextFiles(_TextBuilder):
-    """The user's text files; one dataset per content."""
-
-    name = "attnlab_text"
-
-    def _pieces(self, dl_manager):
-        yield from self.builder_config.texts
-
-
-class _TextConfig(tfds.core.BuilderConfig):
-    """A config named by a digest of the content.
+class Strings(NamedTuple):
+    """A text in memory.
 
     Attributes:
-      texts: one per file.
+      train, validation: its parts.
     """
 
-    texts: Sequence[str] = ()
+    train: str
+    validation: str
+
+    @property
+    def text(self) -> str:
+        """Both parts."""
+        return self.train + self.validation
 
 
-def _text_config(path: str) -> _TextConfig:
-    if not path:
-        raise UserError("data.name = 'text' needs a file: --config.data.path=FILE, or a glob such as 'notes/*.txt'")
-    expanded = os.path.expanduser(path)
-    files = [expanded] if os.path.exists(expanded) else sorted(glob.glob(expanded, recursive=True))
-    if not files:
-        raise UserError(f"data.path = {path!r}: no such file, and no file matches it as a glob")
-    texts = [_read(Path(file)) for file in files]
-    # Add a final newline where one is missing, so that files do not run into each other.
-    texts = [t if t.endswith("\n") or i == len(texts) - 1 else t + "\n" for i, t in enumerate(texts)]
-    if not any(texts):
-        raise UserError(f"data.path = {path!r} is empty: give a text with at least a few thousand characters")
-    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
-    config = _TextConfig(name=digest[:32])
-    config.texts = texts
-    return config
+def read_text(name: str, *, path: str = "", feature: str = "", validation_fraction: float = 0.1) -> Strings:
+    """Read a corpus into memory; arguments and errors are those of `load`.
+
+    >>> train, validation = read_text("python_docs")
+    >>> len(train) > 8 * len(validation)
+    True
+    """
+    texts = {"train": [], "validation": []}
+    for split, piece in load(name, path=path, feature=feature, validation_fraction=validation_fraction).pieces():
+        texts[split].append(piece.text)
+    return Strings("".join(texts["train"]), "".join(texts["validation"]))
 
 
-def _read(path: Path) -> str:
-    if path.is_dir():
-        raise UserError(f"{path} is a folder: give a file, or a glob such as '{path}/*.txt'")
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8 (byte {error.start} is 0x{error.object[error.start]:02x}): convert it first, "
-            f"e.g. iconv -f latin1 -t utf-8"
-        ) from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+def parse_mixture(mixture: str) -> dict[str, int]:
+    """The corpora that a mixture names and their weights, as integers without a common factor.
+
+    Args:
+      mixture: NAME=WEIGHT, separated by commas. A name is a built-in corpus, tfds:NAME, a path or a glob; a weight is a
+        positive number.
+
+    Raises:
+      UserError: it is written in another way.
+
+    >>> parse_mixture("quijote=1.5, notes/*.txt=1, tfds:ag_news_subset=1")
+    {'quijote': 3, 'notes/*.txt': 2, 'tfds:ag_news_subset': 2}
+    """
+    found = {}
+    for entry in mixture.split(","):
+        name, equals, weight = (word.strip() for word in entry.rpartition("="))
+        if not equals or not name or not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", weight) or not Fraction(weight):
+            raise UserError(
+                f"data.mixture: {entry.strip()!r}: expected NAME=WEIGHT with a positive weight, separated by commas"
+            )
+        if name in found:
+            raise UserError(f"data.mixture names {name} twice: add up its weights")
+        found[name] = Fraction(weight)
+    scale = Fraction(
+        math.lcm(*(weight.denominator for weight in found.values())),
+        math.gcd(*(weight.numerator for weight in found.values())),
+    )
+    whole = {name: int(weight * scale) for name, weight in found.items()}
+    factor = math.gcd(*whole.values())
+    return {name: weight // factor for name, weight in whole.items()}
 
 
-def _between_gutenberg_marks(text: str) -> str:
-    for mark, side in (("*** START OF", 1), ("*** END OF", 0)):
-        if mark in text:
-            text = text.split(mark, 1)[side]
-            text = text.split("\n", 1)[1] if side else text
-    return text.replace("\r\n", "\n").strip() + "\n"
+def _find(name: str, path: str, feature: str) -> Source:
+    if name == "text":
+        if not path:
+            raise UserError("data.name = 'text' needs a file: --config.data.path=FILE, or a glob such as 'notes/*.txt'")
+        return sources.find(path, feature)
+    if name not in BUILT_IN and not name.startswith("tfds:"):
+        raise UserError(f"data.name = {name!r} is unknown: use one of {', '.join(BUILT_IN)}, text, or tfds:NAME")
+    from attnlab.data import datasets  # a second to import, which files do not need
+
+    return datasets.find(name, feature)
 
 
-def _load_tfds(name, feature, validation_fraction) -> Corpus:
-    """A TFDS text dataset, its documents joined by blank lines."""
-    with _one_line_errors(name):
-        builder = _build_by_name(name)
-    builder = _prepare(builder, name)
-    texts = [key for key, kind in builder.info.features.items() if isinstance(kind, tfds.features.Text)]
-    if not feature and "text" in texts:
-        feature = "text"
-    if not feature and len(texts) == 1:
-        feature = texts[0]
-    if feature not in texts:
-        raise UserError(
-            f"{name} has the text features {', '.join(texts) or '(none)'}: choose one with --config.data.feature=…"
-        )
-    splits = list(builder.info.splits)
-    train = "train" if "train" in splits else splits[0]
-    held_out = next((split for split in ("validation", "test") if split in splits and split != train), None)
-    text = "\n\n".join(_documents(builder, name, train, feature))
-    if held_out:
-        return _corpus(name, text, "\n\n" + "\n\n".join(_documents(builder, name, held_out, feature)))
-    cut = int(len(text) * (1 - validation_fraction))
-    return _corpus(name, text[:cut], text[cut:])
+# ------------------------------------------------------------------------------------------------------------ scanning
 
 
-def _build_by_name(name):
-    try:
-        return tfds.builder(name.removeprefix("tfds:"), file_format="array_record")
-    except tfds.core.registered.DatasetNotFoundError as error:
-        raise UserError(f"data.name = {name!r}: not a TFDS dataset; see tfds.list_builders()") from error
+class _Scan(NamedTuple):
+    """What one pass over a text finds; `held_out` is the number of characters of its own validation split, or None."""
+
+    sha256: str
+    characters: int
+    bytes: int
+    documents: int
+    documents_sha256: str
+    held_out: int | None
+    alphabet: str
 
 
-def _prepare(builder, name):
-    """Write a dataset as array_record unless it is prepared already; TFDS writes to a folder that it then renames."""
-    with _one_line_errors(name, builder):
-        if (
-            builder.is_prepared() and builder.info.splits
-        ):  # a builder made before the dataset was prepared has no splits
-            return builder
-    if isinstance(builder, tfds.core.BeamBasedBuilder):
-        raise UserError(f"{name} needs Apache Beam to be prepared: prepare it elsewhere with {_recipe(builder, name)}")
-    # By default TFDS retries ten times: minutes without any message if there is no network.
-    downloader.MAX_RETRIES = RETRIES
-    remedy = _quijote_remedy(builder) if isinstance(builder, Quijote) else CHECK_NETWORK
-    with _one_line_errors(name, builder, remedy=remedy), _preparation_lock(builder.data_dir_root):
-        # A new builder, as another process may have prepared the dataset since the old one read the disk.
-        builder = type(builder)(
-            data_dir=builder.data_dir_root, config=builder.builder_config, file_format="array_record"
-        )
-        if not builder.is_prepared():
-            builder.download_and_prepare(file_format="array_record")
-    return builder
+def _scanned(name: str, called: str, source: Source, validation_fraction: float, quiet: bool) -> Corpus:
+    before, started = source.signature(), time.time()
+    known = before and cache.recall("scans", [_VERSION, before])
+    scan = _Scan(**known) if known else _scan(name, source, before, quiet)
+    if not known and source.signature() != before:
+        raise TextChangedError(f"{called} changed while it was read: run the command again")
+    if not known and before and all(stamp[2] < (started - _SETTLED) * 1e9 for stamp in before[-1]):
+        cache.remember("scans", [_VERSION, before], scan._asdict())
+    if not scan.characters:
+        raise UserError(f"{called} is empty: give a text with at least a few thousand characters")
+    cut = int(scan.characters * (1 - validation_fraction))
+    if scan.held_out is not None:
+        cut = scan.characters - scan.held_out
+    return Corpus(
+        name,
+        scan.sha256,
+        scan.characters,
+        scan.bytes,
+        scan.documents,
+        scan.documents_sha256,
+        cut,
+        scan.alphabet,
+        source,
+    )
 
 
-@contextlib.contextmanager
-def _preparation_lock(folder):
-    """Hold a lock: only one process per machine prepares datasets, as TFDS replaces files that others may read."""
-    folder = os.fspath(folder)
-    if "://" in folder:
-        yield
-        return
-    os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, ".attnlab.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def _scan(name: str, source: Source, signature: list | None, quiet: bool) -> _Scan:
+    digest, lengths, alphabet = hashlib.sha256(), hashlib.sha256(), _Alphabet()
+    characters = size = documents = length = 0
+    held_out = None
+    total = sum(stamp[1] for stamp in signature[-1]) if signature else None
+    with Progress(f"reading {name}", total, quiet) as progress:
+        for piece in source.pieces():
+            encoded = piece.text.encode()
+            digest.update(encoded)
+            alphabet.add(encoded)
+            characters, size, length = characters + len(piece.text), size + len(encoded), length + len(piece.text)
+            if piece.held_out:
+                held_out = (held_out or 0) + len(piece.text)
+            if piece.ends:
+                lengths.update(length.to_bytes(8, "little"))
+                documents, length = documents + 1, 0
+            progress.advance(len(encoded))
+    return _Scan(digest.hexdigest(), characters, size, documents, lengths.hexdigest(), held_out, alphabet.characters)
 
 
-def _documents(builder, name, split, feature) -> list[str]:
-    with _one_line_errors(
-        name, builder, done="read", remedy=f"remove {builder.data_dir}, and it will be prepared again"
-    ):
-        texts = [example[feature] for example in builder.as_data_source(split=split)]
-        return [text.decode("utf-8") if isinstance(text, bytes) else str(text) for text in texts]
+class _Alphabet:
+    """Collects the characters of a text, many times faster than a set."""
+
+    def __init__(self):
+        self._seen = np.zeros(0x110000, bool)
+        self._ascii = b""
+
+    def add(self, encoded: bytes) -> None:
+        """Add the characters of a text in UTF-8."""
+        rest = encoded.translate(None, self._ascii)  # without known ones of one byte, it still is UTF-8
+        self._seen[np.frombuffer(rest.decode().encode("utf-32-le"), np.uint32)] = True
+        self._ascii = bytes(np.flatnonzero(self._seen[:128]).tolist())
+
+    @property
+    def characters(self) -> str:
+        return "".join(map(chr, np.flatnonzero(self._seen)))
 
 
-def _build(cls, **options):
-    with _one_line_errors(cls.name):
-        return cls(file_format="array_record", **options)
-
-
-def _quijote_remedy(builder):
-    by_hand = builder.data_dir_root / "downloads" / "manual" / "quijote.txt"
-    return f"check the network, put the text at {by_hand}, or use --config.data.path=FILE"
-
-
-def _recipe(builder, name):
-    return f"tfds build {name.removeprefix('tfds:')} --file_format=array_record, and copy it to {builder.data_dir}"
-
-
-@contextlib.contextmanager
-def _one_line_errors(name, builder=None, done="prepared", remedy=CHECK_NETWORK):
-    """Turn TFDS failures into one-line UserErrors, and silence its progress bars and warnings."""
-    tfds.disable_progress_bar()
-    logging.disable(logging.WARNING)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    except UserError:
-        raise
-    except ModuleNotFoundError as error:
-        where = _recipe(builder, name) if builder else "tfds build --file_format=array_record"
-        raise UserError(
-            f"{name} needs {error.name} to be prepared, which attnlab does not use: prepare it elsewhere with {where}"
-        ) from error
-    except PermissionError as error:
-        raise UserError(
-            f"{name} cannot be written to {error.filename}: set TFDS_DATA_DIR to a folder that you can write to"
-        ) from error
-    except Exception as error:  # network and format errors of many libraries
-        what = str(error).strip().splitlines()
-        raise UserError(
-            f"{name} could not be {done} ({type(error).__name__}: {what[0] if what else ''}): {remedy}"
-        ) from error
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def _corpus(name, train, validation) -> Corpus:
-    digest = hashlib.sha256(train.encode("utf-8"))
-    digest.update(validation.encode("utf-8"))
-    return Corpus(name, train, validation, digest.hexdigest())
+def _slices(source: Source, starts: list[int], length: int) -> Iterator[str]:
+    """The text in [start, start + length) for each of some ascending starts, which do not overlap."""
+    ranges = iter((start, start + length) for start in starts)
+    first, end = next(ranges)
+    position = 0
+    for text in (piece.text for piece in source.pieces()):
+        while True:
+            yield text[max(first - position, 0) : max(end - position, 0)]
+            if end > position + len(text):
+                break
+            if (following := next(ranges, None)) is None:
+                return
+            first, end = following
+        position += len(text)

@@ -6,7 +6,6 @@ vocabulary in every process.
 
 import codecs
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -37,6 +36,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> np.ndarray:
         """Token ids of `text`, int32 `[length]`. Raises UserError for text that cannot be encoded."""
 
+    def parts(self, pieces: Iterable[str]) -> Iterator[str]:
+        """Cut a text, given in pieces, so that the parts' tokens concatenate to `encode` of the whole."""
+
     def decode(self, ids) -> str:
         """The text of token ids `[length]`."""
 
@@ -64,7 +66,10 @@ class CharTokenizer:
         if list(characters) != sorted(set(characters)):
             raise UserError("a character vocabulary must list each character once, in code point order")
         self.characters = characters
-        self._points = _code_points(characters)
+        points = _code_points(characters).astype(np.int64)
+        # The token of each code point up to the largest in the vocabulary; −1 for no token, as the one behind it.
+        self._ids = np.full(points.max(initial=-1) + 2, -1, np.int32)
+        self._ids[points] = np.arange(len(points))
 
     @classmethod
     def of(cls, text: str) -> "CharTokenizer":
@@ -82,8 +87,14 @@ class CharTokenizer:
         Raises:
           UserError: a character that is not in the vocabulary.
         """
-        _check_known(text, self.characters)
-        return np.searchsorted(self._points, _code_points(text)).astype(np.int32)
+        ids = self._ids[np.minimum(_code_points(text), len(self._ids) - 1)]
+        if len(ids) and ids.min() < 0:
+            _check_known(text, self.characters)
+        return ids
+
+    def parts(self, pieces: Iterable[str]) -> Iterator[str]:
+        """The pieces themselves."""
+        return iter(pieces)
 
     def decode(self, ids) -> str:
         """The text of token ids `[length]`."""
@@ -111,6 +122,10 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """The UTF-8 bytes of `text`, int32 `[length]`. Raises UserError for lone surrogates."""
         return np.frombuffer(_utf8(text), np.uint8).astype(np.int32)
+
+    def parts(self, pieces: Iterable[str]) -> Iterator[str]:
+        """The pieces themselves."""
+        return iter(pieces)
 
     def decode(self, ids) -> str:
         """The text of byte ids `[length]`; invalid UTF-8 becomes U+FFFD."""
@@ -148,16 +163,24 @@ class TrainedTokenizer:
         self._characters = "".join(token for token in tokens if len(token) == 1)
         # Bytes without a token, which the library would drop silently.
         self._unknown = set(range(256)) - {piece[0] for piece in self._pieces if len(piece) == 1}
+        # Some pre-tokenizers prepend a space to a text without one, so parts must begin with a space there.
+        spaced = getattr(tokenizer.pre_tokenizer, "add_prefix_space", False)
+        self._word_end = _BEFORE_SPACE if spaced else _WORD_END
+        self._known = {} if _splits_at_spaces(tokenizer) else None
 
     @classmethod
-    def of(cls, kind: str, text: str, vocab_size: int) -> "TrainedTokenizer":
-        """Train a tokenizer of a kind on `text`.
+    def of(cls, kind: str, text: str, vocab_size: int, characters: str | None = None) -> "TrainedTokenizer":
+        """Train a tokenizer of a kind on `text`; `characters` are all that "wordpiece" must encode.
 
         Raises:
           UserError: an empty text, or a vocabulary smaller than the kind's minimum.
         """
         if not text:
             raise UserError("the text is empty: give a text with at least a few thousand characters")
+        if kind == "wordpiece":
+            return cls(
+                kind, _train_wordpiece(text, vocab_size, sorted(set(text if characters is None else characters)))
+            )
         return cls(kind, _TRAIN[kind](text, vocab_size))
 
     @property
@@ -176,10 +199,28 @@ class TrainedTokenizer:
             _check_known(text, self._characters)
         if self.kind == "bpe" and self._unknown and self._unknown.intersection(text.encode()):
             _check_known(text, "".join(c for c in sorted(set(text)) if not self._unknown.intersection(c.encode())))
-        # Some pre-tokenizers prepend a space to a text without one, so parts must begin with a space there.
-        word_end = _BEFORE_SPACE if getattr(self._tokenizer.pre_tokenizer, "add_prefix_space", False) else _WORD_END
-        ids = (self._tokenizer.encode(part, add_special_tokens=False).ids for part in _parts(text, word_end=word_end))
-        return np.fromiter(itertools.chain.from_iterable(ids), np.int32)
+        return np.concatenate([np.zeros(0, np.int32), *map(self._encode_part, self.parts([text]))])
+
+    def _encode_part(self, part: str) -> np.ndarray:
+        if self._known is None:
+            return np.frombuffer(self._ids([part])[0], np.int32)
+        words = _SPACED_WORDS.findall(part)
+        if len(self._known) > _MOST_KNOWN:
+            self._known = {}
+        known = self._known  # of this call: another thread may begin anew
+        new = list(set(words).difference(known))
+        known.update(zip(new, self._ids(new)))
+        return np.frombuffer(b"".join([known[word] for word in words]), np.int32)
+
+    def _ids(self, texts: list[str]) -> list[bytes]:
+        """The int32 tokens of each text."""
+        # Unlike `encode`, this lets other threads run, and skips the places of tokens in the text.
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32).tobytes() for encoding in encodings]
+
+    def parts(self, pieces: Iterable[str]) -> Iterator[str]:
+        """Parts of about 100,000 characters, as the library needs hundreds of bytes per character."""
+        return _parts(pieces, word_end=self._word_end)
 
     def decode(self, ids) -> str:
         """The text of token ids `[length]`; invalid UTF-8 becomes U+FFFD."""
@@ -201,6 +242,10 @@ _WORDS = pre_tokenizers.Split(huggingface.Regex(rf"\s{{1,{_LONGEST}}}|\w{{1,{_LO
 _BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
 _WORD_END = re.compile(r"\S(?=[ \n])")  # both are white space to the library and to Python
 _BEFORE_SPACE = re.compile(r"\S(?= )")
+# Words with the white space before them: a text is cut at every place where `_WORD_END` ends. The library spends most
+# of its time on finding words; looking up the tokens of these is several times faster.
+_SPACED_WORDS = re.compile(r"\s*(?:\S+|[^\S \n]\s*)*")
+_MOST_KNOWN = 200_000  # about 50 MB
 _UNKNOWN = "<unk>"
 _CONTINUES = "##"
 
@@ -221,8 +266,7 @@ def _train_bpe(text: str, vocab_size: int) -> huggingface.Tokenizer:
     return _trained(models.BPE(), _BYTE_LEVEL, trainer, text)
 
 
-def _train_wordpiece(text: str, vocab_size: int) -> huggingface.Tokenizer:
-    characters = sorted(set(text))
+def _train_wordpiece(text: str, vocab_size: int, characters: list[str]) -> huggingface.Tokenizer:
     continuing = [_CONTINUES + c for c in characters if len(_WORDS.pre_tokenize_str(c + c)) == 1]
     least = len(characters) + len(continuing)
     if vocab_size < least:
@@ -243,6 +287,18 @@ def _train_wordpiece(text: str, vocab_size: int) -> huggingface.Tokenizer:
     return _untrained(model, _WORDS)
 
 
+def _splits_at_spaces(tokenizer: huggingface.Tokenizer) -> bool:
+    """Whether no token spans a place where white space follows another character, as with all that are trained here."""
+    splits = tokenizer.pre_tokenizer and json.loads(tokenizer.pre_tokenizer.__getstate__())
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    added = tokenizer.get_added_tokens_decoder().values()
+    return (
+        (splits == json.loads(_WORDS.__getstate__()) or byte_level.items() <= (splits or {}).items())
+        and not any(token.lstrip or token.rstrip or token.single_word for token in added)
+        and not any(character.isspace() for token in added for character in token.content)
+    )
+
+
 def _untrained(model, pre_tokenizer) -> huggingface.Tokenizer:
     tokenizer = huggingface.Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizer
@@ -251,21 +307,25 @@ def _untrained(model, pre_tokenizer) -> huggingface.Tokenizer:
 
 def _trained(model, pre_tokenizer, trainer, text: str) -> huggingface.Tokenizer:
     tokenizer = _untrained(model, pre_tokenizer)
-    tokenizer.train_from_iterator(_parts(text), trainer)
+    tokenizer.train_from_iterator(_parts([text]), trainer)
     return tokenizer
 
 
-def _parts(text: str, size: int = 100_000, word_end: re.Pattern = _WORD_END) -> Iterator[str]:
-    """Split `text` into parts of about `size` characters, as the library needs hundreds of bytes per character.
+def _parts(pieces: Iterable[str], size: int = 100_000, word_end: re.Pattern = _WORD_END) -> Iterator[str]:
+    """Cut a text, given in pieces, into parts of about `size` characters.
 
     Parts end where white space follows another character. No word spans such a place, so the cuts change no token.
     """
-    start = 0
-    while start < len(text):
-        found = word_end.search(text, start + size)
-        end = found.end() if found else len(text)
-        yield text[start:end]
-        start = end
+    text = ""
+    for piece in pieces:
+        start, search_from = 0, max(size, len(text) - 1)  # what was searched before had no such place
+        text += piece
+        while found := word_end.search(text, search_from):
+            yield text[start : found.end()]
+            start, search_from = found.end(), found.end() + size
+        text = text[start:]
+    if text:
+        yield text
 
 
 def _bytes_of(kind: str, token: str) -> bytes:
@@ -292,7 +352,7 @@ _TRAIN = {"word": _train_words, "bpe": _train_bpe, "wordpiece": _train_wordpiece
 KINDS = ("char", "byte", *_TRAIN)
 
 
-def make(kind: str, text: str, vocab_size: int = 1024) -> Tokenizer:
+def make(kind: str, text: str, vocab_size: int = 1024, characters: str | None = None) -> Tokenizer:
     """Build the tokenizer of a kind for a text.
 
     Args:
@@ -308,8 +368,9 @@ def make(kind: str, text: str, vocab_size: int = 1024) -> Tokenizer:
           begins a word, then the longest that continues it, marked "##". As in the library, the vocabulary is chosen
           by merges, not by likelihood. Unlike BERT's, it keeps capitals and white space, so that decoding restores any
           text made of the corpus's characters.
-      text: the whole corpus.
+      text: the whole corpus, or a sample of it.
       vocab_size: maximal size for "word", "bpe" and "wordpiece"; pairs that occur only once are not merged.
+      characters: all characters of the corpus, for "char" and "wordpiece"; None for those of `text`.
 
     Raises:
       UserError: an unknown kind; for trained kinds, an empty text or a vocabulary smaller than the kind's minimum.
@@ -323,8 +384,8 @@ def make(kind: str, text: str, vocab_size: int = 1024) -> Tokenizer:
     if kind not in KINDS:
         raise UserError(f"data.tokenizer = {kind!r} is unknown: use one of {', '.join(KINDS)}")
     if kind in _TRAIN:
-        return TrainedTokenizer.of(kind, text, vocab_size)
-    return CharTokenizer.of(text) if kind == "char" else ByteTokenizer()
+        return TrainedTokenizer.of(kind, text, vocab_size, characters)
+    return CharTokenizer.of(text if characters is None else characters) if kind == "char" else ByteTokenizer()
 
 
 def pretrained(folder: Path) -> TrainedTokenizer | None:
@@ -405,17 +466,25 @@ def load(path: Path) -> Tokenizer:
       UserError: the file is missing or is not a tokenizer.
     """
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        kind = saved.get("kind")
-        if kind not in KINDS:
-            raise ValueError(f"its kind is {kind!r}, not one of {', '.join(KINDS)}")
-        if kind in _TRAIN:
-            return TrainedTokenizer(kind, huggingface.Tokenizer.from_str(json.dumps(saved["tokenizer"])))
-        return CharTokenizer(saved["characters"]) if kind == "char" else ByteTokenizer()
+        return from_dict(json.loads(path.read_text(encoding="utf-8")))
     except Exception as error:  # Hugging Face's library raises no narrower one
         raise UserError(
             f"{path} is not an attnlab tokenizer ({error}): restore it, or train in a new workdir"
         ) from error
+
+
+def from_dict(saved: dict) -> Tokenizer:
+    """The tokenizer whose `to_dict` is `saved`; raises any exception where it is none's.
+
+    >>> from_dict({"kind": "byte"}).encode("a").tolist()
+    [97]
+    """
+    kind = saved.get("kind")
+    if kind not in KINDS:
+        raise ValueError(f"its kind is {kind!r}, not one of {', '.join(KINDS)}")
+    if kind in _TRAIN:
+        return TrainedTokenizer(kind, huggingface.Tokenizer.from_str(json.dumps(saved["tokenizer"])))
+    return CharTokenizer(saved["characters"]) if kind == "char" else ByteTokenizer()
 
 
 def _to_json(tokenizer: Tokenizer) -> bytes:

@@ -93,7 +93,7 @@ def read(path: str) -> Text:
     Raises:
       UserError: a file that cannot be read.
     """
-    corpus = corpora.load("text", path=path) if path else corpora.load("python_docs")
+    corpus = corpora.read_text("text", path=path) if path else corpora.read_text("python_docs")
     tokenizer = tokenizers.make("char", corpus.text)
     spanish = corpus.text.count(" que ") > corpus.text.count(" the ")
     return Text(

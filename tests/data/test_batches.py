@@ -5,10 +5,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnlab.data.batches import EvalBatches, TrainBatches, prefetched
+from attnlab.data.batches import EvalBatches, TrainBatches, interleave, prefetched
 from attnlab.errors import UserError
 
 TEXT = np.arange(1000)
+
+
+class Stored:
+    """Tokens that are read, as those of a store."""
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def read(self, starts, length):
+        return self.tokens[starts[:, None] + np.arange(length)].astype(np.int32)
 
 
 def train(tokens=TEXT, context=8, batch_size=6, seed=0, **shares):
@@ -28,7 +41,7 @@ def test_batch_depends_only_on_seed_and_step():
 def test_processes_share_the_same_global_batch(processes):
     shares = [train(process_index=i, process_count=processes)[5] for i in range(processes)]
     full = train()[5]
-    for field in full._fields:
+    for field in ("tokens", "example", "weight"):
         np.testing.assert_array_equal(np.concatenate([getattr(share, field) for share in shares]), getattr(full, field))
 
 
@@ -107,3 +120,88 @@ def test_too_short_text_says_what_to_change():
 def test_batch_size_must_be_divisible_by_processes():
     with pytest.raises(UserError, match="batch_size = 6 must be a multiple of the 4 processes"):
         train(process_count=4)
+
+
+def test_stored_tokens_give_the_batches_of_an_array():
+    for step in (0, 3, 500):
+        np.testing.assert_array_equal(train(Stored(TEXT))[step].tokens, train()[step].tokens)
+    options = {"context": 8, "batch_size": 6, "windows": 20}
+    for stored, array in zip(EvalBatches(Stored(TEXT), **options), EvalBatches(TEXT, **options), strict=True):
+        np.testing.assert_array_equal(stored.tokens, array.tokens)
+
+
+@given(starts=st.sets(st.integers(1, 199)), context=st.integers(1, 30), seed=st.integers(0, 99))
+def test_segments_number_the_documents_of_a_window(starts, context, seed):
+    documents = np.array(sorted({0} | starts))
+    owner = np.searchsorted(documents, np.arange(200), side="right") - 1
+    batches = train(np.arange(200), context=context, batch_size=7, seed=seed, documents=documents)
+    held_out = EvalBatches(np.arange(200), context=context, batch_size=7, windows=9, documents=documents)
+    for batch in (batches[0], batches[5], *held_out):
+        expected = owner[batch.tokens] - owner[batch.tokens[:, :1]]
+        np.testing.assert_array_equal(batch.segments, expected)
+        assert batch.segments.dtype == np.int32
+
+
+def test_segments_of_one_document_are_zeros():
+    assert not train(documents=np.zeros(1, np.int64))[0].segments.any()
+    assert train()[0].segments is None
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_processes_share_segments_and_mixtures(processes):
+    options = {"weights": [3, 1], "documents": [np.arange(0, 1000, 7), np.arange(0, 500, 3)]}
+    texts = [TEXT, 1000 + TEXT[:500]]
+    shares = [train(texts, **options, process_index=i, process_count=processes) for i in range(processes)]
+    for step in (0, 1, 77):
+        full, parts = train(texts, **options)[step], [share[step] for share in shares]
+        for field in full._fields:
+            joined = np.concatenate([getattr(part, field) for part in parts])
+            np.testing.assert_array_equal(joined, getattr(full, field))
+
+
+@given(weights=st.lists(st.integers(1, 50), min_size=1, max_size=5), start=st.integers(0, 10**12))
+def test_interleaving_is_exact_over_every_period(weights, start):
+    period = sum(weights)
+    start -= start % period
+    found = [interleave(number, weights) for number in range(start, start + period)]
+    for text, weight in enumerate(weights):
+        numbers = [number for which, number in found if which == text]
+        assert numbers == list(range(start // period * weight, start // period * weight + weight))
+
+
+def test_mixture_shows_each_window_of_a_text_once_an_epoch():
+    texts = [TEXT, 1000 + np.arange(200)]
+    batches = train(texts, context=8, batch_size=8, weights=[3, 1])
+    tokens = np.concatenate([batches[step].tokens[:, 1:] for step in range(12)])
+    second = tokens[tokens[:, 0] >= 1000]
+    assert len(second) == 24 == (200 - 8) // 8
+    assert len(np.unique(second)) == second.size
+    alone = train(context=8, batch_size=8)
+    first = np.concatenate([alone[step].tokens for step in range(9)])
+    np.testing.assert_array_equal(tokens[tokens[:, 0] < 1000], first[:, 1:])
+
+
+def test_texts_of_a_mixture_have_different_orders():
+    batches = train([TEXT, TEXT], batch_size=40, weights=[1, 1])
+    tokens = batches[0].tokens[:, 0]
+    chosen = np.array([interleave(number, [1, 1])[0] for number in range(40)])
+    assert not np.array_equal(tokens[chosen == 0], tokens[chosen == 1])
+
+
+def test_evaluation_windows_are_allotted_by_weight():
+    texts = [TEXT, 1000 + TEXT, 2000 + np.arange(17)]
+    batches = EvalBatches(texts, context=8, batch_size=7, windows=60, weights=[3, 2, 1])
+    assert batches.windows_of_texts == [30, 20, 2] and batches.windows == 52
+    starts = np.concatenate([batch.tokens[batch.weight == 1][:, 0] for batch in batches])
+    assert np.bincount(starts // 1000).tolist() == [30, 20, 2]
+
+
+def test_more_windows_than_there_are_may_be_asked_for():
+    options = {"context": 1, "batch_size": 8, "windows": 2**31 - 1}
+    assert EvalBatches(np.zeros(3_000_000, np.uint8), **options).windows == 2_999_999
+    assert EvalBatches([TEXT, TEXT[:10]], **options, weights=[1, 5]).windows_of_texts == [999, 9]
+
+
+def test_too_short_text_of_a_mixture_is_one_line():
+    with pytest.raises(UserError, match="training text has 5 tokens"):
+        train([TEXT, TEXT[:5]], weights=[1, 1])

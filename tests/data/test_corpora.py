@@ -1,4 +1,4 @@
-"""Corpora: exact text, one split point, prepared once, one-line errors."""
+"""Corpora: exact text, one split point, read once, one-line errors."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from attnlab.data import corpora
+from attnlab.data import cache, corpora, datasets
 from attnlab.errors import UserError
 
 
@@ -55,18 +55,82 @@ class AttnlabNeedsBeam(tfds.core.BeamBasedBuilder):
         raise AssertionError("called without Beam")
 
 
+def text_of(name, **options) -> str:
+    return corpora.read_text(name, **options).text
+
+
+def settled(path: Path, text: str = "") -> str:
+    """Write a file that looks old enough for its sha256 to be remembered; returns its path."""
+    path.write_bytes(text.encode()) if text else None
+    os.utime(path, ns=(0, path.stat().st_mtime_ns - 10**10))
+    return str(path)
+
+
 def test_python_docs_is_the_language_reference():
-    corpus = corpora.load("python_docs")
+    corpus = corpora.read_text("python_docs")
     assert corpus.text.startswith(topics[min(topics)].strip()[:100])
     assert len(corpus.text) > 400_000
     assert all(topics[name].strip() in corpus.text for name in ("yield", "lambda"))
 
 
 def test_validation_is_the_last_part():
+    strings = corpora.read_text("python_docs", validation_fraction=0.25)
     corpus = corpora.load("python_docs", validation_fraction=0.25)
-    assert corpus.train + corpus.validation == corpora.load("python_docs").text
-    assert len(corpus.train) == int(0.75 * len(corpus.text))
-    assert corpus.sha256 == hashlib.sha256(corpus.text.encode()).hexdigest()
+    assert strings.text == text_of("python_docs")
+    assert len(strings.train) == corpus.train_characters == int(0.75 * len(strings.text))
+    assert corpus.sha256 == hashlib.sha256(strings.text.encode()).hexdigest()
+
+
+def test_corpus_knows_lengths_and_alphabet(tmp_path):
+    (tmp_path / "a.txt").write_text("año, 年\n" * 300_000)
+    corpus = corpora.load("text", path=f"{tmp_path}/a.txt")
+    assert (corpus.characters, corpus.bytes, corpus.documents) == (2_100_000, 3_000_000, 1)
+    assert corpus.alphabet == "\n ,aoñ年"
+
+
+@pytest.mark.parametrize("size", [2000, 5000, 10**6])
+def test_sample_is_evenly_spaced_or_all(tmp_path, size):
+    text = "".join(f"{number:6d}\n" for number in range(20_000))
+    (tmp_path / "a.txt").write_text(text)
+    sample = corpora.load("text", path=f"{tmp_path}/a.txt").sample(size)
+    assert size * 0.8 < len(sample) <= size or sample == text
+    starts = [text.index(sample[at : at + 14]) for at in range(0, len(sample) - 14, max(1, len(sample) // 64))]
+    assert starts == sorted(starts) and starts[0] == 0 and starts[-1] > 0.9 * len(text)
+    assert sample == corpora.load("text", path=f"{tmp_path}/a.txt").sample(size)
+
+
+def test_known_file_is_not_read_again(tmp_path, monkeypatch):
+    path = settled(tmp_path / "a.txt", "a text to remember\n" * 99)
+    before = corpora.load("text", path=path)
+    monkeypatch.setattr(corpora, "_scan", None)
+    assert corpora.load("text", path=path) == before
+
+
+def test_corrupt_memory_of_a_file_is_ignored(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = settled(tmp_path / "a.txt", "a text to remember\n" * 99)
+    before = corpora.load("text", path=path)
+    (remembered,) = (cache.folder() / "scans").iterdir()
+    for content in (b"", b"{", b"[]", remembered.read_bytes().replace(b"99", b"98", 1)[:-5], b'{"fact": {}}'):
+        remembered.write_bytes(content)
+        assert corpora.load("text", path=path) == before
+
+
+def test_cache_that_cannot_be_written_does_not_matter(tmp_path, monkeypatch):
+    (tmp_path / "cache").write_text("a file")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = settled(tmp_path / "a.txt", "a text\n" * 99)
+    assert corpora.load("text", path=path) == corpora.load("text", path=path)
+
+
+def test_text_that_changes_while_it_is_read_is_refused(tmp_path):
+    path = settled(tmp_path / "a.txt", "before " * 200_000)
+    corpus = corpora.load("text", path=path)
+    pieces = corpus.pieces()
+    next(pieces)
+    (tmp_path / "a.txt").write_text("after " * 200_000)
+    with pytest.raises(UserError, match="changed while it was read: run the command again"):
+        list(pieces)
 
 
 def test_corpus_is_prepared_once():
@@ -89,25 +153,26 @@ def test_loading_does_not_import_tensorflow():
 def test_text_file_is_read_exactly_without_byte_order_mark(tmp_path, text):
     path = tmp_path / "a.txt"
     path.write_bytes(text.encode())
-    assert corpora.load("text", path=str(path)).text == text.removeprefix("\ufeff")
+    assert text_of("text", path=str(path)) == text.removeprefix("\ufeff")
 
 
 def test_glob_joins_files_in_name_order_at_line_ends(tmp_path):
     for name, text in (("b.txt", "second\n"), ("a.txt", "first"), ("c.txt", "third"), ("d.md", "other")):
         (tmp_path / name).write_text(text)
-    assert corpora.load("text", path=f"{tmp_path}/*.txt").text == "first\nsecond\nthird"
+    assert text_of("text", path=f"{tmp_path}/*.txt") == "first\nsecond\nthird"
+    assert corpora.load("text", path=f"{tmp_path}/*.txt").documents == 3
 
 
 def test_changed_file_is_read_again(tmp_path):
     path = tmp_path / "a.txt"
     for text in ("before " * 9, "after " * 9):
-        path.write_text(text)
-        assert corpora.load("text", path=str(path)).text == text
+        settled(path, text)
+        assert text_of("text", path=str(path)) == text
 
 
 def test_existing_file_wins_over_glob(tmp_path):
     (tmp_path / "a[1].txt").write_text("bracket" * 9)
-    assert corpora.load("text", path=f"{tmp_path}/a[1].txt").text == "bracket" * 9
+    assert text_of("text", path=f"{tmp_path}/a[1].txt") == "bracket" * 9
 
 
 def test_quijote_from_manual_folder_drops_gutenberg_notice(tmp_path, monkeypatch):
@@ -120,13 +185,13 @@ def test_quijote_from_manual_folder_drops_gutenberg_notice(tmp_path, monkeypatch
         f"A notice\r\n*** START OF THE PROJECT GUTENBERG EBOOK ***\r\n\r\n{story}\r\n*** END OF THE PROJECT ***\r\nmore"
     )
     (manual / "quijote.txt").write_bytes(notice.encode())
-    assert corpora.load("quijote").text == story + "\n"
+    assert text_of("quijote") == story + "\n"
 
 
 def test_quijote_without_network_says_where_to_put_it(tmp_path, monkeypatch):
     monkeypatch.setattr(tfds.core.constants, "DATA_DIR", str(tmp_path))
-    monkeypatch.setattr(corpora, "GUTENBERG_QUIJOTE", "http://127.0.0.1:9/pg2000.txt")
-    monkeypatch.setattr(corpora, "RETRIES", 0)
+    monkeypatch.setattr(datasets, "GUTENBERG_QUIJOTE", "http://127.0.0.1:9/pg2000.txt")
+    monkeypatch.setattr(datasets, "RETRIES", 0)
     with pytest.raises(
         UserError, match=r"put the text at .*manual/quijote\.txt, or use --config\.data\.path=FILE"
     ) as error:
@@ -134,31 +199,32 @@ def test_quijote_without_network_says_where_to_put_it(tmp_path, monkeypatch):
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_processes_may_prepare_one_text_concurrently(tmp_path):
-    (tmp_path / "text.txt").write_text("the same text for all\n" * 1000)
-    program = f"from attnlab.data import corpora; print(len(corpora.load('text', path='{tmp_path}/text.txt').text))"
+def test_processes_may_prepare_one_dataset_concurrently(tmp_path):
+    program = "from attnlab.data import corpora; print(corpora.load('python_docs').sha256)"
     environment = os.environ | {"TFDS_DATA_DIR": str(tmp_path / "tfds")}
     command = [sys.executable, "-c", program]
     several = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [one.communicate()[0].strip() for one in several] == ["22000"] * 2
+    assert [one.communicate()[0].strip() for one in several] == [corpora.load("python_docs").sha256] * 2
 
 
-def test_damaged_prepared_text_is_refused(tmp_path, monkeypatch):
+def test_damaged_prepared_dataset_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(tfds.core.constants, "DATA_DIR", str(tmp_path / "tfds"))
-    (tmp_path / "text.txt").write_text("a text that will be cut\n" * 1000)
-    corpora.load("text", path=f"{tmp_path}/text.txt")
+    corpora.load("python_docs")
     (record,) = (tmp_path / "tfds").rglob("*.array_record*")
-    for size in (0, 100, record.stat().st_size // 2):
+    for size in (record.stat().st_size // 2, 100, 0):
         os.truncate(record, size)
         with pytest.raises(UserError) as error:
-            corpora.load("text", path=f"{tmp_path}/text.txt")
+            corpora.load("python_docs")
         assert "\n" not in str(error.value)
 
 
 def test_tfds_dataset_keeps_its_own_splits():
-    corpus = corpora.load("tfds:attnlab_folktales")
+    corpus = corpora.read_text("tfds:attnlab_folktales")
     assert sorted(corpus.train.split("\n\n")) == ["train story 0 ñ", "train story 1 ñ"]
     assert sorted(corpus.validation.strip().split("\n\n")) == ["test story 0 ñ", "test story 1 ñ"]
+    assert (
+        corpus.validation.startswith("\n\n") and len(corpus.text) == corpora.load("tfds:attnlab_folktales").characters
+    )
 
 
 def test_prepared_dataset_is_read_without_its_builder(monkeypatch):
@@ -181,6 +247,13 @@ def test_prepared_dataset_is_read_without_its_builder(monkeypatch):
         ("text", {"path": "{tmp}/empty.txt"}, "is empty"),
         ("text", {"path": "{tmp}/latin1.txt"}, r"is not UTF-8 \(byte 1 is 0xf1\): convert it first"),
         ("python_docs", {"validation_fraction": 1.5}, "expected a fraction between 0 and 1"),
+        ("text", {"path": "a", "mixture": "quijote=1"}, "data.path and data.mixture are both set"),
+        ("mixture", {"mixture": "quijote"}, "'quijote': expected NAME=WEIGHT with a positive weight"),
+        ("mixture", {"mixture": "quijote=0"}, "'quijote=0': expected NAME=WEIGHT"),
+        ("mixture", {"mixture": "quijote=1,"}, "'': expected NAME=WEIGHT"),
+        ("mixture", {"mixture": "quijote=-1"}, "'quijote=-1': expected NAME=WEIGHT"),
+        ("mixture", {"mixture": "a=1,a=2"}, "names a twice: add up its weights"),
+        ("mixture", {"mixture": "/no/such/file=1"}, "'/no/such/file': no such file"),
     ],
 )
 def test_unreadable_corpus_is_one_line(tmp_path, name, options, message):
@@ -190,3 +263,19 @@ def test_unreadable_corpus_is_one_line(tmp_path, name, options, message):
     with pytest.raises(UserError, match=message) as error:
         corpora.load(name, **options)
     assert "\n" not in str(error.value)
+
+
+def test_mixture_has_one_digest_of_texts_and_weights(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} text\n" * 999)
+
+    def mixed(mixture):
+        return corpora.load("mixture", mixture=mixture.format(tmp=tmp_path))
+
+    mixture = mixed("{tmp}/a.txt=3, {tmp}/b*.txt=0.5")
+    assert mixture.weights == (6, 1) and mixture.alphabet == "\n abetx"
+    assert mixture.characters == sum(part.characters for part in mixture.parts)
+    assert mixture.sha256 == mixed("{tmp}/a.txt=12,{tmp}/b.txt=2").sha256
+    assert mixture.sha256 != mixed("{tmp}/a.txt=1, {tmp}/b.txt=1").sha256
+    sample = mixture.sample(2000)
+    assert 4 < sample.count("a") / sample.count("b") < 8

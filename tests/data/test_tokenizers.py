@@ -2,13 +2,16 @@
 
 import hashlib
 import itertools
+import json
 import re
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import tokenizers as huggingface
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -169,6 +172,42 @@ def test_word_vocabulary_is_the_most_frequent_runs(text):
     few = tokenizers.make("word", text, 3)
     kept = {few.decode([i]) for i in range(1, few.vocab_size)}
     assert min(counts[word] for word in kept) >= max((n for word, n in counts.items() if word not in kept), default=0)
+
+
+@TRAINED
+@given(text=st.text(st.sampled_from(" \n\t\r\x1c\x85\u2003\u200bab'1,.#ñ二🙂"), min_size=1, max_size=300))
+def test_tokens_are_those_of_the_library(kind, text):
+    tokenizer = tokenizers.make(kind, text + "ab ab's 11 ,. " * 9, VOCAB_SIZE)
+    library = huggingface.Tokenizer.from_str(json.dumps(tokenizer.to_dict()["tokenizer"]))
+    for _ in range(2):  # also from memory
+        assert tokenizer.encode(text).tolist() == library.encode(text).ids
+
+
+@TRAINED
+def test_encoding_many_words_forgets_some_of_them(kind, monkeypatch):
+    monkeypatch.setattr(tokenizers, "_MOST_KNOWN", 10)
+    text = " ".join(str(number) for number in range(100_000, 160_000))
+    tokenizer = tokenizers.make(kind, text[:10_000] + "0123456789", VOCAB_SIZE)
+    with ThreadPoolExecutor(4) as pool:
+        ids = list(pool.map(tokenizer.encode, [text] * 4))
+    assert all(np.array_equal(ids[0], other) for other in ids)
+    assert kind == "word" or tokenizer.decode(ids[0]) == text
+
+
+@ALL
+@given(text=TEXTS, cuts=st.lists(st.integers(0, 300)))
+def test_parts_have_the_tokens_of_the_whole(kind, text, cuts):
+    text, cuts = text * 20, sorted(cuts)
+    tokenizer = tokenizers.make(kind, text, VOCAB_SIZE)
+    pieces = [text[start:stop] for start, stop in itertools.pairwise([0, *cuts, len(text) + 300])]
+    ids = [tokenizer.encode(part) for part in tokenizer.parts(pieces)]
+    assert np.concatenate(ids).tolist() == tokenizer.encode(text).tolist()
+
+
+@pytest.mark.parametrize("kind", ["char", "wordpiece"])
+def test_vocabulary_covers_characters_outside_the_sample(kind):
+    tokenizer = tokenizers.make(kind, "a sample of it " * 9, 200, characters=" abcdefilmnoprst")
+    assert tokenizer.decode(tokenizer.encode("bcd not")) == "bcd not"
 
 
 @TRAINED

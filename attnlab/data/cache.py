@@ -1,0 +1,70 @@
+"""Attnlab's data in the user's cache folder: token stores, and small facts remembered between runs, as JSON files.
+
+A fact may be lost at any time: files that are missing, damaged or cannot be written are ignored.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from pathlib import Path
+
+
+def folder() -> Path | None:
+    """The folder `attnlab/tokens` in XDG_CACHE_HOME, or in ~/.cache; None without a home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnlab" / "tokens"
+    except RuntimeError:
+        return None
+
+
+def digest(value) -> str:
+    """The sha256 of a JSON value.
+
+    >>> digest([1, "a"])[:8]
+    '4a72386a'
+    """
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def recall(kind: str, key) -> dict | None:
+    """The fact that was remembered under a key, or None."""
+    file = _file(kind, key)
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        saved = json.loads(file.read_bytes()) if file else {}
+        if saved["sha256"] == digest(saved["fact"]):
+            return saved["fact"]
+    return None
+
+
+def remember(kind: str, key, fact: dict) -> None:
+    """Remember a fact.
+
+    Args:
+      kind: a folder for facts of one kind.
+      key: any JSON value; where it contains the sizes and times of files, the fact is forgotten as they change.
+      fact: any JSON object.
+    """
+    file = _file(kind, key)
+    with contextlib.suppress(OSError):
+        if file:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace(file, json.dumps({"fact": fact, "sha256": digest(fact)}).encode())
+
+
+def replace(file: Path, content: bytes) -> None:
+    """Write a file atomically, and on to the disk."""
+    unfinished = file.with_name(f"{file.name}.{os.getpid()}.new")
+    try:
+        with unfinished.open("wb") as written:
+            written.write(content)
+            written.flush()
+            os.fsync(written.fileno())
+        os.replace(unfinished, file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _file(kind: str, key) -> Path | None:
+    home = folder()
+    return home and home / kind / f"{digest(key)[:32]}.json"

@@ -1,0 +1,259 @@
+"""TFDS datasets as documents: attnlab's own builders, and any text set, written to array_record and read back without
+TensorFlow.
+
+TFDS stores prepared datasets in the folder TFDS_DATA_DIR, by default `~/tensorflow_datasets`.
+"""
+
+import contextlib
+import fcntl
+import io
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import tensorflow_datasets as tfds
+from tensorflow_datasets.core.download import downloader
+
+from attnlab.data import sources
+from attnlab.data.sources import Piece
+from attnlab.errors import UserError
+
+GUTENBERG_QUIJOTE = "https://www.gutenberg.org/cache/epub/2000/pg2000.txt"
+RETRIES = 4  # download attempts
+CHECK_NETWORK = "check the network, or prepare it elsewhere as array_record"
+BLOCK = 64  # documents read at once
+
+
+class Dataset(NamedTuple):
+    """A prepared TFDS dataset.
+
+    Attributes:
+      name: what the user calls it.
+      builder: its builder.
+      feature: the feature with the text.
+      splits: the split for training and, if the set has one, a split for validation.
+      separator: between documents.
+    """
+
+    name: str
+    builder: tfds.core.DatasetBuilder
+    feature: str
+    splits: tuple[str, ...]
+    separator: str
+
+    def signature(self) -> list | None:
+        """Feature, splits, and the path, size, time and inode of each file."""
+        folder = os.fspath(self.builder.data_dir)
+        if "://" in folder:
+            return None
+        files = sorted(os.path.join(folder, name) for name in os.listdir(folder))
+        return [self.feature, list(self.splits), self.separator, sources.stamps(files)]
+
+    def pieces(self) -> Iterator[Piece]:
+        """The text: the documents of the training split, then those of the other."""
+        for number, split in enumerate(self.splits):
+            if number:
+                yield Piece(self.separator, ends=False, held_out=True)
+            yield from sources.joined(self._documents(split), self.separator, held_out=number > 0)
+
+    def _documents(self, split: str) -> Iterator[str]:
+        remedy = f"remove {self.builder.data_dir}, and it will be prepared again"
+        with _one_line_errors(self.name, self.builder, done="read", remedy=remedy):
+            examples = self.builder.as_data_source(split=split)
+            count = len(examples)
+        for start in range(0, count, BLOCK):
+            with _one_line_errors(self.name, self.builder, done="read", remedy=remedy):
+                block = examples.__getitems__(list(range(start, min(start + BLOCK, count))))
+                texts = [example[self.feature] for example in block]
+                texts = [text.decode("utf-8") if isinstance(text, bytes) else str(text) for text in texts]
+            yield from texts
+
+
+def find(name: str, feature: str = "") -> Dataset:
+    """A dataset by name, prepared if it is not yet.
+
+    Args:
+      name: "python_docs", "quijote", "tfds:NAME" or "tfds:NAME/CONFIG".
+      feature: the text feature of "tfds:NAME"; may be empty if there is only one, or one is called "text".
+
+    Raises:
+      UserError: there is no such dataset, or it cannot be prepared.
+
+    >>> find("python_docs").splits
+    ('train',)
+    """
+    if name in BUILDERS:
+        builder = _prepare(_build(BUILDERS[name]), name)
+        return Dataset(name, builder, "text", ("train",), "")
+    with _one_line_errors(name):
+        builder = _build_by_name(name)
+    builder = _prepare(builder, name)
+    texts = [key for key, kind in builder.info.features.items() if isinstance(kind, tfds.features.Text)]
+    if not feature and "text" in texts:
+        feature = "text"
+    if not feature and len(texts) == 1:
+        feature = texts[0]
+    if feature not in texts:
+        raise UserError(
+            f"{name} has the text features {', '.join(texts) or '(none)'}: choose one with --config.data.feature=…"
+        )
+    splits = list(builder.info.splits)
+    train = "train" if "train" in splits else splits[0]
+    held_out = [split for split in ("validation", "test") if split in splits and split != train]
+    return Dataset(name, builder, feature, (train, *held_out[:1]), sources.SEPARATOR)
+
+
+class _TextBuilder(tfds.core.GeneratorBasedBuilder):
+    """A builder with the single split `train`, whose examples concatenate to the text."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description=self.__doc__,
+            features=tfds.features.FeaturesDict({"text": tfds.features.Text()}),
+            disable_shuffling=True,
+        )
+
+    def _split_generators(self, dl_manager):
+        return {"train": self._generate_examples(dl_manager)}
+
+    def _generate_examples(self, dl_manager):
+        for key, piece in enumerate(self._pieces(dl_manager)):
+            yield key, {"text": piece}
+
+    def _pieces(self, dl_manager):
+        raise TypeError(f"{type(self).__name__} does not define _pieces(dl_manager): implement it in the subclass")
+
+
+class PythonDocs(_TextBuilder):
+    """The language reference that is part of every CPython (pydoc_data.topics), topic by topic.
+
+    The text differs between Python versions, so the dataset's name contains the version.
+    """
+
+    name = "attnlab_python_docs"
+    BUILDER_CONFIGS: ClassVar = [tfds.core.BuilderConfig(name="python{}.{}.{}".format(*sys.version_info))]
+
+    def _pieces(self, dl_manager):
+        from pydoc_data.topics import topics
+
+        for _, text in sorted(topics.items()):
+            yield text.strip() + "\n\n\n"
+
+
+class Quijote(_TextBuilder):
+    """Cervantes, El ingenioso hidalgo don Quijote de la Mancha (1605, 1615): book 2000 of Project Gutenberg.
+
+    A UTF-8 text at `downloads/manual/quijote.txt`, if there is one, is read instead of downloading.
+    """
+
+    name = "attnlab_quijote"
+
+    def _pieces(self, dl_manager):
+        by_hand = Path(os.fspath(dl_manager.download_dir)) / "manual" / "quijote.txt"
+        path = by_hand if by_hand.exists() else Path(os.fspath(dl_manager.download(GUTENBERG_QUIJOTE)))
+        yield _between_gutenberg_marks(_read(path))
+
+
+def _read(path: Path) -> str:
+    return "".join(piece.text for piece in sources.Files("text", (str(path),), "").pieces())
+
+
+def _between_gutenberg_marks(text: str) -> str:
+    for mark, side in (("*** START OF", 1), ("*** END OF", 0)):
+        if mark in text:
+            text = text.split(mark, 1)[side]
+            text = text.split("\n", 1)[1] if side else text
+    return text.replace("\r\n", "\n").strip() + "\n"
+
+
+BUILDERS = {"python_docs": PythonDocs, "quijote": Quijote}
+
+
+def _build_by_name(name):
+    try:
+        return tfds.builder(name.removeprefix("tfds:"), file_format="array_record")
+    except tfds.core.registered.DatasetNotFoundError as error:
+        raise UserError(f"data.name = {name!r}: not a TFDS dataset; see tfds.list_builders()") from error
+
+
+def _prepare(builder, name):
+    """Write a dataset as array_record unless it is prepared already; TFDS writes to a folder that it then renames."""
+    with _one_line_errors(name, builder):
+        if (
+            builder.is_prepared() and builder.info.splits
+        ):  # a builder made before the dataset was prepared has no splits
+            return builder
+    if isinstance(builder, tfds.core.BeamBasedBuilder):
+        raise UserError(f"{name} needs Apache Beam to be prepared: prepare it elsewhere with {_recipe(builder, name)}")
+    # By default TFDS retries ten times: minutes without any message if there is no network.
+    downloader.MAX_RETRIES = RETRIES
+    remedy = _quijote_remedy(builder) if isinstance(builder, Quijote) else CHECK_NETWORK
+    with _one_line_errors(name, builder, remedy=remedy), _preparation_lock(builder.data_dir_root):
+        # A new builder, as another process may have prepared the dataset since the old one read the disk.
+        builder = type(builder)(
+            data_dir=builder.data_dir_root, config=builder.builder_config, file_format="array_record"
+        )
+        if not builder.is_prepared():
+            builder.download_and_prepare(file_format="array_record")
+    return builder
+
+
+@contextlib.contextmanager
+def _preparation_lock(folder):
+    """Hold a lock: only one process per machine prepares datasets, as TFDS replaces files that others may read."""
+    folder = os.fspath(folder)
+    if "://" in folder:
+        yield
+        return
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, ".attnlab.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _build(cls, **options):
+    with _one_line_errors(cls.name):
+        return cls(file_format="array_record", **options)
+
+
+def _quijote_remedy(builder):
+    by_hand = builder.data_dir_root / "downloads" / "manual" / "quijote.txt"
+    return f"check the network, put the text at {by_hand}, or use --config.data.path=FILE"
+
+
+def _recipe(builder, name):
+    return f"tfds build {name.removeprefix('tfds:')} --file_format=array_record, and copy it to {builder.data_dir}"
+
+
+@contextlib.contextmanager
+def _one_line_errors(name, builder=None, done="prepared", remedy=CHECK_NETWORK):
+    """Turn TFDS failures into one-line UserErrors, and silence its progress bars and warnings."""
+    tfds.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    except UserError:
+        raise
+    except ModuleNotFoundError as error:
+        where = _recipe(builder, name) if builder else "tfds build --file_format=array_record"
+        raise UserError(
+            f"{name} needs {error.name} to be prepared, which attnlab does not use: prepare it elsewhere with {where}"
+        ) from error
+    except PermissionError as error:
+        raise UserError(
+            f"{name} cannot be written to {error.filename}: set TFDS_DATA_DIR to a folder that you can write to"
+        ) from error
+    except Exception as error:  # network and format errors of many libraries
+        what = str(error).strip().splitlines()
+        raise UserError(
+            f"{name} could not be {done} ({type(error).__name__}: {what[0] if what else ''}): {remedy}"
+        ) from error
+    finally:
+        logging.disable(logging.NOTSET)

@@ -1,0 +1,48 @@
+"""Progress of reading and tokenising: silent for short work, lines without a terminal, a bar on one."""
+
+import sys
+
+import pytest
+
+from attnlab.data import progress
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Replaces the clock: add seconds with `clock(seconds)`."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return lambda seconds: now.__setitem__(0, now[0] + seconds)
+
+
+def test_short_work_prints_nothing(capsys, clock):
+    with progress.Progress("reading") as reading:
+        clock(0.9)
+        reading.advance(10**6)
+    assert capsys.readouterr().out == ""
+
+
+def test_without_a_terminal_a_line_is_printed_every_ten_seconds(capsys, clock):
+    with progress.Progress("reading a.txt", 300_000_000) as reading:
+        for _ in range(30):
+            clock(1)
+            reading.advance(10_000_000)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "reading a.txt: 100 of 300 MB, 10.0 MB/s"
+    assert len(lines) == 4 and lines[-1] == "reading a.txt: 300 of 300 MB, 10.0 MB/s"
+
+
+def test_quiet_work_prints_nothing(capsys, clock):
+    with progress.Progress("reading", quiet=True) as reading:
+        clock(100)
+        reading.advance(10**6)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("total", [None, 2_000_000])
+def test_terminal_gets_a_bar(capsys, clock, monkeypatch, total):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with progress.Progress("reading a.txt", total) as reading:
+        clock(2)
+        reading.advance(10**6)
+        assert "reading a.txt" in capsys.readouterr().out or total is None

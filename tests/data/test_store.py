@@ -1,0 +1,312 @@
+"""Token stores: the tokens of the whole text, bit for bit, whatever interrupts or damages their making."""
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from attnlab.data import cache, corpora, sources, store, tokenizers
+from attnlab.errors import UserError
+
+TEXTS = {
+    "lines": "una línea, y otra\n" * 4000,
+    "long words": ("x" * 20_000 + " ") * 8,
+    "no spaces": "二つ" * 4000,
+    "white space": ("  \n\t  a " * 9 + "\r\n\r\n") * 3000,
+    "unusual spaces": "a\u2003b\x1c c\x85 \n" * 20_000,
+}
+KINDS = pytest.mark.parametrize("kind", tokenizers.KINDS)
+
+
+def all_of(tokens: store.Tokens) -> np.ndarray:
+    return tokens.read(np.array([0]), len(tokens))[0]
+
+
+def corpus_of(folder: Path, text: str):
+    (folder / "text.txt").write_bytes(text.encode())
+    return corpora.load("text", path=str(folder / "text.txt"))
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Units and shards of a few thousand characters."""
+    monkeypatch.setattr(store, "UNIT", 3000)
+    monkeypatch.setattr(store, "SHARD", 2)
+
+
+@KINDS
+def test_stream_equals_tokens_of_the_whole_text(kind, tmp_path):
+    strings, corpus = corpora.read_text("python_docs"), corpora.load("python_docs")
+    tokenizer = tokenizers.make(kind, strings.text, 1000)
+    made = store.load(corpus, tokenizer, folder=tmp_path)
+    for tokens, text in ((made.train, strings.train), (made.validation, strings.validation)):
+        np.testing.assert_array_equal(all_of(tokens), tokenizer.encode(text))
+        assert (tokens.characters, tokens.bytes) == (len(text), len(text.encode()))
+
+
+@KINDS
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_cutting_a_text_changes_no_token(kind, text, tmp_path, monkeypatch, small):
+    monkeypatch.setattr(sources, "CHUNK", 1000)
+    tokenizer, corpus = tokenizers.make(kind, text, 400), corpus_of(tmp_path, text)
+    made = store.load(corpus, tokenizer, folder=tmp_path)
+    cut = int(0.9 * len(text))
+    np.testing.assert_array_equal(all_of(made.train), tokenizer.encode(text[:cut]))
+    np.testing.assert_array_equal(all_of(made.validation), tokenizer.encode(text[cut:]))
+
+
+@pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
+def test_documents_are_encoded_one_by_one(kind, tmp_path, small):
+    draw = random.Random(0)
+    documents = ["año " * draw.randint(1, 900) for _ in range(40)] + [""]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": document}) for document in documents))
+    corpus = corpora.load("text", path=f"{tmp_path}/a.jsonl")
+    text = "\n\n".join(documents)
+    tokenizer = tokenizers.make(kind, text, 300)
+    made = store.load(corpus, tokenizer, packing="documents", folder=tmp_path)
+    whole = [document + "\n\n" for document in documents[:-1]]
+    cut = int(0.9 * len(text))
+    expected, position = {"train": [], "validation": []}, 0
+    for document in whole:  # the one that both splits share becomes two
+        at = min(max(cut - position, 0), len(document))
+        expected["train"] += [document[:at]] * (at > 0)
+        expected["validation"] += [document[at:]] * (at < len(document))
+        position += len(document)
+    for split, tokens in (("train", made.train), ("validation", made.validation)):
+        encoded = [tokenizer.encode(document) for document in expected[split]]
+        np.testing.assert_array_equal(all_of(tokens), np.concatenate(encoded))
+        np.testing.assert_array_equal(tokens.documents, np.cumsum([0, *map(len, encoded)])[:-1])
+
+
+def test_windows_cross_shards(tmp_path, small):
+    text = "".join(f"{number} " for number in range(9000))
+    made = store.load(corpus_of(tmp_path, text), tokenizers.ByteTokenizer(), folder=tmp_path)
+    assert len(list(made.path.glob("train-*.bin"))) > 5
+    starts = np.array([0, 5999, 6000, 1, 17, len(made.train) - 15_000])
+    for start, window in zip(starts, made.train.read(starts, 15_000)):
+        assert bytes(window.tolist()).decode() == text[start : start + 15_000]
+    for start in (-1, len(made.train) - 14_999):
+        with pytest.raises(IndexError):
+            made.train.read(np.array([start]), 15_000)
+
+
+@pytest.mark.parametrize("size, bits", [(256, 8), (257, 16), (1 << 16, 16), ((1 << 16) + 1, 32)])
+def test_tokens_take_as_few_bytes_as_the_vocabulary_needs(size, bits, tmp_path):
+    text = "".join(map(chr, range(0x20000, 0x20000 + size))) * 2
+    made = store.load(corpus_of(tmp_path, text), tokenizers.make("char", text), folder=tmp_path)
+    assert (made.path / "train-00000.bin").stat().st_size == len(made.train) * bits // 8
+    np.testing.assert_array_equal(all_of(made.train), (np.arange(size * 2) % size)[: int(0.9 * size * 2)])
+
+
+def test_store_depends_on_text_tokenizer_split_and_packing(tmp_path):
+    corpus = corpus_of(tmp_path, TEXTS["lines"])
+    byte, char = tokenizers.ByteTokenizer(), tokenizers.make("char", TEXTS["lines"])
+    half = corpora.load("text", path=f"{tmp_path}/text.txt", validation_fraction=0.5)
+    calls = [(corpus, byte, "stream"), (corpus, char, "stream"), (half, byte, "stream"), (corpus, byte, "documents")]
+    made = [store.load(c, t, packing=packing, folder=tmp_path) for c, t, packing in calls]
+    assert len({one.path for one in made}) == len({one.sha256 for one in made}) == 4
+    times = [(one.path / "manifest.json").stat().st_mtime_ns for one in made]
+    again = [store.load(c, t, packing=packing, folder=tmp_path) for c, t, packing in calls]
+    assert [(one.path / "manifest.json").stat().st_mtime_ns for one in again] == times
+
+
+@pytest.mark.parametrize("workers", [1, 5])
+def test_number_of_workers_does_not_change_the_store(workers, tmp_path, monkeypatch, small):
+    corpus, tokenizer = corpus_of(tmp_path, TEXTS["lines"]), tokenizers.make("bpe", TEXTS["lines"], 300)
+    reference = store.load(corpus, tokenizer, folder=tmp_path / "reference")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(workers), raising=False)
+    assert store.load(corpus, tokenizer, folder=tmp_path / "other").sha256 == reference.sha256
+
+
+def test_store_of_another_tokenizer_or_version_is_refused(tmp_path):
+    corpus, byte = corpus_of(tmp_path, TEXTS["lines"]), tokenizers.ByteTokenizer()
+    made = store.load(corpus, byte, folder=tmp_path)
+    manifest = made.path / "manifest.json"
+    original = manifest.read_text()
+    for name, value in (("tokenizer_sha256", "0" * 64), ("version", 99)):
+        changed = json.loads(original)
+        changed["key"][name] = value
+        manifest.write_text(json.dumps(changed))
+        with pytest.raises(UserError, match=f"was made with {name} = .*{value}.*: remove it, and it is made again"):
+            store.load(corpus, byte, folder=tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "removed", "flipped", "manifest", "manifest cut", "digest"])
+def test_damaged_store_is_refused(damage, tmp_path):
+    corpus, byte = corpus_of(tmp_path, TEXTS["lines"]), tokenizers.ByteTokenizer()
+    made = store.load(corpus, byte, packing="documents", folder=tmp_path)
+    made.verify()
+    shard, manifest = made.path / "train-00000.bin", made.path / "manifest.json"
+    content = bytearray(shard.read_bytes())
+    match damage:
+        case "truncated":
+            os.truncate(shard, 100)
+        case "removed":
+            shard.unlink()
+        case "flipped":
+            content[77] ^= 1
+            shard.write_bytes(content)
+        case "manifest":
+            manifest.write_text("{}")
+        case "manifest cut":
+            os.truncate(manifest, 99)
+        case "digest":
+            manifest.write_text(manifest.read_text().replace('"characters": 6', '"characters": 7'))
+    with pytest.raises(UserError, match="is damaged .*: remove it, and it is made again") as error:
+        store.load(corpus, byte, packing="documents", folder=tmp_path).verify()
+    assert "\n" not in str(error.value)
+
+
+def test_file_truncated_after_opening_is_one_line(tmp_path):
+    made = store.load(corpus_of(tmp_path, TEXTS["lines"]), tokenizers.ByteTokenizer(), folder=tmp_path)
+    os.truncate(made.path / "train-00000.bin", 100)
+    with pytest.raises(UserError, match=r"train-00000\.bin is truncated"):
+        made.train.read(np.array([90]), 20)
+
+
+def test_folder_that_cannot_be_written_is_one_line(tmp_path):
+    corpus = corpus_of(tmp_path, TEXTS["lines"])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot be written .*: make room there, or name another folder with --config"):
+        store.load(corpus, tokenizers.ByteTokenizer(), folder=tmp_path / "file")
+
+
+def test_default_folder_is_in_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = store.load(corpus_of(tmp_path, TEXTS["lines"]), tokenizers.ByteTokenizer())
+    assert made.path.parent == tmp_path / "attnlab" / "tokens" == cache.folder()
+
+
+def test_text_that_changed_leaves_nothing_behind(tmp_path):
+    corpus = corpus_of(tmp_path, TEXTS["lines"])
+    (tmp_path / "text.txt").write_text(TEXTS["lines"].upper())
+    with pytest.raises(UserError, match="changed while it was read"):
+        store.load(corpus, tokenizers.ByteTokenizer(), folder=tmp_path / "store")
+    assert not list((tmp_path / "store").glob("*.partial"))
+
+
+def test_character_without_token_is_one_line(tmp_path):
+    corpus = corpus_of(tmp_path, TEXTS["lines"])
+    with pytest.raises(UserError, match="characters not in the tokenizer's vocabulary"):
+        store.load(corpus, tokenizers.make("char", "abc"), folder=tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------ real processes
+
+PROGRAM = """
+import sys
+from attnlab.data import corpora, store, tokenizers
+from attnlab.errors import UserError
+path, folder, kind = sys.argv[1:]
+store.UNIT, store.SHARD = 20_000, 2
+try:
+    corpus = corpora.load("text", path=path)
+    tokenizer = tokenizers.make(kind, corpus.sample(100_000), 300, corpus.alphabet)
+    print("ready", flush=True)
+    print(store.load(corpus, tokenizer, packing="documents", folder=folder, quiet=False).sha256, flush=True)
+except UserError as error:
+    sys.exit(f"error: {error}")
+"""
+
+
+def started(path, folder, kind="bpe", **options) -> subprocess.Popen:
+    command = [sys.executable, "-c", PROGRAM, str(path), str(folder), kind]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **options)
+
+
+def finished(path, folder, kind="bpe", **options) -> str:
+    out, error = started(path, folder, kind, **options).communicate()
+    assert not error, error
+    return out.split()[-1]
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    """A text of 4 MB."""
+    path = tmp_path_factory.mktemp("large") / "text.txt"
+    path.write_text(corpora.read_text("python_docs").text * 9)
+    return path
+
+
+def test_one_of_several_processes_makes_the_store(large, tmp_path):
+    several = [started(large, tmp_path) for _ in range(3)]
+    out = [one.communicate() for one in several]
+    assert len({text.split()[-1] for text, _ in out}) == 1 and not any(error for _, error in out)
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
+
+
+@pytest.mark.slow
+def test_store_after_kills_equals_an_undisturbed_one(large, tmp_path):
+    reference, folder, draw = finished(large, tmp_path / "reference"), tmp_path / "killed", random.Random(0)
+    seconds, kept = _seconds_of_making(large, tmp_path / "timed"), 0
+    for kill in range(10):
+        process = started(large, folder)
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(seconds * (kill + draw.random()) / 10)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        partial = [file for path in folder.glob("*.partial") for file in path.glob("*.bin")]
+        kept += bool(partial)
+        if kill % 3 == 2:  # the later ones start from the work of the earlier ones, or from nothing
+            assert finished(large, folder) == reference
+            assert not list(folder.glob("*.partial"))
+            shutil.rmtree(folder)
+    assert finished(large, folder) == reference and kept
+
+
+def _seconds_of_making(path: Path, folder: Path) -> float:
+    process = started(path, folder)
+    assert process.stdout.readline() == "ready\n"
+    start = time.monotonic()
+    process.communicate()
+    return time.monotonic() - start
+
+
+@pytest.mark.slow
+def test_damaged_shard_of_an_interrupted_attempt_is_made_again(large, tmp_path):
+    reference = finished(large, tmp_path / "reference")
+    process = started(large, tmp_path / "killed")
+    while len(list((tmp_path / "killed").glob("*.partial/*.bin"))) < 3:
+        time.sleep(0.001)
+    process.kill()
+    process.communicate()
+    shard = min((tmp_path / "killed").glob("*.partial/*.bin"))
+    os.truncate(shard, shard.stat().st_size - 1)
+    assert finished(large, tmp_path / "killed") == reference
+
+
+def test_full_disk_is_one_line_and_can_be_continued(large, tmp_path):
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))  # bytes of a file
+
+    _, error = started(large, tmp_path / "store", kind="byte", preexec_fn=limited).communicate()
+    assert len(error.splitlines()) == 1 and "make room there, or name another folder" in error, error
+    assert finished(large, tmp_path / "store", kind="byte") == finished(large, tmp_path / "reference", kind="byte")
+    assert not list((tmp_path / "store").rglob("*.new"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_file_system_without_room_is_one_line_and_can_be_continued(large, tmp_path):
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", mount], capture_output=True).returncode:
+        pytest.skip("tmpfs cannot be mounted here")
+    try:
+        _, error = started(large, mount, kind="byte").communicate()
+        assert len(error.splitlines()) == 1 and "No space left on device" in error, error
+        assert not list(mount.rglob("*.new")) and list(mount.glob("*.partial/*.bin"))
+        subprocess.run(["mount", "-o", "remount,size=64m", mount], check=True)
+        assert finished(large, mount, kind="byte") == finished(large, tmp_path / "reference", kind="byte")
+    finally:
+        subprocess.run(["umount", mount], check=True)
