@@ -138,7 +138,7 @@ def _train(config, workdir: Workdir, eval_only, preemption, resources, own, on_s
 
     # devices, data
     parallel = parallel_lib.from_config(config)
-    text = texts.load(config, workdir, pretrained_tokenizer)
+    text = texts.load(config, workdir, pretrained_tokenizer, parallel.batch_share)
 
     # model, optimizer, state
     checkpoints = Checkpoints(workdir.checkpoint_dir(config), config.checkpoint.keep)

@@ -113,7 +113,9 @@ def two(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"parallel.mesh.fsdp": 2}, {"parallel.strategy": "pmap"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"parallel.mesh.fsdp": 2}, {"parallel.mesh.context": 2}, {"parallel.strategy": "pmap"}], ids=str
+)
 def test_two_local_processes_equal_one(alone, tmp_path, options):
     code, out = run(LAUNCH / "local.sh", 2, *arguments(tmp_path / "run", FIELDS | options))
     assert code == 0, out
@@ -132,6 +134,17 @@ def test_sigterm_stops_both_processes_after_the_same_step(two, tmp_path):
     code, out = run(LAUNCH / "local.sh", 2, *arguments(tmp_path / "run", LONG))
     assert code == 0 and "resumed from step" in out, out
     assert records(tmp_path / "run") == records(two)
+
+
+@pytest.mark.slow
+def test_run_resumes_with_another_number_of_processes(two, tmp_path):
+    process = started(LAUNCH / "local.sh", 2, *arguments(tmp_path / "run", LONG))
+    wait_for_step(100, tmp_path / "run")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    code, out = run(sys.executable, "-m", "attnlab.train", *arguments(tmp_path / "run", LONG))
+    assert code == 0 and "resumed from step" in out, out
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(two), rtol=1e-5)  # sums in another order, 320 steps
 
 
 @pytest.mark.slow

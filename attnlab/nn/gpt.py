@@ -10,9 +10,9 @@ import optax
 from jaxtyping import Float, Int
 
 from attnlab.nn import checks, layers, sharding
-from attnlab.nn.multihead import KVCache, MultiHeadAttention, check_cache
+from attnlab.nn.multihead import KVCache, MultiHeadAttention, check_cache, check_segments
 from attnlab.nn.norms import LayerNorm
-from attnlab.nn.positions import LearnedPositions, sinusoidal
+from attnlab.nn.positions import LearnedPositions, sinusoidal, within_segments
 from attnlab.ops import dropout, pointwise, products
 from attnlab.ops.cross_entropy import chunk_size, cross_entropy
 from attnlab.ops.masks import Causal, SlidingWindow
@@ -153,6 +153,7 @@ class Block(nn.Module):
         mask: checks.MaskLike | None = None,
         deterministic: bool = True,
         cache: KVCache | Array | None = None,
+        segments: Int[Array, "B T"] | None = None,
         dropout_key: Array | None = None,
     ) -> Float[Array, "B T F"] | tuple[Float[Array, "B T F"], KVCache | Array]:
         """Apply the block to `[B, T, F]`; arguments, results and errors are those of the attention layer."""
@@ -175,6 +176,7 @@ class Block(nn.Module):
             deterministic=deterministic,
             cache=cache,
             dropout_key=None if dropout_key is None else dropout.fold_in(dropout_key, 0),
+            **({} if segments is None else {"segments": segments}),  # a layer may have none
         )
         if cache is not None:
             attended, cache = attended
@@ -231,8 +233,8 @@ class GPT(nn.Module):
 
     Two documents packed into one sequence, which do not attend to each other:
 
-    >>> segments = masks.Segments(jnp.array([0, 0, 0, 0, 1, 1]))
-    >>> model.apply(params, tokens, mask=segments).shape
+    >>> segments = jnp.array([[0, 0, 0, 0, 1, 1]])
+    >>> model.apply(params, tokens, segments=segments).shape
     (1, 6, 10)
     """
 
@@ -265,6 +267,7 @@ class GPT(nn.Module):
         caches: Sequence[KVCache] | None = None,
         dropout_key: Array | None = None,
         targets: Int[Array, "B T"] | None = None,
+        segments: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T V"] | Float[Array, "B T"] | tuple[Float[Array, "B T V"], tuple[KVCache, ...]]:
         """Logits of the next token at each position, or the cross-entropy of given ones.
 
@@ -277,6 +280,8 @@ class GPT(nn.Module):
           dropout_key: one key, or one per example `[B]`; the `dropout` rng when None.
           targets: int `[B, T]`, the next tokens, each in [0, vocab_size); checked unless traced, where the loss of
             others is NaN. Large logits are then never held at once, see `ops.cross_entropy`.
+          segments: int `[B, T]`, the number of each token's document, where sequences are several documents, one after
+            another: a token attends to its own alone, and positions start again with each.
 
         Returns:
           float32 `[B, T, V]`, and with caches also the extended caches; with targets their cross-entropy in nats,
@@ -285,10 +290,11 @@ class GPT(nn.Module):
         Raises:
           ValueError: fields that do not fit together (`check_shape`), tokens out of range, a sequence longer than the
             learned positions, caches or a mask of another size, targets of another shape or together with caches,
-            stacked layers of another number than num_layers.
+            segments of another shape or with caches, stacked layers of another number than num_layers.
         """
         check_shape(self)
         self._check_inputs(tokens, caches)
+        check_segments(segments, tokens, caches=caches)
         if targets is not None:
             self._check_targets(targets, tokens, caches)
         drops = bool(self.dropout) and not deterministic
@@ -299,11 +305,11 @@ class GPT(nn.Module):
 
         normal = nn.initializers.normal(0.02)
         embed = nn.Embed(self.vocab_size, self.width, dtype=self.dtype, embedding_init=normal, name="embed")
-        x = self._add_positions(self._gathering(lambda embed: embed(tokens))(embed), caches)
+        x = self._add_positions(self._gathering(lambda embed: embed(tokens))(embed), caches, segments)
         if drops:
             x = dropout.dropout(x, dropout.fold_in(keys, self.num_layers), self.dropout)
         x = sharding.constrain(x, "batch", "length", None)
-        options = {"mask": mask, "deterministic": deterministic}
+        options = {"mask": mask, "segments": segments, "deterministic": deterministic}
         self._check_depth()
         if not self.has_variable("params", layers.STACKED):
             x, caches = self._layer_by_layer(x, options, keys, caches)
@@ -320,8 +326,10 @@ class GPT(nn.Module):
     def _layer_by_layer(self, x, options, keys, caches):
         """The layers as modules, whose parameters are `block_0`, `block_1`, …."""
 
-        def apply(block, x, mask, key, cache=None):
-            return block(x, **{**options, "mask": mask}, cache=cache, dropout_key=key)
+        def apply(block, x, given, key, cache=None):
+            return block(x, **{**options, **given}, cache=cache, dropout_key=key)
+
+        given = {name: options[name] for name in ("mask", "segments")}
 
         gathers = not self.is_initializing() and sharding.is_active(x)
         recomputes, policy = layers.remat_policy(self.remat, gathers=gathers, loop=False)
@@ -330,10 +338,10 @@ class GPT(nn.Module):
             block, key = self._block(layer), None if keys is None else dropout.fold_in(keys, layer)
             run = self._gathering(apply)
             if caches is not None:
-                x, cache = run(block, x, options["mask"], key, caches[layer])
+                x, cache = run(block, x, given, key, caches[layer])
                 extended.append(cache)
             else:
-                x = (nn.remat(run, policy=policy) if recomputes else run)(block, x, options["mask"], key)
+                x = (nn.remat(run, policy=policy) if recomputes else run)(block, x, given, key)
         return x, None if caches is None else tuple(extended)
 
     def _in_a_loop(self, x, options, keys):
@@ -388,14 +396,16 @@ class GPT(nn.Module):
         return run
 
     def _logits(self, x, embed):
-        return sharding.constrain(embed.attend(x), "batch", "length", "vocab").astype(jnp.float32)
+        logits = sharding.constrain(embed.attend(x), "batch", "length", "vocab")
+        return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
     def _losses(self, x, targets, embed):
         batch, length, _ = x.shape
+        length = -(-length // sharding.shards("length", x))
         chunk = chunk_size(-(-batch // sharding.shards("batch", x)), length, self.vocab_size)
         if chunk < length:
             losses = functools.partial(cross_entropy, chunk=chunk)
-            return sharding.over_batch(losses, x, embed.embedding, targets)
+            return sharding.over_tokens(losses, x, embed.embedding, targets)
         losses = optax.softmax_cross_entropy_with_integer_labels(self._logits(x, embed), targets)
         return jnp.where((targets >= 0) & (targets < self.vocab_size), losses, jnp.nan)  # as in chunks
 
@@ -426,9 +436,9 @@ class GPT(nn.Module):
             kv_heads, head_dim = self.kv_heads or self.num_heads, self.width // self.num_heads
             check_cache(cache, tokens.shape[0], kv_heads, head_dim, f"caches[{layer}]")
 
-    def _add_positions(self, x, caches):
+    def _add_positions(self, x, caches, segments):
         """Scale the embeddings `[B, T, F]` and add positional embeddings, where the model has them."""
-        positions = jnp.arange(x.shape[1])
+        positions = jnp.arange(x.shape[1]) if segments is None else within_segments(segments)
         if caches is not None:
             positions = caches[0].length[:, None] + positions
         if self.positions == "learned":

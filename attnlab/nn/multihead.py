@@ -9,10 +9,10 @@ from jaxtyping import Float, Int
 
 from attnlab.nn import checks, sharding
 from attnlab.nn.norms import LayerNorm
-from attnlab.nn.positions import rotary
+from attnlab.nn.positions import rotary, within_segments
 from attnlab.ops import products
 from attnlab.ops.attention import attention, attention_weights
-from attnlab.ops.masks import Padding, join
+from attnlab.ops.masks import Padding, Segments, join
 from attnlab.types import Array, DType
 
 
@@ -105,6 +105,25 @@ def check_cache(cache: KVCache, batch: int, kv_heads: int, head_dim: int, name: 
             raise ValueError(f"{name}.{field} has type {array.dtype}, expected {expected_type}: {remedy}")
 
 
+def check_segments(segments, tokens, **excluded) -> None:
+    """Raise ValueError unless `segments` are `[B, T]`, as tokens are, and none of the other arguments is given.
+
+    >>> check_segments(jnp.zeros((2, 3), int), jnp.ones((2, 4)), cache=None)
+    Traceback (most recent call last):
+    ValueError: segments has shape (2, 3), expected (2, 4): the number of each token's document
+    """
+    if segments is None:
+        return
+    if jnp.shape(segments) != jnp.shape(tokens)[:2]:
+        raise ValueError(
+            f"segments has shape {jnp.shape(segments)}, expected {jnp.shape(tokens)[:2]}: the number of each token's "
+            "document"
+        )
+    for name, value in excluded.items():
+        if value is not None:
+            raise ValueError(f"segments are of whole sequences, whose positions they tell: leave out {name}")
+
+
 class MultiHeadAttention(checks.MaskedModule):
     """Multi-head attention (Vaswani et al. 2017, section 3.2.2): Concat(head_1, …, head_H) W_O.
 
@@ -167,6 +186,7 @@ class MultiHeadAttention(checks.MaskedModule):
         deterministic: bool = True,
         cache: KVCache | None = None,
         positions: Int[Array, "..."] | None = None,
+        segments: Int[Array, "B Tq"] | None = None,
         dropout_key: Array | None = None,
     ) -> Float[Array, "B Tq Fo"] | tuple[Float[Array, "B Tq Fo"], KVCache]:
         """Self-attention, or cross-attention from `inputs_q` to `inputs_kv`.
@@ -178,6 +198,10 @@ class MultiHeadAttention(checks.MaskedModule):
           deterministic: False to drop attention weights.
           cache: previous keys and values, which this step's are appended to. Self-attention only.
           positions: `[Tq]` or `[B, Tq]`, positions in the sequence; `arange` when None. Not with a cache, which counts.
+          segments: `[B, Tq]`, the number of each token's document, where sequences are several documents, one after
+            another. A token attends to its own document alone, and rotary positions start again with each. Masks and
+            score mods see positions in the sequence: their distances are those within the document. Self-attention
+            without a cache or `positions` only.
           dropout_key: one key, or one per example `[B]`; the `dropout` rng when None.
 
         Returns:
@@ -185,13 +209,15 @@ class MultiHeadAttention(checks.MaskedModule):
 
         Raises:
           ValueError: a width or head counts that do not divide, a cache of another size or with `inputs_kv` or
-            `positions`, `rotary_base` with `inputs_kv`, and any error of `attnlab.attention`.
+            `positions`, `segments` of another shape or with one of these, `rotary_base` with `inputs_kv`, and any error of `attnlab.attention`.
           flax.errors.InvalidRngError: dropout is on, but there is neither `dropout_key` nor a `dropout` rng.
         """
         self._check(inputs_q, inputs_kv, cache, positions)
+        check_segments(segments, inputs_q, inputs_kv=inputs_kv, cache=cache, positions=positions)
         if cache is not None:
             positions = cache.length[:, None] + jnp.arange(inputs_q.shape[1])
-        q, k, v = self._project(inputs_q, inputs_kv, positions)
+        q, k, v = self._project(inputs_q, inputs_kv, positions if segments is None else within_segments(segments))
+        mask = mask if segments is None else join(mask, Segments(segments))
         mask, kv_positions = join(self.mask, mask), positions if inputs_kv is None else None
         if cache is not None:
             cache = cache.extend(k, v)

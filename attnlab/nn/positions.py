@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Float, Int
 
 from attnlab.nn import checks
@@ -102,6 +103,23 @@ class LearnedPositions(nn.Module):
         checks.ids_in_range("positions", positions, self.context, remedy="cut the sequence, or use a larger context")
         embedding = self.param("embedding", self.embedding_init, (self.context, self.features))
         return jnp.take(embedding, positions, axis=0).astype(self.dtype or embedding.dtype)
+
+
+def within_segments(segments: Int[Array, "*B T"]) -> Int[Array, "*B T"]:
+    """Positions that start again with each run of equal ids: of several documents in one sequence.
+
+    Args:
+      segments: `[..., T]`, the number of each token's document.
+
+    Returns:
+      int32 `[..., T]`.
+
+    >>> within_segments(jnp.array([0, 0, 0, 1, 1]))
+    Array([0, 1, 2, 0, 1], dtype=int32)
+    """
+    index = jnp.broadcast_to(jnp.arange(segments.shape[-1], dtype=jnp.int32), segments.shape)
+    is_first = jnp.concatenate([jnp.ones_like(segments[..., :1], bool), segments[..., 1:] != segments[..., :-1]], -1)
+    return index - lax.cummax(jnp.where(is_first, index, 0), axis=index.ndim - 1)
 
 
 def _angles(positions, features, base, what):

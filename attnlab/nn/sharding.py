@@ -3,10 +3,11 @@
 The modules name the axes of what they compute; `flax.linen.logical_axis_rules` says which axes of a mesh split which
 names. Without rules nothing changes. With these
 
-    rules = (("batch", ("data", "fsdp")), ("embed", "fsdp"), ("heads", "tensor"), ("kv_heads", "tensor"),
-             ("mlp", "tensor"), ("vocab", "tensor"))
+    rules = (("batch", ("data", "fsdp")), ("length", "context"), ("embed", "fsdp"), ("heads", "tensor"),
+             ("kv_heads", "tensor"), ("mlp", "tensor"), ("vocab", "tensor"))
 
-activations are split by examples, and heads, hidden features and the vocabulary by "tensor" (Shoeybi et al. 2019).
+activations are split by examples and along the sequence, where `attnlab.context_parallel("context")` has attention do
+the same, and heads, hidden features and the vocabulary by "tensor" (Shoeybi et al. 2019).
 Parameters are stored in shares along "embed", and each layer's are gathered before it is computed and again for its
 gradient, which is summed into shares (Zhao et al. 2023, section 3; Rajbhandari et al. 2020, stage 3).
 """
@@ -74,8 +75,8 @@ def shards(name: str, x: Array) -> int:
     return math.prod(mesh.shape[axis] for axis in axes if axis in mesh.shape)
 
 
-def over_batch(function, x: Array, weights: Array, targets: Array) -> Array:
-    """`function(x, weights, targets)` on each device's own examples, where the batch alone is split.
+def over_tokens(function, x: Array, weights: Array, targets: Array) -> Array:
+    """`function(x, weights, targets)` on each device's own tokens, where batch and length alone are split.
 
     The gradient of the weights is then summed over devices once; XLA would sum it in every turn of a loop.
 
@@ -85,8 +86,10 @@ def over_batch(function, x: Array, weights: Array, targets: Array) -> Array:
       weights: the same on all devices.
     """
     mesh = _mesh(x)
-    split = spec_of(("batch",), x.shape[:1], mesh) if mesh is not None else ()
-    if mesh is None or shards("batch", x) != math.prod(mesh.shape.values()) or split == PartitionSpec(None):
+    if mesh is None or shards("batch", x) * shards("length", x) != math.prod(mesh.shape.values()):
+        return function(x, weights, targets)
+    split = spec_of(("batch", "length"), x.shape[:2], mesh)
+    if any(axes is None and shards(name, x) > 1 for axes, name in zip(split, ("batch", "length"))):
         return function(x, weights, targets)
     return jax.shard_map(function, mesh=mesh, in_specs=(split, PartitionSpec(), split), out_specs=split)(
         x, weights, targets

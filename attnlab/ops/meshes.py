@@ -105,8 +105,6 @@ def over_shards(kernel: Callable, q, k, v, others=(), splits: Splits | None = No
       others: a tree of arrays `[*batch or 1s, H or 1, …]`, which are split with q.
       splits: those of `splits_of(q, k)` if None.
     """
-    mesh = jax.typeof(q).sharding.mesh
-    free = _free(mesh)
     if not is_partitioned(q):
         return kernel(q, k, v, others)
     batch, heads = splits or splits_of(q, k)

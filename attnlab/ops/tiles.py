@@ -171,7 +171,9 @@ def whole(
 
     def side(length, positions, axis, whole_index):
         index = xp.arange(length, dtype=xp.int32)
-        positions = index if positions is None else jnp.asarray(positions, jnp.int32)  # unsigned ones would wrap
+        if positions is not None:  # as int32, for unsigned ones would wrap
+            positions = (jnp if isinstance(positions, jax.core.Tracer) else xp).asarray(positions, xp.int32)
+        positions = index if positions is None else positions
         return Side(index, positions, axis, start=0, is_whole=True, whole_index=whole_index)
 
     return Tile(

@@ -17,6 +17,7 @@ from attnlab.errors import UserError
 from attnlab.nn import GPT, unstack_layers
 from attnlab.nn.gpt import score_mods
 from attnlab.ops.attention import explain
+from attnlab.ops.context import context_parallel
 from attnlab.ops.masks import Causal, SlidingWindow
 from attnlab.planning import programs
 from attnlab.planning.programs import Program
@@ -167,7 +168,7 @@ def plan(config: ConfigDict, topology: Topology, vocab_size: int | None = None, 
     evaluation = _compiled(experiment, topology, "evaluation")
     decoding = _compiled(experiment, topology, "decode")
     state = experiment.abstract_state
-    attention, rejected = attention_of(experiment.model, topology, config.batch_size)
+    attention, rejected = attention_of(experiment.model, topology, config.batch_size, experiment.parallel.mesh)
     tokens = config.batch_size * config.model.context
     steps = (training, evaluation, decoding)
     return Plan(
@@ -265,13 +266,16 @@ def vocabulary(config: ConfigDict, vocab_size: int | None = None) -> tuple[Confi
     return config, most, [f"the vocabulary is assumed to have all {most} tokens of config.data.vocab_size"]
 
 
-def attention_of(model: GPT, topology: Topology, batch: int) -> tuple[dict[str, str], dict[str, str]]:
+def attention_of(
+    model: GPT, topology: Topology, batch: int, mesh: jax.sharding.Mesh | None = None
+) -> tuple[dict[str, str], dict[str, str]]:
     """The attention backend of each layer in training on a topology, and the reasons against the others.
 
     Args:
       model: the GPT.
       topology: the devices.
       batch: examples, over all devices.
+      mesh: how the devices split a step; None where they do not split sequences.
 
     >>> from attnlab.planning import topologies
     >>> gpt = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
@@ -291,9 +295,14 @@ def attention_of(model: GPT, topology: Topology, batch: int) -> tuple[dict[str, 
         return jax.ShapeDtypeStruct((batch, model.context, heads, head_dim), model.dtype)
 
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
-    jax.eval_shape(ask, shape(model.num_heads), shape(kv_heads), shape(kv_heads), keys)
+    with contextlib.ExitStack() as splits:
+        if mesh is not None and mesh.shape[parallel_lib.CONTEXT] > 1:
+            splits.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
+            splits.enter_context(context_parallel(parallel_lib.CONTEXT))
+        jax.eval_shape(ask, shape(model.num_heads), shape(kv_heads), shape(kv_heads), keys)
     (answer,) = answers
-    return {f"block_{layer}": answer.backend for layer in range(model.num_layers)}, answer.rejected
+    backend = f"{answer.backend} {answer.split}".strip()
+    return {f"block_{layer}": backend for layer in range(model.num_layers)}, answer.rejected
 
 
 def _as_mesh(config: ConfigDict, topology: Topology) -> tuple[ConfigDict, list[str]]:
@@ -302,7 +311,7 @@ def _as_mesh(config: ConfigDict, topology: Topology) -> tuple[ConfigDict, list[s
         return config, []
     config = config.copy_and_resolve_references()
     config.parallel.strategy = "mesh"
-    config.parallel.mesh.update(data=-1, fsdp=1, tensor=1)
+    config.parallel.mesh.update(data=-1, fsdp=1, context=1, tensor=1)
     return config, ["pmap runs only on devices that are here: planned with config.parallel.strategy=mesh"]
 
 

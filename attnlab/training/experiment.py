@@ -1,6 +1,7 @@
 """An experiment: a model, its optimizer, its devices, and the compiled steps of training and evaluation."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 
 import flax.linen as nn
@@ -28,6 +29,7 @@ class Experiment:
       model: a linen module in place of the GPT of `config.model`, whose only collection of variables is `params`:
         `model.apply({"params": params}, tokens, deterministic=False, dropout_key=keys)` takes int32 tokens `[B, T]`
         and one random key for each sequence `[B]`, and returns logits `[B, T, V or more]`; both options have defaults.
+        For `config.data.packing = "documents"` it also takes `segments=`, int32 `[B, T]`.
       optimizer: an optax transformation in place of the AdamW of `config.optimizer`.
       parallel: devices and strategy; those of `config.parallel` when None.
       extensions: earlier numbers of steps of a run that was extended, see `optimizer.learning_rate`.
@@ -59,7 +61,7 @@ class Experiment:
         self.config = config
         self.parallel = parallel or parallel_lib.from_config(config)
         if model is not None:
-            _check_model(model, vocab_size)
+            _check_model(model, vocab_size, config.data.packing)
         self.model = model if model is not None else states.make_model(config, vocab_size)
         # An optimizer of the user's own may look at single parameters.
         self.scan = model is None and (states.scans(config) if optimizer is None else bool(config.model.scan))
@@ -120,22 +122,28 @@ class Experiment:
 
     def lower(self) -> jax.stages.Lowered:
         """The training step lowered from shapes alone: `.compile()` tells its memory, and nothing runs."""
-        config = self.config
-        batch = self.parallel.abstract_batch(config.batch_size, config.model.context)
-        return self.train_step.lower(self.abstract_state, batch)
+        return self.train_step.lower(self.abstract_state, self._abstract_batch())
 
     def lower_eval(self) -> jax.stages.Lowered:
         """The evaluation of one batch, likewise."""
+        return self.eval_step.lower(self.abstract_state.params, self._abstract_batch())
+
+    def _abstract_batch(self) -> Batch:
         config = self.config
-        batch = self.parallel.abstract_batch(config.batch_size, config.model.context)
-        return self.eval_step.lower(self.abstract_state.params, batch)
+        has_segments = config.data.packing == "documents"
+        return self.parallel.abstract_batch(config.batch_size, config.model.context, has_segments)
 
     def _create(self) -> TrainState:
         return states.create(self.model, self.optimizer, self.config.seed, self._init, self.scan)
 
 
-def _check_model(model: nn.Module, vocab_size: int) -> None:
+def _check_model(model: nn.Module, vocab_size: int, packing: str) -> None:
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    if packing == "documents" and "segments" not in inspect.signature(model.__call__).parameters:
+        raise UserError(
+            f"config.data.packing = 'documents', but {type(model).__name__} takes no segments=: give its __call__ this "
+            "argument, int [B, T], the number of each token's document, or use packing=stream"
+        )
     try:
         variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))

@@ -16,13 +16,15 @@ from ml_collections import ConfigDict
 from attnlab.data.batches import Batch
 from attnlab.errors import UserError
 from attnlab.nn import sharding
+from attnlab.ops.context import context_parallel
 
-DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
+DATA, FSDP, CONTEXT, TENSOR = AXES = ("data", "fsdp", "context", "tensor")
 BATCH = (DATA, FSDP)
 
 # Which mesh axis splits which axes of parameters and activations: see `attnlab.nn.sharding`.
 RULES = (
     ("batch", BATCH),
+    ("length", CONTEXT),
     ("embed", FSDP),
     ("heads", TENSOR),
     ("kv_heads", TENSOR),
@@ -36,9 +38,9 @@ class Parallel(NamedTuple):
 
     Attributes:
       strategy: "pmap" or "mesh".
-      mesh: the devices, along the axes "data", "fsdp" and "tensor": the first two split the batch, "fsdp" also the
-        state (Zhao et al. 2023, Rajbhandari et al. 2020), "tensor" heads, hidden features and the vocabulary (Shoeybi
-        et al. 2019).
+      mesh: the devices, along the axes "data", "fsdp", "context" and "tensor": the first two split the batch, "fsdp"
+        also the state (Zhao et al. 2023, Rajbhandari et al. 2020), "context" sequences (`attnlab.context_parallel`),
+        "tensor" heads, hidden features and the vocabulary (Shoeybi et al. 2019).
     """
 
     strategy: str
@@ -90,6 +92,30 @@ class Parallel(NamedTuple):
             return tree
         return jax.jit(lambda tree: tree, out_shardings=self.replicated)(tree)
 
+    @property
+    def batch_share(self) -> tuple[int, int]:
+        """Which share of a global batch this process reads, and how many equal shares there are.
+
+        Processes whose devices split the same sequences between them read the same share.
+
+        >>> make("mesh", data=1).batch_share
+        (0, 1)
+        """
+        if self.strategy == "pmap":
+            return jax.process_index(), jax.process_count()
+        devices = self.mesh.devices.reshape(math.prod(self.mesh.shape[name] for name in BATCH), -1)
+        of_process = {}
+        for row, of_row in enumerate(devices):
+            for device in of_row:
+                of_process.setdefault(device.process_index, set()).add(row)
+        shares = sorted({tuple(sorted(rows)) for rows in of_process.values()})
+        if sum(map(len, shares)) != len(devices) or len({len(rows) for rows in shares}) != 1:
+            raise UserError(
+                f"the mesh {dict(self.mesh.shape)} gives the {len(of_process)} processes overlapping shares of a batch: "
+                "use sizes of config.parallel.mesh that are powers of 2, as the devices of a process are"
+            )
+        return shares.index(tuple(sorted(of_process[jax.process_index()]))), len(shares)
+
     def place_batch(self, batch: Batch) -> Batch:
         """Split this process' sequences of a global batch over its devices."""
         if self.strategy == "pmap":
@@ -98,22 +124,20 @@ class Parallel(NamedTuple):
         sharding = NamedSharding(self.mesh, PartitionSpec(BATCH))
         return jax.tree.map(functools.partial(jax.make_array_from_process_local_data, sharding), batch)
 
-    def abstract_batch(self, batch_size: int, context: int) -> Batch:
+    def abstract_batch(self, batch_size: int, context: int, has_segments: bool = False) -> Batch:
         """Shapes, types and shardings of a batch as `place_batch` returns it.
 
         Args:
           batch_size: sequences in the global batch.
           context: targets per sequence.
+          has_segments: whether it tells documents apart.
         """
         leading, sharding = (batch_size,), NamedSharding(self.mesh, PartitionSpec(BATCH))
         if self.strategy == "pmap":
             leading, sharding = (jax.local_device_count(), batch_size // jax.device_count()), None
         make = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
-        return Batch(
-            make((*leading, context + 1), np.int32),
-            make(leading, np.int32),
-            make(leading, np.float32),
-        )
+        tokens = make((*leading, context + 1), np.int32)
+        return Batch(tokens, make(leading, np.int32), make(leading, np.float32), tokens if has_segments else None)
 
     def transfer_guard(self):
         """Context for a step: disallows implicit transfers, except with `pmap`, which places the batch itself."""
@@ -137,7 +161,7 @@ class Parallel(NamedTuple):
 
             @functools.wraps(step)
             def with_rules(*args):
-                with nn.logical_axis_rules(RULES):
+                with nn.logical_axis_rules(RULES), context_parallel(CONTEXT):
                     return step(*args)
 
             return jax.jit(with_rules, out_shardings=out_shardings, **options)
@@ -147,7 +171,12 @@ class Parallel(NamedTuple):
 
 
 def make(
-    strategy: str, data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
+    strategy: str,
+    data: int = -1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    context: int = 1,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Parallel:
     """Choose the devices of a run.
 
@@ -156,6 +185,7 @@ def make(
       data: devices along the axis "data"; −1 for all available devices.
       fsdp: devices along the axis "fsdp", which also split the state.
       tensor: devices along the axis "tensor", which split heads, hidden features and the vocabulary.
+      context: devices along the axis "context", which split sequences.
       devices: the available devices; `jax.devices()` when None.
 
     Raises:
@@ -168,15 +198,17 @@ def make(
         devices = jax.devices() if devices is None else list(devices)
     except RuntimeError as error:  # JAX_PLATFORMS names a missing platform
         raise UserError(f"JAX finds no device: {str(error).splitlines()[0]}") from error
-    available = len(devices)
-    for name, size, among in (("fsdp", fsdp, available), ("tensor", tensor, available // max(fsdp, 1))):
+    among, taken = (available := len(devices)), []
+    for name, size in (("fsdp", fsdp), ("context", context), ("tensor", tensor)):
         if size < 1 or among % size or (strategy == "pmap" and size > 1):
-            share = f" ({among} for each of fsdp = {fsdp})" if among != available else ""
+            share = f" ({among} for each of {' × '.join(taken)})" if taken else ""
             raise UserError(
                 f"config.parallel.mesh.{name} = {size}, but there are {available} devices{share}: use a number that "
                 "divides them" + (", with config.parallel.strategy=mesh" if strategy == "pmap" else "")
             )
-    split = fsdp * tensor
+        among //= size
+        taken += [f"{name} = {size}"] if size > 1 else []
+    split = fsdp * context * tensor
     data, given = (available // split, data) if data == -1 else (data, data)
     count = data * split
     if not 1 <= count <= available or (count != available and (jax.process_count() > 1 or strategy == "pmap")):
@@ -185,8 +217,9 @@ def make(
             + (" (pmap always takes all)" if strategy == "pmap" else f", or 1 to {available // split}")
         )
     # Neighbours of the mesh are neighbours of a TPU's torus where that is possible; an axis of the torus may be shared.
-    placed = mesh_utils.create_device_mesh((data, fsdp, tensor), devices[:count], allow_split_physical_axes=True)
-    mesh = jax.sharding.Mesh(placed, (DATA, FSDP, TENSOR), axis_types=(AxisType.Auto,) * 3)
+    sizes = (data, fsdp, context, tensor)
+    placed = mesh_utils.create_device_mesh(sizes, devices[:count], allow_split_physical_axes=True)
+    mesh = jax.sharding.Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
     return Parallel(strategy, mesh)
 
 
@@ -206,6 +239,7 @@ def from_config(config: ConfigDict, devices: Sequence[jax.Device] | None = None)
     )
     check_width(config.model.width, config.parallel.mesh.fsdp)
     check_heads(config.model, config.parallel.mesh.tensor)
+    check_context(config.model.context, config.parallel.mesh.context)
     return parallel
 
 
@@ -222,6 +256,17 @@ def check_width(width: int, fsdp: int) -> None:
     """Raise UserError when parameters cannot be split evenly along the model's width."""
     if width % fsdp:
         raise UserError(f"config.model.width = {width} is not divisible by config.parallel.mesh.fsdp = {fsdp}")
+
+
+def check_context(context: int, devices: int) -> None:
+    """Raise UserError when sequences cannot be split evenly along their length."""
+    if context % devices:
+        below = context // devices * devices
+        choices = " or ".join(str(size) for size in (below, below + devices) if size)
+        raise UserError(
+            f"config.model.context = {context} is not divisible by config.parallel.mesh.context = {devices}: use "
+            f"{choices}, or fewer devices for a sequence"
+        )
 
 
 def check_heads(model: ConfigDict, tensor: int) -> None:

@@ -57,14 +57,23 @@ def create(
 def token_losses(model: nn.Module, params, batch: Batch, **options) -> Float[Array, "B T"]:
     """Cross-entropy of each target in nats, `[B, T]`."""
     inputs, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
+    if batch.segments is not None:
+        options["segments"] = batch.segments[:, :-1]
     if isinstance(model, GPT) and "targets" in inspect.signature(model.__call__).parameters:
         return model.apply({"params": params}, inputs, targets=targets, **options)
     logits = model.apply({"params": sharding.gathered(params)}, inputs, **options)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
 
 
+def counted(batch: Batch) -> Float[Array, "B T"] | None:
+    """1 for targets of the same document as the token before them, else 0, `[B, T]`; None where all targets count."""
+    if batch.segments is None:
+        return None
+    return (batch.segments[:, 1:] == batch.segments[:, :-1]).astype(jnp.float32)
+
+
 def gradients(model, params, batch: Batch, step_key, accumulation: int = 1, axis_name: str | None = None):
-    """Mean loss over the global batch in nats, and its gradient.
+    """Mean loss over the targets of the global batch that count, in nats, and its gradient.
 
     Args:
       model: called with tokens `[B, T]`.
@@ -78,9 +87,14 @@ def gradients(model, params, batch: Batch, step_key, accumulation: int = 1, axis
       (loss, gradient), the loss a float32 scalar, the gradient a tree like params.
     """
 
+    count = None if batch.segments is None else counted(batch).sum() / accumulation
+    count = jax.lax.pmean(count, axis_name) if axis_name and count is not None else count
+
     def loss(params, part):
         keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(step_key, part.example)
-        return token_losses(model, params, part, deterministic=False, dropout_key=keys).mean()
+        losses = token_losses(model, params, part, deterministic=False, dropout_key=keys)
+        # Parts have the share of the mean that their targets have, so that it is the same however a batch is cut.
+        return losses.mean() if count is None else (losses * counted(part)).sum() / jnp.maximum(count, 1)
 
     if accumulation == 1:
         value, gradient = jax.value_and_grad(loss)(params, batch)
@@ -129,7 +143,11 @@ def train_step(
 def eval_step(model: nn.Module, params, batch: Batch, axis_name: str | None = None) -> Float[Array, "2"]:
     """Weighted sum of the token losses of a batch in nats, and the number of tokens in it."""
     losses = token_losses(model, params, batch)
-    sums = jnp.stack([(losses * batch.weight[:, None]).sum(), batch.weight.sum() * losses.shape[1]])
+    if batch.segments is None:
+        sums = jnp.stack([(losses * batch.weight[:, None]).sum(), batch.weight.sum() * losses.shape[1]])
+    else:
+        counts = counted(batch) * batch.weight[:, None]
+        sums = jnp.stack([(losses * counts).sum(), counts.sum()])
     return jax.lax.psum(sums, axis_name) if axis_name else sums
 
 

@@ -167,7 +167,7 @@ class Trainer:
             step=step,
             split="train",
             **metrics,
-            bits_per_character=None if metrics["loss"] is None else metrics["loss"] * self.text.bits_per_nat,
+            **_bits(self.text, metrics["loss"]),
             **({"learning_rate": float(rate(step - 1))} if rate else {}),
             tokens=self._tokens(step),
             tokens_per_second=tokens_per_second,
@@ -262,20 +262,30 @@ class Trainer:
 
 
 def evaluate(experiment: Experiment, text: Text, params, stop: Callable[[], bool]) -> dict | None:
-    """`loss` in nats per token and `bits_per_character` on the validation text; None if `stop()` ended it early."""
+    """`loss` in nats per token, `bits_per_character` and `bits_per_byte`, which compare between tokenizers.
+
+    On the validation text; None if `stop()` ended it early.
+    """
     loss = experiment.evaluate(params, text.validation, stop)
-    return None if loss is None else {"loss": loss, "bits_per_character": loss * text.bits_per_nat}
+    return None if loss is None else {"loss": loss, **_bits(text, loss)}
+
+
+def _bits(text: Text, loss: float | None) -> dict:
+    factors = {"bits_per_character": text.bits_per_nat, "bits_per_byte": text.bits_per_byte}
+    return {name: None if loss is None else loss * factor for name, factor in factors.items()}
 
 
 def format_scores(split: str, scores: dict) -> str:
-    """Format a loss, with its bits per character if given.
+    """Format a loss, with its bits per character and byte if given.
 
-    >>> format_scores("validation", {"loss": 2.0, "bits_per_character": 2.885})
-    'validation loss 2.0000 (2.885 bits per character)'
+    >>> format_scores("validation", {"loss": 2.0, "bits_per_character": 2.885, "bits_per_byte": 2.8})
+    'validation loss 2.0000 (2.885 bits per character, 2.800 per byte)'
     """
     if scores["loss"] is None:
         return f"{split} loss not finite"
-    bits = f" ({scores['bits_per_character']:.3f} bits per character)" if "bits_per_character" in scores else ""
+    bits = ""
+    if "bits_per_character" in scores:
+        bits = f" ({scores['bits_per_character']:.3f} bits per character, {scores['bits_per_byte']:.3f} per byte)"
     return f"{split} loss {scores['loss']:.4f}{bits}"
 
 

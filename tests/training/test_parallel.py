@@ -14,7 +14,7 @@ import pytest
 from attnlab import config as configs
 from attnlab.data.batches import TrainBatches
 from attnlab.errors import UserError
-from attnlab.training import parallel, state
+from attnlab.training import metrics, parallel, state
 from attnlab.training.experiment import Experiment
 
 TOKENS = np.random.default_rng(0).integers(0, 31, 5000)
@@ -27,18 +27,21 @@ LAYOUTS = {
     "both": ("mesh", 2, 2),
     "tensor": ("mesh", 2, 1, 2),
     "fsdp and tensor": ("mesh", 1, 2, 2),
+    "context": ("mesh", 1, 1, 1, 4),
+    "fsdp and context": ("mesh", 1, 2, 1, 2),
 }
 
 
-def experiment(strategy, devices, fsdp=1, tensor=1, *, dropout=0.0, accumulation=1, steps=50, scan=None):
+def experiment(strategy, devices, fsdp=1, tensor=1, context=1, *, accumulation=1, steps=50, packing="stream", **model):
     """A small experiment on some devices."""
     config = configs.default()
-    config.model.update(num_layers=2, width=32, context=16, dropout=dropout, scan=scan)
+    config.model.update(num_layers=2, width=32, context=16, **model)
+    config.data.packing = packing
     config.steps, config.batch_size, config.optimizer.accumulation = steps, 16, accumulation
-    return Experiment(config, vocab_size=31, parallel=parallel.make(strategy, devices, fsdp, tensor))
+    return Experiment(config, vocab_size=31, parallel=parallel.make(strategy, devices, fsdp, tensor, context))
 
 
-def gradient(run):
+def gradient(run, batches=BATCHES):
     """The gradient of the first step."""
 
     def first(params, batch, axis_name=None):
@@ -46,7 +49,7 @@ def gradient(run):
         return state.gradients(run.model, params, batch, jax.random.key(7), accumulation, axis_name)[1]
 
     compiled = run.parallel.compile_eval(first)
-    return jax.device_get(compiled(run.create_state().params, run.parallel.place_batch(BATCHES[0])))
+    return jax.device_get(compiled(run.create_state().params, run.parallel.place_batch(batches[0])))
 
 
 def losses(run):
@@ -79,6 +82,31 @@ def test_first_gradient_on_four_devices_equals_one_device(options):
     reference = gradient(experiment("mesh", 1, **options | {"accumulation": 1}))
     for layout in LAYOUTS.values():
         assert distance(gradient(experiment(*layout, **options)), reference) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"positions": "learned", "remat": "block"},
+        SLOW({"positions": "sinusoidal", "window": 5}),
+        {"positions": "alibi"},
+    ],
+    ids=str,
+)
+def test_gradient_of_split_sequences_equals_one_device_for_all_positions(options):
+    reference = gradient(experiment("mesh", 1, **options))
+    assert distance(gradient(experiment(*LAYOUTS["context"], **options)), reference) < 1e-6
+
+
+def test_gradient_of_packed_documents_is_the_same_however_the_batch_is_cut():
+    starts = np.sort(np.random.default_rng(1).choice(len(TOKENS), 700, replace=False))
+    packed = TrainBatches(TOKENS, context=16, batch_size=16, seed=0, documents=np.r_[0, starts].astype(np.int64))
+    counts = state.counted(packed[0]).reshape(4, -1).sum(axis=1)
+    assert len(set(counts.tolist())) > 1  # devices count different numbers of targets
+    reference = gradient(experiment("mesh", 1, packing="documents"), packed)
+    for name, options in (("pmap", {}), ("mesh", {"accumulation": 2}), ("fsdp and context", {})):
+        found = gradient(experiment(*LAYOUTS[name], packing="documents", **options), packed)
+        assert distance(found, reference) < 1e-6, name
 
 
 @pytest.mark.slow
@@ -135,10 +163,42 @@ def test_losses_on_data_fsdp_and_tensor_axes_of_eight_devices_equal_one_device()
     assert len(printed.split()) == 2 and all(float(x) < 1e-5 for x in printed.split())  # as for four devices
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [1024, None], ids=str)
+def test_windows_of_131072_tokens_train_over_fsdp_and_context(tmp_path, window):
+    options = {"steps": 2, "batch_size": 2, "model.num_layers": 1, "model.num_heads": 1, "model.width": 8}
+    options |= {
+        "model.context": 131_072,
+        "data.validation_fraction": 0.3,
+        "eval.windows": 1,
+        "optimizer.warmup_steps": 0,
+    }
+    options |= {"parallel.mesh.data": 1, "parallel.mesh.fsdp": 2, "parallel.mesh.context": 4, "sample.every": 0}
+    options |= {"model.qk_norm": False, "log.every": 1, "log.tensorboard": False, "sample.length": 1}
+    options |= {"model.window": window} if window else {}
+    command = [sys.executable, "-m", "attnlab.train", "--config=quickstart", f"--workdir={tmp_path}"]
+    command += [f"--config.{name}={value}" for name, value in options.items()]
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = (
+        record["loss"] for record in metrics.read(tmp_path / "metrics.jsonl") if record["split"] == "train"
+    )
+    assert second < first < 5
+
+
 @pytest.mark.parametrize("strategy, fsdp", [("mesh", 3), ("mesh", 0), ("mesh", 8), ("pmap", 2)])
 def test_make_with_invalid_fsdp_raises(strategy, fsdp):
     with pytest.raises(UserError, match=f"config.parallel.mesh.fsdp = {fsdp}, but there are 4 devices: use a number"):
         parallel.make(strategy, -1, fsdp)
+
+
+def test_context_that_does_not_divide_the_sequence_raises():
+    config = configs.default()
+    config.model.context, config.parallel.mesh.data, config.parallel.mesh.context = 66, 1, 4
+    expected = r"config.model.context = 66 is not divisible by config.parallel.mesh.context = 4: use 64 or 68, or fewer"
+    with pytest.raises(UserError, match=expected):
+        parallel.from_config(config)
 
 
 @pytest.mark.parametrize("tensor", [3, 0, 8])

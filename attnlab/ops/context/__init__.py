@@ -3,8 +3,8 @@
 Every mask and score mod works, because each sees the indices of the whole call (`attnlab.ops.tiles.Shard`), and because
 a mask tells which tiles exist: that chooses which rows a device computes and how it gets their keys.
 
-Files: `layouts` (that choice), `exchange` (rows that move between devices), `shards` (a device's part of a call), `ring`
-(keys that pass from device to device, with derivatives of its own).
+Files: `layouts` (that choice), `exchange` (rows that move between devices), `shards` (a device's part of a call),
+`ring` (keys that pass from device to device, with derivatives of its own).
 """
 
 import functools

@@ -47,10 +47,13 @@ def attend(run: Callable, axis: str, devices: int, arrays: dict, static: dict, s
     def forward(learned, rest):
         k, v, parts = learned["k"], learned["v"], None
         for turn in range(devices):
+            # The next keys pass while this turn computes, but not before the last turn is done: XLA would else have
+            # all keys pass at once, and hold them.
+            (k, v), parts = lax.optimization_barrier(((k, v), parts))
+            following = _passed_on((k, v), axis, devices) if turn < devices - 1 else None
             part = of_device(turn, {**learned, "k": k, "v": v}, rest)
             parts = part if parts is None else _merged(parts, part)
-            if turn < devices - 1:
-                k, v = _passed_on((k, v), axis, devices)
+            k, v = following or (k, v)
         out, lse = parts
         return out.astype(learned["q"].dtype), lse
 
@@ -73,24 +76,26 @@ def attend(run: Callable, axis: str, devices: int, arrays: dict, static: dict, s
 
 def _gradients(of_device, axis, devices, learned, rest, given, cotangents) -> dict:
     """The gradients of all learned arrays."""
-    keys, totals, passing = _as_one(learned["k"], learned["v"]), None, None
-    for turn in range(devices):
+
+    def of_turn(turn, keys):
+        """Those of a turn, in float32, but for float64, whatever the types; k and v as one."""
         k, v = _taken_apart(keys, learned["k"], learned["v"])
-        part = lambda learned, turn=turn: of_device(turn, learned, rest, given)  # noqa: E731
-        _, pull_back = jax.vjp(part, {**learned, "k": k, "v": v})
+        _, pull_back = jax.vjp(lambda learned: of_device(turn, learned, rest, given), {**learned, "k": k, "v": v})
         (found,) = pull_back(cotangents)
-        # Sums are in float32, but for float64, whatever the types.
         found = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), found)
-        of_keys = (found.pop("k"), found.pop("v"))
+        return _as_one(found.pop("k"), found.pop("v")), found
+
+    own = _as_one(learned["k"], learned["v"])
+    keys, passing, totals = _passed_on(own, axis, devices), None, None
+    for turn in (*range(1, devices), 0):  # its own keys last: until then nothing of their gradients is held
+        keys, totals = lax.optimization_barrier((keys, totals))
+        following = _passed_on(keys, axis, devices) if 0 < turn < devices - 1 else own
+        of_keys, found = of_turn(turn, keys)
+        passing = of_keys if passing is None else jax.tree.map(jnp.add, passing, of_keys)
         totals = found if totals is None else jax.tree.map(jnp.add, totals, found)
-        if turn == 0:
-            own = of_keys
-        else:
-            passing = _as_one(*of_keys) if passing is None else jax.tree.map(jnp.add, passing, _as_one(*of_keys))
-            passing = _passed_on(passing, axis, devices)
-        keys = _passed_on(keys, axis, devices) if turn < devices - 1 else keys
-    back = (0, 0) if passing is None else _taken_apart(passing, *own)
-    dk, dv = (x + y for x, y in zip(own, back))
+        passing = _passed_on(passing, axis, devices) if turn else passing
+        keys = following
+    dk, dv = _taken_apart(passing, learned["k"], learned["v"])
     return jax.tree.map(lambda total, x: total.astype(x.dtype), {**totals, "k": dk, "v": dv}, learned)
 
 

@@ -316,7 +316,7 @@ class _Variation:
 
     def __init__(self, graph, coordinates, raw):
         self.avals, self.coordinates = graph.avals, coordinates
-        self.sides = dict.fromkeys(coordinates[::2], {"query"}) | dict.fromkeys(coordinates[1::2], {"key"})
+        self.sides = {x: {"query"} for x in coordinates[::2]} | {x: {"key"} for x in coordinates[1::2]}
         self.sides |= {} if raw is None else {raw: {"query", "key", "raw"}}
         for equation in graph.equations:
             sides = set().union(*(self.sides.get(x, ()) for x in equation.values))
