@@ -209,7 +209,8 @@ class MultiHeadAttention(checks.MaskedModule):
 
         Raises:
           ValueError: a width or head counts that do not divide, a cache of another size or with `inputs_kv` or
-            `positions`, `segments` of another shape or with one of these, `rotary_base` with `inputs_kv`, and any error of `attnlab.attention`.
+            `positions`, `segments` of another shape or with one of these, `rotary_base` with `inputs_kv`, and any error
+            of `attnlab.attention`.
           flax.errors.InvalidRngError: dropout is on, but there is neither `dropout_key` nor a `dropout` rng.
         """
         self._check(inputs_q, inputs_kv, cache, positions)

@@ -111,8 +111,8 @@ class Parallel(NamedTuple):
         shares = sorted({tuple(sorted(rows)) for rows in of_process.values()})
         if sum(map(len, shares)) != len(devices) or len({len(rows) for rows in shares}) != 1:
             raise UserError(
-                f"the mesh {dict(self.mesh.shape)} gives the {len(of_process)} processes overlapping shares of a batch: "
-                "use sizes of config.parallel.mesh that are powers of 2, as the devices of a process are"
+                f"the mesh {dict(self.mesh.shape)} gives {len(of_process)} processes overlapping shares of a batch: "
+                "use sizes of config.parallel.mesh that divide, or are multiples of, the devices of a process"
             )
         return shares.index(tuple(sorted(of_process[jax.process_index()]))), len(shares)
 

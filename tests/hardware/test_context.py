@@ -75,7 +75,7 @@ def test_memory_of_a_chip_depends_on_its_own_share_of_the_sequence(topology):
         config.precision, config.batch_size = "bfloat16", 1
         config.model.update(num_layers=1, num_heads=16, width=2048, context=length)
         on = parallel.make("mesh", 1, context=devices, devices=chips.devices[:devices])
-        experiment = Experiment(config, vocab_size=1024, parallel=on)
+        experiment = Experiment(config, vocab_size=50_304, parallel=on)
         shapes = (experiment.abstract_state, on.abstract_batch(1, length))
         with jax.sharding.use_abstract_mesh(on.mesh.abstract_mesh):
             lowered = experiment.train_step.trace(*shapes).lower(lowering_platforms=("tpu",))

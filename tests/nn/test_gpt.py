@@ -9,7 +9,7 @@ import pytest
 import scipy.special
 
 from attnlab.masks import Segments
-from attnlab.nn import GPT, Block, KVCache, Mlp, MultiHeadAttention
+from attnlab.nn import GPT, Block, KVCache, Mlp, MultiHeadAttention, stack_layers
 
 TOKENS = np.random.default_rng(0).integers(0, 11, (2, 8), dtype=np.int32)
 OPTIONS = {
@@ -68,6 +68,35 @@ def test_gpt_segments_mask_separates_packed_documents():
     apart = [apply(params, TOKENS[:, :3]), apply(params, TOKENS[:, 3:])]
     np.testing.assert_allclose(packed, np.concatenate(apart, axis=1), atol=1e-5)
     assert not np.allclose(packed[:, 3:], np.asarray(apply(params, TOKENS))[:, 3:], atol=1e-3)
+
+
+LENGTHS = (5, 1, 9, 3, 6)  # of documents
+DOCUMENTS = np.repeat(np.arange(5), LENGTHS)[None]
+PACKED = np.random.default_rng(1).integers(0, 11, (1, 25))
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rotary", "alibi"])
+def test_gpt_loss_of_packed_document_equals_that_of_the_document_alone(positions, stacked, float64):
+    model = gpt(positions=positions, context=24, dtype=jnp.float64, remat="block", impl="blockwise")
+    inputs, targets = PACKED[:, :-1], PACKED[:, 1:]
+    params = jax.tree.map(lambda x: x.astype(jnp.float64), model.init(jax.random.key(0), inputs[:, :1]))
+    params = {"params": stack_layers(params["params"])} if stacked else params
+    packed = model.apply(params, inputs, targets=targets, segments=DOCUMENTS)
+    assert packed.dtype == jnp.float64
+    for start, length in zip(np.cumsum((0, *LENGTHS)), LENGTHS):
+        at = np.s_[:, start : start + length]
+        np.testing.assert_allclose(model.apply(params, inputs[at], targets=targets[at]), packed[at], rtol=0, atol=1e-10)
+
+
+def test_gpt_segments_of_another_shape_or_with_caches_raise(own_errors):
+    model, variables, _ = made("learned")
+    with pytest.raises(ValueError, match=r"segments has shape \(2, 7\), expected \(2, 8\): the number of each token's"):
+        model.apply(variables, TOKENS, segments=np.zeros((2, 7), int))
+    with pytest.raises(
+        ValueError, match="segments are of whole sequences, whose positions they tell: leave out caches"
+    ):
+        model.apply(variables, TOKENS, segments=np.zeros((2, 8), int), caches=model.empty_caches(2))
 
 
 @pytest.mark.parametrize("remat", ["none", "block"])

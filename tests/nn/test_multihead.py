@@ -10,6 +10,7 @@ import pytest
 
 from attnlab.masks import Causal, Dense, Padding, SlidingWindow
 from attnlab.nn import KVCache, MultiHeadAttention
+from attnlab.score_mods import ALiBi, alibi_slopes
 
 rng = np.random.default_rng(0)
 X = rng.standard_normal((2, 6, 8)).astype(np.float32)
@@ -280,3 +281,17 @@ def test_blockwise_decoding_equals_full_pass(mask):
         step, cache = apply(params, x[:, at], cache=cache)
         steps.append(step)
     np.testing.assert_allclose(np.concatenate(steps, axis=1), whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [{"rotary_base": 100.0}, {"score_mod": ALiBi(alibi_slopes(4)), "kv_heads": 2}], ids=["rotary", "alibi"]
+)
+def test_packed_document_equals_the_document_alone(options, float64):
+    lengths = (5, 1, 9, 3)
+    module = MultiHeadAttention(num_heads=4, mask=Causal(), dtype=jnp.float64, impl="blockwise", **options)
+    x = np.random.default_rng(0).normal(size=(1, sum(lengths), 16))
+    params = jax.tree.map(lambda x: x.astype(jnp.float64), module.init(jax.random.key(0), x))
+    packed = module.apply(params, x, segments=np.repeat(np.arange(4), lengths)[None])
+    for start, length in zip(np.cumsum((0, *lengths)), lengths):
+        at = np.s_[:, start : start + length]
+        np.testing.assert_allclose(module.apply(params, x[at]), packed[at], rtol=0, atol=1e-10)

@@ -1,4 +1,4 @@
-"""With `on_nonfinite="skip"`, a step whose loss or gradient is not finite is skipped and counted."""
+"""Steps that are skipped because they are not finite, and the loss of packed documents."""
 
 import functools
 
@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from attnlab import config as configs
-from attnlab.data.batches import Batch
+from attnlab.data.batches import Batch, TrainBatches
+from attnlab.errors import UserError
+from attnlab.nn import GPT
 from attnlab.training import optimizer as optimizers
 from attnlab.training import state
+from attnlab.training.experiment import Experiment
 
 POISON = 7  # a token that makes the model's logits `poison`
 
@@ -55,3 +58,34 @@ def test_train_step_without_skip_applies_nonfinite_updates():
     step = jax.jit(functools.partial(state.train_step, model, optimizer, 0, 1))
     now, metrics = step(state.create(model, optimizer, 0), batch(POISON))
     assert "skipped" not in metrics and not np.isfinite(jax.tree.leaves(now.params)[0]).all()
+
+
+def test_loss_of_packed_documents_is_the_mean_over_targets_within_them(float64):
+    starts, rng = np.array([0, 7, 8, 20, 33, 41, 60]), np.random.default_rng(0)
+    tokens = rng.integers(0, 11, 66)
+    packed = TrainBatches(tokens, context=64, batch_size=1, seed=0, documents=starts)[0]
+    model = GPT(vocab_size=11, num_layers=2, num_heads=2, width=16, context=64, dtype=jnp.float64)
+    params = model.init(jax.random.key(0), packed.tokens[:, :1])["params"]
+    params = jax.tree.map(lambda x: x.astype(jnp.float64), params)
+    alone, count = 0.0, 0
+    for number in range(packed.segments.max() + 1):
+        document = packed.tokens[packed.segments == number][None]
+        if document.shape[1] > 1:
+            of_document = model.apply({"params": params}, document[:, :-1], targets=document[:, 1:])
+            alone, count = alone + of_document.sum(), count + of_document.size
+    loss, _ = state.gradients(model, params, packed, jax.random.key(1))
+    np.testing.assert_allclose(loss, alone / count, rtol=1e-10)
+    np.testing.assert_allclose(state.eval_step(model, params, packed), [alone, count], rtol=1e-10)
+
+
+def test_model_without_segments_cannot_train_on_packed_documents():
+    config = configs.default()
+    config.data.packing, config.parallel.mesh.data = "documents", 1
+
+    class Plain(nn.Module):
+        @nn.compact
+        def __call__(self, tokens, deterministic=True, dropout_key=None):
+            return nn.Embed(8, 8)(tokens)
+
+    with pytest.raises(UserError, match="config.data.packing = 'documents', but Plain takes no segments=: give its"):
+        Experiment(config, 8, model=Plain())
