@@ -317,5 +317,7 @@ def over_eight_devices(first, last):
 def test_random_calls_over_eight_devices_equal_unsplit_calls(first):
     lines = over_eight_devices(first, first + 4)
     assert {line["devices"] for line in lines} == {2, 4, 8}
-    # 1e-5 of the largest element is some 80 units in its last place, of sums of some hundred terms.
-    assert [line for line in lines if line["difference"] is not None and not line["difference"] <= 1e-5] == []
+    # 1e-5 of the largest element is some 80 units in its last place, of sums of some hundred terms. The gradient of one
+    # number, as the scale, may cancel to far less than its terms: both calls round it, so it may differ by twice that.
+    found = [line for line in lines if line["difference"] is not None]
+    assert [line for line in found if not line["difference"] <= max(1e-5, 2 * line["rounding"])] == []
