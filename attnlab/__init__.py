@@ -7,6 +7,7 @@ if _typing.TYPE_CHECKING:
     from attnlab import interop, masks, nn, score_mods
     from attnlab.loading import load
     from attnlab.ops.attention import attention, attention_weights, explain, implementations, merge
+    from attnlab.ops.context import context_parallel
     from attnlab.ops.linear import LinearState, linear_attention
 
 __all__ = [

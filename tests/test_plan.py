@@ -67,7 +67,7 @@ def test_plan_of_this_machine_is_printed_and_written(capsys, tmp_path):
     assert not KEYS - set(written)
     model = GPT(vocab_size=256, num_layers=2, num_heads=2, width=64, context=32)
     assert written["flops_per_step"] == flops.per_token(model, 32) * 8 * 32
-    assert written["mesh"] == {"data": 4, "fsdp": 1, "tensor": 1} and written["devices"] == 4
+    assert written["mesh"] == {"data": 4, "fsdp": 1, "context": 1, "tensor": 1} and written["devices"] == 4
     assert written["attention"] == {"block_0": "dense", "block_1": "dense"}
     assert written["fits"] is written["device_gib"] is written["least_seconds_flops"] is None
     # The gradients of all parameters are summed over the devices.

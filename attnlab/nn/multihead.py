@@ -5,6 +5,7 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float, Int
 
 from attnlab.nn import checks, sharding
@@ -114,6 +115,9 @@ def check_segments(segments, tokens, **excluded) -> None:
     """
     if segments is None:
         return
+    if not isinstance(segments, jax.Array | np.ndarray) or not jnp.issubdtype(segments.dtype, jnp.integer):
+        kind = getattr(segments, "dtype", type(segments).__name__)
+        raise ValueError(f"segments is {kind}, expected an integer array: the number of each token's document")
     if jnp.shape(segments) != jnp.shape(tokens)[:2]:
         raise ValueError(
             f"segments has shape {jnp.shape(segments)}, expected {jnp.shape(tokens)[:2]}: the number of each token's "

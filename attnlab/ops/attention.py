@@ -153,10 +153,12 @@ def attention(
     >>> attention(q, k, v, mask=Causal()).shape
     (2, 5, 4, 8)
     """
+    q, k, v = checks.queries_keys_values(q, k, v)
     call = context.current(q, k)
     arguments = _checked(
         q, k, v, mask, score_mod, bias, scale, sinks, dropout_rate, dropout_key, q_positions, kv_positions, call
     )
+    arguments = context.prepared(call, arguments)
     layout = _layout(call, arguments, block_sizes)
     name = _choose(impl, arguments, block_sizes, return_lse, None, call, layout).backend
     if call is None:
@@ -208,6 +210,9 @@ def attention_weights(
      [0.33 0.33 0.33]]
     """
     arguments = _checked(q, k, k, mask, score_mod, bias, scale, sinks, 0.0, None, q_positions, kv_positions)
+    call = context.current(arguments["q"], arguments["k"])
+    if call is not None and call.is_manual:
+        raise ValueError("attention_weights are those of whole sequences: call it outside of shard_map")
     for name in ("v", "dropout_rate", "dropout_keys"):
         del arguments[name]
     if rows is not None:
@@ -289,8 +294,9 @@ def explain(
     checks.require_known_keywords("explain", named, inspect.signature(attention).parameters)
     if platform is not None and platform not in PLATFORMS:
         raise ValueError(f"platform = {platform!r} is unknown: use one of {', '.join(map(repr, PLATFORMS))}")
+    q, k, v = checks.queries_keys_values(q, k, v)
     call = context.current(q, k)
-    arguments = _checked(q, k, v, *terms, **named, call=call)
+    arguments = context.prepared(call, _checked(q, k, v, *terms, **named, call=call))
     layout = _layout(call, arguments, block_sizes, platform)
     return _choose(impl, arguments, block_sizes, return_lse, platform, call, layout)
 

@@ -135,13 +135,15 @@ class Mask(Node):
     def of_shard(self, shard: Shard) -> "Mask":
         """The same mask for a part of the call: of arrays with axes of examples, heads, queries or keys, that part.
 
-        A subclass with such arrays overrides it, for calls that are split over devices (`attnlab.context_parallel`);
-        one that computes with coordinates alone need not, as those are of the whole call.
+        For calls that are split over devices (`attnlab.context_parallel`). A subclass that computes with coordinates
+        alone, or takes from its arrays by `tile.of_queries`, `of_keys` or `of_pairs`, need not override it; one whose
+        arrays have axes of examples does.
 
+        >>> from attnlab.ops.tiles import Shard
         >>> Padding(jnp.array([3, 4, 5])).of_shard(Shard(examples=jnp.array([1, 2]))).lengths
         Array([4, 5], dtype=int32)
         """
-        return self
+        return InCall(self)
 
     def check(self, batch: tuple[int, ...], num_heads: int, q_length: int, kv_length: int) -> None:
         """Raises ValueError when the mask's arrays do not fit scores `[*batch, num_heads, q_length, kv_length]`.
@@ -198,6 +200,30 @@ class Mask(Node):
             f"{type(self).__name__} has no truth value: combine masks with &, | and ~, not with and, or and not; "
             "test for a missing mask with `is None`"
         )
+
+
+@dataclass(frozen=True)
+class InCall(Mask):
+    """A mask of a shard whose arrays are those of the whole call.
+
+    >>> from attnlab.ops.tiles import Shard
+    >>> second = Segments(jnp.array([0, 0, 1, 1])).of_shard(Shard(queries=jnp.array([2, 3])))
+    >>> second.dense(2, 4).astype(int)
+    Array([[0, 0, 1, 1],
+           [0, 0, 1, 1]], dtype=int32)
+    """
+
+    mask: Mask
+
+    @property
+    def positional(self):
+        return self.mask.positional
+
+    def visible(self, tile):
+        return self.mask.visible(tile.in_call())
+
+    def of_shard(self, shard):
+        return InCall(self.mask)
 
 
 def require_positions(mask, q_length, kv_length, q_positions, kv_positions, what="mask") -> None:

@@ -56,6 +56,9 @@ class Causal(Mask):
     def bounds(self, tiling):
         return _at_most(tiling.kv_position, tiling.q_position)
 
+    def of_shard(self, shard):
+        return self
+
 
 @dataclass(frozen=True)
 class SlidingWindow(Mask):
@@ -86,6 +89,9 @@ class SlidingWindow(Mask):
         lowest, highest = kv_low - q_high, kv_high - q_low  # of kv − q
         any_visible = (highest >= -self._left) & (lowest <= self._right)
         return any_visible, (lowest >= -self._left) & (highest <= self._right)
+
+    def of_shard(self, shard):
+        return self
 
     @property
     def _left(self):
@@ -275,6 +281,9 @@ class MaskFn(elementwise.Function, Mask):
     def visible(self, tile):
         coordinates = (tile.example, tile.head, tile.q_position, tile.kv_position)
         return elementwise.apply(self.fn, coordinates, self.arrays, jnp.bool_)
+
+    def of_shard(self, shard):
+        return self
 
     def for_tiles(self, q_length, kv_length):
         fn, arrays = elementwise.without_closure(self.fn, (jnp.int32,) * 4, self.arrays)

@@ -88,7 +88,7 @@ def splits_of(q, k, without: Sequence[str] = ()) -> Splits:
     """
     mesh = mesh_of(q)
     if AxisType.Explicit in mesh.axis_types:
-        return _explicit_axes(mesh, q, k)
+        return _explicit_axes(mesh, q, k, without)
     return _named_axes(mesh, _free(mesh) - set(without), q, k)
 
 
@@ -139,6 +139,15 @@ def in_shards(function: Callable, q, arrays: tuple, specs: tuple, out_spec: P):
         return results
     like_q = _spec(q)[:-1]
     return jax.tree.map(lambda x: _resharded(mesh, x, P(*like_q, *(None,) * (x.ndim - len(like_q)))), results)
+
+
+def on_all_devices(tree):
+    """A tree whose arrays on Explicit axes are not split, but whole on every device."""
+
+    def whole(x):
+        return _resharded(jax.typeof(x).sharding.mesh, x, P(*(None,) * x.ndim)) if _has_explicit_axes(x) else x
+
+    return jax.tree.map(whole, tree)
 
 
 def _is_spec(x) -> bool:
@@ -193,9 +202,11 @@ def is_checked_manual(*arrays) -> bool:
     return any(_axes(x) for x in arrays)
 
 
-def _explicit_axes(mesh, q, k) -> Splits:
+def _explicit_axes(mesh, q, k, without=()) -> Splits:
     """The mesh axes that split each batch axis of q, and its heads as far as they divide those of k."""
     spec = _spec(q)
+    if without:
+        spec = tuple(tuple(name for name in _names(axes) if name not in without) or None for axes in spec)
     return Splits(spec[:-3], _dividing(mesh, _names(spec[-2]), k.shape[-2]))
 
 

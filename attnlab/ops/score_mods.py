@@ -17,7 +17,7 @@ from jaxtyping import Float
 
 from attnlab.ops import elementwise
 from attnlab.ops.nodes import Node
-from attnlab.ops.tiles import Tile
+from attnlab.ops.tiles import Shard, Tile
 from attnlab.types import Array
 
 
@@ -72,6 +72,18 @@ class ScoreMod(Node):
         """
         return self
 
+    def of_shard(self, shard: Shard) -> "ScoreMod":
+        """The same mod for a part of a call that is split over devices (`attnlab.context_parallel`).
+
+        Its coordinates are those of the whole call, and so are arrays that it takes from by `tile.of_queries`,
+        `of_keys` or `of_pairs`. A subclass whose arrays have axes of examples overrides it.
+
+        >>> from attnlab.ops.tiles import Shard
+        >>> SoftCap(2.0).of_shard(Shard(queries=jnp.arange(4)))
+        SoftCap(cap=2.0)
+        """
+        return InCall(self)
+
     def check(self, num_heads: int) -> None:
         """Raises ValueError when the mod's arrays do not fit `num_heads` heads.
 
@@ -88,7 +100,39 @@ class ScoreMod(Node):
 
 
 @dataclass(frozen=True)
-class ALiBi(ScoreMod):
+class InCall(ScoreMod):
+    """A mod of a shard whose arrays are those of the whole call.
+
+    >>> from attnlab.ops.tiles import whole
+    >>> InCall(SoftCap(2.0)).apply(jnp.array([100.0]), whole(1, 1))
+    Array([2.], dtype=float32)
+    """
+
+    mod: ScoreMod
+
+    @property
+    def positional(self):
+        return self.mod.positional
+
+    def apply(self, scores, tile):
+        return self.mod.apply(scores, tile.in_call())
+
+    def for_tiles(self, score_type):
+        return InCall(self.mod.for_tiles(score_type))
+
+    def of_shard(self, shard):
+        return self
+
+
+class _ByCoordinates(ScoreMod):
+    """Base class of mods that need nothing but coordinates, and arrays with axes of heads."""
+
+    def of_shard(self, shard):
+        return self
+
+
+@dataclass(frozen=True)
+class ALiBi(_ByCoordinates):
     """Attention with linear biases: score − slope·|i − j|, one slope per head (Press et al. 2022, section 3).
 
     `slopes` is `[H]`, in logits per position of distance; another shape is a ValueError in `attention`.
@@ -113,7 +157,7 @@ class ALiBi(ScoreMod):
 
 
 @dataclass(frozen=True)
-class RelativeBias(ScoreMod):
+class RelativeBias(_ByCoordinates):
     """A learned bias for each head and distance: score + table[h, clip(j − i)] (Shaw et al. 2018, equation 4).
 
     `table` is `[H, 2·R + 1]`, in logits; column R + d is for keys d positions after the query, and distances beyond
@@ -143,7 +187,7 @@ class RelativeBias(ScoreMod):
 
 
 @dataclass(frozen=True)
-class SoftCap(ScoreMod):
+class SoftCap(_ByCoordinates):
     """Scores limited to ±cap: cap·tanh(score / cap) (Gemma Team 2024, section 2).
 
     `cap` is a number above 0, in logits, or an array of shape `()`; another number is a ValueError at once, an array of
@@ -167,7 +211,7 @@ class SoftCap(ScoreMod):
 
 
 @dataclass(frozen=True, init=False)
-class ScoreFn(elementwise.Function, ScoreMod):
+class ScoreFn(elementwise.Function, _ByCoordinates):
     """Any change of the scores: `fn(score, b, h, i, j, *arrays)`.
 
     The function is written for scalars: example b (counted through all batch axes), head h, positions i of the query

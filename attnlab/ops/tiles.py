@@ -101,6 +101,15 @@ class Side(NamedTuple):
         return x[..., None, :, None] if self.axis == -2 else x[..., None, None, :]
 
 
+class SideOfCall(Side):
+    """A side that takes from arrays of the whole call."""
+
+    def take(self, x, axis=-1):
+        if self.whole_index is None or x.shape[axis] == 1:
+            return super().take(x, axis)
+        return jnp.take(jnp.asarray(x), self.whole_index, axis=axis, mode="clip")
+
+
 class Tile(NamedTuple):
     """The coordinates of a rectangle of scores, each broadcastable to the scores.
 
@@ -137,6 +146,10 @@ class Tile(NamedTuple):
     def kv_position(self) -> Int[Array, "..."]:
         """Positions of the keys in their sequence."""
         return self.keys.lay(self.keys.position)
+
+    def in_call(self) -> "Tile":
+        """The same tile of a shard, for masks and score mods whose arrays are those of the whole call."""
+        return self._replace(queries=SideOfCall(*self.queries), keys=SideOfCall(*self.keys))
 
     def of_queries(self, x: Array) -> Array:
         """The part of an array `[..., Tq]` for this tile's queries, laid out like the scores."""

@@ -158,10 +158,12 @@ class Parallel(NamedTuple):
 
     def _compile(self, step, out_shardings, **options):
         if self.strategy == "mesh":
+            is_split = self.mesh.shape[CONTEXT] > 1
 
             @functools.wraps(step)
             def with_rules(*args):
-                with nn.logical_axis_rules(RULES), context_parallel(CONTEXT):
+                split = context_parallel(CONTEXT) if is_split else contextlib.nullcontext()
+                with nn.logical_axis_rules(RULES), split:
                     return step(*args)
 
             return jax.jit(with_rules, out_shardings=out_shardings, **options)

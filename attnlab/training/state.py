@@ -89,12 +89,13 @@ def gradients(model, params, batch: Batch, step_key, accumulation: int = 1, axis
 
     count = None if batch.segments is None else counted(batch).sum() / accumulation
     count = jax.lax.pmean(count, axis_name) if axis_name and count is not None else count
+    count = None if count is None else jnp.where(count > 0, count, 1)
 
     def loss(params, part):
         keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(step_key, part.example)
         losses = token_losses(model, params, part, deterministic=False, dropout_key=keys)
         # Parts have the share of the mean that their targets have, so that it is the same however a batch is cut.
-        return losses.mean() if count is None else (losses * counted(part)).sum() / jnp.maximum(count, 1)
+        return losses.mean() if count is None else (losses * counted(part)).sum() / count
 
     if accumulation == 1:
         value, gradient = jax.value_and_grad(loss)(params, batch)

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -218,8 +217,8 @@ except UserError as error:
 """
 
 
-def started(path, folder, kind="bpe", **options) -> subprocess.Popen:
-    command = [sys.executable, "-c", PROGRAM, str(path), str(folder), kind]
+def started(path, folder, kind="bpe", before=(), **options) -> subprocess.Popen:
+    command = [*before, sys.executable, "-c", PROGRAM, str(path), str(folder), kind]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **options)
 
@@ -286,10 +285,8 @@ def test_damaged_shard_of_an_interrupted_attempt_is_made_again(large, tmp_path):
 
 
 def test_full_disk_is_one_line_and_can_be_continued(large, tmp_path):
-    def limited():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))  # bytes of a file
-
-    _, error = started(large, tmp_path / "store", kind="byte", preexec_fn=limited).communicate()
+    limited = ("bash", "-c", 'ulimit -f 30 && exec "$@"', "-")  # KiB of a file
+    _, error = started(large, tmp_path / "store", kind="byte", before=limited).communicate()
     assert len(error.splitlines()) == 1 and "make room there, or name another folder" in error, error
     assert finished(large, tmp_path / "store", kind="byte") == finished(large, tmp_path / "reference", kind="byte")
     assert not list((tmp_path / "store").rglob("*.new"))

@@ -1,5 +1,6 @@
 """One call over several devices equals the unsplit call: masks, score mods, dropout, gradients, in every way."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -17,9 +18,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import attnlab
-from attnlab.masks import BlockSparse, Causal, Dense, MaskFn, Padding, PrefixLM, Segments, SlidingWindow
+from attnlab.masks import BlockSparse, Causal, Dense, Mask, MaskFn, Padding, PrefixLM, Segments, SlidingWindow
 from attnlab.ops.context import exchange, layouts
-from attnlab.score_mods import ALiBi, RelativeBias, ScoreFn, SoftCap, alibi_slopes
+from attnlab.score_mods import ALiBi, RelativeBias, ScoreFn, ScoreMod, SoftCap, alibi_slopes
 
 BATCH, LENGTH, HEADS, DIM = 2, 32, 4, 8
 rng = np.random.default_rng(0)
@@ -124,6 +125,72 @@ def test_positions_and_bias_within_shard_map_are_shards():
     assert_equal(jax.jit(split)(*arrays(), positions, bias), expected)
 
 
+@dataclasses.dataclass(frozen=True)
+class OfRows(ScoreMod):
+    """Adds a number for each query, and one for each key."""
+
+    rows: jax.Array
+
+    def apply(self, scores, tile):
+        return scores + tile.of_queries(self.rows) - tile.of_keys(self.rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner(Mask):
+    """A mask within another."""
+
+    mask: Mask
+
+    def visible(self, tile):
+        return self.mask.visible(tile)
+
+
+@pytest.mark.parametrize("way", ["gather", "halo", "ring"])
+def test_masks_and_mods_of_users_take_from_arrays_of_the_whole_call(way):
+    mask = SlidingWindow(3, 1) & Inner(Segments(jnp.arange(LENGTH) // 7))
+    run = functools.partial(attend, mask=mask, score_mod=OfRows(jnp.arange(LENGTH) / 8))
+    assert_equal(in_context(run, way)(*arrays()), run(*arrays()))
+
+
+def test_dropout_with_one_key_within_shard_map_drops_the_same_weights():
+    spec, options = P(None, "context"), {"dropout_rate": 0.4, "dropout_key": jax.random.key(1)}
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh_of(context=4), in_specs=(spec,) * 3, out_specs=(spec, spec), check_vma=False
+    )
+    def split(q, k, v):
+        with attnlab.context_parallel("context"):
+            return attend(q, k, v, **options)
+
+    assert_equal(jax.jit(split)(*arrays()), attend(*arrays(), **options))
+
+
+def test_way_within_shard_map_is_that_of_the_whole_call():
+    mesh, spec, told = mesh_of(context=4), P(None, "context"), []
+    whole = jax.ShapeDtypeStruct((1, 2**18, 8, 64), jnp.bfloat16)
+
+    def tell(q):
+        with attnlab.context_parallel("context"):
+            told.append(attnlab.explain(q, q, q).split)
+        return q
+
+    jax.eval_shape(jax.shard_map(tell, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False), whole)
+    with jax.set_mesh(mesh):
+        jax.eval_shape(tell, whole)
+    assert told[0] == told[1] and "in a ring" in told[0]
+
+
+def test_function_that_closes_over_traced_arrays_leaves_the_rest_of_a_conjunction_known():
+    def told(q, limit):
+        mask = Causal() & MaskFn(lambda b, h, i, j: j < limit[h])
+        answers.append(attnlab.explain(q, q, q, mask).split)
+
+    answers = []
+    with jax.set_mesh(mesh_of(context=4)), attnlab.context_parallel("context"):
+        jax.eval_shape(told, jax.ShapeDtypeStruct((1, 4096, 8, 64), jnp.float32), jnp.arange(8))
+    assert "given out by their tiles" in answers[0]
+
+
 CALLS = [("gather", "causal mask"), ("gather", "function mod"), ("halo", "window mask"), ("ring", "segments mask")]
 CALLS += [("ring", "dropout"), ("ring", "sinks")]
 
@@ -144,7 +211,9 @@ def in_context(function, way="auto", axis="context"):
     """`function` on a mesh of four devices, in a context."""
 
     def run(*args):
-        with jax.set_mesh(mesh_of(context=4)), attnlab.context_parallel(axis, way=way):
+        axes = {"heads": axis[1:]} if isinstance(axis, tuple) else {}
+        axis_of_sequence = axis[0] if axes else axis
+        with jax.set_mesh(mesh_of(context=4)), attnlab.context_parallel(axis_of_sequence, **axes, way=way):
             return jax.jit(function)(*args)
 
     return run
@@ -232,6 +301,7 @@ def test_explain_tells_the_way():
         ({"length": 30}, "30 queries cannot be split over the 4 devices of the mesh axis 'context': pad the sequence"),
         ({"way": "halo", "mask": None}, "way = 'halo' needs a mask whose keys are near its queries"),
         ({"way": "ring", "impl": "dense"}, "impl = 'dense' cannot run this: in a ring its gradient needs all keys"),
+        ({"axis": ("context", "context")}, "names 'context', 'context': an axis splits one thing, name it once"),
         ({"way": "zigzag"}, "context_parallel way = 'zigzag' is unknown: use one of 'auto', 'gather', 'halo', 'ring'"),
     ],
     ids=str,

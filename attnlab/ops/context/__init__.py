@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from attnlab.ops import dropout
 from attnlab.ops.context import layouts, shards
 from attnlab.ops.context.layouts import Layout
-from attnlab.ops.meshes import Splits, in_shards, mesh_of, splits_of
+from attnlab.ops.meshes import Splits, in_shards, mesh_of, on_all_devices, splits_of
 from attnlab.ops.schedule import ACCELERATOR, CPU, TPU_KERNEL
 from attnlab.types import Array
 
@@ -61,8 +61,8 @@ def context_parallel(
         another, where they would not fit (Liu et al. 2023); "auto", by what the mask shows. `explain` tells it.
 
     Raises:
-      ValueError: an unknown way. In `attention`: a mesh without that axis, a sequence that it does not divide, a mask
-        that "halo" cannot serve.
+      ValueError: an unknown way, an axis that is named twice. In `attention`: a mesh without that axis, a sequence that
+        it does not divide, a mask that "halo" cannot serve.
 
     >>> mesh = jax.make_mesh((1,), ("context",))
     >>> q = k = v = jnp.ones((8, 4, 16))
@@ -73,11 +73,20 @@ def context_parallel(
     """
     if way not in WAYS:
         raise ValueError(f"context_parallel way = {way!r} is unknown: use one of {', '.join(map(repr, WAYS))}")
-    return _current(Context(axis, _names(batch), _names(heads), way))
+    context = Context(axis, _names(batch or ()), _names(heads or ()), way)
+    named = _named(context)
+    if len(set(named)) < len(named):
+        names = ", ".join(map(repr, named))
+        raise ValueError(f"context_parallel names {names}: an axis splits one thing, name it once")
+    return _current(context)
 
 
 def _names(axes) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _named(context: Context) -> list[str]:
+    return [name for name in (context.axis, *context.batch, *context.heads) if name is not None]
 
 
 class Call(NamedTuple):
@@ -110,11 +119,11 @@ class Call(NamedTuple):
 
     def per_example(self, key, batch: tuple[int, ...]):
         """Keys of dropout, one for each example."""
-        if not self.is_manual or dropout.batch_rank(key):
+        index = shards.examples(self, batch) if self.is_manual and not dropout.batch_rank(key) else None
+        if index is None:
             return dropout.per_example(key, batch)
-        return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, shards.examples(self, batch).reshape(-1)).reshape(
-            *batch, *jnp.shape(key)
-        )
+        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, index.reshape(-1))
+        return keys.reshape(*batch, *jnp.shape(key))
 
 
 def current(q: Array, k: Array) -> Call | None:
@@ -127,7 +136,7 @@ def current(q: Array, k: Array) -> Call | None:
     if context is None:
         return None
     mesh = mesh_of(q)
-    named = [name for name in (context.axis, *context.batch, *context.heads) if name is not None]
+    named = _named(context)
     for name in named:
         if name not in mesh.axis_names:
             raise ValueError(
@@ -135,16 +144,24 @@ def current(q: Array, k: Array) -> Call | None:
                 f"{', '.join(map(repr, mesh.axis_names)) or 'none'}: name one of its axes, and use jax.set_mesh"
             )
     kinds = dict(zip(mesh.axis_names, mesh.axis_types))
-    is_manual = bool(named) and all(kinds[name] == AxisType.Manual for name in named)
+    manual = [name for name in named if kinds[name] == AxisType.Manual]
+    if manual and manual != named:
+        of_map, others = (", ".join(map(repr, names)) for names in (manual, [x for x in named if x not in manual]))
+        raise ValueError(
+            f"context_parallel names {of_map}, of a shard_map around the call, and {others}, which is not: have one "
+            "shard_map over all of them, or none"
+        )
+    is_manual = bool(manual)
     splits = Splits(context.batch, context.heads) if is_manual else splits_of(q, k, without=(context.axis,))
 
     def size(names):
         return math.prod(mesh.shape[name] for name in names)
 
-    by_batch = size(splits.batch if is_manual else ())
-    call = Call(
-        context, is_manual, splits, (by_batch, size(splits.heads), size([context.axis] if context.axis else []))
-    )
+    by_batch = size(name for axes in splits.batch for name in _names(axes or ()))
+    by_length = size((context.axis,) if context.axis else ())
+    call = Call(context, is_manual, splits, (by_batch, size(splits.heads), by_length))
+    if not is_manual and 0 in (q.shape[-3], k.shape[-3]):
+        return None
     if not is_manual and call.devices > 1:
         _check_lengths(context.axis, call.devices, q.shape[-3], k.shape[-3])
     return call if call.devices > 1 or is_manual else None
@@ -160,7 +177,7 @@ def _check_lengths(axis, devices, q_length, kv_length):
 
 
 def layout(call: Call, arguments: dict, block_sizes, platform: str) -> Layout | None:
-    """How the call's sequence is split; None if it is whole."""
+    """How the sequence of a call with `prepared` arguments is split; None if it is whole."""
     if call.devices == 1:
         return None
     q, k, v = (arguments[name] for name in "qkv")
@@ -172,7 +189,7 @@ def layout(call: Call, arguments: dict, block_sizes, platform: str) -> Layout | 
         tuple(lengths),
         call.devices,
         way=call.context.way,
-        gathered_bytes=sum(x.size * x.dtype.itemsize for x in (k, v)) * call.devices // math.prod(call.sizes),
+        gathered_bytes=_gathered_bytes(call, k, v),
         block_sizes=block_sizes,
         costs=_COSTS[platform],
         num_heads=num_heads,
@@ -181,15 +198,21 @@ def layout(call: Call, arguments: dict, block_sizes, platform: str) -> Layout | 
     )
 
 
+def _gathered_bytes(call: Call, k: Array, v: Array) -> int:
+    """Of the keys and values of all devices that split a sequence, which one of them would hold."""
+    size = sum(x.size * x.dtype.itemsize for x in (k, v))
+    by_batch, by_heads, by_length = call.sizes
+    return size * by_length if call.is_manual else size // (by_batch * by_heads)
+
+
 def attend(call: Call, layout: Layout | None, run: Callable, arguments: dict) -> tuple[Array, Array]:
     """(out, lse) of a call.
 
     Args:
       call, layout: how it is split.
       run: run(arguments, shard) computes a part of a call, and in a ring run(arguments, shard, given).
-      arguments: of the call, checked.
+      arguments: of the call, `prepared`.
     """
-    arguments = _closed(call, arguments)
     if call.is_manual:
         return shards.attend(call, layout, run, arguments)
     arrays, static = shards.arrays_and_others(arguments)
@@ -208,8 +231,13 @@ def attend(call: Call, layout: Layout | None, run: Callable, arguments: dict) ->
     return in_shards(lambda arrays: compute({**arrays, **static}), q, (arrays,), (specs,), P(*batch, axis, heads))
 
 
-def _closed(call: Call, arguments: dict) -> dict:
+def prepared(call: Call | None, arguments: dict) -> dict:
     """The arguments, of which no function closes over traced arrays, and with the words of random keys."""
+    if call is None:
+        return arguments
+    # Every device has masks and score mods whole.
+    whole = on_all_devices({name: arguments[name] for name in ("mask", "score_mods")})
+    arguments = {**arguments, **whole}
     q, k, mask, keys = (arguments[name] for name in ("q", "k", "mask", "dropout_keys"))
     *_, q_length, kv_length = call.whole(q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
     dtype = jnp.promote_types(q.dtype, jnp.float32)

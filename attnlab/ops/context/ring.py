@@ -3,7 +3,7 @@
 In turn s device i has the keys of device i − s. The parts are merged as `attnlab.merge` does. For the gradients, keys
 pass around once more, and theirs after them: with out and lse of the whole softmax, each part's gradients need nothing
 of the other parts (Dao et al. 2022, algorithm 4), so that nothing of a turn is kept. Over n devices these are 4(n − 1)
-messages: k and v forward; backward both as one, and their gradients as one.
+messages, besides those that give out the rows: k and v forward; backward both as one, and their gradients as one.
 """
 
 from collections.abc import Callable
@@ -71,7 +71,7 @@ def attend(run: Callable, axis: str, devices: int, arrays: dict, static: dict, s
         return gradients, jax.tree.map(lambda _: None, rest)
 
     ring.defvjp(ring_forward, ring_backward)
-    return ring(reverse_mode_only("ring", learned), rest)
+    return ring(reverse_mode_only("blockwise", learned), rest)
 
 
 def _gradients(of_device, axis, devices, learned, rest, given, cotangents) -> dict:

@@ -96,9 +96,9 @@ def arrays_and_others(arguments: dict) -> tuple[dict, dict]:
 
 
 def of_shard(arguments: dict, shard: Shard) -> dict:
-    """The arguments with the mask of a shard."""
-    mask = arguments["mask"]
-    return arguments if mask is None else {**arguments, "mask": mask.of_shard(shard)}
+    """The arguments with the mask and the score mods of a shard."""
+    mask = None if arguments["mask"] is None else arguments["mask"].of_shard(shard)
+    return {**arguments, "mask": mask, "score_mods": tuple(mod.of_shard(shard) for mod in arguments["score_mods"])}
 
 
 def _moved(name, x, there, axis, sides):

@@ -27,7 +27,7 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.extend.core import Literal as Constant
 from jax.interpreters import batching
 
-from attnlab.ops.tiles import WHOLE, Shard, Side, Tile, examples, heads
+from attnlab.ops.tiles import WHOLE, Shard, Side, SideOfCall, Tile, examples, heads
 from attnlab.types import Array
 
 Varies = Literal["q_index", "kv_index", "scalar", "query", "key", "distance", "pair", "tile"]
@@ -255,7 +255,7 @@ class _OnePair(Tile):
     """The tile of one query and one key, of every example and head."""
 
     def of_pairs(self, x):
-        if 1 in x.shape[-2:]:  # broadcast along a side
+        if 1 in x.shape[-2:] or isinstance(self.queries, SideOfCall):  # broadcast along a side, or a part of x
             return super().of_pairs(x)
         return _pair_p.bind(jnp.asarray(x), self.queries.index, self.keys.index)
 
