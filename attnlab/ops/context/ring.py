@@ -88,7 +88,8 @@ def _gradients(of_device, axis, devices, learned, rest, given, cotangents) -> di
     own = _as_one(learned["k"], learned["v"])
     keys, passing, totals = _passed_on(own, axis, devices), None, None
     for turn in (*range(1, devices), 0):  # its own keys last: until then nothing of their gradients is held
-        keys, totals = lax.optimization_barrier((keys, totals))
+        # A turn waits for the gradients that pass: overlapped with it, they would be held three times instead of twice.
+        keys, passing, totals = lax.optimization_barrier((keys, passing, totals))
         following = _passed_on(keys, axis, devices) if 0 < turn < devices - 1 else own
         of_keys, found = of_turn(turn, keys)
         passing = of_keys if passing is None else jax.tree.map(jnp.add, passing, of_keys)
