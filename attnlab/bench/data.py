@@ -162,7 +162,7 @@ def _training_peak(path: Path | str, folder: Path, run: str, steps: int) -> floa
 
 
 def _finished(command: list[str], folder: Path) -> tuple[str, float]:
-    """What a process printed, and its peak resident MiB; it remembers what it has read in `folder`."""
+    """The output of a process and its peak resident memory in MiB; `folder` is its cache folder."""
     log = folder / "log"
     environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
     with log.open("w") as file:

@@ -262,7 +262,7 @@ def _find(name: str, path: str, feature: str) -> Source:
 
 
 class _Scan(NamedTuple):
-    """What one pass over a text finds; `held_out` is the number of characters of its own validation split, or None."""
+    """The result of one pass over a text; `held_out` counts the characters of its own validation split, or is None."""
 
     sha256: str
     characters: int

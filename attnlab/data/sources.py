@@ -40,7 +40,7 @@ class Source(Protocol):
     """A text in pieces, which may be read several times."""
 
     def signature(self) -> list | None:
-        """What identifies the content without reading it: paths, sizes, times, …; None if nothing does."""
+        """A key of the content that needs no reading: paths, sizes, times, …; None if there is none."""
 
     def pieces(self) -> Iterator[Piece]:
         """The text. Raises UserError for files that cannot be read."""

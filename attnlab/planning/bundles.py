@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 class Body(NamedTuple):
-    """What is computed for one tile.
+    """The instructions of a kernel for one tile.
 
     Attributes:
       start: the index of its first bundle.

@@ -263,12 +263,16 @@ def check_width(width: int, fsdp: int) -> None:
 def check_context(context: int, devices: int) -> None:
     """Raise UserError when sequences cannot be split evenly along their length."""
     if context % devices:
-        below = context // devices * devices
-        choices = " or ".join(str(size) for size in (below, below + devices) if size)
         raise UserError(
             f"config.model.context = {context} is not divisible by config.parallel.mesh.context = {devices}: use "
-            f"{choices}, or fewer devices for a sequence"
+            f"{_multiples_near(context, devices)}, or fewer devices for a sequence"
         )
+
+
+def _multiples_near(size: int, of: int) -> str:
+    """The positive multiples of a number on both sides of a size, as "8 or 12"."""
+    below = size // of * of
+    return " or ".join(str(multiple) for multiple in (below, below + of) if multiple)
 
 
 def check_heads(model: ConfigDict, tensor: int) -> None:
@@ -290,9 +294,8 @@ def check_batch(batch_size: int, devices: int, accumulation: int) -> None:
     """Raise UserError when the global batch cannot be split evenly over devices and accumulation steps."""
     share = devices * accumulation
     if batch_size % share:
-        below = batch_size // share * share
-        choices = " or ".join(str(size) for size in (below, below + share) if size)
         raise UserError(
             f"config.batch_size = {batch_size} is not divisible by devices × accumulation = {devices} × "
-            f"{accumulation} = {share}: use {choices}, or fewer devices (config.parallel.mesh.data)"
+            f"{accumulation} = {share}: use {_multiples_near(batch_size, share)}, or fewer devices "
+            "(config.parallel.mesh.data)"
         )

@@ -85,8 +85,8 @@ def assert_equal(found, expected):
 
 
 @functools.cache
-def unsplit(terms, dtype=jnp.float32, impl="blockwise"):
-    return gradients(functools.partial(attend, **TERMS[terms]))(*arrays(dtype))
+def unsplit(terms):
+    return gradients(functools.partial(attend, **TERMS[terms]))(*arrays())
 
 
 # All of them over heads and sequence; over the batch those that depend on the example.

@@ -7,6 +7,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Int
 
+from attnlab.ops.context.layouts import is_contiguous
 from attnlab.types import Array
 
 
@@ -47,7 +48,7 @@ def routes(blocks: Int[np.ndarray, "n blocks"]) -> Routes | None:
     from scipy.sparse.csgraph import maximum_bipartite_matching
 
     n, count = blocks.shape
-    if (blocks.ravel() == np.arange(blocks.size)).all():
+    if is_contiguous(blocks):
         return None
     waiting = [[[] for _ in range(n)] for _ in range(n)]  # from device, to device: blocks of both
     for device, slot in np.ndindex(n, count):

@@ -111,7 +111,7 @@ def _merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Arra
 
 
 def _passed_on(tree, axis: str, devices: int):
-    """What the device before this one had."""
+    """The arrays that the previous device of the ring had."""
     around = [(device, (device + 1) % devices) for device in range(devices)]
     return jax.tree.map(lambda x: lax.ppermute(x, axis, around), tree)
 

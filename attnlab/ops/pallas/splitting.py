@@ -78,7 +78,7 @@ class Scores(NamedTuple):
 
     @property
     def sides(self) -> tuple[Array | None, ...]:
-        """What a row of q has besides its index, and one of k: positions, and the index in the whole call, or None."""
+        """Positions of queries and of keys, then their indices in the whole call; None where they are those of rows."""
         return self.q_positions, self.kv_positions, self.shard.queries, self.shard.keys
 
 
