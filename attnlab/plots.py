@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
@@ -20,6 +21,8 @@ from attnlab.ops.masks import Mask
 WEIGHTS = "magma"
 LEVELS = ("#f4f1ea", "#2f6f8f")  # masked, visible
 LABEL_SIZE, LABEL_ROOM = 8.0, 8.0  # points: of a label's font, and between labels at least
+SIZES, SIGNED = "Blues", "PuOr"  # of numbers from 0, and of both signs: readable without red and green
+THUMBNAIL = 64  # pixels
 MASKED = "#d5d8dc"  # a masked cell of a heat map: a grey that no weight has
 MARK = "#39c5bb"
 COLORS = ("#2f6f8f", "#d1495b", "#edae49", "#66a182", "#7d5ba6", "#3d3d3d", "#c58b5f", "#8d96a3")
@@ -133,6 +136,93 @@ def heads(
         if legend := _mask_legend(values):
             figure.legend(handles=legend, loc="outside lower right", frameon=False)
         figure.colorbar(image, ax=[axes for axes in grid.flat if axes.figure], label=label, shrink=0.7)
+        return _finished(figure, title)
+
+
+def atlas(
+    patterns,
+    title: str,
+    *,
+    causal: bool = False,
+    layers: Sequence[str] = (),
+    label: str = "weight",
+) -> Figure:
+    """All heads of a model as thumbnails: one row per layer, one column per head, on a common colour scale.
+
+    Colours follow the square root of the weights, so that small ones can be told from zero. Of long sequences, a pixel
+    is the largest weight of its block.
+
+    Args:
+      patterns: `[L, H, Tq, Tk]`, or for each layer `[H, Tq, Tk]`; layers may differ in H.
+      title: the finding.
+      causal: leaves out what is above the diagonal.
+      layers: names of the rows; "layer 0", … if empty.
+      label: of the colour bar.
+
+    >>> figure = atlas(np.ones((2, 3, 4, 4)) / 4, "Untrained heads attend to all keys")
+    >>> [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    ['layer 0', 'layer 1']
+    """
+    thumbnails = [_thumbnails(np.asarray(layer, np.float32), causal) for layer in patterns]
+    heads = max(map(len, thumbnails))
+    height, width = thumbnails[0].shape[1:]
+    gap = max(1, height // 12)
+    canvas = np.full((len(thumbnails) * (height + gap) - gap, heads * (width + gap) - gap), np.nan, np.float32)
+    for i, layer in enumerate(thumbnails):
+        for j, thumbnail in enumerate(layer):
+            canvas[i * (height + gap) :, j * (width + gap) :][:height, :width] = thumbnail
+    with plt.rc_context(STYLE):
+        side = min(1.1, 8 / heads)  # inches of a thumbnail
+        figure, axes = plt.subplots(figsize=(1.6 + max(side * heads, 1.8), 0.9 + side * len(thumbnails)))
+        norm = PowerNorm(0.5, 0, max(np.nanmax(canvas), 1e-6))
+        image = axes.imshow(canvas, cmap=WEIGHTS, norm=norm, aspect="auto" if height != width else None)
+        names = layers or [f"layer {i}" for i in range(len(thumbnails))]
+        axes.set_yticks([i * (height + gap) + height / 2 for i in range(len(names))], names)
+        columns = [j * (width + gap) + width / 2 for j in range(heads)]
+        axes.set_xticks(columns, [f"{'head ' * (heads <= 8)}{j}" for j in range(heads)])
+        axes.tick_params(length=0, labelsize=LABEL_SIZE, labeltop=True, labelbottom=False)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+        figure.colorbar(image, label=label, shrink=0.8, ticks=norm.inverse([0, 0.25, 0.5, 0.75, 1]), format="%.2g")
+        return _finished(figure, title)
+
+
+def effects_grid(
+    values, title: str, *, layers: Sequence[str] = (), label: str = "change of the metric", digits: int = 2
+) -> Figure:
+    """A heat map with one number per head, such as the effect of its ablation: one row per layer, one column per head.
+
+    Args:
+      values: `[L, H]`; NaN where a layer has no such head. Where any is negative, colours diverge from white at 0.
+      title: the finding.
+      layers: names of the rows; "layer 0", … if empty.
+      label: of the colour bar, with the unit.
+      digits: after the decimal point of the numbers.
+
+    >>> figure = effects_grid([[0.1, -0.2]], "Head 1 lowers the loss", label="change of the loss (nats)")
+    >>> [text.get_text() for text in figure.axes[0].texts]
+    ['0.10', '−0.20']
+    """
+    values = np.ma.masked_invalid(np.asarray(values, np.float64))
+    largest = max(np.abs(values).max(), 1e-12)
+    signed = bool((values < 0).any())
+    with plt.rc_context(STYLE):
+        rows, columns = values.shape
+        figure, axes = plt.subplots(figsize=(2.0 + max(0.55 * columns, 1.6), 1.0 + 0.45 * rows))
+        colors, low = (SIGNED, -largest) if signed else (SIZES, 0)
+        image = axes.imshow(values, cmap=colors, vmin=low, vmax=largest, aspect="auto")
+        for (i, j), value in np.ndenumerate(values.filled(np.nan)):
+            if np.isfinite(value):
+                ink = "white" if _is_dark(image.to_rgba(value)) else "black"
+                text = f"{value:.{digits}f}".replace("-", "−")
+                axes.text(j, i, text, ha="center", va="center", color=ink, fontsize=LABEL_SIZE)
+        axes.set_yticks(range(rows), layers or [f"layer {i}" for i in range(rows)])
+        axes.set_xticks(range(columns))
+        axes.set_xlabel("head")
+        axes.tick_params(length=0)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+        figure.colorbar(image, label=label, shrink=0.8)
         return _finished(figure, title)
 
 
@@ -289,6 +379,24 @@ def _finished(figure, title):
     figure.suptitle(textwrap.fill(title, int(11.5 * figure.get_figwidth())))
     plt.close(figure)
     return figure
+
+
+def _thumbnails(layer, causal: bool) -> np.ndarray:
+    """`[H, Tq, Tk]` in at most `THUMBNAIL` rows and columns, the largest of each block; NaN above the diagonal."""
+    for axis in (-2, -1):
+        length = layer.shape[axis]
+        starts = np.arange(min(length, THUMBNAIL)) * length // min(length, THUMBNAIL)
+        layer = np.maximum.reduceat(layer, starts, axis=axis)
+    return np.where(np.tri(*layer.shape[-2:], dtype=bool), layer, np.nan) if causal else layer
+
+
+def _is_dark(color) -> bool:
+    """Whether white is easier to read on it than black, by the luminance of (r, g, b, …).
+
+    >>> _is_dark((0.1, 0.1, 0.5, 1.0)), _is_dark((1.0, 1.0, 0.0, 1.0))
+    (True, False)
+    """
+    return float(np.dot(np.power(color[:3], 2.2), (0.2126, 0.7152, 0.0722))) < 0.18
 
 
 def _masked(values, mask) -> np.ma.MaskedArray:

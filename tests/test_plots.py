@@ -123,3 +123,38 @@ def test_training_curves_keep_training_and_validation_apart():
     records = [{"step": s, "split": split, "loss": s} for split in ("train", "val", "final") for s in (1, 2)]
     figure = plots.training({"sancho": records}, "It learns")
     assert [line.get_label() for line in figure.axes[0].lines] == ["sancho, train", "sancho, val"]
+
+
+def test_atlas_has_a_row_per_layer_and_a_column_per_head():
+    layers = [np.zeros((2, 4, 4)), np.ones((3, 4, 4))]
+    (axes, _) = plots.atlas(layers, "Two layers", causal=True).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["layer 0", "layer 1"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["head 0", "head 1", "head 2"]
+    shown = np.asarray(axes.images[0].get_array().filled(np.nan))
+    assert shown.shape == (4 + 1 + 4, 4 + 1 + 4 + 1 + 4)
+    np.testing.assert_array_equal(shown[:4, :4], np.where(np.tri(4), 0, np.nan))
+    np.testing.assert_array_equal(shown[5:, 10:], np.where(np.tri(4), 1, np.nan))
+    assert np.isnan(shown[:4, 10:]).all(), "the first layer has no third head"
+
+
+def test_atlas_of_long_sequences_shows_the_largest_weight_of_each_block():
+    weights = np.zeros((1, 1, 1000, 2000))
+    weights[0, 0, 501, 1999] = 1
+    shown = plots.atlas(weights, "One weight in two million").axes[0].images[0].get_array()
+    assert shown.shape == (plots.THUMBNAIL, plots.THUMBNAIL)
+    assert np.argwhere(shown.filled(0) == 1).tolist() == [[32, 63]]
+
+
+def test_effects_grid_with_both_signs_is_white_at_zero_and_has_numbers():
+    values = [[0.5, -0.25], [0.0, np.nan]]
+    axes = plots.effects_grid(values, "Head 1 helps", layers=["first", "second"], label="change (nats)").axes[0]
+    assert [text.get_text() for text in axes.texts] == ["0.50", "−0.25", "0.00"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["first", "second"]
+    image = axes.images[0]
+    assert image.get_clim() == (-0.5, 0.5)
+    assert min(image.to_rgba(0.0)) > 0.95
+
+
+def test_effects_grid_without_negative_numbers_starts_at_zero():
+    image = plots.effects_grid([[0.5, 2.0]], "Both help").axes[0].images[0]
+    assert image.get_clim() == (0, 2)
