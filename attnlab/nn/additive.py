@@ -1,10 +1,12 @@
 """Additive attention (Bahdanau et al. 2015)."""
 
+import functools
+
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from attnlab.nn import checks
+from attnlab.nn import checks, taps
 from attnlab.ops.attention import attention, attention_weights
 from attnlab.ops.masks import join
 from attnlab.types import Array, DType
@@ -75,7 +77,9 @@ class AdditiveAttention(checks.MaskedModule):
         # The operator applies mask and softmax. Queries and keys of 0 leave the scores to the bias alone.
         zero_q, zero_k = (jnp.zeros((*x.shape[:2], 1, 1), scores.dtype) for x in (inputs_q, memory))
         terms = {"bias": scores[:, None], "mask": join(self.mask, mask)}
+        weights = functools.partial(attention_weights, zero_q, zero_k, **terms)
         if self.is_mutable_collection("intermediates"):
-            self.sow("intermediates", "attention_weights", attention_weights(zero_q, zero_k, **terms)[:, 0])
+            self.sow("intermediates", "attention_weights", weights()[:, 0])
         values = memory.astype(scores.dtype)[:, :, None]
-        return attention(zero_q, zero_k, values, impl="dense", **terms)[:, :, 0]
+        attend = functools.partial(attention, zero_q, zero_k, values, impl="dense", **terms)
+        return taps.attended(self, attend, lambda rows: weights(rows=rows), values)[:, :, 0]

@@ -1,9 +1,11 @@
 """A single attention head and a stack of them: the simplest modules, written to be read."""
 
+import functools
+
 import flax.linen as nn
 from jaxtyping import Float
 
-from attnlab.nn import checks
+from attnlab.nn import checks, taps
 from attnlab.ops.attention import attention, attention_weights
 from attnlab.ops.masks import Causal, join
 from attnlab.types import Array, DType
@@ -65,13 +67,16 @@ class Head(checks.MaskedModule):
             dense = nn.Dense(self.head_dim, self.use_bias, self.dtype, kernel_init=self.kernel_init, name=name)
             return dense(x)[..., None, :]
 
-        q, k, v = project("query"), project("key"), project("value")
+        projections = (("q", "query"), ("k", "key"), ("v", "value"))
+        q, k, v = (taps.tap(self, name, project(projection)) for name, projection in projections)
         terms = {"mask": join(self.mask, mask), "score_mod": self.score_mod}
+        weights = functools.partial(attention_weights, q, k, **terms)
         if self.is_mutable_collection("intermediates"):
-            self.sow("intermediates", "attention_weights", attention_weights(q, k, **terms)[..., 0, :, :])
+            self.sow("intermediates", "attention_weights", weights()[..., 0, :, :])
         if self.dropout_rate and not deterministic:
             terms |= {"dropout_rate": self.dropout_rate, "dropout_key": self.make_rng("dropout")}
-        return attention(q, k, v, impl=self.impl, **terms)[..., 0, :]
+        attend = functools.partial(attention, q, k, v, impl=self.impl, **terms)
+        return taps.attended(self, attend, lambda rows: weights(rows=rows), v)[..., 0, :]
 
 
 class StackedHeads(checks.MaskedModule):
@@ -121,7 +126,7 @@ class StackedHeads(checks.MaskedModule):
         )
         side_by_side = nn.vmap(
             lambda head, x, mask: head(x, mask=mask, deterministic=deterministic),
-            variable_axes={"params": 0, "intermediates": 0},
+            variable_axes={"params": 0, "intermediates": 0, **dict.fromkeys(taps.COLLECTIONS, 0)},
             split_rngs={"params": True, "dropout": True},
             in_axes=None,
             out_axes=-2,

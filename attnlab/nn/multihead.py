@@ -1,5 +1,6 @@
 """Multi-head attention and its key-value cache."""
 
+import functools
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from attnlab.nn import checks, sharding
+from attnlab.nn import checks, sharding, taps
 from attnlab.nn.norms import LayerNorm
 from attnlab.nn.positions import rotary, within_segments
 from attnlab.ops import products
@@ -222,6 +223,7 @@ class MultiHeadAttention(checks.MaskedModule):
         if cache is not None:
             positions = cache.length[:, None] + jnp.arange(inputs_q.shape[1])
         q, k, v = self._project(inputs_q, inputs_kv, positions if segments is None else within_segments(segments))
+        q, k, v = (taps.tap(self, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
         mask = mask if segments is None else join(mask, Segments(segments))
         mask, kv_positions = join(self.mask, mask), positions if inputs_kv is None else None
         if cache is not None:
@@ -287,10 +289,13 @@ class MultiHeadAttention(checks.MaskedModule):
         """Apply the operator to projected heads, and sow the attention weights."""
         sinks = self.param("sinks", nn.initializers.zeros, (self.num_heads,)) if self.sinks else None
         terms = {**terms, "score_mod": self.score_mod, "sinks": sinks}
+        weights = functools.partial(attention_weights, q, k, **terms)
         if self.is_mutable_collection("intermediates"):
-            self.sow("intermediates", "attention_weights", attention_weights(q, k, **terms))
+            self.sow("intermediates", "attention_weights", weights())
         if self.dropout_rate and not deterministic:
             key = self.make_rng("dropout") if dropout_key is None else dropout_key
             terms |= {"dropout_rate": self.dropout_rate, "dropout_key": key}
-        out = attention(q, k.astype(q.dtype), v.astype(q.dtype), impl=self.impl, **terms)
+        k, v = k.astype(q.dtype), v.astype(q.dtype)
+        attend = functools.partial(attention, q, k, v, impl=self.impl, **terms)
+        out = taps.attended(self, attend, lambda rows: weights(rows=rows), v)
         return sharding.constrain(out, "batch", "length", "heads", None)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from attnlab.nn import checks
+from attnlab.nn import checks, taps
 from attnlab.ops.masks import Padding
 from attnlab.types import Array
 
@@ -72,7 +72,7 @@ class Seq2Seq(nn.Module):
         decoder = nn.scan(
             _DecoderStep,
             variable_broadcast="params",
-            variable_axes={"intermediates": 0},
+            variable_axes={"intermediates": 0, **dict.fromkeys(taps.COLLECTIONS, 0)},
             split_rngs={"params": False},
             in_axes=(nn.broadcast, nn.broadcast, 1),
             out_axes=1,

@@ -1,1 +1,31 @@
 """Look inside any Flax model: capture, edit, ablate, patch and attribute, and show it in one offline page."""
+
+from attnlab.nn.taps import COLLECTIONS
+from attnlab.see.capturing import capture, edited, sites
+from attnlab.see.edits import Add, Edit, Freeze, Mean, Put, Resample, Scale, Zero
+from attnlab.see.effects import ablate, attribute, patch, paths
+from attnlab.see.results import Effects, Run
+from attnlab.see.sites import Site, Sites
+
+__all__ = [
+    "COLLECTIONS",
+    "Add",
+    "Edit",
+    "Effects",
+    "Freeze",
+    "Mean",
+    "Put",
+    "Resample",
+    "Run",
+    "Scale",
+    "Site",
+    "Sites",
+    "Zero",
+    "ablate",
+    "attribute",
+    "capture",
+    "edited",
+    "patch",
+    "paths",
+    "sites",
+]

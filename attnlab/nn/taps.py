@@ -1,0 +1,124 @@
+"""Points at which `attnlab.see` reads and edits what a module computes; without it they add nothing to the program.
+
+Requests and edits travel as variable collections, not as global state: they reach modules within `nn.jit`, `nn.remat`
+and `nn.scan`, belong to the key of every cache of compiled programs, and two threads cannot see each other's.
+`mutable=["see_pattern"]` asks for the patterns, and the variables `{"edit_z": {"block_0": {"attention": {"tapped":
+edit}}}}` replace z of that module with `edit(z)`.
+"""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Float
+
+from attnlab.types import Array
+
+KEY = "tapped"  # no submodule has this name
+ATTENTION = ("q", "k", "v", "pattern", "z")
+STREAMS = ("in", "out")
+NORM = "norm"  # what a norm divides by
+MISMATCH = "mismatch"
+ROWS = "see_rows"
+
+
+def asked(name: str) -> str:
+    """The collection that a value is sown into, when it is mutable.
+
+    >>> asked("pattern")
+    'see_pattern'
+    """
+    return f"see_{name}"
+
+
+def edits(name: str) -> str:
+    """The collection with the edits of a value.
+
+    >>> edits("pattern")
+    'edit_pattern'
+    """
+    return f"edit_{name}"
+
+
+COLLECTIONS = tuple(f(name) for name in (*ATTENTION, *STREAMS, NORM, MISMATCH) for f in (asked, edits)) + (ROWS,)
+
+
+class LinenPort:
+    """What is asked of one module of `flax.linen` while it runs."""
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+
+    @property
+    def rows(self):
+        """The indices of the queries whose patterns are asked for; None for all."""
+        return self._read(ROWS)
+
+    def is_asked(self, name: str) -> bool:
+        """Whether a value is to be returned."""
+        # `mutable=True`, as in `init`, asks for everything, but nobody who says so means these.
+        return self._module.is_mutable_collection(asked(name)) and not self._module.is_mutable_collection(asked("all"))
+
+    def edit(self, name: str) -> Callable | None:
+        """The edit of a value, if there is one."""
+        return self._read(edits(name))
+
+    def send(self, name: str, value) -> None:
+        """Return a value to whoever asked."""
+        self._module.sow(asked(name), KEY, value)
+
+    def _read(self, collection):
+        return self._module.get_variable(collection, KEY) if self._module.has_variable(collection, KEY) else None
+
+
+def tap(module, name: str, value):
+    """`value`, edited if there is an edit, and returned to whoever asked.
+
+    Args:
+      module: a `flax.linen` module that runs, or a port, as `LinenPort`.
+      name: one of `ATTENTION` and `STREAMS`.
+      value: what the module computed.
+    """
+    port = LinenPort(module) if isinstance(module, nn.Module) else module
+    edit = port.edit(name)
+    value = value if edit is None else edit(value)
+    if port.is_asked(name):
+        port.send(name, value)
+    return value
+
+
+def attended(module, attend: Callable, weights: Callable, v: Float[Array, "*B Tk Hk Dv"]):
+    """The output z of attention, `[..., Tq, H, Dv]`, through the taps at the pattern and at z.
+
+    An edited pattern p' changes z by (p' − p)·v, so that an edit which changes nothing leaves every bit as it is, and
+    the operator's own kernel computes z in both cases.
+
+    Args:
+      module: a `flax.linen` module that runs, or a port.
+      attend: returns z.
+      weights: `weights(rows)` returns the pattern `[..., H, Rq, Tk]` of the query indices `rows`, None for all.
+      v: the values that z sums.
+    """
+    port = LinenPort(module) if isinstance(module, nn.Module) else module
+    z, edit = attend(), port.edit("pattern")
+    if edit is not None:
+        pattern = weights(None)
+        edited = edit(pattern)
+        z = (z + _weighted(edited - pattern, v)).astype(z.dtype)
+        if port.is_asked("pattern"):
+            port.send("pattern", edited if port.rows is None else jnp.take(edited, port.rows, axis=-2))
+    elif port.is_asked("pattern"):
+        port.send("pattern", weights(port.rows))
+    if port.is_asked(MISMATCH):
+        expected = _weighted(weights(None), v)
+        apart = jnp.abs(z.astype(expected.dtype) - expected).max(initial=0)
+        port.send(MISMATCH, apart / jnp.maximum(jnp.abs(expected).max(initial=0), jnp.finfo(expected.dtype).tiny))
+    return tap(port, "z", z)
+
+
+def _weighted(pattern, v):
+    """pattern·v for `[..., H, Tq, Tk]` and `[..., Tk, Hk, Dv]`: `[..., Tq, H, Dv]`."""
+    # The values of keys without weight may be anything, also NaN.
+    read = (pattern != 0).any(axis=(-3, -2))[..., None, None]
+    v = jnp.repeat(jnp.where(read, v, 0), pattern.shape[-3] // v.shape[-2], axis=-2)
+    return jnp.einsum("...hqk,...khd->...qhd", pattern, v.astype(pattern.dtype))

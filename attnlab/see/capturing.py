@@ -1,0 +1,132 @@
+"""Capture what a model computes, and run it with edits."""
+
+import dataclasses
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxtyping import Integer
+
+from attnlab.config import nearest
+from attnlab.nn import taps
+from attnlab.see.edits import Edit, Freeze
+from attnlab.see.models import framed
+from attnlab.see.results import Run
+from attnlab.see.sites import Sites
+from attnlab.types import Array
+
+
+def sites(model, variables, *args, **kwargs) -> Sites:
+    """Where a model attends, and whether the patterns that are found are those that it computes with.
+
+    Args:
+      model: a `flax.linen` module, a `flax.nnx` module, or a function of (variables, *args), as of Equinox, Haiku or
+        plain JAX.
+      variables: of the model, `{"params": …}`; of an nnx module its state, None for its own.
+      args, kwargs: of the model's call, e.g. tokens.
+
+    Returns:
+      The attention layers and blocks; printed, a table.
+
+    Raises:
+      ValueError: the model has no attention, or has it within `nn.scan` without the collections of `attnlab.see`.
+
+    >>> model = attnlab.nn.GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
+    >>> tokens = jnp.array([[1, 2, 3]])
+    >>> found = sites(model, model.init(jax.random.key(0), tokens), tokens)
+    >>> [(site.path, site.heads, site.verified) for site in found], found.blocks
+    ([('block_0/attention', 2, True), ('block_1/attention', 2, True)], ('block_0', 'block_1'))
+    """
+    frame, inputs = framed(model, variables, args, kwargs)
+    apart = frame.run(inputs, want=(taps.MISMATCH,)).values[taps.MISMATCH]
+    measured = (dataclasses.replace(site, mismatch=float(apart[site.path])) for site in frame.sites)
+    return dataclasses.replace(frame.sites, attention=tuple(measured))
+
+
+def capture(
+    model,
+    variables,
+    *args,
+    want: Sequence[str] = ("pattern",),
+    at: str | Sequence[str] | None = None,
+    rows: Integer[Array, " R"] | Sequence[int] | None = None,
+    **kwargs,
+) -> Run:
+    """Run a model, and return what its layers computed on the way.
+
+    The model is not changed, and its result is the same. Works within `jax.jit`, `jax.vmap` and `jax.grad`.
+
+    Args:
+      model, variables, args, kwargs: as for `sites`.
+      want: names of values: of attention `q` `[B, Tq, H, D]`, `k` and `v` `[B, Tk, Hk, D]`, as they enter the scores
+        (normalized and rotated) or the cache; `pattern`, the softmax's weights before dropout, `[B, H, Tq, Tk]`; `z`,
+        the heads' outputs, `[B, Tq, H, D]`; of blocks `in` and `out`, the residual stream, `[B, T, F]`. A plain
+        function shows `pattern`, `v` and `z`.
+      at: paths to return, where `*` stands for anything; all when None.
+      rows: queries whose patterns are returned, as `[B, H, R, Tk]`, so that long sequences fit memory; all when None.
+
+    Returns:
+      `Run`, with `values[name][path]`.
+
+    Raises:
+      ValueError: as for `sites`; an unknown name or path, with the nearest one.
+
+    >>> model = attnlab.nn.GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
+    >>> tokens = jnp.array([[1, 2, 3]])
+    >>> run = capture(model, model.init(jax.random.key(0), tokens), tokens, want=("pattern", "out"))
+    >>> run.stack("pattern").shape, run.values["out"]["block_1"].shape  # [L, B, H, Tq, Tk], [B, T, F]
+    ((2, 1, 2, 3, 3), (1, 3, 8))
+    """
+    want = (want,) if isinstance(want, str) else tuple(want)
+    frame, inputs = framed(model, variables, args, kwargs)
+    return _chosen(frame.run(inputs, want, rows=rows), at)
+
+
+def edited(
+    model,
+    variables,
+    *args,
+    edits: Mapping[str, Edit | Freeze] | Freeze | Any,
+    want: Sequence[str] = (),
+    rows: Integer[Array, " R"] | Sequence[int] | None = None,
+    **kwargs,
+) -> Run:
+    """Run a model with some of its values replaced.
+
+    Edits are pytrees of arrays, so `jax.jit`, `jax.vmap` and `jax.grad` pass through them. What is captured is what the
+    edit returned.
+
+    Args:
+      model, variables, args, kwargs: as for `sites`; not a plain function, whose values can be read alone.
+      edits: by "path/name", e.g. `{"block_0/attention/z": Zero()}`, where `*` stands for anything; or `Freeze(run)`.
+      want, rows: as for `capture`.
+
+    Returns:
+      `Run`, with what the model returned.
+
+    Raises:
+      ValueError: as for `capture`; a site that the model does not have, with the nearest one.
+
+    >>> from attnlab.see import Zero
+    >>> model = attnlab.nn.GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
+    >>> tokens = jnp.array([[1, 2, 3]])
+    >>> params = model.init(jax.random.key(0), tokens)
+    >>> edited(model, params, tokens, edits={"*/z": Zero()}).out.shape  # without attention
+    (1, 3, 10)
+    """
+    want = (want,) if isinstance(want, str) else tuple(want)
+    frame, inputs = framed(model, variables, args, kwargs)
+    return frame.run(inputs, want, edits, rows=rows)
+
+
+def _chosen(run: Run, at) -> Run:
+    if at is None:
+        return run
+    patterns = [at] if isinstance(at, str) else list(at)
+    known = list(dict.fromkeys(path for found in run.values.values() for path in found))
+    for pattern in patterns:
+        if pattern not in known and not fnmatch.filter(known, pattern):
+            raise ValueError(f"at has {pattern!r}{nearest(pattern, known)}: the model has {', '.join(known)}")
+    kept = {path for path in known for pattern in patterns if path == pattern or fnmatch.fnmatch(path, pattern)}
+    values = {name: {path: x for path, x in found.items() if path in kept} for name, found in run.values.items()}
+    return dataclasses.replace(run, values=values)

@@ -1,0 +1,206 @@
+"""Edits of what a model computes: arrays and gates, so that `jit`, `vmap` and `grad` pass through them."""
+
+import dataclasses
+import fnmatch
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Integer
+
+from attnlab.config import nearest
+from attnlab.see.results import Run
+from attnlab.types import Array
+
+_node = jax.tree_util.register_dataclass
+
+
+class Edit:
+    """A change of one value of a model.
+
+    Where an edit has a field `where`, it is an array of bools that broadcasts to the value, and the rest of the value
+    stays as it is; None for all of it. To edit head 3 of z `[B, T, H, D]`: `where=jnp.arange(H)[:, None] == 3`.
+    """
+
+    def __call__(self, value: Array) -> Array:
+        """The edited value, of the same shape and type."""
+        raise NotImplementedError
+
+
+def _within(value, new, where):
+    new = jnp.broadcast_to(jnp.asarray(new, value.dtype), value.shape)
+    return new if where is None else jnp.where(where, new, value)
+
+
+@_node
+@dataclasses.dataclass(frozen=True)
+class Zero(Edit):
+    """Zeros in place of the value.
+
+    >>> Zero(where=jnp.array([True, False]))(jnp.ones(2))
+    Array([0., 1.], dtype=float32)
+    """
+
+    where: Any = None
+
+    def __call__(self, value):
+        """Zeros."""
+        return _within(value, 0, self.where)
+
+
+@_node
+@dataclasses.dataclass(frozen=True)
+class Put(Edit):
+    """Given values in place of the value; they broadcast to its shape.
+
+    >>> Put(jnp.array([5.0]))(jnp.ones(2))
+    Array([5., 5.], dtype=float32)
+    """
+
+    values: Any
+    where: Any = None
+
+    def __call__(self, value):
+        """The given values."""
+        return _within(value, self.values, self.where)
+
+
+@_node
+@dataclasses.dataclass(frozen=True)
+class Mean(Edit):
+    """The mean of given values over examples and positions in place of the value.
+
+    Attributes:
+      values: as captured, e.g. z `[N, T, H, D]` of a larger set of examples.
+      axes: those that the mean is over: examples and positions, (0, 1); 0 for patterns.
+      where: see `Edit`.
+
+    >>> Mean(jnp.array([[1.0], [3.0]]))(jnp.ones((1, 1)))
+    Array([[2.]], dtype=float32)
+    """
+
+    values: Any
+    where: Any = None
+    axes: int | tuple[int, ...] = dataclasses.field(metadata={"static": True}, default=(0, 1))
+
+    def __call__(self, value):
+        """The mean."""
+        return _within(value, jnp.mean(self.values, axis=self.axes, keepdims=True), self.where)
+
+
+@_node
+@dataclasses.dataclass(frozen=True)
+class Resample(Edit):
+    """The value of another example of the batch.
+
+    Attributes:
+      permutation: `[B]`, the index of the example that each one gets its value from.
+      where: see `Edit`.
+
+    >>> Resample(jnp.array([1, 0]))(jnp.array([[1.0], [2.0]]))
+    Array([[2.],
+           [1.]], dtype=float32)
+    """
+
+    permutation: Integer[Array, " B"]
+    where: Any = None
+
+    def __call__(self, value):
+        """The permuted value."""
+        return _within(value, jnp.take(value, self.permutation, axis=0), self.where)
+
+
+@_node
+@dataclasses.dataclass(frozen=True)
+class Add(Edit):
+    """The value plus `delta`, which broadcasts to it. The gradient by a `delta` of zeros is that by the value.
+
+    >>> Add(1.0)(jnp.ones(2))
+    Array([2., 2.], dtype=float32)
+    """
+
+    delta: Any
+
+    def __call__(self, value):
+        """The sum."""
+        return value + jnp.broadcast_to(jnp.asarray(self.delta, value.dtype), value.shape)
+
+
+@_node
+@dataclasses.dataclass(frozen=True)
+class Scale(Edit):
+    """The value times `gate`, which broadcasts to it, e.g. `[H, 1]` for the heads of z.
+
+    >>> Scale(jnp.array([1.0, 0.0]))(jnp.ones(2))
+    Array([1., 0.], dtype=float32)
+    """
+
+    gate: Any
+
+    def __call__(self, value):
+        """The product."""
+        return value * jnp.broadcast_to(jnp.asarray(self.gate, value.dtype), value.shape)
+
+
+@_node
+@dataclasses.dataclass(frozen=True)
+class Freeze:
+    """The values that another run had at the same site.
+
+    Attributes:
+      run: with the values that are put; alone, in place of a mapping of edits, all that it captured.
+      where: see `Edit`.
+
+    >>> run = Run(out=None, values={"z": {"attention": jnp.ones(2)}}, order=("attention",))
+    >>> Freeze(run).at("attention", "z")
+    Put(values=Array([1., 1.], dtype=float32), where=None)
+    """
+
+    run: Run
+    where: Any = None
+
+    def at(self, path: str, name: str) -> Put:
+        """The edit of one site.
+
+        Raises:
+          ValueError: the run did not capture it.
+        """
+        captured = self.run.values.get(name, {})
+        if path not in captured:
+            raise ValueError(f"Freeze: its run has no {name!r} of {path!r}: capture it with want=({name!r},)")
+        return Put(captured[path], self.where)
+
+
+def resolve(edits, known: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, str], Edit]:
+    """Edits by (path, name).
+
+    Args:
+      edits: a mapping from "path/name", where `*` stands for anything, to an edit; or `Freeze`.
+      known: the names of the values at each path.
+
+    Raises:
+      ValueError: a key that matches no site, with the nearest ones, or a value that is no edit.
+
+    >>> resolve({"*/z": Zero()}, {"block_0/attention": ("q", "z")})
+    {('block_0/attention', 'z'): Zero(where=None)}
+    """
+    sites = {"/".join(filter(None, (path, name))): (path, name) for path, names in known.items() for name in names}
+    if isinstance(edits, Freeze):
+        held = edits.run.values.items()
+        edits = {"/".join(filter(None, (path, name))): edits for name, paths in held for path in paths}
+    if not isinstance(edits, Mapping):
+        raise ValueError(f"edits is a {type(edits).__name__}: expected a mapping from 'path/name' to an edit, or Freeze")
+    resolved = {}
+    for key, edit in edits.items():
+        if not isinstance(edit, Edit | Freeze):
+            given = f"the class {edit.__name__}, call it" if isinstance(edit, type) else f"a {type(edit).__name__}"
+            raise ValueError(f"edits[{key!r}] is {given}: expected an edit, e.g. attnlab.see.Zero()")
+        matched = [key] if key in sites else fnmatch.filter(sites, str(key))
+        if not matched:
+            close = nearest(str(key), sites)
+            raise ValueError(f"edits: the model has no {key!r}{close or '; it has ' + ', '.join(sites)}")
+        for site in matched:
+            path, name = sites[site]
+            resolved[path, name] = edit.at(path, name) if isinstance(edit, Freeze) else edit
+    return resolved

@@ -1,0 +1,217 @@
+"""Models that are plain functions (Equinox, Haiku, one's own JAX): attention is found in their jaxprs.
+
+A softmax is exp(s) over its own sum. One whose result is summed with another array over the same axis is attention: its
+result is the pattern, the other array holds the values, and the product is z. Values are read alone; edits need a
+module of Flax.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from attnlab.nn import taps
+from attnlab.see.sites import Site, Sites, natural
+
+NAMES = ("pattern", "v", "z")
+# What may lie between the exp of the scores, their sum, the quotient of both, and the product with the values.
+CARRIES = {"convert_element_type", "mul", "select_n", "transpose", "reshape", "copy", "name", "broadcast_in_dim"}
+CARRIES |= {"squeeze", "expand_dims", "add", "max", "stop_gradient", "optimization_barrier"}
+CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call"}
+CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr"}
+_exps = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """A function of (variables, *args), called with options that are no arrays.
+
+    Attributes:
+      call: the function.
+      options: name and value of each.
+    """
+
+    call: Callable
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def sites(self, variables, args: tuple, kwargs: Mapping) -> Sites:
+        """The attention layers, by number: "attention_0", …; those of a scanned one have "[0]", "[1]", …."""
+        seen = jax.eval_shape(lambda *inputs: self._interpret(*inputs)[1], variables, args, dict(kwargs))
+        found = []
+        for path in sorted(seen["z"], key=natural):
+            shapes = {name: seen[name][path] for name in NAMES}
+            *_, heads, q_length, kv_length = (1, *shapes["pattern"].shape)[-4:]
+            tolerance = float(np.sqrt(jnp.finfo(shapes["z"].dtype).eps))
+            found.append(Site(path, "softmax", heads, heads, q_length, kv_length, NAMES, False, tolerance=tolerance))
+        return Sites(tuple(found))
+
+    def run(self, variables, args: tuple, kwargs: Mapping, sites: Sites, want: tuple[str, ...], edits: Mapping, rows):
+        """(what the function returns, values by name and path); arguments as for `Linen.run`.
+
+        Raises:
+          ValueError: a value that a function does not show.
+        """
+        out, seen = self._interpret(variables, args, kwargs)
+        for name in want:
+            if name not in (*NAMES, taps.MISMATCH):
+                raise ValueError(f"want has {name!r}: of a plain function {', '.join(NAMES)} can be read")
+        if rows is not None:
+            seen["pattern"] = {path: jnp.take(x, rows, axis=-2) for path, x in seen["pattern"].items()}
+        return out, {name: seen[name] for name in want}
+
+    def _interpret(self, variables, args, kwargs):
+        def call(variables, args, kwargs):
+            return self.call(variables, *args, **kwargs, **dict(self.options))
+
+        closed, shape = jax.make_jaxpr(call, return_shape=True)(variables, args, kwargs)
+        outs, _, found = _run(closed.jaxpr, closed.consts, jax.tree.leaves((variables, args, kwargs)))
+        seen = {name: {} for name in (*NAMES, taps.MISMATCH)}
+        for number, (lifted, attention) in enumerate(found):
+            # z is the product with the pattern by construction; that it is a softmax shows in its sums.
+            rows = jnp.abs(attention["pattern"].sum(axis=-1) - 1)
+            attention[taps.MISMATCH] = rows.max(axis=tuple(range(lifted, rows.ndim)))
+            for at in np.ndindex(attention["z"].shape[:lifted]):
+                path = f"attention_{number}" + "".join(f"[{n}]" for n in at)
+                for name, value in attention.items():
+                    seen[name][path] = value[at] if at else value
+        return jax.tree.unflatten(jax.tree.structure(shape), outs), seen
+
+
+class _Tag(NamedTuple):
+    """A variable on the way from scores to z: "exp" of the scores, "sum" of those over one axis, or "pattern"."""
+
+    kind: str
+    source: int  # counts the exps
+
+
+def _run(jaxpr, consts, args, tags=()):
+    """Evaluate a jaxpr.
+
+    Args:
+      jaxpr: open.
+      consts, args: its inputs.
+      tags: of `args`, a `_Tag` or None each; none when empty.
+
+    Returns:
+      (outputs, their tags, [(number of axes in front that loops added, values of one attention by name)]).
+    """
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
+    known = {var: tag for var, tag in zip(jaxpr.invars, tags) if tag is not None}
+    found = []
+
+    def tag_of(var):
+        return None if isinstance(var, core.Literal) else known.get(var)
+
+    for eqn in jaxpr.eqns:
+        values = [var.val if isinstance(var, core.Literal) else env[var] for var in eqn.invars]
+        given = [tag_of(var) for var in eqn.invars]
+        inner, name = _inner(eqn), eqn.primitive.name
+        if inner is not None and name == "scan" and _has_exp(inner.jaxpr):
+            outs, more = _scan(eqn.params, inner, values)
+            after = [None] * len(outs)
+        elif inner is not None and name in CALLS and (any(given) or _has_exp(inner.jaxpr)):
+            outs, after, more = _run(inner.jaxpr, inner.consts, values, given)
+        else:
+            outs = _bind(eqn, values)
+            attention = _attention(eqn, values, given, outs[0]) if name == "dot_general" else None
+            after, more = [_tag(eqn, given)] * len(outs), [] if attention is None else [(0, attention)]
+        found += more
+        env.update(zip(eqn.outvars, outs))
+        known.update({var: tag for var, tag in zip(eqn.outvars, after) if tag is not None})
+    outs = [var.val if isinstance(var, core.Literal) else env[var] for var in jaxpr.outvars]
+    return outs, [tag_of(var) for var in jaxpr.outvars], found
+
+
+def _tag(eqn, given) -> _Tag | None:
+    """The tag of what an equation computes from inputs with the tags `given`."""
+    name, tags = eqn.primitive.name, [tag for tag in given if tag is not None]
+    if name == "exp":
+        return _Tag("exp", next(_exps))
+    if name == "reduce_sum" and tags and tags[0].kind == "exp" and len(eqn.params["axes"]) == 1:
+        return _Tag("sum", tags[0].source)
+    if name == "div" and len(tags) == 2 and given[0].kind == "exp" and given[1] == _Tag("sum", given[0].source):
+        return _Tag("pattern", given[0].source)
+    return tags[0] if name in CARRIES and tags else None
+
+
+def _inner(eqn):
+    """The closed jaxpr that an equation calls, or None."""
+    inner = next((eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params), None)
+    return core.ClosedJaxpr(inner, ()) if isinstance(inner, core.Jaxpr) else inner
+
+
+def _has_exp(jaxpr) -> bool:
+    inner = (_inner(eqn) for eqn in jaxpr.eqns)
+    named = any(eqn.primitive.name == "exp" for eqn in jaxpr.eqns)
+    return named or any(_has_exp(one.jaxpr) for one in inner if one is not None)
+
+
+def _bind(eqn, values) -> list:
+    outs = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def _scan(params, inner, values):
+    """A loop whose body is evaluated here, and whose attention leaves it with an axis in front."""
+    consts, carry = _consts_and_carry(params)
+    lifted = []
+
+    def body(carried, each):
+        outs, _, found = _run(inner.jaxpr, inner.consts, [*values[:consts], *carried, *each])
+        lifted[:] = [axes + 1 for axes, _ in found]
+        return outs[:carry], (outs[carry:], [attention for _, attention in found])
+
+    start, each = values[consts : consts + carry], values[consts + carry :]
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carried, (stacked, found) = jax.lax.scan(body, start, each, **options)
+    return [*carried, *stacked], list(zip(lifted, found))
+
+
+def _consts_and_carry(params) -> tuple[int, int]:
+    """How many of a loop's inputs are its constants, and how many it carries."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # since JAX 0.12
+    return len(consts), len(carry)
+
+
+def _attention(eqn, values, given, out) -> dict | None:
+    """Pattern `[..., H, Tq, Tk]`, values `[..., Tk, H, Dv]` and z `[..., Tq, H, Dv]` of a product that computes z."""
+    sides = [n for n, tag in enumerate(given) if tag is not None and tag.kind == "pattern"]
+    contracted, batch = eqn.params["dimension_numbers"]
+    if len(sides) != 1 or len(contracted[0]) != 1:
+        return None
+    (side,) = sides
+    pattern, other = values[side], values[1 - side]
+    (keys,), (keys_of_other,) = contracted[side], contracted[1 - side]
+    free = [axis for axis in range(pattern.ndim) if axis != keys and axis not in batch[side]]
+    kept = [*sorted(batch[side]), *free]  # with grouped heads [B, Hk, G, Tq], wherever they were
+    features = [n for n in range(other.ndim) if n not in (keys_of_other, *batch[1 - side])]
+    # A product has the batch axes in front, then the free ones of its left side, then those of its right.
+    first = len(batch[side]) + (len(features) if side == 1 else 0)
+    place = dict(zip(batch[side], itertools.count())) | dict(zip(free, itertools.count(first)))
+    order = [place[axis] for axis in kept]
+    z = jnp.transpose(out, [*order, *(n for n in range(out.ndim) if n not in order)])
+    shared = [axis for _, axis in sorted(zip(batch[side], batch[1 - side]))]
+    v = jnp.transpose(other, [*shared, keys_of_other, *features])
+    pattern, z, v = jnp.transpose(pattern, [*kept, keys]), _flat(z, len(order)), _flat(v, len(shared) + 1)
+    return {"pattern": _heads(pattern), "v": _heads_last(_heads(v)), "z": _heads_last(_heads(z))}
+
+
+def _flat(x, rank: int):
+    """`x` with its axes from `rank` on as one, the features."""
+    return x.reshape(*x.shape[:rank], -1)
+
+
+def _heads(x):
+    """Heads in groups, `[B, Hk, G, T, X]`, as one axis, `[B, H, T, X]`."""
+    return x.reshape(x.shape[0], -1, *x.shape[-2:]) if x.ndim > 4 else x
+
+
+def _heads_last(x):
+    return jnp.swapaxes(x, -3, -2) if x.ndim > 2 else x[:, None]

@@ -1,0 +1,270 @@
+"""Models of `flax.linen`: what their attention layers compute, read and edited through variable collections."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnlab.nn import AdditiveAttention, Head, MultiHeadAttention, layers, taps
+from attnlab.nn.norms import LayerNorm
+from attnlab.see.sites import Site, Sites, blocks_of
+
+OURS = (MultiHeadAttention, Head, AdditiveAttention)
+NORMS = (LayerNorm, nn.LayerNorm, nn.RMSNorm)
+_fresh = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Linen:
+    """A `flax.linen` module, called with options that are no arrays.
+
+    Attributes:
+      model: the module.
+      options: such as `deterministic` and `method`, name and value of each.
+    """
+
+    model: nn.Module
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def sites(self, variables, args: tuple, kwargs: Mapping) -> Sites:
+        """The attention layers and blocks, found while the call is traced."""
+        calls: dict[str, tuple[str, bool, int]] = {}
+        # Another collection at each time: else programs of `nn.jit` that were traced before would not be traced again.
+        names = (*taps.ATTENTION, f"sites_{next(_fresh)}")
+
+        def trace(variables, args, kwargs):
+            return self._apply(variables, args, kwargs, names, {}, (), calls)[1]
+
+        sown = jax.eval_shape(trace, variables, args, dict(kwargs))
+        found = []
+        for path, (kind, _, rank) in calls.items():
+            for name, shapes in _shapes_at(sown, path, rank).items():
+                found.append(_site(name, kind, shapes))
+        blocks = blocks_of(tuple(site.path for site in found), {path: same for path, (_, same, _) in calls.items()})
+        kinds = {norm.__name__ for norm in NORMS}
+        outside = [path for path, (kind, *_) in calls.items() if kind in kinds and not _is_in(path, blocks)]
+        return Sites(tuple(found), blocks, tuple(outside) if blocks else ())
+
+    def run(self, variables, args: tuple, kwargs: Mapping, sites: Sites, want: tuple[str, ...], edits: Mapping, rows):
+        """(what the model returns, values by name and path).
+
+        Args:
+          variables: of the model.
+          args, kwargs: arrays that it is called with.
+          sites: of this model.
+          want: names of the values to return.
+          edits: by (path, name).
+          rows: `[R]`, queries whose patterns are returned; None for all.
+        """
+        given = {}
+        for (path, name), edit in edits.items():
+            _put(given.setdefault(taps.edits(name), {}), path, edit)
+        if rows is not None:
+            for site in sites:
+                _put(given.setdefault(taps.ROWS, {}), _base(site.path), rows)
+        out, sown = self._apply(variables, args, kwargs, want, given, sites.blocks + sites.norms, {})
+        lifted = {_base(site.path): site.path.count("[") for site in sites}
+        values = {name: {} for name in want}
+        for name in want:
+            for path, calls in sown[name].items():
+                values[name] |= _split(calls, path, lifted.get(path, 0))
+        return out, values
+
+    def _apply(self, variables, args, kwargs, names, given, tapped, calls):
+        options = dict(self.options)
+        mutable = options.pop("mutable", False)
+        wished = [] if mutable is False else [mutable] if isinstance(mutable, str) else mutable
+        if wished is True or not isinstance(wished, list | tuple):
+            raise ValueError(f"mutable = {mutable!r}: expected a list of the names of collections")
+        asked = [taps.asked(name) for name in names]
+        listen = _Listener(names, frozenset(tapped), calls)
+        with nn.intercept_methods(listen):
+            out, changed = self.model.apply(
+                {**_unstacked(variables), **given}, *args, **kwargs, **options, mutable=[*wished, *asked]
+            )
+        sown = {name: _by_path(changed.get(taps.asked(name), {})) for name in names}
+        if mutable is False:
+            return out, sown
+        return (out, {name: value for name, value in changed.items() if name not in asked}), sown
+
+
+class _Listener:
+    """Intercepts the calls of modules: notes them, taps the streams of blocks, and the attention of Flax's layers.
+
+    Attributes:
+      names: of the values that are asked for.
+      tapped: paths of the blocks whose streams are tapped, and of the norms.
+      calls: of each module, (type, whether it returns what it takes in shape, rank of its first argument).
+    """
+
+    def __init__(self, names, tapped, calls):
+        self.names, self.tapped, self.calls = names, tapped, calls
+
+    def __call__(self, call, args, kwargs, context):
+        module = context.module
+        if context.method_name != "__call__" or module.is_initializing():
+            return call(*args, **kwargs)
+        path, given = "/".join(module.path), args[0] if args else None
+        if isinstance(module, (*OURS, nn.MultiHeadDotProductAttention)):
+            self._require_collections(module, path)
+        self.calls.setdefault(path, (type(module).__name__, False, np.ndim(given)))
+        if path in self.tapped and isinstance(module, NORMS):
+            return _tapped_norm(module, given, call(*args, **kwargs))
+        if path in self.tapped:
+            args = (taps.tap(module, "in", given), *args[1:])
+        with _tapped_attention(module):
+            out = call(*args, **kwargs)
+        stream = out[0] if isinstance(out, tuple) and out else out
+        is_stream = isinstance(given, jax.Array) and given.ndim > 2 and isinstance(stream, jax.Array)
+        self.calls[path] = (type(module).__name__, is_stream and stream.shape == given.shape, np.ndim(given))
+        if path in self.tapped:
+            stream = taps.tap(module, "out", stream)
+            out = (stream, *out[1:]) if isinstance(out, tuple) else stream
+        return out
+
+    def _require_collections(self, module, path):
+        if not all(module.is_mutable_collection(taps.asked(name)) for name in self.names):
+            raise ValueError(
+                f"{path} is within nn.scan or nn.vmap, which passes on the collections that it names alone: add "
+                "**dict.fromkeys(attnlab.see.COLLECTIONS, 0) to its variable_axes"
+            )
+
+
+def _tapped_norm(module, x, out):
+    """The output of a norm of `x`, or, where what it divides by is edited, computed with that."""
+    port = taps.LinenPort(module)
+    if not port.is_asked(taps.NORM) and port.edit(taps.NORM) is None:
+        return out
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    centred = x if isinstance(module, nn.RMSNorm) else x - x.mean(axis=-1, keepdims=True)
+    divisor = taps.tap(port, taps.NORM, jnp.sqrt((centred**2).mean(axis=-1, keepdims=True) + module.epsilon))
+    if port.edit(taps.NORM) is None:
+        return out
+    params = {name: module.get_variable("params", name) for name in ("scale", "bias")}
+    scaled = centred / divisor * (1 if params["scale"] is None else params["scale"])
+    return (scaled + (0 if params["bias"] is None else params["bias"])).astype(out.dtype)
+
+
+@contextlib.contextmanager
+def _tapped_attention(module):
+    """While a layer of Flax runs, its `attention_fn` goes through the taps."""
+    if not isinstance(module, nn.MultiHeadDotProductAttention):
+        yield
+        return
+    own = module.attention_fn
+    object.__setattr__(module, "attention_fn", tapped(own, taps.LinenPort(module)))
+    try:
+        yield
+    finally:
+        object.__setattr__(module, "attention_fn", own)
+
+
+def tapped(attention_fn: Callable, port) -> Callable:
+    """The attention function of a Flax layer, which goes through the taps of `port`.
+
+    Its signature stays: Flax passes on the arguments that it names.
+    """
+
+    @functools.wraps(attention_fn)
+    def run(query, key, value, *args, **kwargs):
+        q, k, v = (taps.tap(port, name, x) for name, x in (("q", query), ("k", key), ("v", value)))
+
+        def weights(rows):
+            pattern = _weights(attention_fn, q, k, v, *args, **{**kwargs, "module": None})
+            return pattern if rows is None else jnp.take(pattern, rows, axis=-2)
+
+        return taps.attended(port, lambda: attention_fn(q, k, v, *args, **kwargs), weights, v)
+
+    return run
+
+
+def _weights(attention_fn, q, k, v, *args, **kwargs):
+    """The pattern `[..., H, Tq, Tk]` of any attention function: its output for the identity as values."""
+    if "module" not in inspect.signature(attention_fn).parameters:
+        kwargs.pop("module")
+    length, width = k.shape[-3], v.shape[-1]
+    # In parts of the values' own width, as some functions accept no other.
+    eye = jnp.eye(length, -(-length // width) * width, dtype=v.dtype).reshape(length, -1, 1, width)
+
+    def columns(part):
+        return attention_fn(q, k, jnp.broadcast_to(part, v.shape), *args, **kwargs)
+
+    parts = jax.vmap(columns, in_axes=1)(eye)  # [P, ..., Tq, H, Dv]
+    parts = jnp.moveaxis(parts, (0, -2), (-2, -4))
+    return parts.reshape(*parts.shape[:-2], -1)[..., :length]
+
+
+def _unstacked(variables):
+    if isinstance(variables, Mapping) and layers.is_stacked(variables.get("params")):
+        return {**variables, "params": layers.unstack_layers(variables["params"])}
+    return variables
+
+
+def _put(tree: dict, path: str, value) -> None:
+    for part in filter(None, path.split("/")):
+        tree = tree.setdefault(part, {})
+    tree[taps.KEY] = value
+
+
+def _is_in(path: str, blocks: tuple[str, ...]) -> bool:
+    return any(f"{path}/".startswith(f"{block}/") for block in blocks)
+
+
+def _base(path: str) -> str:
+    """The module's path in a site's."""
+    return path.partition("[")[0].partition("@")[0]
+
+
+def _by_path(tree, path: tuple[str, ...] = ()) -> dict[str, tuple]:
+    found = {}
+    for name, node in tree.items():
+        if name == taps.KEY:
+            found["/".join(path)] = node
+        else:
+            found |= _by_path(node, (*path, name))
+    return found
+
+
+def _split(calls: tuple, path: str, lifted: int) -> dict:
+    """The values of each call of a module by site, where `lifted` axes in front are those of `nn.scan` or `nn.vmap`."""
+    found = {}
+    for number, value in enumerate(calls):
+        for at in np.ndindex(value.shape[:lifted]):
+            site = path + (f"@{number}" if number else "") + "".join(f"[{n}]" for n in at)
+            is_array = isinstance(value, jax.Array)
+            found[site] = value[at] if is_array else jax.ShapeDtypeStruct(value.shape[lifted:], value.dtype)
+    return found
+
+
+def _shapes_at(sown, path, rank) -> dict[str, dict]:
+    """The shapes of the values of each site of a module whose first argument has `rank` axes, by site and name."""
+    found: dict[str, dict] = {}
+    for name in taps.ATTENTION:
+        calls = sown[name].get(path, ())
+        for site, value in _split(calls, path, len(calls[0].shape) - rank - 1 if calls else 0).items():
+            found.setdefault(site, {})[name] = value
+    return found
+
+
+def _site(path, kind, shapes) -> Site:
+    *_, heads, q_length, kv_length = shapes["pattern"].shape
+    keys = shapes.get("v", shapes["pattern"] if "k" not in shapes else shapes["k"])
+    return Site(
+        path,
+        kind,
+        heads,
+        keys.shape[-2] if "k" in shapes else heads,
+        q_length,
+        kv_length,
+        tuple(name for name in taps.ATTENTION if name in shapes),
+        editable="@" not in path and "[" not in path,
+        tolerance=float(np.sqrt(jnp.finfo(shapes["z"].dtype).eps)),
+    )

@@ -1,0 +1,123 @@
+"""A model with its inputs, ready to run: the one place that tells the kinds of models apart."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnlab.config import nearest
+from attnlab.nn import taps
+from attnlab.see import edits as editing
+from attnlab.see.functions import Function
+from attnlab.see.linen import Linen
+from attnlab.see.results import Run
+from attnlab.see.sites import Sites
+
+NAMES = (*taps.ATTENTION, *taps.STREAMS, taps.NORM, taps.MISMATCH)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """A model, its sites and the options of its calls: the part that is known while a program is traced. Hashable.
+
+    Attributes:
+      adapter: runs a model of its kind.
+      sites: of the model.
+    """
+
+    adapter: Any
+    sites: Sites
+
+    def run(self, inputs: tuple, want: tuple[str, ...] = (), edits: Mapping | editing.Freeze = {}, rows=None) -> Run:
+        """A forward pass of inputs as `framed` returns them; `edits` as for `edited`.
+
+        Raises:
+          ValueError: a name in `want` that the model does not have, or edits that `resolve` rejects.
+        """
+        if edits and isinstance(self.adapter, Function):
+            raise ValueError("edits need a module of Flax: the values of a plain function can be read alone")
+        resolved = editing.resolve(edits, self.sites.values())
+        rows = None if rows is None else jnp.asarray(rows)
+        for name in want:
+            self._check(name)
+        out, values = self.adapter.run(*inputs, self.sites, want, resolved, rows)
+        order = self.sites.order
+        values = {name: {path: found[path] for path in order if path in found} for name, found in values.items()}
+        return Run(out, values, order)
+
+    def _check(self, name):
+        if name not in NAMES:
+            raise ValueError(f"want has {name!r}{nearest(name, NAMES)}: expected some of {', '.join(NAMES)}")
+        if name in taps.STREAMS and not self.sites.blocks:
+            raise ValueError(f"want has {name!r}, but the model has no blocks, layers that take and return one stream")
+
+
+class _ByIdentity(Frame):
+    """A frame of a model that cannot be hashed, such as one with arrays as fields."""
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+def framed(model, variables, args: tuple, kwargs: Mapping) -> tuple[Frame, tuple]:
+    """The frame of a model, and its inputs as a pytree of arrays.
+
+    Args:
+      model: a `flax.linen` module, a `flax.nnx` module, or a function of (variables, *args).
+      variables: of the model; of an nnx module its state, None for its own.
+      args, kwargs: of its call.
+
+    Raises:
+      ValueError: the model is of another kind, or has no attention.
+    """
+    arrays = {name: value for name, value in kwargs.items() if _is_dynamic(value)}
+    options = tuple((name, value) for name, value in sorted(kwargs.items()) if name not in arrays)
+    adapter, state = _adapter(model, options)
+    inputs = (variables if state is None or variables is not None else state, args, arrays)
+    sites = adapter.sites(*inputs)
+    if not len(sites) and isinstance(adapter, Linen):  # attention that its modules write out themselves
+        adapter = Function(model.apply, options)
+        sites = adapter.sites(*inputs)
+    if not len(sites):
+        raise ValueError(
+            f"{_name(model)} has no attention that can be seen: expected layers of attnlab.nn or of Flax, or a softmax "
+            "that multiplies values"
+        )
+    frame = Frame(adapter, sites)
+    try:
+        hash(frame)
+    except TypeError:
+        return _ByIdentity(adapter, sites), inputs
+    return frame, inputs
+
+
+def _adapter(model, options) -> tuple[Any, Any]:
+    """What runs a model, and its own state, if it has one."""
+    if isinstance(model, nn.Module):
+        return Linen(model, options), None
+    if type(model).__module__.startswith("flax.nnx") or _is_nnx(model):
+        from flax import nnx  # takes a while to import, and a user of linen does not need it
+
+        from attnlab.see.nnx import Nnx
+
+        graph, state = nnx.split(model)
+        return Nnx(graph, options), state
+    if isinstance(model, Callable):
+        return Function(model, options), None
+    raise ValueError(f"model is a {type(model).__name__}: expected a module of Flax, or a function of (variables, *args)")
+
+
+def _is_nnx(model) -> bool:
+    return any(kind.__module__.startswith("flax.nnx") for kind in type(model).__mro__)
+
+
+def _name(model) -> str:
+    return getattr(model, "__name__", type(model).__name__)
+
+
+def _is_dynamic(value) -> bool:
+    return all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(value))

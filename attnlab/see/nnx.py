@@ -1,0 +1,124 @@
+"""Models of `flax.nnx`: a copy is made by split and merge, and its attention layers go through the taps."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from attnlab.nn import taps
+from attnlab.see.linen import tapped
+from attnlab.see.sites import Site, Sites, blocks_of
+
+
+class Seen(nnx.Intermediate):
+    """A captured value; a variable, so that it passes through `nnx.jit` and `nnx.remat`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Nnx:
+    """A `flax.nnx` module without its arrays, called with options that are no arrays.
+
+    Attributes:
+      graph: the module's `nnx.GraphDef`.
+      options: name and value of each.
+    """
+
+    graph: nnx.GraphDef
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def sites(self, state, args: tuple, kwargs: Mapping) -> Sites:
+        """The attention layers and blocks, found while the call is traced."""
+        calls: dict[str, tuple[str, bool]] = {}
+
+        def trace(state, args, kwargs):
+            return self._call(state, args, kwargs, taps.ATTENTION, {}, None, (), calls)[1]
+
+        seen = jax.eval_shape(trace, state, args, dict(kwargs))
+        found = tuple(_site(path, kind, seen) for path, (kind, _) in calls.items() if path in seen["z"])
+        names = tuple(site.path for site in found)
+        return Sites(found, blocks_of(names, {path: same for path, (_, same) in calls.items()}))
+
+    def run(self, state, args: tuple, kwargs: Mapping, sites: Sites, want: tuple[str, ...], edits: Mapping, rows):
+        """(what the model returns, values by name and path); arguments as for `Linen.run`."""
+        return self._call(state, args, kwargs, want, edits, rows, sites.blocks, {})
+
+    def _call(self, state, args, kwargs, want, edits, rows, blocks, calls):
+        copy = nnx.merge(self.graph, state)
+        modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(copy)}
+        attention = [path for path, module in modules.items() if isinstance(module, nnx.MultiHeadAttention)]
+        for path, module in modules.items():
+            if path in attention or any(one.startswith(f"{path}/") or path == "" for one in attention):
+                _listen(module, path, functools.partial(_Port, path, want, edits, rows), blocks, calls)
+        out = copy(*args, **kwargs, **dict(self.options))
+        values = {name: {} for name in want}
+        for path, module in modules.items():
+            for name in want:
+                seen = getattr(module, taps.asked(name), None)
+                if isinstance(seen, Seen):
+                    each = seen.get_value() if hasattr(seen, "get_value") else seen.value
+                    values[name] |= {path + (f"@{n}" if n else ""): value for n, value in enumerate(each)}
+        return out, values
+
+
+class _Port:
+    """What is asked of one module; see `taps.LinenPort`."""
+
+    def __init__(self, path, want, edits, rows, module):
+        self._path, self._want, self._edits, self.rows, self._module = path, want, edits, rows, module
+
+    def is_asked(self, name):
+        return name in self._want
+
+    def edit(self, name):
+        return self._edits.get((self._path, name))
+
+    def send(self, name, value):
+        self._module.sow(Seen, taps.asked(name), value)
+
+
+def _listen(module, path, port, blocks, calls) -> None:
+    """Note the module's calls, and tap its attention, or its streams if it is one of `blocks`; by a class of its own."""
+    kind = type(module)
+
+    # The module that is called may be a copy, as `nnx.remat` and `nnx.jit` make them.
+    def __call__(self, *args, **kwargs):  # noqa: N807
+        given = args[0] if args else None
+        calls.setdefault(path, (kind.__name__, False))
+        if path in blocks:
+            args = (taps.tap(port(self), "in", given), *args[1:])
+        with _tapped_attention(self, port(self)):
+            out = kind.__call__(self, *args, **kwargs)
+        stream = out[0] if isinstance(out, tuple) and out else out
+        calls[path] = (kind.__name__, np.ndim(given) > 2 and np.shape(stream) == np.shape(given))
+        if path in blocks:
+            stream = taps.tap(port(self), "out", stream)
+            out = (stream, *out[1:]) if isinstance(out, tuple) else stream
+        return out
+
+    object.__setattr__(module, "__class__", type(kind.__name__, (kind,), {"__call__": __call__}))
+
+
+@contextlib.contextmanager
+def _tapped_attention(module, port):
+    if not isinstance(module, nnx.MultiHeadAttention):
+        yield
+        return
+    own = module.attention_fn
+    module.attention_fn = tapped(own, port)
+    try:
+        yield
+    finally:
+        module.attention_fn = own
+
+
+def _site(path, kind, seen) -> Site:
+    shapes = {name: seen[name][path] for name in taps.ATTENTION}
+    *_, heads, q_length, kv_length = shapes["pattern"].shape
+    tolerance = float(np.sqrt(jnp.finfo(shapes["z"].dtype).eps))
+    return Site(path, kind, heads, shapes["k"].shape[-2], q_length, kv_length, tolerance=tolerance)
