@@ -82,3 +82,47 @@ def pairs(
     targets = np.where(alignment >= 0, np.take_along_axis(source, np.maximum(alignment, 0), 1), 0).astype(np.int32)
     inputs = np.concatenate([np.zeros((batch_size, 1), np.int32), targets[:, :-1]], axis=1)
     return Pairs(source, length, inputs, targets, alignment)
+
+
+def repeats(
+    step: int,
+    *,
+    batch_size: int,
+    length: int,
+    vocab_size: int = 64,
+    periods: Sequence[int] | None = None,
+    seed: int = 0,
+) -> np.ndarray:
+    """Draw random tokens that repeat, each sequence with a period of its own; a pure function of its arguments.
+
+    From its second period on, a sequence can be predicted by finding the token in the first and copying the one after
+    it, as induction heads do (Olsson et al. 2022). With one period for all, a head that attends to a fixed distance
+    would do as well.
+
+    Args:
+      step: training step.
+      batch_size: B.
+      length: T.
+      vocab_size: tokens are 0 … vocab_size − 1.
+      periods: possible periods; None for length // 4 … length // 2.
+      seed: random seed.
+
+    Returns:
+      int32 `[B, T]`.
+
+    Raises:
+      ValueError: periods that are empty or below 1, or a vocabulary, a length or a batch below 1.
+
+    >>> repeats(1, batch_size=2, length=8, vocab_size=10, periods=[3, 4]).tolist()
+    [[5, 8, 9, 5, 5, 8, 9, 5], [3, 8, 2, 3, 8, 2, 3, 8]]
+    """
+    periods = range(max(1, length // 4), max(1, length // 2) + 1) if periods is None else periods
+    if not len(periods) or min(periods) < 1:
+        raise ValueError(f"periods = {list(periods)}: expected periods of 1 or more")
+    if min(vocab_size, length, batch_size) < 1:
+        sizes = f"vocab_size = {vocab_size}, length = {length} and batch_size = {batch_size}"
+        raise ValueError(f"{sizes}: expected 1 or more of each")
+    draw = np.random.default_rng((seed, step))
+    tokens = draw.integers(0, vocab_size, (batch_size, max(periods)), dtype=np.int32)
+    period = draw.choice(periods, (batch_size, 1))
+    return np.take_along_axis(tokens, np.arange(length) % period, axis=1)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from attnlab.data.tasks import KINDS, pairs
+from attnlab.data.tasks import KINDS, pairs, repeats
 
 LENGTHS = [2, 5, 9]
 EACH = pytest.mark.parametrize("kind", KINDS)
@@ -55,3 +55,30 @@ def test_task_without_sources_is_one_line(change, message):
 def test_unknown_task_lists_kinds():
     with pytest.raises(ValueError, match="kind = 'sort': expected one of copy, reverse"):
         pairs("sort", 0, batch_size=1, lengths=[3])
+
+
+def test_repeats_draws_a_period_for_each_sequence():
+    tokens = repeats(0, batch_size=200, length=24, vocab_size=1000)
+    periods = [next(p for p in range(1, 25) if (row[p:] == row[:-p]).all()) for row in tokens]
+    assert tokens.shape == (200, 24) and set(periods) == set(range(6, 13))
+
+
+def test_repeats_is_a_pure_function():
+    options = {"batch_size": 4, "length": 20}
+    first = repeats(1, **options)
+    np.testing.assert_array_equal(first, repeats(1, **options))
+    assert not np.array_equal(first, repeats(2, **options))
+    assert not np.array_equal(first, repeats(1, seed=1, **options))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"periods": []}, "periods = .*: expected periods of 1 or more"),
+        ({"periods": [0, 2]}, "expected periods of 1 or more"),
+        ({"length": 0}, "length = 0 .*: expected 1 or more of each"),
+    ],
+)
+def test_repeats_of_impossible_sizes_is_one_line(change, message):
+    with pytest.raises(ValueError, match=message):
+        repeats(0, **({"batch_size": 2, "length": 8} | change))
