@@ -160,7 +160,7 @@ def test_wheel_installs_and_runs_in_a_fresh_environment(tmp_path):
     assert {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name} == {
         path.relative_to(REPOSITORY).as_posix()
         for path in (REPOSITORY / "attnlab").rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix in (".py", ".html", ".css", ".js") or path.name == "py.typed"
     } | {f"attnlab/_configs/{path.name}" for path in (REPOSITORY / "configs").glob("*.py")}
 
     environment.pip("install", "--no-deps", "--no-index", *(tmp_path / "wheels").iterdir())

@@ -1,0 +1,5 @@
+"""One offline HTML page of attention: heads, tokens, scores and checkpoints, in a file that asks for nothing else."""
+
+from attnlab.see.page.document import Page, page
+
+__all__ = ["Page", "page"]

@@ -1,0 +1,168 @@
+"""Runs, tokens, scores and effects, checked and brought to one form."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from attnlab.see.page.encoding import entropies, shown
+from attnlab.see.results import Effects, Run
+
+TOLERANCE = 1e-3  # of weights in bfloat16 about 0 and 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """The tokens of one prompt as they are shown, and the weights of all heads.
+
+    Attributes:
+      queries, keys: Tq and Tk tokens.
+      weights: float32 `[S, N, Tq, Tk]`, the N heads of all layers at S checkpoints.
+    """
+
+    queries: list[str]
+    keys: list[str]
+    weights: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """All that a page shows.
+
+    Attributes:
+      steps: of the S checkpoints; `(None,)` of a run that is no checkpoint.
+      paths: of the L layers.
+      heads: of each layer.
+      prompts: tokens and weights.
+      tables: by name, numbers `[S, L, H]`, H of the layer with most heads; NaN where there is none.
+    """
+
+    steps: tuple[int | None, ...]
+    paths: tuple[str, ...]
+    heads: tuple[int, ...]
+    prompts: list[Prompt]
+    tables: dict[str, np.ndarray]
+
+
+def contents(
+    runs: Run | Mapping[Any, Run], tokens: Sequence, scores: Any = None, effects: Effects | Mapping | None = None
+) -> Contents:
+    """The contents of a page, from the arguments of `page`.
+
+    Raises:
+      ValueError: the arguments do not fit one another.
+
+    >>> run = Run(None, {"pattern": {"attention": np.ones((1, 2, 1, 1))}}, ("attention",))
+    >>> contents(run, ["el"]).prompts[0].weights.shape
+    (1, 2, 1, 1)
+    """
+    by_step = dict(sorted(runs.items())) if isinstance(runs, Mapping) else {None: runs}
+    if not by_step:
+        raise ValueError("runs = {}: expected one run or more")
+    first = next(iter(by_step.values()))
+    paths = first.paths("pattern")
+    patterns = [_patterns(run, step) for step, run in by_step.items()]
+    shapes = [[layer.shape for layer in layers] for layers in patterns]
+    if any(shape != shapes[0] or run.paths("pattern") != paths for shape, run in zip(shapes, by_step.values())):
+        raise ValueError(f"patterns of runs differ, {shapes}: expected one model and the same prompts at each step")
+    heads = tuple(layer.shape[1] for layer in patterns[0])
+    prompts = _prompts(np.stack([np.concatenate(layers, axis=1) for layers in patterns]), tokens)
+    tables = {"entropy": _mean_entropies(prompts, heads)}
+    tables |= _tables("scores", _score_tables, scores, by_step, heads)
+    tables |= _tables("effects", lambda effects: _effect_tables(effects, paths), effects, by_step, heads)
+    steps = tuple(None if step is None else int(step) for step in by_step)
+    return Contents(steps, paths, heads, prompts, tables)
+
+
+def _patterns(run: Run, step) -> list[np.ndarray]:
+    """Float32 `[B, H, Tq, Tk]` of each layer, which agree in all but H."""
+    where = "" if step is None else f" of step {step}"
+    if not run.paths("pattern"):
+        captured = ", ".join(run.values) or "nothing"
+        raise ValueError(f"'pattern' was not captured{where}, only {captured}: name it in want=")
+    layers = [np.asarray(run.values["pattern"][path], np.float32) for path in run.paths("pattern")]
+    for path, layer in zip(run.paths("pattern"), layers):
+        if layer.ndim != 4:
+            raise ValueError(f"the pattern at {path}{where} has shape {layer.shape}: expected [B, H, Tq, Tk]")
+        if not (layer.min(initial=0) >= -TOLERANCE and layer.max(initial=0) <= 1 + TOLERANCE):  # NaN fails as well
+            raise ValueError(f"the pattern at {path}{where} is not within 0 … 1: expected weights, without NaN")
+    lengths = {(len(layer), *layer.shape[2:]) for layer in layers}
+    if len(lengths) > 1:
+        raise ValueError(f"layers differ in (B, Tq, Tk), {sorted(lengths)}: make a page for the layers of each shape")
+    return layers
+
+
+def _prompts(weights, tokens) -> list[Prompt]:
+    """The prompts of `[S, B, N, Tq, Tk]`, each cut to its own tokens."""
+    pairs = [_pair(prompt) for prompt in ([tokens] if _is_prompt(tokens) else tokens)]
+    if len(pairs) != weights.shape[1]:
+        raise ValueError(f"tokens of {len(pairs)} prompts: expected {weights.shape[1]}, a list for each in the batch")
+    prompts = []
+    for number, (queries, keys) in enumerate(pairs):
+        for name, labels, length in (("queries", queries, weights.shape[3]), ("keys", keys, weights.shape[4])):
+            if not 0 < len(labels) <= length:
+                raise ValueError(f"prompt {number} has {len(labels)} tokens as {name}: expected 1 … {length}")
+        cut = weights[:, number, :, : len(queries), : len(keys)]
+        prompts.append(Prompt(list(map(shown, queries)), list(map(shown, keys)), cut))
+    return prompts
+
+
+def _is_prompt(tokens) -> bool:
+    """Whether these are the tokens of one prompt: strings, or a tuple of queries and keys.
+
+    >>> _is_prompt(["a", "b"]), _is_prompt((["a"], ["b", "c"])), _is_prompt([["a"], ["b"]])
+    (True, True, False)
+    """
+    return isinstance(tokens, tuple) or all(isinstance(token, str) for token in tokens)
+
+
+def _pair(prompt) -> tuple[Sequence[str], Sequence[str]]:
+    """The queries and the keys of a prompt."""
+    if all(isinstance(token, str) for token in prompt):
+        return prompt, prompt
+    if isinstance(prompt, tuple) and len(prompt) == 2:
+        return prompt
+    raise ValueError(f"tokens {prompt!r}: expected strings, or a tuple of two lists, the queries and the keys")
+
+
+def _mean_entropies(prompts, heads) -> np.ndarray:
+    """Entropies in nats, the mean over the rows of all prompts: `[S, L, H]`."""
+    rows = np.concatenate([entropies(prompt.weights) for prompt in prompts], axis=-1)
+    table = np.full((rows.shape[0], len(heads), max(heads)), np.nan)
+    at = 0
+    for layer, count in enumerate(heads):
+        table[:, layer, :count] = rows[:, at : at + count].mean(-1)
+        at += count
+    return table
+
+
+def _tables(argument, read, given, by_step, heads) -> dict[str, np.ndarray]:
+    """Tables `[S, L, H]` by name, from one argument: a value for a run alone, a mapping from steps to values else."""
+    if given is None:
+        return {}
+    if None in by_step:
+        given = {None: given}
+    elif not isinstance(given, Mapping) or set(given) != set(by_step):
+        raise ValueError(f"{argument} by step: expected a mapping with the keys {list(by_step)}, as runs")
+    read_at = [read(given[step]) for step in by_step]
+    expected = (len(heads), max(heads))
+    for tables in read_at:
+        if tables.keys() != read_at[0].keys():
+            raise ValueError(f"{argument} have the kinds {list(tables)}: expected {list(read_at[0])} at each step")
+        for kind, table in tables.items():
+            if table.shape != expected:
+                raise ValueError(f"{argument}: {kind!r} has shape {table.shape}, expected [L, H] = {list(expected)}")
+    return {str(kind): np.stack([tables[kind] for tables in read_at]) for kind in read_at[0]}
+
+
+def _score_tables(scores) -> dict[str, np.ndarray]:
+    tables = scores if isinstance(scores, Mapping) else scores.values
+    return {kind: np.asarray(table, np.float64) for kind, table in tables.items()}
+
+
+def _effect_tables(effects, paths) -> dict[str, np.ndarray]:
+    if effects.axes != ("layer", "head") or effects.paths != paths:
+        found = f"axes {effects.axes} at {effects.paths}"
+        raise ValueError(f"effects have {found}: expected ('layer', 'head') at {paths}")
+    return {"effect": np.asarray(effects.change, np.float64)}

@@ -1,0 +1,222 @@
+"""The page: what the HTML file holds, and where it is written."""
+
+import base64
+import dataclasses
+import hashlib
+import html
+import io
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import attnlab
+from attnlab.see.page import encoding
+from attnlab.see.page.contents import Contents, contents
+from attnlab.see.results import Effects, Run
+
+FOLDER = Path(__file__).parent
+GENERATOR = '<meta name="generator" content="attnlab'
+PICTURE_BYTES = 150_000
+IFRAME_HEIGHT = 900  # pixels
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Page:
+    """A page of attention: a file, or the output of a notebook's cell.
+
+    Attributes:
+      html: the whole document.
+      png: a picture of all heads, at the last checkpoint; PNG.
+      path: where the document was written, None if nowhere.
+
+    >>> Page("<!doctype html>", b"")
+    Page(15 bytes, not in a file)
+    """
+
+    html: str
+    png: bytes
+    path: Path | None = None
+
+    def __repr__(self) -> str:
+        return f"Page({len(self.html.encode()):,} bytes, {'not in a file' if self.path is None else f'in {self.path}'})"
+
+    def __fspath__(self) -> str:
+        if self.path is None:
+            raise ValueError("the page is in no file: give page(…, path=…)")
+        return str(self.path)
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
+        """For notebooks: the page in a frame of fixed height that may run scripts and nothing else, and the picture."""
+        frame = (
+            f'<iframe srcdoc="{html.escape(self.html)}" sandbox="allow-scripts" title="Attention by head" '
+            f'width="100%" height="{IFRAME_HEIGHT}" frameborder="0"></iframe>'
+        )
+        return {"text/html": frame, "image/png": base64.b64encode(self.png).decode(), "text/plain": repr(self)}
+
+
+def page(
+    runs: Run | Mapping[Any, Run],
+    tokens: Sequence,
+    path: str | os.PathLike | None = None,
+    *,
+    title: str = "",
+    scores: Any = None,
+    effects: Effects | Mapping | None = None,
+    max_bytes: int = 4 << 20,
+) -> Page:
+    """One HTML file that shows attention: every head, one head, its tokens, and how they came about in training.
+
+    The file holds all that it needs and may load nothing. Without JavaScript it is a picture of all heads. Weights are
+    stored to 0.004; of rows of more than 256 keys, the largest eight weights.
+
+    Args:
+      runs: with patterns `[B, H, Tq, Tk]`, or several by step of the training, e.g. `{0: run, 500: run}`.
+      tokens: of one prompt, or a list of those, one for each of the batch. Where queries and keys differ, a tuple of
+        two lists in place of one. Weights of a prompt with fewer tokens than Tq are cut: padding is on the right.
+      path: of the file; None for a notebook. A page of attnlab is replaced, any other file is left.
+      title: the finding, or what the model is.
+      scores: by kind, numbers `[L, H]`, or an object whose `values` are that; by step where `runs` are.
+      effects: of the heads, over layer and head; by step where `runs` are.
+      max_bytes: of the file.
+
+    Returns:
+      The page, which `open` and a notebook take.
+
+    Raises:
+      ValueError: the arguments do not fit one another, the page would be larger than `max_bytes`, or `path` is a file
+        that attnlab did not write.
+
+    >>> from attnlab.see.results import Run
+    >>> pattern = np.tri(3)[None, None] / np.arange(1, 4)[:, None]
+    >>> run = Run(None, {"pattern": {"block_0/attention": pattern}}, ("block_0/attention",))
+    >>> page(run, ["el", "gato", "duerme"], title="Uniform causal attention").html[:15]
+    '<!doctype html>'
+    """
+    shown = contents(runs, tokens, scores, effects)
+    title = (title or "Attention by head").encode("utf-8", "replace").decode()  # without lone surrogates
+    png = _picture(shown)
+    text = _document(shown, title, png)
+    size = len(text.encode())
+    if size > max_bytes:
+        prompts, steps, layers = len(shown.prompts), len(shown.steps), len(shown.paths)
+        length = max(len(prompt.queries) for prompt in shown.prompts)
+        of = f"{prompts} prompts × {steps} checkpoints × {layers} layers × {max(shown.heads)} heads × {length} tokens"
+        remedies = "give fewer prompts, fewer checkpoints, or a larger max_bytes"
+        raise ValueError(f"the page has {size:,} bytes, more than max_bytes={max_bytes:,}, of {of}: {remedies}")
+    if path is not None:
+        _write(text, Path(path))
+    return Page(text, png, None if path is None else Path(path))
+
+
+def _document(shown: Contents, title: str, png: bytes) -> str:
+    """The text of the file."""
+    script, style = ((FOLDER / f"page.{kind}").read_text(encoding="utf-8") for kind in ("js", "css"))
+    about = _about(shown)
+    parts = {
+        "title": html.escape(title),
+        "version": attnlab.__version__,
+        "policy": f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}; "
+        "base-uri 'none'; form-action 'none'",
+        "style": style,
+        "about": html.escape(about),
+        "alt": html.escape(
+            f"{title}. Attention weights as heat maps, one row per layer, one column per head: {about}."
+        ),
+        "png": base64.b64encode(png).decode(),
+        "data": encoding.script_json(_data(shown)),
+        "script": script,
+    }
+    template = (FOLDER / "page.html").read_text(encoding="utf-8")
+    # In one pass, so that a title such as "{{script}}" stays text.
+    return re.sub(r"{{(\w+)}}", lambda found: parts[found[1]], template)
+
+
+def _hash(text: str) -> str:
+    """The source expression of a Content-Security-Policy that admits this text alone.
+
+    >>> _hash("")
+    "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"
+    """
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _about(shown: Contents) -> str:
+    """The page's extent in words."""
+    longest = max(shown.prompts, key=lambda prompt: len(prompt.keys))
+    counts = [(len(shown.paths), "layer"), (sum(shown.heads), "head"), (len(longest.keys), "token")]
+    counts += [
+        (count, name) for count, name in ((len(shown.prompts), "prompt"), (len(shown.steps), "checkpoint")) if count > 1
+    ]
+    return ", ".join(f"{count:,} {name}{'s' * (count != 1)}" for count, name in counts)
+
+
+def _data(shown: Contents) -> dict:
+    """What the script reads."""
+    causal = all(encoding.is_causal(prompt.weights) for prompt in shown.prompts)
+    kept = max(len(prompt.keys) for prompt in shown.prompts) > encoding.LONGEST_DENSE
+    return {
+        "steps": shown.steps,
+        "layers": [{"path": path, "heads": heads} for path, heads in zip(shown.paths, shown.heads)],
+        "prompts": [
+            {"queries": prompt.queries, "keys": None if prompt.keys == prompt.queries else prompt.keys}
+            for prompt in shown.prompts
+        ],
+        "causal": causal,
+        "kept": encoding.KEPT if kept else 0,
+        "tables": {name: _numbers(table) for name, table in shown.tables.items()},
+        "streams": [encoding.stream(encoding.record(prompt.weights, causal, kept)) for prompt in shown.prompts],
+    }
+
+
+def _numbers(table: np.ndarray | np.floating) -> list | float | None:
+    """Nested lists of five significant digits, None for NaN and infinity.
+
+    >>> _numbers(np.array([[1 / 3, np.nan]]))
+    [[0.33333, None]]
+    """
+    if table.ndim:
+        return [_numbers(row) for row in table]
+    return float(f"{table:.5g}") if np.isfinite(table) else None
+
+
+def _picture(shown: Contents) -> bytes:
+    """All heads on the first prompt at the last checkpoint, of at most `PICTURE_BYTES`: PNG."""
+    try:
+        from attnlab import plots  # matplotlib is an extra
+    except ImportError as error:
+        raise ImportError("a page holds a picture, drawn by matplotlib: pip install 'attnlab[plots]'") from error
+    last = shown.prompts[0].weights[-1]
+    layers = np.split(last, np.cumsum(shown.heads)[:-1])
+    # Not under the page's title, which may hold characters that matplotlib's font lacks, and $ for formulas.
+    figure = plots.atlas(layers, _about(shown), causal=encoding.is_causal(last))
+    for dpi in (110, 80, 55, 40):
+        file = io.BytesIO()
+        figure.savefig(file, format="png", dpi=dpi, metadata={"Software": None})
+        if len(file.getvalue()) <= PICTURE_BYTES:
+            break
+    return file.getvalue()
+
+
+def _write(text: str, path: Path) -> None:
+    """Write the file, all of it or nothing."""
+    if path.exists() and not _is_page(path):
+        raise ValueError(f"{path} exists and is no page of attnlab: choose another path, or remove it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        unfinished.write_text(text, encoding="utf-8", newline="\n")
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _is_page(path: Path) -> bool:
+    """Whether attnlab wrote the file."""
+    if not path.is_file():
+        return False
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return GENERATOR in file.read(4096)

@@ -1,0 +1,209 @@
+"""A page holds what it was given, in one file of limited size that asks for nothing and replaces only its own kind."""
+
+import base64
+import html
+import json
+import os
+import re
+import types
+
+import numpy as np
+import pytest
+
+from attnlab.see.page import Page, page
+from attnlab.see.results import Effects, Run
+from tests.see.pages import causal_patterns, checkpoints, data_of, drifting, effects_of, records_of, run_of, softmax
+
+TOKENS = [f"w{i}" for i in range(12)]
+
+
+def statistics_and_cells(made, heads: int, length: int):
+    """The sums and entropies `[S, N, 2, T]` of a page, and the bytes after them."""
+    records = records_of(made)
+    size = 8 * heads * length
+    return records[:, :size].copy().view("<f4").reshape(-1, heads, 2, length), records[:, size:]
+
+
+def test_causal_weights_are_stored_as_lower_triangles_within_their_error():
+    runs = checkpoints([0, 50, 200])
+    made = page(runs, TOKENS)
+    exact = np.stack([np.concatenate([layer[0] for layer in run.values["pattern"].values()]) for run in runs.values()])
+    statistics, cells = statistics_and_cells(made, 6, 12)
+    assert data_of(made)["causal"] and data_of(made)["steps"] == [0, 50, 200]
+    stored = (cells.reshape(3, 6, -1) / 255.0) ** 2
+    # √p is off by half of 1/255 at most, so p by √p/255 + (1/510)² ≤ 0.00393.
+    np.testing.assert_allclose(stored, exact[..., *np.tril_indices(12)], atol=0.00393, rtol=0)
+    # Sums and entropies keep 14 bits after the first.
+    np.testing.assert_allclose(statistics[:, :, 0], exact.sum(-1), rtol=2**-15)
+    logs = np.log(np.where(exact > 0, exact, 1))
+    np.testing.assert_allclose(statistics[:, :, 1], -(exact * logs).sum(-1), rtol=2**-14, atol=1e-6)
+
+
+def test_cross_attention_is_stored_whole_and_cut_to_each_prompt():
+    weights = softmax(np.random.default_rng(0).normal(size=(2, 3, 4, 7)))
+    queries, keys = list("abcd"), list("tuvwxyz")
+    made = page(run_of(weights, weights[:, :1]), [(queries, keys), (queries[:2], keys[:3])])
+    data = data_of(made)
+    assert not data["causal"] and [layer["heads"] for layer in data["layers"]] == [3, 1]
+    assert data["prompts"][1] == {"queries": ["a", "b"], "keys": ["t", "u", "v"]}
+    cells = records_of(made, prompt=1)[:, 8 * 4 * 2 :].reshape(4, 2, 3)
+    expected = np.concatenate([weights[1], weights[1, :1]])[:, :2, :3]
+    np.testing.assert_allclose((cells / 255.0) ** 2, expected, atol=0.00393, rtol=0)
+
+
+def test_long_rows_keep_their_eight_largest_weights():
+    weights = causal_patterns(0, 1, 1, 300)
+    made = page(run_of(weights), [str(i) for i in range(300)])
+    statistics, cells = statistics_and_cells(made, 1, 300)
+    values, keys = cells[0, : 8 * 300].reshape(300, 8), cells[0, 8 * 300 :].copy().view("<u2").reshape(300, 8)
+    row = weights[0, 0, 250]
+    assert set(keys[250]) == set(np.argsort(row)[-8:])
+    np.testing.assert_allclose((values[250] / 255.0) ** 2, row[keys[250]], atol=0.00393, rtol=0)
+    np.testing.assert_allclose(statistics[0, 0, 0], 1, rtol=2**-15)  # of whole rows
+    assert data_of(made)["kept"] == 8
+
+
+def test_steps_are_sorted_and_tables_are_by_step_with_absent_heads_null():
+    layers = causal_patterns(0, 1, 3, 12), causal_patterns(1, 1, 2, 12)
+    scores = {step: {"induction": np.array([[0.1, 0.2, 1 / 3], [step, 0.5, np.nan]])} for step in (10, 2)}
+    effects = {step: effects_of([[0, 0, 1], [-1, 0, np.nan]]) for step in (2, 10)}
+    data = data_of(page({10: run_of(*layers), 2: run_of(*layers)}, TOKENS, scores=scores, effects=effects))
+    assert data["steps"] == [2, 10] and list(data["tables"]) == ["entropy", "induction", "effect"]
+    assert data["tables"]["induction"][1] == [[0.1, 0.2, 0.33333], [10, 0.5, None]]
+    assert data["tables"]["effect"][0] == [[0, 0, 1], [-1, 0, None]]
+    assert data["tables"]["entropy"][0][1][2] is None
+
+
+def test_scores_of_one_run_are_an_object_with_values():
+    scores = types.SimpleNamespace(values={"sink": np.ones((1, 2))})
+    data = data_of(page(run_of(causal_patterns(0, 1, 2, 12)), TOKENS, scores=scores))
+    assert data["tables"]["sink"] == [[[1, 1]]] and data["steps"] == [None]
+
+
+@pytest.mark.parametrize("token", ["</script>", "<!--", "<script>", "{{script}}", "\u2028", "\ud800", '"', "&amp;"])
+def test_no_token_or_title_can_leave_its_place(token):
+    made = page(run_of(causal_patterns(0, 1, 1, 1)), [token], title=f"a {token} b")
+    assert len(re.findall("<script", made.html)) == made.html.count("</script>") == 2
+    assert data_of(made)["prompts"][0]["queries"] != [""]
+    assert made.html.encode().decode() == made.html
+    shown = html.unescape(re.search("<h1[^>]*>(.*)</h1>", made.html)[1])
+    assert shown == f"a {token} b".replace("\ud800", "?")
+
+
+def test_policy_admits_the_page_s_own_script_and_style_alone():
+    text = page(run_of(causal_patterns(0, 1, 1, 2)), ["a", "b"]).html
+    policy = html.unescape(re.search('Content-Security-Policy" content="([^"]*)"', text)[1])
+    for kind in ("script", "style"):
+        (directive,) = [part for part in policy.split("; ") if part.startswith(f"{kind}-src")]
+        assert re.fullmatch(kind + r"-src 'sha256-[\w+/]{43}='", directive)
+    assert policy.startswith("default-src 'none'; img-src data:; ")
+    assert not re.search(r'\bstyle="|\bon\w+="|https?://', text)
+
+
+def test_script_is_smaller_than_30_kilobytes():
+    text = page(run_of(causal_patterns(0, 1, 1, 2)), ["a", "b"]).html
+    assert len(re.search("<script>(.*?)</script>", text, re.DOTALL)[1].encode()) < 30_000
+
+
+def test_equal_arguments_give_equal_pages():
+    first, second = (page(checkpoints([1, 2]), TOKENS).html for _ in range(2))
+    assert first == second
+
+
+def test_page_of_twenty_checkpoints_of_the_quickstart_is_below_one_and_a_half_megabytes():
+    made = page(drifting(steps=20, layers=6, heads=6, length=64), list("x" * 64))  # the quickstart itself has 4 × 4
+    assert len(made.html.encode()) < 1_500_000
+
+
+def test_page_above_max_bytes_names_the_figures_and_the_remedies():
+    message = (
+        r"the page has \d+,\d+ bytes, more than max_bytes=1,000, of 2 prompts × 3 checkpoints × 2 layers × 3 heads × "
+        r"12 tokens: give fewer prompts, fewer checkpoints, or a larger max_bytes"
+    )
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        page(checkpoints([1, 2, 3], prompts=2), [TOKENS, TOKENS], max_bytes=1000)
+
+
+def test_page_is_written_whole_and_replaces_a_page(tmp_path):
+    path = tmp_path / "new" / "page.html"
+    for title in ("first", "second"):
+        made = page(run_of(causal_patterns(0, 1, 1, 2)), ["a", "b"], path, title=title)
+        assert path.read_text(encoding="utf-8") == made.html and f"<title>{title}</title>" in made.html
+    assert os.fspath(made) == str(path) == str(made.path)
+    assert [file.name for file in path.parent.iterdir()] == ["page.html"]
+    assert re.fullmatch(rf"Page\([\d,]+ bytes, in {re.escape(str(path))}\)", repr(made))
+
+
+@pytest.mark.parametrize("content", ["", "my notes", "<!doctype html><title>mine</title>"])
+def test_file_of_the_user_is_not_overwritten(tmp_path, content):
+    path = tmp_path / "notes.html"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"notes.html exists and is no page of attnlab: choose another path"):
+        page(run_of(causal_patterns(0, 1, 1, 2)), ["a", "b"], path)
+    assert path.read_text() == content
+    with pytest.raises(ValueError, match="exists and is no page"):
+        page(run_of(causal_patterns(0, 1, 1, 2)), ["a", "b"], tmp_path)
+
+
+def test_page_without_path_is_no_path():
+    with pytest.raises(ValueError, match=r"the page is in no file: give page\(…, path=…\)"):
+        os.fspath(Page("", b""))
+
+
+def test_notebook_shows_a_sandboxed_frame_beside_a_picture():
+    made = page(run_of(causal_patterns(0, 1, 1, 2)), ['"', "<b>"], title='"quoted" & <b>')
+    bundle = json.loads(json.dumps(made._repr_mimebundle_()))
+    frame = bundle["text/html"]
+    assert frame.count("<") == 2 and 'sandbox="allow-scripts"' in frame and 'height="900"' in frame
+    assert html.unescape(re.search('srcdoc="([^"]*)"', frame)[1]) == made.html
+    assert base64.b64decode(bundle["image/png"]) == made.png and made.png.startswith(b"\x89PNG")
+    assert bundle["text/plain"] == repr(made)
+
+
+WEIGHTS = causal_patterns(0, 2, 3, 4)
+RUN = run_of(WEIGHTS)
+WORDS = [list("abcd"), list("abc")]
+OTHER_AXES = Effects(np.ones((1, 3, 4)), ("layer", "head", "position"), ("block_0/attention",), 0.0)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (({}, WORDS), r"runs = \{\}: expected one run or more"),
+        ((Run(None, {"z": {"a": WEIGHTS}}, ("a",)), WORDS), r"'pattern' was not captured, only z: name it in want="),
+        (({3: Run(None, {})}, WORDS), r"'pattern' was not captured of step 3, only nothing"),
+        ((run_of(WEIGHTS[0]), WORDS), r"at block_0/attention has shape \(3, 4, 4\): expected \[B, H, Tq, Tk\]"),
+        ((run_of(WEIGHTS - 0.5), WORDS), r"not within 0 … 1: expected weights, without NaN"),
+        ((run_of(WEIGHTS * np.nan), WORDS), r"not within 0 … 1: expected weights, without NaN"),
+        (
+            (run_of(WEIGHTS, WEIGHTS[..., :3]), WORDS),
+            r"layers differ in \(B, Tq, Tk\).*: make a page for the layers",
+        ),
+        (({1: RUN, 2: run_of(WEIGHTS[:, :2])}, WORDS), r"patterns of runs differ.*: expected one model and the same"),
+        ((RUN, WORDS[:1]), r"tokens of 1 prompts: expected 2, a list for each in the batch"),
+        ((RUN, list("abcd")), r"tokens of 1 prompts: expected 2"),
+        ((RUN, [list("abcd"), list("abcde")]), r"prompt 1 has 5 tokens as queries: expected 1 … 4"),
+        ((RUN, [list("abcd"), []]), r"prompt 1 has 0 tokens as queries: expected 1 … 4"),
+        ((RUN, [list("abcd"), [1, 2]]), r"tokens \[1, 2\]: expected strings, or a tuple of two lists"),
+        ((RUN, WORDS, {"sink": np.ones((3, 1))}), r"scores: 'sink' has shape \(3, 1\), expected \[L, H\] = \[1, 3\]"),
+        (
+            ({1: RUN}, WORDS, {"sink": np.ones((1, 3))}),
+            r"scores by step: expected a mapping with the keys \[1\]",
+        ),
+        (
+            (RUN, WORDS, None, OTHER_AXES),
+            r"effects have axes .*: expected \('layer', 'head'\) at \('block",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, tuple) else value[:40],
+)
+def test_arguments_that_do_not_fit_are_named(arguments, message):
+    runs, tokens, scores, effects = (*arguments, None, None)[:4]
+    with pytest.raises(ValueError, match=message) as caught:
+        page(runs, tokens, scores=scores, effects=effects)
+    assert "\n" not in str(caught.value)
+
+
+def test_atlas_of_gpt_2_is_a_small_picture():
+    made = page(run_of(*causal_patterns(0, 12, 1, 12, 64)), [f"w{i}" for i in range(64)])
+    assert len(made.png) <= 150_000
