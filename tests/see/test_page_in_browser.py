@@ -1,0 +1,339 @@
+"""The page as Chromium shows it, opened from a file: numbers, keys, tokens, address, colours, accessibility."""
+
+import json
+import re
+import shutil
+import subprocess
+import tarfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from attnlab.see.page import page
+from tests.see.pages import causal_patterns, checkpoints, drifting, effects_of, run_of
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium")
+AXE = "axe-core@4.10.3"
+
+TOKENS = ["\n", " the", "</script>", "😀", "👩\u200d🔬", " שלום", "مرحبا", "e\u0301", "\u0301", "<b>", "\udcff", " the"]
+STEPS = [0, 50, 200, 1000]
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return checkpoints(STEPS, prompts=2)
+
+
+@pytest.fixture(scope="module")
+def file(runs, tmp_path_factory) -> Path:
+    """A page of two prompts, four checkpoints, two layers of three heads, with scores and effects."""
+    scores = {step: {"induction": np.array([[0.1, 0.2, 0.3], [0.0, step / 1000, 0.1]])} for step in STEPS}
+    effects = {step: effects_of([[0, 0.1, 0], [-0.2, step / 500, 0]]) for step in STEPS}
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    page(runs, [TOKENS, TOKENS[:5]], path, title="A title </title> & more", scores=scores, effects=effects)
+    return path
+
+
+@pytest.fixture
+def visit(chromium):
+    """Opens a file; at the end, nothing may have been asked of a network or reported as an error."""
+    opened = []
+
+    def visit(file: Path, fragment: str = "", **options):
+        context = chromium.new_context(**({"viewport": {"width": 1280, "height": 900}} | options))
+        tab, asked, complaints = context.new_page(), [], []
+        tab.on("request", lambda request: asked.append(request.url))
+        tab.on("console", lambda message: complaints.append(message.text))
+        tab.on("pageerror", lambda error: complaints.append(str(error)))
+        tab.goto(file.as_uri() + fragment)
+        if options.get("java_script_enabled", True):  # a selector, since the policy forbids to evaluate conditions
+            tab.wait_for_selector("#app:not([hidden]), #problem:not([hidden])")
+        opened.append((context, file, asked, complaints))
+        return tab
+
+    yield visit
+    for context, file, asked, complaints in opened:
+        context.close()
+        assert {url.split("#")[0] for url in asked if not url.startswith("data:")} == {file.as_uri()}
+        assert complaints == []
+
+
+def press(tab, selector: str, *keys: str) -> dict:
+    """Press keys on an element; the state afterwards."""
+    tab.focus(selector)
+    for key in keys:
+        tab.keyboard.press(key)
+    return tab.evaluate("attnlab.state()")
+
+
+def slide(tab, to: int) -> None:
+    tab.locator("#step").fill(str(to))
+
+
+def test_decoded_weights_are_those_of_numpy_within_0_004(visit, file, runs):
+    tab = visit(file)
+    for prompt, length in ((0, 12), (1, 5)):
+        for number, step in enumerate(STEPS):
+            for layer, path in enumerate(runs[step].paths("pattern")):
+                for head in range(3):
+                    shown = tab.evaluate("at => attnlab.weights(...at)", [prompt, number, layer, head])
+                    exact = runs[step].values["pattern"][path][prompt, head, :length, :length]
+                    np.testing.assert_allclose(shown, exact, atol=0.004, rtol=0)
+
+
+def test_sums_and_entropies_are_exact_to_four_digits(visit, file, runs):
+    tab = visit(file)
+    row = runs[200].values["pattern"]["block_1/attention"][1, 2, 4, :5]
+    found = tab.evaluate("attnlab.statistics(1, 2, 1, 2, 4)")
+    np.testing.assert_allclose(found["sum"], row.sum(), rtol=1e-4)
+    np.testing.assert_allclose(found["entropy"], -(row * np.log(row)).sum(), rtol=1e-4)
+
+
+def test_largest_weights_of_long_rows_are_decoded(visit, tmp_path):
+    weights = causal_patterns(0, 1, 2, 300)
+    page(run_of(weights), [f"w{i}" for i in range(300)], tmp_path / "long.html")
+    tab = visit(tmp_path / "long.html")
+    shown = np.array(tab.evaluate("attnlab.weights(0, 0, 0, 1)"))
+    largest = np.where(weights[0, 1] >= np.sort(weights[0, 1])[:, -8:-7], weights[0, 1], 0)
+    np.testing.assert_allclose(shown, largest, atol=0.004, rtol=0)
+    assert tab.is_visible("text=only the largest 8 weights")
+    assert tab.locator("#cells tr").count() == 8
+
+
+def test_weights_of_cross_attention_are_decoded(visit, tmp_path):
+    weights = np.full((1, 1, 2, 3), 0.2, np.float32)
+    weights[0, 0, 1, 2] = 0.6
+    page(run_of(weights), (["un", "gato"], ["a", "black", "cat"]), tmp_path / "cross.html")
+    tab = visit(tmp_path / "cross.html")
+    np.testing.assert_allclose(tab.evaluate("attnlab.weights(0, 0, 0, 0)"), weights[0, 0], atol=0.004, rtol=0)
+    assert "Query 1 \u2068“gato”\u2069 attends most to key 2 \u2068“cat”\u2069: 0.60" in tab.inner_text("#readout")
+    assert not tab.is_visible("#training") and not tab.is_visible("#history")
+
+
+def test_slider_changes_readout_and_numbers(visit, file):
+    tab = visit(file, "#layer=1&head=1")
+    assert tab.inner_text("#step-shown") == "1,000" and "Checkpoint 1,000" in tab.inner_text("#readout")
+    last = tab.inner_text("#readout")
+    slide(tab, 1)
+    assert tab.inner_text("#step-shown") == "50" and "Checkpoint 50, layer 1, head 1." in tab.inner_text("#readout")
+    assert tab.inner_text("#readout").split(". ", 1)[1] != last.split(". ", 1)[1]
+    assert re.search(r"induction\s+0\.05", tab.inner_text("#numbers"))
+    assert tab.get_attribute("#step", "aria-valuetext") == "step 50"
+
+
+def test_arrow_keys_move_between_heads_queries_and_keys(visit, file):
+    tab = visit(file, "#layer=0&head=0&query=5")
+    state = press(tab, ".head[aria-pressed=true]", "ArrowRight", "ArrowDown")
+    assert (state["layer"], state["head"]) == (1, 1)
+    assert tab.evaluate("document.activeElement.getAttribute('aria-label')").startswith("layer 1, head 1: induction")
+    assert press(tab, "#queries [tabindex='0']", "ArrowLeft")["query"] == 4
+    assert press(tab, "#keys [tabindex='0']", "ArrowRight", "ArrowRight")["key"] == 1
+    state = press(tab, "#map", "ArrowDown", "ArrowRight")
+    assert (state["query"], state["key"]) == (5, 2)
+    assert "Query 5" in tab.inner_text("#readout") and "attends to key 2" in tab.inner_text("#readout")
+    assert press(tab, "#map", "Escape")["key"] is None
+    assert press(tab, "#map", *["ArrowUp"] * 20)["query"] == 0
+
+
+def test_hovering_a_query_shades_keys_and_hovering_a_key_shades_queries(visit, file):
+    tab = visit(file, "#layer=0&head=0&query=0")
+    shade = "([strip, at]) => document.querySelectorAll(`#${strip} span`)[at].style.backgroundColor"
+    assert tab.evaluate(shade, ["keys", 3]) == "" and tab.evaluate(shade, ["queries", 7]) == ""
+    tab.hover("#queries span:nth-child(5)")
+    assert tab.evaluate(shade, ["keys", 3]).startswith("rgb")
+    assert "Query 4" in tab.inner_text("#readout")
+    tab.hover("#keys span:nth-child(6)")
+    assert tab.evaluate(shade, ["queries", 7]).startswith("rgb")
+    assert tab.evaluate(shade, ["queries", 3]) == "", "query 3 may not attend to key 5"
+    tab.hover("h1")
+    assert "Query 0" in tab.inner_text("#readout")
+
+
+def test_map_shows_the_cell_under_the_pointer(visit, file):
+    tab = visit(file, "#prompt=1&layer=0&head=0&query=0")
+    tab.evaluate("scrollTo(0, 0)")
+    box = tab.locator("#map").bounding_box()
+    for x in range(int(box["width"]) - 4, 0, -6):  # from the right, along a row near the middle
+        tab.mouse.move(box["x"] + x, box["y"] + 20)
+        if "attends to key 0" in tab.inner_text("#readout"):
+            break
+    assert "attends to key 0" in tab.inner_text("#readout")
+
+
+def test_tokens_of_all_kinds_are_shown_as_text(visit, file):
+    tab = visit(file)
+    shown = [
+        "⏎",
+        "·the",
+        "</script>",
+        "😀",
+        "👩\u200d🔬",
+        "·שלום",
+        "مرحبا",
+        "e\u0301",
+        "◌\u0301",
+        "<b>",
+        "⟨FF⟩",
+        "·the",
+    ]
+    assert tab.locator("#queries span").all_inner_texts() == shown
+    directions = tab.evaluate("[...document.querySelectorAll('#queries span')].map(t => getComputedStyle(t).direction)")
+    assert directions[5] == directions[6] == "rtl" and directions[1] == "ltr"
+    assert tab.inner_text("h1") == tab.title() == "A title </title> & more"
+    tab.select_option("#prompt", "1")
+    assert tab.locator("#queries span").count() == 5
+
+
+def test_table_has_the_weights_of_the_query(visit, file, runs):
+    tab = visit(file, "#step=200&layer=1&head=0&query=9")
+    rows = [row.split("\t") for row in tab.locator("#cells tr").all_inner_texts()]
+    row = runs[200].values["pattern"]["block_1/attention"][0, 0, 9, :10]
+    assert len(rows) == 10 and int(rows[0][0]) == row.argmax()
+    for key, _, weight, *_ in rows:
+        assert abs(float(weight.strip("<")) - row[int(key)]) < 0.01  # 0.004, and two digits of the number
+    assert "Of query 9" in tab.inner_text("caption")
+
+
+def test_heads_are_sorted_by_the_chosen_number(visit, file):
+    tab = visit(file)
+    assert tab.evaluate("attnlab.state().layer") == 1, "the head of the largest score is chosen"
+    tab.select_option("#table", label="effect")
+    tab.check("#sorted")
+    labels = tab.evaluate("[...document.querySelectorAll('.head')].map(head => head.getAttribute('aria-label'))")
+    assert [label.split(": effect ") for label in labels[:3]] == [
+        ["layer 1, head 1", "2.00"],
+        ["layer 1, head 0", "−0.20"],
+        ["layer 0, head 1", "0.10"],
+    ]
+
+
+def test_address_keeps_the_state_and_restores_it(visit, file):
+    tab = visit(file, "#prompt=1&step=50&layer=1&head=2&query=3&key=2")
+    wanted = {"prompt": 1, "step": 1, "layer": 1, "head": 2, "query": 3, "key": 2}
+    assert wanted.items() <= tab.evaluate("attnlab.state()").items()
+    slide(tab, 2)
+    assert tab.url.endswith("#prompt=1&step=200&layer=1&head=2&query=3&key=2")
+    again = visit(file, "#" + tab.url.split("#")[1])
+    assert again.evaluate("attnlab.state()") == tab.evaluate("attnlab.state()")
+    tab.evaluate("location.hash = '#head=0'")
+    tab.wait_for_selector(".head[aria-pressed=true][aria-label^='layer 1, head 0:']")
+
+
+@pytest.mark.parametrize("fragment", ["#layer=99&head=99&query=99&prompt=9", "#step=7&head=-1&layer=x", "#%%%&key=99"])
+def test_address_that_names_what_is_absent_opens(visit, file, fragment):
+    state = visit(file, fragment).evaluate("attnlab.state()")
+    assert state["layer"] <= 1 and 0 <= state["head"] <= 2 and state["query"] <= 11 and state["step"] == 3
+
+
+def test_play_runs_to_the_last_checkpoint(visit, file):
+    tab = visit(file)
+    tab.click("#play")
+    assert tab.evaluate("attnlab.state().step") == 0 and tab.inner_text("#play") == "Pause"
+    tab.wait_for_selector("#play[aria-pressed=false]")
+    assert tab.evaluate("attnlab.state().step") == 3
+    still = visit(file, reduced_motion="reduce")
+    assert not still.is_visible("#play")
+
+
+def test_without_javascript_the_picture_is_shown(visit, file):
+    tab = visit(file, java_script_enabled=False)
+    assert tab.is_visible("#picture img") and not tab.is_visible("#app")
+    assert tab.locator("#picture img").bounding_box()["width"] > 200
+    assert "one row per layer" in tab.get_attribute("#picture img", "alt")
+    assert not visit(file).is_visible("#picture")
+
+
+def test_damaged_weights_leave_the_picture_and_say_so(visit, file, tmp_path):
+    broken, text = tmp_path / "broken.html", file.read_text(encoding="utf-8")
+    broken.write_text(re.sub(r'"streams":\["....', '"streams":["AAAA', text), encoding="utf-8")
+    tab = visit(broken)
+    assert "cannot unpack the weights" in tab.inner_text("#problem")
+    assert tab.is_visible("#picture img") and not tab.is_visible("#app")
+
+
+# The first cell's colour, from a copy: reading a canvas itself moves it out of the graphics memory.
+COPY = """window.corner = () => {
+  const copy = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+  copy.drawImage(document.querySelector(".head canvas"), 0, 0);
+  return [...copy.getImageData(0, 0, 1, 1).data.slice(0, 3)];
+}"""
+
+
+def test_dark_scheme_is_dark_and_follows_the_reader(visit, file):
+    tab = visit(file, color_scheme="dark")
+    brightness = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number).reduce((a, b) => a + b)"
+    tab.evaluate(COPY)
+    assert tab.evaluate(brightness) < 150 and sum(tab.evaluate("corner()")) > 600  # a weight of 1 is bright
+    tab.emulate_media(color_scheme="light")
+    tab.wait_for_timeout(100)
+    assert tab.evaluate(brightness) > 600 and sum(tab.evaluate("corner()")) < 150
+
+
+@pytest.mark.parametrize("width", [320, 390, 800, 1280])
+def test_nothing_is_wider_than_the_window(visit, file, width):
+    tab = visit(file, viewport={"width": width, "height": 800})
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_notebook_frame_shows_the_page(chromium, file, tmp_path, runs):
+    made = page(runs, [TOKENS, TOKENS[:5]])
+    outer = tmp_path / "notebook.html"
+    outer.write_text(f"<!doctype html><meta charset=utf-8>{made._repr_mimebundle_()['text/html']}", encoding="utf-8")
+    tab, complaints = chromium.new_page(), []
+    tab.on("pageerror", lambda error: complaints.append(str(error)))
+    tab.goto(outer.as_uri())
+    frame = tab.frame_locator("iframe")
+    frame.locator("#readout").wait_for()
+    frame.locator("#step").fill("1")
+    assert "Checkpoint 50" in frame.locator("#readout").inner_text() and complaints == []
+    tab.close()
+
+
+@pytest.fixture(scope="module")
+def axe(tmp_path_factory, request) -> str:
+    """The source of axe-core, from npm, kept between runs of the tests."""
+    kept = Path(request.config.cache.mkdir("axe")) / f"{AXE}.js"
+    if not kept.exists():
+        if not shutil.which("npm"):
+            pytest.skip("npm is not installed: axe-core comes from there")
+        folder = tmp_path_factory.mktemp("axe")
+        done = subprocess.run(["npm", "pack", "--silent", AXE], cwd=folder, capture_output=True, text=True, timeout=120)
+        if done.returncode:
+            pytest.skip(f"npm cannot bring {AXE}: {done.stderr.strip()[-200:]}")
+        with tarfile.open(next(folder.glob("*.tgz"))) as archive:
+            kept.write_bytes(archive.extractfile("package/axe.min.js").read())
+    return kept.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("fragment", ["", "#key=1&query=3"])
+def test_axe_finds_nothing_serious(visit, file, axe, scheme, fragment):
+    tab = visit(file, fragment, color_scheme=scheme)
+    tab.evaluate(axe)  # through the debugger, which the page's policy does not bind
+    violations = tab.evaluate("axe.run(document).then(found => found.violations)")
+    found = [(v["id"], v["impact"], [node["html"] for node in v["nodes"]][:3]) for v in violations]
+    assert [entry for entry in found if entry[1] in ("serious", "critical")] == []
+
+
+def test_large_pages_open(visit, tmp_path):
+    """Prints the seconds to open, which no test asserts: they are the machine's."""
+    for name, layers, heads, length, steps in (("quickstart", 4, 4, 64, 20), ("GPT-2", 12, 12, 64, 1)):
+        runs = drifting(steps, layers, heads, length)
+        made = page(runs if steps > 1 else runs[0], [f"w{i}" for i in range(length)], tmp_path / f"{name}.html")
+        start = time.perf_counter()
+        tab = visit(made.path)
+        seconds = time.perf_counter() - start
+        print(json.dumps({"page": name, "bytes": len(made.html.encode()), "seconds": round(seconds, 2)}))
+        assert tab.locator(".head").count() == layers * heads
