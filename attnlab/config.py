@@ -36,6 +36,7 @@ _MINIMA = {
     "sample.length": 1,
     "checkpoint.every": 1,
     "checkpoint.keep": 1,
+    "checkpoint.history": 0,
     "log.every": 1,
     "parallel.timeout": 1,
 }
@@ -108,6 +109,7 @@ def default() -> ConfigDict:
     config.checkpoint = ConfigDict()
     config.checkpoint.every = 250  # steps
     config.checkpoint.keep = 2  # newest ones, besides the best
+    config.checkpoint.history = 0  # that stay, from step 0 to the last, evenly spaced by the logarithm of the step
     config.checkpoint.dir = ""  # WORKDIR/checkpoints when empty
     config.log = ConfigDict()
     config.log.every = 10  # steps between two records of training metrics
@@ -267,6 +269,11 @@ def check(config: ConfigDict) -> None:
         if values[field] not in choices:
             close = nearest(values[field], choices)
             raise UserError(f"config.{field} = {values[field]!r}: expected one of {', '.join(choices)}{close}")
+    if config.checkpoint.history > config.steps + 1:
+        raise UserError(
+            f"config.checkpoint.history = {config.checkpoint.history}: expected at most config.steps + 1 = "
+            f"{config.steps + 1}, as step 0 counts"
+        )
     if 0 < config.log.peak_tflops < 1e-6:
         raise UserError(f"config.log.peak_tflops = {config.log.peak_tflops}: expected 1e-6 or more, or 0 to measure it")
     try:

@@ -196,9 +196,10 @@ def _user_defined(workdir: Workdir, model, optimizer) -> dict:
 
 def _resume_step(checkpoints: Checkpoints, workdir: Workdir, config: ConfigDict, eval_only: bool):
     """The step to resume from, or 0, and the damage of newer checkpoints; UserError if a checkpoint must exist."""
-    start, damaged = checkpoints.newest_intact() if jax.process_index() == 0 else (0, {})
-    start, previous_run = parallel_lib.from_first_process(start), workdir.previous_run
-    if start and previous_run is None:
+    newest, damaged = checkpoints.newest_intact() if jax.process_index() == 0 else (None, {})
+    newest = parallel_lib.from_first_process(-1 if newest is None else newest)
+    start, found, previous_run = max(newest, 0), newest >= 0, workdir.previous_run
+    if found and previous_run is None:
         raise UserError(
             f"config.checkpoint.dir = {config.checkpoint.dir} holds checkpoints of another run: choose a new folder"
         )
@@ -206,7 +207,7 @@ def _resume_step(checkpoints: Checkpoints, workdir: Workdir, config: ConfigDict,
         return start, damaged
     was = configs.from_dict(previous_run)
     with contextlib.closing(Checkpoints(workdir.checkpoint_dir(was))) as earlier:
-        if earlier.steps():
+        if earlier.steps() and not found:
             raise UserError(
                 f"config.checkpoint.dir = {config.checkpoint.dir!r} is empty, and the run's checkpoints are in "
                 f"{earlier.directory}: move them, or name that folder"
@@ -215,12 +216,12 @@ def _resume_step(checkpoints: Checkpoints, workdir: Workdir, config: ConfigDict,
     reached = max((record["step"] for record in metrics_lib.read(workdir.metrics)), default=0)
     if reached > 2 * was.checkpoint.every:
         raise UserError(
-            f"{earlier.directory} holds no checkpoint, but the run had reached step {reached}: restore them, or "
-            "start over in another --workdir"
+            f"{earlier.directory} holds no checkpoint{' after step 0' if found else ''}, but the run had reached step "
+            f"{reached}: restore them, or start over in another --workdir"
         )
-    if eval_only:
+    if eval_only and not found:
         raise UserError(f"{workdir} holds no checkpoint to evaluate: train longer")
-    return 0, damaged
+    return start, damaged
 
 
 def _state(experiment: Experiment, checkpoints: Checkpoints, workdir: Workdir, start: int) -> tuple[TrainState, dict]:

@@ -83,6 +83,10 @@ def records(workdir):
     return [{key: value for key, value in json.loads(line).items() if not TIMING.search(key)} for line in lines]
 
 
+def kept(workdir):
+    return Checkpoints(workdir / "checkpoints").steps()
+
+
 def contents(folder):
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
 
@@ -162,14 +166,15 @@ def test_eval_only_repeats_last_validation_and_writes_nothing(undisturbed, capsy
 
 
 def test_run_killed_and_stopped_repeatedly_is_bit_exact(undisturbed, tmp_path):
-    """Killed before the first checkpoint and after some, stopped by both signals in between."""
+    """Killed before the first regular checkpoint and after some, stopped by both signals in between."""
+    history = "--config.checkpoint.history=6"  # which the undisturbed run has not
     for number, pattern in (
         (signal.SIGKILL, r"^step 2/"),
         (signal.SIGINT, r"^step 4/"),
         (signal.SIGTERM, r"^step (1[2-9]|2\d)/"),  # a signal may come a few steps late
         (signal.SIGKILL, r"^step 3[4-8]/"),
     ):
-        running = process(tmp_path / "run")
+        running = process(tmp_path / "run", history)
         wait_for(running, pattern)
         running.send_signal(number)
         out, _ = running.communicate(timeout=60)
@@ -178,10 +183,11 @@ def test_run_killed_and_stopped_repeatedly_is_bit_exact(undisturbed, tmp_path):
             assert re.search(r"stopped: step \d+ is saved in .*checkpoints; the same command resumes from there", out)
     newest = max(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdecimal())
     assert newest >= 24
-    running = process(tmp_path / "run")
+    running = process(tmp_path / "run", history)
     out, _ = running.communicate(timeout=120)
     assert running.returncode == 0 and f"resumed from step {newest}\n" in out, out
     assert records(tmp_path / "run") == records(undisturbed[0])
+    assert {0, 1, 3, 7, 17, 40} <= set(kept(tmp_path / "run"))
 
 
 def test_second_interrupt_during_save_exits_at_once(tmp_path):
@@ -592,6 +598,81 @@ def quick(**changes):
     fields |= {"sample.every": 0, "sample.length": 2, "log.peak_tflops": 1.0} | changes
     config.update_from_flattened_dict({name.replace("__", "."): value for name, value in fields.items()})
     return config
+
+
+def best(workdir):
+    return min((r for r in records(workdir) if r["split"] == "val"), key=lambda r: r["loss"])["step"]
+
+
+def test_history_stays_beside_newest_and_best_and_changes_no_bit(tmp_path):
+    assert train.train(quick(), tmp_path / "plain") == 0
+    assert train.train(quick(checkpoint__history=5), tmp_path / "history") == 0
+    assert records(tmp_path / "history") == records(tmp_path / "plain")
+    assert set(kept(tmp_path / "history")) == {0, 1, 2, 5, 12} | set(kept(tmp_path / "plain"))
+
+
+def test_history_begins_with_the_untrained_model(tmp_path):
+    assert train.train(quick(checkpoint__history=3), tmp_path / "run") == 0
+    first = attnlab.load(tmp_path / "run", step=0).params
+    train.train(quick(steps=2), tmp_path / "still", optimizer=optax.sgd(0.0))  # parameters as they were drawn
+    assert sha256(first["params"]) == sha256(attnlab.load(tmp_path / "still").params["params"])
+    assert len({sha256(attnlab.load(tmp_path / "run", step=step).params["params"]) for step in (0, 1, 12)}) == 3
+
+
+@pytest.mark.parametrize("crashes", [[1], [6], [3, 9]])
+def test_history_of_a_crashed_run_is_the_same(tmp_path, crashes):
+    """Before the second checkpoint, and after some; the first attempt may leave step 0 alone."""
+    assert train.train(quick(checkpoint__history=5), tmp_path / "whole") == 0
+    for step in crashes:
+        with pytest.raises(CrashError):
+            train.train(quick(checkpoint__history=5), tmp_path / "run", on_step=crash_at(step))
+    assert workdir_alone(tmp_path / "run") == 0
+    assert records(tmp_path / "run") == records(tmp_path / "whole") and kept(tmp_path / "run") == kept(
+        tmp_path / "whole"
+    )
+    for step in kept(tmp_path / "run"):
+        found, expected = (Checkpoints(tmp_path / run / "checkpoints").digests(step) for run in ("run", "whole"))
+        assert found == expected
+
+
+def test_history_outlives_later_starts_without_it_and_extensions(tmp_path):
+    with pytest.raises(CrashError):
+        train.train(quick(checkpoint__history=5), tmp_path / "run", on_step=crash_at(7))
+    assert train.train(quick(checkpoint__history=0, steps=20, checkpoint__keep=1), tmp_path / "run") == 0
+    assert set(kept(tmp_path / "run")) == {0, 1, 2, 5, 20} | {best(tmp_path / "run")}
+
+
+def test_checkpoint_of_step_0_alone_is_no_checkpoint_to_resume_from(tmp_path, capsys):
+    assert train.train(quick(checkpoint__history=2), tmp_path / "run") == 0
+    log = tmp_path / "run" / "metrics.jsonl"
+    log.write_text("".join(line for line in log.read_text().splitlines(True) if '"final"' not in line))
+    for step in kept(tmp_path / "run"):
+        if step:
+            shutil.rmtree(tmp_path / "run" / "checkpoints" / str(step))
+    assert workdir_alone(tmp_path / "run") == 2
+    assert "holds no checkpoint after step 0, but the run had reached step 12: restore" in capsys.readouterr().err
+
+
+def test_checkpoint_folder_with_step_0_of_another_run_is_refused(tmp_path):
+    folder = str(tmp_path / "checkpoints")
+    with pytest.raises(CrashError):
+        train.train(quick(checkpoint__history=2, checkpoint__dir=folder), tmp_path / "run", on_step=crash_at(2))
+    assert Checkpoints(folder).steps() == [0]
+    with pytest.raises(UserError, match="holds checkpoints of another run: choose a new folder"):
+        train.train(quick(checkpoint__dir=folder), tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("history", "message"),
+    [
+        (-1, r"config.checkpoint.history = -1: expected 0 or more"),
+        (14, r"config.checkpoint.history = 14: expected at most config.steps \+ 1 = 13, as step 0 counts"),
+    ],
+)
+def test_history_out_of_range_is_one_line(tmp_path, history, message):
+    with pytest.raises(UserError, match=message):
+        train.train(quick(checkpoint__history=history), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_finished_run_extended_and_crashed_is_bit_exact(tmp_path, capsys):

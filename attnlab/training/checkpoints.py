@@ -25,8 +25,37 @@ MANIFEST = "manifest.json"
 LOCK = ".lock"  # held by the process that writes; left there, empty
 
 
+def history_steps(steps: int, count: int) -> list[int]:
+    """`count` steps of a run, evenly spaced by their logarithm: 0, 1, …, and always the last.
+
+    Most of what a model learns happens early, and what comes before the first update is what chance alone gives. Where
+    rounding would name a step twice, the next one is taken.
+
+    Args:
+      steps: of the run.
+      count: 0 for none, 1 for the last alone.
+
+    Raises:
+      ValueError: a count below 0, or above steps + 1.
+
+    >>> history_steps(2000, 8)
+    [0, 1, 4, 14, 48, 166, 576, 2000]
+    >>> history_steps(5, 6), history_steps(2000, 1), history_steps(2000, 0)
+    ([0, 1, 2, 3, 4, 5], [2000], [])
+    """
+    if not 0 <= count <= steps + 1:
+        raise ValueError(f"{count} checkpoints of {steps} steps: expected 0 … {steps + 1}, as step 0 counts")
+    if count < 3:
+        return [0, steps][-count:] if count else []
+    history = [0, 1]
+    while len(history) < count:
+        reached, left = history[-1], count - len(history)
+        history.append(max(reached + 1, round(reached * (steps / reached) ** (1 / left))))
+    return history
+
+
 class Checkpoints:
-    """The checkpoints of a run: the newest `keep`, and the best.
+    """The checkpoints of a run: the newest `keep`, the best, and those that were saved to stay.
 
     A checkpoint is a folder named after its step. It is written under a temporary name and renamed when complete. The
     manifest is written last: the step, and the sha256 of every other file. Orbax alone would load a flipped bit
@@ -111,11 +140,12 @@ class Checkpoints:
     def _committed(self, path: epath.Path) -> bool:
         return "://" not in str(self.directory) or (path / MANIFEST).exists()
 
-    def save(self, state: TrainState, **metadata) -> None:
+    def save(self, state: TrainState, *, permanent: bool = False, **metadata) -> None:
         """Starts writing `state` as the checkpoint of its step; the arrays may be reused once this returns.
 
         Args:
           state: with any shardings.
+          permanent: keep it, regardless of its age; its manifest says so, whatever later starts of the run ask for.
           metadata: JSON values, returned by `metadata`.
 
         Raises:
@@ -132,7 +162,9 @@ class Checkpoints:
                 return
             self.wait()
             with self._writing():
-                self._writer.save(self.directory / str(step), args=items)
+                writer = self._writer
+                self._handler.permanent = permanent  # of this save alone, as the previous one has ended
+                writer.save(self.directory / str(step), args=items)
             self._started = step
 
     def wait(self) -> None:
@@ -150,8 +182,16 @@ class Checkpoints:
                 steps = self.steps()
                 best = self.best(steps)
                 for step in steps[: -self._keep]:
-                    if step != best:  # a kill leaves a damaged one, which is deleted next time
+                    if step != best and not self._is_permanent(
+                        step
+                    ):  # a kill leaves a damaged one, which is deleted next time
                         (self.directory / str(step)).rmtree()
+
+    def _is_permanent(self, step: int) -> bool:
+        try:
+            return json.loads((self.directory / str(step) / MANIFEST).read_text()).get("permanent", False)
+        except (OSError, ValueError, AttributeError):
+            return False
 
     def damage(self, step: int) -> str:
         """The first fault in the files of a checkpoint, compared with its manifest; "" when it is intact."""
@@ -171,8 +211,8 @@ class Checkpoints:
             return f"{MANIFEST} is not a valid manifest"
         return ""
 
-    def newest_intact(self) -> tuple[int, dict[int, str]]:
-        """The newest intact step, 0 if there are no checkpoints; and the faults of newer, damaged ones by step.
+    def newest_intact(self) -> tuple[int | None, dict[int, str]]:
+        """The newest intact step, None if there are no checkpoints; and the faults of newer, damaged ones by step.
 
         Raises:
           UserError: there are checkpoints, and all are damaged.
@@ -188,7 +228,7 @@ class Checkpoints:
                 f"every checkpoint in {self.directory} is damaged ({step}: {why}): restore one, or start again in "
                 "another --workdir"
             )
-        return 0, {}
+        return None, {}
 
     def digests(self, step: int) -> dict[str, str]:
         """sha256 of the parameters and of the optimizer state at a step."""
@@ -272,8 +312,8 @@ class Checkpoints:
             # Created in the background, a folder that fails leaves the threads that are to fill it waiting for it, for
             # twenty minutes; they are no daemons, so that the process could not end.
             options = ocp.AsyncOptions(create_directories_asynchronously=False)
-            handler = WithManifest(composite_options=ocp.CompositeOptions(async_options=options))
-            self._open_writer = ocp.AsyncCheckpointer(handler, async_options=options)
+            self._handler = WithManifest(composite_options=ocp.CompositeOptions(async_options=options))
+            self._open_writer = ocp.AsyncCheckpointer(self._handler, async_options=options)
         return self._open_writer
 
     def _restore(self, step, **items):
@@ -305,7 +345,13 @@ class Checkpoints:
 
 
 class WithManifest(ocp.CompositeCheckpointHandler):
-    """Adds the manifest after all other files are written, before the folder is renamed."""
+    """Adds the manifest after all other files are written, before the folder is renamed.
+
+    Attributes:
+      permanent: whether the checkpoint that is being written is never deleted.
+    """
+
+    permanent = False
 
     def finalize(self, directory):
         super().finalize(directory)
@@ -313,7 +359,8 @@ class WithManifest(ocp.CompositeCheckpointHandler):
         files = (path for path in _files(directory) if path.name != "_CHECKPOINT_METADATA")
         digests = {str(path.relative_to(directory)): _file_sha256(path) for path in files}
         step = int(directory.name.partition(".")[0])  # it has a suffix until it is complete
-        (directory / MANIFEST).write_text(json.dumps({"step": step, "sha256": digests}, indent=1))
+        manifest = {"step": step, "sha256": digests} | ({"permanent": True} if self.permanent else {})
+        (directory / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
 @ocp.args.register_with_handler(WithManifest, for_save=True, for_restore=True)

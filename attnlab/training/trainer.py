@@ -17,7 +17,7 @@ from attnlab.nn import GPT, unstack_layers
 from attnlab.training import flops as flops_lib
 from attnlab.training import metrics as metrics_lib
 from attnlab.training import parallel as parallel_lib
-from attnlab.training.checkpoints import Checkpoints, sha256
+from attnlab.training.checkpoints import Checkpoints, history_steps, sha256
 from attnlab.training.experiment import Experiment
 from attnlab.training.state import TrainState
 from attnlab.training.stopping import PreemptionHandler
@@ -58,6 +58,8 @@ class Trainer:
     on_step: Callable[[int, dict], None] | None = None
 
     def __post_init__(self):
+        config = self.experiment.config
+        self._history = frozenset(history_steps(config.steps, config.checkpoint.history))
         self._unread = []  # metrics of steps that were dispatched, but not yet read
         self._timer = _Timer(self.start)
         self._flops = self._peak_flops = None  # per token; per second and device
@@ -73,6 +75,8 @@ class Trainer:
         """
         last = self.experiment.config.steps
         self._measure_flops()
+        if not self.start and 0 in self._history and 0 not in self.checkpoints.steps():
+            self._save()
         with self.reporter:
             if self._evaluation_pending() and not self._evaluate(self.start):
                 return self.preemption.exit_code
@@ -105,7 +109,7 @@ class Trainer:
         config = self.experiment.config
         last = step == config.steps
         log = step % config.log.every == 0
-        save = last or stopping or step % config.checkpoint.every == 0
+        save = last or stopping or step % config.checkpoint.every == 0 or step in self._history
         evaluate = self._evaluates(step) and not stopping
         sample = not last and bool(config.sample.every) and step % config.sample.every == 0
         return _Due(log or save or evaluate, log or last, evaluate, save, sample)
@@ -192,7 +196,8 @@ class Trainer:
 
     def _save(self) -> None:
         state = self.experiment.parallel.over_processes(self.state)
-        self.checkpoints.save(state, log=self.log.offset() if self.log else None)
+        permanent = int(self.state.step) in self._history
+        self.checkpoints.save(state, permanent=permanent, log=self.log.offset() if self.log else None)
 
     def _save_and_report(self) -> None:
         """Save the state and print where; may run in another thread while the state is not changing."""

@@ -16,7 +16,7 @@ import pytest
 from attnlab.errors import UserError
 from attnlab.nn import stack_layers, unstack_layers
 from attnlab.training import parallel
-from attnlab.training.checkpoints import Checkpoints, WithManifest, sha256
+from attnlab.training.checkpoints import Checkpoints, WithManifest, history_steps, sha256
 from attnlab.training.state import TrainState
 
 
@@ -47,6 +47,38 @@ def test_pruning_keeps_newest_and_best(tmp_path):
     checkpoints.wait()
     assert checkpoints.steps() == [1, 4, 5]
     checkpoints.close()
+
+
+def test_permanent_checkpoints_outlive_pruning_by_later_processes(tmp_path):
+    for first in (0, 4):
+        checkpoints = Checkpoints(tmp_path / "checkpoints")
+        for step in range(first, first + 4):
+            checkpoints.save(state_at(step), permanent=step in (0, 2))
+        checkpoints.wait()
+        checkpoints.close()
+    assert checkpoints.steps() == [0, 2, 7]
+    assert not any(checkpoints.damage(step) for step in (0, 2, 7))
+    equal(checkpoints.restore(2, state_at(0)), state_at(2))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 10, 40])
+def test_history_is_as_many_steps_as_asked_for_from_the_first_to_the_last(steps):
+    for count in range(2, steps + 2):
+        history = history_steps(steps, count)
+        assert len(set(history)) == len(history) == count and history == sorted(history)
+        assert history[0] == 0 and history[-1] == steps
+    assert history_steps(steps, 0) == [] and history_steps(steps, 1) == [steps]
+
+
+def test_history_is_even_by_logarithm():
+    found = np.log(history_steps(10**6, 20)[6:])  # before that, rounded to integers
+    assert np.ptp(np.diff(found)) < 0.1
+
+
+@pytest.mark.parametrize("count", [-1, 12])
+def test_history_of_more_steps_than_there_are_is_one_line(count):
+    with pytest.raises(ValueError, match=f"{count} checkpoints of 10 steps: expected 0 … 11, as step 0 counts"):
+        history_steps(10, count)
 
 
 def test_save_allows_donation_of_the_state_at_once(tmp_path):
