@@ -19,6 +19,7 @@ BENCHMARKS = {
     "attention": "the operator against jax.nn, torch, tokamax and attnax: time and peak memory",
     "train": "training against nanoGPT: tokens a second and peak memory",
     "decode": "sampling against nanoGPT: tokens a second",
+    "see": "activation patching of all heads against TransformerLens: time and peak memory",
     "start": "seconds from the command to the first training step, and to the first sampled character",
     "data": "the data pipeline: how fast batches come, and how a text larger than memory is tokenised",
     "gpu": "on a GPU: the operator's correctness and speed, and training, against jax.nn, torch and nanoGPT",
