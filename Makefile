@@ -7,8 +7,8 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constr
 INSTALL = $(if $(shell command -v uv),uv pip install --quiet --python $(BIN)/python -c constraints.txt,$(PIP))
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 OPTIMIZED = XLA_FLAGS="--xla_backend_optimization_level=3 $$XLA_FLAGS"
-# The frameworks that weights come from and go to; without them those tests skip.
-PEERS = torch==2.13.0 transformers==5.23.0
+# The frameworks that weights come from and go to, and TransformerLens; without them those tests skip.
+PEERS = torch==2.13.0 transformers==5.23.0 transformer-lens==4.3.0
 # The tests of whatever can differ between versions of JAX, Flax, Optax and Orbax.
 VERSIONED = tests/ops tests/training tests/test_train.py tests/interop/test_flax.py tests/interop/test_export.py \
 	tests/interop/test_transforms.py
