@@ -22,7 +22,7 @@ WEIGHTS = "magma"
 LEVELS = ("#f4f1ea", "#2f6f8f")  # masked, visible
 LABEL_SIZE, LABEL_ROOM = 8.0, 8.0  # points: of a label's font, and between labels at least
 SIZES, SIGNED = "Blues", "PuOr"  # of numbers from 0, and of both signs: readable without red and green
-THUMBNAIL = 64  # pixels
+THUMBNAIL, ATLAS = 64, 512  # pixels: the side of a thumbnail, and the width of all, at most
 MASKED = "#d5d8dc"  # a masked cell of a heat map: a grey that no weight has
 MARK = "#39c5bb"
 COLORS = ("#2f6f8f", "#d1495b", "#edae49", "#66a182", "#7d5ba6", "#3d3d3d", "#c58b5f", "#8d96a3")
@@ -163,8 +163,9 @@ def atlas(
     >>> [text.get_text() for text in figure.axes[0].get_yticklabels()]
     ['layer 0', 'layer 1']
     """
-    thumbnails = [_thumbnails(np.asarray(layer, np.float32), causal) for layer in patterns]
-    heads = max(map(len, thumbnails))
+    heads = max(map(len, patterns))
+    pixels = min(THUMBNAIL, max(ATLAS // heads, 8))
+    thumbnails = [_thumbnails(np.asarray(layer, np.float32), causal, pixels) for layer in patterns]
     height, width = thumbnails[0].shape[1:]
     gap = max(1, height // 12)
     canvas = np.full((len(thumbnails) * (height + gap) - gap, heads * (width + gap) - gap), np.nan, np.float32)
@@ -183,7 +184,9 @@ def atlas(
         axes.tick_params(length=0, labelsize=LABEL_SIZE, labeltop=True, labelbottom=False)
         for spine in axes.spines.values():
             spine.set_visible(False)
-        figure.colorbar(image, label=label, shrink=0.8, ticks=norm.inverse([0, 0.25, 0.5, 0.75, 1]), format="%.2g")
+        figure.colorbar(
+            image, label=label, shrink=0.8, ticks=norm.vmax * np.array([0, 0.01, 0.1, 0.25, 0.5, 1]), format="%.2g"
+        )
         return _finished(figure, title)
 
 
@@ -381,11 +384,11 @@ def _finished(figure, title):
     return figure
 
 
-def _thumbnails(layer, causal: bool) -> np.ndarray:
-    """`[H, Tq, Tk]` in at most `THUMBNAIL` rows and columns, the largest of each block; NaN above the diagonal."""
+def _thumbnails(layer, causal: bool, pixels: int) -> np.ndarray:
+    """`[H, Tq, Tk]` in at most so many rows and columns, the largest of each block; NaN above the diagonal."""
     for axis in (-2, -1):
         length = layer.shape[axis]
-        starts = np.arange(min(length, THUMBNAIL)) * length // min(length, THUMBNAIL)
+        starts = np.arange(min(length, pixels)) * length // min(length, pixels)
         layer = np.maximum.reduceat(layer, starts, axis=axis)
     return np.where(np.tri(*layer.shape[-2:], dtype=bool), layer, np.nan) if causal else layer
 

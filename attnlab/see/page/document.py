@@ -186,7 +186,9 @@ def _numbers(table: np.ndarray | np.floating) -> list | float | None:
 def _picture(shown: Contents) -> bytes:
     """All heads on the first prompt at the last checkpoint, of at most `PICTURE_BYTES`: PNG."""
     try:
-        from attnlab import plots  # matplotlib is an extra
+        from PIL import Image  # comes with matplotlib, which is an extra
+
+        from attnlab import plots
     except ImportError as error:
         raise ImportError("a page holds a picture, drawn by matplotlib: pip install 'attnlab[plots]'") from error
     last = shown.prompts[0].weights[-1]
@@ -194,11 +196,13 @@ def _picture(shown: Contents) -> bytes:
     # Not under the page's title, which may hold characters that matplotlib's font lacks, and $ for formulas.
     figure = plots.atlas(layers, _about(shown), causal=encoding.is_causal(last))
     for dpi in (110, 80, 55, 40):
-        file = io.BytesIO()
-        figure.savefig(file, format="png", dpi=dpi, metadata={"Software": None})
-        if len(file.getvalue()) <= PICTURE_BYTES:
+        drawn, packed = io.BytesIO(), io.BytesIO()
+        figure.savefig(drawn, format="png", dpi=dpi)
+        # Of a palette, a third of the bytes.
+        Image.open(drawn).convert("RGB").quantize(128, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(packed, "png", optimize=True)
+        if len(packed.getvalue()) <= PICTURE_BYTES:
             break
-    return file.getvalue()
+    return packed.getvalue()
 
 
 def _write(text: str, path: Path) -> None:

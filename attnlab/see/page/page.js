@@ -470,7 +470,7 @@
   const positive = data.steps.filter((step) => step > 0);
   const logarithmic = several && positive.length > 3 && positive[positive.length >> 1] < data.steps[last] / 6;
   const along = (step) => (logarithmic ? Math.log1p(data.steps[step] - data.steps[0]) : data.steps[step] - data.steps[0]);
-  const inset = { left: 4, right: 6, top: 6, bottom: 16 };
+  const inset = { left: 32, right: 6, top: 7, bottom: 16 };
   const across = (step, width) => inset.left + (along(step) / along(last)) * (width - inset.left - inset.right);
 
   const plots = tables.map((name) => {
@@ -517,6 +517,7 @@
     context.fillStyle = style("--soft");
     context.fillText(stepName(0), inset.left, height - 3);
     context.textAlign = "right";
+    for (const number of new Set([low, high])) context.fillText(decimal(number), inset.left - 4, y(number) + 4);
     context.fillText(`step ${stepName(last)}${logarithmic ? ", log" : ""}`, width - inset.right, height - 3);
     shown.textContent = decimal(now);
     canvas.setAttribute("aria-label", `${name} of ${named(state)}: ${decimal(value(table, 0, state))} at step ${stepName(0)}, ${decimal(now)} at step ${stepName(state.step)}, ${decimal(value(table, last, state))} at step ${stepName(last)}`);
