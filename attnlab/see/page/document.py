@@ -199,7 +199,8 @@ def _picture(shown: Contents) -> bytes:
         drawn, packed = io.BytesIO(), io.BytesIO()
         figure.savefig(drawn, format="png", dpi=dpi)
         # Of a palette, a third of the bytes.
-        Image.open(drawn).convert("RGB").quantize(128, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(packed, "png", optimize=True)
+        colors = Image.open(drawn).convert("RGB").quantize(128, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        colors.save(packed, "png", optimize=True)
         if len(packed.getvalue()) <= PICTURE_BYTES:
             break
     return packed.getvalue()
