@@ -56,8 +56,10 @@ class LinenPort:
 
     def is_asked(self, name: str) -> bool:
         """Whether a value is to be returned."""
-        # `mutable=True`, as in `init`, asks for everything, but nobody who says so means these.
-        return self._module.is_mutable_collection(asked(name)) and not self._module.is_mutable_collection(asked("all"))
+        module = self._module
+        # `mutable=True` and `init` ask for everything, but nobody who says so means these.
+        everything = module.is_initializing() or module.is_mutable_collection(asked("everything"))
+        return module.is_mutable_collection(asked(name)) and not everything
 
     def edit(self, name: str) -> Callable | None:
         """The edit of a value, if there is one."""
@@ -104,21 +106,22 @@ def attended(module, attend: Callable, weights: Callable, v: Float[Array, "*B Tk
     if edit is not None:
         pattern = weights(None)
         edited = edit(pattern)
-        z = (z + _weighted(edited - pattern, v)).astype(z.dtype)
+        z = (z + _weighted(edited - pattern, v, (pattern != 0) | (edited != 0))).astype(z.dtype)
         if port.is_asked("pattern"):
             port.send("pattern", edited if port.rows is None else jnp.take(edited, port.rows, axis=-2))
     elif port.is_asked("pattern"):
         port.send("pattern", weights(port.rows))
     if port.is_asked(MISMATCH):
-        expected = _weighted(weights(None), v)
+        pattern = weights(None)
+        expected = _weighted(pattern, v, pattern != 0)
         apart = jnp.abs(z.astype(expected.dtype) - expected).max(initial=0)
         port.send(MISMATCH, apart / jnp.maximum(jnp.abs(expected).max(initial=0), jnp.finfo(expected.dtype).tiny))
     return tap(port, "z", z)
 
 
-def _weighted(pattern, v):
+def _weighted(pattern, v, has_weight):
     """pattern·v for `[..., H, Tq, Tk]` and `[..., Tk, Hk, Dv]`: `[..., Tq, H, Dv]`."""
     # The values of keys without weight may be anything, also NaN.
-    read = (pattern != 0).any(axis=(-3, -2))[..., None, None]
-    v = jnp.repeat(jnp.where(read, v, 0), pattern.shape[-3] // v.shape[-2], axis=-2)
+    is_read = has_weight.any(axis=(-3, -2))[..., None, None]
+    v = jnp.repeat(jnp.where(is_read, v, 0), pattern.shape[-3] // v.shape[-2], axis=-2)
     return jnp.einsum("...hqk,...khd->...qhd", pattern, v.astype(pattern.dtype))

@@ -6,10 +6,12 @@ from attnlab.see.edits import Add, Edit, Freeze, Mean, Put, Resample, Scale, Zer
 from attnlab.see.effects import ablate, attribute, patch, paths
 from attnlab.see.results import Effects, Run
 from attnlab.see.sites import Site, Sites
+from attnlab.see.streams import Contributions, contributions, lens
 
 __all__ = [
     "COLLECTIONS",
     "Add",
+    "Contributions",
     "Edit",
     "Effects",
     "Freeze",
@@ -24,7 +26,9 @@ __all__ = [
     "ablate",
     "attribute",
     "capture",
+    "contributions",
     "edited",
+    "lens",
     "patch",
     "paths",
     "sites",

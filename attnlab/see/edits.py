@@ -29,8 +29,18 @@ class Edit:
 
 
 def _within(value, new, where):
-    new = jnp.broadcast_to(jnp.asarray(new, value.dtype), value.shape)
-    return new if where is None else jnp.where(where, new, value)
+    new = _like(value, new, "values")
+    return new if where is None else jnp.where(_like(value, where, "where"), new, value)
+
+
+def _like(value, given, name):
+    """What an edit was given, broadcast to the value."""
+    shape = jnp.shape(given)
+    if len(shape) > value.ndim or any(size not in (1, full) for size, full in zip(shape[::-1], value.shape[::-1])):
+        raise ValueError(
+            f"{name} of an edit has shape {shape}, expected one that broadcasts to the value's {value.shape}"
+        )
+    return jnp.broadcast_to(jnp.asarray(given, bool if name == "where" else value.dtype), value.shape)
 
 
 @_node
@@ -124,7 +134,7 @@ class Add(Edit):
 
     def __call__(self, value):
         """The sum."""
-        return value + jnp.broadcast_to(jnp.asarray(self.delta, value.dtype), value.shape)
+        return value + _like(value, self.delta, "delta")
 
 
 @_node
@@ -140,7 +150,7 @@ class Scale(Edit):
 
     def __call__(self, value):
         """The product."""
-        return value * jnp.broadcast_to(jnp.asarray(self.gate, value.dtype), value.shape)
+        return value * _like(value, self.gate, "gate")
 
 
 @_node
@@ -190,7 +200,9 @@ def resolve(edits, known: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, str]
         held = edits.run.values.items()
         edits = {"/".join(filter(None, (path, name))): edits for name, paths in held for path in paths}
     if not isinstance(edits, Mapping):
-        raise ValueError(f"edits is a {type(edits).__name__}: expected a mapping from 'path/name' to an edit, or Freeze")
+        raise ValueError(
+            f"edits is a {type(edits).__name__}: expected a mapping from 'path/name' to an edit, or Freeze"
+        )
     resolved = {}
     for key, edit in edits.items():
         if not isinstance(edit, Edit | Freeze):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnlab.nn import AdditiveAttention, Head, MultiHeadAttention, layers, taps
+from attnlab.nn import AdditiveAttention, Head, MultiHeadAttention, taps
 from attnlab.nn.norms import LayerNorm
 from attnlab.see.sites import Site, Sites, blocks_of
 
@@ -38,10 +38,10 @@ class Linen:
         """The attention layers and blocks, found while the call is traced."""
         calls: dict[str, tuple[str, bool, int]] = {}
         # Another collection at each time: else programs of `nn.jit` that were traced before would not be traced again.
-        names = (*taps.ATTENTION, f"sites_{next(_fresh)}")
+        fresh = f"sites_{next(_fresh)}"
 
         def trace(variables, args, kwargs):
-            return self._apply(variables, args, kwargs, names, {}, (), calls)[1]
+            return self._apply(variables, args, kwargs, taps.ATTENTION, {}, (), calls, fresh)[1]
 
         sown = jax.eval_shape(trace, variables, args, dict(kwargs))
         found = []
@@ -78,7 +78,7 @@ class Linen:
                 values[name] |= _split(calls, path, lifted.get(path, 0))
         return out, values
 
-    def _apply(self, variables, args, kwargs, names, given, tapped, calls):
+    def _apply(self, variables, args, kwargs, names, given, tapped, calls, *collections):
         options = dict(self.options)
         mutable = options.pop("mutable", False)
         wished = [] if mutable is False else [mutable] if isinstance(mutable, str) else mutable
@@ -88,7 +88,7 @@ class Linen:
         listen = _Listener(names, frozenset(tapped), calls)
         with nn.intercept_methods(listen):
             out, changed = self.model.apply(
-                {**_unstacked(variables), **given}, *args, **kwargs, **options, mutable=[*wished, *asked]
+                {**variables, **given}, *args, **kwargs, **options, mutable=[*wished, *asked, *collections]
             )
         sown = {name: _by_path(changed.get(taps.asked(name), {})) for name in names}
         if mutable is False:
@@ -200,12 +200,6 @@ def _weights(attention_fn, q, k, v, *args, **kwargs):
     parts = jax.vmap(columns, in_axes=1)(eye)  # [P, ..., Tq, H, Dv]
     parts = jnp.moveaxis(parts, (0, -2), (-2, -4))
     return parts.reshape(*parts.shape[:-2], -1)[..., :length]
-
-
-def _unstacked(variables):
-    if isinstance(variables, Mapping) and layers.is_stacked(variables.get("params")):
-        return {**variables, "params": layers.unstack_layers(variables["params"])}
-    return variables
 
 
 def _put(tree: dict, path: str, value) -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnlab.config import nearest
-from attnlab.nn import taps
+from attnlab.nn import GPT, layers, taps
 from attnlab.see import edits as editing
 from attnlab.see.functions import Function
 from attnlab.see.linen import Linen
@@ -77,7 +77,7 @@ def framed(model, variables, args: tuple, kwargs: Mapping) -> tuple[Frame, tuple
     arrays = {name: value for name, value in kwargs.items() if _is_dynamic(value)}
     options = tuple((name, value) for name, value in sorted(kwargs.items()) if name not in arrays)
     adapter, state = _adapter(model, options)
-    inputs = (variables if state is None or variables is not None else state, args, arrays)
+    inputs = (state if variables is None else _unstacked(model, variables), args, arrays)
     sites = adapter.sites(*inputs)
     if not len(sites) and isinstance(adapter, Linen):  # attention that its modules write out themselves
         adapter = Function(model.apply, options)
@@ -99,7 +99,7 @@ def _adapter(model, options) -> tuple[Any, Any]:
     """What runs a model, and its own state, if it has one."""
     if isinstance(model, nn.Module):
         return Linen(model, options), None
-    if type(model).__module__.startswith("flax.nnx") or _is_nnx(model):
+    if _is_nnx(model):
         from flax import nnx  # takes a while to import, and a user of linen does not need it
 
         from attnlab.see.nnx import Nnx
@@ -108,7 +108,16 @@ def _adapter(model, options) -> tuple[Any, Any]:
         return Nnx(graph, options), state
     if isinstance(model, Callable):
         return Function(model, options), None
-    raise ValueError(f"model is a {type(model).__name__}: expected a module of Flax, or a function of (variables, *args)")
+    raise ValueError(
+        f"model is a {type(model).__name__}: expected a module of Flax, or a function of (variables, *args)"
+    )
+
+
+def _unstacked(model, variables):
+    """Variables of a GPT whose layers are single modules, which have sites of their own, not one loop."""
+    if isinstance(model, GPT) and isinstance(variables, Mapping) and layers.is_stacked(variables.get("params")):
+        return {**variables, "params": layers.unstack_layers(variables["params"])}
+    return variables
 
 
 def _is_nnx(model) -> bool:

@@ -49,7 +49,7 @@ class Nnx:
         return self._call(state, args, kwargs, want, edits, rows, sites.blocks, {})
 
     def _call(self, state, args, kwargs, want, edits, rows, blocks, calls):
-        copy = nnx.merge(self.graph, state)
+        copy = nnx.merge(self.graph, jax.tree.map(lambda x: x, state))  # with variables of this trace
         modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(copy)}
         attention = [path for path, module in modules.items() if isinstance(module, nnx.MultiHeadAttention)]
         for path, module in modules.items():
@@ -61,8 +61,8 @@ class Nnx:
             for name in want:
                 seen = getattr(module, taps.asked(name), None)
                 if isinstance(seen, Seen):
-                    each = seen.get_value() if hasattr(seen, "get_value") else seen.value
-                    values[name] |= {path + (f"@{n}" if n else ""): value for n, value in enumerate(each)}
+                    each = enumerate(seen.get_value())
+                    values[name] |= {path + (f"@{n}" if n else ""): value for n, value in each}
         return out, values
 
 
@@ -79,7 +79,9 @@ class _Port:
         return self._edits.get((self._path, name))
 
     def send(self, name, value):
-        self._module.sow(Seen, taps.asked(name), value)
+        before = getattr(self._module, taps.asked(name), None)
+        values = (value,) if before is None else (*before.get_value(), value)
+        setattr(self._module, taps.asked(name), Seen(values))
 
 
 def _listen(module, path, port, blocks, calls) -> None:

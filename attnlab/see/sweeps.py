@@ -89,7 +89,9 @@ class Sweep:
         if self.chunk is not None and self.chunk < 1:
             raise ValueError(f"chunk = {self.chunk}: expected 1 or more, or None")
         if self.positions is not None and not self.frame.sites.blocks:
-            raise ValueError("positions need a model with blocks, layers that take and return one stream: leave them out")
+            raise ValueError(
+                "positions need a model with blocks, layers that take and return one stream: leave them out"
+            )
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -1,0 +1,193 @@
+"""The residual stream as a sum: what each layer's stream predicts, and what each head adds to a logit."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from attnlab.nn import taps
+from attnlab.see.edits import Put
+from attnlab.see.linen import Linen
+from attnlab.see.models import Frame, framed
+from attnlab.types import Array
+
+
+def lens(model, variables, *args, positions: Sequence[int] | None = None, **kwargs) -> Float[Array, "L1 ..."]:
+    """The logit lens (nostalgebraist 2020): the model's result if its last block returned an earlier stream.
+
+    Args:
+      model, variables, args, kwargs: as for `capture`; a model with blocks.
+      positions: of the sequence, those whose results are returned; all when None.
+
+    Returns:
+      `[L + 1, B, T, V]` for a language model of L blocks: first that of the stream that the first block takes, last the
+      model's own result.
+
+    Raises:
+      ValueError: as for `capture`; a model without blocks, or whose blocks differ in width.
+
+    >>> model = attnlab.nn.GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
+    >>> tokens = jnp.array([[1, 2, 3]])
+    >>> lens(model, model.init(jax.random.key(0), tokens), tokens).shape
+    (3, 1, 3, 10)
+    """
+    frame, inputs = framed(model, variables, args, kwargs)
+    _require_blocks(frame, "lens")
+    return _lens(frame, inputs, None if positions is None else tuple(map(int, positions)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _lens(frame: Frame, inputs, positions):
+    last = frame.sites.blocks[-1]
+    run = frame.run(inputs, want=taps.STREAMS)
+    streams = [run.values["in"][frame.sites.blocks[0]], *(run.values["out"][path] for path in frame.sites.blocks)]
+    shapes = {stream.shape for stream in streams}
+    if len(shapes) > 1:
+        raise ValueError(f"lens needs blocks of one width, and the model's streams are {sorted(shapes)}")
+
+    def result(stream):
+        put = Put(stream) if positions is None else _PutAt(stream, positions)
+        return frame.run(inputs, edits={_key(last, "in"): Put(run.values["in"][last]), _key(last, "out"): put}).out
+
+    return jax.lax.map(result, jnp.stack(streams))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _PutAt(Put):
+    """Some positions of given values in place of the value."""
+
+    where: tuple[int, ...] = dataclasses.field(metadata={"static": True}, default=())
+
+    def __call__(self, value):
+        return jnp.take(self.values, jnp.asarray(self.where), axis=1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Contributions:
+    """The logit of a target, or its difference from that of another, as a sum over the model's parts.
+
+    Attributes:
+      heads: `[L, H, B, T]`, of each head's output.
+      blocks: `[N, B, T]`, of what each of the N blocks adds beside its heads: its feed-forward layer and its biases.
+      embedding: `[B, T]`, of the stream that the first block takes.
+      constant: `[B, T]`, of the norm's and the output layer's biases.
+      logits: `[B, T]`, the model's own; the sum of the others.
+
+    >>> parts = Contributions(*(jnp.ones(shape) for shape in ((2, 4, 1, 3), (2, 1, 3), (1, 3), (1, 3), (1, 3))))
+    >>> parts.total.shape
+    (1, 3)
+    """
+
+    heads: Float[Array, "L H B T"]
+    blocks: Float[Array, "N B T"]
+    embedding: Float[Array, "B T"]
+    constant: Float[Array, "B T"]
+    logits: Float[Array, "B T"]
+
+    @property
+    def total(self) -> Float[Array, "B T"]:
+        """The sum of all parts."""
+        return self.heads.sum((0, 1)) + self.blocks.sum(0) + self.embedding + self.constant
+
+
+def contributions(
+    model, variables, *args, targets: Int[Array, "B T"], against: Int[Array, "B T"] | None = None, **kwargs
+) -> Contributions:
+    """Direct logit attribution (Elhage et al. 2021): how much each head's output adds to a logit by itself.
+
+    The last norm divides by a number for each position that depends on all parts; it is frozen to that of this run, so
+    that the logit is a sum. The head's part of the stream is z_h·W_O[h].
+
+    Args:
+      model: a `flax.linen` module of pre-norm blocks, `x + f(norm(x))`, whose attention layers have an output
+        projection `out/kernel` `[H, D, F]`, with at most one norm after the last block.
+      variables, args, kwargs: as for `capture`.
+      targets: `[B, T]`, the tokens whose logits are taken apart, at each position.
+      against: `[B, T]`, tokens whose logits are subtracted; None for the logit itself.
+
+    Returns:
+      `Contributions`, whose total is `logits` to rounding.
+
+    Raises:
+      ValueError: as for `capture`; a model of another form, whose parts do not sum to its logits.
+
+    >>> model = attnlab.nn.GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
+    >>> tokens = jnp.array([[1, 2, 3]])
+    >>> parts = contributions(model, model.init(jax.random.key(0), tokens), tokens, targets=jnp.array([[2, 3, 4]]))
+    >>> parts.heads.shape, bool(jnp.allclose(parts.total, parts.logits, atol=1e-5))
+    ((2, 2, 1, 3), True)
+    """
+    frame, inputs = framed(model, variables, args, kwargs)
+    _require_blocks(frame, "contributions")
+    if not isinstance(frame.adapter, Linen):
+        raise ValueError("contributions are of flax.linen models: move the weights to one, see attnlab.interop")
+    targets, against = jnp.asarray(targets), None if against is None else jnp.asarray(against)
+    parts = _contributions(frame, inputs, targets, against)
+    apart = float(jnp.abs(parts.total - parts.logits).max() / jnp.maximum(jnp.abs(parts.logits).max(), 1))
+    if not apart <= np.sqrt(jnp.finfo(parts.logits.dtype).eps):
+        raise ValueError(
+            f"the parts differ from the logits by {apart:.1e}: expected blocks x + f(norm(x)) and one LayerNorm or "
+            "RMSNorm after the last"
+        )
+    return parts
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _contributions(frame: Frame, inputs, targets, against) -> Contributions:
+    first, last = frame.sites.blocks[0], frame.sites.blocks[-1]
+    run = frame.run(inputs, want=("z", *taps.STREAMS, *((taps.NORM,) if frame.sites.norms else ())))
+    frozen = {_key(path, taps.NORM): Put(divisor) for path, divisor in run.values.get(taps.NORM, {}).items()}
+
+    def logits(stream):
+        put = {_key(last, "in"): Put(run.values["in"][last]), _key(last, "out"): Put(stream)}
+        return _logits(frame.run(inputs, edits=frozen | put).out, targets, against)
+
+    # The logits are affine in the stream now, so one gradient gives every part's share.
+    stream = run.values["out"][last]
+    (gradient,) = jax.vjp(lambda stream: logits(stream).sum(), stream)[1](jnp.ones(()))
+    share = functools.partial(jnp.einsum, "...f,...f->...", gradient)
+    heads, blocks = [], {path: run.values["out"][path] - run.values["in"][path] for path in frame.sites.blocks}
+    for site in frame.sites:
+        kernel = _out_kernel(inputs[0], site.path)
+        by_head = jnp.einsum("bthd,hdf->hbtf", run.values["z"][site.path], kernel)
+        heads.append(jax.vmap(share)(by_head))
+        block = frame.sites.block_of(site.path)
+        blocks[block] = blocks[block] - by_head.sum(axis=0)
+    return Contributions(
+        heads=jnp.stack(heads),
+        blocks=jnp.stack([share(rest) for rest in blocks.values()]),
+        embedding=share(run.values["in"][first]),
+        constant=logits(jnp.zeros_like(stream)),
+        logits=_logits(run.out, targets, against),
+    )
+
+
+def _logits(out, targets, against):
+    def of(ids):
+        return jnp.take_along_axis(out, ids[..., None], axis=-1)[..., 0]
+
+    return of(targets) if against is None else of(targets) - of(against)
+
+
+def _out_kernel(variables, path: str):
+    node = variables["params"]
+    for part in filter(None, path.split("/")):
+        node = node.get(part, {})
+    if "kernel" not in node.get("out", {}) or node["out"]["kernel"].ndim != 3:
+        raise ValueError(f"{path} has no output projection out/kernel [H, D, F], which contributions need")
+    return node["out"]["kernel"]
+
+
+def _require_blocks(frame: Frame, name: str) -> None:
+    if not frame.sites.blocks:
+        raise ValueError(f"{name} needs a model with blocks, layers that take and return one residual stream")
+
+
+def _key(path: str, name: str) -> str:
+    return "/".join(filter(None, (path, name)))

@@ -1,0 +1,128 @@
+"""Small models of each kind with the same weights."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import attnlab
+from attnlab.masks import Causal
+
+VOCABULARY, WIDTH, HEADS = 11, 16, 4
+TOKENS = jnp.array([[1, 2, 3, 1, 2, 3, 4], [5, 4, 3, 2, 1, 0, 10]])
+OTHERS = (TOKENS * 3 + 1) % VOCABULARY
+
+
+class Flax(nn.Module):
+    """Two blocks of Flax's own attention, each x + attention(norm(x)), x + mlp(norm(x))."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCABULARY, WIDTH, name="embed")(tokens)
+        for layer in range(2):
+            x = FlaxBlock(name=f"block_{layer}")(x)
+        return nn.Dense(VOCABULARY, name="head")(nn.LayerNorm(name="norm")(x))
+
+
+class FlaxBlock(nn.Module):
+    attention_fn: object = nn.dot_product_attention
+
+    @nn.compact
+    def __call__(self, x):
+        attention = nn.MultiHeadDotProductAttention(HEADS, attention_fn=self.attention_fn, name="attention")
+        x = x + attention(nn.LayerNorm(name="attention_norm")(x), mask=nn.make_causal_mask(x[..., 0]))
+        return x + nn.Dense(WIDTH, name="mlp")(nn.gelu(nn.LayerNorm(name="mlp_norm")(x)))
+
+
+class Ours(nn.Module):
+    """`Flax`, with attention of attnlab."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCABULARY, WIDTH, name="embed")(tokens)
+        for layer in range(2):
+            x = OurBlock(name=f"block_{layer}")(x)
+        return nn.Dense(VOCABULARY, name="head")(nn.LayerNorm(name="norm")(x))
+
+
+class OurBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        attention = attnlab.nn.MultiHeadAttention(HEADS, mask=Causal(), name="attention")
+        x = x + attention(nn.LayerNorm(name="attention_norm")(x))
+        return x + nn.Dense(WIDTH, name="mlp")(nn.gelu(nn.LayerNorm(name="mlp_norm")(x)))
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.attention_norm, self.mlp_norm = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=rngs)
+        self.mlp = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    @nnx.remat
+    def __call__(self, x):
+        x = x + self.attention(self.attention_norm(x), is_causal=True)
+        return x + self.mlp(nnx.gelu(self.mlp_norm(x)))
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.block_0, self.block_1 = NnxBlock(rngs), NnxBlock(rngs)
+        self.norm, self.head = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.block_1(self.block_0(self.embed(tokens)))
+        return self.head(self.norm(x))
+
+
+def variables(model=None):
+    """Weights that are far from their initial values, so that attention is not uniform."""
+    params = (model or Flax()).init(jax.random.key(0), TOKENS)
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    return tree.unflatten([x + 0.3 * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys)])
+
+
+def nnx_model():
+    """`Nnx` with the weights of `variables()`."""
+    model, params = Nnx(nnx.Rngs(0)), variables()["params"]
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        node = params
+        for part in path[:-1]:
+            node = node[part]
+        variable[...] = node[path[-1]].reshape(variable.shape)
+    return model
+
+
+def gpt(**fields):
+    """A GPT of two layers, and its weights."""
+    shape = {"vocab_size": VOCABULARY, "num_layers": 2, "num_heads": HEADS, "width": WIDTH, "context": 8}
+    model = attnlab.nn.GPT(**{**shape, **fields})
+    return model, variables(model)
+
+
+def function(params, tokens):
+    """`Flax` in plain JAX, its layers in a loop."""
+    params = params["params"]
+    x = params["embed"]["embedding"][tokens]
+
+    def norm(x, p):
+        x = x - x.mean(-1, keepdims=True)
+        return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * p["scale"] + p["bias"]
+
+    @jax.checkpoint
+    def block(x, p):
+        h, a = norm(x, p["attention_norm"]), p["attention"]
+        q, k, v = (
+            jnp.einsum("btf,fhd->bthd", h, a[name]["kernel"]) + a[name]["bias"] for name in ("query", "key", "value")
+        )
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
+        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e30)
+        z = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+        x = x + jnp.einsum("bthd,hdf->btf", z, a["out"]["kernel"]) + a["out"]["bias"]
+        return x + jax.nn.gelu(norm(x, p["mlp_norm"])) @ p["mlp"]["kernel"] + p["mlp"]["bias"], None
+
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), params["block_0"], params["block_1"])
+    x, _ = jax.lax.scan(block, x, stacked)
+    return norm(x, params["norm"]) @ params["head"]["kernel"] + params["head"]["bias"]
