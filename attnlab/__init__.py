@@ -4,7 +4,7 @@ import importlib as _importlib
 import typing as _typing
 
 if _typing.TYPE_CHECKING:
-    from attnlab import interop, masks, nn, score_mods
+    from attnlab import interop, masks, nn, score_mods, see
     from attnlab.loading import load
     from attnlab.ops.attention import attention, attention_weights, explain, implementations, merge
     from attnlab.ops.context import context_parallel
@@ -24,6 +24,7 @@ __all__ = [
     "merge",
     "nn",
     "score_mods",
+    "see",
 ]
 
 __version__ = "0.1.0"

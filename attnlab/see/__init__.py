@@ -4,7 +4,9 @@ from attnlab.nn.taps import COLLECTIONS
 from attnlab.see.capturing import capture, edited, sites
 from attnlab.see.edits import Add, Edit, Freeze, Mean, Put, Resample, Scale, Zero
 from attnlab.see.effects import ablate, attribute, patch, paths
+from attnlab.see.pages import Page, page
 from attnlab.see.results import Effects, Run
+from attnlab.see.scores import Scores, scores
 from attnlab.see.sites import Site, Sites
 from attnlab.see.streams import Contributions, contributions, lens
 
@@ -16,10 +18,12 @@ __all__ = [
     "Effects",
     "Freeze",
     "Mean",
+    "Page",
     "Put",
     "Resample",
     "Run",
     "Scale",
+    "Scores",
     "Site",
     "Sites",
     "Zero",
@@ -29,7 +33,9 @@ __all__ = [
     "contributions",
     "edited",
     "lens",
+    "page",
     "patch",
     "paths",
+    "scores",
     "sites",
 ]

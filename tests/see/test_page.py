@@ -10,7 +10,7 @@ import types
 import numpy as np
 import pytest
 
-from attnlab.see.page import Page, page
+from attnlab.see.pages import Page, page
 from attnlab.see.results import Effects, Run
 from tests.see.pages import causal_patterns, checkpoints, data_of, drifting, effects_of, records_of, run_of, softmax
 

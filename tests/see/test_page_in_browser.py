@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attnlab.see.page import page
+from attnlab.see.pages import page
 from tests.see.pages import causal_patterns, checkpoints, drifting, effects_of, run_of
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

@@ -1,5 +1,5 @@
 """One offline HTML page of attention: heads, tokens, scores and checkpoints, in a file that asks for nothing else."""
 
-from attnlab.see.page.document import Page, page
+from attnlab.see.pages.document import Page, page
 
 __all__ = ["Page", "page"]

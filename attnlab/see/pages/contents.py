@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from attnlab.see.page.encoding import entropies, shown
+from attnlab.see.pages.encoding import entropies, shown
 from attnlab.see.results import Effects, Run
 
 TOLERANCE = 1e-3  # of weights in bfloat16 about 0 and 1

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 import attnlab
-from attnlab.see.page import encoding
-from attnlab.see.page.contents import Contents, contents
+from attnlab.see.pages import encoding
+from attnlab.see.pages.contents import Contents, contents
 from attnlab.see.results import Effects, Run
 
 FOLDER = Path(__file__).parent
