@@ -1,7 +1,8 @@
-"""Attention for JAX and Flax: train, sample, plan, study, measure.
+"""Attention for JAX and Flax: train, sample, see, plan, study, measure.
 
     attnlab train --config=quickstart
     attnlab sample --workdir=runs/quickstart --prompt="The "
+    attnlab see --workdir=runs/quickstart
     attnlab plan --config=gpt2_124m --topology=v5e:4x4
     attnlab study heads
     attnlab bench attention
@@ -17,6 +18,7 @@ from attnlab import hugepages
 COMMANDS = {
     "train": ("attnlab.train", "train a GPT on text"),
     "sample": ("attnlab.sample", "write text with a trained model"),
+    "see": ("attnlab.see.__main__", "show what a trained model attends to, in one HTML page"),
     "plan": ("attnlab.plan", "compile a run for hardware that is not here: will it fit?"),
     "study": ("attnlab.study.__main__", "measure a claim about attention: table, figure, verdict"),
     "bench": ("attnlab.bench.__main__", "race against other implementations, test fault tolerance"),

@@ -20,6 +20,7 @@ import pytest
 
 import attnlab
 from attnlab import config
+from attnlab.__main__ import COMMANDS
 
 PACKAGE = Path(attnlab.__file__).parent
 REPOSITORY = PACKAGE.parent
@@ -179,7 +180,7 @@ def test_documented_commands_name_what_exists(capsys):
     assert len(commands) > 10
     for command, *options in commands:
         target = [options.pop(0)] if command in ("bench", "study") else []
-        module = importlib.import_module(f"attnlab.{command}" + (".__main__" if target else ""))
+        module = importlib.import_module(COMMANDS[command][0])
         assert module.main([f"attnlab {command}", *target, "--help"]) == 0, command
         text = capsys.readouterr().out
         for option in options:

@@ -1,0 +1,332 @@
+"""See what a trained model attends to, in one HTML page that needs no network.
+
+    attnlab see --workdir=runs/quickstart
+    attnlab see --workdir=runs/quickstart --checkpoints=all --prompt="The class " --prompt="def f(x):"
+    attnlab see --workdir=gpt2 --prompt="When Mary and John went to the store" --out=mary.html
+
+The second folder is best trained with --config.checkpoint.history=20, which keeps checkpoints of the whole run. The
+third holds a Hugging Face GPT-2: `config.json`, `model.safetensors`, and its tokenizer files. Without a prompt, the
+page shows a window of the run's validation text. `python -m attnlab.see` is the same command.
+
+Beside the attention weights, the page has scores of each head and its effect. Duplicate and induction heads are scored
+on 32 sequences of random tokens that repeat, each with a period of its own; the other kinds on 32 windows of the
+validation text, or on those sequences where there is no such text. The p-values printed are against uniform attention,
+against the model before training, and for the first two kinds against the weight between the same positions elsewhere.
+The effect is the change of the loss on these windows, or on the prompts, when a head's output is its mean.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from jaxtyping import Int
+from ml_collections import ConfigDict
+
+from attnlab import commands, compilation, see
+from attnlab.data import tasks
+from attnlab.errors import UserError
+from attnlab.interop import huggingface
+from attnlab.loading import load, peek
+from attnlab.nn import GPT
+from attnlab.see.pages.document import GENERATOR
+from attnlab.see.scores import KINDS
+from attnlab.training.workdir import Workdir, read_config
+from attnlab.types import Array
+
+SEQUENCES = 32  # that scores and effects are means over
+LONGEST = 128  # tokens, unless --length says so
+UNTRAINED_HEADS = 16  # of a layer, at least, from as many initializations as that takes
+BY_TOKEN = ("duplicate", "induction")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    return commands.run(_define, functools.partial(_main, own_process=argv is None), __doc__, argv)
+
+
+def _define(values, argv):
+    flags.DEFINE_string("workdir", None, "folder of the run, or of a GPT-2", flag_values=values)
+    flags.DEFINE_multi_string("prompt", None, "a text to show", flag_values=values)
+    flags.DEFINE_string(
+        "checkpoints", "latest", "latest, best, or steps separated by commas; all: those there are", flag_values=values
+    )
+    flags.DEFINE_string("out", None, "the page; see.html in the workdir when absent", flag_values=values)
+    longest = f"most tokens of a prompt; the model's context, up to {LONGEST}, when absent"
+    flags.DEFINE_integer("length", None, longest, flag_values=values)
+    flags.DEFINE_bool("effects", True, "measure the loss without each head", flag_values=values)
+    flags.DEFINE_integer("max_bytes", 4 << 20, "size that the page may have", flag_values=values)
+
+
+def _main(values, own_process: bool) -> int:
+    if values.workdir is None:
+        raise UserError("--workdir is missing: name the folder of a run, e.g. --workdir=runs/quickstart")
+    if any(importlib.util.find_spec(name) is None for name in ("matplotlib", "PIL")):
+        raise UserError("a page holds a picture, drawn by matplotlib: pip install matplotlib")
+    workdir = Path(values.workdir)
+    out = _checked_out(values.out, workdir)
+    if own_process:
+        compilation.keep_programs()
+    model, tokenizer, config = _peek(workdir)
+    steps = _steps(values.checkpoints, workdir, config)
+    subject = _subject(values, workdir, model, tokenizer, config)
+    examine = _examiner(model, config.seed, subject, values.effects)
+    found = {}
+    for number, step in enumerate(steps, 1):
+        start = time.perf_counter()
+        found[step] = examine(load(workdir, "latest" if step is None else step).params)
+        loss = f"loss {found[step].effects.baseline:.4f} on {subject.measured_on}, " if values.effects else ""
+        seconds = time.perf_counter() - start
+        print(f"{_step(step)} ({number} of {len(steps)}): {loss}{seconds:.1f} s", flush=True)
+    made = _page(found, subject.labels, out, f"{workdir.resolve().name}{_title(steps)}", values.max_bytes)
+    print(_summary(steps[-1], found[steps[-1]], subject.measured_on))
+    print(f"\n{made.path}: {made.path.stat().st_size:,} bytes; open it in a browser")
+    return 0
+
+
+# ------------------------------------------------------------------------------------ the model, its checkpoints, texts
+
+
+def _checked_out(name: str | None, workdir: Path) -> Path:
+    """The path of a new page, or of an earlier one; UserError for any other file, before the work begins."""
+    out = Path(name) if name is not None else (workdir if workdir.is_dir() else workdir.parent) / "see.html"
+    if name == "" or out.is_dir() or (name and not out.parent.is_dir()):
+        raise UserError(f"--out={name}: expected a file in a folder that exists, e.g. --out=see.html")
+    if out.exists() and GENERATOR not in out.read_text(encoding="utf-8", errors="replace")[:4096]:
+        raise UserError(f"{out} exists and is no page of attnlab: choose another --out, or remove it")
+    return out
+
+
+def _peek(workdir: Path):
+    """Model, tokenizer and config, for runs of a GPT."""
+    if not huggingface.is_hf(workdir) and (own := read_config(workdir).get("user_defined", {}).get("model")):
+        raise UserError(
+            f"{workdir} holds a run of a {own}, and the command shows GPTs alone: in Python, use attnlab.load("
+            f"workdir, model={own}(…)) with attnlab.see.capture and attnlab.see.page"
+        )
+    model, tokenizer, config = peek(workdir)
+    if tokenizer is None:
+        raise UserError(f"{workdir} holds no tokenizer: put tokenizer.json there, or vocab.json and merges.txt")
+    return model, tokenizer, config
+
+
+def _steps(checkpoints: str, workdir: Path, config: ConfigDict) -> list[int | None]:
+    """The steps that --checkpoints names, in ascending order; None alone for a GPT-2."""
+    if huggingface.is_hf(workdir):
+        if checkpoints not in ("latest", "best"):
+            raise UserError(f"{workdir} is a Hugging Face GPT-2, which has no checkpoints: leave out --checkpoints")
+        return [None]
+    # Orbax takes seconds to import, which the help need not wait for.
+    from attnlab.training.checkpoints import Checkpoints
+    from attnlab.training.metrics import best_step, read
+
+    with contextlib.closing(Checkpoints(config.checkpoint.dir or workdir / "checkpoints")) as saved:
+        steps = saved.steps()
+    if not steps:
+        raise UserError(f"{workdir} holds no checkpoint yet: train longer, or lower config.checkpoint.every")
+    if checkpoints == "all":
+        if len(steps) == 1:
+            raise UserError(
+                f"--checkpoints=all: {workdir} has one checkpoint alone, of step {steps[0]}: train with "
+                "--config.checkpoint.history=20 to keep some of the whole run, or leave it out"
+            )
+        return steps
+    known = {str(step): step for step in steps} | {"latest": steps[-1]}
+    if "best" in checkpoints.split(","):
+        known["best"] = best_step(read(workdir / "metrics.jsonl"), steps) or steps[-1]
+    names = [name.strip() for name in checkpoints.split(",")]
+    if wrong := [name for name in names if name not in known]:
+        raise UserError(
+            f"--checkpoints={checkpoints}: {workdir} has no checkpoint {wrong[0]!r}: choose latest, best, all, or some "
+            f"of {', '.join(map(str, steps))}"
+        )
+    return sorted({known[name] for name in names})
+
+
+class Subject(NamedTuple):
+    """The tokens that a model is shown.
+
+    Attributes:
+      prompts: int32 `[P, T]`, padded with zeros on the right.
+      labels: the tokens of each prompt as text.
+      scored: kinds of heads, and the tokens `[N, T]` they are scored on.
+      predicted: `[N, T + 1]`, on which the loss is measured.
+      measured_on: `predicted` in words.
+    """
+
+    prompts: Int[Array, "P T"]
+    labels: list[list[str]]
+    scored: tuple[tuple[Sequence[str], Int[Array, "N T"]], ...]
+    predicted: Int[Array, "N T1"]
+    measured_on: str
+
+
+def _subject(values, workdir: Path, model: GPT, tokenizer, config: ConfigDict) -> Subject:
+    length = _length(values.length, model.context)
+    texts = values.prompt or []
+    prompts = [_encoded(text, tokenizer, length, model.context) for text in texts]
+    windows = None if huggingface.is_hf(workdir) else _windows(workdir, config, length, bool(prompts))
+    if windows is None and not prompts:
+        raise UserError(f'{workdir} is a GPT-2 without a text of its own: give --prompt="…"')
+    prompts = prompts or [windows[0, :-1]]
+    repeated = tasks.repeats(0, batch_size=SEQUENCES, length=length, vocab_size=tokenizer.vocab_size)
+    if windows is None:
+        shortest = min(map(len, prompts))
+        predicted = np.stack([prompt[:shortest] for prompt in prompts])
+        scored, measured_on = ((KINDS, repeated),), f"the first {shortest} tokens of each prompt"
+    else:
+        others = tuple(kind for kind in KINDS if kind not in BY_TOKEN)
+        predicted, scored = windows, ((others, windows[:, :-1]), (BY_TOKEN, repeated))
+        measured_on = f"{len(windows)} windows of validation text"
+    padded = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
+    for row, prompt in zip(padded, prompts):
+        row[: len(prompt)] = prompt
+    labels = [[_label(tokenizer, token) for token in prompt] for prompt in prompts]
+    return Subject(padded, labels, scored, predicted, measured_on)
+
+
+def _length(length: int | None, context: int) -> int:
+    if context < 2:
+        raise UserError(f"the model's context is {context} token: expected a model that attends to 2 or more")
+    if length is not None and not 2 <= length <= context:
+        raise UserError(f"--length={length}: expected 2 or more, up to the model's context of {context}")
+    return length or min(context, LONGEST)
+
+
+def _encoded(text: str, tokenizer, length: int, context: int) -> np.ndarray:
+    prompt = tokenizer.encode(text)
+    if not 2 <= len(prompt) <= length:
+        limit = f"--length={length}" if length < context else f"the model's context of {context}"
+        raise UserError(f"--prompt={text!r} has {len(prompt)} tokens: expected 2 or more, up to {limit}")
+    return prompt
+
+
+def _windows(workdir: Path, config: ConfigDict, length: int, is_optional: bool) -> Int[np.ndarray, "N T1"] | None:
+    """Evenly spaced windows of the run's validation text, of single documents where those are told apart.
+
+    Returns:
+      None where the text cannot be read, if that is_optional.
+    """
+    from attnlab.training import text as texts
+
+    several = 32 if config.data.packing == "documents" else 1
+    config = ConfigDict(config)
+    config.model.context, config.optimizer.accumulation = length, 1
+    config.batch_size = config.eval.windows = several * SEQUENCES
+    try:
+        batch = texts.load(config, Workdir(workdir)).validation[0]
+    except UserError as error:
+        if not is_optional:
+            raise UserError(f'{commands.one_line(error)}; or give --prompt="…"') from error
+        print(f"without validation text ({commands.one_line(error)})", file=sys.stderr)
+        return None
+    usable = batch.weight > 0
+    if batch.segments is not None:
+        usable &= (batch.segments == batch.segments[:, :1]).all(axis=1)
+    windows = batch.tokens[usable]
+    if not len(windows) and not is_optional:
+        raise UserError(f"no document of the validation text has {length + 1} tokens: lower --length, or give --prompt")
+    return windows[:: max(1, len(windows) // SEQUENCES)][:SEQUENCES] if len(windows) else None
+
+
+def _label(tokenizer, token: int) -> str:
+    if tokenizer.kind == "byte":
+        return bytes([token]).decode(errors="surrogateescape")  # the page shows a part of a character by its number
+    return tokenizer.decode([token])
+
+
+# ----------------------------------------------------------------------------------------------- one checkpoint, a page
+
+
+class Findings(NamedTuple):
+    """What is found at one checkpoint.
+
+    Attributes:
+      run: the patterns of the prompts.
+      scores: for each entry of `Subject.scored`.
+      effects: of ablating each head on the loss in nats, or None.
+    """
+
+    run: see.Run
+    scores: list[see.Scores]
+    effects: see.Effects | None
+
+
+def _examiner(model: GPT, seed: int, subject: Subject, measures_effects: bool) -> Callable[[dict], Findings]:
+    """The function that examines the variables of a checkpoint. Its programs are compiled once for all of them."""
+
+    @jax.jit
+    def patterns(variables, tokens) -> see.Run:
+        return dataclasses.replace(see.capture(model, variables, tokens), out=None)
+
+    def layers(variables, tokens) -> list[np.ndarray]:
+        run = patterns(variables, tokens)
+        return [np.asarray(run.values["pattern"][path]) for path in run.paths("pattern")]
+
+    init, count = jax.jit(model.init), -(-UNTRAINED_HEADS // model.num_heads)
+    untrained = [[] for _ in subject.scored]
+    for number in range(count):
+        variables = init(jax.random.key(seed + number), jnp.zeros((1, 1), jnp.int32))
+        for (_, tokens), found in zip(subject.scored, untrained):
+            found.append(layers(variables, tokens))
+    untrained = [[np.concatenate(same, axis=1) for same in zip(*found)] for found in untrained]
+    inputs, targets = subject.predicted[:, :-1], subject.predicted[:, 1:]
+
+    def examine(variables) -> Findings:
+        run = patterns(variables, subject.prompts)
+        scores = [
+            see.scores(layers(variables, tokens), tokens, kinds, untrained=others, paths=run.paths("pattern"))
+            for (kinds, tokens), others in zip(subject.scored, untrained)
+        ]
+        effects = see.ablate(model, variables, inputs, jnp.mean, targets=targets) if measures_effects else None
+        return Findings(run, scores, effects)
+
+    return examine
+
+
+def _page(found: dict[int | None, Findings], labels, out: Path, title: str, max_bytes: int) -> see.Page:
+    runs = {step: each.run for step, each in found.items()}
+    scores = {step: {kind: v for s in each.scores for kind, v in s.values.items()} for step, each in found.items()}
+    effects = {step: each.effects for step, each in found.items()}
+    if None in found:
+        runs, scores, effects = runs[None], scores[None], effects[None]
+    elif None in effects.values():
+        effects = None
+    try:
+        return see.page(runs, labels, out, title=title, scores=scores, effects=effects, max_bytes=max_bytes)
+    except ValueError as error:
+        raise UserError(f"{error} (--max_bytes, --checkpoints, --prompt, --length)") from error
+
+
+def _title(steps: Sequence[int | None]) -> str:
+    if steps[0] is None:
+        return ""
+    return f", {_step(steps[0])}" if len(steps) == 1 else f", steps {steps[0]:,} to {steps[-1]:,}"
+
+
+def _step(step: int | None) -> str:
+    return "the model" if step is None else f"step {step:,}"
+
+
+def _summary(step: int | None, found: Findings, measured_on: str) -> str:
+    """The highest head of each kind, and the one with the largest effect."""
+    lines = [f"\nhighest heads of {_step(step)}:", *map(str, found.scores)]
+    if found.effects is not None:
+        change = found.effects.change
+        layer, head = np.unravel_index(np.argmax(change), change.shape)
+        where = f"{found.effects.paths[layer]} head {head}"
+        lines.append(f"effect     {change[layer, head]:+.4f} nats at {where}, ablated, on {measured_on}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
