@@ -215,8 +215,13 @@ def mul_score(
     counted = np.ones(pattern.shape[-2:], bool)
     counted[:, 0] &= not exclude_bos
     counted[np.diag_indices_from(counted)] &= not exclude_current_token
-    on_wanted = np.einsum("bhqk,bqk->bh", pattern, wanted & counted, dtype=np.float64)
-    return (on_wanted / np.einsum("bhqk,qk->bh", pattern, counted, dtype=np.float64)).mean(0)
+    everywhere = np.broadcast_to(counted, wanted.shape)
+    return (_on(pattern, wanted & counted).sum(-1) / _on(pattern, everywhere).sum(-1)).mean(0)
+
+
+def _on(pattern: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The weight `[B, H, T]` that each query has on its wanted keys `[B, T, T]`."""
+    return np.vecdot(pattern, wanted[:, None].astype(pattern.dtype)).astype(np.float64)
 
 
 class _Measured(NamedTuple):
@@ -253,7 +258,7 @@ def _measure(layers: Sequence[Array], tokens: np.ndarray, kind: str) -> _Measure
     else:
         wanted = targets(kind, tokens)
         chosen = wanted.any(-1)
-        by_query = [np.einsum("bhqk,bqk->bhq", layer, wanted, dtype=np.float64) for layer in layers]
+        by_query = [_on(layer, wanted) for layer in layers]
         uniform = wanted.sum(-1) / visible
     queries = chosen.sum(-1)
     share = chosen / np.maximum(queries, 1)[:, None]
@@ -287,9 +292,9 @@ def _p_matched(layers: Sequence[Array], wanted: np.ndarray) -> np.ndarray:
     matched = (matched / np.maximum(matched.any(-1).sum(-1), 1)[:, None, None])[there]
     p = []
     for layer in layers:
-        elsewhere = np.einsum("bhqk,bqk->hqk", layer, control, dtype=np.float64) / np.maximum(sequences, 1)
-        on_targets = np.einsum("bhqk,bqk->bh", layer[there], matched).round(_DIGITS)
-        on_controls = np.einsum("hqk,bqk->bh", elsewhere, matched).round(_DIGITS)
+        elsewhere = np.einsum("bhqk,bqk->hqk", layer, control.astype(layer.dtype)) / np.maximum(sequences, 1)
+        on_targets = _on(layer[there], matched).sum(-1).round(_DIGITS)
+        on_controls = _on(elsewhere, matched).sum(-1).round(_DIGITS)
         p.append(stats.mannwhitneyu(on_targets, on_controls, alternative="greater").pvalue)
     return np.stack(p)
 
@@ -322,7 +327,7 @@ def _untrained(untrained: Array | Sequence[Array], tokens: np.ndarray, like: Seq
 
 def _layers(patterns: Array | Sequence[Array], tokens: np.ndarray, argument: str) -> list[np.ndarray]:
     """The weights of each layer `[B, H, T, T]`, checked."""
-    layers = [np.asarray(layer) for layer in patterns]
+    layers = [np.asarray(layer, np.result_type(layer, np.float32)) for layer in patterns]
     batch, length = tokens.shape
     for layer in layers:
         if layer.ndim != 4 or layer.shape != (batch, layers[0].shape[1], length, length):
