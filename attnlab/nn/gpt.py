@@ -268,7 +268,7 @@ class GPT(nn.Module):
         dropout_key: Array | None = None,
         targets: Int[Array, "B T"] | None = None,
         segments: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T V"] | Float[Array, "B T"] | tuple[Float[Array, "B T V"], tuple[KVCache, ...]]:
+    ) -> Float[Array, "B R V"] | Float[Array, "B T"] | tuple[Float[Array, "B R V"], tuple[KVCache, ...]]:
         """Logits of the next token at each position, or the cross-entropy of given ones.
 
         Args:
@@ -284,8 +284,8 @@ class GPT(nn.Module):
             another: a token attends to its own alone, and positions start again with each.
 
         Returns:
-          float32 `[B, T, V]`, and with caches also the extended caches; with targets their cross-entropy in nats,
-          float32 `[B, T]`.
+          float32 `[B, T, V]` (`[B, R, V]` where `attnlab.see` keeps R positions), and with caches also the extended
+          caches; with targets their cross-entropy in nats, float32 `[B, T]`.
 
         Raises:
           ValueError: fields that do not fit together (`check_shape`), tokens out of range, a sequence longer than the

@@ -40,7 +40,7 @@ def edits(name: str) -> str:
     return f"edit_{name}"
 
 
-COLLECTIONS = tuple(f(name) for name in (*ATTENTION, *STREAMS, NORM, MISMATCH) for f in (asked, edits)) + (ROWS,)
+COLLECTIONS = (*(f(name) for name in (*ATTENTION, *STREAMS, NORM, MISMATCH) for f in (asked, edits)), ROWS)
 
 
 class LinenPort:
@@ -106,22 +106,22 @@ def attended(module, attend: Callable, weights: Callable, v: Float[Array, "*B Tk
     if edit is not None:
         pattern = weights(None)
         edited = edit(pattern)
-        z = (z + _weighted(edited - pattern, v, (pattern != 0) | (edited != 0))).astype(z.dtype)
+        z = (z + _weighted(edited - pattern, v, jnp.maximum(jnp.abs(pattern), jnp.abs(edited)))).astype(z.dtype)
         if port.is_asked("pattern"):
             port.send("pattern", edited if port.rows is None else jnp.take(edited, port.rows, axis=-2))
     elif port.is_asked("pattern"):
         port.send("pattern", weights(port.rows))
     if port.is_asked(MISMATCH):
         pattern = weights(None)
-        expected = _weighted(pattern, v, pattern != 0)
+        expected = _weighted(pattern, v, jnp.abs(pattern))
         apart = jnp.abs(z.astype(expected.dtype) - expected).max(initial=0)
         port.send(MISMATCH, apart / jnp.maximum(jnp.abs(expected).max(initial=0), jnp.finfo(expected.dtype).tiny))
     return tap(port, "z", z)
 
 
-def _weighted(pattern, v, has_weight):
+def _weighted(pattern, v, weights):
     """pattern·v for `[..., H, Tq, Tk]` and `[..., Tk, Hk, Dv]`: `[..., Tq, H, Dv]`."""
-    # The values of keys without weight may be anything, also NaN.
-    is_read = has_weight.any(axis=(-3, -2))[..., None, None]
+    # The values of keys without weight may be anything, also NaN; so may the weights of queries that are.
+    is_read = (weights > 0).any(axis=(-3, -2))[..., None, None]
     v = jnp.repeat(jnp.where(is_read, v, 0), pattern.shape[-3] // v.shape[-2], axis=-2)
     return jnp.einsum("...hqk,...khd->...qhd", pattern, v.astype(pattern.dtype))

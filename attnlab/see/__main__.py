@@ -190,7 +190,7 @@ def _subject(values, workdir: Path, model: GPT, tokenizer, config: ConfigDict) -
     padded = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
     for row, prompt in zip(padded, prompts):
         row[: len(prompt)] = prompt
-    labels = [[_label(tokenizer, token) for token in prompt] for prompt in prompts]
+    labels = [[_label(tokenizer, token) for token in prompt.tolist()] for prompt in prompts]
     return Subject(padded, labels, scored, predicted, measured_on)
 
 
@@ -206,7 +206,8 @@ def _encoded(text: str, tokenizer, length: int, context: int) -> np.ndarray:
     prompt = tokenizer.encode(text)
     if not 2 <= len(prompt) <= length:
         limit = f"--length={length}" if length < context else f"the model's context of {context}"
-        raise UserError(f"--prompt={text!r} has {len(prompt)} tokens: expected 2 or more, up to {limit}")
+        count = f"{len(prompt)} token{'s' * (len(prompt) != 1)}"
+        raise UserError(f"--prompt={text!r} has {count}: expected 2 or more, up to {limit}")
     return prompt
 
 

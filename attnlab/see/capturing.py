@@ -2,7 +2,7 @@
 
 import dataclasses
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,6 @@ from jaxtyping import Integer
 
 from attnlab.config import nearest
 from attnlab.nn import taps
-from attnlab.see.edits import Edit, Freeze
 from attnlab.see.models import framed
 from attnlab.see.results import Run
 from attnlab.see.sites import Sites
@@ -88,7 +87,7 @@ def edited(
     model,
     variables,
     *args,
-    edits: Mapping[str, Edit | Freeze] | Freeze | Any,
+    edits: Any,
     want: Sequence[str] = (),
     rows: Integer[Array, " R"] | Sequence[int] | None = None,
     **kwargs,

@@ -120,7 +120,7 @@ def attribute(
     over: Sequence[str] = ("layer", "head"),
     **kwargs,
 ) -> Effects:
-    """Attribution patching: `patch` to first order, by one forward and one backward pass (Nanda 2023; Syed et al. 2023).
+    """Attribution patching: `patch` to first order, by one forward and one backward pass (Syed et al. 2023).
 
     The effect of a value is the gradient of the metric by it in the corrupt run, times its difference between the two
     runs, summed over the axes that are not in `over`.

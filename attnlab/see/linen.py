@@ -145,12 +145,13 @@ def _tapped_norm(module, x, out):
         return out
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     centred = x if isinstance(module, nn.RMSNorm) else x - x.mean(axis=-1, keepdims=True)
-    divisor = taps.tap(port, taps.NORM, jnp.sqrt((centred**2).mean(axis=-1, keepdims=True) + module.epsilon))
+    divisor = jnp.sqrt((centred**2).mean(axis=-1, keepdims=True) + module.epsilon)
+    edited = taps.tap(port, taps.NORM, divisor)
     if port.edit(taps.NORM) is None:
         return out
-    params = {name: module.get_variable("params", name) for name in ("scale", "bias")}
-    scaled = centred / divisor * (1 if params["scale"] is None else params["scale"])
-    return (scaled + (0 if params["bias"] is None else params["bias"])).astype(out.dtype)
+    # As for patterns: an edit that changes nothing leaves every bit.
+    scale = module.get_variable("params", "scale") if module.has_variable("params", "scale") else 1
+    return (out + (centred / edited - centred / divisor) * scale).astype(out.dtype)
 
 
 @contextlib.contextmanager

@@ -32,12 +32,13 @@ class Frame:
     adapter: Any
     sites: Sites
 
-    def run(self, inputs: tuple, want: tuple[str, ...] = (), edits: Mapping | editing.Freeze = {}, rows=None) -> Run:
+    def run(self, inputs: tuple, want: tuple[str, ...] = (), edits: Any = None, rows=None) -> Run:
         """A forward pass of inputs as `framed` returns them; `edits` as for `edited`.
 
         Raises:
           ValueError: a name in `want` that the model does not have, or edits that `resolve` rejects.
         """
+        edits = {} if edits is None else edits
         if edits and isinstance(self.adapter, Function):
             raise ValueError("edits need a module of Flax: the values of a plain function can be read alone")
         resolved = editing.resolve(edits, self.sites.values())

@@ -85,7 +85,7 @@ class _Port:
 
 
 def _listen(module, path, port, blocks, calls) -> None:
-    """Note the module's calls, and tap its attention, or its streams if it is one of `blocks`; by a class of its own."""
+    """Note a module's calls, and tap its attention, or its streams if it is one of `blocks`; by a class of its own."""
     kind = type(module)
 
     # The module that is called may be a copy, as `nnx.remat` and `nnx.jit` make them.

@@ -7,7 +7,6 @@ leaves the blocks before it out.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 

@@ -1,0 +1,249 @@
+"""Effects of edits: all in one program, equal to a loop of single ones."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnlab import see
+from attnlab.nn import GPT, MultiHeadAttention
+from attnlab.see import sweeps
+from attnlab.see.models import framed
+from tests.see import models
+from tests.see.models import OTHERS, TOKENS
+
+
+def metric(logits):
+    return (logits[:, -1, 3] - logits[:, -1, 5]).mean()
+
+
+@functools.cache
+def grouped():
+    return models.gpt(kv_heads=2, positions="rotary")
+
+
+@functools.cache
+def measured(model):
+    """`metric` of a model with one edit, compiled once for all heads: `measured(model)(params, key, values, where)`."""
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def run(params, key, values, where):
+        return metric(see.edited(model, params, TOKENS, edits={key: see.Put(values, where)}).out)
+
+    return run
+
+
+@pytest.mark.parametrize("how", ["mean", "zero", "resample"])
+def test_ablation_equals_a_loop_over_heads(how):
+    model, params = grouped()
+    found = see.ablate(model, params, TOKENS, metric, how=how)
+    z = see.capture(model, params, TOKENS, want=("z",)).values["z"]
+    for layer, (path, values) in enumerate(z.items()):
+        put = {"mean": values.mean((0, 1)), "zero": jnp.zeros(()), "resample": jnp.roll(values, 1, axis=0)}[how]
+        for head in range(models.HEADS):
+            here = jnp.arange(models.HEADS)[:, None] == head
+            expected = measured(model)(params, f"{path}/z", jnp.broadcast_to(put, values.shape), here)
+            np.testing.assert_allclose(found.values[layer, head], expected, rtol=0, atol=3e-6)
+    np.testing.assert_allclose(found.baseline, metric(model.apply(params, TOKENS)), atol=3e-6)
+    assert found.axes == ("layer", "head") and found.paths == tuple(z) and np.abs(found.change).max() > 0.01
+
+
+def test_chunks_and_positions_change_nothing():
+    model, params = grouped()
+    whole = see.ablate(model, params, TOKENS, metric).values
+    for options in ({"chunk": 3}, {"positions": (-1,)}, {"chunk": 1, "positions": (2, 6)}):
+        np.testing.assert_allclose(see.ablate(model, params, TOKENS, metric, **options).values, whole, atol=3e-6)
+
+
+def test_all_heads_are_one_compilation_and_other_weights_need_none():
+    model, params = grouped()
+    compiled = []
+
+    def listen(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    def own_metric(logits):
+        return logits[:, 0, 1].mean()
+
+    see.ablate(model, params, TOKENS, metric)  # small programs of the host's part
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        see.ablate(model, params, TOKENS, own_metric)
+        assert len(compiled) == 1
+        doubled = jax.tree.map(lambda x: np.asarray(x) * 2, params)
+        see.ablate(model, doubled, TOKENS, own_metric)
+        assert len(compiled) == 1
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_ablating_every_head_takes_at_most_six_tenths_of_a_forward_pass_a_head():
+    layers, heads = 8, 8
+    model = GPT(vocab_size=32, num_layers=layers, num_heads=heads, width=64, context=32)
+    tokens = jnp.zeros((1, 32), jnp.int32)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    frame, inputs = framed(model, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), (tokens,), {})
+    sweep = sweeps.Sweep(frame, metric, "z", ("layer", "head"))
+    all_heads = sweeps.ablated.lower(sweep, inputs, "mean").compile().cost_analysis()["flops"]
+    forward = jax.jit(lambda p: metric(model.apply(p, tokens))).lower(shapes).compile().cost_analysis()["flops"]
+    assert all_heads / (layers * heads) <= 0.6 * forward
+
+
+@pytest.mark.parametrize(
+    ("site", "over", "shape"),
+    [
+        ("z", ("layer", "head"), (2, 4)),
+        ("v", ("layer", "head"), (2, 2)),
+        ("q", ("position", "layer", "head"), (2, 4, 7)),
+        ("k", ("layer", "position"), (2, 7)),
+        ("pattern", ("layer", "head", "position"), (2, 4, 7)),
+        ("in", ("layer", "position"), (2, 7)),
+        ("out", "layer", (2,)),
+    ],
+)
+def test_patching_equals_single_edits(site, over, shape):
+    model, params = grouped()
+    found = see.patch(model, params, OTHERS, TOKENS, metric, site=site, over=over)
+    assert found.values.shape == shape
+    clean = see.capture(model, params, OTHERS, want=(site,)).values[site]
+    sizes = dict(zip([axis for axis in ("layer", "head", "position") if axis in over], shape))
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        place = {axis: int(rng.integers(size)) for axis, size in sizes.items()}
+        path = list(clean)[place["layer"]]
+        values = clean[path]
+        axes = {"head": -3 if site == "pattern" else -2}
+        axes["position"] = -2 if site in ("pattern", "in", "out") else -3
+        where = np.ones(values.shape, bool)
+        for axis, index in place.items():
+            if axis != "layer":
+                selected = np.arange(values.shape[axes[axis]]) == index
+                where &= np.expand_dims(selected, tuple(n for n in range(-values.ndim, 0) if n != axes[axis]))
+        expected = measured(model)(params, f"{path}/{site}", values, jnp.asarray(where))
+        np.testing.assert_allclose(found.values[tuple(place.values())], expected, atol=5e-6)
+
+
+def test_patching_everything_recovers_the_other_run():
+    model, params = grouped()
+    found = see.patch(model, params, OTHERS, TOKENS, metric, site="out", over=("layer",))
+    np.testing.assert_allclose(found.recovered[-1], 1, atol=1e-4)
+    back = see.patch(model, params, OTHERS, TOKENS, metric, site="out", over=("layer",), direction="noise")
+    np.testing.assert_allclose([back.baseline, back.target], [found.target, found.baseline], atol=3e-6)
+    same = see.patch(model, params, TOKENS, TOKENS, metric)
+    np.testing.assert_allclose(same.change, 0, atol=3e-6)
+    with pytest.raises(ValueError, match="recovered needs two runs of different metrics"):
+        same.recovered  # noqa: B018
+
+
+def test_attribution_is_the_derivative_of_patching():
+    """Of small steps of z towards the other run."""
+    model, params = grouped()
+    run = see.capture(model, params, TOKENS, want=("z",))
+    for over in (("layer", "head"), ("layer", "head", "position")):
+        found = see.attribute(model, params, OTHERS, TOKENS, metric, over=over)
+        other = see.capture(model, params, OTHERS, want=("z",)).values["z"]
+        for n, (path, z) in enumerate(run.values["z"].items()):
+            step = 1e-2 * (other[path] - z)
+            for head in range(2):
+                here = jnp.arange(4)[:, None] == head
+                ends = [measured(model)(params, f"{path}/z", z + sign * step, here) for sign in (1, -1)]
+                slope = (ends[0] - ends[1]) / 2e-2  # central: its error is of the step's square
+                value = found.change[n, head]
+                np.testing.assert_allclose(value.sum(), slope, atol=2e-3)
+    assert found.values.shape == (2, 4, 7)
+
+
+def test_attribution_of_patterns_and_streams_has_their_axes():
+    model, params = grouped()
+    pattern = see.attribute(model, params, OTHERS, TOKENS, metric, site="pattern")
+    assert pattern.values.shape == (2, 4) and np.abs(pattern.change).min() > 0
+    assert see.attribute(model, params, OTHERS, TOKENS, metric, site="in", over=("layer", "position")).values.shape == (
+        2,
+        7,
+    )
+
+
+def test_paths_reach_later_layers_alone_and_sum_up_what_their_definition_says():
+    model, params = grouped()
+    found = see.paths(model, params, TOKENS, OTHERS, metric, into="k")
+    assert found.values.shape == (2, 4, 2, 2) and found.axes[2:] == ("receiver layer", "receiver head")
+    np.testing.assert_array_equal(found.change[:, :, 0], 0)
+    np.testing.assert_array_equal(found.change[1], 0)
+    # By hand: head 1 of layer 0 changes, the receiver's keys are recorded, and put into the clean run.
+    first, second = "block_0/attention", "block_1/attention"
+    z = see.capture(model, params, OTHERS, want=("z",)).values["z"][first]
+    sent = see.edited(
+        model, params, TOKENS, edits={f"{first}/z": see.Put(z, jnp.arange(4)[:, None] == 1)}, want=("k",)
+    ).values["k"][second]
+    for receiver in range(2):
+        expected = measured(model)(params, f"{second}/k", sent, jnp.arange(2)[:, None] == receiver)
+        np.testing.assert_allclose(found.values[0, 1, 1, receiver], expected, atol=3e-6)
+
+
+def test_paths_to_the_result_are_those_through_no_other_head():
+    model, params = grouped()
+    found = see.paths(model, params, TOKENS, OTHERS, metric, into="out", senders=[0])
+    clean = see.capture(model, params, TOKENS, want=("z",)).values["z"]
+    z = see.capture(model, params, OTHERS, want=("z",)).values["z"]["block_0/attention"]
+    edits = {"block_0/attention/z": see.Put(z, jnp.arange(4)[:, None] == 3)}
+    edits["block_1/attention/z"] = see.Put(clean["block_1/attention"])
+    expected = metric(see.edited(model, params, TOKENS, edits=edits).out)
+    np.testing.assert_allclose(found.values[0, 3], expected, atol=3e-6)
+    assert found.values.shape == (1, 4) and found.paths == ("block_0/attention",)
+
+
+@pytest.mark.parametrize("kind", ["flax", "nnx"])
+def test_models_of_flax_have_the_effects_of_ours(kind):
+    model, params = {"flax": (models.Flax(), models.variables()), "nnx": (models.nnx_model(), None)}[kind]
+    expected = see.ablate(models.Ours(), models.variables(), TOKENS, metric).values
+    np.testing.assert_allclose(see.ablate(model, params, TOKENS, metric).values, expected, atol=5e-6)
+
+
+def test_a_model_with_arrays_as_fields_can_be_ablated():
+    attention = MultiHeadAttention(2, mask=np.tril(np.ones((7, 7), bool)))
+    x = jax.random.normal(jax.random.key(0), (2, 7, 8))
+    variables = attention.init(jax.random.key(1), x)
+    assert see.ablate(attention, variables, x, lambda out: out.sum()).values.shape == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda m, p: see.ablate(m, p, TOKENS, metric, how="mode"),
+            "how = 'mode': expected one of mean, zero, resample",
+        ),
+        (lambda m, p: see.ablate(m, p, TOKENS, lambda x: x), r"metric returned shape \(2, 7, 11\), expected \(\)"),
+        (lambda m, p: see.ablate(m, p, TOKENS, metric, chunk=0), "chunk = 0: expected 1 or more"),
+        (lambda m, p: see.patch(m, p, TOKENS, TOKENS[:1], metric), r"clean has shapes .* expected the same, so pad"),
+        (lambda m, p: see.patch(m, p, TOKENS, OTHERS, metric, site="w"), "site = 'w': expected one of q, k, v"),
+        (lambda m, p: see.patch(m, p, TOKENS, OTHERS, metric, site="in"), "site = 'in' has no heads: leave 'head'"),
+        (lambda m, p: see.patch(m, p, TOKENS, OTHERS, metric, over="head"), "expected 'layer', and beside it"),
+        (lambda m, p: see.patch(m, p, TOKENS, OTHERS, metric, direction="up"), "expected 'denoise' or 'noise'"),
+        (lambda m, p: see.paths(m, p, TOKENS, OTHERS, metric, senders=[2]), r"senders = \(2,\): expected numbers of"),
+        (lambda m, p: see.paths(m, p, TOKENS, OTHERS, metric, into="z"), "into = 'z': expected one of q, k, v, out"),
+    ],
+    ids=["how", "metric", "chunk", "shapes", "site", "heads", "over", "direction", "senders", "into"],
+)
+def test_bad_input_is_one_line(call, message):
+    with pytest.raises(ValueError, match=message) as error:
+        call(*grouped())
+    assert "\n" not in str(error.value)
+
+
+def test_positions_are_refused_where_the_last_block_is_not_the_last_to_mix_them():
+    class Pooled(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            x = models.OurBlock(name="block")(nn.Embed(models.VOCABULARY, models.WIDTH)(tokens))
+            x = x + x.mean(axis=1, keepdims=True)
+            return nn.Dense(models.VOCABULARY)(x)
+
+    params = models.variables(Pooled())
+    assert see.ablate(Pooled(), params, TOKENS, metric).values.shape == (1, 4)
+    with pytest.raises(ValueError, match=r"positions = \(-1,\): the model's result there differs by"):
+        see.ablate(Pooled(), params, TOKENS, metric, positions=(-1,))

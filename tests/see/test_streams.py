@@ -1,0 +1,124 @@
+"""The logit lens, and contributions that sum to the logits."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnlab import see
+from attnlab.nn import Block, MultiHeadAttention
+from tests.see import models
+from tests.see.models import OTHERS, TOKENS
+
+
+class WithoutNorms(nn.Module):
+    """Attention alone on a residual stream, as in Elhage et al. 2021."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(models.VOCABULARY, models.WIDTH)(tokens)
+        for layer in range(2):
+            x = AttentionOnly(name=f"layer_{layer}")(x)
+        return nn.Dense(models.VOCABULARY, use_bias=False)(x)
+
+
+class AttentionOnly(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + MultiHeadAttention(models.HEADS, name="attention")(x)
+
+
+class WithRMSNorm(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = AttentionOnly(name="layer")(nn.Embed(models.VOCABULARY, models.WIDTH)(tokens))
+        return nn.Dense(models.VOCABULARY)(nn.RMSNorm()(x))
+
+
+@pytest.mark.parametrize("kind", ["gpt", "grouped", "flax", "ours", "without_norms", "rms_norm"])
+def test_contributions_sum_to_the_logits(kind):
+    model, params = {
+        "gpt": models.gpt,
+        "grouped": lambda: models.gpt(kv_heads=2, positions="rotary", use_bias=False),
+        "flax": lambda: (models.Flax(), models.variables()),
+        "ours": lambda: (models.Ours(), models.variables()),
+        "without_norms": lambda: (WithoutNorms(), models.variables(WithoutNorms())),
+        "rms_norm": lambda: (WithRMSNorm(), models.variables(WithRMSNorm())),
+    }[kind]()
+    logits = model.apply(params, TOKENS)
+    expected = jnp.take_along_axis(logits, OTHERS[..., None], -1)[..., 0]
+    parts = see.contributions(model, params, TOKENS, targets=OTHERS)
+    scale = max(1, float(np.abs(logits).max()))
+    np.testing.assert_allclose(parts.logits / scale, expected / scale, atol=1e-6)
+    np.testing.assert_allclose(parts.total / scale, expected / scale, atol=1e-5)
+    against = see.contributions(model, params, TOKENS, targets=OTHERS, against=TOKENS)
+    np.testing.assert_allclose(against.total / scale, against.logits / scale, atol=1e-5)
+    np.testing.assert_allclose(
+        against.logits / scale,
+        (expected - jnp.take_along_axis(logits, TOKENS[..., None], -1)[..., 0]) / scale,
+        atol=2e-6,
+    )
+
+
+def test_contribution_of_a_head_is_what_its_removal_takes_from_a_model_without_norms():
+    """In its last layer, where nothing comes after."""
+    model, params = WithoutNorms(), models.variables(WithoutNorms())
+    parts = see.contributions(model, params, TOKENS, targets=OTHERS)
+    for head in range(models.HEADS):
+        cut = see.edited(
+            model, params, TOKENS, edits={"layer_1/attention/z": see.Zero(where=jnp.arange(4)[:, None] == head)}
+        ).out
+        lost = parts.logits - jnp.take_along_axis(cut, OTHERS[..., None], -1)[..., 0]
+        np.testing.assert_allclose(parts.heads[1, head], lost, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "nnx"])
+def test_lens_ends_with_the_result_and_begins_with_the_embedding(kind):
+    model, params = models.gpt() if kind == "gpt" else (models.nnx_model(), None)
+    logits = see.lens(model, params, TOKENS)
+    run = see.capture(model, params, TOKENS, want=("in", "out"))
+    last = list(run.values["out"])[-1]
+    np.testing.assert_allclose(logits[-1], run.out, atol=1e-5)
+    streams = [run.values["in"]["block_0"], run.values["out"]["block_0"]]
+    for stream, found in zip(streams, logits):
+        expected = see.edited(model, params, TOKENS, edits={f"{last}/out": see.Put(stream)}).out
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    chosen = see.lens(model, params, TOKENS, positions=(-1, 2))
+    np.testing.assert_allclose(chosen, logits[:, :, jnp.array([-1, 2])], atol=1e-5)
+
+
+class PostNorm(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(models.VOCABULARY, models.WIDTH)(tokens)
+        x = Block(MultiHeadAttention(2), nn.Dense(models.WIDTH), norm_first=False, name="block")(x)
+        return jnp.tanh(nn.Dense(models.VOCABULARY)(x))
+
+
+class Nonlinear(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = AttentionOnly(name="layer")(nn.Embed(models.VOCABULARY, models.WIDTH)(tokens))
+        return 3 * jnp.tanh(nn.Dense(models.VOCABULARY)(x))
+
+
+def test_models_of_another_form_are_refused_in_one_line():
+    x = jax.random.normal(jax.random.key(0), (2, 7, 16))
+    layer = MultiHeadAttention(2)
+    params = layer.init(jax.random.key(1), x)
+    for call, message in (
+        (
+            lambda: see.contributions(Nonlinear(), models.variables(Nonlinear()), TOKENS, targets=OTHERS),
+            "differ from the logits by",
+        ),
+        (lambda: see.contributions(layer, params, x, targets=OTHERS), "contributions needs a model with blocks"),
+        (lambda: see.lens(layer, params, x), "lens needs a model with blocks"),
+        (
+            lambda: see.contributions(models.nnx_model(), None, TOKENS, targets=OTHERS),
+            "contributions are of flax.linen models",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            call()
+        assert "\n" not in str(error.value)
