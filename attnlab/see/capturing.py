@@ -31,7 +31,8 @@ def sites(model, variables, *args, **kwargs) -> Sites:
     Raises:
       ValueError: the model has no attention, or has it within `nn.scan` without the collections of `attnlab.see`.
 
-    >>> model = attnlab.nn.GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
+    >>> from attnlab.nn import GPT
+    >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3]])
     >>> found = sites(model, model.init(jax.random.key(0), tokens), tokens)
     >>> [(site.path, site.heads, site.verified) for site in found], found.blocks
@@ -72,7 +73,8 @@ def capture(
     Raises:
       ValueError: as for `sites`; an unknown name or path, with the nearest one.
 
-    >>> model = attnlab.nn.GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
+    >>> from attnlab.nn import GPT
+    >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3]])
     >>> run = capture(model, model.init(jax.random.key(0), tokens), tokens, want=("pattern", "out"))
     >>> run.stack("pattern").shape, run.values["out"]["block_1"].shape  # [L, B, H, Tq, Tk], [B, T, F]
@@ -109,7 +111,8 @@ def edited(
       ValueError: as for `capture`; a site that the model does not have, with the nearest one.
 
     >>> from attnlab.see import Zero
-    >>> model = attnlab.nn.GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
+    >>> from attnlab.nn import GPT
+    >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3]])
     >>> params = model.init(jax.random.key(0), tokens)
     >>> edited(model, params, tokens, edits={"*/z": Zero()}).out.shape  # without attention

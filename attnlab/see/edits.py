@@ -21,6 +21,16 @@ class Edit:
 
     Where an edit has a field `where`, it is an array of bools that broadcasts to the value, and the rest of the value
     stays as it is; None for all of it. To edit head 3 of z `[B, T, H, D]`: `where=jnp.arange(H)[:, None] == 3`.
+
+    An edit of one's own is a pytree with a `__call__`:
+
+    >>> @jax.tree_util.register_pytree_node_class
+    ... class Flip(Edit):
+    ...     tree_flatten = lambda self: ((), None)
+    ...     tree_unflatten = classmethod(lambda cls, *_: cls())
+    ...     __call__ = lambda self, value: -value
+    >>> Flip()(jnp.ones(2))
+    Array([-1., -1.], dtype=float32)
     """
 
     def __call__(self, value: Array) -> Array:

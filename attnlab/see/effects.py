@@ -47,7 +47,8 @@ def ablate(
     Raises:
       ValueError: as for `capture`; another `how`, a metric that is no number, layers of different numbers of heads.
 
-    >>> model = attnlab.nn.GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
+    >>> from attnlab.nn import GPT
+    >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3], [4, 5, 6]])
     >>> params = model.init(jax.random.key(0), tokens)
     >>> effects = ablate(model, params, tokens, lambda logits: logits[:, -1, 0].mean())
@@ -93,7 +94,8 @@ def patch(
     Raises:
       ValueError: as for `ablate`; an unknown site, axis or direction, runs of different shapes.
 
-    >>> model = attnlab.nn.GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
+    >>> from attnlab.nn import GPT
+    >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> clean, corrupt = jnp.array([[1, 2, 3]]), jnp.array([[4, 2, 3]])
     >>> params = model.init(jax.random.key(0), clean)
     >>> metric = lambda logits: logits[0, -1, 1] - logits[0, -1, 4]
@@ -134,7 +136,8 @@ def attribute(
     Raises:
       ValueError: as for `patch`.
 
-    >>> model = attnlab.nn.GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
+    >>> from attnlab.nn import GPT
+    >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> clean, corrupt = jnp.array([[1, 2, 3]]), jnp.array([[4, 2, 3]])
     >>> params = model.init(jax.random.key(0), clean)
     >>> attribute(model, params, clean, corrupt, lambda logits: logits[0, -1, 1]).values.shape
@@ -178,7 +181,8 @@ def paths(
     Raises:
       ValueError: as for `patch`; layers that the model does not have.
 
-    >>> model = attnlab.nn.GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
+    >>> from attnlab.nn import GPT
+    >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> clean, corrupt = jnp.array([[1, 2, 3]]), jnp.array([[4, 2, 3]])
     >>> params = model.init(jax.random.key(0), clean)
     >>> paths(model, params, clean, corrupt, lambda logits: logits[0, -1, 1], into="k").values.shape

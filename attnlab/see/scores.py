@@ -325,9 +325,14 @@ def _untrained(untrained: Array | Sequence[Array], tokens: np.ndarray, like: Seq
     return layers
 
 
+def _at_least_float32(x) -> np.ndarray:
+    x = np.asarray(x)
+    return x.astype(np.result_type(x.dtype, np.float32), copy=False)
+
+
 def _layers(patterns: Array | Sequence[Array], tokens: np.ndarray, argument: str) -> list[np.ndarray]:
     """The weights of each layer `[B, H, T, T]`, checked."""
-    layers = [np.asarray(layer, np.result_type(layer, np.float32)) for layer in patterns]
+    layers = [_at_least_float32(layer) for layer in patterns]
     batch, length = tokens.shape
     for layer in layers:
         if layer.ndim != 4 or layer.shape != (batch, layers[0].shape[1], length, length):

@@ -22,6 +22,9 @@ class Site:
       editable: whether its values can be edited.
       mismatch: the largest difference between pattern·v and z, over the largest element of z; None if not measured.
       tolerance: above which the pattern is not that of z.
+
+    >>> Site("attention", "MultiHeadAttention", 2, 2, 5, 5, mismatch=1e-7, tolerance=3e-4).verified
+    True
     """
 
     path: str

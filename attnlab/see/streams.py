@@ -30,7 +30,8 @@ def lens(model, variables, *args, positions: Sequence[int] | None = None, **kwar
     Raises:
       ValueError: as for `capture`; a model without blocks, or whose blocks differ in width.
 
-    >>> model = attnlab.nn.GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
+    >>> from attnlab.nn import GPT
+    >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3]])
     >>> lens(model, model.init(jax.random.key(0), tokens), tokens).shape
     (3, 1, 3, 10)
@@ -117,7 +118,8 @@ def contributions(
     Raises:
       ValueError: as for `capture`; a model of another form, whose parts do not sum to its logits.
 
-    >>> model = attnlab.nn.GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
+    >>> from attnlab.nn import GPT
+    >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3]])
     >>> parts = contributions(model, model.init(jax.random.key(0), tokens), tokens, targets=jnp.array([[2, 3, 4]]))
     >>> parts.heads.shape, bool(jnp.allclose(parts.total, parts.logits, atol=1e-5))
