@@ -1,17 +1,19 @@
 """The figures of the README and of the studies' pages, from runs made now.
 
 python docs/figures.py              # all of them: a quarter of an hour on two CPU cores
-python docs/figures.py attention race resume
+python docs/figures.py attention race resume see
 python docs/figures.py scaling norms
 
-A figure is replaced when its run has succeeded. The model of `attention` stays in build/figures. The race runs against
-what is installed: `make peers`, and `pip install tokamax attnax` for the rest.
+A figure is replaced when its run has succeeded. The models of `attention` and `see` stay in build/figures. The race
+runs against what is installed: `make peers`, and `pip install tokamax attnax` for the rest. `see` needs Chromium and
+playwright.
 """
 
 import io
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,7 +40,7 @@ COLORS = 96  # of a palette: enough for a heat map, and a third of the bytes
 
 def main(names: list[str]) -> int:
     """Makes the figures with these names, all when there are none."""
-    known = {"attention": attention, "race": race, "resume": resume}
+    known = {"attention": attention, "race": race, "resume": resume, "see": see}
     known |= {name: lambda folder, name=name: study(name, folder) for name in STUDIES}
     if unknown := [name for name in names if name not in known]:
         print(f"error: {unknown[0]!r} is no figure: use {', '.join(known)}", file=sys.stderr)
@@ -152,6 +154,25 @@ def losses(records: list[dict]) -> tuple[list[int], list[float]]:
     return [record["step"] for record in records], [record["loss"] for record in records]
 
 
+def see(folder: Path) -> None:
+    """Trains the quickstart's model with a history, and photographs its page of attention in light and dark."""
+    from playwright.sync_api import sync_playwright
+
+    workdir = IMAGES.parents[1] / "build" / "figures" / "see" / "quickstart"  # the page's title names its last folder
+    run("attnlab.train", "--config=configs/quickstart.py", "--config.checkpoint.history=20", f"--workdir={workdir}")
+    prompt = "the class statement defines a class; the def statement defines"
+    run("attnlab.see", f"--workdir={workdir}", "--checkpoints=all", f"--prompt={prompt}", f"--out={folder}/see.html")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"))
+        for scheme in ("light", "dark"):
+            tab = browser.new_page(viewport={"width": 1280, "height": 1000}, color_scheme=scheme)
+            tab.goto(f"file://{folder}/see.html#layer=3&head=2&query=33")
+            tab.wait_for_selector("#app:not([hidden])")
+            shot = Image.open(io.BytesIO(tab.screenshot(full_page=True)))
+            shrink(shot, IMAGES / f"see_{scheme}.png", width=1280, colors=200)
+        browser.close()
+
+
 def study(name: str, folder: Path) -> None:
     """Runs a study with --fast, and keeps its figure and verdict."""
     run("attnlab.study", name, "--fast", f"--out={folder / name}")
@@ -167,13 +188,13 @@ def save(figure, path: Path) -> None:
     shrink(Image.open(buffer), path)
 
 
-def shrink(image: Image.Image, path: Path, width: int = 1200) -> None:
+def shrink(image: Image.Image, path: Path, width: int = 1200, colors: int = COLORS) -> None:
     """Writes a picture at most so wide, with a palette."""
     image = image.convert("RGB")
     if image.width > width:
         image = image.resize((width, round(image.height * width / image.width)), Image.Resampling.LANCZOS)
     path.parent.mkdir(parents=True, exist_ok=True)
-    image.quantize(COLORS, dither=Image.Dither.NONE).save(path, optimize=True)
+    image.quantize(colors, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def command(module: str, *options: str) -> list[str]:
