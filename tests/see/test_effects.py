@@ -12,7 +12,7 @@ from attnlab import see
 from attnlab.nn import GPT, MultiHeadAttention
 from attnlab.see import sweeps
 from attnlab.see.models import framed
-from tests.see import models
+from tests.see import induction, models
 from tests.see.models import OTHERS, TOKENS
 
 
@@ -247,3 +247,26 @@ def test_positions_are_refused_where_the_last_block_is_not_the_last_to_mix_them(
     assert see.ablate(Pooled(), params, TOKENS, metric).values.shape == (1, 4)
     with pytest.raises(ValueError, match=r"positions = \(-1,\): the model's result there differs by"):
         see.ablate(Pooled(), params, TOKENS, metric, positions=(-1,))
+
+
+@pytest.mark.slow
+def test_ablating_the_induction_heads_removes_the_drop_of_the_second_half():
+    """The heads that the scores find: the first alone costs most of all heads, two of them are all of the drop."""
+    model, params, untrained, _ = induction.trained()
+    tokens = induction.sample()
+    own, other = (induction.patterns(model, variables, tokens) for variables in (params, untrained))
+    heads = see.scores(own, tokens, untrained=other).heads("induction")
+    given, targets, middle = jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:]), tokens.shape[1] // 2
+
+    def halves(out):
+        return float(out[:, : middle - 1].mean()), float(out[:, middle:].mean())
+
+    first, second = halves(model.apply(params, given, targets=targets))
+    assert first - second > 3  # nats
+    found = see.ablate(model, params, given, lambda losses: losses[:, middle:].mean(), targets=targets)
+    assert found.change.argmax() == np.ravel_multi_index(heads[0], found.values.shape) and found.change.max() > 0.5
+    z = see.capture(model, params, given, want=("z",), targets=targets).values["z"]
+    chosen = jnp.isin(jnp.arange(4), jnp.array([head for layer, head in heads[:2] if layer == 1]))[:, None]
+    edits = {"block_1/attention/z": see.Mean(z["block_1/attention"], where=chosen)}
+    first, second = halves(see.edited(model, params, given, edits=edits, targets=targets).out)
+    assert second >= first
