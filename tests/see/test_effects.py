@@ -251,7 +251,7 @@ def test_positions_are_refused_where_the_last_block_is_not_the_last_to_mix_them(
 
 @pytest.mark.slow
 def test_ablating_the_induction_heads_removes_the_drop_of_the_second_half():
-    """The heads that the scores find: the first alone costs most of all heads, two of them are all of the drop."""
+    """The two of highest score are the two that cost most; without both the drop is gone, one stands in for the other."""
     model, params, untrained, _ = induction.trained()
     tokens = induction.sample()
     own, other = (induction.patterns(model, variables, tokens) for variables in (params, untrained))
@@ -264,7 +264,9 @@ def test_ablating_the_induction_heads_removes_the_drop_of_the_second_half():
     first, second = halves(model.apply(params, given, targets=targets))
     assert first - second > 3  # nats
     found = see.ablate(model, params, given, lambda losses: losses[:, middle:].mean(), targets=targets)
-    assert found.change.argmax() == np.ravel_multi_index(heads[0], found.values.shape) and found.change.max() > 0.5
+    costliest = np.argsort(-found.change, axis=None)[:2]
+    assert {tuple(map(int, np.unravel_index(n, (2, 4)))) for n in costliest} == set(heads[:2])
+    assert np.sort(found.change, axis=None)[-2] > 0.5
     z = see.capture(model, params, given, want=("z",), targets=targets).values["z"]
     chosen = jnp.isin(jnp.arange(4), jnp.array([head for layer, head in heads[:2] if layer == 1]))[:, None]
     edits = {"block_1/attention/z": see.Mean(z["block_1/attention"], where=chosen)}
