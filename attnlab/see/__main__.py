@@ -9,7 +9,7 @@ third holds a Hugging Face GPT-2: `config.json`, `model.safetensors`, and its to
 page shows a window of the run's validation text. `python -m attnlab.see` is the same command.
 
 Beside the attention weights, the page has scores of each head and its effect. Duplicate and induction heads are scored
-on 32 sequences of random tokens that repeat, each with a period of its own; the other kinds on 32 windows of the
+on 32 sequences of random tokens that repeat, each with a period of its own; the other kinds on up to 32 windows of the
 validation text, or on those sequences where there is no such text. The p-values printed are against uniform attention,
 against the model before training, and for the first two kinds against the weight between the same positions elsewhere.
 The effect is the change of the loss on these windows, or on the prompts, when a head's output is its mean.
@@ -83,7 +83,10 @@ def _main(values, own_process: bool) -> int:
     found = {}
     for number, step in enumerate(steps, 1):
         start = time.perf_counter()
-        found[step] = examine(load(workdir, "latest" if step is None else step).params)
+        try:
+            found[step] = examine(load(workdir, "latest" if step is None else step).params)
+        except ValueError as error:  # as of weights that are not finite
+            raise UserError(f"{_step(step)}: {commands.one_line(error)}") from error
         loss = f"loss {found[step].effects.baseline:.4f} on {subject.measured_on}, " if values.effects else ""
         seconds = time.perf_counter() - start
         print(f"{_step(step)} ({number} of {len(steps)}): {loss}{seconds:.1f} s", flush=True)
