@@ -251,7 +251,7 @@ def test_positions_are_refused_where_the_last_block_is_not_the_last_to_mix_them(
 
 @pytest.mark.slow
 def test_ablating_the_induction_heads_removes_the_drop_of_the_second_half():
-    """The two of highest score are the two that cost most; without both the drop is gone, one stands in for the other."""
+    """The two of highest score are the two that cost most; without both the drop is gone."""
     model, params, untrained, _ = induction.trained()
     tokens = induction.sample()
     own, other = (induction.patterns(model, variables, tokens) for variables in (params, untrained))
