@@ -38,10 +38,10 @@ def not_emulated():
 
 
 def mark(case):
-    """Some cases run always, a sixteenth of the others with the slow tests, all with the campaigns."""
+    """Some cases run always, a fortieth of the others with the slow tests, all with the campaigns."""
     if case.seed in QUICK:
         return ()
-    return (pytest.mark.slow,) if case.seed % 16 == 0 else (pytest.mark.campaign,)
+    return (pytest.mark.slow,) if case.seed % 40 == 0 else (pytest.mark.campaign,)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=mark(case), id=str(case)) for case in ALL])
