@@ -11,6 +11,7 @@ OPTIMIZED = XLA_FLAGS="--xla_backend_optimization_level=3 $$XLA_FLAGS"
 PEERS = torch==2.13.0 transformers==5.23.0 transformer-lens==4.3.0
 # The tests of whatever can differ between versions of JAX, Flax, Optax and Orbax.
 VERSIONED = tests/ops tests/training tests/test_train.py tests/interop/test_flax.py tests/interop/test_export.py \
+	tests/see/test_capturing.py tests/see/test_edits.py \
 	tests/interop/test_transforms.py
 
 .PHONY: train test test-slow test-versions test-hardware campaigns peers lint format bench docs figures planned constraints clean
