@@ -6,8 +6,8 @@ from attnlab.see.edits import Add, Edit, Freeze, Mean, Put, Resample, Scale, Zer
 from attnlab.see.effects import ablate, attribute, patch, paths
 from attnlab.see.pages import Page, page
 from attnlab.see.results import Effects, Run
-from attnlab.see.scores import Scores, scores
-from attnlab.see.sites import Site, Sites
+from attnlab.see.scoring import Scores, scores
+from attnlab.see.site import Site, Sites
 from attnlab.see.streams import Contributions, contributions, lens
 
 __all__ = [

@@ -38,8 +38,8 @@ from attnlab.errors import UserError
 from attnlab.interop import huggingface
 from attnlab.loading import load, peek
 from attnlab.nn import GPT
-from attnlab.see.pages.document import GENERATOR
-from attnlab.see.scores import KINDS
+from attnlab.see.pages.document import is_page
+from attnlab.see.scoring import KINDS
 from attnlab.training.workdir import Workdir, read_config
 from attnlab.types import Array
 
@@ -104,7 +104,7 @@ def _checked_out(name: str | None, workdir: Path) -> Path:
     out = Path(name) if name is not None else (workdir if workdir.is_dir() else workdir.parent) / "see.html"
     if name == "" or out.is_dir() or (name and not out.parent.is_dir()):
         raise UserError(f"--out={name}: expected a file in a folder that exists, e.g. --out=see.html")
-    if out.exists() and GENERATOR not in out.read_text(encoding="utf-8", errors="replace")[:4096]:
+    if out.exists() and not is_page(out):
         raise UserError(f"{out} exists and is no page of attnlab: choose another --out, or remove it")
     return out
 

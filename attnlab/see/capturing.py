@@ -12,7 +12,7 @@ from attnlab.config import nearest
 from attnlab.nn import taps
 from attnlab.see.models import framed
 from attnlab.see.results import Run
-from attnlab.see.sites import Sites
+from attnlab.see.site import Sites
 from attnlab.types import Array
 
 

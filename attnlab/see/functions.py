@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend import core
 
 from attnlab.nn import taps
-from attnlab.see.sites import Site, Sites, natural
+from attnlab.see.site import Site, Sites, natural
 
 NAMES = ("pattern", "v", "z")
 # What may lie between the exp of the scores, their sum, the quotient of both, and the product with the values.

@@ -15,7 +15,7 @@ import numpy as np
 
 from attnlab.nn import AdditiveAttention, Head, MultiHeadAttention, taps
 from attnlab.nn.norms import LayerNorm
-from attnlab.see.sites import Site, Sites, blocks_of
+from attnlab.see.site import Site, Sites, blocks_of
 
 OURS = (MultiHeadAttention, Head, AdditiveAttention)
 NORMS = (LayerNorm, nn.LayerNorm, nn.RMSNorm)

@@ -15,7 +15,7 @@ from attnlab.see import edits as editing
 from attnlab.see.functions import Function
 from attnlab.see.linen import Linen
 from attnlab.see.results import Run
-from attnlab.see.sites import Sites
+from attnlab.see.site import Sites
 
 NAMES = (*taps.ATTENTION, *taps.STREAMS, taps.NORM, taps.MISMATCH)
 

@@ -13,7 +13,7 @@ from flax import nnx
 
 from attnlab.nn import taps
 from attnlab.see.linen import tapped
-from attnlab.see.sites import Site, Sites, blocks_of
+from attnlab.see.site import Site, Sites, blocks_of
 
 
 class Seen(nnx.Intermediate):

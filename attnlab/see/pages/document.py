@@ -208,7 +208,7 @@ def _picture(shown: Contents) -> bytes:
 
 def _write(text: str, path: Path) -> None:
     """Write the file, all of it or nothing."""
-    if path.exists() and not _is_page(path):
+    if path.exists() and not is_page(path):
         raise ValueError(f"{path} exists and is no page of attnlab: choose another path, or remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.new")
@@ -219,8 +219,12 @@ def _write(text: str, path: Path) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def _is_page(path: Path) -> bool:
-    """Whether attnlab wrote the file."""
+def is_page(path: Path) -> bool:
+    """Whether attnlab wrote the file.
+
+    >>> is_page(Path("missing.html"))
+    False
+    """
     if not path.is_file():
         return False
     with path.open(encoding="utf-8", errors="replace") as file:
