@@ -33,7 +33,7 @@ import numpy as np
 
 import attnlab
 from attnlab import config as configs
-from attnlab import plots
+from attnlab import plots, see
 from attnlab.data import corpora, tokenizers
 from attnlab.data.batches import EvalBatches
 from attnlab.masks import Causal
@@ -155,22 +155,21 @@ print(tokenizer.decode(prompt) + tokenizer.decode([token[0] for token in drawn])
 # %% [markdown]
 # ## What every head attends to
 #
-# With `mutable=["intermediates"]` each attention layer stores its weights. Here are all twelve heads on four words.
+# `see.capture` runs the model and returns the weights of every attention layer (lesson 7 goes further). Here are all
+# twelve heads on four words.
 
 # %%
 names = [f"layer {layer}, head {head}" for layer in range(3) for head in range(4)]
 
 
 @jax.jit
-def attention_of(tokens):
-    """The weights of every head, `[B, 12, T, T]`."""
-    _, state = model.apply(params, tokens, mutable=["intermediates"])
-    layers = [state["intermediates"][f"block_{layer}"]["attention"]["attention_weights"][0] for layer in range(3)]
-    return jnp.concatenate(layers, axis=1)
+def patterns(params, tokens):
+    """The weights of every head, `[L, B, H, T, T]`."""
+    return see.capture(model, params, tokens).stack("pattern")
 
 
 words = " ".join(sentence.split()[:4])
-looks = attention_of(tokenizer.encode(words)[None])[0]
+looks = jnp.concatenate(patterns(params, tokenizer.encode(words)[None])[:, 0])  # [12, T, T]
 np.testing.assert_allclose(looks.sum(axis=-1), 1, atol=1e-5)
 nearby = np.mean([looks[:, i, i - 2 : i + 1].sum(axis=-1) for i in range(5, len(words))])
 plots.heads(
@@ -208,9 +207,9 @@ places = {
     "gap before the word": (last_gap, in_word),
     "start of the window": (0 * i, late),
 }
-weights = np.asarray(attention_of(inputs))
+weights = np.asarray(patterns(params, inputs))
 uniform = np.where(np.tri(64), 1 / (1 + np.arange(64)[:, None]), 0)
-all_heads = np.concatenate([weights, np.broadcast_to(uniform, (64, 1, 64, 64))], axis=1)
+all_heads = np.concatenate([*weights, np.broadcast_to(uniform, (64, 1, 64, 64))], axis=1)
 measured = {
     name: np.mean([all_heads[row, :, at, key[row, at]] for row, at in zip(*np.nonzero(counted))], axis=0)
     for name, (key, counted) in places.items()
@@ -233,6 +232,23 @@ plots.weights(
 # There are heads for the character itself and for the previous one. A head that "finds the beginning of words" would
 # stand out in the columns of the word's first letter or of the gap before it; in a run this short, none gives them even
 # a third of its weight. Train longer, and measure again.
+#
+# For roles that need no words, `see.scores` does this, with tests against uniform attention, untrained heads and, for
+# roles that depend on the characters, the same pair of positions in other windows. An induction head attends to what
+# followed an earlier occurrence of the current character.
+
+# %%
+untrained = patterns(jax.jit(model.init)(jax.random.key(1), inputs[:1]), inputs)
+found = see.scores(weights, inputs, ("current", "previous", "induction"), untrained=untrained)
+print(found)
+for kind in found.values:
+    print(f"{kind}: {len(found.heads(kind))} of {len(names)} heads reject all null models")
+by_hand = np.diagonal(weights, offset=-1, axis1=3, axis2=4).mean(axis=(1, 3))  # [L, H]
+np.testing.assert_allclose(found.values["previous"], by_hand, atol=1e-5)
+
+# %% [markdown]
+# A small p-value says that an excess is real, not that it is large, and neither says that the model uses the head.
+# Lesson 7 tests that by ablation.
 
 # %% [markdown]
 # ## How are Q, K, V and W trained?
