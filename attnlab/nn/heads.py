@@ -73,10 +73,11 @@ class Head(checks.MaskedModule):
         weights = functools.partial(attention_weights, q, k, **terms)
         if self.is_mutable_collection("intermediates"):
             self.sow("intermediates", "attention_weights", weights()[..., 0, :, :])
-        if self.dropout_rate and not deterministic:
+        drops = bool(self.dropout_rate) and not deterministic
+        if drops:
             terms |= {"dropout_rate": self.dropout_rate, "dropout_key": self.make_rng("dropout")}
         attend = functools.partial(attention, q, k, v, impl=self.impl, **terms)
-        return taps.attended(self, attend, lambda rows: weights(rows=rows), v)[..., 0, :]
+        return taps.attended(self, attend, lambda rows: weights(rows=rows), v, drops=drops)[..., 0, :]
 
 
 class StackedHeads(checks.MaskedModule):

@@ -292,10 +292,11 @@ class MultiHeadAttention(checks.MaskedModule):
         weights = functools.partial(attention_weights, q, k, **terms)
         if self.is_mutable_collection("intermediates"):
             self.sow("intermediates", "attention_weights", weights())
-        if self.dropout_rate and not deterministic:
+        drops = bool(self.dropout_rate) and not deterministic
+        if drops:
             key = self.make_rng("dropout") if dropout_key is None else dropout_key
             terms |= {"dropout_rate": self.dropout_rate, "dropout_key": key}
         k, v = k.astype(q.dtype), v.astype(q.dtype)
         attend = functools.partial(attention, q, k, v, impl=self.impl, **terms)
-        out = taps.attended(self, attend, lambda rows: weights(rows=rows), v)
+        out = taps.attended(self, attend, lambda rows: weights(rows=rows), v, drops=drops)
         return sharding.constrain(out, "batch", "length", "heads", None)

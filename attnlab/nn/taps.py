@@ -19,6 +19,7 @@ ATTENTION = ("q", "k", "v", "pattern", "z")
 STREAMS = ("in", "out")
 NORM = "norm"  # what a norm divides by
 MISMATCH = "mismatch"
+MADE = "made"  # what a module within a block returns
 ROWS = "see_rows"
 
 
@@ -40,11 +41,11 @@ def edits(name: str) -> str:
     return f"edit_{name}"
 
 
-COLLECTIONS = (*(f(name) for name in (*ATTENTION, *STREAMS, NORM, MISMATCH) for f in (asked, edits)), ROWS)
+COLLECTIONS = (*(f(name) for name in (*ATTENTION, *STREAMS, NORM, MISMATCH, MADE) for f in (asked, edits)), ROWS)
 """Names of all collections; `nn.scan` and `nn.vmap` pass on those in their `variable_axes` alone.
 
 >>> len(COLLECTIONS)
-19
+21
 """
 
 
@@ -94,7 +95,7 @@ def tap(module, name: str, value):
     return value
 
 
-def attended(module, attend: Callable, weights: Callable, v: Float[Array, "*B Tk Hk Dv"]):
+def attended(module, attend: Callable, weights: Callable, v: Float[Array, "*B Tk Hk Dv"], *, drops: bool = False):
     """The output z of attention, `[..., Tq, H, Dv]`, through the taps at the pattern and at z.
 
     An edited pattern p' changes z by (p' − p)·v, so that an edit which changes nothing leaves every bit as it is, and
@@ -105,10 +106,18 @@ def attended(module, attend: Callable, weights: Callable, v: Float[Array, "*B Tk
       attend: returns z.
       weights: `weights(rows)` returns the pattern `[..., H, Rq, Tk]` of the query indices `rows`, None for all.
       v: the values that z sums.
+      drops: whether z is computed with weights that are dropped at random.
+
+    Raises:
+      ValueError: an edit of the pattern, where weights are dropped after it.
     """
     port = LinenPort(module) if isinstance(module, nn.Module) else module
     z, edit = attend(), port.edit("pattern")
     if edit is not None:
+        if drops:
+            raise ValueError(
+                "the pattern is edited before dropout, which is on: call the model with deterministic=True"
+            )
         pattern = weights(None)
         edited = edit(pattern)
         z = (z + _weighted(edited - pattern, v, jnp.maximum(jnp.abs(pattern), jnp.abs(edited)))).astype(z.dtype)

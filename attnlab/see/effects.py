@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from attnlab.see import sweeps
 from attnlab.see.models import framed
@@ -58,8 +59,8 @@ def ablate(
     if how not in HOW:
         raise ValueError(f"how = {how!r}: expected one of {', '.join(HOW)}")
     frame, inputs = framed(model, variables, _args(batch), kwargs)
-    sweep = sweeps.Sweep(frame, metric, "z", ("layer", "head"), chunk, _tuple(positions))
-    values, baseline, apart = sweeps.ablated(sweep, inputs, how)
+    sweep, arrays = sweeps.sweep(frame, inputs, metric, "z", ("layer", "head"), chunk, positions)
+    values, baseline, apart = sweeps.ablated(sweep, arrays, inputs, how)
     return sweep.effects(values, baseline, None, apart)
 
 
@@ -107,8 +108,8 @@ def patch(
     frame, source, edited = _two_runs(model, variables, clean, corrupt, kwargs)
     if direction == "noise":
         source, edited = edited, source
-    sweep = sweeps.Sweep(frame, metric, site, sweeps.axes(over), chunk, _tuple(positions))
-    values, baseline, target, apart = sweeps.patched(sweep, source, edited)
+    sweep, arrays = sweeps.sweep(frame, edited, metric, site, sweeps.axes(over), chunk, positions)
+    values, baseline, target, apart = sweeps.patched(sweep, arrays, source, edited)
     return sweep.effects(values, baseline, target, apart)
 
 
@@ -144,8 +145,8 @@ def attribute(
     (2, 2)
     """
     frame, source, edited = _two_runs(model, variables, clean, corrupt, kwargs)
-    sweep = sweeps.Sweep(frame, metric, site, sweeps.axes(over))
-    values, baseline, target = sweeps.attributed(sweep, source, edited)
+    sweep, arrays = sweeps.sweep(frame, edited, metric, site, sweeps.axes(over))
+    values, baseline, target = sweeps.attributed(sweep, arrays, source, edited)
     return sweep.effects(values, baseline, target)
 
 
@@ -191,10 +192,12 @@ def paths(
     if into not in INTO:
         raise ValueError(f"into = {into!r}: expected one of {', '.join(INTO)}")
     frame, clean_inputs, corrupt_inputs = _two_runs(model, variables, clean, corrupt, kwargs)
-    sweep = sweeps.Sweep(frame, metric, "z", ("layer", "head"), chunk, _tuple(positions))
+    sweep, arrays = sweeps.sweep(frame, clean_inputs, metric, "z", ("layer", "head"), chunk, positions)
     senders = _layers("senders", senders, len(sweep.paths))
     receivers = () if into == "out" else _layers("receivers", receivers, len(sweep.paths))
-    values, baseline, target, apart = sweeps.along_paths(sweep, clean_inputs, corrupt_inputs, into, senders, receivers)
+    values, baseline, target, apart = sweeps.along_paths(
+        sweep, arrays, clean_inputs, corrupt_inputs, into, senders, receivers
+    )
     axes = ("layer", "head") + (("receiver layer", "receiver head") if receivers else ())
     return sweep.effects(values, baseline, target, apart, axes=axes, layers=senders)
 
@@ -203,12 +206,8 @@ def _args(batch) -> tuple:
     return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
 
 
-def _tuple(positions) -> tuple[int, ...] | None:
-    return None if positions is None else tuple(map(int, positions))
-
-
 def _layers(name, chosen, count) -> tuple[int, ...]:
-    chosen = tuple(range(count)) if chosen is None else tuple(map(int, chosen))
+    chosen = tuple(range(count)) if chosen is None else tuple(map(int, np.atleast_1d(chosen)))
     wrong = [layer for layer in chosen if not 0 <= layer < count]
     if wrong or not chosen:
         raise ValueError(f"{name} = {chosen}: expected numbers of layers from 0 to {count - 1}")

@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend import core
 
 from attnlab.nn import taps
+from attnlab.see.linen import unwrapped
 from attnlab.see.site import Site, Sites, natural
 
 NAMES = ("pattern", "v", "z")
@@ -47,7 +48,8 @@ class Function:
             shapes = {name: seen[name][path] for name in NAMES}
             *_, heads, q_length, kv_length = (1, *shapes["pattern"].shape)[-4:]
             tolerance = float(np.sqrt(jnp.finfo(shapes["z"].dtype).eps))
-            found.append(Site(path, "softmax", heads, heads, q_length, kv_length, NAMES, False, tolerance=tolerance))
+            kv_heads = shapes["v"].shape[-2]
+            found.append(Site(path, "softmax", heads, kv_heads, q_length, kv_length, NAMES, False, tolerance=tolerance))
         return Sites(tuple(found))
 
     def run(self, variables, args: tuple, kwargs: Mapping, sites: Sites, want: tuple[str, ...], edits: Mapping, rows):
@@ -66,7 +68,7 @@ class Function:
 
     def _interpret(self, variables, args, kwargs):
         def call(variables, args, kwargs):
-            return self.call(variables, *args, **kwargs, **dict(self.options))
+            return self.call(variables, *unwrapped(args), **kwargs, **dict(self.options))
 
         closed, shape = jax.make_jaxpr(call, return_shape=True)(variables, args, kwargs)
         outs, _, found = _run(closed.jaxpr, closed.consts, jax.tree.leaves((variables, args, kwargs)))

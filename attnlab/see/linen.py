@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -36,7 +36,7 @@ class Linen:
 
     def sites(self, variables, args: tuple, kwargs: Mapping) -> Sites:
         """The attention layers and blocks, found while the call is traced."""
-        calls: dict[str, tuple[str, bool, int]] = {}
+        calls: dict[str, Call] = {}
         # Another collection at each time: else programs of `nn.jit` that were traced before would not be traced again.
         fresh = f"sites_{next(_fresh)}"
 
@@ -44,13 +44,21 @@ class Linen:
             return self._apply(variables, args, kwargs, taps.ATTENTION, {}, (), calls, fresh)[1]
 
         sown = jax.eval_shape(trace, variables, args, dict(kwargs))
+        unseen = set(sown["z"]) - set(calls)
+        if unseen:
+            raise ValueError(
+                f"nn.jit compiles {', '.join(sorted(unseen))} and another layer as one, so their calls cannot be told "
+                "apart: leave nn.jit out, and compile the whole call"
+            )
         found = []
-        for path, (kind, _, rank) in calls.items():
-            for name, shapes in _shapes_at(sown, path, rank).items():
-                found.append(_site(name, kind, shapes))
-        blocks = blocks_of(tuple(site.path for site in found), {path: same for path, (_, same, _) in calls.items()})
-        kinds = {norm.__name__ for norm in NORMS}
-        outside = [path for path, (kind, *_) in calls.items() if kind in kinds and not _is_in(path, blocks)]
+        for path, call in calls.items():
+            for name, shapes in _shapes_at(sown, path, call.rank).items():
+                found.append(_site(name, call.kind, shapes, editable="[" not in name and call.count == 1))
+        streams = {path: call.is_stream and call.count == 1 for path, call in calls.items()}
+        blocks = blocks_of(tuple(site.path for site in found if site.editable), streams)
+        outside = [
+            path for path, call in calls.items() if call.is_norm and call.count == 1 and not _is_in(path, blocks)
+        ]
         return Sites(tuple(found), blocks, tuple(outside) if blocks else ())
 
     def run(self, variables, args: tuple, kwargs: Mapping, sites: Sites, want: tuple[str, ...], edits: Mapping, rows):
@@ -69,9 +77,9 @@ class Linen:
             _put(given.setdefault(taps.edits(name), {}), path, edit)
         if rows is not None:
             for site in sites:
-                _put(given.setdefault(taps.ROWS, {}), _base(site.path), rows)
+                _put(given.setdefault(taps.ROWS, {}), base(site.path), rows)
         out, sown = self._apply(variables, args, kwargs, want, given, sites.blocks + sites.norms, {})
-        lifted = {_base(site.path): site.path.count("[") for site in sites}
+        lifted = {base(site.path): site.path.count("[") for site in sites}
         values = {name: {} for name in want}
         for name in want:
             for path, calls in sown[name].items():
@@ -84,7 +92,7 @@ class Linen:
         wished = [] if mutable is False else [mutable] if isinstance(mutable, str) else mutable
         if wished is True or not isinstance(wished, list | tuple):
             raise ValueError(f"mutable = {mutable!r}: expected a list of the names of collections")
-        asked = [taps.asked(name) for name in names]
+        asked, args = [taps.asked(name) for name in names], unwrapped(args)
         listen = _Listener(names, frozenset(tapped), calls)
         with nn.intercept_methods(listen):
             out, changed = self.model.apply(
@@ -96,13 +104,23 @@ class Linen:
         return (out, {name: value for name, value in changed.items() if name not in asked}), sown
 
 
+class Call(NamedTuple):
+    """The calls of one module: its type, the rank of its first array, whether it returns that in shape, how many."""
+
+    kind: str
+    rank: int
+    is_norm: bool
+    is_stream: bool = False
+    count: int = 1
+
+
 class _Listener:
     """Intercepts the calls of modules: notes them, taps the streams of blocks, and the attention of Flax's layers.
 
     Attributes:
       names: of the values that are asked for.
       tapped: paths of the blocks whose streams are tapped, and of the norms.
-      calls: of each module, (type, whether it returns what it takes in shape, rank of its first argument).
+      calls: what is noted, by path.
     """
 
     def __init__(self, names, tapped, calls):
@@ -112,19 +130,25 @@ class _Listener:
         module = context.module
         if context.method_name != "__call__" or module.is_initializing():
             return call(*args, **kwargs)
-        path, given = "/".join(module.path), args[0] if args else None
+        path, at = "/".join(module.path), first_array(args, kwargs)
+        given = None if at is None else args[at] if isinstance(at, int) else kwargs[at]
         if isinstance(module, (*OURS, nn.MultiHeadDotProductAttention)):
             self._require_collections(module, path)
-        self.calls.setdefault(path, (type(module).__name__, False, np.ndim(given)))
+        noted = self.calls.setdefault(
+            path, Call(type(module).__name__, np.ndim(given), isinstance(module, NORMS), count=0)
+        )
+        self.calls[path] = noted = noted._replace(count=noted.count + 1)
         if path in self.tapped and isinstance(module, NORMS):
             return _tapped_norm(module, given, call(*args, **kwargs))
         if path in self.tapped:
-            args = (taps.tap(module, "in", given), *args[1:])
+            args, kwargs = replaced(args, kwargs, at, taps.tap(module, "in", given))
         with _tapped_attention(module):
             out = call(*args, **kwargs)
         stream = out[0] if isinstance(out, tuple) and out else out
         is_stream = isinstance(given, jax.Array) and given.ndim > 2 and isinstance(stream, jax.Array)
-        self.calls[path] = (type(module).__name__, is_stream and stream.shape == given.shape, np.ndim(given))
+        self.calls[path] = noted._replace(is_stream=is_stream and stream.shape == given.shape)
+        if _is_in(path, self.tapped) and path not in self.tapped and isinstance(stream, jax.Array):
+            taps.tap(module, taps.MADE, stream)
         if path in self.tapped:
             stream = taps.tap(module, "out", stream)
             out = (stream, *out[1:]) if isinstance(out, tuple) else stream
@@ -179,18 +203,21 @@ def tapped(attention_fn: Callable, port) -> Callable:
         q, k, v = (taps.tap(port, name, x) for name, x in (("q", query), ("k", key), ("v", value)))
 
         def weights(rows):
-            pattern = _weights(attention_fn, q, k, v, *args, **{**kwargs, "module": None})
+            undropped = {"module": None, "deterministic": True, "dropout_rate": 0.0, "dropout_rng": None}
+            pattern = _weights(attention_fn, q, k, v, *args, **{**kwargs, **undropped})
             return pattern if rows is None else jnp.take(pattern, rows, axis=-2)
 
-        return taps.attended(port, lambda: attention_fn(q, k, v, *args, **kwargs), weights, v)
+        drops = bool(kwargs.get("dropout_rate")) and not kwargs.get("deterministic", False)
+        return taps.attended(port, lambda: attention_fn(q, k, v, *args, **kwargs), weights, v, drops=drops)
 
     return run
 
 
 def _weights(attention_fn, q, k, v, *args, **kwargs):
     """The pattern `[..., H, Tq, Tk]` of any attention function: its output for the identity as values."""
-    if "module" not in inspect.signature(attention_fn).parameters:
-        kwargs.pop("module")
+    accepted = inspect.signature(attention_fn).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted):
+        kwargs = {name: kwargs[name] for name in kwargs if name in {parameter.name for parameter in accepted}}
     length, width = k.shape[-3], v.shape[-1]
     # In parts of the values' own width, as some functions accept no other.
     eye = jnp.eye(length, -(-length // width) * width, dtype=v.dtype).reshape(length, -1, 1, width)
@@ -203,6 +230,43 @@ def _weights(attention_fn, q, k, v, *args, **kwargs):
     return parts.reshape(*parts.shape[:-2], -1)[..., :length]
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """An argument that is no array, such as a flag, as a pytree without leaves."""
+
+    value: Any
+
+
+def unwrapped(args: tuple) -> tuple:
+    """Arguments as the model takes them.
+
+    >>> unwrapped((1, Static(True)))
+    (1, True)
+    """
+    return tuple(arg.value if isinstance(arg, Static) else arg for arg in args)
+
+
+def first_array(args: tuple, kwargs: Mapping) -> int | str | None:
+    """Where a call's first array is: its position, or its keyword; None if there is none.
+
+    >>> first_array((), {"deterministic": True, "x": jnp.ones(2)})
+    'x'
+    """
+    if args:
+        return 0
+    return next((name for name, value in kwargs.items() if isinstance(value, jax.Array)), None)
+
+
+def replaced(args: tuple, kwargs: Mapping, at: int | str, value) -> tuple[tuple, dict]:
+    """The arguments of a call with another value at the place of `first_array`.
+
+    >>> replaced((1, 2), {}, 0, 3)
+    ((3, 2), {})
+    """
+    return ((value, *args[1:]), kwargs) if isinstance(at, int) else (args, {**kwargs, at: value})
+
+
 def _put(tree: dict, path: str, value) -> None:
     for part in filter(None, path.split("/")):
         tree = tree.setdefault(part, {})
@@ -213,8 +277,12 @@ def _is_in(path: str, blocks: tuple[str, ...]) -> bool:
     return any(f"{path}/".startswith(f"{block}/") for block in blocks)
 
 
-def _base(path: str) -> str:
-    """The module's path in a site's."""
+def base(path: str) -> str:
+    """The module's path in a site's.
+
+    >>> base("layer/attention@1")
+    'layer/attention'
+    """
     return path.partition("[")[0].partition("@")[0]
 
 
@@ -249,7 +317,7 @@ def _shapes_at(sown, path, rank) -> dict[str, dict]:
     return found
 
 
-def _site(path, kind, shapes) -> Site:
+def _site(path, kind, shapes, editable) -> Site:
     *_, heads, q_length, kv_length = shapes["pattern"].shape
     keys = shapes.get("v", shapes["pattern"] if "k" not in shapes else shapes["k"])
     return Site(
@@ -260,6 +328,6 @@ def _site(path, kind, shapes) -> Site:
         q_length,
         kv_length,
         tuple(name for name in taps.ATTENTION if name in shapes),
-        editable="@" not in path and "[" not in path,
+        editable=editable,
         tolerance=float(np.sqrt(jnp.finfo(shapes["z"].dtype).eps)),
     )

@@ -13,11 +13,11 @@ from attnlab.config import nearest
 from attnlab.nn import GPT, layers, taps
 from attnlab.see import edits as editing
 from attnlab.see.functions import Function
-from attnlab.see.linen import Linen
+from attnlab.see.linen import Linen, Static
 from attnlab.see.results import Run
 from attnlab.see.site import Sites
 
-NAMES = (*taps.ATTENTION, *taps.STREAMS, taps.NORM, taps.MISMATCH)
+NAMES = (*taps.ATTENTION, *taps.STREAMS, taps.NORM, taps.MISMATCH, taps.MADE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +42,23 @@ class Frame:
         if edits and isinstance(self.adapter, Function):
             raise ValueError("edits need a module of Flax: the values of a plain function can be read alone")
         resolved = editing.resolve(edits, self.sites.values())
-        rows = None if rows is None else jnp.asarray(rows)
+        rows = None if rows is None else self._checked(jnp.asarray(rows))
         for name in want:
             self._check(name)
         out, values = self.adapter.run(*inputs, self.sites, want, resolved, rows)
         order = self.sites.order
-        values = {name: {path: found[path] for path in order if path in found} for name, found in values.items()}
+        # What modules within blocks made has paths of its own.
+        values = {
+            name: {path: found[path] for path in (found if name == taps.MADE else order) if path in found}
+            for name, found in values.items()
+        }
         return Run(out, values, order)
+
+    def _checked(self, rows):
+        length = min(site.q_length for site in self.sites)
+        if not isinstance(rows, jax.core.Tracer) and rows.size and not -length <= rows.min() <= rows.max() < length:
+            raise ValueError(f"rows = {rows.tolist()}: expected indices of {length} queries")
+        return rows
 
     def _check(self, name):
         if name not in NAMES:
@@ -78,10 +88,11 @@ def framed(model, variables, args: tuple, kwargs: Mapping) -> tuple[Frame, tuple
     arrays = {name: value for name, value in kwargs.items() if _is_dynamic(value)}
     options = tuple((name, value) for name, value in sorted(kwargs.items()) if name not in arrays)
     adapter, state = _adapter(model, options)
+    args = tuple(arg if _is_dynamic(arg) else Static(arg) for arg in args)
     inputs = (state if variables is None else _unstacked(model, variables), args, arrays)
     sites = adapter.sites(*inputs)
-    if not len(sites) and isinstance(adapter, Linen):  # attention that its modules write out themselves
-        adapter = Function(model.apply, options)
+    if not len(sites) and not isinstance(adapter, Function):  # attention that its modules write out themselves
+        adapter = Function(model.apply if isinstance(adapter, Linen) else _Merged(adapter.graph), options)
         sites = adapter.sites(*inputs)
     if not len(sites):
         raise ValueError(
@@ -94,6 +105,18 @@ def framed(model, variables, args: tuple, kwargs: Mapping) -> tuple[Frame, tuple
     except TypeError:
         return _ByIdentity(adapter, sites), inputs
     return frame, inputs
+
+
+@dataclasses.dataclass(frozen=True)
+class _Merged:
+    """A `flax.nnx` module as a function of (state, *args)."""
+
+    graph: Any
+
+    def __call__(self, state, *args, **kwargs):
+        from flax import nnx
+
+        return nnx.merge(self.graph, state)(*args, **kwargs)
 
 
 def _adapter(model, options) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from attnlab.nn import taps
-from attnlab.see.linen import tapped
+from attnlab.see.linen import Call, base, first_array, replaced, tapped, unwrapped
 from attnlab.see.site import Site, Sites, blocks_of
 
 
@@ -34,15 +34,24 @@ class Nnx:
 
     def sites(self, state, args: tuple, kwargs: Mapping) -> Sites:
         """The attention layers and blocks, found while the call is traced."""
-        calls: dict[str, tuple[str, bool]] = {}
+        calls: dict[str, Call] = {}
 
         def trace(state, args, kwargs):
             return self._call(state, args, kwargs, taps.ATTENTION, {}, None, (), calls)[1]
 
         seen = jax.eval_shape(trace, state, args, dict(kwargs))
-        found = tuple(_site(path, kind, seen) for path, (kind, _) in calls.items() if path in seen["z"])
-        names = tuple(site.path for site in found)
-        return Sites(found, blocks_of(names, {path: same for path, (_, same) in calls.items()}))
+        for path, shape in seen["z"].items():
+            if len(shape.shape) != calls[base(path)].rank + 1:
+                raise ValueError(
+                    f"{path} is within nnx.scan or nnx.vmap: capture a function of the model's state instead"
+                )
+        found = []
+        for path in seen["z"]:
+            call = calls[base(path)]
+            found.append(_site(path, call.kind, seen, editable=call.count == 1))
+        found.sort(key=lambda site: list(calls).index(base(site.path)))
+        streams = {path: call.is_stream and call.count == 1 for path, call in calls.items()}
+        return Sites(tuple(found), blocks_of(tuple(site.path for site in found if site.editable), streams))
 
     def run(self, state, args: tuple, kwargs: Mapping, sites: Sites, want: tuple[str, ...], edits: Mapping, rows):
         """(what the model returns, values by name and path); arguments as for `Linen.run`."""
@@ -55,7 +64,7 @@ class Nnx:
         for path, module in modules.items():
             if path in attention or any(one.startswith(f"{path}/") or path == "" for one in attention):
                 _listen(module, path, functools.partial(_Port, path, want, edits, rows), blocks, calls)
-        out = copy(*args, **kwargs, **dict(self.options))
+        out = copy(*unwrapped(args), **kwargs, **dict(self.options))
         values = {name: {} for name in want}
         for path, module in modules.items():
             for name in want:
@@ -90,14 +99,16 @@ def _listen(module, path, port, blocks, calls) -> None:
 
     # The module that is called may be a copy, as `nnx.remat` and `nnx.jit` make them.
     def __call__(self, *args, **kwargs):  # noqa: N807
-        given = args[0] if args else None
-        calls.setdefault(path, (kind.__name__, False))
+        at = first_array(args, kwargs)
+        given = None if at is None else args[at] if isinstance(at, int) else kwargs[at]
+        noted = calls.setdefault(path, Call(kind.__name__, np.ndim(given), False, count=0))
+        calls[path] = noted = noted._replace(count=noted.count + 1)
         if path in blocks:
-            args = (taps.tap(port(self), "in", given), *args[1:])
+            args, kwargs = replaced(args, kwargs, at, taps.tap(port(self), "in", given))
         with _tapped_attention(self, port(self)):
             out = kind.__call__(self, *args, **kwargs)
         stream = out[0] if isinstance(out, tuple) and out else out
-        calls[path] = (kind.__name__, np.ndim(given) > 2 and np.shape(stream) == np.shape(given))
+        calls[path] = noted._replace(is_stream=np.ndim(given) > 2 and np.shape(stream) == np.shape(given))
         if path in blocks:
             stream = taps.tap(port(self), "out", stream)
             out = (stream, *out[1:]) if isinstance(out, tuple) else stream
@@ -119,8 +130,8 @@ def _tapped_attention(module, port):
         module.attention_fn = own
 
 
-def _site(path, kind, seen) -> Site:
+def _site(path, kind, seen, editable) -> Site:
     shapes = {name: seen[name][path] for name in taps.ATTENTION}
     *_, heads, q_length, kv_length = shapes["pattern"].shape
     tolerance = float(np.sqrt(jnp.finfo(shapes["z"].dtype).eps))
-    return Site(path, kind, heads, shapes["k"].shape[-2], q_length, kv_length, tolerance=tolerance)
+    return Site(path, kind, heads, shapes["k"].shape[-2], q_length, kv_length, editable=editable, tolerance=tolerance)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +39,13 @@ def lens(model, variables, *args, positions: Sequence[int] | None = None, **kwar
     """
     frame, inputs = framed(model, variables, args, kwargs)
     _require_blocks(frame, "lens")
-    return _lens(frame, inputs, None if positions is None else tuple(map(int, positions)))
+    logits, jump = _lens(frame, inputs, None if positions is None else tuple(map(int, np.atleast_1d(positions))))
+    if not isinstance(jump, jax.core.Tracer) and not float(jump) <= 1e-3:
+        raise ValueError(
+            f"lens needs blocks that follow one another, but a block of {', '.join(frame.sites.blocks)} takes another "
+            f"stream than the one before returns: they differ by {float(jump):.1e} of the largest element"
+        )
+    return logits
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
@@ -54,7 +61,9 @@ def _lens(frame: Frame, inputs, positions):
         put = Put(stream) if positions is None else _PutAt(stream, positions)
         return frame.run(inputs, edits={_key(last, "in"): Put(run.values["in"][last]), _key(last, "out"): put}).out
 
-    return jax.lax.map(result, jnp.stack(streams))
+    taken = [run.values["in"][path] for path in frame.sites.blocks[1:]]
+    jumps = [jnp.abs(a - b).max() / jnp.abs(a).max() for a, b in zip(streams[1:], taken)]
+    return jax.lax.map(result, jnp.stack(streams)), jnp.stack([jnp.zeros(()), *jumps]).max()
 
 
 @jax.tree_util.register_dataclass
@@ -130,20 +139,22 @@ def contributions(
     if not isinstance(frame.adapter, Linen):
         raise ValueError("contributions are of flax.linen models: move the weights to one, see attnlab.interop")
     targets, against = jnp.asarray(targets), None if against is None else jnp.asarray(against)
-    parts = _contributions(frame, inputs, targets, against)
-    apart = float(jnp.abs(parts.total - parts.logits).max() / jnp.maximum(jnp.abs(parts.logits).max(), 1))
-    if not apart <= np.sqrt(jnp.finfo(parts.logits.dtype).eps):
+    parts, left, dtypes = _contributions(frame, inputs, targets, against)
+    apart = jnp.abs(parts.total - parts.logits).max() / jnp.maximum(jnp.abs(parts.logits).max(), 1)
+    tolerance = float(np.sqrt(max(jnp.finfo(x.dtype).eps for x in jax.tree.leaves((parts, dtypes)))))
+    if not isinstance(apart, jax.core.Tracer) and not max(float(apart), float(left)) <= tolerance:
         raise ValueError(
-            f"the parts differ from the logits by {apart:.1e}: expected blocks x + f(norm(x)) and one LayerNorm or "
-            "RMSNorm after the last"
+            f"the parts differ from the logits by {float(apart):.1e}, and the blocks from a sum by {float(left):.1e}: "
+            "expected blocks x + attention + mlp and one LayerNorm or RMSNorm after the last"
         )
     return parts
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _contributions(frame: Frame, inputs, targets, against) -> Contributions:
+def _contributions(frame: Frame, inputs, targets, against):
+    """(contributions, how far the blocks are from sums, a number of the stream's type)."""
     first, last = frame.sites.blocks[0], frame.sites.blocks[-1]
-    run = frame.run(inputs, want=("z", *taps.STREAMS, *((taps.NORM,) if frame.sites.norms else ())))
+    run = frame.run(inputs, want=("z", taps.MADE, *taps.STREAMS, *((taps.NORM,) if frame.sites.norms else ())))
     frozen = {_key(path, taps.NORM): Put(divisor) for path, divisor in run.values.get(taps.NORM, {}).items()}
 
     def logits(stream):
@@ -152,7 +163,7 @@ def _contributions(frame: Frame, inputs, targets, against) -> Contributions:
 
     # The logits are affine in the stream now, so one gradient gives every part's share.
     stream = run.values["out"][last]
-    (gradient,) = jax.vjp(lambda stream: logits(stream).sum(), stream)[1](jnp.ones(()))
+    (gradient,) = jax.vjp(lambda stream: logits(stream).sum(), stream)[1](jnp.ones((), run.out.dtype))
     share = functools.partial(jnp.einsum, "...f,...f->...", gradient)
     heads, blocks = [], {path: run.values["out"][path] - run.values["in"][path] for path in frame.sites.blocks}
     for site in frame.sites:
@@ -160,30 +171,55 @@ def _contributions(frame: Frame, inputs, targets, against) -> Contributions:
         by_head = jnp.einsum("bthd,hdf->hbtf", run.values["z"][site.path], kernel)
         heads.append(jax.vmap(share)(by_head))
         block = frame.sites.block_of(site.path)
+        if block is None:
+            raise ValueError(f"contributions need all attention in blocks, and {site.path} is in none")
         blocks[block] = blocks[block] - by_head.sum(axis=0)
-    return Contributions(
+    left = jnp.stack([_left(run, block, rest, inputs[0], frame) for block, rest in blocks.items()]).max()
+    parts = Contributions(
         heads=jnp.stack(heads),
         blocks=jnp.stack([share(rest) for rest in blocks.values()]),
         embedding=share(run.values["in"][first]),
         constant=logits(jnp.zeros_like(stream)),
         logits=_logits(run.out, targets, against),
     )
+    return parts, left, stream[(0,) * stream.ndim]
+
+
+def _left(run, block: str, rest, variables, frame: Frame):
+    """How far a block is from x + attention + mlp: of what it adds beside its heads, the part that no layer made.
+
+    The heads' outputs enter the stream as they are only where the rest is their bias, and one layer's output or none.
+    """
+    for site in frame.sites:
+        if frame.sites.block_of(site.path) == block and (bias := _out(variables, site.path).get("bias")) is not None:
+            rest = rest - bias
+    made = [x for path, x in run.values[taps.MADE].items() if path.startswith(f"{block}/") and x.shape == rest.shape]
+    size = jnp.maximum(jnp.abs(run.values["out"][block]).max(), 1e-30)
+    return jnp.stack([jnp.abs(rest - x).max() / size for x in (jnp.zeros_like(rest), *made)]).min()
 
 
 def _logits(out, targets, against):
     def of(ids):
+        if ids.shape != out.shape[:-1]:
+            raise ValueError(f"targets has shape {ids.shape}, expected {out.shape[:-1]}: a token for each position")
         return jnp.take_along_axis(out, ids[..., None], axis=-1)[..., 0]
 
     return of(targets) if against is None else of(targets) - of(against)
 
 
-def _out_kernel(variables, path: str):
-    node = variables["params"]
+def _out(variables, path: str) -> dict:
+    """The parameters of a layer's output projection."""
+    node = nn.meta.unbox(variables["params"])
     for part in filter(None, path.split("/")):
         node = node.get(part, {})
-    if "kernel" not in node.get("out", {}) or node["out"]["kernel"].ndim != 3:
+    return node.get("out", {})
+
+
+def _out_kernel(variables, path: str):
+    kernel = _out(variables, path).get("kernel")
+    if np.ndim(kernel) != 3:
         raise ValueError(f"{path} has no output projection out/kernel [H, D, F], which contributions need")
-    return node["out"]["kernel"]
+    return kernel
 
 
 def _require_blocks(frame: Frame, name: str) -> None:

@@ -7,7 +7,7 @@ leaves the blocks before it out.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 
 from attnlab.nn import taps
 from attnlab.see.edits import Add, Edit, Put
+from attnlab.see.metrics import Metric, traced
 from attnlab.see.models import Frame
 from attnlab.see.results import Effects, Run
 
@@ -63,7 +64,7 @@ class Sweep:
 
     Attributes:
       frame: the model.
-      metric: a number of the model's result.
+      metric: as traced; its arrays are the argument `arrays` of each program.
       site: name of the value.
       over: axes of the result.
       chunk: edits that run side by side; all of a layer when None.
@@ -71,7 +72,7 @@ class Sweep:
     """
 
     frame: Frame
-    metric: Callable
+    metric: Metric | Callable
     site: str
     over: tuple[str, ...]
     chunk: int | None = None
@@ -82,7 +83,10 @@ class Sweep:
             known = ", ".join((*taps.ATTENTION, *taps.STREAMS))
             raise ValueError(f"site = {self.site!r}: expected one of {known}")
         if not self.paths:
-            raise ValueError(f"site = {self.site!r}: the model has none that can be edited")
+            raise ValueError(
+                f"site = {self.site!r}: the model has none that can be edited (layers of nn.scan, and those that are "
+                "called several times, can be read alone)"
+            )
         if self.site in taps.STREAMS and "head" in self.over:
             raise ValueError(f"site = {self.site!r} has no heads: leave 'head' out of over")
         if self.chunk is not None and self.chunk < 1:
@@ -103,15 +107,8 @@ class Sweep:
         return tuple(dict.fromkeys([self.site] + (["in"] if self.frame.sites.blocks else [])))
 
     def measure(self, out):
-        """The metric of what a model with the edits of `edits` returned.
-
-        Raises:
-          ValueError: it is no number.
-        """
-        value = self.metric(out)
-        if jnp.shape(value) != ():
-            raise ValueError(f"metric returned shape {jnp.shape(value)}, expected (): one number, e.g. a mean")
-        return value
+        """The metric of what a model with the edits of `edits` returned."""
+        return self.metric(out)
 
     def measure_whole(self, out):
         """The metric of an unedited run."""
@@ -163,12 +160,20 @@ class Sweep:
         taken, whole = self.frame.run(inputs, edits=edits).out, jnp.take(base.out, jnp.asarray(self.positions), axis=1)
         return jnp.abs(taken - whole).max() / jnp.abs(whole).max()
 
+    def reading(self, arrays) -> "Sweep":
+        """The sweep within a program, whose metric reads these arrays."""
+        return dataclasses.replace(self, metric=functools.partial(self.metric, arrays))
+
     def effects(self, values, baseline, target=None, apart=0.0, *, axes=None, layers=None) -> Effects:
         """The result, on the host.
 
         Raises:
           ValueError: the model's result at a position depends on the last block's output at others.
         """
+        if isinstance(values, jax.core.Tracer):
+            raise ValueError(
+                "effects are numbers on the host, of a program compiled here: call this outside of jax.jit"
+            )
         if not float(apart) <= 1e-3:  # rounding, of products of other shapes, is below that in bfloat16
             raise ValueError(
                 f"positions = {self.positions}: the model's result there differs by {float(apart):.1e} of its largest "
@@ -179,17 +184,45 @@ class Sweep:
         return Effects(np.asarray(values), axes or self.over, paths, float(baseline), target)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def ablated(sweep: Sweep, inputs, how: str):
+def sweep(
+    frame: Frame,
+    inputs,
+    metric: Callable,
+    site: str,
+    over: tuple[str, ...],
+    chunk: int | None = None,
+    positions: Sequence[int] | None = None,
+) -> tuple[Sweep, list]:
+    """A sweep, and the arrays that its metric reads; arguments as for `Sweep`.
+
+    Raises:
+      ValueError: what `Sweep` and `traced` reject, or positions that the sequence does not have.
+    """
+    positions = None if positions is None else tuple(map(int, np.atleast_1d(positions)))
+    made = Sweep(frame, metric, site, over, chunk, positions)
+    result = jax.eval_shape(lambda inputs: frame.run(inputs).out, inputs)
+    if positions is not None:
+        length = result.shape[1] if len(getattr(result, "shape", ())) > 1 else 0
+        if not positions or not all(-length <= position < length for position in positions):
+            raise ValueError(f"positions = {positions}: expected one or more of the {length} of the model's result")
+        result = jax.ShapeDtypeStruct((result.shape[0], len(positions), *result.shape[2:]), result.dtype)
+    program, arrays = traced(metric, result)
+    return dataclasses.replace(made, metric=program), arrays
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def ablated(sweep: Sweep, arrays, inputs, how: str):
     """(metrics `[L, H]`, that of the unedited run, difference that `positions` make)."""
+    sweep = sweep.reading(arrays)
     base = sweep.frame.run(inputs, want=sweep.base_values)
     each = [sweep.layer(inputs, base, path, _ablation(base.values["z"][path], how)) for path in sweep.paths]
     return _stacked(each, sweep), sweep.measure_whole(base.out), sweep.taken_apart(inputs, base)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def patched(sweep: Sweep, source, edited):
+def patched(sweep: Sweep, arrays, source, edited):
     """(metrics, that of the edited run, that of the source, difference that `positions` make)."""
+    sweep = sweep.reading(arrays)
     base = sweep.frame.run(edited, want=sweep.base_values)
     other = sweep.frame.run(source, want=(sweep.site,))
     each = [sweep.layer(edited, base, path, other.values[sweep.site][path]) for path in sweep.paths]
@@ -198,8 +231,9 @@ def patched(sweep: Sweep, source, edited):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def attributed(sweep: Sweep, source, edited):
+def attributed(sweep: Sweep, arrays, source, edited):
     """(metrics to first order, that of the edited run, that of the source)."""
+    sweep = sweep.reading(arrays)
     other = sweep.frame.run(source, want=(sweep.site,))
     deltas = jax.tree.map(jnp.zeros_like, {path: other.values[sweep.site][path] for path in sweep.paths})
 
@@ -220,9 +254,10 @@ def attributed(sweep: Sweep, source, edited):
     return baseline + _stacked(each, sweep), baseline, sweep.measure(other.out)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
-def along_paths(sweep: Sweep, clean, corrupt, into: str, senders: tuple[int, ...], receivers: tuple[int, ...]):
+@functools.partial(jax.jit, static_argnums=(0, 4, 5, 6))
+def along_paths(sweep: Sweep, arrays, clean, corrupt, into: str, senders: tuple[int, ...], receivers: tuple[int, ...]):
     """(metrics `[S, H, R, H]` or `[S, H]`, that of the clean run, of the corrupt one, difference of `positions`)."""
+    sweep = sweep.reading(arrays)
     want = sweep.base_values + ((into,) if receivers else ())
     base, other = sweep.frame.run(clean, want=want), sweep.frame.run(corrupt, want=("z",))
     baseline = sweep.measure_whole(base.out)
@@ -250,7 +285,13 @@ def along_paths(sweep: Sweep, clean, corrupt, into: str, senders: tuple[int, ...
 def _ablation(z, how: str):
     if how == "zero":
         return jnp.zeros((), z.dtype)
-    return z.mean(axis=(0, 1), keepdims=True) if how == "mean" else jnp.roll(z, 1, axis=0)
+    if how == "mean":  # over examples and positions: all axes but heads and features
+        return z.mean(axis=tuple(range(z.ndim - 2)), keepdims=True)
+    if z.ndim < 4:
+        raise ValueError(
+            f"how = 'resample' takes z of another example, and z {z.shape} has none: expected [B, T, H, D]"
+        )
+    return jnp.roll(z, 1, axis=0)
 
 
 def _key(path: str, name: str) -> str:

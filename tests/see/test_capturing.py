@@ -261,7 +261,7 @@ def test_without_a_listener_the_program_is_the_same_text(monkeypatch):
     see.capture(model, params, TOKENS)
     assert str(jax.make_jaxpr(run)(params)) == tapped
     monkeypatch.setattr(taps, "tap", lambda module, name, value: value)
-    monkeypatch.setattr(taps, "attended", lambda module, attend, weights, v: attend())
+    monkeypatch.setattr(taps, "attended", lambda module, attend, weights, v, drops: attend())
     assert str(jax.make_jaxpr(run)(params)) == tapped
 
 

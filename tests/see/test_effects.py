@@ -87,8 +87,8 @@ def test_ablating_every_head_takes_at_most_six_tenths_of_a_forward_pass_a_head()
     tokens = jnp.zeros((1, 32), jnp.int32)
     shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)
     frame, inputs = framed(model, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), (tokens,), {})
-    sweep = sweeps.Sweep(frame, metric, "z", ("layer", "head"))
-    all_heads = sweeps.ablated.lower(sweep, inputs, "mean").compile().cost_analysis()["flops"]
+    sweep, arrays = sweeps.sweep(frame, inputs, metric, "z", ("layer", "head"))
+    all_heads = sweeps.ablated.lower(sweep, arrays, inputs, "mean").compile().cost_analysis()["flops"]
     forward = jax.jit(lambda p: metric(model.apply(p, tokens))).lower(shapes).compile().cost_analysis()["flops"]
     assert all_heads / (layers * heads) <= 0.6 * forward
 
@@ -217,7 +217,7 @@ def test_a_model_with_arrays_as_fields_can_be_ablated():
             lambda m, p: see.ablate(m, p, TOKENS, metric, how="mode"),
             "how = 'mode': expected one of mean, zero, resample",
         ),
-        (lambda m, p: see.ablate(m, p, TOKENS, lambda x: x), r"metric returned shape \(2, 7, 11\), expected \(\)"),
+        (lambda m, p: see.ablate(m, p, TOKENS, lambda x: x), r"metric returned \(2, 7, 11\), expected shape \(\)"),
         (lambda m, p: see.ablate(m, p, TOKENS, metric, chunk=0), "chunk = 0: expected 1 or more"),
         (lambda m, p: see.patch(m, p, TOKENS, TOKENS[:1], metric), r"clean has shapes .* expected the same, so pad"),
         (lambda m, p: see.patch(m, p, TOKENS, OTHERS, metric, site="w"), "site = 'w': expected one of q, k, v"),
