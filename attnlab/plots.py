@@ -211,13 +211,13 @@ def effects_grid(
     signed = bool((values < 0).any())
     with plt.rc_context(STYLE):
         rows, columns = values.shape
-        figure, axes = plt.subplots(figsize=(2.0 + max(0.55 * columns, 1.6), 1.0 + 0.45 * rows))
+        figure, axes = plt.subplots(figsize=(2.0 + max(0.55 * columns, 1.6), max(1.0 + 0.45 * rows, 2.4)))
         colors, low = (SIGNED, -largest) if signed else (SIZES, 0)
         image = axes.imshow(values, cmap=colors, vmin=low, vmax=largest, aspect="auto")
         for (i, j), value in np.ndenumerate(values.filled(np.nan)):
             if np.isfinite(value):
                 ink = "white" if _is_dark(image.to_rgba(value)) else "black"
-                text = f"{value:.{digits}f}".replace("-", "−")
+                text = f"{round(value, digits) + 0.0:.{digits}f}".replace("-", "−")  # −0.0 + 0.0 is 0.0
                 axes.text(j, i, text, ha="center", va="center", color=ink, fontsize=LABEL_SIZE)
         axes.set_yticks(range(rows), layers or [f"layer {i}" for i in range(rows)])
         axes.set_xticks(range(columns))

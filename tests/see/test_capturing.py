@@ -386,3 +386,58 @@ def test_bad_input_is_one_line(call, message):
     with pytest.raises((ValueError, TypeError), match=message) as error:
         call(model, params)
     assert "\n" not in str(error.value)
+
+
+def test_attention_called_by_keyword_and_flags_by_position():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, tokens, train):
+            x = nn.Embed(models.VOCABULARY, models.WIDTH)(tokens)
+            layer = MultiHeadAttention(2, dropout_rate=0.5, name="attention")
+            return layer(inputs_q=x, deterministic=not train)
+
+    params = Net().init(jax.random.key(0), TOKENS, False)
+    (site,) = see.sites(Net(), params, TOKENS, False)
+    assert site.verified and (site.path, site.heads, site.q_length) == ("attention", 2, 7)
+    with pytest.raises(ValueError, match="the pattern is edited before dropout, which is on"):
+        edits = {"attention/pattern": see.Zero()}
+        see.edited(Net(), params, TOKENS, True, edits=edits, rngs={"dropout": jax.random.key(0)})
+
+
+def test_patterns_of_flax_are_those_before_dropout():
+    layer = nn.MultiHeadDotProductAttention(2, dropout_rate=0.5)
+    x = jax.random.normal(jax.random.key(0), (1, 6, 8))
+    params = layer.init(jax.random.key(1), x, deterministic=True)
+    run = capture(layer, params, x, rngs={"dropout": jax.random.key(2)}, want=("pattern",), rows=None)
+    np.testing.assert_allclose(run.values["pattern"][""].sum(-1), 1, atol=1e-6)
+
+
+def test_layers_that_nn_jit_compiles_as_one_are_refused():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for layer in range(2):
+                x = nn.jit(models.FlaxBlock)(name=f"block_{layer}")(x)
+            return x
+
+    x = jnp.ones((1, 4, models.WIDTH))
+    params = Net().init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match="nn.jit compiles block_1/attention and another layer as one"):
+        see.capture(Net(), params, x)
+
+
+def test_rows_that_a_sequence_does_not_have_are_one_line():
+    with pytest.raises(ValueError, match=r"rows = \[99\]: expected indices of 7 queries"):
+        see.capture(models.Flax(), models.variables(), TOKENS, rows=[99])
+
+
+def test_nnx_modules_that_write_attention_out_are_read_as_functions():
+    class Handmade(nnx.Module):
+        def __init__(self):
+            self.scale = nnx.Param(jnp.zeros(()))
+
+        def __call__(self, x):
+            return jax.nn.softmax(self.scale * (x @ jnp.swapaxes(x, -1, -2))) @ x
+
+    run = see.capture(Handmade(), None, jnp.ones((2, 5, 4)))
+    assert_close(run.values["pattern"]["attention_0"], np.full((2, 5, 5), 0.2))

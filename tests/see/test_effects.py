@@ -272,3 +272,60 @@ def test_ablating_the_induction_heads_removes_the_drop_of_the_second_half():
     edits = {"block_1/attention/z": see.Mean(z["block_1/attention"], where=chosen)}
     first, second = halves(see.edited(model, params, given, edits=edits, targets=targets).out)
     assert second >= first
+
+
+def test_a_metric_that_reads_another_array_or_number_is_computed_anew():
+    """Programs are kept by what the metric computes, not by the function."""
+    model, params = grouped()
+    logits = model.apply(params, TOKENS)
+    for token in (3, 5):  # of one function, whose closure changes
+        found = see.ablate(model, params, TOKENS, lambda out: out[:, -1, token].mean())  # noqa: B023
+        np.testing.assert_allclose(found.baseline, logits[:, -1, token].mean(), atol=3e-6)
+    weights = {"now": jnp.ones(models.VOCABULARY)}
+
+    def weighted(out):
+        return (out[:, -1] * weights["now"]).mean()
+
+    def compiled(out):
+        return jax.jit(lambda out: (out[:, -1] * weights["now"]).mean())(out)
+
+    size = None
+    for factor in (1.0, -2.0):
+        weights["now"] = jnp.full(models.VOCABULARY, factor)
+        for reads in (weighted, compiled):
+            found = see.ablate(model, params, TOKENS, reads)
+            np.testing.assert_allclose(found.baseline, factor * logits[:, -1].mean(), atol=3e-6)
+        size = size or sweeps.ablated._cache_size()
+    assert sweeps.ablated._cache_size() <= size + 1  # `weighted` is the same program of other arrays
+
+
+def test_unbatched_attention_is_averaged_over_positions_alone():
+    layer = MultiHeadAttention(2)
+    x = jax.random.normal(jax.random.key(0), (1, 6, 8))
+    params = layer.init(jax.random.key(1), x)
+    flax = nn.MultiHeadDotProductAttention(2)
+    whole = see.ablate(layer, params, x, lambda out: out[0, 0, 0]).values
+    np.testing.assert_allclose(see.ablate(flax, params, x[0], lambda out: out[0, 0]).values, whole, atol=1e-6)
+    with pytest.raises(ValueError, match="'resample' takes z of another example"):
+        see.ablate(flax, params, x[0], lambda out: out[0, 0], how="resample")
+
+
+def test_layers_that_are_called_twice_are_read_alone():
+    class Shared(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            x, block = nn.Embed(models.VOCABULARY, models.WIDTH)(tokens), models.OurBlock(name="block")
+            return nn.Dense(models.VOCABULARY)(block(block(x)))
+
+    params = Shared().init(jax.random.key(0), TOKENS)
+    assert see.sites(Shared(), params, TOKENS).blocks == ()
+    with pytest.raises(ValueError, match="called several times, can be read alone"):
+        see.ablate(Shared(), params, TOKENS, metric)
+
+
+def test_effects_within_a_users_jit_are_refused_in_one_line():
+    model, params = grouped()
+    with pytest.raises(ValueError, match="call this outside of jax.jit"):
+        jax.jit(lambda p: see.ablate(model, p, TOKENS, metric).values)(params)
+    with pytest.raises(ValueError, match=r"positions = \(9,\): expected one or more of the 7"):
+        see.ablate(model, params, TOKENS, metric, positions=9)

@@ -122,3 +122,72 @@ def test_models_of_another_form_are_refused_in_one_line():
         with pytest.raises(ValueError, match=message) as error:
             call()
         assert "\n" not in str(error.value)
+
+
+class Branch(nn.Module):
+    """A block whose heads' outputs do not enter the stream as they are."""
+
+    form: str
+
+    @nn.compact
+    def __call__(self, x):
+        attended = MultiHeadAttention(models.HEADS, name="attention")(nn.LayerNorm()(x))
+        if self.form == "scaled":
+            return x + 0.1 * attended
+        if self.form == "gated":
+            return x + nn.sigmoid(nn.Dense(models.WIDTH)(x)) * attended
+        if self.form == "post-norm":
+            return nn.LayerNorm()(x + attended)
+        return x + nn.LayerNorm()(attended)
+
+
+class Branches(nn.Module):
+    form: str
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = Branch(self.form, name="block")(nn.Embed(models.VOCABULARY, models.WIDTH)(tokens))
+        return nn.Dense(models.VOCABULARY)(nn.LayerNorm()(x))
+
+
+@pytest.mark.parametrize("form", ["scaled", "gated", "post-norm", "normed"])
+def test_contributions_refuse_blocks_that_are_no_sums(form):
+    params = models.variables(Branches(form))
+    with pytest.raises(ValueError, match="and the blocks from a sum by"):
+        see.contributions(Branches(form), params, TOKENS, targets=OTHERS)
+
+
+def test_contributions_in_bfloat16():
+    model, params = models.gpt(dtype=jnp.bfloat16)
+    parts = see.contributions(model, params, TOKENS, targets=OTHERS)
+    # Streams are rounded to 8 bits after each of five sums.
+    np.testing.assert_allclose(parts.total, parts.logits, atol=5 * 2**-8 * np.abs(parts.logits).max())
+
+
+def test_lens_refuses_blocks_that_do_not_follow_one_another():
+    class Between(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            x = AttentionOnly(name="layer_0")(nn.Embed(models.VOCABULARY, models.WIDTH)(tokens))
+            return AttentionOnly(name="layer_1")(nn.tanh(x))
+
+    with pytest.raises(ValueError, match="lens needs blocks that follow one another"):
+        see.lens(Between(), models.variables(Between()), TOKENS)
+
+
+def test_norms_of_ones_own_are_no_norms_of_flax():
+    class RMSNorm(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            x = AttentionOnly(name="layer")(nn.Embed(models.VOCABULARY, models.WIDTH)(tokens))
+            return nn.Dense(models.VOCABULARY)(RMSNorm(name="norm")(x))
+
+    params = models.variables(Net())
+    assert see.sites(Net(), params, TOKENS).norms == ()
+    with pytest.raises(ValueError, match="no 'norm/norm'"):
+        see.edited(Net(), params, TOKENS, edits={"norm/norm": see.Put(1.0)})
