@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -273,7 +273,7 @@ def _put(tree: dict, path: str, value) -> None:
     tree[taps.KEY] = value
 
 
-def _is_in(path: str, blocks: tuple[str, ...]) -> bool:
+def _is_in(path: str, blocks: Collection[str]) -> bool:
     return any(f"{path}/".startswith(f"{block}/") for block in blocks)
 
 

@@ -42,15 +42,17 @@ def traced(metric: Callable, result: Any) -> tuple[Metric, list]:
       ValueError: it is no number.
 
     >>> labels = jnp.array([1.0, 2.0])
-    >>> metric, arrays = traced(lambda out: (out * labels).sum(), jnp.ones(2))
+    >>> weighted = lambda out: (out * labels).sum()
+    >>> metric, arrays = traced(weighted, jnp.ones(2))
     >>> float(metric(arrays, jnp.ones(2)))
     3.0
     >>> labels = jnp.array([5.0, 5.0])
-    >>> again, arrays = traced(lambda out: (out * labels).sum(), jnp.ones(2))
+    >>> again, arrays = traced(weighted, jnp.ones(2))
     >>> metric == again, float(metric(arrays, jnp.ones(2)))
     (True, 10.0)
     """
-    closed, shape = jax.make_jaxpr(metric, return_shape=True)(result)
+    # By a function of its own, since JAX keeps the program of a function that it has traced.
+    closed, shape = jax.make_jaxpr(lambda out: metric(out), return_shape=True)(result)
     if getattr(shape, "shape", None) != ():
         found = getattr(shape, "shape", type(shape).__name__)
         raise ValueError(f"metric returned {found}, expected shape (): one number, e.g. a mean")

@@ -328,4 +328,4 @@ def test_effects_within_a_users_jit_are_refused_in_one_line():
     with pytest.raises(ValueError, match="call this outside of jax.jit"):
         jax.jit(lambda p: see.ablate(model, p, TOKENS, metric).values)(params)
     with pytest.raises(ValueError, match=r"positions = \(9,\): expected one or more of the 7"):
-        see.ablate(model, params, TOKENS, metric, positions=9)
+        see.ablate(model, params, TOKENS, metric, positions=(9,))
