@@ -50,7 +50,7 @@ COLLECTIONS = (*(f(name) for name in (*ATTENTION, *STREAMS, NORM, MISMATCH, MADE
 
 
 class LinenPort:
-    """What is asked of one module of `flax.linen` while it runs."""
+    """The requests and edits of one module of `flax.linen`, while it runs."""
 
     def __init__(self, module: nn.Module):
         self._module = module

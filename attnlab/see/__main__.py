@@ -252,7 +252,7 @@ def _label(tokenizer, token: int) -> str:
 
 
 class Findings(NamedTuple):
-    """What is found at one checkpoint.
+    """Patterns, scores and effects of one checkpoint.
 
     Attributes:
       run: the patterns of the prompts.

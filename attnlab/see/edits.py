@@ -44,7 +44,7 @@ def _within(value, new, where):
 
 
 def _like(value, given, name):
-    """What an edit was given, broadcast to the value."""
+    """The array of an edit, broadcast to the value it edits."""
     shape = jnp.shape(given)
     if len(shape) > value.ndim or any(size not in (1, full) for size, full in zip(shape[::-1], value.shape[::-1])):
         raise ValueError(
@@ -192,6 +192,15 @@ class Freeze:
         return Put(captured[path], self.where)
 
 
+def site_key(path: str, name: str) -> str:
+    """The key of a value among edits; the model itself has an empty path.
+
+    >>> site_key("block_0/attention", "z"), site_key("", "z")
+    ('block_0/attention/z', 'z')
+    """
+    return "/".join(filter(None, (path, name)))
+
+
 def resolve(edits, known: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, str], Edit]:
     """Edits by (path, name).
 
@@ -205,10 +214,10 @@ def resolve(edits, known: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, str]
     >>> resolve({"*/z": Zero()}, {"block_0/attention": ("q", "z")})
     {('block_0/attention', 'z'): Zero(where=None)}
     """
-    sites = {"/".join(filter(None, (path, name))): (path, name) for path, names in known.items() for name in names}
+    sites = {site_key(path, name): (path, name) for path, names in known.items() for name in names}
     if isinstance(edits, Freeze):
         held = edits.run.values.items()
-        edits = {"/".join(filter(None, (path, name))): edits for name, paths in held for path in paths}
+        edits = {site_key(path, name): edits for name, paths in held for path in paths}
     if not isinstance(edits, Mapping):
         raise ValueError(
             f"edits is a {type(edits).__name__}: expected a mapping from 'path/name' to an edit, or Freeze"

@@ -1,4 +1,4 @@
-"""A model with its inputs, ready to run: the one place that tells the kinds of models apart."""
+"""A model with its inputs, ready to run: the one place that distinguishes linen, nnx and plain functions."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -120,7 +120,7 @@ class _Merged:
 
 
 def _adapter(model, options) -> tuple[Any, Any]:
-    """What runs a model, and its own state, if it has one."""
+    """The adapter of a model, and the state that an nnx module holds itself."""
     if isinstance(model, nn.Module):
         return Linen(model, options), None
     if _is_nnx(model):

@@ -76,7 +76,7 @@ class Nnx:
 
 
 class _Port:
-    """What is asked of one module; see `taps.LinenPort`."""
+    """The requests and edits of one module; see `taps.LinenPort`."""
 
     def __init__(self, path, want, edits, rows, module):
         self._path, self._want, self._edits, self.rows, self._module = path, want, edits, rows, module

@@ -132,19 +132,12 @@ def scores(
     tokens = np.asarray(tokens)
     layers = _layers(patterns, tokens, "patterns")
     kinds, nulls = _chosen(kinds, KINDS, "kinds"), _nulls(null, untrained)
-    others = _untrained(untrained, tokens, layers) if "untrained" in nulls else []
     own = {kind: _measure(layers, tokens, kind) for kind in kinds}
     masks = {kind: targets(kind, tokens) for kind in kinds if kind != "entropy"}
     scored = [kind for kind in kinds if own[kind].queries.any()]
     if not scored:
         raise ValueError(f"tokens {list(tokens.shape)} have no target of {', '.join(kinds)}: give longer sequences")
-    p = {}
-    if "uniform" in nulls:
-        p["uniform"] = {kind: _p_uniform(own[kind]) for kind in kinds}
-    if "untrained" in nulls:
-        p["untrained"] = {kind: _p_untrained(own[kind], _measure(others, tokens, kind)) for kind in kinds}
-    if "matched" in nulls:
-        p["matched"] = {kind: _p_matched(layers, masks[kind]) for kind in kinds if kind in _BY_TOKEN}
+    p = _tests(nulls, own, layers, tokens, masks, untrained)
     tests = len(scored) * len(layers) * layers[0].shape[1]
     options = {"exclude_bos": exclude_bos, "exclude_current_token": exclude_current_token}
     return Scores(
@@ -155,6 +148,19 @@ def scores(
         count={kind: int(own[kind].queries.sum()) for kind in kinds},
         paths=tuple(paths or (f"layer {layer}" for layer in range(len(layers)))),
     )
+
+
+def _tests(nulls, own, layers, tokens, masks, untrained) -> dict[str, dict[str, np.ndarray]]:
+    """p-values `[L, H]`, not corrected, by null model and kind."""
+    p = {}
+    if "uniform" in nulls:
+        p["uniform"] = {kind: _p_uniform(measure) for kind, measure in own.items()}
+    if "untrained" in nulls:
+        others = _untrained(untrained, tokens, layers)
+        p["untrained"] = {kind: _p_untrained(own[kind], _measure(others, tokens, kind)) for kind in own}
+    if "matched" in nulls:
+        p["matched"] = {kind: _p_matched(layers, masks[kind]) for kind in own if kind in _BY_TOKEN}
+    return p
 
 
 def targets(kind: str, tokens: Int[Array, "B T"]) -> Bool[np.ndarray, "B T T"]:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from attnlab.nn import taps
-from attnlab.see.edits import Put
+from attnlab.see.edits import Put, site_key
 from attnlab.see.linen import Linen
 from attnlab.see.models import Frame, framed
 from attnlab.types import Array
@@ -59,7 +59,9 @@ def _lens(frame: Frame, inputs, positions):
 
     def result(stream):
         put = Put(stream) if positions is None else _PutAt(stream, positions)
-        return frame.run(inputs, edits={_key(last, "in"): Put(run.values["in"][last]), _key(last, "out"): put}).out
+        return frame.run(
+            inputs, edits={site_key(last, "in"): Put(run.values["in"][last]), site_key(last, "out"): put}
+        ).out
 
     taken = [run.values["in"][path] for path in frame.sites.blocks[1:]]
     jumps = [jnp.abs(a - b).max() / jnp.abs(a).max() for a, b in zip(streams[1:], taken)]
@@ -155,10 +157,10 @@ def _contributions(frame: Frame, inputs, targets, against):
     """(contributions, how far the blocks are from sums, a number of the stream's type)."""
     first, last = frame.sites.blocks[0], frame.sites.blocks[-1]
     run = frame.run(inputs, want=("z", taps.MADE, *taps.STREAMS, *((taps.NORM,) if frame.sites.norms else ())))
-    frozen = {_key(path, taps.NORM): Put(divisor) for path, divisor in run.values.get(taps.NORM, {}).items()}
+    frozen = {site_key(path, taps.NORM): Put(divisor) for path, divisor in run.values.get(taps.NORM, {}).items()}
 
     def logits(stream):
-        put = {_key(last, "in"): Put(run.values["in"][last]), _key(last, "out"): Put(stream)}
+        put = {site_key(last, "in"): Put(run.values["in"][last]), site_key(last, "out"): Put(stream)}
         return _logits(frame.run(inputs, edits=frozen | put).out, targets, against)
 
     # The logits are affine in the stream now, so one gradient gives every part's share.
@@ -225,7 +227,3 @@ def _out_kernel(variables, path: str):
 def _require_blocks(frame: Frame, name: str) -> None:
     if not frame.sites.blocks:
         raise ValueError(f"{name} needs a model with blocks, layers that take and return one residual stream")
-
-
-def _key(path: str, name: str) -> str:
-    return "/".join(filter(None, (path, name)))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnlab.nn import taps
-from attnlab.see.edits import Add, Edit, Put
+from attnlab.see.edits import Add, Edit, Put, site_key
 from attnlab.see.metrics import Metric, traced
 from attnlab.see.models import Frame
 from attnlab.see.results import Effects, Run
@@ -117,9 +117,9 @@ class Sweep:
     def edits(self, base: Run, path: str, name: str, put: Put) -> dict[str, Edit]:
         """One edit, with the stream of the unedited run before its block, and the positions after the last block."""
         block, blocks = self.frame.sites.block_of(path), self.frame.sites.blocks
-        edits = {} if block is None else {_key(block, "in"): Put(base.values["in"][block])}
-        edits = _after(edits, _key(path, name), put)
-        return edits if self.positions is None else _after(edits, _key(blocks[-1], "out"), _Take(self.positions))
+        edits = {} if block is None else {site_key(block, "in"): Put(base.values["in"][block])}
+        edits = _after(edits, site_key(path, name), put)
+        return edits if self.positions is None else _after(edits, site_key(blocks[-1], "out"), _Take(self.positions))
 
     def layer(self, inputs, base: Run, path: str, replacement):
         """The metric with `replacement` put at each place of one layer, one axis for each of `over` but the layers."""
@@ -156,7 +156,7 @@ class Sweep:
         if self.positions is None:
             return jnp.zeros(())
         last = self.frame.sites.blocks[-1]
-        edits = {_key(last, "in"): Put(base.values["in"][last]), _key(last, "out"): _Take(self.positions)}
+        edits = {site_key(last, "in"): Put(base.values["in"][last]), site_key(last, "out"): _Take(self.positions)}
         taken, whole = self.frame.run(inputs, edits=edits).out, jnp.take(base.out, jnp.asarray(self.positions), axis=1)
         return jnp.abs(taken - whole).max() / jnp.abs(whole).max()
 
@@ -238,7 +238,7 @@ def attributed(sweep: Sweep, arrays, source, edited):
     deltas = jax.tree.map(jnp.zeros_like, {path: other.values[sweep.site][path] for path in sweep.paths})
 
     def measured(deltas):
-        edits = {_key(path, sweep.site): Add(delta) for path, delta in deltas.items()}
+        edits = {site_key(path, sweep.site): Add(delta) for path, delta in deltas.items()}
         run = sweep.frame.run(edited, want=(sweep.site,), edits=edits)
         return sweep.measure(run.out), run.values[sweep.site]
 
@@ -265,7 +265,7 @@ def along_paths(sweep: Sweep, arrays, clean, corrupt, into: str, senders: tuple[
     each = []
     for sender in senders:
         path = sweep.paths[sender]
-        frozen = {_key(p, "z"): Put(base.values["z"][p]) for p in sweep.paths[sender + 1 :]}
+        frozen = {site_key(p, "z"): Put(base.values["z"][p]) for p in sweep.paths[sender + 1 :]}
         later = [receiver for receiver in receivers if receiver > sender]
 
         def sent(mask, path=path, frozen=frozen, later=later):
@@ -292,10 +292,6 @@ def _ablation(z, how: str):
             f"how = 'resample' takes z of another example, and z {z.shape} has none: expected [B, T, H, D]"
         )
     return jnp.roll(z, 1, axis=0)
-
-
-def _key(path: str, name: str) -> str:
-    return "/".join(filter(None, (path, name)))
 
 
 def _after(edits: dict, key: str, edit: Edit) -> dict:

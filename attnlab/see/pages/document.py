@@ -155,7 +155,7 @@ def _about(shown: Contents) -> str:
 
 
 def _data(shown: Contents) -> dict:
-    """What the script reads."""
+    """The data of the page, read by its script."""
     causal = all(encoding.is_causal(prompt.weights) for prompt in shown.prompts)
     kept = max(len(prompt.keys) for prompt in shown.prompts) > encoding.LONGEST_DENSE
     return {
