@@ -1,12 +1,13 @@
 """The figures of the README and of the studies' pages, from runs made now.
 
-python docs/figures.py              # all of them: a quarter of an hour on two CPU cores
+python docs/figures.py              # all of them: hours on two CPU cores, as most studies are full runs
 python docs/figures.py attention race resume see
 python docs/figures.py scaling norms
+python docs/figures.py runs/all     # studies that have run: the folder of `attnlab study all`
 
-A figure is replaced when its run has succeeded. The models of `attention` and `see` stay in build/figures. The race
-runs against what is installed: `make peers`, and `pip install tokamax attnax` for the rest. `see` needs Chromium and
-playwright.
+A study runs again as it ran for the figure that is there: in full, or with --fast. A figure is replaced when its run
+has succeeded. The models of `attention` and `see` stay in build/figures. The race runs against what is installed: `make
+peers`, and `pip install tokamax attnax` for the rest. `see` needs Chromium and playwright.
 """
 
 import io
@@ -31,7 +32,8 @@ from PIL import Image
 import attnlab
 from attnlab import plots
 from attnlab.masks import Causal
-from attnlab.study.__main__ import STUDIES
+from attnlab.study.registry import STUDIES
+from attnlab.study.running import RESULT, Result
 from attnlab.training.metrics import read
 
 IMAGES = Path(__file__).parent / "images"
@@ -42,8 +44,9 @@ def main(names: list[str]) -> int:
     """Makes the figures with these names, all when there are none."""
     known = {"attention": attention, "race": race, "resume": resume, "see": see}
     known |= {name: lambda folder, name=name: study(name, folder) for name in STUDIES}
+    known |= {name: lambda _, ran=Path(name): keep_all(ran) for name in names if Path(name).is_dir()}
     if unknown := [name for name in names if name not in known]:
-        print(f"error: {unknown[0]!r} is no figure: use {', '.join(known)}", file=sys.stderr)
+        print(f"error: {unknown[0]!r} is no figure and no folder: use {', '.join(known)}", file=sys.stderr)
         return 2
     for name in names or known:
         with tempfile.TemporaryDirectory() as folder:
@@ -174,10 +177,23 @@ def see(folder: Path) -> None:
 
 
 def study(name: str, folder: Path) -> None:
-    """Runs a study with --fast, and keeps its figure and verdict."""
-    run("attnlab.study", name, "--fast", f"--out={folder / name}")
-    shrink(Image.open(folder / name / f"{name}.png"), IMAGES / "studies" / f"{name}.png")
-    (IMAGES / "studies" / f"{name}.txt").write_text((folder / name / "verdict.txt").read_text())
+    """Runs a study, and keeps its figure and its result."""
+    before = Result.read(IMAGES / "studies", f"{name}.json")
+    run("attnlab.study", name, *(["--fast"] if before is None or before.fast else []), f"--out={folder / name}")
+    keep(name, folder / name)
+
+
+def keep_all(folder: Path) -> None:
+    """Keeps the figures and the results of `attnlab study all --out=FOLDER`."""
+    for name in STUDIES:
+        if (folder / name / RESULT).exists():
+            keep(name, folder / name)
+
+
+def keep(name: str, folder: Path) -> None:
+    """Keeps what a study wrote."""
+    shrink(Image.open(folder / f"{name}.png"), IMAGES / "studies" / f"{name}.png")
+    shutil.copyfile(folder / RESULT, IMAGES / "studies" / f"{name}.json")
 
 
 def save(figure, path: Path) -> None:

@@ -27,7 +27,7 @@ import attnlab
 from attnlab import plots
 from attnlab.masks import BlockSparse, Causal, MaskFn, Padding, PrefixLM, Segments, SlidingWindow
 from attnlab.nn import Head, MultiHeadAttention
-from attnlab.study import scaling
+from attnlab.study.claims import scaling
 from attnlab.study.report import Options
 
 np.set_printoptions(precision=3, suppress=True)
@@ -95,8 +95,8 @@ plots.lines(
 )
 
 # %% [markdown]
-# Drawing scores independently is a shortcut: real scores share their query. `attnlab.study.scaling` draws queries and
-# keys instead, and also tries dividing by $\sqrt{d_{model}}$. The result is the same, with a slightly lower peak.
+# Drawing scores independently is a shortcut: real scores share their query. The study `scaling` draws queries and keys
+# instead, and also tries dividing by $\sqrt{d_{model}}$. The result is the same, with a slightly lower peak.
 
 # %%
 rows = scaling.measure(Options(fast=True))

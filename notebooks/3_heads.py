@@ -29,7 +29,7 @@ from attnlab import plots
 from attnlab.data.tasks import pairs
 from attnlab.masks import Causal
 from attnlab.nn import Head, KVCache, MultiHeadAttention, StackedHeads
-from attnlab.study import alignment as alignment_study
+from attnlab.study.claims import alignment as alignment_study
 
 np.set_printoptions(precision=3, suppress=True)
 

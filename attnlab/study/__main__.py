@@ -1,39 +1,44 @@
 """Studies test one claim each, measured over several seeds, and write a table, a figure and a verdict.
 
-python -m attnlab.study scaling
-python -m attnlab.study heads --fast --out runs/heads
+python -m attnlab.study induction --fast
+python -m attnlab.study heads --out runs/heads
+python -m attnlab.study path/to/mine.py              # a study of your own
+python -m attnlab.study all --fast --out runs/all    # all of them, and one HTML report
 """
 
 import importlib.util
 import sys
 
 from attnlab import commands
-from attnlab.config import nearest
+from attnlab.errors import UserError
 
-STUDIES = ("alignment", "complexity", "heads", "norms", "positions", "roles", "scaling", "training")
+VALUED = ("--out", "--path", "--only", "--jobs")  # flags whose value may be the next word
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     argv = list(sys.argv if argv is None else argv)
-    flags = [at for at, word in enumerate(argv) if at and (word.startswith("-") or argv[at - 1] in ("--out", "--path"))]
-    at = next((at for at in range(1, len(argv)) if at not in flags), None)  # before or after the flags
-    if at is not None and argv[at] not in STUDIES:
-        close = nearest(argv[at], STUDIES)
-        print(f"error: {argv[at]!r} is not a study{close}: expected one of {', '.join(STUDIES)}", file=sys.stderr)
-        return 2
     if importlib.util.find_spec("matplotlib") is None:
         print("error: studies need matplotlib: pip install matplotlib", file=sys.stderr)
         return 2
-    from attnlab.study import report  # needs matplotlib
+    from attnlab.study import campaign, registry, running  # need matplotlib
 
+    flags = [at for at, word in enumerate(argv) if at and (word.startswith("-") or argv[at - 1] in VALUED)]
+    at = next((at for at in range(1, len(argv)) if at not in flags), None)  # before or after the flags
     if at is None:
-        claims = [f"  {study:<12}{report.claim(report.load(study))}" for study in STUDIES]
+        width = max(map(len, registry.STUDIES)) + 2
+        claims = [f"  {study:<{width}}{registry.claim(registry.load(study))}" for study in registry.STUDIES]
         print("\n".join([__doc__.strip(), "", "Studies and their claims:", *claims]))
         return 0
-    name, study = argv[at], report.load(argv[at])
-    rest = argv[:at] + argv[at + 1 :]
-    return commands.run(report.define, lambda values: report.run(name, study, values), study.__doc__, rest)
+    study, rest = argv[at], argv[:at] + argv[at + 1 :]
+    if study == registry.ALL:
+        return commands.run(campaign.define, campaign.run, campaign.__doc__, rest)
+    try:
+        usage = registry.load(study).__doc__
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return commands.run(running.define, lambda values: running.run(study, values), usage, rest)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,38 @@
 """Training of small models within a study, with the trainer's optimizer and losses."""
 
-from collections.abc import Callable, Iterator
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, PartitionSpec
 
 from attnlab.config import default
 from attnlab.data import corpora, tokenizers
 from attnlab.data.batches import Batch, EvalBatches, TrainBatches
+from attnlab.data.tasks.drawing import key_of
+from attnlab.errors import UserError
 from attnlab.study.progress import Advance, ignore
 from attnlab.training import optimizer as optimizers
 from attnlab.training import state as states
+
+
+class Size(NamedTuple):
+    """How much a study measures.
+
+    Attributes:
+      seeds: models of each kind.
+      steps: updates of each model.
+    """
+
+    seeds: int
+    steps: int
 
 
 def fit(
@@ -44,15 +64,8 @@ def fit(
     >>> round(float(fitted["kernel"]), 2)
     3.0
     """
-    config = default().optimizer
-    config.update(learning_rate=learning_rate, weight_decay=weight_decay, warmup_steps=max(1, steps // 10), b2=0.99)
-    optimizer = optimizers.make(config, steps)
-
-    @jax.jit
-    def update(params, opt_state, batch):
-        gradient = jax.grad(loss)(params, batch)
-        updates, opt_state = optimizer.update(gradient, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, gradient
+    optimizer = adamw(steps, learning_rate, weight_decay)
+    update = jax.jit(functools.partial(_update, loss, optimizer))
 
     opt_state = optimizer.init(params)
     for step in range(steps):
@@ -62,6 +75,136 @@ def fit(
             watch(step, before, gradient)
         advance()
     return params
+
+
+def adamw(steps: int, learning_rate: float, weight_decay: float = 0.0) -> optax.GradientTransformation:
+    """The trainer's optimizer: AdamW behind clipping, with a warm-up over a tenth of the steps and cosine decay to 0.
+
+    >>> adamw(100, 1e-3).init({"kernel": jnp.zeros(3)}) is not None
+    True
+    """
+    config = default().optimizer
+    config.update(learning_rate=learning_rate, weight_decay=weight_decay, warmup_steps=max(1, steps // 10), b2=0.99)
+    return optimizers.make(config, steps)
+
+
+def fit_seeds(
+    loss: Callable,
+    init: Callable,
+    batches: Callable,
+    optimizer: optax.GradientTransformation,
+    *,
+    seeds: Sequence[int],
+    looks: Sequence[int],
+    devices: Sequence[jax.Device] | None = None,
+    advance: Advance = ignore,
+) -> Iterator[tuple[int, dict]]:
+    """Train one model per seed, side by side, and yield the parameters of all at chosen steps.
+
+    The seeds are split over devices (the study command makes one of each CPU core), and those of a device run by
+    `vmap`. All steps between two looks are one compiled loop, which draws its own batches.
+
+    Args:
+      loss: `loss(params, batch)`, a scalar.
+      init: `init(key)`, the initial parameters.
+      batches: `batches(step, seed)`, the batch of a step, both numbers traced: see `attnlab.data.tasks`.
+      optimizer: e.g. `adamw`.
+      seeds: one model each. A multiple of the number of devices keeps all of them busy.
+      looks: increasing numbers of updates, the last of which ends the training; 0 gives the initial parameters.
+      devices: the local ones when None.
+      advance: called as `advance(n)` after every n updates, those of all seeds counted.
+
+    Yields:
+      `(step, params)`, NumPy arrays with a leading axis for the seeds.
+
+    Raises:
+      ValueError: no seeds, or looks that are empty, negative or not increasing.
+
+    >>> def loss(params, batch):
+    ...     return (params["kernel"] - batch) ** 2
+    >>> fitted = fit_seeds(loss, lambda key: {"kernel": jnp.zeros(())}, lambda step, seed: 3.0 * seed,
+    ...                    adamw(200, 0.1), seeds=[1, 2], looks=[0, 200])
+    >>> for step, params in fitted:
+    ...     print(step, params["kernel"].round(1))
+    0 [0. 0.]
+    200 [3. 6.]
+    """
+    looks = list(looks)
+    _check_plan(seeds, looks)
+    devices = jax.local_devices() if devices is None else devices
+    state, run = _side_by_side(loss, init, batches, optimizer, seeds, devices)
+    done, piece = 0, max(1, looks[-1] // 100)  # pieces are for the progress alone
+    for look in looks:
+        while done < look:
+            end = min(look, done + piece)
+            state = jax.block_until_ready(run(state, done, end))
+            advance((end - done) * len(seeds))
+            done = end
+        yield look, jax.device_get(state[0])
+
+
+def _side_by_side(loss, init, batches, optimizer, seeds, devices):
+    """The parameters and optimizer states of all seeds, and `run(state, begin, end)`, which updates them."""
+
+    def start(seed):
+        params = init(jax.random.key(seed))
+        return params, optimizer.init(params)
+
+    def step(number, state, seed):
+        return _update(loss, optimizer, *state, batches(number, seed))[:2]
+
+    def loop(state, seeds, begin, end):
+        side_by_side = jax.vmap(step, in_axes=(None, 0, 0))
+        return jax.lax.fori_loop(begin, end, lambda number, state: side_by_side(number, state, seeds), state)
+
+    mesh = _seeds_mesh(len(seeds), devices)
+    split, same = PartitionSpec("seeds"), PartitionSpec()
+    numbers = jnp.asarray(seeds, jnp.uint32)
+    spread = functools.partial(jax.shard_map, mesh=mesh, out_specs=split, check_vma=False)
+    state = jax.jit(spread(jax.vmap(start), in_specs=split))(numbers)
+    run = jax.jit(spread(loop, in_specs=(split, split, same, same)), donate_argnums=0)
+    return state, lambda state, begin, end: run(state, numbers, begin, end)
+
+
+def _check_plan(seeds, looks) -> None:
+    if not len(seeds):
+        raise ValueError("seeds = []: expected one or more")
+    if not looks or looks[0] < 0 or any(b <= a for a, b in itertools.pairwise(looks)):
+        raise ValueError(f"looks = {looks}: expected increasing numbers of steps")
+
+
+def next_token(model: nn.Module) -> dict[str, Callable]:
+    """The `loss` and `init` of a language model for `fit_seeds`, whose batches are tokens `[B, T + 1]`.
+
+    Args:
+      model: called with tokens `[B, T]`; returns logits `[B, T, V]`, or losses `[B, T]` if it takes `targets`.
+
+    >>> from attnlab.nn import GPT
+    >>> parts = next_token(GPT(vocab_size=8, num_layers=1, num_heads=2, width=8, context=6))
+    >>> variables = parts["init"](jax.random.key(0))
+    >>> parts["loss"](variables, jnp.zeros((2, 7), jnp.int32)).shape
+    ()
+    """
+
+    def loss(variables, tokens):
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        if "targets" in inspect.signature(model.__call__).parameters:
+            return model.apply(variables, inputs, targets=targets).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(model.apply(variables, inputs), targets).mean()
+
+    return {"loss": loss, "init": lambda key: model.init(key, jnp.zeros((1, 2), jnp.int32))}
+
+
+def _seeds_mesh(seeds: int, devices) -> Mesh:
+    """As many devices as divide the number of seeds."""
+    count = max(n for n in range(1, len(devices) + 1) if seeds % n == 0)
+    return Mesh(np.array(devices[:count]), ("seeds",))
+
+
+def _update(loss, optimizer, params, opt_state, batch):
+    gradient = jax.grad(loss)(params, batch)
+    updates, opt_state = optimizer.update(gradient, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, gradient
 
 
 class Text(NamedTuple):
@@ -82,23 +225,50 @@ class Text(NamedTuple):
         """The function that returns the training batch of a step."""
         return TrainBatches(self.train, context=context, batch_size=batch_size, seed=seed).__getitem__
 
+    def windows(self, context: int, batch_size: int) -> Callable:
+        """For `fit_seeds`: `windows(step, seed)` draws `[batch_size, context + 1]` tokens of the training text."""
+        text = jnp.asarray(self.train, jnp.int32)
+
+        def draw(step, seed):
+            starts = jax.random.randint(key_of(step, seed), (batch_size, 1), 0, len(text) - context)
+            return text[starts + jnp.arange(context + 1)]
+
+        return draw
+
     def held_out(self, context: int, batch_size: int, windows: int) -> Iterator[Batch]:
         """Batches of windows of the validation text."""
         return iter(EvalBatches(self.validation, context=context, batch_size=batch_size, windows=windows))
 
 
-def read(path: str) -> Text:
+def evenly_spaced(tokens: np.ndarray, length: int, count: int) -> np.ndarray:
+    """Windows int32 `[count, length]` of a text `[N]`, N ≥ length, the first at its start and the last at its end.
+
+    >>> evenly_spaced(np.arange(10), length=4, count=3)[:, 0].tolist()
+    [0, 3, 6]
+    """
+    starts = np.linspace(0, len(tokens) - length, count).astype(int)
+    return tokens[starts[:, None] + np.arange(length)].astype(np.int32)
+
+
+def read(path: str, least: int = 1) -> Text:
     """Read the text at `path`, or the Python language reference if `path` is empty.
 
+    Args:
+      path: of a text file.
+      least: tokens that the validation text has to have.
+
     Raises:
-      UserError: a file that cannot be read.
+      UserError: a file that cannot be read, or is too short.
     """
     corpus = corpora.read_text("text", path=path) if path else corpora.read_text("python_docs")
     tokenizer = tokenizers.make("char", corpus.text)
+    train, validation = tokenizer.encode(corpus.train), tokenizer.encode(corpus.validation)
+    if len(validation) < least:
+        raise UserError(
+            f"the validation text, the last tenth, is shorter than {least} tokens: give a longer text with --path"
+        )
     spanish = corpus.text.count(" que ") > corpus.text.count(" the ")
-    return Text(
-        tokenizer, tokenizer.encode(corpus.train), tokenizer.encode(corpus.validation), "es" if spanish else "en"
-    )
+    return Text(tokenizer, train, validation, "es" if spanish else "en")
 
 
 def text_loss(model) -> Callable:

@@ -1,27 +1,23 @@
-"""Options and output files shared by all studies.
+"""The form of a study: its options, its rows, and its verdict.
 
 A study is a module whose docstring begins with its claim, and which defines
   measure(options) → rows    the measurements, one dict per row of the table
   judge(rows) → Verdict      whether the claim held, with numbers
-  draw(rows) → Figure        the figure
-A study that trains on a text sets READS_TEXT = True.
+  draw(rows) → Figure        the figure; the docstring of `draw` is its caption
+A study that trains on a text sets READS_TEXT = True. One that repeats an experiment of a paper may also define
+  quote(rows) → tuple of Quoted    the paper's printed numbers beside ours
 """
 
 import csv
-import importlib
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
-import matplotlib as mpl
-import matplotlib.pyplot as plt
 import numpy as np
-from absl import flags
+from scipy import stats
 
-from attnlab.errors import UserError
-from attnlab.study.progress import Advance, StudyProgress, silent
+from attnlab.study.progress import Advance, silent
+from attnlab.types import Array
 
 
 class Options(NamedTuple):
@@ -72,60 +68,66 @@ class Verdict(NamedTuple):
         return "\n".join([f"the claim {'holds' if self.held else 'does not hold'}", *lines])
 
 
-def load(name: str) -> ModuleType:
-    """Import a study by name."""
-    return importlib.import_module(f"attnlab.study.{name}")
+class Quoted(NamedTuple):
+    """A number that a paper prints, beside ours.
 
-
-def claim(study: ModuleType) -> str:
-    """The claim: the first line of a study's docstring."""
-    return study.__doc__.strip().splitlines()[0]
-
-
-def define(values, argv) -> None:
-    """Define the flags."""
-    flags.DEFINE_bool("fast", False, "fewer seeds, points and steps: a minute on two cores", flag_values=values)
-    flags.DEFINE_string("out", None, "a new folder for the results (default: runs/study-NAME)", flag_values=values)
-    flags.DEFINE_string(
-        "path",
-        "",
-        "text file for the studies that train on one; empty for the Python language reference",
-        flag_values=values,
-    )
-
-
-def run(name: str, study: ModuleType, values) -> int:
-    """Run a study and write NAME.csv, NAME.png and verdict.txt. Returns 0 whether or not the claim held.
-
-    Raises:
-      UserError: the output folder is not empty or cannot be written, or `--path` is given to a study without a text.
+    Attributes:
+      what: the measured quantity, and where the setups differ.
+      ours: our value, in words.
+      theirs: the paper's, as printed.
+      source: the paper and the place in it: "Voita et al. 2019, table 2".
     """
-    folder = Path(values.out or f"runs/study-{name}")
-    if values.path and not getattr(study, "READS_TEXT", False):
-        raise UserError(f"--path={values.path}: {name} does not train on a text: remove this flag")
-    try:
-        if folder.exists() and not folder.is_dir():
-            raise UserError(f"--out={folder} is a file: name a folder")
-        if folder.exists() and any(folder.iterdir()):
-            raise UserError(f"--out={folder} is not empty: choose a new folder")
-        folder.mkdir(parents=True, exist_ok=True)  # fail now rather than after an hour of measuring
-    except OSError as error:
-        raise UserError(f"--out={folder} cannot be written ({error.strerror}): choose another folder") from error
 
-    print(claim(study), flush=True)
-    start = time.perf_counter()
-    with StudyProgress() as progress:
-        rows = study.measure(Options(values.fast, values.path, progress.expect))
-    verdict = study.judge(rows)
-    write_csv(folder / f"{name}.csv", rows)
-    with mpl.rc_context({"backend": "agg"}):
-        figure = study.draw(rows)
-        figure.savefig(folder / f"{name}.png", dpi=160)
-        plt.close(figure)
-    text = f"{claim(study)}\n{verdict}"
-    (folder / "verdict.txt").write_text(text + "\n", encoding="utf-8")
-    print(f"{verdict}\n{len(rows)} rows and the figure are in {folder} ({time.perf_counter() - start:.0f} s)")
-    return 0
+    what: str
+    ours: str
+    theirs: str
+    source: str
+
+
+class Interval(NamedTuple):
+    """A mean over seeds, with its 95 % confidence interval (Student's t).
+
+    Of many intervals made like this, from other seeds, 95 % contain the mean over all seeds.
+
+    Attributes:
+      mean: the mean.
+      low, high: ends of the interval; the mean where there is one seed.
+      count: number of seeds.
+    """
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float] | Array) -> "Interval":
+        """Compute the interval of some values, one per seed.
+
+        Raises:
+          ValueError: no values, or an array of more than one axis.
+
+        >>> print(Interval.of([0.9, 0.8, 1.0]))
+        0.900 [0.652, 1.148]
+        >>> print(f"{Interval.of([12.0]):.1f}")
+        12.0 (one seed)
+        """
+        values = np.asarray(values, np.float64)
+        if values.ndim != 1 or not len(values):
+            raise ValueError(f"values have shape {list(values.shape)}: expected a number for each seed, at least one")
+        mean, count = float(values.mean()), len(values)
+        margin = 0.0
+        if count > 1:
+            margin = float(stats.t.ppf(0.975, count - 1) * values.std(ddof=1) / count**0.5)
+        return cls(mean, mean - margin, mean + margin, count)
+
+    def __format__(self, spec: str) -> str:
+        spec = spec or ".3f"
+        ends = f" [{self.low:{spec}}, {self.high:{spec}}]" if self.count > 1 else " (one seed)"
+        return f"{self.mean:{spec}}{ends}"
+
+    def __str__(self) -> str:
+        return format(self, "")
 
 
 def write_csv(path: Path, rows: Sequence[dict]) -> None:

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnlab.nn import sinusoidal
-from attnlab.study import complexity, fitting, norms, roles, scaling
-from attnlab.study.positions import rotation
+from attnlab.nn import GPT, sinusoidal
+from attnlab.study import fitting
+from attnlab.study.claims import complexity, norms, scaling
+from attnlab.study.claims.positions import rotation
 
 
 def test_jacobian_norm_matches_autodiff(float64):
@@ -63,30 +64,12 @@ def test_norms_examples_have_the_requested_length():
     assert jnp.mean(jnp.sum(x[:, norms.partners()] * x[:, :-1], -1)) > 10, "partners share a pattern"
 
 
-TEXT = "x" * 64 + ' he said "well" and the cat is new, a new cat is "old", says the dog ' * 3
-
-
-def test_role_pairs_have_the_earlier_part_as_key():
-    (first, *_) = roles.find(TEXT, roles.PATTERNS["en"]["adjective → noun"])
-    assert TEXT[first.key : first.key_end] == "new" and TEXT[first.query : first.query_end] == "cat"
-
-
-def test_role_controls_match_distances_and_are_not_pairs():
-    pairs = roles.find(TEXT, roles.PATTERNS["en"]["adjective → noun"])
-    others = roles.controls(TEXT, pairs, {pair.query for pair in pairs}, np.random.default_rng(0))
-    assert others and not {o.query for o in others} & {p.query for p in pairs}
-    for other in others:
-        words = TEXT[other.key : other.key_end], TEXT[other.query : other.query_end]
-        assert all(len(word) == 3 and word.isalpha() for word in words)
-        assert not TEXT[other.query_end].isalpha() and not TEXT[other.key - 1].isalpha()
-
-
 def test_text_detects_language_and_trains_a_model(tmp_path):
     path = tmp_path / "texto.txt"
     path.write_text("dijo que el gato que vio no era el que él decía. " * 40, encoding="utf-8")
     text = fitting.read(str(path))
     assert text.language == "es"
-    model = roles.GPT(text.tokenizer.vocab_size, 1, 2, 16, 16)
+    model = GPT(text.tokenizer.vocab_size, 1, 2, 16, 16)
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
     watched, advanced = [], []
     fitted = fitting.fit(

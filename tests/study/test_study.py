@@ -5,12 +5,16 @@ import importlib
 import re
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from attnlab.nn import AdditiveAttention
 from attnlab.study import __main__ as study
-from attnlab.study import progress, report, scaling
-from attnlab.study.report import Options, Verdict
+from attnlab.study import progress, registry
+from attnlab.study.claims import scaling
+from attnlab.study.fitting import Size
+from attnlab.study.report import Interval, Verdict
 
 
 def run(*argv):
@@ -22,7 +26,8 @@ def test_unknown_study_suggests_and_lists_names(capsys):
     error = capsys.readouterr().err
     assert error == (
         "error: 'scalling' is not a study (did you mean scaling?): expected one of alignment, complexity, heads, "
-        "norms, positions, roles, scaling, training\n"
+        "norms, positions, roles, scaling, training, markov, rank, gradient_step, induction, recall, sinks, pruning, "
+        "dispersion, copying, grokking, all of them by the word all, or the path of a Python file\n"
     )
 
 
@@ -42,7 +47,7 @@ def test_study_writes_table_figure_and_verdict_once(tmp_path, capsys, monkeypatc
     monkeypatch.setattr(scaling, "WIDTHS", scaling.WIDTHS[scaling.WIDTHS <= 1000])  # the largest take the time
     out = tmp_path / "new" / "folder"
     assert run("scaling", "--fast", "--out", str(out)) == 0
-    assert sorted(path.name for path in out.iterdir()) == ["scaling.csv", "scaling.png", "verdict.txt"]
+    assert sorted(path.name for path in out.iterdir()) == ["result.json", "scaling.csv", "scaling.png", "verdict.txt"]
     with (out / "scaling.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 90 and set(rows[0]) == {"seed", "d_k", "scale", "variance", "jacobian_norm"}
@@ -84,6 +89,13 @@ def test_missing_text_is_one_line(tmp_path, capsys):
     assert "data.path = 'nowhere.txt': no such file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name, tokens", [("heads", 65), ("positions", 257), ("pruning", 130), ("training", 65)])
+def test_short_text_is_one_line_before_any_training(tmp_path, capsys, name, tokens):
+    (tmp_path / "short.txt").write_text("the cat sat. " * 40, encoding="utf-8")
+    assert run(name, "--fast", f"--path={tmp_path / 'short.txt'}", f"--out={tmp_path / 'out'}") == 2
+    assert f"is shorter than {tokens} tokens: give a longer text with --path\n" in capsys.readouterr().err
+
+
 def test_missing_matplotlib_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     importlib.reload(study)  # the command itself imports without it
@@ -98,16 +110,31 @@ def test_verdict_holds_only_if_every_part_does():
     assert Verdict.of((True, "a"), (False, "b")).title("Found") == "Not as claimed: b"
 
 
-@pytest.mark.parametrize("name", study.STUDIES)
+@pytest.mark.parametrize("kind", [list, np.array, jnp.array])
+def test_interval_of_any_numbers_is_that_of_students_t(kind):
+    interval = Interval.of(kind([1.0, 2.0, 4.0]))
+    # Of 2 degrees of freedom the quantile is 4.302653 (tables), of a variance of 7/3 over three.
+    margin = 4.302653 * (7 / 9) ** 0.5
+    assert interval == pytest.approx((7 / 3, 7 / 3 - margin, 7 / 3 + margin, 3), rel=1e-6)
+    assert str(Interval.of(kind([2.0]))) == "2.000 (one seed)"
+
+
+@pytest.mark.parametrize("values", [[], np.ones((2, 3))], ids=["none", "matrix"])
+def test_interval_of_no_values_or_a_matrix_is_one_line(values):
+    with pytest.raises(ValueError, match="expected a number for each seed, at least one"):
+        Interval.of(values)
+
+
+@pytest.mark.parametrize("name", registry.STUDIES)
 def test_every_study_states_a_claim_and_has_all_parts(name):
-    module = report.load(name)
-    assert report.claim(module).endswith(".") and len(report.claim(module)) <= 120
+    module = registry.load(name)
+    assert registry.claim(module).endswith(".") and len(registry.claim(module)) <= 120
     assert all(
         callable(getattr(module, part)) and getattr(module, part).__doc__ for part in ("measure", "judge", "draw")
     )
 
 
-# The verdicts of `heads` and `roles` depend on the text.
+# The verdict of `heads` depends on the text.
 CERTAIN = ("alignment", "complexity", "norms", "positions", "scaling", "training")
 
 # For each study, rows changed so that they refute its claim.
@@ -117,35 +144,38 @@ COUNTEREXAMPLES = {
     "heads": lambda row: row | {"loss": 2.0},
     "norms": lambda row: row | {"hijacked": 0.03},
     "positions": lambda row: row | ({"loss": 2.0} if row["what"] == "extrapolation" else {}),
-    "roles": lambda row: row | {"weight": row["control"], "lift": 1.0},
     "scaling": lambda row: row | {"scale": {"none": "√d_k", "√d_k": "none"}.get(row["scale"], row["scale"])},
     "training": lambda row: row | {"matrix": {"Q": "V", "V": "Q", "K": "W", "W": "K"}[row["matrix"]]},
 }
 
 
 LARGE = ("complexity", "heads", "positions")  # a minute and more each
+# Of others, what suffices to see the claim.
+SMALLER = {
+    "alignment": {"KINDS": ("copy",), "LAYERS": {"additive": AdditiveAttention}},
+    "norms": {"FAST": Size(seeds=1, steps=300)},
+    "training": {"FAST": Size(seeds=1, steps=300)},
+}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.campaign if name in LARGE else pytest.mark.slow) for name in study.STUDIES],
-)
-def test_fast_study_verdict_and_refutation(name, tmp_path):
-    module = report.load(name)
-    work = {"total": 0, "done": 0}
-
-    def expect(total):
-        work["total"] = total
-        return lambda amount=1: work.update(done=work["done"] + amount)
-
-    rows = module.measure(Options(fast=True, progress=expect))
-    assert work["done"] == pytest.approx(work["total"]) and work["total"] > 0
-    verdict = module.judge(rows)
+def check(study, rows, name):
+    """The verdict on the rows, and on others that refute the claim."""
+    verdict = study.judge(rows)
     assert verdict.parts and (verdict.held or name not in CERTAIN), str(verdict)
-    refuted = [COUNTEREXAMPLES[name](row) for row in rows]
-    assert not module.judge(refuted).held
-    report.write_csv(tmp_path / "rows.csv", rows)
-    figure = module.draw(rows)
-    drawn = [axes for axes in figure.axes if axes.lines]
-    assert figure.get_suptitle() and all(axes.get_xlabel() and axes.get_ylabel() for axes in drawn)
-    figure.savefig(tmp_path / "figure.png")
+    assert not study.judge([COUNTEREXAMPLES[name](row) for row in rows]).held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in COUNTEREXAMPLES if name not in LARGE])
+def test_small_study_verdict_and_refutation(name, run_fast, monkeypatch):
+    module = registry.load(name)
+    for part, smaller in SMALLER.get(name, {}).items():
+        monkeypatch.setattr(module, part, smaller)
+    check(module, run_fast(module), name)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", COUNTEREXAMPLES)
+def test_fast_study_verdict_and_refutation(name, run_fast):
+    module = registry.load(name)
+    check(module, run_fast(module), name)

@@ -1,0 +1,40 @@
+"""Synthetic tasks with a known answer.
+
+A batch is a pure function of the step and the seed. Those of all tasks but `pairs` may be traced: a compiled loop draws
+its own batches, and `vmap` over seeds those of several runs. `TEST` is the first of the steps that no study trains on.
+
+>>> jax.vmap(lambda seed: repeats(0, batch_size=4, length=8, seed=seed))(jnp.arange(3)).shape
+(3, 4, 8)
+"""
+
+from attnlab.data.tasks.alignments import KINDS, Pairs, pairs
+from attnlab.data.tasks.associations import Recall, recall
+from attnlab.data.tasks.chains import Chains, backcopy, backcopy_chain, chains
+from attnlab.data.tasks.copying import Copies, copies
+from attnlab.data.tasks.drawing import TEST
+from attnlab.data.tasks.modular import Sums, modular_sums
+from attnlab.data.tasks.regression import Regressions, regressions
+from attnlab.data.tasks.repetition import repeats
+from attnlab.data.tasks.retrieval import Items, largest_of
+
+__all__ = [
+    "KINDS",
+    "TEST",
+    "Chains",
+    "Copies",
+    "Items",
+    "Pairs",
+    "Recall",
+    "Regressions",
+    "Sums",
+    "backcopy",
+    "backcopy_chain",
+    "chains",
+    "copies",
+    "largest_of",
+    "modular_sums",
+    "pairs",
+    "recall",
+    "regressions",
+    "repeats",
+]

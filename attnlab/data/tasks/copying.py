@@ -1,0 +1,85 @@
+"""Sources to copy or to reverse within one sequence, as a decoder reads them."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Int
+
+from attnlab.data.tasks.alignments import KINDS
+from attnlab.data.tasks.drawing import Number, key_of
+from attnlab.types import Array
+
+END, START, SEPARATOR, SYMBOLS = 0, 1, 2, 3  # symbols are from 3 on
+
+
+class Copies(NamedTuple):
+    """Sequences with a source and its copy.
+
+    Attributes:
+      tokens: int32 `[B, 2·S + 2]`: 1, the n symbols of the source, 2, the n symbols of the copy; padded with 0.
+      targets: int32 `[B, 2·S + 2]`: at the 2 and at each symbol of the copy the next symbol of the copy, then 0 for the
+        end; −1 where nothing is to be predicted.
+      lengths: int32 `[B]`, n.
+    """
+
+    tokens: Int[Array, "B T"]
+    targets: Int[Array, "B T"]
+    lengths: Int[Array, "B"]
+
+
+def copies(
+    kind: str, step: Number, *, batch_size: int, lengths: Sequence[int], vocab_size: int = 32, seed: Number = 0
+) -> Copies:
+    """Draw sequences with a source and its copy, or its reverse; a pure function of its arguments.
+
+    Args:
+      kind: "copy" or "reverse".
+      step: training step.
+      batch_size: B.
+      lengths: possible lengths of the source; S is the largest.
+      vocab_size: V; symbols are 3 … V − 1.
+      seed: random seed.
+
+    Raises:
+      ValueError: an unknown kind, lengths that are empty or below 1, a vocabulary without symbols, or an empty batch.
+
+    >>> batch = copies("reverse", 0, batch_size=1, lengths=[3], vocab_size=13)
+    >>> batch.tokens.tolist(), batch.targets.tolist()
+    ([[1, 4, 10, 9, 2, 9, 10, 4]], [[-1, -1, -1, -1, 9, 10, 4, 0]])
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind = {kind!r}: expected one of {', '.join(KINDS)}")
+    lengths = tuple(lengths)
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"lengths = {list(lengths)}: expected lengths of 1 or more")
+    if vocab_size <= SYMBOLS:
+        raise ValueError(f"vocab_size = {vocab_size}: expected {SYMBOLS + 1} or more, as symbols are from {SYMBOLS} on")
+    if batch_size < 1:
+        raise ValueError(f"batch_size = {batch_size}: expected 1 or more")
+    return _copies(kind, step, seed, batch_size, lengths, vocab_size)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
+def _copies(kind, step, seed, batch_size, lengths, vocab_size):
+    symbol_key, length_key = jax.random.split(key_of(step, seed))
+    longest = max(lengths)
+    source = jax.random.randint(symbol_key, (batch_size, longest), SYMBOLS, vocab_size, jnp.int32)
+    n = jax.random.choice(length_key, jnp.array(lengths, jnp.int32), (batch_size, 1))
+    at = jnp.arange(2 * longest + 2, dtype=jnp.int32)
+    nth = at - n - 2  # of the output
+    wanted = nth if kind == "copy" else n - 1 - nth
+    from_source, from_output = (
+        jnp.take_along_axis(source, jnp.clip(index, 0, longest - 1), axis=1)
+        for index in (jnp.broadcast_to(at - 1, nth.shape), wanted)
+    )
+    tokens = jnp.select(
+        [at == 0, at <= n, at == n + 1, nth < n],
+        [jnp.int32(START), from_source, jnp.int32(SEPARATOR), from_output],
+        END,
+    )
+    following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=END)
+    asked = (nth >= -1) & (nth < n)  # from the separator to the last symbol
+    return Copies(tokens, jnp.where(asked, following, -1), n[:, 0])

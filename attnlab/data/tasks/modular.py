@@ -1,0 +1,55 @@
+"""Modular addition: all pairs, of which a random part is for training."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Int
+
+from attnlab.data.tasks.drawing import Number, key_of
+from attnlab.types import Array
+
+
+class Sums(NamedTuple):
+    """Pairs and their sums.
+
+    Attributes:
+      tokens: int32 `[N, 3]`: a, b, and p for "=".
+      targets: int32 `[N]`, (a + b) mod p.
+    """
+
+    tokens: Int[Array, "N 3"]
+    targets: Int[Array, " N"]
+
+
+def modular_sums(p: int, *, train: float, seed: Number = 0) -> tuple[Sums, Sums]:
+    """All p² pairs (a, b) with (a + b) mod p, split at random (Power et al. 2022); a pure function of its arguments.
+
+    Args:
+      p: the modulus.
+      train: share of the pairs in the first part.
+      seed: random seed; may be traced.
+
+    Returns:
+      The pairs for training, and those held out.
+
+    Raises:
+      ValueError: a modulus or a share that leaves a part without pairs.
+
+    >>> train, held_out = modular_sums(5, train=0.4)
+    >>> len(train.targets), len(held_out.targets)
+    (10, 15)
+    """
+    count = round(train * p * p) if p > 0 else 0
+    if not 0 < count < p * p:
+        raise ValueError(f"p = {p} and train = {train} leave a part without pairs: raise p, or train between 0 and 1")
+    return _modular_sums(seed, p, count)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _modular_sums(seed, p, count):
+    a, b = jnp.divmod(jax.random.permutation(key_of(0, seed), p * p).astype(jnp.int32), p)
+    tokens = jnp.stack([a, b, jnp.full_like(a, p)], axis=-1)
+    sums = Sums(tokens, (a + b) % p)
+    return jax.tree.map(lambda x: x[:count], sums), jax.tree.map(lambda x: x[count:], sums)

@@ -1,0 +1,62 @@
+"""Linear regression in context: points of an unknown linear function, then a query."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float
+
+from attnlab.data.tasks.drawing import Number, key_of
+from attnlab.types import Array
+
+
+class Regressions(NamedTuple):
+    """Linear regression tasks, each with a query.
+
+    Attributes:
+      tokens: float32 `[B, N + 1, F + 1]`, the points (x_i, y_i), then the query (x, 0).
+      targets: float32 `[B]`, w·x of the query.
+      weights: float32 `[B, F]`, w of each task.
+    """
+
+    tokens: Float[Array, "B T F1"]
+    targets: Float[Array, " B"]
+    weights: Float[Array, "B F"]
+
+
+def regressions(step: Number, *, batch_size: int, points: int = 10, inputs: int = 10, seed: Number = 0) -> Regressions:
+    """Draw linear regression tasks (von Oswald et al. 2023, section 3); a pure function of its arguments.
+
+    Inputs are uniform in (−1, 1), w is normal, and there is no noise: y = w·x.
+
+    Args:
+      step: training step.
+      batch_size: B.
+      points: N, points in the context.
+      inputs: F, size of x.
+      seed: random seed.
+
+    Raises:
+      ValueError: a size below 1.
+
+    >>> batch = regressions(0, batch_size=2, points=3, inputs=4)
+    >>> batch.tokens.shape, float(batch.tokens[0, -1, -1])
+    ((2, 4, 5), 0.0)
+    >>> bool(jnp.allclose(batch.tokens[0, 0, :4] @ batch.weights[0], batch.tokens[0, 0, 4]))
+    True
+    """
+    if min(batch_size, points, inputs) < 1:
+        sizes = f"batch_size = {batch_size}, points = {points} and inputs = {inputs}"
+        raise ValueError(f"{sizes}: expected 1 or more of each")
+    return _regressions(step, seed, batch_size, points, inputs)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _regressions(step, seed, batch_size, points, inputs):
+    weight_key, input_key = jax.random.split(key_of(step, seed))
+    weights = jax.random.normal(weight_key, (batch_size, inputs))
+    x = jax.random.uniform(input_key, (batch_size, points + 1, inputs), minval=-1, maxval=1)
+    y = (x * weights[:, None]).sum(-1)
+    tokens = jnp.concatenate([x, y.at[:, -1].set(0)[..., None]], axis=-1)
+    return Regressions(tokens, y[:, -1], weights)

@@ -1,0 +1,71 @@
+"""Finding the largest of many items."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
+
+from attnlab.data.tasks.drawing import Number, key_of
+from attnlab.types import Array
+
+
+class Items(NamedTuple):
+    """Sets of items, each with a value and a class.
+
+    Attributes:
+      values: float32 `[B, N]`, in [0, 1).
+      classes: int32 `[B, N]`.
+      real: bool `[B, N]`, False where a set is shorter than N.
+      largest: int32 `[B]`, index of the item of largest value.
+      targets: int32 `[B]`, the class of that item.
+    """
+
+    values: Float[Array, "B N"]
+    classes: Int[Array, "B N"]
+    real: Bool[Array, "B N"]
+    largest: Int[Array, " B"]
+    targets: Int[Array, " B"]
+
+
+def largest_of(
+    step: Number, *, batch_size: int, items: int, fewest: int | None = None, classes: int = 10, seed: Number = 0
+) -> Items:
+    """Draw sets of items with uniform values, of which the class of the largest is asked; a pure function.
+
+    The task is the max retrieval of Veličković et al. 2024, section 3 and appendix A.
+
+    Args:
+      step: training step.
+      batch_size: B.
+      items: N, the most items of a set.
+      fewest: the fewest, sizes being uniform between both; None for N.
+      classes: number of classes.
+      seed: random seed.
+
+    Raises:
+      ValueError: a size below 1, or `fewest` not from 1 to `items`.
+
+    >>> batch = largest_of(0, batch_size=2, items=3)
+    >>> (batch.values.argmax(-1) == batch.largest).tolist()
+    [True, True]
+    """
+    fewest = items if fewest is None else fewest
+    if min(batch_size, items, classes) < 1:
+        sizes = f"batch_size = {batch_size}, items = {items} and classes = {classes}"
+        raise ValueError(f"{sizes}: expected 1 or more of each")
+    if not 1 <= fewest <= items:
+        raise ValueError(f"fewest = {fewest}: expected 1 to items = {items}")
+    return _largest_of(step, seed, batch_size, items, fewest, classes)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+def _largest_of(step, seed, batch_size, items, fewest, classes):
+    value_key, class_key, size_key = jax.random.split(key_of(step, seed), 3)
+    values = jax.random.uniform(value_key, (batch_size, items))
+    drawn = jax.random.randint(class_key, (batch_size, items), 0, classes, jnp.int32)
+    sizes = jax.random.randint(size_key, (batch_size, 1), fewest, items + 1)
+    real = jnp.arange(items) < sizes
+    largest = jnp.where(real, values, -1).argmax(-1).astype(jnp.int32)
+    return Items(values, drawn, real, largest, jnp.take_along_axis(drawn, largest[:, None], axis=1)[:, 0])

@@ -1,0 +1,1 @@
+"""The studies: one claim about attention per module."""

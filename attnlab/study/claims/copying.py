@@ -1,0 +1,175 @@
+"""Trained to copy and to reverse short sequences, a decoder goes on at twice the length best without positions.
+
+Decoders of three layers read a start token, a source of random symbols and a separator, and write the source, or its
+reverse, and an end token. They are trained on fresh sources of 1 to L symbols, with each kind of positions of
+`attnlab.nn.GPT` and without, and tested on sources of 1 to 2·L. The measure is the exact match, the share of sources
+whose output is right to the end. It is read from one pass over the right output: if the most probable token is right
+at every place, then greedy decoding writes just this output, and if it is wrong at some place, greedy decoding, which
+has written the same tokens up to there, is wrong as well. The control are the lengths of training: what a model has
+not learned there it cannot extend. Learned positions beyond the trained ones keep the vectors they were initialized
+with.
+
+After Kazemnejad et al. 2023, "The Impact of Positional Encoding on Length Generalization in Transformers"
+(arXiv 2305.19466), who train larger decoders on lengths up to 20 and test them up to 40.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float
+from matplotlib.figure import Figure
+
+from attnlab import plots
+from attnlab.data.tasks import KINDS, TEST, Copies, copies
+from attnlab.nn import GPT
+from attnlab.nn.fields import POSITIONS
+from attnlab.study.fitting import adamw, fit_seeds
+from attnlab.study.report import Interval, Options, Verdict, table
+from attnlab.types import Array
+
+NONE = "none"
+LAYERS, HEADS, WIDTH = 3, 4, 64
+LEARNING_RATE = 3e-3
+LEARNED = 0.9  # exact match at the trained lengths from which a model counts as trained
+
+
+class Size(NamedTuple):
+    """How much is measured.
+
+    Attributes:
+      tasks: of "copy" and "reverse".
+      positions: kinds of positions of the models, "none" among them.
+      seeds: models of each task and kind of positions.
+      steps: of training.
+      longest: L, length of the longest trained source.
+      vocab_size: tokens.
+      batch_size: sequences of a step.
+      examples: held-out sources.
+    """
+
+    tasks: tuple[str, ...]
+    positions: tuple[str, ...]
+    seeds: int
+    steps: int
+    longest: int
+    vocab_size: int
+    batch_size: int
+    examples: int
+
+
+FAST = Size(("copy",), (NONE, "rotary", "alibi"), 2, steps=800, longest=5, vocab_size=11, batch_size=32, examples=512)
+FULL = Size(KINDS, POSITIONS, seeds=6, steps=1000, longest=6, vocab_size=16, batch_size=32, examples=2048)
+
+
+def gpt(positions: str, size: Size) -> GPT:
+    """The model, for sources of up to twice the longest trained length."""
+    context = 4 * size.longest + 2
+    return GPT(size.vocab_size, LAYERS, HEADS, WIDTH, context, positions=positions, mlp_ratio=1)
+
+
+def measure(options: Options) -> list[dict]:
+    """One row per task, kind of positions, seed and length: the share of outputs that are right to the end."""
+    size = FAST if options.fast else FULL
+    advance = options.progress(len(size.tasks) * len(size.positions) * size.seeds * size.steps)
+    lengths = range(1, 2 * size.longest + 1)
+    rows = []
+    for task in size.tasks:
+        test = copies(task, TEST, batch_size=size.examples, lengths=lengths, vocab_size=size.vocab_size)
+        for positions in size.positions:
+            model = gpt(positions, size)
+            params = _train(model, task, size, advance)
+            right = _right(model, params, test)
+            for seed in range(size.seeds):
+                for length in lengths:
+                    match = right[seed, np.asarray(test.lengths) == length].mean()
+                    common = {"task": task, "positions": positions, "seed": seed, "length": length}
+                    rows.append(common | {"trained": length <= size.longest, "exact match": float(match)})
+    return rows
+
+
+def _train(model, task, size, advance):
+    def loss(params, batch):
+        asked = batch.targets >= 0
+        losses = model.apply(params, batch.tokens, targets=jnp.maximum(batch.targets, 0))
+        return jnp.where(asked, losses, 0).sum() / asked.sum()
+
+    def batches(step, seed):
+        drawn = {"batch_size": size.batch_size, "lengths": range(1, size.longest + 1), "vocab_size": size.vocab_size}
+        return copies(task, step, seed=seed, **drawn)
+
+    def init(key):
+        return model.init(key, jnp.zeros((1, 2), jnp.int32))
+
+    optimizer = adamw(size.steps, LEARNING_RATE)
+    fitted = fit_seeds(loss, init, batches, optimizer, seeds=range(size.seeds), looks=[size.steps], advance=advance)
+    return next(params for _, params in fitted)
+
+
+def _right(model, params, test):
+    """Of the models of all seeds, which outputs are right to the end, `[seeds, B]`."""
+    return np.asarray(jax.jit(jax.vmap(lambda params: exact(model.apply(params, test.tokens), test)))(params))
+
+
+def exact(logits: Float[Array, "B T V"], batch: Copies) -> Bool[Array, " B"]:
+    """Whether the most probable token is right wherever one is asked for.
+
+    >>> batch = copies("copy", 0, batch_size=2, lengths=[1, 2], vocab_size=5)
+    >>> logits = jax.nn.one_hot(batch.targets, 5)
+    >>> exact(logits, batch).tolist(), exact(logits.at[0].set(0), batch).tolist()
+    ([True, True], [False, True])
+    """
+    return ((logits.argmax(-1) == batch.targets) | (batch.targets < 0)).all(-1)
+
+
+def beyond(rows: list[dict], task: str, positions: str, trained: bool = False) -> list[float]:
+    """The exact match per seed, mean over the lengths beyond those of training, or over those of training."""
+    chosen = [r for r in rows if (r["task"], r["positions"], r["trained"]) == (task, positions, trained)]
+    return [float(np.mean(v)) for v in table(chosen, "seed", "exact match").values()]
+
+
+def judge(rows: list[dict]) -> Verdict:
+    """Held if all models know the lengths of training, and those without positions lead beyond, in both tasks."""
+    parts, kinds = [], list(dict.fromkeys(r["positions"] for r in rows))
+    for task in dict.fromkeys(r["task"] for r in rows):
+        known = {kind: np.mean(beyond(rows, task, kind, trained=True)) for kind in kinds}
+        least = min(known, key=known.get)
+        longest = max(r["length"] for r in rows if r["trained"])
+        text = f"{task}, sources of up to {longest} as in training: {known[least]:.2f} exact or more ({least})"
+        parts.append((known[least] >= LEARNED, text))
+
+        ours = beyond(rows, task, NONE)
+        others = {kind: beyond(rows, task, kind) for kind in kinds if kind != NONE}
+        best = max(others, key=lambda kind: np.mean(others[kind]))
+        lead = Interval.of(np.subtract(ours, others[best]))
+        text = (
+            f"{task}, up to twice as long: {Interval.of(ours):.2f} without positions, {Interval.of(others[best]):.2f} "
+            f"with the best others, {best}; ahead by {lead:.2f}"
+        )
+        parts.append((lead.low > 0, text))
+    return Verdict.of(*parts)
+
+
+def draw(rows: list[dict]) -> Figure:
+    """Exact match against the length of the source, one panel per task; bands are standard deviations over seeds.
+
+    A model that has learned the task is right up to the trained length; where its curve falls, it does not go on.
+    """
+    panels = {}
+    for task in dict.fromkeys(r["task"] for r in rows):
+        series, spread = {}, {}
+        for kind in dict.fromkeys(r["positions"] for r in rows):
+            chosen = [r for r in rows if (r["task"], r["positions"]) == (task, kind)]
+            grouped = table(chosen, "length", "exact match")
+            series[kind] = (list(grouped), [np.mean(v) for v in grouped.values()])
+            spread[kind] = [np.std(v) for v in grouped.values()]
+        longest = max(r["length"] for r in rows if r["trained"])
+        panels[f"{task}, trained on sources of up to {longest}"] = {
+            "series": series,
+            "spread": spread,
+            "x": "length of the source (symbols)",
+            "y": "outputs that are right to the end (share)",
+        }
+    title = "Trained on short sources, a decoder without positions copies and reverses longer ones best"
+    return plots.panels(panels, judge(rows).title(title))

@@ -1,0 +1,31 @@
+"""The quickstart's model and optimizer, for the studies of its heads."""
+
+import optax
+
+from attnlab.config import default
+from attnlab.nn import GPT
+from attnlab.study import fitting
+from attnlab.training.state import make_model
+
+CONFIG = default()
+CONFIG.precision = "float32"  # on every machine
+LAYERS, HEADS, CONTEXT = CONFIG.model.num_layers, CONFIG.model.num_heads, CONFIG.model.context
+
+
+def gpt(vocab_size: int) -> GPT:
+    """Create the model for a vocabulary.
+
+    >>> model = gpt(50)
+    >>> model.num_layers, model.num_heads, model.width, model.context
+    (4, 4, 128, 64)
+    """
+    return make_model(CONFIG, vocab_size)
+
+
+def adamw(steps: int) -> optax.GradientTransformation:
+    """The studies' optimizer, with the quickstart's learning rate and weight decay.
+
+    >>> adamw(100).init({"kernel": 0.0}) is not None
+    True
+    """
+    return fitting.adamw(steps, CONFIG.optimizer.learning_rate, CONFIG.optimizer.weight_decay)

@@ -1,0 +1,124 @@
+"""The studies by name, and those of users by their file."""
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from attnlab.config import nearest
+from attnlab.errors import UserError
+
+LECTURES = ("alignment", "complexity", "heads", "norms", "positions", "roles", "scaling", "training")
+LITERATURE = (
+    "markov",
+    "rank",
+    "gradient_step",
+    "induction",
+    "recall",
+    "sinks",
+    "pruning",
+    "dispersion",
+    "copying",
+    "grokking",
+)
+STUDIES = (*LECTURES, *LITERATURE)
+ALL = "all"  # in place of a name: all studies
+PARTS = {"measure": "options", "judge": "rows", "draw": "rows"}
+
+
+def name_of(study: str) -> str:
+    """The name of a study, of which its files are named: a file's is its stem.
+
+    >>> name_of("scaling"), name_of("studies/mine.py")
+    ('scaling', 'mine')
+    """
+    return Path(study).stem if is_file(study) else study
+
+
+def is_file(study: str) -> bool:
+    """Whether a study is given by its file."""
+    return study.endswith(".py")
+
+
+def check(study: str) -> None:
+    """Raise UserError unless there is a study of this name, or such a file."""
+    if is_file(study):
+        if not Path(study).is_file():
+            raise UserError(f"{study}: no such file; expected a study: a Python file with {_expected()}")
+        if name_of(study) in (*STUDIES, ALL):
+            raise UserError(f"{study}: {name_of(study)} is the name of one of attnlab's studies: rename the file")
+    elif study not in STUDIES:
+        close = nearest(study, (*STUDIES, ALL))
+        raise UserError(
+            f"{study!r} is not a study{close}: expected one of {', '.join(STUDIES)}, all of them by the word all, or "
+            "the path of a Python file"
+        )
+
+
+def load(study: str) -> ModuleType:
+    """Import a study.
+
+    Args:
+      study: its name, or the path of a file that defines `measure`, `judge` and `draw` as `attnlab.study.report` says.
+
+    Raises:
+      UserError: an unknown name, or a file that cannot be imported or lacks a part.
+
+    >>> claim(load("scaling"))
+    "Dividing q·k by √d_k, and by nothing else, keeps the softmax's gradient where it was at any width."
+    """
+    check(study)
+    return _import_file(Path(study)) if is_file(study) else importlib.import_module(f"attnlab.study.claims.{study}")
+
+
+def _import_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"study_{path.stem}", path.resolve())
+    study = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = study  # where dataclasses, Flax modules among them, look up annotations
+    sys.path.insert(0, str(path.resolve().parent))  # its neighbours can be imported, as by `python path`
+    try:
+        spec.loader.exec_module(study)
+    except Exception as error:
+        raise UserError(blame(error, path)) from error
+    if not (study.__doc__ or "").strip():
+        raise UserError(f"{path} has no docstring: expected one whose first line is the claim")
+    for part in PARTS:
+        if not callable(getattr(study, part, None)):
+            raise UserError(f"{path} has no function {part}: expected {_expected()}")
+    return study
+
+
+def _expected() -> str:
+    return "the functions " + ", ".join(f"{part}({argument})" for part, argument in PARTS.items())
+
+
+def blame(error: Exception, path: Path) -> str:
+    """An error that a user's study raised, in one line, with the line of the study.
+
+    >>> blame(ValueError("no"), Path("mine.py"))
+    'mine.py: ValueError: no'
+    """
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if _same(frame.filename, path)]
+    line = error.lineno if isinstance(error, SyntaxError) and error.lineno else lines[-1] if lines else None
+    message = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
+    return f"{path}{f', line {line}' if line else ''}: {type(error).__name__}: {message}"
+
+
+def _same(filename: str, path: Path) -> bool:
+    return Path(filename).resolve() == path.resolve()
+
+
+def reads_text(study: ModuleType) -> bool:
+    """Whether a study trains on a text, and so takes `--path`.
+
+    >>> reads_text(load("heads")), reads_text(load("scaling"))
+    (True, False)
+    """
+    return getattr(study, "READS_TEXT", False)
+
+
+def claim(study: ModuleType) -> str:
+    """The claim: the first line of a study's docstring."""
+    return study.__doc__.strip().splitlines()[0]

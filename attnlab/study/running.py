@@ -1,0 +1,260 @@
+"""One study, run into a folder of its own."""
+
+import contextlib
+import dataclasses
+import datetime
+import inspect
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import jax
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+from absl import flags
+from matplotlib.figure import Figure
+
+from attnlab.errors import UserError
+from attnlab.study import registry
+from attnlab.study.progress import StudyProgress
+from attnlab.study.report import Options, Quoted, Verdict, write_csv
+
+RESULT = "result.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The verdict of a study and the facts of its run, beside its rows and its figure; kept as `result.json`.
+
+    Attributes:
+      name: of the study.
+      claim: the first line of its docstring.
+      setup: the rest of the docstring.
+      fast: whether it ran with --fast.
+      path: the text it ran on, "" for the default one.
+      held: whether the claim held.
+      parts: for each part of the claim, whether it held, and the measurement.
+      quoted: numbers of the paper beside ours.
+      seeds: number of seeds; 0 where the rows name none.
+      rows: number of rows.
+      seconds: the time it took.
+      date: of the run.
+      machine: the processor or accelerator, and the number of devices.
+      versions: of attnlab and what it builds on.
+      caption: of the figure, the docstring of `draw`.
+    """
+
+    name: str
+    claim: str
+    setup: str
+    fast: bool
+    path: str
+    held: bool
+    parts: list
+    quoted: list
+    seeds: int
+    rows: int
+    seconds: float
+    date: str
+    machine: str
+    versions: dict
+    caption: str = ""
+
+    @classmethod
+    def read(cls, folder: Path, file: str = RESULT) -> "Result | None":
+        """Read the result in a folder; None where there is none.
+
+        Raises:
+          UserError: the file holds something else.
+        """
+        try:
+            return cls(**json.loads((folder / file).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{folder / file} is no result of a study: remove it or choose a new folder") from error
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict."""
+        return Verdict.of(*self.parts)
+
+
+def define(values, argv) -> None:
+    """Define the flags."""
+    flags.DEFINE_bool("fast", False, "fewer seeds, points and steps: a minute on two cores", flag_values=values)
+    flags.DEFINE_string("out", None, "a new folder for the results (default: runs/study-NAME)", flag_values=values)
+    flags.DEFINE_string(
+        "path",
+        "",
+        "text file for the studies that train on one; empty for the Python language reference",
+        flag_values=values,
+    )
+
+
+def run(given: str, values) -> int:
+    """Run a study and write NAME.csv, NAME.png, verdict.txt and result.json, all at once when it has ended.
+
+    Args:
+      given: its name, or the path of its file.
+      values: the flags.
+
+    Returns:
+      0, whether or not the claim held.
+
+    Raises:
+      UserError: the output folder is not empty or cannot be written, `--path` is given to a study without a text, a
+        study of the user fails.
+    """
+    study, name = registry.load(given), registry.name_of(given)
+    if values.path and not registry.reads_text(study):
+        raise UserError(f"--path={values.path}: {name} does not train on a text: remove this flag")
+    folder = Path(values.out or f"runs/study-{name}")
+    with _claimed(folder):
+        print(registry.claim(study), flush=True)
+        one_device_per_core()
+        with _blaming(given):
+            measured = _measure(study, name, values)
+        text = "\n".join([registry.claim(study), str(measured.verdict), *map(beside, measured.quoted)])
+        result = dataclasses.asdict(_result(study, name, values, measured))
+        with _written_at_once(folder) as partial:
+            write_csv(partial / f"{name}.csv", measured.rows)
+            measured.figure.savefig(partial / f"{name}.png", dpi=160)
+            (partial / "verdict.txt").write_text(text + "\n", encoding="utf-8")
+            content = json.dumps(result, ensure_ascii=False, indent=1)
+            (partial / RESULT).write_text(content + "\n", encoding="utf-8")
+        plt.close(measured.figure)
+    where = f"{len(measured.rows)} rows and the figure are in {folder} ({measured.seconds:.0f} s)"
+    print(*text.splitlines()[1:], where, sep="\n")
+    return 0
+
+
+class _Measured(NamedTuple):
+    """Results of the functions of a study, and the seconds that they took."""
+
+    rows: list[dict]
+    verdict: Verdict
+    quoted: tuple[Quoted, ...]
+    figure: Figure
+    seconds: float
+
+
+def _measure(study: ModuleType, name: str, values) -> _Measured:
+    start = time.perf_counter()
+    with StudyProgress() as progress:
+        rows = study.measure(Options(values.fast, values.path, progress.expect))
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{name}: measure returned {str(rows)[:60]}: expected a list of rows, one dict each")
+    verdict = study.judge(rows)
+    if not isinstance(verdict, Verdict):
+        raise UserError(f"{name}: judge returned {str(verdict)[:60]}: expected a Verdict, as Verdict.of makes it")
+    quoted = tuple(Quoted(*each) for each in study.quote(rows)) if hasattr(study, "quote") else ()
+    with mpl.rc_context({"backend": "agg"}):
+        figure = study.draw(rows)
+    if not isinstance(figure, Figure):
+        raise UserError(f"{name}: draw returned {str(figure)[:60]}: expected a figure of matplotlib")
+    return _Measured(rows, verdict, quoted, figure, time.perf_counter() - start)
+
+
+def beside(quoted: Quoted) -> str:
+    """A number of a paper beside ours, in one line.
+
+    >>> beside(Quoted("accuracy", "0.91", "0.93", "Vaswani et al. 2017, table 2"))
+    '  paper   accuracy: 0.93 (Vaswani et al. 2017, table 2); here 0.91'
+    """
+    return f"  paper   {quoted.what}: {quoted.theirs} ({quoted.source}); here {quoted.ours}"
+
+
+@contextlib.contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
+    """An empty folder, made before an hour of measuring and not after it; removed on an error."""
+    made = not folder.exists()
+    try:
+        if not made and not folder.is_dir():
+            raise UserError(f"--out={folder} is a file: name a folder")
+        if not made and any(not path.name.startswith(".") for path in folder.iterdir()):
+            raise UserError(f"--out={folder} is not empty: choose a new folder")
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out={folder} cannot be written ({error.strerror}): choose another folder") from error
+    try:
+        yield
+    except BaseException:
+        if made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+@contextlib.contextmanager
+def _written_at_once(folder: Path) -> Iterator[Path]:
+    """A hidden folder to write into, whose files move up into `folder` when all are written, the result last."""
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder, ignore_cleanup_errors=True) as partial:
+        yield Path(partial)
+        for path in sorted(Path(partial).iterdir(), key=lambda path: path.name == RESULT):
+            os.replace(path, folder / path.name)
+
+
+@contextlib.contextmanager
+def _blaming(given: str) -> Iterator[None]:
+    """Errors of a user's study in one line; those of attnlab's are bugs, and keep their traceback."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not registry.is_file(given):
+            raise
+        raise UserError(registry.blame(error, Path(given))) from error
+
+
+def one_device_per_core() -> None:
+    """Let JAX make a device of each core, so that `fitting.fit_seeds` uses them all; too late once JAX has started."""
+    chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    with contextlib.suppress(RuntimeError):
+        if jax.config.jax_num_cpu_devices == -1 and not chosen:
+            jax.config.update("jax_num_cpu_devices", _cores())
+
+
+def _result(study: ModuleType, name: str, values, measured: _Measured) -> Result:
+    devices = jax.devices()
+    on_cpu = devices[0].platform == "cpu"
+    return Result(
+        name=name,
+        claim=registry.claim(study),
+        setup="\n".join(study.__doc__.strip().splitlines()[1:]).strip(),
+        fast=values.fast,
+        path=values.path,
+        held=measured.verdict.held,
+        parts=list(measured.verdict.parts),
+        quoted=[quoted._asdict() for quoted in measured.quoted],
+        seeds=len({row["seed"] for row in measured.rows if "seed" in row}),
+        rows=len(measured.rows),
+        seconds=round(measured.seconds, 1),
+        date=datetime.date.today().isoformat(),
+        machine=_processor() if on_cpu else f"{len(devices)} × {devices[0].device_kind}",
+        versions={package: metadata.version(package) for package in ("attnlab", "jax", "flax", "optax", "numpy")}
+        | {"python": platform.python_version()},
+        caption=inspect.getdoc(study.draw) or "",
+    )
+
+
+def _cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _processor() -> str:
+    """The CPU's name and its number of cores."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return f"{_cores()} cores of {name}"

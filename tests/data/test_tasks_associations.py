@@ -1,0 +1,59 @@
+"""The task of associative recall: its answers, its order, and impossible sizes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnlab.data.tasks import recall
+
+PAIRS = (1, 3, 6)
+
+
+def batch(step=0, **options):
+    return recall(step, **({"batch_size": 300, "pairs": PAIRS, "vocab_size": 20} | options))
+
+
+def test_recall_targets_are_the_values_of_the_keys_asked_for():
+    drawn = batch()
+    tokens, targets, pairs = map(np.asarray, drawn)
+    assert tokens.shape == (300, 18) and targets.shape == (300, 6) and set(pairs) == set(PAIRS)
+    assert {leaf.dtype for leaf in (tokens, targets, pairs)} == {np.dtype(np.int32)}
+    for row, wanted, n in zip(tokens, targets, pairs):
+        blanks, shown, asked = np.split(row, [12 - 2 * n, 12])
+        keys, values = shown[::2], shown[1::2]
+        assert (blanks == 0).all() and len(set(keys)) == len(set(values)) == n
+        assert (keys >= 1).all() and (keys <= 9).all() and (values >= 10).all() and (values <= 18).all()
+        value_of = dict(zip(keys, values))
+        np.testing.assert_array_equal([value_of[key] for key in asked], wanted)
+        for start in range(0, 6, n):  # all keys, before any once more
+            assert len(set(asked[start : start + n])) == len(asked[start : start + n])
+
+
+def test_recall_order_of_questions_is_uniform():
+    first = np.asarray(batch(batch_size=6000, pairs=[3]).tokens)
+    asked = (first[:, 0:6:2] == first[:, 6:7]).argmax(1)
+    # Of 6,000 draws a third, 2,000 ± 37 (one deviation): five of them.
+    np.testing.assert_allclose(np.bincount(asked), 2000, atol=5 * 37)
+
+
+def test_recall_is_a_pure_function_of_step_and_seed_traced_or_not():
+    first = batch(3, seed=1)
+    traced = jax.jit(lambda step, seed: batch(step, seed=seed))(jnp.int32(3), jnp.uint32(1))
+    jax.tree.map(np.testing.assert_array_equal, first, traced)
+    assert not np.array_equal(first.tokens, batch(4, seed=1).tokens)
+    assert not np.array_equal(first.tokens, batch(3, seed=2).tokens)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"pairs": []}, r"pairs = \[\]: expected numbers of 1 or more"),
+        ({"pairs": [0, 2]}, r"pairs = \[0, 2\]: expected numbers of 1 or more"),
+        ({"pairs": [10]}, "vocab_size = 20: expected 21 or more for 10 pairs"),
+        ({"batch_size": 0}, "batch_size = 0: expected 1 or more"),
+    ],
+)
+def test_recall_of_impossible_sizes_is_one_line(change, message):
+    with pytest.raises(ValueError, match=message):
+        batch(**change)

@@ -1,0 +1,155 @@
+"""`attnlab study all`: every study in a process, one report, and what is left when some fail or all are killed."""
+
+import html.parser
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from attnlab.study import __main__ as study
+from attnlab.study import campaign
+from tests.study.test_running import MINE
+
+
+def run(*argv):
+    return study.main(["study", "all", *map(str, argv)])
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Studies of a user: one that holds, one that does not, one that fails, one that kills its process."""
+    contents = {
+        "holds": MINE,
+        "fails": MINE.replace("(seed + 2) ** 2", "1 // seed"),
+        "refuted": MINE.replace("** 2", "* 1").replace("Squares", "Multiples"),
+        "dies": MINE.replace("    advance(2)", "    import os\n    os.kill(os.getpid(), 9)"),
+    }
+    (tmp_path / "mine").mkdir()
+    for name, content in contents.items():
+        (tmp_path / "mine" / f"{name}.py").write_text(content, encoding="utf-8")
+    return {name: str(tmp_path / "mine" / f"{name}.py") for name in contents}
+
+
+class Page(html.parser.HTMLParser):
+    """The text and the pictures of a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.words, self.images, self.scripts = "", [], 0
+        self.feed(text)
+
+    def handle_data(self, data):
+        self.words += data
+
+    def handle_starttag(self, tag, attrs):
+        self.scripts += tag == "script"
+        if tag == "img":
+            self.images.append(dict(attrs)["src"])
+
+
+@pytest.mark.slow
+def test_failing_studies_do_not_end_all_and_a_second_run_keeps_results(tmp_path, files, capfd):
+    out = tmp_path / "all"
+    command = ["--only", ",".join(files.values()), "--out", out, "--fast"]
+    assert run(*command) == 1
+    printed = capfd.readouterr()
+    assert "fails          failed: " in printed.out and "ZeroDivisionError" in printed.out
+    assert "dies           failed: killed by signal 9" in printed.out
+    assert "refuted        does not hold" in printed.out and "holds          holds" in printed.out
+    assert printed.err == f"error: fails, dies failed: see {out / 'logs'}\n"
+    report = Page((out / "report.html").read_text(encoding="utf-8"))
+    assert "1 of 2 claims hold; 2 failed to run" in report.words and "all are <larger>" in report.words
+    assert "Euclid, book II" in report.words and "jax" in report.words and "For whole numbers" in report.words
+    assert len(report.images) == 2 and all(image.startswith("data:image/png;base64,") for image in report.images)
+    assert report.scripts == 0
+    assert sorted(path.name for path in out.iterdir() if path.is_dir() and any(path.iterdir())) == [
+        "holds",
+        "logs",
+        "refuted",
+    ]
+
+    times = {name: (out / name / "result.json").stat().st_mtime_ns for name in ("holds", "refuted")}
+    (tmp_path / "mine" / "fails.py").write_text(MINE, encoding="utf-8")
+    (tmp_path / "mine" / "dies.py").write_text(MINE, encoding="utf-8")
+    assert run(*command) == 0
+    assert "2 of 4 have run before, and are kept" in capfd.readouterr().out
+    assert times == {name: (out / name / "result.json").stat().st_mtime_ns for name in times}
+    assert "3 of 4 claims hold" in (out / "report.html").read_text(encoding="utf-8")
+
+    assert run(*command[:-1]) == 2  # without --fast
+    assert "run with --fast: choose a new folder, or give the same flags" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_killed_all_goes_on_where_it_was(tmp_path, files):
+    (tmp_path / "mine" / "fails.py").write_text(MINE.replace("    advance(2)", "    time.sleep(600)"))
+    out = tmp_path / "all"
+    command = [sys.executable, "-m", "attnlab.study", "all", f"--out={out}"]
+    child = subprocess.Popen([*command, f"--only={files['holds']},{files['fails']}"], stdout=subprocess.DEVNULL)
+    while not ((out / "logs" / "fails.txt").exists() and (out / "report.html").exists()):  # either may be first
+        assert child.poll() is None
+        time.sleep(0.1)
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert "1 of 1 claims hold; 1 not run yet" in page and page.endswith("</html>\n")
+    child.send_signal(signal.SIGINT)
+    assert child.wait(30) == 130
+    assert not subprocess.run(["pgrep", "-f", files["fails"]], capture_output=True).stdout
+    (tmp_path / "mine" / "fails.py").write_text(MINE)
+    again = subprocess.run([*command, f"--only={files['holds']},{files['fails']}"], capture_output=True, text=True)
+    assert again.returncode == 0 and "1 of 2 have run before" in again.stdout
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--only=scalling"], "'scalling' is not a study (did you mean scaling?)"),
+        (["--only=scaling,nowhere.py"], "nowhere.py: no such file"),
+        (["--only=mine.py,sub/mine.py"], "--only names mine twice"),
+        (["--jobs=0"], "jobs"),
+        (["--out=taken"], "--out=taken holds 'letter.txt', which is no study's result: choose a new folder"),
+        (["--out=taken/letter.txt"], "--out=taken/letter.txt is a file: name a folder"),
+    ],
+    ids=["name", "file", "twice", "jobs", "foreign", "is a file"],
+)
+def test_wrong_flag_of_all_is_one_line(tmp_path, monkeypatch, capsys, flags, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "letter.txt").write_text("mine")
+    (tmp_path / "sub").mkdir()
+    for name in ("mine.py", "sub/mine.py"):
+        (tmp_path / name).write_text(MINE)
+    assert run(*flags) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert (tmp_path / "taken" / "letter.txt").read_text() == "mine" and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("content", ["torn", '{"name": "scaling"}', "[1]"])
+def test_file_in_the_place_of_a_result_is_one_line(tmp_path, capsys, content):
+    (tmp_path / "scaling").mkdir()
+    (tmp_path / "scaling" / "result.json").write_text(content)
+    assert run("--only=scaling", "--out", tmp_path) == 2
+    path = tmp_path / "scaling" / "result.json"
+    expected = f"error: {path} is no result of a study: remove it or choose a new folder\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_results_of_another_text_are_not_kept(tmp_path, files, capsys):
+    """A study that trains on a text has run on the default one; one that does not is kept with any."""
+    reads = Path(files["holds"]).with_name("reads.py")
+    reads.write_text(MINE.replace("import time", "import time\nREADS_TEXT = True"), encoding="utf-8")
+    for path in (reads, files["holds"]):
+        assert study.main(["study", str(path), f"--out={tmp_path / 'all' / Path(path).stem}"]) == 0
+    again = [f"--only={files['holds']}", f"--out={tmp_path / 'all'}", "--path=other.txt"]
+    assert run(*again) == 0
+    capsys.readouterr()
+    again[0] += f",{reads}"
+    assert run(*again) == 2
+    assert "holds reads run without --fast: choose a new folder, or give the same flags" in capsys.readouterr().err
+
+
+def test_outcomes_are_one_line():
+    assert campaign.line(campaign.Outcome("rank", None, "no")) == "rank           failed: no"

@@ -1,0 +1,102 @@
+"""Training of one model per seed, side by side."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from attnlab.data.tasks import repeats
+from attnlab.nn import GPT
+from attnlab.study import fitting
+
+MODEL = GPT(vocab_size=8, num_layers=1, num_heads=2, width=8, context=12, positions="rotary", mlp_ratio=0)
+
+
+loss, init = fitting.next_token(MODEL).values()
+
+
+def batches(step, seed):
+    return repeats(step, batch_size=4, length=12, vocab_size=8, seed=seed)
+
+
+def fitted(seeds, looks=(0, 7, 20), **options):
+    found = fitting.fit_seeds(loss, init, batches, fitting.adamw(20, 1e-2), seeds=seeds, looks=looks, **options)
+    return dict(found)
+
+
+def test_seeds_side_by_side_equal_one_after_another():
+    """Products are summed in another order by vmap: 20 steps of float32 with Adam stay within 1e-4."""
+    together = fitted([3, 5, 8, 9])
+    assert list(together) == [0, 7, 20]
+    for at, seed in enumerate([3, 5, 8, 9]):
+        alone = fitted([seed])
+        for step in together:
+            own = jax.tree.map(lambda leaf, at=at: leaf[at], together[step])
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a[0], b, atol=1e-4), alone[step], own)
+
+
+def test_seeds_equal_a_plain_training_loop():
+    optimizer = fitting.adamw(20, 1e-2)
+    params = init(jax.random.key(5))
+    state = optimizer.init(params)
+
+    @jax.jit
+    def update(params, state, tokens):
+        updates, state = optimizer.update(jax.grad(loss)(params, tokens), state, params)
+        return optax.apply_updates(params, updates), state
+
+    for step in range(20):
+        params, state = update(params, state, batches(step, 5))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a[0], b, atol=1e-4), fitted([5])[20], params)
+
+
+def test_seeds_again_give_the_same_bits_and_other_seeds_others():
+    first, again, other = (fitted(seeds, looks=[5])[5] for seeds in ([1, 2], [1, 2], [1, 4]))
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    table = other["params"]["embed"]["embedding"]
+    np.testing.assert_array_equal(table[0], first["params"]["embed"]["embedding"][0])
+    assert np.abs(table[1] - first["params"]["embed"]["embedding"][1]).max() > 0.01
+
+
+def test_seeds_of_a_number_that_devices_do_not_divide_are_trained():
+    assert len(jax.devices()) == 4
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(fitted([1, 2, 3], looks=[2])[2])} == {3}
+
+
+def test_next_token_loss_of_logits_equals_that_of_a_model_that_takes_targets():
+    class Logits(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            return nn.Embed(8, 8)(tokens)
+
+    class Losses(nn.Module):
+        @nn.compact
+        def __call__(self, tokens, targets=None):
+            logits = nn.Embed(8, 8)(tokens)
+            if targets is None:
+                return logits
+            return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
+
+    (of_logits, start), (of_losses, _) = (fitting.next_token(model()).values() for model in (Logits, Losses))
+    variables, tokens = start(jax.random.key(0)), batches(0, 1)
+    # Float32 means of 44 losses of size 2.
+    assert float(of_logits(variables, tokens)) == pytest.approx(float(of_losses(variables, tokens)), abs=1e-6)
+
+
+def test_progress_of_seeds_counts_every_update():
+    counted = []
+    fitted([1, 2], advance=counted.append)
+    assert sum(counted) == 40
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [({"seeds": []}, "seeds = []"), ({"looks": []}, "looks = []"), ({"looks": [3, 3]}, "looks = [3, 3]: expected")],
+    ids=["seeds", "no looks", "equal looks"],
+)
+def test_wrong_seeds_or_looks_are_one_line(change, message):
+    with pytest.raises(ValueError) as error:
+        fitted(**({"seeds": [1]} | change))
+    assert str(error.value).startswith(message)
