@@ -1,6 +1,7 @@
 """Load a run, finished or still running: its model, parameters, tokenizer and config."""
 
 import contextlib
+import hashlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,9 +21,9 @@ class Run(NamedTuple):
 
     Attributes:
       model: returns the logits of the next tokens, `model.apply(params, tokens)`.
-      params: its variables, `{"params": …}`, float32.
-      tokenizer: converts text to token ids and back; None for a GPT-2 without tokenizer files.
-      config: that of the run; for a GPT-2, the default config with its model.
+      params: its variables, `{"params": …}`, float32; of a run with `config.optimizer.ema`, their average.
+      tokenizer: converts text to token ids and back; None for a folder of `transformers` without tokenizer files.
+      config: that of the run; for a model of `transformers`, the default config with its model.
     """
 
     model: GPT | nn.Module
@@ -32,10 +33,10 @@ class Run(NamedTuple):
 
 
 def load(workdir: str | Path, step: int | str = "latest", *, model: nn.Module | None = None) -> Run:
-    """Load a run, or a Hugging Face GPT-2.
+    """Load a run, or a Hugging Face model of any family that `interop.huggingface` reads.
 
     Args:
-      workdir: the folder that `attnlab train --workdir=…` wrote, or one with a Hugging Face GPT-2 and its tokenizer
+      workdir: the folder that `attnlab train --workdir=…` wrote, or one with a Hugging Face model and its tokenizer
         files.
       step: "latest", "best" (the lowest validation loss), or the step of an existing checkpoint.
       model: the module that `attnlab.train.train(…, model=…)` trained; None for a GPT.
@@ -44,7 +45,7 @@ def load(workdir: str | Path, step: int | str = "latest", *, model: nn.Module | 
       `Run(model, params, tokenizer, config)`, with the parameters on the default device.
 
     Raises:
-      UserError: the folder holds no run, no such checkpoint, or another run's tokenizer, or a GPT-2 that `from_hf`
+      UserError: the folder holds no run, no such checkpoint, or another run's tokenizer, or a model that `from_hf`
         rejects.
 
     >>> import tempfile
@@ -57,24 +58,66 @@ def load(workdir: str | Path, step: int | str = "latest", *, model: nn.Module | 
     >>> model.apply(params, jnp.array([[1, 2, 3]])).shape
     (1, 3, 10)
     """
-    workdir = Path(workdir)
-    if not huggingface.is_hf(workdir):
-        model, tokenizer, config = peek(workdir, model=model)
-        return Run(model, {"params": _restored(model, config, workdir, step)}, tokenizer, config)
-    if step not in ("latest", "best"):
-        raise UserError(f"{workdir} is a Hugging Face GPT-2, which has no checkpoint {step!r}: leave it out")
-    _, tokenizer, config = peek(workdir)
-    return Run(*huggingface.from_hf(workdir), tokenizer, config)
-
-
-def _restored(model: nn.Module, config: ConfigDict, workdir: Path, step: int | str) -> dict[str, Any]:
     # Orbax and TFDS take seconds to import, which `import attnlab` must not.
     import jax
     import jax.numpy as jnp
 
+    workdir = Path(workdir)
+    if huggingface.is_hf(workdir):
+        if step not in ("latest", "best"):
+            raise UserError(f"{workdir} is a Hugging Face model, which has no checkpoint {step!r}: leave it out")
+        _, tokenizer, config = peek(workdir)
+        return Run(*huggingface.from_hf(workdir), tokenizer, config)
+    model, tokenizer, config = peek(workdir, model=model)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
+    return Run(model, {"params": load_params(workdir, like, step)}, tokenizer, config)
+
+
+def load_params(workdir: Path, like, step: int | str = "latest"):
+    """The parameters of a run, or of a Hugging Face model, each on its sharding.
+
+    Args:
+      workdir, step: as for `load`.
+      like: tree of `jax.ShapeDtypeStruct` with shardings; layers may be stacked.
+
+    Raises:
+      UserError: as for `load`.
+    """
+    import jax
+
+    if huggingface.is_hf(workdir):
+        return huggingface.from_hf(workdir, shardings=jax.tree.map(lambda x: x.sharding, like))[1]["params"]
+    with _checkpoint(workdir, step) as (checkpoints, chosen):
+        return checkpoints.restore_params(chosen, like)
+
+
+def weights_sha256(workdir: Path) -> str:
+    """sha256 of the files with the newest weights of a run, or of a Hugging Face model; errors as for `load`."""
+    digest = hashlib.sha256()
+    if not huggingface.is_hf(workdir):
+        from attnlab.training.checkpoints import MANIFEST  # which lists the digests of the files
+
+        with _checkpoint(workdir, "latest") as (checkpoints, step):
+            digest.update((checkpoints.directory / str(step) / MANIFEST).read_bytes())
+        return digest.hexdigest()
+    for path in huggingface.files.weight_files(workdir):
+        try:
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _checkpoint(workdir: Path, step: int | str):
+    """The checkpoints of a run and the step of the one that is asked for; UserError unless it is intact."""
     from attnlab.training.checkpoints import Checkpoints
     from attnlab.training.metrics import best_step, read
 
+    config = from_dict(read_config(workdir))
     with contextlib.closing(Checkpoints(config.checkpoint.dir or workdir / "checkpoints")) as checkpoints:
         steps = checkpoints.steps()
         if not steps:
@@ -89,10 +132,7 @@ def _restored(model: nn.Module, config: ConfigDict, workdir: Path, step: int | s
                 f"checkpoint {chosen} in {checkpoints.directory} is damaged ({why}): choose another of {steps}, or "
                 "repeat the command that trained it"
             )
-        shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
-        return checkpoints.restore_params(int(chosen), like)
+        yield checkpoints, int(chosen)
 
 
 def peek(
@@ -113,8 +153,8 @@ def peek(
                 + (f"pass its {name}, load(…, model=…)" if name else "leave it out")
             )
         return model or make_model(config, tokenizer.vocab_size), tokenizer, config
-    model = huggingface.make_model(huggingface.read_config(workdir), str(workdir))
-    tokenizer = huggingface.read_tokenizer(workdir)
+    model = huggingface.make_model(huggingface.files.read_config(workdir), str(workdir))
+    tokenizer = huggingface.read_tokenizer(workdir, model.vocab_size)
     if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
         raise UserError(
             f"{workdir} has a tokenizer of {tokenizer.vocab_size} tokens and a model of {model.vocab_size}: "

@@ -1,15 +1,14 @@
-"""Pretrained weights to start a run from: a GPT-2 or another run, named by `config.init_from`."""
+"""Pretrained weights to start a run from: a Hugging Face model or another run, named by `config.init_from`."""
 
 from pathlib import Path
 
 import jax
-import numpy as np
 from ml_collections import ConfigDict
 
 from attnlab import config as configs
 from attnlab.data import tokenizers
 from attnlab.errors import UserError
-from attnlab.loading import load, peek
+from attnlab.loading import load_params, peek
 from attnlab.training import state as states
 from attnlab.training.workdir import read_config
 
@@ -27,13 +26,13 @@ def completed(config: ConfigDict, workdir: Path) -> tuple[ConfigDict, tokenizers
       `config.json`: the fields as the experiment set them, under "said".
 
     Raises:
-      UserError: neither a run nor a GPT-2, a missing tokenizer, or a config other than the run started with.
+      UserError: neither a run nor a Hugging Face model, a missing tokenizer, or another config than that of the run.
     """
     if not config.init_from:
         if config.data.tokenizer == "pretrained":
             raise UserError(
                 "config.init_from is missing, but config.data.tokenizer = 'pretrained' needs it: name a run or a "
-                "folder with a Hugging Face GPT-2, by --config.init_from=PATH"
+                "folder with a Hugging Face model, by --config.init_from=PATH"
             )
         return config, None, {}
     given = {name: value for name, value in configs.fields(config).items() if name.startswith(("model.", "data.tok"))}
@@ -48,7 +47,7 @@ def completed(config: ConfigDict, workdir: Path) -> tuple[ConfigDict, tokenizers
         source = Path(config.init_from)
         if not source.is_file() and not (source / "config.json").exists():
             raise UserError(
-                f"config.init_from = {source} holds neither a run nor a Hugging Face GPT-2: name a workdir, or a "
+                f"config.init_from = {source} holds neither a run nor a Hugging Face model: name a workdir, or a "
                 "folder with config.json, model.safetensors and tokenizer files"
             )
         model, tokenizer, _ = peek(config.init_from)
@@ -91,9 +90,22 @@ def _said(saved: dict) -> dict:
     return said | ({"model.remat": configs.remat_name(said["model.remat"])} if "model.remat" in said else {})
 
 
-def params(config: ConfigDict):
-    """Load the parameters in `config.init_from` to the host for the model of `config`; errors as for `attnlab.load`."""
-    tree = jax.tree.map(np.asarray, load(config.init_from).params["params"])
-    if "positions" in tree:
-        tree["positions"]["embedding"] = tree["positions"]["embedding"][: config.model.context]
-    return tree
+def params(config: ConfigDict, like):
+    """Load the parameters in `config.init_from` onto the devices, for the model of `config`.
+
+    Args:
+      config: as from `completed`.
+      like: tree of `jax.ShapeDtypeStruct` with shardings, such as `Experiment.abstract_state.params`.
+
+    Raises:
+      UserError: as for `attnlab.load`.
+    """
+    model, *_ = peek(config.init_from)
+    if "positions" not in like:
+        return load_params(Path(config.init_from), like)
+    # Learned positions beyond the context are dropped.
+    table = like["positions"]["embedding"]
+    whole = jax.ShapeDtypeStruct((model.context, *table.shape[1:]), table.dtype, sharding=table.sharding)
+    tree = load_params(Path(config.init_from), like | {"positions": {"embedding": whole}})
+    kept = tree["positions"]["embedding"][: table.shape[0]]
+    return tree | {"positions": {"embedding": jax.device_put(kept, table.sharding)}}

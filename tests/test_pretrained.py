@@ -223,7 +223,7 @@ def test_invalid_source_is_one_line_and_creates_no_workdir(gpt2, text, tmp_path,
     shutil.copy(gpt2 / "tokenizer.json", small)
     for source, message in (
         ("", "error: config.init_from is missing, but config.data.tokenizer = 'pretrained' needs it"),
-        (tmp_path / "nowhere", "nowhere holds neither a run nor a Hugging Face GPT-2: name a workdir"),
+        (tmp_path / "nowhere", "nowhere holds neither a run nor a Hugging Face model: name a workdir"),
         (tmp_path, f"config.init_from = {tmp_path} holds neither a run nor"),
         (broken, "it ends within the tensor transformer.wte.weight"),
         (small, "has a tokenizer of 300 tokens and a model of 7: provide the model's own tokenizer"),
@@ -244,4 +244,4 @@ def test_sample_from_gpt2_folder_uses_its_tokenizer(gpt2, capsys):
     expected = "".join(tokenizer.stream(int(token[0]) for token in drawn))
     assert capsys.readouterr().out == f"un hidalgo{expected}\n"
     assert sample.main(["sample", *command, "--step=7"]) == 2
-    assert "is a Hugging Face GPT-2, which has no checkpoint '7': leave it out" in capsys.readouterr().err
+    assert "is a Hugging Face model, which has no checkpoint '7': leave it out" in capsys.readouterr().err

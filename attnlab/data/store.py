@@ -291,10 +291,14 @@ def _in_order(pool: concurrent.futures.Executor, function: Callable, jobs: Itera
 
 
 class _Part(NamedTuple):
-    """A text that is encoded by itself; `begins` says whether the start of a document is to be kept."""
+    """A text that is encoded by itself; `begins` says whether the start of a document is to be kept.
+
+    `continues`: it goes on after the part before it.
+    """
 
     text: str
     begins: bool
+    continues: bool
 
 
 class _Encoded(NamedTuple):
@@ -317,13 +321,14 @@ def _jobs(corpus: Corpus, tokenizer: tokenizers.Tokenizer, packing: str) -> Iter
 
 
 def _stream(pieces: Iterable[Piece], tokenizer: tokenizers.Tokenizer) -> Iterator[_Part]:
-    return (_Part(text, False) for text in tokenizer.parts(_cut(piece.text for piece in pieces)))
+    for number, text in enumerate(tokenizer.parts(_cut(piece.text for piece in pieces))):
+        yield _Part(text, begins=False, continues=number > 0)
 
 
 def _documents(pieces: Iterable[Piece], tokenizer: tokenizers.Tokenizer) -> Iterator[_Part]:
     for _, group in itertools.groupby(_numbered(pieces), operator.itemgetter(0)):
         for number, text in enumerate(tokenizer.parts(_cut(text for _, text in group))):
-            yield _Part(text, number == 0)
+            yield _Part(text, begins=number == 0, continues=number > 0)
 
 
 def _numbered(pieces: Iterable[Piece]) -> Iterator[tuple[int, str]]:
@@ -356,7 +361,7 @@ def _units(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
 def _encode(tokenizer: tokenizers.Tokenizer, unit: list[_Part], only_measure: bool) -> _Encoded:
     text = "".join(part.text for part in unit)
     encoded = text.encode()
-    ids = [] if only_measure else [tokenizer.encode(part.text) for part in unit]
+    ids = [] if only_measure else [tokenizer.encode(part.text, part.continues) for part in unit]
     firsts = np.cumsum([0, *map(len, ids)])[:-1]
     starts = firsts[[part.begins for part in unit]] if ids else firsts
     tokens = np.concatenate(ids).astype(_dtype(tokenizer)) if ids else firsts

@@ -1,10 +1,9 @@
 """Tokenizers: text to token ids and back, by character, byte, word or subword.
 
 Word and subword vocabularies are trained on the corpus with Hugging Face's `tokenizers`; the same text gives the same
-vocabulary in every process.
+vocabulary in every process. Published models bring their own, which `pretrained` reads.
 """
 
-import codecs
 import hashlib
 import json
 import os
@@ -17,6 +16,8 @@ import numpy as np
 import tokenizers as huggingface
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from attnlab.data.characters import WORD_END, check_known, code_points, complete, parts, utf8
+from attnlab.data.sentencepiece import SentencePieceTokenizer
 from attnlab.errors import UserError
 
 # Its threads gain little, and without this setting it warns in every process forked after they ran.
@@ -33,16 +34,19 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int:
         """Number of token ids, which are 0 … vocab_size − 1."""
 
-    def encode(self, text: str) -> np.ndarray:
-        """Token ids of `text`, int32 `[length]`. Raises UserError for text that cannot be encoded."""
+    def encode(self, text: str, continues: bool = False) -> np.ndarray:
+        """Token ids of `text`, int32 `[length]`; `continues`: a part from `parts` other than the first.
+
+        No token that begins or ends a text is added. Raises UserError for text that cannot be encoded.
+        """
 
     def parts(self, pieces: Iterable[str]) -> Iterator[str]:
         """Cut a text, given in pieces, so that the parts' tokens concatenate to `encode` of the whole."""
 
-    def decode(self, ids) -> str:
-        """The text of token ids `[length]`."""
+    def decode(self, ids, continues: bool = False) -> str:
+        """The text of token ids `[length]`; `continues`: they continue other tokens, so any space before them stays."""
 
-    def stream(self, ids: Iterator[int]) -> Iterator[str]:
+    def stream(self, ids: Iterator[int], continues: bool = False) -> Iterator[str]:
         """Decode token ids as they arrive; the pieces concatenate to the result of `decode`."""
 
     def to_dict(self) -> dict:
@@ -66,7 +70,7 @@ class CharTokenizer:
         if list(characters) != sorted(set(characters)):
             raise UserError("a character vocabulary must list each character once, in code point order")
         self.characters = characters
-        points = _code_points(characters).astype(np.int64)
+        points = code_points(characters).astype(np.int64)
         # The token of each code point up to the largest in the vocabulary; −1 for no token, as the one behind it.
         self._ids = np.full(points.max(initial=-1) + 2, -1, np.int32)
         self._ids[points] = np.arange(len(points))
@@ -74,33 +78,33 @@ class CharTokenizer:
     @classmethod
     def of(cls, text: str) -> "CharTokenizer":
         """Build the tokenizer whose vocabulary is every character of `text`."""
-        return cls(np.unique(_code_points(text)).tobytes().decode("utf-32-le"))
+        return cls(np.unique(code_points(text)).tobytes().decode("utf-32-le"))
 
     @property
     def vocab_size(self) -> int:
         """Number of characters."""
         return len(self.characters)
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, continues: bool = False) -> np.ndarray:
         """Token ids of `text`, int32 `[length]`.
 
         Raises:
           UserError: a character that is not in the vocabulary.
         """
-        ids = self._ids[np.minimum(_code_points(text), len(self._ids) - 1)]
+        ids = self._ids[np.minimum(code_points(text), len(self._ids) - 1)]
         if len(ids) and ids.min() < 0:
-            _check_known(text, self.characters)
+            check_known(text, self.characters)
         return ids
 
     def parts(self, pieces: Iterable[str]) -> Iterator[str]:
         """The pieces themselves."""
         return iter(pieces)
 
-    def decode(self, ids) -> str:
+    def decode(self, ids, continues: bool = False) -> str:
         """The text of token ids `[length]`."""
         return "".join(self.characters[i] for i in ids)
 
-    def stream(self, ids: Iterator[int]) -> Iterator[str]:
+    def stream(self, ids: Iterator[int], continues: bool = False) -> Iterator[str]:
         """One character per id."""
         return (self.characters[i] for i in ids)
 
@@ -119,21 +123,21 @@ class ByteTokenizer:
     kind = "byte"
     vocab_size = 256
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, continues: bool = False) -> np.ndarray:
         """The UTF-8 bytes of `text`, int32 `[length]`. Raises UserError for lone surrogates."""
-        return np.frombuffer(_utf8(text), np.uint8).astype(np.int32)
+        return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
 
     def parts(self, pieces: Iterable[str]) -> Iterator[str]:
         """The pieces themselves."""
         return iter(pieces)
 
-    def decode(self, ids) -> str:
+    def decode(self, ids, continues: bool = False) -> str:
         """The text of byte ids `[length]`; invalid UTF-8 becomes U+FFFD."""
         return bytes(int(i) for i in ids).decode("utf-8", errors="replace")
 
-    def stream(self, ids: Iterator[int]) -> Iterator[str]:
+    def stream(self, ids: Iterator[int], continues: bool = False) -> Iterator[str]:
         """Complete characters, each as soon as its last byte arrives."""
-        return _complete_characters(bytes([int(i)]) for i in ids)
+        return complete(bytes([int(i)]) for i in ids)
 
     def to_dict(self) -> dict:
         """`{"kind": "byte"}`."""
@@ -163,10 +167,10 @@ class TrainedTokenizer:
         self._characters = "".join(token for token in tokens if len(token) == 1)
         # Bytes without a token, which the library would drop silently.
         self._unknown = set(range(256)) - {piece[0] for piece in self._pieces if len(piece) == 1}
-        # Some pre-tokenizers prepend a space to a text without one, so parts must begin with a space there.
-        spaced = getattr(tokenizer.pre_tokenizer, "add_prefix_space", False)
-        self._word_end = _BEFORE_SPACE if spaced else _WORD_END
         self._known = {} if _splits_at_spaces(tokenizer) else None
+        # Some pre-tokenizers prepend a space to a text without one, so parts must begin with a space there; those of
+        # Llama 3 and Qwen take a full stop and the new lines behind it as one word.
+        self._word_end = _BEFORE_SPACE if self._known is None else WORD_END
 
     @classmethod
     def of(cls, kind: str, text: str, vocab_size: int, characters: str | None = None) -> "TrainedTokenizer":
@@ -188,17 +192,17 @@ class TrainedTokenizer:
         """Number of tokens; fewer than requested if the text does not have as many."""
         return len(self._pieces)
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, continues: bool = False) -> np.ndarray:
         """Token ids of `text`, int32 `[length]`.
 
         Raises:
           UserError: lone surrogates, or, for "wordpiece" and a pretrained "bpe", a character not in the vocabulary.
         """
-        _utf8(text)
+        utf8(text)
         if self.kind == "wordpiece":
-            _check_known(text, self._characters)
+            check_known(text, self._characters)
         if self.kind == "bpe" and self._unknown and self._unknown.intersection(text.encode()):
-            _check_known(text, "".join(c for c in sorted(set(text)) if not self._unknown.intersection(c.encode())))
+            check_known(text, "".join(c for c in sorted(set(text)) if not self._unknown.intersection(c.encode())))
         return np.concatenate([np.zeros(0, np.int32), *map(self._encode_part, self.parts([text]))])
 
     def _encode_part(self, part: str) -> np.ndarray:
@@ -220,15 +224,15 @@ class TrainedTokenizer:
 
     def parts(self, pieces: Iterable[str]) -> Iterator[str]:
         """Parts of about 100,000 characters, as the library needs hundreds of bytes per character."""
-        return _parts(pieces, word_end=self._word_end)
+        return parts(pieces, word_end=self._word_end)
 
-    def decode(self, ids) -> str:
+    def decode(self, ids, continues: bool = False) -> str:
         """The text of token ids `[length]`; invalid UTF-8 becomes U+FFFD."""
         return b"".join(self._pieces[i] for i in ids).decode("utf-8", errors="replace")
 
-    def stream(self, ids: Iterator[int]) -> Iterator[str]:
+    def stream(self, ids: Iterator[int], continues: bool = False) -> Iterator[str]:
         """Complete characters, each as soon as its last byte arrives."""
-        return _complete_characters(self._pieces[i] for i in ids)
+        return complete(self._pieces[i] for i in ids)
 
     def to_dict(self) -> dict:
         """`{"kind": …, "tokenizer": the library's JSON}`."""
@@ -240,9 +244,8 @@ class TrainedTokenizer:
 _LONGEST = 100
 _WORDS = pre_tokenizers.Split(huggingface.Regex(rf"\s{{1,{_LONGEST}}}|\w{{1,{_LONGEST}}}|[^\s\w]"), "isolated")
 _BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
-_WORD_END = re.compile(r"\S(?=[ \n])")  # both are white space to the library and to Python
 _BEFORE_SPACE = re.compile(r"\S(?= )")
-# Words with the white space before them: a text is cut at every place where `_WORD_END` ends. The library spends most
+# Words with the white space before them: a text is cut at every place where `WORD_END` ends. The library spends most
 # of its time on finding words; looking up the tokens of these is several times faster.
 _SPACED_WORDS = re.compile(r"\s*(?:\S+|[^\S \n]\s*)*")
 _MOST_KNOWN = 200_000  # about 50 MB
@@ -307,25 +310,8 @@ def _untrained(model, pre_tokenizer) -> huggingface.Tokenizer:
 
 def _trained(model, pre_tokenizer, trainer, text: str) -> huggingface.Tokenizer:
     tokenizer = _untrained(model, pre_tokenizer)
-    tokenizer.train_from_iterator(_parts([text]), trainer)
+    tokenizer.train_from_iterator(parts([text]), trainer)
     return tokenizer
-
-
-def _parts(pieces: Iterable[str], size: int = 100_000, word_end: re.Pattern = _WORD_END) -> Iterator[str]:
-    """Cut a text, given in pieces, into parts of about `size` characters.
-
-    Parts end where white space follows another character. No word spans such a place, so the cuts change no token.
-    """
-    text = ""
-    for piece in pieces:
-        start, search_from = 0, max(size, len(text) - 1)  # what was searched before had no such place
-        text += piece
-        while found := word_end.search(text, search_from):
-            yield text[start : found.end()]
-            start, search_from = found.end(), found.end() + size
-        text = text[start:]
-    if text:
-        yield text
 
 
 def _bytes_of(kind: str, token: str) -> bytes:
@@ -388,14 +374,18 @@ def make(kind: str, text: str, vocab_size: int = 1024, characters: str | None = 
     return CharTokenizer.of(text if characters is None else characters) if kind == "char" else ByteTokenizer()
 
 
-def pretrained(folder: Path) -> TrainedTokenizer | None:
-    """Load a byte-level BPE from files as Hugging Face's libraries write them for GPT-2.
+def pretrained(folder: Path, vocab_size: int | None = None) -> Tokenizer | None:
+    """Load a tokenizer from files as Hugging Face's libraries write them.
 
     Args:
-      folder: contains `tokenizer.json`, or `vocab.json` and `merges.txt`.
+      folder: contains `tokenizer.json`, or GPT-2's `vocab.json` and `merges.txt`.
+      vocab_size: of the model. Added tokens beyond it are left out, such as the one for images in Gemma 3, of whose
+        text models it is no token.
 
     Returns:
-      A tokenizer of kind "bpe", including "<|endoftext|>" and other added tokens; None if there are no such files.
+      A tokenizer of kind "bpe" (byte-level, as with GPT-2, Llama 3 and Qwen) or "sentencepiece" (as with Llama 2,
+      Mistral, Gemma and Phi-3), including "<|endoftext|>" and other added tokens; None if there are no such files. If
+      it normalizes texts, to Unicode's composed form as Qwen's does, that is what `decode` gives back.
 
     Raises:
       UserError: files that cannot be read, or a tokenizer of another kind.
@@ -407,26 +397,48 @@ def pretrained(folder: Path) -> TrainedTokenizer | None:
     if not combined.exists() and not merges.exists():
         raise UserError(f"{merges} is missing, which belongs to {vocabulary}: put it there")
     try:
-        if combined.exists():
-            tokenizer = huggingface.Tokenizer.from_str(combined.read_text(encoding="utf-8"))
-        else:
-            tokenizer = _untrained(models.BPE.from_file(str(vocabulary), str(merges)), _BYTE_LEVEL)
-            tokenizer.decoder = decoders.ByteLevel()
-            if tokenizer.token_to_id(_END_OF_TEXT) is not None:
-                tokenizer.add_special_tokens([_END_OF_TEXT])
-        parts = json.loads(tokenizer.to_str())
-        kinds = [(parts[part] or {}).get("type") for part in ("model", "decoder", "normalizer")]
-        if kinds not in (["BPE", "ByteLevel", None], ["BPE", None, None]):
-            raise ValueError(f"its model, decoder and normalizer are {kinds}, not BPE, ByteLevel and none")
-        _check_splits(parts["pre_tokenizer"])
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        tokenizer.model.dropout = None  # deterministic tokens
-        return TrainedTokenizer("bpe", tokenizer)
+        if not combined.exists():
+            return _gpt2(vocabulary, merges)
+        text = combined.read_text(encoding="utf-8")
+        tokenizer = huggingface.Tokenizer.from_str(text)
+        if vocab_size is not None and tokenizer.get_vocab_size() > vocab_size:
+            content = json.loads(text)
+            content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < vocab_size]
+            tokenizer = huggingface.Tokenizer.from_str(json.dumps(content))
+        return _as_published(tokenizer)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from error
     except Exception as error:  # Hugging Face's library raises no narrower one
-        raise UserError(f"{file} is not a byte-level BPE like GPT-2's ({error}): put its files there") from error
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"{file} is not a byte-level BPE like GPT-2's, nor of SentencePiece like Llama 2's ({why}): put the "
+            "model's own files there"
+        ) from error
+
+
+def _gpt2(vocabulary: Path, merges: Path) -> TrainedTokenizer:
+    tokenizer = _untrained(models.BPE.from_file(str(vocabulary), str(merges)), _BYTE_LEVEL)
+    tokenizer.decoder = decoders.ByteLevel()
+    if tokenizer.token_to_id(_END_OF_TEXT) is not None:
+        tokenizer.add_special_tokens([_END_OF_TEXT])
+    return TrainedTokenizer("bpe", tokenizer)
+
+
+def _as_published(tokenizer: huggingface.Tokenizer) -> Tokenizer:
+    """The tokenizer of a `tokenizer.json`; ValueError for a kind that is not read."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if hasattr(tokenizer.model, "dropout"):
+        tokenizer.model.dropout = None  # deterministic tokens
+    content = json.loads(tokenizer.to_str())
+    kinds = [(content[part] or {}).get("type") for part in ("model", "decoder", "normalizer")]
+    is_byte_level = '"ByteLevel"' in json.dumps([content["decoder"], content["pre_tokenizer"]])
+    if kinds[0] in ("BPE", "Unigram") and not is_byte_level:
+        return SentencePieceTokenizer(tokenizer)
+    if kinds[:2] not in (["BPE", "ByteLevel"], ["BPE", None]) or kinds[2] not in (None, "NFC"):
+        raise ValueError(f"its model, decoder and normalizer are {kinds}, not BPE, ByteLevel and none or NFC")
+    _check_splits(content["pre_tokenizer"])
+    return TrainedTokenizer("bpe", tokenizer)
 
 
 def _check_splits(pre_tokenizer: dict | None) -> None:
@@ -480,6 +492,8 @@ def from_dict(saved: dict) -> Tokenizer:
     [97]
     """
     kind = saved.get("kind")
+    if kind == SentencePieceTokenizer.kind:
+        return SentencePieceTokenizer(huggingface.Tokenizer.from_str(json.dumps(saved["tokenizer"])))
     if kind not in KINDS:
         raise ValueError(f"its kind is {kind!r}, not one of {', '.join(KINDS)}")
     if kind in _TRAIN:
@@ -489,34 +503,3 @@ def from_dict(saved: dict) -> Tokenizer:
 
 def _to_json(tokenizer: Tokenizer) -> bytes:
     return (json.dumps(tokenizer.to_dict(), ensure_ascii=False) + "\n").encode()
-
-
-def _check_known(text: str, characters: str) -> None:
-    """Raise UserError if `text` contains characters not in `characters`."""
-    unknown = set(text).difference(characters)
-    if unknown:
-        named = "".join(dict.fromkeys(character for character in text if character in unknown))
-        raise UserError(
-            f"{named!r}: characters not in the tokenizer's vocabulary; it has these {len(characters)}: {characters!r}"
-        )
-
-
-def _utf8(text: str) -> bytes:
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UserError(f"{text!r} contains a lone surrogate (half a character): give text in UTF-8") from error
-
-
-def _complete_characters(pieces: Iterable[bytes]) -> Iterator[str]:
-    """Decode UTF-8 from pieces, yielding each character as soon as its last byte arrives."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for piece in pieces:
-        if characters := decoder.decode(piece):
-            yield characters
-    if characters := decoder.decode(b"", final=True):
-        yield characters
-
-
-def _code_points(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), np.uint32)

@@ -1,13 +1,19 @@
 """Map the parameters of a module to the tensors of another framework's state dict."""
 
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
 from attnlab.errors import UserError
+
+_CHUNK = 2**24  # bytes of a tensor that are read at once, besides the parameters themselves
+_ALIGNED = 64  # bytes; JAX then takes an array over on CPUs, where it would copy it otherwise
 
 
 class Tensor(NamedTuple):
@@ -16,7 +22,7 @@ class Tensor(NamedTuple):
     Attributes:
       name: its key.
       shape: its shape there.
-      leaves: paths of parameters, "block_0/attention/query/kernel"; each takes an equal share of the outputs.
+      leaves: paths of parameters, "block_0/attention/query/kernel"; each takes its share of the outputs, in this order.
       transposed: whether it is `[out, in]`, as in torch's Linear, instead of `[in, out]`.
       slice: index on its leaves' first axis, if the other slices are other tensors; None for the whole leaves.
     """
@@ -27,54 +33,206 @@ class Tensor(NamedTuple):
     transposed: bool = False
     slice: int | None = None
 
+    @property
+    def inputs(self) -> int:
+        """The size of the axis "in", 1 for vectors.
 
-def load(tensors: Sequence[Tensor], state: Mapping, shapes, source: str, ignored: Sequence[str] = ()):
-    """Read all parameters from a state dict.
+        >>> Tensor("weight", (24, 8), ("kernel",), transposed=True).inputs
+        8
+        """
+        return self.shape[1 if self.transposed else 0] if len(self.shape) > 1 else 1
+
+
+def stacked(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same tensors for parameters whose layers are stacked, see `attnlab.nn.stack_layers`.
+
+    >>> stacked([Tensor("h.1.bias", (8,), ("block_1/mlp/down/bias",))])[0][2:]
+    (('blocks/mlp/down/bias',), False, 1)
+    """
+
+    def convert(tensor):
+        layer = re.match(r"block_(\d+)/", tensor.leaves[0])
+        if not layer:
+            return tensor
+        leaves = tuple(re.sub(r"^block_\d+/", "blocks/", leaf) for leaf in tensor.leaves)
+        return tensor._replace(leaves=leaves, slice=int(layer[1]))
+
+    return list(map(convert, tensors))
+
+
+def load(
+    tensors: Sequence[Tensor],
+    state: Mapping,
+    shapes,
+    source: str,
+    ignored: Sequence[str] = (),
+    *,
+    shardings=None,
+    dtype=jnp.float32,
+):
+    """Read all parameters from a state dict, a chunk of one tensor at a time.
 
     Args:
       tensors: the layout of the state dict.
-      state: arrays by name.
+      state: arrays by name, NumPy's or torch's, or other objects with `shape` and `rows(start, stop)`, which reads a
+        range of the first axis.
       shapes: tree of the parameters' shapes (`jax.eval_shape`).
       source: name of the state dict in errors.
       ignored: names in it that are not parameters.
+      shardings: tree like `shapes`, of the sharding of each; only the shares of this process' devices are read. The
+        default device when None.
+      dtype: type of the parameters.
 
     Returns:
-      A tree like `shapes`, float32 NumPy arrays.
+      A tree like `shapes` of arrays on the devices.
 
     Raises:
       UserError: a tensor is missing, unexpected, of another shape, or not of a floating type.
     """
-    expected = {tensor.name for tensor in tensors}
-    if missing := [tensor.name for tensor in tensors if tensor.name not in state]:
-        raise UserError(f"{source} lacks the tensor {_few(missing)}: is it complete, and of this architecture?")
-    if extra := [name for name in state if name not in expected and name not in ignored]:
-        raise UserError(f"{source} holds the tensor {_few(extra)}, which the model does not have")
-    flat = {}  # the slices of each leaf
-    wanted = traverse_util.flatten_dict(shapes, sep="/")
+    _check_names(tensors, state, source, ignored)
+    wanted = {path: leaf.shape for path, leaf in traverse_util.flatten_dict(shapes, sep="/").items()}
+    places = None if shardings is None else traverse_util.flatten_dict(shardings, sep="/")
+    parts = {}
     for tensor in tensors:
-        array = as_numpy(state[tensor.name], f"{source}: {tensor.name}")
-        if array.shape != tensor.shape:
-            raise UserError(f"{source}: {tensor.name} has shape {array.shape}, expected {tensor.shape}")
-        parts = np.split(array.T if tensor.transposed else array, len(tensor.leaves), axis=-1)
-        for leaf, part in zip(tensor.leaves, parts):
-            flat.setdefault(leaf, []).append(part.ravel())
-    flat = {leaf: np.concatenate(parts).reshape(wanted[leaf].shape) for leaf, parts in flat.items()}
+        stored, first = _stored(state[tensor.name], tensor, source), 0
+        for leaf in tensor.leaves:
+            shape = wanted[leaf] if tensor.slice is None else wanted[leaf][1:]
+            parts.setdefault(leaf, []).append(_Part(tensor, stored, shape, first))
+            first += math.prod(shape) // tensor.inputs
+    flat = {}
+    for leaf, its_parts in parts.items():
+        read = _reader(its_parts, wanted[leaf], dtype)
+        if places is None:
+            array = jax.device_put(read((slice(None),) * len(wanted[leaf])))
+        else:
+            array = jax.make_array_from_callback(wanted[leaf], places[leaf], read)
+        flat[leaf] = array.block_until_ready()  # before the next, so that what is on the way is no more than one
     return traverse_util.unflatten_dict(flat, sep="/")
 
 
 def unload(tensors: Sequence[Tensor], params) -> dict[str, np.ndarray]:
     """The state dict of `params`, float32, the inverse of `load`; UserError for float64."""
+    return dict(arrays(tensors, params))
+
+
+def arrays(tensors: Sequence[Tensor], params) -> Iterator[tuple[str, np.ndarray]]:
+    """The items of `unload`, each made when it is asked for."""
     flat = traverse_util.flatten_dict(params, sep="/")
-    state = {}
     for tensor in tensors:
-        # Its share of the tensor, whatever its own axes: [in, out], or [out].
-        rows = tensor.shape[::-1] if tensor.transposed else tensor.shape
-        share = (*rows[:-1], rows[-1] // len(tensor.leaves))
-        at = ... if tensor.slice is None else tensor.slice
-        leaves = [as_numpy(flat[leaf], f"parameter {leaf}")[at].reshape(share) for leaf in tensor.leaves]
-        array = np.concatenate(leaves, axis=-1)
-        state[tensor.name] = np.ascontiguousarray(array.T if tensor.transposed else array)
-    return state
+        leaves = [flat[leaf] if tensor.slice is None else flat[leaf][tensor.slice] for leaf in tensor.leaves]
+        rows = (tensor.inputs, -1) if len(tensor.shape) > 1 else (-1,)
+        leaves = [as_numpy(leaf, f"parameter {path}").reshape(rows) for path, leaf in zip(tensor.leaves, leaves)]
+        array = np.concatenate(leaves, axis=-1) if len(leaves) > 1 else leaves[0]
+        yield tensor.name, np.ascontiguousarray(array.T if tensor.transposed else array)
+
+
+class _Part(NamedTuple):
+    """Where a parameter of a `shape`, or one slice of it, is in a tensor: from output `first` on."""
+
+    tensor: Tensor
+    stored: object
+    shape: tuple[int, ...]
+    first: int
+
+    def fill(self, out: np.ndarray, bounds: Sequence[tuple[int, int]]) -> None:
+        """Copy a range of every axis to `out`.
+
+        The parameter is a matrix `[in, out]` with each axis split: `[F, H, D]`, or `[H, D, F]`. What is read are the
+        rows and columns that belong to the ranges of the first axis of either.
+        """
+        inputs = self.tensor.inputs
+        split = next(n for n in range(len(self.shape) + 1) if math.prod(self.shape[:n]) == inputs)
+        rows = _range(self.shape[:split], bounds[:split])
+        columns = [self.first + at for at in _range(self.shape[split:], bounds[split:])]
+        leading = (0, split)  # axes of which `rows` and `columns` are ranges; of the others all is read
+        whole = [(0, size) if n not in leading else at for n, (size, at) in enumerate(zip(self.shape, bounds))]
+        is_whole = whole == list(bounds)
+        block = out if is_whole else np.empty([end - start for start, end in whole], out.dtype)
+        self._copy(block.reshape(rows[1] - rows[0], columns[1] - columns[0]), rows, columns)
+        if not is_whole:
+            out[...] = block[tuple(slice(None) if n in leading else slice(*at) for n, at in enumerate(bounds))]
+
+    def _copy(self, out, rows, columns) -> None:
+        """Copy rows and columns of the matrix to `out`, which has their shape."""
+        if len(self.tensor.shape) == 1:
+            out[0] = self.stored.rows(*columns)
+        elif self.tensor.transposed:
+            for start, end in self._chunks(columns):
+                chunk = self.stored.rows(start, end)[:, slice(*rows)]
+                out[:, start - columns[0] : end - columns[0]] = chunk.T
+        else:
+            for start, end in self._chunks(rows):
+                out[start - rows[0] : end - rows[0]] = self.stored.rows(start, end)[:, slice(*columns)]
+
+    def _chunks(self, bounds) -> Iterator[tuple[int, int]]:
+        count = max(1, _CHUNK // (4 * self.tensor.shape[1]))
+        for start in range(*bounds, count):
+            yield start, min(start + count, bounds[1])
+
+
+class _InMemory(NamedTuple):
+    """An array of another framework with the interface of a stored tensor."""
+
+    array: object
+    name: str
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        return as_numpy(self.array[start:stop], self.name)
+
+
+def _check_names(tensors, state, source, ignored) -> None:
+    expected = {tensor.name for tensor in tensors}
+    if missing := [tensor.name for tensor in tensors if tensor.name not in state]:
+        raise UserError(f"{source} lacks the tensor {_few(missing)}: is it complete, and of this architecture?")
+    if extra := [name for name in state if name not in expected and name not in ignored]:
+        raise UserError(f"{source} holds the tensor {_few(extra)}, which the model does not have")
+
+
+def _stored(value, tensor: Tensor, source: str):
+    """An object with `rows`; UserError for another shape or type."""
+    name = f"{source}: {tensor.name}"
+    if tuple(value.shape) != tensor.shape:
+        raise UserError(f"{name} has shape {tuple(value.shape)}, expected {tensor.shape}")
+    rows(value, 0, 0, name)  # checks the type
+    return value if hasattr(value, "rows") else _InMemory(value, name)
+
+
+def rows(value, start: int, stop: int, name: str) -> np.ndarray:
+    """A range of the first axis of a stored tensor, or of an array as `as_numpy` takes it, float32."""
+    return as_numpy(value.rows(start, stop) if hasattr(value, "rows") else value[start:stop], name)
+
+
+def _range(shape, bounds) -> tuple[int, int]:
+    """The range of flattened axes that a range of the first of them covers."""
+    if not shape:
+        return 0, 1
+    unit = math.prod(shape[1:])
+    return bounds[0][0] * unit, bounds[0][1] * unit
+
+
+def _reader(parts: Sequence[_Part], shape, dtype) -> Callable[[tuple[slice, ...]], np.ndarray]:
+    """A function of an index, a slice of each axis of a parameter, that reads this share of it."""
+    by_slice = {part.tensor.slice: part for part in parts}
+
+    def read(index):
+        bounds = [axis.indices(size)[:2] for axis, size in zip(index, shape)]
+        out = _empty([end - start for start, end in bounds], dtype)
+        if None in by_slice:
+            by_slice[None].fill(out, bounds)
+        else:
+            for at, n in enumerate(range(*bounds[0])):
+                by_slice[n].fill(out[at], bounds[1:])
+        return out
+
+    return read
+
+
+def _empty(shape, dtype) -> np.ndarray:
+    dtype = np.dtype(dtype)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNED, np.uint8)
+    start = -memory.ctypes.data % _ALIGNED
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def bare(variables) -> dict:

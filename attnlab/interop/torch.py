@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 
 from attnlab.errors import UserError
-from attnlab.interop import huggingface, tensors
+from attnlab.interop import tensors
+from attnlab.interop.huggingface import reading, weights
 from attnlab.interop.tensors import Tensor
 from attnlab.nn import GPT, Block, Head, Mlp, MultiHeadAttention, StackedHeads
 from attnlab.ops.masks import Causal
@@ -60,7 +60,7 @@ def from_torch(source) -> tuple[nn.Module, dict]:
     shapes = tensors.shapes_of(ours.module, *ours.inputs)
     buffers = [name for name, _ in source.named_buffers()]
     params = tensors.load(ours.tensors, source.state_dict(), shapes, type(source).__name__, ignored=buffers)
-    return ours.module, {"params": jax.tree.map(jnp.asarray, params)}
+    return ours.module, {"params": params}
 
 
 def to_torch(params, like) -> dict:
@@ -135,8 +135,8 @@ def from_nanogpt(path: str | Path) -> tuple[GPT, dict]:
         raise UserError(f"{path}: model_args.bias = {use_bias!r}, expected True or False")
     rates = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), sizes.get("dropout", 0.0))
     config = {**sizes, "n_positions": sizes["block_size"], "activation_function": "gelu", **rates}
-    model = huggingface.make_model(config, str(path)).clone(use_bias=use_bias)
-    return model, {"params": huggingface.load_state(model, state, str(path), transposed=True)}
+    model = reading.make_model(config, str(path)).clone(use_bias=use_bias)
+    return model, {"params": weights.load_state(model, state, str(path), transposed=True)}
 
 
 def to_nanogpt(model: GPT, params) -> dict:
@@ -154,7 +154,7 @@ def to_nanogpt(model: GPT, params) -> dict:
     >>> to_nanogpt(model, params)["transformer.h.0.attn.c_attn.weight"].shape
     torch.Size([24, 8])
     """
-    state = huggingface.unload_state(model, tensors.bare(params), transposed=True)
+    state = weights.unload_state(model, tensors.bare(params), transposed=True)
     for field, only in (("activation", "gelu"), ("mlp_ratio", 4), ("norm_epsilon", 1e-5)):
         if getattr(model, field) != only:
             raise UserError(f"model.{field} = {getattr(model, field)!r}: nanoGPT supports only {only!r}")

@@ -1,13 +1,17 @@
 """Flax linen modules: attention layers and the GPT. Inputs are `[batch, length, features]`."""
 
 from attnlab.nn.additive import AdditiveAttention
+from attnlab.nn.block import Block
 from attnlab.nn.embeddings import cosine_similarity, nearest
-from attnlab.nn.gpt import GPT, Block, Mlp
+from attnlab.nn.gpt import GPT
 from attnlab.nn.heads import Head, StackedHeads
 from attnlab.nn.layers import stack_layers, unstack_layers
-from attnlab.nn.mixers import GRU, CausalConv
+from attnlab.nn.mixers import GRU, CausalConv, LinearAttention
+from attnlab.nn.mlp import Mlp
 from attnlab.nn.multihead import KVCache, MultiHeadAttention
-from attnlab.nn.positions import LearnedPositions, rotary, sinusoidal
+from attnlab.nn.norms import LayerNorm, RMSNorm
+from attnlab.nn.positions import LearnedPositions, sinusoidal
+from attnlab.nn.rotations import Rotary, rotary
 from attnlab.nn.seq2seq import Seq2Seq, alignment
 
 __all__ = [
@@ -18,9 +22,13 @@ __all__ = [
     "CausalConv",
     "Head",
     "KVCache",
+    "LayerNorm",
     "LearnedPositions",
+    "LinearAttention",
     "Mlp",
     "MultiHeadAttention",
+    "RMSNorm",
+    "Rotary",
     "Seq2Seq",
     "StackedHeads",
     "alignment",

@@ -1,4 +1,4 @@
-"""The GPT: embeddings, pre-norm transformer blocks, and a tied output layer."""
+"""The GPT: embeddings, transformer blocks, and an output layer."""
 
 import functools
 from collections.abc import Sequence
@@ -9,188 +9,24 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Float, Int
 
-from attnlab.nn import checks, layers, sharding
+from attnlab.nn import checks, fields, layers, sharding
+from attnlab.nn.block import NORM_EPSILON, Block
+from attnlab.nn.fields import check_shape
+from attnlab.nn.mlp import Mlp
 from attnlab.nn.multihead import KVCache, MultiHeadAttention, check_cache, check_segments
-from attnlab.nn.norms import LayerNorm
+from attnlab.nn.norms import make_norm
 from attnlab.nn.positions import LearnedPositions, sinusoidal, within_segments
-from attnlab.ops import dropout, pointwise, products
+from attnlab.nn.rotations import Rotary
+from attnlab.ops import dropout
 from attnlab.ops.cross_entropy import chunk_size, cross_entropy
-from attnlab.ops.masks import Causal, SlidingWindow
-from attnlab.ops.score_mods import ALiBi, ScoreMod, SoftCap, alibi_slopes
 from attnlab.types import Array, DType
 
-NORM_EPSILON = 1e-5  # GPT-2's
-POSITIONS = ("learned", "sinusoidal", "rotary", "alibi", "none")
-ACTIVATIONS = {
-    "gelu_tanh": pointwise.gelu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "relu": jax.nn.relu,
-    "silu": jax.nn.silu,
-}
 
+class GPT(checks.MaskedModule):
+    """A decoder-only transformer: by default pre-norm blocks and a tied embedding, as GPT-2 (Radford et al. 2019).
 
-def check_shape(model) -> None:
-    """Check the constraints between the fields of a model.
-
-    Args:
-      model: a `GPT`, or any object with its fields, e.g. `config.model`.
-
-    Raises:
-      ValueError: the model cannot be built; the message begins with the name of a field.
-
-    >>> check_shape(GPT(vocab_size=10, num_layers=2, num_heads=3, width=8, context=6))
-    Traceback (most recent call last):
-    ValueError: width = 8 is not divisible by num_heads = 3: use a multiple, e.g. 9
-    """
-    for field in ("num_layers", "num_heads", "kv_heads", "width", "context"):
-        size = getattr(model, field)
-        if size is not None and size < 1:
-            raise ValueError(f"{field} = {size}: expected 1 or more")
-    width, num_heads, kv_heads = model.width, model.num_heads, model.kv_heads or model.num_heads
-    if width % num_heads:
-        multiple = max(1, round(width / num_heads)) * num_heads
-        raise ValueError(
-            f"width = {width} is not divisible by num_heads = {num_heads}: use a multiple, e.g. {multiple}"
-        )
-    if num_heads % kv_heads:
-        raise ValueError(f"num_heads = {num_heads} is not a multiple of kv_heads = {kv_heads}: use a divisor, e.g. 1")
-    if model.positions not in POSITIONS:
-        raise ValueError(f"positions = {model.positions!r}: expected one of {', '.join(POSITIONS)}")
-    if model.positions == "rotary" and width // num_heads % 2:
-        raise ValueError(
-            f"positions = 'rotary' rotates pairs of features, but a head has {width // num_heads} "
-            f"(width = {width}, num_heads = {num_heads}): choose an even width / num_heads"
-        )
-    if model.positions == "sinusoidal" and width % 2:
-        raise ValueError(f"width = {width} is odd: sinusoidal positions need an even width")
-    if model.window is not None and model.window < 1:
-        raise ValueError(f"window = {model.window}: expected 1 position or more (a token attends to itself), or None")
-    if model.soft_cap is not None and not model.soft_cap > 0:
-        raise ValueError(f"soft_cap = {model.soft_cap}: expected a number of logits above 0, or None")
-    if round(model.mlp_ratio * width) < 1:
-        raise ValueError(f"mlp_ratio = {model.mlp_ratio} times width = {width} rounds to 0: use 1/{width} or more")
-    if model.activation not in ACTIVATIONS:
-        raise ValueError(f"activation = {model.activation!r}: expected one of {', '.join(ACTIVATIONS)}")
-    if model.remat not in layers.REMAT:
-        raise ValueError(f"remat = {model.remat!r}: expected one of {', '.join(layers.REMAT)}")
-
-
-def score_mods(model) -> tuple[ScoreMod, ...]:
-    """The score mods of a GPT's attention, by its fields `soft_cap`, `positions` and `num_heads`.
-
-    >>> score_mods(GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6, soft_cap=50.0))
-    (SoftCap(cap=50.0),)
-    """
-    cap = () if model.soft_cap is None else (SoftCap(model.soft_cap),)
-    return (*cap, ALiBi(alibi_slopes(model.num_heads))) if model.positions == "alibi" else cap
-
-
-class Mlp(nn.Module):
-    """Feed-forward layer: W_2 activation(W_1 x) (Vaswani et al. 2017, section 3.3).
-
-    Attributes:
-      hidden: width between the two layers; None for four times the input's.
-      activation: "gelu_tanh" (GELU's tanh form, as in GPT-2), "gelu" (Hendrycks and Gimpel 2016), "relu" or "silu".
-      use_bias: whether the layers add a bias.
-      kernel_init, out_kernel_init: initializers of `up/kernel` `[F, hidden]` and `down/kernel` `[hidden, F]`.
-      dtype: type of the computation; the input's when None.
-
-    >>> Mlp().init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
-    (2, 5, 8)
-    """
-
-    hidden: int | None = None
-    activation: str = "gelu_tanh"
-    use_bias: bool = True
-    kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
-    out_kernel_init: nn.initializers.Initializer | None = None
-    dtype: DType | None = None
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "*B F"]) -> Float[Array, "*B F"]:
-        """Apply the layer to each token: `[..., F]` to `[..., F]`; ValueError for an unknown activation."""
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation = {self.activation!r}: expected one of {', '.join(ACTIVATIONS)}")
-        width = x.shape[-1]
-        options = {"use_bias": self.use_bias, "dtype": self.dtype, "dot_general": products.dot_general}
-        hidden = 4 * width if self.hidden is None else self.hidden
-        x = nn.Dense(hidden, kernel_init=self.kernel_init, name="up", **options)(x)
-        x = sharding.constrain(x, *("batch", "length", *(None,) * x.ndim)[: x.ndim - 1], "mlp")
-        x = ACTIVATIONS[self.activation](x)
-        return nn.Dense(width, kernel_init=self.out_kernel_init or self.kernel_init, name="down", **options)(x)
-
-
-class Block(nn.Module):
-    """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)) (Radford et al. 2019, section 2.3).
-
-    Attributes:
-      attention: the layer that mixes tokens; any module with the interface of `MultiHeadAttention`, e.g. `GRU`.
-      mlp: the feed-forward layer.
-      dropout_rate: probability of dropping an element of either layer's output.
-      use_bias: whether the norms add a bias.
-      norm_first: False for the post-norm of Vaswani et al. 2017: norm(x + attention(x)), then norm(x + mlp(x)).
-      norm_epsilon: ε of the norms.
-      dtype: type of the computation; the input's when None.
-
-    >>> block = Block(MultiHeadAttention(num_heads=2, mask=Causal()), Mlp())
-    >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
-    (2, 5, 8)
-    """
-
-    attention: nn.Module
-    mlp: nn.Module
-    dropout_rate: float = 0.0
-    use_bias: bool = True
-    norm_first: bool = True
-    norm_epsilon: float = NORM_EPSILON
-    dtype: DType | None = None
-
-    @checks.compact
-    def __call__(
-        self,
-        x: Float[Array, "B T F"],
-        *,
-        mask: checks.MaskLike | None = None,
-        deterministic: bool = True,
-        cache: KVCache | Array | None = None,
-        segments: Int[Array, "B T"] | None = None,
-        dropout_key: Array | None = None,
-    ) -> Float[Array, "B T F"] | tuple[Float[Array, "B T F"], KVCache | Array]:
-        """Apply the block to `[B, T, F]`; arguments, results and errors are those of the attention layer."""
-        if dropout_key is None and self.dropout_rate and not deterministic:
-            dropout_key = self.make_rng("dropout")
-
-        def drop(x, site):
-            if deterministic or not self.dropout_rate:
-                return x
-            keys = dropout.per_example(dropout_key, x.shape[:1])
-            return dropout.dropout(x, dropout.fold_in(keys, site), self.dropout_rate)
-
-        def norm(name):
-            return LayerNorm(self.norm_epsilon, use_bias=self.use_bias, dtype=self.dtype, name=name)
-
-        attention_norm, mlp_norm = norm("attention_norm"), norm("mlp_norm")
-        attended = self.attention(
-            attention_norm(x) if self.norm_first else x,
-            mask=mask,
-            deterministic=deterministic,
-            cache=cache,
-            dropout_key=None if dropout_key is None else dropout.fold_in(dropout_key, 0),
-            **({} if segments is None else {"segments": segments}),  # a layer may have none
-        )
-        if cache is not None:
-            attended, cache = attended
-        x = sharding.constrain(x + drop(attended, 1), "batch", "length", None)
-        if not self.norm_first:
-            x = attention_norm(x)
-        x = sharding.constrain(x + drop(self.mlp(mlp_norm(x) if self.norm_first else x), 2), "batch", "length", None)
-        if not self.norm_first:
-            x = mlp_norm(x)
-        return x if cache is None else (x, cache)
-
-
-class GPT(nn.Module):
-    """A decoder-only transformer: pre-norm blocks, tied embedding, GPT-2's initialization (Radford et al. 2019).
+    Its fields make it a Llama, Gemma, Qwen or OLMo as well: `attnlab.interop.huggingface` sets them from a checkpoint,
+    and docs/guide/models.md lists them.
 
     Weights are drawn from a normal distribution with standard deviation 0.02, those that project onto the residual
     stream with 0.02/√(2L). Biases start at 0.
@@ -206,16 +42,36 @@ class GPT(nn.Module):
       positions: "learned", "sinusoidal", "rotary", "alibi" or "none".
       window: number of positions a token attends to, its own included; None for all previous ones.
       soft_cap: limits the logits of attention to ±soft_cap (Gemma Team 2024, section 2); None for no limit.
-      qk_norm: layer-normalize queries and keys.
+      qk_norm: normalize queries and keys, without biases, by the kind of `norm` (Henry et al. 2020).
       use_bias: whether linear layers and norms add a bias.
-      mlp_ratio: width of the feed-forward layer over F, rounded to an integer width.
-      activation: of the feed-forward layer, see `Mlp`.
+      mlp_ratio: width of the feed-forward layer over F, rounded to an integer width; 0 for attention alone.
+      activation, mlp: of the feed-forward layer: see `Mlp`, and "plain" or "gated".
       norm_epsilon: ε of the norms.
       remat: what of a block is stored for the gradient (Chen et al. 2016); the rest is computed again. "none":
         everything is stored; "block": its input alone; "dots": that and its matrix products; "attention": its input
         and what the attention operator returns, so that attention alone is not computed again.
       dtype: type of the computation; parameters are float32.
       impl: see `attnlab.attention`.
+      head_dim: D, features of a head; None for F / H.
+      norm: "layer", "rms", or "rms_plus_one", whose gain is 1 + scale.
+      norm_at: "before" attention and feed-forward layers, "after" them, or "both", see `Block`.
+      attention_bias: whether the layers of attention add a bias; None for `use_bias`.
+      qkv_bias: whether those of queries, keys and values do; None for `attention_bias`.
+      qk_norm_joint: normalize the features of all heads together.
+      tie_embeddings: whether the output layer is the embedding; False for one of its own, `output/embedding` `[V, F]`.
+      rotary: base, fraction and scaling of rotary positions.
+      pattern: "local" (within `window`) or "global" for each layer, repeated: "local local global". When empty, all
+        layers have the window, if there is one.
+      local_base: rotary base of local layers, which are not scaled; None for `rotary` in all layers.
+      score_scale: of the scores of attention; None for 1/√D.
+      sinks: one learned extra logit per head, see `attnlab.attention`.
+      embedding_scale: factor of the embeddings.
+      logit_scale: factor of the logits.
+      logit_cap: limits the logits to ±logit_cap, after their factor; None for no limit.
+      value_residual: mix the values of each layer with those of the first, see `MultiHeadAttention`.
+      zero_outputs: whether the layers that project onto the residual stream start at 0, so that blocks change nothing.
+      bigrams: whether the logits start from those of a table `bigrams/embedding` `[V, V]`, a row for each last token.
+      mask: and-ed with the causal mask or window of every layer, e.g. `masks.PrefixLM(100)`; arrays go to the call.
 
     >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.zeros((1, 6), jnp.int32)
@@ -256,6 +112,26 @@ class GPT(nn.Module):
     remat: str = "none"
     dtype: DType = jnp.float32
     impl: str = "auto"
+    head_dim: int | None = None
+    norm: str = "layer"
+    norm_at: str = "before"
+    mlp: str = "plain"
+    attention_bias: bool | None = None
+    qkv_bias: bool | None = None
+    qk_norm_joint: bool = False
+    tie_embeddings: bool = True
+    rotary: Rotary = Rotary()
+    pattern: str = ""
+    local_base: float | None = None
+    score_scale: float | None = None
+    sinks: bool = False
+    embedding_scale: int | float = 1.0
+    logit_scale: int | float = 1.0
+    logit_cap: int | float | None = None
+    value_residual: bool = False
+    zero_outputs: bool = False
+    bigrams: bool = False
+    mask: checks.MaskLike | None = None
 
     @checks.compact
     def __call__(
@@ -303,9 +179,10 @@ class GPT(nn.Module):
             key = self.make_rng("dropout") if dropout_key is None else dropout_key
             keys = dropout.per_example(key, tokens.shape[:1])
 
-        normal = nn.initializers.normal(0.02)
-        embed = nn.Embed(self.vocab_size, self.width, dtype=self.dtype, embedding_init=normal, name="embed")
-        x = self._add_positions(self._gathering(lambda embed: embed(tokens))(embed), caches, segments)
+        embed, output = self._tables()
+        x = self._gathering(lambda embed: embed(tokens))(embed)
+        x = x if self.embedding_scale == 1 else x * jnp.asarray(self.embedding_scale, x.dtype)
+        x = self._add_positions(x, caches, segments)
         if drops:
             x = dropout.dropout(x, dropout.fold_in(keys, self.num_layers), self.dropout)
         x = sharding.constrain(x, "batch", "length", None)
@@ -317,11 +194,21 @@ class GPT(nn.Module):
             x = self._in_a_loop(x, options, keys)
         else:
             x, caches = self._slice_by_slice(x, options, keys, caches)
-        x = LayerNorm(self.norm_epsilon, use_bias=self.use_bias, dtype=self.dtype, name="final_norm")(x)
+        x = make_norm(self.norm, self.norm_epsilon, use_bias=self.use_bias, dtype=self.dtype, name="final_norm")(x)
+        x = x if self.logit_scale == 1 else x * jnp.asarray(self.logit_scale, x.dtype)
+        pairs = self._bigrams(tokens) if self.bigrams else None
         if targets is not None:
-            return self._gathering(functools.partial(self._losses, x, targets))(embed)
-        logits = self._gathering(functools.partial(self._logits, x))(embed)
+            return self._gathering(functools.partial(self._losses, x, targets, pairs))(output)
+        logits = self._gathering(functools.partial(self._logits, x, pairs))(output)
         return logits if caches is None else (logits, caches)
+
+    def _tables(self) -> tuple[nn.Embed, nn.Embed]:
+        """The embedding, and that of the output layer, which may be the same."""
+        options = {"dtype": self.dtype, "embedding_init": nn.initializers.normal(0.02)}
+        embed = nn.Embed(self.vocab_size, self.width, name="embed", **options)
+        if self.tie_embeddings:
+            return embed, embed
+        return embed, nn.Embed(self.vocab_size, self.width, name="output", **options)
 
     def _layer_by_layer(self, x, options, keys, caches):
         """The layers as modules, whose parameters are `block_0`, `block_1`, …."""
@@ -330,57 +217,89 @@ class GPT(nn.Module):
             return block(x, **{**options, **given}, cache=cache, dropout_key=key)
 
         given = {name: options[name] for name in ("mask", "segments")}
-
         gathers = not self.is_initializing() and sharding.is_active(x)
         recomputes, policy = layers.remat_policy(self.remat, gathers=gathers, loop=False)
         extended = []
         for layer in range(self.num_layers):
             block, key = self._block(layer), None if keys is None else dropout.fold_in(keys, layer)
             run = self._gathering(apply)
-            if caches is not None:
-                x, cache = run(block, x, given, key, caches[layer])
-                extended.append(cache)
-            else:
-                x = (nn.remat(run, policy=policy) if recomputes else run)(block, x, given, key)
+            run = nn.remat(run, policy=policy) if recomputes and caches is None else run
+            x = run(block, x, given, key, None if caches is None else caches[layer])
+            x, given = self._split(x, given, extended, caches)
         return x, None if caches is None else tuple(extended)
 
     def _in_a_loop(self, x, options, keys):
-        """The layers as one loop over stacked parameters: one layer is compiled, whatever their number."""
-        block, stacked = self._block(0).clone(parent=None, name=None), self.get_variable("params", layers.STACKED)
+        """The layers as one loop over stacked parameters: one period of `pattern` is compiled, whatever the depth."""
+        stacked, period = self.get_variable("params", layers.STACKED), len(fields.kinds(self))
+        blocks = [self._block(layer).clone(parent=None, name=None) for layer in range(period)]
         recomputes, policy = layers.remat_policy(self.remat, gathers=sharding.is_active(x), loop=True)
 
-        def apply(x, params, layer, keys):
+        def apply(block, x, params, layer, keys, given):
             key = None if keys is None else dropout.fold_in(keys, layer)
-            return block.apply({"params": sharding.gathered(params, self.dtype)}, x, **options, dropout_key=key)
+            params = sharding.gathered(params, self.dtype)
+            return block.apply({"params": params}, x, **options, **given, dropout_key=key)
 
-        # A loop is a barrier by itself.
-        run = jax.checkpoint(apply, policy=policy, prevent_cse=False) if recomputes else apply
-        each = (stacked, jnp.arange(self.num_layers))
-        return jax.lax.scan(lambda x, layer: (run(x, *layer, keys), None), x, each)[0]
+        def run(n, x, params, layer, given, *, in_loop):
+            call = functools.partial(apply, blocks[n])
+            # A loop is a barrier by itself.
+            call = jax.checkpoint(call, policy=policy, prevent_cse=not in_loop) if recomputes else call
+            return self._split(call(x, params, layer, keys, given), given)
+
+        def alone(x, layer, given):
+            own = jax.tree.map(lambda leaf: leaf[layer], stacked)
+            return run(layer % period, x, own, layer, given, in_loop=False)
+
+        def turn(x, each):
+            params, first = each
+            for n in range(period):
+                own = params if period == 1 else jax.tree.map(lambda leaf, n=n: leaf[n], params)
+                x, _ = run(n, x, own, first + n, given, in_loop=True)
+            return x, None
+
+        # With value residuals the first period gives its values to the others; an incomplete one is the last.
+        start, given = (min(period, self.num_layers) if self.value_residual else 0), {}
+        for layer in range(start):
+            x, given = alone(x, layer, given)
+        turns = (self.num_layers - start) // period
+        end = start + turns * period
+        grouped = jax.tree.map(lambda leaf: leaf[start:end], stacked)
+        if period > 1:
+            grouped = jax.tree.map(lambda leaf: leaf.reshape(turns, period, *leaf.shape[1:]), grouped)
+        x = jax.lax.scan(turn, x, (grouped, jnp.arange(start, end, period)))[0]
+        for layer in range(end, self.num_layers):
+            x, _ = alone(x, layer, given)
+        return x
 
     def _slice_by_slice(self, x, options, keys, caches):
         """The layers of stacked parameters one by one, for caches and for what modules sow."""
         unstacked = layers.unstack_layers({layers.STACKED: self.get_variable("params", layers.STACKED)})
-        block, extended = self._block(0).clone(parent=None, name=None), []
+        extended, given = [], {}
         sows = self.is_mutable_collection("intermediates")
         for layer in range(self.num_layers):
             name = f"block_{layer}"
             key = None if keys is None else dropout.fold_in(keys, layer)
             params = sharding.gathered(unstacked[name], self.dtype)
-            cache = None if caches is None else caches[layer]
-            result, sown = block.apply(
+            block = self._block(layer).clone(parent=None, name=None)
+            x, sown = block.apply(
                 {"params": params},
                 x,
                 **options,
-                cache=cache,
+                **given,
+                cache=None if caches is None else caches[layer],
                 dropout_key=key,
                 mutable=["intermediates"] if sows else [],
             )
-            x, cache = (result, None) if cache is None else result
-            extended.append(cache)
+            x, given = self._split(x, given, extended, caches)
             if sows:
                 self.put_variable("intermediates", name, sown["intermediates"])
         return x, None if caches is None else tuple(extended)
+
+    def _split(self, results, given, extended=None, caches=None):
+        """A block's result as the stream and what is given to the next block; its cache is appended to `extended`."""
+        x, *others = results if isinstance(results, tuple) else (results,)
+        if caches is not None:
+            extended.append(others.pop(0))
+        return x, {"first_values": others[0], **given} if others else given
 
     def _gathering(self, call):
         """`call(module, …)` with the module's parameters gathered, where `nn.sharding` has split them."""
@@ -395,18 +314,27 @@ class GPT(nn.Module):
 
         return run
 
-    def _logits(self, x, embed):
-        logits = sharding.constrain(embed.attend(x), "batch", "length", "vocab")
-        return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    def _bigrams(self, tokens):
+        table = nn.Embed(self.vocab_size, self.vocab_size, embedding_init=nn.initializers.zeros, name="bigrams")
+        return table(tokens)
 
-    def _losses(self, x, targets, embed):
+    def _logits(self, x, bigrams, embed):
+        logits = sharding.constrain(embed.attend(x), "batch", "length", "vocab")
+        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        if bigrams is not None:
+            if bigrams.shape != logits.shape:
+                raise ValueError("bigrams = True needs the logits of all positions: leave out `positions`")
+            logits = logits + bigrams
+        return logits if self.logit_cap is None else self.logit_cap * jnp.tanh(logits / self.logit_cap)
+
+    def _losses(self, x, targets, bigrams, embed):
         batch, length, _ = x.shape
         length = -(-length // sharding.shards("length", x))
         chunk = chunk_size(-(-batch // sharding.shards("batch", x)), length, self.vocab_size)
-        if chunk < length:
-            losses = functools.partial(cross_entropy, chunk=chunk)
+        if chunk < length and bigrams is None:
+            losses = functools.partial(cross_entropy, chunk=chunk, cap=self.logit_cap)
             return sharding.over_tokens(losses, x, embed.embedding, targets)
-        losses = optax.softmax_cross_entropy_with_integer_labels(self._logits(x, embed), targets)
+        losses = optax.softmax_cross_entropy_with_integer_labels(self._logits(x, bigrams, embed), targets)
         return jnp.where((targets >= 0) & (targets < self.vocab_size), losses, jnp.nan)  # as in chunks
 
     def _check_targets(self, targets, tokens, caches) -> None:
@@ -433,8 +361,8 @@ class GPT(nn.Module):
             given = "one KVCache" if isinstance(caches, KVCache) else f"{len(caches)} of them"
             raise ValueError(f"caches is {given}, expected a sequence of num_layers = {self.num_layers}: {remedy}")
         for layer, cache in enumerate(caches):
-            kv_heads, head_dim = self.kv_heads or self.num_heads, self.width // self.num_heads
-            check_cache(cache, tokens.shape[0], kv_heads, head_dim, f"caches[{layer}]")
+            kv_heads = self.kv_heads or self.num_heads
+            check_cache(cache, tokens.shape[0], kv_heads, fields.head_dim(self), f"caches[{layer}]")
 
     def _add_positions(self, x, caches, segments):
         """Scale the embeddings `[B, T, F]` and add positional embeddings, where the model has them."""
@@ -450,34 +378,49 @@ class GPT(nn.Module):
         return x
 
     def _block(self, layer: int) -> Block:
-        normal = nn.initializers.normal
+        normal, zeros = nn.initializers.normal, nn.initializers.zeros
         shared = {
-            "use_bias": self.use_bias,
             "kernel_init": normal(0.02),
-            "out_kernel_init": normal(0.02 / (2 * self.num_layers) ** 0.5),
+            "out_kernel_init": zeros if self.zero_outputs else normal(0.02 / (2 * self.num_layers) ** 0.5),
             "dtype": self.dtype,
+            "parent": None,
         }
-        attention = MultiHeadAttention(
-            self.num_heads,
-            kv_heads=self.kv_heads,
-            mask=Causal() if self.window is None else SlidingWindow(left=self.window - 1),
-            score_mod=score_mods(self) or None,
-            dropout_rate=self.dropout,
-            rotary_base=10_000.0 if self.positions == "rotary" else None,
-            qk_norm=self.qk_norm,
-            impl=self.impl,
-            parent=None,
-            **shared,
-        )
-        mlp = Mlp(round(self.mlp_ratio * self.width), self.activation, parent=None, **shared)
+        hidden = round(self.mlp_ratio * self.width)
+        gated = self.mlp == "gated"
+        mlp = Mlp(hidden, self.activation, self.use_bias, gated=gated, **shared) if hidden else None
         return Block(
-            attention,
+            self._attention(layer, shared),
             mlp,
             self.dropout,
             self.use_bias,
             norm_epsilon=self.norm_epsilon,
+            norm=self.norm,
+            norm_at=self.norm_at,
             dtype=self.dtype,
             name=f"block_{layer}",
+        )
+
+    def _attention(self, layer: int, shared) -> MultiHeadAttention:
+        bias = self.use_bias if self.attention_bias is None else self.attention_bias
+        norm = {"norm": self.norm, "norm_epsilon": self.norm_epsilon}
+        return MultiHeadAttention(
+            self.num_heads,
+            head_dim=fields.head_dim(self),
+            kv_heads=self.kv_heads,
+            use_bias=bias,
+            qkv_bias=self.qkv_bias,
+            mask=fields.mask(self, layer),
+            score_mod=fields.score_mods(self) or None,
+            dropout_rate=self.dropout,
+            rotary_base=fields.rotary(self, layer),
+            qk_norm=self.qk_norm,
+            qk_norm_joint=self.qk_norm_joint,
+            scale=self.score_scale,
+            sinks=self.sinks,
+            value_residual=self.value_residual,
+            impl=self.impl,
+            **({} if self.norm == "layer" else norm),  # that of layer norms is Flax's, 1e-6
+            **shared,
         )
 
     def empty_caches(self, batch: int, capacity: int | None = None) -> tuple[KVCache, ...]:
@@ -490,6 +433,6 @@ class GPT(nn.Module):
         >>> logits.shape
         (1, 1, 10)
         """
-        kv_heads, head_dim = self.kv_heads or self.num_heads, self.width // self.num_heads
-        cache = KVCache.empty(batch, capacity or self.context, kv_heads, head_dim, self.dtype)
+        kv_heads = self.kv_heads or self.num_heads
+        cache = KVCache.empty(batch, capacity or self.context, kv_heads, fields.head_dim(self), self.dtype)
         return (cache,) * self.num_layers

@@ -1,18 +1,23 @@
-"""Recurrent and convolutional token mixers, to compare attention with.
+"""Recurrent, convolutional and linear-attention token mixers, to compare attention with.
 
-Both can replace `MultiHeadAttention` in a `Block`. They are causal by construction and take no other mask.
+All can replace `MultiHeadAttention` in a `Block`. They are causal by construction and take no other mask.
 """
 
+from collections.abc import Callable
+
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
+from attnlab.ops import products
+from attnlab.ops.linear import LinearState, elu_plus_one, linear_attention
 from attnlab.ops.masks import Causal, Mask
 from attnlab.types import Array, DType
 
 
 class _CausalMixer(nn.Module):
-    """The interface of `GRU` and `CausalConv`; subclasses define `_mix` and `empty_cache`."""
+    """The interface of the mixers; subclasses define `_mix` and `empty_cache`."""
 
     @nn.compact
     def __call__(
@@ -21,9 +26,9 @@ class _CausalMixer(nn.Module):
         *,
         mask: Mask | None = None,
         deterministic: bool = True,
-        cache: Float[Array, "B ..."] | None = None,
+        cache: Float[Array, "B ..."] | LinearState | None = None,
         dropout_key: Array | None = None,
-    ) -> Float[Array, "B T d"] | tuple[Float[Array, "B T d"], Float[Array, "B ..."]]:
+    ) -> Float[Array, "B T d"] | tuple[Float[Array, "B T d"], Float[Array, "B ..."] | LinearState]:
         """Mix the tokens of each sequence.
 
         Args:
@@ -45,12 +50,17 @@ class _CausalMixer(nn.Module):
             raise ValueError(f"the inputs of {name} have shape {jnp.shape(x)}, expected [batch, length, features]")
         x = jnp.asarray(x)
         empty = self.empty_cache(*x.shape[::2])
-        if cache is not None and jnp.shape(cache) != empty.shape:
+        if cache is not None and (given := _shapes(cache)) != _shapes(empty):
             raise ValueError(
-                f"the cache of {name} has shape {jnp.shape(cache)}, expected {empty.shape}: make it with empty_cache"
+                f"the cache of {name} has shape {given}, expected {_shapes(empty)}: make it with empty_cache"
             )
         out, extended = self._mix(x, empty, cache)
         return out if cache is None else (out, extended)
+
+
+def _shapes(cache):
+    """The shape of an array, or those of a tuple of arrays."""
+    return tuple(map(jnp.shape, cache)) if isinstance(cache, tuple) else jnp.shape(cache)
 
 
 class GRU(_CausalMixer):
@@ -133,3 +143,63 @@ class CausalConv(_CausalMixer):
         if min(self.kernel_size, self.dilation) < 1:
             raise ValueError(f"kernel_size, dilation = {self.kernel_size}, {self.dilation}: expected 1 or more of both")
         return jnp.zeros((batch, (self.kernel_size - 1) * self.dilation, features), self.dtype or jnp.float32)
+
+
+class LinearAttention(_CausalMixer):
+    """Causal multi-head linear attention (Katharopoulos et al. 2020): O(n·d²), a state that does not grow with n.
+
+    The projections have the names and shapes of `MultiHeadAttention`'s. Its cache is the `LinearState` of each head.
+
+    Attributes:
+      num_heads: H.
+      head_dim: D; None for input width / H.
+      features: width of the output; None for the input's.
+      feature_map, normalize: see `attnlab.linear_attention`; its `elu_plus_one` for None.
+      use_bias: whether the projections add a bias.
+      kernel_init: initializer of the kernels.
+      dtype: type of the computation; the input's when None.
+
+    >>> from attnlab.nn import Block, Mlp
+    >>> block = Block(LinearAttention(num_heads=2), Mlp())
+    >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 8)
+    """
+
+    num_heads: int = 1
+    head_dim: int | None = None
+    features: int | None = None
+    feature_map: Callable | None = None
+    normalize: bool = True
+    use_bias: bool = True
+    kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
+    dtype: DType | None = None
+
+    def _mix(self, x, empty, cache):
+        options = {"use_bias": self.use_bias, "dtype": self.dtype, "kernel_init": self.kernel_init}
+        options["dot_general"] = products.dot_general
+        heads = (self.num_heads, self._head_dim(x.shape[-1]))
+        q, k, v = (nn.DenseGeneral(heads, name=name, **options)(x) for name in ("query", "key", "value"))
+        form = {"feature_map": self.feature_map or elu_plus_one, "normalize": self.normalize}
+        z, state = linear_attention(q, k, v, state=empty if cache is None else cache, return_state=True, **form)
+        features = x.shape[-1] if self.features is None else self.features
+        return nn.DenseGeneral(features, axis=(-2, -1), name="out", **options)(z), state
+
+    def _head_dim(self, features):
+        if self.num_heads < 1 or (self.head_dim is None and features % self.num_heads):
+            raise ValueError(
+                f"num_heads = {self.num_heads}: expected a divisor of the input width {features}, or a head_dim"
+            )
+        return features // self.num_heads if self.head_dim is None else self.head_dim
+
+    def empty_cache(self, batch: int, features: int) -> LinearState:
+        """The state before the first token, zeros; `features` is the input's width.
+
+        >>> LinearAttention(num_heads=2).empty_cache(batch=3, features=8).kv.shape
+        (3, 2, 4, 4)
+        """
+        head_dim = self._head_dim(features)
+        features = jax.eval_shape(
+            self.feature_map or elu_plus_one, jax.ShapeDtypeStruct((head_dim,), jnp.float32)
+        ).shape[-1]
+        shape = (batch, self.num_heads, features)
+        return LinearState(jnp.zeros((*shape, head_dim)), jnp.zeros(shape))

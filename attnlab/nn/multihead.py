@@ -1,7 +1,7 @@
 """Multi-head attention and its key-value cache."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -10,8 +10,9 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from attnlab.nn import checks, sharding, taps
-from attnlab.nn.norms import LayerNorm
-from attnlab.nn.positions import rotary, within_segments
+from attnlab.nn.norms import make_norm
+from attnlab.nn.positions import within_segments
+from attnlab.nn.rotations import Rotary, rotary
 from attnlab.ops import products
 from attnlab.ops.attention import attention, attention_weights
 from attnlab.ops.masks import Padding, Segments, join
@@ -147,8 +148,14 @@ class MultiHeadAttention(checks.MaskedModule):
         `masks.Dense`. Pass masks with traced arrays to the call.
       score_mod, impl: see `attnlab.attention`.
       dropout_rate: probability of dropping an attention weight.
-      rotary_base: base of rotary positions on queries and keys; None for no rotary positions.
-      qk_norm: layer-normalize queries and keys over D (`query_ln`, `key_ln`, like Flax's `normalize_qk`).
+      rotary_base: base of rotary positions on queries and keys, or all their options as a `Rotary`; None for no rotary
+        positions.
+      qk_norm: normalize queries and keys over D, without biases (`query_ln`, `key_ln`, like Flax's `normalize_qk`).
+      qk_norm_joint: over the features of all heads of a token together (OLMo Team 2024, section 3.2).
+      norm, norm_epsilon: of `qk_norm`: "layer", "rms" or "rms_plus_one", and ε.
+      scale: of the scores; None for 1/√D.
+      value_residual: mix the values with those of a model's first layer (Zhou et al. 2024, equation 5), by a learned
+        share `value_share` that starts at ½.
       sinks: one learned extra logit per head, `sinks` `[H]`.
       kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
       dtype: type of the computation; the input's when None.
@@ -173,13 +180,18 @@ class MultiHeadAttention(checks.MaskedModule):
     mask: checks.MaskLike | None = None
     score_mod: object = None
     dropout_rate: float = 0.0
-    rotary_base: float | None = None
+    rotary_base: float | Rotary | None = None
     qk_norm: bool = False
     sinks: bool = False
     kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
     out_kernel_init: nn.initializers.Initializer | None = None
     dtype: DType | None = None
     impl: str = "auto"
+    qk_norm_joint: bool = False
+    norm: str = "layer"
+    norm_epsilon: float = 1e-6
+    scale: float | None = None
+    value_residual: bool = False
 
     @checks.compact
     def __call__(
@@ -193,7 +205,8 @@ class MultiHeadAttention(checks.MaskedModule):
         positions: Int[Array, "..."] | None = None,
         segments: Int[Array, "B Tq"] | None = None,
         dropout_key: Array | None = None,
-    ) -> Float[Array, "B Tq Fo"] | tuple[Float[Array, "B Tq Fo"], KVCache]:
+        first_values: Float[Array, "B Tk Hk D"] | None = None,
+    ) -> Float[Array, "B Tq Fo"] | tuple[Any, ...]:
         """Self-attention, or cross-attention from `inputs_q` to `inputs_kv`.
 
         Args:
@@ -208,9 +221,11 @@ class MultiHeadAttention(checks.MaskedModule):
             score mods see positions in the sequence: their distances are those within the document. Self-attention
             without a cache or `positions` only.
           dropout_key: one key, or one per example `[B]`; the `dropout` rng when None.
+          first_values: `[B, Tk, Hk, D]`, the values of the first layer, for `value_residual`; None in that layer.
 
         Returns:
-          `[B, Tq, out_features]`, and with a cache the extended cache.
+          `[B, Tq, out_features]`; with a cache also the extended cache, and with `value_residual` also the values,
+          `[B, Tk, Hk, D]`.
 
         Raises:
           ValueError: a width or head counts that do not divide, a cache of another size or with `inputs_kv` or
@@ -223,7 +238,11 @@ class MultiHeadAttention(checks.MaskedModule):
         if cache is not None:
             positions = cache.length[:, None] + jnp.arange(inputs_q.shape[1])
         q, k, v = self._project(inputs_q, inputs_kv, positions if segments is None else within_segments(segments))
+        if self.value_residual:  # the first layer has the parameter as well, so that layers can be stacked
+            share = self.param("value_share", nn.initializers.constant(0.5), ()).astype(v.dtype)
+            v = v if first_values is None else v + share * (first_values - v)
         q, k, v = (taps.tap(self, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+        values = (v,) if self.value_residual else ()
         mask = mask if segments is None else join(mask, Segments(segments))
         mask, kv_positions = join(self.mask, mask), positions if inputs_kv is None else None
         if cache is not None:
@@ -241,7 +260,8 @@ class MultiHeadAttention(checks.MaskedModule):
             name="out",
             dot_general=products.dot_general,
         )(out)
-        return out if cache is None else (out, cache)
+        results = (out, *(() if cache is None else (cache,)), *values)
+        return results if len(results) > 1 else out
 
     def _check(self, inputs_q, inputs_kv, cache, positions) -> None:
         width, kv_heads = inputs_q.shape[-1], self.kv_heads or self.num_heads
@@ -277,18 +297,21 @@ class MultiHeadAttention(checks.MaskedModule):
         k = project(memory, self.kv_heads or self.num_heads, "key")
         v = project(memory, self.kv_heads or self.num_heads, "value")
         if self.qk_norm:
-            q = LayerNorm(use_bias=False, dtype=self.dtype, name="query_ln")(q)
-            k = LayerNorm(use_bias=False, dtype=self.dtype, name="key_ln")(k)
+            q, k = self._normalize(q, "query_ln"), self._normalize(k, "key_ln")
         if self.rotary_base is not None:
             positions = jnp.arange(q.shape[1]) if positions is None else positions
             q, k = rotary(q, positions, self.rotary_base), rotary(k, positions, self.rotary_base)
         q = sharding.constrain(q, "batch", "length", "heads", None)
         return q, *(sharding.constrain(x, "batch", "length", "kv_heads", None) for x in (k, v))
 
+    def _normalize(self, x, name):
+        norm = make_norm(self.norm, self.norm_epsilon, use_bias=False, dtype=self.dtype, name=name)
+        return norm(x.reshape(*x.shape[:-2], -1)).reshape(x.shape) if self.qk_norm_joint else norm(x)
+
     def _attend(self, q, k, v, terms, deterministic, dropout_key):
         """Apply the operator to projected heads, and sow the attention weights."""
         sinks = self.param("sinks", nn.initializers.zeros, (self.num_heads,)) if self.sinks else None
-        terms = {**terms, "score_mod": self.score_mod, "sinks": sinks}
+        terms = {**terms, "score_mod": self.score_mod, "sinks": sinks, "scale": self.scale}
         weights = functools.partial(attention_weights, q, k, **terms)
         if self.is_mutable_collection("intermediates"):
             self.sow("intermediates", "attention_weights", weights())

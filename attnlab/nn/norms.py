@@ -1,4 +1,4 @@
-"""Layer normalization."""
+"""Layer and root-mean-square normalization."""
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -6,6 +6,8 @@ from jaxtyping import Float
 
 from attnlab.ops import pointwise
 from attnlab.types import Array, DType
+
+NORMS = ("layer", "rms", "rms_plus_one")
 
 
 class LayerNorm(nn.Module):
@@ -34,3 +36,48 @@ class LayerNorm(nn.Module):
         if self.use_bias:
             y = y + self.param("bias", nn.initializers.zeros, (x.shape[-1],))
         return y.astype(self.dtype or jnp.result_type(x, scale))
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalization over the last axis (Zhang and Sennrich 2019): scale·x/√(mean(x²) + ε).
+
+    Parameters have the names and shapes of `flax.linen.RMSNorm`: `scale` `[F]`.
+
+    Attributes:
+      epsilon: ε.
+      plus_one: multiply by 1 + scale, which then starts at 0 (Gemma Team 2024), so that weight decay draws it to 1.
+      dtype: type of the result; the wider of the input's and the parameters' when None. Sums are float32.
+
+    >>> RMSNorm().init_with_output(jax.random.key(0), jnp.array([[2.0, -2.0]]))[0].round(3)
+    Array([[ 1., -1.]], dtype=float32)
+    """
+
+    epsilon: float = 1e-6
+    plus_one: bool = False
+    dtype: DType | None = None
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B F"]) -> Float[Array, "*B F"]:
+        """Normalize each vector of `[..., F]`."""
+        initial = nn.initializers.zeros if self.plus_one else nn.initializers.ones
+        scale = self.param("scale", initial, (x.shape[-1],))
+        y = pointwise.rms_normalize(x, self.epsilon) * (1 + scale if self.plus_one else scale)
+        return y.astype(self.dtype or jnp.result_type(x, scale))
+
+
+def make_norm(
+    kind: str, epsilon: float, *, use_bias: bool = False, dtype: DType | None = None, name: str | None = None
+) -> nn.Module:
+    """The norm of a kind: "layer", "rms" or "rms_plus_one", which have no bias.
+
+    Raises:
+      ValueError: another kind.
+
+    >>> make_norm("rms", 1e-6).plus_one
+    False
+    """
+    if kind not in NORMS:
+        raise ValueError(f"norm = {kind!r}: expected one of {', '.join(NORMS)}")
+    if kind == "layer":
+        return LayerNorm(epsilon, use_bias=use_bias, dtype=dtype, name=name)
+    return RMSNorm(epsilon, plus_one=kind == "rms_plus_one", dtype=dtype, name=name)

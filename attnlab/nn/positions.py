@@ -1,4 +1,4 @@
-"""Positional encodings: learned and sinusoidal embeddings, rotary embedding."""
+"""Positional encodings that are added to the embeddings: learned and sinusoidal."""
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -30,43 +30,12 @@ def sinusoidal(positions: Int[Array, "*T"], features: int) -> Float[Array, "*T f
     [[0.   1.   0.   1.  ]
      [0.84 0.54 0.01 1.  ]]
     """
-    angles = _angles(positions, features, 10_000.0, "sinusoidal positions")
+    if features % 2:
+        raise ValueError(f"sinusoidal positions rotate pairs of features, but there are {features}: use an even number")
+    # In float64 on the host: the rounding error of a float32 power is multiplied by the position.
+    frequencies = np.asarray(1.0 / 10_000.0 ** (np.arange(0, features, 2) / features), np.float32)
+    angles = jnp.asarray(positions)[..., None].astype(jnp.float32) * frequencies
     return jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1).reshape(*angles.shape[:-1], features)
-
-
-def rotary(x: Float[Array, "*B T H D"], positions: Int[Array, "..."], base: float = 10_000.0):
-    """Rotary position embedding: rotates the feature pairs (i, i + D/2) by the angle pos / base^(2i/D).
-
-    q·k then depends on the positions only through their difference (Su et al. 2021, equation 34; features are paired by
-    halves, as in GPT-NeoX).
-
-    Args:
-      x: `[..., T, H, D]`, queries or keys; D even.
-      positions: `[T]` or `[..., T]`.
-      base: the slowest pair makes one turn in about 2π·base positions.
-
-    Returns:
-      `[..., T, H, D]` in x's type.
-
-    Raises:
-      ValueError: D is odd, or the number of positions is not T.
-
-    >>> q = rotary(jnp.ones((3, 1, 2)), jnp.arange(3))
-    >>> print(np.asarray(q[:, 0]).round(2))
-    [[ 1.    1.  ]
-     [-0.3   1.38]
-     [-1.33  0.49]]
-    """
-    x = jnp.asarray(x)
-    if np.shape(positions)[-1:] != x.shape[-3:-2] or np.ndim(positions) > x.ndim - 2:
-        raise ValueError(
-            f"positions have shape {np.shape(positions)}, expected {x.shape[-3:-2]} or {x.shape[:-2]}: one per token"
-        )
-    angles = _angles(positions, x.shape[-1], base, "rotary positions")[..., None, :]
-    sin, cos = jnp.sin(angles), jnp.cos(angles)
-    first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, jnp.float32)), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
 
 
 class LearnedPositions(nn.Module):
@@ -120,11 +89,3 @@ def within_segments(segments: Int[Array, "*B T"]) -> Int[Array, "*B T"]:
     index = jnp.broadcast_to(jnp.arange(segments.shape[-1], dtype=jnp.int32), segments.shape)
     is_first = jnp.concatenate([jnp.ones_like(segments[..., :1], bool), segments[..., 1:] != segments[..., :-1]], -1)
     return index - lax.cummax(jnp.where(is_first, index, 0), axis=index.ndim - 1)
-
-
-def _angles(positions, features, base, what):
-    if features % 2:
-        raise ValueError(f"{what} rotate pairs of features, but there are {features}: use an even number")
-    # In float64 on the host: the rounding error of a float32 power is multiplied by the position.
-    frequencies = np.asarray(1.0 / base ** (np.arange(0, features, 2) / features), np.float32)
-    return jnp.asarray(positions)[..., None].astype(jnp.float32) * frequencies

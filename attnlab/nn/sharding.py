@@ -29,10 +29,10 @@ PARAMETERS = (
     (r"query/bias$", ("heads", None)),
     (r"(key|value)/bias$", ("kv_heads", None)),
     (r"attention/out/kernel$", ("heads", None, "embed")),
-    (r"mlp/up/kernel$", ("embed", "mlp")),
-    (r"mlp/up/bias$", ("mlp",)),
+    (r"mlp/(up|gate)/kernel$", ("embed", "mlp")),
+    (r"mlp/(up|gate)/bias$", ("mlp",)),
     (r"mlp/down/kernel$", ("mlp", "embed")),
-    (r"embed/embedding$", ("vocab", "embed")),
+    (r"(embed|output)/embedding$", ("vocab", "embed")),
     (r"positions/embedding$", (None, "embed")),
 )
 

@@ -15,7 +15,7 @@ import tokenizers as huggingface
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnlab.data import tokenizers
+from attnlab.data import characters, tokenizers
 from attnlab.errors import UserError
 
 TEXTS = st.text(st.characters(codec="utf-8"), min_size=1)
@@ -221,13 +221,13 @@ def test_long_runs_can_be_encoded(kind, run):
 @given(text=st.text(st.one_of(st.sampled_from(" \n\t\x1c\x85ab'#s"), st.characters(codec="utf-8")), min_size=1))
 def test_splitting_into_parts_changes_no_token(kind, text):
     tokenizer = tokenizers.make(kind, text, VOCAB_SIZE)
-    parts = list(tokenizers._parts(text, size=0))
+    parts = list(characters.parts(text, size=0))
     assert "".join(parts) == text
     np.testing.assert_array_equal(np.concatenate([tokenizer.encode(part) for part in parts]), tokenizer.encode(text))
 
 
 def test_parts_are_short():
-    assert max(map(len, tokenizers._parts("una palabra " * 1000, size=100))) < 120
+    assert max(map(len, characters.parts("una palabra " * 1000, size=100))) < 120
 
 
 # All pair frequencies are tied, and a hash table would order ties differently in every process.

@@ -310,7 +310,7 @@ def test_invalid_nanogpt_checkpoint_raises_one_line(tmp_path):
         (
             Sizes(n_head=3),
             {},
-            "ckpt.pt: n_embd and n_head in its config do not fit: width = 16 is not divisible by num_heads = 3",
+            "ckpt.pt: the options in its config do not fit together: width = 16 is not divisible by num_heads = 3",
         ),
         (Sizes(dropout=2.0), {}, "expected a probability"),
     ):

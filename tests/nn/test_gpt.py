@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import scipy.special
 
-from attnlab.masks import Segments
-from attnlab.nn import GPT, Block, KVCache, Mlp, MultiHeadAttention, stack_layers
+from attnlab.masks import Causal, PrefixLM, Segments
+from attnlab.nn import GPT, Block, KVCache, Mlp, MultiHeadAttention, Rotary, stack_layers
 
 TOKENS = np.random.default_rng(0).integers(0, 11, (2, 8), dtype=np.int32)
 OPTIONS = {
@@ -23,6 +23,58 @@ OPTIONS = {
     "grouped": {"kv_heads": 2, "qk_norm": True},
     "no bias": {"use_bias": False},
     "relu": {"mlp_ratio": 2.3, "activation": "relu", "norm_epsilon": 1e-3},
+    "attention only": {"mlp_ratio": 0, "positions": "rotary"},
+    "llama": {
+        "positions": "rotary",
+        "rotary": Rotary(scaling="llama3", factor=4.0, original_context=20, fast_turns=2.0),
+        "norm": "rms",
+        "mlp": "gated",
+        "activation": "silu",
+        "use_bias": False,
+        "qkv_bias": True,
+        "tie_embeddings": False,
+        "head_dim": 6,
+        "kv_heads": 2,
+    },
+    "gemma": {
+        "positions": "rotary",
+        "rotary": Rotary(base=100.0, scaling="linear", factor=2.0),
+        "local_base": 10.0,
+        "num_layers": 5,
+        "pattern": "local local global",
+        "window": 3,
+        "norm": "rms_plus_one",
+        "norm_at": "both",
+        "mlp": "gated",
+        "qk_norm": True,
+        "use_bias": False,
+        "embedding_scale": 4.0,
+        "score_scale": 0.7,
+        "logit_cap": 2.0,
+        "soft_cap": 1.5,
+    },
+    "olmo": {
+        "positions": "rotary",
+        "norm": "rms",
+        "norm_at": "after",
+        "qk_norm": True,
+        "qk_norm_joint": True,
+        "use_bias": False,
+        "attention_bias": True,
+        "sinks": True,
+        "logit_scale": 3.0,
+        "kv_heads": 2,
+        "activation": "relu_squared",
+    },
+    "residual": {
+        "positions": "rotary",
+        "num_layers": 4,
+        "value_residual": True,
+        "bigrams": True,
+        "kv_heads": 2,
+        "window": 3,
+        "pattern": "local local global",
+    },
 }
 
 
@@ -221,7 +273,18 @@ def test_gpt_bfloat16_keeps_float32_parameters():
         ({"num_heads": 16, "positions": "rotary"}, 8, "a head has 1 .* choose an even width / num_heads"),
         ({"width": 15, "num_heads": 3, "positions": "sinusoidal"}, 8, "width = 15 is odd: sinusoidal positions need"),
         ({"mlp_ratio": 0.01}, 8, "mlp_ratio = 0.01 times width = 16 rounds to 0: use 1/16 or more"),
-        ({"activation": "swiglu"}, 8, "activation = 'swiglu': expected one of gelu_tanh, gelu, relu, silu"),
+        ({"mlp_ratio": -1}, 8, "mlp_ratio = -1 times width = 16 rounds to -16: use 1/16 or more, or 0 for no feed"),
+        ({"activation": "swiglu"}, 8, "activation = 'swiglu': expected one of gelu_tanh, gelu, relu, relu_squared"),
+        ({"norm": "batch"}, 8, "norm = 'batch': expected one of layer, rms, rms_plus_one"),
+        ({"norm_at": "start"}, 8, "norm_at = 'start': expected one of before, after, both"),
+        ({"mlp": "swiglu"}, 8, "mlp = 'swiglu': expected one of plain, gated"),
+        ({"pattern": "local far"}, 8, "pattern = 'local far' has 'far': expected the words local and global"),
+        ({"pattern": "local global"}, 8, "pattern = 'local global', but window = None: give the window of its local"),
+        ({"head_dim": 3, "positions": "rotary"}, 8, "a head has 3 .* or head_dim"),
+        ({"local_base": 0.0}, 8, "local_base = 0.0: expected a number above 0, or None"),
+        ({"logit_cap": 0.0}, 8, "logit_cap = 0.0: expected a number of logits above 0, or None"),
+        ({"qk_norm_joint": True}, 8, "qk_norm_joint = True, but qk_norm = False: set both"),
+        ({"positions": "rotary", "rotary": Rotary(scaling="x")}, 8, "rotary.scaling = 'x': expected one of none"),
     ],
 )
 def test_gpt_invalid_option_raises_one_line(options, length, message):
@@ -236,6 +299,7 @@ def test_gpt_invalid_option_raises_one_line(options, length, message):
         ("gelu", lambda x: x * scipy.special.ndtr(x)),
         ("relu", lambda x: np.maximum(x, 0)),
         ("silu", lambda x: x / (1 + np.exp(-x))),
+        ("relu_squared", lambda x: np.maximum(x, 0) ** 2),
     ],
 )
 def test_mlp_equals_formula(activation, function, float64):
@@ -245,6 +309,15 @@ def test_mlp_equals_formula(activation, function, float64):
     up, down = params["up"], params["down"]
     assert up["kernel"].shape == (8, 19)
     expected = function(x @ up["kernel"] + up["bias"]) @ down["kernel"] + down["bias"]
+    np.testing.assert_allclose(y, expected, rtol=1e-12)
+
+
+def test_gated_mlp_equals_formula(float64):
+    x = np.random.default_rng(0).standard_normal((3, 8))
+    y, variables = jax.jit(Mlp(19, "silu", gated=True).init_with_output)(jax.random.key(1), x)
+    up, gate, down = (variables["params"][name] for name in ("up", "gate", "down"))
+    gates = np.asarray(x @ gate["kernel"] + gate["bias"])
+    expected = (gates / (1 + np.exp(-gates)) * (x @ up["kernel"] + up["bias"])) @ down["kernel"] + down["bias"]
     np.testing.assert_allclose(y, expected, rtol=1e-12)
 
 
@@ -263,6 +336,47 @@ def test_block_post_norm_equals_formula(float64):
         return y, norm(attended + Mlp().apply({"params": params["mlp"]}, attended))
 
     np.testing.assert_allclose(*run(jax.random.key(1)), rtol=1e-10)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_block_without_mlp_equals_formula(norm_first, float64):
+    x = 3 * np.random.default_rng(0).standard_normal((2, 5, 8)) + 1
+    block = Block(MultiHeadAttention(num_heads=2), norm_first=norm_first, norm_epsilon=0.1)
+
+    def norm(x):
+        return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 0.1)
+
+    @jax.jit
+    def run(key):
+        y, variables = block.init_with_output(key, x)
+        attention = functools.partial(
+            MultiHeadAttention(num_heads=2).apply, {"params": variables["params"]["attention"]}
+        )
+        return y, x + attention(norm(x)) if norm_first else norm(x + attention(x))
+
+    np.testing.assert_allclose(*run(jax.random.key(1)), rtol=1e-10)
+
+
+def test_gpt_of_attention_alone_has_no_mlp_parameters():
+    _, variables, _ = made("attention only")
+    params = variables["params"]
+    assert set(params["block_0"]) == {"attention", "attention_norm"}
+    # Embedding, two layers of four projections, three norms.
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 11 * 16 + 2 * 4 * (16 + 1) * 16 + 3 * 2 * 16
+
+
+@pytest.mark.parametrize("remat", ["none", "block"])
+def test_gpt_of_attention_alone_stacked_equals_plain_pass(remat):
+    model, variables, apply = made("attention only")
+    stacked = {"params": stack_layers(variables["params"])}
+    looped = jax.jit(model.clone(remat=remat).apply)
+    logits = np.asarray(apply(variables, TOKENS))
+    # Float32 sums of 16 terms in another order, through two layers.
+    np.testing.assert_allclose(looped(stacked, TOKENS), logits, atol=1e-5)
+    targets = np.roll(TOKENS, -1, axis=1)
+    expected = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), targets[..., None], axis=-1)[..., 0]
+    for params in (variables, stacked):
+        np.testing.assert_allclose(looped(params, TOKENS, targets=targets), expected, atol=1e-5)
 
 
 def test_gpt_mlp_ratio_sets_hidden_width():
@@ -297,3 +411,134 @@ def test_gpt_remat_recomputes_blocks_for_same_gradients(dropout):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * largest), *gradients)
     flops = [program.cost_analysis()["flops"] for program in (kept, again)]
     assert flops[1] > 1.15 * flops[0]
+
+
+def reference(params, tokens, *, window, base, norm_at, plus_one, epsilon=1e-5):
+    """Logits of a GPT of one layer and two heads of four features, written from the formulas, float64."""
+
+    def norm(x, params):
+        scale = params["scale"] + plus_one
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * scale
+
+    x = params["embed"]["embedding"][tokens] * 3.0
+    block = params["block_0"]
+    attention = block["attention"]
+    y = norm(x, block["attention_norm"]) if norm_at != "after" else x
+    q, k, v = (np.einsum("tf,fhd->thd", y, attention[name]["kernel"]) for name in ("query", "key", "value"))
+    q, k = (norm(a, attention[name]) for a, name in ((q, "query_ln"), (k, "key_ln")))
+    angles = np.arange(len(tokens))[:, None] / base ** (np.arange(0, 4, 2) / 4)
+    turn = np.exp(1j * angles)[:, None]
+
+    def rotated(a):
+        z = (a[..., :2] + 1j * a[..., 2:]) * turn
+        return np.concatenate([z.real, z.imag], -1)
+
+    scores = np.einsum("qhd,khd->hqk", rotated(q), rotated(k)) * 0.7
+    i, j = np.indices(scores.shape[1:])
+    scores = np.where((j <= i) & (i - j < window), scores, -np.inf)
+    weights = scipy.special.softmax(
+        np.concatenate([scores, np.tile(attention["sinks"][:, None, None], (1, 8, 1))], -1), -1
+    )
+    made = np.einsum("hqk,khd,hdf->qf", weights[..., :-1], v, attention["out"]["kernel"])
+    x = x + (norm(made, block["attention_post_norm"]) if norm_at != "before" else made)
+    y = norm(x, block["mlp_norm"]) if norm_at != "after" else x
+    gates = y @ block["mlp"]["gate"]["kernel"]
+    made = (gates * scipy.special.expit(gates) * (y @ block["mlp"]["up"]["kernel"])) @ block["mlp"]["down"]["kernel"]
+    x = x + (norm(made, block["mlp_post_norm"]) if norm_at != "before" else made)
+    return 2.0 * np.tanh(norm(x, params["final_norm"]) @ params["output"]["embedding"].T * 1.5 / 2.0)
+
+
+@pytest.mark.parametrize("norm_at", ["before", "after", "both"])
+@pytest.mark.parametrize("kind", ["local", "global"])
+def test_gpt_of_todays_models_equals_formula(norm_at, kind, float64):
+    options = {"norm": "rms_plus_one" if kind == "local" else "rms", "norm_at": norm_at, "qk_norm": True}
+    model = gpt(
+        num_layers=1,
+        num_heads=2,
+        head_dim=4,
+        positions="rotary",
+        rotary=Rotary(base=100.0),
+        local_base=10.0,
+        window=3,
+        pattern=kind,
+        mlp="gated",
+        activation="silu",
+        use_bias=False,
+        tie_embeddings=False,
+        sinks=True,
+        score_scale=0.7,
+        embedding_scale=3.0,
+        logit_scale=1.5,
+        logit_cap=2.0,
+        dtype=jnp.float64,
+        **options,
+    )
+    key = jax.random.key(0)
+    params = jax.tree.map(
+        lambda x: 0.3 * jax.random.normal(jax.random.fold_in(key, x.size), x.shape, jnp.float64),
+        jax.eval_shape(model.init, key, TOKENS),
+    )
+    window, base = (3, 10.0) if kind == "local" else (99, 100.0)
+    plus_one = 1 if kind == "local" else 0
+    arrays = jax.tree.map(np.asarray, params["params"])
+    expected = reference(arrays, TOKENS[0], window=window, base=base, norm_at=norm_at, plus_one=plus_one)
+    # Angles are float32: 7 radians to 5e-7, and all else float64.
+    np.testing.assert_allclose(jax.jit(model.apply)(params, TOKENS)[0], expected, atol=5e-7)
+
+
+@pytest.mark.parametrize("option", ["llama", "gemma", "olmo", "residual"])
+@pytest.mark.parametrize("remat", ["none", "block"])
+def test_gpt_stacked_layers_have_the_same_losses_and_gradients(option, remat):
+    model, variables, _ = made(option)
+    targets = np.roll(TOKENS, -1, axis=1)
+
+    @jax.jit
+    def run(params, stacked):
+        def loss(params):
+            return model.clone(remat=remat).apply({"params": params}, TOKENS, targets=targets).mean()
+
+        return jax.value_and_grad(loss)(params), jax.value_and_grad(loss)(stacked)
+
+    params = variables["params"]
+    (loss, gradient), (looped, its_gradient) = run(params, stack_layers(params))
+    # Float32 sums of 16 to 64 terms in another order, through up to five layers.
+    np.testing.assert_allclose(looped, loss, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), its_gradient, stack_layers(gradient))
+
+
+def test_gpt_mask_field_equals_mask_of_the_call():
+    model, params, apply = made("rotary")
+    segments = Segments(np.broadcast_to(SEGMENTS, TOKENS.shape))
+    prefix = model.clone(mask=PrefixLM(3) & Causal())
+    np.testing.assert_allclose(prefix.apply(params, TOKENS), apply(params, TOKENS, mask=Causal()), atol=1e-6)
+    field = model.clone(mask=np.equal.outer(SEGMENTS, SEGMENTS)).apply(params, TOKENS)
+    np.testing.assert_allclose(field, apply(params, TOKENS, mask=segments), atol=1e-6)
+
+
+def test_gpt_values_are_mixed_with_those_of_the_first_layer():
+    _, variables, apply = made("residual")
+    without = jax.tree_util.tree_map_with_path(
+        lambda path, x: jnp.zeros_like(x) if path[-1].key == "value_share" else x, variables
+    )
+    plain = gpt(**(OPTIONS["residual"] | {"value_residual": False}))
+    same = jax.tree_util.tree_map_with_path(lambda path, x: x, without["params"])
+    for layer in range(4):
+        share = same[f"block_{layer}"]["attention"].pop("value_share")
+        assert share.shape == ()
+    np.testing.assert_allclose(apply(without, TOKENS), plain.apply({"params": same}, TOKENS), atol=1e-6)
+    assert not np.allclose(apply(variables, TOKENS), apply(without, TOKENS), atol=1e-4)
+
+
+def test_gpt_bigrams_are_added_to_the_logits():
+    _, variables, apply = made("residual")
+    table = np.random.default_rng(0).standard_normal((11, 11)).astype(np.float32)
+    changed = {"params": variables["params"] | {"bigrams": {"embedding": table}}}
+    np.testing.assert_allclose(apply(changed, TOKENS), apply(variables, TOKENS) + table[TOKENS], atol=1e-5)
+
+
+def test_gpt_with_zero_outputs_starts_as_its_embedding():
+    model = gpt(zero_outputs=True, num_layers=3, positions="rotary")
+    logits, variables = jax.jit(model.init_with_output)(jax.random.key(0), TOKENS)
+    x = variables["params"]["embed"]["embedding"][TOKENS]
+    normal = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(logits, normal @ variables["params"]["embed"]["embedding"].T, atol=1e-5)

@@ -1,15 +1,22 @@
-"""Recurrent and convolutional layers can replace attention in a block."""
+"""Recurrent, convolutional and linear-attention layers can replace attention in a block."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from attnlab import linear_attention
 from attnlab.masks import Causal, SlidingWindow
-from attnlab.nn import GRU, Block, CausalConv, Mlp, MultiHeadAttention
+from attnlab.nn import GRU, Block, CausalConv, LinearAttention, Mlp, MultiHeadAttention
 
 X = np.random.default_rng(0).standard_normal((2, 9, 8)).astype(np.float32)
-MIXERS = [GRU(), CausalConv(kernel_size=3), CausalConv(kernel_size=2, dilation=3), CausalConv(kernel_size=1)]
+MIXERS = [
+    GRU(),
+    CausalConv(kernel_size=3),
+    CausalConv(kernel_size=2, dilation=3),
+    CausalConv(kernel_size=1),
+    LinearAttention(num_heads=2),
+]
 EACH = pytest.mark.parametrize("mixer", MIXERS, ids=lambda m: f"{type(m).__name__}-{getattr(m, 'dilation', '')}")
 
 
@@ -101,3 +108,41 @@ def test_mixer_rejects_unsupported_mask(mixer):
 def test_conv_kernel_size_zero_raises_one_line():
     with pytest.raises(ValueError, match="kernel_size, dilation = 0, 1: expected 1 or more of both"):
         CausalConv(kernel_size=0).init(jax.random.key(0), X)
+
+
+@pytest.mark.parametrize("use_bias, normalize", [(True, True), (False, False)])
+def test_linear_attention_module_equals_projections_and_operator(use_bias, normalize, float64):
+    x = np.random.default_rng(3).standard_normal((2, 9, 8))
+    module = LinearAttention(num_heads=2, head_dim=3, features=5, normalize=normalize, use_bias=use_bias)
+    out, variables = module.init_with_output(jax.random.key(1), x)
+    params = jax.tree.map(np.asarray, variables["params"])
+    softmax = MultiHeadAttention(num_heads=2, head_dim=3, out_features=5, use_bias=use_bias)
+    theirs = jax.eval_shape(softmax.init, jax.random.key(1), x)["params"]
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, dict(theirs))
+
+    def projected(name):
+        return np.einsum("btf,fhd->bthd", x, params[name]["kernel"]) + params[name].get("bias", 0)
+
+    z = linear_attention(*map(projected, ("query", "key", "value")), normalize=normalize, impl="naive")
+    expected = np.einsum("bthd,hdf->btf", z, params["out"]["kernel"]) + params["out"].get("bias", 0)
+    np.testing.assert_allclose(out, expected, rtol=1e-10)
+
+
+def test_linear_attention_module_takes_a_feature_map():
+    def doubled(x):
+        return jnp.concatenate([jax.nn.relu(x), jax.nn.relu(-x)], axis=-1)
+
+    module = LinearAttention(num_heads=2, feature_map=doubled)
+    assert module.empty_cache(batch=3, features=8).kv.shape == (3, 2, 8, 4)
+    params, apply = compiled(module)
+    first, cache = apply(params, X[:, :5], cache=module.empty_cache(2, 8))
+    then, _ = apply(params, X[:, 5:], cache=cache)
+    np.testing.assert_allclose(np.concatenate([first, then], axis=1), apply(params, X), atol=1e-5)
+
+
+@pytest.mark.parametrize("num_heads", [0, 3])
+def test_linear_attention_heads_that_do_not_fit_raise_one_line(own_errors, num_heads):
+    with pytest.raises(
+        ValueError, match=f"num_heads = {num_heads}: expected a divisor of the input width 8, or a head"
+    ):
+        LinearAttention(num_heads=num_heads).init(jax.random.key(0), X)

@@ -1,0 +1,73 @@
+"""Characters of texts, as tokenizers need them: code points, UTF-8, and cuts between words."""
+
+import codecs
+import re
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from attnlab.errors import UserError
+
+WORD_END = re.compile(r"\S(?=[ \n])")  # both are white space to the library and to Python
+
+
+def parts(pieces: Iterable[str], size: int = 100_000, word_end: re.Pattern = WORD_END) -> Iterator[str]:
+    """Cut a text, given in pieces, into parts of about `size` characters.
+
+    Parts end where `word_end` ends, by default where white space follows another character. No word spans such a
+    place, so the cuts change no token.
+
+    >>> list(parts(["one t", "wo three"], size=5))
+    ['one two', ' three']
+    """
+    text = ""
+    for piece in pieces:
+        start, search_from = 0, max(size, len(text) - 1)  # what was searched before had no such place
+        text += piece
+        while found := word_end.search(text, search_from):
+            yield text[start : found.end()]
+            start, search_from = found.end(), found.end() + size
+        text = text[start:]
+    if text:
+        yield text
+
+
+def check_known(text: str, characters: str) -> None:
+    """Raise UserError if `text` contains characters not in `characters`."""
+    unknown = set(text).difference(characters)
+    if unknown:
+        named = "".join(dict.fromkeys(character for character in text if character in unknown))
+        raise UserError(
+            f"{named!r}: characters not in the tokenizer's vocabulary; it has these {len(characters)}: {characters!r}"
+        )
+
+
+def utf8(text: str) -> bytes:
+    """The bytes of a text; UserError for lone surrogates.
+
+    >>> utf8("ñ")
+    b'\\xc3\\xb1'
+    """
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"{text!r} contains a lone surrogate (half a character): give text in UTF-8") from error
+
+
+def complete(pieces: Iterable[bytes]) -> Iterator[str]:
+    """Decode UTF-8 from pieces, yielding each character as soon as its last byte arrives.
+
+    >>> list(complete([b"a", b"\\xc3", b"\\xb1o"]))
+    ['a', 'ño']
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for piece in pieces:
+        if characters := decoder.decode(piece):
+            yield characters
+    if characters := decoder.decode(b"", final=True):
+        yield characters
+
+
+def code_points(text: str) -> np.ndarray:
+    """The code points of a text, uint32 `[length]`, also of lone surrogates."""
+    return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), np.uint32)

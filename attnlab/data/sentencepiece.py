@@ -1,0 +1,189 @@
+"""SentencePiece's tokenizers (Kudo & Richardson 2018) as published with Llama 2, Mistral, Gemma and Phi-3.
+
+A space is the character "▁" of a token, most put one before a text, and characters without a token are bytes like
+"<0xC3>". Hugging Face's `tokenizers` reads the files and finds the tokens; vocabularies are not trained here.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import tokenizers as huggingface
+
+from attnlab.data import characters
+from attnlab.errors import UserError
+
+_SPACE = "▁"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+# The steps of its parts that are read, as in the library's JSON, or their types. Those of a normalizer change
+# characters to other forms of the same, those of a pre-tokenizer cut without losing any.
+_TO_SPACES = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+_STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+_NORMALIZERS = [
+    {"type": "Prepend", "prepend": _SPACE},
+    {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
+    *("NFC", "NFKC", "Precompiled"),
+]
+_SPLITS = ["Metaspace", "Split", "Digits"]
+_DECODERS = [_TO_SPACES, "Metaspace", "ByteFallback", "Fuse", _STRIP]
+_KEEPING = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
+
+
+class SentencePieceTokenizer:
+    """One token per word or part of a word, with the space before it, of a vocabulary of SentencePiece.
+
+    No token that begins or ends a text, such as "<s>", is added; written in a text it becomes one token. Decoding
+    restores a text, except that "▁" becomes a space, some normalize characters (to NFKC) or give a space back after
+    "</s>" and the like, and those that put no space before a text with a space lose that one.
+
+    Args:
+      tokenizer: the library's, with a BPE or Unigram model.
+
+    Raises:
+      ValueError: its parts are of other kinds, or lose text.
+
+    >>> from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    >>> library = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁", -3.0), ("▁low", -1.0), ("er", -2.0)], unk_id=0))
+    >>> library.pre_tokenizer, library.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    >>> tokenizer = SentencePieceTokenizer(library)
+    >>> tokenizer.encode("lower low").tolist(), tokenizer.decode([2, 3, 2]), tokenizer.decode([2], continues=True)
+    ([2, 3, 2], 'lower low', ' low')
+    """
+
+    kind = "sentencepiece"
+
+    def __init__(self, tokenizer: huggingface.Tokenizer):
+        content = json.loads(tokenizer.to_str())
+        _check(content)
+        self._tokenizer = tokenizer
+        self._prepends = any(step["type"] == "Prepend" for step in _steps(content["normalizer"]))
+        self._strips = _strips(content["decoder"])
+        self._pieces = _pieces(content)
+        self._unknown = _unknown(content)
+        self._word_end = _word_end(content, self._prepends)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, "<s>" and other added ones included."""
+        return len(self._pieces)
+
+    def encode(self, text: str, continues: bool = False) -> np.ndarray:
+        """Token ids of `text`, int32 `[length]`; `continues`: a part from `parts` other than the first.
+
+        Raises:
+          UserError: lone surrogates, or a character not in the vocabulary, if that has no bytes.
+        """
+        characters.utf8(text)
+        parts = [text] if continues else self.parts([text])
+        found = [np.zeros(0, np.int32), *(self._ids(part, continues or at > 0) for at, part in enumerate(parts))]
+        ids = np.concatenate(found)
+        if self._unknown is not None and (ids == self._unknown).any():
+            others = text.replace(self._tokenizer.id_to_token(self._unknown), "")
+            unknown = [character for character in dict.fromkeys(others) if self._unknown in self._ids(character)]
+            if unknown:
+                raise UserError(f"{''.join(unknown)!r}: characters not in the tokenizer's vocabulary: leave them out")
+        return ids
+
+    def _ids(self, text: str, continues: bool = False) -> np.ndarray:
+        if continues and self._prepends:
+            text = text.removeprefix(" ")  # which is put before it
+        # Unlike `encode`, this lets other threads run, and skips the places of tokens in the text.
+        encoding, = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)  # fmt: skip
+        return np.array(encoding.ids, np.int32)
+
+    def parts(self, pieces: Iterable[str]) -> Iterator[str]:
+        """Parts of about 100,000 characters, as the library needs hundreds of bytes per character."""
+        return characters.parts(pieces, word_end=self._word_end)
+
+    def decode(self, ids, continues: bool = False) -> str:
+        """The text of token ids `[length]`; invalid UTF-8 becomes U+FFFD.
+
+        `continues`: they continue other tokens, so that a space at their beginning is kept.
+        """
+        return "".join(self.stream(iter(ids), continues))
+
+    def stream(self, ids: Iterator[int], continues: bool = False) -> Iterator[str]:
+        """Complete characters, each as soon as its last byte arrives; `continues` as for `decode`."""
+        strips = self._strips and not continues
+        for text in characters.complete(self._pieces[i] for i in ids):
+            if kept := text.removeprefix(" ") if strips else text:
+                yield kept
+            strips = False
+
+    def to_dict(self) -> dict:
+        """`{"kind": "sentencepiece", "tokenizer": the library's JSON}`."""
+        return {"kind": self.kind, "tokenizer": json.loads(self._tokenizer.to_str())}
+
+
+def _steps(part: dict | None) -> list[dict]:
+    """The steps of a normalizer, pre-tokenizer or decoder, in order."""
+    if part is None:
+        return []
+    steps = next((part[key] for key in ("normalizers", "pretokenizers", "decoders") if key in part), None)
+    return [part] if steps is None else [inner for step in steps for inner in _steps(step)]
+
+
+def _check(content: dict) -> None:
+    """Raise ValueError unless the parts of a tokenizer are SentencePiece's and keep texts."""
+    model, tokens = content["model"], _tokens(content)
+    for part, known in (("normalizer", _NORMALIZERS), ("pre_tokenizer", _SPLITS), ("decoder", _DECODERS)):
+        for step in _steps(content[part]):
+            if (step not in known and step["type"] not in known) or step.get("replacement", _SPACE) != _SPACE:
+                raise ValueError(f"its {part} has {json.dumps(step, ensure_ascii=False)[:200]}")
+    splits = _steps(content["pre_tokenizer"])
+    if any(step.get("behavior", "Isolated") not in _KEEPING for step in splits):
+        raise ValueError("its pre_tokenizer drops characters")
+    if len(splits) > 1 and any(step.get("prepend_scheme") == "always" for step in splits):
+        raise ValueError("its pre_tokenizer puts a space before every word")
+    has_bytes = bool(model.get("byte_fallback"))
+    decoder = [step["type"] for step in _steps(content["decoder"])]
+    known = [["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"]]
+    known += [] if has_bytes else [["Replace", "Fuse"], ["Replace", "Fuse", "Strip"], ["Metaspace"]]
+    if decoder not in known:
+        raise ValueError(f"its decoder is {decoder}, not {known[0]}")
+    if not (has_bytes and all(f"<0x{byte:02X}>" in tokens for byte in range(256))) and _unknown(content) is None:
+        raise ValueError("it drops characters that are not in its vocabulary")
+
+
+def _tokens(content: dict) -> dict[str, int]:
+    """The id of each token."""
+    vocabulary = content["model"]["vocab"]
+    if content["model"]["type"] == "Unigram":
+        vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
+    return vocabulary | {token["content"]: token["id"] for token in content["added_tokens"]}
+
+
+def _unknown(content: dict) -> int | None:
+    """The token of characters that are not in the vocabulary."""
+    model = content["model"]
+    return model.get("unk_id") if model["type"] == "Unigram" else _tokens(content).get(model.get("unk_token"))
+
+
+def _strips(decoder: dict) -> bool:
+    """Whether the decoder takes away the space before a text."""
+    return any(s["type"] == "Strip" or s.get("prepend_scheme", "never") != "never" for s in _steps(decoder))
+
+
+def _pieces(content: dict) -> list[bytes]:
+    """The UTF-8 bytes of each token."""
+    tokens = {i: token for token, i in _tokens(content).items()}
+    if missing := set(range(len(tokens))).difference(tokens):
+        raise ValueError(f"its vocabulary of {len(tokens)} tokens has no token {min(missing)}")
+    are_bytes = any(step["type"] == "ByteFallback" for step in _steps(content["decoder"]))
+    codes = [are_bytes and _BYTE.fullmatch(tokens[i]) for i in range(len(tokens))]
+    return [bytes.fromhex(c[1]) if c else tokens[i].replace(_SPACE, " ").encode() for i, c in enumerate(codes)]
+
+
+def _word_end(content: dict, prepends: bool) -> re.Pattern:
+    """Ends where a text can be cut before a space: no token has a space behind such a character.
+
+    Nor is there an added token that takes that space, or, where a space is put behind those, one on either side.
+    """
+    before = {pair[0] for token in _tokens(content) for pair in re.findall(rf"[^{_SPACE} ][{_SPACE} ]", token)}
+    added = [token for token in content["added_tokens"] if token["content"]]
+    before |= {token["content"][-1] for token in added if token["rstrip"] or prepends}
+    after = {token["content"][0] for token in added} if prepends else set()
+    excluded = re.escape("".join(sorted(before)))
+    follows = rf"[^{re.escape(''.join(sorted(after)))}]" if after else r"[\s\S]"
+    return re.compile(rf"[^\s{_SPACE}{excluded}](?= {follows})" if prepends else rf"[^\s{_SPACE}{excluded}](?= )")

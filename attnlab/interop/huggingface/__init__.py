@@ -1,0 +1,194 @@
+"""Convert models between Hugging Face's `transformers` (files, folders, model objects) and `attnlab.nn.GPT`.
+
+GPT-2, Llama (also Llama 2 and 3, SmolLM), Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text), OLMo 2 and Phi-3. Files are
+read and written without torch; `to_hf` returns torch tensors and needs it.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from attnlab.data import tokenizers
+from attnlab.errors import UserError
+from attnlab.interop import tensors
+from attnlab.interop.huggingface import files
+from attnlab.interop.huggingface.families import family_of
+from attnlab.interop.huggingface.files import is_hf as is_hf
+from attnlab.interop.huggingface.reading import make_model
+from attnlab.interop.huggingface.weights import load_state, prepared
+from attnlab.interop.huggingface.writing import make_config
+from attnlab.nn import GPT
+
+__all__ = ["from_hf", "save_hf", "to_hf"]
+
+
+def from_hf(
+    source, config: Mapping | None = None, *, shardings: Mapping | Callable | None = None, dtype=jnp.float32
+) -> tuple[GPT, dict]:
+    """Load a language model of `transformers` as a `GPT` and its variables.
+
+    Files are read in pieces of tensors, straight into the parameters: about the memory of the parameters is needed, and
+    a device gets no more than its share.
+
+    Args:
+      source: a folder with `config.json` and `model.safetensors` (or its shards), such a `.safetensors` file, an
+        object such as `LlamaForCausalLM`, or its state dict.
+      config: the content of `config.json` or an object such as `LlamaConfig`; needed for a state dict, or a file
+        without one beside it.
+      shardings: tree like the parameters, of `jax.sharding.Sharding`, or a function that returns it for a tree of
+        shapes. Where its layers are stacked (`stack_layers`), so are those of the parameters. None for the default
+        device.
+      dtype: type of the parameters.
+
+    Returns:
+      `(model, params)`, for `model.apply(params, tokens)`, with float32 logits `[B, T, V]`. The dropout rate is that
+      of GPT-2 if its three rates agree, else 0.
+
+    Raises:
+      UserError: a missing or truncated file, a missing or unexpected tensor or one of another shape, another kind of
+        model, or an option that `GPT` does not support.
+
+    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+    >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    >>> import tempfile
+    >>> folder = save_hf(Path(tempfile.mkdtemp()) / "gpt2", model, params)
+    >>> again, its_params = from_hf(folder)
+    >>> again == model, bool((again.apply(its_params, jnp.array([[1]])) == model.apply(params, jnp.array([[1]]))).all())
+    (True, True)
+    """
+    files.check_dtype(dtype)
+    if hasattr(config, "to_dict"):  # transformers' own
+        config = config.to_dict()
+    if hasattr(source, "state_dict"):
+        name, state = type(source).__name__, source.state_dict()
+        if config is None and not hasattr(source, "config"):
+            raise UserError(f"{name} has no config, expected e.g. a LlamaForCausalLM: give one as config=")
+        config = source.config.to_dict() if config is None else config
+    elif isinstance(source, Mapping):
+        name, state = "the state dict", source
+        if config is None:
+            raise UserError(
+                "a state dict does not contain the number of heads: give config=, the content of config.json"
+            )
+    elif not isinstance(source, str | os.PathLike):
+        raise UserError(f"from_hf was given a {type(source).__name__}: expected a path, or e.g. a LlamaForCausalLM")
+    else:
+        name, path = str(source), Path(source)
+        if config is None:
+            config = files.read_config(path)
+        state = None
+    model, family = make_model(config, name), family_of(config, name)
+    state = files.read_tensors(path) if state is None else state
+    return model, {"params": load_state(model, state, name, family, shardings=shardings, dtype=dtype)}
+
+
+def to_hf(model: GPT, params, *, model_type: str | None = None) -> dict:
+    """The state dict of the equivalent model of `transformers`, as torch tensors for its `load_state_dict`.
+
+    A model without biases gets biases of 0 where the family always has biases (GPT-2).
+
+    Args:
+      model: a `GPT` whose options a family has.
+      params: its variables `{"params": …}`.
+      model_type: the family, "llama" etc.; None for the first that has such models.
+
+    Returns:
+      Tensors by name, float32; a tied `lm_head.weight` is the embedding.
+
+    Raises:
+      UserError: an option that no family has, parameters of another model, or torch is not installed.
+
+    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+    >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    >>> to_hf(model, params)["transformer.h.0.attn.c_attn.weight"].shape
+    torch.Size([8, 24])
+    """
+    table, params = prepared(model, tensors.bare(params), make_config(model, model_type)["model_type"])
+    state = tensors.unload(table, params)
+    head = {"lm_head.weight": state[table[0].name]} if model.tie_embeddings else {}
+    return tensors.as_torch(state | head, "to_hf")
+
+
+def save_hf(
+    folder: str | Path,
+    model: GPT,
+    params,
+    tokenizer=None,
+    *,
+    model_type: str | None = None,
+    dtype=jnp.float32,
+    max_shard_bytes: int = 5 * 10**9,
+) -> Path:
+    """Write a folder for `transformers` and `from_hf`: `config.json` and `model.safetensors`.
+
+    Args:
+      folder: a new one.
+      model, params, model_type: as for `to_hf`; torch is not needed.
+      tokenizer: of kind "bpe" or "sentencepiece", written as `tokenizer.json`; None for none. Other files, such as a
+        chat template or `generation_config.json`, are those of the model that it was trained from: copy them.
+      dtype: type of the tensors, float32, bfloat16 or float16.
+      max_shard_bytes: size of a file, at most; more bytes become several files with an index.
+
+    Returns:
+      The folder.
+
+    Raises:
+      UserError: as for `to_hf`; a folder that exists and is not empty; a tokenizer of another kind.
+
+    >>> import tempfile
+    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+    >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    >>> folder = save_hf(Path(tempfile.mkdtemp()) / "gpt2", model, params)
+    >>> sorted(path.name for path in folder.iterdir())
+    ['config.json', 'model.safetensors']
+    """
+    files.check_dtype(dtype)
+    folder = Path(folder).absolute()
+    config = make_config(model, model_type) | {"dtype": jnp.dtype(dtype).name}
+    table, params = prepared(model, tensors.bare(params), config["model_type"])
+    contents = {"config.json": config, **({} if tokenizer is None else _tokenizer_files(tokenizer))}
+    if "tokenizer.json" in contents:
+        config["bos_token_id"] = config["eos_token_id"] = _end_of_text(contents["tokenizer.json"])
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} already exists: choose a new folder")
+    table = sorted(table, key=lambda tensor: tensor.name)
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        for file, content in contents.items():
+            (unfinished / file).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        files.write_tensors(unfinished, table, tensors.arrays(table, params), dtype, max_shard_bytes)
+        os.replace(unfinished, folder)  # atomic
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror or error}): choose another folder") from error
+    return folder
+
+
+def read_tokenizer(path: Path, vocab_size: int | None = None) -> tokenizers.Tokenizer | None:
+    """Load the tokenizer files in a folder, or beside a file, of a model's vocabulary; None if there are none."""
+    return tokenizers.pretrained(path if path.is_dir() else path.parent, vocab_size)
+
+
+def _tokenizer_files(tokenizer) -> dict:
+    if tokenizer.kind not in ("bpe", "sentencepiece"):
+        raise UserError(f"a tokenizer of kind {tokenizer.kind!r}: models of transformers have 'bpe', leave it out")
+    content = tokenizer.to_dict()["tokenizer"]
+    decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    return {
+        "tokenizer.json": content | {"decoder": content.get("decoder") or decoder},
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False},
+    }
+
+
+def _end_of_text(tokenizer: dict) -> int | None:
+    """The id of the token that ends a text, if it has one of the usual names."""
+    known = tokenizer["model"]["vocab"]
+    known = dict(known) if isinstance(known, dict) else {token: i for i, (token, _) in enumerate(known)}
+    ids = known | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
+    names = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+    return next((ids[name] for name in names if name in ids), None)

@@ -1,0 +1,223 @@
+"""Read and write folders of `transformers`: config.json, and safetensors files, tensor by tensor.
+
+The format of a safetensors file: 8 bytes with the length of its header, the header in JSON, which gives the type, shape
+and place of each tensor, and the tensors.
+"""
+
+import contextlib
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from attnlab.errors import UserError
+from attnlab.interop.tensors import Tensor
+
+_DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(jnp.bfloat16),
+    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+    "F8_E5M2": np.dtype(jnp.float8_e5m2),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file, which nothing is read of before `rows` is called.
+
+    Attributes:
+      path: the file.
+      start: index of its first byte.
+      dtype, shape: as in memory.
+    """
+
+    path: Path
+    start: int
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """A range of the first axis; UserError if the file cannot be read."""
+        size = math.prod(self.shape[1:])
+        try:
+            # Not mapped into memory, where pages of the file would count beside the parameters.
+            with self.path.open("rb") as file:
+                file.seek(self.start + start * size * self.dtype.itemsize)
+                content = np.fromfile(file, self.dtype, (stop - start) * size)
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be read: {error.strerror or error}") from error
+        if len(content) < (stop - start) * size:
+            raise UserError(f"{self.path} has become shorter: download it again")
+        return content.reshape(stop - start, *self.shape[1:])
+
+
+def is_hf(path: str | Path) -> bool:
+    """Whether a path is a folder or file of `transformers`, as opposed to a workdir of attnlab."""
+    path = Path(path)
+    if path.suffix == ".safetensors":
+        return True
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return "model_type" in json.loads((path / "config.json").read_text(encoding="utf-8"))
+    return False
+
+
+def read_config(path: Path) -> dict:
+    """Read the `config.json` in a folder, or beside a file.
+
+    Raises:
+      UserError: the file is missing, or is not a JSON object.
+    """
+    file = (path if path.is_dir() else path.parent) / "config.json"
+    if not path.exists():
+        raise UserError(f"{path}: no such file or folder; download it first, with its config.json and tokenizer files")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{file} is missing, which contains the number of heads: put it there") from error
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{file} is not valid JSON ({error}): restore it") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{file} holds a {type(config).__name__}, expected an object: restore it")
+    return config
+
+
+def read_tensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, or of all those that belong to a folder.
+
+    Raises:
+      UserError: a file is missing, truncated or damaged.
+    """
+    return {name: tensor for file in weight_files(path) for name, tensor in _read_header(file).items()}
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors file at a path, or the one or several of a folder; UserError for a damaged index."""
+    if not path.is_dir():
+        return [path]
+    index = path / INDEX
+    if not index.exists():
+        return [path / WEIGHTS]
+    try:
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        if odd := [file for file in files if Path(file).name != file or not file.endswith(".safetensors")]:
+            raise ValueError(f"it names the file {odd[0]!r}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index} is not an index of tensors ({error}): restore it") from error
+    return [path / file for file in files]
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = file.read(length) if 8 + length <= size else b""
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing: only safetensors files can be read") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    try:
+        places = {name: at for name, at in json.loads(header).items() if name != "__metadata__"}
+        found = {name: _stored(path, 8 + length, at) for name, at in places.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path} is not a complete safetensors file (of {size:,} bytes, its header is truncated or damaged): "
+            "download it again"
+        ) from error
+    ends = {name: 8 + length + at["data_offsets"][1] for name, at in places.items()}
+    if cut := sorted((name for name, end in ends.items() if end > size), key=ends.get):
+        raise UserError(
+            f"{path} is not a complete safetensors file (it ends within the tensor {cut[0]}, at {size:,} of "
+            f"{max(ends.values()):,} bytes): download it again"
+        )
+    return found
+
+
+def _stored(path: Path, after_header: int, at: dict) -> StoredTensor:
+    """A tensor by its entry in the header; any of several errors where this makes no sense."""
+    dtype, shape, (start, end) = _DTYPES[at["dtype"]], tuple(at["shape"]), at["data_offsets"]
+    if not all(isinstance(size, int) and size >= 0 for size in (*shape, start, end)):
+        raise ValueError("a negative size")
+    if end - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError("a size that is not its shape's")
+    return StoredTensor(path, after_header + start, dtype, shape)
+
+
+def write_tensors(
+    folder: Path, tensors: Sequence[Tensor], arrays: Iterable[tuple[str, np.ndarray]], dtype, max_shard_bytes: int
+) -> None:
+    """Write tensors to one safetensors file, or to several with an index, one tensor at a time.
+
+    Args:
+      folder: an existing one.
+      tensors: names and shapes.
+      arrays: names and values, in the same order.
+      dtype: type that they are converted to.
+      max_shard_bytes: size of a file, at most, but every file has at least one tensor.
+    """
+    dtype = np.dtype(dtype)
+    shards, arrays = _shards(tensors, dtype, max_shard_bytes), iter(arrays)
+    number = len(shards)
+    names = [f"model-{n:05}-of-{number:05}.safetensors" for n in range(1, number + 1)] if number > 1 else [WEIGHTS]
+    for name, shard in zip(names, shards):
+        with (folder / name).open("wb") as file:
+            file.write(_header(shard, dtype))
+            for tensor, (given, array) in zip(shard, arrays):
+                assert tensor.name == given, (tensor.name, given)
+                array.astype(dtype, copy=False).tofile(file)
+    if number > 1:
+        total = sum(_bytes(tensor, dtype) for tensor in tensors)
+        places = {tensor.name: name for name, shard in zip(names, shards) for tensor in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _shards(tensors: Sequence[Tensor], dtype: np.dtype, max_bytes: int) -> list[list[Tensor]]:
+    shards, size = [[]], 0
+    for tensor in tensors:
+        if shards[-1] and size + _bytes(tensor, dtype) > max_bytes:
+            shards, size = [*shards, []], 0
+        shards[-1].append(tensor)
+        size += _bytes(tensor, dtype)
+    return shards
+
+
+def _header(tensors: Sequence[Tensor], dtype: np.dtype) -> bytes:
+    header, start = {"__metadata__": {"format": "pt"}}, 0
+    for tensor in tensors:
+        end = start + _bytes(tensor, dtype)
+        header[tensor.name] = {"dtype": _CODES[dtype], "shape": tensor.shape, "data_offsets": [start, end]}
+        start = end
+    content = json.dumps(header, separators=(",", ":")).encode()
+    content += b" " * (-len(content) % 8)  # tensors begin at multiples of 8 bytes
+    return len(content).to_bytes(8, "little") + content
+
+
+def _bytes(tensor: Tensor, dtype: np.dtype) -> int:
+    return math.prod(tensor.shape) * dtype.itemsize
+
+
+def check_dtype(dtype) -> None:
+    """Raise UserError unless tensors can be read and written as this type.
+
+    >>> check_dtype(jnp.bfloat16)
+    """
+    supported = (jnp.float32, jnp.bfloat16, jnp.float16)
+    if dtype is None or jnp.dtype(dtype) not in map(jnp.dtype, supported):
+        raise UserError(f"dtype = {dtype}: expected float32, bfloat16 or float16")

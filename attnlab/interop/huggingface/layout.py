@@ -1,0 +1,123 @@
+"""The tensors of a state dict of `transformers`, and which parameters of a `GPT` each holds."""
+
+from collections.abc import Iterator
+
+from attnlab.interop.tensors import Tensor
+from attnlab.nn import GPT, fields
+
+# The names of norms, which depend on where they are.
+_NORMS = {
+    "before": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "after": {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"},
+    "both": {
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+}
+
+
+def gpt2(model: GPT, prefix: str = "transformer.", transposed: bool = False) -> list[Tensor]:
+    """The tensors of GPT-2.
+
+    Args:
+      model: a `GPT` with learned positions, layer norms and a plain feed-forward layer.
+      prefix: of all names but that of the output layer.
+      transposed: whether kernels are `[out, in]`, as in torch's Linear and nanoGPT; GPT-2 uses `[in, out]`.
+
+    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+    >>> gpt2(model)[1]
+    Tensor(name='transformer.wpe.weight', shape=(6, 8), leaves=('positions/embedding',), transposed=False, slice=None)
+    """
+    width, hidden = model.width, round(model.mlp_ratio * model.width)
+    attention_bias = model.use_bias if model.attention_bias is None else model.attention_bias
+    qkv_bias = attention_bias if model.qkv_bias is None else model.qkv_bias
+    tensors = [
+        Tensor(f"{prefix}wte.weight", (model.vocab_size, width), ("embed/embedding",)),
+        Tensor(f"{prefix}wpe.weight", (model.context, width), ("positions/embedding",)),
+    ]
+
+    def norm(name, path):
+        yield Tensor(f"{name}.weight", (width,), (f"{path}/scale",))
+        if model.use_bias:
+            yield Tensor(f"{name}.bias", (width,), (f"{path}/bias",))
+
+    def linear(name, rows, columns, paths, use_bias=model.use_bias):
+        shape = (columns, rows) if transposed else (rows, columns)
+        yield Tensor(f"{name}.weight", shape, tuple(f"{path}/kernel" for path in paths), transposed)
+        if use_bias:
+            yield Tensor(f"{name}.bias", (columns,), tuple(f"{path}/bias" for path in paths))
+
+    for layer in range(model.num_layers):
+        name, block = f"{prefix}h.{layer}", f"block_{layer}"
+        projections = [f"{block}/attention/{which}" for which in ("query", "key", "value")]
+        tensors += norm(f"{name}.ln_1", f"{block}/attention_norm")
+        tensors += linear(f"{name}.attn.c_attn", width, 3 * width, projections, qkv_bias)
+        tensors += linear(f"{name}.attn.c_proj", width, width, [f"{block}/attention/out"], attention_bias)
+        tensors += norm(f"{name}.ln_2", f"{block}/mlp_norm")
+        tensors += linear(f"{name}.mlp.c_fc", width, hidden, [f"{block}/mlp/up"])
+        tensors += linear(f"{name}.mlp.c_proj", hidden, width, [f"{block}/mlp/down"])
+    return [*tensors, *norm(f"{prefix}ln_f", "final_norm"), *_output(model)]
+
+
+def decoder(model: GPT, prefix: str = "model.", fused: bool = False) -> list[Tensor]:
+    """The tensors of Llama and of the families that are like it.
+
+    Args:
+      model: a `GPT` with rotary positions, RMS norms and a gated feed-forward layer.
+      prefix: of all names but that of the output layer.
+      fused: whether queries, keys and values are one tensor, and gates and hidden features another, as in Phi-3.
+
+    >>> model = GPT(10, 1, 4, 8, 6, kv_heads=2, positions="rotary", norm="rms", mlp="gated", use_bias=False)
+    >>> [(tensor.name, tensor.shape) for tensor in decoder(model, fused=True)][1:3]
+    [('model.layers.0.self_attn.qkv_proj.weight', (16, 8)), ('model.layers.0.self_attn.o_proj.weight', (8, 8))]
+    """
+    tensors = [Tensor(f"{prefix}embed_tokens.weight", (model.vocab_size, model.width), ("embed/embedding",))]
+    for layer in range(model.num_layers):
+        name, block = f"{prefix}layers.{layer}", f"block_{layer}"
+        tensors += _attention(model, f"{name}.self_attn", f"{block}/attention", fused)
+        tensors += _mlp(model, f"{name}.mlp", f"{block}/mlp", fused)
+        for norm, its_name in _NORMS[model.norm_at].items():
+            tensors.append(Tensor(f"{name}.{its_name}.weight", (model.width,), (f"{block}/{norm}/scale",)))
+    return [*tensors, Tensor(f"{prefix}norm.weight", (model.width,), ("final_norm/scale",)), *_output(model)]
+
+
+def _attention(model: GPT, name: str, path: str, fused: bool) -> Iterator[Tensor]:
+    head_dim, kv_heads = fields.head_dim(model), model.kv_heads or model.num_heads
+    sizes = {"query": model.num_heads * head_dim, "key": kv_heads * head_dim, "value": kv_heads * head_dim}
+    out_bias = model.use_bias if model.attention_bias is None else model.attention_bias
+    qkv_bias = out_bias if model.qkv_bias is None else model.qkv_bias
+    if fused:
+        paths = [f"{path}/{which}" for which in sizes]
+        yield from _linear(f"{name}.qkv_proj", model.width, sum(sizes.values()), paths, qkv_bias)
+    else:
+        for which, columns in sizes.items():
+            yield from _linear(f"{name}.{which[0]}_proj", model.width, columns, [f"{path}/{which}"], qkv_bias)
+    yield from _linear(f"{name}.o_proj", sizes["query"], model.width, [f"{path}/out"], out_bias)
+    if model.qk_norm:
+        for which in ("query", "key"):
+            size = sizes[which] if model.qk_norm_joint else head_dim
+            yield Tensor(f"{name}.{which[0]}_norm.weight", (size,), (f"{path}/{which}_ln/scale",))
+
+
+def _mlp(model: GPT, name: str, path: str, fused: bool) -> Iterator[Tensor]:
+    width, hidden = model.width, round(model.mlp_ratio * model.width)
+    if fused:
+        paths = [f"{path}/gate", f"{path}/up"]
+        yield from _linear(f"{name}.gate_up_proj", width, 2 * hidden, paths, model.use_bias)
+    else:
+        for which in ("gate", "up"):
+            yield from _linear(f"{name}.{which}_proj", width, hidden, [f"{path}/{which}"], model.use_bias)
+    yield from _linear(f"{name}.down_proj", hidden, width, [f"{path}/down"], model.use_bias)
+
+
+def _linear(name: str, rows: int, columns: int, paths: list[str], use_bias: bool) -> Iterator[Tensor]:
+    yield Tensor(f"{name}.weight", (columns, rows), tuple(f"{path}/kernel" for path in paths), transposed=True)
+    if use_bias:
+        yield Tensor(f"{name}.bias", (columns,), tuple(f"{path}/bias" for path in paths))
+
+
+def _output(model: GPT) -> Iterator[Tensor]:
+    if not model.tie_embeddings:
+        yield Tensor("lm_head.weight", (model.vocab_size, model.width), ("output/embedding",))

@@ -1,0 +1,107 @@
+"""The transformer block: attention and a feed-forward layer around a residual stream."""
+
+from typing import Any
+
+import flax.linen as nn
+from jaxtyping import Float, Int
+
+from attnlab.nn import checks, sharding
+from attnlab.nn.multihead import KVCache
+from attnlab.nn.norms import make_norm
+from attnlab.ops import dropout
+from attnlab.ops.linear import LinearState
+from attnlab.types import Array, DType
+
+NORM_EPSILON = 1e-5  # GPT-2's
+NORM_AT = ("before", "after", "both")
+
+
+class Block(nn.Module):
+    """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)) (Radford et al. 2019, section 2.3).
+
+    Attributes:
+      attention: the layer that mixes tokens; any module with the interface of `MultiHeadAttention`, e.g. `GRU`.
+      mlp: the feed-forward layer; None for attention alone (Elhage et al. 2021).
+      dropout_rate: probability of dropping an element of either layer's output.
+      use_bias: whether the norms add a bias.
+      norm_first: False for the post-norm of Vaswani et al. 2017: norm(x + attention(x)), then norm(x + mlp(x)).
+      norm_epsilon: ε of the norms.
+      norm: "layer", "rms" or "rms_plus_one", see `make_norm`.
+      norm_at: "before" a layer; "after" it, x + norm(attention(x)) (OLMo Team 2024, section 3.2); or "both" (Gemma
+        Team 2024). Norms after a layer are named `attention_post_norm` and `mlp_post_norm`.
+      dtype: type of the computation; the input's when None.
+
+    >>> block = Block(MultiHeadAttention(num_heads=2, mask=Causal()), Mlp())
+    >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 8)
+    """
+
+    attention: nn.Module
+    mlp: nn.Module | None = None
+    dropout_rate: float = 0.0
+    use_bias: bool = True
+    norm_first: bool = True
+    norm_epsilon: float = NORM_EPSILON
+    dtype: DType | None = None
+    norm: str = "layer"
+    norm_at: str = "before"
+
+    @checks.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T F"],
+        *,
+        mask: checks.MaskLike | None = None,
+        deterministic: bool = True,
+        cache: KVCache | LinearState | Array | None = None,
+        segments: Int[Array, "B T"] | None = None,
+        dropout_key: Array | None = None,
+        first_values: Float[Array, "B T Hk D"] | None = None,
+    ) -> Float[Array, "B T F"] | tuple[Any, ...]:
+        """Apply the block to `[B, T, F]`; arguments, results and errors are those of the attention layer.
+
+        Raises:
+          ValueError: also for an unknown `norm` or `norm_at`.
+        """
+        if self.norm_at not in NORM_AT:
+            raise ValueError(f"norm_at = {self.norm_at!r}: expected one of {', '.join(NORM_AT)}")
+        if dropout_key is None and self.dropout_rate and not deterministic:
+            dropout_key = self.make_rng("dropout")
+
+        def drop(x, site):
+            if deterministic or not self.dropout_rate:
+                return x
+            keys = dropout.per_example(dropout_key, x.shape[:1])
+            return dropout.dropout(x, dropout.fold_in(keys, site), self.dropout_rate)
+
+        def norm(x, name):
+            options = {"use_bias": self.use_bias, "dtype": self.dtype, "name": name}
+            return make_norm(self.norm, self.norm_epsilon, **options)(x)
+
+        optional = {"segments": segments, "first_values": first_values}
+
+        def attend(x):
+            return self.attention(
+                x,
+                mask=mask,
+                deterministic=deterministic,
+                cache=cache,
+                dropout_key=None if dropout_key is None else dropout.fold_in(dropout_key, 0),
+                **{name: x for name, x in optional.items() if x is not None},  # a layer may have none of them
+            )
+
+        def residual(x, made, name, site):
+            """The stream with what a layer made of it."""
+            made = norm(made, f"{name}_post_norm") if self.norm_first and self.norm_at != "before" else made
+            x = sharding.constrain(x + drop(made, site), "batch", "length", None)
+            return x if self.norm_first else norm(x, f"{name}_norm")
+
+        def normed(x, name):
+            return norm(x, f"{name}_norm") if self.norm_first and self.norm_at != "after" else x
+
+        attended = attend(normed(x, "attention"))
+        attended, *others = attended if isinstance(attended, tuple) else (attended,)
+        x = residual(x, attended, "attention", 1)
+        if self.mlp is not None:
+            x = residual(x, self.mlp(normed(x, "mlp")), "mlp", 2)
+        return (x, *others) if others else x

@@ -1,0 +1,176 @@
+"""Rotary position embedding, and the ways to stretch it over longer contexts than it was trained on."""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from attnlab.types import Array
+
+SCALINGS = ("none", "linear", "llama3", "yarn")
+_FAST_TURNS = {"llama3": 4.0, "yarn": 32.0}
+
+
+class Rotary(NamedTuple):
+    """Rotary position embedding (Su et al. 2021): the pair of features (i, i + R/2) turns by pos / base^(2i/R).
+
+    To use a model on longer sequences than those of its training, pairs are slowed down by `factor`: with "linear" all
+    of them (Chen et al. 2023), with "llama3" and "yarn" those that make fewer than `slow_turns` turns within the
+    original context, while those that make more than `fast_turns` stay as they are. Pairs between are slowed partly:
+    by a share linear in their turns (Llama Team 2024) or in the index of the pair (Peng et al. 2023, section 3.2).
+
+    Attributes:
+      base: the slowest pair makes one turn in about 2π·base positions.
+      fraction: share of a head's features that are rotated, the first ones; R = fraction·D.
+      scaling: "none", "linear", "llama3" or "yarn".
+      factor: by which pairs are slowed.
+      original_context: positions of the training; for "llama3" and "yarn".
+      slow_turns, fast_turns: turns within the original context; fast_turns None for 4 ("llama3") or 32 ("yarn").
+      attention_factor: of the rotated queries and keys, "yarn" alone; None for 0.1·ln(factor) + 1.
+      truncate: "yarn" rounds the bounds between slow and fast pairs to whole pairs.
+
+    >>> Rotary(base=100.0).frequencies(8).round(3)
+    array([1.   , 0.316, 0.1  , 0.032], dtype=float32)
+    >>> Rotary(base=100.0, scaling="llama3", factor=4.0, original_context=100).frequencies(8).round(3)
+    array([1.   , 0.316, 0.04 , 0.008], dtype=float32)
+    """
+
+    base: float = 10_000.0
+    fraction: float = 1.0
+    scaling: str = "none"
+    factor: float = 1.0
+    original_context: int = 0
+    slow_turns: float = 1.0
+    fast_turns: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    def rotated(self, head_dim: int) -> int:
+        """R, the number of features that are rotated.
+
+        >>> Rotary(fraction=0.5).rotated(64)
+        32
+        """
+        return int(head_dim * self.fraction)
+
+    def check(self, head_dim: int) -> None:
+        """Raise ValueError unless heads of `head_dim` features can be rotated by these options.
+
+        >>> Rotary(scaling="ntk").check(64)
+        Traceback (most recent call last):
+        ValueError: rotary.scaling = 'ntk': expected one of none, linear, llama3, yarn
+        """
+        rotated = self.rotated(head_dim)
+        if self.scaling not in SCALINGS:
+            raise ValueError(f"rotary.scaling = {self.scaling!r}: expected one of {', '.join(SCALINGS)}")
+        if not self.base > 0:
+            raise ValueError(f"rotary.base = {self.base}: expected a number above 0")
+        if not 0 < self.fraction <= 1 or rotated < 2:
+            raise ValueError(
+                f"rotary.fraction = {self.fraction}: expected a share of the {head_dim} features of a head, up to 1, "
+                "of two features or more"
+            )
+        if rotated % 2:
+            raise ValueError(
+                f"rotary positions rotate pairs of features, but there are {rotated}: use an even number "
+                f"(head_dim = {head_dim}, rotary.fraction = {self.fraction})"
+            )
+        if not self.factor >= 1:
+            raise ValueError(f"rotary.factor = {self.factor}: expected 1 or more")
+        if self.scaling in _FAST_TURNS:
+            if self.original_context < 1:
+                raise ValueError(
+                    f"rotary.original_context = {self.original_context}: {self.scaling!r} needs the number of "
+                    "positions that the model was trained on"
+                )
+            if not 0 < self.slow_turns < self._fast_turns:
+                raise ValueError(
+                    f"rotary.slow_turns = {self.slow_turns}: expected a number above 0 and below fast_turns = "
+                    f"{self._fast_turns}"
+                )
+
+    def frequencies(self, head_dim: int) -> np.ndarray:
+        """Radians per position of each pair, float32 `[R/2]`; ValueError as for `check`."""
+        self.check(head_dim)
+        rotated = self.rotated(head_dim)
+        # In float64 on the host: the rounding error of a float32 power is multiplied by the position.
+        frequencies = 1.0 / self.base ** (np.arange(0, rotated, 2) / rotated)
+        if self.scaling == "linear":
+            frequencies = frequencies / self.factor
+        elif self.scaling != "none":
+            fast = self._fast_share(frequencies, rotated)
+            frequencies = fast * frequencies + (1 - fast) * frequencies / self.factor
+        return frequencies.astype(np.float32)
+
+    @property
+    def amplitude(self) -> float:
+        """The factor of rotated queries and keys: 1 unless `scaling` is "yarn".
+
+        >>> round(Rotary(scaling="yarn", factor=32.0, original_context=4096).amplitude, 4)
+        1.3466
+        """
+        if self.scaling != "yarn":
+            return 1.0
+        return 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
+
+    @property
+    def _fast_turns(self) -> float:
+        return _FAST_TURNS[self.scaling] if self.fast_turns is None else self.fast_turns
+
+    def _fast_share(self, frequencies, rotated):
+        """1 for pairs that keep their frequency, 0 for those that are slowed by `factor`."""
+        if self.scaling == "llama3":
+            turns = self.original_context * frequencies / (2 * math.pi)
+            return np.clip((turns - self.slow_turns) / (self._fast_turns - self.slow_turns), 0, 1)
+
+        def pair(turns):  # the index of the pair that makes so many turns
+            return rotated * math.log(self.original_context / (turns * 2 * math.pi)) / (2 * math.log(self.base))
+
+        first, last = pair(self._fast_turns), pair(self.slow_turns)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, rotated - 1)
+        width = last - first if last != first else 1e-3  # as the reference implementation has it
+        return 1 - np.clip((np.arange(rotated // 2) - first) / width, 0, 1)
+
+
+def rotary(
+    x: Float[Array, "*B T H D"], positions: Int[Array, "..."], base: float | Rotary = 10_000.0
+) -> Float[Array, "*B T H D"]:
+    """Rotary position embedding: rotates the feature pairs (i, i + D/2) by the angle pos / base^(2i/D).
+
+    q·k then depends on the positions only through their difference (Su et al. 2021, equation 34; features are paired by
+    halves, as in GPT-NeoX).
+
+    Args:
+      x: `[..., T, H, D]`, queries or keys; D even.
+      positions: `[T]` or `[..., T]`.
+      base: the base, or all options as a `Rotary`.
+
+    Returns:
+      `[..., T, H, D]` in x's type.
+
+    Raises:
+      ValueError: D is odd, the number of positions is not T, or options that `Rotary.check` rejects.
+
+    >>> q = rotary(jnp.ones((3, 1, 2)), jnp.arange(3))
+    >>> print(np.asarray(q[:, 0]).round(2))
+    [[ 1.    1.  ]
+     [-0.3   1.38]
+     [-1.33  0.49]]
+    """
+    x = jnp.asarray(x)
+    if np.shape(positions)[-1:] != x.shape[-3:-2] or np.ndim(positions) > x.ndim - 2:
+        raise ValueError(
+            f"positions have shape {np.shape(positions)}, expected {x.shape[-3:-2]} or {x.shape[:-2]}: one per token"
+        )
+    options = base if isinstance(base, Rotary) else Rotary(base)
+    frequencies = options.frequencies(x.shape[-1])
+    angles = (jnp.asarray(positions)[..., None].astype(jnp.float32) * frequencies)[..., None, :]
+    sin, cos = (options.amplitude * function(angles) for function in (jnp.sin, jnp.cos))
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    first, second, rest = jnp.split(wide, [len(frequencies), 2 * len(frequencies)], axis=-1)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([*rotated, *([rest] if rest.shape[-1] else [])], axis=-1).astype(x.dtype)

@@ -1,0 +1,23 @@
+"""A Llama-shaped model of the quickstart's size: RMS norms, a gated feed-forward layer, grouped heads, no QK-norm.
+
+    attnlab train --config=llama_tiny
+    attnlab train --config=llama_tiny --config.data.path=FILE.txt
+
+2,000 steps of 12 × 64 tokens, as the quickstart, and as many parameters to 0.04 %.
+"""
+
+from attnlab.config import default
+
+
+def get_config():
+    """Touvron et al. 2023, section 2.2, at 0.8 million parameters."""
+    config = default()
+    model = config.model
+    model.norm = "rms"
+    model.mlp = "gated"
+    model.activation = "silu"  # SwiGLU
+    model.mlp_ratio = 3.0  # three matrices for the plain layer's two, and the weights that grouped heads save
+    model.kv_heads = 2
+    model.qk_norm = False
+    model.norm_epsilon = 1e-5
+    return config

@@ -1,0 +1,334 @@
+"""SentencePiece's tokenizers, as published with Llama 2, Mistral, Gemma and Phi-3, and as transformers reads them."""
+
+import functools
+import itertools
+import json
+import unicodedata
+
+import numpy as np
+import pytest
+import tokenizers as library
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from attnlab.data import characters, corpora, store, tokenizers
+from attnlab.errors import UserError
+
+VERSE = "¿Qué es la vida? Un frenesí.\n¿Qué es la vida? Una ilusión,\nuna sombra, una ficción,\n" * 3
+ADDED = ["<unk>", "<s>", "</s>"]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+SPACES = normalizers.Replace(" ", "▁")
+DECODER = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+STRIP = decoders.Strip(" ", 1, 0)
+
+
+def words():
+    return ["▁" + word for word in VERSE.replace("\n", " \n ").split(" ")]
+
+
+def bpe():
+    """A BPE with pieces of words after "<unk>", "<s>", "</s>" and the bytes."""
+    trained = library.Tokenizer(models.BPE())
+    trained.train_from_iterator(words(), trainers.BpeTrainer(vocab_size=120, show_progress=False))
+    model = json.loads(trained.to_str())["model"]
+    vocabulary = [*ADDED, *BYTES, *sorted(model["vocab"], key=model["vocab"].get)]
+    ids = {token: i for i, token in enumerate(vocabulary)}
+    merges = [tuple(pair) for pair in model["merges"]]
+    return models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+
+
+def unigram(with_bytes=True):
+    trained = library.Tokenizer(models.Unigram())
+    trainer = trainers.UnigramTrainer(vocab_size=120, show_progress=False)
+    trained.train_from_iterator(words(), trainer)
+    pieces = [tuple(pair) for pair in json.loads(trained.to_str())["model"]["vocab"]]
+    others = [(token, 0.0) for token in ADDED + BYTES * with_bytes]
+    return models.Unigram([*others, *pieces], unk_id=0, byte_fallback=with_bytes)
+
+
+# (model, normalizer, pre-tokenizer, decoder) of tokenizer.json, and whether spaces before a text are all kept.
+FAMILIES = {
+    "llama2": (bpe, normalizers.Sequence([normalizers.Prepend("▁"), SPACES]), None, [*DECODER, STRIP], True),
+    "mistral": (bpe, None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False), [*DECODER, STRIP], False),
+    "gemma": (bpe, SPACES, pre_tokenizers.Split(" ", "merged_with_previous"), DECODER, True),
+    "unigram": (unigram, None, pre_tokenizers.Metaspace(), [*DECODER, STRIP], False),
+    "no_bytes": (lambda: unigram(with_bytes=False), None, pre_tokenizers.Metaspace(), None, False),
+}
+ALL = pytest.mark.parametrize("family", FAMILIES)
+WITH_BYTES = pytest.mark.parametrize("family", [name for name in FAMILIES if name != "no_bytes"])
+
+
+@functools.cache
+def published(family):
+    """The tokenizer as the library has it."""
+    model, normalizer, splits, decoder, _ = FAMILIES[family]
+    made = library.Tokenizer(model())
+    made.normalizer, made.pre_tokenizer = normalizer, splits
+    made.decoder = decoders.Metaspace() if decoder is None else decoders.Sequence(decoder)
+    made.add_special_tokens([library.AddedToken(token, normalized=False) for token in ADDED])
+    return made
+
+
+def read(made, folder, **changes):
+    """The tokenizer of a folder with a tokenizer.json, some of whose parts are changed."""
+    (folder / "tokenizer.json").write_text(json.dumps(json.loads(made.to_str()) | changes))
+    return tokenizers.pretrained(folder)
+
+
+@functools.cache
+def ours(family):
+    return tokenizers.from_dict({"kind": "sentencepiece", "tokenizer": json.loads(published(family).to_str())})
+
+
+TEXTS = st.text(st.one_of(st.sampled_from(" \n\t<s>/anu¿é,."), st.characters(codec="utf-8")))
+
+
+def kept(text, family):
+    """Whether decoding restores a text: literal "▁" becomes a space, and special tokens take or leave spaces."""
+    return "▁" not in text and not any(token in text for token in ADDED) and (FAMILIES[family][4] or text[:1] != " ")
+
+
+@WITH_BYTES
+@given(text=TEXTS)
+def test_decoding_restores_the_text(family, text):
+    assume(kept(text, family))
+    tokenizer = ours(family)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text == "".join(tokenizer.stream(iter(ids)))
+    assert not len(ids) or (ids.min() > 2 and ids.max() < tokenizer.vocab_size)
+
+
+@ALL
+@given(text=st.text(sorted(set(VERSE))))
+def test_known_characters_are_restored_with_and_without_bytes(family, text):
+    assume(kept(text, family))
+    assert ours(family).decode(ours(family).encode(text)) == text
+
+
+@pytest.mark.parametrize("family", ["mistral", "unigram"])
+def test_space_before_a_text_is_lost_where_none_is_put_before_it(family):
+    assert ours(family).decode(ours(family).encode("  una")) == " una"
+    assert ours("llama2").decode(ours("llama2").encode("  una")) == "  una"
+
+
+@WITH_BYTES
+@given(text=TEXTS)
+def test_tokens_are_those_of_the_library(family, text):
+    ids = ours(family).encode(text)
+    assert ids.dtype == np.int32
+    assert ids.tolist() == published(family).encode(text, add_special_tokens=False).ids
+
+
+@WITH_BYTES
+@given(text=TEXTS)
+def test_text_is_that_of_the_library(family, text):
+    ids = ours(family).encode(text)
+    assert ours(family).decode(ids) == published(family).decode(ids.tolist(), skip_special_tokens=False)
+
+
+@WITH_BYTES
+@given(data=st.data(), continues=st.booleans())
+def test_streamed_pieces_of_any_ids_join_to_their_text(family, data, continues):
+    tokenizer = ours(family)
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1)))
+    assert "".join(tokenizer.stream(iter(ids), continues)) == tokenizer.decode(ids, continues)
+
+
+@ALL
+@given(text=st.text(sorted(set(VERSE)), min_size=1), cut=st.integers(0, 100))
+def test_continuation_has_its_spaces(family, text, cut):
+    assume(kept(text, family))
+    tokenizer = ours(family)
+    ids = tokenizer.encode(text)
+    cut = min(cut, len(ids))
+    prompt, rest = tokenizer.decode(ids[:cut]), tokenizer.decode(ids[cut:], continues=cut > 0)
+    assume(prompt or not cut)  # the space before the text was a token by itself
+    assert prompt + rest == text
+
+
+def test_streamed_characters_of_bytes_are_complete():
+    tokenizer = ours("llama2")
+    ids = tokenizer.encode("a👩o")
+    assert list(tokenizer.stream(iter(ids))) == ["a", "👩", "o"]
+    assert list(tokenizer.stream(iter(ids[:-2]))) == ["a", "\ufffd"]
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "no_bytes"])
+@given(text=TEXTS, cuts=st.lists(st.integers(0, 300)))
+def test_parts_have_the_tokens_of_the_whole(family, text, cuts):
+    text, cuts = (text + " una vida <s>vida</s> es") * 9, sorted(cuts)
+    tokenizer = ours(family)
+    pieces = [text[start:stop] for start, stop in itertools.pairwise([0, *cuts, len(text) + 300])]
+    parts = list(characters.parts(pieces, size=0, word_end=tokenizer._word_end))
+    assert "".join(parts) == text and len(parts) > 9
+    ids = [tokenizer.encode(part, continues=at > 0) for at, part in enumerate(parts)]
+    assert np.concatenate(ids).tolist() == published(family).encode(text, add_special_tokens=False).ids
+
+
+def test_long_text_is_encoded_in_parts_with_the_same_tokens():
+    text = VERSE.replace(".", ". </s>") * 900
+    tokenizer = ours("llama2")
+    assert len(list(tokenizer.parts([text]))) > 1
+    assert tokenizer.encode(text).tolist() == published("llama2").encode(text, add_special_tokens=False).ids
+
+
+def test_tokens_across_words_are_not_cut():
+    made = library.Tokenizer(models.BPE({"<unk>": 0, "▁": 1, "a": 2, "b": 3, "a▁": 4}, [("a", "▁")], unk_token="<unk>"))
+    made.normalizer, made.decoder = SPACES, decoders.Sequence([DECODER[0], decoders.Fuse()])
+    tokenizer = tokenizers.from_dict({"kind": "sentencepiece", "tokenizer": json.loads(made.to_str())})
+    assert list(characters.parts(["a b a b"], size=0, word_end=tokenizer._word_end)) == ["a b", " a b"]
+
+
+@pytest.mark.parametrize("family", ["llama2", "mistral"])
+def test_stream_of_a_store_equals_tokens_of_the_whole_text(tmp_path, family):
+    text = VERSE.replace(".", ".</s> ") * 1500
+    (tmp_path / "text.txt").write_text(text)
+    made = store.load(corpora.load("text", path=f"{tmp_path}/text.txt"), ours(family), folder=tmp_path)
+    cut = int(0.9 * len(text))
+    for tokens, part in ((made.train, text[:cut]), (made.validation, text[cut:])):
+        expected = published(family).encode(part, add_special_tokens=False).ids
+        assert tokens.read(np.array([0]), len(tokens))[0].tolist() == expected
+
+
+def test_documents_of_a_store_are_encoded_one_by_one(tmp_path):
+    texts = ["una", VERSE * 700, " vida", "una ilusión " * 5000]
+    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    corpus = corpora.load("text", path=f"{tmp_path}/text.jsonl", validation_fraction=0.1)
+    train = store.load(corpus, ours("llama2"), packing="documents", folder=tmp_path).train
+    encoded = [published("llama2").encode(text + "\n\n", add_special_tokens=False).ids for text in texts[:3]]
+    assert train.documents.tolist() == np.cumsum([0, *map(len, encoded)]).tolist()
+    assert train.read(np.array([0]), int(train.documents[3]))[0].tolist() == list(itertools.chain(*encoded))
+
+
+@pytest.mark.parametrize("text", ["ñ日", "una 🙂"])
+def test_characters_without_token_are_named(text):
+    unknown = "".join(character for character in text if character not in VERSE)
+    with pytest.raises(UserError, match=f"'{unknown}': characters not in the tokenizer's vocabulary"):
+        ours("no_bytes").encode(text)
+    assert 0 in ours("no_bytes").encode("una<unk>")
+
+
+def test_lone_surrogate_is_refused():
+    with pytest.raises(UserError, match="lone surrogate"):
+        ours("llama2").encode("a\udcff")
+
+
+@ALL
+def test_special_tokens_are_not_added_but_read(family):
+    tokenizer = ours(family)
+    assert tokenizer.encode("<s>una</s>").tolist()[:: len(tokenizer.encode("<s>una</s>")) - 1] == [1, 2]
+    assert not {1, 2} & set(tokenizer.encode("una").tolist())
+
+
+@ALL
+def test_saved_tokenizer_loads_unchanged(tmp_path, family):
+    tokenizer = read(published(family), tmp_path)
+    tokenizers.save(tokenizer, tmp_path / "saved.json")
+    again = tokenizers.load(tmp_path / "saved.json")
+    assert again.to_dict() == tokenizer.to_dict() and tokenizers.sha256(again) == tokenizers.sha256(tokenizer)
+    assert again.decode(again.encode(VERSE)) == VERSE and isinstance(again, tokenizers.Tokenizer)
+
+
+def test_dropout_and_truncation_do_not_change_tokens(tmp_path):
+    content = json.loads(published("llama2").to_str())
+    truncation = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+    tokenizer = read(published("llama2"), tmp_path, model=content["model"] | {"dropout": 0.5}, truncation=truncation)
+    assert tokenizer.encode(VERSE).tolist() == ours("llama2").encode(VERSE).tolist()
+
+
+def test_added_tokens_beyond_the_model_are_left_out(tmp_path):
+    made = library.Tokenizer.from_str(published("gemma").to_str())
+    size = made.get_vocab_size()
+    made.add_special_tokens(["<image>"])
+    assert read(made, tmp_path).vocab_size == size + 1
+    tokenizer = tokenizers.pretrained(tmp_path, size)
+    assert tokenizer.vocab_size == size and tokenizer.decode(tokenizer.encode("<image>")) == "<image>"
+
+
+def part(normalizer=None, pre_tokenizer=None, decoder=None):
+    parts = {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "decoder": decoder}
+    return {name: json.loads(value.__getstate__()) for name, value in parts.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        (part(normalizer=normalizers.Lowercase()), 'its normalizer has {"type": "Lowercase"}'),
+        (part(normalizer=normalizers.Replace("a", "b")), 'its normalizer has {"type": "Replace"'),
+        (part(pre_tokenizer=pre_tokenizers.WhitespaceSplit()), "its pre_tokenizer has"),
+        (part(pre_tokenizer=pre_tokenizers.Metaspace("_")), "its pre_tokenizer has"),
+        (part(pre_tokenizer=pre_tokenizers.Split(" ", "removed")), "its pre_tokenizer drops characters"),
+        (part(decoder=decoders.WordPiece()), "its decoder has"),
+        (part(decoder=decoders.Fuse()), r"its decoder is \['Fuse'\]"),
+        ({"decoder": None}, r"its decoder is \[\]"),
+        ({"model": {"type": "Nonsense"}}, "not a byte-level BPE"),
+        ({"model": {"type": "BPE", "vocab": {"▁": 0, "a": 2}, "merges": [], "byte_fallback": True}}, "it drops"),
+    ],
+)
+def test_other_tokenizers_are_refused_in_one_line(tmp_path, change, why):
+    with pytest.raises(UserError, match=why) as error:
+        read(published("llama2"), tmp_path, **change)
+    assert "tokenizer.json is not a byte-level BPE like GPT-2's, nor of SentencePiece" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@ALL
+def test_transformers_reads_the_same_tokens_and_text(tmp_path, family):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    tokenizer = read(published(family), tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    texts = [VERSE, "una", "Una\n\n  sombra ", "<s>una vida</s>"] + ["un 🙂 日本\t"] * (family != "no_bytes")
+    for text in texts:
+        ids = theirs.encode(text, add_special_tokens=False)
+        assert tokenizer.encode(text).tolist() == ids
+        assert tokenizer.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
+
+
+def test_llama_tokenizer_of_transformers_is_read(tmp_path):
+    """As transformers builds it now, without a file of the library."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    model = json.loads(published("llama2").to_str())["model"]
+    theirs = transformers.LlamaTokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
+    theirs.save_pretrained(tmp_path)
+    tokenizer = tokenizers.pretrained(tmp_path)
+    for text in (VERSE, "una 🙂\n", "<s>una"):
+        ids = theirs.encode(text, add_special_tokens=False)
+        assert tokenizer.encode(text).tolist() == ids
+        assert tokenizer.decode(ids) == theirs.decode(ids)
+
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+
+
+@functools.cache
+def byte_level():
+    """A tokenizer like Llama 3's and Qwen's."""
+    made = library.Tokenizer(models.BPE(ignore_merges=True))
+    made.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(library.Regex(LLAMA3), "isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator([VERSE + "Fin.\n\n" * 9], trainer)
+    made.add_special_tokens(["<|begin_of_text|>", "<|eot_id|>"])
+    return made
+
+
+@pytest.mark.parametrize("pattern", ["Fin.\n\nUna vida, ", "Fin.\nFin.\n", "12345\n 6 '' 's "])
+def test_words_with_new_lines_are_not_cut(tmp_path, pattern):
+    """A full stop and the new lines behind it are one word of Llama 3's and Qwen's."""
+    tokenizer = read(byte_level(), tmp_path)
+    text = pattern * (250_000 // len(pattern))
+    assert tokenizer.kind == "bpe"
+    assert tokenizer.encode(text).tolist() == byte_level().encode(text, add_special_tokens=False).ids
+
+
+@given(text=TEXTS)
+def test_llama3_tokens_decode_to_the_normalized_text(tmp_path_factory, text):
+    tokenizer = read(byte_level(), tmp_path_factory.mktemp("llama3"))
+    assert tokenizer.decode(tokenizer.encode(text)) == unicodedata.normalize("NFC", text)

@@ -1,0 +1,114 @@
+"""Random models of `transformers` of every family, each in two shapes."""
+
+import functools
+
+import numpy as np
+import pytest
+
+SIZES = {
+    "vocab_size": 67,
+    "hidden_size": 48,
+    "intermediate_size": 100,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+# Odd sizes; three layers, so that a pattern of two is not a whole number of times in them.
+OTHER = {"vocab_size": 131, "hidden_size": 30, "intermediate_size": 77, "num_hidden_layers": 3}
+OTHER |= {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 14}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64, "rope_theta": 5e5}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+GEMMA3_ROPE = {GLOBAL: LINEAR | {"factor": 8.0}, LOCAL: {"rope_type": "default", "rope_theta": 1e4}}
+
+# Windows are shorter than the inputs of the tests, caps small enough to matter.
+PEERS = {
+    "llama": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama-2": ("Llama", OTHER | {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", {"sliding_window": 7, "head_dim": 10}),
+    "mistral-2": ("Mistral", OTHER | {"sliding_window": None, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {"rope_parameters": YARN, "tie_word_embeddings": True}),
+    "qwen2-2": ("Qwen2", OTHER | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 16, "rope_parameters": LINEAR}),
+    "qwen3-2": ("Qwen3", OTHER | {"attention_bias": True, "rope_parameters": YARN | {"attention_factor": 1.3}}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 10,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma2-2": ("Gemma2", OTHER | {"sliding_window": 11, "attention_bias": True, "attn_logit_softcapping": None}),
+    "gemma3_text": (
+        "Gemma3Text",
+        {
+            "head_dim": 12,
+            "num_hidden_layers": 3,
+            "layer_types": [LOCAL, GLOBAL, LOCAL],
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 24,
+            "rope_parameters": GEMMA3_ROPE,
+        },
+    ),
+    "gemma3_text-2": (
+        "Gemma3Text",
+        OTHER | {"layer_types": [LOCAL, LOCAL, GLOBAL], "sliding_window": 5, "final_logit_softcapping": 4.0},
+    ),
+    "olmo2": ("Olmo2", {"tie_word_embeddings": True}),
+    "olmo2-2": ("Olmo2", OTHER | {"attention_bias": True, "rms_norm_eps": 1e-6, "head_dim": 10}),
+    "phi3": ("Phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75, "rope_theta": 1e4}}),
+    "phi3-2": ("Phi3", OTHER | {"sliding_window": 8, "tie_word_embeddings": True}),
+}
+# The second shapes are for the slow tests.
+NAMES = [name if "-" not in name else pytest.param(name, marks=pytest.mark.slow) for name in PEERS]
+
+
+@functools.cache
+def peer(name: str):
+    """torch, and a model whose greedy text is varied: its layers count for more than the embedding of the last token.
+
+    Norms are far from 1 or 0, and logits are of size 1, so that a tolerance of 1e-4 is one.
+    """
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(sum(name.encode()))
+    kind, options = PEERS[name]
+    config = getattr(transformers, f"{kind}Config")(**SIZES | options)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    with torch.no_grad():
+        for path, tensor in model.named_parameters():
+            if tensor.ndim == 1:
+                tensor.add_(torch.randn_like(tensor) * 0.2 + (8.0 if path == "model.norm.weight" else 0.0))
+            elif "layers" in path:
+                tensor.mul_(12)
+    return torch, model
+
+
+@functools.cache
+def logits(name: str) -> np.ndarray:
+    """The logits of a model for `tokens`, `[B, T, V]`."""
+    torch, model = peer(name)
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens(name))).logits.numpy()
+
+
+def tokens(name: str) -> np.ndarray:
+    """Tokens `[2, 40]` for a model."""
+    return np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, 40))
+
+
+def greedy(torch, model, prompt: np.ndarray, length: int) -> np.ndarray:
+    """The text that a model of transformers generates after a prompt `[1, T]`."""
+    prompt = torch.from_numpy(np.asarray(prompt, np.int64))
+    options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        return model.generate(prompt, max_new_tokens=length, **options)[0, prompt.shape[1] :].numpy()

@@ -1,0 +1,223 @@
+"""Options of config.json as the fields of a GPT: of older and newer files, and those that are refused."""
+
+import math
+
+import pytest
+
+from attnlab.errors import UserError
+from attnlab.interop.huggingface import make_config, make_model
+from attnlab.nn import GPT, Rotary
+from attnlab.ops.masks import Causal
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 67,
+    "hidden_size": 48,
+    "intermediate_size": 100,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+
+
+def model_of(model_type, **options):
+    return make_model(LLAMA | {"model_type": model_type} | options, "config.json")
+
+
+def test_defaults_are_those_of_each_family():
+    llama = model_of("llama")
+    assert (llama.tie_embeddings, llama.norm_epsilon, llama.activation, llama.use_bias) == (False, 1e-6, "silu", False)
+    assert (llama.mlp_ratio, llama.kv_heads, llama.head_dim, llama.rotary) == (100 / 48, None, None, Rotary())
+    gemma = model_of("gemma2", num_key_value_heads=2)
+    assert (gemma.head_dim, gemma.score_scale, gemma.soft_cap, gemma.logit_cap) == (256, None, 50.0, 30.0)
+    assert (gemma.tie_embeddings, gemma.activation, gemma.embedding_scale) == (True, "gelu_tanh", 48**0.5)
+    assert (gemma.window, gemma.pattern) == (4096, "local global")
+    assert model_of("gemma3_text").pattern == "local local local local local global"
+    assert model_of("mistral", num_key_value_heads=6).window == 4096
+    assert model_of("qwen3", head_dim=8).window is None
+    assert model_of("qwen2").qkv_bias and not model_of("qwen2").attention_bias
+    assert model_of("olmo2").norm_epsilon == model_of("phi3").norm_epsilon == 1e-5
+
+
+ROTARY = {
+    "old base": ({"rope_theta": 5e5}, Rotary(5e5)),
+    "new base": ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, Rotary(5e5)),
+    "null": ({"rope_scaling": None, "rope_theta": 5e5}, Rotary(5e5)),
+    "old linear": ({"rope_scaling": {"type": "linear", "factor": 2}}, Rotary(scaling="linear", factor=2.0)),
+    "new llama3": (
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+        Rotary(5e5, scaling="llama3", factor=8.0, original_context=64, slow_turns=2.0),
+    ),
+    "both names": (
+        {"rope_scaling": {"rope_type": "llama3", "type": "llama3", **LLAMA3}, "rope_theta": 5e5},
+        Rotary(5e5, scaling="llama3", factor=8.0, original_context=64, slow_turns=2.0),
+    ),
+    "yarn of the whole context": (
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+        Rotary(scaling="yarn", factor=4.0, original_context=256),
+    ),
+    "yarn of a context that is given outside": (
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 32},
+        Rotary(scaling="yarn", factor=4.0, original_context=32),
+    ),
+    "yarn with everything": (
+        {
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+                "attention_factor": 1.5,
+                "truncate": False,
+            }
+        },
+        Rotary(1e4, 1.0, "yarn", 4.0, 64, 2.0, 16.0, 1.5, truncate=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("options, rotary", ROTARY.values(), ids=ROTARY)
+def test_rotary_options_of_older_and_newer_files(options, rotary):
+    model = model_of("llama", **options)
+    assert model.rotary == rotary
+    assert make_model(make_config(model)) == model
+
+
+def test_yarn_scales_of_scores_become_one_factor():
+    options = {"type": "yarn", "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.0}
+    factor = model_of("llama", rope_scaling=options).rotary.attention_factor
+    assert factor == pytest.approx((0.0707 * math.log(40) + 1) / (0.1 * math.log(40) + 1), rel=1e-12)
+
+
+def test_gemma3_has_two_rotary_bases_in_older_and_newer_files():
+    old = {"rope_theta": 1e6, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    newer = {
+        GLOBAL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        LOCAL: {"rope_type": "default", "rope_theta": 2e4},
+    }
+    model = model_of("gemma3_text", sliding_window_pattern=3, **old)
+    assert model == model_of("gemma3_text", layer_types=[LOCAL, LOCAL, GLOBAL] * 2, rope_parameters=newer)
+    assert (model.pattern, model.local_base, model.rotary.factor) == ("local local global", 2e4, 8.0)
+    assert make_model(make_config(model)) == model
+
+
+PATTERNS = {
+    "all": ({"layer_types": [LOCAL] * 6}, "", 5),
+    "none": ({"layer_types": [GLOBAL] * 6}, "", None),
+    "off": ({"use_sliding_window": False}, "", None),
+    "last ones": ({"max_window_layers": 4}, "global global global global local local", 5),
+    "from the first": ({"max_window_layers": 0}, "", 5),
+    "period of three": ({"layer_types": [LOCAL, LOCAL, GLOBAL] * 2}, "local local global", 5),
+    "cut period": ({"layer_types": [LOCAL, LOCAL, LOCAL, GLOBAL, LOCAL, LOCAL]}, "local local local global", 5),
+}
+
+
+@pytest.mark.parametrize("options, pattern, window", PATTERNS.values(), ids=PATTERNS)
+def test_layer_types_become_the_shortest_pattern(options, pattern, window):
+    model = model_of("qwen2", **{"use_sliding_window": True, "sliding_window": 5} | options)
+    assert (model.pattern, model.window) == (pattern, window)
+    assert make_model(make_config(model)) == model
+
+
+REFUSED = {
+    "another model": ("bert", {}, "model_type = 'bert' in its config: expected one of gpt2, llama, mistral, qwen2, "),
+    "experts": ("mixtral", {"num_local_experts": 8}, "'mixtral' in its config: a mixture of experts is not supported"),
+    "experts by name": ("qwen3_moe", {}, "'qwen3_moe' in its config: a mixture of experts is not supported"),
+    "gpt-oss": ("gpt_oss", {"num_local_experts": 32}, "'gpt_oss' in its config: a mixture of experts is not supported"),
+    "vision": ("gemma3", {"vision_config": {}}, "model_type = 'gemma3' in its config reads more than text: expected "),
+    "quantised": ("llama", {"quantization_config": {"bits": 4}}, "quantised weights are not supported"),
+    "tensor slices": ("llama", {"pretraining_tp": 2}, "pretraining_tp = 2 in its config, expected 1: GPT supports no"),
+    "longrope": (
+        "phi3",
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
+        "rope_scaling: type = 'longrope' in its config, expected one of default, linear, llama3, yarn",
+    ),
+    "dynamic": ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
+    "Phi-3's yarn": ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling = .* expected none"),
+    "unknown option": (
+        "qwen2",
+        {"rope_scaling": {"type": "default", "mrope_section": [1, 2]}},
+        r"rope_scaling: mrope_section = \[1, 2\] in its config, expected none",
+    ),
+    "fraction": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 in its config, expected 1"),
+    "no factor": (
+        "llama",
+        {"rope_scaling": {"type": "linear"}},
+        "rope_scaling: factor = None in its config",
+    ),
+    "no object": ("llama", {"rope_scaling": "linear"}, "rope_scaling = 'linear' in its config, expected an object"),
+    "both directions": ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+    "cap": (
+        "gemma3_text",
+        {"attn_logit_softcapping": 50.0},
+        "attn_logit_softcapping = 50.0 in its config, ",
+    ),
+    "kinds": ("qwen2", {"use_sliding_window": True, "layer_types": ["linear_attention"] * 6}, "layer_types = "),
+    "too few kinds": ("gemma2", {"layer_types": [LOCAL]}, "one for each of the 6 layers"),
+    "no kinds": ("llama", {"layer_types": [LOCAL] * 6}, "expected none: LlamaForCausalLM does not have it"),
+    "no window": ("gemma2", {"sliding_window": None}, "sliding_window = None in its config, expected an integer"),
+    "activation": ("llama", {"hidden_act": "mish"}, "hidden_act = 'mish' in its config, expected one of gelu_new, "),
+    "size": ("llama", {"hidden_size": None}, "hidden_size = None in its config, expected an integer, 1 or more"),
+    "epsilon": ("llama", {"rms_norm_eps": "small"}, "rms_norm_eps = 'small' in its config, expected a number above 0"),
+    "flag": ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings = 1 in its config, expected true or false"),
+    "heads": ("llama", {"num_attention_heads": 7}, "expected a divisor of hidden_size = 48"),
+    "groups": ("llama", {"num_key_value_heads": 4}, "do not fit together: num_heads = 6 is not a multiple of kv_heads"),
+}
+
+
+@pytest.mark.parametrize("model_type, options, message", REFUSED.values(), ids=REFUSED)
+def test_unsupported_option_is_refused_by_name(model_type, options, message):
+    with pytest.raises(UserError, match=message) as error:
+        model_of(model_type, **options)
+    assert str(error.value).startswith("config.json: ") and "\n" not in str(error.value)
+
+
+MODEL = model_of("llama")
+EXPORTS = {
+    "layer norms": ({"norm": "layer"}, None, "model.norm = 'layer': llama supports only 'rms'"),
+    "plain": ({"mlp": "plain"}, None, "model.mlp = 'plain': llama supports only 'gated'"),
+    "sinks": ({"sinks": True}, None, "model.sinks = True: llama supports only False"),
+    "logits": ({"logit_scale": 0.5}, None, "model.logit_scale = 0.5: llama supports only 1.0"),
+    "mask": ({"mask": Causal()}, None, r"model.mask = Causal\(\): llama supports only None"),
+    "attention alone": ({"mlp_ratio": 0}, None, "model.mlp_ratio = 0: models of transformers have feed-forward layers"),
+    "window": ({"window": 5}, "llama", "model.window = 5: llama supports only None"),
+    "fraction": ({"rotary": Rotary(fraction=0.5)}, "mistral", "model.rotary = .*: mistral supports only"),
+    "family": ({}, "bert", "model_type = 'bert': expected one of gpt2, llama"),
+    "activation": (
+        {"activation": "nonsense"},
+        None,
+        "model.activation = 'nonsense': models of transformers have gelu_tanh, gelu, ",
+    ),
+}
+
+
+@pytest.mark.parametrize("changes, family, message", EXPORTS.values(), ids=EXPORTS)
+def test_model_of_no_family_is_refused_by_its_field(changes, family, message):
+    with pytest.raises(UserError, match=message) as error:
+        make_config(MODEL.clone(**changes), family)
+    assert "\n" not in str(error.value)
+
+
+def test_fields_that_say_the_same_are_one_config():
+    said = MODEL.clone(
+        kv_heads=6, head_dim=8, attention_bias=False, qkv_bias=False, score_scale=8**-0.5, pattern="global"
+    )
+    assert make_config(said) == make_config(MODEL)
+    assert make_config(MODEL.clone(dropout=0.5, remat="block")) == make_config(MODEL)
+
+
+def test_family_is_the_first_that_has_the_model():
+    for changes, family in (
+        ({"window": 5}, "mistral"),
+        ({"qkv_bias": True}, "qwen2"),
+        ({"qkv_bias": True, "window": 5, "pattern": "local global"}, "qwen2"),
+        ({"qk_norm": True}, "qwen3"),
+        ({"rotary": Rotary(fraction=0.5)}, "phi3"),
+        ({"num_heads": 5, "head_dim": 8}, "mistral"),  # transformers' Llama needs a width that heads divide
+    ):
+        assert make_config(MODEL.clone(**changes))["model_type"] == family
+    assert make_config(MODEL, "phi3")["model_type"] == "phi3"
+    assert make_config(GPT(vocab_size=9, num_layers=1, num_heads=2, width=8, context=6))["model_type"] == "gpt2"

@@ -1,0 +1,180 @@
+"""Safetensors files: several of them, types of 16 bits, parameters on their shardings, and the memory of loading."""
+
+import functools
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from attnlab.errors import UserError
+from attnlab.interop.huggingface import from_hf, save_hf
+from attnlab.nn import GPT, Rotary, stack_layers, unstack_layers
+from attnlab.training import parallel
+
+# Every kind of tensor: fused, transposed, vectors, of odd sizes.
+PHI3 = GPT(
+    vocab_size=67,
+    num_layers=3,
+    num_heads=4,
+    width=24,
+    context=32,
+    kv_heads=2,
+    head_dim=8,
+    positions="rotary",
+    rotary=Rotary(fraction=0.5),
+    norm="rms",
+    mlp="gated",
+    activation="silu",
+    use_bias=False,
+    mlp_ratio=20 / 24,
+    tie_embeddings=False,
+)
+GPT2 = GPT(vocab_size=66, num_layers=2, num_heads=4, width=24, context=32)
+MODELS = {"phi3": PHI3, "gpt2": GPT2}
+
+
+@functools.cache
+def params_of(name):
+    """Random parameters, biases and norms too."""
+    shapes = jax.eval_shape(MODELS[name].init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    draw = np.random.default_rng(0)
+    return jax.tree.map(lambda x: draw.standard_normal(x.shape, np.float32), shapes)
+
+
+def assert_equal(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {name: save_hf(tmp_path_factory.mktemp("hub") / name, MODELS[name], params_of(name)) for name in MODELS}
+
+
+def test_files_are_those_of_the_safetensors_library(folders, tmp_path):
+    """Both ways: it reads ours, and we read its."""
+    library = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
+    for name, folder in folders.items():
+        state = library.load_file(folder / "model.safetensors")
+        assert all(array.dtype == np.float32 for array in state.values())
+        library.save_file(state, tmp_path / "again.safetensors", metadata={"format": "pt"})
+        (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+        model, params = from_hf(tmp_path / "again.safetensors")
+        assert model == MODELS[name] and model == from_hf(folder)[0]
+        assert_equal(params, params_of(name))
+
+
+def test_large_models_are_several_files_with_an_index(tmp_path):
+    folder = save_hf(tmp_path / "several", PHI3, params_of("phi3"), max_shard_bytes=10_000)
+    files = sorted(folder.glob("*.safetensors"))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05}.safetensors"
+    assert {folder / name for name in index["weight_map"].values()} == set(files)
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in jax.tree.leaves(params_of("phi3")))
+    assert all(file.stat().st_size < 11_500 for file in files)  # with their headers
+    assert_equal(from_hf(folder)[1], params_of("phi3"))
+    files[1].unlink()
+    with pytest.raises(UserError, match="model-00002-of-.* is missing: only safetensors files can be read"):
+        from_hf(folder)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_files_of_16_bits_come_back_bit_for_bit(dtype, tmp_path):
+    rounded = jax.tree.map(lambda x: x.astype(dtype), params_of("phi3"))
+    folder = save_hf(tmp_path / "half", PHI3, params_of("phi3"), dtype=dtype)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == jnp.dtype(dtype).name
+    wide = from_hf(folder)[1]
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(wide))
+    assert_equal(wide, jax.tree.map(lambda x: x.astype(np.float32), rounded))
+    narrow = from_hf(folder, dtype=dtype)[1]
+    assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(narrow))
+    assert_equal(narrow, rounded)
+    again = save_hf(tmp_path / "again", PHI3, wide, dtype=dtype)
+    assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_other_types_are_refused(folders, tmp_path):
+    for call in (lambda: from_hf(folders["gpt2"], dtype=jnp.int32), lambda: save_hf(tmp_path, GPT2, {}, dtype=None)):
+        with pytest.raises(UserError, match="dtype = .*: expected float32, bfloat16 or float16"):
+            call()
+
+
+def run(**mesh):
+    return parallel.make("mesh", **mesh)
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 4}, {"tensor": 2}, {"fsdp": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_arrive_on_their_shardings(name, mesh, folders):
+    """By a function of shapes, and by a tree; where its layers are stacked, those of the parameters are."""
+    on = run(**mesh)
+    by_function = from_hf(folders[name], shardings=on.shardings)[1]["params"]
+    expected = on.shardings(params_of(name)["params"])
+    assert jax.tree.map(lambda x: x.sharding, by_function) == expected
+    assert_equal(by_function, params_of(name)["params"])
+    stacked = stack_layers(params_of(name)["params"])
+    by_tree = from_hf(folders[name], shardings=on.shardings(stacked))[1]["params"]
+    assert_equal(by_tree, stacked)
+    assert any(len(x.addressable_shards[0].data.ravel()) < x.size for x in jax.tree.leaves(by_tree))
+    kernel = by_tree["blocks"]["mlp"]["up"]["kernel"]
+    assert kernel.addressable_shards[0].data.size * np.prod(list(mesh.values())) == kernel.size
+
+
+def test_any_axis_may_be_split(folders):
+    """Also axes that no run splits, such as the features of a head."""
+    devices = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+
+    def split(x, axis):
+        axis = min(axis, x.ndim - 1)
+        return NamedSharding(devices, PartitionSpec(*("x" if n == axis else None for n in range(x.ndim))))
+
+    for axis in range(3):
+        found = from_hf(folders["gpt2"], shardings=lambda shapes, n=axis: jax.tree.map(lambda x: split(x, n), shapes))
+        assert_equal(found[1], params_of("gpt2"))
+
+
+def test_stacked_parameters_are_saved_as_they_are(folders, tmp_path):
+    stacked = {"params": stack_layers(params_of("phi3")["params"])}
+    folder = save_hf(tmp_path / "stacked", PHI3, stacked)
+    assert (folder / "model.safetensors").read_bytes() == (folders["phi3"] / "model.safetensors").read_bytes()
+    bare = GPT2.clone(use_bias=False)
+    params = bare.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    folder = save_hf(tmp_path / "bare", bare, {"params": stack_layers(params)})
+    loaded = from_hf(folder)[1]["params"]
+    assert not loaded["block_1"]["mlp"]["up"]["bias"].any()
+    assert_equal(loaded["block_1"]["attention"]["query"]["kernel"], params["block_1"]["attention"]["query"]["kernel"])
+    assert unstack_layers(loaded).keys() == loaded.keys()
+
+
+PEAK = """
+import sys
+import jax, jax.numpy as jnp
+from attnlab.interop.huggingface import from_hf
+
+def status(name):
+    return 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+
+jnp.ones(3).block_until_ready()
+before = status("VmRSS")
+_, params = from_hf(sys.argv[1])
+print((status("VmHWM") - before) / sum(leaf.nbytes for leaf in jax.tree.leaves(params)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_loading_needs_little_more_memory_than_the_parameters(dtype, tmp_path):
+    """Of 300 MB, a third of them in the embedding."""
+    model = PHI3.clone(vocab_size=50_000, num_layers=8, num_heads=8, width=512, head_dim=64, mlp_ratio=6.0)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    folder = save_hf(
+        tmp_path / "large", model, jax.tree.map(lambda x: np.ones(x.shape, np.float32), shapes), dtype=dtype
+    )
+    out = subprocess.run([sys.executable, "-c", PEAK, str(folder)], capture_output=True, text=True, check=True).stdout
+    # 1 for the parameters; the rest are a chunk of 16 MiB, its copy in another type, and what Python needs.
+    assert float(out) < 1.2

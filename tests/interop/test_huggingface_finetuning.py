@@ -1,0 +1,106 @@
+"""A Llama of transformers, trained here and saved again, writes the same text in both."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import attnlab
+from attnlab import sample, train
+from attnlab.data import tokenizers
+from attnlab.interop.huggingface import from_hf, save_hf
+from attnlab.nn import GPT, Rotary
+from tests.interop.huggingface_peers import greedy
+
+REPOSITORY = Path(__file__).parents[2]
+TEXT = "En un lugar de la Mancha, de cuyo nombre no quiero acordarme, no ha mucho tiempo que vivía un hidalgo. " * 60
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("texts") / "quijote.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A folder like those of the hub: a Llama 3 with random weights in bfloat16, and a tokenizer."""
+    tokenizer = tokenizers.make("bpe", TEXT, vocab_size=300)
+    model = GPT(
+        vocab_size=tokenizer.vocab_size + 3,
+        num_layers=2,
+        num_heads=4,
+        width=32,
+        context=64,
+        kv_heads=2,
+        positions="rotary",
+        rotary=Rotary(5e5, scaling="llama3", factor=8.0, original_context=16),
+        norm="rms",
+        norm_epsilon=1e-6,
+        mlp="gated",
+        mlp_ratio=2.5,
+        activation="silu",
+        use_bias=False,
+        tie_embeddings=False,
+    )
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    return save_hf(tmp_path_factory.mktemp("hub") / "llama", model, params, tokenizer, dtype=jnp.bfloat16)
+
+
+def finetune(source, text, workdir, **changes):
+    fields = {
+        "init_from": source,
+        "data.path": text,
+        "steps": 4,
+        "batch_size": 8,
+        "precision": "float32",
+        "optimizer.accumulation": 1,
+        "optimizer.warmup_steps": 0,
+        "optimizer.learning_rate": 1e-2,
+        "eval.windows": 4,
+        "sample.length": 4,
+        "model.context": 32,
+        "model.dropout": 0.0,
+        "log.tensorboard": False,
+    } | {name.replace("__", "."): value for name, value in changes.items()}
+    options = [f"--config.{name}={value}" for name, value in fields.items()]
+    return train.main(["train", f"--config={REPOSITORY}/configs/gpt2_finetune.py", *options, f"--workdir={workdir}"])
+
+
+@pytest.mark.slow
+def test_finetuned_llama_writes_the_same_text_in_transformers(llama, text, tmp_path, capsys):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    assert finetune(llama, text, tmp_path / "run", steps=20) == 0, capsys.readouterr().err
+    model, params, tokenizer, config = attnlab.load(tmp_path / "run")
+    assert model == from_hf(llama)[0].clone(context=32)
+    assert (config.model.rotary.scaling, config.model.norm, config.model.tie_embeddings) == ("llama3", "rms", False)
+    before = from_hf(llama)[1]["params"]["output"]["embedding"]
+    assert np.abs(params["params"]["output"]["embedding"] - before).max() > 1e-3
+    folder = save_hf(tmp_path / "tuned", model, params, tokenizer)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    prompt = tokenizer.encode("En un lugar")
+    encoded = transformers.AutoTokenizer.from_pretrained(folder).encode("En un lugar")
+    assert type(theirs).__name__ == "LlamaForCausalLM" and encoded == prompt.tolist()
+    drawn = sample.generate(model, params, prompt, 24, temperature=0.0)
+    np.testing.assert_array_equal(np.concatenate(list(drawn)), greedy(torch, theirs, prompt[None], 24))
+    command = [f"--workdir={folder}", "--prompt=En un lugar", "--max_tokens=20", "--temperature=0"]
+    capsys.readouterr()
+    assert sample.main(["sample", *command]) == 0
+    assert capsys.readouterr().out.startswith("En un lugar de la")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{"parallel__mesh__fsdp": 4}, {"parallel__mesh__tensor": 2, "model__scan": True}, {"optimizer__ema": 0.9}],
+    ids=str,
+)
+def test_run_from_llama_begins_with_its_weights(options, llama, text, tmp_path):
+    """Read onto the run's own shardings, as layers one by one or stacked."""
+    null = {"steps": 1, "optimizer__learning_rate": 1e-30, "optimizer__weight_decay": 0.0}
+    assert finetune(llama, text, tmp_path / "run", **null, **options) == 0
+    jax.tree.map(np.testing.assert_array_equal, attnlab.load(tmp_path / "run").params, from_hf(llama)[1])

@@ -1,0 +1,87 @@
+"""A Llama with a tokenizer of SentencePiece loads, samples, scores, and starts runs that keep its tokenizer."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import attnlab
+from attnlab import sample
+from attnlab.data import tokenizers
+from attnlab.generation.texts import complete
+from attnlab.interop.huggingface import save_hf
+from attnlab.nn import GPT
+from tests.data.test_tokenizers_sentencepiece import VERSE, ours
+from tests.test_pretrained import finetune
+
+PROMPT = "¿Qué es"
+
+
+@pytest.fixture(scope="module", params=["llama2", "unigram"])
+def llama(request, tmp_path_factory):
+    """A folder like those of the hub: random weights, and a tokenizer of SentencePiece."""
+    tokenizer = ours(request.param)
+    model = GPT(
+        tokenizer.vocab_size + 3, 1, 2, 16, 48, positions="rotary", norm="rms", mlp="gated", activation="silu",
+        use_bias=False, tie_embeddings=False,
+    )  # fmt: skip
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    return save_hf(tmp_path_factory.mktemp("hub") / "llama", model, params, tokenizer)
+
+
+def test_saved_folder_has_the_end_of_text_of_its_tokenizer(llama):
+    assert attnlab.load(llama).tokenizer.kind == "sentencepiece"
+    assert json.loads((llama / "config.json").read_text())["eos_token_id"] == 2  # "</s>"
+
+
+def test_sample_prints_the_spaces_after_the_prompt(llama, capsys):
+    model, params, tokenizer, _ = attnlab.load(llama)
+    drawn = sample.generate(
+        model, params, tokenizer.encode(PROMPT), 20, temperature=0.0, vocab_size=tokenizer.vocab_size
+    )
+    tokens = [int(token[0]) for token in drawn]
+    expected = tokenizer.decode([*tokenizer.encode(PROMPT), *tokens])
+    assert tokenizer.decode(tokens, continues=True).startswith(expected.removeprefix(PROMPT))
+    arguments = [f"--workdir={llama}", "--max_tokens=20", "--temperature=0", "--noend_of_text"]
+    assert sample.main(["sample", *arguments, f"--prompt={PROMPT}"]) == 0
+    assert capsys.readouterr().out == expected + "\n"
+
+
+@pytest.mark.parametrize("stop", [(), (" ",)])
+def test_completions_continue_their_prompts(llama, stop):
+    run = attnlab.load(llama)
+    decode, encode = run.tokenizer.decode, run.tokenizer.encode
+    for done in complete(run, [PROMPT, "una", "una vida <s>"], 20, stop=stop, num_samples=2):
+        whole = decode([*encode(done.prompt), *done.tokens])
+        whole = whole.removeprefix(decode(encode(done.prompt)))
+        assert done.text == (whole.split(" ")[0] if stop else whole)
+        assert done.stopped_by == ("stop" if stop and " " in whole else "max_tokens")
+
+
+def test_score_is_of_the_tokens_of_the_text(llama):
+    run = attnlab.load(llama)
+    (one,) = attnlab.score(run, [VERSE])
+    assert one.tokens == len(run.tokenizer.encode(VERSE)) - 1 and np.isfinite(one.bits_per_byte)
+
+
+def test_run_from_a_llama_keeps_its_tokenizer(llama, tmp_path):
+    (tmp_path / "text.txt").write_text(VERSE * 30)
+    assert finetune(llama, tmp_path / "text.txt", tmp_path / "run", steps=1) == 0
+    run = attnlab.load(tmp_path / "run")
+    assert run.tokenizer.to_dict() == tokenizers.pretrained(llama).to_dict()
+    assert run.config.data.tokenizer == "pretrained"
+
+
+@pytest.mark.slow
+def test_resumed_run_of_a_llama_samples_and_is_saved_with_its_tokenizer(llama, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text(VERSE * 30)
+    for steps in (1, 2):
+        assert finetune(llama, tmp_path / "text.txt", tmp_path / "run", steps=steps) == 0
+    capsys.readouterr()
+    assert sample.main(["sample", f"--workdir={tmp_path / 'run'}", f"--prompt={PROMPT}", "--max_tokens=5"]) == 0
+    assert capsys.readouterr().out.startswith(PROMPT)
+    run = attnlab.load(tmp_path / "run")
+    again = attnlab.load(save_hf(tmp_path / "tuned", run.model, run.params, run.tokenizer))
+    assert again.tokenizer.to_dict() == run.tokenizer.to_dict() and again.model.vocab_size == run.model.vocab_size
