@@ -1,13 +1,21 @@
-"""Generate text with a trained model.
+"""Generate text with a trained model, and score given text.
 
     attnlab sample --workdir=runs/quickstart --prompt="The "
     attnlab sample --workdir=gpt2 --prompt="The "
+    attnlab sample --workdir=runs/quickstart --prompts=prompts.jsonl --out=texts.jsonl
+    attnlab sample --workdir=runs/quickstart --score=text.txt
 
-The second folder holds a Hugging Face GPT-2: `config.json`, `model.safetensors`, and its tokenizer files.
+The second folder holds a Hugging Face model: `config.json`, `model.safetensors`, and its tokenizer files.
 `python -m attnlab.sample` is the same command.
 
 The text is printed while it is generated, at any length. Beyond the model's context, models with learned or sinusoidal
 positions keep the last half of the context and prefill it again; with rotary, alibi or no positions, the cache rolls.
+It ends after max_tokens tokens, before a stop string, or where the model writes its end-of-text token.
+
+Several prompts are continued side by side, each as if it were alone. A `.jsonl` file of prompts has an object with the
+field "prompt" in each line, any other file a prompt in each line. --out writes a line of JSON for each text: prompt,
+sample, text, tokens, logprobs (natural, under the model) and stopped_by (max_tokens, stop or end_of_text); a command
+that was interrupted goes on where it was.
 """
 
 if __name__ == "__main__":
@@ -18,21 +26,21 @@ if __name__ == "__main__":
 import functools
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import flags
-from jaxtyping import Float, Int
 
 from attnlab import commands, compilation
 from attnlab.errors import UserError
-from attnlab.loading import load
-from attnlab.nn import GPT, unstack_layers
-from attnlab.types import Array
+from attnlab.generation.decoding import decode, generate
+from attnlab.generation.drawing import Draw
+from attnlab.generation.files import Records, read_prompts
+from attnlab.generation.scoring import score
+from attnlab.generation.stopping import StopStrings, before_stop, end_tokens
+from attnlab.generation.texts import Drawn, complete, prompt_ids, recorded
+from attnlab.loading import Run, load
+
+__all__ = ["Draw", "generate", "main", "prompt_ids"]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,216 +48,158 @@ def main(argv: list[str] | None = None) -> int:
     return commands.run(_define, functools.partial(_main, own_process=argv is None), __doc__, argv)
 
 
-def generate(
-    model: GPT,
-    params,
-    prompt: np.ndarray,
-    max_tokens: int,
-    *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    num_samples: int = 1,
-    vocab_size: int | None = None,
-) -> Iterator[np.ndarray]:
-    """Samples tokens one by one, with a `KVCache`.
-
-    Args:
-      model, params: a `GPT` and its variables, as in `model.apply(params, tokens)`.
-      prompt: int `[length]`, at least one token; of a prompt longer than the context, only the end is used.
-      max_tokens: number of tokens to generate.
-      temperature: divides the logits; 0 takes the most likely token.
-      top_k: sample from the k most likely tokens; 0 for all.
-      top_p: sample from the fewest tokens whose probabilities sum to this (Holtzman et al. 2020); 1 for all.
-      seed: token t of sample n depends only on (seed, n, t).
-      num_samples: number of texts to generate side by side.
-      vocab_size: sample from the first tokens only, for a model with a padded vocabulary; None for all.
-
-    Yields:
-      int32 `[num_samples]`, the next token of each text.
-
-    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
-    >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    >>> len(list(generate(model, params, np.array([1, 2]), max_tokens=9)))  # beyond the context
-    9
-    """
-    if jax.default_backend() == "cpu" and model.dtype == jnp.bfloat16:
-        # A step takes as long as reading the parameters, which are float32 anyway.
-        model = model.clone(dtype=jnp.float32)
-    params = unstack_layers(params)
-    rolls = model.positions not in ("learned", "sinusoidal")
-    draw = Draw(temperature, top_k, top_p, vocab_size)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(num_samples))
-
-    text = np.tile(np.asarray(prompt, np.int32), (num_samples, 1))[:, -model.context :]
-    place, ahead, token = 0, 1, None
-    while place < max_tokens:
-        if token is None or (length >= model.context and not rolls):
-            window = text if token is None else text[:, -max(1, model.context // 2) :]
-            length = window.shape[1]
-            token, caches = _prefill(model, draw, params, window, keys, place)
-            drawn = np.asarray(token)[None]
-        else:
-            count = min(ahead, max_tokens - place, _AHEAD if rolls else model.context - length)
-            start = time.perf_counter()
-            token, caches, drawn = _decode_ahead(model, draw, params, token, caches, keys, place, count)
-            drawn = np.asarray(drawn)[:count]
-            length += count
-            if time.perf_counter() - start < 0.05:  # longer loops would print the text in bursts
-                ahead = min(8 * ahead, _AHEAD)
-        place += len(drawn)
-        text = np.concatenate([text, drawn.T], axis=1)[:, -model.context :]
-        yield from drawn
-
-
-_AHEAD = 64  # most tokens that one loop on the device generates before they are printed
-
-
-class Draw(NamedTuple):
-    """Sampling of the next token from its logits.
-
-    Attributes:
-      temperature, top_k, top_p, vocab_size: see `generate`.
-
-    >>> Draw(temperature=0.0)(jnp.array([[0.0, 2.0, 1.0]]), jnp.array([0.5]))
-    Array([1], dtype=int32)
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    vocab_size: int | None = None
-
-    def __call__(self, logits: Float[Array, "N V"], uniform: Float[Array, " N"]) -> Int[Array, " N"]:
-        """A token for each row of logits: the first at which the cumulative probability exceeds `uniform`."""
-        logits = logits[:, : self.vocab_size]
-        if self.temperature < 1e-6:  # the most likely token, to float32's last bit
-            return logits.argmax(axis=-1).astype(jnp.int32)
-        logits = (logits - logits.max(axis=-1, keepdims=True)) / self.temperature
-        if 0 < self.top_k < logits.shape[-1]:
-            logits = jnp.where(logits < jax.lax.top_k(logits, self.top_k)[0][:, -1:], -jnp.inf, logits)
-        if self.top_p < 1:
-            order = jnp.flip(jnp.argsort(logits, axis=-1), axis=-1)
-            p = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1))
-            # A token is kept if those before it do not reach top_p; the first always is, even where its p rounds to 1.
-            kept = (jnp.cumsum(p, axis=-1) - p < self.top_p).at[:, 0].set(True)
-            rows = jnp.arange(len(logits))[:, None]
-            logits = jnp.where(jnp.zeros_like(kept).at[rows, order].set(kept), logits, -jnp.inf)
-        p = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
-        # Sums are rounded, so that a token with probability 0 could seem to add to them.
-        sums = jnp.where(p > 0, jnp.cumsum(p, axis=-1), 0)
-        return (sums > uniform[:, None] * sums.max(axis=-1, keepdims=True)).argmax(axis=-1).astype(jnp.int32)
-
-
-def _uniform(keys, places):
-    """Random numbers in [0, 1), `[P, N]`, each a function of its place and key only."""
-    draw = jax.vmap(lambda place, key: jax.random.uniform(jax.random.fold_in(key, place)), (None, 0))
-    return jax.vmap(draw, (0, None))(places, keys)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _prefill(model, draw, params, tokens, keys, place):
-    """The token after `tokens` `[N, T]`, and the caches that hold those."""
-    logits, caches = model.apply(params, tokens, caches=model.empty_caches(len(tokens)))
-    return draw(logits[:, -1], _uniform(keys, jnp.asarray(place)[None])[0]), caches
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
-def _decode_ahead(model, draw, params, token, caches, keys, place, count):
-    """Decode `count` more tokens: the last one, the caches before it, and all as the first rows of `[_AHEAD, N]`."""
-
-    def step(i, carry):
-        token, caches, drawn = carry
-        logits, caches = model.apply(params, token[:, None], caches=caches)
-        token = draw(logits[:, -1], uniform[i])
-        return token, caches, drawn.at[i].set(token)
-
-    # Before the loop, where random bits would take half of a small model's time.
-    uniform = _uniform(keys, place + jnp.arange(_AHEAD))
-    drawn = jnp.zeros((_AHEAD, len(token)), jnp.int32)
-    return jax.lax.fori_loop(0, count, step, (token, caches, drawn))
-
-
 def _define(values, argv):
-    flags.DEFINE_string("workdir", None, "folder of the run, or of a GPT-2", flag_values=values)
-    flags.DEFINE_string("prompt", None, "text to continue; a new line when absent", flag_values=values)
-    flags.DEFINE_integer("max_tokens", 500, "number of tokens to generate", flag_values=values)
-    flags.DEFINE_integer("num_samples", 1, "number of texts to generate", flag_values=values)
-    flags.DEFINE_float("temperature", 0.8, "divides the logits; 0 takes the most likely token", flag_values=values)
-    flags.DEFINE_integer("top_k", 0, "sample from the k most likely tokens; 0 for all", flag_values=values)
-    flags.DEFINE_float("top_p", 1.0, "sample from the most likely tokens that sum to p; 1 for all", flag_values=values)
-    flags.DEFINE_integer("seed", 0, "of the random draws: same seed, same text", flag_values=values)
-    flags.DEFINE_string("step", "latest", "checkpoint: latest, best, or a step", flag_values=values)
+    text = functools.partial(flags.DEFINE_string, flag_values=values)
+    integer = functools.partial(flags.DEFINE_integer, flag_values=values)
+    number = functools.partial(flags.DEFINE_float, flag_values=values)
+    text("workdir", None, "folder of the run, or of a Hugging Face model")
+    text("prompt", None, "text to continue; a new line when absent")
+    text("prompts", None, "file of prompts, one a line, or .jsonl; - for standard input")
+    text("out", None, "new .jsonl file for the texts, their tokens and log-probabilities")
+    text("score", None, "file of a text to score instead: nats per token, bits per byte")
+    integer("max_tokens", 500, "number of tokens to generate")
+    integer("num_samples", 1, "number of texts to generate for each prompt")
+    integer("batch_size", 8, "texts side by side, where there are several prompts; changes no text")
+    number("temperature", 0.8, "divides the logits; 0 takes the most likely token")
+    integer("top_k", 0, "sample from the k most likely tokens; 0 for all")
+    number("top_p", 1.0, "sample from the most likely tokens that sum to p; 1 for all")
+    number("min_p", 0.0, "sample from tokens with at least this share of the largest probability; 0 for all")
+    number(
+        "repetition_penalty", 1.0, "divides the logits of tokens in the text so far (negative: multiplies); 1 for none"
+    )
+    flags.DEFINE_multi_string(
+        "stop", [], r"string before which a text ends (\n: a new line); may be given several times", flag_values=values
+    )
+    flags.DEFINE_bool("end_of_text", True, "end a text at the model's end-of-text token", flag_values=values)
+    integer(
+        "draft", 0, "tokens to guess ahead where the text repeats itself: the same text, sooner; 8 is good, 0: none"
+    )
+    integer("seed", 0, "of the random draws: same seed, same text")
+    text("step", "latest", "checkpoint: latest, best, or a step")
 
 
-def _main(values, own_process: bool) -> int:
+def _check(values) -> None:
     for name, good, expected in (
         ("max_tokens", values.max_tokens >= 1, "1 or more"),
         ("num_samples", values.num_samples >= 1, "1 or more"),
+        ("batch_size", values.batch_size >= 1, "1 or more"),
         ("temperature", 0 <= values.temperature <= 1e6, "a number, 0 or more (up to a million)"),
         ("top_k", values.top_k >= 0, "0 or more"),
         ("top_p", 0 < values.top_p <= 1, "a number above 0, up to 1"),
+        ("min_p", 0 <= values.min_p <= 1, "a number from 0 to 1"),
+        ("repetition_penalty", 0 < values.repetition_penalty <= 1e6, "a number above 0 (up to a million)"),
+        ("draft", 0 <= values.draft <= 64, "0 to 64"),
         ("seed", 0 <= values.seed < 2**32, "0 or more, below 2^32"),
     ):
         if not good:
             raise UserError(f"--{name}={values[name].value}: expected {expected}")
+    for one, other in (("prompt", "prompts"), ("score", "prompt"), ("score", "prompts"), ("score", "out")):
+        if values[one].value is not None and values[other].value is not None:
+            raise UserError(f"--{one} and --{other} exclude each other: leave one out")
     if values.workdir is None:
         raise UserError("--workdir is missing: name the folder of a run, e.g. --workdir=runs/quickstart")
+
+
+def _main(values, own_process: bool) -> int:
+    _check(values)
+    prompts = read_prompts(values.prompts) if values.prompts is not None else [values.prompt or ""]
+    scored = None if values.score is None else _read(values.score)
     if own_process:
         compilation.keep_programs()
-    model, params, tokenizer, _ = load(Path(values.workdir), values.step)
-    if tokenizer is None:
+    run = load(Path(values.workdir), values.step)
+    if run.tokenizer is None:
         raise UserError(f"{values.workdir} holds no tokenizer: put tokenizer.json there, or vocab.json and merges.txt")
-    prompt = prompt_ids(tokenizer, values.prompt)
-
+    if scored is not None:
+        return _score(run, scored)
+    options = _options(values, run)
     start = time.perf_counter()
-    drawn = generate(
-        model,
-        params,
-        prompt,
-        values.max_tokens,
-        temperature=values.temperature,
-        top_k=values.top_k,
-        top_p=values.top_p,
-        seed=values.seed,
-        num_samples=values.num_samples,
-        vocab_size=tokenizer.vocab_size,
-    )
-    # The first text is printed while it is generated, the others, generated beside it, after it.
-    others = []
-    write = functools.partial(print, end="", flush=True)
-    write(values.prompt or "")
-    for piece in tokenizer.stream(_first(drawn, others)):
-        write(piece)
-    print()
-    for tokens in np.array(others).T if values.num_samples > 1 else ():
-        print("-" * 80)
-        print((values.prompt or "") + tokenizer.decode(tokens))
-    seconds = time.perf_counter() - start
+    if values.out is not None:
+        count = _write(values, run, prompts, options)
+    else:
+        count = _stream(run, prompts[0], options) if len(prompts) == 1 else _print(values, run, prompts, options)
     if sys.stderr.isatty():
-        print(f"{values.max_tokens * values.num_samples / seconds:.0f} tokens per second", file=sys.stderr)
+        print(f"{count / (time.perf_counter() - start):.0f} tokens per second", file=sys.stderr)
     return 0
 
 
-def prompt_ids(tokenizer, prompt: str | None) -> np.ndarray:
-    """Token ids of a prompt, int `[length]`; without a prompt, those of a new line, or else the first token.
+def _options(values, run: Run) -> dict:
+    """Arguments of `complete` but for the batch size."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    draw = Draw(**{name: values[name].value for name in names}, vocab_size=run.tokenizer.vocab_size)
+    stop = [string.replace(r"\n", "\n").replace(r"\t", "\t") for string in values.stop]
+    StopStrings(stop, run.tokenizer)  # raises its errors before anything is written
+    end = end_tokens(run.tokenizer, values.workdir) if values.end_of_text else ()
+    options = {"max_tokens": values.max_tokens, "draw": draw, "stop": stop, "end": end}
+    return options | {"num_samples": values.num_samples, "seed": values.seed, "draft": values.draft}
 
-    Raises:
-      UserError: the tokenizer does not know a character.
-    """
-    if prompt:
-        return tokenizer.encode(prompt)
+
+def _stream(run: Run, prompt: str, options: dict) -> int:
+    """Print the first text while it is generated, the others, generated beside it, after it; the number of tokens."""
+    stop, end = options["stop"], options["end"]
+    stops = StopStrings(stop, run.tokenizer).after if stop else None
+    steps = decode(run.model, run.params, [prompt_ids(run.tokenizer, prompt)], **options | {"stop": stops})
+    drawn = [Drawn() for _ in range(options["num_samples"])]
+    steps = recorded(steps, drawn)
+    write = functools.partial(print, end="", flush=True)
+    write(prompt)
+    first = (token for step in steps if (token := int(step.tokens[0])) >= 0 and token not in end)
+    for piece in before_stop(run.tokenizer.stream(first, continues=True), stop):
+        write(piece)
+    print()
+    for _ in steps:
+        pass
+    for text in drawn[1:]:
+        print("-" * 80)
+        print(prompt + text.completion(run.tokenizer, prompt, 0, stop, end).text)
+    return sum(len(text.tokens) for text in drawn)
+
+
+def _print(values, run: Run, prompts: list[str], options: dict) -> int:
+    """Print the texts of several prompts, each when its batch is done; the number of tokens."""
+    count = 0
+    for done in complete(run, prompts, batch_size=values.batch_size, **options):
+        print(("-" * 80 + "\n") * (count > 0) + done.prompt + done.text, flush=True)
+        count += len(done.tokens)
+    return count
+
+
+def _write(values, run: Run, prompts: list[str], options: dict) -> int:
+    """Write the texts to a JSONL file; the number of tokens."""
+    from attnlab.training.checkpoints import sha256  # takes seconds to import
+
+    samples, count = values.num_samples, 0
+    settings = {"model": repr(run.model), "params": sha256(run.params), "prompts": prompts}
+    settings |= options | {"draw": options["draw"]._asdict()}
+    with Records(values.out, settings, group=samples) as records:
+        if records.count:
+            print(f"{values.out}: goes on after {records.count} of {len(prompts) * samples} texts", file=sys.stderr)
+        for done in complete(run, prompts[records.count // samples :], batch_size=values.batch_size, **options):
+            records.write(done._asdict())
+            count += len(done.tokens)
+    return count
+
+
+def _read(path: str) -> str:
     try:
-        return tokenizer.encode("\n")
-    except UserError:
-        return np.zeros(1, np.int32)
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise UserError(f"--score={path} cannot be read: {reason}") from error
+    if len(text) < 2:
+        raise UserError(f"--score={path} holds {len(text)} characters: give a text of two or more")
+    return text
 
 
-def _first(drawn, others):
-    for tokens in drawn:
-        others.append(tokens[1:])
-        yield int(tokens[0])
+def _score(run: Run, text: str) -> int:
+    """Print how well the model predicts a text."""
+    (found,) = score(run, [text], batch_size=max(8, 8192 // run.model.context))
+    if not found.tokens:
+        raise UserError("--score: the text is a single token, and the first is not scored: give a longer one")
+    print(
+        f"{found.nats_per_token:.4f} nats per token, {found.bits_per_byte:.4f} bits per byte "
+        f"({found.tokens:,} tokens scored, {len(text.encode()):,} bytes)"
+    )
+    return 0
 
 
 if __name__ == "__main__":

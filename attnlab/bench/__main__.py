@@ -18,8 +18,11 @@ from attnlab.config import nearest
 BENCHMARKS = {
     "attention": "the operator against jax.nn, torch, tokamax and attnax: time and peak memory",
     "train": "training against nanoGPT: tokens a second and peak memory",
+    "loss": "training to the loss that nanoGPT reaches: seconds, and the loss after as many tokens",
     "decode": "sampling against nanoGPT: tokens a second",
+    "decoding": "eight prompts side by side against one, and n-gram drafts against none: tokens a second",
     "see": "activation patching of all heads against TransformerLens: time and peak memory",
+    "seeds": "training one small model from several seeds: one after another, and side by side",
     "start": "seconds from the command to the first training step, and to the first sampled character",
     "data": "the data pipeline: how fast batches come, and how a text larger than memory is tokenised",
     "gpu": "on a GPU: the operator's correctness and speed, and training, against jax.nn, torch and nanoGPT",

@@ -16,7 +16,7 @@ import numpy as np
 
 from attnlab import config as configs
 from attnlab.bench import profiling, serving
-from attnlab.data.batches import TrainBatches, prefetched
+from attnlab.data.batches import EvalBatches, TrainBatches, prefetched
 from attnlab.sample import generate
 from attnlab.training.experiment import Experiment
 
@@ -30,19 +30,28 @@ class Contender:
       batch_size: sequences a step.
       precision: "float32" or "bfloat16".
       strategy: `config.parallel.strategy`.
+      recipe: a whole config as a dictionary, in place of all of these but `tokens` and `vocab_size`; None for
+        nanoGPT's model and optimizer.
       **sizes: fields of `config.model`.
     """
 
-    def __init__(self, tokens, vocab_size, batch_size, precision="float32", strategy="mesh", **sizes):
+    def __init__(self, tokens, vocab_size, batch_size, precision="float32", strategy="mesh", recipe=None, **sizes):
+        config = configs.from_dict(recipe) if recipe else self._as_nanogpt(batch_size, precision, strategy, sizes)
+        self.experiment = Experiment(config, vocab_size)
+        self.state = self.experiment.create_state()
+        batches = TrainBatches(
+            np.load(tokens), context=config.model.context, batch_size=config.batch_size, seed=config.seed
+        )
+        self.batches = prefetched(batches)
+
+    @staticmethod
+    def _as_nanogpt(batch_size, precision, strategy, sizes):
         config = configs.default()
         config.batch_size, config.precision = batch_size, precision
         config.model.update(sizes | {"dropout": 0.0, "use_bias": False, "positions": "learned", "qk_norm": False})
         config.optimizer.update({"learning_rate": 1e-3, "b2": 0.99, "weight_decay": 0.1})
         config.steps, config.parallel.strategy = 1_000_000, strategy
-        self.experiment = Experiment(config, vocab_size)
-        self.state = self.experiment.create_state()
-        batches = TrainBatches(np.load(tokens), context=config.model.context, batch_size=batch_size, seed=0)
-        self.batches = prefetched(batches)
+        return config
 
     def train(self, steps):
         """Take some steps; each loss is read while the next step runs.
@@ -62,6 +71,16 @@ class Contender:
             previous_loss = metrics["loss"]
         loss = float(previous_loss)
         return {"seconds": time.perf_counter() - start, "waited": waited, "loss": loss}
+
+    def evaluate(self, tokens):
+        """The mean loss on adjacent windows of the text in a `.npy` file, in nats a token; and the parameters.
+
+        Of the averaged parameters if the recipe has an average.
+        """
+        tokens, context = np.load(tokens), self.experiment.config.model.context
+        batches = EvalBatches(tokens, context=context, batch_size=64, windows=len(tokens))
+        loss = self.experiment.evaluate(self.state.evaluated, batches)
+        return {"loss": loss, "parameters": self.experiment.parameters}
 
     def batches_alone(self, count):
         """Draw batches without training on them."""

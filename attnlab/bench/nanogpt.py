@@ -15,6 +15,7 @@ if __name__ == "__main__":
     from model import GPT, GPTConfig
 
 import contextlib
+import math
 import time
 
 import numpy as np
@@ -34,6 +35,8 @@ class NanoGPT:
       device: "cpu" or "cuda".
       bfloat16: train under `torch.amp.autocast`.
       log_every: steps between two reads of the loss, which wait for the device.
+      schedule: `{"warmup": steps, "steps": steps in all, "last": rate}`, of a learning rate that rises to 1e-3 and
+        decays to `last` by half a cosine, as `train.py` has it; None for 1e-3 throughout.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class NanoGPT:
         device="cpu",
         bfloat16=False,
         log_every=1,
+        schedule=None,
     ):
         torch.manual_seed(1337)
         if device == "cuda":
@@ -61,6 +65,7 @@ class NanoGPT:
         self.raw = GPT(config).to(device)
         self.optimizer = self.raw.configure_optimizers(0.1, 1e-3, (0.9, 0.99), device)
         self.model = torch.compile(self.raw) if compiled else self.raw
+        self.schedule, self.step = schedule, 0
         self.next = self._batch()
 
     def _batch(self):
@@ -76,6 +81,7 @@ class NanoGPT:
         """Take some steps."""
         start = time.perf_counter()
         for step in range(steps):
+            self._set_rate()
             with self.precision:
                 _, loss = self.model(*self.next)
             self.next = self._batch()
@@ -88,6 +94,34 @@ class NanoGPT:
         if self.device == "cuda":
             torch.cuda.synchronize()  # the optimizer's kernels are still running when the loss is read
         return {"seconds": time.perf_counter() - start, "loss": value}
+
+    def _set_rate(self):
+        if self.schedule is None:
+            return
+        warmup, steps, last = (self.schedule[name] for name in ("warmup", "steps", "last"))
+        if self.step < warmup:
+            rate = 1e-3 * (self.step + 1) / (warmup + 1)
+        else:
+            share = min(1, (self.step - warmup) / (steps - warmup))
+            rate = last + (1e-3 - last) * (1 + math.cos(math.pi * share)) / 2
+        self.step += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def evaluate(self, tokens):
+        """The mean loss on adjacent windows of the text in a `.npy` file, in nats a token; and the parameters."""
+        tokens = np.load(tokens).astype(np.int64)
+        count = (len(tokens) - 1) // self.context
+        self.raw.eval()
+        total = 0.0
+        with torch.no_grad():
+            for first in range(0, count, 64):
+                starts = range(first * self.context, min(count, first + 64) * self.context, self.context)
+                windows = torch.from_numpy(np.stack([tokens[i : i + self.context + 1] for i in starts]))
+                windows = windows.to(self.device)
+                total += self.raw(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())[1].item() * len(windows)
+        self.raw.train()
+        return {"loss": total / count, "parameters": sum(p.numel() for p in self.raw.parameters())}
 
     def decode(self, tokens, samples):
         """Sample, all tokens in one call."""

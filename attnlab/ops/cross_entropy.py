@@ -15,6 +15,7 @@ Language Models", arXiv 2411.09009), whose kernel also cuts the vocabulary into 
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,7 @@ def cross_entropy(
     *,
     vocab_size: int | None = None,
     chunk: int | None = None,
+    cap: float | None = None,
 ) -> Float[Array, "*B T"]:
     """Cross-entropy in nats of each target under softmax(features·embeddingᵀ).
 
@@ -51,13 +53,14 @@ def cross_entropy(
       vocab_size: rows of the embedding from this one on are padding: their logits are −∞, their gradient is 0. None: V.
       chunk: positions along T whose logits are computed at a time, at most. None: `chunk_size` of the batch axes, which
         under `jit` over a mesh span all devices: pass `chunk_size` of the sequences on one device.
+      cap: limits the logits to cap·tanh(logits/cap) (Gemma Team 2024, section 2); None for no limit.
 
     Returns:
       `[..., T]` in float32 (float64 for float64). The gradient of each operand has its type.
 
     Raises:
       ValueError: shapes that do not fit, targets that are not integers or out of range, `vocab_size` outside `[1, V]`,
-        a `chunk` below 1.
+        a `chunk` below 1, a `cap` that is not above 0.
 
     >>> features, embedding = jax.random.normal(jax.random.key(0), (2, 6, 8)), jnp.eye(10, 8)
     >>> targets = jnp.arange(12).reshape(2, 6) % 10
@@ -75,11 +78,25 @@ def cross_entropy(
         )
     if not isinstance(chunk, int | None) or (chunk is not None and chunk < 1):
         raise ValueError(f"chunk = {chunk}: expected an integer number of positions, 1 or more, or None to choose one")
-    vocab_size = num_rows if vocab_size is None else vocab_size
-    targets = _checked_targets(targets, vocab_size)
+    if cap is not None and not cap > 0:
+        raise ValueError(f"cap = {cap}: expected a number of logits above 0, or None for no limit")
+    head = _Head(num_rows if vocab_size is None else vocab_size, cap)
+    targets = _checked_targets(targets, head.vocab_size)
     *batch, length, _ = features.shape
     chunk = chunk_size(math.prod(batch), length, num_rows) if chunk is None else chunk
-    return _on_mesh(features, embedding, targets, vocab_size=vocab_size, chunk=chunk)[0]
+    return _on_mesh(features, embedding, targets, head=head, chunk=chunk)[0]
+
+
+class _Head(NamedTuple):
+    """How products of features and embedding become logits.
+
+    Attributes:
+      vocab_size: rows of the embedding from this one on are padding.
+      cap: limit of the logits; None for no limit.
+    """
+
+    vocab_size: int
+    cap: float | None
 
 
 def chunk_size(rows: int, length: int, vocab_size: int) -> int:
@@ -134,53 +151,53 @@ def _checked_targets(targets, vocab_size):
 
 
 @on_auto_axes(lambda spec: (P(*spec[:-1]),))
-def _on_mesh(features, embedding, targets, *, vocab_size, chunk):
+def _on_mesh(features, embedding, targets, *, head, chunk):
     # Within `shard_map` an embedding that all devices share becomes one that varies; the transpose of that sums its
     # gradient over the devices.
     operands = equally_varying(tuple(jnp.asarray(x) for x in (features, embedding, targets)))
-    return (_cross_entropy(*operands, vocab_size, chunk),)
+    return (_cross_entropy(*operands, head, chunk),)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _cross_entropy(features, embedding, targets, vocab_size, chunk):
-    return _forward(features, embedding, targets, vocab_size, chunk)[0]
+def _cross_entropy(features, embedding, targets, head, chunk):
+    return _forward(features, embedding, targets, head, chunk)[0]
 
 
-def _cross_entropy_forward(features, embedding, targets, vocab_size, chunk):
-    loss, lse = _forward(features, embedding, targets, vocab_size, chunk)
+def _cross_entropy_forward(features, embedding, targets, head, chunk):
+    loss, lse = _forward(features, embedding, targets, head, chunk)
     return loss, (features, embedding, targets, lse)
 
 
-def _cross_entropy_backward(vocab_size, chunk, kept, g):
-    return *_backward(*kept, g, vocab_size, chunk), None
+def _cross_entropy_backward(head, chunk, kept, g):
+    return *_backward(*kept, g, head, chunk), None
 
 
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
-def _forward(features, embedding, targets, vocab_size, chunk):
+def _forward(features, embedding, targets, head, chunk):
     """(loss, lse), each `[..., T]`."""
-    operand, length = _as_operand(embedding, features.dtype, vocab_size), targets.shape[-1]
+    operand, length = _as_operand(embedding, features.dtype, head.vocab_size), targets.shape[-1]
     if length <= chunk:
-        return _chunk_losses(features, operand, targets, vocab_size)
+        return _chunk_losses(features, operand, targets, head)
     axis = targets.ndim - 1
     chunks = tuple(_chunked(x, axis, chunk) for x in (features, targets))
-    losses = lax.map(lambda part: _chunk_losses(part[0], operand, part[1], vocab_size), chunks)
+    losses = lax.map(lambda part: _chunk_losses(part[0], operand, part[1], head), chunks)
     return tuple(_joined(x, axis, length) for x in losses)
 
 
-def _backward(features, embedding, targets, lse, g, vocab_size, chunk):
+def _backward(features, embedding, targets, lse, g, head, chunk):
     """Gradients of features and embedding."""
-    operand, length = _as_operand(embedding, features.dtype, vocab_size), targets.shape[-1]
+    operand, length = _as_operand(embedding, features.dtype, head.vocab_size), targets.shape[-1]
     if length <= chunk:
         # If forward and backward pass are one program, XLA merges the logits of the two. That costs no memory where the
         # backward pass comes right after the forward pass, as for a loss, so no barrier keeps them apart.
-        d_features, d_embedding = _chunk_gradients(features, operand, targets, lse, g, vocab_size)
+        d_features, d_embedding = _chunk_gradients(features, operand, targets, lse, g, head)
         return d_features, d_embedding.astype(embedding.dtype)
 
     def step(total, part):
         x, *of_positions = part
-        dx, d_embedding = _chunk_gradients(x, operand, *of_positions, vocab_size)
+        dx, d_embedding = _chunk_gradients(x, operand, *of_positions, head)
         return total + d_embedding, dx
 
     axis = targets.ndim - 1
@@ -198,30 +215,36 @@ def _as_operand(embedding, dtype, vocab_size):
     return jnp.where(jnp.arange(embedding.shape[0])[:, None] < vocab_size, embedding, 0)
 
 
-def _logits(x, embedding, vocab_size):
-    """`[..., T, V]` in float32 (float64 for float64)."""
+def _logits(x, embedding, cap):
+    """`[..., T, V]` in float32 (float64 for float64), those of padding included."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     logits = jnp.einsum("...tf,vf->...tv", x, embedding, preferred_element_type=dtype)
-    if vocab_size == embedding.shape[0]:
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def _without_padding(logits, vocab_size):
+    if vocab_size == logits.shape[-1]:
         return logits
-    return jnp.where(jnp.arange(embedding.shape[0]) < vocab_size, logits, -jnp.inf)
+    return jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
 
 
-def _chunk_losses(x, embedding, targets, vocab_size):
+def _chunk_losses(x, embedding, targets, head):
     """(loss, lse) of some positions."""
-    logits = _logits(x, embedding, vocab_size)
+    logits = _without_padding(_logits(x, embedding, head.cap), head.vocab_size)
     lse = jax.nn.logsumexp(logits, axis=-1)
     target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
-    is_in_vocabulary = (targets >= 0) & (targets < vocab_size)
+    is_in_vocabulary = (targets >= 0) & (targets < head.vocab_size)
     return jnp.where(is_in_vocabulary, lse - target_logits, jnp.nan), lse
 
 
-def _chunk_gradients(x, embedding, targets, lse, g, vocab_size):
+def _chunk_gradients(x, embedding, targets, lse, g, head):
     """dx in x's type, and the gradient of the embedding in float32 (float64 for float64)."""
-    p = jnp.exp(_logits(x, embedding, vocab_size) - lse[..., None])
+    logits = _logits(x, embedding, head.cap)
+    p = jnp.exp(_without_padding(logits, head.vocab_size) - lse[..., None])
     is_target = jnp.arange(embedding.shape[0]) == targets[..., None]
     # Products of a narrow type are the faster ones, where a device has them.
-    d_logits = (g[..., None] * (p - is_target)).astype(x.dtype)
+    slope = 1 if head.cap is None else 1 - (logits / head.cap) ** 2
+    d_logits = (g[..., None] * (p - is_target) * slope).astype(x.dtype)
     dx = jnp.einsum("...tv,vf->...tf", d_logits, embedding, preferred_element_type=lse.dtype).astype(x.dtype)
     positions = tuple(range(targets.ndim))
     return dx, jnp.tensordot(d_logits, x, (positions, positions), preferred_element_type=lse.dtype)

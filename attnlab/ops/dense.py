@@ -17,7 +17,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float
 
-from attnlab.ops import dropout
+from attnlab.ops import dropout, few_queries
 from attnlab.ops.logsumexp import finite_shift, normalizer
 from attnlab.ops.masks import Mask
 from attnlab.ops.meshes import like_queries, like_scores, on_auto_axes
@@ -48,8 +48,7 @@ def attend(
         tile = whole(*p.shape[-2:], p.shape[-3], xp=np, shard=shard._replace(examples=None))
         keeps = dropout.keep(dropout_keys, dropout_rate, tile.head, tile.q_index, tile.kv_index)
         p = jnp.where(keeps, p / (1 - dropout_rate), 0)
-    v = _inert(_per_query_head(v, q.shape[-2]), key_is_visible)
-    out = jnp.einsum("...hqk,...khd->...qhd", p.astype(v.dtype), v, preferred_element_type=p.dtype)
+    out = _sums(p, v, key_is_visible, few_queries.pays(q, k))
     out = checkpoint_name(out.astype(q.dtype), "attention")  # see GPT's remat
     return out, jnp.moveaxis(lse, -2, -1)
 
@@ -81,7 +80,7 @@ def _softmax(
 
     `key_is_visible`, `[..., Tk, H or 1, 1]`, tells which keys any of the queries may attend to; None for all of them.
     """
-    num_heads, head_dim = q.shape[-2:]
+    head_dim = q.shape[-1]
     tile = _tile(q, k, mask, q_positions, kv_positions, shard)
     if rows is not None:
         q = jnp.take(q, rows, axis=-3)
@@ -90,9 +89,8 @@ def _softmax(
 
     visible = None if mask is None else mask.visible(tile)
     key_is_visible = _key_is_visible(visible)
-    k = _inert(_per_query_head(k, num_heads), key_is_visible)
     dtype = jnp.promote_types(q.dtype, jnp.float32)
-    s = jnp.einsum("...qhd,...khd->...hqk", q, k, preferred_element_type=dtype)
+    s = _products(q, k, key_is_visible, dtype)
     s = s * jnp.asarray(head_dim**-0.5 if scale is None else scale, dtype)
     if bias is not None:
         s = s + bias.astype(dtype)
@@ -112,6 +110,48 @@ def _softmax(
         total = total + jnp.exp(sinks - shift)
     denominator, lse = normalizer(shift, total)
     return p / denominator, lse[..., 0], key_is_visible
+
+
+def _products(q, k, key_is_visible, dtype) -> Float[Array, "*B H Tq Tk"]:
+    """q_i·k_j, finite for keys that no query may attend to."""
+
+    def by_head(q, k, key_is_visible):
+        k = _inert(_per_query_head(k, q.shape[-2]), key_is_visible)
+        return jnp.einsum("...qhd,...khd->...hqk", q, k, preferred_element_type=dtype)
+
+    if not few_queries.pays(q, k):
+        return by_head(q, k, key_is_visible)
+    return _if_finite(lambda q, k: few_queries.scores(q, k, dtype), by_head)(q, k, key_is_visible)
+
+
+def _sums(p, v, key_is_visible, few: bool) -> Float[Array, "*B Tq H Dv"]:
+    """Σ_j p_ij v_j over the keys that some query may attend to, in p's type."""
+
+    def by_head(p, v, key_is_visible):
+        v = _inert(_per_query_head(v, p.shape[-3]), key_is_visible)
+        return jnp.einsum("...hqk,...khd->...qhd", p.astype(v.dtype), v, preferred_element_type=p.dtype)
+
+    if not few:
+        return by_head(p, v, key_is_visible)
+    return _if_finite(lambda p, v: few_queries.sums(p.astype(v.dtype), v, p.dtype), by_head)(p, v, key_is_visible)
+
+
+def _if_finite(fast, by_head):
+    """The product `fast`, or `by_head`, which zeroes hidden keys first, if one of them has made an element NaN.
+
+    Zeroing them writes a copy of all keys, for a case that is rare. All keys enter the product, if only times 0.
+    Derivatives are those of `by_head`, where no NaN of a hidden key is multiplied by their zeros.
+    """
+
+    @jax.custom_jvp
+    def product(x, keys, key_is_visible):
+        found = fast(x, keys)
+        if key_is_visible is None:
+            return found
+        return jax.lax.cond(jnp.isfinite(found).all(), lambda: found, lambda: by_head(x, keys, key_is_visible))
+
+    product.defjvp(lambda primals, tangents: jax.jvp(by_head, primals, tangents))
+    return product
 
 
 def _per_query_head(x: Float[Array, "*B Tk Hk D"], num_heads: int) -> Float[Array, "*B Tk H D"]:

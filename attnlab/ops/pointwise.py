@@ -1,6 +1,6 @@
-"""GELU and layer normalization, written to keep little for the gradient.
+"""GELU, layer and root-mean-square normalization, written to keep little for the gradient.
 
-Both compute in float32 whatever the input (float64 stays float64).
+They compute in float32 whatever the input (float64 stays float64).
 """
 
 import functools
@@ -72,6 +72,36 @@ def _standardize_jvp(epsilon, primals, tangents):
     y, scale = _standardized(primals[0], epsilon)
     dx = tangents[0].astype(y.dtype)
     return y, scale * (dx - dx.mean(axis=-1, keepdims=True) - y * (y * dx).mean(axis=-1, keepdims=True))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def rms_normalize(x: Float[Array, "*B F"], epsilon: float = 1e-6) -> Float[Array, "*B F"]:
+    """x / √(mean(x²) + ε) of each row (Zhang and Sennrich 2019, equation 4, without its gain).
+
+    Args:
+      x: `[..., F]`.
+      epsilon: a constant; it has no derivative.
+
+    Returns:
+      float32 (float64 for float64).
+
+    >>> rms_normalize(jnp.array([[2.0, -2.0]])).round(3)
+    Array([[ 1., -1.]], dtype=float32)
+    """
+    return _rms_normalized(x, epsilon)[0]
+
+
+def _rms_normalized(x, epsilon):
+    x = _wide(x)
+    scale = lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + epsilon)
+    return x * scale, scale
+
+
+@rms_normalize.defjvp
+def _rms_normalize_jvp(epsilon, primals, tangents):
+    y, scale = _rms_normalized(primals[0], epsilon)
+    dx = tangents[0].astype(y.dtype)
+    return y, scale * (dx - y * (y * dx).mean(axis=-1, keepdims=True))
 
 
 def _wide(x):

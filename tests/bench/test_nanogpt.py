@@ -44,9 +44,13 @@ def test_nanogpt_trains_and_samples_the_model_of_a_checkout(tmp_path):
     worker = workers.Worker([sys.executable, str(Path(nanogpt.__file__)), str(tmp_path)], tmp_path / "log")
     try:
         tokens = str(tmp_path / "tokens.npy")
-        assert worker.ask("start", tokens=tokens, vocab_size=50, compiled=False, **sizes) == {}
+        schedule = {"warmup": 1, "steps": 3, "last": 1e-4}
+        assert worker.ask("start", tokens=tokens, vocab_size=50, compiled=False, schedule=schedule, **sizes) == {}
+        before = worker.ask("evaluate", tokens=tokens)
         trained = worker.ask("train", steps=2)
         assert trained["seconds"] > 0 and 0 < trained["loss"] < 10
+        after = worker.ask("evaluate", tokens=tokens)
+        assert after["loss"] < before["loss"] < 10 and after["parameters"] == 50 * 50
         assert worker.ask("decode", tokens=3, samples=2)["seconds"] > 0
     finally:
         worker.close()

@@ -131,6 +131,26 @@ def test_padding_of_the_vocabulary_is_inert(chunk):
 
 
 @pytest.mark.parametrize("chunk", [None, 4])
+def test_capped_logits_equal_formula(chunk):
+    features, embedding, targets, g = inputs()
+
+    def capped(features, embedding, targets):
+        logits = 3.0 * jnp.tanh(features @ embedding.T / 3.0)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+
+    with jax.enable_x64(True):
+        wide = [np.asarray(x, np.float64) if x.dtype != np.int32 else np.asarray(x) for x in (features, embedding)]
+        expected = jax.jit(functools.partial(with_gradients, capped))(*wide, np.asarray(targets), np.asarray(g, float))
+    given = jnp.concatenate([embedding, jnp.full_like(embedding[:2], jnp.nan)])
+    call = functools.partial(cross_entropy, chunk=chunk, vocab_size=len(embedding), cap=3.0)
+    results = jax.jit(functools.partial(with_gradients, call))(features, given, targets, g)
+    assert not np.asarray(results[2][-2:]).any()
+    for result, exact in zip((*results[:2], results[2][:-2]), expected, strict=True):
+        # As above: the slope of the limit is at most 1.
+        np.testing.assert_allclose(result, exact, atol=3e-5)
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
 def test_huge_logits_keep_losses_and_gradients_finite(chunk):
     arguments = inputs(scale=100.0)
     assert np.abs(np.asarray(arguments[0]) @ np.asarray(arguments[1]).T).max() > 1e4
@@ -290,6 +310,7 @@ def test_chunk_size_is_the_length_or_the_largest_power_of_two(rows, length, voca
         ({"targets": np.full((4, 10), -1)}, "targets contains -1, expected ids from 0 to 20"),
         ({"targets": np.full((4, 10), 2**40)}, "targets contains 1099511627776, expected ids from 0 to 20"),
         ({"vocab_size": 17, "targets": jnp.full((4, 10), 17)}, "targets contains 17, expected ids from 0 to 16"),
+        ({"cap": 0.0}, "cap = 0.0: expected a number of logits above 0, or None for no limit"),
         ({"vocab_size": 0}, "vocab_size = 0: expected 1 to 21, the rows of the embedding, or None for all"),
         ({"vocab_size": 22}, "vocab_size = 22: expected 1 to 21"),
         ({"chunk": 0}, "chunk = 0: expected an integer number of positions, 1 or more, or None to choose one"),

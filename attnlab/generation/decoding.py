@@ -1,0 +1,240 @@
+"""Decoding: texts side by side, token by token, each as if it were alone.
+
+Prompts of different lengths are prefilled together, padded at the right; a `KVCache` has a length per text, so the
+padding is forgotten. The newest token of a text is never in the caches: each step feeds it, and draws the next. With
+drafts a step feeds a few guessed tokens after it, and keeps those that it would have drawn itself.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnlab.data.tokenizers import Tokenizer
+from attnlab.generation import drawing
+from attnlab.generation.drafts import Lookup
+from attnlab.generation.drawing import Draw
+from attnlab.generation.loop import AHEAD, Options, State, decode_ahead, rolls
+from attnlab.generation.stopping import StopStrings
+from attnlab.nn import GPT, unstack_layers
+
+
+class Step(NamedTuple):
+    """The next token of each text.
+
+    Attributes:
+      tokens: int32 `[rows]`; −1 for a text that has ended.
+      logprobs: float32 `[rows]`, log-probabilities of the tokens under the model: of the softmax of its logits, at
+        temperature 1, over all tokens. 0 for a text that has ended.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+
+
+def generate(
+    model: GPT,
+    params,
+    prompt: np.ndarray | Sequence[np.ndarray],
+    max_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    num_samples: int = 1,
+    vocab_size: int | None = None,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    end: Sequence[int] = (),
+    stop: Sequence[str] = (),
+    tokenizer: Tokenizer | None = None,
+    draft: int = 0,
+) -> Iterator[np.ndarray]:
+    """Samples tokens one by one, with a `KVCache`.
+
+    Args:
+      model, params: a `GPT` and its variables, as in `model.apply(params, tokens)`.
+      prompt: int `[length]`, at least one token, or a list of such prompts, of any lengths, which are continued side by
+        side, each as if it were alone; of a prompt longer than the context, only the end is used.
+      max_tokens: number of tokens to generate for each text.
+      temperature, top_k, top_p, min_p, repetition_penalty, vocab_size: see `Draw`; vocab_size is for a model with a
+        padded vocabulary.
+      seed: token t of sample n of a prompt depends only on the prompt and (seed, n, t). So equal prompts have equal
+        samples; for different ones, raise num_samples.
+      num_samples: number of texts to generate for each prompt, which is read once for all.
+      end: tokens that end a text, e.g. that of "<|endoftext|>".
+      stop: strings that end a text, whatever tokens they are made of.
+      tokenizer: decodes the tokens, for `stop`.
+      draft: number of tokens guessed in each step, from what followed earlier occurrences of the last tokens, and kept
+        where the model draws the same (Saxena 2023; Leviathan et al. 2023): the same tokens in fewer steps where the
+        text repeats itself, at any temperature. Logits of several tokens at once may differ from those of single ones
+        in float32's last bits, and so may a token whose draw is as close as that; 0 for no drafts.
+
+    Yields:
+      int32 `[rows]`, the next token of each text: row p · num_samples + n for sample n of prompt p; −1 for a text that
+      has ended. It stops when all have.
+
+    Raises:
+      ValueError: an empty prompt, one that is not a list of token ids, or `stop` without a tokenizer.
+      UserError: a stop string that no tokens make.
+
+    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+    >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    >>> len(list(generate(model, params, np.array([1, 2]), max_tokens=9)))  # beyond the context
+    9
+    """
+    if stop and tokenizer is None:
+        raise ValueError("stop strings need a tokenizer: give tokenizer=, or the tokens that end a text as end=")
+    draw = Draw(temperature, top_k, top_p, vocab_size, min_p, repetition_penalty)
+    ends = StopStrings(stop, tokenizer).after if stop else None
+    options = {"seed": seed, "num_samples": num_samples, "end": end, "stop": ends, "draft": draft}
+    for step in decode(model, params, _prompts(prompt), max_tokens, draw=draw, **options):
+        yield step.tokens
+
+
+def _prompts(prompt) -> list[np.ndarray]:
+    """One prompt or several as a list of int32 `[length]`."""
+    single = not len(prompt) or np.ndim(prompt[0]) == 0
+    prompts = [np.asarray(one) for one in ([prompt] if single else prompt)]
+    for at, one in enumerate(prompts):
+        if one.ndim != 1 or not one.size or not np.issubdtype(one.dtype, np.integer):
+            raise ValueError(
+                f"prompt {at} has shape {one.shape} and type {one.dtype}, expected integers [length], one token or more"
+            )
+    return [one.astype(np.int32) for one in prompts]
+
+
+def decode(
+    model: GPT,
+    params,
+    prompts: Sequence[np.ndarray],
+    max_tokens: int,
+    *,
+    draw: Draw = Draw(),  # noqa: B008
+    seed: int = 0,
+    num_samples: int = 1,
+    end: Sequence[int] = (),
+    stop: Callable[[list[int], int], int | None] | None = None,
+    draft: int = 0,
+) -> Iterator[Step]:
+    """Continue prompts token by token; arguments as for `generate`, and
+
+    Args:
+      prompts: int `[length]` each, of any lengths.
+      draw: draws a token from its logits.
+      stop: takes a text's drawn tokens and how many of them it has been given before, returns after how many of them
+        the text ends, or None if it goes on; see `StopStrings.after`.
+
+    Yields:
+      A `Step`, of sample n of prompt p in row p · num_samples + n, until all texts have ended.
+
+    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+    >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    >>> steps = list(decode(model, params, [np.array([1, 2]), np.array([3])], max_tokens=9))
+    >>> len(steps), steps[0].tokens.shape, bool((steps[0].logprobs < 0).all())
+    (9, (2,), True)
+    """
+    if jax.default_backend() == "cpu" and model.dtype == jnp.bfloat16:
+        # A step takes as long as reading the parameters, which are float32 anyway.
+        model = model.clone(dtype=jnp.float32)
+    params = unstack_layers(params)
+    options = Options(draw, tuple(end), min(draft, model.context - 1))
+    texts = [np.asarray(prompt).tolist() for prompt in prompts for _ in range(num_samples)]
+    state = _start(model, options, params, prompts, texts, max_tokens, drawing.keys(seed, num_samples))
+    sizes = np.array([len(text) for text in texts])
+    fed = np.minimum(sizes, model.context) - 1
+    logprobs, active, yielded, ahead = [[] for _ in texts], np.full(len(texts), max_tokens > 0), 0, 1
+    while active.any():
+        if not rolls(model) and (due := active & (fed >= model.context)).any():
+            state, fed[due] = _read_again(model, params, state, texts, due)
+        begin = time.perf_counter()
+        state, tokens, scores, counts = decode_ahead(model, options, params, state, ahead, max_tokens)
+        tokens, scores, counts, active = (np.array(x) for x in (tokens, scores, counts, state.active))
+        if time.perf_counter() - begin < 0.05:  # longer loops would print the text in bursts
+            ahead = min(8 * ahead, AHEAD)
+        fed += counts
+        for row in np.flatnonzero(counts):
+            drawn = len(logprobs[row])
+            texts[row] += tokens[row, : counts[row]].tolist()
+            logprobs[row] += scores[row, : counts[row]].tolist()
+            if stop and (last := stop(texts[row][sizes[row] :], drawn)) is not None:
+                del texts[row][sizes[row] + last :], logprobs[row][last:]
+                active[row] = False
+        state = state._replace(active=active)
+        lengths = np.array([len(row) for row in logprobs])
+        ready = lengths[active].min() if active.any() else lengths.max()
+        for place in range(yielded, ready):
+            yield _step(texts, logprobs, sizes, place)
+        yielded = max(yielded, ready)
+
+
+def _step(texts, logprobs, sizes, place) -> Step:
+    tokens = [text[size + place] if size + place < len(text) else -1 for text, size in zip(texts, sizes)]
+    scores = [row[place] if place < len(row) else 0.0 for row in logprobs]
+    return Step(np.array(tokens, np.int32), np.array(scores, np.float32))
+
+
+def _start(model, options, params, prompts, texts, max_tokens, keys) -> State:
+    """Read the prompts once each, for all their samples."""
+    windows = [np.asarray(prompt, np.int32)[-model.context : -1] for prompt in prompts]
+    copies = len(texts) // len(prompts)
+    # Attention takes as long as its caches are, so that short texts get short ones.
+    capacity = min(model.context, _power_of_two(max(map(len, windows)) + max_tokens))
+    caches = _prefill(model, params, *_padded(windows, capacity), copies, capacity + options.draft)
+    seen = None
+    if options.draw.repetition_penalty != 1:
+        seen = np.zeros((len(texts), model.vocab_size), bool)
+        for row, text in zip(seen, texts):
+            row[text] = True
+    return State(
+        np.array([text[-1] for text in texts], np.int32),
+        caches,
+        jnp.tile(keys, len(prompts)),
+        np.zeros(len(texts), np.int32),
+        np.ones(len(texts), bool),
+        seen,
+        Lookup.of(texts) if options.draft else None,
+    )
+
+
+def _padded(windows, longest) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids `[N, T]` with zeros at the right, and lengths; T is a power of two, so that few are compiled."""
+    lengths = np.array([len(window) for window in windows], np.int32)
+    tokens = np.zeros((len(windows), min(longest, _power_of_two(int(lengths.max())))), np.int32)
+    for row, window in zip(tokens, windows):
+        row[: len(window)] = window
+    return tokens, lengths
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << max(0, least - 1).bit_length()
+
+
+def _read_again(model, params, state: State, texts, due) -> tuple[State, int]:
+    """Prefill the last half of the context of the texts that have filled it; the new state, and what they have fed."""
+    (rows,) = np.nonzero(due)
+    # One of few numbers of rows, since each is compiled.
+    rows = np.resize(rows, min(len(due), _power_of_two(len(rows))))
+    half = max(1, model.context // 2)
+    windows = [np.array(texts[row][-half:-1], np.int32) for row in rows]
+    return state._replace(caches=_refill(model, params, state.caches, rows, *_padded(windows, half))), half - 1
+
+
+@functools.partial(jax.jit, static_argnames=("model", "copies", "capacity"))
+def _prefill(model, params, tokens, lengths, copies, capacity):
+    """Caches of the first tokens of each row of `tokens` `[N, T]`, each row `copies` times."""
+    _, caches = model.apply(params, tokens, caches=model.empty_caches(len(tokens), capacity))
+    caches = [cache._replace(length=cache.length - tokens.shape[1] + lengths) for cache in caches]
+    return jax.tree.map(lambda leaf: jnp.repeat(leaf, copies, axis=0), tuple(caches))
+
+
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="caches")
+def _refill(model, params, caches, rows, tokens, lengths):
+    """The caches with some rows prefilled anew."""
+    fresh = _prefill(model, params, tokens, lengths, 1, caches[0].capacity)
+    return jax.tree.map(lambda old, new: old.at[rows].set(new), caches, fresh)

@@ -1,0 +1,101 @@
+"""Prompts from files, and files of texts."""
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+from attnlab.errors import UserError
+
+
+def read_prompts(path: str) -> list[str]:
+    """The prompts in a file: of a `.jsonl` file the field "prompt" of each line, of others each line that is not blank.
+
+    Args:
+      path: of a UTF-8 file, or "-" for lines from standard input.
+
+    Raises:
+      UserError: a file that cannot be read, without prompts, or with a line of another form.
+    """
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise UserError(f"--prompts={path} cannot be read: {reason}") from error
+    numbered = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not numbered:
+        raise UserError(f"--prompts={path} holds no prompt: give one a line")
+    if not path.endswith(".jsonl"):
+        return [line for _, line in numbered]
+    return [_prompt(path, number, line) for number, line in numbered]
+
+
+def _prompt(path: str, number: int, line: str) -> str:
+    try:
+        prompt = json.loads(line)["prompt"]
+        if isinstance(prompt, str):
+            return prompt
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise UserError(f'{path}, line {number}: expected {{"prompt": "a text", …}}, found {line[:60]!r}')
+
+
+class Records:
+    """A new JSONL file, which appears when it is complete.
+
+    Until then its lines are kept beside it, under a name made from `settings`: the same command goes on after the last
+    of them, another begins anew.
+
+    Args:
+      path: of the file, which must not exist.
+      settings: all that determines the records, as JSON.
+      group: records that are made together; of an incomplete group none is kept.
+
+    Attributes:
+      count: number of records so far.
+
+    Raises:
+      UserError: the file exists, or its folder does not.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "texts.jsonl"
+    >>> with Records(path, {"seed": 0}) as records:
+    ...     records.write({"text": "one"})
+    >>> path.read_text()
+    '{"text": "one"}\\n'
+    """
+
+    def __init__(self, path: str | Path, settings: dict, group: int = 1):
+        self.path = Path(path)
+        if self.path.exists():
+            raise UserError(f"--out={path} exists: give a new file")
+        if not self.path.parent.is_dir():
+            raise UserError(f"--out={path}: there is no folder {self.path.parent}: create it, or give another file")
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+        self._part = self.path.with_name(f".{self.path.name}.{digest}.part")
+        lines = self._part.read_bytes().splitlines(keepends=True) if self._part.exists() else []
+        whole = [line for line in lines if line.endswith(b"\n")]
+        self.count = len(whole) // group * group
+        self._file = self._part.open("r+b" if lines else "wb")
+        self._file.truncate(sum(map(len, whole[: self.count])))
+        self._file.seek(0, os.SEEK_END)
+
+    def write(self, *records: dict) -> None:
+        """Append records, each as a line."""
+        text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        self._file.write(text.encode("utf-8", errors="replace"))
+        self._file.flush()
+        self.count += len(records)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        self._file.close()
+        if kind is None:
+            try:
+                os.link(self._part, self.path)  # unlike a renaming, never overwrites
+            except FileExistsError as error:
+                raise UserError(f"{self.path} exists by now: the texts are in {self._part}") from error
+            self._part.unlink()

@@ -1,0 +1,185 @@
+"""The compiled loop of decoding: draws tokens on the device, several of each text before the host asks again."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from attnlab.generation import drawing
+from attnlab.generation.drafts import Lookup
+from attnlab.generation.drawing import Draw
+from attnlab.nn import GPT, KVCache
+from attnlab.ops.masks import SlidingWindow
+from attnlab.types import Array
+
+AHEAD = 64  # most tokens that one loop draws for a text before they are yielded
+
+
+class Options(NamedTuple):
+    """Static options of the compiled loop.
+
+    Attributes:
+      draw: draws a token from its logits.
+      end: tokens that end a text.
+      draft: tokens guessed ahead in each step; 0 for none.
+    """
+
+    draw: Draw
+    end: tuple[int, ...] = ()
+    draft: int = 0
+
+
+class State(NamedTuple):
+    """Texts on the device, one a row.
+
+    Attributes:
+      token: int32 `[N]`, the newest token of each, which is not in the caches yet.
+      caches: of all tokens before it.
+      keys: `[N]`, keys of the random numbers.
+      place: int32 `[N]`, tokens drawn so far.
+      active: bool `[N]`, whether the text goes on.
+      seen: bool `[N, V]`, tokens in the text; None without a repetition penalty.
+      lookup: the last tokens; None without drafts.
+    """
+
+    token: Array
+    caches: tuple[KVCache, ...]
+    keys: Array
+    place: Array
+    active: Array
+    seen: Array | None = None
+    lookup: Lookup | None = None
+
+
+def empty(model: GPT, rows: int) -> State:
+    """The state of texts of which nothing has been read, for programs compiled without any.
+
+    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+    >>> empty(model, rows=3).token.shape
+    (3,)
+    """
+    zeros = jnp.zeros(rows, jnp.int32)
+    keys = drawing.keys(seed=0, num_samples=rows)
+    return State(zeros, model.empty_caches(rows), keys, zeros, jnp.ones(rows, bool))
+
+
+def rolls(model: GPT) -> bool:
+    """Whether texts outgrow the context in a rolling cache; else its last half is read again."""
+    return model.positions not in ("learned", "sinusoidal")
+
+
+@functools.partial(jax.jit, static_argnames=("model", "options"), donate_argnames="state")
+def decode_ahead(model: GPT, options: Options, params, state: State, ahead, max_tokens):
+    """Draw tokens on the device, until a text has `ahead` ≤ `AHEAD` more, or a cache that cannot roll is full.
+
+    Args:
+      model, params, state: as in `decoding.decode`, with layers that are not stacked.
+      options: static.
+      ahead: int, tokens to draw.
+      max_tokens: int, a text ends when as many are drawn.
+
+    Returns:
+      The new state; tokens and log-probabilities `[N, AHEAD + draft + 1]`, of which the first are valid; their number
+      `[N]`.
+    """
+    params = _with_more_positions(model, params, options.draft)
+    rows, width = len(state.token), AHEAD + options.draft + 1
+    # Before the loop, where random bits would take half of a small model's time.
+    numbers = drawing.uniform(state.keys, state.place[:, None] + jnp.arange(width))
+    state = state._replace(active=state.active & (state.place < max_tokens))
+
+    def goes_on(carry):
+        state, _, _, count = carry
+        full = False if rolls(model) else state.caches[0].length >= model.context
+        return state.active.any() & ~_any(state, (count >= ahead) | full)
+
+    def step(carry):
+        step = functools.partial(_extend, model, options, params, numbers, max_tokens)
+        no_guess = jnp.zeros((rows, 0), jnp.int32), jnp.zeros(rows, bool)
+        if not options.draft:
+            return step(carry, *no_guess)
+        guessed, found = carry[0].lookup.propose(options.draft)
+        return jax.lax.cond(
+            _any(carry[0], found), step, lambda carry, *_: step(carry, *no_guess), carry, guessed, found
+        )
+
+    drawn, logprobs = jnp.zeros((rows, width), jnp.int32), jnp.zeros((rows, width))
+    return jax.lax.while_loop(goes_on, step, (state, drawn, logprobs, jnp.zeros(rows, jnp.int32)))
+
+
+def _any(state, condition):
+    """Whether an active text meets a condition `[N]`."""
+    return (state.active & condition).any()
+
+
+def _with_more_positions(model, params, count):
+    """Parameters with room for guesses behind the last learned position, where they are fed but never kept."""
+    if not count or model.positions != "learned":
+        return params
+    table = params["params"]["positions"]["embedding"]
+    longer = {"positions": {"embedding": jnp.pad(table, ((0, count), (0, 0)))}}
+    return {**params, "params": {**params["params"], **longer}}
+
+
+def _extend(model, options, params, numbers, max_tokens, carry, guessed, found):
+    """One pass over the newest token and the guessed ones `[N, K]`, which keeps 1 to K + 1 of the tokens it draws.
+
+    A guess is right if it is what would be drawn in its place, with the random number of the place. So the tokens are
+    those that single steps would draw (and not only distributed alike, as in Leviathan et al. 2023).
+    """
+    state, drawn, logprobs, count = carry
+    fed = jnp.concatenate([state.token[:, None], guessed], axis=1)
+    # With drafts the ring has more places than the context, which a mask has to end where it would end without them.
+    mask = SlidingWindow(left=model.context - 1) if options.draft else None
+    longer = model.clone(context=model.context + options.draft)
+    logits, caches = longer.apply(params, fed, mask=mask, caches=state.caches)
+    places = count[:, None] + jnp.arange(fed.shape[1])
+    tokens = _draw(options.draw, logits, jnp.take_along_axis(numbers, places, axis=1), state.seen, guessed)
+    left = max_tokens - state.place
+    if not rolls(model):
+        left = jnp.minimum(left, model.context - state.caches[0].length)
+    kept, ended = _kept(options, left, state, tokens, guessed)
+    newest = jnp.take_along_axis(tokens, jnp.maximum(kept - 1, 0)[:, None], axis=1)[:, 0]
+    place = state.place + kept
+    scores = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(logits, axis=-1)
+    write = jax.vmap(jax.lax.dynamic_update_slice_in_dim, (0, 0, 0, None))
+    drawn, logprobs = write(drawn, tokens, count, 0), write(logprobs, scores, count, 0)
+    state = State(
+        jnp.where(kept > 0, newest, state.token),
+        tuple(cache._replace(length=cache.length - fed.shape[1] + kept) for cache in caches),
+        state.keys,
+        place,
+        state.active & ~ended & (place < max_tokens),
+        None if state.seen is None else _with_tokens(state.seen, tokens, kept),
+        None if state.lookup is None else state.lookup.append(tokens, kept, found & state.active),
+    )
+    return state, drawn, logprobs, count + kept
+
+
+def _draw(draw: Draw, logits, numbers, seen, guessed):
+    """Tokens `[N, K + 1]`, each drawn as if the guesses before it were right."""
+    rows, size = numbers.shape
+    if seen is not None:
+        added = jnp.cumsum(jax.nn.one_hot(guessed, logits.shape[-1], dtype=jnp.int32), axis=1) > 0
+        seen = seen[:, None] | jnp.pad(added, ((0, 0), (1, 0), (0, 0)))
+        seen = seen.reshape(rows * size, -1)
+    return draw(logits.reshape(rows * size, -1), numbers.reshape(-1), seen).reshape(rows, size)
+
+
+def _kept(options, left, state, tokens, guessed):
+    """How many of the tokens drawn `[N, K + 1]` the text takes, and whether it ends with the last of them."""
+    kept = jnp.minimum(1 + jnp.cumprod(tokens[:, :-1] == guessed, axis=1, dtype=jnp.int32).sum(axis=1), left)
+    ended = jnp.zeros_like(state.active)
+    if options.end:
+        ends = (tokens[..., None] == jnp.array(options.end)).any(axis=-1)
+        first = jnp.where(ends.any(axis=1), ends.argmax(axis=1), tokens.shape[1])
+        ended = first < kept
+        kept = jnp.minimum(kept, first + 1)
+    return jnp.where(state.active, kept, 0), ended
+
+
+def _with_tokens(seen, tokens, kept):
+    """`seen` `[N, V]` with the first `kept` of each row's tokens."""
+    tokens = jnp.where(jnp.arange(tokens.shape[1]) < kept[:, None], tokens, seen.shape[1])  # beyond all: dropped
+    return jax.vmap(lambda row, ids: row.at[ids].set(True, mode="drop"))(seen, tokens)

@@ -1,0 +1,125 @@
+"""Log-probabilities of given texts."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from attnlab.nn import GPT
+
+__all__ = ["Score", "score"]
+
+
+class Score(NamedTuple):
+    """How well a model predicts a text.
+
+    Attributes:
+      nats: −log p, summed over the predicted tokens: all but the first.
+      tokens: number of predicted tokens.
+      nats_per_token: their quotient, the cross-entropy; NaN where no token is predicted.
+      bits_per_byte: of UTF-8, which compares between tokenizers: nats_per_token · (tokens of the text) / (its bytes) /
+        ln 2, as in the metrics of training.
+      logprobs: float32 `[tokens]`, log p of each.
+    """
+
+    nats: float
+    tokens: int
+    nats_per_token: float
+    bits_per_byte: float
+    logprobs: np.ndarray
+
+
+def score(run, texts: Sequence[str], *, batch_size: int = 8) -> list[Score]:
+    """Score texts: how probable a model finds each token of them, given those before it.
+
+    The first token is not predicted, as in the loss of `transformers`. Of a text longer than the model's context C, the
+    tokens after the first C + 1 are predicted from more than C/2 and at most C tokens before them: windows of C tokens
+    begin ⌊C/2⌋ tokens apart, and each scores what those before it have not.
+
+    Args:
+      run: a model, its parameters and its tokenizer, from `attnlab.load`.
+      texts: any number of texts of any lengths.
+      batch_size: windows that are computed side by side.
+
+    Returns:
+      A `Score` for each text.
+
+    Raises:
+      UserError: text that the tokenizer cannot encode.
+      ValueError: a single string, or a run without tokenizer.
+
+    >>> from attnlab.data.tokenizers import ByteTokenizer
+    >>> from attnlab.loading import Run
+    >>> model = nn.GPT(vocab_size=256, num_layers=1, num_heads=2, width=8, context=6)
+    >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    >>> one, = score(Run(model, params, ByteTokenizer(), None), ["twelve bytes"])  # or load("runs/quickstart")
+    >>> one.tokens, one.logprobs.shape, bool(7 < one.bits_per_byte < 9)
+    (11, (11,), True)
+    """
+    if isinstance(texts, str):
+        raise ValueError("texts is a string: give a list of texts")
+    if run.tokenizer is None:
+        raise ValueError("the run has no tokenizer: score token ids with attnlab.generation.scoring.logprobs")
+    ids = [run.tokenizer.encode(text) for text in texts]
+    found = logprobs(run.model, run.params, ids, batch_size=batch_size)
+    return [_score(text, len(tokens), row) for text, tokens, row in zip(texts, ids, found)]
+
+
+def _score(text: str, length: int, logprobs: np.ndarray) -> Score:
+    nats, tokens = -float(logprobs.sum(dtype=np.float64)), len(logprobs)
+    mean = nats / tokens if tokens else math.nan
+    size = len(text.encode())
+    return Score(nats, tokens, mean, mean * length / size / math.log(2) if tokens else math.nan, logprobs)
+
+
+def logprobs(model: GPT, params, texts: Sequence[np.ndarray], *, batch_size: int = 8) -> list[np.ndarray]:
+    """Log-probabilities of the tokens of texts, each given those before it; see `score`.
+
+    Args:
+      model, params: a `GPT` and its variables.
+      texts: int `[length]` each.
+      batch_size: windows that are computed side by side.
+
+    Returns:
+      float32 `[length − 1]` for each text, `[0]` for an empty one.
+
+    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+    >>> params = model.init(jax.random.key(0), np.zeros((1, 1), np.int32))
+    >>> [row.shape for row in logprobs(model, params, [np.arange(10), np.array([3])])]
+    [(9,), (0,)]
+    """
+    found = [np.zeros(max(0, len(text) - 1), np.float32) for text in texts]
+    windows = [(at, start) for at, row in enumerate(found) for start in _starts(len(row), model.context)]
+    # Windows of like lengths side by side, as the shorter are padded.
+    windows.sort(key=lambda window: -min(model.context, len(found[window[0]]) - window[1]))
+    for first in range(0, len(windows), batch_size):
+        batch = windows[first : first + batch_size]
+        length = min(model.context, max(len(found[at]) - start for at, start in batch))
+        tokens = np.zeros((batch_size, min(model.context, 1 << (length - 1).bit_length()) + 1), np.int32)
+        for row, (at, start) in zip(tokens, batch):
+            window = texts[at][start : start + len(row)]
+            row[: len(window)] = window
+        losses = np.asarray(_losses(model, params, tokens[:, :-1], tokens[:, 1:]))
+        for row, (at, start) in zip(losses, batch):
+            done = model.context - _stride(model.context) if start else 0  # by the windows before
+            target = found[at][start + done : start + len(row)]
+            target[:] = -row[done : done + len(target)]
+    return found
+
+
+def _starts(count: int, context: int) -> range:
+    """Starts of the windows over `count` predictions: the first scores `context` of them, the others a stride each."""
+    stride = _stride(context)
+    return range(0, max(1, count - context + stride), stride) if count else range(0)
+
+
+def _stride(context: int) -> int:
+    return max(1, context // 2)
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _losses(model, params, tokens, targets):
+    return model.apply(params, tokens, targets=targets)

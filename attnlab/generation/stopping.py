@@ -1,0 +1,149 @@
+"""Where a text ends: strings that stop it, and tokens that mark its end."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from attnlab.data.tokenizers import Tokenizer
+from attnlab.errors import UserError
+
+# As the models' own tokenizers write it. Shorter names, like "</s>", are words of many texts.
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<|return|>")
+
+
+class StopStrings:
+    """Strings that end a text, whatever tokens they are made of.
+
+    Args:
+      strings: one or more characters each.
+      tokenizer: decodes the tokens.
+
+    Raises:
+      UserError: an empty string, or one that no tokens make.
+
+    >>> from attnlab.data.tokenizers import make
+    >>> tokenizer = make("char", "abc.")
+    >>> stops = StopStrings(["c."], tokenizer)
+    >>> stops.after(tokenizer.encode("abc.ab").tolist(), known=0)  # tokens, those of the stop string included
+    4
+    """
+
+    def __init__(self, strings: Sequence[str], tokenizer: Tokenizer):
+        if isinstance(strings, str):
+            strings = [strings]
+        for string in strings:
+            _check(string, tokenizer)
+        self.strings, self.tokenizer = tuple(strings), tokenizer
+
+    def after(self, tokens: list[int], known: int) -> int | None:
+        """The number of tokens at which the first stop string is complete; None if there is none.
+
+        Args:
+          tokens: all of a text.
+          known: that many of the first tokens hold no stop string.
+        """
+        if self.strings and cut(self.tokenizer.decode(tokens, continues=True), self.strings)[1] is not None:
+            for last in range(known + 1, len(tokens) + 1):
+                if cut(self.tokenizer.decode(tokens[:last], continues=True), self.strings)[1] is not None:
+                    return last
+        return None
+
+
+def cut(text: str, strings: Sequence[str]) -> tuple[str, str | None]:
+    """The text before the first of some strings in it, and that string; the whole text and None if it has none.
+
+    >>> cut("one. two", [" ", "."])
+    ('one', '.')
+    """
+    found = [(at, -len(string), string) for string in strings if (at := text.find(string)) >= 0]
+    return (text[: min(found)[0]], min(found)[2]) if found else (text, None)
+
+
+def before_stop(pieces: Iterable[str], strings: Sequence[str]) -> Iterator[str]:
+    """Pieces of a text up to the first of some strings, held back while they may be the beginning of one.
+
+    >>> list(before_stop(["on", "e.", " ", ".two"], [". .", "xyz"]))
+    ['on', 'e']
+    """
+    held = ""
+    for piece in pieces:
+        held, string = cut(held + piece, strings)
+        safe = len(held) if string else len(held) - max((_begun(held, string) for string in strings), default=0)
+        if safe:
+            yield held[:safe]
+        if string:
+            return
+        held = held[safe:]
+    if held:
+        yield held
+
+
+def _begun(text: str, string: str) -> int:
+    """The number of characters at the end of a text with which a string begins, fewer than all."""
+    return next(n for n in range(min(len(text), len(string) - 1), -1, -1) if text.endswith(string[:n]))
+
+
+def end_tokens(tokenizer: Tokenizer, folder: str | Path | None = None) -> tuple[int, ...]:
+    """Tokens that mark the end of a text.
+
+    Args:
+      tokenizer: one of its tokens may be "<|endoftext|>" or another of `END_OF_TEXT`.
+      folder: of a Hugging Face model, whose generation_config.json or config.json says it in `eos_token_id`.
+
+    Returns:
+      Token ids; none if the model has no such token.
+
+    >>> from attnlab.data.tokenizers import ByteTokenizer
+    >>> end_tokens(ByteTokenizer())
+    ()
+    """
+    for name in ("generation_config.json", "config.json") if folder else ():
+        file = Path(folder) / name
+        ids = _read(file).get("eos_token_id") if file.exists() else None
+        if ids is not None:
+            ids = ids if isinstance(ids, list) else [ids]
+            return tuple(i for i in ids if isinstance(i, int) and 0 <= i < tokenizer.vocab_size)
+    return tuple(sorted({int(ids[0]) for name in END_OF_TEXT if len(ids := _encoded(name, tokenizer)) == 1}))
+
+
+def _read(file: Path) -> dict:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read ({error}): restore it") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _encoded(text: str, tokenizer: Tokenizer) -> list[int]:
+    if tokenizer.kind == "word":  # whose one token for unknown words is not the end of a text
+        return []
+    try:
+        return tokenizer.encode(text).tolist()
+    except UserError:
+        return []
+
+
+def _check(string: str, tokenizer: Tokenizer) -> None:
+    """Raise UserError if no tokens make a stop string."""
+    if not string:
+        raise UserError("a stop string is empty: give one or more characters, or leave it out")
+    try:
+        tokenizer.encode(string)
+    except UserError as error:
+        raise UserError(f"no tokens make the stop string {string!r}: {error}") from error
+    if tokenizer.kind == "word" and not _made_of(string, [tokenizer.decode([i]) for i in range(tokenizer.vocab_size)]):
+        raise UserError(f"no tokens make the stop string {string!r}: the tokenizer has no such words; choose others")
+
+
+def _made_of(string: str, pieces: list[str]) -> bool:
+    """Whether a sequence of pieces contains a string."""
+    if any(string in piece for piece in pieces):
+        return True
+    reached = {n for n in range(1, len(string)) if any(piece.endswith(string[:n]) for piece in pieces)}
+    for start in range(1, len(string)):
+        if start in reached:
+            rest = string[start:]
+            if any(piece.startswith(rest) for piece in pieces):
+                return True
+            reached |= {start + len(piece) for piece in pieces if piece and rest.startswith(piece)}
+    return False

@@ -1,0 +1,92 @@
+"""n-gram drafts: what is guessed, and the same tokens with and without them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnlab.generation.decoding import generate
+from attnlab.generation.drafts import Lookup
+from attnlab.nn import GPT
+
+PROMPTS = [np.array(prompt) for prompt in ([1], [1, 2, 3, 4] * 3, np.arange(13) % 11)]
+
+
+@functools.cache
+def gpt(positions):
+    model = GPT(vocab_size=11, num_layers=2, num_heads=2, width=16, context=16, positions=positions)
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    return model, jax.tree.map(lambda x: 5 * x if x.ndim > 1 else x, params)  # for clear differences of the logits
+
+
+def propose(text, count):
+    guessed, found = Lookup.of([list(text)]).propose(count)
+    return guessed[0].tolist(), bool(found[0])
+
+
+def test_draft_is_what_followed_the_longest_and_latest_occurrence():
+    assert propose([1, 2, 3, 4, 7, 5, 2, 3, 4, 8, 1, 2, 3, 4], 2) == ([7, 5], True)
+    assert propose([1, 2, 3, 4, 7, 9, 1, 2, 3, 4, 8, 5, 1, 2, 3, 4], 2) == ([8, 5], True)
+
+
+def test_draft_beyond_the_end_repeats_the_period():
+    assert propose([9, 5, 6, 7, 5, 6, 7, 5, 6, 7], 5) == ([5, 6, 7, 5, 6], True)
+    assert propose([3] * 6, 4) == ([3] * 4, True)
+
+
+@pytest.mark.parametrize("text", [[5], [1, 2, 3], [1, 2, 3, 9, 1, 2, 3], list(range(20))])
+def test_short_occurrences_are_not_used(text):
+    assert not propose(text, 3)[1]
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary", "alibi"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0, "end": (3,)},
+        {"temperature": 0.3, "repetition_penalty": 1.1, "top_p": 0.95, "num_samples": 2},
+    ],
+    ids=["greedy", "drawn"],
+)
+def test_drafts_change_no_token(positions, options):
+    """Several times the context: with learned positions it is read again, the others roll."""
+    plain, drafted = (
+        np.stack(list(generate(*gpt(positions), PROMPTS, 60, draft=draft, **options))) for draft in (0, 5)
+    )
+    np.testing.assert_array_equal(plain, drafted)
+
+
+def test_draft_that_is_right_is_kept_in_one_pass():
+    """A model whose text repeats itself takes fewer passes than tokens."""
+    model = GPT(vocab_size=3, num_layers=1, num_heads=1, width=4, context=64, positions="none", mlp_ratio=0)
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    params = jax.tree.map(jnp.zeros_like, params)  # all logits are 0: the first token is the most likely, for ever
+    passes = 0
+
+    def count(*_):
+        nonlocal passes
+        passes += 1
+
+    class Counting(GPT):
+        def __call__(self, tokens, **options):
+            jax.debug.callback(count)
+            return super().__call__(tokens, **options)
+
+    counting = Counting(
+        **{name: getattr(model, name) for name in GPT.__dataclass_fields__ if name not in ("parent", "name")}
+    )
+    drawn = np.concatenate(list(generate(counting, params, np.array([0]), 60, temperature=0.0, draft=9)))
+    jax.effects_barrier()
+    assert drawn.tolist() == [0] * 60
+    assert (
+        passes <= 1 + 4 + 7 + 3
+    )  # the prompt; 4 tokens until an occurrence is long enough; 10 a pass; loops end early
+
+
+def test_more_drafts_than_the_context_are_cut():
+    plain, drafted = (
+        np.stack(list(generate(*gpt("learned"), PROMPTS[:1], 20, temperature=0.0, draft=draft))) for draft in (0, 64)
+    )
+    np.testing.assert_array_equal(plain, drafted)

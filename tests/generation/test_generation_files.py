@@ -1,0 +1,82 @@
+"""Prompts from files, and JSONL files of texts that appear when they are complete."""
+
+import io
+import json
+
+import pytest
+
+from attnlab.errors import UserError
+from attnlab.generation.files import Records, read_prompts
+
+
+def test_prompts_are_the_lines_of_a_file(tmp_path, monkeypatch):
+    (tmp_path / "prompts.txt").write_text("one\r\n\n two \u2028x\n")
+    assert read_prompts(str(tmp_path / "prompts.txt")) == ["one", " two \u2028x"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\nb"))
+    assert read_prompts("-") == ["a", "b"]
+
+
+def test_prompts_are_fields_of_a_jsonl_file(tmp_path):
+    lines = [{"prompt": "one\ntwo", "id": 3}, {"prompt": ""}]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    assert read_prompts(str(tmp_path / "prompts.jsonl")) == ["one\ntwo", ""]
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("nowhere.txt", None, "nowhere.txt cannot be read: No such file"),
+        ("a.txt", b"\xff\xfe", "cannot be read: it is not UTF-8"),
+        ("a.txt", b"\n \n", "holds no prompt: give one a line"),
+        ("a.jsonl", b'{"prompt": "x"}\nplain\n', 'a.jsonl, line 2: expected {"prompt": "a text", …}, found \'plain\''),
+        ("a.jsonl", b'{"text": "x"}', "a.jsonl, line 1: expected"),
+        ("a.jsonl", b'["x"]', "a.jsonl, line 1: expected"),
+        ("a.jsonl", b'{"prompt": 3}', "a.jsonl, line 1: expected"),
+    ],
+)
+def test_file_of_another_form_is_one_line(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as error:
+        read_prompts(str(tmp_path / name))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_interrupted_records_go_on_after_the_last_whole_group(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with pytest.raises(KeyboardInterrupt), Records(path, {"seed": 0}, group=2) as records:
+        records.write({"n": 0}, {"n": 1})
+        records.write({"n": 2})
+        raise KeyboardInterrupt
+    assert not path.exists()
+    (part,) = tmp_path.iterdir()
+    part.write_bytes(part.read_bytes() + b'{"n": 3')  # as a kill leaves it
+    with Records(path, {"seed": 0}, group=2) as records:
+        assert records.count == 2
+        records.write({"n": 2}, {"n": 3})
+    assert [json.loads(line)["n"] for line in path.read_text().splitlines()] == [0, 1, 2, 3]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_other_settings_begin_anew(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with pytest.raises(KeyboardInterrupt), Records(path, {"seed": 0}) as records:
+        records.write({"n": 0})
+        raise KeyboardInterrupt
+    with Records(path, {"seed": 1}) as records:
+        assert records.count == 0
+    assert path.read_text() == ""
+
+
+def test_existing_file_is_never_overwritten(tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.write_text("mine")
+    with pytest.raises(UserError, match="out.jsonl exists: give a new file"):
+        Records(path, {})
+    with pytest.raises(UserError, match="there is no folder .*: create it"):
+        Records(tmp_path / "no" / "out.jsonl", {})
+    path.unlink()
+    with pytest.raises(UserError, match="exists by now: the texts are in"), Records(path, {}) as records:
+        records.write({"n": 0})
+        path.write_text("mine")
+    assert path.read_text() == "mine"

@@ -1,0 +1,101 @@
+"""Stop strings and end-of-text tokens."""
+
+import json
+
+import pytest
+import tokenizers as huggingface
+
+from attnlab.data.tokenizers import TrainedTokenizer, make
+from attnlab.errors import UserError
+from attnlab.generation.stopping import StopStrings, before_stop, cut, end_tokens
+
+TEXT = "low lower lowest, or so. <|endoftext|>\n\n" * 30
+
+
+@pytest.mark.parametrize("kind", ["char", "byte", "word", "bpe", "wordpiece"])
+def test_stop_string_is_found_whatever_the_tokens(kind):
+    tokenizer = make(kind, TEXT, vocab_size=300)
+    tokens = tokenizer.encode("lower lowest, or so. lower").tolist()
+    last = StopStrings(["st, o", "nowhere"] if kind in ("byte", "bpe") else ["st, o"], tokenizer).after(tokens, known=0)
+    assert "st, o" in tokenizer.decode(tokens[:last]) and "st, o" not in tokenizer.decode(tokens[: last - 1])
+
+
+def test_text_without_stop_string_goes_on():
+    tokenizer = make("char", TEXT)
+    tokens = tokenizer.encode("low, or lower").tolist()
+    assert StopStrings(["so", "\n"], tokenizer).after(tokens, known=0) is None
+    assert StopStrings([], tokenizer).after(tokens, known=0) is None
+
+
+def test_of_several_stop_strings_the_first_cuts():
+    assert cut("a b.c", [".", " b"]) == ("a", " b")
+    assert cut("a b.c", ["b.", "b"]) == ("a ", "b.")
+    assert cut("a", ["b"]) == ("a", None)
+
+
+@pytest.mark.parametrize("stop", [["END"], ["ENDE", "N", "xEN"], ["y"], ["EEND"]])
+@pytest.mark.parametrize("text", ["one ENENDED", "xE", "ENDEND", "xEEEND.", "nothing"])
+def test_streamed_text_is_the_text_before_the_stop_string(text, stop):
+    """In pieces of one character and of several; nothing printed has to be taken back."""
+    for size in (1, 2, 5):
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        streamed = "".join(before_stop(pieces, stop))
+        if size == 1:
+            first = min((text.find(s) + len(s) for s in stop if s in text), default=len(text))
+            assert streamed == cut(text[:first], stop)[0]
+        assert not any(s in streamed for s in stop) and text.startswith(streamed)
+
+
+def test_streaming_ends_at_the_stop_string():
+    pieces = iter("one. two")
+    assert "".join(before_stop(pieces, ["."])) == "one"
+    assert "".join(pieces) == " two"
+
+
+@pytest.mark.parametrize(
+    "kind, stop, message",
+    [
+        ("char", "", "a stop string is empty: give one or more characters"),
+        ("char", "日", "no tokens make the stop string '日': '日': characters not in the tokenizer's vocabulary"),
+        ("wordpiece", "Q", "no tokens make the stop string 'Q'"),
+        ("word", "lo", None),
+        ("word", "we", None),  # in "lower"
+        ("word", "r l", None),  # "lower", " ", "low"
+        ("word", "so. low", None),
+        ("word", "horse", "no tokens make the stop string 'horse': the tokenizer has no such words"),
+        ("word", "r  l", None),  # white space is drawn twice
+        ("word", "r;l", "no tokens make the stop string 'r;l'"),
+        ("byte", "日", None),
+    ],
+)
+def test_stop_string_that_no_tokens_make_is_one_line(kind, stop, message):
+    tokenizer = make(kind, TEXT.replace("\n\n", "\n"), vocab_size=300)
+    if message is None:
+        StopStrings([stop], tokenizer)
+    else:
+        with pytest.raises(UserError, match=message.replace("(", "\\(")) as error:
+            StopStrings([stop], tokenizer)
+        assert "\n" not in str(error.value)
+
+
+def test_end_of_text_is_the_tokenizers():
+    content = make("bpe", TEXT, vocab_size=300).to_dict()["tokenizer"]
+    pretrained = huggingface.Tokenizer.from_str(json.dumps(content))
+    pretrained.add_special_tokens(["<|endoftext|>"])
+    tokenizer = TrainedTokenizer("bpe", pretrained)
+    (end,) = end_tokens(tokenizer)
+    assert tokenizer.decode([end]) == "<|endoftext|>"
+    for kind in ("char", "byte", "word", "bpe", "wordpiece"):
+        assert end_tokens(make(kind, TEXT, vocab_size=300)) == ()
+
+
+def test_end_of_text_is_the_folders(tmp_path):
+    tokenizer = make("byte", "")
+    assert end_tokens(tokenizer, tmp_path) == ()
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
+    assert end_tokens(tokenizer, tmp_path) == (7,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 9, 5000]}))
+    assert end_tokens(tokenizer, tmp_path) == (8, 9)  # 5000 is no token of this vocabulary
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(UserError, match="generation_config.json cannot be read"):
+        end_tokens(tokenizer, tmp_path)

@@ -1,0 +1,101 @@
+"""Scores of given texts: by the definition, with windows beyond the context, and beside transformers' loss."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import attnlab
+from attnlab.data.tokenizers import make
+from attnlab.generation.scoring import logprobs
+from attnlab.loading import Run
+from attnlab.nn import GPT, stack_layers
+
+
+@functools.cache
+def gpt(context=8):
+    model = GPT(vocab_size=256, num_layers=2, num_heads=2, width=16, context=context)
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    return model, jax.tree.map(lambda x: 5 * x if x.ndim > 1 else x, params)
+
+
+def run(**options):
+    return Run(*gpt(**options), make("byte", ""), None)
+
+
+def expected_logprobs(ids, context):
+    """By the rule of `score`: one pass for each token, over what it is predicted from."""
+    model, params = gpt()
+    full = jax.jit(lambda tokens: jax.nn.log_softmax(model.apply(params, tokens)[0]))
+    found = []
+    for at in range(1, len(ids)):
+        start = 0
+        while start + context < at:
+            start += context // 2
+        window = jnp.zeros((1, context), jnp.int32).at[0, : at - start].set(ids[start:at])
+        found.append(full(window)[at - start - 1, ids[at]])
+    return np.array(found)
+
+
+@pytest.mark.parametrize("length", [1, 2, 8, 9, 10, 12, 13, 14, 30])
+def test_every_token_is_scored_once_by_the_rule_of_windows(length):
+    ids = np.random.default_rng(length).integers(0, 256, length).astype(np.int32)
+    (found,) = logprobs(*gpt(), [ids], batch_size=2)
+    # float32's last bits, of log-probabilities of about 10
+    np.testing.assert_allclose(found, expected_logprobs(ids, 8), atol=1e-5)
+
+
+def test_texts_of_any_lengths_are_scored_as_alone():
+    texts = ["", "a", "two", "a text longer than the context of eight", "ñandú"]
+    together = attnlab.score(run(), texts, batch_size=3)
+    for text, one in zip(texts, together):
+        (alone,) = attnlab.score(run(), [text], batch_size=3)
+        assert one.tokens == alone.tokens == max(0, len(text.encode()) - 1)
+        np.testing.assert_allclose(one.logprobs, alone.logprobs, atol=1e-5)
+    assert attnlab.score(run(), []) == []
+
+
+def test_score_adds_up():
+    (score,) = attnlab.score(run(), ["ñandú y más"])
+    assert score.tokens == len(score.logprobs) == 13
+    np.testing.assert_allclose(score.nats, -score.logprobs.sum(dtype=np.float64), rtol=1e-12)
+    np.testing.assert_allclose(score.nats_per_token, score.nats / 13, rtol=1e-12)
+    np.testing.assert_allclose(score.bits_per_byte, score.nats / 13 / math.log(2), rtol=1e-12)  # a token a byte
+    (short,) = attnlab.score(run(), ["a"])
+    assert short.tokens == 0 and math.isnan(short.bits_per_byte)
+
+
+def test_stacked_layers_give_the_same_scores():
+    model, params = gpt()
+    stacked = Run(model, {"params": stack_layers(params["params"])}, make("byte", ""), None)
+    (one,), (other,) = attnlab.score(run(), ["twelve bytes"]), attnlab.score(stacked, ["twelve bytes"])
+    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+def test_scores_equal_transformers_loss():
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64, "vocab_size": 256}
+    config = transformers.GPT2Config(**sizes, initializer_range=0.2, bos_token_id=0, eos_token_id=0)
+    peer = transformers.GPT2LMHeadModel(config).eval()
+    loaded = Run(*attnlab.interop.huggingface.from_hf(peer), make("byte", ""), None)
+    texts = ["a text that fits the context", "and another, with an ñ"]
+    for text, score in zip(texts, attnlab.score(loaded, texts)):
+        ids = torch.tensor(loaded.tokenizer.encode(text).astype(np.int64))[None]
+        with torch.no_grad():
+            loss = peer(input_ids=ids, labels=ids).loss
+        assert abs(score.nats_per_token - float(loss)) < 1e-5 and float(loss) > 5.6
+
+
+def test_single_string_is_rejected(own_errors):
+    with pytest.raises(ValueError, match="texts is a string: give a list of texts"):
+        attnlab.score(run(), "a text")
+
+
+def test_run_without_tokenizer_is_rejected():
+    with pytest.raises(ValueError, match="the run has no tokenizer: score token ids"):
+        attnlab.score(Run(*gpt(), None, None), ["a text"])

@@ -1,0 +1,66 @@
+"""Steps of decoding: few queries against many keys, of which some are hidden by values that are traced."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnlab.masks import Padding
+from attnlab.ops import attention, few_queries
+
+LENGTHS = np.array([7, 40])
+
+
+def sample(queries, heads, kv_heads, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = ((2, queries, heads, 8), (2, 40, kv_heads, 8), (2, 40, kv_heads, 6))
+    return [jnp.asarray(rng.normal(size=shape)) for shape in shapes]
+
+
+@jax.jit
+def step(q, k, v, lengths):
+    return attention.attention(q, k, v, Padding(lengths), impl="dense", return_lse=True)
+
+
+def one_by_one(q, k, v, lengths):
+    """The same without hidden keys, a head of an example at a time."""
+    group = q.shape[2] // k.shape[2]
+    out, lse = np.zeros((*q.shape[:3], v.shape[-1])), np.zeros(q.shape[:3])
+    for b, length in enumerate(lengths):
+        for h in range(q.shape[2]):
+            s = q[b, :, h] @ k[b, :length, h // group].T * q.shape[-1] ** -0.5
+            lse[b, :, h] = jax.nn.logsumexp(s, axis=-1)
+            out[b, :, h] = np.exp(s - lse[b, :, h, None]) @ v[b, :length, h // group]
+    return out, lse
+
+
+@pytest.mark.parametrize("queries, heads, kv_heads", [(1, 4, 4), (1, 4, 2), (3, 6, 2), (2, 1, 1), (1, 3, 1)])
+def test_steps_of_few_queries_match_heads_one_by_one(float64, queries, heads, kv_heads):
+    q, k, v = sample(queries, heads, kv_heads)
+    assert few_queries.pays(q, k)
+    for found, expected in zip(step(q, k, v, LENGTHS), one_by_one(q, k, v, LENGTHS)):
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_hidden_keys_that_are_not_finite_change_neither_result_nor_gradient(float64, poison):
+    """The poison lies behind the first example's length, where the second has keys."""
+    q, k, v = sample(1, 4, 2)
+    poisoned = [x.at[0, 7:].set(poison) for x in (k, v)]
+
+    @functools.partial(jax.grad, argnums=(0, 1, 2))
+    def gradients(q, k, v):
+        return jnp.sin(step(q, k, v, LENGTHS)[0]).sum()
+
+    for found, expected in zip(step(q, *poisoned, LENGTHS), step(q, k, v, LENGTHS)):
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+    for found, expected in zip(gradients(q, *poisoned), gradients(q, k, v)):
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_nan_in_a_key_that_is_seen_reaches_its_own_heads_alone(float64):
+    q, k, v = sample(1, 4, 2)
+    found = np.isnan(step(q, k.at[0, 3, 1].set(np.nan), v, LENGTHS)[0]).any(axis=(1, 3))
+    np.testing.assert_array_equal(found, [[False, False, True, True], [False] * 4])

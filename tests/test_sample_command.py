@@ -1,0 +1,123 @@
+"""The sampling command: prompts from files, JSONL, stop strings, drafts, scores; mistakes are one line."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+import attnlab
+from attnlab import sample, train
+from attnlab.generation.drawing import Draw
+from attnlab.generation.texts import complete
+
+TEXT = "el perro persiguió al gato y lo atrapó. " * 100
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sampling")
+    (folder / "text.txt").write_text(TEXT)
+    tiny = ["steps=20", "model.num_layers=1", "model.width=16", "model.context=16", "batch_size=4", "eval.windows=4"]
+    options = [f"--config.{option}" for option in [*tiny, f"data.path={folder}/text.txt", "log.tensorboard=False"]]
+    assert train.main(["train", "--config=quickstart", f"--workdir={folder}/run", *options]) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def command(workdir, capsys):
+    """Runs the command; returns what it printed."""
+
+    def run(*options: str, code: int = 0) -> str:
+        capsys.readouterr()
+        assert sample.main(["sample", f"--workdir={workdir}", *options]) == code
+        out, err = capsys.readouterr()
+        return err if code else out
+
+    return run
+
+
+def test_prompts_of_a_file_become_lines_of_json(command, tmp_path, workdir):
+    (tmp_path / "prompts.txt").write_text("el perro\ny lo\nal gato y lo atrapó. el \n")
+    options = ["--max_tokens=12", "--num_samples=2", "--batch_size=4", "--seed=3"]
+    command(f"--prompts={tmp_path}/prompts.txt", f"--out={tmp_path}/out.jsonl", *options)
+    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    prompts = ["el perro", "y lo", "al gato y lo atrapó. el "]
+    assert [(record["prompt"], record["sample"]) for record in records] == [(p, n) for p in prompts for n in (0, 1)]
+    run = attnlab.load(workdir)
+    for record in records:
+        assert set(record) == {"prompt", "sample", "text", "tokens", "logprobs", "stopped_by"}
+        assert record["stopped_by"] == "max_tokens" and len(record["tokens"]) == len(record["logprobs"]) == 12
+        assert run.tokenizer.decode(record["tokens"]) == record["text"]
+    printed = command("--prompt=y lo", *options).split("-" * 80 + "\n")
+    assert printed == [f"{record['prompt']}{record['text']}\n" for record in records[2:4]]
+    several = command(f"--prompts={tmp_path}/prompts.txt", *options).split("-" * 80 + "\n")
+    assert several == [f"{record['prompt']}{record['text']}\n" for record in records]
+    assert "out.jsonl exists: give a new file" in command("--prompt=x", f"--out={tmp_path}/out.jsonl", code=2)
+
+
+def test_interrupted_file_is_that_of_an_undisturbed_run(command, tmp_path, monkeypatch):
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("el", "y lo", "al")))
+    options = [f"--prompts={tmp_path}/prompts.jsonl", "--max_tokens=12", "--batch_size=1"]
+    command(*options, f"--out={tmp_path}/whole.jsonl")
+
+    def interrupted(*args, **kwargs):
+        for count, done in enumerate(complete(*args, **kwargs)):
+            if count == 2:
+                raise KeyboardInterrupt
+            yield done
+
+    monkeypatch.setattr(sample, "complete", interrupted)
+    command(*options, f"--out={tmp_path}/out.jsonl", code=130)
+    monkeypatch.undo()
+    command(*options, f"--out={tmp_path}/out.jsonl")
+    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_stop_string_is_not_printed(command, workdir):
+    options = ["--prompt=el perro", "--max_tokens=60", "--temperature=1"]
+    free = command(*options)
+    for stop in (free[14:17], free[12:13]):
+        text = command(*options, f"--stop={stop}", "--stop=perro perro perro")
+        assert text == free[: free.index(stop, 8)] + "\n"
+    (done,) = complete(attnlab.load(workdir), ["el perro"], 60, draw=Draw(), stop=[free[14:17]])
+    assert done.stopped_by == "stop" and "el perro" + done.text == free[: free.index(free[14:17], 8)]
+    assert len(done.tokens) == len(done.text) + 3
+
+
+def test_drafts_and_batch_sizes_change_no_text(command):
+    options = ["--prompt=el perro persiguió al gato y lo atrapó. el perro", "--max_tokens=40", "--temperature=0.3"]
+    assert command(*options) == command(*options, "--draft=6")
+
+
+def test_score_prints_nats_and_bits(command, tmp_path, workdir):
+    (tmp_path / "text.txt").write_text(TEXT[:100])
+    (score,) = attnlab.score(attnlab.load(workdir), [TEXT[:100]])
+    nats, _, _, _, bits, *_ = command(f"--score={tmp_path}/text.txt").split()
+    assert abs(float(nats) - score.nats_per_token) < 1e-4 and abs(float(bits) - score.bits_per_byte) < 1e-4
+    size = len(TEXT[:100].encode())
+    np.testing.assert_allclose(score.bits_per_byte, score.nats_per_token * 100 / size / math.log(2))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--stop=日"], "no tokens make the stop string '日'"),
+        (["--stop="], "a stop string is empty"),
+        (["--min_p=2"], "--min_p=2.0: expected a number from 0 to 1"),
+        (["--repetition_penalty=0"], "--repetition_penalty=0.0: expected a number above 0"),
+        (["--draft=-1"], "--draft=-1: expected 0 to 64"),
+        (["--batch_size=0"], "--batch_size=0: expected 1 or more"),
+        (["--prompt=a", "--prompts=b"], "--prompt and --prompts exclude each other"),
+        (["--score=b", "--prompt=a"], "--score and --prompt exclude each other"),
+        (["--score=/no/such/file"], "--score=/no/such/file cannot be read: No such file"),
+        (["--prompts=/no/such/file"], "--prompts=/no/such/file cannot be read: No such file"),
+        (["--prompt=a", "--out=/no/such/folder/x.jsonl"], "there is no folder /no/such/folder: create it"),
+        (["--prompt=Q"], "'Q': characters not in the tokenizer's vocabulary"),
+        (["--prompts={prompts}"], "'日': characters not in the tokenizer's vocabulary"),
+    ],
+)
+def test_mistake_is_one_line(command, tmp_path, options, message):
+    (tmp_path / "prompts.txt").write_text("el\n日\n")
+    line = command(*(option.format(prompts=tmp_path / "prompts.txt") for option in options), code=2)
+    assert message in line and line.startswith("error: ") and line.count("\n") == 1
