@@ -5,10 +5,12 @@ import typing as _typing
 
 if _typing.TYPE_CHECKING:
     from attnlab import interop, masks, nn, score_mods, see
+    from attnlab.generation.scoring import score
     from attnlab.loading import load
     from attnlab.ops.attention import attention, attention_weights, explain, implementations, merge
     from attnlab.ops.context import context_parallel
     from attnlab.ops.linear import LinearState, linear_attention
+    from attnlab.runs import metrics
 
 __all__ = [
     "LinearState",
@@ -22,7 +24,9 @@ __all__ = [
     "load",
     "masks",
     "merge",
+    "metrics",
     "nn",
+    "score",
     "score_mods",
     "see",
 ]
@@ -32,7 +36,8 @@ __version__ = "0.1.0"
 # Names are imported when they are first used: a command can then answer, or restart itself, before it loads JAX.
 _MODULES = dict.fromkeys(("attention", "attention_weights", "explain", "implementations", "merge"), "ops.attention")
 _MODULES["context_parallel"] = "ops.context"
-_MODULES |= {"LinearState": "ops.linear", "linear_attention": "ops.linear", "load": "loading"}
+_MODULES |= {"LinearState": "ops.linear", "linear_attention": "ops.linear", "load": "loading", "metrics": "runs"}
+_MODULES["score"] = "generation.scoring"
 
 
 def __getattr__(name: str):

@@ -11,8 +11,12 @@ from ml_collections import ConfigDict, config_dict
 
 from attnlab.data import tokenizers
 from attnlab.errors import UserError
-from attnlab.nn.gpt import ACTIVATIONS, POSITIONS, check_shape
+from attnlab.nn.block import NORM_AT
+from attnlab.nn.fields import POSITIONS, check_shape
 from attnlab.nn.layers import REMAT
+from attnlab.nn.mlp import ACTIVATIONS, MLPS
+from attnlab.nn.norms import NORMS
+from attnlab.nn.rotations import SCALINGS
 
 # Valid values: the minimum of integers, the ends of ranges, the names of choices.
 _MINIMA = {
@@ -24,14 +28,17 @@ _MINIMA = {
     "model.num_layers": 1,
     "model.num_heads": 1,
     "model.kv_heads": 1,
+    "model.head_dim": 1,
     "model.width": 1,
     "model.context": 1,
     "model.vocab_size": 1,
     "model.window": 1,
+    "model.rotary.original_context": 0,
     "optimizer.warmup_steps": 0,
     "optimizer.accumulation": 1,
     "eval.every": 1,
     "eval.windows": 1,
+    "eval.patience": 0,
     "sample.every": 0,
     "sample.length": 1,
     "checkpoint.every": 1,
@@ -42,29 +49,60 @@ _MINIMA = {
 }
 _RANGES = {
     "model.dropout": (0, 0.999),
-    "model.mlp_ratio": (1e-3, 1e3),
+    "model.mlp_ratio": (0, 1e3),
     "model.soft_cap": (1e-3, 1e6),
+    "model.logit_cap": (1e-3, 1e6),
+    "model.logit_scale": (1e-6, 1e6),
+    "model.embedding_scale": (1e-6, 1e6),
+    "model.score_scale": (1e-9, 1e6),
+    "model.local_base": (1e-3, 1e12),
+    "model.rotary.base": (1e-3, 1e12),
+    "model.rotary.fraction": (1e-6, 1),
+    "model.rotary.factor": (1, 1e6),
+    "model.rotary.slow_turns": (1e-6, 1e6),
+    "model.rotary.fast_turns": (1e-6, 1e6),
+    "model.rotary.attention_factor": (1e-6, 1e6),
     "model.norm_epsilon": (1e-30, 1),
     "optimizer.learning_rate": (1e-30, 1e30),
     "optimizer.final_fraction": (0, 1),
     "optimizer.b1": (0, 0.999999),
     "optimizer.b2": (0, 0.999999),
+    "optimizer.b2_halflife": (0, 1e18),
+    "optimizer.decay_fraction": (0, 1),
+    "optimizer.muon_learning_rate": (1e-30, 1e30),
+    "optimizer.muon_momentum": (0, 0.999999),
+    "optimizer.ema": (0, 0.9999999),
     "optimizer.weight_decay": (0, 1e30),
     "optimizer.clip_norm": (1e-30, 1e30),
     "log.peak_tflops": (0, 1e6),
 }
 _CHOICES = {
-    "precision": ("float32", "bfloat16"),
+    "precision": ("auto", "float32", "bfloat16"),
     "on_nonfinite": ("stop", "skip"),
     "data.tokenizer": (*tokenizers.KINDS, "pretrained"),
     "data.packing": ("stream", "documents"),
     "model.positions": POSITIONS,
     "model.activation": tuple(ACTIVATIONS),
+    "model.mlp": MLPS,
+    "model.norm": NORMS,
+    "model.norm_at": NORM_AT,
+    "model.rotary.scaling": SCALINGS,
     "model.remat": REMAT,
     "model.impl": ("auto", "blockwise", "dense"),  # kernels support only some calls of a run: "auto" picks them
+    "optimizer.name": ("adamw", "muon", "lion", "sgd"),
+    "optimizer.schedule": ("cosine", "linear", "constant"),
     "parallel.strategy": ("pmap", "mesh"),
 }
-_FLAGS = ("model.scan",)  # True, False, or None to choose
+# True, False, or None to choose.
+_FLAGS = ("model.scan", "model.attention_bias", "model.qkv_bias")
+_OPTIONAL_NUMBERS = (  # or None
+    "model.soft_cap",
+    "model.logit_cap",
+    "model.score_scale",
+    "model.local_base",
+    "model.rotary.fast_turns",
+    "model.rotary.attention_factor",
+)
 # A run may be resumed with other values of these: they change how it runs, not what it computes. A text may move: its
 # content is compared by sha256, and so is that of a mixture, with its weights.
 FREE_TO_CHANGE = (
@@ -74,6 +112,7 @@ FREE_TO_CHANGE = (
     "data.path",
     "data.mixture",
     "data.store",
+    "eval.patience",
     "model.remat",
     "model.scan",
 )
@@ -91,8 +130,10 @@ def default() -> ConfigDict:
     config.seed = 0  # of initialisation, data order and dropout
     config.batch_size = 12  # sequences per update, over all devices and accumulation steps
     config.on_nonfinite = "stop"  # at a loss or gradient that is not finite: stop, or skip the update
-    config.precision = "float32"  # of the computation: float32 or bfloat16; parameters are always float32
-    # Start from these weights instead of random ones: the workdir of a run, or a folder with a Hugging Face GPT-2. Its
+    # Of the computation: float32, bfloat16, or auto for the one that the hardware multiplies faster, which config.json
+    # then names. Parameters are always float32.
+    config.precision = "auto"
+    # Start from these weights instead of random ones: the workdir of a run, or a folder with a Hugging Face model. Its
     # tokenizer and the shape of its model are used; how to train it (dropout, remat, scan, impl), and a context shorter
     # than its own, are set here.
     config.init_from = ""
@@ -103,6 +144,7 @@ def default() -> ConfigDict:
     config.eval = ConfigDict()
     config.eval.every = 250  # steps
     config.eval.windows = 2048  # scored per evaluation, at most; a text with fewer is scored completely
+    config.eval.patience = 0  # evaluations without a lower validation loss that end the run; 0 for none
     config.sample = ConfigDict()
     config.sample.every = 1000  # steps; 0 for the end only
     config.sample.length = 400  # tokens
@@ -139,17 +181,36 @@ def _model() -> ConfigDict:
     model.num_heads = 4
     model.kv_heads = config_dict.placeholder(int)  # heads of keys and values; None for num_heads
     model.width = 128
+    model.head_dim = config_dict.placeholder(int)  # features of a head; None for width / num_heads
     model.context = 64  # tokens per sequence
     model.vocab_size = config_dict.placeholder(int)  # None for the tokenizer's; a larger one pads it
     model.dropout = 0.0
     model.positions = "rotary"  # learned, sinusoidal, rotary, alibi or none
+    model.rotary = _rotary()
     model.window = config_dict.placeholder(int)  # positions to attend to; None for all previous ones
+    model.pattern = ""  # "local" or "global" for each layer, repeated, e.g. "local local global"; empty for one kind
+    model.local_base = config_dict.placeholder(float)  # rotary base of local layers; None for that of all
     model.soft_cap = config_dict.placeholder(float)  # limit of attention logits; None for none
+    model.score_scale = config_dict.placeholder(float)  # of attention logits; None for 1/√head_dim
+    model.sinks = False  # a learned extra logit for each head
     model.qk_norm = True  # keeps large learning rates stable (Henry et al. 2020)
-    model.use_bias = False
-    model.mlp_ratio = 4.0  # width of the feed-forward layer over the model's
-    model.activation = "gelu_tanh"  # of the feed-forward layer: gelu_tanh, gelu, relu or silu
+    model.qk_norm_joint = False  # over the features of all heads together
+    model.use_bias = False  # of linear layers and of layer norms
+    model.attention_bias = config_dict.placeholder(bool)  # of attention's layers; None for use_bias
+    model.qkv_bias = config_dict.placeholder(bool)  # of queries, keys and values; None for attention_bias
+    model.mlp_ratio = 4.0  # width of the feed-forward layer over the model's; 0 for attention alone
+    model.mlp = "plain"  # plain or gated
+    model.activation = "gelu_tanh"  # of the feed-forward layer: gelu_tanh, gelu, relu, relu_squared or silu
+    model.norm = "layer"  # layer, rms or rms_plus_one
+    model.norm_at = "before"  # attention and feed-forward layers, after them, or both
     model.norm_epsilon = 1e-5
+    model.value_residual = False  # mix the values of each layer with those of the first
+    model.zero_outputs = False  # the layers that project onto the residual stream start at 0
+    model.bigrams = False  # a table of logits for each last token, of vocab_size² parameters
+    model.tie_embeddings = True  # the output layer is the embedding
+    model.embedding_scale = 1.0  # factor of the embeddings
+    model.logit_scale = 1.0  # factor of the logits
+    model.logit_cap = config_dict.placeholder(float)  # limit of the logits; None for none
     # What of a block is stored for the gradient, the rest being computed again: none (nothing is computed again, in a
     # loop no product is), dots (its matrix products are stored), attention (its input and what attention returns) or
     # block (its input alone: a third more operations and the least memory). On CPUs it needs the loop: without it XLA
@@ -162,16 +223,38 @@ def _model() -> ConfigDict:
     return model
 
 
+def _rotary() -> ConfigDict:
+    rotary = ConfigDict()
+    rotary.base = 10_000.0
+    rotary.fraction = 1.0  # share of a head's features that are rotated
+    # For sequences longer than those of the training: none, linear, llama3 or yarn, see attnlab.nn.Rotary.
+    rotary.scaling = "none"
+    rotary.factor = 1.0  # by which pairs of features are slowed
+    rotary.original_context = 0  # of the training, in tokens, for llama3 and yarn
+    rotary.slow_turns = 1.0  # within that, below which pairs are slowed completely
+    rotary.fast_turns = config_dict.placeholder(float)  # above which they are not; None for 4 (llama3) or 32 (yarn)
+    rotary.attention_factor = config_dict.placeholder(float)  # of yarn; None for 0.1·ln(factor) + 1
+    rotary.truncate = True  # yarn's bounds to whole pairs
+    return rotary
+
+
 def _optimizer() -> ConfigDict:
     optimizer = ConfigDict()
-    optimizer.learning_rate = 5e-3  # at its peak
+    optimizer.name = "adamw"  # adamw, muon, lion or sgd
+    optimizer.learning_rate = 5e-3  # at its peak; with muon, of what is no matrix of a layer
+    optimizer.muon_learning_rate = 0.02  # of those matrices, at its peak
+    optimizer.muon_momentum = 0.95
+    optimizer.schedule = "cosine"  # after the warm-up: cosine, linear or constant
     optimizer.final_fraction = 0.0  # learning rate at the last step, over the peak
+    optimizer.decay_fraction = 0.2  # of all steps: the linear end of a constant schedule
     optimizer.warmup_steps = 100  # at most half of steps
-    optimizer.b1 = 0.9
+    optimizer.b1 = 0.9  # the momentum of sgd
     optimizer.b2 = 0.95
+    optimizer.b2_halflife = 0.0  # in tokens, instead of b2: what it averages then does not depend on batch_size
     optimizer.weight_decay = 0.1  # of kernels and embeddings, not of biases and norms
     optimizer.clip_norm = 1.0  # of the whole gradient
     optimizer.accumulation = 1  # gradients averaged before an update; divides batch_size
+    optimizer.ema = 0.0  # decay of an average of the parameters, to evaluate and to load, e.g. 0.999; 0 for none
     return optimizer
 
 
@@ -247,7 +330,7 @@ def _check_fields(config: ConfigDict) -> None:
         like = expected[field]
         if field in _FLAGS and (value is None or isinstance(value, bool)):
             continue
-        optional = (int, float, type(None)) if field == "model.soft_cap" else (int, type(None))
+        optional = (int, float, type(None)) if field in _OPTIONAL_NUMBERS else (int, type(None))
         types = optional if like is None else (int, float) if isinstance(like, float) else type(like)
         if not isinstance(value, types) or (isinstance(value, bool) and not isinstance(like, bool)):
             raise UserError(f"config.{field} = {value!r}: expected a value like {like!r}")

@@ -17,6 +17,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from attnlab.ops.masks import Mask
+from attnlab.runs import metrics
 
 WEIGHTS = "magma"
 LEVELS = ("#f4f1ea", "#2f6f8f")  # masked, visible
@@ -342,6 +343,39 @@ def training(runs: Mapping[str, Sequence[Mapping]], title: str, *, y: str = "los
         axes.set_xlabel("step (updates)")
         axes.set_ylabel(y)
         axes.legend(frameon=False)
+        return _finished(figure, title)
+
+
+def runs(workdirs, title: str = "Loss of each run", *, y: str = "loss (nats per token)") -> Figure:
+    """Losses of runs over steps: validation as points on a line, training behind them in the same colour.
+
+    Args:
+      workdirs: as for `attnlab.metrics`: a folder, a glob, or several.
+      title: the finding.
+      y: label of the loss axis.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / "metrics.jsonl").write_text('{"step": 10, "split": "val", "loss": 2.5}')
+    >>> len(runs(folder).axes[0].lines)
+    1
+    """
+    columns = metrics(workdirs)
+    names = list(dict.fromkeys(columns["run"]))
+    colors = COLORS if len(names) <= len(COLORS) else plt.get_cmap("viridis")(np.linspace(0, 0.95, len(names)))
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(6.4, 4 + 0.12 * max(0, len(names) - 8)))
+        for color, name in zip(colors, names):
+            labels = [name]  # on the first of the two lines
+            for split, look in (("val", {"marker": "o", "markersize": 3.5}), ("train", {"alpha": 0.35, "zorder": 1})):
+                chosen = (columns["run"] == name) & (columns["split"] == split) & np.isfinite(columns["loss"])
+                if chosen.any():
+                    label = labels.pop() if labels else None
+                    axes.plot(columns["step"][chosen], columns["loss"][chosen], color=color, label=label, **look)
+        axes.set_xlabel("step (updates)")
+        axes.set_ylabel(y)
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False, fontsize=LABEL_SIZE)
         return _finished(figure, title)
 
 

@@ -29,14 +29,15 @@ from attnlab import commands, compilation, pretrained
 from attnlab import config as configs
 from attnlab.data import tokenizers
 from attnlab.errors import UserError
+from attnlab.loading import weights_sha256
 from attnlab.nn import GPT
 from attnlab.sample import generate, prompt_ids
 from attnlab.training import metrics as metrics_lib
 from attnlab.training import parallel as parallel_lib
-from attnlab.training import processes
+from attnlab.training import precision, processes
 from attnlab.training import text as texts
 from attnlab.training import trainer as trainers
-from attnlab.training.checkpoints import Checkpoints, sha256
+from attnlab.training.checkpoints import Checkpoints
 from attnlab.training.experiment import Experiment
 from attnlab.training.state import TrainState
 from attnlab.training.stopping import PreemptionHandler, exit_peer_lost
@@ -75,8 +76,9 @@ def train(
       model: a linen module that replaces the GPT of `config.model`, of which only `context` is then used. It is called
         with int32 tokens `[B, T]`, and in training with `deterministic=False` and a key for each sequence, and returns
         logits `[B, T, V]`: see `Experiment`. It is not sampled from. Pass an equal model when resuming.
-      optimizer: an optax transformation that replaces the AdamW of `config.optimizer`, of which only `accumulation` is
-        then used. Pass an equal optimizer when resuming. It sees layers one by one, unless `config.model.scan` is True.
+      optimizer: an optax transformation that replaces that of `config.optimizer`, of which only `accumulation` and
+        `ema` are then used. Pass an equal optimizer when resuming. It sees layers one by one, unless
+        `config.model.scan` is True.
       on_step: called after every step, in every process, as `on_step(step, metrics)`: the number of updates done, and
         float32 scalars on the devices: `loss` (nats per token) and `grad_norm` before the update, `param_norm` after
         it, and `skipped` if `config.on_nonfinite` is "skip". Reading a metric waits for the step.
@@ -123,14 +125,16 @@ def _train(config, workdir: Workdir, eval_only, preemption, resources, own, on_s
 
     # config
     config, pretrained_tokenizer, metadata = pretrained.completed(config, workdir.path)
+    config.precision = _precision(config, workdir)
     workdir.check_config(config, may_extend=not eval_only)
     metadata |= _user_defined(workdir, **own)
     if eval_only and workdir.previous_run is None:
         raise UserError(f"{workdir} holds no run to evaluate: train first")
     if workdir.previous_run and not eval_only:
-        if _is_finished(workdir, config):
+        if (last := finished_at(workdir, config)) is not None:
             if first_process:
-                print(f"{workdir} is finished ({config.steps} steps): nothing to do")
+                early = "" if last == config.steps else f"; --config.eval.patience=0 goes on to step {config.steps}"
+                print(f"{workdir} is finished ({last} steps): nothing to do{early}")
             return 0
         if first_process:
             workdir.lock()
@@ -175,9 +179,43 @@ def _train(config, workdir: Workdir, eval_only, preemption, resources, own, on_s
     ).run()
 
 
-def _is_finished(workdir: Workdir, config: ConfigDict) -> bool:
+def is_finished(config: ConfigDict, workdir: str | Path) -> bool:
+    """Whether the run of a completed config is in a workdir and finished; nothing is loaded or written.
+
+    Raises:
+      UserError: the folder holds another run, or something else.
+    """
+    workdir = Workdir(workdir)
+    if workdir.previous_run is None:
+        return False
+    config, *_ = pretrained.completed(config.copy_and_resolve_references(), workdir.path)
+    config.precision = _precision(config, workdir)
+    workdir.check_config(config, may_extend=True)
+    return finished_at(workdir, config) is not None
+
+
+def _precision(config: ConfigDict, workdir: Workdir) -> str:
+    """The precision of the previous run, or of the first process' hardware, for "auto"; else as given."""
+    if config.precision != "auto":
+        return config.precision
+    if workdir.previous_run is not None:
+        return configs.from_dict(workdir.previous_run).precision
+    chosen = ("float32", "bfloat16")
+    return chosen[parallel_lib.from_first_process(chosen.index(precision.resolved("auto")))]
+
+
+def finished_at(workdir: Workdir, config: ConfigDict) -> int | None:
+    """The last step of a run that is finished, by its number of steps or by `config.eval.patience`; None if it is not.
+
+    Raises:
+      UserError: its records cannot be read.
+    """
     records = metrics_lib.read(workdir.metrics)
-    return any((record["split"], record["step"]) == ("final", config.steps) for record in records)
+    finals = [record["step"] for record in records if record["split"] == "final"]
+    if config.steps in finals:
+        return config.steps
+    exhausted = metrics_lib.stalled(records, config.eval.patience) and records[-1]["split"] == "final"
+    return finals[-1] if exhausted else None
 
 
 def _user_defined(workdir: Workdir, model, optimizer) -> dict:
@@ -232,19 +270,19 @@ def _state(experiment: Experiment, checkpoints: Checkpoints, workdir: Workdir, s
         return checkpoints.restore(start, experiment.abstract_state), origin
     if not config.init_from:
         return experiment.create_state(), origin
-    params = pretrained.params(config)
-    digest = sha256(params)
+    digest = weights_sha256(Path(config.init_from))
     if previous_run and previous_run.get("init_from_sha256") != digest:
         raise UserError(
             f"config.init_from = {config.init_from} is not what {workdir} started from, and no checkpoint was saved "
             "yet: restore it, or choose a new --workdir"
         )
+    params = pretrained.params(config, experiment.abstract_state.params)
     return experiment.create_state(params), {"init_from_sha256": digest}
 
 
 def _print_evaluation(experiment: Experiment, text: Text, state: TrainState, start, damaged, preemption) -> int:
     """Evaluate a state on the validation text and print the loss; returns the exit code."""
-    scores = trainers.evaluate(experiment, text, state.params, preemption.requested)
+    scores = trainers.evaluate(experiment, text, state.evaluated, preemption.requested)
     if scores is None:
         return preemption.exit_code
     if jax.process_index() == 0:
@@ -289,8 +327,12 @@ def _report_start(experiment: Experiment, text: Text, workdir: Workdir, start: i
         f"{config.data.name}: {text.train_tokens:,} training tokens, {text.validation_tokens:,} validation tokens, "
         f"vocabulary size {text.tokenizer.vocab_size}\n"
         f"{model} of {experiment.parameters:,} parameters on {devices} {jax.devices()[0].platform} "
-        f"device{'s' if devices > 1 else ''} ({parallel.strategy}), into {workdir}"
+        f"device{'s' if devices > 1 else ''} ({parallel.strategy}), in {config.precision}, into {workdir}"
     )
+    if workdir.previous_run and (config.precision, precision.resolved("auto")) == ("bfloat16", "float32"):
+        reporter.print(
+            "the run began in bfloat16, and goes on in it, although this hardware has no instructions for it"
+        )
     if start:
         reporter.print(f"resumed from step {start}")
     elif config.init_from:

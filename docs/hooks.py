@@ -20,6 +20,9 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import lessons  # noqa: E402  (beside this file)
 
+from attnlab.study import registry  # noqa: E402
+from attnlab.study.running import Result  # noqa: E402
+
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 _PAGES = {  # where the site shows what the README links to outside docs/
     "launch/README.md": "guide/clusters.md",
@@ -27,6 +30,7 @@ _PAGES = {  # where the site shows what the README links to outside docs/
     "notebooks": "tutorials/index.md",
 }
 _STUDY = re.compile(r"^\{\{ study (\w+) \}\}$", re.MULTILINE)
+_STUDIES = re.compile(r"^\{\{ studies (\w+) \}\}$", re.MULTILINE)
 
 
 def on_files(files, config):
@@ -44,7 +48,8 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Replaces `{{ study NAME }}` by the study's claim, figure and verdict."""
+    """Replaces `{{ study NAME }}` by its claim, figure and verdict, `{{ studies GROUP }}` by a table of them."""
+    markdown = _STUDIES.sub(lambda found: _studies(getattr(registry, found[1].upper())), markdown)
     return _STUDY.sub(lambda found: _study(found[1]), markdown)
 
 
@@ -104,16 +109,55 @@ def _mathml(formula: str) -> str:
     return convert(html.unescape(formula[2:-2]), display="block" if display else "inline")
 
 
+def _result(name: str) -> Result:
+    """The result of a study's run that `make figures` kept."""
+    result = Result.read(ROOT / "docs" / "images" / "studies", f"{name}.json")
+    if result is None or result.claim != registry.claim(registry.load(name)):
+        raise PluginError(f"docs/images/studies/{name}.json is missing, or of another claim: run `make figures`")
+    return result
+
+
+def _studies(names) -> str:
+    """The table of some studies and their verdicts."""
+    rows = []
+    for name in names:
+        result = _result(name)
+        verdict = "holds" if result.held else "**does not hold**"
+        ran = f"{'fast, ' if result.fast else ''}{_duration(result.seconds)}"
+        rows.append(f"| [{name}](#{name}) | {_cell(result.claim)} | {verdict} | {result.seeds or ''} | {ran} |")
+    return "\n".join(["| study | claim | verdict | seeds | time |", "|---|---|---|---|---|", *rows])
+
+
 def _study(name: str) -> str:
-    """The section of a study, from its docstring and from what `make figures` left."""
-    module = importlib.import_module(f"attnlab.study.{name}")
-    claim, *verdict = (ROOT / "docs" / "images" / "studies" / f"{name}.txt").read_text(encoding="utf-8").splitlines()
-    if claim != module.__doc__.strip().splitlines()[0]:
-        raise PluginError(f"docs/images/studies/{name}.txt is of another claim: run `make figures`")
-    parts = [line.split(maxsplit=1) for line in verdict[1:] if line.startswith("  ")]
-    rows = "\n".join(f"| {text.replace('|', chr(92) + '|')} | {held} |" for held, text in parts)
-    outcome = verdict[0].strip()
+    """The section of a study."""
+    result = _result(name)
+    caption = html.escape(inspect.getdoc(registry.load(name).draw), quote=False)
+    rows = "\n".join(f"| {_cell(text)} | {'held' if held else '**failed**'} |" for held, text in result.parts)
+    outcome = "holds" if result.held else "does not hold"
+    seeds = f"{result.seeds} seed{'s' * (result.seeds != 1)}, " if result.seeds else ""
+    run = f"{'A fast' if result.fast else 'A full'} run: {seeds}{_duration(result.seconds)} on {result.machine}"
+    setup = html.escape(inspect.cleandoc(result.setup)).replace("\n\n", "</p><p>")
     return (
-        f"## {name}\n\n**Claim.** {claim}\n\n![{name}: the measured figure](images/studies/{name}.png)\n\n"
-        f"**Verdict.** In this run {outcome}.\n\n| measured | |\n|---|---|\n{rows}\n"
+        f"### {name}\n\n**Claim.** {result.claim}\n\n![{name}: the measured figure](images/studies/{name}.png)\n\n"
+        f"{caption}\n\n"
+        f"**Verdict.** In this run the claim {outcome}.\n\n| measured | |\n|---|---|\n{rows}\n\n"
+        f"{_quoted(result.quoted)}{run}, JAX {result.versions['jax']}, {result.date}.\n\n"
+        f"<details><summary>How it was measured</summary><p>{setup}</p></details>\n"
     )
+
+
+def _quoted(quoted: list[dict]) -> str:
+    """The table of a paper's numbers beside ours; "" where there are none."""
+    rows = "".join(
+        f"| {_cell(each['what'])} | {_cell(each['ours'])} | {_cell(each['theirs'])} | {_cell(each['source'])} |\n"
+        for each in quoted
+    )
+    return f"| measured | here | paper | source |\n|---|---|---|---|\n{rows}\n" if rows else ""
+
+
+def _cell(text: str) -> str:
+    return html.escape(text, quote=False).replace("|", "\\|")
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

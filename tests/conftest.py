@@ -1,9 +1,11 @@
 """Tests run on four virtual CPU devices, with their own dataset folder."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 # TFDS reads this when it is imported; subprocesses inherit it.
 os.environ["TFDS_DATA_DIR"] = tempfile.mkdtemp(prefix="attnlab-tests-")
@@ -33,6 +35,24 @@ collect_ignore = ["downstream"]  # a user's project: `test_wheel.py` runs its te
 logging.set_verbosity(logging.ERROR)
 settings.register_profile("attnlab", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("attnlab")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def same_precision_on_every_machine():
+    """`config.precision = "auto"` is float32 in this process; processes that tests start are told so by an option."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("attnlab.training.precision._cpu_flags", set)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def room_for_programs():
+    """Drops compiled programs before a worker reaches Linux's limit of memory maps, 65,530, which would end it."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_text().count("\n") > 25_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture

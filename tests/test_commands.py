@@ -96,7 +96,10 @@ def mistake(capsys, command, *arguments):
             [QUICKSTART, "--config.model.impl=flash"],
             r"config.model.impl = 'flash': expected one of auto, blockwise, dense",
         ),
-        ([QUICKSTART, "--config.precision=float8"], r"config.precision = 'float8': expected one of float32, bfloat16"),
+        (
+            [QUICKSTART, "--config.precision=float8"],
+            r"config.precision = 'float8': expected one of auto, float32, bfloat16",
+        ),
         ([QUICKSTART, "--config.model.dropout=1"], r"config.model.dropout = 1.0: expected a number from 0 to 0.999"),
         (
             [QUICKSTART, "--config.optimizer.learning_rate=nan"],

@@ -14,7 +14,9 @@ from attnlab.training import state
 
 REPOSITORY = Path(__file__).parents[1]
 FILES = sorted((REPOSITORY / "configs").glob("*.py"))
-EXPERIMENTS = [(file, ()) for file in FILES] + [(REPOSITORY / "configs" / "sancho.py", (v,)) for v in ("small", "tiny")]
+VARIANTS = (("sancho", "small"), ("sancho", "tiny"), ("speedrun", "fast"))
+EXPERIMENTS = [(file, ()) for file in FILES]
+EXPERIMENTS += [(REPOSITORY / "configs" / f"{name}.py", (variant,)) for name, variant in VARIANTS]
 
 
 def module(file):

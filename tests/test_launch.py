@@ -23,6 +23,7 @@ REPOSITORY = Path(__file__).parents[1]
 LAUNCH = REPOSITORY / "launch"
 FIELDS = {
     "steps": 40,
+    "precision": "float32",
     "batch_size": 8,
     "model.num_layers": 2,
     "model.width": 32,
@@ -122,6 +123,16 @@ def test_two_local_processes_equal_one(alone, tmp_path, options):
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(alone), rtol=1e-6)
     assert [r["step"] for r in records(tmp_path / "run")] == [r["step"] for r in records(alone)]
     assert out.count("training tokens") == 1, "only the first process prints"
+
+
+@pytest.mark.slow
+def test_two_local_processes_end_early_at_the_same_step(tmp_path):
+    """At this learning rate no parameter changes, and so the validation loss does not."""
+    still = FIELDS | {"eval.patience": 2, "optimizer.learning_rate": 1e-30}
+    for expected in ("stopped early at step 30 of 40", "is finished (30 steps): nothing to do"):
+        code, out = run(LAUNCH / "local.sh", 2, *arguments(tmp_path / "run", still))
+        assert code == 0 and out.count(expected) == 1, out
+    assert [r["step"] for r in records(tmp_path / "run") if r["split"] == "final"] == [30]
 
 
 @pytest.mark.slow

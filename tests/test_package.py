@@ -38,10 +38,11 @@ def test_import_loads_no_heavy_dependency():
 LAYERS = {
     "ops": {"types"},
     "nn": {"ops", "types"},
-    "data": {"errors"},
+    "data": {"errors", "types"},
     "config": {"data", "errors", "nn", "ops"},
     "training": {"config", "data", "errors", "nn", "ops", "types"},
     "interop": {"data", "errors", "nn", "ops", "types"},
+    "generation": {"data", "errors", "nn", "ops", "types"},
 }
 
 

@@ -31,6 +31,7 @@ REPOSITORY = Path(__file__).parents[1]
 SMALL = [
     f"--config={REPOSITORY}/configs/quickstart.py",
     "--config.steps=40",
+    "--config.precision=float32",
     "--config.batch_size=8",
     "--config.model.num_layers=2",
     "--config.model.width=32",

@@ -8,7 +8,7 @@ import pytest
 import attnlab
 from attnlab.masks import Causal, Padding
 from attnlab.nn import GPT, CausalConv, Head, LearnedPositions, MultiHeadAttention, sinusoidal
-from attnlab.study import complexity, scaling
+from attnlab.study.claims import complexity, scaling
 from tests.golden.test_notebook import X as WORDS
 
 X = jnp.asarray(WORDS)

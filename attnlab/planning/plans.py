@@ -12,13 +12,12 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from attnlab import pretrained
-from attnlab import sample as sampling
 from attnlab.errors import UserError
-from attnlab.nn import GPT, unstack_layers
-from attnlab.nn.gpt import score_mods
+from attnlab.generation import loop
+from attnlab.generation.drawing import Draw
+from attnlab.nn import GPT, fields, unstack_layers
 from attnlab.ops.attention import explain
 from attnlab.ops.context import context_parallel
-from attnlab.ops.masks import Causal, SlidingWindow
 from attnlab.planning import programs
 from attnlab.planning.programs import Program
 from attnlab.planning.topologies import Topology
@@ -173,7 +172,7 @@ def plan(config: ConfigDict, topology: Topology, vocab_size: int | None = None, 
     steps = (training, evaluation, decoding)
     return Plan(
         name=name,
-        config=config,
+        config=experiment.config,
         topology=topology,
         mesh=dict(experiment.parallel.mesh.shape),
         vocab_size=experiment.model.vocab_size,
@@ -186,7 +185,7 @@ def plan(config: ConfigDict, topology: Topology, vocab_size: int | None = None, 
         attention_rejected=rejected,
         flops_per_step=flops.per_token(experiment.model, config.model.context) * tokens,
         state_bytes=_shard_bytes(state),
-        optimizer_bytes=_shard_bytes(state.opt_state),
+        optimizer_bytes=_optimizer_bytes(experiment),
         notes=(*notes, *note, *_remarks(topology, steps, set(attention.values()))),
     )
 
@@ -238,7 +237,7 @@ def _peak_with(config: ConfigDict, overrides: dict, topology: Topology, vocab_si
         evaluation = _compiled(experiment, topology, "evaluation")
     except UserError:
         return None
-    beside = _shard_bytes(experiment.abstract_state.opt_state)
+    beside = _optimizer_bytes(experiment)
     return training.peak if _fits(topology, evaluation, beside) else None
 
 
@@ -282,14 +281,15 @@ def attention_of(
     >>> attention_of(gpt, topologies.find("here"), batch=4)[0]
     {'block_0': 'dense', 'block_1': 'dense'}
     """
-    head_dim, kv_heads = model.width // model.num_heads, model.kv_heads or model.num_heads
-    answers = []
+    head_dim, kv_heads = fields.head_dim(model), model.kv_heads or model.num_heads
+    answers = {}
 
     def ask(q, k, v, keys):
-        drops = {"dropout_rate": model.dropout, "dropout_key": keys} if model.dropout else {}
-        mask = Causal() if model.window is None else SlidingWindow(left=model.window - 1)
-        mods = score_mods(model)
-        answers.append(explain(q, k, v, mask, mods, impl=model.impl, platform=topology.platform, **drops))
+        options = {"dropout_rate": model.dropout, "dropout_key": keys} if model.dropout else {}
+        options |= {"sinks": jnp.zeros(model.num_heads)} if model.sinks else {}
+        options |= {"score_mod": fields.score_mods(model), "impl": model.impl, "platform": topology.platform}
+        for layer, kind in enumerate(fields.kinds(model)):
+            answers[kind] = explain(q, k, v, fields.mask(model, layer), **options)
 
     def shape(heads):
         return jax.ShapeDtypeStruct((batch, model.context, heads, head_dim), model.dtype)
@@ -300,9 +300,13 @@ def attention_of(
             splits.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
             splits.enter_context(context_parallel(parallel_lib.CONTEXT))
         jax.eval_shape(ask, shape(model.num_heads), shape(kv_heads), shape(kv_heads), keys)
-    (answer,) = answers
-    backend = f"{answer.backend} {answer.split}".strip()
-    return {f"block_{layer}": backend for layer in range(model.num_layers)}, answer.rejected
+    backends = {kind: f"{answer.backend} {answer.split}".strip() for kind, answer in answers.items()}
+    rejected = {name: why for answer in answers.values() for name, why in answer.rejected.items()}
+    chosen = {answer.backend for answer in answers.values()}
+    return (
+        {f"block_{layer}": backends[fields.kind(model, layer)] for layer in range(model.num_layers)},
+        {name: why for name, why in rejected.items() if name not in chosen},
+    )
 
 
 def _as_mesh(config: ConfigDict, topology: Topology) -> tuple[ConfigDict, list[str]]:
@@ -318,6 +322,12 @@ def _as_mesh(config: ConfigDict, topology: Topology) -> tuple[ConfigDict, list[s
 def _experiment(config: ConfigDict, topology: Topology, vocab_size: int) -> Experiment:
     parallel = parallel_lib.from_config(config, devices=topology.devices)
     return Experiment(config, vocab_size, parallel=parallel)
+
+
+def _optimizer_bytes(experiment: Experiment) -> int:
+    """Bytes of the state on a device, without the parameters that are evaluated."""
+    state = experiment.abstract_state
+    return _shard_bytes((state.opt_state, state.average))
 
 
 def _compiled(experiment: Experiment, topology: Topology, step: str) -> Program:
@@ -356,13 +366,10 @@ def lower_decode(experiment: Experiment) -> jax.stages.Lowered:
     def placed(tree):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), tree)
 
-    caches = jax.eval_shape(lambda: model.empty_caches(batch=1))
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
-    token = jax.ShapeDtypeStruct((1,), jnp.int32)
-    draw = sampling.Draw(temperature=0.8, vocab_size=model.vocab_size)
+    state = jax.eval_shape(lambda: loop.empty(model, rows=1))
+    options = loop.Options(Draw(temperature=0.8, vocab_size=model.vocab_size))
     params = {"params": unstack_layers(experiment.abstract_state.params)}
-    arguments = (placed(params), placed(token), placed(caches), placed(keys), 0, sampling._AHEAD)
-    return sampling._decode_ahead.lower(model, draw, *arguments)
+    return loop.decode_ahead.lower(model, options, placed(params), placed(state), loop.AHEAD, loop.AHEAD)
 
 
 def _first_device(experiment: Experiment) -> parallel_lib.Parallel:

@@ -5,7 +5,7 @@
     attnlab see --workdir=gpt2 --prompt="When Mary and John went to the store" --out=mary.html
 
 The second folder is best trained with --config.checkpoint.history=20, which keeps checkpoints of the whole run. The
-third holds a Hugging Face GPT-2: `config.json`, `model.safetensors`, and its tokenizer files. Without a prompt, the
+third holds a Hugging Face model: `config.json`, `model.safetensors`, and its tokenizer files. Without a prompt, the
 page shows a window of the run's validation text. `python -m attnlab.see` is the same command.
 
 Beside the attention weights, the page has scores of each head and its effect. Duplicate and induction heads are scored
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _define(values, argv):
-    flags.DEFINE_string("workdir", None, "folder of the run, or of a GPT-2", flag_values=values)
+    flags.DEFINE_string("workdir", None, "folder of the run, or of a Hugging Face model", flag_values=values)
     flags.DEFINE_multi_string("prompt", None, "a text to show", flag_values=values)
     flags.DEFINE_string(
         "checkpoints", "latest", "latest, best, or steps separated by commas; all: those there are", flag_values=values
@@ -123,10 +123,10 @@ def _peek(workdir: Path):
 
 
 def _steps(checkpoints: str, workdir: Path, config: ConfigDict) -> list[int | None]:
-    """The steps that --checkpoints names, in ascending order; None alone for a GPT-2."""
+    """The steps that --checkpoints names, in ascending order; None alone for a model without a run."""
     if huggingface.is_hf(workdir):
         if checkpoints not in ("latest", "best"):
-            raise UserError(f"{workdir} is a Hugging Face GPT-2, which has no checkpoints: leave out --checkpoints")
+            raise UserError(f"{workdir} is a Hugging Face model, which has no checkpoints: leave out --checkpoints")
         return [None]
     # Orbax takes seconds to import, which the help need not wait for.
     from attnlab.training.checkpoints import Checkpoints
@@ -179,9 +179,9 @@ def _subject(values, workdir: Path, model: GPT, tokenizer, config: ConfigDict) -
     prompts = [_encoded(text, tokenizer, length, model.context) for text in texts]
     windows = None if huggingface.is_hf(workdir) else _windows(workdir, config, length, bool(prompts))
     if windows is None and not prompts:
-        raise UserError(f'{workdir} is a GPT-2 without a text of its own: give --prompt="…"')
+        raise UserError(f'{workdir} is a Hugging Face model, without a text of its own: give --prompt="…"')
     prompts = prompts or [windows[0, :-1]]
-    repeated = tasks.repeats(0, batch_size=SEQUENCES, length=length, vocab_size=tokenizer.vocab_size)
+    repeated = np.asarray(tasks.repeats(0, batch_size=SEQUENCES, length=length, vocab_size=tokenizer.vocab_size))
     if windows is None:
         shortest = min(map(len, prompts))
         predicted = np.stack([prompt[:shortest] for prompt in prompts])
@@ -245,7 +245,7 @@ def _windows(workdir: Path, config: ConfigDict, length: int, is_optional: bool) 
 def _label(tokenizer, token: int) -> str:
     if tokenizer.kind == "byte":
         return bytes([token]).decode(errors="surrogateescape")  # the page shows a part of a character by its number
-    return tokenizer.decode([token])
+    return tokenizer.decode([token], continues=True)
 
 
 # ----------------------------------------------------------------------------------------------- one checkpoint, a page

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnlab.nn import AdditiveAttention, Head, MultiHeadAttention, taps
-from attnlab.nn.norms import LayerNorm
+from attnlab.nn.norms import LayerNorm, RMSNorm
 from attnlab.see.site import Site, Sites, blocks_of
 
 OURS = (MultiHeadAttention, Head, AdditiveAttention)
-NORMS = (LayerNorm, nn.LayerNorm, nn.RMSNorm)
+NORMS = (LayerNorm, RMSNorm, nn.LayerNorm, nn.RMSNorm)
 _fresh = itertools.count()
 
 
@@ -168,13 +168,14 @@ def _tapped_norm(module, x, out):
     if not port.is_asked(taps.NORM) and port.edit(taps.NORM) is None:
         return out
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    centred = x if isinstance(module, nn.RMSNorm) else x - x.mean(axis=-1, keepdims=True)
+    centred = x if isinstance(module, RMSNorm | nn.RMSNorm) else x - x.mean(axis=-1, keepdims=True)
     divisor = jnp.sqrt((centred**2).mean(axis=-1, keepdims=True) + module.epsilon)
     edited = taps.tap(port, taps.NORM, divisor)
     if port.edit(taps.NORM) is None:
         return out
     # As for patterns: an edit that changes nothing leaves every bit.
     scale = module.get_variable("params", "scale") if module.has_variable("params", "scale") else 1
+    scale = scale + 1 if getattr(module, "plus_one", False) else scale
     return (out + (centred / edited - centred / divisor) * scale).astype(out.dtype)
 
 

@@ -1,4 +1,4 @@
-"""What looking inside a model returns: the values of a run, and the effects of edits."""
+"""Results of looking inside a model: the values of a run, and the effects of edits."""
 
 import dataclasses
 from typing import Any

@@ -103,7 +103,7 @@ class Sweep:
 
     @property
     def base_values(self) -> tuple[str, ...]:
-        """What an unedited run has to return."""
+        """The values that an unedited run has to return."""
         return tuple(dict.fromkeys([self.site] + (["in"] if self.frame.sites.blocks else [])))
 
     def measure(self, out):

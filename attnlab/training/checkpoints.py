@@ -152,10 +152,12 @@ class Checkpoints:
           UserError: this checkpoint or the previous one cannot be written.
         """
         step = int(state.step)
+        average = {} if state.average is None else {"average": ocp.args.StandardSave(state.average)}
         items = _Items(
             params=ocp.args.StandardSave(state.params),
             opt_state=ocp.args.StandardSave(state.opt_state),
             facts=ocp.args.JsonSave(metadata),
+            **average,
         )
         with self._lock:
             if step == self._started:
@@ -231,9 +233,10 @@ class Checkpoints:
         return None, {}
 
     def digests(self, step: int) -> dict[str, str]:
-        """sha256 of the parameters and of the optimizer state at a step."""
-        items = self._restore(step, params=ocp.args.StandardRestore(), opt_state=ocp.args.StandardRestore())
-        return {name: sha256(items[name]) for name in ("params", "opt_state")}
+        """sha256 of the parameters, of the optimizer state, and of the average if there is one, at a step."""
+        names = ["params", "opt_state"] + ["average"] * self._has_average(step)
+        items = self._restore(step, **{name: ocp.args.StandardRestore() for name in names})
+        return {name: sha256(items[name]) for name in names}
 
     def set_aside(self, step: int) -> str:
         """Renames a checkpoint so that it is no longer found; returns its new name."""
@@ -255,18 +258,24 @@ class Checkpoints:
         Raises:
           UserError: the checkpoint cannot be read, or has different shapes.
         """
+        names = ["params", "opt_state"] + ["average"] * (like.average is not None)
         saved = self._as_saved(step, like)
-        items = self._restore(
-            step, params=ocp.args.StandardRestore(saved.params), opt_state=ocp.args.StandardRestore(saved.opt_state)
-        )
+        items = self._restore(step, **{name: ocp.args.StandardRestore(getattr(saved, name)) for name in names})
         self._started = step  # so that it is not saved again
-        params, opt_state = _as_wanted((items["params"], items["opt_state"]), (like.params, like.opt_state))
-        return TrainState(jax.device_put(np.int32(step), _sharding(like.step)), params, opt_state)
+        restored = _as_wanted([items[name] for name in names], [getattr(like, name) for name in names])
+        return TrainState(jax.device_put(np.int32(step), _sharding(like.step)), *restored)
 
     def restore_params(self, step: int, like):
-        """The parameters at a step, without the optimizer state; `like` and errors as for `restore`."""
-        params = self._restore(step, params=ocp.args.StandardRestore(self._as_saved(step, like)))["params"]
+        """The parameters to use of a step: their average where the run kept one, else those of the last update.
+
+        `like` and errors as for `restore`.
+        """
+        name = "average" if self._has_average(step) else "params"
+        params = self._restore(step, **{name: ocp.args.StandardRestore(self._as_saved(step, like))})[name]
         return _as_wanted(params, like)
+
+    def _has_average(self, step: int) -> bool:
+        return (self.directory / str(step) / "average").exists()
 
     def _as_saved(self, step: int, like):
         """`like` with its layers stacked or one by one, as they are on disk; unchanged where neither fits."""

@@ -13,9 +13,9 @@ from ml_collections import ConfigDict
 
 from attnlab.data.batches import Batch, EvalBatches, prefetched
 from attnlab.errors import UserError
-from attnlab.nn import stack_layers
 from attnlab.training import optimizer as optimizers
 from attnlab.training import parallel as parallel_lib
+from attnlab.training import precision
 from attnlab.training import state as states
 from attnlab.training.state import TrainState
 
@@ -30,12 +30,13 @@ class Experiment:
         `model.apply({"params": params}, tokens, deterministic=False, dropout_key=keys)` takes int32 tokens `[B, T]`
         and one random key for each sequence `[B]`, and returns logits `[B, T, V or more]`; both options have defaults.
         For `config.data.packing = "documents"` it also takes `segments=`, int32 `[B, T]`.
-      optimizer: an optax transformation in place of the AdamW of `config.optimizer`.
+      optimizer: an optax transformation in place of that of `config.optimizer`.
       parallel: devices and strategy; those of `config.parallel` when None.
       extensions: earlier numbers of steps of a run that was extended, see `optimizer.learning_rate`.
 
     Attributes:
-      config, model, optimizer, parallel: as given, or built from the config.
+      config: as given, with the precision that "auto" stands for.
+      model, optimizer, parallel: as given, or built from the config.
       scan: whether the state's layers are stacked, see `attnlab.nn.stack_layers`.
       learning_rate: the schedule, by updates done; None for an optimizer of the user's own.
 
@@ -58,8 +59,9 @@ class Experiment:
         parallel: parallel_lib.Parallel | None = None,
         extensions: Sequence[dict] = (),
     ):
-        self.config = config
         self.parallel = parallel or parallel_lib.from_config(config)
+        self.config = config = config.copy_and_resolve_references()
+        config.precision = precision.resolved(config.precision, self.parallel.mesh.devices.flat[0])
         if model is not None:
             _check_model(model, vocab_size, config.data.packing)
         self.model = model if model is not None else states.make_model(config, vocab_size)
@@ -70,7 +72,13 @@ class Experiment:
         skip = config.on_nonfinite == "skip"
         if optimizer is None:
             self.learning_rate = optimizers.learning_rate(config.optimizer, config.steps, extensions)
-            self.optimizer = optimizers.make(config.optimizer, config.steps, extensions=extensions, skip_nonfinite=skip)
+            self.optimizer = optimizers.make(
+                config.optimizer,
+                config.steps,
+                tokens_per_update=config.batch_size * config.model.context,
+                extensions=extensions,
+                skip_nonfinite=skip,
+            )
         else:
             self.optimizer = optimizers.skipping_nonfinite(optimizer) if skip else optimizer
 
@@ -90,8 +98,8 @@ class Experiment:
     def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, dict]]:
         """The compiled `state.train_step`: (state, placed batch) → (next state, metrics). It consumes the state."""
         config = self.config
-        accumulation = config.optimizer.accumulation
-        step = functools.partial(states.train_step, self.model, self.optimizer, config.seed, accumulation)
+        accumulation, ema = config.optimizer.accumulation, config.optimizer.ema
+        step = functools.partial(states.train_step, self.model, self.optimizer, config.seed, accumulation, ema=ema)
         return self.parallel.compile_train(step, self.abstract_state)
 
     @functools.cached_property
@@ -103,13 +111,15 @@ class Experiment:
         """The state before the first step, on the devices; the same bits for the same seed.
 
         Args:
-          params: parameters to start from, on the host, in place of the random ones.
+          params: parameters to start from in place of the random ones, like those of `abstract_state`.
         """
-        state = self.parallel.create_state(self._create)
         if params is None:
-            return state
-        params = stack_layers(params) if self.scan else params
-        return state._replace(params=jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), params, state.params))
+            return self.parallel.create_state(self._create)
+        like = jax.tree.map(lambda x: x.sharding, self.abstract_state)
+        step = jax.device_put(jnp.zeros((), jnp.int32), like.step)
+        opt_state = jax.jit(self.optimizer.init, out_shardings=like.opt_state)(params)
+        average = jax.tree.map(jnp.copy, params) if self.config.optimizer.ema else None
+        return TrainState(step, params, opt_state, average)
 
     def evaluate(self, params, batches: EvalBatches, stop: Callable[[], bool] = lambda: False) -> float | None:
         """Mean loss over held-out text in nats per token; None when `stop()` says so before its end."""
@@ -134,7 +144,8 @@ class Experiment:
         return self.parallel.abstract_batch(config.batch_size, config.model.context, has_segments)
 
     def _create(self) -> TrainState:
-        return states.create(self.model, self.optimizer, self.config.seed, self._init, self.scan)
+        average = bool(self.config.optimizer.ema)
+        return states.create(self.model, self.optimizer, self.config.seed, self._init, self.scan, average)
 
 
 def _check_model(model: nn.Module, vocab_size: int, packing: str) -> None:

@@ -6,7 +6,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from attnlab.nn import GPT
+from attnlab.nn import GPT, fields
 from attnlab.ops import products
 
 
@@ -24,14 +24,18 @@ def per_token(model: GPT, length: int) -> float:
     >>> per_token(GPT(vocab_size=10, num_layers=1, num_heads=1, width=8, context=3), length=3)
     5280.0
     """
-    head_dim = model.width // model.num_heads
-    kv_heads = model.kv_heads or model.num_heads
+    head_dim, kv_heads = fields.head_dim(model), model.kv_heads or model.num_heads
     projections = model.width * head_dim * (2 * model.num_heads + 2 * kv_heads)
-    mlp = 2 * round(model.mlp_ratio * model.width) * model.width
+    mlp = (3 if model.mlp == "gated" else 2) * round(model.mlp_ratio * model.width) * model.width
     weights = model.num_layers * (projections + mlp) + model.vocab_size * model.width
-    window = min(model.window or length, length)
-    keys = window - window * (window - 1) / (2 * length)  # the first queries have fewer visible keys
-    return 6.0 * weights + 12.0 * model.num_layers * model.width * keys
+    keys = sum(_visible_keys(model, layer, length) for layer in range(model.num_layers))
+    return 6.0 * weights + 12.0 * model.num_heads * head_dim * keys
+
+
+def _visible_keys(model: GPT, layer: int, length: int) -> float:
+    """How many keys a query attends to in a layer, on average; the first queries have fewer."""
+    window = min(model.window, length) if fields.kind(model, layer) == "local" else length
+    return window - window * (window - 1) / (2 * length)
 
 
 def peak(dtype: str) -> float:

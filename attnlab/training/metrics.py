@@ -135,6 +135,18 @@ def best_step(records: list[dict], steps: list[int]) -> int | None:
     return min(scored, key=scored.get) if scored else None
 
 
+def stalled(records: list[dict], patience: int) -> bool:
+    """Whether none of the last `patience` evaluations had a lower validation loss than all before them.
+
+    >>> losses = [3.0, 2.5, 2.6, 2.5]
+    >>> records = [{"step": step, "split": "val", "loss": loss} for step, loss in enumerate(losses)]
+    >>> stalled(records, 2), stalled(records[:3], 2)
+    (True, False)
+    """
+    losses = [record["loss"] for record in records if record["split"] == "val"]
+    return 0 < patience < len(losses) and min(losses[-patience:]) >= min(losses[:-patience])
+
+
 class ProgressReporter:
     """A progress bar on a terminal, plain lines elsewhere, nothing when silent.
 

@@ -1,15 +1,32 @@
-"""AdamW with warm-up, cosine decay, gradient clipping, and weight decay on matrices only."""
+"""Optimizers and learning rate schedules by name, with gradient clipping, and weight decay on matrices only."""
 
+import re
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from ml_collections import ConfigDict
+from optax.contrib import MuonDimensionNumbers
+
+from attnlab.errors import UserError
+
+# The matrices that Muon orthogonalizes: their paths, their axes without the one of stacked layers, and which of these,
+# counted from the last, are summed over and which are outputs. All heads of a projection are one matrix.
+_MATRICES = (
+    (r"(query|key|value)/kernel$", 3, MuonDimensionNumbers(-3, (-2, -1))),
+    (r"attention/out/kernel$", 3, MuonDimensionNumbers((-3, -2), -1)),
+    (r"mlp/(gate|up|down)/kernel$", 2, MuonDimensionNumbers(-2, -1)),
+)
 
 
 def learning_rate(config: ConfigDict, steps: int, extensions: Sequence[dict] = ()) -> optax.Schedule:
-    """The learning rate at each update: a linear rise to the peak, then half a cosine down to its final fraction.
+    """The learning rate at each update: a linear rise to the peak, then the schedule `config.schedule`.
+
+    "cosine" is half a cosine down to the final fraction of the peak (Loshchilov and Hutter 2017), "linear" a line, and
+    "constant" the peak, with a line down to the final fraction over the last `config.decay_fraction` of all steps (Hu
+    et al. 2024, "warmup-stable-decay").
 
     A run that was extended follows the schedule of the earlier number of steps up to the update at which it was
     extended, and that of the new one from there. Where the rate had decayed it rises in one step, a warm restart
@@ -28,17 +45,23 @@ def learning_rate(config: ConfigDict, steps: int, extensions: Sequence[dict] = (
     >>> float(rate(1999)).__round__(6), float(rate(2000)).__round__(6)
     (0.0, 0.002601)
     """
-    rate = _warmup_cosine(config, steps)
+    rate = _scheduled(config, steps)
     for extension in reversed(extensions):
-        rate = _switched(_warmup_cosine(config, extension["from_steps"]), rate, extension["at_step"])
+        rate = _switched(_scheduled(config, extension["from_steps"]), rate, extension["at_step"])
     return rate
 
 
-def _warmup_cosine(config: ConfigDict, steps: int) -> optax.Schedule:
+def _scheduled(config: ConfigDict, steps: int) -> optax.Schedule:
     warmup, peak = min(config.warmup_steps, steps // 2), config.learning_rate
     # From the first update's share of the peak: a rate of 0 would waste the update.
     first, last = peak / (warmup + 1), peak * config.final_fraction
-    return optax.warmup_cosine_decay_schedule(first, peak, warmup, steps, last)
+    if config.schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(first, peak, warmup, steps, last)
+    share = 1 if config.schedule == "linear" else config.decay_fraction
+    decay = min(round(share * steps), steps - warmup)
+    parts = [optax.linear_schedule(first, peak, warmup), optax.constant_schedule(peak)]
+    parts += [optax.linear_schedule(peak, last, decay)] * bool(decay)
+    return optax.join_schedules(parts, [warmup, steps - decay][: len(parts) - 1])
 
 
 def _switched(before: optax.Schedule, after: optax.Schedule, at: int) -> optax.Schedule:
@@ -46,27 +69,132 @@ def _switched(before: optax.Schedule, after: optax.Schedule, at: int) -> optax.S
 
 
 def make(
-    config: ConfigDict, steps: int, *, extensions: Sequence[dict] = (), skip_nonfinite: bool = False
+    config: ConfigDict,
+    steps: int,
+    *,
+    tokens_per_update: int | None = None,
+    extensions: Sequence[dict] = (),
+    skip_nonfinite: bool = False,
 ) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter 2019) behind clipping by the global norm (Pascanu et al. 2013).
+    """The optimizer `config.name` behind clipping by the global norm (Pascanu et al. 2013).
+
+    Weight decay is decoupled from the gradient (Loshchilov and Hutter 2019) and applies to kernels and embeddings. All
+    take `b1`; "adamw" (Loshchilov and Hutter 2019), "lion" (Chen et al. 2023) and the AdamW of "muon" also take `b2`,
+    see `decay_rate`. "sgd" is the gradient with momentum `b1`, summed and not averaged (Sutskever et al. 2013). "muon"
+    (Jordan et al. 2024) moves each matrix of a layer by its orthogonalized momentum, √max(1, outputs/inputs) times
+    `muon_learning_rate`, which follows the same schedule; embeddings, norms and biases are left to AdamW.
 
     Args:
       config: `config.optimizer`.
       steps: updates in the run.
+      tokens_per_update: tokens in the batch of an update; used by `config.b2_halflife` alone.
       extensions: see `learning_rate`.
       skip_nonfinite: see `skipping_nonfinite`.
+
+    Raises:
+      UserError: "muon" and, when the state is made, parameters without a matrix that it knows by name.
+
+    >>> from attnlab.config import default
+    >>> make(default().optimizer, 100).init({"kernel": jnp.zeros(3)}) is not None
+    True
     """
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            learning_rate(config, steps, extensions),
-            b1=config.b1,
-            b2=config.b2,
-            weight_decay=config.weight_decay,
-            mask=decayed,
-        ),
-    )
+    known = {"adamw": _adamw, "muon": _muon, "lion": _lion, "sgd": _sgd}
+    rate = learning_rate(config, steps, extensions)
+    update = known[config.name](config, rate, decay_rate(config, tokens_per_update))
+    optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), update)
     return skipping_nonfinite(optimizer) if skip_nonfinite else optimizer
+
+
+def decay_rate(config: ConfigDict, tokens_per_update: int | None) -> float:
+    """β₂: `config.b2`, or the rate at which a gradient's weight halves in `config.b2_halflife` tokens.
+
+    Held fixed in tokens, the average is over the same text whatever the batch size (Marek et al. 2025).
+
+    Raises:
+      ValueError: a half-life without `tokens_per_update`.
+
+    >>> from attnlab.config import default
+    >>> config = default().optimizer
+    >>> config.b2_halflife = 768.0
+    >>> decay_rate(config, tokens_per_update=768)
+    0.5
+    """
+    if not config.b2_halflife:
+        return config.b2
+    if tokens_per_update is None:
+        raise ValueError(f"b2_halflife = {config.b2_halflife} tokens needs tokens_per_update: pass it")
+    return 0.5 ** (tokens_per_update / config.b2_halflife)
+
+
+def _adamw(config: ConfigDict, rate: optax.Schedule, b2: float) -> optax.GradientTransformation:
+    return optax.adamw(rate, b1=config.b1, b2=b2, weight_decay=config.weight_decay, mask=decayed)
+
+
+def _lion(config: ConfigDict, rate: optax.Schedule, b2: float) -> optax.GradientTransformation:
+    return optax.lion(rate, b1=config.b1, b2=b2, weight_decay=config.weight_decay, mask=decayed)
+
+
+def _sgd(config: ConfigDict, rate: optax.Schedule, b2: float) -> optax.GradientTransformation:
+    return optax.chain(
+        optax.trace(config.b1),
+        optax.add_decayed_weights(config.weight_decay, decayed),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
+def _muon(config: ConfigDict, rate: optax.Schedule, b2: float) -> optax.GradientTransformation:
+    # `optax.contrib.muon` would decay norms and biases with the embeddings, or none of them.
+    ratio = config.muon_learning_rate / config.learning_rate
+    matrices = optax.chain(
+        optax.contrib.scale_by_muon(beta=config.muon_momentum, weight_dimension_numbers=matrices_of),
+        optax.stateless(_scaled_by_shape),
+        optax.add_decayed_weights(config.weight_decay),
+        optax.scale_by_learning_rate(lambda count: ratio * rate(count)),
+    )
+    return optax.partition({"muon": matrices, "adamw": _adamw(config, rate, b2)}, _labels)
+
+
+def _labels(params):
+    matrices = matrices_of(params)
+    if not jax.tree.leaves(matrices, is_leaf=_is_matrix):
+        raise UserError(
+            "config.optimizer.name = 'muon': no parameter of the model has the name of a matrix of a GPT "
+            "(query/kernel, attention/out/kernel, mlp/up/kernel, …): use adamw, or pass an optimizer of your own"
+        )
+    return jax.tree.map(
+        lambda axes: "adamw" if axes is None else "muon", matrices, is_leaf=lambda x: x is None or _is_matrix(x)
+    )
+
+
+def matrices_of(params):
+    """For each parameter, the axes that make it a matrix for Muon, or None where AdamW is to update it.
+
+    Args:
+      params: a tree of arrays, whose layers may be stacked: axes are counted from the last one.
+
+    >>> matrices_of({"mlp": {"up": {"kernel": jnp.zeros((2, 8)), "bias": jnp.zeros(8)}}})["mlp"]["up"]
+    {'bias': None, 'kernel': MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)}
+    """
+
+    def axes(path, x):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return next((axes for rule, rank, axes in _MATRICES if re.search(rule, name) and x.ndim >= rank), None)
+
+    return jax.tree_util.tree_map_with_path(axes, params)
+
+
+def _is_matrix(node) -> bool:
+    return isinstance(node, MuonDimensionNumbers)
+
+
+def _scaled_by_shape(updates, params):
+    """Updates times √max(1, outputs/inputs), which all have entries of about one size then (Jordan et al. 2024)."""
+
+    def scaled(x, axes):
+        inputs, outputs = (np.prod([x.shape[axis] for axis in np.atleast_1d(group)]) for group in axes)
+        return x * max(1.0, outputs / inputs) ** 0.5
+
+    return jax.tree.map(scaled, updates, matrices_of(updates))
 
 
 def skipping_nonfinite(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -81,3 +209,25 @@ def decayed(params) -> dict:
     {'out': {'bias': False, 'kernel': True}}
     """
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding"), params)
+
+
+def averaged(average, params, updates: jax.Array, decay: float):
+    """The exponential moving average of parameters over all updates (Polyak and Juditsky 1992), with the last one's.
+
+    It is corrected for its start, as Adam's moments are: the parameters after update i of n have the weight
+    decay^(n−i) · (1 − decay)/(1 − decay^n), so that those from before the first update have none.
+
+    Args:
+      average: that over the updates before, any for the first.
+      params: after this update.
+      updates: n, counted from 1, an int32 scalar.
+      decay: between 0 and 1.
+
+    >>> average = 7.0
+    >>> for n, now in enumerate((1.0, 2.0), 1):
+    ...     average = averaged(average, now, jnp.int32(n), 0.5)
+    >>> round(float(average), 5)  # (0.5 · 1 + 2) / 1.5
+    1.66667
+    """
+    weight = (1 - decay) / -jnp.expm1(updates * np.float32(np.log(decay)))
+    return jax.tree.map(lambda old, new: old + jnp.minimum(weight, 1) * (new - old), average, params)

@@ -14,7 +14,9 @@ from ml_collections import ConfigDict
 from attnlab.config import default
 from attnlab.data.batches import Batch
 from attnlab.errors import UserError
-from attnlab.nn import GPT, sharding, stack_layers
+from attnlab.nn import GPT, Rotary, sharding, stack_layers
+from attnlab.training import precision
+from attnlab.training.optimizer import averaged
 from attnlab.types import Array
 
 
@@ -25,11 +27,18 @@ class TrainState(NamedTuple):
       step: int32 scalar, updates done. It also determines the position in the data and, with the seed, the random keys.
       params: the model's parameters, float32.
       opt_state: the optimizer's state.
+      average: the parameters' average over all updates, for `config.optimizer.ema`; else None.
     """
 
     step: Array
     params: dict
     opt_state: tuple
+    average: dict | None = None
+
+    @property
+    def evaluated(self) -> dict:
+        """The parameters to evaluate, to sample from and to load: the average, if there is one."""
+        return self.params if self.average is None else self.average
 
 
 def create(
@@ -38,6 +47,7 @@ def create(
     seed: int,
     init: Callable | None = None,
     scan: bool = False,
+    average: bool = False,
 ) -> TrainState:
     """The state before the first step; bit-identical for equal seeds.
 
@@ -47,11 +57,13 @@ def create(
       seed: the seed of the initialization.
       init: `jax.jit(model.init)`, to trace it once for several calls.
       scan: whether to stack the parameters of the layers, which a `GPT` then runs as one loop.
+      average: whether to keep an average of the parameters.
     """
     tokens = jnp.zeros((1, 1), jnp.int32)
     params = (init or jax.jit(model.init))(jax.random.key(seed), tokens)["params"]
     params = stack_layers(params) if scan else params
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+    copy = jax.tree.map(jnp.copy, params) if average else None
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), copy)
 
 
 def token_losses(model: nn.Module, params, batch: Batch, **options) -> Float[Array, "B T"]:
@@ -121,8 +133,10 @@ def train_step(
     state: TrainState,
     batch: Batch,
     axis_name: str | None = None,
+    *,
+    ema: float = 0.0,
 ) -> tuple[TrainState, dict]:
-    """One update, as a pure function of state and batch.
+    """One update, as a pure function of state and batch, of an average by `optimizer.averaged` with decay `ema` too.
 
     Returns:
       The next state, and float32 scalars: `loss` (nats) and `grad_norm` (before clipping) of the old parameters,
@@ -138,7 +152,8 @@ def train_step(
     metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradient), "param_norm": optax.tree.norm(params)}
     if skips:
         metrics["skipped"] = optax.tree.get(opt_state, "total_notfinite")
-    return TrainState(state.step + 1, params, opt_state), metrics
+    average = averaged(state.average, params, state.step + 1, ema) if ema else None
+    return TrainState(state.step + 1, params, opt_state, average), metrics
 
 
 def eval_step(model: nn.Module, params, batch: Batch, axis_name: str | None = None) -> Float[Array, "2"]:
@@ -166,7 +181,8 @@ def model_fields(model: GPT) -> dict:
     >>> model_fields(GPT(vocab_size=65, num_layers=2, num_heads=4, width=64, context=32))["width"]
     64
     """
-    return {name: getattr(model, name) for name in default().model if name not in HOW}
+    fields = {name: getattr(model, name) for name in default().model if name not in HOW}
+    return fields | {"rotary": model.rotary._asdict()}
 
 
 def scans(config: ConfigDict) -> bool:
@@ -202,4 +218,5 @@ def make_model(config: ConfigDict, vocab_size: int) -> GPT:
             f"config.model.vocab_size = {size} is less than the tokenizer's {vocab_size}: leave it out, or with "
             "config.init_from choose the tokenizer that the model was trained with"
         )
-    return GPT(vocab_size=size, dtype=jnp.dtype(config.precision), **fields)
+    rotary = Rotary(**fields.pop("rotary"))
+    return GPT(vocab_size=size, dtype=jnp.dtype(precision.resolved(config.precision)), rotary=rotary, **fields)

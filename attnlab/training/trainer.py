@@ -80,6 +80,8 @@ class Trainer:
         with self.reporter:
             if self._evaluation_pending() and not self._evaluate(self.start):
                 return self.preemption.exit_code
+            if self._patience_exhausted(self.start):  # the run was stopped before its last record
+                last = self.start
             self._timer.restart(self.start)
             batches = prefetched(self.text.train, self.start, last)
             for step in range(self.start + 1, last + 1):
@@ -93,11 +95,14 @@ class Trainer:
                     self._write_metrics(step, metrics)
                 if due.evaluate:
                     stopping = not self._evaluate(step)
-                if due.save:
+                exhausted = due.evaluate and not stopping and self._patience_exhausted(step)
+                if due.save or exhausted:
                     self._save()
                 if stopping:
                     self._save_and_report()
                     return self.preemption.exit_code
+                if exhausted:
+                    break
                 if due.sample:
                     self._write_sample(step)
                 if due.read:
@@ -122,6 +127,14 @@ class Trainer:
         """Whether the run was stopped before the step that it resumes from could be evaluated."""
         pending = self.start and self._evaluates(self.start) and self.log and self.log.validation(self.start) is None
         return bool(parallel_lib.from_first_process(bool(pending)))
+
+    def _patience_exhausted(self, step: int) -> bool:
+        """Whether the evaluations up to a step end the run before its last step; it depends on their records alone."""
+        config = self.experiment.config
+        if not config.eval.patience or not self._evaluates(step) or step == config.steps:
+            return False
+        exhausted = self.log and metrics_lib.stalled(self.log.records, config.eval.patience)
+        return bool(parallel_lib.from_first_process(bool(exhausted)))
 
     def _train_step(self, step: int, batches: Iterator[Batch]) -> None:
         config, parallel = self.experiment.config, self.experiment.parallel
@@ -184,7 +197,7 @@ class Trainer:
     def _evaluate(self, step: int) -> bool:
         """Evaluate the state on the validation text; returns False when stopped before the end."""
         with self.preemption.at_rest(self._save_and_report):
-            scores = evaluate(self.experiment, self.text, self.state.params, self.preemption.requested)
+            scores = evaluate(self.experiment, self.text, self.state.evaluated, self.preemption.requested)
         if scores is None:
             return False
         if not math.isfinite(scores["loss"]):
@@ -209,7 +222,7 @@ class Trainer:
         multihost_utils.sync_global_devices("attnlab: stopped")
 
     def _write_sample(self, step: int) -> None:
-        params = self.experiment.parallel.on_every_device(self.state.params)
+        params = self.experiment.parallel.on_every_device(self.state.evaluated)
         if self.log is None or self.sample is None:
             return
         generated = self.sample(self._unstacked(jax.tree.map(lambda x: x.addressable_data(0), params)))
@@ -219,8 +232,13 @@ class Trainer:
         self.log.write_text(step, text)
 
     def _finish(self) -> None:
-        last = self.experiment.config.steps
+        config, last = self.experiment.config, int(self.state.step)
         self.startup.close()
+        if last < config.steps:
+            self.reporter.print(
+                f"stopped early at step {last} of {config.steps}: no lower validation loss in "
+                f"config.eval.patience = {config.eval.patience} evaluations"
+            )
         with self.preemption.at_rest(self._save_and_report):
             self.checkpoints.wait()
         self._write_sample(last)

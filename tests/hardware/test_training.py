@@ -27,6 +27,7 @@ def config_of(name, **fields):
     config = module["get_config"]()
     config.model.update(num_layers=LAYERS, width=WIDTH, num_heads=4, scan=True, **fields)
     config.batch_size, config.optimizer.accumulation = 16, 1
+    config.precision = "float32" if config.precision == "auto" else config.precision  # so that both are compiled
     return config
 
 

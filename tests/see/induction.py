@@ -29,7 +29,7 @@ def model() -> GPT:
 
 def sample(seed: int = 0, batch_size: int = 32) -> np.ndarray:
     """Repeated tokens that no model was trained on, int32 `[B, T]`."""
-    return repeats(TEST + seed, batch_size=batch_size, length=LENGTH, vocab_size=VOCAB)
+    return np.asarray(repeats(TEST + seed, batch_size=batch_size, length=LENGTH, vocab_size=VOCAB))
 
 
 def initial(seed: int, gpt: GPT | None = None) -> dict:

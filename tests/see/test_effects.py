@@ -251,7 +251,13 @@ def test_positions_are_refused_where_the_last_block_is_not_the_last_to_mix_them(
 
 @pytest.mark.slow
 def test_ablating_the_induction_heads_removes_the_drop_of_the_second_half():
-    """The two of highest score are the two that cost most; without both the drop is gone."""
+    """Heads of the second layer that cost much have the scores of induction heads; without those the drop is gone.
+
+    Gone is a drop of which less than a tenth is left: the halves are of different tokens.
+
+    How the two layers share the work differs between machines, as rounding errors grow in training: a head of the first
+    layer may cost as much, and one of two heads that do the same nothing by itself.
+    """
     model, params, untrained, _ = induction.trained()
     tokens = induction.sample()
     own, other = (induction.patterns(model, variables, tokens) for variables in (params, untrained))
@@ -262,16 +268,16 @@ def test_ablating_the_induction_heads_removes_the_drop_of_the_second_half():
         return float(out[:, : middle - 1].mean()), float(out[:, middle:].mean())
 
     first, second = halves(model.apply(params, given, targets=targets))
-    assert first - second > 3  # nats
+    drop = first - second
+    assert drop > 3  # nats
     found = see.ablate(model, params, given, lambda losses: losses[:, middle:].mean(), targets=targets)
-    costliest = np.argsort(-found.change, axis=None)[:2]
-    assert {tuple(map(int, np.unravel_index(n, (2, 4)))) for n in costliest} == set(heads[:2])
-    assert np.sort(found.change, axis=None)[-2] > 0.5
+    costly = {(1, int(head)) for head in np.flatnonzero(found.change[1] > 0.5)}
+    assert costly and costly <= set(heads)
     z = see.capture(model, params, given, want=("z",), targets=targets).values["z"]
-    chosen = jnp.isin(jnp.arange(4), jnp.array([head for layer, head in heads[:2] if layer == 1]))[:, None]
+    chosen = jnp.isin(jnp.arange(4), jnp.array([head for layer, head in heads if layer == 1]))[:, None]
     edits = {"block_1/attention/z": see.Mean(z["block_1/attention"], where=chosen)}
     first, second = halves(see.edited(model, params, given, edits=edits, targets=targets).out)
-    assert second >= first
+    assert first - second < drop / 10
 
 
 def test_a_metric_that_reads_another_array_or_number_is_computed_anew():

@@ -38,6 +38,7 @@ def experiment(strategy, devices, fsdp=1, tensor=1, context=1, *, accumulation=1
     config.model.update(num_layers=2, width=32, context=16, **model)
     config.data.packing = packing
     config.steps, config.batch_size, config.optimizer.accumulation = steps, 16, accumulation
+    config.precision = "float32"  # also in a process of its own
     return Experiment(config, vocab_size=31, parallel=parallel.make(strategy, devices, fsdp, tensor, context))
 
 
@@ -75,7 +76,7 @@ SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 @pytest.mark.parametrize(
     "options",
-    [SLOW({}), SLOW({"dropout": 0.2}), SLOW({"scan": True}), {"dropout": 0.2, "accumulation": 4}],
+    [SLOW({"dropout": 0.2}), SLOW({"scan": True}), {"dropout": 0.2, "accumulation": 4}],
     ids=str,
 )
 def test_first_gradient_on_four_devices_equals_one_device(options):
@@ -110,9 +111,8 @@ def test_gradient_of_packed_documents_is_the_same_however_the_batch_is_cut():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"dropout": 0.2}], ids=str)
-def test_losses_on_four_devices_equal_one_device_for_50_steps(options):
-    one, *others = (losses(experiment(*layout, **options)) for layout in LAYOUTS.values())
+def test_losses_on_four_devices_equal_one_device_for_50_steps():
+    one, *others = (losses(experiment(*layout, dropout=0.2)) for layout in LAYOUTS.values())
     for other in others:
         np.testing.assert_allclose(other, one, rtol=1e-5)
     assert one[-1] < one[0]
@@ -163,8 +163,7 @@ def test_losses_on_data_fsdp_and_tensor_axes_of_eight_devices_equal_one_device()
     assert len(printed.split()) == 2 and all(float(x) < 1e-5 for x in printed.split())  # as for four devices
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("window", [1024, None], ids=str)
+@pytest.mark.parametrize("window", [SLOW(1024), pytest.param(None, marks=pytest.mark.campaign)], ids=str)
 def test_windows_of_131072_tokens_train_over_fsdp_and_context(tmp_path, window):
     options = {"steps": 2, "batch_size": 2, "model.num_layers": 1, "model.num_heads": 1, "model.width": 8}
     options |= {

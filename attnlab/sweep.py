@@ -1,0 +1,210 @@
+"""Train with every combination of some values, and compare the runs.
+
+    python -m attnlab.sweep --config=quickstart --grid config.optimizer.learning_rate=1e-3,3e-3 --grid config.seed=0,1
+
+Each run is a process with a workdir of its own in --workdir, named by its values. The same command goes on where it was
+stopped or killed, and keeps the runs that are finished; with more values it trains the new ones. A run that fails does
+not end the others. At the end runs.csv has a line for each run, the lowest final loss first, and runs.png shows their
+losses.
+"""
+
+import fcntl
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+from absl import flags
+
+from attnlab import commands, runs, train
+from attnlab.errors import UserError
+from attnlab.sweeping import grid, running
+from attnlab.training.metrics import ProgressReporter
+
+MARK, LOGS, TABLE, PLOT = "sweep.json", "logs", "runs.csv", "runs.png"
+OWN = ("grid", "jobs", "workdir", "dry_run", "nodry_run")  # the flags that are not the runs'
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code: 0, 1 if a run failed, 2 for a mistake, 128 + the number of a signal."""
+    argv = list(sys.argv if argv is None else argv)
+    return commands.run(_define, lambda values: _main(values, shared_options(argv)), __doc__, argv)
+
+
+def _define(values, argv) -> None:
+    commands.define_config(values, argv)
+    flags.DEFINE_multi_string("grid", [], "config.FIELD=VALUE,VALUE,…; may be given several times", flag_values=values)
+    flags.DEFINE_integer("jobs", 1, "runs at a time, which share cores and accelerators", 1, flag_values=values)
+    flags.DEFINE_string("workdir", None, "folder of the sweep; by default runs/CONFIG-sweep", flag_values=values)
+    flags.DEFINE_bool("dry_run", False, "list the runs, and start none", flag_values=values)
+
+
+def _main(values, options: list[str]) -> int:
+    if not values.grid:
+        raise UserError("--grid is missing: name a field and its values, e.g. --grid config.seed=0,1")
+    _, name = commands.config_of(values)
+    points = grid.points(values.grid, options)
+    folder = Path(values.workdir or f"runs/{name}-sweep")
+    if values.dry_run:
+        print("\n".join(shlex.join(["attnlab", "train", *p.options, f"--workdir={folder / p.name}"]) for p in points))
+        return 0
+    _check_folder(folder)
+    finished = {point.name for point in points if train.is_finished(point.config, folder / point.name)}
+    lock = _claimed(folder, values.grid, options)
+    try:
+        with running.interruptible():
+            failed = _run(points, finished, folder, values.jobs, lock)
+    except running.Interrupted as stopped:
+        print("stopped: the same command goes on from there", file=sys.stderr)
+        return 128 + stopped.args[0]
+    finally:
+        os.close(lock)
+    rows = table(points, folder, failed)
+    print(as_text(rows))
+    _write(rows, folder, [point.name for point in points])
+    return 1 if failed else 0
+
+
+def shared_options(argv: list[str]) -> list[str]:
+    """The options of a command line that every run gets, such as `--config=…`: all but the sweep's own.
+
+    >>> shared_options(["sweep", "--config=quickstart", "--jobs", "2", "--grid=config.seed=0,1", "--config.steps=9"])
+    ['--config=quickstart', '--config.steps=9']
+    """
+    kept, skip = [], False
+    for word in argv[1:]:
+        flag, equals, _ = word.lstrip("-").partition("=")
+        own = word.startswith("-") and flag in OWN
+        if not (own or skip):
+            kept.append(word)
+        skip = own and not equals and "dry_run" not in flag  # its value is the next word
+    return kept
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise UserError for a folder that holds something else than a sweep."""
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"--workdir={folder} is a file: name a folder")
+        if folder.exists() and not (folder / MARK).exists() and any(folder.iterdir()):
+            raise UserError(f"--workdir={folder} holds other files and no sweep: choose a new folder")
+    except OSError as error:
+        raise UserError(f"--workdir={folder} cannot be read ({error.strerror}): choose another folder") from error
+
+
+def _claimed(folder: Path, given: list[str], options: list[str]) -> int:
+    """The open file that marks the folder as a sweep's and locks it, in the runs' processes as well."""
+    try:
+        (folder / LOGS).mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / MARK, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise UserError(f"--workdir={folder} cannot be written ({error.strerror}): choose another folder") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise UserError(
+            f"--workdir={folder}: another sweep runs there, or runs of a killed one still save their state: wait for it"
+        ) from error
+    except OSError:  # a file system without locks
+        pass
+    os.truncate(lock, 0)
+    os.write(lock, (json.dumps({"grid": given, "options": options}, indent=1) + "\n").encode())
+    return lock
+
+
+def _run(points: list[grid.Point], finished: set[str], folder: Path, jobs: int, lock: int) -> dict[str, str]:
+    """Run what is not finished; the errors of the runs that failed, by name."""
+    reporter, failed = ProgressReporter(len(points)), {}
+    if finished:
+        reporter.print(f"{len(finished)} of {len(points)} runs are finished, and are kept")
+    words = {
+        point.name: ["attnlab.sweeping.worker", *point.options, f"--workdir={folder / point.name}"]
+        for point in points
+        if point.name not in finished
+    }
+    done = len(finished)
+    for ended in running.run_all(words, jobs, folder / LOGS, lock):
+        done += 1
+        if ended.error:
+            failed[ended.name] = ended.error
+        how = f"failed: {ended.error} (see {folder / LOGS})" if ended.error else "finished"
+        reporter.print(f"{done}/{len(points)}  {ended.name}  {how}")
+    return failed
+
+
+def table(points: list[grid.Point], folder: Path, failed: dict[str, str]) -> list[dict]:
+    """A row for each run, by its final loss; those that failed come last.
+
+    Its fields: run, the fields of the grid, loss (at the end), best_loss and best_step (of all evaluations), steps,
+    tokens_per_second (the median), error.
+    """
+    rows = []
+    for point in points:
+        row = {"run": point.name} | point.values
+        row |= dict.fromkeys(("loss", "best_loss", "best_step", "steps", "tokens_per_second"))
+        if point.name not in failed:
+            row |= _scores(folder / point.name)
+        rows.append(row | {"error": failed.get(point.name, "")})
+    return sorted(rows, key=lambda row: (bool(row["error"]), row["loss"] or 0.0))
+
+
+def _scores(workdir: Path) -> dict:
+    columns = runs.metrics(workdir)
+    step, split, loss = (columns[name] for name in ("step", "split", "loss"))
+    validation = np.flatnonzero(split == "val")
+    best = validation[loss[validation].argmin()]
+    speeds = columns["tokens_per_second"][split == "train"]
+    return {
+        "loss": float(loss[split == "final"][-1]),
+        "best_loss": float(loss[best]),
+        "best_step": int(step[best]),
+        "steps": int(step[-1]),
+        "tokens_per_second": round(float(np.median(speeds))) if len(speeds) else None,
+    }
+
+
+def as_text(rows: list[dict]) -> str:
+    """A table of the rows that ended, with aligned columns.
+
+    >>> print(as_text([{"run": "seed=0", "seed": 0, "loss": 1.25, "tokens_per_second": 9000, "error": ""}]))
+    seed    loss  tokens/s
+       0  1.2500     9,000
+    """
+    names = [name for name in rows[0] if name not in ("run", "error")]
+    heads = [name.rpartition(".")[2].replace("tokens_per_second", "tokens/s").replace("_", " ") for name in names]
+    lines = [heads]
+    for row in rows:
+        lines.append(["failed" if row["error"] and name == "loss" else _cell(name, row[name]) for name in names])
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
+
+
+def _cell(name: str, value) -> str:
+    if value is None:
+        return "-" if name in ("loss", "best_loss", "best_step", "steps", "tokens_per_second") else "None"
+    if name in ("loss", "best_loss"):
+        return f"{value:.4f}"
+    return f"{value:,}" if name in ("best_step", "steps", "tokens_per_second") else str(value)
+
+
+def _write(rows: list[dict], folder: Path, names: list[str]) -> None:
+    """Write the table, and the plot where matplotlib is installed."""
+    runs.write_csv(folder / TABLE, {name: [row[name] for row in rows] for name in rows[0]})
+    workdirs = [folder / name for name in names if (folder / name / "metrics.jsonl").exists()]
+    written = [TABLE]
+    if workdirs:
+        try:
+            from attnlab import plots  # optional
+        except ImportError:
+            print("a plot of the losses needs matplotlib: pip install matplotlib")
+        else:
+            plots.runs(workdirs).savefig(folder / PLOT, dpi=160)
+            written.append(PLOT)
+    print(f"{' and '.join(written)} are in {folder}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

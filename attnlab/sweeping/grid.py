@@ -1,0 +1,111 @@
+"""The runs of a grid: one for every combination of its values, checked before any starts."""
+
+import csv
+import hashlib
+import itertools
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from absl import flags
+from ml_collections import ConfigDict
+
+from attnlab import commands
+from attnlab import config as configs
+from attnlab.errors import UserError
+
+LONGEST = 120  # characters of a name, which is also that of a folder
+
+
+class Point(NamedTuple):
+    """One run of a grid.
+
+    Attributes:
+      name: its values, "learning_rate=0.001,seed=0", as the name of a folder.
+      values: by field, without "config.".
+      options: the options of `attnlab train` that choose its config.
+      config: that config, completed.
+    """
+
+    name: str
+    values: dict
+    options: list[str]
+    config: ConfigDict
+
+
+def points(grid: Sequence[str], options: Sequence[str]) -> list[Point]:
+    """The runs of a grid, in the order of its values, the last field varying fastest.
+
+    Args:
+      grid: "config.FIELD=VALUE,VALUE" for each field; a value with a comma is put in double quotes.
+      options: the options that all runs have, `--config=…` and `--config.FIELD=…`.
+
+    Raises:
+      UserError: no such field, a field or a run that is named twice, a value that its field or the others forbid, a
+        folder of checkpoints that several runs would share.
+
+    >>> runs = points(["config.seed=0,1", "config.steps=10,20"], ["--config=quickstart"])
+    >>> [run.name for run in runs]
+    ['seed=0,steps=10', 'seed=0,steps=20', 'seed=1,steps=10', 'seed=1,steps=20']
+    """
+    fields = dict(map(_field, grid))
+    if len(fields) < len(grid):
+        names = [_field(one)[0] for one in grid]
+        raise UserError(f"--grid names config.{max(names, key=names.count)} twice: give all its values at once")
+    _config(options)  # whose errors are not those of the grid
+    found = {}
+    for values in itertools.product(*fields.values()):
+        own = [f"--config.{field}={value}" for field, value in zip(fields, values)]
+        point = _point(list(fields), [*options, *own])
+        if point.name in found:
+            raise UserError(f"--grid names {point.name} twice: give each value once")
+        found[point.name] = point
+    folders = [point.config.checkpoint.dir for point in found.values() if point.config.checkpoint.dir]
+    if len(folders) > len(set(folders)):
+        raise UserError(f"config.checkpoint.dir = {folders[0]}: runs cannot share it: leave it out")
+    return list(found.values())
+
+
+def _field(given: str) -> tuple[str, list[str]]:
+    """The field of "config.FIELD=VALUE,VALUE" and the texts of its values."""
+    name, equals, values = given.partition("=")
+    field, known = name.removeprefix("config."), configs.fields(configs.default())
+    if field not in known:
+        raise UserError(f"--grid={given}: config.{field} is not a field{configs.nearest(field, known)}")
+    if not equals:
+        raise UserError(f"--grid={given} has no values: write --grid config.{field}=VALUE,VALUE")
+    return field, next(csv.reader([values], skipinitialspace=True), [""])
+
+
+def _config(options: Sequence[str]) -> ConfigDict:
+    argv, values = ["attnlab train", *options], flags.FlagValues()
+    commands.define_config(values, argv)
+    commands.parse(values, argv)
+    config, _ = commands.config_of(values)
+    return configs.completed(config)
+
+
+def _point(names: list[str], options: list[str]) -> Point:
+    try:
+        config = _config(options)
+    except UserError as error:
+        raise UserError(f"--grid: {error}") from error
+    values = {name: configs.fields(config)[name] for name in names}
+    return Point(name_of(values), values, options, config)
+
+
+def name_of(values: dict) -> str:
+    """A name for a run, which can be that of a folder and is no other run's.
+
+    >>> name_of({"optimizer.learning_rate": 1e-3, "seed": 0})
+    'learning_rate=0.001,seed=0'
+    >>> name_of({"data.path": "/my texts/a.txt"})
+    'path=_my_texts_a.txt-12779807'
+    """
+    last = [field.rpartition(".")[2] for field in values]
+    short = {field: name if last.count(name) == 1 else field for field, name in zip(values, last)}
+    whole = ",".join(f"{short[field]}={value}" for field, value in values.items())
+    safe = re.sub(r"[^\w.+=,-]+", "_", whole)
+    if safe == whole and len(whole) <= LONGEST:
+        return whole
+    return f"{safe[:LONGEST]}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"

@@ -1,0 +1,86 @@
+"""The records of runs as columns, as CSV and as a figure."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+import attnlab
+from attnlab import plots, runs
+from attnlab.errors import UserError
+
+
+def write(folder, *records):
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+@pytest.fixture
+def two(tmp_path):
+    write(
+        tmp_path / "a",
+        {"step": 1, "split": "train", "loss": 3.0, "grad_norm": None},
+        {"step": 2, "split": "val", "loss": 2.0},
+        {"step": 2, "split": "final", "loss": 2.0, "params_sha256": "ab"},
+    )
+    write(tmp_path / "b", {"step": 2, "split": "val", "loss": 1.5, "tokens": 64})
+    return tmp_path
+
+
+def test_metrics_are_columns_with_gaps_where_a_record_has_no_such_field(two):
+    columns = attnlab.metrics(two / "*")
+    assert columns["run"].tolist() == ["a", "a", "a", "b"] and columns["step"].tolist() == [1, 2, 2, 2]
+    assert columns["split"].tolist() == ["train", "val", "final", "val"] and columns["step"].dtype == np.int64
+    np.testing.assert_array_equal(columns["loss"], [3.0, 2.0, 2.0, 1.5])
+    np.testing.assert_array_equal(columns["tokens"], [np.nan, np.nan, np.nan, 64])
+    assert np.isnan(columns["grad_norm"]).all() and columns["params_sha256"].tolist() == ["", "", "ab", ""]
+
+
+def test_metrics_take_a_folder_a_list_or_a_glob_and_one_split(two):
+    assert attnlab.metrics(str(two / "b"))["loss"].tolist() == [1.5]
+    assert attnlab.metrics([two / "b", two / "a", two / "*"], split="val")["loss"].tolist() == [1.5, 2.0]
+    (two / "runs.csv").touch()
+    (two / "logs").mkdir()
+    assert set(attnlab.metrics(two / "*")["run"]) == {"a", "b"}
+
+
+def test_metrics_of_runs_of_one_name_are_told_apart(two):
+    again = write(two / "later" / "a", {"step": 5, "split": "val", "loss": 1.0})
+    assert set(attnlab.metrics([two / "a", again])["run"]) == {str(two / "a"), str(again)}
+
+
+def test_metrics_of_a_split_that_no_run_has_are_empty_columns(two):
+    columns = attnlab.metrics(two / "b", split="final")
+    assert set(columns) == {"run", "step", "split", "loss"} and all(len(column) == 0 for column in columns.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("none", "none holds no metrics.jsonl: name the folder of a run, or a glob"), ("x*", "matches no folder with a")],
+)
+def test_metrics_of_no_run_are_one_line(tmp_path, name, message):
+    with pytest.raises(UserError, match=message):
+        attnlab.metrics(tmp_path / name)
+
+
+def test_csv_has_a_line_for_each_record_and_empty_cells_for_gaps(two):
+    path = runs.write_csv(two / "all.csv", attnlab.metrics(two / "*"))
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["loss"] for row in rows] == ["3.0", "2.0", "2.0", "1.5"]
+    assert [row["tokens"] for row in rows] == ["", "", "", "64.0"]
+
+
+def test_plot_of_runs_has_one_label_for_each_run(two):
+    axes = plots.runs(two / "*").axes[0]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "b"]
+    assert len(axes.lines) == 3 and axes.lines[0].get_color() == axes.lines[1].get_color()
+
+
+def test_plot_of_many_runs_gives_each_its_own_colour(tmp_path):
+    for number in range(12):
+        write(tmp_path / f"run{number}", {"step": 1, "split": "val", "loss": 1.0 + number})
+    lines = plots.runs(tmp_path / "*").axes[0].lines
+    assert len({tuple(line.get_color()) for line in lines}) == 12

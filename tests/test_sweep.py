@@ -1,0 +1,231 @@
+"""Sweeps: grids, runs in processes that are stopped, killed and resumed, and their table, plot and CSV."""
+
+import csv
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import attnlab
+from attnlab import sweep
+from tests.test_train import REPOSITORY, contents, records
+
+QUICK = [
+    "--config.precision=float32",
+    "--config.batch_size=8",
+    "--config.model.num_layers=1",
+    "--config.model.num_heads=2",
+    "--config.model.width=16",
+    "--config.model.context=16",
+    "--config.eval.windows=8",
+    "--config.log.tensorboard=False",
+    "--config.log.peak_tflops=1",
+    "--config.sample.every=0",
+    "--config.sample.length=2",
+    "--config.parallel.mesh.data=1",
+]
+SHORT = ["--config.steps=12", "--config.eval.every=5", "--config.checkpoint.every=4", "--config.log.every=2"]
+LONG = ["--config.steps=3000", "--config.eval.every=1000", "--config.checkpoint.every=1000", "--config.log.every=100"]
+CONFIG = f"--config={REPOSITORY}/configs/quickstart.py"
+
+
+def swept(folder, *options, length=SHORT):
+    return sweep.main(["sweep", CONFIG, *QUICK, *length, f"--workdir={folder}", *options])
+
+
+def started(folder, *options, length=LONG):
+    command = [sys.executable, "-m", "attnlab.sweep", CONFIG, *QUICK, *length, f"--workdir={folder}", *options]
+    environment = os.environ | {"XLA_FLAGS": "", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_until(condition, within=120):
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def log(folder, name):
+    path = folder / "logs" / f"{name}.txt"
+    return path.read_text() if path.exists() else ""
+
+
+# --- grids
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--grid is missing: name a field and its values, e.g. --grid config.seed=0,1"),
+        (["--grid=config.optimizer.learning_rte=1"], "is not a field (did you mean optimizer.learning_rate?)"),
+        (["--grid", "config.sed=1"], "--grid=config.sed=1: config.sed is not a field (did you mean seed?)"),
+        (["--grid=config.seed"], "--grid=config.seed has no values: write --grid config.seed=VALUE,VALUE"),
+        (["--grid=config.seed=0,a"], "config.seed=a: invalid literal for int"),
+        (["--grid=config.seed=0,"], "--grid: "),
+        (["--grid=config.steps=1,0"], "--grid: config.steps = 0: expected 1 or more"),
+        (["--grid=config.optimizer.name=adamw,moun"], "expected one of adamw, muon, lion, sgd (did you mean muon?)"),
+        (["--grid=config.seed=0,0"], "--grid names seed=0 twice: give each value once"),
+        (["--grid=config.seed=0", "--grid=config.seed=1"], "--grid names config.seed twice"),
+        (["--grid=config.model.width=16,17"], "17 is not divisible by"),
+        (["--grid=config.seed=0,1", "--config.checkpoint.dir=/kept"], "/kept: runs cannot share it: leave it out"),
+        (["--grid=config.seed=0,1", "--config.stpes=1"], "--config.stpes: the config has no such field"),
+        (["--grid=config.seed=0,1", "--jobs=0"], "jobs"),
+        (["--grid=config.seed=0,1", "--jbos=2"], "Unknown command line flag 'jbos'"),
+    ],
+)
+def test_mistake_is_one_line_before_anything_starts(tmp_path, capsys, options, message):
+    assert swept(tmp_path / "sweep", *options) == 2
+    out, err = capsys.readouterr()
+    assert message in err and err.startswith("error: ") and err.count("\n") == 1 and not out, err
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_folder_with_something_else_is_left_alone(tmp_path, capsys):
+    (tmp_path / "runs.csv").write_text("mine")
+    assert swept(tmp_path, "--grid=config.seed=0") == 2
+    assert "holds other files and no sweep: choose a new folder" in capsys.readouterr().err
+    assert swept(tmp_path / "runs.csv", "--grid=config.seed=0") == 2
+    assert "is a file: name a folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["runs.csv"]
+
+
+def test_dry_run_lists_the_commands_and_writes_nothing(tmp_path, capsys):
+    options = ["--grid", "config.optimizer.learning_rate=1e-3,3e-3", "--grid=config.data.name=quijote,python_docs"]
+    assert swept(tmp_path / "sweep", *options, "--dry_run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and all(line.startswith(f"attnlab train {CONFIG} --config.precision") for line in lines)
+    assert lines[1].endswith(
+        "--config.optimizer.learning_rate=1e-3 --config.data.name=python_docs "
+        f"--workdir={tmp_path}/sweep/learning_rate=0.001,name=python_docs"
+    )
+    assert not (tmp_path / "sweep").exists()
+
+
+# --- runs
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A sweep of three runs, one of which fails: its folder, exit code and output."""
+    folder = tmp_path_factory.mktemp("sweeps") / "sweep"
+    running = started(
+        folder, "--grid=config.optimizer.learning_rate=1e-3,1e20,1e-2", "--grid=config.seed=3", "--jobs=2", length=SHORT
+    )
+    out, err = running.communicate(timeout=300)
+    return folder, running.returncode, out, err
+
+
+def test_sweep_with_a_failing_run_finishes_the_others(finished):
+    folder, code, out, err = finished
+    assert code == 1 and not err, err
+    assert {path.name for path in folder.iterdir()} == {
+        "learning_rate=0.001,seed=3",
+        "learning_rate=1e+20,seed=3",
+        "learning_rate=0.01,seed=3",
+        "logs",
+        "runs.csv",
+        "runs.png",
+        "sweep.json",
+    }
+    assert re.search(r"/3  learning_rate=1e\+20,seed=3  failed: .* at step 1; .* \(see .*logs\)\n", out)
+    assert "runs.csv and runs.png are in" in out
+
+
+def test_table_is_sorted_by_final_loss_and_agrees_with_the_records(finished):
+    folder, _, out, _ = finished
+    with (folder / "runs.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 3 and rows[2]["error"].startswith("param_norm is") and rows[2]["loss"] == ""
+    assert float(rows[0]["loss"]) < float(rows[1]["loss"])
+    for row in rows[:2]:
+        columns = attnlab.metrics(folder / row["run"])
+        validation = columns["split"] == "val"
+        assert float(row["loss"]) == columns["loss"][-1] and row["steps"] == "12" and row["seed"] == "3"
+        assert float(row["best_loss"]) == columns["loss"][validation].min()
+        assert int(row["tokens_per_second"]) > 0
+        assert f"{float(row['loss']):.4f}" in out
+    head, first, *_, last = out.splitlines()[-5:-1]
+    assert head.split()[:3] == ["learning", "rate", "seed"] and first.split()[0] == rows[0]["optimizer.learning_rate"]
+    assert "failed" in last
+
+
+def test_run_of_a_sweep_is_that_of_its_own_command(finished, tmp_path):
+    options = [*QUICK, *SHORT, "--config.optimizer.learning_rate=1e-3", "--config.seed=3"]
+    command = [sys.executable, "-m", "attnlab.train", CONFIG, *options, f"--workdir={tmp_path}/run"]
+    subprocess.run(command, env=os.environ | {"XLA_FLAGS": ""}, check=True, capture_output=True)
+    assert records(finished[0] / "learning_rate=0.001,seed=3") == records(tmp_path / "run")
+
+
+def test_sweep_again_keeps_finished_runs_and_adds_new_ones(finished, capsys):
+    folder = finished[0]
+    kept = {name: contents(folder / f"learning_rate={name},seed=3") for name in ("0.001", "0.01")}
+    assert swept(folder, "--grid=config.optimizer.learning_rate=1e-3,1e-2,2e-2", "--grid=config.seed=3") == 0
+    out = capsys.readouterr().out
+    assert "2 of 3 runs are finished, and are kept" in out and "3/3  learning_rate=0.02,seed=3  finished" in out
+    assert {name: contents(folder / f"learning_rate={name},seed=3") for name in kept} == kept
+
+
+def test_sweep_into_runs_with_another_config_is_refused_before_anything_starts(finished, capsys):
+    before = contents(finished[0])
+    options = ["--grid=config.optimizer.learning_rate=1e-3", "--grid=config.seed=3", "--config.model.width=32"]
+    assert swept(finished[0], *options) == 2
+    assert "config.model.width = 32, there it was 16" in capsys.readouterr().err
+    assert contents(finished[0]) == before
+
+
+def children(process):
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
+    return [int(pid) for pid in found.split()]
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_signal_stops_all_runs_saved_and_the_same_command_goes_on(tmp_path, number):
+    options, folder = ["--grid=config.seed=0,1,2", "--jobs=2"], tmp_path / "sweep"
+    running = started(folder, *options)
+    wait_until(lambda: all("step 100/" in log(folder, f"seed={seed}") for seed in (0, 1)))
+    pids = children(running)
+    running.send_signal(number)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 128 + number and err == "stopped: the same command goes on from there\n"
+    assert len(pids) == 2 and not any(map(is_alive, pids))
+    assert all(re.search(r"stopped: step \d+ is saved", log(folder, f"seed={seed}")) for seed in (0, 1))
+    assert not (folder / "seed=2").exists() and not (folder / "runs.csv").exists()
+
+    again = started(folder, *options)
+    out, err = again.communicate(timeout=300)
+    assert again.returncode == 0 and not err and all(f"seed={seed}  finished" in out for seed in range(3)), out + err
+    assert all("resumed from step" in log(folder, f"seed={seed}") for seed in (0, 1))
+    whole = [*QUICK, *LONG, "--config.seed=0"]
+    command = [sys.executable, "-m", "attnlab.train", CONFIG, *whole, f"--workdir={tmp_path}/run"]
+    subprocess.run(command, env=os.environ | {"XLA_FLAGS": ""}, check=True, capture_output=True)
+    assert records(folder / "seed=0") == records(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_runs_of_a_killed_sweep_save_and_end_and_lock_it_until_then(tmp_path, capsys):
+    folder = tmp_path / "sweep"
+    endless = [*LONG[1:], "--config.steps=1000000"]
+    running = started(folder, "--grid=config.seed=0,1", "--jobs=2", length=endless)
+    wait_until(lambda: all("step 100/" in log(folder, f"seed={seed}") for seed in (0, 1)))
+    pids = children(running)
+    running.kill()
+    running.communicate()
+    assert swept(folder, "--grid=config.seed=0,1", length=endless) == 2
+    assert "another sweep runs there, or runs of a killed one still save their state" in capsys.readouterr().err
+    wait_until(lambda: not any(map(is_alive, pids)))
+    assert all(re.search(r"stopped: step \d+ is saved", log(folder, f"seed={seed}")) for seed in (0, 1))
