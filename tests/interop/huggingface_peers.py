@@ -1,6 +1,13 @@
-"""Random models of `transformers` of every family, each in two shapes."""
+"""Random models of `transformers` of every family, each in two shapes, and what they answer.
+
+Their answers are also kept in `huggingface_goldens.npz`, for Pythons without torch; after a change of the models:
+
+    python -m tests.interop.huggingface_peers
+"""
 
 import functools
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -72,24 +79,39 @@ PEERS = {
 NAMES = [name if "-" not in name else pytest.param(name, marks=pytest.mark.slow) for name in PEERS]
 
 
+SCORED = (0, 19, 39)  # positions whose logits are kept
+GOLDENS = Path(__file__).with_name("huggingface_goldens.npz")
+
+
+def weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Tensors of given names and shapes, for a model whose greedy text is varied.
+
+    Its layers count for more than the embedding of the last token. Norms are far from 1 or 0, and logits are of size 1,
+    so that a tolerance of 1e-4 is one.
+    """
+    draw, state = np.random.default_rng(0), {}
+    for name, shape in sorted(shapes.items()):
+        noise = draw.standard_normal(shape, np.float32)
+        if len(shape) == 1:
+            base = 0.0 if name.endswith("bias") else 9.0 if name == "model.norm.weight" else 1.0
+            state[name] = np.float32(base) + np.float32(0.2) * noise
+        else:
+            state[name] = np.float32(0.24 if "layers" in name else 0.02) * noise
+    return state
+
+
 @functools.cache
 def peer(name: str):
-    """torch, and a model whose greedy text is varied: its layers count for more than the embedding of the last token.
-
-    Norms are far from 1 or 0, and logits are of size 1, so that a tolerance of 1e-4 is one.
-    """
+    """torch, and a model with such weights."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    torch.manual_seed(sum(name.encode()))
     kind, options = PEERS[name]
     config = getattr(transformers, f"{kind}Config")(**SIZES | options)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    parameters = dict(model.named_parameters())  # a tied output is not among them
     with torch.no_grad():
-        for path, tensor in model.named_parameters():
-            if tensor.ndim == 1:
-                tensor.add_(torch.randn_like(tensor) * 0.2 + (8.0 if path == "model.norm.weight" else 0.0))
-            elif "layers" in path:
-                tensor.mul_(12)
+        for path, array in weights({path: tuple(tensor.shape) for path, tensor in parameters.items()}).items():
+            parameters[path].copy_(torch.from_numpy(array))
     return torch, model
 
 
@@ -112,3 +134,25 @@ def greedy(torch, model, prompt: np.ndarray, length: int) -> np.ndarray:
     options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0}
     with torch.no_grad():
         return model.generate(prompt, max_new_tokens=length, **options)[0, prompt.shape[1] :].numpy()
+
+
+def answers(name: str) -> dict[str, np.ndarray]:
+    """What a model of transformers is, and what it answers: `config`, `shapes`, `logits`, `greedy`."""
+    torch, model = peer(name)
+    shapes = {path: list(tensor.shape) for path, tensor in model.named_parameters()}
+    return {
+        "config": np.array(json.dumps(model.config.to_dict(), sort_keys=True)),
+        "shapes": np.array(json.dumps(shapes)),
+        "logits": logits(name)[:, SCORED],
+        "greedy": greedy(torch, model, tokens(name)[:1, :5], 200).astype(np.uint8),
+    }
+
+
+def goldens(name: str) -> dict[str, np.ndarray]:
+    """The answers that are kept."""
+    with np.load(GOLDENS) as kept:
+        return {path.split("/")[1]: kept[path] for path in kept.files if path.split("/")[0] == name}
+
+
+if __name__ == "__main__":
+    np.savez_compressed(GOLDENS, **{f"{name}/{key}": x for name in PEERS for key, x in answers(name).items()})

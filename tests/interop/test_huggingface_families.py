@@ -1,4 +1,7 @@
-"""Every family of transformers' models: same logits and greedy text, and bits that come back."""
+"""Every family of transformers' models: same logits, and bits that come back.
+
+Its greedy text is compared in test_huggingface_goldens.py, where the kept answers are compared with it.
+"""
 
 import functools
 
@@ -7,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnlab import sample
 from attnlab.interop.huggingface import from_hf, make_config, make_model, save_hf, to_hf
-from tests.interop.huggingface_peers import NAMES, greedy, logits, peer, tokens
+from tests.interop.huggingface_peers import NAMES, logits, peer, tokens
 
 
 @functools.cache
@@ -27,17 +29,6 @@ def test_logits_of_family_equal_transformers(name):
     model, params = ours(name)
     # 1e-4 is asked for; float32 gives about 1e-5 for logits of size 1 to 10, as rotary angles are rounded differently.
     np.testing.assert_allclose(jax.jit(model.apply)(params, jnp.asarray(tokens(name))), logits(name), atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_greedy_text_of_family_equals_transformers(name):
-    model, params = ours(name)
-    prompt = tokens(name)[:1, :5]
-    expected = greedy(*peer(name), prompt, 200)
-    drawn = sample.generate(model, params, prompt[0], 200, temperature=0.0)
-    np.testing.assert_array_equal(np.concatenate(list(drawn)), expected)
-    assert len(set(expected.tolist())) > 1  # not one token again and again
 
 
 @pytest.mark.parametrize("name", NAMES)
