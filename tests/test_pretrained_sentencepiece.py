@@ -10,6 +10,7 @@ import pytest
 import attnlab
 from attnlab import sample
 from attnlab.data import tokenizers
+from attnlab.generation.stopping import end_tokens
 from attnlab.generation.texts import complete
 from attnlab.interop.huggingface import save_hf
 from attnlab.nn import GPT
@@ -34,6 +35,11 @@ def llama(request, tmp_path_factory):
 def test_saved_folder_has_the_end_of_text_of_its_tokenizer(llama):
     assert attnlab.load(llama).tokenizer.kind == "sentencepiece"
     assert json.loads((llama / "config.json").read_text())["eos_token_id"] == 2  # "</s>"
+
+
+def test_end_of_text_is_the_tokenizers_without_the_folder(llama):
+    """As in a run that was fine-tuned from it."""
+    assert end_tokens(attnlab.load(llama).tokenizer) == (2,)
 
 
 def test_sample_prints_the_spaces_after_the_prompt(llama, capsys):

@@ -7,8 +7,10 @@ from pathlib import Path
 from attnlab.data.tokenizers import Tokenizer
 from attnlab.errors import UserError
 
-# As the models' own tokenizers write it. Shorter names, like "</s>", are words of many texts.
+# As the models' own tokenizers write it.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<|return|>")
+# Names of SentencePiece's own tokens; elsewhere they are words of many texts.
+_END_OF_SENTENCEPIECE = ("</s>", "<eos>", "<end_of_turn>")
 
 
 class StopStrings:
@@ -87,7 +89,8 @@ def end_tokens(tokenizer: Tokenizer, folder: str | Path | None = None) -> tuple[
     """Tokens that mark the end of a text.
 
     Args:
-      tokenizer: one of its tokens may be "<|endoftext|>" or another of `END_OF_TEXT`.
+      tokenizer: one of its tokens may be "<|endoftext|>" or another of `END_OF_TEXT`; with SentencePiece also "</s>",
+        "<eos>" or "<end_of_turn>".
       folder: of a Hugging Face model, whose generation_config.json or config.json says it in `eos_token_id`.
 
     Returns:
@@ -103,7 +106,8 @@ def end_tokens(tokenizer: Tokenizer, folder: str | Path | None = None) -> tuple[
         if ids is not None:
             ids = ids if isinstance(ids, list) else [ids]
             return tuple(i for i in ids if isinstance(i, int) and 0 <= i < tokenizer.vocab_size)
-    return tuple(sorted({int(ids[0]) for name in END_OF_TEXT if len(ids := _encoded(name, tokenizer)) == 1}))
+    names = END_OF_TEXT + (_END_OF_SENTENCEPIECE if tokenizer.kind == "sentencepiece" else ())
+    return tuple(sorted({int(ids[0]) for name in names if len(ids := _encoded(name, tokenizer)) == 1}))
 
 
 def _read(file: Path) -> dict:
