@@ -23,6 +23,8 @@ import pytest
 from absl import logging
 from hypothesis import settings
 
+from tests.texts import TEXT
+
 # Many tests compile the same small programs, so each worker caches them. Processes that tests start share another
 # cache, since a killed process may leave a truncated entry.
 jax.config.update("jax_compilation_cache_dir", os.environ["TFDS_DATA_DIR"] + "/programs-of-this-process")
@@ -53,6 +55,14 @@ def room_for_programs():
     if maps.exists() and maps.read_text().count("\n") > 25_000:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A file with a short text."""
+    path = tmp_path_factory.mktemp("texts") / "quijote.txt"
+    path.write_text(TEXT)
+    return path
 
 
 @pytest.fixture

@@ -19,18 +19,11 @@ from attnlab.data import tokenizers
 from attnlab.interop.huggingface import from_hf, save_hf
 from attnlab.nn import GPT
 from tests.test_train import records, wait_for
+from tests.texts import TEXT
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
 REPOSITORY = Path(__file__).parents[1]
-TEXT = "En un lugar de la Mancha, de cuyo nombre no quiero acordarme, no ha mucho tiempo que vivía un hidalgo. " * 60
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("texts") / "quijote.txt"
-    path.write_text(TEXT)
-    return path
 
 
 @pytest.fixture(scope="module")

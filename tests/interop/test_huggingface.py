@@ -13,6 +13,7 @@ from attnlab.data import tokenizers
 from attnlab.errors import UserError
 from attnlab.interop.huggingface import from_hf, make_config, make_model, save_hf, to_hf
 from attnlab.nn import GPT, MultiHeadAttention
+from tests.texts import TEXT
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
 
@@ -278,9 +279,6 @@ def test_missing_file_raises_one_line(small, tmp_path, own_errors):
         save_hf(tmp_path / "other", small[0], params)
     with pytest.raises(UserError, match="expected variables"):
         save_hf(tmp_path / "other", small[0], small[1]["params"])
-
-
-TEXT = "En un lugar de la Mancha, de cuyo nombre no quiero acordarme, no ha mucho tiempo que vivía un hidalgo. " * 60
 
 
 @pytest.fixture(scope="module")

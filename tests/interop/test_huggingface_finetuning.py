@@ -1,28 +1,18 @@
 """A Llama of transformers, trained here and saved again, writes the same text in both."""
 
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import attnlab
-from attnlab import sample, train
+from attnlab import sample
 from attnlab.data import tokenizers
 from attnlab.interop.huggingface import from_hf, save_hf
 from attnlab.nn import GPT, Rotary
+from tests import test_pretrained
 from tests.interop.huggingface_peers import greedy
-
-REPOSITORY = Path(__file__).parents[2]
-TEXT = "En un lugar de la Mancha, de cuyo nombre no quiero acordarme, no ha mucho tiempo que vivía un hidalgo. " * 60
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("texts") / "quijote.txt"
-    path.write_text(TEXT)
-    return path
+from tests.texts import TEXT
 
 
 @pytest.fixture(scope="module")
@@ -51,23 +41,8 @@ def llama(tmp_path_factory):
 
 
 def finetune(source, text, workdir, **changes):
-    fields = {
-        "init_from": source,
-        "data.path": text,
-        "steps": 4,
-        "batch_size": 8,
-        "precision": "float32",
-        "optimizer.accumulation": 1,
-        "optimizer.warmup_steps": 0,
-        "optimizer.learning_rate": 1e-2,
-        "eval.windows": 4,
-        "sample.length": 4,
-        "model.context": 32,
-        "model.dropout": 0.0,
-        "log.tensorboard": False,
-    } | {name.replace("__", "."): value for name, value in changes.items()}
-    options = [f"--config.{name}={value}" for name, value in fields.items()]
-    return train.main(["train", f"--config={REPOSITORY}/configs/gpt2_finetune.py", *options, f"--workdir={workdir}"])
+    fields = {"precision": "float32", "optimizer__learning_rate": 1e-2, "model__dropout": 0.0}
+    return test_pretrained.finetune(source, text, workdir, **fields | changes)
 
 
 @pytest.mark.slow
