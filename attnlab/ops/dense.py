@@ -137,21 +137,33 @@ def _sums(p, v, key_is_visible, few: bool) -> Float[Array, "*B Tq H Dv"]:
 
 
 def _if_finite(fast, by_head):
-    """The product `fast`, or `by_head`, which zeroes hidden keys first, if one of them has made an element NaN.
+    """The product `fast`, with hidden keys zeroed first only if one of them has made an element NaN.
 
-    Zeroing them writes a copy of all keys, for a case that is rare. All keys enter the product, if only times 0.
-    Derivatives are those of `by_head`, where no NaN of a hidden key is multiplied by their zeros.
+    Zeroing them writes a copy of all keys, for a case that is rare; all keys enter the product, if only times 0, and
+    then the bits are the same. Where visible ones are not finite, `by_head` keeps them in their head. Derivatives are
+    those of `by_head`, where no NaN of a hidden key is multiplied by their zeros.
     """
+
+    def unless_finite(found, other):
+        return jax.lax.cond(jnp.isfinite(found).all(), lambda: found, other)
 
     @jax.custom_jvp
     def product(x, keys, key_is_visible):
         found = fast(x, keys)
-        if key_is_visible is None:
-            return found
-        return jax.lax.cond(jnp.isfinite(found).all(), lambda: found, lambda: by_head(x, keys, key_is_visible))
+        if key_is_visible is not None:
+            of_any = _of_any_query_head(key_is_visible, keys.shape[-2])
+            found = unless_finite(found, lambda: fast(x, _inert(keys, of_any)))
+        return unless_finite(found, lambda: by_head(x, keys, key_is_visible))
 
     product.defjvp(lambda primals, tangents: jax.jvp(by_head, primals, tangents))
     return product
+
+
+def _of_any_query_head(key_is_visible, kv_heads: int) -> Bool[Array, "..."]:
+    """Whether any query head that reads a key may attend to it, `[..., Tk, Hk or 1, 1]`."""
+    if key_is_visible.shape[-2] == 1:
+        return key_is_visible
+    return key_is_visible.reshape(*key_is_visible.shape[:-2], kv_heads, -1, 1).any(axis=-2)
 
 
 def _per_query_head(x: Float[Array, "*B Tk Hk D"], num_heads: int) -> Float[Array, "*B Tk H D"]:

@@ -39,7 +39,8 @@ def test_sample_of_a_campaign_finds_nothing_wrong(tmp_path, campaign, count, req
     found = json.loads(figures.read_text())[campaign]
     assert found["wrong"] == []
     if campaign == "kills":
-        assert sum(found["phases"].values()) == count and len([n for n in found["phases"].values() if n]) > 2
+        # A short phase may be over when the signal arrives, which then counts for the next one.
+        assert sum(found["phases"].values()) == count and len([n for n in found["phases"].values() if n]) > 1
 
 
 @pytest.mark.slow

@@ -60,6 +60,16 @@ def test_hidden_keys_that_are_not_finite_change_neither_result_nor_gradient(floa
         np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("queries, heads, kv_heads", [(1, 4, 4), (1, 4, 2), (3, 6, 2)])
+@pytest.mark.parametrize("hidden", [1e3, np.inf, np.nan])
+def test_hidden_keys_change_no_bit(queries, heads, kv_heads, hidden):
+    """Whichever way their products are computed."""
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in sample(queries, heads, kv_heads))
+    changed = [x.at[0, 7:].set(hidden).at[1, 40:].set(hidden) for x in (k, v)]
+    for found, expected in zip(step(q, *changed, LENGTHS), step(q, k, v, LENGTHS)):
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_nan_in_a_key_that_is_seen_reaches_its_own_heads_alone(float64):
     q, k, v = sample(1, 4, 2)
     found = np.isnan(step(q, k.at[0, 3, 1].set(np.nan), v, LENGTHS)[0]).any(axis=(1, 3))
