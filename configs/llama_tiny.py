@@ -3,8 +3,8 @@
     attnlab train --config=llama_tiny
     attnlab train --config=llama_tiny --config.data.path=FILE.txt
 
-2,000 steps of 12 × 64 tokens, as the quickstart, and as many parameters to 0.04 %. Validation loss, in nats a character,
-float32: Python docs 1.235 (the quickstart 1.254), Shakespeare 1.688 (1.716), Quijote 1.522 (1.542).
+2,000 steps of 12 × 64 tokens, as the quickstart, and as many parameters to 0.04 %. Validation loss in nats a character:
+Python docs 1.235 (the quickstart 1.254), Shakespeare 1.688 (1.716), Quijote 1.522 (1.542).
 """
 
 from attnlab.config import default

@@ -144,16 +144,19 @@ def _if_finite(fast, by_head):
     those of `by_head`, where no NaN of a hidden key is multiplied by their zeros.
     """
 
-    def unless_finite(found, other):
+    def if_finite(found, other):
         return jax.lax.cond(jnp.isfinite(found).all(), lambda: found, other)
 
     @jax.custom_jvp
     def product(x, keys, key_is_visible):
-        found = fast(x, keys)
-        if key_is_visible is not None:
+        def slow():
+            return by_head(x, keys, key_is_visible)
+
+        def without_hidden():
             of_any = _of_any_query_head(key_is_visible, keys.shape[-2])
-            found = unless_finite(found, lambda: fast(x, _inert(keys, of_any)))
-        return unless_finite(found, lambda: by_head(x, keys, key_is_visible))
+            return if_finite(fast(x, _inert(keys, of_any)), slow)
+
+        return if_finite(fast(x, keys), slow if key_is_visible is None else without_hidden)
 
     product.defjvp(lambda primals, tangents: jax.jvp(by_head, primals, tangents))
     return product
