@@ -36,6 +36,7 @@ collect_ignore = ["downstream"]  # a user's project: `test_wheel.py` runs its te
 
 logging.set_verbosity(logging.ERROR)
 settings.register_profile("attnlab", deadline=None, derandomize=True, max_examples=30)
+settings.register_profile("few", settings.get_profile("attnlab"), max_examples=8)  # --hypothesis-profile=few
 settings.load_profile("attnlab")
 
 

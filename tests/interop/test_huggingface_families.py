@@ -1,12 +1,11 @@
-"""Every family of transformers' models: same logits, and bits that come back.
+"""Every family of transformers' models: bits that come back, from model objects and from saved folders.
 
-Its greedy text is compared in test_huggingface_goldens.py, where the kept answers are compared with it.
+Logits and greedy texts are compared in test_huggingface_goldens.py.
 """
 
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -22,13 +21,6 @@ def ours(name):
 def assert_same(one, other):
     assert one[0] == other[0]
     jax.tree.map(np.testing.assert_array_equal, one[1], other[1])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_logits_of_family_equal_transformers(name):
-    model, params = ours(name)
-    # 1e-4 is asked for; float32 gives about 1e-5 for logits of size 1 to 10, as rotary angles are rounded differently.
-    np.testing.assert_allclose(jax.jit(model.apply)(params, jnp.asarray(tokens(name))), logits(name), atol=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)
