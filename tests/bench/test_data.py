@@ -14,7 +14,7 @@ def test_data_writes_a_table_and_figures(in_process, figures_of, capsys):
     assert 0 < figures["data_wait_share_tiny"] < 1 and min(figures.values()) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_large_text_is_tokenised_and_trained_on(figures_of, tmp_path, capsys):
     figures = figures_of("data", "--size=300KB", f"--folder={tmp_path}/new", "--steps=3")
     names = ("mb_s_core", "mb_s_cpu", "first_s", "open_s", "peak_mib")

@@ -27,8 +27,13 @@ def mounts(tmp_path_factory):
 SAMPLE = {"kills": 3, "stops": 1, "corruptions": 4, "full_disks": 1, "shared": 1, "commands": 20}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("campaign, count", SAMPLE.items())
+@pytest.mark.parametrize(
+    "campaign, count",
+    [
+        pytest.param(name, count, marks=pytest.mark.slow if name in ("kills", "full_disks") else pytest.mark.campaign)
+        for name, count in SAMPLE.items()
+    ],
+)
 def test_sample_of_a_campaign_finds_nothing_wrong(tmp_path, campaign, count, request):
     if campaign == "full_disks":
         request.getfixturevalue("mounts")

@@ -379,10 +379,10 @@ def over_eight_devices(first, last):
 
 @pytest.mark.parametrize(
     "first",
-    [pytest.param(seed, marks=pytest.mark.slow if seed == 20 else pytest.mark.campaign) for seed in range(0, 120, 4)],
+    [pytest.param(seed, marks=pytest.mark.slow if seed == 20 else pytest.mark.campaign) for seed in range(0, 120, 2)],
 )
 def test_random_calls_over_eight_devices_equal_unsplit_calls(first):
-    lines = over_eight_devices(first, first + 4)
+    lines = over_eight_devices(first, first + 2)
     assert {line["devices"] for line in lines} == {2, 4, 8}
     # 1e-5 of the largest element is some 80 units in its last place, of sums of some hundred terms. The gradient of one
     # number, as the scale, may cancel to far less than its terms: both calls round it, so it may differ by twice that.

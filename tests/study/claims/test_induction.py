@@ -98,7 +98,7 @@ def test_induction_models_have_about_equal_parameters():
     assert count(TWO) == 37_760 and count(ONE) == 37_312
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_induction_run_is_judged_drawn_and_repeatable(monkeypatch, run_fast):
     monkeypatch.setattr(induction, "FAST", Size(seeds=2, steps=4, looks=2, batch_size=4, examples=16))
     measured = run_fast(induction)

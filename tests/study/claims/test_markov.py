@@ -112,7 +112,7 @@ def test_divergence_matches_numpy():
     assert float(markov.divergence(p, np.log(q))) == pytest.approx(exact, abs=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_small_study_runs_to_the_end_twice_alike(monkeypatch, run_fast):
     for name, small in {"FAST": markov.Size(seeds=2, steps=10), "LENGTH": 10, "BATCH": 2, "HELD_OUT": 4}.items():
         monkeypatch.setattr(markov, name, small)

@@ -102,7 +102,7 @@ def test_best_first_order_matches_a_search_by_hand(model):
         keep[gone] = False
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_small_study_runs_to_the_end_twice_alike(monkeypatch, tmp_path, run_fast, small_quickstart):
     monkeypatch.setattr(pruning, "FAST", pruning.Size(seeds=2, steps=3, windows=2, held_out=2))
     path = tmp_path / "text.txt"

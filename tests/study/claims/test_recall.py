@@ -77,7 +77,7 @@ def test_recall_gated_convolution_equals_formula(float64):
     np.testing.assert_allclose(out, gated @ params["out"]["kernel"] + params["out"]["bias"], rtol=1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_recall_run_is_judged_drawn_and_repeatable(monkeypatch, run_fast):
     size = Size(seeds=2, steps=2, widths=(4,), widths_of_others=(4,), batch_size=2, examples=32)
     monkeypatch.setattr(recall, "FAST", size)
