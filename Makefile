@@ -1,4 +1,7 @@
-# make train | test | test-slow | test-versions | test-hardware | campaigns | peers | lint | format | bench | docs | figures | planned | constraints
+# make train | test | test-slow | test-versions | test-hardware | campaigns | mutants | peers | lint | format | bench |
+#      docs | lessons | figures | planned | constraints; CONTRIBUTING.md says what each does, and how long it takes
+# Processes that tests start would otherwise compile the package each.
+unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
@@ -6,6 +9,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INSTALL = $(if $(shell command -v uv),uv pip install --quiet --python $(BIN)/python -c constraints.txt,$(PIP))
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
+# The tests compile without optimizations, unless told so.
 OPTIMIZED = XLA_FLAGS="--xla_backend_optimization_level=3 $$XLA_FLAGS"
 # The frameworks that weights come from and go to, and TransformerLens; without them those tests skip.
 PEERS = torch==2.13.0 transformers==5.23.0 transformer-lens==4.3.0
@@ -16,7 +20,8 @@ VERSIONED = tests/ops --ignore=tests/ops/test_pallas.py --ignore=tests/ops/test_
 	tests/interop/test_huggingface_goldens.py tests/interop/test_transforms.py tests/see/test_capturing.py \
 	tests/see/test_edits.py
 
-.PHONY: train test test-slow test-versions test-hardware campaigns peers lint format bench docs figures planned constraints clean
+.PHONY: train test test-slow test-versions test-hardware campaigns mutants peers lint format bench docs lessons \
+	figures planned constraints clean
 
 train: $(VENV)/installed
 	$(BIN)/python -m attnlab.train --config=configs/quickstart.py
@@ -24,9 +29,8 @@ train: $(VENV)/installed
 test: $(VENV)/installed-test
 	$(PYTEST) -m "not slow and not campaign and not hardware"
 
-# With programs compiled as users compile them.
 test-slow: $(VENV)/installed-test
-	$(OPTIMIZED) $(PYTEST) -m "slow and not campaign and not hardware"
+	$(PYTEST) -m "slow and not campaign and not hardware"
 
 # For another Python: make test-versions PYTHON=python3.12 VENV=.venv-newer
 test-versions: $(VENV)/installed-test
@@ -43,6 +47,10 @@ campaigns: $(VENV)/installed-test
 	$(BIN)/python -m attnlab.bench faults --kills=100 --stops=40 --corruptions=200 --full_disks=10 --shared=5 \
 		--commands=1000
 
+# Whether the fast tests notice small faults in the source; the table is build/mutants.csv.
+mutants: $(VENV)/installed-test
+	$(BIN)/python tests/mutants.py
+
 peers: $(VENV)/installed-peers
 
 lint: $(VENV)/installed-test
@@ -56,9 +64,14 @@ format: $(VENV)/installed-test
 bench: $(VENV)/installed
 	$(BIN)/python -m attnlab.bench attention
 
-# The site, in build/site: index.html there opens without a server. Any warning is an error.
+# The site, in build/site: index.html there opens without a server. Any warning is an error. Lessons have the outputs
+# that are stored with them.
 docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# Executes the notebooks, and stores their outputs.
+lessons: $(VENV)/installed-docs
+	$(BIN)/python docs/lessons.py
 
 # The figures of the README and of the studies' pages, from real runs.
 figures: $(VENV)/installed-docs
@@ -96,4 +109,4 @@ constraints:
 		--extra test --extra docs pyproject.toml -o constraints.txt
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) .cache build *.egg-info

@@ -40,7 +40,7 @@ def on_files(files, config):
         home = home.replace(f"]({target})", f"]({page})")
     files.append(File.generated(config, "index.md", content=home))
     for source in sorted((ROOT / "notebooks").glob("*.py")):
-        page, figures = lessons.render(source, cache=ROOT / "build" / "lessons")
+        page, figures = lessons.render(source)
         files.append(File.generated(config, f"tutorials/{source.stem}.md", content=page))
         for name, content in figures.items():
             files.append(File.generated(config, f"tutorials/{name}", content=content))

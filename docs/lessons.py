@@ -1,31 +1,36 @@
-"""Notebooks as pages: executes a lesson, and writes its cells, outputs and figures as Markdown and PNG."""
+"""Notebooks: `python docs/lessons.py [NAME …]` executes lessons and stores their outputs; the site shows them as pages.
+
+A lesson is the script `notebooks/NAME.py`; `notebooks/NAME.ipynb` is made from it, with the outputs of its last run.
+"""
 
 import base64
-import hashlib
 import os
+import sys
+import time
 from pathlib import Path
 
 import jupytext
 import nbclient
 import nbformat
 
-ROOT = Path(__file__).parents[1]
+NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 SECONDS_A_CELL = 900
-# Else Jupyter crops figures, and the layout that keeps titles apart is lost.
+# Otherwise Jupyter crops figures, and the layout that keeps titles apart is lost.
 UNCROPPED = "%config InlineBackend.print_figure_kwargs = {'bbox_inches': None}"
 
 
-def render(source: Path, cache: Path) -> tuple[str, dict[str, bytes]]:
-    """The page of a lesson, and its figures by file name.
+def render(source: Path) -> tuple[str, dict[str, bytes]]:
+    """The page of a lesson with its stored outputs, and its figures by file name.
 
     Args:
       source: the lesson's script, `notebooks/NAME.py`.
-      cache: where executed notebooks are kept, by the hash of the lesson and of attnlab's source.
 
     Raises:
-      nbclient.exceptions.CellExecutionError: a cell failed.
+      ValueError: the stored notebook is of another version of the lesson, or has no outputs.
     """
-    notebook, pieces, figures = executed(source, cache), [], {}
+    notebook, pieces, figures = nbformat.read(source.with_suffix(".ipynb"), as_version=4), [], {}
+    if cells(notebook) != cells(jupytext.read(source)) or not any(cell.get("outputs") for cell in notebook.cells):
+        raise ValueError(f"notebooks/{source.stem}.ipynb is not the executed {source.name}: run `make lessons`")
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             pieces.append(cell.source)
@@ -38,9 +43,14 @@ def render(source: Path, cache: Path) -> tuple[str, dict[str, bytes]]:
                 pieces.append(f"![Figure {len(figures)} of this lesson]({name}){{ loading=lazy }}")
             else:
                 pieces.append(f'```{{ .text .output title="Output" }}\n{content.rstrip()}\n```')
-    download = f"Source: `notebooks/{source.name}`. The outputs below are of the run that built this page."
+    download = f"Source: `notebooks/{source.name}`. The outputs are those of `notebooks/{source.stem}.ipynb`."
     title, rest = "\n\n".join(pieces).split("\n", 1)
     return f"{title}\n\n{download}\n{rest}\n", figures
+
+
+def cells(notebook) -> list[tuple[str, str]]:
+    """The type and the source of each cell."""
+    return [(cell.cell_type, cell.source) for cell in notebook.cells]
 
 
 def outputs(cell) -> list[tuple[str, str | bytes]]:
@@ -58,21 +68,33 @@ def outputs(cell) -> list[tuple[str, str | bytes]]:
     return shown
 
 
-def executed(source: Path, cache: Path):
-    """The lesson's notebook with its outputs, from the cache or run now."""
-    digest = hashlib.sha256()
-    for path in [source, *sorted((ROOT / "attnlab").rglob("*.py"))]:
-        digest.update(path.read_bytes())
-    kept = cache / f"{source.stem}-{digest.hexdigest()[:16]}.ipynb"
-    if kept.exists():
-        return nbformat.read(kept, as_version=4)
+def execute(source: Path) -> None:
+    """Executes a lesson, and stores its notebook with the outputs.
+
+    Raises:
+      nbclient.exceptions.CellExecutionError: a cell failed.
+    """
     notebook = jupytext.read(source)
     notebook.cells.insert(0, nbformat.v4.new_code_cell(UNCROPPED))
     os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
     nbclient.NotebookClient(notebook, timeout=SECONDS_A_CELL, kernel_name="python3").execute()
     del notebook.cells[0]
-    cache.mkdir(parents=True, exist_ok=True)
-    for old in cache.glob(f"{source.stem}-*.ipynb"):
-        old.unlink()
-    nbformat.write(notebook, kept)
-    return notebook
+    for number, cell in enumerate(notebook.cells):  # the same in each run
+        cell["id"] = str(number)
+        cell["metadata"].pop("execution", None)
+    notebook.metadata = jupytext.read(source).metadata
+    nbformat.write(notebook, source.with_suffix(".ipynb"))
+
+
+def main(names: list[str]) -> None:
+    sources = {source.stem: source for source in sorted(NOTEBOOKS.glob("*.py"))}
+    if unknown := sorted(set(names) - set(sources)):
+        sys.exit(f"error: no lesson {unknown[0]!r}: expected one of {', '.join(sources)}")
+    for name in names or sources:
+        start = time.monotonic()
+        execute(sources[name])
+        print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -7,14 +7,17 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from tests.programs import FAST, Programs
+
 # TFDS reads this when it is imported; subprocesses inherit it.
 os.environ["TFDS_DATA_DIR"] = tempfile.mkdtemp(prefix="attnlab-tests-")
 atexit.register(shutil.rmtree, os.environ["TFDS_DATA_DIR"], ignore_errors=True)
 os.environ["XDG_CACHE_HOME"] = os.environ["TFDS_DATA_DIR"] + "/cache"  # for token stores
-# Most of the time goes into compiling small programs, a quarter of that into optimizing them, so optimization is off.
-# XLA_FLAGS can turn it on, as for the slow tests; processes that tests start set their own flags.
-flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 "
-os.environ["XLA_FLAGS"] = flags + os.environ.get("XLA_FLAGS", "")
+# Processes that tests start set their own flags. XLA_FLAGS can turn optimizations on, as for the campaigns.
+flags = ["--xla_force_host_platform_device_count=4"]
+if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
+    flags += [f"--{name}={str(value).lower()}" for name, value in FAST.items()]
+os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
@@ -25,11 +28,14 @@ from hypothesis import settings
 
 from tests.texts import TEXT
 
-# Many tests compile the same small programs, so each worker caches them. Processes that tests start share another
-# cache, since a killed process may leave a truncated entry.
-jax.config.update("jax_compilation_cache_dir", os.environ["TFDS_DATA_DIR"] + "/programs-of-this-process")
+# JAX keeps many objects alive, and collecting garbage visits them all.
+gc.set_threshold(50_000, 20, 50)
+
+PROGRAMS = Programs(Path(os.environ.get("ATTNLAB_TEST_PROGRAMS", Path(__file__).parents[1] / ".cache" / "programs")))
+jax.config.update("jax_compilation_cache_dir", str(PROGRAMS.own))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+# A killed process may leave a truncated entry, so processes that tests start share another folder.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["TFDS_DATA_DIR"] + "/programs"
 
 collect_ignore = ["downstream"]  # a user's project: `test_wheel.py` runs its tests against an installed attnlab
@@ -51,7 +57,9 @@ def same_precision_on_every_machine():
 @pytest.fixture(autouse=True, scope="module")
 def room_for_programs():
     """Drops compiled programs before a worker reaches Linux's limit of memory maps, 65,530, which would end it."""
+    PROGRAMS.exchange()
     yield
+    PROGRAMS.exchange()
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_text().count("\n") > 25_000:
         jax.clear_caches()

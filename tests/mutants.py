@@ -1,0 +1,294 @@
+"""Mutation testing: a seeded list of small faults in attnlab, and whether the fast tests notice each of them.
+
+    python tests/mutants.py [--folders ops nn …] [--count 60] [--seed 0] [--out build/mutants.csv]
+
+In a copy of the tree, every mutated expression is first marked, and the fast tests run once: this tells which test
+files reach it. Then each mutant runs the files that reach it, the fastest first, until a test fails. It survives if
+none fails within a minute of processor time. Mutants that no test has to notice are named in `EXCLUDED`, each with
+its reason.
+"""
+
+import argparse
+import ast
+import collections
+import concurrent.futures
+import csv
+import hashlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("ops", "nn", "training", "data", "generation")
+SECONDS = 60
+FAST = ["-m", "not slow and not campaign and not hardware"]
+
+# (path, the expression, its mutation): why no test has to notice it.
+EXCLUDED: dict[tuple[str, str, str], str] = {}
+
+SWAPS = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Add,
+    ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+}  # fmt: skip
+NAMES = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum", "any": "all", "all": "any"}
+
+
+class Mutant(NamedTuple):
+    """A replacement of one expression of a file: `source[start:end]`, offsets in bytes."""
+
+    path: str
+    line: int
+    start: int
+    end: int
+    before: str
+    after: str
+
+    @property
+    def name(self):
+        return f"{self.path}:{self.line} {self.before} -> {self.after}"
+
+
+def mutations(node):
+    """Every way in which a node is mutated, as new nodes."""
+    match node:
+        case ast.Compare(ops=[operator]) if type(operator) in SWAPS:
+            yield ast.Compare(node.left, [SWAPS[type(operator)]()], node.comparators)
+        case ast.BoolOp(op) if type(op) in SWAPS:
+            yield ast.BoolOp(SWAPS[type(op)](), node.values)
+        case ast.BinOp(left, op, right) if type(op) in SWAPS and not _is_text(left) and not _is_text(right):
+            yield ast.BinOp(left, SWAPS[type(op)](), right)
+        case ast.UnaryOp(ast.Not() | ast.USub(), operand):
+            yield operand
+        case ast.IfExp(test, body, orelse):
+            yield ast.IfExp(test, orelse, body)
+        case ast.Constant(bool() as value):
+            yield ast.Constant(not value)
+        case ast.Constant(int() | float() as value):
+            yield ast.Constant(value + 1)
+        case ast.Call(ast.Name(name), args, keywords) if name in NAMES:
+            yield ast.Call(ast.Name(NAMES[name]), args, keywords)
+        case ast.Call(ast.Attribute(value, name), args, keywords) if name in NAMES:
+            yield ast.Call(ast.Attribute(value, NAMES[name]), args, keywords)
+
+
+def _is_text(node):
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def mutants_of(path, source):
+    """All mutants of a file. Annotations, decorators and f-strings, whose columns Python 3.11 misplaces, stay."""
+    starts = [0]
+    for line in source.encode().splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+
+    def visit(node):
+        if isinstance(node, ast.JoinedStr):
+            return
+        for new in mutations(node):
+            start = starts[node.lineno - 1] + node.col_offset
+            end = starts[node.end_lineno - 1] + node.end_col_offset
+            yield Mutant(path, node.lineno, start, end, ast.unparse(node), ast.unparse(new))
+        for field, value in ast.iter_fields(node):
+            if field in ("annotation", "returns", "decorator_list"):
+                continue
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from visit(child)
+
+    return list(visit(ast.parse(source)))
+
+
+def draw(root, folders, count, seed):
+    """The seeded list: equally many mutants of each folder. An edit elsewhere in a file hardly changes the list."""
+    drawn = []
+    for folder in folders:
+        places, occurrences = {}, collections.Counter()
+        for file in sorted((root / "attnlab" / folder).rglob("*.py")):
+            for mutant in mutants_of(file.relative_to(root).as_posix(), file.read_text()):
+                text = f"{seed} {mutant.path} {mutant.before} {mutant.after}"
+                occurrences[text] += 1
+                places[hashlib.sha256(f"{text} {occurrences[text]}".encode()).hexdigest()] = mutant
+        drawn += [places[place] for place in sorted(places)[: count // len(folders)]]
+    return drawn
+
+
+def replace(source, edits):
+    """`source` with (start, end, text) edits, the innermost ones inside the outer ones left out."""
+    data, done = source.encode(), len(source.encode())
+    for start, end, text in sorted(edits, reverse=True):
+        if end <= done:
+            data, done = data[:start] + text.encode() + data[end:], start
+    return data.decode()
+
+
+REACHED = """
+import os
+
+_seen = set()
+
+def mark(number):
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").split("::")[0]
+    if (number, test) not in _seen:
+        _seen.add((number, test))
+        with open(f"{os.environ['MUTANTS_REACHED']}/{os.getpid()}", "a") as file:
+            file.write(f"{number} {test}\\n")
+"""
+
+
+def reach(root, mutants, python, workdir):
+    """Runs the fast tests with marked mutants.
+
+    Returns the test files that reach each mutant, each file's seconds, and the tests that fail without a mutant.
+    """
+    tree = _copy(root, workdir / "reach")
+    (workdir / "reached").mkdir()
+    (workdir / "marks").mkdir()
+    (workdir / "marks" / "_reached.py").write_text(REACHED)
+    for path in {m.path for m in mutants}:
+        edits = [
+            (m.start, m.end, f"(__import__('_reached').mark({n}), {_source(root, m)})[1]")
+            for n, m in enumerate(mutants)
+            if m.path == path
+        ]
+        (tree / path).write_text(replace((root / path).read_text(), edits))
+    environment = _environment(tree) | {"MUTANTS_REACHED": str(workdir / "reached")}
+    environment["PYTHONPATH"] += os.pathsep + str(workdir / "marks")
+    report = workdir / "reach.xml"
+    command = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", *FAST, f"--junit-xml={report}"]
+    with open(workdir / "reach.log", "w") as log:
+        subprocess.run(command, cwd=tree, env=environment, stdout=log, stderr=log)
+    reached = collections.defaultdict(set)
+    for file in (workdir / "reached").iterdir():
+        for line in file.read_text().splitlines():
+            number, test = line.split(" ", 1)
+            if test:
+                reached[int(number)].add(test)
+    seconds = collections.Counter()
+    for case in re.finditer(r'<testcase classname="([^"]*)" name="[^"]*" time="([^"]*)"', report.read_text()):
+        parts = case[1].split(".")
+        while parts and not (tree / ("/".join(parts) + ".py")).exists():
+            parts.pop()
+        seconds["/".join(parts) + ".py"] += float(case[2])
+    failing = re.findall(r"^(?:FAILED|ERROR) (\S+)", (workdir / "reach.log").read_text(), re.M)
+    return {n: sorted(files) for n, files in reached.items()}, seconds, failing
+
+
+def _source(root, mutant):
+    return (root / mutant.path).read_bytes()[mutant.start : mutant.end].decode()
+
+
+def _copy(root, to):
+    skip = shutil.ignore_patterns(".venv*", ".git", "build", ".*_cache", "__pycache__", "runs", ".hypothesis")
+    shutil.copytree(root, to, ignore=skip)
+    return to
+
+
+def _environment(tree):
+    return os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def judge(tree, mutant, files, deselected, python):
+    """Runs the files on a mutant: ("killed", the failed test), or ("survived", how the run ended); and the seconds."""
+    original = (tree / mutant.path).read_text()
+    edit = (mutant.start, mutant.end, f"({mutant.after})")
+    (tree / mutant.path).write_text(replace(original, [edit]))
+    start = time.monotonic()
+    try:
+        command = [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *FAST, *deselected, *files]
+        process = subprocess.Popen(
+            command, cwd=tree, env=_environment(tree), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True, preexec_fn=_limit_processor_time,
+        )  # fmt: skip
+        try:
+            output = process.communicate(timeout=10 * SECONDS)[0]
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return "killed", "it hangs", time.monotonic() - start
+    finally:
+        (tree / mutant.path).write_text(original)
+    took = time.monotonic() - start
+    if process.returncode == -signal.SIGXCPU:
+        return "survived", f"no failure in {SECONDS} s", took
+    if process.returncode == 0:
+        return "survived", "all tests passed", took
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
+    return "killed", failed[0] if failed else output.strip().splitlines()[-1][:200], took
+
+
+def _limit_processor_time():
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, 2 * SECONDS))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folders", nargs="+", default=FOLDERS)
+    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--root", type=Path, default=ROOT)
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "mutants.csv")
+    parser.add_argument("--list", action="store_true", help="print the mutants, run nothing")
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of the mutants to run again")
+    parser.add_argument("--reached", type=Path, help="a file that keeps which tests reach which mutant between runs")
+    args = parser.parse_args()
+    mutants = draw(args.root, args.folders, args.count, args.seed)
+    if args.list:
+        for number, mutant in enumerate(mutants):
+            print(number, mutant.name)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        workdir = Path(folder)
+        if args.reached and args.reached.exists():
+            reached, seconds, failing = json.loads(args.reached.read_text())
+            reached = {int(n): files for n, files in reached.items()}
+        else:
+            reached, seconds, failing = reach(args.root, mutants, args.python, workdir)
+            if args.reached:
+                args.reached.parent.mkdir(parents=True, exist_ok=True)
+                args.reached.write_text(json.dumps([reached, seconds, failing]))
+        for test in failing:
+            print(f"left out, as it fails without a mutant: {test}", flush=True)
+        deselected = [f"--deselect={test}" for test in failing]
+        trees = [_copy(args.root, workdir / f"tree{n}") for n in range(2)]
+        numbers = args.only or range(len(mutants))
+
+        def run(number):
+            mutant = mutants[number]
+            if reason := EXCLUDED.get((mutant.path, mutant.before, mutant.after)):
+                return number, "excluded", reason, 0.0
+            files = sorted(reached.get(number, ()), key=lambda file: seconds.get(file, 0))
+            if not files:
+                return number, "survived", "no fast test reaches it", 0.0
+            tree = trees.pop()
+            try:
+                return number, *judge(tree, mutant, files, deselected, args.python)
+            finally:
+                trees.append(tree)
+
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        with open(args.out, "w", newline="") as file, concurrent.futures.ThreadPoolExecutor(2) as pool:
+            table = csv.writer(file)
+            table.writerow(["number", "mutant", "verdict", "by", "seconds"])
+            tally = collections.Counter()
+            for number, verdict, by, took in pool.map(run, numbers):
+                table.writerow([number, mutants[number].name, verdict, by, round(took, 1)])
+                file.flush()
+                print(f"{number:3} {verdict:9} {took:5.1f} s  {mutants[number].name}  ({by})", flush=True)
+                tally[mutants[number].path.split("/")[1], verdict] += 1
+        for folder in args.folders:
+            print(folder, {v: tally[folder, v] for v in ("killed", "survived", "excluded")})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Compiled programs that outlive a test run, and programs compiled as users compile them."""
+
+import atexit
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+JAXLIB = tuple(map(int, version("jaxlib").split(".")[:3]))
+# Nine tenths of the tests' time went into compiling small programs. Without optimizations, and with the code generator
+# from before the fusion emitters (gone in jaxlib 0.12), compiling takes an eighth.
+FAST = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
+AS_USERS = {"xla_backend_optimization_level": 3, "xla_cpu_parallel_codegen_split_count": 32}
+if JAXLIB < (0, 11):
+    FAST["xla_cpu_use_fusion_emitters"], AS_USERS["xla_cpu_use_fusion_emitters"] = False, True
+
+LIMIT = 2 << 30  # bytes of programs, beyond which all are compiled again
+DAY = 24 * 60 * 60  # seconds
+
+
+def optimized(function, **options):
+    """`jax.jit`, compiled as for users: the tests' flags turn optimizations off."""
+    import jax  # not above, as JAX reads the flags of conftest.py
+
+    return jax.jit(function, compiler_options=AS_USERS, **options)
+
+
+class Programs:
+    """A folder of JAX's compilation cache for this process, filled from a shared one and published to it.
+
+    JAX writes an entry in place, so a killed process leaves a truncated one, and another process may read half an
+    entry. Here a process writes into a folder of its own, and hard links move complete entries between the two.
+
+    Attributes:
+      own: the folder of this process, deleted at its end.
+      shared: the folder of all processes with this type of processor. JAX's names of entries depend on jaxlib, the
+        compiler's flags and the program.
+    """
+
+    def __init__(self, folder: Path):
+        features = [line for line in _read("/proc/cpuinfo").splitlines() if line.startswith(("flags", "Features"))]
+        self.shared = folder / hashlib.sha256("".join(features[:1]).encode()).hexdigest()[:8]
+        self.shared.mkdir(parents=True, exist_ok=True)
+        if sum(entry.stat().st_size for entry in os.scandir(self.shared)) > LIMIT:
+            shutil.rmtree(self.shared, ignore_errors=True)
+            self.shared.mkdir(exist_ok=True)
+        for own in folder.glob("process-*"):  # of killed processes
+            if own.stat().st_mtime < time.time() - DAY:
+                shutil.rmtree(own, ignore_errors=True)
+        self.own = Path(tempfile.mkdtemp(prefix="process-", dir=folder))
+        atexit.register(shutil.rmtree, self.own, ignore_errors=True)
+
+    def exchange(self):
+        """Publishes new entries of this process, and takes new ones of others; no program may be compiling."""
+        own, shared = set(os.listdir(self.own)), set(os.listdir(self.shared))
+        for names, source, target in ((own - shared, self.own, self.shared), (shared - own, self.shared, self.own)):
+            for name in names:
+                with contextlib.suppress(FileExistsError, FileNotFoundError):  # another process was faster
+                    os.link(source / name, target / name)
+
+
+def _read(path):
+    return Path(path).read_text() if Path(path).exists() else ""

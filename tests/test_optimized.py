@@ -1,0 +1,193 @@
+"""Programs compiled as users compile them, against float64; and the miscompilations that attnlab knows of."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from attnlab.masks import Causal, SlidingWindow
+from attnlab.nn import (
+    GPT,
+    GRU,
+    AdditiveAttention,
+    Block,
+    CausalConv,
+    Head,
+    LayerNorm,
+    LinearAttention,
+    Mlp,
+    MultiHeadAttention,
+    RMSNorm,
+    Rotary,
+    Seq2Seq,
+    StackedHeads,
+)
+from attnlab.ops.cross_entropy import cross_entropy
+from tests.ops.cases import draw, results
+from tests.parameters import parameters
+from tests.programs import JAXLIB, optimized
+
+pytestmark = pytest.mark.slow
+
+X = np.random.default_rng(0).standard_normal((2, 13, 16)).astype(np.float32)
+TOKENS = np.random.default_rng(0).integers(0, 11, (2, 13), dtype=np.int32)
+MODULES = {
+    "head": Head(8, mask=Causal()),
+    "heads": StackedHeads(2, 8, mask=SlidingWindow(3)),
+    "multi-head": MultiHeadAttention(4, kv_heads=2, mask=Causal(), rotary_base=100.0, qk_norm=True, sinks=True),
+    "blockwise": MultiHeadAttention(4, mask=Causal(), impl="blockwise"),
+    "additive": AdditiveAttention(8),
+    "linear": LinearAttention(4),
+    "gru": GRU(),
+    "convolution": CausalConv(3),
+    "layer norm": LayerNorm(),
+    "rms norm": RMSNorm(plus_one=True),
+    "mlp": Mlp(19, "silu", gated=True),
+    "block": Block(MultiHeadAttention(2), Mlp(), norm_first=False),
+}
+MODELS = {
+    "learned": {},
+    "llama": {"positions": "rotary", "rotary": Rotary(scaling="linear", factor=2.0), "norm": "rms", "mlp": "gated"},
+    "local": {"positions": "alibi", "num_layers": 3, "pattern": "local global", "window": 3, "soft_cap": 1.5},
+}
+
+
+def in_float64(function, *arguments):
+    """The results of a function on the arguments in double precision."""
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: np.asarray(x, np.float64) if x.dtype == np.float32 else x, arguments)
+        return jax.tree.map(np.asarray, jax.jit(function)(*wide))
+
+
+def assert_as_exact(found, exact, steps):
+    """Float32 results, each an array or a tree, within `steps` roundings, 2^-24 each, of its largest element."""
+    for a, b in zip(found, exact, strict=True):
+        largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(b))
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            assert x.dtype == np.float32 and y.dtype == np.float64
+            np.testing.assert_allclose(x, y, rtol=0, atol=steps * 2.0**-24 * largest)
+
+
+def with_gradients(apply, params, *inputs):
+    """The output, and the gradients of its sum of squares."""
+
+    def loss(params):
+        out = apply(params, *inputs)
+        return (out**2).sum(), out
+
+    return jax.grad(loss, has_aux=True)(params)[::-1]
+
+
+@pytest.mark.parametrize(("impl", "seed"), [*(("blockwise", seed) for seed in range(6)), ("dense", 6), ("dense", 7)])
+def test_optimized_operator_equals_float64(impl, seed):
+    case = draw(seed)
+    with jax.enable_x64(True):
+        exact = results(case.arrays, case.run, "dense", np.float64)
+    found = results(case.arrays, case.run, impl, np.float32, compiled=optimized)
+    for name, value in exact.items():
+        np.testing.assert_array_equal(np.isfinite(found[name]), np.isfinite(value))
+        finite = np.isfinite(value)
+        # Sums of up to 40 terms and exponentials of scores of up to 30, two passes: relative to the largest element.
+        largest = np.abs(value[finite]).max(initial=1)
+        np.testing.assert_allclose(found[name][finite], value[finite], rtol=0, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_optimized_module_equals_float64(name):
+    module = MODULES[name]
+    run = functools.partial(with_gradients, module.apply)
+    params = parameters(module, X)
+    # Sums of 16 to 52 terms, forward and backward, through up to five layers of products and a softmax.
+    assert_as_exact(optimized(run)(params, X), in_float64(run, params, X), steps=500)
+
+
+def test_optimized_sequence_to_sequence_equals_float64():
+    model = Seq2Seq(vocab_size=11, features=8)
+    run = functools.partial(with_gradients, model.apply)
+    params = parameters(model, TOKENS, TOKENS)
+    # As above, through 26 recurrent steps.
+    assert_as_exact(optimized(run)(params, TOKENS, TOKENS), in_float64(run, params, TOKENS, TOKENS), steps=2000)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_optimized_gpt_and_its_caches_equal_float64(name):
+    """The losses, their gradients, and the logits of a prompt and of single tokens after it."""
+    model = GPT(**({"vocab_size": 11, "num_layers": 2, "num_heads": 4, "width": 16, "context": 16} | MODELS[name]))
+    params = parameters(model, TOKENS)
+    targets = np.roll(TOKENS, -1, axis=1)
+
+    def train(model, params):
+        return jax.value_and_grad(lambda params: model.apply(params, TOKENS, targets=targets).mean())(params)
+
+    def step(params, tokens, caches):
+        return model.apply(params, tokens, caches=caches)
+
+    wide = model.clone(dtype=jnp.float64)
+    exact = in_float64(functools.partial(train, wide), params)
+    assert_as_exact(optimized(functools.partial(train, model))(params), exact, steps=1000)
+
+    logits, caches, step = [], model.empty_caches(batch=2), optimized(step)
+    for at in (slice(0, 9), *(slice(i, i + 1) for i in range(9, 13))):
+        part, caches = step(params, TOKENS[:, at], caches)
+        logits.append(part)
+    assert_as_exact([np.concatenate(logits, axis=1)], [in_float64(wide.apply, params, TOKENS)], steps=1000)
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_optimized_cross_entropy_equals_float64(chunk):
+    rng = np.random.default_rng(0)
+    features, embedding = (rng.standard_normal(shape).astype(np.float32) for shape in ((4, 10, 6), (21, 6)))
+    targets = rng.integers(0, 21, (4, 10)).astype(np.int32)
+
+    def ours(x):
+        return cross_entropy(*x, targets, chunk=chunk).sum()
+
+    def plain(x):
+        return optax.softmax_cross_entropy_with_integer_labels(x[0] @ x[1].T, targets).sum()
+
+    found = optimized(jax.value_and_grad(ours))((features, embedding))
+    assert_as_exact(found, in_float64(jax.value_and_grad(plain), (features, embedding)), steps=200)
+
+
+def test_reduction_after_batched_products_is_wrong_on_jaxlib_0_10_2_alone():
+    """JAX issue 39103."""
+
+    def norms(rows):
+        return jax.vmap(lambda row: ((jnp.eye(3) @ row) ** 2).sum())(rows)
+
+    rows = np.random.default_rng(0).standard_normal((32_769, 3)).astype(np.float32)
+    exact = (rows.astype(np.float64) ** 2).sum(1)
+    wrong = np.abs(jax.jit(norms)(rows) - exact).max() > 1e-3
+    assert wrong == (JAXLIB == (0, 10, 2))
+    right = jax.jit(norms, compiler_options={"xla_cpu_experimental_ynn_fusion_type": ""})(rows)
+    np.testing.assert_allclose(right, exact, rtol=4 * 2.0**-24)
+
+
+@pytest.mark.parametrize("width", [3, 4, 8])
+@pytest.mark.parametrize("name", ["norm of a projection", "rms", "layer"])
+def test_norms_of_as_many_rows_equal_float64(name, width):
+    """The programs of attnlab that reduce products of a few columns, at the size where the above is wrong."""
+    modules = {
+        "norm of a projection": MultiHeadAttention(1, qk_norm=True, mask=Causal()),
+        "rms": RMSNorm(),
+        "layer": LayerNorm(),
+    }
+    x = np.random.default_rng(0).standard_normal((32_769, 1, width)).astype(np.float32)
+    params = parameters(modules[name], x[:1])
+    run = functools.partial(with_gradients, modules[name].apply)
+    # Gradients of the parameters are sums of 32,769 terms of either sign.
+    assert_as_exact(optimized(run)(params, x), in_float64(run, params, x), steps=2000)
+
+
+def test_slice_written_over_a_shifted_copy_of_itself_is_wrong_up_to_jaxlib_0_12():
+    """XLA issue 49176: 1 1 1 1 for 1 1 2 3, without the reshape it is right. attnlab has no such program."""
+
+    def shifted(x):
+        x = x + 1
+        return jax.lax.dynamic_update_slice(x, x[:3], (1, 0, 0)).reshape(1, 4, 1)
+
+    found = optimized(shifted)(np.arange(4, dtype=np.int32).reshape(4, 1, 1)).ravel()
+    assert found.tolist() == ([1, 1, 1, 1] if JAXLIB < (0, 13) else [1, 1, 2, 3])
