@@ -12,14 +12,14 @@ import numpy as np
 from jaxtyping import Bool, Float, Integer
 
 from attnlab.ops import blockwise, checks, context, cudnn, dense, dropout, pallas, splash
-from attnlab.ops.logsumexp import finite_shift, normalizer
+from attnlab.ops.logsumexp import finite_shift, merged
 from attnlab.ops.mask_algebra import Mask, require_positions
 from attnlab.ops.masks import Dense, as_band
 from attnlab.ops.platforms import PLATFORMS, platform_of
 from attnlab.ops.score_mods import ScoreMod
 from attnlab.types import Array
 
-# In the order of preference of "auto". A backend is a module with `attend`, which returns (out, lse), and
+# In the order of preference of "auto". A backend is a module with `attend`, which returns (out, (max, log_sum)), and
 # `reason_against`, which takes the same arguments and returns the reason why it cannot honour them, or None.
 _BACKENDS = {"cudnn": cudnn, "splash": splash, "pallas": pallas, "blockwise": blockwise, "dense": dense}
 _BANDED = ("cudnn", "splash")  # they take the mask as a `Band`
@@ -162,16 +162,20 @@ def attention(
     layout = _layout(call, arguments, block_sizes)
     name = _choose(impl, arguments, block_sizes, return_lse, None, call, layout).backend
     if call is None:
-        out, lse = _BACKENDS[name].attend(**_for_backend(name, arguments), block_sizes=block_sizes)
+        out, log_sums = _BACKENDS[name].attend(**_for_backend(name, arguments), block_sizes=block_sizes)
     else:
         sizes = block_sizes if layout is None else layout.block_sizes
         run = functools.partial(_attend_shard, name, None if name == "dense" else sizes)
-        out, lse = context.attend(call, layout, run, arguments)
-    return (out, lse) if return_lse else out
+        out, log_sums = context.attend(call, layout, run, arguments)
+    if not return_lse:
+        return out
+    maximum, log_sum = log_sums
+    # The gradient of log_sum is that of the lse.
+    return out, jax.lax.stop_gradient(maximum) + log_sum
 
 
 def _attend_shard(name, block_sizes, arguments, shard, given=None):
-    """(out, lse) of a part of a call, see `attnlab.ops.context.attend`."""
+    """(out, (max, log_sum)) of a part of a call, see `attnlab.ops.context.attend`."""
     options = {} if given is None else {"given": given}
     return _BACKENDS[name].attend(**arguments, block_sizes=block_sizes, shard=shard, **options)
 
@@ -226,7 +230,9 @@ def merge(
     """Joins attention over disjoint sets of keys into attention over all of them.
 
     With o_p and lse_p those of part p: lse = log Σ_p e^lse_p, o = Σ_p e^(lse_p − lse) o_p (Milakov and Gimelshein
-    2018, section 3.1). Give sinks to one part only, or they are counted more than once.
+    2018, section 3.1). Give sinks to one part only, or they are counted more than once. A float32 lse of size s has
+    an error of s·2^-24, and so have the logarithms of the parts' shares: where a bias shifts whole rows by −1e9, use
+    one call over all keys.
 
     Args:
       parts: the results of `attention(..., return_lse=True)` for the same queries and each set of keys,
@@ -249,14 +255,10 @@ def merge(
     if not parts or any(shape != shapes[0] or len(shape) != 2 or shape[0][:-1] != shape[1] for shape in shapes):
         raise ValueError(f"merge got shapes {shapes}: expected one or more (out, lse) of the same queries")
     outs, lses = zip(*((checks.floating("out", out), checks.floating("lse", lse)) for out, lse in parts))
-    lses = jnp.stack(lses)
     # A fully masked part has lse −inf and so weight 0.
-    shift = jax.lax.stop_gradient(finite_shift(lses.max(axis=0)))
-    weights = jnp.exp(lses - shift)
-    denominator, lse = normalizer(shift, weights.sum(axis=0))
-    shares = ((weight / denominator)[..., None] for weight in weights)
-    out = sum(share * out.astype(share.dtype) for share, out in zip(shares, outs))
-    return out.astype(outs[0].dtype), lse
+    shift = jax.lax.stop_gradient(finite_shift(jnp.stack(lses).max(axis=0)))
+    out, (_, log_sum) = merged([(out, (jnp.zeros_like(lse), lse - shift)) for out, lse in zip(outs, lses)])
+    return out.astype(outs[0].dtype), shift + log_sum
 
 
 def explain(

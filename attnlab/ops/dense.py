@@ -41,16 +41,16 @@ def attend(
     block_sizes=None,
     shard: Shard = WHOLE,
     **terms,
-) -> tuple[Float[Array, "*B Tq H Dv"], Float[Array, "*B Tq H"]]:
-    """Output in q's type and lse in float32 (float64 for float64); see `_softmax` for `**terms`."""
-    p, lse, key_is_visible = _softmax(q, k, shard=shard, **terms)
+) -> tuple[Float[Array, "*B Tq H Dv"], tuple[Float[Array, "*B Tq H"], Float[Array, "*B Tq H"]]]:
+    """Output in q's type and (max, log_sum) in float32 (float64 for float64); see `_softmax` for `**terms`."""
+    p, pair, key_is_visible = _softmax(q, k, shard=shard, **terms)
     if dropout_rate:
         tile = whole(*p.shape[-2:], p.shape[-3], xp=np, shard=shard._replace(examples=None))
         keeps = dropout.keep(dropout_keys, dropout_rate, tile.head, tile.q_index, tile.kv_index)
         p = jnp.where(keeps, p / (1 - dropout_rate), 0)
     out = _sums(p, v, key_is_visible, few_queries.pays(q, k))
     out = checkpoint_name(out.astype(q.dtype), "attention")  # see GPT's remat
-    return out, jnp.moveaxis(lse, -2, -1)
+    return out, tuple(jnp.moveaxis(x, -2, -1) for x in pair)
 
 
 @on_auto_axes(like_scores)
@@ -58,8 +58,8 @@ def weights(
     q: Float[Array, "*B Tq H D"], k: Float[Array, "*B Tk Hk D"], **terms
 ) -> tuple[Float[Array, "*B H Rq Tk"], Float[Array, "*B H Rq"]]:
     """The softmax weights before dropout and the lse; see `_softmax` for `**terms`."""
-    p, lse, _ = _softmax(q, k, **terms)
-    return p, lse
+    p, (shift, log_sum), _ = _softmax(q, k, **terms)
+    return p, shift + log_sum
 
 
 def _softmax(
@@ -75,8 +75,10 @@ def _softmax(
     kv_positions=None,
     shard: Shard = WHOLE,
     rows=None,
-) -> tuple[Float[Array, "*B H Rq Tk"], Float[Array, "*B H Rq"], Bool[Array, "..."] | None]:
-    """(weights, lse, key_is_visible) of all query rows, or of the indices `rows` `[Rq]` alone.
+) -> tuple[
+    Float[Array, "*B H Rq Tk"], tuple[Float[Array, "*B H Rq"], Float[Array, "*B H Rq"]], Bool[Array, "..."] | None
+]:
+    """(weights, (max, log_sum), key_is_visible) of all query rows, or of the indices `rows` `[Rq]` alone.
 
     `key_is_visible`, `[..., Tk, H or 1, 1]`, tells which keys any of the queries may attend to; None for all of them.
     """
@@ -108,8 +110,8 @@ def _softmax(
     total = p.sum(axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.exp(sinks - shift)
-    denominator, lse = normalizer(shift, total)
-    return p / denominator, lse[..., 0], key_is_visible
+    denominator, log_sum = normalizer(total)
+    return p / denominator, (shift[..., 0], log_sum[..., 0]), key_is_visible
 
 
 def _products(q, k, key_is_visible, dtype) -> Float[Array, "*B H Tq Tk"]:

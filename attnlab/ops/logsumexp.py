@@ -1,7 +1,12 @@
 """Guarded log-sum-exp: fully masked rows, whose max is −inf, give 0 weights and lse −inf instead of NaN.
 
-shift = finite_shift(max_j s_j)    denominator, lse = normalizer(shift, Σ_j exp(s_j − shift))
+    shift = finite_shift(max_j s_j)    denominator, log_sum = normalizer(Σ_j exp(s_j − shift))    lse = shift + log_sum
+
+Backends return the pair (shift, log_sum): where all logits of a row are large, as after a bias of −1e9, their float32
+sum has lost log_sum, and exp(s − lse) is wrong by a factor of up to the number of keys.
 """
+
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jaxtyping import Float
@@ -20,16 +25,33 @@ def finite_shift(maximum: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     return jnp.where(jnp.isneginf(maximum), 0, maximum)
 
 
-def normalizer(
-    shift: Float[Array, "*shape"], total: Float[Array, "*shape"]
-) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
-    """(denominator, lse) of a softmax, from what was subtracted from the logits and the sum of their exponentials.
+def normalizer(total: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    """(denominator, log_sum) of a softmax, from the sum of the exponentials of shifted logits.
 
-    A fully masked row, whose sum is 0, has denominator 1 and lse −inf.
+    A fully masked row, whose sum is 0, has denominator 1 and log_sum −inf.
 
-    >>> normalizer(jnp.array([2.0, 0.0]), jnp.array([1.0, 0.0]))
-    (Array([1., 1.], dtype=float32), Array([  2., -inf], dtype=float32))
+    >>> normalizer(jnp.array([1.0, 0.0]))
+    (Array([1., 1.], dtype=float32), Array([  0., -inf], dtype=float32))
     """
     visible = total > 0
     denominator = jnp.where(visible, total, 1)
-    return denominator, jnp.where(visible, shift + jnp.log(denominator), -jnp.inf)
+    return denominator, jnp.where(visible, jnp.log(denominator), -jnp.inf)
+
+
+def merged(parts: Sequence[tuple[Array, tuple[Array, Array]]]) -> tuple[Array, tuple[Array, Array]]:
+    """Attention over disjoint sets of keys as attention over all of them (Milakov and Gimelshein 2018, section 3.1).
+
+    Args:
+      parts: (out `[..., Tq, H, Dv]`, (shift, log_sum), each `[..., Tq, H]`) of each set.
+
+    Returns:
+      The same of all keys, `out` in the type of the pairs.
+    """
+    outs, pairs = zip(*parts)
+    shifts, log_sums = (jnp.stack(of_parts) for of_parts in zip(*pairs))
+    # A fully masked part has log_sum −inf and so weight 0; its shift says nothing.
+    shift = finite_shift(jnp.where(jnp.isneginf(log_sums), -jnp.inf, shifts).max(axis=0))
+    weights = jnp.exp(shifts - shift + log_sums)
+    denominator, log_sum = normalizer(weights.sum(axis=0))
+    shares = ((weight / denominator)[..., None] for weight in weights)
+    return sum(share * out.astype(share.dtype) for share, out in zip(shares, outs)), (shift, log_sum)

@@ -45,7 +45,7 @@ def on_auto_axes(out_specs: Callable) -> Callable:
             mesh = jax.typeof(leaves[at[0]]).sharding.mesh
             spec = tuple(jax.typeof(q).sharding.spec)
             spec += (None,) * (q.ndim - len(spec))
-            out_sharding = tuple(NamedSharding(mesh, spec) for spec in out_specs(spec))
+            out_sharding = jax.tree.map(functools.partial(NamedSharding, mesh), out_specs(spec), is_leaf=_is_spec)
             return jax.sharding.auto_axes(on_auto, out_sharding=out_sharding)(*(leaves[n] for n in at))
 
         return run
@@ -53,9 +53,9 @@ def on_auto_axes(out_specs: Callable) -> Callable:
     return decorator
 
 
-def like_queries(spec: tuple) -> tuple[P, P]:
-    """Specs of out `[..., Tq, H, Dv]` and lse `[..., Tq, H]`."""
-    return P(*spec[:-1], None), P(*spec[:-1])
+def like_queries(spec: tuple) -> tuple[P, tuple[P, P]]:
+    """Specs of out `[..., Tq, H, Dv]`, and of max and log_sum `[..., Tq, H]`."""
+    return P(*spec[:-1], None), (P(*spec[:-1]),) * 2
 
 
 def like_scores(spec: tuple) -> tuple[P, P]:
@@ -100,7 +100,7 @@ def over_shards(kernel: Callable, q, k, v, others=(), splits: Splits | None = No
     supported.
 
     Args:
-      kernel: returns one or more arrays `[..., Tq, H]` or `[..., Tq, H, Dv]`.
+      kernel: returns a tree of arrays `[..., Tq, H]` or `[..., Tq, H, Dv]`.
       q, k, v: `[..., T, H, D]`.
       others: a tree of arrays `[*batch or 1s, H or 1, …]`, which are split with q.
       splits: those of `splits_of(q, k)` if None.

@@ -5,10 +5,11 @@ rescaled whenever the max grows (Milakov & Gimelshein 2018; Rabe & Staats 2021),
 
     m' = max(m, max_j s_ij)    l' = e^(m−m') l + Σ_j e^(s_ij−m')    a' = e^(m−m') a + Σ_j e^(s_ij−m') v_j
 
-and at the end o_i = a / l, lse_i = m + log l. Only o and lse are kept for the backward pass, which computes the logits
-of each tile again (Dao et al. 2022, algorithm 4; with δ_i = o_i·do_i − dlse_i):
+and at the end o_i = a / l, lse_i = m_i + log l_i. Only o, m and log l are kept for the backward pass, which computes
+the logits of each tile again (Dao et al. 2022, algorithm 4; with δ_i = o_i·do_i − dlse_i):
 
-    p_ij = e^(s_ij − lse_i)    ds_ij = p_ij (do_i·v_j − δ_i)    dv_j = Σ_i p_ij do_i    dk_j = Σ_i ds_ij q_i    dq_i = …
+    p_ij = e^(s_ij − m_i − log l_i)    ds_ij = p_ij (do_i·v_j − δ_i)
+    dv_j = Σ_i p_ij do_i    dk_j = Σ_i ds_ij q_i    dq_i = Σ_j ds_ij k_j
 
 EMPTY tiles are never computed, and FULL tiles are not compared with the mask (see `attnlab.ops.schedule`).
 
@@ -57,11 +58,11 @@ def attend(
     kv_positions=None,
     block_sizes: tuple[int, int] | None = None,
     shard: Shard = WHOLE,
-    given: tuple[Float[Array, "*B Tq H Dv"], Float[Array, "*B Tq H"]] | None = None,
-) -> tuple[Float[Array, "*B Tq H Dv"], Float[Array, "*B Tq H"]]:
-    """Output in q's type and lse in float32 (float64 for float64).
+    given: tuple[Float[Array, "*B Tq H Dv"], tuple[Float[Array, "*B Tq H"], Float[Array, "*B Tq H"]]] | None = None,
+) -> tuple[Float[Array, "*B Tq H Dv"], tuple[Float[Array, "*B Tq H"], Float[Array, "*B Tq H"]]]:
+    """Output in q's type and (max, log_sum) in float32 (float64 for float64).
 
-    With `given`, the (out, lse) of a softmax over these keys and others, nothing is computed and they are returned: the
+    With `given`, the same of a softmax over these keys and others, nothing is computed and they are returned: the
     gradients are those of these keys' part in it.
     """
     *batch, q_length, num_heads, head_dim = q.shape

@@ -57,7 +57,7 @@ def _with_mapped_axis(plan: Plan, operands: Operands, is_batched: Operands, size
     )
     others = {
         name: jax.tree.map(merged, getattr(operands, name), getattr(is_batched, name))
-        for name in ("q", "k", "v", "sinks", "out", "lse", "d_out", "d_lse")
+        for name in ("q", "k", "v", "sinks", "out", "log_sums", "d_out", "d_lse")
     }
     terms = SplitTerms(shared, combine(still_mapped, newly_mapped))
     return plan._replace(is_mapped=True), Operands(block_mask=block_mask, terms=terms, **others)

@@ -45,7 +45,7 @@ class Operands(NamedTuple):
     terms: SplitTerms
     # Of the backward pass alone:
     out: Array | None = None
-    lse: Array | None = None
+    log_sums: tuple[Array, Array] | None = None  # (max, log_sum)
     d_out: Array | None = None
     d_lse: Array | None = None
 

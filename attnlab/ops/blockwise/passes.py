@@ -20,18 +20,21 @@ from attnlab.types import Array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attention(plan: Plan, operands: Operands) -> tuple[Array, Array]:
-    """(out, lse), with gradients of q, k, v, sinks and the floating leaves of scale, bias and score mods."""
+def attention(plan: Plan, operands: Operands) -> tuple[Array, tuple[Array, Array]]:
+    """(out, (max, log_sum)), with gradients of q, k, v, sinks and the floating leaves of scale, bias and score mods.
+
+    The max is taken for a constant, so that the gradient of log_sum is that of the lse.
+    """
     return forward(plan, operands)
 
 
 def _attention_forward(plan, operands):
-    out, lse = (checkpoint_name(x, "attention") for x in forward(plan, operands))  # see GPT's remat
-    return (out, lse), operands._replace(out=out, lse=lse)
+    out, log_sums = checkpoint_name(forward(plan, operands), "attention")  # see GPT's remat
+    return (out, log_sums), operands._replace(out=out, log_sums=log_sums)
 
 
 def _attention_backward(plan, operands, cotangents):
-    d_out, d_lse = cotangents
+    d_out, (_, d_lse) = cotangents
     dq, dk, dv, d_sinks, d_terms = backward(plan, operands._replace(d_out=d_out, d_lse=d_lse))
     no_terms = jax.tree.map(lambda _: None, operands.terms.mapped)
     return (Operands(dq, dk, dv, d_sinks, None, SplitTerms(d_terms, no_terms)),)
@@ -41,9 +44,9 @@ attention.defvjp(_attention_forward, _attention_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def part_of(plan: Plan, operands: Operands) -> tuple[Array, Array]:
-    """(out, lse) as given in the operands, of a softmax over their keys and others; gradients as of `attention`."""
-    return operands.out, operands.lse
+def part_of(plan: Plan, operands: Operands) -> tuple[Array, tuple[Array, Array]]:
+    """The results in the operands, of a softmax over their keys and others; gradients as of `attention`."""
+    return operands.out, operands.log_sums
 
 
 part_of.defvjp(lambda plan, operands: (part_of(plan, operands), operands), _attention_backward)
@@ -95,8 +98,8 @@ class _Softmax(NamedTuple):
 
 @batched_explicitly
 @functools.partial(jax.jit, static_argnums=0)
-def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
-    """(out, lse)."""
+def forward(plan: Plan, operands: Operands) -> tuple[Array, tuple[Array, Array]]:
+    """(out, (max, log_sum))."""
     (q_size, kv_size), (q_length, _) = plan.block_sizes, plan.lengths
     q, k, v, sinks = operands.q, operands.k, operands.v, operands.sinks
     blocks = _ForwardBlocks(
@@ -108,12 +111,13 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     )
     order = visit_order(operands.block_mask)
     query_block = functools.partial(_forward_query_block, plan, blocks, order)
-    out, lse = lax.map(query_block, jnp.arange(operands.block_mask.shape[0]))
-    return layout.joined_transposed(out, q_length), layout.joined_transposed(lse, q_length)[..., 0]
+    out, log_sums = lax.map(query_block, jnp.arange(operands.block_mask.shape[0]))
+    log_sums = tuple(layout.joined_transposed(x, q_length)[..., 0] for x in log_sums)
+    return layout.joined_transposed(out, q_length), log_sums
 
 
-def _forward_query_block(plan: Plan, blocks: _ForwardBlocks, order: VisitOrder, i) -> tuple[Array, Array]:
-    """(out, lse) of query block i, transposed."""
+def _forward_query_block(plan: Plan, blocks: _ForwardBlocks, order: VisitOrder, i) -> tuple[Array, tuple[Array, Array]]:
+    """(out, (max, log_sum)) of query block i, transposed."""
     q_i = layout.block_at(blocks.q, i)
     (*leading, q_size), dtype = q_i.shape[:-1], _accumulator_type(q_i)
     state = _Softmax(
@@ -125,9 +129,9 @@ def _forward_query_block(plan: Plan, blocks: _ForwardBlocks, order: VisitOrder, 
     state = _visit(plan, order, i, tile, varying_like(q_i, state))
     if blocks.sinks is not None:
         state = _with_sinks(state, blocks.sinks[..., None])
-    denominator, lse = normalizer(state.running_max, state.denominator)
+    denominator, log_sum = normalizer(state.denominator)
     out = state.accumulator / (denominator * (1 - plan.dropout_rate))[..., None, :]
-    return out.astype(q_i.dtype), lse[..., None, :]
+    return out.astype(q_i.dtype), (finite_shift(state.running_max)[..., None, :], log_sum[..., None, :])
 
 
 def _forward_tile(plan: Plan, blocks: _ForwardBlocks, q_i: Array, i, kind: int, j, state: _Softmax) -> _Softmax:
@@ -171,7 +175,8 @@ class _BackwardBlocks(NamedTuple):
     k: Array  # [..., nK, size, Hk, D]
     v: Array
     d_out: Array
-    lse: Array  # [..., nQ, size, H, 1]; +inf for fully masked rows and padding, so that e^(logit − lse) is 0
+    shift: Array  # [..., nQ, size, H, 1], the max
+    log_sum: Array  # +inf for fully masked rows and padding, so that e^(logit − shift − log_sum) is 0
     delta: Array  # [..., nQ, size, H, 1]
     terms: SplitTerms  # without the leaves in `learned`
     learned: Terms  # the leaves of scale and score mods that have gradients
@@ -200,14 +205,15 @@ def backward(plan: Plan, operands: Operands) -> tuple:
     """Gradients of q, k, v, sinks and the terms, None for terms that have none."""
     q, k, v, dtype = operands.q, operands.k, operands.v, _accumulator_type(operands.q)
     (q_size, kv_size), (q_length, kv_length) = plan.block_sizes, plan.lengths
-    lse, delta = _lse_and_delta(operands)
+    shift, log_sum, delta = _log_sums_and_delta(operands)
     learned, terms = _learned_and_others(plan, operands.terms, q.shape[0])
     blocks = _BackwardBlocks(
         q=layout.blocked(q, q_size),
         k=layout.blocked(k, kv_size),
         v=layout.blocked(v, kv_size),
         d_out=layout.blocked(operands.d_out.astype(v.dtype), q_size),
-        lse=layout.blocked(lse, q_size, fill=jnp.inf),
+        shift=layout.blocked(shift, q_size),
+        log_sum=layout.blocked(log_sum, q_size, fill=jnp.inf),
         delta=layout.blocked(delta, q_size),
         terms=terms,
         learned=learned,
@@ -227,7 +233,7 @@ def backward(plan: Plan, operands: Operands) -> tuple:
         layout.joined_transposed(dq, q_length).astype(q.dtype),
         layout.joined(dk, kv_length),
         layout.joined(dv, kv_length),
-        None if operands.sinks is None else _d_sinks(plan, q, operands.sinks, lse, delta),
+        None if operands.sinks is None else _d_sinks(plan, q, operands.sinks, shift, log_sum, delta),
         d_terms,
     )
 
@@ -249,7 +255,8 @@ def _backward_key_block(plan: Plan, blocks: _BackwardBlocks, order: VisitOrder, 
 def _backward_tile(plan: Plan, blocks: _BackwardBlocks, keys: _KeyBlock, kind: int, i, state: _Gradients) -> _Gradients:
     """`state` plus the gradients of the tile of query block i and these keys."""
     q_i, d_out_i = layout.block_at(blocks.q, i), layout.block_at(blocks.d_out, i)
-    lse_i, delta_i = (layout.block_at(x, i).swapaxes(-1, -2) for x in (blocks.lse, blocks.delta))
+    of_rows = (blocks.shift, blocks.log_sum, blocks.delta)
+    shift_i, log_sum_i, delta_i = (layout.block_at(x, i).swapaxes(-1, -2) for x in of_rows)
     v_dtype, dtype, j = keys.v.dtype, _accumulator_type(q_i), keys.index
     terms = _tile_terms(plan, blocks.terms, i, j)
     learned = blocks.learned._replace(bias=_own_bias(plan, terms, q_i.shape[0]))
@@ -260,7 +267,7 @@ def _backward_tile(plan: Plan, blocks: _BackwardBlocks, keys: _KeyBlock, kind: i
 
     raw = layout.product("kd,qd->kq", keys.k, q_i, dtype)
     logits, pull_back, key_is_visible = jax.vjp(logits_of, raw, learned, has_aux=True)
-    p = jnp.exp(logits - lse_i)
+    p = jnp.exp(logits - shift_i - log_sum_i)  # not their sum: see `logsumexp`
     kept_p, dp = p, layout.product("kd,qd->kq", keys.v, d_out_i, dtype)
     if plan.dropout_rate:
         keeps = dropout_keeps(plan, i, j, logits.shape, terms)
@@ -279,18 +286,19 @@ def _backward_tile(plan: Plan, blocks: _BackwardBlocks, keys: _KeyBlock, kind: i
     )
 
 
-def _lse_and_delta(operands: Operands) -> tuple[Array, Array]:
-    """lse and δ, `[..., Tq, H, 1]`; +inf and 0 for fully masked rows, so that nothing flows into them."""
-    is_visible, dtype = ~jnp.isneginf(operands.lse), _accumulator_type(operands.q)
+def _log_sums_and_delta(operands: Operands) -> tuple[Array, Array, Array]:
+    """max, log_sum and δ, `[..., Tq, H, 1]`; log_sum +inf and δ 0 for fully masked rows: nothing flows into them."""
+    (shift, log_sum), dtype = operands.log_sums, _accumulator_type(operands.q)
+    is_visible = ~jnp.isneginf(log_sum)
     # A product with ones, because XLA's CPU backend takes ten times as long to sum along the last axis.
     products, ones = operands.out.astype(dtype) * operands.d_out.astype(dtype), jnp.ones(operands.v.shape[-1], dtype)
     delta = jnp.matmul(products, ones, precision=lax.Precision.HIGHEST) - operands.d_lse
-    delta, lse = jnp.where(is_visible, delta, 0), jnp.where(is_visible, operands.lse, jnp.inf)
-    return lse[..., None], delta[..., None]
+    delta, log_sum = jnp.where(is_visible, delta, 0), jnp.where(is_visible, log_sum, jnp.inf)
+    return shift[..., None], log_sum[..., None], delta[..., None]
 
 
-def _d_sinks(plan: Plan, q: Array, sinks: Array, lse: Array, delta: Array) -> Array:
-    p = jnp.exp(_sinks(plan, q, sinks)[..., None, :, None] - lse)
+def _d_sinks(plan: Plan, q: Array, sinks: Array, shift: Array, log_sum: Array, delta: Array) -> Array:
+    p = jnp.exp(_sinks(plan, q, sinks)[..., None, :, None] - shift - log_sum)
     d_sinks = -(p * delta)[..., 0]
     return d_sinks.sum(axis=tuple(range(int(plan.is_mapped), d_sinks.ndim - 1))).astype(sinks.dtype)
 

@@ -205,8 +205,8 @@ def _gathered_bytes(call: Call, k: Array, v: Array) -> int:
     return size * by_length if call.is_manual else size // (by_batch * by_heads)
 
 
-def attend(call: Call, layout: Layout | None, run: Callable, arguments: dict) -> tuple[Array, Array]:
-    """(out, lse) of a call.
+def attend(call: Call, layout: Layout | None, run: Callable, arguments: dict):
+    """(out, (max, log_sum)) of a call.
 
     Args:
       call, layout: how it is split.

@@ -1,7 +1,7 @@
 """Keys that pass from device to device, each computing with those of one device at a time (Liu et al. 2023).
 
 In turn s device i has the keys of device i − s. The parts are merged as `attnlab.merge` does. For the gradients, keys
-pass around once more, and theirs after them: with out and lse of the whole softmax, each part's gradients need nothing
+pass around once more, and theirs after them: with the results of the whole softmax, each part's gradients need nothing
 of the other parts (Dao et al. 2022, algorithm 4), so that nothing of a turn is kept. Over n devices these are 4(n − 1)
 messages, besides those that give out the rows: k and v forward; backward both as one, and their gradients as one.
 """
@@ -14,18 +14,18 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from attnlab.ops.blockwise.operands import combine, partition
-from attnlab.ops.logsumexp import finite_shift, normalizer
+from attnlab.ops.logsumexp import merged
 from attnlab.ops.meshes import equally_varying
 from attnlab.ops.reverse_mode import reverse_mode_only
 from attnlab.ops.tiles import Shard
 from attnlab.types import Array
 
 
-def attend(run: Callable, axis: str, devices: int, arrays: dict, static: dict, shard: Shard) -> tuple[Array, Array]:
-    """(out, lse) of this device's queries and the keys of all devices along an axis of the mesh.
+def attend(run: Callable, axis: str, devices: int, arrays: dict, static: dict, shard: Shard):
+    """(out, (max, log_sum)) of this device's queries and the keys of all devices along an axis of the mesh.
 
     Args:
-      run: run(device, arguments, shard, given) computes with that device's k and v; with `given`, the (out, lse) of the
+      run: run(device, arguments, shard, given) computes with that device's k and v; with `given`, the results of the
         whole softmax, it returns these, and its gradients are those of its part. It closes over no traced values.
       axis, devices: of the mesh.
       arrays, static: the arguments of the call, with this device's k and v.
@@ -52,22 +52,22 @@ def attend(run: Callable, axis: str, devices: int, arrays: dict, static: dict, s
             (k, v), parts = lax.optimization_barrier(((k, v), parts))
             following = _passed_on((k, v), axis, devices) if turn < devices - 1 else None
             part = of_device(turn, {**learned, "k": k, "v": v}, rest)
-            parts = part if parts is None else _merged(parts, part)
+            parts = part if parts is None else merged([parts, part])
             k, v = following or (k, v)
-        out, lse = parts
-        return out.astype(learned["q"].dtype), lse
+        out, log_sums = parts
+        return out.astype(learned["q"].dtype), log_sums
 
     @jax.custom_vjp
     def ring(learned, rest):
         return forward(learned, rest)
 
     def ring_forward(learned, rest):
-        out, lse = (checkpoint_name(x, "attention") for x in forward(learned, rest))  # see GPT's remat
-        return (out, lse), (learned, rest, out, lse)
+        results = checkpoint_name(forward(learned, rest), "attention")  # see GPT's remat
+        return results, (learned, rest, results)
 
     def ring_backward(saved, cotangents):
-        learned, rest, *given = saved
-        gradients = _gradients(of_device, axis, devices, learned, rest, tuple(given), cotangents)
+        learned, rest, results = saved
+        gradients = _gradients(of_device, axis, devices, learned, rest, results, cotangents)
         return gradients, jax.tree.map(lambda _: None, rest)
 
     ring.defvjp(ring_forward, ring_backward)
@@ -98,16 +98,6 @@ def _gradients(of_device, axis, devices, learned, rest, given, cotangents) -> di
         keys = following
     dk, dv = _taken_apart(passing, learned["k"], learned["v"])
     return jax.tree.map(lambda total, x: total.astype(x.dtype), {**totals, "k": dk, "v": dv}, learned)
-
-
-def _merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Two parts as one, out in the type of lse: see `attnlab.merge`."""
-    lses = jnp.stack([a[1], b[1]])
-    shift = finite_shift(lses.max(axis=0))
-    weights = jnp.exp(lses - shift)
-    denominator, lse = normalizer(shift, weights.sum(axis=0))
-    out = sum((weight / denominator)[..., None] * out.astype(lse.dtype) for weight, (out, _) in zip(weights, (a, b)))
-    return out, lse
 
 
 def _passed_on(tree, axis: str, devices: int):

@@ -64,8 +64,8 @@ def heads(call: "Call", num_heads: int) -> Array | None:
     return lax.axis_index(names) * num_heads + jnp.arange(num_heads, dtype=jnp.int32) if names else None
 
 
-def attend(call: "Call", layout: Layout | None, run: Callable, arguments: dict) -> tuple[Array, Array]:
-    """(out, lse) of this device's queries, in the order of the sequence.
+def attend(call: "Call", layout: Layout | None, run: Callable, arguments: dict):
+    """(out, (max, log_sum)) of this device's queries, in the order of the sequence.
 
     Args:
       call, layout: how the whole call is split.
@@ -84,9 +84,9 @@ def attend(call: "Call", layout: Layout | None, run: Callable, arguments: dict) 
     arguments["q_positions"] = rows if arguments["q_positions"] is None else arguments["q_positions"]
     shard = shard._replace(queries=rows)
     way = {"gather": _gathered, "halo": _with_halo, "ring": _in_a_ring}[layout.way]
-    results = way(call, layout, run, arguments, shard, lengths[1])
+    out, log_sums = way(call, layout, run, arguments, shard, lengths[1])
     back = None if there is None else there.back()
-    return tuple(move(x, back, axis, at) for x, at in zip(results, (-3, -2)))
+    return move(out, back, axis, -3), tuple(move(x, back, axis, -2) for x in log_sums)
 
 
 def arrays_and_others(arguments: dict) -> tuple[dict, dict]:

@@ -138,7 +138,7 @@ def is_interpreted() -> bool:
 
 
 def attend(q: Float[Array, "*B Tq H D"], k: Float[Array, "*B Tk Hk D"], v: Float[Array, "*B Tk Hk Dv"], **arguments):
-    """Output `[..., Tq, H, Dv]` in q's type and lse `[..., Tq, H]` in float32."""
+    """Output `[..., Tq, H, Dv]` in q's type, and max and log_sum `[..., Tq, H]` in float32."""
     return _attend(q, k, v, splits=splits_of(q, k), **arguments)
 
 
@@ -160,7 +160,7 @@ def _attend(
     kv_positions=None,
     block_sizes: tuple[int, int] | None = None,
     shard: Shard = WHOLE,
-    given: tuple[Array, Array] | None = None,
+    given: tuple[Array, tuple[Array, Array]] | None = None,
 ):
     from attnlab.ops.pallas import transforms  # Pallas is a large package, useless except on TPUs
 

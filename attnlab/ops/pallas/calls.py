@@ -141,10 +141,11 @@ class _Walk:
         if cotangents is None:
             return arrays, blocks
         d_out = self.padded(cotangents.d_out, of_keys=False)
-        lse, delta = self._vector(cotangents.lse, False, fill=jnp.inf), self._vector(cotangents.delta, False, fill=0.0)
-        of_rows = {"lse": self.vector(lse, False), "delta": self.vector(delta, False)}
-        arrays = arrays._replace(d_out=d_out, lse=lse, delta=delta)
-        return arrays, blocks._replace(d_out=self.block(d_out, False), **of_rows)
+        fills = {"shift": 0.0, "log_sum": jnp.inf, "delta": 0.0}
+        of_rows = {name: self._vector(getattr(cotangents, name), False, fill) for name, fill in fills.items()}
+        blocks_of_rows = {name: self.vector(x, False) for name, x in of_rows.items()}
+        arrays = arrays._replace(d_out=d_out, **of_rows)
+        return arrays, blocks._replace(d_out=self.block(d_out, False), **blocks_of_rows)
 
     def _terms(self, program, arrays) -> list[tuple]:
         """(array, block) of each input of a program."""
@@ -291,20 +292,21 @@ def _shared(x: _Shaped, *at) -> tuple:
     return tuple(i if size > 1 else 0 for i, size in zip(at, x.shape))
 
 
-def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
-    """out `[B, H, Tq, Dv]` and lse `[B, H, Tq]`."""
+def forward(plan: Plan, operands: Operands) -> tuple[Array, tuple[Array, Array]]:
+    """out `[B, H, Tq, Dv]`, and max and log_sum `[B, H, Tq]` in the kernel's logits."""
     walk, (q_size, _), value_dim = _Walk(plan, operands), plan.block_sizes, operands.v.shape[-1]
     padded = walk.counts[0] * q_size
     out = jax.ShapeDtypeStruct((walk.batch, walk.heads, padded, value_dim), operands.q.dtype)
-    lse = jax.ShapeDtypeStruct((walk.batch, walk.heads, 1, padded), jnp.float32)
+    of_rows = jax.ShapeDtypeStruct((walk.batch, walk.heads, 1, padded), jnp.float32)
     softmax = [pltpu.VMEM((q_size, width), jnp.float32) for width in (LANES, LANES, value_dim)]
 
     def kernel(tile, results, scratch, _):
-        kernels.forward(tile, *results, kernels.Softmax(*scratch))
+        kernels.forward(tile, results[0], results[1:], kernels.Softmax(*scratch))
 
-    outputs = [(out.shape, out.dtype, walk.block(out, False)), (lse.shape, lse.dtype, walk.vector(lse, False))]
-    out, lse = walk.call(kernel, "attnlab_forward", outputs, softmax)
-    return out[:, :, : plan.lengths[0]], lse[:, :, 0, : plan.lengths[0]]
+    outputs = [(out.shape, out.dtype, walk.block(out, False))]
+    outputs += [(of_rows.shape, of_rows.dtype, walk.vector(of_rows, False))] * 2
+    out, *log_sums = walk.call(kernel, "attnlab_forward", outputs, softmax)
+    return out[:, :, : plan.lengths[0]], tuple(x[:, :, 0, : plan.lengths[0]] for x in log_sums)
 
 
 def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> tuple[Array, Array, Array, tuple]:
@@ -332,11 +334,11 @@ def _d_queries(plan: Plan, operands: Operands, cotangents: Cotangents) -> tuple[
     d_vector = jax.ShapeDtypeStruct((*leading, 1, padded), jnp.float32)
     ends = [count * size for count, size in zip(walk.counts, plan.block_sizes)]
     d_scalar, d_distance = (jax.ShapeDtypeStruct((*leading, 1, n), jnp.float32) for n in (kv_size, sum(ends)))
-    columns = [pltpu.VMEM((q_size, LANES), jnp.float32)] * 2
+    columns = [pltpu.VMEM((q_size, LANES), jnp.float32)] * 3
     sums = [pltpu.VMEM((q_size, width), jnp.float32) for width in (q.shape[-1], *[_lanes(kv_size)] * len(vectors))]
 
     def kernel(tile, results, scratch, ids):
-        kernels.d_queries(tile, ids[2] == 0, grouped(results), scratch[:2], (scratch[2], scratch[3:]))
+        kernels.d_queries(tile, ids[2] == 0, grouped(results), scratch[:3], (scratch[3], scratch[4:]))
 
     def grouped(results):
         results = iter(results)

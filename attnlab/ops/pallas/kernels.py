@@ -5,7 +5,8 @@ of a tile; the *inner* side lies along the lanes. Outer are queries in `forward`
 `d_keys`, so that all products are of rows by columns or of rows by rows, and sums along a row need no transposition.
 One number for each row of the tile is kept `LANES` times, as a *column*: a vector register has as many lanes.
 
-Logits are in units of log 2 (`LOG2E`), since the hardware has a power of 2.
+Logits are of base 2 where q or the products take the factor, since the hardware has a power of 2; natural where a
+program makes them, which may shift a whole row by so much that another rounding of it would change the weights.
 """
 
 import functools
@@ -17,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from attnlab.ops.pallas.operands import LOG2E, Plan, Terms
+from attnlab.ops.pallas.operands import Plan, Terms
 from attnlab.ops.pallas.splitting import loaded
 from attnlab.ops.schedule import PARTIAL, Visit
 from attnlab.types import Array
@@ -35,7 +36,8 @@ class Refs(NamedTuple):
     sinks: Array | None
     terms: Terms
     d_out: Array | None = None
-    lse: Array | None = None
+    shift: Array | None = None
+    log_sum: Array | None = None
     delta: Array | None = None
 
 
@@ -226,6 +228,11 @@ def _each_kind(plan: Plan, kind, body) -> None:
         pl.when(kind == one)(functools.partial(body, one == PARTIAL))
 
 
+def _exp(plan: Plan, x: Array) -> Array:
+    """e^x of differences of natural logits, 2^x of those of base 2."""
+    return jnp.exp2(x) if plan.programs.logits is None else jnp.exp(x)
+
+
 # Forward
 
 
@@ -237,8 +244,8 @@ class Softmax(NamedTuple):
     accumulator: Array  # [queries, Dv]
 
 
-def forward(tile: Tile, out, lse, state: Softmax) -> None:
-    """out and lse, of one tile after the other."""
+def forward(tile: Tile, out, log_sums, state: Softmax) -> None:
+    """out and (max, log_sum), of one tile after the other."""
 
     @pl.when(tile.visit.is_first)
     def _start():
@@ -251,21 +258,21 @@ def forward(tile: Tile, out, lse, state: Softmax) -> None:
 
     @pl.when(tile.visit.is_last)
     def _finish():
-        _write_softmax(tile, out, lse, state)
+        _write_softmax(tile, out, log_sums, state)
 
 
 def _forward_tile(tile: Tile, state: Softmax, is_partial: bool) -> None:
     plan, refs = tile.plan, tile.refs
     logits = _products_of(tile, refs.q, refs.k)
     if plan.programs.logits is not None:
-        logits = jnp.broadcast_to(plan.programs.logits(*tile.values("logits"), logits), tile.shape) * LOG2E
+        logits = jnp.broadcast_to(plan.programs.logits(*tile.values("logits"), logits), tile.shape)
     visible = tile.visible() if is_partial else None
     if visible is not None:
         logits = jnp.where(visible, logits, _MASKED)
     old_max = state.running_max[...]
     running_max = jnp.maximum(old_max, logits.max(axis=1, keepdims=True))
-    p = jnp.exp2(logits - wide(running_max, logits.shape[1]))
-    rescale = jnp.exp2(old_max - running_max)
+    p = _exp(plan, logits - wide(running_max, logits.shape[1]))
+    rescale = _exp(plan, old_max - running_max)
     state.running_max[...] = running_max
     state.denominator[...] = state.denominator[...] * rescale + p.sum(axis=1, keepdims=True)
     if plan.programs.keeps is not None:
@@ -275,19 +282,21 @@ def _forward_tile(tile: Tile, state: Softmax, is_partial: bool) -> None:
     state.accumulator[...] = accumulator + _product(p.astype(v.dtype), v)
 
 
-def _write_softmax(tile: Tile, out, lse, state: Softmax) -> None:
+def _write_softmax(tile: Tile, out, log_sums, state: Softmax) -> None:
     running_max, denominator, share = state.running_max[...], state.denominator[...], 1.0
     is_visible = running_max > _MASKED / 2
     if tile.refs.sinks is not None:
-        sink = scalar(tile.refs.sinks, tile.example, tile.head) * LOG2E
+        sink = scalar(tile.refs.sinks, tile.example, tile.head) * tile.plan.unit
         old_max, running_max = running_max, jnp.maximum(running_max, sink)
         is_visible = running_max > _MASKED / 2
-        share = jnp.exp2(old_max - running_max)
-        denominator = denominator * share + jnp.exp2(sink - running_max)
+        share = _exp(tile.plan, old_max - running_max)
+        denominator = denominator * share + _exp(tile.plan, sink - running_max)
     denominator = jnp.where(is_visible, denominator, 1.0)
     share = jnp.where(is_visible, share, 0.0) / (denominator * (1 - tile.plan.dropout_rate))
     out[...] = (state.accumulator[...] * wide(share, out.shape[1])).astype(out.dtype)
-    lse[...] = row(jnp.where(is_visible, (running_max + jnp.log2(denominator)) / LOG2E, -jnp.inf))
+    shift, log_sum = log_sums
+    shift[...] = row(jnp.where(is_visible, running_max, 0.0))
+    log_sum[...] = row(jnp.where(is_visible, jnp.log(denominator) * tile.plan.unit, -jnp.inf))
 
 
 # Backward
@@ -307,8 +316,9 @@ class _Gradients(NamedTuple):
     d_inputs: list[Array]
 
 
-def _gradients(tile: Tile, lse: Array, delta: Array, chosen: list[int], is_partial: bool) -> _Gradients:
-    """The gradients of a tile; lse and delta, of its queries, broadcast against it."""
+def _gradients(tile: Tile, of_rows: tuple, chosen: list[int], is_partial: bool) -> _Gradients:
+    """The gradients of a tile; (max, log_sum, delta), of its queries, broadcast against it."""
+    shift, log_sum, delta = of_rows
     plan, refs, program = tile.plan, tile.refs, tile.plan.programs.logits
     outer, inner = (refs.q, refs.d_out), (refs.k, refs.v)
     outer, inner = (inner, outer) if tile.of_keys else (outer, inner)
@@ -320,7 +330,7 @@ def _gradients(tile: Tile, lse: Array, delta: Array, chosen: list[int], is_parti
         logits, pull_back = _differentiable_logits(tile, chosen, raw)
     if visible is not None:
         logits = jnp.where(visible, logits, _MASKED)
-    weights = kept_weights = jnp.exp2(logits - lse)
+    weights = kept_weights = _exp(plan, logits - shift - log_sum)
     if plan.programs.keeps is not None:
         scale = 1 / (1 - plan.dropout_rate)
         kept_weights, d_weights = tile.kept(weights * scale, d_weights * scale)
@@ -331,7 +341,7 @@ def _gradients(tile: Tile, lse: Array, delta: Array, chosen: list[int], is_parti
 
 
 def _differentiable_logits(tile: Tile, chosen: list[int], raw: Array):
-    """(logits in units of log 2, the VJP of natural logits)."""
+    """(natural logits, their VJP)."""
     program, values = tile.plan.programs.logits, tile.values("logits")
 
     def natural(raw, inputs):
@@ -339,8 +349,7 @@ def _differentiable_logits(tile: Tile, chosen: list[int], raw: Array):
         return jnp.broadcast_to(program(*(given.get(at, x) for at, x in enumerate(values)), raw), tile.shape)
 
     inputs = [jnp.broadcast_to(values[at], tile.shape) for at in chosen]
-    logits, pull_back = jax.vjp(natural, raw, inputs)
-    return logits * LOG2E, pull_back
+    return jax.vjp(natural, raw, inputs)
 
 
 def _along_lanes(x: Array) -> Array:
@@ -357,7 +366,7 @@ def d_queries(tile: Tile, is_first: Array, results, columns, accumulators) -> No
     Args:
       is_first: whether the tile is the first of its head.
       results: (dq, `[1, inner]` for each scalar, `[1, distances]` and `[1, outer]` for the vectors).
-      columns: scratch for lse and delta.
+      columns: scratch for max, log_sum and delta.
       accumulators: of dq, and of each vector.
     """
     plan, refs = tile.plan, tile.refs
@@ -374,13 +383,13 @@ def d_queries(tile: Tile, is_first: Array, results, columns, accumulators) -> No
     def _start():
         for ref in (dq_sum, *vector_sums):
             ref[...] = jnp.zeros_like(ref)
-        for ref, scratch in zip((refs.lse, refs.delta), columns):
+        for ref, scratch in zip((refs.shift, refs.log_sum, refs.delta), columns):
             scratch[...] = column(ref[...])
         fill_columns(refs.terms, tile.columns)
 
     def body(is_partial):
-        lse, delta = (wide(x[...], tile.shape[1]) for x in columns)
-        of_tile = _gradients(tile, lse, delta, [at for some in chosen for at in some], is_partial)
+        of_rows = tuple(wide(x[...], tile.shape[1]) for x in columns)
+        of_tile = _gradients(tile, of_rows, [at for some in chosen for at in some], is_partial)
         k = refs.k[...]
         dq_sum[...] += _product(of_tile.d_raw.astype(k.dtype), k)
         d_inputs = iter(of_tile.d_inputs)
@@ -424,7 +433,8 @@ def d_keys(tile: Tile, group: tuple, results, accumulators) -> None:
         fill_columns(refs.terms, tile.columns)
 
     def body(is_partial):
-        of_tile = _gradients(tile, refs.lse[...], refs.delta[...], vectors, is_partial)
+        of_rows = (refs.shift[...], refs.log_sum[...], refs.delta[...])
+        of_tile = _gradients(tile, of_rows, vectors, is_partial)
         q, d_out = refs.q[...], refs.d_out[...]
         dk_sum[...] += _product(of_tile.d_raw.astype(q.dtype), q)
         dv_sum[...] += _product(of_tile.weights.astype(d_out.dtype), d_out)
@@ -458,7 +468,7 @@ def d_pairs(tile: Tile, is_first: Array, at: int, result) -> None:
 
     def body(is_partial):
         fill_columns(refs.terms, tile.columns)
-        lse, delta = (wide(column(x[...]), tile.shape[1]) for x in (refs.lse, refs.delta))
-        result[...] += _gradients(tile, lse, delta, [at], is_partial).d_inputs[0]
+        of_rows = tuple(wide(column(x[...]), tile.shape[1]) for x in (refs.shift, refs.log_sum, refs.delta))
+        result[...] += _gradients(tile, of_rows, [at], is_partial).d_inputs[0]
 
     _each_kind(tile.plan, tile.visit.kind, body)

@@ -32,7 +32,7 @@ class Plan(NamedTuple):
       tile_kinds: the values, PARTIAL and FULL, that occur among the tiles; both when these are traced.
       dropout_rate: probability that a weight is dropped.
       programs: what a kernel computes of each term.
-      factor: what products of q and k are multiplied by; they are then logits, in units of log 2 without a program.
+      factor: what products of q and k are multiplied by; they are then logits, of base 2 without a program.
       rotates_rows: whether the hardware rotates each row of a tile by another number of lanes.
     """
 
@@ -45,9 +45,14 @@ class Plan(NamedTuple):
     rotates_rows: bool
 
     @property
+    def unit(self) -> float:
+        """A natural logit in those of the kernel: these are natural where a program computes them, else of base 2."""
+        return LOG2E if self.programs.logits is None else 1.0
+
+    @property
     def derivative(self) -> float:
-        """Of the natural logits that enter the program, or else leave the kernel, by the products of q and k."""
-        return self.factor / LOG2E if self.programs.logits is None else self.factor
+        """Of natural logits by the products of q and k."""
+        return self.factor / self.unit
 
     def learned(self, *varies: str) -> list[int]:
         """The inputs of logits that have gradients and vary with one of `varies`."""
@@ -89,10 +94,12 @@ class Cotangents(NamedTuple):
 
     Attributes:
       d_out: `[B, H, Tq, Dv]`.
-      lse: `[B, H, Tq]`, in units of log 2; +inf for fully masked rows, so that 2^(logit − lse) is 0.
+      shift: `[B, H, Tq]`, the max, in the kernel's logits.
+      log_sum: `[B, H, Tq]`, likewise; +inf for fully masked rows, so that weights, e^(logit − shift − log_sum), are 0.
       delta: `[B, H, Tq]`, Σ_d out·d_out − d_lse.
     """
 
     d_out: Array
-    lse: Array
+    shift: Array
+    log_sum: Array
     delta: Array

@@ -11,7 +11,7 @@ from jax.custom_batching import custom_vmap
 
 from attnlab.ops.meshes import equally_varying
 from attnlab.ops.pallas import calls
-from attnlab.ops.pallas.operands import LOG2E, Cotangents, Operands, Others, Plan
+from attnlab.ops.pallas.operands import Cotangents, Operands, Others, Plan
 from attnlab.ops.reverse_mode import message, refuse, reverse_mode_only
 from attnlab.types import Array
 
@@ -19,8 +19,8 @@ from attnlab.types import Array
 _SIDES = {"q_index": 0, "kv_index": 0, "scalar": 0, "query": 1, "key": 1, "distance": 1, "pair": 2, "tile": 3}
 
 
-def attention(plan: Plan, q: Array, k: Array, v: Array, others: Others, given=None) -> tuple[Array, Array]:
-    """(out, lse), `[..., Tq, H, Dv]` and `[..., Tq, H]`, of q `[..., Tq, H, D]`, k and v.
+def attention(plan: Plan, q: Array, k: Array, v: Array, others: Others, given=None):
+    """(out, (max, log_sum)), `[..., Tq, H, Dv]` and `[..., Tq, H]`, of q `[..., Tq, H, D]`, k and v.
 
     Those `given`, of a softmax over these keys and others, are returned as they are: the gradients are those of these
     keys' part in it.
@@ -31,23 +31,27 @@ def attention(plan: Plan, q: Array, k: Array, v: Array, others: Others, given=No
     q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
     operands = Operands(q, k, v, _with_one_batch_axis(plan, others, batch))
     try:
-        out, lse = _attention(plan, reverse_mode_only("pallas", equally_varying(jax.tree.map(jnp.asarray, operands))))
+        operands = reverse_mode_only("pallas", equally_varying(jax.tree.map(jnp.asarray, operands)))
+        out, log_sums = _attention(plan, operands)
     except TypeError as error:  # of JAX, for forward mode within vmap
         if "forward-mode" in str(error):
             raise ValueError(message("pallas")) from error
         raise
-    return out.reshape(*batch, *out.shape[1:]), lse.swapaxes(1, 2).reshape(*batch, *out.shape[1:3])
+    log_sums = tuple(x.swapaxes(1, 2).reshape(*batch, *out.shape[1:3]) for x in log_sums)
+    return out.reshape(*batch, *out.shape[1:]), log_sums
 
 
-def _part_of_given(plan: Plan, q, k, v, others: Others, given) -> tuple[Array, Array]:
-    out, lse = given
-    flat_out, flat_lse = out.reshape(-1, *out.shape[-3:]), lse.reshape(-1, *lse.shape[-2:]).swapaxes(1, 2)
+def _part_of_given(plan: Plan, q, k, v, others: Others, given):
+    out, log_sums = given
+    flat_out = out.reshape(-1, *out.shape[-3:])
+    flat_log_sums = tuple(x.reshape(-1, *x.shape[-2:]).swapaxes(1, 2) for x in log_sums)
     operands = Operands(
         *(x.reshape(-1, *x.shape[-3:]) for x in (q, k, v)), _with_one_batch_axis(plan, others, q.shape[:-3])
     )
     operands = equally_varying(jax.tree.map(jnp.asarray, operands))
-    flat_out, flat_lse = _part_of(plan, operands, flat_out, flat_lse)
-    return flat_out.reshape(out.shape), flat_lse.swapaxes(1, 2).reshape(lse.shape)
+    flat_out, flat_log_sums = _part_of(plan, operands, flat_out, flat_log_sums)
+    log_sums = tuple(x.swapaxes(1, 2).reshape(out.shape[:-1]) for x in flat_log_sums)
+    return flat_out.reshape(out.shape), log_sums
 
 
 def _with_one_batch_axis(plan: Plan, others: Others, batch: tuple[int, ...]) -> Others:
@@ -74,27 +78,28 @@ def _with_one_batch_axis(plan: Plan, others: Others, batch: tuple[int, ...]) -> 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(plan: Plan, operands: Operands) -> tuple[Array, Array]:
-    out, lse = _forward(plan, _by_head(operands))
-    return out.swapaxes(1, 2), lse
+def _attention(plan: Plan, operands: Operands) -> tuple[Array, tuple[Array, Array]]:
+    return _attention_forward(plan, operands)[0]
 
 
 def _attention_forward(plan, operands):
-    out, lse = (checkpoint_name(x, "attention") for x in _attention(plan, operands))  # see GPT's remat
-    return (out, lse), (operands, out, lse)
+    out, log_sums = _forward(plan, _by_head(operands))
+    out, log_sums = checkpoint_name((out.swapaxes(1, 2), log_sums), "attention")  # see GPT's remat
+    return (out, tuple(x / plan.unit for x in log_sums)), (operands, out, log_sums)
 
 
 def _attention_backward(plan, saved, cotangents):
-    (operands, out, lse), (d_out, d_lse) = saved, cotangents
-    is_visible = ~jnp.isneginf(lse)
+    """The max is taken for a constant, so that the gradient of log_sum is that of the lse."""
+    (operands, out, (shift, log_sum)), (d_out, (_, d_lse)) = saved, cotangents
+    is_visible = ~jnp.isneginf(log_sum)
     products = out.astype(jnp.float32) * d_out.astype(jnp.float32)
     delta = jnp.where(is_visible, products.sum(axis=-1).swapaxes(1, 2) - d_lse, 0)
     d_out = d_out.astype(operands.v.dtype).swapaxes(1, 2)
-    given = Cotangents(d_out, jnp.where(is_visible, lse * LOG2E, jnp.inf), delta)
+    given = Cotangents(d_out, shift, jnp.where(is_visible, log_sum, jnp.inf), delta)
     *gradients, d_logits = _backward(plan, _by_head(operands), given)
     sinks, d_sinks = operands.others.sinks, None
     if sinks is not None:
-        p = jnp.exp2(sinks[..., None] * LOG2E - given.lse)
+        p = jnp.exp((sinks[..., None] * plan.unit - given.shift - given.log_sum) / plan.unit)
         d_sinks = -(p * delta).sum(axis=(0, -1))[None]
     nothing = jax.tree.map(lambda _: None, operands.others)
     others = nothing._replace(sinks=d_sinks, terms=nothing.terms._replace(logits=d_logits))
@@ -110,12 +115,12 @@ _attention.defvjp(_attention_forward, _attention_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _part_of(plan: Plan, operands: Operands, out: Array, lse: Array) -> tuple[Array, Array]:
-    return out, lse
+def _part_of(plan: Plan, operands: Operands, out: Array, log_sums: tuple[Array, Array]):
+    return out, log_sums
 
 
-def _part_of_forward(plan, operands, out, lse):
-    return (out, lse), (operands, out, lse)
+def _part_of_forward(plan, operands, out, log_sums):
+    return (out, log_sums), (operands, out, tuple(x * plan.unit for x in log_sums))
 
 
 def _part_of_backward(plan, saved, cotangents):
@@ -152,7 +157,7 @@ def _once(run: Callable) -> Callable:
 
 
 @_once
-def _forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
+def _forward(plan: Plan, operands: Operands) -> tuple[Array, tuple[Array, Array]]:
     @custom_vmap
     def unmapped(operands):
         return calls.forward(plan, operands)
@@ -161,7 +166,8 @@ def _forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     def mapped(size, is_batched, operands):
         (is_batched,) = is_batched if isinstance(is_batched, list) else (is_batched,)
         results = _forward(plan, _merged_operands(operands, is_batched, size))
-        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in results), (True, True)
+        results = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results)
+        return results, jax.tree.map(lambda _: True, results)
 
     return unmapped(operands)
 
