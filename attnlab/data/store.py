@@ -18,7 +18,9 @@ import itertools
 import json
 import operator
 import os
+import re
 import shutil
+import stat
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -80,7 +82,8 @@ def load(
         "packing": packing,
     }
     path = root / cache.digest(key)[:32]
-    if not path.exists():
+    is_new = not path.exists()
+    if is_new:
         with _writing(root):
             root.mkdir(parents=True, exist_ok=True)
             lock = path.with_suffix(".lock")
@@ -88,11 +91,14 @@ def load(
                 if not path.exists():
                     _make(path, key, corpus, tokenizer, quiet)
                 lock.unlink(missing_ok=True)  # whoever waits for it finds the store
-    return Store(path, key)
+    store = Store(path, key)
+    if not is_new:
+        store.verify(corpus.name, quiet)
+    return store
 
 
 class Store:
-    """A complete token store; sizes of its files are checked, their content is not.
+    """A complete token store; sizes of its files are checked, their content by `verify`.
 
     Args:
       path: its folder.
@@ -120,14 +126,28 @@ class Store:
             Tokens(path, split, self._manifest["dtype"], self._manifest["splits"][split]) for split in SPLITS
         )
 
-    def verify(self) -> None:
-        """Compare the content of all files with the sha256 sums of the manifest; UserError where they differ."""
+    def verify(self, name: str = "tokens", quiet: bool = True) -> None:
+        """Compare the content of all files with the sha256 sums of the manifest, several files at a time.
+
+        Args:
+          name: of the text, for the progress line.
+          quiet: print no progress.
+
+        Raises:
+          UserError: they differ.
+        """
         if _digest_of(self._manifest) != self.sha256:
             raise _damaged(self.path, f"{_MANIFEST} does not match its own sha256")
-        for split in self._manifest["splits"].values():
-            for file in split["files"]:
-                if _sha256(self.path / file["name"]) != file["sha256"]:
+        files = [file for split in self._manifest["splits"].values() for file in split["files"]]
+        with (
+            Progress(f"checking {name}", sum(file["bytes"] for file in files), quiet) as progress,
+            concurrent.futures.ThreadPoolExecutor(_workers()) as pool,
+        ):
+            digests = pool.map(lambda file: _sha256(self.path / file["name"]), files)
+            for file, digest in zip(files, digests):
+                if digest != file["sha256"]:
                     raise _damaged(self.path, f"{file['name']} does not match its sha256")
+                progress.advance(file["bytes"])
 
 
 class Tokens:
@@ -252,8 +272,7 @@ def _write_shards(partial, finished, corpus, tokenizer, packing, progress) -> li
         name, unit = job
         return name, _encode(tokenizer, unit, only_measure=name in known)
 
-    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    shards = []
+    workers, shards = _workers(), []
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         results = _in_order(pool, encode, _jobs(corpus, tokenizer, packing), ahead=2 * workers)
         for name, group in itertools.groupby(results, operator.itemgetter(0)):
@@ -264,6 +283,10 @@ def _write_shards(partial, finished, corpus, tokenizer, packing, progress) -> li
                 raise TextChangedError(f"{corpus.name} changed while it was read: run the command again")
             shards.append(finished[name])
     return shards
+
+
+def _workers() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _counted(units: Iterable["_Encoded"], progress: Progress) -> Iterator["_Encoded"]:
@@ -469,24 +492,45 @@ def _digest_of(manifest: dict) -> str:
 def _read_manifest(path: Path) -> dict:
     file = path / _MANIFEST
     try:
+        if not stat.S_ISREG(file.lstat().st_mode):
+            raise _damaged(path, f"{_MANIFEST} is not a regular file")
         manifest = json.loads(file.read_bytes())
-        manifest["sha256"], manifest["dtype"], [manifest["splits"][split]["files"] for split in SPLITS]
-        manifest["key"]["version"]
+        _check_manifest(manifest)
         return manifest
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror}): remove {path}, and it is made again") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, f"{_MANIFEST} is not one of a token store") from error
+
+
+def _check_manifest(manifest: dict) -> None:
+    """Raises where a field is missing or cannot be what `_make` wrote; files are named without a folder."""
+    if manifest["dtype"] not in ("|u1", "<u2", "<u4") or not isinstance(manifest["sha256"], str):
+        raise ValueError
+    manifest["key"]["version"]
+    for split in SPLITS:
+        facts = manifest["splits"][split]
+        sizes = [facts[name] for name in ("tokens", "documents", "characters", "bytes")]
+        sizes += [file["bytes"] for file in facts["files"]]
+        if not all(type(size) is int and size >= 0 for size in sizes):
+            raise ValueError
+        names = [file["name"] for file in facts["files"]]
+        expected = [_documents_file(split)] if facts["documents"] else []
+        shards = [name for name in names if name not in expected]
+        if shards + expected != names or not all(re.fullmatch(rf"{split}-\d{{5}}\.bin", name) for name in shards):
+            raise ValueError
 
 
 def _check_size(folder: Path, file: dict) -> None:
     path = folder / file["name"]
     try:
-        size = path.stat().st_size
+        found = path.lstat()
     except OSError as error:
         raise _damaged(folder, f"{path.name}: {error.strerror}") from error
-    if size != file["bytes"]:
-        raise _damaged(folder, f"{path.name} has {size} bytes instead of {file['bytes']}")
+    if not stat.S_ISREG(found.st_mode):
+        raise _damaged(folder, f"{path.name} is not a regular file")
+    if found.st_size != file["bytes"]:
+        raise _damaged(folder, f"{path.name} has {found.st_size} bytes instead of {file['bytes']}")
 
 
 def _damaged(path: Path, why: str) -> UserError:

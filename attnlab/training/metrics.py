@@ -1,9 +1,11 @@
 """The records of a run: `metrics.jsonl`, TensorBoard events, and a progress bar or lines on the terminal."""
 
+import contextlib
 import hashlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 from rich.console import Console
@@ -38,7 +40,9 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, offset: dict | None = None, last_step: int = 0, events: Path | None = None):
-        self.path, self._events, self._writer, self._last_step = path, events, None, last_step
+        self.path = path
+        # Events after the step that the run resumes from are purged, as in metrics.jsonl.
+        self._events = None if events is None else _Events(events, purge_step=last_step + 1)
         size = offset["bytes"] if offset else 0
         self.lost = bool(size) and not path.exists()
         kept = b""
@@ -68,34 +72,95 @@ class MetricsLog:
     def write(self, **record) -> None:
         """Append a record to the file, and its numbers to the TensorBoard events."""
         line = _line(record).encode()
-        with self.path.open("ab") as file:
-            file.write(line)
+        try:
+            self._append(line)
+        except OSError as error:
+            if self._events is None or not self._events.drop(error):
+                raise
+            os.truncate(self.path, self._size)  # the events took the room
+            self._append(line)
         self._size += len(line)
         self._sha256.update(line)
         self.records.append(record)
-        if self._tensorboard:
-            for name, value in record.items():
-                if name != "step" and isinstance(value, int | float):
-                    self._tensorboard.add_scalar(f"{record['split']}/{name}", value, record["step"])
+        if self._events:
+            numbers = {name: x for name, x in record.items() if name != "step" and isinstance(x, int | float)}
+            self._events.write(record["step"], {f"{record['split']}/{name}": x for name, x in numbers.items()})
+
+    def _append(self, line: bytes) -> None:
+        with self.path.open("ab") as file:
+            file.write(line)
 
     def write_text(self, step: int, text: str) -> None:
         """Write a sample to TensorBoard only."""
-        if self._tensorboard:
-            self._tensorboard.add_text("sample", f"```\n{text}\n```", step)
+        if self._events:
+            self._events.write(step, {"sample": f"```\n{text}\n```"})
 
     def close(self) -> None:
-        """Flush the TensorBoard events."""
-        if self._writer:
-            self._writer.close()
+        """Close the TensorBoard events."""
+        if self._events:
+            self._events.close()
 
-    @property
-    def _tensorboard(self):
-        if self._writer is None and self._events is not None:
-            from tensorboardX import SummaryWriter  # slow (half a second), and not needed when the run is finished
 
-            # Events after the step that the run resumes from are purged, as in metrics.jsonl.
-            self._writer = SummaryWriter(str(self._events), purge_step=self._last_step + 1)
-        return self._writer
+class _Events:
+    """TensorBoard events, the least important file of a run: where they cannot be written, the run goes on without.
+
+    They are written at once, as tensorboardX's SummaryWriter has a thread, which a full disk ends, and a queue, which
+    then blocks the run for ever.
+    """
+
+    def __init__(self, folder: Path, purge_step: int):
+        self._folder, self._purge_step = folder, purge_step
+        self._path = self._file = None
+        self._dropped = False
+
+    def write(self, step: int, values: dict[str, float | str]) -> None:
+        """Append the numbers and texts of a step."""
+        if self._dropped:
+            return
+        from tensorboardX import summary  # slow (half a second), and not needed when the run is finished
+        from tensorboardX.proto.event_pb2 import Event
+
+        try:
+            if self._file is None:
+                self._open()
+            for name, value in values.items():
+                made = summary.text(name, value) if isinstance(value, str) else summary.scalar(name, value)
+                self._file.write_event(Event(step=step, wall_time=time.time(), summary=made))
+            self._file.flush()
+        except OSError as error:
+            self.drop(error)
+
+    def _open(self) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+        before = set(self._folder.iterdir())
+        try:
+            self._file = EventsWriter(str(self._folder / "events"))
+        finally:
+            self._path = next(iter(set(self._folder.iterdir()) - before), None)
+        for start in ({"file_version": "brain.Event:2"}, {"session_log": SessionLog(status=SessionLog.START)}):
+            self._file.write_event(Event(step=self._purge_step, **start))
+
+    def drop(self, error: OSError) -> bool:
+        """Write no more, and delete what this start has written; whether there was any."""
+        if not self._dropped:
+            line = f"TensorBoard events are given up ({error.strerror or error}): the run goes on without them"
+            print(line, file=sys.stderr, flush=True)
+        file, self._file, self._dropped = self._file, None, True
+        if file is not None:
+            with contextlib.suppress(OSError):  # what it still holds does not fit
+                file.close()
+        found = self._path is not None and self._path.exists()
+        if found:
+            self._path.unlink()
+        return found
+
+    def close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # all is flushed
+                self._file.close()
 
 
 def read(path: Path) -> list[dict]:
