@@ -278,6 +278,8 @@ def experiments() -> dict[str, Path]:
 def find(experiment: str) -> str:
     """The path of an experiment that is given by name or by path, with its variant.
 
+    A path has a slash or ends in ".py": a file or folder of the current folder never takes the place of a name.
+
     Raises:
       UserError: there is none.
 
@@ -285,14 +287,14 @@ def find(experiment: str) -> str:
     'sancho.py:tiny'
     """
     name, colon, variant = experiment.partition(":")
-    try:
-        if Path(name).is_file():
-            return experiment
-    except OSError as error:  # an invalid file name
-        raise UserError(f"--config={name}: {error.strerror}") from error
     named = experiments()
     if name in named:
         return f"{named[name]}{colon}{variant}"
+    try:
+        if ("/" in name or name.endswith(".py")) and Path(name).is_file():
+            return experiment
+    except OSError as error:  # an invalid file name
+        raise UserError(f"--config={name}: {error.strerror}") from error
     here = [str(file) for file in Path(name).parent.glob("*.py")] if "/" in name else []
     close = nearest(name, [*named, *here]) or nearest(Path(name).stem, named)
     raise UserError(f"--config={name}: no such experiment or file{close}: there are {', '.join(named)}")
@@ -319,6 +321,12 @@ def completed(config: ConfigDict) -> ConfigDict:
         config.checkpoint.dir = str(Path(folder).expanduser().absolute())  # found from any working directory
     check(config)
     return config
+
+
+def check_saved(config: ConfigDict) -> None:
+    """Raises UserError for a value, of the config of an existing run, that a new run could not have."""
+    _check_fields(config)
+    check(config)
 
 
 def _check_fields(config: ConfigDict) -> None:

@@ -38,10 +38,10 @@ def test_import_loads_no_heavy_dependency():
 LAYERS = {
     "ops": {"types"},
     "nn": {"ops", "types"},
-    "data": {"errors", "types"},
+    "data": {"errors", "files", "types"},
     "config": {"data", "errors", "nn", "ops"},
-    "training": {"config", "data", "errors", "nn", "ops", "types"},
-    "interop": {"data", "errors", "nn", "ops", "types"},
+    "training": {"config", "data", "errors", "files", "nn", "ops", "types"},
+    "interop": {"data", "errors", "files", "nn", "ops", "types"},
     "generation": {"data", "errors", "nn", "ops", "types"},
 }
 

@@ -16,6 +16,7 @@ import numpy as np
 import tokenizers as huggingface
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from attnlab import files
 from attnlab.data.characters import WORD_END, check_known, code_points, complete, parts, utf8
 from attnlab.data.sentencepiece import SentencePieceTokenizer
 from attnlab.errors import UserError
@@ -399,7 +400,7 @@ def pretrained(folder: Path, vocab_size: int | None = None) -> Tokenizer | None:
     try:
         if not combined.exists():
             return _gpt2(vocabulary, merges)
-        text = combined.read_text(encoding="utf-8")
+        text = files.read_text(combined)
         tokenizer = huggingface.Tokenizer.from_str(text)
         if vocab_size is not None and tokenizer.get_vocab_size() > vocab_size:
             content = json.loads(text)
@@ -478,7 +479,7 @@ def load(path: Path) -> Tokenizer:
       UserError: the file is missing or is not a tokenizer.
     """
     try:
-        return from_dict(json.loads(path.read_text(encoding="utf-8")))
+        return from_dict(json.loads(files.read_text(path)))
     except Exception as error:  # Hugging Face's library raises no narrower one
         raise UserError(
             f"{path} is not an attnlab tokenizer ({error}): restore it, or train in a new workdir"

@@ -63,6 +63,7 @@ def _define(values, argv):
     flags.DEFINE_string("out", None, "the page; see.html in the workdir when absent", flag_values=values)
     longest = f"most tokens of a prompt; the model's context, up to {LONGEST}, when absent"
     flags.DEFINE_integer("length", None, longest, flag_values=values)
+    flags.DEFINE_string("text", None, "the text that the run was trained on, where that was a file", flag_values=values)
     flags.DEFINE_bool("effects", True, "measure the loss without each head", flag_values=values)
     flags.DEFINE_integer("max_bytes", 4 << 20, "size that the page may have", flag_values=values)
 
@@ -177,7 +178,7 @@ def _subject(values, workdir: Path, model: GPT, tokenizer, config: ConfigDict) -
     length = _length(values.length, model.context)
     texts = values.prompt or []
     prompts = [_encoded(text, tokenizer, length, model.context) for text in texts]
-    windows = None if huggingface.is_hf(workdir) else _windows(workdir, config, length, bool(prompts))
+    windows = None if huggingface.is_hf(workdir) else _windows(workdir, config, length, values.text, bool(prompts))
     if windows is None and not prompts:
         raise UserError(f'{workdir} is a Hugging Face model, without a text of its own: give --prompt="…"')
     prompts = prompts or [windows[0, :-1]]
@@ -214,7 +215,9 @@ def _encoded(text: str, tokenizer, length: int, context: int) -> np.ndarray:
     return prompt
 
 
-def _windows(workdir: Path, config: ConfigDict, length: int, is_optional: bool) -> Int[np.ndarray, "N T1"] | None:
+def _windows(
+    workdir: Path, config: ConfigDict, length: int, text: str | None, is_optional: bool
+) -> Int[np.ndarray, "N T1"] | None:
     """Evenly spaced windows of the run's validation text, of single documents where those are told apart.
 
     Returns:
@@ -226,7 +229,12 @@ def _windows(workdir: Path, config: ConfigDict, length: int, is_optional: bool) 
     config = ConfigDict(config)
     config.model.context, config.optimizer.accumulation = length, 1
     config.batch_size = config.eval.windows = several * SEQUENCES
+    config.data.store = ""  # the folder may come from elsewhere: it does not say where to write, or what to read
     try:
+        if text is None and (elsewhere := config.data.path or config.data.mixture):
+            raise UserError(f"{workdir} was trained on {elsewhere}, outside of it: name the text with --text=FILE")
+        if text is not None:
+            config.data.path, config.data.name, config.data.mixture = text, "text", ""
         batch = texts.load(config, Workdir(workdir)).validation[0]
     except UserError as error:
         if not is_optional:

@@ -86,7 +86,7 @@ class _Process:
         self._log, self._offset = log, log.stat().st_size if log.exists() else 0
         with log.open("ab") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *words],
+                [sys.executable, "-P", "-m", *words],  # -P: what lies in the current folder is not imported
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

@@ -202,8 +202,13 @@ class Checkpoints:
             manifest = json.loads((folder / MANIFEST).read_text())
             if manifest["step"] != step:
                 return f"it belongs to step {manifest['step']}"
+            found = {str(path.relative_to(folder)): path for path in _files(folder)}  # names lead to no other folder
             for name, written in manifest["sha256"].items():
-                if _file_sha256(folder / name) != written:
+                if name not in found:
+                    return f"{name} is missing"
+                if os.path.islink(found[name]):
+                    return f"{name} is not a regular file"
+                if _file_sha256(found[name]) != written:
                     return f"{name} differs from what was written"
         except FileNotFoundError as error:
             return f"{Path(error.filename or folder).name} is missing"

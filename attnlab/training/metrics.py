@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from attnlab import files
 from attnlab.errors import UserError
 
 
@@ -172,7 +173,7 @@ def read(path: Path) -> list[dict]:
     if not path.exists():
         return []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = files.read_text(path).splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read ({error}): repair it or move it away") from error
     records = []

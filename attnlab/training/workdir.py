@@ -11,6 +11,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from attnlab import config as configs
+from attnlab import files
 from attnlab.data import tokenizers
 from attnlab.errors import UserError
 
@@ -149,12 +150,11 @@ def read_config(workdir: Path) -> dict:
     """
     path = workdir / "config.json"
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
+        saved = json.loads(files.read_text(path))
         if "model_type" in saved and "corpus" not in saved:
             raise UserError(f"{workdir} holds a Hugging Face model, not a run of attnlab: choose another folder")
         saved["corpus"]["sha256"]
-        configs.from_dict(saved)
-        return saved
+        config = configs.from_dict(saved)
     except UserError:
         raise
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -163,6 +163,11 @@ def read_config(workdir: Path) -> dict:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except (AttributeError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}): restore it, or train in a new workdir") from error
+    try:
+        configs.check_saved(config)
+    except UserError as error:
+        raise UserError(f"{path} is damaged ({error}): restore it, or train in a new workdir") from error
+    return saved
 
 
 def read_tokenizer(workdir: Path, saved: dict) -> tokenizers.Tokenizer:
@@ -177,7 +182,7 @@ def read_tokenizer(workdir: Path, saved: dict) -> tokenizers.Tokenizer:
     """
     path = workdir / "tokenizer.json"
     tokenizer = tokenizers.load(path)
-    key, found = "tokenizer_sha256", hashlib.sha256(path.read_bytes()).hexdigest()
+    key, found = "tokenizer_sha256", hashlib.sha256(files.read(path)).hexdigest()
     if not saved.get(key):  # runs of older versions have none
         key, found = "vocab_size", tokenizer.vocab_size
     if key in saved and found != saved[key]:

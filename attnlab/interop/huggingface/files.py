@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnlab.errors import UserError
+from attnlab.files import read_text
 from attnlab.interop.tensors import Tensor
 
 _DTYPES = {
@@ -71,7 +72,7 @@ def is_hf(path: str | Path) -> bool:
     if path.suffix == ".safetensors":
         return True
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        return "model_type" in json.loads((path / "config.json").read_text(encoding="utf-8"))
+        return "model_type" in json.loads(read_text(path / "config.json"))
     return False
 
 
@@ -85,7 +86,7 @@ def read_config(path: Path) -> dict:
     if not path.exists():
         raise UserError(f"{path}: no such file or folder; download it first, with its config.json and tokenizer files")
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(read_text(file))
     except FileNotFoundError as error:
         raise UserError(f"{file} is missing, which contains the number of heads: put it there") from error
     except OSError as error:
@@ -114,7 +115,7 @@ def weight_files(path: Path) -> list[Path]:
     if not index.exists():
         return [path / WEIGHTS]
     try:
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = sorted(set(json.loads(read_text(index))["weight_map"].values()))
         if odd := [file for file in files if Path(file).name != file or not file.endswith(".safetensors")]:
             raise ValueError(f"it names the file {odd[0]!r}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
