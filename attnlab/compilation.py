@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache in the user's cache folder, with truncated entries removed.
+"""JAX's persistent compilation cache in the user's cache folder, with truncated entries removed; compilers that err.
 
 JAX writes an entry in place, so that a kill leaves a truncated one, and never overwrites an existing entry: it would be
 compiled again at every start, with a warning. JAX's own size limit (jax_compilation_cache_max_size) is not used: it
@@ -13,13 +13,28 @@ import itertools
 import math
 import os
 import platform
+import sys
 import time
 import zlib
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
 
+# jaxlib versions that compute some programs wrongly on CPUs: what, and how to be safe. No program of attnlab is among
+# them (tests/test_optimized.py); functions of users may be.
+WRONG = {
+    "0.10.2": "sums some products of few columns wrongly on CPUs (JAX issue 39103), none of attnlab's own; functions of "
+    "yours are safe with XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= or on Python 3.12"
+}
 LIMIT = 2 << 30  # bytes of attnlab's own folder, beyond which the oldest entries are deleted
+
+
+def tell_of_miscompilation() -> None:
+    """One line on standard error where this jaxlib is known to compute wrongly, and no flag prevents it."""
+    fault = WRONG.get(version("jaxlib"))
+    if fault and jax.default_backend() == "cpu" and "ynn_fusion_type=" not in os.environ.get("XLA_FLAGS", ""):
+        print(f"jaxlib {version('jaxlib')} {fault}", file=sys.stderr)
 
 
 def keep_programs() -> Path | None:

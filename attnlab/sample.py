@@ -106,6 +106,7 @@ def _main(values, own_process: bool) -> int:
     scored = None if values.score is None else _read(values.score)
     if own_process:
         compilation.keep_programs()
+        compilation.tell_of_miscompilation()
     run = load(Path(values.workdir), values.step)
     if run.tokenizer is None:
         raise UserError(f"{values.workdir} holds no tokenizer: put tokenizer.json there, or vocab.json and merges.txt")

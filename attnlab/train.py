@@ -381,6 +381,8 @@ def _main(values, own_process: bool) -> int:
     if own_process:
         compilation.keep_programs()
     processes.connect(config.parallel.timeout)
+    if own_process:
+        compilation.tell_of_miscompilation()
     workdir = values.workdir or Path("runs") / name
     return train(config, workdir, eval_only=values.eval_only, own_process=own_process)
 

@@ -98,3 +98,15 @@ def test_sweep_beyond_the_limit_deletes_the_oldest(tmp_path):
         os.utime(path, (1e9 - age, 1e9 - age))
     assert compilation.sweep(tmp_path, limit=2100) == []
     assert sorted(path.name for path in tmp_path.glob("*-cache")) == ["new-cache", "old-cache"]
+
+
+@pytest.mark.parametrize(
+    ("version", "flags", "lines"),
+    [("0.10.2", "", 1), ("0.10.2", "--xla_cpu_experimental_ynn_fusion_type=", 0), ("0.12.0.1", "", 0)],
+)
+def test_jaxlib_that_errs_is_told_of_in_one_line_unless_a_flag_prevents_it(version, flags, lines, monkeypatch, capsys):
+    monkeypatch.setattr(compilation, "version", lambda _: version)
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    compilation.tell_of_miscompilation()
+    err = capsys.readouterr().err
+    assert err.count("\n") == lines and err.startswith("jaxlib 0.10.2 sums" * lines)
