@@ -24,8 +24,8 @@ import jax
 # jaxlib versions that compute some programs wrongly on CPUs: what, and how to be safe. No program of attnlab is among
 # them (tests/test_optimized.py); functions of users may be.
 WRONG = {
-    "0.10.2": "sums some products of few columns wrongly on CPUs (JAX issue 39103), none of attnlab's own; functions of "
-    "yours are safe with XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= or on Python 3.12"
+    "0.10.2": "sums some products of few columns wrongly on CPUs (JAX issue 39103), none of attnlab's own; functions "
+    "of yours are safe with XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= or on Python 3.12"
 }
 LIMIT = 2 << 30  # bytes of attnlab's own folder, beyond which the oldest entries are deleted
 
