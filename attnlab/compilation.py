@@ -13,7 +13,6 @@ import itertools
 import math
 import os
 import platform
-import sys
 import time
 import zlib
 from importlib.metadata import version
@@ -30,11 +29,12 @@ WRONG = {
 LIMIT = 2 << 30  # bytes of attnlab's own folder, beyond which the oldest entries are deleted
 
 
-def tell_of_miscompilation() -> None:
-    """One line on standard error where this jaxlib is known to compute wrongly, and no flag prevents it."""
+def miscompilation() -> str:
+    """A line to tell the user where this jaxlib is known to compute wrongly, and no flag prevents it; otherwise ""."""
     fault = WRONG.get(version("jaxlib"))
-    if fault and jax.default_backend() == "cpu" and "ynn_fusion_type=" not in os.environ.get("XLA_FLAGS", ""):
-        print(f"jaxlib {version('jaxlib')} {fault}", file=sys.stderr)
+    if not fault or jax.default_backend() != "cpu" or "ynn_fusion_type=" in os.environ.get("XLA_FLAGS", ""):
+        return ""
+    return f"jaxlib {version('jaxlib')} {fault}"
 
 
 def keep_programs() -> Path | None:

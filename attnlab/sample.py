@@ -106,10 +106,11 @@ def _main(values, own_process: bool) -> int:
     scored = None if values.score is None else _read(values.score)
     if own_process:
         compilation.keep_programs()
-        compilation.tell_of_miscompilation()
     run = load(Path(values.workdir), values.step)
     if run.tokenizer is None:
         raise UserError(f"{values.workdir} holds no tokenizer: put tokenizer.json there, or vocab.json and merges.txt")
+    if own_process and (fault := compilation.miscompilation()):
+        print(fault, file=sys.stderr)
     if scored is not None:
         return _score(run, scored)
     options = _options(values, run)

@@ -333,6 +333,8 @@ def _report_start(experiment: Experiment, text: Text, workdir: Workdir, start: i
         reporter.print(
             "the run began in bfloat16, and goes on in it, although this hardware has no instructions for it"
         )
+    if fault := compilation.miscompilation():
+        reporter.print(fault)
     if start:
         reporter.print(f"resumed from step {start}")
     elif config.init_from:
@@ -381,8 +383,6 @@ def _main(values, own_process: bool) -> int:
     if own_process:
         compilation.keep_programs()
     processes.connect(config.parallel.timeout)
-    if own_process:
-        compilation.tell_of_miscompilation()
     workdir = values.workdir or Path("runs") / name
     return train(config, workdir, eval_only=values.eval_only, own_process=own_process)
 

@@ -76,10 +76,11 @@ def _main(values, own_process: bool) -> int:
     out = _checked_out(values.out, workdir)
     if own_process:
         compilation.keep_programs()
-        compilation.tell_of_miscompilation()
     model, tokenizer, config = _peek(workdir)
     steps = _steps(values.checkpoints, workdir, config)
     subject = _subject(values, workdir, model, tokenizer, config)
+    if own_process and (fault := compilation.miscompilation()):
+        print(fault, file=sys.stderr)
     examine = _examiner(model, config.seed, subject, values.effects)
     found = {}
     for number, step in enumerate(steps, 1):

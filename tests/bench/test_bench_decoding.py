@@ -25,6 +25,7 @@ def test_contenders_generate_what_they_are_named_after(monkeypatch):
     assert contenders["one"]().shape == (tokens, 1) and contenders["eight"]().shape == (tokens, 8)
 
 
+@pytest.mark.slow
 def test_contenders_with_and_without_drafts_generate_the_same(monkeypatch):
     monkeypatch.setattr(decoding, "PASSAGE", 10)
     model = GPT(**TINY[0])

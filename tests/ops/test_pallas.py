@@ -121,6 +121,7 @@ def test_one_query_or_one_key_matches_dense(lengths):
     agree(gradients(kernel, *arrays, mask=Padding(30)), gradients(dense, *arrays, mask=Padding(30)))
 
 
+@pytest.mark.slow
 def test_fully_masked_rows_and_empty_tiles_have_zero_output_and_gradient():
     arrays = sample()
     mask = MaskFn(lambda b, h, i, j: (i % 3 > 0) & (i < 30) & (j > 24))  # rows, blocks of rows, blocks of columns
