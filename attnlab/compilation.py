@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache in the user's cache folder, with truncated entries removed.
+"""JAX's persistent compilation cache in the user's cache folder, with truncated entries removed; compilers that err.
 
 JAX writes an entry in place, so that a kill leaves a truncated one, and never overwrites an existing entry: it would be
 compiled again at every start, with a warning. JAX's own size limit (jax_compilation_cache_max_size) is not used: it
@@ -15,11 +15,26 @@ import os
 import platform
 import time
 import zlib
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
 
+# jaxlib versions that compute some programs wrongly on CPUs: what, and how to be safe. No program of attnlab is among
+# them (tests/test_optimized.py); functions of users may be.
+WRONG = {
+    "0.10.2": "sums some products of few columns wrongly on CPUs (JAX issue 39103), none of attnlab's own; functions "
+    "of yours are safe with XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= or on Python 3.12"
+}
 LIMIT = 2 << 30  # bytes of attnlab's own folder, beyond which the oldest entries are deleted
+
+
+def miscompilation() -> str:
+    """A line to tell the user where this jaxlib is known to compute wrongly, and no flag prevents it; otherwise ""."""
+    fault = WRONG.get(version("jaxlib"))
+    if not fault or jax.default_backend() != "cpu" or "ynn_fusion_type=" in os.environ.get("XLA_FLAGS", ""):
+        return ""
+    return f"jaxlib {version('jaxlib')} {fault}"
 
 
 def keep_programs() -> Path | None:

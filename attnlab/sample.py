@@ -109,6 +109,8 @@ def _main(values, own_process: bool) -> int:
     run = load(Path(values.workdir), values.step)
     if run.tokenizer is None:
         raise UserError(f"{values.workdir} holds no tokenizer: put tokenizer.json there, or vocab.json and merges.txt")
+    if own_process and (fault := compilation.miscompilation()):
+        print(fault, file=sys.stderr)
     if scored is not None:
         return _score(run, scored)
     options = _options(values, run)

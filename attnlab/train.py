@@ -333,6 +333,8 @@ def _report_start(experiment: Experiment, text: Text, workdir: Workdir, start: i
         reporter.print(
             "the run began in bfloat16, and goes on in it, although this hardware has no instructions for it"
         )
+    if fault := compilation.miscompilation():
+        reporter.print(fault)
     if start:
         reporter.print(f"resumed from step {start}")
     elif config.init_from:

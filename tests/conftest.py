@@ -35,6 +35,7 @@ PROGRAMS = Programs(Path(os.environ.get("ATTNLAB_TEST_PROGRAMS", Path(__file__).
 jax.config.update("jax_compilation_cache_dir", str(PROGRAMS.own))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # their folder would be a part of entries' names
 # A killed process may leave a truncated entry, so processes that tests start share another folder.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["TFDS_DATA_DIR"] + "/programs"
 

@@ -31,6 +31,7 @@ TINY = [
     "--config.checkpoint.every=2",
     "--config.log.every=1",
     "--config.log.tensorboard=False",
+    "--config.log.peak_tflops=1",
     "--config.sample.length=4",
     "--config.parallel.mesh.data=1",
 ]

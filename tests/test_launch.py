@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from attnlab import train
 from attnlab.training import metrics
 
 REPOSITORY = Path(__file__).parents[1]
@@ -234,10 +235,12 @@ def test_launcher_help_is_its_header(name):
     assert code == 0 and f"launch/{name}" in out and not re.search("^#|SBATCH", out, re.M)
 
 
-def test_contradictory_environment_is_one_line(tmp_path):
+def test_contradictory_environment_is_one_line(tmp_path, capsys, monkeypatch):
     environment = {"JAX_COORDINATOR_ADDRESS": "localhost:1", "JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}
-    code, out = run(sys.executable, "-m", "attnlab.train", *arguments(tmp_path / "run"), **environment)
-    assert (code, out) == (2, "error: JAX_NUM_PROCESSES=two, JAX_PROCESS_ID=0: expected two integers\n")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert train.main(["train", *arguments(tmp_path / "run")]) == 2
+    assert capsys.readouterr() == ("", "error: JAX_NUM_PROCESSES=two, JAX_PROCESS_ID=0: expected two integers\n")
 
 
 @pytest.mark.slow

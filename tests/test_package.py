@@ -125,7 +125,12 @@ def test_import_loads_jax_when_a_name_is_first_used():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-@pytest.mark.parametrize("name", MODULES)
+COMPILING = tuple(f"attnlab.{name}" for name in ("data.tasks", "generation", "ops", "plots", "study", "train"))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name.startswith(COMPILING) else []) for name in MODULES]
+)
 def test_examples_of_private_names_run(name):
     if name == "attnlab.bench.torchattention":
         pytest.importorskip("torch")  # the worker runs under a Python that has it

@@ -57,7 +57,7 @@ def small_chip(topology, gib):
     return topology._replace(chip=chip)
 
 
-def test_plan_of_this_machine_is_printed_and_written(capsys, tmp_path):
+def test_plan_of_this_machine_is_printed_and_written(capsys, monkeypatch, tmp_path):
     file = tmp_path / "plan.json"
     code, out, _ = run(capsys, f"--json={file}")
     assert code == 0
@@ -72,19 +72,32 @@ def test_plan_of_this_machine_is_printed_and_written(capsys, tmp_path):
     assert written["fits"] is written["device_gib"] is written["least_seconds_flops"] is None
     # The gradients of all parameters are summed over the devices.
     assert written["collectives"]["all-reduce"][1] >= 4 * written["parameters"]
-    assert run(capsys, f"--json={file}")[0] == 0  # an earlier plan is replaced
+    monkeypatch.setattr(plans, "_compiled", compiled)
+    assert run(capsys, f"--json={file}", changes={"batch_size": 4})[0] == 0
+    assert json.loads(file.read_text())["batch_size"] == 4, "an earlier plan is replaced"
 
 
-def test_split_state_has_smaller_arguments_than_replicated():
-    here = topologies.find("here")
-    whole, split = (plans.plan(config(parallel__mesh__fsdp=size), here) for size in (1, 4))
-    assert split.training.arguments < whole.training.arguments / 2
-    assert split.state_bytes < whole.state_bytes / 2
+def training_only(experiment, topology, step, real=plans._compiled):
+    """In place of compiling all three steps."""
+    return (real if step == "training" else compiled)(experiment, topology, step)
+
+
+@pytest.fixture(scope="module")
+def planned():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans, "_compiled", training_only)
+        return plans.plan(config(), small_chip(topologies.find("here"), gib=1.0))
+
+
+def test_split_state_has_smaller_arguments_than_replicated(planned, monkeypatch):
+    monkeypatch.setattr(plans, "_compiled", training_only)
+    split = plans.plan(config(parallel__mesh__fsdp=4), topologies.find("here"))
+    assert split.training.arguments < planned.training.arguments / 2
+    assert split.state_bytes < planned.state_bytes / 2
     assert split.mesh["fsdp"] == 4 and "all-gather" in split.training.collectives
 
 
-def test_chip_with_known_facts_gives_bounds_and_a_verdict():
-    planned = plans.plan(config(), small_chip(topologies.find("here"), gib=1.0))
+def test_chip_with_known_facts_gives_bounds_and_a_verdict(planned):
     assert planned.fits is True and planned.device_bytes == 2**30
     assert planned.least_seconds_flops == pytest.approx(planned.flops_per_step / 4e12)
     assert planned.least_seconds_memory == pytest.approx(2 * planned.state_bytes / 1e11)
@@ -155,11 +168,16 @@ def test_other_failure_of_a_compiler_is_one_line(monkeypatch):
         plans.plan(config(), topologies.find("here"))
 
 
+@pytest.mark.slow
+def test_pmap_here_is_compiled():
+    planned = plans.plan(config(parallel__strategy="pmap"), topologies.find("here"))
+    assert planned.config.parallel.strategy == "pmap" and "all-reduce" in planned.training.collectives
+
+
 def test_pmap_is_planned_as_it_is_here_and_as_a_mesh_elsewhere(monkeypatch):
-    here = topologies.find("here")
-    made = config(parallel__strategy="pmap")
-    assert plans.plan(made, here).config.parallel.strategy == "pmap"
     monkeypatch.setattr(plans, "_compiled", compiled)
+    here, made = topologies.find("here"), config(parallel__strategy="pmap")
+    assert plans.plan(made, here).config.parallel.strategy == "pmap"
     elsewhere = plans.plan(made, here._replace(name="v5e:2x2"))
     assert elsewhere.config.parallel.strategy == "mesh"
     assert "pmap runs only on devices that are here" in elsewhere.notes[0]

@@ -1,5 +1,7 @@
 """Runs that start from a GPT-2 or another run take its weights, shape and tokenizer, also when resumed."""
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -9,7 +11,6 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,6 +19,7 @@ from attnlab import sample, train
 from attnlab.data import tokenizers
 from attnlab.interop.huggingface import from_hf, save_hf
 from attnlab.nn import GPT
+from tests.parameters import parameters
 from tests.test_train import records, wait_for
 from tests.texts import TEXT
 
@@ -31,7 +33,7 @@ def gpt2(tmp_path_factory):
     """A folder as from the Hugging Face hub: random weights, byte-level BPE, non-default options."""
     tokenizer = tokenizers.make("bpe", TEXT, vocab_size=300)
     model = GPT(tokenizer.vocab_size + 3, 2, 2, 16, 48, mlp_ratio=2.5, activation="relu", norm_epsilon=1e-4)
-    params = model.init(jax.random.key(3), jnp.zeros((1, 1), jnp.int32))
+    params = parameters(model, np.zeros((1, 1), np.int32))
     return save_hf(tmp_path_factory.mktemp("hub") / "gpt2", model, params, tokenizer)
 
 
@@ -47,6 +49,8 @@ def options(source, text, **changes):
         "sample.length": 4,
         "model.context": 32,
         "log.tensorboard": False,
+        "log.peak_tflops": 1,  # else it is measured
+        "parallel.mesh.data": 1,
     } | {name.replace("__", "."): value for name, value in changes.items()}
     return [f"--config={REPOSITORY}/configs/gpt2_finetune.py", *(f"--config.{k}={v}" for k, v in fields.items())]
 
@@ -55,57 +59,64 @@ def finetune(source, text, workdir, **changes):
     return train.main(["train", *options(source, text, **changes), f"--workdir={workdir}"])
 
 
-def load_after_null_step(source, text, workdir, **changes):
-    """Load a run after one step with a negligible learning rate."""
-    fields = {"steps": 1, "optimizer__learning_rate": 1e-30, "optimizer__weight_decay": 0.0}
-    assert finetune(source, text, workdir, **fields, **changes) == 0
-    return attnlab.load(workdir)
+NULL = {"steps": 1, "optimizer__learning_rate": 1e-30, "optimizer__weight_decay": 0.0}  # changes no bit
 
 
-LAYOUTS = [
-    {},
-    pytest.param({"parallel__strategy": "pmap"}, marks=pytest.mark.slow),
-    pytest.param({"parallel__mesh__fsdp": 2}, marks=pytest.mark.slow),
-]
+@pytest.fixture(scope="module")
+def started(gpt2, text, tmp_path_factory):
+    """The folder of a run from the GPT-2 after a step without effect, and what it printed."""
+    workdir, out = tmp_path_factory.mktemp("runs") / "started", io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert finetune(gpt2, text, workdir, **NULL) == 0
+    return workdir, out.getvalue()
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
-def test_run_from_gpt2_takes_its_weights_shape_and_tokenizer(parallel, gpt2, text, tmp_path):
-    model, params, tokenizer, config = load_after_null_step(gpt2, text, tmp_path / "run", **parallel)
+def check_start(workdir, gpt2):
+    model, params, tokenizer, config = attnlab.load(workdir)
     theirs, expected = from_hf(gpt2)
     assert model == theirs.clone(context=32, dropout=0.1)
     expected["params"]["positions"]["embedding"] = expected["params"]["positions"]["embedding"][:32]
-    # The step changes a bias of 0 to about the learning rate, 1e-30; other parameters keep their bits.
-    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-29), params, expected)
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
     assert tokenizer.to_dict() == tokenizers.pretrained(gpt2).to_dict()
     assert (config.init_from, config.data.tokenizer, config.model.mlp_ratio) == (str(gpt2), "pretrained", 2.5)
 
 
-def test_second_start_with_another_config_is_refused(gpt2, text, tmp_path, capsys):
+def test_run_from_gpt2_takes_its_weights_shape_and_tokenizer(gpt2, started):
+    check_start(started[0], gpt2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"parallel__strategy": "pmap"}, {"parallel__mesh__fsdp": 2}], ids=str)
+def test_run_from_gpt2_on_other_layouts_takes_its_weights_shape_and_tokenizer(parallel, gpt2, text, tmp_path):
+    assert finetune(gpt2, text, tmp_path / "run", **NULL, parallel__mesh__data=-1, **parallel) == 0
+    check_start(tmp_path / "run", gpt2)
+
+
+def test_second_start_with_another_config_is_refused(gpt2, text, started, capsys):
     """Including fields that the source truncates or overrides."""
-    assert finetune(gpt2, text, tmp_path / "run", steps=1) == 0
-    assert f"starting from {gpt2}, sequences of 32 tokens" in capsys.readouterr().out
-    assert finetune(gpt2, text, tmp_path / "run", steps=1) == 0
+    workdir, out = started
+    assert f"starting from {gpt2}, sequences of 32 tokens" in out
+    assert finetune(gpt2, text, workdir, **NULL) == 0
     for source, change, message in (
         (gpt2, {"model__context": 4096}, "config.model.context = 4096, there it was 32"),
         (gpt2, {"model__width": 32, "model__num_heads": 4}, "config.model.num_heads = 4, there it was 12"),
         ("", {}, "config.init_from is missing"),
     ):
-        assert finetune(source, text, tmp_path / "run", steps=1, **change) == 2
+        assert finetune(source, text, workdir, **NULL, **change) == 2
         assert message in capsys.readouterr().err
     assert finetune(gpt2, text, gpt2) == 2
     assert "holds a Hugging Face model, not a run of attnlab: choose another folder" in capsys.readouterr().err
 
 
-def test_run_resumes_with_another_remat_also_one_of_version_0_1(gpt2, text, tmp_path):
+def test_run_resumes_with_another_remat_also_one_of_version_0_1(gpt2, text, started, tmp_path):
     """Which wrote a bool, also for what the experiment had said."""
-    assert finetune(gpt2, text, tmp_path / "run", steps=1) == 0
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    workdir = shutil.copytree(started[0], tmp_path / "run")
+    config = json.loads((workdir / "config.json").read_text())
     config["said"]["model.remat"] = config["model"]["remat"] = False
     del config["model"]["scan"], config["said"]["model.scan"]
-    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
-    assert train.main(["train", f"--workdir={tmp_path / 'run'}"]) == 0
-    assert finetune(gpt2, text, tmp_path / "run", steps=2, model__remat="block", model__scan=True) == 0
+    (workdir / "config.json").write_text(json.dumps(config))
+    assert train.main(["train", f"--workdir={workdir}"]) == 0
+    assert finetune(gpt2, text, workdir, **NULL | {"steps": 2}, model__remat="block", model__scan=True) == 0
 
 
 @pytest.mark.slow
@@ -122,23 +133,12 @@ def test_run_from_another_run_takes_its_weights(gpt2, text, tmp_path):
     ]
     config = f"--config={REPOSITORY}/configs/quickstart.py"
     assert train.main(["", config, f"--workdir={tmp_path}/a", *(f"--config.{option}" for option in shape + small)]) == 0
-    model, params, tokenizer, _ = load_after_null_step(tmp_path / "a", text, tmp_path / "b")
+    assert finetune(tmp_path / "a", text, tmp_path / "b", **NULL) == 0
+    model, params, tokenizer, _ = attnlab.load(tmp_path / "b")
     before = attnlab.load(tmp_path / "a")
     jax.tree.map(np.testing.assert_array_equal, params, before.params)
     assert model == before.model.clone(context=32, dropout=0.1)
     assert tokenizer.characters == before.tokenizer.characters
-
-
-def test_run_from_trained_weights_starts_at_their_loss(gpt2, text, tmp_path, capsys):
-    """The first loss is near the source's last one, and samples use GPT-2's tokenizer."""
-    assert finetune(gpt2, text, tmp_path / "a", steps=30, optimizer__learning_rate=1e-2) == 0
-    assert finetune(tmp_path / "a", text, tmp_path / "b", steps=1) == 0
-    first, second = (records(tmp_path / name) for name in "ab")
-    assert second[0]["loss"] < first[-1]["loss"] + 0.1 < first[0]["loss"]
-    capsys.readouterr()
-    command = [f"--workdir={tmp_path}/a", "--prompt=En un lugar", "--max_tokens=5", "--temperature=0"]
-    assert sample.main(["sample", *command]) == 0
-    assert capsys.readouterr().out.startswith("En un lugar")
 
 
 @pytest.mark.slow
@@ -193,26 +193,31 @@ def test_restart_before_first_checkpoint_needs_the_same_weights(gpt2, text, tmp_
 
 
 def test_source_without_tokenizer_requires_naming_one(gpt2, text, tmp_path, capsys):
+    """A run from the run with that tokenizer has it too, and its first loss is near the other's last one."""
     source = shutil.copytree(gpt2, tmp_path / "source")
     (source / "tokenizer.json").unlink()
-    assert finetune(source, text, tmp_path / "run") == 2
+    assert finetune(source, text, tmp_path / "a") == 2
     assert f"config.init_from = {source} has no tokenizer: put tokenizer.json there" in capsys.readouterr().err
-    assert finetune(source, text, tmp_path / "run", data__tokenizer="byte") == 0
-    assert attnlab.load(tmp_path / "run").tokenizer.kind == "byte"
+    fields = {"steps": 30, "optimizer__learning_rate": 1e-2, "data__tokenizer": "byte"}
+    assert finetune(source, text, tmp_path / "a", **fields) == 0
     assert attnlab.load(source).tokenizer is None
     assert sample.main(["sample", f"--workdir={source}"]) == 2
     assert "holds no tokenizer: put tokenizer.json there" in capsys.readouterr().err
-    assert finetune(source, text, tmp_path / "run", data__tokenizer="char") == 2  # differs from the run
+    assert finetune(source, text, tmp_path / "a", **fields | {"data__tokenizer": "char"}) == 2  # differs from the run
     assert "config.data.tokenizer = 'char', there it was 'byte'" in capsys.readouterr().err
+
+    assert finetune(tmp_path / "a", text, tmp_path / "b", steps=1) == 0
+    assert [attnlab.load(tmp_path / name).tokenizer.kind for name in "ab"] == ["byte", "byte"]
+    first, second = (records(tmp_path / name) for name in "ab")
+    assert second[0]["loss"] < first[-1]["loss"] + 0.1 < first[0]["loss"]
 
 
 def test_invalid_source_is_one_line_and_creates_no_workdir(gpt2, text, tmp_path, capsys):
     broken = shutil.copytree(gpt2, tmp_path / "broken")
     weights = (broken / "model.safetensors").read_bytes()
     (broken / "model.safetensors").write_bytes(weights[:-9])
-    small = save_hf(
-        tmp_path / "small", GPT(7, 1, 1, 4, 4), GPT(7, 1, 1, 4, 4).init(jax.random.key(0), jnp.ones((1, 1), int))
-    )
+    model = GPT(7, 1, 1, 4, 4)
+    small = save_hf(tmp_path / "small", model, parameters(model, np.ones((1, 1), np.int32)))
     shutil.copy(gpt2 / "tokenizer.json", small)
     for source, message in (
         ("", "error: config.init_from is missing, but config.data.tokenizer = 'pretrained' needs it"),
@@ -227,14 +232,14 @@ def test_invalid_source_is_one_line_and_creates_no_workdir(gpt2, text, tmp_path,
         assert not (tmp_path / "run").exists()
 
 
-def test_sample_from_gpt2_folder_uses_its_tokenizer(gpt2, capsys):
+def test_sample_from_gpt2_folder_uses_its_tokenizer_also_for_unicode(gpt2, capsys):
     model, params, tokenizer, config = attnlab.load(gpt2)
     assert config.model.width == 16 and json.loads((gpt2 / "config.json").read_text())["n_embd"] == 16
-    command = [f"--workdir={gpt2}", "--prompt=un hidalgo", "--max_tokens=20", "--temperature=0"]
+    command = [f"--workdir={gpt2}", "--prompt=日本 🐈", "--max_tokens=20", "--num_samples=2"]
     assert sample.main(["sample", *command]) == 0
-    prompt = tokenizer.encode("un hidalgo")
-    drawn = sample.generate(model, params, prompt, 20, temperature=0.0, vocab_size=tokenizer.vocab_size)
-    expected = "".join(tokenizer.stream(int(token[0]) for token in drawn))
-    assert capsys.readouterr().out == f"un hidalgo{expected}\n"
+    options = {"temperature": 0.8, "vocab_size": tokenizer.vocab_size, "num_samples": 2}
+    drawn = list(sample.generate(model, params, tokenizer.encode("日本 🐈"), 20, **options))
+    texts = ["日本 🐈" + "".join(tokenizer.stream(int(token[n]) for token in drawn)) for n in (0, 1)]
+    assert capsys.readouterr().out == f"{texts[0]}\n{'-' * 80}\n{texts[1]}\n"
     assert sample.main(["sample", *command, "--step=7"]) == 2
     assert "is a Hugging Face model, which has no checkpoint '7': leave it out" in capsys.readouterr().err

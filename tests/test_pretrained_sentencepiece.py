@@ -2,8 +2,6 @@
 
 import json
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,12 +13,13 @@ from attnlab.generation.texts import complete
 from attnlab.interop.huggingface import save_hf
 from attnlab.nn import GPT
 from tests.data.test_tokenizers_sentencepiece import VERSE, ours
+from tests.parameters import parameters
 from tests.test_pretrained import finetune
 
 PROMPT = "¿Qué es"
 
 
-@pytest.fixture(scope="module", params=["llama2", "unigram"])
+@pytest.fixture(scope="module", params=["llama2", pytest.param("unigram", marks=pytest.mark.slow)])
 def llama(request, tmp_path_factory):
     """A folder like those of the hub: random weights, and a tokenizer of SentencePiece."""
     tokenizer = ours(request.param)
@@ -28,7 +27,7 @@ def llama(request, tmp_path_factory):
         tokenizer.vocab_size + 3, 1, 2, 16, 48, positions="rotary", norm="rms", mlp="gated", activation="silu",
         use_bias=False, tie_embeddings=False,
     )  # fmt: skip
-    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    params = parameters(model, np.zeros((1, 1), np.int32))
     return save_hf(tmp_path_factory.mktemp("hub") / "llama", model, params, tokenizer)
 
 

@@ -19,6 +19,7 @@ def workdir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sampling")
     (folder / "text.txt").write_text(TEXT)
     tiny = ["steps=20", "model.num_layers=1", "model.width=16", "model.context=16", "batch_size=4", "eval.windows=4"]
+    tiny += ["parallel.mesh.data=1", "log.peak_tflops=1"]
     options = [f"--config.{option}" for option in [*tiny, f"data.path={folder}/text.txt", "log.tensorboard=False"]]
     assert train.main(["train", "--config=quickstart", f"--workdir={folder}/run", *options]) == 0
     return folder / "run"
@@ -35,6 +36,30 @@ def command(workdir, capsys):
         return err if code else out
 
     return run
+
+
+def test_command_prints_the_prompt_and_a_continuation(workdir, capsys):
+    capsys.readouterr()
+    assert sample.main(["sample", f"--workdir={workdir}", "--prompt=el perro", "--max_tokens=40"]) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("el perro") and len(first) == len("el perro") + 40 + 1
+    assert sample.main(["sample", f"--workdir={workdir}", "--prompt=el perro", "--max_tokens=40"]) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_command_prints_several_texts(workdir, capsys):
+    capsys.readouterr()
+    options = ["--prompt=el ", "--max_tokens=10", "--num_samples=3", "--top_k=5", "--top_p=0.9", "--step=best"]
+    assert sample.main(["sample", f"--workdir={workdir}", *options]) == 0
+    texts = capsys.readouterr().out.split("-" * 80 + "\n")
+    assert len(texts) == 3 and all(text.startswith("el ") and len(text.rstrip("\n")) <= 13 for text in texts)
+
+
+def test_command_without_prompt_starts_with_the_first_token(workdir, capsys):
+    """The corpus has no new line, which stands for an absent prompt elsewhere."""
+    capsys.readouterr()
+    assert sample.main(["sample", f"--workdir={workdir}", "--max_tokens=10"]) == 0
+    assert len(capsys.readouterr().out.rstrip("\n")) == 10
 
 
 def test_prompts_of_a_file_become_lines_of_json(command, tmp_path, workdir):
@@ -75,12 +100,14 @@ def test_interrupted_file_is_that_of_an_undisturbed_run(command, tmp_path, monke
 
 
 def test_stop_string_is_not_printed(command, workdir):
-    options = ["--prompt=el perro", "--max_tokens=60", "--temperature=1"]
+    options = ["--prompt=el perro", "--max_tokens=60"]
     free = command(*options)
     for stop in (free[14:17], free[12:13]):
         text = command(*options, f"--stop={stop}", "--stop=perro perro perro")
         assert text == free[: free.index(stop, 8)] + "\n"
-    (done,) = complete(attnlab.load(workdir), ["el perro"], 60, draw=Draw(), stop=[free[14:17]])
+    run = attnlab.load(workdir)
+    draw = Draw(temperature=0.8, vocab_size=run.tokenizer.vocab_size)
+    (done,) = complete(run, ["el perro"], 60, draw=draw, stop=[free[14:17]])
     assert done.stopped_by == "stop" and "el perro" + done.text == free[: free.index(free[14:17], 8)]
     assert len(done.tokens) == len(done.text) + 3
 

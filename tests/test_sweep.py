@@ -1,6 +1,8 @@
 """Sweeps: grids, runs in processes that are stopped, killed and resumed, and their table, plot and CSV."""
 
+import contextlib
 import csv
+import io
 import os
 import re
 import signal
@@ -8,11 +10,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import attnlab
-from attnlab import sweep
+from attnlab import sweep, train
+from attnlab.sweeping import running
 from tests.test_train import REPOSITORY, contents, records
 
 QUICK = [
@@ -112,15 +116,34 @@ def test_dry_run_lists_the_commands_and_writes_nothing(tmp_path, capsys):
 # --- runs
 
 
+class Here:
+    """In place of `subprocess.Popen`: a worker that has run in this process."""
+
+    def __init__(self, words, stdout, **_):
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            self.returncode = train.main(words[2:])
+        stdout.write(said.getvalue().encode())
+
+    def poll(self):
+        return self.returncode
+
+
+@contextlib.contextmanager
+def workers_here():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "subprocess", SimpleNamespace(Popen=Here, DEVNULL=None, STDOUT=None))
+        yield
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A sweep of three runs, one of which fails: its folder, exit code and output."""
-    folder = tmp_path_factory.mktemp("sweeps") / "sweep"
-    running = started(
-        folder, "--grid=config.optimizer.learning_rate=1e-3,1e20,1e-2", "--grid=config.seed=3", "--jobs=2", length=SHORT
-    )
-    out, err = running.communicate(timeout=300)
-    return folder, running.returncode, out, err
+    folder, out, err = tmp_path_factory.mktemp("sweeps") / "sweep", io.StringIO(), io.StringIO()
+    options = ["--grid=config.optimizer.learning_rate=1e-3,1e20,1e-2", "--grid=config.seed=3", "--jobs=2"]
+    with workers_here(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = swept(folder, *options)
+    return folder, code, out.getvalue(), err.getvalue()
 
 
 def test_sweep_with_a_failing_run_finishes_the_others(finished):
@@ -157,17 +180,17 @@ def test_table_is_sorted_by_final_loss_and_agrees_with_the_records(finished):
     assert "failed" in last
 
 
-def test_run_of_a_sweep_is_that_of_its_own_command(finished, tmp_path):
-    options = [*QUICK, *SHORT, "--config.optimizer.learning_rate=1e-3", "--config.seed=3"]
-    command = [sys.executable, "-m", "attnlab.train", CONFIG, *options, f"--workdir={tmp_path}/run"]
-    subprocess.run(command, env=os.environ | {"XLA_FLAGS": ""}, check=True, capture_output=True)
-    assert records(finished[0] / "learning_rate=0.001,seed=3") == records(tmp_path / "run")
+def test_run_in_a_process_of_its_own_is_that_of_its_own_command(finished, tmp_path):
+    assert swept(tmp_path, "--grid=config.optimizer.learning_rate=1e-3", "--grid=config.seed=3") == 0
+    name = "learning_rate=0.001,seed=3"
+    assert records(tmp_path / name) == records(finished[0] / name)
 
 
 def test_sweep_again_keeps_finished_runs_and_adds_new_ones(finished, capsys):
     folder = finished[0]
     kept = {name: contents(folder / f"learning_rate={name},seed=3") for name in ("0.001", "0.01")}
-    assert swept(folder, "--grid=config.optimizer.learning_rate=1e-3,1e-2,2e-2", "--grid=config.seed=3") == 0
+    with workers_here():
+        assert swept(folder, "--grid=config.optimizer.learning_rate=1e-3,1e-2,2e-2", "--grid=config.seed=3") == 0
     out = capsys.readouterr().out
     assert "2 of 3 runs are finished, and are kept" in out and "3/3  learning_rate=0.02,seed=3  finished" in out
     assert {name: contents(folder / f"learning_rate={name},seed=3") for name in kept} == kept
@@ -179,6 +202,49 @@ def test_sweep_into_runs_with_another_config_is_refused_before_anything_starts(f
     assert swept(finished[0], *options) == 2
     assert "config.model.width = 32, there it was 16" in capsys.readouterr().err
     assert contents(finished[0]) == before
+
+
+# In place of Python: a worker that saves its state when it is stopped. The second one stops the sweep when both run;
+# those that were stopped are killed when they start again, and the third one fails.
+WORKER = """#!{python}
+import os, signal, sys, time
+from pathlib import Path
+
+def stop(number, _):
+    time.sleep(0.3)
+    print("saved", flush=True)
+    workdir.mkdir()
+    sys.exit(128 + number)
+
+workdir = Path(sys.argv[-1].partition("=")[2])
+if workdir.exists():
+    os.kill(os.getpid(), signal.SIGKILL)
+signal.signal(signal.{signal}, stop)
+print("runs", flush=True)
+if workdir.name == "seed=2":
+    sys.exit("error: no room")
+if workdir.name == "seed=1":
+    while "runs" not in (workdir.parent / "logs" / "seed=0.txt").read_text():
+        time.sleep(0.01)
+    os.kill(os.getppid(), signal.{signal})
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_reaches_all_runs_which_the_same_command_starts_again(tmp_path, capsys, monkeypatch, number):
+    worker, folder = tmp_path / "worker", tmp_path / "sweep"
+    worker.write_text(WORKER.format(python=sys.executable, signal=number.name))
+    worker.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(worker))
+    assert swept(folder, "--grid=config.seed=0,1,2", "--jobs=2") == 128 + number
+    assert capsys.readouterr().err == "stopped: the same command goes on from there\n"
+    assert all(log(folder, f"seed={seed}") == "runs\nsaved\n" for seed in (0, 1)) and not log(folder, "seed=2")
+    assert not (folder / "runs.csv").exists()
+    assert swept(folder, "--grid=config.seed=0,1,2", "--jobs=2") == 1
+    out = capsys.readouterr().out
+    assert all(f"seed={seed}  failed: killed by signal 9: it printed nothing" in out for seed in (0, 1))
+    assert "seed=2  failed: no room (see" in out
 
 
 def children(process):
@@ -193,7 +259,8 @@ def is_alive(pid):
         return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_stops_all_runs_saved_and_the_same_command_goes_on(tmp_path, number):
     options, folder = ["--grid=config.seed=0,1,2", "--jobs=2"], tmp_path / "sweep"
     running = started(folder, *options)

@@ -12,43 +12,54 @@ from attnlab import train
 from attnlab.training import metrics, precision
 from attnlab.training.checkpoints import Checkpoints, sha256
 from attnlab.training.experiment import Experiment
-from tests.test_train import CrashError, contents, crash_at, quick, records, workdir_alone
+from tests.test_train import CrashError, contents, crash_at, quick, records, same_checkpoints, workdir_alone
+from tests.test_train import shared_programs as shared_programs  # a fixture of this module too
+
+SLOW = pytest.mark.slow
 
 # --- optimizers
 
-OTHERS = {
-    "muon": {"optimizer__name": "muon", "optimizer__b2_halflife": 1e4, "optimizer__schedule": "linear"},
-    "lion": {"optimizer__name": "lion", "optimizer__learning_rate": 1e-3, "optimizer__schedule": "constant"},
-    "sgd": {"optimizer__name": "sgd", "optimizer__learning_rate": 0.1, "model__num_layers": 4},
-}
-OTHERS["lion"] |= {"parallel__strategy": "pmap", "parallel__mesh__data": -1}
+MUON = {"optimizer__name": "muon", "optimizer__b2_halflife": 1e4, "optimizer__schedule": "linear"}
+LION = {"optimizer__name": "lion", "optimizer__learning_rate": 1e-3, "optimizer__schedule": "constant"}
+LION |= {"parallel__strategy": "pmap", "parallel__mesh__data": -1}
+SGD = {"optimizer__name": "sgd", "optimizer__learning_rate": 0.1, "model__num_layers": 4}
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_optimizer_trains_and_resumes_bit_for_bit(tmp_path, name):
-    config = quick(**OTHERS[name], optimizer__ema=0.5)
-    assert train.train(config, tmp_path / "whole") == 0
-    found = records(tmp_path / "whole")
+def whole_and_crashed(folder, **options):
+    """A run, and one that crashed after step 9."""
+    config = quick(optimizer__ema=0.5, **options)
+    assert train.train(config, folder / "whole") == 0
+    with pytest.raises(CrashError):
+        train.train(config, folder / "run", on_step=crash_at(9))
+    return folder / "whole", folder / "run"
+
+
+@pytest.fixture(scope="module")
+def muon(tmp_path_factory):
+    return whole_and_crashed(tmp_path_factory.mktemp("muon"), **MUON)
+
+
+@pytest.mark.parametrize(
+    "options", ["muon", pytest.param(LION, marks=SLOW), pytest.param(SGD, marks=SLOW)], ids=["muon", "lion", "sgd"]
+)
+def test_optimizer_trains_and_resumes_bit_for_bit(request, tmp_path, options):
+    made = request.getfixturevalue("muon") if options == "muon" else whole_and_crashed(tmp_path, **options)
+    whole, run = made[0], shutil.copytree(made[1], tmp_path / "resumed")
+    found = records(whole)
     losses = [record["loss"] for record in found if record["split"] == "val"]
-    assert losses[-1] < losses[0] - 0.02 and losses[-1] < 4.6  # of 95 characters, ln(95) = 4.55 to begin with
-    with pytest.raises(CrashError):
-        train.train(config, tmp_path / "run", on_step=crash_at(9))
-    assert workdir_alone(tmp_path / "run") == 0
-    assert records(tmp_path / "run") == found
-    digests = [Checkpoints(tmp_path / run / "checkpoints").digests(12) for run in ("run", "whole")]
-    assert digests[0] == digests[1] and set(digests[0]) == {"params", "opt_state", "average"}
+    assert losses[-1] < losses[0] - 0.02 and losses[-1] < 4.6  # of 103 characters, ln(103) = 4.63 to begin with
+    assert workdir_alone(run) == 0
+    assert records(run) == found and same_checkpoints(run, whole)
+    assert set(Checkpoints(run / "checkpoints").digests(12)) == {"params", "opt_state", "average"}
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-def test_muon_and_the_average_are_sharded_as_their_parameters(tmp_path, stacked):
+@pytest.mark.parametrize("stacked", [pytest.param(False, marks=SLOW), True])
+def test_muon_and_the_average_are_sharded_as_their_parameters(muon, tmp_path, stacked):
     """A run that is saved on one device goes on over four, which hold shares of all that has the shape of a kernel."""
-    config = quick(**OTHERS["muon"], optimizer__ema=0.5, model__scan=stacked, model__dropout=0.0)
-    assert train.train(config, tmp_path / "one") == 0
-    with pytest.raises(CrashError):
-        train.train(config, tmp_path / "four", on_step=crash_at(9))
-    config.parallel.mesh.update(data=1, fsdp=4)
+    shutil.copytree(muon[1], tmp_path / "four")
+    config = quick(**MUON, optimizer__ema=0.5, model__scan=stacked, parallel__mesh__fsdp=4)
     assert train.train(config, tmp_path / "four") == 0
-    found, expected = records(tmp_path / "four"), records(tmp_path / "one")
+    found, expected = records(tmp_path / "four"), records(muon[0])
     np.testing.assert_allclose([r["loss"] for r in found], [r["loss"] for r in expected], rtol=1e-5)  # sums' order
     state = Experiment(config, vocab_size=95).create_state()
     leaves = jax.tree_util.tree_leaves_with_path(state)
@@ -57,35 +68,42 @@ def test_muon_and_the_average_are_sharded_as_their_parameters(tmp_path, stacked)
     assert all(leaf.addressable_data(0).size * 4 == leaf.size for leaf in kernels)
 
 
-def test_average_is_evaluated_loaded_and_sampled_from_while_training_goes_on_without_it(tmp_path, capsys):
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory):
+    """A run with an average, and the same without, which its patience does not end."""
+    folder = tmp_path_factory.mktemp("averaged")
     config = quick(optimizer__ema=0.5, checkpoint__history=13, sample__every=12)
-    assert train.train(config, tmp_path / "run") == 0
-    assert train.train(quick(), tmp_path / "plain") == 0
-    found, plain = records(tmp_path / "run"), records(tmp_path / "plain")
-    assert [r for r in found if r["split"] == "train"] == [r for r in plain if r["split"] == "train"]
-    assert found[-1]["params_sha256"] == plain[-1]["params_sha256"] and found[-1]["loss"] != plain[-1]["loss"]
+    assert train.train(config, folder / "run") == 0
+    assert train.train(quick(eval__patience=1), folder / "plain") == 0
+    return folder / "run", folder / "plain", config
 
-    like = Experiment(config, attnlab.load(tmp_path / "run").tokenizer.vocab_size).abstract_state
-    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
+
+def test_average_is_evaluated_loaded_and_sampled_from_while_training_goes_on_without_it(averaged, capsys):
+    run, plain, config = averaged
+    found, without = records(run), records(plain)
+    assert [r for r in found if r["split"] == "train"] == [r for r in without if r["split"] == "train"]
+    assert found[-1]["params_sha256"] == without[-1]["params_sha256"] and found[-1]["loss"] != without[-1]["loss"]
+
+    like = Experiment(config, attnlab.load(run).tokenizer.vocab_size).abstract_state
+    checkpoints = Checkpoints(run / "checkpoints")
     raw = [np.asarray(checkpoints.restore(step, like).params["embed"]["embedding"], np.float64) for step in range(13)]
     for step in (1, 7, 12):
         weights = 0.5 ** np.arange(step - 1, -1, -1.0)
         expected = np.tensordot(weights / weights.sum(), raw[1 : step + 1], 1)
-        loaded = attnlab.load(tmp_path / "run", step).params["params"]["embed"]["embedding"]
+        loaded = attnlab.load(run, step).params["params"]["embed"]["embedding"]
         np.testing.assert_allclose(loaded, expected, atol=1e-6)  # float32
-    np.testing.assert_array_equal(attnlab.load(tmp_path / "run", 0).params["params"]["embed"]["embedding"], raw[0])
+    np.testing.assert_array_equal(attnlab.load(run, 0).params["params"]["embed"]["embedding"], raw[0])
     assert sha256(checkpoints.restore(12, like).params) == found[-1]["params_sha256"]
 
-    capsys.readouterr()
-    assert workdir_alone(tmp_path / "run", "--eval_only") == 0
+    assert workdir_alone(run, "--eval_only") == 0
     assert f"validation loss {found[-1]['loss']:.4f}" in capsys.readouterr().out
 
 
-def test_run_that_starts_from_another_takes_its_average(tmp_path):
-    assert train.train(quick(optimizer__ema=0.9, steps=4), tmp_path / "first") == 0
-    config = quick(init_from=str(tmp_path / "first"), optimizer__ema=0.9, steps=1, checkpoint__history=2)
-    assert train.train(config, tmp_path / "second") == 0
-    first, second = attnlab.load(tmp_path / "first").params, attnlab.load(tmp_path / "second", 0).params
+def test_run_that_starts_from_another_takes_its_average(averaged, tmp_path):
+    config = quick(init_from=str(averaged[0]), optimizer__ema=0.5, checkpoint__history=2)
+    with pytest.raises(CrashError):
+        train.train(config, tmp_path / "second", on_step=crash_at(1))
+    first, second = attnlab.load(averaged[0]).params, attnlab.load(tmp_path / "second", 0).params
     assert sha256(first) == sha256(second)
 
 
@@ -115,7 +133,7 @@ def test_run_ends_when_validation_has_not_improved_for_its_patience(ended_early,
     assert sha256(attnlab.load(ended_early).params["params"]) == records(ended_early)[-1]["params_sha256"]
 
 
-@pytest.mark.parametrize("crashes", [[3], [7, 13], [14]])
+@pytest.mark.parametrize("crashes", [pytest.param([3], marks=SLOW), [7, 13], pytest.param([14], marks=SLOW)])
 def test_run_killed_before_its_early_end_ends_at_the_same_step(ended_early, tmp_path, crashes):
     for step in crashes:
         with pytest.raises(CrashError):
@@ -147,9 +165,8 @@ def test_run_ended_early_goes_on_without_patience_as_if_never_stopped(ended_earl
     )
 
 
-def test_run_that_improves_is_not_ended(tmp_path):
-    assert train.train(quick(eval__patience=1), tmp_path / "run") == 0
-    assert ends(tmp_path / "run") == [("val", 5), ("val", 10), ("val", 12), ("final", 12)]
+def test_run_that_improves_is_not_ended(averaged):
+    assert ends(averaged[1]) == [("val", 5), ("val", 10), ("val", 12), ("final", 12)]
 
 
 def test_patience_counts_from_the_best_evaluation():
@@ -165,7 +182,7 @@ def test_patience_counts_from_the_best_evaluation():
 
 
 def test_auto_is_saved_as_what_it_stands_for_and_kept_on_other_hardware(tmp_path, monkeypatch, capsys):
-    config = quick(steps=6)
+    config = quick(precision="auto")
     assert config.precision == "auto"
     monkeypatch.setattr(precision, "_cpu_flags", lambda: {"avx512_bf16"})
     with pytest.raises(CrashError):
@@ -178,4 +195,4 @@ def test_auto_is_saved_as_what_it_stands_for_and_kept_on_other_hardware(tmp_path
     assert attnlab.load(tmp_path / "run").model.dtype == "bfloat16"
     assert train.train(config, tmp_path / "run") == 0  # finished
     with pytest.raises(ValueError, match="config.precision = 'float32', there it was 'bfloat16'"):
-        train.train(quick(steps=6, precision="float32"), tmp_path / "run")
+        train.train(quick(precision="float32"), tmp_path / "run")

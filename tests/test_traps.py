@@ -4,40 +4,43 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import softmax
 
 import attnlab
 from attnlab.masks import Causal, Padding
 from attnlab.nn import GPT, CausalConv, Head, LearnedPositions, MultiHeadAttention, sinusoidal
 from attnlab.study.claims import complexity, scaling
 from tests.golden.test_notebook import X as WORDS
+from tests.parameters import parameters
 
-X = jnp.asarray(WORDS)
+X = np.asarray(WORDS, np.float32)
 ONE_HEAD = X[:, None]
-BATCH = jax.random.normal(jax.random.key(0), (2, 6, 8))
+BATCH = np.random.default_rng(0).standard_normal((2, 6, 8)).astype(np.float32)
+weights_of = jax.jit(attnlab.attention_weights, static_argnames=("mask", "scale"))
 
 
-def head(**fields):
-    module = Head(head_dim=2, **fields)
-    return module, module.init(jax.random.key(1), BATCH)
+def applied(module, params, *inputs, **options):
+    """What the module returns for each of the inputs, by one program."""
+    return jax.jit(lambda params, inputs: [module.apply(params, x, **options) for x in inputs])(params, inputs)
 
 
 # ----------------------------------------------------------------------------------------------------------------- 000
 
 
 def test_000_causal_mask_hides_later_words():
-    weights = attnlab.attention_weights(ONE_HEAD, ONE_HEAD, mask=Causal())[0]
+    weights = weights_of(ONE_HEAD, ONE_HEAD, mask=Causal())[0]
     assert not np.triu(weights, 1).any() and (np.diag(weights) > 0).all()
 
 
 @pytest.mark.parametrize("width", [3, 300])
 def test_000_003_scores_are_scaled_by_head_width(width):
-    x = jax.random.normal(jax.random.key(0), (1, 5, width))
+    x = np.random.default_rng(0).standard_normal((1, 5, width)).astype(np.float32)
     module = Head(head_dim=2, mask=None)
-    params = module.init(jax.random.key(1), x)
+    params = parameters(module, x)
     q, k, v = (x[0] @ params["params"][name]["kernel"] for name in ("query", "key", "value"))
-    right = jax.nn.softmax(q @ k.T / 2**0.5) @ v
-    np.testing.assert_allclose(module.apply(params, x)[0], right, atol=1e-5)
-    assert not np.allclose(right, jax.nn.softmax(q @ k.T / width**0.5) @ v, atol=1e-3)
+    right = softmax(q @ k.T / 2**0.5, axis=-1) @ v
+    np.testing.assert_allclose(applied(module, params, x)[0][0], right, atol=1e-5)
+    assert not np.allclose(right, softmax(q @ k.T / width**0.5, axis=-1) @ v, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -46,19 +49,18 @@ def test_000_003_scores_are_scaled_by_head_width(width):
     ids=["GPT", "LearnedPositions"],
 )
 def test_000_sequence_beyond_context_raises(module):
-    tokens = jnp.zeros((1, 6), jnp.int32)
     with pytest.raises(ValueError, match="a sequence of 6 tokens is longer than the 5 learned positions"):
-        module.init(jax.random.key(0), tokens)
+        parameters(module, np.zeros((1, 6), np.int32))
 
 
 def test_000_each_head_projects_full_embedding():
     module = MultiHeadAttention(num_heads=2)
-    params = module.init(jax.random.key(0), BATCH)["params"]
+    params = parameters(module, BATCH)["params"]
     assert params["query"]["kernel"].shape == (8, 2, 4), "all 8 features, for each of 2 heads"
     first = Head(head_dim=4, use_bias=True, mask=None)
     of_first = {name: jax.tree.map(lambda x: x.take(0, -2), params[name]) for name in ("query", "key", "value")}
-    changed = BATCH.at[..., 4:].add(1.0)  # the second head's chunk if the embedding were split
-    before, after = (first.apply({"params": of_first}, x) for x in (BATCH, changed))
+    changed = BATCH + (np.arange(8) >= 4)  # the second head's chunk if the embedding were split
+    before, after = applied(first, {"params": of_first}, BATCH, changed.astype(np.float32))
     assert not np.allclose(before, after, atol=1e-2)
 
 
@@ -66,38 +68,49 @@ def test_000_each_head_projects_full_embedding():
 
 
 def test_001_softmax_does_not_overflow():
-    naive = jnp.exp(100 * X @ X.T)
-    assert not jnp.isfinite(naive / naive.sum(1, keepdims=True)).all()
-    for impl in ("dense", "blockwise"):
-        assert jnp.isfinite(attnlab.attention(100 * ONE_HEAD, ONE_HEAD, ONE_HEAD, scale=1.0, impl=impl)).all()
+    with np.errstate(over="ignore", invalid="ignore"):
+        naive = np.exp(100 * X @ X.T)
+        assert not np.isfinite(naive / naive.sum(1, keepdims=True)).all()
+    impls = ("dense", "blockwise")
+    q, kv = 100 * ONE_HEAD, ONE_HEAD
+    for out in jax.jit(lambda: [attnlab.attention(q, kv, kv, scale=1.0, impl=impl) for impl in impls])():
+        assert np.isfinite(out).all()
 
 
 def test_001_kernels_apply_untransposed_to_batches():
-    module, params = head(mask=None)
+    module = Head(head_dim=2, mask=None)
+    params = parameters(module, BATCH)
     assert params["params"]["query"]["kernel"].shape == (8, 2), "x @ kernel; a torch layer stores its transpose"
-    apart = jnp.stack([module.apply(params, x[None])[0] for x in BATCH])
-    np.testing.assert_allclose(module.apply(params, BATCH), apart, atol=1e-6)
+    together, *apart = applied(module, params, BATCH, *BATCH[:, None])
+    np.testing.assert_allclose(together, np.concatenate(apart), atol=1e-6)
 
 
 @pytest.mark.parametrize("impl", ["dense", "blockwise"])
 def test_001_large_masked_score_gives_no_nan(impl):
-    q, k = jnp.ones((2, 1, 1)), jnp.array([0.0, 200.0])[:, None, None]
-    after = jax.nn.softmax(jnp.array([[0.0, 200.0], [0.0, 200.0]])) * np.tri(2)
-    assert jnp.isnan(after / after.sum(1, keepdims=True)).any(), "masking after softmax, then renormalizing"
-    out = attnlab.attention(q, k, jnp.ones((2, 1, 1)), mask=Causal(), scale=1.0, impl=impl)
+    q, k = np.ones((2, 1, 1), np.float32), np.array([0, 200], np.float32)[:, None, None]
+    after = softmax(np.array([[0, 200], [0, 200]], np.float32), axis=1) * np.tri(2, dtype=np.float32)
+    with np.errstate(invalid="ignore"):
+        assert np.isnan(after / after.sum(1, keepdims=True)).any(), "masking after softmax, then renormalizing"
+    out = jax.jit(lambda: attnlab.attention(q, k, q, mask=Causal(), scale=1.0, impl=impl))()
     np.testing.assert_allclose(out[:, 0, 0], [1, 1])
 
 
 def test_001_fully_dropped_row_returns_zeros():
-    options = {"dropout_rate": 0.9, "dropout_key": jax.random.key(0)}
-    out = attnlab.attention(*(jnp.ones((200, 1, 1)),) * 3, mask=Causal(), **options)[:, 0, 0]
-    assert jnp.isfinite(out).all() and (out[:20] == 0).any()
+    ones = np.ones((200, 1, 1), np.float32)
+
+    @jax.jit
+    def dropped():
+        options = {"dropout_rate": 0.9, "dropout_key": jax.random.key(0)}
+        return attnlab.attention(ones, ones, ones, mask=Causal(), **options)[:, 0, 0]
+
+    out = np.asarray(dropped())
+    assert np.isfinite(out).all() and (out[:20] == 0).any()
     assert abs(float(out.mean()) - 1) < 0.2, "kept weights are scaled by 1 / (1 − p)"
 
 
 def test_001_indivisible_width_raises():
     with pytest.raises(ValueError, match="width 8 is not divisible by 3 heads: change one, or give head_dim"):
-        MultiHeadAttention(num_heads=3).init(jax.random.key(0), BATCH)
+        parameters(MultiHeadAttention(num_heads=3), BATCH)
 
 
 # ----------------------------------------------------------------------------------------------------------------- 002
@@ -132,9 +145,9 @@ def _gru_rows(d):
 
 
 def test_002_values_do_not_enter_scores():
-    q, k, v = (jax.random.normal(jax.random.key(i), (5, 1, 4)) for i in range(3))
-    weights = attnlab.attention_weights(q, k)[0]
-    np.testing.assert_allclose(attnlab.attention(q, k, v)[:, 0], weights @ v[:, 0], atol=1e-6)
+    q, k, v = np.random.default_rng(0).standard_normal((3, 5, 1, 4)).astype(np.float32)
+    (weights,), out = jax.jit(lambda: (attnlab.attention_weights(q, k), attnlab.attention(q, k, v)))()
+    np.testing.assert_allclose(out[:, 0], weights @ v[:, 0], atol=1e-6)
     np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-6)  # a convex combination of values
     assert (weights >= 0).all()
 
@@ -144,14 +157,14 @@ def test_002_jacobian_norm_rises_then_falls():
 
     def norm(width):  # the simulation of 002: 50 independent logits of variance d_k
         logits = rng.normal(0, width**0.5, (4000, 50))
-        return scaling.jacobian_norm(np.asarray(jax.nn.softmax(jnp.asarray(logits)), np.float64)).mean()
+        return scaling.jacobian_norm(softmax(logits, axis=-1)).mean()
 
     at_1, at_7, at_1000 = norm(1), norm(7), norm(1000)
     assert at_1 < at_7 > at_1000 and at_7 == pytest.approx(0.31, abs=0.01)
 
 
 def test_002_sinusoidal_similarity_is_not_monotonic():
-    places = sinusoidal(jnp.arange(100), 128)
+    places = np.asarray(jax.jit(lambda: sinusoidal(jnp.arange(100), 128))())
     similarity = places @ places[0]
     rises = np.flatnonzero(np.diff(similarity) > 0)
     assert rises[0] == 11, "from k = 11 to 12"
@@ -167,34 +180,40 @@ def test_002_causal_mask_includes_the_diagonal():
 def test_003_ambiguous_mask_rank_raises():
     mask, scores = np.ones((2, 1, 1, 6), bool), np.zeros((2, 6, 6))
     assert np.where(mask, scores, -np.inf).shape == (2, 2, 6, 6), "NumPy broadcasts silently"
-    q = jnp.ones((2, 6, 1, 4))
+    q = np.ones((2, 6, 1, 4), np.float32)
     for wrong in (mask, np.ones((2, 6), bool), np.ones((2, 6, 6), bool)):
         with pytest.raises(ValueError, match=r"mask .*shape") as error:
-            attnlab.attention(q, q, q, mask=jnp.asarray(wrong))
+            jax.eval_shape(lambda mask: attnlab.attention(q, q, q, mask=mask), wrong)
         assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("impl", ["dense", "blockwise"])
 def test_003_fully_padded_row_returns_zeros(impl):
-    q = jnp.ones((2, 6, 1, 4))
-    mask = Causal() & Padding(jnp.array([0, 3]))
-    out, gradient = jax.value_and_grad(lambda q: attnlab.attention(q, q, q, mask=mask, impl=impl)[0].sum())(q)
-    assert out == 0 and jnp.isfinite(gradient).all()
+    mask = Causal() & Padding(np.array([0, 3]))
+    first = jax.value_and_grad(lambda q: attnlab.attention(q, q, q, mask=mask, impl=impl)[0].sum())
+    out, gradient = jax.jit(first)(np.ones((2, 6, 1, 4), np.float32))
+    assert out == 0 and np.isfinite(gradient).all()
 
 
 def test_003_sowing_weights_keeps_dropout():
     module = MultiHeadAttention(num_heads=2, dropout_rate=0.5)
-    params = {"params": module.init(jax.random.key(0), BATCH)["params"]}
-    options = {"deterministic": False, "rngs": {"dropout": jax.random.key(1)}}
-    out, sown = module.apply(params, BATCH, mutable=["intermediates"], **options)
+    params = parameters(module, BATCH)
+
+    @jax.jit
+    def outputs(params):
+        options = {"deterministic": False, "rngs": {"dropout": jax.random.key(1)}}
+        sowing = module.apply(params, BATCH, mutable=["intermediates"], **options)
+        return *sowing, module.apply(params, BATCH, **options), module.apply(params, BATCH)
+
+    out, sown, dropped, plain = outputs({"params": params["params"]})
     (weights,) = sown["intermediates"]["attention_weights"]
     assert weights.shape == (2, 2, 6, 6)
-    np.testing.assert_allclose(out, module.apply(params, BATCH, **options), atol=1e-6)
-    assert not np.allclose(out, module.apply(params, BATCH), atol=1e-3)
+    np.testing.assert_allclose(out, dropped, atol=1e-6)
+    assert not np.allclose(out, plain, atol=1e-3)
 
 
 def test_003_blockwise_saves_memory_and_agrees():
-    q = jax.random.normal(jax.random.key(0), (1, 2048, 1, 16))
+    q = np.random.default_rng(0).standard_normal((1, 2048, 1, 16)).astype(np.float32)
 
     def compiled(impl):
         return jax.jit(lambda q: attnlab.attention(q, q, q, impl=impl)).lower(q).compile()
@@ -209,33 +228,33 @@ def test_003_blockwise_saves_memory_and_agrees():
 
 def test_004_softmax_denominator_sums_exponentials():
     scores = X @ X.T
-    printed = (jnp.exp(scores) / scores.sum(1, keepdims=True)).sum(1)
+    printed = (np.exp(scores) / scores.sum(1, keepdims=True)).sum(1)
     assert printed.min() > 2.8 and printed.mean() == pytest.approx(2.9, abs=0.2)
-    np.testing.assert_allclose(attnlab.attention_weights(ONE_HEAD, ONE_HEAD, scale=1.0).sum(-1), 1, rtol=1e-6)
+    np.testing.assert_allclose(weights_of(ONE_HEAD, ONE_HEAD, scale=1.0).sum(-1), 1, rtol=1e-6)
 
 
 def test_004_longest_vector_dominates_raw_dot_products():
-    weights = attnlab.attention_weights(ONE_HEAD, ONE_HEAD, scale=1.0)[0]
+    weights = weights_of(ONE_HEAD, ONE_HEAD, scale=1.0)[0]
     assert (weights.argmax(1) == 1).sum() == 4, "journey"
-    matrix = jax.random.normal(jax.random.key(0), (3, 2))
-    lengths = [jnp.linalg.norm(c * X[1] @ matrix) for c in (1, 16)]
+    matrix = np.random.default_rng(0).standard_normal((3, 2))
+    lengths = [np.linalg.norm(c * X[1] @ matrix) for c in (1, 16)]
     np.testing.assert_allclose(lengths[1] / lengths[0], 16, rtol=1e-5)
 
 
 def test_004_qk_norm_ignores_vector_length():
-    def weights(qk_norm, factor):
-        module = MultiHeadAttention(num_heads=1, qk_norm=qk_norm)
-        params = module.init(jax.random.key(0), BATCH)
-        _, sown = module.apply(params, BATCH.at[:, 1].multiply(factor), mutable=["intermediates"])
-        return sown["intermediates"]["attention_weights"][0]
+    def weights(qk_norm):
+        module = MultiHeadAttention(num_heads=1, qk_norm=qk_norm, use_bias=False)
+        longer = [BATCH * np.where(np.arange(6)[:, None] == 1, factor, 1).astype(np.float32) for factor in (4, 64)]
+        found = applied(module, {"params": parameters(module, BATCH)["params"]}, *longer, mutable=["intermediates"])
+        return [sown["intermediates"]["attention_weights"][0] for _, sown in found]
 
     # LayerNorm adds 1e-6 to a variance near 1.
-    np.testing.assert_allclose(weights(True, 4.0), weights(True, 64.0), atol=1e-5)
-    assert not np.allclose(weights(False, 4.0), weights(False, 64.0), atol=0.1)
+    np.testing.assert_allclose(*weights(True), atol=1e-5)
+    assert not np.allclose(*weights(False), atol=0.1)
 
 
 def test_002_causal_conv_ignores_later_characters():
     module = CausalConv(kernel_size=3)
-    params = module.init(jax.random.key(0), BATCH)
-    changed = BATCH.at[:, 4:].set(0)
-    np.testing.assert_allclose(module.apply(params, BATCH)[:, :4], module.apply(params, changed)[:, :4], atol=1e-6)
+    changed = BATCH * (np.arange(6) < 4)[:, None].astype(np.float32)
+    before, after = applied(module, parameters(module, BATCH), BATCH, changed)
+    np.testing.assert_allclose(before[:, :4], after[:, :4], atol=1e-6)

@@ -80,6 +80,8 @@ def _main(values, own_process: bool) -> int:
     model, tokenizer, config = _peek(workdir)
     steps = _steps(values.checkpoints, workdir, config)
     subject = _subject(values, workdir, model, tokenizer, config)
+    if own_process and (fault := compilation.miscompilation()):
+        print(fault, file=sys.stderr)
     examine = _examiner(model, config.seed, subject, values.effects)
     found = {}
     for number, step in enumerate(steps, 1):

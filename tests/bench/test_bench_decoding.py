@@ -2,8 +2,6 @@
 
 import json
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,6 +10,7 @@ from attnlab.bench import decoding
 from attnlab.data.tokenizers import make
 from attnlab.loading import Run
 from attnlab.nn import GPT
+from tests.parameters import parameters
 
 TINY = ({"vocab_size": 256, "num_layers": 1, "num_heads": 2, "width": 8, "context": 16}, 6, 8)
 
@@ -26,10 +25,11 @@ def test_contenders_generate_what_they_are_named_after(monkeypatch):
     assert contenders["one"]().shape == (tokens, 1) and contenders["eight"]().shape == (tokens, 8)
 
 
+@pytest.mark.slow
 def test_contenders_with_and_without_drafts_generate_the_same(monkeypatch):
     monkeypatch.setattr(decoding, "PASSAGE", 10)
     model = GPT(**TINY[0])
-    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    params = parameters(model, np.zeros((1, 1), np.int32))
     for contenders in decoding.drafts(Run(model, params, make("byte", ""), None), draft=3, tokens=20).values():
         np.testing.assert_array_equal(contenders["plain"](), contenders["draft"]())
 

@@ -66,6 +66,7 @@ def test_see_finds_the_effects_of_transformer_lens(in_this_process, figures_of, 
     assert set(figures) == expected
 
 
+@pytest.mark.slow
 def test_see_alone_has_no_ratio(in_this_process, figures_of):
     in_this_process(None)
     figures = figures_of("see", *QUICK)

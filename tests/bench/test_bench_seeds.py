@@ -16,6 +16,7 @@ def run(*argv):
     return bench.main(["bench", "seeds", *map(str, argv)])
 
 
+@pytest.mark.slow
 def test_contenders_train_the_same_models():
     """Equal batches and updates, in another order of sums: 2 steps of Adam at 1e-3 stay within 1e-4."""
     results = {name: contender() for name, contender in seeds.contenders(TINY, seeds=2, calls=1).items()}

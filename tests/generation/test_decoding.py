@@ -4,24 +4,32 @@ import functools
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import log_softmax
 
 from attnlab.data.tokenizers import make
 from attnlab.generation.decoding import decode, generate
 from attnlab.generation.drawing import Draw
 from attnlab.nn import GPT
+from tests.parameters import parameters
 
-PROMPTS = [np.array(prompt) for prompt in ([1], [1, 2, 3], np.arange(8) % 5, np.arange(13) % 11)]
+# Prefilled with 1 or 8 tokens: every other power of two would be a program of its own.
+PROMPTS = [np.array(prompt) for prompt in ([1], [1, 2, 3, 4, 5, 6], np.arange(8) % 5, np.arange(13) % 11)]
 TOKENIZER = make("char", "abcdefghij ")
 
 
 @functools.cache
 def gpt(positions="learned"):
-    model = GPT(vocab_size=11, num_layers=2, num_heads=2, width=16, context=8, positions=positions)
-    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    return model, jax.tree.map(lambda x: 5 * x if x.ndim > 1 else x, params)  # for clear differences of the logits
+    layers = 2 if positions == "learned" else 1
+    model = GPT(11, layers, num_heads=2, width=16, context=8, positions=positions, tie_embeddings=False)
+    return model, parameters(model, np.zeros((1, 1), np.int32), seed=3)  # whose texts are varied
+
+
+@functools.cache
+def full(positions):
+    """The compiled full pass over `[2, 8]` tokens."""
+    return jax.jit(gpt(positions)[0].apply)
 
 
 def tokens(positions, prompts, count, **options):
@@ -30,7 +38,13 @@ def tokens(positions, prompts, count, **options):
     return np.pad(rows, ((0, 0), (0, count - rows.shape[1])), constant_values=-1)
 
 
-@pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rotary", "alibi", "none"])
+def others_slow(*fast):
+    """Of positions: learned and sinusoidal ones are read again where the context ends, the others roll."""
+    kinds = ("learned", "sinusoidal", "rotary", "alibi", "none")
+    return [pytest.param(kind, marks=[] if kind in fast else pytest.mark.slow) for kind in kinds]
+
+
+@pytest.mark.parametrize("positions", others_slow("learned", "rotary"))
 def test_texts_side_by_side_equal_each_alone(positions):
     """Greedy; with learned positions, the texts outgrow the context of 8 at different times."""
     together = tokens(positions, PROMPTS, 20, temperature=0.0)
@@ -38,20 +52,23 @@ def test_texts_side_by_side_equal_each_alone(positions):
         np.testing.assert_array_equal(row, tokens(positions, prompt, 20, temperature=0.0)[0])
 
 
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
+DRAWN = {"repetition_penalty": 1.3, "min_p": 0.05, "top_p": 0.9, "seed": 5}
+
+
+@pytest.mark.parametrize("positions", others_slow("rotary"))
 def test_drawn_texts_side_by_side_equal_each_alone(positions):
-    options = {"num_samples": 2, "repetition_penalty": 1.3, "min_p": 0.05, "top_p": 0.9, "seed": 5}
-    together = tokens(positions, PROMPTS, 20, **options)
+    together = tokens(positions, PROMPTS, 20, num_samples=2, **DRAWN)
     for at, prompt in enumerate(PROMPTS):
-        alone = tokens(positions, prompt, 20, **options)
+        alone = tokens(positions, prompt, 20, num_samples=2, **DRAWN)
         np.testing.assert_array_equal(together[2 * at : 2 * at + 2], alone)
         assert not np.array_equal(*alone)
 
 
 def test_token_depends_on_seed_sample_and_place_alone():
-    longer = tokens("learned", PROMPTS[1], 12, num_samples=3)
-    np.testing.assert_array_equal(tokens("learned", PROMPTS[1], 5, num_samples=3), longer[:, :5])
-    np.testing.assert_array_equal(tokens("learned", PROMPTS[1], 12), longer[:1])
+    longer = tokens("rotary", PROMPTS[1], 12, num_samples=2, **DRAWN)
+    np.testing.assert_array_equal(tokens("rotary", PROMPTS[1], 5, num_samples=2, **DRAWN), longer[:, :5])
+    np.testing.assert_array_equal(tokens("rotary", PROMPTS[1], 12, **DRAWN), longer[:1])
+    assert not np.array_equal(tokens("rotary", PROMPTS[1], 12, **DRAWN | {"seed": 6}), longer[:1])
 
 
 def penalized(logits, text, penalty):
@@ -63,24 +80,23 @@ def penalized(logits, text, penalty):
 
 
 def test_repetition_penalty_counts_prompt_and_output():
-    model, params = gpt()
-    full = jax.jit(model.apply)
-    text = [1, 2, 3]
+    text = PROMPTS[0].tolist()
     for _ in range(5):
-        logits = full(params, jnp.zeros((1, 8), jnp.int32).at[0, : len(text)].set(np.array(text)))[0, len(text) - 1]
+        logits = full("learned")(gpt()[1], np.tile(np.pad(text, (0, 8 - len(text))), (2, 1)))[0, len(text) - 1]
         text.append(int(penalized(logits, text, 3.0).argmax()))
-    assert tokens("learned", PROMPTS[1], 5, temperature=0.0, repetition_penalty=3.0)[0].tolist() == text[3:]
+    assert tokens("learned", PROMPTS[0], 5, temperature=0.0, repetition_penalty=3.0)[0].tolist() == text[1:]
 
 
 def test_log_probabilities_are_those_of_the_full_pass():
     """Of the raw logits, whatever the options of the draw; 1e-5: float32's, of logits of about 10."""
     model, params = gpt("rotary")
-    draw = Draw(temperature=0.5, top_k=3, repetition_penalty=2.0)
-    steps = list(decode(model, params, PROMPTS[:2], 5, draw=draw))
-    for row, prompt in enumerate(PROMPTS[:2]):
-        text = np.concatenate([prompt, [step.tokens[row] for step in steps]]).astype(np.int32)
-        logp = jax.nn.log_softmax(model.apply(params, text[None])[0])
-        expected = [logp[at - 1, text[at]] for at in range(len(prompt), len(text))]
+    draw, prompts = Draw(temperature=0.5, top_k=3, repetition_penalty=2.0), (PROMPTS[0], np.array([1, 2, 3]))
+    steps = list(decode(model, params, prompts, 5, draw=draw))
+    drawn = np.array([step.tokens for step in steps]).T
+    texts = np.stack([np.pad(np.append(prompt, row), (0, 3 - len(prompt))) for prompt, row in zip(prompts, drawn)])
+    logp = log_softmax(np.asarray(full("rotary")(params, texts.astype(np.int32)), np.float64), axis=-1)
+    for row, (prompt, text) in enumerate(zip(prompts, texts)):
+        expected = [logp[row, at - 1, text[at]] for at in range(len(prompt), len(prompt) + 5)]
         np.testing.assert_allclose([step.logprobs[row] for step in steps], expected, atol=1e-5)
 
 
@@ -111,7 +127,7 @@ def test_stop_string_ends_a_text_with_the_token_that_completes_it():
 
 
 def test_texts_of_any_length_are_generated_on_demand():
-    assert len(list(itertools.islice(generate(*gpt(), PROMPTS, 10**9), 30))) == 30
+    assert len(list(itertools.islice(generate(*gpt(), PROMPTS, 10**9, temperature=0.0), 30))) == 30
 
 
 @pytest.mark.parametrize(

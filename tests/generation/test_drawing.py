@@ -1,5 +1,6 @@
 """Draws of the next token: min-p and the repetition penalty, beside those in `tests/test_sample.py`."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ PROBABILITIES = np.array([0.1, 0.5, 0.15, 0.25])
 
 def frequencies(**options):
     """Relative frequencies of the tokens in 4,000 draws, at evenly spaced numbers: right up to one draw at each end."""
-    uniform = (jnp.arange(4000) + 0.5) / 4000
-    drawn = Draw(**options)(jnp.tile(jnp.log(PROBABILITIES), (4000, 1)), uniform)
+    uniform = (np.arange(4000, dtype=np.float32) + 0.5) / 4000
+    drawn = jax.jit(Draw(**options).__call__)(np.tile(np.log(PROBABILITIES, dtype=np.float32), (4000, 1)), uniform)
     return np.bincount(drawn, minlength=4) / 4000
 
 
@@ -32,12 +33,12 @@ def test_min_p_keeps_tokens_by_their_share_of_the_largest(options, expected):
 
 
 def test_penalty_divides_positive_and_multiplies_negative_logits():
-    logits = jnp.array([[2.0, 1.5, -1.0, -1.5]] * 3)
-    seen = jnp.array([[True, False, False, False], [True, True, True, False], [False] * 4])
+    logits = np.array([[2.0, 1.5, -1.0, -1.5]] * 3 + [[-1.0, -1.5, -3.0, -4.0]], np.float32)
+    seen = np.array([[True, False, False, False], [True, True, True, False], [False] * 4, [True] + [False] * 3])
     greedy = Draw(temperature=0.0, repetition_penalty=2.0)
-    assert greedy(logits, jnp.zeros(3), seen).tolist() == [1, 0, 0]
-    flipped = Draw(temperature=0.0, repetition_penalty=0.5)(-logits, jnp.zeros(3), seen)
-    assert flipped.tolist() == [3, 2, 3]  # a penalty below 1 favours what was seen
+    assert greedy(logits, np.zeros(4), seen).tolist() == [1, 0, 0, 1]
+    flipped = Draw(temperature=0.0, repetition_penalty=0.5)(-logits, np.zeros(4), seen)
+    assert flipped.tolist() == [3, 2, 3, 3]  # a penalty below 1 favours what was seen
 
 
 def test_draw_equals_transformers_processors():

@@ -4,22 +4,28 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import log_softmax
 
 import attnlab
 from attnlab.data.tokenizers import make
 from attnlab.generation.scoring import logprobs
 from attnlab.loading import Run
 from attnlab.nn import GPT, stack_layers
+from tests.parameters import parameters
 
 
 @functools.cache
 def gpt(context=8):
     model = GPT(vocab_size=256, num_layers=2, num_heads=2, width=16, context=context)
-    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    return model, jax.tree.map(lambda x: 5 * x if x.ndim > 1 else x, params)
+    return model, parameters(model, np.zeros((1, 1), np.int32))
+
+
+@functools.cache
+def full():
+    """The compiled full pass over a window."""
+    return jax.jit(gpt()[0].apply)
 
 
 def run(**options):
@@ -28,15 +34,14 @@ def run(**options):
 
 def expected_logprobs(ids, context):
     """By the rule of `score`: one pass for each token, over what it is predicted from."""
-    model, params = gpt()
-    full = jax.jit(lambda tokens: jax.nn.log_softmax(model.apply(params, tokens)[0]))
     found = []
     for at in range(1, len(ids)):
         start = 0
         while start + context < at:
             start += context // 2
-        window = jnp.zeros((1, context), jnp.int32).at[0, : at - start].set(ids[start:at])
-        found.append(full(window)[at - start - 1, ids[at]])
+        window = np.pad(ids[start:at], (0, context - (at - start)))
+        logits = np.asarray(full()(gpt()[1], window[None])[0, at - start - 1])
+        found.append(log_softmax(logits)[ids[at]])
     return np.array(found)
 
 
@@ -50,28 +55,28 @@ def test_every_token_is_scored_once_by_the_rule_of_windows(length):
 
 def test_texts_of_any_lengths_are_scored_as_alone():
     texts = ["", "a", "two", "a text longer than the context of eight", "ñandú"]
-    together = attnlab.score(run(), texts, batch_size=3)
+    together = attnlab.score(run(), texts, batch_size=2)
     for text, one in zip(texts, together):
-        (alone,) = attnlab.score(run(), [text], batch_size=3)
+        (alone,) = attnlab.score(run(), [text], batch_size=2)
         assert one.tokens == alone.tokens == max(0, len(text.encode()) - 1)
         np.testing.assert_allclose(one.logprobs, alone.logprobs, atol=1e-5)
     assert attnlab.score(run(), []) == []
 
 
 def test_score_adds_up():
-    (score,) = attnlab.score(run(), ["ñandú y más"])
+    (score,) = attnlab.score(run(), ["ñandú y más"], batch_size=2)
     assert score.tokens == len(score.logprobs) == 13
     np.testing.assert_allclose(score.nats, -score.logprobs.sum(dtype=np.float64), rtol=1e-12)
     np.testing.assert_allclose(score.nats_per_token, score.nats / 13, rtol=1e-12)
     np.testing.assert_allclose(score.bits_per_byte, score.nats / 13 / math.log(2), rtol=1e-12)  # a token a byte
-    (short,) = attnlab.score(run(), ["a"])
+    (short,) = attnlab.score(run(), ["a"], batch_size=2)
     assert short.tokens == 0 and math.isnan(short.bits_per_byte)
 
 
 def test_stacked_layers_give_the_same_scores():
     model, params = gpt()
     stacked = Run(model, {"params": stack_layers(params["params"])}, make("byte", ""), None)
-    (one,), (other,) = attnlab.score(run(), ["twelve bytes"]), attnlab.score(stacked, ["twelve bytes"])
+    (one,), (other,) = (attnlab.score(each, ["twelve bytes"], batch_size=2) for each in (run(), stacked))
     np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 

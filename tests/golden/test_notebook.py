@@ -1,10 +1,10 @@
 """Every number that the notebook (001) prints, in order, to the printed digits."""
 
 import ast
+import functools
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from attnlab import attention, attention_weights
@@ -24,6 +24,20 @@ X = np.array(
     np.float32,
 )
 BATCH = np.stack([X, X])
+
+
+@functools.cache
+def compiled(function, **options):
+    run = jax.jit(functools.partial(function, **options))
+    return lambda *args, **arrays: np.asarray(run(*args, **arrays))
+
+
+def attend(q, k, v, **options):
+    return compiled(attention, **options)(q, k, v)
+
+
+def weigh(q, k, **options):
+    return compiled(attention_weights, **options)(q, k)
 
 
 def assert_prints(computed, printed):
@@ -62,9 +76,13 @@ def multi_head_attention(generator, d_in, d_out, num_heads):
     return params | {"out": {"kernel": weight.T.reshape(*by_head, d_out), "bias": bias}}
 
 
+def contexts_of(module, params, x):
+    return compiled(module.apply)({"params": params}, x)
+
+
 def self_attention(params):
     """The notebook's SelfAttention: one head without a mask."""
-    return Head(head_dim=2, mask=None).apply({"params": params}, X[None])[0]
+    return contexts_of(Head(head_dim=2, mask=None), params, X[None])[0]
 
 
 SCORES = """
@@ -91,14 +109,14 @@ def test_scores_over_their_sum_are_weights():  # In 93
 def test_naive_and_stable_softmax_agree():  # In 94, 95
     exponentials = np.exp(X @ X[1])
     naive = exponentials / exponentials.sum()
-    stable = attention_weights(one_head(X[1:2]), one_head(X), scale=1.0)[0, 0]
+    stable = weigh(one_head(X[1:2]), one_head(X), scale=1.0)[0, 0]
     for weights in (naive, stable):
         assert_prints(weights, "0.1385 0.2379 0.2333 0.1240 0.1082 0.1581")
         assert_prints(weights.sum(), "1.")
 
 
 def test_context_of_one_query_is_weighted_sum():  # In 96, 102
-    context = attention(one_head(X[1:2]), one_head(X), one_head(X), scale=1.0)
+    context = attend(one_head(X[1:2]), one_head(X), one_head(X), scale=1.0)
     assert_prints(context[0, 0], "0.4419 0.6515 0.5683")
 
 
@@ -108,7 +126,7 @@ def test_scores_of_all_queries_are_one_matrix_product():  # In 97, 98
 
 
 def test_weights_of_all_queries_sum_to_one():  # In 99, 100
-    weights = attention_weights(one_head(X), one_head(X), scale=1.0)[0]
+    weights = weigh(one_head(X), one_head(X), scale=1.0)[0]
     assert_prints(
         weights,
         """
@@ -126,7 +144,7 @@ def test_weights_of_all_queries_sum_to_one():  # In 99, 100
 
 def test_contexts_of_all_queries():  # In 101
     assert_prints(
-        attention(one_head(X), one_head(X), one_head(X), scale=1.0)[:, 0],
+        attend(one_head(X), one_head(X), one_head(X), scale=1.0)[:, 0],
         """
         0.4421 0.5931 0.5790
         0.4419 0.6515 0.5683
@@ -147,8 +165,8 @@ def test_one_query_with_trainable_weights():  # In 104 to 110
     assert_prints(query @ keys[1], "1.8524")
     assert_prints(query @ keys.T, "1.2705 1.8524 1.8111 1.0795 0.5577 1.5440")
     q, k, v = one_head(query[None]), one_head(keys), one_head(values)
-    assert_prints(attention_weights(q, k)[0, 0], "0.1500 0.2264 0.2199 0.1311 0.0906 0.1820")
-    assert_prints(attention(q, k, v)[0, 0], "0.3061 0.8210")
+    assert_prints(weigh(q, k)[0, 0], "0.1500 0.2264 0.2199 0.1311 0.0906 0.1820")
+    assert_prints(attend(q, k, v)[0, 0], "0.3061 0.8210")
 
 
 def test_self_attention_v1_with_raw_matrices():  # In 112
@@ -186,7 +204,7 @@ QUERIES, KEYS, VALUES = (X @ V2[name]["kernel"] for name in ("query", "key", "va
 
 
 def test_v1_with_transposed_weights_of_v2_equals_v2():  # In 115 to 117, exercise 3.1
-    v1 = attention(one_head(QUERIES), one_head(KEYS), one_head(VALUES))[:, 0]
+    v1 = attend(one_head(QUERIES), one_head(KEYS), one_head(VALUES))[:, 0]
     for contexts in (v1, self_attention(V2)):
         assert_prints(
             contexts,
@@ -212,7 +230,7 @@ CAUSAL_WEIGHTS = """
 
 
 def test_masked_weights_are_renormalized():  # In 118 to 121
-    weights = attention_weights(one_head(QUERIES), one_head(KEYS))[0]
+    weights = weigh(one_head(QUERIES), one_head(KEYS))[0]
     assert_prints(
         weights,
         """
@@ -224,7 +242,7 @@ def test_masked_weights_are_renormalized():  # In 118 to 121
         0.1624 0.1709 0.1706 0.1654 0.1625 0.1682
         """,
     )
-    mask = Causal().dense(6, 6)
+    mask = np.asarray(Causal().dense(6, 6))
     assert_prints(
         mask,
         """
@@ -263,7 +281,7 @@ def test_masking_scores_equals_renormalized_weights():  # In 122, 123
         0.0476 0.1192 0.1171 0.0731 0.0477 0.0966
         """,
     )
-    assert_prints(attention_weights(one_head(QUERIES), one_head(KEYS), mask=Causal())[0], CAUSAL_WEIGHTS)
+    assert_prints(weigh(one_head(QUERIES), one_head(KEYS), mask=Causal())[0], CAUSAL_WEIGHTS)
 
 
 def test_dropout_zeroes_weights_and_doubles_others():  # In 124, 125
@@ -280,7 +298,7 @@ def test_dropout_zeroes_weights_and_doubles_others():  # In 124, 125
         """,
     )
     assert_prints(
-        attention_weights(one_head(QUERIES), one_head(KEYS), mask=Causal())[0] * scale,
+        weigh(one_head(QUERIES), one_head(KEYS), mask=Causal())[0] * scale,
         """
         2.0000 0.0000 0.0000 0.0000 0.0000 0.0000
         0.0000 0.0000 0.0000 0.0000 0.0000 0.0000
@@ -294,25 +312,23 @@ def test_dropout_zeroes_weights_and_doubles_others():  # In 124, 125
 
 def test_operator_dropout_gives_the_notebook_weights():
     q, k = one_head(QUERIES), one_head(KEYS)
-    dropout = {"dropout_rate": 0.5, "dropout_key": jax.random.key(123)}
+    dropping = compiled(attention, mask=Causal(), dropout_rate=0.5)
     # With the identity for values, contexts are weights.
-    dropped = attention(q, k, one_head(jnp.eye(6)), mask=Causal(), **dropout)[:, 0]
-    weights = attention_weights(q, k, mask=Causal())[0]
-    assert_prints(jnp.where(dropped == 0, weights, dropped / 2), CAUSAL_WEIGHTS)
+    dropped = dropping(q, k, one_head(np.eye(6, dtype=np.float32)), dropout_key=jax.random.key(123))[:, 0]
+    weights = weigh(q, k, mask=Causal())[0]
+    assert_prints(np.where(dropped == 0, weights, dropped / 2), CAUSAL_WEIGHTS)
     assert 0 < (dropped != 0).sum() < (weights != 0).sum()
 
 
 def test_causal_head_on_batch():  # In 126 to 128
-    contexts = Head(head_dim=2).apply({"params": V2}, BATCH)
+    contexts = contexts_of(Head(head_dim=2), V2, BATCH)
     assert BATCH.shape == (2, 6, 3) and contexts.shape == (2, 6, 2)
     # The last token attends to all, as in exercise 3.1.
     assert_prints(contexts[0, -1], "-0.5299 -0.1081")
 
 
 def test_two_stacked_heads():  # In 130
-    contexts = StackedHeads(num_heads=2, head_dim=2).apply(
-        {"params": stacked_heads(TorchGenerator(123), d_out=2)}, BATCH
-    )
+    contexts = contexts_of(StackedHeads(num_heads=2, head_dim=2), stacked_heads(TorchGenerator(123), d_out=2), BATCH)
     assert contexts.shape == (2, 6, 4)
     for sequence in contexts:
         assert_prints(
@@ -331,7 +347,7 @@ def test_two_stacked_heads():  # In 130
 def test_two_stacked_heads_of_width_one():  # In 131, exercise 3.2, not reseeded
     generator = TorchGenerator(123)
     stacked_heads(generator, d_out=2)  # In 130
-    contexts = StackedHeads(num_heads=2, head_dim=1).apply({"params": stacked_heads(generator, d_out=1)}, BATCH)
+    contexts = contexts_of(StackedHeads(num_heads=2, head_dim=1), stacked_heads(generator, d_out=1), BATCH)
     assert contexts.shape == (2, 6, 2)
     for sequence in contexts:
         assert_prints(
@@ -349,7 +365,7 @@ def test_two_stacked_heads_of_width_one():  # In 131, exercise 3.2, not reseeded
 
 def test_multihead_attention_with_split_weights():  # In 132
     module = MultiHeadAttention(num_heads=2, head_dim=1, out_features=2, mask=Causal())
-    contexts = module.apply({"params": multi_head_attention(TorchGenerator(123), 3, 2, num_heads=2)}, BATCH)
+    contexts = contexts_of(module, multi_head_attention(TorchGenerator(123), 3, 2, num_heads=2), BATCH)
     assert contexts.shape == (2, 6, 2)
     for sequence in contexts:
         assert_prints(
@@ -370,7 +386,7 @@ def test_multihead_attention_of_gpt2_size(float64):  # In 133, exercise 3.3, not
     multi_head_attention(generator, 3, 2, num_heads=2)  # In 132
     params = multi_head_attention(generator, 768, 768, num_heads=12)
     x = generator.randn(2, 1024, 768).astype(np.float64)
-    contexts = np.asarray(MultiHeadAttention(num_heads=12, mask=Causal()).apply({"params": params}, x))
+    contexts = contexts_of(MultiHeadAttention(num_heads=12, mask=Causal()), params, x)
     assert contexts.shape == (2, 1024, 768)
 
     # The first and last three features of the first and last three tokens; the output is truncated in the second

@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import attnlab
 from attnlab.interop.flax import attention_fn
 from attnlab.masks import Causal, Padding, SlidingWindow
 from attnlab.score_mods import ALiBi, SoftCap, alibi_slopes
+from tests.parameters import parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated soon")
 
@@ -24,6 +23,7 @@ X = rng.standard_normal((2, 6, 8)).astype(np.float32)
 MEMORY = rng.standard_normal((2, 5, 12)).astype(np.float32)
 Q, K, V = rng.standard_normal((3, 2, 3, 6, 4, 2)).astype(np.float32)
 TOKENS = np.array([[3, 1, 4, 1, 0, 0], [1, 5, 9, 2, 6, 5]])  # 0 is padding
+KEY = jax.random.wrap_key_data(np.array([0, 7], np.uint32))
 LAYERS = [nn.MultiHeadDotProductAttention, nn.MultiHeadAttention, nn.SelfAttention]
 HALF = rng.random((2, 4, 6, 6)) < 0.5
 HALF[..., 0] = True  # no row is fully masked
@@ -47,7 +47,7 @@ def wide(tree):
 def pair(layer, *inputs, ours=None, **options):
     """The layer with flax's attention, the layer with attnlab's, and variables for both."""
     theirs = layer(num_heads=4, **options)
-    return theirs, theirs.clone(attention_fn=ours or attention_fn()), jax.jit(theirs.init)(jax.random.key(2), *inputs)
+    return theirs, theirs.clone(attention_fn=ours or attention_fn()), parameters(theirs, *inputs)
 
 
 def results(modules, *args, **options):
@@ -62,16 +62,26 @@ def test_attention_fn_names_every_flax_argument():
         assert set(inspect.signature(theirs).parameters) <= named
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_self_attention_equals_flax(layer, mask, float64):
+def test_self_attention_under_every_mask_equals_flax(layer, float64):
     theirs, ours, params = pair(layer, X)
-    params, x = wide((params, X))
-    np.testing.assert_allclose(ours.apply(params, x, mask=mask), theirs.apply(params, x, mask=mask), rtol=1e-9)
+
+    @jax.jit
+    def outputs(params, x):
+        return [{name: module.apply(params, x, mask=mask) for name, mask in MASKS.items()} for module in (ours, theirs)]
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), *outputs(*wide((params, X))))
 
 
-@pytest.mark.parametrize("normalize_qk", [False, True])
-@pytest.mark.parametrize("layer", LAYERS[:2])
+@pytest.mark.parametrize(
+    "layer, normalize_qk",
+    [
+        (nn.MultiHeadDotProductAttention, False),
+        (nn.MultiHeadAttention, True),
+        pytest.param(nn.MultiHeadDotProductAttention, True, marks=pytest.mark.slow),
+        pytest.param(nn.MultiHeadAttention, False, marks=pytest.mark.slow),
+    ],
+)
 def test_cross_attention_equals_flax(layer, normalize_qk, float64):
     theirs, ours, params = pair(layer, X, MEMORY, normalize_qk=normalize_qk)
     params, x, memory = wide((params, X, MEMORY))
@@ -103,43 +113,51 @@ def test_bfloat16_equals_flax_up_to_rounding():
 @pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16])
 def test_dtypes_are_promoted_like_flax(dtype):
     mixed = Q.astype(jnp.bfloat16), K, V
-    assert attention_fn()(*mixed, dtype=dtype).dtype == nn.dot_product_attention(*mixed, dtype=dtype).dtype
+
+    def type_of(fn, **options):
+        return jax.eval_shape(functools.partial(fn, **options), *mixed).dtype
+
+    assert type_of(attention_fn(), dtype=dtype) == type_of(nn.dot_product_attention, dtype=dtype)
     seen = []
 
     def promote(arrays, dtype):
         seen.append(dtype)
         return tuple(x.astype(jnp.float16) for x in arrays)
 
-    assert attention_fn()(*mixed, dtype=dtype, promote_dtype=promote).dtype == jnp.float16 and seen == [dtype]
+    assert type_of(attention_fn(), dtype=dtype, promote_dtype=promote) == jnp.float16 and seen == [dtype]
 
 
-SHAPES = st.tuples(st.lists(st.booleans(), min_size=5, max_size=5), st.integers(0, 5), st.integers(0, 2**31))
+def both(q, k, v, *cases):
+    """The results of our function and of flax's with each of the options, computed by one program."""
+    functions = attention_fn(), nn.dot_product_attention
+    return jax.jit(lambda: [[fn(q, k, v, **case, deterministic=True) for case in cases] for fn in functions])()
 
 
-def broadcastable(case):
+def broadcastable(rng):
     """Normal numbers that broadcast to the scores of Q and K, with some axes of 1 and some leading axes missing."""
-    kept, first, seed = case
+    kept, first = rng.random(5) < 0.5, rng.integers(0, 6)
     shape = [size if keep else 1 for size, keep in zip((2, 3, 4, 6, 6), kept)][first:]
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+    return rng.normal(size=shape).astype(np.float32)
 
 
-@settings(max_examples=25)
-@given(SHAPES, SHAPES)
-def test_masks_and_biases_broadcast_like_flax(mask, bias):
-    mask, bias = broadcastable(mask) > 0, broadcastable(bias)
-    mask = mask | (np.arange(mask.shape[-1] if mask.ndim else 1) == 0)  # every query attends to the first key
-    ours = attention_fn()(Q, K, V, bias=bias, mask=mask, deterministic=True)
-    theirs = nn.dot_product_attention(Q, K, V, bias=bias, mask=mask, deterministic=True)
+def test_masks_and_biases_broadcast_like_flax():
+    """25 shapes of each, in one program."""
+    rng, cases = np.random.default_rng(0), []
+    for _ in range(25):
+        mask, bias = broadcastable(rng) > 0, broadcastable(rng)
+        # Every query attends to the first key.
+        cases.append({"mask": mask | (np.arange(mask.shape[-1] if mask.ndim else 1) == 0), "bias": bias})
+    assert len({(case["mask"].shape, case["bias"].shape) for case in cases}) > 20
+
     # Scores and biases below 10, so weights err by 10·2^-24 a few times, and values are below 4.
-    np.testing.assert_allclose(ours, theirs, atol=2e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), *both(Q, K, V, *cases))
 
 
-@pytest.mark.parametrize("shape", [(), (6,), (6, 6), (1, 6, 6), (4, 1, 6)])
-def test_inputs_without_batch_equal_flax(shape):
-    q, k, v = Q[0, 0], K[0, 0], V[0, 0]
-    mask = (np.random.default_rng(0).random(shape) < 0.6) | (np.arange(6) == 0 if shape else True)
-    ours, theirs = (fn(q, k, v, mask=mask, deterministic=True) for fn in (attention_fn(), nn.dot_product_attention))
-    np.testing.assert_allclose(ours, theirs, atol=2e-6)
+def test_inputs_without_batch_equal_flax():
+    rng, cases = np.random.default_rng(0), []
+    for shape in ((), (6,), (6, 6), (1, 6, 6), (4, 1, 6)):
+        cases.append({"mask": (rng.random(shape) < 0.6) | (np.arange(6) == 0 if shape else True)})
+    np.testing.assert_allclose(*both(Q[0, 0], K[0, 0], V[0, 0], *cases), atol=2e-6)
 
 
 def test_bias_gradient_equals_flax(float64):
@@ -154,12 +172,12 @@ def test_bias_gradient_equals_flax(float64):
 
 
 def test_fully_masked_row_is_zero_others_equal_flax():
-    mask = nn.make_attention_mask(TOKENS > 0, TOKENS > 0)[:, None]
-    ours, theirs = (fn(Q, K, V, mask=mask, deterministic=True) for fn in (attention_fn(), nn.dot_product_attention))
-    visible = np.broadcast_to((np.asarray(TOKENS) > 0)[:, None], (2, 3, 6))
+    visible = TOKENS > 0
+    (ours,), (theirs,) = np.asarray(both(Q, K, V, {"mask": (visible[:, :, None] & visible[:, None])[:, None, None]}))
+    visible = np.broadcast_to(visible[:, None], (2, 3, 6))
     np.testing.assert_allclose(ours[visible], theirs[visible], atol=2e-6)
     np.testing.assert_array_equal(ours[~visible], 0)
-    assert np.asarray(theirs)[~visible].all()
+    assert theirs[~visible].all()
 
 
 @pytest.mark.parametrize(
@@ -169,15 +187,17 @@ def test_fully_masked_row_is_zero_others_equal_flax():
         {"mask": SlidingWindow(1) & Padding(5), "impl": "blockwise", "block_sizes": (4, 2)},
         {"score_mod": SoftCap(1.0), "impl": "dense"},
         {"score_mod": (SoftCap(1.0), ALiBi(alibi_slopes(4)))},
-        {"scale": 0.5, "sinks": jnp.arange(4.0)},
-        {"mask": Causal(), "q_positions": jnp.arange(6) + 2, "kv_positions": jnp.arange(6)},
+        {"scale": 0.5, "sinks": np.arange(4, dtype=np.float32)},
+        {"mask": Causal(), "q_positions": np.arange(6) + 2, "kv_positions": np.arange(6)},
     ],
     ids=str,
 )
 def test_attention_fn_arguments_reach_operator(options):
-    expected = attnlab.attention(Q, K, V, **options)
-    np.testing.assert_array_equal(attention_fn(**options)(Q, K, V), expected)
-    assert not np.allclose(attention_fn()(Q, K, V), expected)
+    out, expected, plain = jax.jit(
+        lambda: [attention_fn(**options)(Q, K, V), attnlab.attention(Q, K, V, **options), attention_fn()(Q, K, V)]
+    )()
+    np.testing.assert_array_equal(out, expected)
+    assert not np.allclose(plain, expected)
 
 
 def test_attention_fn_uses_named_backend():
@@ -189,9 +209,11 @@ def test_attention_fn_uses_named_backend():
 
 def test_attention_fn_ands_its_mask_with_layers():
     _, ours, params = pair(nn.MultiHeadAttention, X, ours=attention_fn(Causal()))
-    theirs = jax.jit(nn.MultiHeadAttention(num_heads=4).apply)(params, X, mask=MASKS["both"])
-    for mask in (MASKS["padding"], Padding(np.array([4, 6]))):
-        np.testing.assert_allclose(jax.jit(ours.apply)(params, X, mask=mask), theirs, atol=2e-6)
+    layer = nn.MultiHeadAttention(num_heads=4)
+    calls = (layer, MASKS["both"]), (ours, MASKS["padding"]), (ours, Padding(np.array([4, 6])))
+    theirs, *others = jax.jit(lambda params: [module.apply(params, X, mask=mask) for module, mask in calls])(params)
+    for other in others:
+        np.testing.assert_allclose(other, theirs, atol=2e-6)
 
 
 @pytest.mark.parametrize("impl", ["auto", "blockwise"])
@@ -216,12 +238,13 @@ def test_flax_decoding_equals_flax(impl):
 def test_positional_terms_raise_in_flax_decoding(name, option):
     _, ours, variables = pair(nn.MultiHeadAttention, X, decode=True, ours=attention_fn(**option))
     with pytest.raises(ValueError, match=f"{name} compares positions, but Tq = 1 and Tk = 6.*leave causality to flax"):
-        ours.apply(variables, X[:, :1], mutable=["cache"])
+        jax.eval_shape(functools.partial(ours.apply, mutable=["cache"]), variables, X[:, :1])
 
 
 def test_explicit_positions_allow_different_lengths():
-    last = attention_fn(Causal(), q_positions=jnp.array([4, 5]), kv_positions=jnp.arange(6))(Q[..., 4:, :, :], K, V)
-    np.testing.assert_allclose(last, attention_fn(Causal())(Q, K, V)[..., 4:, :, :], atol=2e-6)
+    attend = attention_fn(Causal(), q_positions=np.array([4, 5]), kv_positions=np.arange(6))
+    last, whole = jax.jit(lambda: [attend(Q[..., 4:, :, :], K, V), attention_fn(Causal())(Q, K, V)])()
+    np.testing.assert_allclose(last, whole[..., 4:, :, :], atol=2e-6)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -257,11 +280,13 @@ def test_dropout_rate_is_met_and_deterministic_drops_none():
 def test_layer_dropout_uses_its_rng_stream():
     _, ours, params = pair(nn.MultiHeadAttention, X, dropout_rate=0.5, broadcast_dropout=False, deterministic=True)
     plain = nn.MultiHeadAttention(num_heads=4, attention_fn=attention_fn())
-    np.testing.assert_array_equal(ours.apply(params, X), plain.apply(params, X))
-    ours = ours.clone(deterministic=False)
-    once, again, other = (ours.apply(params, X, rngs={"dropout": jax.random.key(seed)}) for seed in (7, 7, 8))
+    same, expected = results((ours, plain), params, X)
+    np.testing.assert_array_equal(same, expected)
+    dropping = ours.clone(deterministic=False)
+    run = jax.jit(lambda seed: dropping.apply(params, X, rngs={"dropout": jax.random.key(seed)}))
+    once, again, other = map(run, (7, 7, 8))
     np.testing.assert_array_equal(once, again)
-    assert not np.allclose(once, other) and not np.allclose(once, plain.apply(params, X))
+    assert not np.allclose(once, other) and not np.allclose(once, expected)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +298,7 @@ def test_layer_dropout_uses_its_rng_stream():
         ({"einsum_dot_general": jax.lax.dot_general}, "einsum_dot_general = .*: expected None"),
         ({"qk_attn_weights_einsum": jnp.einsum}, "qk_attn_weights_einsum = .*: expected None"),
         ({"attn_weights_value_einsum": jnp.einsum}, "attn_weights_value_einsum = .*: expected None"),
-        ({"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}, "give the layer broadcast_dropout=False"),
+        ({"dropout_rate": 0.1, "dropout_rng": KEY}, "give the layer broadcast_dropout=False"),
         ({"dropout_rate": 0.1, "broadcast_dropout": False}, "dropout_rng = None.*give a key, or deterministic=True"),
         ({"mask": np.ones((5, 6))}, r"mask has shape \(5, 6\), expected one that broadcasts to.* \(2, 3, 4, 6, 6\)"),
         ({"mask": np.ones((1, 2, 3, 4, 6, 6))}, "mask has shape .*, expected one that broadcasts to"),
@@ -284,59 +309,65 @@ def test_layer_dropout_uses_its_rng_stream():
     ],
 )
 def test_unsupported_argument_raises_by_name(given, message, own_errors):
+    arguments = {"query": Q, "key": K, "value": V} | given
     with pytest.raises(ValueError, match=message) as error:
-        attention_fn()(**{"query": Q, "key": K, "value": V} | given)
+        jax.eval_shape(lambda: attention_fn()(**arguments))
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("precision", [None, "default", jax.lax.Precision.DEFAULT, ("default", "default")])
 def test_neutral_arguments_are_accepted(precision):
-    out = attention_fn()(Q, K, V, precision=precision, force_fp32_for_softmax=True, dropout_rng=jax.random.key(0))
-    np.testing.assert_array_equal(out, attention_fn()(Q, K, V))
+    neutral = {"precision": precision, "force_fp32_for_softmax": True, "dropout_rng": KEY}
+    programs = [str(jax.make_jaxpr(functools.partial(attention_fn(), **more))(Q, K, V)) for more in ({}, neutral)]
+    assert programs[0] == programs[1]
 
 
-def nnx_pair(ours=None, **options):
+@functools.cache
+def nnx_pair(**options):
+    """NNX's layer with its attention and with ours, and the same parameters."""
     options = {"num_heads": 4, "in_features": 8, "decode": False} | options
-    return [
-        nnx.MultiHeadAttention(**options, attention_fn=fn, rngs=nnx.Rngs(0))
-        for fn in (nnx.dot_product_attention, ours or attention_fn())
-    ]
+    create = nnx.jit(lambda fn: nnx.MultiHeadAttention(**options, attention_fn=fn, rngs=nnx.Rngs(0)), static_argnums=0)
+    return create(nnx.dot_product_attention), create(attention_fn())
+
+
+def nnx_results(modules, *args, **options):
+    """What the modules return, computed by one program."""
+    return nnx.jit(lambda modules, *args: [module(*args, **options) for module in modules])(modules, *args)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize(
-    "call",
-    [{}, {"is_causal": True}, {"mask": HALF}, {"mask": HALF, "is_causal": True}],
-    ids=lambda call: "+".join(call),
-)
-def test_nnx_attention_equals_nnx(call, kv_heads):
-    theirs, ours = nnx_pair(num_kv_heads=kv_heads)
-    np.testing.assert_allclose(ours(X, **call), theirs(X, **call), atol=2e-6)
+def test_nnx_attention_equals_nnx(kv_heads):
+    calls = ({}, {"is_causal": True}, {"mask": HALF}, {"mask": HALF, "is_causal": True})
+    outputs = nnx.jit(lambda modules, x: [[module(x, **call) for call in calls] for module in modules])
+    ours, theirs = outputs(nnx_pair(num_kv_heads=kv_heads), X)
+    np.testing.assert_allclose(ours, theirs, atol=2e-6)
 
 
 def test_nnx_gradients_equal_nnx(float64):
-    theirs, ours = (
-        nnx.jit(nnx.grad(lambda module, x: (module(x, is_causal=True) ** 2).sum()))(module, wide(X))
-        for module in nnx_pair()
-    )
+    def gradients(modules, x):
+        return [nnx.grad(lambda module: (module(x, is_causal=True) ** 2).sum())(module) for module in modules]
+
+    ours, theirs = nnx.jit(gradients)(nnx_pair(), wide(X))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, theirs)
 
 
 def test_nnx_decoding_equals_nnx():
-    theirs, ours = nnx_pair(decode=True)
-    full = nnx_pair()[1](X, is_causal=True)
-    for module in (theirs, ours):
+    (full,) = nnx_results(nnx_pair()[1:], X, is_causal=True)
+    modules = nnx_pair(decode=True)
+    for module in modules:
         module.init_cache(X.shape)
+    step = nnx.jit(lambda modules, x: [module(x) for module in modules])
     for at in range(6):
-        out = ours(X[:, at : at + 1])
-        np.testing.assert_allclose(out, theirs(X[:, at : at + 1]), atol=2e-6)
+        expected, out = step(modules, X[:, at : at + 1])
+        np.testing.assert_allclose(out, expected, atol=2e-6)
         np.testing.assert_allclose(out, full[:, at : at + 1], atol=2e-6)
 
 
 def test_nnx_weights_are_sown_like_nnx():
-    sown = []
-    for module in nnx_pair(dropout_rate=0.5, broadcast_dropout=False, deterministic=False):
-        layer = nnx.capture(module, nnx.Intermediate)
-        _, state = layer(X, sow_weights=True, mask=MASKS["both"], rngs=nnx.Rngs(0))
-        sown.append(state["attention_weights"][0])
-    np.testing.assert_allclose(*sown, atol=1e-6)
+    def sown(modules, x):
+        for module in modules:
+            layer = nnx.capture(module, nnx.Intermediate)
+            yield layer(x, sow_weights=True, mask=MASKS["both"], rngs=nnx.Rngs(0))[1]["attention_weights"][0]
+
+    pair = nnx_pair(dropout_rate=0.5, broadcast_dropout=False, deterministic=False)
+    np.testing.assert_allclose(*nnx.jit(lambda modules, x: list(sown(modules, x)))(pair, X), atol=1e-6)

@@ -13,6 +13,7 @@ from attnlab.data import tokenizers
 from attnlab.errors import UserError
 from attnlab.interop.huggingface import from_hf, make_config, make_model, save_hf, to_hf
 from attnlab.nn import GPT, MultiHeadAttention
+from tests.parameters import parameters
 from tests.texts import TEXT
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
@@ -120,21 +121,22 @@ def test_hf_other_weight_formats_load_equal(tmp_path):
 @pytest.fixture(scope="module")
 def small():
     model = GPT(vocab_size=11, num_layers=2, num_heads=2, width=8, context=6)
-    return model, jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    return model, parameters(model, np.zeros((1, 1), np.int32))
 
 
 def test_export_without_biases_writes_zero_biases(small, tmp_path):
     model = small[0].clone(use_bias=False)
-    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    params = parameters(model, np.zeros((1, 1), np.int32))
     other, its_params = from_hf(save_hf(tmp_path / "gpt2", model, params))
-    tokens = jnp.array([[1, 2, 3]])
-    np.testing.assert_array_equal(other.apply(its_params, tokens), model.apply(params, tokens))
+    tokens = np.array([[1, 2, 3]])
+    calls = ((other, its_params), (model, params))
+    np.testing.assert_array_equal(*jax.jit(lambda: [model.apply(params, tokens) for model, params in calls])())
 
 
 def test_export_converts_parameters_to_float32(small, tmp_path):
     model, params = small
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    assert_same(from_hf(save_hf(tmp_path / "half", model, half)), (model, jax.tree.map(jnp.float32, half)))
+    assert_same(from_hf(save_hf(tmp_path / "half", model, half)), (model, jax.tree.map(np.float32, half)))
     assert (tmp_path / "half" / "model.safetensors").stat().st_mode == (
         tmp_path / "half" / "config.json"
     ).stat().st_mode
@@ -287,7 +289,7 @@ def gpt2(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub") / "gpt2"
     tokenizer = tokenizers.make("bpe", TEXT, vocab_size=300)
     model = GPT(vocab_size=tokenizer.vocab_size + 3, num_layers=2, num_heads=2, width=16, context=48)
-    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    params = parameters(model, np.zeros((1, 1), np.int32))
     return save_hf(folder, model, params, tokenizer)
 
 

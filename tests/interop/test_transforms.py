@@ -12,15 +12,25 @@ from jax.test_util import check_grads
 from attnlab.interop.flax import attention_fn
 from attnlab.masks import Causal, Padding
 from attnlab.nn import GPT, Block, KVCache, Mlp, MultiHeadAttention
+from tests.parameters import parameters
 
 X = np.random.default_rng(0).standard_normal((4, 6, 8)).astype(np.float32)
 TOKENS = np.arange(24, dtype=np.int32).reshape(4, 6) % 10
 LAYER = MultiHeadAttention(num_heads=4, mask=Causal())
 MODEL = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
 MODULES = {"attention": (LAYER, X), "gpt": (MODEL, TOKENS)}
-IMPLS = ["dense", "blockwise"]
 
-both = pytest.mark.parametrize("module, inputs", MODULES.values(), ids=MODULES)
+# Each module with one backend; the other is slow.
+both = pytest.mark.parametrize(
+    "module, inputs",
+    [
+        pytest.param(module.clone(impl=impl), inputs, id=f"{impl}-{name}", marks=[] if fast else pytest.mark.slow)
+        for name, (module, inputs) in MODULES.items()
+        for impl in ("dense", "blockwise")
+        for fast in [(name, impl) in (("attention", "blockwise"), ("gpt", "dense"))]
+    ],
+)
+impls = pytest.mark.parametrize("impl", [pytest.param("dense", marks=pytest.mark.slow), "blockwise"])
 
 
 def assert_close(ours, plain):
@@ -33,17 +43,22 @@ def initialized(module, inputs):
     return jax.jit(module.init)(jax.random.key(1), inputs)
 
 
-def value_and_gradient(apply, params):
-    return jax.jit(jax.value_and_grad(lambda params: (apply(params) ** 2).sum()))(params)
+def value_and_gradient(apply):
+    return jax.value_and_grad(lambda params: (apply(params) ** 2).sum())
+
+
+def assert_same_gradient(ours, plain, params):
+    """Both, and their values, in one program."""
+    assert_close(*jax.jit(lambda params: [value_and_gradient(apply)(params) for apply in (ours, plain)])(params))
 
 
 def mesh(shape, names):
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
 
 
-@both
+@pytest.mark.parametrize("module, inputs", [(LAYER, X), pytest.param(MODEL, TOKENS, marks=pytest.mark.slow)])
 def test_jit_equals_eager(module, inputs):
-    params = initialized(module, inputs)
+    params = parameters(module, inputs)
     assert_close(jax.jit(module.apply)(params, inputs), module.apply(params, inputs))
 
 
@@ -53,16 +68,14 @@ def test_nn_jit_equals_plain():
         def __call__(self, tokens):
             return nn.jit(GPT)(10, 1, 2, 8, 6, positions="alibi", name="gpt")(tokens)
 
-    params = Model().init(jax.random.key(1), TOKENS)
+    params = jax.jit(Model().init)(jax.random.key(1), TOKENS)
     plain = jax.jit(MODEL.clone(positions="alibi").apply)({"params": params["params"]["gpt"]}, TOKENS)
     assert_close(Model().apply(params, TOKENS), plain)
 
 
 @both
-@pytest.mark.parametrize("impl", IMPLS)
-def test_vmap_over_parameters_equals_loop(module, inputs, impl):
-    module = module.clone(impl=impl)
-    stack = jax.jit(jax.vmap(module.init, (0, None)))(jax.random.split(jax.random.key(1), 3), inputs)
+def test_vmap_over_parameters_equals_loop(module, inputs):
+    stack = jax.jit(jax.vmap(lambda seed: module.init(jax.random.key(seed), inputs)))(np.arange(3))
     several = np.asarray(jax.jit(jax.vmap(module.apply, (0, None)))(stack, inputs))
     apply, stack = jax.jit(module.apply), jax.tree.map(np.asarray, stack)
     for i in range(3):
@@ -70,17 +83,13 @@ def test_vmap_over_parameters_equals_loop(module, inputs, impl):
 
 
 @both
-@pytest.mark.parametrize("impl", IMPLS)
-def test_vmap_over_examples_equals_batch(module, inputs, impl):
-    module = module.clone(impl=impl)
-    params = initialized(module, inputs)
+def test_vmap_over_examples_equals_batch(module, inputs):
+    def gradient(params, inputs):
+        return jax.grad(lambda params: (module.apply(params, inputs) ** 2).sum())(params)
 
-    def gradient(params, one):
-        return jax.grad(lambda params: (module.apply(params, one[None]) ** 2).sum())(params)
-
-    each = jax.jit(jax.vmap(gradient, (None, 0)))(params, inputs)
-    whole = value_and_gradient(lambda params: module.apply(params, inputs), params)[1]
-    assert_close(jax.tree.map(lambda leaf: np.asarray(leaf).sum(0), each), whole)
+    each = jax.vmap(lambda params, one: gradient(params, one[None]), (None, 0))
+    several, whole = jax.jit(lambda *args: (each(*args), gradient(*args)))(parameters(module, inputs), inputs)
+    assert_close(jax.tree.map(lambda leaf: np.asarray(leaf).sum(0), several), whole)
 
 
 def test_nn_vmap_makes_ensemble():
@@ -94,23 +103,23 @@ def test_nn_vmap_makes_ensemble():
     assert_close(jax.jit(ensemble.apply)(params, X), plain)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@impls
 def test_grad_equals_finite_differences(impl, float64):
     block = Block(LAYER.clone(impl=impl), Mlp())
-    params, x = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (initialized(block, X), X))
+    params, x = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (parameters(block, X), X))
     # Differences over steps of 1e-6, of sums near 100, err by 100·1e-16/1e-6.
     check_grads(jax.jit(lambda params: jnp.sin(block.apply(params, x)).sum()), (params,), 1, ["rev"], atol=1e-6)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@impls
 def test_nn_remat_equals_plain(impl):
     layer = LAYER.clone(impl=impl)
-    params = initialized(layer, X)
     again = nn.remat(MultiHeadAttention)(num_heads=4, mask=Causal(), impl=impl)
     lengths = Padding(np.array([6, 3, 2, 5]))
-    assert_close(
-        value_and_gradient(lambda params: again.apply(params, X, mask=lengths), params),
-        value_and_gradient(lambda params: layer.apply(params, X, mask=lengths), params),
+    assert_same_gradient(
+        lambda params: again.apply(params, X, mask=lengths),
+        lambda params: layer.apply(params, X, mask=lengths),
+        parameters(layer, X),
     )
 
 
@@ -150,24 +159,27 @@ def test_nn_scan_over_layers_equals_loop():
         return x
 
     assert params["params"]["block"]["attention"]["query"]["kernel"].shape == (3, 8, 4, 2)
-    assert_close(
-        value_and_gradient(lambda params: Stack().apply(params, X)[0], params), value_and_gradient(in_turn, params)
-    )
+    assert_same_gradient(lambda params: Stack().apply(params, X)[0], in_turn, params)
 
 
 def test_nn_scan_over_layers_decodes_with_caches():
-    params = initialized(Stack(), X)
-    apply = jax.jit(Stack().apply)
+    params = parameters(Stack(), X)
     caches = jax.tree.map(lambda leaf: np.stack([leaf] * 3), KVCache.empty(4, 6, 4, 2))
-    first, caches = apply(params, X[:, :4], caches)
-    last, caches = apply(params, X[:, 4:], caches)
-    assert_close(np.concatenate([first, last], axis=1), apply(params, X)[0])
-    assert caches.length.tolist() == [[6] * 4] * 3
+
+    @jax.jit
+    def decode(params, caches):
+        first, caches = Stack().apply(params, X[:, :4], caches)
+        last, caches = Stack().apply(params, X[:, 4:], caches)
+        return (first, last), Stack().apply(params, X)[0], caches.length
+
+    parts, whole, length = decode(params, caches)
+    assert_close(np.concatenate(parts, axis=1), whole)
+    assert length.tolist() == [[6] * 4] * 3
 
 
 def test_nn_scan_dropout_differs_between_layers():
-    params = initialized(Stack(), np.ones((1, 1, 8), np.float32))
-    same = jax.tree.map(lambda leaf: np.broadcast_to(np.asarray(leaf)[:1], leaf.shape), params)
+    params = parameters(Stack(), np.ones((1, 1, 8), np.float32))
+    same = jax.tree.map(lambda leaf: np.broadcast_to(leaf[:1], leaf.shape), params)
     dropping = Stack(dropout_rate=0.5)
 
     @jax.jit
@@ -176,7 +188,7 @@ def test_nn_scan_dropout_differs_between_layers():
 
     np.testing.assert_array_equal(run(1), run(1))
     assert not np.allclose(run(1), run(2))
-    assert_close(jax.jit(dropping.apply)(same, X)[0], jax.jit(Stack().apply)(same, X)[0])
+    assert_close(*jax.jit(lambda: [stack.apply(same, X)[0] for stack in (dropping, Stack())])())
 
 
 def test_logical_axes_shard_parameters():
@@ -202,58 +214,54 @@ def test_logical_axes_shard_parameters():
     def step(params, x):
         with nn.logical_axis_rules(rules):
             x = nn.with_logical_constraint(x, ("batch", None, "embed"), mesh=grid)
-            return value_and_gradient(lambda params: layer.apply(params, x), params)
+            return value_and_gradient(lambda params: layer.apply(params, x))(params)
 
     x = jax.device_put(X, NamedSharding(grid, P("data")))
     value, gradient = step(params, x)
     plain = LAYER.clone(use_bias=False)
     alone = jax.device_put(params, jax.devices()[0])
-    assert_close((value, gradient), value_and_gradient(lambda params: plain.apply(params, X), alone))
+    assert_close((value, gradient), jax.jit(value_and_gradient(lambda params: plain.apply(params, X)))(alone))
     assert gradient["params"]["query"]["kernel"].sharding.shard_shape((8, 4, 2)) == (8, 2, 2)
 
 
+def split_over_data(apply, *specs):
+    """Parameters on every device, the arguments split over four."""
+    return jax.shard_map(apply, mesh=mesh((4,), ("data",)), in_specs=(P(), *specs), out_specs=P("data"))
+
+
 @both
-@pytest.mark.parametrize("impl", IMPLS)
-def test_shard_map_over_data_equals_plain(module, inputs, impl):
-    module = module.clone(impl=impl)
-    params = initialized(module, inputs)
-    sharded = jax.shard_map(module.apply, mesh=mesh((4,), ("data",)), in_specs=(P(), P("data")), out_specs=P("data"))
-    assert_close(
-        value_and_gradient(lambda params: sharded(params, inputs), params),
-        value_and_gradient(lambda params: module.apply(params, inputs), params),
+def test_shard_map_over_data_equals_plain(module, inputs):
+    sharded = split_over_data(module.apply, P("data"))
+    assert_same_gradient(
+        lambda params: sharded(params, inputs),
+        lambda params: module.apply(params, inputs),
+        parameters(module, inputs),
     )
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@impls
 def test_shard_map_of_flax_layer_with_padding_equals_plain(impl):
     layer = nn.MultiHeadAttention(num_heads=4, attention_fn=attention_fn(Causal(), impl=impl))
-    params = initialized(layer, X)
     visible = (np.arange(6) < np.array([[6], [3], [2], [5]]))[:, None, None]
 
     def apply(params, x, visible):
         return layer.apply(params, x, mask=visible)
 
-    sharded = jax.shard_map(
-        apply, mesh=mesh((4,), ("data",)), in_specs=(P(), P("data"), P("data")), out_specs=P("data")
-    )
-    assert_close(
-        value_and_gradient(lambda params: sharded(params, X, visible), params),
-        value_and_gradient(lambda params: apply(params, X, visible), params),
+    sharded = split_over_data(apply, P("data"), P("data"))
+    assert_same_gradient(
+        lambda params: sharded(params, X, visible), lambda params: apply(params, X, visible), parameters(layer, X)
     )
 
 
 def test_shard_map_dropout_with_example_keys_equals_plain():
     model = MODEL.clone(dropout=0.5)
-    params = initialized(model, TOKENS)
 
     def apply(params, tokens, keys):
         return model.apply(params, tokens, deterministic=False, dropout_key=keys)
 
-    sharded = jax.shard_map(
-        apply, mesh=mesh((4,), ("data",)), in_specs=(P(), P("data"), P("data")), out_specs=P("data")
-    )
-    keys = jax.random.split(jax.random.key(2), 4)
-    assert_close(jax.jit(sharded)(params, TOKENS, keys), jax.jit(apply)(params, TOKENS, keys))
+    sharded = split_over_data(apply, P("data"), P("data"))
+    keys = jax.jit(lambda: jax.random.split(jax.random.key(2), 4))()
+    assert_close(*jax.jit(lambda *args: (sharded(*args), apply(*args)))(parameters(model, TOKENS), TOKENS, keys))
 
 
 def test_nn_map_variables_transforms_parameters():

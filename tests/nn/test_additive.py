@@ -7,12 +7,13 @@ import numpy as np
 
 from attnlab.masks import Causal, Padding
 from attnlab.nn import AdditiveAttention
+from tests.parameters import parameters
 
 rng = np.random.default_rng(0)
 Q = rng.standard_normal((2, 4, 8)).astype(np.float32)
 MEMORY = rng.standard_normal((2, 6, 5)).astype(np.float32)
 MODULE = AdditiveAttention(features=3)
-PARAMS = jax.jit(MODULE.init)(jax.random.key(2), Q, MEMORY)
+PARAMS = parameters(MODULE, Q, MEMORY)
 apply = jax.jit(MODULE.apply)
 
 
@@ -43,8 +44,11 @@ def test_sown_weights_times_memory_equal_output():
 
 def test_causal_self_attention_ignores_later_tokens():
     module = AdditiveAttention(mask=Causal())
-    params, apply = jax.jit(module.init)(jax.random.key(0), Q), jax.jit(module.apply)
-    np.testing.assert_allclose(np.asarray(apply(params, Q))[:, :2], apply(params, Q[:, :2]), atol=1e-6)
+    params, apply = parameters(module, Q), jax.jit(module.apply)
+    changed = np.where(np.arange(4)[:, None] < 2, Q, -Q)
+    before, after = np.asarray(apply(params, Q)), np.asarray(apply(params, changed))
+    np.testing.assert_allclose(before[:, :2], after[:, :2], atol=1e-6)
+    assert not np.allclose(before[:, 2:], after[:, 2:], atol=1e-3)
 
 
 def test_gradient_of_every_parameter_is_nonzero():

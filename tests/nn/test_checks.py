@@ -21,6 +21,7 @@ from attnlab.nn import (
     cosine_similarity,
     rotary,
 )
+from tests.parameters import parameters
 
 X = np.random.default_rng(0).normal(size=(2, 5, 8))
 CAUSAL = np.tri(5, dtype=bool)
@@ -35,26 +36,32 @@ EACH = pytest.mark.parametrize("module", ATTENTION.values(), ids=ATTENTION)
 
 @EACH
 def test_bool_array_mask_equals_mask_in_field_and_call(module):
-    x = jnp.asarray(X)
-    params = module.init(jax.random.key(0), x)
-    expected = module.apply(params, x, mask=Causal())
-    assert not np.allclose(expected, module.apply(params, x), atol=1e-3)
-    np.testing.assert_array_equal(module.apply(params, x, mask=CAUSAL), expected)
-    field = module.clone(mask=CAUSAL)
-    np.testing.assert_array_equal(field.apply(params, x), expected)
+    x, field = X.astype(np.float32), module.clone(mask=CAUSAL)
+
+    @jax.jit
+    def run(params):
+        called = [module.apply(params, x, mask=mask) for mask in (Causal(), None, CAUSAL)]
+        return *called, field.apply(params, x)
+
+    expected, without, by_call, by_field = map(np.asarray, run(parameters(module, x)))
+    assert not np.allclose(expected, without, atol=1e-3)
+    np.testing.assert_array_equal(by_call, expected)
+    np.testing.assert_array_equal(by_field, expected)
     assert field == module.clone(mask=CAUSAL.copy()) != module.clone(mask=~CAUSAL)
 
 
 def test_nn_jit_accepts_bool_array_field():
+    x = X.astype(np.float32)
     module = nn.jit(MultiHeadAttention)(num_heads=2, mask=CAUSAL)
-    out, params = module.init_with_output(jax.random.key(0), jnp.asarray(X))
-    np.testing.assert_allclose(out, MultiHeadAttention(2, mask=Causal()).apply(params, jnp.asarray(X)), atol=1e-6)
+    params = parameters(module, x)
+    expected = jax.jit(MultiHeadAttention(2, mask=Causal()).apply)(params, x)
+    np.testing.assert_allclose(module.apply(params, x), expected, atol=1e-6)
 
 
 @EACH
 def test_unknown_argument_names_the_one_to_use(module):
     with pytest.raises(TypeError, match=r"__call__ has no argument 'is_causal': use mask=masks.Causal\(\)"):
-        module.init(jax.random.key(0), jnp.asarray(X), is_causal=True)
+        jax.eval_shape(lambda: module.init(jax.random.key(0), X.astype(np.float32), is_causal=True))
 
 
 @pytest.mark.parametrize(
@@ -63,28 +70,29 @@ def test_unknown_argument_names_the_one_to_use(module):
     ids=lambda module: type(module).__name__,
 )
 def test_float64_numpy_input_does_not_warn(module):  # warnings are errors in the tests
-    out, _ = module.init_with_output(jax.random.key(0), X)
+    out, _ = jax.eval_shape(lambda: module.init_with_output(jax.random.key(0), X))  # of NumPy's X, not a traced one
     assert out.dtype == jnp.float32
 
 
 def test_float64_numpy_input_of_functions_does_not_warn():
-    assert rotary(X[:, :, None], np.arange(5)).dtype == cosine_similarity(X, X[0]).dtype == jnp.float32
+    out = jax.eval_shape(lambda: (rotary(X[:, :, None], np.arange(5)), cosine_similarity(X, X[0])))
+    assert [x.dtype for x in out] == [jnp.float32] * 2
 
 
 def test_seq2seq_token_out_of_range_raises(own_errors):
     model = Seq2Seq(vocab_size=5, width=4, attention=AdditiveAttention())
-    lengths, inputs = jnp.array([2]), jnp.array([[0, 1]])
+    lengths, inputs = np.array([2]), np.array([[0, 1]])
 
     def init(source, inputs):
         jax.eval_shape(lambda: model.init(jax.random.key(0), source, lengths, inputs))
 
-    init(jnp.array([[1, 2, 99]]), inputs)  # beyond the length
+    init(np.array([[1, 2, 99]]), inputs)  # beyond the length
     with pytest.raises(ValueError, match="source contains 5, expected ids from 0 to 4"):
-        init(jnp.array([[1, 5, 0]]), inputs)
+        init(np.array([[1, 5, 0]]), inputs)
     with pytest.raises(ValueError, match="inputs contains -2, expected ids from -1 to 4"):
-        init(jnp.array([[1, 2, 0]]), inputs - 2)
+        init(np.array([[1, 2, 0]]), inputs - 2)
 
 
 def test_learned_positions_out_of_range_raises():
     with pytest.raises(ValueError, match="positions contains 6, expected ids from 0 to 5: cut the sequence"):
-        LearnedPositions(context=6, features=4).init(jax.random.key(0), jnp.array([4, 6]))
+        jax.eval_shape(lambda: LearnedPositions(context=6, features=4).init(jax.random.key(0), np.array([4, 6])))

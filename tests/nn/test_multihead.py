@@ -11,11 +11,13 @@ import pytest
 from attnlab.masks import Causal, Dense, Padding, SlidingWindow
 from attnlab.nn import KVCache, MultiHeadAttention
 from attnlab.score_mods import ALiBi, alibi_slopes
+from tests.parameters import parameters
 
 rng = np.random.default_rng(0)
 X = rng.standard_normal((2, 6, 8)).astype(np.float32)
 MEMORY = rng.standard_normal((2, 5, 12)).astype(np.float32)
 EMPTY = KVCache.empty(batch=2, capacity=8, kv_heads=4, head_dim=2)
+CHUNKS = [6], [3, 3], [1] * 6
 
 
 MODULES = {
@@ -24,7 +26,7 @@ MODULES = {
     "rotary": {"rotary_base": 100.0},
     "normed": {"qk_norm": True, "head_dim": 16},  # of two features the norm keeps little but their rounding
     "window": {"mask": SlidingWindow(2)},
-    "sinks": {"sinks": True},
+    "sinks": {"sinks": True, "score_mod": ALiBi(alibi_slopes(4))},
 }
 
 
@@ -32,20 +34,26 @@ MODULES = {
 def made(option):
     """Variables and compiled `apply` of one of `MODULES`, shared between tests."""
     module = MultiHeadAttention(num_heads=4, **({"mask": Causal()} | MODULES[option]))
-    return jax.jit(module.init)(jax.random.key(2), X), jax.jit(module.apply)
+    return parameters(module, X), jax.jit(module.apply)
 
 
 def shapes(tree):
     return jax.tree.map(lambda leaf: leaf.shape, tree)
 
 
-@pytest.mark.parametrize("use_bias", [True, False])
-@pytest.mark.parametrize("qk_norm", [True, False])
-@pytest.mark.parametrize("memory", [None, MEMORY])
+@pytest.mark.parametrize(
+    "use_bias, qk_norm, memory",
+    [
+        pytest.param(use_bias, qk_norm, memory, marks=[pytest.mark.slow] * ((use_bias == qk_norm) == (memory is None)))
+        for use_bias in (True, False)
+        for qk_norm in (True, False)
+        for memory in (None, MEMORY)
+    ],
+)
 def test_parameters_are_interchangeable_with_flax(use_bias, qk_norm, memory, float64):
     ours = MultiHeadAttention(num_heads=4, use_bias=use_bias, qk_norm=qk_norm)
     theirs = flax.linen.MultiHeadDotProductAttention(num_heads=4, use_bias=use_bias, normalize_qk=qk_norm)
-    params = jax.jit(theirs.init)(jax.random.key(2), X, memory)
+    params = parameters(theirs, X, memory)
     assert shapes(jax.eval_shape(ours.init, jax.random.key(2), X, memory)) == shapes(params)
     # In float64, as flax's variance, E[x²] − E[x]², loses in float32 what two features that are near each other differ.
     x, memory = (None if given is None else given.astype(np.float64) for given in (X, memory))
@@ -74,9 +82,8 @@ def test_dense_mask_equals_flax():
 def test_multihead_ands_masks_of_field_and_call():
     params, apply = made("plain")
     lengths = Padding(np.array([3, 6]))
-    joined = apply(params, X, mask=lengths)
     expected = jax.jit(MultiHeadAttention(num_heads=4).apply)(params, X, mask=Causal() & lengths)
-    np.testing.assert_array_equal(joined, expected)
+    np.testing.assert_array_equal(apply(params, X, mask=lengths), expected)
 
 
 def test_grouped_heads_equal_repeated_kv_heads():
@@ -113,7 +120,7 @@ def test_flops_of_heads_equal_one_wide_head():
 
 def test_multihead_sown_weights_give_output():
     module = MultiHeadAttention(num_heads=4, mask=Causal(), use_bias=False)
-    params = jax.jit(module.init)(jax.random.key(2), X)["params"]
+    params = parameters(module, X)["params"]
     out, state = jax.jit(functools.partial(module.apply, mutable=["intermediates"]))({"params": params}, X)
     (weights,) = state["intermediates"]["attention_weights"]
     values = np.einsum("btf,fhd->bhtd", X, params["value"]["kernel"])
@@ -126,21 +133,21 @@ def test_multihead_dropout_depends_on_example_key_alone():
     module = MultiHeadAttention(num_heads=4, dropout_rate=0.5)
 
     @jax.jit
-    def run(params):
+    def run(params, key):
         drop = functools.partial(module.apply, params, deterministic=False)
-        keys = jax.random.split(jax.random.key(3), 2)
+        keys = jax.random.split(key, 2)
         return drop(X, dropout_key=keys), drop(X[1:], dropout_key=keys[1:]), module.apply(params, X)
 
-    both, second, plain = map(np.asarray, run(made("plain")[0]))
+    both, second, plain = map(np.asarray, run(made("plain")[0], jax.random.key(3)))
     np.testing.assert_allclose(both[1:], second, atol=1e-6)
     assert not np.allclose(both, plain)
 
 
 def test_sinks_start_at_zero_and_take_weight():
     module = MultiHeadAttention(num_heads=4, sinks=True)
-    params, _ = made("sinks")
-    assert params["params"]["sinks"].shape == (4,)
-    _, state = jax.jit(functools.partial(module.apply, mutable=["intermediates"]))({"params": params["params"]}, X)
+    sowing = jax.jit(functools.partial(module.init_with_output, mutable=["params", "intermediates"]))
+    _, state = sowing(jax.random.key(2), X)
+    np.testing.assert_array_equal(state["params"]["sinks"], np.zeros(4))
     assert (np.asarray(state["intermediates"]["attention_weights"][0]).sum(-1) < 1).all()
 
 
@@ -148,62 +155,31 @@ def test_sinks_start_at_zero_and_take_weight():
     "options, call, message",
     [
         ({"num_heads": 3}, {}, "width 8 is not divisible by 3 heads"),
-        ({"num_heads": 4, "kv_heads": 3}, {}, "num_heads = 4 must be a multiple of kv_heads = 3"),
-        (
-            {"num_heads": 4},
-            {"inputs_kv": MEMORY, "cache": KVCache.empty(2, 8, 4, 2)},
-            "cache is for self-attention",
-        ),
-        (
-            {"num_heads": 4},
-            {"positions": jnp.arange(6), "cache": KVCache.empty(2, 8, 4, 2)},
-            "a cache counts positions by itself",
-        ),
-        (
-            {"num_heads": 4},
-            {"cache": KVCache.empty(3, 8, 4, 2)},
-            r"cache.key has shape \(3, 8, 4, 2\), expected \(2, 8, 4",
-        ),
-        (
-            {"num_heads": 4},
-            {"cache": KVCache.empty(2, 8, 2, 2)},
-            r"\(2, 8, 2, 2\), .* make it with KVCache.empty\(batch=2",
-        ),
-        ({"num_heads": 4}, {"cache": KVCache.empty(2, 8, 4, 3)}, r"cache.key has shape \(2, 8, 4, 3\), .*head_dim=2\)"),
-        (
-            {"num_heads": 4},
-            {"cache": KVCache.empty(2, 8, 4, 2, int)},
-            "cache.key has type int.*, expected a floating type",
-        ),
-        (
-            {"num_heads": 4},
-            {"cache": EMPTY._replace(length=jnp.array([0]))},
-            r"cache.length has shape \(1,\), expected",
-        ),
-        (
-            {"num_heads": 4},
-            {"cache": EMPTY._replace(length=jnp.zeros(2))},
-            "cache.length has type float32, expected an integer",
-        ),
-        ({"num_heads": 4}, {"cache": tuple(EMPTY)}, "cache is a tuple: expected a KVCache, see KVCache.empty"),
-        ({"num_heads": 4, "rotary_base": 100.0}, {"inputs_kv": MEMORY}, "leave it None for cross-attention"),
+        ({"kv_heads": 3}, {}, "num_heads = 4 must be a multiple of kv_heads = 3"),
+        ({}, {"inputs_kv": MEMORY, "cache": EMPTY}, "cache is for self-attention"),
+        ({}, {"positions": np.arange(6), "cache": EMPTY}, "a cache counts positions by itself"),
+        ({}, {"cache": KVCache.empty(3, 8, 4, 2)}, r"cache.key has shape \(3, 8, 4, 2\), expected \(2, 8, 4"),
+        ({}, {"cache": KVCache.empty(2, 8, 2, 2)}, r"\(2, 8, 2, 2\), .* make it with KVCache.empty\(batch=2"),
+        ({}, {"cache": KVCache.empty(2, 8, 4, 3)}, r"cache.key has shape \(2, 8, 4, 3\), .*head_dim=2\)"),
+        ({}, {"cache": KVCache.empty(2, 8, 4, 2, int)}, "cache.key has type int.*, expected a floating type"),
+        ({}, {"cache": EMPTY._replace(length=np.array([0]))}, r"cache.length has shape \(1,\), expected"),
+        ({}, {"cache": EMPTY._replace(length=np.zeros(2))}, "cache.length has type float64, expected an integer"),
+        ({}, {"cache": tuple(EMPTY)}, "cache is a tuple: expected a KVCache, see KVCache.empty"),
+        ({"rotary_base": 100.0}, {"inputs_kv": MEMORY}, "leave it None for cross-attention"),
     ],
 )
 def test_multihead_invalid_argument_raises_one_line(options, call, message, own_errors):
     with pytest.raises(ValueError, match=message) as error:
-        MultiHeadAttention(**options).init(jax.random.key(0), X, **call)
+        jax.eval_shape(lambda: MultiHeadAttention(**({"num_heads": 4} | options)).init(jax.random.key(0), X, **call))
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("option", MODULES)
-@pytest.mark.parametrize("chunks", [[6], [1] * 6, [3, 3], [1, 3, 1, 1]])
+@pytest.mark.parametrize("chunks", [[1, 3, 1, 1], *(pytest.param(x, marks=pytest.mark.slow) for x in CHUNKS)])
 def test_cache_decoding_equals_full_pass(option, chunks):
     params, apply = made(option)
-    cache, parts, at = (
-        KVCache.empty(2, 8, MODULES[option].get("kv_heads", 4), MODULES[option].get("head_dim", 2)),
-        [],
-        0,
-    )
+    kv_heads, head_dim = MODULES[option].get("kv_heads", 4), MODULES[option].get("head_dim", 2)
+    cache, parts, at = KVCache.empty(2, 8, kv_heads, head_dim), [], 0
     for size in chunks:
         part, cache = apply(params, X[:, at : at + size], cache=cache)
         parts.append(part)
@@ -213,17 +189,17 @@ def test_cache_decoding_equals_full_pass(option, chunks):
 
 
 def test_cache_lengths_may_differ_between_sequences():
-    """Prefill prompts of 2 and 4 tokens, padded on the right, then continue each at its own length."""
+    """Prefill prompts of 2 and 3 tokens, padded on the right, then continue each at its own length."""
     params, apply = made("rotary")
-    lengths = np.array([2, 4], np.int32)
-    padded = np.where(np.arange(4)[:, None] < lengths[:, None, None], X[:, :4], np.float32(1e6))
+    lengths = np.array([2, 3], np.int32)
+    padded = np.where(np.arange(3)[:, None] < lengths[:, None, None], X[:, :3], np.float32(1e6))
     _, cache = apply(params, padded, cache=KVCache.empty(2, 8, 4, 2))
     cache = cache._replace(length=lengths)
-    following = np.stack([X[0, 2:4], X[1, 4:6]])
+    following = np.stack([X[0, 2:5], X[1, 3:6]])
     out, cache = apply(params, following, cache=cache)
     full = np.asarray(apply(params, X))
-    np.testing.assert_allclose(out, np.stack([full[0, 2:4], full[1, 4:6]]), atol=2e-6)
-    assert cache.length.tolist() == [4, 6]
+    np.testing.assert_allclose(out, np.stack([full[0, 2:5], full[1, 3:6]]), atol=2e-6)
+    assert cache.length.tolist() == [5, 6]
 
 
 def test_full_cache_keeps_newest_positions():
@@ -234,7 +210,7 @@ def test_full_cache_keeps_newest_positions():
     windowed = MultiHeadAttention(num_heads=4, mask=SlidingWindow(2), rotary_base=100.0)
     expected = np.asarray(jax.jit(windowed.apply)(params, X))
     np.testing.assert_allclose(np.asarray(out)[:, 0], expected[:, 5], atol=2e-6)
-    assert sorted(cache.positions()[0].tolist()) == [3, 4, 5]
+    assert sorted(jax.jit(KVCache.positions)(cache).tolist()[0]) == [3, 4, 5]
 
 
 def test_cache_passes_through_jit_and_scan():
@@ -249,35 +225,33 @@ def test_cache_passes_through_jit_and_scan():
 
 
 def test_cache_chunk_beyond_capacity_raises():
-    module = MultiHeadAttention(num_heads=4, mask=Causal())
-    params, _ = made("plain")
+    params, apply = made("plain")
     with pytest.raises(ValueError, match="6 tokens do not fit a cache of 4"):
-        module.apply(params, X, cache=KVCache.empty(2, 4, 4, 2))
+        jax.eval_shape(apply, params, X, cache=KVCache.empty(2, 4, 4, 2))
 
 
 def test_multihead_backends_agree():
     x = np.random.default_rng(0).standard_normal((2, 100, 8)).astype(np.float32)
     mask = Padding(np.array([70, 100])) & Causal()
     module = MultiHeadAttention(num_heads=4, kv_heads=2, rotary_base=100.0, sinks=True)
-    params = jax.jit(module.init)(jax.random.key(1), x)
 
-    def gradient(impl):
+    def gradient(impl, params):
         return jax.grad(lambda params: (module.clone(impl=impl).apply(params, x, mask=mask) ** 2).sum())(params)
 
-    tiled, dense = jax.jit(lambda: (gradient("blockwise"), gradient("dense")))()
+    both = jax.jit(lambda params: (gradient("blockwise", params), gradient("dense", params)))
+    tiled, dense = both(parameters(module, x))
     # Sums over 200 rows of float32 products near 1.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), tiled, dense)
 
 
-@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(left=5)])
+@pytest.mark.parametrize("mask", [SlidingWindow(left=5), pytest.param(Causal(), marks=pytest.mark.slow)])
 def test_blockwise_decoding_equals_full_pass(mask):
     x = np.random.default_rng(0).standard_normal((2, 60, 8)).astype(np.float32)
     module = MultiHeadAttention(num_heads=4, kv_heads=2, rotary_base=100.0, mask=mask, impl="blockwise")
-    params = jax.jit(module.init)(jax.random.key(1), x)
-    apply = jax.jit(module.apply)
+    params, apply = parameters(module, x), jax.jit(module.apply)
     whole = apply(params, x)
     cache, steps = KVCache.empty(batch=2, capacity=64, kv_heads=2, head_dim=2), []
-    for at in (slice(0, 40), slice(40, 55), slice(55, 56), slice(56, 60)):
+    for at in (slice(0, 40), slice(40, 56), slice(56, 57), *(slice(n, n + 1) for n in (57, 58, 59))):
         step, cache = apply(params, x[:, at], cache=cache)
         steps.append(step)
     np.testing.assert_allclose(np.concatenate(steps, axis=1), whole, rtol=1e-5, atol=1e-5)
@@ -287,11 +261,17 @@ def test_blockwise_decoding_equals_full_pass(mask):
     "options", [{"rotary_base": 100.0}, {"score_mod": ALiBi(alibi_slopes(4)), "kv_heads": 2}], ids=["rotary", "alibi"]
 )
 def test_packed_document_equals_the_document_alone(options, float64):
-    lengths = (5, 1, 9, 3)
+    lengths = np.array([5, 1, 9, 3])
     module = MultiHeadAttention(num_heads=4, mask=Causal(), dtype=jnp.float64, impl="blockwise", **options)
     x = np.random.default_rng(0).normal(size=(1, sum(lengths), 16))
-    params = jax.tree.map(lambda x: x.astype(jnp.float64), module.init(jax.random.key(0), x))
-    packed = module.apply(params, x, segments=np.repeat(np.arange(4), lengths)[None])
-    for start, length in zip(np.cumsum((0, *lengths)), lengths):
-        at = np.s_[:, start : start + length]
-        np.testing.assert_allclose(module.apply(params, x[at]), packed[at], rtol=0, atol=1e-10)
+    # Each document alone, with padding behind it, which causal attention does not see.
+    own = np.arange(9) < lengths[:, None]
+    padded = np.zeros((4, 9, 16))
+    padded[own] = x[0]
+
+    @jax.jit
+    def run(params):
+        return module.apply(params, x, segments=np.repeat(np.arange(4), lengths)[None]), module.apply(params, padded)
+
+    packed, alone = run(parameters(module, x))
+    np.testing.assert_allclose(np.asarray(alone)[own], packed[0], rtol=0, atol=1e-10)

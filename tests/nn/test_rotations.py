@@ -1,7 +1,6 @@
 """Rotary positions of a share of the features, and slowed for longer contexts."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,18 +10,19 @@ from attnlab.nn import Rotary, rotary
 
 X = np.random.default_rng(0).standard_normal((2, 7, 3, 16)).astype(np.float32)
 LONG = {"factor": 8.0, "original_context": 1000}
+turned = jax.jit(rotary, static_argnums=2)
 
 
 def test_rotary_of_a_fraction_leaves_the_last_features():
-    half = rotary(X, jnp.arange(7), Rotary(base=100.0, fraction=0.5))
+    half = np.asarray(turned(X, np.arange(7), Rotary(base=100.0, fraction=0.5)))
     np.testing.assert_array_equal(half[..., 8:], X[..., 8:])
-    np.testing.assert_array_equal(half[..., :8], rotary(X[..., :8], jnp.arange(7), 100.0))
+    np.testing.assert_array_equal(half[..., :8], turned(X[..., :8], np.arange(7), 100.0))
 
 
 def test_rotary_linear_equals_slower_positions():
-    slowed = rotary(X, jnp.arange(7), Rotary(scaling="linear", factor=4.0))
+    slowed = turned(X, np.arange(7), Rotary(scaling="linear", factor=4.0))
     # float32 angles up to 7 are exact to 4e-7.
-    np.testing.assert_allclose(slowed[:, ::4], rotary(X[:, ::4], jnp.arange(2)), atol=2e-6)
+    np.testing.assert_allclose(np.asarray(slowed)[:, ::4], turned(X[:, ::4], np.arange(2), 10_000.0), atol=2e-6)
 
 
 def turns(frequencies):
@@ -57,21 +57,18 @@ def test_rotary_yarn_between_is_linear_in_pairs():
     between = ratio[(ratio < 1 - 1e-6) & (ratio > 1 / 8 + 1e-6)]
     np.testing.assert_allclose(np.diff(between, 2), 0, atol=1e-6)
     np.testing.assert_allclose(options.amplitude, 0.1 * np.log(8) + 1)
-    rotated = rotary(X, jnp.zeros(7, int), options)
+    rotated = turned(X, np.zeros(7, int), options)
     np.testing.assert_allclose(rotated, X * options.amplitude, rtol=1e-6)
-    np.testing.assert_allclose(rotary(X, jnp.zeros(7, int), options._replace(attention_factor=1.0)), X)
+    np.testing.assert_allclose(turned(X, np.zeros(7, int), options._replace(attention_factor=1.0)), X)
 
 
 @pytest.mark.parametrize("scaling", ["none", "linear", "llama3", "yarn"])
 def test_rotary_scores_depend_on_position_difference_however_scaled(scaling):
     options = Rotary(scaling=scaling, fraction=0.75, **LONG)
-    q, k = jax.random.normal(jax.random.key(0), (2, 1, 3, 16))
-
-    def score(i, j):
-        return (rotary(q, jnp.array([i]), options) * rotary(k, jnp.array([j]), options)).sum(-1)
-
+    q, k = X[:, :1].repeat(2, axis=1)
+    scores = (np.asarray(turned(q, np.array([7, 107]), options)) * turned(k, np.array([3, 103]), options)).sum(-1)
     # Angles up to 100 carry an error of 100 float32 units.
-    np.testing.assert_allclose(score(7, 3), score(107, 103), atol=1e-4)
+    np.testing.assert_allclose(scores[0], scores[1], atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -88,5 +85,5 @@ def test_rotary_scores_depend_on_position_difference_however_scaled(scaling):
 )
 def test_rotary_invalid_option_raises_one_line(options, message):
     with pytest.raises(ValueError, match=message) as raised:
-        rotary(X, jnp.arange(7), Rotary(**options))
+        rotary(X, np.arange(7), Rotary(**options))
     assert "\n" not in str(raised.value)

@@ -8,6 +8,7 @@ import pytest
 
 from attnlab.data.tasks import pairs
 from attnlab.nn import AdditiveAttention, MultiHeadAttention, Seq2Seq, alignment
+from tests.parameters import parameters
 
 LAYERS = pytest.mark.parametrize(
     "layer", [AdditiveAttention(), MultiHeadAttention(num_heads=2)], ids=["additive", "dot"]
@@ -20,7 +21,7 @@ GIVEN = (BATCH.source, BATCH.lengths, BATCH.inputs)
 def made(layer):
     """Model, variables and compiled `apply`, shared between tests."""
     model = Seq2Seq(vocab_size=12, width=8, attention=layer)
-    return model, jax.jit(model.init)(jax.random.key(0), *GIVEN), jax.jit(model.apply)
+    return model, parameters(model, *GIVEN), jax.jit(model.apply)
 
 
 @LAYERS
@@ -40,7 +41,7 @@ def test_seq2seq_ignores_source_padding(layer):
     assert 0 < short.sum() < 6
     spoilt = np.where(np.arange(5) < BATCH.lengths[:, None], BATCH.source, 11)
     np.testing.assert_allclose(apply(params, *GIVEN), apply(params, spoilt, BATCH.lengths, BATCH.inputs), atol=1e-6)
-    weights = np.asarray(alignment(model, params, *GIVEN))
+    weights = np.asarray(jax.jit(functools.partial(alignment, model))(params, *GIVEN))
     assert weights.shape == (6, 6, 5)
     np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
     assert not weights[short][:, :, 2:].any()
@@ -59,4 +60,4 @@ def test_seq2seq_input_minus_one_uses_own_prediction(layer):
 
 def test_seq2seq_wrong_number_of_lengths_raises(own_errors):
     with pytest.raises(ValueError, match=r"source has shape \(6, .*, lengths \(3,\) and inputs .*: expected"):
-        made(AdditiveAttention())[0].init(jax.random.key(0), BATCH.source, BATCH.lengths[:3], BATCH.inputs)
+        jax.eval_shape(made(AdditiveAttention())[2], {}, BATCH.source, BATCH.lengths[:3], BATCH.inputs)

@@ -5,10 +5,16 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import attnlab
 from attnlab.masks import BlockSparse, Causal, Dense, Mask, MaskFn, Padding, PrefixLM, Segments, SlidingWindow
 from attnlab.score_mods import ALiBi, RelativeBias, ScoreFn, SoftCap
+
+
+def slow(*values):
+    """A member of a parametrized family that runs with the slow tests."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def draw_mask(rng, batch, heads, q_length, kv_length, depth=2):
@@ -166,17 +172,17 @@ def draw(seed: int, multiple: int = 1) -> Case:
     return Case(seed, mask, tuple(names), arrays, positions, dropout_rate, block_sizes)
 
 
-def results(arrays, run, impl, dtype):
+def results(arrays, run, impl, dtype, compiled=jax.jit):
     """out, lse and the gradient of every array, as float64 NumPy arrays, of a call in `dtype`."""
-    arrays = {name: jnp.asarray(x, dtype) for name, x in arrays.items()}
+    arrays = {name: np.asarray(x, dtype) for name, x in arrays.items()}
     mixes = np.random.default_rng(1)
 
     def total(arrays):
         out, lse = run(arrays, impl)
         # Each output has a weight of its own; a fully masked row has lse −inf and gradient 0.
-        mix_out, mix_lse = (jnp.asarray(mixes.normal(size=x.shape), x.dtype) for x in (out, lse))
+        mix_out, mix_lse = (np.asarray(mixes.normal(size=x.shape), x.dtype) for x in (out, lse))
         finite = jnp.isfinite(lse)
         return (out * mix_out).sum() + jnp.where(finite, lse * mix_lse, 0).sum(), (out, lse)
 
-    gradients, (out, lse) = jax.jit(jax.grad(total, has_aux=True))(arrays)
+    gradients, (out, lse) = compiled(jax.grad(total, has_aux=True))(arrays)
     return {name: np.asarray(x, np.float64) for name, x in {"out": out, "lse": lse, **gradients}.items()}

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import attnlab
@@ -9,7 +10,7 @@ from attnlab.masks import Causal, Padding, Segments, SlidingWindow
 from attnlab.ops import cudnn
 from attnlab.score_mods import SoftCap
 
-Q, K = jnp.zeros((2, 200, 4, 64), jnp.bfloat16), jnp.zeros((2, 200, 2, 64), jnp.bfloat16)
+Q, K = np.zeros((2, 200, 4, 64), jnp.bfloat16), np.zeros((2, 200, 2, 64), jnp.bfloat16)
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +33,13 @@ def test_supported_calls_choose_cudnn_on_a_gpu(mask, dtype):
         ({"v": K[..., :32]}, "heads of 64 and 32 features"),
         ({"q": Q[..., :60], "k": K[..., :60], "v": K[..., :60]}, "heads of 60 and 60 features"),
         ({"mask": SlidingWindow(10, 10)}, "of masks it supports"),
-        ({"mask": Segments(jnp.zeros(200, int))}, "of masks it supports"),
+        ({"mask": Segments(np.zeros(200, np.int32))}, "of masks it supports"),
         ({"mask": Padding(7)}, "of masks it supports"),
         ({"score_mod": SoftCap(2.0)}, "no score mods"),
-        ({"bias": jnp.zeros((200, 200))}, "no bias"),
-        ({"sinks": jnp.zeros(4)}, "no sinks"),
+        ({"bias": np.zeros((200, 200), np.float32)}, "no bias"),
+        ({"sinks": np.zeros(4, np.float32)}, "no sinks"),
         ({"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, "dropout"),
-        ({"kv_positions": jnp.arange(200)}, "no positions"),
+        ({"kv_positions": np.arange(200, dtype=np.int32)}, "no positions"),
         ({"return_lse": True}, "lse has no gradient"),
         ({"block_sizes": (64, 64)}, "tile sizes"),
     ],

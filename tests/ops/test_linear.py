@@ -1,5 +1,7 @@
 """Linear attention: three equivalent forms, and the state that continues them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,9 @@ from hypothesis import strategies as st
 import attnlab
 from attnlab import LinearState, linear_attention
 from attnlab.ops.linear import FORMS, elu_plus_one
+from tests.ops.cases import slow
+
+zeros = functools.partial(np.zeros, dtype=np.float32)
 
 
 def inputs(length, kv_heads=2, heads=4, batch=(2,), features=6, values=5, seed=0):
@@ -46,7 +51,7 @@ def state_after(q, k, v):
     return linear_attention(q, k, v, return_state=True)[1]
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)  # each compiles a program of three forms
 @given(
     length=st.integers(1, 70),
     chunk_size=st.integers(1, 80),
@@ -74,7 +79,7 @@ def test_forms_agree_in_values_and_gradients(length, chunk_size, causal, normali
         close(result, expected)
 
 
-@pytest.mark.parametrize("cut", [0, 7, 20])
+@pytest.mark.parametrize("cut", [7, *(slow(cut) for cut in (0, 20))])
 @pytest.mark.parametrize("form", FORMS)
 def test_state_continues_a_sequence(form, cut):
     @jax.jit
@@ -112,11 +117,12 @@ def test_padding_with_nan_is_inert(form, causal):
 
 def test_chunked_form_stores_one_state_per_chunk():
     def temporaries(length):
-        q = jnp.zeros((length, 4, 32))
+        q = jax.ShapeDtypeStruct((length, 4, 32), jnp.float32)
         step = jax.jit(jax.grad(lambda q: linear_attention(q, q, q).sum()))
         return step.lower(q).compile().memory_analysis().temp_size_in_bytes
 
-    assert temporaries(8192) < 2.2 * temporaries(4096) and temporaries(8192) < 16 * 8192 * 4 * 32 * 4
+    shorter, longer = temporaries(4096), temporaries(8192)
+    assert longer < 2.2 * shorter and longer < 16 * 8192 * 4 * 32 * 4
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -126,7 +132,7 @@ def test_half_precision_is_summed_in_float32(form):
         exact = linear_attention(*(x.astype(jnp.float32) for x in (q, k, v)), impl="naive")
         return linear_attention(q, k, v, impl=form, return_state=True), exact
 
-    (out, state), exact = run(*(x.astype(jnp.bfloat16) for x in inputs(300)))
+    (out, state), exact = run(*(x.astype(jnp.bfloat16) for x in inputs(150)))
     assert out.dtype == jnp.bfloat16 and state.kv.dtype == state.k.dtype == jnp.float32
     # Rounding to bfloat16 (8 bits) is all that may differ: half a unit in the last place of values below 4.
     np.testing.assert_allclose(np.asarray(out, np.float32), exact, atol=2**-7, rtol=2**-8)
@@ -180,13 +186,13 @@ def test_small_features_keep_values_and_gradients_finite(form):
     [
         ({"impl": "fast"}, "impl = 'fast': expected one of chunked, naive, recurrent"),
         ({"chunk_size": 0}, "chunk_size = 0: expected an integer number of tokens, 1 or more"),
-        ({"k": jnp.zeros((2, 5, 2, 6)), "v": jnp.zeros((2, 5, 2, 5))}, "causal, but q has 9 tokens and k 5"),
-        ({"k": jnp.zeros((2, 9, 3, 6)), "v": jnp.zeros((2, 9, 3, 5))}, "q has 4 heads and k has 3"),
+        ({"k": zeros((2, 5, 2, 6)), "v": zeros((2, 5, 2, 5))}, "causal, but q has 9 tokens and k 5"),
+        ({"k": zeros((2, 9, 3, 6)), "v": zeros((2, 9, 3, 5))}, "q has 4 heads and k has 3"),
         ({"lengths": jnp.array([1, 2, 3])}, r"lengths has shape \(3,\), expected \(2,\): one for each sequence"),
-        ({"state": LinearState(jnp.zeros((2, 2, 6, 4)), jnp.zeros((2, 2, 6)))}, r"state\.kv has shape \(2, 2, 6, 4\)"),
-        ({"state": (jnp.zeros(3), jnp.zeros(3))}, "state is a tuple: expected the LinearState"),
+        ({"state": LinearState(np.zeros((2, 2, 6, 4)), np.zeros((2, 2, 6)))}, r"state\.kv has shape \(2, 2, 6, 4\)"),
+        ({"state": (np.zeros(3), np.zeros(3))}, "state is a tuple: expected the LinearState"),
         ({"chunk_size": 2.5}, r"chunk_size = 2\.5: expected an integer number of tokens"),
-        ({"q": jnp.zeros((9, 6))}, r"q has shape \(9, 6\), expected \[\.\.\., length, heads, features\]"),
+        ({"q": zeros((9, 6))}, r"q has shape \(9, 6\), expected \[\.\.\., length, heads, features\]"),
     ],
 )
 def test_bad_argument_is_one_line(own_errors, change, message):

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import re
 
 import jax
@@ -16,9 +17,10 @@ import attnlab
 from attnlab.masks import BlockSparse, Causal, Dense, MaskFn, Padding, PrefixLM, Segments, SlidingWindow
 from attnlab.score_mods import ALiBi, RelativeBias, ScoreFn, SoftCap, alibi_slopes
 from tests.ops import cases
+from tests.ops.cases import slow
 
 ALL = [cases.draw(seed) for seed in range(320)]
-QUICK = {17, 20, 27}  # a minute together; the others take as long each
+QUICK = {83}  # drawn tiles, vectors of distances, sinks, dropout, heads in groups
 # Reads out of bounds and races raise; memory is NaN until it is written.
 STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
 
@@ -38,10 +40,10 @@ def not_emulated():
 
 
 def mark(case):
-    """Some cases run always, a fortieth of the others with the slow tests, all with the campaigns."""
+    """Some cases run always, some of the others with the slow tests, all with the campaigns."""
     if case.seed in QUICK:
         return ()
-    return (pytest.mark.slow,) if case.seed % 40 == 0 else (pytest.mark.campaign,)
+    return (pytest.mark.slow,) if case.seed in (16, 17, 20, 27) or case.seed % 40 == 0 else (pytest.mark.campaign,)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=mark(case), id=str(case)) for case in ALL])
@@ -54,24 +56,28 @@ def test_kernels_match_dense_on_random_cases(case):
         np.testing.assert_allclose(given[name], x, rtol=1e-5, atol=1e-5 * max(largest, 1), err_msg=name)
 
 
-def sample(length=40, kv_length=None, heads=2, dim=8, batch=(2,), dtype=jnp.float32, seed=0):
+def sample(length=40, kv_length=None, heads=2, dim=8, batch=(), dtype=np.float32):
     """q, k and v."""
-    keys = jax.random.split(jax.random.key(seed), 3)
-    lengths = (length, kv_length or length, kv_length or length)
-    return tuple(jax.random.normal(key, (*batch, n, heads, dim), dtype) for key, n in zip(keys, lengths))
+    rng, kv_length = np.random.default_rng(0), kv_length or length
+    shapes = [(*batch, n, heads, dim) for n in (length, kv_length, kv_length)]
+    return tuple(rng.standard_normal(shape).astype(dtype) for shape in shapes)
 
 
 kernel = functools.partial(attnlab.attention, impl="pallas", block_sizes=(16, 24))
 
 
-def gradients(attend, *arrays, **options):
-    """(out, lse) and the gradients of q, k, v under one program."""
+def with_gradients(attend, **options):
+    """A compiled function that returns the gradients of q, k, v, and (out, lse)."""
 
     def total(q, k, v):
         out, lse = attend(q, k, v, return_lse=True, **options)
         return (out.astype(jnp.float32) ** 2).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum(), (out, lse)
 
-    return jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(*arrays)
+    return jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))
+
+
+def gradients(attend, *arrays, **options):
+    return with_gradients(attend, **options)(*arrays)
 
 
 def agree(found, expected, tolerance=1e-5):
@@ -84,69 +90,76 @@ def agree(found, expected, tolerance=1e-5):
 dense = functools.partial(attnlab.attention, impl="dense")
 
 
+def test_heads_of_a_group_with_other_tiles_share_the_gradients_of_keys():
+    """For each head all tiles are FULL or EMPTY; for the group some are neither."""
+    q, k, v = sample(24)
+    blocks = np.array([[[1, 0, 0], [1, 1, 0], [0, 1, 0]], [[1, 1, 0], [0, 1, 0], [1, 0, 1]]], bool)
+    arrays, options = (q, k[:, :1], v[:, :1]), {"mask": BlockSparse(blocks, 8)}
+    attend = functools.partial(kernel, block_sizes=(8, 8))
+    agree(gradients(attend, *arrays, **options), gradients(dense, *arrays, **options))
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        {"mask": Causal(), "score_mod": RelativeBias(jnp.arange(66.0).reshape(2, 33) / 30)},
+        {"mask": Causal(), "score_mod": RelativeBias(np.arange(66, dtype=np.float32).reshape(2, 33) / 30)},
         {"mask": SlidingWindow(150, 20), "score_mod": (SoftCap(2.0), ALiBi(alibi_slopes(2)))},
     ],
     ids=["causal, relative bias", "window, soft cap and alibi"],
 )
 @pytest.mark.slow
 def test_tiles_that_fit_tpus_match_dense(options):
-    arrays = sample(300, batch=())
+    arrays = sample(300)
     attend = functools.partial(kernel, block_sizes=(128, 256))
     agree(gradients(attend, *arrays, **options), gradients(dense, *arrays, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(1, 40), (40, 1), (1, 1)])
 def test_one_query_or_one_key_matches_dense(lengths):
     arrays = sample(*lengths)
     agree(gradients(kernel, *arrays, mask=Padding(30)), gradients(dense, *arrays, mask=Padding(30)))
 
 
+@pytest.mark.slow
 def test_fully_masked_rows_and_empty_tiles_have_zero_output_and_gradient():
     arrays = sample()
     mask = MaskFn(lambda b, h, i, j: (i % 3 > 0) & (i < 30) & (j > 24))  # rows, blocks of rows, blocks of columns
-    (dq, dk, dv), (out, lse) = gradients(kernel, *arrays, mask=mask)
-    masked = ~mask.dense(40, 40).any(axis=1)
-    assert (out[:, masked] == 0).all() and jnp.isneginf(lse[:, masked]).all() and jnp.isfinite(lse[:, ~masked]).all()
-    assert (dq[:, masked] == 0).all() and (dk[:, :25] == 0).all() and (dv[:, :25] == 0).all()
+    (dq, dk, dv), (out, lse) = jax.tree.map(np.asarray, gradients(kernel, *arrays, mask=mask))
+    masked = (np.arange(40) % 3 == 0) | (np.arange(40) >= 30)
+    assert (out[masked] == 0).all() and np.isneginf(lse[masked]).all() and np.isfinite(lse[~masked]).all()
+    assert (dq[masked] == 0).all() and (dk[:25] == 0).all() and (dv[:25] == 0).all()
     agree(((dq, dk, dv), (out, lse)), gradients(dense, *arrays, mask=mask))
 
 
-def test_nan_in_keys_that_are_masked_for_all_queries_is_inert():
-    q, k, v = sample()
-    mask = Causal() & Padding(jnp.array([10, 23]))
-    masked = (jnp.arange(40) >= jnp.array([[10], [23]]))[..., None, None]
-    poisoned = (q, jnp.where(masked, jnp.nan, k), jnp.where(masked, jnp.inf, v))
-    clean = gradients(kernel, q, k, v, mask=mask)
-    jax.tree.map(np.testing.assert_array_equal, gradients(kernel, *poisoned, mask=mask), clean)
-
-
-def test_nan_in_a_visible_key_propagates():
-    q, k, v = sample()
-    assert jnp.isnan(kernel(q, k.at[:, 20].set(jnp.nan), v, mask=Causal())[:, 20:]).all()
+def test_nan_is_inert_in_keys_that_are_masked_for_all_queries_and_propagates_from_others():
+    q, k, v = sample(30, batch=(2,))
+    lengths = np.array([10, 23])
+    masked = (np.arange(30) >= lengths[:, None])[..., None, None]
+    run = with_gradients(kernel, mask=Causal() & Padding(lengths))
+    poisoned = run(q, np.where(masked, np.float32(np.nan), k), np.where(masked, np.float32(np.inf), v))
+    jax.tree.map(np.testing.assert_array_equal, poisoned, run(q, k, v))
+    k[:, 5] = np.nan
+    assert (np.isnan(run(q, k, v)[1][0]).all(axis=(2, 3)) == (np.arange(30) >= 5)).all()
 
 
 def test_bias_of_minus_infinity_masks_keys_and_such_a_sink_has_no_effect():
-    arrays = sample()
-    bias = jnp.where(jnp.tri(40, dtype=bool), 0, -jnp.inf)
-    found = gradients(kernel, *arrays, bias=bias, sinks=jnp.array([-jnp.inf, -jnp.inf]))
+    arrays = sample(30)
+    bias = np.where(np.tri(30, dtype=bool), 0, -np.inf).astype(np.float32)
+    found = gradients(kernel, *arrays, bias=bias, sinks=np.full(2, -np.inf, np.float32))
     agree(found, gradients(dense, *arrays, mask=Causal()))
 
 
-@pytest.mark.parametrize("fn", [lambda s, b, h, i, j: s / (40 - j), lambda s, b, h, i, j: s / (1 + i)])
-def test_score_mods_get_existing_positions_only(fn):
-    """The padding of the last tile must not have position 40, where the first function is infinite."""
-    arrays = sample()
-    agree(gradients(kernel, *arrays, score_mod=ScoreFn(fn)), gradients(dense, *arrays, score_mod=ScoreFn(fn)))
+def test_score_mods_get_existing_positions_only():
+    """The padding of the last tile must not have position 30, where the function is infinite."""
+    mod = ScoreFn(lambda s, b, h, i, j: s / (30 - j) + s / (30 - i))
+    agree(gradients(kernel, *sample(30), score_mod=mod), gradients(dense, *sample(30), score_mod=mod))
 
 
 def test_bfloat16_errs_at_most_twice_as_much_as_dense():
-    options = {"mask": Causal(), "score_mod": SoftCap(20.0)}
-    arrays = sample(130, dim=32, dtype=jnp.bfloat16)
-    attend = functools.partial(kernel, block_sizes=(64, 64))
+    options = {"mask": Causal(), "score_mod": SoftCap(20.0), "scale": np.array(0.2, np.float32)}
+    arrays = sample(70, dim=32, dtype=jnp.bfloat16)
+    attend = functools.partial(kernel, block_sizes=(32, 32))
     exact, found, specified = (
         gradients(run, *(x.astype(dtype) for x in arrays), **options)
         for run, dtype in ((dense, jnp.float32), (attend, jnp.bfloat16), (dense, jnp.bfloat16))
@@ -159,13 +172,14 @@ def test_bfloat16_errs_at_most_twice_as_much_as_dense():
 
 # Transforms. Terms of all kinds: scalars, vectors, pairs, integers, dropout.
 
-TERMS = {"slopes": np.array([0.5, 1.0]), "cap": np.array(3.0), "by_key": np.ones(12), "bias": np.ones((2, 12, 12))}
+TERMS = {"slopes": np.array([0.5, 1.0]), "cap": np.array(3.0), "by_row": np.ones((2, 12)), "bias": np.ones((2, 12, 12))}
+TERMS = {name: x.astype(np.float32) for name, x in TERMS.items()}
 
 
 def with_everything(impl):
-    def run(q, k, v, ids, key, terms):
+    def run(q, k, v, ids, seed, terms):
         mods = (ALiBi(terms["slopes"]), SoftCap(terms["cap"]))
-        mods = (*mods, ScoreFn(lambda s, b, h, i, j, by_key: s * by_key[j], terms["by_key"]))
+        mods = (*mods, ScoreFn(lambda s, b, h, i, j, x: s * x[0, j] + x[1, i], terms["by_row"]))
         return attnlab.attention(
             q,
             k,
@@ -175,7 +189,7 @@ def with_everything(impl):
             terms["bias"][None] if q.ndim == 4 else terms["bias"],
             sinks=terms["slopes"],
             dropout_rate=0.3,
-            dropout_key=key,
+            dropout_key=jax.vmap(jax.random.key)(seed) if q.ndim == 4 else jax.random.key(seed),
             impl=impl,
             block_sizes=(8, 6) if impl == "pallas" else None,
         )
@@ -185,9 +199,8 @@ def with_everything(impl):
 
 def everything(*lead):
     q, k, v = (x[..., :1, :] if n else x for n, x in enumerate(sample(12, dim=4, batch=lead)))  # grouped heads
-    ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (*lead, 12)), axis=-1))
-    keys = jax.random.split(jax.random.key(1), lead)
-    return q, k, v, ids, keys, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), TERMS)
+    ids = np.sort(np.random.default_rng(0).integers(0, 3, (*lead, 12)), axis=-1)
+    return q, k, v, ids, np.arange(math.prod(lead)).reshape(lead), TERMS
 
 
 def squared(attend):
@@ -202,24 +215,24 @@ AXES = (0, 0, 0, 0, 0, None)
     "transform",
     [
         lambda attend: squared(jax.vmap(jax.vmap(attend, AXES), AXES)),
-        pytest.param(lambda attend: jax.jit(jax.vmap(jax.vmap(squared(attend), AXES), AXES)), marks=pytest.mark.slow),
+        slow(lambda attend: jax.vmap(jax.vmap(squared(attend), AXES), AXES)),
     ],
-    ids=["grad of vmap", "vmap of grad in jit"],
+    ids=["grad of vmap", "vmap of grad"],
 )
 def test_vmap_and_grad_nest_in_any_order(transform):
-    arguments = everything(2, 2)
-    agree(transform(with_everything("pallas"))(*arguments), jax.jit(transform(with_everything("dense")))(*arguments))
+    arguments = everything(2, 1)
+    agree(*(jax.jit(transform(with_everything(impl)))(*arguments) for impl in ("pallas", "dense")))
 
 
 @pytest.mark.slow
 def test_vmap_over_terms_or_ids_alone_matches_dense():
     *arrays, terms = everything()
-    many = jax.tree.map(lambda x: jnp.stack([x, x + 1, x + 2]), terms)
-    ids = jnp.stack([arrays[3], arrays[3] * 0])
+    many = jax.tree.map(lambda x: np.stack([x, x + 1, x + 2]), terms)
+    ids = np.stack([arrays[3], arrays[3] * 0])
     of_terms, of_ids = (
         [
             jax.jit(jax.vmap(jax.grad(lambda terms, run=run: (run(*arrays, terms) ** 2).sum())))(many),
-            jax.vmap(lambda ids, run=run: run(*arrays[:3], ids, arrays[4], terms))(ids),
+            jax.jit(jax.vmap(lambda ids, run=run: run(*arrays[:3], ids, arrays[4], terms)))(ids),
         ]
         for run in map(with_everything, ("pallas", "dense"))
     )
@@ -232,7 +245,7 @@ def test_gradient_through_scan_matches_dense():
 
     def make(impl):
         step = lambda x, scale: (x + with_everything(impl)(x * scale, *others), None)  # noqa: E731
-        return jax.grad(lambda q: jax.lax.scan(step, q, jnp.array([0.5, 1.0]))[0].sum())(q)
+        return jax.jit(jax.grad(lambda q: jax.lax.scan(step, q, np.float32([0.5, 1.0]))[0].sum()))(q)
 
     agree(make("pallas"), make("dense"))
 
@@ -243,14 +256,15 @@ def test_functions_may_close_over_traced_arrays():
     @functools.partial(jax.jit, static_argnums=0)
     def gradient(impl, weight, shift):
         def total(weight):
-            mod = ScoreFn(lambda s, b, h, i, j: s + weight[h] * jnp.sin(i - j))
+            # A number for each head, and pairs that all heads share.
+            mod = ScoreFn(lambda s, b, h, i, j: s + weight[h] * jnp.sin(i - j) + weight[i * j % 2])
             mask = MaskFn(lambda b, h, i, j: (i - j) % shift == 0)
             sizes = (8, 6) if impl == "pallas" else None
             return (attnlab.attention(q, k, v, mask, mod, impl=impl, block_sizes=sizes) ** 2).sum()
 
         return jax.grad(total)(weight)
 
-    agree(gradient("pallas", jnp.array([0.5, 2.0]), 3), gradient("dense", jnp.array([0.5, 2.0]), 3))
+    agree(*(gradient(impl, np.float32([0.5, 2.0]), 3) for impl in ("pallas", "dense")))
 
 
 SPECS = (P("data", None, "tensor"), P("data", None), P("data", None), P("data"), P("data"), P())
@@ -261,7 +275,7 @@ SPECS = (P("data", None, "tensor"), P("data", None), P("data", None), P("data"),
 def test_a_mesh_splits_batch_and_heads_and_moves_nothing(kind):
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(kind,) * 2)
     *arrays, terms = everything(2)
-    arrays[1:3] = (jnp.repeat(x, 2, axis=-2) for x in arrays[1:3])  # as many heads as axes split
+    arrays[1:3] = (np.repeat(x, 2, axis=-2) for x in arrays[1:3])  # as many heads as axes split
     placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, SPECS)]
     run = jax.jit(with_everything("pallas"))
     assert "all-" not in run.lower(*placed, terms).compile().as_text()
@@ -269,13 +283,14 @@ def test_a_mesh_splits_batch_and_heads_and_moves_nothing(kind):
     agree(gradient, jax.jit(squared(with_everything("dense")))(*arrays, terms))
 
 
-def test_a_users_shard_map_matches_the_unsharded_call():
+def test_a_users_shard_map_matches_dense():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     call = functools.partial(kernel, mask=Causal(), score_mod=ALiBi(alibi_slopes(2)))
     split = jax.shard_map(call, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
-    arrays = sample(20, dim=4)
+    arrays = sample(20, dim=4, batch=(2,))
     one, other = (
-        jax.jit(jax.grad(lambda *x, f=f: (f(*x) ** 2).sum(), argnums=(0, 1, 2)))(*arrays) for f in (split, call)
+        jax.jit(jax.grad(lambda *x, f=f: (f(*x) ** 2).sum(), argnums=(0, 1, 2)))(*arrays)
+        for f in (split, functools.partial(call, impl="dense", block_sizes=None))
     )
     agree(one, other)
 
@@ -283,16 +298,16 @@ def test_a_users_shard_map_matches_the_unsharded_call():
 @pytest.mark.parametrize(
     "derive",
     [
-        lambda f, x: jax.jvp(f, (x,), (x,)),
+        slow(lambda f, x: jax.jvp(f, (x,), (x,))),
         lambda f, x: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(x),
         lambda f, x: jax.jit(jax.vmap(lambda x: jax.jvp(f, (x,), (x,))))(x[None]),
-        lambda f, x: jax.hessian(f)(x),
-        lambda f, x: jax.grad(lambda x: jax.grad(jax.jit(f))(x).sum())(x),
+        slow(lambda f, x: jax.hessian(f)(x)),
+        lambda f, x: jax.jit(jax.grad(lambda x: jax.grad(jax.jit(f))(x).sum()))(x),
     ],
-    ids=["jvp", "jvp in jit", "vmap of jvp in jit", "hessian", "grad of grad of jit"],
+    ids=["jvp", "jvp in jit", "vmap of jvp in jit", "hessian", "grad of grad in jit"],
 )
 def test_forward_mode_and_second_order_raise_one_line(derive):
-    q, k, v = sample(16, batch=())
+    q, k, v = sample(16)
     with pytest.raises(ValueError, match="impl = 'pallas' .* reverse mode only: .* use impl='dense'") as error:
         derive(lambda q: kernel(q, k, v, mask=Causal()).sum(), q)
     assert "\n" not in str(error.value)
@@ -300,13 +315,19 @@ def test_forward_mode_and_second_order_raise_one_line(derive):
 
 # What is refused, and when it is chosen
 
-TABLE = jnp.ones((3, 3))
-POSITIONS = jnp.arange(256) // 2
-FAR = RelativeBias(jnp.ones((4, 5)))
+TABLE = np.ones((3, 3), np.float32)
+POSITIONS = np.arange(256) // 2
+FAR = RelativeBias(np.ones((4, 5), np.float32))
+
+
+def of_table(s, b, h, i, j):
+    return s + jnp.asarray(TABLE)[i % 3, j % 3]
 
 
 def on_tpu(dtype=jnp.float32, length=256, **more):
-    return attnlab.explain(*sample(length, heads=4, dim=64, dtype=dtype), platform="tpu", **more)
+    shape, found = jax.ShapeDtypeStruct((2, length, 4, 64), dtype), []
+    jax.eval_shape(lambda x: found.append(attnlab.explain(x, x, x, platform="tpu", **more)), shape)
+    return found[0]
 
 
 @pytest.mark.usefixtures("not_emulated")
@@ -315,11 +336,11 @@ def on_tpu(dtype=jnp.float32, length=256, **more):
     [
         {"mask": Padding(7)},
         {"mask": ~Causal()},
-        {"mask": BlockSparse(jnp.eye(4, dtype=bool), 64)},
-        {"mask": Dense(jnp.eye(256, dtype=bool))},
+        {"mask": BlockSparse(np.eye(4, dtype=bool), 64)},
+        {"mask": Dense(np.eye(256, dtype=bool))},
         {"score_mod": ALiBi(alibi_slopes(4))},
         {"score_mod": FAR, "q_positions": POSITIONS, "kv_positions": POSITIONS},
-        {"bias": jnp.zeros((256, 256))},
+        {"bias": np.zeros((256, 256), np.float32)},
         {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)},
         {"return_lse": True},
     ],
@@ -338,7 +359,7 @@ def test_auto_takes_the_kernels_on_tpus_for_what_splash_lacks(more):
         ({"block_sizes": (64, 64)}, r"tiles of \(64, 64\) are not multiples of 128"),
         ({"score_mod": ScoreFn(lambda s, b, h, i, j: jax.nn.relu(s))}, "derivative rule of its own"),
         ({"score_mod": ScoreFn(lambda s, b, h, i, j: jnp.sort(s[None])[0])}, "no sort of scores"),
-        ({"length": 2**15, "score_mod": ScoreFn(lambda s, b, h, i, j: s + TABLE[i % 3, j % 3])}, "takes 4.0 GiB, more"),
+        ({"length": 2**15, "score_mod": ScoreFn(of_table)}, "takes 4.0 GiB, more"),
     ],
     ids=["float16", "tiles", "relu", "sort", "pairs"],
 )
@@ -351,21 +372,12 @@ def test_unsupported_arguments_are_refused_in_one_line(more, reason):
 @pytest.mark.usefixtures("not_emulated")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_cpus_refuse_the_kernels_unless_they_are_emulated(wrap):
-    arrays = sample(16)
+    arrays = sample(16, batch=(2,))
     attend = wrap(functools.partial(attnlab.attention, impl="pallas"))
     with pytest.raises(ValueError, match="needs a tpu, or .*force_tpu_interpret_mode") as error:
         attend(*arrays)
     assert "\n" not in str(error.value)
-    assert attnlab.explain(*sample(256)).backend == "blockwise"
-
-
-def test_heads_of_a_group_with_other_tiles_share_the_gradients_of_keys():
-    """For each head all tiles are FULL or EMPTY; for the group some are neither."""
-    q, k, v = sample(32)
-    blocks = jnp.asarray(np.random.default_rng(0).random((2, 2, 4, 4)) < 0.5)
-    arrays, options = (q, k[:, :, :1], v[:, :, :1]), {"mask": BlockSparse(blocks, 8)}
-    attend = functools.partial(kernel, block_sizes=(8, 8))
-    agree(gradients(attend, *arrays, **options), gradients(dense, *arrays, **options))
+    assert attnlab.explain(*sample(256, batch=(2,))).backend == "blockwise"
 
 
 @pytest.mark.parametrize(
@@ -380,7 +392,7 @@ def test_heads_of_a_group_with_other_tiles_share_the_gradients_of_keys():
 def test_masks_that_gather_are_drawn_or_given_and_match_dense(make):
     """Drawn where they are known while tracing, else an array of pairs."""
     mask = jax.tree.map(jnp.asarray, make(np.random.default_rng(0)))
-    q, k, v = sample()
+    q, k, v = sample(batch=(2,))
     arrays, expected = (q, k[:, :, :1], v[:, :, :1]), gradients(dense, q, k[:, :, :1], v[:, :, :1], mask=mask)
     agree(gradients(kernel, *arrays, mask=mask), expected)
     traced = jax.jit(lambda mask: gradients(kernel, *arrays, mask=mask))(mask)
@@ -412,8 +424,8 @@ EDGES = {
 @pytest.mark.parametrize("name", EDGES)
 @pytest.mark.slow
 def test_score_functions_at_ragged_edges_and_with_rules_match_dense(name):
-    q, k, v = sample(10, dim=4, batch=())
-    x = jnp.linspace(0.5, 1.7, 10)
+    q, k, v = sample(10, dim=4)
+    x = np.linspace(0.5, 1.7, 10, dtype=np.float32)
 
     def gradient(impl, sizes):
         def total(q, k, v, x):
@@ -429,22 +441,22 @@ def test_score_functions_at_ragged_edges_and_with_rules_match_dense(name):
 @pytest.mark.parametrize(
     "mask",
     [
-        Segments(np.repeat([0, 0, 2, 2], 10), np.concatenate([[0, 1], np.repeat([0, 2], 19)])),
-        SlidingWindow(1) & BlockSparse(jnp.array([[1, 0], [1, 0]], bool), 20),
+        Segments(np.repeat([0, 0, 2, 2], 5), np.concatenate([[0, 1], np.repeat([0, 2], 9)])),
+        SlidingWindow(1) & BlockSparse(np.array([[1, 1], [1, 0]], bool), 10),
     ],
     ids=["segments", "window and blocks"],
 )
 def test_nan_is_inert_where_bounds_of_tiles_do_not_tell_that_a_key_is_masked(mask):
-    q, k, v = sample()
-    masked = ~mask.dense(40, 40).any(axis=0)[:, None, None]
+    q, k, v = sample(20)
+    masked = ~np.asarray(jax.jit(lambda: mask.dense(20, 20))()).any(axis=0)[:, None, None]
     assert masked.any()
-    clean = gradients(kernel, q, k, v, mask=mask)
-    poisoned = gradients(kernel, q, jnp.where(masked, jnp.nan, k), jnp.where(masked, jnp.nan, v), mask=mask)
-    jax.tree.map(np.testing.assert_array_equal, poisoned, clean)
+    run = with_gradients(kernel, mask=mask)
+    poisoned = run(q, *(np.where(masked, np.float32(np.nan), x) for x in (k, v)))
+    jax.tree.map(np.testing.assert_array_equal, poisoned, run(q, k, v))
 
 
 def test_positions_with_a_conjunction_of_masks_match_dense():
-    q, k, v = sample(20, batch=())
-    positions = {"q_positions": jnp.arange(20) * 2, "kv_positions": jnp.arange(20)}
+    q, k, v = sample(20)
+    positions = {"q_positions": np.arange(20) * 2, "kv_positions": np.arange(20)}
     options = {"mask": Causal() & SlidingWindow(9), **positions}
     agree(gradients(kernel, q, k, v, **options), gradients(dense, q, k, v, **options))

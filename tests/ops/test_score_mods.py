@@ -1,5 +1,7 @@
 """Score mods against their formulas, and as pytrees."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,19 +24,18 @@ TABLE = np.random.default_rng(1).normal(size=(2, 5)).astype(np.float32)
         (RelativeBias(jnp.asarray(TABLE)), SCORES + TABLE[:, np.clip(J - I, -2, 2) + 2]),
         (SoftCap(2.0), 2 * np.tanh(SCORES / 2)),
         (ScoreFn(lambda s, b, h, i, j: s * (i - j) + h), SCORES * (I - J) + np.arange(2)[:, None, None]),
-        (ScoreFn(lambda s, b, h, i, j, x: s + x[j], jnp.arange(5.0)), SCORES + J),
+        (ScoreFn(lambda s, b, h, i, j, x: s + x[j], jnp.asarray(np.arange(5, dtype=np.float32))), SCORES + J),
     ],
 )
 def test_mod_equals_its_formula(mod, expected):
-    np.testing.assert_allclose(mod.apply(jnp.asarray(SCORES), whole(5, 5, 2)), expected, rtol=1e-5, atol=1e-6)
-    through_jit = jax.jit(lambda mod: mod.apply(jnp.asarray(SCORES), whole(5, 5, 2)))(mod)
-    np.testing.assert_allclose(through_jit, expected, rtol=1e-5, atol=1e-6)
+    found = jax.jit(lambda mod: mod.apply(jnp.asarray(SCORES), whole(5, 5, 2)))(mod)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_function_receives_the_example_index():
-    q = jnp.zeros((2, 3, 4, 1, 2))  # two batch axes
+    q = np.zeros((2, 3, 4, 1, 2), np.float32)  # two batch axes
     mod = ScoreFn(lambda s, b, h, i, j: jnp.where(j == 0, b.astype(float), 0.0))
-    weights = attnlab.attention_weights(q, q, score_mod=mod)
+    weights = jax.jit(lambda: attnlab.attention_weights(q, q, score_mod=mod))()
     example = np.arange(6).reshape(2, 3)
     np.testing.assert_allclose(weights[..., 0, 0, 0], np.exp(example) / (np.exp(example) + 3), rtol=1e-5)
 
@@ -62,31 +63,30 @@ def test_numbers_are_static_and_arrays_are_leaves():
 
 @pytest.mark.parametrize("impl", ["dense", "blockwise"])
 def test_function_may_ignore_the_score(impl):
-    q = jax.random.normal(jax.random.key(0), (20, 2, 4))
+    q = np.random.default_rng(0).standard_normal((20, 2, 4)).astype(np.float32)
     mod = ScoreFn(lambda s, b, h, i, j: -1.0 * abs(i - j) * (h + 1))
-    out = jax.jit(lambda: attnlab.attention(q, q, q, score_mod=mod, impl=impl))()
+    constant = ScoreFn(lambda s, b, h, i, j: 1.0 * h)
+    run = jax.jit(lambda: [attnlab.attention(q, q, q, score_mod=one, impl=impl) for one in (mod, constant)])
+    out, mean = run()
     scores = -abs(np.arange(20)[:, None] - np.arange(20)) * np.array([1, 2])[:, None, None]
     weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
     np.testing.assert_allclose(out, np.einsum("hqk,khd->qhd", weights, q), rtol=1e-5, atol=1e-5)
-    constant = ScoreFn(lambda s, b, h, i, j: 1.0 * h)
-    out = jax.jit(lambda: attnlab.attention(q, q, q, score_mod=constant, impl=impl))()
-    np.testing.assert_allclose(out, np.broadcast_to(q.mean(0), q.shape), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(mean, np.broadcast_to(q.mean(0), q.shape), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("impl", ["dense", "blockwise"])
 def test_float32_inputs_stay_float32_beside_float64(float64, impl):
-    q = jax.random.normal(jax.random.key(0), (20, 2, 4), jnp.float32)
-    out, lse = attnlab.attention(
-        q,
-        q,
-        q,
-        MaskFn(lambda b, h, i, j: i >= j),
-        (SoftCap(jnp.array(3.0)), ScoreFn(lambda s, b, h, i, j: s + jnp.float64(1.0))),
+    q = jax.ShapeDtypeStruct((20, 2, 4), jnp.float32)
+    run = functools.partial(
+        attnlab.attention,
+        mask=MaskFn(lambda b, h, i, j: i >= j),
+        score_mod=(SoftCap(jnp.array(3.0)), ScoreFn(lambda s, b, h, i, j: s + jnp.float64(1.0))),
         scale=np.float64(0.5),
-        q_positions=jnp.arange(20),
+        q_positions=np.arange(20),
         return_lse=True,
         impl=impl,
     )
+    out, lse = jax.eval_shape(run, q, q, q)
     assert out.dtype == lse.dtype == jnp.float32
 
 

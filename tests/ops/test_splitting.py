@@ -18,6 +18,7 @@ from tests.ops import cases
 FLAT = Scores((), 2, (5, 5))
 RNG = np.random.default_rng(0)
 TABLE = jnp.asarray(RNG.normal(size=(2, 5)), jnp.float32)
+RAW = RNG.normal(size=(2, 5, 5)).astype(np.float32)
 
 
 def evaluated(one, scores, *raw):
@@ -42,22 +43,24 @@ def evaluated(one, scores, *raw):
         (Causal(), {"q_index", "kv_index"}),
         (SlidingWindow(2) & ~Causal(), {"q_index", "kv_index"}),
         (Padding(3), {"key"}),
-        (PrefixLM(jnp.array(2)), {"key", "q_index", "kv_index"}),
-        (Segments(jnp.arange(5) // 2), {"query", "key"}),
-        (Segments(jnp.arange(5) // 2) | Causal(), {"query", "key", "q_index", "kv_index"}),
-        (Dense(jnp.eye(5, dtype=bool)), {"pair"}),
-        (BlockSparse(jnp.eye(3, dtype=bool), 2), {"pair"}),
+        (PrefixLM(np.array(2)), {"key", "q_index", "kv_index"}),
+        (Segments(np.arange(5) // 2), {"query", "key"}),
+        (Segments(np.arange(5) // 2) | Causal(), {"query", "key", "q_index", "kv_index"}),
+        (Dense(np.eye(5, dtype=bool)), {"pair"}),
+        (BlockSparse(np.eye(3, dtype=bool), 2), {"pair"}),
         (MaskFn(lambda b, h, i, j, by: (i - j) % by[h] == 0, jnp.array([1, 2])), {"scalar", "q_index", "kv_index"}),
-        (MaskFn(lambda b, h, i, j, far: far[abs(i - j)], jnp.arange(5) > 2), {"distance"}),
+        (MaskFn(lambda b, h, i, j, far: far[abs(i - j)], jnp.asarray(np.arange(5) > 2)), {"distance"}),
         (MaskFn(lambda b, h, i, j: h > 0), {"scalar"}),
+        # A choice between two masks.
+        (MaskFn(lambda b, h, i, j: jnp.where(h == 0, j <= i, (i - j) % 2 == 0)), {"scalar", "q_index", "kv_index"}),
     ],
     ids=lambda x: type(x).__name__,
 )
 def test_masks_take_only_what_varies_with_pairs(mask, varies):
     one = split(mask.visible, FLAT)
     assert {x.varies for x in one.program.inputs} == varies
-    expected = jnp.broadcast_to(mask.visible(whole(5, 5, 2)), (2, 5, 5))
-    np.testing.assert_array_equal(evaluated(one, FLAT), expected)
+    found, expected = jax.jit(lambda: (evaluated(one, FLAT), mask.visible(whole(5, 5, 2))))()
+    np.testing.assert_array_equal(found, np.broadcast_to(expected, (2, 5, 5)))
 
 
 @pytest.mark.parametrize(
@@ -73,11 +76,11 @@ def test_masks_take_only_what_varies_with_pairs(mask, varies):
     ids=lambda x: type(x).__name__,
 )
 def test_score_mods_take_only_what_varies_with_pairs(mod, varies):
-    raw = jnp.asarray(RNG.normal(size=(2, 5, 5)), jnp.float32)
     one = split(lambda tile, raw: mod.apply(raw, tile), FLAT, of_raw=True)
     assert {x.varies for x in one.program.inputs} == varies
     assert all(x.is_learned for x in one.program.inputs if x.varies not in ("q_index", "kv_index"))
-    np.testing.assert_allclose(evaluated(one, FLAT, raw), mod.apply(raw, whole(5, 5, 2)), rtol=1e-6, atol=1e-6)
+    found, expected = jax.jit(lambda raw: (evaluated(one, FLAT, raw), mod.apply(raw, whole(5, 5, 2))))(RAW)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -88,20 +91,21 @@ def test_parts_of_random_masks_agree_with_the_whole(seed):
     kv_positions = rng.integers(0, kv_length, kv_length).astype(np.int32)
     scores = Scores(batch, 2, (q_length, kv_length), q_positions, kv_positions)
     mask = jax.tree.map(jnp.asarray, cases.draw_mask(rng, batch, 2, q_length, kv_length))
-    expected = mask.visible(whole(q_length, kv_length, 2, q_positions, kv_positions, batch))
-    found = evaluated(split(mask.visible, scores), scores)
-    np.testing.assert_array_equal(found, jnp.broadcast_to(expected, found.shape))
+    covers = whole(q_length, kv_length, 2, q_positions, kv_positions, batch)
+    found, expected = jax.jit(lambda: (evaluated(split(mask.visible, scores), scores), mask.visible(covers)))()
+    np.testing.assert_array_equal(found, np.broadcast_to(expected, found.shape))
 
 
 def test_bits_of_dropout_are_those_of_the_whole():
-    keys = dropout.per_example(jax.random.key(0), (3,))
     scores = Scores((3,), 2, (4, 6))
 
-    def keeps(tile):
-        return dropout.keep(keys, 0.4, tile.head, tile.q_index[0], tile.kv_index[0])
+    @jax.jit
+    def run():
+        keys = dropout.per_example(jax.random.key(0), (3,))
+        one = split(lambda tile: dropout.keep(keys, 0.4, tile.head, tile.q_index[0], tile.kv_index[0]), scores)
+        return evaluated(one, scores), dropout.keep(keys, 0.4, *np.ogrid[:2, :4, :6])
 
-    found = evaluated(split(keeps, scores), scores)
-    np.testing.assert_array_equal(found, dropout.keep(keys, 0.4, *np.ogrid[:2, :4, :6]))
+    np.testing.assert_array_equal(*run())
 
 
 def test_equal_functions_have_equal_programs():
@@ -112,17 +116,19 @@ def test_equal_functions_have_equal_programs():
 def test_arrays_get_gradients_through_the_split():
     def total(table):
         one = split(lambda tile, raw: RelativeBias(table).apply(raw, tile), FLAT, of_raw=True)
-        return (evaluated(one, FLAT, jnp.ones((2, 5, 5))) ** 2).sum()
+        return (evaluated(one, FLAT, RAW) ** 2).sum()
 
-    expected = jax.grad(lambda table: (RelativeBias(table).apply(jnp.ones((2, 5, 5)), whole(5, 5, 2)) ** 2).sum())(
-        TABLE
-    )
-    np.testing.assert_allclose(jax.grad(total)(TABLE), expected, rtol=1e-6)
+    def of_whole(table):
+        return (RelativeBias(table).apply(jnp.asarray(RAW), whole(5, 5, 2)) ** 2).sum()
+
+    # Sums of 25 terms, in another order.
+    found, expected = jax.jit(lambda table: (jax.grad(total)(table), jax.grad(of_whole)(table)))(TABLE)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-5)
 
 
 def test_pairs_that_are_drawn_are_counted_in_bytes():
-    assert split(BlockSparse(jnp.ones((3, 3), bool), 2).visible, FLAT).drawn_bytes == 25
-    assert split(Dense(jnp.ones((5, 5), bool)).visible, FLAT).drawn_bytes == 0  # the caller has it
+    assert split(BlockSparse(np.ones((3, 3), bool), 2).visible, FLAT).drawn_bytes == 25
+    assert split(Dense(np.ones((5, 5), bool)).visible, FLAT).drawn_bytes == 0  # the caller has it
 
 
 @pytest.mark.parametrize(
@@ -161,10 +167,4 @@ class NeedsValues(Mask):
 @pytest.mark.parametrize("mask, reason", [(Two, "along two axes"), (NeedsValues, "needs the values")])
 def test_masks_that_cannot_be_split_are_refused(mask, reason):
     with pytest.raises(UnsupportedError, match=reason):
-        split(mask(jnp.arange(2)).visible, Scores((2,), 2, (5, 5)))
-
-
-def test_a_mask_that_chooses_between_masks_is_split():
-    mask = MaskFn(lambda b, h, i, j: jnp.where(h == 0, j <= i, (i - j) % 2 == 0))
-    expected = jnp.broadcast_to(mask.visible(whole(5, 5, 2)), (2, 5, 5))
-    np.testing.assert_array_equal(evaluated(split(mask.visible, FLAT), FLAT), expected)
+        split(mask(jnp.asarray(np.arange(2))).visible, Scores((2,), 2, (5, 5)))

@@ -34,7 +34,12 @@ def sample(seed: int = 0, batch_size: int = 32) -> np.ndarray:
 
 def initial(seed: int, gpt: GPT | None = None) -> dict:
     """The variables of an untrained model."""
-    return (gpt or model()).init(jax.random.key(seed), np.zeros((1, 2), np.int32))
+    return _init(gpt or model())(jax.random.key(seed), np.zeros((1, 2), np.int32))
+
+
+@functools.cache
+def _init(gpt: GPT):
+    return jax.jit(gpt.init)
 
 
 @functools.cache

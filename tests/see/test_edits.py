@@ -1,7 +1,6 @@
 """Edits: identities leave every bit, each does what it says, and what the model does not have is one line."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -9,33 +8,38 @@ from flax import nnx
 from attnlab import see
 from attnlab.masks import Causal, Padding
 from attnlab.nn import KVCache, MultiHeadAttention
+from tests.parameters import parameters
 from tests.see import models
-from tests.see.models import OTHERS, TOKENS
+from tests.see.models import OTHERS, TOKENS, capture, edited, random
+from tests.see.pages import softmax
 
 ALL = ("q", "k", "v", "pattern", "z", "in", "out")
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"kv_heads": 2, "positions": "rotary", "qk_norm": True}, {"impl": "blockwise", "window": 3, "kv_heads": 1}],
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"kv_heads": 2, "positions": "rotary", "qk_norm": True},
+        {"impl": "blockwise", "window": 3, "kv_heads": 1},
+    ],
     ids=["plain", "grouped", "blockwise"],
 )
 def test_freezing_a_run_onto_itself_and_gates_of_one_leave_every_bit(fields):
     model, params = models.gpt(**fields)
-    run = see.capture(model, params, TOKENS, want=ALL)
-    assert (run.out == model.apply(params, TOKENS)).all()
-    gates = {f"*/{name}": see.Scale(jnp.ones(())) for name in ALL}
-    for edits in (see.Freeze(run), gates, {"*": see.Add(0.0)}):
-        again = see.edited(model, params, TOKENS, edits=edits, want=ALL)
+    run = capture(model, params, TOKENS, want=ALL)
+    assert (run.out == jax.jit(model.apply)(params, TOKENS)).all()
+    gates = {f"*/{name}": see.Scale(np.ones((), np.float32)) for name in ALL}
+    for again in edited(model, params, TOKENS, edits=[see.Freeze(run), gates, {"*": see.Add(0.0)}], want=ALL):
         assert again.order == run.order
         assert all((a == b).all() for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(run), strict=True))
 
 
 def test_freezing_a_run_onto_itself_leaves_every_bit_of_flax_layers():
     for model, params in ((models.Flax(), models.variables()), (models.nnx_model(), None)):
-        run = see.capture(model, params, TOKENS, want=("pattern", "z"))
-        edited = see.edited(model, params, TOKENS, edits=see.Freeze(run)).out
-        assert (edited == run.out).all()
+        run = capture(model, params, TOKENS, want=("pattern", "z"))
+        (again,) = edited(model, params, TOKENS, edits=[see.Freeze(run)])
+        assert (again.out == run.out).all()
 
 
 @pytest.mark.parametrize("kind", ["flax", "ours", "nnx"])
@@ -45,71 +49,69 @@ def test_an_edit_of_one_head_changes_its_output_alone(kind):
         "ours": (models.Ours(), models.variables()),
         "nnx": (models.nnx_model(), None),
     }[kind]
-    head = jnp.arange(models.HEADS)[:, None] == 2
-    edit = {"block_0/attention/z": see.Zero(where=head)}
-    run = see.capture(model, params, TOKENS, want=("z", "out"))
-    edited = see.edited(model, params, TOKENS, edits=edit, want=("z", "out"))
-    z, after = run.values["z"]["block_0/attention"], edited.values["z"]["block_0/attention"]
-    np.testing.assert_array_equal(after, jnp.where(head, 0, z))
-    assert not np.allclose(edited.out, run.out)
-    zeroed = see.edited(model, params, TOKENS, edits={"block_0/attention/z": see.Put(jnp.where(head, 0, z))})
-    np.testing.assert_array_equal(edited.out, zeroed.out)
+    head = np.arange(models.HEADS)[:, None] == 2
+    run = capture(model, params, TOKENS, want=("z", "out"))
+    z = run.values["z"]["block_0/attention"]
+    edits = [{"block_0/attention/z": edit} for edit in (see.Zero(where=head), see.Put(np.where(head, 0, z)))]
+    after, zeroed = edited(model, params, TOKENS, edits=edits, want=("z", "out"))
+    np.testing.assert_array_equal(after.values["z"]["block_0/attention"], np.where(head, 0, z))
+    assert not np.allclose(after.out, run.out)
+    np.testing.assert_array_equal(after.out, zeroed.out)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_an_edited_pattern_gives_that_pattern_times_values(kv_heads):
-    layer = MultiHeadAttention(4, kv_heads=kv_heads, sinks=True, mask=Causal())
-    x = jax.random.normal(jax.random.key(0), (2, 5, 8))
-    params = jax.tree.map(lambda p: p + 0.2, layer.init(jax.random.key(1), x))
-    pattern = jax.nn.softmax(jax.random.normal(jax.random.key(2), (2, 4, 5, 5)))
-    run = see.edited(layer, params, x, edits={"pattern": see.Put(pattern)}, want=("v", "z", "pattern"))
-    v = jnp.repeat(run.values["v"][""], 4 // kv_heads, axis=2)
-    np.testing.assert_allclose(run.values["z"][""], jnp.einsum("bhqk,bkhd->bqhd", pattern, v), atol=2e-6)
+    layer, x = MultiHeadAttention(4, kv_heads=kv_heads, sinks=True, mask=Causal()), random(2, 5, 8)
+    pattern = softmax(random(2, 4, 5, 5))
+    edits = [{"pattern": see.Put(pattern)}]
+    (run,) = edited(layer, parameters(layer, x), x, edits=edits, want=("v", "z", "pattern"))
+    v = np.repeat(run.values["v"][""], 4 // kv_heads, axis=2)
+    np.testing.assert_allclose(run.values["z"][""], np.einsum("bhqk,bkhd->bqhd", pattern, v), atol=2e-6)
     np.testing.assert_array_equal(run.values["pattern"][""], pattern)
 
 
 def test_an_edited_pattern_ignores_the_values_of_padding():
-    layer = MultiHeadAttention(2)
-    x = jax.random.normal(jax.random.key(0), (1, 4, 8)).at[:, 3].set(jnp.nan)
-    params = layer.init(jax.random.key(1), jnp.ones((1, 4, 8)))
-    options = {"mask": Padding(jnp.array([3]))}
-    run = see.edited(layer, params, x, edits={"pattern": see.Scale(0.5)}, want=("z",), **options)
-    plain = see.capture(layer, params, x, want=("z",), **options)
+    layer, x = MultiHeadAttention(2), random(1, 4, 8)
+    params = parameters(layer, x)
+    x[:, 3] = np.nan
+    options = {"mask": Padding(np.array([3])), "want": ("z",)}
+    (run,) = edited(layer, params, x, edits=[{"pattern": see.Scale(0.5)}], **options)
+    plain = capture(layer, params, x, **options)
     np.testing.assert_allclose(run.values["z"][""][:, :3], 0.5 * plain.values["z"][""][:, :3], atol=1e-6)
 
 
 def test_edited_keys_enter_the_cache():
-    layer = MultiHeadAttention(2, mask=Causal(), kv_heads=1)
-    x = jax.random.normal(jax.random.key(0), (1, 2, 8))
-    params = layer.init(jax.random.key(1), x)
-    cache = KVCache.empty(1, 4, 1, 4)
-    _, after = see.edited(layer, params, x, edits={"k": see.Put(7.0)}, cache=cache).out
-    np.testing.assert_array_equal(after.key[0, :2], np.full((2, 1, 4), 7.0))
+    layer, x = MultiHeadAttention(2, mask=Causal(), kv_heads=1), random(1, 2, 8)
+    cache = jax.jit(lambda: KVCache.empty(1, 4, 1, 4))()
+    (run,) = edited(layer, parameters(layer, x), x, edits=[{"k": see.Put(7.0)}], cache=cache)
+    np.testing.assert_array_equal(run.out[1].key[0, :2], np.full((2, 1, 4), 7.0))
 
 
-def test_edits_of_cross_attention():
-    layer = MultiHeadAttention(2)
-    x, memory = jnp.ones((2, 3, 8)), jax.random.normal(jax.random.key(0), (2, 5, 6))
-    params = layer.init(jax.random.key(1), x, memory)
-    first = jnp.zeros((3, 5)).at[:, 0].set(1.0)
-    run = see.edited(layer, params, x, memory, edits={"pattern": see.Put(first)}, want=("v", "z"))
-    np.testing.assert_allclose(
-        run.values["z"][""], jnp.broadcast_to(run.values["v"][""][:, :1], (2, 3, 2, 4)), atol=1e-6
-    )
+def test_cross_attention_has_patterns_from_queries_to_memory_that_can_be_edited():
+    layer, x, memory = MultiHeadAttention(2), np.ones((2, 3, 8), np.float32), random(2, 5, 6)
+    params, first = parameters(layer, x, memory), np.eye(5, dtype=np.float32)[[0] * 3]
+    (site,) = see.sites(layer, params, x, memory)
+    assert site.verified and (site.q_length, site.kv_length) == (3, 5)
+    (run,) = edited(layer, params, x, memory, edits=[{"pattern": see.Put(first)}], want=("v", "z", "pattern"))
+    assert run.values["pattern"][""].shape == (2, 2, 3, 5)
+    z, v = run.values["z"][""], run.values["v"][""]
+    np.testing.assert_allclose(z, np.broadcast_to(v[:, :1], z.shape), atol=1e-6)
 
 
 def test_mean_resample_and_put_of_other_runs():
     model, params = models.gpt()
-    z = see.capture(model, params, TOKENS, want=("z",)).values["z"]["block_1/attention"]
-    other = see.capture(model, params, OTHERS, want=("z",)).values["z"]["block_1/attention"]
-    for edit, expected in (
-        (see.Mean(other), jnp.broadcast_to(other.mean((0, 1)), z.shape)),
-        (see.Mean(other, axes=0), jnp.broadcast_to(other.mean(0), z.shape)),
-        (see.Resample(jnp.array([1, 0])), z[::-1]),
-        (see.Put(other, where=jnp.arange(7)[:, None, None] > 3), jnp.concatenate([z[:, :4], other[:, 4:]], axis=1)),
-    ):
-        run = see.edited(model, params, TOKENS, edits={"block_1/attention/z": edit}, want=("z",))
-        np.testing.assert_allclose(run.values["z"]["block_1/attention"], expected, rtol=1e-6)
+    z, other = (
+        capture(model, params, tokens, want=("z",)).values["z"]["block_1/attention"] for tokens in (TOKENS, OTHERS)
+    )
+    cases = (
+        (see.Mean(other), np.broadcast_to(other.mean((0, 1)), z.shape)),
+        (see.Mean(other, axes=0), np.broadcast_to(other.mean(0), z.shape)),
+        (see.Resample(np.array([1, 0])), z[::-1]),
+        (see.Put(other, where=np.arange(7)[:, None, None] > 3), np.concatenate([z[:, :4], other[:, 4:]], axis=1)),
+    )
+    edits = [{"block_1/attention/z": edit} for edit, _ in cases]
+    for run, (_, values) in zip(edited(model, params, TOKENS, edits=edits, want=("z",)), cases):
+        np.testing.assert_allclose(run.values["z"]["block_1/attention"], values, rtol=1e-6)
 
 
 def test_edits_pass_through_jit_vmap_and_grad():
@@ -117,26 +119,29 @@ def test_edits_pass_through_jit_vmap_and_grad():
 
     @jax.jit
     def outputs(gates):
-        def one(gate):
-            return see.edited(model, params, TOKENS, edits={"block_1/attention/z": see.Scale(gate[:, None])}).out
+        def one(edit):
+            return see.edited(model, params, TOKENS, edits={"block_1/attention/z": edit}).out
 
-        return jax.vmap(one)(gates), jax.jacobian(lambda gate: one(gate).sum())(gates[0])
+        def gated(gate):
+            return one(see.Scale(gate[:, None]))
 
-    outs, gradient = outputs(jnp.stack([jnp.ones(4), jnp.zeros(4)]))
-    without = see.edited(model, params, TOKENS, edits={"block_1/attention/z": see.Zero()}).out
-    np.testing.assert_allclose(outs[0], model.apply(params, TOKENS), atol=5e-6)
+        outs, gradient = jax.vmap(gated)(gates), jax.grad(lambda gate: gated(gate).sum())(gates[0])
+        return outs, gradient, model.apply(params, TOKENS), one(see.Zero())
+
+    outs, gradient, plain, without = outputs(np.stack([np.ones(4, np.float32), np.zeros(4, np.float32)]))
+    np.testing.assert_allclose(outs[0], plain, atol=5e-6)
     np.testing.assert_allclose(outs[1], without, atol=5e-6)
     assert gradient.shape == (4,) and np.abs(gradient).min() > 0
 
 
 def test_blocks_take_edited_streams():
     for model, params in ((models.Flax(), models.variables()), (models.nnx_model(), None)):
-        run = see.capture(model, params, TOKENS, want=("in", "out"))
-        skipped = {"block_1/out": see.Put(run.values["in"]["block_1"])}
+        run = capture(model, params, TOKENS, want=("in", "out"))
         np.testing.assert_array_equal(run.values["in"]["block_1"], run.values["out"]["block_0"])
-        edited = see.edited(model, params, TOKENS, edits=skipped, want=("out",))
-        np.testing.assert_array_equal(edited.values["out"]["block_1"], run.values["in"]["block_1"])
-        assert not np.allclose(edited.out, run.out)
+        skipped = {"block_1/out": see.Put(run.values["in"]["block_1"])}
+        (after,) = edited(model, params, TOKENS, edits=[skipped], want=("out",))
+        np.testing.assert_array_equal(after.values["out"]["block_1"], run.values["in"]["block_1"])
+        assert not np.allclose(after.out, run.out)
 
 
 @pytest.mark.parametrize(
@@ -163,9 +168,9 @@ def test_edits_of_a_wrong_shape_and_of_a_run_without_the_value_are_one_line():
         ValueError,
         match=r"values of an edit has shape \(3,\), expected one that broadcasts to the value.s \(2, 7, 4, 4\)",
     ) as error:
-        see.edited(model, params, TOKENS, edits={"block_0/attention/z": see.Put(jnp.ones(3))})
+        edited(model, params, TOKENS, edits=[{"block_0/attention/z": see.Put(np.ones(3))}])
     assert "\n" not in str(error.value)
-    run = see.capture(model, params, TOKENS)
+    run = see.Run(None, {"pattern": {"block_0/attention": np.ones((2, 4, 7, 7))}})
     with pytest.raises(ValueError, match=r"its run has no 'z' of 'block_0/attention': capture it with want=\('z',\)"):
         see.edited(model, params, TOKENS, edits={"block_0/attention/z": see.Freeze(run)})
 
@@ -173,5 +178,5 @@ def test_edits_of_a_wrong_shape_and_of_a_run_without_the_value_are_one_line():
 def test_a_model_of_nnx_keeps_its_own_state_after_an_edit():
     model = models.nnx_model()
     before = nnx.state(model)
-    see.edited(model, None, TOKENS, edits={"*/z": see.Zero()})
+    edited(model, None, TOKENS, edits=[{"*/z": see.Zero()}])
     jax.tree.map(np.testing.assert_array_equal, nnx.state(model), before)

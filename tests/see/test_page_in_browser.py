@@ -16,7 +16,10 @@ from tests.see.pages import causal_patterns, checkpoints, drifting, effects_of, 
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium"),
+]
 AXE = "axe-core@4.10.3"
 
 TOKENS = ["\n", " the", "</script>", "😀", "👩\u200d🔬", " שלום", "مرحبا", "e\u0301", "\u0301", "<b>", "\udcff", " the"]

@@ -186,8 +186,7 @@ def test_one_sequence_finds_nothing():
     assert not any(found.heads(kind) for kind in KINDS)
 
 
-@pytest.mark.parametrize("positions", ["rotary", "learned"])
-@pytest.mark.parametrize("repeated", [False, True])
+@pytest.mark.parametrize(("positions", "repeated"), [("rotary", True), ("learned", False)])
 def test_untrained_model_has_no_head_of_any_kind(positions, repeated):
     """All nulls together, six kinds and eight heads of ten models."""
     gpt = GPT(64, num_layers=2, num_heads=4, width=32, context=48, positions=positions)

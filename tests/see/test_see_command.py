@@ -1,20 +1,23 @@
 """The command `attnlab see`: its page of a run and of a GPT-2, what it prints, and what it refuses."""
 
 import json
+import shutil
+from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from attnlab import load, train
 from attnlab.__main__ import main
-from attnlab.data import tokenizers
+from attnlab.data import corpora, tokenizers
 from attnlab.interop.huggingface import save_hf
 from attnlab.nn import GPT
-from attnlab.see import Page, capture
-from attnlab.see.__main__ import SEQUENCES
+from attnlab.see import Page
+from attnlab.see.__main__ import SEQUENCES, _label
 from attnlab.training.checkpoints import history_steps
+from tests.parameters import parameters
+from tests.see.models import capture
 from tests.see.pages import data_of, records_of
 
 TEXT = "el perro persiguió al gato y lo atrapó. "
@@ -23,18 +26,26 @@ TINY = ["model.num_layers=2", "model.num_heads=2", "model.width=16", "model.cont
 TINY += ["eval.windows=4", "log.tensorboard=False"]
 
 
-def trained(folder, *options):
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
     """The workdir of a small run."""
-    (folder / "text.txt").write_text(TEXT * 150)
-    options = [f"--config.{option}" for option in (*TINY, f"data.path={folder}/text.txt", *options)]
+    folder = tmp_path_factory.mktemp("history")
+    (folder / "text.txt").write_text("\n" + TEXT * 150)  # documents end with a newline
+    options = [*TINY, f"data.path={folder}/text.txt", f"steps={STEPS}", f"checkpoint.history={HISTORY}"]
+    options = [f"--config.{option}" for option in (*options, "checkpoint.every=4")]
     assert train.main(["train", "--config=quickstart", f"--workdir={folder}/run", *options]) == 0
     return folder / "run"
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("history")
-    return trained(folder, f"steps={STEPS}", f"checkpoint.history={HISTORY}", "checkpoint.every=4")
+def copied(run, folder, text, **data):
+    """A copy of the run, as if it had been trained on another text, read in another way."""
+    workdir = Path(shutil.copytree(run, folder / "run"))
+    config = json.loads((workdir / "config.json").read_text())
+    config["data"] |= {"path": str(text)} | data
+    if text.exists():
+        config["corpus"]["sha256"] = corpora.load("text", path=str(text)).sha256
+    (workdir / "config.json").write_text(json.dumps(config))
+    return workdir
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +54,7 @@ def gpt2(tmp_path_factory):
     tokenizer = tokenizers.make("bpe", TEXT * 9, vocab_size=300)
     sizes = {"vocab_size": tokenizer.vocab_size, "num_layers": 2, "num_heads": 2, "width": 16, "context": 12}
     model = GPT(**sizes, positions="learned", qk_norm=False)
-    params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    params = parameters(model, np.zeros((1, 1), np.int32))
     return save_hf(tmp_path_factory.mktemp("gpt2") / "gpt2", model, params, tokenizer)
 
 
@@ -78,7 +89,7 @@ def weights_of(path, prompt=0) -> np.ndarray:
     return weights
 
 
-def test_page_of_a_run_shows_each_prompt_at_each_checkpoint(run, capsys, tmp_path):
+def test_page_of_a_run_shows_each_prompt_at_each_checkpoint_with_scores_and_effects(run, capsys, tmp_path):
     prompts = ["el gato", "el perro y el ga"]
     options = ["--checkpoints=all", f"--out={tmp_path}/page.html", *(f"--prompt={prompt}" for prompt in prompts)]
     code, out, err = see(capsys, run, *options)
@@ -94,14 +105,8 @@ def test_page_of_a_run_shows_each_prompt_at_each_checkpoint(run, capsys, tmp_pat
             patterns = capture(model, params, tokenizer.encode(prompt)[None]).stack("pattern")[:, 0]
             shown = weights_of(tmp_path / "page.html", number)[at]
             np.testing.assert_allclose(shown, patterns.reshape(shown.shape), atol=0.004)
-
-
-def test_tables_of_a_run_hold_scores_and_effects_at_each_checkpoint(run, capsys, tmp_path):
-    code, out, _ = see(capsys, run, f"--checkpoints=0,{STEPS}", f"--out={tmp_path}/page.html")
-    assert code == 0
-    tables = data_of(page_in(tmp_path / "page.html"))["tables"]
-    assert set(tables) == {"entropy", "previous", "current", "sink", "duplicate", "induction", "effect"}
-    assert all(np.shape(table) == (2, 2, 2) for table in tables.values())
+    assert set(data["tables"]) == {"entropy", "previous", "current", "sink", "duplicate", "induction", "effect"}
+    assert all(np.shape(table) == (len(steps), 2, 2) for table in data["tables"].values())
     for line in ("previous ", "induction ", "effect "):
         assert f"\n{line}" in out
     assert "(untrained)" in out and f"loss {loss_of(run):.4f} on {SEQUENCES} windows of validation text" in out
@@ -114,7 +119,7 @@ def loss_of(run) -> float:
     ids = tokenizer.encode(text[int(len(text) * (1 - config.data.validation_fraction)) :])
     starts = np.linspace(0, len(ids) - 17, SEQUENCES).round().astype(int)
     windows = ids[starts[:, None] + np.arange(17)]
-    return float(model.apply(params, windows[:, :-1], targets=windows[:, 1:]).mean())
+    return float(np.mean(jax.jit(model.apply)(params, windows[:, :-1], targets=windows[:, 1:])))
 
 
 def test_page_without_prompt_shows_a_window_of_the_validation_text(run, capsys):
@@ -124,8 +129,10 @@ def test_page_without_prompt_shows_a_window_of_the_validation_text(run, capsys):
     assert data["steps"] == [STEPS] and "effect" not in data["tables"]
     assert "".join(data["prompts"][0]["queries"]).replace("·", " ") in TEXT * 2
     assert f"<title>run, step {STEPS}</title>" in (run / "see.html").read_text()
-    assert see(capsys, run, "--noeffects", "--length=8", "--checkpoints=best")[0] == 0  # its own page is replaced
-    assert len(data_of(page_in(run / "see.html"))["prompts"][0]["queries"]) == 8
+    # Its own page is replaced.
+    assert see(capsys, run, "--noeffects", "--length=8", "--checkpoints=0,best")[0] == 0
+    data = data_of(page_in(run / "see.html"))
+    assert len(data["prompts"][0]["queries"]) == 8 and data["steps"] == [0, STEPS]
 
 
 def test_page_of_a_gpt2_has_one_checkpoint_and_effects_on_its_prompts(gpt2, capsys, tmp_path):
@@ -141,20 +148,28 @@ def test_page_of_a_gpt2_has_one_checkpoint_and_effects_on_its_prompts(gpt2, caps
     np.testing.assert_allclose(shown, patterns.reshape(shown.shape), atol=0.004)
 
 
-def test_run_of_documents_is_shown_within_single_documents(capsys, tmp_path):
-    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": letter * 8}) for letter in "abc" * 300))
-    options = [f"data.path={tmp_path}/text.jsonl", "data.packing=documents", "data.tokenizer=byte", "steps=1"]
-    workdir = trained(tmp_path, *options)
-    assert see(capsys, workdir, "--length=4")[0] == 0
+def test_run_of_documents_is_shown_within_single_documents(run, capsys, tmp_path):
+    text = tmp_path / "text.jsonl"
+    text.write_text("\n".join(json.dumps({"text": letter * 8}) for letter in "atr" * 300))
+    workdir = copied(run, tmp_path, text, packing="documents")
+    code, _, err = see(capsys, workdir, "--length=4", "--noeffects")
+    assert code == 0, err
     shown = data_of(page_in(workdir / "see.html"))["prompts"][0]["queries"]
     assert len(shown) == 4 and len(set(shown)) == 1
     assert "no document of the validation text has 17 tokens: lower --length" in refused(capsys, workdir)
 
 
-def test_run_with_one_checkpoint_and_without_its_text_says_what_is_missing(capsys, tmp_path):
-    workdir = trained(tmp_path, "steps=2")
+def test_tokens_of_bytes_are_shown_as_text_or_by_their_number():
+    labels = [_label(tokenizers.make("byte", ""), token) for token in (*b"el", 0xC3)]
+    assert labels == ["e", "l", "\udcc3"]
+
+
+def test_run_with_one_checkpoint_and_without_its_text_says_what_is_missing(run, capsys, tmp_path):
+    workdir = copied(run, tmp_path, tmp_path / "gone.txt")
+    for step in (workdir / "checkpoints").glob("[0-9]*"):
+        if step.name != str(STEPS):
+            shutil.rmtree(step)
     assert "--config.checkpoint.history=20" in refused(capsys, workdir, "--checkpoints=all")
-    (tmp_path / "text.txt").unlink()
     assert "or give --prompt" in refused(capsys, workdir)
     code, out, err = see(capsys, workdir, "--prompt=el gato")
     assert code == 0 and "first 7 tokens of each prompt" in out
@@ -171,7 +186,7 @@ def test_run_with_one_checkpoint_and_without_its_text_says_what_is_missing(capsy
         (["--prompt=el perro", "--length=4"], "expected 2 or more, up to --length=4"),
         (["--prompt=e"], "has 1 token:"),
         (["--length=17"], "--length=17: expected 2 or more, up to the model's context of 16"),
-        (["--max_bytes=10"], "--max_bytes"),
+        (["--max_bytes=10", "--noeffects"], "--max_bytes"),
         (["--out=nowhere/page.html"], "expected a file in a folder that exists"),
         (["see.html"], "'see.html' is not expected here"),
     ],

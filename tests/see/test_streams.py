@@ -1,5 +1,7 @@
 """The logit lens, and contributions that sum to the logits."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -7,9 +9,11 @@ import numpy as np
 import pytest
 
 from attnlab import see
-from attnlab.nn import Block, MultiHeadAttention
+from attnlab.nn import MultiHeadAttention
+from attnlab.see.models import framed
+from tests.parameters import parameters
 from tests.see import models
-from tests.see.models import OTHERS, TOKENS
+from tests.see.models import OTHERS, TOKENS, random
 
 
 class WithoutNorms(nn.Module):
@@ -36,64 +40,58 @@ class WithRMSNorm(nn.Module):
         return nn.Dense(models.VOCABULARY)(nn.RMSNorm()(x))
 
 
-@pytest.mark.parametrize("kind", ["gpt", "grouped", "flax", "ours", "without_norms", "rms_norm"])
+def of(logits, tokens):
+    """The logits of tokens."""
+    return np.take_along_axis(logits, tokens[..., None], -1)[..., 0]
+
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("kind", [slow("gpt"), "grouped", "flax", slow("ours"), "rms_norm"])
 def test_contributions_sum_to_the_logits(kind):
     model, params = {
         "gpt": models.gpt,
         "grouped": lambda: models.gpt(kv_heads=2, positions="rotary", use_bias=False),
         "flax": lambda: (models.Flax(), models.variables()),
         "ours": lambda: (models.Ours(), models.variables()),
-        "without_norms": lambda: (WithoutNorms(), models.variables(WithoutNorms())),
         "rms_norm": lambda: (WithRMSNorm(), models.variables(WithRMSNorm())),
     }[kind]()
-    logits = model.apply(params, TOKENS)
-    expected = jnp.take_along_axis(logits, OTHERS[..., None], -1)[..., 0]
+    logits = np.asarray(jax.jit(model.apply)(params, TOKENS))
     parts = see.contributions(model, params, TOKENS, targets=OTHERS)
     scale = max(1, float(np.abs(logits).max()))
-    np.testing.assert_allclose(parts.logits / scale, expected / scale, atol=1e-6)
-    np.testing.assert_allclose(parts.total / scale, expected / scale, atol=1e-5)
+    np.testing.assert_allclose(parts.logits / scale, of(logits, OTHERS) / scale, atol=1e-6)
+    np.testing.assert_allclose(parts.total / scale, of(logits, OTHERS) / scale, atol=1e-5)
     against = see.contributions(model, params, TOKENS, targets=OTHERS, against=TOKENS)
     np.testing.assert_allclose(against.total / scale, against.logits / scale, atol=1e-5)
-    np.testing.assert_allclose(
-        against.logits / scale,
-        (expected - jnp.take_along_axis(logits, TOKENS[..., None], -1)[..., 0]) / scale,
-        atol=2e-6,
-    )
+    np.testing.assert_allclose(against.logits / scale, (of(logits, OTHERS) - of(logits, TOKENS)) / scale, atol=2e-6)
 
 
 def test_contribution_of_a_head_is_what_its_removal_takes_from_a_model_without_norms():
     """In its last layer, where nothing comes after."""
     model, params = WithoutNorms(), models.variables(WithoutNorms())
     parts = see.contributions(model, params, TOKENS, targets=OTHERS)
-    for head in range(models.HEADS):
-        cut = see.edited(
-            model, params, TOKENS, edits={"layer_1/attention/z": see.Zero(where=jnp.arange(4)[:, None] == head)}
-        ).out
-        lost = parts.logits - jnp.take_along_axis(cut, OTHERS[..., None], -1)[..., 0]
-        np.testing.assert_allclose(parts.heads[1, head], lost, atol=2e-5)
+    np.testing.assert_allclose(parts.total, parts.logits, atol=1e-5)
+    heads = np.arange(models.HEADS)
+    edits = [{"layer_1/attention/z": see.Zero(where=heads[:, None] == head)} for head in heads]
+    for head, cut in zip(heads, models.edited(model, params, TOKENS, edits=edits)):
+        np.testing.assert_allclose(parts.heads[1, head], parts.logits - of(cut.out, OTHERS), atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", ["gpt", "nnx"])
 def test_lens_ends_with_the_result_and_begins_with_the_embedding(kind):
     model, params = models.gpt() if kind == "gpt" else (models.nnx_model(), None)
     logits = see.lens(model, params, TOKENS)
-    run = see.capture(model, params, TOKENS, want=("in", "out"))
+    run = models.capture(model, params, TOKENS, want=("in", "out"))
     last = list(run.values["out"])[-1]
     np.testing.assert_allclose(logits[-1], run.out, atol=1e-5)
-    streams = [run.values["in"]["block_0"], run.values["out"]["block_0"]]
-    for stream, found in zip(streams, logits):
-        expected = see.edited(model, params, TOKENS, edits={f"{last}/out": see.Put(stream)}).out
-        np.testing.assert_allclose(found, expected, atol=1e-5)
-    chosen = see.lens(model, params, TOKENS, positions=(-1, 2))
-    np.testing.assert_allclose(chosen, logits[:, :, jnp.array([-1, 2])], atol=1e-5)
-
-
-class PostNorm(nn.Module):
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(models.VOCABULARY, models.WIDTH)(tokens)
-        x = Block(MultiHeadAttention(2), nn.Dense(models.WIDTH), norm_first=False, name="block")(x)
-        return jnp.tanh(nn.Dense(models.VOCABULARY)(x))
+    streams = run.values["in"]["block_0"], run.values["out"]["block_0"]
+    edits = [{f"{last}/out": see.Put(stream)} for stream in streams]
+    for found, expected in zip(logits, models.edited(model, params, TOKENS, edits=edits)):
+        np.testing.assert_allclose(found, expected.out, atol=1e-5)
+    if kind == "gpt":
+        chosen = see.lens(model, params, TOKENS, positions=(-1, 2))
+        np.testing.assert_allclose(chosen, np.asarray(logits)[:, :, [-1, 2]], atol=1e-5)
 
 
 class Nonlinear(nn.Module):
@@ -104,9 +102,8 @@ class Nonlinear(nn.Module):
 
 
 def test_models_of_another_form_are_refused_in_one_line():
-    x = jax.random.normal(jax.random.key(0), (2, 7, 16))
-    layer = MultiHeadAttention(2)
-    params = layer.init(jax.random.key(1), x)
+    layer, x = MultiHeadAttention(2), random(2, 7, 16)
+    params = parameters(layer, x)
     for call, message in (
         (
             lambda: see.contributions(Nonlinear(), models.variables(Nonlinear()), TOKENS, targets=OTHERS),
@@ -150,7 +147,7 @@ class Branches(nn.Module):
         return nn.Dense(models.VOCABULARY)(nn.LayerNorm()(x))
 
 
-@pytest.mark.parametrize("form", ["scaled", "gated", "post-norm", "normed"])
+@pytest.mark.parametrize("form", ["scaled", "post-norm", slow("gated"), slow("normed")])
 def test_contributions_refuse_blocks_that_are_no_sums(form):
     params = models.variables(Branches(form))
     with pytest.raises(ValueError, match="and the blocks from a sum by"):
@@ -188,6 +185,6 @@ def test_norms_of_ones_own_are_no_norms_of_flax():
             return nn.Dense(models.VOCABULARY)(RMSNorm(name="norm")(x))
 
     params = models.variables(Net())
-    assert see.sites(Net(), params, TOKENS).norms == ()
+    assert framed(Net(), params, (TOKENS,), {})[0].sites.norms == ()
     with pytest.raises(ValueError, match="no 'norm/norm'"):
         see.edited(Net(), params, TOKENS, edits={"norm/norm": see.Put(1.0)})

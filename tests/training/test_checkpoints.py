@@ -20,9 +20,17 @@ from attnlab.training.checkpoints import Checkpoints, WithManifest, history_step
 from attnlab.training.state import TrainState
 
 
+def state_of(step, params):
+    """A state with some NumPy parameters, on a device."""
+    return jax.device_put(TrainState(np.int32(step), params, (jax.tree.map(np.square, params), np.int32(step))))
+
+
 def state_at(step):
-    params = {"kernel": jax.random.normal(jax.random.key(step), (4, 3)), "scale": jnp.full((2,), step, jnp.float32)}
-    return TrainState(jnp.asarray(step, jnp.int32), params, (jax.tree.map(jnp.square, params), jnp.asarray(step)))
+    return state_of(step, {"kernel": normal(step), "scale": np.full(2, step, np.float32)})
+
+
+def normal(seed):
+    return np.random.default_rng(seed).standard_normal((4, 3), np.float32)
 
 
 def equal(a, b):
@@ -85,15 +93,15 @@ def test_save_allows_donation_of_the_state_at_once(tmp_path):
     """The save is asynchronous: later writes to the buffers must not reach the disk."""
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     count = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
-    now = {"w": jnp.zeros((1000, 1000))}
+    now = jax.device_put({"w": np.zeros((1000, 1000), np.float32)})
     for _ in range(10):
         now = count(now)
-    checkpoints.save(TrainState(jnp.asarray(10, jnp.int32), now, (now,)))
+    checkpoints.save(TrainState(jax.device_put(np.int32(10)), now, (now,)))
     for _ in range(50):
         now = count(now)
     checkpoints.wait()
-    like = TrainState(jnp.asarray(0, jnp.int32), now, (now,))
-    assert (checkpoints.restore(10, like).params["w"] == 10).all()
+    like = TrainState(jax.device_put(np.int32(0)), now, (now,))
+    assert (np.asarray(checkpoints.restore(10, like).params["w"]) == 10).all()
     checkpoints.close()
 
 
@@ -111,27 +119,27 @@ def test_restore_on_fewer_devices_is_bit_exact(tmp_path, devices):
 
 @pytest.mark.parametrize("convert, back", [(stack_layers, unstack_layers), (unstack_layers, stack_layers)])
 def test_layers_saved_stacked_restore_one_by_one_and_the_reverse(tmp_path, convert, back):
-    layers = {f"block_{n}": {"kernel": jax.random.normal(jax.random.key(n), (4, 3))} for n in range(11)}
-    params = back(layers | {"norm": jnp.ones(3)})
-    moments = (jax.tree.map(jnp.square, params), jnp.asarray(7))
+    layers = {f"block_{n}": {"kernel": normal(n)} for n in range(11)} | {"norm": np.ones(3, np.float32)}
+    saved, wanted = (jax.jit(to)(state_of(7, layers)._asdict()) for to in (back, convert))
+    saved, wanted = TrainState(**saved), TrainState(**wanted)
     checkpoints, split = Checkpoints(tmp_path / "checkpoints"), parallel.make("mesh", 1, 4)
-    checkpoints.save(TrainState(jnp.asarray(7, jnp.int32), params, moments))
+    checkpoints.save(saved)
     checkpoints.wait()
-    wanted = TrainState(jnp.asarray(7, jnp.int32), convert(params), convert(moments))
     like = split.create_state(lambda: jax.tree.map(jnp.zeros_like, wanted))
     restored = checkpoints.restore(7, like)
     equal(restored, wanted)
     assert [x.sharding for x in jax.tree.leaves(restored)] == [x.sharding for x in jax.tree.leaves(like)]
-    equal(checkpoints.restore_params(7, convert(params)), convert(params))
+    equal(checkpoints.restore_params(7, wanted.params), wanted.params)
     checkpoints.close()
 
 
 def test_a_users_parameters_named_like_layers_restore_as_they_are(tmp_path):
-    params = {"blocks": {"block_0": jnp.ones((2, 3)), "gain": jnp.ones(())}, "block_0": {"w": jnp.zeros(3)}}
+    params = {"blocks": {"block_0": normal(0), "gain": np.float32(1)}, "block_0": {"w": np.zeros(3, np.float32)}}
+    state = state_of(7, params)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
-    checkpoints.save(TrainState(jnp.asarray(7, jnp.int32), params, (params,)))
+    checkpoints.save(state)
     checkpoints.wait()
-    equal(checkpoints.restore(7, TrainState(jnp.asarray(0), params, (params,))).params, params)
+    equal(checkpoints.restore(7, state).params, params)
     checkpoints.close()
 
 
@@ -304,7 +312,7 @@ def test_restore_with_another_shape_is_an_error(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     checkpoints.save(state_at(7))
     checkpoints.wait()
-    other = jax.tree.map(lambda x: jnp.zeros((*x.shape, 2)), state_at(0))
+    other = jax.device_put(jax.tree.map(lambda x: np.zeros((*x.shape, 2), x.dtype), state_at(0)))
     with pytest.raises(UserError, match=r"checkpoint .*7 cannot be read"):
         checkpoints.restore(7, other._replace(step=state_at(0).step))
     checkpoints.close()
@@ -312,7 +320,7 @@ def test_restore_with_another_shape_is_an_error(tmp_path):
 
 def test_sha256_depends_on_every_bit_and_the_order_of_paths():
     params = state_at(1).params
-    flipped = params | {"scale": params["scale"].at[1].add(2**-22)}
+    flipped = params | {"scale": np.array([1, 1 + 2**-22], np.float32)}
     renamed = {"z" + name: leaf for name, leaf in params.items()}
     assert sha256(params) == sha256(dict(reversed(params.items()))) == sha256(jax.device_get(params))
     assert sha256(params) != sha256(flipped)

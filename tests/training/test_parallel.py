@@ -7,16 +7,18 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from attnlab import config as configs
 from attnlab.data.batches import TrainBatches
 from attnlab.errors import UserError
+from attnlab.nn import stack_layers, unstack_layers
 from attnlab.training import metrics, parallel, state
 from attnlab.training.experiment import Experiment
+from tests.parameters import parameters
 
+ROOT = Path(__file__).parents[2]
 TOKENS = np.random.default_rng(0).integers(0, 31, 5000)
 BATCHES = TrainBatches(TOKENS, context=16, batch_size=16, seed=0)
 LAYOUTS = {
@@ -30,12 +32,13 @@ LAYOUTS = {
     "context": ("mesh", 1, 1, 1, 4),
     "fsdp and context": ("mesh", 1, 2, 1, 2),
 }
+AXES = ("pmap", "tensor", "fsdp and context")  # the last two use every axis of the mesh
 
 
 def experiment(strategy, devices, fsdp=1, tensor=1, context=1, *, accumulation=1, steps=50, packing="stream", **model):
     """A small experiment on some devices."""
     config = configs.default()
-    config.model.update(num_layers=2, width=32, context=16, **model)
+    config.model.update({"num_layers": 1, "width": 32, "context": 16} | model)
     config.data.packing = packing
     config.steps, config.batch_size, config.optimizer.accumulation = steps, 16, accumulation
     config.precision = "float32"  # also in a process of its own
@@ -43,14 +46,16 @@ def experiment(strategy, devices, fsdp=1, tensor=1, context=1, *, accumulation=1
 
 
 def gradient(run, batches=BATCHES):
-    """The gradient of the first step."""
+    """The gradient of the first step, by name, layers one by one."""
 
     def first(params, batch, axis_name=None):
         accumulation = run.config.optimizer.accumulation
         return state.gradients(run.model, params, batch, jax.random.key(7), accumulation, axis_name)[1]
 
+    params = parameters(run.model, BATCHES[0].tokens[:, :-1])["params"]
+    placed = run.parallel.create_state(lambda: stack_layers(params) if run.scan else params)
     compiled = run.parallel.compile_eval(first)
-    return jax.device_get(compiled(run.create_state().params, run.parallel.place_batch(batches[0])))
+    return unstack_layers(jax.device_get(compiled(placed, run.parallel.place_batch(batches[0]))))
 
 
 def losses(run):
@@ -75,14 +80,22 @@ SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
-    "options",
-    [SLOW({"dropout": 0.2}), SLOW({"scan": True}), {"dropout": 0.2, "accumulation": 4}],
+    "layouts, options",
+    [
+        (AXES, {"dropout": 0.2, "accumulation": 4}),
+        SLOW(LAYOUTS, {"dropout": 0.2, "accumulation": 4, "num_layers": 2}),
+        SLOW(LAYOUTS, {"dropout": 0.2, "num_layers": 2}),
+        SLOW(LAYOUTS, {"scan": True, "num_layers": 2}),
+    ],
     ids=str,
 )
-def test_first_gradient_on_four_devices_equals_one_device(options):
+def test_first_gradient_on_four_devices_equals_one_device(layouts, options):
     reference = gradient(experiment("mesh", 1, **options | {"accumulation": 1}))
-    for layout in LAYOUTS.values():
-        assert distance(gradient(experiment(*layout, **options)), reference) < 1e-6
+    for name in layouts:
+        assert distance(gradient(experiment(*LAYOUTS[name], **options)), reference) < 1e-6, name
+    if "dropout" in options:
+        without = options | {"accumulation": 1, "dropout": 0.0}
+        assert distance(gradient(experiment("mesh", 1, **without)), reference) > 0.1
 
 
 @pytest.mark.parametrize(
@@ -105,52 +118,48 @@ def test_gradient_of_packed_documents_is_the_same_however_the_batch_is_cut():
     counts = state.counted(packed[0]).reshape(4, -1).sum(axis=1)
     assert len(set(counts.tolist())) > 1  # devices count different numbers of targets
     reference = gradient(experiment("mesh", 1, packing="documents"), packed)
-    for name, options in (("pmap", {}), ("mesh", {"accumulation": 2}), ("fsdp and context", {})):
+    for name, options in (("pmap", {}), ("fsdp and context", {"accumulation": 2})):
         found = gradient(experiment(*LAYOUTS[name], packing="documents", **options), packed)
         assert distance(found, reference) < 1e-6, name
 
 
 @pytest.mark.slow
 def test_losses_on_four_devices_equal_one_device_for_50_steps():
-    one, *others = (losses(experiment(*layout, dropout=0.2)) for layout in LAYOUTS.values())
+    one, *others = (losses(experiment(*layout, dropout=0.2, num_layers=2)) for layout in LAYOUTS.values())
     for other in others:
         np.testing.assert_allclose(other, one, rtol=1e-5)
     assert one[-1] < one[0]
 
 
-def test_fsdp_splits_every_kernel_embedding_and_moment():
-    now = experiment("mesh", 1, 4).create_state()
+@pytest.mark.parametrize(
+    "axes, split", [((4, 1), ("kernel", "embedding")), ((1, 4), ("kernel",))], ids=["fsdp", "tensor"]
+)
+def test_each_device_holds_a_share_of_every_kernel_embedding_and_moment(axes, split):
+    """Except that 4 devices along "tensor" do not divide a vocabulary of 31."""
+    now = experiment("mesh", 1, *axes).create_state()
     for path, leaf in jax.tree_util.tree_leaves_with_path(now):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         share = leaf.addressable_shards[0].data.size / leaf.size
-        assert share == (0.25 if name.endswith(("kernel", "embedding")) else 1), name
+        assert share == (0.25 if name.endswith(split) else 1), name
 
 
+@pytest.mark.slow
 def test_fsdp_lowers_memory_per_device():
     """As reported by XLA for the arguments of a step: the state and the device's share of the batch."""
 
     def memory(*layout):
-        return experiment(*layout).lower().compile().memory_analysis().argument_size_in_bytes
+        return experiment(*layout, num_layers=2).lower().compile().memory_analysis().argument_size_in_bytes
 
     replicated, split = memory("mesh", 4, 1), memory("mesh", 1, 4)
     assert split < 0.3 * replicated
 
 
-def test_tensor_splits_heads_hidden_features_and_their_moments():
-    now = experiment("mesh", 1, 1, 4).create_state()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(now):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        share = leaf.addressable_shards[0].data.size / leaf.size
-        assert share == (0.25 if name.endswith("kernel") else 1), name  # 4 do not divide a vocabulary of 31
-
-
 EIGHT_DEVICES = """
-import sys
 import numpy as np
-sys.path.insert(0, sys.argv[1])
-from test_parallel import experiment, losses
+from tests.training.test_parallel import experiment, losses
 for scan in (False, True):
-    one, split = (losses(experiment("mesh", *axes, dropout=0.2, steps=20, scan=scan)) for axes in ((1,), (2, 2, 2)))
+    options = {"dropout": 0.2, "steps": 20, "scan": scan, "num_layers": 2}
+    one, split = (losses(experiment("mesh", *axes, **options)) for axes in ((1,), (2, 2, 2)))
     print(np.abs(split / one - 1).max())
 """
 
@@ -158,8 +167,8 @@ for scan in (False, True):
 @pytest.mark.slow
 def test_losses_on_data_fsdp_and_tensor_axes_of_eight_devices_equal_one_device():
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    command = [sys.executable, "-c", EIGHT_DEVICES, str(Path(__file__).parent)]
-    printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    command = [sys.executable, "-c", EIGHT_DEVICES]
+    printed = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
     assert len(printed.split()) == 2 and all(float(x) < 1e-5 for x in printed.split())  # as for four devices
 
 
@@ -225,25 +234,21 @@ def test_width_not_divisible_by_fsdp_raises():
         parallel.check_width(30, 4)
 
 
-def test_dropout_changes_the_gradient():
-    assert distance(gradient(experiment("mesh", 1, dropout=0.2)), gradient(experiment("mesh", 1))) > 0.1
-
-
 def test_losses_of_two_equal_runs_are_bit_identical():
-    first, second = (losses(experiment("mesh", 4, dropout=0.2, steps=5)) for _ in range(2))
-    np.testing.assert_array_equal(first, second)
+    run = experiment("mesh", 4, dropout=0.2, steps=5)
+    np.testing.assert_array_equal(losses(run), losses(run))
 
 
 def test_eval_step_sums_over_all_devices():
-    for layout in LAYOUTS.values():
-        on = parallel.make(*layout)
+    batch = TrainBatches(TOKENS, context=16, batch_size=8, seed=0)[0]
+    for name in AXES:
+        on = parallel.make(*LAYOUTS[name])
         compiled = on.compile_eval(
             lambda params, batch, axis_name=None: (
                 jax.lax.psum(batch.weight.sum(), axis_name) if axis_name else batch.weight.sum()
             )
         )
-        batch = TrainBatches(TOKENS, context=16, batch_size=8, seed=0)[0]
-        assert float(compiled(on.create_state(lambda: {"w": jnp.ones(2)}), on.place_batch(batch))) == 8
+        assert float(compiled(on.create_state(lambda: {"w": np.ones(2, np.float32)}), on.place_batch(batch))) == 8
 
 
 @pytest.mark.parametrize("strategy, devices", [("mesh", 5), ("mesh", 0), ("mesh", -2), ("pmap", 2)])

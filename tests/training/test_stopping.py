@@ -38,7 +38,7 @@ def fails():
 
 def takes_long():
     print("began", flush=True)
-    time.sleep(30)
+    time.sleep(300)  # longer than the test waits
 
 with PreemptionHandler(own_process=True) as preemption:
 {body}

@@ -13,19 +13,23 @@ from attnlab.study.report import Options
 
 def test_descent_equals_a_gradient_step_by_autodiff():
     batch = regressions(0, batch_size=5, points=4, inputs=3)
-    tokens = np.asarray(batch.tokens)
-    for task, predicted in zip(tokens, gradient_step.descent(batch.tokens)):
+
+    @jax.jit
+    def step(task):
         x, y = task[:-1, :-1], task[:-1, -1]
-        w = -jax.grad(lambda w, x=x, y=y: ((x @ w - y) ** 2).sum() / 2)(jnp.zeros(3))
-        assert predicted == pytest.approx(float(task[-1, :-1] @ w), abs=1e-5)  # float32 sums of a dozen terms
+        w = -jax.grad(lambda w: ((x @ w - y) ** 2).sum() / 2)(jnp.zeros(3))
+        return task[-1, :-1] @ w
+
+    for task, predicted in zip(np.asarray(batch.tokens), np.asarray(jax.jit(gradient_step.descent)(batch.tokens))):
+        assert predicted == pytest.approx(float(step(task)), abs=1e-5)  # float32 sums of a dozen terms
 
 
 def test_best_rate_has_the_least_loss_of_a_line_search():
     batch = regressions(0, batch_size=300)
     rates = np.linspace(0.05, 0.3, 501)  # 0.0005 apart
-    step, targets = np.asarray(gradient_step.descent(batch.tokens), np.float64), np.asarray(batch.targets, np.float64)
+    step, targets = (np.asarray(x, np.float64) for x in (jax.jit(gradient_step.descent)(batch.tokens), batch.targets))
     losses = ((rates[:, None] * step - targets) ** 2).mean(1)
-    assert float(gradient_step.best_rate(batch.tokens, batch.targets)) == pytest.approx(
+    assert float(jax.jit(gradient_step.best_rate)(batch.tokens, batch.targets)) == pytest.approx(
         rates[losses.argmin()],
         abs=0.00026,  # half of the distance
     )
@@ -40,13 +44,20 @@ def test_constructed_linear_attention_is_a_gradient_step():
     for i in range(10):
         kernels["query"][i, 0, i] = kernels["key"][i, 0, i] = 1
     kernels["value"][10, 0, 10], kernels["out"][0, 10, 10] = rate, 1
-    params = {"params": {name: {"kernel": jnp.asarray(kernel)} for name, kernel in kernels.items()}}
-    expected = rate * gradient_step.descent(batch.tokens)
-    np.testing.assert_allclose(gradient_step.predictions(layer, params, batch.tokens), expected, atol=1e-5)
-    loss, cosine = gradient_step._compare(layer, params, batch)
+    params = {"params": {name: {"kernel": kernel} for name, kernel in kernels.items()}}
+
+    @jax.jit
+    def computed(params):
+        expected = rate * gradient_step.descent(batch.tokens)
+        predicted = gradient_step.predictions(layer, params, batch.tokens)
+        least = gradient_step.half_squares(expected, batch.targets)
+        return predicted, expected, *gradient_step._compare(layer, params, batch), least
+
+    predicted, expected, loss, cosine, least = computed(params)
+    np.testing.assert_allclose(predicted, expected, atol=1e-5)
     # Float32, as are the sums of some hundred terms.
     assert float(cosine) == pytest.approx(1, abs=1e-5)
-    assert float(loss) == pytest.approx(float(gradient_step.half_squares(expected, batch.targets)), rel=1e-4)
+    assert float(loss) == pytest.approx(float(least), rel=1e-4)
 
 
 def make_rows(linear=0.805, softmax=1.27, half=1.0, untrained=1.6, cosine=0.999):

@@ -1,7 +1,6 @@
 """The study of induction heads: its scores, its verdict, and a run."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -75,7 +74,8 @@ def test_induction_scores_equal_those_of_see():
     patterns = np.tril(draw.random((2, 8, 3, 64, 64))).astype(np.float32)
     patterns /= patterns.sum(-1, keepdims=True)
     scored = see.scores(patterns, text.tokens, ("induction",), "uniform").values["induction"]
-    ours = induction.induction_scores(patterns, see.scoring.targets("induction", text.tokens))
+    wanted = see.scoring.targets("induction", text.tokens)
+    ours = jax.jit(lambda patterns: induction.induction_scores(patterns, wanted))(patterns)
     # Sums of up to 64 float32 weights, each rounded to 6e-8 of at most 1.
     np.testing.assert_allclose(ours, scored, atol=64 * 6e-8)
 
@@ -92,7 +92,7 @@ def test_induction_held_out_text_is_predictable_from_the_second_period_on():
 
 def test_induction_models_have_about_equal_parameters():
     def count(depth):
-        shapes = jax.eval_shape(induction.gpt(depth).init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
+        shapes = jax.eval_shape(induction.gpt(depth).init, jax.random.key(0), np.zeros((1, 2), np.int32))
         return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
     assert count(TWO) == 37_760 and count(ONE) == 37_312

@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import matplotlib as mpl
 import numpy as np
 import pytest
@@ -77,9 +78,12 @@ def test_draw_has_a_panel_per_condition():
     assert all("updates" in axes.get_xlabel() and "nats" in axes.get_ylabel() for axes in figure.axes)
 
 
+predictions = jax.jit(markov.predictions)
+
+
 def test_predictions_match_counting_by_hand():
     tokens = np.asarray(chains(0, batch_size=4, length=30).tokens)
-    said = markov.predictions(tokens)
+    said = jax.device_get(predictions(tokens))
     for sequence in range(4):
         for place in range(30):
             seen = tokens[sequence, : place + 1].tolist()
@@ -101,7 +105,7 @@ def test_bigram_predictor_is_the_posterior_of_many_chains():
     # The error of a weighted mean is √Σw² times a spread of at most ½; five of those.
     atol = 5 * 0.5 * np.sqrt((weights**2).sum())
     assert atol < 0.05
-    np.testing.assert_allclose(markov.predictions(tokens[None])["bigram"][0, -1], posterior, atol=atol)
+    np.testing.assert_allclose(np.asarray(predictions(tokens[None])["bigram"])[0, -1], posterior, atol=atol)
 
 
 def test_divergence_matches_numpy():
@@ -109,7 +113,7 @@ def test_divergence_matches_numpy():
     p, q = draw.dirichlet(np.ones(3), (2, 5, 7))
     exact = (p * np.log(p / q)).sum(-1).mean()
     # Sums of three float32 terms of size 1 at most, averaged.
-    assert float(markov.divergence(p, np.log(q))) == pytest.approx(exact, abs=1e-6)
+    assert float(jax.jit(markov.divergence)(p, np.log(q))) == pytest.approx(exact, abs=1e-6)
 
 
 @pytest.mark.campaign

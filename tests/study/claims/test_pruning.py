@@ -1,7 +1,6 @@
 """The study of heads that can be removed."""
 
 import jax
-import jax.numpy as jnp
 import matplotlib as mpl
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ from attnlab.study import quickstart
 from attnlab.study.claims import pruning
 from attnlab.study.claims.pruning import COUNT, FEWER, GREEDY, HALF, RANDOM, SINGLE, ZERO
 from attnlab.study.report import Options
+from tests.parameters import parameters
 
 TEXT = "the cat that sat on the mat saw a rat, and the rat that sat on the hat saw the cat. " * 60
 FREE = {GREEDY: 12, SINGLE: 11, RANDOM: 4, ZERO: 11}  # heads whose removal costs nothing
@@ -61,41 +61,39 @@ def test_quote_gives_our_share_beside_theirs():
 @pytest.fixture(scope="module")
 def model():
     model = quickstart.gpt(10)
-    tokens = jax.random.randint(jax.random.key(1), (4, 9), 0, 10)
-    params = jax.tree.map(lambda leaf: 5 * leaf, model.init(jax.random.key(0), tokens[:, :-1]))
-    return model, params, tokens
+    tokens = np.random.default_rng(0).integers(0, 10, (4, 9)).astype(np.int32)
+    return model, parameters(model, tokens[:, :-1]), tokens
 
 
-def test_loss_with_all_heads_is_the_models_own(model):
-    model, params, tokens = model
-    kept = pruning.loss(model, params, tokens, jnp.ones((4, 4), bool), pruning.nothing(model))
-    own = model.apply(params, tokens[:, :-1], targets=tokens[:, 1:]).mean()
-    assert float(kept) == pytest.approx(float(own), abs=1e-6)
-
-
-def test_removed_heads_are_those_without_an_output_matrix(model):
+def test_loss_of_kept_heads_is_the_models_own_without_the_output_matrices_of_the_others(model):
     """Zeros in place of a head's output, against zeros in its rows of the output projection."""
     model, params, tokens = model
-    keep = np.ones((4, 4), bool)
-    keep[1, 2] = keep[3, 0] = False
-    without = jax.tree.map(lambda leaf: leaf, params)
-    for layer, head in np.argwhere(~keep):
-        out = without["params"][f"block_{layer}"]["attention"]["out"]
-        out["kernel"] = out["kernel"].at[head].set(0.0)
-    expected = model.apply(without, tokens[:, :-1], targets=tokens[:, 1:]).mean()
-    removed = pruning.loss(model, params, tokens, jnp.asarray(keep), pruning.nothing(model))
+    keep = np.ones((2, 4, 4), bool)
+    keep[1, 1, 2] = keep[1, 3, 0] = False
+
+    @jax.jit
+    def losses(params, keep):
+        without = jax.tree.map(lambda leaf: leaf, params)
+        for layer in range(4):
+            without["params"][f"block_{layer}"]["attention"]["out"]["kernel"] *= keep[layer][:, None, None]
+        own = model.apply(without, tokens[:, :-1], targets=tokens[:, 1:]).mean()
+        return own, pruning.loss(model, params, tokens, keep, pruning.nothing(model))
+
+    (own, all_heads), (expected, removed) = (losses(params, each) for each in keep)
+    assert float(all_heads) == pytest.approx(float(own), abs=1e-6)
     # Losses of size 3 from float32 sums in another order.
     assert float(removed) == pytest.approx(float(expected), abs=1e-5)
+    assert abs(float(removed) - float(own)) > 1e-3
 
 
 def test_best_first_order_matches_a_search_by_hand(model):
     model, params, tokens = model
-    order, alone = pruning._best_first(model, params, tokens, pruning.nothing(model))
+    order, alone = jax.device_get(pruning._best_first(model, params, tokens, pruning.nothing(model)))
     assert sorted(order.tolist()) == list(range(COUNT))
     losses = jax.jit(lambda keep: pruning.loss(model, params, tokens, keep.reshape(4, 4), pruning.nothing(model)))
     keep = np.ones(COUNT, bool)
     for place, gone in enumerate(order.tolist()[:3]):
-        tried = {head: float(losses(jnp.asarray(keep & (np.arange(COUNT) != head)))) for head in np.flatnonzero(keep)}
+        tried = {head: float(losses(keep & (np.arange(COUNT) != head))) for head in np.flatnonzero(keep)}
         assert tried[gone] <= min(tried.values()) + 1e-5, "rounding alone may decide otherwise"
         if place == 0:
             np.testing.assert_allclose(alone, [tried[head] for head in range(COUNT)], atol=1e-5)

@@ -74,26 +74,23 @@ def test_attention_alone_falls_below_the_smallest_float():
     assert tokens.log_size / before == pytest.approx(3, abs=0.02)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["unmasked", "causal"])
-def test_attention_equals_the_module(causal):
+def test_layers_equal_the_modules_of_the_same_key():
     x, layers = rank.draw_weights(0)
-    key = jax.random.split(jax.random.key(0), 2 * rank.LAYERS + 1)[1]
-    module = MultiHeadAttention(num_heads=1, use_bias=False, mask=Causal() if causal else None, impl="dense")
-    expected = np.asarray(module.apply(module.init(key, x[None].astype(np.float32)), x[None].astype(np.float32))[0])
-    tokens = rank.apply(CAUSAL if causal else ALONE, Tokens.of(np.zeros(rank.WIDTH), x, 0.0), layers[0])
-    actual = tokens.centre + np.exp(tokens.log_size) * tokens.deviations
-    np.testing.assert_allclose(actual, expected, atol=2e-5)  # float32: 1e-7 times some 64 terms of size 1 to 3
+    single, tokens = x[None].astype(np.float32), Tokens.of(np.zeros(rank.WIDTH), x, 0.0)
+    modules = [MultiHeadAttention(1, use_bias=False, mask=mask, impl="dense") for mask in (None, Causal())]
+    modules.append(Mlp(activation="relu", use_bias=False))
 
+    @jax.jit
+    def outputs(key):
+        keys = jax.random.split(key, 2 * rank.LAYERS + 1)
+        return [module.init_with_output(keys[at], single)[0][0] for module, at in zip(modules, (1, 1, 2))]
 
-def test_mlp_equals_the_module():
-    x, layers = rank.draw_weights(0)
-    key = jax.random.split(jax.random.key(0), 2 * rank.LAYERS + 1)[2]
-    module = Mlp(activation="relu", use_bias=False)
-    single = x[None].astype(np.float32)
-    tokens = Tokens.of(np.zeros(rank.WIDTH), x, 0.0)
+    attended = (rank.apply(kind, tokens, layers[0]) for kind in (ALONE, CAUSAL))
+    found = [t.centre + np.exp(t.log_size) * t.deviations for t in attended]
     centre, deviations = rank.feed(tokens, layers[0])
-    expected = np.asarray(module.apply(module.init(key, single), single)[0])
-    np.testing.assert_allclose(centre + np.exp(tokens.log_size) * deviations, expected, atol=2e-5)  # as above
+    found.append(centre + np.exp(tokens.log_size) * deviations)
+    for actual, expected in zip(found, outputs(jax.random.key(0)), strict=True):
+        np.testing.assert_allclose(actual, expected, atol=2e-5)  # float32: 1e-7 times some 64 terms of size 1 to 3
 
 
 def test_bound_is_kept_by_random_layers_within_its_assumption():

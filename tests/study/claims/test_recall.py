@@ -67,7 +67,7 @@ def test_recall_figure_has_a_title_and_labels():
 
 def test_recall_gated_convolution_equals_formula(float64):
     x = np.random.default_rng(0).standard_normal((2, 7, 4))
-    out, variables = recall.GatedConv().init_with_output(jax.random.key(0), x)
+    out, variables = jax.jit(recall.GatedConv().init_with_output)(jax.random.key(0), x)
     params = jax.tree.map(np.asarray, variables["params"])
     convolved = np.zeros_like(x)
     for i in range(7):
