@@ -139,7 +139,7 @@ def test_store_of_another_tokenizer_or_version_is_refused(tmp_path):
             store.load(corpus, byte, folder=tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "removed", "flipped", "manifest", "manifest cut", "digest"])
+@pytest.mark.parametrize("damage", ["truncated", "removed", "flipped", "device", "manifest", "manifest cut", "digest"])
 def test_damaged_store_is_refused(damage, tmp_path):
     corpus, byte = corpus_of(tmp_path, TEXTS["lines"]), tokenizers.ByteTokenizer()
     made = store.load(corpus, byte, packing="documents", folder=tmp_path)
@@ -154,6 +154,9 @@ def test_damaged_store_is_refused(damage, tmp_path):
         case "flipped":
             content[77] ^= 1
             shard.write_bytes(content)
+        case "device":
+            shard.unlink()
+            shard.symlink_to("/dev/zero")
         case "manifest":
             manifest.write_text("{}")
         case "manifest cut":
@@ -161,7 +164,48 @@ def test_damaged_store_is_refused(damage, tmp_path):
         case "digest":
             manifest.write_text(manifest.read_text().replace('"characters": 6', '"characters": 7'))
     with pytest.raises(UserError, match="is damaged .*: remove it, and it is made again") as error:
-        store.load(corpus, byte, packing="documents", folder=tmp_path).verify()
+        store.load(corpus, byte, packing="documents", folder=tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_every_flipped_bit_is_found_before_a_token_is_read(tmp_path):
+    corpus, byte = corpus_of(tmp_path, TEXTS["lines"]), tokenizers.ByteTokenizer()
+    made = store.load(corpus, byte, packing="documents", folder=tmp_path)
+    files, rng = sorted(made.path.glob("*.bin")), np.random.default_rng(0)
+    for _ in range(50):
+        file = files[rng.integers(len(files))]
+        original = file.read_bytes()
+        content = bytearray(original)
+        content[rng.integers(len(content))] ^= 1 << rng.integers(8)
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=f"is damaged .{file.name} does not match its sha256"):
+            store.load(corpus, byte, packing="documents", folder=tmp_path)
+        file.write_bytes(original)
+    store.load(corpus, byte, packing="documents", folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("dtype",), "<f8"),
+        (("dtype",), 7),
+        (("splits", "train", "characters"), "many"),
+        (("splits", "train", "documents"), None),
+        (("splits", "validation", "files", 0, "name"), "../../secret.bin"),
+        (("splits", "validation", "files", 0, "bytes"), -1),
+    ],
+)
+def test_manifest_that_no_store_has_is_one_line(path, value, tmp_path):
+    corpus, byte = corpus_of(tmp_path, TEXTS["lines"]), tokenizers.ByteTokenizer()
+    manifest = store.load(corpus, byte, folder=tmp_path).path / "manifest.json"
+    changed = json.loads(manifest.read_text())
+    place = changed
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    manifest.write_text(json.dumps(changed))
+    with pytest.raises(UserError, match="is damaged .manifest.json is not one of a token store.: remove it") as error:
+        store.load(corpus, byte, folder=tmp_path)
     assert "\n" not in str(error.value)
 
 

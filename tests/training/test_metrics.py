@@ -1,5 +1,6 @@
 """`metrics.jsonl` holds each record once, despite truncated lines and restarts."""
 
+import errno
 import json
 
 import pytest
@@ -82,6 +83,39 @@ def test_log_with_events_writes_tensorboard_files(tmp_path):
     log.close()
     (events,) = (tmp_path / "events").iterdir()
     assert b"train/loss" in events.read_bytes() and b"En un lugar" in events.read_bytes()
+
+
+def test_events_on_a_full_disk_are_given_up_in_one_line_and_stop_nothing(tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    log = metrics.MetricsLog(tmp_path / "metrics.jsonl", events=tmp_path / "events")
+    log.write(step=1, split="train", loss=2.0)
+    monkeypatch.setattr("tensorboardX.record_writer.RecordWriter.write", full)
+    for step in range(2, 40):  # more than any queue holds
+        log.write(step=step, split="train", loss=2.0)
+        log.write_text(step, "En un lugar")
+    log.close()
+    assert len(metrics.read(tmp_path / "metrics.jsonl")) == 39 and not list((tmp_path / "events").iterdir())
+    err = capsys.readouterr().err
+    assert err == "TensorBoard events are given up (No space left on device): the run goes on without them\n"
+
+
+def test_record_that_does_not_fit_takes_the_room_of_the_events(tmp_path, monkeypatch):
+    log = metrics.MetricsLog(tmp_path / "metrics.jsonl", events=tmp_path / "events")
+    log.write(step=1, split="train", loss=2.0)
+    append = metrics.MetricsLog._append
+
+    def append_if_there_is_room(log, line):
+        if list((tmp_path / "events").iterdir()):
+            append(log, line[:9])  # as far as it goes
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(log, line)
+
+    monkeypatch.setattr(metrics.MetricsLog, "_append", append_if_there_is_room)
+    for step in (2, 3):
+        log.write(step=step, split="train", loss=2.0)
+    assert [record["step"] for record in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
 def test_log_without_events_writes_one_file(tmp_path):

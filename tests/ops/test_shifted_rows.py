@@ -1,0 +1,86 @@
+"""Rows all of whose scores are large, as a usual additive mask makes them: outputs and gradients of every backend.
+
+The float32 log-sum-exp of such a row has lost the log of the sum: weights computed from it are wrong by a factor of up
+to the number of keys.
+"""
+
+import contextlib
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType
+
+import attnlab
+from attnlab.masks import Causal
+
+SHIFTS = [sign * size for size in (0, 1e3, 1e5, 1e7, 1e9, 1e15, 1e30) for sign in (1, -1)]
+LENGTH = 64
+BLOCKS = {"blockwise": (16, 16), "pallas": None, "dense": None}
+
+
+def arrays(dtype):
+    """q, k, v `[shifts, T, H, D]`, sinks, and a bias that shifts every second row of an example."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, LENGTH, 2, 8)).repeat(len(SHIFTS), 0) for _ in range(3))
+    rows = np.arange(LENGTH) % 2
+    bias = np.asarray(SHIFTS)[:, None, None, None] * rows[:, None] * np.ones(LENGTH)
+    return [x.astype(dtype) for x in (q, k, v, rng.standard_normal(2), bias)]
+
+
+@functools.cache
+def results(impl, dtype, with_sinks=False):
+    """out, lse, and the gradients of q, k, v, sinks and bias, by name."""
+    mix_out, mix_lse = (np.random.default_rng(1).standard_normal((LENGTH, 2, *more)) for more in ((8,), ()))
+
+    def total(q, k, v, sinks, bias):
+        out, lse = attnlab.attention(
+            q, k, v, Causal(), bias=bias, sinks=sinks if with_sinks else None, impl=impl, return_lse=True,
+            block_sizes=BLOCKS[impl],
+        )  # fmt: skip
+        return (out * mix_out.astype(dtype)).sum() + (lse * mix_lse.astype(dtype)).sum(), (out, lse)
+
+    with jax.enable_x64(dtype == np.float64):
+        emulated = pltpu.force_tpu_interpret_mode() if impl == "pallas" else contextlib.nullcontext()
+        with emulated:
+            gradients, found = jax.jit(jax.grad(total, argnums=range(5), has_aux=True))(*arrays(dtype))
+        return dict(zip(("out", "lse", "q", "k", "v", "sinks", "bias"), map(np.asarray, (*found, *gradients))))
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize(
+    ("impl", "dtype", "bound"),
+    [("blockwise", np.float32, 1e-4), ("pallas", np.float32, 1e-4), ("blockwise", np.float64, 1e-12)],
+)
+def test_shifted_rows_have_the_outputs_and_gradients_of_dense(impl, dtype, bound, with_sinks):
+    """A logit of 1e3 is rounded by 3e-5 in float32, and 1e5 by 4e-3: as much as a product in another order may differ
+    by, so that dense itself is known no better; from 1e7 on products are lost in the shift, and all agree."""
+    expected = results("dense", dtype, with_sinks)
+    for name, x in results(impl, dtype, with_sinks).items():
+        for at, shift in enumerate(SHIFTS if x.ndim > 1 else ()):
+            scale = np.abs(expected[name][at]).max()
+            rounding = abs(shift) * np.finfo(dtype).eps if abs(shift) < 1e7 else 0
+            np.testing.assert_allclose(
+                x[at], expected[name][at], rtol=0, atol=scale * (bound + 2 * rounding), err_msg=f"{name} {shift:g}"
+            )
+
+
+def test_shifted_rows_over_devices_have_the_gradients_of_one_device():
+    q, k, v, _, bias = arrays(np.float32)
+    mesh = jax.make_mesh((4,), ("context",), axis_types=(AxisType.Auto,))
+
+    def gradients(q, k, v):
+        def total(q, k, v):
+            return (attnlab.attention(q, k, v, bias=bias, impl="blockwise", block_sizes=(16, 16)) ** 2).sum()
+
+        return jax.grad(total, argnums=(0, 1, 2))(q, k, v)
+
+    expected = jax.jit(gradients)(q, k, v)
+    with jax.set_mesh(mesh), attnlab.context_parallel("context", way="ring"):
+        found = jax.jit(gradients)(q, k, v)
+    for a, b in zip(found, expected):
+        for at, shift in enumerate(SHIFTS):
+            rounding = abs(shift) * 2**-23 if abs(shift) < 1e7 else 0
+            np.testing.assert_allclose(a[at], b[at], rtol=0, atol=float(np.abs(b[at]).max()) * (1e-4 + 2 * rounding))
