@@ -2,7 +2,9 @@
 
 import contextlib
 import fcntl
+import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -86,7 +88,7 @@ def mistake(capsys, command, *arguments):
         ([QUICKSTART, "--config.parallel.mesh={'tensor': 2}"], r"config.parallel.mesh"),
         ([QUICKSTART, *TINY, "--config.checkpoint.dir=/dev/null/kept"], r"checkpoint.dir = .* cannot be written"),
         ([QUICKSTART, "--flagfile=/no/such/flags"], r"/no/such/flags"),
-        (["--config=" + 300 * "x"], r"File name too long"),
+        (["--config=./" + 300 * "x"], r"File name too long"),
         (
             [QUICKSTART, "--config.model.num_heads=3"],
             r"width = 128 is not divisible by .*num_heads = 3: use",
@@ -262,6 +264,39 @@ def test_tokenizer_of_another_run_is_rejected(capsys, finished_run, tmp_path):
 
 
 DAMAGED = ["{", "[]", "{}", '{"steps": 6}', '{"steps": 6, "corpus": 1}', '{"steps": "many", "corpus": {"sha256": ""}}']
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("model.num_heads", 0), ("precision", "bogus"), ("model.context", 3.5), ("seed", None)]
+)
+def test_value_of_config_json_that_no_new_run_may_have_is_one_line(capsys, finished_run, tmp_path, field, value):
+    copy = shutil.copytree(finished_run, tmp_path / "copy")
+    saved = json.loads((copy / "config.json").read_text())
+    group, _, name = field.rpartition(".")
+    (saved[group] if group else saved)[name] = value
+    (copy / "config.json").write_text(json.dumps(saved))
+    for command, options in ((sample, []), (train, [QUICKSTART, *TINY])):
+        line = mistake(capsys, command, f"--workdir={copy}", *options)
+        assert "config.json is damaged (" in line and name in line
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_file_of_a_run_that_never_ends_is_one_line(capsys, finished_run, tmp_path, name, kind):
+    copy = shutil.copytree(finished_run, tmp_path / "copy")
+    (copy / name).unlink()
+    (copy / name).symlink_to("/dev/zero") if kind == "device" else os.mkfifo(copy / name)
+    assert "not a regular file" in mistake(capsys, sample, f"--workdir={copy}")
+
+
+def test_checkpoint_whose_manifest_names_files_elsewhere_is_damaged(capsys, finished_run, tmp_path):
+    copy, other = shutil.copytree(finished_run, tmp_path / "copy"), tmp_path / "secret"
+    other.write_text("secret")
+    manifest = copy / "checkpoints" / "6" / "manifest.json"
+    saved = json.loads(manifest.read_text())
+    saved["sha256"] = {str(other): hashlib.sha256(b"secret").hexdigest()}
+    manifest.write_text(json.dumps(saved))
+    assert f"{other} is missing" in mistake(capsys, sample, f"--workdir={copy}")
 
 
 @pytest.mark.parametrize("damage", DAMAGED)

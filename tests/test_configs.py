@@ -77,3 +77,13 @@ def test_gpt2_124m_trains_a_step(tmp_path):
     options = [f"--config.{option}" for option in [*small, "parallel.mesh.data=1", f"data.path={tmp_path}/text.txt"]]
     config = f"--config={REPOSITORY}/configs/gpt2_124m.py"
     assert train.main(["train", config, f"--workdir={tmp_path}/run", *options]) == 0
+
+
+def test_files_of_the_current_folder_do_not_take_the_place_of_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("quickstart", "mine", "mine.py"):
+        Path(name).write_text("raise SystemExit('executed')")
+    assert configs.find("quickstart") == str(REPOSITORY / "configs" / "quickstart.py")
+    assert configs.find("mine.py") == "mine.py" and configs.find("./mine:small") == "./mine:small"
+    with pytest.raises(configs.UserError, match="--config=mine: no such experiment or file"):
+        configs.find("mine")

@@ -122,7 +122,7 @@ class Here:
     def __init__(self, words, stdout, **_):
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            self.returncode = train.main(words[2:])
+            self.returncode = train.main(words[3:])
         stdout.write(said.getvalue().encode())
 
     def poll(self):
@@ -180,10 +180,14 @@ def test_table_is_sorted_by_final_loss_and_agrees_with_the_records(finished):
     assert "failed" in last
 
 
-def test_run_in_a_process_of_its_own_is_that_of_its_own_command(finished, tmp_path):
-    assert swept(tmp_path, "--grid=config.optimizer.learning_rate=1e-3", "--grid=config.seed=3") == 0
-    name = "learning_rate=0.001,seed=3"
-    assert records(tmp_path / name) == records(finished[0] / name)
+def test_run_in_a_process_of_its_own_is_that_of_its_own_command(finished, tmp_path, monkeypatch):
+    """Also where a file of the current folder has the name of a module."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "tokenizers.py").write_text("raise SystemExit('executed')")
+    monkeypatch.chdir(tmp_path / "here")
+    folder, name = tmp_path / "sweep", "learning_rate=0.001,seed=3"
+    assert swept(folder, "--grid=config.optimizer.learning_rate=1e-3", "--grid=config.seed=3") == 0
+    assert records(folder / name) == records(finished[0] / name)
 
 
 def test_sweep_again_keeps_finished_runs_and_adds_new_ones(finished, capsys):

@@ -1,6 +1,7 @@
 """The command `attnlab see`: its page of a run and of a GPT-2, what it prints, and what it refuses."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -59,9 +60,12 @@ def gpt2(tmp_path_factory):
 
 
 def see(capsys, workdir, *options):
-    """Exit code, standard output and standard error of the command."""
+    """Exit code, standard output and standard error of the command, which is told where the text is."""
+    config = Path(workdir) / "config.json"
+    text = json.loads(config.read_text()).get("data", {}).get("path") if config.exists() else None
+    named = [f"--text={text}"] if text and Path(text).exists() else []
     capsys.readouterr()
-    code = main(["attnlab", "see", f"--workdir={workdir}", *options])
+    code = main(["attnlab", "see", f"--workdir={workdir}", *named, *options])
     return code, *capsys.readouterr()
 
 
@@ -162,6 +166,19 @@ def test_run_of_documents_is_shown_within_single_documents(run, capsys, tmp_path
 def test_tokens_of_bytes_are_shown_as_text_or_by_their_number():
     labels = [_label(tokenizers.make("byte", ""), token) for token in (*b"el", 0xC3)]
     assert labels == ["e", "l", "\udcc3"]
+
+
+def test_text_and_store_that_the_config_of_a_run_names_are_left_alone(run, capsys, tmp_path):
+    """The folder may come from elsewhere."""
+    store = tmp_path / "tokens"
+    workdir = copied(run, tmp_path, tmp_path / "text.txt", store=str(store))
+    os.mkfifo(tmp_path / "text.txt")  # who reads it waits for ever
+    capsys.readouterr()
+    assert main(["attnlab", "see", f"--workdir={workdir}"]) == 2
+    assert f"{tmp_path}/text.txt, outside of it: name the text with --text=FILE" in capsys.readouterr().err
+    assert main(["attnlab", "see", f"--workdir={workdir}", "--prompt=el gato", "--noeffects"]) == 0
+    assert main(["attnlab", "see", f"--workdir={workdir}", f"--text={run.parent}/text.txt", "--noeffects"]) == 0
+    assert not store.exists()
 
 
 def test_run_with_one_checkpoint_and_without_its_text_says_what_is_missing(run, capsys, tmp_path):
