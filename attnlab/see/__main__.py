@@ -6,7 +6,8 @@
 
 The second folder is best trained with --config.checkpoint.history=20, which keeps checkpoints of the whole run. The
 third holds a Hugging Face model: `config.json`, `model.safetensors`, and its tokenizer files. Without a prompt, the
-page shows a window of the run's validation text. `python -m attnlab.see` is the same command.
+page shows a window of the run's validation text; of a run on a text file, --text names it. `python -m attnlab.see` is
+the same command.
 
 Beside the attention weights, the page has scores of each head and its effect. Duplicate and induction heads are scored
 on 32 sequences of random tokens that repeat, each with a period of its own; the other kinds on up to 32 windows of the
