@@ -4,6 +4,7 @@ A lesson is the script `notebooks/NAME.py`; `notebooks/NAME.ipynb` is made from 
 """
 
 import base64
+import io
 import os
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import jupytext
 import nbclient
 import nbformat
+from PIL import Image
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 SECONDS_A_CELL = 900
@@ -82,8 +84,19 @@ def execute(source: Path) -> None:
     for number, cell in enumerate(notebook.cells):  # the same in each run
         cell["id"] = str(number)
         cell["metadata"].pop("execution", None)
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if "image/png" in data:
+                data["image/png"] = base64.b64encode(with_palette(base64.b64decode(data["image/png"]))).decode()
     notebook.metadata = jupytext.read(source).metadata
     nbformat.write(notebook, source.with_suffix(".ipynb"))
+
+
+def with_palette(png: bytes) -> bytes:
+    """A figure in 128 colours, a third of its size: it is kept in the repository."""
+    smaller = io.BytesIO()
+    Image.open(io.BytesIO(png)).convert("RGB").quantize(128).save(smaller, "PNG", optimize=True)
+    return smaller.getvalue()
 
 
 def main(names: list[str]) -> None:
