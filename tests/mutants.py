@@ -123,12 +123,22 @@ def draw(root, folders, count, seed):
     return drawn
 
 
-def replace(source, edits):
-    """`source` with (start, end, text) edits, the innermost ones inside the outer ones left out."""
-    data, done = source.encode(), len(source.encode())
-    for start, end, text in sorted(edits, reverse=True):
-        if end <= done:
-            data, done = data[:start] + text.encode() + data[end:], start
+def replaced(source, mutant):
+    """The source with the mutant in it."""
+    data = source.encode()
+    return (data[: mutant.start] + f"({mutant.after})".encode() + data[mutant.end :]).decode()
+
+
+def marked(source, mutants):
+    """The source in which each of the (number, mutant) marks its number when it is evaluated; mutants may nest."""
+    inserts = []
+    for number, mutant in mutants:
+        length = mutant.end - mutant.start
+        inserts.append((mutant.start, 1, -length, f"(__import__('_reached').mark({number}), "))
+        inserts.append((mutant.end, 0, length, ")[1]"))
+    data = source.encode()
+    for at, _, _, text in sorted(inserts, reverse=True):
+        data = data[:at] + text.encode() + data[at:]
     return data.decode()
 
 
@@ -156,12 +166,8 @@ def reach(root, mutants, python, workdir):
     (workdir / "marks").mkdir()
     (workdir / "marks" / "_reached.py").write_text(REACHED)
     for path in {m.path for m in mutants}:
-        edits = [
-            (m.start, m.end, f"(__import__('_reached').mark({n}), {_source(root, m)})[1]")
-            for n, m in enumerate(mutants)
-            if m.path == path
-        ]
-        (tree / path).write_text(replace((root / path).read_text(), edits))
+        here = [(number, mutant) for number, mutant in enumerate(mutants) if mutant.path == path]
+        (tree / path).write_text(marked((root / path).read_text(), here))
     environment = _environment(tree) | {"MUTANTS_REACHED": str(workdir / "reached")}
     environment["PYTHONPATH"] += os.pathsep + str(workdir / "marks")
     report = workdir / "reach.xml"
@@ -184,10 +190,6 @@ def reach(root, mutants, python, workdir):
     return {n: sorted(files) for n, files in reached.items()}, seconds, failing
 
 
-def _source(root, mutant):
-    return (root / mutant.path).read_bytes()[mutant.start : mutant.end].decode()
-
-
 def _copy(root, to):
     skip = shutil.ignore_patterns(".venv*", ".git", "build", ".*_cache", "__pycache__", "runs", ".hypothesis")
     shutil.copytree(root, to, ignore=skip)
@@ -201,8 +203,7 @@ def _environment(tree):
 def judge(tree, mutant, files, deselected, python):
     """Runs the files on a mutant: ("killed", the failed test), or ("survived", how the run ended); and the seconds."""
     original = (tree / mutant.path).read_text()
-    edit = (mutant.start, mutant.end, f"({mutant.after})")
-    (tree / mutant.path).write_text(replace(original, [edit]))
+    (tree / mutant.path).write_text(replaced(original, mutant))
     start = time.monotonic()
     try:
         command = [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *FAST, *deselected, *files]

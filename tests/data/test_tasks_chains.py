@@ -1,5 +1,7 @@
 """Markov chains, and a chain that triggers interrupt."""
 
+import inspect
+
 import jax
 import numpy as np
 import pytest
@@ -107,3 +109,9 @@ def test_chains_reject_impossible_sizes(sizes, message):
 def test_backcopy_rejects_impossible_sizes(sizes, message):
     with pytest.raises(ValueError, match=message):
         backcopy(0, **({"batch_size": 1, "length": 3} | sizes))
+
+
+def test_backcopy_and_its_chain_have_the_same_defaults():
+    drawn, chain = (inspect.signature(function).parameters for function in (backcopy, backcopy_chain))
+    assert all(chain[name].default == drawn[name].default for name in ("vocab_size", "triggers", "rate"))
+    assert jax.eval_shape(backcopy_chain, 0).shape == (64, 64)

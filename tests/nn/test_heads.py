@@ -3,6 +3,7 @@
 import functools
 import operator
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -121,3 +122,12 @@ def test_multihead_slice_i_equals_head_i(use_bias, seed):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(np.abs(b).max()) + 1e-6)
 
     jax.tree.map(compare, ours, theirs)
+
+
+@pytest.mark.parametrize("layer", [Head(4, dropout_rate=0.5), StackedHeads(2, 4, dropout_rate=0.5)], ids=repr)
+def test_heads_drop_nothing_unless_told_to(layer):
+    x = np.zeros((1, 3, 8), np.float32)
+    params = jax.eval_shape(layer.init, jax.random.key(0), x)
+    jax.eval_shape(layer.apply, params, x)  # dropping needs a key
+    with pytest.raises(flax.errors.InvalidRngError):
+        jax.eval_shape(lambda params: layer.apply(params, x, deterministic=False), params)

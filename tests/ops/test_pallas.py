@@ -99,6 +99,15 @@ def test_heads_of_a_group_with_other_tiles_share_the_gradients_of_keys():
     agree(gradients(attend, *arrays, **options), gradients(dense, *arrays, **options))
 
 
+def test_bias_that_examples_and_heads_share_has_the_sum_of_their_gradients():
+    arrays, bias = sample(24, batch=(2,)), np.random.default_rng(1).standard_normal((24, 24)).astype(np.float32)
+
+    def gradient(attend):
+        return jax.jit(jax.grad(lambda bias: (attend(*arrays, bias=bias) ** 2).sum()))(bias)
+
+    agree(gradient(kernel), gradient(dense))
+
+
 @pytest.mark.parametrize(
     "options",
     [
