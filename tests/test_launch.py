@@ -116,7 +116,14 @@ def two(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{}, {"parallel.mesh.fsdp": 2}, {"parallel.mesh.context": 2}, {"parallel.strategy": "pmap"}], ids=str
+    "options",
+    [
+        {},
+        {"parallel.mesh.fsdp": 2},
+        pytest.param({"parallel.mesh.context": 2}, marks=pytest.mark.campaign),
+        pytest.param({"parallel.strategy": "pmap"}, marks=pytest.mark.campaign),
+    ],
+    ids=str,
 )
 def test_two_local_processes_equal_one(alone, tmp_path, options):
     code, out = run(LAUNCH / "local.sh", 2, *arguments(tmp_path / "run", FIELDS | options))

@@ -106,7 +106,7 @@ def test_dispersion_figure_has_title_and_labels():
     assert all(axes.get_xlabel() == "items (n)" and axes.get_ylabel() for axes in figure.axes)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_dispersion_measure_of_few_steps_is_reproducible(monkeypatch, run_fast):
     monkeypatch.setattr(dispersion, "FAST", Size(2, 10, 16))
     monkeypatch.setattr(dispersion, "LENGTHS", (16, 64))

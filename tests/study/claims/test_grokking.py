@@ -81,7 +81,7 @@ def test_grokking_figure_has_a_line_per_seed():
     assert all(axes.get_xlabel() == "step (updates)" and axes.get_ylabel() for axes in figure.axes)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_grokking_measure_of_few_steps_is_reproducible(monkeypatch, run_fast):
     monkeypatch.setattr(grokking, "FAST", Size(2, 10))
     rows = run_fast(grokking)

@@ -78,7 +78,7 @@ def test_text_without_pairs_is_one_line(tmp_path):
         roles.measure(Options(fast=True, path=str(path)))
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_small_study_runs_to_the_end_twice_alike(monkeypatch, tmp_path, run_fast, small_quickstart):
     monkeypatch.setattr(roles, "FAST", roles.Size(seeds=2, steps=2, pairs=30, windows=4))
     path = tmp_path / "text.txt"

@@ -110,7 +110,7 @@ def test_measurements_match_numpy(condition, monkeypatch):
             assert float(looked[key]) == pytest.approx(expected, abs=1e-5), key
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_small_study_runs_to_the_end_twice_alike(monkeypatch, run_fast):
     small = {"FAST": sinks.Size(seeds=2, steps=4, looks=2), "LENGTH": 16, "BATCH": 2, "HELD_OUT": 4, "WIDTH": 8}
     for name, value in small.items():
