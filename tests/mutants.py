@@ -178,7 +178,7 @@ def reach(root, mutants, python, workdir):
     for file in (workdir / "reached").iterdir():
         for line in file.read_text().splitlines():
             number, test = line.split(" ", 1)
-            if test:
+            if test := test or _mirrored(tree, mutants[int(number)]):
                 reached[int(number)].add(test)
     seconds = collections.Counter()
     for case in re.finditer(r'<testcase classname="([^"]*)" name="[^"]*" time="([^"]*)"', report.read_text()):
@@ -188,6 +188,13 @@ def reach(root, mutants, python, workdir):
         seconds["/".join(parts) + ".py"] += float(case[2])
     failing = re.findall(r"^(?:FAILED|ERROR) (\S+)", (workdir / "reach.log").read_text(), re.M)
     return {n: sorted(files) for n, files in reached.items()}, seconds, failing
+
+
+def _mirrored(tree, mutant):
+    """The test file of a mutant's file, which stands for whoever evaluates it on import; "" if there is none."""
+    path = Path(mutant.path.replace("attnlab/", "tests/", 1))
+    test = path.with_name(f"test_{path.name}")
+    return test.as_posix() if (tree / test).exists() else ""
 
 
 def _copy(root, to):
