@@ -275,3 +275,16 @@ def test_packed_document_equals_the_document_alone(options, float64):
 
     packed, alone = run(parameters(module, x))
     np.testing.assert_allclose(np.asarray(alone)[own], packed[0], rtol=0, atol=1e-10)
+
+
+def test_multihead_of_shuffled_tokens_with_their_positions_equals_that_in_order():
+    layer = MultiHeadAttention(2, mask=Causal(), rotary_base=100.0, score_mod=ALiBi(np.array([0.5, 0.25], np.float32)))
+    x = np.random.default_rng(0).standard_normal((2, 6, 8)).astype(np.float32)
+    order, params = np.array([3, 0, 5, 1, 4, 2]), parameters(layer, x)
+
+    @jax.jit
+    def run(params):
+        return layer.apply(params, x)[:, order], layer.apply(params, x[:, order], positions=order)
+
+    # Float32 sums of 8 terms in another order.
+    np.testing.assert_allclose(*run(params), atol=1e-5)
