@@ -35,6 +35,7 @@ test-slow: $(VENV)/installed-test
 # For another Python: make test-versions PYTHON=python3.12 VENV=.venv-newer
 test-versions: $(VENV)/installed-test
 	$(PYTEST) --hypothesis-profile=few -m "not slow and not campaign and not hardware" $(VERSIONED)
+	$(PYTEST) tests/test_optimized.py
 
 # Compiles for TPUs and GPUs that are not here. The compilers need Python 3.12, and more room than anything else:
 # make test-hardware PYTHON=python3.12 VENV=.venv-hardware
