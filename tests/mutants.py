@@ -48,6 +48,10 @@ EXCLUDED = {
         "nn/taps.py",
         "v = jnp.repeat(jnp.where(is_read, v, 0), pattern.shape[-3] // v.shape[-2], axis=-2)",
     ): "values of keys without weight may be any finite numbers",
+    (
+        "training/trainer.py",
+        "if not config.eval.patience or not self._evaluates(step) or step == config.steps:",
+    ): "records change at evaluations alone, none stall without patience, and the last step ends a run anyway",
     ("training/trainer.py", "first = step == self.start + 1"): "of which the terminal has a line",
 }
 

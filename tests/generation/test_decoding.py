@@ -147,3 +147,10 @@ def test_prompt_of_another_form_is_rejected(own_errors, prompt, message):
 def test_stop_string_without_tokenizer_is_rejected():
     with pytest.raises(ValueError, match="stop strings need a tokenizer"):
         next(generate(*gpt(), PROMPTS, 5, stop=["a"]))
+
+
+def test_scores_after_the_end_of_a_text_are_zero():
+    (end,) = tokens("rotary", PROMPTS[:2], 3, temperature=0.0)[0, 2:]
+    steps = list(decode(*gpt("rotary"), PROMPTS[:2], 20, draw=Draw(temperature=0.0), end=[int(end)]))
+    found, scores = np.stack([step.tokens for step in steps]), np.stack([step.logprobs for step in steps])
+    assert (found == -1).any() and ((scores == 0) == (found == -1)).all()

@@ -325,3 +325,10 @@ def test_sha256_depends_on_every_bit_and_the_order_of_paths():
     assert sha256(params) == sha256(dict(reversed(params.items()))) == sha256(jax.device_get(params))
     assert sha256(params) != sha256(flipped)
     assert sha256(params) == sha256(renamed)  # the same bytes in the same order
+
+
+def test_folder_of_checkpoints_is_created_with_its_parents(tmp_path):
+    with contextlib.closing(Checkpoints(tmp_path / "runs" / "kept")) as saved:
+        saved.prepare()
+        saved.prepare()
+    assert (tmp_path / "runs" / "kept").is_dir()
