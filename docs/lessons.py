@@ -45,7 +45,7 @@ def render(source: Path) -> tuple[str, dict[str, bytes]]:
                 pieces.append(f"![Figure {len(figures)} of this lesson]({name}){{ loading=lazy }}")
             else:
                 pieces.append(f'```{{ .text .output title="Output" }}\n{content.rstrip()}\n```')
-    download = f"Source: `notebooks/{source.name}`. The outputs are those of `notebooks/{source.stem}.ipynb`."
+    download = f"Source: `notebooks/{source.name}`. Outputs: from `notebooks/{source.stem}.ipynb`."
     title, rest = "\n\n".join(pieces).split("\n", 1)
     return f"{title}\n\n{download}\n{rest}\n", figures
 

@@ -170,7 +170,7 @@ def attention(
     if not return_lse:
         return out
     maximum, log_sum = log_sums
-    # The gradient of log_sum is that of the lse.
+    # The max is a constant: the lse and log_sum have one gradient.
     return out, jax.lax.stop_gradient(maximum) + log_sum
 
 

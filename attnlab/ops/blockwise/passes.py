@@ -23,7 +23,7 @@ from attnlab.types import Array
 def attention(plan: Plan, operands: Operands) -> tuple[Array, tuple[Array, Array]]:
     """(out, (max, log_sum)), with gradients of q, k, v, sinks and the floating leaves of scale, bias and score mods.
 
-    The max is taken for a constant, so that the gradient of log_sum is that of the lse.
+    The max is treated as a constant, so log_sum and the lse have the same gradient.
     """
     return forward(plan, operands)
 

@@ -229,7 +229,7 @@ def _each_kind(plan: Plan, kind, body) -> None:
 
 
 def _exp(plan: Plan, x: Array) -> Array:
-    """e^x of differences of natural logits, 2^x of those of base 2."""
+    """e^x where the logits are natural, 2^x where they are of base 2; x is a difference of logits."""
     return jnp.exp2(x) if plan.programs.logits is None else jnp.exp(x)
 
 

@@ -46,7 +46,7 @@ class Plan(NamedTuple):
 
     @property
     def unit(self) -> float:
-        """A natural logit in those of the kernel: these are natural where a program computes them, else of base 2."""
+        """Kernel logits per natural logit: 1 where a program computes natural logits, log2(e) otherwise."""
         return LOG2E if self.programs.logits is None else 1.0
 
     @property

@@ -89,7 +89,7 @@ def _attention_forward(plan, operands):
 
 
 def _attention_backward(plan, saved, cotangents):
-    """The max is taken for a constant, so that the gradient of log_sum is that of the lse."""
+    """The max is treated as a constant, so log_sum and the lse have the same gradient."""
     (operands, out, (shift, log_sum)), (d_out, (_, d_lse)) = saved, cotangents
     is_visible = ~jnp.isneginf(log_sum)
     products = out.astype(jnp.float32) * d_out.astype(jnp.float32)
