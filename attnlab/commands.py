@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
     """
     argv = list(sys.argv if argv is None else argv)
     logging.set_verbosity(logging.FATAL)  # Orbax and TFDS log a lot, and raise what they log as errors
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {one_line(message)}\n"
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a character that the terminal cannot show must not end a run

@@ -411,3 +411,11 @@ def test_train_with_a_repeated_flag_is_one_line(capsys, flag):
 
 def test_config_field_given_twice_takes_the_last_value(capsys):
     assert "config.steps = 0" in mistake(capsys, train, "--config=quickstart", "--config.steps=5", "--config.steps=0")
+
+
+def test_warning_of_a_library_is_one_line_of_a_command():
+    warn = (
+        "import warnings; from attnlab import commands; commands.run(lambda *_: None, lambda _: warnings.warn('x'), '')"
+    )
+    ended = subprocess.run([sys.executable, "-c", warn], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "warning: x\n")

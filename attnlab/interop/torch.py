@@ -134,7 +134,8 @@ def from_nanogpt(path: str | Path) -> tuple[GPT, dict]:
     if not isinstance(use_bias, bool):
         raise UserError(f"{path}: model_args.bias = {use_bias!r}, expected True or False")
     rates = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), sizes.get("dropout", 0.0))
-    config = {**sizes, "n_positions": sizes["block_size"], "activation_function": "gelu", **rates}
+    config = {name: sizes[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
+    config |= {"n_positions": sizes["block_size"], "activation_function": "gelu", **rates}
     model = reading.make_model(config, str(path)).clone(use_bias=use_bias)
     return model, {"params": weights.load_state(model, state, str(path), transposed=True)}
 

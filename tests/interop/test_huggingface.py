@@ -170,9 +170,8 @@ def test_export_rejects_unsupported_options(options, message, small, tmp_path):
 
 BAD_CONFIGS = [
     ({"activation_function": "mish"}, "activation_function = 'mish' in its config, expected one of gelu_new, "),
-    ({"position_embedding_type": "relative_key"}, "position_embedding_type = 'relative_key' in its config, expected"),
     ({"model_type": "gptj"}, "model_type = 'gptj' in its config: expected one of gpt2, llama, "),
-    ({"scale_attn_weights": False}, "scale_attn_weights = False in its config, expected True"),
+    ({"is_causal": False}, "is_causal = False in its config, expected True: GPT supports no other"),
     ({"tie_word_embeddings": False}, "lacks the tensor lm_head.weight: is it complete, and of this architecture?"),
     ({"n_head": 3}, "the options in its config do not fit together: width = 8 is not divisible by num_heads = 3"),
     ({"n_layer": "two"}, "n_layer = 'two' in its config, expected an integer, 1 or more"),

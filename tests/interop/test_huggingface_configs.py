@@ -16,6 +16,7 @@ LLAMA = {
     "intermediate_size": 100,
     "num_hidden_layers": 6,
     "num_attention_heads": 6,
+    "num_key_value_heads": 6,
     "max_position_embeddings": 256,
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -126,38 +127,50 @@ REFUSED = {
     "another model": ("bert", {}, "model_type = 'bert' in its config: expected one of gpt2, llama, mistral, qwen2, "),
     "experts": ("mixtral", {"num_local_experts": 8}, "'mixtral' in its config: a mixture of experts is not supported"),
     "experts by name": ("qwen3_moe", {}, "'qwen3_moe' in its config: a mixture of experts is not supported"),
+    "dbrx": ("dbrx", {"ffn_config": {"moe_num_experts": 4}}, "'dbrx' in its config: a mixture of experts is not"),
+    "dots1": ("dots1", {}, "'dots1' in its config: a mixture of experts is not supported"),
     "gpt-oss": ("gpt_oss", {"num_local_experts": 32}, "'gpt_oss' in its config: a mixture of experts is not supported"),
     "vision": ("gemma3", {"vision_config": {}}, "model_type = 'gemma3' in its config reads more than text: expected "),
     "quantised": ("llama", {"quantization_config": {"bits": 4}}, "quantised weights are not supported"),
-    "tensor slices": ("llama", {"pretraining_tp": 2}, "pretraining_tp = 2 in its config, expected 1: GPT supports no"),
     "longrope": (
         "phi3",
         {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
         "rope_scaling: type = 'longrope' in its config, expected one of default, linear, llama3, yarn",
     ),
     "dynamic": ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
-    "Phi-3's yarn": ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling = .* expected none"),
-    "unknown option": (
-        "qwen2",
-        {"rope_scaling": {"type": "default", "mrope_section": [1, 2]}},
-        r"rope_scaling: mrope_section = \[1, 2\] in its config, expected none",
+    "Phi-3's yarn": (
+        "phi3",
+        {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+        "rope_scaling = .* expected no scaling",
     ),
-    "fraction": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 in its config, expected 1"),
+    "fraction": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.5},
+        "rope_parameters: partial_rotary_factor = 0.5 in its config, expected 1, as positions of kind 'linear'",
+    ),
+    "odd fraction": (
+        "phi3",
+        {"partial_rotary_factor": 0.4},
+        "partial_rotary_factor = 0.4 in its config, expected a fa",
+    ),
+    "shrinking": (
+        "llama",
+        {"rope_scaling": {"type": "linear", "factor": 0.5}},
+        "factor = 0.5 in its config, expected 1",
+    ),
+    "positions of kinds": ("llama", {"rope_scaling": {GLOBAL: {"type": "default"}}}, "expected one for all layers"),
+    "positions of no kind": ("gemma3_text", {"rope_parameters": {"rope_type": "linear"}}, "expected an object with"),
+    "no causality": ("olmo2", {"is_causal": False}, "is_causal = False in its config, expected True"),
+    "window off": ("qwen3", {"layer_types": [LOCAL] * 6}, "use_sliding_window = False in its config, expected true"),
     "no factor": (
         "llama",
         {"rope_scaling": {"type": "linear"}},
         "rope_scaling: factor = None in its config",
     ),
     "no object": ("llama", {"rope_scaling": "linear"}, "rope_scaling = 'linear' in its config, expected an object"),
-    "both directions": ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
-    "cap": (
-        "gemma3_text",
-        {"attn_logit_softcapping": 50.0},
-        "attn_logit_softcapping = 50.0 in its config, ",
-    ),
+    "both directions": ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
     "kinds": ("qwen2", {"use_sliding_window": True, "layer_types": ["linear_attention"] * 6}, "layer_types = "),
     "too few kinds": ("gemma2", {"layer_types": [LOCAL]}, "one for each of the 6 layers"),
-    "no kinds": ("llama", {"layer_types": [LOCAL] * 6}, "expected none: LlamaForCausalLM does not have it"),
     "no window": ("gemma2", {"sliding_window": None}, "sliding_window = None in its config, expected an integer"),
     "activation": ("llama", {"hidden_act": "mish"}, "hidden_act = 'mish' in its config, expected one of gelu_new, "),
     "size": ("llama", {"hidden_size": None}, "hidden_size = None in its config, expected an integer, 1 or more"),
@@ -173,6 +186,82 @@ def test_unsupported_option_is_refused_by_name(model_type, options, message):
     with pytest.raises(UserError, match=message) as error:
         model_of(model_type, **options)
     assert str(error.value).startswith("config.json: ") and "\n" not in str(error.value)
+
+
+# What transformers does not read either: the model stays as it is without it.
+IGNORED = {
+    "window": (
+        "llama",
+        {"sliding_window": 7},
+        "sliding_window in its config is ignored, as by transformers' LlamaForCa",
+    ),
+    "windows": (
+        "olmo2",
+        {"sliding_window": 7, "layer_types": [LOCAL] * 6},
+        "sliding_window, layer_types in its config",
+    ),
+    "slices": ("llama", {"pretraining_tp": 2}, "pretraining_tp in its config is ignored"),
+    "bias": ("mistral", {"attention_bias": True}, "attention_bias in its config is ignored"),
+    "cap": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping in its config is ignored"),
+    "period": ("gemma2", {"sliding_window_pattern": 3}, "sliding_window_pattern in its config is ignored"),
+    "fraction": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor in its config is ignored"),
+    "newer fraction": (
+        "qwen3",
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        "rope_parameters.partial_rotary_factor in its config is ignored",
+    ),
+    "sections": (
+        "qwen2",
+        {"rope_scaling": {"type": "default", "mrope_section": [1, 2]}},
+        "rope_scaling.mrope_section in",
+    ),
+    "unknown": (
+        "phi3",
+        {"nonsense": 1},
+        "config.json: nonsense in its config is ignored, as by transformers' Phi3ForCausal",
+    ),
+    "dropout": ("llama", {"attention_dropout": 0.1}, r"dropout in its config is not used \(attention_dropout = 0.1\)"),
+    "dropouts": (
+        "phi3",
+        {"embd_pdrop": 0.1, "resid_pdrop": 0.2},
+        r"\(embd_pdrop = 0.1, resid_pdrop = 0.2\): set dropout",
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type, options, message", IGNORED.values(), ids=IGNORED)
+def test_option_that_transformers_does_not_read_is_ignored_in_one_line(model_type, options, message):
+    with pytest.warns(UserWarning, match=message) as told:
+        model = model_of(model_type, **options)
+    assert model == model_of(model_type)
+    assert len(told) == 1 and "\n" not in str(told[0].message)
+
+
+def test_metadata_and_options_at_their_defaults_are_ignored_in_silence():
+    silent = {
+        "_name_or_path": "x/y",
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "architectures": ["A"],
+        "eos_token_id": 2,
+    }
+    silent |= {"pretraining_tp": 1, "sliding_window": None, "attention_dropout": 0.0, "partial_rotary_factor": 1.0}
+    assert model_of("llama", **silent) == model_of("llama")
+
+
+def test_partial_rotary_factor_is_read_in_either_place_where_the_family_rotates_a_part():
+    part = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    assert (
+        model_of("phi3", rope_parameters=part).rotary
+        == model_of("phi3", partial_rotary_factor=0.5).rotary
+        == Rotary(fraction=0.5)
+    )
+
+
+def test_yarn_with_a_scale_of_scores_that_is_off_has_its_usual_factor():
+    yarn = {"type": "yarn", "factor": 4.0}
+    off = model_of("llama", rope_scaling=yarn | {"mscale": 1.2, "mscale_all_dim": 0.0})
+    assert off == model_of("llama", rope_scaling=yarn)
 
 
 MODEL = model_of("llama")

@@ -16,6 +16,7 @@ _GPT2 = {
     "tie_word_embeddings": "tie_embeddings",
 }
 DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")  # of GPT-2
+ALL_DROPOUTS = (*DROPOUTS, "attention_dropout")
 _DECODER = {
     "vocab_size": "vocab_size",
     "hidden_size": "width",
@@ -33,11 +34,17 @@ _GEMMA = _DECODER | {
 }
 _DEFAULTS = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}
 _SLIDING = {"sliding_window": 4096}
-_SOME_SLIDING = _SLIDING | {"use_sliding_window": False, "max_window_layers": 28, "layer_types": None}
+_SOME_SLIDING = _SLIDING | {
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+    "layer_types": None,
+    "num_key_value_heads": 32,
+}
 _GEMMA_DEFAULTS = _DEFAULTS | {
     "sliding_window": 4096,
     "layer_types": None,
     "head_dim": 256,
+    "num_key_value_heads": 4,
     "query_pre_attn_scalar": 256,
     "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
@@ -46,8 +53,7 @@ _GEMMA_DEFAULTS = _DEFAULTS | {
 _GATED = {"positions": "rotary", "norm": "rms", "mlp": "gated", "use_bias": False}
 _GEMMA_FIELDS = _GATED | {"norm": "rms_plus_one", "norm_at": "both"}
 
-
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS = ("moe", "dbrx", "dots1", "mixtral")  # within the model_type of a mixture of experts
 
 
 class Family(NamedTuple):
@@ -89,21 +95,16 @@ FAMILIES = {
             "activation_function": "gelu_new",
             "layer_norm_epsilon": 1e-5,
             "tie_word_embeddings": True,
+            "scale_attn_weights": True,
             **dict.fromkeys(DROPOUTS, 0.1),
         },
-        {
-            "position_embedding_type": "absolute",
-            "scale_attn_weights": True,
-            "scale_attn_by_inverse_layer_idx": False,
-            "add_cross_attention": False,
-        },
+        {"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     ),
     "llama": Family(
         "LlamaForCausalLM",
         _GATED,
         _LLAMA | {"attention_bias": "attention_bias", "mlp_bias": "use_bias"},
         _DEFAULTS | {"attention_bias": False, "mlp_bias": False},
-        {"pretraining_tp": 1, "rope_interleaved": False},
         divides=True,
     ),
     "mistral": Family("MistralForCausalLM", _GATED, _LLAMA, _DEFAULTS | _SLIDING | {"num_key_value_heads": 8}),
@@ -118,9 +119,7 @@ FAMILIES = {
         "Gemma2ForCausalLM",
         _GEMMA_FIELDS,
         _GEMMA | {"attn_logit_softcapping": "soft_cap"},
-        _GEMMA_DEFAULTS
-        | {"sliding_window_pattern": 2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        {"use_bidirectional_attention": False, "sliding_window_pattern": 2},
+        _GEMMA_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         divides=True,
     ),
     "gemma3_text": Family(
@@ -128,7 +127,7 @@ FAMILIES = {
         _GEMMA_FIELDS | {"qk_norm": True},
         _GEMMA,
         _GEMMA_DEFAULTS | {"sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 10_000.0},
-        {"use_bidirectional_attention": False, "attn_logit_softcapping": None},
+        {"use_bidirectional_attention": False},
         divides=True,
     ),
     "olmo2": Family(
@@ -142,7 +141,6 @@ FAMILIES = {
         _GATED,
         _LLAMA,
         _DEFAULTS | {"sliding_window": None, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
-        {},
         fused=True,
         scales_rotary=False,
     ),
@@ -157,7 +155,8 @@ def family_of(config: Mapping, name: str) -> str:
     """
     model_type = config.get("model_type", "gpt2")
     where = f"{name}: model_type = {model_type!r} in its config"
-    if "moe" in str(model_type) or any(config.get(option) for option in _EXPERTS):
+    experts = any("experts" in str(option) and count for option, count in config.items())
+    if experts or any(word in str(model_type) for word in _EXPERTS):
         raise UserError(f"{where}: a mixture of experts is not supported")
     if model_type not in FAMILIES:
         reads = " reads more than text" if "vision_config" in config or "audio_config" in config else ""

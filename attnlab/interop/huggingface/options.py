@@ -18,8 +18,24 @@ ACTIVATIONS = {
 }
 
 
+# Options that no model reads: where a file comes from, tokens, generation, training, and heads of other tasks.
+_METADATA = """
+model_type architectures auto_map transformers_version dtype torch_dtype name_or_path tokenizer_class use_cache
+initializer_range bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id id2label label2id
+problem_type task_specific_params finetuning_task prefix return_dict output_attentions output_hidden_states
+chunk_size_feed_forward torchscript attn_implementation cache_implementation n_ctx gradient_checkpointing
+summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout num_labels
+classifier_dropout is_decoder reorder_and_upcast_attn max_length min_length do_sample early_stopping num_beams
+num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
+no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences remove_invalid_values
+"""
+METADATA = frozenset(_METADATA.split())
+# Other options that a model may not read, with the values that say nothing.
+_NEUTRAL = {"pretraining_tp": 1, "position_embedding_type": "absolute", "partial_rotary_factor": 1}
+
+
 class Options:
-    """The options of a config.json, or of an object within it.
+    """The options of a config.json, or of an object within it. It notes which of them are read.
 
     Args:
       given: option to value.
@@ -32,11 +48,38 @@ class Options:
 
     def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any], name: str):
         self.name = name
+        self._given = given
         self._values = {**defaults, **given}
+        self._read = set(defaults)
+        self._objects = {}
 
     def get(self, option: str) -> Any:
         """The value of an option; None where it is missing."""
+        self._read.add(option)
         return self._values.get(option)
+
+    def within(self, option: str, defaults: Mapping[str, Any]) -> "Options":
+        """The options of an object, which is empty where it is missing or null."""
+        value = self.get(option)
+        if not isinstance(value, Mapping | None):
+            raise self.error(option, "an object, or null")
+        self._objects[option] = Options(value or {}, defaults, f"{self.name}: {option}")
+        return self._objects[option]
+
+    def ignore(self, option: str) -> None:
+        """Note that an option was read in vain."""
+        self._read.discard(option)
+
+    def unread(self) -> list[str]:
+        """Options that nothing has read, except metadata, private names, and values that turn an option off.
+
+        >>> options = Options({"head_dim": 8, "model_type": "llama", "window": 5, "bias": False}, {}, "config.json")
+        >>> options.integer("head_dim"), options.unread()
+        (8, ['window'])
+        """
+        says = [name for name, value in self._given.items() if value and value != _NEUTRAL.get(name)]
+        unread = [name for name in says if name not in self._read | METADATA and not name.startswith("_")]
+        return unread + [f"{option}.{name}" for option, options in self._objects.items() for name in options.unread()]
 
     def error(self, option: str, expected: str) -> UserError:
         """An error that names an option, its value, and what was expected."""
@@ -59,6 +102,10 @@ class Options:
     def optional_number(self, option: str) -> float | None:
         """A finite number above 0, or null."""
         return None if self.get(option) is None else self.number(option)
+
+    def number_or_off(self, option: str) -> float | None:
+        """A finite number above 0; None for 0 or null."""
+        return self.number(option) if self.get(option) else None
 
     def flag(self, option: str) -> bool:
         """True or False."""

@@ -1,10 +1,11 @@
 """The `GPT` that a config.json describes."""
 
+import warnings
 from collections.abc import Mapping
 
 from attnlab.errors import UserError
 from attnlab.interop.huggingface import rotary as rotaries
-from attnlab.interop.huggingface.families import DROPOUTS, FAMILIES, Family, family_of
+from attnlab.interop.huggingface.families import ALL_DROPOUTS, DROPOUTS, FAMILIES, Family, family_of
 from attnlab.interop.huggingface.options import Options
 from attnlab.nn import GPT
 from attnlab.nn.gpt import check_shape
@@ -29,20 +30,21 @@ _READ = {
 def make_model(config: Mapping, name: str = "config") -> GPT:
     """Build the `GPT` that a config describes.
 
+    An option that the model of `transformers` does not read is ignored, with a warning unless it is metadata.
+
     Args:
       config: the content of `config.json`.
-      name: name of the source in errors.
+      name: name of the source in errors and warnings.
 
     Raises:
-      UserError: another model than those of `FAMILIES`; an option is malformed, or has a value that `GPT` does not
-        support.
+      UserError: a model of another family; an option is malformed, or has a value that `GPT` does not support.
 
     >>> make_model({"model_type": "gpt2", "n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions": 128}).width
     64
     """
     family = FAMILIES[family_of(config, name)]
     options = Options(config, family.defaults, name)
-    options.only(family.only)
+    options.only({"is_causal": True, **family.only})
     fields = dict(family.fields)
     for option, field in family.options.items():
         fields[field] = _READ[field](options, option)
@@ -54,7 +56,19 @@ def make_model(config: Mapping, name: str = "config") -> GPT:
         check_shape(model)
     except ValueError as error:
         raise UserError(f"{name}: the options in its config do not fit together: {error}") from error
+    _warn(options, family, model)
     return model
+
+
+def _warn(options: Options, family: Family, model: GPT) -> None:
+    """One line on options that are ignored, another on dropout rates."""
+    rates = {option: options.get(option) for option in ALL_DROPOUTS if options.get(option)}
+    if rates and not model.dropout:
+        told = ", ".join(f"{option} = {rate}" for option, rate in rates.items())
+        warnings.warn(f"{options.name}: dropout in its config is not used ({told}): set dropout", stacklevel=4)
+    if unread := options.unread():
+        told = f"{', '.join(unread)} in its config {'is' if len(unread) == 1 else 'are'} ignored"
+        warnings.warn(f"{options.name}: {told}, as by transformers' {family.architecture}", stacklevel=4)
 
 
 def _read_gpt2(options: Options, fields: Mapping) -> dict:
@@ -65,6 +79,7 @@ def _read_gpt2(options: Options, fields: Mapping) -> dict:
     return {
         "mlp_ratio": _ratio(options.integer("n_inner", 4 * fields["width"]), fields["width"]),
         "dropout": float(rates[0]) if rates.count(rates[0]) == len(rates) else 0.0,
+        "score_scale": None if options.flag("scale_attn_weights") else 1.0,
     }
 
 
@@ -86,7 +101,7 @@ def _read_decoder(options: Options, fields: Mapping, family: Family) -> dict:
     kinds = _read_kinds(options, family, fields["num_layers"])
     if "local" in kinds:
         read |= {"window": options.integer("sliding_window"), "pattern": rotaries.pattern(kinds)}
-    return read | _read_rotary(options, family)
+    return read | _read_rotary(options, family, head_dim)
 
 
 def _ratio(hidden: int, width: int) -> int | float:
@@ -95,39 +110,51 @@ def _ratio(hidden: int, width: int) -> int | float:
 
 def _read_kinds(options: Options, family: Family, layers: int) -> list[str]:
     """Which layers are "local" and which "global"."""
-    if "sliding_window_pattern" in family.defaults:
-        period = options.integer("sliding_window_pattern")
-        kinds = ["local" if n % period else "global" for n in range(1, layers + 1)]
-    elif "use_sliding_window" in family.defaults:
-        uses = options.flag("use_sliding_window") and options.get("sliding_window") is not None
+    has_window = "sliding_window" in family.defaults and options.get("sliding_window") is not None
+    if "layer_types" not in family.defaults:
+        return ["local" if has_window else "global"] * layers
+    if "use_sliding_window" in family.defaults:
+        has_window &= options.flag("use_sliding_window")
         first = options.integer("max_window_layers") if options.get("max_window_layers") else 0
-        kinds = ["local" if uses and n >= first else "global" for n in range(layers)]
-        if not uses:
-            return kinds
+        kinds = ["local" if has_window and n >= first else "global" for n in range(layers)]
     else:
-        kinds = ["global" if options.get("sliding_window") is None else "local"] * layers
-    given = rotaries.read_kinds(options, kinds)
-    if given != kinds and "layer_types" not in family.defaults:
-        raise options.error("layer_types", f"none: {family.architecture} does not have it")
-    return given
+        period = options.integer("sliding_window_pattern") if "sliding_window_pattern" in family.defaults else 2
+        kinds = ["local" if n % period else "global" for n in range(1, layers + 1)]
+    kinds = rotaries.read_kinds(options, kinds)
+    if "local" in kinds and options.get("use_sliding_window") is False:
+        raise options.error("use_sliding_window", "true, as layer_types has sliding_attention")
+    return kinds
 
 
-def _read_rotary(options: Options, family: Family) -> dict:
+def _read_rotary(options: Options, family: Family, head_dim: int) -> dict:
+    if "rope_local_base_freq" in family.defaults:
+        return _read_two_rotaries(options)
+    options.get("original_max_position_embeddings")  # without effect where nothing is scaled
     option = "rope_scaling" if options.get("rope_scaling") else "rope_parameters"  # that of transformers 5
-    scaling, local = options.get(option), None
-    if isinstance(scaling, Mapping) and ("full_attention" in scaling or "sliding_attention" in scaling):
-        scaling, local = scaling.get("full_attention"), scaling.get("sliding_attention")
-    if not all(isinstance(value, Mapping | None) for value in (scaling, local)):
-        raise options.error(option, "an object, or null")
-    rotary = rotaries.read_rotary(options, scaling)
+    rope = options.within(option, {name: options.get(name) for name in ("rope_theta", "partial_rotary_factor")})
+    if any(rope.get(kind) for kind in rotaries.KINDS):
+        raise options.error(option, f"one for all layers: {family.architecture} has no others")
+    partial = "partial_rotary_factor" in family.defaults
+    rotary = rotaries.read_rotary(options, rope, partial)
     if rotary.scaling != "none" and not family.scales_rotary:
-        raise options.error("rope_scaling", f"none: {family.architecture} has its own, which GPT does not support")
-    if rotary.fraction != 1 and "partial_rotary_factor" not in family.defaults:
-        raise options.error("partial_rotary_factor", f"1: {family.architecture} has no other")
-    if "rope_local_base_freq" not in family.defaults:
-        return {"rotary": rotary}
-    base = {"rope_theta": options.number("rope_local_base_freq")}
-    of_local = rotaries.read_rotary(Options(base, {}, options.name), local)
-    if of_local.scaling != "none" or of_local.fraction != rotary.fraction:
-        raise options.error("rope_parameters", "no scaling in layers with a sliding window")
-    return {"rotary": rotary, "local_base": of_local.base}
+        raise options.error(option, f"no scaling: {family.architecture} has its own, which GPT does not support")
+    if int(head_dim * rotary.fraction) % 2:
+        raise rope.error("partial_rotary_factor", f"a factor by which an even number of {head_dim} features is rotated")
+    return {"rotary": rotary}
+
+
+def _read_two_rotaries(options: Options) -> dict:
+    """Rotary positions of Gemma 3, whose global and local layers differ."""
+    both = options.within("rope_parameters", {})
+    if options.get("rope_parameters") and not any(map(both.get, rotaries.KINDS)):
+        raise options.error("rope_parameters", f"an object with {' and '.join(rotaries.KINDS)}")
+    bases = {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
+    outer = {kind: {"rope_theta": options.get(base)} for kind, base in bases.items()}
+    ropes = {kind: both.within(kind, base) for kind, base in outer.items()}
+    if options.get("rope_scaling"):  # of older files, for global layers alone
+        older = outer["full_attention"] | (both.get("full_attention") or {})
+        ropes["full_attention"] = options.within("rope_scaling", older)
+    rotary, local = (rotaries.read_rotary(options, rope) for rope in ropes.values())
+    if local.scaling != "none":
+        raise both.error("sliding_attention", "no scaling in layers with a sliding window")
+    return {"rotary": rotary, "local_base": local.base}

@@ -1,78 +1,74 @@
 """Rotary positions and windows of layers in a config.json: `rope_scaling` and `rope_parameters`, `layer_types`."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from attnlab.interop.huggingface.options import Options
 from attnlab.nn import Rotary
 
 _FAST_TURNS = {"llama3": 4.0, "yarn": 32.0}  # where a config gives none
-# What each kind of scaling has besides "rope_type", "rope_theta" and "partial_rotary_factor".
-_KEYS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "beta_slow",
-        "beta_fast",
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    ),
-}
-_WORDS = {"sliding_attention": "local", "full_attention": "global"}
+KINDS = {"sliding_attention": "local", "full_attention": "global"}
 
 
-def read_rotary(config: Options, scaling: Mapping | None) -> Rotary:
+def read_rotary(config: Options, rope: Options, partial: bool = False) -> Rotary:
     """Rotary positions by the options of a config.
 
     Args:
-      config: where `rope_theta`, `partial_rotary_factor` and `max_position_embeddings` are.
-      scaling: its `rope_scaling`, or `rope_parameters`, as files since `transformers` 5 have it, which may give the
-        first two as well.
+      config: where `max_position_embeddings` and perhaps `original_max_position_embeddings` are.
+      rope: its `rope_scaling`, or `rope_parameters`, as files since `transformers` 5 have it.
+      partial: whether the family rotates a part of the features by `partial_rotary_factor`.
 
     Raises:
-      UserError: a kind of scaling, or an option of it, that `Rotary` does not have.
+      UserError: a kind of scaling, or a value, that `Rotary` does not have.
     """
-    outer = {option: config.get(option) for option in ("rope_theta", "partial_rotary_factor")}
-    options = Options(scaling or {}, outer, f"{config.name}: rope_scaling")
-    key = "rope_type" if options.get("rope_type") is not None else "type"  # that of older files
-    kind = options.get(key) or "default"
-    if kind not in _KEYS:
-        raise options.error(key, f"one of {', '.join(_KEYS)}: GPT supports no other")
-    known = {*_KEYS[kind], "rope_type", "type", *outer}
-    if odd := [option for option in scaling or {} if option not in known and options.get(option) is not None]:
-        raise options.error(odd[0], f"none: {kind!r} does not have it")
-    base, fraction = options.number("rope_theta"), options.optional_number("partial_rotary_factor")
-    rotary = Rotary(base, 1.0 if fraction is None else fraction)
+    kind, older = rope.get("rope_type"), rope.get("type")
+    key, kind = ("type", older) if kind is None else ("rope_type", kind)
+    kind = kind or "default"
+    if kind not in ("default", "linear", *_FAST_TURNS):
+        raise rope.error(key, f"one of default, linear, {', '.join(_FAST_TURNS)}: GPT supports no other")
+    rotary = Rotary(rope.number("rope_theta"), _fraction(config, rope, kind, partial))
     if kind == "default":
         return rotary
-    rotary = rotary._replace(scaling=kind, factor=options.number("factor"))
+    rotary = rotary._replace(scaling=kind, factor=rope.number("factor"))
+    if rotary.factor < 1:
+        raise rope.error("factor", "1 or more")
     if kind == "linear":
         return rotary
     name = "original_max_position_embeddings"  # in either place, the outer one first, as in transformers
     whole = config.integer("max_position_embeddings")
-    context = options.integer(name, whole) if config.get(name) is None else config.integer(name)
+    context = rope.integer(name, whole) if config.get(name) is None else config.integer(name)
     slow, fast = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
-    fast_turns = options.optional_number(fast) or _FAST_TURNS[kind]
-    return rotary._replace(
+    fast_turns = rope.number_or_off(fast) or _FAST_TURNS[kind]
+    rotary = rotary._replace(
         original_context=context,
-        slow_turns=options.optional_number(slow) or 1.0,
+        slow_turns=rope.number_or_off(slow) or 1.0,
         fast_turns=None if fast_turns == _FAST_TURNS[kind] else fast_turns,
-        attention_factor=_attention_factor(options),
-        truncate=options.get("truncate") is None or options.flag("truncate"),
     )
+    if kind == "llama3":
+        return rotary
+    truncate = rope.get("truncate") is None or rope.flag("truncate")
+    return rotary._replace(attention_factor=_attention_factor(rope), truncate=truncate)
 
 
-def _attention_factor(options: Options) -> float | None:
-    """The factor that is given, or follows from two other options; None for that of `Rotary`."""
-    given, of_all, of_some = map(options.optional_number, ("attention_factor", "mscale_all_dim", "mscale"))
-    if given is not None or of_all is None or of_some is None:
-        return given
-    log = math.log(options.number("factor"))
+def _fraction(config: Options, rope: Options, kind: str, partial: bool) -> float:
+    option = "partial_rotary_factor"
+    fraction = rope.optional_number(option) or 1.0
+    if partial or fraction == 1:
+        return fraction
+    if kind != "default":  # where transformers fails
+        raise rope.error(option, f"1, as positions of kind {kind!r} rotate all features of this family")
+    for options in (config, rope):
+        options.ignore(option)
+    return 1.0
+
+
+def _attention_factor(rope: Options) -> float | None:
+    """The factor in a config, or the one that follows from two other options; None for `Rotary`'s default."""
+    factor = rope.optional_number("attention_factor")
+    of_some, of_all = map(rope.number_or_off, ("mscale", "mscale_all_dim"))
+    if factor is not None or of_some is None or of_all is None:
+        return factor
+    log = math.log(rope.number("factor"))
     return (0.1 * of_some * log + 1) / (0.1 * of_all * log + 1)
 
 
@@ -102,15 +98,15 @@ def resolved(rotary: Rotary) -> Rotary:
 
 
 def read_kinds(config: Options, default: Sequence[str]) -> list[str]:
-    """For each layer "local" or "global", by `layer_types`, or `default` where the config has none."""
+    """For each layer "local" or "global", by `layer_types`, or `default` where the config does not have it."""
     types = config.get("layer_types")
     if types is None:
         return list(default)
-    if not isinstance(types, list | tuple) or not {str(word) for word in types} <= set(_WORDS):
-        raise config.error("layer_types", f"a list of {' and '.join(_WORDS)}: GPT supports no other")
+    if not isinstance(types, list | tuple) or not {str(word) for word in types} <= set(KINDS):
+        raise config.error("layer_types", f"a list of {' and '.join(KINDS)}: GPT supports no other")
     if len(types) != len(default):
         raise config.error("layer_types", f"one for each of the {len(default)} layers")
-    return [_WORDS[word] for word in types]
+    return [KINDS[word] for word in types]
 
 
 def layer_types(kinds: Sequence[str]) -> list[str]:
@@ -119,7 +115,7 @@ def layer_types(kinds: Sequence[str]) -> list[str]:
     >>> layer_types(["local", "global"])
     ['sliding_attention', 'full_attention']
     """
-    names = {ours: name for name, ours in _WORDS.items()}
+    names = {ours: name for name, ours in KINDS.items()}
     return [names[kind] for kind in kinds]
 
 

@@ -71,7 +71,11 @@ def _value(model: GPT, field: str, default):
 
 
 def _gpt2_options(model: GPT) -> dict:
-    return {"n_inner": round(model.mlp_ratio * model.width), **dict.fromkeys(DROPOUTS, model.dropout)}
+    return {
+        "n_inner": round(model.mlp_ratio * model.width),
+        "scale_attn_weights": model.score_scale != 1,
+        **dict.fromkeys(DROPOUTS, model.dropout),
+    }
 
 
 def _decoder_options(model: GPT, family: Family) -> dict:
@@ -100,7 +104,7 @@ def _window_options(model: GPT, family: Family) -> dict:
     options = {"sliding_window": model.window if slides else None}
     if "use_sliding_window" in family.defaults:
         options |= {"use_sliding_window": slides, "max_window_layers": kinds.index("local") if slides else len(kinds)}
-    if "sliding_window_pattern" in family.defaults:  # a window is expected also where no layer has it
+    if "query_pre_attn_scalar" in family.defaults:  # Gemma: a window is expected also where no layer has it
         options |= {"sliding_window": options["sliding_window"] or family.defaults["sliding_window"]}
     if "layer_types" in family.defaults:
         options["layer_types"] = rotaries.layer_types(kinds)

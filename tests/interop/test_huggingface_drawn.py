@@ -1,0 +1,195 @@
+"""Configs drawn over all options of every family: the logits of transformers, or an error that names the option."""
+
+import copy
+import functools
+import re
+import warnings
+
+import numpy as np
+import pytest
+
+from attnlab.errors import UserError
+from attnlab.interop.huggingface import from_hf
+from tests.interop.huggingface_peers import GLOBAL, LINEAR, LLAMA3, LOCAL, YARN, weights
+
+CLASSES = {
+    "gpt2": "GPT2",
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "gemma2": "Gemma2",
+    "gemma3_text": "Gemma3Text",
+    "olmo2": "Olmo2",
+    "phi3": "Phi3",
+}
+# Few sizes, so that models share their operations' programs; windows are shorter than the texts.
+TEXT = np.random.default_rng(0).integers(0, 32, (2, 14))
+ALWAYS = {"vocab_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "hidden_size": 16}
+ALWAYS |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": None}
+ALWAYS_GPT2 = {"vocab_size": 32, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 4, "pad_token_id": None}
+ACTIVATIONS = ["gelu_new", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "silu", "swish", "tanh", "mish", "quick_gelu"]
+KINDS = [[LOCAL, GLOBAL], [GLOBAL, LOCAL], [LOCAL, LOCAL], [GLOBAL, GLOBAL], None]
+PART = {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.5}
+SCALES = [
+    {"rope_type": "default", "rope_theta": 500.0},
+    {"type": "linear", "factor": 3.0},
+    LINEAR,
+    LLAMA3 | {"original_max_position_embeddings": 16},
+    YARN | {"original_max_position_embeddings": 16},
+    YARN | {"original_max_position_embeddings": 16, "mscale": 1.2, "mscale_all_dim": 0.0},
+    YARN | {"original_max_position_embeddings": 16, "mscale": 1.2, "mscale_all_dim": 0.7, "truncate": False},
+    YARN | {"original_max_position_embeddings": 8, "attention_factor": 0.8, "beta_fast": 4.0, "beta_slow": 0.5},
+    YARN | {"factor": None, "original_max_position_embeddings": 8},
+    {"rope_type": "yarn", "factor": 0.5},
+    PART,
+    PART | {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0], "factor": 2.0},
+    {"rope_type": "default", "mrope_section": [1, 1]},
+    {GLOBAL: LINEAR, LOCAL: {"rope_type": "default", "rope_theta": 100.0}},
+    {GLOBAL: PART, LOCAL: LINEAR},
+    {GLOBAL: LINEAR},
+]
+# The options that a config.json may have, each with the values that are drawn.
+VALUES = {
+    "activation_function": ACTIVATIONS,
+    "add_cross_attention": [False, True],
+    "attention_bias": [False, True],
+    "attention_dropout": [0.0, 0.1],
+    "attn_logit_softcapping": [None, 1.5],
+    "attn_pdrop": [0.0, 0.1],
+    "bos_token_id": [None, 3],
+    "embd_pdrop": [0.0, 0.1],
+    "eos_token_id": [None, 2, [1, 2]],
+    "final_logit_softcapping": [None, 2.0],
+    "head_dim": [None, 4, 8],
+    "hidden_act": ACTIVATIONS,
+    "hidden_activation": ACTIVATIONS,
+    "hidden_size": [16, 24],
+    "initializer_range": [0.02, 0.5],
+    "intermediate_size": [24, 32],
+    "layer_norm_epsilon": [1e-5, 1e-1],
+    "layer_types": KINDS,
+    "max_position_embeddings": [32, 64],
+    "max_window_layers": [0, 1, 2, 28],
+    "mlp_bias": [False, True],
+    "n_embd": [16, 24],
+    "n_head": [4, 2],
+    "n_inner": [None, 24],
+    "n_layer": [2, 1],
+    "n_positions": [32, 16],
+    "num_attention_heads": [4, 2],
+    "num_hidden_layers": [2, 1],
+    "num_key_value_heads": [4, 2, 1, None],
+    "original_max_position_embeddings": [16, 32],
+    "pad_token_id": [None, 0, 5],
+    "pretraining_tp": [1, 2],
+    "query_pre_attn_scalar": [4, 16, 256],
+    "reorder_and_upcast_attn": [False, True],
+    "resid_pdrop": [0.0, 0.1],
+    "rms_norm_eps": [1e-6, 1e-1],
+    "rope_parameters": [None, *SCALES],
+    "scale_attn_by_inverse_layer_idx": [False, True],
+    "scale_attn_weights": [True, False],
+    "sliding_window": [None, 3, 6],
+    "summary_activation": [None, "tanh"],
+    "summary_first_dropout": [0.1, 0.2],
+    "summary_proj_to_labels": [True, False],
+    "summary_type": ["cls_index", "last"],
+    "summary_use_proj": [True, False],
+    "tie_word_embeddings": [True, False],
+    "use_bidirectional_attention": [None, False, True],
+    "use_cache": [True, False],
+    "use_sliding_window": [False, True],
+    "vocab_size": [32],
+}
+# Options of older files and of other families, which transformers takes in any config.json.
+OTHERS = {
+    "rope_theta": [1e4, 50.0],
+    "rope_scaling": [None, *SCALES],
+    "rope_local_base_freq": [1e4, 30.0],
+    "partial_rotary_factor": [1.0, 0.5],
+    "sliding_window_pattern": [2, 3],
+    "is_causal": [True, False],
+    "is_decoder": [True, False],
+    "clip_qkv": [None, 8.0],
+    "logit_scale": [0.5],
+    "qk_norm": [True],
+    "rope_interleaved": [False, True],
+    "position_embedding_type": ["absolute", "relative_key"],
+    "torch_dtype": ["float32"],
+    "_name_or_path": ["somebody/model"],
+    "n_ctx": [32],
+    "nonsense": [1],
+}
+ANY = ("sliding_window", "layer_types", "attention_bias", "mlp_bias", "head_dim", "attn_logit_softcapping")
+
+
+@functools.cache
+def torch_and_class(family):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers.logging.set_verbosity_error()
+    return torch, getattr(transformers, f"{CLASSES[family]}Config"), transformers.AutoModelForCausalLM
+
+
+def drawn(family, draw):
+    """A config.json: what makes a model small, and any other options."""
+    from transformers import PreTrainedConfig
+
+    own = set(torch_and_class(family)[1].__dataclass_fields__) - set(PreTrainedConfig.__dataclass_fields__)
+    assert not own - set(VALUES), f"transformers has new options: {own - set(VALUES)}"
+    config = dict(ALWAYS_GPT2 if family == "gpt2" else ALWAYS) | {"model_type": family}
+    if family.startswith("gemma"):
+        config |= {"head_dim": 4, "sliding_window": 5}
+    own = sorted(own)
+    others = sorted({*OTHERS, *(ANY if family != "gpt2" else ())} - set(own))
+    for options, number in ((own, draw.integers(1, 6)), (others, draw.integers(0, 3))):
+        for option in draw.permutation(options)[:number].tolist():
+            values = VALUES.get(option) or OTHERS[option]
+            config[option] = values[draw.integers(len(values))]
+    return config
+
+
+def theirs(family, config):
+    """Their logits and state, or None where transformers itself refuses or fails."""
+    torch, config_class, auto = torch_and_class(family)
+    try:
+        model = (
+            auto.from_config(config_class.from_dict(copy.deepcopy(config)), attn_implementation="eager").eval().float()
+        )
+        parameters = dict(model.named_parameters())
+        with torch.no_grad():
+            for path, array in weights({path: tuple(x.shape) for path, x in parameters.items()}).items():
+                parameters[path].copy_(torch.from_numpy(array))
+            return model(torch.from_numpy(TEXT)).logits.numpy(), model.state_dict()
+    except Exception:  # of many kinds: transformers checks little
+        return None
+
+
+def assert_same_or_refused(family, config):
+    """Whether the model was compared; False where it was refused, None where transformers fails."""
+    if (answer := theirs(family, config)) is None:
+        return None
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            model, params = from_hf(answer[1], config)
+        except UserError as error:
+            named = re.search(r"(\w+) = .* in its config", str(error))
+            assert named and named[1] in str(config), (config, str(error))
+            return False
+    assert "nonsense" not in config or any("nonsense" in str(warning.message) for warning in told), config
+    scale = max(1.0, np.abs(answer[0]).max())
+    np.testing.assert_allclose(model.apply(params, TEXT) / scale, answer[0] / scale, atol=1e-5, rtol=0, err_msg=config)
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", CLASSES)
+def test_drawn_config_has_the_logits_of_transformers_or_is_refused_by_name(family):
+    draw, outcomes = np.random.default_rng(0), []
+    while len(outcomes) - outcomes.count(None) < 40:
+        outcomes.append(assert_same_or_refused(family, drawn(family, draw)))
+    assert outcomes.count(True) >= 20, outcomes
