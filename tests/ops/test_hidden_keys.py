@@ -1,0 +1,76 @@
+"""Which keys are inert, in every backend: those hidden from all queries of their example and head, whatever they hold.
+
+A key that some query sees is not: products with its NaN reach rows that do not see it, as 0 · NaN is NaN, in outputs
+through v, in gradients through k. It stays within its example and head.
+"""
+
+import contextlib
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType
+
+import attnlab
+from attnlab.masks import Causal, Dense
+
+BATCH, LENGTH, HEADS = 2, 32, 2
+HIDDEN = np.random.default_rng(1).random((BATCH, HEADS, LENGTH)) < 0.3
+BACKENDS = ["dense", "blockwise", "pallas", "ring", "gather"]
+
+
+@functools.cache
+def attend(backend):
+    """Outputs and gradients `[B, T, H, D]` of causal attention in which some keys of each head are hidden."""
+    impl = backend if backend in ("dense", "pallas") else "blockwise"
+    mask = Causal() & Dense(np.broadcast_to(~HIDDEN[:, :, None], (BATCH, HEADS, LENGTH, LENGTH)))
+
+    def total(q, k, v):
+        out = attnlab.attention(q, k, v, mask, impl=impl, block_sizes=(8, 8) if impl == "blockwise" else None)
+        return (out**2).sum(), out
+
+    return jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))
+
+
+def results(backend, *arrays):
+    if backend in ("ring", "gather"):
+        mesh = jax.make_mesh((4,), ("context",), axis_types=(AxisType.Auto,))
+        with jax.set_mesh(mesh), attnlab.context_parallel("context", way=backend):
+            found = attend(backend)(*arrays)
+    else:
+        with pltpu.force_tpu_interpret_mode() if backend == "pallas" else contextlib.nullcontext():
+            found = attend(backend)(*arrays)
+    return dict(zip(("q", "k", "v", "out"), map(np.asarray, jax.tree.leaves(found))))
+
+
+def arrays():
+    return [x for x in np.random.default_rng(0).standard_normal((3, BATCH, LENGTH, HEADS, 8), np.float32)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_key_hidden_from_all_queries_of_its_head_changes_no_bit(backend):
+    q, k, v = arrays()
+    expected = results(backend, q, k, v)
+    hidden = HIDDEN.swapaxes(1, 2)[..., None]
+    found = results(backend, q, np.where(hidden, np.float32(np.nan), k), np.where(hidden, np.float32(np.inf), v))
+    for name, x in expected.items():
+        np.testing.assert_array_equal(found[name], x, err_msg=name)
+    assert (found["k"][HIDDEN.swapaxes(1, 2)] == 0).all() and np.isfinite(found["out"]).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_in_a_key_that_is_seen_reaches_its_own_example_and_head_alone(backend):
+    q, k, v = arrays()
+    expected = results(backend, q, k, v)
+    row = int(np.argmin(HIDDEN[1, 0, 20:])) + 20
+    for poisoned in (k, v):
+        before, poisoned[1, row, 0] = poisoned[1, row, 0].copy(), np.nan
+        found = results(backend, q, k, v)
+        poisoned[1, row, 0] = before
+        assert np.isnan(found["out"][1, row:, 0]).all()
+        for name, x in expected.items():
+            x, y = x.copy(), found[name].copy()
+            x[1, :, 0] = y[1, :, 0] = 0
+            np.testing.assert_array_equal(y, x, err_msg=name)
