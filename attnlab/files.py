@@ -1,9 +1,11 @@
 """Reading the files of a folder that may come from elsewhere."""
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 
 def read(path: str | Path) -> bytes:
@@ -26,3 +28,11 @@ def read(path: str | Path) -> bytes:
 def read_text(path: str | Path) -> str:
     """The UTF-8 text of a regular file; raises as `read` does, and UnicodeDecodeError."""
     return read(path).decode("utf-8")
+
+
+def read_json(path: str | Path) -> Any:
+    """The content of a JSON file; raises as `read` does, and ValueError."""
+    try:
+        return json.loads(read(path))
+    except RecursionError as error:
+        raise ValueError("its values are nested too deeply") from error

@@ -135,6 +135,25 @@ def _checkpoint(workdir: Path, step: int | str):
         yield checkpoints, int(chosen)
 
 
+def _check_fits(model: GPT, workdir: Path, config: ConfigDict) -> None:
+    """Raise UserError for a model of another size than the newest checkpoint's, before it is traced or compiled."""
+    from attnlab.training.checkpoints import Checkpoints
+
+    with contextlib.closing(Checkpoints(config.checkpoint.dir or workdir / "checkpoints")) as checkpoints:
+        steps = checkpoints.steps()
+        saved = checkpoints.shapes(steps[-1]) if steps else None
+    if not isinstance(saved, dict) or "embed" not in saved:
+        return
+    width = saved["embed"]["embedding"].shape[-1]
+    layers = sum(name.startswith("block_") for name in saved)
+    for field, value in {"width": width, "num_layers": layers}.items():
+        if value and value != getattr(model, field):
+            raise UserError(
+                f"{workdir / 'config.json'} is damaged (config.model.{field} = {getattr(model, field)}, and checkpoint "
+                f"{steps[-1]} has {value}): restore it"
+            )
+
+
 def peek(
     workdir: str | Path, *, model: nn.Module | None = None
 ) -> tuple[nn.Module, tokenizers.Tokenizer | None, ConfigDict]:
@@ -152,7 +171,10 @@ def peek(
                 f"{workdir} holds a run of a {name or 'GPT'}, and model= gives {given}: "
                 + (f"pass its {name}, load(…, model=…)" if name else "leave it out")
             )
-        return model or make_model(config, tokenizer.vocab_size), tokenizer, config
+        if model is None:
+            model = make_model(config, tokenizer.vocab_size)
+            _check_fits(model, workdir, config)
+        return model, tokenizer, config
     model = huggingface.make_model(huggingface.files.read_config(workdir), str(workdir))
     tokenizer = huggingface.read_tokenizer(workdir, model.vocab_size)
     if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:

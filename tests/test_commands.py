@@ -264,6 +264,7 @@ def test_tokenizer_of_another_run_is_rejected(capsys, finished_run, tmp_path):
 
 
 DAMAGED = ["{", "[]", "{}", '{"steps": 6}', '{"steps": 6, "corpus": 1}', '{"steps": "many", "corpus": {"sha256": ""}}']
+DAMAGED += ["[" * 100_000]  # deeper than Python's stack
 
 
 @pytest.mark.parametrize(
@@ -287,6 +288,26 @@ def test_file_of_a_run_that_never_ends_is_one_line(capsys, finished_run, tmp_pat
     (copy / name).unlink()
     (copy / name).symlink_to("/dev/zero") if kind == "device" else os.mkfifo(copy / name)
     assert "not a regular file" in mistake(capsys, sample, f"--workdir={copy}")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "params/_METADATA"])
+def test_checkpoint_with_a_pipe_is_damaged(capsys, finished_run, tmp_path, name):
+    copy = shutil.copytree(finished_run, tmp_path / "copy")
+    path = copy / "checkpoints" / "6" / name
+    path.unlink()
+    os.mkfifo(path)
+    assert "checkpoint 6" in (line := mistake(capsys, sample, f"--workdir={copy}")) and "not a regular file" in line
+
+
+@pytest.mark.parametrize(("field", "value", "fits"), [("width", 10**9, 16), ("num_layers", 10**6, 1)])
+def test_model_of_another_size_than_its_checkpoint_is_one_line(capsys, finished_run, tmp_path, field, value, fits):
+    """Nothing of that size is traced or compiled."""
+    copy = shutil.copytree(finished_run, tmp_path / "copy")
+    saved = json.loads((copy / "config.json").read_text())
+    saved["model"][field] = value
+    (copy / "config.json").write_text(json.dumps(saved))
+    line = mistake(capsys, sample, f"--workdir={copy}")
+    assert f"config.model.{field} = {value}, and checkpoint 6 has {fits}" in line
 
 
 def test_checkpoint_whose_manifest_names_files_elsewhere_is_damaged(capsys, finished_run, tmp_path):

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from attnlab import files
 from attnlab.data import cache, tokenizers
 from attnlab.data.corpora import Corpus, TextChangedError
 from attnlab.data.progress import Progress
@@ -494,7 +495,7 @@ def _read_manifest(path: Path) -> dict:
     try:
         if not stat.S_ISREG(file.lstat().st_mode):
             raise _damaged(path, f"{_MANIFEST} is not a regular file")
-        manifest = json.loads(file.read_bytes())
+        manifest = files.read_json(file)
         _check_manifest(manifest)
         return manifest
     except OSError as error:

@@ -479,7 +479,7 @@ def load(path: Path) -> Tokenizer:
       UserError: the file is missing or is not a tokenizer.
     """
     try:
-        return from_dict(json.loads(files.read_text(path)))
+        return from_dict(files.read_json(path))
     except Exception as error:  # Hugging Face's library raises no narrower one
         raise UserError(
             f"{path} is not an attnlab tokenizer ({error}): restore it, or train in a new workdir"

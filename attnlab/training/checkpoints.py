@@ -1,6 +1,7 @@
 """Checkpoints by Orbax: asynchronous, atomic, and verified by a manifest of sha256 digests."""
 
 import contextlib
+import errno
 import fcntl
 import functools
 import hashlib
@@ -191,7 +192,7 @@ class Checkpoints:
 
     def _is_permanent(self, step: int) -> bool:
         try:
-            return json.loads((self.directory / str(step) / MANIFEST).read_text()).get("permanent", False)
+            return _read_manifest(self.directory / str(step)).get("permanent", False)
         except (OSError, ValueError, AttributeError):
             return False
 
@@ -199,14 +200,14 @@ class Checkpoints:
         """The first fault in the files of a checkpoint, compared with its manifest; "" when it is intact."""
         folder = self.directory / str(step)
         try:
-            manifest = json.loads((folder / MANIFEST).read_text())
+            manifest = _read_manifest(folder)
             if manifest["step"] != step:
                 return f"it belongs to step {manifest['step']}"
             found = {str(path.relative_to(folder)): path for path in _files(folder)}  # names lead to no other folder
             for name, written in manifest["sha256"].items():
                 if name not in found:
                     return f"{name} is missing"
-                if os.path.islink(found[name]):
+                if os.path.islink(found[name]) or _is_endless(found[name]):
                     return f"{name} is not a regular file"
                 if _file_sha256(found[name]) != written:
                     return f"{name} differs from what was written"
@@ -282,13 +283,22 @@ class Checkpoints:
     def _has_average(self, step: int) -> bool:
         return (self.directory / str(step) / "average").exists()
 
+    def shapes(self, step: int) -> dict | None:
+        """The tree of the parameters, of objects with a `shape`, without reading them; None where it is damaged."""
+        folder = self.directory / str(step) / "params"
+        try:
+            if any(map(_is_endless, _files(folder))):
+                return None
+            found = ocp.StandardCheckpointHandler().metadata(folder)
+            return getattr(found, "tree", found)
+        except (ValueError, OSError, KeyError, TypeError):  # which reading it will report
+            return None
+
     def _as_saved(self, step: int, like):
         """`like` with its layers stacked or one by one, as they are on disk; unchanged where neither fits."""
-        try:
-            found = ocp.StandardCheckpointHandler().metadata(self.directory / str(step) / "params")
-            saved = _paths(getattr(found, "tree", found))
-        except (ValueError, OSError, KeyError, TypeError):  # which reading it will report
+        if (saved := self.shapes(step)) is None:
             return like
+        saved = _paths(saved)
         params = like.params if isinstance(like, TrainState) else like
         for convert in (stack_layers, unstack_layers):
             if _paths(params) != saved and _has_layers(params) and _paths(convert(params)) == saved:
@@ -418,6 +428,21 @@ def sha256(params) -> str:
 def _files(folder: epath.Path) -> Iterator[epath.Path]:
     for path in sorted(folder.iterdir()):
         yield from _files(path) if path.is_dir() else [path]
+
+
+def _is_endless(path: epath.Path) -> bool:
+    """Whether a path is a pipe or a device, of which epath knows nothing."""
+    return os.path.exists(path) and not os.path.isfile(path)
+
+
+def _read_manifest(folder: epath.Path) -> dict:
+    path = folder / MANIFEST  # perhaps on a bucket, which attnlab.files cannot read
+    if _is_endless(path):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    try:
+        return json.loads(path.read_text())
+    except RecursionError as error:
+        raise ValueError("its values are nested too deeply") from error
 
 
 def _file_sha256(path: epath.Path) -> str:

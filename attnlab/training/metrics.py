@@ -88,8 +88,12 @@ class MetricsLog:
             self._events.write(record["step"], {f"{record['split']}/{name}": x for name, x in numbers.items()})
 
     def _append(self, line: bytes) -> None:
-        with self.path.open("ab") as file:
-            file.write(line)
+        try:
+            with self.path.open("ab") as file:
+                file.write(line)
+        except OSError as error:
+            error.filename = str(self.path)  # errors of write do not have it
+            raise
 
     def write_text(self, step: int, text: str) -> None:
         """Write a sample to TensorBoard only."""

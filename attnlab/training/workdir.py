@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 from pathlib import Path
@@ -150,7 +149,7 @@ def read_config(workdir: Path) -> dict:
     """
     path = workdir / "config.json"
     try:
-        saved = json.loads(files.read_text(path))
+        saved = files.read_json(path)
         if "model_type" in saved and "corpus" not in saved:
             raise UserError(f"{workdir} holds a Hugging Face model, not a run of attnlab: choose another folder")
         saved["corpus"]["sha256"]

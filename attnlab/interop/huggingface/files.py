@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnlab.errors import UserError
-from attnlab.files import read_text
+from attnlab.files import read_json
 from attnlab.interop.tensors import Tensor
 
 _DTYPES = {
@@ -72,7 +72,7 @@ def is_hf(path: str | Path) -> bool:
     if path.suffix == ".safetensors":
         return True
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        return "model_type" in json.loads(read_text(path / "config.json"))
+        return "model_type" in read_json(path / "config.json")
     return False
 
 
@@ -86,7 +86,7 @@ def read_config(path: Path) -> dict:
     if not path.exists():
         raise UserError(f"{path}: no such file or folder; download it first, with its config.json and tokenizer files")
     try:
-        config = json.loads(read_text(file))
+        config = read_json(file)
     except FileNotFoundError as error:
         raise UserError(f"{file} is missing, which contains the number of heads: put it there") from error
     except OSError as error:
@@ -115,7 +115,7 @@ def weight_files(path: Path) -> list[Path]:
     if not index.exists():
         return [path / WEIGHTS]
     try:
-        files = sorted(set(json.loads(read_text(index))["weight_map"].values()))
+        files = sorted(set(read_json(index)["weight_map"].values()))
         if odd := [file for file in files if Path(file).name != file or not file.endswith(".safetensors")]:
             raise ValueError(f"it names the file {odd[0]!r}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
