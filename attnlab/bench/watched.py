@@ -99,8 +99,8 @@ def main(argv: list[str]) -> int:
         def train_step(step):
             board.enter("compile")
 
-            def called(state, batch):
-                state, metrics = step(state, batch)
+            def called(*args):
+                state, metrics = step(*args)
                 board.step = int(state.step)  # waits for the step
                 board.enter("step")  # the phase whenever there is no other, from here on
                 return state, metrics

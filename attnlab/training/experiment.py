@@ -72,20 +72,23 @@ class Experiment:
         skip = config.on_nonfinite == "skip"
         if optimizer is None:
             self.learning_rate = optimizers.learning_rate(config.optimizer, config.steps, extensions)
-            self.optimizer = optimizers.make(
+            self._optimizer_at = functools.partial(
+                optimizers.make,
                 config.optimizer,
                 config.steps,
                 tokens_per_update=config.batch_size * config.model.context,
                 extensions=extensions,
                 skip_nonfinite=skip,
             )
+            self.optimizer = self._optimizer_at()
         else:
             self.optimizer = optimizers.skipping_nonfinite(optimizer) if skip else optimizer
+            self._optimizer_at = lambda at: self.optimizer
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
         """Shapes, types and shardings of the state; nothing is allocated."""
-        shapes = jax.eval_shape(self._create)
+        shapes = jax.eval_shape(self._create, jax.ShapeDtypeStruct((), jnp.int32))
         shardings = self.parallel.shardings(shapes)
         return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
 
@@ -96,11 +99,19 @@ class Experiment:
 
     @functools.cached_property
     def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, dict]]:
-        """The compiled `state.train_step`: (state, placed batch) → (next state, metrics). It consumes the state."""
-        config = self.config
+        """The compiled `state.train_step`: (state, placed batch) → (next state, metrics). It consumes the state.
+
+        The seed and the learning rates are arguments of its program, which runs that differ in them share.
+        """
+        config, model, optimizer_at = self.config, self.model, self._optimizer_at
         accumulation, ema = config.optimizer.accumulation, config.optimizer.ema
-        step = functools.partial(states.train_step, self.model, self.optimizer, config.seed, accumulation, ema=ema)
-        return self.parallel.compile_train(step, self.abstract_state)
+
+        def step(state, batch, fixed, axis_name=None):
+            seed, at = fixed
+            return states.train_step(model, optimizer_at(at=at), seed, accumulation, state, batch, axis_name, ema=ema)
+
+        fixed = np.int32(config.seed), jax.tree.map(np.float32, optimizers.peaks(config.optimizer))
+        return self.parallel.compile_train(step, self.abstract_state, fixed)
 
     @functools.cached_property
     def eval_step(self) -> Callable:
@@ -114,7 +125,7 @@ class Experiment:
           params: parameters to start from in place of the random ones, like those of `abstract_state`.
         """
         if params is None:
-            return self.parallel.create_state(self._create)
+            return self.parallel.create_state(self._create, jnp.int32(self.config.seed))
         like = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         step = jax.device_put(jnp.zeros((), jnp.int32), like.step)
         opt_state = jax.jit(self.optimizer.init, out_shardings=like.opt_state)(params)
@@ -143,9 +154,9 @@ class Experiment:
         has_segments = config.data.packing == "documents"
         return self.parallel.abstract_batch(config.batch_size, config.model.context, has_segments)
 
-    def _create(self) -> TrainState:
+    def _create(self, seed) -> TrainState:
         average = bool(self.config.optimizer.ema)
-        return states.create(self.model, self.optimizer, self.config.seed, self._init, self.scan, average)
+        return states.create(self.model, self.optimizer, seed, self._init, self.scan, average)
 
 
 def _check_model(model: nn.Module, vocab_size: int, packing: str) -> None:

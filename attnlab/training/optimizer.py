@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,23 @@ _MATRICES = (
     (r"attention/out/kernel$", 3, MuonDimensionNumbers((-3, -2), -1)),
     (r"mlp/(gate|up|down)/kernel$", 2, MuonDimensionNumbers(-2, -1)),
 )
+
+
+class Peaks(NamedTuple):
+    """The learning rates at their peaks, as numbers or float32 scalars: what a compiled step takes as an argument."""
+
+    learning_rate: float | jax.Array
+    muon_learning_rate: float | jax.Array
+
+
+def peaks(config: ConfigDict) -> Peaks:
+    """The peaks in `config.optimizer`.
+
+    >>> from attnlab.config import default
+    >>> peaks(default().optimizer)
+    Peaks(learning_rate=0.005, muon_learning_rate=0.02)
+    """
+    return Peaks(config.learning_rate, config.muon_learning_rate)
 
 
 def learning_rate(config: ConfigDict, steps: int, extensions: Sequence[dict] = ()) -> optax.Schedule:
@@ -45,22 +63,30 @@ def learning_rate(config: ConfigDict, steps: int, extensions: Sequence[dict] = (
     >>> float(rate(1999)).__round__(6), float(rate(2000)).__round__(6)
     (0.0, 0.002601)
     """
-    rate = _scheduled(config, steps)
+    return _times(config.learning_rate, _shape(config, steps, extensions))
+
+
+def _times(peak, shape: optax.Schedule) -> optax.Schedule:
+    return lambda count: peak * shape(count)
+
+
+def _shape(config: ConfigDict, steps: int, extensions: Sequence[dict]) -> optax.Schedule:
+    """The learning rate over its peak."""
+    shape = _scheduled(config, steps)
     for extension in reversed(extensions):
-        rate = _switched(_scheduled(config, extension["from_steps"]), rate, extension["at_step"])
-    return rate
+        shape = _switched(_scheduled(config, extension["from_steps"]), shape, extension["at_step"])
+    return shape
 
 
 def _scheduled(config: ConfigDict, steps: int) -> optax.Schedule:
-    warmup, peak = min(config.warmup_steps, steps // 2), config.learning_rate
-    # From the first update's share of the peak: a rate of 0 would waste the update.
-    first, last = peak / (warmup + 1), peak * config.final_fraction
+    warmup, last = min(config.warmup_steps, steps // 2), config.final_fraction
+    first = 1 / (warmup + 1)  # the first update's share: a rate of 0 would waste the update
     if config.schedule == "cosine":
-        return optax.warmup_cosine_decay_schedule(first, peak, warmup, steps, last)
+        return optax.warmup_cosine_decay_schedule(first, 1.0, warmup, steps, last)
     share = 1 if config.schedule == "linear" else config.decay_fraction
     decay = min(round(share * steps), steps - warmup)
-    parts = [optax.linear_schedule(first, peak, warmup), optax.constant_schedule(peak)]
-    parts += [optax.linear_schedule(peak, last, decay)] * bool(decay)
+    parts = [optax.linear_schedule(first, 1.0, warmup), optax.constant_schedule(1.0)]
+    parts += [optax.linear_schedule(1.0, last, decay)] * bool(decay)
     return optax.join_schedules(parts, [warmup, steps - decay][: len(parts) - 1])
 
 
@@ -75,6 +101,7 @@ def make(
     tokens_per_update: int | None = None,
     extensions: Sequence[dict] = (),
     skip_nonfinite: bool = False,
+    at: Peaks | None = None,
 ) -> optax.GradientTransformation:
     """The optimizer `config.name` behind clipping by the global norm (Pascanu et al. 2013).
 
@@ -90,6 +117,7 @@ def make(
       tokens_per_update: tokens in the batch of an update; used by `config.b2_halflife` alone.
       extensions: see `learning_rate`.
       skip_nonfinite: see `skipping_nonfinite`.
+      at: learning rates in place of the config's, perhaps traced.
 
     Raises:
       UserError: "muon" and, when the state is made, parameters without a matrix that it knows by name.
@@ -99,8 +127,10 @@ def make(
     True
     """
     known = {"adamw": _adamw, "muon": _muon, "lion": _lion, "sgd": _sgd}
-    rate = learning_rate(config, steps, extensions)
-    update = known[config.name](config, rate, decay_rate(config, tokens_per_update))
+    shape, at = _shape(config, steps, extensions), at or peaks(config)
+    b2, rate = decay_rate(config, tokens_per_update), _times(at.learning_rate, shape)
+    of_matrices = [_times(at.muon_learning_rate, shape)] if config.name == "muon" else []
+    update = known[config.name](config, rate, b2, *of_matrices)
     optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), update)
     return skipping_nonfinite(optimizer) if skip_nonfinite else optimizer
 
@@ -142,14 +172,13 @@ def _sgd(config: ConfigDict, rate: optax.Schedule, b2: float) -> optax.GradientT
     )
 
 
-def _muon(config: ConfigDict, rate: optax.Schedule, b2: float) -> optax.GradientTransformation:
+def _muon(config: ConfigDict, rate, b2: float, rate_of_matrices) -> optax.GradientTransformation:
     # `optax.contrib.muon` would decay norms and biases with the embeddings, or none of them.
-    ratio = config.muon_learning_rate / config.learning_rate
     matrices = optax.chain(
         optax.contrib.scale_by_muon(beta=config.muon_momentum, weight_dimension_numbers=matrices_of),
         optax.stateless(_scaled_by_shape),
         optax.add_decayed_weights(config.weight_decay),
-        optax.scale_by_learning_rate(lambda count: ratio * rate(count)),
+        optax.scale_by_learning_rate(rate_of_matrices),
     )
     return optax.partition({"muon": matrices, "adamw": _adamw(config, rate, b2)}, _labels)
 

@@ -69,11 +69,11 @@ class Parallel(NamedTuple):
         with nn.logical_axis_rules(RULES):
             return jax.tree_util.tree_map_with_path(place, state)
 
-    def create_state(self, create: Callable):
-        """Create a state, placed on the devices; where it is split, no device ever holds more than its share."""
+    def create_state(self, create: Callable, *arguments):
+        """`create(*arguments)`, placed on the devices; where it is split, none ever holds more than its share."""
         if not self.splits_state:  # first on one device: if several run out of memory at once, they deadlock
-            return jax.device_put(create(), self.replicated)
-        return jax.jit(create, out_shardings=self.shardings(jax.eval_shape(create)))()
+            return jax.device_put(create(*arguments), self.replicated)
+        return jax.jit(create, out_shardings=self.shardings(jax.eval_shape(create, *arguments)))(*arguments)
 
     def over_processes(self, state):
         """The state as arrays that span all processes, for saving; `pmap` returns arrays of the local devices only."""
@@ -143,20 +143,24 @@ class Parallel(NamedTuple):
         """Context for a step: disallows implicit transfers, except with `pmap`, which places the batch itself."""
         return jax.transfer_guard("disallow") if self.strategy == "mesh" else contextlib.nullcontext()
 
-    def compile_train(self, step: Callable, state) -> Callable:
-        """Compile `step(state, batch, axis_name=…)` → (state, metrics); the buffers of the old state are donated.
+    def compile_train(self, step: Callable, state, fixed) -> "WithFixed":
+        """Compile `step(state, batch, fixed, axis_name=…)` → (state, metrics), as a function of state and batch.
+
+        The buffers of the old state are donated.
 
         Args:
           step: a pure function.
           state: a state, or its shapes.
+          fixed: a tree of NumPy scalars, which are arguments of the program and not constants in it.
         """
-        return self._compile(step, (self.shardings(state), self.replicated), donate_argnums=0)
+        compiled = self._compile(step, (self.shardings(state), self.replicated), (None, 0, None), donate_argnums=0)
+        return WithFixed(compiled, fixed, self.replicated)
 
     def compile_eval(self, step: Callable) -> Callable:
         """Compile `step(params, batch, axis_name=…)` → sums over the global batch."""
-        return self._compile(step, self.replicated)
+        return self._compile(step, self.replicated, (None, 0))
 
-    def _compile(self, step, out_shardings, **options):
+    def _compile(self, step, out_shardings, in_axes, **options):
         if self.strategy == "mesh":
             is_split = self.mesh.shape[CONTEXT] > 1
 
@@ -169,7 +173,39 @@ class Parallel(NamedTuple):
             return jax.jit(with_rules, out_shardings=out_shardings, **options)
         # The state is not mapped: its shapes are those on one device, on disk, and with the mesh strategy.
         step, devices = functools.partial(step, axis_name=DATA), self.mesh.devices.ravel().tolist()
-        return jax.pmap(step, DATA, in_axes=(None, 0), out_axes=None, devices=devices, **options)
+        return jax.pmap(step, DATA, in_axes=in_axes, out_axes=None, devices=devices, **options)
+
+
+class WithFixed:
+    """A compiled function of state and batch whose third argument is fixed.
+
+    Args:
+      compiled: a jitted function of three arguments.
+      fixed: the third, a tree of NumPy scalars.
+      sharding: where it is placed, at the first call.
+    """
+
+    def __init__(self, compiled: Callable, fixed, sharding: NamedSharding):
+        self._compiled, self._fixed, self._sharding = compiled, fixed, sharding
+
+    def __call__(self, state, batch):
+        return self._compiled(state, batch, self._placed)
+
+    def trace(self, state, batch) -> jax.stages.Traced:
+        """Trace the function for shapes, perhaps of devices that are not here."""
+        return self._compiled.trace(state, batch, self._shapes)
+
+    def lower(self, state, batch) -> jax.stages.Lowered:
+        """Lower the function for shapes, likewise."""
+        return self._compiled.lower(state, batch, self._shapes)
+
+    @functools.cached_property
+    def _placed(self):
+        return jax.device_put(self._fixed, self._sharding)
+
+    @property
+    def _shapes(self):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), self._fixed)
 
 
 def make(

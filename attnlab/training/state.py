@@ -44,7 +44,7 @@ class TrainState(NamedTuple):
 def create(
     model: nn.Module,
     optimizer: optax.GradientTransformation,
-    seed: int,
+    seed: int | Array,
     init: Callable | None = None,
     scan: bool = False,
     average: bool = False,
@@ -54,7 +54,7 @@ def create(
     Args:
       model: called with int32 tokens `[B, T]`.
       optimizer: the optimizer of its parameters.
-      seed: the seed of the initialization.
+      seed: the seed of the initialization, perhaps a traced int32 scalar.
       init: `jax.jit(model.init)`, to trace it once for several calls.
       scan: whether to stack the parameters of the layers, which a `GPT` then runs as one loop.
       average: whether to keep an average of the parameters.
@@ -128,7 +128,7 @@ def gradients(model, params, batch: Batch, step_key, accumulation: int = 1, axis
 def train_step(
     model: nn.Module,
     optimizer: optax.GradientTransformation,
-    seed: int,
+    seed: int | Array,
     accumulation: int,
     state: TrainState,
     batch: Batch,

@@ -1,0 +1,48 @@
+"""An experiment's compiled step: what is an argument of its program, and what is a constant in it."""
+
+import jax
+import numpy as np
+import pytest
+
+from attnlab import config as configs
+from attnlab.data.batches import TrainBatches
+from attnlab.training import parallel
+from attnlab.training.experiment import Experiment
+
+BATCHES = TrainBatches(np.arange(400) % 31, context=8, batch_size=4, seed=0)
+
+
+def experiment(strategy="mesh", name="adamw", **fields):
+    config = configs.default()
+    config.model.update(num_layers=1, width=16, context=8, dropout=0.2)
+    config.steps, config.batch_size, config.optimizer.name = 4, 4, name
+    config.update_from_flattened_dict(fields)
+    devices = 4 if strategy == "pmap" else 1
+    return Experiment(config, vocab_size=31, parallel=parallel.make(strategy, devices))
+
+
+OTHERS = {"seed": 7, "optimizer.learning_rate": 1e-4, "optimizer.muon_learning_rate": 3e-3}
+
+
+@pytest.mark.parametrize("strategy", ["mesh", "pmap"])
+@pytest.mark.parametrize("name", ["adamw", "muon", "lion", "sgd"])
+def test_program_of_a_step_is_that_of_any_seed_and_learning_rate(strategy, name):
+    one, other = (experiment(strategy, name, **fields).lower().as_text() for fields in ({}, OTHERS))
+    assert one == other
+    assert one != experiment(strategy, name, **{"optimizer.weight_decay": 0.3}).lower().as_text()
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("field", OTHERS)
+def test_seed_and_learning_rates_change_what_a_step_computes(name, field):
+    def params(**fields):
+        run = experiment(name=name, **fields)
+        now = experiment(name=name).create_state()
+        now, _ = run.train_step(now, run.parallel.place_batch(BATCHES[0]))
+        return jax.device_get(now.params)
+
+    same = jax.tree.map(np.array_equal, params(), params(**{field: OTHERS[field]}))
+    of_muon = field == "optimizer.muon_learning_rate"
+    assert all(jax.tree.leaves(same)) == (of_muon and name == "adamw")
+    if of_muon and name == "muon":
+        assert same["embed"]["embedding"] and not same["block_0"]["mlp"]["up"]["kernel"]
