@@ -8,9 +8,6 @@ not end the others. At the end runs.csv has a line for each run, the lowest fina
 losses.
 """
 
-import fcntl
-import json
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -21,9 +18,8 @@ from absl import flags
 from attnlab import commands, runs, train
 from attnlab.errors import UserError
 from attnlab.sweeping import grid, running
-from attnlab.training.metrics import ProgressReporter
 
-MARK, LOGS, TABLE, PLOT = "sweep.json", "logs", "runs.csv", "runs.png"
+MARK, TABLE, PLOT = "sweep.json", "runs.csv", "runs.png"
 OWN = ("grid", "jobs", "workdir", "dry_run", "nodry_run")  # the flags that are not the runs'
 
 
@@ -50,17 +46,13 @@ def _main(values, options: list[str]) -> int:
     if values.dry_run:
         print("\n".join(shlex.join(["attnlab", "train", *p.options, f"--workdir={folder / p.name}"]) for p in points))
         return 0
-    _check_folder(folder)
+    running.check_folder(folder, MARK)
     finished = {point.name for point in points if train.is_finished(point.config, folder / point.name)}
-    lock = _claimed(folder, values.grid, options)
     try:
-        with running.interruptible():
-            failed = _run(points, finished, folder, values.jobs, lock)
+        with running.claimed(folder, MARK, {"grid": values.grid, "options": options}) as lock:
+            failed = running.train_all(points, finished, folder, values.jobs, lock)
     except running.Interrupted as stopped:
-        print("stopped: the same command goes on from there", file=sys.stderr)
         return 128 + stopped.args[0]
-    finally:
-        os.close(lock)
     rows = table(points, folder, failed)
     print(as_text(rows))
     _write(rows, folder, [point.name for point in points])
@@ -81,58 +73,6 @@ def shared_options(argv: list[str]) -> list[str]:
             kept.append(word)
         skip = own and not equals and "dry_run" not in flag  # its value is the next word
     return kept
-
-
-def _check_folder(folder: Path) -> None:
-    """Raise UserError for a folder that holds something else than a sweep."""
-    try:
-        if folder.exists() and not folder.is_dir():
-            raise UserError(f"--workdir={folder} is a file: name a folder")
-        if folder.exists() and not (folder / MARK).exists() and any(folder.iterdir()):
-            raise UserError(f"--workdir={folder} holds other files and no sweep: choose a new folder")
-    except OSError as error:
-        raise UserError(f"--workdir={folder} cannot be read ({error.strerror}): choose another folder") from error
-
-
-def _claimed(folder: Path, given: list[str], options: list[str]) -> int:
-    """The open file that marks the folder as a sweep's and locks it, in the runs' processes as well."""
-    try:
-        (folder / LOGS).mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / MARK, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise UserError(f"--workdir={folder} cannot be written ({error.strerror}): choose another folder") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(lock)
-        raise UserError(
-            f"--workdir={folder}: another sweep runs there, or runs of a killed one still save their state: wait for it"
-        ) from error
-    except OSError:  # a file system without locks
-        pass
-    os.truncate(lock, 0)
-    os.write(lock, (json.dumps({"grid": given, "options": options}, indent=1) + "\n").encode())
-    return lock
-
-
-def _run(points: list[grid.Point], finished: set[str], folder: Path, jobs: int, lock: int) -> dict[str, str]:
-    """Run what is not finished; the errors of the runs that failed, by name."""
-    reporter, failed = ProgressReporter(len(points)), {}
-    if finished:
-        reporter.print(f"{len(finished)} of {len(points)} runs are finished, and are kept")
-    words = {
-        point.name: ["attnlab.sweeping.worker", *point.options, f"--workdir={folder / point.name}"]
-        for point in points
-        if point.name not in finished
-    }
-    done = len(finished)
-    for ended in running.run_all(words, jobs, folder / LOGS, lock):
-        done += 1
-        if ended.error:
-            failed[ended.name] = ended.error
-        how = f"failed: {ended.error} (see {folder / LOGS})" if ended.error else "finished"
-        reporter.print(f"{done}/{len(points)}  {ended.name}  {how}")
-    return failed
 
 
 def table(points: list[grid.Point], folder: Path, failed: dict[str, str]) -> list[dict]:

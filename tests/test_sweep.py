@@ -158,7 +158,7 @@ def test_sweep_with_a_failing_run_finishes_the_others(finished):
         "runs.png",
         "sweep.json",
     }
-    assert re.search(r"/3  learning_rate=1e\+20,seed=3  failed: .* at step 1; .* \(see .*logs\)\n", out)
+    assert re.search(r"/3  learning_rate=1e\+20,seed=3  failed: .* at step 1; .* \(see .*logs\)", out)
     assert "runs.csv and runs.png are in" in out
 
 
@@ -297,6 +297,6 @@ def test_runs_of_a_killed_sweep_save_and_end_and_lock_it_until_then(tmp_path, ca
     running.kill()
     running.communicate()
     assert swept(folder, "--grid=config.seed=0,1", length=endless) == 2
-    assert "another sweep runs there, or runs of a killed one still save their state" in capsys.readouterr().err
+    assert "another command runs there, or runs of a killed one still save their state" in capsys.readouterr().err
     wait_until(lambda: not any(map(is_alive, pids)))
     assert all(re.search(r"stopped: step \d+ is saved", log(folder, f"seed={seed}")) for seed in (0, 1))
