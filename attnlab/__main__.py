@@ -1,7 +1,8 @@
-"""Attention for JAX and Flax: train, sweep, sample, see, plan, study, measure.
+"""Attention for JAX and Flax: train, sweep, compare, sample, see, plan, study, measure.
 
     attnlab train --config=quickstart
     attnlab sweep --config=quickstart --grid config.optimizer.learning_rate=1e-3,3e-3 --grid config.seed=0,1
+    attnlab compare --config=quickstart --variant "rotary:" --variant "alibi: model.positions=alibi"
     attnlab sample --workdir=runs/quickstart --prompt="The "
     attnlab see --workdir=runs/quickstart
     attnlab plan --config=gpt2_124m --topology=v5e:4x4
@@ -19,6 +20,7 @@ from attnlab import hugepages
 COMMANDS = {
     "train": ("attnlab.train", "train a GPT on text"),
     "sweep": ("attnlab.sweep", "train with all values of a grid, and compare the runs"),
+    "compare": ("attnlab.compare", "train variants of a model, and tell which are better"),
     "sample": ("attnlab.sample", "write text with a trained model"),
     "see": ("attnlab.see.__main__", "show what a trained model attends to, in one HTML page"),
     "plan": ("attnlab.plan", "compile a run for hardware that is not here: will it fit?"),

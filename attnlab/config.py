@@ -40,7 +40,7 @@ _MINIMA = {
     "eval.windows": 1,
     "eval.patience": 0,
     "sample.every": 0,
-    "sample.length": 1,
+    "sample.length": 0,
     "checkpoint.every": 1,
     "checkpoint.keep": 1,
     "checkpoint.history": 0,
@@ -89,6 +89,7 @@ _CHOICES = {
     "model.rotary.scaling": SCALINGS,
     "model.remat": REMAT,
     "model.impl": ("auto", "blockwise", "dense"),  # kernels support only some calls of a run: "auto" picks them
+    "eval.part": ("all", "first", "second"),
     "optimizer.name": ("adamw", "muon", "lion", "sgd"),
     "optimizer.schedule": ("cosine", "linear", "constant"),
     "parallel.strategy": ("pmap", "mesh"),
@@ -144,10 +145,11 @@ def default() -> ConfigDict:
     config.eval = ConfigDict()
     config.eval.every = 250  # steps
     config.eval.windows = 2048  # scored per evaluation, at most; a text with fewer is scored completely
+    config.eval.part = "all"  # of the held-out text: all, first or second half
     config.eval.patience = 0  # evaluations without a lower validation loss that end the run; 0 for none
     config.sample = ConfigDict()
     config.sample.every = 1000  # steps; 0 for the end only
-    config.sample.length = 400  # tokens
+    config.sample.length = 400  # tokens; 0 for no samples
     config.checkpoint = ConfigDict()
     config.checkpoint.every = 250  # steps
     config.checkpoint.keep = 2  # newest ones, besides the best

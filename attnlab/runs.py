@@ -20,7 +20,7 @@ def metrics(workdirs: str | Path | Iterable[str | Path], split: str = "") -> dic
     Args:
       workdirs: the folder of a run, a glob such as "runs/sweep/*", or several of both. What else a glob matches is left
         out.
-      split: "train", "val" or "final" for those records alone.
+      split: "train", "val", "final" or "diverged" for those records alone.
 
     Returns:
       Arrays of equal length by name: "run" (the name of its folder; the path as given, where two have the same name),

@@ -351,9 +351,9 @@ def _report_start(experiment: Experiment, text: Text, workdir: Workdir, start: i
 
 def _sampler(experiment: Experiment, tokenizer):
     """A function that samples token ids from a GPT; None for a user-defined model."""
-    if not isinstance(experiment.model, GPT):
-        return None
     config = experiment.config
+    if not isinstance(experiment.model, GPT) or not config.sample.length:
+        return None
 
     def sample(params):
         return generate(

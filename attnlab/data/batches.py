@@ -143,6 +143,7 @@ class EvalBatches:
       context: predicted tokens per window.
       batch_size: windows in a global batch; the last batch is padded with windows of weight 0.
       windows: maximal number of windows; of several texts, each gets its share by weight, if it has as many.
+      part: "all" of each text, or its "first" or "second" half.
       process_index, process_count, documents, weights: as for `TrainBatches`.
 
     Raises:
@@ -154,19 +155,30 @@ class EvalBatches:
     """
 
     def __init__(
-        self, tokens, *, context, batch_size, windows, process_index=0, process_count=1, documents=None, weights=None
+        self,
+        tokens,
+        *,
+        context,
+        batch_size,
+        windows,
+        part="all",
+        process_index=0,
+        process_count=1,
+        documents=None,
+        weights=None,
     ):
         self._texts = _texts(tokens, documents, weights, context)
-        for text in self._texts:
-            if text.length < context + 1:
-                raise UserError(
-                    f"the validation text has {text.length} tokens, shorter than model.context + 1 = {context + 1}: "
-                    "use a longer text, a smaller context or a larger data.validation_fraction"
-                )
+        spans = [_span(text.length, part) for text in self._texts]
+        if (shortest := min(end - start for start, end in spans)) < context + 1:
+            which = "the validation text" if part == "all" else f"the {part} half of the validation text"
+            raise UserError(
+                f"{which} has {shortest} tokens, shorter than model.context + 1 = {context + 1}: "
+                "use a longer text, a smaller context or a larger data.validation_fraction"
+            )
         if windows < 1:
             raise UserError(f"eval.windows = {windows}: expected 1 or more")
         shares = _shares(windows, weights or [1])
-        starts = [_evenly_spaced(text.length, context, share) for text, share in zip(self._texts, shares)]
+        starts = [first + _evenly_spaced(end - first, context, share) for (first, end), share in zip(spans, shares)]
         self._which, self._starts = np.repeat(np.arange(len(starts)), list(map(len, starts))), np.concatenate(starts)
         self._batch_size = batch_size
         share = batch_size // process_count
@@ -194,6 +206,11 @@ class EvalBatches:
         chosen = np.where(real, examples, 0)
         tokens, segments = _windows(self._texts, self._which[chosen], self._starts[chosen])
         return Batch(tokens, examples.astype(np.int32), real.astype(np.float32), segments)
+
+
+def _span(length: int, part: str) -> tuple[int, int]:
+    half = length // 2
+    return {"all": (0, length), "first": (0, half), "second": (half, length)}[part]
 
 
 def _evenly_spaced(length: int, context: int, windows: int) -> np.ndarray:

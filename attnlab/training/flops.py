@@ -32,6 +32,21 @@ def per_token(model: GPT, length: int) -> float:
     return 6.0 * weights + 12.0 * model.num_heads * head_dim * keys
 
 
+def per_decoded_token(model: GPT, length: int) -> float:
+    """FLOPs of decoding a token with `length` tokens before it: 2 for each weight, 4·H·D for each visible key.
+
+    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=1, width=8, context=8)
+    >>> per_decoded_token(model, length=8) - per_decoded_token(model, length=4)
+    128.0
+    """
+    head_dim, layers = fields.head_dim(model), range(model.num_layers)
+    whole = sum(_visible_keys(model, layer, length) for layer in layers)
+    weights = (per_token(model, length) - 12.0 * model.num_heads * head_dim * whole) / 6.0
+    local = [fields.kind(model, layer) == "local" for layer in layers]
+    keys = sum(min(model.window, length) if is_local else length for is_local in local)
+    return 2.0 * weights + 4.0 * model.num_heads * head_dim * keys
+
+
 def _visible_keys(model: GPT, layer: int, length: int) -> float:
     """How many keys a query attends to in a layer, on average; the first queries have fewer."""
     window = min(model.window, length) if fields.kind(model, layer) == "local" else length

@@ -91,6 +91,7 @@ def load(
     sizes = {"batch_size": config.batch_size, "seed": config.seed}
     train_batches = TrainBatches(train, documents=_starts(train, data), **sizes, **options)
     sizes = {"batch_size": config.batch_size // config.optimizer.accumulation, "windows": config.eval.windows}
+    sizes |= {"part": config.eval.part}
     eval_batches = EvalBatches(validation, documents=_starts(validation, data), **sizes, **options)
     return Text(
         corpus,

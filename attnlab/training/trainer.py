@@ -275,6 +275,8 @@ class Trainer:
         return steps * config.batch_size * config.model.context
 
     def _not_finite(self, found: str, step: int) -> UserError:
+        if self.log:
+            self.log.write(step=step, split="diverged", loss=None)
         self.checkpoints.wait()
         kept = self.checkpoints.steps()
         where = f"the last good checkpoint is step {kept[-1]}" if kept else "no checkpoint was saved yet"

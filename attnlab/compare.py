@@ -1,0 +1,211 @@
+"""Train variants of a model side by side, each at its best learning rate, and tell which are better.
+
+    attnlab compare --config=quickstart --variant "rotary:" --variant "alibi: model.positions=alibi" --seeds=5
+    attnlab compare --config=quickstart --variants=FILE.py --workdir=runs/mine
+    attnlab compare --config=compare_positions
+
+Each variant's learning rate is chosen on the first half of the held-out text, with a seed that is not used again. The
+table has the losses on the second half, over fresh seeds, with their 95 % intervals, and paired differences from the
+first variant: better, worse, or not told apart, corrected for the number of variants. All runs see the same number of
+tokens, and runs of one seed see them in the same order.
+
+Each run is a process with a workdir of its own in --workdir. The same command goes on where it was stopped or killed; a
+variant that is added is trained alone. A run that fails does not end the others, and one that diverges counts with the
+loss of chance. table.csv, table.md, losses.png and curves.png are in --workdir.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from absl import flags
+
+from attnlab import commands
+from attnlab.comparing import protocol as protocols
+from attnlab.comparing import table
+from attnlab.comparing.protocol import FACTORS, Protocol
+from attnlab.comparing.variants import SIZES, Variant, config_of, matched, parse, size
+from attnlab.errors import UserError
+from attnlab.sweep import shared_options
+from attnlab.sweeping import running
+from attnlab.training import flops, precision
+from attnlab.training import text as texts
+
+MARK = "comparison.json"
+OWN = (
+    "variant", "variants", "learning_rates", "seeds", "tuning_seeds", "match", "jobs", "workdir", "dry_run",
+    "nodry_run",
+)  # fmt: skip
+# Where the user does not say otherwise: samples would be compiled for each variant.
+DEFAULTS = ("--config.sample.length=0", "--config.log.tensorboard=False")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code: 0, 1 if a run failed, 2 for a mistake, 128 + the number of a signal."""
+    argv = list(sys.argv if argv is None else argv)
+    return commands.run(_define, lambda values: _main(values, argv), __doc__, argv)
+
+
+def _define(values, argv) -> None:
+    commands.define_config(values, argv)
+    text, whole = flags.DEFINE_string, flags.DEFINE_integer
+    flags.DEFINE_multi_string("variant", [], '"NAME: FIELD=VALUE FIELD=VALUE"; several times', flag_values=values)
+    text("variants", None, "Python file with a dictionary VARIANTS; without any, that of --config", flag_values=values)
+    flags.DEFINE_list(
+        "learning_rates",
+        None,
+        "those to choose from; by default 1/9, 1/3, 1 and 3 times the config's",
+        flag_values=values,
+    )
+    whole("seeds", 5, "fresh seeds of each variant", 2, flag_values=values)
+    whole("tuning_seeds", 1, "seeds on which the learning rate is chosen, not used again", 1, flag_values=values)
+    flags.DEFINE_enum("match", "none", ["none", *SIZES], "change widths so that sizes are equal", flag_values=values)
+    whole("jobs", 1, "runs at a time; times are comparable with 1 alone", 1, flag_values=values)
+    text("workdir", None, "folder of the comparison; by default runs/CONFIG-comparison", flag_values=values)
+    flags.DEFINE_bool("dry_run", False, "list the runs and how long they may take, start none", flag_values=values)
+
+
+def _main(values, argv: list[str]) -> int:
+    config, name = commands.config_of(values)
+    options = shared_options(argv, OWN)
+    file = values.variants or (None if values.variant else commands.given(argv, "config")[-1].partition(":")[0])
+    variants = parse(values.variant, file)
+    if len(variants) < 2:
+        raise UserError("one variant: name another to compare it with, e.g. --variant \"alibi: model.positions=alibi\"")
+    folder = Path(values.workdir or f"runs/{name}-comparison")
+    defaults = [one for one in DEFAULTS if not any(word.startswith(one.partition("=")[0]) for word in options)]
+    protocol = _protocol(values, config, (*options, *defaults))
+    if values.match != "none":
+        variants = matched(variants, protocol.options, _vocab_size(protocol, variants[0]), values.match)
+    tuning = [point for variant in variants for point in protocol.tuning(variant)]
+    total = len(tuning) + len(variants) * len(protocol.seeds)
+    if values.dry_run:
+        return _print_runs(protocol, variants, tuning)
+    running.check_folder(folder, MARK)
+    content = {"variants": {variant.name: variant.options for variant in variants}, "options": options}
+    try:
+        with running.claimed(folder, MARK, content) as lock:
+            return _compare(protocol, variants, tuning, folder, values.jobs, lock, running.Clock(total))
+    except running.Interrupted as stopped:
+        return 128 + stopped.args[0]
+
+
+def _protocol(values, config, options: tuple[str, ...]) -> Protocol:
+    try:
+        rates = [float(rate) for rate in values.learning_rates or ()]
+    except ValueError as error:
+        raise UserError(f"--learning_rates={','.join(values.learning_rates)}: expected numbers") from error
+    rates = rates or [float(f"{factor * config.optimizer.learning_rate:.2g}") for factor in FACTORS]
+    if len(set(rates)) < len(rates) or min(rates) <= 0:
+        raise UserError(f"--learning_rates={','.join(map(str, rates))}: expected different numbers above 0")
+    first, fresh = config.seed, config.seed + values.tuning_seeds
+    seeds = tuple(range(fresh, fresh + values.seeds))
+    return Protocol(options, tuple(sorted(rates)), tuple(range(first, fresh)), seeds)
+
+
+def _compare(protocol, variants, tuning, folder: Path, jobs: int, lock: int, clock) -> int:
+    failed = _train(tuning, folder, jobs, lock, clock)
+    rates = {variant.name: protocols.chosen_rate(protocol, variant, folder) for variant in variants}
+    final = {variant.name: protocol.final(variant, rates[variant.name][0]) for variant in variants}
+    failed |= _train([point for points in final.values() for point in points], folder, jobs, lock, clock)
+    measured = _measure(final, folder, lock)
+    rows = table.rows(protocol, variants, folder, rates, measured)
+    print(table.as_text(rows))
+    notes = _notes(protocol, rows, jobs)
+    print("\n".join(notes))
+    table.write(rows, folder, notes)
+    _draw(rows, {name: [folder / point.name for point in points] for name, points in final.items()}, folder)
+    return 1 if failed else 0
+
+
+def _train(points, folder: Path, jobs: int, lock: int, clock) -> dict[str, str]:
+    ended = {point.name for point in points if protocols.has_ended(point, folder)}
+    failed = running.train_all(points, ended, folder, jobs, lock, clock)
+    return {name: error for name, error in failed.items() if not protocols.diverged(folder / name)}
+
+
+def _measure(final, folder: Path, lock: int) -> dict[str, dict]:
+    """What each variant costs, measured in one process after another."""
+    files, words = {}, {}
+    for name, points in final.items():
+        workdirs = [str(folder / point.name) for point in points if not protocols.diverged(folder / point.name)]
+        workdirs = [
+            workdir for workdir in workdirs if protocols.loss_of(Path(workdir)) == protocols.loss_of(Path(workdir))
+        ]
+        if workdirs:
+            files[name] = folder / running.LOGS / f"{Path(workdirs[0]).name}-{len(workdirs)}.json"
+            if not files[name].exists():
+                words[f"measuring-{Path(workdirs[0]).name}"] = [
+                    "attnlab.comparing.measuring",
+                    str(files[name]),
+                    *workdirs,
+                ]
+    for ended in running.run_all(words, 1, folder / running.LOGS, lock):
+        if ended.error:
+            print(f"{ended.name} failed: {ended.error} (see {folder / running.LOGS})", file=sys.stderr)
+    return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+
+
+def _notes(protocol: Protocol, rows, jobs: int) -> list[str]:
+    seeds, rates = len(protocol.seeds), ", ".join(f"{rate:g}" for rate in protocol.rates)
+    notes = [
+        f"Losses in nats per token, means of {seeds} seeds ± 95 % intervals; differences are paired by seed, verdicts "
+        f"corrected for {len(rows) - 1} variant{'s' if len(rows) > 2 else ''}. Learning rates {rates}, chosen with "
+        f"{len(protocol.tuning_seeds)} other seed{'s' if len(protocol.tuning_seeds) > 1 else ''} on other text."
+    ]
+    if any(row["verdict"] == "not told apart" for row in rows):
+        notes.append(
+            "Not told apart: a difference as large as 'detectable' would be seen with probability 80 %, and the one "
+            "found with as many 'seeds needed'."
+        )
+    if any(row["learning_rate_at_edge"] for row in rows):
+        notes.append("(edge): the best learning rate is the smallest or largest one: widen --learning_rates.")
+    if any(not row["comparable"] for row in rows):
+        notes.append("Not comparable: no width makes its size equal to the first variant's within 5 %.")
+    if jobs > 1:
+        notes.append(f"Loss at equal time and tokens/s were measured with --jobs={jobs}: they compare with 1 alone.")
+    return notes
+
+
+def _draw(rows, workdirs, folder: Path) -> None:
+    written = [table.TABLE, table.TEXT]
+    try:
+        from attnlab.comparing import figures  # matplotlib is optional
+    except ImportError:
+        print("figures need matplotlib: pip install matplotlib")
+    else:
+        seeds = {name: [protocols.loss_of(workdir) for workdir in found] for name, found in workdirs.items()}
+        figures.losses(rows, seeds).savefig(folder / "losses.png", dpi=160)
+        figures.curves(workdirs).savefig(folder / "curves.png", dpi=160)
+        written += ["losses.png", "curves.png"]
+    print(f"{', '.join(written[:-1])} and {written[-1]} are in {folder}")
+
+
+def _print_runs(protocol: Protocol, variants: list[Variant], tuning) -> int:
+    """The runs of a comparison, and an estimate of their time."""
+    vocab_size, seconds = _vocab_size(protocol, variants[0]), 0.0
+    available = flops.peak(precision.resolved(config_of(protocol.options).precision))
+    for variant in variants:
+        config = config_of([*protocol.options, *variant.options], variant.name)
+        points = [*protocol.tuning(variant), *protocol.final(variant, protocol.rates[0])]
+        estimate = protocols.estimate(points, size(config, vocab_size, "flops"), available)
+        seconds += estimate
+        print(f"{variant.name}: about {estimate / 60:.0f} min  {' '.join(variant.options)}")
+        print("\n".join(f"  choosing: {point.name}" for point in protocol.tuning(variant)))
+        print(
+            f"  then, at the best of {len(protocol.rates)} learning rates: seeds {', '.join(map(str, protocol.seeds))}"
+        )
+    count = len(tuning) + len(variants) * len(protocol.seeds)
+    print(f"{count} runs, about {seconds / 60:.0f} min one after another, at a third of this device's speed")
+    return 0
+
+
+def _vocab_size(protocol: Protocol, variant: Variant) -> int:
+    config = config_of([*protocol.options, *variant.options], variant.name)
+    with tempfile.TemporaryDirectory() as nowhere:
+        return texts.load(config, texts.Workdir(Path(nowhere) / "new")).tokenizer.vocab_size
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""What a variant costs and how it extrapolates, measured on its finished runs, in a process without other work.
+
+python -m attnlab.comparing.measuring OUT.json WORKDIR WORKDIR …
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from attnlab import commands, compilation, loading
+from attnlab.data.batches import Batch
+from attnlab.errors import UserError
+from attnlab.nn import GPT
+from attnlab.training import flops, state
+from attnlab.training import text as texts
+from attnlab.training.experiment import Experiment
+from attnlab.training.workdir import Workdir
+
+LONGER = (1, 8)  # contexts at which decoding is timed, over the training's
+FURTHEST = 4  # context at which losses are measured, over the training's
+BUCKETS = 8  # of positions in each training context
+DECODED = 64  # tokens that are timed
+ROUNDS = 5
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure and write the file; returns the exit code."""
+    out, *workdirs = (sys.argv if argv is None else argv)[1:]
+    compilation.keep_programs()
+    try:
+        found = measured([Path(workdir) for workdir in workdirs])
+    except UserError as error:
+        print(f"error: {commands.one_line(error)}", file=sys.stderr)
+        return 2
+    unfinished = Path(f"{out}.unfinished")
+    unfinished.write_text(json.dumps(found, indent=1))
+    os.replace(unfinished, out)
+    return 0
+
+
+def measured(workdirs: list[Path]) -> dict:
+    """The measurements of one variant.
+
+    Args:
+      workdirs: its finished runs, which differ in the seed alone.
+
+    Returns:
+      parameters; flops_per_token_train and _decode (at the training's context); peak_memory_bytes of a training step,
+      as compiled; for 1 and, where the positions allow it, 8 times the context: prefill_tokens_per_second_8x,
+      decode_tokens_per_second_8x (batch 1, greedy), decode_state_bytes_8x, counted from the caches; and
+      losses_by_position, mean losses on the second half of the held-out text in windows of up to 4 contexts, with
+      `position_step` positions in each value.
+    """
+    run = loading.load(workdirs[0])
+    config, model = run.config, run.model
+    experiment = Experiment(config, run.tokenizer.vocab_size)
+    memory = experiment.lower().compile().memory_analysis()
+    context = config.model.context
+    found = {
+        "parameters": experiment.parameters,
+        "flops_per_token_train": flops.per_token(model, context),
+        "flops_per_token_decode": flops.per_decoded_token(model, context),
+        "peak_memory_bytes": memory.temp_size_in_bytes
+        + memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes,
+    }
+    for times in LONGER if extends(model) else LONGER[:1]:
+        for name, value in _decoding(model, run.params, times * context).items():
+            found[f"{name}_{times}x"] = value
+    losses = np.mean([_losses_by_position(loading.load(workdir), workdir) for workdir in workdirs], axis=0)
+    return found | {"position_step": max(1, context // BUCKETS), "losses_by_position": losses.tolist()}
+
+
+def extends(model: GPT) -> bool:
+    """Whether a model takes more tokens than it was trained with: learned positions end with the context.
+
+    >>> extends(GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6))
+    False
+    """
+    return model.positions != "learned"
+
+
+def _decoding(model: GPT, params, length: int) -> dict[str, float]:
+    """Tokens per second of reading `length` tokens and of decoding the last of them again, and the caches' bytes."""
+    model = model.clone(context=length)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.vocab_size, (1, length)), jnp.int32)
+    steps = min(DECODED, length // 2)
+
+    @jax.jit
+    def prefill(params, tokens):
+        return model.apply(params, tokens, caches=model.empty_caches(1))[1]
+
+    @jax.jit
+    def decode(params, caches):
+        def step(carry, _):
+            token, caches = carry
+            logits, caches = model.apply(params, token, caches=caches)
+            return (logits[:, -1:].argmax(-1).astype(jnp.int32), caches), None
+
+        caches = tuple(cache._replace(length=cache.length - steps) for cache in caches)
+        return jax.lax.scan(step, (tokens[:, -1:], caches), length=steps)[0][0]
+
+    caches, seconds = _timed(prefill, params, tokens)
+    _, seconds_decoding = _timed(decode, params, caches)
+    empty = jax.eval_shape(lambda: model.empty_caches(1))
+    return {
+        "prefill_tokens_per_second": length / seconds,
+        "decode_tokens_per_second": steps / seconds_decoding,
+        "decode_state_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(empty)),
+    }
+
+
+def _timed(function, *args):
+    """The result, and the median of some calls' seconds after the first."""
+    result = jax.block_until_ready(function(*args))
+    seconds = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        jax.block_until_ready(function(*args))
+        seconds.append(time.perf_counter() - start)
+    return result, statistics.median(seconds)
+
+
+def _losses_by_position(run: loading.Run, workdir: Path) -> np.ndarray:
+    """Mean losses in buckets of positions, `[buckets]`, in windows as long as positions and text allow."""
+    longest = FURTHEST if extends(run.model) else 1
+    for times in range(longest, 0, -1):
+        try:
+            return _bucket_losses(run, _longer(run.config, times), workdir)
+        except UserError:
+            if times == 1:
+                raise
+    raise AssertionError
+
+
+def _longer(config: ConfigDict, times: int) -> ConfigDict:
+    config = config.copy_and_resolve_references()
+    config.model.context *= times
+    config.batch_size, config.optimizer.accumulation = max(1, config.batch_size // times), 1
+    config.eval.windows = max(1, config.eval.windows // times)
+    config.eval.part = "second"
+    return config
+
+
+def _bucket_losses(run: loading.Run, config: ConfigDict, workdir: Path) -> np.ndarray:
+    model = run.model.clone(context=config.model.context)
+    batches = texts.load(config, Workdir(workdir)).validation
+
+    @jax.jit
+    def losses(params, batch: Batch):
+        return (state.token_losses(model, params, batch) * batch.weight[:, None]).sum(0), batch.weight.sum()
+
+    sums, count = 0.0, 0.0
+    for number in range(len(batches)):
+        of_positions, windows = jax.device_get(losses(run.params["params"], batches[number]))
+        sums, count = sums + of_positions.astype(np.float64), count + windows
+    step = max(1, run.config.model.context // BUCKETS)
+    means = sums / count
+    return means[: len(means) // step * step].reshape(-1, step).mean(axis=1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Which runs a comparison needs, and what they tell: learning rates chosen on one half of the held-out text, losses on
+the other half over fresh seeds."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from attnlab import train
+from attnlab.comparing.variants import Variant, config_of
+from attnlab.sweeping import grid
+from attnlab.sweeping.grid import Point
+from attnlab.training import metrics
+from attnlab.training.workdir import read_config
+
+FACTORS = (1 / 9, 1 / 3, 1.0, 3.0)  # of the config's learning rate, where the user names none
+
+
+class Protocol(NamedTuple):
+    """What the runs of all variants share.
+
+    Attributes:
+      options: the options of `attnlab train`.
+      rates: learning rates, ascending.
+      tuning_seeds: on which the rate is chosen.
+      seeds: fresh ones, whose losses are compared.
+    """
+
+    options: tuple[str, ...]
+    rates: tuple[float, ...]
+    tuning_seeds: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+    def tuning(self, variant: Variant) -> list[Point]:
+        """The runs that choose a variant's learning rate, on the first half of the held-out text."""
+        if len(self.rates) == 1:
+            return []
+        return [self._point(variant, rate, seed, "first") for rate in self.rates for seed in self.tuning_seeds]
+
+    def final(self, variant: Variant, rate: float) -> list[Point]:
+        """The runs whose losses are compared, on the second half."""
+        return [self._point(variant, rate, seed, "second") for seed in self.seeds]
+
+    def _point(self, variant: Variant, rate: float, seed: int, part: str) -> Point:
+        options = [*self.options, *variant.options]
+        options += [f"--config.optimizer.learning_rate={rate!r}", f"--config.seed={seed}", f"--config.eval.part={part}"]
+        config = config_of(options, variant.name)
+        if config.optimizer.name == "muon":  # whose two rates keep their ratio
+            before = config_of([*self.options, *variant.options], variant.name).optimizer
+            rate_of_matrices = before.muon_learning_rate * rate / before.learning_rate
+            options.append(f"--config.optimizer.muon_learning_rate={rate_of_matrices!r}")
+            config = config_of(options, variant.name)
+        name = grid.name_of({"variant": variant.name, "learning_rate": rate, "seed": seed})
+        return Point(name, {"seed": seed, "learning_rate": rate}, options, config)
+
+
+def has_ended(point: Point, folder: Path) -> bool:
+    """Whether a run is finished, or diverged."""
+    return diverged(folder / point.name) or train.is_finished(point.config, folder / point.name)
+
+
+def diverged(workdir: Path) -> bool:
+    """Whether a run ended at a loss or gradient that is not finite."""
+    records = metrics.read(workdir / "metrics.jsonl")
+    return bool(records) and records[-1]["split"] == "diverged"
+
+
+def loss_of(workdir: Path) -> float:
+    """The loss of a run on its half of the held-out text; of one that diverged that of chance, ln V; NaN if unfinished.
+
+    A variant that diverges is no better than chance with that seed: leaving the run out would reward it.
+    """
+    if diverged(workdir):
+        return math.log(read_config(workdir)["vocab_size"])
+    final = [record["loss"] for record in metrics.read(workdir / "metrics.jsonl") if record["split"] == "final"]
+    return float(final[-1]) if final else math.nan
+
+
+def chosen_rate(protocol: Protocol, variant: Variant, folder: Path) -> tuple[float, bool]:
+    """The learning rate with the lowest mean loss over the tuning seeds, and whether it is at the grid's edge."""
+    points = protocol.tuning(variant)
+    if not points:
+        return protocol.rates[0], False
+    losses: Mapping[float, list[float]] = {}
+    for point in points:
+        losses.setdefault(point.values["learning_rate"], []).append(loss_of(folder / point.name))
+    means = {rate: float(np.mean(values)) for rate, values in losses.items()}
+    best = min(means, key=lambda rate: (math.isnan(means[rate]), means[rate]))
+    return best, best in (protocol.rates[0], protocol.rates[-1])
+
+
+def curve(workdir: Path) -> np.ndarray:
+    """A run's validations as rows of tokens, seconds of training until then, and loss: `[n, 3]`.
+
+    Seconds are those of the steps: compilation, evaluation and saving are left out.
+    """
+    seconds, before, rows = 0.0, 0, []
+    for record in metrics.read(workdir / "metrics.jsonl"):
+        if record["split"] == "train":
+            seconds += (record["tokens"] - before) / record["tokens_per_second"]
+            before, speed = record["tokens"], record["tokens_per_second"]
+        elif record["split"] == "val" and before:
+            rows.append((record["tokens"], seconds + (record["tokens"] - before) / speed, record["loss"]))
+    return np.array(rows, np.float64).reshape(-1, 3)
+
+
+def loss_at(curve: np.ndarray, seconds: float) -> float:
+    """The loss after some seconds of training, interpolated between validations; NaN where the run ended sooner.
+
+    >>> loss_at(np.array([[10, 1.0, 3.0], [20, 2.0, 2.0]]), 1.5)
+    2.5
+    """
+    if not len(curve) or not curve[0, 1] <= seconds <= curve[-1, 1]:
+        return math.nan
+    return float(np.interp(seconds, curve[:, 1], curve[:, 2]))
+
+
+def speed(workdir: Path) -> float:
+    """The median of a run's tokens per second in training; NaN without records."""
+    speeds = [
+        record["tokens_per_second"] for record in metrics.read(workdir / "metrics.jsonl") if record["split"] == "train"
+    ]
+    return float(np.median(speeds)) if speeds else math.nan
+
+
+def estimate(points: Sequence[Point], flops_per_token: float, flops_per_second: float, start: float = 8.0) -> float:
+    """Seconds of runs in sequence, at a third of the device's FLOP/s, with the seconds of a process' start."""
+    tokens = [point.config.steps * point.config.batch_size * point.config.model.context for point in points]
+    return sum(count * flops_per_token / (flops_per_second / 3) + start for count in tokens)

@@ -1,0 +1,212 @@
+"""The table of a comparison: a row a variant, as records, CSV, Markdown and text."""
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attnlab import runs
+from attnlab.comparing import protocol as protocols
+from attnlab.comparing import statistics
+from attnlab.comparing.protocol import Protocol
+from attnlab.comparing.variants import Variant
+from attnlab.errors import UserError
+
+TABLE, TEXT = "table.csv", "table.md"
+FACTS = ("parameters", "flops_per_token_train", "flops_per_token_decode", "peak_memory_bytes")
+SPEEDS = ("prefill_tokens_per_second", "decode_tokens_per_second", "decode_state_bytes")
+# What is shown of a table, with short names; a column without any value is left out.
+SHOWN = {
+    "variant": "variant",
+    "loss": "loss",
+    "difference_loss": "difference",
+    "verdict": "verdict",
+    "difference_detectable": "detectable",
+    "difference_seeds_needed": "seeds needed",
+    "diverged": "diverged",
+    "failed": "failed",
+    "learning_rate": "learning rate",
+    "loss_at_equal_time": "loss at equal time",
+    "loss_2x": "loss to 2×",
+    "loss_4x": "loss to 4×",
+    "parameters": "parameters",
+    "flops_per_token_train": "FLOPs/token",
+    "train_tokens_per_second": "training tokens/s",
+    "prefill_tokens_per_second_1x": "prefill tokens/s",
+    "decode_tokens_per_second_1x": "decode tokens/s",
+    "decode_tokens_per_second_8x": "at 8×",
+    "decode_state_bytes_1x": "state bytes",
+    "peak_memory_bytes": "peak bytes",
+    "comparable": "comparable",
+}
+INTERVALS = ("loss", "difference_loss", "loss_at_equal_time")
+
+
+def rows(
+    protocol: Protocol,
+    variants: Sequence[Variant],
+    folder: Path,
+    rates: Mapping[str, tuple[float, bool]],
+    measured: Mapping[str, Mapping],
+) -> list[dict[str, Any]]:
+    """The records of a comparison, one a variant, in their order.
+
+    Args:
+      protocol: its seeds and learning rates.
+      variants: the first is the one that the others are compared with.
+      folder: of the runs.
+      rates: each variant's learning rate, and whether it is at the edge of the grid.
+      measured: what `measuring` found of each variant; may lack some.
+    """
+    points = [protocol.final(variant, rates[variant.name][0]) for variant in variants]
+    workdirs = [[folder / point.name for point in of_variant] for of_variant in points]
+    losses = np.array([[protocols.loss_of(workdir) for workdir in of_variant] for of_variant in workdirs])
+    curves = [[protocols.curve(workdir) for workdir in of_variant] for of_variant in workdirs]
+    ends = [curve[-1, 1] for curve in curves[0] if len(curve)]
+    seconds = float(np.median(ends)) if ends else math.nan
+    compared = [None, *statistics.differences(losses)]
+    return [
+        {
+            "variant": variant.name,
+            **_losses(losses[n]),
+            **_difference(compared[n]),
+            "diverged": sum(map(protocols.diverged, workdirs[n])),
+            "failed": int(np.isnan(losses[n]).sum()),
+            "learning_rate": rates[variant.name][0],
+            "learning_rate_at_edge": rates[variant.name][1],
+            "comparable": variant.comparable,
+            **_at_equal_time(curves[n], seconds),
+            **_measured(measured.get(variant.name, {})),
+            "train_tokens_per_second": _median([protocols.speed(workdir) for workdir in workdirs[n]]),
+        }
+        for n, variant in enumerate(variants)
+    ]
+
+
+def _losses(losses: np.ndarray) -> dict:
+    ended = losses[~np.isnan(losses)]
+    mean, half = statistics.interval(ended)
+    return {"loss": _number(mean), "loss_interval": _number(half), "seeds": len(ended)}
+
+
+def _difference(found: statistics.Difference | None) -> dict:
+    names = ("difference_loss", "difference_loss_interval", "difference_p", "verdict")
+    names += ("difference_detectable", "difference_seeds_needed")
+    if found is None:
+        return dict.fromkeys(names)
+    told_apart = found.verdict != "not told apart"
+    values = (*map(_number, found[:3]), found.verdict)
+    return dict(zip(names, (*values, None if told_apart else _number(found.detectable), found.seeds_needed)))
+
+
+def _at_equal_time(curves: Sequence[np.ndarray], seconds: float) -> dict:
+    losses = [loss for curve in curves if not math.isnan(loss := protocols.loss_at(curve, seconds))]
+    mean, half = statistics.interval(losses)
+    return {"loss_at_equal_time": _number(mean), "loss_at_equal_time_interval": _number(half)}
+
+
+def _measured(found: Mapping) -> dict:
+    row = {name: found.get(name) for name in FACTS}
+    losses, step = np.array(found.get("losses_by_position", [])), found.get("position_step", 1)
+    context = step * 8
+    for before, times in ((0, 1), (1, 2), (2, 4)):
+        span = losses[before * context // step : times * context // step]
+        row[f"loss_{times}x"] = float(span.mean()) if len(span) == (times - before) * context // step else None
+    return row | {f"{name}_{times}x": found.get(f"{name}_{times}x") for name in SPEEDS for times in (1, 8)}
+
+
+def _median(values: Sequence[float]) -> float | None:
+    known = [value for value in values if not math.isnan(value)]
+    return float(np.median(known)) if known else None
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else float(value)
+
+
+def write(found: Sequence[Mapping], folder: Path, notes: Sequence[str]) -> None:
+    """Write `table.csv`, and `table.md` with notes below the table."""
+    runs.write_csv(folder / TABLE, {name: [row[name] for row in found] for name in found[0]})
+    heads, *lines = cells(found)
+    table = [heads, ["---"] * len(heads), *lines]
+    text = "\n".join("| " + " | ".join(line) + " |" for line in table)
+    (folder / TEXT).write_text(text + "\n\n" + "\n".join(f"{note}\n" for note in notes), encoding="utf-8")
+
+
+def read(folder: str | Path) -> list[dict[str, Any]]:
+    """The records of a comparison's `table.csv`: numbers, texts and booleans, None for empty cells.
+
+    Raises:
+      UserError: there is none, or it is damaged.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / "table.csv").write_text("variant,loss,verdict,comparable\\nalibi,1.5,,True\\n")
+    >>> read(folder)
+    [{'variant': 'alibi', 'loss': 1.5, 'verdict': None, 'comparable': True}]
+    """
+    path = Path(folder) / TABLE
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            found = list(csv.DictReader(file, strict=True))
+    except FileNotFoundError as error:
+        raise UserError(f"{folder} holds no {TABLE}: name the --workdir of attnlab compare") from error
+    except (OSError, csv.Error, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): repeat the command that wrote it") from error
+    return [{name: _value(name, text) for name, text in row.items()} for row in found]
+
+
+def _value(name: str, text: str | None):
+    if not text:
+        return None
+    if name in ("variant", "verdict"):
+        return text
+    if text in ("True", "False"):
+        return text == "True"
+    number = float(text)
+    return int(number) if text.lstrip("-").isdigit() else number
+
+
+def cells(found: Sequence[Mapping]) -> list[list[str]]:
+    """The shown columns as texts, names first; losses with their intervals, and columns without news left out."""
+    names = [name for name in SHOWN if _has_news(name, [row[name] for row in found])]
+    return [[SHOWN[name] for name in names], *([_cell(name, row) for name in names] for row in found)]
+
+
+def _has_news(name: str, values: Sequence) -> bool:
+    if name in ("diverged", "failed"):
+        return any(values)
+    return not all(values) if name == "comparable" else any(value is not None for value in values)
+
+
+def _cell(name: str, row: Mapping) -> str:
+    value = row[name]
+    if value is None:
+        return ""
+    if name in INTERVALS:
+        half = row[f"{name}_interval"]
+        return f"{value:{'+' if name == 'difference_loss' else ''}.4f}" + (f" ± {half:.4f}" if half is not None else "")
+    if name == "learning_rate":
+        return f"{value:.3g}" + (" (edge)" if row["learning_rate_at_edge"] else "")
+    if name == "difference_detectable" or name.startswith("loss_"):
+        return f"{value:.4f}"
+    if name == "difference_seeds_needed":
+        return f"{value}" if value < statistics.MOST_SEEDS else f"≥ {value:,}"
+    if name == "comparable":
+        return "yes" if value else "no"
+    return value if isinstance(value, str) else f"{value:,.0f}" if value < 1e6 else f"{value:.3g}"
+
+
+def as_text(found: Sequence[Mapping]) -> str:
+    """The table with aligned columns, for a terminal."""
+    lines = cells(found)
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join(
+        "  ".join(
+            [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))]
+        ).rstrip()
+        for line in lines
+    )

@@ -1,0 +1,158 @@
+"""The variants of a comparison: names, the options of `attnlab train` that make them, and widths that match in size."""
+
+import importlib.util
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+from ml_collections import ConfigDict
+
+from attnlab import commands
+from attnlab import config as configs
+from attnlab.errors import UserError
+from attnlab.sweeping import grid
+from attnlab.training import flops, state
+
+CLOSE = 0.05  # beyond which two sizes are not comparable
+SIZES = ("parameters", "flops")
+
+
+class Variant(NamedTuple):
+    """One row of a comparison.
+
+    Attributes:
+      name: as the user gave it.
+      options: those of `attnlab train` that make it, `--config.FIELD=VALUE`.
+      comparable: whether its size is within 5 % of the first variant's, where sizes are matched; else True.
+    """
+
+    name: str
+    options: tuple[str, ...] = ()
+    comparable: bool = True
+
+    @property
+    def folder(self) -> str:
+        """Its name as the beginning of a folder's."""
+        return grid.name_of({"variant": self.name})
+
+
+def parse(given: Sequence[str], file: str | None) -> list[Variant]:
+    """Read variants from the words of a command line and from a Python file.
+
+    Args:
+      given: "NAME: FIELD=VALUE FIELD=VALUE", quoted as in a shell.
+      file: a Python file, or the name of an experiment, with a dictionary `VARIANTS` from names to such texts, or to
+        dictionaries from fields to values. None for none.
+
+    Raises:
+      UserError: a variant without a name, a name that is given twice, a file that cannot be read.
+
+    >>> parse(["alibi: model.positions=alibi"], None)
+    [Variant(name='alibi', options=('--config.model.positions=alibi',), comparable=True)]
+    """
+    variants = [_parsed(text) for text in given]
+    variants += [Variant(name, _options(name, fields)) for name, fields in (_read(file) if file else {}).items()]
+    names = [variant.name for variant in variants]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"--variant={twice[0]!r} is given twice: choose another name")
+    return variants
+
+
+def _parsed(text: str) -> Variant:
+    name, colon, fields = text.partition(":")
+    if not colon or not name.strip():
+        raise UserError(f'--variant="{text}": expected "NAME: FIELD=VALUE FIELD=VALUE", e.g. "alibi: model.window=16"')
+    return Variant(name.strip(), _options(name.strip(), fields))
+
+
+def _options(name: str, fields: str | Mapping) -> tuple[str, ...]:
+    try:
+        words = shlex.split(fields) if isinstance(fields, str) else [f"{key}={value}" for key, value in fields.items()]
+    except ValueError as error:
+        raise UserError(f"--variant={name!r}: {error}") from error
+    known, options = configs.fields(configs.default()), []
+    for word in words:
+        field, equals, value = word.removeprefix("--").removeprefix("config.").partition("=")
+        if not equals or field not in known:
+            why = "has no value" if field in known else f"is not a field{configs.nearest(field, known)}"
+            raise UserError(f"--variant={name!r}: config.{field} {why}: write FIELD=VALUE")
+        if field in ("seed", "optimizer.learning_rate", "eval.part"):
+            raise UserError(f"--variant={name!r}: config.{field} is chosen by the comparison: leave it out")
+        options.append(f"--config.{field}={value}")
+    return tuple(options)
+
+
+def _read(file: str) -> Mapping:
+    path = configs.find(file)
+    try:
+        spec = importlib.util.spec_from_file_location("attnlab_variants", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever a user's file raises
+        raise UserError(f"--variants={file}: {type(error).__name__}: {commands.one_line(error)}") from error
+    found = getattr(module, "VARIANTS", None)
+    if not isinstance(found, Mapping) or not found or not all(isinstance(x, str | Mapping) for x in found.values()):
+        raise UserError(
+            f"{file} has no dictionary VARIANTS of names, and their fields and values: write one, or name variants "
+            'with --variant "NAME: FIELD=VALUE"'
+        )
+    return found
+
+
+def config_of(options: Sequence[str], name: str = "") -> ConfigDict:
+    """The completed config of some options of `attnlab train`; errors name the variant."""
+    argv, values = ["attnlab train", *options], flags.FlagValues()
+    try:
+        commands.define_config(values, argv)
+        commands.parse(values, argv)
+        return configs.completed(commands.config_of(values)[0])
+    except UserError as error:
+        raise UserError(f"--variant={name!r}: {error}" if name else str(error)) from error
+
+
+def size(config: ConfigDict, vocab_size: int, of: str) -> float:
+    """The number of parameters of a config's model, or its FLOPs of training per token.
+
+    >>> size(configs.default(), 65, "parameters")
+    796160.0
+    """
+    model = state.make_model(config, vocab_size)
+    if of == "flops":
+        return flops.per_token(model, config.model.context)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    return float(sum(leaf.size for leaf in jax.tree.leaves(shapes)))
+
+
+def matched(variants: Sequence[Variant], options: Sequence[str], vocab_size: int, of: str) -> list[Variant]:
+    """Variants whose widths make them as large as the first one, in steps that keep heads whole.
+
+    Args:
+      variants: at least one.
+      options: those that all share.
+      vocab_size: of the tokenizer.
+      of: "parameters" or "flops".
+    """
+    wanted = size(config_of([*options, *variants[0].options], variants[0].name), vocab_size, of)
+    return [variants[0], *(_matched(variant, options, vocab_size, of, wanted) for variant in variants[1:])]
+
+
+def _matched(variant: Variant, options, vocab_size: int, of: str, wanted: float) -> Variant:
+    config = config_of([*options, *variant.options], variant.name)
+    step = config.model.num_heads * (2 if config.model.positions == "rotary" else 1)
+
+    def size_at(steps: int) -> float:
+        config.model.width = steps * step
+        return size(config, vocab_size, of)
+
+    low, high = 1, 2
+    while size_at(high) < wanted:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if size_at(middle) < wanted else (low, middle)
+    steps = min((low, high), key=lambda steps: abs(size_at(steps) - wanted))
+    close = abs(size_at(steps) / wanted - 1) <= CLOSE
+    return Variant(variant.name, (*variant.options, f"--config.model.width={steps * step}"), close)
