@@ -79,6 +79,8 @@ def _main(values, argv: list[str]) -> int:
     if values.match != "none":
         variants = matched(variants, protocol.options, _vocab_size(protocol, variants[0]), values.match)
     tuning = [point for variant in variants for point in protocol.tuning(variant)]
+    for variant in variants:
+        protocol.final(variant, protocol.rates[0])  # whose mistakes are told before anything starts
     total = len(tuning) + len(variants) * len(protocol.seeds)
     if values.dry_run:
         return _print_runs(protocol, variants, tuning)

@@ -5,6 +5,7 @@ compared with Student's t, in both directions. The p-values of a table's variant
 so that with probability 95 % it has no verdict at all where there is no difference.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -38,7 +39,7 @@ class Difference(NamedTuple):
     seeds_needed: int | None
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
+def interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
     """Mean, and half the width of its 95 % interval by Student's t; NaN for fewer than two values.
 
     >>> mean, half = interval([1.0, 2.0, 3.0])
@@ -51,7 +52,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return float(values.mean()), float(stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5)
 
 
-def differences(losses: Sequence[Sequence[float]]) -> list[Difference]:
+def differences(losses: Sequence[Sequence[float]] | np.ndarray) -> list[Difference]:
     """Each variant's differences from the first one.
 
     Args:
@@ -120,6 +121,7 @@ def power(effect: float, seeds: int, level: float = LEVEL) -> float:
     return float(stats.nct.sf(critical, seeds - 1, shift) + stats.nct.sf(critical, seeds - 1, -shift))
 
 
+@functools.cache
 def detectable_effect(seeds: int, level: float = LEVEL) -> float:
     """The effect, in standard deviations of the differences, that is seen with probability `POWER`.
 

@@ -1,0 +1,77 @@
+"""Verdicts on made-up losses of known truth: how often they are false, how often a difference is seen."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from attnlab.comparing import statistics
+
+
+def verdicts(losses):
+    return [difference.verdict for difference in statistics.differences(losses)]
+
+
+@pytest.mark.parametrize(("variants", "seeds"), [(2, 5), (4, 3), pytest.param(8, 5, marks=pytest.mark.slow)])
+def test_comparison_without_a_difference_has_a_false_verdict_in_at_most_one_of_twenty(variants, seeds):
+    """1,000 comparisons; 6.5 % is two standard deviations above 5 %. Losses of a seed share its luck."""
+    draw, false = np.random.default_rng(variants), 0
+    for _ in range(1000):
+        luck = draw.normal(size=seeds)
+        false += set(verdicts(luck + draw.normal(size=(variants, seeds)))) != {"not told apart"}
+    assert 0.01 < false / 1000 <= 0.065
+
+
+@pytest.mark.parametrize(("seeds", "expected"), [(3, 0.47), (5, 0.91), (8, 0.998)])
+def test_difference_of_two_standard_deviations_is_seen_as_often_as_stated(seeds, expected):
+    assert statistics.power(2.0, seeds) == pytest.approx(expected, abs=0.005)
+    draw, seen = np.random.default_rng(seeds), []
+    for _ in range(1000):
+        losses = np.stack([np.zeros(seeds), draw.normal(2.0, 1.0, seeds)])
+        seen += verdicts(losses)
+    assert seen.count("worse") / 1000 == pytest.approx(expected, abs=0.05) and "better" not in seen
+
+
+def test_p_values_and_intervals_are_those_of_the_paired_t_test():
+    losses = np.random.default_rng(0).normal(size=(2, 6))
+    (found,) = statistics.differences(losses)
+    expected = stats.ttest_rel(losses[1], losses[0])
+    low, high = expected.confidence_interval(0.95)
+    assert found.p == pytest.approx(expected.pvalue) and found.mean == pytest.approx((low + high) / 2)
+    assert found.interval == pytest.approx((high - low) / 2)
+
+
+def test_holm_stops_at_the_first_value_above_its_level():
+    found = statistics.holm([0.012, 0.03, 0.001, 0.2])
+    assert [level for level, _ in found] == [0.05 / 3, 0.05 / 2, 0.05 / 4, 0.05]
+    assert [corrected for _, corrected in found] == pytest.approx([0.036, 0.06, 0.004, 0.2])
+
+
+def test_equal_losses_are_not_told_apart_and_no_number_of_seeds_would():
+    (found,) = statistics.differences([[1.0, 2.0, 3.0]] * 2)
+    assert found == (0.0, 0.0, 1.0, "not told apart", 0.0, None)
+
+
+def test_constant_difference_is_told_apart():
+    assert verdicts([[1.0, 2.0, 3.0], [0.5, 1.5, 2.5], [2.0, 3.0, 4.0]]) == ["better", "worse"]
+
+
+def test_seed_that_failed_is_left_out_of_its_own_difference_alone():
+    losses = np.random.default_rng(0).normal(size=(3, 5))
+    losses[1, 2] = np.nan
+    one, other = statistics.differences(losses)
+    rest = [0, 1, 3, 4]
+    assert one.mean == pytest.approx((losses[1] - losses[0])[rest].mean())
+    assert other.mean == pytest.approx((losses[2] - losses[0]).mean())
+
+
+def test_difference_that_is_detectable_is_seen_by_the_seeds_that_it_needs():
+    for seeds in (3, 5, 8, 40):
+        effect = statistics.detectable_effect(seeds)
+        assert statistics.power(effect, seeds) == pytest.approx(0.8, abs=1e-4)
+        assert statistics.seeds_needed(effect * 1.0001) == seeds
+    assert statistics.seeds_needed(1e-3) == statistics.MOST_SEEDS
+
+
+def test_one_seed_has_no_interval_and_no_verdict():
+    (found,) = statistics.differences([[1.0], [2.0]])
+    assert found.verdict == "not told apart" and np.isnan([found.interval, found.detectable]).all()

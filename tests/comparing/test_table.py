@@ -1,0 +1,129 @@
+"""What runs tell of their losses and times, and the table of a comparison."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from attnlab import comparing
+from attnlab import config as configs
+from attnlab.comparing import protocol, table
+from attnlab.comparing.protocol import Protocol
+from attnlab.comparing.variants import Variant
+from attnlab.errors import UserError
+
+
+def run(folder, *records):
+    """A workdir with some records and a vocabulary of 65."""
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    facts = {"corpus": {"name": "text", "sha256": "0"}, "vocab_size": 65}
+    (folder / "config.json").write_text(configs.to_json(configs.default(), **facts))
+    return folder
+
+
+def trained(step, speed):
+    return {"step": step, "split": "train", "loss": 3.0, "tokens": 10 * step, "tokens_per_second": speed}
+
+
+def validated(step, loss):
+    return {"step": step, "split": "val", "loss": loss, "tokens": 10 * step}
+
+
+def final(loss):
+    return {"step": 9, "split": "final", "loss": loss}
+
+
+DIVERGED = {"step": 3, "split": "diverged", "loss": None}
+
+
+def test_seconds_of_a_run_are_those_of_its_steps(tmp_path):
+    records = [trained(2, 10.0), validated(2, 3.0), trained(4, 20.0), validated(6, 2.0), trained(6, 20.0)]
+    curve = protocol.curve(run(tmp_path / "run", *records))
+    np.testing.assert_allclose(curve, [[20, 2.0, 3.0], [60, 4.0, 2.0]])
+    assert protocol.loss_at(curve, 3.0) == 2.5 and math.isnan(protocol.loss_at(curve, 4.1))
+    assert math.isnan(protocol.loss_at(curve, 1.9)) and math.isnan(protocol.loss_at(curve[:0], 1.0))
+
+
+def test_run_that_diverged_has_the_loss_of_chance_and_an_unfinished_one_none(tmp_path):
+    assert protocol.loss_of(run(tmp_path / "diverged", trained(2, 10.0), DIVERGED)) == math.log(65)
+    assert math.isnan(protocol.loss_of(run(tmp_path / "unfinished", trained(2, 10.0))))
+    assert protocol.loss_of(run(tmp_path / "finished", final(1.5))) == 1.5
+
+
+PROTOCOL = Protocol(("--config=quickstart",), (1e-3, 1e-2, 1e-1), (0,), (1, 2, 3))
+VARIANTS = [Variant("one"), Variant("two", ("--config.model.window=16",))]
+
+
+def test_runs_choose_rates_on_one_half_and_seed_and_compare_on_the_others():
+    tuning, last = PROTOCOL.tuning(VARIANTS[1]), PROTOCOL.final(VARIANTS[1], 1e-2)
+    assert [(p.config.seed, p.config.optimizer.learning_rate, p.config.eval.part) for p in tuning] == [
+        (0, 1e-3, "first"), (0, 1e-2, "first"), (0, 1e-1, "first")
+    ]  # fmt: skip
+    assert [(p.config.seed, p.config.optimizer.learning_rate, p.config.eval.part) for p in last] == [
+        (1, 1e-2, "second"), (2, 1e-2, "second"), (3, 1e-2, "second")
+    ]  # fmt: skip
+    assert {p.config.model.window for p in (*tuning, *last)} == {16}
+    assert len({p.name for p in (*tuning, *last)}) == 6
+    assert not PROTOCOL._replace(rates=(1e-2,)).tuning(VARIANTS[0])
+
+
+def test_muon_keeps_the_ratio_of_its_learning_rates():
+    muon = PROTOCOL._replace(options=(*PROTOCOL.options, "--config.optimizer.name=muon"))
+    before = configs.default().optimizer
+    for point in muon.tuning(VARIANTS[0]):
+        found = point.config.optimizer
+        assert found.muon_learning_rate / found.learning_rate == pytest.approx(
+            before.muon_learning_rate / before.learning_rate
+        )
+
+
+@pytest.mark.parametrize(
+    ("losses", "rate", "at_edge"),
+    [([3.0, 2.0, 4.0], 1e-2, False), ([1.0, 2.0, None], 1e-3, True), ([None] * 3, 1e-3, True)],
+)
+def test_learning_rate_is_that_of_the_lowest_loss(tmp_path, losses, rate, at_edge):
+    for point, loss in zip(PROTOCOL.tuning(VARIANTS[0]), losses):
+        run(tmp_path / point.name, DIVERGED if loss is None else final(loss))
+    assert protocol.chosen_rate(PROTOCOL, VARIANTS[0], tmp_path) == (rate, at_edge)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """A table of two variants; the second has a run that diverged."""
+    seconds = {"one": 10.0, "two": 20.0}
+    losses = {"one": [1.0, 1.2, 1.1], "two": [1.5, None, 1.6]}
+    for variant in VARIANTS:
+        for point, loss in zip(PROTOCOL.final(variant, 1e-2), losses[variant.name]):
+            steps = [trained(1, seconds[variant.name]), validated(1, 2.0), trained(9, seconds[variant.name])]
+            run(tmp_path / point.name, *steps, *([DIVERGED] if loss is None else [validated(9, loss), final(loss)]))
+    rates = {variant.name: (1e-2, False) for variant in VARIANTS}
+    measured = {"one": {"parameters": 7, "position_step": 2, "losses_by_position": [1.0] * 8 + [3.0] * 8}}
+    return table.rows(PROTOCOL, VARIANTS, tmp_path, rates, measured)
+
+
+def test_table_counts_runs_that_diverged_and_pairs_seeds(rows):
+    one, two = rows
+    assert (one["loss"], one["diverged"], one["seeds"]) == (pytest.approx(1.1), 0, 3)
+    assert (two["loss"], two["diverged"], two["seeds"]) == (pytest.approx((1.5 + math.log(65) + 1.6) / 3), 1, 3)
+    assert two["difference_loss"] == pytest.approx(two["loss"] - one["loss"]) and two["verdict"] == "not told apart"
+    assert all(value is None for name, value in one.items() if name.startswith(("difference_", "verdict")))
+    assert (one["loss_1x"], one["loss_2x"], one["loss_4x"], two["loss_1x"]) == (1.0, 3.0, None, None)
+    assert one["loss_at_equal_time"] == pytest.approx(1.1)  # after 9 seconds
+    assert two["loss_at_equal_time"] is None  # when its runs are over
+    assert (one["train_tokens_per_second"], two["train_tokens_per_second"]) == (10.0, 20.0)
+
+
+def test_table_comes_back_as_it_was(rows, tmp_path):
+    table.write(rows, tmp_path, ["a note"])
+    assert comparing.read(tmp_path) == rows
+    assert next(iter(rows[0])) == "variant"
+    text = (tmp_path / "table.md").read_text().splitlines()
+    assert text[0].startswith("| variant | loss |") and text[-1] == "a note" and len(text) == 6
+    assert len(table.as_text(rows).splitlines()) == 3
+
+
+def test_folder_without_a_table_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"holds no table\.csv: name the --workdir of attnlab compare"):
+        comparing.read(tmp_path)

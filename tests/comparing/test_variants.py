@@ -1,0 +1,85 @@
+"""Variants from a command line and from files, and widths that match in size."""
+
+import pytest
+
+from attnlab.comparing.variants import Variant, config_of, matched, parse, size
+from attnlab.errors import UserError
+
+OPTIONS = ("--config=quickstart",)
+
+
+def test_variants_of_a_file_are_texts_or_dictionaries_and_come_after_those_of_the_command(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("VARIANTS = {'one': 'model.window=16 model.sinks=True', 'two': {'data.path': '/my texts/a.txt'}}")
+    assert parse(["zero:"], str(file)) == [
+        Variant("zero"),
+        Variant("one", ("--config.model.window=16", "--config.model.sinks=True")),
+        Variant("two", ("--config.data.path=/my texts/a.txt",)),
+    ]
+    assert [variant.name for variant in parse([], "compare_positions")][:2] == ["rotary", "alibi"]
+
+
+def test_names_of_folders_differ_where_names_do():
+    folders = {Variant(name).folder for name in ("a b", "a_b", "a/b", "a", "é" * 200, "é" * 201)}
+    assert len(folders) == 6 and all("/" not in folder and len(folder) < 160 for folder in folders)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["alibi"], 'expected "NAME: FIELD=VALUE FIELD=VALUE"'),
+        ([": model.window=3"], 'expected "NAME: FIELD=VALUE FIELD=VALUE"'),
+        (["a: model.windo=3"], "--variant='a': config.model.windo is not a field (did you mean model.window?)"),
+        (["a: model.window"], "--variant='a': config.model.window has no value: write FIELD=VALUE"),
+        (["a: seed=3"], "--variant='a': config.seed is chosen by the comparison: leave it out"),
+        (["a: model.mlp='gated"], "--variant='a': No closing quotation"),
+        (["a:", "a: model.window=3"], "--variant='a' is given twice: choose another name"),
+    ],
+)
+def test_mistake_in_a_variant_is_named(given, message):
+    with pytest.raises(UserError) as error:
+        parse(given, None)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("1 +", "SyntaxError"), ("VARIANTS = 3", "has no dictionary VARIANTS"), ("import nothing_such", "ModuleNotFound")],
+)
+def test_file_without_variants_is_one_line(tmp_path, content, message):
+    (tmp_path / "mine.py").write_text(content)
+    with pytest.raises(UserError, match=message) as error:
+        parse([], str(tmp_path / "mine.py"))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("of", ["parameters", "flops"])
+def test_matched_widths_are_the_nearest_that_keep_heads_whole(of):
+    options = (*OPTIONS, "--config.model.width=64", "--config.model.num_layers=2")
+    given = [Variant("plain"), Variant("gated", ("--config.model.mlp=gated",)), Variant("shallow", SHALLOW)]
+    plain, gated, shallow = matched(given, options, 65, of)
+    assert plain == given[0] and gated.comparable
+    wanted = size(config_of(options), 65, of)
+    for variant in (gated, shallow):
+        config = config_of([*options, *variant.options])
+        found, step = config.model.width, 2 * config.model.num_heads
+        assert found % step == 0 and found != 64
+
+        def distance(width, config=config):
+            config.model.width = width
+            return abs(size(config, 65, of) - wanted)
+
+        assert distance(found) <= min(distance(found - step), distance(found + step))
+        assert variant.comparable == (distance(found) <= 0.05 * wanted)
+
+
+SHALLOW = ("--config.model.num_layers=1",)
+
+
+def test_variant_that_no_width_makes_as_large_is_not_comparable():
+    options = (*OPTIONS, "--config.model.width=16", "--config.model.num_layers=1")
+    heads = Variant("heads", ("--config.model.num_heads=8", "--config.model.num_layers=2"))
+    assert [variant.comparable for variant in matched([Variant("one"), heads], options, 65, "parameters")] == [
+        True,
+        False,
+    ]

@@ -1,0 +1,190 @@
+"""Comparisons: mistakes, runs that are shared, added, diverge or are killed, and their table."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from attnlab import compare, comparing, train
+from attnlab.comparing import measuring
+from attnlab.sweeping import running
+from tests.test_sweep import CONFIG, QUICK, SHORT
+from tests.test_train import REPOSITORY
+
+VARIANTS = ["--variant=rotary:", "--variant=again: model.positions=rotary", "--variant=window: model.window=4"]
+OPTIONS = [CONFIG, *QUICK, *SHORT]
+FEW = ["--learning_rates=1e-2", "--seeds=2"]
+# What two comparisons of the same runs may differ in.
+TIMES = ("tokens_per_second", "equal_time", "memory")
+
+
+def compared(folder, *options):
+    few = [one for one in FEW if not any(option.startswith(one.partition("=")[0]) for option in options)]
+    return compare.main(["compare", *OPTIONS, *few, f"--workdir={folder}", *options])
+
+
+class Here:
+    """In place of `subprocess.Popen`: a worker that has run in this process."""
+
+    def __init__(self, words, stdout, **_):
+        said, module = io.StringIO(), words[3]
+        workers = {"attnlab.sweeping.worker": train.main, "attnlab.comparing.measuring": measuring.main}
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            self.returncode = workers[module](words[3:])
+        stdout.write(said.getvalue().encode())
+
+    def poll(self):
+        return self.returncode
+
+
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch):
+    monkeypatch.setattr(measuring, "ROUNDS", 1)
+
+
+@pytest.fixture(scope="module")
+def workers_here():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "subprocess", SimpleNamespace(Popen=Here, DEVNULL=None, STDOUT=None))
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, workers_here):
+    """A comparison of three variants: its folder and output."""
+    folder, out = tmp_path_factory.mktemp("comparisons") / "positions", io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert compared(folder, *VARIANTS) == 0
+    return folder, out.getvalue()
+
+
+def steady(rows):
+    return [{name: x for name, x in row.items() if not any(word in name for word in TIMES)} for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "quickstart.py has no dictionary VARIANTS of names, and their fields and values: write one, or name"),
+        (["--variant=a:"], "one variant: name another to compare it with, e.g. --variant"),
+        (
+            ["--variant=a: model.widht=3", "--variant=b:"],
+            "config.model.widht is not a field (did you mean model.width?)",
+        ),
+        (
+            ["--variant=a: model.width=30", "--variant=b:"],
+            "--variant='a': config.model.positions = 'rotary' rotates pairs",
+        ),
+        ([*VARIANTS, "--learning_rates=1e-3,fast"], "--learning_rates=1e-3,fast: expected numbers"),
+        ([*VARIANTS, "--learning_rates=1e-3,1e-3"], "expected different numbers above 0"),
+        ([*VARIANTS, "--seeds=1"], "seeds"),
+        ([*VARIANTS, "--match=width"], "match"),
+        (["--variants=nothing.py"], "nothing.py: no such experiment or file"),
+    ],
+)
+def test_mistake_is_one_line_before_anything_starts(tmp_path, capsys, options, message):
+    assert compared(tmp_path / "new", *options) == 2
+    out, err = capsys.readouterr()
+    assert message in err and err.startswith("error: ") and err.count("\n") == 1 and not out, err
+    assert not (tmp_path / "new").exists()
+
+
+def test_folder_with_something_else_is_left_alone(tmp_path, capsys):
+    (tmp_path / "table.csv").write_text("mine")
+    assert compared(tmp_path, *VARIANTS) == 2
+    assert "holds other files and no comparison: choose a new folder" in capsys.readouterr().err
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_dry_run_lists_the_runs_and_starts_none(tmp_path, capsys):
+    assert compared(tmp_path / "new", *VARIANTS, "--dry_run", "--learning_rates=1e-2,1e-3") == 0
+    out = capsys.readouterr().out
+    assert out.count("choosing: variant=") == 6 and "12 runs, about" in out and "seeds 1, 2" in out
+    assert not (tmp_path / "new").exists()
+
+
+def test_variants_that_are_equal_but_for_the_name_have_equal_losses(finished):
+    folder, out = finished
+    rotary, again, window = comparing.read(folder)
+    assert again["loss"] == rotary["loss"] and again["verdict"] == "not told apart" and again["difference_loss"] == 0
+    assert window["loss"] != rotary["loss"] and window["difference_loss"] == window["loss"] - rotary["loss"]
+    assert "not told apart" in out and "table.csv, table.md, losses.png and curves.png are in" in out
+    made = {path.name for path in folder.iterdir() if path.is_file()}
+    assert made == {"comparison.json", "table.csv", "table.md", "losses.png", "curves.png"}
+
+
+def test_every_column_has_its_value(finished):
+    rotary, *_ = comparing.read(finished[0])
+    empty = {name for name, value in rotary.items() if value is None}
+    assert {name for name in empty if not name.startswith(("difference_", "verdict"))} <= {
+        "loss_at_equal_time_interval"
+    }
+    cache = 2 * 2 * 8 * 16 * 4 + 4  # keys and values, heads, features, positions, bytes; an int32 length
+    assert rotary["decode_state_bytes_1x"] == cache and rotary["decode_state_bytes_8x"] == 8 * (cache - 4) + 4
+    assert rotary["peak_memory_bytes"] > 3 * 4 * rotary["parameters"]  # with AdamW's two moments
+    assert (rotary["seeds"], rotary["diverged"], rotary["failed"], rotary["comparable"]) == (2, 0, 0, True)
+
+
+def test_second_run_trains_and_measures_nothing_and_writes_the_same_table(finished, monkeypatch, capsys):
+    folder, _ = finished
+    before = (folder / "table.csv").read_bytes()
+    monkeypatch.setattr(running, "subprocess", SimpleNamespace(DEVNULL=None, STDOUT=None))  # which starts nothing
+    assert compared(folder, *VARIANTS) == 0
+    assert (folder / "table.csv").read_bytes() == before
+    assert "6 of 6 runs are finished, and are kept" in capsys.readouterr().out
+
+
+def test_variant_that_is_added_is_trained_alone_and_one_that_diverges_is_counted(finished, capsys):
+    folder, _ = finished
+    before = steady(comparing.read(folder))
+    assert compared(folder, *VARIANTS, "--variant=high: optimizer.weight_decay=1e6") == 0
+    out = capsys.readouterr().out
+    assert "6 of 8 runs are finished, and are kept" in out
+    *others, high = comparing.read(folder)
+    assert high["diverged"] == 2 and high["loss"] > max(row["loss"] for row in others)
+    for was, row in zip(before, steady(others)):  # but for the correction, which is for one more
+        changed = {name for name in was if was[name] != row[name]}
+        assert changed <= {"difference_p", "difference_detectable", "difference_seeds_needed"}
+
+
+@pytest.mark.slow
+def test_comparison_killed_at_five_moments_has_the_table_of_an_undisturbed_one(tmp_path):
+    """With processes, and one compiled training step for each variant that differs from the others."""
+    options = [*OPTIONS, "--learning_rates=1e-2,3e-3", "--seeds=2", *VARIANTS, "--config.steps=60"]
+
+    def started(folder, cache):
+        environment = os.environ | {"XLA_FLAGS": "", "PYTHONUNBUFFERED": "1", "JAX_COMPILATION_CACHE_DIR": str(cache)}
+        command = [sys.executable, "-m", "attnlab.compare", *options, f"--workdir={folder}"]
+        return subprocess.Popen(
+            command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    cache = tmp_path / "programs"
+    whole = started(tmp_path / "whole", cache)
+    out, _ = whole.communicate(timeout=900)
+    assert whole.returncode == 0, out
+    steps = {path.name for path in cache.rglob("jit_step-*") if not path.name.endswith("-atime")}
+    assert len(steps) == 2, sorted(path.name for path in cache.iterdir())
+    for delay, number in zip((3, 8, 13, 21, 30), (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL) * 2):
+        process = started(tmp_path / "killed", cache)
+        time.sleep(delay)
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=120)
+        assert "Traceback" not in out, out
+        time.sleep(3)  # runs of a killed one end by themselves
+    for _ in range(20):
+        process = started(tmp_path / "killed", cache)
+        out, _ = process.communicate(timeout=900)
+        if "another command runs there" not in out:
+            break
+        time.sleep(1)
+    assert process.returncode == 0, out
+    assert steady(comparing.read(tmp_path / "killed")) == steady(comparing.read(tmp_path / "whole"))
+    assert json.loads((tmp_path / "killed" / "comparison.json").read_text())["variants"]["rotary"] == []
