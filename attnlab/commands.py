@@ -17,6 +17,23 @@ _HELP = {"--help", "-h", "-help", "--helpfull", "--helpshort"}
 _NO_CONFIG = "--config is missing: name an experiment, e.g. --config=quickstart, or a --workdir that holds a run"
 
 
+class _OrNone(flags.ArgumentParser):
+    """Parses None, besides what another parser does; `attnlab.config` refuses it where a field cannot be None."""
+
+    def __init__(self, parser: flags.ArgumentParser):
+        self._parser = parser
+
+    def parse(self, argument):
+        return None if argument == "None" else self._parser.parse(argument)
+
+    def flag_type(self):
+        return self._parser.flag_type()
+
+
+for _type, _parser in ((int, flags.IntegerParser()), (float, flags.FloatParser()), (bool, flags.BooleanParser())):
+    config_flags.register_flag_parser_for_type(_type, _OrNone(_parser))
+
+
 def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, argv: list[str] | None = None) -> int:
     """Parses a command line and calls `main`.
 

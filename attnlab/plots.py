@@ -27,6 +27,9 @@ THUMBNAIL, ATLAS = 64, 512  # pixels: the side of a thumbnail, and the width of 
 MASKED = "#d5d8dc"  # a masked cell of a heat map: a grey that no weight has
 MARK = "#39c5bb"
 COLORS = ("#2f6f8f", "#d1495b", "#edae49", "#66a182", "#7d5ba6", "#3d3d3d", "#c58b5f", "#8d96a3")
+MORE_COLORS = ("#1fb5c9", "#c03fa0", "#8f9b1a", "#6b3a24")  # where COLORS are too few
+MANY = len(COLORS) + len(MORE_COLORS)
+LINE, LEGEND = 36, (0.066, 0.165)  # characters of a legend's line beside the axes, and inches of one and of a line
 STYLE = {
     "figure.dpi": 110,
     "figure.constrained_layout.use": True,
@@ -346,13 +349,23 @@ def training(runs: Mapping[str, Sequence[Mapping]], title: str, *, y: str = "los
         return _finished(figure, title)
 
 
-def runs(workdirs, title: str = "Loss of each run", *, y: str = "loss (nats per token)") -> Figure:
+def runs(
+    workdirs,
+    title: str = "Loss of each run",
+    *,
+    y: str = "loss (nats per token)",
+    groups: Mapping[str, str] | None = None,
+) -> Figure:
     """Losses of runs over steps: validation as points on a line, training behind them in the same colour.
+
+    Runs of a group, such as those that differ in the seed alone, have one colour: their mean validation loss as points
+    on a line, at the steps that all of them have, and a thin line for the validation loss of each.
 
     Args:
       workdirs: as for `attnlab.metrics`: a folder, a glob, or several.
       title: the finding.
       y: label of the loss axis.
+      groups: the group of each run by the run's name, both as in `attnlab.metrics`; runs without one are alone.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -360,23 +373,60 @@ def runs(workdirs, title: str = "Loss of each run", *, y: str = "loss (nats per 
     >>> len(runs(folder).axes[0].lines)
     1
     """
-    columns = metrics(workdirs)
-    names = list(dict.fromkeys(columns["run"]))
-    colors = COLORS if len(names) <= len(COLORS) else plt.get_cmap("viridis")(np.linspace(0, 0.95, len(names)))
+    columns, members = metrics(workdirs), {}
+    for name in dict.fromkeys(columns["run"]):
+        members.setdefault((groups or {}).get(name, name), []).append(name)
+    labels = [_wrapped(label) for label in members] if len(members) <= MANY else list(members)
+    lines = "\n".join(labels).split("\n")
+    markers = itertools.cycle("o" if len(members) <= len(COLORS) else "osD^v")
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(6.4, 4 + 0.12 * max(0, len(names) - 8)))
-        for color, name in zip(colors, names):
-            labels = [name]  # on the first of the two lines
-            for split, look in (("val", {"marker": "o", "markersize": 3.5}), ("train", {"alpha": 0.35, "zorder": 1})):
-                chosen = (columns["run"] == name) & (columns["split"] == split) & np.isfinite(columns["loss"])
-                if chosen.any():
-                    label = labels.pop() if labels else None
-                    axes.plot(columns["step"][chosen], columns["loss"][chosen], color=color, label=label, **look)
+        size = (6.4 + LEGEND[0] * max(map(len, lines)), max(4, 0.8 + LEGEND[1] * len(lines)))
+        figure, axes = plt.subplots(figsize=size)
+        for color, label, marker, names in zip(_distinct(len(members)), labels, markers, members.values()):
+            look = {"color": color, "label": label, "marker": marker}
+            if groups:
+                _draw_group(axes, [_losses(columns, name, "val") for name in names], look)
+            else:
+                _draw_run(axes, columns, names[0], look)
         axes.set_xlabel("step (updates)")
         axes.set_ylabel(y)
         axes.grid(alpha=0.25)
-        axes.legend(frameon=False, fontsize=LABEL_SIZE)
+        axes.legend(frameon=False, fontsize=LABEL_SIZE, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
         return _finished(figure, title)
+
+
+def _distinct(count: int) -> Sequence:
+    """As many colours, easy to tell apart up to MANY."""
+    return COLORS + MORE_COLORS if count <= MANY else list(plt.get_cmap("viridis")(np.linspace(0, 0.95, count)))
+
+
+def _wrapped(label: str) -> str:
+    """The name of a run or a group in lines for a legend, broken after its commas."""
+    return "\n".join(textwrap.wrap(label.replace(",", ", "), LINE)) if len(label) > LINE else label
+
+
+def _losses(columns: Mapping, name: str, split: str) -> dict[int, float]:
+    """The finite losses of a run by step."""
+    chosen = (columns["run"] == name) & (columns["split"] == split) & np.isfinite(columns["loss"])
+    return dict(zip(columns["step"][chosen].tolist(), columns["loss"][chosen].tolist()))
+
+
+def _draw_run(axes: Axes, columns: Mapping, name: str, look: dict) -> None:
+    behind = {"marker": "", "alpha": 0.35, "zorder": 1}
+    for split, own in (("val", {"markersize": 3.5}), ("train", behind)):
+        if losses := _losses(columns, name, split):
+            axes.plot(losses.keys(), losses.values(), **(look | own))
+            look = look | {"label": None}  # on the first of the two lines
+
+
+def _draw_group(axes: Axes, runs: Sequence[dict[int, float]], look: dict) -> None:
+    """Draw the mean of runs at the steps that all of them have, those without a loss left out, and each run behind."""
+    runs = [losses for losses in runs if losses]
+    for losses in runs if len(runs) > 1 else ():
+        axes.plot(losses.keys(), losses.values(), color=look["color"], linewidth=0.7, alpha=0.45, zorder=1)
+    if runs:
+        steps = sorted(set.intersection(*map(set, runs)))
+        axes.plot(steps, [np.mean([losses[step] for losses in runs]) for step in steps], markersize=3.5, **look)
 
 
 def curves(axes: Axes, series, *, x, y, log="", spread=None, dashed=(), markers=True, colors=None) -> None:

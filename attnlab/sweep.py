@@ -2,14 +2,22 @@
 
     python -m attnlab.sweep --config=quickstart --grid config.optimizer.learning_rate=1e-3,3e-3 --grid config.seed=0,1
 
+Fields in one --grid vary together: two runs, not four, of
+
+    --grid "config.model.width=64,128 config.optimizer.learning_rate=1e-3,5e-4"
+
+A value with a comma is put in double quotes. None is a value where a field may be None: config.model.window=None,16.
+
 Each run is a process with a workdir of its own in --workdir, named by its values. The same command goes on where it was
 stopped or killed, and keeps the runs that are finished; with more values it trains the new ones. A run that fails does
 not end the others. At the end runs.csv has a line for each run, the lowest final loss first, and runs.png shows their
-losses.
+losses. Where seeds vary beside another field, runs that differ in the seed alone are a group: groups.csv has the mean
+final loss of each group with its 95 % interval over seeds, and runs.png a colour for each.
 """
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +25,11 @@ from absl import flags
 
 from attnlab import commands, runs, train
 from attnlab.errors import UserError
-from attnlab.sweeping import grid, running
+from attnlab.sweeping import grid, groups, running
 
-MARK, TABLE, PLOT = "sweep.json", "runs.csv", "runs.png"
+MARK, TABLE, GROUPS, PLOT = "sweep.json", "runs.csv", "groups.csv", "runs.png"
+LOSSES, COUNTS = ("loss", "best_loss", "mean_loss", "low", "high"), ("best_step", "steps", "tokens_per_second")
+_GRID = "config.FIELD=VALUE,VALUE,…, or several fields that vary together; may be given several times"
 OWN = ("grid", "jobs", "workdir", "dry_run", "nodry_run")  # the flags that are not the runs'
 
 
@@ -31,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _define(values, argv) -> None:
     commands.define_config(values, argv)
-    flags.DEFINE_multi_string("grid", [], "config.FIELD=VALUE,VALUE,…; may be given several times", flag_values=values)
+    flags.DEFINE_multi_string("grid", [], _GRID, flag_values=values)
     flags.DEFINE_integer("jobs", 1, "runs at a time, which share cores and accelerators", 1, flag_values=values)
     flags.DEFINE_string("workdir", None, "folder of the sweep; by default runs/CONFIG-sweep", flag_values=values)
     flags.DEFINE_bool("dry_run", False, "list the runs, and start none", flag_values=values)
@@ -55,12 +65,16 @@ def _main(values, options: list[str]) -> int:
         return 128 + stopped.args[0]
     rows = table(points, folder, failed)
     print(as_text(rows))
-    _write(rows, folder, [point.name for point in points])
+    means = groups.table(points, rows)
+    if means:
+        print("\nmean final loss over seeds, low and high ends of its 95 % interval (Student's t)")
+        print(as_text(means))
+    _write(rows, means, folder, points)
     return 1 if failed else 0
 
 
-def shared_options(argv: list[str]) -> list[str]:
-    """The options of a command line that every run gets, such as `--config=…`: all but the sweep's own.
+def shared_options(argv: list[str], own: Sequence[str] = OWN) -> list[str]:
+    """The options of a command line that every run gets, such as `--config=…`: all but the command's own.
 
     >>> shared_options(["sweep", "--config=quickstart", "--jobs", "2", "--grid=config.seed=0,1", "--config.steps=9"])
     ['--config=quickstart', '--config.steps=9']
@@ -68,10 +82,10 @@ def shared_options(argv: list[str]) -> list[str]:
     kept, skip = [], False
     for word in argv[1:]:
         flag, equals, _ = word.lstrip("-").partition("=")
-        own = word.startswith("-") and flag in OWN
-        if not (own or skip):
+        is_own = word.startswith("-") and flag in own
+        if not (is_own or skip):
             kept.append(word)
-        skip = own and not equals and "dry_run" not in flag  # its value is the next word
+        skip = is_own and not equals and "dry_run" not in flag  # its value is the next word
     return kept
 
 
@@ -107,43 +121,64 @@ def _scores(workdir: Path) -> dict:
 
 
 def as_text(rows: list[dict]) -> str:
-    """A table of the rows that ended, with aligned columns.
+    """A table of rows of `table` or `groups.table`, with aligned columns.
 
     >>> print(as_text([{"run": "seed=0", "seed": 0, "loss": 1.25, "tokens_per_second": 9000, "error": ""}]))
     seed    loss  tokens/s
        0  1.2500     9,000
     """
-    names = [name for name in rows[0] if name not in ("run", "error")]
+    names = [name for name in rows[0] if name not in ("run", "group", "error")]
     heads = [name.rpartition(".")[2].replace("tokens_per_second", "tokens/s").replace("_", " ") for name in names]
     lines = [heads]
     for row in rows:
-        lines.append(["failed" if row["error"] and name == "loss" else _cell(name, row[name]) for name in names])
+        lines.append(["failed" if row.get("error") and name == "loss" else _cell(name, row[name]) for name in names])
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
 
 
 def _cell(name: str, value) -> str:
     if value is None:
-        return "-" if name in ("loss", "best_loss", "best_step", "steps", "tokens_per_second") else "None"
-    if name in ("loss", "best_loss"):
+        return "-" if name in LOSSES + COUNTS else "None"
+    if name in LOSSES:
         return f"{value:.4f}"
-    return f"{value:,}" if name in ("best_step", "steps", "tokens_per_second") else str(value)
+    return f"{value:,}" if name in COUNTS else str(value)
 
 
-def _write(rows: list[dict], folder: Path, names: list[str]) -> None:
-    """Write the table, and the plot where matplotlib is installed."""
-    runs.write_csv(folder / TABLE, {name: [row[name] for row in rows] for name in rows[0]})
-    workdirs = [folder / name for name in names if (folder / name / "metrics.jsonl").exists()]
+def _write(rows: list[dict], means: list[dict], folder: Path, points: list[grid.Point]) -> None:
+    """Write the tables, and the plot where matplotlib is installed."""
+    runs.write_csv(folder / TABLE, _columns(rows))
     written = [TABLE]
-    if workdirs:
+    if means:
+        runs.write_csv(folder / GROUPS, _columns(means))
+        written.append(GROUPS)
+    else:
+        (folder / GROUPS).unlink(missing_ok=True)  # of an earlier grid
+    if any((folder / point.name / "metrics.jsonl").exists() for point in points):
         try:
             from attnlab import plots  # optional
         except ImportError:
             print("a plot of the losses needs matplotlib: pip install matplotlib")
         else:
-            plots.runs(workdirs).savefig(folder / PLOT, dpi=160)
+            _figure(plots, rows, means, folder, points).savefig(folder / PLOT, dpi=160)
             written.append(PLOT)
-    print(f"{' and '.join(written)} are in {folder}")
+    *others, last = written
+    print(f"{', '.join(others)}{' and ' * bool(others)}{last} are in {folder}")
+
+
+def _columns(rows: list[dict]) -> dict[str, list]:
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def _figure(plots, rows: list[dict], means: list[dict], folder: Path, points: list[grid.Point]):
+    """The means of groups over the runs that finished, as in their table; without groups all runs."""
+    group_of, order = groups.of(points), [row["group"] for row in means]
+    finished = [row["run"] for row in rows if not row["error"]]
+    if means and finished:
+        finished.sort(key=lambda run: order.index(group_of[run]))
+        title = "Validation loss: mean over seeds, and each seed"
+        return plots.runs([folder / run for run in finished], title, groups=group_of)
+    workdirs = [folder / point.name for point in points]
+    return plots.runs([workdir for workdir in workdirs if (workdir / "metrics.jsonl").exists()])
 
 
 if __name__ == "__main__":

@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from absl import flags
 
 import attnlab
-from attnlab import sample, train
+from attnlab import commands, sample, train
+from attnlab import config as configs
 from attnlab.data import tokenizers
 from attnlab.errors import UserError
 from attnlab.training.checkpoints import Checkpoints
@@ -73,6 +75,8 @@ def mistake(capsys, command, *arguments):
         ([QUICKSTART, "--config.modle.width=64"], r"\(did you mean model.width\?\)"),
         ([QUICKSTART, "--config.steps=abc"], r"config.steps=abc: invalid literal for int"),
         ([QUICKSTART, "--config.steps=1.5"], r"config.steps=1.5: invalid literal for int"),
+        ([QUICKSTART, "--config.steps=None"], r"config.steps = None: expected a value like 2000"),
+        ([QUICKSTART, "--config.model.sinks=None"], r"config.model.sinks = None: expected a value like False"),
         ([QUICKSTART, "--config.model=3"], r"config.model"),
         ([QUICKSTART, "--config.steps"], r"Missing value for flag --config.steps"),
         ([QUICKSTART, "--wrokdir=x"], r"Unknown command line flag 'wrokdir'. Did you mean: workdir \? \(see --help\)"),
@@ -326,6 +330,17 @@ def test_damaged_config_json_is_one_line(capsys, finished_run, tmp_path, damage)
     (copy / "config.json").write_text(damage)
     assert "config.json is damaged" in mistake(capsys, sample, f"--workdir={copy}")
     assert "config.json is damaged" in mistake(capsys, train, QUICKSTART, f"--workdir={copy}", *TINY)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_none_is_a_value_of_a_field_that_may_be_none(saved):
+    for texts, expected in ((["None"], None), (["8", "None"], None), (["None", "8"], 8)):
+        argv = ["train", *[QUICKSTART] * (not saved), *(f"--config.model.window={text}" for text in texts)]
+        values = flags.FlagValues()
+        commands.define_config(values, argv, configs.from_dict({"model": {"window": 16}}) if saved else None)
+        commands.parse(values, argv)
+        config, _ = commands.config_of(values)
+        assert configs.completed(config).model.window == expected
 
 
 @pytest.mark.parametrize("command", [train, sample])

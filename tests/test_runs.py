@@ -84,3 +84,28 @@ def test_plot_of_many_runs_gives_each_its_own_colour(tmp_path):
         write(tmp_path / f"run{number}", {"step": 1, "split": "val", "loss": 1.0 + number})
     lines = plots.runs(tmp_path / "*").axes[0].lines
     assert len({tuple(line.get_color()) for line in lines}) == 12
+
+
+def test_plot_of_groups_has_a_colour_and_a_mean_for_each(tmp_path):
+    for name, losses in {"a0": [3.0, 2.0], "a1": [5.0, 4.0, 1.0], "b0": [1.0]}.items():
+        records = [{"step": step, "split": "val", "loss": loss} for step, loss in enumerate(losses)]
+        write(tmp_path / name, *records, {"step": 0, "split": "train", "loss": 9.0})
+    axes = plots.runs(tmp_path / "*", groups={"a0": "a", "a1": "a"}).axes[0]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "b0"]
+    first, second, mean, alone = axes.lines
+    assert mean.get_xydata().tolist() == [[0, 4], [1, 3]] and alone.get_xydata().tolist() == [[0, 1]]
+    assert second.get_ydata().tolist() == [5, 4, 1]
+    assert first.get_color() == second.get_color() == mean.get_color() != alone.get_color()
+
+
+@pytest.mark.parametrize(("count", "length"), [(2, 4), (12, 60), (30, 120)])
+def test_plot_of_runs_has_its_legend_beside_the_data(tmp_path, count, length):
+    names = {f"run{number}": f"field={number}," + "x=1," * (length // 4) for number in range(count)}
+    for name in names:
+        write(tmp_path / name, {"step": 1, "split": "val", "loss": 1.0}, {"step": 9, "split": "val", "loss": 2.0})
+    figure = plots.runs(tmp_path / "*", groups=names)
+    figure.draw_without_rendering()
+    legend, axes = figure.axes[0].get_legend().get_window_extent(), figure.axes[0].get_window_extent()
+    assert legend.x0 >= axes.x1 and axes.width > 5 * figure.dpi
+    assert legend.x1 <= figure.bbox.x1 and legend.y0 >= figure.bbox.y0
+    assert len({str(line.get_color()) for line in figure.axes[0].lines}) == count

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import io
+import json
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ import pytest
 
 import attnlab
 from attnlab import sweep, train
-from attnlab.sweeping import running
+from attnlab.sweeping import grid, groups, running
 from tests.test_train import REPOSITORY, contents, records
 
 QUICK = [
@@ -79,6 +80,14 @@ def log(folder, name):
         (["--grid=config.seed=0,0"], "--grid names seed=0 twice: give each value once"),
         (["--grid=config.seed=0", "--grid=config.seed=1"], "--grid names config.seed twice"),
         (["--grid=config.model.width=16,17"], "17 is not divisible by"),
+        (["--grid=config.seed=0,1,2 config.steps=5,6"], "values of config.seed: 3, of config.steps: 2: fields in one"),
+        (["--grid=config.seed=0 config.sed=1"], "--grid=config.sed=1: config.sed is not a field (did you mean seed?)"),
+        (["--grid=config.steps=5 config.seed=0", "--grid=config.seed=1"], "--grid names config.seed twice"),
+        (["--grid=config.seed=0,None"], "--grid: config.seed = None: expected a value like 0"),
+        (["--grid=config.sinks=None"], "config.sinks is not a field (did you mean model.sinks?)"),
+        (["--grid=config.model.sinks=None"], "--grid: config.model.sinks = None: expected a value like False"),
+        (["--grid=config.data.path=None"], "--grid: config.data.path = None: expected a value like ''"),
+        (["--grid=config.model.positions=None"], "--grid: config.model.positions = 'None': expected one of"),
         (["--grid=config.seed=0,1", "--config.checkpoint.dir=/kept"], "/kept: runs cannot share it: leave it out"),
         (["--grid=config.seed=0,1", "--config.stpes=1"], "--config.stpes: the config has no such field"),
         (["--grid=config.seed=0,1", "--jobs=0"], "jobs"),
@@ -111,6 +120,120 @@ def test_dry_run_lists_the_commands_and_writes_nothing(tmp_path, capsys):
         f"--workdir={tmp_path}/sweep/learning_rate=0.001,name=python_docs"
     )
     assert not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "values"),
+    [
+        (["config.steps=5,6 config.seed=0,1"], [(5, 0), (6, 1)]),
+        (["config.steps=5,6   seed=0,1"], [(5, 0), (6, 1)]),
+        (["config.steps=5, 6 config.seed=0, 1"], [(5, 0), (6, 1)]),
+        (["config.steps=5,6 config.seed=0,1", "config.batch_size=3,4"], [(5, 0, 3), (5, 0, 4), (6, 1, 3), (6, 1, 4)]),
+        (['config.data.mixture="quijote=3, notes=1"'], [("quijote=3, notes=1",)]),
+        (
+            ['config.data.mixture="a=3, seed=1 config.seed=2",b=1 seed=1,2'],
+            [("a=3, seed=1 config.seed=2", 1), ("b=1", 2)],
+        ),
+        (["config.data.feature=my config.txt,text"], [("my config.txt",), ("text",)]),
+        (["config.model.window=None,16"], [(None,), (16,)]),
+        (
+            ["config.model.scan=None,True", "config.model.soft_cap=20,None"],
+            [(None, 20), (None, None), (1, 20), (1, None)],
+        ),
+    ],
+)
+def test_grid_has_the_values_of_its_axes(given, values):
+    assert [tuple(point.values.values()) for point in grid.points(given, [CONFIG])] == values
+
+
+def test_none_has_a_name_and_an_option_and_the_last_value_counts():
+    (point,) = grid.points(["config.model.window=None"], [CONFIG, "--config.model.window=16"])
+    assert point.name == "window=None" and point.options[-1] == "--config.model.window=None"
+    (point,) = grid.points(["config.seed=0"], [CONFIG, "--config.model.window=None", "--config.model.window=16"])
+    assert point.config.model.window == 16
+
+
+# --- groups
+
+
+def grouped(*given):
+    """The points of a grid with rows of a table: the loss is the seed, and the run with weight_decay=9 fails."""
+    points = grid.points(given, [CONFIG])
+    rows = []
+    for point in points:
+        failed = point.config.optimizer.weight_decay == 9 and point.config.seed != 1
+        rows.append({"run": point.name, "loss": None if failed else float(point.config.seed), "error": "x" * failed})
+    return points, rows
+
+
+def test_groups_have_the_mean_over_seeds_and_its_interval():
+    points, rows = grouped("config.optimizer.weight_decay=0.1,9,0.2", "config.seed=1,2,3", "config.model.window=None")
+    first, second, last = groups.table(points, rows[::-1])
+    assert first == {
+        "group": "weight_decay=9.0,window=None",
+        "optimizer.weight_decay": 9.0,
+        "model.window": None,
+        "seeds": 1,
+        "failed": 2,
+        "mean_loss": 1.0,
+        "low": None,
+        "high": None,
+    }
+    assert [second["group"], last["group"]] == ["weight_decay=0.1,window=None", "weight_decay=0.2,window=None"]
+    assert (last["seeds"], last["failed"], last["mean_loss"]) == (3, 0, 2.0)
+    half = 4.302652729911275 / 3**0.5  # Student's t for two degrees of freedom; the deviation of 1, 2, 3 is 1
+    assert last["low"] == pytest.approx(2 - half, abs=1e-9) and last["high"] == pytest.approx(2 + half, abs=1e-9)
+    assert sweep.as_text([first, last]).splitlines() == [
+        "weight decay  window  seeds  failed  mean loss      low    high",
+        "         9.0    None      1       2     1.0000        -       -",
+        "         0.2    None      3       0     2.0000  -0.4841  4.4841",
+    ]
+
+
+def test_group_without_a_finished_run_comes_last():
+    points, rows = grouped("config.optimizer.weight_decay=9,0.1", "config.seed=2,3")
+    assert [(row["seeds"], row["mean_loss"], row["low"]) for row in groups.table(points, rows)][1] == (0, None, None)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["config.seed=0,1"],
+        ["config.steps=5,6"],
+        ["config.steps=5,6", "config.seed=3"],
+        ["config.steps=5,6 config.seed=0,1"],
+    ],
+)
+def test_runs_that_differ_in_more_than_the_seed_are_no_groups(given):
+    points, rows = grouped(*given)
+    assert groups.of(points) == {} and groups.table(points, rows) == []
+
+
+def test_sweep_over_seeds_writes_groups_beside_the_runs(tmp_path, capsys, monkeypatch):
+    def trained(points, finished, folder, *_):
+        for point in points:
+            (folder / point.name).mkdir(exist_ok=True)
+            loss = point.config.seed + point.config.steps
+            records = [{"step": 4, "split": split, "loss": loss} for split in ("train", "val", "final")]
+            records[0]["tokens_per_second"] = 9000.0
+            (folder / point.name / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+        return {"steps=5,seed=2": "no room"}
+
+    monkeypatch.setattr(running, "train_all", trained)
+    monkeypatch.setattr(train, "is_finished", lambda *_: False)
+    assert swept(tmp_path / "sweep", "--grid=config.steps=5,6", "--grid=config.seed=0,1,2") == 1
+    out = capsys.readouterr().out
+    assert "95 % interval" in out and "runs.csv, groups.csv and runs.png are in" in out
+    with (tmp_path / "sweep" / "groups.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["group", "steps", "seeds", "failed", "mean_loss", "low", "high"]
+    assert [(row["group"], row["steps"], row["seeds"], row["failed"], row["mean_loss"]) for row in rows] == [
+        ("steps=5", "5", "2", "1", "5.5"),
+        ("steps=6", "6", "3", "0", "7.0"),
+    ]
+    assert len((tmp_path / "sweep" / "runs.csv").read_text().splitlines()) == 7
+    assert swept(tmp_path / "sweep", "--grid=config.steps=5,6", "--grid=config.seed=0") == 1
+    assert not (tmp_path / "sweep" / "groups.csv").exists()
 
 
 # --- runs

@@ -1,10 +1,14 @@
-"""The runs of a grid: one for every combination of its values, checked before any starts."""
+"""The runs of a grid: one for every combination of its values, checked before any starts.
+
+A grid is a sequence of axes. An axis is one field and its values, "config.seed=0,1", or several fields whose values
+vary together, "config.model.width=64,128 config.model.num_heads=2,4".
+"""
 
 import csv
 import hashlib
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from absl import flags
@@ -37,26 +41,28 @@ def points(grid: Sequence[str], options: Sequence[str]) -> list[Point]:
     """The runs of a grid, in the order of its values, the last field varying fastest.
 
     Args:
-      grid: "config.FIELD=VALUE,VALUE" for each field; a value with a comma is put in double quotes.
+      grid: "config.FIELD=VALUE,VALUE" for each field, or for several with as many values each, separated by spaces; a
+        value with a comma is put in double quotes.
       options: the options that all runs have, `--config=…` and `--config.FIELD=…`.
 
     Raises:
-      UserError: no such field, a field or a run that is named twice, a value that its field or the others forbid, a
-        folder of checkpoints that several runs would share.
+      UserError: no such field, a field or a run that is named twice, fields that vary together with different numbers
+        of values, a value that its field or the others forbid, a folder of checkpoints that several runs would share.
 
     >>> runs = points(["config.seed=0,1", "config.steps=10,20"], ["--config=quickstart"])
     >>> [run.name for run in runs]
     ['seed=0,steps=10', 'seed=0,steps=20', 'seed=1,steps=10', 'seed=1,steps=20']
+    >>> [run.name for run in points(["config.seed=0,1 config.steps=10,20"], ["--config=quickstart"])]
+    ['seed=0,steps=10', 'seed=1,steps=20']
     """
-    fields = dict(map(_field, grid))
-    if len(fields) < len(grid):
-        names = [_field(one)[0] for one in grid]
+    axes = list(map(_axis, grid))
+    names = [field for axis in axes for field, _ in axis]
+    if len(set(names)) < len(names):
         raise UserError(f"--grid names config.{max(names, key=names.count)} twice: give all its values at once")
     _config(options)  # whose errors are not those of the grid
     found = {}
-    for values in itertools.product(*fields.values()):
-        own = [f"--config.{field}={value}" for field, value in zip(fields, values)]
-        point = _point(list(fields), [*options, *own])
+    for combination in itertools.product(*(zip(*(texts for _, texts in axis)) for axis in axes)):
+        point = _point(dict(zip(names, itertools.chain(*combination))), options)
         if point.name in found:
             raise UserError(f"--grid names {point.name} twice: give each value once")
         found[point.name] = point
@@ -66,10 +72,34 @@ def points(grid: Sequence[str], options: Sequence[str]) -> list[Point]:
     return list(found.values())
 
 
-def _field(given: str) -> tuple[str, list[str]]:
+def _axis(given: str) -> list[tuple[str, list[str]]]:
+    """The fields of an axis, each with the texts of its values.
+
+    >>> _axis("config.model.width=64,128 config.optimizer.learning_rate=1e-3,5e-4")
+    [('model.width', ['64', '128']), ('optimizer.learning_rate', ['1e-3', '5e-4'])]
+    >>> _axis('config.data.mixture="quijote=3, notes=1"')
+    [('data.mixture', ['quijote=3, notes=1'])]
+    """
+    known = configs.fields(configs.default())
+    # Quoted values come first, because what they hold begins no field.
+    begins = re.compile(rf'"[^"]*"|(\s+)(?=config\.[\w.]+=|(?:{"|".join(map(re.escape, known))})=)')
+    ends = [found.span(1) for found in begins.finditer(given) if found[1]]
+    parts = [given[start:end] for (_, start), (end, _) in itertools.pairwise([(0, 0), *ends, (len(given), 0)])]
+    axis = [_field(part, known) for part in parts]
+    first, texts = axis[0]
+    for field, others in axis:
+        if len(others) != len(texts):
+            raise UserError(
+                f"--grid={given}: values of config.{first}: {len(texts)}, of config.{field}: {len(others)}: fields in "
+                "one --grid vary together and need as many values each"
+            )
+    return axis
+
+
+def _field(given: str, known: Mapping) -> tuple[str, list[str]]:
     """The field of "config.FIELD=VALUE,VALUE" and the texts of its values."""
     name, equals, values = given.partition("=")
-    field, known = name.removeprefix("config."), configs.fields(configs.default())
+    field = name.removeprefix("config.")
     if field not in known:
         raise UserError(f"--grid={given}: config.{field} is not a field{configs.nearest(field, known)}")
     if not equals:
@@ -85,13 +115,18 @@ def _config(options: Sequence[str]) -> ConfigDict:
     return configs.completed(config)
 
 
-def _point(names: list[str], options: list[str]) -> Point:
+def _point(texts: Mapping[str, str], options: Sequence[str]) -> Point:
+    own = [f"--config.{field}={text}" for field, text in texts.items()]
     try:
-        config = _config(options)
+        config = _config([*options, *own])
     except UserError as error:
         raise UserError(f"--grid: {error}") from error
-    values = {name: configs.fields(config)[name] for name in names}
-    return Point(name_of(values), values, options, config)
+    values = {field: configs.fields(config)[field] for field in texts}
+    for field, text in texts.items():
+        if text == "None" and values[field] is not None:  # a text, which would be the name of a file
+            like = configs.fields(configs.default())[field]
+            raise UserError(f"--grid: config.{field} = None: expected a value like {like!r}")
+    return Point(name_of(values), values, [*options, *own], config)
 
 
 def name_of(values: dict) -> str:
