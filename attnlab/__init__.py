@@ -16,6 +16,7 @@ __all__ = [
     "LinearState",
     "attention",
     "attention_weights",
+    "comparing",
     "context_parallel",
     "explain",
     "implementations",

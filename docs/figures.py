@@ -1,7 +1,7 @@
 """The figures of the README and of the studies' pages, from runs made now.
 
 python docs/figures.py              # all of them: hours on two CPU cores, as most studies are full runs
-python docs/figures.py attention race resume see
+python docs/figures.py attention race resume see compare
 python docs/figures.py scaling norms
 python docs/figures.py runs/all     # studies that have run: the folder of `attnlab study all`
 
@@ -42,7 +42,7 @@ COLORS = 96  # of a palette: enough for a heat map, and a third of the bytes
 
 def main(names: list[str]) -> int:
     """Makes the figures with these names, all when there are none."""
-    known = {"attention": attention, "race": race, "resume": resume, "see": see}
+    known = {"attention": attention, "race": race, "resume": resume, "see": see, "compare": compare}
     known |= {name: lambda folder, name=name: study(name, folder) for name in STUDIES}
     known |= {name: lambda _, ran=Path(name): keep_all(ran) for name in names if Path(name).is_dir()}
     if unknown := [name for name in names if name not in known]:
@@ -174,6 +174,13 @@ def see(folder: Path) -> None:
             shot = Image.open(io.BytesIO(tab.screenshot(full_page=True)))
             shrink(shot, IMAGES / f"see_{scheme}.png", width=1280, colors=200)
         browser.close()
+
+
+def compare(folder: Path) -> None:
+    """Compares positions on the Python language reference, as docs/guide/comparing.md has it."""
+    workdir = IMAGES.parents[1] / "build" / "figures" / "compare" / "positions"
+    run("attnlab.compare", "--config=configs/compare_positions.py", f"--workdir={workdir}")
+    shrink(Image.open(workdir / "losses.png"), IMAGES / "compare.png")
 
 
 def study(name: str, folder: Path) -> None:

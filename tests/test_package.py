@@ -190,6 +190,8 @@ def test_documented_commands_name_what_exists(capsys):
         assert module.main([f"attnlab {command}", *target, "--help"]) == 0, command
         text = capsys.readouterr().out
         for option in options:
+            if not option.startswith("--"):  # the value of the option before it
+                continue
             name, _, value = option.removeprefix("--").partition("=")
             if name == "config":
                 assert (REPOSITORY / "configs" / f"{value.split(':')[0]}.py").exists(), option

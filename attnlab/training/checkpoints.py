@@ -285,6 +285,7 @@ class Checkpoints:
 
     def shapes(self, step: int) -> dict | None:
         """The tree of the parameters, of objects with a `shape`, without reading them; None where it is damaged."""
+        _ignore_late_io()
         folder = self.directory / str(step) / "params"
         try:
             if any(map(_is_endless, _files(folder))):

@@ -46,7 +46,7 @@ def results(backend, *arrays):
 
 
 def arrays():
-    return [x for x in np.random.default_rng(0).standard_normal((3, BATCH, LENGTH, HEADS, 8), np.float32)]
+    return list(np.random.default_rng(0).standard_normal((3, BATCH, LENGTH, HEADS, 8), np.float32))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
