@@ -66,10 +66,16 @@ def mistake(capsys, command, *arguments):
     "arguments, message",
     [
         ([], r"--config is missing: name an experiment, e.g. --config=quickstart"),
-        (["--config=quickstrat"], r"no such experiment or file \(did you mean quickstart\?\): there are compare_positions, gpt2_124m, "),
+        (
+            ["--config=quickstrat"],
+            r"no such experiment or file \(did you mean quickstart\?\): there are compare_positions, gpt2_124m, ",
+        ),
         (["--config=configs/quickstrat.py"], r"no such experiment or file \(did you mean configs/quickstart.py\?\)"),
         (["--config=nowhere/quickstart.py"], r"no such experiment or file \(did you mean quickstart\?\)"),
-        (["--config=nowhere/x.py"], r"--config=nowhere/x.py: no such experiment or file: there are compare_positions, gpt2_124m"),
+        (
+            ["--config=nowhere/x.py"],
+            r"--config=nowhere/x.py: no such experiment or file: there are compare_positions, gpt2_124m",
+        ),
         ([QUICKSTART, "--config.model.widht=64"], r"has no such field \(did you mean model.width\?\)"),
         ([QUICKSTART, "--config.stpes=64"], r"--config.stpes: .* \(did you mean steps\?\)"),
         ([QUICKSTART, "--config.modle.width=64"], r"\(did you mean model.width\?\)"),

@@ -205,3 +205,21 @@ def test_more_windows_than_there_are_may_be_asked_for():
 def test_too_short_text_of_a_mixture_is_one_line():
     with pytest.raises(UserError, match="training text has 5 tokens"):
         train([TEXT, TEXT[:5]], weights=[1, 1])
+
+
+@pytest.mark.parametrize("windows", [3, 100])
+def test_halves_of_a_text_are_evaluated_apart(windows):
+    def tokens(part):
+        made = EvalBatches(np.arange(103), context=4, batch_size=2, windows=windows, part=part)
+        batches = [batch.tokens[batch.weight > 0] for batch in made]
+        assert sum(map(len, batches)) == made.windows <= windows
+        return set(np.concatenate(batches).ravel().tolist())
+
+    first, second, whole = map(tokens, ("first", "second", "all"))
+    assert max(first) <= 50 and min(second) == 51 and not first & second
+    assert max(second) > 95 and min(first) == 0 and max(whole) > 95
+
+
+def test_half_that_is_shorter_than_a_window_is_named():
+    with pytest.raises(UserError, match="the second half of the validation text has 5 tokens, shorter than"):
+        EvalBatches(np.arange(10), context=8, batch_size=1, windows=1, part="second")
