@@ -10,11 +10,18 @@ import sys
 import time
 from types import SimpleNamespace
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import attnlab
 from attnlab import compare, comparing, train
 from attnlab.comparing import measuring
+from attnlab.data.batches import Batch
 from attnlab.sweeping import running
+from attnlab.training import text as texts
+from attnlab.training.state import token_losses
+from attnlab.training.workdir import Workdir
 from tests.test_sweep import CONFIG, QUICK, SHORT
 from tests.test_train import REPOSITORY
 
@@ -130,6 +137,23 @@ def test_every_column_has_its_value(finished):
     assert rotary["decode_state_bytes_1x"] == cache and rotary["decode_state_bytes_8x"] == 8 * (cache - 4) + 4
     assert rotary["peak_memory_bytes"] > 3 * 4 * rotary["parameters"]  # with AdamW's two moments
     assert (rotary["seeds"], rotary["diverged"], rotary["failed"], rotary["comparable"]) == (2, 0, 0, True)
+
+
+def test_losses_by_position_are_of_the_second_half_of_the_held_out_text(finished):
+    folder, _ = finished
+    workdirs = sorted(folder.glob("variant=window,*"))
+    runs = [attnlab.load(workdir) for workdir in workdirs]
+    config = runs[0].config.copy_and_resolve_references()
+    config.model.context, config.eval.windows, config.batch_size, config.eval.part = 64, 2, 2, "second"
+    (batch,) = texts.load(config, Workdir(workdirs[0])).validation
+    losses = [
+        token_losses(run.model.clone(context=64), run.params["params"], Batch(*map(jnp.asarray, batch[:3]))).mean(0)
+        for run in runs
+    ]
+    expected = np.mean(losses, axis=0).reshape(4, 16)
+    window = comparing.read(folder)[2]
+    found = [window[f"loss_{times}x"] for times in (1, 2, 4)]
+    np.testing.assert_allclose(found, [expected[0].mean(), expected[1].mean(), expected[2:].mean()], rtol=1e-5)
 
 
 def test_second_run_trains_and_measures_nothing_and_writes_the_same_table(finished, monkeypatch, capsys):

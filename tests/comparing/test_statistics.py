@@ -72,6 +72,15 @@ def test_difference_that_is_detectable_is_seen_by_the_seeds_that_it_needs():
     assert statistics.seeds_needed(1e-3) == statistics.MOST_SEEDS
 
 
+def test_what_is_detectable_allows_for_the_other_variants():
+    losses = np.random.default_rng(3).normal(size=(3, 5))
+    found = statistics.differences(losses)
+    first, second = sorted(range(2), key=lambda n: stats.ttest_rel(losses[n + 1], losses[0]).pvalue)
+    for n, level in ((first, 0.025), (second, 0.05)):
+        spread = (losses[n + 1] - losses[0]).std(ddof=1)
+        assert found[n].detectable == pytest.approx(statistics.detectable_effect(5, level) * spread)
+
+
 def test_one_seed_has_no_interval_and_no_verdict():
     (found,) = statistics.differences([[1.0], [2.0]])
     assert found.verdict == "not told apart" and np.isnan([found.interval, found.detectable]).all()

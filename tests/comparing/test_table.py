@@ -92,11 +92,11 @@ def test_learning_rate_is_that_of_the_lowest_loss(tmp_path, losses, rate, at_edg
 @pytest.fixture
 def rows(tmp_path):
     """A table of two variants; the second has a run that diverged."""
-    seconds = {"one": 10.0, "two": 20.0}
+    speeds = {"one": [10.0, 20.0, 40.0], "two": [80.0] * 3}  # tokens per second, of 90 tokens
     losses = {"one": [1.0, 1.2, 1.1], "two": [1.5, None, 1.6]}
     for variant in VARIANTS:
-        for point, loss in zip(PROTOCOL.final(variant, 1e-2), losses[variant.name]):
-            steps = [trained(1, seconds[variant.name]), validated(1, 2.0), trained(9, seconds[variant.name])]
+        for point, loss, speed in zip(PROTOCOL.final(variant, 1e-2), losses[variant.name], speeds[variant.name]):
+            steps = [trained(1, speed), validated(1, 2.0), trained(9, speed)]
             run(tmp_path / point.name, *steps, *([DIVERGED] if loss is None else [validated(9, loss), final(loss)]))
     rates = {variant.name: (1e-2, False) for variant in VARIANTS}
     measured = {"one": {"parameters": 7, "position_step": 2, "losses_by_position": [1.0] * 8 + [3.0] * 8}}
@@ -110,9 +110,10 @@ def test_table_counts_runs_that_diverged_and_pairs_seeds(rows):
     assert two["difference_loss"] == pytest.approx(two["loss"] - one["loss"]) and two["verdict"] == "not told apart"
     assert all(value is None for name, value in one.items() if name.startswith(("difference_", "verdict")))
     assert (one["loss_1x"], one["loss_2x"], one["loss_4x"], two["loss_1x"]) == (1.0, 3.0, None, None)
-    assert one["loss_at_equal_time"] == pytest.approx(1.1)  # after 9 seconds
+    # After 4.5 s, the median of 9, 4.5 and 2.25: the first run is 3.5 s into 8, the third one is over.
+    assert one["loss_at_equal_time"] == pytest.approx((2 - 3.5 / 8 + 1.2) / 2)
     assert two["loss_at_equal_time"] is None  # when its runs are over
-    assert (one["train_tokens_per_second"], two["train_tokens_per_second"]) == (10.0, 20.0)
+    assert (one["train_tokens_per_second"], two["train_tokens_per_second"]) == (20.0, 80.0)
 
 
 def test_table_comes_back_as_it_was(rows, tmp_path):

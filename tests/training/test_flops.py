@@ -34,3 +34,11 @@ def test_flops_per_token_count_keys_within_the_window():
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_peak_flops_are_plausible(precision):
     assert 1e8 < flops.peak(precision) < 1e16
+
+
+def test_decoded_token_costs_its_weights_and_its_visible_keys():
+    """Two layers, one with a window of 3; four heads of 4 features, two of keys; 16 positions."""
+    model = GPT(10, 2, 4, 16, 16, kv_heads=2, window=3, pattern="local global")
+    weights = 2 * (16 * 4 * (2 * 4 + 2 * 2) + 2 * 4 * 16 * 16) + 10 * 16
+    assert flops.per_decoded_token(model, 16) == 2 * weights + 4 * 4 * 4 * (3 + 16)
+    assert flops.per_decoded_token(model, 2) == 2 * weights + 4 * 4 * 4 * (2 + 2)
