@@ -21,9 +21,9 @@ from pathlib import Path
 
 from absl import flags
 
-from attnlab import commands
+from attnlab import commands, train
+from attnlab.comparing import measuring, table
 from attnlab.comparing import protocol as protocols
-from attnlab.comparing import table
 from attnlab.comparing.protocol import FACTORS, Protocol
 from attnlab.comparing.variants import SIZES, Variant, config_of, matched, parse, size
 from attnlab.errors import UserError
@@ -72,7 +72,7 @@ def _main(values, argv: list[str]) -> int:
     file = values.variants or (None if values.variant else commands.given(argv, "config")[-1].partition(":")[0])
     variants = parse(values.variant, file)
     if len(variants) < 2:
-        raise UserError("one variant: name another to compare it with, e.g. --variant \"alibi: model.positions=alibi\"")
+        raise UserError('one variant: name another to compare it with, e.g. --variant "alibi: model.positions=alibi"')
     folder = Path(values.workdir or f"runs/{name}-comparison")
     defaults = [one for one in DEFAULTS if not any(word.startswith(one.partition("=")[0]) for word in options)]
     protocol = _protocol(values, config, (*options, *defaults))
@@ -128,24 +128,18 @@ def _train(points, folder: Path, jobs: int, lock: int, clock) -> dict[str, str]:
 
 
 def _measure(final, folder: Path, lock: int) -> dict[str, dict]:
-    """What each variant costs, measured in one process after another."""
-    files, words = {}, {}
+    """What each variant costs, measured in one process after another; without variants that have no finished run."""
+    logs, files, words = folder / running.LOGS, {}, {}
     for name, points in final.items():
-        workdirs = [str(folder / point.name) for point in points if not protocols.diverged(folder / point.name)]
-        workdirs = [
-            workdir for workdir in workdirs if protocols.loss_of(Path(workdir)) == protocols.loss_of(Path(workdir))
-        ]
-        if workdirs:
-            files[name] = folder / running.LOGS / f"{Path(workdirs[0]).name}-{len(workdirs)}.json"
-            if not files[name].exists():
-                words[f"measuring-{Path(workdirs[0]).name}"] = [
-                    "attnlab.comparing.measuring",
-                    str(files[name]),
-                    *workdirs,
-                ]
-    for ended in running.run_all(words, 1, folder / running.LOGS, lock):
+        workdirs = [folder / point.name for point in points if train.is_finished(point.config, folder / point.name)]
+        if not workdirs:
+            continue
+        files[name] = logs / f"{workdirs[0].name}-{len(workdirs)}.json"
+        if not files[name].exists():
+            words[f"measuring {workdirs[0].name}"] = [measuring.__name__, str(files[name]), *map(str, workdirs)]
+    for ended in running.run_all(words, 1, logs, lock):
         if ended.error:
-            print(f"{ended.name} failed: {ended.error} (see {folder / running.LOGS})", file=sys.stderr)
+            print(f"{ended.name} failed: {ended.error} (see {logs})", file=sys.stderr)
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
 

@@ -93,7 +93,7 @@ def weights(
         if legend:
             figure.legend(handles=legend, loc="outside lower center", ncols=2, frameon=False)
         figure.colorbar(image, label=label, shrink=0.8)
-        return _finished(figure, title)
+        return finished(figure, title)
 
 
 def heads(
@@ -140,7 +140,7 @@ def heads(
         if legend := _mask_legend(values):
             figure.legend(handles=legend, loc="outside lower right", frameon=False)
         figure.colorbar(image, ax=[axes for axes in grid.flat if axes.figure], label=label, shrink=0.7)
-        return _finished(figure, title)
+        return finished(figure, title)
 
 
 def atlas(
@@ -191,7 +191,7 @@ def atlas(
         figure.colorbar(
             image, label=label, shrink=0.8, ticks=norm.vmax * np.array([0, 0.01, 0.1, 0.25, 0.5, 1]), format="%.2g"
         )
-        return _finished(figure, title)
+        return finished(figure, title)
 
 
 def effects_grid(
@@ -230,7 +230,7 @@ def effects_grid(
         for spine in axes.spines.values():
             spine.set_visible(False)
         figure.colorbar(image, label=label, shrink=0.8)
-        return _finished(figure, title)
+        return finished(figure, title)
 
 
 def masks(shown: Mapping[str, Mask | np.ndarray], title: str, *, length: int = 16, columns: int = 4) -> Figure:
@@ -268,7 +268,7 @@ def masks(shown: Mapping[str, Mask | np.ndarray], title: str, *, length: int = 1
                 spine.set_visible(False)
         figure.supxlabel("key index")
         figure.supylabel("query index")
-        return _finished(figure, title)
+        return finished(figure, title)
 
 
 def lines(
@@ -300,7 +300,7 @@ def lines(
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(6.4, 4))
         curves(axes, series, x=x, y=y, log=log, spread=spread, dashed=dashed, markers=markers)
-        return _finished(figure, title)
+        return finished(figure, title)
 
 
 def panels(drawn: Mapping[str, Mapping], title: str, *, columns: int = 2) -> Figure:
@@ -321,7 +321,7 @@ def panels(drawn: Mapping[str, Mapping], title: str, *, columns: int = 2) -> Fig
         for (name, panel), axes in zip(drawn.items(), grid.flat):
             curves(axes, **panel, colors=colors)
             axes.set_title(name)
-        return _finished(figure, title)
+        return finished(figure, title)
 
 
 def training(runs: Mapping[str, Sequence[Mapping]], title: str, *, y: str = "loss (nats per token)") -> Figure:
@@ -346,7 +346,7 @@ def training(runs: Mapping[str, Sequence[Mapping]], title: str, *, y: str = "los
         axes.set_xlabel("step (updates)")
         axes.set_ylabel(y)
         axes.legend(frameon=False)
-        return _finished(figure, title)
+        return finished(figure, title)
 
 
 def runs(
@@ -392,7 +392,7 @@ def runs(
         axes.set_ylabel(y)
         axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize=LABEL_SIZE, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
-        return _finished(figure, title)
+        return finished(figure, title)
 
 
 def _distinct(count: int) -> Sequence:
@@ -461,7 +461,7 @@ def curves(axes: Axes, series, *, x, y, log="", spread=None, dashed=(), markers=
         axes.legend(frameon=False, fontsize=8)
 
 
-def _finished(figure, title):
+def finished(figure, title):
     """Add the title, wrapped to the figure's width, and close the figure so that a notebook shows it only once."""
     figure.suptitle(textwrap.fill(title, int(11.5 * figure.get_figwidth())))
     plt.close(figure)

@@ -4,7 +4,7 @@
     attnlab compare --config=compare_positions --config.data.path=FILE.txt --workdir=runs/mine
     attnlab train --config=compare_positions
 
-The model of `quickstart`, 600 steps a run; 45 runs, a quarter of an hour on two CPU cores.
+The model of `quickstart`, 600 steps a run; 45 runs, about twenty minutes on two CPU cores.
 """
 
 from attnlab.config import default

@@ -30,7 +30,7 @@ def losses(rows: Sequence[Mapping], seeds: Mapping[str, Sequence[float]]) -> Fig
         axes.set_ylim(-0.6, len(drawn) - 0.4)
         axes.set_xlabel("loss on held-out text (nats per token), 95 % interval over seeds")
         axes.grid(axis="x", alpha=0.25)
-        return plots._finished(figure, f"Verdicts against {rows[0]['variant']}, corrected for their number")
+        return plots.finished(figure, f"Verdicts against {rows[0]['variant']}, corrected for their number")
 
 
 def _label(row: Mapping) -> str:
@@ -54,4 +54,4 @@ def curves(workdirs: Mapping[str, Sequence[Path]]) -> Figure:
         axes.set_ylabel("loss on held-out text (nats per token)")
         axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
-        return plots._finished(figure, "Loss over tokens: mean and range of the seeds")
+        return plots.finished(figure, "Loss over tokens: mean and range of the seeds")
