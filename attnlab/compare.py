@@ -51,7 +51,7 @@ def _define(values, argv) -> None:
     commands.define_config(values, argv)
     text, whole = flags.DEFINE_string, flags.DEFINE_integer
     flags.DEFINE_multi_string("variant", [], '"NAME: FIELD=VALUE FIELD=VALUE"; several times', flag_values=values)
-    text("variants", None, "Python file with a dictionary VARIANTS; without any, that of --config", flag_values=values)
+    text("variants", None, "Python file with a dictionary VARIANTS; else that of --config", flag_values=values)
     flags.DEFINE_list(
         "learning_rates",
         None,
@@ -128,7 +128,7 @@ def _train(points, folder: Path, jobs: int, lock: int, clock) -> dict[str, str]:
 
 
 def _measure(final, folder: Path, lock: int) -> dict[str, dict]:
-    """What each variant costs, measured in one process after another; without variants that have no finished run."""
+    """The measurements of each variant that has a finished run, made in one process after another."""
     logs, files, words = folder / running.LOGS, {}, {}
     for name, points in final.items():
         workdirs = [folder / point.name for point in points if train.is_finished(point.config, folder / point.name)]

@@ -1,4 +1,4 @@
-"""What a variant costs and how it extrapolates, measured on its finished runs, in a process without other work.
+"""Measure a variant's costs, and its losses beyond the context, on its finished runs.
 
 python -m attnlab.comparing.measuring OUT.json WORKDIR WORKDIR …
 """

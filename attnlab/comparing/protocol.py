@@ -1,5 +1,4 @@
-"""Which runs a comparison needs, and what they tell: learning rates chosen on one half of the held-out text, losses on
-the other half over fresh seeds."""
+"""The runs of a comparison: learning rates are chosen on one half of the held-out text, losses come from the other."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ FACTORS = (1 / 9, 1 / 3, 1.0, 3.0)  # of the config's learning rate, where the u
 
 
 class Protocol(NamedTuple):
-    """What the runs of all variants share.
+    """The options, learning rates and seeds that all variants share.
 
     Attributes:
       options: the options of `attnlab train`.
@@ -68,7 +67,7 @@ def diverged(workdir: Path) -> bool:
 
 
 def loss_of(workdir: Path) -> float:
-    """The loss of a run on its half of the held-out text; of one that diverged that of chance, ln V; NaN if unfinished.
+    """A run's loss on its half of the held-out text; ln V, the loss of chance, if it diverged; NaN if unfinished.
 
     A variant that diverges is no better than chance with that seed: leaving the run out would reward it.
     """
@@ -94,7 +93,7 @@ def chosen_rate(protocol: Protocol, variant: Variant, folder: Path) -> tuple[flo
 def curve(workdir: Path) -> np.ndarray:
     """A run's validations as rows of tokens, seconds of training until then, and loss: `[n, 3]`.
 
-    Seconds are those of the steps: compilation, evaluation and saving are left out.
+    Seconds are spent in steps: compilation, evaluation and saving are not counted.
     """
     seconds, before, rows = 0.0, 0, []
     for record in metrics.read(workdir / "metrics.jsonl"):

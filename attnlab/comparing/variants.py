@@ -25,7 +25,7 @@ class Variant(NamedTuple):
 
     Attributes:
       name: as the user gave it.
-      options: those of `attnlab train` that make it, `--config.FIELD=VALUE`.
+      options: options of `attnlab train` that make it, `--config.FIELD=VALUE`.
       comparable: whether its size is within 5 % of the first variant's, where sizes are matched; else True.
     """
 

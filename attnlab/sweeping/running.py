@@ -51,7 +51,7 @@ def check_folder(folder: Path, mark: str) -> None:
 
 @contextlib.contextmanager
 def claimed(folder: Path, mark: str, content: dict) -> Iterator[int]:
-    """Context in which this process, and those of its runs, alone use a folder; a signal interrupts it.
+    """Context in which this process and its runs alone use a folder; a signal interrupts it.
 
     Args:
       folder: made where it is missing.
