@@ -51,7 +51,8 @@ def _define(values, argv) -> None:
     commands.define_config(values, argv)
     text, whole = flags.DEFINE_string, flags.DEFINE_integer
     flags.DEFINE_multi_string("variant", [], '"NAME: FIELD=VALUE FIELD=VALUE"; several times', flag_values=values)
-    text("variants", None, "Python file with a dictionary VARIANTS; else that of --config", flag_values=values)
+    whence = "Python file with a dictionary VARIANTS; by default the file of --config"
+    text("variants", None, whence, flag_values=values)
     flags.DEFINE_list(
         "learning_rates",
         None,
@@ -184,14 +185,15 @@ def _print_runs(protocol: Protocol, variants: list[Variant], tuning) -> int:
     available = flops.peak(precision.resolved(config_of(protocol.options).precision))
     for variant in variants:
         config = config_of([*protocol.options, *variant.options], variant.name)
-        points = [*protocol.tuning(variant), *protocol.final(variant, protocol.rates[0])]
+        choosing = protocol.tuning(variant)
+        points = [*choosing, *protocol.final(variant, protocol.rates[0])]
         estimate = protocols.estimate(points, size(config, vocab_size, "flops"), available)
         seconds += estimate
         print(f"{variant.name}: about {estimate / 60:.0f} min  {' '.join(variant.options)}")
-        print("\n".join(f"  choosing: {point.name}" for point in protocol.tuning(variant)))
-        print(
-            f"  then, at the best of {len(protocol.rates)} learning rates: seeds {', '.join(map(str, protocol.seeds))}"
-        )
+        for point in choosing:
+            print(f"  choosing: {point.name}")
+        best = f"at the best of {len(protocol.rates)} learning rates" if choosing else f"at {protocol.rates[0]:g}"
+        print(f"  {best}: seeds {', '.join(map(str, protocol.seeds))}")
     count = len(tuning) + len(variants) * len(protocol.seeds)
     print(f"{count} runs, about {seconds / 60:.0f} min one after another, at a third of this device's speed")
     return 0
