@@ -26,7 +26,7 @@ from attnlab.training.workdir import Workdir
 
 LONGER = (1, 8)  # contexts at which decoding is timed, over the training's
 FURTHEST = 4  # context at which losses are measured, over the training's
-BUCKETS = 8  # of positions in each training context
+SPANS = ((0, 1), (1, 2), (2, FURTHEST))  # of positions, over the training's context
 DECODED = 64  # tokens that are timed
 ROUNDS = 5
 
@@ -55,9 +55,9 @@ def measured(workdirs: list[Path]) -> dict:
     Returns:
       parameters; flops_per_token_train and _decode (at the training's context); peak_memory_bytes of a training step,
       as compiled; for 1 and, where the positions allow it, 8 times the context: prefill_tokens_per_second_8x,
-      decode_tokens_per_second_8x (batch 1, greedy), decode_state_bytes_8x, counted from the caches; and
-      losses_by_position, mean losses on the second half of the held-out text in windows of up to 4 contexts, with
-      `position_step` positions in each value.
+      decode_tokens_per_second_8x (batch 1, greedy), decode_state_bytes_8x, counted from the caches; and loss_1x,
+      loss_2x and loss_4x, mean losses at positions up to 1, 2 and 4 contexts on the second half of the held-out text, where
+      positions and text allow it.
     """
     run = loading.load(workdirs[0])
     config, model = run.config, run.model
@@ -77,7 +77,8 @@ def measured(workdirs: list[Path]) -> dict:
         for name, value in _decoding(model, run.params, times * context).items():
             found[f"{name}_{times}x"] = value
     losses = np.mean([_losses_by_position(loading.load(workdir), workdir) for workdir in workdirs], axis=0)
-    return found | {"position_step": max(1, context // BUCKETS), "losses_by_position": losses.tolist()}
+    spans = {end: losses[start * context : end * context] for start, end in SPANS}
+    return found | {f"loss_{end}x": float(x.mean()) for end, x in spans.items() if len(losses) >= end * context}
 
 
 def extends(model: GPT) -> bool:
@@ -131,11 +132,11 @@ def _timed(function, *args):
 
 
 def _losses_by_position(run: loading.Run, workdir: Path) -> np.ndarray:
-    """Mean losses in buckets of positions, `[buckets]`, in windows as long as positions and text allow."""
+    """Mean loss at each position, `[positions]`, in windows as long as positions and text allow."""
     longest = FURTHEST if extends(run.model) else 1
     for times in range(longest, 0, -1):
         try:
-            return _bucket_losses(run, _longer(run.config, times), workdir)
+            return _mean_losses(run, _longer(run.config, times), workdir)
         except UserError:
             if times == 1:
                 raise
@@ -151,7 +152,7 @@ def _longer(config: ConfigDict, times: int) -> ConfigDict:
     return config
 
 
-def _bucket_losses(run: loading.Run, config: ConfigDict, workdir: Path) -> np.ndarray:
+def _mean_losses(run: loading.Run, config: ConfigDict, workdir: Path) -> np.ndarray:
     model = run.model.clone(context=config.model.context)
     batches = texts.load(config, Workdir(workdir)).validation
 
@@ -163,9 +164,7 @@ def _bucket_losses(run: loading.Run, config: ConfigDict, workdir: Path) -> np.nd
     for number in range(len(batches)):
         of_positions, windows = jax.device_get(losses(run.params["params"], batches[number]))
         sums, count = sums + of_positions.astype(np.float64), count + windows
-    step = max(1, run.config.model.context // BUCKETS)
-    means = sums / count
-    return means[: len(means) // step * step].reshape(-1, step).mean(axis=1)
+    return sums / count
 
 
 if __name__ == "__main__":

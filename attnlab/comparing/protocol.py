@@ -99,9 +99,9 @@ def curve(workdir: Path) -> np.ndarray:
     for record in metrics.read(workdir / "metrics.jsonl"):
         if record["split"] == "train":
             seconds += (record["tokens"] - before) / record["tokens_per_second"]
-            before, speed = record["tokens"], record["tokens_per_second"]
+            before, rate = record["tokens"], record["tokens_per_second"]
         elif record["split"] == "val" and before:
-            rows.append((record["tokens"], seconds + (record["tokens"] - before) / speed, record["loss"]))
+            rows.append((record["tokens"], seconds + (record["tokens"] - before) / rate, record["loss"]))
     return np.array(rows, np.float64).reshape(-1, 3)
 
 

@@ -109,13 +109,9 @@ def _at_equal_time(curves: Sequence[np.ndarray], seconds: float) -> dict:
 
 
 def _measured(found: Mapping) -> dict:
-    row = {name: found.get(name) for name in FACTS}
-    losses, step = np.array(found.get("losses_by_position", [])), found.get("position_step", 1)
-    context = step * 8
-    for before, times in ((0, 1), (1, 2), (2, 4)):
-        span = losses[before * context // step : times * context // step]
-        row[f"loss_{times}x"] = float(span.mean()) if len(span) == (times - before) * context // step else None
-    return row | {f"{name}_{times}x": found.get(f"{name}_{times}x") for name in SPEEDS for times in (1, 8)}
+    losses = [f"loss_{times}x" for times in (1, 2, 4)]
+    speeds = [f"{name}_{times}x" for name in SPEEDS for times in (1, 8)]
+    return {name: found.get(name) for name in (*FACTS, *losses, *speeds)}
 
 
 def _median(values: Sequence[float]) -> float | None:

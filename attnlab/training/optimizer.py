@@ -23,10 +23,13 @@ _MATRICES = (
 
 
 class Peaks(NamedTuple):
-    """The learning rates at their peaks, as numbers or float32 scalars: what a compiled step takes as an argument."""
+    """The learning rates at their peaks, as numbers or float32 scalars: what a compiled step takes as an argument.
 
-    learning_rate: float | jax.Array
-    muon_learning_rate: float | jax.Array
+    Also their schedules, once the peaks have been multiplied with the shape of the schedule.
+    """
+
+    learning_rate: float | jax.Array | optax.Schedule
+    muon_learning_rate: float | jax.Array | optax.Schedule
 
 
 def peaks(config: ConfigDict) -> Peaks:
@@ -127,10 +130,9 @@ def make(
     True
     """
     known = {"adamw": _adamw, "muon": _muon, "lion": _lion, "sgd": _sgd}
-    shape, at = _shape(config, steps, extensions), at or peaks(config)
-    b2, rate = decay_rate(config, tokens_per_update), _times(at.learning_rate, shape)
-    of_matrices = [_times(at.muon_learning_rate, shape)] if config.name == "muon" else []
-    update = known[config.name](config, rate, b2, *of_matrices)
+    shape = _shape(config, steps, extensions)
+    rates = Peaks(*(_times(peak, shape) for peak in at or peaks(config)))
+    update = known[config.name](config, rates, decay_rate(config, tokens_per_update))
     optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), update)
     return skipping_nonfinite(optimizer) if skip_nonfinite else optimizer
 
@@ -156,31 +158,31 @@ def decay_rate(config: ConfigDict, tokens_per_update: int | None) -> float:
     return 0.5 ** (tokens_per_update / config.b2_halflife)
 
 
-def _adamw(config: ConfigDict, rate: optax.Schedule, b2: float) -> optax.GradientTransformation:
-    return optax.adamw(rate, b1=config.b1, b2=b2, weight_decay=config.weight_decay, mask=decayed)
+def _adamw(config: ConfigDict, rates, b2: float) -> optax.GradientTransformation:
+    return optax.adamw(rates.learning_rate, b1=config.b1, b2=b2, weight_decay=config.weight_decay, mask=decayed)
 
 
-def _lion(config: ConfigDict, rate: optax.Schedule, b2: float) -> optax.GradientTransformation:
-    return optax.lion(rate, b1=config.b1, b2=b2, weight_decay=config.weight_decay, mask=decayed)
+def _lion(config: ConfigDict, rates, b2: float) -> optax.GradientTransformation:
+    return optax.lion(rates.learning_rate, b1=config.b1, b2=b2, weight_decay=config.weight_decay, mask=decayed)
 
 
-def _sgd(config: ConfigDict, rate: optax.Schedule, b2: float) -> optax.GradientTransformation:
+def _sgd(config: ConfigDict, rates, b2: float) -> optax.GradientTransformation:
     return optax.chain(
         optax.trace(config.b1),
         optax.add_decayed_weights(config.weight_decay, decayed),
-        optax.scale_by_learning_rate(rate),
+        optax.scale_by_learning_rate(rates.learning_rate),
     )
 
 
-def _muon(config: ConfigDict, rate, b2: float, rate_of_matrices) -> optax.GradientTransformation:
+def _muon(config: ConfigDict, rates, b2: float) -> optax.GradientTransformation:
     # `optax.contrib.muon` would decay norms and biases with the embeddings, or none of them.
     matrices = optax.chain(
         optax.contrib.scale_by_muon(beta=config.muon_momentum, weight_dimension_numbers=matrices_of),
         optax.stateless(_scaled_by_shape),
         optax.add_decayed_weights(config.weight_decay),
-        optax.scale_by_learning_rate(rate_of_matrices),
+        optax.scale_by_learning_rate(rates.muon_learning_rate),
     )
-    return optax.partition({"muon": matrices, "adamw": _adamw(config, rate, b2)}, _labels)
+    return optax.partition({"muon": matrices, "adamw": _adamw(config, rates, b2)}, _labels)
 
 
 def _labels(params):

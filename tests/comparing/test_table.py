@@ -99,7 +99,7 @@ def rows(tmp_path):
             steps = [trained(1, speed), validated(1, 2.0), trained(9, speed)]
             run(tmp_path / point.name, *steps, *([DIVERGED] if loss is None else [validated(9, loss), final(loss)]))
     rates = {variant.name: (1e-2, False) for variant in VARIANTS}
-    measured = {"one": {"parameters": 7, "position_step": 2, "losses_by_position": [1.0] * 8 + [3.0] * 8}}
+    measured = {"one": {"parameters": 7, "loss_1x": 1.0, "loss_2x": 3.0}}
     return table.rows(PROTOCOL, VARIANTS, tmp_path, rates, measured)
 
 
