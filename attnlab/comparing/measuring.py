@@ -56,8 +56,8 @@ def measured(workdirs: list[Path]) -> dict:
       parameters; flops_per_token_train and _decode (at the training's context); peak_memory_bytes of a training step,
       as compiled; for 1 and, where the positions allow it, 8 times the context: prefill_tokens_per_second_8x,
       decode_tokens_per_second_8x (batch 1, greedy), decode_state_bytes_8x, counted from the caches; and loss_1x,
-      loss_2x and loss_4x, mean losses at positions up to 1, 2 and 4 contexts on the second half of the held-out text, where
-      positions and text allow it.
+      loss_2x and loss_4x, mean losses at positions up to 1, 2 and 4 contexts on the second half of the held-out text,
+      where positions and text allow it.
     """
     run = loading.load(workdirs[0])
     config, model = run.config, run.model
