@@ -15,7 +15,7 @@
 import importlib
 import sys
 
-from attnlab import hugepages
+from attnlab.support import hugepages
 
 COMMANDS = {
     "train": ("attnlab.train", "train a GPT on text"),
@@ -25,7 +25,7 @@ COMMANDS = {
     "see": ("attnlab.see.__main__", "show what a trained model attends to, in one HTML page"),
     "plan": ("attnlab.plan", "compile a run for hardware that is not here: will it fit?"),
     "study": ("attnlab.study.__main__", "measure a claim about attention: table, figure, verdict"),
-    "bench": ("attnlab.bench.__main__", "race against other implementations, test fault tolerance"),
+    "bench": ("attnlab.bench", "race against other implementations"),
 }
 
 
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"attnlab {__version__}")
         return 0
     if name not in COMMANDS:
-        from attnlab.config import nearest
+        from attnlab.support.names import nearest
 
         close = nearest(name, COMMANDS)
         print(f"error: {name!r} is not a command{close}: use one of {', '.join(COMMANDS)}", file=sys.stderr)

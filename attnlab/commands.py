@@ -10,8 +10,9 @@ import jax
 from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from attnlab.config import default, experiments, fields, find, nearest
-from attnlab.errors import UserError
+from attnlab.config import default, experiments, fields, find
+from attnlab.support.errors import UserError
+from attnlab.support.names import nearest
 
 _HELP = {"--help", "-h", "-help", "--helpfull", "--helpshort"}
 _NO_CONFIG = "--config is missing: name an experiment, e.g. --config=quickstart, or a --workdir that holds a run"
@@ -160,7 +161,7 @@ def one_line(error: BaseException) -> str:
     """The line of an error message that names the cause: the last one where it includes a traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
     if "Traceback" in str(error):
-        return lines[-1].removeprefix("attnlab.errors.UserError: ")
+        return lines[-1].removeprefix("attnlab.support.errors.UserError: ")
     return " ".join(lines) if isinstance(error, UserError) else lines[0]
 
 

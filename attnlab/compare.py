@@ -26,7 +26,7 @@ from attnlab.comparing import measuring, table
 from attnlab.comparing import protocol as protocols
 from attnlab.comparing.protocol import FACTORS, Protocol
 from attnlab.comparing.variants import SIZES, Variant, config_of, matched, parse, size
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 from attnlab.sweep import shared_options
 from attnlab.sweeping import running
 from attnlab.training import flops, precision

@@ -3,20 +3,21 @@
 An experiment, a file in `configs/`, changes some fields of `default()`; the command line changes some of those.
 """
 
-import difflib
 import json
 from pathlib import Path
 
 from ml_collections import ConfigDict, config_dict
 
 from attnlab.data import tokenizers
-from attnlab.errors import UserError
 from attnlab.nn.block import NORM_AT
 from attnlab.nn.fields import POSITIONS, check_shape
 from attnlab.nn.layers import REMAT
 from attnlab.nn.mlp import ACTIVATIONS, MLPS
 from attnlab.nn.norms import NORMS
 from attnlab.nn.rotations import SCALINGS
+from attnlab.support import shipped
+from attnlab.support.errors import UserError
+from attnlab.support.names import nearest
 
 # Valid values: the minimum of integers, the ends of ranges, the names of choices.
 _MINIMA = {
@@ -88,7 +89,12 @@ _CHOICES = {
     "model.norm_at": NORM_AT,
     "model.rotary.scaling": SCALINGS,
     "model.remat": REMAT,
-    "model.impl": ("auto", "blockwise", "dense"),  # kernels support only some calls of a run: "auto" picks them
+    "model.impl": (
+        "auto",
+        "blockwise",
+        "dense",
+        "pallas",
+    ),  # other kernels support only some calls of a run: "auto" picks them
     "eval.part": ("all", "first", "second"),
     "optimizer.name": ("adamw", "muon", "lion", "sgd"),
     "optimizer.schedule": ("cosine", "linear", "constant"),
@@ -272,9 +278,7 @@ def _parallel() -> ConfigDict:
 
 def experiments() -> dict[str, Path]:
     """The files of the experiments by name: those in `configs/`, which the wheel holds as well."""
-    installed = Path(__file__).parent / "_configs"
-    folder = installed if installed.is_dir() else Path(__file__).parents[1] / "configs"
-    return {file.stem: file for file in sorted(folder.glob("*.py"))}
+    return shipped.files("configs")
 
 
 def find(experiment: str) -> str:
@@ -413,16 +417,6 @@ def remat_name(value: str | bool) -> str:
     ('block', 'dots')
     """
     return ("block" if value else "none") if isinstance(value, bool) else value
-
-
-def nearest(name: str, names) -> str:
-    """' (did you mean X?)' when one of `names` is close, else ''.
-
-    >>> nearest("widht", ["width", "seed"])
-    ' (did you mean width?)'
-    """
-    close = difflib.get_close_matches(str(name), list(names), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def fields(config: ConfigDict) -> dict:

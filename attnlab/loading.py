@@ -10,9 +10,9 @@ from ml_collections import ConfigDict
 
 from attnlab.config import default, from_dict
 from attnlab.data import tokenizers
-from attnlab.errors import UserError
 from attnlab.interop import huggingface
 from attnlab.nn import GPT
+from attnlab.support.errors import UserError
 from attnlab.training.workdir import read_config, read_tokenizer
 
 

@@ -27,10 +27,10 @@ from absl import flags
 
 from attnlab import commands
 from attnlab import config as configs
-from attnlab.errors import UserError
 from attnlab.planning import plans, topologies
 from attnlab.planning.plans import Plan, Suggestion
 from attnlab.planning.programs import Program
+from attnlab.support.errors import UserError
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 from attnlab.training import metrics as metrics_lib
 
 _TEXT = ("run", "split", "params_sha256")

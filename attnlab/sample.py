@@ -19,7 +19,7 @@ that was interrupted goes on where it was.
 """
 
 if __name__ == "__main__":
-    from attnlab import hugepages
+    from attnlab.support import hugepages
 
     hugepages.restart("attnlab.sample")
 
@@ -31,7 +31,6 @@ from pathlib import Path
 from absl import flags
 
 from attnlab import commands, compilation
-from attnlab.errors import UserError
 from attnlab.generation.decoding import decode, generate
 from attnlab.generation.drawing import Draw
 from attnlab.generation.files import Records, read_prompts
@@ -39,6 +38,7 @@ from attnlab.generation.scoring import score
 from attnlab.generation.stopping import StopStrings, before_stop, end_tokens
 from attnlab.generation.texts import Drawn, complete, prompt_ids, recorded
 from attnlab.loading import Run, load
+from attnlab.support.errors import UserError
 
 __all__ = ["Draw", "generate", "main", "prompt_ids"]
 

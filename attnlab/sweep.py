@@ -24,7 +24,7 @@ import numpy as np
 from absl import flags
 
 from attnlab import commands, runs, train
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 from attnlab.sweeping import grid, groups, running
 
 MARK, TABLE, GROUPS, PLOT = "sweep.json", "runs.csv", "groups.csv", "runs.png"

@@ -9,7 +9,7 @@ extended run continues from its last checkpoint, with the learning rate schedule
 """
 
 if __name__ == "__main__":
-    from attnlab import hugepages
+    from attnlab.support import hugepages
 
     hugepages.restart("attnlab.train")
 
@@ -28,10 +28,10 @@ from ml_collections import ConfigDict
 from attnlab import commands, compilation, pretrained
 from attnlab import config as configs
 from attnlab.data import tokenizers
-from attnlab.errors import UserError
 from attnlab.loading import weights_sha256
 from attnlab.nn import GPT
 from attnlab.sample import generate, prompt_ids
+from attnlab.support.errors import UserError
 from attnlab.training import metrics as metrics_lib
 from attnlab.training import parallel as parallel_lib
 from attnlab.training import precision, processes

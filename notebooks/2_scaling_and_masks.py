@@ -27,10 +27,12 @@ import attnlab
 from attnlab import plots
 from attnlab.masks import BlockSparse, Causal, MaskFn, Padding, PrefixLM, Segments, SlidingWindow
 from attnlab.nn import Head, MultiHeadAttention
-from attnlab.study.claims import scaling
+from attnlab.study.registry import load
 from attnlab.study.report import Options
 
 np.set_printoptions(precision=3, suppress=True)
+
+scaling = load("scaling")
 
 # %% [markdown]
 # ## Dot products grow with the width

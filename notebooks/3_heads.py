@@ -29,13 +29,15 @@ from attnlab import plots
 from attnlab.data.tasks import pairs
 from attnlab.masks import Causal
 from attnlab.nn import Head, KVCache, MultiHeadAttention, StackedHeads
-from attnlab.study.claims import alignment as alignment_study
+from attnlab.study.registry import load
 
 np.set_printoptions(precision=3, suppress=True)
 
 words = ["el", "perro", "persiguió", "al", "gato", "y", "lo", "atrapó"]
 T, F = 8, 12
 x = jax.random.normal(jax.random.key(0), (1, T, F))  # [batch, length, features]
+
+alignment_study = load("alignment")
 
 # %% [markdown]
 # ## One head

@@ -26,9 +26,9 @@ import numpy as np
 
 import attnlab
 from attnlab import plots
-from attnlab.bench import timing
 from attnlab.masks import BlockSparse, Causal, MaskFn, SlidingWindow
 from attnlab.nn import GRU, Block, CausalConv, Mlp, MultiHeadAttention
+from attnlab.support import timing
 
 lengths = [256, 512, 1024, 2048, 4096]
 heads, features = 4, 32

@@ -32,8 +32,8 @@ import optax
 
 from attnlab import plots, see
 from attnlab.data.tasks import TEST, backcopy, chains, repeats
-from attnlab.study.claims import induction, markov, sinks
 from attnlab.study.fitting import adamw, fit_seeds, next_token
+from attnlab.study.registry import load
 
 
 def followed(model, batches, optimizer, looks):
@@ -42,6 +42,7 @@ def followed(model, batches, optimizer, looks):
     return {step: jax.tree.map(lambda leaf: leaf[0], params) for step, params in fitted}
 
 
+induction, markov, sinks = map(load, ("induction", "markov", "sinks"))
 # %% [markdown]
 # ## 1 Counting
 #

@@ -26,6 +26,7 @@ import pytest
 from absl import logging
 from hypothesis import settings
 
+import attnlab.support.shipped  # noqa: F401  the packages attnlab._studies and attnlab._benchmarks
 from tests.texts import TEXT
 
 # JAX keeps many objects alive, and collecting garbage visits them all.

@@ -18,7 +18,7 @@ import attnlab
 from attnlab import commands, sample, train
 from attnlab import config as configs
 from attnlab.data import tokenizers
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 from attnlab.training.checkpoints import Checkpoints
 
 REPOSITORY = Path(__file__).parents[1]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from attnlab import hugepages
+from attnlab.support import hugepages
 
 # The module alone, for `import attnlab` takes seconds.
 PROGRAM = f"""

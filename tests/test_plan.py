@@ -13,10 +13,10 @@ import pytest
 import attnlab
 from attnlab import plan
 from attnlab.config import completed, default
-from attnlab.errors import UserError
 from attnlab.nn import GPT
 from attnlab.planning import plans, topologies
 from attnlab.planning.programs import Program
+from attnlab.support.errors import UserError
 from attnlab.training import flops
 
 SIZES = ("arguments_gib", "temporaries_gib", "peak_gib", "compile_seconds")

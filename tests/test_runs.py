@@ -8,7 +8,7 @@ import pytest
 
 import attnlab
 from attnlab import plots, runs
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 
 
 def write(folder, *records):

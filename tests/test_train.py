@@ -24,7 +24,7 @@ import attnlab
 from attnlab import config as configs
 from attnlab import train
 from attnlab.data import tokenizers
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 from attnlab.training import metrics
 from attnlab.training import state as states
 from attnlab.training.checkpoints import Checkpoints, sha256

@@ -7,9 +7,9 @@ import pytest
 from scipy.special import softmax
 
 import attnlab
+from attnlab._studies import complexity, scaling
 from attnlab.masks import Causal, Padding
 from attnlab.nn import GPT, CausalConv, Head, LearnedPositions, MultiHeadAttention, sinusoidal
-from attnlab.study.claims import complexity, scaling
 from tests.golden.test_notebook import X as WORDS
 from tests.parameters import parameters
 

@@ -17,8 +17,8 @@ from ml_collections import ConfigDict
 
 from attnlab import commands, compilation, loading
 from attnlab.data.batches import Batch
-from attnlab.errors import UserError
 from attnlab.nn import GPT
+from attnlab.support.errors import UserError
 from attnlab.training import flops, state
 from attnlab.training import text as texts
 from attnlab.training.experiment import Experiment

@@ -13,7 +13,7 @@ from attnlab.comparing import protocol as protocols
 from attnlab.comparing import statistics
 from attnlab.comparing.protocol import Protocol
 from attnlab.comparing.variants import Variant
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 
 TABLE, TEXT = "table.csv", "table.md"
 FACTS = ("parameters", "flops_per_token_train", "flops_per_token_decode", "peak_memory_bytes")

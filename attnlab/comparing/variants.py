@@ -12,7 +12,8 @@ from ml_collections import ConfigDict
 
 from attnlab import commands
 from attnlab import config as configs
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
+from attnlab.support.names import nearest
 from attnlab.sweeping import grid
 from attnlab.training import flops, state
 
@@ -77,7 +78,7 @@ def _options(name: str, fields: str | Mapping) -> tuple[str, ...]:
     for word in words:
         field, equals, value = word.removeprefix("--").removeprefix("config.").partition("=")
         if not equals or field not in known:
-            why = "has no value" if field in known else f"is not a field{configs.nearest(field, known)}"
+            why = "has no value" if field in known else f"is not a field{nearest(field, known)}"
             raise UserError(f"--variant={name!r}: config.{field} {why}: write FIELD=VALUE")
         if field in ("seed", "optimizer.learning_rate", "eval.part"):
             raise UserError(f"--variant={name!r}: config.{field} is chosen by the comparison: leave it out")

@@ -9,7 +9,7 @@ import numpy as np
 from absl import flags
 from grain.experimental import index_shuffle
 
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 
 
 class Batch(NamedTuple):

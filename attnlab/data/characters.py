@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 
 WORD_END = re.compile(r"\S(?=[ \n])")  # both are white space to the library and to Python
 

@@ -19,7 +19,7 @@ import numpy as np
 from attnlab.data import cache, sources
 from attnlab.data.progress import Progress
 from attnlab.data.sources import Piece, Source
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 
 BUILT_IN = ("python_docs", "quijote")
 BLOCKS = 64  # of a sample

@@ -19,7 +19,7 @@ from tensorflow_datasets.core.download import downloader
 
 from attnlab.data import sources
 from attnlab.data.sources import Piece
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 
 GUTENBERG_QUIJOTE = "https://www.gutenberg.org/cache/epub/2000/pg2000.txt"
 RETRIES = 4  # download attempts

@@ -12,7 +12,7 @@ import numpy as np
 import tokenizers as huggingface
 
 from attnlab.data import characters
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 
 _SPACE = "▁"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 
 CHUNK = 1 << 20  # bytes read at once
 SEPARATOR = "\n\n"  # between documents that are not files

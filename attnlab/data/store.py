@@ -28,12 +28,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from attnlab import files
 from attnlab.data import cache, tokenizers
 from attnlab.data.corpora import Corpus, TextChangedError
 from attnlab.data.progress import Progress
 from attnlab.data.sources import Piece
-from attnlab.errors import UserError
+from attnlab.support import files
+from attnlab.support.errors import UserError
 
 VERSION = 1
 UNIT = 1 << 20  # characters, about, that a thread encodes at a time

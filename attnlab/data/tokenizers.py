@@ -16,10 +16,10 @@ import numpy as np
 import tokenizers as huggingface
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from attnlab import files
 from attnlab.data.characters import WORD_END, check_known, code_points, complete, parts, utf8
 from attnlab.data.sentencepiece import SentencePieceTokenizer
-from attnlab.errors import UserError
+from attnlab.support import files
+from attnlab.support.errors import UserError
 
 # Its threads gain little, and without this setting it warns in every process forked after they ran.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

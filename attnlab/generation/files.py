@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 
 
 def read_prompts(path: str) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from attnlab.data.tokenizers import Tokenizer
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 
 # As the models' own tokenizers write it.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<|return|>")

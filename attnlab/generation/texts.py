@@ -6,10 +6,10 @@ from typing import NamedTuple
 import numpy as np
 
 from attnlab.data.tokenizers import Tokenizer
-from attnlab.errors import UserError
 from attnlab.generation.decoding import Step, decode
 from attnlab.generation.drawing import Draw
 from attnlab.generation.stopping import StopStrings, cut
+from attnlab.support.errors import UserError
 
 
 class Completion(NamedTuple):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 
 _CHUNK = 2**24  # bytes of a tensor that are read at once, besides the parameters themselves
 _ALIGNED = 64  # bytes; JAX then takes an array over on CPUs, where it would copy it otherwise

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax.numpy as jnp
 
-from attnlab.errors import UserError
 from attnlab.interop import tensors
 from attnlab.interop.huggingface import reading, weights
 from attnlab.interop.tensors import Tensor
 from attnlab.nn import GPT, Block, Head, Mlp, MultiHeadAttention, StackedHeads
 from attnlab.ops.masks import Causal
+from attnlab.support.errors import UserError
 
 __all__ = ["from_nanogpt", "from_torch", "to_nanogpt", "to_torch"]
 

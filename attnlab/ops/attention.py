@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Integer
 
-from attnlab.ops import blockwise, checks, context, cudnn, dense, dropout, pallas, splash
+from attnlab.ops import blockwise, checks, context, cudnn, dense, dropout, splash
+from attnlab.ops.experimental import pallas
 from attnlab.ops.logsumexp import finite_shift, merged
 from attnlab.ops.mask_algebra import Mask, require_positions
 from attnlab.ops.masks import Dense, as_band
@@ -22,6 +23,7 @@ from attnlab.types import Array
 # In the order of preference of "auto". A backend is a module with `attend`, which returns (out, (max, log_sum)), and
 # `reason_against`, which takes the same arguments and returns the reason why it cannot honour them, or None.
 _BACKENDS = {"cudnn": cudnn, "splash": splash, "pallas": pallas, "blockwise": blockwise, "dense": dense}
+_BY_NAME = {"pallas": "it could, but it has not run on a TPU: impl='pallas' takes it"}
 _BANDED = ("cudnn", "splash")  # they take the mask as a `Band`
 
 
@@ -317,6 +319,7 @@ def _choose(impl, arguments, block_sizes, return_lse, platform=None, call=None, 
         name: _platform_against(name, impl, arguments, platform)
         or _context_against(name, call, layout)
         or backend.reason_against(**_for_backend(name, arguments), **requested)
+        or (_BY_NAME.get(name) if impl == "auto" else None)
         for name, backend in _BACKENDS.items()
     }
     rejected = {name: why for name, why in reasons.items() if why}

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from attnlab import pretrained
-from attnlab.errors import UserError
 from attnlab.generation import loop
 from attnlab.generation.drawing import Draw
 from attnlab.nn import GPT, fields, unstack_layers
@@ -21,6 +20,7 @@ from attnlab.ops.context import context_parallel
 from attnlab.planning import programs
 from attnlab.planning.programs import Program
 from attnlab.planning.topologies import Topology
+from attnlab.support.errors import UserError
 from attnlab.training import flops
 from attnlab.training import parallel as parallel_lib
 from attnlab.training.experiment import Experiment

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import jax
 from jax.experimental import topologies
 
-from attnlab.config import nearest
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
+from attnlab.support.names import nearest
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,12 +35,12 @@ from ml_collections import ConfigDict
 
 from attnlab import commands, compilation, see
 from attnlab.data import tasks
-from attnlab.errors import UserError
 from attnlab.interop import huggingface
 from attnlab.loading import load, peek
 from attnlab.nn import GPT
 from attnlab.see.pages.document import is_page
 from attnlab.see.scoring import KINDS
+from attnlab.support.errors import UserError
 from attnlab.training.workdir import Workdir, read_config
 from attnlab.types import Array
 

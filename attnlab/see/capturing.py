@@ -8,11 +8,11 @@ from typing import Any
 import jax
 from jaxtyping import Integer
 
-from attnlab.config import nearest
 from attnlab.nn import taps
 from attnlab.see.models import framed
 from attnlab.see.results import Run
 from attnlab.see.site import Sites
+from attnlab.support.names import nearest
 from attnlab.types import Array
 
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Integer
 
-from attnlab.config import nearest
 from attnlab.see.results import Run
+from attnlab.support.names import nearest
 from attnlab.types import Array
 
 _node = jax.tree_util.register_dataclass

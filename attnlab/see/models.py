@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnlab.config import nearest
 from attnlab.nn import GPT, layers, taps
 from attnlab.see import edits as editing
 from attnlab.see.functions import Function
 from attnlab.see.linen import Linen, Static
 from attnlab.see.results import Run
 from attnlab.see.site import Sites
+from attnlab.support.names import nearest
 
 NAMES = (*taps.ATTENTION, *taps.STREAMS, taps.NORM, taps.MISMATCH, taps.MADE)
 

@@ -10,7 +10,7 @@ import importlib.util
 import sys
 
 from attnlab import commands
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 
 VALUED = ("--out", "--path", "--only", "--jobs")  # flags whose value may be the next word
 

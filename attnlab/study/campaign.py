@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from absl import flags
 
-from attnlab.errors import UserError
 from attnlab.study import page, registry, running
+from attnlab.support.errors import UserError
 
 REPORT, LOGS = "report.html", "logs"
 

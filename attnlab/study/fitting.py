@@ -17,8 +17,8 @@ from attnlab.config import default
 from attnlab.data import corpora, tokenizers
 from attnlab.data.batches import Batch, EvalBatches, TrainBatches
 from attnlab.data.tasks.drawing import key_of
-from attnlab.errors import UserError
 from attnlab.study.progress import Advance, ignore
+from attnlab.support.errors import UserError
 from attnlab.training import optimizer as optimizers
 from attnlab.training import state as states
 

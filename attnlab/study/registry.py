@@ -1,29 +1,16 @@
 """The studies by name, and those of users by their file."""
 
-import importlib
 import importlib.util
 import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
 
-from attnlab.config import nearest
-from attnlab.errors import UserError
+from attnlab.support import shipped
+from attnlab.support.errors import UserError
+from attnlab.support.names import nearest
 
-LECTURES = ("alignment", "complexity", "heads", "norms", "positions", "roles", "scaling", "training")
-LITERATURE = (
-    "markov",
-    "rank",
-    "gradient_step",
-    "induction",
-    "recall",
-    "sinks",
-    "pruning",
-    "dispersion",
-    "copying",
-    "grokking",
-)
-STUDIES = (*LECTURES, *LITERATURE)
+STUDIES = tuple(shipped.files("studies"))
 ALL = "all"  # in place of a name: all studies
 PARTS = {"measure": "options", "judge": "rows", "draw": "rows"}
 
@@ -70,7 +57,7 @@ def load(study: str) -> ModuleType:
     "Dividing q·k by √d_k, and by nothing else, keeps the softmax's gradient where it was at any width."
     """
     check(study)
-    return _import_file(Path(study)) if is_file(study) else importlib.import_module(f"attnlab.study.claims.{study}")
+    return _import_file(Path(study)) if is_file(study) else shipped.module("studies", study)
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -21,10 +21,10 @@ import matplotlib.pyplot as plt
 from absl import flags
 from matplotlib.figure import Figure
 
-from attnlab.errors import UserError
 from attnlab.study import registry
 from attnlab.study.progress import StudyProgress
 from attnlab.study.report import Options, Quoted, Verdict, write_csv
+from attnlab.support.errors import UserError
 
 RESULT = "result.json"
 

@@ -16,7 +16,8 @@ from ml_collections import ConfigDict
 
 from attnlab import commands
 from attnlab import config as configs
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
+from attnlab.support.names import nearest
 
 LONGEST = 120  # characters of a name, which is also that of a folder
 
@@ -101,7 +102,7 @@ def _field(given: str, known: Mapping) -> tuple[str, list[str]]:
     name, equals, values = given.partition("=")
     field = name.removeprefix("config.")
     if field not in known:
-        raise UserError(f"--grid={given}: config.{field} is not a field{configs.nearest(field, known)}")
+        raise UserError(f"--grid={given}: config.{field} is not a field{nearest(field, known)}")
     if not equals:
         raise UserError(f"--grid={given} has no values: write --grid config.{field}=VALUE,VALUE")
     return field, next(csv.reader([values], skipinitialspace=True), [""])

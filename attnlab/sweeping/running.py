@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from attnlab import hugepages
-from attnlab.errors import UserError
+from attnlab.support import hugepages
+from attnlab.support.errors import UserError
 from attnlab.sweeping.grid import Point
 from attnlab.training.metrics import ProgressReporter
 

@@ -18,8 +18,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from attnlab.errors import UserError
 from attnlab.nn.layers import is_stacked, stack_layers, unstack_layers
+from attnlab.support.errors import UserError
 from attnlab.training.state import TrainState
 
 MANIFEST = "manifest.json"

@@ -12,7 +12,7 @@ import optax
 from ml_collections import ConfigDict
 
 from attnlab.data.batches import Batch, EvalBatches, prefetched
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 from attnlab.training import optimizer as optimizers
 from attnlab.training import parallel as parallel_lib
 from attnlab.training import precision

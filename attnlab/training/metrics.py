@@ -11,8 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from attnlab import files
-from attnlab.errors import UserError
+from attnlab.support import files
+from attnlab.support.errors import UserError
 
 
 class MetricsLog:

@@ -11,7 +11,7 @@ import optax
 from ml_collections import ConfigDict
 from optax.contrib import MuonDimensionNumbers
 
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 
 # The matrices that Muon orthogonalizes: their paths, their axes without the one of stacked layers, and which of these,
 # counted from the last, are summed over and which are outputs. All heads of a projection are one matrix.

@@ -14,9 +14,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from attnlab.data.batches import Batch
-from attnlab.errors import UserError
 from attnlab.nn import sharding
 from attnlab.ops.context import context_parallel
+from attnlab.support.errors import UserError
 
 DATA, FSDP, CONTEXT, TENSOR = AXES = ("data", "fsdp", "context", "tensor")
 BATCH = (DATA, FSDP)

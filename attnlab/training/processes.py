@@ -5,7 +5,7 @@ import sys
 
 import jax
 
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 
 # Set by launchers that JAX does not detect itself, as `launch/local.sh` does.
 ADDRESS, COUNT, NUMBER = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"

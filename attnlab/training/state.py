@@ -13,8 +13,8 @@ from ml_collections import ConfigDict
 
 from attnlab.config import default
 from attnlab.data.batches import Batch
-from attnlab.errors import UserError
 from attnlab.nn import GPT, Rotary, sharding, stack_layers
+from attnlab.support.errors import UserError
 from attnlab.training import precision
 from attnlab.training.optimizer import averaged
 from attnlab.types import Array

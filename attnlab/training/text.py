@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from attnlab.data import cache, corpora, store, tokenizers
 from attnlab.data.batches import EvalBatches, TrainBatches
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 from attnlab.training.workdir import Workdir, read_tokenizer
 
 

@@ -12,8 +12,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from attnlab.data.batches import Batch, prefetched
-from attnlab.errors import UserError
 from attnlab.nn import GPT, unstack_layers
+from attnlab.support.errors import UserError
 from attnlab.training import flops as flops_lib
 from attnlab.training import metrics as metrics_lib
 from attnlab.training import parallel as parallel_lib

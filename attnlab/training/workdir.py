@@ -10,9 +10,9 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from attnlab import config as configs
-from attnlab import files
 from attnlab.data import tokenizers
-from attnlab.errors import UserError
+from attnlab.support import files
+from attnlab.support.errors import UserError
 
 
 class Workdir:

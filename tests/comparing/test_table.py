@@ -11,7 +11,7 @@ from attnlab import config as configs
 from attnlab.comparing import protocol, table
 from attnlab.comparing.protocol import Protocol
 from attnlab.comparing.variants import Variant
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 
 
 def run(folder, *records):

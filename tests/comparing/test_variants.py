@@ -3,7 +3,7 @@
 import pytest
 
 from attnlab.comparing.variants import Variant, config_of, matched, parse, size
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 
 OPTIONS = ("--config=quickstart",)
 

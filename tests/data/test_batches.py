@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnlab.data.batches import EvalBatches, TrainBatches, interleave, prefetched
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 
 TEXT = np.arange(1000)
 

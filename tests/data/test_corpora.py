@@ -12,7 +12,7 @@ import pytest
 import tensorflow_datasets as tfds
 
 from attnlab.data import cache, corpora, datasets
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 
 
 class AttnlabFolktales(tfds.core.GeneratorBasedBuilder):

@@ -9,7 +9,7 @@ from pyarrow import parquet
 from tensorflow_datasets.proto import tf_example_generated_pb2 as protos
 
 from attnlab.data import sources
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 
 DOCUMENTS = ["un año\n", "", "二つ\nlines", "x" * 5000]
 

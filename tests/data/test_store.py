@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from attnlab.data import cache, corpora, sources, store, tokenizers
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 
 TEXTS = {
     "lines": "una línea, y otra\n" * 4000,
@@ -248,7 +248,7 @@ def test_character_without_token_is_one_line(tmp_path):
 PROGRAM = """
 import sys
 from attnlab.data import corpora, store, tokenizers
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 path, folder, kind = sys.argv[1:]
 store.UNIT, store.SHARD = 20_000, 2
 try:

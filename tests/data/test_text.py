@@ -11,7 +11,7 @@ import pytest
 
 from attnlab import config as configs
 from attnlab.data import corpora, tokenizers
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 from attnlab.training import text as texts
 from attnlab.training.workdir import Workdir
 

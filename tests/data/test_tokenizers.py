@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnlab.data import characters, tokenizers
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 
 TEXTS = st.text(st.characters(codec="utf-8"), min_size=1)
 VOCAB_SIZE = 1024  # holds every word of such a text

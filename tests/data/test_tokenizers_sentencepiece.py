@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from attnlab.data import characters, corpora, store, tokenizers
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 
 VERSE = "¿Qué es la vida? Un frenesí.\n¿Qué es la vida? Una ilusión,\nuna sombra, una ficción,\n" * 3
 ADDED = ["<unk>", "<s>", "</s>"]

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from attnlab.errors import UserError
 from attnlab.generation.files import Records, read_prompts
+from attnlab.support.errors import UserError
 
 
 def test_prompts_are_the_lines_of_a_file(tmp_path, monkeypatch):

@@ -6,8 +6,8 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from attnlab.errors import UserError
 from attnlab.planning import programs, topologies
+from attnlab.support.errors import UserError
 from attnlab.training import parallel
 from attnlab.training.experiment import Experiment
 

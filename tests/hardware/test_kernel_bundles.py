@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from attnlab.bench.__main__ import main
+from attnlab.bench import main
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ import pytest
 
 from attnlab import sample
 from attnlab.data import tokenizers
-from attnlab.errors import UserError
 from attnlab.interop.huggingface import from_hf, make_config, make_model, save_hf, to_hf
 from attnlab.nn import GPT, MultiHeadAttention
+from attnlab.support.errors import UserError
 from tests.parameters import parameters
 from tests.texts import TEXT
 

@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from attnlab.errors import UserError
 from attnlab.interop.huggingface import make_config, make_model
 from attnlab.nn import GPT, Rotary
 from attnlab.ops.masks import Causal
+from attnlab.support.errors import UserError
 
 LLAMA = {
     "model_type": "llama",

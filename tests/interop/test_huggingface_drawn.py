@@ -8,8 +8,8 @@ import warnings
 import numpy as np
 import pytest
 
-from attnlab.errors import UserError
 from attnlab.interop.huggingface import from_hf
+from attnlab.support.errors import UserError
 from tests.interop.huggingface_peers import GLOBAL, LINEAR, LLAMA3, LOCAL, YARN, weights
 
 CLASSES = {

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from attnlab.errors import UserError
 from attnlab.interop.huggingface import from_hf, save_hf
 from attnlab.nn import GPT, Rotary, stack_layers, unstack_layers
+from attnlab.support.errors import UserError
 from attnlab.training import parallel
 from tests.parameters import parameters
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnlab.errors import UserError
 from attnlab.interop.torch import from_nanogpt, from_torch, to_nanogpt, to_torch
 from attnlab.masks import Causal, Padding
 from attnlab.nn import GPT, Block, Head, MultiHeadAttention, StackedHeads
+from attnlab.support.errors import UserError
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 

@@ -9,8 +9,8 @@ import pytest
 
 from attnlab.masks import BlockSparse, Causal, Dense, Mask, MaskFn, Padding, PrefixLM, Segments, SlidingWindow
 from attnlab.ops import dropout
-from attnlab.ops.pallas import splitting
-from attnlab.ops.pallas.splitting import Scores, UnsupportedError, split
+from attnlab.ops.experimental.pallas import splitting
+from attnlab.ops.experimental.pallas.splitting import Scores, UnsupportedError, split
 from attnlab.ops.tiles import whole
 from attnlab.score_mods import ALiBi, RelativeBias, ScoreFn, SoftCap
 from tests.ops import cases

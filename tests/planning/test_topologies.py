@@ -9,8 +9,8 @@ import sys
 import jax
 import pytest
 
-from attnlab.errors import UserError
 from attnlab.planning import topologies
+from attnlab.support.errors import UserError
 
 
 def test_here_is_every_device_of_this_machine():
@@ -87,7 +87,7 @@ def test_facts_of_every_chip_are_complete_and_consistent():
 
 SCRIPT = """
 import json, sys
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 from attnlab.planning import topologies
 found = {}
 for name in sys.argv[1:]:

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnlab.errors import UserError
 from attnlab.nn import stack_layers, unstack_layers
+from attnlab.support.errors import UserError
 from attnlab.training import parallel
 from attnlab.training.checkpoints import Checkpoints, WithManifest, history_steps, sha256
 from attnlab.training.state import TrainState

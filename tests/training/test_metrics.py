@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 from attnlab.training import metrics
 
 

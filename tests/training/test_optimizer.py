@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from attnlab.config import default
-from attnlab.errors import UserError
 from attnlab.nn import GPT, stack_layers, unstack_layers
+from attnlab.support.errors import UserError
 from attnlab.training import optimizer as optimizers
 from tests.parameters import parameters
 

@@ -12,8 +12,8 @@ import pytest
 
 from attnlab import config as configs
 from attnlab.data.batches import TrainBatches
-from attnlab.errors import UserError
 from attnlab.nn import stack_layers, unstack_layers
+from attnlab.support.errors import UserError
 from attnlab.training import metrics, parallel, state
 from attnlab.training.experiment import Experiment
 from tests.parameters import parameters

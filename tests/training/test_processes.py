@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 from attnlab.training import processes
 
 VARIABLES = (processes.ADDRESS, processes.COUNT, processes.NUMBER, *processes.TASKS, "ATTNLAB_DISTRIBUTED")

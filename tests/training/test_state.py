@@ -10,8 +10,8 @@ import pytest
 
 from attnlab import config as configs
 from attnlab.data.batches import Batch, TrainBatches
-from attnlab.errors import UserError
 from attnlab.nn import GPT
+from attnlab.support.errors import UserError
 from attnlab.training import optimizer as optimizers
 from attnlab.training import state
 from attnlab.training.experiment import Experiment

@@ -13,7 +13,6 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from attnlab.data import tokenizers
-from attnlab.errors import UserError
 from attnlab.interop import tensors
 from attnlab.interop.huggingface import files
 from attnlab.interop.huggingface.families import family_of
@@ -22,6 +21,7 @@ from attnlab.interop.huggingface.reading import make_model
 from attnlab.interop.huggingface.weights import load_state, prepared
 from attnlab.interop.huggingface.writing import make_config
 from attnlab.nn import GPT
+from attnlab.support.errors import UserError
 
 __all__ = ["from_hf", "save_hf", "to_hf"]
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 
 _GPT2 = {
     "vocab_size": "vocab_size",

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from attnlab.errors import UserError
-from attnlab.files import read_json
 from attnlab.interop.tensors import Tensor
+from attnlab.support.errors import UserError
+from attnlab.support.files import read_json
 
 _DTYPES = {
     "F64": np.dtype(np.float64),

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from attnlab.errors import UserError
+from attnlab.support.errors import UserError
 
 # `hidden_act` in config.json; of several names for one activation, the first is written.
 ACTIVATIONS = {

@@ -3,12 +3,12 @@
 import warnings
 from collections.abc import Mapping
 
-from attnlab.errors import UserError
 from attnlab.interop.huggingface import rotary as rotaries
 from attnlab.interop.huggingface.families import ALL_DROPOUTS, DROPOUTS, FAMILIES, Family, family_of
 from attnlab.interop.huggingface.options import Options
 from attnlab.nn import GPT
 from attnlab.nn.gpt import check_shape
+from attnlab.support.errors import UserError
 
 # How an option is read that sets a field as it is.
 _READ = {

@@ -6,13 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from attnlab.errors import UserError
 from attnlab.interop import tensors
 from attnlab.interop.huggingface import layout
 from attnlab.interop.huggingface.families import FAMILIES
 from attnlab.interop.huggingface.writing import make_config, with_biases
 from attnlab.interop.tensors import Tensor
 from attnlab.nn import GPT, layers, stack_layers
+from attnlab.support.errors import UserError
 
 _TOKENS = np.zeros((1, 1), np.int32)
 _HEAD = "lm_head.weight"

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from attnlab.errors import UserError
 from attnlab.interop.huggingface import rotary as rotaries
 from attnlab.interop.huggingface.families import DROPOUTS, FAMILIES, Family
 from attnlab.interop.huggingface.options import ACTIVATIONS, activation_name
 from attnlab.interop.huggingface.reading import make_model
 from attnlab.nn import GPT, fields
+from attnlab.support.errors import UserError
 
 # Fields that do not decide what a model computes, or do so with others.
 _NOT_COMPARED = ("parent", "name", "dropout", "remat", "dtype", "impl", "zero_outputs", "local_base")

@@ -1,1 +1,0 @@
-"""Benchmarks against other libraries: contenders alternate, and are compared by medians and ratios."""

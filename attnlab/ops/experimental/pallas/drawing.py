@@ -1,0 +1,78 @@
+"""Tiles of a mask drawn beforehand, each different one once.
+
+For masks that gather, as a `BlockSparse` whose blocks are no multiples of the tiles. Only tiles that are compared are
+drawn, and only of a mask that is known while tracing.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnlab.ops.experimental.pallas.splitting import Input, Program, Scores, Split
+from attnlab.ops.masks import Mask
+from attnlab.ops.schedule import PARTIAL
+from attnlab.ops.tiles import Side, whole
+from attnlab.types import Array
+
+# A program that returns its one input, a tile.
+_AS_DRAWN = Program("a drawn tile", (Input("tile", np.dtype(bool)),), equations=(), places=(0,), result=0)
+
+
+class Drawn(NamedTuple):
+    """The tiles of a mask.
+
+    Attributes:
+      split: the mask as a kernel takes it; its array is the different tiles, `[1s, 1, n, queries, keys]`.
+      at: which of them each tile is, `[*batch or 1s, H or 1, nQ, nK]`.
+    """
+
+    split: Split
+    at: Array
+
+
+def draw(mask: Mask, scores: Scores, kinds: Array, block_sizes: tuple[int, int], most_bytes: int) -> Drawn | None:
+    """The tiles that are compared, by `kinds` `[*batch or 1s, H or 1, nQ, nK]`, a NumPy array.
+
+    None if they would need more memory than `most_bytes`, or if some differ between heads or examples that share kinds.
+
+    >>> from attnlab.ops.masks import BlockSparse
+    >>> blocks = BlockSparse(jnp.tri(4, dtype=bool), size=2)
+    >>> drawn = draw(blocks, Scores((), 1, (8, 8)), np.full((1, 2, 2), PARTIAL), (4, 4), most_bytes=64)
+    >>> drawn.at  # of four tiles those on the diagonal are equal
+    array([[[0, 1],
+            [2, 0]]], dtype=int32)
+    """
+    found, at, leading = {}, np.zeros(kinds.shape, np.int32), tuple(range(kinds.ndim - 2))
+    # Heads of a group share the visits of keys, where a tile that is EMPTY for one and FULL for another is PARTIAL.
+    is_compared = (kinds == PARTIAL).any(axis=leading) | (kinds.min(axis=leading) < kinds.max(axis=leading))
+    batch, num_heads, lengths, *positions, shard = scores
+    with jax.ensure_compile_time_eval():
+        covers = whole(*lengths, num_heads, *positions, batch, np, shard)
+        visible = jax.jit(lambda i, j: mask.visible(_tile(covers, block_sizes, (i, j))).astype(jnp.int8))
+        for i, j in np.argwhere(is_compared).tolist():
+            tiles = np.asarray(visible(i, j))
+            tiles = tiles.reshape((1,) * (kinds.ndim - tiles.ndim) + tiles.shape)
+            if any(own > shared for own, shared in zip(tiles.shape[:-2], kinds.shape)):
+                return None
+            tiles = np.broadcast_to(tiles, (*kinds.shape[:-2], *block_sizes))
+            for of_head in np.ndindex(*kinds.shape[:-2]):
+                at[(*of_head, i, j)] = found.setdefault(tiles[of_head].tobytes(), len(found))
+            if len(found) * block_sizes[0] * block_sizes[1] > most_bytes:
+                return None
+    store = np.frombuffer(b"".join(found), np.int8).reshape(*(1,) * (kinds.ndim - 2), -1, *block_sizes)
+    return Drawn(Split(_AS_DRAWN, lambda: (jnp.asarray(store),), drawn_bytes=store.size), at)
+
+
+def _tile(covers, block_sizes, blocks):
+    """The tile at block indices; past the ends the last row is repeated."""
+
+    def side(whole_side, size, block):
+        index = jnp.minimum(block * size + jnp.arange(size, dtype=jnp.int32), len(whole_side.index) - 1)
+        position = jnp.take(jnp.asarray(whole_side.position), index, axis=-1)
+        in_call = None if whole_side.whole_index is None else jnp.take(whole_side.whole_index, index)
+        return Side(index, position, whole_side.axis, whole_index=in_call)
+
+    queries, keys = (side(*of_one) for of_one in zip((covers.queries, covers.keys), block_sizes, blocks))
+    return covers._replace(queries=queries, keys=keys)

@@ -1,1 +1,0 @@
-"""The studies: one claim about attention per module."""

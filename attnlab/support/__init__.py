@@ -1,0 +1,1 @@
+"""What several floors need: errors, files, names, timing; it imports nothing else of attnlab."""

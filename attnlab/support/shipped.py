@@ -1,0 +1,39 @@
+"""The folders `configs`, `studies` and `benchmarks`: beside the package in a checkout, within it in a wheel."""
+
+import importlib
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+PACKAGE = Path(__file__).parents[1]
+
+
+def files(folder: str) -> dict[str, Path]:
+    """The Python files of a shipped folder by name; names that begin with an underscore are not listed.
+
+    >>> files("configs")["quickstart"].name
+    'quickstart.py'
+    """
+    return {file.stem: file for file in sorted(_place(folder).glob("*.py")) if not file.name.startswith("_")}
+
+
+def module(folder: str, name: str) -> ModuleType:
+    """Import a file of a shipped folder, whose imports of neighbours are relative.
+
+    >>> module("studies", "scaling").__name__
+    'attnlab._studies.scaling'
+    """
+    return importlib.import_module(f"attnlab._{folder}.{name}")
+
+
+def _place(folder: str) -> Path:
+    installed = PACKAGE / f"_{folder}"
+    return installed if installed.is_dir() else PACKAGE.parent / folder
+
+
+for _folder in ("studies", "benchmarks"):  # packages of the name that they have in a wheel
+    _spec = ModuleSpec(f"attnlab._{_folder}", None, is_package=True)
+    _spec.submodule_search_locations = [str(_place(_folder))]
+    sys.modules.setdefault(_spec.name, importlib.util.module_from_spec(_spec))

@@ -1,0 +1,160 @@
+"""Benchmark the attention operator, forward and forward + backward, against every installed peer: time, peak memory.
+
+    python -m attnlab.bench attention [--lengths=1024,4096] [--masks=causal,window,documents] [--plot=attention.png]
+
+Contenders alternate in this process. attnlab always takes part, and times are also given as multiples of its own.
+The peers are jax.nn, and where they are installed (pip install torch tokamax attnax) torch's SDPA and FlexAttention,
+tokamax and attnax; --peers selects some. A contender whose output differs from attnlab's is left out, with a message.
+
+Figures: seconds (medians) and peak_mib, by benchmark and contender.
+"""
+
+import itertools
+import statistics
+import textwrap
+
+import jax
+import numpy as np
+from absl import flags
+
+from attnlab import commands
+from attnlab.support import timing
+from attnlab.support.errors import UserError
+
+from .harness import memory, options, peers
+
+MASKS = ("causal", "window", "documents")
+PASSES = {"forward": "forward", "backward": "forward + backward"}
+COUNTS = {
+    "rounds": (5, "timed calls of each contender"),
+    "batch": (1, "batch size"),
+    "heads": (8, "heads"),
+    "head_dim": (64, "features per head"),
+    "window": (256, "keys before each query that the window mask keeps visible"),
+    "documents": (16, "documents packed in a sequence, all of the same length, for the documents mask"),
+}
+
+
+def define(values, argv) -> None:
+    """Define the flags."""
+    flags.DEFINE_list("lengths", ["256", "1024", "4096"], "sequence lengths", flag_values=values)
+    options.define_choices(values, "masks", MASKS, "masks")
+    known = ", ".join(name for name in peers.PEERS if name != "attnlab")
+    meaning = f"contenders beside attnlab: any of {known}; all that are installed if not given"
+    flags.DEFINE_list("peers", None, meaning, flag_values=values)
+    options.define_integers(values, COUNTS)
+    flags.DEFINE_string("plot", None, "a new file for the figure, e.g. attention.png", flag_values=values)
+    options.define_json(values)
+
+
+def main(values) -> int:
+    """Benchmark, and print the tables."""
+    lengths = _checked(values)
+    names = ["attnlab", *(name for name in values.peers or peers.installed() if name != "attnlab")]
+    rows, peaks = {}, {}
+    cases = list(itertools.product(values.masks, lengths))
+    for number, (mask, length) in enumerate(cases, 1):
+        task = _task(values, mask, length)
+        entered = _agreeing(names, task, f"{mask}, T = {length:,}")
+        for which in PASSES:
+            label = _label(mask, length, which)
+            calls = {name: getattr(c, which) for name, c in entered.items() if getattr(c, which)}
+            rows[label] = timing.alternate(calls, values.rounds)
+            peaks[label] = {name: memory.peak(call) for name, call in calls.items()}
+            print(f"[{number}/{len(cases)}] {timing.line(label, rows[label])}", flush=True)
+    shape = f"float32, B = {values.batch}, H = {values.heads}, D = {values.head_dim}"
+    title = f"attention, {shape}, {jax.devices()[0].device_kind}"
+    timing.report(title, rows, "attnlab")
+    cells = {label: {name: timing.mib(peak) for name, peak in row.items()} for label, row in peaks.items()}
+    timing.table("peak memory, MiB", cells)
+    medians = {row: {name: statistics.median(s) for name, s in seconds.items()} for row, seconds in rows.items()}
+    options.keep(values.json, {"title": title, "seconds": medians, "peak_mib": peaks})
+    if values.plot:
+        _plot(values.plot, title, values.masks, lengths, medians, peaks)
+    return 0
+
+
+def _checked(values) -> list[int]:
+    lengths = options.whole_numbers(values, "lengths")
+    options.check_positive(values, *COUNTS)
+    options.check_known("masks", values.masks, MASKS)
+    if values.peers is not None:
+        options.check_known("peers", values.peers, peers.PEERS)
+    missing = [name for name in values.peers or [] if name not in peers.installed()]
+    if missing:
+        raise UserError(f"--peers: {missing[0]} is not installed: pip install {peers.PEERS[missing[0]][0]}")
+    options.check_new(values, "plot", "json")
+    if values.plot:
+        _pyplot()
+    return lengths
+
+
+def _label(mask, length, which) -> str:
+    return f"{mask}, T = {length:,}, {PASSES[which]}"
+
+
+def _task(values, mask, length) -> peers.Task:
+    shape = (values.batch, length, values.heads, values.head_dim)
+    arrays = jax.random.normal(jax.random.key(0), (4, *shape))
+    return peers.task(mask, arrays, values.window, values.documents)
+
+
+def _agreeing(names, task, label) -> dict[str, peers.Contender]:
+    """The contenders whose output is that of the first, which is attnlab; prints why others are left out."""
+    expected, agreeing = None, {}
+    for name in names:
+        try:
+            contender = peers.enter(name, task)
+            out = peers.output(contender)
+        except Exception as error:  # peers fail in their own ways
+            if name.startswith("attnlab"):
+                raise
+            print(f"{name} is left out of {label}: {commands.one_line(error)}")
+            continue
+        expected = out if expected is None else expected
+        difference = np.abs(out - expected).max()
+        if difference < 1e-4:
+            agreeing[name] = contender
+        else:
+            print(f"{name} is left out of {label}: its output differs by {difference:.1e}")
+    return agreeing
+
+
+def _pyplot():
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise UserError("--plot needs matplotlib: pip install matplotlib") from error
+    return plt
+
+
+def _plot(path, title, masks, lengths, medians, peaks) -> None:
+    """Draw time and memory of forward + backward over the length, one column per mask."""
+    plt = _pyplot()
+    plt.switch_backend("agg")
+    size = 4 * len(masks), 7
+    figure, axes = plt.subplots(
+        2, len(masks), figsize=size, sharex=True, sharey="row", squeeze=False, layout="constrained"
+    )
+    for column, mask in zip(axes.T, masks):
+        labels = [_label(mask, length, "backward") for length in lengths]
+        for name in dict.fromkeys(name for label in labels for name in medians[label]):
+            milliseconds = [1e3 * medians[label].get(name, float("nan")) for label in labels]
+            mib = [peaks[label].get(name) for label in labels]
+            style = {"marker": "o", "linewidth": 2.5 if name == "attnlab" else 1.2, "label": name}
+            column[0].plot(lengths, milliseconds, **style)
+            column[1].plot(lengths, [float("nan") if m is None else max(m, 0.1) for m in mib], **style)
+        column[0].set_title(mask)
+        column[1].set_xlabel("length T")
+        for axis in column:
+            axis.set(xscale="log", yscale="log")
+            axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
+            axis.minorticks_off()
+            axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("milliseconds")
+    axes[1, 0].set_ylabel("peak memory, MiB")
+    axes[0, 0].legend()
+    figure.suptitle(textwrap.fill(f"forward + backward: {title}", 10 * size[0]))  # ten characters an inch
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    print(f"figure: {path}")

@@ -1,0 +1,162 @@
+"""Benchmark training to a loss: the seconds until attnlab has the loss with which nanoGPT ends, on the same text.
+
+    python -m attnlab.bench loss --peer_path=nanoGPT --peer_python=torch/bin/python [--path=TEXT.txt]
+    python -m attnlab.bench loss --recipes=speedrun:fast,my_config.py --path=TEXT.txt
+
+nanoGPT trains compiled, by its README's recipe for CPUs: 4 layers, 4 heads, width 128, context 64, batch size 12, no
+dropout, AdamW at 1e-3 with β2 0.99, 100 steps of warm-up and a cosine down to 1e-4 over 2,000 steps (--steps).
+attnlab trains by recipes, which are configs as for `attnlab train`: `speedrun:fast` is planned to end soon at
+nanoGPT's loss, `speedrun:budget` at the lowest loss after nanoGPT's 2,000 × 768 tokens.
+
+All train to their end in a process of their own, in blocks that alternate, on the same characters. Seconds are those of
+the training steps, batches included; without each contender's first step, which compiles, and without evaluation. The
+loss is the mean over all of the validation text, in adjacent windows of each contender's context, in nats a character.
+Without --peer_path attnlab runs alone.
+
+Figures: loss_CONTENDER, seconds_CONTENDER, tokens_CONTENDER, parameters_CONTENDER; ratio_CONTENDER, nanoGPT's seconds
+over those of a recipe whose loss is no higher than nanoGPT's.
+"""
+
+import runpy
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from absl import flags
+from ml_collections import ConfigDict
+
+from attnlab import config as configs
+from attnlab.data import corpora, tokenizers
+from attnlab.support import timing
+from attnlab.support.errors import UserError
+
+from .harness import options, workers
+
+PEER = "nanoGPT compiled"
+COUNTS = {
+    "steps": (2000, "steps of nanoGPT"),
+    "rounds": (10, "blocks of each contender"),
+}
+
+
+class Runner(NamedTuple):
+    """A contender's part in the race.
+
+    Attributes:
+      options: for its process, see `workers.started`.
+      steps: that it trains for.
+      tokens: in a step.
+    """
+
+    options: dict
+    steps: int
+    tokens: int
+
+
+def define(values, argv) -> None:
+    """Define the flags."""
+    options.define_peer(values)
+    flags.DEFINE_list(
+        "recipes", ["speedrun:fast", "speedrun:budget"], "configs, by name or file[:variant]", flag_values=values
+    )
+    flags.DEFINE_string("path", "", "a text file; if not given, the quickstart's text", flag_values=values)
+    options.define_integers(values, COUNTS)
+    options.define_json(values)
+
+
+def main(values) -> int:
+    """Race, and print the table."""
+    options.check_positive(values, *COUNTS)
+    options.check_new(values, "json")
+    options.check_peer(values)
+    runners = {} if values.peer_path is None else {PEER: _peer(values.steps)}
+    runners |= {name: _ours(name, load_recipe(name)) for name in values.recipes}
+    for name, runner in runners.items():
+        if runner.steps <= values.rounds:
+            raise UserError(f"{name} has {runner.steps} steps: give --rounds below that, not {values.rounds}")
+    text = corpora.read_text("text" if values.path else "python_docs", path=values.path)
+    figures = race(runners, text, values.rounds, (values.peer_path, values.peer_python))
+    _print(figures, runners, values.path or "the quickstart's text")
+    options.keep(values.json, figures)
+    return 0
+
+
+def load_recipe(name: str) -> ConfigDict:
+    """The config of an experiment, given by name or file, with its variant.
+
+    Raises:
+      UserError: there is none, or it cannot be loaded.
+
+    >>> load_recipe("quickstart").model.width
+    128
+    """
+    file, _, variant = configs.find(name).partition(":")
+    try:
+        get_config = runpy.run_path(file)["get_config"]
+        config = get_config(variant) if variant else get_config()
+    except Exception as error:
+        raise UserError(f"--recipes={name} cannot be loaded: {type(error).__name__}: {error}") from error
+    configs.check(configs.completed(config))
+    return config
+
+
+def _peer(steps: int) -> Runner:
+    size = workers.SIZES["small"]
+    schedule = {"warmup": min(100, steps // 2), "steps": steps, "last": 1e-4}
+    return Runner({"peer": True, "compiled": True, "schedule": schedule}, steps, size["batch_size"] * size["context"])
+
+
+def _ours(name: str, config: ConfigDict) -> Runner:
+    if config.data.packing != "stream" or config.parallel.strategy != "mesh":
+        raise UserError(f"--recipes={name}: the race is with config.data.packing='stream' on one machine's mesh alone")
+    return Runner({"peer": False, "recipe": config.to_dict()}, config.steps, config.batch_size * config.model.context)
+
+
+def race(runners: dict[str, Runner], text: corpora.Strings, rounds: int, peer: tuple[str | None, str | None]) -> dict:
+    """Train all contenders to their end, in turn; the figures."""
+    tokenizer = tokenizers.make("char", text.train + text.validation)
+    contenders = {name: runner.options for name, runner in runners.items()}
+    given = {"tokens": tokenizer.encode(text.train), "vocab_size": tokenizer.vocab_size}
+    with (
+        tempfile.TemporaryDirectory(prefix="attnlab-loss-") as folder,
+        workers.started(contenders, "loss", workers.SIZES["small"], *peer, **given) as running,
+    ):
+        held_out = Path(folder) / "validation.npy"
+        np.save(held_out, tokenizer.encode(text.validation))
+        seconds = _train(running, runners, rounds)
+        found = {name: worker.ask("evaluate", tokens=str(held_out)) for name, worker in running.items()}
+    figures = {}
+    for name, runner in runners.items():
+        figures[f"loss_{name}"], figures[f"parameters_{name}"] = found[name]["loss"], found[name]["parameters"]
+        figures[f"seconds_{name}"], figures[f"tokens_{name}"] = seconds[name], runner.steps * runner.tokens
+        if PEER in runners and name != PEER and found[name]["loss"] <= found[PEER]["loss"]:
+            figures[f"ratio_{name}"] = seconds[PEER] / seconds[name]
+    return figures
+
+
+def _train(running: dict[str, workers.Worker], runners: dict[str, Runner], rounds: int) -> dict[str, float]:
+    """Seconds of training of each, from their second step on; A B C A B C … in `rounds` blocks each."""
+    for worker in running.values():
+        worker.ask("train", steps=1)
+    seconds = dict.fromkeys(running, 0.0)
+    for done in timing.rounds("loss", rounds):
+        for name, worker in running.items():
+            first, last = ((runners[name].steps - 1) * part // rounds for part in (done, done + 1))
+            seconds[name] += worker.ask("train", steps=last - first)["seconds"]
+    return seconds
+
+
+def _print(figures: dict, runners: dict[str, Runner], text: str) -> None:
+    rows = {}
+    for name, runner in runners.items():
+        ratio = figures.get(f"ratio_{name}")
+        rows[name] = {
+            "loss": f"{figures[f'loss_{name}']:.4f}",
+            "parameters": f"{figures[f'parameters_{name}']:,}",
+            "tokens": f"{runner.steps * runner.tokens:,}",
+            "seconds": f"{figures[f'seconds_{name}']:.1f}",
+        }
+        if PEER in runners:
+            rows[name]["× nanoGPT"] = "" if name == PEER else f"{ratio:.2f}" if ratio else "its loss is not reached"
+    timing.table("training to a loss", rows, caption=f"{text}; nats a character on its validation part")

@@ -1,0 +1,91 @@
+"""Benchmark training speed and peak memory against nanoGPT, on the same text.
+
+    python -m attnlab.bench train --peer_path=nanoGPT --peer_python=torch/bin/python [--sizes=small] [--json=train.json]
+    python -m attnlab.bench train --profile=trace --sizes=small
+
+Size small is nanoGPT's recipe for CPUs (4 layers, 4 heads, width 128, context 64, batch size 12); large has 6 layers,
+6 heads, width 384, context 256, batch size 16. nanoGPT runs its own model and loop, eager and compiled; ratios are over
+the faster of the two. The contenders alternate, each in a process of its own. Without --peer_path attnlab runs alone.
+With --profile attnlab runs alone too, and its ten most expensive ops are listed.
+
+Figures: ratio_SIZE_PRECISION, attnlab's tokens a second over nanoGPT's; tokens_per_second_SIZE_CONTENDER,
+step_ms_SIZE_CONTENDER and peak_mib_SIZE_CONTENDER.
+"""
+
+import statistics
+from pathlib import Path
+
+from absl import flags
+
+from attnlab.support import timing
+
+from .harness import options, profiling, workers
+
+PRECISIONS = ("float32", "bfloat16")
+COUNTS = {"rounds": (7, "timed blocks of each contender"), "seconds": (3, "seconds a block, about")}
+
+
+def define(values, argv) -> None:
+    """Define the flags."""
+    options.define_peer(values)
+    options.define_common(values, workers.SIZES, COUNTS)
+    options.define_choices(values, "precisions", PRECISIONS, "attnlab's precisions")
+    flags.DEFINE_bool("compiled", True, "benchmark nanoGPT compiled as well", flag_values=values)
+    flags.DEFINE_string("profile", None, "a new folder for traces of attnlab's steps", flag_values=values)
+
+
+def main(values) -> int:
+    """Benchmark, and print the table."""
+    options.check_common(values, workers.SIZES, COUNTS)
+    options.check_known("precisions", values.precisions, PRECISIONS)
+    options.check_new(values, "profile", what="folder")
+    options.check_peer(values)
+    ours = {f"attnlab {p}": {"peer": False, "precision": p} for p in values.precisions}
+    return _profile(values, ours) if values.profile else _race(values, ours)
+
+
+def _race(values, ours) -> int:
+    theirs = {"nanoGPT": {"peer": True, "compiled": False}} if values.peer_path else {}
+    if values.peer_path and values.compiled:
+        theirs["nanoGPT compiled"] = {"peer": True, "compiled": True}
+    figures, rows = {}, {}
+    for size in values.sizes:
+        peer = values.peer_path, values.peer_python
+        with workers.started(ours | theirs, size, workers.SIZES[size], *peer) as running:
+            steps = workers.calibrate(running, values.seconds)
+            answers = workers.alternate(running, "train", values.rounds, size, steps=steps)
+            peaks = {name: worker.peak_mib for name, worker in running.items()}
+        seconds = {name: [answer["seconds"] / steps for answer in given] for name, given in answers.items()}
+        print(timing.line(f"{size}, a step", seconds), flush=True)
+        tokens = workers.SIZES[size]["batch_size"] * workers.SIZES[size]["context"]
+        for name, times in seconds.items():
+            step, label = statistics.median(times), f"{size}_{name.replace(' ', '_')}"
+            figures[f"step_ms_{label}"] = 1e3 * step
+            figures[f"tokens_per_second_{label}"] = tokens / step
+            figures[f"peak_mib_{label}"] = peaks[name]
+            row = {"ms a step": f"{1e3 * step:.2f}", "tokens/s": f"{tokens / step:,.0f}"}
+            if theirs:
+                ratio = timing.ratio(seconds, timing.fastest(seconds, theirs), name)
+                row["× nanoGPT"] = f"{ratio:.2f}"
+                if name in ours:
+                    figures[f"ratio_{size}_{ours[name]['precision']}"] = ratio
+            row["peak memory, MiB"] = timing.mib(peaks[name])
+            rows[f"{size}, {name}"] = row
+    timing.table("training", rows, caption="medians; × nanoGPT: tokens/s over the faster nanoGPT's, median over rounds")
+    options.keep(values.json, figures)
+    return 0
+
+
+def _profile(values, ours, steps: int = 5) -> int:
+    for size in values.sizes:
+        for name, contender in ours.items():
+            folder = Path(values.profile) / f"{size}-{contender['precision']}"
+            with workers.started({name: contender}, size, workers.SIZES[size]) as running:
+                running[name].ask("train", steps=3)  # compiles
+                ops = running[name].ask("profile", steps=steps, folder=str(folder.absolute()))["ops"]
+            rows = {
+                op.name: {"ms a step": f"{op.milliseconds:.3f}", "calls": f"{op.calls:g}", "what": op.what}
+                for op in (profiling.Op(*op) for op in ops)
+            }
+            timing.table(f"{size}, {name}: the most expensive ops", rows, caption=f"trace: {folder}")
+    return 0

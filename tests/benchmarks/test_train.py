@@ -1,0 +1,36 @@
+"""The benchmark of training. No test asserts a time."""
+
+import pytest
+
+from attnlab.bench import main
+
+
+def test_train_writes_a_table_and_figures(in_process, peer, figures_of, capsys):
+    figures = figures_of("train", in_process, *peer(), "--precisions=bfloat16", "--rounds=1", "--seconds=1")
+    out = capsys.readouterr().out
+    assert "tiny: starting nanoGPT\n" in out and "× nanoGPT" in out and "tiny, nanoGPT compiled" in out
+    contenders = ("attnlab_bfloat16", "nanoGPT", "nanoGPT_compiled")
+    kinds = ("step_ms", "tokens_per_second", "peak_mib")
+    names = {f"{kind}_tiny_{contender}" for kind in kinds for contender in contenders}
+    assert set(figures) == names | {"ratio_tiny_bfloat16"}
+    assert figures["step_ms_tiny_nanoGPT"] == 2000 and figures["tokens_per_second_tiny_nanoGPT"] == 4 * 8 / 2
+    assert figures["ratio_tiny_bfloat16"] > 0
+
+
+def test_train_without_a_peer_has_no_ratio(in_process, figures_of):
+    figures = figures_of("train", in_process, "--precisions=float32", "--rounds=1", "--seconds=1")
+    assert not [name for name in figures if name.startswith("ratio")]
+    assert figures["peak_mib_tiny_attnlab_float32"] is None
+
+
+def test_train_peer_that_fails_is_one_line(in_process, peer, error_line):
+    error = error_line("train", in_process, *peer(dies_of="train"), "--precisions=float32", "--nocompiled")
+    assert "nanogpt.py" in error and error.endswith("ended: RuntimeError: no more\n")
+
+
+@pytest.mark.slow
+def test_train_profile_writes_traces_and_lists_ops(tiny, tmp_path, capsys):
+    folder = tmp_path / "trace"
+    assert main(["bench", "train", tiny, "--precisions=float32", f"--profile={folder}"]) == 0
+    assert "tiny, attnlab float32: the most expensive ops" in capsys.readouterr().out
+    assert list(folder.rglob("*.xplane.pb"))

@@ -1,0 +1,519 @@
+"""Fault-tolerance campaigns: kills, stops, damaged files, full disks, malformed commands; counts what went wrong.
+
+python -m tests.campaigns.faults --kills=100 --stops=40 --corruptions=200 --commands=1000 [--json=faults.json]
+python -m tests.campaigns.faults --full_disks=20 --shared=5
+
+Kills and stops: a run of some thousand steps gets SIGKILL, or SIGTERM, at random instants spread over its phases, is
+restarted each time, and must end with the bits of an undisturbed run. Corruptions: files of a stopped run are
+truncated, flipped, removed; the command must continue to the right end, or report the fault in one line and keep every
+intact checkpoint. Full disks: checkpoints go to file systems without free space or inodes (needs permission to mount);
+the command must end with one line and exit code 2 within seconds, and continue when there is room. Shared: two runs are
+given one checkpoint folder; one trains, the other ends with one line. Commands: each malformed command line must end
+with one line and exit code 2, and write nothing.
+"""
+
+import collections
+import contextlib
+import io
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import jax
+
+from attnlab import commands, train
+from attnlab import config as configs
+from attnlab._benchmarks.harness import options
+from attnlab.support.errors import UserError
+from attnlab.training import metrics
+from attnlab.training.checkpoints import Checkpoints
+from tests.campaigns.watched import PHASES, Board
+
+QUICKSTART = configs.experiments()["quickstart"]
+MODEL = {
+    "batch_size": 8,
+    "model.num_layers": 2,
+    "model.width": 32,
+    "model.context": 32,
+    "model.dropout": 0.1,
+    "eval.windows": 64,
+    "sample.length": 64,
+    "log.tensorboard": False,
+    "parallel.mesh.data": 1,
+}
+LONG = MODEL | {"eval.every": 20, "checkpoint.every": 8, "log.every": 4, "sample.every": 40}
+SHORT = MODEL | {"steps": 160, "eval.every": 20, "checkpoint.every": 16, "checkpoint.keep": 3, "log.every": 4}
+TIMING = re.compile("time|second|mfu|flops|wall|eta|rss|memory")  # keys that may differ between two runs of a seed
+PROGRAMS = "programs"  # the compilation cache of a campaign
+PATIENCE = 300  # seconds for a run to reach a phase, or to end
+PROMPT = 10  # seconds for a run to end once it has been asked to stop, or has reported an error
+
+
+def define(values, argv) -> None:
+    """The flags."""
+    counts = {
+        "kills": "SIGKILLs at random instants of one run",
+        "stops": "SIGTERMs at random instants of one run",
+        "corruptions": "damaged workdirs",
+        "full_disks": "runs whose checkpoints do not fit on their file system",
+        "shared": "pairs of runs with one checkpoint folder",
+        "commands": "malformed command lines, a fifth of them as processes",
+        "seed": "of the random draws",
+    }
+    options.define_integers(values, {name: (0, meaning) for name, meaning in counts.items()})
+    options.define_json(values)
+
+
+def main(values) -> int:
+    """Runs the chosen campaigns; 1 when anything went wrong."""
+    campaigns = {
+        "kills": kills,
+        "stops": stops,
+        "corruptions": corruptions,
+        "full_disks": full_disks,
+        "shared": shared,
+        "commands": malformed,
+    }
+    for name in campaigns:
+        if values[name].value < 0:
+            raise UserError(f"--{name}={values[name].value}: expected 0 or more")
+    options.check_new(values, "json")
+    chosen = {name: values[name].value for name in campaigns if values[name].value}
+    if not chosen:
+        raise UserError(f"nothing to do: give --{', --'.join(list(campaigns)[:-1])} or --commands; see --help")
+    figures = {}
+    with tempfile.TemporaryDirectory(prefix="attnlab-faults-") as folder:
+        for name, count in chosen.items():
+            start = time.perf_counter()
+            figures[name] = campaigns[name](count, Path(folder) / name, random.Random(values.seed))
+            figures[name]["seconds"] = round(time.perf_counter() - start)
+            print(f"{name}: " + "; ".join(f"{key} {_cell(value)}" for key, value in figures[name].items()), flush=True)
+    for name, row in figures.items():
+        for problem in row["wrong"]:
+            print(f"{name}: {problem}", file=sys.stderr)
+    options.keep(values.json, figures)
+    return int(any(row["wrong"] for row in figures.values()))
+
+
+def _cell(value) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{count} {name}" for name, count in value.items())
+    return str(len(value)) if isinstance(value, list) else str(value)
+
+
+# ----------------------------------------------------------------------------------------------------- kills and stops
+
+
+def kills(count: int, folder: Path, draw: random.Random) -> dict:
+    """SIGKILLs, spread over the phases. Wrong: an end unlike the undisturbed one, a restart behind a checkpoint."""
+    return _disturbed(count, folder, draw, signal.SIGKILL)
+
+
+def stops(count: int, folder: Path, draw: random.Random) -> dict:
+    """SIGTERMs. Also wrong: an exit code other than 143, more than ten seconds to end, a finished step lost."""
+    return _disturbed(count, folder, draw, signal.SIGTERM)
+
+
+def _disturbed(count, folder, draw, number) -> dict:
+    wrong, seconds, at, missed = [], [], collections.Counter(), collections.Counter()
+    undisturbed, workdir = folder / "undisturbed", folder / "run"
+    folder.mkdir(parents=True)
+    board = Board(str(folder / "board"))
+    fields = LONG | {"steps": max(160, 40 * count)}  # about as far as a start gets until it is disturbed
+    _finish(undisturbed, fields)
+    while sum(at.values()) < count:
+        wanted = min(PHASES, key=lambda phase: (at[phase], draw.random()))
+        newest = max(_intact(workdir), default=0)
+        if wanted == "compile":  # and write cache entries, which the kill may truncate
+            shutil.rmtree(folder / PROGRAMS, ignore_errors=True)
+        with _started(workdir, fields, board) as (process, output):
+            if not _wait_for(process, board, wanted, draw):
+                missed[wanted] += 1
+                if process.returncode != 0 or missed[wanted] > 5:
+                    wrong.append(f"{wanted} was never reached, the process ended with {process.returncode}")
+                    break
+                wrong += _differences(workdir, undisturbed)
+                shutil.rmtree(workdir)  # start again for the remaining signals
+                continue
+            finished, phases, start = board.step, board.phases(), time.perf_counter()
+            process.send_signal(number)
+            process.wait(timeout=PATIENCE)
+            out = output.read_text(errors="replace")
+        if process.returncode == 0 or not phases:  # it was over before the signal came
+            continue
+        at[wanted if wanted in phases else phases[0]] += 1
+        resumed = re.search(r"resumed from step (\d+)", out)
+        if (resumed or finished) and int(resumed[1] if resumed else 0) != newest:
+            wrong.append(f"resumed from step {resumed[1] if resumed else 0}, but {newest} was saved")
+        if number == signal.SIGTERM:
+            seconds.append(time.perf_counter() - start)
+            # Before a run handles signals it has nothing to save, and the signal kills it: a shell reports 143 as well.
+            if process.returncode != 128 + number and (finished or process.returncode != -number):
+                wrong.append(f"ended with {process.returncode} in {phases}: {out.splitlines()[-1:]}")
+            if seconds[-1] > PROMPT:
+                wrong.append(f"took {seconds[-1]:.1f} s to end, in {phases}")
+            if finished and max(_intact(workdir), default=0) < finished:
+                wrong.append(
+                    f"step {finished} was finished, {max(_intact(workdir), default=0)} is what was saved: {phases}"
+                )
+    _finish(workdir, fields)
+    wrong += _differences(workdir, undisturbed)
+    figures = {"signals": sum(at.values()), "phases": {phase: at[phase] for phase in PHASES}, "wrong": wrong}
+    return figures | ({"slowest to end (s)": round(max(seconds), 1)} if seconds else {})
+
+
+def _arguments(workdir: Path, fields: dict) -> list[str]:
+    return [
+        f"--config={QUICKSTART}",
+        *(f"--config.{name}={value}" for name, value in fields.items()),
+        f"--workdir={workdir}",
+    ]
+
+
+@contextlib.contextmanager
+def _started(workdir: Path, fields: dict, board: Board | None = None):
+    """The command in a process of its own, which ends with this block, and the file of its output."""
+    module = ["tests.campaigns.watched", board.path] if board else ["attnlab.train"]
+    if board:
+        board.clear()
+    output = workdir.with_name(f"{workdir.name}.out")
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *module, *_arguments(workdir, fields)],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=os.environ
+            | {"XLA_FLAGS": "", "PYTHONUNBUFFERED": "1", "JAX_COMPILATION_CACHE_DIR": str(workdir.with_name(PROGRAMS))},
+        )
+    try:
+        yield process, output
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _finish(workdir: Path, fields: dict) -> None:
+    with _started(workdir, fields) as (process, output):
+        process.wait(timeout=PATIENCE)
+    if process.returncode:
+        said = output.read_text(errors="replace")[-300:]
+        raise UserError(f"a run without faults ended with {process.returncode}: {said}")
+
+
+def _wait_for(process, board, wanted, draw) -> bool:
+    """Waits for a random instant of a phase; False when the process ended before it."""
+    times = draw.randint(1, 3) if wanted in PHASES[2:] else 1
+    deadline = time.monotonic() + PATIENCE
+    while times and time.monotonic() < deadline:
+        while wanted not in board.phases():
+            time.sleep(0.001)
+            if process.poll() is not None or time.monotonic() > deadline:
+                return False
+        times -= 1
+        if times:
+            while wanted in board.phases() and process.poll() is None:
+                time.sleep(0.001)
+    longest = {"start": 2.0, "compile": 1.0, "step": 0.1}.get(wanted, 0.01)
+    time.sleep(draw.uniform(0, longest))
+    return process.poll() is None
+
+
+def _intact(workdir: Path) -> list[int]:
+    checkpoints = Checkpoints(workdir / "checkpoints")
+    return [step for step in checkpoints.steps() if not checkpoints.damage(step)]
+
+
+def _differences(workdir: Path, undisturbed: Path) -> list[str]:
+    """Differences of two finished runs: records except times, checkpoints, and every bit of the last one."""
+    mine, theirs = (_records(folder) for folder in (workdir, undisturbed))
+    found = []
+    if mine != theirs:
+        first = next((pair for pair in zip(mine, theirs) if pair[0] != pair[1]), (len(mine), len(theirs)))
+        found.append(f"metrics.jsonl differs: {first[0]}, undisturbed {first[1]}")
+    kept = [_intact(folder) for folder in (workdir, undisturbed)]
+    if kept[0] != kept[1]:
+        found.append(f"checkpoints {kept[0]}, undisturbed {kept[1]}")
+    elif _bits(workdir, kept[0][-1]) != _bits(undisturbed, kept[1][-1]):
+        found.append("the parameters or the optimizer's state differ")
+    return found
+
+
+def _records(workdir: Path) -> list[dict]:
+    """The metrics that are equal in two runs with one seed."""
+    kept = metrics.read(workdir / "metrics.jsonl")
+    return [{key: value for key, value in record.items() if not TIMING.search(key)} for record in kept]
+
+
+def _bits(workdir: Path, step: int) -> dict:
+    return Checkpoints(workdir / "checkpoints").digests(step)
+
+
+# --------------------------------------------------------------------------------------------------------- corruptions
+
+
+def corruptions(count: int, folder: Path, draw: random.Random) -> dict:
+    """Damaged workdirs. Wrong: a traceback, an end unlike the undisturbed one, the loss of an intact checkpoint."""
+    undisturbed, stopped = folder / "undisturbed", folder / "stopped"
+    folder.mkdir(parents=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder / PROGRAMS))  # the same program hundreds of times
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    _command(train, _arguments(undisturbed, SHORT))
+    board = Board(str(folder / "board"))
+    with _started(stopped, SHORT, board) as (process, _):
+        while board.step < SHORT["steps"] // 2 and process.poll() is None:
+            time.sleep(0.001)
+        process.terminate()
+        process.wait(timeout=PATIENCE)
+    wrong, outcomes = [], collections.Counter()
+    for number in range(count):
+        workdir = folder / f"run-{number}"
+        shutil.copytree(stopped, workdir)
+        what = " and ".join(_corrupt(workdir, draw) for _ in range(draw.choice((1, 1, 1, 2))))
+        intact = _intact(workdir)
+        code, out, error = _command(train, _arguments(workdir, SHORT))
+        label = f"{what} → {code} {error.strip()[-200:]}"
+        if "Traceback" in error or code not in (0, 2) or (code == 2 and len(error.strip().splitlines()) != 1):
+            wrong.append(f"{label}: not one line")
+        elif code == 2:
+            outcomes["rejected"] += 1
+            if set(intact) - set(_intact(workdir)):
+                wrong.append(f"{label}: checkpoints {intact} were intact, {_intact(workdir)} are")
+        else:
+            outcomes["resumed"] += 1
+            resumed = re.search(r"resumed from step (\d+)", out)
+            if int(resumed[1] if resumed else 0) != max(intact, default=0):
+                wrong.append(f"{label}: resumed from step {resumed[1] if resumed else 0}, where {intact} were intact")
+            lost = "are lost" in out or "starting from the beginning" in out
+            if _records(workdir)[-1] != _records(undisturbed)[-1]:
+                wrong.append(f"{label}: another end")
+            elif _records(workdir) != _records(undisturbed) and not lost:
+                wrong.append(f"{label}: other records")
+        shutil.rmtree(workdir, ignore_errors=True)
+    return {"workdirs": count, "outcomes": dict(outcomes), "wrong": wrong}
+
+
+def _corrupt(workdir: Path, draw: random.Random) -> str:
+    """Damages one file or folder; returns what was done."""
+    files = sorted(path for path in workdir.rglob("*") if path.is_file())
+    folders = sorted(path for path in (workdir / "checkpoints").iterdir() if path.is_dir())
+    kind = draw.choice(("truncated", "flipped", "flipped", "removed", "overwritten", "lengthened", "folder"))
+    if kind == "folder" and folders:
+        path, how = (
+            draw.choice(folders),
+            draw.choice(("removed", "emptied", "renamed", "copied", "a file", "uncommitted")),
+        )
+        match how:
+            case "removed":
+                shutil.rmtree(path)
+            case "emptied":
+                shutil.rmtree(path)
+                path.mkdir()
+            case "renamed":
+                path.rename(path.with_name(str(draw.randint(100, 999))))
+            case "copied":
+                shutil.copytree(path, path.with_name(str(draw.randint(100, 999))))
+            case "a file":
+                shutil.rmtree(path)
+                path.write_bytes(b"")
+            case "uncommitted":
+                shutil.copytree(path, path.with_name(f"{draw.randint(100, 999)}.orbax-checkpoint-tmp"))
+        return f"{path.relative_to(workdir)} {how}"
+    # A checkpoint has many files; the run's own three must be chosen often enough.
+    path = draw.choice([path for path in files if path.parent == workdir] if draw.random() < 0.3 else files)
+    content = bytearray(path.read_bytes())
+    match kind:
+        case "truncated":
+            content = content[: draw.randrange(len(content) + 1)]
+        case "flipped" if content:
+            for _ in range(draw.choice((1, 1, 3))):
+                content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        case "overwritten" if content:
+            first = draw.randrange(len(content))
+            content[first : first + 64] = bytes(len(content[first : first + 64]))
+        case "lengthened":
+            content += draw.randbytes(draw.randint(1, 99))
+    if kind == "removed":
+        path.unlink()
+    else:
+        path.write_bytes(content)
+    return f"{path.relative_to(workdir)} {kind}"
+
+
+def _command(module, argv: list[str]) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command, in this process."""
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        try:
+            code = module.main(["attnlab", *argv])
+        except BaseException:  # a command that raises is a finding
+            traceback.print_exc()
+            code = 1
+    return code, out.getvalue(), error.getvalue()
+
+
+# ------------------------------------------------------------------------------------------ full disks, shared folders
+
+
+def full_disks(count: int, folder: Path, draw: random.Random) -> dict:
+    """Checkpoints on small file systems. Wrong: anything but one line and exit code 2 at once, a damaged checkpoint.
+
+    Every second one runs out of inodes, the others out of space. With more of both, the run must finish correctly.
+    """
+    folder.mkdir(parents=True)
+    wrong, seconds = [], []
+    undisturbed = folder / "undisturbed"
+    _finish(undisturbed, SHORT)
+    one = max((undisturbed / "checkpoints").glob("[0-9]*"))
+    inodes = sum(1 for _ in one.rglob("*"))
+    size = sum(-(-path.stat().st_size // 4096) * 4 for path in one.rglob("*") if path.is_file())  # KiB, whole pages
+    for number in range(count):
+        share = draw.uniform(0.0, SHORT["checkpoint.keep"] + 0.5)  # one more than is kept is never less
+        options = f"nr_inodes={4 + round(share * inodes)}" if number % 2 else f"size={8 + round(share * size)}k"
+        workdir, disk = folder / f"run-{number}", folder / f"disk-{number}"
+        fields = SHORT | {"checkpoint.dir": disk / "kept"}
+        with _small_file_system(disk, options):
+            with _started(workdir, fields) as (process, output):
+                code, took = _end_after_error(process, output)
+            error = [line for line in output.read_text(errors="replace").splitlines() if "error: " in line]
+            label = f"{options} → {code} {error[-1:]}"
+            seconds.append(took)
+            if code != 2 or len(error) != 1 or "Traceback" in output.read_text(errors="replace"):
+                wrong.append(f"{label}: not one line")
+            if took > PROMPT:
+                wrong.append(f"{label}: took {took:.0f} s to end")
+            kept = Checkpoints(disk / "kept")
+            if any(kept.damage(step) for step in kept.steps()):
+                wrong.append(f"{label}: a damaged checkpoint")
+            subprocess.run(["mount", "-o", "remount,size=1g,nr_inodes=1000000", disk], check=True)
+            _finish(workdir, fields)
+            if _records(workdir) != _records(undisturbed):
+                wrong.append(f"{label}: another end")
+    return {"runs": count, "slowest to end (s)": round(max(seconds), 1), "wrong": wrong}
+
+
+def _end_after_error(process, output: Path) -> tuple[int | None, float]:
+    """Waits for a process to end: its exit code, None if it had to be killed, and the seconds after its error line."""
+    deadline, reported = time.monotonic() + PATIENCE, None
+    while process.poll() is None and time.monotonic() < deadline:
+        if reported is None and "error: " in output.read_text(errors="replace"):
+            reported = time.monotonic()
+            deadline = reported + 3 * PROMPT
+        time.sleep(0.05)
+    return process.poll(), time.monotonic() - reported if reported else 0.0
+
+
+@contextlib.contextmanager
+def _small_file_system(folder: Path, options: str):
+    """A file system in memory, mounted at a new folder inside the block."""
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"a file system cannot be mounted ({done.stderr.strip()}): leave out --full_disks, or be root")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def shared(count: int, folder: Path, draw: random.Random) -> dict:
+    """Pairs of runs with one checkpoint folder. Wrong: both or neither finish, or the loser says more than one line."""
+    folder.mkdir(parents=True)
+    wrong, undisturbed = [], folder / "undisturbed"
+    _finish(undisturbed, SHORT)
+    for number in range(count):
+        fields = SHORT | {"checkpoint.dir": folder / f"kept-{number}"}
+        workdirs = [folder / f"run-{number}-{name}" for name in "ab"]
+        with _started(workdirs[0], fields) as (first, out_a):
+            time.sleep(draw.uniform(0, 5))
+            with _started(workdirs[1], fields) as (second, out_b):
+                codes = [_end_after_error(*running)[0] for running in ((first, out_a), (second, out_b))]
+        said = {code: output.read_text(errors="replace") for code, output in zip(codes, (out_a, out_b))}
+        if sorted(codes, key=str) != [0, 2]:
+            wrong.append(f"ended with {codes}: {said}")
+        elif len(said[2].strip().splitlines()) != 1 or "checkpoint.dir" not in said[2]:
+            wrong.append(f"not one line: {said[2][-300:]}")
+        elif _records(workdirs[codes.index(0)]) != _records(undisturbed):
+            wrong.append("another end")
+    return {"pairs": count, "wrong": wrong}
+
+
+# ------------------------------------------------------------------------------------------------------------ commands
+
+
+def malformed(count: int, folder: Path, draw: random.Random) -> dict:
+    """Malformed command lines. Wrong: anything but one line, exit code 2, and an empty folder."""
+    wrong, kinds = [], set()
+    folder.mkdir(parents=True)
+    with contextlib.chdir(folder):
+        for number in range(count):
+            kind, argv = _malformed(draw)
+            kinds.add(kind)
+            if number % 5 == 0:
+                done = subprocess.run(
+                    [sys.executable, "-m", "attnlab.train", *argv], capture_output=True, text=True, errors="replace"
+                )
+                code, error = done.returncode, done.stderr
+            else:
+                code, _, error = _command(train, argv)
+            lines = error.strip().splitlines()
+            if code != 2 or len(lines) != 1 or not lines[0].startswith("error: ") or "Traceback" in error:
+                wrong.append(f"{argv} → {code} {error.strip()[-300:]!r}")
+            if any(folder.iterdir()):
+                wrong.append(f"{argv} wrote {[path.name for path in folder.iterdir()]}")
+                shutil.rmtree(folder)
+                folder.mkdir()
+                os.chdir(folder)
+    return {"lines": count, "kinds": len(kinds), "wrong": wrong}
+
+
+def _malformed(draw: random.Random) -> tuple[str, list[str]]:
+    """The kind of error in a malformed command line, and the line."""
+    defaults = configs.fields(configs.default())
+    # Fields whose wrong values are known in advance: not text, nor fields that take any value.
+    integers = [name for name, value in defaults.items() if type(value) is int and name != "parallel.mesh.data"]
+    real = [name for name, value in defaults.items() if type(value) is float]
+    flag = [name for name, value in defaults.items() if type(value) is bool]
+    choices = ["precision", "on_nonfinite", "data.tokenizer", "data.name", "parallel.strategy", "model.positions"]
+    config = f"--config={QUICKSTART}"
+    noise = "".join(draw.choices("abcdefghijklmnopqrstuvwxyz-_.,:;/ñ☃ ", k=draw.randint(1, 12))).strip() or "x"
+
+    def bad(field, values):
+        return [config, f"--config.{field}={draw.choice(values)}"]
+
+    kinds = {
+        "not an integer": lambda: bad(draw.choice(integers), ["x", "1.5", "", "-3", "1e3", "None", "9" * 20, noise]),
+        "not a number": lambda: bad(draw.choice(real), ["x", "", "nan", "-1", "inf", "None", "1,5", noise]),
+        "neither true nor false": lambda: bad(draw.choice(flag), ["2", "maybe", "", noise]),
+        "no such choice": lambda: bad(draw.choice(choices), ["x", "", "None", "mesh ", noise]),
+        "no such field": lambda: [config, f"--config.{_misspelt(draw.choice(list(defaults)), draw)}=1"],
+        "a repeated flag": lambda: [config, *draw.choice((["--workdir=a", "--workdir=b"], [config]))],
+        "no such flag": lambda: [config, f"--{_misspelt(draw.choice(['workdir', 'eval_only']), draw)}=1"],
+        "no config": lambda: draw.choice(([], ["--workdir=w"], ["--config"], ["--config="])),
+        "no such file": lambda: [f"--config={noise}.py"],
+        "no such variant": lambda: [f"{config}:{noise}"],
+        "an extra argument": lambda: [config, noise if not noise.startswith("-") else "x"],
+        "indivisible heads": lambda: bad("model.num_heads", ["3", "5", "7", "1000"]),
+        "a missing text file": lambda: bad("data.path", ["nowhere.txt", "no/where/*.txt", noise + "/x"]),
+        "an indivisible batch": lambda: [*bad("optimizer.accumulation", ["5", "7"]), "--config.batch_size=12"],
+        "a workdir that is a file": lambda: [config, f"--workdir={QUICKSTART}"],
+        "nothing to evaluate": lambda: [config, "--eval_only", f"--workdir={draw.choice(['none', 'a/b'])}"],
+    }
+    kind = draw.choice(list(kinds))
+    return kind, kinds[kind]()
+
+
+def _misspelt(name: str, draw: random.Random) -> str:
+    at = draw.randrange(len(name))
+    return draw.choice((name[:at] + "zq" + name[at:], name[: at + 1] + "zq", "zq" + name))
+
+
+if __name__ == "__main__":
+    sys.exit(commands.run(define, main, __doc__))

@@ -1,0 +1,98 @@
+"""The study `grokking`: the gradient filter, power by frequency, and the verdict."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnlab._studies import grokking
+from attnlab._studies.grokking import DECAY, DECAY_FAST, KINDS, NO_DECAY, Size
+from attnlab.study.report import Options
+
+
+def test_grokfast_equals_a_loop_in_numpy():
+    rng = np.random.default_rng(0)
+    gradients, average = rng.normal(size=(20, 3)), np.zeros(3)
+    filtered = grokking.grokfast(0.9, 2.0)
+    state, step = filtered.init(jnp.zeros(3)), jax.jit(filtered.update)
+    for gradient in gradients:
+        update, state = step(gradient.astype(np.float32), state)
+        average = 0.9 * average + 0.1 * gradient
+        np.testing.assert_allclose(update, gradient + 2 * average, atol=1e-6)  # float32
+
+
+strongest_share = jax.jit(grokking.strongest_share)
+
+
+def test_share_of_five_equals_projections_on_sines_and_cosines():
+    table = np.random.default_rng(1).normal(size=(59, 4))
+    at, power = np.arange(59), []
+    for frequency in range(1, 30):
+        angle = 2 * np.pi * frequency * at / 59
+        power.append(((np.cos(angle) @ table) ** 2 + (np.sin(angle) @ table) ** 2).sum())
+    expected = sum(sorted(power)[-5:]) / sum(power)
+    assert float(strongest_share(table.astype(np.float32))) == pytest.approx(expected, rel=1e-5)
+
+
+def test_share_of_five_waves_is_one():
+    waves = sum(np.cos(2 * np.pi * k * np.arange(59) / 59 + k) for k in (2, 7, 11, 20, 29))
+    # Float32: rounding of 1e-7 times the largest amplitude, squared, is far below.
+    assert float(strongest_share(np.tile(waves[:, None], 4).astype(np.float32))) == pytest.approx(1, abs=1e-5)
+
+
+def make_rows(learned=100, grokked=(300, 500), share=0.8, undecayed=0.3, undecayed_accuracy=0.2, random=0.25):
+    rows = []
+    for seed in range(2):
+        for kind in KINDS:
+            for step in range(0, 700, 100):
+                right = float(step >= grokked[seed]) if kind == DECAY else 0.3 * (kind == DECAY_FAST)
+                end = share if kind == DECAY else undecayed
+                row = {"seed": seed, "kind": kind, "step": step, "train accuracy": float(step >= learned)}
+                row["held-out accuracy"] = undecayed_accuracy if kind == NO_DECAY and step else right
+                rows.append(row | {"share of five": random + (end - random) * step / 600 + 0.001 * seed})
+    return rows
+
+
+def test_grokking_verdict_of_a_delayed_rise_holds():
+    verdict = grokking.judge(make_rows())
+    assert verdict.held, verdict
+    assert "300, 500" in verdict.parts[0][1]
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        pytest.param(0, {"grokked": (300, 900)}, id="a seed never groks"),
+        pytest.param(0, {"learned": 300}, id="no delay"),
+        pytest.param(1, {"share": 0.45}, id="power is spread"),
+        pytest.param(2, {"undecayed": 0.85}, id="few frequencies without decay"),
+        pytest.param(3, {"undecayed_accuracy": 0.95}, id="grokked without decay"),
+    ],
+)
+def test_grokking_verdict_fails_by_part(part, change):
+    held = [held for held, _ in grokking.judge(make_rows(**change)).parts]
+    assert not held[part] and sum(held) == len(held) - 1
+
+
+def test_grokking_figure_has_a_line_per_seed():
+    figure = grokking.draw(make_rows())
+    assert figure.get_suptitle().startswith("Weight decay makes")
+    assert [len(axes.lines) for axes in figure.axes] == [3 * len(KINDS)] * 3  # a mean and two seeds each
+    assert all(axes.get_xlabel() == "step (updates)" and axes.get_ylabel() for axes in figure.axes)
+
+
+@pytest.mark.campaign
+def test_grokking_measure_of_few_steps_is_reproducible(monkeypatch, run_fast):
+    monkeypatch.setattr(grokking, "FAST", Size(2, 10))
+    rows = run_fast(grokking)
+    assert len(rows) == 2 * len(KINDS) * 11 and len(grokking.judge(rows).parts) == 4
+    before = [r["share of five"] for r in rows if r["step"] == 0 and r["seed"] == 0]
+    assert len(before) == len(KINDS) and len(set(before)) == 1  # all kinds start from the same table
+    monkeypatch.setattr(grokking, "KINDS", {DECAY_FAST: KINDS[DECAY_FAST]})  # compiling takes long
+    assert grokking.measure(Options(fast=True)) == [row for row in rows if row["kind"] == DECAY_FAST]
+
+
+@pytest.mark.campaign
+def test_grokking_claim_holds_in_all_parts():
+    verdict = grokking.judge(grokking.measure(Options(fast=True)))
+    assert verdict.held, verdict

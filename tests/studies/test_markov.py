@@ -1,0 +1,133 @@
+"""The study of in-context Markov chains."""
+
+import itertools
+
+import jax
+import matplotlib as mpl
+import numpy as np
+import pytest
+
+from attnlab._studies import markov
+from attnlab._studies.markov import DOUBLY, ONE, TWO
+from attnlab.data.tasks import chains
+from attnlab.study.report import Options
+
+STEPS = (0, 100, 200, 300, 400)
+CURVES = {  # divergence from uniform, unigrams and bigrams at each look
+    TWO: [(0.01, 0.10, 0.20), (0.10, 0.02, 0.13), (0.10, 0.01, 0.12), (0.18, 0.10, 0.02), (0.19, 0.11, 0.01)],
+    ONE: [(0.01, 0.10, 0.20), (0.10, 0.02, 0.13), (0.10, 0.02, 0.12), (0.10, 0.02, 0.12), (0.10, 0.02, 0.12)],
+    DOUBLY: [(0.01, 0.02, 0.12), (0.05, 0.06, 0.04), (0.10, 0.10, 0.02), (0.10, 0.10, 0.01), (0.10, 0.10, 0.01)],
+}
+
+
+def made(**changed):
+    """Rows of two seeds with these curves, those of `changed` in place of their own."""
+    return [
+        {"condition": condition, "seed": seed, "step": step}
+        | dict(zip(markov.PREDICTORS, (value + 0.001 * seed for value in values)))
+        | {"uniform from bigram": 0.2, "unigram from bigram": 0.12}
+        for condition, curve in (CURVES | changed).items()
+        for seed in range(2)
+        for step, values in zip(STEPS, curve)
+    ]
+
+
+def test_judge_of_three_phases_holds():
+    assert markov.judge(made()).held
+
+
+@pytest.mark.parametrize(
+    ("changed", "part"),
+    [
+        ({TWO: [CURVES[TWO][0], *[CURVES[TWO][3]] * 3, CURVES[TWO][4]]}, 0),
+        ({TWO: [*CURVES[TWO][:1], (0.1, 0.07, 0.13), (0.1, 0.07, 0.12), *CURVES[TWO][3:]]}, 1),
+        ({TWO: [*CURVES[TWO][:4], (0.18, 0.10, 0.03)]}, 2),
+        ({ONE: CURVES[TWO]}, 3),
+        ({DOUBLY: CURVES[TWO]}, 4),
+    ],
+    ids=["no plateau", "plateau elsewhere", "not optimal", "one layer suffices", "same plateau"],
+)
+def test_judge_fails_the_part_that_is_refuted(changed, part):
+    assert not markov.judge(made(**changed)).parts[part][0]
+
+
+def test_look_back_where_the_curves_cross_is_told_and_refutes_nothing():
+    back = [*CURVES[TWO][:3], CURVES[TWO][3], CURVES[TWO][2], CURVES[TWO][3], CURVES[TWO][4]]
+    rows = [row | {"step": 10 * at} for seed in range(2) for at, row in enumerate(_seed(made(), seed, back))]
+    others = [row for row in made() if row["condition"] != TWO]
+    held, text = markov.judge(rows + others).parts[0]
+    assert held and "in 2 with a look back" in text
+
+
+def _seed(rows, seed, curve):
+    """Rows of a seed of two layers with this curve."""
+    row = next(row for row in rows if (row["condition"], row["seed"]) == (TWO, seed))
+    return [row | dict(zip(markov.PREDICTORS, values)) for values in curve]
+
+
+def test_models_that_never_reach_bigrams_are_said_so():
+    assert "sooner as in the paper" in str(markov.judge(made()))
+    assert "more than all, not sooner, unlike in the paper" in str(markov.judge(made(**{DOUBLY: CURVES[ONE]})))
+
+
+def test_draw_has_a_panel_per_condition():
+    with mpl.rc_context({"backend": "agg"}):
+        figure = markov.draw(made())
+    assert [axes.get_title() for axes in figure.axes] == [TWO, ONE, DOUBLY]
+    assert "optimum" in figure.get_suptitle()
+    assert all("updates" in axes.get_xlabel() and "nats" in axes.get_ylabel() for axes in figure.axes)
+
+
+predictions = jax.jit(markov.predictions)
+
+
+def test_predictions_match_counting_by_hand():
+    tokens = np.asarray(chains(0, batch_size=4, length=30).tokens)
+    said = jax.device_get(predictions(tokens))
+    for sequence in range(4):
+        for place in range(30):
+            seen = tokens[sequence, : place + 1].tolist()
+            unigram = np.array([seen.count(state) + 1 for state in range(3)], np.float64)
+            pairs = list(itertools.pairwise(seen))
+            bigram = np.array([pairs.count((seen[-1], state)) + 1 for state in range(3)], np.float64)
+            for name, counts in (("unigram", unigram), ("bigram", bigram), ("uniform", np.ones(3))):
+                # Quotients of small integers, which float32 has to 2⁻²⁴ of their size.
+                np.testing.assert_allclose(said[name][sequence, place], counts / counts.sum(), rtol=2**-23)
+
+
+def test_bigram_predictor_is_the_posterior_of_many_chains():
+    """Weighing chains from the prior by the likelihood of a sequence gives the same prediction, to sampling error."""
+    tokens = np.asarray(chains(5, batch_size=1, length=12).tokens)[0]
+    prior = np.random.default_rng(0).dirichlet(np.ones(3), (400_000, 3))
+    likelihood = np.prod([prior[:, i, j] for i, j in itertools.pairwise(tokens)], axis=0)
+    weights = likelihood / likelihood.sum()
+    posterior = weights @ prior[:, tokens[-1]]
+    # The error of a weighted mean is √Σw² times a spread of at most ½; five of those.
+    atol = 5 * 0.5 * np.sqrt((weights**2).sum())
+    assert atol < 0.05
+    np.testing.assert_allclose(np.asarray(predictions(tokens[None])["bigram"])[0, -1], posterior, atol=atol)
+
+
+def test_divergence_matches_numpy():
+    draw = np.random.default_rng(0)
+    p, q = draw.dirichlet(np.ones(3), (2, 5, 7))
+    exact = (p * np.log(p / q)).sum(-1).mean()
+    # Sums of three float32 terms of size 1 at most, averaged.
+    assert float(jax.jit(markov.divergence)(p, np.log(q))) == pytest.approx(exact, abs=1e-6)
+
+
+@pytest.mark.campaign
+def test_small_study_runs_to_the_end_twice_alike(monkeypatch, run_fast):
+    for name, small in {"FAST": markov.Size(seeds=2, steps=10), "LENGTH": 10, "BATCH": 2, "HELD_OUT": 4}.items():
+        monkeypatch.setattr(markov, name, small)
+    rows = run_fast(markov)
+    monkeypatch.setattr(markov, "CONDITIONS", (ONE,))  # compiling takes long
+    assert markov.measure(Options(fast=True)) == [row for row in rows if row["condition"] == ONE]
+
+
+@pytest.mark.campaign
+def test_fast_study_shows_the_phases():
+    """Of two short runs, the plateau and the controls; the last nats need the full study."""
+    rows = markov.measure(Options(fast=True))
+    held = [part for part, _ in markov.judge(rows).parts]
+    assert held[0] and held[3], str(markov.judge(rows))

@@ -1,0 +1,181 @@
+"""The study command: output files, error messages, and the verdict of each study."""
+
+import csv
+import importlib
+import re
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnlab._studies import scaling
+from attnlab.nn import AdditiveAttention
+from attnlab.study import __main__ as study
+from attnlab.study import progress, registry
+from attnlab.study.fitting import Size
+from attnlab.study.report import Interval, Verdict
+
+
+def run(*argv):
+    return study.main(["study", *argv])
+
+
+def test_unknown_study_suggests_and_lists_names(capsys):
+    assert run("scalling") == 2
+    error = capsys.readouterr().err
+    assert error == (
+        "error: 'scalling' is not a study (did you mean scaling?): expected one of alignment, complexity, "
+        "copying, dispersion, gradient_step, grokking, heads, induction, markov, norms, positions, pruning, rank, "
+        "recall, roles, scaling, sinks, training, all of them by the word all, or the path of a Python file\n"
+    )
+
+
+@pytest.mark.parametrize("help_flag", [[], ["--help"], ["scaling", "--help"]])
+def test_help_lists_every_claim(capsys, help_flag):
+    assert run(*help_flag) == 0
+    assert "Dividing q·k by √d_k" in capsys.readouterr().out
+
+
+def test_unknown_flag_is_one_line(capsys):
+    assert run("scaling", "--fats") == 2
+    assert capsys.readouterr().err == "error: Unknown command line flag 'fats'. Did you mean: fast ? (see --help)\n"
+
+
+def test_study_writes_table_figure_and_verdict_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "LINE_INTERVAL", 0)
+    monkeypatch.setattr(scaling, "WIDTHS", scaling.WIDTHS[scaling.WIDTHS <= 1000])  # the largest take the time
+    out = tmp_path / "new" / "folder"
+    assert run("scaling", "--fast", "--out", str(out)) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["result.json", "scaling.csv", "scaling.png", "verdict.txt"]
+    with (out / "scaling.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 90 and set(rows[0]) == {"seed", "d_k", "scale", "variance", "jacobian_norm"}
+    assert (out / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr()
+    assert "the claim holds" in (out / "verdict.txt").read_text() and "the claim holds" in printed.out
+    assert re.match(r"\d+ % done, .* left\n", printed.err) and " left" not in printed.out
+
+    before = (out / "scaling.csv").read_bytes()
+    assert run("scaling", "--fast", "--out", str(out)) == 2
+    assert "is not empty: choose a new folder" in capsys.readouterr().err
+    assert (out / "scaling.csv").read_bytes() == before
+
+
+def test_out_that_is_a_file_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    assert run("scaling", "--out", str(tmp_path / "file")) == 2
+    assert capsys.readouterr().err == f"error: --out={tmp_path / 'file'} is a file: name a folder\n"
+
+
+def test_out_that_cannot_be_created_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    assert run("scaling", "--out", str(tmp_path / "file" / "out")) == 2
+    assert "cannot be written (Not a directory): choose another folder" in capsys.readouterr().err
+
+
+def test_path_for_a_study_without_text_is_one_line(tmp_path, capsys):
+    assert run("scaling", "--path", "quijote.txt", "--out", str(tmp_path / "out")) == 2
+    assert capsys.readouterr().err == "error: --path=quijote.txt: scaling does not train on a text: remove this flag\n"
+
+
+def test_study_name_after_flags_is_found(tmp_path, capsys):
+    assert run("--fast", "--out", str(tmp_path), "scalling") == 2
+    assert "error: 'scalling' is not a study" in capsys.readouterr().err
+
+
+def test_missing_text_is_one_line(tmp_path, capsys):
+    assert run("heads", "--fast", "--out", str(tmp_path / "out"), "--path", "nowhere.txt") == 2
+    assert "data.path = 'nowhere.txt': no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name, tokens", [("heads", 65), ("positions", 257), ("pruning", 130), ("training", 65)])
+def test_short_text_is_one_line_before_any_training(tmp_path, capsys, name, tokens):
+    (tmp_path / "short.txt").write_text("the cat sat. " * 40, encoding="utf-8")
+    assert run(name, "--fast", f"--path={tmp_path / 'short.txt'}", f"--out={tmp_path / 'out'}") == 2
+    assert f"is shorter than {tokens} tokens: give a longer text with --path\n" in capsys.readouterr().err
+
+
+def test_missing_matplotlib_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    importlib.reload(study)  # the command itself imports without it
+    assert run("scaling") == 2
+    assert capsys.readouterr().err == "error: studies need matplotlib: pip install matplotlib\n"
+
+
+def test_verdict_holds_only_if_every_part_does():
+    assert Verdict.of((True, "a"), (np.True_, "b")).held
+    assert str(Verdict.of((True, "a"), (False, "b"))) == "the claim does not hold\n  held    a\n  failed  b"
+    assert Verdict.of((True, "a")).title("Found") == "Found"
+    assert Verdict.of((True, "a"), (False, "b")).title("Found") == "Not as claimed: b"
+
+
+@pytest.mark.parametrize("kind", [list, np.array, jnp.array])
+def test_interval_of_any_numbers_is_that_of_students_t(kind):
+    interval = Interval.of(kind([1.0, 2.0, 4.0]))
+    # Of 2 degrees of freedom the quantile is 4.302653 (tables), of a variance of 7/3 over three.
+    margin = 4.302653 * (7 / 9) ** 0.5
+    assert interval == pytest.approx((7 / 3, 7 / 3 - margin, 7 / 3 + margin, 3), rel=1e-6)
+    assert str(Interval.of(kind([2.0]))) == "2.000 (one seed)"
+
+
+@pytest.mark.parametrize("values", [[], np.ones((2, 3))], ids=["none", "matrix"])
+def test_interval_of_no_values_or_a_matrix_is_one_line(values):
+    with pytest.raises(ValueError, match="expected a number for each seed, at least one"):
+        Interval.of(values)
+
+
+@pytest.mark.parametrize("name", registry.STUDIES)
+def test_every_study_states_a_claim_and_has_all_parts(name):
+    module = registry.load(name)
+    assert registry.claim(module).endswith(".") and len(registry.claim(module)) <= 120
+    assert all(
+        callable(getattr(module, part)) and getattr(module, part).__doc__ for part in ("measure", "judge", "draw")
+    )
+
+
+# The verdict of `heads` depends on the text.
+CERTAIN = ("alignment", "complexity", "norms", "positions", "scaling", "training")
+
+# For each study, rows changed so that they refute its claim.
+COUNTEREXAMPLES = {
+    "alignment": lambda row: row | {"aligned": 0.9 * row["aligned"]},
+    "complexity": lambda row: row | {"flops": row.get("flops") and row["flops"] * row["n"] ** 0.2},
+    "heads": lambda row: row | {"loss": 2.0},
+    "norms": lambda row: row | {"hijacked": 0.03},
+    "positions": lambda row: row | ({"loss": 2.0} if row["what"] == "extrapolation" else {}),
+    "scaling": lambda row: row | {"scale": {"none": "√d_k", "√d_k": "none"}.get(row["scale"], row["scale"])},
+    "training": lambda row: row | {"matrix": {"Q": "V", "V": "Q", "K": "W", "W": "K"}[row["matrix"]]},
+}
+
+
+LARGE = ("complexity", "heads", "positions")  # a minute and more each
+# Of others, what suffices to see the claim.
+SMALLER = {
+    "alignment": {"KINDS": ("copy",), "LAYERS": {"additive": AdditiveAttention}},
+    "norms": {"FAST": Size(seeds=1, steps=300)},
+    "training": {"FAST": Size(seeds=1, steps=300)},
+}
+
+
+def check(study, rows, name):
+    """The verdict on the rows, and on others that refute the claim."""
+    verdict = study.judge(rows)
+    assert verdict.parts and (verdict.held or name not in CERTAIN), str(verdict)
+    assert not study.judge([COUNTEREXAMPLES[name](row) for row in rows]).held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in COUNTEREXAMPLES if name not in LARGE])
+def test_small_study_verdict_and_refutation(name, run_fast, monkeypatch):
+    module = registry.load(name)
+    for part, smaller in SMALLER.get(name, {}).items():
+        monkeypatch.setattr(module, part, smaller)
+    check(module, run_fast(module), name)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", COUNTEREXAMPLES)
+def test_fast_study_verdict_and_refutation(name, run_fast):
+    module = registry.load(name)
+    check(module, run_fast(module), name)
