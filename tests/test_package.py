@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import graphlib
 import importlib
 import inspect
 import json
@@ -35,38 +36,69 @@ def test_import_loads_no_heavy_dependency():
     assert set(out.split()) - sys.stdlib_module_names <= LIGHT
 
 
-LAYERS = {
-    "ops": {"types"},
-    "nn": {"ops", "types"},
-    "data": {"errors", "files", "types"},
-    "config": {"data", "errors", "nn", "ops"},
-    "training": {"config", "data", "errors", "files", "nn", "ops", "types"},
-    "interop": {"data", "errors", "files", "nn", "ops", "types"},
-    "generation": {"data", "errors", "nn", "ops", "types"},
-}
+# A file imports from floors below its own, and from its own folder; not from a neighbour on its floor.
+FLOORS = (
+    {"types"},
+    {"support"},
+    {"ops", "data"},
+    {"nn", "masks", "score_mods"},
+    {"generation", "interop"},
+    {"config"},
+    {"training", "compilation", "commands"},
+    {"loading", "runs"},
+    {"pretrained", "sample", "plots"},
+    {"train", "planning", "see", "study", "bench"},
+    {"sweeping", "plan"},
+    {"sweep", "comparing"},
+    {"compare"},
+    {"__main__"},
+)
+IMPORTABLE = {"ops": {"attnlab", "jax", "jaxtyping", "numpy", "scipy"}, "support": {"attnlab", "jax", "rich"}}
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_imports_only_go_down(layer):
-    paths = sorted((PACKAGE / layer).rglob("*.py")) or [PACKAGE / f"{layer}.py"]
-    for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [node.module] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.module == "attnlab":
-                names = [f"attnlab.{alias.name}" for alias in node.names]
-            for name in names:
-                if name and name.startswith("attnlab."):
-                    assert name.split(".")[1] in LAYERS[layer] | {layer}, f"{path.name} imports {name}"
+def imports(path: Path) -> set[str]:
+    """The modules that a file imports, anywhere in it; with their package for relative imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
 
 
-def test_ops_import_only_jax_and_numpy():
-    allowed = {"attnlab", "jax", "jaxtyping", "numpy"} | set(sys.stdlib_module_names)
-    for path in (PACKAGE / "ops").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [node.module] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            assert {name.split(".")[0] for name in names} <= allowed, path.name
+SOURCES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+SOURCES = {name.removesuffix(".__init__"): path for name, path in SOURCES.items()}
+IMPORTS = {name: imports(path) for name, path in SOURCES.items()}
+
+
+def test_every_unit_has_its_floor():
+    assert {name.split(".")[1] for name in SOURCES if name != "attnlab"} == set().union(*FLOORS)
+
+
+@pytest.mark.parametrize("number", range(len(FLOORS)))
+def test_imports_only_go_down(number):
+    below = set().union(*FLOORS[:number])
+    for name, imported in IMPORTS.items():
+        if (unit := name.split(".")[1:2]) and unit[0] in FLOORS[number]:
+            others = {module.split(".")[1] for module in imported if module.startswith("attnlab.")} - {*unit}
+            assert others - {"__version__"} <= below, f"{name} imports from {others - below}"
+
+
+@pytest.mark.parametrize("unit", IMPORTABLE)
+def test_lower_floors_import_only_these_libraries(unit):
+    for name, imported in IMPORTS.items():
+        if name.startswith(f"attnlab.{unit}"):
+            assert {module.split(".")[0] for module in imported} - sys.stdlib_module_names <= IMPORTABLE[unit], name
+
+
+def test_modules_do_not_import_each_other_in_a_circle():
+    graph = {name: (found & set(IMPORTS)) - {name, "attnlab"} for name, found in IMPORTS.items() if name != "attnlab"}
+    for package in {name for name, path in SOURCES.items() if path.name == "__init__.py"}:  # its face is no part of it
+        for name in graph:
+            if any(found.startswith(f"{package}.") for found in graph[name]):
+                graph[name] = graph[name] - {package}
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 def surfaces(module):

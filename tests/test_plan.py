@@ -204,9 +204,9 @@ def test_vocabulary_is_what_the_config_promises(changes, given, size, noted):
     [
         ({}, "tpu", "dense"),
         ({"context": 256}, "tpu", "splash"),
-        ({"context": 256, "dropout": 0.1}, "tpu", "pallas"),
+        ({"context": 256, "dropout": 0.1}, "tpu", "blockwise"),
         ({"context": 256, "soft_cap": 50.0}, "tpu", "splash"),
-        ({"context": 256, "soft_cap": 50.0, "positions": "alibi"}, "tpu", "pallas"),
+        ({"context": 256, "soft_cap": 50.0, "positions": "alibi"}, "tpu", "blockwise"),
         ({"context": 256, "positions": "alibi"}, "gpu", "blockwise"),
         ({"context": 256, "window": 64, "dtype": "bfloat16"}, "gpu", "cudnn"),
     ],

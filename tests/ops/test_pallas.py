@@ -355,9 +355,10 @@ def on_tpu(dtype=jnp.float32, length=256, **more):
     ],
     ids=lambda more: ", ".join(more),
 )
-def test_auto_takes_the_kernels_on_tpus_for_what_splash_lacks(more):
-    assert on_tpu(**more).backend == "pallas"
-    assert on_tpu(mask=Causal()).backend == "splash"
+def test_kernels_take_by_name_what_splash_lacks_and_auto_does_not(more):
+    assert on_tpu(**more, impl="pallas").backend == "pallas"
+    auto = on_tpu(**more)
+    assert auto.backend == "blockwise" and "has not run on a TPU" in auto.rejected["pallas"]
 
 
 @pytest.mark.usefixtures("not_emulated")
@@ -410,7 +411,7 @@ def test_masks_that_gather_are_drawn_or_given_and_match_dense(make):
 
 @pytest.mark.usefixtures("not_emulated")
 def test_numpy_arrays_of_64_bits_in_masks_are_accepted():
-    assert on_tpu(mask=PrefixLM(np.array([100, 200]))).backend == "pallas"
+    assert on_tpu(mask=PrefixLM(np.array([100, 200])), impl="pallas").backend == "pallas"
 
 
 @jax.custom_vjp
