@@ -39,15 +39,16 @@ from attnlab.training import text as texts
 from attnlab.training import trainer as trainers
 from attnlab.training.checkpoints import Checkpoints
 from attnlab.training.experiment import Experiment
+from attnlab.training.phases import OnPhase, no_phase
 from attnlab.training.state import TrainState
 from attnlab.training.stopping import PreemptionHandler, exit_peer_lost
 from attnlab.training.text import Text
 from attnlab.training.workdir import Workdir
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    code = commands.run(_define, functools.partial(_main, own_process=argv is None), __doc__, argv)
+def main(argv: list[str] | None = None, **hooks) -> int:
+    """Run the command and return its exit code; `hooks` are `on_step` and `on_phase` of `train`."""
+    code = commands.run(_define, functools.partial(_main, own_process=argv is None, **hooks), __doc__, argv)
     if code and argv is None:
         processes.leave(code)
     return code
@@ -62,6 +63,7 @@ def train(
     model: nn.Module | None = None,
     optimizer: optax.GradientTransformation | None = None,
     on_step: Callable[[int, dict], None] | None = None,
+    on_phase: OnPhase = no_phase,
 ) -> int:
     """Train with a config, resuming the run in `workdir` if there is one.
 
@@ -82,6 +84,7 @@ def train(
       on_step: called after every step, in every process, as `on_step(step, metrics)`: the number of updates done, and
         float32 scalars on the devices: `loss` (nats per token) and `grad_norm` before the update, `param_norm` after
         it, and `skipped` if `config.on_nonfinite` is "skip". Reading a metric waits for the step.
+      on_phase: `with on_phase(name)` surrounds each phase of the run, see `attnlab.training.phases`.
 
     Returns:
       0, or 128 + the signal's number if SIGINT or SIGTERM stopped the run, after its state was saved.
@@ -109,14 +112,14 @@ def train(
     own = {"model": model, "optimizer": optimizer}
     with PreemptionHandler(own_process, config.parallel.timeout) as preemption, contextlib.ExitStack() as resources:
         try:
-            return _train(config, Workdir(workdir), eval_only, preemption, resources, own, on_step)
+            return _train(config, Workdir(workdir), eval_only, preemption, resources, own, on_step, on_phase)
         except (jax.errors.JaxRuntimeError, TimeoutError) as error:
             if own_process and jax.process_count() > 1 and "RESOURCE_EXHAUSTED" not in str(error):
                 exit_peer_lost(commands.one_line(error))
             raise
 
 
-def _train(config, workdir: Workdir, eval_only, preemption, resources, own, on_step) -> int:
+def _train(config, workdir: Workdir, eval_only, preemption, resources, own, on_step, on_phase) -> int:
     startup = resources.enter_context(contextlib.ExitStack())
     startup.enter_context(
         preemption.at_rest(lambda: print("stopped before the first step: nothing to save", flush=True))
@@ -145,7 +148,7 @@ def _train(config, workdir: Workdir, eval_only, preemption, resources, own, on_s
     text = texts.load(config, workdir, pretrained_tokenizer, parallel.batch_share)
 
     # model, optimizer, state
-    checkpoints = Checkpoints(workdir.checkpoint_dir(config), config.checkpoint.keep)
+    checkpoints = Checkpoints(workdir.checkpoint_dir(config), config.checkpoint.keep, on_phase)
     resources.callback(checkpoints.close)
     start, damaged = _resume_step(checkpoints, workdir, config, eval_only)
     extensions = workdir.extensions(config, start)
@@ -176,6 +179,7 @@ def _train(config, workdir: Workdir, eval_only, preemption, resources, own, on_s
         start=start,
         sample=_sampler(experiment, text.tokenizer),
         on_step=on_step,
+        on_phase=on_phase,
     ).run()
 
 
@@ -377,14 +381,14 @@ def _define(values, argv):
     flags.DEFINE_bool("eval_only", False, "evaluate the newest checkpoint and write nothing", flag_values=values)
 
 
-def _main(values, own_process: bool) -> int:
+def _main(values, own_process: bool, **hooks) -> int:
     config, name = commands.config_of(values)
     config = configs.completed(config)
     if own_process:
         compilation.keep_programs()
     processes.connect(config.parallel.timeout)
     workdir = values.workdir or Path("runs") / name
-    return train(config, workdir, eval_only=values.eval_only, own_process=own_process)
+    return train(config, workdir, eval_only=values.eval_only, own_process=own_process, **hooks)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from etils import epath
 
 from attnlab.nn.layers import is_stacked, stack_layers, unstack_layers
 from attnlab.support.errors import UserError
+from attnlab.training.phases import OnPhase, no_phase
 from attnlab.training.state import TrainState
 
 MANIFEST = "manifest.json"
@@ -78,10 +79,11 @@ class Checkpoints:
     ([5], '', {'w': array([1., 1., 1.], dtype=float32)})
     """
 
-    def __init__(self, directory: str | Path, keep: int = 1):
+    def __init__(self, directory: str | Path, keep: int = 1, on_phase: OnPhase = no_phase):
         self.directory = epath.Path(directory if "://" in str(directory) else Path(directory).expanduser().absolute())
         self.best: Callable[[list[int]], int | None] = lambda steps: None
         self._keep = keep
+        self._on_phase = on_phase
         self._started: int | None = None  # the last step that was saved or restored here
         self._open_writer = None
         self._lock_file: int | None = None
@@ -188,7 +190,13 @@ class Checkpoints:
                     if step != best and not self._is_permanent(
                         step
                     ):  # a kill leaves a damaged one, which is deleted next time
-                        (self.directory / str(step)).rmtree()
+                        self._prune(self.directory / str(step))
+
+    def _prune(self, folder: epath.Path) -> None:
+        for path in _files(folder):
+            with self._on_phase("pruning"):
+                path.unlink()
+        folder.rmtree()
 
     def _is_permanent(self, step: int) -> bool:
         try:
@@ -338,6 +346,8 @@ class Checkpoints:
             # twenty minutes; they are no daemons, so that the process could not end.
             options = ocp.AsyncOptions(create_directories_asynchronously=False)
             self._handler = WithManifest(composite_options=ocp.CompositeOptions(async_options=options))
+            self._handler.on_phase = self._on_phase
+            options.post_finalization_callback = self._handler.renamed
             self._open_writer = ocp.AsyncCheckpointer(self._handler, async_options=options)
         return self._open_writer
 
@@ -374,11 +384,29 @@ class WithManifest(ocp.CompositeCheckpointHandler):
 
     Attributes:
       permanent: whether the checkpoint that is being written is never deleted.
+      on_phase: surrounds writing, committing and renaming.
     """
 
     permanent = False
+    on_phase = staticmethod(no_phase)
+    _renaming = contextlib.nullcontext()
+
+    async def async_save(self, *args, **kwargs):
+        with self.on_phase("write"):
+            return await super().async_save(*args, **kwargs)
 
     def finalize(self, directory):
+        with self.on_phase("commit"):
+            self._finalize(directory)
+        self._renaming = self.on_phase("rename")
+        self._renaming.__enter__()
+
+    def renamed(self):
+        """The folder has its final name."""
+        renaming, self._renaming = self._renaming, contextlib.nullcontext()  # not begun where another process renames
+        renaming.__exit__(None, None, None)
+
+    def _finalize(self, directory):
         super().finalize(directory)
         # Orbax writes the time to its own _CHECKPOINT_METADATA later; that file holds no state.
         files = (path for path in _files(directory) if path.name != "_CHECKPOINT_METADATA")

@@ -19,6 +19,7 @@ from attnlab.training import metrics as metrics_lib
 from attnlab.training import parallel as parallel_lib
 from attnlab.training.checkpoints import Checkpoints, history_steps, sha256
 from attnlab.training.experiment import Experiment
+from attnlab.training.phases import OnPhase, no_phase
 from attnlab.training.state import TrainState
 from attnlab.training.stopping import PreemptionHandler
 from attnlab.training.text import Text
@@ -42,6 +43,7 @@ class Trainer:
       start: the step of the initial state.
       sample: `sample(params)` generates token ids, `[1]` each; None for no samples.
       on_step: called after every step in every process, `on_step(step, metrics)`; see `attnlab.train.train`.
+      on_phase: `with on_phase(name)` surrounds each of `phases.PHASES`.
     """
 
     experiment: Experiment
@@ -56,6 +58,7 @@ class Trainer:
     start: int
     sample: Callable[[dict], Iterable[np.ndarray]] | None = None
     on_step: Callable[[int, dict], None] | None = None
+    on_phase: OnPhase = no_phase
 
     def __post_init__(self):
         config = self.experiment.config
@@ -146,10 +149,11 @@ class Trainer:
         if not self._unread or self._unread[-1]["loss"].is_ready():  # otherwise the devices were still computing
             self._timer.waited += time.perf_counter() - requested
         placed = parallel.place_batch(batch)
-        with parallel.transfer_guard():
+        with self.on_phase("compile" if first else "step"), parallel.transfer_guard():
             self.state, metrics = self.experiment.train_step(self.state, placed)
+            if first:
+                jax.block_until_ready(self.state)
         if first:
-            jax.block_until_ready(self.state)
             self.startup.close()
             self.reporter.describe("")
             self.reporter.print(f"first step finished: {self._timer.elapsed():.1f} s, including compilation")
@@ -196,7 +200,7 @@ class Trainer:
 
     def _evaluate(self, step: int) -> bool:
         """Evaluate the state on the validation text; returns False when stopped before the end."""
-        with self.preemption.at_rest(self._save_and_report):
+        with self.on_phase("evaluation"), self.preemption.at_rest(self._save_and_report):
             scores = evaluate(self.experiment, self.text, self.state.evaluated, self.preemption.requested)
         if scores is None:
             return False
@@ -210,7 +214,8 @@ class Trainer:
     def _save(self) -> None:
         state = self.experiment.parallel.over_processes(self.state)
         permanent = int(self.state.step) in self._history
-        self.checkpoints.save(state, permanent=permanent, log=self.log.offset() if self.log else None)
+        with self.on_phase("save"):
+            self.checkpoints.save(state, permanent=permanent, log=self.log.offset() if self.log else None)
 
     def _save_and_report(self) -> None:
         """Save the state and print where; may run in another thread while the state is not changing."""
@@ -226,7 +231,7 @@ class Trainer:
         if self.log is None or self.sample is None:
             return
         generated = self.sample(self._unstacked(jax.tree.map(lambda x: x.addressable_data(0), params)))
-        with self.preemption.at_rest(self._save_and_report):
+        with self.on_phase("sampling"), self.preemption.at_rest(self._save_and_report):
             text = self.text.tokenizer.decode([tokens[0] for tokens in generated])
         self.reporter.print(f"--- sample at step {step}:\n{text}\n---")
         self.log.write_text(step, text)

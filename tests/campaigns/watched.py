@@ -7,18 +7,18 @@ not.
 """
 
 import contextlib
-import functools
 import mmap
-import os
-import shutil
 import sys
 import time
 
-PHASES = ("start", "compile", "step", "evaluation", "sampling", "save", "write", "commit", "rename", "pruning")
+from attnlab.training.phases import PHASES as PHASES_OF_A_RUN
+
+PHASES = ("start", *PHASES_OF_A_RUN)
+BACKGROUND = ("write", "commit", "rename", "pruning")  # in the thread that saves
 SIZE = 16
 MAIN, BEHIND, STEP = 0, 1, slice(8, 16)  # phase of the loop, phase of the saving thread, last finished step
 # Seconds added before and after renaming a folder and removing a file: these take microseconds, too short to be hit.
-PAUSE = 0.02
+PAUSES = {"rename": 0.02, "pruning": 0.005}
 
 
 class Board:
@@ -71,18 +71,24 @@ class Board:
         finally:
             self._bytes[slot] = outer
 
-    def during(self, function, name: str, slot: int = MAIN, pause: float = 0):
-        """Wrap `function` in a phase, with `pause` seconds before and after the call."""
+    @contextlib.contextmanager
+    def on_phase(self, name: str):
+        """The hook of `attnlab.train.train`; a step's phase lasts until another begins."""
+        slot, pause = BEHIND if name in BACKGROUND else MAIN, PAUSES.get(name, 0)
+        if name in ("compile", "step"):
+            self.enter(name)
+            yield
+            self.enter("step")
+            return
+        with self.phase(name, slot):
+            time.sleep(pause)
+            yield
+            time.sleep(pause)
 
-        @functools.wraps(function)
-        def called(*args, **kwargs):
-            with self.phase(name, slot):
-                time.sleep(pause)
-                result = function(*args, **kwargs)
-                time.sleep(pause)
-            return result
-
-        return called
+    def on_step(self, step: int, metrics: dict) -> None:
+        """The other hook of `attnlab.train.train`; waits for the step."""
+        metrics["loss"].block_until_ready()
+        self.step = step
 
 
 def main(argv: list[str]) -> int:
@@ -90,59 +96,9 @@ def main(argv: list[str]) -> int:
     board = Board(argv[1])
     with board.phase("start"):
         from attnlab import train
-        from attnlab.training import checkpoints, parallel
 
-        def watch(maker, make_called):
-            original = getattr(parallel.Parallel, maker)
-            setattr(parallel.Parallel, maker, lambda self, *args: make_called(original(self, *args)))
-
-        def train_step(step):
-            board.enter("compile")
-
-            def called(*args):
-                state, metrics = step(*args)
-                board.step = int(state.step)  # waits for the step
-                board.enter("step")  # the phase whenever there is no other, from here on
-                return state, metrics
-
-            return called
-
-        watch("compile_train", train_step)
-        watch("compile_eval", lambda step: board.during(step, "evaluation"))
-        generate = train.generate
-
-        def generated(*args, **kwargs):
-            with board.phase("sampling"):
-                yield from generate(*args, **kwargs)
-
-        train.generate = generated
-        saved = checkpoints.Checkpoints.save
-        checkpoints.Checkpoints.save = board.during(saved, "save")
-        writing = checkpoints.WithManifest
-        writing.async_save = _in_phase(board, writing.async_save, "write")
-        writing.finalize = board.during(writing.finalize, "commit", BEHIND)
-        os.rename = board.during(os.rename, "rename", BEHIND, PAUSE)
-        rmtree = shutil.rmtree
-        unlink = os.unlink
-
-        def pruned(*args, **kwargs):
-            os.unlink = board.during(unlink, "pruning", BEHIND, PAUSE / 4)
-            try:
-                return rmtree(*args, **kwargs)
-            finally:
-                os.unlink = unlink
-
-        shutil.rmtree = pruned
         sys.argv = ["attnlab.train", *argv[2:]]
-        return train.main()
-
-
-def _in_phase(board, function, name):
-    async def called(*args, **kwargs):
-        with board.phase(name, BEHIND):
-            return await function(*args, **kwargs)
-
-    return called
+        return train.main(on_step=board.on_step, on_phase=board.on_phase)
 
 
 if __name__ == "__main__":
