@@ -1,4 +1,4 @@
-"""The public entry point: checks arguments, chooses a backend, and explains the choice."""
+"""The public functions: check arguments, choose a backend, explain the choice."""
 
 import functools
 import inspect
@@ -28,18 +28,12 @@ _BANDED = ("cudnn", "splash")  # they take the mask as a `Band`
 
 
 class _BackendAndRejected(NamedTuple):
-    backend: str
-    rejected: dict[str, str]
+    backend: str  # the backend that would run
+    rejected: dict[str, str]  # for each other backend, the reason against it
 
 
 class Explanation(_BackendAndRejected):
-    """The answer of `explain`, the pair (backend, rejected).
-
-    Attributes:
-      backend: the name of the backend that would run.
-      rejected: for each of the others, the reason why it would not.
-      split: how `context_parallel` would split the sequence; "" if it would not.
-    """
+    """The pair (backend, rejected); `split` tells how `context_parallel` splits the sequence, "" if it does not."""
 
     split: str
 
@@ -124,7 +118,7 @@ def attention(
     """Scaled dot-product attention, softmax(scale·q·kᵀ)·v (Vaswani et al. 2017, equation 1).
 
     The order is: scale·q·k, plus `bias`, score mods, mask, sinks, softmax, dropout. Scores, softmax and lse are
-    float32 whatever the input (float64 stays float64). Fully masked rows return 0 and have lse −inf.
+    float32 for every input type but float64. Fully masked rows return 0 and have lse −inf.
 
     Args:
       q: `[..., Tq, H, D]`, queries; any number of batch axes.
@@ -135,7 +129,7 @@ def attention(
       bias: added to the scores, `[Tq or 1, Tk]` or `[..., H or 1, Tq or 1, Tk]`.
       scale: 1/√D when None.
       sinks: `[H]`, one extra logit per head in the softmax's sum, with no value.
-      dropout_rate: probability of dropping a weight, in [0, 1); the others are scaled by 1/(1 − rate).
+      dropout_rate: probability of dropping a weight, in [0, 1); kept weights are scaled by 1/(1 − rate).
       dropout_key: one PRNG key, or one per example (q's batch axes).
       q_positions, kv_positions: `[Tq]` or `[..., Tq]`, and `[Tk]` or `[..., Tk]`; `arange` when None. Needed when
         Tq ≠ Tk and the mask or a score mod compares positions. Below 2³⁰ in size.
@@ -183,7 +177,7 @@ def _attend_shard(name, block_sizes, arguments, shard, given=None):
 
 
 def _layout(call, arguments, block_sizes, platform=None):
-    """How the sequence of a call is split over devices; None if it is whole."""
+    """The layout of a sequence that is split over devices; None for a whole sequence."""
     if call is None:
         return None
     return context.layout(call, arguments, block_sizes, platform or platform_of(*(arguments[x] for x in "qkv")))
@@ -204,7 +198,7 @@ def attention_weights(
 ) -> Float[Array, "*B H Rq Tk"]:
     """The softmax weights of `attention`, before dropout.
 
-    Args and errors are those of `attention`; `rows` `[Rq]` selects query indices, all of them when None.
+    Takes arguments and raises errors like `attention`; `rows` `[Rq]` selects query indices, all of them when None.
 
     Returns:
       `[..., H, Tq, Tk]`, or `[..., H, Rq, Tk]`. A row sums to 1, to less with sinks, to 0 if it is fully masked.
@@ -231,17 +225,16 @@ def merge(
 ) -> tuple[Float[Array, "*B Tq H Dv"], Float[Array, "*B Tq H"]]:
     """Joins attention over disjoint sets of keys into attention over all of them.
 
-    With o_p and lse_p those of part p: lse = log Σ_p e^lse_p, o = Σ_p e^(lse_p − lse) o_p (Milakov and Gimelshein
-    2018, section 3.1). Give sinks to one part only, or they are counted more than once. A float32 lse of size s has
-    an error of s·2^-24, and so have the logarithms of the parts' shares: where a bias shifts whole rows by −1e9, use
-    one call over all keys.
+    From (o_p, lse_p) of each part p: lse = log Σ_p e^lse_p, o = Σ_p e^(lse_p − lse) o_p (Milakov and Gimelshein 2018,
+    section 3.1). Give sinks to one part only, or they are counted more than once. A float32 lse of size s has an error
+    of s·2^-24, which the parts' shares inherit: where a bias shifts whole rows by −1e9, use one call over all keys.
 
     Args:
       parts: the results of `attention(..., return_lse=True)` for the same queries and each set of keys,
         (`[..., Tq, H, Dv]`, `[..., Tq, H]`).
 
     Returns:
-      (out, lse) of the same shapes, equal to those of one call over all keys, differentiable.
+      (out, lse) of the same shapes, equal to one call over all keys; differentiable.
 
     Raises:
       ValueError: no parts, or parts of different shapes.
@@ -274,12 +267,12 @@ def explain(
     platform: str | None = None,
     **named,
 ) -> Explanation:
-    """The backend that `attention` would run for these arguments, and for each of the others the reason against it.
+    """The backend that `attention` would run for these arguments, and the reason against each other backend.
 
-    Takes the arguments of `attention` and raises its errors. Nothing is computed; it may be called under `jit`.
+    Takes the arguments of `attention` and raises its errors. Computes nothing; works under `jit`.
 
     Args:
-      platform: "cpu", "gpu" or "tpu": the choice there; when None, on the platform that the call is compiled for.
+      platform: "cpu", "gpu" or "tpu"; the platform that the call is compiled for when None.
 
     Returns:
       (backend, rejected): a name, and a dict from the other names to reasons; prints as one line each.
@@ -358,7 +351,7 @@ def _for_backend(name, arguments) -> dict:
 
 
 def _platform_against(name, impl, arguments, platform) -> str | None:
-    """Without a mesh a traced call does not tell what it is compiled for: an explicit `impl` then does."""
+    """The reason why a backend cannot run on the platform; where none is known, an explicit `impl` decides."""
     needs, operands = getattr(_BACKENDS[name], "PLATFORM", None), [arguments[x] for x in "qkv"]
     found = platform or platform_of(*operands)
     if needs in (None, found):
@@ -372,7 +365,7 @@ def _platform_against(name, impl, arguments, platform) -> str | None:
 
 
 def is_small(q_length: int, kv_length: int) -> bool:
-    """Whether tiles would not pay: few scores per example, or a decoding step, whose scores are linear anyway."""
+    """Whether `dense` is preferred to tiles: few scores per example, or a decoding step."""
     return q_length * kv_length <= 96 * 96 or q_length <= 16
 
 
@@ -391,7 +384,7 @@ def _checked(
     kv_positions=None,
     call=None,
 ) -> dict:
-    """The arguments of a backend, or ValueError in one line that names the axis, the sizes and the remedy."""
+    """The arguments of a backend."""
     q, k, v = checks.queries_keys_values(q, k, v)
     batch, q_length, num_heads, kv_length = q.shape[:-3], *q.shape[-3:-1], k.shape[-3]
     shape = (batch, num_heads, q_length, kv_length)

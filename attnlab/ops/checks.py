@@ -23,7 +23,7 @@ _ELSEWHERE = {
 
 
 def known_keywords(function):
-    """A decorator whose TypeError for an unknown keyword names the argument to use, e.g. `mask` for `is_causal`."""
+    """Decorator whose TypeError for an unknown keyword names the argument to use, e.g. `mask` for `is_causal`."""
     known = [name for name in inspect.signature(function).parameters if name != "self"]
 
     @functools.wraps(function)
@@ -35,7 +35,7 @@ def known_keywords(function):
 
 
 def require_known_keywords(function: str, given, known) -> None:
-    """Raises TypeError when a name in `given` is no argument of the function, whose arguments are `known`."""
+    """Raises TypeError for a name in `given` that is not in `known`, the function's arguments."""
     for name in given:
         if name not in known:
             remedy = f"use {_ELSEWHERE[name]}" if name in _ELSEWHERE else f"expected one of {', '.join(known)}"
@@ -43,12 +43,7 @@ def require_known_keywords(function: str, given, known) -> None:
 
 
 def queries_keys_values(q, k, v) -> tuple:
-    """q, k, v as arrays.
-
-    Raises:
-      ValueError: they are not `[..., Tq, H, D]`, `[..., Tk, Hk, D]`, `[..., Tk, Hk, Dv]` of a floating type, H a
-        multiple of Hk.
-    """
+    """q `[..., Tq, H, D]`, k `[..., Tk, Hk, D]` and v `[..., Tk, Hk, Dv]` as floating arrays."""
     q, k, v = (floating(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     for name, x in (("q", q), ("k", k), ("v", v)):
         if jnp.ndim(x) < 3:
@@ -73,11 +68,7 @@ def queries_keys_values(q, k, v) -> tuple:
 
 
 def floating(name: str, x):
-    """An array of a floating type, or None for None; float64 becomes float32 where JAX has no 64-bit types.
-
-    Raises:
-      ValueError: another type.
-    """
+    """An array of a floating type, or None; float64 becomes float32 where JAX has no 64-bit types."""
     if x is None:
         return None
     x = x if isinstance(x, jax.Array | np.ndarray) else jnp.asarray(x)
@@ -89,11 +80,7 @@ def floating(name: str, x):
 
 
 def integers(name: str, x, limit: int = INT32_MAX, remedy: str = "use smaller ones"):
-    """Indices or positions as int32, or None for None: unsigned ones would wrap where they are subtracted.
-
-    Raises:
-      ValueError: another type; concrete values beyond ±`limit`.
-    """
+    """Indices or positions as int32, because unsigned integers wrap when subtracted; None for None."""
     if x is None:
         return None
     if not isinstance(x, jax.Array | np.ndarray):
@@ -113,11 +100,7 @@ def integers(name: str, x, limit: int = INT32_MAX, remedy: str = "use smaller on
 
 
 def positions(name: str, x, batch: tuple[int, ...], length: int):
-    """Positions as int32 `[length]` or `[*batch, length]`, or None for None.
-
-    Raises:
-      ValueError: another type or shape; concrete values beyond ±2³⁰.
-    """
+    """Positions as int32 `[length]` or `[*batch, length]`, or None."""
     x = integers(name, x, POSITION_LIMIT - 1, "subtract the same offset from q_positions and kv_positions")
     if x is not None and jnp.shape(x) not in ((length,), (*batch, length)):
         raise ValueError(
@@ -127,11 +110,7 @@ def positions(name: str, x, batch: tuple[int, ...], length: int):
 
 
 def bias(x, batch: tuple[int, ...], num_heads: int, q_length: int, kv_length: int):
-    """A bias `[Tq or 1, Tk]` or `[..., H or 1, Tq or 1, Tk]`, or None for None.
-
-    Raises:
-      ValueError: another type or shape.
-    """
+    """A bias `[Tq or 1, Tk]` or `[..., H or 1, Tq or 1, Tk]`, or None."""
     x = floating("bias", x)
     if x is None:
         return None
@@ -151,7 +130,7 @@ def bias(x, batch: tuple[int, ...], num_heads: int, q_length: int, kv_length: in
 
 
 def sinks(x, num_heads: int):
-    """Sinks `[H]`, or None for None; ValueError for another type or shape."""
+    """Sinks `[H]`, or None."""
     x = floating("sinks", x)
     if x is not None and jnp.shape(x) != (num_heads,):
         raise ValueError(f"sinks has shape {jnp.shape(x)}, expected {(num_heads,)}: one logit per head")
@@ -159,11 +138,7 @@ def sinks(x, num_heads: int):
 
 
 def dropout_rate(rate, key) -> float:
-    """A dropout rate, for which there is a key.
-
-    Raises:
-      ValueError: a traced rate, one outside [0, 1), no key, or one that is no PRNG key.
-    """
+    """A dropout rate in [0, 1), with a key unless it is 0."""
     if isinstance(rate, jax.core.Tracer):
         raise ValueError("dropout_rate is traced: expected a Python number, e.g. a static argument of jit")
     rate = float(rate)
@@ -177,7 +152,7 @@ def dropout_rate(rate, key) -> float:
 
 
 def clipped_to_int32(x):
-    """Integers as int32; those beyond ±2³⁰ are clipped to it rather than wrapped."""
+    """Integers as int32, clipped to ±2³⁰ where they would wrap."""
     if not np.can_cast(x.dtype, np.int32):
         info, xp = jnp.iinfo(x.dtype), np if isinstance(x, np.ndarray) else jnp
         x = xp.clip(x, max(info.min, -POSITION_LIMIT), min(info.max, POSITION_LIMIT))

@@ -1,16 +1,13 @@
-"""Cross-entropy under a large vocabulary, without holding the logits of all positions.
+"""Cross-entropy under a large vocabulary, without the logits of all positions in memory.
 
 For features x_t, embedding rows e_v and targets y_t, with logits s_tv = x_t·e_v,
 
     lse_t = log Σ_v e^(s_tv)    loss_t = lse_t − s_(t, y_t)
 
-Positions come a chunk at a time, so that only a chunk's logits exist at once. Of each position only lse is kept for the
-backward pass, which computes the logits of each chunk again (with g_t the gradient of loss_t):
+Only a chunk of positions has its logits in memory at a time. The backward pass keeps lse alone and computes the logits
+of each chunk again (with g_t the gradient of loss_t; Wijmans et al. 2024, arXiv 2411.09009):
 
     p_tv = e^(s_tv − lse_t)    ds_tv = g_t (p_tv − [v = y_t])    dx_t = Σ_v ds_tv e_v    de_v = Σ_t ds_tv x_t
-
-That logits need not be materialized is the observation of Wijmans et al. 2024 ("Cut Your Losses in Large-Vocabulary
-Language Models", arXiv 2411.09009), whose kernel also cuts the vocabulary into blocks.
 """
 
 import functools
@@ -40,34 +37,11 @@ def cross_entropy(
     chunk: int | None = None,
     cap: float | None = None,
 ) -> Float[Array, "*B T"]:
-    """Cross-entropy in nats of each target under softmax(features·embeddingᵀ).
+    """Cross-entropy in nats of each target `[..., T]` under softmax(features·embeddingᵀ), in reverse mode only.
 
-    The products are of the features' type, to which the embedding is converted, and accumulated in float32 (float64
-    for float64), as are lse and the gradient of the embedding. Has derivatives in reverse mode only. Under `vmap` over
-    features alone each example has a gradient of the embedding before they are summed; batch axes share one.
-
-    Args:
-      features: `[..., T, F]`.
-      embedding: `[V, F]`, a row for each id of the vocabulary.
-      targets: `[..., T]`, ids in `[0, vocab_size)`. Traced ones cannot be checked: the loss of others is NaN.
-      vocab_size: rows of the embedding from this one on are padding: their logits are −∞, their gradient is 0. None: V.
-      chunk: positions along T whose logits are computed at a time, at most. None: `chunk_size` of the batch axes, which
-        under `jit` over a mesh span all devices: pass `chunk_size` of the sequences on one device.
-      cap: limits the logits to cap·tanh(logits/cap) (Gemma Team 2024, section 2); None for no limit.
-
-    Returns:
-      `[..., T]` in float32 (float64 for float64). The gradient of each operand has its type.
-
-    Raises:
-      ValueError: shapes that do not fit, targets that are not integers or out of range, `vocab_size` outside `[1, V]`,
-        a `chunk` below 1, a `cap` that is not above 0.
-
-    >>> features, embedding = jax.random.normal(jax.random.key(0), (2, 6, 8)), jnp.eye(10, 8)
-    >>> targets = jnp.arange(12).reshape(2, 6) % 10
-    >>> loss = cross_entropy(features, embedding, targets, chunk=4)
-    >>> log_p = jax.nn.log_softmax(features @ embedding.T)
-    >>> bool(jnp.allclose(loss, -jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0], atol=1e-5))
-    True
+    Products are of the features' type and accumulated in float32 (float64 for float64). Rows of the embedding from
+    `vocab_size` on are padding. `chunk` None means `chunk_size` of the batch axes; under `jit` over a mesh these span
+    all devices, so pass `chunk_size` of one device. `cap` limits logits to cap·tanh(logits/cap) (Gemma Team 2024).
     """
     features, embedding = checks.floating("features", features), checks.floating("embedding", embedding)
     _check_shapes(features, embedding, targets)
@@ -88,37 +62,19 @@ def cross_entropy(
 
 
 class _Head(NamedTuple):
-    """How products of features and embedding become logits.
+    """The step from products of features and embedding to logits."""
 
-    Attributes:
-      vocab_size: rows of the embedding from this one on are padding.
-      cap: limit of the logits; None for no limit.
-    """
-
-    vocab_size: int
-    cap: float | None
+    vocab_size: int  # rows of the embedding from this one on are padding
+    cap: float | None  # limit of the logits; None for no limit
 
 
 def chunk_size(rows: int, length: int, vocab_size: int) -> int:
-    """The number of positions whose logits `cross_entropy` computes at a time.
-
-    Args:
-      rows: sequences on one device, the product of the batch axes.
-      length: T, positions of a sequence.
-      vocab_size: V, rows of the embedding, padding included.
-
-    Returns:
-      `length` if it fits, else the largest power of two for which a chunk has at most 2²⁸ logits, at least 1.
-
-    >>> chunk_size(8, 128, 50304), chunk_size(64, 1024, 50304), chunk_size(64, 1024, 2**24)
-    (128, 64, 1)
-    """
+    """Positions per chunk of `cross_entropy`: all, or the largest power of two with at most 2²⁸ logits per device."""
     most = max(1, MAX_LOGITS // max(1, rows * vocab_size))
     return min(max(1, length), 2 ** (most.bit_length() - 1))
 
 
 def _check_shapes(features, embedding, targets):
-    """ValueError for shapes that are not `[..., T, F]`, `[V, F]` and `[..., T]`."""
     if features.ndim < 2:
         raise ValueError(f"features has shape {features.shape}, expected [..., length, features]: add an axis")
     if embedding.ndim != 2 or not embedding.shape[0]:
@@ -135,7 +91,7 @@ def _check_shapes(features, embedding, targets):
 
 
 def _checked_targets(targets, vocab_size):
-    """Targets as int32; ValueError for another type, and for concrete ids outside the vocabulary."""
+    """Targets as int32."""
     targets = targets if isinstance(targets, jax.Array | np.ndarray) else jnp.asarray(targets)
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(f"targets has type {targets.dtype}, expected integers: use .astype(jnp.int32)")
@@ -208,7 +164,7 @@ def _backward(features, embedding, targets, lse, g, head, chunk):
 
 
 def _as_operand(embedding, dtype, vocab_size):
-    """The embedding in the type of the products, its padding as 0, since 0 · NaN would be NaN."""
+    """The embedding in the type of the products, its padding zeroed, because 0·NaN is NaN."""
     embedding = embedding.astype(dtype)
     if vocab_size == embedding.shape[0]:
         return embedding
@@ -216,7 +172,7 @@ def _as_operand(embedding, dtype, vocab_size):
 
 
 def _logits(x, embedding, cap):
-    """`[..., T, V]` in float32 (float64 for float64), those of padding included."""
+    """`[..., T, V]` in float32 (float64 for float64), padding included."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     logits = jnp.einsum("...tf,vf->...tv", x, embedding, preferred_element_type=dtype)
     return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -29,7 +29,7 @@ def reason_against(
     scale,
     **_,
 ) -> str | None:
-    """The reason why cuDNN cannot run a call, or None."""
+    """The reason why this backend cannot run a call, or None."""
     head_dim = q.shape[-1]
     reasons = {
         "cuDNN was not found": not _is_there(),
@@ -55,7 +55,7 @@ def reason_against(
 
 
 def _is_there() -> bool:
-    """Whether this machine's GPU runs CUDA: the platform of AMD's is also "gpu". Without a GPU, nothing tells."""
+    """Whether the GPU runs CUDA: AMD's platform is also "gpu", and without a GPU nothing tells."""
     return jax.default_backend() != "gpu" or "cuda" in get_backend().platform_version
 
 

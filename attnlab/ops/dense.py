@@ -26,7 +26,7 @@ from attnlab.types import Array
 
 
 def reason_against(block_sizes=None, **arguments) -> str | None:
-    """The reason why this backend cannot run a call, None if it can."""
+    """The reason why this backend cannot run a call, or None."""
     return "it has no tiles to size: leave out block_sizes" if block_sizes else None
 
 
@@ -42,7 +42,7 @@ def attend(
     shard: Shard = WHOLE,
     **terms,
 ) -> tuple[Float[Array, "*B Tq H Dv"], tuple[Float[Array, "*B Tq H"], Float[Array, "*B Tq H"]]]:
-    """Output in q's type and (max, log_sum) in float32 (float64 for float64); see `_softmax` for `**terms`."""
+    """(out in q's type, (max, log_sum)); see `_softmax` for `**terms`."""
     p, pair, key_is_visible = _softmax(q, k, shard=shard, **terms)
     if dropout_rate:
         tile = whole(*p.shape[-2:], p.shape[-3], xp=np, shard=shard._replace(examples=None))
@@ -78,10 +78,7 @@ def _softmax(
 ) -> tuple[
     Float[Array, "*B H Rq Tk"], tuple[Float[Array, "*B H Rq"], Float[Array, "*B H Rq"]], Bool[Array, "..."] | None
 ]:
-    """(weights, (max, log_sum), key_is_visible) of all query rows, or of the indices `rows` `[Rq]` alone.
-
-    `key_is_visible`, `[..., Tk, H or 1, 1]`, tells which keys any of the queries may attend to; None for all of them.
-    """
+    """(weights, (max, log_sum), keys visible to any query `[..., Tk, H or 1, 1]`) of all queries, or of `rows`."""
     head_dim = q.shape[-1]
     tile = _tile(q, k, mask, q_positions, kv_positions, shard)
     if rows is not None:
@@ -115,7 +112,7 @@ def _softmax(
 
 
 def _products(q, k, key_is_visible, dtype) -> Float[Array, "*B H Tq Tk"]:
-    """q_i·k_j, finite for keys that no query may attend to."""
+    """q_i·k_j, finite for keys that are masked for all queries."""
 
     def by_head(q, k, key_is_visible):
         k = _inert(_per_query_head(k, q.shape[-2]), key_is_visible)
@@ -127,7 +124,7 @@ def _products(q, k, key_is_visible, dtype) -> Float[Array, "*B H Tq Tk"]:
 
 
 def _sums(p, v, key_is_visible, few: bool) -> Float[Array, "*B Tq H Dv"]:
-    """Σ_j p_ij v_j over the keys that some query may attend to, in p's type."""
+    """Σ_j p_ij v_j over the keys visible to any query, in p's type."""
 
     def by_head(p, v, key_is_visible):
         v = _inert(_per_query_head(v, p.shape[-3]), key_is_visible)
@@ -141,9 +138,8 @@ def _sums(p, v, key_is_visible, few: bool) -> Float[Array, "*B Tq H Dv"]:
 def _if_finite(fast, by_head):
     """The product `fast`, with hidden keys zeroed first only if one of them has made an element NaN.
 
-    Zeroing them writes a copy of all keys, for a case that is rare; all keys enter the product, if only times 0, and
-    then the bits are the same. Where visible ones are not finite, `by_head` keeps them in their head. Derivatives are
-    those of `by_head`, where no NaN of a hidden key is multiplied by their zeros.
+    Zeroing writes a copy of all keys, for a rare case. Where visible keys are not finite, `by_head` keeps them in their
+    head. Derivatives are always taken of `by_head`.
     """
 
     def if_finite(found, other):
@@ -165,7 +161,7 @@ def _if_finite(fast, by_head):
 
 
 def _of_any_query_head(key_is_visible, kv_heads: int) -> Bool[Array, "..."]:
-    """Whether any query head that reads a key may attend to it, `[..., Tk, Hk or 1, 1]`."""
+    """Whether a key is visible to any query head that reads it, `[..., Tk, Hk or 1, 1]`."""
     if key_is_visible.shape[-2] == 1:
         return key_is_visible
     return key_is_visible.reshape(*key_is_visible.shape[:-2], kv_heads, -1, 1).any(axis=-2)
@@ -185,7 +181,7 @@ def _tile(q, k, mask, q_positions, kv_positions, shard) -> Tile:
 
 
 def _key_is_visible(visible) -> Bool[Array, "..."] | None:
-    """Which keys any query may attend to, None when it is known while tracing that all are, as for Causal."""
+    """The keys visible to any query, None when tracing shows that all are, as for Causal."""
     if visible is None:
         return None
     any_visible = visible.reshape((1,) * (3 - visible.ndim) + visible.shape).any(axis=-2)
@@ -195,5 +191,5 @@ def _key_is_visible(visible) -> Bool[Array, "..."] | None:
 
 
 def _inert(x: Float[Array, "*B Tk H D"], key_is_visible) -> Float[Array, "*B Tk H D"]:
-    """Zeros for keys that no query may attend to: 0·NaN is NaN, in the sum and in its derivatives."""
+    """Zeros for keys that are masked for all queries: 0·NaN is NaN, in the sum and in its derivatives."""
     return x if key_is_visible is None else jnp.where(key_is_visible, x, 0)

@@ -1,7 +1,7 @@
 """Dropout by an integer hash of an element's indices, without an array of random bits.
 
-Whether an element is dropped depends on the key of its example and on its own indices alone, so the same elements are
-dropped for any backend, tile size, sharding and number of devices.
+The key of an example and an element's indices decide alone, so every backend, tile size, sharding and number of
+devices drops the same elements.
 """
 
 import math
@@ -16,19 +16,7 @@ Keys = Array  # PRNG keys, new style `[...]` or raw uint32 `[..., 2]`
 
 
 def keep(keys: Keys, rate: float, *indices: Array) -> Bool[Array, "..."]:
-    """True for elements that are kept; each is dropped with probability `rate`, independently.
-
-    Args:
-      keys: one key, or an array of them; their axes come first in the result.
-      rate: probability of being dropped, in [0, 1).
-      *indices: integer arrays that broadcast together to the shape of one example's elements.
-
-    Returns:
-      bool `[*keys, *broadcast(indices)]`.
-
-    >>> float(keep(jax.random.key(0), 0.25, jnp.arange(10_000)).mean().round(2))
-    0.75
-    """
+    """True `[*keys, *indices]` for elements that are kept; each is dropped with probability `rate`, independently."""
     rank = max(jnp.ndim(index) for index in indices)
     words = key_words(keys)
     state = jnp.zeros((), jnp.uint32)
@@ -43,18 +31,13 @@ def keep(keys: Keys, rate: float, *indices: Array) -> Bool[Array, "..."]:
 
 
 def dropout(x: Float[Array, "B ..."], keys: Keys, rate: float) -> Float[Array, "B ..."]:
-    """x with elements zeroed with probability `rate` and the others scaled by 1/(1 − rate); one key an example.
-
-    >>> x = dropout(jnp.ones((2, 3, 4)), jax.random.split(jax.random.key(0), 2), 0.5)
-    >>> sorted(set(x.ravel().tolist()))
-    [0.0, 2.0]
-    """
+    """x with elements zeroed with probability `rate` and the others scaled by 1/(1 − rate); one key per example."""
     indices = jnp.ogrid[tuple(slice(size) for size in x.shape[1:])]
     return jnp.where(keep(keys, rate, *indices), x / (1 - rate), 0).astype(x.dtype)
 
 
 def fold_in(keys: Keys, data: int | Array) -> Keys:
-    """`jax.random.fold_in` over any number of keys: `[...]` keys and one number to `[...]` keys."""
+    """`jax.random.fold_in` over any number of keys."""
     fold = jax.random.fold_in
     for _ in range(batch_rank(keys)):
         fold = jax.vmap(fold, in_axes=(0, None))
@@ -62,11 +45,7 @@ def fold_in(keys: Keys, data: int | Array) -> Keys:
 
 
 def per_example(keys: Keys, batch: tuple[int, ...]) -> Keys:
-    """Keys with exactly the batch axes: one key is folded with each example's index, an array must have them.
-
-    Raises:
-      ValueError: the keys have axes other than `batch`.
-    """
+    """Keys with exactly the batch axes: one key is folded with each example's index."""
     shape = jnp.shape(keys)[: batch_rank(keys)]
     if shape == batch:
         return keys
@@ -79,7 +58,7 @@ def per_example(keys: Keys, batch: tuple[int, ...]) -> Keys:
 
 
 def batch_rank(keys: Keys) -> int:
-    """The number of axes of an array of keys, not counting the words of raw keys."""
+    """The number of axes of an array of keys, without the words of raw keys."""
     return jnp.ndim(keys) if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else jnp.ndim(keys) - 1
 
 
@@ -89,10 +68,7 @@ def key_words(keys: Keys) -> UInt32[Array, "... words"]:
 
 
 def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """A bijection of 32-bit words in which each input bit flips each output bit with probability near one half.
-
-    The constants are those of the "lowbias32" search (Wellons, "Prospecting for hash functions", 2018).
-    """
+    """A bijection that mixes 32-bit words, "lowbias32" (Wellons, "Prospecting for hash functions", 2018)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)

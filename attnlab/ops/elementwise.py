@@ -24,18 +24,7 @@ class Function:
 
 
 def apply(fn: Callable, coordinates: tuple[Array, ...], arrays: tuple[Array, ...], kind: type) -> Array:
-    """fn(*scalars, *arrays) at every point of the coordinates broadcast together.
-
-    A coordinate that `fn` ignores adds no axis: a mask of (i, j) alone is not computed per head.
-
-    Raises:
-      ValueError: `fn` takes other arguments, or does not return a scalar of `kind` (`jnp.bool_`, `jnp.floating`).
-
-    >>> i, j = jnp.ogrid[:2, :3]
-    >>> apply(lambda i, j, table: table[i] > j, (i, j), (jnp.array([1, 3]),), jnp.bool_)
-    Array([[ True, False, False],
-           [ True,  True,  True]], dtype=bool)
-    """
+    """fn(*scalars, *arrays), a scalar of `kind`, at every point; a coordinate that `fn` ignores adds no axis."""
     jaxpr = _traced(fn, coordinates, arrays).jaxpr
     result = jaxpr.outvars[0].aval if len(jaxpr.outvars) == 1 else None
     if result is None or result.shape != () or not jnp.issubdtype(result.dtype, kind):
@@ -53,15 +42,7 @@ def apply(fn: Callable, coordinates: tuple[Array, ...], arrays: tuple[Array, ...
 def without_closure(
     fn: Callable, coordinates: tuple[DType, ...], arrays: tuple[Array, ...]
 ) -> tuple[Callable, tuple[Array, ...]]:
-    """(fn, arrays) where the traced values that `fn` closes over have become arrays passed to it.
-
-    A function that a derivative rule stores for later must not hold values of the trace it was defined in.
-
-    Args:
-      fn: fn(*scalars, *arrays).
-      coordinates: types of its scalars.
-      arrays: its other arguments.
-    """
+    """(fn, arrays) with closed-over tracers passed as arrays: a derivative rule must not keep them in `fn`."""
     closed = _traced(fn, tuple(jax.ShapeDtypeStruct((), dtype) for dtype in coordinates), arrays)
     if not any(isinstance(value, jax.core.Tracer) for value in closed.consts):
         return fn, arrays
@@ -75,10 +56,7 @@ def without_closure(
 
 
 def _evaluate(closed: ClosedJaxpr, arguments) -> list:
-    """The results of a jaxpr on the mesh in context: JAX's own evaluation is on the one that it was traced on.
-
-    A function with a derivative rule of its own, as `jax.nn.relu`, is left to JAX, and so must stay on its mesh.
-    """
+    """The results of a jaxpr on the mesh in context, where JAX would use the mesh of the trace."""
     jaxpr = closed.jaxpr
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arguments)))
 

@@ -26,7 +26,7 @@ class LinearState(NamedTuple):
     """The state of linear attention after some keys; its size does not depend on their number.
 
     Attributes:
-      kv: S, `[..., Hk, D, Dv]`, D here the number of features that the feature map returns.
+      kv: S, `[..., Hk, D, Dv]`, where D is the number of features of the feature map.
       k: z, `[..., Hk, D]`.
 
     >>> k = v = jnp.ones((7, 2, 4))  # length 7, 2 heads of 4
@@ -40,11 +40,7 @@ class LinearState(NamedTuple):
 
 
 def elu_plus_one(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """elu(x) + 1, which is positive, as weights must be (Katharopoulos et al. 2020, equation 7).
-
-    >>> elu_plus_one(jnp.array([-1.0, 0.0, 1.0]))
-    Array([0.36787945, 1.        , 2.        ], dtype=float32)
-    """
+    """elu(x) + 1, which is positive, as weights must be (Katharopoulos et al. 2020, equation 7)."""
     # Not elu(x) + 1: exp(x) − 1 loses the digits that adding 1 needs, and rounds to −1 from x = −18.
     return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
 
@@ -111,7 +107,7 @@ def linear_attention(
 
 
 def _checked(q, k, causal, lengths, state, impl, chunk_size):
-    """`lengths` as int32; ValueError for an argument that does not fit."""
+    """`lengths` as int32."""
     batch, q_length, kv_length = q.shape[:-3], q.shape[-3], k.shape[-3]
     if impl not in FORMS:
         raise ValueError(f"impl = {impl!r}: expected one of {', '.join(FORMS)}")
@@ -141,7 +137,7 @@ def _features(q, k, v, feature_map, lengths):
 
 
 def _quotient(numerator, denominator):
-    """Their quotient, 0 where both are 0: in a fully masked row."""
+    """numerator / denominator, 0 where both are 0: in a fully masked row."""
     # The inner `where` keeps 0/0 out of the derivative as well. Divided by its own size first, for the derivative
     # squares the denominator, and features may be as small as 1e-30.
     nonzero = denominator != 0

@@ -15,38 +15,19 @@ from attnlab.types import Array
 
 
 def finite_shift(maximum: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """The number to subtract from logits before `exp`: their max, or 0 where that is −inf.
-
-    exp(−inf − 0) is 0, while exp(−inf − (−inf)) would be NaN.
-
-    >>> finite_shift(jnp.array([2.0, -jnp.inf]))
-    Array([2., 0.], dtype=float32)
-    """
+    """The max, or 0 where it is −inf: exp(−inf − 0) is 0, while exp(−inf − (−inf)) is NaN."""
     return jnp.where(jnp.isneginf(maximum), 0, maximum)
 
 
 def normalizer(total: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
-    """(denominator, log_sum) of a softmax, from the sum of the exponentials of shifted logits.
-
-    A fully masked row, whose sum is 0, has denominator 1 and log_sum −inf.
-
-    >>> normalizer(jnp.array([1.0, 0.0]))
-    (Array([1., 1.], dtype=float32), Array([  0., -inf], dtype=float32))
-    """
+    """(denominator, log_sum) from the sum of exponentials; (1, −inf) for a fully masked row, whose sum is 0."""
     visible = total > 0
     denominator = jnp.where(visible, total, 1)
     return denominator, jnp.where(visible, jnp.log(denominator), -jnp.inf)
 
 
 def merged(parts: Sequence[tuple[Array, tuple[Array, Array]]]) -> tuple[Array, tuple[Array, Array]]:
-    """Attention over disjoint sets of keys as attention over all of them (Milakov and Gimelshein 2018, section 3.1).
-
-    Args:
-      parts: (out `[..., Tq, H, Dv]`, (shift, log_sum), each `[..., Tq, H]`) of each set.
-
-    Returns:
-      The same of all keys, `out` in the type of the pairs.
-    """
+    """Attention over all keys from (out, (shift, log_sum)) of disjoint sets of keys (Milakov and Gimelshein 2018)."""
     outs, pairs = zip(*parts)
     shifts, log_sums = (jnp.stack(of_parts) for of_parts in zip(*pairs))
     # A fully masked part has log_sum −inf and so weight 0; its shift says nothing.

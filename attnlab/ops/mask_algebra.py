@@ -46,9 +46,9 @@ class Mask(Node):
     def bounds(self, tiling: Tiling) -> tuple[Bool[Array, "..."], Bool[Array, "..."]]:
         """(any_visible, all_visible) of every tile, broadcastable to `[..., H, nQ, nK]`.
 
-        `any_visible` may be true for a tile without a visible pair, and `all_visible` false for a tile with visible
-        pairs alone; the reverse is an error. This default evaluates the whole mask, one row of tiles at a time; bounds
-        on coordinates are faster. `tiling` has `q_position`, `kv_position`, `q_index` and `kv_index`, each a pair: the
+        `any_visible` may be true for a tile without a visible pair, and `all_visible` false for a fully visible tile;
+        the reverse is an error. This default evaluates the whole mask, one row of tiles at a time; bounds on
+        coordinates are faster: `q_position`, `kv_position`, `q_index` and `kv_index` of `tiling` are each a pair, the
         lowest and the highest of every tile.
 
         >>> from dataclasses import dataclass
@@ -86,19 +86,16 @@ class Mask(Node):
         batch: tuple[int, ...] = (),
         shard: Shard = WHOLE,
     ) -> tuple[Bool[Array, "..."], Bool[Array, "..."]]:
-        """For every tile: may any pair be visible, and must all be.
+        """Whether any pair of each tile may be visible, and whether all must be.
 
-        Args:
-          q_length, kv_length, q_positions, kv_positions, num_heads, batch: as in `dense`.
-          block_sizes: queries and keys of a tile; the last ones may be ragged.
-          shard: the part of a call that the scores are; the mask is then its `of_shard(shard)`.
+        Takes the arguments of `dense`, and `block_sizes`, queries and keys of a tile (the last tiles may be ragged).
+        For a `shard` of a call the mask is its `of_shard(shard)`.
 
         Returns:
-          (any_visible, all_visible), bool `[B or 1, H or 1, nQ, nK]`, with all of q's batch axes in place of B. NumPy
-          arrays when everything is known at trace time.
+          (any_visible, all_visible), bool `[*batch or 1s, H or 1, nQ, nK]`; NumPy arrays when known at trace time.
 
         Raises:
-          ValueError: positions are needed, Tq ≠ Tk, and none are given; a block size below 1.
+          ValueError: positions are needed, Tq ≠ Tk, and they are missing; a block size below 1.
 
         >>> SlidingWindow(left=1).tiles(4, 4, block_sizes=(2, 2))[0].astype(int)[0, 0]
         array([[1, 0],
@@ -122,36 +119,23 @@ class Mask(Node):
         return tuple(xp.broadcast_to(x, (*x.shape[:-2], *tiling.shape)) for x in bounds)
 
     def for_tiles(self, q_length: int, kv_length: int) -> "Mask":
-        """The same mask, prepared for evaluation tile by tile inside a loop and a derivative rule.
+        """The same mask for evaluation tile by tile inside a loop and a derivative rule.
 
-        Functions close over nothing: their closed-over arrays have become leaves. Large arrays are padded to
-        `q_length` and `kv_length`, the ends of the last tiles, so that a tile of them is a slice.
-
-        >>> Dense(jnp.ones((3, 3), bool)).for_tiles(4, 6).array.shape
-        (4, 6)
+        Arrays that its functions close over become leaves. Large arrays are padded to `q_length` and `kv_length`, the
+        ends of the last tiles, so that a tile of them is a slice.
         """
         return self
 
     def of_shard(self, shard: Shard) -> "Mask":
-        """The same mask for a part of the call: of arrays with axes of examples, heads, queries or keys, that part.
+        """The same mask for a part of a call that is split over devices (`attnlab.context_parallel`).
 
-        For calls that are split over devices (`attnlab.context_parallel`). A subclass that computes with coordinates
-        alone, or takes from its arrays by `tile.of_queries`, `of_keys` or `of_pairs`, need not override it; one whose
-        arrays have axes of examples does.
-
-        >>> from attnlab.ops.tiles import Shard
-        >>> Padding(jnp.array([3, 4, 5])).of_shard(Shard(examples=jnp.array([1, 2]))).lengths
-        Array([4, 5], dtype=int32)
+        A subclass whose arrays have axes of examples overrides it. A subclass that computes with coordinates alone, or
+        takes from its arrays by `tile.of_queries`, `of_keys` or `of_pairs`, need not.
         """
         return InCall(self)
 
     def check(self, batch: tuple[int, ...], num_heads: int, q_length: int, kv_length: int) -> None:
-        """Raises ValueError when the mask's arrays do not fit scores `[*batch, num_heads, q_length, kv_length]`.
-
-        >>> Padding(jnp.array([3, 4])).check(batch=(3,), num_heads=1, q_length=5, kv_length=5)
-        Traceback (most recent call last):
-        ValueError: Padding lengths has shape (2,), expected () or q's batch axes (3,): one for each sequence
-        """
+        """Raises ValueError when the mask's arrays do not fit scores `[*batch, num_heads, q_length, kv_length]`."""
 
     def dense(
         self,
@@ -174,7 +158,7 @@ class Mask(Node):
           bool `[Tq, Tk]`, with the leading axes that the mask's arrays bring, leading axes of size 1 dropped.
 
         Raises:
-          ValueError: positions are needed, Tq ≠ Tk, and none are given.
+          ValueError: positions are needed, Tq ≠ Tk, and they are missing.
 
         >>> Causal().dense(1, 4, q_positions=jnp.array([2]), kv_positions=jnp.arange(4)).astype(int)
         Array([[1, 1, 1, 0]], dtype=int32)
@@ -204,14 +188,7 @@ class Mask(Node):
 
 @dataclass(frozen=True)
 class InCall(Mask):
-    """A mask of a shard whose arrays are those of the whole call.
-
-    >>> from attnlab.ops.tiles import Shard
-    >>> second = Segments(jnp.array([0, 0, 1, 1])).of_shard(Shard(queries=jnp.array([2, 3])))
-    >>> second.dense(2, 4).astype(int)
-    Array([[0, 0, 1, 1],
-           [0, 0, 1, 1]], dtype=int32)
-    """
+    """A mask of a shard with the arrays of the whole call."""
 
     mask: Mask
 
@@ -227,7 +204,7 @@ class InCall(Mask):
 
 
 def require_positions(mask, q_length, kv_length, q_positions, kv_positions, what="mask") -> None:
-    """Raises ValueError when `mask` compares positions that are not given and have no default (Tq ≠ Tk)."""
+    """Raises ValueError when `mask` compares positions that are missing and have no default (Tq ≠ Tk)."""
     if not mask.positional or q_length == kv_length or (q_positions is not None and kv_positions is not None):
         return
     missing = " and ".join(
@@ -277,7 +254,6 @@ class And(_Binary):
 
     @staticmethod
     def _combine_bounds(a, b):
-        """The bounds of `a & b` from those of a and of b, each (any_visible, all_visible)."""
         return a[0] & b[0], a[1] & b[1]
 
 
@@ -296,7 +272,6 @@ class Or(_Binary):
 
     @staticmethod
     def _combine_bounds(a, b):
-        """The bounds of `a | b` from those of a and of b, each (any_visible, all_visible)."""
         return a[0] | b[0], a[1] | b[1]
 
 

@@ -12,15 +12,9 @@ Array([[1, 0, 0, 0],
 An *index* is a row of an array; a *position* is that row's place in its sequence. `Causal` and `SlidingWindow`
 compare positions, `Padding` and `Dense` use indices.
 
-A mask answers two questions: which pairs of a tile are visible, and, for a whole tiling at once, in which tiles any
-pair may be visible (`any_visible`) and in which all must be (`all_visible`). The second is interval arithmetic on the
-smallest and largest coordinates of each tile; it may be conservative, and lets a backend skip tiles or comparisons:
-
->>> any_visible, all_visible = Causal().tiles(6, 6, block_sizes=(2, 2))
->>> any_visible[0, 0].astype(int) + all_visible[0, 0]
-array([[1, 0, 0],
-       [2, 1, 0],
-       [2, 2, 1]])
+`visible` tells which pairs of a tile are visible; `bounds` tells for a whole tiling in which tiles any pair may be
+visible and in which all must be. The bounds are interval arithmetic on the coordinates of each tile; they may be
+conservative, and let a backend skip tiles or comparisons.
 """
 
 import numbers
@@ -106,8 +100,7 @@ class SlidingWindow(Mask):
 class PrefixLM(Mask):
     """Full attention to a prefix of the sequence, causal to the rest: j < length or j ≤ i (Raffel et al. 2020).
 
-    `length`, in positions, is an int array with exactly q's batch axes, or one number for all sequences; anything else
-    is a ValueError in `attention`.
+    `length`, in positions, is one number for all sequences, or an int array with exactly q's batch axes.
 
     >>> PrefixLM(2).dense(3, 3).astype(int)
     Array([[1, 1, 0],
@@ -136,8 +129,7 @@ class PrefixLM(Mask):
 class Padding(Mask):
     """Every query attends to the first `lengths` keys of its sequence: index j < lengths.
 
-    `lengths`, in keys, is an int array with exactly q's batch axes, or one number for all sequences; anything else is
-    a ValueError in `attention`.
+    `lengths`, in keys, is one number for all sequences, or an int array with exactly q's batch axes.
 
     >>> Padding(jnp.array([1, 3])).dense(1, 3).astype(int)[:, 0, 0]
     Array([[1, 0, 0],
@@ -162,11 +154,10 @@ class Padding(Mask):
 
 @dataclass(frozen=True)
 class Segments(Mask):
-    """A query attends to the keys of its own segment: ids equal. Packs several documents into one sequence.
+    """A query attends to the keys of its segment: ids equal. Packs several documents into one sequence.
 
-    `q_ids` is an int array `[Tq]` or `[..., Tq]` with exactly q's batch axes, `kv_ids` likewise for the keys; None
-    when they are those of the queries. Ids may be in any order; tiles are skipped where equal ids are contiguous.
-    Another shape is a ValueError in `attention`.
+    `q_ids` is an int array `[Tq]` or `[..., Tq]` with exactly q's batch axes; `kv_ids` `[Tk]` or `[..., Tk]` likewise,
+    `q_ids` when None. Ids may be in any order; tiles are skipped where equal ids are contiguous.
 
     >>> (Segments(jnp.array([0, 0, 1, 1])) & Causal()).dense(4, 4).astype(int)
     Array([[1, 0, 0, 0],
@@ -208,8 +199,7 @@ class Segments(Mask):
 class BlockSparse(Mask):
     """A query attends to the keys of the blocks that are set: `blocks[i // size, j // size]` (Child et al. 2019).
 
-    `blocks` is bool `[ceil(Tq / size), ceil(Tk / size)]` or `[..., H or 1, …, …]` with q's batch axes, by index;
-    another shape or type is a ValueError in `attention`. `size` is an integer; one below 1 is a ValueError at once.
+    `blocks` is bool `[ceil(Tq / size), ceil(Tk / size)]` or `[..., H or 1, …, …]` with q's batch axes, by index.
 
     >>> BlockSparse(jnp.eye(2, dtype=bool), size=2).dense(4, 4).astype(int)
     Array([[1, 1, 0, 0],
@@ -267,9 +257,8 @@ class BlockSparse(Mask):
 class MaskFn(elementwise.Function, Mask):
     """Any rule: a query at position i attends to a key at position j where `fn(b, h, i, j, *arrays)` is true.
 
-    The function is written for scalars: example b (counted through all batch axes), head h and positions. It is
-    vectorized over all pairs; `arrays` are passed to it unchanged, and it may close over arrays as well. A function of
-    other arguments, or one that returns no bool scalar, is a ValueError in `attention`.
+    The function is written for scalars: example b (counted through all batch axes), head h and positions; it returns
+    a bool scalar and is vectorized over all pairs. `arrays` are passed to it unchanged; it may close over arrays too.
 
     >>> strided = MaskFn(lambda b, h, i, j, stride: (i - j) % stride[h] == 0, jnp.array([1, 2]))
     >>> (strided & Causal()).dense(3, 3, num_heads=2).astype(int)[1]
@@ -292,9 +281,7 @@ class MaskFn(elementwise.Function, Mask):
 
 @dataclass(frozen=True)
 class Dense(Mask):
-    """A mask given as an array: bool `[Tq, Tk]` or `[..., H or 1, Tq, Tk]` with q's batch axes.
-
-    Another shape or type is a ValueError in `attention`; nothing is broadcast silently.
+    """A mask as an array: bool `[Tq, Tk]` or `[..., H or 1, Tq, Tk]` with q's batch axes; nothing else is broadcast.
 
     >>> Dense(jnp.eye(2, dtype=bool)).dense(2, 2).astype(int)
     Array([[1, 0],
@@ -332,10 +319,7 @@ class Dense(Mask):
 
 
 def join(*masks: Mask | Bool[Array, "..."] | None) -> Mask | None:
-    """The conjunction (`&`) of the masks that are not None; None when there are none. A bool array counts as `Dense`.
-
-    Raises:
-      TypeError: an argument is no mask.
+    """The conjunction (`&`) of the masks that are not None, or None. A bool array counts as `Dense`; else TypeError.
 
     >>> join(None, Causal(), None)
     Causal()
@@ -358,11 +342,7 @@ class Band(NamedTuple):
 
 
 def as_band(mask: Mask | None) -> Band | None:
-    """A conjunction of Causal, SlidingWindow and Segments as a band; None for any other mask.
-
-    >>> as_band(Causal() & SlidingWindow(3, 3))
-    Band(left=3, right=0, segments=())
-    """
+    """A conjunction of Causal, SlidingWindow and Segments as a band; None for any other mask."""
     match mask:
         case None:
             return Band(None, None, ())

@@ -19,13 +19,10 @@ SEQUENCE_AXES = ("context", "sequence", "seq", "sp", "cp")
 
 
 def on_auto_axes(out_specs: Callable) -> Callable:
-    """Decorator for `fn(q, *operands, **named)`, which runs it with Explicit mesh axes turned into Auto ones.
+    """Decorator that runs `fn(q, *operands, **named)` with Explicit mesh axes turned into Auto axes.
 
-    Loops and grouped heads would need a sharding spelled out for each intermediate array; on Auto axes XLA finds them.
-    Operands keep their sharding, and without Explicit axes nothing changes.
-
-    Args:
-      out_specs: maps the partition specs of q's axes `[..., Tq, H, D]` to a tuple of `PartitionSpec`, one a result.
+    Explicit axes would need a sharding for each intermediate array; on Auto axes XLA finds them. `out_specs` maps the
+    partition specs of q's axes `[..., Tq, H, D]` to a tuple of `PartitionSpec`, one per result.
     """
 
     def decorator(fn):
@@ -69,23 +66,14 @@ def _has_explicit_axes(leaf) -> bool:
 
 
 class Splits(NamedTuple):
-    """The mesh axes that split a call.
+    """The mesh axes that split a call."""
 
-    Attributes:
-      batch: for each batch axis of q, a name, a tuple of names, or None.
-      heads: names for the heads of q, k and v.
-    """
-
-    batch: tuple
-    heads: tuple[str, ...]
+    batch: tuple  # for each batch axis of q, a name, a tuple of names, or None
+    heads: tuple[str, ...]  # names for the heads of q, k and v
 
 
 def splits_of(q, k, without: Sequence[str] = ()) -> Splits:
-    """The axes that split the batch and the heads: Explicit ones as types say, Auto ones by their names.
-
-    Names are taken for what `HEAD_AXES` and `SEQUENCE_AXES` say, as far as sizes divide; a sequence is not split, nor
-    are the axes `without` used.
-    """
+    """The axes that split batch and heads, except the axes `without`: Explicit axes by type, Auto axes by name."""
     mesh = mesh_of(q)
     if AxisType.Explicit in mesh.axis_types:
         return _explicit_axes(mesh, q, k, without)
@@ -93,17 +81,10 @@ def splits_of(q, k, without: Sequence[str] = ()) -> Splits:
 
 
 def over_shards(kernel: Callable, q, k, v, others=(), splits: Splits | None = None):
-    """`kernel(q, k, v, others)` on each device's own examples and heads, for kernels that XLA cannot partition.
+    """`kernel(q, k, v, others)` on each device's examples and heads, for kernels that XLA cannot partition.
 
-    The batch and the heads stay split as they are, by `jax.shard_map`. A sequence that is split is gathered. Within a
-    user's `shard_map` the kernel runs on what it is given. `vmap` over an axis that an Explicit mesh axis splits is not
-    supported.
-
-    Args:
-      kernel: returns a tree of arrays `[..., Tq, H]` or `[..., Tq, H, Dv]`.
-      q, k, v: `[..., T, H, D]`.
-      others: a tree of arrays `[*batch or 1s, H or 1, …]`, which are split with q.
-      splits: those of `splits_of(q, k)` if None.
+    A split sequence is gathered. Leaves of `others` are `[*batch or 1s, H or 1, …]`. `vmap` over an axis that an
+    Explicit mesh axis splits is not supported.
     """
     if not is_partitioned(q):
         return kernel(q, k, v, others)
@@ -118,13 +99,7 @@ def over_shards(kernel: Callable, q, k, v, others=(), splits: Splits | None = No
 
 
 def in_shards(function: Callable, q, arrays: tuple, specs: tuple, out_spec: P):
-    """`function(*arrays)` by `jax.shard_map` over all axes of q's mesh over which XLA partitions.
-
-    Args:
-      q: `[..., Tq, H, D]`, whose axes the results `[..., Tq, H, …]` have.
-      arrays, specs: trees, and how they are split; a spec may stand for a tree.
-      out_spec: of each result within `shard_map`. With Explicit axes, results are then split as q is.
-    """
+    """`function(*arrays)` by `jax.shard_map` over all axes of q's mesh over which XLA partitions."""
     mesh = mesh_of(q)
     is_explicit = AxisType.Explicit in mesh.axis_types
     if is_explicit:  # some may be split otherwise than q
@@ -142,7 +117,7 @@ def in_shards(function: Callable, q, arrays: tuple, specs: tuple, out_spec: P):
 
 
 def on_all_devices(tree):
-    """A tree whose arrays on Explicit axes are not split, but whole on every device."""
+    """A tree whose arrays on Explicit axes are whole on every device."""
 
     def whole(x):
         return _resharded(jax.typeof(x).sharding.mesh, x, P(*(None,) * x.ndim)) if _has_explicit_axes(x) else x
@@ -155,13 +130,13 @@ def _is_spec(x) -> bool:
 
 
 def mesh_of(x):
-    """The mesh over which a traced array may be split: that of its type, or the one in context."""
+    """The mesh over which a traced array may be split: the mesh of its type, or the mesh in context."""
     mesh = jax.typeof(x).sharding.mesh
     return jax.sharding.get_abstract_mesh() if mesh.empty else mesh
 
 
 def is_partitioned(x) -> bool:
-    """Whether XLA partitions what is computed from x, so that kernels run by `over_shards` in a `shard_map`."""
+    """Whether XLA partitions computations with x, so that `over_shards` runs kernels in a `shard_map`."""
     mesh = jax.typeof(x).sharding.mesh
     return math.prod(mesh.shape[name] for name in _free(mesh)) > 1
 
@@ -198,12 +173,12 @@ def _axes(x):
 
 
 def is_checked_manual(*arrays) -> bool:
-    """Whether a call is inside a `shard_map` that checks over which axes values vary, which few kernels tell it."""
+    """Whether a call is inside a `shard_map` that checks over which axes values vary; few kernels declare it."""
     return any(_axes(x) for x in arrays)
 
 
 def _explicit_axes(mesh, q, k, without=()) -> Splits:
-    """The mesh axes that split each batch axis of q, and its heads as far as they divide those of k."""
+    """The mesh axes that split each batch axis of q, and its heads as far as they divide the heads of k."""
     spec = _spec(q)
     if without:
         spec = tuple(tuple(name for name in _names(axes) if name not in without) or None for axes in spec)
@@ -221,7 +196,7 @@ def _spec(x) -> tuple:
 
 
 def _named_axes(mesh, free: set[str], q, k) -> Splits:
-    """The same by the names of the axes, in the order of the mesh."""
+    """The mesh axes of batch and heads by name, in the order of the mesh."""
     names = [name for name in mesh.axis_names if name in free and name not in SEQUENCE_AXES]
     heads = _dividing(mesh, (name for name in names if name in HEAD_AXES), k.shape[-2])
     rank = q.ndim - 3

@@ -10,22 +10,10 @@ import numpy as np
 
 
 class Node:
-    """Base class whose subclasses, frozen dataclasses, are pytrees: arrays are leaves; the rest is static.
+    """Base class of frozen dataclasses that are pytrees: arrays are leaves; numbers, functions and None are static.
 
-    Numbers, functions and None are static when a node is constructed. A field keeps that role through `jax.tree`
-    operations, so trees of shapes, booleans or `in_axes` keep the structure of the node they were made from.
-
-    Nodes compare and hash by value, arrays included, so a Flax module with one in a field can be compared, hashed,
-    and wrapped by `nn.jit`. Hashing a node of traced arrays is a TypeError.
-
-    >>> from dataclasses import dataclass
-    >>> @dataclass(frozen=True)
-    ... class Shift(Node):
-    ...     by: object
-    >>> jax.tree.leaves((Shift(1), Shift(jnp.ones(2))))
-    [Array([1., 1.], dtype=float32)]
-    >>> jax.tree.leaves(jax.tree.map(jnp.ndim, Shift(jnp.ones(2))))
-    [1]
+    A field keeps its role through `jax.tree` operations, so trees of shapes, booleans or `in_axes` keep the structure.
+    Nodes compare and hash by value, arrays included, so a Flax module can hold them; a traced array has no hash.
     """
 
     def __init_subclass__(cls):

@@ -1,4 +1,4 @@
-"""The platform that a program is compiled for, which need not be one of this machine's."""
+"""The platform that a program is compiled for, which may differ from this machine's."""
 
 import jax
 from jax.extend.core import Primitive
@@ -10,11 +10,8 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 def platform_of(*arrays) -> str:
     """The platform that computes with these arrays, one of `PLATFORMS`.
 
-    Inside `jit` that is the platform of the mesh over which the program's arguments are sharded, or of the mesh in
-    context (`jax.set_mesh`); without a mesh nothing tells it, and the default backend of this machine is taken.
-
-    >>> platform_of(jnp.ones(3))
-    'cpu'
+    Inside `jit` that is the platform of the mesh of its arguments or of the mesh in context (`jax.set_mesh`); without a
+    mesh, the default backend of this machine.
     """
     device = _device_of(arrays)
     platform = jax.default_backend() if device is None else device.platform
@@ -22,17 +19,13 @@ def platform_of(*arrays) -> str:
 
 
 def device_kind_of(*arrays) -> str:
-    """The kind of device that computes with these arrays, e.g. "TPU v5 lite", found as by `platform_of`.
-
-    >>> device_kind_of(jnp.ones(3))
-    'cpu'
-    """
+    """The kind of device that computes with these arrays, e.g. "TPU v5 lite"."""
     device = _device_of(arrays)
     return jax.devices()[0].device_kind if device is None else device.device_kind
 
 
 def _device_of(arrays):
-    """The devices of a mesh, of which all are of one kind; None without a mesh that tells them."""
+    """A device of the mesh, all of one kind; None without a mesh."""
     meshes = [jax.typeof(x).sharding.mesh for x in arrays if isinstance(x, jax.Array)]
     return next(
         (mesh.abstract_device for mesh in (*meshes, jax.sharding.get_abstract_mesh()) if mesh.abstract_device), None
@@ -40,14 +33,7 @@ def _device_of(arrays):
 
 
 def only_on_tpus(x, message: str):
-    """`x`; compiling what is computed from it for another platform raises ValueError with the message.
-
-    >>> try:
-    ...     jax.jit(lambda x: only_on_tpus(x, "impl = 'pallas' needs a tpu"))(1.0)
-    ... except ValueError as error:
-    ...     print(error)
-    impl = 'pallas' needs a tpu
-    """
+    """`x`; compiling a computation with it for another platform raises ValueError with the message."""
     return _only_on_tpus_p.bind(x, message=message)
 
 

@@ -1,7 +1,4 @@
-"""GELU, layer and root-mean-square normalization, written to keep little for the gradient.
-
-They compute in float32 whatever the input (float64 stays float64).
-"""
+"""GELU, layer and root-mean-square norms, in float32 (float64 for float64), that keep little for the gradient."""
 
 import functools
 import math
@@ -16,13 +13,7 @@ from attnlab.types import Array
 
 @jax.custom_jvp
 def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """x·Φ(x) in its tanh form (Hendrycks and Gimpel 2016, section 2), as in GPT-2.
-
-    The result has x's type. The gradient keeps x alone and computes tanh again.
-
-    >>> gelu(jnp.array([-30.0, 0.0, 30.0]))
-    Array([-0.,  0., 30.], dtype=float32)
-    """
+    """x·Φ(x) in its tanh form (Hendrycks and Gimpel 2016, section 2), in x's type; the gradient keeps x alone."""
     wide = _wide(x)
     return (0.5 * wide * (1 + jnp.tanh(_inner(wide)))).astype(x.dtype)
 
@@ -45,18 +36,7 @@ def _inner(x):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def standardize(x: Float[Array, "*B F"], epsilon: float = 1e-6) -> Float[Array, "*B F"]:
-    """(x − mean) / √(variance + ε) of each row: a layer norm (Ba et al. 2016, equation 3) without gain and bias.
-
-    Args:
-      x: `[..., F]`.
-      epsilon: a constant; it has no derivative.
-
-    Returns:
-      float32 (float64 for float64).
-
-    >>> standardize(jnp.array([[1.0, 2.0, 3.0]])).round(4)
-    Array([[-1.2247,  0.    ,  1.2247]], dtype=float32)
-    """
+    """(x − mean) / √(variance + ε) of each row: a layer norm (Ba et al. 2016, equation 3) without gain and bias."""
     return _standardized(x, epsilon)[0]
 
 
@@ -76,18 +56,7 @@ def _standardize_jvp(epsilon, primals, tangents):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def rms_normalize(x: Float[Array, "*B F"], epsilon: float = 1e-6) -> Float[Array, "*B F"]:
-    """x / √(mean(x²) + ε) of each row (Zhang and Sennrich 2019, equation 4, without its gain).
-
-    Args:
-      x: `[..., F]`.
-      epsilon: a constant; it has no derivative.
-
-    Returns:
-      float32 (float64 for float64).
-
-    >>> rms_normalize(jnp.array([[2.0, -2.0]])).round(3)
-    Array([[ 1., -1.]], dtype=float32)
-    """
+    """x / √(mean(x²) + ε) of each row (Zhang and Sennrich 2019, equation 4, without its gain)."""
     return _rms_normalized(x, epsilon)[0]
 
 

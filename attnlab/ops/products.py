@@ -17,11 +17,7 @@ def dot_general(x, kernel, dimension_numbers, precision=None, preferred_element_
 
     On CPUs the gradient of the kernel, xᵀ·g, materializes the transpose of the narrower operand, because XLA's CPU
     backend multiplies rows by columns at up to twice the speed of columns by columns. bfloat16 is accumulated in
-    float32, which makes it twice as fast as float32, and otherwise it is no faster. On CPUs the product is a primitive
-    of its own, which the policies of `jax.checkpoint` do not count among the dot products.
-
-    >>> dot_general(jnp.ones((2, 3, 4)), jnp.ones((4, 5)), (((2,), (0,)), ((), ()))).shape
-    (2, 3, 5)
+    float32, at twice the speed of float32. `jax.checkpoint` policies do not count this primitive as a dot product.
     """
     ((x_axes, kernel_axes), (x_batch, _)) = dimension_numbers
     rank = len(x_axes)
@@ -64,11 +60,7 @@ def _on_cpu(x, y, *, axes):
 
 
 def _transposed(x):
-    """xᵀ, materialized: fused neither into the computation of x nor into its use.
-
-    By way of three axes: XLA would turn a transpose of two into another layout of x, for which it has no bfloat16
-    product.
-    """
+    """xᵀ, materialized by way of three axes: XLA turns a transpose of two into another layout of x."""
     x = lax.optimization_barrier(x)
     x = x.reshape(x.shape[0], 1, x.shape[1]).transpose(2, 1, 0).reshape(x.shape[1], x.shape[0])
     return lax.optimization_barrier(x)

@@ -11,11 +11,7 @@ from attnlab.types import Array
 
 
 def message(impl: str) -> str:
-    """The error's text.
-
-    >>> print(message("blockwise"))
-    impl = 'blockwise' has first derivatives in reverse mode only: for forward mode or second order use impl='dense'
-    """
+    """The error's text."""
     return (
         f"impl = {impl!r} has first derivatives in reverse mode only: for forward mode or second order use impl='dense'"
     )
@@ -27,11 +23,7 @@ def refuse(impl: str, *_, **__):
 
 
 def reverse_mode_only(impl: str, tree):
-    """`tree`, such that forward-mode derivatives of what is computed from it raise ValueError, under `jit` as well.
-
-    >>> jax.grad(lambda x: reverse_mode_only("blockwise", x) ** 2)(3.0)
-    Array(6., dtype=float32, weak_type=True)
-    """
+    """`tree`; forward-mode derivatives of computations with it raise ValueError, under `jit` too."""
     leaves, treedef = jax.tree.flatten(tree)
     is_floating = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves]
     floating = iter(_identity(impl, [x for x, chosen in zip(leaves, is_floating) if chosen]))

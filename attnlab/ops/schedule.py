@@ -1,4 +1,4 @@
-"""Which tiles of a score array are computed, how large they are, and in which order they are visited."""
+"""The tiles of a score array: which are computed, how large they are, and in which order they are visited."""
 
 import math
 from typing import NamedTuple
@@ -16,28 +16,17 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 class Costs(NamedTuple):
-    """The cost of a tile of n scores: n times the factors that apply, plus per_tile + per_row·(its longer side).
+    """The cost of a tile of n scores: n times the factors that apply, plus per_tile + per_row·(its longer side)."""
 
-    Attributes:
-      sizes: the tile sizes to choose from, ascending.
-      max_scores: scores a tile may hold, over all heads and examples.
-      cached_scores: scores beyond which a tile no longer fits the nearest caches.
-      uncached: factor for tiles larger than that.
-      comparing: factor for PARTIAL tiles, whose pairs are compared with the mask.
-      per_tile, per_row: fixed costs, in units of one score.
-      is_per_head: whether the fixed costs are those of a tile of one example and one head.
-      lanes: no size is cut to a length that is no multiple of it.
-    """
-
-    sizes: tuple[int, ...]
-    max_scores: int
-    cached_scores: int
-    uncached: float
-    comparing: float
-    per_tile: float
-    per_row: float
-    is_per_head: bool = False
-    lanes: int = 1
+    sizes: tuple[int, ...]  # tile sizes to choose from, ascending
+    max_scores: int  # scores that a tile may hold, over all heads and examples
+    cached_scores: int  # scores beyond which a tile no longer fits the nearest caches
+    uncached: float  # factor for larger tiles
+    comparing: float  # factor for PARTIAL tiles, whose pairs are compared with the mask
+    per_tile: float  # in units of one score
+    per_row: float  # in units of one score
+    is_per_head: bool = False  # whether the fixed costs count for each example and head
+    lanes: int = 1  # short lengths cut sizes to multiples of this
 
 
 # Fitted on two x86 cores with 1 MiB of L2 each: float32, 8 to 128 heads times examples, 64 features a head.
@@ -78,14 +67,8 @@ def schedule(
 ) -> tuple[tuple[int, int], Int[Array, "nQ nK"]]:
     """Tile sizes and the block mask: for each tile EMPTY, PARTIAL or FULL, over all heads and examples.
 
-    Sizes are those given, or the cheapest for the mask where tiles have these costs. The block mask is a NumPy
-    array when the mask is known while tracing. When the mask is traced, tiles have a moderate size and the block mask
-    is traced too.
-
-    >>> from attnlab.ops.masks import SlidingWindow
-    >>> sizes, block_mask = schedule(SlidingWindow(left=255), 8192, 8192, num_heads=8)
-    >>> sizes, int((block_mask > EMPTY).sum()), block_mask.size
-    ((128, 128), 189, 4096)
+    `block_sizes` None means the cheapest for the mask by `costs`. The block mask is a NumPy array when the mask is
+    known while tracing; for a traced mask, tiles have a moderate size and the block mask is traced too.
     """
     lengths = (q_length, kv_length)
     where = {
@@ -124,10 +107,7 @@ def schedule(
 def tile_kinds(
     mask: Mask | None, lengths: tuple[int, int], block_sizes: tuple[int, int], **where
 ) -> Int[Array, "... nQ nK"]:
-    """EMPTY, PARTIAL or FULL for each tile of each example and head, `[*batch or 1s, H or 1, nQ, nK]`.
-
-    `where` and the types are those of `schedule`, whose block mask is what all examples and heads have in common.
-    """
+    """EMPTY, PARTIAL or FULL for each tile of each example and head, `[*batch or 1s, H or 1, nQ, nK]`."""
     any_visible, all_visible = _tiles(mask, lengths, block_sizes, where)
     xp = np if isinstance(any_visible, np.ndarray) else jnp
     kinds = xp.where(all_visible, FULL, xp.where(any_visible, PARTIAL, EMPTY)).astype(np.int32)
@@ -135,7 +115,7 @@ def tile_kinds(
 
 
 def block_mask_of(any_visible: Bool[Array, "..."], all_visible: Bool[Array, "..."]) -> Int[Array, "nQ nK"]:
-    """The block mask shared by all leading axes: EMPTY only if all are, FULL only if all are."""
+    """The block mask over all leading axes: EMPTY where all are EMPTY, FULL where all are FULL."""
     xp = np if isinstance(any_visible, np.ndarray) else jnp
     axes = tuple(range(any_visible.ndim - 2))
     partial_or_empty = xp.where(any_visible.any(axis=axes), PARTIAL, EMPTY)
@@ -143,18 +123,10 @@ def block_mask_of(any_visible: Bool[Array, "..."], all_visible: Bool[Array, "...
 
 
 class Visits(NamedTuple):
-    """The tiles that a kernel visits, one after another, row by row: a table for each leading axis of the tile kinds.
+    """The tiles that a kernel visits, row by row; an EMPTY row has one visit, because its results must be written."""
 
-    A row all of whose tiles are EMPTY is visited once, as EMPTY, since its results must be written.
-
-    Attributes:
-      words: int32 `[..., N]`, one word a visit; `read_visit` takes it apart. A table with fewer visits ends in EMPTY
-        ones of its last tile.
-      counts: `[...]`, how many of them there are, without those at the end; None when N is the largest of them.
-    """
-
-    words: Int[Array, "... N"]
-    counts: Int[Array, "..."] | None
+    words: Int[Array, "... N"]  # see `read_visit`; short tables end in EMPTY visits of their last tile
+    counts: Int[Array, "..."] | None  # visits without that end; None when N is the largest count
 
 
 class Visit(NamedTuple):
@@ -171,14 +143,7 @@ _INDEX_BITS = 13  # of rows and columns each: blocks of 128 of a million tokens
 
 
 def visits(kinds: Int[Array, "... n m"]) -> Visits:
-    """The visits of the tiles that are not EMPTY, row by row.
-
-    NumPy arrays, with as many words as the longest table has visits, when `kinds` is one; else n·m words.
-
-    >>> words, _ = visits(np.array([[FULL, EMPTY], [PARTIAL, FULL], [EMPTY, EMPTY]]))
-    >>> [tuple(map(int, read_visit(word))) for word in map(np.asarray, words)]  # row, column, kind, is_first, is_last
-    [(0, 0, 2, 1, 1), (1, 0, 1, 1, 0), (1, 1, 2, 0, 1), (2, 0, 0, 1, 1)]
-    """
+    """The visits of tiles that are not EMPTY; NumPy arrays, as long as the longest table, when `kinds` is one."""
     xp = np if isinstance(kinds, np.ndarray) else jnp
     n, m = kinds.shape[-2:]
     if max(n, m) > 2**_INDEX_BITS:
@@ -195,7 +160,7 @@ def visits(kinds: Int[Array, "... n m"]) -> Visits:
 
 
 def every_tile(kinds: Int[Array, "... n m"], is_first=False, is_last=False) -> Int[Array, "... N"]:
-    """The words of all tiles, row by row, EMPTY ones included."""
+    """The words of all tiles, row by row, EMPTY tiles included."""
     rows, columns = (x.astype(np.int32) for x in np.indices(kinds.shape[-2:]))
     words = rows | columns << _INDEX_BITS | kinds << 2 * _INDEX_BITS | is_first << 28 | is_last << 29
     return words.astype(np.int32).reshape(*kinds.shape[:-2], -1)
@@ -210,21 +175,14 @@ def read_visit(word: Int[Array, ""]) -> Visit:
 
 
 class VisitOrder(NamedTuple):
-    """The order in which to visit the tiles of each row.
+    """The order in which to visit the tiles of each row."""
 
-    Attributes:
-      columns: `[n, m]`; FULL tiles first, then PARTIAL, then EMPTY ones, which are not visited.
-      num_full: `[n]`, how many are FULL.
-      num_visible: `[n]`, how many are FULL or PARTIAL.
-    """
-
-    columns: Int[Array, "n m"]
-    num_full: Int[Array, " n"]
-    num_visible: Int[Array, " n"]
+    columns: Int[Array, "n m"]  # FULL tiles first, then PARTIAL, then EMPTY, which are not visited
+    num_full: Int[Array, " n"]  # how many are FULL
+    num_visible: Int[Array, " n"]  # how many are FULL or PARTIAL
 
 
 def visit_order(block_mask: Int[Array, "n m"]) -> VisitOrder:
-    """The order of visits, row by row."""
     columns = jnp.argsort(-block_mask, axis=1, stable=True)
     return VisitOrder(columns, (block_mask == FULL).sum(axis=1), (block_mask > EMPTY).sum(axis=1))
 
@@ -245,7 +203,7 @@ def _block_mask(mask, lengths, block_sizes, where):
 
 
 def _within(block_mask, block_sizes, lengths):
-    """The block mask in which tiles that reach beyond the ends are at most PARTIAL."""
+    """The block mask with ragged tiles at the ends at most PARTIAL."""
     rows, columns = (
         (np.arange(n) == n - 1) & bool(length % size)
         for n, size, length in zip(block_mask.shape[-2:], block_sizes, lengths)

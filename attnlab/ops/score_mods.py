@@ -1,11 +1,7 @@
 """Score mods: changes of the attention scores before the softmax, by position.
 
 A score mod is a pytree, like a mask: arrays in it are leaves and get gradients. One or a tuple of them goes to
-`attnlab.attention(..., score_mod=…)` and is applied in the order given.
-
->>> ALiBi(alibi_slopes(8)).slopes
-Array([0.5       , 0.25      , 0.125     , 0.0625    , 0.03125   ,
-       0.015625  , 0.0078125 , 0.00390625], dtype=float32)
+`attnlab.attention(..., score_mod=…)`, which applies them in order.
 """
 
 import numbers
@@ -51,46 +47,23 @@ class ScoreMod(Node):
 
         Returns:
           `[..., H, queries, keys]`, as `scores`.
-
-        >>> SoftCap(2.0).apply(jnp.array([0.0, 100.0]), tile=None)
-        Array([0., 2.], dtype=float32)
         """
         raise TypeError(f"{type(self).__name__} defines no apply(scores, tile): write it in the subclass")
 
     def for_tiles(self, score_type) -> "ScoreMod":
-        """The same mod, whose functions close over no traced values: closed-over arrays have become leaves.
-
-        Args:
-          score_type: type of the scores.
-
-        >>> @jax.jit
-        ... def leaves(slope):
-        ...     mod = ScoreFn(lambda score, b, h, i, j: slope * score)
-        ...     return jax.tree.leaves(mod), jax.tree.leaves(mod.for_tiles(jnp.float32))
-        >>> leaves(jnp.float32(2.0))
-        ([], [Array(2., dtype=float32)])
-        """
+        """The same mod with closed-over arrays as leaves, for scores of a type: its functions close over no tracers."""
         return self
 
     def of_shard(self, shard: Shard) -> "ScoreMod":
         """The same mod for a part of a call that is split over devices (`attnlab.context_parallel`).
 
-        Its coordinates are those of the whole call, and so are arrays that it takes from by `tile.of_queries`,
-        `of_keys` or `of_pairs`. A subclass whose arrays have axes of examples overrides it.
-
-        >>> from attnlab.ops.tiles import Shard
-        >>> SoftCap(2.0).of_shard(Shard(queries=jnp.arange(4)))
-        SoftCap(cap=2.0)
+        Its coordinates count in the whole call, as do arrays that it takes from by `tile.of_queries`, `of_keys` or
+        `of_pairs`. A subclass whose arrays have axes of examples overrides it.
         """
         return InCall(self)
 
     def check(self, num_heads: int) -> None:
-        """Raises ValueError when the mod's arrays do not fit `num_heads` heads.
-
-        >>> ALiBi(jnp.ones(3)).check(num_heads=2)  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ValueError: ALiBi slopes has shape (3,), expected (2,): one slope per head, e.g. ...
-        """
+        """Raises ValueError when the mod's arrays do not fit `num_heads` heads."""
 
     def __bool__(self):
         raise TypeError(
@@ -101,12 +74,7 @@ class ScoreMod(Node):
 
 @dataclass(frozen=True)
 class InCall(ScoreMod):
-    """A mod of a shard whose arrays are those of the whole call.
-
-    >>> from attnlab.ops.tiles import whole
-    >>> InCall(SoftCap(2.0)).apply(jnp.array([100.0]), whole(1, 1))
-    Array([2.], dtype=float32)
-    """
+    """A mod of a shard with the arrays of the whole call."""
 
     mod: ScoreMod
 
@@ -125,7 +93,7 @@ class InCall(ScoreMod):
 
 
 class _ByCoordinates(ScoreMod):
-    """Base class of mods that need nothing but coordinates, and arrays with axes of heads."""
+    """Base class of mods that need coordinates and arrays with axes of heads alone."""
 
     def of_shard(self, shard):
         return self
@@ -135,7 +103,7 @@ class _ByCoordinates(ScoreMod):
 class ALiBi(_ByCoordinates):
     """Attention with linear biases: score − slope·|i − j|, one slope per head (Press et al. 2022, section 3).
 
-    `slopes` is `[H]`, in logits per position of distance; another shape is a ValueError in `attention`.
+    `slopes` is `[H]`, in logits per position of distance.
 
     >>> q = k = jnp.zeros((3, 1, 4))  # every score 0
     >>> weights = attention_weights(q, k, score_mod=ALiBi(jnp.log(jnp.array([2.0]))))
@@ -161,7 +129,7 @@ class RelativeBias(_ByCoordinates):
     """A learned bias for each head and distance: score + table[h, clip(j − i)] (Shaw et al. 2018, equation 4).
 
     `table` is `[H, 2·R + 1]`, in logits; column R + d is for keys d positions after the query, and distances beyond
-    ±R share the columns at the ends. Another shape is a ValueError in `attention`.
+    ±R share the columns at the ends.
 
     >>> q, k = jnp.zeros((2, 3, 1, 4))  # every score 0
     >>> table = jnp.log(jnp.array([[1.0, 2.0, 4.0]]))  # key before, at, after the query
@@ -190,8 +158,7 @@ class RelativeBias(_ByCoordinates):
 class SoftCap(_ByCoordinates):
     """Scores limited to ±cap: cap·tanh(score / cap) (Gemma Team 2024, section 2).
 
-    `cap` is a number above 0, in logits, or an array of shape `()`; another number is a ValueError at once, an array of
-    another shape one in `attention`.
+    `cap`, in logits, is a number above 0, or an array of shape `()`.
 
     >>> SoftCap(2.0).apply(jnp.array([0.0, 100.0]), tile=None)
     Array([0., 2.], dtype=float32)
@@ -215,9 +182,8 @@ class ScoreFn(elementwise.Function, _ByCoordinates):
     """Any change of the scores: `fn(score, b, h, i, j, *arrays)`.
 
     The function is written for scalars: example b (counted through all batch axes), head h, positions i of the query
-    and j of the key. It is vectorized over all pairs; `arrays` are passed to it unchanged, and it may close over
-    arrays as well: all of them get gradients. A function of other arguments, or one that returns no floating scalar,
-    is a ValueError in `attention`.
+    and j of the key; it returns a floating scalar and is vectorized over all pairs. `arrays` are passed to it
+    unchanged; it may close over arrays too, and all of them get gradients.
 
     >>> nearer = ScoreFn(lambda score, b, h, i, j, weight: score - weight * (i - j) ** 2, jnp.array(0.5))
     >>> q = k = jnp.zeros((2, 1, 4))  # every score 0
@@ -239,7 +205,7 @@ class ScoreFn(elementwise.Function, _ByCoordinates):
 def alibi_slopes(num_heads: int) -> Float[Array, " H"]:
     """The slopes of the ALiBi paper: 2^(−8h/H) for h = 1 … H when H is a power of two.
 
-    Otherwise those of the next lower power of two, and every other one of the next higher (Press et al. 2022,
+    Otherwise the slopes of the next lower power of two, and every other slope of the next higher (Press et al. 2022,
     footnote 5 of section 3).
 
     Returns:

@@ -15,7 +15,7 @@ _LANES = 128  # of a vector register; lengths must be multiples
 def reason_against(
     *, q, k, v, band, score_mods, bias, dropout_rate, q_positions, kv_positions, return_lse, block_sizes, **_
 ) -> str | None:
-    """The reason why splash attention cannot run a call, or None."""
+    """The reason why this backend cannot run a call, or None."""
     lengths = (q.shape[-3], k.shape[-3])
     is_known = band is not None and len(band.segments) <= 1 and all(one.kv_ids is None for one in band.segments)
     reasons = {

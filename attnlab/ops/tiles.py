@@ -1,9 +1,8 @@
 """The coordinates of tiles, rectangles of a score array.
 
-A `Tile` holds the coordinates of some queries and some keys, shaped to broadcast against their scores. Code that is
-elementwise in them works for any tile, whichever of its last two axes is that of the queries. A `Tiling` holds the
-smallest and the largest coordinate of each tile, so that interval arithmetic can find the tiles that are masked
-entirely.
+The coordinates of a `Tile` broadcast against its scores; code that is elementwise in them works for any tile, whichever
+of its last two axes has the queries. A `Tiling` holds the smallest and the largest coordinate of each tile, so that
+interval arithmetic can find the fully masked tiles.
 """
 
 import math
@@ -19,37 +18,15 @@ from attnlab.types import Array
 
 
 class Shard(NamedTuple):
-    """The part of a call that a device computes: which of the whole call's indices its arrays hold, None for all.
+    """The part of a call that a device computes: indices in the whole call, for masks and mods; None for all."""
 
-    Masks and score mods see the indices of the whole call, so that a query, a key, a head or an example is the same
-    one wherever it is computed.
-
-    Attributes:
-      examples: `[*batch]`, counted through all batch axes of the whole call.
-      heads: `[H]`, query heads.
-      queries: `[Tq]`, rows of q.
-      keys: `[Tk]`, rows of k and v.
-
-    >>> Shard(queries=jnp.arange(4, 8)).queries
-    Array([4, 5, 6, 7], dtype=int32)
-    """
-
-    examples: Int[Array, "..."] | None = None
+    examples: Int[Array, "..."] | None = None  # counted through all batch axes
     heads: Int[Array, " H"] | None = None
     queries: Int[Array, " Tq"] | None = None
     keys: Int[Array, " Tk"] | None = None
 
     def take(self, x: Array, *sides: str) -> Array:
-        """The entries of an array of the whole call, `[..., *sides]`, that the shard needs.
-
-        Args:
-          x: `[*batch, *sides]`, or without batch axes.
-          sides: of "heads", "queries" and "keys", what its last axes are; an axis of size 1 is shared.
-
-        >>> Shard(queries=jnp.array([2, 0])).take(jnp.arange(9).reshape(3, 3), "queries", "keys")
-        Array([[6, 7, 8],
-               [0, 1, 2]], dtype=int32)
-        """
+        """The entries of an array `[*batch, *sides]`, with or without batch, that the shard needs; size 1 is shared."""
         for axis, side in enumerate(sides, -len(sides)):
             index = getattr(self, side)
             if index is not None and x.shape[axis] > 1:
@@ -64,31 +41,21 @@ WHOLE = Shard()  # all of a call
 
 
 class Side(NamedTuple):
-    """The queries of a tile, or its keys.
+    """The queries of a tile, or its keys."""
 
-    Attributes:
-      index: `[n]`, rows of the array they come from; past its end, the last row repeated.
-      position: `[..., n]`, positions in the sequence.
-      axis: −2 or −1, their axis in the scores.
-      start: the first index when indices are consecutive, None otherwise.
-      is_whole: whether the side is all rows, in order.
-      whole_index: `[n]`, the rows' indices in the whole call, where the array is a shard; `index` if None.
-    """
-
-    index: Int[Array, " n"]
-    position: Int[Array, "..."]
-    axis: int
-    start: int | Array | None = None
-    is_whole: bool = False
-    whole_index: Int[Array, " n"] | None = None
+    index: Int[Array, " n"]  # rows of the array; past its end, the last row repeated
+    position: Int[Array, "..."]  # positions in the sequence, `[..., n]`
+    axis: int  # −2 or −1, their axis in the scores
+    start: int | Array | None = None  # the first index if indices are consecutive
+    is_whole: bool = False  # whether the side is all rows, in order
+    whole_index: Int[Array, " n"] | None = None  # indices in the whole call; `index` if None
 
     @property
     def index_in_call(self) -> Int[Array, " n"]:
-        """`[n]`, indices in the whole call."""
         return self.index if self.whole_index is None else self.whole_index
 
     def take(self, x: Array, axis: int = -1) -> Array:
-        """The entries of `x` for these rows, along an axis with one entry for each row, or a single one for all."""
+        """The entries of `x` for these rows, along an axis with one entry per row, or a single entry for all."""
         if self.is_whole or x.shape[axis] == 1:
             return x
         if self.start is None or x.shape[axis] % len(self.index):
@@ -111,44 +78,31 @@ class SideOfCall(Side):
 
 
 class Tile(NamedTuple):
-    """The coordinates of a rectangle of scores, each broadcastable to the scores.
+    """The coordinates of scores `[..., H, queries, keys]` or `[..., H, keys, queries]`, counted in the whole call."""
 
-    The scores have axes `[..., H, queries, keys]` or `[..., H, keys, queries]`. Code that is elementwise in the
-    coordinates, and indexes arrays with `of_queries`, `of_keys` and `of_pairs`, is right for both.
-
-    Attributes:
-      example: `[..., 1, 1, 1]`, the index of the example in the whole call, counted through all batch axes.
-      head: `[H, 1, 1]`, the query head, likewise.
-      queries, keys: the two sides.
-    """
-
-    example: Int[Array, "..."]
+    example: Int[Array, "..."]  # `[..., 1, 1, 1]`, counted through all batch axes
     head: Int[Array, "H 1 1"]
     queries: Side
     keys: Side
 
     @property
     def q_index(self) -> Int[Array, "..."]:
-        """Rows of q, in the whole call."""
         return self.queries.lay(self.queries.index_in_call)
 
     @property
     def kv_index(self) -> Int[Array, "..."]:
-        """Rows of k and v, in the whole call."""
         return self.keys.lay(self.keys.index_in_call)
 
     @property
     def q_position(self) -> Int[Array, "..."]:
-        """Positions of the queries in their sequence."""
         return self.queries.lay(self.queries.position)
 
     @property
     def kv_position(self) -> Int[Array, "..."]:
-        """Positions of the keys in their sequence."""
         return self.keys.lay(self.keys.position)
 
     def in_call(self) -> "Tile":
-        """The same tile of a shard, for masks and score mods whose arrays are those of the whole call."""
+        """The same tile of a shard, for masks and score mods with the arrays of the whole call."""
         return self._replace(queries=SideOfCall(*self.queries), keys=SideOfCall(*self.keys))
 
     def of_queries(self, x: Array) -> Array:
@@ -175,12 +129,7 @@ def whole(
     xp=jnp,
     shard: Shard = WHOLE,
 ) -> Tile:
-    """The tile that covers a `[*batch, H, Tq, Tk]` score array.
-
-    `q_positions` `[Tq]` or `[..., Tq]` and `kv_positions` likewise are `arange` when None. `xp` is the array module
-    for the coordinates that are not given: with `numpy`, static masks are evaluated while tracing. The scores may be
-    those of a `shard` of a call.
-    """
+    """The tile of a score array `[*batch, H, Tq, Tk]`; with `xp=numpy`, static masks are evaluated while tracing."""
 
     def side(length, positions, axis, whole_index):
         index = xp.arange(length, dtype=xp.int32)
@@ -198,7 +147,7 @@ def whole(
 
 
 def examples(batch: tuple[int, ...], shard: Shard = WHOLE, xp=jnp) -> Int[Array, "..."]:
-    """The indices of examples, `[*batch, 1, 1, 1]`; of a shard, those in the whole call."""
+    """The indices of examples in the whole call, `[*batch, 1, 1, 1]`."""
     # NumPy has no arrays of the symbolic sizes of jax.export.
     xp = xp if all(isinstance(size, int) for size in batch) else jnp
     index = xp.arange(math.prod(batch), dtype=xp.int32) if shard.examples is None else shard.examples
@@ -206,7 +155,7 @@ def examples(batch: tuple[int, ...], shard: Shard = WHOLE, xp=jnp) -> Int[Array,
 
 
 def heads(num_heads: int, shard: Shard = WHOLE, xp=jnp) -> Int[Array, "H 1 1"]:
-    """The indices of heads, `[H, 1, 1]`; of a shard, those in the whole call."""
+    """The indices of heads in the whole call, `[H, 1, 1]`."""
     index = xp.arange(num_heads, dtype=xp.int32) if shard.heads is None else shard.heads
     return index[:, None, None]
 
@@ -219,15 +168,10 @@ class Span(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """A score array `[..., H, Tq, Tk]` cut into nQ × nK tiles; its spans broadcast to `[..., H, nQ, nK]`.
+    """A score array `[..., H, Tq, Tk]` cut into nQ × nK tiles; its spans broadcast to `[..., H, nQ, nK]`."""
 
-    Attributes:
-      covers: the tile that covers the score array.
-      block_sizes: queries and keys of a tile; the last tiles may be ragged.
-    """
-
-    covers: Tile
-    block_sizes: tuple[int, int]
+    covers: Tile  # the tile that covers the score array
+    block_sizes: tuple[int, int]  # queries and keys of a tile; the last tiles may be ragged
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -237,22 +181,18 @@ class Tiling(NamedTuple):
 
     @property
     def q_index(self) -> Span:
-        """Rows of q, in the whole call."""
         return self.of_queries(self.covers.queries.index_in_call)
 
     @property
     def kv_index(self) -> Span:
-        """Rows of k and v, in the whole call."""
         return self.of_keys(self.covers.keys.index_in_call)
 
     @property
     def q_position(self) -> Span:
-        """Positions of the queries in their sequence."""
         return self.of_queries(self.covers.queries.position)
 
     @property
     def kv_position(self) -> Span:
-        """Positions of the keys in their sequence."""
         return self.of_keys(self.covers.keys.position)
 
     def of_queries(self, x: Array) -> Span:
@@ -282,7 +222,7 @@ class Tiling(NamedTuple):
 
 
 def known(x: Array) -> Array:
-    """`x` as a NumPy array unless it is traced, so that results computed from it are known while tracing too."""
+    """`x` as a NumPy array unless it is traced."""
     return x if isinstance(x, jax.core.Tracer) else np.asarray(x)
 
 

@@ -1,7 +1,7 @@
 """Exact attention by tiles, with memory linear in the sequence length.
 
-For a block of queries the keys come tile by tile. A running max m, denominator l and accumulator a are kept, and
-rescaled whenever the max grows (Milakov & Gimelshein 2018; Rabe & Staats 2021), with masked logits s:
+For a block of queries the keys come tile by tile. A running max m, denominator l and accumulator a are rescaled
+whenever the max grows (Milakov & Gimelshein 2018; Rabe & Staats 2021), with masked logits s:
 
     m' = max(m, max_j s_ij)    l' = e^(m−m') l + Σ_j e^(s_ij−m')    a' = e^(m−m') a + Σ_j e^(s_ij−m') v_j
 
@@ -12,9 +12,6 @@ the logits of each tile again (Dao et al. 2022, algorithm 4; with δ_i = o_i·do
     dv_j = Σ_i p_ij do_i    dk_j = Σ_i ds_ij q_i    dq_i = Σ_j ds_ij k_j
 
 EMPTY tiles are never computed, and FULL tiles are not compared with the mask (see `attnlab.ops.schedule`).
-
-Files: `passes` (forward and backward), `scores` (the logits of a tile), `layout` (arrays as blocks), `operands` (the
-types that pass between them), `batching` (rules for `vmap` and `shard_map`).
 """
 
 import math
@@ -37,7 +34,7 @@ from attnlab.types import Array
 
 
 def reason_against(**arguments) -> str | None:
-    """The reason why this backend cannot run a call, None if it can."""
+    """The reason why this backend cannot run a call, or None."""
     return "an axis has length 0" if any(0 in arguments[name].shape for name in ("q", "k", "v")) else None
 
 
@@ -60,11 +57,7 @@ def attend(
     shard: Shard = WHOLE,
     given: tuple[Float[Array, "*B Tq H Dv"], tuple[Float[Array, "*B Tq H"], Float[Array, "*B Tq H"]]] | None = None,
 ) -> tuple[Float[Array, "*B Tq H Dv"], tuple[Float[Array, "*B Tq H"], Float[Array, "*B Tq H"]]]:
-    """Output in q's type and (max, log_sum) in float32 (float64 for float64).
-
-    With `given`, the same of a softmax over these keys and others, nothing is computed and they are returned: the
-    gradients are those of these keys' part in it.
-    """
+    """(out, (max, log_sum)); or `given`, such results over more keys, with the gradients of these keys."""
     *batch, q_length, num_heads, head_dim = q.shape
     lengths, dtype = (q_length, k.shape[-3]), jnp.promote_types(q.dtype, jnp.float32)
     where = {"q_positions": q_positions, "kv_positions": kv_positions, "num_heads": num_heads, "batch": tuple(batch)}
@@ -103,6 +96,6 @@ def attend(
 
 
 def _padded_bias(bias: Array, rank: int, lengths: tuple[int, int]) -> Array:
-    """The bias with all axes of the scores, up to the ends of the last tiles."""
+    """The bias with all axes of the scores, padded to whole tiles."""
     bias = jnp.reshape(bias, (1,) * (rank - bias.ndim) + bias.shape)
     return padded(padded(bias, 1 if bias.shape[-2] == 1 else lengths[0], axis=-2), lengths[1])

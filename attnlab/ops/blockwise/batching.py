@@ -12,11 +12,7 @@ from attnlab.ops.schedule import EMPTY, FULL, block_mask_of
 
 
 def batched_explicitly(run_pass):
-    """`run_pass(plan, operands)` with a rule for `vmap` that adds an axis to its arrays and not to its control flow.
-
-    By default a `vmap`ped loop runs until its last example is done, and a `vmap`ped `cond` computes both branches, so
-    that no tile would be skipped. Second-order derivatives raise ValueError.
-    """
+    """`run_pass(plan, operands)` with a `vmap` rule that maps arrays, not loops: EMPTY tiles stay skipped."""
 
     @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
     def run(plan, operands):
@@ -39,7 +35,7 @@ def batched_explicitly(run_pass):
 
 
 def _with_mapped_axis(plan: Plan, operands: Operands, is_batched: Operands, size: int) -> tuple[Plan, Operands]:
-    """Plan and operands with one more mapped axis, of `size`, merged with the one there may be."""
+    """Plan and operands with one more mapped axis, merged into an existing mapped axis."""
     old_size = operands.q.shape[int(is_batched.q)] if plan.is_mapped else 1
 
     def merged(x, batched, was_mapped=plan.is_mapped):

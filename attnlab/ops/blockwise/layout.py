@@ -1,7 +1,7 @@
 """Arrays cut into blocks along their length, and the parts of a bias.
 
-Tiles of scores have axes `[..., H, keys, queries]`. Every product is then rows by columns, as XLA's CPU backend likes
-it, sums and maxima over keys run along the vector lanes, and one number a query broadcasts as a row.
+Tiles of scores have axes `[..., H, keys, queries]`: products are then rows by columns, the fast form of XLA's CPU
+backend, sums and maxima over keys run along the vector lanes, and one number per query broadcasts as a row.
 """
 
 import jax.numpy as jnp
@@ -23,10 +23,7 @@ def joined(x: Array, length: int) -> Array:
 
 
 def joined_transposed(x: Array, length: int) -> Array:
-    """`[n, ..., H, D, size]` as `[..., T, H, D]`.
-
-    Sums over keys come out transposed; they are transposed back once, not tile by tile.
-    """
+    """`[n, ..., H, D, size]` as `[..., T, H, D]`: sums over keys are transposed, once for all tiles."""
     return joined(jnp.moveaxis(x, (0, -1), (-4, -3)), length)
 
 
@@ -37,7 +34,7 @@ def block_at(blocks: Array, i) -> Array:
 
 
 def with_block(blocks: Array, i, block: Array) -> Array:
-    """`blocks` with `block`, `[..., H, size, D]`, in the place of block i."""
+    """`blocks` with block i replaced by `block`, `[..., H, size, D]`."""
     block = block.swapaxes(-2, -3).astype(blocks.dtype)
     return lax.dynamic_update_index_in_dim(blocks, block, i, axis=blocks.ndim - 4)
 
@@ -63,7 +60,7 @@ def bias_tile(bias: Array | None, block_sizes: tuple[int, int], i, j) -> Array |
 
 
 def add_bias_tile(d_bias: Array | None, d_tile: Array | None, block_sizes: tuple[int, int], i, j) -> Array | None:
-    """`d_bias` with `d_tile`, laid out as by `bias_tile`, added at its place."""
+    """`d_bias` plus `d_tile`, laid out as by `bias_tile`."""
     if d_bias is None:
         return None
     sizes, starts = _bias_place(d_bias, block_sizes, i, j)

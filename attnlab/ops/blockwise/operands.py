@@ -10,7 +10,7 @@ from attnlab.types import Array
 
 
 class Terms(NamedTuple):
-    """Everything that turns the raw logits q·k into masked logits."""
+    """The terms that turn raw logits q·k into masked logits."""
 
     scale: Array | None
     bias: Array | None  # [..., H or 1, Tq or 1, Tk], padded to whole tiles; within a tile its part of it, transposed
@@ -23,15 +23,10 @@ class Terms(NamedTuple):
 
 
 class SplitTerms(NamedTuple):
-    """Two `Terms` that complement each other: a leaf that stands in one is None in the other.
+    """Two complementary `Terms`: each leaf is None in one of them."""
 
-    Attributes:
-      shared: the leaves that all examples of a `vmap` share; all leaves when there is no `vmap`.
-      mapped: the leaves with a leading axis that `vmap` maps over.
-    """
-
-    shared: Terms
-    mapped: Terms
+    shared: Terms  # leaves without an axis that `vmap` maps over
+    mapped: Terms  # leaves with a leading axis that `vmap` maps over
 
 
 class Operands(NamedTuple):
@@ -51,33 +46,22 @@ class Operands(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The static part of a call.
+    """The static part of a call."""
 
-    Attributes:
-      lengths: Tq and Tk.
-      block_sizes: queries and keys of a tile.
-      tile_kinds: the values, PARTIAL and FULL, that occur in `block_mask`; both when it is traced.
-      dropout_rate: probability that a weight is dropped.
-      is_mapped: whether the operands have a leading axis that `vmap` maps over.
-    """
-
-    lengths: tuple[int, int]
-    block_sizes: tuple[int, int]
-    tile_kinds: tuple[int, ...]
+    lengths: tuple[int, int]  # Tq, Tk
+    block_sizes: tuple[int, int]  # queries and keys of a tile
+    tile_kinds: tuple[int, ...]  # PARTIAL and FULL, if they occur in `block_mask`; both when it is traced
     dropout_rate: float
-    is_mapped: bool = False
+    is_mapped: bool = False  # whether the operands have a leading axis that `vmap` maps over
 
 
 def partition(tree, is_chosen):
-    """`tree` as two trees: the leaves for which `is_chosen`, a tree of booleans, is true, and the others.
-
-    Each has None in place of the other's leaves; `combine` is the inverse.
-    """
+    """`tree` split by a tree of booleans: the chosen leaves and the other leaves, None in place of missing leaves."""
     chosen = jax.tree.map(lambda x, choose: x if choose else None, tree, is_chosen)
     others = jax.tree.map(lambda x, choose: None if choose else x, tree, is_chosen)
     return chosen, others
 
 
 def combine(a, b):
-    """The leaves of both trees, which complement each other."""
+    """The inverse of `partition`."""
     return jax.tree.map(lambda x, y: y if x is None else x, a, b, is_leaf=lambda x: x is None)

@@ -21,10 +21,7 @@ from attnlab.types import Array
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attention(plan: Plan, operands: Operands) -> tuple[Array, tuple[Array, Array]]:
-    """(out, (max, log_sum)), with gradients of q, k, v, sinks and the floating leaves of scale, bias and score mods.
-
-    The max is treated as a constant, so log_sum and the lse have the same gradient.
-    """
+    """(out, (max, log_sum)), with gradients of q, k, v, sinks, scale, bias and score mods; the max has no gradient."""
     return forward(plan, operands)
 
 
@@ -45,7 +42,7 @@ attention.defvjp(_attention_forward, _attention_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def part_of(plan: Plan, operands: Operands) -> tuple[Array, tuple[Array, Array]]:
-    """The results in the operands, of a softmax over their keys and others; gradients as of `attention`."""
+    """The results in `operands`, of a softmax over more keys, with the gradients of these keys."""
     return operands.out, operands.log_sums
 
 
@@ -62,12 +59,12 @@ def _visit(plan: Plan, order: VisitOrder, row, tile: Callable, state):
 
 
 def _tile_terms(plan: Plan, terms: SplitTerms, i, j) -> SplitTerms:
-    """The terms with the part of the bias that belongs to query block i and key block j."""
+    """The terms with the bias of query block i and key block j."""
     return SplitTerms(*(x._replace(bias=layout.bias_tile(x.bias, plan.block_sizes, i, j)) for x in terms))
 
 
 def _sinks(plan: Plan, q: Array, sinks: Array) -> Array:
-    """`[..., H]` of sinks that are `[H]`, or under `vmap` `[axis, H]`, in the accumulators' type."""
+    """Sinks `[H]`, or `[axis, H]` under `vmap`, as `[..., H]` in the accumulators' type."""
     sinks = sinks.astype(_accumulator_type(q))
     between = q.ndim - 3 - int(plan.is_mapped)
     return sinks.reshape(*sinks.shape[:-1], *(1,) * between, sinks.shape[-1])
@@ -156,7 +153,7 @@ def _forward_tile(plan: Plan, blocks: _ForwardBlocks, q_i: Array, i, kind: int, 
 
 
 def _with_sinks(state: _Softmax, sinks: Array) -> _Softmax:
-    """The softmax with one more logit a head, which has no value."""
+    """The softmax with one more logit per head, which has no value."""
     running_max = jnp.maximum(state.running_max, sinks)
     shift = finite_shift(running_max)
     rescale = jnp.exp(state.running_max - shift)
@@ -191,7 +188,7 @@ class _KeyBlock(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """Gradients accumulated over the tiles of a block of keys; dk and dv are that block's own."""
+    """Gradients summed over the tiles of a block of keys; dk and dv belong to this block alone."""
 
     dk: Array  # [..., H, keys, D]
     dv: Array
@@ -315,7 +312,7 @@ def _learned_and_others(plan: Plan, terms: SplitTerms, axis_size: int) -> tuple[
 
 
 def _is_learned(terms: Terms) -> Terms:
-    """For each leaf, whether it is a floating one of scale or score mods; the bias is sliced tile by tile."""
+    """For each leaf, whether it is floating and of scale or score mods; the bias is sliced tile by tile."""
     is_floating = functools.partial(jax.tree.map, lambda x: jnp.issubdtype(x.dtype, jnp.inexact))
     nothing = jax.tree.map(lambda _: False, terms)
     return nothing._replace(scale=is_floating(terms.scale), score_mods=is_floating(terms.score_mods))

@@ -14,25 +14,13 @@ from attnlab.types import Array
 
 
 def masked_logits(plan: Plan, kind: int, i, j, raw: Array, terms: SplitTerms) -> tuple[Array, Array | None]:
-    """Masked logits of query block i and key block j.
-
-    Args:
-      plan: the call's plan.
-      kind: PARTIAL or FULL; a FULL tile is not compared.
-      i, j: block indices.
-      raw: the products q·k, `[..., H, keys, queries]`.
-      terms: with the tile's part of the bias.
-
-    Returns:
-      The logits, −inf where masked, and for a PARTIAL tile which keys any of its queries may attend to,
-      `[..., H or 1, keys]`. The other keys must be made inert by the caller, for they may be NaN, and 0·NaN is NaN.
-    """
+    """Masked logits; for a PARTIAL tile also its visible keys: the caller zeroes other keys, which may be NaN."""
     run = functools.partial(_masked_logits, plan, kind, i, j)
     return _per_example(plan, run, raw.shape[0], terms, raw)
 
 
 def dropout_keeps(plan: Plan, i, j, shape: tuple[int, ...], terms: SplitTerms) -> Array:
-    """Which weights of a tile dropout keeps; `shape` is that of its scores."""
+    """Which weights of a tile dropout keeps, an array of `shape`."""
     run = functools.partial(_dropout_keeps, plan, i, j, shape[int(plan.is_mapped) :])
     return _per_example(plan, run, shape[0], terms)
 
@@ -76,7 +64,7 @@ def _dropout_keeps(plan: Plan, i, j, shape, terms: Terms) -> Array:
 
 
 def _is_not_padding(plan: Plan, i, j) -> Array:
-    """Which pairs of a tile, `[keys, queries]`, lie within the lengths: the last tile may reach beyond."""
+    """Which pairs of a tile, `[keys, queries]`, lie within the lengths."""
     (q_size, kv_size), (q_length, kv_length) = plan.block_sizes, plan.lengths
     inside = jnp.ones((1, 1), bool)
     if q_length % q_size:

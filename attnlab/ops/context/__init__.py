@@ -1,10 +1,9 @@
 """One call over many devices: queries, keys and values split along the sequence by an axis of a mesh.
 
-Every mask and score mod works, because each sees the indices of the whole call (`attnlab.ops.tiles.Shard`), and because
-a mask tells which tiles exist: that chooses which rows a device computes and how it gets their keys.
+Every mask and score mod works, because each receives the indices of the whole call (`attnlab.ops.tiles.Shard`).
 
-Files: `layouts` (that choice), `exchange` (rows that move between devices), `shards` (a device's part of a call),
-`ring` (keys that pass from device to device, with derivatives of its own).
+Files: `layouts` (the rows that each device computes, and how it gets their keys), `exchange` (rows that move between
+devices), `shards` (a device's part of a call), `ring` (keys that pass from device to device).
 """
 
 import functools
@@ -46,19 +45,19 @@ def context_parallel(
     """A context in which `attention` splits queries, keys and values along the sequence over an axis of a mesh.
 
     On arrays that XLA partitions, as in `jit` over a mesh, nothing else is needed: the call is split over `axis`, and
-    over the other axes of the mesh as without a context. Results and gradients are those of the unsplit call, for every
-    mask, score mod and dropout.
+    over the other axes of the mesh as without a context. Results and gradients equal the unsplit call, for every mask,
+    score mod and dropout.
 
-    Within your own `shard_map` say which axes split what. All arrays of a call (q, k, v, bias, positions, sinks, keys
-    of dropout) are then the shards of this device, in the order of the sequence, a bias with all its columns; masks and
-    score mods are those of the whole call, arrays and all.
+    Within a `shard_map` name the axes that split batch and heads. All arrays of a call (q, k, v, bias, positions,
+    sinks, keys of dropout) are then the shards of this device, in the order of the sequence, a bias with all its
+    columns; masks and score mods stay whole, with their arrays.
 
     Args:
       axis: the axis of the mesh that splits the sequence; None if it is whole.
       batch, heads: within `shard_map`, the axes that split the first axis of the batch, and the heads.
-      way: how a device gets the keys that its queries need: "gather", all of them at once, queries being given to
-        devices by their numbers of tiles; "halo", those of rows nearby, for windows; "ring", one device's after
-        another, where they would not fit (Liu et al. 2023); "auto", by what the mask shows. `explain` tells it.
+      way: how a device gets the keys that its queries need: "gather", all keys at once, where devices share the tiles
+        of the queries evenly; "halo", keys of nearby rows, for windows; "ring", the keys of one device after another,
+        where all would not fit (Liu et al. 2023); "auto" chooses by the mask. `explain` shows the choice.
 
     Raises:
       ValueError: an unknown way, an axis that is named twice. In `attention`: a mesh without that axis, a sequence that
@@ -90,27 +89,20 @@ def _named(context: Context) -> list[str]:
 
 
 class Call(NamedTuple):
-    """How a call is split over a mesh.
-
-    Attributes:
-      context: as the user gave it.
-      is_manual: whether it is within a `shard_map` over these axes, whose arrays are shards already.
-      splits: the axes of the mesh that split batch and heads.
-      sizes: of the whole call over the shard: batch, heads, sequence.
-    """
+    """The split of a call over a mesh."""
 
     context: Context
-    is_manual: bool
-    splits: Splits
-    sizes: tuple[int, int, int]
+    is_manual: bool  # whether the arrays are shards already, within a `shard_map` over these axes
+    splits: Splits  # the mesh axes of batch and heads
+    sizes: tuple[int, int, int]  # numbers of shards: batch, heads, sequence
 
     @property
     def devices(self) -> int:
-        """How many devices split the sequence."""
+        """The number of devices that split the sequence."""
         return self.sizes[2]
 
     def whole(self, batch: tuple[int, ...], num_heads: int, *lengths: int) -> tuple:
-        """The sizes of the whole call, of those of arrays: batch, heads and lengths."""
+        """Batch, number of heads and lengths of the whole call, from the shapes of this call's arrays."""
         if not self.is_manual:
             return (batch, num_heads, *lengths)
         by_batch, by_heads, by_length = self.sizes
@@ -118,7 +110,7 @@ class Call(NamedTuple):
         return (batch, num_heads * by_heads, *(length * by_length for length in lengths))
 
     def per_example(self, key, batch: tuple[int, ...]):
-        """Keys of dropout, one for each example."""
+        """Dropout keys, one per example."""
         index = shards.examples(self, batch) if self.is_manual and not dropout.batch_rank(key) else None
         if index is None:
             return dropout.per_example(key, batch)
@@ -127,11 +119,7 @@ class Call(NamedTuple):
 
 
 def current(q: Array, k: Array) -> Call | None:
-    """How a call with these queries and keys is split; None outside `context_parallel`, or where nothing is split.
-
-    Raises:
-      ValueError: as described in `context_parallel`.
-    """
+    """The split of a call with these queries and keys; None outside `context_parallel`, or where nothing is split."""
     context = _current.value
     if context is None:
         return None
@@ -177,7 +165,7 @@ def _check_lengths(axis, devices, q_length, kv_length):
 
 
 def layout(call: Call, arguments: dict, block_sizes, platform: str) -> Layout | None:
-    """How the sequence of a call with `prepared` arguments is split; None if it is whole."""
+    """The layout of a call with `prepared` arguments; None for a whole sequence."""
     if call.devices == 1:
         return None
     q, k, v = (arguments[name] for name in "qkv")
@@ -199,20 +187,14 @@ def layout(call: Call, arguments: dict, block_sizes, platform: str) -> Layout | 
 
 
 def _gathered_bytes(call: Call, k: Array, v: Array) -> int:
-    """Of the keys and values of all devices that split a sequence, which one of them would hold."""
+    """Bytes of keys and values that one device holds after it has gathered them."""
     size = sum(x.size * x.dtype.itemsize for x in (k, v))
     by_batch, by_heads, by_length = call.sizes
     return size * by_length if call.is_manual else size // (by_batch * by_heads)
 
 
 def attend(call: Call, layout: Layout | None, run: Callable, arguments: dict):
-    """(out, (max, log_sum)) of a call.
-
-    Args:
-      call, layout: how it is split.
-      run: run(arguments, shard) computes a part of a call, and in a ring run(arguments, shard, given).
-      arguments: of the call, `prepared`.
-    """
+    """(out, (max, log_sum)), where run(arguments, shard), in a ring run(arguments, shard, given), computes a part."""
     if call.is_manual:
         return shards.attend(call, layout, run, arguments)
     arrays, static = shards.arrays_and_others(arguments)
@@ -232,7 +214,7 @@ def attend(call: Call, layout: Layout | None, run: Callable, arguments: dict):
 
 
 def prepared(call: Call | None, arguments: dict) -> dict:
-    """The arguments, of which no function closes over traced arrays, and with the words of random keys."""
+    """The arguments with the words of random keys, and without functions that close over traced arrays."""
     if call is None:
         return arguments
     # Every device has masks and score mods whole.

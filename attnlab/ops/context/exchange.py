@@ -12,36 +12,22 @@ from attnlab.types import Array
 
 
 class Routes(NamedTuple):
-    """How blocks of rows move. In each turn every device sends one block and receives one.
+    """The moves of blocks of rows: in each turn every device sends one block and receives one."""
 
-    Attributes:
-      to: `[turns, n]`, the device that each device sends to.
-      sent: `[turns, n]`, which of its blocks each device sends.
-      received: `[turns, n]`, which of its blocks each device receives.
-    """
-
-    to: Int[np.ndarray, "turns n"]
-    sent: Int[np.ndarray, "turns n"]
-    received: Int[np.ndarray, "turns n"]
+    to: Int[np.ndarray, "turns n"]  # the device that each device sends to
+    sent: Int[np.ndarray, "turns n"]  # which of its blocks each device sends
+    received: Int[np.ndarray, "turns n"]  # which of its blocks each device receives
 
     def back(self) -> "Routes":
-        """The routes that undo these.
-
-        >>> there = routes(np.array([[0, 3], [1, 2]]))
-        >>> there.back().back().to.tolist() == there.to.tolist()
-        True
-        """
+        """The inverse routes."""
         return Routes(np.argsort(self.to, axis=1), self.received, self.sent)
 
 
 def routes(blocks: Int[np.ndarray, "n blocks"]) -> Routes | None:
-    """The routes from the order of the sequence, block b at device b // blocks, to these blocks of each device.
+    """The routes from block b at device b // blocks to `blocks` of each device, None if nothing moves.
 
-    As every device gives away and gets as many blocks as it has, they move in as many turns, of one block each (König
-    1916: a regular bipartite graph is a union of perfect matchings). None if nothing moves.
-
-    >>> routes(np.array([[0, 3], [1, 2]])).to.tolist()  # the first blocks stay, the second ones are exchanged
-    [[0, 1], [1, 0]]
+    Each device sends and receives as many blocks as it has, so this takes as many turns of one block (König 1916: a
+    regular bipartite graph is a union of perfect matchings).
     """
     # A dependency of JAX, and slow to import.
     from scipy.sparse import csr_array
@@ -69,14 +55,7 @@ def routes(blocks: Int[np.ndarray, "n blocks"]) -> Routes | None:
 
 
 def move(x: Array, routes: Routes | None, axis_name: str, axis: int) -> Array:
-    """Within `shard_map`, the rows that a device has after its blocks have moved.
-
-    Args:
-      x: rows along `axis`, as many blocks as there are turns.
-      routes: None if nothing moves.
-      axis_name: the axis of the mesh.
-      axis: counted from the end.
-    """
+    """Within `shard_map`, this device's rows after its blocks, as many as turns, have moved; `axis` is negative."""
     if routes is None:
         return x
     me, count = lax.axis_index(axis_name), len(routes.to)

@@ -1,7 +1,7 @@
-"""Which rows of a sequence each device computes, and how it gets their keys: chosen by the tiles that a mask has.
+"""The rows of a sequence that each device computes, and how it gets their keys, chosen by the tiles of the mask.
 
-No fixed layout serves all masks. Contiguous rows give the last device of a causal mask nearly twice the mean of tiles;
-rows in zigzag order do the same to documents. So blocks of queries are given to devices by their numbers of tiles.
+No fixed layout serves all masks: contiguous rows give the last device of a causal mask nearly twice the mean of tiles,
+and rows in zigzag order do the same to documents. So devices get blocks of queries by their numbers of tiles.
 """
 
 import math
@@ -25,35 +25,17 @@ _MOST_GATHERED = 2**28  # bytes of the keys and values of a call that each devic
 
 
 class Layout(NamedTuple):
-    """How a call is split along its sequence over n devices.
+    """The split of a call along its sequence over n devices; block b is the rows from b·T/(n·blocks) on."""
 
-    Attributes:
-      way: "gather": each device gets all keys; "halo": those of its own rows and of some rows to either side; "ring":
-        those of one device after another.
-      queries: which rows of q each device computes, in blocks of equal size, `[n, blocks]`: block b is the rows from
-        b·Tq/(n·blocks) on.
-      keys: the same for k and v, in a ring; contiguous otherwise.
-      halo: rows of k and v to the left and to the right.
-      block_sizes: of the tiles of each device; None for a backend's own choice.
-      imbalance: the time of the busiest device over the mean, in tiles of 512 × 512 or fewer rows. In a ring all wait
-        for the device that is busiest in each turn.
-    """
-
-    way: Way
-    queries: Int[np.ndarray, "n blocks"]
-    keys: Int[np.ndarray, "n blocks"]
-    halo: tuple[int, int]
-    block_sizes: tuple[int, int] | None
-    imbalance: float
+    way: Way  # "gather": all keys; "halo": nearby rows; "ring": one device after another
+    queries: Int[np.ndarray, "n blocks"]  # blocks of q that each device computes
+    keys: Int[np.ndarray, "n blocks"]  # the same for k and v, in a ring; contiguous otherwise
+    halo: tuple[int, int]  # rows of k and v to the left and to the right
+    block_sizes: tuple[int, int] | None  # tile sizes; None for the backend's choice
+    imbalance: float  # tiles of the busiest device over the mean
 
     def rows(self, blocks: Int[np.ndarray, "n blocks"], length: int) -> Int[np.ndarray, "n rows"]:
-        """Which rows each device has, for its blocks of rows of a sequence.
-
-        >>> Layout("gather", contiguous(2, 2), contiguous(2, 2), (0, 0), None, 1.0).rows(
-        ...     np.array([[0, 3], [1, 2]]), length=8)
-        array([[0, 1, 6, 7],
-               [2, 3, 4, 5]], dtype=int32)
-        """
+        """The rows of each device, for its blocks of rows of a sequence."""
         size = length // blocks.size
         return (blocks[:, :, None] * size + np.arange(size)).reshape(len(blocks), -1).astype(np.int32)
 
@@ -75,11 +57,6 @@ def contiguous(n: int, blocks: int) -> Int[np.ndarray, "n blocks"]:
 
 
 def is_contiguous(blocks: Int[np.ndarray, "n blocks"]) -> bool:
-    """Whether the blocks are those of `contiguous`.
-
-    >>> is_contiguous(np.array([[0, 1], [2, 3]])), is_contiguous(np.array([[0, 3], [1, 2]]))
-    (True, False)
-    """
     return bool((blocks.ravel() == np.arange(blocks.size)).all())
 
 
@@ -94,25 +71,7 @@ def choose(
     costs: Costs | None = None,
     **where,
 ) -> Layout:
-    """The layout of a call over n devices.
-
-    Args:
-      mask: the mask of the whole call, or its `known_part`.
-      lengths: Tq and Tk, multiples of n.
-      way: "auto", or a way to take.
-      gathered_bytes: of the whole call's keys and values, as far as one device holds them.
-      block_sizes: of tiles, if they are given.
-      costs: of tiles, to choose their sizes; None for backends without tiles.
-      where: `q_positions`, `kv_positions`, `num_heads` and `batch`, as for `Mask.tiles`.
-
-    Raises:
-      ValueError: `way` is "halo", and the mask does not show that few keys are needed.
-
-    >>> from attnlab.masks import Causal
-    >>> layout = choose(Causal(), (4096, 4096), 4)
-    >>> layout.way, layout.imbalance, layout.queries[0]
-    ('gather', 1.0, array([ 0,  7,  9, 14, 17, 22, 25, 30]))
-    """
+    """The layout of a call over n devices; `mask` may be its `known_part`, `where` goes to `Mask.tiles`."""
     counts = _Counts(mask, lengths, n, where)
     halo, in_order = counts.halo(), tuple(contiguous(n, blocks) for blocks in counts.blocks)
     if way == "auto":
@@ -136,12 +95,7 @@ def choose(
 
 
 def known_part(mask: Mask | None, positions_are_known: bool = True) -> Mask | None:
-    """The part of a conjunction that is known while tracing, all of whose pairs the other parts may hide as well.
-
-    >>> from attnlab.masks import Causal, Padding
-    >>> jax.eval_shape(lambda lengths: print(known_part(Causal() & Padding(lengths))), np.ones(2, int))
-    Causal()
-    """
+    """The masks of a conjunction that are known while tracing; the other masks can only hide more pairs."""
     if isinstance(mask, And):
         return join(*(known_part(part, positions_are_known) for part in (mask.a, mask.b)))
     if mask is None or (mask.positional and not positions_are_known):
@@ -150,7 +104,7 @@ def known_part(mask: Mask | None, positions_are_known: bool = True) -> Mask | No
 
 
 class _Counts:
-    """How many tiles a mask has in each block of queries and each block of keys."""
+    """The number of tiles that a mask has in each block of queries and each block of keys."""
 
     def __init__(self, mask, lengths, n, where):
         self.n, self.lengths = n, lengths
@@ -167,14 +121,14 @@ class _Counts:
         self.of_blocks = visible.reshape(shape[0] // per_block[0], per_block[0], -1, per_block[1]).sum(axis=(1, 3))
 
     def imbalance(self, way, queries, keys) -> float:
-        """The tiles of the busiest device, in a ring turn by turn, over the mean."""
+        """The tiles of the busiest device over the mean; in a ring all devices wait for the busiest in each turn."""
         pairs = self.of_blocks[queries][..., keys].sum(axis=(1, 3))  # [n, n], of queries and keys of two devices
         turns = (np.arange(self.n)[:, None] - np.arange(self.n)) % self.n  # whose keys device i has in turn s
         busiest = np.take_along_axis(pairs, turns, axis=1).max(axis=0).sum() if way == "ring" else pairs.sum(1).max()
         return float(busiest / max(pairs.sum() / self.n, 1))
 
     def balanced(self):
-        """Blocks of queries for each device: the largest first, each to the device that has the fewest tiles."""
+        """Blocks of queries for each device: the largest first, each to the device with the fewest tiles."""
         tiles, load, given = self.of_blocks.sum(axis=1), np.zeros(self.n, np.int64), [[] for _ in range(self.n)]
         for block in np.argsort(-tiles, kind="stable"):
             free = [d for d in range(self.n) if len(given[d]) < self.blocks[0]]
@@ -184,11 +138,11 @@ class _Counts:
         return np.sort(np.array(given), axis=1)
 
     def in_zigzag(self):
-        """Blocks of queries and of keys for each device, whose rows are the first and the last that are left."""
+        """Blocks of queries and of keys for each device, the first and the last remaining rows."""
         return tuple((contiguous if blocks % 2 else _zigzag)(self.n, blocks) for blocks in self.blocks)
 
     def halo(self):
-        """Rows of keys before and after a device's own that its queries may attend to."""
+        """Rows of keys before and after a device's rows that its queries may attend to."""
         rows, columns = np.nonzero(self.is_visible)
         if not len(rows):
             return 0, 0
@@ -200,7 +154,7 @@ class _Counts:
 
 
 def _joined(blocks):
-    """The same rows in blocks as large as possible."""
+    """The same rows in the largest possible blocks."""
     while blocks.shape[1] % 2 == 0 and not (blocks[:, ::2] % 2).any() and (blocks[:, ::2] + 1 == blocks[:, 1::2]).all():
         blocks = blocks[:, ::2] // 2
     return blocks
@@ -217,13 +171,13 @@ def _blocks_of(rows: int) -> int:
 
 
 def _divisor(size: int, most: int) -> int:
-    """The largest divisor that is not above `most`, or the size itself if its divisors are small."""
+    """The largest divisor that is at most `most`, or the size itself if its divisors are small."""
     found = max(d for d in range(1, min(size, most) + 1) if size % d == 0)
     return found if found >= min(size, 16) else size
 
 
 def _tile_sizes(mask, lengths, queries, keys, way, costs, where):
-    """Sizes of tiles that divide the blocks of rows, where that is possible."""
+    """Tile sizes that divide the blocks of rows where possible."""
     if costs is None or 0 in lengths:
         return None
     sizes, _ = schedule(mask, *lengths, costs=costs, **where)

@@ -1,9 +1,9 @@
-"""Keys that pass from device to device, each computing with those of one device at a time (Liu et al. 2023).
+"""Keys that pass from device to device, each computing with the keys of one device at a time (Liu et al. 2023).
 
-In turn s device i has the keys of device i − s. The parts are merged as `attnlab.merge` does. For the gradients, keys
-pass around once more, and theirs after them: with the results of the whole softmax, each part's gradients need nothing
-of the other parts (Dao et al. 2022, algorithm 4), so that nothing of a turn is kept. Over n devices these are 4(n − 1)
-messages, besides those that give out the rows: k and v forward; backward both as one, and their gradients as one.
+In turn s device i has the keys of device i − s, and `attnlab.ops.logsumexp.merged` joins the parts. For the gradients,
+keys pass around once more, followed by their gradients: with the results of the whole softmax, each part's gradients
+need nothing of the other parts (Dao et al. 2022, algorithm 4), so no turn keeps anything. Over n devices these are
+4(n − 1) messages: k and v forward; backward both as one array, and their gradients as one array.
 """
 
 from collections.abc import Callable
@@ -22,15 +22,7 @@ from attnlab.types import Array
 
 
 def attend(run: Callable, axis: str, devices: int, arrays: dict, static: dict, shard: Shard):
-    """(out, (max, log_sum)) of this device's queries and the keys of all devices along an axis of the mesh.
-
-    Args:
-      run: run(device, arguments, shard, given) computes with that device's k and v; with `given`, the results of the
-        whole softmax, it returns these, and its gradients are those of its part. It closes over no traced values.
-      axis, devices: of the mesh.
-      arrays, static: the arguments of the call, with this device's k and v.
-      shard: what this device computes.
-    """
+    """(out, (max, log_sum)) of this device's queries; `run` computes with the keys of one device."""
     tree = equally_varying(jax.tree.map(jnp.asarray, (arrays, shard)))
     is_learned = jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.inexact), tree)
     learned, others = partition(tree, is_learned)
@@ -101,13 +93,13 @@ def _gradients(of_device, axis, devices, learned, rest, given, cotangents) -> di
 
 
 def _passed_on(tree, axis: str, devices: int):
-    """The arrays that the previous device of the ring had."""
+    """The arrays of the previous device of the ring."""
     around = [(device, (device + 1) % devices) for device in range(devices)]
     return jax.tree.map(lambda x: lax.ppermute(x, axis, around), tree)
 
 
 def _as_one(k: Array, v: Array):
-    """One array instead of two, if they have one type."""
+    """One array instead of two, if their types are equal."""
     return jnp.concatenate([k, v], axis=-1) if k.dtype == v.dtype else (k, v)
 
 

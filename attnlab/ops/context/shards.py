@@ -27,11 +27,7 @@ OF_KEYS = {"k": -3, "v": -3, "kv_positions": -1}
 
 @dataclass(frozen=True)
 class Existing(Mask):
-    """The keys that exist, of rows that may reach beyond the ends of a sequence.
-
-    >>> Existing(jnp.array([False, True])).dense(1, 2)
-    Array([[False,  True]], dtype=bool)
-    """
+    """Masks rows of a halo that reach beyond the ends of the sequence."""
 
     exists: Bool[Array, " Tk"]
 
@@ -44,7 +40,7 @@ class Existing(Mask):
 
 
 def examples(call: "Call", batch: tuple[int, ...]) -> Array | None:
-    """The indices of this device's examples in the whole batch, `[*batch]`; None if that is not split."""
+    """The indices of this device's examples in the whole batch, `[*batch]`; None if the batch is not split."""
     names = [name for axes in call.splits.batch for name in ((axes,) if isinstance(axes, str) else axes or ())]
     if not names or not batch:
         return None
@@ -65,13 +61,7 @@ def heads(call: "Call", num_heads: int) -> Array | None:
 
 
 def attend(call: "Call", layout: Layout | None, run: Callable, arguments: dict):
-    """(out, (max, log_sum)) of this device's queries, in the order of the sequence.
-
-    Args:
-      call, layout: how the whole call is split.
-      run: see `attnlab.ops.context.attend`.
-      arguments: this device's arrays; the mask and score mods of the whole call.
-    """
+    """(out, (max, log_sum)) of this device's queries, in the order of the sequence."""
     q = arguments["q"]
     shard = Shard(examples(call, q.shape[:-3]), heads(call, q.shape[-2]))
     if layout is None:
@@ -90,7 +80,7 @@ def attend(call: "Call", layout: Layout | None, run: Callable, arguments: dict):
 
 
 def arrays_and_others(arguments: dict) -> tuple[dict, dict]:
-    """The arguments that hold arrays, and those that are Python numbers."""
+    """The arguments that hold arrays, and the Python numbers."""
     static = {name: x for name, x in arguments.items() if isinstance(x, numbers.Number)}
     return {name: x for name, x in arguments.items() if name not in static}, static
 
@@ -125,7 +115,7 @@ def _of_all(x, axis_name, axis):
 
 
 def _with_halo(call, layout, run, arguments, shard, kv_length):
-    """With the keys of neighbouring rows, from as many devices to either side as have some."""
+    """With the keys of neighbouring rows, from as many devices to either side as needed."""
     axis, devices = call.context.axis, call.devices
     own, (left, right) = kv_length // devices, layout.halo
     keys = lax.axis_index(axis) * own + jnp.arange(-left, own + right, dtype=jnp.int32)
@@ -153,7 +143,7 @@ def _with_halo(call, layout, run, arguments, shard, kv_length):
 
 
 def with_columns(arguments: dict, keys: Array) -> dict:
-    """The arguments with the columns of the bias that belong to these keys."""
+    """The arguments with the bias columns of these keys."""
     bias = arguments["bias"]
     return arguments if bias is None else {**arguments, "bias": jnp.take(bias, keys, axis=-1)}
 

@@ -1,15 +1,13 @@
-"""Attention on TPUs by kernels of our own: every mask and score mod, with gradients of what they hold.
+"""Attention on TPUs by Pallas kernels: every mask and score mod, with gradients of their arrays.
 
-The algorithm is that of `attnlab.ops.blockwise`, one grid step for each tile that is not EMPTY. Three kernels compute
-out and lse, dq, and dk and dv; a fourth the gradient of a bias. Masks and score mods are split into what varies with
-examples and heads, with queries or with keys, which is computed beforehand, and what varies with pairs of them, which
-the kernels compute; see `splitting`.
+This is the algorithm of `attnlab.ops.blockwise`, with one grid step for each tile that is not EMPTY. Three kernels
+compute out and lse, dq, and dk and dv; a fourth the gradient of a bias. Parts of masks and score mods that vary with
+examples and heads, queries or keys alone are computed beforehand; the kernels compute parts that vary with pairs.
 
 Files: `splitting` (masks and score mods as programs of a kernel), `drawing` (tiles of masks that gather), `kernels`
-(what is done to a tile), `calls` (blocks and grids), `operands` (the types that pass between them), `transforms`
-(derivatives, `vmap`).
+(the computation of a tile), `calls` (blocks and grids), `operands` (types), `transforms` (derivatives, `vmap`).
 
-They have been compiled for TPUs and emulated on CPUs. They have never run on a TPU.
+The kernels have been compiled for TPUs and emulated on CPUs. They have never run on a TPU.
 """
 
 import functools
@@ -67,7 +65,7 @@ def reason_against(
     shard=WHOLE,
     **_,
 ) -> str | None:
-    """The reason why the kernels cannot run a call, or None."""
+    """The reason why this backend cannot run a call, or None."""
     sizes, is_checked = (*q.shape, *k.shape, *v.shape), is_checked_manual(q, k, v)
     reasons = {
         f"it has no {q.dtype}, only float32 and bfloat16": q.dtype not in (jnp.float32, jnp.bfloat16),
@@ -99,17 +97,13 @@ def reason_against(
 
 
 def _at_least_tiles(q, k, block_sizes) -> int:
-    """How many tiles a call has, with the largest that are chosen."""
+    """The number of tiles of a call, at the largest sizes to choose from."""
     sizes = block_sizes or TPU_KERNEL.sizes[-1:] * 2
     return math.prod(-(-x.shape[-3] // size) for x, size in zip((q, k), sizes) if isinstance(x.shape[-3], int))
 
 
 def _drawn_bytes(where, dropout_rate: float, arrays) -> int:
-    """Bytes of the pairs that are gathered beforehand, without computing or sharding anything.
-
-    Raises:
-      UnsupportedError: a term that kernels cannot compute.
-    """
+    """Bytes of the pairs that are gathered beforehand, found without computing or sharding anything."""
     found = []
 
     def trace(arrays):
@@ -138,7 +132,7 @@ def is_interpreted() -> bool:
 
 
 def attend(q: Float[Array, "*B Tq H D"], k: Float[Array, "*B Tk Hk D"], v: Float[Array, "*B Tk Hk Dv"], **arguments):
-    """Output `[..., Tq, H, Dv]` in q's type, and max and log_sum `[..., Tq, H]` in float32."""
+    """(out in q's type, (max, log_sum) `[..., Tq, H]` in float32)."""
     return _attend(q, k, v, splits=splits_of(q, k), **arguments)
 
 
@@ -216,7 +210,7 @@ def _drawn(mask: Mask | None, scores: Scores, visible: Split | None, kinds, bloc
 
 
 def _within_scalar_memory(kinds):
-    """The kinds of tiles, shared by all heads, or all examples too, where the tables of visits would be too large."""
+    """The kinds of tiles, merged over heads, then examples, where the tables of visits would be too large."""
     for axes in ((-3,), tuple(range(kinds.ndim - 2))):
         if kinds.size > _MAX_VISITS:
             kinds = _common(kinds, axes)
@@ -224,14 +218,14 @@ def _within_scalar_memory(kinds):
 
 
 def _common(kinds, axes: tuple[int, ...]):
-    """The kinds that tiles have in common along some axes: EMPTY or FULL if all are."""
+    """The kinds of tiles over some axes: EMPTY or FULL where all are."""
     xp = np if isinstance(kinds, np.ndarray) else jnp
     common = xp.where((kinds > EMPTY).any(axis=axes, keepdims=True), PARTIAL, EMPTY)
     return xp.where((kinds == FULL).all(axis=axes, keepdims=True), FULL, common).astype(np.int32)
 
 
 def _of_kv_heads(kinds, kv_heads: int):
-    """The kinds of tiles `[..., H or 1, nQ, nK]` that the query heads of each group have in common."""
+    """The kinds of tiles `[..., H or 1, nQ, nK]`, merged over the query heads of each group."""
     *leading, heads, rows, columns = kinds.shape
     if heads in (1, kv_heads):
         return kinds
@@ -240,7 +234,7 @@ def _of_kv_heads(kinds, kv_heads: int):
 
 
 def _may_have(kind: int, kinds) -> bool:
-    """Whether any tile may be of a kind; all kinds may be among traced ones."""
+    """Whether any tile may be of a kind; traced tiles may be of all kinds."""
     return not isinstance(kinds, np.ndarray) or bool((kinds == kind).any())
 
 
@@ -269,9 +263,9 @@ def _inert(scores: Scores, mask: Mask | None, k, v):
 
 
 def _bounds_are_exact(mask: Mask, scores: Scores) -> bool:
-    """Whether the bounds of a mask for one key and all queries tell if any query may attend to it.
+    """Whether the bounds of a mask for one key and all queries tell if it is visible to any query.
 
-    They do for a mask that allows each key to the query of its own index, except those that `Padding` masks for all.
+    They do for a mask that allows each key to the query of its index, except keys that `Padding` masks for all queries.
     """
     _, _, (q_length, kv_length), *sides, shard = scores
     if isinstance(mask, And):

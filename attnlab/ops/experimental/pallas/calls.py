@@ -1,6 +1,6 @@
 """The calls of the kernels: which block of which array a kernel has at each step of its grid.
 
-The visits (see `attnlab.ops.schedule.Visits`) are prefetched into scalar memory, where the index maps read them. Arrays
+The visits (`attnlab.ops.schedule.Visits`) are prefetched into scalar memory, where the index maps read them. Arrays
 are padded to whole blocks here, and results are cut.
 """
 
@@ -63,7 +63,7 @@ class _Walk:
         return example, head, head // self.group, head
 
     def step(self, *ids_and_tables) -> _Step:
-        """The step with these indices in the grid; the first table is that of visits, as it lies in scalar memory."""
+        """The step at these indices of the grid; the first table is the visits, in scalar memory."""
         ids, table = ids_and_tables[: self.axes], ids_and_tables[self.axes]
         example, head, kv_head, of_visits = self.heads_at(ids)
         batch, heads, steps = self.words.shape
@@ -117,7 +117,7 @@ class _Walk:
         return pl.BlockSpec((None, None, None, self.outer, self.inner), place)
 
     def of_head(self, x: _Shaped) -> pl.BlockSpec:
-        """All of `[B or 1, H or 1, 1, n]` that belongs to an example and a head."""
+        """All of `[B or 1, H or 1, 1, n]` for an example and a head."""
 
         def place(*ids):
             step = self.step(*ids)
@@ -171,7 +171,7 @@ class _Walk:
         return found
 
     def distances(self, x: Array) -> Array:
-        """`[B or 1, H or 1, Tq + Tk − 1]`, by keys − queries, as kernels take it: by inner − outer, see `diagonals`."""
+        """`[B or 1, H or 1, Tq + Tk − 1]`, by keys − queries, reordered by inner − outer, see `diagonals`."""
         ends = [count * size for count, size in zip(self.counts, self.plan.block_sizes)]
         before, after = (end - length for end, length in zip(ends, self.plan.lengths))
         x = jnp.pad(x, [(0, 0), (0, 0), (before + 1, after)], mode="edge")
@@ -204,15 +204,7 @@ class _Walk:
     def call(
         self, kernel, name: str, outputs: list, scratch: list, cotangents: Cotangents | None = None
     ) -> Sequence[Array]:
-        """The results of a kernel.
-
-        Args:
-          kernel: kernel(tile, results, scratch, ids) with the indices in the grid.
-          name: as compilers and profiles show it.
-          outputs: (shape, type, block) of each.
-          scratch: besides the columns.
-          cotangents: for a backward kernel.
-        """
+        """The results of kernel(tile, results, scratch, ids); `outputs` are (shape, type, block)."""
         arrays, blocks = self.inputs(cotangents)
         varying = (jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(arrays))
         axes = ManualAxisType(varying=frozenset().union(*varying))
@@ -264,7 +256,7 @@ class _WalkOfKeys(_Walk):
 
 
 class _WalkOfPairs(_Walk):
-    """All tiles of an array `[B or 1, H or 1, Tq, Tk]`, and for each the examples and the heads that share it."""
+    """All tiles of an array `[B or 1, H or 1, Tq, Tk]`, and for each the examples and heads that share it."""
 
     axes = 5
     reduces = 2
@@ -321,7 +313,7 @@ def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> tuple[Ar
 
 
 def _summed(gradient: Array, x: Array) -> Array:
-    """The gradient summed along the axes of examples and heads that x does not have."""
+    """The gradient summed along the axes of examples and heads that x lacks."""
     axes = tuple(at for at in (0, 1) if x.shape[at] < gradient.shape[at])
     return gradient.sum(axis=axes, keepdims=True).astype(x.dtype)
 
@@ -397,5 +389,5 @@ def _d_pairs(plan: Plan, operands: Operands, cotangents: Cotangents, at: int) ->
 
 
 def _lanes(width: int) -> int:
-    """The lanes of partial sums along an axis; see `kernels`."""
+    """The lanes of partial sums along an axis, see `kernels`."""
     return width if width % LANES else LANES

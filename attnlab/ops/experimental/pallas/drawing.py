@@ -1,7 +1,7 @@
-"""Tiles of a mask drawn beforehand, each different one once.
+"""Tiles of a mask drawn beforehand, each different tile once.
 
-For masks that gather, as a `BlockSparse` whose blocks are no multiples of the tiles. Only tiles that are compared are
-drawn, and only of a mask that is known while tracing.
+For masks that gather, such as a `BlockSparse` whose blocks are no multiples of the tiles. Only tiles that are compared
+are drawn, and only of a mask that is known while tracing.
 """
 
 from typing import NamedTuple
@@ -21,29 +21,14 @@ _AS_DRAWN = Program("a drawn tile", (Input("tile", np.dtype(bool)),), equations=
 
 
 class Drawn(NamedTuple):
-    """The tiles of a mask.
+    """The tiles of a mask."""
 
-    Attributes:
-      split: the mask as a kernel takes it; its array is the different tiles, `[1s, 1, n, queries, keys]`.
-      at: which of them each tile is, `[*batch or 1s, H or 1, nQ, nK]`.
-    """
-
-    split: Split
-    at: Array
+    split: Split  # the mask as a kernel takes it; its array has the different tiles, `[1s, 1, n, queries, keys]`
+    at: Array  # index of each tile in that array, `[*batch or 1s, H or 1, nQ, nK]`
 
 
 def draw(mask: Mask, scores: Scores, kinds: Array, block_sizes: tuple[int, int], most_bytes: int) -> Drawn | None:
-    """The tiles that are compared, by `kinds` `[*batch or 1s, H or 1, nQ, nK]`, a NumPy array.
-
-    None if they would need more memory than `most_bytes`, or if some differ between heads or examples that share kinds.
-
-    >>> from attnlab.ops.masks import BlockSparse
-    >>> blocks = BlockSparse(jnp.tri(4, dtype=bool), size=2)
-    >>> drawn = draw(blocks, Scores((), 1, (8, 8)), np.full((1, 2, 2), PARTIAL), (4, 4), most_bytes=64)
-    >>> drawn.at  # of four tiles those on the diagonal are equal
-    array([[[0, 1],
-            [2, 0]]], dtype=int32)
-    """
+    """The tiles to compare; None above `most_bytes`, or if they differ between heads or examples that share `kinds`."""
     found, at, leading = {}, np.zeros(kinds.shape, np.int32), tuple(range(kinds.ndim - 2))
     # Heads of a group share the visits of keys, where a tile that is EMPTY for one and FULL for another is PARTIAL.
     is_compared = (kinds == PARTIAL).any(axis=leading) | (kinds.min(axis=leading) < kinds.max(axis=leading))

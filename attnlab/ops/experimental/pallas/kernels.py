@@ -1,12 +1,12 @@
-"""The bodies of the kernels: what is done to one tile, and at the first and last tile of a row of tiles.
+"""The bodies of the kernels: the computation of one tile, and of the first and last tile of a row of tiles.
 
 A kernel goes along rows of tiles. The side that stays the same along a row, its *outer* side, lies along the sublanes
-of a tile; the *inner* side lies along the lanes. Outer are queries in `forward`, `d_queries` and `d_pairs`, keys in
-`d_keys`, so that all products are of rows by columns or of rows by rows, and sums along a row need no transposition.
-One number for each row of the tile is kept `LANES` times, as a *column*: a vector register has as many lanes.
+of a tile; the *inner* side lies along the lanes. Queries are the outer side in `forward`, `d_queries` and `d_pairs`,
+keys in `d_keys`, so all products are of rows by columns or of rows by rows, and sums along a row need no transposition.
+One number per row of the tile is kept `LANES` times, as a *column*: a vector register has as many lanes.
 
 Logits are of base 2 where q or the products take the factor, since the hardware has a power of 2; natural where a
-program makes them, which may shift a whole row by so much that another rounding of it would change the weights.
+program makes them, which may shift a whole row so far that another rounding would change the weights.
 """
 
 import functools
@@ -42,24 +42,15 @@ class Refs(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A tile that is visited.
-
-    Attributes:
-      plan: the plan of the call.
-      of_keys: whether keys are the outer side.
-      visit: its row, column and kind.
-      example, head: b, and the query head.
-      refs: the blocks.
-      columns: for each vector of the outer side, among the arrays of each term, the scratch that holds its column.
-    """
+    """A tile that is visited."""
 
     plan: Plan
-    of_keys: bool
+    of_keys: bool  # whether keys are the outer side
     visit: Visit
     example: Array
-    head: Array
+    head: Array  # the query head
     refs: Refs
-    columns: Terms
+    columns: Terms  # scratch for the column of each vector of the outer side, per array of each term
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -74,7 +65,7 @@ class Tile(NamedTuple):
         return block * size + lax.broadcasted_iota(jnp.int32, shape, axis)
 
     def _existing(self, of_keys: bool) -> Array:
-        """The same, where the padding of the last block repeats the last one: score mods get positions that exist."""
+        """The same, where the padding of the last block repeats the last index: score mods get positions that exist."""
         length, size = self.plan.lengths[of_keys], self.plan.block_sizes[of_keys]
         index = self.index(of_keys)
         return jnp.minimum(index, length - 1) if length % size else index
@@ -138,10 +129,9 @@ class Tile(NamedTuple):
 
 
 class Diagonals(NamedTuple):
-    """Some rows of a tile, and where in a vector of distances the entry of their first row and first column is.
+    """Some rows of a tile of a vector of distances: row r and column c take the entry at start + c − r.
 
-    The entry of row r and column c is c − r later. A rotation moves row r by r, so the vector is laid out such that it
-    begins with the distances of the first row, and ends with those below.
+    A rotation moves row r by r, so the vector is laid out with the distances of the first row first, the rest last.
     """
 
     rows: int
@@ -187,7 +177,7 @@ def scalar(ref, example, head):
 
 
 def wide(column: Array, width: int) -> Array:
-    """A column `[n, LANES]`, all of whose lanes are equal, with more of them or fewer."""
+    """A column `[n, LANES]`, all of whose lanes are equal, with `width` lanes."""
     return jnp.tile(column, (1, pl.cdiv(width, LANES)))[:, :width]
 
 
@@ -202,7 +192,7 @@ def row(x: Array) -> Array:
 
 
 def fill_columns(refs: Terms, columns: Terms) -> None:
-    """Make the columns of a new row of tiles."""
+    """Makes the columns of a new row of tiles."""
     for one, scratch in zip(jax.tree.leaves(refs, is_leaf=_is_none), jax.tree.leaves(columns, is_leaf=_is_none)):
         if scratch is not None:
             scratch[...] = column(one[...])
@@ -237,7 +227,7 @@ def _exp(plan: Plan, x: Array) -> Array:
 
 
 class Softmax(NamedTuple):
-    """The running softmax of a row of tiles: scratch memory. All lanes of the first two are equal."""
+    """The running softmax of a row of tiles, in scratch memory; all lanes of max and denominator are equal."""
 
     running_max: Array  # [queries, LANES]
     denominator: Array  # [queries, LANES]
@@ -245,7 +235,7 @@ class Softmax(NamedTuple):
 
 
 def forward(tile: Tile, out, log_sums, state: Softmax) -> None:
-    """out and (max, log_sum), of one tile after the other."""
+    """out and (max, log_sum), one tile after another."""
 
     @pl.when(tile.visit.is_first)
     def _start():
@@ -303,21 +293,15 @@ def _write_softmax(tile: Tile, out, log_sums, state: Softmax) -> None:
 
 
 class _Gradients(NamedTuple):
-    """A tile's contributions to the gradients; all have its shape.
+    """A tile's contributions to the gradients; all have its shape."""
 
-    Attributes:
-      weights: the weights, after dropout.
-      d_raw: of the products of queries and keys.
-      d_inputs: of the learned inputs of logits that were asked for.
-    """
-
-    weights: Array
-    d_raw: Array
-    d_inputs: list[Array]
+    weights: Array  # after dropout
+    d_raw: Array  # of the products of queries and keys
+    d_inputs: list[Array]  # of the chosen inputs of logits
 
 
 def _gradients(tile: Tile, of_rows: tuple, chosen: list[int], is_partial: bool) -> _Gradients:
-    """The gradients of a tile; (max, log_sum, delta), of its queries, broadcast against it."""
+    """The gradients of a tile; (max, log_sum, delta) of its queries broadcast against it."""
     shift, log_sum, delta = of_rows
     plan, refs, program = tile.plan, tile.refs, tile.plan.programs.logits
     outer, inner = (refs.q, refs.d_out), (refs.k, refs.v)
@@ -361,14 +345,7 @@ def _along_lanes(x: Array) -> Array:
 
 
 def d_queries(tile: Tile, is_first: Array, results, columns, accumulators) -> None:
-    """Gradients of q, and of the scalars and the vectors of distances and queries among the inputs of logits.
-
-    Args:
-      is_first: whether the tile is the first of its head.
-      results: (dq, `[1, inner]` for each scalar, `[1, distances]` and `[1, outer]` for the vectors).
-      columns: scratch for max, log_sum and delta.
-      accumulators: of dq, and of each vector.
-    """
+    """Gradients of q, and of the scalars and the vectors of distances and queries among the inputs of logits."""
     plan, refs = tile.plan, tile.refs
     dq, d_scalars, d_distances, d_vectors = results
     dq_sum, vector_sums = accumulators
@@ -411,13 +388,7 @@ def d_queries(tile: Tile, is_first: Array, results, columns, accumulators) -> No
 
 
 def d_keys(tile: Tile, group: tuple, results, accumulators) -> None:
-    """Gradients of k and v, summed over the query heads of a group, and of the key vectors among the inputs of logits.
-
-    Args:
-      group: (index of the query head in its group, size of the group).
-      results: (dk, dv, `[group, 1, outer]` for each vector).
-      accumulators: of dk, of dv, and `[group, outer, …]` of each vector.
-    """
+    """Gradients of k and v, summed over a group's query heads, and of the key vectors among the inputs of logits."""
     plan, refs = tile.plan, tile.refs
     dk, dv, d_vectors = results
     dk_sum, dv_sum, vector_sums = accumulators
@@ -453,13 +424,7 @@ def d_keys(tile: Tile, group: tuple, results, accumulators) -> None:
 
 
 def d_pairs(tile: Tile, is_first: Array, at: int, result) -> None:
-    """Gradient of an array of pairs among the inputs of logits, summed over the examples and heads that share it.
-
-    Args:
-      is_first: whether the tile is that of the first of these examples and heads.
-      at: which of the inputs.
-      result: `[queries, keys]`.
-    """
+    """Gradient of an array of pairs, input `at` of logits, summed over the examples and heads that share it."""
     refs = tile.refs
 
     @pl.when(is_first)

@@ -10,39 +10,23 @@ LOG2E = math.log2(math.e)
 
 
 class Terms(NamedTuple):
-    """Something for each of the three functions of a tile, or None: programs, or the arrays that these take.
+    """A program, or the arrays that it takes, for each of the three functions of a tile; or None."""
 
-    Attributes:
-      logits: bias and score mods, of the raw logits.
-      visible: the mask.
-      keeps: which weights dropout keeps.
-    """
-
-    logits: object
-    visible: object
-    keeps: object
+    logits: object  # bias and score mods, of the raw logits
+    visible: object  # the mask
+    keeps: object  # which weights dropout keeps
 
 
 class Plan(NamedTuple):
-    """The static part of a call.
+    """The static part of a call."""
 
-    Attributes:
-      lengths: Tq and Tk.
-      block_sizes: queries and keys of a tile.
-      tile_kinds: the values, PARTIAL and FULL, that occur among the tiles; both when these are traced.
-      dropout_rate: probability that a weight is dropped.
-      programs: what a kernel computes of each term.
-      factor: what products of q and k are multiplied by; they are then logits, of base 2 without a program.
-      rotates_rows: whether the hardware rotates each row of a tile by another number of lanes.
-    """
-
-    lengths: tuple[int, int]
-    block_sizes: tuple[int, int]
-    tile_kinds: tuple[int, ...]
+    lengths: tuple[int, int]  # Tq, Tk
+    block_sizes: tuple[int, int]  # queries and keys of a tile
+    tile_kinds: tuple[int, ...]  # PARTIAL and FULL, if they occur among the tiles; both when these are traced
     dropout_rate: float
     programs: Terms
-    factor: float
-    rotates_rows: bool
+    factor: float  # of the products of q and k; they are then logits, of base 2 without a program
+    rotates_rows: bool  # whether the hardware rotates each row of a tile by another number of lanes
 
     @property
     def unit(self) -> float:
@@ -51,7 +35,7 @@ class Plan(NamedTuple):
 
     @property
     def derivative(self) -> float:
-        """Of natural logits by the products of q and k."""
+        """The derivative of natural logits by the products of q and k."""
         return self.factor / self.unit
 
     def learned(self, *varies: str) -> list[int]:
@@ -61,23 +45,14 @@ class Plan(NamedTuple):
 
 
 class Others(NamedTuple):
-    """The arrays of a call besides q, k, v: `[*batch or 1s, H or 1, …]`, in the calls of kernels `[B or 1, H or 1, …]`.
+    """Arrays besides q, k, v: `[*batch or 1s, H or 1, …]`, in the calls of kernels `[B or 1, H or 1, …]`."""
 
-    Attributes:
-      sinks: `[..., H]` or None, in logits, float32.
-      terms: tuples of arrays, see `splitting.Split`.
-      by_query: the visits, one block of queries after another, `[..., H, N]`.
-      by_key: the visits, one block of keys after another, `[..., Hk, N]`.
-      of_pairs: words of all tiles, `[..., H, nQ·nK]`, where pairs have gradients.
-      drawn: which of the drawn tiles each tile is, `[..., H, nQ, nK]`, where the mask is drawn.
-    """
-
-    sinks: Array | None
-    terms: Terms
-    by_query: Visits
-    by_key: Visits
-    of_pairs: Array | None
-    drawn: Array | None
+    sinks: Array | None  # `[..., H]`, in logits, float32
+    terms: Terms  # tuples of arrays, see `splitting.Split`
+    by_query: Visits  # visits, one block of queries after another, `[..., H, N]`
+    by_key: Visits  # visits, one block of keys after another, `[..., Hk, N]`
+    of_pairs: Array | None  # words of all tiles, `[..., H, nQ·nK]`, where pairs have gradients
+    drawn: Array | None  # index of each drawn tile, `[..., H, nQ, nK]`, where the mask is drawn
 
 
 class Operands(NamedTuple):
@@ -90,16 +65,9 @@ class Operands(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """The arrays of a backward kernel besides `Operands`.
+    """The arrays of a backward kernel besides `Operands`."""
 
-    Attributes:
-      d_out: `[B, H, Tq, Dv]`.
-      shift: `[B, H, Tq]`, the max, in the kernel's logits.
-      log_sum: `[B, H, Tq]`, likewise; +inf for fully masked rows, so that weights, e^(logit − shift − log_sum), are 0.
-      delta: `[B, H, Tq]`, Σ_d out·d_out − d_lse.
-    """
-
-    d_out: Array
-    shift: Array
-    log_sum: Array
-    delta: Array
+    d_out: Array  # [B, H, Tq, Dv]
+    shift: Array  # [B, H, Tq], the max, in the kernel's logits
+    log_sum: Array  # [B, H, Tq], likewise; +inf for fully masked rows, so that e^(logit − shift − log_sum) is 0
+    delta: Array  # [B, H, Tq], Σ_d out·d_out − d_lse

@@ -1,17 +1,16 @@
-"""Masks and score mods, split by what each part of them varies with.
+"""Masks and score mods, split by the coordinates that each part varies with.
 
-`Mask.visible` and `ScoreMod.apply` are elementwise in the coordinates of a tile, and do with their arrays what they
-like: index them by head, gather from them by position. Inside a kernel only arithmetic is possible. So a function is
-traced for a single pair, one query and one key of every example and head, and each value found varies with
+Inside a kernel only arithmetic is possible, but `Mask.visible` and `ScoreMod.apply` may index their arrays by head or
+gather from them by position. So a function is traced for a single pair, one query and one key of every example and
+head, and each value found varies with
 
 - neither: a scalar for each example and head, as the slope of ALiBi;
 - queries or keys alone: a vector, as segment ids;
 - both: pairs, as the distance i − j.
 
-Scalars and vectors are computed beforehand by XLA, gathers included, in O(T), and differentiated by JAX. A `Program`
-computes the pairs from them within the kernel, tile by tile. Pairs that it cannot compute, as those gathered from a
-table, are computed beforehand too: as a vector if they depend on the distance of indices alone, which is the same along
-each diagonal of the scores, else as an array of pairs.
+XLA computes scalars and vectors beforehand, gathers included, in O(T), and JAX differentiates them. A `Program`
+computes the pairs from them within the kernel, tile by tile. Pairs that it cannot compute, as entries of a table, are
+computed beforehand too: as a vector if they depend on the distance of indices alone, else as an array of pairs.
 """
 
 import functools
@@ -59,44 +58,29 @@ class UnsupportedError(Exception):
 
 
 class Scores(NamedTuple):
-    """The scores that a function belongs to.
+    """The scores that a function belongs to."""
 
-    Attributes:
-      batch: q's batch axes.
-      num_heads: H.
-      lengths: Tq and Tk.
-      q_positions, kv_positions: `[Tq]` or `[..., Tq]` and `[Tk]` or `[..., Tk]`; None for indices.
-      shard: the part of a call that they are.
-    """
-
-    batch: tuple[int, ...]
+    batch: tuple[int, ...]  # q's batch axes
     num_heads: int
-    lengths: tuple[int, int]
-    q_positions: Array | None = None
-    kv_positions: Array | None = None
+    lengths: tuple[int, int]  # Tq, Tk
+    q_positions: Array | None = None  # [Tq] or [..., Tq]; None for indices
+    kv_positions: Array | None = None  # likewise
     shard: Shard = WHOLE
 
     @property
     def sides(self) -> tuple[Array | None, ...]:
-        """Positions of queries and of keys, then their indices in the whole call; None where they are those of rows."""
+        """Positions of queries and keys, then their indices in the whole call; None where they equal the indices."""
         return self.q_positions, self.kv_positions, self.shard.queries, self.shard.keys
 
 
 class Input(NamedTuple):
-    """An input of a program.
+    """An input of a program."""
 
-    Attributes:
-      varies: with what; for "q_index" and "kv_index" the kernel counts, all others are arrays.
-      dtype: the type it has within the program. Arrays of pairs are stored as int8 for bool, and as bfloat16; all
-        others as float32 or int32.
-    """
-
-    varies: Varies
-    dtype: np.dtype
+    varies: Varies  # the kernel counts "q_index" and "kv_index"; other inputs are arrays
+    dtype: np.dtype  # within the program, see `_stored`
 
     @property
     def is_learned(self) -> bool:
-        """Whether it has a gradient, as all floating inputs have."""
         return jnp.issubdtype(self.dtype, jnp.inexact)
 
 
@@ -110,37 +94,27 @@ class _Equation(NamedTuple):
 
     @property
     def values(self) -> set[int]:
-        """The operands that are no constants."""
         return {x for x in self.operands if not isinstance(x, Constant)}
 
     def compute(self, operands: list[Array]) -> Array:
-        """The result of elementwise operands."""
         if self.primitive.name == "select_n" and len(operands) == 3 and operands[1].dtype == jnp.bool_:
             which, no, yes = operands  # Mosaic selects numbers only
             return (which & yes) | (~which & no)
         return self.primitive.bind(*operands, **self.params)
 
     def read(self, known: dict[int, Array]) -> list[Array]:
-        """The operands; constants have the type that the equation was traced with."""
+        """The operands; constants have the type of the trace."""
         return [jnp.asarray(x.val, x.aval.dtype) if isinstance(x, Constant) else known[x] for x in self.operands]
 
 
 @dataclass(frozen=True)
 class Program:
-    """The part of a function that varies with pairs, as elementwise operations. Equal ones have equal texts.
+    """The part of a function that varies with pairs, as elementwise operations; equal programs have equal texts."""
 
-    Attributes:
-      text: all that follows, as text.
-      inputs: what it takes, without the raw scores.
-      equations: in order.
-      places: the values of the inputs, and of the raw scores if the function takes them.
-      result: the value returned.
-    """
-
-    text: str
-    inputs: tuple[Input, ...]
+    text: str  # all that follows, as text
+    inputs: tuple[Input, ...]  # without the raw scores
     equations: tuple[_Equation, ...] = field(compare=False)
-    places: tuple[int, ...] = field(compare=False)
+    places: tuple[int, ...] = field(compare=False)  # values of the inputs, then of the raw scores
     result: int = field(compare=False)
 
     def __call__(self, *values: Array) -> Array:
@@ -157,37 +131,15 @@ class Program:
 
 
 class Split(NamedTuple):
-    """A function in two parts.
-
-    Attributes:
-      program: what the kernel computes.
-      arrays: arrays() computes its inputs, None for indices: `[*batch or 1s, H or 1]` for scalars, with one more axis
-        `[Tq]` or `[Tk]` for vectors, `[Tq + Tk − 1]` for distances j − i from 1 − Tq on, or two for pairs. For drawn
-        tiles see `drawing`.
-      drawn_bytes: how much of them is pairs that were not given as arrays.
-    """
+    """A function in two parts."""
 
     program: Program
     arrays: Callable[[], tuple[Array | None, ...]]
-    drawn_bytes: int
+    drawn_bytes: int  # bytes of computed pairs
 
 
 def split(function: Callable, scores: Scores, of_raw: bool = False) -> Split:
-    """`function` in two parts: arrays to compute now, and a program for tiles.
-
-    Args:
-      function: function(tile), or function(tile, raw) with the raw logits; elementwise in both.
-      scores: to which it belongs.
-      of_raw: whether it takes raw logits, float32.
-
-    Raises:
-      UnsupportedError: it does to raw logits what kernels cannot do, or has a derivative rule of its own.
-
-    >>> causal = split(lambda tile: tile.kv_position <= tile.q_position, Scores((), 1, (4, 4)))
-    >>> causal.program(jnp.arange(2)[:, None], jnp.arange(4)[None, :]).astype(int)  # two queries, four keys
-    Array([[1, 0, 0, 0],
-           [1, 1, 0, 0]], dtype=int32)
-    """
+    """`function(tile)`, or `function(tile, raw)` with `of_raw`, as arrays to compute now and a program for tiles."""
     graph, coordinates, raw, result = _traced(function, scores, of_raw)
     varies = _Variation(graph, coordinates, raw)
     equations, values = _of_pairs(graph, varies, result)
@@ -216,7 +168,7 @@ def _require_types_of_kernels(dtypes: set) -> None:
 
 
 class _Graph:
-    """All equations of a traced function, those of its calls included, over numbered values."""
+    """All equations of a traced function, with the equations of its calls, over numbered values."""
 
     def __init__(self):
         self.avals, self.constants, self.equations = [], {}, []
@@ -231,7 +183,7 @@ class _Graph:
         return at
 
     def inline(self, closed: ClosedJaxpr, arguments: Sequence, keeps_rules: bool) -> list:
-        """The results of a jaxpr, whose equations are appended; with `keeps_rules`, functions with rules whole."""
+        """The results of a jaxpr, whose equations are appended; `keeps_rules` keeps functions with rules whole."""
         known = dict(zip(closed.jaxpr.constvars, map(self.constant, closed.consts)))
         known |= dict(zip(closed.jaxpr.invars, arguments))
 
@@ -348,7 +300,7 @@ class _Variation:
         return "pair" if self.is_pair(value) else next(iter(self.sides.get(value, ())), "scalar")
 
     def is_computed(self, equation) -> bool:
-        """Whether the kernel computes an equation of whose results it needs one."""
+        """Whether the kernel computes an equation with a needed result."""
         if self._only_moves_ones(equation):
             return True  # it costs nothing, and its operand may be smaller
         result, name = equation.results[0], equation.primitive.name
@@ -409,7 +361,7 @@ def _axes(graph, equations, result) -> dict[int, tuple[int | None, ...]]:
 
 
 def _evaluated(graph, coordinates, scores: Scores, values, kinds, axes, entries) -> tuple[Array | None, ...]:
-    """The arrays of the values, None for indices; `entries` are arrays of pairs that were given."""
+    """The arrays of the values, None for indices; `entries` are the pairs that are arrays already."""
     arrays = {}
     whole = [x for x in values if x in entries]
     for x, array in zip(whole, _evaluate(graph, coordinates, [entries[x] for x in whole], *(None,) * 6)):
@@ -426,7 +378,7 @@ def _evaluated(graph, coordinates, scores: Scores, values, kinds, axes, entries)
 
 
 def _over_sides(run, scores: Scores, kind: Varies) -> list[Array]:
-    """`run` of one pair, for all that the values vary with; these axes come first."""
+    """`run` of one pair, over all coordinates that the values vary with; these axes come first."""
     (q_length, kv_length), one = scores.lengths, jnp.zeros(1, jnp.int32)
     queries, keys = kind in ("query", "pair"), kind in ("key", "pair")
     if kind == "distance":
@@ -473,7 +425,7 @@ def _evaluate(graph, coordinates, wanted, *given) -> list[Array]:
 
 
 def _laid_out(x: Array, axes: tuple[int | None, ...], leading: int) -> Array:
-    """`[sides, *axes]` as `[*batch or 1s, H or 1, sides]`; `leading` counts the batch axes and that of heads."""
+    """`[sides, *axes]` as `[*batch or 1s, H or 1, sides]`; `leading` counts the batch axes and the head axis."""
     sides = x.ndim - len(axes)
     named = sorted((axis, at + sides) for at, axis in enumerate(axes) if axis is not None)
     x = jnp.transpose(

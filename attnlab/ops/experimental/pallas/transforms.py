@@ -20,11 +20,7 @@ _SIDES = {"q_index": 0, "kv_index": 0, "scalar": 0, "query": 1, "key": 1, "dista
 
 
 def attention(plan: Plan, q: Array, k: Array, v: Array, others: Others, given=None):
-    """(out, (max, log_sum)), `[..., Tq, H, Dv]` and `[..., Tq, H]`, of q `[..., Tq, H, D]`, k and v.
-
-    Those `given`, of a softmax over these keys and others, are returned as they are: the gradients are those of these
-    keys' part in it.
-    """
+    """(out, (max, log_sum)); or `given`, such results over more keys, with the gradients of these keys."""
     if given is not None:
         return _part_of_given(plan, q, k, v, others, given)
     batch = q.shape[:-3]
@@ -107,7 +103,6 @@ def _attention_backward(plan, saved, cotangents):
 
 
 def _by_head(operands: Operands) -> Operands:
-    """Operands as `Operands` describes them."""
     return Operands(*(x.swapaxes(1, 2) for x in operands[:3]), operands.others)
 
 
@@ -131,7 +126,7 @@ _part_of.defvjp(_part_of_forward, _part_of_backward)
 
 
 def _merged(x: Array, is_batched: bool, size: int, batch: int, is_shareable: bool) -> Array:
-    """An array with the mapped axis, if it has it, merged with that of examples: `[size·batch, …]`, or `[1, …]`."""
+    """An array with the mapped axis merged into the examples: `[size·batch, …]`, or `[1, …]` if it is shared."""
     own = x.shape[int(is_batched)]
     if is_shareable and not is_batched and own == 1:
         return x
@@ -140,7 +135,7 @@ def _merged(x: Array, is_batched: bool, size: int, batch: int, is_shareable: boo
 
 
 def _once(run: Callable) -> Callable:
-    """`run`, whose own derivatives are refused."""
+    """`run`, whose derivatives raise ValueError."""
 
     @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
     @functools.wraps(run)
