@@ -8,11 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 from attnlab.support import files
 from attnlab.support.errors import UserError
+from attnlab.support.progress import Progress
 
 
 class MetricsLog:
@@ -217,51 +217,31 @@ def stalled(records: list[dict], patience: int) -> bool:
     return 0 < patience < len(losses) and min(losses[-patience:]) >= min(losses[:-patience])
 
 
-class ProgressReporter:
-    """A progress bar on a terminal, plain lines elsewhere, nothing when silent.
-
-    Args:
-      steps: number of steps of the run.
-      start: the step that the run resumes from.
-      silent: print nothing; true in all processes but the first.
-    """
+class ProgressReporter(Progress):
+    """The steps of a run: a progress bar on a terminal, plain lines elsewhere, nothing when silent."""
 
     def __init__(self, steps: int, start: int = 0, silent: bool = False):
-        self._console = _Console(quiet=silent, soft_wrap=True, highlight=False)
-        self._steps = steps
-        columns = (
+        super().__init__(
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(),
             TextColumn("{task.description}"),
             TimeRemainingColumn(),
+            quiet=silent,
         )
-        self._bar = Progress(*columns, console=self._console, disable=silent or not self._console.is_terminal)
-        self._task = self._bar.add_task("", total=steps, completed=start)
-
-    def __enter__(self):
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_):
-        self._bar.stop()
+        self.expect(steps, start)
 
     def describe(self, text: str) -> None:
         """Set the text beside the bar; without a terminal, print nothing."""
-        self._bar.update(self._task, description=text, refresh=True)
+        self.show(text)
+        self._bar.refresh()
 
     def step(self, step: int, description: str) -> None:
         """Advance the bar; without a terminal, print the description as a line."""
-        self._bar.update(self._task, completed=step, description=description)
-        if not self._console.is_terminal:
-            self.print(f"step {step}/{self._steps}  {description}")
-
-    def print(self, text: str) -> None:
-        """Print text without markup."""
-        try:
-            self._console.out(text, highlight=False)
-        except BrokenPipeError:  # the pipe's reader has exited, as `| tee` does on Ctrl-C: train on without output
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        self.done = step
+        self.show(description)
+        if not self.on_terminal:
+            self.print(f"step {step}/{self.total}  {description}")
 
 
 def _is_final(line: bytes, step: int) -> bool:
@@ -274,8 +254,3 @@ def _is_final(line: bytes, step: int) -> bool:
 
 def _line(record) -> str:
     return json.dumps(record, allow_nan=False) + "\n"
-
-
-class _Console(Console):
-    def on_broken_pipe(self):
-        raise BrokenPipeError  # rich would end the process

@@ -1,6 +1,7 @@
 """Progress of reading and tokenising: silent for short work, lines without a terminal, a bar on one."""
 
 import sys
+import time
 
 import pytest
 
@@ -11,7 +12,7 @@ from attnlab.data import progress
 def clock(monkeypatch):
     """Replaces the clock: add seconds with `clock(seconds)`."""
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return lambda seconds: now.__setitem__(0, now[0] + seconds)
 
 

@@ -12,9 +12,10 @@ import pytest
 from attnlab._studies import scaling
 from attnlab.nn import AdditiveAttention
 from attnlab.study import __main__ as study
-from attnlab.study import progress, registry
+from attnlab.study import registry
 from attnlab.study.fitting import Size
 from attnlab.study.report import Interval, Verdict
+from attnlab.support import progress
 
 
 def run(*argv):

@@ -1,0 +1,84 @@
+"""Progress of long work: a bar on a terminal, plain lines elsewhere; closing the output pipe does not end the work."""
+
+import contextlib
+import io
+import os
+import time
+from collections.abc import Callable
+
+from rich import console, progress
+
+LINE_INTERVAL = 10.0  # seconds between two lines, at least; in long work, a tenth of the time so far
+BAR_AFTER = 1.0  # seconds of work before a bar appears
+
+
+class Progress:
+    """Counts units of work; subclasses say what a line and the text beside the bar are."""
+
+    def __init__(
+        self,
+        *columns: progress.ProgressColumn,
+        quiet: bool = False,
+        transient: bool = False,
+        file=None,
+        clock: Callable[[], float] | None = None,
+    ):
+        self._console = _Console(file=file, quiet=quiet, soft_wrap=True, highlight=False)
+        self.on_terminal, self._clock = self._console.is_terminal, clock or time.monotonic
+        disable = quiet or not self.on_terminal
+        self._bar = progress.Progress(*columns, console=self._console, transient=transient, disable=disable)
+        self._task = self._bar.add_task("", total=None)
+        self.expect(None)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._bar.stop()
+
+    def expect(self, total: int | float | None, done: int | float = 0) -> Callable[..., None]:
+        """Announce the work ahead, in units of about the same time each; returns `advance(amount=1)`."""
+        self.total, self.done = total, done
+        self._start = self._last_line = self._clock()
+        self._bar.update(self._task, total=total, completed=done)
+        return self.advance
+
+    def advance(self, amount: int | float = 1) -> None:
+        """Count units that are done."""
+        self.done += amount
+        now = self._clock()
+        elapsed = now - self._start
+        if self.on_terminal:
+            if elapsed >= BAR_AFTER:
+                self.show(self.label(elapsed))
+        elif now - self._last_line >= max(LINE_INTERVAL, elapsed / 10) and (line := self.line(elapsed)):
+            self._last_line = now
+            with contextlib.suppress(OSError):  # as of a full disk
+                self.print(line)
+
+    def show(self, label: str) -> None:
+        """Move the bar to where the work is, with a text beside it; without a terminal, print nothing."""
+        self._bar.update(self._task, completed=self.done, description=label)
+        self._bar.start()
+
+    def print(self, text: str) -> None:
+        """Print text without markup, above the bar."""
+        try:
+            self._console.out(text, highlight=False)
+        except BrokenPipeError:  # the pipe's reader has exited, as `| tee` does on Ctrl-C
+            self._console.quiet = True
+            with contextlib.suppress(io.UnsupportedOperation):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._console.file.fileno())
+
+    def label(self, elapsed: int | float) -> str:
+        """The text beside the bar after so many seconds."""
+        return ""
+
+    def line(self, elapsed: int | float) -> str:
+        """The line to print after so many seconds; "" for none."""
+        return ""
+
+
+class _Console(console.Console):
+    def on_broken_pipe(self):
+        raise BrokenPipeError  # rich would end the process
