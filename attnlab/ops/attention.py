@@ -118,7 +118,7 @@ def attention(
     """Scaled dot-product attention, softmax(scale·q·kᵀ)·v (Vaswani et al. 2017, equation 1).
 
     The order is: scale·q·k, plus `bias`, score mods, mask, sinks, softmax, dropout. Scores, softmax and lse are
-    float32 for every input type but float64. Fully masked rows return 0 and have lse −inf.
+    float32 (float64 for float64). Fully masked rows return 0 and have lse −inf.
 
     Args:
       q: `[..., Tq, H, D]`, queries; any number of batch axes.
@@ -212,7 +212,7 @@ def attention_weights(
     arguments = _checked(q, k, k, mask, score_mod, bias, scale, sinks, 0.0, None, q_positions, kv_positions)
     call = context.current(arguments["q"], arguments["k"])
     if call is not None and call.is_manual:
-        raise ValueError("attention_weights are those of whole sequences: call it outside of shard_map")
+        raise ValueError("attention_weights needs whole sequences: call it outside of shard_map")
     for name in ("v", "dropout_rate", "dropout_keys"):
         del arguments[name]
     if rows is not None:
@@ -384,11 +384,10 @@ def _checked(
     kv_positions=None,
     call=None,
 ) -> dict:
-    """The arguments of a backend."""
     q, k, v = checks.queries_keys_values(q, k, v)
     batch, q_length, num_heads, kv_length = q.shape[:-3], *q.shape[-3:-1], k.shape[-3]
     shape = (batch, num_heads, q_length, kv_length)
-    # Within a user's `shard_map`, masks and score mods are those of the whole call.
+    # Within a user's `shard_map`, masks and score mods belong to the whole call.
     whole = shape if call is None else call.whole(*shape)
     positions = {
         "q_positions": checks.positions("q_positions", q_positions, batch, q_length),
@@ -397,6 +396,7 @@ def _checked(
     if np.shape(scale) != ():
         raise ValueError(f"scale has shape {np.shape(scale)}, expected (): one number for all scores")
     dropout_rate = checks.dropout_rate(dropout_rate, dropout_key)
+    per_example = dropout.per_example if call is None else call.per_example
     return {
         "q": q,
         "k": k,
@@ -407,13 +407,9 @@ def _checked(
         "scale": scale,
         "sinks": checks.sinks(sinks, num_heads),
         "dropout_rate": dropout_rate,
-        "dropout_keys": _keys_of_examples(dropout_key, batch, call) if dropout_rate else None,
+        "dropout_keys": per_example(dropout_key, batch) if dropout_rate else None,
         **positions,
     }
-
-
-def _keys_of_examples(key, batch, call):
-    return dropout.per_example(key, batch) if call is None else call.per_example(key, batch)
 
 
 def _checked_mask(mask, shape, positions) -> Mask:
@@ -449,7 +445,6 @@ def _checked_score_mods(score_mods, shape, positions) -> tuple[ScoreMod, ...]:
 
 
 def _described(value, wrapped) -> str:
-    """A value of the wrong type; for a class or a function, with the remedy."""
     if isinstance(value, type):
         return f"the class {value.__name__}, call it"
     return f"a function, wrap it as {wrapped}" if callable(value) else f"a {type(value).__name__}"

@@ -62,8 +62,6 @@ def cross_entropy(
 
 
 class _Head(NamedTuple):
-    """The step from products of features and embedding to logits."""
-
     vocab_size: int  # rows of the embedding from this one on are padding
     cap: float | None  # limit of the logits; None for no limit
 
@@ -91,7 +89,6 @@ def _check_shapes(features, embedding, targets):
 
 
 def _checked_targets(targets, vocab_size):
-    """Targets as int32."""
     targets = targets if isinstance(targets, jax.Array | np.ndarray) else jnp.asarray(targets)
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(f"targets has type {targets.dtype}, expected integers: use .astype(jnp.int32)")
@@ -143,11 +140,10 @@ def _forward(features, embedding, targets, head, chunk):
 
 
 def _backward(features, embedding, targets, lse, g, head, chunk):
-    """Gradients of features and embedding."""
     operand, length = _as_operand(embedding, features.dtype, head.vocab_size), targets.shape[-1]
     if length <= chunk:
-        # If forward and backward pass are one program, XLA merges the logits of the two. That costs no memory where the
-        # backward pass comes right after the forward pass, as for a loss, so no barrier keeps them apart.
+        # In one program XLA merges the logits of forward and backward pass. That costs no memory where one follows the
+        # other, as for a loss, so no barrier separates them.
         d_features, d_embedding = _chunk_gradients(features, operand, targets, lse, g, head)
         return d_features, d_embedding.astype(embedding.dtype)
 
@@ -198,7 +194,7 @@ def _chunk_gradients(x, embedding, targets, lse, g, head):
     logits = _logits(x, embedding, head.cap)
     p = jnp.exp(_without_padding(logits, head.vocab_size) - lse[..., None])
     is_target = jnp.arange(embedding.shape[0]) == targets[..., None]
-    # Products of a narrow type are the faster ones, where a device has them.
+    # Products of a narrow type are faster on devices that have them.
     slope = 1 if head.cap is None else 1 - (logits / head.cap) ** 2
     d_logits = (g[..., None] * (p - is_target) * slope).astype(x.dtype)
     dx = jnp.einsum("...tv,vf->...tf", d_logits, embedding, preferred_element_type=lse.dtype).astype(x.dtype)

@@ -13,21 +13,7 @@ PLATFORM = "gpu"
 
 
 def reason_against(
-    *,
-    q,
-    k,
-    v,
-    band,
-    score_mods,
-    bias,
-    sinks,
-    dropout_rate,
-    q_positions,
-    kv_positions,
-    return_lse,
-    block_sizes,
-    scale,
-    **_,
+    *, q, k, v, band, score_mods, bias, sinks, dropout_rate, return_lse, block_sizes, scale, **others
 ) -> str | None:
     """The reason why this backend cannot run a call, or None."""
     head_dim = q.shape[-1]
@@ -42,7 +28,7 @@ def reason_against(
         "it has no bias whose gradient was checked": bias is not None,
         "it has no sinks": sinks is not None,
         "its dropout differs from that of the other backends": bool(dropout_rate),
-        "it has no positions": q_positions is not None or kv_positions is not None,
+        "it has no positions": any(others[name] is not None for name in ("q_positions", "kv_positions")),
         "its lse has no gradient": return_lse,
         "it chooses its own tile sizes": block_sizes is not None,
         "it needs a static scale": isinstance(scale, jax.core.Tracer),

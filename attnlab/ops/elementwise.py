@@ -55,6 +55,13 @@ def without_closure(
     return closed_fn, (*arrays, *closed.consts)
 
 
+def bind(equation, operands) -> list:
+    params = equation.primitive.get_bind_params(equation.params)
+    functions, params = params if isinstance(params, tuple) else ((), params)  # depends on JAX's version
+    results = equation.primitive.bind(*functions, *operands, **params)
+    return results if equation.primitive.multiple_results else [results]
+
+
 def _evaluate(closed: ClosedJaxpr, arguments) -> list:
     """The results of a jaxpr on the mesh in context, where JAX would use the mesh of the trace."""
     jaxpr = closed.jaxpr
@@ -64,14 +71,8 @@ def _evaluate(closed: ClosedJaxpr, arguments) -> list:
         return atom.val if isinstance(atom, Literal) else known[atom]
 
     for equation in jaxpr.eqns:
-        operands, name = [read(atom) for atom in equation.invars], equation.primitive.name
-        if name in ("jit", "pjit"):
-            results = _evaluate(equation.params["jaxpr"], operands)
-        else:
-            params = equation.primitive.get_bind_params(equation.params)
-            functions, params = params if isinstance(params, tuple) else ((), params)  # as JAX's version has it
-            results = equation.primitive.bind(*functions, *operands, **params)
-            results = results if equation.primitive.multiple_results else [results]
+        operands, is_call = [read(atom) for atom in equation.invars], equation.primitive.name in ("jit", "pjit")
+        results = _evaluate(equation.params["jaxpr"], operands) if is_call else bind(equation, operands)
         known |= dict(zip(equation.outvars, results))
     return [read(atom) for atom in jaxpr.outvars]
 

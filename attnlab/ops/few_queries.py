@@ -1,8 +1,7 @@
-"""Products of few queries with many keys, for a decoding step on CPUs: the keys are read once, in place.
+"""Products of few queries with many keys, for a decoding step on CPUs, without a copy of the cache.
 
-Products head by head first transpose keys to heads before positions, which copies the whole cache in each step. Here
-all heads' features of a key are one row, [Tk, Hk·D] as they lie in memory, and each query is a row that is zero outside
-its head's features: Hk times as many multiplications, most by zero, and less memory traffic.
+Products head by head first transpose the keys, which copies them in each step. Here all heads' features of a key are
+one row, [Tk, Hk·D] as they lie in memory, and each query is a row that is zero outside its head's features.
 """
 
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from jaxtyping import Float
 from attnlab.ops.platforms import platform_of
 from attnlab.types import Array
 
-_MOST_ROWS = 64  # H·Tq from which on the zeros cost more than the copy
+_MOST_ROWS = 64  # H·Tq, beyond which the zeros cost more than the copy
 
 
 def pays(q: Float[Array, "*B Tq H D"], k: Float[Array, "*B Tk Hk D"]) -> bool:

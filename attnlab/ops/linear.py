@@ -4,9 +4,8 @@ With a feature map φ and the causal sum over j ≤ i (Katharopoulos et al. 2020
 
     o_i = φ(q_i)ᵀ S_i / φ(q_i)ᵀ z_i,    S_i = Σ_j φ(k_j) v_jᵀ,    z_i = Σ_j φ(k_j)
 
-Three forms give the same answer. `naive` computes all weights φ(q_i)·φ(k_j): O(T²), the specification. `recurrent`
-carries (S, z) from token to token: T steps. `chunked` carries them from chunk to chunk and is naive within each: time
-O(T·C), with products large enough for the hardware.
+`naive` computes all weights φ(q_i)·φ(k_j): O(T²), the specification. `recurrent` carries (S, z) from token to token.
+`chunked` carries them from chunk to chunk and is naive within each: O(T·C), in products large enough for the hardware.
 """
 
 from collections.abc import Callable
@@ -98,7 +97,11 @@ def linear_attention(
         form = {"naive": _naive, "recurrent": _recurrent, "chunked": _chunked}[impl]
         out, after = form(q_features, k_features, v, before, min(chunk_size, max(kv_length, 1)))
     else:
-        out, after = _over_all_keys(q_features, k_features, v, before, is_naive=impl == "naive")
+        after = before + _outer(k_features, v)
+        if impl == "naive":
+            out = _read(q_features, before) + _weighted(_weights(q_features, k_features), v)
+        else:
+            out = _read(q_features, after)
     numerator, denominator = out[..., :-1], out[..., -1:]
     if normalize:
         numerator = _quotient(numerator, denominator)
@@ -107,7 +110,6 @@ def linear_attention(
 
 
 def _checked(q, k, causal, lengths, state, impl, chunk_size):
-    """`lengths` as int32."""
     batch, q_length, kv_length = q.shape[:-3], q.shape[-3], k.shape[-3]
     if impl not in FORMS:
         raise ValueError(f"impl = {impl!r}: expected one of {', '.join(FORMS)}")
@@ -138,16 +140,11 @@ def _features(q, k, v, feature_map, lengths):
 
 def _quotient(numerator, denominator):
     """numerator / denominator, 0 where both are 0: in a fully masked row."""
-    # The inner `where` keeps 0/0 out of the derivative as well. Divided by its own size first, for the derivative
-    # squares the denominator, and features may be as small as 1e-30.
+    # The inner `where` keeps 0/0 out of the derivative as well. The first division is by a constant, because the
+    # derivative squares the denominator, and features may be as small as 1e-30.
     nonzero = denominator != 0
     size = jax.lax.stop_gradient(jnp.where(nonzero, denominator, 1))
     return jnp.where(nonzero, (numerator / size) / jnp.where(nonzero, denominator / size, 1), 0)
-
-
-def _over_all_keys(q, k, v, state, is_naive):
-    after = state + _outer(k, v)
-    return (_read(q, state) + _weighted(_weights(q, k), v) if is_naive else _read(q, after)), after
 
 
 def _naive(q, k, v, state, chunk_size=None):

@@ -1,5 +1,6 @@
 """The base class of masks, and their composition by `&`, `|` and `~`."""
 
+import operator
 from dataclasses import dataclass
 
 import jax
@@ -225,8 +226,11 @@ class _Binary(Mask):
     def positional(self):
         return self.a.positional or self.b.positional
 
+    def visible(self, tile):
+        return self._combine(self.a.visible(tile), self.b.visible(tile))
+
     def bounds(self, tiling):
-        return self._combine_bounds(self.a.bounds(tiling), self.b.bounds(tiling))
+        return tuple(map(self._combine, self.a.bounds(tiling), self.b.bounds(tiling)))
 
     def check(self, *shape):
         self.a.check(*shape)
@@ -249,12 +253,7 @@ class And(_Binary):
            [1, 1, 0]], dtype=int32)
     """
 
-    def visible(self, tile):
-        return self.a.visible(tile) & self.b.visible(tile)
-
-    @staticmethod
-    def _combine_bounds(a, b):
-        return a[0] & b[0], a[1] & b[1]
+    _combine = staticmethod(operator.and_)
 
 
 @dataclass(frozen=True)
@@ -267,12 +266,7 @@ class Or(_Binary):
            [1, 1, 1]], dtype=int32)
     """
 
-    def visible(self, tile):
-        return self.a.visible(tile) | self.b.visible(tile)
-
-    @staticmethod
-    def _combine_bounds(a, b):
-        return a[0] | b[0], a[1] | b[1]
+    _combine = staticmethod(operator.or_)
 
 
 @dataclass(frozen=True)
@@ -309,7 +303,6 @@ class Not(Mask):
 
 
 def require_mask(mask) -> Mask:
-    """The mask itself; TypeError for anything else."""
     if isinstance(mask, Mask):
         return mask
     raise TypeError(f"{type(mask).__name__} is no mask: wrap a bool array as masks.Dense(array)")

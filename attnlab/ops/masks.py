@@ -1,23 +1,15 @@
-"""Masks: which keys each query may attend to.
+"""Masks: which keys each query may attend to; they combine with `&`, `|`, `~`.
 
 Masks are pytrees: arrays in them are leaves, Python numbers are static, so a mask passes through `jit`, `vmap`, `grad`
-and `scan`. They combine with `&`, `|`, `~`:
+and `scan`. An *index* is a row of an array; a *position* is that row's place in its sequence. `Causal` and
+`SlidingWindow` compare positions, `Padding` and `Dense` use indices.
 
->>> (Causal() & SlidingWindow(left=1)).dense(4, 4).astype(int)
-Array([[1, 0, 0, 0],
-       [1, 1, 0, 0],
-       [0, 1, 1, 0],
-       [0, 0, 1, 1]], dtype=int32)
-
-An *index* is a row of an array; a *position* is that row's place in its sequence. `Causal` and `SlidingWindow`
-compare positions, `Padding` and `Dense` use indices.
-
-`visible` tells which pairs of a tile are visible; `bounds` tells for a whole tiling in which tiles any pair may be
-visible and in which all must be. The bounds are interval arithmetic on the coordinates of each tile; they may be
-conservative, and let a backend skip tiles or comparisons.
+`visible` tells which pairs of a tile are visible; `bounds` tells in which tiles any pair may be visible and in which
+all must be, by interval arithmetic on the coordinates, so that a backend can skip tiles or comparisons.
 """
 
 import numbers
+import operator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,14 +19,14 @@ import numpy as np
 from jaxtyping import Bool, Integer
 
 from attnlab.ops import checks, elementwise
-from attnlab.ops.mask_algebra import And, Mask, Or, require_mask
+from attnlab.ops.mask_algebra import And, Mask, require_mask
 from attnlab.ops.tiles import Span, known, padded
 from attnlab.types import Array
 
 
 @dataclass(frozen=True)
 class Causal(Mask):
-    """A query attends to its own position and those before it: j ≤ i (Vaswani et al. 2017, section 3.2.3).
+    """A query attends to its position and earlier positions: j ≤ i (Vaswani et al. 2017, section 3.2.3).
 
     >>> Causal().dense(3, 3).astype(int)
     Array([[1, 0, 0],
@@ -75,25 +67,20 @@ class SlidingWindow(Mask):
                 raise ValueError(f"SlidingWindow {name} = {size!r}: expected an integer number of positions, 0 or more")
 
     def visible(self, tile):
-        distance = tile.kv_position - tile.q_position
-        return (distance >= -self._left) & (distance <= self._right)
+        (left, right), distance = self._reach(), tile.kv_position - tile.q_position
+        return (distance >= -left) & (distance <= right)
 
     def bounds(self, tiling):
         (q_low, q_high), (kv_low, kv_high) = tiling.q_position, tiling.kv_position
         lowest, highest = kv_low - q_high, kv_high - q_low  # of kv − q
-        any_visible = (highest >= -self._left) & (lowest <= self._right)
-        return any_visible, (lowest >= -self._left) & (highest <= self._right)
+        left, right = self._reach()
+        return (highest >= -left) & (lowest <= right), (lowest >= -left) & (highest <= right)
 
     def of_shard(self, shard):
         return self
 
-    @property
-    def _left(self):
-        return min(self.left, checks.INT32_MAX)
-
-    @property
-    def _right(self):
-        return min(self.right, checks.INT32_MAX)
+    def _reach(self):
+        return min(self.left, checks.INT32_MAX), min(self.right, checks.INT32_MAX)
 
 
 @dataclass(frozen=True)
@@ -116,7 +103,8 @@ class PrefixLM(Mask):
 
     def bounds(self, tiling):
         length = _per_example(self.length)
-        return Or._combine_bounds(_at_most(tiling.kv_position, Span(length - 1, length - 1)), Causal().bounds(tiling))
+        in_prefix = _at_most(tiling.kv_position, Span(length - 1, length - 1))
+        return tuple(map(operator.or_, in_prefix, Causal().bounds(tiling)))
 
     def of_shard(self, shard):
         return self if isinstance(self.length, numbers.Number) else PrefixLM(shard.take(self.length))
@@ -234,12 +222,10 @@ class BlockSparse(Mask):
         return count > 0, count == (bottom - top) * (right - left)
 
     def of_shard(self, shard):
-        per_head = (
-            self.blocks
-            if self.blocks.ndim == 2
-            else shard._replace(queries=None, keys=None).take(self.blocks, "heads", "queries", "keys")
-        )
-        return BlockSparse(per_head, self.size)
+        if self.blocks.ndim == 2:
+            return self
+        shard = shard._replace(queries=None, keys=None)
+        return BlockSparse(shard.take(self.blocks, "heads", "queries", "keys"), self.size)
 
     def check(self, batch, num_heads, q_length, kv_length):
         if self.blocks.dtype != bool:

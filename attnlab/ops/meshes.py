@@ -19,11 +19,7 @@ SEQUENCE_AXES = ("context", "sequence", "seq", "sp", "cp")
 
 
 def on_auto_axes(out_specs: Callable) -> Callable:
-    """Decorator that runs `fn(q, *operands, **named)` with Explicit mesh axes turned into Auto axes.
-
-    Explicit axes would need a sharding for each intermediate array; on Auto axes XLA finds them. `out_specs` maps the
-    partition specs of q's axes `[..., Tq, H, D]` to a tuple of `PartitionSpec`, one per result.
-    """
+    """Decorator that runs `fn` with Explicit mesh axes turned into Auto axes, where XLA finds inner shardings."""
 
     def decorator(fn):
         @functools.wraps(fn)
@@ -66,18 +62,23 @@ def _has_explicit_axes(leaf) -> bool:
 
 
 class Splits(NamedTuple):
-    """The mesh axes that split a call."""
-
     batch: tuple  # for each batch axis of q, a name, a tuple of names, or None
     heads: tuple[str, ...]  # names for the heads of q, k and v
 
 
 def splits_of(q, k, without: Sequence[str] = ()) -> Splits:
     """The axes that split batch and heads, except the axes `without`: Explicit axes by type, Auto axes by name."""
-    mesh = mesh_of(q)
+    mesh, rank = mesh_of(q), q.ndim - 3
     if AxisType.Explicit in mesh.axis_types:
-        return _explicit_axes(mesh, q, k, without)
-    return _named_axes(mesh, _free(mesh) - set(without), q, k)
+        spec = _spec(q)
+        if without:
+            spec = tuple(tuple(name for name in names_of(axes) if name not in without) or None for axes in spec)
+        return Splits(spec[:-3], _dividing(mesh, names_of(spec[-2]), k.shape[-2]))
+    free = _free(mesh) - {*without, *SEQUENCE_AXES}
+    names = [name for name in mesh.axis_names if name in free]
+    heads = _dividing(mesh, (name for name in names if name in HEAD_AXES), k.shape[-2])
+    batch = _dividing(mesh, (name for name in names if name not in HEAD_AXES), q.shape[0]) if rank else ()
+    return Splits((batch, *(None,) * (rank - 1)) if rank else (), heads)
 
 
 def over_shards(kernel: Callable, q, k, v, others=(), splits: Splits | None = None):
@@ -168,7 +169,6 @@ def _varying(x, axes):
 
 
 def _axes(x):
-    """The mesh axes over which `x` varies within `shard_map`."""
     return jax.typeof(x).manual_axis_type.varying
 
 
@@ -177,35 +177,15 @@ def is_checked_manual(*arrays) -> bool:
     return any(_axes(x) for x in arrays)
 
 
-def _explicit_axes(mesh, q, k, without=()) -> Splits:
-    """The mesh axes that split each batch axis of q, and its heads as far as they divide the heads of k."""
-    spec = _spec(q)
-    if without:
-        spec = tuple(tuple(name for name in _names(axes) if name not in without) or None for axes in spec)
-    return Splits(spec[:-3], _dividing(mesh, _names(spec[-2]), k.shape[-2]))
-
-
-def _names(axes) -> tuple[str, ...]:
-    """The mesh axes in an entry of a partition spec."""
-    return (axes,) if isinstance(axes, str) else axes or ()
+def names_of(axes: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
 def _spec(x) -> tuple:
-    """The mesh axes that split each axis of an array, by its type."""
     return (*jax.typeof(x).sharding.spec, *(None,) * x.ndim)[: x.ndim]
 
 
-def _named_axes(mesh, free: set[str], q, k) -> Splits:
-    """The mesh axes of batch and heads by name, in the order of the mesh."""
-    names = [name for name in mesh.axis_names if name in free and name not in SEQUENCE_AXES]
-    heads = _dividing(mesh, (name for name in names if name in HEAD_AXES), k.shape[-2])
-    rank = q.ndim - 3
-    batch = _dividing(mesh, (name for name in names if name not in HEAD_AXES), q.shape[0]) if rank else ()
-    return Splits((batch, *(None,) * (rank - 1)) if rank else (), heads)
-
-
 def _dividing(mesh, names, size) -> tuple[str, ...]:
-    """The first of the named axes whose product divides a size."""
     taken = []
     for name in names:
         if size % math.prod(mesh.shape[n] for n in (*taken, name)) == 0:

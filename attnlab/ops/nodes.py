@@ -44,16 +44,12 @@ class Node:
         return hash(self)
 
 
-def _is_static(value) -> bool:
-    return value is None or callable(value) or isinstance(value, numbers.Number)
-
-
 def _flatten(node):
     """(children, names and values of the static fields)."""
     values = {field.name: getattr(node, field.name) for field in fields(node)}
     names = node.__dict__.get("_static_names")
     if names is None:
-        names = tuple(name for name, value in values.items() if _is_static(value))
+        names = tuple(name for name, x in values.items() if x is None or callable(x) or isinstance(x, numbers.Number))
     static = tuple((name, values.pop(name)) for name in names)
     return tuple(values.values()), static
 

@@ -8,11 +8,7 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 
 
 def platform_of(*arrays) -> str:
-    """The platform that computes with these arrays, one of `PLATFORMS`.
-
-    Inside `jit` that is the platform of the mesh of its arguments or of the mesh in context (`jax.set_mesh`); without a
-    mesh, the default backend of this machine.
-    """
+    """The platform, of `PLATFORMS`, of the arrays' mesh or the mesh in context; without a mesh, of this machine."""
     device = _device_of(arrays)
     platform = jax.default_backend() if device is None else device.platform
     return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)

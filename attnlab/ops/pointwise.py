@@ -42,9 +42,7 @@ def standardize(x: Float[Array, "*B F"], epsilon: float = 1e-6) -> Float[Array, 
 
 def _standardized(x, epsilon):
     x = _wide(x)
-    x = x - x.mean(axis=-1, keepdims=True)
-    scale = lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + epsilon)
-    return x * scale, scale
+    return _rms_normalized(x - x.mean(axis=-1, keepdims=True), epsilon)
 
 
 @standardize.defjvp

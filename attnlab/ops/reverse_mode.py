@@ -1,5 +1,6 @@
 """Refusal of forward-mode and second-order derivatives, by operations that have a reverse mode alone."""
 
+import contextlib
 import functools
 
 import jax
@@ -9,17 +10,22 @@ from jax.interpreters import ad, batching, mlir
 
 from attnlab.types import Array
 
-
-def message(impl: str) -> str:
-    """The error's text."""
-    return (
-        f"impl = {impl!r} has first derivatives in reverse mode only: for forward mode or second order use impl='dense'"
-    )
+_MESSAGE = "impl = {!r} has first derivatives in reverse mode only: for forward mode or second order use impl='dense'"
 
 
 def refuse(impl: str, *_, **__):
-    """Raises ValueError."""
-    raise ValueError(message(impl))
+    raise ValueError(_MESSAGE.format(impl))
+
+
+@contextlib.contextmanager
+def forward_mode_refused(impl: str):
+    """Turns JAX's TypeError for forward mode within `vmap` into the ValueError of `refuse`."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" in str(error):
+            raise ValueError(_MESSAGE.format(impl)) from error
+        raise
 
 
 def reverse_mode_only(impl: str, tree):

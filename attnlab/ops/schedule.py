@@ -84,7 +84,7 @@ def schedule(
 
     # The symbolic sizes of jax.export count as 1.
     rows = 1 if costs.is_per_head else num_heads * math.prod(size for size in batch if isinstance(size, int))
-    # The finest division whose tiles are quickly listed; coarser ones are made from it.
+    # The finest division whose tiles are quickly listed; coarser divisions merge its tiles.
     finest, *coarser = [size for size in costs.sizes if size * 2048 >= max(lengths)] or costs.sizes[-1:]
     any_visible, all_visible = _tiles(mask, lengths, _clipped((finest, finest), lengths, costs), where)
     if not isinstance(any_visible, np.ndarray):
@@ -167,7 +167,6 @@ def every_tile(kinds: Int[Array, "... n m"], is_first=False, is_last=False) -> I
 
 
 def read_visit(word: Int[Array, ""]) -> Visit:
-    """The parts of a word of `Visits`."""
     side = 2**_INDEX_BITS - 1
     return Visit(
         word & side, word >> _INDEX_BITS & side, word >> 2 * _INDEX_BITS & 3, word >> 28 & 1 == 1, word >> 29 & 1 == 1
@@ -175,8 +174,6 @@ def read_visit(word: Int[Array, ""]) -> Visit:
 
 
 class VisitOrder(NamedTuple):
-    """The order in which to visit the tiles of each row."""
-
     columns: Int[Array, "n m"]  # FULL tiles first, then PARTIAL, then EMPTY, which are not visited
     num_full: Int[Array, " n"]  # how many are FULL
     num_visible: Int[Array, " n"]  # how many are FULL or PARTIAL

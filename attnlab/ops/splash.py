@@ -51,6 +51,8 @@ def attend(q, k, v, *, band, score_mods, scale, sinks, block_sizes=None, **_):
     ids = None if ids is None else ids.reshape(*(ids.shape[:-1] or shared), 1, -1)
 
     def run(q, k, v, others):
+        from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
+
         sinks, ids = others
         batch, lengths = q.shape[:-3], (q.shape[-3], k.shape[-3])
         ids = None if ids is None else jnp.broadcast_to(ids[..., 0, :], (*batch, lengths[0]))
@@ -58,7 +60,7 @@ def attend(q, k, v, *, band, score_mods, scale, sinks, block_sizes=None, **_):
         kernel = _kernel(band, lengths, q.shape[-2], cap, block_sizes)
 
         def attend(q, k, v, ids):
-            return kernel(q, k, v, None if ids is None else _segment_ids(ids), sinks)
+            return kernel(q, k, v, None if ids is None else SegmentIds(ids, ids), sinks)
 
         for _ in batch:
             attend = jax.vmap(attend, in_axes=(0, 0, 0, None if ids is None else 0))
@@ -69,7 +71,6 @@ def attend(q, k, v, *, band, score_mods, scale, sinks, block_sizes=None, **_):
 
 
 def _kernel(band, lengths, num_heads, cap, block_sizes):
-    """The kernel for one example, `[H, T, D]`."""
     # Imported here: Pallas is a large package, useless except on TPUs.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -89,9 +90,3 @@ def _kernel(band, lengths, num_heads, cap, block_sizes):
         head_shards=1,
         q_seq_shards=1,
     )
-
-
-def _segment_ids(ids):
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-
-    return kernels.SegmentIds(ids, ids)

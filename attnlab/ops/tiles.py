@@ -41,8 +41,6 @@ WHOLE = Shard()  # all of a call
 
 
 class Side(NamedTuple):
-    """The queries of a tile, or its keys."""
-
     index: Int[Array, " n"]  # rows of the array; past its end, the last row repeated
     position: Int[Array, "..."]  # positions in the sequence, `[..., n]`
     axis: int  # −2 or −1, their axis in the scores
@@ -67,6 +65,13 @@ class Side(NamedTuple):
         """`[..., n]` as `[..., 1, n, 1]` or `[..., 1, 1, n]`, to broadcast against scores."""
         return x[..., None, :, None] if self.axis == -2 else x[..., None, None, :]
 
+    def block(self, i: int | Array, size: int) -> "Side":
+        """Block i of a whole side; past its end the last row is repeated."""
+        index = jnp.minimum(i * size + jnp.arange(size, dtype=jnp.int32), len(self.index) - 1)
+        position = jnp.take(jnp.asarray(self.position), index, axis=-1)
+        in_call = None if self.whole_index is None else jnp.take(self.whole_index, index)
+        return Side(index, position, self.axis, whole_index=in_call)
+
 
 class SideOfCall(Side):
     """A side that takes from arrays of the whole call."""
@@ -85,21 +90,10 @@ class Tile(NamedTuple):
     queries: Side
     keys: Side
 
-    @property
-    def q_index(self) -> Int[Array, "..."]:
-        return self.queries.lay(self.queries.index_in_call)
-
-    @property
-    def kv_index(self) -> Int[Array, "..."]:
-        return self.keys.lay(self.keys.index_in_call)
-
-    @property
-    def q_position(self) -> Int[Array, "..."]:
-        return self.queries.lay(self.queries.position)
-
-    @property
-    def kv_position(self) -> Int[Array, "..."]:
-        return self.keys.lay(self.keys.position)
+    q_index = property(lambda self: self.queries.lay(self.queries.index_in_call))
+    kv_index = property(lambda self: self.keys.lay(self.keys.index_in_call))
+    q_position = property(lambda self: self.queries.lay(self.queries.position))
+    kv_position = property(lambda self: self.keys.lay(self.keys.position))
 
     def in_call(self) -> "Tile":
         """The same tile of a shard, for masks and score mods with the arrays of the whole call."""
@@ -133,7 +127,7 @@ def whole(
 
     def side(length, positions, axis, whole_index):
         index = xp.arange(length, dtype=xp.int32)
-        if positions is not None:  # as int32, for unsigned ones would wrap
+        if positions is not None:  # as int32, because unsigned integers would wrap
             positions = (jnp if isinstance(positions, jax.core.Tracer) else xp).asarray(positions, xp.int32)
         positions = index if positions is None else positions
         return Side(index, positions, axis, start=0, is_whole=True, whole_index=whole_index)
@@ -161,8 +155,6 @@ def heads(num_heads: int, shard: Shard = WHOLE, xp=jnp) -> Int[Array, "H 1 1"]:
 
 
 class Span(NamedTuple):
-    """The smallest and the largest value within each tile."""
-
     low: Array
     high: Array
 
@@ -175,33 +167,19 @@ class Tiling(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(nQ, nK)."""
         sides = (self.covers.queries, self.covers.keys)
         return tuple(-(-len(side.index) // size) for side, size in zip(sides, self.block_sizes))
 
-    @property
-    def q_index(self) -> Span:
-        return self.of_queries(self.covers.queries.index_in_call)
-
-    @property
-    def kv_index(self) -> Span:
-        return self.of_keys(self.covers.keys.index_in_call)
-
-    @property
-    def q_position(self) -> Span:
-        return self.of_queries(self.covers.queries.position)
-
-    @property
-    def kv_position(self) -> Span:
-        return self.of_keys(self.covers.keys.position)
+    q_index = property(lambda self: self.of_queries(self.covers.queries.index_in_call))
+    kv_index = property(lambda self: self.of_keys(self.covers.keys.index_in_call))
+    q_position = property(lambda self: self.of_queries(self.covers.queries.position))
+    kv_position = property(lambda self: self.of_keys(self.covers.keys.position))
 
     def of_queries(self, x: Array) -> Span:
-        """Spans of an array `[..., Tq]`."""
         blocks = blocked(known(x), self.block_sizes[0])
         return Span(*(self.covers.queries.lay(edge) for edge in (blocks.min(axis=-1), blocks.max(axis=-1))))
 
     def of_keys(self, x: Array) -> Span:
-        """Spans of an array `[..., Tk]`."""
         blocks = blocked(known(x), self.block_sizes[1])
         return Span(*(self.covers.keys.lay(edge) for edge in (blocks.min(axis=-1), blocks.max(axis=-1))))
 
@@ -213,16 +191,10 @@ class Tiling(NamedTuple):
 
     def row(self, i: int | Array) -> Tile:
         """The tile of query block i and all keys; past the end the last query is repeated, so any and all hold."""
-        queries = self.covers.queries
-        size = self.block_sizes[0]
-        index = jnp.minimum(i * size + jnp.arange(size, dtype=jnp.int32), len(queries.index) - 1)
-        position = jnp.take(jnp.asarray(queries.position), index, axis=-1)
-        in_call = None if queries.whole_index is None else jnp.take(queries.whole_index, index)
-        return self.covers._replace(queries=Side(index, position, axis=-2, whole_index=in_call))
+        return self.covers._replace(queries=self.covers.queries.block(i, self.block_sizes[0]))
 
 
 def known(x: Array) -> Array:
-    """`x` as a NumPy array unless it is traced."""
     return x if isinstance(x, jax.core.Tracer) else np.asarray(x)
 
 

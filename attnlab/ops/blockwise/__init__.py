@@ -27,7 +27,7 @@ from attnlab.ops.blockwise.operands import Operands, Plan, SplitTerms, Terms
 from attnlab.ops.masks import Mask
 from attnlab.ops.meshes import equally_varying, like_queries, on_auto_axes
 from attnlab.ops.platforms import platform_of
-from attnlab.ops.reverse_mode import message, reverse_mode_only
+from attnlab.ops.reverse_mode import forward_mode_refused, reverse_mode_only
 from attnlab.ops.schedule import ACCELERATOR, CPU, FULL, PARTIAL, schedule
 from attnlab.ops.tiles import WHOLE, Shard, padded
 from attnlab.types import Array
@@ -67,7 +67,7 @@ def attend(
     padded_lengths = tuple(count * size for count, size in zip(block_mask.shape, block_sizes))
     scale = head_dim**-0.5 if scale is None else scale
     if q.dtype == dtype or (isinstance(scale, float) and math.frexp(scale)[0] == 0.5):
-        # Nothing is rounded that would not be rounded anyway, and each tile is spared a multiplication.
+        # This adds no rounding, and saves a multiplication per tile.
         q, scale = (q * scale).astype(q.dtype), None
     terms = Terms(
         scale=None if scale is None else jnp.asarray(scale, dtype),
@@ -85,14 +85,9 @@ def attend(
     is_known = isinstance(block_mask, np.ndarray)
     tile_kinds = tuple(kind for kind in (FULL, PARTIAL) if not is_known or (block_mask == kind).any())
     plan = Plan(lengths, block_sizes, tile_kinds, dropout_rate)
-    try:
-        return (passes.attention if given is None else passes.part_of)(
-            plan, reverse_mode_only("blockwise", equally_varying(operands))
-        )
-    except TypeError as error:  # of JAX, for forward mode within vmap
-        if "forward-mode" in str(error):
-            raise ValueError(message("blockwise")) from error
-        raise
+    run = passes.attention if given is None else passes.part_of
+    with forward_mode_refused("blockwise"):
+        return run(plan, reverse_mode_only("blockwise", equally_varying(operands)))
 
 
 def _padded_bias(bias: Array, rank: int, lengths: tuple[int, int]) -> Array:

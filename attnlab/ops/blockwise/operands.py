@@ -10,8 +10,6 @@ from attnlab.types import Array
 
 
 class Terms(NamedTuple):
-    """The terms that turn raw logits q·k into masked logits."""
-
     scale: Array | None
     bias: Array | None  # [..., H or 1, Tq or 1, Tk], padded to whole tiles; within a tile its part of it, transposed
     score_mods: tuple
@@ -38,7 +36,7 @@ class Operands(NamedTuple):
     sinks: Array | None
     block_mask: Array  # [nQ, nK], EMPTY, PARTIAL or FULL
     terms: SplitTerms
-    # Of the backward pass alone:
+    # In the backward pass only:
     out: Array | None = None
     log_sums: tuple[Array, Array] | None = None  # (max, log_sum)
     d_out: Array | None = None
@@ -46,8 +44,6 @@ class Operands(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The static part of a call."""
-
     lengths: tuple[int, int]  # Tq, Tk
     block_sizes: tuple[int, int]  # queries and keys of a tile
     tile_kinds: tuple[int, ...]  # PARTIAL and FULL, if they occur in `block_mask`; both when it is traced

@@ -59,7 +59,6 @@ def _visit(plan: Plan, order: VisitOrder, row, tile: Callable, state):
 
 
 def _tile_terms(plan: Plan, terms: SplitTerms, i, j) -> SplitTerms:
-    """The terms with the bias of query block i and key block j."""
     return SplitTerms(*(x._replace(bias=layout.bias_tile(x.bias, plan.block_sizes, i, j)) for x in terms))
 
 
@@ -114,7 +113,6 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, tuple[Array, Array]]
 
 
 def _forward_query_block(plan: Plan, blocks: _ForwardBlocks, order: VisitOrder, i) -> tuple[Array, tuple[Array, Array]]:
-    """(out, (max, log_sum)) of query block i, transposed."""
     q_i = layout.block_at(blocks.q, i)
     (*leading, q_size), dtype = q_i.shape[:-1], _accumulator_type(q_i)
     state = _Softmax(
@@ -132,7 +130,6 @@ def _forward_query_block(plan: Plan, blocks: _ForwardBlocks, order: VisitOrder, 
 
 
 def _forward_tile(plan: Plan, blocks: _ForwardBlocks, q_i: Array, i, kind: int, j, state: _Softmax) -> _Softmax:
-    """`state` after key block j."""
     dtype, num_heads = _accumulator_type(q_i), q_i.shape[-3]
     k_j, v_j = (layout.per_query_head(layout.block_at(x, j), num_heads) for x in (blocks.k, blocks.v))
     raw = layout.product("kd,qd->kq", k_j, q_i, dtype)
@@ -236,7 +233,6 @@ def backward(plan: Plan, operands: Operands) -> tuple:
 
 
 def _backward_key_block(plan: Plan, blocks: _BackwardBlocks, order: VisitOrder, j, totals: tuple) -> tuple:
-    """(dk, dv, dq, d_learned) with the gradients of key block j."""
     dk, dv, dq, d_learned = totals
     num_heads, kv_heads = blocks.q.shape[-2], blocks.k.shape[-2]
     keys = _KeyBlock(j, *(layout.per_query_head(layout.block_at(x, j), num_heads) for x in (blocks.k, blocks.v)))
@@ -250,7 +246,6 @@ def _backward_key_block(plan: Plan, blocks: _BackwardBlocks, order: VisitOrder, 
 
 
 def _backward_tile(plan: Plan, blocks: _BackwardBlocks, keys: _KeyBlock, kind: int, i, state: _Gradients) -> _Gradients:
-    """`state` plus the gradients of the tile of query block i and these keys."""
     q_i, d_out_i = layout.block_at(blocks.q, i), layout.block_at(blocks.d_out, i)
     of_rows = (blocks.shift, blocks.log_sum, blocks.delta)
     shift_i, log_sum_i, delta_i = (layout.block_at(x, i).swapaxes(-1, -2) for x in of_rows)
@@ -300,7 +295,7 @@ def _d_sinks(plan: Plan, q: Array, sinks: Array, shift: Array, log_sum: Array, d
     return d_sinks.sum(axis=tuple(range(int(plan.is_mapped), d_sinks.ndim - 1))).astype(sinks.dtype)
 
 
-# Each example of a `vmap` has gradients of its own, though it may share the value: shared leaves are broadcast.
+# Each example of a `vmap` has its gradients, though it may share the value: shared leaves are broadcast.
 
 
 def _learned_and_others(plan: Plan, terms: SplitTerms, axis_size: int) -> tuple[Terms, SplitTerms]:

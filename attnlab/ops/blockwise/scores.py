@@ -21,8 +21,12 @@ def masked_logits(plan: Plan, kind: int, i, j, raw: Array, terms: SplitTerms) ->
 
 def dropout_keeps(plan: Plan, i, j, shape: tuple[int, ...], terms: SplitTerms) -> Array:
     """Which weights of a tile dropout keeps, an array of `shape`."""
-    run = functools.partial(_dropout_keeps, plan, i, j, shape[int(plan.is_mapped) :])
-    return _per_example(plan, run, shape[0], terms)
+
+    def keeps(terms):
+        tile = _tile(plan, i, j, shape[int(plan.is_mapped) :], terms.shard)
+        return dropout.keep(terms.dropout_words, plan.dropout_rate, tile.head, tile.q_index, tile.kv_index)
+
+    return _per_example(plan, keeps, shape[0], terms)
 
 
 def _per_example(plan: Plan, fn: Callable, axis_size: int, terms: SplitTerms, *arrays: Array):
@@ -56,11 +60,6 @@ def _masked_logits(plan: Plan, kind: int, i, j, terms: Terms, raw: Array):
     if kind == PARTIAL:
         logits = jnp.where(visible, logits, -jnp.inf)
     return logits, key_is_visible
-
-
-def _dropout_keeps(plan: Plan, i, j, shape, terms: Terms) -> Array:
-    tile = _tile(plan, i, j, shape, terms.shard)
-    return dropout.keep(terms.dropout_words, plan.dropout_rate, tile.head, tile.q_index, tile.kv_index)
 
 
 def _is_not_padding(plan: Plan, i, j) -> Array:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from attnlab.ops import dropout
 from attnlab.ops.context import layouts, shards
 from attnlab.ops.context.layouts import Layout
-from attnlab.ops.meshes import Splits, in_shards, mesh_of, on_all_devices, splits_of
+from attnlab.ops.meshes import Splits, in_shards, mesh_of, names_of, on_all_devices, splits_of
 from attnlab.ops.schedule import ACCELERATOR, CPU, TPU_KERNEL
 from attnlab.types import Array
 
@@ -27,8 +27,6 @@ WAYS = ("auto", "gather", "halo", "ring")
 
 
 class Context(NamedTuple):
-    """The arguments of `context_parallel`."""
-
     axis: str | None
     batch: tuple[str, ...]
     heads: tuple[str, ...]
@@ -72,16 +70,12 @@ def context_parallel(
     """
     if way not in WAYS:
         raise ValueError(f"context_parallel way = {way!r} is unknown: use one of {', '.join(map(repr, WAYS))}")
-    context = Context(axis, _names(batch or ()), _names(heads or ()), way)
+    context = Context(axis, names_of(batch), names_of(heads), way)
     named = _named(context)
     if len(set(named)) < len(named):
         names = ", ".join(map(repr, named))
         raise ValueError(f"context_parallel names {names}: an axis splits one thing, name it once")
     return _current(context)
-
-
-def _names(axes) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def _named(context: Context) -> list[str]:
@@ -98,7 +92,6 @@ class Call(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """The number of devices that split the sequence."""
         return self.sizes[2]
 
     def whole(self, batch: tuple[int, ...], num_heads: int, *lengths: int) -> tuple:
@@ -145,23 +138,19 @@ def current(q: Array, k: Array) -> Call | None:
     def size(names):
         return math.prod(mesh.shape[name] for name in names)
 
-    by_batch = size(name for axes in splits.batch for name in _names(axes or ()))
+    by_batch = size(name for axes in splits.batch for name in names_of(axes))
     by_length = size((context.axis,) if context.axis else ())
     call = Call(context, is_manual, splits, (by_batch, size(splits.heads), by_length))
     if not is_manual and 0 in (q.shape[-3], k.shape[-3]):
         return None
     if not is_manual and call.devices > 1:
-        _check_lengths(context.axis, call.devices, q.shape[-3], k.shape[-3])
+        for name, length in (("queries", q.shape[-3]), ("keys", k.shape[-3])):
+            if length % call.devices:
+                raise ValueError(
+                    f"{length} {name} cannot be split over the {call.devices} devices of the mesh axis "
+                    f"{context.axis!r}: pad the sequence to a multiple of {call.devices}, or use fewer devices"
+                )
     return call if call.devices > 1 or is_manual else None
-
-
-def _check_lengths(axis, devices, q_length, kv_length):
-    for name, length in (("queries", q_length), ("keys", kv_length)):
-        if length % devices:
-            raise ValueError(
-                f"{length} {name} cannot be split over the {devices} devices of the mesh axis {axis!r}: pad the "
-                f"sequence to a multiple of {devices}, or use fewer devices"
-            )
 
 
 def layout(call: Call, arguments: dict, block_sizes, platform: str) -> Layout | None:
@@ -201,7 +190,7 @@ def attend(call: Call, layout: Layout | None, run: Callable, arguments: dict):
     q, (batch, heads), axis = arrays["q"], call.splits, call.context.axis
 
     def spec(name, *sides):
-        """Of `[*batch or 1s, *sides]`, or `[*sides]`; what has size 1 is shared."""
+        """Partition spec of `[*batch or 1s, *sides]`, or `[*sides]`; axes of size 1 are shared."""
         x = arrays[name]
         return P(*(axes if n > 1 else None for axes, n in zip((*batch, *sides)[-x.ndim :], x.shape)))
 

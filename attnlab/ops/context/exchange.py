@@ -19,7 +19,6 @@ class Routes(NamedTuple):
     received: Int[np.ndarray, "turns n"]  # which of its blocks each device receives
 
     def back(self) -> "Routes":
-        """The inverse routes."""
         return Routes(np.argsort(self.to, axis=1), self.received, self.sent)
 
 

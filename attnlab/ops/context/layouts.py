@@ -17,11 +17,11 @@ from attnlab.ops.schedule import Costs, schedule
 
 Way = Literal["gather", "halo", "ring"]
 
-_MOST_BLOCKS = 8  # of a device: each one more is one more message
-_TILE = 512  # of the tiles that are counted
-_MOST_IMBALANCE = 1.06  # of the busiest device's tiles over the mean; beyond, contiguous rows are given up
-_HALO_SHARE = 0.25  # of all keys: where a device needs no more, halos take over from gathered keys
-_MOST_GATHERED = 2**28  # bytes of the keys and values of a call that each device holds at once; beyond, a ring
+_MOST_BLOCKS = 8  # blocks per device; each block is one message
+_TILE = 512  # side of the tiles that are counted
+_MOST_IMBALANCE = 1.06  # busiest device's tiles over the mean, beyond which rows are not contiguous
+_HALO_SHARE = 0.25  # share of all keys up to which a device takes a halo instead of all keys
+_MOST_GATHERED = 2**28  # bytes of keys and values per device, beyond which they pass in a ring
 
 
 class Layout(NamedTuple):
@@ -35,7 +35,6 @@ class Layout(NamedTuple):
     imbalance: float  # tiles of the busiest device over the mean
 
     def rows(self, blocks: Int[np.ndarray, "n blocks"], length: int) -> Int[np.ndarray, "n rows"]:
-        """The rows of each device, for its blocks of rows of a sequence."""
         size = length // blocks.size
         return (blocks[:, :, None] * size + np.arange(size)).reshape(len(blocks), -1).astype(np.int32)
 
@@ -52,7 +51,6 @@ class Layout(NamedTuple):
 
 
 def contiguous(n: int, blocks: int) -> Int[np.ndarray, "n blocks"]:
-    """The blocks of each of n devices in the order of the sequence."""
     return np.arange(n * blocks).reshape(n, blocks)
 
 
@@ -108,7 +106,8 @@ class _Counts:
 
     def __init__(self, mask, lengths, n, where):
         self.n, self.lengths = n, lengths
-        self.blocks = tuple(_blocks_of(length // n) for length in lengths)  # of a device
+        counts = range(1, _MOST_BLOCKS + 1)
+        self.blocks = tuple(max(m for m in counts if length // n % m == 0) for length in lengths)  # of a device
         sizes = [length // (n * blocks) for length, blocks in zip(lengths, self.blocks)]  # rows of a block
         self.sizes = tuple(_divisor(size, _TILE) for size in sizes)
         shape = tuple(length // size for length, size in zip(lengths, self.sizes))
@@ -154,7 +153,6 @@ class _Counts:
 
 
 def _joined(blocks):
-    """The same rows in the largest possible blocks."""
     while blocks.shape[1] % 2 == 0 and not (blocks[:, ::2] % 2).any() and (blocks[:, ::2] + 1 == blocks[:, 1::2]).all():
         blocks = blocks[:, ::2] // 2
     return blocks
@@ -164,10 +162,6 @@ def _zigzag(n: int, blocks: int):
     """Device d has the d-th and the d-th last of 2·n pieces."""
     pieces = np.arange(n * blocks).reshape(2 * n, blocks // 2)
     return np.concatenate([pieces[:n], pieces[n:][::-1]], axis=1)
-
-
-def _blocks_of(rows: int) -> int:
-    return max(m for m in range(1, _MOST_BLOCKS + 1) if rows % m == 0)
 
 
 def _divisor(size: int, most: int) -> int:

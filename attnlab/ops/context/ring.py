@@ -29,7 +29,6 @@ def attend(run: Callable, axis: str, devices: int, arrays: dict, static: dict, s
     learned, rest = learned[0], (learned[1], others)
 
     def of_device(turn, learned, rest, given=None):
-        """The part of the keys that this device has in a turn."""
         no_shard, others = rest
         arrays, shard = combine((learned, no_shard), others)
         if turn:
@@ -39,8 +38,8 @@ def attend(run: Callable, axis: str, devices: int, arrays: dict, static: dict, s
     def forward(learned, rest):
         k, v, parts = learned["k"], learned["v"], None
         for turn in range(devices):
-            # The next keys pass while this turn computes, but not before the last turn is done: XLA would else have
-            # all keys pass at once, and hold them.
+            # The next keys pass while this turn computes, but not before the last turn is done: otherwise XLA passes
+            # all keys at once, and holds them.
             (k, v), parts = lax.optimization_barrier(((k, v), parts))
             following = _passed_on((k, v), axis, devices) if turn < devices - 1 else None
             part = of_device(turn, {**learned, "k": k, "v": v}, rest)
@@ -67,10 +66,8 @@ def attend(run: Callable, axis: str, devices: int, arrays: dict, static: dict, s
 
 
 def _gradients(of_device, axis, devices, learned, rest, given, cotangents) -> dict:
-    """The gradients of all learned arrays."""
-
     def of_turn(turn, keys):
-        """Those of a turn, in float32, but for float64, whatever the types; k and v as one."""
+        """The gradients of a turn, in float32 or float64, k and v as one."""
         k, v = _taken_apart(keys, learned["k"], learned["v"])
         _, pull_back = jax.vjp(lambda learned: of_device(turn, learned, rest, given), {**learned, "k": k, "v": v})
         (found,) = pull_back(cotangents)
@@ -79,7 +76,7 @@ def _gradients(of_device, axis, devices, learned, rest, given, cotangents) -> di
 
     own = _as_one(learned["k"], learned["v"])
     keys, passing, totals = _passed_on(own, axis, devices), None, None
-    for turn in (*range(1, devices), 0):  # its own keys last: until then nothing of their gradients is held
+    for turn in (*range(1, devices), 0):  # this device's keys come last: until then their gradients need no memory
         # A turn waits for the gradients that pass: overlapped with it, they would be held three times instead of twice.
         keys, passing, totals = lax.optimization_barrier((keys, passing, totals))
         following = _passed_on(keys, axis, devices) if 0 < turn < devices - 1 else own
@@ -93,7 +90,6 @@ def _gradients(of_device, axis, devices, learned, rest, given, cotangents) -> di
 
 
 def _passed_on(tree, axis: str, devices: int):
-    """The arrays of the previous device of the ring."""
     around = [(device, (device + 1) % devices) for device in range(devices)]
     return jax.tree.map(lambda x: lax.ppermute(x, axis, around), tree)
 

@@ -14,6 +14,7 @@ from attnlab.ops.context import ring
 from attnlab.ops.context.exchange import move, routes
 from attnlab.ops.context.layouts import Layout
 from attnlab.ops.mask_algebra import Mask
+from attnlab.ops.meshes import names_of
 from attnlab.ops.tiles import Shard
 from attnlab.types import Array
 
@@ -41,13 +42,12 @@ class Existing(Mask):
 
 def examples(call: "Call", batch: tuple[int, ...]) -> Array | None:
     """The indices of this device's examples in the whole batch, `[*batch]`; None if the batch is not split."""
-    names = [name for axes in call.splits.batch for name in ((axes,) if isinstance(axes, str) else axes or ())]
-    if not names or not batch:
+    if not batch or not any(map(names_of, call.splits.batch)):
         return None
     split = call.splits.batch if not call.is_manual else (call.splits.batch, *(None,) * (len(batch) - 1))
     index = jnp.zeros((), jnp.int32)
     for size, axes in zip(batch, split):
-        axes = (axes,) if isinstance(axes, str) else tuple(axes or ())
+        axes = names_of(axes)
         whole = size * (lax.axis_size(axes) if axes else 1)
         start = lax.axis_index(axes) * size if axes else 0
         index = index[..., None] * whole + start + jnp.arange(size, dtype=jnp.int32)
@@ -80,13 +80,11 @@ def attend(call: "Call", layout: Layout | None, run: Callable, arguments: dict):
 
 
 def arrays_and_others(arguments: dict) -> tuple[dict, dict]:
-    """The arguments that hold arrays, and the Python numbers."""
     static = {name: x for name, x in arguments.items() if isinstance(x, numbers.Number)}
     return {name: x for name, x in arguments.items() if name not in static}, static
 
 
 def of_shard(arguments: dict, shard: Shard) -> dict:
-    """The arguments with the mask and the score mods of a shard."""
     mask = None if arguments["mask"] is None else arguments["mask"].of_shard(shard)
     return {**arguments, "mask": mask, "score_mods": tuple(mod.of_shard(shard) for mod in arguments["score_mods"])}
 
@@ -96,11 +94,10 @@ def _moved(name, x, there, axis, sides):
 
 
 def _gathered(call, layout, run, arguments, shard, kv_length):
-    """With the keys of all devices."""
-
     def gathered(arguments):
         keys = {name: arguments[name] for name in OF_KEYS if arguments[name] is not None}
-        keys = {name: _of_all(x, call.context.axis, OF_KEYS[name]) for name, x in keys.items()}
+        for name, x in keys.items():
+            keys[name] = lax.all_gather(x, call.context.axis, axis=x.ndim + OF_KEYS[name], tiled=True)
         keys.setdefault("kv_positions", jnp.arange(kv_length, dtype=jnp.int32))
         return run(of_shard({**arguments, **keys}, shard), shard)
 
@@ -108,10 +105,6 @@ def _gathered(call, layout, run, arguments, shard, kv_length):
     arrays, static = arrays_and_others(arguments)
     policy = jax.checkpoint_policies.save_only_these_names("attention")
     return jax.checkpoint(lambda arrays: gathered({**arrays, **static}), policy=policy)(arrays)
-
-
-def _of_all(x, axis_name, axis):
-    return lax.all_gather(x, axis_name, axis=x.ndim + axis, tiled=True)
 
 
 def _with_halo(call, layout, run, arguments, shard, kv_length):
@@ -143,13 +136,11 @@ def _with_halo(call, layout, run, arguments, shard, kv_length):
 
 
 def with_columns(arguments: dict, keys: Array) -> dict:
-    """The arguments with the bias columns of these keys."""
     bias = arguments["bias"]
     return arguments if bias is None else {**arguments, "bias": jnp.take(bias, keys, axis=-1)}
 
 
 def _in_a_ring(call, layout, run, arguments, shard, kv_length):
-    """With the keys of one device after another."""
     axis = call.context.axis
     there = routes(layout.keys)
     arguments = {name: _moved(name, x, there, axis, OF_KEYS) for name, x in arguments.items()}

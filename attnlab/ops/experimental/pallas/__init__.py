@@ -1,11 +1,9 @@
 """Attention on TPUs by Pallas kernels: every mask and score mod, with gradients of their arrays.
 
 This is the algorithm of `attnlab.ops.blockwise`, with one grid step for each tile that is not EMPTY. Three kernels
-compute out and lse, dq, and dk and dv; a fourth the gradient of a bias. Parts of masks and score mods that vary with
-examples and heads, queries or keys alone are computed beforehand; the kernels compute parts that vary with pairs.
-
-Files: `splitting` (masks and score mods as programs of a kernel), `drawing` (tiles of masks that gather), `kernels`
-(the computation of a tile), `calls` (blocks and grids), `operands` (types), `transforms` (derivatives, `vmap`).
+compute out and lse, dq, and dk and dv; a fourth the gradient of a bias. Files: `splitting` (masks and score mods as
+programs of a kernel), `drawing` (tiles of masks that gather), `kernels` (the computation of a tile), `calls` (blocks
+and grids), `operands` (types), `transforms` (derivatives, `vmap`).
 
 The kernels have been compiled for TPUs and emulated on CPUs. They have never run on a TPU.
 """
@@ -49,22 +47,7 @@ _ROWS = 512  # of a mask, evaluated at a time
 _MAX_DRAWN = 2**30  # bytes of pairs that a mask or score mod may need beforehand
 
 
-def reason_against(
-    *,
-    q,
-    k,
-    v,
-    mask,
-    score_mods,
-    bias,
-    dropout_rate,
-    dropout_keys,
-    q_positions,
-    kv_positions,
-    block_sizes,
-    shard=WHOLE,
-    **_,
-) -> str | None:
+def reason_against(*, q, k, v, mask, score_mods, dropout_rate, block_sizes, shard=WHOLE, **others) -> str | None:
     """The reason why this backend cannot run a call, or None."""
     sizes, is_checked = (*q.shape, *k.shape, *v.shape), is_checked_manual(q, k, v)
     reasons = {
@@ -87,8 +70,8 @@ def reason_against(
         return why
     where = (q.shape[:-3], q.shape[-2], (q.shape[-3], k.shape[-3]))
     try:
-        arrays = (mask, score_mods, bias, dropout_keys, q_positions, kv_positions, shard)
-        drawn = _drawn_bytes(where, dropout_rate, arrays)
+        named = (others[name] for name in ("bias", "dropout_keys", "q_positions", "kv_positions"))
+        drawn = _drawn_bytes(where, dropout_rate, (mask, score_mods, *named, shard))
     except UnsupportedError as error:
         return str(error)
     if drawn > _MAX_DRAWN:
@@ -170,7 +153,7 @@ def _attend(
     drawn = _drawn(compared, scores, terms.visible, by_query, block_sizes)
     terms = terms if drawn is None else terms._replace(visible=drawn.split)
     programs = Terms(*(None if x is None else x.program for x in terms))
-    # Products become logits, in units of log 2 unless score mods need natural ones. Float32 queries take the factor,
+    # Products become logits, in units of log 2 unless score mods need natural logits. Float32 queries take the factor,
     # which costs nothing; others would be rounded once more.
     scale = scale * (1.0 if programs.logits else LOG2E)
     factor = 1.0 if q.dtype == jnp.float32 else float(scale)
@@ -234,7 +217,6 @@ def _of_kv_heads(kinds, kv_heads: int):
 
 
 def _may_have(kind: int, kinds) -> bool:
-    """Whether any tile may be of a kind; traced tiles may be of all kinds."""
     return not isinstance(kinds, np.ndarray) or bool((kinds == kind).any())
 
 

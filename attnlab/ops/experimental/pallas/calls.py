@@ -4,7 +4,7 @@ The visits (`attnlab.ops.schedule.Visits`) are prefetched into scalar memory, wh
 are padded to whole blocks here, and results are cut.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -23,8 +23,6 @@ _Shaped = Array | jax.ShapeDtypeStruct
 
 
 class _Step(NamedTuple):
-    """A step of a grid: the example, the query head, the head of keys and values, and the visit."""
-
     example: Array
     head: Array
     kv_head: Array
@@ -72,37 +70,35 @@ class _Walk:
 
     # Blocks of arrays
 
+    def _spec(self, shape: tuple, place: Callable) -> pl.BlockSpec:
+        return pl.BlockSpec(shape, lambda *ids: place(self.step(*ids)))
+
+    def _at(self, step: _Step, of_keys: bool) -> Array:
+        return step.visit.column if of_keys != self.of_keys else step.visit.row
+
     def block(self, x: _Shaped, of_keys: bool) -> pl.BlockSpec:
         """A block of queries or of keys, of `[B, heads, T, features]`."""
 
-        def place(*ids):
-            step = self.step(*ids)
-            index = step.visit.column if of_keys != self.of_keys else step.visit.row
-            return step.example, step.kv_head if x.shape[1] == self.kv_heads else step.head, index, 0
+        def place(step):
+            return step.example, step.kv_head if x.shape[1] == self.kv_heads else step.head, self._at(step, of_keys), 0
 
-        return pl.BlockSpec((None, None, self.plan.block_sizes[of_keys], x.shape[-1]), place)
+        return self._spec((None, None, self.plan.block_sizes[of_keys], x.shape[-1]), place)
 
     def vector(self, x: _Shaped, of_keys: bool) -> pl.BlockSpec:
         """A block of `[B or 1, H or 1, 1, T]`."""
 
-        def place(*ids):
-            step = self.step(*ids)
-            return (
-                *_shared(x, step.example, step.head),
-                0,
-                step.visit.column if of_keys != self.of_keys else step.visit.row,
-            )
+        def place(step):
+            return *_shared(x, step.example, step.head), 0, self._at(step, of_keys)
 
-        return pl.BlockSpec((None, None, 1, self.plan.block_sizes[of_keys]), place)
+        return self._spec((None, None, 1, self.plan.block_sizes[of_keys]), place)
 
     def pairs(self, x: _Shaped) -> pl.BlockSpec:
         """A tile of `[B or 1, H or 1, outer, inner]`."""
 
-        def place(*ids):
-            step = self.step(*ids)
+        def place(step):
             return *_shared(x, step.example, step.head), step.visit.row, step.visit.column
 
-        return pl.BlockSpec((None, None, self.outer, self.inner), place)
+        return self._spec((None, None, self.outer, self.inner), place)
 
     def drawn_tile(self) -> pl.BlockSpec:
         """One of the tiles `[1, 1, n, outer, inner]`."""
@@ -119,11 +115,7 @@ class _Walk:
     def of_head(self, x: _Shaped) -> pl.BlockSpec:
         """All of `[B or 1, H or 1, 1, n]` for an example and a head."""
 
-        def place(*ids):
-            step = self.step(*ids)
-            return *_shared(x, step.example, step.head), 0, 0
-
-        return pl.BlockSpec((None, None, 1, x.shape[-1]), place)
+        return self._spec((None, None, 1, x.shape[-1]), lambda step: (*_shared(x, step.example, step.head), 0, 0))
 
     # The arrays of terms
 
@@ -175,7 +167,7 @@ class _Walk:
         ends = [count * size for count, size in zip(self.counts, self.plan.block_sizes)]
         before, after = (end - length for end, length in zip(ends, self.plan.lengths))
         x = jnp.pad(x, [(0, 0), (0, 0), (before + 1, after)], mode="edge")
-        # Reversed, the entry of distance 0 moves from the end of the queries to that of the keys.
+        # Reversed, the entry of distance 0 moves from the end of the queries to the end of the keys.
         return (jnp.roll(x[..., ::-1], 1, axis=-1) if self.of_keys else x)[:, :, None]
 
     def _vector(self, x: Array, of_keys: bool, fill: float | None = None) -> Array:
@@ -356,19 +348,12 @@ def _d_keys(plan: Plan, operands: Operands, cotangents: Cotangents) -> tuple[Arr
     sums = [pltpu.VMEM((kv_size, x.shape[-1]), jnp.float32) for x in kv]
     sums += [pltpu.VMEM((walk.group, kv_size, _lanes(q_size)), jnp.float32)] * len(vectors)
 
-    def of_group(*ids):
-        step = walk.step(*ids)
-        return step.example, step.kv_head, 0, step.visit.row
-
     def kernel(tile, results, scratch, ids):
         kernels.d_keys(tile, (ids[3], walk.group), (*results[:2], results[2:]), (*scratch[:2], scratch[2:]))
 
     outputs = [(x.shape, x.dtype, walk.block(x, True)) for x in (dk, dv)]
-    d_vector = (
-        (walk.batch, walk.heads, 1, padded),
-        jnp.float32,
-        pl.BlockSpec((None, walk.group, 1, kv_size), of_group),
-    )
+    of_group = walk._spec((None, walk.group, 1, kv_size), lambda step: (step.example, step.kv_head, 0, step.visit.row))
+    d_vector = ((walk.batch, walk.heads, 1, padded), jnp.float32, of_group)
     dk, dv, *others = walk.call(kernel, "attnlab_dkv", [*outputs, *[d_vector] * len(vectors)], sums, cotangents)
     dk, dv = (x[:, :, : plan.lengths[1]] for x in (dk, dv))
     return dk, dv, {at: x[:, :, 0, : plan.lengths[1]] for at, x in zip(vectors, others)}

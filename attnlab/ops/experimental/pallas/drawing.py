@@ -13,7 +13,7 @@ import numpy as np
 from attnlab.ops.experimental.pallas.splitting import Input, Program, Scores, Split
 from attnlab.ops.masks import Mask
 from attnlab.ops.schedule import PARTIAL
-from attnlab.ops.tiles import Side, whole
+from attnlab.ops.tiles import whole
 from attnlab.types import Array
 
 # A program that returns its one input, a tile.
@@ -35,7 +35,12 @@ def draw(mask: Mask, scores: Scores, kinds: Array, block_sizes: tuple[int, int],
     batch, num_heads, lengths, *positions, shard = scores
     with jax.ensure_compile_time_eval():
         covers = whole(*lengths, num_heads, *positions, batch, np, shard)
-        visible = jax.jit(lambda i, j: mask.visible(_tile(covers, block_sizes, (i, j))).astype(jnp.int8))
+
+        @jax.jit
+        def visible(i, j):
+            queries, keys = covers.queries.block(i, block_sizes[0]), covers.keys.block(j, block_sizes[1])
+            return mask.visible(covers._replace(queries=queries, keys=keys)).astype(jnp.int8)
+
         for i, j in np.argwhere(is_compared).tolist():
             tiles = np.asarray(visible(i, j))
             tiles = tiles.reshape((1,) * (kinds.ndim - tiles.ndim) + tiles.shape)
@@ -48,16 +53,3 @@ def draw(mask: Mask, scores: Scores, kinds: Array, block_sizes: tuple[int, int],
                 return None
     store = np.frombuffer(b"".join(found), np.int8).reshape(*(1,) * (kinds.ndim - 2), -1, *block_sizes)
     return Drawn(Split(_AS_DRAWN, lambda: (jnp.asarray(store),), drawn_bytes=store.size), at)
-
-
-def _tile(covers, block_sizes, blocks):
-    """The tile at block indices; past the ends the last row is repeated."""
-
-    def side(whole_side, size, block):
-        index = jnp.minimum(block * size + jnp.arange(size, dtype=jnp.int32), len(whole_side.index) - 1)
-        position = jnp.take(jnp.asarray(whole_side.position), index, axis=-1)
-        in_call = None if whole_side.whole_index is None else jnp.take(whole_side.whole_index, index)
-        return Side(index, position, whole_side.axis, whole_index=in_call)
-
-    queries, keys = (side(*of_one) for of_one in zip((covers.queries, covers.keys), block_sizes, blocks))
-    return covers._replace(queries=queries, keys=keys)

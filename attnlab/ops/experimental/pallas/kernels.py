@@ -42,8 +42,6 @@ class Refs(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A tile that is visited."""
-
     plan: Plan
     of_keys: bool  # whether keys are the outer side
     visit: Visit
@@ -99,7 +97,6 @@ class Tile(NamedTuple):
         return [Diagonals(rows, inner, start - first, self.plan.rotates_rows) for first in range(0, outer, rows)]
 
     def _of_distances(self, ref) -> Array:
-        """A vector of distances as a tile."""
         return jnp.concatenate([one.spread(ref) for one in self.diagonals()], axis=0)
 
     def visible(self) -> Array | None:
@@ -123,7 +120,6 @@ class Tile(NamedTuple):
         return list(arrays)
 
     def kept(self, *arrays: Array) -> list[Array]:
-        """The arrays, 0 where dropout drops them."""
         keeps = self.plan.programs.keeps(*self.values("keeps"))
         return [jnp.where(keeps, x, 0) for x in arrays]
 
@@ -399,7 +395,7 @@ def d_keys(tile: Tile, group: tuple, results, accumulators) -> None:
         for ref in (dk_sum, dv_sum, *vector_sums):
             ref[...] = jnp.zeros_like(ref)
 
-    @pl.when(tile.visit.is_first | (size > 1))  # the heads of a group take turns, and may have vectors of their own
+    @pl.when(tile.visit.is_first | (size > 1))  # the heads of a group take turns; their vectors may differ
     def _start_head():
         fill_columns(refs.terms, tile.columns)
 

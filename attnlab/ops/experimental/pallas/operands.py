@@ -18,8 +18,6 @@ class Terms(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The static part of a call."""
-
     lengths: tuple[int, int]  # Tq, Tk
     block_sizes: tuple[int, int]  # queries and keys of a tile
     tile_kinds: tuple[int, ...]  # PARTIAL and FULL, if they occur among the tiles; both when these are traced
@@ -35,11 +33,9 @@ class Plan(NamedTuple):
 
     @property
     def derivative(self) -> float:
-        """The derivative of natural logits by the products of q and k."""
         return self.factor / self.unit
 
     def learned(self, *varies: str) -> list[int]:
-        """The inputs of logits that have gradients and vary with one of `varies`."""
         inputs = () if self.programs.logits is None else self.programs.logits.inputs
         return [at for at, x in enumerate(inputs) if x.is_learned and x.varies in varies]
 
@@ -65,8 +61,6 @@ class Operands(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """The arrays of a backward kernel besides `Operands`."""
-
     d_out: Array  # [B, H, Tq, Dv]
     shift: Array  # [B, H, Tq], the max, in the kernel's logits
     log_sum: Array  # [B, H, Tq], likewise; +inf for fully masked rows, so that e^(logit − shift − log_sum) is 0

@@ -1,12 +1,9 @@
 """Masks and score mods, split by the coordinates that each part varies with.
 
 Inside a kernel only arithmetic is possible, but `Mask.visible` and `ScoreMod.apply` may index their arrays by head or
-gather from them by position. So a function is traced for a single pair, one query and one key of every example and
-head, and each value found varies with
-
-- neither: a scalar for each example and head, as the slope of ALiBi;
-- queries or keys alone: a vector, as segment ids;
-- both: pairs, as the distance i − j.
+gather from them by position. So a function is traced for one query and one key of every example and head, and each
+value varies with neither (a scalar per example and head, as ALiBi's slope), with queries or keys alone (a vector, as
+segment ids), or with both (pairs, as the distance i − j).
 
 XLA computes scalars and vectors beforehand, gathers included, in O(T), and JAX differentiates them. A `Program`
 computes the pairs from them within the kernel, tile by tile. Pairs that it cannot compute, as entries of a table, are
@@ -26,12 +23,13 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.extend.core import Literal as Constant
 from jax.interpreters import batching
 
+from attnlab.ops.elementwise import bind
 from attnlab.ops.tiles import WHOLE, Shard, Side, SideOfCall, Tile, examples, heads
 from attnlab.types import Array
 
 Varies = Literal["q_index", "kv_index", "scalar", "query", "key", "distance", "pair", "tile"]
 
-# What Mosaic lowers elementwise, on every generation of TPUs, and so do its derivatives.
+# Primitives that Mosaic lowers elementwise on every generation of TPUs, as it does their derivatives.
 # fmt: off
 _ELEMENTWISE = frozenset((
     "abs", "add", "and", "ceil", "clamp", "convert_element_type", "copy", "cos", "div", "eq", "exp", "exp2", "floor",
@@ -58,8 +56,6 @@ class UnsupportedError(Exception):
 
 
 class Scores(NamedTuple):
-    """The scores that a function belongs to."""
-
     batch: tuple[int, ...]  # q's batch axes
     num_heads: int
     lengths: tuple[int, int]  # Tq, Tk
@@ -74,8 +70,6 @@ class Scores(NamedTuple):
 
 
 class Input(NamedTuple):
-    """An input of a program."""
-
     varies: Varies  # the kernel counts "q_index" and "kv_index"; other inputs are arrays
     dtype: np.dtype  # within the program, see `_stored`
 
@@ -103,7 +97,6 @@ class _Equation(NamedTuple):
         return self.primitive.bind(*operands, **self.params)
 
     def read(self, known: dict[int, Array]) -> list[Array]:
-        """The operands; constants have the type of the trace."""
         return [jnp.asarray(x.val, x.aval.dtype) if isinstance(x, Constant) else known[x] for x in self.operands]
 
 
@@ -131,8 +124,6 @@ class Program:
 
 
 class Split(NamedTuple):
-    """A function in two parts."""
-
     program: Program
     arrays: Callable[[], tuple[Array | None, ...]]
     drawn_bytes: int  # bytes of computed pairs
@@ -144,7 +135,9 @@ def split(function: Callable, scores: Scores, of_raw: bool = False) -> Split:
     varies = _Variation(graph, coordinates, raw)
     equations, values = _of_pairs(graph, varies, result)
     axes = _axes(graph, equations, result)
-    _require_types_of_kernels({graph.avals[x].dtype for x in (*values, *(e.results[0] for e in equations))})
+    for dtype in {graph.avals[x].dtype for x in (*values, *(e.results[0] for e in equations))}:
+        if dtype.itemsize == 8 or dtype == jnp.float16:
+            raise UnsupportedError(f"it has no {dtype} in masks and score mods")
     values = [x for x in values if x != raw]
     kinds = [varies.kind(x) for x in values]
     inputs = tuple(Input(kind, graph.avals[x].dtype) for kind, x in zip(kinds, values))
@@ -156,12 +149,6 @@ def split(function: Callable, scores: Scores, of_raw: bool = False) -> Split:
         functools.partial(_evaluated, graph, coordinates, scores, values, kinds, axes, entries),
         math.prod(scores.lengths) * sum(aval.size * aval.dtype.itemsize for aval in drawn),
     )
-
-
-def _require_types_of_kernels(dtypes: set) -> None:
-    for dtype in dtypes:
-        if dtype.itemsize == 8 or dtype == jnp.float16:
-            raise UnsupportedError(f"it has no {dtype} in masks and score mods")
 
 
 # A function as a list of equations
@@ -222,6 +209,10 @@ def _entry(x, q_index, kv_index):
     return jnp.take(jnp.take(x, q_index, axis=-2), kv_index, axis=-1)
 
 
+# `vmap` maps over queries or keys only: a gather from the array.
+batching.primitive_batchers[_pair_p] = lambda operands, axes: (jax.vmap(_entry, in_axes=axes)(*operands), 0)
+
+
 def _traced(function, scores: Scores, of_raw: bool):
     """(graph, values of the coordinates, value of the raw scores or None, value of the result)."""
     heads = (*scores.batch, scores.num_heads, 1, 1)
@@ -260,7 +251,7 @@ def _one_pair(scores, q_index, kv_index, *sides) -> Tile:
     )
 
 
-# What varies with what
+# Which values vary with which coordinates
 
 
 class _Variation:
@@ -324,7 +315,6 @@ class _Variation:
 
 
 def _of_pairs(graph, varies, result) -> tuple[tuple[_Equation, ...], list[int]]:
-    """The equations that a kernel computes, in order, and the values that it takes."""
     needed, equations = {result}, []
     for equation in reversed(graph.equations):
         if needed & set(equation.results) and varies.is_computed(equation):
@@ -408,7 +398,6 @@ def _over_sides(run, scores: Scores, kind: Varies) -> list[Array]:
 
 
 def _evaluate(graph, coordinates, wanted, *given) -> list[Array]:
-    """The values `wanted`, for one pair of coordinates."""
     known, needed, equations = dict(graph.constants), set(wanted), []
     for at in (2, 3, 4, 5, 0, 1):  # where no positions are given they are the indices, which come last
         known[coordinates[at]] = given[at]
@@ -417,10 +406,7 @@ def _evaluate(graph, coordinates, wanted, *given) -> list[Array]:
             equations.append(equation)
             needed |= equation.values
     for equation in reversed(equations):
-        params = equation.primitive.get_bind_params(equation.params)
-        functions, params = params if isinstance(params, tuple) else ((), params)  # as JAX's version has it
-        results = equation.primitive.bind(*functions, *equation.read(known), **params)
-        known |= dict(zip(equation.results, results if equation.primitive.multiple_results else [results]))
+        known |= dict(zip(equation.results, bind(equation, equation.read(known))))
     return [known[x] for x in wanted]
 
 
@@ -446,7 +432,6 @@ def _stored(x: Array, kind: Varies) -> Array:
 
 
 def loaded(x: Array, dtype) -> Array:
-    """A stored array in the type that it has within a program."""
     if dtype == jnp.bool_:
         return x.astype(jnp.int32) != 0
     if dtype == jnp.uint32:
@@ -464,11 +449,3 @@ def _text(equations, inputs, places, result) -> str:
         for equation in equations
     ]
     return "\n".join([f"{inputs} {places}", *lines, f"v{result}"])
-
-
-batching.primitive_batchers[_pair_p] = lambda args, dims: _batched_entry(args, dims)
-
-
-def _batched_entry(operands, axes):
-    """`vmap` maps over queries or keys only: a gather from the array."""
-    return jax.vmap(_entry, in_axes=axes)(*operands), 0

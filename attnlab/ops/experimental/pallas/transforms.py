@@ -12,42 +12,28 @@ from jax.custom_batching import custom_vmap
 from attnlab.ops.experimental.pallas import calls
 from attnlab.ops.experimental.pallas.operands import Cotangents, Operands, Others, Plan
 from attnlab.ops.meshes import equally_varying
-from attnlab.ops.reverse_mode import message, refuse, reverse_mode_only
+from attnlab.ops.reverse_mode import forward_mode_refused, refuse, reverse_mode_only
 from attnlab.types import Array
 
-# Axes of an input after that of heads.
+# Number of axes of an input after the head axis.
 _SIDES = {"q_index": 0, "kv_index": 0, "scalar": 0, "query": 1, "key": 1, "distance": 1, "pair": 2, "tile": 3}
 
 
 def attention(plan: Plan, q: Array, k: Array, v: Array, others: Others, given=None):
     """(out, (max, log_sum)); or `given`, such results over more keys, with the gradients of these keys."""
-    if given is not None:
-        return _part_of_given(plan, q, k, v, others, given)
     batch = q.shape[:-3]
     q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
     operands = Operands(q, k, v, _with_one_batch_axis(plan, others, batch))
-    try:
-        operands = reverse_mode_only("pallas", equally_varying(jax.tree.map(jnp.asarray, operands)))
-        out, log_sums = _attention(plan, operands)
-    except TypeError as error:  # of JAX, for forward mode within vmap
-        if "forward-mode" in str(error):
-            raise ValueError(message("pallas")) from error
-        raise
+    operands = equally_varying(jax.tree.map(jnp.asarray, operands))
+    if given is None:
+        with forward_mode_refused("pallas"):
+            out, log_sums = _attention(plan, reverse_mode_only("pallas", operands))
+    else:
+        out, log_sums = given
+        log_sums = tuple(x.reshape(-1, *x.shape[-2:]).swapaxes(1, 2) for x in log_sums)
+        out, log_sums = _part_of(plan, operands, out.reshape(-1, *out.shape[-3:]), log_sums)
     log_sums = tuple(x.swapaxes(1, 2).reshape(*batch, *out.shape[1:3]) for x in log_sums)
     return out.reshape(*batch, *out.shape[1:]), log_sums
-
-
-def _part_of_given(plan: Plan, q, k, v, others: Others, given):
-    out, log_sums = given
-    flat_out = out.reshape(-1, *out.shape[-3:])
-    flat_log_sums = tuple(x.reshape(-1, *x.shape[-2:]).swapaxes(1, 2) for x in log_sums)
-    operands = Operands(
-        *(x.reshape(-1, *x.shape[-3:]) for x in (q, k, v)), _with_one_batch_axis(plan, others, q.shape[:-3])
-    )
-    operands = equally_varying(jax.tree.map(jnp.asarray, operands))
-    flat_out, flat_log_sums = _part_of(plan, operands, flat_out, flat_log_sums)
-    log_sums = tuple(x.swapaxes(1, 2).reshape(out.shape[:-1]) for x in flat_log_sums)
-    return flat_out.reshape(out.shape), log_sums
 
 
 def _with_one_batch_axis(plan: Plan, others: Others, batch: tuple[int, ...]) -> Others:
@@ -70,7 +56,7 @@ def _with_one_batch_axis(plan: Plan, others: Others, batch: tuple[int, ...]) -> 
 
 
 # q, k, v and out are `[B, T, H, D]` here and `[B, H, T, D]` for the kernels, where a TPU pads D to a multiple of 128.
-# They are transposed inside the rule for gradients, so that what it keeps is not padded.
+# They are transposed inside the rule for gradients, so that its residuals are not padded.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -137,16 +123,12 @@ def _merged(x: Array, is_batched: bool, size: int, batch: int, is_shareable: boo
 def _once(run: Callable) -> Callable:
     """`run`, whose derivatives raise ValueError."""
 
-    @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-    @functools.wraps(run)
-    def refusing(plan, *operands):
-        return run(plan, *operands)
-
+    refusing = jax.custom_jvp(run, nondiff_argnums=(0,))
     refusing.defjvp(functools.partial(refuse, "pallas"))
     return refusing
 
 
-# `vmap` merges the mapped axis with that of examples, so that nothing is added to the kernels' grids. Arrays that all
+# `vmap` merges the mapped axis with the batch axis, so that nothing is added to the kernels' grids. Arrays that all
 # examples share stay shared, but for the inputs of logits in the backward pass: each mapped example has gradients of
 # its own.
 
@@ -182,13 +164,9 @@ def _backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> tuple[A
         merged = merged._replace(others=merged.others._replace(terms=merged.others.terms._replace(logits=logits)))
         results = _backward(plan, merged, jax.tree.map(merge, cotangents, is_batched[1]))
         *gradients, d_logits = jax.tree.map(lambda x: x.reshape(size, batch, *x.shape[1:]), results)
-        own = jax.tree.map(
-            lambda x, batched: x.shape[int(batched)], operands.others.terms.logits, is_batched[0].others.terms.logits
-        )
-        d_logits = jax.tree.map(
-            lambda x, own: x.sum(axis=1, keepdims=True) if own < batch else x,
-            d_logits,
-            tuple(n if d is not None else None for n, d in zip(own, d_logits)),
+        d_logits = tuple(
+            d.sum(axis=1, keepdims=True) if d is not None and x.shape[int(batched)] < batch else d
+            for d, x, batched in zip(d_logits, operands.others.terms.logits, is_batched[0].others.terms.logits)
         )
         results = (*gradients, d_logits)
         return results, jax.tree.map(lambda _: True, results)
