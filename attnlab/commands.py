@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import jax
 from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from attnlab.config import default, experiments, fields, find
+from attnlab.config import OPTIONS, experiments, find
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
 
@@ -200,14 +201,16 @@ def _print_help(values: flags.FlagValues, usage: str) -> None:
         print(f"  --{name}: {values[name].help}{default_value}")
     if "config" in values:
         print(f"\nExperiments: {', '.join(experiments())}")
-        print("\nConfig fields and their defaults; attnlab/config.py explains them; the last of several values counts:")
-        for field, value in fields(default()).items():
-            print(f"  --config.{field}={value}")
+        print("\nConfig fields and their defaults; of several values the last counts:")
+        for field, each in OPTIONS.items():
+            names = f" ({', '.join(each.choices)})" if each.choices else ""
+            print(f"  --config.{field}={each.default}")
+            print(textwrap.fill(each.doc + names, 116, initial_indent=" " * 6, subsequent_indent=" " * 6))
 
 
 def _unknown_field(argv: list[str]) -> str:
     # ml_collections compares with the fields of one group only, and does not say which group it looked at.
-    known = list(fields(default()))
+    known = list(OPTIONS)
     groups = {name.rpartition(".")[0] for name in known}
     for word in argv[1:]:
         field = word.lstrip("-").partition("=")[0].removeprefix("config.")

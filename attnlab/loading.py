@@ -158,7 +158,8 @@ def peek(
     workdir: str | Path, *, model: nn.Module | None = None
 ) -> tuple[nn.Module, tokenizers.Tokenizer | None, ConfigDict]:
     """Model, tokenizer and config as from `load`, without the parameters; errors as for `load`."""
-    from attnlab.training.state import make_model, model_fields
+    from attnlab.training import precision
+    from attnlab.training.state import model_fields
 
     workdir = Path(workdir)
     if not huggingface.is_hf(workdir):
@@ -172,7 +173,8 @@ def peek(
                 + (f"pass its {name}, load(…, model=…)" if name else "leave it out")
             )
         if model is None:
-            model = make_model(config, tokenizer.vocab_size)
+            config.precision = precision.resolved(config.precision)  # "auto" in runs of older versions
+            model = GPT.from_config(config, tokenizer.vocab_size)
             _check_fits(model, workdir, config)
         return model, tokenizer, config
     model = huggingface.make_model(huggingface.files.read_config(workdir), str(workdir))

@@ -5,7 +5,6 @@ import optax
 from attnlab.config import default
 from attnlab.nn import GPT
 from attnlab.study import fitting
-from attnlab.training.state import make_model
 
 CONFIG = default()
 CONFIG.precision = "float32"  # on every machine
@@ -19,7 +18,7 @@ def gpt(vocab_size: int) -> GPT:
     >>> model.num_layers, model.num_heads, model.width, model.context
     (4, 4, 128, 64)
     """
-    return make_model(CONFIG, vocab_size)
+    return GPT.from_config(CONFIG, vocab_size)
 
 
 def adamw(steps: int) -> optax.GradientTransformation:

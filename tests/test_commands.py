@@ -107,7 +107,7 @@ def mistake(capsys, command, *arguments):
         ([QUICKSTART, "--config.model.positions=rotery"], r"'rotery': expected one of .* \(did you mean rotary\?\)"),
         (
             [QUICKSTART, "--config.model.impl=flash"],
-            r"config.model.impl = 'flash': expected one of auto, blockwise, dense",
+            r"config.model.impl = 'flash': expected one of auto",
         ),
         (
             [QUICKSTART, "--config.precision=float8"],

@@ -10,7 +10,7 @@ import pytest
 
 from attnlab import config as configs
 from attnlab import train
-from attnlab.training import state
+from attnlab.nn import GPT
 
 REPOSITORY = Path(__file__).parents[1]
 FILES = sorted((REPOSITORY / "configs").glob("*.py"))
@@ -27,7 +27,8 @@ def module(file):
 
 
 def parameters(config, vocab_size):
-    model = state.make_model(config, vocab_size)
+    config.precision = "float32"
+    model = GPT.from_config(config, vocab_size)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 

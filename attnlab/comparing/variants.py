@@ -12,10 +12,11 @@ from ml_collections import ConfigDict
 
 from attnlab import commands
 from attnlab import config as configs
+from attnlab.nn import GPT
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
 from attnlab.sweeping import grid
-from attnlab.training import flops, state
+from attnlab.training import flops, precision
 
 CLOSE = 0.05  # beyond which two sizes are not comparable
 SIZES = ("parameters", "flops")
@@ -120,7 +121,8 @@ def size(config: ConfigDict, vocab_size: int, of: str) -> float:
     >>> size(configs.default(), 65, "parameters")
     796160.0
     """
-    model = state.make_model(config, vocab_size)
+    config.precision = precision.resolved(config.precision)
+    model = GPT.from_config(config, vocab_size)
     if of == "flops":
         return flops.per_token(model, config.model.context)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]

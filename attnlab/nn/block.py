@@ -65,6 +65,10 @@ class Block(nn.Module):
         """
         if self.norm_at not in NORM_AT:
             raise ValueError(f"norm_at = {self.norm_at!r}: expected one of {', '.join(NORM_AT)}")
+        if not self.norm_first and self.norm_at != "before":
+            raise ValueError(
+                f"norm_first = False norms the residual stream, so norm_at = {self.norm_at!r} has no place"
+            )
         if dropout_key is None and self.dropout_rate and not deterministic:
             dropout_key = self.make_rng("dropout")
 

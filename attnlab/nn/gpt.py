@@ -10,16 +10,21 @@ import optax
 from jaxtyping import Float, Int
 
 from attnlab.nn import checks, fields, layers, sharding
-from attnlab.nn.block import NORM_EPSILON, Block
+from attnlab.nn.block import NORM_AT, NORM_EPSILON, Block
 from attnlab.nn.fields import check_shape
-from attnlab.nn.mlp import Mlp
+from attnlab.nn.mlp import ACTIVATIONS, MLPS, Mlp
 from attnlab.nn.multihead import KVCache, MultiHeadAttention, check_cache, check_segments
-from attnlab.nn.norms import make_norm
+from attnlab.nn.norms import NORMS, make_norm
 from attnlab.nn.positions import LearnedPositions, sinusoidal, within_segments
 from attnlab.nn.rotations import Rotary
 from attnlab.ops import dropout
+from attnlab.ops.attention import implementations
 from attnlab.ops.cross_entropy import chunk_size, cross_entropy
+from attnlab.support.errors import UserError
+from attnlab.support.options import described, option, options
 from attnlab.types import Array, DType
+
+_CAP = {"low": 1e-3, "high": 1e6}  # of logits
 
 
 class GPT(checks.MaskedModule):
@@ -30,48 +35,6 @@ class GPT(checks.MaskedModule):
 
     Weights are drawn from a normal distribution with standard deviation 0.02, those that project onto the residual
     stream with 0.02/√(2L). Biases start at 0.
-
-    Attributes:
-      vocab_size: V, number of tokens.
-      num_layers: L.
-      num_heads: H.
-      width: F, width of the residual stream.
-      context: longest training sequence; the number of learned positions.
-      kv_heads: key and value heads; None for H.
-      dropout: probability of dropping an embedding, an attention weight or an element of a layer's output.
-      positions: "learned", "sinusoidal", "rotary", "alibi" or "none".
-      window: number of positions a token attends to, its own included; None for all previous ones.
-      soft_cap: limits the logits of attention to ±soft_cap (Gemma Team 2024, section 2); None for no limit.
-      qk_norm: normalize queries and keys, without biases, by the kind of `norm` (Henry et al. 2020).
-      use_bias: whether linear layers and norms add a bias.
-      mlp_ratio: width of the feed-forward layer over F, rounded to an integer width; 0 for attention alone.
-      activation, mlp: of the feed-forward layer: see `Mlp`, and "plain" or "gated".
-      norm_epsilon: ε of the norms.
-      remat: what of a block is stored for the gradient (Chen et al. 2016); the rest is computed again. "none":
-        everything is stored; "block": its input alone; "dots": that and its matrix products; "attention": its input
-        and what the attention operator returns, so that attention alone is not computed again.
-      dtype: type of the computation; parameters are float32.
-      impl: see `attnlab.attention`.
-      head_dim: D, features of a head; None for F / H.
-      norm: "layer", "rms", or "rms_plus_one", whose gain is 1 + scale.
-      norm_at: "before" attention and feed-forward layers, "after" them, or "both", see `Block`.
-      attention_bias: whether the layers of attention add a bias; None for `use_bias`.
-      qkv_bias: whether those of queries, keys and values do; None for `attention_bias`.
-      qk_norm_joint: normalize the features of all heads together.
-      tie_embeddings: whether the output layer is the embedding; False for one of its own, `output/embedding` `[V, F]`.
-      rotary: base, fraction and scaling of rotary positions.
-      pattern: "local" (within `window`) or "global" for each layer, repeated: "local local global". When empty, all
-        layers have the window, if there is one.
-      local_base: rotary base of local layers, which are not scaled; None for `rotary` in all layers.
-      score_scale: of the scores of attention; None for 1/√D.
-      sinks: one learned extra logit per head, see `attnlab.attention`.
-      embedding_scale: factor of the embeddings.
-      logit_scale: factor of the logits.
-      logit_cap: limits the logits to ±logit_cap, after their factor; None for no limit.
-      value_residual: mix the values of each layer with those of the first, see `MultiHeadAttention`.
-      zero_outputs: whether the layers that project onto the residual stream start at 0, so that blocks change nothing.
-      bigrams: whether the logits start from those of a table `bigrams/embedding` `[V, V]`, a row for each last token.
-      mask: and-ed with the causal mask or window of every layer, e.g. `masks.PrefixLM(100)`; arrays go to the call.
 
     >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.zeros((1, 6), jnp.int32)
@@ -95,43 +58,85 @@ class GPT(checks.MaskedModule):
     """
 
     vocab_size: int
-    num_layers: int
-    num_heads: int
-    width: int
-    context: int
-    kv_heads: int | None = None
-    dropout: float = 0.0
-    positions: str = "learned"
-    window: int | None = None
-    soft_cap: float | None = None
-    qk_norm: bool = False
-    use_bias: bool = True
-    mlp_ratio: int | float = 4
-    activation: str = "gelu_tanh"
-    norm_epsilon: float = NORM_EPSILON
-    remat: str = "none"
+    num_layers: int = option("layers of blocks, L", start=4, low=1)
+    num_heads: int = option("query heads of a layer, H", start=4, low=1)
+    width: int = option("features of the residual stream, F", start=128, low=1)
+    context: int = option("tokens of the longest training sequence; the number of learned positions", start=64, low=1)
+    kv_heads: int | None = option("key and value heads, a divisor of num_heads; None for num_heads", None, low=1)
+    dropout: float = option(
+        "probability of dropping an embedding, an attention weight or an element of a layer's output",
+        0.0,
+        low=0,
+        high=0.999,
+    )
+    positions: str = option("how a token's position is told", "learned", start="rotary", choices=fields.POSITIONS)
+    window: int | None = option("positions a token attends to, its own included; None for all before it", None, low=1)
+    soft_cap: float | None = option("limit of attention logits (Gemma Team 2024); None for no limit", None, **_CAP)
+    qk_norm: bool = option("normalize queries and keys, which keeps large learning rates stable", False, start=True)
+    use_bias: bool = option("biases of linear layers and norms", True, start=False)
+    mlp_ratio: int | float = option(
+        "width of the feed-forward layer over the model's; 0 for attention alone", 4, start=4.0, low=0, high=1e3
+    )
+    activation: str = option("of the feed-forward layer", "gelu_tanh", choices=ACTIVATIONS)
+    norm_epsilon: float = option("ε of the norms", NORM_EPSILON, low=1e-30, high=1)
+    remat: str = option(
+        "what of a block is stored for the gradient, the rest being computed again: none recomputes nothing (in a loop "
+        "no product), dots stores matrix products, attention the block's input and the operator's output, block the "
+        "input alone: a third more operations, the least memory",
+        "none",
+        choices=layers.REMAT,
+    )
     dtype: DType = jnp.float32
-    impl: str = "auto"
-    head_dim: int | None = None
-    norm: str = "layer"
-    norm_at: str = "before"
-    mlp: str = "plain"
-    attention_bias: bool | None = None
-    qkv_bias: bool | None = None
-    qk_norm_joint: bool = False
-    tie_embeddings: bool = True
+    impl: str = option("backend of the attention operator", "auto", choices=("auto", *implementations()))
+    head_dim: int | None = option("features of a head, D; None for width / num_heads", None, low=1)
+    norm: str = option("kind of norm; the gain of rms_plus_one is 1 + scale", "layer", choices=NORMS)
+    norm_at: str = option("where the norms of attention and feed-forward layers are", "before", choices=NORM_AT)
+    mlp: str = option("kind of feed-forward layer", "plain", choices=MLPS)
+    attention_bias: bool | None = option("biases of attention's layers; None for use_bias", None)
+    qkv_bias: bool | None = option("biases of queries, keys and values; None for attention_bias", None)
+    qk_norm_joint: bool = option("qk_norm over the features of all heads together", False)
+    tie_embeddings: bool = option("the output layer is the embedding; otherwise it has weights of its own", True)
     rotary: Rotary = Rotary()
-    pattern: str = ""
-    local_base: float | None = None
-    score_scale: float | None = None
-    sinks: bool = False
-    embedding_scale: int | float = 1.0
-    logit_scale: int | float = 1.0
-    logit_cap: int | float | None = None
-    value_residual: bool = False
-    zero_outputs: bool = False
-    bigrams: bool = False
+    pattern: str = option(
+        "local (within window) or global for each layer, repeated, as in 'local local global'; empty for one kind", ""
+    )
+    local_base: float | None = option("rotary base of local layers; None for rotary in all", None, low=1e-3, high=1e12)
+    score_scale: float | None = option("factor of attention logits; None for 1/√head_dim", None, low=1e-9, high=1e6)
+    sinks: bool = option("a learned extra logit for each head, see attnlab.attention", False)
+    embedding_scale: int | float = option("factor of the embeddings", 1.0, low=1e-6, high=1e6)
+    logit_scale: int | float = option("factor of the logits", 1.0, low=1e-6, high=1e6)
+    logit_cap: int | float | None = option("limit of the logits, after their factor; None for no limit", None, **_CAP)
+    value_residual: bool = option("mix the values of each layer with the first layer's (Zhou et al. 2024)", False)
+    zero_outputs: bool = option("layers that project onto the residual stream start at 0", False)
+    bigrams: bool = option("a table of logits for each last token, of vocab_size² parameters", False)
     mask: checks.MaskLike | None = None
+
+    @classmethod
+    def from_config(cls, config, vocab_size: int) -> "GPT":
+        """The model of a run's config.
+
+        Args:
+          config: of which `config.model` and `config.precision`, "float32" or "bfloat16", are used.
+          vocab_size: the tokenizer's; `config.model.vocab_size` may be larger.
+
+        Raises:
+          UserError: it is smaller.
+
+        >>> from attnlab.config import default
+        >>> config = default()
+        >>> config.precision = "bfloat16"
+        >>> GPT.from_config(config, vocab_size=65).width
+        128
+        """
+        size = config.model.vocab_size or vocab_size
+        if size < vocab_size:
+            raise UserError(
+                f"config.model.vocab_size = {size} is less than the tokenizer's {vocab_size}: leave it out, or with "
+                "config.init_from choose the tokenizer that the model was trained with"
+            )
+        values = {name: getattr(config.model, name) for name in options(cls) if "." not in name}
+        rotary = fields.as_rotary(config.model.rotary)
+        return cls(vocab_size=size, dtype=jnp.dtype(config.precision), rotary=rotary, **values)
 
     @checks.compact
     def __call__(
@@ -361,8 +366,8 @@ class GPT(checks.MaskedModule):
             given = "one KVCache" if isinstance(caches, KVCache) else f"{len(caches)} of them"
             raise ValueError(f"caches is {given}, expected a sequence of num_layers = {self.num_layers}: {remedy}")
         for layer, cache in enumerate(caches):
-            kv_heads = self.kv_heads or self.num_heads
-            check_cache(cache, tokens.shape[0], kv_heads, fields.head_dim(self), f"caches[{layer}]")
+            sizes = fields.resolved(self)
+            check_cache(cache, tokens.shape[0], sizes.kv_heads, sizes.head_dim, f"caches[{layer}]")
 
     def _add_positions(self, x, caches, segments):
         """Scale the embeddings `[B, T, F]` and add positional embeddings, where the model has them."""
@@ -385,7 +390,7 @@ class GPT(checks.MaskedModule):
             "dtype": self.dtype,
             "parent": None,
         }
-        hidden = round(self.mlp_ratio * self.width)
+        hidden = fields.resolved(self).hidden
         gated = self.mlp == "gated"
         mlp = Mlp(hidden, self.activation, self.use_bias, gated=gated, **shared) if hidden else None
         return Block(
@@ -401,18 +406,18 @@ class GPT(checks.MaskedModule):
         )
 
     def _attention(self, layer: int, shared) -> MultiHeadAttention:
-        bias = self.use_bias if self.attention_bias is None else self.attention_bias
+        sizes = fields.resolved(self)
         norm = {"norm": self.norm, "norm_epsilon": self.norm_epsilon}
         return MultiHeadAttention(
             self.num_heads,
-            head_dim=fields.head_dim(self),
-            kv_heads=self.kv_heads,
-            use_bias=bias,
-            qkv_bias=self.qkv_bias,
+            head_dim=sizes.head_dim,
+            kv_heads=sizes.kv_heads,
+            use_bias=sizes.attention_bias,
+            qkv_bias=sizes.qkv_bias,
             mask=fields.mask(self, layer),
             score_mod=fields.score_mods(self) or None,
             dropout_rate=self.dropout,
-            rotary_base=fields.rotary(self, layer),
+            rotary=fields.rotary(self, layer),
             qk_norm=self.qk_norm,
             qk_norm_joint=self.qk_norm_joint,
             scale=self.score_scale,
@@ -433,6 +438,9 @@ class GPT(checks.MaskedModule):
         >>> logits.shape
         (1, 1, 10)
         """
-        kv_heads = self.kv_heads or self.num_heads
-        cache = KVCache.empty(batch, capacity or self.context, kv_heads, fields.head_dim(self), self.dtype)
+        sizes = fields.resolved(self)
+        cache = KVCache.empty(batch, capacity or self.context, sizes.kv_heads, sizes.head_dim, self.dtype)
         return (cache,) * self.num_layers
+
+
+GPT.__doc__ += "\nAttributes:\n" + described(options(GPT))

@@ -148,8 +148,8 @@ class MultiHeadAttention(checks.MaskedModule):
         `masks.Dense`. Pass masks with traced arrays to the call.
       score_mod, impl: see `attnlab.attention`.
       dropout_rate: probability of dropping an attention weight.
-      rotary_base: base of rotary positions on queries and keys, or all their options as a `Rotary`; None for no rotary
-        positions.
+      rotary: rotary positions of queries and keys, or their base alone; None for no rotary positions.
+      rotary_base: an older name of `rotary`.
       qk_norm: normalize queries and keys over D, without biases (`query_ln`, `key_ln`, like Flax's `normalize_qk`).
       qk_norm_joint: over the features of all heads of a token together (OLMo Team 2024, section 3.2).
       norm, norm_epsilon: of `qk_norm`: "layer", "rms" or "rms_plus_one", and ε.
@@ -180,7 +180,7 @@ class MultiHeadAttention(checks.MaskedModule):
     mask: checks.MaskLike | None = None
     score_mod: object = None
     dropout_rate: float = 0.0
-    rotary_base: float | Rotary | None = None
+    rotary: float | Rotary | None = None
     qk_norm: bool = False
     sinks: bool = False
     kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
@@ -192,6 +192,12 @@ class MultiHeadAttention(checks.MaskedModule):
     norm_epsilon: float = 1e-6
     scale: float | None = None
     value_residual: bool = False
+    rotary_base: float | Rotary | None = None
+
+    def __post_init__(self):
+        if self.rotary_base is not None:
+            self.rotary, self.rotary_base = self.rotary_base, None
+        super().__post_init__()
 
     @checks.compact
     def __call__(
@@ -229,7 +235,7 @@ class MultiHeadAttention(checks.MaskedModule):
 
         Raises:
           ValueError: a width or head counts that do not divide, a cache of another size or with `inputs_kv` or
-            `positions`, `segments` of another shape or with one of these, `rotary_base` with `inputs_kv`, and any error
+            `positions`, `segments` of another shape or with one of these, `rotary` with `inputs_kv`, and any error
             of `attnlab.attention`.
           flax.errors.InvalidRngError: dropout is on, but there is neither `dropout_key` nor a `dropout` rng.
         """
@@ -269,8 +275,8 @@ class MultiHeadAttention(checks.MaskedModule):
             raise ValueError(f"width {width} is not divisible by {self.num_heads} heads: change one, or give head_dim")
         if self.num_heads % kv_heads:
             raise ValueError(f"num_heads = {self.num_heads} must be a multiple of kv_heads = {kv_heads}")
-        if self.rotary_base is not None and inputs_kv is not None:
-            raise ValueError("rotary_base needs queries and keys of one sequence: leave it None for cross-attention")
+        if self.rotary is not None and inputs_kv is not None:
+            raise ValueError("rotary needs queries and keys of one sequence: leave it None for cross-attention")
         if cache is None:
             return
         if inputs_kv is not None:
@@ -298,9 +304,9 @@ class MultiHeadAttention(checks.MaskedModule):
         v = project(memory, self.kv_heads or self.num_heads, "value")
         if self.qk_norm:
             q, k = self._normalize(q, "query_ln"), self._normalize(k, "key_ln")
-        if self.rotary_base is not None:
+        if self.rotary is not None:
             positions = jnp.arange(q.shape[1]) if positions is None else positions
-            q, k = rotary(q, positions, self.rotary_base), rotary(k, positions, self.rotary_base)
+            q, k = rotary(q, positions, self.rotary), rotary(k, positions, self.rotary)
         q = sharding.constrain(q, "batch", "length", "heads", None)
         return q, *(sharding.constrain(x, "batch", "length", "kv_heads", None) for x in (k, v))
 

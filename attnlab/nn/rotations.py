@@ -1,19 +1,22 @@
 """Rotary position embedding, and the ways to stretch it over longer contexts than it was trained on."""
 
+import dataclasses
 import math
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from attnlab.support.options import option
 from attnlab.types import Array
 
 SCALINGS = ("none", "linear", "llama3", "yarn")
+_BASE, _TURNS = {"low": 1e-3, "high": 1e12}, {"low": 1e-6, "high": 1e6}
 _FAST_TURNS = {"llama3": 4.0, "yarn": 32.0}
 
 
-class Rotary(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Rotary:
     """Rotary position embedding (Su et al. 2021): the pair of features (i, i + R/2) turns by pos / base^(2i/R).
 
     To use a model on longer sequences than those of its training, pairs are slowed down by `factor`: with "linear" all
@@ -21,31 +24,25 @@ class Rotary(NamedTuple):
     original context, while those that make more than `fast_turns` stay as they are. Pairs between are slowed partly:
     by a share linear in their turns (Llama Team 2024) or in the index of the pair (Peng et al. 2023, section 3.2).
 
-    Attributes:
-      base: the slowest pair makes one turn in about 2π·base positions.
-      fraction: share of a head's features that are rotated, the first ones; R = fraction·D.
-      scaling: "none", "linear", "llama3" or "yarn".
-      factor: by which pairs are slowed.
-      original_context: positions of the training; for "llama3" and "yarn".
-      slow_turns, fast_turns: turns within the original context; fast_turns None for 4 ("llama3") or 32 ("yarn").
-      attention_factor: of the rotated queries and keys, "yarn" alone; None for 0.1·ln(factor) + 1.
-      truncate: "yarn" rounds the bounds between slow and fast pairs to whole pairs.
-
     >>> Rotary(base=100.0).frequencies(8).round(3)
     array([1.   , 0.316, 0.1  , 0.032], dtype=float32)
     >>> Rotary(base=100.0, scaling="llama3", factor=4.0, original_context=100).frequencies(8).round(3)
     array([1.   , 0.316, 0.04 , 0.008], dtype=float32)
     """
 
-    base: float = 10_000.0
-    fraction: float = 1.0
-    scaling: str = "none"
-    factor: float = 1.0
-    original_context: int = 0
-    slow_turns: float = 1.0
-    fast_turns: float | None = None
-    attention_factor: float | None = None
-    truncate: bool = True
+    base: float = option("the slowest pair of features makes one turn in about 2π·base positions", 1e4, **_BASE)
+    fraction: float = option("share of a head's features that are rotated, the first ones", 1.0, low=1e-6, high=1)
+    scaling: str = option("for sequences longer than the training's", "none", choices=SCALINGS)
+    factor: float = option("by which pairs of features are slowed", 1.0, low=1, high=1e6)
+    original_context: int = option("tokens of the training's sequences, for llama3 and yarn", 0, low=0)
+    slow_turns: float = option("turns within original_context below which pairs are slowed by factor", 1.0, **_TURNS)
+    fast_turns: float | None = option(
+        "turns above which pairs are not slowed; None for 4 (llama3) or 32 (yarn)", None, **_TURNS
+    )
+    attention_factor: float | None = option(
+        "factor of rotated queries and keys, for yarn; None for 0.1·ln(factor) + 1", None, **_TURNS
+    )
+    truncate: bool = option("round yarn's bounds between slow and fast pairs to whole pairs", True)
 
     def rotated(self, head_dim: int) -> int:
         """R, the number of features that are rotated.

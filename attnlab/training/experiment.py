@@ -12,6 +12,8 @@ import optax
 from ml_collections import ConfigDict
 
 from attnlab.data.batches import Batch, EvalBatches, prefetched
+from attnlab.nn import GPT, fields
+from attnlab.ops.attention import explain
 from attnlab.support.errors import UserError
 from attnlab.training import optimizer as optimizers
 from attnlab.training import parallel as parallel_lib
@@ -64,7 +66,9 @@ class Experiment:
         config.precision = precision.resolved(config.precision, self.parallel.mesh.devices.flat[0])
         if model is not None:
             _check_model(model, vocab_size, config.data.packing)
-        self.model = model if model is not None else states.make_model(config, vocab_size)
+        self.model = model if model is not None else GPT.from_config(config, vocab_size)
+        if model is None:
+            _check_backend(self.model, self.parallel.mesh.devices.flat[0].platform)
         # An optimizer of the user's own may look at single parameters.
         self.scan = model is None and (states.scans(config) if optimizer is None else bool(config.model.scan))
         self._init = jax.jit(self.model.init)
@@ -157,6 +161,16 @@ class Experiment:
     def _create(self, seed) -> TrainState:
         average = bool(self.config.optimizer.ema)
         return states.create(self.model, self.optimizer, seed, self._init, self.scan, average)
+
+
+def _check_backend(model: GPT, platform: str) -> None:
+    """Raise UserError where the backend that `config.model.impl` names cannot run on the devices."""
+    heads = jax.ShapeDtypeStruct((1, model.context, model.num_heads, fields.head_dim(model)), model.dtype)
+    options = {"score_mod": fields.score_mods(model), "impl": model.impl, "platform": platform}
+    try:
+        jax.eval_shape(lambda x: explain(x, x, x, fields.mask(model, 0), **options) and None, heads)
+    except ValueError as error:
+        raise UserError(f"config.model.{str(error).splitlines()[0]}") from error
 
 
 def _check_model(model: nn.Module, vocab_size: int, packing: str) -> None:

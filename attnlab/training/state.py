@@ -1,5 +1,6 @@
 """The training state, and the pure functions of a training or evaluation step."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,9 +14,7 @@ from ml_collections import ConfigDict
 
 from attnlab.config import default
 from attnlab.data.batches import Batch
-from attnlab.nn import GPT, Rotary, sharding, stack_layers
-from attnlab.support.errors import UserError
-from attnlab.training import precision
+from attnlab.nn import GPT, sharding, stack_layers
 from attnlab.training.optimizer import averaged
 from attnlab.types import Array
 
@@ -176,13 +175,9 @@ SCAN_FROM = 4
 
 
 def model_fields(model: GPT) -> dict:
-    """The fields of `config.model` that define a model, without those in `HOW`.
-
-    >>> model_fields(GPT(vocab_size=65, num_layers=2, num_heads=4, width=64, context=32))["width"]
-    64
-    """
+    """The fields of `config.model` that define a model, without those in `HOW`."""
     fields = {name: getattr(model, name) for name in default().model if name not in HOW}
-    return fields | {"rotary": model.rotary._asdict()}
+    return fields | {"rotary": dataclasses.asdict(model.rotary)}
 
 
 def scans(config: ConfigDict) -> bool:
@@ -194,29 +189,3 @@ def scans(config: ConfigDict) -> bool:
     given = config.model.scan
     # Without a loop XLA joins the gathers of all layers, so that all are held at once.
     return config.model.num_layers >= SCAN_FROM or config.parallel.mesh.fsdp > 1 if given is None else given
-
-
-def make_model(config: ConfigDict, vocab_size: int) -> GPT:
-    """Create the model of a config.
-
-    Args:
-      config: the config of a run, of which `config.model` and `config.precision` are used.
-      vocab_size: the vocabulary size of the run's tokenizer.
-
-    Raises:
-      UserError: `config.model.vocab_size` is smaller.
-
-    >>> from attnlab.config import default
-    >>> make_model(default(), vocab_size=65).width
-    128
-    """
-    fields = config.model.to_dict()
-    del fields["scan"]
-    size = fields.pop("vocab_size") or vocab_size
-    if size < vocab_size:
-        raise UserError(
-            f"config.model.vocab_size = {size} is less than the tokenizer's {vocab_size}: leave it out, or with "
-            "config.init_from choose the tokenizer that the model was trained with"
-        )
-    rotary = Rotary(**fields.pop("rotary"))
-    return GPT(vocab_size=size, dtype=jnp.dtype(precision.resolved(config.precision)), rotary=rotary, **fields)

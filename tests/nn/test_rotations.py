@@ -1,5 +1,7 @@
 """Rotary positions of a share of the features, and slowed for longer contexts."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -59,7 +61,7 @@ def test_rotary_yarn_between_is_linear_in_pairs():
     np.testing.assert_allclose(options.amplitude, 0.1 * np.log(8) + 1)
     rotated = turned(X, np.zeros(7, int), options)
     np.testing.assert_allclose(rotated, X * options.amplitude, rtol=1e-6)
-    np.testing.assert_allclose(turned(X, np.zeros(7, int), options._replace(attention_factor=1.0)), X)
+    np.testing.assert_allclose(turned(X, np.zeros(7, int), dataclasses.replace(options, attention_factor=1.0)), X)
 
 
 @pytest.mark.parametrize("scaling", ["none", "linear", "llama3", "yarn"])

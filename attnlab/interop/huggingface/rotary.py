@@ -1,26 +1,18 @@
 """Rotary positions and windows of layers in a config.json: `rope_scaling` and `rope_parameters`, `layer_types`."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
 from attnlab.interop.huggingface.options import Options
 from attnlab.nn import Rotary
 
-_FAST_TURNS = {"llama3": 4.0, "yarn": 32.0}  # where a config gives none
+_FAST_TURNS = {"llama3": 4.0, "yarn": 32.0}  # defaults
 KINDS = {"sliding_attention": "local", "full_attention": "global"}
 
 
 def read_rotary(config: Options, rope: Options, partial: bool = False) -> Rotary:
-    """Rotary positions by the options of a config.
-
-    Args:
-      config: where `max_position_embeddings` and perhaps `original_max_position_embeddings` are.
-      rope: its `rope_scaling`, or `rope_parameters`, as files since `transformers` 5 have it.
-      partial: whether the family rotates a part of the features by `partial_rotary_factor`.
-
-    Raises:
-      UserError: a kind of scaling, or a value, that `Rotary` does not have.
-    """
+    """Rotary positions from `rope_scaling` or `rope_parameters`; `partial` if the family has partial_rotary_factor."""
     kind, older = rope.get("rope_type"), rope.get("type")
     key, kind = ("type", older) if kind is None else ("rope_type", kind)
     kind = kind or "default"
@@ -29,7 +21,7 @@ def read_rotary(config: Options, rope: Options, partial: bool = False) -> Rotary
     rotary = Rotary(rope.number("rope_theta"), _fraction(config, rope, kind, partial))
     if kind == "default":
         return rotary
-    rotary = rotary._replace(scaling=kind, factor=rope.number("factor"))
+    rotary = dataclasses.replace(rotary, scaling=kind, factor=rope.number("factor"))
     if rotary.factor < 1:
         raise rope.error("factor", "1 or more")
     if kind == "linear":
@@ -39,7 +31,8 @@ def read_rotary(config: Options, rope: Options, partial: bool = False) -> Rotary
     context = rope.integer(name, whole) if config.get(name) is None else config.integer(name)
     slow, fast = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
     fast_turns = rope.number_or_off(fast) or _FAST_TURNS[kind]
-    rotary = rotary._replace(
+    rotary = dataclasses.replace(
+        rotary,
         original_context=context,
         slow_turns=rope.number_or_off(slow) or 1.0,
         fast_turns=None if fast_turns == _FAST_TURNS[kind] else fast_turns,
@@ -47,7 +40,7 @@ def read_rotary(config: Options, rope: Options, partial: bool = False) -> Rotary
     if kind == "llama3":
         return rotary
     truncate = rope.get("truncate") is None or rope.flag("truncate")
-    return rotary._replace(attention_factor=_attention_factor(rope), truncate=truncate)
+    return dataclasses.replace(rotary, attention_factor=_attention_factor(rope), truncate=truncate)
 
 
 def _fraction(config: Options, rope: Options, kind: str, partial: bool) -> float:
@@ -63,13 +56,13 @@ def _fraction(config: Options, rope: Options, kind: str, partial: bool) -> float
 
 
 def _attention_factor(rope: Options) -> float | None:
-    """The factor in a config, or the one that follows from two other options; None for `Rotary`'s default."""
+    """The factor in a config, or from mscale and mscale_all_dim; None for `Rotary`'s default."""
     factor = rope.optional_number("attention_factor")
-    of_some, of_all = map(rope.number_or_off, ("mscale", "mscale_all_dim"))
-    if factor is not None or of_some is None or of_all is None:
+    mscale, all_dim = map(rope.number_or_off, ("mscale", "mscale_all_dim"))
+    if factor is not None or mscale is None or all_dim is None:
         return factor
     log = math.log(rope.number("factor"))
-    return (0.1 * of_some * log + 1) / (0.1 * of_all * log + 1)
+    return (0.1 * mscale * log + 1) / (0.1 * all_dim * log + 1)
 
 
 def write_rotary(rotary: Rotary) -> dict | None:
@@ -89,16 +82,16 @@ def write_rotary(rotary: Rotary) -> dict | None:
 
 
 def resolved(rotary: Rotary) -> Rotary:
-    """The same rotary positions with the options that their kind of scaling does not have at their defaults."""
+    """The same rotary positions, with defaults for options that their kind of scaling ignores."""
     if rotary.scaling == "none":
         return Rotary(rotary.base, rotary.fraction)
     if rotary.scaling == "linear":
         return Rotary(rotary.base, rotary.fraction, "linear", rotary.factor)
-    return rotary._replace(fast_turns=rotary.fast_turns or _FAST_TURNS[rotary.scaling])
+    return dataclasses.replace(rotary, fast_turns=rotary.fast_turns or _FAST_TURNS[rotary.scaling])
 
 
 def read_kinds(config: Options, default: Sequence[str]) -> list[str]:
-    """For each layer "local" or "global", by `layer_types`, or `default` where the config does not have it."""
+    """The kind of each layer, "local" or "global", by `layer_types`, or `default` without it."""
     types = config.get("layer_types")
     if types is None:
         return list(default)
@@ -110,21 +103,13 @@ def read_kinds(config: Options, default: Sequence[str]) -> list[str]:
 
 
 def layer_types(kinds: Sequence[str]) -> list[str]:
-    """The content of `layer_types`.
-
-    >>> layer_types(["local", "global"])
-    ['sliding_attention', 'full_attention']
-    """
+    """The content of `layer_types`."""
     names = {ours: name for name, ours in KINDS.items()}
     return [names[kind] for kind in kinds]
 
 
 def pattern(kinds: Sequence[str]) -> str:
-    """The shortest words that give these kinds of layers when repeated; "" where all are of one kind.
-
-    >>> pattern(["local", "local", "global", "local"]), pattern(["local", "local"])
-    ('local local global', '')
-    """
+    """The shortest words that repeat to these kinds of layers; "" if all are of one kind."""
     lengths = range(1, len(kinds) + 1)
     length = next(n for n in lengths if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
     return " ".join(kinds[:length]) if length > 1 else ""

@@ -1,0 +1,98 @@
+"""Options declared once, as fields of dataclasses: config, checks, help and documentation derive from them."""
+
+import dataclasses
+import numbers
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from attnlab.support.names import nearest
+
+_REQUIRED = dataclasses.MISSING
+_ACCEPTED = {int: numbers.Integral, float: numbers.Real}  # of NumPy as well
+
+
+class Option(NamedTuple):
+    """A declared option.
+
+    Attributes:
+      doc: one sentence.
+      types: of its values; float takes integers as well.
+      default: in a config.
+      low, high: bounds of a number, inclusive; integers are below 2^31.
+      choices: the valid names; empty for any.
+    """
+
+    doc: str
+    types: tuple[type, ...]
+    default: Any
+    low: float | None
+    high: float | None
+    choices: tuple[str, ...]
+
+    def problem(self, value) -> str:
+        """What is expected in place of a value; "" if it is valid."""
+        if value is None and type(None) in self.types:
+            return ""
+        accepted = tuple(_ACCEPTED.get(each, each) for each in self.types)
+        if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in self.types):
+            return f"expected a value like {self.default!r}"
+        if self.choices and value not in self.choices:
+            return f"expected one of {', '.join(self.choices)}{nearest(value, self.choices)}"
+        if isinstance(value, bool | str):
+            return ""
+        if self.low is not None and float not in self.types:
+            return "" if self.low <= value < 2**31 else f"expected {self.low} or more, below 2^31"
+        if self.low is not None and not self.low <= value <= self.high:
+            return f"expected a number from {self.low:g} to {self.high:g}"
+        return ""
+
+
+def option(doc: str, default=_REQUIRED, *, start=_REQUIRED, low=None, high=None, choices=()):
+    """A dataclass field that is an option.
+
+    Args:
+      doc: one sentence; for names, what they mean.
+      default: of the field; required where missing.
+      start: default in a config, where it differs.
+      low, high: bounds, inclusive.
+      choices: the valid names.
+
+    >>> @dataclasses.dataclass
+    ... class Sampling:
+    ...     top_k: int | None = option("most likely tokens to draw from; None for all", None, low=1)
+    >>> options(Sampling)["top_k"].problem(0)
+    'expected 1 or more, below 2^31'
+    """
+    start = default if start is _REQUIRED else start
+    return dataclasses.field(default=default, metadata={"option": (doc, start, low, high, tuple(choices))})
+
+
+def options(declaring: type) -> dict[str, Option]:
+    """The options of a dataclass by name; by dotted name where a field's type declares some itself."""
+    found = {}
+    for field in dataclasses.fields(declaring):
+        if "option" in field.metadata:
+            doc, *others = field.metadata["option"]
+            found[field.name] = Option(doc, _types(field.type), *others)
+        elif isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
+            found |= {f"{field.name}.{name}": each for name, each in options(field.type).items()}
+    return found
+
+
+def first_problem(declared: Mapping[str, Option], values: Mapping[str, Any]) -> str:
+    """The first invalid value, as in "width = 0: expected 1 or more, below 2^31"; "" if all are valid."""
+    problems = ((name, values[name], each.problem(values[name])) for name, each in declared.items())
+    return next((f"{name} = {value!r}: {expected}" for name, value, expected in problems if expected), "")
+
+
+def described(declared: Mapping[str, Option]) -> str:
+    """A line for each option, as in the "Attributes" of a docstring."""
+    return "\n".join(f"  {name}: {each.doc}." for name, each in declared.items())
+
+
+def _types(annotation) -> tuple[type, ...]:
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        return typing.get_args(annotation)
+    return (annotation,)

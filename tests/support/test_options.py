@@ -1,0 +1,102 @@
+"""Options: declared once; everything else derives from them."""
+
+import dataclasses
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from attnlab import config as configs
+from attnlab import train
+from attnlab.nn import GPT, Block, Mlp, MultiHeadAttention
+from attnlab.support.options import first_problem, option, options
+
+
+@dataclasses.dataclass
+class Inner:
+    share: float | None = option("a share", 0.5, low=0, high=1)
+
+
+@dataclasses.dataclass
+class Outer:
+    size: int = option("a size", start=4, low=1)
+    kind: str = option("a kind", "plain", choices=("plain", "gated"))
+    bias: bool = option("a bias", False)
+    inner: Inner = dataclasses.field(default_factory=Inner)
+    other: int = 3
+
+
+VALID = {"size": 2, "kind": "gated", "bias": True, "inner.share": 1}
+
+
+def test_options_are_the_declared_fields_by_dotted_name():
+    found = options(Outer)
+    assert {name: each.default for name, each in found.items()} == {
+        "size": 4, "kind": "plain", "bias": False, "inner.share": 0.5
+    }  # fmt: skip
+    assert Outer(size=1).kind == "plain"
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"inner.share": None}, {"size": np.int64(7)}, {"inner.share": np.float32(0.5)}], ids=str
+)
+def test_valid_values_have_no_problem(change):
+    assert first_problem(options(Outer), VALID | change) == ""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"size": 0}, {"size": 1.5}, {"size": None}, {"size": True}, {"size": 2**31}, {"bias": 1}, {"bias": None},
+        {"kind": "gate"}, {"kind": None}, {"inner.share": 1.1}, {"inner.share": float("nan")}, {"inner.share": "1"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_invalid_value_is_named_with_its_value(change):
+    ((name, value),) = change.items()
+    assert first_problem(options(Outer), VALID | change).startswith(f"{name} = {value!r}: expected ")
+
+
+def test_nearest_choice_is_named():
+    assert "did you mean gated?" in first_problem(options(Outer), VALID | {"kind": "gate"})
+
+
+def test_every_field_of_a_config_is_declared_and_valid():
+    assert configs.fields(configs.default()).keys() == configs.OPTIONS.keys()
+    assert first_problem(configs.OPTIONS, configs.fields(configs.default())) == ""
+
+
+def test_help_has_a_sentence_for_every_option(capsys):
+    assert train.main(["train", "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, each in configs.OPTIONS.items():
+        at = lines.index(f"  --config.{name}={each.default}")
+        assert re.search(r"\w{3}", lines[at + 1]) and lines[at + 1].startswith(" " * 6), name
+        assert each.doc and not each.doc.endswith("."), name
+
+
+def test_model_documents_every_option():
+    for name, each in options(GPT).items():
+        assert f"  {name}: {each.doc}." in GPT.__doc__
+
+
+def test_model_of_a_config_has_its_fields():
+    config = configs.default()
+    config.precision, config.model.norm, config.model.rotary.base = "bfloat16", "rms", 50.0
+    model = GPT.from_config(config, vocab_size=11)
+    assert (model.vocab_size, model.norm, model.rotary.base, model.dtype) == (11, "rms", 50.0, "bfloat16")
+    config.model.vocab_size = 7
+    with pytest.raises(ValueError, match=r"config\.model\.vocab_size = 7 .* 11"):
+        GPT.from_config(config, vocab_size=11)
+
+
+def test_norm_first_false_with_norm_at_raises_one_line():
+    block = Block(MultiHeadAttention(2), Mlp(), norm_first=False, norm_at="after")
+    with pytest.raises(ValueError, match="norm_first = False .* norm_at = 'after'"):
+        block.init(jax.random.key(0), np.ones((1, 2, 4), np.float32))
+
+
+def test_rotary_base_is_the_older_name_of_rotary():
+    assert MultiHeadAttention(2, rotary_base=5.0) == MultiHeadAttention(2, rotary=5.0)
+    assert MultiHeadAttention(2, rotary_base=5.0).clone(rotary=7.0).rotary == 7.0
