@@ -35,12 +35,7 @@ class _BackendAndRejected(NamedTuple):
 class Explanation(_BackendAndRejected):
     """The pair (backend, rejected); `split` tells how `context_parallel` splits the sequence, "" if it does not."""
 
-    split: str
-
-    def __new__(cls, backend: str, rejected: dict[str, str], split: str = ""):
-        self = super().__new__(cls, backend, rejected)
-        self.split = split
-        return self
+    split: str = ""
 
     def __str__(self):
         runs = f"runs {self.backend}" + (f" {self.split}" if self.split else "")
@@ -324,14 +319,12 @@ def _choose(impl, arguments, block_sizes, return_lse, platform=None, call=None, 
     lengths = [arguments[name].shape[-3] for name in "qk"]
     if layout is not None and not call.is_manual:
         lengths[0] //= call.devices
-    small = is_small(*lengths)
-    chosen = impl if impl != "auto" else "dense" if "dense" in able and small else able[0]
-    for name in able:
-        if name != chosen:
-            rejected[name] = "it could, but " + (
-                f"impl names {impl}" if impl != "auto" else f"{chosen} is preferred for these lengths"
-            )
-    return Explanation(chosen, rejected, "" if layout is None else str(layout))
+    chosen = impl if impl != "auto" else "dense" if "dense" in able and is_small(*lengths) else able[0]
+    why = f"impl names {impl}" if impl != "auto" else f"{chosen} is preferred for these lengths"
+    rejected |= {name: f"it could, but {why}" for name in able if name != chosen}
+    explanation = Explanation(chosen, rejected)
+    explanation.split = "" if layout is None else str(layout)
+    return explanation
 
 
 def _context_against(name, call, layout) -> str | None:

@@ -64,7 +64,7 @@ def bind(equation, operands) -> list:
 
 def _evaluate(closed: ClosedJaxpr, arguments) -> list:
     """The results of a jaxpr on the mesh in context, where JAX would use the mesh of the trace."""
-    jaxpr = closed.jaxpr
+    jaxpr = closed.jaxpr  # functions with a derivative rule, as `jax.nn.relu`, stay on the mesh of the trace
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arguments)))
 
     def read(atom):

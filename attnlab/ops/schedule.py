@@ -71,13 +71,8 @@ def schedule(
     known while tracing; for a traced mask, tiles have a moderate size and the block mask is traced too.
     """
     lengths = (q_length, kv_length)
-    where = {
-        "q_positions": q_positions,
-        "kv_positions": kv_positions,
-        "num_heads": num_heads,
-        "batch": batch,
-        "shard": shard,
-    }
+    where = {"q_positions": q_positions, "kv_positions": kv_positions, "num_heads": num_heads, "batch": batch}
+    where["shard"] = shard
     if block_sizes is not None:
         block_sizes = _clipped(block_sizes, lengths, costs)
         return block_sizes, _block_mask(mask, lengths, block_sizes, where)

@@ -63,7 +63,7 @@ class Tile(NamedTuple):
         return block * size + lax.broadcasted_iota(jnp.int32, shape, axis)
 
     def _existing(self, of_keys: bool) -> Array:
-        """The same, where the padding of the last block repeats the last index: score mods get positions that exist."""
+        """`index`, where padding repeats the last index: score mods get positions that exist."""
         length, size = self.plan.lengths[of_keys], self.plan.block_sizes[of_keys]
         index = self.index(of_keys)
         return jnp.minimum(index, length - 1) if length % size else index
@@ -80,7 +80,7 @@ class Tile(NamedTuple):
         if described.varies == "scalar":
             x = scalar(ref, self.example, self.head)
         elif described.varies == "distance":
-            x = self._of_distances(ref)
+            x = jnp.concatenate([one.spread(ref) for one in self.diagonals()], axis=0)
         else:
             x = ref[...] if column is None else wide(column[...], self.shape[1])
         if described.dtype == jnp.bool_ or x.dtype == jnp.int8:  # Mosaic broadcasts numbers only
@@ -95,9 +95,6 @@ class Tile(NamedTuple):
         blocks = pl.cdiv(self.plan.lengths[int(self.of_keys)], outer)
         start = (blocks - self.visit.row) * outer + self.visit.column * inner
         return [Diagonals(rows, inner, start - first, self.plan.rotates_rows) for first in range(0, outer, rows)]
-
-    def _of_distances(self, ref) -> Array:
-        return jnp.concatenate([one.spread(ref) for one in self.diagonals()], axis=0)
 
     def visible(self) -> Array | None:
         """Which pairs of a PARTIAL tile are visible, None for all of them."""

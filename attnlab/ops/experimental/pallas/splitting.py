@@ -5,9 +5,8 @@ gather from them by position. So a function is traced for one query and one key 
 value varies with neither (a scalar per example and head, as ALiBi's slope), with queries or keys alone (a vector, as
 segment ids), or with both (pairs, as the distance i − j).
 
-XLA computes scalars and vectors beforehand, gathers included, in O(T), and JAX differentiates them. A `Program`
-computes the pairs from them within the kernel, tile by tile. Pairs that it cannot compute, as entries of a table, are
-computed beforehand too: as a vector if they depend on the distance of indices alone, else as an array of pairs.
+XLA computes scalars and vectors beforehand, in O(T); a `Program` computes the pairs from them within the kernel. Pairs
+that it cannot compute, as entries of a table, XLA computes too: as a vector by distance of indices if they allow it.
 """
 
 import functools
@@ -42,8 +41,6 @@ _RESHAPES = frozenset(("broadcast_in_dim", "expand_dims", "pcast", "pvary", "res
 _ENTRIES_AT_A_TIME = 2**22  # of an array of pairs that is gathered: the indices take far more than the entries
 _CALLS = dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
 _CALLS |= dict.fromkeys(("jit", "pjit", "checkpoint", "remat2"), "jaxpr")  # where each has its jaxpr
-
-
 _NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -124,8 +121,10 @@ class Program:
 
 
 class Split(NamedTuple):
+    """A program and its inputs `[*batch or 1s, H or 1, sides]`: none, Tq, Tk, Tq + Tk − 1 distances j − i, or both."""
+
     program: Program
-    arrays: Callable[[], tuple[Array | None, ...]]
+    arrays: Callable[[], tuple[Array | None, ...]]  # None for indices
     drawn_bytes: int  # bytes of computed pairs
 
 
