@@ -4,7 +4,6 @@ No fixed layout serves all masks: contiguous rows give the last device of a caus
 and rows in zigzag order do the same to documents. So devices get blocks of queries by their numbers of tiles.
 """
 
-import math
 from typing import Literal, NamedTuple
 
 import jax
@@ -175,8 +174,5 @@ def _tile_sizes(mask, lengths, queries, keys, way, costs, where):
     if costs is None or 0 in lengths:
         return None
     sizes, _ = schedule(mask, *lengths, costs=costs, **where)
-    of_keys = lengths[1] if way == "gather" else math.gcd(lengths[1] // keys.size, lengths[1])
-    return tuple(
-        size if way == "gather" and at == 1 else _divisor(rows, size)
-        for at, (size, rows) in enumerate(zip(sizes, (lengths[0] // queries.size, of_keys)))
-    )
+    of_keys = sizes[1] if way == "gather" else _divisor(lengths[1] // keys.size, sizes[1])
+    return _divisor(lengths[0] // queries.size, sizes[0]), of_keys
