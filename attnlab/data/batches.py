@@ -17,11 +17,11 @@ class Batch(NamedTuple):
 
     Attributes:
       tokens: int32 `[batch, context + 1]`; inputs are all but the last column, targets all but the first.
-      example: int32 `[batch]`, the index of each window in the global batch. Random keys are folded with it, so that
-        results do not depend on the number of devices.
+      example: int32 `[batch]`, the index of each window in the global batch. Random keys are folded with it, so results
+        do not depend on the number of devices.
       weight: float32 `[batch]`, 1, or 0 for padding of the last batch.
-      segments: int32 `[batch, context + 1]`, the number of each token's document within its window, from 0; None where
-        documents are not told apart.
+      segments: int32 `[batch, context + 1]`, the number of each token's document within its window, from 0; None if
+        documents are not distinguished.
     """
 
     tokens: np.ndarray
@@ -34,8 +34,8 @@ class TrainBatches:
     """Shuffled windows of a text, epoch after epoch.
 
     An epoch is a permutation of adjacent windows, all shifted by one random offset: it shows each token once, and
-    different epochs cut the text at different places. Of several texts, each has epochs of its own, and example number
-    n, counted over all steps, is from the text that `interleave` names.
+    different epochs cut the text at different places. Each of several texts has separate epochs, and example number n,
+    counted over all steps, is from the text of `interleave(n, weights)`.
 
     Args:
       tokens: the text, int `[length]`, or anything with `len` and `read(starts, length)`, such as a token store's; with
@@ -44,8 +44,8 @@ class TrainBatches:
       batch_size: windows in the global batch.
       seed: determines the order and the offsets.
       process_index, process_count: this process gets its contiguous share of each global batch.
-      documents: where each document starts, int64 `[documents]`, ascending; batches then have `segments`. With
-        `weights`, a list of them.
+      documents: start of each document, int64 `[documents]`, ascending; batches then have `segments`. With `weights`, a
+        list of such arrays.
       weights: positive integers, in proportion to which windows are drawn from several texts.
 
     Raises:
@@ -87,8 +87,7 @@ class TrainBatches:
 def interleave(number: int, weights: Sequence[int]) -> tuple[int, int]:
     """The text of an example, and its number within that text; any `sum(weights)` examples have `weights` of each.
 
-    Of the first n examples, text 0 has n · weights[0] / sum(weights), rounded down; those that are not its own are
-    interleaved in the same way.
+    Of the first n examples, ⌊n · weights[0] / sum(weights)⌋ are of text 0; the others are interleaved in the same way.
 
     >>> [interleave(number, [2, 1]) for number in range(6)]
     [(1, 0), (0, 0), (0, 1), (1, 1), (0, 2), (0, 3)]
@@ -103,7 +102,7 @@ def interleave(number: int, weights: Sequence[int]) -> tuple[int, int]:
 
 
 def _shares(count: int, weights: Sequence[int]) -> list[int]:
-    """How many of the first `count` examples are of each text."""
+    """The number of examples of each text among the first `count`."""
     shares, rest = [], sum(weights)
     for weight in weights[:-1]:
         shares.append(count * weight // rest)
@@ -112,13 +111,13 @@ def _shares(count: int, weights: Sequence[int]) -> list[int]:
 
 
 class _Shuffled:
-    """The order in which the windows of a text are shown."""
+    """The order of a text's windows."""
 
     def __init__(self, length: int, context: int, seed: int, text: int):
         self._context = context
         self._windows = max(1, (length - context) // context)
         self._offsets = min(context, length - self._windows * context)
-        # The first text has the order that it would have alone.
+        # The first text has the same order as without other texts.
         self._epoch = functools.lru_cache(maxsize=4)(functools.partial(_epoch, seed, text, self._offsets))
 
     def start(self, example: int) -> int:
@@ -142,7 +141,7 @@ class EvalBatches:
       tokens: the held-out text, or texts, as for `TrainBatches`.
       context: predicted tokens per window.
       batch_size: windows in a global batch; the last batch is padded with windows of weight 0.
-      windows: maximal number of windows; of several texts, each gets its share by weight, if it has as many.
+      windows: maximal number of windows, shared by several texts in proportion to their weights.
       part: "all" of each text, or its "first" or "second" half.
       process_index, process_count, documents, weights: as for `TrainBatches`.
 
@@ -186,12 +185,12 @@ class EvalBatches:
 
     @property
     def windows(self) -> int:
-        """Number of windows that a pass scores."""
+        """Number of windows of a pass."""
         return len(self._starts)
 
     @property
     def windows_of_texts(self) -> list[int]:
-        """The same for each text."""
+        """Number of windows of each text."""
         return np.bincount(self._which, minlength=len(self._texts)).tolist()
 
     def __len__(self) -> int:
@@ -256,16 +255,16 @@ def _texts(tokens, documents, weights, context: int) -> list[_Text]:
 
 
 def _windows(texts: list[_Text], which: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Windows of some texts, by the number of the text and the first token, and their segments: each `[n, window]`."""
+    """Windows by the number of the text and the first token, and their segments: each `[n, window]`."""
     tokens = np.empty((len(starts), texts[0].window), np.int32)
     segments = None if texts[0].documents is None else np.empty_like(tokens)
     for number, text in enumerate(texts):
-        mine = which == number
-        if not mine.any():
+        rows = which == number
+        if not rows.any():
             continue
-        tokens[mine] = text.read(starts[mine])
+        tokens[rows] = text.read(starts[rows])
         if segments is not None:
-            segments[mine] = text.segments(starts[mine])
+            segments[rows] = text.segments(starts[rows])
     return tokens, segments
 
 
@@ -277,7 +276,7 @@ def prefetched(batches: TrainBatches | EvalBatches, start: int = 0, stop: int | 
     [(3, 5), (3, 5)]
     """
     if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()  # Grain reads its own absl flags; their defaults will do
+        flags.FLAGS.mark_as_parsed()  # Grain reads absl flags; their defaults suffice
     stop = len(batches) if stop is None else stop
     if start >= stop:
         return iter(())

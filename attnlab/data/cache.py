@@ -1,6 +1,6 @@
-"""Attnlab's data in the user's cache folder: token stores, and small facts remembered between runs, as JSON files.
+"""Attnlab's data in the user's cache folder: token stores, and facts remembered between runs as JSON files.
 
-A fact may be lost at any time: files that are missing, damaged or cannot be written are ignored.
+A fact may be lost at any time: files that are missing, damaged or not writable are ignored.
 """
 
 import contextlib
@@ -19,16 +19,12 @@ def folder() -> Path | None:
 
 
 def digest(value) -> str:
-    """The sha256 of a JSON value.
-
-    >>> digest([1, "a"])[:8]
-    '4a72386a'
-    """
+    """The sha256 of a JSON value."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def recall(kind: str, key) -> dict | None:
-    """The fact that was remembered under a key, or None."""
+    """The fact remembered under a key, or None."""
     file = _file(kind, key)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         saved = json.loads(file.read_bytes()) if file else {}
@@ -38,13 +34,7 @@ def recall(kind: str, key) -> dict | None:
 
 
 def remember(kind: str, key, fact: dict) -> None:
-    """Remember a fact.
-
-    Args:
-      kind: a folder for facts of one kind.
-      key: any JSON value; where it contains the sizes and times of files, the fact is forgotten as they change.
-      fact: any JSON object.
-    """
+    """Remember a JSON object under a JSON key, which should contain the sizes and times of the files it depends on."""
     file = _file(kind, key)
     with contextlib.suppress(OSError):
         if file:
@@ -53,7 +43,7 @@ def remember(kind: str, key, fact: dict) -> None:
 
 
 def replace(file: Path, content: bytes) -> None:
-    """Write a file atomically, and on to the disk."""
+    """Write a file atomically, and sync it to the disk."""
     unfinished = file.with_name(f"{file.name}.{os.getpid()}.new")
     try:
         with unfinished.open("wb") as written:

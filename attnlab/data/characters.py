@@ -1,4 +1,4 @@
-"""Characters of texts, as tokenizers need them: code points, UTF-8, and cuts between words."""
+"""Characters of texts for tokenizers: code points, UTF-8, and cuts between words."""
 
 import codecs
 import re
@@ -8,21 +8,14 @@ import numpy as np
 
 from attnlab.support.errors import UserError
 
-WORD_END = re.compile(r"\S(?=[ \n])")  # both are white space to the library and to Python
+WORD_END = re.compile(r"\S(?=[ \n])")  # white space both to the library and to Python
 
 
 def parts(pieces: Iterable[str], size: int = 100_000, word_end: re.Pattern = WORD_END) -> Iterator[str]:
-    """Cut a text, given in pieces, into parts of about `size` characters.
-
-    Parts end where `word_end` ends, by default where white space follows another character. No word spans such a
-    place, so the cuts change no token.
-
-    >>> list(parts(["one t", "wo three"], size=5))
-    ['one two', ' three']
-    """
+    """Cut a text into parts of about `size` characters, at ends of `word_end`, which no word spans."""
     text = ""
     for piece in pieces:
-        start, search_from = 0, max(size, len(text) - 1)  # what was searched before had no such place
+        start, search_from = 0, max(size, len(text) - 1)  # nothing was found up to here
         text += piece
         while found := word_end.search(text, search_from):
             yield text[start : found.end()]
@@ -43,11 +36,7 @@ def check_known(text: str, characters: str) -> None:
 
 
 def utf8(text: str) -> bytes:
-    """The bytes of a text; UserError for lone surrogates.
-
-    >>> utf8("ñ")
-    b'\\xc3\\xb1'
-    """
+    """The bytes of a text; UserError for lone surrogates."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -55,11 +44,7 @@ def utf8(text: str) -> bytes:
 
 
 def complete(pieces: Iterable[bytes]) -> Iterator[str]:
-    """Decode UTF-8 from pieces, yielding each character as soon as its last byte arrives.
-
-    >>> list(complete([b"a", b"\\xc3", b"\\xb1o"]))
-    ['a', 'ño']
-    """
+    """Decode UTF-8 from pieces, yielding each character as soon as its last byte arrives."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for piece in pieces:
         if characters := decoder.decode(piece):

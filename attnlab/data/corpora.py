@@ -1,8 +1,8 @@
-"""Corpora: where a text is, how long it is, and where its validation part begins; the text itself stays on the disk.
+"""Corpora: the location of a text, its length, and the start of its validation part; the text stays on the disk.
 
 `load("python_docs")`, `load("quijote")`, `load("text", path="notes/*.txt")`, or `load("tfds:NAME")` for any TFDS text
-dataset that is already prepared as array_record or can be prepared without TensorFlow and Beam. A first `load` reads
-the text once; what it found is remembered for as long as sizes and times of the files stay the same.
+dataset that is prepared as array_record, or can be prepared without TensorFlow and Beam. The first `load` reads the
+text once and remembers the result while the sizes and times of the files stay the same.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ from attnlab.support.errors import UserError
 
 BUILT_IN = ("python_docs", "quijote")
 BLOCKS = 64  # of a sample
-_VERSION = 1  # of what is remembered
-_SETTLED = 2  # seconds: a file that was written later may change again without a new time
+_VERSION = 1  # of remembered scans
+_SETTLED = 2  # seconds: a file written more recently may change again without a new time
 
 
 class TextChangedError(UserError):
-    """A text is not what it was when its sha256 was computed."""
+    """A text changed since its sha256 was computed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Corpus:
     """A text on the disk, split into a training and a validation part.
 
     Attributes:
-      name: the name it was loaded by.
+      name: the `name` of `load`.
       sha256: digest of the UTF-8 bytes of the whole text, training part first.
       characters, bytes: length of the whole text, in code points and in UTF-8.
       documents: number of documents.
       documents_sha256: digest of the documents' lengths.
       train_characters: length of the training part; the rest is for validation.
-      alphabet: every character of the text once, in code point order.
-      source: where the text is read from.
+      alphabet: the distinct characters of the text, in code point order.
+      source: reads the text.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Corpus:
 
     @property
     def parts(self) -> tuple["Corpus", ...]:
-        """This corpus alone, as `Mixture.parts`."""
+        """This corpus, as `Mixture.parts`."""
         return (self,)
 
     @property
@@ -67,13 +67,11 @@ class Corpus:
         return (1,)
 
     def pieces(self) -> Iterator[tuple[str, Piece]]:
-        """The text in pieces, each with its split, "train" or "validation".
-
-        A document that both splits share becomes two.
+        """The text in pieces, each with its split, "train" or "validation". A document in both splits becomes two.
 
         Raises:
           UserError: a file that cannot be read.
-          TextChangedError: the text is not what it was.
+          TextChangedError: the text changed since it was scanned.
         """
         left, digest = self.train_characters, hashlib.sha256()
         for piece in self.source.pieces():
@@ -90,7 +88,7 @@ class Corpus:
             raise TextChangedError(f"{self.name} changed while it was read: run the command again")
 
     def sample(self, size: int) -> str:
-        """Evenly spaced blocks of the text, about `size` bytes in all; the whole text if it is not longer."""
+        """Evenly spaced blocks of the text, about `size` bytes in all, or the whole text."""
         if self.bytes <= size:
             return "".join(piece.text for piece in self.source.pieces())
         block = max(1, size * self.characters // self.bytes // BLOCKS)
@@ -99,7 +97,7 @@ class Corpus:
 
 
 class Mixture(NamedTuple):
-    """Several corpora, from which windows are drawn in proportion to weights.
+    """Several corpora, with weights by which windows are drawn.
 
     Attributes:
       parts: the corpora.
@@ -111,7 +109,7 @@ class Mixture(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of every mixture."""
+        """The name "mixture"."""
         return "mixture"
 
     @property
@@ -131,11 +129,11 @@ class Mixture(NamedTuple):
 
     @property
     def alphabet(self) -> str:
-        """Every character of the texts once, in code point order."""
+        """The distinct characters of the texts, in code point order."""
         return "".join(sorted(set().union(*(part.alphabet for part in self.parts))))
 
     def sample(self, size: int) -> str:
-        """Samples of the parts, in proportion to the weights; of a small part, no more than there is."""
+        """Samples of the parts, in proportion to the weights; of a small part, the whole."""
         shares = [size * weight // sum(self.weights) for weight in self.weights]
         return "".join(part.sample(share) for part, share in zip(self.parts, shares))
 
@@ -149,14 +147,14 @@ def load(
     mixture: str = "",
     quiet: bool = True,
 ) -> Corpus | Mixture:
-    """Find a corpus, preparing it first if necessary, and read it once unless its files are known.
+    """Find a corpus, prepare it if necessary, and read it once unless its files are known.
 
     Args:
       name: "python_docs", "quijote", "text" or "tfds:NAME" (also "tfds:NAME/CONFIG").
-      path: for "text", a file or a glob; files are joined in name order. Files called *.jsonl, *.ndjson, *.parquet and
-        *.array_record* are read as such, all others as UTF-8 text.
-      feature: for "tfds:NAME", the text feature to read; may be empty if there is only one. For JSONL and Parquet, the
-        field or column, "text" by default. For array_record files, the feature of tf.Example protos.
+      path: for "text", a file or a glob, whose files are joined in name order. *.jsonl, *.ndjson, *.parquet and
+        *.array_record are read as such, other files as UTF-8 text.
+      feature: for "tfds:NAME", the text feature; may be empty if there is only one. For JSONL and Parquet, the field or
+        column, "text" by default. For array_record files, the feature of tf.Example protos.
       validation_fraction: fraction of the characters, at the end, to hold out; a TFDS dataset with a validation or test
         split uses that split instead.
       mixture: corpora and their weights instead of a name: "quijote=3, notes/*.txt=1, tfds:NAME=0.5".
@@ -186,11 +184,7 @@ def load(
 
 
 class Strings(NamedTuple):
-    """A text in memory.
-
-    Attributes:
-      train, validation: its parts.
-    """
+    """A text in memory, in two parts."""
 
     train: str
     validation: str
@@ -202,7 +196,7 @@ class Strings(NamedTuple):
 
 
 def read_text(name: str, *, path: str = "", feature: str = "", validation_fraction: float = 0.1) -> Strings:
-    """Read a corpus into memory; arguments and errors are those of `load`.
+    """Read a corpus into memory; arguments and errors as for `load`.
 
     >>> train, validation = read_text("python_docs")
     >>> len(train) > 8 * len(validation)
@@ -215,14 +209,14 @@ def read_text(name: str, *, path: str = "", feature: str = "", validation_fracti
 
 
 def parse_mixture(mixture: str) -> dict[str, int]:
-    """The corpora that a mixture names and their weights, as integers without a common factor.
+    """The corpora of a mixture and their weights, as integers without a common factor.
 
     Args:
-      mixture: NAME=WEIGHT, separated by commas. A name is a built-in corpus, tfds:NAME, a path or a glob; a weight is a
+      mixture: NAME=WEIGHT, separated by commas; NAME is a built-in corpus, tfds:NAME, a path or a glob, WEIGHT a
         positive number.
 
     Raises:
-      UserError: it is written in another way.
+      UserError: it is not of this form.
 
     >>> parse_mixture("quijote=1.5, notes/*.txt=1, tfds:ag_news_subset=1")
     {'quijote': 3, 'notes/*.txt': 2, 'tfds:ag_news_subset': 2}
@@ -253,7 +247,7 @@ def _find(name: str, path: str, feature: str) -> Source:
         return sources.find(path, feature)
     if name not in BUILT_IN and not name.startswith("tfds:"):
         raise UserError(f"data.name = {name!r} is unknown: use one of {', '.join(BUILT_IN)}, text, or tfds:NAME")
-    from attnlab.data import datasets  # a second to import, which files do not need
+    from attnlab.data import datasets  # a second to import, not needed for files
 
     return datasets.find(name, feature)
 
@@ -262,7 +256,7 @@ def _find(name: str, path: str, feature: str) -> Source:
 
 
 class _Scan(NamedTuple):
-    """The result of one pass over a text; `held_out` counts the characters of its own validation split, or is None."""
+    """The result of one pass over a text; `held_out` counts the characters of its validation split, or is None."""
 
     sha256: str
     characters: int
@@ -327,8 +321,7 @@ class _Alphabet:
         self._ascii = b""
 
     def add(self, encoded: bytes) -> None:
-        """Add the characters of a text in UTF-8."""
-        rest = encoded.translate(None, self._ascii)  # without known ones of one byte, it still is UTF-8
+        rest = encoded.translate(None, self._ascii)  # without known ASCII it still is UTF-8
         self._seen[np.frombuffer(rest.decode().encode("utf-32-le"), np.uint32)] = True
         self._ascii = bytes(np.flatnonzero(self._seen[:128]).tolist())
 
@@ -338,7 +331,7 @@ class _Alphabet:
 
 
 def _slices(source: Source, starts: list[int], length: int) -> Iterator[str]:
-    """The text in [start, start + length) for each of some ascending starts, which do not overlap."""
+    """The text in [start, start + length) for some ascending starts that do not overlap."""
     ranges = iter((start, start + length) for start in starts)
     first, end = next(ranges)
     position = 0

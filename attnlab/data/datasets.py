@@ -1,5 +1,4 @@
-"""TFDS datasets as documents: attnlab's own builders, and any text set, written to array_record and read back without
-TensorFlow.
+"""TFDS datasets as documents: attnlab's builders, and any text dataset, as array_record without TensorFlow.
 
 TFDS stores prepared datasets in the folder TFDS_DATA_DIR, by default `~/tensorflow_datasets`.
 """
@@ -28,15 +27,7 @@ BLOCK = 64  # documents read at once
 
 
 class Dataset(NamedTuple):
-    """A prepared TFDS dataset.
-
-    Attributes:
-      name: what the user calls it.
-      builder: its builder.
-      feature: the feature with the text.
-      splits: the split for training and, if the set has one, a split for validation.
-      separator: between documents.
-    """
+    """A prepared TFDS dataset, with its splits for training and, if there is one, for validation."""
 
     name: str
     builder: tfds.core.DatasetBuilder
@@ -53,7 +44,7 @@ class Dataset(NamedTuple):
         return [self.feature, list(self.splits), self.separator, sources.stamps(files)]
 
     def pieces(self) -> Iterator[Piece]:
-        """The text: the documents of the training split, then those of the other."""
+        """The text: the documents of the training split, then the held-out documents."""
         for number, split in enumerate(self.splits):
             if number:
                 yield Piece(self.separator, ends=False, held_out=True)
@@ -73,21 +64,11 @@ class Dataset(NamedTuple):
 
 
 def find(name: str, feature: str = "") -> Dataset:
-    """A dataset by name, prepared if it is not yet.
-
-    Args:
-      name: "python_docs", "quijote", "tfds:NAME" or "tfds:NAME/CONFIG".
-      feature: the text feature of "tfds:NAME"; may be empty if there is only one, or one is called "text".
-
-    Raises:
-      UserError: there is no such dataset, or it cannot be prepared.
-
-    >>> find("python_docs").splits
-    ('train',)
-    """
+    """A dataset by name, prepared if necessary; an empty `feature` is the only text feature, or "text"."""
     if name in BUILDERS:
-        builder = _prepare(_build(BUILDERS[name]), name)
-        return Dataset(name, builder, "text", ("train",), "")
+        with _one_line_errors(BUILDERS[name].name):
+            builder = BUILDERS[name](file_format="array_record")
+        return Dataset(name, _prepare(builder, name), "text", ("train",), "")
     with _one_line_errors(name):
         builder = _build_by_name(name)
     builder = _prepare(builder, name)
@@ -131,7 +112,7 @@ class _TextBuilder(tfds.core.GeneratorBasedBuilder):
 
 
 class PythonDocs(_TextBuilder):
-    """The language reference that is part of every CPython (pydoc_data.topics), topic by topic.
+    """The language reference in every CPython (pydoc_data.topics), topic by topic.
 
     The text differs between Python versions, so the dataset's name contains the version.
     """
@@ -149,7 +130,7 @@ class PythonDocs(_TextBuilder):
 class Quijote(_TextBuilder):
     """Cervantes, El ingenioso hidalgo don Quijote de la Mancha (1605, 1615): book 2000 of Project Gutenberg.
 
-    A UTF-8 text at `downloads/manual/quijote.txt`, if there is one, is read instead of downloading.
+    A UTF-8 text at `downloads/manual/quijote.txt` replaces the download.
     """
 
     name = "attnlab_quijote"
@@ -157,11 +138,8 @@ class Quijote(_TextBuilder):
     def _pieces(self, dl_manager):
         by_hand = Path(os.fspath(dl_manager.download_dir)) / "manual" / "quijote.txt"
         path = by_hand if by_hand.exists() else Path(os.fspath(dl_manager.download(GUTENBERG_QUIJOTE)))
-        yield _between_gutenberg_marks(_read(path))
-
-
-def _read(path: Path) -> str:
-    return "".join(piece.text for piece in sources.Files("text", (str(path),), "").pieces())
+        pieces = sources.Files("text", (str(path),), "").pieces()
+        yield _between_gutenberg_marks("".join(piece.text for piece in pieces))
 
 
 def _between_gutenberg_marks(text: str) -> str:
@@ -183,19 +161,21 @@ def _build_by_name(name):
 
 
 def _prepare(builder, name):
-    """Write a dataset as array_record unless it is prepared already; TFDS writes to a folder that it then renames."""
+    """Write a dataset as array_record unless it is prepared; TFDS writes to a folder and renames it."""
     with _one_line_errors(name, builder):
-        if (
-            builder.is_prepared() and builder.info.splits
-        ):  # a builder made before the dataset was prepared has no splits
+        # A builder created before the dataset was prepared has no splits.
+        if builder.is_prepared() and builder.info.splits:
             return builder
     if isinstance(builder, tfds.core.BeamBasedBuilder):
         raise UserError(f"{name} needs Apache Beam to be prepared: prepare it elsewhere with {_recipe(builder, name)}")
-    # By default TFDS retries ten times: minutes without any message if there is no network.
+    # TFDS' default of ten takes minutes without any message if there is no network.
     downloader.MAX_RETRIES = RETRIES
-    remedy = _quijote_remedy(builder) if isinstance(builder, Quijote) else CHECK_NETWORK
+    remedy = CHECK_NETWORK
+    if isinstance(builder, Quijote):
+        by_hand = builder.data_dir_root / "downloads" / "manual" / "quijote.txt"
+        remedy = f"check the network, put the text at {by_hand}, or use --config.data.path=FILE"
     with _one_line_errors(name, builder, remedy=remedy), _preparation_lock(builder.data_dir_root):
-        # A new builder, as another process may have prepared the dataset since the old one read the disk.
+        # A new builder, because another process may have prepared the dataset meanwhile.
         builder = type(builder)(
             data_dir=builder.data_dir_root, config=builder.builder_config, file_format="array_record"
         )
@@ -206,7 +186,7 @@ def _prepare(builder, name):
 
 @contextlib.contextmanager
 def _preparation_lock(folder):
-    """Hold a lock: only one process per machine prepares datasets, as TFDS replaces files that others may read."""
+    """Hold a lock on preparing datasets, one process per machine, because TFDS replaces files that others may read."""
     folder = os.fspath(folder)
     if "://" in folder:
         yield
@@ -215,16 +195,6 @@ def _preparation_lock(folder):
     with open(os.path.join(folder, ".attnlab.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def _build(cls, **options):
-    with _one_line_errors(cls.name):
-        return cls(file_format="array_record", **options)
-
-
-def _quijote_remedy(builder):
-    by_hand = builder.data_dir_root / "downloads" / "manual" / "quijote.txt"
-    return f"check the network, put the text at {by_hand}, or use --config.data.path=FILE"
 
 
 def _recipe(builder, name):
@@ -251,9 +221,7 @@ def _one_line_errors(name, builder=None, done="prepared", remedy=CHECK_NETWORK):
             f"{name} cannot be written to {error.filename}: set TFDS_DATA_DIR to a folder that you can write to"
         ) from error
     except Exception as error:  # network and format errors of many libraries
-        what = str(error).strip().splitlines()
-        raise UserError(
-            f"{name} could not be {done} ({type(error).__name__}: {what[0] if what else ''}): {remedy}"
-        ) from error
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise UserError(f"{name} could not be {done} ({type(error).__name__}: {first}): {remedy}") from error
     finally:
         logging.disable(logging.NOTSET)

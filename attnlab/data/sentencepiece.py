@@ -1,7 +1,7 @@
 """SentencePiece's tokenizers (Kudo & Richardson 2018) as published with Llama 2, Mistral, Gemma and Phi-3.
 
-A space is the character "▁" of a token, most put one before a text, and characters without a token are bytes like
-"<0xC3>". Hugging Face's `tokenizers` reads the files and finds the tokens; vocabularies are not trained here.
+A space is the character "▁" of a token, most tokenizers prepend a space to a text, and characters without a token are
+bytes like "<0xC3>". Hugging Face's `tokenizers` reads the files and encodes; vocabularies are not trained here.
 """
 
 import json
@@ -16,8 +16,8 @@ from attnlab.support.errors import UserError
 
 _SPACE = "▁"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-# The steps of its parts that are read, as in the library's JSON, or their types. Those of a normalizer change
-# characters to other forms of the same, those of a pre-tokenizer cut without losing any.
+# Supported steps of each part, as in the library's JSON, or their types: normalizers change only forms of characters,
+# pre-tokenizers cut without dropping any.
 _TO_SPACES = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
 _STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 _NORMALIZERS = [
@@ -31,24 +31,11 @@ _KEEPING = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 
 
 class SentencePieceTokenizer:
-    """One token per word or part of a word, with the space before it, of a vocabulary of SentencePiece.
+    """One token per word or part of a word, with the space before it, of a SentencePiece vocabulary.
 
-    No token that begins or ends a text, such as "<s>", is added; written in a text it becomes one token. Decoding
-    restores a text, except that "▁" becomes a space, some normalize characters (to NFKC) or give a space back after
-    "</s>" and the like, and those that put no space before a text with a space lose that one.
-
-    Args:
-      tokenizer: the library's, with a BPE or Unigram model.
-
-    Raises:
-      ValueError: its parts are of other kinds, or lose text.
-
-    >>> from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    >>> library = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁", -3.0), ("▁low", -1.0), ("er", -2.0)], unk_id=0))
-    >>> library.pre_tokenizer, library.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    >>> tokenizer = SentencePieceTokenizer(library)
-    >>> tokenizer.encode("lower low").tolist(), tokenizer.decode([2, 3, 2]), tokenizer.decode([2], continues=True)
-    ([2, 3, 2], 'lower low', ' low')
+    "<s>" and the like are not added; written in a text they become one token. Decoding restores a text, except that "▁"
+    becomes a space, some tokenizers normalize characters (to NFKC) or return a space after "</s>" and the like, and
+    tokenizers that prepend no space lose the first space of a text.
     """
 
     kind = "sentencepiece"
@@ -65,15 +52,10 @@ class SentencePieceTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, "<s>" and other added ones included."""
         return len(self._pieces)
 
     def encode(self, text: str, continues: bool = False) -> np.ndarray:
-        """Token ids of `text`, int32 `[length]`; `continues`: a part from `parts` other than the first.
-
-        Raises:
-          UserError: lone surrogates, or a character not in the vocabulary, if that has no bytes.
-        """
+        """As `Tokenizer.encode`; UserError for a character without a token if there are no byte tokens."""
         characters.utf8(text)
         parts = [text] if continues else self.parts([text])
         found = [np.zeros(0, np.int32), *(self._ids(part, continues or at > 0) for at, part in enumerate(parts))]
@@ -87,24 +69,19 @@ class SentencePieceTokenizer:
 
     def _ids(self, text: str, continues: bool = False) -> np.ndarray:
         if continues and self._prepends:
-            text = text.removeprefix(" ")  # which is put before it
-        # Unlike `encode`, this lets other threads run, and skips the places of tokens in the text.
+            text = text.removeprefix(" ")  # the library prepends it
+        # Unlike `encode`, this releases the GIL, and computes no offsets.
         encoding, = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)  # fmt: skip
         return np.array(encoding.ids, np.int32)
 
     def parts(self, pieces: Iterable[str]) -> Iterator[str]:
-        """Parts of about 100,000 characters, as the library needs hundreds of bytes per character."""
         return characters.parts(pieces, word_end=self._word_end)
 
     def decode(self, ids, continues: bool = False) -> str:
-        """The text of token ids `[length]`; invalid UTF-8 becomes U+FFFD.
-
-        `continues`: they continue other tokens, so that a space at their beginning is kept.
-        """
+        """The text of token ids `[length]`; invalid UTF-8 becomes U+FFFD, `continues` keeps a first space."""
         return "".join(self.stream(iter(ids), continues))
 
     def stream(self, ids: Iterator[int], continues: bool = False) -> Iterator[str]:
-        """Complete characters, each as soon as its last byte arrives; `continues` as for `decode`."""
         strips = self._strips and not continues
         for text in characters.complete(self._pieces[i] for i in ids):
             if kept := text.removeprefix(" ") if strips else text:
@@ -125,7 +102,7 @@ def _steps(part: dict | None) -> list[dict]:
 
 
 def _check(content: dict) -> None:
-    """Raise ValueError unless the parts of a tokenizer are SentencePiece's and keep texts."""
+    """Raise ValueError unless a tokenizer's parts are SentencePiece's and preserve texts."""
     model, tokens = content["model"], _tokens(content)
     for part, known in (("normalizer", _NORMALIZERS), ("pre_tokenizer", _SPLITS), ("decoder", _DECODERS)):
         for step in _steps(content[part]):
@@ -161,7 +138,7 @@ def _unknown(content: dict) -> int | None:
 
 
 def _strips(decoder: dict) -> bool:
-    """Whether the decoder takes away the space before a text."""
+    """Whether the decoder removes the space before a text."""
     return any(s["type"] == "Strip" or s.get("prepend_scheme", "never") != "never" for s in _steps(decoder))
 
 
@@ -176,10 +153,7 @@ def _pieces(content: dict) -> list[bytes]:
 
 
 def _word_end(content: dict, prepends: bool) -> re.Pattern:
-    """Ends where a text can be cut before a space: no token has a space behind such a character.
-
-    Nor is there an added token that takes that space, or, where a space is put behind those, one on either side.
-    """
+    """Places before a space where a text can be cut, because no token and no added token spans them."""
     before = {pair[0] for token in _tokens(content) for pair in re.findall(rf"[^{_SPACE} ][{_SPACE} ]", token)}
     added = [token for token in content["added_tokens"] if token["content"]]
     before |= {token["content"][-1] for token in added if token["rstrip"] or prepends}

@@ -1,7 +1,6 @@
 """Documents from files: text, JSONL, Parquet and array_record, read piece by piece in bounded memory.
 
-The documents of one source join to one text. Text files are joined at line ends, documents of the other kinds by blank
-lines.
+The documents of a source join to one text: text files at line ends, other documents with blank lines.
 """
 
 import codecs
@@ -22,13 +21,7 @@ _COMPRESSED = {".gz": "gunzip", ".zst": "unzstd", ".bz2": "bunzip2", ".xz": "unx
 
 
 class Piece(NamedTuple):
-    """A part of a document.
-
-    Attributes:
-      text: some of its text, perhaps none.
-      ends: whether the document ends here.
-      held_out: whether it belongs to a validation split that the source itself has.
-    """
+    """A part of a document; `ends` at its end, `held_out` in a validation split of the source."""
 
     text: str
     ends: bool = True
@@ -37,23 +30,17 @@ class Piece(NamedTuple):
 
 @runtime_checkable
 class Source(Protocol):
-    """A text in pieces, which may be read several times."""
+    """A text in pieces, which can be read several times."""
 
     def signature(self) -> list | None:
-        """A key of the content that needs no reading: paths, sizes, times, …; None if there is none."""
+        """A key of the content without reading it: paths, sizes, times, …; None if there is none."""
 
     def pieces(self) -> Iterator[Piece]:
-        """The text. Raises UserError for files that cannot be read."""
+        """The text; UserError for files that cannot be read."""
 
 
 class Files(NamedTuple):
-    """Files of one kind.
-
-    Attributes:
-      kind: one of `READERS`.
-      paths: the files, in the order of their texts.
-      feature: the field, column or feature with the text; unused for text files.
-    """
+    """Files of one kind of `READERS`; `feature` is the field, column or feature with the text."""
 
     kind: str
     paths: tuple[str, ...]
@@ -69,19 +56,7 @@ class Files(NamedTuple):
 
 
 def find(path: str, feature: str = "") -> Files:
-    """The files that a path or a glob names.
-
-    Args:
-      path: a file, which wins over a glob of the same name, or a glob; `**` stands for any folders.
-      feature: the field of JSONL (default "text"), the column of Parquet (default "text"), or the feature of tf.Example
-        protos in array_record files, which without one are read as text.
-
-    Raises:
-      UserError: no file, a folder, a compressed file, or files of several kinds.
-
-    >>> find(__file__).kind
-    'text'
-    """
+    """The files of a path (which wins over a glob of the same name) or a glob, all of one kind."""
     expanded = os.path.expanduser(path)
     paths = [expanded] if os.path.exists(expanded) else sorted(glob.glob(expanded, recursive=True))
     if not paths:
@@ -101,11 +76,7 @@ def find(path: str, feature: str = "") -> Files:
 
 
 def stamps(paths: Iterable[str]) -> list:
-    """The path, size, time and inode of each file.
-
-    Raises:
-      UserError: a file that is gone or may not be read.
-    """
+    """The path, size, time and inode of each file."""
     found = []
     for path in paths:
         with one_line(path):
@@ -115,11 +86,7 @@ def stamps(paths: Iterable[str]) -> list:
 
 
 def joined(documents: Iterable[str], separator: str = SEPARATOR, held_out: bool = False) -> Iterator[Piece]:
-    """Documents with a separator after each but the last.
-
-    >>> [piece.text for piece in joined(["a", "b"], "; ")]
-    ['a; ', 'b']
-    """
+    """Documents with a separator after each but the last."""
     before = None
     for document in documents:
         if before is not None:
@@ -131,7 +98,7 @@ def joined(documents: Iterable[str], separator: str = SEPARATOR, held_out: bool 
 
 @contextlib.contextmanager
 def one_line(path):
-    """Raises errors of the operating system within its block as a UserError that names the file."""
+    """Raise an OSError in the block as a UserError that names the file."""
     try:
         yield
     except OSError as error:
@@ -249,7 +216,7 @@ def _array_record_file(path: str, feature: str) -> Iterator[str]:
         reader = array_record_module.ArrayRecordReader(path, "readahead_buffer_size:0,max_parallelism:0")
         count = reader.num_records()
         if not count:
-            reader.close()  # raises what is wrong with a file that is none
+            reader.close()  # raises the error of a file of another format
     for start in range(0, count, 64):
         with _intact(path):
             records = reader.read(start, min(start + 64, count))
@@ -267,7 +234,7 @@ def _intact(path: str):
 
 
 def _example_reader(feature: str) -> Callable[[bytes, str], str]:
-    # The classes of the protos, which come without TensorFlow.
+    # These classes do not need TensorFlow.
     from google.protobuf.message import DecodeError
     from tensorflow_datasets.proto import tf_example_generated_pb2 as protos
 

@@ -1,11 +1,11 @@
-"""Token stores: a corpus as token ids on the disk, in shards, from which windows are read.
+"""Token stores: the token ids of a corpus on the disk, in shards, from which windows are read.
 
-A store is made once, by all cores, and found again by its key: the text's sha256, the place where the validation part
-begins, the tokenizer's sha256, the packing and the version of the format. Its bytes depend on nothing else. It is made
-in `KEY.partial` and renamed when it is complete; if that is interrupted, finished shards are used again.
+A store is written once, by all cores, and found by its key: the text's sha256, the start of the validation part, the
+tokenizer's sha256, the packing and the version of the format. Its bytes depend on nothing else. It is written to
+`KEY.partial` and renamed when it is complete; after an interruption, finished shards are reused.
 
-The files of a store: `manifest.json`; `SPLIT-NNNNN.bin`, token ids as uint8, uint16 or uint32, little-endian, whichever
-holds the vocabulary; with packing "documents" `SPLIT.documents.bin`, where each document starts, as int64.
+Files of a store: `manifest.json`; `SPLIT-NNNNN.bin`, token ids as uint8, uint16 or uint32, little-endian, the smallest
+that holds the vocabulary; with packing "documents" `SPLIT.documents.bin`, the start of each document as int64.
 """
 
 import collections
@@ -52,13 +52,13 @@ def load(
     folder: str | Path = "",
     quiet: bool = True,
 ) -> "Store":
-    """Open the store of a corpus, after making it if there is none.
+    """Open the store of a corpus; write it first if there is none.
 
     Args:
       corpus: the text.
       tokenizer: encodes it.
-      packing: "stream" encodes each split as one text; "documents" encodes each document by itself, and keeps where it
-        starts.
+      packing: "stream" encodes each split as one text; "documents" encodes each document separately, and stores its
+        start.
       folder: where stores are; attnlab's cache folder if empty.
       quiet: print no progress.
 
@@ -91,7 +91,7 @@ def load(
             with _lock(lock, corpus.name, quiet):
                 if not path.exists():
                     _make(path, key, corpus, tokenizer, quiet)
-                lock.unlink(missing_ok=True)  # whoever waits for it finds the store
+                lock.unlink(missing_ok=True)  # waiting processes then find the store
     store = Store(path, key)
     if not is_new:
         store.verify(corpus.name, quiet)
@@ -99,11 +99,11 @@ def load(
 
 
 class Store:
-    """A complete token store; sizes of its files are checked, their content by `verify`.
+    """A complete token store; the sizes of its files are checked, their content by `verify`.
 
     Args:
       path: its folder.
-      key: what it must have been made from; None for anything.
+      key: the expected key; None for any.
 
     Attributes:
       path: its folder.
@@ -111,7 +111,7 @@ class Store:
       train, validation: `Tokens` of the splits.
 
     Raises:
-      UserError: it is missing, damaged, or was made from something else.
+      UserError: it is missing, damaged, or has another key.
     """
 
     def __init__(self, path: Path, key: dict | None = None):
@@ -128,7 +128,7 @@ class Store:
         )
 
     def verify(self, name: str = "tokens", quiet: bool = True) -> None:
-        """Compare the content of all files with the sha256 sums of the manifest, several files at a time.
+        """Compare all files with the sha256 sums of the manifest, several at a time.
 
         Args:
           name: of the text, for the progress line.
@@ -152,10 +152,10 @@ class Store:
 
 
 class Tokens:
-    """The token ids of one split; they are read from the disk, and no page of them stays in this process' memory.
+    """The token ids of one split, read from the disk without keeping them in memory.
 
     Attributes:
-      documents: int64 `[documents]`, where each document starts; empty with packing "stream".
+      documents: int64 `[documents]`, the start of each document; empty with packing "stream".
       characters, bytes: length of the split's text, in code points and in UTF-8.
     """
 
@@ -187,7 +187,7 @@ class Tokens:
 
         Raises:
           IndexError: a window is not within the text.
-          UserError: a file has been removed or truncated since the store was opened.
+          UserError: a file was removed or truncated since the store was opened.
         """
         windows = np.empty((len(starts), length), np.int32)
         for window, start in zip(windows, np.asarray(starts).tolist()):
@@ -212,7 +212,7 @@ class Tokens:
 
 
 class _OpenFile:
-    """A file that stays open while anyone uses it."""
+    """A file that stays open while it is referenced."""
 
     def __init__(self, path: Path):
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -233,7 +233,7 @@ def _make(path: Path, key: dict, corpus: Corpus, tokenizer: tokenizers.Tokenizer
         with Progress(f"tokenising {corpus.name}", corpus.bytes, quiet) as progress:
             try:
                 shards = _write_shards(partial, finished, corpus, tokenizer, key["packing"], progress)
-            except TextChangedError:  # what was made of it is not to be used again
+            except TextChangedError:  # its shards must not be reused
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
         manifest = {"key": key, "dtype": _dtype(tokenizer).str, "splits": _splits(partial, shards)}
@@ -243,11 +243,11 @@ def _make(path: Path, key: dict, corpus: Corpus, tokenizer: tokenizers.Tokenizer
         file.unlink(missing_ok=True)
     if not path.exists():
         partial.rename(path)
-    shutil.rmtree(partial, ignore_errors=True)  # two processes made it, on a file system without locks
+    shutil.rmtree(partial, ignore_errors=True)  # left if two processes wrote it, on a file system without locks
 
 
 def _finished(partial: Path) -> dict[str, dict]:
-    """The intact shards of an interrupted attempt, from its journal; the other files are removed."""
+    """The intact shards of an interrupted attempt, from its journal; removes the other files."""
     finished = {}
     journal = partial / _JOURNAL
     for line in journal.read_text().splitlines() if journal.exists() else ():
@@ -265,8 +265,7 @@ def _finished(partial: Path) -> dict[str, dict]:
 
 
 def _write_shards(partial, finished, corpus, tokenizer, packing, progress) -> list[dict]:
-    """Write all shards but the finished ones; returns the journal's records of all."""
-
+    """Write the missing shards; the journal's records of all."""
     known = frozenset(finished)
 
     def encode(job):
@@ -304,7 +303,7 @@ def _text_digest(units: Iterable["_Encoded"]) -> str:
 
 
 def _in_order(pool: concurrent.futures.Executor, function: Callable, jobs: Iterable, ahead: int) -> Iterator:
-    """The results of a pool in the order of the jobs, at most `ahead` of which are waiting at a time."""
+    """The results of a pool in the order of the jobs, of which at most `ahead` are waiting."""
     pending = collections.deque()
     for job in jobs:
         pending.append(pool.submit(function, job))
@@ -315,10 +314,7 @@ def _in_order(pool: concurrent.futures.Executor, function: Callable, jobs: Itera
 
 
 class _Part(NamedTuple):
-    """A text that is encoded by itself; `begins` says whether the start of a document is to be kept.
-
-    `continues`: it goes on after the part before it.
-    """
+    """A text that is encoded separately; `begins` a document whose start is stored, or `continues` a part."""
 
     text: str
     begins: bool
@@ -326,7 +322,7 @@ class _Part(NamedTuple):
 
 
 class _Encoded(NamedTuple):
-    """A unit's tokens, and the index of the first token of each document in it; its text's length and digest."""
+    """A unit's tokens, the index of each document's first token; its text's length and digest."""
 
     tokens: np.ndarray
     starts: np.ndarray
@@ -336,7 +332,7 @@ class _Encoded(NamedTuple):
 
 
 def _jobs(corpus: Corpus, tokenizer: tokenizers.Tokenizer, packing: str) -> Iterator[tuple[str, list[_Part]]]:
-    """(shard, unit) for the whole text."""
+    """(Shard, unit) for the whole text."""
     for split, group in itertools.groupby(corpus.pieces(), operator.itemgetter(0)):
         pieces = (piece for _, piece in group)
         parts = _stream(pieces, tokenizer) if packing == "stream" else _documents(pieces, tokenizer)
@@ -417,11 +413,7 @@ def _write_shard(partial: Path, name: str, units: Iterable[_Encoded]) -> dict:
 
 
 class _NewFile:
-    """A file of arrays, which gets its name when it is complete and on the disk.
-
-    Attributes:
-      facts: its name, size and sha256, when it is complete.
-    """
+    """A file of arrays, renamed to its path when it is complete and synced; `facts` are its name, size and sha256."""
 
     def __init__(self, path: Path):
         self._path, self._unfinished = path, path.with_name(f"{path.name}.{os.getpid()}.new")
@@ -446,20 +438,20 @@ class _NewFile:
                 os.replace(self._unfinished, self._path)
                 self.facts = {"name": self._path.name, "bytes": self._size, "sha256": self._digest.hexdigest()}
         finally:
-            self._unfinished.unlink(missing_ok=True)  # a full disk needs the room
+            self._unfinished.unlink(missing_ok=True)
 
 
 def _splits(partial: Path, shards: list[dict]) -> dict[str, dict]:
-    """The manifest's part about the splits; writes the starts of the documents of each."""
+    """The manifest's part about the splits; writes their documents' starts."""
     splits = {}
     for split in SPLITS:
-        mine = [shard for shard in shards if shard["name"].startswith(f"{split}-")]
-        facts = {name: sum(shard[name] for shard in mine) for name in ("tokens", "documents", "characters", "bytes")}
-        facts["files"] = [shard["files"][0] for shard in mine]
+        here = [shard for shard in shards if shard["name"].startswith(f"{split}-")]
+        facts = {name: sum(shard[name] for shard in here) for name in ("tokens", "documents", "characters", "bytes")}
+        facts["files"] = [shard["files"][0] for shard in here]
         if facts["documents"]:
             first = 0
             with _NewFile(partial / _documents_file(split)) as starts:
-                for shard in mine:
+                for shard in here:
                     starts.write(np.fromfile(partial / shard["files"][1]["name"], "<i8") + first)
                     first += shard["tokens"]
             facts["files"].append(starts.facts)
@@ -505,7 +497,7 @@ def _read_manifest(path: Path) -> dict:
 
 
 def _check_manifest(manifest: dict) -> None:
-    """Raises where a field is missing or cannot be what `_make` wrote; files are named without a folder."""
+    """Raise unless the fields are as `_make` writes them; files are named without a folder."""
     if manifest["dtype"] not in ("|u1", "<u2", "<u4") or not isinstance(manifest["sha256"], str):
         raise ValueError
     manifest["key"]["version"]
@@ -551,7 +543,7 @@ def _writing(root: Path):
 
 @contextlib.contextmanager
 def _lock(path: Path, name: str, quiet: bool):
-    """Only one process per machine makes a store; the others wait for it."""
+    """Only one process per machine writes a store; the others wait for it."""
     with path.open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -559,6 +551,6 @@ def _lock(path: Path, name: str, quiet: bool):
             if not quiet:
                 print(f"waiting for another process that tokenises {name}", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks: both make the same files
+        except OSError:  # a file system without locks: both write the same files
             pass
         yield

@@ -1,7 +1,7 @@
 """Tokenizers: text to token ids and back, by character, byte, word or subword.
 
 Word and subword vocabularies are trained on the corpus with Hugging Face's `tokenizers`; the same text gives the same
-vocabulary in every process. Published models bring their own, which `pretrained` reads.
+vocabulary in every process. `pretrained` reads the tokenizers of published models.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from attnlab.data.sentencepiece import SentencePieceTokenizer
 from attnlab.support import files
 from attnlab.support.errors import UserError
 
-# Its threads gain little, and without this setting it warns in every process forked after they ran.
+# Its threads gain little, and without this setting it warns in every forked process.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -36,19 +36,20 @@ class Tokenizer(Protocol):
         """Number of token ids, which are 0 … vocab_size − 1."""
 
     def encode(self, text: str, continues: bool = False) -> np.ndarray:
-        """Token ids of `text`, int32 `[length]`; `continues`: a part from `parts` other than the first.
+        """Token ids of `text`, int32 `[length]`, without added tokens; `continues`: it is a later part of `parts`.
 
-        No token that begins or ends a text is added. Raises UserError for text that cannot be encoded.
+        Raises:
+          UserError: text that cannot be encoded.
         """
 
     def parts(self, pieces: Iterable[str]) -> Iterator[str]:
-        """Cut a text, given in pieces, so that the parts' tokens concatenate to `encode` of the whole."""
+        """Cut a text in pieces, so that the parts' tokens concatenate to `encode` of the whole."""
 
     def decode(self, ids, continues: bool = False) -> str:
-        """The text of token ids `[length]`; `continues`: they continue other tokens, so any space before them stays."""
+        """The text of token ids `[length]`; `continues`: they follow other tokens, so a first space stays."""
 
     def stream(self, ids: Iterator[int], continues: bool = False) -> Iterator[str]:
-        """Decode token ids as they arrive; the pieces concatenate to the result of `decode`."""
+        """Decode token ids as they arrive; the pieces concatenate to `decode`."""
 
     def to_dict(self) -> dict:
         """The content of `tokenizer.json`."""
@@ -58,7 +59,7 @@ class CharTokenizer:
     """One token per character (Unicode code point), in code point order.
 
     Attributes:
-      characters: the vocabulary; token i is the i-th of them.
+      characters: the vocabulary; token i is its i-th character.
 
     >>> tokenizer = CharTokenizer.of("hello")
     >>> tokenizer.encode("hole").tolist(), tokenizer.decode([1, 0])
@@ -72,41 +73,33 @@ class CharTokenizer:
             raise UserError("a character vocabulary must list each character once, in code point order")
         self.characters = characters
         points = code_points(characters).astype(np.int64)
-        # The token of each code point up to the largest in the vocabulary; −1 for no token, as the one behind it.
+        # The token of each code point; −1 for no token, and last for all larger code points.
         self._ids = np.full(points.max(initial=-1) + 2, -1, np.int32)
         self._ids[points] = np.arange(len(points))
 
     @classmethod
     def of(cls, text: str) -> "CharTokenizer":
-        """Build the tokenizer whose vocabulary is every character of `text`."""
+        """The tokenizer of all characters of `text`."""
         return cls(np.unique(code_points(text)).tobytes().decode("utf-32-le"))
 
     @property
     def vocab_size(self) -> int:
-        """Number of characters."""
         return len(self.characters)
 
     def encode(self, text: str, continues: bool = False) -> np.ndarray:
-        """Token ids of `text`, int32 `[length]`.
-
-        Raises:
-          UserError: a character that is not in the vocabulary.
-        """
+        """As `Tokenizer.encode`; UserError for a character that is not in the vocabulary."""
         ids = self._ids[np.minimum(code_points(text), len(self._ids) - 1)]
         if len(ids) and ids.min() < 0:
             check_known(text, self.characters)
         return ids
 
     def parts(self, pieces: Iterable[str]) -> Iterator[str]:
-        """The pieces themselves."""
         return iter(pieces)
 
     def decode(self, ids, continues: bool = False) -> str:
-        """The text of token ids `[length]`."""
         return "".join(self.characters[i] for i in ids)
 
     def stream(self, ids: Iterator[int], continues: bool = False) -> Iterator[str]:
-        """One character per id."""
         return (self.characters[i] for i in ids)
 
     def to_dict(self) -> dict:
@@ -125,11 +118,10 @@ class ByteTokenizer:
     vocab_size = 256
 
     def encode(self, text: str, continues: bool = False) -> np.ndarray:
-        """The UTF-8 bytes of `text`, int32 `[length]`. Raises UserError for lone surrogates."""
+        """The UTF-8 bytes of `text`, int32 `[length]`; UserError for lone surrogates."""
         return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
 
     def parts(self, pieces: Iterable[str]) -> Iterator[str]:
-        """The pieces themselves."""
         return iter(pieces)
 
     def decode(self, ids, continues: bool = False) -> str:
@@ -137,7 +129,6 @@ class ByteTokenizer:
         return bytes(int(i) for i in ids).decode("utf-8", errors="replace")
 
     def stream(self, ids: Iterator[int], continues: bool = False) -> Iterator[str]:
-        """Complete characters, each as soon as its last byte arrives."""
         return complete(bytes([int(i)]) for i in ids)
 
     def to_dict(self) -> dict:
@@ -146,7 +137,7 @@ class ByteTokenizer:
 
 
 class TrainedTokenizer:
-    """One token per word or part of a word, with a vocabulary trained on a text.
+    """One token per word or part of a word, of a trained vocabulary.
 
     Args:
       kind: "word", "bpe" or "wordpiece", as in `make`.
@@ -169,13 +160,13 @@ class TrainedTokenizer:
         # Bytes without a token, which the library would drop silently.
         self._unknown = set(range(256)) - {piece[0] for piece in self._pieces if len(piece) == 1}
         self._known = {} if _splits_at_spaces(tokenizer) else None
-        # Some pre-tokenizers prepend a space to a text without one, so parts must begin with a space there; those of
-        # Llama 3 and Qwen take a full stop and the new lines behind it as one word.
+        # Some pre-tokenizers prepend a space to a text without one, so parts must begin with a space; Llama 3's and
+        # Qwen's take a full stop and the following new lines as one word.
         self._word_end = _BEFORE_SPACE if self._known is None else WORD_END
 
     @classmethod
     def of(cls, kind: str, text: str, vocab_size: int, characters: str | None = None) -> "TrainedTokenizer":
-        """Train a tokenizer of a kind on `text`; `characters` are all that "wordpiece" must encode.
+        """Train a tokenizer on `text`; "wordpiece" can encode all `characters`.
 
         Raises:
           UserError: an empty text, or a vocabulary smaller than the kind's minimum.
@@ -183,22 +174,17 @@ class TrainedTokenizer:
         if not text:
             raise UserError("the text is empty: give a text with at least a few thousand characters")
         if kind == "wordpiece":
-            return cls(
-                kind, _train_wordpiece(text, vocab_size, sorted(set(text if characters is None else characters)))
-            )
+            characters = sorted(set(text if characters is None else characters))
+            return cls(kind, _train_wordpiece(text, vocab_size, characters))
         return cls(kind, _TRAIN[kind](text, vocab_size))
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens; fewer than requested if the text does not have as many."""
+        """Number of tokens; a short text may have fewer than requested."""
         return len(self._pieces)
 
     def encode(self, text: str, continues: bool = False) -> np.ndarray:
-        """Token ids of `text`, int32 `[length]`.
-
-        Raises:
-          UserError: lone surrogates, or, for "wordpiece" and a pretrained "bpe", a character not in the vocabulary.
-        """
+        """As `Tokenizer.encode`; "wordpiece" and a pretrained "bpe" may lack a character."""
         utf8(text)
         if self.kind == "wordpiece":
             check_known(text, self._characters)
@@ -212,19 +198,18 @@ class TrainedTokenizer:
         words = _SPACED_WORDS.findall(part)
         if len(self._known) > _MOST_KNOWN:
             self._known = {}
-        known = self._known  # of this call: another thread may begin anew
+        known = self._known  # another thread may replace it
         new = list(set(words).difference(known))
         known.update(zip(new, self._ids(new)))
         return np.frombuffer(b"".join([known[word] for word in words]), np.int32)
 
     def _ids(self, texts: list[str]) -> list[bytes]:
         """The int32 tokens of each text."""
-        # Unlike `encode`, this lets other threads run, and skips the places of tokens in the text.
+        # Unlike `encode`, this releases the GIL, and computes no offsets.
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.int32).tobytes() for encoding in encodings]
 
     def parts(self, pieces: Iterable[str]) -> Iterator[str]:
-        """Parts of about 100,000 characters, as the library needs hundreds of bytes per character."""
         return parts(pieces, word_end=self._word_end)
 
     def decode(self, ids, continues: bool = False) -> str:
@@ -232,7 +217,6 @@ class TrainedTokenizer:
         return b"".join(self._pieces[i] for i in ids).decode("utf-8", errors="replace")
 
     def stream(self, ids: Iterator[int], continues: bool = False) -> Iterator[str]:
-        """Complete characters, each as soon as its last byte arrives."""
         return complete(self._pieces[i] for i in ids)
 
     def to_dict(self) -> dict:
@@ -240,14 +224,14 @@ class TrainedTokenizer:
         return {"kind": self.kind, "tokenizer": json.loads(self._tokenizer.to_str())}
 
 
-# Split into runs of white space, runs of word characters, and single other characters, without losing any. Longer runs
-# are cut, because WordPiece tries every prefix of a word.
+# Runs of white space, runs of word characters, and single other characters. Longer runs are cut, because WordPiece
+# tries every prefix of a word.
 _LONGEST = 100
 _WORDS = pre_tokenizers.Split(huggingface.Regex(rf"\s{{1,{_LONGEST}}}|\w{{1,{_LONGEST}}}|[^\s\w]"), "isolated")
 _BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
 _BEFORE_SPACE = re.compile(r"\S(?= )")
-# Words with the white space before them: a text is cut at every place where `WORD_END` ends. The library spends most
-# of its time on finding words; looking up the tokens of these is several times faster.
+# Words with the white space before them, cut at every end of `WORD_END`. Looking up their tokens is several times
+# faster than the library, which spends most of its time on finding words.
 _SPACED_WORDS = re.compile(r"\s*(?:\S+|[^\S \n]\s*)*")
 _MOST_KNOWN = 200_000  # about 50 MB
 _UNKNOWN = "<unk>"
@@ -257,7 +241,7 @@ _CONTINUES = "##"
 def _train_words(text: str, vocab_size: int) -> huggingface.Tokenizer:
     trainer = trainers.WordLevelTrainer(vocab_size=vocab_size, special_tokens=[_UNKNOWN], show_progress=False)
     vocabulary = _trained(models.WordLevel(), _WORDS, trainer, text).get_vocab(with_added_tokens=False)
-    # A new tokenizer, as the trained one would read "<unk>" in a text as the special token.
+    # A new tokenizer, because the trained one would read "<unk>" in a text as the special token.
     return _untrained(models.WordLevel(vocabulary, unk_token=_UNKNOWN), _WORDS)
 
 
@@ -278,13 +262,13 @@ def _train_wordpiece(text: str, vocab_size: int, characters: list[str]) -> huggi
             f"data.vocab_size = {vocab_size}: the text has {len(characters)} characters, {len(continuing)} of which "
             f"can also continue a word: use {least} or more"
         )
-    # By default the library numbers continuing characters in the random order of a hash map, and these numbers break
-    # ties between merges of equal frequency. Special tokens are numbered in the order given.
+    # By default the library numbers continuing characters in a random order, and these numbers break ties between
+    # merges of equal frequency. Special tokens keep their order.
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size, min_frequency=2, special_tokens=characters + continuing, show_progress=False
     )
     vocabulary = _trained(models.WordPiece(), _WORDS, trainer, text).get_vocab(with_added_tokens=False)
-    # A new tokenizer, as the trained one would extract special tokens from a text before splitting it into words.
+    # A new tokenizer, because the trained one would extract special tokens before splitting a text into words.
     model = models.WordPiece(
         vocabulary, unk_token=_UNKNOWN, continuing_subword_prefix=_CONTINUES, max_input_chars_per_word=_LONGEST
     )
@@ -292,7 +276,7 @@ def _train_wordpiece(text: str, vocab_size: int, characters: list[str]) -> huggi
 
 
 def _splits_at_spaces(tokenizer: huggingface.Tokenizer) -> bool:
-    """Whether no token spans a place where white space follows another character, as with all that are trained here."""
+    """Whether no token spans a place where white space follows another character."""
     splits = tokenizer.pre_tokenizer and json.loads(tokenizer.pre_tokenizer.__getstate__())
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
     added = tokenizer.get_added_tokens_decoder().values()
@@ -316,7 +300,7 @@ def _trained(model, pre_tokenizer, trainer, text: str) -> huggingface.Tokenizer:
 
 
 def _bytes_of(kind: str, token: str) -> bytes:
-    """The UTF-8 bytes that a token of the library stands for."""
+    """The UTF-8 bytes of a token of the library."""
     if kind == "bpe":
         try:
             return bytes(_GPT2_BYTES[character] for character in token)
@@ -327,10 +311,10 @@ def _bytes_of(kind: str, token: str) -> bytes:
 
 
 def _gpt2_bytes() -> dict[str, int]:
-    """GPT-2's byte alphabet: printable Latin-1 characters stand for themselves, the other bytes follow from U+0100."""
+    """GPT-2's byte alphabet: printable Latin-1 characters are themselves, the other bytes follow from U+0100."""
     characters = sorted(_BYTE_LEVEL.alphabet())
-    own = [ord(character) for character in characters if ord(character) < 256]
-    return dict(zip(characters, own + sorted(set(range(256)) - set(own))))
+    printable = [ord(character) for character in characters if ord(character) < 256]
+    return dict(zip(characters, printable + sorted(set(range(256)) - set(printable))))
 
 
 _GPT2_BYTES = _gpt2_bytes()
@@ -340,24 +324,24 @@ KINDS = ("char", "byte", *_TRAIN)
 
 
 def make(kind: str, text: str, vocab_size: int = 1024, characters: str | None = None) -> Tokenizer:
-    """Build the tokenizer of a kind for a text.
+    """Build a tokenizer for a text.
 
     Args:
       kind: one of `KINDS`:
         "char", every character of the text;
         "byte", the bytes of UTF-8;
-        "word", the most frequent words, where runs of word characters, runs of white space and single other
-          characters count as words; all other words become "<unk>", which is part of the vocabulary. Predicting
-          "<unk>" is right for any of them, so bits per character do not compare with other kinds;
+        "word", the most frequent words: runs of word characters, runs of white space, and single other characters. All
+          other words become "<unk>"; predicting "<unk>" is right for any of them, so bits per character do not compare
+          with other kinds;
         "bpe", byte-level BPE as in GPT-2 (Sennrich et al. 2016, Radford et al. 2019): starting from bytes, the most
           frequent pairs are merged, so any text can be encoded;
         "wordpiece", as in BERT (Schuster & Nakajima 2012, Wu et al. 2016, Devlin et al. 2019): the longest piece that
           begins a word, then the longest that continues it, marked "##". As in the library, the vocabulary is chosen
-          by merges, not by likelihood. Unlike BERT's, it keeps capitals and white space, so that decoding restores any
-          text made of the corpus's characters.
+          by merges, not by likelihood. Unlike BERT's, it keeps capitals and white space, so decoding restores any text
+          of the corpus's characters.
       text: the whole corpus, or a sample of it.
-      vocab_size: maximal size for "word", "bpe" and "wordpiece"; pairs that occur only once are not merged.
-      characters: all characters of the corpus, for "char" and "wordpiece"; None for those of `text`.
+      vocab_size: maximum for "word", "bpe" and "wordpiece"; pairs that occur only once are not merged.
+      characters: all characters of the corpus, for "char" and "wordpiece"; None for the characters of `text`.
 
     Raises:
       UserError: an unknown kind; for trained kinds, an empty text or a vocabulary smaller than the kind's minimum.
@@ -376,17 +360,16 @@ def make(kind: str, text: str, vocab_size: int = 1024, characters: str | None = 
 
 
 def pretrained(folder: Path, vocab_size: int | None = None) -> Tokenizer | None:
-    """Load a tokenizer from files as Hugging Face's libraries write them.
+    """Load a tokenizer in the format of Hugging Face's libraries.
 
     Args:
       folder: contains `tokenizer.json`, or GPT-2's `vocab.json` and `merges.txt`.
-      vocab_size: of the model. Added tokens beyond it are left out, such as the one for images in Gemma 3, of whose
-        text models it is no token.
+      vocab_size: the model's. Added tokens beyond it are removed, such as the image token in Gemma 3's text models.
 
     Returns:
       A tokenizer of kind "bpe" (byte-level, as with GPT-2, Llama 3 and Qwen) or "sentencepiece" (as with Llama 2,
-      Mistral, Gemma and Phi-3), including "<|endoftext|>" and other added tokens; None if there are no such files. If
-      it normalizes texts, to Unicode's composed form as Qwen's does, that is what `decode` gives back.
+      Mistral, Gemma and Phi-3), with its added tokens; None without such files. `decode` returns normalized text if it
+      normalizes, as Qwen's does to NFC.
 
     Raises:
       UserError: files that cannot be read, or a tokenizer of another kind.
@@ -420,13 +403,13 @@ def pretrained(folder: Path, vocab_size: int | None = None) -> Tokenizer | None:
 def _gpt2(vocabulary: Path, merges: Path) -> TrainedTokenizer:
     tokenizer = _untrained(models.BPE.from_file(str(vocabulary), str(merges)), _BYTE_LEVEL)
     tokenizer.decoder = decoders.ByteLevel()
-    if tokenizer.token_to_id(_END_OF_TEXT) is not None:
-        tokenizer.add_special_tokens([_END_OF_TEXT])
+    if tokenizer.token_to_id("<|endoftext|>") is not None:
+        tokenizer.add_special_tokens(["<|endoftext|>"])
     return TrainedTokenizer("bpe", tokenizer)
 
 
 def _as_published(tokenizer: huggingface.Tokenizer) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json`; ValueError for a kind that is not read."""
+    """The tokenizer of a `tokenizer.json`; ValueError for an unsupported kind."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if hasattr(tokenizer.model, "dropout"):
@@ -455,9 +438,6 @@ def _check_splits(pre_tokenizer: dict | None) -> None:
         raise ValueError("its pre-tokenizer puts a space before every word (add_prefix_space)")
 
 
-_END_OF_TEXT = "<|endoftext|>"
-
-
 def save(tokenizer: Tokenizer, path: Path) -> None:
     """Write a tokenizer as JSON."""
     path.write_bytes(_to_json(tokenizer))
@@ -476,7 +456,7 @@ def load(path: Path) -> Tokenizer:
     """Load a tokenizer written by `save`.
 
     Raises:
-      UserError: the file is missing or is not a tokenizer.
+      UserError: the file is missing or not a tokenizer.
     """
     try:
         return from_dict(files.read_json(path))
@@ -487,7 +467,7 @@ def load(path: Path) -> Tokenizer:
 
 
 def from_dict(saved: dict) -> Tokenizer:
-    """The tokenizer whose `to_dict` is `saved`; raises any exception where it is none's.
+    """The tokenizer with the `to_dict` `saved`; any exception for other content.
 
     >>> from_dict({"kind": "byte"}).encode("a").tolist()
     [97]

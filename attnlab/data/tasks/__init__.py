@@ -1,10 +1,7 @@
 """Synthetic tasks with a known answer.
 
-A batch is a pure function of the step and the seed. Those of all tasks but `pairs` may be traced: a compiled loop draws
-its own batches, and `vmap` over seeds those of several runs. `TEST` is the first of the steps that no study trains on.
-
->>> jax.vmap(lambda seed: repeats(0, batch_size=4, length=8, seed=seed))(jnp.arange(3)).shape
-(3, 4, 8)
+A batch is a pure function of the step and the seed, and can be traced, except `pairs`: a compiled loop draws batches
+itself, and `vmap` over seeds draws them for several runs. Studies train on steps below `TEST`.
 """
 
 from attnlab.data.tasks.alignments import KINDS, Pairs, pairs

@@ -37,7 +37,7 @@ def pairs(
     held_out: bool = False,
     seed: int = 0,
 ) -> Pairs:
-    """Draw a batch of sources to copy or to reverse; a pure function of its arguments.
+    """Draw a batch of sources to copy or to reverse.
 
     Args:
       kind: "copy" or "reverse".
@@ -47,13 +47,6 @@ def pairs(
       vocab_size: symbols are 1 … vocab_size − 1.
       held_out: draw only sources whose symbols sum to a multiple of ten; otherwise, only the others.
       seed: random seed.
-
-    Raises:
-      ValueError: an unknown kind, lengths that are empty or below 1, or a vocabulary and lengths with too few sources.
-
-    >>> batch = pairs("reverse", 0, batch_size=1, lengths=[3], vocab_size=10)
-    >>> batch.source[0].tolist(), batch.targets[0].tolist(), batch.alignment[0].tolist()
-    ([8, 6, 5], [5, 6, 8, 0], [2, 1, 0, -1])
     """
     if kind not in KINDS:
         raise ValueError(f"kind = {kind!r}: expected one of {', '.join(KINDS)}")

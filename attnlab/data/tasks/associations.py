@@ -1,4 +1,4 @@
-"""Pairs of keys and values, then keys whose values are asked for: the task of associative recall."""
+"""Pairs of keys and values, then queried keys: the task of associative recall."""
 
 import functools
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class Recall(NamedTuple):
     """Sequences of multi-query associative recall.
 
     Attributes:
-      tokens: int32 `[B, 3·P]`: n pairs key, value, key, value, … after 2·(P − n) zeros, then P keys that are asked for.
+      tokens: int32 `[B, 3·P]`: n pairs key, value, key, value, … after 2·(P − n) zeros, then P queried keys.
       targets: int32 `[B, P]`, the value of each of the last P tokens.
       pairs: int32 `[B]`, n.
     """
@@ -29,10 +29,9 @@ class Recall(NamedTuple):
 
 
 def recall(step: Number, *, batch_size: int, pairs: Sequence[int], vocab_size: int = 256, seed: Number = 0) -> Recall:
-    """Draw sequences of multi-query associative recall (Arora et al. 2023); a pure function of its arguments.
+    """Draw sequences of multi-query associative recall (Arora et al. 2023).
 
-    The keys of a sequence are different, and so are its values. Its questions go through all its keys, in random
-    order, before any is asked for again.
+    Keys and values of a sequence are distinct. The queries go through all keys in random order, then repeat them.
 
     Args:
       step: training step.
@@ -40,13 +39,6 @@ def recall(step: Number, *, batch_size: int, pairs: Sequence[int], vocab_size: i
       pairs: possible numbers of pairs of a sequence; P is the largest.
       vocab_size: V; keys are 1 … h, values h + 1 … 2·h, where h = (V − 1) // 2.
       seed: random seed.
-
-    Raises:
-      ValueError: numbers of pairs that are empty or below 1, fewer keys than pairs, or an empty batch.
-
-    >>> batch = recall(0, batch_size=1, pairs=[2], vocab_size=8)
-    >>> batch.tokens.tolist(), batch.targets.tolist()
-    ([[2, 4, 3, 5, 3, 2]], [[5, 4]])
     """
     pairs = tuple(pairs)
     if not pairs or min(pairs) < 1:
@@ -61,17 +53,17 @@ def recall(step: Number, *, batch_size: int, pairs: Sequence[int], vocab_size: i
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _recall(step, seed, batch_size, pairs, vocab_size):
     most, half = max(pairs), (vocab_size - 1) // 2
-    # One draw for all: each further one adds a second to the time in which a loop around this is compiled.
+    # One draw for all, because each draw adds a second to the compilation of a loop around this.
     drawn = jax.random.uniform(key_of(step, seed), (batch_size, 2 * half + most + 1))
     number = jnp.array(pairs, jnp.int32)[(drawn[:, -1:] * len(pairs)).astype(jnp.int32)]
     shuffled = jnp.argsort(drawn[:, : 2 * half].reshape(batch_size, 2, half), axis=-1).astype(jnp.int32)
     keys, values = 1 + shuffled[:, 0, :most], 1 + half + shuffled[:, 1, :most]
 
-    blank = jnp.arange(most) < most - number  # the pairs that the sequence does not have
+    blank = jnp.arange(most) < most - number  # pairs that the sequence does not have
     shown = jnp.where(blank[..., None], BLANK, jnp.stack([keys, values], axis=2))
-    # Sorted by random numbers, blank pairs last, the first `number` are those shown in random order.
+    # Sorted by random numbers with blank pairs last, the first `number` are the shown pairs in random order.
     order = jnp.argsort(drawn[:, 2 * half : -1] + blank, axis=1)
-    asked = jnp.take_along_axis(order, jnp.arange(most) % number, axis=1)
-    questions, targets = (jnp.take_along_axis(x, asked, axis=1) for x in (keys, values))
-    tokens = jnp.concatenate([shown.reshape(batch_size, 2 * most), questions], axis=1)
+    queried = jnp.take_along_axis(order, jnp.arange(most) % number, axis=1)
+    queries, targets = (jnp.take_along_axis(x, queried, axis=1) for x in (keys, values))
+    tokens = jnp.concatenate([shown.reshape(batch_size, 2 * most), queries], axis=1)
     return Recall(tokens, targets, number[:, 0])

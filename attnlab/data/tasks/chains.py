@@ -1,4 +1,4 @@
-"""Markov chains: new ones in each sequence, or one chain that trigger tokens interrupt."""
+"""Markov chains: a random chain for each sequence, or one chain that trigger tokens interrupt."""
 
 import functools
 from typing import NamedTuple
@@ -34,26 +34,19 @@ def chains(
     doubly_stochastic: bool = False,
     seed: Number = 0,
 ) -> Chains:
-    """Draw sequences of Markov chains, each of a chain of its own (Edelman et al. 2024); a pure function.
+    """Draw sequences, each of a random Markov chain (Edelman et al. 2024).
 
-    The rows of the transition matrices are drawn from the flat Dirichlet distribution, the first states are uniform. So
-    by Bayes' rule the probability that j follows i is (count of i j + 1) / (count of i + S), in the pairs so far.
+    Transition matrices have rows from the flat Dirichlet distribution; first states are uniform. By Bayes' rule the
+    probability that j follows i is (count of i j + 1) / (count of i + S), over the previous pairs.
 
     Args:
       step: training step.
       batch_size: B.
       length: T.
       states: S.
-      doubly_stochastic: scale the columns of the matrices to sum to 1 as well: all states are then equally frequent in
-        the long run, and how often each one occurred tells nothing about the next.
+      doubly_stochastic: scale the columns to sum to 1 as well: all states are then equally frequent in the long run,
+        and counts of single states predict nothing.
       seed: random seed.
-
-    Raises:
-      ValueError: a batch or a length below 1, or fewer than two states.
-
-    >>> drawn = chains(1, batch_size=2, length=8)
-    >>> drawn.tokens.shape, drawn.transitions.sum(-1).round(4).tolist()
-    ((2, 8), [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
     """
     if min(batch_size, length) < 1 or states < 2:
         sizes = f"batch_size = {batch_size}, length = {length} and states = {states}"
@@ -94,10 +87,10 @@ def backcopy(
     rate: float = 0.2,
     seed: Number = 0,
 ) -> Int[Array, "B T"]:
-    """Draw sequences of the Bigram-Backcopy task (Guo et al. 2024, section 2); a pure function of its arguments.
+    """Draw sequences `[B, T]` of the Bigram-Backcopy task (Guo et al. 2024, section 2).
 
-    Sequences begin with token 0, which occurs nowhere else. After a trigger, one of the tokens 1 … triggers, comes the
-    token before it once more; after any other token the next of a Markov chain, `backcopy_chain`.
+    Sequences begin with token 0, which occurs nowhere else. After a trigger, one of the tokens 1 … triggers, the token
+    before it is repeated; after any other token follows the next of a Markov chain, `backcopy_chain`.
 
     Args:
       step: training step.
@@ -105,40 +98,23 @@ def backcopy(
       length: T.
       vocab_size: tokens are 0 … vocab_size − 1.
       triggers: number of trigger tokens.
-      rate: probability that a trigger follows a token which is none.
+      rate: probability that a trigger follows another token.
       seed: random seed, also of the chain.
-
-    Returns:
-      int32 `[B, T]`.
-
-    Raises:
-      ValueError: a batch or a length below 1, no triggers, fewer than two tokens that are neither, or a rate that is
-        not between 0 and 1.
-
-    >>> tokens = backcopy(1, batch_size=2, length=64)
-    >>> is_trigger = (tokens[:, 1:-1] >= 1) & (tokens[:, 1:-1] <= 3)
-    >>> bool((tokens[:, 2:] == tokens[:, :-2])[is_trigger].all())
-    True
     """
     if min(batch_size, length, triggers) < 1 or vocab_size < triggers + 3 or not 0 < rate < 1:
-        given = f"batch_size = {batch_size}, length = {length}, vocab_size = {vocab_size}, triggers = {triggers}"
+        sizes = f"batch_size = {batch_size}, length = {length}, vocab_size = {vocab_size}, triggers = {triggers}"
         raise ValueError(
-            f"{given}, rate = {rate}: expected 1 or more, a vocabulary of triggers + 3 or more, and a rate between 0 "
+            f"{sizes}, rate = {rate}: expected 1 or more, a vocabulary of triggers + 3 or more, and a rate between 0 "
             "and 1"
         )
     return _backcopy(step, seed, batch_size, length, vocab_size, triggers, rate)
 
 
 def backcopy_chain(seed: Number, vocab_size: int = 64, triggers: int = 3, rate: float = 0.2) -> Float[Array, "V V"]:
-    """The chain of `backcopy`: probabilities of the next token (last axis) after one that is no trigger.
+    """The chain of `backcopy`: probabilities of the next token (last axis) after a token that is not a trigger.
 
-    It is the same in all sequences of a seed. Tokens that are no triggers follow with probabilities that are drawn from
-    a Dirichlet distribution of concentration 1/10, so that few are likely. No trigger follows the first token, which
-    it would have to copy.
-
-    >>> chain = backcopy_chain(0)
-    >>> chain[5, 1:4].sum().round(3).tolist(), chain[0, 1:4].sum().tolist()
-    (0.20000000298023224, 0.0)
+    Other tokens follow with probabilities from a Dirichlet distribution of concentration 1/10, so that few are likely.
+    No trigger follows the first token, which has no token before it to repeat.
     """
     drawn = jax.random.dirichlet(jax.random.key(seed), jnp.full(vocab_size - triggers - 1, 0.1), (vocab_size,))
     into_triggers = jnp.where(jnp.arange(vocab_size) == 0, 0.0, rate)[:, None]
@@ -153,7 +129,7 @@ def _backcopy(step, seed, batch_size, length, vocab_size, triggers, rate):
     def follow(tokens, u):
         before, token = tokens
         drawn = (u[:, None] >= bounds[token]).sum(-1, dtype=jnp.int32)
-        # The sum of probabilities may fall short of 1 by rounding: the last token stands for what is missing.
+        # The sum of probabilities may fall short of 1 by rounding, hence the minimum.
         following = jnp.where((token >= 1) & (token <= triggers), before, jnp.minimum(drawn, vocab_size - 1))
         return (token, following), token
 

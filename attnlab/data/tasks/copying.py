@@ -1,4 +1,4 @@
-"""Sources to copy or to reverse within one sequence, as a decoder reads them."""
+"""Sources to copy or to reverse within one sequence, for a decoder."""
 
 import functools
 from collections.abc import Sequence
@@ -20,8 +20,7 @@ class Copies(NamedTuple):
 
     Attributes:
       tokens: int32 `[B, 2·S + 2]`: 1, the n symbols of the source, 2, the n symbols of the copy; padded with 0.
-      targets: int32 `[B, 2·S + 2]`: at the 2 and at each symbol of the copy the next symbol of the copy, then 0 for the
-        end; −1 where nothing is to be predicted.
+      targets: int32 `[B, 2·S + 2]`: from the 2 on the next symbol of the copy, then 0 for the end; −1 elsewhere.
       lengths: int32 `[B]`, n.
     """
 
@@ -33,7 +32,7 @@ class Copies(NamedTuple):
 def copies(
     kind: str, step: Number, *, batch_size: int, lengths: Sequence[int], vocab_size: int = 32, seed: Number = 0
 ) -> Copies:
-    """Draw sequences with a source and its copy, or its reverse; a pure function of its arguments.
+    """Draw sequences with a source and its copy, or its reverse.
 
     Args:
       kind: "copy" or "reverse".
@@ -42,13 +41,6 @@ def copies(
       lengths: possible lengths of the source; S is the largest.
       vocab_size: V; symbols are 3 … V − 1.
       seed: random seed.
-
-    Raises:
-      ValueError: an unknown kind, lengths that are empty or below 1, a vocabulary without symbols, or an empty batch.
-
-    >>> batch = copies("reverse", 0, batch_size=1, lengths=[3], vocab_size=13)
-    >>> batch.tokens.tolist(), batch.targets.tolist()
-    ([[1, 4, 10, 9, 2, 9, 10, 4]], [[-1, -1, -1, -1, 9, 10, 4, 0]])
     """
     if kind not in KINDS:
         raise ValueError(f"kind = {kind!r}: expected one of {', '.join(KINDS)}")
@@ -81,5 +73,5 @@ def _copies(kind, step, seed, batch_size, lengths, vocab_size):
         END,
     )
     following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=END)
-    asked = (nth >= -1) & (nth < n)  # from the separator to the last symbol
-    return Copies(tokens, jnp.where(asked, following, -1), n[:, 0])
+    predicted = (nth >= -1) & (nth < n)  # from the separator to the last symbol
+    return Copies(tokens, jnp.where(predicted, following, -1), n[:, 0])

@@ -1,4 +1,4 @@
-"""Modular addition: all pairs, of which a random part is for training."""
+"""Modular addition: all pairs, split at random."""
 
 import functools
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class Sums(NamedTuple):
 
 
 def modular_sums(p: int, *, train: float, seed: Number = 0) -> tuple[Sums, Sums]:
-    """All p² pairs (a, b) with (a + b) mod p, split at random (Power et al. 2022); a pure function of its arguments.
+    """All p² pairs (a, b) with (a + b) mod p, split at random (Power et al. 2022).
 
     Args:
       p: the modulus.
@@ -32,14 +32,7 @@ def modular_sums(p: int, *, train: float, seed: Number = 0) -> tuple[Sums, Sums]
       seed: random seed; may be traced.
 
     Returns:
-      The pairs for training, and those held out.
-
-    Raises:
-      ValueError: a modulus or a share that leaves a part without pairs.
-
-    >>> train, held_out = modular_sums(5, train=0.4)
-    >>> len(train.targets), len(held_out.targets)
-    (10, 15)
+      The pairs for training, and the held-out pairs.
     """
     count = round(train * p * p) if p > 0 else 0
     if not 0 < count < p * p:

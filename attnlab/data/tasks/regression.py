@@ -26,9 +26,7 @@ class Regressions(NamedTuple):
 
 
 def regressions(step: Number, *, batch_size: int, points: int = 10, inputs: int = 10, seed: Number = 0) -> Regressions:
-    """Draw linear regression tasks (von Oswald et al. 2023, section 3); a pure function of its arguments.
-
-    Inputs are uniform in (−1, 1), w is normal, and there is no noise: y = w·x.
+    """Draw linear regression tasks (von Oswald et al. 2023, section 3): x uniform in (−1, 1), w normal, y = w·x.
 
     Args:
       step: training step.
@@ -36,15 +34,6 @@ def regressions(step: Number, *, batch_size: int, points: int = 10, inputs: int 
       points: N, points in the context.
       inputs: F, size of x.
       seed: random seed.
-
-    Raises:
-      ValueError: a size below 1.
-
-    >>> batch = regressions(0, batch_size=2, points=3, inputs=4)
-    >>> batch.tokens.shape, float(batch.tokens[0, -1, -1])
-    ((2, 4, 5), 0.0)
-    >>> bool(jnp.allclose(batch.tokens[0, 0, :4] @ batch.weights[0], batch.tokens[0, 0, 4]))
-    True
     """
     if min(batch_size, points, inputs) < 1:
         sizes = f"batch_size = {batch_size}, points = {points} and inputs = {inputs}"

@@ -20,11 +20,10 @@ def repeats(
     periods: Sequence[int] | None = None,
     seed: Number = 0,
 ) -> Int[Array, "B T"]:
-    """Draw random tokens that repeat, each sequence with a period of its own; a pure function of its arguments.
+    """Draw random tokens `[B, T]` that repeat, each sequence with a random period.
 
-    From its second period on, a sequence can be predicted by finding the token in the first and copying the one after
-    it, as induction heads do (Olsson et al. 2022). With one period for all, a head that attends to a fixed distance
-    would do as well.
+    From its second period on, a sequence can be predicted by finding the token in the first and copying its successor,
+    as induction heads do (Olsson et al. 2022). With a common period, attention to a fixed distance would suffice.
 
     Args:
       step: training step.
@@ -33,15 +32,6 @@ def repeats(
       vocab_size: tokens are 0 … vocab_size − 1.
       periods: possible periods; None for length // 4 … length // 2.
       seed: random seed.
-
-    Returns:
-      int32 `[B, T]`.
-
-    Raises:
-      ValueError: periods that are empty or below 1, or a vocabulary, a length or a batch below 1.
-
-    >>> repeats(1, batch_size=2, length=8, vocab_size=10, periods=[3, 4]).tolist()
-    [[7, 1, 2, 7, 1, 2, 7, 1], [4, 2, 4, 4, 2, 4, 4, 2]]
     """
     periods = tuple(range(max(1, length // 4), max(1, length // 2) + 1) if periods is None else periods)
     if not len(periods) or min(periods) < 1:

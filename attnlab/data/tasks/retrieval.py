@@ -32,24 +32,15 @@ class Items(NamedTuple):
 def largest_of(
     step: Number, *, batch_size: int, items: int, fewest: int | None = None, classes: int = 10, seed: Number = 0
 ) -> Items:
-    """Draw sets of items with uniform values, of which the class of the largest is asked; a pure function.
-
-    The task is the max retrieval of Veličković et al. 2024, section 3 and appendix A.
+    """Draw sets of items with uniform values; targets are classes of the largest (Veličković et al. 2024, section 3).
 
     Args:
       step: training step.
       batch_size: B.
       items: N, the most items of a set.
-      fewest: the fewest, sizes being uniform between both; None for N.
+      fewest: the fewest, with set sizes uniform between both; None for N.
       classes: number of classes.
       seed: random seed.
-
-    Raises:
-      ValueError: a size below 1, or `fewest` not from 1 to `items`.
-
-    >>> batch = largest_of(0, batch_size=2, items=3)
-    >>> (batch.values.argmax(-1) == batch.largest).tolist()
-    [True, True]
     """
     fewest = items if fewest is None else fewest
     if min(batch_size, items, classes) < 1:
