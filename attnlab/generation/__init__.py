@@ -1,1 +1,1 @@
-"""Text from a trained model, and the probability of a given one: drawing, decoding, drafts, stop strings, scores."""
+"""Generating and scoring text: drawing, decoding, drafts, stop strings, log-probabilities."""

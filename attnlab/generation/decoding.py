@@ -1,8 +1,8 @@
-"""Decoding: texts side by side, token by token, each as if it were alone.
+"""Decoding: texts in parallel, token by token, each as if it were alone.
 
-Prompts of different lengths are prefilled together, padded at the right; a `KVCache` has a length per text, so the
-padding is forgotten. The newest token of a text is never in the caches: each step feeds it, and draws the next. With
-drafts a step feeds a few guessed tokens after it, and keeps those that it would have drawn itself.
+Prompts of different lengths are prefilled together with padding at the right; a `KVCache` has a length per text, so the
+padding is overwritten. The newest token of a text is never in the caches: each step feeds it, and draws the next. With
+drafts a step also feeds a few guessed tokens, and keeps the guesses that it would have drawn.
 """
 
 import functools
@@ -28,8 +28,8 @@ class Step(NamedTuple):
 
     Attributes:
       tokens: int32 `[rows]`; −1 for a text that has ended.
-      logprobs: float32 `[rows]`, log-probabilities of the tokens under the model: of the softmax of its logits, at
-        temperature 1, over all tokens. 0 for a text that has ended.
+      logprobs: float32 `[rows]`, log-softmax of the model's logits at the tokens, at temperature 1 and over all tokens;
+        0 for a text that has ended.
     """
 
     tokens: np.ndarray
@@ -55,32 +55,32 @@ def generate(
     tokenizer: Tokenizer | None = None,
     draft: int = 0,
 ) -> Iterator[np.ndarray]:
-    """Samples tokens one by one, with a `KVCache`.
+    """Sample tokens one by one, with a `KVCache`.
 
     Args:
       model, params: a `GPT` and its variables, as in `model.apply(params, tokens)`.
-      prompt: int `[length]`, at least one token, or a list of such prompts, of any lengths, which are continued side by
-        side, each as if it were alone; of a prompt longer than the context, only the end is used.
+      prompt: int `[length]`, at least one token, or a list of such prompts of any lengths, which are continued in
+        parallel, each as if it were alone; of a prompt longer than the context, only the end is used.
       max_tokens: number of tokens to generate for each text.
       temperature, top_k, top_p, min_p, repetition_penalty, vocab_size: see `Draw`; vocab_size is for a model with a
         padded vocabulary.
       seed: token t of sample n of a prompt depends only on the prompt and (seed, n, t). So equal prompts have equal
-        samples; for different ones, raise num_samples.
-      num_samples: number of texts to generate for each prompt, which is read once for all.
-      end: tokens that end a text, e.g. that of "<|endoftext|>".
-      stop: strings that end a text, whatever tokens they are made of.
+        samples; for different samples, raise num_samples.
+      num_samples: number of texts to generate for each prompt, which is read once.
+      end: tokens that end a text, e.g. the token "<|endoftext|>".
+      stop: strings that end a text, across token boundaries.
       tokenizer: decodes the tokens, for `stop`.
-      draft: number of tokens guessed in each step, from what followed earlier occurrences of the last tokens, and kept
-        where the model draws the same (Saxena 2023; Leviathan et al. 2023): the same tokens in fewer steps where the
-        text repeats itself, at any temperature. Logits of several tokens at once may differ from those of single ones
-        in float32's last bits, and so may a token whose draw is as close as that; 0 for no drafts.
+      draft: number of tokens guessed in each step from the continuation of earlier occurrences of the last tokens, and
+        kept where the model draws the same (Saxena 2023; Leviathan et al. 2023): the same tokens in fewer steps where
+        the text repeats itself, at any temperature. Logits of several tokens at once may differ in float32's last bits,
+        and so may a token whose draw is that close; 0 for no drafts.
 
     Yields:
       int32 `[rows]`, the next token of each text: row p · num_samples + n for sample n of prompt p; −1 for a text that
       has ended. It stops when all have.
 
     Raises:
-      ValueError: an empty prompt, one that is not a list of token ids, or `stop` without a tokenizer.
+      ValueError: an empty prompt, a prompt that is not a list of token ids, or `stop` without a tokenizer.
       UserError: a stop string that no tokens make.
 
     >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
@@ -100,13 +100,13 @@ def generate(
 def _prompts(prompt) -> list[np.ndarray]:
     """One prompt or several as a list of int32 `[length]`."""
     single = not len(prompt) or np.ndim(prompt[0]) == 0
-    prompts = [np.asarray(one) for one in ([prompt] if single else prompt)]
-    for at, one in enumerate(prompts):
-        if one.ndim != 1 or not one.size or not np.issubdtype(one.dtype, np.integer):
+    prompts = [np.asarray(ids) for ids in ([prompt] if single else prompt)]
+    for at, ids in enumerate(prompts):
+        if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
             raise ValueError(
-                f"prompt {at} has shape {one.shape} and type {one.dtype}, expected integers [length], one token or more"
+                f"prompt {at} has shape {ids.shape} and type {ids.dtype}, expected integers [length], one token or more"
             )
-    return [one.astype(np.int32) for one in prompts]
+    return [ids.astype(np.int32) for ids in prompts]
 
 
 def decode(
@@ -122,13 +122,13 @@ def decode(
     stop: Callable[[list[int], int], int | None] | None = None,
     draft: int = 0,
 ) -> Iterator[Step]:
-    """Continue prompts token by token; arguments as for `generate`, and
+    """Continue prompts token by token; other arguments as for `generate`.
 
     Args:
       prompts: int `[length]` each, of any lengths.
       draw: draws a token from its logits.
-      stop: takes a text's drawn tokens and how many of them it has been given before, returns after how many of them
-        the text ends, or None if it goes on; see `StopStrings.after`.
+      stop: takes a text's drawn tokens and the number of them in the previous call, returns the number of tokens after
+        which the text ends, or None; see `StopStrings.after`.
 
     Yields:
       A `Step`, of sample n of prompt p in row p · num_samples + n, until all texts have ended.
@@ -140,7 +140,7 @@ def decode(
     (9, (2,), True)
     """
     if jax.default_backend() == "cpu" and model.dtype == jnp.bfloat16:
-        # A step takes as long as reading the parameters, which are float32 anyway.
+        # A step takes as long as reading the parameters, which are float32.
         model = model.clone(dtype=jnp.float32)
     params = unstack_layers(params)
     options = Options(draw, tuple(end), min(draft, model.context - 1))
@@ -155,7 +155,7 @@ def decode(
         begin = time.perf_counter()
         state, tokens, scores, counts = decode_ahead(model, options, params, state, ahead, max_tokens)
         tokens, scores, counts, active = (np.array(x) for x in (tokens, scores, counts, state.active))
-        if time.perf_counter() - begin < 0.05:  # longer loops would print the text in bursts
+        if time.perf_counter() - begin < 0.05:  # longer loops print in bursts
             ahead = min(8 * ahead, AHEAD)
         fed += counts
         for row in np.flatnonzero(counts):
@@ -180,10 +180,10 @@ def _step(texts, logprobs, sizes, place) -> Step:
 
 
 def _start(model, options, params, prompts, texts, max_tokens, keys) -> State:
-    """Read the prompts once each, for all their samples."""
+    """Read each prompt once, for all its samples."""
     windows = [np.asarray(prompt, np.int32)[-model.context : -1] for prompt in prompts]
     copies = len(texts) // len(prompts)
-    # Attention takes as long as its caches are, so that short texts get short ones.
+    # The time of attention grows with the capacity of its caches.
     capacity = min(model.context, _power_of_two(max(map(len, windows)) + max_tokens))
     caches = _prefill(model, params, *_padded(windows, capacity), copies, capacity + options.draft)
     seen = None
@@ -216,9 +216,9 @@ def _power_of_two(least: int) -> int:
 
 
 def _read_again(model, params, state: State, texts, due) -> tuple[State, int]:
-    """Prefill the last half of the context of the texts that have filled it; the new state, and what they have fed."""
+    """Prefill the last half of the context of the `due` texts; the new state, and the number of tokens fed."""
     (rows,) = np.nonzero(due)
-    # One of few numbers of rows, since each is compiled.
+    # A power of two, so that few numbers of rows are compiled.
     rows = np.resize(rows, min(len(due), _power_of_two(len(rows))))
     half = max(1, model.context // 2)
     windows = [np.array(texts[row][-half:-1], np.int32) for row in rows]
@@ -235,6 +235,6 @@ def _prefill(model, params, tokens, lengths, copies, capacity):
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="caches")
 def _refill(model, params, caches, rows, tokens, lengths):
-    """The caches with some rows prefilled anew."""
+    """The caches with some rows prefilled again."""
     fresh = _prefill(model, params, tokens, lengths, 1, caches[0].capacity)
     return jax.tree.map(lambda old, new: old.at[rows].set(new), caches, fresh)

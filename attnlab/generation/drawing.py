@@ -12,17 +12,17 @@ from attnlab.types import Array
 class Draw(NamedTuple):
     """Sampling of the next token from its logits.
 
-    Tokens beyond `vocab_size` are left out; then come the repetition penalty, temperature, top_k, top_p and min_p, in
+    Tokens beyond `vocab_size` are dropped; then come the repetition penalty, temperature, top_k, top_p and min_p, in
     the order of `transformers`.
 
     Attributes:
       temperature: divides the logits; 0 takes the most likely token.
       top_k: keep the k most likely tokens; 0 for all.
       top_p: keep the fewest tokens whose probabilities sum to this (Holtzman et al. 2020); 1 for all.
-      vocab_size: keep the first tokens alone, of a padded vocabulary; None for all.
+      vocab_size: keep only the first tokens of a padded vocabulary; None for all.
       min_p: keep the tokens with p ≥ min_p · max p (Nguyen et al. 2024, section 3); 0 for all.
-      repetition_penalty: logits of the tokens in the text so far, its prompt included, are divided by it where they are
-        positive, and multiplied where negative (Keskar et al. 2019, section 4.1); 1 for no penalty.
+      repetition_penalty: divides positive and multiplies negative logits of the tokens in the text so far, its prompt
+        included (Keskar et al. 2019, section 4.1); 1 for no penalty.
 
     >>> Draw(temperature=0.0)(jnp.array([[0.0, 2.0, 1.0]]), jnp.array([0.5]))
     Array([1], dtype=int32)
@@ -63,34 +63,25 @@ class Draw(NamedTuple):
         if self.min_p > 0:  # the largest logit is 0
             logits = jnp.where(logits < jnp.log(self.min_p), -jnp.inf, logits)
         p = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
-        # Sums are rounded, so that a token with probability 0 could seem to add to them.
+        # Sums are rounded, and must not grow at a token of probability 0.
         sums = jnp.where(p > 0, jnp.cumsum(p, axis=-1), 0)
         return (sums > uniform[:, None] * sums.max(axis=-1, keepdims=True)).argmax(axis=-1).astype(jnp.int32)
 
     def _nucleus(self, logits):
-        """Whether each token is one of the most likely that sum to `top_p`."""
+        """Whether each token is among the most likely that sum to `top_p`."""
         order = jnp.flip(jnp.argsort(logits, axis=-1), axis=-1)
         p = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1))
-        # A token is kept if those before it do not reach top_p; the first always is, even where its p rounds to 1.
+        # A token is kept if the tokens before it sum to less than top_p; the first always, even if its p rounds to 1.
         kept = (jnp.cumsum(p, axis=-1) - p < self.top_p).at[:, 0].set(True)
         return jnp.zeros_like(kept).at[jnp.arange(len(logits))[:, None], order].set(kept)
 
 
 def keys(seed: int, num_samples: int) -> Array:
-    """The key of each sample's random numbers, `[num_samples]`.
-
-    >>> keys(seed=0, num_samples=3).shape
-    (3,)
-    """
+    """The key of each sample's random numbers, `[num_samples]`."""
     return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(num_samples))
 
 
 def uniform(keys: Array, places: Int[Array, "N P"]) -> Float[Array, "N P"]:
-    """Random numbers in [0, 1), each a function of its row's key and its place in the text alone.
-
-    >>> again, = uniform(keys(seed=0, num_samples=1), jnp.array([[5, 5]]))
-    >>> bool(again[0] == again[1])
-    True
-    """
+    """Random numbers in [0, 1), each a function of its row's key and its place in the text."""
     number = jax.vmap(lambda key, place: jax.random.uniform(jax.random.fold_in(key, place)), (None, 0))
     return jax.vmap(number)(keys, places)

@@ -10,14 +10,7 @@ from attnlab.support.errors import UserError
 
 
 def read_prompts(path: str) -> list[str]:
-    """The prompts in a file: of a `.jsonl` file the field "prompt" of each line, of others each line that is not blank.
-
-    Args:
-      path: of a UTF-8 file, or "-" for lines from standard input.
-
-    Raises:
-      UserError: a file that cannot be read, without prompts, or with a line of another form.
-    """
+    """The prompts in a file, or "-": the field "prompt" of each line of *.jsonl, otherwise each non-blank line."""
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -44,26 +37,8 @@ def _prompt(path: str, number: int, line: str) -> str:
 class Records:
     """A new JSONL file, which appears when it is complete.
 
-    Until then its lines are kept beside it, under a name made from `settings`: the same command goes on after the last
-    of them, another begins anew.
-
-    Args:
-      path: of the file, which must not exist.
-      settings: all that determines the records, as JSON.
-      group: records that are made together; of an incomplete group none is kept.
-
-    Attributes:
-      count: number of records so far.
-
-    Raises:
-      UserError: the file exists, or its folder does not.
-
-    >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp()) / "texts.jsonl"
-    >>> with Records(path, {"seed": 0}) as records:
-    ...     records.write({"text": "one"})
-    >>> path.read_text()
-    '{"text": "one"}\\n'
+    Until then its lines are in a file beside it, named by `settings`: the same command resumes after the last line, or
+    the last whole `group`; a command with other settings starts anew.
     """
 
     def __init__(self, path: str | Path, settings: dict, group: int = 1):

@@ -1,4 +1,4 @@
-"""The compiled loop of decoding: draws tokens on the device, several of each text before the host asks again."""
+"""The compiled loop of decoding, which draws several tokens of each text on the device."""
 
 import functools
 from typing import NamedTuple
@@ -17,55 +17,34 @@ AHEAD = 64  # most tokens that one loop draws for a text before they are yielded
 
 
 class Options(NamedTuple):
-    """Static options of the compiled loop.
-
-    Attributes:
-      draw: draws a token from its logits.
-      end: tokens that end a text.
-      draft: tokens guessed ahead in each step; 0 for none.
-    """
+    """Static options of the compiled loop."""
 
     draw: Draw
-    end: tuple[int, ...] = ()
-    draft: int = 0
+    end: tuple[int, ...] = ()  # tokens that end a text
+    draft: int = 0  # tokens guessed in each step
 
 
 class State(NamedTuple):
-    """Texts on the device, one a row.
+    """Texts on the device, one a row."""
 
-    Attributes:
-      token: int32 `[N]`, the newest token of each, which is not in the caches yet.
-      caches: of all tokens before it.
-      keys: `[N]`, keys of the random numbers.
-      place: int32 `[N]`, tokens drawn so far.
-      active: bool `[N]`, whether the text goes on.
-      seen: bool `[N, V]`, tokens in the text; None without a repetition penalty.
-      lookup: the last tokens; None without drafts.
-    """
-
-    token: Array
-    caches: tuple[KVCache, ...]
-    keys: Array
-    place: Array
-    active: Array
-    seen: Array | None = None
-    lookup: Lookup | None = None
+    token: Array  # int32 [N], the newest token, not in the caches yet
+    caches: tuple[KVCache, ...]  # of all tokens before it
+    keys: Array  # [N], keys of the random numbers
+    place: Array  # int32 [N], tokens drawn so far
+    active: Array  # bool [N]
+    seen: Array | None = None  # bool [N, V], tokens in the text, for a repetition penalty
+    lookup: Lookup | None = None  # the last tokens, for drafts
 
 
 def empty(model: GPT, rows: int) -> State:
-    """The state of texts of which nothing has been read, for programs compiled without any.
-
-    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
-    >>> empty(model, rows=3).token.shape
-    (3,)
-    """
+    """The state of texts of which nothing has been read, to compile programs with."""
     zeros = jnp.zeros(rows, jnp.int32)
     keys = drawing.keys(seed=0, num_samples=rows)
     return State(zeros, model.empty_caches(rows), keys, zeros, jnp.ones(rows, bool))
 
 
 def rolls(model: GPT) -> bool:
-    """Whether texts outgrow the context in a rolling cache; else its last half is read again."""
+    """Whether long texts use a rolling cache; otherwise the last half of the context is read again."""
     return model.positions not in ("learned", "sinusoidal")
 
 
@@ -73,19 +52,11 @@ def rolls(model: GPT) -> bool:
 def decode_ahead(model: GPT, options: Options, params, state: State, ahead, max_tokens):
     """Draw tokens on the device, until a text has `ahead` ≤ `AHEAD` more, or a cache that cannot roll is full.
 
-    Args:
-      model, params, state: as in `decoding.decode`, with layers that are not stacked.
-      options: static.
-      ahead: int, tokens to draw.
-      max_tokens: int, a text ends when as many are drawn.
-
-    Returns:
-      The new state; tokens and log-probabilities `[N, AHEAD + draft + 1]`, of which the first are valid; their number
-      `[N]`.
+    Returns the state; tokens and log-probabilities `[N, AHEAD + draft + 1]`; and the number `[N]` of valid ones.
     """
     params = _with_more_positions(model, params, options.draft)
     rows, width = len(state.token), AHEAD + options.draft + 1
-    # Before the loop, where random bits would take half of a small model's time.
+    # Before the loop, because within it random bits would take half of a small model's time.
     numbers = drawing.uniform(state.keys, state.place[:, None] + jnp.arange(width))
     state = state._replace(active=state.active & (state.place < max_tokens))
 
@@ -114,7 +85,7 @@ def _any(state, condition):
 
 
 def _with_more_positions(model, params, count):
-    """Parameters with room for guesses behind the last learned position, where they are fed but never kept."""
+    """Parameters with room for guesses behind the last learned position, which are fed but never kept."""
     if not count or model.positions != "learned":
         return params
     table = params["params"]["positions"]["embedding"]
@@ -123,14 +94,14 @@ def _with_more_positions(model, params, count):
 
 
 def _extend(model, options, params, numbers, max_tokens, carry, guessed, found):
-    """One pass over the newest token and the guessed ones `[N, K]`, which keeps 1 to K + 1 of the tokens it draws.
+    """One pass over the newest token and the guesses `[N, K]`, which keeps 1 to K + 1 of the tokens it draws.
 
-    A guess is right if it is what would be drawn in its place, with the random number of the place. So the tokens are
-    those that single steps would draw (and not only distributed alike, as in Leviathan et al. 2023).
+    A guess is right if it would be drawn in its place, with the random number of the place. So the tokens equal those
+    of single steps (and not only in distribution, as in Leviathan et al. 2023).
     """
     state, drawn, logprobs, count = carry
     fed = jnp.concatenate([state.token[:, None], guessed], axis=1)
-    # With drafts the ring has more places than the context, which a mask has to end where it would end without them.
+    # With drafts the ring has more places than the context, so a mask limits it to the context.
     mask = SlidingWindow(left=model.context - 1) if options.draft else None
     longer = model.clone(context=model.context + options.draft)
     logits, caches = longer.apply(params, fed, mask=mask, caches=state.caches)
@@ -168,7 +139,7 @@ def _draw(draw: Draw, logits, numbers, seen, guessed):
 
 
 def _kept(options, left, state, tokens, guessed):
-    """How many of the tokens drawn `[N, K + 1]` the text takes, and whether it ends with the last of them."""
+    """The number of drawn tokens `[N, K + 1]` that each text keeps, and whether it ends with the last of them."""
     kept = jnp.minimum(1 + jnp.cumprod(tokens[:, :-1] == guessed, axis=1, dtype=jnp.int32).sum(axis=1), left)
     ended = jnp.zeros_like(state.active)
     if options.end:

@@ -1,4 +1,4 @@
-"""Log-probabilities of given texts."""
+"""Log-probabilities of texts."""
 
 import functools
 import math
@@ -14,14 +14,14 @@ __all__ = ["Score", "score"]
 
 
 class Score(NamedTuple):
-    """How well a model predicts a text.
+    """The score of a text under a model.
 
     Attributes:
       nats: −log p, summed over the predicted tokens: all but the first.
       tokens: number of predicted tokens.
-      nats_per_token: their quotient, the cross-entropy; NaN where no token is predicted.
-      bits_per_byte: of UTF-8, which compares between tokenizers: nats_per_token · (tokens of the text) / (its bytes) /
-        ln 2, as in the metrics of training.
+      nats_per_token: the cross-entropy, nats / tokens; NaN without predicted tokens.
+      bits_per_byte: of UTF-8, comparable between tokenizers: nats_per_token · (tokens of the text) / (its bytes) / ln
+        2, as in the metrics of training.
       logprobs: float32 `[tokens]`, log p of each.
     """
 
@@ -33,16 +33,16 @@ class Score(NamedTuple):
 
 
 def score(run, texts: Sequence[str], *, batch_size: int = 8) -> list[Score]:
-    """Score texts: how probable a model finds each token of them, given those before it.
+    """Score texts: the probability of each token after the tokens before it.
 
-    The first token is not predicted, as in the loss of `transformers`. Of a text longer than the model's context C, the
+    The first token is not predicted, as in the loss of `transformers`. In a text longer than the model's context C, the
     tokens after the first C + 1 are predicted from more than C/2 and at most C tokens before them: windows of C tokens
-    begin ⌊C/2⌋ tokens apart, and each scores what those before it have not.
+    begin ⌊C/2⌋ tokens apart, and each scores the tokens that earlier windows have not.
 
     Args:
       run: a model, its parameters and its tokenizer, from `attnlab.load`.
       texts: any number of texts of any lengths.
-      batch_size: windows that are computed side by side.
+      batch_size: windows computed in parallel.
 
     Returns:
       A `Score` for each text.
@@ -76,24 +76,10 @@ def _score(text: str, length: int, logprobs: np.ndarray) -> Score:
 
 
 def logprobs(model: GPT, params, texts: Sequence[np.ndarray], *, batch_size: int = 8) -> list[np.ndarray]:
-    """Log-probabilities of the tokens of texts, each given those before it; see `score`.
-
-    Args:
-      model, params: a `GPT` and its variables.
-      texts: int `[length]` each.
-      batch_size: windows that are computed side by side.
-
-    Returns:
-      float32 `[length − 1]` for each text, `[0]` for an empty one.
-
-    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
-    >>> params = model.init(jax.random.key(0), np.zeros((1, 1), np.int32))
-    >>> [row.shape for row in logprobs(model, params, [np.arange(10), np.array([3])])]
-    [(9,), (0,)]
-    """
+    """Log-probabilities float32 `[length − 1]` of the tokens of each text, int `[length]`; see `score`."""
     found = [np.zeros(max(0, len(text) - 1), np.float32) for text in texts]
     windows = [(at, start) for at, row in enumerate(found) for start in _starts(len(row), model.context)]
-    # Windows of like lengths side by side, as the shorter are padded.
+    # Windows of similar lengths together, because the shorter are padded.
     windows.sort(key=lambda window: -min(model.context, len(found[window[0]]) - window[1]))
     for first in range(0, len(windows), batch_size):
         batch = windows[first : first + batch_size]
@@ -104,7 +90,7 @@ def logprobs(model: GPT, params, texts: Sequence[np.ndarray], *, batch_size: int
             row[: len(window)] = window
         losses = np.asarray(_losses(model, params, tokens[:, :-1], tokens[:, 1:]))
         for row, (at, start) in zip(losses, batch):
-            done = model.context - _stride(model.context) if start else 0  # by the windows before
+            done = model.context - _stride(model.context) if start else 0  # by earlier windows
             target = found[at][start + done : start + len(row)]
             target[:] = -row[done : done + len(target)]
     return found

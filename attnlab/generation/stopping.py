@@ -1,4 +1,4 @@
-"""Where a text ends: strings that stop it, and tokens that mark its end."""
+"""The end of a text: stop strings, and end tokens."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -7,28 +7,13 @@ from pathlib import Path
 from attnlab.data.tokenizers import Tokenizer
 from attnlab.support.errors import UserError
 
-# As the models' own tokenizers write it.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<|return|>")
-# Names of SentencePiece's own tokens; elsewhere they are words of many texts.
+# Only with SentencePiece: elsewhere they are words of many texts.
 _END_OF_SENTENCEPIECE = ("</s>", "<eos>", "<end_of_turn>")
 
 
 class StopStrings:
-    """Strings that end a text, whatever tokens they are made of.
-
-    Args:
-      strings: one or more characters each.
-      tokenizer: decodes the tokens.
-
-    Raises:
-      UserError: an empty string, or one that no tokens make.
-
-    >>> from attnlab.data.tokenizers import make
-    >>> tokenizer = make("char", "abc.")
-    >>> stops = StopStrings(["c."], tokenizer)
-    >>> stops.after(tokenizer.encode("abc.ab").tolist(), known=0)  # tokens, those of the stop string included
-    4
-    """
+    """Strings that end a text, across token boundaries; UserError for a string that no tokens make."""
 
     def __init__(self, strings: Sequence[str], tokenizer: Tokenizer):
         if isinstance(strings, str):
@@ -38,12 +23,7 @@ class StopStrings:
         self.strings, self.tokenizer = tuple(strings), tokenizer
 
     def after(self, tokens: list[int], known: int) -> int | None:
-        """The number of tokens at which the first stop string is complete; None if there is none.
-
-        Args:
-          tokens: all of a text.
-          known: that many of the first tokens hold no stop string.
-        """
+        """The number of tokens up to the end of the first stop string, or None; it is not in the first `known`."""
         if self.strings and cut(self.tokenizer.decode(tokens, continues=True), self.strings)[1] is not None:
             for last in range(known + 1, len(tokens) + 1):
                 if cut(self.tokenizer.decode(tokens[:last], continues=True), self.strings)[1] is not None:
@@ -52,21 +32,13 @@ class StopStrings:
 
 
 def cut(text: str, strings: Sequence[str]) -> tuple[str, str | None]:
-    """The text before the first of some strings in it, and that string; the whole text and None if it has none.
-
-    >>> cut("one. two", [" ", "."])
-    ('one', '.')
-    """
+    """The text before the first of some strings in it, and that string; the whole text and None without one."""
     found = [(at, -len(string), string) for string in strings if (at := text.find(string)) >= 0]
     return (text[: min(found)[0]], min(found)[2]) if found else (text, None)
 
 
 def before_stop(pieces: Iterable[str], strings: Sequence[str]) -> Iterator[str]:
-    """Pieces of a text up to the first of some strings, held back while they may be the beginning of one.
-
-    >>> list(before_stop(["on", "e.", " ", ".two"], [". .", "xyz"]))
-    ['on', 'e']
-    """
+    """Pieces of a text up to the first of some strings, held back while they may begin one."""
     held = ""
     for piece in pieces:
         held, string = cut(held + piece, strings)
@@ -81,25 +53,12 @@ def before_stop(pieces: Iterable[str], strings: Sequence[str]) -> Iterator[str]:
 
 
 def _begun(text: str, string: str) -> int:
-    """The number of characters at the end of a text with which a string begins, fewer than all."""
+    """The length of the longest end of a text that is a proper beginning of a string."""
     return next(n for n in range(min(len(text), len(string) - 1), -1, -1) if text.endswith(string[:n]))
 
 
 def end_tokens(tokenizer: Tokenizer, folder: str | Path | None = None) -> tuple[int, ...]:
-    """Tokens that mark the end of a text.
-
-    Args:
-      tokenizer: one of its tokens may be "<|endoftext|>" or another of `END_OF_TEXT`; with SentencePiece also "</s>",
-        "<eos>" or "<end_of_turn>".
-      folder: of a Hugging Face model, whose generation_config.json or config.json says it in `eos_token_id`.
-
-    Returns:
-      Token ids; none if the model has no such token.
-
-    >>> from attnlab.data.tokenizers import ByteTokenizer
-    >>> end_tokens(ByteTokenizer())
-    ()
-    """
+    """Tokens that end a text: `eos_token_id` of a Hugging Face folder, or tokens with the usual names."""
     for name in ("generation_config.json", "config.json") if folder else ():
         file = Path(folder) / name
         ids = _read(file).get("eos_token_id") if file.exists() else None
@@ -119,7 +78,7 @@ def _read(file: Path) -> dict:
 
 
 def _encoded(text: str, tokenizer: Tokenizer) -> list[int]:
-    if tokenizer.kind == "word":  # whose one token for unknown words is not the end of a text
+    if tokenizer.kind == "word":  # encodes unknown words as one token
         return []
     try:
         return tokenizer.encode(text).tolist()

@@ -1,4 +1,4 @@
-"""Texts from prompts: decoding with a tokenizer at either end."""
+"""Text completion: decoding with a tokenizer."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -16,10 +16,10 @@ class Completion(NamedTuple):
     """A prompt and the text that continues it.
 
     Attributes:
-      prompt: as given.
+      prompt: the prompt.
       sample: its number among the samples of the prompt.
-      text: what was generated, without the stop string or end of text that it may have ended with.
-      tokens: all that were drawn, those of a stop string and the end of text included.
+      text: the generated text, without a stop string or end of text.
+      tokens: all drawn tokens, a stop string and the end of text included.
       logprobs: their log-probabilities under the model, see `decoding.Step`.
       stopped_by: "max_tokens", "stop" (a stop string) or "end_of_text".
     """
@@ -45,14 +45,14 @@ def complete(
     seed: int = 0,
     draft: int = 0,
 ) -> Iterator[Completion]:
-    """Continue prompts; each text is what it would be alone, whatever the batch size.
+    """Continue prompts; each text is independent of the others and of the batch size.
 
     Args:
       run: a model, its parameters and its tokenizer, from `attnlab.load`.
-      prompts: any number of texts of any lengths; an empty one stands for a new line.
+      prompts: any number of texts of any lengths; an empty text stands for a new line.
       draw, max_tokens, stop, end, num_samples, seed, draft: see `decoding.generate`; tokens beyond the tokenizer's
         vocabulary are never drawn.
-      batch_size: texts that are generated side by side; at least all samples of a prompt are.
+      batch_size: texts generated in parallel, but at least all samples of a prompt.
 
     Yields:
       A `Completion` for each sample of each prompt, in order.
@@ -96,7 +96,7 @@ def complete(
 
 
 class Drawn:
-    """The tokens of a text, while it is generated, and their log-probabilities."""
+    """The tokens drawn so far for a text, and their log-probabilities."""
 
     def __init__(self):
         self.tokens, self.logprobs = [], []
@@ -110,7 +110,7 @@ class Drawn:
 
 
 def recorded(steps: Iterable[Step], drawn: Sequence[Drawn]) -> Iterator[Step]:
-    """The steps themselves, which are appended to the texts `drawn`, one a row."""
+    """Yield the steps, and append them to the texts `drawn`, one a row."""
     for step in steps:
         for row, token, logprob in zip(drawn, step.tokens.tolist(), step.logprobs.tolist()):
             if token >= 0:
@@ -120,7 +120,7 @@ def recorded(steps: Iterable[Step], drawn: Sequence[Drawn]) -> Iterator[Step]:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str | None) -> np.ndarray:
-    """Token ids of a prompt, int `[length]`; without a prompt, those of a new line, or else the first token.
+    """Token ids of a prompt, int `[length]`; without a prompt, of a new line, or else the first token.
 
     Raises:
       UserError: the tokenizer does not know a character.
