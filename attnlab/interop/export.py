@@ -1,4 +1,4 @@
-"""Export a trained model's step as a program that runs with JAX alone, also for platforms that are not present."""
+"""Export a trained model's step as a program that runs with JAX alone, also for other platforms."""
 
 from collections.abc import Sequence
 
@@ -21,12 +21,12 @@ def export_step(
     capacity: int | None = None,
     platforms: str | Sequence[str] = ("cpu", "cuda", "tpu"),
 ) -> export.Exported:
-    """Export `step(params, tokens, caches) -> (logits, caches)`, which predicts the tokens after those given.
+    """Export `step(params, tokens, caches) -> (logits, caches)`, which predicts the next tokens.
 
     Caches are passed as plain arrays: a tuple of `(key, value, length)` per layer, as in `KVCache`. So the serialized
     program needs JAX but not attnlab: `jax.export.deserialize(data).call(params, tokens, caches)`, where `data` is the
-    result of `serialize()`. (JAX needs the package flatbuffers for both.) Shapes are
-    fixed: a prompt of 100 tokens and single tokens after it take two exports, which can share caches.
+    result of `serialize()`. (JAX needs the package flatbuffers for both.) Shapes are fixed: a prompt of 100 tokens and
+    single tokens after it take two exports, which can share caches.
 
     Args:
       model: the model; an `impl` of "auto" is replaced by a backend that every platform has.
@@ -57,7 +57,7 @@ def export_step(
         if size is not None and size < 1:
             raise ValueError(f"{name} = {size}: expected 1 or more")
     platforms = (platforms,) if isinstance(platforms, str) else tuple(platforms)
-    if model.impl == "auto":  # would choose by the platform of this machine
+    if model.impl == "auto":  # depends on the platform of this machine
         model = model.clone(impl="dense" if is_small(tokens, capacity or model.context) else "blockwise")
 
     def step(params, tokens, caches):

@@ -32,11 +32,11 @@ def attention_fn(
     For `flax.linen.MultiHeadDotProductAttention`, `MultiHeadAttention` and `SelfAttention`, and for
     `flax.nnx.MultiHeadAttention`. Every argument of the layer is honored or rejected by name. Its mask (one of
     `attnlab.masks`, or an array of any type where nonzero is visible) is and-ed with `mask`, and its weights are sown
-    before dropout. Results equal those of flax's `dot_product_attention`, with three exceptions: fully masked rows
-    return 0 instead of an average; the softmax is float32 for every input type; and weights are dropped independently,
-    which the layer must request with `broadcast_dropout=False`.
+    before dropout. Results equal flax's `dot_product_attention`, with three exceptions: fully masked rows return 0
+    instead of an average; the softmax is float32 for every input type; and weights are dropped independently, which the
+    layer must request with `broadcast_dropout=False`.
 
-    With `decode=True` flax masks the unwritten slots of its cache but does not pass the query's position: leave out
+    With `decode=True` flax masks the unwritten slots of its cache but does not pass the query's position: do not use
     masks and score mods that compare positions.
 
     Args:
@@ -46,8 +46,8 @@ def attention_fn(
     Returns:
       A function of query `[..., Tq, H, D]`, key `[..., Tk, Hk, D]`, value `[..., Tk, Hk, Dv]` and the other arguments
       of `flax.linen.dot_product_attention` and `flax.nnx.dot_product_attention`, which returns `[..., Tq, H, Dv]`. It
-      raises ValueError, naming the argument and the remedy, for arguments that it cannot honor. Create it once: two
-      such functions are not equal, so a layer compiled with one is compiled again with the other.
+      raises ValueError, naming the argument and the remedy, for unsupported arguments. Create it once: two such
+      functions are not equal, so a layer compiled with one is compiled again with the other.
 
     >>> import flax.linen as nn
     >>> layer = nn.MultiHeadDotProductAttention(num_heads=2, attention_fn=attention_fn(Causal()))
@@ -64,7 +64,7 @@ class _AttentionFn:
     def __init__(self, terms: dict, how: dict):
         self.terms, self.how = terms, how
 
-    # Flax inspects this signature to decide which arguments to pass, so it names all of them.
+    # Flax passes only the arguments that this signature names.
     def __call__(
         self,
         query,
@@ -109,9 +109,9 @@ class _AttentionFn:
 
 
 def _check_products(precision, **einsums) -> None:
-    for name, given in einsums.items():
-        if given is not None:
-            raise ValueError(f"{name} = {given!r}: expected None, as attnlab computes the products; leave it out")
+    for name, einsum in einsums.items():
+        if einsum is not None:
+            raise ValueError(f"{name} = {einsum!r}: expected None, as attnlab computes the products; leave it out")
     precisions = precision if isinstance(precision, tuple) else (precision,)
     if any(one not in (None, "default", jax.lax.Precision.DEFAULT) for one in precisions):
         raise ValueError(
@@ -131,7 +131,7 @@ def _check_dropout(rate, key, broadcast) -> None:
 
 
 def _join(terms, query, key, bias, mask, is_causal) -> dict:
-    """The terms of `attention_fn` together with those of the layer's call, as arguments of the operator."""
+    """The terms of `attention_fn` and of the layer's call, as arguments of the operator."""
     *batch, q_length, num_heads, _ = query.shape
     scores = (*batch, num_heads, q_length, key.shape[-3])
     causal = Causal() if is_causal else None
@@ -165,7 +165,7 @@ def _as_mask(mask, scores) -> Mask | None:
     axes = (*batch, heads)
     if heads == 1 and set(lead) <= {1}:
         visible, axes = visible.reshape(visible.shape[-2:]), ()
-    if heads == rows == 1:  # varies along the keys alone: two segments, with all queries in segment 1
+    if heads == rows == 1:  # varies only along the keys: two segments, with all queries in segment 1
         ids = jnp.broadcast_to(visible[..., 0, :], (*axes, kv_length)).reshape(*axes[:-1], kv_length)
         return Segments(jnp.ones(q_length, jnp.int32), ids.astype(jnp.int32))
     return Dense(jnp.broadcast_to(visible, (*axes, q_length, kv_length)))
@@ -177,7 +177,7 @@ def _as_bias(bias, scores):
 
 
 def _aligned(name, array, scores):
-    """Reshape an array to the rank of the scores; each axis has their size or 1."""
+    """Reshape an array to the rank of the scores; each axis has the scores' size or 1."""
     shape = (1,) * (len(scores) - array.ndim) + array.shape
     if len(shape) > len(scores) or any(size not in (1, full) for size, full in zip(shape, scores)):
         raise ValueError(f"{name} has shape {array.shape}, expected one that broadcasts to the scores' {scores}")

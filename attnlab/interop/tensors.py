@@ -12,43 +12,27 @@ from flax import traverse_util
 
 from attnlab.support.errors import UserError
 
-_CHUNK = 2**24  # bytes of a tensor that are read at once, besides the parameters themselves
-_ALIGNED = 64  # bytes; JAX then takes an array over on CPUs, where it would copy it otherwise
+_CHUNK = 2**24  # bytes of a tensor that are read at once
+_ALIGNED = 64  # bytes; JAX copies arrays of other alignments on CPUs
 
 
 class Tensor(NamedTuple):
-    """One tensor of a state dict, and the parameters concatenated in it.
-
-    Attributes:
-      name: its key.
-      shape: its shape there.
-      leaves: paths of parameters, "block_0/attention/query/kernel"; each takes its share of the outputs, in this order.
-      transposed: whether it is `[out, in]`, as in torch's Linear, instead of `[in, out]`.
-      slice: index on its leaves' first axis, if the other slices are other tensors; None for the whole leaves.
-    """
+    """One tensor of a state dict, the concatenation of some parameters along their outputs."""
 
     name: str
     shape: tuple[int, ...]
-    leaves: tuple[str, ...]
-    transposed: bool = False
-    slice: int | None = None
+    leaves: tuple[str, ...]  # paths, "block_0/attention/query/kernel", in the order of their outputs
+    transposed: bool = False  # [out, in], as in torch's Linear, instead of [in, out]
+    slice: int | None = None  # index on the leaves' first axis, if the other slices are other tensors
 
     @property
     def inputs(self) -> int:
-        """The size of the axis "in", 1 for vectors.
-
-        >>> Tensor("weight", (24, 8), ("kernel",), transposed=True).inputs
-        8
-        """
+        """The size of the axis "in", 1 for vectors."""
         return self.shape[1 if self.transposed else 0] if len(self.shape) > 1 else 1
 
 
 def stacked(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same tensors for parameters whose layers are stacked, see `attnlab.nn.stack_layers`.
-
-    >>> stacked([Tensor("h.1.bias", (8,), ("block_1/mlp/down/bias",))])[0][2:]
-    (('blocks/mlp/down/bias',), False, 1)
-    """
+    """The same tensors for parameters with stacked layers, see `attnlab.nn.stack_layers`."""
 
     def convert(tensor):
         layer = re.match(r"block_(\d+)/", tensor.leaves[0])
@@ -70,24 +54,11 @@ def load(
     shardings=None,
     dtype=jnp.float32,
 ):
-    """Read all parameters from a state dict, a chunk of one tensor at a time.
+    """Read all parameters from a state dict, a chunk of one tensor at a time, into a tree like `shapes`.
 
-    Args:
-      tensors: the layout of the state dict.
-      state: arrays by name, NumPy's or torch's, or other objects with `shape` and `rows(start, stop)`, which reads a
-        range of the first axis.
-      shapes: tree of the parameters' shapes (`jax.eval_shape`).
-      source: name of the state dict in errors.
-      ignored: names in it that are not parameters.
-      shardings: tree like `shapes`, of the sharding of each; only the shares of this process' devices are read. The
-        default device when None.
-      dtype: type of the parameters.
-
-    Returns:
-      A tree like `shapes` of arrays on the devices.
-
-    Raises:
-      UserError: a tensor is missing, unexpected, of another shape, or not of a floating type.
+    The values of `state` are arrays of NumPy or torch, or have `shape` and `rows(start, stop)`. With `shardings`, a
+    tree like `shapes`, this process reads only its devices' shares. `source` names the state dict in errors; names in
+    `ignored` are not parameters.
     """
     _check_names(tensors, state, source, ignored)
     wanted = {path: leaf.shape for path, leaf in traverse_util.flatten_dict(shapes, sep="/").items()}
@@ -100,13 +71,13 @@ def load(
             parts.setdefault(leaf, []).append(_Part(tensor, stored, shape, first))
             first += math.prod(shape) // tensor.inputs
     flat = {}
-    for leaf, its_parts in parts.items():
-        read = _reader(its_parts, wanted[leaf], dtype)
+    for leaf, pieces in parts.items():
+        read = _reader(pieces, wanted[leaf], dtype)
         if places is None:
             array = jax.device_put(read((slice(None),) * len(wanted[leaf])))
         else:
             array = jax.make_array_from_callback(wanted[leaf], places[leaf], read)
-        flat[leaf] = array.block_until_ready()  # before the next, so that what is on the way is no more than one
+        flat[leaf] = array.block_until_ready()  # so that only one array is in transit
     return traverse_util.unflatten_dict(flat, sep="/")
 
 
@@ -116,7 +87,7 @@ def unload(tensors: Sequence[Tensor], params) -> dict[str, np.ndarray]:
 
 
 def arrays(tensors: Sequence[Tensor], params) -> Iterator[tuple[str, np.ndarray]]:
-    """The items of `unload`, each made when it is asked for."""
+    """The items of `unload`, one at a time."""
     flat = traverse_util.flatten_dict(params, sep="/")
     for tensor in tensors:
         leaves = [flat[leaf] if tensor.slice is None else flat[leaf][tensor.slice] for leaf in tensor.leaves]
@@ -127,7 +98,7 @@ def arrays(tensors: Sequence[Tensor], params) -> Iterator[tuple[str, np.ndarray]
 
 
 class _Part(NamedTuple):
-    """Where a parameter of a `shape`, or one slice of it, is in a tensor: from output `first` on."""
+    """A parameter of a `shape`, or one slice of it, in a tensor, from output `first` on."""
 
     tensor: Tensor
     stored: object
@@ -137,14 +108,14 @@ class _Part(NamedTuple):
     def fill(self, out: np.ndarray, bounds: Sequence[tuple[int, int]]) -> None:
         """Copy a range of every axis to `out`.
 
-        The parameter is a matrix `[in, out]` with each axis split: `[F, H, D]`, or `[H, D, F]`. What is read are the
-        rows and columns that belong to the ranges of the first axis of either.
+        The parameter is a matrix `[in, out]` with split axes: `[F, H, D]`, or `[H, D, F]`. Only rows and columns in the
+        ranges of the first axis of "in" and of "out" are read.
         """
         inputs = self.tensor.inputs
         split = next(n for n in range(len(self.shape) + 1) if math.prod(self.shape[:n]) == inputs)
         rows = _range(self.shape[:split], bounds[:split])
         columns = [self.first + at for at in _range(self.shape[split:], bounds[split:])]
-        leading = (0, split)  # axes of which `rows` and `columns` are ranges; of the others all is read
+        leading = (0, split)  # axes of the ranges `rows` and `columns`; other axes are read whole
         whole = [(0, size) if n not in leading else at for n, (size, at) in enumerate(zip(self.shape, bounds))]
         is_whole = whole == list(bounds)
         block = out if is_whole else np.empty([end - start for start, end in whole], out.dtype)
@@ -198,12 +169,12 @@ def _stored(value, tensor: Tensor, source: str):
 
 
 def rows(value, start: int, stop: int, name: str) -> np.ndarray:
-    """A range of the first axis of a stored tensor, or of an array as `as_numpy` takes it, float32."""
+    """A range of the first axis of a stored tensor or an array, float32."""
     return as_numpy(value.rows(start, stop) if hasattr(value, "rows") else value[start:stop], name)
 
 
 def _range(shape, bounds) -> tuple[int, int]:
-    """The range of flattened axes that a range of the first of them covers."""
+    """The range of flattened axes for a range of the first of them."""
     if not shape:
         return 0, 1
     unit = math.prod(shape[1:])
@@ -211,7 +182,7 @@ def _range(shape, bounds) -> tuple[int, int]:
 
 
 def _reader(parts: Sequence[_Part], shape, dtype) -> Callable[[tuple[slice, ...]], np.ndarray]:
-    """A function of an index, a slice of each axis of a parameter, that reads this share of it."""
+    """A function that reads a share of a parameter, from a slice of each axis."""
     by_slice = {part.tensor.slice: part for part in parts}
 
     def read(index):
@@ -243,20 +214,20 @@ def bare(variables) -> dict:
 
 
 def check(params, shapes, model: str) -> None:
-    """Raise UserError, naming a path, unless parameters have these `shapes`; `model` is the module's name in errors."""
-    given = {path: np.shape(leaf) for path, leaf in traverse_util.flatten_dict(params, sep="/").items()}
+    """Raise UserError with a path unless parameters have these `shapes`; `model` names the module in errors."""
+    found = {path: np.shape(leaf) for path, leaf in traverse_util.flatten_dict(params, sep="/").items()}
     wanted = {path: leaf.shape for path, leaf in traverse_util.flatten_dict(shapes, sep="/").items()}
-    if missing := [path for path in wanted if path not in given]:
+    if missing := [path for path in wanted if path not in found]:
         raise UserError(f"the parameters lack {_few(missing)}, which {model} has")
-    if extra := [path for path in given if path not in wanted]:
+    if extra := [path for path in found if path not in wanted]:
         raise UserError(f"the parameters hold {_few(extra)}, which {model} does not have")
     for path, shape in wanted.items():
-        if given[path] != shape:
-            raise UserError(f"parameter {path} has shape {given[path]}, expected {shape} in {model}")
+        if found[path] != shape:
+            raise UserError(f"parameter {path} has shape {found[path]}, expected {shape} in {model}")
 
 
 def shapes_of(module, *inputs):
-    """Tree of the shapes of a module's parameters when called with `inputs`."""
+    """Tree of the shapes of a module's parameters."""
     return jax.eval_shape(module.init, jax.random.key(0), *inputs)["params"]
 
 

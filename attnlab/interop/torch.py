@@ -19,7 +19,7 @@ __all__ = ["from_nanogpt", "from_torch", "to_nanogpt", "to_torch"]
 
 
 class _Equivalent(NamedTuple):
-    """The module equivalent to one of torch's, example inputs, and the tensors that hold its parameters."""
+    """The module equivalent to a module of torch, example inputs, and the tensors that hold its parameters."""
 
     module: nn.Module
     inputs: tuple
@@ -38,7 +38,7 @@ def from_torch(source) -> tuple[nn.Module, dict]:
     | `MultiHeadAttentionWrapper` of the notebook | `StackedHeads` |
     | `MultiHeadAttention` of the notebook | `MultiHeadAttention(mask=Causal())` |
 
-    The notebook's classes are recognized by their names and those of their parameters. Inputs are `[batch, length,
+    The notebook's classes are recognized by the names of the classes and their parameters. Inputs are `[batch, length,
     features]` whatever torch's `batch_first`, and masks are attnlab's. Dropout rates are kept, but torch's encoder
     layer also has dropout inside the feed-forward layer, which `Block` does not.
 
@@ -49,7 +49,7 @@ def from_torch(source) -> tuple[nn.Module, dict]:
       `(module, params)`, for `module.apply(params, x)`.
 
     Raises:
-      UserError: another class, an option that attnlab's module does not have, a parameter not of float32 or 16 bits.
+      UserError: another class, an unsupported option, or a parameter that is not float32 or a 16-bit float.
 
     >>> import torch
     >>> module, params = from_torch(torch.nn.MultiheadAttention(8, num_heads=2))
@@ -64,7 +64,7 @@ def from_torch(source) -> tuple[nn.Module, dict]:
 
 
 def to_torch(params, like) -> dict:
-    """The state dict that gives a module of torch the parameters of attnlab's, for `like.load_state_dict(…)`.
+    """The state dict of attnlab's parameters for a module of torch, for `like.load_state_dict(…)`.
 
     Args:
       params: variables `{"params": …}` of the module that `from_torch(like)` returns.
@@ -90,9 +90,10 @@ def to_torch(params, like) -> dict:
 def from_nanogpt(path: str | Path) -> tuple[GPT, dict]:
     """Load a `ckpt.pt` of nanoGPT as a `GPT` and its variables.
 
-    nanoGPT uses the exact GELU; until its commit 594068e of May 2023 it used the tanh form. Checkpoints do not record
-    which: for older ones use `model.clone(activation="gelu_tanh")`. The tokenizer is not in the checkpoint: a character
-    vocabulary is in `meta.pkl` of the data folder, otherwise it is GPT-2's.
+    nanoGPT uses the exact GELU; until its commit 594068e of May 2023 it used the tanh form, and checkpoints do not
+    record
+    it: for older checkpoints use `model.clone(activation="gelu_tanh")`. The tokenizer is not in the checkpoint: a
+    character vocabulary is in `meta.pkl` of the data folder, otherwise it is GPT-2's.
 
     Args:
       path: the file; loading it runs no code.
@@ -269,7 +270,7 @@ def _activation(function) -> str:
 
 
 def _notebook_projections(source):
-    """Tensors of W_query, W_key and W_value: matrices `[in, out]` in SelfAttention_v1, Linear layers in the others."""
+    """Tensors of W_query, W_key and W_value: matrices `[in, out]` in SelfAttention_v1, otherwise Linear layers."""
     linear = hasattr(source.W_query, "weight")
     rows, columns = source.W_query.weight.shape[::-1] if linear else source.W_query.shape
     use_bias = linear and source.W_query.bias is not None

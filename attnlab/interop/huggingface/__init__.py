@@ -31,8 +31,8 @@ def from_hf(
 ) -> tuple[GPT, dict]:
     """Load a language model of `transformers` as a `GPT` and its variables.
 
-    Files are read in pieces of tensors, straight into the parameters: about the memory of the parameters is needed, and
-    a device gets no more than its share.
+    Files are read in pieces of tensors, directly into the parameters: this takes about the memory of the parameters,
+    and a device gets only its share.
 
     Args:
       source: a folder with `config.json` and `model.safetensors` (or its shards), such a `.safetensors` file, an
@@ -40,13 +40,13 @@ def from_hf(
       config: the content of `config.json` or an object such as `LlamaConfig`; needed for a state dict, or a file
         without one beside it.
       shardings: tree like the parameters, of `jax.sharding.Sharding`, or a function that returns it for a tree of
-        shapes. Where its layers are stacked (`stack_layers`), so are those of the parameters. None for the default
+        shapes. If its layers are stacked (`stack_layers`), so are the layers of the parameters. None for the default
         device.
       dtype: type of the parameters.
 
     Returns:
-      `(model, params)`, for `model.apply(params, tokens)`, with float32 logits `[B, T, V]`. The dropout rate is that
-      of GPT-2 if its three rates agree, else 0.
+      `(model, params)`, for `model.apply(params, tokens)`, with float32 logits `[B, T, V]`. The dropout rate is GPT-2's
+      if its three rates agree, else 0.
 
     Raises:
       UserError: a missing or truncated file, a missing or unexpected tensor or one of another shape, another kind of
@@ -126,12 +126,12 @@ def save_hf(
     """Write a folder for `transformers` and `from_hf`: `config.json` and `model.safetensors`.
 
     Args:
-      folder: a new one.
+      folder: a new folder.
       model, params, model_type: as for `to_hf`; torch is not needed.
-      tokenizer: of kind "bpe" or "sentencepiece", written as `tokenizer.json`; None for none. Other files, such as a
-        chat template or `generation_config.json`, are those of the model that it was trained from: copy them.
+      tokenizer: of kind "bpe" or "sentencepiece", written as `tokenizer.json`; None for none. Copy other files, such as
+        a chat template or `generation_config.json`, from the original model.
       dtype: type of the tensors, float32, bfloat16 or float16.
-      max_shard_bytes: size of a file, at most; more bytes become several files with an index.
+      max_shard_bytes: maximal size of a file; more bytes become several files with an index.
 
     Returns:
       The folder.
@@ -170,7 +170,7 @@ def save_hf(
 
 
 def read_tokenizer(path: Path, vocab_size: int | None = None) -> tokenizers.Tokenizer | None:
-    """Load the tokenizer files in a folder, or beside a file, of a model's vocabulary; None if there are none."""
+    """Load the tokenizer files in a folder, or beside a file, for a vocabulary's size; None if there are none."""
     return tokenizers.pretrained(path if path.is_dir() else path.parent, vocab_size)
 
 

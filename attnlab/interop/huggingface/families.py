@@ -1,4 +1,4 @@
-"""The families of models in `transformers` that a `GPT` can be, each by the options of its config.json."""
+"""The families of models in `transformers` that a `GPT` can be, by the options of their config.json."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -57,28 +57,18 @@ _EXPERTS = ("moe", "dbrx", "dots1", "mixtral")  # within the model_type of a mix
 
 
 class Family(NamedTuple):
-    """Properties that all models of one `model_type` share.
+    """Properties of all models of one `model_type`."""
 
-    Attributes:
-      architecture: the class of `transformers`.
-      fields: fields of `GPT` that all of them have.
-      options: options of config.json that set a field as it is.
-      defaults: values of options that a config.json may lack, as in `transformers`. Those of windows, local rotary
-        bases and scales of scores have the options that are named here.
-      only: options that change the function, with the one value that is supported.
-      fused: whether a block's projections that have the same input are one tensor.
-      scales_rotary: whether rotary positions may be scaled.
-      divides: whether `hidden_size` must be a multiple of `num_attention_heads`.
-    """
-
-    architecture: str
-    fields: Mapping[str, Any]
-    options: Mapping[str, str]
+    architecture: str  # the class of `transformers`
+    fields: Mapping[str, Any]  # fields of `GPT` that all models have
+    options: Mapping[str, str]  # options of config.json that set a field directly
+    # Values of options that a config.json may lack. Options of windows, local rotary bases and scales of scores exist
+    # only in the families that name them here.
     defaults: Mapping[str, Any]
-    only: Mapping[str, Any] = {}
-    fused: bool = False
+    only: Mapping[str, Any] = {}  # options that change the function, with the one supported value
+    fused: bool = False  # whether a block's projections of the same input are one tensor
     scales_rotary: bool = True
-    divides: bool = False
+    divides: bool = False  # whether num_attention_heads must divide hidden_size
 
 
 FAMILIES = {
@@ -148,11 +138,7 @@ FAMILIES = {
 
 
 def family_of(config: Mapping, name: str) -> str:
-    """The `model_type` of a config, "gpt2" where it is missing; UserError for one that is not supported.
-
-    >>> family_of({"model_type": "llama"}, "config.json")
-    'llama'
-    """
+    """The `model_type` of a config, "gpt2" where it is missing; UserError for an unsupported one."""
     model_type = config.get("model_type", "gpt2")
     where = f"{name}: model_type = {model_type!r} in its config"
     experts = any("experts" in str(option) and count for option, count in config.items())

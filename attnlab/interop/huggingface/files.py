@@ -1,7 +1,7 @@
 """Read and write folders of `transformers`: config.json, and safetensors files, tensor by tensor.
 
-The format of a safetensors file: 8 bytes with the length of its header, the header in JSON, which gives the type, shape
-and place of each tensor, and the tensors.
+A safetensors file: 8 bytes with the length of its header; the header in JSON, with the type, shape and place of each
+tensor; the tensors.
 """
 
 import contextlib
@@ -38,13 +38,7 @@ INDEX = f"{WEIGHTS}.index.json"
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file, which nothing is read of before `rows` is called.
-
-    Attributes:
-      path: the file.
-      start: index of its first byte.
-      dtype, shape: as in memory.
-    """
+    """A tensor in a file, from byte `start` on, which only `rows` reads."""
 
     path: Path
     start: int
@@ -52,15 +46,12 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
 
     def rows(self, start: int, stop: int) -> np.ndarray:
-        """A range of the first axis; UserError if the file cannot be read."""
+        """A range of the first axis; UserError for a truncated file."""
         size = math.prod(self.shape[1:])
-        try:
-            # Not mapped into memory, where pages of the file would count beside the parameters.
-            with self.path.open("rb") as file:
-                file.seek(self.start + start * size * self.dtype.itemsize)
-                content = np.fromfile(file, self.dtype, (stop - start) * size)
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be read: {error.strerror or error}") from error
+        # Not mapped into memory, because pages of the file would then count beside the parameters.
+        with self.path.open("rb") as file:
+            file.seek(self.start + start * size * self.dtype.itemsize)
+            content = np.fromfile(file, self.dtype, (stop - start) * size)
         if len(content) < (stop - start) * size:
             raise UserError(f"{self.path} has become shorter: download it again")
         return content.reshape(stop - start, *self.shape[1:])
@@ -77,11 +68,7 @@ def is_hf(path: str | Path) -> bool:
 
 
 def read_config(path: Path) -> dict:
-    """Read the `config.json` in a folder, or beside a file.
-
-    Raises:
-      UserError: the file is missing, or is not a JSON object.
-    """
+    """Read the `config.json` in a folder, or beside a file."""
     file = (path if path.is_dir() else path.parent) / "config.json"
     if not path.exists():
         raise UserError(f"{path}: no such file or folder; download it first, with its config.json and tokenizer files")
@@ -89,8 +76,6 @@ def read_config(path: Path) -> dict:
         config = read_json(file)
     except FileNotFoundError as error:
         raise UserError(f"{file} is missing, which contains the number of heads: put it there") from error
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise UserError(f"{file} is not valid JSON ({error}): restore it") from error
     if not isinstance(config, dict):
@@ -99,16 +84,12 @@ def read_config(path: Path) -> dict:
 
 
 def read_tensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, or of all those that belong to a folder.
-
-    Raises:
-      UserError: a file is missing, truncated or damaged.
-    """
+    """The tensors of a safetensors file, or of all safetensors files of a folder."""
     return {name: tensor for file in weight_files(path) for name, tensor in _read_header(file).items()}
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors file at a path, or the one or several of a folder; UserError for a damaged index."""
+    """The safetensors file at a path, or the safetensors files of a folder; UserError for a damaged index."""
     if not path.is_dir():
         return [path]
     index = path / INDEX
@@ -131,8 +112,6 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             header = file.read(length) if 8 + length <= size else b""
     except FileNotFoundError as error:
         raise UserError(f"{path} is missing: only safetensors files can be read") from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     try:
         places = {name: at for name, at in json.loads(header).items() if name != "__metadata__"}
         found = {name: _stored(path, 8 + length, at) for name, at in places.items()}
@@ -151,7 +130,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _stored(path: Path, after_header: int, at: dict) -> StoredTensor:
-    """A tensor by its entry in the header; any of several errors where this makes no sense."""
+    """A tensor by its entry in the header; any of several errors for a damaged entry."""
     dtype, shape, (start, end) = _DTYPES[at["dtype"]], tuple(at["shape"]), at["data_offsets"]
     if not all(isinstance(size, int) and size >= 0 for size in (*shape, start, end)):
         raise ValueError("a negative size")
@@ -163,15 +142,7 @@ def _stored(path: Path, after_header: int, at: dict) -> StoredTensor:
 def write_tensors(
     folder: Path, tensors: Sequence[Tensor], arrays: Iterable[tuple[str, np.ndarray]], dtype, max_shard_bytes: int
 ) -> None:
-    """Write tensors to one safetensors file, or to several with an index, one tensor at a time.
-
-    Args:
-      folder: an existing one.
-      tensors: names and shapes.
-      arrays: names and values, in the same order.
-      dtype: type that they are converted to.
-      max_shard_bytes: size of a file, at most, but every file has at least one tensor.
-    """
+    """Write tensors, one at a time, to one safetensors file, or to several with an index; `arrays` in equal order."""
     dtype = np.dtype(dtype)
     shards, arrays = _shards(tensors, dtype, max_shard_bytes), iter(arrays)
     number = len(shards)
@@ -179,8 +150,8 @@ def write_tensors(
     for name, shard in zip(names, shards):
         with (folder / name).open("wb") as file:
             file.write(_header(shard, dtype))
-            for tensor, (given, array) in zip(shard, arrays):
-                assert tensor.name == given, (tensor.name, given)
+            for tensor, (name_of_array, array) in zip(shard, arrays):
+                assert tensor.name == name_of_array, (tensor.name, name_of_array)
                 array.astype(dtype, copy=False).tofile(file)
     if number > 1:
         total = sum(_bytes(tensor, dtype) for tensor in tensors)
@@ -215,10 +186,7 @@ def _bytes(tensor: Tensor, dtype: np.dtype) -> int:
 
 
 def check_dtype(dtype) -> None:
-    """Raise UserError unless tensors can be read and written as this type.
-
-    >>> check_dtype(jnp.bfloat16)
-    """
+    """Raise UserError unless tensors can be read and written as this type."""
     supported = (jnp.float32, jnp.bfloat16, jnp.float16)
     if dtype is None or jnp.dtype(dtype) not in map(jnp.dtype, supported):
         raise UserError(f"dtype = {dtype}: expected float32, bfloat16 or float16")

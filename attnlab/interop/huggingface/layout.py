@@ -1,11 +1,12 @@
-"""The tensors of a state dict of `transformers`, and which parameters of a `GPT` each holds."""
+"""The tensors of a state dict of `transformers`, and the parameters of a `GPT` in each."""
 
 from collections.abc import Iterator
 
 from attnlab.interop.tensors import Tensor
-from attnlab.nn import GPT, fields
+from attnlab.nn import GPT
+from attnlab.nn.resolved import resolved
 
-# The names of norms, which depend on where they are.
+# The names of norms, by `GPT.norm_at`.
 _NORMS = {
     "before": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
     "after": {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"},
@@ -19,20 +20,9 @@ _NORMS = {
 
 
 def gpt2(model: GPT, prefix: str = "transformer.", transposed: bool = False) -> list[Tensor]:
-    """The tensors of GPT-2.
-
-    Args:
-      model: a `GPT` with learned positions, layer norms and a plain feed-forward layer.
-      prefix: of all names but that of the output layer.
-      transposed: whether kernels are `[out, in]`, as in torch's Linear and nanoGPT; GPT-2 uses `[in, out]`.
-
-    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
-    >>> gpt2(model)[1]
-    Tensor(name='transformer.wpe.weight', shape=(6, 8), leaves=('positions/embedding',), transposed=False, slice=None)
-    """
-    width, hidden = model.width, round(model.mlp_ratio * model.width)
-    attention_bias = model.use_bias if model.attention_bias is None else model.attention_bias
-    qkv_bias = attention_bias if model.qkv_bias is None else model.qkv_bias
+    """The tensors of GPT-2; with `transposed`, kernels are `[out, in]`, as in torch's Linear and nanoGPT."""
+    width, hidden = model.width, resolved(model).hidden
+    attention_bias, qkv_bias = resolved(model)[3:]
     tensors = [
         Tensor(f"{prefix}wte.weight", (model.vocab_size, width), ("embed/embedding",)),
         Tensor(f"{prefix}wpe.weight", (model.context, width), ("positions/embedding",)),
@@ -62,32 +52,20 @@ def gpt2(model: GPT, prefix: str = "transformer.", transposed: bool = False) -> 
 
 
 def decoder(model: GPT, prefix: str = "model.", fused: bool = False) -> list[Tensor]:
-    """The tensors of Llama and of the families that are like it.
-
-    Args:
-      model: a `GPT` with rotary positions, RMS norms and a gated feed-forward layer.
-      prefix: of all names but that of the output layer.
-      fused: whether queries, keys and values are one tensor, and gates and hidden features another, as in Phi-3.
-
-    >>> model = GPT(10, 1, 4, 8, 6, kv_heads=2, positions="rotary", norm="rms", mlp="gated", use_bias=False)
-    >>> [(tensor.name, tensor.shape) for tensor in decoder(model, fused=True)][1:3]
-    [('model.layers.0.self_attn.qkv_proj.weight', (16, 8)), ('model.layers.0.self_attn.o_proj.weight', (8, 8))]
-    """
+    """The tensors of Llama and similar families; `fused` as in `Family`."""
     tensors = [Tensor(f"{prefix}embed_tokens.weight", (model.vocab_size, model.width), ("embed/embedding",))]
     for layer in range(model.num_layers):
         name, block = f"{prefix}layers.{layer}", f"block_{layer}"
         tensors += _attention(model, f"{name}.self_attn", f"{block}/attention", fused)
         tensors += _mlp(model, f"{name}.mlp", f"{block}/mlp", fused)
-        for norm, its_name in _NORMS[model.norm_at].items():
-            tensors.append(Tensor(f"{name}.{its_name}.weight", (model.width,), (f"{block}/{norm}/scale",)))
+        for norm, suffix in _NORMS[model.norm_at].items():
+            tensors.append(Tensor(f"{name}.{suffix}.weight", (model.width,), (f"{block}/{norm}/scale",)))
     return [*tensors, Tensor(f"{prefix}norm.weight", (model.width,), ("final_norm/scale",)), *_output(model)]
 
 
 def _attention(model: GPT, name: str, path: str, fused: bool) -> Iterator[Tensor]:
-    head_dim, kv_heads = fields.head_dim(model), model.kv_heads or model.num_heads
+    head_dim, kv_heads, hidden, out_bias, qkv_bias = resolved(model)
     sizes = {"query": model.num_heads * head_dim, "key": kv_heads * head_dim, "value": kv_heads * head_dim}
-    out_bias = model.use_bias if model.attention_bias is None else model.attention_bias
-    qkv_bias = out_bias if model.qkv_bias is None else model.qkv_bias
     if fused:
         paths = [f"{path}/{which}" for which in sizes]
         yield from _linear(f"{name}.qkv_proj", model.width, sum(sizes.values()), paths, qkv_bias)
@@ -102,7 +80,7 @@ def _attention(model: GPT, name: str, path: str, fused: bool) -> Iterator[Tensor
 
 
 def _mlp(model: GPT, name: str, path: str, fused: bool) -> Iterator[Tensor]:
-    width, hidden = model.width, round(model.mlp_ratio * model.width)
+    width, hidden = model.width, resolved(model).hidden
     if fused:
         paths = [f"{path}/gate", f"{path}/up"]
         yield from _linear(f"{name}.gate_up_proj", width, 2 * hidden, paths, model.use_bias)

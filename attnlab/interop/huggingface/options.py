@@ -1,4 +1,4 @@
-"""The options in a config.json: typed, with the defaults of `transformers`, and errors that name them."""
+"""Options in a config.json: typed, with the defaults of `transformers`, and errors that name them."""
 
 import math
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 from attnlab.support.errors import UserError
 
-# `hidden_act` in config.json; of several names for one activation, the first is written.
+# Values of `hidden_act`; of several names for one activation, the first is written.
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -17,8 +17,7 @@ ACTIVATIONS = {
     "swish": "silu",
 }
 
-
-# Options that no model reads: where a file comes from, tokens, generation, training, and heads of other tasks.
+# Options that no model reads: origin, tokens, generation, training, and heads of other tasks.
 _METADATA = """
 model_type architectures auto_map transformers_version dtype torch_dtype name_or_path tokenizer_class use_cache
 initializer_range bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id id2label label2id
@@ -30,36 +29,27 @@ num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_p
 no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences remove_invalid_values
 """
 METADATA = frozenset(_METADATA.split())
-# Other options that a model may not read, with the values that say nothing.
+# Other options that a model may not read, with the values that have no effect.
 _NEUTRAL = {"pretraining_tp": 1, "position_embedding_type": "absolute", "partial_rotary_factor": 1}
 
 
 class Options:
-    """The options of a config.json, or of an object within it. It notes which of them are read.
+    """The options of a config.json, or of an object within it; it records which options are read."""
 
-    Args:
-      given: option to value.
-      defaults: values of options that are not given.
-      name: name of the source in errors.
-
-    >>> Options({"num_hidden_layers": 2}, {"head_dim": 8}, "config.json").integer("head_dim")
-    8
-    """
-
-    def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any], name: str):
+    def __init__(self, options: Mapping[str, Any], defaults: Mapping[str, Any], name: str):
         self.name = name
-        self._given = given
-        self._values = {**defaults, **given}
+        self._options = options
+        self._values = {**defaults, **options}
         self._read = set(defaults)
         self._objects = {}
 
     def get(self, option: str) -> Any:
-        """The value of an option; None where it is missing."""
+        """The value of an option; None if it is missing."""
         self._read.add(option)
         return self._values.get(option)
 
     def within(self, option: str, defaults: Mapping[str, Any]) -> "Options":
-        """The options of an object, which is empty where it is missing or null."""
+        """The options of an object, empty if it is missing or null."""
         value = self.get(option)
         if not isinstance(value, Mapping | None):
             raise self.error(option, "an object, or null")
@@ -67,26 +57,21 @@ class Options:
         return self._objects[option]
 
     def ignore(self, option: str) -> None:
-        """Note that an option was read in vain."""
+        """Forget that an option was read."""
         self._read.discard(option)
 
     def unread(self) -> list[str]:
-        """Options that nothing has read, except metadata, private names, and values that turn an option off.
-
-        >>> options = Options({"head_dim": 8, "model_type": "llama", "window": 5, "bias": False}, {}, "config.json")
-        >>> options.integer("head_dim"), options.unread()
-        (8, ['window'])
-        """
-        says = [name for name, value in self._given.items() if value and value != _NEUTRAL.get(name)]
-        unread = [name for name in says if name not in self._read | METADATA and not name.startswith("_")]
+        """Options that were not read, except metadata, private names, and values that turn an option off."""
+        effective = [name for name, value in self._options.items() if value and value != _NEUTRAL.get(name)]
+        unread = [name for name in effective if name not in self._read | METADATA and not name.startswith("_")]
         return unread + [f"{option}.{name}" for option, options in self._objects.items() for name in options.unread()]
 
     def error(self, option: str, expected: str) -> UserError:
-        """An error that names an option, its value, and what was expected."""
+        """An error with an option, its value, and the expectation."""
         return UserError(f"{self.name}: {option} = {self.get(option)!r} in its config, expected {expected}")
 
     def integer(self, option: str, default: int | None = None) -> int:
-        """An integer from 1 to 2³¹ − 1; `default` where it is missing or null."""
+        """An integer from 1 to 2³¹ − 1; `default` if it is missing or null."""
         value = default if self.get(option) is None else self.get(option)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
             raise self.error(option, "an integer, 1 or more and below 2^31")
@@ -108,31 +93,26 @@ class Options:
         return self.number(option) if self.get(option) else None
 
     def flag(self, option: str) -> bool:
-        """True or False."""
         value = self.get(option)
         if not isinstance(value, bool):
             raise self.error(option, "true or false")
         return value
 
     def activation(self, option: str) -> str:
-        """The name that attnlab has for an activation."""
+        """attnlab's name of an activation."""
         value = self.get(option)
         if not isinstance(value, str) or value not in ACTIVATIONS:
             raise self.error(option, f"one of {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[value]
 
     def only(self, supported: Mapping[str, Any]) -> None:
-        """Raise UserError where an option has another value than the one that is supported."""
+        """Raise UserError for an option with another value than the supported one."""
         for option, value in supported.items():
             if self.get(option) not in (None, value):
                 raise self.error(option, f"{value!r}: GPT supports no other")
 
 
 def activation_name(activation: str, first: str = "") -> str | None:
-    """The name in config.json for an activation of attnlab, `first` if that is one; None if there is none.
-
-    >>> activation_name("gelu_tanh"), activation_name("gelu_tanh", "gelu_pytorch_tanh")
-    ('gelu_new', 'gelu_pytorch_tanh')
-    """
+    """The name in config.json for an activation of attnlab, preferably `first`; None if there is none."""
     names = [name for name, ours in ACTIVATIONS.items() if ours == activation]
     return first if first in names else names[0] if names else None

@@ -7,10 +7,10 @@ from attnlab.interop.huggingface import rotary as rotaries
 from attnlab.interop.huggingface.families import ALL_DROPOUTS, DROPOUTS, FAMILIES, Family, family_of
 from attnlab.interop.huggingface.options import Options
 from attnlab.nn import GPT
-from attnlab.nn.gpt import check_shape
+from attnlab.nn.fields import check_shape
 from attnlab.support.errors import UserError
 
-# How an option is read that sets a field as it is.
+# The reader of each option that sets a field directly.
 _READ = {
     "vocab_size": Options.integer,
     "width": Options.integer,
@@ -28,20 +28,7 @@ _READ = {
 
 
 def make_model(config: Mapping, name: str = "config") -> GPT:
-    """Build the `GPT` that a config describes.
-
-    An option that the model of `transformers` does not read is ignored, with a warning unless it is metadata.
-
-    Args:
-      config: the content of `config.json`.
-      name: name of the source in errors and warnings.
-
-    Raises:
-      UserError: a model of another family; an option is malformed, or has a value that `GPT` does not support.
-
-    >>> make_model({"model_type": "gpt2", "n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions": 128}).width
-    64
-    """
+    """Build the `GPT` that a config describes; `name` is the source in errors and warnings."""
     family = FAMILIES[family_of(config, name)]
     options = Options(config, family.defaults, name)
     options.only({"is_causal": True, **family.only})
@@ -61,14 +48,14 @@ def make_model(config: Mapping, name: str = "config") -> GPT:
 
 
 def _warn(options: Options, family: Family, model: GPT) -> None:
-    """One line on options that are ignored, another on dropout rates."""
+    """One line on ignored options, another on dropout rates."""
     rates = {option: options.get(option) for option in ALL_DROPOUTS if options.get(option)}
     if rates and not model.dropout:
-        told = ", ".join(f"{option} = {rate}" for option, rate in rates.items())
-        warnings.warn(f"{options.name}: dropout in its config is not used ({told}): set dropout", stacklevel=4)
+        listed = ", ".join(f"{option} = {rate}" for option, rate in rates.items())
+        warnings.warn(f"{options.name}: dropout in its config is not used ({listed}): set dropout", stacklevel=4)
     if unread := options.unread():
-        told = f"{', '.join(unread)} in its config {'is' if len(unread) == 1 else 'are'} ignored"
-        warnings.warn(f"{options.name}: {told}, as by transformers' {family.architecture}", stacklevel=4)
+        ignored = f"{', '.join(unread)} in its config {'is' if len(unread) == 1 else 'are'} ignored"
+        warnings.warn(f"{options.name}: {ignored}, as by transformers' {family.architecture}", stacklevel=4)
 
 
 def _read_gpt2(options: Options, fields: Mapping) -> dict:
@@ -109,7 +96,7 @@ def _ratio(hidden: int, width: int) -> int | float:
 
 
 def _read_kinds(options: Options, family: Family, layers: int) -> list[str]:
-    """Which layers are "local" and which "global"."""
+    """The kind of each layer, "local" or "global"."""
     has_window = "sliding_window" in family.defaults and options.get("sliding_window") is not None
     if "layer_types" not in family.defaults:
         return ["local" if has_window else "global"] * layers
@@ -129,8 +116,8 @@ def _read_kinds(options: Options, family: Family, layers: int) -> list[str]:
 def _read_rotary(options: Options, family: Family, head_dim: int) -> dict:
     if "rope_local_base_freq" in family.defaults:
         return _read_two_rotaries(options)
-    options.get("original_max_position_embeddings")  # without effect where nothing is scaled
-    option = "rope_scaling" if options.get("rope_scaling") else "rope_parameters"  # that of transformers 5
+    options.get("original_max_position_embeddings")  # no effect without scaling
+    option = "rope_scaling" if options.get("rope_scaling") else "rope_parameters"  # of transformers 5
     rope = options.within(option, {name: options.get(name) for name in ("rope_theta", "partial_rotary_factor")})
     if any(rope.get(kind) for kind in rotaries.KINDS):
         raise options.error(option, f"one for all layers: {family.architecture} has no others")
@@ -151,7 +138,7 @@ def _read_two_rotaries(options: Options) -> dict:
     bases = {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
     outer = {kind: {"rope_theta": options.get(base)} for kind, base in bases.items()}
     ropes = {kind: both.within(kind, base) for kind, base in outer.items()}
-    if options.get("rope_scaling"):  # of older files, for global layers alone
+    if options.get("rope_scaling"):  # in older files, for global layers only
         older = outer["full_attention"] | (both.get("full_attention") or {})
         ropes["full_attention"] = options.within("rope_scaling", older)
     rotary, local = (rotaries.read_rotary(options, rope) for rope in ropes.values())

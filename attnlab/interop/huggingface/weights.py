@@ -11,7 +11,8 @@ from attnlab.interop.huggingface import layout
 from attnlab.interop.huggingface.families import FAMILIES
 from attnlab.interop.huggingface.writing import make_config, with_biases
 from attnlab.interop.tensors import Tensor
-from attnlab.nn import GPT, layers, stack_layers
+from attnlab.nn import GPT, stack_layers
+from attnlab.nn.stack import is_stacked
 from attnlab.support.errors import UserError
 
 _TOKENS = np.zeros((1, 1), np.int32)
@@ -28,29 +29,14 @@ def load_state(
     shardings=None,
     dtype=jnp.float32,
 ) -> dict:
-    """Read the parameters of a GPT from a state dict with the names of a family.
-
-    Args:
-      model: of that family.
-      state: tensors by name, as for `tensors.load`.
-      name: name of the state dict in errors.
-      family: one of `FAMILIES`.
-      transposed: whether GPT-2's kernels are `[out, in]`, as nanoGPT has them.
-      shardings: tree like the parameters, whose layers may be stacked, or a function of a tree of shapes that returns
-        it; the default device when None.
-      dtype: type of the parameters.
-
-    Raises:
-      UserError: a tensor is missing, unexpected or of another shape, or an output layer that is not the embedding in a
-        model where it is.
-    """
+    """Read the parameters of a GPT from a state dict with the names of a family."""
     base = "transformer." if family == "gpt2" else "model."
     prefix = base if any(key.startswith(base) for key in state) else ""
     table = _table(model, family, prefix, transposed)
     shapes = tensors.shapes_of(model, _TOKENS)
     if callable(shardings):
         shardings = shardings(shapes)
-    if shardings is not None and layers.is_stacked(shardings):
+    if shardings is not None and is_stacked(shardings):
         table, shapes = tensors.stacked(table), stack_layers(shapes)
     ignored = _without_parameters(model, prefix) + ([_HEAD] if model.tie_embeddings else [])
     if model.tie_embeddings and _HEAD in state:
@@ -59,39 +45,31 @@ def load_state(
 
 
 def unload_state(model: GPT, params, family: str = "gpt2", *, transposed: bool = False) -> dict[str, np.ndarray]:
-    """The state dict with the names of a family for the parameters of a GPT, the inverse of `load_state`.
-
-    Raises:
-      UserError: an option that the family does not have, parameters of another model.
-    """
-    make_config(model, family)  # raises for options that it does not have
+    """The state dict of a GPT's parameters with the names of a family, the inverse of `load_state`."""
+    make_config(model, family)  # raises for options that the family does not have
     table, params = _checked(model, params, family, transposed)
     state = tensors.unload(table, params)
     return state | ({_HEAD: state[table[0].name]} if model.tie_embeddings else {})
 
 
 def prepared(model: GPT, params, family: str) -> tuple[list[Tensor], dict]:
-    """The tensors of a model and the parameters in them, biases of 0 included where the family always has biases.
-
-    Raises:
-      UserError: parameters of another model.
-    """
+    """The tensors of a model and their parameters, with biases of 0 where the family always has biases."""
     table, params = _checked(model, params, family)
     if family != "gpt2":
         return table, params
     full = with_biases(model)
     flat = traverse_util.flatten_dict(params, sep="/")
     shapes = tensors.shapes_of(full, _TOKENS)
-    shapes = traverse_util.flatten_dict(stack_layers(shapes) if layers.is_stacked(params) else shapes, sep="/")
+    shapes = traverse_util.flatten_dict(stack_layers(shapes) if is_stacked(params) else shapes, sep="/")
     flat = {path: flat[path] if path in flat else np.zeros(leaf.shape, np.float32) for path, leaf in shapes.items()}
     table = _table(full, family)
-    table = tensors.stacked(table) if layers.is_stacked(params) else table
+    table = tensors.stacked(table) if is_stacked(params) else table
     return table, traverse_util.unflatten_dict(flat, sep="/")
 
 
 def _checked(model: GPT, params, family: str, transposed: bool = False):
     table, shapes = _table(model, family, transposed=transposed), tensors.shapes_of(model, _TOKENS)
-    if layers.is_stacked(params):
+    if is_stacked(params):
         table, shapes = tensors.stacked(table), stack_layers(shapes)
     tensors.check(params, shapes, "the model")
     return table, params
@@ -113,7 +91,7 @@ def _check_tied(state: Mapping, embedding: Tensor, name: str) -> None:
     """Raise UserError if the output layer of a state dict differs from the embedding."""
     head, table = (state.get(key) for key in (_HEAD, embedding.name))
     if table is None or head.shape != table.shape:
-        same = table is None  # which is reported as missing
+        same = table is None  # reported as missing later
     else:
         step, total = max(1, 2**22 // embedding.shape[1]), embedding.shape[0]
         pieces = [(start, min(start + step, total), f"{name}: {_HEAD}") for start in range(0, total, step)]

@@ -6,26 +6,17 @@ from attnlab.interop.huggingface import rotary as rotaries
 from attnlab.interop.huggingface.families import DROPOUTS, FAMILIES, Family
 from attnlab.interop.huggingface.options import ACTIVATIONS, activation_name
 from attnlab.interop.huggingface.reading import make_model
-from attnlab.nn import GPT, fields
+from attnlab.nn import GPT
+from attnlab.nn.kinds import KINDS, kind_of
+from attnlab.nn.resolved import resolved
 from attnlab.support.errors import UserError
 
-# Fields that do not decide what a model computes, or do so with others.
+# Fields that do not decide what a model computes, or only together with others.
 _NOT_COMPARED = ("parent", "name", "dropout", "remat", "dtype", "impl", "zero_outputs", "local_base")
 
 
 def make_config(model: GPT, model_type: str | None = None) -> dict:
-    """The content of `config.json` for a model.
-
-    Args:
-      model: of any family in `FAMILIES`.
-      model_type: the family; None for the first that has such models.
-
-    Raises:
-      UserError: an option that no family has, or not the one that is named.
-
-    >>> make_config(GPT(vocab_size=10, num_layers=2, num_heads=4, width=64, context=128))["n_positions"]
-    128
-    """
+    """The content of `config.json` for a model, of a family or the first that has such models."""
     if not isinstance(model, GPT):
         raise UserError(f"a {type(model).__name__}: expected attnlab.nn.GPT")
     if model_type is not None and model_type not in FAMILIES:
@@ -41,22 +32,22 @@ def make_config(model: GPT, model_type: str | None = None) -> dict:
         misfits.append(_misfits(model, family, config))
         if not misfits[-1]:
             return config
-    raise UserError(min(misfits, key=len)[0])  # of the family that is most like it
+    raise UserError(min(misfits, key=len)[0])  # of the most similar family
 
 
 def with_biases(model: GPT) -> GPT:
-    """The same model with all biases, which GPT-2 always has: those that were missing are 0."""
+    """The same model with all biases, which GPT-2 always has; added biases are 0."""
     return model.clone(use_bias=True, attention_bias=None, qkv_bias=None)
 
 
 def _write(model: GPT, name: str) -> dict:
     family = FAMILIES[name]
-    own = _gpt2_options(model) if name == "gpt2" else _decoder_options(model, family)
+    more = _gpt2_options(model) if name == "gpt2" else _decoder_options(model, family)
     return {
         "architectures": [family.architecture],
         "model_type": name,
         **{option: _value(model, field, family.defaults.get(option)) for option, field in family.options.items()},
-        **own,
+        **more,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -64,7 +55,7 @@ def _write(model: GPT, name: str) -> dict:
 
 
 def _value(model: GPT, field: str, default):
-    """The value of an option that sets a field as it is."""
+    """The value of an option that sets a field directly."""
     if field == "attention_bias":
         return _resolved(model)["attention_bias"]
     return activation_name(model.activation, default) if field == "activation" else getattr(model, field)
@@ -72,7 +63,7 @@ def _value(model: GPT, field: str, default):
 
 def _gpt2_options(model: GPT) -> dict:
     return {
-        "n_inner": round(model.mlp_ratio * model.width),
+        "n_inner": resolved(model).hidden,
         "scale_attn_weights": model.score_scale != 1,
         **dict.fromkeys(DROPOUTS, model.dropout),
     }
@@ -80,9 +71,9 @@ def _gpt2_options(model: GPT) -> dict:
 
 def _decoder_options(model: GPT, family: Family) -> dict:
     options = {
-        "num_key_value_heads": model.kv_heads or model.num_heads,
-        "head_dim": fields.head_dim(model),
-        "intermediate_size": round(model.mlp_ratio * model.width),
+        "num_key_value_heads": resolved(model).kv_heads,
+        "head_dim": resolved(model).head_dim,
+        "intermediate_size": resolved(model).hidden,
         "attention_dropout": 0.0,
         "rope_theta": float(model.rotary.base),
         "rope_scaling": rotaries.write_rotary(model.rotary),
@@ -104,7 +95,7 @@ def _window_options(model: GPT, family: Family) -> dict:
     options = {"sliding_window": model.window if slides else None}
     if "use_sliding_window" in family.defaults:
         options |= {"use_sliding_window": slides, "max_window_layers": kinds.index("local") if slides else len(kinds)}
-    if "query_pre_attn_scalar" in family.defaults:  # Gemma: a window is expected also where no layer has it
+    if "query_pre_attn_scalar" in family.defaults:  # Gemma expects a window even if no layer has it
         options |= {"sliding_window": options["sliding_window"] or family.defaults["sliding_window"]}
     if "layer_types" in family.defaults:
         options["layer_types"] = rotaries.layer_types(kinds)
@@ -112,11 +103,11 @@ def _window_options(model: GPT, family: Family) -> dict:
 
 
 def _misfits(model: GPT, name: str, config: dict) -> list[str]:
-    """The fields of a model in which the one that its config describes differs, in words."""
+    """The fields in which a model differs from the model that its config describes, in words."""
     try:
         described = make_model(config)
     except UserError as error:
-        return [f"{name} does not have such models ({error})"] * len(GPT.__dataclass_fields__)  # it is like none
+        return [f"{name} does not have such models ({error})"] * len(GPT.__dataclass_fields__)
     model = with_biases(model) if name == "gpt2" else model
     ours, theirs = _resolved(model), _resolved(described)
     return [
@@ -127,23 +118,21 @@ def _misfits(model: GPT, name: str, config: dict) -> list[str]:
 
 
 def _resolved(model: GPT) -> dict:
-    """The fields that decide what a model computes, the same for all that say the same."""
-    attention_bias = model.use_bias if model.attention_bias is None else model.attention_bias
+    """The fields that decide what a model computes, in one form for equivalent values."""
     is_rotary = model.positions == "rotary"
-    said = [field for field in GPT.__dataclass_fields__ if field not in _NOT_COMPARED]
     return {
-        **{field: getattr(model, field) for field in said},
-        "kv_heads": model.kv_heads or model.num_heads,
-        "head_dim": fields.head_dim(model),
-        "mlp_ratio": round(model.mlp_ratio * model.width),
+        **{field: getattr(model, field) for field in GPT.__dataclass_fields__ if field not in _NOT_COMPARED},
+        "kv_heads": resolved(model).kv_heads,
+        "head_dim": resolved(model).head_dim,
+        "mlp_ratio": resolved(model).hidden,
         "attention_bias": attention_bias,
-        "qkv_bias": attention_bias if model.qkv_bias is None else model.qkv_bias,
-        "score_scale": model.score_scale or fields.head_dim(model) ** -0.5,
+        "qkv_bias": resolved(model).qkv_bias,
+        "score_scale": model.score_scale or resolved(model).head_dim ** -0.5,
         "window": model.window if "local" in _kinds(model) else None,
         "pattern": _kinds(model),
-        "rotary": [rotaries.resolved(fields.rotary(model, n)) for n in range(model.num_layers)] if is_rotary else None,
+        "rotary": [rotaries.resolved(KINDS[kind_of(model, n)].rotary(model)) for n in range(model.num_layers)] if is_rotary else None,
     }
 
 
 def _kinds(model: GPT) -> Sequence[str]:
-    return [fields.kind(model, layer) for layer in range(model.num_layers)]
+    return [kind_of(model, layer) for layer in range(model.num_layers)]
