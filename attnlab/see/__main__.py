@@ -4,16 +4,16 @@
     attnlab see --workdir=runs/quickstart --checkpoints=all --prompt="The class " --prompt="def f(x):"
     attnlab see --workdir=gpt2 --prompt="When Mary and John went to the store" --out=mary.html
 
-The second folder is best trained with --config.checkpoint.history=20, which keeps checkpoints of the whole run. The
-third holds a Hugging Face model: `config.json`, `model.safetensors`, and its tokenizer files. Without a prompt, the
-page shows a window of the run's validation text; of a run on a text file, --text names it. `python -m attnlab.see` is
-the same command.
+Train the second folder with --config.checkpoint.history=20, which keeps checkpoints of the whole run. The third holds a
+Hugging Face model: `config.json`, `model.safetensors`, and its tokenizer files. Without a prompt, the page shows a
+window of the run's validation text; for a run on a text file, name it with --text. `python -m attnlab.see` is the same
+command.
 
-Beside the attention weights, the page has scores of each head and its effect. Duplicate and induction heads are scored
-on 32 sequences of random tokens that repeat, each with a period of its own; the other kinds on up to 32 windows of the
-validation text, or on those sequences where there is no such text. The p-values printed are against uniform attention,
-against the model before training, and for the first two kinds against the weight between the same positions elsewhere.
-The effect is the change of the loss on these windows, or on the prompts, when a head's output is its mean.
+The page also has scores and the effect of each head. Duplicate and induction heads are scored on 32 sequences of random
+tokens, each repeating with a random period; the other kinds on up to 32 windows of the validation text, if there is
+one. The p-values printed are against uniform attention, against the untrained model, and for the first two kinds
+against the weight between the same positions elsewhere. The effect is the change of the loss on these windows, or on
+the prompts, when a head's output is replaced by its mean.
 """
 
 import contextlib
@@ -44,9 +44,9 @@ from attnlab.support.errors import UserError
 from attnlab.training.workdir import Workdir, read_config
 from attnlab.types import Array
 
-SEQUENCES = 32  # that scores and effects are means over
-LONGEST = 128  # tokens, unless --length says so
-UNTRAINED_HEADS = 16  # of a layer, at least, from as many initializations as that takes
+SEQUENCES = 32  # of scores and effects
+LONGEST = 128  # tokens, without --length
+UNTRAINED_HEADS = 16  # of a layer, at least, from several initializations
 BY_TOKEN = ("duplicate", "induction")
 
 
@@ -104,7 +104,7 @@ def _main(values, own_process: bool) -> int:
 
 
 def _checked_out(name: str | None, workdir: Path) -> Path:
-    """The path of a new page, or of an earlier one; UserError for any other file, before the work begins."""
+    """The path of a new page, or of an earlier page to replace; UserError for any other file."""
     out = Path(name) if name is not None else (workdir if workdir.is_dir() else workdir.parent) / "see.html"
     if name == "" or out.is_dir() or (name and not out.parent.is_dir()):
         raise UserError(f"--out={name}: expected a file in a folder that exists, e.g. --out=see.html")
@@ -114,7 +114,7 @@ def _checked_out(name: str | None, workdir: Path) -> Path:
 
 
 def _peek(workdir: Path):
-    """Model, tokenizer and config, for runs of a GPT."""
+    """Model, tokenizer and config of a GPT's run."""
     if not huggingface.is_hf(workdir) and (own := read_config(workdir).get("user_defined", {}).get("model")):
         raise UserError(
             f"{workdir} holds a run of a {own}, and the command shows GPTs alone: in Python, use attnlab.load("
@@ -127,12 +127,12 @@ def _peek(workdir: Path):
 
 
 def _steps(checkpoints: str, workdir: Path, config: ConfigDict) -> list[int | None]:
-    """The steps that --checkpoints names, in ascending order; None alone for a model without a run."""
+    """The steps that --checkpoints names, ascending; [None] for a model without a run."""
     if huggingface.is_hf(workdir):
         if checkpoints not in ("latest", "best"):
             raise UserError(f"{workdir} is a Hugging Face model, which has no checkpoints: leave out --checkpoints")
         return [None]
-    # Orbax takes seconds to import, which the help need not wait for.
+    # Imported here because Orbax takes seconds, and --help needs none of it.
     from attnlab.training.checkpoints import Checkpoints
     from attnlab.training.metrics import best_step, read
 
@@ -160,21 +160,13 @@ def _steps(checkpoints: str, workdir: Path, config: ConfigDict) -> list[int | No
 
 
 class Subject(NamedTuple):
-    """The tokens that a model is shown.
+    """The tokens that a model is examined on."""
 
-    Attributes:
-      prompts: int32 `[P, T]`, padded with zeros on the right.
-      labels: the tokens of each prompt as text.
-      scored: kinds of heads, and the tokens `[N, T]` they are scored on.
-      predicted: `[N, T + 1]`, on which the loss is measured.
-      measured_on: `predicted` in words.
-    """
-
-    prompts: Int[Array, "P T"]
-    labels: list[list[str]]
-    scored: tuple[tuple[Sequence[str], Int[Array, "N T"]], ...]
-    predicted: Int[Array, "N T1"]
-    measured_on: str
+    prompts: Int[Array, "P T"]  # padded with zeros on the right
+    labels: list[list[str]]  # the tokens of each prompt as text
+    scored: tuple[tuple[Sequence[str], Int[Array, "N T"]], ...]  # kinds of heads, and the tokens they are scored on
+    predicted: Int[Array, "N T1"]  # tokens of the loss
+    measured_on: str  # `predicted` in words
 
 
 def _subject(values, workdir: Path, model: GPT, tokenizer, config: ConfigDict) -> Subject:
@@ -221,18 +213,14 @@ def _encoded(text: str, tokenizer, length: int, context: int) -> np.ndarray:
 def _windows(
     workdir: Path, config: ConfigDict, length: int, text: str | None, is_optional: bool
 ) -> Int[np.ndarray, "N T1"] | None:
-    """Evenly spaced windows of the run's validation text, of single documents where those are told apart.
-
-    Returns:
-      None where the text cannot be read, if that is_optional.
-    """
+    """Evenly spaced windows of the validation text, each of one document; None if unreadable and is_optional."""
     from attnlab.training import text as texts
 
     several = 32 if config.data.packing == "documents" else 1
     config = ConfigDict(config)
     config.model.context, config.optimizer.accumulation = length, 1
     config.batch_size = config.eval.windows = several * SEQUENCES
-    config.data.store = ""  # the folder may come from elsewhere: it does not say where to write, or what to read
+    config.data.store = ""  # the run may come from another machine
     try:
         if text is None and (elsewhere := config.data.path or config.data.mixture):
             raise UserError(f"{workdir} was trained on {elsewhere}, outside of it: name the text with --text=FILE")
@@ -255,7 +243,7 @@ def _windows(
 
 def _label(tokenizer, token: int) -> str:
     if tokenizer.kind == "byte":
-        return bytes([token]).decode(errors="surrogateescape")  # the page shows a part of a character by its number
+        return bytes([token]).decode(errors="surrogateescape")  # the page shows incomplete characters as bytes
     return tokenizer.decode([token], continues=True)
 
 
@@ -263,21 +251,15 @@ def _label(tokenizer, token: int) -> str:
 
 
 class Findings(NamedTuple):
-    """Patterns, scores and effects of one checkpoint.
-
-    Attributes:
-      run: the patterns of the prompts.
-      scores: for each entry of `Subject.scored`.
-      effects: of ablating each head on the loss in nats, or None.
-    """
+    """Patterns, scores and effects of one checkpoint."""
 
     run: see.Run
-    scores: list[see.Scores]
-    effects: see.Effects | None
+    scores: list[see.Scores]  # for each entry of `Subject.scored`
+    effects: see.Effects | None  # of ablating each head on the loss in nats
 
 
 def _examiner(model: GPT, seed: int, subject: Subject, measures_effects: bool) -> Callable[[dict], Findings]:
-    """The function that examines the variables of a checkpoint. Its programs are compiled once for all of them."""
+    """The function that examines the variables of a checkpoint; its programs are compiled once."""
 
     @jax.jit
     def patterns(variables, tokens) -> see.Run:
@@ -333,7 +315,7 @@ def _step(step: int | None) -> str:
 
 
 def _summary(step: int | None, found: Findings, measured_on: str) -> str:
-    """The highest head of each kind, and the one with the largest effect."""
+    """The highest head of each kind, and the head with the largest effect."""
     lines = [f"\nhighest heads of {_step(step)}:", *map(str, found.scores)]
     if found.effects is not None:
         change = found.effects.change

@@ -1,4 +1,4 @@
-"""Capture what a model computes, and run it with edits."""
+"""Capture a model's values, and run it with edits."""
 
 import dataclasses
 import fnmatch
@@ -17,13 +17,13 @@ from attnlab.types import Array
 
 
 def sites(model, variables, *args, **kwargs) -> Sites:
-    """Where a model attends, and whether the patterns that are found are those that it computes with.
+    """The attention layers and blocks of a model, and whether each pattern found is the one that z is computed with.
 
     Args:
-      model: a `flax.linen` module, a `flax.nnx` module, or a function of (variables, *args), as of Equinox, Haiku or
-        plain JAX.
-      variables: of the model, `{"params": …}`; of an nnx module its state, None for its own.
-      args, kwargs: of the model's call, e.g. tokens.
+      model: a `flax.linen` module, a `flax.nnx` module, or (experimental: its softmaxes are searched) a function of
+        (variables, *args), as of Equinox, Haiku or plain JAX.
+      variables: of the model, `{"params": …}`; of an nnx module its state, None for the module's state.
+      args, kwargs: arguments of the model, e.g. tokens.
 
     Returns:
       The attention layers and blocks; printed, a table.
@@ -39,8 +39,8 @@ def sites(model, variables, *args, **kwargs) -> Sites:
     ([('block_0/attention', 2, True), ('block_1/attention', 2, True)], ('block_0', 'block_1'))
     """
     frame, inputs = framed(model, variables, args, kwargs)
-    apart = jax.jit(lambda inputs: frame.run(inputs, want=(taps.MISMATCH,)).values)(inputs)[taps.MISMATCH]
-    measured = (dataclasses.replace(site, mismatch=float(apart[site.path])) for site in frame.sites)
+    mismatch = jax.jit(lambda inputs: frame.run(inputs, want=(taps.MISMATCH,)).values)(inputs)[taps.MISMATCH]
+    measured = (dataclasses.replace(site, mismatch=float(mismatch[site.path])) for site in frame.sites)
     return dataclasses.replace(frame.sites, attention=tuple(measured))
 
 
@@ -53,19 +53,18 @@ def capture(
     rows: Integer[Array, " R"] | Sequence[int] | None = None,
     **kwargs,
 ) -> Run:
-    """Run a model, and return what its layers computed on the way.
+    """Run a model, and return values of its layers.
 
-    The model is not changed, and its result is the same. Works within `jax.jit`, which makes it fast, `jax.vmap` and
-    `jax.grad`.
+    The model and its result do not change. Works within `jax.jit`, which makes it fast, `jax.vmap` and `jax.grad`.
 
     Args:
       model, variables, args, kwargs: as for `sites`.
       want: names of values: of attention `q` `[B, Tq, H, D]`, `k` and `v` `[B, Tk, Hk, D]`, as they enter the scores
         (normalized and rotated) or the cache; `pattern`, the softmax's weights before dropout, `[B, H, Tq, Tk]`; `z`,
         the heads' outputs, `[B, Tq, H, D]`; of blocks `in` and `out`, the residual stream, `[B, T, F]`. A plain
-        function shows `pattern`, `v` and `z`.
-      at: paths to return, where `*` stands for anything; all when None.
-      rows: queries whose patterns are returned, as `[B, H, R, Tk]`, so that long sequences fit memory; all when None.
+        function has `pattern`, `v` and `z`.
+      at: globs of the paths to return; all when None.
+      rows: queries whose patterns are returned, as `[B, H, R, Tk]`, for long sequences; all when None.
 
     Returns:
       `Run`, with `values[name][path]`.
@@ -96,16 +95,16 @@ def edited(
 ) -> Run:
     """Run a model with some of its values replaced.
 
-    Edits are pytrees of arrays, so `jax.jit`, `jax.vmap` and `jax.grad` pass through them. What is captured is what the
-    edit returned.
+    Edits are pytrees of arrays, so `jax.jit`, `jax.vmap` and `jax.grad` pass through them. An edited value is captured
+    after its edit.
 
     Args:
-      model, variables, args, kwargs: as for `sites`; not a plain function, whose values can be read alone.
-      edits: by "path/name", e.g. `{"block_0/attention/z": Zero()}`, where `*` stands for anything; or `Freeze(run)`.
+      model, variables, args, kwargs: as for `sites`, except plain functions, whose values cannot be edited.
+      edits: by glob of "path/name", e.g. `{"block_0/attention/z": Zero()}`; or `Freeze(run)`.
       want, rows: as for `capture`.
 
     Returns:
-      `Run`, with what the model returned.
+      `Run`, with the edited model's result.
 
     Raises:
       ValueError: as for `capture`; a site that the model does not have, with the nearest one.

@@ -1,4 +1,4 @@
-"""Edits of what a model computes: arrays and gates, so that `jit`, `vmap` and `grad` pass through them."""
+"""Edits of a model's values: pytrees of arrays and gates, which `jit`, `vmap` and `grad` pass through."""
 
 import dataclasses
 import fnmatch
@@ -19,10 +19,10 @@ _node = jax.tree_util.register_dataclass
 class Edit:
     """A change of one value of a model.
 
-    Where an edit has a field `where`, it is an array of bools that broadcasts to the value, and the rest of the value
-    stays as it is; None for all of it. To edit head 3 of z `[B, T, H, D]`: `where=jnp.arange(H)[:, None] == 3`.
+    The field `where` of an edit is an array of bools that broadcasts to the value and selects the edited part; None for
+    all of it. Head 3 of z `[B, T, H, D]` is `where=jnp.arange(H)[:, None] == 3`.
 
-    An edit of one's own is a pytree with a `__call__`:
+    A custom edit is a pytree with a `__call__`:
 
     >>> @jax.tree_util.register_pytree_node_class
     ... class Flip(Edit):
@@ -43,14 +43,14 @@ def _within(value, new, where):
     return new if where is None else jnp.where(_like(value, where, "where"), new, value)
 
 
-def _like(value, given, name):
-    """The array of an edit, broadcast to the value it edits."""
-    shape = jnp.shape(given)
+def _like(value, array, name):
+    """The array of an edit, broadcast to the edited value."""
+    shape = jnp.shape(array)
     if len(shape) > value.ndim or any(size not in (1, full) for size, full in zip(shape[::-1], value.shape[::-1])):
         raise ValueError(
             f"{name} of an edit has shape {shape}, expected one that broadcasts to the value's {value.shape}"
         )
-    return jnp.broadcast_to(jnp.asarray(given, bool if name == "where" else value.dtype), value.shape)
+    return jnp.broadcast_to(jnp.asarray(array, bool if name == "where" else value.dtype), value.shape)
 
 
 @_node
@@ -72,7 +72,7 @@ class Zero(Edit):
 @_node
 @dataclasses.dataclass(frozen=True)
 class Put(Edit):
-    """Given values in place of the value; they broadcast to its shape.
+    """An array in place of the value; it broadcasts to the value's shape.
 
     >>> Put(jnp.array([5.0]))(jnp.ones(2))
     Array([5., 5.], dtype=float32)
@@ -82,18 +82,18 @@ class Put(Edit):
     where: Any = None
 
     def __call__(self, value):
-        """The given values."""
+        """The array."""
         return _within(value, self.values, self.where)
 
 
 @_node
 @dataclasses.dataclass(frozen=True)
 class Mean(Edit):
-    """The mean of given values over examples and positions in place of the value.
+    """The mean of an array over examples and positions in place of the value.
 
     Attributes:
-      values: as captured, e.g. z `[N, T, H, D]` of a larger set of examples.
-      axes: those that the mean is over: examples and positions, (0, 1); 0 for patterns.
+      values: a captured value, e.g. z `[N, T, H, D]` of a larger set of examples.
+      axes: axes of the mean: examples and positions, (0, 1); 0 for patterns.
       where: see `Edit`.
 
     >>> Mean(jnp.array([[1.0], [3.0]]))(jnp.ones((1, 1)))
@@ -115,7 +115,7 @@ class Resample(Edit):
     """The value of another example of the batch.
 
     Attributes:
-      permutation: `[B]`, the index of the example that each one gets its value from.
+      permutation: `[B]`, the index of each example's source.
       where: see `Edit`.
 
     >>> Resample(jnp.array([1, 0]))(jnp.array([[1.0], [2.0]]))
@@ -134,7 +134,7 @@ class Resample(Edit):
 @_node
 @dataclasses.dataclass(frozen=True)
 class Add(Edit):
-    """The value plus `delta`, which broadcasts to it. The gradient by a `delta` of zeros is that by the value.
+    """The value plus `delta`, which broadcasts to it. The gradient by a `delta` of zeros is the gradient by the value.
 
     >>> Add(1.0)(jnp.ones(2))
     Array([2., 2.], dtype=float32)
@@ -166,10 +166,10 @@ class Scale(Edit):
 @_node
 @dataclasses.dataclass(frozen=True)
 class Freeze:
-    """The values that another run had at the same site.
+    """The values of another run at the same site.
 
     Attributes:
-      run: with the values that are put; alone, in place of a mapping of edits, all that it captured.
+      run: its values are put. `edits=Freeze(run)`, in place of a mapping, freezes everything that the run captured.
       where: see `Edit`.
 
     >>> run = Run(out=None, values={"z": {"attention": jnp.ones(2)}}, order=("attention",))
@@ -193,31 +193,15 @@ class Freeze:
 
 
 def site_key(path: str, name: str) -> str:
-    """The key of a value among edits; the model itself has an empty path.
-
-    >>> site_key("block_0/attention", "z"), site_key("", "z")
-    ('block_0/attention/z', 'z')
-    """
+    """The key "path/name" of a value among edits; the model itself has an empty path."""
     return "/".join(filter(None, (path, name)))
 
 
 def resolve(edits, known: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, str], Edit]:
-    """Edits by (path, name).
-
-    Args:
-      edits: a mapping from "path/name", where `*` stands for anything, to an edit; or `Freeze`.
-      known: the names of the values at each path.
-
-    Raises:
-      ValueError: a key that matches no site, with the nearest ones, or a value that is no edit.
-
-    >>> resolve({"*/z": Zero()}, {"block_0/attention": ("q", "z")})
-    {('block_0/attention', 'z'): Zero(where=None)}
-    """
+    """Edits by (path, name), from a mapping of globs "path/name", or `Freeze`, and the names known at each path."""
     sites = {site_key(path, name): (path, name) for path, names in known.items() for name in names}
     if isinstance(edits, Freeze):
-        held = edits.run.values.items()
-        edits = {site_key(path, name): edits for name, paths in held for path in paths}
+        edits = {site_key(path, name): edits for name, paths in edits.run.values.items() for path in paths}
     if not isinstance(edits, Mapping):
         raise ValueError(
             f"edits is a {type(edits).__name__}: expected a mapping from 'path/name' to an edit, or Freeze"
@@ -225,8 +209,8 @@ def resolve(edits, known: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, str]
     resolved = {}
     for key, edit in edits.items():
         if not isinstance(edit, Edit | Freeze):
-            given = f"the class {edit.__name__}, call it" if isinstance(edit, type) else f"a {type(edit).__name__}"
-            raise ValueError(f"edits[{key!r}] is {given}: expected an edit, e.g. attnlab.see.Zero()")
+            found = f"the class {edit.__name__}, call it" if isinstance(edit, type) else f"a {type(edit).__name__}"
+            raise ValueError(f"edits[{key!r}] is {found}: expected an edit, e.g. attnlab.see.Zero()")
         matched = [key] if key in sites else fnmatch.filter(sites, str(key))
         if not matched:
             close = nearest(str(key), sites)

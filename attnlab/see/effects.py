@@ -1,8 +1,6 @@
 """The effect of each head on a metric: ablation, activation patching, attribution, and paths between heads.
 
-All edits of one call are one compiled program. The edits of one layer run side by side, by `vmap` over the gates that
-say which head is edited; what comes before the layer is not batched, so it is computed once, and the layers before the
-edited one are left out, as its block gets the residual stream of the unedited run.
+All edits of one call are one compiled program, see `attnlab.see.sweeps`.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,17 +34,17 @@ def ablate(
       model, variables, kwargs: as for `capture`.
       batch: the model's positional arguments, one array or a tuple of them.
       metric: a number of the model's result, e.g. `lambda logits: logits[:, -1, 3].mean()`.
-      how: in place of the head's output z: "mean", its mean over the batch's examples and positions; "zero";
-        "resample", its output for the next example of the batch.
-      chunk: heads that run side by side, fewer for less memory; all of a layer when None.
-      positions: of the model's result `[B, T, …]`, those that the metric needs, e.g. `(-1,)`; it then gets
-        `[B, len(positions), …]`, and what follows the last block is computed for these alone. All when None.
+      how: replacement of the head's output z: "mean" over the batch's examples and positions, "zero", or "resample",
+        the output for the next example of the batch.
+      chunk: heads computed in parallel, fewer for less memory; all of a layer when None.
+      positions: positions of the model's result `[B, T, …]` that the metric needs, e.g. `(-1,)`; it then gets
+        `[B, len(positions), …]`, and only these are computed after the last block. All when None.
 
     Returns:
       `Effects` with `values` `[L, H]`, the metric without each head, and its `baseline`.
 
     Raises:
-      ValueError: as for `capture`; another `how`, a metric that is no number, layers of different numbers of heads.
+      ValueError: as for `capture`; an unknown `how`, a metric that is not a number, layers that differ in heads.
 
     >>> from attnlab.nn import GPT
     >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
@@ -78,19 +76,19 @@ def patch(
     positions: Sequence[int] | None = None,
     **kwargs,
 ) -> Effects:
-    """Activation patching: the metric when one value is taken from another run (Meng et al. 2022, section 2.1).
+    """Activation patching: the metric with one value taken from another run (Meng et al. 2022, section 2.1).
 
     Args:
       model, variables, chunk, positions, kwargs: as for `ablate`.
       clean, corrupt: the positional arguments of two runs of equal shapes, one array or a tuple of them each.
       metric: as for `ablate`.
-      site: the value that is patched: "q", "k", "v", "pattern" or "z" of attention; "in" or "out" of blocks.
-      over: the axes of the result, of "layer", "head" and "position"; values are patched at all places of the others.
-        Heads of k and v are those of keys. Positions are those of queries for patterns.
-      direction: "denoise" takes values from the clean run into the corrupt one; "noise" the other way.
+      site: the patched value: "q", "k", "v", "pattern" or "z" of attention; "in" or "out" of blocks.
+      over: axes of the result, of "layer", "head" and "position"; each patch covers all places along the other axes. k
+        and v have key heads, and positions of patterns are positions of queries.
+      direction: "denoise" puts values of the clean run into the corrupt run; "noise" the reverse.
 
     Returns:
-      `Effects`, whose `recovered` is 0 where a patch changes nothing and 1 where it gives the other run's metric.
+      `Effects`, whose `recovered` is 0 where a patch changes nothing and 1 where it restores the other run's metric.
 
     Raises:
       ValueError: as for `ablate`; an unknown site, axis or direction, runs of different shapes.
@@ -125,14 +123,14 @@ def attribute(
 ) -> Effects:
     """Attribution patching: `patch` to first order, by one forward and one backward pass (Syed et al. 2023).
 
-    The effect of a value is the gradient of the metric by it in the corrupt run, times its difference between the two
+    The effect of a value is the gradient of the metric in the corrupt run, times the value's difference between the
     runs, summed over the axes that are not in `over`.
 
     Args:
-      model, variables, clean, corrupt, metric, site, over, kwargs: as for `patch`, from clean to corrupt.
+      model, variables, clean, corrupt, metric, site, over, kwargs: as for `patch` in direction "denoise".
 
     Returns:
-      `Effects`, with estimates of those of `patch`.
+      `Effects`, which estimate the effects of `patch`.
 
     Raises:
       ValueError: as for `patch`.
@@ -164,16 +162,16 @@ def paths(
     positions: Sequence[int] | None = None,
     **kwargs,
 ) -> Effects:
-    """Path patching: the metric when one head's change reaches one later head alone (Wang et al. 2022, appendix B).
+    """Path patching: the metric when one head's change reaches only one later head (Wang et al. 2022, appendix B).
 
-    The sender's z is that of the corrupt run, all other heads are frozen to the clean run, and the receiver's input is
-    recorded; then the clean run is repeated with that input of the receiver. Feed-forward layers in between are
-    computed anew: a path through them counts.
+    The sender gets its z of the corrupt run, all other heads are frozen to the clean run, and the receiver's input is
+    recorded; a second clean run gets that input of the receiver. Feed-forward layers in between are recomputed, so a
+    path through them counts.
 
     Args:
       model, variables, clean, corrupt, metric, chunk, positions, kwargs: as for `patch`.
       senders, receivers: numbers of layers; all when None. The program grows with the product of both.
-      into: what of the receiver is replaced: "q", "k" or "v"; "out" for the model's result, without receivers.
+      into: the receiver's input, "q", "k" or "v"; "out" for the model's result, without receivers.
 
     Returns:
       `Effects` with `values` `[S, H, R, H or Hk]` for S senders and R receivers, the baseline where the receiver does

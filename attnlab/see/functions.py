@@ -1,8 +1,7 @@
-"""Models that are plain functions (Equinox, Haiku, one's own JAX): attention is found in their jaxprs.
+"""Experimental: attention in plain functions (Equinox, Haiku, plain JAX), found as softmaxes in their jaxprs.
 
-A softmax is exp(s) over its own sum. One whose result is summed with another array over the same axis is attention: its
-result is the pattern, the other array holds the values, and the product is z. Values are read alone; edits need a
-module of Flax.
+A softmax is exp(s) divided by its own sum. A softmax that is contracted with another array over the same axis is
+attention: the softmax is the pattern, the other array the values, the product z. The values can be read, not edited.
 """
 
 import dataclasses
@@ -20,7 +19,7 @@ from attnlab.see.linen import unwrapped
 from attnlab.see.site import Site, Sites, natural
 
 NAMES = ("pattern", "v", "z")
-# What may lie between the exp of the scores, their sum, the quotient of both, and the product with the values.
+# Primitives allowed between exp, sum, quotient and the product with the values.
 CARRIES = {"convert_element_type", "mul", "select_n", "transpose", "reshape", "copy", "name", "broadcast_in_dim"}
 CARRIES |= {"squeeze", "expand_dims", "add", "max", "stop_gradient", "optimization_barrier"}
 CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call"}
@@ -30,18 +29,13 @@ _exps = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """A function of (variables, *args), called with options that are no arrays.
-
-    Attributes:
-      call: the function.
-      options: name and value of each.
-    """
+    """A function of (variables, *args), called with options that are not arrays, by name and value."""
 
     call: Callable
     options: tuple[tuple[str, Any], ...] = ()
 
     def sites(self, variables, args: tuple, kwargs: Mapping) -> Sites:
-        """The attention layers, by number: "attention_0", …; those of a scanned one have "[0]", "[1]", …."""
+        """The attention layers by number, "attention_0", …; within a scan also by iteration, "[0]", "[1]", …."""
         seen = jax.eval_shape(lambda *inputs: self._interpret(*inputs)[1], variables, args, dict(kwargs))
         found = []
         for path in sorted(seen["z"], key=natural):
@@ -53,11 +47,7 @@ class Function:
         return Sites(tuple(found))
 
     def run(self, variables, args: tuple, kwargs: Mapping, sites: Sites, want: tuple[str, ...], edits: Mapping, rows):
-        """(what the function returns, values by name and path); arguments as for `Linen.run`.
-
-        Raises:
-          ValueError: a value that a function does not show.
-        """
+        """(The function's result, values by name and path); arguments as for `Linen.run`."""
         out, seen = self._interpret(variables, args, kwargs)
         for name in want:
             if name not in (*NAMES, taps.MISMATCH):
@@ -74,7 +64,7 @@ class Function:
         outs, _, found = _run(closed.jaxpr, closed.consts, jax.tree.leaves((variables, args, kwargs)))
         seen = {name: {} for name in (*NAMES, taps.MISMATCH)}
         for number, (lifted, attention) in enumerate(found):
-            # z is the product with the pattern by construction; that it is a softmax shows in its sums.
+            # z is the product with the pattern by construction, so the check is that the pattern's rows sum to 1.
             rows = jnp.abs(attention["pattern"].sum(axis=-1) - 1)
             attention[taps.MISMATCH] = rows.max(axis=tuple(range(lifted, rows.ndim)))
             for at in np.ndindex(attention["z"].shape[:lifted]):
@@ -85,23 +75,14 @@ class Function:
 
 
 class _Tag(NamedTuple):
-    """A variable on the way from scores to z: "exp" of the scores, "sum" of those over one axis, or "pattern"."""
+    """A variable between scores and z: "exp" of the scores, "sum" of "exp" over one axis, or "pattern"."""
 
     kind: str
-    source: int  # counts the exps
+    source: int  # number of the exp
 
 
 def _run(jaxpr, consts, args, tags=()):
-    """Evaluate a jaxpr.
-
-    Args:
-      jaxpr: open.
-      consts, args: its inputs.
-      tags: of `args`, a `_Tag` or None each; none when empty.
-
-    Returns:
-      (outputs, their tags, [(number of axes in front that loops added, values of one attention by name)]).
-    """
+    """(Outputs of an open jaxpr, a tag or None for each, [(leading axes from loops, values of one attention)])."""
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
     known = {var: tag for var, tag in zip(jaxpr.invars, tags) if tag is not None}
     found = []
@@ -130,7 +111,7 @@ def _run(jaxpr, consts, args, tags=()):
 
 
 def _tag(eqn, given) -> _Tag | None:
-    """The tag of what an equation computes from inputs with the tags `given`."""
+    """The tag of an equation's output, from its inputs' tags."""
     name, tags = eqn.primitive.name, [tag for tag in given if tag is not None]
     if name == "exp":
         return _Tag("exp", next(_exps))
@@ -159,7 +140,7 @@ def _bind(eqn, values) -> list:
 
 
 def _scan(params, inner, values):
-    """A loop whose body is evaluated here, and whose attention leaves it with an axis in front."""
+    """Evaluate a loop's body here; its attention gets a leading axis."""
     consts, carry = _consts_and_carry(params)
     lifted = []
 
@@ -175,7 +156,7 @@ def _scan(params, inner, values):
 
 
 def _consts_and_carry(params) -> tuple[int, int]:
-    """How many of a loop's inputs are its constants, and how many it carries."""
+    """The numbers of a loop's constants and carried values."""
     if "num_carry" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()  # since JAX 0.12
@@ -183,7 +164,7 @@ def _consts_and_carry(params) -> tuple[int, int]:
 
 
 def _attention(eqn, values, given, out) -> dict | None:
-    """Pattern `[..., H, Tq, Tk]`, values `[..., Tk, H, Dv]` and z `[..., Tq, H, Dv]` of a product that computes z."""
+    """Pattern `[..., H, Tq, Tk]`, values `[..., Tk, H, Dv]` and z `[..., Tq, H, Dv]` of a product, or None."""
     sides = [n for n, tag in enumerate(given) if tag is not None and tag.kind == "pattern"]
     contracted, batch = eqn.params["dimension_numbers"]
     if len(sides) != 1 or len(contracted[0]) != 1:
@@ -206,12 +187,12 @@ def _attention(eqn, values, given, out) -> dict | None:
 
 
 def _flat(x, rank: int):
-    """`x` with its axes from `rank` on as one, the features."""
+    """Merge the axes from `rank` on."""
     return x.reshape(*x.shape[:rank], -1)
 
 
 def _heads(x):
-    """Heads in groups, `[B, Hk, G, T, X]`, as one axis, `[B, H, T, X]`."""
+    """Merge grouped heads `[B, Hk, G, T, X]` to `[B, H, T, X]`."""
     return x.reshape(x.shape[0], -1, *x.shape[-2:]) if x.ndim > 4 else x
 
 

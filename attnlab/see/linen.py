@@ -1,4 +1,4 @@
-"""Models of `flax.linen`: what their attention layers compute, read and edited through variable collections."""
+"""Models of `flax.linen`: values of their attention layers, read and edited through variable collections."""
 
 import contextlib
 import dataclasses
@@ -24,20 +24,15 @@ _fresh = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class Linen:
-    """A `flax.linen` module, called with options that are no arrays.
-
-    Attributes:
-      model: the module.
-      options: such as `deterministic` and `method`, name and value of each.
-    """
+    """A `flax.linen` module, called with options such as `deterministic` and `method`, by name and value."""
 
     model: nn.Module
     options: tuple[tuple[str, Any], ...] = ()
 
     def sites(self, variables, args: tuple, kwargs: Mapping) -> Sites:
-        """The attention layers and blocks, found while the call is traced."""
+        """The attention layers and blocks, found by tracing the call."""
         calls: dict[str, Call] = {}
-        # Another collection at each time: else programs of `nn.jit` that were traced before would not be traced again.
+        # A new collection each time, because otherwise `nn.jit` would not trace again.
         fresh = f"sites_{next(_fresh)}"
 
         def trace(variables, args, kwargs):
@@ -62,16 +57,7 @@ class Linen:
         return Sites(tuple(found), blocks, tuple(outside) if blocks else ())
 
     def run(self, variables, args: tuple, kwargs: Mapping, sites: Sites, want: tuple[str, ...], edits: Mapping, rows):
-        """(what the model returns, values by name and path).
-
-        Args:
-          variables: of the model.
-          args, kwargs: arrays that it is called with.
-          sites: of this model.
-          want: names of the values to return.
-          edits: by (path, name).
-          rows: `[R]`, queries whose patterns are returned; None for all.
-        """
+        """(The model's result, values by name and path); `edits` by (path, name), `rows` `[R]` of patterns or None."""
         given = {}
         for (path, name), edit in edits.items():
             _put(given.setdefault(taps.edits(name), {}), path, edit)
@@ -105,7 +91,7 @@ class Linen:
 
 
 class Call(NamedTuple):
-    """The calls of one module: its type, the rank of its first array, whether it returns that in shape, how many."""
+    """The calls of one module: type, rank of its first array, whether the output has that array's shape, and count."""
 
     kind: str
     rank: int
@@ -115,13 +101,7 @@ class Call(NamedTuple):
 
 
 class _Listener:
-    """Intercepts the calls of modules: notes them, taps the streams of blocks, and the attention of Flax's layers.
-
-    Attributes:
-      names: of the values that are asked for.
-      tapped: paths of the blocks whose streams are tapped, and of the norms.
-      calls: what is noted, by path.
-    """
+    """Intercepts modules' calls: records them, and taps norms, streams of blocks, and attention of Flax's layers."""
 
     def __init__(self, names, tapped, calls):
         self.names, self.tapped, self.calls = names, tapped, calls
@@ -163,7 +143,7 @@ class _Listener:
 
 
 def _tapped_norm(module, x, out):
-    """The output of a norm of `x`, or, where what it divides by is edited, computed with that."""
+    """The output of a norm of `x`; computed with the edited divisor if there is an edit."""
     port = taps.LinenPort(module)
     if not port.is_asked(taps.NORM) and port.edit(taps.NORM) is None:
         return out
@@ -173,7 +153,7 @@ def _tapped_norm(module, x, out):
     edited = taps.tap(port, taps.NORM, divisor)
     if port.edit(taps.NORM) is None:
         return out
-    # As for patterns: an edit that changes nothing leaves every bit.
+    # As for patterns, an edit that changes nothing leaves every bit.
     scale = module.get_variable("params", "scale") if module.has_variable("params", "scale") else 1
     scale = scale + 1 if getattr(module, "plus_one", False) else scale
     return (out + (centred / edited - centred / divisor) * scale).astype(out.dtype)
@@ -181,7 +161,7 @@ def _tapped_norm(module, x, out):
 
 @contextlib.contextmanager
 def _tapped_attention(module):
-    """While a layer of Flax runs, its `attention_fn` goes through the taps."""
+    """Route the `attention_fn` of a Flax layer through the taps while the layer runs."""
     if not isinstance(module, nn.MultiHeadDotProductAttention):
         yield
         return
@@ -194,10 +174,7 @@ def _tapped_attention(module):
 
 
 def tapped(attention_fn: Callable, port) -> Callable:
-    """The attention function of a Flax layer, which goes through the taps of `port`.
-
-    Its signature stays: Flax passes on the arguments that it names.
-    """
+    """The attention function of a Flax layer, routed through taps; with its signature, which Flax reads."""
 
     @functools.wraps(attention_fn)
     def run(query, key, value, *args, **kwargs):
@@ -220,7 +197,7 @@ def _weights(attention_fn, q, k, v, *args, **kwargs):
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted):
         kwargs = {name: kwargs[name] for name in kwargs if name in {parameter.name for parameter in accepted}}
     length, width = k.shape[-3], v.shape[-1]
-    # In parts of the values' own width, as some functions accept no other.
+    # In parts of the values' width, because some functions accept no other.
     eye = jnp.eye(length, -(-length // width) * width, dtype=v.dtype).reshape(length, -1, 1, width)
 
     def columns(part):
@@ -234,37 +211,25 @@ def _weights(attention_fn, q, k, v, *args, **kwargs):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """An argument that is no array, such as a flag, as a pytree without leaves."""
+    """An argument that is not an array, such as a flag, as a pytree without leaves."""
 
     value: Any
 
 
 def unwrapped(args: tuple) -> tuple:
-    """Arguments as the model takes them.
-
-    >>> unwrapped((1, Static(True)))
-    (1, True)
-    """
+    """Arguments with each `Static` replaced by its value."""
     return tuple(arg.value if isinstance(arg, Static) else arg for arg in args)
 
 
 def first_array(args: tuple, kwargs: Mapping) -> int | str | None:
-    """Where a call's first array is: its position, or its keyword; None if there is none.
-
-    >>> first_array((), {"deterministic": True, "x": jnp.ones(2)})
-    'x'
-    """
+    """The position or keyword of a call's first array; None if there is none."""
     if args:
         return 0
     return next((name for name, value in kwargs.items() if isinstance(value, jax.Array)), None)
 
 
 def replaced(args: tuple, kwargs: Mapping, at: int | str, value) -> tuple[tuple, dict]:
-    """The arguments of a call with another value at the place of `first_array`.
-
-    >>> replaced((1, 2), {}, 0, 3)
-    ((3, 2), {})
-    """
+    """The arguments of a call with another value at the place of `first_array`."""
     return ((value, *args[1:]), kwargs) if isinstance(at, int) else (args, {**kwargs, at: value})
 
 
@@ -279,11 +244,7 @@ def _is_in(path: str, blocks: Collection[str]) -> bool:
 
 
 def base(path: str) -> str:
-    """The module's path in a site's.
-
-    >>> base("layer/attention@1")
-    'layer/attention'
-    """
+    """The module's path in a site's, "attention" in "attention@1"."""
     return path.partition("[")[0].partition("@")[0]
 
 
@@ -298,7 +259,7 @@ def _by_path(tree, path: tuple[str, ...] = ()) -> dict[str, tuple]:
 
 
 def _split(calls: tuple, path: str, lifted: int) -> dict:
-    """The values of each call of a module by site, where `lifted` axes in front are those of `nn.scan` or `nn.vmap`."""
+    """The values of each call of a module by site; `lifted` leading axes come from `nn.scan` or `nn.vmap`."""
     found = {}
     for number, value in enumerate(calls):
         for at in np.ndindex(value.shape[:lifted]):
@@ -309,7 +270,7 @@ def _split(calls: tuple, path: str, lifted: int) -> dict:
 
 
 def _shapes_at(sown, path, rank) -> dict[str, dict]:
-    """The shapes of the values of each site of a module whose first argument has `rank` axes, by site and name."""
+    """The shapes of a module's values by site and name; its first argument has `rank` axes."""
     found: dict[str, dict] = {}
     for name in taps.ATTENTION:
         calls = sown[name].get(path, ())

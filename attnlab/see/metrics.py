@@ -1,7 +1,7 @@
-"""A metric as a program, so that compiled sweeps are told apart by what it computes.
+"""Metrics as programs: a compiled sweep is reused if its metric computes the same.
 
-A function in Python says nothing about that: a lambda in a loop is a new one each time, and one that reads a global
-variable stays the same when the variable changes.
+The identity of a Python function does not tell: a lambda in a loop is new each time, and a function that reads a
+global variable stays the same when the variable changes.
 """
 
 import dataclasses
@@ -16,42 +16,19 @@ from jax.extend import core
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A metric of a model's result; two are equal if they compute the same, whatever arrays they read.
-
-    Attributes:
-      key: of the program.
-      program: from the arrays and the leaves of the model's result to one number.
-    """
+    """A metric of a model's result; metrics are equal if their programs are (`key`), whatever arrays they read."""
 
     key: str
     program: Callable = dataclasses.field(compare=False)
 
     def __call__(self, arrays, out):
-        """The number, for the arrays that `traced` returned and a result."""
+        """The number, from the arrays of `traced` and a result."""
         return self.program(arrays, out)
 
 
 def traced(metric: Callable, result: Any) -> tuple[Metric, list]:
-    """A metric, and the arrays that it reads.
-
-    Args:
-      metric: a number of the model's result.
-      result: shapes and types of that.
-
-    Raises:
-      ValueError: it is no number.
-
-    >>> labels = jnp.array([1.0, 2.0])
-    >>> weighted = lambda out: (out * labels).sum()
-    >>> metric, arrays = traced(weighted, jnp.ones(2))
-    >>> float(metric(arrays, jnp.ones(2)))
-    3.0
-    >>> labels = jnp.array([5.0, 5.0])
-    >>> again, arrays = traced(weighted, jnp.ones(2))
-    >>> metric == again, float(metric(arrays, jnp.ones(2)))
-    (True, 10.0)
-    """
-    # By a function of its own, since JAX keeps the program of a function that it has traced.
+    """A metric, and the arrays that it reads, traced with the shapes and types of a result."""
+    # A new lambda, since JAX caches the program of a function that it has traced.
     closed, shape = jax.make_jaxpr(lambda out: metric(out), return_shape=True)(result)
     if getattr(shape, "shape", None) != ():
         found = getattr(shape, "shape", type(shape).__name__)
@@ -68,7 +45,7 @@ def traced(metric: Callable, result: Any) -> tuple[Metric, list]:
 
 
 def _inner_arrays(jaxpr):
-    """Arrays that a program holds where its text does not show them: those of functions that it calls, and literals."""
+    """Arrays that a program's text does not show: literals, and constants of functions that it calls."""
     for eqn in jaxpr.eqns:
         for var in eqn.invars:
             if isinstance(var, core.Literal) and np.ndim(var.val):

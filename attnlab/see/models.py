@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnlab.nn import GPT, layers, taps
+from attnlab.nn import GPT, stack, taps
 from attnlab.see import edits as editing
 from attnlab.see.functions import Function
 from attnlab.see.linen import Linen, Static
@@ -22,22 +22,13 @@ NAMES = (*taps.ATTENTION, *taps.STREAMS, taps.NORM, taps.MISMATCH, taps.MADE)
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """A model, its sites and the options of its calls: the part that is known while a program is traced. Hashable.
-
-    Attributes:
-      adapter: runs a model of its kind.
-      sites: of the model.
-    """
+    """A model's adapter, its options and its sites: the hashable part, static while a program is traced."""
 
     adapter: Any
     sites: Sites
 
     def run(self, inputs: tuple, want: tuple[str, ...] = (), edits: Any = None, rows=None) -> Run:
-        """A forward pass of inputs as `framed` returns them; `edits` as for `edited`.
-
-        Raises:
-          ValueError: a name in `want` that the model does not have, or edits that `resolve` rejects.
-        """
+        """A forward pass of inputs from `framed`; `edits` as for `edited`."""
         edits = {} if edits is None else edits
         if edits and isinstance(self.adapter, Function):
             raise ValueError("edits need a module of Flax: the values of a plain function can be read alone")
@@ -47,7 +38,7 @@ class Frame:
             self._check(name)
         out, values = self.adapter.run(*inputs, self.sites, want, resolved, rows)
         order = self.sites.order
-        # What modules within blocks made has paths of its own.
+        # Outputs of modules within blocks have paths that are not sites.
         values = {
             name: {path: found[path] for path in (found if name == taps.MADE else order) if path in found}
             for name, found in values.items()
@@ -75,23 +66,14 @@ class _ByIdentity(Frame):
 
 
 def framed(model, variables, args: tuple, kwargs: Mapping) -> tuple[Frame, tuple]:
-    """The frame of a model, and its inputs as a pytree of arrays.
-
-    Args:
-      model: a `flax.linen` module, a `flax.nnx` module, or a function of (variables, *args).
-      variables: of the model; of an nnx module its state, None for its own.
-      args, kwargs: of its call.
-
-    Raises:
-      ValueError: the model is of another kind, or has no attention.
-    """
+    """The frame of a model, and its inputs as a pytree of arrays; `variables` may be None for an nnx module."""
     arrays = {name: value for name, value in kwargs.items() if _is_dynamic(value)}
     options = tuple((name, value) for name, value in sorted(kwargs.items()) if name not in arrays)
     adapter, state = _adapter(model, options)
     args = tuple(arg if _is_dynamic(arg) else Static(arg) for arg in args)
     inputs = (state if variables is None else _unstacked(model, variables), args, arrays)
     sites = adapter.sites(*inputs)
-    if not len(sites) and not isinstance(adapter, Function):  # attention that its modules write out themselves
+    if not len(sites) and not isinstance(adapter, Function):  # attention written out in the modules
         adapter = Function(model.apply if isinstance(adapter, Linen) else _Merged(adapter.graph), options)
         sites = adapter.sites(*inputs)
     if not len(sites):
@@ -120,11 +102,11 @@ class _Merged:
 
 
 def _adapter(model, options) -> tuple[Any, Any]:
-    """The adapter of a model, and the state that an nnx module holds itself."""
+    """The adapter of a model, and the state of an nnx module."""
     if isinstance(model, nn.Module):
         return Linen(model, options), None
     if _is_nnx(model):
-        from flax import nnx  # takes a while to import, and a user of linen does not need it
+        from flax import nnx  # slow to import, and not needed for linen
 
         from attnlab.see.nnx import Nnx
 
@@ -138,9 +120,9 @@ def _adapter(model, options) -> tuple[Any, Any]:
 
 
 def _unstacked(model, variables):
-    """Variables of a GPT whose layers are single modules, which have sites of their own, not one loop."""
-    if isinstance(model, GPT) and isinstance(variables, Mapping) and layers.is_stacked(variables.get("params")):
-        return {**variables, "params": layers.unstack_layers(variables["params"])}
+    """Variables of a GPT with single layers, which have separate sites, instead of one loop."""
+    if isinstance(model, GPT) and isinstance(variables, Mapping) and stack.is_stacked(variables.get("params")):
+        return {**variables, "params": stack.unstack_layers(variables["params"])}
     return variables
 
 

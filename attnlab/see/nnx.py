@@ -1,4 +1,4 @@
-"""Models of `flax.nnx`: a copy is made by split and merge, and its attention layers go through the taps."""
+"""Models of `flax.nnx`: a call runs on a copy, made by split and merge, whose attention layers have taps."""
 
 import contextlib
 import dataclasses
@@ -17,23 +17,18 @@ from attnlab.see.site import Site, Sites, blocks_of
 
 
 class Seen(nnx.Intermediate):
-    """A captured value; a variable, so that it passes through `nnx.jit` and `nnx.remat`."""
+    """A captured value; as a variable it passes through `nnx.jit` and `nnx.remat`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Nnx:
-    """A `flax.nnx` module without its arrays, called with options that are no arrays.
-
-    Attributes:
-      graph: the module's `nnx.GraphDef`.
-      options: name and value of each.
-    """
+    """A `flax.nnx` module without its arrays, called with options that are not arrays, by name and value."""
 
     graph: nnx.GraphDef
     options: tuple[tuple[str, Any], ...] = ()
 
     def sites(self, state, args: tuple, kwargs: Mapping) -> Sites:
-        """The attention layers and blocks, found while the call is traced."""
+        """The attention layers and blocks, found by tracing the call."""
         calls: dict[str, Call] = {}
 
         def trace(state, args, kwargs):
@@ -54,7 +49,7 @@ class Nnx:
         return Sites(tuple(found), blocks_of(tuple(site.path for site in found if site.editable), streams))
 
     def run(self, state, args: tuple, kwargs: Mapping, sites: Sites, want: tuple[str, ...], edits: Mapping, rows):
-        """(what the model returns, values by name and path); arguments as for `Linen.run`."""
+        """(The model's result, values by name and path); arguments as for `Linen.run`."""
         return self._call(state, args, kwargs, want, edits, rows, sites.blocks, {})
 
     def _call(self, state, args, kwargs, want, edits, rows, blocks, calls):
@@ -62,7 +57,7 @@ class Nnx:
         modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(copy)}
         attention = [path for path, module in modules.items() if isinstance(module, nnx.MultiHeadAttention)]
         for path, module in modules.items():
-            if path in attention or any(one.startswith(f"{path}/") or path == "" for one in attention):
+            if path in attention or any(layer.startswith(f"{path}/") or path == "" for layer in attention):
                 _listen(module, path, functools.partial(_Port, path, want, edits, rows), blocks, calls)
         out = copy(*unwrapped(args), **kwargs, **dict(self.options))
         values = {name: {} for name in want}
@@ -94,10 +89,10 @@ class _Port:
 
 
 def _listen(module, path, port, blocks, calls) -> None:
-    """Note a module's calls, and tap its attention, or its streams if it is one of `blocks`; by a class of its own."""
+    """Record a module's calls, and tap its attention, or its streams if it is one of `blocks`, by a subclass."""
     kind = type(module)
 
-    # The module that is called may be a copy, as `nnx.remat` and `nnx.jit` make them.
+    # `self` may be a copy of `module`, made by `nnx.remat` or `nnx.jit`.
     def __call__(self, *args, **kwargs):  # noqa: N807
         at = first_array(args, kwargs)
         given = None if at is None else args[at] if isinstance(at, int) else kwargs[at]

@@ -1,4 +1,4 @@
-"""Results of looking inside a model: the values of a run, and the effects of edits."""
+"""Results: the values of a run, and the effects of edits."""
 
 import dataclasses
 from typing import Any
@@ -13,15 +13,12 @@ from attnlab.types import Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A forward pass: what the model returned, and the values that were captured on the way.
-
-    A pytree, so it passes through `jit`, `vmap` and `grad`.
+    """A forward pass: the model's result, and the values captured on the way. A pytree.
 
     Attributes:
-      out: what the model returned.
-      values: arrays by name, then by the path of the site, e.g. `values["pattern"]["block_0/attention"]`
-        `[B, H, Tq, Tk]`.
-      order: the paths in the order in which the model computes them.
+      out: the model's result.
+      values: arrays by name, then by site, e.g. `values["pattern"]["block_0/attention"]` `[B, H, Tq, Tk]`.
+      order: the paths in the order of the computation.
 
     >>> run = Run(out=jnp.ones(3), values={"z": {"b": jnp.ones((1, 2)), "a": jnp.zeros((1, 2))}}, order=("b", "a"))
     >>> run.stack("z").shape, run.paths("z")
@@ -33,7 +30,7 @@ class Run:
     order: tuple[str, ...] = dataclasses.field(metadata={"static": True}, default=())
 
     def paths(self, name: str) -> tuple[str, ...]:
-        """The paths at which values of that name were captured, in the order of the computation."""
+        """The paths with captured values of a name, in the order of the computation."""
         return tuple(path for path in self.order if path in self.values.get(name, {}))
 
     def stack(self, name: str) -> Array:
@@ -53,14 +50,14 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Effects:
-    """A metric of the model's output under one edit at a time.
+    """A metric of the model's result under one edit at a time.
 
     Attributes:
-      values: the metric, one axis for each of `axes`, e.g. `[L, H]`.
-      axes: names of the axes, of "layer", "head", "position", "receiver layer", "receiver head".
-      paths: of the L sites.
-      baseline: the metric without an edit, of the run that is edited.
-      target: of patching, the metric of the run that values are taken from.
+      values: the metric, with one axis for each of `axes`, e.g. `[L, H]`.
+      axes: names, of "layer", "head", "position", "receiver layer", "receiver head".
+      paths: paths of the L sites.
+      baseline: the metric of the unedited run.
+      target: for patching, the metric of the run whose values are put.
 
     >>> effects = Effects(np.array([[1.0, 2.0]]), ("layer", "head"), ("block_0/attention",), baseline=1.0, target=3.0)
     >>> effects.change, effects.recovered
@@ -75,15 +72,15 @@ class Effects:
 
     @property
     def change(self) -> np.ndarray:
-        """The metric minus that of the unedited run."""
+        """The metric minus the baseline."""
         return self.values - self.baseline
 
     @property
     def recovered(self) -> np.ndarray:
-        """The share of the difference between the two runs that each edit brings, 0 for none and 1 for all of it.
+        """(values − baseline) / (target − baseline): 0 for no effect, 1 for the other run's metric.
 
         Raises:
-          ValueError: there is one run alone, as for `ablate`, or the two have the same metric.
+          ValueError: there is only one run, as for `ablate`, or both have the same metric.
         """
         if self.target is None or self.target == self.baseline:
             raise ValueError(f"recovered needs two runs of different metrics: got {self.baseline} and {self.target}")

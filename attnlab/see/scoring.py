@@ -1,8 +1,7 @@
-"""Scores of attention heads by their patterns, each with null models.
+"""Scores of attention heads by their patterns, with null models.
 
-A head has a role as far as its weight lies on the keys which the role names. No head has none there: uniform attention
-gives the previous token 1/i, and heads of random weights favour equal tokens, or avoid them, by chance. So a score
-comes with p-values against three null models.
+Every head has some weight on the keys of a role: uniform attention gives the previous token 1/i, and random heads
+favour or avoid equal tokens by chance. So each score comes with p-values against three null models.
 """
 
 import dataclasses
@@ -17,8 +16,8 @@ from attnlab.types import Array
 
 KINDS = ("previous", "duplicate", "induction", "current", "sink", "entropy")
 NULLS = ("uniform", "untrained", "matched")
-_BY_TOKEN = ("duplicate", "induction")  # the targets of the others follow from the positions alone
-_DIGITS = 6  # weights are compared to so many, since equal ones differ by rounding
+_BY_TOKEN = ("duplicate", "induction")  # targets of the other kinds follow from the positions
+_DIGITS = 6  # decimals of compared weights, since equal weights differ by rounding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,14 +25,14 @@ class Scores:
     """Scores of L layers of H heads, and their p-values.
 
     Attributes:
-      values: by kind, `[L, H]`: weight on the targets, from 0 to 1, mean over the queries that have any; for "entropy",
-        the mean over all queries but the first, in nats. NaN where these tokens have no targets.
+      values: by kind, `[L, H]`: weight on the targets, 0 to 1, mean over the queries with targets; for "entropy" nats,
+        mean over all queries but the first. NaN without targets.
       mul: by kind but "entropy", `[L, H]`: the share of all attention that lies on targets, see `mul_score`.
-      uniform: by kind, the value that uniform causal attention has on these tokens.
+      uniform: by kind, the value of uniform causal attention on these tokens.
       p: by null model, then by kind, `[L, H]`: p-values of a larger value (for "entropy": a smaller one) than under
-        the null model, multiplied by the number of heads and kinds (Bonferroni). NaN where these tokens allow no test.
+        the null model, multiplied by the number of heads and kinds (Bonferroni). NaN where there is no test.
       count: by kind, the number of queries with targets.
-      paths: of the L layers.
+      paths: paths of the L layers.
 
     >>> p = {"uniform": {"sink": np.array([[1e-4, 1.0]])}}
     >>> found = Scores({"sink": np.array([[0.9, 0.1]])}, {}, {"sink": 0.1}, p, {"sink": 60}, ("block_0/attention",))
@@ -91,36 +90,35 @@ def scores(
     exclude_bos: bool = False,
     exclude_current_token: bool = False,
 ) -> Scores:
-    """Score causal attention heads by where their weight lies, against null models.
+    """Score causal attention heads by the keys that they attend to, against null models.
 
     The null models:
 
-    - "uniform": the weight is spread evenly over the visible keys. Its value is exact; whether the sequences exceed it
-      is tested by Wilcoxon's signed ranks.
-    - "untrained": the head is one of random weights. Such heads favour some tokens by chance, the same in all
-      sequences, for which the test against uniform attention rejects one in twenty of them. So the sample here are the
-      untrained heads of the same layer, not the sequences: Student's t-test of one further value.
+    - "uniform": the weight is spread evenly over the visible keys, which gives an exact value. Wilcoxon's signed-rank
+      test, with sequences as the sample.
+    - "untrained": the head has random weights. Such heads favour some tokens by chance, the same in all sequences, and
+      the test against uniform attention rejects one in twenty. Student's t-test of one further value, with the
+      untrained heads of the same layer as the sample.
     - "matched": the weight depends on the positions, not on the tokens. The control is the weight between the same two
-      positions, thus at the same distance, in those of the other sequences where they are no target (Mann-Whitney).
-      For "duplicate" and "induction": the targets of the other kinds are positions, which leaves no control. Nor does
-      a text that repeats with one period in all sequences: p is NaN, and no head is found.
+      positions in the sequences where they are not a target (Mann-Whitney). For "duplicate" and "induction" only: the
+      targets of the other kinds are positions, which leaves no control. If all sequences repeat with one period, p is
+      NaN, and no head is found.
 
-    The sample of "uniform" and "matched" are the sequences, since the queries of one are not independent: 16 of them
-    suffice for the few hundred heads of a small model, one never does.
+    For "uniform" and "matched" 16 sequences suffice for the few hundred heads of a small model; one never does.
 
     Args:
       patterns: weights of causal self-attention `[L, B, H, T, T]`, or of each layer `[B, H, T, T]`.
       tokens: the tokens attended to.
       kinds: of "previous", "duplicate", "induction", "current", "sink" (see `targets`) and "entropy".
-      null: null models to test; "all" for all three, "untrained" only where those weights are given.
-      untrained: weights of the same model untrained on the same tokens. Those of several initializations may be
-        concatenated on the axis of heads, which sharpens the test where layers have few.
+      null: null models to test; "all" for all three, without "untrained" if those weights are missing.
+      untrained: weights of the untrained model on the same tokens. Weights of several initializations may be
+        concatenated on the axis of heads, which sharpens the test of layers with few heads.
       paths: names of the layers; "layer 0" and so on by default.
-      exclude_bos, exclude_current_token: see `mul_score`; they change `Scores.mul` alone.
+      exclude_bos, exclude_current_token: see `mul_score`; they change only `Scores.mul`.
 
     Raises:
       ValueError: unknown kinds or nulls, shapes that do not fit, weights that are not finite or not causal, "untrained"
-        without weights or with one head a layer, or tokens that have no targets of any kind.
+        without weights or with one head a layer, or tokens without targets of any kind.
 
     >>> tokens = np.random.default_rng(0).integers(0, 9, (16, 12))
     >>> previous = np.broadcast_to(np.eye(12, k=-1), (16, 1, 12, 12))
@@ -169,14 +167,8 @@ def targets(kind: str, tokens: Int[Array, "B T"]) -> Bool[np.ndarray, "B T T"]:
     - "previous": the key before the query (Voita et al. 2019);
     - "duplicate": earlier keys with the query's token (Wang et al. 2022);
     - "induction": keys that follow an earlier key with the query's token (Olsson et al. 2022);
-    - "current": the query's own key;
+    - "current": the key at the query's position;
     - "sink": the first key, for all queries but the first (Xiao et al. 2023).
-
-    Raises:
-      ValueError: an unknown kind, or "entropy", which has no targets.
-
-    >>> np.argwhere(targets("induction", np.array([[7, 8, 9, 7, 8]]))[0]).tolist()  # 8 followed 7, and 9 followed 8
-    [[3, 1], [4, 2]]
     """
     tokens = np.asarray(tokens)
     query, key = np.arange(tokens.shape[1])[:, None], np.arange(tokens.shape[1])
@@ -203,20 +195,10 @@ def mul_score(
     exclude_bos: bool = False,
     exclude_current_token: bool = False,
 ) -> Float[np.ndarray, "H"]:
-    """The share of a head's attention that lies on the wanted keys, mean over the sequences.
+    """The share `[H]` of a layer's attention on the wanted keys: TransformerLens' `detect_head(error_measure="mul")`.
 
-    It is that of `detect_head(…, error_measure="mul")` in TransformerLens 4.3. Queries without a wanted key count too,
-    so that a perfect induction head has 1/2 on a text that is said twice, and less on others.
-
-    Args:
-      pattern: attention weights of a layer.
-      wanted: keys by query.
-      exclude_bos: leave out the weight on the first key.
-      exclude_current_token: leave out the weight on the query's own key.
-
-    >>> uniform = np.tri(4)[None, None] / np.arange(1, 5)[:, None]
-    >>> mul_score(uniform, targets("duplicate", np.array([[1, 2, 1, 2]]))).round(3)  # (1/3 + 1/4) / 4
-    array([0.146])
+    Queries without a wanted key count, so a perfect induction head has 1/2 on a text that is said twice. `exclude_bos`
+    ignores weight on the first key, `exclude_current_token` weight on the query's position.
     """
     counted = np.ones(pattern.shape[-2:], bool)
     counted[:, 0] &= not exclude_bos
@@ -226,24 +208,17 @@ def mul_score(
 
 
 def _on(pattern: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The weight `[B, H, T]` that each query has on its wanted keys `[B, T, T]`."""
+    """The weight `[B, H, T]` of each query on its wanted keys `[B, T, T]`."""
     return np.vecdot(pattern, wanted[:, None].astype(pattern.dtype)).astype(np.float64)
 
 
 class _Measured(NamedTuple):
-    """Scores of one kind in each sequence.
+    """Scores of one kind in each sequence."""
 
-    Attributes:
-      values: `[L, B, H]`, mean over the queries of a sequence that have targets.
-      uniform: `[B]`, the same of uniform causal attention.
-      queries: `[B]`, how many queries have targets.
-      sign: −1 where a head stands out by a small value, else 1.
-    """
-
-    values: np.ndarray
-    uniform: np.ndarray
-    queries: np.ndarray
-    sign: int
+    values: np.ndarray  # [L, B, H], mean over the queries of a sequence that have targets
+    uniform: np.ndarray  # [B], the same for uniform causal attention
+    queries: np.ndarray  # [B], the number of queries with targets
+    sign: int  # −1 for entropy, where small values stand out, otherwise 1
 
     def mean(self) -> np.ndarray:
         """The mean over all queries with targets, `[L, H]`."""
@@ -281,7 +256,7 @@ def _p_uniform(own: _Measured) -> np.ndarray:
 
 
 def _p_untrained(own: _Measured, untrained: _Measured) -> np.ndarray:
-    """Whether the untrained heads of a layer would have a further one with such a score."""
+    """Probability that one more untrained head of the layer has such a score."""
     others = own.sign * untrained.mean()
     heads = others.shape[1]
     spread = np.maximum(others.std(axis=1, ddof=1, keepdims=True), 10.0**-_DIGITS) * np.sqrt(1 + 1 / heads)
@@ -290,7 +265,7 @@ def _p_untrained(own: _Measured, untrained: _Measured) -> np.ndarray:
 
 def _p_matched(layers: Sequence[Array], wanted: np.ndarray) -> np.ndarray:
     control = ~wanted
-    sequences = control.sum(0)  # [T, T], those in which a pair of positions is a control
+    sequences = control.sum(0)  # [T, T], the number with a pair of positions as control
     matched = wanted & (sequences > 0)
     there = matched.any((1, 2))
     if there.sum() < 2:

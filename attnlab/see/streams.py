@@ -1,4 +1,4 @@
-"""The residual stream as a sum: what each layer's stream predicts, and what each head adds to a logit."""
+"""The residual stream as a sum: predictions of each layer's stream, and each head's contribution to a logit."""
 
 import dataclasses
 import functools
@@ -18,15 +18,15 @@ from attnlab.types import Array
 
 
 def lens(model, variables, *args, positions: Sequence[int] | None = None, **kwargs) -> Float[Array, "L1 ..."]:
-    """The logit lens (nostalgebraist 2020): the model's result if its last block returned an earlier stream.
+    """The logit lens (nostalgebraist 2020): the model's result with an earlier stream as the last block's output.
 
     Args:
       model, variables, args, kwargs: as for `capture`; a model with blocks.
-      positions: of the sequence, those whose results are returned; all when None.
+      positions: positions of the sequence to return; all when None.
 
     Returns:
-      `[L + 1, B, T, V]` for a language model of L blocks: first that of the stream that the first block takes, last the
-      model's own result.
+      `[L + 1, B, T, V]` for a language model of L blocks: first from the input of the first block, last the model's
+      result.
 
     Raises:
       ValueError: as for `capture`; a model without blocks, or whose blocks differ in width.
@@ -71,7 +71,7 @@ def _lens(frame: Frame, inputs, positions):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _PutAt(Put):
-    """Some positions of given values in place of the value."""
+    """Some positions of an array in place of the value."""
 
     where: tuple[int, ...] = dataclasses.field(metadata={"static": True}, default=())
 
@@ -82,14 +82,14 @@ class _PutAt(Put):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Contributions:
-    """The logit of a target, or its difference from that of another, as a sum over the model's parts.
+    """The logit of a target, or its difference from another logit, as a sum over the model's parts.
 
     Attributes:
-      heads: `[L, H, B, T]`, of each head's output.
-      blocks: `[N, B, T]`, of what each of the N blocks adds beside its heads: its feed-forward layer and its biases.
-      embedding: `[B, T]`, of the stream that the first block takes.
-      constant: `[B, T]`, of the norm's and the output layer's biases.
-      logits: `[B, T]`, the model's own; the sum of the others.
+      heads: `[L, H, B, T]`, from each head's output.
+      blocks: `[N, B, T]`, from the rest of each of N blocks: its feed-forward layer and its biases.
+      embedding: `[B, T]`, from the input of the first block.
+      constant: `[B, T]`, from the biases of the norm and of the output layer.
+      logits: `[B, T]`, the model's result, which the parts sum to.
 
     >>> parts = Contributions(*(jnp.ones(shape) for shape in ((2, 4, 1, 3), (2, 1, 3), (1, 3), (1, 3), (1, 3))))
     >>> parts.total.shape
@@ -111,16 +111,16 @@ class Contributions:
 def contributions(
     model, variables, *args, targets: Int[Array, "B T"], against: Int[Array, "B T"] | None = None, **kwargs
 ) -> Contributions:
-    """Direct logit attribution (Elhage et al. 2021): how much each head's output adds to a logit by itself.
+    """Direct logit attribution (Elhage et al. 2021): the direct contribution of each head's output to a logit.
 
-    The last norm divides by a number for each position that depends on all parts; it is frozen to that of this run, so
-    that the logit is a sum. The head's part of the stream is z_h·W_O[h].
+    The last norm's divisor at each position depends on all parts; it is frozen to the value of this run, so that the
+    logit is a sum. Head h contributes z_h·W_O[h] to the stream.
 
     Args:
       model: a `flax.linen` module of pre-norm blocks, `x + f(norm(x))`, whose attention layers have an output
         projection `out/kernel` `[H, D, F]`, with at most one norm after the last block.
       variables, args, kwargs: as for `capture`.
-      targets: `[B, T]`, the tokens whose logits are taken apart, at each position.
+      targets: `[B, T]`, the token at each position whose logit is decomposed.
       against: `[B, T]`, tokens whose logits are subtracted; None for the logit itself.
 
     Returns:
@@ -154,7 +154,7 @@ def contributions(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _contributions(frame: Frame, inputs, targets, against):
-    """(contributions, how far the blocks are from sums, a number of the stream's type)."""
+    """(Contributions, distance of the blocks from sums, a scalar of the stream's type)."""
     first, last = frame.sites.blocks[0], frame.sites.blocks[-1]
     run = frame.run(inputs, want=("z", taps.MADE, *taps.STREAMS, *((taps.NORM,) if frame.sites.norms else ())))
     frozen = {site_key(path, taps.NORM): Put(divisor) for path, divisor in run.values.get(taps.NORM, {}).items()}
@@ -163,7 +163,7 @@ def _contributions(frame: Frame, inputs, targets, against):
         put = {site_key(last, "in"): Put(run.values["in"][last]), site_key(last, "out"): Put(stream)}
         return _logits(frame.run(inputs, edits=frozen | put).out, targets, against)
 
-    # The logits are affine in the stream now, so one gradient gives every part's share.
+    # With the norm frozen, logits are affine in the stream: one gradient gives every part's share.
     stream = run.values["out"][last]
     (gradient,) = jax.vjp(lambda stream: logits(stream).sum(), stream)[1](jnp.ones((), run.out.dtype))
     share = functools.partial(jnp.einsum, "...f,...f->...", gradient)
@@ -188,9 +188,9 @@ def _contributions(frame: Frame, inputs, targets, against):
 
 
 def _left(run, block: str, rest, variables, frame: Frame):
-    """How far a block is from x + attention + mlp: of what it adds beside its heads, the part that no layer made.
+    """Distance of a block from x + attention + mlp: the part of its other additions that no layer returned.
 
-    The heads' outputs enter the stream as they are only where the rest is their bias, and one layer's output or none.
+    Heads add their outputs to the stream unchanged only if the rest is their bias, and one layer's output or none.
     """
     for site in frame.sites:
         if frame.sites.block_of(site.path) == block and (bias := _out(variables, site.path).get("bias")) is not None:

@@ -1,8 +1,7 @@
-"""Many edits of one model in one compiled program: what `attnlab.see.effects` is made of.
+"""Many edits of one model in one compiled program.
 
-The edits of one layer differ by a mask alone, so they run side by side by `vmap`: what comes before the edited value is
-the same for all, and is computed once. The block that is edited gets the residual stream of the unedited run, so XLA
-leaves the blocks before it out.
+The edits of one layer differ only by a mask, so they run in parallel by `vmap`, and everything before the edited value
+is computed once. The edited block gets the residual stream of the unedited run, so XLA drops the blocks before it.
 """
 
 import dataclasses
@@ -24,11 +23,7 @@ AXES = ("layer", "head", "position")
 
 
 def axes(over) -> tuple[str, ...]:
-    """The axes of a result in their order.
-
-    Raises:
-      ValueError: unknown ones, or none of layers.
-    """
+    """The axes of a result in their order; ValueError for unknown axes, or without "layer"."""
     over = (over,) if isinstance(over, str) else tuple(over)
     if "layer" not in over or not set(over) <= set(AXES):
         raise ValueError(f"over = {over}: expected 'layer', and beside it 'head', 'position' or both")
@@ -38,7 +33,7 @@ def axes(over) -> tuple[str, ...]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Take(Edit):
-    """Some positions of a stream, for what follows the last block."""
+    """Some positions of a stream, for the part after the last block."""
 
     positions: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
@@ -60,23 +55,14 @@ class _Then(Edit):
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """Edits of one value at all its places, and the metric of each.
-
-    Attributes:
-      frame: the model.
-      metric: as traced; its arrays are the argument `arrays` of each program.
-      site: name of the value.
-      over: axes of the result.
-      chunk: edits that run side by side; all of a layer when None.
-      positions: of the result that the metric gets; all when None.
-    """
+    """Edits of one value at all its places, and the metric of each."""
 
     frame: Frame
     metric: Metric | Callable
-    site: str
-    over: tuple[str, ...]
-    chunk: int | None = None
-    positions: tuple[int, ...] | None = None
+    site: str  # name of the value
+    over: tuple[str, ...]  # axes of the result
+    chunk: int | None = None  # edits in parallel; all of a layer when None
+    positions: tuple[int, ...] | None = None  # of the result that the metric gets
 
     def __post_init__(self):
         if self.site not in (*taps.ATTENTION, *taps.STREAMS):
@@ -98,31 +84,31 @@ class Sweep:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Of the edited value, one for each layer."""
+        """Paths of the edited value, one for each layer."""
         return tuple(path for path, names in self.frame.sites.values().items() if self.site in names)
 
     @property
     def base_values(self) -> tuple[str, ...]:
-        """The values that an unedited run has to return."""
+        """The values to capture in the unedited run."""
         return tuple(dict.fromkeys([self.site] + (["in"] if self.frame.sites.blocks else [])))
 
     def measure(self, out):
-        """The metric of what a model with the edits of `edits` returned."""
+        """The metric of a result with `edits`."""
         return self.metric(out)
 
     def measure_whole(self, out):
-        """The metric of an unedited run."""
+        """The metric of an unedited result."""
         return self.measure(out if self.positions is None else jnp.take(out, jnp.asarray(self.positions), axis=1))
 
     def edits(self, base: Run, path: str, name: str, put: Put) -> dict[str, Edit]:
-        """One edit, with the stream of the unedited run before its block, and the positions after the last block."""
+        """One edit, with the unedited stream before its block, and the positions after the last block."""
         block, blocks = self.frame.sites.block_of(path), self.frame.sites.blocks
         edits = {} if block is None else {site_key(block, "in"): Put(base.values["in"][block])}
         edits = _after(edits, site_key(path, name), put)
         return edits if self.positions is None else _after(edits, site_key(blocks[-1], "out"), _Take(self.positions))
 
     def layer(self, inputs, base: Run, path: str, replacement):
-        """The metric with `replacement` put at each place of one layer, one axis for each of `over` but the layers."""
+        """The metric with `replacement` at each place of one layer, one axis for each of `over` but "layer"."""
         masks, sizes = self.masks(base.values[self.site][path])
 
         def one(mask):
@@ -132,13 +118,13 @@ class Sweep:
         return self.side_by_side(one, masks).reshape(sizes)
 
     def side_by_side(self, one: Callable, masks):
-        """`one` of each of the masks."""
+        """`one` of each mask, `chunk` at a time."""
         if self.chunk is None or self.chunk >= len(masks):
             return jax.vmap(one)(masks)
         return jax.lax.map(one, masks, batch_size=self.chunk)
 
     def masks(self, value) -> tuple[Any, tuple[int, ...]]:
-        """Bools that select each place of a value, `[N, …]` that broadcast to it, and the sizes of the axes of N."""
+        """Bools `[N, …]` that select each place of a value, and the sizes of the axes of N."""
         at = {"head": -3, "position": -2} if self.site == "pattern" else {"head": -2, "position": -3}
         at = {"position": -2} if self.site in taps.STREAMS else at
         mask, sizes = np.ones((1,) * (value.ndim + 1), bool), []
@@ -152,7 +138,7 @@ class Sweep:
         return jnp.asarray(mask), tuple(sizes)
 
     def taken_apart(self, inputs, base: Run):
-        """The largest difference that `positions` make to the result, over the largest element of that."""
+        """The largest difference that `positions` make to the result, relative to its largest element."""
         if self.positions is None:
             return jnp.zeros(())
         last = self.frame.sites.blocks[-1]
@@ -165,11 +151,7 @@ class Sweep:
         return dataclasses.replace(self, metric=functools.partial(self.metric, arrays))
 
     def effects(self, values, baseline, target=None, apart=0.0, *, axes=None, layers=None) -> Effects:
-        """The result, on the host.
-
-        Raises:
-          ValueError: the model's result at a position depends on the last block's output at others.
-        """
+        """The result on the host; ValueError if the positions depend on the last block's output at others."""
         if isinstance(values, jax.core.Tracer):
             raise ValueError(
                 "effects are numbers on the host, of a program compiled here: call this outside of jax.jit"
@@ -193,11 +175,7 @@ def sweep(
     chunk: int | None = None,
     positions: Sequence[int] | None = None,
 ) -> tuple[Sweep, list]:
-    """A sweep, and the arrays that its metric reads; arguments as for `Sweep`.
-
-    Raises:
-      ValueError: what `Sweep` and `traced` reject, or positions that the sequence does not have.
-    """
+    """A checked sweep, and the arrays that its metric reads."""
     positions = None if positions is None else tuple(map(int, np.atleast_1d(positions)))
     made = Sweep(frame, metric, site, over, chunk, positions)
     result = jax.eval_shape(lambda inputs: frame.run(inputs).out, inputs)
@@ -212,7 +190,7 @@ def sweep(
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def ablated(sweep: Sweep, arrays, inputs, how: str):
-    """(metrics `[L, H]`, that of the unedited run, difference that `positions` make)."""
+    """(Metrics `[L, H]`, the unedited run's, difference of `positions`)."""
     sweep = sweep.reading(arrays)
     base = sweep.frame.run(inputs, want=sweep.base_values)
     each = [sweep.layer(inputs, base, path, _ablation(base.values["z"][path], how)) for path in sweep.paths]
@@ -221,7 +199,7 @@ def ablated(sweep: Sweep, arrays, inputs, how: str):
 
 @functools.partial(jax.jit, static_argnums=0)
 def patched(sweep: Sweep, arrays, source, edited):
-    """(metrics, that of the edited run, that of the source, difference that `positions` make)."""
+    """(Metrics, the edited run's, the source's, difference of `positions`)."""
     sweep = sweep.reading(arrays)
     base = sweep.frame.run(edited, want=sweep.base_values)
     other = sweep.frame.run(source, want=(sweep.site,))
@@ -232,7 +210,7 @@ def patched(sweep: Sweep, arrays, source, edited):
 
 @functools.partial(jax.jit, static_argnums=0)
 def attributed(sweep: Sweep, arrays, source, edited):
-    """(metrics to first order, that of the edited run, that of the source)."""
+    """(Metrics to first order, the edited run's, the source's)."""
     sweep = sweep.reading(arrays)
     other = sweep.frame.run(source, want=(sweep.site,))
     deltas = jax.tree.map(jnp.zeros_like, {path: other.values[sweep.site][path] for path in sweep.paths})
@@ -256,7 +234,7 @@ def attributed(sweep: Sweep, arrays, source, edited):
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5, 6))
 def along_paths(sweep: Sweep, arrays, clean, corrupt, into: str, senders: tuple[int, ...], receivers: tuple[int, ...]):
-    """(metrics `[S, H, R, H]` or `[S, H]`, that of the clean run, of the corrupt one, difference of `positions`)."""
+    """(Metrics `[S, H, R, H]` or `[S, H]`, the clean run's, the corrupt run's, difference of `positions`)."""
     sweep = sweep.reading(arrays)
     want = sweep.base_values + ((into,) if receivers else ())
     base, other = sweep.frame.run(clean, want=want), sweep.frame.run(corrupt, want=("z",))

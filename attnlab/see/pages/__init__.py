@@ -1,4 +1,4 @@
-"""One offline HTML page of attention: heads, tokens, scores and checkpoints, in a file that asks for nothing else."""
+"""One offline HTML page of attention: heads, tokens, scores and checkpoints."""
 
 from attnlab.see.pages.document import Page, page
 

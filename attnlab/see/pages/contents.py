@@ -1,4 +1,4 @@
-"""Runs, tokens, scores and effects, checked and brought to one form."""
+"""Runs, tokens, scores and effects, checked and converted for a page."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -14,49 +14,28 @@ TOLERANCE = 1e-3  # of weights in bfloat16 about 0 and 1
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """The tokens of one prompt as they are shown, and the weights of all heads.
-
-    Attributes:
-      queries, keys: Tq and Tk tokens.
-      weights: float32 `[S, N, Tq, Tk]`, the N heads of all layers at S checkpoints.
-    """
+    """The tokens of one prompt as shown, and the weights of all heads."""
 
     queries: list[str]
     keys: list[str]
-    weights: np.ndarray
+    weights: np.ndarray  # float32 [S, N, Tq, Tk], the N heads of all layers at S checkpoints
 
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """All that a page shows.
+    """The contents of a page."""
 
-    Attributes:
-      steps: of the S checkpoints; `(None,)` of a run that is no checkpoint.
-      paths: of the L layers.
-      heads: of each layer.
-      prompts: tokens and weights.
-      tables: by name, numbers `[S, L, H]`, H of the layer with most heads; NaN where there is none.
-    """
-
-    steps: tuple[int | None, ...]
+    steps: tuple[int | None, ...]  # (None,) for a run that is not a checkpoint
     paths: tuple[str, ...]
-    heads: tuple[int, ...]
+    heads: tuple[int, ...]  # of each layer
     prompts: list[Prompt]
-    tables: dict[str, np.ndarray]
+    tables: dict[str, np.ndarray]  # by name [S, L, max H], NaN where a layer has fewer heads
 
 
 def contents(
     runs: Run | Mapping[Any, Run], tokens: Sequence, scores: Any = None, effects: Effects | Mapping | None = None
 ) -> Contents:
-    """The contents of a page, from the arguments of `page`.
-
-    Raises:
-      ValueError: the arguments do not fit one another.
-
-    >>> run = Run(None, {"pattern": {"attention": np.ones((1, 2, 1, 1))}}, ("attention",))
-    >>> contents(run, ["el"]).prompts[0].weights.shape
-    (1, 2, 1, 1)
-    """
+    """The contents of a page, from the arguments of `page`."""
     by_step = dict(sorted(runs.items())) if isinstance(runs, Mapping) else {None: runs}
     if not by_step:
         raise ValueError("runs = {}: expected one run or more")
@@ -76,7 +55,7 @@ def contents(
 
 
 def _patterns(run: Run, step) -> list[np.ndarray]:
-    """Float32 `[B, H, Tq, Tk]` of each layer, which agree in all but H."""
+    """Float32 `[B, H, Tq, Tk]` of each layer; only H may differ."""
     where = "" if step is None else f" of step {step}"
     if not run.paths("pattern"):
         captured = ", ".join(run.values) or "nothing"
@@ -94,7 +73,7 @@ def _patterns(run: Run, step) -> list[np.ndarray]:
 
 
 def _prompts(weights, tokens) -> list[Prompt]:
-    """The prompts of `[S, B, N, Tq, Tk]`, each cut to its own tokens."""
+    """The prompts of `[S, B, N, Tq, Tk]`, each cut to its tokens."""
     pairs = [_pair(prompt) for prompt in ([tokens] if _is_prompt(tokens) else tokens)]
     if len(pairs) != weights.shape[1]:
         raise ValueError(f"tokens of {len(pairs)} prompts: expected {weights.shape[1]}, a list for each in the batch")
@@ -109,11 +88,7 @@ def _prompts(weights, tokens) -> list[Prompt]:
 
 
 def _is_prompt(tokens) -> bool:
-    """Whether these are the tokens of one prompt: strings, or a tuple of queries and keys.
-
-    >>> _is_prompt(["a", "b"]), _is_prompt((["a"], ["b", "c"])), _is_prompt([["a"], ["b"]])
-    (True, True, False)
-    """
+    """Whether these are the tokens of one prompt: strings, or a tuple of queries and keys."""
     return isinstance(tokens, tuple) or all(isinstance(token, str) for token in tokens)
 
 
@@ -138,7 +113,7 @@ def _mean_entropies(prompts, heads) -> np.ndarray:
 
 
 def _tables(argument, read, given, by_step, heads) -> dict[str, np.ndarray]:
-    """Tables `[S, L, H]` by name, from one argument: a value for a run alone, a mapping from steps to values else."""
+    """Tables `[S, L, H]` by name, from one argument: a value for a single run, or a mapping from steps to values."""
     if given is None:
         return {}
     if None in by_step:

@@ -1,4 +1,4 @@
-"""The page: what the HTML file holds, and where it is written."""
+"""The page: the text of its HTML file, and writing it."""
 
 import base64
 import dataclasses
@@ -30,8 +30,8 @@ class Page:
 
     Attributes:
       html: the whole document.
-      png: a picture of all heads, at the last checkpoint; PNG.
-      path: where the document was written, None if nowhere.
+      png: a picture of all heads at the last checkpoint.
+      path: the file; None if there is none.
 
     >>> Page("<!doctype html>", b"")
     Page(15 bytes, not in a file)
@@ -50,7 +50,7 @@ class Page:
         return str(self.path)
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
-        """For notebooks: the page in a frame of fixed height that may run scripts and nothing else, and the picture."""
+        """For notebooks: the page in a frame of fixed height that may only run scripts, and the picture."""
         frame = (
             f'<iframe srcdoc="{html.escape(self.html)}" sandbox="allow-scripts" title="Attention by head" '
             f'width="100%" height="{IFRAME_HEIGHT}" frameborder="0"></iframe>'
@@ -68,23 +68,23 @@ def page(
     effects: Effects | Mapping | None = None,
     max_bytes: int = 4 << 20,
 ) -> Page:
-    """One HTML file that shows attention: every head, one head, its tokens, and how they came about in training.
+    """One HTML file that shows attention: all heads, one head, its tokens, and their development in training.
 
-    The file holds all that it needs and may load nothing. Without JavaScript it is a picture of all heads. Weights are
-    stored to 0.004; of rows of more than 256 keys, the largest eight weights.
+    The file is self-contained and loads nothing. Without JavaScript it is a picture of all heads. Weights are stored to
+    0.004; of rows of more than 256 keys, only the largest eight weights.
 
     Args:
-      runs: with patterns `[B, H, Tq, Tk]`, or several by step of the training, e.g. `{0: run, 500: run}`.
-      tokens: of one prompt, or a list of those, one for each of the batch. Where queries and keys differ, a tuple of
-        two lists in place of one. Weights of a prompt with fewer tokens than Tq are cut: padding is on the right.
-      path: of the file; None for a notebook. A page of attnlab is replaced, any other file is left.
-      title: the finding, or what the model is.
-      scores: by kind, numbers `[L, H]`, or an object whose `values` are that; by step where `runs` are.
-      effects: of the heads, over layer and head; by step where `runs` are.
+      runs: with patterns `[B, H, Tq, Tk]`; several by training step, e.g. `{0: run, 500: run}`.
+      tokens: of one prompt, or a list of such lists, one for each example of the batch. If queries and keys differ, a
+        tuple of two lists in place of one. Weights of prompts shorter than Tq are cut: padding is on the right.
+      path: of the file; None for a notebook. Only a page of attnlab is overwritten.
+      title: the finding, or the model's name.
+      scores: by kind, numbers `[L, H]`, or an object with such `values`; by step if `runs` are.
+      effects: of the heads, over layer and head; by step if `runs` are.
       max_bytes: of the file.
 
     Returns:
-      The page, which `open` and a notebook take.
+      The page, for `open` or a notebook.
 
     Raises:
       ValueError: the arguments do not fit one another, the page would be larger than `max_bytes`, or `path` is a file
@@ -131,16 +131,12 @@ def _document(shown: Contents, title: str, png: bytes) -> str:
         "script": script,
     }
     template = (FOLDER / "page.html").read_text(encoding="utf-8")
-    # In one pass, so that a title such as "{{script}}" stays text.
+    # In one pass, so that "{{script}}" in a title stays text.
     return re.sub(r"{{(\w+)}}", lambda found: parts[found[1]], template)
 
 
 def _hash(text: str) -> str:
-    """The source expression of a Content-Security-Policy that admits this text alone.
-
-    >>> _hash("")
-    "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"
-    """
+    """The Content-Security-Policy source expression that admits only this text."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -155,7 +151,7 @@ def _about(shown: Contents) -> str:
 
 
 def _data(shown: Contents) -> dict:
-    """The data of the page, read by its script."""
+    """The data for the page's script."""
     causal = all(encoding.is_causal(prompt.weights) for prompt in shown.prompts)
     kept = max(len(prompt.keys) for prompt in shown.prompts) > encoding.LONGEST_DENSE
     return {
@@ -173,18 +169,14 @@ def _data(shown: Contents) -> dict:
 
 
 def _numbers(table: np.ndarray | np.floating) -> list | float | None:
-    """Nested lists of five significant digits, None for NaN and infinity.
-
-    >>> _numbers(np.array([[1 / 3, np.nan]]))
-    [[0.33333, None]]
-    """
+    """Nested lists of five significant digits, None for NaN and infinity."""
     if table.ndim:
         return [_numbers(row) for row in table]
     return float(f"{table:.5g}") if np.isfinite(table) else None
 
 
 def _picture(shown: Contents) -> bytes:
-    """All heads on the first prompt at the last checkpoint, of at most `PICTURE_BYTES`: PNG."""
+    """All heads on the first prompt at the last checkpoint: a PNG of at most `PICTURE_BYTES`."""
     try:
         from PIL import Image  # comes with matplotlib, which is an extra
 
@@ -193,12 +185,12 @@ def _picture(shown: Contents) -> bytes:
         raise ImportError("a page holds a picture, drawn by matplotlib: pip install 'attnlab[plots]'") from error
     last = shown.prompts[0].weights[-1]
     layers = np.split(last, np.cumsum(shown.heads)[:-1])
-    # Not under the page's title, which may hold characters that matplotlib's font lacks, and $ for formulas.
+    # Without the page's title, which may have $ and characters that matplotlib's font lacks.
     figure = plots.atlas(layers, _about(shown), causal=encoding.is_causal(last))
     for dpi in (110, 80, 55, 40):
         drawn, packed = io.BytesIO(), io.BytesIO()
         figure.savefig(drawn, format="png", dpi=dpi)
-        # Of a palette, a third of the bytes.
+        # A palette takes a third of the bytes.
         colors = Image.open(drawn).convert("RGB").quantize(128, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
         colors.save(packed, "png", optimize=True)
         if len(packed.getvalue()) <= PICTURE_BYTES:
@@ -207,7 +199,7 @@ def _picture(shown: Contents) -> bytes:
 
 
 def _write(text: str, path: Path) -> None:
-    """Write the file, all of it or nothing."""
+    """Write the file atomically."""
     if path.exists() and not is_page(path):
         raise ValueError(f"{path} exists and is no page of attnlab: choose another path, or remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -220,11 +212,7 @@ def _write(text: str, path: Path) -> None:
 
 
 def is_page(path: Path) -> bool:
-    """Whether attnlab wrote the file.
-
-    >>> is_page(Path("missing.html"))
-    False
-    """
+    """Whether attnlab wrote the file."""
     if not path.is_file():
         return False
     with path.open(encoding="utf-8", errors="replace") as file:

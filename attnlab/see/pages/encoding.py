@@ -1,7 +1,7 @@
 """Weights as compressed bytes, and text that a page can embed and show.
 
-A weight p is stored as the byte round(255·√p): √ keeps the small ones apart, and at p = 1 the error is largest, 0.004.
-Successive checkpoints differ little, so each is stored as its difference from the one before, modulo 256.
+A weight p is stored as the byte round(255·√p), which separates small weights; the error is largest at p = 1, 0.004.
+Successive checkpoints differ little, so each is stored as its difference from the previous one, modulo 256.
 """
 
 import base64
@@ -12,47 +12,31 @@ from typing import Any
 
 import numpy as np
 
-LONGEST_DENSE = 256  # keys; with more, a row keeps its largest weights alone
+LONGEST_DENSE = 256  # keys; longer rows keep only their largest weights
 KEPT = 8
 SHOWN_AS = {" ": "·", "\n": "⏎", "\r": "␍", "\t": "⇥"}
-MANTISSA = 14  # bits kept of the float32 of row sums and entropies: a relative error of 2⁻¹⁵, four digits
+MANTISSA = 14  # bits kept of row sums and entropies: a relative error of 2⁻¹⁵, four digits
 
 
 def quantize(weights: np.ndarray) -> np.ndarray:
-    """The bytes of weights in 0 … 1: uint8 of round(255·√p).
-
-    >>> quantize(np.array([0.0, 0.0001, 0.25, 1.0]))
-    array([  0,   3, 128, 255], dtype=uint8)
-    """
+    """The bytes of weights in 0 … 1: uint8 of round(255·√p)."""
     return np.rint(255 * np.sqrt(np.clip(weights, 0, 1))).astype(np.uint8)
 
 
 def is_causal(weights: np.ndarray) -> bool:
-    """Whether `[…, Tq, Tk]` is square, and zero above the diagonal.
-
-    >>> is_causal(np.tri(3)), is_causal(np.ones((3, 3))), is_causal(np.tri(2, 3))
-    (True, False, False)
-    """
+    """Whether `[…, Tq, Tk]` is square, and zero above the diagonal."""
     rows, columns = weights.shape[-2:]
     return rows == columns and not weights[..., *np.triu_indices(rows, 1)].any()
 
 
 def dense(weights: np.ndarray, causal: bool) -> np.ndarray:
-    """The bytes of `[…, Tq, Tk]`, row by row: all of each row, or its part up to the diagonal.
-
-    >>> dense(np.array([[1.0, 0.0], [0.25, 0.25]]), causal=True)
-    array([255, 128, 128], dtype=uint8)
-    """
+    """The bytes of `[…, Tq, Tk]`, row by row; up to the diagonal if causal."""
     cells = np.tril_indices(weights.shape[-1]) if causal else np.indices(weights.shape[-2:]).reshape(2, -1)
     return quantize(weights[..., *cells])
 
 
 def largest(weights: np.ndarray, count: int = KEPT) -> np.ndarray:
-    """The bytes of the largest weights of each row of `[…, Tq, Tk]`, then their keys as two bytes, the lower first.
-
-    >>> largest(np.array([[0.0, 1.0, 0.25]]), count=2)
-    array([255, 128,   1,   0,   2,   0], dtype=uint8)
-    """
+    """The bytes of the largest weights of each row of `[…, Tq, Tk]`, then their keys as two bytes, the lower first."""
     keys = np.sort(np.argpartition(weights, -count, axis=-1)[..., -count:], axis=-1)
     kept = quantize(np.take_along_axis(weights, keys, axis=-1))
     flat = (*weights.shape[:-2], -1)
@@ -62,67 +46,39 @@ def largest(weights: np.ndarray, count: int = KEPT) -> np.ndarray:
 
 
 def row_statistics(weights: np.ndarray) -> np.ndarray:
-    """Sums, then entropies in nats, of the rows of `[…, Tq, Tk]`: float32 `[…, 2, Tq]`, exact to four digits.
-
-    >>> row_statistics(np.array([[0.5, 0.5], [0.0, 0.0]])).round(3)
-    array([[1.   , 0.   ],
-           [0.693, 0.   ]], dtype=float32)
-    """
+    """Sums, then entropies in nats, of the rows of `[…, Tq, Tk]`: float32 `[…, 2, Tq]`, exact to four digits."""
     exact = np.stack([weights.sum(-1), entropies(weights)], axis=-2).astype("<f4")
     dropped = np.uint32(23 - MANTISSA)
     return (((exact.view("<u4") + (1 << (dropped - 1))) >> dropped) << dropped).view("<f4")
 
 
 def entropies(weights: np.ndarray) -> np.ndarray:
-    """−Σ p log p of the rows of `[…, Tq, Tk]`, in nats: `[…, Tq]`.
-
-    >>> entropies(np.array([[0.5, 0.5], [1.0, 0.0]])).round(3)
-    array([0.693, 0.   ])
-    """
+    """−Σ p log p of the rows of `[…, Tq, Tk]`, in nats: `[…, Tq]`."""
     positive = weights > 0
     logs = np.log(weights, where=positive, out=np.zeros_like(weights))
     return 0 - (weights * logs).sum(-1, where=positive)  # 0 −, since −0 would be written
 
 
 def record(weights: np.ndarray, causal: bool, kept: bool) -> np.ndarray:
-    """All that the page has of one prompt: uint8 `[S, bytes]` of `[S, N, Tq, Tk]`, N heads at S checkpoints.
-
-    A checkpoint has the statistics of all heads, then the weights of all heads.
-
-    >>> record(np.ones((2, 1, 1, 1), np.float32), causal=True, kept=False).shape
-    (2, 9)
-    """
+    """One prompt's statistics, then weights, of all N heads: uint8 `[S, bytes]` of `[S, N, Tq, Tk]`."""
     statistics = np.ascontiguousarray(row_statistics(weights)).view(np.uint8)
     cells = largest(weights) if kept else dense(weights, causal)
     return np.concatenate([part.reshape(len(weights), -1) for part in (statistics, cells)], axis=1)
 
 
 def stream(records: np.ndarray) -> str:
-    """`[S, bytes]` as differences from one checkpoint to the next, deflated, in base64.
-
-    >>> packed = zlib.decompress(base64.b64decode(stream(np.array([[1, 2], [0, 2]], np.uint8))))
-    >>> list(packed)
-    [1, 2, 255, 0]
-    """
+    """`[S, bytes]` as differences between checkpoints, deflated, in base64."""
     differences = np.diff(records, axis=0, prepend=np.zeros_like(records[:1]))
     return base64.b64encode(zlib.compress(differences.tobytes(), 9)).decode()
 
 
 def script_json(value: Any) -> str:
-    r"""JSON for `<script type="application/json">`: ASCII, in which no tag can open or close.
-
-    >>> print(script_json({"token": "</script>"}))
-    {"token":"\u003c/script>"}
-    """
+    """JSON for `<script type="application/json">`: ASCII in which no tag can open or close."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def shown(token: str) -> str:
-    r"""A token as it is shown: white space, controls and lone bytes by signs, combining marks on a circle.
-
-    >>> [shown(token) for token in (" the", "\n", "", "\x00", "\u0301", "\u202e", "\udcff")]
-    ['·the', '⏎', '∅', '␀', '◌́', '⟨202E⟩', '⟨FF⟩']
-    """
+    """A token as text: signs for white space, controls and lone bytes, combining marks on a circle."""
     text = "".join(map(_shown_character, token)) or "∅"
     return f"◌{text}" if unicodedata.combining(text[0]) else text
 
@@ -133,9 +89,9 @@ def _shown_character(character: str) -> str:
         return SHOWN_AS[character]
     if code < 32:
         return chr(0x2400 + code)
-    if 0xDC80 <= code <= 0xDCFF:  # a byte that is no text, as Python's "surrogateescape" leaves it
+    if 0xDC80 <= code <= 0xDCFF:  # a byte of "surrogateescape"
         return f"⟨{code - 0xDC00:02X}⟩"
-    # A zero-width joiner stays: without it an emoji of several parts comes apart.
+    # A zero-width joiner stays, since it joins the parts of an emoji.
     if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp", "Zs") and character not in "\u200c\u200d":
         return "·" if unicodedata.category(character) == "Zs" else f"⟨{code:04X}⟩"
     return character
