@@ -1,6 +1,6 @@
-"""Plots of attention weights, masks, alignments and curves, shared by the studies and the notebooks.
+"""Plots of attention weights, masks, alignments and curves, as matplotlib figures.
 
-Every function returns a matplotlib figure. A title should state the finding that the figure supports.
+A title should state the finding that the figure supports.
 """
 
 import itertools
@@ -21,15 +21,15 @@ from attnlab.runs import metrics
 
 WEIGHTS = "magma"
 LEVELS = ("#f4f1ea", "#2f6f8f")  # masked, visible
-LABEL_SIZE, LABEL_ROOM = 8.0, 8.0  # points: of a label's font, and between labels at least
-SIZES, SIGNED = "Blues", "PuOr"  # of numbers from 0, and of both signs: readable without red and green
-THUMBNAIL, ATLAS = 64, 512  # pixels: the side of a thumbnail, and the width of all, at most
-MASKED = "#d5d8dc"  # a masked cell of a heat map: a grey that no weight has
+LABEL_SIZE, LABEL_ROOM = 8.0, 8.0  # points: of a label's font, and of the least distance between labels
+SIZES, SIGNED = "Blues", "PuOr"  # of numbers from 0, and of both signs; readable for the colour-blind
+THUMBNAIL, ATLAS = 64, 512  # pixels, at most: the side of a thumbnail, and the width of all
+MASKED = "#d5d8dc"  # a grey that no weight has
 MARK = "#39c5bb"
 COLORS = ("#2f6f8f", "#d1495b", "#edae49", "#66a182", "#7d5ba6", "#3d3d3d", "#c58b5f", "#8d96a3")
 MORE_COLORS = ("#1fb5c9", "#c03fa0", "#8f9b1a", "#6b3a24")  # where COLORS are too few
 MANY = len(COLORS) + len(MORE_COLORS)
-LINE, LEGEND = 36, (0.066, 0.165)  # characters of a legend's line beside the axes, and inches of one and of a line
+LINE, LEGEND = 36, (0.066, 0.165)  # characters of a legend's line, and inches of a character and of a line
 STYLE = {
     "figure.dpi": 110,
     "figure.constrained_layout.use": True,
@@ -63,9 +63,9 @@ def weights(
     Args:
       values: `[Tq, Tk]`.
       title: the finding.
-      queries, keys: row and column labels; where the map is square, `keys` defaults to `queries`.
+      queries, keys: row and column labels; on a square map, `keys` defaults to `queries`.
       mask: which keys each query may attend to, a mask or bool `[Tq, Tk]`; masked cells and −inf are grey.
-      marks: `[Tq]`, the key that each query should attend to, −1 for none; drawn as rings.
+      marks: `[Tq]`, the correct key of each query, −1 for none; drawn as rings.
       mark_label: legend of the rings.
       label: of the colour bar.
       x, y: axis labels.
@@ -106,12 +106,12 @@ def heads(
     columns: int = 4,
     label: str = "weight",
 ) -> Figure:
-    """One heat map per head, side by side, on a common colour scale.
+    """One heat map per head, in a grid, on a common colour scale.
 
     Args:
       values: `[H, Tq, Tk]`.
       title: the finding.
-      tokens: row and column labels; where there are too many to read, every second, third, … is shown.
+      tokens: row and column labels; of too many, every n-th is shown.
       mask: which keys each query may attend to, a mask or bool `[Tq, Tk]` or `[H, Tq, Tk]`; masked cells are grey.
       names: a title for each head; "head 0", … if empty.
       columns: heads per row.
@@ -122,16 +122,10 @@ def heads(
     """
     values = _masked(values, mask)
     names = names or [f"head {h}" for h in range(len(values))]
-    columns = min(columns, len(values))
-    rows = -(-len(values) // columns)
+    side = min(max(LABEL_ROOM / 72 * len(tokens) + 0.4, 2.5), 3.2)
     with plt.rc_context(STYLE):
-        side = min(max(LABEL_ROOM / 72 * len(tokens) + 0.4, 2.5), 3.2)
-        size = (0.8 + (side + 0.1) * columns, 0.6 + side * rows)
-        figure, grid = plt.subplots(rows, columns, figsize=size, squeeze=False, sharex=True, sharey=True)
-        for head, axes in enumerate(grid.flat):
-            if head >= len(values):
-                axes.remove()
-                continue
+        figure, grid = _grid(len(values), columns, (side + 0.1, side), (0.8, 0.6), sharex=True, sharey=True)
+        for head, axes in enumerate(grid):
             image = _heat(axes, values[head], values)
             _label_cells(axes, tokens, tokens, side - 0.4, side - 0.4)
             axes.set_title(names[head])
@@ -139,7 +133,7 @@ def heads(
         figure.supylabel("query")
         if legend := _mask_legend(values):
             figure.legend(handles=legend, loc="outside lower right", frameon=False)
-        figure.colorbar(image, ax=[axes for axes in grid.flat if axes.figure], label=label, shrink=0.7)
+        figure.colorbar(image, ax=grid, label=label, shrink=0.7)
         return finished(figure, title)
 
 
@@ -153,13 +147,13 @@ def atlas(
 ) -> Figure:
     """All heads of a model as thumbnails: one row per layer, one column per head, on a common colour scale.
 
-    Colours follow the square root of the weights, so that small ones can be told from zero. Of long sequences, a pixel
+    Colours follow the square root of the weights, which separates small weights from zero. In long sequences, a pixel
     is the largest weight of its block.
 
     Args:
       patterns: `[L, H, Tq, Tk]`, or for each layer `[H, Tq, Tk]`; layers may differ in H.
       title: the finding.
-      causal: leaves out what is above the diagonal.
+      causal: leaves out the cells above the diagonal.
       layers: names of the rows; "layer 0", … if empty.
       label: of the colour bar.
 
@@ -186,8 +180,7 @@ def atlas(
         columns = [j * (width + gap) + width / 2 for j in range(heads)]
         axes.set_xticks(columns, [f"{'head ' * (heads <= 8)}{j}" for j in range(heads)])
         axes.tick_params(length=0, labelsize=LABEL_SIZE, labeltop=True, labelbottom=False)
-        for spine in axes.spines.values():
-            spine.set_visible(False)
+        axes.spines[:].set_visible(False)
         figure.colorbar(
             image, label=label, shrink=0.8, ticks=norm.vmax * np.array([0, 0.01, 0.1, 0.25, 0.5, 1]), format="%.2g"
         )
@@ -200,11 +193,11 @@ def effects_grid(
     """A heat map with one number per head, such as the effect of its ablation: one row per layer, one column per head.
 
     Args:
-      values: `[L, H]`; NaN where a layer has no such head. Where any is negative, colours diverge from white at 0.
+      values: `[L, H]`; NaN where a layer has no such head. If any is negative, colours diverge from white at 0.
       title: the finding.
       layers: names of the rows; "layer 0", … if empty.
       label: of the colour bar, with the unit.
-      digits: after the decimal point of the numbers.
+      digits: decimals of the numbers.
 
     >>> figure = effects_grid([[0.1, -0.2]], "Head 1 lowers the loss", label="change of the loss (nats)")
     >>> [text.get_text() for text in figure.axes[0].texts]
@@ -227,14 +220,13 @@ def effects_grid(
         axes.set_xticks(range(columns))
         axes.set_xlabel("head")
         axes.tick_params(length=0)
-        for spine in axes.spines.values():
-            spine.set_visible(False)
+        axes.spines[:].set_visible(False)
         figure.colorbar(image, label=label, shrink=0.8)
         return finished(figure, title)
 
 
 def masks(shown: Mapping[str, Mask | np.ndarray], title: str, *, length: int = 16, columns: int = 4) -> Figure:
-    """Which keys each query may attend to: one square per pair, dark where it is visible.
+    """Which keys each query may attend to: one square per pair, dark where visible.
 
     Args:
       shown: masks, or bool `[Tq, Tk]` arrays, by name; of a mask that differs between sequences or heads, the first.
@@ -248,24 +240,19 @@ def masks(shown: Mapping[str, Mask | np.ndarray], title: str, *, length: int = 1
     """
     arrays = {name: m.dense(length, length) if isinstance(m, Mask) else m for name, m in shown.items()}
     drawn = {name: np.reshape(visible, (-1, *np.shape(visible)[-2:]))[0] for name, visible in arrays.items()}
-    columns = min(columns, len(drawn))
-    rows = -(-len(drawn) // columns)
     with plt.rc_context(STYLE):
-        figure, grid = plt.subplots(rows, columns, figsize=(2.3 * columns + 0.4, 2.4 * rows + 0.5), squeeze=False)
-        for axes in list(grid.flat)[len(drawn) :]:
-            axes.remove()
-        for (name, visible), axes in zip(drawn.items(), grid.flat):
+        figure, grid = _grid(len(drawn), columns, (2.3, 2.4), (0.4, 0.5))
+        for (name, visible), axes in zip(drawn.items(), grid):
             axes.imshow(visible, cmap=plt.matplotlib.colors.ListedColormap(LEVELS), vmin=0, vmax=1)
             axes.set_title(name)
             axes.set_xticks([])
             axes.set_yticks([])
-            if max(visible.shape) <= 24:  # cells large enough to tell apart
+            if max(visible.shape) <= 24:  # large enough cells
                 axes.set_xticks(np.arange(visible.shape[1] - 1) + 0.5, minor=True)
                 axes.set_yticks(np.arange(visible.shape[0] - 1) + 0.5, minor=True)
                 axes.grid(which="minor", color="white", linewidth=0.7)
                 axes.tick_params(which="minor", length=0)
-            for spine in axes.spines.values():
-                spine.set_visible(False)
+            axes.spines[:].set_visible(False)
         figure.supxlabel("key index")
         figure.supylabel("query index")
         return finished(figure, title)
@@ -288,9 +275,9 @@ def lines(
       series: (xs, ys) by name.
       title: the finding.
       x, y: axis labels, with the unit.
-      log: "x", "y" or "xy": which axes are logarithmic.
-      spread: for some names, a deviation for each point, drawn as a band.
-      dashed: names drawn dashed, such as a theoretical curve.
+      log: "x", "y" or "xy": logarithmic axes.
+      spread: by name, a deviation for each point, drawn as a band.
+      dashed: names of dashed curves, such as a theoretical one.
       markers: whether to mark the points.
 
     >>> figure = lines({"loss": ([0, 1], [2.0, 1.0])}, "The loss halves", x="step", y="loss (nats per token)")
@@ -310,15 +297,11 @@ def panels(drawn: Mapping[str, Mapping], title: str, *, columns: int = 2) -> Fig
     >>> len(panels({"first": panel, "second": panel}, "Both grow").axes)
     2
     """
-    columns = min(columns, len(drawn))
-    rows = -(-len(drawn) // columns)
     with plt.rc_context(STYLE):
-        figure, grid = plt.subplots(rows, columns, figsize=(5.0 * columns, 3.6 * rows), squeeze=False)
-        for axes in list(grid.flat)[len(drawn) :]:
-            axes.remove()
+        figure, grid = _grid(len(drawn), columns, (5.0, 3.6))
         names = dict.fromkeys(name for panel in drawn.values() for name in panel["series"])
         colors = dict(zip(names, itertools.cycle(COLORS)))  # one colour per name in all panels
-        for (name, panel), axes in zip(drawn.items(), grid.flat):
+        for (name, panel), axes in zip(drawn.items(), grid):
             curves(axes, **panel, colors=colors)
             axes.set_title(name)
         return finished(figure, title)
@@ -358,14 +341,14 @@ def runs(
 ) -> Figure:
     """Losses of runs over steps: validation as points on a line, training behind them in the same colour.
 
-    Runs of a group, such as those that differ in the seed alone, have one colour: their mean validation loss as points
-    on a line, at the steps that all of them have, and a thin line for the validation loss of each.
+    A group of runs, such as several seeds, has one colour: a line with points for the mean validation loss, at the
+    steps that all of them have, and a thin line for each run.
 
     Args:
       workdirs: as for `attnlab.metrics`: a folder, a glob, or several.
       title: the finding.
       y: label of the loss axis.
-      groups: the group of each run by the run's name, both as in `attnlab.metrics`; runs without one are alone.
+      groups: group by the run's name, both as in `attnlab.metrics`; a run without a group is drawn alone.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -396,12 +379,12 @@ def runs(
 
 
 def _distinct(count: int) -> Sequence:
-    """As many colours, easy to tell apart up to MANY."""
+    """`count` colours, easy to distinguish up to MANY."""
     return COLORS + MORE_COLORS if count <= MANY else list(plt.get_cmap("viridis")(np.linspace(0, 0.95, count)))
 
 
 def _wrapped(label: str) -> str:
-    """The name of a run or a group in lines for a legend, broken after its commas."""
+    """A name in lines for a legend, broken after its commas."""
     return "\n".join(textwrap.wrap(label.replace(",", ", "), LINE)) if len(label) > LINE else label
 
 
@@ -413,14 +396,14 @@ def _losses(columns: Mapping, name: str, split: str) -> dict[int, float]:
 
 def _draw_run(axes: Axes, columns: Mapping, name: str, look: dict) -> None:
     behind = {"marker": "", "alpha": 0.35, "zorder": 1}
-    for split, own in (("val", {"markersize": 3.5}), ("train", behind)):
+    for split, style in (("val", {"markersize": 3.5}), ("train", behind)):
         if losses := _losses(columns, name, split):
-            axes.plot(losses.keys(), losses.values(), **(look | own))
+            axes.plot(losses.keys(), losses.values(), **(look | style))
             look = look | {"label": None}  # on the first of the two lines
 
 
 def _draw_group(axes: Axes, runs: Sequence[dict[int, float]], look: dict) -> None:
-    """Draw the mean of runs at the steps that all of them have, those without a loss left out, and each run behind."""
+    """Draw the mean of the runs with a loss at their common steps, and each run behind."""
     runs = [losses for losses in runs if losses]
     for losses in runs if len(runs) > 1 else ():
         axes.plot(losses.keys(), losses.values(), color=look["color"], linewidth=0.7, alpha=0.45, zorder=1)
@@ -430,7 +413,7 @@ def _draw_group(axes: Axes, runs: Sequence[dict[int, float]], look: dict) -> Non
 
 
 def curves(axes: Axes, series, *, x, y, log="", spread=None, dashed=(), markers=True, colors=None) -> None:
-    """Draw curves on `axes`; the arguments are those of `lines`, and `colors` maps names to colours."""
+    """Draw curves on `axes`; arguments as for `lines`, and `colors` by name."""
     for name, (xs, ys) in series.items():
         look = {"color": colors[name]} if colors else {}
         look |= {"linestyle": "--", "color": "#8d96a3", "zorder": 1} if name in dashed else {}
@@ -444,13 +427,13 @@ def curves(axes: Axes, series, *, x, y, log="", spread=None, dashed=(), markers=
         axes.set_xscale("log")
         axes.xaxis.set_minor_formatter(NullFormatter())
         points = sorted({at for xs, _ in series.values() for at in xs})
-        if len(points) <= 9 and points[-1] < 1000 * points[0]:  # few enough to label each
+        if len(points) <= 9 and points[-1] < 1000 * points[0]:
             axes.set_xticks(points, [f"{at:,}" for at in points])
             axes.xaxis.set_minor_locator(NullLocator())
     if "y" in log:
         axes.set_yscale("log")
         heights = [at for _, ys in series.values() for at in ys if at > 0]
-        if heights and max(heights) < 30 * min(heights):  # fewer than two powers of ten: label more of the ticks
+        if heights and max(heights) < 30 * min(heights):  # too few powers of ten to label only these
             plain = FuncFormatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "1235" else "")
             axes.yaxis.set_major_formatter(plain)
             axes.yaxis.set_minor_formatter(plain)
@@ -462,14 +445,25 @@ def curves(axes: Axes, series, *, x, y, log="", spread=None, dashed=(), markers=
 
 
 def finished(figure, title):
-    """Add the title, wrapped to the figure's width, and close the figure so that a notebook shows it only once."""
+    """Add the title, wrapped to the figure's width, and close the figure, so that a notebook shows it only once."""
     figure.suptitle(textwrap.fill(title, int(11.5 * figure.get_figwidth())))
     plt.close(figure)
     return figure
 
 
+def _grid(count: int, columns: int, size, border=(0, 0), **shared) -> tuple[Figure, list[Axes]]:
+    """A figure with `count` axes of a size in inches, in so many columns."""
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    inches = (size[0] * columns + border[0], size[1] * rows + border[1])
+    figure, grid = plt.subplots(rows, columns, figsize=inches, squeeze=False, **shared)
+    for axes in grid.flat[count:]:
+        axes.remove()
+    return figure, list(grid.flat[:count])
+
+
 def _thumbnails(layer, causal: bool, pixels: int) -> np.ndarray:
-    """`[H, Tq, Tk]` in at most so many rows and columns, the largest of each block; NaN above the diagonal."""
+    """`[H, Tq, Tk]` in at most `pixels` rows and columns, the largest of each block; NaN above the diagonal."""
     for axis in (-2, -1):
         length = layer.shape[axis]
         starts = np.arange(min(length, pixels)) * length // min(length, pixels)
@@ -478,16 +472,12 @@ def _thumbnails(layer, causal: bool, pixels: int) -> np.ndarray:
 
 
 def _is_dark(color) -> bool:
-    """Whether white is easier to read on it than black, by the luminance of (r, g, b, …).
-
-    >>> _is_dark((0.1, 0.1, 0.5, 1.0)), _is_dark((1.0, 1.0, 0.0, 1.0))
-    (True, False)
-    """
+    """Whether white is easier to read than black on a colour (r, g, b, …), by its luminance."""
     return float(np.dot(np.power(color[:3], 2.2), (0.2126, 0.7152, 0.0722))) < 0.18
 
 
 def _masked(values, mask) -> np.ma.MaskedArray:
-    """`values` `[Tq, Tk]` or `[H, Tq, Tk]`, with the cells hidden that are masked or not finite."""
+    """`values` `[Tq, Tk]` or `[H, Tq, Tk]`, with masked or not finite cells hidden."""
     values = np.asarray(values, np.float32)
     visible = np.isfinite(values)
     if isinstance(mask, Mask):
@@ -504,8 +494,7 @@ def _heat(axes, values, scale):
     aspect = "auto" if values.shape[0] != values.shape[1] else None
     image = axes.imshow(values, cmap=colors, vmin=low, vmax=high, aspect=aspect)
     axes.tick_params(length=0, labelsize=LABEL_SIZE)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.spines[:].set_visible(False)
     return image
 
 
@@ -514,13 +503,7 @@ def _mask_legend(values) -> list:
 
 
 def _label_cells(axes, row_labels, column_labels, height, width) -> None:
-    """Label the rows and columns of a heat map, in a smaller font and then every n-th only where they would overlap.
-
-    Args:
-      axes: where the heat map is.
-      row_labels, column_labels: one per cell, or none.
-      height, width: of the heat map in inches, roughly.
-    """
+    """Label the rows and columns of a heat map, in a smaller font or every n-th if labels would overlap."""
     if len(row_labels):
         step, size = _label_spacing(len(row_labels), height)
         axes.set_yticks(range(0, len(row_labels), step), row_labels[::step], fontsize=size)
@@ -532,11 +515,7 @@ def _label_cells(axes, row_labels, column_labels, height, width) -> None:
 
 
 def _label_spacing(count, inches) -> tuple[int, float]:
-    """Of labels along so many inches: every how many fit, and their font size in points.
-
-    >>> _label_spacing(8, 2.2), _label_spacing(120, 2.8)
-    ((1, 8.0), (5, 6.3))
-    """
+    """The step between labels along so many inches, and their font size in points."""
     room = 72 * inches / count
     step = math.ceil(LABEL_ROOM / room)
     return step, min(LABEL_SIZE, round(0.75 * room * step, 1))
