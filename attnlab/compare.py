@@ -26,6 +26,7 @@ from attnlab.comparing import measuring, table
 from attnlab.comparing import protocol as protocols
 from attnlab.comparing.protocol import FACTORS, Protocol
 from attnlab.comparing.variants import SIZES, Variant, config_of, matched, parse, size
+from attnlab.support import workers
 from attnlab.support.errors import UserError
 from attnlab.sweep import shared_options
 from attnlab.sweeping import running
@@ -85,12 +86,11 @@ def _main(values, argv: list[str]) -> int:
     total = len(tuning) + len(variants) * len(protocol.seeds)
     if values.dry_run:
         return _print_runs(protocol, variants, tuning)
-    running.check_folder(folder, MARK)
     content = {"variants": {variant.name: variant.options for variant in variants}, "options": options}
     try:
         with running.claimed(folder, MARK, content) as lock:
             return _compare(protocol, variants, tuning, folder, values.jobs, lock, running.Clock(total))
-    except running.Interrupted as stopped:
+    except workers.Interrupted as stopped:
         return 128 + stopped.args[0]
 
 
@@ -138,7 +138,7 @@ def _measure(final, folder: Path, lock: int) -> dict[str, dict]:
         files[name] = logs / f"{workdirs[0].name}-{len(workdirs)}.json"
         if not files[name].exists():
             words[f"measuring {workdirs[0].name}"] = [measuring.__name__, str(files[name]), *map(str, workdirs)]
-    for ended in running.run_all(words, 1, logs, lock):
+    for ended in workers.run(words, 1, logs, lock):
         if ended.error:
             print(f"{ended.name} failed: {ended.error} (see {logs})", file=sys.stderr)
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}

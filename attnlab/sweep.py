@@ -24,6 +24,7 @@ import numpy as np
 from absl import flags
 
 from attnlab import commands, runs, train
+from attnlab.support import paths, workers
 from attnlab.support.errors import UserError
 from attnlab.sweeping import grid, groups, running
 
@@ -56,12 +57,11 @@ def _main(values, options: list[str]) -> int:
     if values.dry_run:
         print("\n".join(shlex.join(["attnlab", "train", *p.options, f"--workdir={folder / p.name}"]) for p in points))
         return 0
-    running.check_folder(folder, MARK)
     finished = {point.name for point in points if train.is_finished(point.config, folder / point.name)}
     try:
         with running.claimed(folder, MARK, {"grid": values.grid, "options": options}) as lock:
             failed = running.train_all(points, finished, folder, values.jobs, lock)
-    except running.Interrupted as stopped:
+    except workers.Interrupted as stopped:
         return 128 + stopped.args[0]
     rows = table(points, folder, failed)
     print(as_text(rows))
@@ -146,10 +146,10 @@ def _cell(name: str, value) -> str:
 
 def _write(rows: list[dict], means: list[dict], folder: Path, points: list[grid.Point]) -> None:
     """Write the tables, and the plot where matplotlib is installed."""
-    runs.write_csv(folder / TABLE, _columns(rows))
+    paths.write_csv(folder / TABLE, rows)
     written = [TABLE]
     if means:
-        runs.write_csv(folder / GROUPS, _columns(means))
+        paths.write_csv(folder / GROUPS, means)
         written.append(GROUPS)
     else:
         (folder / GROUPS).unlink(missing_ok=True)  # of an earlier grid
@@ -163,10 +163,6 @@ def _write(rows: list[dict], means: list[dict], folder: Path, points: list[grid.
             written.append(PLOT)
     *others, last = written
     print(f"{', '.join(others)}{' and ' * bool(others)}{last} are in {folder}")
-
-
-def _columns(rows: list[dict]) -> dict[str, list]:
-    return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 def _figure(plots, rows: list[dict], means: list[dict], folder: Path, points: list[grid.Point]):

@@ -18,7 +18,7 @@ import attnlab
 from attnlab import compare, comparing, train
 from attnlab.comparing import measuring
 from attnlab.data.batches import Batch
-from attnlab.sweeping import running
+from attnlab.support import workers
 from attnlab.training import text as texts
 from attnlab.training.state import token_losses
 from attnlab.training.workdir import Workdir
@@ -41,10 +41,10 @@ class Here:
     """In place of `subprocess.Popen`: a worker that has run in this process."""
 
     def __init__(self, words, stdout, **_):
-        said, module = io.StringIO(), words[3]
-        workers = {"attnlab.sweeping.worker": train.main, "attnlab.comparing.measuring": measuring.main}
+        said, module = io.StringIO(), words[4]
+        mains = {"attnlab.train": train.main, "attnlab.comparing.measuring": measuring.main}
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            self.returncode = workers[module](words[3:])
+            self.returncode = mains[module](words[4:])
         stdout.write(said.getvalue().encode())
 
     def poll(self):
@@ -59,7 +59,7 @@ def few_rounds(monkeypatch):
 @pytest.fixture(scope="module")
 def workers_here():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "subprocess", SimpleNamespace(Popen=Here, DEVNULL=None, STDOUT=None))
+        patch.setattr(workers, "subprocess", SimpleNamespace(Popen=Here, DEVNULL=None, STDOUT=None))
         yield
 
 
@@ -159,7 +159,7 @@ def test_losses_by_position_are_of_the_second_half_of_the_held_out_text(finished
 def test_second_run_trains_and_measures_nothing_and_writes_the_same_table(finished, monkeypatch, capsys):
     folder, _ = finished
     before = (folder / "table.csv").read_bytes()
-    monkeypatch.setattr(running, "subprocess", SimpleNamespace(DEVNULL=None, STDOUT=None))  # which starts nothing
+    monkeypatch.setattr(workers, "subprocess", SimpleNamespace(DEVNULL=None, STDOUT=None))  # which starts nothing
     assert compared(folder, *VARIANTS) == 0
     assert (folder / "table.csv").read_bytes() == before
     assert "6 of 6 runs are finished, and are kept" in capsys.readouterr().out

@@ -17,6 +17,7 @@ import pytest
 
 import attnlab
 from attnlab import sweep, train
+from attnlab.support import workers
 from attnlab.sweeping import grid, groups, running
 from tests.test_train import REPOSITORY, contents, records
 
@@ -245,7 +246,7 @@ class Here:
     def __init__(self, words, stdout, **_):
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            self.returncode = train.main(words[3:])
+            self.returncode = train.main(words[4:])
         stdout.write(said.getvalue().encode())
 
     def poll(self):
@@ -255,7 +256,7 @@ class Here:
 @contextlib.contextmanager
 def workers_here():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "subprocess", SimpleNamespace(Popen=Here, DEVNULL=None, STDOUT=None))
+        patch.setattr(workers, "subprocess", SimpleNamespace(Popen=Here, DEVNULL=None, STDOUT=None))
         yield
 
 

@@ -4,7 +4,6 @@ python -m attnlab.comparing.measuring OUT.json WORKDIR WORKDIR …
 """
 
 import json
-import os
 import statistics
 import sys
 import time
@@ -18,6 +17,7 @@ from ml_collections import ConfigDict
 from attnlab import commands, compilation, loading
 from attnlab.data.batches import Batch
 from attnlab.nn import GPT
+from attnlab.support import paths
 from attnlab.support.errors import UserError
 from attnlab.training import flops, state
 from attnlab.training import text as texts
@@ -40,9 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {commands.one_line(error)}", file=sys.stderr)
         return 2
-    unfinished = Path(f"{out}.unfinished")
-    unfinished.write_text(json.dumps(found, indent=1))
-    os.replace(unfinished, out)
+    paths.write_text(Path(out), json.dumps(found, indent=1))
     return 0
 
 

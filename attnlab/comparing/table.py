@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from attnlab import runs
 from attnlab.comparing import protocol as protocols
 from attnlab.comparing import statistics
 from attnlab.comparing.protocol import Protocol
 from attnlab.comparing.variants import Variant
+from attnlab.support import paths
 from attnlab.support.errors import UserError
 
 TABLE, TEXT = "table.csv", "table.md"
@@ -125,11 +125,11 @@ def _number(value: float) -> float | None:
 
 def write(found: Sequence[Mapping], folder: Path, notes: Sequence[str]) -> None:
     """Write `table.csv`, and `table.md` with notes below the table."""
-    runs.write_csv(folder / TABLE, {name: [row[name] for row in found] for name in found[0]})
+    paths.write_csv(folder / TABLE, found)
     heads, *lines = cells(found)
     table = [heads, ["---"] * len(heads), *lines]
     text = "\n".join("| " + " | ".join(line) + " |" for line in table)
-    (folder / TEXT).write_text(text + "\n\n" + "\n".join(f"{note}\n" for note in notes), encoding="utf-8")
+    paths.write_text(folder / TEXT, text + "\n\n" + "\n".join(f"{note}\n" for note in notes))
 
 
 def read(folder: str | Path) -> list[dict[str, Any]]:

@@ -1,0 +1,75 @@
+"""Processes side by side: how many at a time, how they end, and that none is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from attnlab.support import workers
+
+MODULE = """
+import os, signal, sys, time
+
+name = sys.argv[1]
+print(name, "runs", flush=True)
+if name == "fails":
+    sys.exit("error: no room")
+if name == "dies":
+    os.kill(os.getpid(), signal.SIGKILL)
+if name == "waits":
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """The name of a module that fails, dies or waits by its argument."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "behaves.py").write_text(MODULE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+    return "behaves"
+
+
+def test_processes_end_with_their_last_line_as_error(tmp_path, module):
+    started, logs = [], tmp_path / "logs"
+    with (tmp_path / "lock").open("w") as lock:
+        modules = {name: [module, name] for name in ("works", "fails", "dies")}
+        ended = dict(workers.run(modules, 2, logs, lock.fileno(), started.append))
+    assert ended == {"works": "", "fails": "no room", "dies": "killed by signal 9: dies runs"}
+    assert started == ["works", "fails", "dies"] and (logs / "works.txt").read_text() == "works runs\n"
+
+
+def test_signal_while_a_process_starts_stops_that_process(tmp_path, module, monkeypatch):
+    processes, popen = [], subprocess.Popen
+
+    def interrupted(*args, **options):
+        processes.append(popen(*args, **options))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return processes[0]
+
+    monkeypatch.setattr(workers.subprocess, "Popen", interrupted)
+    with pytest.raises(workers.Interrupted), workers.interruptible(), (tmp_path / "lock").open("w") as lock:
+        list(workers.run({"waits": [module, "waits"]}, 1, tmp_path / "logs", lock.fileno()))
+    assert processes[0].poll() == -signal.SIGTERM
+
+
+def test_process_ends_when_its_parent_is_killed(tmp_path, module):
+    program = f"""
+from pathlib import Path
+from attnlab.support import workers
+with open("{tmp_path}/lock", "w") as lock:
+    list(workers.run({{"waits": ["{module}", "waits"]}}, 1, Path("{tmp_path}/logs"), lock.fileno()))
+"""
+    log = tmp_path / "logs" / "waits.txt"
+    with subprocess.Popen([sys.executable, "-c", program]) as parent:
+        while not (log.exists() and log.read_text()):
+            time.sleep(0.05)
+        (child,) = subprocess.run(["pgrep", "-P", str(parent.pid)], capture_output=True, text=True).stdout.split()
+        parent.kill()
+    deadline = time.monotonic() + 20
+    while subprocess.run(["pgrep", "-x", "-f", f".*{module} waits"], capture_output=True, text=True).stdout:
+        assert time.monotonic() < deadline, child
+        time.sleep(0.1)
