@@ -25,36 +25,23 @@ td.verdict { white-space: nowrap; width: 1%; }
 """
 
 
-class Section(NamedTuple):
-    """A study in the report.
-
-    Attributes:
-      name: of the study.
-      result: None if it failed or has not run.
-      error: why it failed; "" if it has not run.
-      figure: path of its PNG.
-    """
+class Outcome(NamedTuple):
+    """How a study ended: its result, or the last line that it printed if it failed; neither before it has run."""
 
     name: str
-    result: Result | None
-    error: str
-    figure: Path
+    result: Result | None = None
+    error: str = ""
 
 
-def render(sections: Sequence[Section]) -> str:
-    """The report: a table of the verdicts, then each study with its figure.
-
-    >>> text = render([Section("mine", None, "ValueError: x < 0", Path("mine.png"))])
-    >>> "ValueError: x &lt; 0" in text
-    True
-    """
-    ran = [section.result for section in sections if section.result]
+def render(outcomes: Sequence[Outcome], folder: Path) -> str:
+    """The report: a table of the verdicts, then each study with its figure, which is in its folder within `folder`."""
+    ran = [outcome.result for outcome in outcomes if outcome.result]
     held = sum(result.held for result in ran)
-    failed = sum(bool(section.error) for section in sections)
+    failed = sum(bool(outcome.error) for outcome in outcomes)
     summary = f"{held} of {len(ran)} claims hold" + (f"; {failed} failed to run" if failed else "")
-    waiting = len(sections) - len(ran) - failed
+    waiting = len(outcomes) - len(ran) - failed
     summary += f"; {waiting} not run yet" if waiting else ""
-    rows = "".join(map(_summary_row, sections))
+    rows = "".join(map(_summary_row, outcomes))
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
@@ -63,18 +50,18 @@ def render(sections: Sequence[Section]) -> str:
 <table><thead><tr><th>study</th><th>claim</th><th>verdict</th><th>seeds</th><th>time</th></tr></thead>
 <tbody>{rows}</tbody></table>
 <p class="small">{_machines(ran)}</p>
-{"".join(map(_section, sections))}
+{"".join(_section(outcome.result, folder) for outcome in outcomes if outcome.result)}
 </body></html>
 """
 
 
-def _summary_row(section: Section) -> str:
-    name = html.escape(section.name)
-    if section.result is None:
-        state = _mark(False, "failed to run") if section.error else "not run yet"
-        error = html.escape(section.error)
+def _summary_row(outcome: Outcome) -> str:
+    name = html.escape(outcome.name)
+    if outcome.result is None:
+        state = _mark(False, "failed to run") if outcome.error else "not run yet"
+        error = html.escape(outcome.error)
         return f'<tr><td>{name}</td><td>{error}</td><td class="verdict">{state}</td><td></td><td></td></tr>'
-    result = section.result
+    result = outcome.result
     verdict = _mark(result.held, "holds" if result.held else "does not hold")
     return (
         f'<tr><td><a href="#{name}">{name}</a></td><td>{html.escape(result.claim)}</td>'
@@ -83,15 +70,13 @@ def _summary_row(section: Section) -> str:
     )
 
 
-def _section(section: Section) -> str:
-    result, name = section.result, html.escape(section.name)
-    if result is None:
-        return ""
+def _section(result: Result, folder: Path) -> str:
+    name = html.escape(result.name)
     parts = "".join(
         f'<tr><td class="verdict">{_mark(held, "held" if held else "failed")}</td><td>{html.escape(text)}</td></tr>'
         for held, text in result.parts
     )
-    figure = base64.b64encode(section.figure.read_bytes()).decode()
+    figure = base64.b64encode((folder / result.name / f"{result.name}.png").read_bytes()).decode()
     facts = f"{'--fast, ' if result.fast else ''}{result.rows} rows in {name}/{name}.csv, {result.date}"
     text = f", text {html.escape(result.path)}" if result.path else ""
     return f"""<h2 id="{name}">{name}</h2>

@@ -9,7 +9,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -23,8 +23,10 @@ from matplotlib.figure import Figure
 
 from attnlab.study import registry
 from attnlab.study.progress import StudyProgress
-from attnlab.study.report import Options, Quoted, Verdict, write_csv
+from attnlab.study.report import Options, Quoted, Verdict
+from attnlab.support import paths
 from attnlab.support.errors import UserError
+from attnlab.support.paths import write_csv
 
 RESULT = "result.json"
 
@@ -99,37 +101,24 @@ def define(values, argv) -> None:
     )
 
 
-def run(given: str, values) -> int:
-    """Run a study and write NAME.csv, NAME.png, verdict.txt and result.json, all at once when it has ended.
-
-    Args:
-      given: its name, or the path of its file.
-      values: the flags.
-
-    Returns:
-      0, whether or not the claim held.
-
-    Raises:
-      UserError: the output folder is not empty or cannot be written, `--path` is given to a study without a text, a
-        study of the user fails.
-    """
-    study, name = registry.load(given), registry.name_of(given)
+def run(name_or_file: str, values) -> int:
+    """Run a study and write NAME.csv, NAME.png, verdict.txt and result.json, all at once; 0 whatever the verdict."""
+    study, name = registry.load(name_or_file), registry.name_of(name_or_file)
     if values.path and not registry.reads_text(study):
         raise UserError(f"--path={values.path}: {name} does not train on a text: remove this flag")
     folder = Path(values.out or f"runs/study-{name}")
-    with _claimed(folder):
+    with paths.claim(folder, "--out", lambda names: "" if is_empty(names) else "is not empty"):
         print(registry.claim(study), flush=True)
         one_device_per_core()
-        with _blaming(given):
+        with _blaming(name_or_file):
             measured = _measure(study, name, values)
         text = "\n".join([registry.claim(study), str(measured.verdict), *map(beside, measured.quoted)])
         result = dataclasses.asdict(_result(study, name, values, measured))
         with _written_at_once(folder) as partial:
             write_csv(partial / f"{name}.csv", measured.rows)
             measured.figure.savefig(partial / f"{name}.png", dpi=160)
-            (partial / "verdict.txt").write_text(text + "\n", encoding="utf-8")
-            content = json.dumps(result, ensure_ascii=False, indent=1)
-            (partial / RESULT).write_text(content + "\n", encoding="utf-8")
+            paths.write_text(partial / "verdict.txt", text + "\n")
+            paths.write_text(partial / RESULT, json.dumps(result, ensure_ascii=False, indent=1) + "\n")
         plt.close(measured.figure)
     where = f"{len(measured.rows)} rows and the figure are in {folder} ({measured.seconds:.0f} s)"
     print(*text.splitlines()[1:], where, sep="\n")
@@ -172,25 +161,9 @@ def beside(quoted: Quoted) -> str:
     return f"  paper   {quoted.what}: {quoted.theirs} ({quoted.source}); here {quoted.ours}"
 
 
-@contextlib.contextmanager
-def _claimed(folder: Path) -> Iterator[None]:
-    """An empty folder, made before an hour of measuring and not after it; removed on an error."""
-    made = not folder.exists()
-    try:
-        if not made and not folder.is_dir():
-            raise UserError(f"--out={folder} is a file: name a folder")
-        if not made and any(not path.name.startswith(".") for path in folder.iterdir()):
-            raise UserError(f"--out={folder} is not empty: choose a new folder")
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out={folder} cannot be written ({error.strerror}): choose another folder") from error
-    try:
-        yield
-    except BaseException:
-        if made:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-        raise
+def is_empty(names: Iterable[str]) -> bool:
+    """Whether a folder holds nothing but hidden files, which a study that was killed may have left."""
+    return all(name.startswith(".") for name in names)
 
 
 @contextlib.contextmanager
@@ -203,16 +176,16 @@ def _written_at_once(folder: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _blaming(given: str) -> Iterator[None]:
-    """Errors of a user's study in one line; those of attnlab's are bugs, and keep their traceback."""
+def _blaming(study: str) -> Iterator[None]:
+    """Errors of a user's study in one line; errors of attnlab's studies are bugs, and keep their traceback."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        if not registry.is_file(given):
+        if not registry.is_file(study):
             raise
-        raise UserError(registry.blame(error, Path(given))) from error
+        raise UserError(registry.blame(error, Path(study))) from error
 
 
 def one_device_per_core() -> None:
