@@ -13,6 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy import optimize, stats
 
+from attnlab.study.report import mean_and_margin
+
 LEVEL = 0.05  # the probability of a false verdict in a table, at most
 POWER = 0.8  # with which a difference counts as one that could be seen
 MOST_SEEDS = 1000
@@ -46,10 +48,7 @@ def interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
     >>> mean, round(half, 3)
     (2.0, 2.484)
     """
-    values = np.asarray(values, np.float64)
-    if len(values) < 2:
-        return (float(values.mean()) if len(values) else math.nan), math.nan
-    return float(values.mean()), float(stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5)
+    return mean_and_margin(np.asarray(values, np.float64))
 
 
 def differences(losses: Sequence[Sequence[float]] | np.ndarray) -> list[Difference]:

@@ -8,15 +8,15 @@ A study that trains on a text sets READS_TEXT = True. One that repeats an experi
   quote(rows) → tuple of Quoted    the paper's printed numbers beside ours
 """
 
-import csv
+import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from scipy import stats
 
 from attnlab.study.progress import Advance, silent
+from attnlab.support.paths import write_csv as write_csv
 from attnlab.types import Array
 
 
@@ -115,11 +115,9 @@ class Interval(NamedTuple):
         values = np.asarray(values, np.float64)
         if values.ndim != 1 or not len(values):
             raise ValueError(f"values have shape {list(values.shape)}: expected a number for each seed, at least one")
-        mean, count = float(values.mean()), len(values)
-        margin = 0.0
-        if count > 1:
-            margin = float(stats.t.ppf(0.975, count - 1) * values.std(ddof=1) / count**0.5)
-        return cls(mean, mean - margin, mean + margin, count)
+        mean, margin = mean_and_margin(values)
+        margin = margin if len(values) > 1 else 0.0
+        return cls(mean, mean - margin, mean + margin, len(values))
 
     def __format__(self, spec: str) -> str:
         spec = spec or ".3f"
@@ -130,13 +128,12 @@ class Interval(NamedTuple):
         return format(self, "")
 
 
-def write_csv(path: Path, rows: Sequence[dict]) -> None:
-    """Write rows as CSV, with a column for each key of any row, in order of first appearance."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, names)
-        writer.writeheader()
-        writer.writerows(rows)
+def mean_and_margin(values: np.ndarray) -> tuple[float, float]:
+    """Mean, and half the width of its 95 % interval by Student's t; NaN for fewer than two values."""
+    count = len(values)
+    if count < 2:
+        return float(values.mean()) if count else math.nan, math.nan
+    return float(values.mean()), float(stats.t.ppf(0.975, count - 1) * values.std(ddof=1) / count**0.5)
 
 
 def table(rows: Sequence[dict], by: str, value: str) -> dict:
