@@ -15,7 +15,7 @@ The exit code is 0 if the run fits, or if nothing tells; 1 if it does not fit; 2
 import os
 import sys
 
-if "jax" not in sys.modules:  # XLA reads it when it is loaded, and else warns of memory on its own
+if "jax" not in sys.modules:  # XLA reads it when it is loaded, and otherwise it warns of memory
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import functools
@@ -56,7 +56,7 @@ def _main(values, own_process: bool) -> int:
     file = None if values.json is None else _checked_file(values.json)
     topology = topologies.find(values.topology)
     if own_process:
-        jax.config.update("jax_enable_compilation_cache", False)  # the seconds are those of compiling
+        jax.config.update("jax_enable_compilation_cache", False)  # whose hits would not count as seconds of compiling
     planned = plans.plan(config, topology, values.vocab_size, name)
     print(table(planned), flush=True)
     suggestions = []

@@ -15,56 +15,32 @@ from typing import NamedTuple
 
 
 class Body(NamedTuple):
-    """The instructions of a kernel for one tile.
+    """The instructions of a kernel for one tile."""
 
-    Attributes:
-      start: the index of its first bundle.
-      bundles: how many there are.
-      slots: by unit, the slots that they fill; of units that are held for more than a cycle, MXU and XLU, the cycles.
-      matmuls: matrix instructions.
-      compares: vector comparisons.
-      loops: loops around it; one is the grid's, and each further one hides how often the bundles are issued.
-    """
-
-    start: int
+    start: int  # index of the first bundle
     bundles: int
-    slots: dict[str, int]
+    slots: dict[str, int]  # filled slots by unit; for MXU and XLU, which are held for several cycles, the cycles
     matmuls: int
     compares: int
-    loops: int
+    loops: int  # around the body: one is the grid's, and each further loop hides how often the bundles are issued
 
 
 class Kernel(NamedTuple):
-    """A dumped kernel.
+    """A dumped kernel, its bodies in the order of the program."""
 
-    Attributes:
-      name: as in the HLO text, e.g. "splash_mha_fwd_residuals.1".
-      bundles: all of them.
-      capacity: by unit, the slots of one bundle.
-      bodies: in the order of the program.
-    """
-
-    name: str
+    name: str  # as in the HLO text, e.g. "splash_mha_fwd_residuals.1"
     bundles: int
-    capacity: dict[str, int]
+    capacity: dict[str, int]  # slots of one bundle by unit
     bodies: list[Body]
 
 
 def dump_flags(folder: str | Path) -> str:
-    """The value of LIBTPU_INIT_ARGS that dumps kernels into a folder; to be set before libtpu is loaded.
-
-    >>> dump_flags("/tmp/dump")
-    '--xla_jf_dump_to=/tmp/dump --xla_jf_dump_llo_text=true'
-    """
+    """The value of LIBTPU_INIT_ARGS that dumps kernels into a folder; to be set before libtpu is loaded."""
     return f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
 
 
 def read(folder: str | Path) -> list[Kernel]:
-    """The kernels that were dumped into a folder, in the order of their names.
-
-    Raises:
-      ValueError: a text is not what `parse` expects, or a kernel has no text of utilization.
-    """
+    """The kernels that were dumped into a folder, in the order of their names."""
     kernels = []
     for path in Path(folder).iterdir():
         # 1795356900442152893-splash_mha_fwd_residuals.1-72-final_bundles.txt
@@ -80,35 +56,7 @@ def read(folder: str | Path) -> list[Kernel]:
 
 
 def parse(bundles: str, utilization: str, name: str = "") -> Kernel:
-    """The bodies of a kernel.
-
-    Args:
-      bundles: the text of `…-final_bundles.txt`.
-      utilization: that of `…-final_hlo-static-per-bundle-utilization.txt`: capacities, then a line for each bundle.
-      name: of the kernel.
-
-    Raises:
-      ValueError: the texts are not of these forms, or have different numbers of bundles.
-
-    >>> bundles = '''
-    ...    0   :  { %1 = sbr.rel (%p1) target = $region2 }
-    ...  0x1   : > { %v1 = vmatmul.bf16.gmra.mxu0 %v0 }  /* Start region 1 */
-    ...  0x2   : > { %v2 = vsel %vm0, %v1, %v0  ;;  %vm1 = vcmp.ge.s32.totalorder %v0, %v1 }  /* End region 1 */
-    ...  0x3 PF:  {}  /* Start/End empty region 2 */
-    ... '''
-    >>> utilization = '''== CAPACITY:
-    ... MXU, VALU
-    ...     4     4
-    ... == UTILIZATION:
-    ... 0 0
-    ... 1 0
-    ... 1 2
-    ... 0 0
-    ... '''
-    >>> kernel = parse(bundles, utilization)
-    >>> kernel.bundles, kernel.bodies
-    (4, [Body(start=1, bundles=2, slots={'MXU': 2, 'VALU': 2}, matmuls=1, compares=1, loops=1)])
-    """
+    """The kernel of the texts `…-final_bundles.txt` and `…-final_hlo-static-per-bundle-utilization.txt`."""
     capacity, rows = _utilization(utilization)
     depths, operations, marks = _scan(bundles)
     if len(depths) != len(rows):

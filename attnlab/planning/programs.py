@@ -21,39 +21,22 @@ _FORWARDS = ("copy", "bitcast", "copy-done", "copy-start")  # the same number un
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Memory, collectives and kernels of a compiled program; bytes per device, None if compilation failed.
+    """Memory, collectives and kernels of a compiled program; bytes per device, None if compilation failed."""
 
-    Attributes:
-      fits: False where the compiler refused it for want of memory.
-      refusal: the compiler's sentence then, else "".
-      arguments, outputs, temporaries, code: memory by use.
-      aliased: bytes of the outputs that take the place of donated arguments.
-      peak: arguments + outputs − aliased + temporaries + code, or the compiler's own peak where that is larger; for a
-        program that was refused, what it needed if the compiler says so.
-      peak_from: "sum" or "compiler", which of the two.
-      limit: memory that a program may use, which the compiler names when it refuses one; else None.
-      collectives: number of executions and bytes by kind. Bytes are those of the results on one device, of the operands
-        for a reduce-scatter.
-      unknown_loops: loops whose number of iterations the text does not tell, counted as one.
-      custom_calls: executions by target.
-      kernels: executions by name: Pallas kernels, and cuDNN's of attention.
-      compile_seconds: how long compiling took here.
-    """
-
-    fits: bool
-    refusal: str
+    fits: bool  # False where the compiler refused it for want of memory
+    refusal: str  # the compiler's sentence then, else ""
     arguments: int | None
     outputs: int | None
-    aliased: int | None
+    aliased: int | None  # outputs that take the place of donated arguments
     temporaries: int | None
     code: int | None
-    peak: int | None
-    peak_from: str
-    limit: int | None
-    collectives: dict[str, list[int]]
-    unknown_loops: int
-    custom_calls: dict[str, int]
-    kernels: dict[str, int]
+    peak: int | None  # the sum of the above less aliased, or the compiler's peak where that is larger
+    peak_from: str  # "sum" or "compiler"
+    limit: int | None  # memory that a program may use, which the compiler names when it refuses one
+    collectives: dict[str, list[int]]  # by kind, executions and bytes of results (of a reduce-scatter: operands)
+    unknown_loops: int  # loops whose number of iterations the text does not tell, counted as one
+    custom_calls: dict[str, int]  # executions by target
+    kernels: dict[str, int]  # executions by name: Pallas kernels, and cuDNN's attention kernels
     compile_seconds: float
 
 
@@ -70,15 +53,7 @@ class Instruction(NamedTuple):
 
 
 def compile(lowered: jax.stages.Lowered) -> Program:
-    """Compile a lowered program, for whichever devices it was lowered.
-
-    Raises:
-      jax.errors.JaxRuntimeError: the compiler failed for another reason than memory.
-
-    >>> program = compile(jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((64, 64), "float32")))
-    >>> program.fits, program.arguments
-    (True, 16384)
-    """
+    """Compile a lowered program, for whichever devices it was lowered; errors other than of memory are raised."""
     start = time.perf_counter()
     try:
         compiled = lowered.compile()
@@ -90,12 +65,7 @@ def compile(lowered: jax.stages.Lowered) -> Program:
 
 
 def read(compiled: jax.stages.Compiled, seconds: float = 0.0) -> Program:
-    """The memory, collectives and kernels of a compiled program.
-
-    >>> program = read(jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((64, 64), "float32")).compile())
-    >>> program.outputs, program.collectives
-    (16384, {})
-    """
+    """The memory, collectives and kernels of a compiled program."""
     memory, text = compiled.memory_analysis(), compiled.as_text()
     arguments, outputs = memory.argument_size_in_bytes, memory.output_size_in_bytes
     aliased, temporaries = memory.alias_size_in_bytes, memory.temp_size_in_bytes
@@ -115,13 +85,7 @@ def read(compiled: jax.stages.Compiled, seconds: float = 0.0) -> Program:
 
 
 def refused(message: str, seconds: float) -> Program:
-    """The program for a compiler's RESOURCE_EXHAUSTED; its sentence may name the memory needed, and the limit.
-
-    >>> program = refused("RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "
-    ...                   "(21.06G) exceeds available HBM (15.75G). HLO module: jit_f.", seconds=3.0)
-    >>> program.fits, round(program.peak / 2**30, 2), program.limit / 2**30
-    (False, 21.06, 15.75)
-    """
+    """The program for a compiler's RESOURCE_EXHAUSTED; its sentence may name the memory needed, and the limit."""
     size = r"([\d.]+)\s?([KMGT]?)i?B?"
     forms = (
         rf"\({size}\) exceeds available HBM \({size}\)",  # libtpu since 2026
@@ -181,13 +145,10 @@ def _closing(text: str, start: int) -> int:
 
 
 def collectives(computations: dict[str, list[Instruction]]) -> tuple[dict[str, list[int]], int]:
-    """Executions and bytes of each kind of collective, and the number of loops of unknown length.
-
-    A TPU runs one collective in several fusions, which overlap it with products: there a channel counts once.
-    """
+    """Executions and bytes of each kind of collective, and the number of loops of unknown length."""
     counts, loops = {}, set()
     for block, times in _blocks(computations, "ENTRY", 1, loops):
-        channels = set()
+        channels = set()  # a TPU runs one collective in several fusions, which overlap it with products
         for instruction in block:
             kind = _kind(instruction)
             channel = re.search(r"channel_id=(\d+)", instruction.attributes)
@@ -223,11 +184,7 @@ def _kernel(target: str, name: str) -> str:
 
 
 def _blocks(computations, name, times: int, loops: set) -> Iterator[tuple[list[Instruction], int]]:
-    """Each block of instructions that run one after the other, and how often, beginning at a computation.
-
-    Args:
-      loops: gets the names of the loops of unknown length.
-    """
+    """Each block of consecutive instructions, and how often it runs; names of loops of unknown length go to `loops`."""
     block = list(_in_place(computations, name))
     yield block, times
     for instruction in block:
@@ -244,7 +201,7 @@ def _blocks(computations, name, times: int, loops: set) -> Iterator[tuple[list[I
 
 
 def _in_place(computations, name) -> Iterator[Instruction]:
-    """The instructions of a computation, and those of its fusions."""
+    """The instructions of a computation and of its fusions."""
     for instruction in computations.get(name, ()):
         yield instruction
         if instruction.opcode in _PARTS:
@@ -259,14 +216,11 @@ def _called(instruction: Instruction, *attributes: str) -> list[str]:
 
 
 def trip_count(computations: dict[str, list[Instruction]], loop: Instruction) -> int | None:
-    """How often the body of a `while` runs; None if that is not a constant in the text.
-
-    Some compilers say it (`known_trip_count`). Elsewhere, as on TPUs, it follows from a counter: where it starts, what
-    is added in the body, and the constant that it is compared with.
-    """
+    """How often the body of a `while` runs; None if that is not a constant in the text."""
     known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if known:
         return int(known[1])
+    # On TPUs it follows from a counter: its start, what the body adds, and the constant that it is compared with.
     condition, body = (computations.get(name[0], []) for name in (_called(loop, "condition"), _called(loop, "body")))
     caller = computations.get(loop.computation, [])
     test, end = _root(condition), _root(body)
@@ -344,7 +298,7 @@ def _moved(instruction: Instruction, kind: str, block: Iterable[Instruction]) ->
             if other.computation == instruction.computation and other.name in names
         )
     shape = instruction.shape
-    # The -start of a pair returns (operands, results, …); that of an all-reduce may return the results alone.
+    # The -start of a pair returns (operands, results, …); an all-reduce-start may return the results alone.
     if instruction.opcode.endswith("-start") and (kind != "all-reduce" or shape.startswith("((")):
         shape = _elements(shape)[1]
     return array_bytes(shape)
@@ -365,11 +319,7 @@ def _elements(shape: str) -> list[str]:
 
 
 def array_bytes(shape: str) -> int:
-    """Bytes of all arrays in a shape, without the padding of a device's layout.
-
-    >>> array_bytes("(bf16[2,128]{1,0:T(8,128)(2,1)S(1)}, f32[], pred[3])")
-    519
-    """
+    """Bytes of all arrays in a shape, without the padding of a device's layout."""
     arrays = re.findall(r"\b([a-z]+\d*\w*)\[([\d,<= ]*)\]", shape)
     return sum(math.ceil(_bits(kind) * _size(dimensions) / 8) for kind, dimensions in arrays)
 

@@ -23,35 +23,20 @@ from attnlab.support.names import nearest
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One device as JAX sees it. All is None but `kind` where it is not known.
+    """One device as JAX sees it; None for what is not known."""
 
-    Attributes:
-      kind: `jax.Device.device_kind`.
-      hbm_gib: memory by the data sheet, GiB.
-      usable_gib: memory that a program may use, GiB: on TPUs, what the compiler refuses to exceed.
-      peak_flops: dense bfloat16 FLOP/s.
-      bandwidth: of the memory, bytes per second.
-    """
-
-    kind: str
-    hbm_gib: float | None = None
-    usable_gib: float | None = None
-    peak_flops: float | None = None
-    bandwidth: float | None = None
+    kind: str  # `jax.Device.device_kind`
+    hbm_gib: float | None = None  # memory by the data sheet
+    usable_gib: float | None = None  # memory that a program may use: on TPUs, what the compiler refuses to exceed
+    peak_flops: float | None = None  # dense bfloat16 FLOP/s
+    bandwidth: float | None = None  # memory, bytes per second
 
 
 class Topology(NamedTuple):
-    """Devices to compile for.
-
-    Attributes:
-      name: as `find` takes it.
-      platform: "tpu", "gpu" or "cpu".
-      devices: the devices, of one kind; they compile, but run only where the name is "here".
-      chip: facts of each of them.
-    """
+    """Devices of one kind to compile for; they run only where the name is "here"."""
 
     name: str
-    platform: str
+    platform: str  # "tpu", "gpu" or "cpu"
     devices: list[jax.Device]
     chip: Chip
 
@@ -65,7 +50,7 @@ class _Slices(NamedTuple):
     options: dict
 
 
-# The figures are those of https://docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, "System architecture", per
+# The figures are from https://docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, "System architecture", per
 # chip: memory, peak compute (bf16), bandwidth, chips per pod (for v5p, per slice). The usable memory is not documented:
 # it is what libtpu 0.0.50 names when it refuses a program ("exceeds available HBM (15.75G)").
 # JAX sees one device per chip, two on tpu7x, whose figures are halved here. On v4, libtpu describes two unless told
@@ -93,17 +78,7 @@ NAMES = (
 
 
 def find(name: str) -> Topology:
-    """The devices of a name. For devices that are not here, it is to be called before JAX starts any other than CPUs.
-
-    Args:
-      name: see the module.
-
-    Raises:
-      UserError: an unknown name, a shape that there is not, a package that is not installed.
-
-    >>> find("here").platform == jax.default_backend()
-    True
-    """
+    """The devices of a name; for devices that are not here, to be called before JAX starts any other than CPUs."""
     generation, colon, shape = name.partition(":")
     if name == "here":
         return _here()
@@ -115,11 +90,7 @@ def find(name: str) -> Topology:
 
 
 def prepare(name: str) -> None:
-    """Tell JAX to start on CPUs alone, and libtpu not to look for TPUs; nothing for "here".
-
-    Raises:
-      UserError: JAX has already started on something else.
-    """
+    """Tell JAX to start on CPUs alone, and libtpu not to look for TPUs; nothing for "here"."""
     if name == "here":
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
