@@ -5,7 +5,6 @@ from attnlab.nn.block import Block
 from attnlab.nn.embeddings import cosine_similarity, nearest
 from attnlab.nn.gpt import GPT
 from attnlab.nn.heads import Head, StackedHeads
-from attnlab.nn.layers import stack_layers, unstack_layers
 from attnlab.nn.mixers import GRU, CausalConv, LinearAttention
 from attnlab.nn.mlp import Mlp
 from attnlab.nn.multihead import KVCache, MultiHeadAttention
@@ -13,6 +12,7 @@ from attnlab.nn.norms import LayerNorm, RMSNorm
 from attnlab.nn.positions import LearnedPositions, sinusoidal
 from attnlab.nn.rotations import Rotary, rotary
 from attnlab.nn.seq2seq import Seq2Seq, alignment
+from attnlab.nn.stack import stack_layers, unstack_layers
 
 __all__ = [
     "GPT",

@@ -57,6 +57,7 @@ class Block(nn.Module):
         segments: Int[Array, "B T"] | None = None,
         dropout_key: Array | None = None,
         first_values: Float[Array, "B T Hk D"] | None = None,
+        layer: Int[Array, ""] | int | None = None,
     ) -> Float[Array, "B T F"] | tuple[Any, ...]:
         """Apply the block to `[B, T, F]`; arguments, results and errors are those of the attention layer.
 
@@ -82,7 +83,7 @@ class Block(nn.Module):
             options = {"use_bias": self.use_bias, "dtype": self.dtype, "name": name}
             return make_norm(self.norm, self.norm_epsilon, **options)(x)
 
-        optional = {"segments": segments, "first_values": first_values}
+        optional = {"segments": segments, "first_values": first_values, "layer": layer}
 
         def attend(x):
             return self.attention(
@@ -95,7 +96,7 @@ class Block(nn.Module):
             )
 
         def residual(x, made, name, site):
-            """The stream with what a layer made of it."""
+            """Add the layer's output to the residual stream."""
             made = norm(made, f"{name}_post_norm") if self.norm_first and self.norm_at != "before" else made
             x = sharding.constrain(x + drop(made, site), "batch", "length", None)
             return x if self.norm_first else norm(x, f"{name}_norm")

@@ -2,20 +2,23 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Float, Int
 
-from attnlab.nn import checks, fields, layers, sharding
+from attnlab.nn import checks, sharding, stack
 from attnlab.nn.block import NORM_AT, NORM_EPSILON, Block
-from attnlab.nn.fields import check_shape
+from attnlab.nn.fields import POSITIONS, check_shape
+from attnlab.nn.kinds import KINDS, Attention, kind_of
 from attnlab.nn.mlp import ACTIVATIONS, MLPS, Mlp
-from attnlab.nn.multihead import KVCache, MultiHeadAttention, check_cache, check_segments
+from attnlab.nn.multihead import KVCache, check_cache, check_segments
 from attnlab.nn.norms import NORMS, make_norm
 from attnlab.nn.positions import LearnedPositions, sinusoidal, within_segments
+from attnlab.nn.remat import REMAT
+from attnlab.nn.resolved import resolved, rotary_of
 from attnlab.nn.rotations import Rotary
 from attnlab.ops import dropout
 from attnlab.ops.attention import implementations
@@ -69,7 +72,7 @@ class GPT(checks.MaskedModule):
         low=0,
         high=0.999,
     )
-    positions: str = option("how a token's position is told", "learned", start="rotary", choices=fields.POSITIONS)
+    positions: str = option("how a token's position is told", "learned", start="rotary", choices=POSITIONS)
     window: int | None = option("positions a token attends to, its own included; None for all before it", None, low=1)
     soft_cap: float | None = option("limit of attention logits (Gemma Team 2024); None for no limit", None, **_CAP)
     qk_norm: bool = option("normalize queries and keys, which keeps large learning rates stable", False, start=True)
@@ -84,7 +87,7 @@ class GPT(checks.MaskedModule):
         "no product), dots stores matrix products, attention the block's input and the operator's output, block the "
         "input alone: a third more operations, the least memory",
         "none",
-        choices=layers.REMAT,
+        choices=REMAT,
     )
     dtype: DType = jnp.float32
     impl: str = option("backend of the attention operator", "auto", choices=("auto", *implementations()))
@@ -135,7 +138,7 @@ class GPT(checks.MaskedModule):
                 "config.init_from choose the tokenizer that the model was trained with"
             )
         values = {name: getattr(config.model, name) for name in options(cls) if "." not in name}
-        rotary = fields.as_rotary(config.model.rotary)
+        rotary = rotary_of(config.model)
         return cls(vocab_size=size, dtype=jnp.dtype(config.precision), rotary=rotary, **values)
 
     @checks.compact
@@ -145,11 +148,11 @@ class GPT(checks.MaskedModule):
         *,
         mask: checks.MaskLike | None = None,
         deterministic: bool = True,
-        caches: Sequence[KVCache] | None = None,
+        caches: Sequence[Any] | None = None,
         dropout_key: Array | None = None,
         targets: Int[Array, "B T"] | None = None,
         segments: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B R V"] | Float[Array, "B T"] | tuple[Float[Array, "B R V"], tuple[KVCache, ...]]:
+    ) -> Float[Array, "B R V"] | Float[Array, "B T"] | tuple[Float[Array, "B R V"], tuple[Any, ...]]:
         """Logits of the next token at each position, or the cross-entropy of given ones.
 
         Args:
@@ -185,26 +188,20 @@ class GPT(checks.MaskedModule):
             keys = dropout.per_example(key, tokens.shape[:1])
 
         embed, output = self._tables()
-        x = self._gathering(lambda embed: embed(tokens))(embed)
+        x = sharding.gathering(self, lambda embed: embed(tokens))(embed)
         x = x if self.embedding_scale == 1 else x * jnp.asarray(self.embedding_scale, x.dtype)
         x = self._add_positions(x, caches, segments)
         if drops:
             x = dropout.dropout(x, dropout.fold_in(keys, self.num_layers), self.dropout)
         x = sharding.constrain(x, "batch", "length", None)
         options = {"mask": mask, "segments": segments, "deterministic": deterministic}
-        self._check_depth()
-        if not self.has_variable("params", layers.STACKED):
-            x, caches = self._layer_by_layer(x, options, keys, caches)
-        elif caches is None and not self.is_mutable_collection("intermediates"):
-            x = self._in_a_loop(x, options, keys)
-        else:
-            x, caches = self._slice_by_slice(x, options, keys, caches)
+        x, caches = stack.run(self, x, keys, caches, **options)
         x = make_norm(self.norm, self.norm_epsilon, use_bias=self.use_bias, dtype=self.dtype, name="final_norm")(x)
         x = x if self.logit_scale == 1 else x * jnp.asarray(self.logit_scale, x.dtype)
         pairs = self._bigrams(tokens) if self.bigrams else None
         if targets is not None:
-            return self._gathering(functools.partial(self._losses, x, targets, pairs))(output)
-        logits = self._gathering(functools.partial(self._logits, x, pairs))(output)
+            return sharding.gathering(self, functools.partial(self._losses, x, targets, pairs))(output)
+        logits = sharding.gathering(self, functools.partial(self._logits, x, pairs))(output)
         return logits if caches is None else (logits, caches)
 
     def _tables(self) -> tuple[nn.Embed, nn.Embed]:
@@ -214,110 +211,6 @@ class GPT(checks.MaskedModule):
         if self.tie_embeddings:
             return embed, embed
         return embed, nn.Embed(self.vocab_size, self.width, name="output", **options)
-
-    def _layer_by_layer(self, x, options, keys, caches):
-        """The layers as modules, whose parameters are `block_0`, `block_1`, …."""
-
-        def apply(block, x, given, key, cache=None):
-            return block(x, **{**options, **given}, cache=cache, dropout_key=key)
-
-        given = {name: options[name] for name in ("mask", "segments")}
-        gathers = not self.is_initializing() and sharding.is_active(x)
-        recomputes, policy = layers.remat_policy(self.remat, gathers=gathers, loop=False)
-        extended = []
-        for layer in range(self.num_layers):
-            block, key = self._block(layer), None if keys is None else dropout.fold_in(keys, layer)
-            run = self._gathering(apply)
-            run = nn.remat(run, policy=policy) if recomputes and caches is None else run
-            x = run(block, x, given, key, None if caches is None else caches[layer])
-            x, given = self._split(x, given, extended, caches)
-        return x, None if caches is None else tuple(extended)
-
-    def _in_a_loop(self, x, options, keys):
-        """The layers as one loop over stacked parameters: one period of `pattern` is compiled, whatever the depth."""
-        stacked, period = self.get_variable("params", layers.STACKED), len(fields.kinds(self))
-        blocks = [self._block(layer).clone(parent=None, name=None) for layer in range(period)]
-        recomputes, policy = layers.remat_policy(self.remat, gathers=sharding.is_active(x), loop=True)
-
-        def apply(block, x, params, layer, keys, given):
-            key = None if keys is None else dropout.fold_in(keys, layer)
-            params = sharding.gathered(params, self.dtype)
-            return block.apply({"params": params}, x, **options, **given, dropout_key=key)
-
-        def run(n, x, params, layer, given, *, in_loop):
-            call = functools.partial(apply, blocks[n])
-            # A loop is a barrier by itself.
-            call = jax.checkpoint(call, policy=policy, prevent_cse=not in_loop) if recomputes else call
-            return self._split(call(x, params, layer, keys, given), given)
-
-        def alone(x, layer, given):
-            own = jax.tree.map(lambda leaf: leaf[layer], stacked)
-            return run(layer % period, x, own, layer, given, in_loop=False)
-
-        def turn(x, each):
-            params, first = each
-            for n in range(period):
-                own = params if period == 1 else jax.tree.map(lambda leaf, n=n: leaf[n], params)
-                x, _ = run(n, x, own, first + n, given, in_loop=True)
-            return x, None
-
-        # With value residuals the first period gives its values to the others; an incomplete one is the last.
-        start, given = (min(period, self.num_layers) if self.value_residual else 0), {}
-        for layer in range(start):
-            x, given = alone(x, layer, given)
-        turns = (self.num_layers - start) // period
-        end = start + turns * period
-        grouped = jax.tree.map(lambda leaf: leaf[start:end], stacked)
-        if period > 1:
-            grouped = jax.tree.map(lambda leaf: leaf.reshape(turns, period, *leaf.shape[1:]), grouped)
-        x = jax.lax.scan(turn, x, (grouped, jnp.arange(start, end, period)))[0]
-        for layer in range(end, self.num_layers):
-            x, _ = alone(x, layer, given)
-        return x
-
-    def _slice_by_slice(self, x, options, keys, caches):
-        """The layers of stacked parameters one by one, for caches and for what modules sow."""
-        unstacked = layers.unstack_layers({layers.STACKED: self.get_variable("params", layers.STACKED)})
-        extended, given = [], {}
-        sows = self.is_mutable_collection("intermediates")
-        for layer in range(self.num_layers):
-            name = f"block_{layer}"
-            key = None if keys is None else dropout.fold_in(keys, layer)
-            params = sharding.gathered(unstacked[name], self.dtype)
-            block = self._block(layer).clone(parent=None, name=None)
-            x, sown = block.apply(
-                {"params": params},
-                x,
-                **options,
-                **given,
-                cache=None if caches is None else caches[layer],
-                dropout_key=key,
-                mutable=["intermediates"] if sows else [],
-            )
-            x, given = self._split(x, given, extended, caches)
-            if sows:
-                self.put_variable("intermediates", name, sown["intermediates"])
-        return x, None if caches is None else tuple(extended)
-
-    def _split(self, results, given, extended=None, caches=None):
-        """A block's result as the stream and what is given to the next block; its cache is appended to `extended`."""
-        x, *others = results if isinstance(results, tuple) else (results,)
-        if caches is not None:
-            extended.append(others.pop(0))
-        return x, {"first_values": others[0], **given} if others else given
-
-    def _gathering(self, call):
-        """`call(module, …)` with the module's parameters gathered, where `nn.sharding` has split them."""
-        if self.is_initializing() or not nn.get_logical_axis_rules():
-            return call
-
-        def run(module, *args):
-            def gather(variables):
-                return {"params": sharding.gathered(variables["params"], self.dtype, prefix=module.name)}
-
-            return nn.map_variables(call, "params", trans_in_fn=gather)(module, *args)
-
-        return run
 
     def _bigrams(self, tokens):
         table = nn.Embed(self.vocab_size, self.vocab_size, embedding_init=nn.initializers.zeros, name="bigrams")
@@ -349,12 +242,6 @@ class GPT(checks.MaskedModule):
             raise ValueError(f"targets has shape {jnp.shape(targets)}, expected that of tokens, {jnp.shape(tokens)}")
         checks.ids_in_range("targets", targets, self.vocab_size, remedy="shift the tokens by one")
 
-    def _check_depth(self) -> None:
-        if self.has_variable("params", layers.STACKED):
-            depth = layers.depth({layers.STACKED: self.get_variable("params", layers.STACKED)})
-            if depth != self.num_layers:
-                raise ValueError(f"params have {depth} stacked layers, expected num_layers = {self.num_layers}")
-
     def _check_inputs(self, tokens, caches) -> None:
         if jnp.ndim(tokens) != 2:
             raise ValueError(f"tokens has shape {jnp.shape(tokens)}, expected [batch, length]: add the missing axis")
@@ -365,24 +252,27 @@ class GPT(checks.MaskedModule):
         if isinstance(caches, KVCache) or len(caches) != self.num_layers:
             given = "one KVCache" if isinstance(caches, KVCache) else f"{len(caches)} of them"
             raise ValueError(f"caches is {given}, expected a sequence of num_layers = {self.num_layers}: {remedy}")
-        for layer, cache in enumerate(caches):
-            sizes = fields.resolved(self)
+        of_attention = [n for n in range(self.num_layers) if isinstance(KINDS[kind_of(self, n)], Attention)]
+        for layer, cache in ((n, caches[n]) for n in of_attention):
+            sizes = resolved(self)
             check_cache(cache, tokens.shape[0], sizes.kv_heads, sizes.head_dim, f"caches[{layer}]")
 
     def _add_positions(self, x, caches, segments):
         """Scale the embeddings `[B, T, F]` and add positional embeddings, where the model has them."""
+        if self.positions not in ("learned", "sinusoidal"):
+            return x
         positions = jnp.arange(x.shape[1]) if segments is None else within_segments(segments)
         if caches is not None:
-            positions = caches[0].length[:, None] + positions
+            read = next(cache.length for cache in caches if isinstance(cache, KVCache))
+            positions = read[:, None] + positions
         if self.positions == "learned":
             table = LearnedPositions(self.context, self.width, dtype=self.dtype, name="positions")
-            return x + self._gathering(lambda table: table(positions))(table)
-        if self.positions == "sinusoidal":
-            # As in Vaswani et al. 2017, section 3.4: sines of size 1 would dominate embeddings of deviation 0.02.
-            return x * self.width**0.5 + sinusoidal(positions, self.width).astype(self.dtype)
-        return x
+            return x + sharding.gathering(self, lambda table: table(positions))(table)
+        # As in Vaswani et al. 2017, section 3.4: sines of size 1 would dominate embeddings of deviation 0.02.
+        return x * self.width**0.5 + sinusoidal(positions, self.width).astype(self.dtype)
 
-    def _block(self, layer: int) -> Block:
+    def block(self, layer: int) -> Block:
+        """A layer of the model, by its number."""
         normal, zeros = nn.initializers.normal, nn.initializers.zeros
         shared = {
             "kernel_init": normal(0.02),
@@ -390,12 +280,10 @@ class GPT(checks.MaskedModule):
             "dtype": self.dtype,
             "parent": None,
         }
-        hidden = fields.resolved(self).hidden
-        gated = self.mlp == "gated"
-        mlp = Mlp(hidden, self.activation, self.use_bias, gated=gated, **shared) if hidden else None
+        hidden, gated = resolved(self).hidden, self.mlp == "gated"
         return Block(
-            self._attention(layer, shared),
-            mlp,
+            KINDS[kind_of(self, layer)].module(self, **shared),
+            Mlp(hidden, self.activation, self.use_bias, gated=gated, **shared) if hidden else None,
             self.dropout,
             self.use_bias,
             norm_epsilon=self.norm_epsilon,
@@ -405,31 +293,8 @@ class GPT(checks.MaskedModule):
             name=f"block_{layer}",
         )
 
-    def _attention(self, layer: int, shared) -> MultiHeadAttention:
-        sizes = fields.resolved(self)
-        norm = {"norm": self.norm, "norm_epsilon": self.norm_epsilon}
-        return MultiHeadAttention(
-            self.num_heads,
-            head_dim=sizes.head_dim,
-            kv_heads=sizes.kv_heads,
-            use_bias=sizes.attention_bias,
-            qkv_bias=sizes.qkv_bias,
-            mask=fields.mask(self, layer),
-            score_mod=fields.score_mods(self) or None,
-            dropout_rate=self.dropout,
-            rotary=fields.rotary(self, layer),
-            qk_norm=self.qk_norm,
-            qk_norm_joint=self.qk_norm_joint,
-            scale=self.score_scale,
-            sinks=self.sinks,
-            value_residual=self.value_residual,
-            impl=self.impl,
-            **({} if self.norm == "layer" else norm),  # that of layer norms is Flax's, 1e-6
-            **shared,
-        )
-
-    def empty_caches(self, batch: int, capacity: int | None = None) -> tuple[KVCache, ...]:
-        """One empty `KVCache` per layer, for `capacity` positions (the context when None).
+    def empty_caches(self, batch: int, capacity: int | None = None) -> tuple[Any, ...]:
+        """One empty cache per layer, a `KVCache` of attention, for `capacity` positions (the context when None).
 
         >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
         >>> params = model.init(jax.random.key(0), jnp.zeros((1, 6), jnp.int32))
@@ -438,9 +303,7 @@ class GPT(checks.MaskedModule):
         >>> logits.shape
         (1, 1, 10)
         """
-        sizes = fields.resolved(self)
-        cache = KVCache.empty(batch, capacity or self.context, sizes.kv_heads, sizes.head_dim, self.dtype)
-        return (cache,) * self.num_layers
+        return stack.empty_caches(self, batch, capacity or self.context)
 
 
 GPT.__doc__ += "\nAttributes:\n" + described(options(GPT))

@@ -140,6 +140,20 @@ def gathered(params, dtype=None, prefix: str = ""):
     return jax.tree_util.tree_map_with_path(whole, params)
 
 
+def gathering(owner: nn.Module, call):
+    """`call(module, …)` with the module's parameters gathered, where they are split; in the type of `owner`."""
+    if owner.is_initializing() or not nn.get_logical_axis_rules():
+        return call
+
+    def run(module, *args):
+        def gather(variables):
+            return {"params": gathered(variables["params"], owner.dtype, prefix=module.name)}
+
+        return nn.map_variables(call, "params", trans_in_fn=gather)(module, *args)
+
+    return run
+
+
 def _gather(x, used, stored):
     return lax.with_sharding_constraint(x, used)
 

@@ -14,7 +14,9 @@ from ml_collections import ConfigDict
 from attnlab import pretrained
 from attnlab.generation import loop
 from attnlab.generation.drawing import Draw
-from attnlab.nn import GPT, fields, unstack_layers
+from attnlab.nn import GPT, unstack_layers
+from attnlab.nn.kinds import KINDS, kind_of, pattern_of
+from attnlab.nn.resolved import resolved, score_mods
 from attnlab.ops.attention import explain
 from attnlab.ops.context import context_parallel
 from attnlab.planning import programs
@@ -31,39 +33,22 @@ _CHARACTERS = 128  # the vocabulary that is assumed for a text whose characters 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The answer of `plan`.
-
-    Attributes:
-      name: of the config.
-      config: the config that was compiled: `pmap` is planned as a mesh.
-      topology: the devices.
-      mesh: devices along each axis.
-      vocab_size: the model's.
-      parameters: how many the model has.
-      scan: whether its layers are one loop.
-      training, evaluation, decoding: the compiled steps. Decoding continues one text on one device, with a full cache.
-      attention: the backend of each layer, in training.
-      attention_rejected: for the other backends, the reason.
-      flops_per_step: floating point operations of an update, see `attnlab.training.flops.per_token`.
-      state_bytes: of the parameters and the optimizer's state on one device.
-      optimizer_bytes: those of the optimizer's state alone.
-      notes: what a reader must know, a line each.
-    """
+    """A run as compiled for a topology."""
 
     name: str
-    config: ConfigDict
+    config: ConfigDict  # as compiled: `pmap` is planned as a mesh
     topology: Topology
     mesh: dict[str, int]
     vocab_size: int
     parameters: int
-    scan: bool
+    scan: bool  # whether the layers are one loop
     training: Program
     evaluation: Program
-    decoding: Program
-    attention: dict[str, str]
-    attention_rejected: dict[str, str]
+    decoding: Program  # continues one text on one device, with a full cache
+    attention: dict[str, str]  # the backend of each layer in training
+    attention_rejected: dict[str, str]  # the reason against each other backend
     flops_per_step: float
-    state_bytes: int
+    state_bytes: int  # parameters and optimizer state on one device
     optimizer_bytes: int
     notes: tuple[str, ...]
 
@@ -136,30 +121,14 @@ class Plan:
 
 
 class Suggestion(NamedTuple):
-    """Changes with which a run fits.
+    """Changes with which a run fits, and the peak of its training step then."""
 
-    Attributes:
-      overrides: values by field: `{"model.remat": "block"}` is `--config.model.remat=block`.
-      peak_gib: of the training step then.
-    """
-
-    overrides: dict
+    overrides: dict  # {"model.remat": "block"} is --config.model.remat=block
     peak_gib: float
 
 
 def plan(config: ConfigDict, topology: Topology, vocab_size: int | None = None, name: str = "") -> Plan:
-    """Compile a run for a topology. Nothing runs, and no text is read.
-
-    Args:
-      config: of a whole run, as `attnlab.config.completed` returns it.
-      topology: from `attnlab.planning.topologies.find`.
-      vocab_size: of the tokenizer; when None, see `vocabulary`.
-      name: of the config, for the reader.
-
-    Raises:
-      UserError: a batch or a width that the devices do not divide, a step that does not compile for another reason
-        than memory.
-    """
+    """Compile a run, whose config is completed, for a topology; nothing runs, and no text is read."""
     config, notes = _as_mesh(config, topology)
     config, vocab_size, note = vocabulary(config, vocab_size)
     experiment = _experiment(config, topology, vocab_size)
@@ -191,13 +160,7 @@ def plan(config: ConfigDict, topology: Topology, vocab_size: int | None = None, 
 
 
 def suggest(config: ConfigDict, topology: Topology, planned: Plan) -> Iterator[Suggestion]:
-    """Changes with which a run that does not fit would, the cheapest first; each is compiled.
-
-    Args:
-      config: of the run.
-      topology: its devices.
-      planned: its plan.
-    """
+    """Changes with which a run that does not fit would, the cheapest first; each is compiled."""
     if planned.fits is not False:
         return
     config, _ = _as_mesh(config, topology)
@@ -242,15 +205,7 @@ def _peak_with(config: ConfigDict, overrides: dict, topology: Topology, vocab_si
 
 
 def vocabulary(config: ConfigDict, vocab_size: int | None = None) -> tuple[ConfigDict, int, list[str]]:
-    """The config with the shape of the model that it starts from, the size of its vocabulary, and notes on that.
-
-    The size is `vocab_size` if given, else `config.model.vocab_size`, else what the tokenizer says: 256 for bytes, at
-    most `config.data.vocab_size` for words and subwords; 128 is assumed for characters, which only the text tells.
-
-    >>> from attnlab.config import default
-    >>> vocabulary(default(), vocab_size=65)[1:]
-    (65, [])
-    """
+    """The config with the shape of the model that it starts from, the size of its vocabulary, and notes."""
     config = config.copy_and_resolve_references()
     nowhere = Path("/dev/null/no-run")  # a workdir without a run
     config, tokenizer, _ = pretrained.completed(config, nowhere)
@@ -268,28 +223,16 @@ def vocabulary(config: ConfigDict, vocab_size: int | None = None) -> tuple[Confi
 def attention_of(
     model: GPT, topology: Topology, batch: int, mesh: jax.sharding.Mesh | None = None
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The attention backend of each layer in training on a topology, and the reasons against the others.
-
-    Args:
-      model: the GPT.
-      topology: the devices.
-      batch: examples, over all devices.
-      mesh: how the devices split a step; None where they do not split sequences.
-
-    >>> from attnlab.planning import topologies
-    >>> gpt = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
-    >>> attention_of(gpt, topologies.find("here"), batch=4)[0]
-    {'block_0': 'dense', 'block_1': 'dense'}
-    """
-    head_dim, kv_heads = fields.head_dim(model), model.kv_heads or model.num_heads
+    """The attention backend of each layer in training on a topology, and the reasons against the others."""
+    head_dim, kv_heads = resolved(model)[:2]
     answers = {}
 
     def ask(q, k, v, keys):
         options = {"dropout_rate": model.dropout, "dropout_key": keys} if model.dropout else {}
         options |= {"sinks": jnp.zeros(model.num_heads)} if model.sinks else {}
-        options |= {"score_mod": fields.score_mods(model), "impl": model.impl, "platform": topology.platform}
-        for layer, kind in enumerate(fields.kinds(model)):
-            answers[kind] = explain(q, k, v, fields.mask(model, layer), **options)
+        options |= {"score_mod": score_mods(model), "impl": model.impl, "platform": topology.platform}
+        for kind in pattern_of(model):
+            answers[kind] = explain(q, k, v, KINDS[kind].mask(model), **options)
 
     def shape(heads):
         return jax.ShapeDtypeStruct((batch, model.context, heads, head_dim), model.dtype)
@@ -304,7 +247,7 @@ def attention_of(
     rejected = {name: why for answer in answers.values() for name, why in answer.rejected.items()}
     chosen = {answer.backend for answer in answers.values()}
     return (
-        {f"block_{layer}": backends[fields.kind(model, layer)] for layer in range(model.num_layers)},
+        {f"block_{layer}": backends[kind_of(model, layer)] for layer in range(model.num_layers)},
         {name: why for name, why in rejected.items() if name not in chosen},
     )
 

@@ -31,7 +31,7 @@ class Frame:
         """A forward pass of inputs from `framed`; `edits` as for `edited`."""
         edits = {} if edits is None else edits
         if edits and isinstance(self.adapter, Function):
-            raise ValueError("edits need a module of Flax: the values of a plain function can be read alone")
+            raise ValueError("edits need a module of Flax: the values of a plain function can only be read")
         resolved = editing.resolve(edits, self.sites.values())
         rows = None if rows is None else self._checked(jnp.asarray(rows))
         for name in want:
@@ -77,9 +77,10 @@ def framed(model, variables, args: tuple, kwargs: Mapping) -> tuple[Frame, tuple
         adapter = Function(model.apply if isinstance(adapter, Linen) else _Merged(adapter.graph), options)
         sites = adapter.sites(*inputs)
     if not len(sites):
+        name = getattr(model, "__name__", type(model).__name__)
         raise ValueError(
-            f"{_name(model)} has no attention that can be seen: expected layers of attnlab.nn or of Flax, or a softmax "
-            "that multiplies values"
+            f"{name} has no attention that can be seen: expected layers of attnlab.nn or of Flax, or a softmax that "
+            "multiplies values"
         )
     frame = Frame(adapter, sites)
     try:
@@ -105,7 +106,7 @@ def _adapter(model, options) -> tuple[Any, Any]:
     """The adapter of a model, and the state of an nnx module."""
     if isinstance(model, nn.Module):
         return Linen(model, options), None
-    if _is_nnx(model):
+    if any(kind.__module__.startswith("flax.nnx") for kind in type(model).__mro__):
         from flax import nnx  # slow to import, and not needed for linen
 
         from attnlab.see.nnx import Nnx
@@ -124,14 +125,6 @@ def _unstacked(model, variables):
     if isinstance(model, GPT) and isinstance(variables, Mapping) and stack.is_stacked(variables.get("params")):
         return {**variables, "params": stack.unstack_layers(variables["params"])}
     return variables
-
-
-def _is_nnx(model) -> bool:
-    return any(kind.__module__.startswith("flax.nnx") for kind in type(model).__mro__)
-
-
-def _name(model) -> str:
-    return getattr(model, "__name__", type(model).__name__)
 
 
 def _is_dynamic(value) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from attnlab.nn.layers import is_stacked, stack_layers, unstack_layers
+from attnlab.nn.stack import is_stacked, stack_layers, unstack_layers
 from attnlab.support.errors import UserError
 from attnlab.training.phases import OnPhase, no_phase
 from attnlab.training.state import TrainState

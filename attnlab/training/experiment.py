@@ -12,7 +12,9 @@ import optax
 from ml_collections import ConfigDict
 
 from attnlab.data.batches import Batch, EvalBatches, prefetched
-from attnlab.nn import GPT, fields
+from attnlab.nn import GPT
+from attnlab.nn.kinds import KINDS, kind_of
+from attnlab.nn.resolved import resolved, score_mods
 from attnlab.ops.attention import explain
 from attnlab.support.errors import UserError
 from attnlab.training import optimizer as optimizers
@@ -165,10 +167,11 @@ class Experiment:
 
 def _check_backend(model: GPT, platform: str) -> None:
     """Raise UserError where the backend that `config.model.impl` names cannot run on the devices."""
-    heads = jax.ShapeDtypeStruct((1, model.context, model.num_heads, fields.head_dim(model)), model.dtype)
-    options = {"score_mod": fields.score_mods(model), "impl": model.impl, "platform": platform}
+    heads = jax.ShapeDtypeStruct((1, model.context, model.num_heads, resolved(model).head_dim), model.dtype)
+    options = {"score_mod": score_mods(model), "impl": model.impl, "platform": platform}
+    mask = getattr(KINDS[kind_of(model, 0)], "mask", lambda model: None)(model)
     try:
-        jax.eval_shape(lambda x: explain(x, x, x, fields.mask(model, 0), **options) and None, heads)
+        jax.eval_shape(lambda x: explain(x, x, x, mask, **options) and None, heads)
     except ValueError as error:
         raise UserError(f"config.model.{str(error).splitlines()[0]}") from error
 

@@ -6,7 +6,9 @@ import time
 import jax
 import jax.numpy as jnp
 
-from attnlab.nn import GPT, fields
+from attnlab.nn import GPT
+from attnlab.nn.kinds import KINDS, Kind, kind_of
+from attnlab.nn.resolved import resolved
 from attnlab.ops import products
 
 
@@ -24,12 +26,8 @@ def per_token(model: GPT, length: int) -> float:
     >>> per_token(GPT(vocab_size=10, num_layers=1, num_heads=1, width=8, context=3), length=3)
     5280.0
     """
-    head_dim, kv_heads = fields.head_dim(model), model.kv_heads or model.num_heads
-    projections = model.width * head_dim * (2 * model.num_heads + 2 * kv_heads)
-    mlp = (3 if model.mlp == "gated" else 2) * round(model.mlp_ratio * model.width) * model.width
-    weights = model.num_layers * (projections + mlp) + model.vocab_size * model.width
-    keys = sum(_visible_keys(model, layer, length) for layer in range(model.num_layers))
-    return 6.0 * weights + 12.0 * model.num_heads * head_dim * keys
+    operations = sum(kind.operations(model, length) for kind in _kinds(model))
+    return 6.0 * _weights(model) + 3.0 * operations
 
 
 def per_decoded_token(model: GPT, length: int) -> float:
@@ -39,18 +37,17 @@ def per_decoded_token(model: GPT, length: int) -> float:
     >>> per_decoded_token(model, length=8) - per_decoded_token(model, length=4)
     128.0
     """
-    head_dim, layers = fields.head_dim(model), range(model.num_layers)
-    whole = sum(_visible_keys(model, layer, length) for layer in layers)
-    weights = (per_token(model, length) - 12.0 * model.num_heads * head_dim * whole) / 6.0
-    local = [fields.kind(model, layer) == "local" for layer in layers]
-    keys = sum(min(model.window, length) if is_local else length for is_local in local)
-    return 2.0 * weights + 4.0 * model.num_heads * head_dim * keys
+    return 2.0 * _weights(model) + sum(kind.operations_at(model, length) for kind in _kinds(model))
 
 
-def _visible_keys(model: GPT, layer: int, length: int) -> float:
-    """How many keys a query attends to in a layer, on average; the first queries have fewer."""
-    window = min(model.window, length) if fields.kind(model, layer) == "local" else length
-    return window - window * (window - 1) / (2 * length)
+def _kinds(model: GPT) -> list[Kind]:
+    return [KINDS[kind_of(model, layer)] for layer in range(model.num_layers)]
+
+
+def _weights(model: GPT) -> int:
+    """Weights of all matrix products."""
+    mlp = (3 if model.mlp == "gated" else 2) * resolved(model).hidden * model.width
+    return sum(kind.weights(model) + mlp for kind in _kinds(model)) + model.vocab_size * model.width
 
 
 def peak(dtype: str) -> float:

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from attnlab.data.batches import Batch
 from attnlab.nn import sharding
+from attnlab.nn.resolved import resolved
 from attnlab.ops.context import context_parallel
 from attnlab.support.errors import UserError
 
@@ -313,11 +314,11 @@ def _multiples_near(size: int, of: int) -> str:
 
 def check_heads(model: ConfigDict, tensor: int) -> None:
     """Raise UserError when the heads, or the features of the feed-forward layer, cannot be split evenly."""
-    hidden = round(model.mlp_ratio * model.width)
+    sizes = resolved(model)
     for name, size in (
         ("num_heads", model.num_heads),
-        ("kv_heads", model.kv_heads or model.num_heads),
-        ("mlp_ratio × width", hidden),
+        ("kv_heads", sizes.kv_heads),
+        ("mlp_ratio × width", sizes.hidden),
     ):
         if size % tensor:
             raise UserError(

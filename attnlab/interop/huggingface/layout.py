@@ -64,7 +64,7 @@ def decoder(model: GPT, prefix: str = "model.", fused: bool = False) -> list[Ten
 
 
 def _attention(model: GPT, name: str, path: str, fused: bool) -> Iterator[Tensor]:
-    head_dim, kv_heads, hidden, out_bias, qkv_bias = resolved(model)
+    head_dim, kv_heads, _, out_bias, qkv_bias = resolved(model)
     sizes = {"query": model.num_heads * head_dim, "key": kv_heads * head_dim, "value": kv_heads * head_dim}
     if fused:
         paths = [f"{path}/{which}" for which in sizes]

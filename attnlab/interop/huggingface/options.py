@@ -85,7 +85,6 @@ class Options:
         return float(value)
 
     def optional_number(self, option: str) -> float | None:
-        """A finite number above 0, or null."""
         return None if self.get(option) is None else self.number(option)
 
     def number_or_off(self, option: str) -> float | None:

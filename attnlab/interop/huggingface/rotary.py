@@ -103,7 +103,6 @@ def read_kinds(config: Options, default: Sequence[str]) -> list[str]:
 
 
 def layer_types(kinds: Sequence[str]) -> list[str]:
-    """The content of `layer_types`."""
     names = {ours: name for name, ours in KINDS.items()}
     return [names[kind] for kind in kinds]
 

@@ -125,12 +125,12 @@ def _resolved(model: GPT) -> dict:
         "kv_heads": resolved(model).kv_heads,
         "head_dim": resolved(model).head_dim,
         "mlp_ratio": resolved(model).hidden,
-        "attention_bias": attention_bias,
+        "attention_bias": resolved(model).attention_bias,
         "qkv_bias": resolved(model).qkv_bias,
         "score_scale": model.score_scale or resolved(model).head_dim ** -0.5,
         "window": model.window if "local" in _kinds(model) else None,
         "pattern": _kinds(model),
-        "rotary": [rotaries.resolved(KINDS[kind_of(model, n)].rotary(model)) for n in range(model.num_layers)] if is_rotary else None,
+        "rotary": [rotaries.resolved(KINDS[kind].rotary(model)) for kind in _kinds(model)] if is_rotary else None,
     }
 
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import io
 
+import flax.linen as nn
 import jax
 import jax.ad_checkpoint
 import jax.numpy as jnp
@@ -13,8 +14,10 @@ from flax.core import FrozenDict
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from attnlab.nn import GPT, stack_layers, unstack_layers
-from attnlab.nn.layers import REMAT, is_stacked
+from attnlab.nn import GPT, kinds, stack_layers, unstack_layers
+from attnlab.nn.remat import REMAT
+from attnlab.nn.stack import is_stacked
+from attnlab.training import flops
 from tests.parameters import parameters
 
 MODEL = GPT(vocab_size=40, num_layers=2, num_heads=2, width=16, context=12, dropout=0.1)
@@ -127,3 +130,92 @@ def test_stacked_layers_of_another_number_are_refused():
 
 def test_frozen_parameters_are_stacked_too():
     assert is_stacked(stack_layers(FrozenDict(PARAMS)))
+
+
+class Decay(nn.Module):
+    """A layer of other parameters than attention's, which depends on its number: a decaying sum of the tokens."""
+
+    numbered = True
+
+    @nn.compact
+    def __call__(self, x, *, layer, mask=None, deterministic=True, cache=None, dropout_key=None, segments=None):
+        rate = self.param("rate", nn.initializers.constant(0.5), x.shape[-1:]) / (1 + layer)
+
+        def step(state, token):
+            state = rate * state + token
+            return state, state
+
+        start = jnp.zeros_like(x[:, 0]) if cache is None else cache
+        last, out = jax.lax.scan(step, start, x.swapaxes(0, 1))
+        out = out.swapaxes(0, 1)
+        return out if cache is None else (out, last)
+
+
+class DecayKind:
+    """One entry of the table of kinds."""
+
+    def module(self, model, **initializers):
+        return Decay(parent=None)
+
+    def empty_cache(self, model, batch, capacity):
+        return jnp.zeros((batch, model.width))
+
+    def weights(self, model):
+        return 0
+
+    def operations(self, model, length):
+        return 2.0 * model.width
+
+    operations_at = operations
+
+
+@pytest.fixture
+def hybrid(monkeypatch):
+    """A model whose layers are of two kinds, and its parameters."""
+    monkeypatch.setitem(kinds.KINDS, "decay", DecayKind())
+    model = GPT(40, 7, 2, 16, 12, positions="none", pattern="global decay decay")
+    return model, parameters(model, TOKENS)["params"]
+
+
+def test_layers_of_unlike_kinds_are_a_stack_for_each_place(hybrid):
+    _, params = hybrid
+    stacked = stack_layers(params)
+    assert {"blocks_0", "blocks_1", "blocks_2", "block_6"} <= set(stacked) and "block_5" not in stacked
+    assert stacked["blocks_2"]["attention"]["rate"].shape == (2, 16)
+    jax.tree.map(np.testing.assert_array_equal, unstack_layers(stacked), params)
+
+
+def test_stacked_layers_of_unlike_kinds_compute_what_single_ones_do(hybrid):
+    model, params = hybrid
+    stacked = stack_layers(params)
+
+    def loss(params):
+        return model.apply({"params": params}, TOKENS, targets=TOKENS).mean()
+
+    (expected, slopes), (found, of_stacked) = (jax.jit(jax.value_and_grad(loss))(p) for p in (params, stacked))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), unstack_layers(of_stacked), slopes)
+    _, sown = model.apply({"params": stacked}, TOKENS, mutable=["intermediates"])
+    assert sorted(sown["intermediates"]) == ["block_0", "block_3", "block_6"]
+
+
+def test_layers_of_unlike_kinds_decode_as_they_read(hybrid):
+    model, params = hybrid
+    expected = model.apply({"params": params}, TOKENS)
+    caches, found = model.empty_caches(2), []
+    for part in (TOKENS[:, :5], TOKENS[:, 5:]):
+        logits, caches = model.apply({"params": stack_layers(params)}, part, caches=caches)
+        found.append(logits)
+    np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=1e-5)
+
+
+def test_kinds_declare_their_operations(hybrid):
+    model, _ = hybrid
+    alone = model.clone(pattern="", num_layers=3)
+    more = flops.per_token(model, 12) - flops.per_token(alone, 12)
+    assert more == 3 * 4 * 2.0 * 16 + 6.0 * 4 * 2 * 4 * 16 * 16  # the operations and feed-forward layers of four more
+
+
+def test_stacked_layers_of_another_number_raise_one_line():
+    with pytest.raises(ValueError, match="2 stacked layers, expected num_layers = 3"):
+        MODEL.clone(num_layers=3).apply({"params": stack_layers(PARAMS)}, TOKENS)

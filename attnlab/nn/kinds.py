@@ -1,0 +1,110 @@
+"""The kinds of layers that mix tokens: one table, whose names are the words of a model's `pattern`."""
+
+import dataclasses
+from typing import Any, Protocol, runtime_checkable
+
+import flax.linen as nn
+
+from attnlab.nn.multihead import KVCache, MultiHeadAttention
+from attnlab.nn.resolved import resolved, rotary_of, score_mods
+from attnlab.nn.rotations import Rotary
+from attnlab.ops.masks import Causal, Mask, SlidingWindow, join
+
+
+@runtime_checkable
+class Kind(Protocol):
+    """A kind of layer. `model` is a `GPT`."""
+
+    def module(self, model, **initializers) -> nn.Module:
+        """The layer: called as `MultiHeadAttention` is, with `layer=` its number where its field `numbered` is True."""
+
+    def empty_cache(self, model, batch: int, capacity: int) -> Any:
+        """The state before the first token; the bytes of decoding are its bytes."""
+
+    def weights(self, model) -> int:
+        """Weights of matrix products."""
+
+    def operations(self, model, length: int) -> float:
+        """FLOPs a token of the forward pass besides `weights`, a mean over a sequence of `length` tokens."""
+
+    def operations_at(self, model, length: int) -> float:
+        """The same of one token, with `length` tokens before it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Softmax attention to all tokens before, or to the last `window`."""
+
+    local: bool
+
+    def module(self, model, **initializers) -> MultiHeadAttention:
+        """The layer, with the options of the model."""
+        sizes = resolved(model)
+        norm = {"norm": model.norm, "norm_epsilon": model.norm_epsilon}
+        return MultiHeadAttention(
+            model.num_heads,
+            head_dim=sizes.head_dim,
+            kv_heads=sizes.kv_heads,
+            use_bias=sizes.attention_bias,
+            qkv_bias=sizes.qkv_bias,
+            mask=self.mask(model),
+            score_mod=score_mods(model) or None,
+            dropout_rate=model.dropout,
+            rotary=self.rotary(model),
+            qk_norm=model.qk_norm,
+            qk_norm_joint=model.qk_norm_joint,
+            scale=model.score_scale,
+            sinks=model.sinks,
+            value_residual=model.value_residual,
+            impl=model.impl,
+            **({} if model.norm == "layer" else norm),  # ε of layer norms is Flax's, 1e-6
+            **initializers,
+        )
+
+    def mask(self, model) -> Mask:
+        """Causal or a window, and-ed with the model's mask."""
+        return join(SlidingWindow(left=model.window - 1) if self.local else Causal(), model.mask)
+
+    def rotary(self, model) -> Rotary | None:
+        """Rotary positions; None where the model has others."""
+        if model.positions != "rotary":
+            return None
+        if self.local and model.local_base is not None:
+            return Rotary(model.local_base, rotary_of(model).fraction)
+        return rotary_of(model)
+
+    def empty_cache(self, model, batch, capacity) -> KVCache:
+        """Keys and values of `capacity` tokens, also where a window needs fewer."""
+        sizes = resolved(model)
+        return KVCache.empty(batch, capacity, sizes.kv_heads, sizes.head_dim, model.dtype)
+
+    def weights(self, model) -> int:
+        """Of the projections."""
+        sizes = resolved(model)
+        return model.width * sizes.head_dim * (2 * model.num_heads + 2 * sizes.kv_heads)
+
+    def operations(self, model, length) -> float:
+        """4·H·D for each visible key: the first queries have fewer."""
+        keys = self._keys(model, length)
+        return 4.0 * model.num_heads * resolved(model).head_dim * (keys - keys * (keys - 1) / (2 * length))
+
+    def operations_at(self, model, length) -> float:
+        """4·H·D for each visible key."""
+        return 4.0 * model.num_heads * resolved(model).head_dim * self._keys(model, length)
+
+    def _keys(self, model, length) -> int:
+        return min(model.window, length) if self.local else length
+
+
+KINDS: dict[str, Kind] = {"local": Attention(local=True), "global": Attention(local=False)}
+
+
+def pattern_of(model) -> tuple[str, ...]:
+    """The kinds of one period of a model's layers."""
+    return tuple(model.pattern.split()) or ("global" if model.window is None else "local",)
+
+
+def kind_of(model, layer: int) -> str:
+    """The kind of a layer."""
+    pattern = pattern_of(model)
+    return pattern[layer % len(pattern)]

@@ -1,0 +1,39 @@
+"""The values behind the optional fields of a model."""
+
+from typing import NamedTuple
+
+from attnlab.nn.rotations import Rotary
+from attnlab.ops.score_mods import ALiBi, ScoreMod, SoftCap, alibi_slopes
+
+
+class Resolved(NamedTuple):
+    """Features of a head, key and value heads, hidden features, and which of attention's layers have biases."""
+
+    head_dim: int
+    kv_heads: int
+    hidden: int
+    attention_bias: bool
+    qkv_bias: bool
+
+
+def resolved(model) -> Resolved:
+    """The values of the fields of a `GPT`, or of `config.model`, that may be None."""
+    attention_bias = model.use_bias if model.attention_bias is None else model.attention_bias
+    return Resolved(
+        head_dim=model.head_dim or model.width // model.num_heads,
+        kv_heads=model.kv_heads or model.num_heads,
+        hidden=round(model.mlp_ratio * model.width),
+        attention_bias=attention_bias,
+        qkv_bias=attention_bias if model.qkv_bias is None else model.qkv_bias,
+    )
+
+
+def rotary_of(model) -> Rotary:
+    """The rotary options of a model; a mapping in `config.model`."""
+    return model.rotary if isinstance(model.rotary, Rotary) else Rotary(**dict(model.rotary))
+
+
+def score_mods(model) -> tuple[ScoreMod, ...]:
+    """The score mods of a model's attention, by its fields `soft_cap`, `positions` and `num_heads`."""
+    cap = () if model.soft_cap is None else (SoftCap(model.soft_cap),)
+    return (*cap, ALiBi(alibi_slopes(model.num_heads))) if model.positions == "alibi" else cap

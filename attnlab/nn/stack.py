@@ -1,0 +1,261 @@
+"""The layers of a model: the layout of their parameters, and the one way to run them.
+
+One by one, the parameters are `block_0`, `block_1`, …. Stacked, layers of like shapes are one `blocks`, with an axis of
+layers in front. Where a pattern repeats layers of unlike shapes, each place in it has a stack, `blocks_0`, `blocks_1`,
+…, and layers after its last whole repetition stay as they are.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from attnlab.nn import sharding
+from attnlab.nn.kinds import KINDS, kind_of, pattern_of
+from attnlab.nn.remat import remat_policy
+from attnlab.ops import dropout
+
+# ------------------------------------------------------------------------------------------------------------- layout
+
+
+def stack_layers(tree):
+    """Stack the layers `block_0`, `block_1`, … of a tree of parameters: leaves have an axis of layers in front.
+
+    Stacked layers are compiled once and run in a loop: see `GPT`. Other parameters stay as they are, and so does a tree
+    without layers. The tree may be an optimizer's state; leaves may be arrays or `jax.ShapeDtypeStruct`.
+
+    >>> tree = stack_layers({"block_0": {"w": jnp.ones(3)}, "block_1": {"w": jnp.zeros(3)}, "norm": jnp.ones(3)})
+    >>> jax.tree.map(jnp.shape, tree)
+    {'blocks': {'w': (2, 3)}, 'norm': (3,)}
+
+    Layers of two shapes that alternate are two stacks:
+
+    >>> layers = {f"block_{n}": {"w": jnp.ones(2 + n % 2)} for n in range(5)}
+    >>> jax.tree.map(jnp.shape, stack_layers(layers))
+    {'block_4': {'w': (2,)}, 'blocks_0': {'w': (2, 2)}, 'blocks_1': {'w': (2, 3)}}
+    """
+
+    def convert(node):
+        if not _has_layers(node):
+            return node
+        names = sorted((name for name in node if re.fullmatch(r"block_\d+", name)), key=lambda name: int(name[6:]))
+        period = _period([_shapes(node[name]) for name in names])
+        stacked = names[: len(names) // period * period]
+        others = {name: value for name, value in node.items() if name not in stacked}
+        places = [stacked[place::period] for place in range(period)]
+        stacks = (jax.tree.map(lambda *x: _stack(x), *(node[name] for name in place)) for place in places)
+        return others | dict(zip(_stack_names(period), stacks))
+
+    return jax.tree.map(convert, tree, is_leaf=_has_layers)
+
+
+def unstack_layers(tree):
+    """The inverse of `stack_layers`.
+
+    >>> tree = unstack_layers({"blocks": {"w": jnp.ones((2, 3))}, "norm": jnp.ones(3)})
+    >>> jax.tree.map(jnp.shape, tree)
+    {'block_0': {'w': (3,)}, 'block_1': {'w': (3,)}, 'norm': (3,)}
+    """
+
+    def convert(node):
+        if not is_stacked(node):
+            return node
+        stacks, others = _stacks(node), {name: node[name] for name in node if not re.fullmatch(STACK, name)}
+        layers = {
+            f"block_{turn * len(stacks) + place}": jax.tree.map(functools.partial(_slice, n=turn), stack)
+            for turn in range(_turns(stacks))
+            for place, stack in enumerate(stacks)
+        }
+        return others | layers
+
+    return jax.tree.map(convert, tree, is_leaf=is_stacked)
+
+
+def is_stacked(params) -> bool:
+    """Whether a node of a tree holds stacked layers."""
+    return isinstance(params, Mapping) and any(name in params for name in ("blocks", "blocks_0"))
+
+
+def depth(params) -> int:
+    """The number of layers of a model with stacked layers."""
+    stacks = _stacks(params)
+    return _turns(stacks) * len(stacks) + sum(bool(re.fullmatch(r"block_\d+", name)) for name in params)
+
+
+STACK = r"blocks(_\d+)?"
+
+
+def _stack_names(period: int) -> list[str]:
+    return ["blocks"] if period == 1 else [f"blocks_{place}" for place in range(period)]
+
+
+def _stacks(params) -> list:
+    """The stacks of a node, by place in the pattern."""
+    return [params[name] for name in _stack_names(sum(bool(re.fullmatch(STACK, name)) for name in params))]
+
+
+def _turns(stacks) -> int:
+    return jax.tree.leaves(stacks)[0].shape[0]
+
+
+def _has_layers(node) -> bool:
+    return isinstance(node, Mapping) and "block_0" in node and not is_stacked(node)
+
+
+def _shapes(tree):
+    return jax.tree.map(lambda leaf: str(jnp.shape(leaf)), tree)
+
+
+def _period(shapes: Sequence) -> int:
+    """The shortest pattern whose repetition the layers' shapes are."""
+    return next(n for n in range(1, len(shapes) + 1) if all(shapes[i] == shapes[i % n] for i in range(len(shapes))))
+
+
+def _stack(leaves):
+    first = leaves[0]
+    if isinstance(first, jax.ShapeDtypeStruct):
+        at = first.sharding
+        at = NamedSharding(at.mesh, PartitionSpec(None, *at.spec)) if isinstance(at, NamedSharding) else at
+        return jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype, sharding=at)
+    return (np if isinstance(first, np.ndarray) else jnp).stack(leaves)
+
+
+def _slice(x, n: int):
+    if isinstance(x, jax.ShapeDtypeStruct):
+        at = x.sharding
+        at = NamedSharding(at.mesh, PartitionSpec(*at.spec[1:])) if isinstance(at, NamedSharding) else at
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=at)
+    return x[n]
+
+
+# ---------------------------------------------------------------------------------------------------------------- run
+
+
+def empty_caches(model, batch: int, capacity: int) -> tuple:
+    """The empty cache of each layer of a model."""
+    caches = {kind: KINDS[kind].empty_cache(model, batch, capacity) for kind in set(pattern_of(model))}
+    return tuple(caches[kind_of(model, layer)] for layer in range(model.num_layers))
+
+
+def run(model, x, keys, caches, **options):
+    """Run the layers of a model that is being applied.
+
+    Args:
+      model: a `GPT`, whose `block(layer)` makes a layer.
+      x: the residual stream `[B, T, F]`.
+      keys: of dropout, one per example; None for none.
+      caches: one per layer, or None.
+      options: arguments of every block.
+
+    Returns:
+      (the residual stream, the extended caches or None).
+
+    Raises:
+      ValueError: the parameters have stacked layers of another number than `num_layers`.
+    """
+    params = model.variables.get("params", {})
+    if not is_stacked(params):
+        return _one_by_one(model, x, keys, caches, options)
+    if (found := depth(params)) != model.num_layers:
+        raise ValueError(f"params have {found} stacked layers, expected num_layers = {model.num_layers}")
+    if caches is None and not model.is_mutable_collection("intermediates"):
+        return _in_a_loop(model, x, keys, options, params), None
+
+    def unstacked(variables):
+        return {"params": unstack_layers(variables["params"])}
+
+    # Caches, and what modules sow, belong to single layers.
+    return nn.map_variables(_one_by_one, "params", trans_in_fn=unstacked)(model, x, keys, caches, options)
+
+
+def _one_by_one(model, x, keys, caches, options):
+    """The layers as modules, whose parameters are `block_0`, `block_1`, …."""
+
+    def apply(block, x, handed, key, cache):
+        return block(x, **options, **handed, cache=cache, dropout_key=key)
+
+    gathers = not model.is_initializing() and sharding.is_active(x)
+    recomputes, policy = remat_policy(model.remat, gathers=gathers, loop=False)
+    extended, handed = [], {}
+    for layer in range(model.num_layers):
+        apply_whole = sharding.gathering(model, apply)
+        if recomputes and caches is None:
+            apply_whole = nn.remat(apply_whole, policy=policy)
+        cache = None if caches is None else caches[layer]
+        block = model.block(layer)
+        out = apply_whole(block, x, handed | _number(block, layer), _key_of(keys, layer), cache)
+        x, *others = out if isinstance(out, tuple) else (out,)
+        if caches is not None:
+            extended.append(others.pop(0))
+        handed = _handed(others, handed)
+    return x, None if caches is None else tuple(extended)
+
+
+def _in_a_loop(model, x, keys, options, params):
+    """The layers as one loop over stacks: one pattern is compiled, whatever the depth."""
+    stacks = _stacks(params)
+    places, pattern = len(stacks), math.lcm(len(stacks), len(pattern_of(model)))
+    whole = _turns(stacks) * places  # layers in stacks
+    blocks = [model.block(layer).clone(parent=None, name=None) for layer in range(pattern)]
+    recomputes, policy = remat_policy(model.remat, gathers=sharding.is_active(x), loop=True)
+
+    def apply(block, x, params, layer, keys, handed):
+        params = sharding.gathered(params, model.dtype)
+        given = handed | _number(block, layer)
+        return block.apply({"params": params}, x, **options, **given, dropout_key=_key_of(keys, layer))
+
+    def run(n, x, params, layer, handed, *, in_loop):
+        call = functools.partial(apply, blocks[n])
+        # A loop is a barrier by itself.
+        call = jax.checkpoint(call, policy=policy, prevent_cse=not in_loop) if recomputes else call
+        out = call(x, params, layer, keys, handed)
+        x, *others = out if isinstance(out, tuple) else (out,)
+        return x, _handed(others, handed)
+
+    def alone(x, layer, handed):
+        turn, place = divmod(layer, places)
+        own = jax.tree.map(lambda leaf: leaf[turn], stacks[place]) if layer < whole else params[f"block_{layer}"]
+        return run(layer % pattern, x, own, layer, handed, in_loop=False)
+
+    def turn(x, each):
+        grouped, first = each
+        for n in range(pattern):
+            own = grouped[n % places]
+            own = own if pattern == places else jax.tree.map(lambda leaf, n=n: leaf[n // places], own)
+            x, _ = run(n, x, own, first + n, handed, in_loop=True)
+        return x, None
+
+    # With value residuals the first pattern gives its values to the others; an incomplete one is the last.
+    start, handed = (min(pattern, model.num_layers) if model.value_residual else 0), {}
+    for layer in range(start):
+        x, handed = alone(x, layer, handed)
+    turns = max(0, whole - start) // pattern
+    end = start + turns * pattern
+    grouped = [jax.tree.map(lambda leaf: leaf[start // places : end // places], stack) for stack in stacks]
+    if pattern > places:
+        grouped = [jax.tree.map(lambda leaf: leaf.reshape(turns, -1, *leaf.shape[1:]), stack) for stack in grouped]
+    if turns:
+        x = jax.lax.scan(turn, x, (grouped, jnp.arange(start, end, pattern)))[0]
+    for layer in range(end, model.num_layers):
+        x, _ = alone(x, layer, handed)
+    return x
+
+
+def _key_of(keys, layer):
+    return None if keys is None else dropout.fold_in(keys, layer)
+
+
+def _number(block, layer) -> dict:
+    """The number of a layer, for kinds that depend on it."""
+    return {"layer": layer} if getattr(block.attention, "numbered", False) else {}
+
+
+def _handed(others: list, handed: dict) -> dict:
+    """What a block hands to the next: the values of the first layer."""
+    return {"first_values": others[0], **handed} if others else handed
