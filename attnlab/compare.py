@@ -33,8 +33,8 @@ from attnlab.sweeping import running
 from attnlab.training import flops, precision
 from attnlab.training import text as texts
 
-MARK = "comparison.json"
-OWN = (
+MARKER = "comparison.json"
+FLAGS = (
     "variant", "variants", "learning_rates", "seeds", "tuning_seeds", "match", "jobs", "workdir", "dry_run",
     "nodry_run",
 )  # fmt: skip
@@ -70,7 +70,7 @@ def _define(values, argv) -> None:
 
 def _main(values, argv: list[str]) -> int:
     config, name = commands.config_of(values)
-    options = shared_options(argv, OWN)
+    options = shared_options(argv, FLAGS)
     file = values.variants or (None if values.variant else commands.given(argv, "config")[-1].partition(":")[0])
     variants = parse(values.variant, file)
     if len(variants) < 2:
@@ -82,13 +82,13 @@ def _main(values, argv: list[str]) -> int:
         variants = matched(variants, protocol.options, _vocab_size(protocol, variants[0]), values.match)
     tuning = [point for variant in variants for point in protocol.tuning(variant)]
     for variant in variants:
-        protocol.final(variant, protocol.rates[0])  # whose mistakes are told before anything starts
+        protocol.final(variant, protocol.rates[0])  # so that mistakes are told before anything starts
     total = len(tuning) + len(variants) * len(protocol.seeds)
     if values.dry_run:
         return _print_runs(protocol, variants, tuning)
     content = {"variants": {variant.name: variant.options for variant in variants}, "options": options}
     try:
-        with running.claimed(folder, MARK, content) as lock:
+        with running.claimed(folder, MARKER, content) as lock:
             return _compare(protocol, variants, tuning, folder, values.jobs, lock, running.Clock(total))
     except workers.Interrupted as stopped:
         return 128 + stopped.args[0]

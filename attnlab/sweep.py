@@ -28,10 +28,10 @@ from attnlab.support import paths, workers
 from attnlab.support.errors import UserError
 from attnlab.sweeping import grid, groups, running
 
-MARK, TABLE, GROUPS, PLOT = "sweep.json", "runs.csv", "groups.csv", "runs.png"
+MARKER, TABLE, GROUPS, PLOT = "sweep.json", "runs.csv", "groups.csv", "runs.png"
 LOSSES, COUNTS = ("loss", "best_loss", "mean_loss", "low", "high"), ("best_step", "steps", "tokens_per_second")
-_GRID = "config.FIELD=VALUE,VALUE,…, or several fields that vary together; may be given several times"
-OWN = ("grid", "jobs", "workdir", "dry_run", "nodry_run")  # the flags that are not the runs'
+_GRID = "config.FIELD=VALUE,VALUE,…, or several fields that vary together; several times"
+FLAGS = ("grid", "jobs", "workdir", "dry_run", "nodry_run")  # the command's, not the runs'
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,7 +59,7 @@ def _main(values, options: list[str]) -> int:
         return 0
     finished = {point.name for point in points if train.is_finished(point.config, folder / point.name)}
     try:
-        with running.claimed(folder, MARK, {"grid": values.grid, "options": options}) as lock:
+        with running.claimed(folder, MARKER, {"grid": values.grid, "options": options}) as lock:
             failed = running.train_all(points, finished, folder, values.jobs, lock)
     except workers.Interrupted as stopped:
         return 128 + stopped.args[0]
@@ -73,28 +73,20 @@ def _main(values, options: list[str]) -> int:
     return 1 if failed else 0
 
 
-def shared_options(argv: list[str], own: Sequence[str] = OWN) -> list[str]:
-    """The options of a command line that every run gets, such as `--config=…`: all but the command's own.
-
-    >>> shared_options(["sweep", "--config=quickstart", "--jobs", "2", "--grid=config.seed=0,1", "--config.steps=9"])
-    ['--config=quickstart', '--config.steps=9']
-    """
+def shared_options(argv: list[str], excluded: Sequence[str] = FLAGS) -> list[str]:
+    """The options of a command line that every run gets, such as `--config=…`: all but the command's flags."""
     kept, skip = [], False
     for word in argv[1:]:
         flag, equals, _ = word.lstrip("-").partition("=")
-        is_own = word.startswith("-") and flag in own
-        if not (is_own or skip):
+        is_excluded = word.startswith("-") and flag in excluded
+        if not (is_excluded or skip):
             kept.append(word)
-        skip = is_own and not equals and "dry_run" not in flag  # its value is the next word
+        skip = is_excluded and not equals and "dry_run" not in flag  # its value is the next word
     return kept
 
 
 def table(points: list[grid.Point], folder: Path, failed: dict[str, str]) -> list[dict]:
-    """A row for each run, by its final loss; those that failed come last.
-
-    Its fields: run, the fields of the grid, loss (at the end), best_loss and best_step (of all evaluations), steps,
-    tokens_per_second (the median), error.
-    """
+    """A row for each run, by its final loss; failed runs come last."""
     rows = []
     for point in points:
         row = {"run": point.name} | point.values
@@ -121,12 +113,7 @@ def _scores(workdir: Path) -> dict:
 
 
 def as_text(rows: list[dict]) -> str:
-    """A table of rows of `table` or `groups.table`, with aligned columns.
-
-    >>> print(as_text([{"run": "seed=0", "seed": 0, "loss": 1.25, "tokens_per_second": 9000, "error": ""}]))
-    seed    loss  tokens/s
-       0  1.2500     9,000
-    """
+    """A table of rows of `table` or `groups.table`, with aligned columns."""
     names = [name for name in rows[0] if name not in ("run", "group", "error")]
     heads = [name.rpartition(".")[2].replace("tokens_per_second", "tokens/s").replace("_", " ") for name in names]
     lines = [heads]

@@ -12,12 +12,7 @@ from attnlab.comparing import protocol as protocols
 
 
 def losses(rows: Sequence[Mapping], seeds: Mapping[str, Sequence[float]]) -> Figure:
-    """Each variant's mean loss with its 95 % interval, the best on top, and the losses of its seeds behind it.
-
-    Args:
-      rows: the records of the table.
-      seeds: the losses of each variant's seeds.
-    """
+    """Each variant's mean loss with its 95 % interval, the best on top, and the losses of its seeds behind it."""
     drawn = sorted((row for row in rows if row["loss"] is not None), key=lambda row: -row["loss"])
     with plt.rc_context(plots.STYLE):
         figure, axes = plt.subplots(figsize=(6.4, 1.4 + 0.36 * len(drawn)))

@@ -45,18 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measured(workdirs: list[Path]) -> dict:
-    """The measurements of one variant.
-
-    Args:
-      workdirs: its finished runs, which differ in the seed alone.
-
-    Returns:
-      parameters; flops_per_token_train and _decode (at the training's context); peak_memory_bytes of a training step,
-      as compiled; for 1 and, where the positions allow it, 8 times the context: prefill_tokens_per_second_8x,
-      decode_tokens_per_second_8x (batch 1, greedy), decode_state_bytes_8x, counted from the caches; and loss_1x,
-      loss_2x and loss_4x, mean losses at positions up to 1, 2 and 4 contexts on the second half of the held-out text,
-      where positions and text allow it.
-    """
+    """The measurements of one variant, by column of the table, on its finished runs, which differ in the seed alone."""
     run = loading.load(workdirs[0])
     config, model = run.config, run.model
     experiment = Experiment(config, run.tokenizer.vocab_size)
@@ -80,11 +69,7 @@ def measured(workdirs: list[Path]) -> dict:
 
 
 def extends(model: GPT) -> bool:
-    """Whether a model takes more tokens than it was trained with: learned positions end with the context.
-
-    >>> extends(GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6))
-    False
-    """
+    """Whether a model takes more tokens than it was trained with: learned positions end with the context."""
     return model.positions != "learned"
 
 

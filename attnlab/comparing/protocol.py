@@ -18,19 +18,12 @@ FACTORS = (1 / 9, 1 / 3, 1.0, 3.0)  # of the config's learning rate, where the u
 
 
 class Protocol(NamedTuple):
-    """The options, learning rates and seeds that all variants share.
+    """What all variants share."""
 
-    Attributes:
-      options: the options of `attnlab train`.
-      rates: learning rates, ascending.
-      tuning_seeds: on which the rate is chosen.
-      seeds: fresh ones, whose losses are compared.
-    """
-
-    options: tuple[str, ...]
-    rates: tuple[float, ...]
-    tuning_seeds: tuple[int, ...]
-    seeds: tuple[int, ...]
+    options: tuple[str, ...]  # of `attnlab train`
+    rates: tuple[float, ...]  # learning rates, ascending
+    tuning_seeds: tuple[int, ...]  # on which the rate is chosen
+    seeds: tuple[int, ...]  # fresh seeds, whose losses are compared
 
     def tuning(self, variant: Variant) -> list[Point]:
         """The runs that choose a variant's learning rate, on the first half of the held-out text."""
@@ -67,11 +60,8 @@ def diverged(workdir: Path) -> bool:
 
 
 def loss_of(workdir: Path) -> float:
-    """A run's loss on its half of the held-out text; ln V, the loss of chance, if it diverged; NaN if unfinished.
-
-    A variant that diverges is no better than chance with that seed: leaving the run out would reward it.
-    """
-    if diverged(workdir):
+    """A run's loss on its half of the held-out text; ln V, the loss of chance, if it diverged; NaN if unfinished."""
+    if diverged(workdir):  # leaving the run out would reward the variant
         return math.log(read_config(workdir)["vocab_size"])
     final = [record["loss"] for record in metrics.read(workdir / "metrics.jsonl") if record["split"] == "final"]
     return float(final[-1]) if final else math.nan
@@ -91,10 +81,7 @@ def chosen_rate(protocol: Protocol, variant: Variant, folder: Path) -> tuple[flo
 
 
 def curve(workdir: Path) -> np.ndarray:
-    """A run's validations as rows of tokens, seconds of training until then, and loss: `[n, 3]`.
-
-    Seconds are spent in steps: compilation, evaluation and saving are not counted.
-    """
+    """A run's validations as rows of tokens, seconds of training steps until then, and loss: `[n, 3]`."""
     seconds, before, rows = 0.0, 0, []
     for record in metrics.read(workdir / "metrics.jsonl"):
         if record["split"] == "train":
@@ -106,11 +93,7 @@ def curve(workdir: Path) -> np.ndarray:
 
 
 def loss_at(curve: np.ndarray, seconds: float) -> float:
-    """The loss after some seconds of training, interpolated between validations; NaN where the run ended sooner.
-
-    >>> loss_at(np.array([[10, 1.0, 3.0], [20, 2.0, 2.0]]), 1.5)
-    2.5
-    """
+    """The loss after some seconds of training, interpolated between validations; NaN where the run ended sooner."""
     if not len(curve) or not curve[0, 1] <= seconds <= curve[-1, 1]:
         return math.nan
     return float(np.interp(seconds, curve[:, 1], curve[:, 2]))

@@ -18,7 +18,7 @@ from attnlab.support.errors import UserError
 TABLE, TEXT = "table.csv", "table.md"
 FACTS = ("parameters", "flops_per_token_train", "flops_per_token_decode", "peak_memory_bytes")
 SPEEDS = ("prefill_tokens_per_second", "decode_tokens_per_second", "decode_state_bytes")
-# What is shown of a table, with short names; a column without any value is left out.
+# The shown columns of a table, with short names; a column without any value is left out.
 SHOWN = {
     "variant": "variant",
     "loss": "loss",
@@ -52,15 +52,7 @@ def rows(
     rates: Mapping[str, tuple[float, bool]],
     measured: Mapping[str, Mapping],
 ) -> list[dict[str, Any]]:
-    """The records of a comparison, one a variant, in their order.
-
-    Args:
-      protocol: its seeds and learning rates.
-      variants: the first is the one that the others are compared with.
-      folder: of the runs.
-      rates: each variant's learning rate, and whether it is at the edge of the grid.
-      measured: what `measuring` found of each variant; may lack some.
-    """
+    """The records of a comparison with the first variant, one a variant, in their order."""
     points = [protocol.final(variant, rates[variant.name][0]) for variant in variants]
     workdirs = [[folder / point.name for point in of_variant] for of_variant in points]
     losses = np.array([[protocols.loss_of(workdir) for workdir in of_variant] for of_variant in workdirs])

@@ -15,7 +15,6 @@ from attnlab import config as configs
 from attnlab.nn import GPT
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
-from attnlab.sweeping import grid
 from attnlab.training import flops, precision
 
 CLOSE = 0.05  # beyond which two sizes are not comparable
@@ -23,39 +22,16 @@ SIZES = ("parameters", "flops")
 
 
 class Variant(NamedTuple):
-    """One row of a comparison.
-
-    Attributes:
-      name: as the user gave it.
-      options: options of `attnlab train` that make it, `--config.FIELD=VALUE`.
-      comparable: whether its size is within 5 % of the first variant's, where sizes are matched; else True.
-    """
+    """One row of a comparison."""
 
     name: str
-    options: tuple[str, ...] = ()
-    comparable: bool = True
-
-    @property
-    def folder(self) -> str:
-        """Its name as the beginning of a folder's."""
-        return grid.name_of({"variant": self.name})
+    options: tuple[str, ...] = ()  # of `attnlab train`: --config.FIELD=VALUE
+    comparable: bool = True  # False if sizes are matched, and its size differs by more than 5 % from the first's
 
 
-def parse(given: Sequence[str], file: str | None) -> list[Variant]:
-    """Read variants from the words of a command line and from a Python file.
-
-    Args:
-      given: "NAME: FIELD=VALUE FIELD=VALUE", quoted as in a shell.
-      file: a Python file, or the name of an experiment, with a dictionary `VARIANTS` from names to such texts, or to
-        dictionaries from fields to values. None for none.
-
-    Raises:
-      UserError: a variant without a name, a name that is given twice, a file that cannot be read.
-
-    >>> parse(["alibi: model.positions=alibi"], None)
-    [Variant(name='alibi', options=('--config.model.positions=alibi',), comparable=True)]
-    """
-    variants = [_parsed(text) for text in given]
+def parse(texts: Sequence[str], file: str | None) -> list[Variant]:
+    """Variants from texts "NAME: FIELD=VALUE FIELD=VALUE", and from the dictionary VARIANTS of a file or experiment."""
+    variants = [_parsed(text) for text in texts]
     variants += [Variant(name, _options(name, fields)) for name, fields in (_read(file) if file else {}).items()]
     names = [variant.name for variant in variants]
     if twice := [name for name in names if names.count(name) > 1]:
@@ -116,11 +92,7 @@ def config_of(options: Sequence[str], name: str = "") -> ConfigDict:
 
 
 def size(config: ConfigDict, vocab_size: int, of: str) -> float:
-    """The number of parameters of a config's model, or its FLOPs of training per token.
-
-    >>> size(configs.default(), 65, "parameters")
-    796160.0
-    """
+    """The number of parameters of a config's model, or its FLOPs of training per token."""
     config.precision = precision.resolved(config.precision)
     model = GPT.from_config(config, vocab_size)
     if of == "flops":
@@ -130,14 +102,7 @@ def size(config: ConfigDict, vocab_size: int, of: str) -> float:
 
 
 def matched(variants: Sequence[Variant], options: Sequence[str], vocab_size: int, of: str) -> list[Variant]:
-    """Variants whose widths make them as large as the first one, in steps that keep heads whole.
-
-    Args:
-      variants: at least one.
-      options: those that all share.
-      vocab_size: of the tokenizer.
-      of: "parameters" or "flops".
-    """
+    """Variants whose widths make them as large as the first variant, in steps that keep heads whole."""
     wanted = size(config_of([*options, *variants[0].options], variants[0].name), vocab_size, of)
     return [variants[0], *(_matched(variant, options, vocab_size, of, wanted) for variant in variants[1:])]
 

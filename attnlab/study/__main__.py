@@ -2,7 +2,7 @@
 
 python -m attnlab.study induction --fast
 python -m attnlab.study heads --out runs/heads
-python -m attnlab.study path/to/mine.py              # a study of your own
+python -m attnlab.study path/to/mine.py              # a study that you wrote
 python -m attnlab.study all --fast --out runs/all    # all of them, and one HTML report
 """
 

@@ -24,15 +24,10 @@ from attnlab.training import state as states
 
 
 class Size(NamedTuple):
-    """How much a study measures.
+    """How much a study measures."""
 
-    Attributes:
-      seeds: models of each kind.
-      steps: updates of each model.
-    """
-
-    seeds: int
-    steps: int
+    seeds: int  # models of each kind
+    steps: int  # updates of each model
 
 
 def fit(
@@ -46,24 +41,7 @@ def fit(
     watch: Callable | None = None,
     advance: Advance = ignore,
 ):
-    """Train with the trainer's optimizer (warm-up, cosine decay to 0, clipping) and return the parameters.
-
-    Args:
-      loss: `loss(params, batch)`, a scalar.
-      params: initial parameters.
-      batches: `batches(step)` returns the batch of a step.
-      steps: number of updates.
-      learning_rate: peak learning rate.
-      weight_decay: of kernels and embeddings.
-      watch: called as `watch(step, params, gradient)` with the values before each update.
-      advance: called after each update, to report progress.
-
-    >>> def loss(params, batch):
-    ...     return (params["kernel"] - batch) ** 2
-    >>> fitted = fit(loss, {"kernel": jnp.zeros(())}, lambda step: 3.0, 200, learning_rate=0.1)
-    >>> round(float(fitted["kernel"]), 2)
-    3.0
-    """
+    """Train with `adamw` and return the parameters; `watch(step, params, gradient)` is called before each update."""
     optimizer = adamw(steps, learning_rate, weight_decay)
     update = jax.jit(functools.partial(_update, loss, optimizer))
 
@@ -78,11 +56,7 @@ def fit(
 
 
 def adamw(steps: int, learning_rate: float, weight_decay: float = 0.0) -> optax.GradientTransformation:
-    """The trainer's optimizer: AdamW behind clipping, with a warm-up over a tenth of the steps and cosine decay to 0.
-
-    >>> adamw(100, 1e-3).init({"kernel": jnp.zeros(3)}) is not None
-    True
-    """
+    """The trainer's optimizer: AdamW behind clipping, with a warm-up over a tenth of the steps, cosine decay to 0."""
     config = default().optimizer
     config.update(learning_rate=learning_rate, weight_decay=weight_decay, warmup_steps=max(1, steps // 10), b2=0.99)
     return optimizers.make(config, steps)
@@ -101,8 +75,8 @@ def fit_seeds(
 ) -> Iterator[tuple[int, dict]]:
     """Train one model per seed, side by side, and yield the parameters of all at chosen steps.
 
-    The seeds are split over devices (the study command makes one of each CPU core), and those of a device run by
-    `vmap`. All steps between two looks are one compiled loop, which draws its own batches.
+    The seeds are split over devices (the study command makes one of each CPU core), and run side by side on a device by
+    `vmap`. All steps between two looks are one compiled loop, which draws the batches.
 
     Args:
       loss: `loss(params, batch)`, a scalar.
@@ -111,8 +85,8 @@ def fit_seeds(
       optimizer: e.g. `adamw`.
       seeds: one model each. A multiple of the number of devices keeps all of them busy.
       looks: increasing numbers of updates, the last of which ends the training; 0 gives the initial parameters.
-      devices: the local ones when None.
-      advance: called as `advance(n)` after every n updates, those of all seeds counted.
+      devices: the local devices when None.
+      advance: called as `advance(n)` after every n updates, of all seeds together.
 
     Yields:
       `(step, params)`, NumPy arrays with a leading axis for the seeds.
@@ -174,17 +148,7 @@ def _check_plan(seeds, looks) -> None:
 
 
 def next_token(model: nn.Module) -> dict[str, Callable]:
-    """The `loss` and `init` of a language model for `fit_seeds`, whose batches are tokens `[B, T + 1]`.
-
-    Args:
-      model: called with tokens `[B, T]`; returns logits `[B, T, V]`, or losses `[B, T]` if it takes `targets`.
-
-    >>> from attnlab.nn import GPT
-    >>> parts = next_token(GPT(vocab_size=8, num_layers=1, num_heads=2, width=8, context=6))
-    >>> variables = parts["init"](jax.random.key(0))
-    >>> parts["loss"](variables, jnp.zeros((2, 7), jnp.int32)).shape
-    ()
-    """
+    """The `loss` and `init` for `fit_seeds` of a language model, whose batches are tokens `[B, T + 1]`."""
 
     def loss(variables, tokens):
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
@@ -208,18 +172,12 @@ def _update(loss, optimizer, params, opt_state, batch):
 
 
 class Text(NamedTuple):
-    """A text as character tokens.
-
-    Attributes:
-      tokenizer: a character tokenizer.
-      train, validation: int32 `[length]`.
-      language: "es" if the text looks Spanish, else "en".
-    """
+    """A text as character tokens."""
 
     tokenizer: tokenizers.Tokenizer
-    train: np.ndarray
-    validation: np.ndarray
-    language: str
+    train: np.ndarray  # int32 [length]
+    validation: np.ndarray  # int32 [length]
+    language: str  # "es" if the text looks Spanish, else "en"
 
     def batches(self, context: int, batch_size: int, seed: int) -> Callable[[int], Batch]:
         """The function that returns the training batch of a step."""
@@ -241,25 +199,13 @@ class Text(NamedTuple):
 
 
 def evenly_spaced(tokens: np.ndarray, length: int, count: int) -> np.ndarray:
-    """Windows int32 `[count, length]` of a text `[N]`, N ≥ length, the first at its start and the last at its end.
-
-    >>> evenly_spaced(np.arange(10), length=4, count=3)[:, 0].tolist()
-    [0, 3, 6]
-    """
+    """Windows int32 `[count, length]` of a text `[N]`, N ≥ length, the first at its start and the last at its end."""
     starts = np.linspace(0, len(tokens) - length, count).astype(int)
     return tokens[starts[:, None] + np.arange(length)].astype(np.int32)
 
 
 def read(path: str, least: int = 1) -> Text:
-    """Read the text at `path`, or the Python language reference if `path` is empty.
-
-    Args:
-      path: of a text file.
-      least: tokens that the validation text has to have.
-
-    Raises:
-      UserError: a file that cannot be read, or is too short.
-    """
+    """The text at `path`, or the Python language reference; UserError for a validation text below `least` tokens."""
     corpus = corpora.read_text("text", path=path) if path else corpora.read_text("python_docs")
     tokenizer = tokenizers.make("char", corpus.text)
     train, validation = tokenizer.encode(corpus.train), tokenizer.encode(corpus.validation)

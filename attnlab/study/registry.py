@@ -1,4 +1,4 @@
-"""The studies by name, and those of users by their file."""
+"""The studies: attnlab's by name, users' by file."""
 
 import importlib.util
 import sys
@@ -16,16 +16,12 @@ PARTS = {"measure": "options", "judge": "rows", "draw": "rows"}
 
 
 def name_of(study: str) -> str:
-    """The name of a study, of which its files are named: a file's is its stem.
-
-    >>> name_of("scaling"), name_of("studies/mine.py")
-    ('scaling', 'mine')
-    """
+    """The name of a study, which its output files have: the stem of its file."""
     return Path(study).stem if is_file(study) else study
 
 
 def is_file(study: str) -> bool:
-    """Whether a study is given by its file."""
+    """Whether a study is named by its file."""
     return study.endswith(".py")
 
 
@@ -82,27 +78,16 @@ def _expected() -> str:
 
 
 def blame(error: Exception, path: Path) -> str:
-    """An error that a user's study raised, in one line, with the line of the study.
-
-    >>> blame(ValueError("no"), Path("mine.py"))
-    'mine.py: ValueError: no'
-    """
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if _same(frame.filename, path)]
+    """An error that a user's study raised, in one line, with the line of the study."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
     line = error.lineno if isinstance(error, SyntaxError) and error.lineno else lines[-1] if lines else None
     message = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
     return f"{path}{f', line {line}' if line else ''}: {type(error).__name__}: {message}"
 
 
-def _same(filename: str, path: Path) -> bool:
-    return Path(filename).resolve() == path.resolve()
-
-
 def reads_text(study: ModuleType) -> bool:
-    """Whether a study trains on a text, and so takes `--path`.
-
-    >>> reads_text(load("heads")), reads_text(load("scaling"))
-    (True, False)
-    """
+    """Whether a study trains on a text, and so takes `--path`."""
     return getattr(study, "READS_TEXT", False)
 
 

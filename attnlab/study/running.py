@@ -1,4 +1,4 @@
-"""One study, run into a folder of its own."""
+"""One study, run into a folder."""
 
 import contextlib
 import dataclasses
@@ -33,49 +33,27 @@ RESULT = "result.json"
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The verdict of a study and the facts of its run, beside its rows and its figure; kept as `result.json`.
-
-    Attributes:
-      name: of the study.
-      claim: the first line of its docstring.
-      setup: the rest of the docstring.
-      fast: whether it ran with --fast.
-      path: the text it ran on, "" for the default one.
-      held: whether the claim held.
-      parts: for each part of the claim, whether it held, and the measurement.
-      quoted: numbers of the paper beside ours.
-      seeds: number of seeds; 0 where the rows name none.
-      rows: number of rows.
-      seconds: the time it took.
-      date: of the run.
-      machine: the processor or accelerator, and the number of devices.
-      versions: of attnlab and what it builds on.
-      caption: of the figure, the docstring of `draw`.
-    """
+    """The verdict of a study, beside its rows and its figure; kept as `result.json`."""
 
     name: str
-    claim: str
-    setup: str
+    claim: str  # the first line of the docstring
+    setup: str  # the rest of it
     fast: bool
-    path: str
+    path: str  # the text that the study ran on, "" for the default text
     held: bool
-    parts: list
-    quoted: list
-    seeds: int
+    parts: list  # of the claim: whether each held, and the measurement
+    quoted: list  # numbers of the paper beside ours
+    seeds: int  # 0 where the rows name none
     rows: int
     seconds: float
     date: str
-    machine: str
-    versions: dict
-    caption: str = ""
+    machine: str  # the processor or accelerator, and the number of devices
+    versions: dict  # of packages
+    caption: str = ""  # the docstring of `draw`
 
     @classmethod
     def read(cls, folder: Path, file: str = RESULT) -> "Result | None":
-        """Read the result in a folder; None where there is none.
-
-        Raises:
-          UserError: the file holds something else.
-        """
+        """Read the result in a folder; None where there is none, UserError where the file holds something else."""
         try:
             return cls(**json.loads((folder / file).read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -153,11 +131,7 @@ def _measure(study: ModuleType, name: str, values) -> _Measured:
 
 
 def beside(quoted: Quoted) -> str:
-    """A number of a paper beside ours, in one line.
-
-    >>> beside(Quoted("accuracy", "0.91", "0.93", "Vaswani et al. 2017, table 2"))
-    '  paper   accuracy: 0.93 (Vaswani et al. 2017, table 2); here 0.91'
-    """
+    """A number of a paper beside ours, in one line."""
     return f"  paper   {quoted.what}: {quoted.theirs} ({quoted.source}); here {quoted.ours}"
 
 
