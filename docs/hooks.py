@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import lessons  # noqa: E402  (beside this file)
 
+from attnlab.config import OPTIONS  # noqa: E402
 from attnlab.study import registry  # noqa: E402
 from attnlab.study.running import Result  # noqa: E402
 
@@ -30,7 +31,8 @@ _PAGES = {  # where the site shows what the README links to outside docs/
     "notebooks": "tutorials/index.md",
 }
 _STUDY = re.compile(r"^\{\{ study (\w+) \}\}$", re.MULTILINE)
-_STUDIES = re.compile(r"^\{\{ studies (\w+) \}\}$", re.MULTILINE)
+_STUDIES = re.compile(r"^\{\{ studies ([\w ]+) \}\}$", re.MULTILINE)
+_OPTIONS = re.compile(r"^\{\{ options \}\}$", re.MULTILINE)
 
 
 def on_files(files, config):
@@ -48,8 +50,9 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Replaces `{{ study NAME }}` by its claim, figure and verdict, `{{ studies GROUP }}` by a table of them."""
-    markdown = _STUDIES.sub(lambda found: _studies(getattr(registry, found[1].upper())), markdown)
+    """Replaces `{{ study NAME }}` `{{ studies NAME … }}` and `{{ options }}`."""
+    markdown = _STUDIES.sub(lambda found: _studies(found[1].split()), markdown)
+    markdown = _OPTIONS.sub(lambda found: _options(), markdown)
     return _STUDY.sub(lambda found: _study(found[1]), markdown)
 
 
@@ -115,6 +118,16 @@ def _result(name: str) -> Result:
     if result is None or result.claim != registry.claim(registry.load(name)):
         raise PluginError(f"docs/images/studies/{name}.json is missing, or of another claim: run `make figures`")
     return result
+
+
+def _options() -> str:
+    """The table of all config fields."""
+    rows = ["| field | default | meaning |", "|---|---|---|"]
+    for name, each in OPTIONS.items():
+        default = "" if each.default == "" else f"`{each.default}`"
+        choices = f" ({', '.join(f'`{choice}`' for choice in each.choices)})" if each.choices else ""
+        rows.append(f"| `{name}` | {default} | {_cell(each.doc)}{choices} |")
+    return "\n".join(rows)
 
 
 def _studies(names) -> str:

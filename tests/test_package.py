@@ -252,3 +252,12 @@ def test_package_is_typed_and_has_no_namespace_packages():
     assert all((path.parent / "__init__.py").exists() for path in PACKAGE.rglob("*.py")), "a folder without __init__.py"
     assert (PACKAGE / "py.typed").exists()
     assert json.loads(json.dumps(attnlab.__all__)) == sorted(attnlab.__all__)
+
+
+def test_layout_in_the_documentation_is_the_tree():
+    lines = "".join(blocks(REPOSITORY / "docs" / "development.md", "text")).splitlines()
+    documented = {line.split()[0] for line in lines}
+    folders = {f"attnlab/{path.parent.name}" for path in PACKAGE.glob("*/__init__.py")} | {"attnlab/*.py"}
+    tracked = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True).stdout.splitlines()
+    outside = {path.split("/")[0] for path in tracked if "/" in path and not path.startswith(".")} - {"attnlab"}
+    assert documented == folders | outside
