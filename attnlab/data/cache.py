@@ -19,7 +19,6 @@ def folder() -> Path | None:
 
 
 def digest(value) -> str:
-    """The sha256 of a JSON value."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 

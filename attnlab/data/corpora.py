@@ -280,17 +280,8 @@ def _scanned(name: str, called: str, source: Source, validation_fraction: float,
     cut = int(scan.characters * (1 - validation_fraction))
     if scan.held_out is not None:
         cut = scan.characters - scan.held_out
-    return Corpus(
-        name,
-        scan.sha256,
-        scan.characters,
-        scan.bytes,
-        scan.documents,
-        scan.documents_sha256,
-        cut,
-        scan.alphabet,
-        source,
-    )
+    facts = {field: value for field, value in scan._asdict().items() if field != "held_out"}
+    return Corpus(name, train_characters=cut, source=source, **facts)
 
 
 def _scan(name: str, source: Source, signature: list | None, quiet: bool) -> _Scan:

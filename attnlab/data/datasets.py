@@ -36,7 +36,6 @@ class Dataset(NamedTuple):
     separator: str
 
     def signature(self) -> list | None:
-        """Feature, splits, and the path, size, time and inode of each file."""
         folder = os.fspath(self.builder.data_dir)
         if "://" in folder:
             return None

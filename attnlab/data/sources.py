@@ -40,19 +40,20 @@ class Source(Protocol):
 
 
 class Files(NamedTuple):
-    """Files of one kind of `READERS`; `feature` is the field, column or feature with the text."""
+    """Files of one kind, "text" or of `READERS`; `feature` is the field, column or feature with the text."""
 
     kind: str
     paths: tuple[str, ...]
     feature: str
 
     def signature(self) -> list | None:
-        """Kind, feature, and the path, size, time and inode of each file."""
         return [self.kind, self.feature, stamps(self.paths)]
 
     def pieces(self) -> Iterator[Piece]:
-        """The text."""
-        return READERS[self.kind](self.paths, self.feature)
+        if self.kind == "text":
+            return _text_files(self.paths)
+        read = READERS[self.kind]
+        return joined(itertools.chain.from_iterable(read(path, self.feature) for path in self.paths))
 
 
 def find(path: str, feature: str = "") -> Files:
@@ -114,7 +115,7 @@ def _kind(path: str) -> str:
     return {".jsonl": "JSONL", ".ndjson": "JSONL", ".parquet": "Parquet"}.get(suffix, "text")
 
 
-def _text_files(paths: tuple[str, ...], _: str) -> Iterator[Piece]:
+def _text_files(paths: tuple[str, ...]) -> Iterator[Piece]:
     """One document per file, with a newline at its end if it has none and is not the last."""
     for path in paths:
         end = ""
@@ -133,22 +134,14 @@ def _text_file(path: str) -> Iterator[str]:
             try:
                 text, used = codecs.utf_8_decode(data, "strict", not read)
             except UnicodeDecodeError as error:
-                raise not_utf8(path, offset + error.start, data[error.start]) from error
+                where = f"byte {offset + error.start} is 0x{data[error.start]:02x}"
+                raise UserError(
+                    f"{path} is not UTF-8 ({where}): convert it first, e.g. iconv -f latin1 -t utf-8"
+                ) from error
             yield text.removeprefix("\ufeff") if first and text else text
             first, offset, rest = first and not text, offset + used, data[used:]
             if not read:
                 return
-
-
-def not_utf8(path, byte: int, value: int) -> UserError:
-    """The error for bytes that are not UTF-8."""
-    return UserError(
-        f"{path} is not UTF-8 (byte {byte} is 0x{value:02x}): convert it first, e.g. iconv -f latin1 -t utf-8"
-    )
-
-
-def _jsonl_files(paths: tuple[str, ...], feature: str) -> Iterator[Piece]:
-    return joined(itertools.chain.from_iterable(_jsonl_file(path, feature) for path in paths))
 
 
 def _jsonl_file(path: str, feature: str) -> Iterator[str]:
@@ -170,10 +163,6 @@ def _jsonl_file(path: str, feature: str) -> Iterator[str]:
             if feature not in record:
                 raise _no_feature(where, "field", feature, record)
             yield _checked(record[feature], where, feature)
-
-
-def _parquet_files(paths: tuple[str, ...], feature: str) -> Iterator[Piece]:
-    return joined(itertools.chain.from_iterable(_parquet_file(path, feature) for path in paths))
 
 
 def _parquet_file(path: str, feature: str) -> Iterator[str]:
@@ -199,10 +188,6 @@ def _parquet_file(path: str, feature: str) -> Iterator[str]:
     except (pyarrow.ArrowException, ValueError) as error:
         first = str(error).splitlines()[0]
         raise UserError(f"{path} is not a Parquet file that pyarrow reads ({first}): write it again") from error
-
-
-def _array_record_files(paths: tuple[str, ...], feature: str) -> Iterator[Piece]:
-    return joined(itertools.chain.from_iterable(_array_record_file(path, feature) for path in paths))
 
 
 def _array_record_file(path: str, feature: str) -> Iterator[str]:
@@ -279,9 +264,4 @@ def _checked(value, where: str, feature: str) -> str:
     return value
 
 
-READERS = {
-    "text": _text_files,
-    "JSONL": _jsonl_files,
-    "Parquet": _parquet_files,
-    "array_record": _array_record_files,
-}
+READERS = {"JSONL": _jsonl_file, "Parquet": _parquet_file, "array_record": _array_record_file}

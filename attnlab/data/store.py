@@ -279,7 +279,7 @@ def _write_shards(partial, finished, corpus, tokenizer, packing, progress) -> li
             units = _counted((unit for _, unit in group), progress)
             if name not in finished:
                 finished[name] = _write_shard(partial, name, units)
-            elif _text_digest(units) != finished[name]["text_sha256"]:
+            elif hashlib.sha256(b"".join(u.text_sha256 for u in units)).hexdigest() != finished[name]["text_sha256"]:
                 raise TextChangedError(f"{corpus.name} changed while it was read: run the command again")
             shards.append(finished[name])
     return shards
@@ -293,13 +293,6 @@ def _counted(units: Iterable["_Encoded"], progress: Progress) -> Iterator["_Enco
     for unit in units:
         progress.advance(unit.bytes)
         yield unit
-
-
-def _text_digest(units: Iterable["_Encoded"]) -> str:
-    digest = hashlib.sha256()
-    for unit in units:
-        digest.update(unit.text_sha256)
-    return digest.hexdigest()
 
 
 def _in_order(pool: concurrent.futures.Executor, function: Callable, jobs: Iterable, ahead: int) -> Iterator:

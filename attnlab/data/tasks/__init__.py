@@ -1,7 +1,8 @@
 """Synthetic tasks with a known answer.
 
 A batch is a pure function of the step and the seed, and can be traced, except `pairs`: a compiled loop draws batches
-itself, and `vmap` over seeds draws them for several runs. Studies train on steps below `TEST`.
+itself, and `vmap` over seeds draws them for several runs. Studies train on steps below `TEST`. `batch_size` is B and
+`length` is T.
 """
 
 from attnlab.data.tasks.alignments import KINDS, Pairs, pairs

@@ -10,21 +10,13 @@ HELD_OUT = 10  # sources whose symbols sum to a multiple of it are held out of t
 
 
 class Pairs(NamedTuple):
-    """Sources and their targets.
+    """Sources and their targets."""
 
-    Attributes:
-      source: int32 `[B, S]`, symbols from 1, padded with 0.
-      lengths: int32 `[B]`, the number of symbols of each source.
-      inputs: int32 `[B, S + 1]`, the token before each output, starting with 0.
-      targets: int32 `[B, S + 1]`, the outputs: the symbols, then 0.
-      alignment: int32 `[B, S + 1]`, index of the source symbol of each output; −1 for none.
-    """
-
-    source: np.ndarray
-    lengths: np.ndarray
-    inputs: np.ndarray
-    targets: np.ndarray
-    alignment: np.ndarray
+    source: np.ndarray  # int32 [B, S], symbols from 1, padded with 0
+    lengths: np.ndarray  # int32 [B], the number of symbols of each source
+    inputs: np.ndarray  # int32 [B, S + 1], the token before each output, starting with 0
+    targets: np.ndarray  # int32 [B, S + 1], the outputs: the symbols, then 0
+    alignment: np.ndarray  # int32 [B, S + 1], index of the source symbol of each output; −1 for none
 
 
 def pairs(
@@ -41,12 +33,9 @@ def pairs(
 
     Args:
       kind: "copy" or "reverse".
-      step: training step.
-      batch_size: B.
       lengths: possible source lengths; S is the largest.
       vocab_size: symbols are 1 … vocab_size − 1.
       held_out: draw only sources whose symbols sum to a multiple of ten; otherwise, only the others.
-      seed: random seed.
     """
     if kind not in KINDS:
         raise ValueError(f"kind = {kind!r}: expected one of {', '.join(KINDS)}")

@@ -15,17 +15,12 @@ BLANK = 0
 
 
 class Recall(NamedTuple):
-    """Sequences of multi-query associative recall.
+    """Sequences of multi-query associative recall."""
 
-    Attributes:
-      tokens: int32 `[B, 3·P]`: n pairs key, value, key, value, … after 2·(P − n) zeros, then P queried keys.
-      targets: int32 `[B, P]`, the value of each of the last P tokens.
-      pairs: int32 `[B]`, n.
-    """
-
+    # int32 [B, 3·P]: n pairs key, value, key, value, … after 2·(P − n) zeros, then P queried keys
     tokens: Int[Array, "B T"]
-    targets: Int[Array, "B P"]
-    pairs: Int[Array, " B"]
+    targets: Int[Array, "B P"]  # int32 [B, P], the value of each of the last P tokens
+    pairs: Int[Array, " B"]  # int32 [B], n
 
 
 def recall(step: Number, *, batch_size: int, pairs: Sequence[int], vocab_size: int = 256, seed: Number = 0) -> Recall:
@@ -34,11 +29,8 @@ def recall(step: Number, *, batch_size: int, pairs: Sequence[int], vocab_size: i
     Keys and values of a sequence are distinct. The queries go through all keys in random order, then repeat them.
 
     Args:
-      step: training step.
-      batch_size: B.
       pairs: possible numbers of pairs of a sequence; P is the largest.
       vocab_size: V; keys are 1 … h, values h + 1 … 2·h, where h = (V − 1) // 2.
-      seed: random seed.
     """
     pairs = tuple(pairs)
     if not pairs or min(pairs) < 1:

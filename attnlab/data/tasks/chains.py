@@ -14,15 +14,10 @@ BALANCING = 30  # rounds: the columns of most matrices then sum to 1 within roun
 
 
 class Chains(NamedTuple):
-    """Sequences of Markov chains.
+    """Sequences of Markov chains."""
 
-    Attributes:
-      tokens: int32 `[B, T]`, the states.
-      transitions: float32 `[B, S, S]`, the probabilities of the next state (last axis) by state.
-    """
-
-    tokens: Int[Array, "B T"]
-    transitions: Float[Array, "B S S"]
+    tokens: Int[Array, "B T"]  # int32 [B, T], the states
+    transitions: Float[Array, "B S S"]  # float32 [B, S, S], the probabilities of the next state (last axis) by state
 
 
 def chains(
@@ -40,13 +35,9 @@ def chains(
     probability that j follows i is (count of i j + 1) / (count of i + S), over the previous pairs.
 
     Args:
-      step: training step.
-      batch_size: B.
-      length: T.
       states: S.
       doubly_stochastic: scale the columns to sum to 1 as well: all states are then equally frequent in the long run,
         and counts of single states predict nothing.
-      seed: random seed.
     """
     if min(batch_size, length) < 1 or states < 2:
         sizes = f"batch_size = {batch_size}, length = {length} and states = {states}"
@@ -93,13 +84,9 @@ def backcopy(
     before it is repeated; after any other token follows the next of a Markov chain, `backcopy_chain`.
 
     Args:
-      step: training step.
-      batch_size: B.
-      length: T.
       vocab_size: tokens are 0 … vocab_size − 1.
       triggers: number of trigger tokens.
       rate: probability that a trigger follows another token.
-      seed: random seed, also of the chain.
     """
     if min(batch_size, length, triggers) < 1 or vocab_size < triggers + 3 or not 0 < rate < 1:
         sizes = f"batch_size = {batch_size}, length = {length}, vocab_size = {vocab_size}, triggers = {triggers}"

@@ -16,17 +16,13 @@ END, START, SEPARATOR, SYMBOLS = 0, 1, 2, 3  # symbols are from 3 on
 
 
 class Copies(NamedTuple):
-    """Sequences with a source and its copy.
+    """Sequences with a source and its copy."""
 
-    Attributes:
-      tokens: int32 `[B, 2·S + 2]`: 1, the n symbols of the source, 2, the n symbols of the copy; padded with 0.
-      targets: int32 `[B, 2·S + 2]`: from the 2 on the next symbol of the copy, then 0 for the end; −1 elsewhere.
-      lengths: int32 `[B]`, n.
-    """
-
+    # int32 [B, 2·S + 2]: 1, the n symbols of the source, 2, the n symbols of the copy; padded with 0
     tokens: Int[Array, "B T"]
+    # int32 [B, 2·S + 2]: from the 2 on the next symbol of the copy, then 0 for the end; −1 elsewhere
     targets: Int[Array, "B T"]
-    lengths: Int[Array, "B"]
+    lengths: Int[Array, "B"]  # int32 [B], n
 
 
 def copies(
@@ -36,11 +32,8 @@ def copies(
 
     Args:
       kind: "copy" or "reverse".
-      step: training step.
-      batch_size: B.
       lengths: possible lengths of the source; S is the largest.
       vocab_size: V; symbols are 3 … V − 1.
-      seed: random seed.
     """
     if kind not in KINDS:
         raise ValueError(f"kind = {kind!r}: expected one of {', '.join(KINDS)}")

@@ -10,5 +10,4 @@ Number = int | Integer[Array, ""]  # may be traced
 
 
 def key_of(step: Number, seed: Number) -> Array:
-    """The key of a step and a seed."""
     return jax.random.fold_in(jax.random.key(seed), step)

@@ -12,15 +12,10 @@ from attnlab.types import Array
 
 
 class Sums(NamedTuple):
-    """Pairs and their sums.
+    """Pairs and their sums."""
 
-    Attributes:
-      tokens: int32 `[N, 3]`: a, b, and p for "=".
-      targets: int32 `[N]`, (a + b) mod p.
-    """
-
-    tokens: Int[Array, "N 3"]
-    targets: Int[Array, " N"]
+    tokens: Int[Array, "N 3"]  # int32 [N, 3]: a, b, and p for "="
+    targets: Int[Array, " N"]  # int32 [N], (a + b) mod p
 
 
 def modular_sums(p: int, *, train: float, seed: Number = 0) -> tuple[Sums, Sums]:
@@ -29,7 +24,6 @@ def modular_sums(p: int, *, train: float, seed: Number = 0) -> tuple[Sums, Sums]
     Args:
       p: the modulus.
       train: share of the pairs in the first part.
-      seed: random seed; may be traced.
 
     Returns:
       The pairs for training, and the held-out pairs.

@@ -12,28 +12,19 @@ from attnlab.types import Array
 
 
 class Regressions(NamedTuple):
-    """Linear regression tasks, each with a query.
+    """Linear regression tasks, each with a query."""
 
-    Attributes:
-      tokens: float32 `[B, N + 1, F + 1]`, the points (x_i, y_i), then the query (x, 0).
-      targets: float32 `[B]`, w·x of the query.
-      weights: float32 `[B, F]`, w of each task.
-    """
-
-    tokens: Float[Array, "B T F1"]
-    targets: Float[Array, " B"]
-    weights: Float[Array, "B F"]
+    tokens: Float[Array, "B T F1"]  # float32 [B, N + 1, F + 1], the points (x_i, y_i), then the query (x, 0)
+    targets: Float[Array, " B"]  # float32 [B], w·x of the query
+    weights: Float[Array, "B F"]  # float32 [B, F], w of each task
 
 
 def regressions(step: Number, *, batch_size: int, points: int = 10, inputs: int = 10, seed: Number = 0) -> Regressions:
     """Draw linear regression tasks (von Oswald et al. 2023, section 3): x uniform in (−1, 1), w normal, y = w·x.
 
     Args:
-      step: training step.
-      batch_size: B.
       points: N, points in the context.
       inputs: F, size of x.
-      seed: random seed.
     """
     if min(batch_size, points, inputs) < 1:
         sizes = f"batch_size = {batch_size}, points = {points} and inputs = {inputs}"

@@ -26,12 +26,8 @@ def repeats(
     as induction heads do (Olsson et al. 2022). With a common period, attention to a fixed distance would suffice.
 
     Args:
-      step: training step.
-      batch_size: B.
-      length: T.
       vocab_size: tokens are 0 … vocab_size − 1.
       periods: possible periods; None for length // 4 … length // 2.
-      seed: random seed.
     """
     periods = tuple(range(max(1, length // 4), max(1, length // 2) + 1) if periods is None else periods)
     if not len(periods) or min(periods) < 1:

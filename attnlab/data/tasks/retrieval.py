@@ -12,21 +12,13 @@ from attnlab.types import Array
 
 
 class Items(NamedTuple):
-    """Sets of items, each with a value and a class.
+    """Sets of items, each with a value and a class."""
 
-    Attributes:
-      values: float32 `[B, N]`, in [0, 1).
-      classes: int32 `[B, N]`.
-      real: bool `[B, N]`, False where a set is shorter than N.
-      largest: int32 `[B]`, index of the item of largest value.
-      targets: int32 `[B]`, the class of that item.
-    """
-
-    values: Float[Array, "B N"]
-    classes: Int[Array, "B N"]
-    real: Bool[Array, "B N"]
-    largest: Int[Array, " B"]
-    targets: Int[Array, " B"]
+    values: Float[Array, "B N"]  # float32 [B, N], in [0, 1)
+    classes: Int[Array, "B N"]  # int32 [B, N]
+    real: Bool[Array, "B N"]  # bool [B, N], False where a set is shorter than N
+    largest: Int[Array, " B"]  # int32 [B], index of the item of largest value
+    targets: Int[Array, " B"]  # int32 [B], the class of that item
 
 
 def largest_of(
@@ -35,12 +27,9 @@ def largest_of(
     """Draw sets of items with uniform values; targets are classes of the largest (Veličković et al. 2024, section 3).
 
     Args:
-      step: training step.
-      batch_size: B.
       items: N, the most items of a set.
       fewest: the fewest, with set sizes uniform between both; None for N.
       classes: number of classes.
-      seed: random seed.
     """
     fewest = items if fewest is None else fewest
     if min(batch_size, items, classes) < 1:
