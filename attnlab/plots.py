@@ -137,14 +137,7 @@ def heads(
         return finished(figure, title)
 
 
-def atlas(
-    patterns,
-    title: str,
-    *,
-    causal: bool = False,
-    layers: Sequence[str] = (),
-    label: str = "weight",
-) -> Figure:
+def atlas(patterns, title: str, *, causal: bool = False, layers: Sequence[str] = (), label: str = "weight") -> Figure:
     """All heads of a model as thumbnails: one row per layer, one column per head, on a common colour scale.
 
     Colours follow the square root of the weights, which separates small weights from zero. In long sequences, a pixel

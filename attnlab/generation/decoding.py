@@ -140,8 +140,7 @@ def decode(
     (9, (2,), True)
     """
     if jax.default_backend() == "cpu" and model.dtype == jnp.bfloat16:
-        # A step takes as long as reading the parameters, which are float32.
-        model = model.clone(dtype=jnp.float32)
+        model = model.clone(dtype=jnp.float32)  # the time of a step is the time to read the float32 parameters
     params = unstack_layers(params)
     options = Options(draw, tuple(end), min(draft, model.context - 1))
     texts = [np.asarray(prompt).tolist() for prompt in prompts for _ in range(num_samples)]

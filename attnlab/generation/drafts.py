@@ -23,7 +23,6 @@ class Lookup(NamedTuple):
 
     @classmethod
     def of(cls, texts: list[list[int]]) -> "Lookup":
-        """The last tokens of each text."""
         rows = [[-1] * (RECENT - len(text)) + text[-RECENT:] for text in texts]
         return cls(np.array(rows, np.int32), np.full(len(texts), SHORTEST, np.int32))
 

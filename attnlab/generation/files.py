@@ -57,7 +57,6 @@ class Records:
         self._file.seek(0, os.SEEK_END)
 
     def write(self, *records: dict) -> None:
-        """Append records, each as a line."""
         text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         self._file.write(text.encode("utf-8", errors="replace"))
         self._file.flush()

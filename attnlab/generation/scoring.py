@@ -71,8 +71,8 @@ def score(run, texts: Sequence[str], *, batch_size: int = 8) -> list[Score]:
 def _score(text: str, length: int, logprobs: np.ndarray) -> Score:
     nats, tokens = -float(logprobs.sum(dtype=np.float64)), len(logprobs)
     mean = nats / tokens if tokens else math.nan
-    size = len(text.encode())
-    return Score(nats, tokens, mean, mean * length / size / math.log(2) if tokens else math.nan, logprobs)
+    bits_per_byte = mean * length / len(text.encode()) / math.log(2) if tokens else math.nan
+    return Score(nats, tokens, mean, bits_per_byte, logprobs)
 
 
 def logprobs(model: GPT, params, texts: Sequence[np.ndarray], *, batch_size: int = 8) -> list[np.ndarray]:

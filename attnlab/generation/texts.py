@@ -74,20 +74,11 @@ def complete(
     draw = draw._replace(vocab_size=draw.vocab_size or tokenizer.vocab_size)
     ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
     at_once = max(1, batch_size // num_samples)
+    options = {"draw": draw, "seed": seed, "num_samples": num_samples, "end": end, "draft": draft}
     for first in range(0, len(prompts), at_once):
-        steps = decode(
-            run.model,
-            run.params,
-            ids[first : first + at_once],
-            max_tokens,
-            draw=draw,
-            seed=seed,
-            num_samples=num_samples,
-            end=end,
-            stop=stops.after if stop else None,
-            draft=draft,
-        )
-        drawn = [Drawn() for _ in range(len(ids[first : first + at_once]) * num_samples)]
+        batch = ids[first : first + at_once]
+        steps = decode(run.model, run.params, batch, max_tokens, stop=stops.after if stop else None, **options)
+        drawn = [Drawn() for _ in range(len(batch) * num_samples)]
         for _ in recorded(steps, drawn):
             pass
         for row, text in enumerate(drawn):

@@ -1,4 +1,4 @@
-"""The operator as the attention function of Flax's own layers."""
+"""The operator as the attention function of Flax's layers."""
 
 from collections.abc import Callable
 
@@ -139,10 +139,10 @@ def _join(terms, query, key, bias, mask, is_causal) -> dict:
         mods = terms["score_mod"] if isinstance(terms["score_mod"], tuple) else (terms["score_mod"],)
         positional = {"mask": (terms["mask"], mask), "is_causal": (causal,), "score_mod": mods}
         _require_positions(positional, q_length, key.shape[-3])
-    return terms | {
-        "mask": join(terms["mask"], causal, _as_mask(mask, scores)),
-        "bias": None if bias is None else _as_bias(bias, scores),
-    }
+    if bias is not None:
+        bias = _aligned("bias", jnp.asarray(bias), scores)
+        bias = jnp.broadcast_to(bias, (*bias.shape[:-1], scores[-1]))
+    return terms | {"mask": join(terms["mask"], causal, _as_mask(mask, scores)), "bias": bias}
 
 
 def _require_positions(named, q_length, kv_length) -> None:
@@ -169,11 +169,6 @@ def _as_mask(mask, scores) -> Mask | None:
         ids = jnp.broadcast_to(visible[..., 0, :], (*axes, kv_length)).reshape(*axes[:-1], kv_length)
         return Segments(jnp.ones(q_length, jnp.int32), ids.astype(jnp.int32))
     return Dense(jnp.broadcast_to(visible, (*axes, q_length, kv_length)))
-
-
-def _as_bias(bias, scores):
-    bias = _aligned("bias", jnp.asarray(bias), scores)
-    return jnp.broadcast_to(bias, (*bias.shape[:-1], scores[-1]))
 
 
 def _aligned(name, array, scores):

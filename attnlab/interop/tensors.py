@@ -227,7 +227,6 @@ def check(params, shapes, model: str) -> None:
 
 
 def shapes_of(module, *inputs):
-    """Tree of the shapes of a module's parameters."""
     return jax.eval_shape(module.init, jax.random.key(0), *inputs)["params"]
 
 
@@ -254,7 +253,6 @@ def as_torch(state: Mapping[str, np.ndarray], caller: str) -> dict:
 
 
 def import_torch(caller: str):
-    """The module torch; UserError if it is not installed."""
     try:
         import torch
     except ImportError as error:

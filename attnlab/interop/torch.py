@@ -164,11 +164,9 @@ def to_nanogpt(model: GPT, params) -> dict:
 
 
 def _equivalent(source) -> _Equivalent:
-    torch = tensors.import_torch("from_torch")
-    for kind, describe in (
-        (torch.nn.MultiheadAttention, _multihead_attention),
-        (torch.nn.TransformerEncoderLayer, _encoder_layer),
-    ):
+    layers = tensors.import_torch("from_torch").nn
+    known = {layers.MultiheadAttention: _multihead_attention, layers.TransformerEncoderLayer: _encoder_layer}
+    for kind, describe in known.items():
         if isinstance(source, kind):
             if type(source).forward is not kind.forward:
                 raise UserError(
@@ -226,8 +224,7 @@ def _encoder_layer(source) -> _Equivalent:
     if rates[0] != rates[1]:
         raise UserError(f"TransformerEncoderLayer has the dropout rates {rates}: expected one rate")
     attention = _multihead_attention(source.self_attn, "self_attn.", "attention/")
-    width, hidden = source.linear1.in_features, source.linear1.out_features
-    use_bias = source.linear1.bias is not None
+    width, hidden, use_bias = source.linear1.in_features, source.linear1.out_features, source.linear1.bias is not None
     mlp = Mlp(hidden, _activation(source.activation), use_bias=use_bias)
     module = Block(
         attention.module,
