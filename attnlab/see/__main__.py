@@ -58,9 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 def _define(values, argv):
     flags.DEFINE_string("workdir", None, "folder of the run, or of a Hugging Face model", flag_values=values)
     flags.DEFINE_multi_string("prompt", None, "a text to show", flag_values=values)
-    flags.DEFINE_string(
-        "checkpoints", "latest", "latest, best, or steps separated by commas; all: those there are", flag_values=values
-    )
+    flags.DEFINE_string("checkpoints", "latest", "latest, best, all, or steps separated by commas", flag_values=values)
     flags.DEFINE_string("out", None, "the page; see.html in the workdir when absent", flag_values=values)
     longest = f"most tokens of a prompt; the model's context, up to {LONGEST}, when absent"
     flags.DEFINE_integer("length", None, longest, flag_values=values)
@@ -114,11 +112,10 @@ def _checked_out(name: str | None, workdir: Path) -> Path:
 
 
 def _peek(workdir: Path):
-    """Model, tokenizer and config of a GPT's run."""
-    if not huggingface.is_hf(workdir) and (own := read_config(workdir).get("user_defined", {}).get("model")):
+    if not huggingface.is_hf(workdir) and (other := read_config(workdir).get("user_defined", {}).get("model")):
         raise UserError(
-            f"{workdir} holds a run of a {own}, and the command shows GPTs alone: in Python, use attnlab.load("
-            f"workdir, model={own}(…)) with attnlab.see.capture and attnlab.see.page"
+            f"{workdir} holds a run of a {other}, and the command supports only GPTs: in Python, use attnlab.load("
+            f"workdir, model={other}(…)) with attnlab.see.capture and attnlab.see.page"
         )
     model, tokenizer, config = peek(workdir)
     if tokenizer is None:
@@ -143,8 +140,8 @@ def _steps(checkpoints: str, workdir: Path, config: ConfigDict) -> list[int | No
     if checkpoints == "all":
         if len(steps) == 1:
             raise UserError(
-                f"--checkpoints=all: {workdir} has one checkpoint alone, of step {steps[0]}: train with "
-                "--config.checkpoint.history=20 to keep some of the whole run, or leave it out"
+                f"--checkpoints=all: {workdir} has only the checkpoint of step {steps[0]}: train with "
+                "--config.checkpoint.history=20 to keep more, or omit --checkpoints"
             )
         return steps
     known = {str(step): step for step in steps} | {"latest": steps[-1]}
@@ -175,7 +172,7 @@ def _subject(values, workdir: Path, model: GPT, tokenizer, config: ConfigDict) -
     prompts = [_encoded(text, tokenizer, length, model.context) for text in texts]
     windows = None if huggingface.is_hf(workdir) else _windows(workdir, config, length, values.text, bool(prompts))
     if windows is None and not prompts:
-        raise UserError(f'{workdir} is a Hugging Face model, without a text of its own: give --prompt="…"')
+        raise UserError(f'{workdir} is a Hugging Face model, which has no text: give --prompt="…"')
     prompts = prompts or [windows[0, :-1]]
     repeated = np.asarray(tasks.repeats(0, batch_size=SEQUENCES, length=length, vocab_size=tokenizer.vocab_size))
     if windows is None:
@@ -315,7 +312,6 @@ def _step(step: int | None) -> str:
 
 
 def _summary(step: int | None, found: Findings, measured_on: str) -> str:
-    """The highest head of each kind, and the head with the largest effect."""
     lines = [f"\nhighest heads of {_step(step)}:", *map(str, found.scores)]
     if found.effects is not None:
         change = found.effects.change

@@ -31,7 +31,6 @@ def sites(model, variables, *args, **kwargs) -> Sites:
     Raises:
       ValueError: the model has no attention, or has it within `nn.scan` without the collections of `attnlab.see`.
 
-    >>> from attnlab.nn import GPT
     >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3]])
     >>> found = sites(model, model.init(jax.random.key(0), tokens), tokens)
@@ -72,7 +71,6 @@ def capture(
     Raises:
       ValueError: as for `sites`; an unknown name or path, with the nearest one.
 
-    >>> from attnlab.nn import GPT
     >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3]])
     >>> run = capture(model, model.init(jax.random.key(0), tokens), tokens, want=("pattern", "out"))
@@ -109,8 +107,6 @@ def edited(
     Raises:
       ValueError: as for `capture`; a site that the model does not have, with the nearest one.
 
-    >>> from attnlab.see import Zero
-    >>> from attnlab.nn import GPT
     >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3]])
     >>> params = model.init(jax.random.key(0), tokens)

@@ -46,7 +46,6 @@ def ablate(
     Raises:
       ValueError: as for `capture`; an unknown `how`, a metric that is not a number, layers that differ in heads.
 
-    >>> from attnlab.nn import GPT
     >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3], [4, 5, 6]])
     >>> params = model.init(jax.random.key(0), tokens)
@@ -93,7 +92,6 @@ def patch(
     Raises:
       ValueError: as for `ablate`; an unknown site, axis or direction, runs of different shapes.
 
-    >>> from attnlab.nn import GPT
     >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> clean, corrupt = jnp.array([[1, 2, 3]]), jnp.array([[4, 2, 3]])
     >>> params = model.init(jax.random.key(0), clean)
@@ -135,7 +133,6 @@ def attribute(
     Raises:
       ValueError: as for `patch`.
 
-    >>> from attnlab.nn import GPT
     >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> clean, corrupt = jnp.array([[1, 2, 3]]), jnp.array([[4, 2, 3]])
     >>> params = model.init(jax.random.key(0), clean)
@@ -180,7 +177,6 @@ def paths(
     Raises:
       ValueError: as for `patch`; layers that the model does not have.
 
-    >>> from attnlab.nn import GPT
     >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> clean, corrupt = jnp.array([[1, 2, 3]]), jnp.array([[4, 2, 3]])
     >>> params = model.init(jax.random.key(0), clean)

@@ -92,17 +92,17 @@ def _run(jaxpr, consts, args, tags=()):
 
     for eqn in jaxpr.eqns:
         values = [var.val if isinstance(var, core.Literal) else env[var] for var in eqn.invars]
-        given = [tag_of(var) for var in eqn.invars]
+        tags_in = [tag_of(var) for var in eqn.invars]
         inner, name = _inner(eqn), eqn.primitive.name
         if inner is not None and name == "scan" and _has_exp(inner.jaxpr):
             outs, more = _scan(eqn.params, inner, values)
             after = [None] * len(outs)
-        elif inner is not None and name in CALLS and (any(given) or _has_exp(inner.jaxpr)):
-            outs, after, more = _run(inner.jaxpr, inner.consts, values, given)
+        elif inner is not None and name in CALLS and (any(tags_in) or _has_exp(inner.jaxpr)):
+            outs, after, more = _run(inner.jaxpr, inner.consts, values, tags_in)
         else:
             outs = _bind(eqn, values)
-            attention = _attention(eqn, values, given, outs[0]) if name == "dot_general" else None
-            after, more = [_tag(eqn, given)] * len(outs), [] if attention is None else [(0, attention)]
+            attention = _attention(eqn, values, tags_in, outs[0]) if name == "dot_general" else None
+            after, more = [_tag(eqn, tags_in)] * len(outs), [] if attention is None else [(0, attention)]
         found += more
         env.update(zip(eqn.outvars, outs))
         known.update({var: tag for var, tag in zip(eqn.outvars, after) if tag is not None})
@@ -110,15 +110,15 @@ def _run(jaxpr, consts, args, tags=()):
     return outs, [tag_of(var) for var in jaxpr.outvars], found
 
 
-def _tag(eqn, given) -> _Tag | None:
+def _tag(eqn, tags_in) -> _Tag | None:
     """The tag of an equation's output, from its inputs' tags."""
-    name, tags = eqn.primitive.name, [tag for tag in given if tag is not None]
+    name, tags = eqn.primitive.name, [tag for tag in tags_in if tag is not None]
     if name == "exp":
         return _Tag("exp", next(_exps))
     if name == "reduce_sum" and tags and tags[0].kind == "exp" and len(eqn.params["axes"]) == 1:
         return _Tag("sum", tags[0].source)
-    if name == "div" and len(tags) == 2 and given[0].kind == "exp" and given[1] == _Tag("sum", given[0].source):
-        return _Tag("pattern", given[0].source)
+    if name == "div" and len(tags) == 2 and tags_in[0].kind == "exp" and tags_in[1] == _Tag("sum", tags_in[0].source):
+        return _Tag("pattern", tags_in[0].source)
     return tags[0] if name in CARRIES and tags else None
 
 
@@ -163,9 +163,9 @@ def _consts_and_carry(params) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def _attention(eqn, values, given, out) -> dict | None:
+def _attention(eqn, values, tags_in, out) -> dict | None:
     """Pattern `[..., H, Tq, Tk]`, values `[..., Tk, H, Dv]` and z `[..., Tq, H, Dv]` of a product, or None."""
-    sides = [n for n, tag in enumerate(given) if tag is not None and tag.kind == "pattern"]
+    sides = [n for n, tag in enumerate(tags_in) if tag is not None and tag.kind == "pattern"]
     contracted, batch = eqn.params["dimension_numbers"]
     if len(sides) != 1 or len(contracted[0]) != 1:
         return None
@@ -175,7 +175,7 @@ def _attention(eqn, values, given, out) -> dict | None:
     free = [axis for axis in range(pattern.ndim) if axis != keys and axis not in batch[side]]
     kept = [*sorted(batch[side]), *free]  # with grouped heads [B, Hk, G, Tq], wherever they were
     features = [n for n in range(other.ndim) if n not in (keys_of_other, *batch[1 - side])]
-    # A product has the batch axes in front, then the free ones of its left side, then those of its right.
+    # A product has the batch axes first, then the free axes of its left side, then of its right side.
     first = len(batch[side]) + (len(features) if side == 1 else 0)
     place = dict(zip(batch[side], itertools.count())) | dict(zip(free, itertools.count(first)))
     order = [place[axis] for axis in kept]

@@ -48,7 +48,7 @@ class Linen:
         found = []
         for path, call in calls.items():
             for name, shapes in _shapes_at(sown, path, call.rank).items():
-                found.append(_site(name, call.kind, shapes, editable="[" not in name and call.count == 1))
+                found.append(site_of(name, call.kind, shapes, editable="[" not in name and call.count == 1))
         streams = {path: call.is_stream and call.count == 1 for path, call in calls.items()}
         blocks = blocks_of(tuple(site.path for site in found if site.editable), streams)
         outside = [
@@ -58,13 +58,13 @@ class Linen:
 
     def run(self, variables, args: tuple, kwargs: Mapping, sites: Sites, want: tuple[str, ...], edits: Mapping, rows):
         """(The model's result, values by name and path); `edits` by (path, name), `rows` `[R]` of patterns or None."""
-        given = {}
+        requests = {}
         for (path, name), edit in edits.items():
-            _put(given.setdefault(taps.edits(name), {}), path, edit)
+            _put(requests.setdefault(taps.edits(name), {}), path, edit)
         if rows is not None:
             for site in sites:
-                _put(given.setdefault(taps.ROWS, {}), base(site.path), rows)
-        out, sown = self._apply(variables, args, kwargs, want, given, sites.blocks + sites.norms, {})
+                _put(requests.setdefault(taps.ROWS, {}), base(site.path), rows)
+        out, sown = self._apply(variables, args, kwargs, want, requests, sites.blocks + sites.norms, {})
         lifted = {base(site.path): site.path.count("[") for site in sites}
         values = {name: {} for name in want}
         for name in want:
@@ -72,7 +72,7 @@ class Linen:
                 values[name] |= _split(calls, path, lifted.get(path, 0))
         return out, values
 
-    def _apply(self, variables, args, kwargs, names, given, tapped, calls, *collections):
+    def _apply(self, variables, args, kwargs, names, requests, tapped, calls, *collections):
         options = dict(self.options)
         mutable = options.pop("mutable", False)
         wished = [] if mutable is False else [mutable] if isinstance(mutable, str) else mutable
@@ -82,7 +82,7 @@ class Linen:
         listen = _Listener(names, frozenset(tapped), calls)
         with nn.intercept_methods(listen):
             out, changed = self.model.apply(
-                {**variables, **given}, *args, **kwargs, **options, mutable=[*wished, *asked, *collections]
+                {**variables, **requests}, *args, **kwargs, **options, mutable=[*wished, *asked, *collections]
             )
         sown = {name: _by_path(changed.get(taps.asked(name), {})) for name in names}
         if mutable is False:
@@ -111,22 +111,20 @@ class _Listener:
         if context.method_name != "__call__" or module.is_initializing():
             return call(*args, **kwargs)
         path, at = "/".join(module.path), first_array(args, kwargs)
-        given = None if at is None else args[at] if isinstance(at, int) else kwargs[at]
+        x = None if at is None else args[at] if isinstance(at, int) else kwargs[at]
         if isinstance(module, (*OURS, nn.MultiHeadDotProductAttention)):
             self._require_collections(module, path)
-        noted = self.calls.setdefault(
-            path, Call(type(module).__name__, np.ndim(given), isinstance(module, NORMS), count=0)
-        )
+        noted = self.calls.setdefault(path, Call(type(module).__name__, np.ndim(x), isinstance(module, NORMS), count=0))
         self.calls[path] = noted = noted._replace(count=noted.count + 1)
         if path in self.tapped and isinstance(module, NORMS):
-            return _tapped_norm(module, given, call(*args, **kwargs))
+            return _tapped_norm(module, x, call(*args, **kwargs))
         if path in self.tapped:
-            args, kwargs = replaced(args, kwargs, at, taps.tap(module, "in", given))
-        with _tapped_attention(module):
+            args, kwargs = replaced(args, kwargs, at, taps.tap(module, "in", x))
+        with tapped_attention(module, taps.LinenPort(module)):
             out = call(*args, **kwargs)
         stream = out[0] if isinstance(out, tuple) and out else out
-        is_stream = isinstance(given, jax.Array) and given.ndim > 2 and isinstance(stream, jax.Array)
-        self.calls[path] = noted._replace(is_stream=is_stream and stream.shape == given.shape)
+        is_stream = isinstance(x, jax.Array) and x.ndim > 2 and isinstance(stream, jax.Array)
+        self.calls[path] = noted._replace(is_stream=is_stream and stream.shape == x.shape)
         if _is_in(path, self.tapped) and path not in self.tapped and isinstance(stream, jax.Array):
             taps.tap(module, taps.MADE, stream)
         if path in self.tapped:
@@ -160,17 +158,17 @@ def _tapped_norm(module, x, out):
 
 
 @contextlib.contextmanager
-def _tapped_attention(module):
-    """Route the `attention_fn` of a Flax layer through the taps while the layer runs."""
-    if not isinstance(module, nn.MultiHeadDotProductAttention):
+def tapped_attention(module, port, kind=nn.MultiHeadDotProductAttention):
+    """Route the `attention_fn` of a Flax layer of a kind through the taps of `port` while the layer runs."""
+    if not isinstance(module, kind):
         yield
         return
-    own = module.attention_fn
-    object.__setattr__(module, "attention_fn", tapped(own, taps.LinenPort(module)))
+    original = module.attention_fn
+    object.__setattr__(module, "attention_fn", tapped(original, port))
     try:
         yield
     finally:
-        object.__setattr__(module, "attention_fn", own)
+        object.__setattr__(module, "attention_fn", original)
 
 
 def tapped(attention_fn: Callable, port) -> Callable:
@@ -279,7 +277,8 @@ def _shapes_at(sown, path, rank) -> dict[str, dict]:
     return found
 
 
-def _site(path, kind, shapes, editable) -> Site:
+def site_of(path, kind, shapes, editable) -> Site:
+    """A site, from the shapes of its values."""
     *_, heads, q_length, kv_length = shapes["pattern"].shape
     keys = shapes.get("v", shapes["pattern"] if "k" not in shapes else shapes["k"])
     return Site(

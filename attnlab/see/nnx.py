@@ -1,19 +1,17 @@
 """Models of `flax.nnx`: a call runs on a copy, made by split and merge, whose attention layers have taps."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from attnlab.nn import taps
-from attnlab.see.linen import Call, base, first_array, replaced, tapped, unwrapped
-from attnlab.see.site import Site, Sites, blocks_of
+from attnlab.see.linen import Call, base, first_array, replaced, site_of, tapped_attention, unwrapped
+from attnlab.see.site import Sites, blocks_of
 
 
 class Seen(nnx.Intermediate):
@@ -43,7 +41,8 @@ class Nnx:
         found = []
         for path in seen["z"]:
             call = calls[base(path)]
-            found.append(_site(path, call.kind, seen, editable=call.count == 1))
+            shapes = {name: seen[name][path] for name in taps.ATTENTION}
+            found.append(site_of(path, call.kind, shapes, editable=call.count == 1))
         found.sort(key=lambda site: list(calls).index(base(site.path)))
         streams = {path: call.is_stream and call.count == 1 for path, call in calls.items()}
         return Sites(tuple(found), blocks_of(tuple(site.path for site in found if site.editable), streams))
@@ -95,38 +94,18 @@ def _listen(module, path, port, blocks, calls) -> None:
     # `self` may be a copy of `module`, made by `nnx.remat` or `nnx.jit`.
     def __call__(self, *args, **kwargs):  # noqa: N807
         at = first_array(args, kwargs)
-        given = None if at is None else args[at] if isinstance(at, int) else kwargs[at]
-        noted = calls.setdefault(path, Call(kind.__name__, np.ndim(given), False, count=0))
+        x = None if at is None else args[at] if isinstance(at, int) else kwargs[at]
+        noted = calls.setdefault(path, Call(kind.__name__, np.ndim(x), False, count=0))
         calls[path] = noted = noted._replace(count=noted.count + 1)
         if path in blocks:
-            args, kwargs = replaced(args, kwargs, at, taps.tap(port(self), "in", given))
-        with _tapped_attention(self, port(self)):
+            args, kwargs = replaced(args, kwargs, at, taps.tap(port(self), "in", x))
+        with tapped_attention(self, port(self), nnx.MultiHeadAttention):
             out = kind.__call__(self, *args, **kwargs)
         stream = out[0] if isinstance(out, tuple) and out else out
-        calls[path] = noted._replace(is_stream=np.ndim(given) > 2 and np.shape(stream) == np.shape(given))
+        calls[path] = noted._replace(is_stream=np.ndim(x) > 2 and np.shape(stream) == np.shape(x))
         if path in blocks:
             stream = taps.tap(port(self), "out", stream)
             out = (stream, *out[1:]) if isinstance(out, tuple) else stream
         return out
 
     object.__setattr__(module, "__class__", type(kind.__name__, (kind,), {"__call__": __call__}))
-
-
-@contextlib.contextmanager
-def _tapped_attention(module, port):
-    if not isinstance(module, nnx.MultiHeadAttention):
-        yield
-        return
-    own = module.attention_fn
-    module.attention_fn = tapped(own, port)
-    try:
-        yield
-    finally:
-        module.attention_fn = own
-
-
-def _site(path, kind, seen, editable) -> Site:
-    shapes = {name: seen[name][path] for name in taps.ATTENTION}
-    *_, heads, q_length, kv_length = shapes["pattern"].shape
-    tolerance = float(np.sqrt(jnp.finfo(shapes["z"].dtype).eps))
-    return Site(path, kind, heads, shapes["k"].shape[-2], q_length, kv_length, editable=editable, tolerance=tolerance)

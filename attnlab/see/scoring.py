@@ -130,34 +130,34 @@ def scores(
     tokens = np.asarray(tokens)
     layers = _layers(patterns, tokens, "patterns")
     kinds, nulls = _chosen(kinds, KINDS, "kinds"), _nulls(null, untrained)
-    own = {kind: _measure(layers, tokens, kind) for kind in kinds}
+    measured = {kind: _measure(layers, tokens, kind) for kind in kinds}
     masks = {kind: targets(kind, tokens) for kind in kinds if kind != "entropy"}
-    scored = [kind for kind in kinds if own[kind].queries.any()]
+    scored = [kind for kind in kinds if measured[kind].queries.any()]
     if not scored:
         raise ValueError(f"tokens {list(tokens.shape)} have no target of {', '.join(kinds)}: give longer sequences")
-    p = _tests(nulls, own, layers, tokens, masks, untrained)
+    p = _tests(nulls, measured, layers, tokens, masks, untrained)
     tests = len(scored) * len(layers) * layers[0].shape[1]
     options = {"exclude_bos": exclude_bos, "exclude_current_token": exclude_current_token}
     return Scores(
-        values={kind: own[kind].mean() for kind in kinds},
+        values={kind: measured[kind].mean() for kind in kinds},
         mul={kind: np.stack([mul_score(layer, mask, **options) for layer in layers]) for kind, mask in masks.items()},
-        uniform={kind: own[kind].mean_uniform() for kind in kinds},
+        uniform={kind: measured[kind].mean_uniform() for kind in kinds},
         p={name: {kind: np.minimum(1, tests * each) for kind, each in by_kind.items()} for name, by_kind in p.items()},
-        count={kind: int(own[kind].queries.sum()) for kind in kinds},
+        count={kind: int(measured[kind].queries.sum()) for kind in kinds},
         paths=tuple(paths or (f"layer {layer}" for layer in range(len(layers)))),
     )
 
 
-def _tests(nulls, own, layers, tokens, masks, untrained) -> dict[str, dict[str, np.ndarray]]:
+def _tests(nulls, measured, layers, tokens, masks, untrained) -> dict[str, dict[str, np.ndarray]]:
     """p-values `[L, H]`, not corrected, by null model and kind."""
     p = {}
     if "uniform" in nulls:
-        p["uniform"] = {kind: _p_uniform(measure) for kind, measure in own.items()}
+        p["uniform"] = {kind: _p_uniform(measure) for kind, measure in measured.items()}
     if "untrained" in nulls:
         others = _untrained(untrained, tokens, layers)
-        p["untrained"] = {kind: _p_untrained(own[kind], _measure(others, tokens, kind)) for kind in own}
+        p["untrained"] = {kind: _p_untrained(measured[kind], _measure(others, tokens, kind)) for kind in measured}
     if "matched" in nulls:
-        p["matched"] = {kind: _p_matched(layers, masks[kind]) for kind in own if kind in _BY_TOKEN}
+        p["matched"] = {kind: _p_matched(layers, masks[kind]) for kind in measured if kind in _BY_TOKEN}
     return p
 
 
@@ -247,20 +247,20 @@ def _measure(layers: Sequence[Array], tokens: np.ndarray, kind: str) -> _Measure
     return _Measured(values, (uniform * share).sum(-1), queries, -1 if kind == "entropy" else 1)
 
 
-def _p_uniform(own: _Measured) -> np.ndarray:
-    there = own.queries > 0
+def _p_uniform(measured: _Measured) -> np.ndarray:
+    there = measured.queries > 0
     if there.sum() < 2:
-        return np.full_like(own.values[:, 0], np.nan)
-    excess = own.sign * (own.values - own.uniform[:, None])[:, there]
+        return np.full_like(measured.values[:, 0], np.nan)
+    excess = measured.sign * (measured.values - measured.uniform[:, None])[:, there]
     return stats.wilcoxon(excess.round(_DIGITS), alternative="greater", zero_method="zsplit", axis=1).pvalue
 
 
-def _p_untrained(own: _Measured, untrained: _Measured) -> np.ndarray:
+def _p_untrained(measured: _Measured, untrained: _Measured) -> np.ndarray:
     """Probability that one more untrained head of the layer has such a score."""
-    others = own.sign * untrained.mean()
+    others = measured.sign * untrained.mean()
     heads = others.shape[1]
     spread = np.maximum(others.std(axis=1, ddof=1, keepdims=True), 10.0**-_DIGITS) * np.sqrt(1 + 1 / heads)
-    return stats.t.sf((own.sign * own.mean() - others.mean(axis=1, keepdims=True)) / spread, heads - 1)
+    return stats.t.sf((measured.sign * measured.mean() - others.mean(axis=1, keepdims=True)) / spread, heads - 1)
 
 
 def _p_matched(layers: Sequence[Array], wanted: np.ndarray) -> np.ndarray:
@@ -301,19 +301,15 @@ def _untrained(untrained: Array | Sequence[Array], tokens: np.ndarray, like: Seq
     if len(layers) != len(like) or layers[0].shape[1] < 2:
         raise ValueError(
             f"untrained has {len(layers)} layers of {layers[0].shape[1]} heads: expected {len(like)} of 2 or more; "
-            "those of several initializations may be concatenated on the axis of heads"
+            "concatenate several initializations on the axis of heads"
         )
     return layers
 
 
-def _at_least_float32(x) -> np.ndarray:
-    x = np.asarray(x)
-    return x.astype(np.result_type(x.dtype, np.float32), copy=False)
-
-
 def _layers(patterns: Array | Sequence[Array], tokens: np.ndarray, argument: str) -> list[np.ndarray]:
     """The weights of each layer `[B, H, T, T]`, checked."""
-    layers = [_at_least_float32(layer) for layer in patterns]
+    layers = [np.asarray(layer) for layer in patterns]
+    layers = [layer.astype(np.result_type(layer.dtype, np.float32), copy=False) for layer in layers]
     batch, length = tokens.shape
     for layer in layers:
         if layer.ndim != 4 or layer.shape != (batch, layers[0].shape[1], length, length):
@@ -322,9 +318,7 @@ def _layers(patterns: Array | Sequence[Array], tokens: np.ndarray, argument: str
                 "with as many heads in every layer"
             )
         if not np.isfinite(layer).all() or np.triu(layer, 1).any():
-            raise ValueError(
-                f"{argument} has weights that are not finite or not causal: give those of causal attention"
-            )
+            raise ValueError(f"{argument} has weights that are not finite or not causal: expected causal attention")
     if not layers:
         raise ValueError(f"{argument} has no layers: expected [L, B, H, T, T]")
     return layers

@@ -31,7 +31,6 @@ def lens(model, variables, *args, positions: Sequence[int] | None = None, **kwar
     Raises:
       ValueError: as for `capture`; a model without blocks, or whose blocks differ in width.
 
-    >>> from attnlab.nn import GPT
     >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3]])
     >>> lens(model, model.init(jax.random.key(0), tokens), tokens).shape
@@ -129,7 +128,6 @@ def contributions(
     Raises:
       ValueError: as for `capture`; a model of another form, whose parts do not sum to its logits.
 
-    >>> from attnlab.nn import GPT
     >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3]])
     >>> parts = contributions(model, model.init(jax.random.key(0), tokens), tokens, targets=jnp.array([[2, 3, 4]]))

@@ -70,8 +70,8 @@ class Sweep:
             raise ValueError(f"site = {self.site!r}: expected one of {known}")
         if not self.paths:
             raise ValueError(
-                f"site = {self.site!r}: the model has none that can be edited (layers of nn.scan, and those that are "
-                "called several times, can be read alone)"
+                f"site = {self.site!r}: the model has none that can be edited (layers of nn.scan, and layers that are "
+                "called several times, can only be read)"
             )
         if self.site in taps.STREAMS and "head" in self.over:
             raise ValueError(f"site = {self.site!r} has no heads: leave 'head' out of over")

@@ -330,7 +330,7 @@ def test_layers_that_are_called_twice_are_read_alone():
 
     params = models.variables(Shared())
     assert see.sites(Shared(), params, TOKENS).blocks == ()
-    with pytest.raises(ValueError, match="called several times, can be read alone"):
+    with pytest.raises(ValueError, match="called several times, can only be read"):
         see.ablate(Shared(), params, TOKENS, metric)
 
 

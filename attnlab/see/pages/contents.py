@@ -112,15 +112,15 @@ def _mean_entropies(prompts, heads) -> np.ndarray:
     return table
 
 
-def _tables(argument, read, given, by_step, heads) -> dict[str, np.ndarray]:
+def _tables(argument, read, value, by_step, heads) -> dict[str, np.ndarray]:
     """Tables `[S, L, H]` by name, from one argument: a value for a single run, or a mapping from steps to values."""
-    if given is None:
+    if value is None:
         return {}
     if None in by_step:
-        given = {None: given}
-    elif not isinstance(given, Mapping) or set(given) != set(by_step):
+        value = {None: value}
+    elif not isinstance(value, Mapping) or set(value) != set(by_step):
         raise ValueError(f"{argument} by step: expected a mapping with the keys {list(by_step)}, as runs")
-    read_at = [read(given[step]) for step in by_step]
+    read_at = [read(value[step]) for step in by_step]
     expected = (len(heads), max(heads))
     for tables in read_at:
         if tables.keys() != read_at[0].keys():

@@ -90,7 +90,6 @@ def page(
       ValueError: the arguments do not fit one another, the page would be larger than `max_bytes`, or `path` is a file
         that attnlab did not write.
 
-    >>> from attnlab.see.results import Run
     >>> pattern = np.tri(3)[None, None] / np.arange(1, 4)[:, None]
     >>> run = Run(None, {"pattern": {"block_0/attention": pattern}}, ("block_0/attention",))
     >>> page(run, ["el", "gato", "duerme"], title="Uniform causal attention").html[:15]
@@ -113,7 +112,6 @@ def page(
 
 
 def _document(shown: Contents, title: str, png: bytes) -> str:
-    """The text of the file."""
     script, style = ((FOLDER / f"page.{kind}").read_text(encoding="utf-8") for kind in ("js", "css"))
     about = _about(shown)
     parts = {
@@ -141,7 +139,6 @@ def _hash(text: str) -> str:
 
 
 def _about(shown: Contents) -> str:
-    """The page's extent in words."""
     longest = max(shown.prompts, key=lambda prompt: len(prompt.keys))
     counts = [(len(shown.paths), "layer"), (sum(shown.heads), "head"), (len(longest.keys), "token")]
     counts += [
@@ -151,7 +148,6 @@ def _about(shown: Contents) -> str:
 
 
 def _data(shown: Contents) -> dict:
-    """The data for the page's script."""
     causal = all(encoding.is_causal(prompt.weights) for prompt in shown.prompts)
     kept = max(len(prompt.keys) for prompt in shown.prompts) > encoding.LONGEST_DENSE
     return {
