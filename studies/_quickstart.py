@@ -12,19 +12,10 @@ LAYERS, HEADS, CONTEXT = CONFIG.model.num_layers, CONFIG.model.num_heads, CONFIG
 
 
 def gpt(vocab_size: int) -> GPT:
-    """Create the model for a vocabulary.
-
-    >>> model = gpt(50)
-    >>> model.num_layers, model.num_heads, model.width, model.context
-    (4, 4, 128, 64)
-    """
+    """Create the model for a vocabulary."""
     return GPT.from_config(CONFIG, vocab_size)
 
 
 def adamw(steps: int) -> optax.GradientTransformation:
-    """The studies' optimizer, with the quickstart's learning rate and weight decay.
-
-    >>> adamw(100).init({"kernel": 0.0}) is not None
-    True
-    """
+    """The studies' optimizer, with the quickstart's learning rate and weight decay."""
     return fitting.adamw(steps, CONFIG.optimizer.learning_rate, CONFIG.optimizer.weight_decay)

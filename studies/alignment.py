@@ -29,7 +29,7 @@ FAST, FULL = Size(seeds=1, steps=550), Size(seeds=3, steps=1500)
 
 
 def train(kind: str, layer: str, seed: int, steps: int, advance: Advance = ignore):
-    """Train a model on a task; returns it and its parameters. `advance` is that of `fit`."""
+    """Train a model on a task by `fit`; returns it and its parameters."""
     model = Seq2Seq(VOCABULARY, WIDTH, LAYERS[layer]())
 
     def batches(step):
@@ -74,7 +74,7 @@ def measure(options: Options) -> list[dict]:
 
 
 def _hits(model, params, batch):
-    """Outputs with the largest weight on the right symbol, and correct outputs when decoding from the model's own."""
+    """Outputs with the largest weight on the right symbol, and correct outputs when the model reads its outputs."""
     weights = alignment(model, params, batch.source, batch.lengths, batch.inputs)
     written = model.apply(params, batch.source, batch.lengths, batch.inputs.at[:, 1:].set(-1)).argmax(-1)
     return weights.argmax(-1) == batch.alignment, written == batch.targets

@@ -158,7 +158,7 @@ def layer_call(module, n, d):
 
 @functools.cache
 def gru_step(d):
-    """The program of one step from a given state; with a constant zero state XLA would drop half of the products."""
+    """The program of one step from any state; with a constant zero state XLA would drop half of the products."""
     x, gru = jnp.zeros((1, 1, d)), GRU()
     params = gru.init(jax.random.key(0), x)
     return compiled_for(lambda x, state: gru.apply(params, x, cache=state), x, x[0])
@@ -219,11 +219,7 @@ def conv_reach(k, dilation=1) -> int:
 
 
 def conv_path(n, k) -> int:
-    """Layers until the last of n tokens depends on the first, with dilations 1, k, k², …
-
-    >>> conv_path(81, k=3)
-    4
-    """
+    """Layers until the last of n tokens depends on the first, with dilations 1, k, k², …"""
     reached, layers = 1, 0
     while reached < n:
         reached += conv_reach(k, k**layers) - 1

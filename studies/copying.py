@@ -36,27 +36,16 @@ LEARNED = 0.9  # exact match at the trained lengths from which a model counts as
 
 
 class Size(NamedTuple):
-    """How much is measured.
+    """How much is measured."""
 
-    Attributes:
-      tasks: of "copy" and "reverse".
-      positions: kinds of positions of the models, "none" among them.
-      seeds: models of each task and kind of positions.
-      steps: of training.
-      longest: L, length of the longest trained source.
-      vocab_size: tokens.
-      batch_size: sequences of a step.
-      examples: held-out sources.
-    """
-
-    tasks: tuple[str, ...]
-    positions: tuple[str, ...]
-    seeds: int
-    steps: int
-    longest: int
+    tasks: tuple[str, ...]  # "copy" and "reverse"
+    positions: tuple[str, ...]  # kinds of positions of the models, "none" among them
+    seeds: int  # models of each task and kind of positions
+    steps: int  # of training
+    longest: int  # L, length of the longest trained source
     vocab_size: int
     batch_size: int
-    examples: int
+    examples: int  # held-out sources
 
 
 FAST = Size(("copy",), (NONE, "rotary", "alibi"), 2, steps=800, longest=5, vocab_size=11, batch_size=32, examples=512)
@@ -91,9 +80,9 @@ def measure(options: Options) -> list[dict]:
 
 def _train(model, task, size, advance):
     def loss(params, batch):
-        asked = batch.targets >= 0
+        has_target = batch.targets >= 0
         losses = model.apply(params, batch.tokens, targets=jnp.maximum(batch.targets, 0))
-        return jnp.where(asked, losses, 0).sum() / asked.sum()
+        return jnp.where(has_target, losses, 0).sum() / has_target.sum()
 
     def batches(step, seed):
         drawn = {"batch_size": size.batch_size, "lengths": range(1, size.longest + 1), "vocab_size": size.vocab_size}
@@ -113,18 +102,12 @@ def _right(model, params, test):
 
 
 def exact(logits: Float[Array, "B T V"], batch: Copies) -> Bool[Array, " B"]:
-    """Whether the most probable token is right wherever one is asked for.
-
-    >>> batch = copies("copy", 0, batch_size=2, lengths=[1, 2], vocab_size=5)
-    >>> logits = jax.nn.one_hot(batch.targets, 5)
-    >>> exact(logits, batch).tolist(), exact(logits.at[0].set(0), batch).tolist()
-    ([True, True], [False, True])
-    """
+    """Whether the most probable token is right wherever there is a target."""
     return ((logits.argmax(-1) == batch.targets) | (batch.targets < 0)).all(-1)
 
 
 def beyond(rows: list[dict], task: str, positions: str, trained: bool = False) -> list[float]:
-    """The exact match per seed, mean over the lengths beyond those of training, or over those of training."""
+    """The exact match per seed, mean over the lengths beyond training, or over the lengths of training."""
     chosen = [r for r in rows if (r["task"], r["positions"], r["trained"]) == (task, positions, trained)]
     return [float(np.mean(v)) for v in table(chosen, "seed", "exact match").values()]
 

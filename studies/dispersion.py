@@ -76,11 +76,7 @@ def attend(params, batch, sharpness=1.0):
 
 
 def temperatures(weights, length: int):
-    """The factors of the logits, `[KINDS, B]`, given the weights `[B, N]` of plain softmax.
-
-    >>> jnp.round(temperatures(jnp.ones((1, 16)) / 16, 16), 2)[:, 0]  # entropy log 16 = 2.77
-    Array([1.  , 2.23, 1.  ], dtype=float32)
-    """
+    """The factors of the logits, `[KINDS, B]`, given the weights `[B, N]` of plain softmax."""
     entropy = -(weights * jnp.log(weights + 1e-9)).sum(-1)
     polynomial = jnp.maximum(jnp.polyval(jnp.array(POLYNOMIAL), entropy), 1.0)
     adaptive = jnp.where(entropy > 0.5, polynomial, 1.0)  # as in the paper: sharp heads are left alone

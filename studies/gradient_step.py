@@ -48,12 +48,7 @@ def predictions(layer, params, tokens):
 
 
 def descent(tokens):
-    """Predictions `[B]` of one step with a learning rate of 1: Σ y_i x_i·x.
-
-    >>> tokens = jnp.array([[[1.0, 2.0], [3.0, 6.0], [0.5, 0.0]]])  # y = 2x, asked at 0.5
-    >>> descent(tokens)
-    Array([10.], dtype=float32)
-    """
+    """Predictions `[B]` of one step with a learning rate of 1: Σ y_i x_i·x."""
     x, y, query = tokens[:, :-1, :-1], tokens[:, :-1, -1:], tokens[:, -1, :-1]
     return ((y * x).sum(1) * query).sum(-1)
 
@@ -70,7 +65,7 @@ def sensitivities(predict, tokens):
 
 
 def half_squares(predicted, targets):
-    """The loss, that of von Oswald et al.: half of the mean squared error."""
+    """The loss of von Oswald et al.: half of the mean squared error."""
     return ((predicted - targets) ** 2).mean() / 2
 
 
@@ -114,7 +109,7 @@ def _loss(layer, params, batch):
 
 
 def _compare(layer, params, test):
-    """A layer's loss, and the mean cosine of its sensitivities with those of gradient descent."""
+    """A layer's loss, and the mean cosine of its sensitivities with the sensitivities of gradient descent."""
     predict = functools.partial(predictions, layer, params)
     ours, theirs = sensitivities(predict, test.tokens), sensitivities(descent, test.tokens)
     return half_squares(predict(test.tokens), test.targets), optax.losses.cosine_similarity(
@@ -123,7 +118,7 @@ def _compare(layer, params, test):
 
 
 def _gaps(rows, predictor, step=None) -> list[float]:
-    """By seed, how much higher a predictor's loss is than that of the best gradient step, in per cent of it."""
+    """By seed, how much higher a predictor's loss is than the loss of the best gradient step, in per cent of it."""
     chosen = [r for r in rows if r["predictor"] == predictor]
     step = max(r["step"] for r in chosen) if step is None else step
     best = {r["seed"]: r["loss"] for r in rows if r["predictor"] == STEP}

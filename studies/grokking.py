@@ -56,13 +56,7 @@ MODEL = Adder()
 
 
 def grokfast(decay: float, gain: float) -> optax.GradientTransformation:
-    """Add `gain` times the moving average of the gradients to each (Lee et al. 2024).
-
-    >>> filtered = grokfast(0.5, 2.0)
-    >>> updates, state = filtered.update(jnp.ones(()), filtered.init(jnp.zeros(())))
-    >>> float(updates)  # 1 + 2 · (0.5 · 0 + 0.5 · 1)
-    2.0
-    """
+    """Add `gain` times the moving average of the gradients to each (Lee et al. 2024)."""
 
     def update(gradient, average, params=None):
         average = jax.tree.map(lambda mean, g: decay * mean + (1 - decay) * g, average, gradient)
@@ -72,12 +66,7 @@ def grokfast(decay: float, gain: float) -> optax.GradientTransformation:
 
 
 def strongest_share(table):
-    """Of the power of a table `[P, F]` along its first axis, the share of the five strongest frequencies, 0 left out.
-
-    >>> wave = jnp.cos(2 * jnp.pi * 3 * jnp.arange(59) / 59)[:, None]
-    >>> round(float(strongest_share(wave)), 4)
-    1.0
-    """
+    """The share of the five strongest frequencies, but 0, in the power of a table `[P, F]` along its first axis."""
     power = (jnp.abs(jnp.fft.rfft(table, axis=0)[1:]) ** 2).sum(1)
     return jax.lax.top_k(power, STRONGEST)[0].sum() / power.sum()
 
@@ -127,7 +116,7 @@ def first_steps(rows: list[dict], kind: str, value: str, least: float) -> list[i
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if all seeds memorise, then grok, into frequencies stronger than those of the controls."""
+    """Held if all seeds memorise, then grok, into frequencies stronger than the frequencies of the controls."""
     last = max(r["step"] for r in rows)
 
     def at(kind, step, value):

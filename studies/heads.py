@@ -80,11 +80,7 @@ def _lost(losses, best) -> tuple[float, float]:
 
 
 def chance_text(chance: float) -> str:
-    """The uncertainty of a difference, as text.
-
-    >>> chance_text(0.012)
-    'two standard errors 0.012'
-    """
+    """The uncertainty of a difference, as text."""
     return f"two standard errors {chance:.3f}" if chance else "one seed"
 
 

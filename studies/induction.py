@@ -43,21 +43,13 @@ INTACT, SHUFFLED, WITHOUT, CONTROL = "intact", "shuffled", "without induction he
 
 
 class Size(NamedTuple):
-    """How much is measured.
+    """How much is measured."""
 
-    Attributes:
-      seeds: models of each depth.
-      steps: of training.
-      looks: measurements during training, besides that of the untrained model.
-      batch_size: sequences of a step.
-      examples: held-out sequences.
-    """
-
-    seeds: int
-    steps: int
-    looks: int
+    seeds: int  # models of each depth
+    steps: int  # of training
+    looks: int  # measurements during training, besides the measurement of the untrained model
     batch_size: int
-    examples: int
+    examples: int  # held-out sequences
 
 
 FAST = Size(seeds=2, steps=600, looks=24, batch_size=32, examples=64)
@@ -71,26 +63,15 @@ def gpt(depth: str) -> GPT:
 
 
 class Text(NamedTuple):
-    """Held-out sequences.
-
-    Attributes:
-      tokens: `[B, T]`, repeated with a period of their own.
-      shuffled: `[B, T]`, those from the second period on in random order.
-      repeated: `[B, T − 1]`, whether the token after this one is in the second period or a later one.
-    """
+    """Held-out sequences, each repeated with its period."""
 
     tokens: Int[np.ndarray, "B T"]
-    shuffled: Int[np.ndarray, "B T"]
-    repeated: Bool[np.ndarray, "B T-1"]
+    shuffled: Int[np.ndarray, "B T"]  # the tokens from the second period on in random order
+    repeated: Bool[np.ndarray, "B T-1"]  # whether the next token is in the second period or a later one
 
 
 def held_out(examples: int) -> Text:
-    """Sequences that no model is trained on.
-
-    >>> text = held_out(2)
-    >>> bool((np.sort(text.tokens) == np.sort(text.shuffled)).all()), text.repeated[0, [0, -1]].tolist()
-    (True, [False, True])
-    """
+    """Sequences that no model is trained on."""
     tokens = np.asarray(repeats(TEST, batch_size=examples, length=LENGTH, vocab_size=VOCABULARY, periods=PERIODS))
     draw = np.random.default_rng(0)
     shuffled, repeated = tokens.copy(), np.zeros((examples, LENGTH - 1), bool)
@@ -204,31 +185,20 @@ def _ablations(model, params, untrained, text):
 
 
 def final(rows: list[dict], model: str, what: str, value: str) -> list:
-    """A value after training, per seed.
-
-    >>> row = {"model": ONE, "what": INTACT, "seed": 0, "step": 8, "loss": 4.0}
-    >>> final([row, row | {"step": 0}], ONE, INTACT, "loss")
-    [4.0]
-    """
+    """A value after training, per seed."""
     chosen = [r for r in rows if (r["model"], r["what"]) == (model, what)]
     last = max(r["step"] for r in chosen)
     return [r[value] for r in sorted(chosen, key=lambda r: r["seed"]) if r["step"] == last]
 
 
 class Rise(NamedTuple):
-    """When a model of two layers learned, in steps.
+    """When a model of two layers learned, in steps."""
 
-    Attributes:
-      began, ended: accuracy from the second period on first reached a quarter, and three quarters, of its last value.
-      loss, score: the loss there, and the highest induction score, had made half of their way.
-      interval: the steps between two looks.
-    """
-
-    began: int
-    ended: int
-    loss: int
-    score: int
-    interval: int
+    began: int  # accuracy from the second period on first reached a quarter of its last value
+    ended: int  # three quarters
+    loss: int  # the loss from the second period on had made half of its way
+    score: int  # the highest induction score had made half of its way
+    interval: int  # steps between two looks
 
 
 def rises(rows: list[dict]) -> list[Rise]:
@@ -260,7 +230,7 @@ def judge(rows: list[dict]) -> Verdict:
     learned = rises(rows)
     total = max(r["step"] for r in rows)
     length = [rise.ended - rise.began + rise.interval for rise in learned]  # at most
-    apart = [abs(rise.score - rise.loss) for rise in learned]
+    distances = [abs(rise.score - rise.loss) for rise in learned]
     intact = np.array(final(rows, TWO, INTACT, "accuracy repeated"))
     costs = {what: intact - final(rows, TWO, what, "accuracy repeated") for what in (WITHOUT, CONTROL)}
     heads = final(rows, TWO, WITHOUT, "heads")
@@ -277,7 +247,7 @@ def judge(rows: list[dict]) -> Verdict:
             f"from a quarter to three quarters of the accuracy within {_numbers(length)} of {total} steps",
         ),
         (
-            all(gap <= rise.interval for gap, rise in zip(apart, learned)),
+            all(gap <= rise.interval for gap, rise in zip(distances, learned)),
             f"the loss is half-way down at steps {_numbers(r.loss for r in learned)}, the induction score half-way up "
             f"at {_numbers(r.score for r in learned)}",
         ),
@@ -293,18 +263,14 @@ def judge(rows: list[dict]) -> Verdict:
 
 
 def _numbers(values) -> str:
-    """Different whole numbers in words.
-
-    >>> _numbers([30.0, 20, 30])
-    '20, 30'
-    """
+    """Different whole numbers in words."""
     return ", ".join(f"{value:.0f}" for value in sorted(set(values)))
 
 
 def draw(rows: list[dict]) -> Figure:
     """Loss, accuracy and induction score through training, and accuracy without heads; bands: deviations over seeds.
 
-    The first three are of the held-out text: the score is that of the head with the highest. In the last panel each
+    The first three are of the held-out text: the score is the highest of all heads. In the last panel each
     seed has a point for its intact model, one without its induction heads, and one without as many others.
     """
 

@@ -59,14 +59,7 @@ class Model(nn.Module):
 
 
 def predictions(tokens, states: int = STATES) -> dict:
-    """Each predictor's probabilities of the next state, by name, `[B, T, S]`, for tokens `[B, T]`.
-
-    >>> said = predictions(jnp.array([[0, 1, 0]]))
-    >>> np.asarray(said["unigram"][0, -1], float).round(3).tolist()  # two of 0, one of 1
-    [0.5, 0.333, 0.167]
-    >>> said["bigram"][0, -1].tolist()  # 1 has followed 0 once
-    [0.25, 0.5, 0.25]
-    """
+    """Each predictor's probabilities of the next state, by name, `[B, T, S]`, for tokens `[B, T]`."""
     seen = jax.nn.one_hot(tokens, states)
     counts = seen.cumsum(1)
     pairs = (seen[:, :-1, :, None] * seen[:, 1:, None, :]).cumsum(1)  # [B, T − 1, S, S]
@@ -77,12 +70,7 @@ def predictions(tokens, states: int = STATES) -> dict:
 
 
 def divergence(p, log_q):
-    """Mean KL divergence in nats of distributions `[…, S]` from p.
-
-    >>> p = jnp.array([0.5, 0.5])
-    >>> round(float(divergence(p, jnp.log(jnp.array([0.25, 0.75])))), 4)  # ½ ln 2 + ½ ln ⅔
-    0.1438
-    """
+    """Mean KL divergence in nats of distributions `[…, S]` from p."""
     return (p * (jnp.log(p) - log_q)).sum(-1).mean()
 
 
@@ -94,11 +82,7 @@ def measure(options: Options) -> list[dict]:
 
 
 def looks(steps: int) -> list[int]:
-    """Steps at which the models are measured, half of them in the first fifth of the training.
-
-    >>> looks(1000)[:4], looks(1000)[-2:], len(looks(1000))
-    ([0, 10, 20, 30], [950, 1000], 37)
-    """
+    """Steps at which the models are measured, half of them in the first fifth of the training."""
     return sorted({*(steps * k // 100 for k in range(20)), *(steps * k // 20 for k in range(4, 21))})
 
 

@@ -61,13 +61,7 @@ class Reader(nn.Module):
 
 
 def losses(model: Reader, params, tokens, hidden):
-    """Loss in nats `[B, T]` of each next character, or of each character itself if there is no causal mask.
-
-    Args:
-      model, params: a `Reader`.
-      tokens: `[B, T + 1]`.
-      hidden: bool `[B, T]`, the characters to mask and predict if there is no causal mask.
-    """
+    """Loss in nats `[B, T]` of each next character; without a causal mask, of each character, with `hidden` masked."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     if not model.causal:
         inputs, targets = jnp.where(hidden, model.vocab_size, inputs), inputs

@@ -34,7 +34,7 @@ READS_TEXT = True
 COUNT, HALF = LAYERS * HEADS, LAYERS * HEADS // 2
 GREEDY, SINGLE, RANDOM, ZERO, FEWER = "best first", "by single effects", "random order", "best first, zeros", "fewer"
 TENTH = 0.1  # of what all heads are worth
-ORDERS = 3  # random ones, whose losses are averaged
+ORDERS = 3  # random orders, whose losses are averaged
 UPDATES = 100  # a pruned model counts as so many updates in the progress
 
 
@@ -78,7 +78,7 @@ def measure(options: Options) -> list[dict]:
 
 
 def train(model, source: fitting.Text, keep: np.ndarray, size: Size, advance: Advance):
-    """Parameters with an axis for the seeds, of models whose heads are those of `keep` `[L, H]`."""
+    """Parameters with an axis for the seeds, of models that have the heads in `keep` `[L, H]`."""
     fitted = fitting.fit_seeds(
         lambda params, tokens: loss(model, params, tokens, jnp.asarray(keep), nothing(model)),
         fitting.next_token(model)["init"],
@@ -93,12 +93,7 @@ def train(model, source: fitting.Text, keep: np.ndarray, size: Size, advance: Ad
 
 
 def loss(model, params, tokens, keep, replacements):
-    """Mean loss in nats per token of `tokens` `[B, T + 1]`, with the heads that are not in `keep` replaced.
-
-    Args:
-      keep: bool `[L, H]`.
-      replacements: `[L, H, D]`, the output of each head that is not kept.
-    """
+    """Mean loss of `tokens` `[B, T + 1]`; heads not in `keep` `[L, H]` give their `replacements` `[L, H, D]`."""
     edits = {
         f"block_{layer}/attention/z": see.Put(replacements[layer], where=~keep[layer][:, None])
         for layer in range(LAYERS)
@@ -156,12 +151,7 @@ def _prune(model, params, chosen_on, measured_on, seed: int) -> dict[str, np.nda
 
 
 def removable(rows: list[dict], order: str) -> list[float]:
-    """How many heads can go in each seed until the loss has risen by a tenth of what all heads are worth.
-
-    >>> losses = [1.0, 1.05, 1.2, 2.0]  # with 3 heads, 2, 1 and none
-    >>> removable([{"seed": 0, "order": "any", "kept": 3 - i, "loss": x} for i, x in enumerate(losses)], "any")
-    [1.0]
-    """
+    """How many heads can go in each seed until the loss has risen by a tenth of what all heads are worth."""
     counts = []
     for seed in sorted({row["seed"] for row in rows}):
         there = {row["kept"]: row["loss"] for row in rows if (row["seed"], row["order"]) == (seed, order)}

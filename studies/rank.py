@@ -40,26 +40,15 @@ FAST, FULL = Size(12), Size(48)
 
 
 class Tokens(NamedTuple):
-    """Tokens X = 1 centreᵀ + exp(log_size) deviations.
+    """Tokens X = 1 centreᵀ + exp(log_size) deviations."""
 
-    Attributes:
-      centre: float64 `[F]`.
-      deviations: float64 `[T, F]`, of composite norm 1 and mean 0.
-      log_size: logarithm of the composite norm of X − 1 centreᵀ.
-    """
-
-    centre: np.ndarray
-    deviations: np.ndarray
-    log_size: float
+    centre: np.ndarray  # float64 [F]
+    deviations: np.ndarray  # float64 [T, F], of composite norm 1 and mean 0
+    log_size: float  # logarithm of the composite norm of X − 1 centreᵀ
 
     @classmethod
     def of(cls, centre: np.ndarray, deviations: np.ndarray, log_size: float) -> "Tokens":
-        """Move the centre to the mean, and scale the deviations to norm 1.
-
-        >>> tokens = Tokens.of(np.zeros(1), np.array([[1.0], [3.0]]), 0.0)
-        >>> tokens.centre, round(float(np.exp(tokens.log_size)), 3)  # deviations −1 and 1: √(2 · 1)
-        (array([2.]), 1.414)
-        """
+        """Move the centre to the mean, and scale the deviations to norm 1."""
         mean = deviations.mean(0)
         size = norm(deviations - mean)
         return cls(centre + np.exp(log_size) * mean, (deviations - mean) / size, log_size + np.log(size))
@@ -70,26 +59,16 @@ class Tokens(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Weights of a layer.
+    """Weights of a layer."""
 
-    Attributes:
-      query_key: W_Q W_Kᵀ / √d `[F, F]`.
-      value_out: W_V W_O `[F, F]`.
-      up, down: of the MLP, `[F, 4F]` and `[4F, F]`.
-    """
-
-    query_key: np.ndarray
-    value_out: np.ndarray
-    up: np.ndarray
-    down: np.ndarray
+    query_key: np.ndarray  # W_Q W_Kᵀ / √d [F, F]
+    value_out: np.ndarray  # W_V W_O [F, F]
+    up: np.ndarray  # [F, 4F]
+    down: np.ndarray  # [4F, F]
 
 
 def norm(x: np.ndarray) -> float:
-    """The composite norm √(‖x‖₁ ‖x‖∞): of the largest column sum and the largest row sum of absolute values.
-
-    >>> norm(np.array([[1.0, -3.0], [0.0, 1.0]]))
-    4.0
-    """
+    """The composite norm √(‖x‖₁ ‖x‖∞): of the largest column sum and the largest row sum of absolute values."""
     return float(np.sqrt(np.linalg.norm(x, 1) * np.linalg.norm(x, np.inf)))
 
 
@@ -219,12 +198,7 @@ def _logs(rows, kind, value) -> np.ndarray:
 
 
 def slopes(logs: np.ndarray) -> np.ndarray:
-    """Slope of log r[l+1] over log r[l], between layers: `[seeds, L + 1]` to `[seeds, L − 1]`; 3 is doubly exponential.
-
-    >>> slopes(np.array([[-1.0, -3.0, -9.0, -27.0], [-1.0, -2.0, -3.0, -4.0]]))
-    array([[3., 3.],
-           [1., 1.]])
-    """
+    """Slope of log r[l+1] over log r[l] `[seeds, L − 1]` from log r `[seeds, L + 1]`; 3 is doubly exponential."""
     fall = np.diff(logs, axis=1)
     return fall[:, 1:] / fall[:, :-1]
 

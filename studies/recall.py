@@ -43,11 +43,7 @@ SOFTMAX, LINEAR, RECURRENT, CONVOLUTION = "softmax attention", "linear attention
 
 
 class GatedConv(nn.Module):
-    """One causal filter per feature, as long as the sequence, times a gate: the BaseConv of Arora et al. 2023.
-
-    >>> GatedConv().init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
-    (2, 5, 8)
-    """
+    """One causal filter per feature, as long as the sequence, times a gate: the BaseConv of Arora et al. 2023."""
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T F"], **_) -> Float[Array, "B T F"]:
@@ -69,23 +65,14 @@ LEARNING_RATE = 1e-2
 
 
 class Size(NamedTuple):
-    """How much is measured.
+    """How much is measured."""
 
-    Attributes:
-      seeds: models of each mixer and width.
-      steps: of training.
-      widths: of the models.
-      widths_of_others: of those with a GRU or a convolution.
-      batch_size: sequences of a step.
-      examples: held-out sequences.
-    """
-
-    seeds: int
-    steps: int
+    seeds: int  # models of each mixer and width
+    steps: int  # of training
     widths: tuple[int, ...]
-    widths_of_others: tuple[int, ...]
+    widths_of_others: tuple[int, ...]  # of models with a GRU or a convolution
     batch_size: int
-    examples: int
+    examples: int  # held-out sequences
 
 
 FAST = Size(seeds=2, steps=350, widths=(16, 64), widths_of_others=(), batch_size=32, examples=512)
@@ -93,15 +80,10 @@ FULL = Size(6, 400, widths=(16, 32, 64, 96), widths_of_others=(32,), batch_size=
 
 
 class Model(nn.Module):
-    """Logits of the values that are asked for.
+    """Logits of the values of the queried keys."""
 
-    Attributes:
-      mixer: one of `MIXERS`.
-      width: of all layers.
-    """
-
-    mixer: str
-    width: int
+    mixer: str  # one of `MIXERS`
+    width: int  # of all layers
 
     @nn.compact
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B P V"]:
@@ -161,12 +143,7 @@ def _right(model, params, test):
 
 
 def needed(rows: list[dict], mixer: str) -> dict[int, int | float]:
-    """The smallest measured width with `ENOUGH` recall on average, by number of pairs; infinity if there is none.
-
-    >>> rows = [{"mixer": "GRU", "width": w, "pairs": n, "recalled": w / (10 * n)} for w in (16, 32) for n in (1, 2, 4)]
-    >>> needed(rows, "GRU")
-    {1: 16, 2: 32, 4: inf}
-    """
+    """The smallest measured width with `ENOUGH` recall on average, by number of pairs; infinity if there is none."""
     chosen = [r for r in rows if r["mixer"] == mixer]
     found = {}
     for pairs in sorted({r["pairs"] for r in chosen}):
@@ -176,7 +153,7 @@ def needed(rows: list[dict], mixer: str) -> dict[int, int | float]:
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if the width that softmax attention needs is the same for all pairs, and that of linear attention grows."""
+    """Held if softmax attention needs the same width for all pairs, and linear attention ever larger widths."""
     widths = {mixer: needed(rows, mixer) for mixer in MIXERS}
     soft, linear = (list(widths[mixer].values()) for mixer in (SOFTMAX, LINEAR))
     most = max(PAIRS)

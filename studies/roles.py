@@ -75,24 +75,13 @@ class Pair(NamedTuple):
 
 
 def find(text: str, pattern: str) -> list[Pair]:
-    """Find the pairs that fit into a window ending with the query.
-
-    >>> find(60 * "." + " the cat is new", PATTERNS["en"]["subject → verb"])
-    [Pair(key=65, key_end=68, query=69, query_end=71)]
-    """
+    """Find the pairs that fit into a window ending with the query."""
     pairs = [Pair(*match.span(1), *match.span(2)) for match in re.finditer(pattern, text)]
     return [pair for pair in pairs if pair.query_end - pair.key < CONTEXT <= pair.query_end]
 
 
 def controls(text: str, pairs: list[Pair], taken: set[int], draw) -> list[Pair]:
-    """Match each pair with another place that has the same distances and character classes at its edges.
-
-    Args:
-      text: the text to draw from.
-      pairs: pairs to match; each place is used once.
-      taken: query positions of real pairs, which are excluded.
-      draw: a NumPy generator.
-    """
+    """For each pair another place, not `taken`, that has the same distances and character classes at its edges."""
     kinds = np.array([0 if c.isalnum() else 1 if c.isspace() else 2 for c in text])  # word, white space, punctuation
     is_bound = np.append(np.diff(kinds, prepend=-1) != 0, True)
     is_bound[:-1] |= kinds == 2  # each punctuation mark is a unit
@@ -139,11 +128,7 @@ def measure(options: Options) -> list[dict]:
 
 
 def places(source: fitting.Text, most: int) -> dict[str, tuple[list[Pair], list[Pair]]]:
-    """By role, pairs in the validation text and their controls.
-
-    Raises:
-      UserError: the text has too few pairs of every role.
-    """
+    """By role, pairs in the validation text and their controls; UserError if every role has too few."""
     text, draw = source.tokenizer.decode(source.validation), np.random.default_rng(0)
     found = {}
     for role, pattern in PATTERNS[source.language].items():
@@ -160,7 +145,7 @@ def places(source: fitting.Text, most: int) -> dict[str, tuple[list[Pair], list[
 
 
 def train(source: fitting.Text, size: Size, advance: Advance):
-    """Train one model per seed: the model, its initial parameters and the trained ones, with an axis for the seeds."""
+    """Train one model per seed: the model, its initial and its trained parameters, with an axis for the seeds."""
     model = quickstart.gpt(source.tokenizer.vocab_size)
     fitted = fitting.fit_seeds(
         **fitting.next_token(model),

@@ -24,11 +24,7 @@ SCALES = {"none": lambda d: 1.0, "√d_model": lambda d: (HEADS * d) ** -0.5, "�
 
 
 def jacobian_norm(p):
-    """Frobenius norm of the softmax's Jacobian at output `p` `[..., n]`.
-
-    >>> float(jacobian_norm(np.array([0.5, 0.5])))
-    0.5
-    """
+    """Frobenius norm of the softmax's Jacobian at output `p` `[..., n]`."""
     squares, cubes = (p**2).sum(-1), (p**3).sum(-1)
     return np.sqrt(np.maximum(squares - 2 * cubes + squares**2, 0))
 
@@ -59,7 +55,7 @@ def measure(options: Options) -> list[dict]:
 
 
 def _scores(draw, simulations, width):
-    """Products q·k `[simulations, KEYS]`; those of one query are not independent, as they share it."""
+    """Products q·k `[simulations, KEYS]`; products of one query are not independent."""
     q = draw.standard_normal((simulations, width), np.float32)
     k = draw.standard_normal((simulations, KEYS, width), np.float32)
     return np.einsum("sd,skd->sk", q, k)

@@ -48,7 +48,7 @@ def measure(options: Options) -> list[dict]:
 
 
 def _norms(params, gradient, first):
-    """By layer and matrix, the norms of the gradient and the weights, and how far these are from the first ones."""
+    """By layer and matrix, the norms of the gradient and the weights, and how far the weights are from the first."""
     for layer in range(LAYERS):
         for matrix, name in MATRICES.items():
             trees = (gradient, params, first)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from attnlab._studies import complexity, norms, scaling
+from attnlab._studies import complexity, markov, norms, rank, recall, scaling
 from attnlab._studies.positions import rotation
 from attnlab.nn import GPT, sinusoidal
 from attnlab.study import fitting
@@ -19,6 +19,25 @@ def test_jacobian_norm_matches_autodiff(float64):
         exact = np.linalg.norm(jacobian(s))
         weights = np.exp(s - s.max())
         np.testing.assert_allclose(scaling.jacobian_norm(weights / weights.sum()), exact, atol=2**-26)
+
+
+def test_composite_norm_is_of_the_largest_column_and_row_sums():
+    assert rank.norm(np.array([[1.0, -3.0], [0.0, 1.0]])) == pytest.approx((4 * 4) ** 0.5)
+
+
+def test_slopes_are_three_where_the_fall_is_doubly_exponential():
+    logs = np.array([[-1.0, -3.0, -9.0, -27.0], [-1.0, -2.0, -3.0, -4.0]])
+    np.testing.assert_allclose(rank.slopes(logs), [[3, 3], [1, 1]])
+
+
+def test_needed_width_is_the_smallest_with_enough_recall():
+    rows = [{"mixer": "GRU", "width": w, "pairs": n, "recalled": w / (10 * n)} for w in (16, 32) for n in (1, 2, 4)]
+    assert recall.needed(rows, "GRU") == {1: 16, 2: 32, 4: np.inf}
+
+
+def test_looks_are_denser_in_the_first_fifth():
+    looks = markov.looks(1000)
+    assert looks[:4] == [0, 10, 20, 30] and looks[-2:] == [950, 1000] and len(looks) == 37
 
 
 def test_exponents_of_exact_powers_are_recovered():
