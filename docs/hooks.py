@@ -41,7 +41,7 @@ def on_files(files, config):
     for target, page in _PAGES.items():
         home = home.replace(f"]({target})", f"]({page})")
     files.append(File.generated(config, "index.md", content=home))
-    for source in sorted((ROOT / "notebooks").glob("*.py")):
+    for source in sorted((ROOT / "notebooks").glob("*.ipynb")):
         page, figures = lessons.render(source)
         files.append(File.generated(config, f"tutorials/{source.stem}.md", content=page))
         for name, content in figures.items():

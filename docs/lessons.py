@@ -1,7 +1,4 @@
-"""Notebooks: `python docs/lessons.py [NAME …]` executes lessons and stores their outputs; the site shows them as pages.
-
-A lesson is the script `notebooks/NAME.py`; `notebooks/NAME.ipynb` is made from it, with the outputs of its last run.
-"""
+"""Notebooks: `python docs/lessons.py [NAME …]` executes lessons and stores their outputs; the site shows them as pages."""
 
 import base64
 import io
@@ -10,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import jupytext
 import nbclient
 import nbformat
 from PIL import Image
@@ -25,14 +21,14 @@ def render(source: Path) -> tuple[str, dict[str, bytes]]:
     """The page of a lesson with its stored outputs, and its figures by file name.
 
     Args:
-      source: the lesson's script, `notebooks/NAME.py`.
+      source: `notebooks/NAME.ipynb`.
 
     Raises:
-      ValueError: the stored notebook is of another version of the lesson, or has no outputs.
+      ValueError: the notebook has no outputs.
     """
-    notebook, pieces, figures = nbformat.read(source.with_suffix(".ipynb"), as_version=4), [], {}
-    if cells(notebook) != cells(jupytext.read(source)) or not any(cell.get("outputs") for cell in notebook.cells):
-        raise ValueError(f"notebooks/{source.stem}.ipynb is not the executed {source.name}: run `make lessons`")
+    notebook, pieces, figures = nbformat.read(source, as_version=4), [], {}
+    if not any(cell.get("outputs") for cell in notebook.cells):
+        raise ValueError(f"notebooks/{source.name} has no outputs: run `make lessons`")
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             pieces.append(cell.source)
@@ -45,14 +41,9 @@ def render(source: Path) -> tuple[str, dict[str, bytes]]:
                 pieces.append(f"![Figure {len(figures)} of this lesson]({name}){{ loading=lazy }}")
             else:
                 pieces.append(f'```{{ .text .output title="Output" }}\n{content.rstrip()}\n```')
-    download = f"Source: `notebooks/{source.name}`. Outputs: from `notebooks/{source.stem}.ipynb`."
+    download = f"Source: `notebooks/{source.name}`."
     title, rest = "\n\n".join(pieces).split("\n", 1)
     return f"{title}\n\n{download}\n{rest}\n", figures
-
-
-def cells(notebook) -> list[tuple[str, str]]:
-    """The type and the source of each cell."""
-    return [(cell.cell_type, cell.source) for cell in notebook.cells]
 
 
 def outputs(cell) -> list[tuple[str, str | bytes]]:
@@ -76,7 +67,8 @@ def execute(source: Path) -> None:
     Raises:
       nbclient.exceptions.CellExecutionError: a cell failed.
     """
-    notebook = jupytext.read(source)
+    notebook = nbformat.read(source, as_version=4)
+    metadata = notebook.metadata.copy()
     notebook.cells.insert(0, nbformat.v4.new_code_cell(UNCROPPED))
     os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
     nbclient.NotebookClient(notebook, timeout=SECONDS_A_CELL, kernel_name="python3").execute()
@@ -88,8 +80,8 @@ def execute(source: Path) -> None:
             data = output.get("data", {})
             if "image/png" in data:
                 data["image/png"] = base64.b64encode(with_palette(base64.b64decode(data["image/png"]))).decode()
-    notebook.metadata = jupytext.read(source).metadata
-    nbformat.write(notebook, source.with_suffix(".ipynb"))
+    notebook.metadata = metadata
+    nbformat.write(notebook, source)
 
 
 def with_palette(png: bytes) -> bytes:
@@ -100,7 +92,7 @@ def with_palette(png: bytes) -> bytes:
 
 
 def main(names: list[str]) -> None:
-    sources = {source.stem: source for source in sorted(NOTEBOOKS.glob("*.py"))}
+    sources = {source.stem: source for source in sorted(NOTEBOOKS.glob("*.ipynb"))}
     if unknown := sorted(set(names) - set(sources)):
         sys.exit(f"error: no lesson {unknown[0]!r}: expected one of {', '.join(sources)}")
     for name in names or sources:
