@@ -1,4 +1,4 @@
-"""Notebooks: `python docs/lessons.py [NAME …]` executes lessons and stores their outputs; the site shows them as pages."""
+"""Notebooks: `python docs/lessons.py [NAME …]` executes lessons and stores their outputs, pages of the site."""
 
 import base64
 import io

@@ -1,4 +1,4 @@
-"""Convert torch's attention modules, the lecture notebook's, and nanoGPT checkpoints from and to attnlab."""
+"""Convert torch's attention modules and nanoGPT checkpoints from and to attnlab."""
 
 import re
 from collections.abc import Mapping
@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from attnlab.interop import tensors
 from attnlab.interop.huggingface import reading, weights
 from attnlab.interop.tensors import Tensor
-from attnlab.nn import GPT, Block, Head, Mlp, MultiHeadAttention, StackedHeads
-from attnlab.ops.masks import Causal
+from attnlab.nn import GPT, Block, Mlp, MultiHeadAttention
 from attnlab.support.errors import UserError
 
 __all__ = ["from_nanogpt", "from_torch", "to_nanogpt", "to_torch"]
@@ -33,14 +32,9 @@ def from_torch(source) -> tuple[nn.Module, dict]:
     |---|---|
     | `nn.MultiheadAttention` | `MultiHeadAttention` |
     | `nn.TransformerEncoderLayer` | `Block`, with `norm_first` |
-    | `SelfAttention_v1`, `SelfAttention_v2` of the notebook | `Head(mask=None)` |
-    | `CausalAttention` of the notebook | `Head` |
-    | `MultiHeadAttentionWrapper` of the notebook | `StackedHeads` |
-    | `MultiHeadAttention` of the notebook | `MultiHeadAttention(mask=Causal())` |
 
-    The notebook's classes are recognized by the names of the classes and their parameters. Inputs are `[batch, length,
-    features]` whatever torch's `batch_first`, and masks are attnlab's. Dropout rates are kept, but torch's encoder
-    layer also has dropout inside the feed-forward layer, which `Block` does not.
+    Inputs are `[batch, length, features]` whatever torch's `batch_first`, and masks are attnlab's. Dropout rates are
+    kept, but torch's encoder layer also has dropout inside the feed-forward layer, which `Block` does not.
 
     Args:
       source: the module of torch.
@@ -173,23 +167,10 @@ def _equivalent(source) -> _Equivalent:
                     f"{type(source).__name__} overrides forward of {kind.__name__}: expected {kind.__name__} itself"
                 )
             return describe(source)
-    notebook = {
-        "SelfAttention_v1": _notebook_head,
-        "SelfAttention_v2": _notebook_head,
-        "CausalAttention": _notebook_head,
-        "MultiHeadAttentionWrapper": _notebook_wrapper,
-        "MultiHeadAttention": _notebook_multihead,
-    }
-    name = type(source).__name__
-    if name not in notebook or not hasattr(source, "state_dict"):
-        raise UserError(
-            f"from_torch was given a {name}: expected torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, "
-            f"or one named {', '.join(notebook)}"
-        )
-    try:
-        return notebook[name](source)
-    except AttributeError as error:
-        raise UserError(f"this {name} is not the one of the notebook: {error}") from error
+    raise UserError(
+        f"from_torch cannot convert a {type(source).__name__}: expected torch.nn.MultiheadAttention or "
+        "torch.nn.TransformerEncoderLayer"
+    )
 
 
 def _multihead_attention(source, prefix="", path="") -> _Equivalent:
@@ -264,59 +245,3 @@ def _activation(function) -> str:
         return "silu"
     name = getattr(function, "__name__", repr(function))
     raise UserError(f"TransformerEncoderLayer has the activation {name}: expected relu, gelu or silu")
-
-
-def _notebook_projections(source):
-    """Tensors of W_query, W_key and W_value: matrices `[in, out]` in SelfAttention_v1, otherwise Linear layers."""
-    linear = hasattr(source.W_query, "weight")
-    rows, columns = source.W_query.weight.shape[::-1] if linear else source.W_query.shape
-    use_bias = linear and source.W_query.bias is not None
-    places = []
-    for which in ("query", "key", "value"):
-        name = f"W_{which}.weight" if linear else f"W_{which}"
-        shape = (columns, rows) if linear else (rows, columns)
-        places.append(Tensor(name, shape, (f"{which}/kernel",), transposed=linear))
-        if use_bias:
-            places.append(Tensor(f"W_{which}.bias", (columns,), (f"{which}/bias",)))
-    return rows, columns, use_bias, places
-
-
-def _notebook_head(source) -> _Equivalent:
-    rows, columns, use_bias, places = _notebook_projections(source)
-    causal = hasattr(source, "mask")
-    rate = source.dropout.p if causal else 0.0
-    head = Head(columns, use_bias=use_bias, mask=Causal() if causal else None, dropout_rate=rate)
-    return _Equivalent(head, (jnp.zeros((1, 1, rows)),), places)
-
-
-def _notebook_wrapper(source) -> _Equivalent:
-    heads = [_notebook_head(head) for head in source.heads]
-    if not heads or any(equal.module != heads[0].module for equal in heads):
-        raise AttributeError(f"its {len(heads)} heads differ")
-    head = heads[0].module
-    module = StackedHeads(len(heads), head.head_dim, head.use_bias, head.mask, dropout_rate=head.dropout_rate)
-    places = [
-        place._replace(name=f"heads.{i}.{place.name}", leaves=tuple(f"heads/{leaf}" for leaf in place.leaves), slice=i)
-        for i, equal in enumerate(heads)
-        for place in equal.tensors
-    ]
-    return _Equivalent(module, heads[0].inputs, places)
-
-
-def _notebook_multihead(source) -> _Equivalent:
-    rows, columns, qkv_bias, places = _notebook_projections(source)
-    if not hasattr(source, "mask"):
-        raise AttributeError("it has no mask")
-    module = MultiHeadAttention(
-        source.num_heads,
-        head_dim=source.head_dim,
-        out_features=columns,
-        qkv_bias=qkv_bias,
-        mask=Causal(),
-        dropout_rate=source.dropout.p,
-    )
-    out = [
-        Tensor("out_proj.weight", (columns, columns), ("out/kernel",), transposed=True),
-        Tensor("out_proj.bias", (columns,), ("out/bias",)),
-    ]
-    return _Equivalent(module, (jnp.zeros((1, 1, rows)),), [*places, *out])
