@@ -14,21 +14,13 @@ from attnlab.support.errors import UserError
 
 
 @contextlib.contextmanager
-def claim(folder: Path, flag: str, foreign: Callable[[list[str]], str], marker: str = "") -> Iterator[int]:
-    """Context in which this process and its children alone use an output folder, which is made where it is missing.
-
-    Args:
-      folder: the folder; if this call makes it and an error leaves it empty, it is removed.
-      flag: the option that names the folder, "--out", for error messages.
-      foreign: takes the sorted names in the folder, returns what makes it another command's ("is not empty"), or "".
-      marker: a file in the folder that holds the lock, because NFS locks no folders; the folder itself when "".
-
-    Yields:
-      the descriptor of the lock, for child processes to hold open as well.
-
-    Raises:
-      UserError: the folder is a file, foreign, unwritable or in use.
-    """
+def claim(
+    folder: Path,  # made where it is missing, and then removed if an error leaves it empty
+    flag: str,  # the option that names the folder, for errors: "--out"
+    foreign: Callable[[list[str]], str],  # why the sorted names of its files are another's: "is not empty"; else ""
+    marker: str = "",  # a file that holds the lock, because NFS locks no folders; the folder itself when ""
+) -> Iterator[int]:
+    """Context in which this process, and children that hold the yielded lock open, alone use an output folder."""
     try:
         is_new = not folder.exists()
         if not is_new and not folder.is_dir():

@@ -69,21 +69,13 @@ def _handled_by(handler: Callable) -> Iterator[None]:
 
 
 def run(
-    modules: Mapping[str, Sequence[str]],
+    modules: Mapping[str, Sequence[str]],  # by name, the words after `python -m`
     jobs: int,
-    logs: Path,
-    lock: int,
-    started: Callable[[str], None] = lambda name: None,
+    logs: Path,  # what a process prints is appended to logs/NAME.txt
+    lock: int,  # a file descriptor that each process holds open
+    started: Callable[[str], None] = lambda name: None,  # called with the name of each process that is started
 ) -> Iterator[Ended]:
-    """Run modules as processes, so many at a time, and yield how they end; where the caller is interrupted, all stop.
-
-    Args:
-      modules: by name, a module and its arguments, as after `python -m`.
-      jobs: processes at a time.
-      logs: a folder; what a process prints is appended to NAME.txt there.
-      lock: a file descriptor that the processes hold open as long as they live.
-      started: called with the name of each process that is started.
-    """
+    """Run modules as processes, so many at a time, and yield how they end; all stop where the caller is interrupted."""
     logs.mkdir(parents=True, exist_ok=True)
     waiting, running = dict(modules), {}
     try:
