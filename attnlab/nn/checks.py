@@ -13,7 +13,7 @@ MaskLike = Mask | Bool[Array, "..."]  # a bool array counts as `masks.Dense`
 
 
 def compact(call):
-    """`flax.linen.compact` for a call whose unknown arguments are one line that names the one to use."""
+    """`flax.linen.compact` for a call that rejects unknown arguments in one line, with the name to use."""
     return nn.compact(known_keywords(call))
 
 
@@ -27,12 +27,7 @@ class MaskedModule(nn.Module):
 
 
 def ids_in_range(name: str, ids, size: int, low: int = 0, remedy: str = "") -> None:
-    """Raise ValueError for ids outside `[low, size)`; traced ids have no values to check.
-
-    >>> ids_in_range("tokens", jnp.array([[1, 7]]), size=5, remedy="use the model's own tokenizer")
-    Traceback (most recent call last):
-    ValueError: tokens contains 7, expected ids from 0 to 4: use the model's own tokenizer
-    """
+    """Raise ValueError for ids outside `[low, size)`; traced ids have no values to check."""
     if isinstance(ids, jax.core.Tracer) or not getattr(ids, "is_fully_addressable", True):
         return
     ids = np.asarray(ids)

@@ -11,14 +11,7 @@ MAX_BIGRAMS = 4096  # ids of a model with a table of bigrams, which then has 64 
 
 
 def check_shape(model) -> None:
-    """Check the fields of a model, and the constraints between them.
-
-    Args:
-      model: a `GPT`, or `config.model`, whose values `attnlab.config` has checked one by one.
-
-    Raises:
-      ValueError: the model cannot be built; the message begins with the name of a field.
-    """
+    """Raise ValueError, beginning with a field, unless the fields of a `GPT` or of `config.model` fit together."""
     rotary = {f"rotary.{name}": value for name, value in vars(rotary_of(model)).items()}
     if isinstance(model, nn.Module) and (problem := first_problem(options(type(model)), vars(model) | rotary)):
         raise ValueError(problem)

@@ -19,7 +19,7 @@ class Kind(Protocol):
         """The layer: called as `MultiHeadAttention` is, with `layer=` its number where its field `numbered` is True."""
 
     def empty_cache(self, model, batch: int, capacity: int) -> Any:
-        """The state before the first token; the bytes of decoding are its bytes."""
+        """The state before the first token."""
 
     def weights(self, model) -> int:
         """Weights of matrix products."""
@@ -28,17 +28,16 @@ class Kind(Protocol):
         """FLOPs a token of the forward pass besides `weights`, a mean over a sequence of `length` tokens."""
 
     def operations_at(self, model, length: int) -> float:
-        """The same of one token, with `length` tokens before it."""
+        """FLOPs of one token besides `weights`, with `length` tokens before it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """Softmax attention to all tokens before, or to the last `window`."""
+    """Softmax attention to all previous tokens, or to the last `window`."""
 
     local: bool
 
     def module(self, model, **initializers) -> MultiHeadAttention:
-        """The layer, with the options of the model."""
         sizes = resolved(model)
         norm = {"norm": model.norm, "norm_epsilon": model.norm_epsilon}
         return MultiHeadAttention(
@@ -62,11 +61,9 @@ class Attention:
         )
 
     def mask(self, model) -> Mask:
-        """Causal or a window, and-ed with the model's mask."""
         return join(SlidingWindow(left=model.window - 1) if self.local else Causal(), model.mask)
 
     def rotary(self, model) -> Rotary | None:
-        """Rotary positions; None where the model has others."""
         if model.positions != "rotary":
             return None
         if self.local and model.local_base is not None:
@@ -74,12 +71,10 @@ class Attention:
         return rotary_of(model)
 
     def empty_cache(self, model, batch, capacity) -> KVCache:
-        """Keys and values of `capacity` tokens, also where a window needs fewer."""
         sizes = resolved(model)
         return KVCache.empty(batch, capacity, sizes.kv_heads, sizes.head_dim, model.dtype)
 
     def weights(self, model) -> int:
-        """Of the projections."""
         sizes = resolved(model)
         return model.width * sizes.head_dim * (2 * model.num_heads + 2 * sizes.kv_heads)
 
@@ -89,7 +84,6 @@ class Attention:
         return 4.0 * model.num_heads * resolved(model).head_dim * (keys - keys * (keys - 1) / (2 * length))
 
     def operations_at(self, model, length) -> float:
-        """4·H·D for each visible key."""
         return 4.0 * model.num_heads * resolved(model).head_dim * self._keys(model, length)
 
     def _keys(self, model, length) -> int:
@@ -105,6 +99,5 @@ def pattern_of(model) -> tuple[str, ...]:
 
 
 def kind_of(model, layer: int) -> str:
-    """The kind of a layer."""
     pattern = pattern_of(model)
     return pattern[layer % len(pattern)]

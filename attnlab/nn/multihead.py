@@ -78,21 +78,14 @@ class KVCache(NamedTuple):
         def write(kept, fresh):
             # Sequences may differ in length, so each is written at its own slots.
             slots = (self.length[:, None] + jnp.arange(new)) % self.capacity
-            return jax.vmap(lambda row, at, x: row.at[at].set(x.astype(row.dtype), unique_indices=True))(
-                kept, slots, fresh
-            )
+            set_slots = jax.vmap(lambda row, at, x: row.at[at].set(x.astype(row.dtype), unique_indices=True))
+            return set_slots(kept, slots, fresh)
 
         return KVCache(write(self.key, key), write(self.value, value), self.length + new)
 
 
 def check_cache(cache: KVCache, batch: int, kv_heads: int, head_dim: int, name: str = "cache") -> None:
-    """Raise ValueError unless a cache fits the keys and values of a call.
-
-    >>> cache = KVCache.empty(batch=3, capacity=8, kv_heads=1, head_dim=4)
-    >>> check_cache(cache, batch=2, kv_heads=1, head_dim=4)  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    ValueError: cache.key has shape (3, 8, 1, 4), expected (2, 8, 1, 4): make it with KVCache.empty(batch=2, ...
-    """
+    """Raise ValueError unless a cache fits the keys and values of a call."""
     if not isinstance(cache, KVCache):
         raise ValueError(f"{name} is a {type(cache).__name__}: expected a KVCache, see KVCache.empty")
     expected = (batch, *jnp.shape(cache.key)[1:2], kv_heads, head_dim)
@@ -101,20 +94,13 @@ def check_cache(cache: KVCache, batch: int, kv_heads: int, head_dim: int, name: 
         array = getattr(cache, field)
         if jnp.shape(array) != shape:
             raise ValueError(f"{name}.{field} has shape {jnp.shape(array)}, expected {shape}: {remedy}")
-        kind, expected_type = (
-            (jnp.integer, "an integer type") if field == "length" else (jnp.floating, "a floating type")
-        )
+        kind, article = (jnp.integer, "an integer") if field == "length" else (jnp.floating, "a floating")
         if not jnp.issubdtype(array.dtype, kind):
-            raise ValueError(f"{name}.{field} has type {array.dtype}, expected {expected_type}: {remedy}")
+            raise ValueError(f"{name}.{field} has type {array.dtype}, expected {article} type: {remedy}")
 
 
 def check_segments(segments, tokens, **excluded) -> None:
-    """Raise ValueError unless `segments` are `[B, T]`, as tokens are, and none of the other arguments is given.
-
-    >>> check_segments(jnp.zeros((2, 3), int), jnp.ones((2, 4)), cache=None)
-    Traceback (most recent call last):
-    ValueError: segments has shape (2, 3), expected (2, 4): the number of each token's document
-    """
+    """Raise ValueError unless `segments` are `[B, T]`, like tokens, and all other arguments are None."""
     if segments is None:
         return
     if not isinstance(segments, jax.Array | np.ndarray) or not jnp.issubdtype(segments.dtype, jnp.integer):

@@ -68,14 +68,7 @@ class RMSNorm(nn.Module):
 def make_norm(
     kind: str, epsilon: float, *, use_bias: bool = False, dtype: DType | None = None, name: str | None = None
 ) -> nn.Module:
-    """The norm of a kind: "layer", "rms" or "rms_plus_one", which have no bias.
-
-    Raises:
-      ValueError: another kind.
-
-    >>> make_norm("rms", 1e-6).plus_one
-    False
-    """
+    """The norm of a kind: "layer", "rms" or "rms_plus_one", which have no bias."""
     if kind not in NORMS:
         raise ValueError(f"norm = {kind!r}: expected one of {', '.join(NORMS)}")
     if kind == "layer":

@@ -75,17 +75,7 @@ class LearnedPositions(nn.Module):
 
 
 def within_segments(segments: Int[Array, "*B T"]) -> Int[Array, "*B T"]:
-    """Positions that start again with each run of equal ids: of several documents in one sequence.
-
-    Args:
-      segments: `[..., T]`, the number of each token's document.
-
-    Returns:
-      int32 `[..., T]`.
-
-    >>> within_segments(jnp.array([0, 0, 0, 1, 1]))
-    Array([0, 1, 2, 0, 1], dtype=int32)
-    """
+    """int32 positions that start again with each run of equal ids, as documents in one sequence."""
     index = jnp.broadcast_to(jnp.arange(segments.shape[-1], dtype=jnp.int32), segments.shape)
     is_first = jnp.concatenate([jnp.ones_like(segments[..., :1], bool), segments[..., 1:] != segments[..., :-1]], -1)
     return index - lax.cummax(jnp.where(is_first, index, 0), axis=index.ndim - 1)

@@ -1,21 +1,16 @@
-"""What of a block is stored for the gradient (Chen et al. 2016)."""
+"""The values of a block that are stored for the gradient (Chen et al. 2016)."""
 
 from attnlab.nn import sharding
 
-# Everything; the block's input; that and its matrix products; its input and the attention operator's output.
+# Stored: everything; the block's input; input and matrix products; input and the attention operator's output.
 REMAT = ("none", "block", "dots", "attention")
 
 
 def remat_policy(remat: str, *, gathers: bool, loop: bool):
-    """(whether `jax.checkpoint` is needed, its policy).
+    """(whether `jax.checkpoint` is needed, its policy), where the block `gathers` parameters, and for a loop of layers.
 
-    Without a loop, XLA may recompute the elementwise functions between products by itself. Across the iterations of a
-    loop it cannot, so "none" is treated as "dots" there.
-
-    Args:
-      remat: one of `REMAT`.
-      gathers: whether the block gathers its parameters, which are then gathered again for the gradient.
-      loop: whether the layers are a loop.
+    Without a loop, XLA recomputes the elementwise functions between products by itself. Across the iterations of a loop
+    it cannot, so "none" is treated as "dots" there.
     """
     remat = "dots" if loop and remat == "none" else remat
 

@@ -7,7 +7,7 @@ from attnlab.ops.score_mods import ALiBi, ScoreMod, SoftCap, alibi_slopes
 
 
 class Resolved(NamedTuple):
-    """Features of a head, key and value heads, hidden features, and which of attention's layers have biases."""
+    """Sizes of attention and feed-forward layers, and which projections have biases."""
 
     head_dim: int
     kv_heads: int
@@ -34,6 +34,6 @@ def rotary_of(model) -> Rotary:
 
 
 def score_mods(model) -> tuple[ScoreMod, ...]:
-    """The score mods of a model's attention, by its fields `soft_cap`, `positions` and `num_heads`."""
+    """The score mods of a model's attention."""
     cap = () if model.soft_cap is None else (SoftCap(model.soft_cap),)
     return (*cap, ALiBi(alibi_slopes(model.num_heads))) if model.positions == "alibi" else cap

@@ -1,15 +1,14 @@
-"""How parameters and activations are split over a mesh: by the names of their axes, as Flax's logical axes.
+"""Shardings of parameters and activations by the names of their axes, as Flax's logical axes.
 
-The modules name the axes of what they compute; `flax.linen.logical_axis_rules` says which axes of a mesh split which
-names. Without rules nothing changes. With these
+`flax.linen.logical_axis_rules` says which axes of a mesh split which names; without rules nothing changes. With
 
     rules = (("batch", ("data", "fsdp")), ("length", "context"), ("embed", "fsdp"), ("heads", "tensor"),
              ("kv_heads", "tensor"), ("mlp", "tensor"), ("vocab", "tensor"))
 
-activations are split by examples and along the sequence, where `attnlab.context_parallel("context")` has attention do
-the same, and heads, hidden features and the vocabulary by "tensor" (Shoeybi et al. 2019).
-Parameters are stored in shares along "embed", and each layer's are gathered before it is computed and again for its
-gradient, which is summed into shares (Zhao et al. 2023, section 3; Rajbhandari et al. 2020, stage 3).
+activations are split by examples and along the sequence, as in `attnlab.context_parallel("context")`, and heads, hidden
+features and the vocabulary by "tensor" (Shoeybi et al. 2019). Parameters are stored in shares along "embed"; the
+parameters of a layer are gathered before it is computed and again for its gradient, which is summed into shares (Zhao
+et al. 2023, section 3; Rajbhandari et al. 2020, stage 3).
 """
 
 import math
@@ -38,23 +37,13 @@ PARAMETERS = (
 
 
 def parameter_names(path: str, rank: int) -> tuple[str | None, ...]:
-    """The names of a parameter's axes; those of stacked layers have one more axis in front.
-
-    >>> parameter_names("block_0/mlp/up/kernel", 2), parameter_names("blocks/mlp/up/kernel", 3)
-    (('embed', 'mlp'), (None, 'embed', 'mlp'))
-    """
+    """The names of a parameter's axes; stacked layers have one more axis in front."""
     names = next((names for rule, names in PARAMETERS if re.search(rule, path)), ())
     return (*(None,) * (rank - len(names)), *names)
 
 
 def spec_of(names, shape, mesh) -> PartitionSpec:
-    """The mesh axes that split an array, by the rules in context; an axis that they do not divide is not split.
-
-    >>> mesh = jax.sharding.AbstractMesh((4,), ("tensor",))
-    >>> with nn.logical_axis_rules((("vocab", "tensor"),)):
-    ...     tuple(spec_of(("vocab", None), (64, 8), mesh)), tuple(spec_of(("vocab", None), (65, 8), mesh))
-    (('tensor', None), (None, None))
-    """
+    """The mesh axes that split an array, by the rules in context; an axis that they do not divide is not split."""
 
     def divides(axes, size):
         axes = (axes,) if isinstance(axes, str) else axes or ()
@@ -76,14 +65,9 @@ def shards(name: str, x: Array) -> int:
 
 
 def over_tokens(function, x: Array, weights: Array, targets: Array) -> Array:
-    """`function(x, weights, targets)` on each device's own tokens, where batch and length alone are split.
+    """`function(x, weights, targets)` on each device's tokens, where batch and length alone are split.
 
     The gradient of the weights is then summed over devices once; XLA would sum it in every turn of a loop.
-
-    Args:
-      function: returns an array with the axes of targets.
-      x, targets: `[B, T, …]`.
-      weights: the same on all devices.
     """
     mesh = _mesh(x)
     if mesh is None or shards("batch", x) * shards("length", x) != math.prod(mesh.shape.values()):
@@ -102,11 +86,7 @@ def is_active(x: Array) -> bool:
 
 
 def constrain(x: Array, *names: str | None) -> Array:
-    """`x` split by the names of its axes: "batch", "length", "heads", "kv_heads", "mlp", "vocab", or None.
-
-    >>> constrain(jnp.ones((2, 5, 8)), "batch", "length", None).shape
-    (2, 5, 8)
-    """
+    """`x` split by the names of its axes: "batch", "length", "heads", "kv_heads", "mlp", "vocab", or None."""
     mesh = _mesh(x)
     if mesh is None:
         return x
@@ -114,14 +94,9 @@ def constrain(x: Array, *names: str | None) -> Array:
 
 
 def gathered(params, dtype=None, prefix: str = ""):
-    """Parameters as a layer computes with them: whole along "embed", and in `dtype` where that was split.
+    """A layer's parameters, whole along "embed", and cast to `dtype` where they were split, so that fewer bytes move.
 
-    The gradient comes back in shares.
-
-    Args:
-      params: a tree of parameters.
-      dtype: of the computation, so that fewer bytes are moved; None for the parameters' own.
-      prefix: the path of the tree within a model's parameters, e.g. "embed".
+    The gradient comes back in shares. `prefix` is the path of the tree within a model's parameters, e.g. "embed".
     """
 
     def whole(path, x):
@@ -159,7 +134,7 @@ def _gather(x, used, stored):
 
 
 def _gathered_forward(x, used, stored):
-    # Nothing that is differentiated may be a call, in which `is_gather` would not find the constraint.
+    # Inlined, as `is_gather` would not find the constraint within a call.
     return lax.with_sharding_constraint(x, used), None
 
 
@@ -168,7 +143,7 @@ def _gathered_backward(used, stored, _, g):
 
 
 def _table_backward(used, stored, _, g):
-    # Summed where it is, and split then: split at once, it would split the activations that were looked up.
+    # Summed first, then split: otherwise XLA would split the activations that were looked up.
     return (lax.with_sharding_constraint(lax.with_sharding_constraint(g, used), stored),)
 
 
@@ -179,7 +154,7 @@ _gathered_table.defvjp(_gathered_forward, _table_backward)
 
 
 def is_gather(primitive) -> bool:
-    """Whether a primitive of a jaxpr may be a gather of parameters, whose result is not to be stored."""
+    """Whether a primitive of a jaxpr may be a gather of parameters, whose result must not be stored."""
     return primitive.name == "sharding_constraint"
 
 

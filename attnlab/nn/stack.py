@@ -2,7 +2,7 @@
 
 One by one, the parameters are `block_0`, `block_1`, …. Stacked, layers of like shapes are one `blocks`, with an axis of
 layers in front. Where a pattern repeats layers of unlike shapes, each place in it has a stack, `blocks_0`, `blocks_1`,
-…, and layers after its last whole repetition stay as they are.
+…, and layers after its last whole repetition stay unstacked.
 """
 
 import functools
@@ -120,18 +120,18 @@ def _period(shapes: Sequence) -> int:
 def _stack(leaves):
     first = leaves[0]
     if isinstance(first, jax.ShapeDtypeStruct):
-        at = first.sharding
-        at = NamedSharding(at.mesh, PartitionSpec(None, *at.spec)) if isinstance(at, NamedSharding) else at
-        return jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype, sharding=at)
+        return _reshaped(first, (len(leaves), *first.shape), lambda spec: (None, *spec))
     return (np if isinstance(first, np.ndarray) else jnp).stack(leaves)
 
 
 def _slice(x, n: int):
-    if isinstance(x, jax.ShapeDtypeStruct):
-        at = x.sharding
-        at = NamedSharding(at.mesh, PartitionSpec(*at.spec[1:])) if isinstance(at, NamedSharding) else at
-        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=at)
-    return x[n]
+    return _reshaped(x, x.shape[1:], lambda spec: spec[1:]) if isinstance(x, jax.ShapeDtypeStruct) else x[n]
+
+
+def _reshaped(x: jax.ShapeDtypeStruct, shape, split) -> jax.ShapeDtypeStruct:
+    at = x.sharding
+    at = NamedSharding(at.mesh, PartitionSpec(*split(at.spec))) if isinstance(at, NamedSharding) else at
+    return jax.ShapeDtypeStruct(shape, x.dtype, sharding=at)
 
 
 # ---------------------------------------------------------------------------------------------------------------- run
@@ -144,20 +144,9 @@ def empty_caches(model, batch: int, capacity: int) -> tuple:
 
 
 def run(model, x, keys, caches, **options):
-    """Run the layers of a model that is being applied.
+    """(The residual stream `[B, T, F]` after the layers of a `GPT` that is being applied, the extended caches or None).
 
-    Args:
-      model: a `GPT`, whose `block(layer)` makes a layer.
-      x: the residual stream `[B, T, F]`.
-      keys: of dropout, one per example; None for none.
-      caches: one per layer, or None.
-      options: arguments of every block.
-
-    Returns:
-      (the residual stream, the extended caches or None).
-
-    Raises:
-      ValueError: the parameters have stacked layers of another number than `num_layers`.
+    `keys` are dropout keys, one per example; `caches` one per layer; `options` arguments of every block.
     """
     params = model.variables.get("params", {})
     if not is_stacked(params):
@@ -175,7 +164,7 @@ def run(model, x, keys, caches, **options):
 
 
 def _one_by_one(model, x, keys, caches, options):
-    """The layers as modules, whose parameters are `block_0`, `block_1`, …."""
+    """Run the layers as modules, whose parameters are `block_0`, `block_1`, …."""
 
     def apply(block, x, handed, key, cache):
         return block(x, **options, **handed, cache=cache, dropout_key=key)
@@ -198,7 +187,7 @@ def _one_by_one(model, x, keys, caches, options):
 
 
 def _in_a_loop(model, x, keys, options, params):
-    """The layers as one loop over stacks: one pattern is compiled, whatever the depth."""
+    """Run the layers as one loop over stacks: one pattern is compiled, whatever the depth."""
     stacks = _stacks(params)
     places, pattern = len(stacks), math.lcm(len(stacks), len(pattern_of(model)))
     whole = _turns(stacks) * places  # layers in stacks
@@ -257,5 +246,5 @@ def _number(block, layer) -> dict:
 
 
 def _handed(others: list, handed: dict) -> dict:
-    """What a block hands to the next: the values of the first layer."""
+    """Arguments from a block to the next: the values of the first layer."""
     return {"first_values": others[0], **handed} if others else handed

@@ -1,8 +1,8 @@
-"""Points at which `attnlab.see` reads and edits what a module computes; without it they add nothing to the program.
+"""Points at which `attnlab.see` reads and edits the values of a module; without it they add nothing to the program.
 
 Requests and edits travel as variable collections, not as global state: they reach modules within `nn.jit`, `nn.remat`
-and `nn.scan`, belong to the key of every cache of compiled programs, and two threads cannot see each other's.
-`mutable=["see_pattern"]` asks for the patterns, and the variables `{"edit_z": {"block_0": {"attention": {"tapped":
+and `nn.scan`, belong to the key of every cache of compiled programs, and are not shared between threads.
+`mutable=["see_pattern"]` requests the patterns, and the variables `{"edit_z": {"block_0": {"attention": {"tapped":
 edit}}}}` replace z of that module with `edit(z)`.
 """
 
@@ -17,36 +17,24 @@ from attnlab.types import Array
 KEY = "tapped"  # no submodule has this name
 ATTENTION = ("q", "k", "v", "pattern", "z")
 STREAMS = ("in", "out")
-NORM = "norm"  # what a norm divides by
+NORM = "norm"  # the divisor of a norm
 MISMATCH = "mismatch"
-MADE = "made"  # what a module within a block returns
+MADE = "made"  # the output of a module within a block
 ROWS = "see_rows"
 
 
 def asked(name: str) -> str:
-    """The collection that a value is sown into, when it is mutable.
-
-    >>> asked("pattern")
-    'see_pattern'
-    """
+    """The collection that a value is sown into, when it is mutable."""
     return f"see_{name}"
 
 
 def edits(name: str) -> str:
-    """The collection with the edits of a value.
-
-    >>> edits("pattern")
-    'edit_pattern'
-    """
+    """The collection with the edits of a value."""
     return f"edit_{name}"
 
 
+# Names of all collections: `nn.scan` and `nn.vmap` pass on only collections in their `variable_axes`.
 COLLECTIONS = (*(f(name) for name in (*ATTENTION, *STREAMS, NORM, MISMATCH, MADE) for f in (asked, edits)), ROWS)
-"""Names of all collections; `nn.scan` and `nn.vmap` pass on those in their `variable_axes` alone.
-
->>> len(COLLECTIONS)
-21
-"""
 
 
 class LinenPort:
@@ -57,13 +45,13 @@ class LinenPort:
 
     @property
     def rows(self):
-        """The indices of the queries whose patterns are asked for; None for all."""
+        """The indices of the queries whose patterns are requested; None for all."""
         return self._read(ROWS)
 
     def is_asked(self, name: str) -> bool:
-        """Whether a value is to be returned."""
+        """Whether to return a value."""
         module = self._module
-        # `mutable=True` and `init` ask for everything, but nobody who says so means these.
+        # `mutable=True` and `init` request all collections, but not for `attnlab.see`.
         everything = module.is_initializing() or module.is_mutable_collection(asked("everything"))
         return module.is_mutable_collection(asked(name)) and not everything
 
@@ -72,7 +60,7 @@ class LinenPort:
         return self._read(edits(name))
 
     def send(self, name: str, value) -> None:
-        """Return a value to whoever asked."""
+        """Return a value to the caller."""
         self._module.sow(asked(name), KEY, value)
 
     def _read(self, collection):
@@ -80,13 +68,7 @@ class LinenPort:
 
 
 def tap(module, name: str, value):
-    """`value`, edited if there is an edit, and returned to whoever asked.
-
-    Args:
-      module: a `flax.linen` module that runs, or a port, as `LinenPort`.
-      name: one of `ATTENTION` and `STREAMS`.
-      value: what the module computed.
-    """
+    """`value`, edited if there is an edit, and returned where requested; `module` may be a port, as `LinenPort`."""
     port = LinenPort(module) if isinstance(module, nn.Module) else module
     edit = port.edit(name)
     value = value if edit is None else edit(value)
@@ -99,17 +81,8 @@ def attended(module, attend: Callable, weights: Callable, v: Float[Array, "*B Tk
     """The output z of attention, `[..., Tq, H, Dv]`, through the taps at the pattern and at z.
 
     An edited pattern p' changes z by (p' − p)·v, so that an edit which changes nothing leaves every bit as it is, and
-    the operator's own kernel computes z in both cases.
-
-    Args:
-      module: a `flax.linen` module that runs, or a port.
-      attend: returns z.
-      weights: `weights(rows)` returns the pattern `[..., H, Rq, Tk]` of the query indices `rows`, None for all.
-      v: the values that z sums.
-      drops: whether z is computed with weights that are dropped at random.
-
-    Raises:
-      ValueError: an edit of the pattern, where weights are dropped after it.
+    the operator's kernel computes z in both cases. `attend()` returns z, `weights(rows)` the pattern `[..., H, Rq, Tk]`
+    of the query indices `rows` (None for all), and `drops` tells whether z has dropout.
     """
     port = LinenPort(module) if isinstance(module, nn.Module) else module
     z, edit = attend(), port.edit("pattern")

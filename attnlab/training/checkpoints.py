@@ -28,23 +28,7 @@ LOCK = ".lock"  # held by the process that writes; left there, empty
 
 
 def history_steps(steps: int, count: int) -> list[int]:
-    """`count` steps of a run, evenly spaced by their logarithm: 0, 1, …, and always the last.
-
-    Most of what a model learns happens early, and what comes before the first update is what chance alone gives. Where
-    rounding would name a step twice, the next one is taken.
-
-    Args:
-      steps: of the run.
-      count: 0 for none, 1 for the last alone.
-
-    Raises:
-      ValueError: a count below 0, or above steps + 1.
-
-    >>> history_steps(2000, 8)
-    [0, 1, 4, 14, 48, 166, 576, 2000]
-    >>> history_steps(5, 6), history_steps(2000, 1), history_steps(2000, 0)
-    ([0, 1, 2, 3, 4, 5], [2000], [])
-    """
+    """`count` steps from 0, the untrained baseline, to the last, log-spaced without repetitions."""
     if not 0 <= count <= steps + 1:
         raise ValueError(f"{count} checkpoints of {steps} steps: expected 0 … {steps + 1}, as step 0 counts")
     if count < 3:
@@ -57,30 +41,19 @@ def history_steps(steps: int, count: int) -> list[int]:
 
 
 class Checkpoints:
-    """The checkpoints of a run: the newest `keep`, the best, and those that were saved to stay.
+    """The checkpoints of a run: the newest `keep`, the best, and the permanent checkpoints.
 
     A checkpoint is a folder named after its step. It is written under a temporary name and renamed when complete. The
-    manifest is written last: the step, and the sha256 of every other file. Orbax alone would load a flipped bit
+    manifest is written last: the step, and the sha256 of every other file, as Orbax alone would load a flipped bit
     silently. Object storage cannot rename a folder: there, a checkpoint without a manifest is incomplete.
 
-    Args:
-      directory: any `etils.epath` path; created by `prepare` or by the first save.
-      keep: number of newest checkpoints to keep.
-
     Attributes:
-      best: given the steps, returns the one to keep regardless of its age, or None; set by the trainer.
-
-    >>> import tempfile
-    >>> checkpoints = Checkpoints(tempfile.mkdtemp())
-    >>> state = TrainState(np.int32(5), {"w": np.ones(3, np.float32)}, (np.zeros(3),))
-    >>> checkpoints.save(state)
-    >>> checkpoints.close()
-    >>> checkpoints.steps(), checkpoints.damage(5), checkpoints.restore(5, state).params
-    ([5], '', {'w': array([1., 1., 1.], dtype=float32)})
+      best: returns the step among its argument to keep regardless of age, or None; set by the trainer.
     """
 
     def __init__(self, directory: str | Path, keep: int = 1, on_phase: OnPhase = no_phase):
-        self.directory = epath.Path(directory if "://" in str(directory) else Path(directory).expanduser().absolute())
+        self._is_remote = "://" in str(directory)  # object storage, without locks or renaming
+        self.directory = epath.Path(directory if self._is_remote else Path(directory).expanduser().absolute())
         self.best: Callable[[list[int]], int | None] = lambda steps: None
         self._keep = keep
         self._on_phase = on_phase
@@ -90,27 +63,22 @@ class Checkpoints:
         self._lock = threading.RLock()  # the thread that handles signals saves as well
 
     def prepare(self) -> None:
-        """Creates the directory and locks it until `close`, or until the process ends.
-
-        Object storage has no locks, and neither do some network file systems: there, nothing is locked.
-
-        Raises:
-          UserError: it cannot be created, or another process writes checkpoints there.
-        """
+        """Create the directory and lock it until `close`, where its file system has locks."""
         with self._explained():
             self.directory.mkdir(parents=True, exist_ok=True)
-            if self._lock_file is None and "://" not in str(self.directory):
-                self._lock_file = os.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-                try:
-                    fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError as error:
-                    self._unlock()
-                    raise UserError(
-                        f"checkpoint.dir = {self.directory}: another process writes checkpoints there: wait for it, or "
-                        "choose another"
-                    ) from error
-                except OSError:  # a file system without locks
-                    pass
+            if self._lock_file is not None or self._is_remote:
+                return
+            self._lock_file = os.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                self._unlock()
+                raise UserError(
+                    f"checkpoint.dir = {self.directory}: another process writes checkpoints there: wait for it, or "
+                    "choose another"
+                ) from error
+            except OSError:  # a file system without locks
+                pass
 
     def _unlock(self) -> None:
         if self._lock_file is not None:
@@ -118,7 +86,7 @@ class Checkpoints:
             self._lock_file = None
 
     def sweep(self) -> None:
-        """Removes incomplete checkpoints of killed processes; for the writing process. Errors as for `prepare`."""
+        """Remove incomplete checkpoints of killed processes; for the writing process."""
         with self._explained():
             for path in self.directory.iterdir():
                 if ".orbax-checkpoint-tmp" in path.name or (path.name.isdecimal() and not self._committed(path)):
@@ -136,24 +104,14 @@ class Checkpoints:
         """Steps with a checkpoint, intact or damaged, in ascending order."""
         if not self.directory.exists():
             return []
-        return sorted(
-            int(path.name) for path in self.directory.iterdir() if path.name.isdecimal() and self._committed(path)
-        )
+        paths = (path for path in self.directory.iterdir() if path.name.isdecimal())
+        return sorted(int(path.name) for path in paths if self._committed(path))
 
     def _committed(self, path: epath.Path) -> bool:
-        return "://" not in str(self.directory) or (path / MANIFEST).exists()
+        return not self._is_remote or (path / MANIFEST).exists()
 
     def save(self, state: TrainState, *, permanent: bool = False, **metadata) -> None:
-        """Starts writing `state` as the checkpoint of its step; the arrays may be reused once this returns.
-
-        Args:
-          state: with any shardings.
-          permanent: keep it, regardless of its age; its manifest says so, whatever later starts of the run ask for.
-          metadata: JSON values, returned by `metadata`.
-
-        Raises:
-          UserError: this checkpoint or the previous one cannot be written.
-        """
+        """Start to write `state` with JSON `metadata`; the arrays may be reused once this returns."""
         step = int(state.step)
         average = {} if state.average is None else {"average": ocp.args.StandardSave(state.average)}
         items = _Items(
@@ -168,16 +126,12 @@ class Checkpoints:
             self.wait()
             with self._writing():
                 writer = self._writer
-                self._handler.permanent = permanent  # of this save alone, as the previous one has ended
+                self._handler.permanent = permanent  # the previous save has ended
                 writer.save(self.directory / str(step), args=items)
             self._started = step
 
     def wait(self) -> None:
-        """Waits until the last save is on disk, then deletes checkpoints that need not be kept.
-
-        Raises:
-          UserError: it cannot be written.
-        """
+        """Wait until the last save is on disk, then delete old checkpoints."""
         with self._lock:
             if self._open_writer is None or self._started is None:
                 return
@@ -187,12 +141,11 @@ class Checkpoints:
                 steps = self.steps()
                 best = self.best(steps)
                 for step in steps[: -self._keep]:
-                    if step != best and not self._is_permanent(
-                        step
-                    ):  # a kill leaves a damaged one, which is deleted next time
+                    if step != best and not self._is_permanent(step):
                         self._prune(self.directory / str(step))
 
     def _prune(self, folder: epath.Path) -> None:
+        """Delete a checkpoint; a kill leaves it damaged, and the next process deletes it."""
         for path in _files(folder):
             with self._on_phase("pruning"):
                 path.unlink()
@@ -228,11 +181,7 @@ class Checkpoints:
         return ""
 
     def newest_intact(self) -> tuple[int | None, dict[int, str]]:
-        """The newest intact step, None if there are no checkpoints; and the faults of newer, damaged ones by step.
-
-        Raises:
-          UserError: there are checkpoints, and all are damaged.
-        """
+        """The newest intact step, or None without checkpoints; and the faults of newer checkpoints by step."""
         damaged = {}
         for step in reversed(self.steps()):
             if not (why := self.damage(step)):
@@ -247,13 +196,13 @@ class Checkpoints:
         return None, {}
 
     def digests(self, step: int) -> dict[str, str]:
-        """sha256 of the parameters, of the optimizer state, and of the average if there is one, at a step."""
+        """sha256 of the parameters, the optimizer state, and the average if there is one."""
         names = ["params", "opt_state"] + ["average"] * self._has_average(step)
         items = self._restore(step, **{name: ocp.args.StandardRestore() for name in names})
         return {name: sha256(items[name]) for name in names}
 
     def set_aside(self, step: int) -> str:
-        """Renames a checkpoint so that it is no longer found; returns its new name."""
+        """Rename a checkpoint so that it is no longer found; returns its new name."""
         names = (f"{step}.damaged", *(f"{step}.damaged-{n}" for n in range(2, 1000)))
         name = next(name for name in names if not (self.directory / name).exists())
         (self.directory / str(step)).rename(self.directory / name)
@@ -262,16 +211,7 @@ class Checkpoints:
         return name
 
     def restore(self, step: int, like: TrainState) -> TrainState:
-        """The state at a step.
-
-        Args:
-          step: one of `steps()`.
-          like: a state with the same shapes and types, and the shardings to restore to. Its layers may be stacked
-            where they were saved one by one, or the reverse.
-
-        Raises:
-          UserError: the checkpoint cannot be read, or has different shapes.
-        """
+        """The state at a step, with the shardings and the layout of layers (stacked or not) of `like`."""
         names = ["params", "opt_state"] + ["average"] * (like.average is not None)
         saved = self._as_saved(step, like)
         items = self._restore(step, **{name: ocp.args.StandardRestore(getattr(saved, name)) for name in names})
@@ -280,10 +220,7 @@ class Checkpoints:
         return TrainState(jax.device_put(np.int32(step), _sharding(like.step)), *restored)
 
     def restore_params(self, step: int, like):
-        """The parameters to use of a step: their average where the run kept one, else those of the last update.
-
-        `like` and errors as for `restore`.
-        """
+        """The average of the parameters if the checkpoint has one, else the parameters, placed like `like`."""
         name = "average" if self._has_average(step) else "params"
         params = self._restore(step, **{name: ocp.args.StandardRestore(self._as_saved(step, like))})[name]
         return _as_wanted(params, like)
@@ -292,7 +229,7 @@ class Checkpoints:
         return (self.directory / str(step) / "average").exists()
 
     def shapes(self, step: int) -> dict | None:
-        """The tree of the parameters, of objects with a `shape`, without reading them; None where it is damaged."""
+        """Tree of the parameters' shapes, without reading them; None where it is damaged."""
         _ignore_late_io()
         folder = self.directory / str(step) / "params"
         try:
@@ -315,14 +252,11 @@ class Checkpoints:
         return like
 
     def metadata(self, step: int) -> dict:
-        """The metadata given to `save` (the item is named "facts" on disk); errors as for `restore`.
-
-        Like `restore` and `restore_params`, to be called in every process: Orbax waits for all of them.
-        """
+        """The metadata passed to `save`; every process must call it, as Orbax waits for all."""
         return self._restore(step, facts=ocp.args.JsonRestore())["facts"]
 
     def close(self) -> None:
-        """Waits for pending writes, stops the threads, and releases the lock; errors as for `wait`."""
+        """Wait for pending writes, stop the threads, and release the lock."""
         writer, self._open_writer = self._open_writer, None
         try:
             if writer is not None:
@@ -332,7 +266,7 @@ class Checkpoints:
             self._unlock()
 
     def _abandon_writer(self) -> None:
-        """Closes a writer that has failed, which would raise the same error again in the next `wait` or `close`."""
+        """Close a writer that has failed, which would raise the same error again in the next `wait` or `close`."""
         writer, self._open_writer = self._open_writer, None
         if writer is not None:
             with contextlib.suppress(Exception):
@@ -342,8 +276,8 @@ class Checkpoints:
     def _writer(self) -> ocp.AsyncCheckpointer:
         if self._open_writer is None:
             _ignore_late_io()
-            # Created in the background, a folder that fails leaves the threads that are to fill it waiting for it, for
-            # twenty minutes; they are no daemons, so that the process could not end.
+            # If creating a folder in the background fails, Orbax's threads wait for it for twenty minutes, and they are
+            # no daemons: the process could not end.
             options = ocp.AsyncOptions(create_directories_asynchronously=False)
             self._handler = WithManifest(composite_options=ocp.CompositeOptions(async_options=options))
             self._handler.on_phase = self._on_phase
@@ -370,7 +304,7 @@ class Checkpoints:
             self._started = None
             self._abandon_writer()
             if jax.process_count() > 1 and isinstance(error, TimeoutError | jax.errors.JaxRuntimeError):
-                raise  # another process has died
+                raise  # another process is lost
             steps = self.steps()
             newest = f"the newest one is {steps[-1]}" if steps else "there is none yet"
             raise UserError(
@@ -380,12 +314,7 @@ class Checkpoints:
 
 
 class WithManifest(ocp.CompositeCheckpointHandler):
-    """Adds the manifest after all other files are written, before the folder is renamed.
-
-    Attributes:
-      permanent: whether the checkpoint that is being written is never deleted.
-      on_phase: surrounds writing, committing and renaming.
-    """
+    """Adds the manifest after all other files are written, before the folder is renamed."""
 
     permanent = False
     on_phase = staticmethod(no_phase)
@@ -397,23 +326,20 @@ class WithManifest(ocp.CompositeCheckpointHandler):
 
     def finalize(self, directory):
         with self.on_phase("commit"):
-            self._finalize(directory)
+            super().finalize(directory)
+            # Orbax writes the time to its own _CHECKPOINT_METADATA later; that file holds no state.
+            files = (path for path in _files(directory) if path.name != "_CHECKPOINT_METADATA")
+            digests = {str(path.relative_to(directory)): _file_sha256(path) for path in files}
+            step = int(directory.name.partition(".")[0])  # it has a suffix until it is complete
+            manifest = {"step": step, "sha256": digests} | ({"permanent": True} if self.permanent else {})
+            (directory / MANIFEST).write_text(json.dumps(manifest, indent=1))
         self._renaming = self.on_phase("rename")
         self._renaming.__enter__()
 
     def renamed(self):
-        """The folder has its final name."""
+        """End the phase of renaming."""
         renaming, self._renaming = self._renaming, contextlib.nullcontext()  # not begun where another process renames
         renaming.__exit__(None, None, None)
-
-    def _finalize(self, directory):
-        super().finalize(directory)
-        # Orbax writes the time to its own _CHECKPOINT_METADATA later; that file holds no state.
-        files = (path for path in _files(directory) if path.name != "_CHECKPOINT_METADATA")
-        digests = {str(path.relative_to(directory)): _file_sha256(path) for path in files}
-        step = int(directory.name.partition(".")[0])  # it has a suffix until it is complete
-        manifest = {"step": step, "sha256": digests} | ({"permanent": True} if self.permanent else {})
-        (directory / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
 @ocp.args.register_with_handler(WithManifest, for_save=True, for_restore=True)
@@ -422,7 +348,6 @@ class _Items(ocp.args.Composite):
 
 
 def _paths(tree) -> set[str]:
-    """The paths of the leaves in nested dicts."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: not isinstance(node, dict))
     return {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves}
 
@@ -432,7 +357,7 @@ def _has_layers(params) -> bool:
 
 
 def _as_wanted(restored, like):
-    """Restored arrays with their layers stacked, or one by one, as `like` has them, and its shardings."""
+    """Restored arrays with the layers and shardings of `like`."""
     if jax.tree.structure(restored) == jax.tree.structure(like):
         return restored
     convert = stack_layers if jax.tree.structure(stack_layers(restored)) == jax.tree.structure(like) else unstack_layers
@@ -440,11 +365,7 @@ def _as_wanted(restored, like):
 
 
 def sha256(params) -> str:
-    """sha256 of the parameters' bytes, ordered by path.
-
-    >>> sha256({"b": np.zeros(2), "a": np.ones(2)}) == sha256({"a": np.ones(2), "b": np.zeros(2)})
-    True
-    """
+    """sha256 of the parameters' bytes, ordered by path."""
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     digest = hashlib.sha256()
     for path in sorted(leaves):
@@ -460,7 +381,7 @@ def _files(folder: epath.Path) -> Iterator[epath.Path]:
 
 
 def _is_endless(path: epath.Path) -> bool:
-    """Whether a path is a pipe or a device, of which epath knows nothing."""
+    """Whether a path is a pipe or a device, which epath cannot tell."""
     return os.path.exists(path) and not os.path.isfile(path)
 
 
@@ -488,10 +409,9 @@ def _why(error: BaseException) -> str:
 
 @functools.cache
 def _ignore_late_io() -> None:
-    """Silences reads and writes that fail after the first failure was reported, from now on.
+    """Silence reads and writes that fail after the first failure was reported, from now on.
 
-    Orbax reads and writes all arrays of a checkpoint concurrently and raises the first failure. The others find their
-    event loop closed, and each would print a traceback of its own, possibly after our error message.
+    Orbax accesses all arrays concurrently and raises the first failure; the others would each print a traceback.
     """
     report = sys.unraisablehook
 

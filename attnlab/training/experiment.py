@@ -25,32 +25,15 @@ from attnlab.training.state import TrainState
 
 
 class Experiment:
-    """Everything that a run computes with, built once from its config. Nothing is compiled before it is called.
+    """Everything that a run computes with, built from a completed config. Nothing is compiled before it is called.
 
-    Args:
-      config: of a whole run, as `attnlab.config.completed` returns it.
-      vocab_size: of the tokenizer, V.
-      model: a linen module in place of the GPT of `config.model`, whose only collection of variables is `params`:
-        `model.apply({"params": params}, tokens, deterministic=False, dropout_key=keys)` takes int32 tokens `[B, T]`
-        and one random key for each sequence `[B]`, and returns logits `[B, T, V or more]`; both options have defaults.
-        For `config.data.packing = "documents"` it also takes `segments=`, int32 `[B, T]`.
-      optimizer: an optax transformation in place of that of `config.optimizer`.
-      parallel: devices and strategy; those of `config.parallel` when None.
-      extensions: earlier numbers of steps of a run that was extended, see `optimizer.learning_rate`.
+    `model` and `optimizer` replace the config's, as in `attnlab.train.train`; `extensions` as in
+    `optimizer.learning_rate`.
 
     Attributes:
-      config: as given, with the precision that "auto" stands for.
-      model, optimizer, parallel: as given, or built from the config.
-      scan: whether the state's layers are stacked, see `attnlab.nn.stack_layers`.
-      learning_rate: the schedule, by updates done; None for an optimizer of the user's own.
-
-    Raises:
-      UserError: a batch or a width that the devices do not divide, a model that is not as described above.
-
-    >>> from attnlab.config import default
-    >>> experiment = Experiment(default(), vocab_size=65)
-    >>> experiment.parameters
-    796160
+      config: the argument, with the precision that "auto" stands for.
+      scan: whether the layers of the state are stacked.
+      learning_rate: the schedule, by updates done; None for a user's optimizer.
     """
 
     def __init__(
@@ -66,12 +49,13 @@ class Experiment:
         self.parallel = parallel or parallel_lib.from_config(config)
         self.config = config = config.copy_and_resolve_references()
         config.precision = precision.resolved(config.precision, self.parallel.mesh.devices.flat[0])
-        if model is not None:
-            _check_model(model, vocab_size, config.data.packing)
-        self.model = model if model is not None else GPT.from_config(config, vocab_size)
         if model is None:
+            self.model = GPT.from_config(config, vocab_size)
             _check_backend(self.model, self.parallel.mesh.devices.flat[0].platform)
-        # An optimizer of the user's own may look at single parameters.
+        else:
+            _check_model(model, vocab_size, config.data.packing)
+            self.model = model
+        # A user's optimizer may select parameters by layer.
         self.scan = model is None and (states.scans(config) if optimizer is None else bool(config.model.scan))
         self._init = jax.jit(self.model.init)
         self.learning_rate = None
@@ -107,7 +91,7 @@ class Experiment:
     def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, dict]]:
         """The compiled `state.train_step`: (state, placed batch) → (next state, metrics). It consumes the state.
 
-        The seed and the learning rates are arguments of its program, which runs that differ in them share.
+        Seed and learning rates are arguments of its program, so runs that differ in them share a compiled program.
         """
         config, model, optimizer_at = self.config, self.model, self._optimizer_at
         accumulation, ema = config.optimizer.accumulation, config.optimizer.ema
@@ -125,11 +109,7 @@ class Experiment:
         return self.parallel.compile_eval(functools.partial(states.eval_step, self.model))
 
     def create_state(self, params=None) -> TrainState:
-        """The state before the first step, on the devices; the same bits for the same seed.
-
-        Args:
-          params: parameters to start from in place of the random ones, like those of `abstract_state`.
-        """
+        """The state before the first step, on the devices, with random parameters unless `params` are passed."""
         if params is None:
             return self.parallel.create_state(self._create, jnp.int32(self.config.seed))
         like = jax.tree.map(lambda x: x.sharding, self.abstract_state)
@@ -139,7 +119,7 @@ class Experiment:
         return TrainState(step, params, opt_state, average)
 
     def evaluate(self, params, batches: EvalBatches, stop: Callable[[], bool] = lambda: False) -> float | None:
-        """Mean loss over held-out text in nats per token; None when `stop()` says so before its end."""
+        """Mean loss over held-out text in nats per token; None when `stop()` returns True before its end."""
         sums = np.zeros(2)
         for batch in prefetched(batches):
             if stop():
@@ -148,11 +128,11 @@ class Experiment:
         return float(sums[0] / sums[1])
 
     def lower(self) -> jax.stages.Lowered:
-        """The training step lowered from shapes alone: `.compile()` tells its memory, and nothing runs."""
+        """The training step lowered from shapes: `.compile()` tells its memory, and nothing runs."""
         return self.train_step.lower(self.abstract_state, self._abstract_batch())
 
     def lower_eval(self) -> jax.stages.Lowered:
-        """The evaluation of one batch, likewise."""
+        """The evaluation of one batch, lowered from shapes."""
         return self.eval_step.lower(self.abstract_state.params, self._abstract_batch())
 
     def _abstract_batch(self) -> Batch:

@@ -1,4 +1,4 @@
-"""Floating point operations: how many training takes per token, and how many a device can do per second."""
+"""Floating point operations per token of training and decoding, and the peak rate of a device."""
 
 import functools
 import time

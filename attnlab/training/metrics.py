@@ -20,14 +20,14 @@ class MetricsLog:
 
     Args:
       path: the file; created with the first record.
-      offset: where the run resumes: the value of `offset()` when its checkpoint was saved. Later records are removed,
-        as they will be written again, except a "final" record of `last_step`, from which a run is extended. None for a
-        new run.
+      offset: the value of `offset()` when the checkpoint was saved from which the run resumes; None for a new run.
+        Later records are removed, as they will be written again, except a "final" record of `last_step`, from which a
+        run is extended.
       last_step: the step at that offset.
       events: folder of TensorBoard events; None for none.
 
     Attributes:
-      records: all records, including those of earlier starts.
+      records: all records, including the records of earlier starts.
       lost: whether the file had records at the offset, and is missing.
 
     Raises:
@@ -42,7 +42,7 @@ class MetricsLog:
 
     def __init__(self, path: Path, offset: dict | None = None, last_step: int = 0, events: Path | None = None):
         self.path = path
-        # Events after the step that the run resumes from are purged, as in metrics.jsonl.
+        # Events after the step from which the run resumes are purged, as in metrics.jsonl.
         self._events = None if events is None else _Events(events, purge_step=last_step + 1)
         size = offset["bytes"] if offset else 0
         self.lost = bool(size) and not path.exists()
@@ -72,7 +72,7 @@ class MetricsLog:
 
     def write(self, **record) -> None:
         """Append a record to the file, and its numbers to the TensorBoard events."""
-        line = _line(record).encode()
+        line = (json.dumps(record, allow_nan=False) + "\n").encode()
         try:
             self._append(line)
         except OSError as error:
@@ -107,10 +107,10 @@ class MetricsLog:
 
 
 class _Events:
-    """TensorBoard events, the least important file of a run: where they cannot be written, the run goes on without.
+    """TensorBoard events; where they cannot be written, the run goes on without them.
 
-    They are written at once, as tensorboardX's SummaryWriter has a thread, which a full disk ends, and a queue, which
-    then blocks the run for ever.
+    They are written at once: a full disk ends the thread of tensorboardX's SummaryWriter, whose queue then blocks the
+    run forever.
     """
 
     def __init__(self, folder: Path, purge_step: int):
@@ -149,13 +149,13 @@ class _Events:
             self._file.write_event(Event(step=self._purge_step, **start))
 
     def drop(self, error: OSError) -> bool:
-        """Write no more, and delete what this start has written; whether there was any."""
+        """Write no more, and delete the file of this start; returns whether there was one."""
         if not self._dropped:
             line = f"TensorBoard events are given up ({error.strerror or error}): the run goes on without them"
             print(line, file=sys.stderr, flush=True)
         file, self._file, self._dropped = self._file, None, True
         if file is not None:
-            with contextlib.suppress(OSError):  # what it still holds does not fit
+            with contextlib.suppress(OSError):  # its buffer does not fit either
                 file.close()
         found = self._path is not None and self._path.exists()
         if found:
@@ -250,7 +250,3 @@ def _is_final(line: bytes, step: int) -> bool:
         return line.endswith(b"\n") and (record["split"], record["step"]) == ("final", step)
     except (ValueError, TypeError, KeyError):
         return False
-
-
-def _line(record) -> str:
-    return json.dumps(record, allow_nan=False) + "\n"

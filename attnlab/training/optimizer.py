@@ -13,8 +13,8 @@ from optax.contrib import MuonDimensionNumbers
 
 from attnlab.support.errors import UserError
 
-# The matrices that Muon orthogonalizes: their paths, their axes without the one of stacked layers, and which of these,
-# counted from the last, are summed over and which are outputs. All heads of a projection are one matrix.
+# The matrices that Muon orthogonalizes: path, rank without an axis of layers, and the axes, counted from the last, of
+# inputs and outputs. All heads of a projection are one matrix.
 _MATRICES = (
     (r"(query|key|value)/kernel$", 3, MuonDimensionNumbers(-3, (-2, -1))),
     (r"attention/out/kernel$", 3, MuonDimensionNumbers((-3, -2), -1)),
@@ -23,10 +23,7 @@ _MATRICES = (
 
 
 class Peaks(NamedTuple):
-    """The learning rates at their peaks, as numbers or float32 scalars: what a compiled step takes as an argument.
-
-    Also their schedules, once the peaks have been multiplied with the shape of the schedule.
-    """
+    """The peak learning rates, as numbers or float32 scalars (arguments of a compiled step), or their schedules."""
 
     learning_rate: float | jax.Array | optax.Schedule
     muon_learning_rate: float | jax.Array | optax.Schedule
@@ -49,9 +46,9 @@ def learning_rate(config: ConfigDict, steps: int, extensions: Sequence[dict] = (
     "constant" the peak, with a line down to the final fraction over the last `config.decay_fraction` of all steps (Hu
     et al. 2024, "warmup-stable-decay").
 
-    A run that was extended follows the schedule of the earlier number of steps up to the update at which it was
-    extended, and that of the new one from there. Where the rate had decayed it rises in one step, a warm restart
-    (Loshchilov and Hutter 2017), and the run is not the one that had been started with the larger number.
+    An extended run follows the schedule of the earlier number of steps up to the update at which it was extended, and
+    the schedule of the new number from there. Where the rate had decayed it rises in one step, a warm restart
+    (Loshchilov and Hutter 2017), so the run differs from a run that starts with the larger number.
 
     Args:
       config: `config.optimizer`.
@@ -140,7 +137,7 @@ def make(
 def decay_rate(config: ConfigDict, tokens_per_update: int | None) -> float:
     """β₂: `config.b2`, or the rate at which a gradient's weight halves in `config.b2_halflife` tokens.
 
-    Held fixed in tokens, the average is over the same text whatever the batch size (Marek et al. 2025).
+    With a half-life in tokens, the average is over the same text whatever the batch size (Marek et al. 2025).
 
     Raises:
       ValueError: a half-life without `tokens_per_update`.
@@ -219,7 +216,7 @@ def _is_matrix(node) -> bool:
 
 
 def _scaled_by_shape(updates, params):
-    """Updates times √max(1, outputs/inputs), which all have entries of about one size then (Jordan et al. 2024)."""
+    """Updates times √max(1, outputs/inputs), so that entries have about one size (Jordan et al. 2024)."""
 
     def scaled(x, axes):
         inputs, outputs = (np.prod([x.shape[axis] for axis in np.atleast_1d(group)]) for group in axes)
@@ -243,13 +240,13 @@ def decayed(params) -> dict:
 
 
 def averaged(average, params, updates: jax.Array, decay: float):
-    """The exponential moving average of parameters over all updates (Polyak and Juditsky 1992), with the last one's.
+    """The exponential moving average of parameters over all updates (Polyak and Juditsky 1992).
 
     It is corrected for its start, as Adam's moments are: the parameters after update i of n have the weight
-    decay^(n−i) · (1 − decay)/(1 − decay^n), so that those from before the first update have none.
+    decay^(n−i) · (1 − decay)/(1 − decay^n), and the parameters before the first update have none.
 
     Args:
-      average: that over the updates before, any for the first.
+      average: the average over the previous updates; any for the first.
       params: after this update.
       updates: n, counted from 1, an int32 scalar.
       decay: between 0 and 1.

@@ -71,7 +71,7 @@ class Parallel(NamedTuple):
             return jax.tree_util.tree_map_with_path(place, state)
 
     def create_state(self, create: Callable, *arguments):
-        """`create(*arguments)`, placed on the devices; where it is split, none ever holds more than its share."""
+        """`create(*arguments)`, placed on the devices; no device ever holds more than its share."""
         if not self.splits_state:  # first on one device: if several run out of memory at once, they deadlock
             return jax.device_put(create(*arguments), self.replicated)
         return jax.jit(create, out_shardings=self.shardings(jax.eval_shape(create, *arguments)))(*arguments)
@@ -95,13 +95,7 @@ class Parallel(NamedTuple):
 
     @property
     def batch_share(self) -> tuple[int, int]:
-        """Which share of a global batch this process reads, and how many equal shares there are.
-
-        Processes whose devices split the same sequences between them read the same share.
-
-        >>> make("mesh", data=1).batch_share
-        (0, 1)
-        """
+        """(The share of a global batch that this process reads, number of equal shares)."""
         if self.strategy == "pmap":
             return jax.process_index(), jax.process_count()
         devices = self.mesh.devices.reshape(math.prod(self.mesh.shape[name] for name in BATCH), -1)
@@ -126,13 +120,7 @@ class Parallel(NamedTuple):
         return jax.tree.map(functools.partial(jax.make_array_from_process_local_data, sharding), batch)
 
     def abstract_batch(self, batch_size: int, context: int, has_segments: bool = False) -> Batch:
-        """Shapes, types and shardings of a batch as `place_batch` returns it.
-
-        Args:
-          batch_size: sequences in the global batch.
-          context: targets per sequence.
-          has_segments: whether it tells documents apart.
-        """
+        """Shapes, types and shardings of a batch as `place_batch` returns it."""
         leading, sharding = (batch_size,), NamedSharding(self.mesh, PartitionSpec(BATCH))
         if self.strategy == "pmap":
             leading, sharding = (jax.local_device_count(), batch_size // jax.device_count()), None
@@ -145,15 +133,7 @@ class Parallel(NamedTuple):
         return jax.transfer_guard("disallow") if self.strategy == "mesh" else contextlib.nullcontext()
 
     def compile_train(self, step: Callable, state, fixed) -> "WithFixed":
-        """Compile `step(state, batch, fixed, axis_name=…)` → (state, metrics), as a function of state and batch.
-
-        The buffers of the old state are donated.
-
-        Args:
-          step: a pure function.
-          state: a state, or its shapes.
-          fixed: a tree of NumPy scalars, which are arguments of the program and not constants in it.
-        """
+        """Compile `step(state, batch, fixed, axis_name=…)` → (state, metrics); the old state's buffers are donated."""
         compiled = self._compile(step, (self.shardings(state), self.replicated), (None, 0, None), donate_argnums=0)
         return WithFixed(compiled, fixed, self.replicated)
 
@@ -172,19 +152,13 @@ class Parallel(NamedTuple):
                     return step(*args)
 
             return jax.jit(with_rules, out_shardings=out_shardings, **options)
-        # The state is not mapped: its shapes are those on one device, on disk, and with the mesh strategy.
+        # The state is not mapped: its shapes are the same on one device, on disk, and with the mesh strategy.
         step, devices = functools.partial(step, axis_name=DATA), self.mesh.devices.ravel().tolist()
         return jax.pmap(step, DATA, in_axes=in_axes, out_axes=None, devices=devices, **options)
 
 
 class WithFixed:
-    """A compiled function of state and batch whose third argument is fixed.
-
-    Args:
-      compiled: a jitted function of three arguments.
-      fixed: the third, a tree of NumPy scalars.
-      sharding: where it is placed, at the first call.
-    """
+    """A jitted function of state, batch and NumPy scalars, which are arguments of its program but fixed."""
 
     def __init__(self, compiled: Callable, fixed, sharding: NamedSharding):
         self._compiled, self._fixed, self._sharding = compiled, fixed, sharding
@@ -197,7 +171,7 @@ class WithFixed:
         return self._compiled.trace(state, batch, self._shapes)
 
     def lower(self, state, batch) -> jax.stages.Lowered:
-        """Lower the function for shapes, likewise."""
+        """Lower the function for shapes."""
         return self._compiled.lower(state, batch, self._shapes)
 
     @functools.cached_property
@@ -217,22 +191,7 @@ def make(
     context: int = 1,
     devices: Sequence[jax.Device] | None = None,
 ) -> Parallel:
-    """Choose the devices of a run.
-
-    Args:
-      strategy: "pmap" or "mesh".
-      data: devices along the axis "data"; −1 for all available devices.
-      fsdp: devices along the axis "fsdp", which also split the state.
-      tensor: devices along the axis "tensor", which split heads, hidden features and the vocabulary.
-      context: devices along the axis "context", which split sequences.
-      devices: the available devices; `jax.devices()` when None.
-
-    Raises:
-      UserError: more devices than are available, or not all of them with `pmap` or several processes.
-
-    >>> make("mesh", data=1).mesh.shape["data"]
-    1
-    """
+    """Choose the devices of a run, of `jax.devices()` when None; `data` = −1 takes all available devices."""
     try:
         devices = jax.devices() if devices is None else list(devices)
     except RuntimeError as error:  # JAX_PLATFORMS names a missing platform
@@ -263,19 +222,10 @@ def make(
 
 
 def from_config(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Parallel:
-    """Choose the devices of a run, and check its batch and model against them.
-
-    Args:
-      config: the config of a run.
-      devices: the available devices; `jax.devices()` when None.
-
-    Raises:
-      UserError: as for `make`; a batch, width or number of heads that the devices do not divide.
-    """
+    """Choose the devices of a run, and check its batch and model against them."""
     parallel = make(config.parallel.strategy, **config.parallel.mesh, devices=devices)
-    check_batch(
-        config.batch_size, math.prod(parallel.mesh.shape[name] for name in BATCH), config.optimizer.accumulation
-    )
+    shares = math.prod(parallel.mesh.shape[name] for name in BATCH)
+    check_batch(config.batch_size, shares, config.optimizer.accumulation)
     check_width(config.model.width, config.parallel.mesh.fsdp)
     check_heads(config.model, config.parallel.mesh.tensor)
     check_context(config.model.context, config.parallel.mesh.context)
@@ -283,11 +233,7 @@ def from_config(config: ConfigDict, devices: Sequence[jax.Device] | None = None)
 
 
 def from_first_process(number: int) -> int:
-    """Broadcast the first process' number to all processes. Every process must call it.
-
-    >>> from_first_process(7)
-    7
-    """
+    """Broadcast the first process' number to all processes. Every process must call it."""
     return int(multihost_utils.broadcast_one_to_all(np.int32(number))) if jax.process_count() > 1 else int(number)
 
 
@@ -307,19 +253,16 @@ def check_context(context: int, devices: int) -> None:
 
 
 def _multiples_near(size: int, of: int) -> str:
-    """The positive multiples of a number on both sides of a size, as "8 or 12"."""
+    """The positive multiples of `of` on both sides of a size, as "8 or 12"."""
     below = size // of * of
     return " or ".join(str(multiple) for multiple in (below, below + of) if multiple)
 
 
 def check_heads(model: ConfigDict, tensor: int) -> None:
     """Raise UserError when the heads, or the features of the feed-forward layer, cannot be split evenly."""
-    sizes = resolved(model)
-    for name, size in (
-        ("num_heads", model.num_heads),
-        ("kv_heads", sizes.kv_heads),
-        ("mlp_ratio × width", sizes.hidden),
-    ):
+    sizes = {"num_heads": model.num_heads, "kv_heads": resolved(model).kv_heads}
+    sizes["mlp_ratio × width"] = resolved(model).hidden
+    for name, size in sizes.items():
         if size % tensor:
             raise UserError(
                 f"config.model.{name} = {size} is not divisible by config.parallel.mesh.tensor = {tensor}: use "

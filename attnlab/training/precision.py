@@ -1,4 +1,4 @@
-"""The data type of a run's computation: `config.precision`, where "auto" is what the hardware multiplies faster."""
+"""The data type of a run's computation: `config.precision`, where "auto" is the faster type on the hardware."""
 
 import functools
 from pathlib import Path
@@ -10,10 +10,9 @@ _CPU_FLAGS = {"avx512_bf16", "amx_bf16"}
 
 
 def resolved(precision: str, device: jax.Device | None = None) -> str:
-    """A precision, or for "auto" the one that a device computes with faster.
+    """The data type of a precision; "auto" is bfloat16 on devices that multiply it faster than float32.
 
-    That is bfloat16 on TPUs, on NVIDIA's GPUs from compute capability 8.0 on (Ampere), and on CPUs with AVX512_BF16 or
-    AMX_BF16; else float32.
+    These are TPUs, NVIDIA's GPUs from compute capability 8.0 on (Ampere), and CPUs with AVX512_BF16 or AMX_BF16.
 
     Args:
       precision: "auto", "float32" or "bfloat16".
@@ -36,7 +35,7 @@ def _multiplies_bfloat16(device: jax.Device) -> bool:
 
 @functools.cache
 def _cpu_flags() -> set[str]:
-    """The instruction sets of this machine's CPU; none where the system does not tell."""
+    """The instruction sets of this machine's CPU; empty where the system does not tell."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -18,17 +18,9 @@ _connected = False
 def connect(timeout: int) -> None:
     """Connect to the other processes of a distributed run; do nothing in a single process.
 
-    SLURM's srun, Open MPI's mpirun and `launch/local.sh` set environment variables that show a distributed run. The
-    hosts of a TPU slice have none: there `launch/tpu_vm.sh` sets ATTNLAB_DISTRIBUTED=1, and JAX queries the TPU's
-    metadata. ATTNLAB_DISTRIBUTED=0 prevents connecting.
-
-    Args:
-      timeout: seconds within which all processes must connect.
-
-    Raises:
-      UserError: contradictory environment variables, or processes that did not connect in time.
-
-    >>> connect(timeout=60)  # a single process
+    The environment variables of srun, mpirun and `launch/local.sh` show a distributed run. The hosts of a TPU slice
+    have none: `launch/tpu_vm.sh` sets ATTNLAB_DISTRIBUTED=1, and JAX queries the TPU's metadata. 0 prevents connecting.
+    All processes must connect within `timeout` seconds.
     """
     global _connected
     distributed = os.environ.get("ATTNLAB_DISTRIBUTED", "")

@@ -23,10 +23,9 @@ class TrainState(NamedTuple):
     """Everything that a run needs to resume, besides its config.
 
     Attributes:
-      step: int32 scalar, updates done. It also determines the position in the data and, with the seed, the random keys.
-      params: the model's parameters, float32.
-      opt_state: the optimizer's state.
-      average: the parameters' average over all updates, for `config.optimizer.ema`; else None.
+      step: int32 scalar, updates done; determines the position in the data and, with the seed, the random keys.
+      params: float32.
+      average: average of the parameters over all updates, for `config.optimizer.ema`.
     """
 
     step: Array
@@ -48,16 +47,7 @@ def create(
     scan: bool = False,
     average: bool = False,
 ) -> TrainState:
-    """The state before the first step; bit-identical for equal seeds.
-
-    Args:
-      model: called with int32 tokens `[B, T]`.
-      optimizer: the optimizer of its parameters.
-      seed: the seed of the initialization, perhaps a traced int32 scalar.
-      init: `jax.jit(model.init)`, to trace it once for several calls.
-      scan: whether to stack the parameters of the layers, which a `GPT` then runs as one loop.
-      average: whether to keep an average of the parameters.
-    """
+    """The state before the first step, bit-identical for equal seeds; `scan` stacks the layers."""
     tokens = jnp.zeros((1, 1), jnp.int32)
     params = (init or jax.jit(model.init))(jax.random.key(seed), tokens)["params"]
     params = stack_layers(params) if scan else params
@@ -77,27 +67,18 @@ def token_losses(model: nn.Module, params, batch: Batch, **options) -> Float[Arr
 
 
 def counted(batch: Batch) -> Float[Array, "B T"] | None:
-    """1 for targets of the same document as the token before them, else 0, `[B, T]`; None where all targets count."""
+    """1 for targets of the same document as the token before them, else 0; None where all targets count."""
     if batch.segments is None:
         return None
     return (batch.segments[:, 1:] == batch.segments[:, :-1]).astype(jnp.float32)
 
 
 def gradients(model, params, batch: Batch, step_key, accumulation: int = 1, axis_name: str | None = None):
-    """Mean loss over the targets of the global batch that count, in nats, and its gradient.
+    """(Mean loss over the targets of the global batch that count, in nats, its gradient).
 
-    Args:
-      model: called with tokens `[B, T]`.
-      params: its parameters.
-      batch: this device's examples under `axis_name`, else all examples.
-      step_key: key of the step; each example's key is `fold_in(step_key, i)`, i its index in the global batch.
-      accumulation: number of microbatches that are processed in sequence, to save memory.
-      axis_name: the mapped axis to average over.
-
-    Returns:
-      (loss, gradient), the loss a float32 scalar, the gradient a tree like params.
+    Each example has the key `fold_in(step_key, i)`, i its index in the global batch; `accumulation` microbatches are
+    processed in sequence.
     """
-
     count = None if batch.segments is None else counted(batch).sum() / accumulation
     count = jax.lax.pmean(count, axis_name) if axis_name and count is not None else count
     count = None if count is None else jnp.where(count > 0, count, 1)
@@ -105,7 +86,7 @@ def gradients(model, params, batch: Batch, step_key, accumulation: int = 1, axis
     def loss(params, part):
         keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(step_key, part.example)
         losses = token_losses(model, params, part, deterministic=False, dropout_key=keys)
-        # Parts have the share of the mean that their targets have, so that it is the same however a batch is cut.
+        # The count of the whole batch, so that the mean does not depend on how the batch is cut.
         return losses.mean() if count is None else (losses * counted(part)).sum() / count
 
     if accumulation == 1:
@@ -135,11 +116,10 @@ def train_step(
     *,
     ema: float = 0.0,
 ) -> tuple[TrainState, dict]:
-    """One update, as a pure function of state and batch, of an average by `optimizer.averaged` with decay `ema` too.
+    """(The next state, float32 scalars), as a pure function; `ema` is the decay of `optimizer.averaged`.
 
-    Returns:
-      The next state, and float32 scalars: `loss` (nats) and `grad_norm` (before clipping) of the old parameters,
-      `param_norm` of the new ones, and `skipped`, the run's skipped steps so far, if the optimizer skips any.
+    The scalars: `loss` (nats) and `grad_norm` (before clipping) of the old parameters, `param_norm` of the new, and
+    `skipped`, the run's skipped steps so far, if the optimizer skips any.
     """
     step_key = jax.random.fold_in(jax.random.key(seed), state.step)
     loss, gradient = gradients(model, state.params, batch, step_key, accumulation, axis_name)
@@ -168,24 +148,20 @@ def eval_step(model: nn.Module, params, batch: Batch, axis_name: str | None = No
 
 # Fields of `config.model` that say how a model is computed and trained, not what it computes.
 HOW = ("dropout", "remat", "scan", "impl")
-# Layers from which `config.model.scan` is on when None. On two x86 cores a step of the quickstart's width took 0.93,
-# 0.79, 0.69, 0.59 of its time without a loop for 2, 4, 8, 12 layers, at width 384 the same time; from 4 on it is also
-# compiled sooner.
+# Layers from which `config.model.scan` is on when None: on two x86 cores a step of the quickstart's width takes 0.79 of
+# its time without a loop for 4 layers, 0.59 for 12; it is also compiled sooner.
 SCAN_FROM = 4
 
 
 def model_fields(model: GPT) -> dict:
-    """The fields of `config.model` that define a model, without those in `HOW`."""
+    """The fields of `config.model` that define a model: all but `HOW`."""
     fields = {name: getattr(model, name) for name in default().model if name not in HOW}
     return fields | {"rotary": dataclasses.asdict(model.rotary)}
 
 
 def scans(config: ConfigDict) -> bool:
-    """Whether a run's layers are one loop over stacked parameters.
-
-    >>> scans(default())
-    True
-    """
-    given = config.model.scan
-    # Without a loop XLA joins the gathers of all layers, so that all are held at once.
-    return config.model.num_layers >= SCAN_FROM or config.parallel.mesh.fsdp > 1 if given is None else given
+    """Whether a run's layers are one loop over stacked parameters."""
+    if config.model.scan is not None:
+        return config.model.scan
+    # Without a loop XLA joins the gathers of all layers, and holds all gathered parameters at once.
+    return config.model.num_layers >= SCAN_FROM or config.parallel.mesh.fsdp > 1

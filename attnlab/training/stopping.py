@@ -17,7 +17,7 @@ PEER_LOST = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again"
 
 
 def exit_peer_lost(why: str) -> None:
-    """Exit at once with `PEER_LOST`: another process of the run is lost. The message says how to resume."""
+    """Exit at once with `PEER_LOST`: another process of the run is lost."""
     print(f"error: another process is gone ({why}): start all of them again with the same command", file=sys.stderr)
     _exit(PEER_LOST)
 
@@ -30,22 +30,10 @@ class PreemptionHandler:
 
     In a distributed run all processes must stop after the same step. JAX's preemption service synchronizes them on
     SIGTERM, so SIGINT is forwarded as SIGTERM. The service is polled only between steps, and ignores a second SIGTERM.
-    If a process is lost the others would wait for it forever, so they exit with `PEER_LOST`.
+    If a process is lost the others would wait for it forever, so they exit with `PEER_LOST` after `timeout` seconds
+    without a step, including saves.
 
-    Args:
-      own_process: the run owns the process, so that the thread may end it. Otherwise (in a notebook) only the loop
-        ends, after the current step.
-      timeout: seconds without a step, including saves, after which another process counts as lost.
-
-    Attributes:
-      signal: the first signal received, or None.
-
-    >>> with PreemptionHandler() as preemption:
-    ...     signal.raise_signal(signal.SIGTERM)
-    ...     while preemption.signal is None:  # a thread receives it
-    ...         time.sleep(0.01)
-    ...     preemption.requested()
-    True
+    Where `own_process` is False (in a notebook), a signal only ends the loop.
     """
 
     def __init__(self, own_process: bool = False, timeout: int = 300):

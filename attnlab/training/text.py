@@ -1,5 +1,6 @@
 """The text of a run: its corpus, tokenizer, and training and validation batches."""
 
+import functools
 import math
 from fractions import Fraction
 from typing import NamedTuple
@@ -18,13 +19,9 @@ class Text(NamedTuple):
     """A corpus as batches of tokens.
 
     Attributes:
-      corpus: where the text is, and its sha256.
-      tokenizer: the run's tokenizer.
-      train: this process' share of the training batches.
-      validation: this process' share of the validation batches.
-      train_tokens, validation_tokens: number of tokens in each split.
-      bits_per_nat: factor from nats per token to bits per character, on the validation text; of a mixture, on its
-        parts as often as their windows are scored.
+      train, validation: this process' share of the batches.
+      bits_per_nat: factor from nats per token to bits per character, on the validation text; of a mixture, weighted by
+        the scored windows of its parts.
       bits_per_byte: the same for bits per byte of UTF-8.
     """
 
@@ -53,26 +50,10 @@ def load(
     tokenizer: tokenizers.Tokenizer | None = None,
     share: tuple[int, int] = (0, 1),
 ) -> Text:
-    """Load the text of a run and split it into batches.
-
-    Args:
-      config: the run's config.
-      workdir: the run's folder; an existing run keeps its tokenizer.
-      tokenizer: for a new run, the tokenizer of the model that it starts from; None to train one on the text.
-      share: which share of each global batch this process reads, and how many there are: `Parallel.batch_share`.
-
-    Raises:
-      UserError: an unusable text or tokenizer, or a text other than the one that the run started with.
-    """
+    """Load the text of a run as batches; `share` is `Parallel.batch_share`. A previous run keeps its tokenizer."""
     data, previous_run, quiet = config.data, workdir.previous_run, jax.process_index() > 0
-    corpus = corpora.load(
-        data.name,
-        path=data.path,
-        feature=data.feature,
-        validation_fraction=data.validation_fraction,
-        mixture=data.mixture,
-        quiet=quiet,
-    )
+    fields = {name: data[name] for name in ("name", "path", "feature", "validation_fraction", "mixture")}
+    corpus = corpora.load(**fields, quiet=quiet)
     if previous_run and previous_run["corpus"]["sha256"] != corpus.sha256:
         raise UserError(
             f"{workdir} was trained on a different text (sha256 {previous_run['corpus']['sha256'][:12]}…, now "
@@ -82,16 +63,15 @@ def load(
         tokenizer = read_tokenizer(workdir.path, previous_run)
     elif tokenizer is None:
         tokenizer = _tokenizer(corpus, data)
-    stores = [
-        store.load(part, tokenizer, packing=data.packing, folder=data.store, quiet=quiet) for part in corpus.parts
-    ]
+    load_store = functools.partial(store.load, packing=data.packing, folder=data.store, quiet=quiet)
+    stores = [load_store(part, tokenizer) for part in corpus.parts]
     train, validation = [one.train for one in stores], [one.validation for one in stores]
     options = {"context": config.model.context, "weights": list(corpus.weights)}
-    options |= dict(zip(("process_index", "process_count"), share))
+    options |= {"process_index": share[0], "process_count": share[1]}
     sizes = {"batch_size": config.batch_size, "seed": config.seed}
     train_batches = TrainBatches(train, documents=_starts(train, data), **sizes, **options)
-    sizes = {"batch_size": config.batch_size // config.optimizer.accumulation, "windows": config.eval.windows}
-    sizes |= {"part": config.eval.part}
+    sizes = {"batch_size": config.batch_size // config.optimizer.accumulation}
+    sizes |= {"windows": config.eval.windows, "part": config.eval.part}
     eval_batches = EvalBatches(validation, documents=_starts(validation, data), **sizes, **options)
     return Text(
         corpus,
@@ -106,7 +86,7 @@ def load(
 
 
 def _tokenizer(corpus, data: ConfigDict) -> tokenizers.Tokenizer:
-    """The tokenizer of a new run; one that has to be trained is remembered."""
+    """The tokenizer of a new run; a trained tokenizer is cached."""
     kind, characters = data.tokenizer, corpus.alphabet
     if kind in ("char", "byte"):
         return tokenizers.make(kind, "", data.vocab_size, characters)

@@ -28,18 +28,12 @@ from attnlab.training.workdir import Workdir
 
 @dataclasses.dataclass(kw_only=True)
 class Trainer:
-    """Train from a state to the end of the run, or until asked to stop.
+    """Train from a state to the end of the run, or until stopped.
 
     Attributes:
-      experiment: model, optimizer, devices and compiled steps.
-      text: batches and tokenizer.
-      workdir: the run's folder, used only in messages.
-      checkpoints: where the state is saved.
-      log: the metrics of the run; None in all processes but the first.
-      reporter: progress on the terminal.
-      preemption: whether to stop early.
+      workdir: used only in messages.
+      log: None in all processes but the first.
       startup: closed after the first step, when there is something to save.
-      state: the current state.
       start: the step of the initial state.
       sample: `sample(params)` generates token ids, `[1]` each; None for no samples.
       on_step: called after every step in every process, `on_step(step, metrics)`; see `attnlab.train.train`.
@@ -65,17 +59,9 @@ class Trainer:
         self._history = frozenset(history_steps(config.steps, config.checkpoint.history))
         self._unread = []  # metrics of steps that were dispatched, but not yet read
         self._timer = _Timer(self.start)
-        self._flops = self._peak_flops = None  # per token; per second and device
 
     def run(self) -> int:
-        """Train to the last step.
-
-        Returns:
-          0, or 128 + the signal's number if a signal stopped the run; its state is then saved.
-
-        Raises:
-          UserError: a loss, gradient or parameter is not finite, or a checkpoint cannot be written.
-        """
+        """Train to the last step; returns 0, or 128 + the number of the signal that stopped and saved the run."""
         last = self.experiment.config.steps
         self._measure_flops()
         if not self.start and 0 in self._history and 0 not in self.checkpoints.steps():
@@ -123,8 +109,7 @@ class Trainer:
         return _Due(log or save or evaluate, log or last, evaluate, save, sample)
 
     def _evaluates(self, step: int) -> bool:
-        config = self.experiment.config
-        return step == config.steps or step % config.eval.every == 0
+        return step == self.experiment.config.steps or step % self.experiment.config.eval.every == 0
 
     def _evaluation_pending(self) -> bool:
         """Whether the run was stopped before the step that it resumes from could be evaluated."""
@@ -132,7 +117,7 @@ class Trainer:
         return bool(parallel_lib.from_first_process(bool(pending)))
 
     def _patience_exhausted(self, step: int) -> bool:
-        """Whether the evaluations up to a step end the run before its last step; it depends on their records alone."""
+        """Whether the recorded evaluations up to a step end the run before its last step."""
         config = self.experiment.config
         if not config.eval.patience or not self._evaluates(step) or step == config.steps:
             return False
@@ -164,11 +149,7 @@ class Trainer:
             self.on_step(step, metrics)
 
     def _read_metrics(self, step: int) -> dict:
-        """Wait for the step, and return its metrics, with None for values that are not finite.
-
-        Raises:
-          UserError: a step since the last call is not finite, and cannot be skipped.
-        """
+        """Wait for the step, and return its metrics, with None for values that are not finite."""
         skip = self.experiment.config.on_nonfinite == "skip"
         read = [{name: float(value) for name, value in old.items()} for old in jax.device_get(self._unread)]
         self._unread = []
@@ -272,7 +253,7 @@ class Trainer:
             )
 
     def _unstacked(self, params):
-        """The parameters with their layers one by one; those of a user's model, whatever their names, as they are."""
+        """The parameters with their layers one by one; unchanged for a user's model, whatever their names."""
         return unstack_layers(params) if self.experiment.scan else params
 
     def _tokens(self, steps: int) -> int:
@@ -292,10 +273,7 @@ class Trainer:
 
 
 def evaluate(experiment: Experiment, text: Text, params, stop: Callable[[], bool]) -> dict | None:
-    """`loss` in nats per token, `bits_per_character` and `bits_per_byte`, which compare between tokenizers.
-
-    On the validation text; None if `stop()` ended it early.
-    """
+    """Loss on the validation text in nats per token, and in bits; None if `stop()` ended it early."""
     loss = experiment.evaluate(params, text.validation, stop)
     return None if loss is None else {"loss": loss, **_bits(text, loss)}
 
@@ -306,11 +284,7 @@ def _bits(text: Text, loss: float | None) -> dict:
 
 
 def format_scores(split: str, scores: dict) -> str:
-    """Format a loss, with its bits per character and byte if given.
-
-    >>> format_scores("validation", {"loss": 2.0, "bits_per_character": 2.885, "bits_per_byte": 2.8})
-    'validation loss 2.0000 (2.885 bits per character, 2.800 per byte)'
-    """
+    """Format a loss, with its bits per character and byte if there are any."""
     if scores["loss"] is None:
         return f"{split} loss not finite"
     bits = ""

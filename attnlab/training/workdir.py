@@ -20,15 +20,8 @@ class Workdir:
 
     It must lie on a POSIX file system. Opening it writes nothing.
 
-    Args:
-      path: of the folder, which need not exist.
-
     Attributes:
-      path: a `Path`.
       previous_run: the content of `config.json`; None when no run has begun there.
-
-    Raises:
-      UserError: the path is a file, cannot be read, holds other files and no run, or a damaged `config.json`.
     """
 
     def __init__(self, path: str | Path):
@@ -51,15 +44,7 @@ class Workdir:
         return config.checkpoint.dir or self.path / "checkpoints"
 
     def check_config(self, config: ConfigDict, *, may_extend: bool) -> None:
-        """Check that a config continues the previous run.
-
-        Args:
-          config: of this start.
-          may_extend: more steps are accepted.
-
-        Raises:
-          UserError: it differs in more than what may change between two starts.
-        """
+        """Raise UserError unless a config continues the previous run, with more steps if it `may_extend`."""
         saved = self.previous_run
         if saved is None:
             return
@@ -73,12 +58,7 @@ class Workdir:
             raise configs.another(self.path, difference)
 
     def extensions(self, config: ConfigDict, start: int) -> list[dict]:
-        """How often the run was extended, `{"at_step", "from_steps", "to_steps"}` each, oldest first.
-
-        Args:
-          config: of this start; with more steps than the previous run it is one more extension.
-          start: the step that this start resumes from.
-        """
+        """Extensions of a run that resumes from `start`: `{"at_step", "from_steps", "to_steps"}`, oldest first."""
         if self.previous_run is None or not start:
             return []
         steps, recorded = configs.from_dict(self.previous_run).steps, self.previous_run.get("extensions", [])
@@ -92,21 +72,11 @@ class Workdir:
         return [*recorded[: len(recorded) - len(undone)], extension]
 
     def lock(self) -> None:
-        """Lock the folder until `close`, or until the process ends in whatever way.
-
-        Raises:
-          UserError: another process holds the lock, or the folder cannot be written.
-        """
+        """Lock the folder until `close`, or until the process ends in whatever way."""
         self._lock = _lock(self.path, self.path)
 
     def create(self, config_json: str, tokenizer: tokenizers.Tokenizer) -> None:
-        """Create the folder with the files of a new run, and lock it.
-
-        It is made under another name and renamed: at any moment it is complete and locked, or does not exist.
-
-        Raises:
-          UserError: it cannot be written, or another process creates it at the same time.
-        """
+        """Create and lock the folder of a new run: complete under another name, then renamed."""
         unfinished = self.path.absolute().with_name(f".{self.path.absolute().name}.unfinished")
         held = None
         try:
@@ -142,43 +112,25 @@ class Workdir:
 
 
 def read_config(workdir: Path) -> dict:
-    """The content of `config.json` in a workdir.
-
-    Raises:
-      UserError: it is missing or damaged.
-    """
+    """The content of `config.json` in a workdir; UserError if it is missing or damaged."""
     path = workdir / "config.json"
     try:
         saved = files.read_json(path)
-        if "model_type" in saved and "corpus" not in saved:
-            raise UserError(f"{workdir} holds a Hugging Face model, not a run of attnlab: choose another folder")
-        saved["corpus"]["sha256"]
-        config = configs.from_dict(saved)
-    except UserError:
-        raise
+        is_run = "model_type" not in saved or "corpus" in saved
+        if is_run:
+            saved["corpus"]["sha256"]
+            configs.check_saved(configs.from_dict(saved))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{workdir} holds no run (no config.json): train one with --workdir={workdir}") from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except (AttributeError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}): restore it, or train in a new workdir") from error
-    try:
-        configs.check_saved(config)
-    except UserError as error:
-        raise UserError(f"{path} is damaged ({error}): restore it, or train in a new workdir") from error
+    if not is_run:
+        raise UserError(f"{workdir} holds a Hugging Face model, not a run of attnlab: choose another folder")
     return saved
 
 
 def read_tokenizer(workdir: Path, saved: dict) -> tokenizers.Tokenizer:
-    """The tokenizer in a workdir.
-
-    Args:
-      workdir: the folder of a run.
-      saved: the content of its `config.json`.
-
-    Raises:
-      UserError: it is missing, damaged, or another run's.
-    """
+    """The tokenizer in a workdir; UserError if it is missing, damaged, or not the tokenizer of `saved`."""
     path = workdir / "tokenizer.json"
     tokenizer = tokenizers.load(path)
     key, found = "tokenizer_sha256", hashlib.sha256(files.read(path)).hexdigest()
@@ -192,27 +144,19 @@ def read_tokenizer(workdir: Path, saved: dict) -> tokenizers.Tokenizer:
 
 
 def _previous_run(workdir: Path) -> dict | None:
-    try:
-        if workdir.exists() and not workdir.is_dir():
-            raise UserError(f"--workdir={workdir} is a file: name a folder")
-        if not (workdir / "config.json").exists():
-            if workdir.exists() and any(workdir.iterdir()):
-                raise UserError(f"--workdir={workdir} holds other files and no run: choose a new folder")
-            return None
-    except OSError as error:  # no permission to read the folder, or an impossible name
-        raise UserError(f"--workdir={workdir} cannot be read ({error.strerror}): choose another folder") from error
-    return read_config(workdir)
+    if workdir.exists() and not workdir.is_dir():
+        raise UserError(f"--workdir={workdir} is a file: name a folder")
+    if (workdir / "config.json").exists():
+        return read_config(workdir)
+    if workdir.exists() and any(workdir.iterdir()):
+        raise UserError(f"--workdir={workdir} holds other files and no run: choose a new folder")
+    return None
 
 
 def _lock(folder: Path, workdir: Path) -> int:
-    """Lock a folder that is, or will be renamed to, a workdir; returns the open file that holds the lock."""
+    """Lock a folder that is, or will be renamed to, `workdir`; returns the open file that holds the lock."""
     path = folder / "tokenizer.json"  # never rewritten; NFS locks neither folders nor files that are open for reading
-    try:
-        held = os.open(path, os.O_RDWR)
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be opened for writing ({error.strerror}): change its permissions, or choose another folder"
-        ) from error
+    held = os.open(path, os.O_RDWR)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(held), path.stat()):  # opened before it was renamed
