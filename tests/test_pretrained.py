@@ -16,7 +16,7 @@ import pytest
 
 import attnlab
 from attnlab import sample, train
-from attnlab.data import tokenizers
+from attnlab.data import published, tokenizers
 from attnlab.interop.huggingface import from_hf, save_hf
 from attnlab.nn import GPT
 from tests.parameters import parameters
@@ -77,7 +77,7 @@ def check_start(workdir, gpt2):
     assert model == theirs.clone(context=32, dropout=0.1)
     expected["params"]["positions"]["embedding"] = expected["params"]["positions"]["embedding"][:32]
     jax.tree.map(np.testing.assert_array_equal, params, expected)
-    assert tokenizer.to_dict() == tokenizers.pretrained(gpt2).to_dict()
+    assert tokenizer.to_dict() == published.pretrained(gpt2).to_dict()
     assert (config.init_from, config.data.tokenizer, config.model.mlp_ratio) == (str(gpt2), "pretrained", 2.5)
 
 
@@ -183,7 +183,7 @@ def test_restart_before_first_checkpoint_needs_the_same_weights(gpt2, text, tmp_
         (shutil.rmtree if name == "checkpoints" else Path.unlink)(tmp_path / "run" / name)
     model, params = from_hf(source)
     shutil.rmtree(source)
-    save_hf(source, model, jax.tree.map(lambda x: x + 1, params), tokenizers.pretrained(gpt2))
+    save_hf(source, model, jax.tree.map(lambda x: x + 1, params), published.pretrained(gpt2))
     assert finetune(source, text, tmp_path / "run") == 2
     assert "is not what" in capsys.readouterr().err
     shutil.rmtree(source)

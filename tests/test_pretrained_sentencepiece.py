@@ -7,7 +7,7 @@ import pytest
 
 import attnlab
 from attnlab import sample
-from attnlab.data import tokenizers
+from attnlab.data import published
 from attnlab.generation.stopping import end_tokens
 from attnlab.generation.texts import complete
 from attnlab.interop.huggingface import save_hf
@@ -75,7 +75,7 @@ def test_run_from_a_llama_keeps_its_tokenizer(llama, tmp_path):
     (tmp_path / "text.txt").write_text(VERSE * 30)
     assert finetune(llama, tmp_path / "text.txt", tmp_path / "run", steps=1) == 0
     run = attnlab.load(tmp_path / "run")
-    assert run.tokenizer.to_dict() == tokenizers.pretrained(llama).to_dict()
+    assert run.tokenizer.to_dict() == published.pretrained(llama).to_dict()
     assert run.config.data.tokenizer == "pretrained"
 
 

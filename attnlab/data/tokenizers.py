@@ -1,7 +1,7 @@
 """Tokenizers: text to token ids and back, by character, byte, word or subword.
 
 Word and subword vocabularies are trained on the corpus with Hugging Face's `tokenizers`; the same text gives the same
-vocabulary in every process. `pretrained` reads the tokenizers of published models.
+vocabulary in every process. `published` reads the tokenizers of published models.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 import tokenizers as huggingface
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import models, pre_tokenizers, trainers
 
 from attnlab.data.characters import WORD_END, check_known, code_points, complete, parts, utf8
 from attnlab.data.sentencepiece import SentencePieceTokenizer
@@ -228,7 +228,7 @@ class TrainedTokenizer:
 # tries every prefix of a word.
 _LONGEST = 100
 _WORDS = pre_tokenizers.Split(huggingface.Regex(rf"\s{{1,{_LONGEST}}}|\w{{1,{_LONGEST}}}|[^\s\w]"), "isolated")
-_BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
+BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
 _BEFORE_SPACE = re.compile(r"\S(?= )")
 # Words with the white space before them, cut at every end of `WORD_END`. Looking up their tokens is several times
 # faster than the library, which spends most of its time on finding words.
@@ -242,16 +242,16 @@ def _train_words(text: str, vocab_size: int) -> huggingface.Tokenizer:
     trainer = trainers.WordLevelTrainer(vocab_size=vocab_size, special_tokens=[_UNKNOWN], show_progress=False)
     vocabulary = _trained(models.WordLevel(), _WORDS, trainer, text).get_vocab(with_added_tokens=False)
     # A new tokenizer, because the trained one would read "<unk>" in a text as the special token.
-    return _untrained(models.WordLevel(vocabulary, unk_token=_UNKNOWN), _WORDS)
+    return untrained(models.WordLevel(vocabulary, unk_token=_UNKNOWN), _WORDS)
 
 
 def _train_bpe(text: str, vocab_size: int) -> huggingface.Tokenizer:
     if vocab_size < 256:
         raise UserError(f"data.vocab_size = {vocab_size}: byte-level BPE starts from the 256 bytes: use 256 or more")
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, min_frequency=2, initial_alphabet=_BYTE_LEVEL.alphabet(), show_progress=False
+        vocab_size=vocab_size, min_frequency=2, initial_alphabet=BYTE_LEVEL.alphabet(), show_progress=False
     )
-    return _trained(models.BPE(), _BYTE_LEVEL, trainer, text)
+    return _trained(models.BPE(), BYTE_LEVEL, trainer, text)
 
 
 def _train_wordpiece(text: str, vocab_size: int, characters: list[str]) -> huggingface.Tokenizer:
@@ -272,7 +272,7 @@ def _train_wordpiece(text: str, vocab_size: int, characters: list[str]) -> huggi
     model = models.WordPiece(
         vocabulary, unk_token=_UNKNOWN, continuing_subword_prefix=_CONTINUES, max_input_chars_per_word=_LONGEST
     )
-    return _untrained(model, _WORDS)
+    return untrained(model, _WORDS)
 
 
 def _splits_at_spaces(tokenizer: huggingface.Tokenizer) -> bool:
@@ -287,14 +287,14 @@ def _splits_at_spaces(tokenizer: huggingface.Tokenizer) -> bool:
     )
 
 
-def _untrained(model, pre_tokenizer) -> huggingface.Tokenizer:
+def untrained(model, pre_tokenizer) -> huggingface.Tokenizer:
     tokenizer = huggingface.Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizer
     return tokenizer
 
 
 def _trained(model, pre_tokenizer, trainer, text: str) -> huggingface.Tokenizer:
-    tokenizer = _untrained(model, pre_tokenizer)
+    tokenizer = untrained(model, pre_tokenizer)
     tokenizer.train_from_iterator(parts([text]), trainer)
     return tokenizer
 
@@ -312,7 +312,7 @@ def _bytes_of(kind: str, token: str) -> bytes:
 
 def _gpt2_bytes() -> dict[str, int]:
     """GPT-2's byte alphabet: printable Latin-1 characters are themselves, the other bytes follow from U+0100."""
-    characters = sorted(_BYTE_LEVEL.alphabet())
+    characters = sorted(BYTE_LEVEL.alphabet())
     printable = [ord(character) for character in characters if ord(character) < 256]
     return dict(zip(characters, printable + sorted(set(range(256)) - set(printable))))
 
@@ -357,85 +357,6 @@ def make(kind: str, text: str, vocab_size: int = 1024, characters: str | None = 
     if kind in _TRAIN:
         return TrainedTokenizer.of(kind, text, vocab_size, characters)
     return CharTokenizer.of(text if characters is None else characters) if kind == "char" else ByteTokenizer()
-
-
-def pretrained(folder: Path, vocab_size: int | None = None) -> Tokenizer | None:
-    """Load a tokenizer in the format of Hugging Face's libraries.
-
-    Args:
-      folder: contains `tokenizer.json`, or GPT-2's `vocab.json` and `merges.txt`.
-      vocab_size: the model's. Added tokens beyond it are removed, such as the image token in Gemma 3's text models.
-
-    Returns:
-      A tokenizer of kind "bpe" (byte-level, as with GPT-2, Llama 3 and Qwen) or "sentencepiece" (as with Llama 2,
-      Mistral, Gemma and Phi-3), with its added tokens; None without such files. `decode` returns normalized text if it
-      normalizes, as Qwen's does to NFC.
-
-    Raises:
-      UserError: files that cannot be read, or a tokenizer of another kind.
-    """
-    combined, vocabulary, merges = (folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt"))
-    file = combined if combined.exists() else vocabulary
-    if not file.exists():
-        return None
-    if not combined.exists() and not merges.exists():
-        raise UserError(f"{merges} is missing, which belongs to {vocabulary}: put it there")
-    try:
-        if not combined.exists():
-            return _gpt2(vocabulary, merges)
-        text = files.read_text(combined)
-        tokenizer = huggingface.Tokenizer.from_str(text)
-        if vocab_size is not None and tokenizer.get_vocab_size() > vocab_size:
-            content = json.loads(text)
-            content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < vocab_size]
-            tokenizer = huggingface.Tokenizer.from_str(json.dumps(content))
-        return _as_published(tokenizer)
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}") from error
-    except Exception as error:  # Hugging Face's library raises no narrower one
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            f"{file} is not a byte-level BPE like GPT-2's, nor of SentencePiece like Llama 2's ({why}): put the "
-            "model's own files there"
-        ) from error
-
-
-def _gpt2(vocabulary: Path, merges: Path) -> TrainedTokenizer:
-    tokenizer = _untrained(models.BPE.from_file(str(vocabulary), str(merges)), _BYTE_LEVEL)
-    tokenizer.decoder = decoders.ByteLevel()
-    if tokenizer.token_to_id("<|endoftext|>") is not None:
-        tokenizer.add_special_tokens(["<|endoftext|>"])
-    return TrainedTokenizer("bpe", tokenizer)
-
-
-def _as_published(tokenizer: huggingface.Tokenizer) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json`; ValueError for an unsupported kind."""
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    if hasattr(tokenizer.model, "dropout"):
-        tokenizer.model.dropout = None  # deterministic tokens
-    content = json.loads(tokenizer.to_str())
-    kinds = [(content[part] or {}).get("type") for part in ("model", "decoder", "normalizer")]
-    is_byte_level = '"ByteLevel"' in json.dumps([content["decoder"], content["pre_tokenizer"]])
-    if kinds[0] in ("BPE", "Unigram") and not is_byte_level:
-        return SentencePieceTokenizer(tokenizer)
-    if kinds[:2] not in (["BPE", "ByteLevel"], ["BPE", None]) or kinds[2] not in (None, "NFC"):
-        raise ValueError(f"its model, decoder and normalizer are {kinds}, not BPE, ByteLevel and none or NFC")
-    _check_splits(content["pre_tokenizer"])
-    return TrainedTokenizer("bpe", tokenizer)
-
-
-def _check_splits(pre_tokenizer: dict | None) -> None:
-    """Raise ValueError if the pre-tokenizer drops or adds characters."""
-    steps = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
-    keeps = all(
-        step.get("behavior", "Isolated") in ("Isolated", "MergedWithPrevious", "MergedWithNext") for step in steps
-    )
-    kinds = [step.get("type") for step in steps]
-    if kinds[-1:] != ["ByteLevel"] or not set(kinds) <= {"Split", "Digits", "ByteLevel"} or not keeps:
-        raise ValueError(f"its pre-tokenizer is {kinds}, not ByteLevel")
-    if len(steps) > 1 and any(step.get("add_prefix_space") for step in steps):
-        raise ValueError("its pre-tokenizer puts a space before every word (add_prefix_space)")
 
 
 def save(tokenizer: Tokenizer, path: Path) -> None:

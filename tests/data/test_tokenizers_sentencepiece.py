@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from attnlab.data import characters, corpora, store, tokenizers
+from attnlab.data import characters, corpora, published, store, tokenizers
 from attnlab.support.errors import UserError
 
 VERSE = "¿Qué es la vida? Un frenesí.\n¿Qué es la vida? Una ilusión,\nuna sombra, una ficción,\n" * 3
@@ -60,7 +60,7 @@ WITH_BYTES = pytest.mark.parametrize("family", [name for name in FAMILIES if nam
 
 
 @functools.cache
-def published(family):
+def of_family(family):
     """The tokenizer as the library has it."""
     model, normalizer, splits, decoder, _ = FAMILIES[family]
     made = library.Tokenizer(model())
@@ -73,12 +73,12 @@ def published(family):
 def read(made, folder, **changes):
     """The tokenizer of a folder with a tokenizer.json, some of whose parts are changed."""
     (folder / "tokenizer.json").write_text(json.dumps(json.loads(made.to_str()) | changes))
-    return tokenizers.pretrained(folder)
+    return published.pretrained(folder)
 
 
 @functools.cache
 def ours(family):
-    return tokenizers.from_dict({"kind": "sentencepiece", "tokenizer": json.loads(published(family).to_str())})
+    return tokenizers.from_dict({"kind": "sentencepiece", "tokenizer": json.loads(of_family(family).to_str())})
 
 
 TEXTS = st.text(st.one_of(st.sampled_from(" \n\t<s>/anu¿é,."), st.characters(codec="utf-8")))
@@ -117,14 +117,14 @@ def test_space_before_a_text_is_lost_where_none_is_put_before_it(family):
 def test_tokens_are_those_of_the_library(family, text):
     ids = ours(family).encode(text)
     assert ids.dtype == np.int32
-    assert ids.tolist() == published(family).encode(text, add_special_tokens=False).ids
+    assert ids.tolist() == of_family(family).encode(text, add_special_tokens=False).ids
 
 
 @WITH_BYTES
 @given(text=TEXTS)
 def test_text_is_that_of_the_library(family, text):
     ids = ours(family).encode(text)
-    assert ours(family).decode(ids) == published(family).decode(ids.tolist(), skip_special_tokens=False)
+    assert ours(family).decode(ids) == of_family(family).decode(ids.tolist(), skip_special_tokens=False)
 
 
 @WITH_BYTES
@@ -163,14 +163,14 @@ def test_parts_have_the_tokens_of_the_whole(family, text, cuts):
     parts = list(characters.parts(pieces, size=0, word_end=tokenizer._word_end))
     assert "".join(parts) == text and len(parts) > 9
     ids = [tokenizer.encode(part, continues=at > 0) for at, part in enumerate(parts)]
-    assert np.concatenate(ids).tolist() == published(family).encode(text, add_special_tokens=False).ids
+    assert np.concatenate(ids).tolist() == of_family(family).encode(text, add_special_tokens=False).ids
 
 
 def test_long_text_is_encoded_in_parts_with_the_same_tokens():
     text = VERSE.replace(".", ". </s>") * 900
     tokenizer = ours("llama2")
     assert len(list(tokenizer.parts([text]))) > 1
-    assert tokenizer.encode(text).tolist() == published("llama2").encode(text, add_special_tokens=False).ids
+    assert tokenizer.encode(text).tolist() == of_family("llama2").encode(text, add_special_tokens=False).ids
 
 
 def test_tokens_across_words_are_not_cut():
@@ -187,7 +187,7 @@ def test_stream_of_a_store_equals_tokens_of_the_whole_text(tmp_path, family):
     made = store.load(corpora.load("text", path=f"{tmp_path}/text.txt"), ours(family), folder=tmp_path)
     cut = int(0.9 * len(text))
     for tokens, part in ((made.train, text[:cut]), (made.validation, text[cut:])):
-        expected = published(family).encode(part, add_special_tokens=False).ids
+        expected = of_family(family).encode(part, add_special_tokens=False).ids
         assert tokens.read(np.array([0]), len(tokens))[0].tolist() == expected
 
 
@@ -196,7 +196,7 @@ def test_documents_of_a_store_are_encoded_one_by_one(tmp_path):
     (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     corpus = corpora.load("text", path=f"{tmp_path}/text.jsonl", validation_fraction=0.1)
     train = store.load(corpus, ours("llama2"), packing="documents", folder=tmp_path).train
-    encoded = [published("llama2").encode(text + "\n\n", add_special_tokens=False).ids for text in texts[:3]]
+    encoded = [of_family("llama2").encode(text + "\n\n", add_special_tokens=False).ids for text in texts[:3]]
     assert train.documents.tolist() == np.cumsum([0, *map(len, encoded)]).tolist()
     assert train.read(np.array([0]), int(train.documents[3]))[0].tolist() == list(itertools.chain(*encoded))
 
@@ -223,7 +223,7 @@ def test_special_tokens_are_not_added_but_read(family):
 
 @ALL
 def test_saved_tokenizer_loads_unchanged(tmp_path, family):
-    tokenizer = read(published(family), tmp_path)
+    tokenizer = read(of_family(family), tmp_path)
     tokenizers.save(tokenizer, tmp_path / "saved.json")
     again = tokenizers.load(tmp_path / "saved.json")
     assert again.to_dict() == tokenizer.to_dict() and tokenizers.sha256(again) == tokenizers.sha256(tokenizer)
@@ -231,18 +231,18 @@ def test_saved_tokenizer_loads_unchanged(tmp_path, family):
 
 
 def test_dropout_and_truncation_do_not_change_tokens(tmp_path):
-    content = json.loads(published("llama2").to_str())
+    content = json.loads(of_family("llama2").to_str())
     truncation = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
-    tokenizer = read(published("llama2"), tmp_path, model=content["model"] | {"dropout": 0.5}, truncation=truncation)
+    tokenizer = read(of_family("llama2"), tmp_path, model=content["model"] | {"dropout": 0.5}, truncation=truncation)
     assert tokenizer.encode(VERSE).tolist() == ours("llama2").encode(VERSE).tolist()
 
 
 def test_added_tokens_beyond_the_model_are_left_out(tmp_path):
-    made = library.Tokenizer.from_str(published("gemma").to_str())
+    made = library.Tokenizer.from_str(of_family("gemma").to_str())
     size = made.get_vocab_size()
     made.add_special_tokens(["<image>"])
     assert read(made, tmp_path).vocab_size == size + 1
-    tokenizer = tokenizers.pretrained(tmp_path, size)
+    tokenizer = published.pretrained(tmp_path, size)
     assert tokenizer.vocab_size == size and tokenizer.decode(tokenizer.encode("<image>")) == "<image>"
 
 
@@ -268,7 +268,7 @@ def part(normalizer=None, pre_tokenizer=None, decoder=None):
 )
 def test_other_tokenizers_are_refused_in_one_line(tmp_path, change, why):
     with pytest.raises(UserError, match=why) as error:
-        read(published("llama2"), tmp_path, **change)
+        read(of_family("llama2"), tmp_path, **change)
     assert "tokenizer.json is not a byte-level BPE like GPT-2's, nor of SentencePiece" in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -276,7 +276,7 @@ def test_other_tokenizers_are_refused_in_one_line(tmp_path, change, why):
 @ALL
 def test_transformers_reads_the_same_tokens_and_text(tmp_path, family):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    tokenizer = read(published(family), tmp_path)
+    tokenizer = read(of_family(family), tmp_path)
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     texts = [VERSE, "una", "Una\n\n  sombra ", "<s>una vida</s>"] + ["un 🙂 日本\t"] * (family != "no_bytes")
     for text in texts:
@@ -288,10 +288,10 @@ def test_transformers_reads_the_same_tokens_and_text(tmp_path, family):
 def test_llama_tokenizer_of_transformers_is_read(tmp_path):
     """As transformers builds it now, without a file of the library."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    model = json.loads(published("llama2").to_str())["model"]
+    model = json.loads(of_family("llama2").to_str())["model"]
     theirs = transformers.LlamaTokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
     theirs.save_pretrained(tmp_path)
-    tokenizer = tokenizers.pretrained(tmp_path)
+    tokenizer = published.pretrained(tmp_path)
     for text in (VERSE, "una 🙂\n", "<s>una"):
         ids = theirs.encode(text, add_special_tokens=False)
         assert tokenizer.encode(text).tolist() == ids

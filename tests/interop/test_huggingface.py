@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from attnlab import sample
-from attnlab.data import tokenizers
+from attnlab.data import published, tokenizers
 from attnlab.interop.huggingface import from_hf, make_config, make_model, save_hf, to_hf
 from attnlab.nn import GPT, MultiHeadAttention
 from attnlab.support.errors import UserError
@@ -294,7 +294,7 @@ def gpt2(tmp_path_factory):
 
 def test_exported_tokenizer_loads_in_transformers(gpt2):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    theirs, ours = transformers.AutoTokenizer.from_pretrained(gpt2), tokenizers.pretrained(gpt2)
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(gpt2), published.pretrained(gpt2)
     text = "El hidalgo, 1605: ¡ñandú! 🦙\n\n  vivía"
     assert ours.encode(text).tolist() == theirs.encode(text)
     assert ours.decode(ours.encode(text)) == text == theirs.decode(theirs.encode(text))
@@ -308,7 +308,7 @@ def test_vocab_and_merges_load_like_transformers(gpt2, tmp_path):
     (tmp_path / "merges.txt").write_text(
         "#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]) + "\n"
     )
-    theirs, ours = transformers.GPT2Tokenizer.from_pretrained(tmp_path), tokenizers.pretrained(tmp_path)
+    theirs, ours = transformers.GPT2Tokenizer.from_pretrained(tmp_path), published.pretrained(tmp_path)
     for text in (TEXT, "fin<|endoftext|>En un lugar"):
         assert ours.encode(text).tolist() == theirs.encode(text)
         assert ours.decode(ours.encode(text)) == text
@@ -317,12 +317,12 @@ def test_vocab_and_merges_load_like_transformers(gpt2, tmp_path):
 def test_tokenizer_settings_do_not_change_text(gpt2, tmp_path):
     """Dropout of merges, truncation, padding and special tokens do not apply to encoding a text."""
     saved = json.loads((gpt2 / "tokenizer.json").read_text())
-    expected = tokenizers.pretrained(gpt2).encode(TEXT).tolist()
+    expected = published.pretrained(gpt2).encode(TEXT).tolist()
     saved["model"]["dropout"] = 0.5
     saved["decoder"] = None
     saved["truncation"] = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
     (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
-    tokenizer = tokenizers.pretrained(tmp_path)
+    tokenizer = published.pretrained(tmp_path)
     assert tokenizer.encode(TEXT).tolist() == expected
     tokenizers.save(tokenizer, tmp_path / "again.json")
     assert tokenizers.load(tmp_path / "again.json").encode(TEXT).tolist() == expected
@@ -336,7 +336,7 @@ def test_prefix_space_is_added_once(gpt2, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
     (tmp_path / "tokenizer_config.json").write_text((gpt2 / "tokenizer_config.json").read_text())
     text = "lugar\nde la\nMancha" * 9_000
-    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), tokenizers.pretrained(tmp_path)
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), published.pretrained(tmp_path)
     assert ours.encode(text).tolist() == theirs.encode(text)
 
 
@@ -347,7 +347,7 @@ def test_normalized_text_has_the_tokens_of_transformers(gpt2, tmp_path):
     saved["normalizer"] = {"type": "NFC"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
     (tmp_path / "tokenizer_config.json").write_text((gpt2 / "tokenizer_config.json").read_text())
-    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), tokenizers.pretrained(tmp_path)
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), published.pretrained(tmp_path)
     text = "vivi\u0301a un nin\u0303o " * 9_000 + "\u0301"
     assert ours.encode(text).tolist() == theirs.encode(text)
     assert ours.decode(ours.encode(text)) == unicodedata.normalize("NFC", text)
@@ -357,16 +357,16 @@ def test_incomplete_vocabulary_names_characters(gpt2, tmp_path):
     vocabulary = {"a": 0, "b": 1, "Ġ": 2, "ab": 3}
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
     with pytest.raises(UserError, match="merges.txt is missing, which belongs to"):
-        tokenizers.pretrained(tmp_path)
+        published.pretrained(tmp_path)
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
-    tokenizer = tokenizers.pretrained(tmp_path)
+    tokenizer = published.pretrained(tmp_path)
     assert tokenizer.encode("ab a").tolist() == [3, 2, 0]
     with pytest.raises(UserError, match="'xñ': characters not in the tokenizer's vocabulary"):
         tokenizer.encode("ax abñ")
 
 
 def test_folder_without_tokenizer_files_returns_none(tmp_path):
-    assert tokenizers.pretrained(tmp_path) is None
+    assert published.pretrained(tmp_path) is None
 
 
 @pytest.mark.parametrize("kind", ["word", "wordpiece", "nonsense", "no splits", "hole", "foreign"])
@@ -382,5 +382,5 @@ def test_unsupported_tokenizer_raises_one_line(kind, gpt2, tmp_path):
         vocabulary["日"] = len(vocabulary) + (kind == "hole")
     (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
     with pytest.raises(UserError, match="tokenizer.json is not a byte-level BPE like GPT-2's") as error:
-        tokenizers.pretrained(tmp_path)
+        published.pretrained(tmp_path)
     assert "\n" not in str(error.value)

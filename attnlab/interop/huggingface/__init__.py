@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from attnlab.data import tokenizers
+from attnlab.data import published, tokenizers
 from attnlab.interop import tensors
 from attnlab.interop.huggingface import files
 from attnlab.interop.huggingface.families import family_of
@@ -171,7 +171,7 @@ def save_hf(
 
 def read_tokenizer(path: Path, vocab_size: int | None = None) -> tokenizers.Tokenizer | None:
     """Load the tokenizer files in a folder, or beside a file, for a vocabulary's size; None if there are none."""
-    return tokenizers.pretrained(path if path.is_dir() else path.parent, vocab_size)
+    return published.pretrained(path if path.is_dir() else path.parent, vocab_size)
 
 
 def _tokenizer_files(tokenizer) -> dict:

@@ -1,0 +1,91 @@
+"""Tokenizers of published models, in the format of Hugging Face's libraries."""
+
+import json
+from pathlib import Path
+
+import tokenizers as huggingface
+from tokenizers import decoders, models
+
+from attnlab.data import tokenizers
+from attnlab.data.sentencepiece import SentencePieceTokenizer
+from attnlab.support import files
+from attnlab.support.errors import UserError
+
+
+def pretrained(folder: Path, vocab_size: int | None = None) -> tokenizers.Tokenizer | None:
+    """Load a tokenizer in the format of Hugging Face's libraries.
+
+    Args:
+      folder: contains `tokenizer.json`, or GPT-2's `vocab.json` and `merges.txt`.
+      vocab_size: the model's. Added tokens beyond it are removed, such as the image token in Gemma 3's text models.
+
+    Returns:
+      A tokenizer of kind "bpe" (byte-level, as with GPT-2, Llama 3 and Qwen) or "sentencepiece" (as with Llama 2,
+      Mistral, Gemma and Phi-3), with its added tokens; None without such files. `decode` returns normalized text if it
+      normalizes, as Qwen's does to NFC.
+
+    Raises:
+      UserError: files that cannot be read, or a tokenizer of another kind.
+    """
+    combined, vocabulary, merges = (folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt"))
+    file = combined if combined.exists() else vocabulary
+    if not file.exists():
+        return None
+    if not combined.exists() and not merges.exists():
+        raise UserError(f"{merges} is missing, which belongs to {vocabulary}: put it there")
+    try:
+        if not combined.exists():
+            return _gpt2(vocabulary, merges)
+        text = files.read_text(combined)
+        tokenizer = huggingface.Tokenizer.from_str(text)
+        if vocab_size is not None and tokenizer.get_vocab_size() > vocab_size:
+            content = json.loads(text)
+            content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < vocab_size]
+            tokenizer = huggingface.Tokenizer.from_str(json.dumps(content))
+        return _as_published(tokenizer)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from error
+    except Exception as error:  # Hugging Face's library raises no narrower one
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"{file} is not a byte-level BPE like GPT-2's, nor of SentencePiece like Llama 2's ({why}): put the "
+            "model's own files there"
+        ) from error
+
+
+def _gpt2(vocabulary: Path, merges: Path) -> tokenizers.TrainedTokenizer:
+    tokenizer = tokenizers.untrained(models.BPE.from_file(str(vocabulary), str(merges)), tokenizers.BYTE_LEVEL)
+    tokenizer.decoder = decoders.ByteLevel()
+    if tokenizer.token_to_id("<|endoftext|>") is not None:
+        tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizers.TrainedTokenizer("bpe", tokenizer)
+
+
+def _as_published(tokenizer: huggingface.Tokenizer) -> tokenizers.Tokenizer:
+    """The tokenizer of a `tokenizer.json`; ValueError for an unsupported kind."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if hasattr(tokenizer.model, "dropout"):
+        tokenizer.model.dropout = None  # deterministic tokens
+    content = json.loads(tokenizer.to_str())
+    kinds = [(content[part] or {}).get("type") for part in ("model", "decoder", "normalizer")]
+    is_byte_level = '"ByteLevel"' in json.dumps([content["decoder"], content["pre_tokenizer"]])
+    if kinds[0] in ("BPE", "Unigram") and not is_byte_level:
+        return SentencePieceTokenizer(tokenizer)
+    if kinds[:2] not in (["BPE", "ByteLevel"], ["BPE", None]) or kinds[2] not in (None, "NFC"):
+        raise ValueError(f"its model, decoder and normalizer are {kinds}, not BPE, ByteLevel and none or NFC")
+    _check_splits(content["pre_tokenizer"])
+    return tokenizers.TrainedTokenizer("bpe", tokenizer)
+
+
+def _check_splits(pre_tokenizer: dict | None) -> None:
+    """Raise ValueError if the pre-tokenizer drops or adds characters."""
+    steps = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
+    keeps = all(
+        step.get("behavior", "Isolated") in ("Isolated", "MergedWithPrevious", "MergedWithNext") for step in steps
+    )
+    kinds = [step.get("type") for step in steps]
+    if kinds[-1:] != ["ByteLevel"] or not set(kinds) <= {"Split", "Digits", "ByteLevel"} or not keeps:
+        raise ValueError(f"its pre-tokenizer is {kinds}, not ByteLevel")
+    if len(steps) > 1 and any(step.get("add_prefix_space") for step in steps):
+        raise ValueError("its pre-tokenizer puts a space before every word (add_prefix_space)")

@@ -1,0 +1,25 @@
+"""Plots of attention weights, masks, alignments and curves, as matplotlib figures.
+
+A title should state the finding that the figure supports.
+"""
+
+from attnlab.plots._curves import curves, lines, panels, runs, training
+from attnlab.plots._heatmaps import atlas, effects_grid, heads, masks, weights
+from attnlab.plots._style import COLORS, STYLE, THUMBNAIL, finished
+
+__all__ = [
+    "COLORS",
+    "STYLE",
+    "THUMBNAIL",
+    "atlas",
+    "curves",
+    "effects_grid",
+    "finished",
+    "heads",
+    "lines",
+    "masks",
+    "panels",
+    "runs",
+    "training",
+    "weights",
+]

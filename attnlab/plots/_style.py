@@ -1,0 +1,50 @@
+"""Colours, sizes, and what all figures share."""
+
+import textwrap
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+WEIGHTS = "magma"
+LEVELS = ("#f4f1ea", "#2f6f8f")  # masked, visible
+LABEL_SIZE, LABEL_ROOM = 8.0, 8.0  # points: of a label's font, and of the least distance between labels
+SIZES, SIGNED = "Blues", "PuOr"  # of numbers from 0, and of both signs; readable for the colour-blind
+THUMBNAIL, ATLAS = 64, 512  # pixels, at most: the side of a thumbnail, and the width of all
+MASKED = "#d5d8dc"  # a grey that no weight has
+MARK = "#39c5bb"
+COLORS = ("#2f6f8f", "#d1495b", "#edae49", "#66a182", "#7d5ba6", "#3d3d3d", "#c58b5f", "#8d96a3")
+MORE_COLORS = ("#1fb5c9", "#c03fa0", "#8f9b1a", "#6b3a24")  # where COLORS are too few
+MANY = len(COLORS) + len(MORE_COLORS)
+LINE, LEGEND = 36, (0.066, 0.165)  # characters of a legend's line, and inches of a character and of a line
+STYLE = {
+    "figure.dpi": 110,
+    "figure.constrained_layout.use": True,
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "figure.titlesize": 11,
+    "figure.labelsize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": False,
+    "axes.prop_cycle": plt.cycler(color=COLORS),
+    "image.interpolation": "nearest",
+}
+
+
+def finished(figure, title):
+    """Add the title, wrapped to the figure's width, and close the figure, so that a notebook shows it only once."""
+    figure.suptitle(textwrap.fill(title, int(11.5 * figure.get_figwidth())))
+    plt.close(figure)
+    return figure
+
+
+def subplots(count: int, columns: int, size, border=(0, 0), **shared) -> tuple[Figure, list[Axes]]:
+    """A figure with `count` axes of a size in inches, in so many columns."""
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    inches = (size[0] * columns + border[0], size[1] * rows + border[1])
+    figure, grid = plt.subplots(rows, columns, figsize=inches, squeeze=False, **shared)
+    for axes in grid.flat[count:]:
+        axes.remove()
+    return figure, list(grid.flat[:count])
