@@ -20,7 +20,7 @@ _NO_CONFIG = "--config is missing: name an experiment, e.g. --config=quickstart,
 
 
 class _OrNone(flags.ArgumentParser):
-    """Parses None, besides what another parser does; `attnlab.config` refuses it where a field cannot be None."""
+    """Parses None, besides the values of another parser; `attnlab.config` rejects it where a field cannot be None."""
 
     def __init__(self, parser: flags.ArgumentParser):
         self._parser = parser
@@ -37,17 +37,10 @@ for _type, _parser in ((int, flags.IntegerParser()), (float, flags.FloatParser()
 
 
 def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, argv: list[str] | None = None) -> int:
-    """Parses a command line and calls `main`.
+    """Parse a command line and call `main` with its flags; `define(values, argv)` defines them, --help prints `usage`.
 
-    Args:
-      define: defines the command's flags, `define(values, argv)`.
-      main: takes the parsed flags, returns the exit code.
-      usage: printed by --help above the flags.
-      argv: the command line, program name first; `sys.argv` when None.
-
-    Returns:
-      main's exit code, 0 for --help, 2 for an error of the user, 130 when interrupted, 141 when the reader of standard
-      output has gone.
+    Returns main's exit code, 0 for --help, 2 for an error of the user, 130 when interrupted, 141 when the reader of
+    standard output has gone.
     """
     argv = list(sys.argv if argv is None else argv)
     logging.set_verbosity(logging.FATAL)  # Orbax and TFDS log a lot, and raise what they log as errors
@@ -55,9 +48,15 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a character that the terminal cannot show must not end a run
+    values = flags.FlagValues()
     try:
-        return _run(define, main, usage, argv)
-    except UserError as error:
+        define(values, argv)
+        if _HELP & set(argv[1:]):
+            _print_help(values, usage)
+            return 0
+        parse(values, argv)
+        return main(values)
+    except (UserError, flags.Error) as error:  # flags.Error: an unreadable --flagfile
         message = one_line(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -73,33 +72,14 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
         with contextlib.suppress(OSError):
             sys.stdout.close()
         return 141
-    except OSError as error:  # a full disk, a folder without write permission
+    except OSError as error:  # e.g. a full disk, or no permission
         message = f"{error.strerror or one_line(error)}: {error.filename or 'no file is named'}"
     print(f"error: {message}", file=sys.stderr)
     return 2
 
 
-def _run(define, main, usage, argv) -> int:
-    values = flags.FlagValues()
-    try:
-        define(values, argv)
-    except flags.Error as error:  # an unreadable --flagfile
-        raise UserError(one_line(error)) from error
-    if _HELP & set(argv[1:]):
-        _print_help(values, usage)
-        return 0
-    parse(values, argv)
-    return main(values)
-
-
 def define_config(values: flags.FlagValues, argv: list[str], saved: ConfigDict | None = None) -> None:
-    """Defines `--config=EXPERIMENT[:VARIANT]` and `--config.FIELD=VALUE`.
-
-    Args:
-      values: the flags to add them to.
-      argv: the command line.
-      saved: the config of an existing run, used and overridden where the command line names no experiment.
-    """
+    """Define `--config=EXPERIMENT[:VARIANT]` and `--config.FIELD=VALUE`; without an experiment they change `saved`."""
     if saved is not None and not given(argv, "config"):
         try:
             config_flags.DEFINE_config_dict("config", saved, flag_values=values, sys_argv=argv)
@@ -116,11 +96,7 @@ def define_config(values: flags.FlagValues, argv: list[str], saved: ConfigDict |
 
 
 def parse(values: flags.FlagValues, argv: list[str]) -> None:
-    """Parses a command line, including `--config` and its overrides.
-
-    Raises:
-      UserError: the first error in it, with the nearest valid name.
-    """
+    """Parse a command line, including `--config` and its overrides; UserError for its first error."""
     argv = _with_config_paths(argv) if "config" in values else argv
     sys.modules.pop("config_config", None)  # else a second config in one process inherits the names of the first
     try:
@@ -143,11 +119,7 @@ def parse(values: flags.FlagValues, argv: list[str]) -> None:
 
 
 def config_of(values: flags.FlagValues) -> tuple[ConfigDict, str]:
-    """The config that the flags name, and a short name for it: 'quickstart', 'sancho-tiny', "" for an existing run's.
-
-    Raises:
-      UserError: none is named, or the file returned none.
-    """
+    """The config that the flags name, and its short name: 'quickstart', 'sancho-tiny', "" for an existing run."""
     if not values["config"].present:
         if values.config is not None:  # of an existing run
             return values.config, ""
@@ -159,7 +131,7 @@ def config_of(values: flags.FlagValues) -> tuple[ConfigDict, str]:
 
 
 def one_line(error: BaseException) -> str:
-    """The line of an error message that names the cause: the last one where it includes a traceback."""
+    """The line of an error message that names the cause: the last line where it includes a traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
     if "Traceback" in str(error):
         return lines[-1].removeprefix("attnlab.support.errors.UserError: ")
@@ -167,11 +139,7 @@ def one_line(error: BaseException) -> str:
 
 
 def given(argv: list[str], name: str) -> list[str]:
-    """The values that a command line gives to a flag, before it is parsed.
-
-    >>> given(["train", "--workdir=a", "-workdir", "b"], "workdir")
-    ['a', 'b']
-    """
+    """The values that a command line gives to a flag, before it is parsed."""
     return [value for _, value in _occurrences(argv, name)]
 
 

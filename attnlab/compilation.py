@@ -1,9 +1,9 @@
-"""JAX's persistent compilation cache in the user's cache folder, with truncated entries removed; compilers that err.
+"""JAX's persistent compilation cache in the user's cache folder; compilers that err.
 
-JAX writes an entry in place, so that a kill leaves a truncated one, and never overwrites an existing entry: it would be
-compiled again at every start, with a warning. JAX's own size limit (jax_compilation_cache_max_size) is not used: it
-takes a file lock for every entry that is read, keeps truncated entries, and up to JAX 0.10 fails on entries without an
-access time, which a kill leaves as well.
+JAX writes an entry in place, so a kill leaves it truncated, and never overwrites an entry: the program would be
+compiled again at every start, with a warning. JAX's size limit (jax_compilation_cache_max_size) is not used: it takes a
+file lock for every entry that is read, keeps truncated entries, and up to JAX 0.10 fails on entries without an access
+time, which a kill leaves as well.
 """
 
 import contextlib
@@ -20,8 +20,7 @@ from pathlib import Path
 
 import jax
 
-# jaxlib versions that compute some programs wrongly on CPUs: what, and how to be safe. No program of attnlab is among
-# them (tests/test_optimized.py); functions of users may be.
+# jaxlib versions that compute some programs wrongly on CPUs, none of attnlab (tests/test_optimized.py), and a remedy.
 WRONG = {
     "0.10.2": "sums some products of few columns wrongly on CPUs (JAX issue 39103), none of attnlab's own; functions "
     "of yours are safe with XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= or on Python 3.12"
@@ -30,7 +29,7 @@ LIMIT = 2 << 30  # bytes of attnlab's own folder, beyond which the oldest entrie
 
 
 def miscompilation() -> str:
-    """A line to tell the user where this jaxlib is known to compute wrongly, and no flag prevents it; otherwise ""."""
+    """A message where this jaxlib is known to compute wrongly and no flag prevents it; otherwise ""."""
     fault = WRONG.get(version("jaxlib"))
     if not fault or jax.default_backend() != "cpu" or "ynn_fusion_type=" in os.environ.get("XLA_FLAGS", ""):
         return ""
@@ -38,13 +37,10 @@ def miscompilation() -> str:
 
 
 def keep_programs() -> Path | None:
-    """Enables the cache: programs compiled from now on are stored, and stored ones are loaded.
+    """Enable the cache, and return its folder; None when the cache is disabled.
 
     The folder is JAX_COMPILATION_CACHE_DIR, else attnlab/ in the user's cache folder (XDG_CACHE_HOME, ~/.cache), with a
     subfolder per processor type. JAX_ENABLE_COMPILATION_CACHE=false disables the cache.
-
-    Returns:
-      The folder; None when the cache is disabled.
     """
     if not jax.config.jax_enable_compilation_cache:
         return None
@@ -65,13 +61,10 @@ def keep_programs() -> Path | None:
 
 
 def sweep(folder: Path, limit: int | float = LIMIT) -> list[Path]:
-    """Deletes truncated entries, and the oldest ones beyond a limit of bytes.
+    """Delete truncated entries, which are returned, and the oldest entries beyond a limit of bytes.
 
     Only entries written since the last sweep are read. An entry that another process is writing looks truncated, too:
     that process goes on writing to the deleted file.
-
-    Returns:
-      The truncated entries.
     """
     swept = folder / "swept"
     before, now = swept.stat().st_mtime if swept.exists() else 0.0, time.time()
@@ -105,7 +98,7 @@ def _is_intact(entry: bytes) -> bool:
 
 
 def _is_intact_zstd(entry: bytes) -> bool:
-    """JAX uses Python's own zstd from 3.14 on, before that zstandard where it is installed."""
+    """JAX uses Python's zstd from 3.14 on, before that zstandard where it is installed."""
     try:
         from compression import zstd
 

@@ -1,6 +1,6 @@
-"""The configuration of a run: its fields, their defaults, and what they must satisfy.
+"""The configuration of a run: fields, defaults and their constraints.
 
-An experiment, a file in `configs/`, changes some fields of `default()`; the command line changes some of those.
+An experiment, a file in `configs/`, changes some fields of `default()`; the command line changes others.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
 from attnlab.support.options import first_problem, option, options
 
-# A run may be resumed with other values of these: they change how it runs, not what it computes. A text may move: its
-# content is compared by sha256, and so is that of a mixture, with its weights.
+# Fields that may change between two starts: they change how a run computes, not its results. A text may move, as its
+# content (of a mixture, with its weights) is compared by sha256.
 FREE_TO_CHANGE = (
     "parallel.",
     "checkpoint.",
@@ -190,8 +190,7 @@ OPTIONS = options(Run) | _MODEL  # by dotted name
 def default() -> ConfigDict:
     """Every field with its default, the values of `configs/quickstart.py`.
 
-    >>> config = default()
-    >>> config.model.width
+    >>> default().model.width
     128
     """
     config = ConfigDict()
@@ -206,17 +205,14 @@ def default() -> ConfigDict:
 
 
 def experiments() -> dict[str, Path]:
-    """The files of the experiments by name: those in `configs/`, which the wheel holds as well."""
+    """The files of the experiments in `configs/` by name, also in a wheel."""
     return shipped.files("configs")
 
 
 def find(experiment: str) -> str:
-    """The path of an experiment that is given by name or by path, with its variant.
+    """The path of an experiment, named by its name or path, with its variant.
 
     A path has a slash or ends in ".py": a file or folder of the current folder never takes the place of a name.
-
-    Raises:
-      UserError: there is none.
 
     >>> Path(find("sancho:tiny")).name
     'sancho.py:tiny'
@@ -236,36 +232,27 @@ def find(experiment: str) -> str:
 
 
 def completed(config: ConfigDict) -> ConfigDict:
-    """A checked copy of `config`, with `data.name` set where `data.path` or `data.mixture` is, and absolute paths.
-
-    Raises:
-      UserError: an unknown field, a missing one, or an invalid value; nothing is loaded or written.
-    """
+    """A checked copy of `config`, with `data.name` set where `data.path` or `data.mixture` is, and absolute paths."""
     _check_fields(config)
     config = from_dict(_plain(config))
     if config.data.path and config.data.mixture:
         raise UserError("config.data.path and config.data.mixture are both set: name the path in the mixture")
     if config.data.path or config.data.mixture:
         config.data.name = "text" if config.data.path else "mixture"
-    if config.init_from:
-        config.init_from = str(Path(config.init_from).expanduser().absolute())
-    if config.data.store:
-        config.data.store = str(Path(config.data.store).expanduser().absolute())
-    folder = config.checkpoint.dir
-    if folder and "://" not in folder:
-        config.checkpoint.dir = str(Path(folder).expanduser().absolute())  # found from any working directory
+    for group, field in ((config, "init_from"), (config.data, "store"), (config.checkpoint, "dir")):
+        if group[field] and not (field == "dir" and "://" in group[field]):
+            group[field] = str(Path(group[field]).expanduser().absolute())  # found from any working directory
     check(config)
     return config
 
 
 def check_saved(config: ConfigDict) -> None:
-    """Raises UserError for a value, of the config of an existing run, that a new run could not have."""
+    """Raise UserError for a value, in the config of an existing run, that a new run could not have."""
     _check_fields(config)
     check(config)
 
 
 def _check_fields(config: ConfigDict) -> None:
-    """Raises UserError where the fields differ from `default()`."""
     there = fields(config)
     for field in there:
         if field not in OPTIONS:
@@ -276,7 +263,7 @@ def _check_fields(config: ConfigDict) -> None:
 
 
 def check(config: ConfigDict) -> None:
-    """Raises UserError for an invalid value."""
+    """Raise UserError for an invalid value."""
     if problem := first_problem(OPTIONS, fields(config)):
         raise UserError(f"config.{problem}")
     if config.checkpoint.history > config.steps + 1:
@@ -309,7 +296,7 @@ def another(workdir: Path, difference: str) -> UserError:
 
 
 def to_json(config: ConfigDict, **metadata) -> str:
-    """The content of `config.json`: the fields of `config` and, beside them, metadata of the run (its corpus, …)."""
+    """The content of `config.json`: the fields of `config`, then metadata of the run (its corpus, …)."""
     return json.dumps(_plain(config) | metadata, indent=2) + "\n"
 
 
@@ -324,11 +311,7 @@ def from_dict(saved: dict) -> ConfigDict:
 
 
 def remat_name(value: str | bool) -> str:
-    """The name of `config.model.remat`, which was a bool once.
-
-    >>> remat_name(True), remat_name("dots")
-    ('block', 'dots')
-    """
+    """The name of `config.model.remat`, which older versions saved as a bool."""
     return ("block" if value else "none") if isinstance(value, bool) else value
 
 

@@ -17,13 +17,13 @@ from attnlab.training.workdir import read_config, read_tokenizer
 
 
 class Run(NamedTuple):
-    """A trained model and what belongs to it.
+    """A trained model with its parameters, tokenizer and config.
 
     Attributes:
       model: returns the logits of the next tokens, `model.apply(params, tokens)`.
       params: its variables, `{"params": …}`, float32; of a run with `config.optimizer.ema`, their average.
       tokenizer: converts text to token ids and back; None for a folder of `transformers` without tokenizer files.
-      config: that of the run; for a model of `transformers`, the default config with its model.
+      config: the run's; for a model of `transformers`, the default config with its model.
     """
 
     model: GPT | nn.Module
@@ -36,8 +36,7 @@ def load(workdir: str | Path, step: int | str = "latest", *, model: nn.Module | 
     """Load a run, or a Hugging Face model of any family that `interop.huggingface` reads.
 
     Args:
-      workdir: the folder that `attnlab train --workdir=…` wrote, or one with a Hugging Face model and its tokenizer
-        files.
+      workdir: the folder of `attnlab train --workdir=…`, or of a Hugging Face model and its tokenizer files.
       step: "latest", "best" (the lowest validation loss), or the step of an existing checkpoint.
       model: the module that `attnlab.train.train(…, model=…)` trained; None for a GPT.
 
@@ -45,8 +44,7 @@ def load(workdir: str | Path, step: int | str = "latest", *, model: nn.Module | 
       `Run(model, params, tokenizer, config)`, with the parameters on the default device.
 
     Raises:
-      UserError: the folder holds no run, no such checkpoint, or another run's tokenizer, or a model that `from_hf`
-        rejects.
+      UserError: no run or checkpoint, another run's tokenizer, or a model that `from_hf` rejects.
 
     >>> import tempfile
     >>> from attnlab.interop.huggingface import save_hf
@@ -76,15 +74,7 @@ def load(workdir: str | Path, step: int | str = "latest", *, model: nn.Module | 
 
 
 def load_params(workdir: Path, like, step: int | str = "latest"):
-    """The parameters of a run, or of a Hugging Face model, each on its sharding.
-
-    Args:
-      workdir, step: as for `load`.
-      like: tree of `jax.ShapeDtypeStruct` with shardings; layers may be stacked.
-
-    Raises:
-      UserError: as for `load`.
-    """
+    """The parameters of a run or of a Hugging Face model, placed like the `jax.ShapeDtypeStruct` of `like`."""
     import jax
 
     if huggingface.is_hf(workdir):
@@ -94,7 +84,7 @@ def load_params(workdir: Path, like, step: int | str = "latest"):
 
 
 def weights_sha256(workdir: Path) -> str:
-    """sha256 of the files with the newest weights of a run, or of a Hugging Face model; errors as for `load`."""
+    """sha256 of the files with the newest weights of a run, or of a Hugging Face model."""
     digest = hashlib.sha256()
     if not huggingface.is_hf(workdir):
         from attnlab.training.checkpoints import MANIFEST  # which lists the digests of the files
@@ -103,17 +93,14 @@ def weights_sha256(workdir: Path) -> str:
             digest.update((checkpoints.directory / str(step) / MANIFEST).read_bytes())
         return digest.hexdigest()
     for path in huggingface.files.weight_files(workdir):
-        try:
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
 
 
 @contextlib.contextmanager
 def _checkpoint(workdir: Path, step: int | str):
-    """The checkpoints of a run and the step of the one that is asked for; UserError unless it is intact."""
+    """The checkpoints of a run and a step, which is intact."""
     from attnlab.training.checkpoints import Checkpoints
     from attnlab.training.metrics import best_step, read
 
@@ -157,7 +144,7 @@ def _check_fits(model: GPT, workdir: Path, config: ConfigDict) -> None:
 def peek(
     workdir: str | Path, *, model: nn.Module | None = None
 ) -> tuple[nn.Module, tokenizers.Tokenizer | None, ConfigDict]:
-    """Model, tokenizer and config as from `load`, without the parameters; errors as for `load`."""
+    """Model, tokenizer and config as from `load`, without the parameters."""
     from attnlab.training import precision
     from attnlab.training.state import model_fields
 

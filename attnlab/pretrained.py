@@ -14,19 +14,11 @@ from attnlab.training.workdir import read_config
 
 
 def completed(config: ConfigDict, workdir: Path) -> tuple[ConfigDict, tokenizers.Tokenizer | None, dict]:
-    """Set the model fields of a config to those of the model in `config.init_from`, if it names one.
+    """Set the model fields of a config, which is modified, to the fields of the model in `config.init_from`.
 
-    Args:
-      config: a config from `attnlab.config.completed`, which is modified.
-      workdir: the run's folder. An existing run takes the fields from its `config.json`, so that `init_from` may have
-        been deleted since.
-
-    Returns:
-      The config, the tokenizer in `init_from` (None for an existing run, or if there is none), and metadata for
-      `config.json`: the fields as the experiment set them, under "said".
-
-    Raises:
-      UserError: neither a run nor a Hugging Face model, a missing tokenizer, or another config than that of the run.
+    Returns the config, the tokenizer in `init_from` (None for an existing run, or if there is none), and metadata for
+    `config.json`: the fields as the experiment set them, under "said". An existing run in `workdir` takes the fields
+    from its `config.json`, as `init_from` may have been deleted since.
     """
     if not config.init_from:
         if config.data.tokenizer == "pretrained":
@@ -37,7 +29,7 @@ def completed(config: ConfigDict, workdir: Path) -> tuple[ConfigDict, tokenizers
         return config, None, {}
     given = {name: value for name, value in configs.fields(config).items() if name.startswith(("model.", "data.tok"))}
     tokenizer, saved = None, read_config(workdir) if (workdir / "config.json").exists() else {}
-    if saved.get("init_from") == config.init_from:  # the source may have been deleted since
+    if saved.get("init_from") == config.init_from:
         for name, before in _said(saved).items():
             if given.get(name) != before and not name.startswith(configs.FREE_TO_CHANGE):
                 raise configs.another(workdir, f"config.{name} = {given.get(name)!r}, there it was {before!r}")
@@ -68,11 +60,7 @@ def completed(config: ConfigDict, workdir: Path) -> tuple[ConfigDict, tokenizers
 
 
 def saved_config(workdir: Path) -> ConfigDict | None:
-    """The config that the run in a workdir was started with; None if there is no run.
-
-    Raises:
-      UserError: a damaged `config.json`.
-    """
+    """The config that the run in a workdir was started with; None if there is no run."""
     try:
         if not (workdir / "config.json").exists():
             return None
@@ -91,15 +79,7 @@ def _said(saved: dict) -> dict:
 
 
 def params(config: ConfigDict, like):
-    """Load the parameters in `config.init_from` onto the devices, for the model of `config`.
-
-    Args:
-      config: as from `completed`.
-      like: tree of `jax.ShapeDtypeStruct` with shardings, such as `Experiment.abstract_state.params`.
-
-    Raises:
-      UserError: as for `attnlab.load`.
-    """
+    """Load the parameters in `config.init_from` onto the devices; `like` has their shapes and shardings."""
     model, *_ = peek(config.init_from)
     if "positions" not in like:
         return load_params(Path(config.init_from), like)

@@ -18,14 +18,14 @@ def metrics(workdirs: str | Path | Iterable[str | Path], split: str = "") -> dic
     """The records of runs as columns, one row for each line of their `metrics.jsonl`.
 
     Args:
-      workdirs: the folder of a run, a glob such as "runs/sweep/*", or several of both. What else a glob matches is left
-        out.
+      workdirs: the folder of a run, a glob such as "runs/sweep/*", or several of both; other matches of a glob are
+        ignored.
       split: "train", "val", "final" or "diverged" for those records alone.
 
     Returns:
-      Arrays of equal length by name: "run" (the name of its folder; the path as given, where two have the same name),
-      "step", "split", "loss" (nats per token) and whatever else the records hold. Numbers are float64 and steps int64;
-      NaN, or "" in columns of text, where a record has no such field.
+      Arrays of equal length by name: "run" (the name of its folder; the path where two have the same name), "step",
+      "split", "loss" (nats per token) and all other fields of the records. Numbers are float64 and steps int64; NaN, or
+      "" in columns of text, where a record has no such field.
 
     Raises:
       UserError: a folder without a `metrics.jsonl`, a glob that matches none, a damaged file.

@@ -136,7 +136,7 @@ def _options(values, run: Run) -> dict:
 
 
 def _stream(run: Run, prompt: str, options: dict) -> int:
-    """Print the first text while it is generated, the others, generated beside it, after it; the number of tokens."""
+    """Print the first text while it is generated, then the others; returns the number of tokens."""
     stop, end = options["stop"], options["end"]
     stops = StopStrings(stop, run.tokenizer).after if stop else None
     steps = decode(run.model, run.params, [prompt_ids(run.tokenizer, prompt)], **options | {"stop": stops})
@@ -157,7 +157,7 @@ def _stream(run: Run, prompt: str, options: dict) -> int:
 
 
 def _print(values, run: Run, prompts: list[str], options: dict) -> int:
-    """Print the texts of several prompts, each when its batch is done; the number of tokens."""
+    """Print the texts of several prompts, each when its batch is done; returns the number of tokens."""
     count = 0
     for done in complete(run, prompts, batch_size=values.batch_size, **options):
         print(("-" * 80 + "\n") * (count > 0) + done.prompt + done.text, flush=True)
@@ -166,7 +166,7 @@ def _print(values, run: Run, prompts: list[str], options: dict) -> int:
 
 
 def _write(values, run: Run, prompts: list[str], options: dict) -> int:
-    """Write the texts to a JSONL file; the number of tokens."""
+    """Write the texts to a JSONL file; returns the number of tokens."""
     from attnlab.training.checkpoints import sha256  # takes seconds to import
 
     samples, count = values.num_samples, 0

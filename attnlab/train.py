@@ -73,14 +73,14 @@ def train(
         rate that had already decayed jumps up at that step. `config.json` lists the extensions.
       workdir: gets `config.json`, `tokenizer.json`, `metrics.jsonl`, `checkpoints/` and TensorBoard events.
       eval_only: evaluate the newest checkpoint on the validation text, and write nothing.
-      own_process: the run owns this process, so that a signal may end it from a thread as soon as the state is saved;
-        otherwise the loop ends after the current step.
-      model: a linen module that replaces the GPT of `config.model`, of which only `context` is then used. It is called
-        with int32 tokens `[B, T]`, and in training with `deterministic=False` and a key for each sequence, and returns
-        logits `[B, T, V]`: see `Experiment`. It is not sampled from. Pass an equal model when resuming.
-      optimizer: an optax transformation that replaces that of `config.optimizer`, of which only `accumulation` and
-        `ema` are then used. Pass an equal optimizer when resuming. It sees layers one by one, unless
-        `config.model.scan` is True.
+      own_process: a signal may end this process from a thread as soon as the state is saved; otherwise the loop ends
+        after the current step.
+      model: a linen module in place of the GPT of `config.model`, of which only `context` is then used. Its only
+        collection is `params`. It is called with int32 tokens `[B, T]`, in training with `deterministic=False` and
+        `dropout_key=` a key for each sequence `[B]`, for `config.data.packing = "documents"` with `segments=`, int32
+        `[B, T]`, and returns logits `[B, T, V or more]`. It is not sampled from. Pass an equal model when resuming.
+      optimizer: an optax transformation in place of `config.optimizer`, of which only `accumulation` and `ema` are then
+        used. Pass an equal optimizer when resuming. It has layers one by one, unless `config.model.scan` is True.
       on_step: called after every step, in every process, as `on_step(step, metrics)`: the number of updates done, and
         float32 scalars on the devices: `loss` (nats per token) and `grad_norm` before the update, `param_norm` after
         it, and `skipped` if `config.on_nonfinite` is "skip". Reading a metric waits for the step.
@@ -121,15 +121,12 @@ def train(
 
 def _train(config, workdir: Workdir, eval_only, preemption, resources, own, on_step, on_phase) -> int:
     startup = resources.enter_context(contextlib.ExitStack())
-    startup.enter_context(
-        preemption.at_rest(lambda: print("stopped before the first step: nothing to save", flush=True))
-    )
+    report = functools.partial(print, "stopped before the first step: nothing to save", flush=True)
+    startup.enter_context(preemption.at_rest(report))
     first_process = jax.process_index() == 0
 
     # config
-    config, pretrained_tokenizer, metadata = pretrained.completed(config, workdir.path)
-    config.precision = _precision(config, workdir)
-    workdir.check_config(config, may_extend=not eval_only)
+    config, pretrained_tokenizer, metadata = _completed(config, workdir, may_extend=not eval_only)
     metadata |= _user_defined(workdir, **own)
     if eval_only and workdir.previous_run is None:
         raise UserError(f"{workdir} holds no run to evaluate: train first")
@@ -184,22 +181,24 @@ def _train(config, workdir: Workdir, eval_only, preemption, resources, own, on_s
 
 
 def is_finished(config: ConfigDict, workdir: str | Path) -> bool:
-    """Whether the run of a completed config is in a workdir and finished; nothing is loaded or written.
-
-    Raises:
-      UserError: the folder holds another run, or something else.
-    """
+    """Whether the run of a completed config is in a workdir and finished; nothing is loaded or written."""
     workdir = Workdir(workdir)
     if workdir.previous_run is None:
         return False
-    config, *_ = pretrained.completed(config.copy_and_resolve_references(), workdir.path)
-    config.precision = _precision(config, workdir)
-    workdir.check_config(config, may_extend=True)
+    config, *_ = _completed(config.copy_and_resolve_references(), workdir, may_extend=True)
     return finished_at(workdir, config) is not None
 
 
+def _completed(config: ConfigDict, workdir: Workdir, *, may_extend: bool) -> tuple:
+    """As `pretrained.completed`, with the run's precision, checked against the previous run."""
+    config, *others = pretrained.completed(config, workdir.path)
+    config.precision = _precision(config, workdir)
+    workdir.check_config(config, may_extend=may_extend)
+    return config, *others
+
+
 def _precision(config: ConfigDict, workdir: Workdir) -> str:
-    """The precision of the previous run, or of the first process' hardware, for "auto"; else as given."""
+    """The config's precision; for "auto" the previous run's, or the precision of the first process' hardware."""
     if config.precision != "auto":
         return config.precision
     if workdir.previous_run is not None:
@@ -209,11 +208,7 @@ def _precision(config: ConfigDict, workdir: Workdir) -> str:
 
 
 def finished_at(workdir: Workdir, config: ConfigDict) -> int | None:
-    """The last step of a run that is finished, by its number of steps or by `config.eval.patience`; None if it is not.
-
-    Raises:
-      UserError: its records cannot be read.
-    """
+    """The last step of a run that is finished, by its steps or by `config.eval.patience`; None if it is not."""
     records = metrics_lib.read(workdir.metrics)
     finals = [record["step"] for record in records if record["split"] == "final"]
     if config.steps in finals:
@@ -254,7 +249,7 @@ def _resume_step(checkpoints: Checkpoints, workdir: Workdir, config: ConfigDict,
                 f"config.checkpoint.dir = {config.checkpoint.dir!r} is empty, and the run's checkpoints are in "
                 f"{earlier.directory}: move them, or name that folder"
             )
-    # A save starts only when the previous one is on disk: after two intervals there must be a checkpoint.
+    # A save starts only when the previous save is on disk: after two intervals there must be a checkpoint.
     reached = max((record["step"] for record in metrics_lib.read(workdir.metrics)), default=0)
     if reached > 2 * was.checkpoint.every:
         raise UserError(
@@ -355,22 +350,11 @@ def _report_start(experiment: Experiment, text: Text, workdir: Workdir, start: i
 
 def _sampler(experiment: Experiment, tokenizer):
     """A function that samples token ids from a GPT; None for a user-defined model."""
-    config = experiment.config
-    if not isinstance(experiment.model, GPT) or not config.sample.length:
+    length, seed = experiment.config.sample.length, experiment.config.seed
+    if not isinstance(experiment.model, GPT) or not length:
         return None
-
-    def sample(params):
-        return generate(
-            experiment.model,
-            {"params": params},
-            prompt_ids(tokenizer, None),
-            config.sample.length,
-            temperature=0.8,
-            seed=config.seed,
-            vocab_size=tokenizer.vocab_size,
-        )
-
-    return sample
+    prompt, options = prompt_ids(tokenizer, None), {"seed": seed, "vocab_size": tokenizer.vocab_size}
+    return lambda params: generate(experiment.model, {"params": params}, prompt, length, temperature=0.8, **options)
 
 
 def _define(values, argv):

@@ -33,7 +33,6 @@ def edits(name: str) -> str:
     return f"edit_{name}"
 
 
-# Names of all collections: `nn.scan` and `nn.vmap` pass on only collections in their `variable_axes`.
 COLLECTIONS = (*(f(name) for name in (*ATTENTION, *STREAMS, NORM, MISMATCH, MADE) for f in (asked, edits)), ROWS)
 """Names of the collections of `attnlab.see`: `nn.scan` and `nn.vmap` pass on what their `variable_axes` name alone."""
 
