@@ -61,10 +61,7 @@ def completed(config: ConfigDict, workdir: Path) -> tuple[ConfigDict, tokenizers
 
 def saved_config(workdir: Path) -> ConfigDict | None:
     """The config that the run in a workdir was started with; None if there is no run."""
-    try:
-        if not (workdir / "config.json").exists():
-            return None
-    except OSError:  # an impossible name, which `Workdir` reports
+    if not (workdir / "config.json").exists():
         return None
     saved = read_config(workdir)
     config = configs.from_dict(saved)

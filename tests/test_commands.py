@@ -377,7 +377,7 @@ def test_checkpoint_dir_of_another_run_is_rejected(capsys, finished_run, tmp_pat
 
 def test_workdir_with_an_invalid_name_is_one_line(capsys, tmp_path):
     line = mistake(capsys, train, QUICKSTART, f"--workdir={tmp_path}/{'x' * 300}", *TINY)
-    assert "cannot be read (File name too long)" in line or "cannot be written" in line
+    assert "File name too long" in line
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b'{"step": "x", "split": "val"}\n', b"[]\n"])

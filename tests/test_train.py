@@ -420,7 +420,7 @@ def test_unwritable_workdir_is_one_line_unless_finished(undisturbed, tmp_path):
     for path in everything:
         path.chmod(0o755)
     first, second = done.stderr.splitlines()
-    assert first.startswith(f"error: {stopped}/tokenizer.json cannot be opened for writing (Permission denied)")
+    assert first == f"error: Permission denied: {stopped}/tokenizer.json"
     assert second.startswith(f"error: --workdir={tmp_path}/read-only/new cannot be written")
     assert done.stdout.splitlines() == [f"{finished} is finished (12 steps): nothing to do", "[2, 0, 2]"]
     assert contents(tmp_path) == before

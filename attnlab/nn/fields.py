@@ -16,9 +16,10 @@ def check_shape(model) -> None:
     if isinstance(model, nn.Module) and (problem := first_problem(options(type(model)), vars(model) | rotary)):
         raise ValueError(problem)
     _check_heads(model)
-    _check_positions(model)
-    _check_layers(model)
+    _check_pattern(model)
     width = model.width
+    if model.positions == "sinusoidal" and width % 2:
+        raise ValueError(f"width = {width} is odd: sinusoidal positions need an even width")
     if model.mlp_ratio and resolved(model).hidden < 1:
         raise ValueError(
             f"mlp_ratio = {model.mlp_ratio} times width = {width} rounds to {resolved(model).hidden}: "
@@ -43,21 +44,17 @@ def _check_heads(model) -> None:
         )
     if num_heads % kv_heads:
         raise ValueError(f"num_heads = {num_heads} is not a multiple of kv_heads = {kv_heads}: use a divisor, e.g. 1")
-
-
-def _check_positions(model) -> None:
-    if model.positions == "rotary" and resolved(model).head_dim % 2:
+    head_dim = resolved(model).head_dim
+    if model.positions == "rotary" and head_dim % 2:
         raise ValueError(
-            f"positions = 'rotary' rotates pairs of features, but a head has {resolved(model).head_dim} "
+            f"positions = 'rotary' rotates pairs of features, but a head has {head_dim} "
             f"(width = {model.width}, num_heads = {model.num_heads}): choose an even width / num_heads, or head_dim"
         )
     if model.positions == "rotary":
-        rotary_of(model).check(resolved(model).head_dim)
-    if model.positions == "sinusoidal" and model.width % 2:
-        raise ValueError(f"width = {model.width} is odd: sinusoidal positions need an even width")
+        rotary_of(model).check(head_dim)
 
 
-def _check_layers(model) -> None:
+def _check_pattern(model) -> None:
     words = model.pattern.split()
     if unknown := [word for word in words if word not in KINDS]:
         raise ValueError(

@@ -116,20 +116,9 @@ class GPT(checks.MaskedModule):
 
     @classmethod
     def from_config(cls, config, vocab_size: int) -> "GPT":
-        """The model of a run's config.
+        """The model of a run's `config.model` and `config.precision`, "float32" or "bfloat16".
 
-        Args:
-          config: of which `config.model` and `config.precision`, "float32" or "bfloat16", are used.
-          vocab_size: the tokenizer's; `config.model.vocab_size` may be larger.
-
-        Raises:
-          UserError: it is smaller.
-
-        >>> from attnlab.config import default
-        >>> config = default()
-        >>> config.precision = "bfloat16"
-        >>> GPT.from_config(config, vocab_size=65).width
-        128
+        `vocab_size` is the tokenizer's; `config.model.vocab_size` may be larger. UserError if it is smaller.
         """
         size = config.model.vocab_size or vocab_size
         if size < vocab_size:
@@ -205,7 +194,7 @@ class GPT(checks.MaskedModule):
         return logits if caches is None else (logits, caches)
 
     def _tables(self) -> tuple[nn.Embed, nn.Embed]:
-        """The embedding, and that of the output layer, which may be the same."""
+        """The embeddings of tokens and of the output layer, which may be the same."""
         options = {"dtype": self.dtype, "embedding_init": nn.initializers.normal(0.02)}
         embed = nn.Embed(self.vocab_size, self.width, name="embed", **options)
         if self.tie_embeddings:

@@ -114,17 +114,8 @@ class StackedHeads(checks.MaskedModule):
         Returns:
           `[..., T, num_heads · head_dim]`, head 0 first.
         """
-        head = Head(
-            self.head_dim,
-            self.use_bias,
-            self.mask,
-            self.score_mod,
-            self.dropout_rate,
-            self.kernel_init,
-            self.dtype,
-            self.impl,
-            name="heads",
-        )
+        names = ("head_dim", "use_bias", "mask", "score_mod", "dropout_rate", "kernel_init", "dtype", "impl")
+        head = Head(**{name: getattr(self, name) for name in names}, name="heads")
         side_by_side = nn.vmap(
             lambda head, x, mask: head(x, mask=mask, deterministic=deterministic),
             variable_axes={"params": 0, "intermediates": 0, **dict.fromkeys(taps.COLLECTIONS, 0)},

@@ -29,19 +29,13 @@ class _CausalMixer(nn.Module):
         cache: Float[Array, "B ..."] | LinearState | None = None,
         dropout_key: Array | None = None,
     ) -> Float[Array, "B T d"] | tuple[Float[Array, "B T d"], Float[Array, "B ..."] | LinearState]:
-        """Mix the tokens of each sequence.
+        """Mix the tokens of each sequence: `[B, T, F]` to `[B, T, d]`, and with a cache also the new cache.
 
         Args:
           x: `[B, T, F]`.
           mask: None or `Causal()`.
           deterministic, dropout_key: no effect, as these modules have no dropout.
           cache: the state after the previous tokens; `empty_cache` before the first.
-
-        Returns:
-          `[B, T, d]`, and with a cache also the new cache.
-
-        Raises:
-          ValueError: another mask, inputs or a cache of another shape, a field below 1.
         """
         name = type(self).__name__
         if not (mask is None or isinstance(mask, Causal)):
@@ -59,7 +53,7 @@ class _CausalMixer(nn.Module):
 
 
 def _shapes(cache):
-    """The shape of an array, or those of a tuple of arrays."""
+    """The shape of an array, or the shapes of a tuple of arrays."""
     return tuple(map(jnp.shape, cache)) if isinstance(cache, tuple) else jnp.shape(cache)
 
 
@@ -72,7 +66,6 @@ class GRU(_CausalMixer):
       features: d, width of state and output; None for the input's.
       dtype: type of the computation; the input's when None.
 
-    >>> from attnlab.nn import Block, Mlp
     >>> block = Block(GRU(), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
     (2, 5, 8)
@@ -87,11 +80,7 @@ class GRU(_CausalMixer):
         return out, state
 
     def empty_cache(self, batch: int, features: int) -> Float[Array, "B d"]:
-        """The state before the first token, `[batch, d]` zeros; `features` is the input's width.
-
-        >>> GRU().empty_cache(batch=2, features=3).shape
-        (2, 3)
-        """
+        """The state before the first token, `[batch, d]` zeros; `features` is the input's width."""
         return jnp.zeros((batch, self.features or features), self.dtype or jnp.float32)
 
 
@@ -110,7 +99,6 @@ class CausalConv(_CausalMixer):
       dilation: distance between the tokens of the kernel.
       dtype: type of the computation; the input's when None.
 
-    >>> from attnlab.nn import Block, Mlp
     >>> block = Block(CausalConv(kernel_size=3, dilation=2), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
     (2, 5, 8)
@@ -135,11 +123,7 @@ class CausalConv(_CausalMixer):
         return convolve(inputs), inputs[:, inputs.shape[1] - previous.shape[1] :]
 
     def empty_cache(self, batch: int, features: int) -> Float[Array, "B R F"]:
-        """The inputs before the first token, `[batch, R, features]` zeros; ValueError for a kernel or dilation below 1.
-
-        >>> CausalConv(kernel_size=3, dilation=4).empty_cache(batch=2, features=5).shape
-        (2, 8, 5)
-        """
+        """The inputs before the first token, `[batch, R, features]` zeros."""
         if min(self.kernel_size, self.dilation) < 1:
             raise ValueError(f"kernel_size, dilation = {self.kernel_size}, {self.dilation}: expected 1 or more of both")
         return jnp.zeros((batch, (self.kernel_size - 1) * self.dilation, features), self.dtype or jnp.float32)
@@ -159,7 +143,6 @@ class LinearAttention(_CausalMixer):
       kernel_init: initializer of the kernels.
       dtype: type of the computation; the input's when None.
 
-    >>> from attnlab.nn import Block, Mlp
     >>> block = Block(LinearAttention(num_heads=2), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
     (2, 5, 8)
@@ -192,14 +175,8 @@ class LinearAttention(_CausalMixer):
         return features // self.num_heads if self.head_dim is None else self.head_dim
 
     def empty_cache(self, batch: int, features: int) -> LinearState:
-        """The state before the first token, zeros; `features` is the input's width.
-
-        >>> LinearAttention(num_heads=2).empty_cache(batch=3, features=8).kv.shape
-        (3, 2, 4, 4)
-        """
+        """The state before the first token, zeros; `features` is the input's width."""
         head_dim = self._head_dim(features)
-        features = jax.eval_shape(
-            self.feature_map or elu_plus_one, jax.ShapeDtypeStruct((head_dim,), jnp.float32)
-        ).shape[-1]
-        shape = (batch, self.num_heads, features)
+        feature_map, head = self.feature_map or elu_plus_one, jax.ShapeDtypeStruct((head_dim,), jnp.float32)
+        shape = (batch, self.num_heads, jax.eval_shape(feature_map, head).shape[-1])
         return LinearState(jnp.zeros((*shape, head_dim)), jnp.zeros(shape))

@@ -51,11 +51,7 @@ class KVCache(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """S, the number of positions kept.
-
-        >>> KVCache.empty(batch=2, capacity=8, kv_heads=1, head_dim=4).capacity
-        8
-        """
+        """S, the number of positions kept."""
         return self.key.shape[1]
 
     def positions(self) -> Int[Array, "B S"]:
@@ -64,11 +60,7 @@ class KVCache(NamedTuple):
         return newest - (newest - jnp.arange(self.capacity)) % self.capacity
 
     def extend(self, key: Float[Array, "B T Hk D"], value: Float[Array, "B T Hk D"]) -> "KVCache":
-        """Append T positions.
-
-        Raises:
-          ValueError: T exceeds the capacity.
-        """
+        """Append T positions; ValueError where T exceeds the capacity."""
         new = key.shape[1]
         if new > self.capacity:
             raise ValueError(

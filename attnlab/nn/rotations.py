@@ -45,20 +45,11 @@ class Rotary:
     truncate: bool = option("round yarn's bounds between slow and fast pairs to whole pairs", True)
 
     def rotated(self, head_dim: int) -> int:
-        """R, the number of features that are rotated.
-
-        >>> Rotary(fraction=0.5).rotated(64)
-        32
-        """
+        """R, the number of features that are rotated."""
         return int(head_dim * self.fraction)
 
     def check(self, head_dim: int) -> None:
-        """Raise ValueError unless heads of `head_dim` features can be rotated by these options.
-
-        >>> Rotary(scaling="ntk").check(64)
-        Traceback (most recent call last):
-        ValueError: rotary.scaling = 'ntk': expected one of none, linear, llama3, yarn
-        """
+        """Raise ValueError unless heads of `head_dim` features can be rotated by these options."""
         rotated = self.rotated(head_dim)
         if self.scaling not in SCALINGS:
             raise ValueError(f"rotary.scaling = {self.scaling!r}: expected one of {', '.join(SCALINGS)}")
@@ -103,11 +94,7 @@ class Rotary:
 
     @property
     def amplitude(self) -> float:
-        """The factor of rotated queries and keys: 1 unless `scaling` is "yarn".
-
-        >>> round(Rotary(scaling="yarn", factor=32.0, original_context=4096).amplitude, 4)
-        1.3466
-        """
+        """The factor of rotated queries and keys: 1 unless `scaling` is "yarn"."""
         if self.scaling != "yarn":
             return 1.0
         return 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
@@ -117,7 +104,7 @@ class Rotary:
         return _FAST_TURNS[self.scaling] if self.fast_turns is None else self.fast_turns
 
     def _fast_share(self, frequencies, rotated):
-        """1 for pairs that keep their frequency, 0 for those that are slowed by `factor`."""
+        """1 for pairs that keep their frequency, 0 for pairs that are slowed by `factor`."""
         if self.scaling == "llama3":
             turns = self.original_context * frequencies / (2 * math.pi)
             return np.clip((turns - self.slow_turns) / (self._fast_turns - self.slow_turns), 0, 1)

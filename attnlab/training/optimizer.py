@@ -1,5 +1,6 @@
 """Optimizers and learning rate schedules by name, with gradient clipping, and weight decay on matrices only."""
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -126,7 +127,7 @@ def make(
     >>> make(default().optimizer, 100).init({"kernel": jnp.zeros(3)}) is not None
     True
     """
-    known = {"adamw": _adamw, "muon": _muon, "lion": _lion, "sgd": _sgd}
+    known = {"adamw": _adamw, "muon": _muon, "lion": functools.partial(_adamw, form=optax.lion), "sgd": _sgd}
     shape = _shape(config, steps, extensions)
     rates = Peaks(*(_times(peak, shape) for peak in at or peaks(config)))
     update = known[config.name](config, rates, decay_rate(config, tokens_per_update))
@@ -155,12 +156,8 @@ def decay_rate(config: ConfigDict, tokens_per_update: int | None) -> float:
     return 0.5 ** (tokens_per_update / config.b2_halflife)
 
 
-def _adamw(config: ConfigDict, rates, b2: float) -> optax.GradientTransformation:
-    return optax.adamw(rates.learning_rate, b1=config.b1, b2=b2, weight_decay=config.weight_decay, mask=decayed)
-
-
-def _lion(config: ConfigDict, rates, b2: float) -> optax.GradientTransformation:
-    return optax.lion(rates.learning_rate, b1=config.b1, b2=b2, weight_decay=config.weight_decay, mask=decayed)
+def _adamw(config: ConfigDict, rates, b2: float, form=optax.adamw) -> optax.GradientTransformation:
+    return form(rates.learning_rate, b1=config.b1, b2=b2, weight_decay=config.weight_decay, mask=decayed)
 
 
 def _sgd(config: ConfigDict, rates, b2: float) -> optax.GradientTransformation:

@@ -5,7 +5,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -76,37 +75,39 @@ class Trainer:
             for step in range(self.start + 1, last + 1):
                 self._train_step(step, batches)
                 stopping = self.preemption.requested()  # polled once per step: later requests wait for the next
-                due = self._due(step, stopping)
-                if due.read:
+                log, evaluate, save, sample = self._due(step, stopping)
+                read = log or evaluate or save
+                if read:
                     metrics = self._read_metrics(step)
                     self._timer.stop(step)
-                if due.log:
+                if log:
                     self._write_metrics(step, metrics)
-                if due.evaluate:
+                if evaluate:
                     stopping = not self._evaluate(step)
-                exhausted = due.evaluate and not stopping and self._patience_exhausted(step)
-                if due.save or exhausted:
+                exhausted = evaluate and not stopping and self._patience_exhausted(step)
+                if save or exhausted:
                     self._save()
                 if stopping:
                     self._save_and_report()
                     return self.preemption.exit_code
                 if exhausted:
                     break
-                if due.sample:
+                if sample:
                     self._write_sample(step)
-                if due.read:
+                if read:
                     self._timer.restart(step)  # exclude evaluation, saving and sampling
             self._finish()
         return 0
 
-    def _due(self, step: int, stopping: bool) -> "_Due":
+    def _due(self, step: int, stopping: bool) -> tuple[bool, bool, bool, bool]:
+        """Whether to log, evaluate, save and sample after a step."""
         config = self.experiment.config
         last = step == config.steps
-        log = step % config.log.every == 0
-        save = last or stopping or step % config.checkpoint.every == 0 or step in self._history
+        log = last or step % config.log.every == 0
         evaluate = self._evaluates(step) and not stopping
+        save = last or stopping or step % config.checkpoint.every == 0 or step in self._history
         sample = not last and bool(config.sample.every) and step % config.sample.every == 0
-        return _Due(log or save or evaluate, log or last, evaluate, save, sample)
+        return log, evaluate, save, sample
 
     def _evaluates(self, step: int) -> bool:
         return step == self.experiment.config.steps or step % self.experiment.config.eval.every == 0
@@ -291,16 +292,6 @@ def format_scores(split: str, scores: dict) -> str:
     if "bits_per_character" in scores:
         bits = f" ({scores['bits_per_character']:.3f} bits per character, {scores['bits_per_byte']:.3f} per byte)"
     return f"{split} loss {scores['loss']:.4f}{bits}"
-
-
-class _Due(NamedTuple):
-    """The actions due after a step."""
-
-    read: bool
-    log: bool
-    evaluate: bool
-    save: bool
-    sample: bool
 
 
 class _Timer:
