@@ -24,9 +24,9 @@ def main(argv: list[str] | None = None) -> int:
     benchmarks = shipped.files("benchmarks")
     if name in ("--help", "-h"):
         width = max(map(len, benchmarks))
-        summaries = (shipped.module("benchmarks", name).__doc__.splitlines()[0] for name in benchmarks)
-        listed = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in zip(benchmarks, summaries))
-        print(f"{__doc__.strip()}\n\nBenchmarks:\n{listed}")
+        lines = (f"  {name:<{width}}  {shipped.summary(file)}" for name, file in benchmarks.items())
+        print(f"{__doc__.strip()}\n\nBenchmarks:")
+        print("\n".join(lines))
         return 0
     if name == WORKER:
         shipped.module("benchmarks", argv[2]).work(*argv[3:])

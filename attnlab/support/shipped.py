@@ -1,5 +1,6 @@
 """The folders `configs`, `studies` and `benchmarks`: beside the package in a checkout, within it in a wheel."""
 
+import ast
 import importlib
 import importlib.util
 import sys
@@ -17,6 +18,11 @@ def files(folder: str) -> dict[str, Path]:
     'quickstart.py'
     """
     return {file.stem: file for file in sorted(_place(folder).glob("*.py")) if not file.name.startswith("_")}
+
+
+def summary(file: Path) -> str:
+    """The first line of a file's docstring, without importing it."""
+    return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))).splitlines()[0]
 
 
 def module(folder: str, name: str) -> ModuleType:
