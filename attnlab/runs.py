@@ -1,6 +1,5 @@
 """The records of runs side by side: as columns, and as CSV."""
 
-import csv
 import glob
 import os
 from collections.abc import Iterable, Mapping
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from attnlab.support import paths
 from attnlab.support.errors import UserError
 from attnlab.training import metrics as metrics_lib
 
@@ -89,9 +89,5 @@ def write_csv(path: str | Path, columns: Mapping[str, Iterable]) -> Path:
     >>> path.read_text().splitlines()
     ['step,loss', '1,2.5', '2,']
     """
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns)
-        for row in zip(*columns.values()):
-            writer.writerow(["" if value is None or value != value else value for value in row])
+    paths.write_csv(Path(path), [dict(zip(columns, row)) for row in zip(*columns.values())], list(columns))
     return Path(path)

@@ -9,6 +9,8 @@ import json
 import os
 from pathlib import Path
 
+from attnlab.support.paths import write_bytes
+
 
 def folder() -> Path | None:
     """The folder `attnlab/tokens` in XDG_CACHE_HOME, or in ~/.cache; None without a home."""
@@ -38,20 +40,7 @@ def remember(kind: str, key, fact: dict) -> None:
     with contextlib.suppress(OSError):
         if file:
             file.parent.mkdir(parents=True, exist_ok=True)
-            replace(file, json.dumps({"fact": fact, "sha256": digest(fact)}).encode())
-
-
-def replace(file: Path, content: bytes) -> None:
-    """Write a file atomically, and sync it to the disk."""
-    unfinished = file.with_name(f"{file.name}.{os.getpid()}.new")
-    try:
-        with unfinished.open("wb") as written:
-            written.write(content)
-            written.flush()
-            os.fsync(written.fileno())
-        os.replace(unfinished, file)
-    finally:
-        unfinished.unlink(missing_ok=True)
+            write_bytes(file, json.dumps({"fact": fact, "sha256": digest(fact)}).encode(), sync=True)
 
 
 def _file(kind: str, key) -> Path | None:

@@ -11,7 +11,6 @@ that holds the vocabulary; with packing "documents" `SPLIT.documents.bin`, the s
 import collections
 import concurrent.futures
 import contextlib
-import fcntl
 import functools
 import hashlib
 import itertools
@@ -34,6 +33,7 @@ from attnlab.data.progress import Progress
 from attnlab.data.sources import Piece
 from attnlab.support import files
 from attnlab.support.errors import UserError
+from attnlab.support.paths import lock, write_bytes
 
 VERSION = 1
 UNIT = 1 << 20  # characters, about, that a thread encodes at a time
@@ -238,7 +238,7 @@ def _make(path: Path, key: dict, corpus: Corpus, tokenizer: tokenizers.Tokenizer
                 raise
         manifest = {"key": key, "dtype": _dtype(tokenizer).str, "splits": _splits(partial, shards)}
         manifest["sha256"] = _digest_of(manifest)
-        cache.replace(partial / _MANIFEST, json.dumps(manifest, indent=1).encode())
+        write_bytes(partial / _MANIFEST, json.dumps(manifest, indent=1).encode(), sync=True)
     for file in (partial / _JOURNAL, *partial.glob("*.starts")):
         file.unlink(missing_ok=True)
     if not path.exists():
@@ -537,13 +537,9 @@ def _writing(root: Path):
 @contextlib.contextmanager
 def _lock(path: Path, name: str, quiet: bool):
     """Only one process per machine writes a store; the others wait for it."""
-    with path.open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with path.open("a") as file:
+        if not lock(file.fileno()):
             if not quiet:
                 print(f"waiting for another process that tokenises {name}", flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks: both write the same files
-            pass
-        yield
+            lock(file.fileno(), wait=True)
+        yield  # without locks both write the same files

@@ -30,47 +30,61 @@ def claim(
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        lock = os.open(folder / marker, os.O_RDWR | os.O_CREAT if marker else os.O_RDONLY, 0o666)
+        held = os.open(folder / marker, os.O_RDWR | os.O_CREAT if marker else os.O_RDONLY, 0o666)
     except OSError as error:
         raise UserError(f"{flag}={folder} cannot be written ({error.strerror}): choose another folder") from error
     try:
-        _lock(lock, f"{flag}={folder}")
-        yield lock
+        if not lock(held):
+            raise UserError(
+                f"{flag}={folder}: another command runs there, or runs of a killed one still save their state: wait "
+                "for it"
+            )
+        yield held
     except BaseException:
         if is_new:
             with contextlib.suppress(OSError):
                 folder.rmdir()
         raise
     finally:
-        os.close(lock)
+        os.close(held)
 
 
-def _lock(descriptor: int, where: str) -> None:
+def lock(descriptor: int, *, wait: bool = False) -> bool:
+    """Lock an open file; False if another process holds it. File systems without locks lock nothing."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise UserError(
-            f"{where}: another command runs there, or runs of a killed one still save their state: wait for it"
-        ) from error
-    except OSError:  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError:
         pass
+    return True
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 text file, whole or not at all."""
-    unfinished = path.with_name(f".{path.name}.new")
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes, *, sync: bool = False) -> None:
+    """Write a file, whole or not at all; `sync` waits until it is on the disk."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        unfinished.write_text(text, encoding="utf-8")
+        with unfinished.open("wb") as file:
+            file.write(content)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
         os.replace(unfinished, path)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         error.filename = error.filename or str(path)  # errors of write do not have it
         raise
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
-def write_csv(path: Path, rows: Sequence[Mapping]) -> None:
-    """Write rows as CSV, with a column for each key of any row; None and NaN become empty cells."""
-    text, names = io.StringIO(), list(dict.fromkeys(name for row in rows for name in row))
+def write_csv(path: Path, rows: Sequence[Mapping], names: Sequence[str] = ()) -> None:
+    """Write rows as CSV, with a column for each name and each key of any row; None and NaN become empty cells."""
+    text, names = io.StringIO(), list(dict.fromkeys([*names, *(name for row in rows for name in row)]))
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
     for row in rows:

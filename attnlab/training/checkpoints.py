@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import functools
 import hashlib
 import json
@@ -20,6 +19,7 @@ from etils import epath
 
 from attnlab.nn.stack import is_stacked, stack_layers, unstack_layers
 from attnlab.support.errors import UserError
+from attnlab.support.paths import lock
 from attnlab.training.phases import OnPhase, no_phase
 from attnlab.training.state import TrainState
 
@@ -69,16 +69,12 @@ class Checkpoints:
             if self._lock_file is not None or self._is_remote:
                 return
             self._lock_file = os.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-            try:
-                fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
+            if not lock(self._lock_file):
                 self._unlock()
                 raise UserError(
                     f"checkpoint.dir = {self.directory}: another process writes checkpoints there: wait for it, or "
                     "choose another"
-                ) from error
-            except OSError:  # a file system without locks
-                pass
+                )
 
     def _unlock(self) -> None:
         if self._lock_file is not None:

@@ -1,7 +1,6 @@
 """The folder of a run: its files, its lock, and the run that an earlier start left there."""
 
 import errno
-import fcntl
 import hashlib
 import os
 import shutil
@@ -13,6 +12,7 @@ from attnlab import config as configs
 from attnlab.data import tokenizers
 from attnlab.support import files
 from attnlab.support.errors import UserError
+from attnlab.support.paths import lock, write_text
 
 
 class Workdir:
@@ -101,8 +101,7 @@ class Workdir:
         """Replace `config.json` atomically, if it differs: `checkpoint.dir` and the like may change between starts."""
         path = self.path / "config.json"
         if path.read_text(encoding="utf-8") != config_json:
-            path.with_suffix(".new").write_text(config_json, encoding="utf-8")
-            os.replace(path.with_suffix(".new"), path)
+            write_text(path, config_json)
 
     def close(self) -> None:
         """Release the lock."""
@@ -157,15 +156,9 @@ def _lock(folder: Path, workdir: Path) -> int:
     """Lock a folder that is, or will be renamed to, `workdir`; returns the open file that holds the lock."""
     path = folder / "tokenizer.json"  # never rewritten; NFS locks neither folders nor files that are open for reading
     held = os.open(path, os.O_RDWR)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(held), path.stat()):  # opened before it was renamed
-            raise FileNotFoundError
-    except (BlockingIOError, FileNotFoundError) as error:
-        os.close(held)
-        raise _in_use(workdir) from error
-    except OSError:  # a file system without locks
-        pass
+    if not lock(held) or not path.exists() or not os.path.samestat(os.fstat(held), path.stat()):
+        os.close(held)  # locked by another, or renamed after it was opened
+        raise _in_use(workdir)
     return held
 
 

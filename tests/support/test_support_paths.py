@@ -71,13 +71,11 @@ def test_folder_without_locks_is_claimed(tmp_path, monkeypatch):
 def test_text_that_cannot_be_written_leaves_the_earlier_file(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     paths.write_text(path, "one")
-    write = Path.write_text
 
-    def full(file, text, **options):
-        write(file, text[:1], **options)
+    def full(source, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError) as error:
         paths.write_text(path, "two")
     assert error.value.filename == str(path) and path.read_text() == "one" and os.listdir(tmp_path) == ["a.txt"]

@@ -17,6 +17,7 @@ import attnlab
 from attnlab.see.pages import encoding
 from attnlab.see.pages.contents import Contents, contents
 from attnlab.see.results import Effects, Run
+from attnlab.support.paths import write_text
 
 FOLDER = Path(__file__).parent
 GENERATOR = '<meta name="generator" content="attnlab'
@@ -199,12 +200,7 @@ def _write(text: str, path: Path) -> None:
     if path.exists() and not is_page(path):
         raise ValueError(f"{path} exists and is no page of attnlab: choose another path, or remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        unfinished.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_text(path, text)
 
 
 def is_page(path: Path) -> bool:
