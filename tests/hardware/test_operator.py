@@ -107,11 +107,10 @@ def test_kernels_within_shard_map_run_on_what_they_are_given(name, manual, topol
     assert program.kernels and not set(program.collectives) & set(MOVES)
 
 
-def test_checked_shard_map_on_tpus_runs_the_pallas_kernels(topology, compiled):
+def test_checked_shard_map_on_tpus_runs_the_pallas_kernels_by_name(topology, compiled):
     mesh = mesh_of(topology("v5e:2x2"), (2, 2))
-    call = jax.shard_map(
-        functools.partial(attnlab.attention, mask=Causal()), mesh=mesh, in_specs=P("data"), out_specs=P("data")
-    )
+    attend = functools.partial(attnlab.attention, mask=Causal(), impl="pallas")
+    call = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     _, program = compiled(call, *inputs(mesh, 256, P("data")))
     assert program.kernels == {"attnlab_forward": 1}
 
