@@ -92,17 +92,19 @@ class Block(nn.Module):
                 deterministic=deterministic,
                 cache=cache,
                 dropout_key=None if dropout_key is None else dropout.fold_in(dropout_key, 0),
-                **{name: x for name, x in optional.items() if x is not None},  # a layer may have none of them
+                **{name: value for name, value in optional.items() if value is not None},  # which a layer may lack
             )
 
-        def residual(x, made, name, site):
+        before, after = (self.norm_first and self.norm_at != other for other in ("after", "before"))
+
+        def residual(x, out, name, site):
             """Add the layer's output to the residual stream."""
-            made = norm(made, f"{name}_post_norm") if self.norm_first and self.norm_at != "before" else made
-            x = sharding.constrain(x + drop(made, site), "batch", "length", None)
+            out = norm(out, f"{name}_post_norm") if after else out
+            x = sharding.constrain(x + drop(out, site), "batch", "length", None)
             return x if self.norm_first else norm(x, f"{name}_norm")
 
         def normed(x, name):
-            return norm(x, f"{name}_norm") if self.norm_first and self.norm_at != "after" else x
+            return norm(x, f"{name}_norm") if before else x
 
         attended = attend(normed(x, "attention"))
         attended, *others = attended if isinstance(attended, tuple) else (attended,)

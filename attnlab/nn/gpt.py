@@ -46,8 +46,7 @@ class GPT(checks.MaskedModule):
     (1, 6, 10)
 
     Parameters may also have their layers stacked (`stack_layers`). They are then one loop, which is compiled in the
-    time of one layer (with caches, or where weights are sown, layers are slices of them, and of
-    `capture_intermediates` only what modules sow is kept):
+    time of one pattern; with caches, or other collections than parameters, layers are slices of the stacks:
 
     >>> stacked = {"params": stack_layers(params["params"])}
     >>> bool(jnp.allclose(model.apply(stacked, tokens), model.apply(params, tokens), atol=1e-6))
@@ -81,7 +80,7 @@ class GPT(checks.MaskedModule):
         "width of the feed-forward layer over the model's; 0 for attention alone", 4, start=4.0, low=0, high=1e3
     )
     activation: str = option("of the feed-forward layer", "gelu_tanh", choices=ACTIVATIONS)
-    norm_epsilon: float = option("ε of the norms", NORM_EPSILON, low=1e-30, high=1)
+    norm_epsilon: float = option("ε of the norms; of qk_norm where norm is not layer", NORM_EPSILON, low=1e-30, high=1)
     remat: str = option(
         "what of a block is stored for the gradient, the rest being computed again: none recomputes nothing (in a loop "
         "no product), dots stores matrix products, attention the block's input and the operator's output, block the "
@@ -152,7 +151,7 @@ class GPT(checks.MaskedModule):
           caches: one `KVCache` per layer (`empty_caches`); `tokens` continue the cached sequences.
           dropout_key: one key, or one per example `[B]`; the `dropout` rng when None.
           targets: int `[B, T]`, the next tokens, each in [0, vocab_size); checked unless traced, where the loss of
-            others is NaN. Large logits are then never held at once, see `ops.cross_entropy`.
+            others is NaN. Large logits are then never held at once, but with `bigrams`: see `ops.cross_entropy`.
           segments: int `[B, T]`, the number of each token's document, where sequences are several documents, one after
             another: a token attends to its own alone, and positions start again with each.
 
@@ -183,8 +182,7 @@ class GPT(checks.MaskedModule):
         if drops:
             x = dropout.dropout(x, dropout.fold_in(keys, self.num_layers), self.dropout)
         x = sharding.constrain(x, "batch", "length", None)
-        options = {"mask": mask, "segments": segments, "deterministic": deterministic}
-        x, caches = stack.run(self, x, keys, caches, **options)
+        x, caches = stack.run(self, x, keys, caches, mask=mask, segments=segments, deterministic=deterministic)
         x = make_norm(self.norm, self.norm_epsilon, use_bias=self.use_bias, dtype=self.dtype, name="final_norm")(x)
         x = x if self.logit_scale == 1 else x * jnp.asarray(self.logit_scale, x.dtype)
         pairs = self._bigrams(tokens) if self.bigrams else None
@@ -241,19 +239,21 @@ class GPT(checks.MaskedModule):
         if isinstance(caches, KVCache) or len(caches) != self.num_layers:
             given = "one KVCache" if isinstance(caches, KVCache) else f"{len(caches)} of them"
             raise ValueError(f"caches is {given}, expected a sequence of num_layers = {self.num_layers}: {remedy}")
-        of_attention = [n for n in range(self.num_layers) if isinstance(KINDS[kind_of(self, n)], Attention)]
-        for layer, cache in ((n, caches[n]) for n in of_attention):
-            sizes = resolved(self)
-            check_cache(cache, tokens.shape[0], sizes.kv_heads, sizes.head_dim, f"caches[{layer}]")
+        sizes = resolved(self)
+        for layer, cache in enumerate(caches):
+            if isinstance(KINDS[kind_of(self, layer)], Attention):
+                check_cache(cache, tokens.shape[0], sizes.kv_heads, sizes.head_dim, f"caches[{layer}]")
 
     def _add_positions(self, x, caches, segments):
-        """Scale the embeddings `[B, T, F]` and add positional embeddings, where the model has them."""
+        """Add positional embeddings to `[B, T, F]`, where the model has them; sinusoidal ones to scaled embeddings."""
         if self.positions not in ("learned", "sinusoidal"):
             return x
         positions = jnp.arange(x.shape[1]) if segments is None else within_segments(segments)
         if caches is not None:
-            read = next(cache.length for cache in caches if isinstance(cache, KVCache))
-            positions = read[:, None] + positions
+            lengths = [cache.length for cache in caches if isinstance(cache, KVCache)]
+            if not lengths:
+                raise ValueError(f"positions = {self.positions!r} needs a layer of attention, whose cache has a length")
+            positions = lengths[0][:, None] + positions
         if self.positions == "learned":
             table = LearnedPositions(self.context, self.width, dtype=self.dtype, name="positions")
             return x + sharding.gathering(self, lambda table: table(positions))(table)

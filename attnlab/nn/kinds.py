@@ -16,7 +16,8 @@ class Kind(Protocol):
     """A kind of layer. `model` is a `GPT`."""
 
     def module(self, model, **initializers) -> nn.Module:
-        """The layer: called as `MultiHeadAttention` is, with `layer=` its number where its field `numbered` is True."""
+        """The layer: called as `MultiHeadAttention` is, with `layer=` its number where its field `numbered` is True,
+        and `first_values=` where the model has `value_residual`."""
 
     def empty_cache(self, model, batch: int, capacity: int) -> Any:
         """The state before the first token."""
@@ -28,7 +29,7 @@ class Kind(Protocol):
         """FLOPs a token of the forward pass besides `weights`, a mean over a sequence of `length` tokens."""
 
     def operations_at(self, model, length: int) -> float:
-        """FLOPs of one token besides `weights`, with `length` tokens before it."""
+        """FLOPs of one token besides `weights`, the last of `length` visible tokens."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core.scope import is_filter_empty
 from jax.sharding import NamedSharding, PartitionSpec
 
 from attnlab.nn import sharding
@@ -45,6 +46,8 @@ def stack_layers(tree):
         if not _has_layers(node):
             return node
         names = sorted((name for name in node if re.fullmatch(r"block_\d+", name)), key=lambda name: int(name[6:]))
+        if names != [f"block_{n}" for n in range(len(names))]:
+            raise ValueError(f"layers are named {', '.join(names)}: expected block_0, block_1, … without a gap")
         period = _period([_shapes(node[name]) for name in names])
         stacked = names[: len(names) // period * period]
         others = {name: value for name, value in node.items() if name not in stacked}
@@ -109,7 +112,8 @@ def _has_layers(node) -> bool:
 
 
 def _shapes(tree):
-    return jax.tree.map(lambda leaf: str(jnp.shape(leaf)), tree)
+    """The shapes and types of the leaves, as a tree that compares by value."""
+    return jax.tree.map(lambda leaf: str((jnp.shape(leaf), getattr(leaf, "dtype", None))), tree)
 
 
 def _period(shapes: Sequence) -> int:
@@ -139,8 +143,8 @@ def _reshaped(x: jax.ShapeDtypeStruct, shape, split) -> jax.ShapeDtypeStruct:
 
 def empty_caches(model, batch: int, capacity: int) -> tuple:
     """The empty cache of each layer of a model."""
-    caches = {kind: KINDS[kind].empty_cache(model, batch, capacity) for kind in set(pattern_of(model))}
-    return tuple(caches[kind_of(model, layer)] for layer in range(model.num_layers))
+    kinds = (KINDS[kind_of(model, layer)] for layer in range(model.num_layers))
+    return tuple(kind.empty_cache(model, batch, capacity) for kind in kinds)  # no buffer twice: they may be donated
 
 
 def run(model, x, keys, caches, **options):
@@ -153,13 +157,14 @@ def run(model, x, keys, caches, **options):
         return _one_by_one(model, x, keys, caches, options)
     if (found := depth(params)) != model.num_layers:
         raise ValueError(f"params have {found} stacked layers, expected num_layers = {model.num_layers}")
-    if caches is None and not model.is_mutable_collection("intermediates"):
+    others = any(model.variables[name] for name in model.variables if name != "params")
+    if caches is None and not others and is_filter_empty(model.scope.mutable):
         return _in_a_loop(model, x, keys, options, params), None
 
     def unstacked(variables):
         return {"params": unstack_layers(variables["params"])}
 
-    # Caches, and what modules sow, belong to single layers.
+    # Caches and other collections belong to single layers.
     return nn.map_variables(_one_by_one, "params", trans_in_fn=unstacked)(model, x, keys, caches, options)
 
 
@@ -171,11 +176,11 @@ def _one_by_one(model, x, keys, caches, options):
 
     gathers = not model.is_initializing() and sharding.is_active(x)
     recomputes, policy = remat_policy(model.remat, gathers=gathers, loop=False)
+    apply_whole = sharding.gathering(model, apply)
+    if recomputes and caches is None:
+        apply_whole = nn.remat(apply_whole, policy=policy)
     extended, handed = [], {}
     for layer in range(model.num_layers):
-        apply_whole = sharding.gathering(model, apply)
-        if recomputes and caches is None:
-            apply_whole = nn.remat(apply_whole, policy=policy)
         cache = None if caches is None else caches[layer]
         block = model.block(layer)
         out = apply_whole(block, x, handed | _number(block, layer), _key_of(keys, layer), cache)
@@ -189,9 +194,9 @@ def _one_by_one(model, x, keys, caches, options):
 def _in_a_loop(model, x, keys, options, params):
     """Run the layers as one loop over stacks: one pattern is compiled, whatever the depth."""
     stacks = _stacks(params)
-    places, pattern = len(stacks), math.lcm(len(stacks), len(pattern_of(model)))
-    whole = _turns(stacks) * places  # layers in stacks
-    blocks = [model.block(layer).clone(parent=None, name=None) for layer in range(pattern)]
+    places, period = len(stacks), math.lcm(len(stacks), len(pattern_of(model)))
+    stacked_layers = _turns(stacks) * places
+    blocks = [model.block(layer).clone(parent=None, name=None) for layer in range(period)]
     recomputes, policy = remat_policy(model.remat, gathers=sharding.is_active(x), loop=True)
 
     def apply(block, x, params, layer, keys, handed):
@@ -199,7 +204,7 @@ def _in_a_loop(model, x, keys, options, params):
         given = handed | _number(block, layer)
         return block.apply({"params": params}, x, **options, **given, dropout_key=_key_of(keys, layer))
 
-    def run(n, x, params, layer, handed, *, in_loop):
+    def run_one(n, x, params, layer, handed, *, in_loop):
         call = functools.partial(apply, blocks[n])
         # A loop is a barrier by itself.
         call = jax.checkpoint(call, policy=policy, prevent_cse=not in_loop) if recomputes else call
@@ -208,29 +213,32 @@ def _in_a_loop(model, x, keys, options, params):
         return x, _handed(others, handed)
 
     def alone(x, layer, handed):
-        turn, place = divmod(layer, places)
-        own = jax.tree.map(lambda leaf: leaf[turn], stacks[place]) if layer < whole else params[f"block_{layer}"]
-        return run(layer % pattern, x, own, layer, handed, in_loop=False)
+        own = params.get(f"block_{layer}")
+        if layer < stacked_layers:
+            own = jax.tree.map(lambda leaf: leaf[layer // places], stacks[layer % places])
+        return run_one(layer % period, x, own, layer, handed, in_loop=False)
 
-    def turn(x, each):
+    def step(x, each):
         grouped, first = each
-        for n in range(pattern):
+        for n in range(period):
             own = grouped[n % places]
-            own = own if pattern == places else jax.tree.map(lambda leaf, n=n: leaf[n // places], own)
-            x, _ = run(n, x, own, first + n, handed, in_loop=True)
+            own = own if period == places else jax.tree.map(lambda leaf, n=n: leaf[n // places], own)
+            x, _ = run_one(n, x, own, first + n, handed, in_loop=True)
         return x, None
 
-    # With value residuals the first pattern gives its values to the others; an incomplete one is the last.
-    start, handed = (min(pattern, model.num_layers) if model.value_residual else 0), {}
+    # With value residuals the first period gives its values to the others; an incomplete one is the last.
+    start, handed = (min(period, model.num_layers) if model.value_residual else 0), {}
     for layer in range(start):
         x, handed = alone(x, layer, handed)
-    turns = max(0, whole - start) // pattern
-    end = start + turns * pattern
-    grouped = [jax.tree.map(lambda leaf: leaf[start // places : end // places], stack) for stack in stacks]
-    if pattern > places:
-        grouped = [jax.tree.map(lambda leaf: leaf.reshape(turns, -1, *leaf.shape[1:]), stack) for stack in grouped]
-    if turns:
-        x = jax.lax.scan(turn, x, (grouped, jnp.arange(start, end, pattern)))[0]
+    steps = max(0, stacked_layers - start) // period
+    end = start + steps * period
+
+    def by_step(leaf):
+        leaf = leaf[start // places : end // places]
+        return leaf if period == places else leaf.reshape(steps, period // places, *leaf.shape[1:])
+
+    if steps:
+        x = jax.lax.scan(step, x, (jax.tree.map(by_step, stacks), jnp.arange(start, end, period)))[0]
     for layer in range(end, model.num_layers):
         x, _ = alone(x, layer, handed)
     return x

@@ -31,7 +31,7 @@ def per_token(model: GPT, length: int) -> float:
 
 
 def per_decoded_token(model: GPT, length: int) -> float:
-    """FLOPs of decoding a token with `length` tokens before it: 2 for each weight, 4·H·D for each visible key.
+    """FLOPs of decoding the last of `length` tokens: 2 for each weight, 4·H·D for each visible key.
 
     >>> model = GPT(vocab_size=10, num_layers=1, num_heads=1, width=8, context=8)
     >>> per_decoded_token(model, length=8) - per_decoded_token(model, length=4)

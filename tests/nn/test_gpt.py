@@ -568,3 +568,18 @@ def test_gpt_with_zero_outputs_starts_as_its_embedding():
     x = embedding[TOKENS]
     normal = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
     np.testing.assert_allclose(logits, normal @ embedding.T, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "attention_bias, qkv_bias, expected",
+    [
+        (None, None, (True, True)),
+        (False, None, (False, False)),
+        (False, True, (False, True)),
+        (None, False, (True, False)),
+    ],
+)
+def test_biases_of_attention_fall_back_from_its_own_to_the_model_s(attention_bias, qkv_bias, expected):
+    model = GPT(10, 1, 2, 8, 6, use_bias=True, attention_bias=attention_bias, qkv_bias=qkv_bias)
+    attention = parameters(model, np.zeros((1, 2), np.int32))["params"]["block_0"]["attention"]
+    assert ("bias" in attention["out"], "bias" in attention["query"]) == expected

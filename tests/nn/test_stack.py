@@ -219,3 +219,64 @@ def test_kinds_declare_their_operations(hybrid):
 def test_stacked_layers_of_another_number_raise_one_line():
     with pytest.raises(ValueError, match="2 stacked layers, expected num_layers = 3"):
         MODEL.clone(num_layers=3).apply({"params": stack_layers(PARAMS)}, TOKENS)
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["", "value residual"])
+@pytest.mark.parametrize("pattern, layers", [("local global", 1), ("local local global", 2), ("local local global", 5)])
+def test_stacked_layers_of_fewer_than_a_pattern_compute_what_single_ones_do(pattern, layers, residual):
+    options = {"pattern": pattern, "window": 3, "value_residual": residual, "positions": "none", "mlp_ratio": 1}
+    model = GPT(40, layers, 2, 16, 12, **options)
+    params = parameters(model, TOKENS)["params"]
+    expected, found = (jax.jit(model.apply)({"params": p}, TOKENS) for p in (params, stack_layers(params)))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("pattern, layers", [("decay global", 5), ("global decay decay global", 9)])
+def test_stacks_of_unlike_kinds_within_a_longer_pattern(hybrid, pattern, layers):
+    model = hybrid[0].clone(pattern=pattern, num_layers=layers, mlp_ratio=1)
+    params = parameters(model, TOKENS)["params"]
+    expected, found = (jax.jit(model.apply)({"params": p}, TOKENS) for p in (params, stack_layers(params)))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_stacked_layers_sow_into_any_collection_and_read_others(hybrid):
+    model, params = hybrid
+    stacked = {"params": stack_layers(params)}
+    _, single = model.apply({"params": params}, TOKENS, mutable=["see_pattern"])
+    _, sown = model.apply(stacked, TOKENS, mutable=["see_pattern"])
+    assert jax.tree.structure(sown) == jax.tree.structure(single) and jax.tree.leaves(sown)
+
+
+def test_layers_drop_other_elements_than_each_other():
+    model = GPT(40, 2, 2, 16, 12, positions="none", mlp_ratio=0, dropout=0.5)
+    params = jax.tree.map(np.zeros_like, parameters(model, TOKENS)["params"])
+    for layer in range(2):  # adds 1 to each feature, or 2 and 0 where half of them are dropped
+        params[f"block_{layer}"]["attention"]["out"]["bias"] = np.ones(16, np.float32)
+    _, seen = model.apply(
+        {"params": params},
+        TOKENS,
+        deterministic=False,
+        dropout_key=jax.random.key(0),
+        capture_intermediates=lambda module, _: type(module).__name__ == "Block",
+    )
+    first, second = (seen["intermediates"][f"block_{n}"]["__call__"][0] for n in range(2))
+    np.testing.assert_array_equal(np.unique(first), [0, 2])
+    assert 0.4 < np.mean(first == second - first) < 0.6
+
+
+def test_empty_caches_share_no_buffer():
+    caches = MODEL.empty_caches(2)
+    step = jax.jit(lambda caches: MODEL.apply({"params": PARAMS}, TOKENS[:, :1], caches=caches)[1], donate_argnums=0)
+    assert len(step(caches)) == 2
+
+
+def test_layers_with_a_gap_raise_one_line():
+    with pytest.raises(ValueError, match="block_0, block_2"):
+        stack_layers({"block_0": {"w": np.ones(2)}, "block_2": {"w": np.ones(2)}})
+
+
+def test_layers_of_other_types_are_not_promoted():
+    layers = {f"block_{n}": {"w": np.ones(2, dtype)} for n, dtype in enumerate((np.float32, np.float16))}
+    assert jax.tree.map(lambda x: x.dtype, unstack_layers(stack_layers(layers))) == jax.tree.map(
+        lambda x: x.dtype, layers
+    )
