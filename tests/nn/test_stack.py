@@ -231,7 +231,9 @@ def test_stacked_layers_of_fewer_than_a_pattern_compute_what_single_ones_do(patt
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("pattern, layers", [("decay global", 5), ("global decay decay global", 9)])
+@pytest.mark.parametrize(
+    "pattern, layers", [("decay global", 5), ("global decay decay global", 9), ("global decay decay global", 4)]
+)
 def test_stacks_of_unlike_kinds_within_a_longer_pattern(hybrid, pattern, layers):
     model = hybrid[0].clone(pattern=pattern, num_layers=layers, mlp_ratio=1)
     params = parameters(model, TOKENS)["params"]
