@@ -223,7 +223,7 @@ def _user_defined(workdir: Workdir, model, optimizer) -> dict:
     now = {"user_defined": now} if any(now.values()) else {}
     if workdir.previous_run is not None and workdir.previous_run.get("user_defined") != now.get("user_defined"):
         was = workdir.previous_run.get("user_defined", {"model": None, "optimizer": False})
-        model, optimizer = was["model"] or "that of its config", "user-defined" if was["optimizer"] else "AdamW"
+        model, optimizer = was["model"] or "its config's", "user-defined" if was["optimizer"] else "AdamW"
         raise UserError(
             f"{workdir} holds a run whose model is {model} and whose optimizer is {optimizer}: pass the same to "
             "attnlab.train.train(…, model=…, optimizer=…), or choose a new --workdir"

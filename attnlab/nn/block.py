@@ -59,7 +59,7 @@ class Block(nn.Module):
         first_values: Float[Array, "B T Hk D"] | None = None,
         layer: Int[Array, ""] | int | None = None,
     ) -> Float[Array, "B T F"] | tuple[Any, ...]:
-        """Apply the block to `[B, T, F]`; arguments, results and errors are those of the attention layer.
+        """Apply the block to `[B, T, F]`; arguments, results and errors as for the attention layer.
 
         Raises:
           ValueError: also for an unknown `norm` or `norm_at`.

@@ -226,7 +226,7 @@ class GPT(checks.MaskedModule):
         if caches is not None:
             raise ValueError("targets are for whole sequences: leave out caches")
         if jnp.shape(targets) != jnp.shape(tokens):
-            raise ValueError(f"targets has shape {jnp.shape(targets)}, expected that of tokens, {jnp.shape(tokens)}")
+            raise ValueError(f"targets has shape {jnp.shape(targets)}, expected {jnp.shape(tokens)}, as tokens")
         checks.ids_in_range("targets", targets, self.vocab_size, remedy="shift the tokens by one")
 
     def _check_inputs(self, tokens, caches) -> None:

@@ -109,7 +109,7 @@ class StackedHeads(checks.MaskedModule):
     def __call__(
         self, x: Float[Array, "*B T F"], *, mask: checks.MaskLike | None = None, deterministic: bool = True
     ) -> Float[Array, "*B T HD"]:
-        """Attend with each head; arguments and errors are those of `Head`.
+        """Attend with each head; arguments and errors as for `Head`.
 
         Returns:
           `[..., T, num_heads · head_dim]`, head 0 first.

@@ -132,7 +132,7 @@ class MultiHeadAttention(checks.MaskedModule):
       qk_norm_joint: over the features of all heads of a token together (OLMo Team 2024, section 3.2).
       norm, norm_epsilon: of `qk_norm`: "layer", "rms" or "rms_plus_one", and ε.
       scale: of the scores; None for 1/√D.
-      value_residual: mix the values with those of a model's first layer (Zhou et al. 2024, equation 5), by a learned
+      value_residual: mix the values with the first layer's values (Zhou et al. 2024, equation 5), by a learned
         share `value_share` that starts at ½.
       sinks: one learned extra logit per head, `sinks` `[H]`.
       kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.

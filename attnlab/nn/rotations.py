@@ -19,7 +19,7 @@ _FAST_TURNS = {"llama3": 4.0, "yarn": 32.0}
 class Rotary:
     """Rotary position embedding (Su et al. 2021): the pair of features (i, i + R/2) turns by pos / base^(2i/R).
 
-    To use a model on longer sequences than those of its training, pairs are slowed down by `factor`: with "linear" all
+    To use a model on longer sequences than it was trained on, pairs are slowed down by `factor`: with "linear" all
     of them (Chen et al. 2023), with "llama3" and "yarn" those that make fewer than `slow_turns` turns within the
     original context, while those that make more than `fast_turns` stay as they are. Pairs between are slowed partly:
     by a share linear in their turns (Llama Team 2024) or in the index of the pair (Peng et al. 2023, section 3.2).

@@ -102,7 +102,7 @@ def alignment(
 ) -> Float[Array, "B T S"]:
     """The attention weight of each output token on each source token (Bahdanau et al. 2015, figure 3).
 
-    Arguments and errors are those of the model.
+    Arguments and errors as for the model.
 
     Returns:
       `[B, T, S]`, averaged over heads; each row sums to 1.

@@ -45,7 +45,7 @@ def rounds(label: str, count: int) -> Iterator[int]:
 
 
 def ratio(seconds: dict[str, list[float]], name: str, reference: str) -> float:
-    """Time of `name` over that of `reference`: the median over rounds of the ratio within a round."""
+    """Time of `name` over the time of `reference`: the median over rounds of the ratio within a round."""
     return statistics.median(a / b for a, b in zip(seconds[name], seconds[reference]))
 
 

@@ -108,7 +108,7 @@ def test_unknown_remat_is_one_line_that_lists_the_policies():
     "options, message",
     [
         ({"targets": TOKENS, "caches": MODEL.empty_caches(2)}, "targets are for whole sequences: leave out caches"),
-        ({"targets": TOKENS[:1]}, r"targets has shape \(1, 12\), expected that of tokens, \(2, 12\)"),
+        ({"targets": TOKENS[:1]}, r"targets has shape \(1, 12\)"),
         ({"targets": TOKENS - 1}, "targets contains -1, expected ids from 0 to 39"),
     ],
 )
