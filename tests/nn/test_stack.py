@@ -14,7 +14,8 @@ from flax.core import FrozenDict
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from attnlab.nn import GPT, kinds, stack_layers, unstack_layers
+from attnlab import see
+from attnlab.nn import GPT, kinds, stack_layers, taps, unstack_layers
 from attnlab.nn.remat import REMAT
 from attnlab.nn.stack import is_stacked
 from attnlab.training import flops
@@ -247,6 +248,16 @@ def test_stacked_layers_sow_into_any_collection_and_read_others(hybrid):
     _, single = model.apply({"params": params}, TOKENS, mutable=["see_pattern"])
     _, sown = model.apply(stacked, TOKENS, mutable=["see_pattern"])
     assert jax.tree.structure(sown) == jax.tree.structure(single) and jax.tree.leaves(sown)
+
+
+def test_stacked_layers_read_other_collections():
+    edit = {taps.edits("z"): {"block_1": {"attention": {taps.KEY: see.Zero()}}}}
+    single, stacked, unedited = (
+        MODEL.apply({"params": params, **more}, TOKENS)
+        for params, more in ((PARAMS, edit), (stack_layers(PARAMS), edit), (PARAMS, {}))
+    )
+    np.testing.assert_allclose(stacked, single, atol=1e-6)
+    assert not np.allclose(single, unedited, atol=1e-3)
 
 
 def test_layers_drop_other_elements_than_each_other():
