@@ -27,7 +27,7 @@ def reason_against(
         "it has no score mods": bool(score_mods),
         "it has no bias whose gradient was checked": bias is not None,
         "it has no sinks": sinks is not None,
-        "it drops other elements than the other backends": bool(dropout_rate),
+        "it has another dropout than the other backends": bool(dropout_rate),
         "it has no positions": any(others[name] is not None for name in ("q_positions", "kv_positions")),
         "its lse has no gradient": return_lse,
         "it chooses its own tile sizes": block_sizes is not None,
