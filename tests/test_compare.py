@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -79,27 +80,27 @@ def steady(rows):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "quickstart.py has no dictionary VARIANTS of names, and their fields and values: write one, or name"),
-        (["--variant=a:"], "one variant: name another to compare it with, e.g. --variant"),
+        ([], "quickstart.py .*VARIANTS"),
+        (["--variant=a:"], "one variant: .*--variant"),
         (
             ["--variant=a: model.widht=3", "--variant=b:"],
-            "config.model.widht is not a field (did you mean model.width?)",
+            "config.model.widht .*did you mean model.width",
         ),
         (
             ["--variant=a: model.width=30", "--variant=b:"],
-            "--variant='a': config.model.positions = 'rotary' rotates pairs",
+            "--variant='a': config.model.positions = 'rotary'",
         ),
-        ([*VARIANTS, "--learning_rates=1e-3,fast"], "--learning_rates=1e-3,fast: expected numbers"),
+        ([*VARIANTS, "--learning_rates=1e-3,fast"], "--learning_rates=1e-3,fast: "),
         ([*VARIANTS, "--learning_rates=1e-3,1e-3"], "expected different numbers above 0"),
         ([*VARIANTS, "--seeds=1"], "seeds"),
         ([*VARIANTS, "--match=width"], "match"),
-        (["--variants=nothing.py"], "nothing.py: no such experiment or file"),
+        (["--variants=nothing.py"], "nothing.py: "),
     ],
 )
 def test_mistake_is_one_line_before_anything_starts(tmp_path, capsys, options, message):
     assert compared(tmp_path / "new", *options) == 2
     out, err = capsys.readouterr()
-    assert message in err and err.startswith("error: ") and err.count("\n") == 1 and not out, err
+    assert re.search(message, err) and err.startswith("error: ") and err.count("\n") == 1 and not out, err
     assert not (tmp_path / "new").exists()
 
 

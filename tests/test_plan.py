@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -223,14 +224,14 @@ def test_attention_is_what_the_operator_would_choose_there(changes, platform, ba
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--topology=v5"], "--topology=v5 is unknown (did you mean v5e?)"),
-        ([], "--topology is missing: there are here, h100,"),
-        (["--topology=here", "--json=."], "--json=. cannot be written: name a file in a folder that exists"),
-        (["--topology=here", "--json=none/x.json"], "--json=none/x.json cannot be written: name a file in a folder"),
-        (["--topology=here", "--json=other.json"], "--json=other.json exists and is not a plan: choose another file"),
-        (["--topology=here", "--json=text"], "--json=text exists and is not a plan: choose another file"),
-        (["--topology=here", "--vocab_size=0"], "--vocab_size=0: expected 1 or more, below 2^31"),
-        (["--topology=here", "--config.batch_size=7"], "config.batch_size = 7 is not divisible by devices"),
+        (["--topology=v5"], "--topology=v5 .*did you mean v5e"),
+        ([], "--topology is missing"),
+        (["--topology=here", "--json=."], "--json=. cannot be written"),
+        (["--topology=here", "--json=none/x.json"], "--json=none/x.json cannot be written"),
+        (["--topology=here", "--json=other.json"], "--json=other.json exists .*not a plan"),
+        (["--topology=here", "--json=text"], "--json=text exists .*not a plan"),
+        (["--topology=here", "--vocab_size=0"], "--vocab_size=0"),
+        (["--topology=here", "--config.batch_size=7"], "config.batch_size = 7 .*devices"),
     ],
     ids=str,
 )
@@ -241,7 +242,7 @@ def test_wrong_option_is_one_line_and_overwrites_nothing(capsys, monkeypatch, tm
         (tmp_path / name).write_text(content)
     assert plan.main(["plan", "--config=quickstart", *options]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {message}") and error.count("\n") == 1
+    assert re.match(f"error: {message}", error) and error.count("\n") == 1
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
 
 

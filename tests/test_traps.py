@@ -49,7 +49,7 @@ def test_000_003_scores_are_scaled_by_head_width(width):
     ids=["GPT", "LearnedPositions"],
 )
 def test_000_sequence_beyond_context_raises(module):
-    with pytest.raises(ValueError, match="a sequence of 6 tokens is longer than the 5 learned positions"):
+    with pytest.raises(ValueError, match="sequence of 6 .*5 learned positions"):
         parameters(module, np.zeros((1, 6), np.int32))
 
 
@@ -109,7 +109,7 @@ def test_001_fully_dropped_row_returns_zeros():
 
 
 def test_001_indivisible_width_raises():
-    with pytest.raises(ValueError, match="width 8 is not divisible by 3 heads: change one, or give head_dim"):
+    with pytest.raises(ValueError, match="width 8 .* 3 heads"):
         parameters(MultiHeadAttention(num_heads=3), BATCH)
 
 

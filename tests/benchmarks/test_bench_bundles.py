@@ -1,5 +1,7 @@
 """The benchmark of bundles without a compiler: kinds of tiles, errors, and its tables."""
 
+import re
+
 import pytest
 
 import attnlab
@@ -41,11 +43,11 @@ def test_bodies_are_told_apart_by_their_comparisons(contender, case, bodies, kin
 @pytest.mark.parametrize(
     "contender, bodies, message",
     [
-        ("splash", [body(), body(compares=1)], "forward has 1000 bundles with 256 matmuls and 1000 bundles"),
-        ("attnlab", [body(loops=2)], "expected one body without a loop for each kind of tile"),
-        ("attnlab", [body(), body()], "expected as many matmuls, and more comparisons in one of them"),
-        ("attnlab", [body(), body(matmuls=2, compares=1)], "expected as many matmuls"),
-        ("attnlab", [], "kernels with matrix products: none; expected one forward"),
+        ("splash", [body(), body(compares=1)], "forward has 1000 .* and 1000 bundles"),
+        ("attnlab", [body(loops=2)], "forward has .*without a loop"),
+        ("attnlab", [body(), body()], "forward has .*more comparisons"),
+        ("attnlab", [body(), body(matmuls=2, compares=1)], "forward has .*as many matmuls"),
+        ("attnlab", [], "matrix products: none"),
     ],
     ids=["two of splash", "loop", "alike", "other products", "none"],
 )
@@ -62,18 +64,18 @@ def test_floor_is_that_of_documented_matrix_units_alone():
 @pytest.mark.parametrize(
     "flag, message",
     [
-        ("--topology=h100", "--topology=h100 is not a TPU: give v4, v5e, v5p, v6e, tpu7x"),
-        ("--topology=v5f", "--topology=v5f is not a TPU (did you mean v5"),
-        ("--cases=casual", "--cases: 'casual' is unknown (did you mean causal?)"),
-        ("--contenders=", "--contenders is empty: use splash, attnlab"),
-        ("--head_dims=0", "--head_dims=0: expected integers of 1 or more"),
-        ("--block_sizes=512", "--block_sizes=512: expected two multiples of 128"),
-        ("--block_sizes=512,100", "--block_sizes=512,100: expected two multiples of 128"),
-        (f"--json={__file__}", "exists: give a new file"),
+        ("--topology=h100", "--topology=h100 .*v5e"),
+        ("--topology=v5f", "--topology=v5f .*did you mean v5"),
+        ("--cases=casual", "--cases: 'casual' .*did you mean causal"),
+        ("--contenders=", "--contenders is empty"),
+        ("--head_dims=0", "--head_dims=0: "),
+        ("--block_sizes=512", "--block_sizes=512: .*128"),
+        ("--block_sizes=512,100", "--block_sizes=512,100: .*128"),
+        (f"--json={__file__}", "exists"),
     ],
 )
 def test_invalid_flag_is_one_line(error_line, flag, message):
-    assert message in error_line("bundles", flag)
+    assert re.search(message, error_line("bundles", flag))
 
 
 @pytest.fixture

@@ -126,5 +126,5 @@ def test_table_comes_back_as_it_was(rows, tmp_path):
 
 
 def test_folder_without_a_table_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"holds no table\.csv: name the --workdir of attnlab compare"):
+    with pytest.raises(UserError, match=r"holds no table\.csv"):
         comparing.read(tmp_path)

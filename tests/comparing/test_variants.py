@@ -1,5 +1,7 @@
 """Variants from a command line and from files, and widths that match in size."""
 
+import re
+
 import pytest
 
 from attnlab.comparing.variants import Variant, config_of, matched, parse, size
@@ -30,17 +32,17 @@ def test_names_of_folders_differ_where_names_do():
     [
         (["alibi"], 'expected "NAME: FIELD=VALUE FIELD=VALUE"'),
         ([": model.window=3"], 'expected "NAME: FIELD=VALUE FIELD=VALUE"'),
-        (["a: model.windo=3"], "--variant='a': config.model.windo is not a field (did you mean model.window?)"),
-        (["a: model.window"], "--variant='a': config.model.window has no value: write FIELD=VALUE"),
-        (["a: seed=3"], "--variant='a': config.seed is chosen by the comparison: leave it out"),
+        (["a: model.windo=3"], "--variant='a': config.model.windo .*did you mean model.window"),
+        (["a: model.window"], "--variant='a': config.model.window has no value"),
+        (["a: seed=3"], "--variant='a': config.seed is chosen"),
         (["a: model.mlp='gated"], "--variant='a': No closing quotation"),
-        (["a:", "a: model.window=3"], "--variant='a' is given twice: choose another name"),
+        (["a:", "a: model.window=3"], "--variant='a' is given twice"),
     ],
 )
 def test_mistake_in_a_variant_is_named(given, message):
     with pytest.raises(UserError) as error:
         parse(given, None)
-    assert message in str(error.value)
+    assert re.search(message, str(error.value))
 
 
 @pytest.mark.parametrize(

@@ -111,14 +111,14 @@ def test_text_of_one_window_is_enough():
 
 
 def test_too_short_text_says_what_to_change():
-    with pytest.raises(UserError, match=r"training text has 8 tokens, shorter than model\.context \+ 1 = 9"):
+    with pytest.raises(UserError, match=r"training text .* 8 tokens.*model\.context \+ 1 = 9"):
         train(np.arange(8))
-    with pytest.raises(UserError, match="validation text has 8 tokens.*larger data.validation_fraction"):
+    with pytest.raises(UserError, match="validation text .* 8 tokens.*data.validation_fraction"):
         EvalBatches(np.arange(8), context=8, batch_size=2, windows=5)
 
 
 def test_batch_size_must_be_divisible_by_processes():
-    with pytest.raises(UserError, match="batch_size = 6 must be a multiple of the 4 processes"):
+    with pytest.raises(UserError, match="batch_size = 6 .* 4 processes"):
         train(process_count=4)
 
 
@@ -221,5 +221,5 @@ def test_halves_of_a_text_are_evaluated_apart(windows):
 
 
 def test_half_that_is_shorter_than_a_window_is_named():
-    with pytest.raises(UserError, match="the second half of the validation text has 5 tokens, shorter than"):
+    with pytest.raises(UserError, match="second half .* validation text .* 5 tokens"):
         EvalBatches(np.arange(10), context=8, batch_size=1, windows=1, part="second")

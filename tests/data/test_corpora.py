@@ -129,7 +129,7 @@ def test_text_that_changes_while_it_is_read_is_refused(tmp_path):
     pieces = corpus.pieces()
     next(pieces)
     (tmp_path / "a.txt").write_text("after " * 200_000)
-    with pytest.raises(UserError, match="changed while it was read: run the command again"):
+    with pytest.raises(UserError, match="changed while it was read"):
         list(pieces)
 
 
@@ -192,9 +192,7 @@ def test_quijote_without_network_says_where_to_put_it(tmp_path, monkeypatch):
     monkeypatch.setattr(tfds.core.constants, "DATA_DIR", str(tmp_path))
     monkeypatch.setattr(datasets, "GUTENBERG_QUIJOTE", "http://127.0.0.1:9/pg2000.txt")
     monkeypatch.setattr(datasets, "RETRIES", 0)
-    with pytest.raises(
-        UserError, match=r"put the text at .*manual/quijote\.txt, or use --config\.data\.path=FILE"
-    ) as error:
+    with pytest.raises(UserError, match=r"manual/quijote\.txt.*--config\.data\.path=FILE") as error:
         corpora.load("quijote")
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
 
@@ -236,23 +234,23 @@ def test_prepared_dataset_is_read_without_its_builder(monkeypatch):
 @pytest.mark.parametrize(
     "name, options, message",
     [
-        ("quixote", {}, r"data\.name = 'quixote' is unknown: use one of python_docs, quijote, text, or tfds:NAME"),
+        ("quixote", {}, r"data\.name = 'quixote' .*tfds:NAME"),
         ("tfds:no_such_set", {}, "not a TFDS dataset"),
-        ("tfds:attnlab_needs_tensorflow", {}, "needs tensorflow to be prepared.*prepare it elsewhere with tfds build"),
-        ("tfds:attnlab_needs_beam", {}, "needs Apache Beam to be prepared: prepare it elsewhere with tfds build"),
-        ("tfds:attnlab_folktales", {"feature": "title"}, "has the text features story: choose one"),
+        ("tfds:attnlab_needs_tensorflow", {}, "attnlab_needs_tensorflow needs tensorflow .*tfds build"),
+        ("tfds:attnlab_needs_beam", {}, "attnlab_needs_beam needs Apache Beam .*tfds build"),
+        ("tfds:attnlab_folktales", {"feature": "title"}, "text features story"),
         ("text", {}, "needs a file: --config.data.path=FILE"),
-        ("text", {"path": "/no/such/file.txt"}, "no such file, and no file matches it as a glob"),
-        ("text", {"path": "{tmp}"}, "is a folder: give a file, or a glob"),
+        ("text", {"path": "/no/such/file.txt"}, "'/no/such/file.txt': no such file"),
+        ("text", {"path": "{tmp}"}, "is a folder"),
         ("text", {"path": "{tmp}/empty.txt"}, "is empty"),
-        ("text", {"path": "{tmp}/latin1.txt"}, r"is not UTF-8 \(byte 1 is 0xf1\): convert it first"),
-        ("python_docs", {"validation_fraction": 1.5}, "expected a fraction between 0 and 1"),
-        ("text", {"path": "a", "mixture": "quijote=1"}, "data.path and data.mixture are both set"),
-        ("mixture", {"mixture": "quijote"}, "'quijote': expected NAME=WEIGHT with a positive weight"),
-        ("mixture", {"mixture": "quijote=0"}, "'quijote=0': expected NAME=WEIGHT"),
-        ("mixture", {"mixture": "quijote=1,"}, "'': expected NAME=WEIGHT"),
-        ("mixture", {"mixture": "quijote=-1"}, "'quijote=-1': expected NAME=WEIGHT"),
-        ("mixture", {"mixture": "a=1,a=2"}, "names a twice: add up its weights"),
+        ("text", {"path": "{tmp}/latin1.txt"}, r"is not UTF-8 .*byte 1 .*0xf1"),
+        ("python_docs", {"validation_fraction": 1.5}, r"data\.validation_fraction = 1\.5"),
+        ("text", {"path": "a", "mixture": "quijote=1"}, "data.path and data.mixture"),
+        ("mixture", {"mixture": "quijote"}, "'quijote': .*NAME=WEIGHT"),
+        ("mixture", {"mixture": "quijote=0"}, "'quijote=0': .*NAME=WEIGHT"),
+        ("mixture", {"mixture": "quijote=1,"}, "'': .*NAME=WEIGHT"),
+        ("mixture", {"mixture": "quijote=-1"}, "'quijote=-1': .*NAME=WEIGHT"),
+        ("mixture", {"mixture": "a=1,a=2"}, "names a twice"),
         ("mixture", {"mixture": "/no/such/file=1"}, "'/no/such/file': no such file"),
     ],
 )

@@ -40,10 +40,10 @@ def test_held_out_sources_never_appear_in_training():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lengths": []}, "lengths = .*: expected lengths of 1 or more"),
-        ({"lengths": [0, 2]}, "expected lengths of 1 or more"),
-        ({"vocab_size": 1}, "vocab_size = 1: expected 2 or more"),
-        ({"lengths": [3], "vocab_size": 2, "held_out": True}, "too few held-out sources: raise vocab_size = 2"),
+        ({"lengths": []}, r"lengths = \[\]"),
+        ({"lengths": [0, 2]}, r"lengths = \[0, 2\]"),
+        ({"vocab_size": 1}, "vocab_size = 1"),
+        ({"lengths": [3], "vocab_size": 2, "held_out": True}, "raise vocab_size = 2"),
         ({"lengths": [10], "vocab_size": 2}, "too few training sources"),
     ],
 )
@@ -53,7 +53,7 @@ def test_task_without_sources_is_one_line(change, message):
 
 
 def test_unknown_task_lists_kinds():
-    with pytest.raises(ValueError, match="kind = 'sort': expected one of copy, reverse"):
+    with pytest.raises(ValueError, match="kind = 'sort'"):
         pairs("sort", 0, batch_size=1, lengths=[3])
 
 
@@ -74,9 +74,9 @@ def test_repeats_is_a_pure_function():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"periods": []}, "periods = .*: expected periods of 1 or more"),
-        ({"periods": [0, 2]}, "expected periods of 1 or more"),
-        ({"length": 0}, "length = 0 .*: expected 1 or more of each"),
+        ({"periods": []}, r"periods = \[\]"),
+        ({"periods": [0, 2]}, r"periods = \[0, 2\]"),
+        ({"length": 0}, "length = 0"),
     ],
 )
 def test_repeats_of_impossible_sizes_is_one_line(change, message):

@@ -48,10 +48,10 @@ def test_recall_is_a_pure_function_of_step_and_seed_traced_or_not():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"pairs": []}, r"pairs = \[\]: expected numbers of 1 or more"),
-        ({"pairs": [0, 2]}, r"pairs = \[0, 2\]: expected numbers of 1 or more"),
-        ({"pairs": [10]}, "vocab_size = 20: expected 21 or more for 10 pairs"),
-        ({"batch_size": 0}, "batch_size = 0: expected 1 or more"),
+        ({"pairs": []}, r"pairs = \[\]"),
+        ({"pairs": [0, 2]}, r"pairs = \[0, 2\]"),
+        ({"pairs": [10]}, "vocab_size = 20: .*21"),
+        ({"batch_size": 0}, "batch_size = 0"),
     ],
 )
 def test_recall_of_impossible_sizes_is_one_line(change, message):

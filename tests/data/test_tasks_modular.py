@@ -25,5 +25,5 @@ def test_modular_split_is_a_pure_function_of_a_traced_seed():
 
 @pytest.mark.parametrize(("p", "train"), [(0, 0.5), (5, 0.0), (5, 1.0), (2, 0.01)])
 def test_modular_split_without_pairs_is_one_line(p, train):
-    with pytest.raises(ValueError, match=f"p = {p} and train = {train} leave a part without pairs"):
+    with pytest.raises(ValueError, match=f"p = {p} and train = {train} "):
         modular_sums(p, train=train)

@@ -35,5 +35,5 @@ def test_regressions_are_a_pure_function_of_traced_numbers():
 
 @pytest.mark.parametrize("name", ["batch_size", "points", "inputs"])
 def test_regressions_of_no_size_are_one_line(name):
-    with pytest.raises(ValueError, match=f"{name} = 0.*: expected 1 or more of each"):
+    with pytest.raises(ValueError, match=f"{name} = 0"):
         regressions(0, **({"batch_size": 2} | {name: 0}))

@@ -31,10 +31,10 @@ def test_largest_of_is_a_pure_function_of_traced_numbers():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"items": 0}, "items = 0 .*: expected 1 or more of each"),
-        ({"classes": 0}, "classes = 0: expected 1 or more of each"),
-        ({"fewest": 0}, "fewest = 0: expected 1 to items = 5"),
-        ({"fewest": 6}, "fewest = 6: expected 1 to items = 5"),
+        ({"items": 0}, "items = 0"),
+        ({"classes": 0}, "classes = 0"),
+        ({"fewest": 0}, "fewest = 0: .*items = 5"),
+        ({"fewest": 6}, "fewest = 6: .*items = 5"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -54,7 +54,7 @@ def test_mixture_weights_windows_bits_and_digest(tmp_path):
 
 
 def test_mixture_and_path_together_are_refused(tmp_path):
-    with pytest.raises(UserError, match="path and config.data.mixture are both set: name the path in the mixture"):
+    with pytest.raises(UserError, match="data.path and config.data.mixture"):
         load(tmp_path, path="a.txt", mixture="quijote=1")
 
 

@@ -65,7 +65,7 @@ def test_saved_tokenizer_loads_unchanged(tmp_path_factory, kind, text):
 
 @pytest.mark.parametrize("kind", ["char", "wordpiece"])
 def test_unknown_characters_are_listed(kind):
-    with pytest.raises(UserError, match="'zñ': characters not in the tokenizer's vocabulary; it has these 3: 'abc'"):
+    with pytest.raises(UserError, match="'zñ': .*vocabulary.* 3: 'abc'"):
         tokenizers.make(kind, "abcabc").encode("azbñzc")
 
 
@@ -99,7 +99,7 @@ def test_damaged_tokenizer_file_is_one_line(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(UserError, match=r"tokenizer\.json is not an attnlab tokenizer"):
+    with pytest.raises(UserError, match=r"tokenizer\.json .*attnlab tokenizer"):
         tokenizers.load(path)
 
 
@@ -268,8 +268,8 @@ def test_vocabulary_has_the_requested_size_if_possible(kind):
 @pytest.mark.parametrize(
     "kind, size, message",
     [
-        ("bpe", 255, r"data\.vocab_size = 255: byte-level BPE starts from the 256 bytes: use 256 or more"),
-        ("wordpiece", 6, r"vocab_size = 6: the text has 4 characters, 3 of which can also .*: use 7 or more"),
+        ("bpe", 255, r"data\.vocab_size = 255: .*256"),
+        ("wordpiece", 6, r"vocab_size = 6: .*7 or more"),
     ],
 )
 def test_too_small_vocabulary_names_the_minimum(kind, size, message):
@@ -280,7 +280,7 @@ def test_too_small_vocabulary_names_the_minimum(kind, size, message):
 
 @TRAINED
 def test_empty_text_is_refused_for_training(kind):
-    with pytest.raises(UserError, match="the text is empty: give a text"):
+    with pytest.raises(UserError, match="text is empty"):
         tokenizers.make(kind, "")
 
 

@@ -204,7 +204,7 @@ def test_documents_of_a_store_are_encoded_one_by_one(tmp_path):
 @pytest.mark.parametrize("text", ["ñ日", "una 🙂"])
 def test_characters_without_token_are_named(text):
     unknown = "".join(character for character in text if character not in VERSE)
-    with pytest.raises(UserError, match=f"'{unknown}': characters not in the tokenizer's vocabulary"):
+    with pytest.raises(UserError, match=f"'{unknown}': .*vocabulary"):
         ours("no_bytes").encode(text)
     assert 0 in ours("no_bytes").encode("una<unk>")
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import pytest
 
@@ -25,13 +26,13 @@ def test_prompts_are_fields_of_a_jsonl_file(tmp_path):
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("nowhere.txt", None, "nowhere.txt cannot be read: No such file"),
-        ("a.txt", b"\xff\xfe", "cannot be read: it is not UTF-8"),
-        ("a.txt", b"\n \n", "holds no prompt: give one a line"),
-        ("a.jsonl", b'{"prompt": "x"}\nplain\n', 'a.jsonl, line 2: expected {"prompt": "a text", …}, found \'plain\''),
-        ("a.jsonl", b'{"text": "x"}', "a.jsonl, line 1: expected"),
-        ("a.jsonl", b'["x"]', "a.jsonl, line 1: expected"),
-        ("a.jsonl", b'{"prompt": 3}', "a.jsonl, line 1: expected"),
+        ("nowhere.txt", None, "nowhere.txt cannot be read"),
+        ("a.txt", b"\xff\xfe", "a.txt cannot be read: it is not UTF-8"),
+        ("a.txt", b"\n \n", "holds no prompt"),
+        ("a.jsonl", b'{"prompt": "x"}\nplain\n', "a.jsonl, line 2: .*'plain'"),
+        ("a.jsonl", b'{"text": "x"}', 'a.jsonl, line 1: .*{"text": "x"}'),
+        ("a.jsonl", b'["x"]', r'a.jsonl, line 1: .*\["x"\]'),
+        ("a.jsonl", b'{"prompt": 3}', 'a.jsonl, line 1: .*{"prompt": 3}'),
     ],
 )
 def test_file_of_another_form_is_one_line(tmp_path, name, content, message):
@@ -39,7 +40,7 @@ def test_file_of_another_form_is_one_line(tmp_path, name, content, message):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as error:
         read_prompts(str(tmp_path / name))
-    assert message in str(error.value) and "\n" not in str(error.value)
+    assert re.search(message, str(error.value)) and "\n" not in str(error.value)
 
 
 def test_interrupted_records_go_on_after_the_last_whole_group(tmp_path):
@@ -71,12 +72,12 @@ def test_other_settings_begin_anew(tmp_path):
 def test_existing_file_is_never_overwritten(tmp_path):
     path = tmp_path / "out.jsonl"
     path.write_text("mine")
-    with pytest.raises(UserError, match="out.jsonl exists: give a new file"):
+    with pytest.raises(UserError, match="out.jsonl exists"):
         Records(path, {})
-    with pytest.raises(UserError, match="there is no folder .*: create it"):
+    with pytest.raises(UserError, match="no folder .*/no: "):
         Records(tmp_path / "no" / "out.jsonl", {})
     path.unlink()
-    with pytest.raises(UserError, match="exists by now: the texts are in"), Records(path, {}) as records:
+    with pytest.raises(UserError, match="out.jsonl exists by now"), Records(path, {}) as records:
         records.write({"n": 0})
         path.write_text("mine")
     assert path.read_text() == "mine"

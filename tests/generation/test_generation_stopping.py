@@ -55,16 +55,16 @@ def test_streaming_ends_at_the_stop_string():
 @pytest.mark.parametrize(
     "kind, stop, message",
     [
-        ("char", "", "a stop string is empty: give one or more characters"),
-        ("char", "日", "no tokens make the stop string '日': '日': characters not in the tokenizer's vocabulary"),
-        ("wordpiece", "Q", "no tokens make the stop string 'Q'"),
+        ("char", "", "stop string is empty"),
+        ("char", "日", "stop string '日': .*'日': .*vocabulary"),
+        ("wordpiece", "Q", "stop string 'Q'"),
         ("word", "lo", None),
         ("word", "we", None),  # in "lower"
         ("word", "r l", None),  # "lower", " ", "low"
         ("word", "so. low", None),
-        ("word", "horse", "no tokens make the stop string 'horse': the tokenizer has no such words"),
+        ("word", "horse", "stop string 'horse': "),
         ("word", "r  l", None),  # white space is drawn twice
-        ("word", "r;l", "no tokens make the stop string 'r;l'"),
+        ("word", "r;l", "stop string 'r;l'"),
         ("byte", "日", None),
     ],
 )

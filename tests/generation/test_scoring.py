@@ -97,10 +97,10 @@ def test_scores_equal_transformers_loss():
 
 
 def test_single_string_is_rejected(own_errors):
-    with pytest.raises(ValueError, match="texts is a string: give a list of texts"):
+    with pytest.raises(ValueError, match="texts is a string"):
         attnlab.score(run(), "a text")
 
 
 def test_run_without_tokenizer_is_rejected():
-    with pytest.raises(ValueError, match="the run has no tokenizer: score token ids"):
+    with pytest.raises(ValueError, match="run has no tokenizer"):
         attnlab.score(Run(*gpt(), None, None), ["a text"])

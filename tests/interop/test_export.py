@@ -98,13 +98,13 @@ def test_export_keeps_named_backend():
 
 
 def test_export_tokens_beyond_capacity_raise():
-    with pytest.raises(ValueError, match="8 tokens do not fit a cache of 4"):
+    with pytest.raises(ValueError, match="8 tokens .* cache of 4"):
         export_step(ONE_LAYER, PARAMS, tokens=8, capacity=4)
 
 
 @pytest.mark.parametrize("size", ["batch", "tokens", "capacity"])
 def test_export_size_zero_raises(size):
-    with pytest.raises(ValueError, match=f"{size} = 0: expected 1 or more"):
+    with pytest.raises(ValueError, match=f"{size} = 0"):
         export_step(ONE_LAYER, PARAMS, **{size: 0})
 
 

@@ -237,7 +237,7 @@ def test_flax_decoding_equals_flax(impl):
 )
 def test_positional_terms_raise_in_flax_decoding(name, option):
     _, ours, variables = pair(nn.MultiHeadAttention, X, decode=True, ours=attention_fn(**option))
-    with pytest.raises(ValueError, match=f"{name} compares positions, but Tq = 1 and Tk = 6.*leave causality to flax"):
+    with pytest.raises(ValueError, match=f"{name} .*Tq = 1 and Tk = 6.*flax"):
         jax.eval_shape(functools.partial(ours.apply, mutable=["cache"]), variables, X[:, :1])
 
 
@@ -292,18 +292,18 @@ def test_layer_dropout_uses_its_rng_stream():
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"precision": "highest"}, "precision = 'highest': expected None.*jax.default_matmul_precision"),
-        ({"precision": jax.lax.Precision.HIGH}, "precision = .*HIGH.*: expected None"),
-        ({"precision": ("default", "high")}, "precision = .*: expected None"),
-        ({"einsum_dot_general": jax.lax.dot_general}, "einsum_dot_general = .*: expected None"),
-        ({"qk_attn_weights_einsum": jnp.einsum}, "qk_attn_weights_einsum = .*: expected None"),
-        ({"attn_weights_value_einsum": jnp.einsum}, "attn_weights_value_einsum = .*: expected None"),
+        ({"precision": "highest"}, "precision = 'highest': .*jax.default_matmul_precision"),
+        ({"precision": jax.lax.Precision.HIGH}, "precision = .*HIGH"),
+        ({"precision": ("default", "high")}, "precision = .*default.*high"),
+        ({"einsum_dot_general": jax.lax.dot_general}, "einsum_dot_general ="),
+        ({"qk_attn_weights_einsum": jnp.einsum}, "qk_attn_weights_einsum ="),
+        ({"attn_weights_value_einsum": jnp.einsum}, "attn_weights_value_einsum ="),
         ({"dropout_rate": 0.1, "dropout_rng": KEY}, "give the layer broadcast_dropout=False"),
-        ({"dropout_rate": 0.1, "broadcast_dropout": False}, "dropout_rng = None.*give a key, or deterministic=True"),
-        ({"mask": np.ones((5, 6))}, r"mask has shape \(5, 6\), expected one that broadcasts to.* \(2, 3, 4, 6, 6\)"),
-        ({"mask": np.ones((1, 2, 3, 4, 6, 6))}, "mask has shape .*, expected one that broadcasts to"),
-        ({"bias": np.ones((4, 6, 5))}, r"bias has shape \(4, 6, 5\), expected one that broadcasts to"),
-        ({"bias": np.ones((6, 6), bool)}, "bias has type bool, expected a floating type: use mask="),
+        ({"dropout_rate": 0.1, "broadcast_dropout": False}, "dropout_rng = None.*deterministic=True"),
+        ({"mask": np.ones((5, 6))}, r"mask has shape \(5, 6\).* \(2, 3, 4, 6, 6\)"),
+        ({"mask": np.ones((1, 2, 3, 4, 6, 6))}, r"mask has shape \(1, 2, 3, 4, 6, 6\)"),
+        ({"bias": np.ones((4, 6, 5))}, r"bias has shape \(4, 6, 5\)"),
+        ({"bias": np.ones((6, 6), bool)}, "bias has type bool.*use mask="),
         ({"bias": np.ones((6, 6), int)}, "bias has type int"),
         ({"key": K[..., :4, :, :], "value": V[..., :4, :, :], "is_causal": True}, "is_causal compares positions"),
     ],

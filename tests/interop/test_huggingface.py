@@ -90,7 +90,7 @@ def test_hf_folders_and_files_round_trip(options, tmp_path):
     for name, tensor in theirs.state_dict().items():
         assert torch.equal(read.state_dict()[name], tensor), name
     assert read.config.n_inner in (theirs.config.n_inner, 4 * theirs.config.n_embd)
-    with pytest.raises(UserError, match="ours already exists: choose a new folder"):
+    with pytest.raises(UserError, match="ours already exists"):
         save_hf(ours, *by_object)
 
 
@@ -141,7 +141,7 @@ def test_export_converts_parameters_to_float32(small, tmp_path):
         tmp_path / "half" / "config.json"
     ).stat().st_mode
     wide = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-    with pytest.raises(UserError, match="parameter .* is float64, expected float32"):
+    with pytest.raises(UserError, match="parameter .* is float64"):
         save_hf(tmp_path / "wide", model, wide)
 
 
@@ -154,11 +154,11 @@ def test_config_round_trip_describes_model():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"positions": "rotary"}, "model.positions = 'rotary': gpt2 supports only 'learned'"),
-        ({"window": 3}, "model.window = 3: gpt2 supports only None"),
-        ({"soft_cap": 50.0}, "model.soft_cap = 50.0: gpt2 supports only None"),
-        ({"qk_norm": True}, "model.qk_norm = True: gpt2 supports only False"),
-        ({"kv_heads": 1}, "model.kv_heads = 1: gpt2 supports only None"),
+        ({"positions": "rotary"}, "model.positions = 'rotary': gpt2 .*'learned'"),
+        ({"window": 3}, "model.window = 3: gpt2 .*None"),
+        ({"soft_cap": 50.0}, "model.soft_cap = 50.0: gpt2 .*None"),
+        ({"qk_norm": True}, "model.qk_norm = True: gpt2 .*False"),
+        ({"kv_heads": 1}, "model.kv_heads = 1: gpt2 .*None"),
     ],
 )
 def test_export_rejects_unsupported_options(options, message, small, tmp_path):
@@ -238,7 +238,7 @@ def test_truncated_file_names_tensor(small, tmp_path):
     places = {name: at["data_offsets"] for name, at in json.loads(whole[8:header]).items() if name != "__metadata__"}
     for size in range(0, len(whole), 97):
         file.write_bytes(whole[:size])
-        with pytest.raises(UserError, match="is not a complete safetensors file") as error:
+        with pytest.raises(UserError, match="complete safetensors file") as error:
             from_hf(file)
         assert "\n" not in str(error.value)
         cut = [name for name, (start, end) in places.items() if header + start <= size < header + end]
@@ -248,7 +248,7 @@ def test_truncated_file_names_tensor(small, tmp_path):
 
 def test_missing_file_raises_one_line(small, tmp_path, own_errors):
     folder = save_hf(tmp_path / "gpt2", *small)
-    with pytest.raises(UserError, match=f"^{tmp_path}/nowhere: no such file or folder; download it first"):
+    with pytest.raises(UserError, match=f"^{tmp_path}/nowhere: no such file"):
         from_hf(tmp_path / "nowhere")
     for source, message in ((None, "was given a NoneType: expected a path"), (3, "was given a int: expected a path")):
         with pytest.raises(UserError, match=message):
@@ -259,20 +259,20 @@ def test_missing_file_raises_one_line(small, tmp_path, own_errors):
         '{"weight_map": {"a": "../b.safetensors"}}',
     ):
         (folder / "model.safetensors.index.json").write_text(index)
-        with pytest.raises(UserError, match="model.safetensors.index.json is not an index of tensors"):
+        with pytest.raises(UserError, match="model.safetensors.index.json .*index"):
             from_hf(folder)
     (folder / "model.safetensors.index.json").unlink()
     with pytest.raises(UserError, match="under cannot be written"):
         save_hf(folder / "config.json" / "under", *small)
-    with pytest.raises(UserError, match="a MultiHeadAttention: expected attnlab.nn.GPT"):
+    with pytest.raises(UserError, match="a MultiHeadAttention"):
         save_hf(tmp_path / "other", MultiHeadAttention(2), small[1])
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match="model.safetensors is missing: only safetensors files can be read"):
+    with pytest.raises(UserError, match="model.safetensors is missing"):
         from_hf(folder)
     (folder / "config.json").unlink()
-    with pytest.raises(UserError, match="config.json is missing, which contains the number of heads"):
+    with pytest.raises(UserError, match="config.json is missing.*heads"):
         from_hf(folder)
-    with pytest.raises(UserError, match="a state dict does not contain the number of heads"):
+    with pytest.raises(UserError, match="state dict .*number of heads"):
         from_hf({})
     with pytest.raises(UserError, match="the parameters lack block_0/attention/key/bias"):
         params = jax.tree.map(np.asarray, small[1])
@@ -356,12 +356,12 @@ def test_normalized_text_has_the_tokens_of_transformers(gpt2, tmp_path):
 def test_incomplete_vocabulary_names_characters(gpt2, tmp_path):
     vocabulary = {"a": 0, "b": 1, "Ġ": 2, "ab": 3}
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
-    with pytest.raises(UserError, match="merges.txt is missing, which belongs to"):
+    with pytest.raises(UserError, match="merges.txt is missing"):
         published.pretrained(tmp_path)
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
     tokenizer = published.pretrained(tmp_path)
     assert tokenizer.encode("ab a").tolist() == [3, 2, 0]
-    with pytest.raises(UserError, match="'xñ': characters not in the tokenizer's vocabulary"):
+    with pytest.raises(UserError, match="'xñ': .*vocabulary"):
         tokenizer.encode("ax abñ")
 
 
@@ -381,6 +381,6 @@ def test_unsupported_tokenizer_raises_one_line(kind, gpt2, tmp_path):
         vocabulary = saved["model"]["vocab"]
         vocabulary["日"] = len(vocabulary) + (kind == "hole")
     (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
-    with pytest.raises(UserError, match="tokenizer.json is not a byte-level BPE like GPT-2's") as error:
+    with pytest.raises(UserError, match="tokenizer.json .*byte-level BPE") as error:
         published.pretrained(tmp_path)
     assert "\n" not in str(error.value)

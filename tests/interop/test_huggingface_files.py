@@ -76,7 +76,7 @@ def test_large_models_are_several_files_with_an_index(tmp_path):
     assert all(file.stat().st_size < 11_500 for file in files)  # with their headers
     assert_equal(from_hf(folder)[1], params_of("phi3"))
     files[1].unlink()
-    with pytest.raises(UserError, match="model-00002-of-.* is missing: only safetensors files can be read"):
+    with pytest.raises(UserError, match="model-00002-of-.* is missing"):
         from_hf(folder)
 
 
@@ -97,7 +97,7 @@ def test_files_of_16_bits_come_back_bit_for_bit(dtype, tmp_path):
 
 def test_other_types_are_refused(folders, tmp_path):
     for call in (lambda: from_hf(folders["gpt2"], dtype=jnp.int32), lambda: save_hf(tmp_path, GPT2, {}, dtype=None)):
-        with pytest.raises(UserError, match="dtype = .*: expected float32, bfloat16 or float16"):
+        with pytest.raises(UserError, match="dtype = .*float16"):
             call()
 
 

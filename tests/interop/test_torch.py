@@ -99,10 +99,10 @@ def test_unsupported_torch_module_raises_by_name():
 def test_to_torch_rejects_other_parameters():
     theirs = torch.nn.MultiheadAttention(8, 2)
     params = from_torch(torch.nn.MultiheadAttention(8, 4))[1]
-    with pytest.raises(UserError, match=r"parameter key/bias has shape \(4, 2\), expected \(2, 4\) in Multihead"):
+    with pytest.raises(UserError, match=r"key/bias has shape \(4, 2\).*\(2, 4\)"):
         to_torch(params, theirs)
     del params["params"]["key"]
-    with pytest.raises(UserError, match=r"the parameters lack key/bias \(and 1 more\), which MultiheadAttention has"):
+    with pytest.raises(UserError, match=r"lack key/bias \(and 1 more\)"):
         to_torch(params, theirs)
 
 
@@ -216,12 +216,12 @@ def test_invalid_nanogpt_checkpoint_raises_one_line(tmp_path):
     whole = path.read_bytes()
     for content in (whole[: len(whole) // 2], b"", b"nonsense"):
         path.write_bytes(content)
-        with pytest.raises(UserError, match="is not a complete checkpoint of tensors and plain values") as error:
+        with pytest.raises(UserError, match="complete checkpoint of tensors") as error:
             from_nanogpt(path)
         assert "\n" not in str(error.value)
     torch.save({"state": {}}, path)
     with pytest.raises(UserError, match="holds no 'model' and 'model_args'"):
         from_nanogpt(path)
     model = GPT(21, 2, 2, 16, 12)
-    with pytest.raises(UserError, match="model.activation = 'gelu_tanh': nanoGPT supports only 'gelu'"):
+    with pytest.raises(UserError, match="model.activation = 'gelu_tanh': nanoGPT .*'gelu'"):
         to_nanogpt(model, model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))

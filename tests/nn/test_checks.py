@@ -60,7 +60,7 @@ def test_nn_jit_accepts_bool_array_field():
 
 @EACH
 def test_unknown_argument_names_the_one_to_use(module):
-    with pytest.raises(TypeError, match=r"__call__ has no argument 'is_causal': use mask=masks.Causal\(\)"):
+    with pytest.raises(TypeError, match=r"__call__ .*'is_causal': use mask=masks.Causal\(\)"):
         jax.eval_shape(lambda: module.init(jax.random.key(0), X.astype(np.float32), is_causal=True))
 
 
@@ -87,12 +87,12 @@ def test_seq2seq_token_out_of_range_raises(own_errors):
         jax.eval_shape(lambda: model.init(jax.random.key(0), source, lengths, inputs))
 
     init(np.array([[1, 2, 99]]), inputs)  # beyond the length
-    with pytest.raises(ValueError, match="source contains 5, expected ids from 0 to 4"):
+    with pytest.raises(ValueError, match="source contains 5, .*0 to 4"):
         init(np.array([[1, 5, 0]]), inputs)
-    with pytest.raises(ValueError, match="inputs contains -2, expected ids from -1 to 4"):
+    with pytest.raises(ValueError, match="inputs contains -2, .*-1 to 4"):
         init(np.array([[1, 2, 0]]), inputs - 2)
 
 
 def test_learned_positions_out_of_range_raises():
-    with pytest.raises(ValueError, match="positions contains 6, expected ids from 0 to 5: cut the sequence"):
+    with pytest.raises(ValueError, match="positions contains 6, .*0 to 5"):
         jax.eval_shape(lambda: LearnedPositions(context=6, features=4).init(jax.random.key(0), np.array([4, 6])))

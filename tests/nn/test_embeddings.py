@@ -30,12 +30,12 @@ def test_nearest_returns_most_similar_others_in_order():
 
 def test_nearest_token_out_of_range_raises_one_line():
     for wrong in (-1, 20):
-        with pytest.raises(ValueError, match=f"tokens contains {wrong}, expected ids from 0 to 19"):
+        with pytest.raises(ValueError, match=f"tokens contains {wrong}"):
             nearest(EMBEDDING, np.array([wrong]), count=1)
 
 
 def test_cosine_similarity_of_two_widths_raises_one_line(own_errors):
-    with pytest.raises(ValueError, match=r"u has shape \(2, 3\) and v \(4,\): give both the same width"):
+    with pytest.raises(ValueError, match=r"u has shape \(2, 3\) and v \(4,\)"):
         cosine_similarity(np.ones((2, 3), np.float32), np.ones(4, np.float32))
 
 
@@ -45,5 +45,5 @@ def test_cosine_similarity_of_zeros_has_finite_gradient():
 
 
 def test_nearest_count_too_large_raises_one_line():
-    with pytest.raises(ValueError, match="count = 20: expected 0 to 19, as each of 20 tokens has 19 neighbors"):
+    with pytest.raises(ValueError, match="count = 20: .*20 tokens.*19"):
         nearest(EMBEDDING, np.array(0), count=20)

@@ -160,11 +160,9 @@ def test_gpt_loss_of_packed_document_equals_that_of_the_document_alone(positions
 def test_gpt_segments_of_another_shape_or_with_caches_raise(own_errors):
     model, variables, _ = made("learned")
     apply = functools.partial(jax.eval_shape, model.apply, variables, TOKENS)
-    with pytest.raises(ValueError, match=r"segments has shape \(2, 7\), expected \(2, 8\): the number of each token's"):
+    with pytest.raises(ValueError, match=r"segments has shape \(2, 7\).*\(2, 8\)"):
         apply(segments=np.zeros((2, 7), int))
-    with pytest.raises(
-        ValueError, match="segments are of whole sequences, whose positions they tell: leave out caches"
-    ):
+    with pytest.raises(ValueError, match="segments .*: leave out caches"):
         apply(segments=np.zeros((2, 8), int), caches=model.empty_caches(2))
 
 
@@ -202,15 +200,15 @@ TOO_LARGE[1, 2] = 11
 @pytest.mark.parametrize(
     "tokens, options, error, message",
     [
-        (jnp.asarray(TOO_LARGE), {}, ValueError, "tokens contains 11, expected ids from 0 to 10: encode the text"),
-        (np.full((2, 8), -1), {}, ValueError, "tokens contains -1, expected ids from 0 to 10"),
-        (TOKENS[0], {}, ValueError, r"tokens has shape \(8,\), expected \[batch, length\]"),
-        (TOKENS, {"is_causal": True}, TypeError, "GPT.__call__ has no argument 'is_causal': use mask=masks.Causal"),
-        (TOKENS, {"mask": np.ones((3, 3), bool)}, ValueError, r"mask has shape \(3, 3\), expected exactly \(8, 8\)"),
+        (jnp.asarray(TOO_LARGE), {}, ValueError, "tokens contains 11, .*0 to 10"),
+        (np.full((2, 8), -1), {}, ValueError, "tokens contains -1, .*0 to 10"),
+        (TOKENS[0], {}, ValueError, r"tokens has shape \(8,\)"),
+        (TOKENS, {"is_causal": True}, TypeError, "GPT.__call__ .*'is_causal': use mask=masks.Causal"),
+        (TOKENS, {"mask": np.ones((3, 3), bool)}, ValueError, r"mask has shape \(3, 3\).*\(8, 8\)"),
         (TOKENS, {"mask": lambda b, h, i, j: i > j}, TypeError, "function"),
         (TOKENS, {"caches": gpt().empty_caches(batch=3)}, ValueError, r"caches\[0\].key has shape \(3, 8, 4, 4\)"),
-        (TOKENS, {"caches": gpt().empty_caches(batch=2)[:1]}, ValueError, "caches is 1 of them, .* num_layers = 2"),
-        (TOKENS, {"caches": KVCache.empty(2, 8, 4, 4)}, ValueError, "caches is one KVCache, .* num_layers = 2"),
+        (TOKENS, {"caches": gpt().empty_caches(batch=2)[:1]}, ValueError, "caches is 1 .*num_layers = 2"),
+        (TOKENS, {"caches": KVCache.empty(2, 8, 4, 4)}, ValueError, "caches is one KVCache.*num_layers = 2"),
     ],
 )
 def test_gpt_invalid_argument_raises_one_line(tokens, options, error, message, own_errors):
@@ -281,29 +279,29 @@ def test_gpt_bfloat16_keeps_float32_parameters():
 @pytest.mark.parametrize(
     "options, length, message",
     [
-        ({}, 9, "a sequence of 9 tokens is longer than the 8 learned positions"),
-        ({"num_heads": 3}, 8, "width = 16 is not divisible by num_heads = 3: use a multiple, e.g. 15"),
-        ({"positions": "absolute"}, 8, "positions = 'absolute': expected one of learned, sinusoidal, rotary"),
+        ({}, 9, "sequence of 9 .*8 learned positions"),
+        ({"num_heads": 3}, 8, "width = 16 .*num_heads = 3: .*15"),
+        ({"positions": "absolute"}, 8, "positions = 'absolute'"),
         ({"window": 0}, 8, "window = 0"),
         ({"window": -1}, 8, "window = -1"),
-        ({"kv_heads": 3}, 8, "num_heads = 4 is not a multiple of kv_heads = 3: use a divisor, e.g. 1"),
-        ({"kv_heads": 0}, 8, "kv_heads = 0: expected 1 or more"),
-        ({"num_heads": 0}, 8, "num_heads = 0: expected 1 or more"),
-        ({"num_heads": 16, "positions": "rotary"}, 8, "a head has 1 .* choose an even width / num_heads"),
-        ({"width": 15, "num_heads": 3, "positions": "sinusoidal"}, 8, "width = 15 is odd: sinusoidal positions need"),
-        ({"mlp_ratio": 0.01}, 8, "mlp_ratio = 0.01 times width = 16 rounds to 0: use 1/16 or more"),
+        ({"kv_heads": 3}, 8, "num_heads = 4 .*kv_heads = 3: .*1"),
+        ({"kv_heads": 0}, 8, "kv_heads = 0"),
+        ({"num_heads": 0}, 8, "num_heads = 0"),
+        ({"num_heads": 16, "positions": "rotary"}, 8, "head has 1 .*width / num_heads"),
+        ({"width": 15, "num_heads": 3, "positions": "sinusoidal"}, 8, "width = 15 is odd"),
+        ({"mlp_ratio": 0.01}, 8, "mlp_ratio = 0.01 .*width = 16 .*1/16"),
         ({"mlp_ratio": -1}, 8, "mlp_ratio = -1"),
-        ({"activation": "swiglu"}, 8, "activation = 'swiglu': expected one of gelu_tanh, gelu, relu, relu_squared"),
-        ({"norm": "batch"}, 8, "norm = 'batch': expected one of layer, rms, rms_plus_one"),
-        ({"norm_at": "start"}, 8, "norm_at = 'start': expected one of before, after, both"),
-        ({"mlp": "swiglu"}, 8, "mlp = 'swiglu': expected one of plain, gated"),
-        ({"pattern": "local far"}, 8, "pattern = 'local far' has 'far': expected the words local and global"),
-        ({"pattern": "local global"}, 8, "pattern = 'local global', but window = None: give the window of its local"),
-        ({"head_dim": 3, "positions": "rotary"}, 8, "a head has 3 .* or head_dim"),
+        ({"activation": "swiglu"}, 8, "activation = 'swiglu'"),
+        ({"norm": "batch"}, 8, "norm = 'batch'"),
+        ({"norm_at": "start"}, 8, "norm_at = 'start'"),
+        ({"mlp": "swiglu"}, 8, "mlp = 'swiglu'"),
+        ({"pattern": "local far"}, 8, "pattern = 'local far' .*'far'"),
+        ({"pattern": "local global"}, 8, "pattern = 'local global', .*window = None"),
+        ({"head_dim": 3, "positions": "rotary"}, 8, "head has 3 .*head_dim"),
         ({"local_base": 0.0}, 8, "local_base = 0.0"),
         ({"logit_cap": 0.0}, 8, "logit_cap = 0.0"),
-        ({"qk_norm_joint": True}, 8, "qk_norm_joint = True, but qk_norm = False: set both"),
-        ({"positions": "rotary", "rotary": Rotary(scaling="x")}, 8, "rotary.scaling = 'x': expected one of none"),
+        ({"qk_norm_joint": True}, 8, "qk_norm_joint = True, .*qk_norm = False"),
+        ({"positions": "rotary", "rotary": Rotary(scaling="x")}, 8, "rotary.scaling = 'x'"),
     ],
 )
 def test_gpt_invalid_option_raises_one_line(options, length, message):

@@ -82,13 +82,9 @@ def test_mixer_bfloat16_cache_equals_full_pass(mixer):
 
 @EACH
 def test_mixer_wrong_shape_raises_one_line(own_errors, mixer):
-    with pytest.raises(
-        ValueError, match=r"the inputs of \w+ have shape \(9, 8\), expected \[batch, length, features\]"
-    ):
+    with pytest.raises(ValueError, match=r"inputs of \w+ have shape \(9, 8\)"):
         jax.eval_shape(mixer.init, jax.random.key(0), X[0])
-    with pytest.raises(
-        ValueError, match=r"the cache of \w+ has shape \(2, 99\), expected .*: make it with empty_cache"
-    ):
+    with pytest.raises(ValueError, match=r"cache of \w+ has shape \(2, 99\).*empty_cache"):
         jax.eval_shape(lambda: mixer.init(jax.random.key(0), X, cache=np.zeros((2, 99), np.float32)))
 
 
@@ -116,12 +112,12 @@ def test_conv_equals_its_kernel():
 @EACH
 def test_mixer_rejects_unsupported_mask(mixer):
     jax.eval_shape(lambda: mixer.init(jax.random.key(0), X, mask=Causal()))
-    with pytest.raises(ValueError, match="mask is SlidingWindow, but .* is causal by construction: leave it out"):
+    with pytest.raises(ValueError, match="mask is SlidingWindow, .*causal"):
         jax.eval_shape(lambda: mixer.init(jax.random.key(0), X, mask=SlidingWindow(left=2)))
 
 
 def test_conv_kernel_size_zero_raises_one_line():
-    with pytest.raises(ValueError, match="kernel_size, dilation = 0, 1: expected 1 or more of both"):
+    with pytest.raises(ValueError, match="kernel_size, dilation = 0, 1"):
         jax.eval_shape(CausalConv(kernel_size=0).init, jax.random.key(0), X)
 
 
@@ -152,7 +148,5 @@ def test_linear_attention_state_has_the_features_of_the_map():
 
 @pytest.mark.parametrize("num_heads", [0, 3])
 def test_linear_attention_heads_that_do_not_fit_raise_one_line(own_errors, num_heads):
-    with pytest.raises(
-        ValueError, match=f"num_heads = {num_heads}: expected a divisor of the input width 8, or a head"
-    ):
+    with pytest.raises(ValueError, match=f"num_heads = {num_heads}: .*width 8"):
         jax.eval_shape(LinearAttention(num_heads=num_heads).init, jax.random.key(0), X)

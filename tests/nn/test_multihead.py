@@ -154,17 +154,17 @@ def test_sinks_start_at_zero_and_take_weight():
 @pytest.mark.parametrize(
     "options, call, message",
     [
-        ({"num_heads": 3}, {}, "width 8 is not divisible by 3 heads"),
-        ({"kv_heads": 3}, {}, "num_heads = 4 must be a multiple of kv_heads = 3"),
+        ({"num_heads": 3}, {}, "width 8 .* 3 heads"),
+        ({"kv_heads": 3}, {}, "num_heads = 4 .*kv_heads = 3"),
         ({}, {"inputs_kv": MEMORY, "cache": EMPTY}, "cache is for self-attention"),
-        ({}, {"positions": np.arange(6), "cache": EMPTY}, "a cache counts positions by itself"),
-        ({}, {"cache": KVCache.empty(3, 8, 4, 2)}, r"cache.key has shape \(3, 8, 4, 2\), expected \(2, 8, 4"),
-        ({}, {"cache": KVCache.empty(2, 8, 2, 2)}, r"\(2, 8, 2, 2\), .* make it with KVCache.empty\(batch=2"),
+        ({}, {"positions": np.arange(6), "cache": EMPTY}, "cache .*leave out positions"),
+        ({}, {"cache": KVCache.empty(3, 8, 4, 2)}, r"cache.key has shape \(3, 8, 4, 2\).*\(2, 8, 4"),
+        ({}, {"cache": KVCache.empty(2, 8, 2, 2)}, r"\(2, 8, 2, 2\).*KVCache.empty\(batch=2"),
         ({}, {"cache": KVCache.empty(2, 8, 4, 3)}, r"cache.key has shape \(2, 8, 4, 3\), .*head_dim=2\)"),
-        ({}, {"cache": KVCache.empty(2, 8, 4, 2, int)}, "cache.key has type int.*, expected a floating type"),
-        ({}, {"cache": EMPTY._replace(length=np.array([0]))}, r"cache.length has shape \(1,\), expected"),
-        ({}, {"cache": EMPTY._replace(length=np.zeros(2))}, "cache.length has type float64, expected an integer"),
-        ({}, {"cache": tuple(EMPTY)}, "cache is a tuple: expected a KVCache, see KVCache.empty"),
+        ({}, {"cache": KVCache.empty(2, 8, 4, 2, int)}, "cache.key has type int"),
+        ({}, {"cache": EMPTY._replace(length=np.array([0]))}, r"cache.length has shape \(1,\)"),
+        ({}, {"cache": EMPTY._replace(length=np.zeros(2))}, "cache.length has type float64"),
+        ({}, {"cache": tuple(EMPTY)}, "cache is a tuple"),
         ({"rotary_base": 100.0}, {"inputs_kv": MEMORY}, "leave it None for cross-attention"),
     ],
 )
@@ -226,7 +226,7 @@ def test_cache_passes_through_jit_and_scan():
 
 def test_cache_chunk_beyond_capacity_raises():
     params, apply = made("plain")
-    with pytest.raises(ValueError, match="6 tokens do not fit a cache of 4"):
+    with pytest.raises(ValueError, match="6 tokens .* cache of 4"):
         jax.eval_shape(apply, params, X, cache=KVCache.empty(2, 4, 4, 2))
 
 

@@ -57,13 +57,13 @@ def test_rotary_takes_positions_per_sequence():
     "encode", [lambda: sinusoidal(np.arange(3), 5), lambda: rotary(np.ones((3, 1, 5), np.float32), np.arange(3))]
 )
 def test_odd_width_raises_one_line(encode):
-    with pytest.raises(ValueError, match="there are 5: use an even number"):
+    with pytest.raises(ValueError, match="positions .*features.* 5"):
         encode()
 
 
 @pytest.mark.parametrize("shape", [(4,), (5, 1), (1, 2, 5)])
 def test_rotary_wrong_number_of_positions_raises(shape, own_errors):
-    with pytest.raises(ValueError, match=r"positions have shape .*, expected \(5,\) or \(2, 5\): one per token"):
+    with pytest.raises(ValueError, match=r"positions have shape .*\(2, 5\)"):
         rotary(X, np.ones(shape, int))
 
 

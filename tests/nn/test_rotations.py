@@ -76,13 +76,13 @@ def test_rotary_scores_depend_on_position_difference_however_scaled(scaling):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"scaling": "ntk"}, "rotary.scaling = 'ntk': expected one of none, linear, llama3, yarn"),
-        ({"base": 0.0}, "rotary.base = 0.0: expected a number above 0"),
-        ({"fraction": 0.05}, "rotary.fraction = 0.05: expected a share of the 16 features"),
-        ({"fraction": 0.2}, r"there are 3: use an even number \(head_dim = 16, rotary.fraction = 0.2\)"),
-        ({"factor": 0.5}, "rotary.factor = 0.5: expected 1 or more"),
-        ({"scaling": "yarn"}, "rotary.original_context = 0: 'yarn' needs the number of positions"),
-        ({"scaling": "llama3", "slow_turns": 4.0, "original_context": 9}, "slow_turns = 4.0: .* below fast_turns = 4"),
+        ({"scaling": "ntk"}, "rotary.scaling = 'ntk'"),
+        ({"base": 0.0}, "rotary.base = 0.0"),
+        ({"fraction": 0.05}, "rotary.fraction = 0.05: .*16 features"),
+        ({"fraction": 0.2}, r"head_dim = 16, rotary.fraction = 0.2"),
+        ({"factor": 0.5}, "rotary.factor = 0.5"),
+        ({"scaling": "yarn"}, "rotary.original_context = 0: 'yarn'"),
+        ({"scaling": "llama3", "slow_turns": 4.0, "original_context": 9}, "slow_turns = 4.0: .*fast_turns = 4"),
     ],
 )
 def test_rotary_invalid_option_raises_one_line(options, message):

@@ -59,5 +59,5 @@ def test_seq2seq_input_minus_one_uses_own_prediction(layer):
 
 
 def test_seq2seq_wrong_number_of_lengths_raises(own_errors):
-    with pytest.raises(ValueError, match=r"source has shape \(6, .*, lengths \(3,\) and inputs .*: expected"):
+    with pytest.raises(ValueError, match=r"source has shape \(6, .*lengths \(3,\)"):
         jax.eval_shape(made(AdditiveAttention())[2], {}, BATCH.source, BATCH.lengths[:3], BATCH.inputs)

@@ -26,58 +26,58 @@ POSITIONS = {"q_positions": np.arange(5, dtype=np.int32), "kv_positions": np.ara
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"q": zeros((4, 8))}, r"q has shape \(4, 8\), expected \[\.\.\., length, heads, features\]"),
+        ({"q": zeros((4, 8))}, r"q has shape \(4, 8\)"),
         ({"k": K[0]}, r"k has batch axes \(\) and q has \(2,\)"),
-        ({"k": K[..., :4]}, "k has 4 features per head and q has 8"),
-        ({"v": K[:, :3]}, r"v has \(length, heads\) \(3, 2\) and k has \(7, 2\)"),
-        ({"k": zeros((2, 7, 3, 8)), "v": zeros((2, 7, 3, 8))}, "q has 4 heads and k has 3: .* multiple"),
-        ({"mask": Causal()}, r"mask Causal compares positions, but Tq = 5 and Tk = 7 differ: pass q_positions"),
+        ({"k": K[..., :4]}, "k has 4 features .*q has 8"),
+        ({"v": K[:, :3]}, r"v has .*\(3, 2\) and k has \(7, 2\)"),
+        ({"k": zeros((2, 7, 3, 8)), "v": zeros((2, 7, 3, 8))}, "q has 4 heads .*k has 3"),
+        ({"mask": Causal()}, r"mask Causal .*Tq = 5 and Tk = 7"),
         ({"score_mod": ALiBi(ones(4))}, "score mod ALiBi compares positions"),
-        ({"score_mod": ALiBi(ones(3))}, r"ALiBi slopes has shape \(3,\), expected \(4,\): one slope per head"),
-        ({"score_mod": jnp.tanh}, r"score_mod is a function, wrap it as score_mods\.ScoreFn\(fn\): expected one of"),
-        ({"mask": np.ones((2, 1, 1, 7), bool)}, r"Dense mask has shape \(2, 1, 1, 7\), expected exactly \(5, 7\) or"),
-        ({"mask": np.ones((2, 5, 7), bool)}, r"Dense mask has shape \(2, 5, 7\).*add the head axis"),
-        ({"mask": Padding(jnp.array([1, 2, 3]))}, r"lengths has shape \(3,\), expected \(\) or q's batch axes \(2,\)"),
-        ({"bias": zeros((4, 5, 7))}, r"bias has shape \(4, 5, 7\), expected \(5, 7\) or \(2, 4, 5, 7\)"),
+        ({"score_mod": ALiBi(ones(3))}, r"ALiBi slopes has shape \(3,\), .*\(4,\)"),
+        ({"score_mod": jnp.tanh}, r"score_mod is a function, .*score_mods\.ScoreFn\(fn\)"),
+        ({"mask": np.ones((2, 1, 1, 7), bool)}, r"Dense mask has shape \(2, 1, 1, 7\)"),
+        ({"mask": np.ones((2, 5, 7), bool)}, r"Dense mask .*\(2, 5, 7\).*head axis"),
+        ({"mask": Padding(jnp.array([1, 2, 3]))}, r"lengths has shape \(3,\), .*\(2,\)"),
+        ({"bias": zeros((4, 5, 7))}, r"bias has shape \(4, 5, 7\)"),
         ({"bias": zeros(7)}, "bias has shape"),
-        ({"sinks": zeros(2)}, r"sinks has shape \(2,\), expected \(4,\)"),
-        ({"q_positions": np.arange(4, dtype=np.int32)}, r"q_positions has shape \(4,\), expected \(5,\) or \(2, 5\)"),
+        ({"sinks": zeros(2)}, r"sinks has shape \(2,\), .*\(4,\)"),
+        ({"q_positions": np.arange(4, dtype=np.int32)}, r"q_positions has shape \(4,\), .*\(5,\)"),
         ({"dropout_rate": 0.5}, "needs dropout_key"),
-        ({"dropout_rate": 1.0}, r"expected a probability in \[0, 1\)"),
-        ({"impl": "flash"}, "impl = 'flash' is unknown: use \"auto\" or one of 'cudnn', 'splash', 'p"),
-        ({"block_sizes": (0, 4)}, "expected two sizes of 1 or more"),
-        ({"impl": "dense", "block_sizes": (4, 4)}, "impl = 'dense' cannot run this: it has no tiles.*; use one"),
-        ({"impl": "splash"}, "impl = 'splash' cannot run this: it needs a tpu, and this is a cpu; use one of 'blockw"),
-        ({"impl": "cudnn"}, "impl = 'cudnn' cannot run this: it needs a gpu, and this is a cpu; use one of 'blockw"),
-        ({"mask": Segments(np.zeros(5, np.int32))}, r"kv_ids has shape \(5,\), expected \(7,\) or .* pass kv_ids too"),
-        ({"mask": Segments(np.zeros(4, np.int32), np.zeros(7, np.int32))}, r"q_ids has shape \(4,\), expected \(5,\)"),
-        ({"mask": BlockSparse(np.ones((3, 2), bool), 4)}, r"blocks has shape \(3, 2\), expected exactly \(2, 2\) or"),
+        ({"dropout_rate": 1.0}, r"dropout_rate = 1\.0: .*probability"),
+        ({"impl": "flash"}, "impl = 'flash' .*'cudnn', 'splash', 'p"),
+        ({"block_sizes": (0, 4)}, r"block_sizes = \(0, 4\)"),
+        ({"impl": "dense", "block_sizes": (4, 4)}, "impl = 'dense' .*no tiles"),
+        ({"impl": "splash"}, "impl = 'splash' .*tpu, .*cpu; .*'blockw"),
+        ({"impl": "cudnn"}, "impl = 'cudnn' .*gpu, .*cpu; .*'blockw"),
+        ({"mask": Segments(np.zeros(5, np.int32))}, r"kv_ids has shape \(5,\), .*\(7,\)"),
+        ({"mask": Segments(np.zeros(4, np.int32), np.zeros(7, np.int32))}, r"q_ids has shape \(4,\), .*\(5,\)"),
+        ({"mask": BlockSparse(np.ones((3, 2), bool), 4)}, r"blocks has shape \(3, 2\), .*\(2, 2\)"),
         ({"mask": PrefixLM(2)}, "mask PrefixLM compares positions"),
-        ({"mask": "causal"}, "mask is a str: expected one of masks, e.g. masks.Causal"),
-        ({"mask": [[True]]}, "mask is a list: expected one of masks"),
-        ({"q": Q.astype(np.int32)}, "q has type int32, expected a floating type: use .astype"),
-        ({"bias": np.ones((5, 7), bool)}, "bias has type bool, expected a floating type: use mask="),
-        ({"scale": ones(7)}, r"scale has shape \(7,\), expected \(\)"),
-        ({"q_positions": zeros(5)}, "q_positions has type float32, expected integers"),
-        ({"dropout_rate": 0.5, "dropout_key": 0}, "dropout_key = 0: expected a PRNG key"),
-        ({"block_sizes": 64}, "block_sizes = 64: expected two sizes"),
-        ({"block_sizes": (8.0, 8.0)}, "expected two sizes of 1 or more"),
-        ({"q": Q[:, :, :0]}, "expected at least one head and one feature"),
-        ({"mask": PrefixLM(np.zeros(3, np.int32)), **POSITIONS}, r"PrefixLM length has shape \(3,\), expected"),
-        ({"mask": MaskFn(lambda b, h, i, j: i - j), **POSITIONS}, r"<lambda> returned int32\[\], expected one bool"),
-        ({"mask": MaskFn(lambda b, h: b == h), **POSITIONS}, "<lambda> does not take the arguments it is called with"),
-        ({"score_mod": RelativeBias(zeros((4, 4))), **POSITIONS}, r"table has shape \(4, 4\), expected \(4, 2·R"),
+        ({"mask": "causal"}, "mask is a str: .*masks.Causal"),
+        ({"mask": [[True]]}, "mask is a list"),
+        ({"q": Q.astype(np.int32)}, "q has type int32"),
+        ({"bias": np.ones((5, 7), bool)}, "bias has type bool, .*use mask="),
+        ({"scale": ones(7)}, r"scale has shape \(7,\)"),
+        ({"q_positions": zeros(5)}, "q_positions has type float32"),
+        ({"dropout_rate": 0.5, "dropout_key": 0}, "dropout_key = 0"),
+        ({"block_sizes": 64}, "block_sizes = 64: "),
+        ({"block_sizes": (8.0, 8.0)}, r"block_sizes = \(8\.0, 8\.0\)"),
+        ({"q": Q[:, :, :0]}, r"q has shape \(2, 5, 0, 8\)"),
+        ({"mask": PrefixLM(np.zeros(3, np.int32)), **POSITIONS}, r"PrefixLM length has shape \(3,\)"),
+        ({"mask": MaskFn(lambda b, h, i, j: i - j), **POSITIONS}, r"<lambda> returned int32\[\], .*bool"),
+        ({"mask": MaskFn(lambda b, h: b == h), **POSITIONS}, "<lambda> does not take"),
+        ({"score_mod": RelativeBias(zeros((4, 4))), **POSITIONS}, r"table has shape \(4, 4\), .*\(4, 2·R"),
         ({"score_mod": ScoreFn(lambda s, b, h, i, j: i), **POSITIONS}, r"<lambda> returned int32\[\]"),
-        ({"mask": zeros((5, 7))}, "Dense mask has type float32, expected bool: use .* or bias=array"),
-        ({"mask": np.ones((5, 7), np.int32)}, "Dense mask has type int32, expected bool"),
-        ({"mask": lambda b, h, i, j: i >= j}, r"mask is a function, wrap it as masks\.MaskFn\(fn\): expected one of"),
-        ({"mask": Causal}, "mask is the class Causal, call it: expected one of masks"),
-        ({"score_mod": [SoftCap(2.0)]}, "score_mod is a list: expected one of score_mods, .* or a tuple of them"),
-        ({"q_positions": [2**31] * 5}, "q_positions has values from 2147483648 to .* ±1073741823"),
-        ({"q_positions": np.full(5, 2**31, np.uint32)}, "q_positions has values from 2147483648 .* subtract"),
-        ({"kv_positions": np.arange(7) + 2**31 - 3}, "kv_positions has values from 2147483645 to 2147483651, expected"),
-        ({"kv_positions": np.arange(7) - 2**40}, "kv_positions has values from -1099511627776 to .*, expected"),
-        ({"q_positions": jnp.array([2**30] * 5)}, "q_positions has values from 1073741824 to 1073741824, expected"),
+        ({"mask": zeros((5, 7))}, "Dense mask .*float32, .*bias=array"),
+        ({"mask": np.ones((5, 7), np.int32)}, "Dense mask .*int32, .*bool"),
+        ({"mask": lambda b, h, i, j: i >= j}, r"mask is a function, .*masks\.MaskFn\(fn\)"),
+        ({"mask": Causal}, "mask is the class Causal"),
+        ({"score_mod": [SoftCap(2.0)]}, "score_mod is a list"),
+        ({"q_positions": [2**31] * 5}, "q_positions .*from 2147483648 to .*±1073741823"),
+        ({"q_positions": np.full(5, 2**31, np.uint32)}, "q_positions .*from 2147483648 .*subtract"),
+        ({"kv_positions": np.arange(7) + 2**31 - 3}, "kv_positions .*from 2147483645 to 2147483651"),
+        ({"kv_positions": np.arange(7) - 2**40}, "kv_positions .*from -1099511627776 to"),
+        ({"q_positions": jnp.array([2**30] * 5)}, "q_positions .*from 1073741824 to 1073741824"),
     ],
 )
 def test_bad_argument_is_one_line_that_names_it(own_errors, arguments, message):
@@ -92,7 +92,7 @@ def test_bad_argument_is_one_line_that_names_it(own_errors, arguments, message):
 @pytest.mark.parametrize("call", [attnlab.attention, attnlab.explain, attnlab.attention_weights])
 def test_unknown_argument_is_one_line_with_a_remedy(own_errors, call, name, remedy):
     arguments = (Q, K) if call is attnlab.attention_weights else (Q, K, K)
-    with pytest.raises(TypeError, match=f"^{call.__name__} has no argument '{name}': {remedy}.*$"):
+    with pytest.raises(TypeError, match=f"^{call.__name__} .*'{name}': {remedy}.*$"):
         call(*arguments, **{name: True})
 
 
@@ -221,23 +221,21 @@ def test_explain_names_the_argument_that_rejects_a_backend():
 
 
 def test_block_sparse_with_float_blocks_is_rejected(own_errors):
-    with pytest.raises(ValueError, match="blocks has type float32, expected bool: use blocks.astype"):
+    with pytest.raises(ValueError, match="blocks has type float32, .*bool"):
         attnlab.attention(Q, K, K, mask=BlockSparse(ones((2, 2)), 4))
 
 
 def test_mask_holding_a_list_is_rejected(own_errors):
-    with pytest.raises(ValueError, match=r"mask And holds 3, expected arrays: use jnp\.array"):
+    with pytest.raises(ValueError, match=r"mask And holds 3"):
         attnlab.attention(Q, K, K, mask=Padding([3, 5]) & Segments(np.zeros(5, np.int32), np.zeros(7, np.int32)))
 
 
 def test_traced_dropout_rate_is_rejected(own_errors):
-    with pytest.raises(ValueError, match="dropout_rate is traced: expected a Python number"):
+    with pytest.raises(ValueError, match="dropout_rate is traced"):
         jax.jit(lambda rate: attnlab.attention(Q, Q, Q, dropout_rate=rate, dropout_key=jax.random.key(0)))(0.5)
 
 
-@pytest.mark.parametrize(
-    "rows, message", [([0, 5], "rows from 0 to 5: expected indices of 5"), ([0.5], "expected integers")]
-)
+@pytest.mark.parametrize("rows, message", [([0, 5], "rows from 0 to 5: .*5"), ([0.5], "expected integers")])
 def test_rows_outside_the_queries_are_rejected(own_errors, rows, message):
     with pytest.raises(ValueError, match=message):
         attnlab.attention_weights(Q, K, rows=jnp.array(rows))
@@ -302,9 +300,9 @@ def test_explicit_mesh_axes_give_the_unsharded_result(impl):
 
 
 def test_arrays_of_wrong_type_or_shape_are_rejected(own_errors):
-    with pytest.raises(ValueError, match="Padding lengths has type float32, expected integers"):
+    with pytest.raises(ValueError, match="Padding lengths has type float32"):
         attnlab.attention(Q, K, K, mask=Padding(ones(2)))
-    with pytest.raises(ValueError, match=r"SoftCap cap has shape \(7,\), expected \(\)"):
+    with pytest.raises(ValueError, match=r"SoftCap cap has shape \(7,\)"):
         attnlab.attention(Q, K, K, score_mod=SoftCap(ones(7)))
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -305,12 +306,12 @@ def test_explain_tells_the_way():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"axis": "sequence"}, "names the axis 'sequence', and the mesh of q has 'data', 'tensor', 'context'"),
-        ({"length": 30}, "30 queries cannot be split over the 4 devices of the mesh axis 'context': pad the sequence"),
-        ({"way": "halo", "mask": None}, "way = 'halo' needs a mask whose keys are near its queries"),
-        ({"way": "ring", "impl": "dense"}, "impl = 'dense' cannot run this: in a ring its gradient needs all keys"),
-        ({"axis": ("context", "context")}, "names 'context', 'context': an axis splits one thing, name it once"),
-        ({"way": "zigzag"}, "context_parallel way = 'zigzag' is unknown: use one of 'auto', 'gather', 'halo', 'ring'"),
+        ({"axis": "sequence"}, "'sequence', .*'data', 'tensor', 'context'"),
+        ({"length": 30}, "30 queries .*4 devices .*'context'"),
+        ({"way": "halo", "mask": None}, "way = 'halo' .*mask"),
+        ({"way": "ring", "impl": "dense"}, "impl = 'dense' .*in a ring"),
+        ({"axis": ("context", "context")}, "names 'context', 'context'"),
+        ({"way": "zigzag"}, "way = 'zigzag' .*'halo', 'ring'"),
     ],
     ids=str,
 )
@@ -321,7 +322,7 @@ def test_what_cannot_be_split_is_refused_in_one_line(options, message):
     run = jax.jit(functools.partial(attnlab.attention, **{"mask": Causal(), **options}))
     with pytest.raises(ValueError) as error:
         in_context(run, way, axis=axis)(*arrays(length=length))
-    assert message in str(error.value) and "\n" not in str(error.value)
+    assert re.search(message, str(error.value)) and "\n" not in str(error.value)
 
 
 DOCUMENTS = np.searchsorted(np.sort(np.random.default_rng(0).integers(0, 32768, 12)), np.arange(32768), side="right")

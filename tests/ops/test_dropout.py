@@ -68,5 +68,5 @@ def test_kept_elements_are_scaled_to_keep_the_mean():
 
 
 def test_keys_with_other_axes_raise():
-    with pytest.raises(ValueError, match=r"batch axes \(3,\), expected \(\) or \(2,\)"):
+    with pytest.raises(ValueError, match=r"batch axes \(3,\), .*\(2,\)"):
         jax.eval_shape(lambda: dropout.per_example(jax.random.split(jax.random.key(0), 3), (2,)))

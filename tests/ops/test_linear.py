@@ -184,15 +184,15 @@ def test_small_features_keep_values_and_gradients_finite(form):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"impl": "fast"}, "impl = 'fast': expected one of chunked, naive, recurrent"),
-        ({"chunk_size": 0}, "chunk_size = 0: expected an integer number of tokens, 1 or more"),
-        ({"k": zeros((2, 5, 2, 6)), "v": zeros((2, 5, 2, 5))}, "causal, but q has 9 tokens and k 5"),
-        ({"k": zeros((2, 9, 3, 6)), "v": zeros((2, 9, 3, 5))}, "q has 4 heads and k has 3"),
-        ({"lengths": jnp.array([1, 2, 3])}, r"lengths has shape \(3,\), expected \(2,\): one for each sequence"),
+        ({"impl": "fast"}, "impl = 'fast'"),
+        ({"chunk_size": 0}, "chunk_size = 0"),
+        ({"k": zeros((2, 5, 2, 6)), "v": zeros((2, 5, 2, 5))}, "causal, .*q has 9 .*k 5"),
+        ({"k": zeros((2, 9, 3, 6)), "v": zeros((2, 9, 3, 5))}, "q has 4 .*k has 3"),
+        ({"lengths": jnp.array([1, 2, 3])}, r"lengths has shape \(3,\), .*\(2,\)"),
         ({"state": LinearState(np.zeros((2, 2, 6, 4)), np.zeros((2, 2, 6)))}, r"state\.kv has shape \(2, 2, 6, 4\)"),
-        ({"state": (np.zeros(3), np.zeros(3))}, "state is a tuple: expected the LinearState"),
-        ({"chunk_size": 2.5}, r"chunk_size = 2\.5: expected an integer number of tokens"),
-        ({"q": zeros((9, 6))}, r"q has shape \(9, 6\), expected \[\.\.\., length, heads, features\]"),
+        ({"state": (np.zeros(3), np.zeros(3))}, "state is a tuple"),
+        ({"chunk_size": 2.5}, r"chunk_size = 2\.5"),
+        ({"q": zeros((9, 6))}, r"q has shape \(9, 6\)"),
     ],
 )
 def test_bad_argument_is_one_line(own_errors, change, message):

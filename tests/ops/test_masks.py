@@ -77,18 +77,18 @@ def test_positions_may_differ_per_example():
 
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(2), ~Causal(), Padding(2) & Causal(), Padding(2) | Causal()])
 def test_different_lengths_without_positions_are_rejected(mask):
-    with pytest.raises(ValueError, match=r"Tq = 2 and Tk = 5 differ: pass q_positions and kv_positions"):
+    with pytest.raises(ValueError, match=r"Tq = 2 and Tk = 5"):
         mask.dense(2, 5)
 
 
 @pytest.mark.parametrize("left, right", [(-1, 0), (1.5, 0), (2, -1)])
 def test_window_of_bad_size_is_rejected(own_errors, left, right):
-    with pytest.raises(ValueError, match="expected an integer number of positions"):
+    with pytest.raises(ValueError, match="SlidingWindow .* = .*integer"):
         SlidingWindow(left, right)
 
 
 def test_combining_with_an_array_is_rejected():
-    with pytest.raises(TypeError, match=r"wrap a bool array as masks\.Dense"):
+    with pytest.raises(TypeError, match=r"masks\.Dense"):
         Causal() & jnp.ones((2, 2), bool)
 
 
@@ -103,5 +103,5 @@ def test_combining_with_an_array_is_rejected():
     ids=["and", "or", "not", "if"],
 )
 def test_truth_value_of_a_mask_is_rejected(expression):
-    with pytest.raises(TypeError, match=r"^\w+ has no truth value: combine masks with &, \| and ~, .*$"):
+    with pytest.raises(TypeError, match=r"^\w+ has no truth value: .*&, \| and ~.*$"):
         expression()

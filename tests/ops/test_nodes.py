@@ -89,5 +89,5 @@ def test_nn_jit_with_traced_arrays_in_a_field_is_one_line():
     def init(slopes):
         return nn.jit(MultiHeadAttention)(num_heads=2, score_mod=ALiBi(slopes)).init(jax.random.key(0), X)
 
-    with pytest.raises(TypeError, match=r"ALiBi holds a traced array, which has no hash: .* leave out nn\.jit"):
+    with pytest.raises(TypeError, match=r"ALiBi holds a traced array.*nn\.jit"):
         jax.jit(init)(np.ones(2, np.float32))

@@ -47,12 +47,12 @@ def test_arrays_that_do_not_fit_the_heads_are_rejected(mod):
 
 
 def test_cap_below_zero_is_rejected(own_errors):
-    with pytest.raises(ValueError, match="SoftCap cap = -1.0: expected a number above 0"):
+    with pytest.raises(ValueError, match="SoftCap cap = -1.0"):
         SoftCap(-1.0)
 
 
 def test_slopes_for_zero_heads_are_rejected():
-    with pytest.raises(ValueError, match="num_heads = 0: expected 1 or more"):
+    with pytest.raises(ValueError, match="num_heads = 0"):
         alibi_slopes(0)
 
 
@@ -92,5 +92,5 @@ def test_float32_inputs_stay_float32_beside_float64(float64, impl):
 
 @pytest.mark.parametrize("expression", [lambda: SoftCap(2.0) and SoftCap(3.0), lambda: not ALiBi(jnp.ones(2))])
 def test_truth_value_of_a_score_mod_is_rejected(expression):
-    with pytest.raises(TypeError, match="^\\w+ has no truth value: pass a tuple to apply several score mods, .*$"):
+    with pytest.raises(TypeError, match="^\\w+ has no truth value: .*tuple.*$"):
         expression()

@@ -93,7 +93,7 @@ def test_unsupported_arguments_reject_splash(more, reason, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     explained = attnlab.explain(*arguments(), **more)
     assert explained.backend != "splash" and "splash" in explained.rejected
-    with pytest.raises(ValueError, match=f"impl = 'splash' cannot run this: .*{reason}.*; use one of"):
+    with pytest.raises(ValueError, match=f"impl = 'splash' .*{reason}"):
         attnlab.attention(*arguments(), impl="splash", **more)
 
 
@@ -158,5 +158,5 @@ def test_platform_decides_what_explain_answers():
         platform: attnlab.explain(q, k, v, Causal(), platform=platform).backend for platform in ("cpu", "gpu", "tpu")
     }
     assert answers == {"cpu": "blockwise", "gpu": "cudnn", "tpu": "splash"}
-    with pytest.raises(ValueError, match="platform = 'npu' is unknown: use one of 'cpu', 'gpu', 'tpu'"):
+    with pytest.raises(ValueError, match="platform = 'npu' .*'tpu'"):
         attnlab.explain(q, k, v, platform="npu")

@@ -46,13 +46,13 @@ def test_bodies_are_the_regions_with_matrix_products():
 @pytest.mark.parametrize(
     "text, utilization, message",
     [
-        (KERNEL.replace("   0x6   :", "   0x7   :"), UTILIZATION, "bundle 0x7: expected 0x6, the next one"),
-        (KERNEL, UTILIZATION + "\n0 0 0 0", "k.1 has 13 bundles, but the utilization of 14"),
-        (KERNEL, UTILIZATION + "\n0 0 0", "utilization '0 0 0': expected the names of units, and in each line below"),
-        (KERNEL, UTILIZATION + "\n0 0 0 -1", "utilization '0 0 0 -1': expected the names"),
-        (KERNEL, "", "utilization '': expected the names"),
-        (KERNEL, "MXU, VALU", "utilization '': expected the names"),
-        ("", UTILIZATION, "k.1 has 0 bundles, but the utilization of 13"),
+        (KERNEL.replace("   0x6   :", "   0x7   :"), UTILIZATION, "bundle 0x7: .*0x6"),
+        (KERNEL, UTILIZATION + "\n0 0 0 0", "k.1 has 13 .*14"),
+        (KERNEL, UTILIZATION + "\n0 0 0", "utilization '0 0 0': "),
+        (KERNEL, UTILIZATION + "\n0 0 0 -1", "utilization '0 0 0 -1': "),
+        (KERNEL, "", "utilization '': "),
+        (KERNEL, "MXU, VALU", "utilization '': "),
+        ("", UTILIZATION, "k.1 has 0 .*13"),
     ],
     ids=["gap", "long", "short row", "not a number", "empty", "no capacity", "no bundles"],
 )
@@ -74,5 +74,5 @@ def test_folder_gives_final_bundles_of_every_kernel(tmp_path):
 
 def test_folder_without_utilization_is_an_error(tmp_path):
     (tmp_path / "17-k.1-72-final_bundles.txt").write_text(KERNEL)
-    with pytest.raises(ValueError, match="k.1-72-final_bundles.txt has 0 texts of utilization: expected one"):
+    with pytest.raises(ValueError, match="k.1-72-final_bundles.txt has 0 "):
         bundles.read(tmp_path)

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -22,25 +23,25 @@ def test_here_is_every_device_of_this_machine():
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("v5", "--topology=v5 is unknown (did you mean v5e?): there are here, h100,"),
-        ("v3:2x2", "--topology=v3:2x2 is unknown (did you mean v"),
-        ("", "--topology= is unknown: there are here"),
-        ("h100:", "--topology=h100: is unknown (did you mean h100:8?)"),
-        ("v5e:", "--topology=v5e: is unknown (did you mean v5e?)"),
-        ("h100:9", "--topology=h100:9: expected h100:1 to h100:8"),
-        ("h100:0", "--topology=h100:0: expected h100:1 to h100:8"),
-        ("h100:x", "--topology=h100:x: expected h100:1 to h100:8"),
-        ("v5e:0x1", "--topology=v5e:0x1: expected the chips along 2 axes, e.g. v5e:2x2"),
-        ("v5e:2x2x1", "--topology=v5e:2x2x1: expected the chips along 2 axes, e.g. v5e:2x2"),
-        ("v5p:4x4", "--topology=v5p:4x4: expected the chips along 3 axes, e.g. v5p:2x2x1"),
-        ("v6e:axb", "--topology=v6e:axb: expected the chips along 2 axes, e.g. v6e:2x2"),
-        ("v5e:32x32", "--topology=v5e:32x32 has 1024 chips, but a slice of v5e has 256 at most"),
+        ("v5", "--topology=v5 .*did you mean v5e"),
+        ("v3:2x2", "--topology=v3:2x2 .*did you mean v"),
+        ("", "--topology= is unknown"),
+        ("h100:", "--topology=h100: .*did you mean h100:8"),
+        ("v5e:", "--topology=v5e: .*did you mean v5e"),
+        ("h100:9", "--topology=h100:9: .*h100:8"),
+        ("h100:0", "--topology=h100:0: .*h100:8"),
+        ("h100:x", "--topology=h100:x: .*h100:8"),
+        ("v5e:0x1", "--topology=v5e:0x1: .*v5e:2x2"),
+        ("v5e:2x2x1", "--topology=v5e:2x2x1: .*v5e:2x2"),
+        ("v5p:4x4", "--topology=v5p:4x4: .*v5p:2x2x1"),
+        ("v6e:axb", "--topology=v6e:axb: .*v6e:2x2"),
+        ("v5e:32x32", "--topology=v5e:32x32 .*1024 chips.*256"),
     ],
 )
 def test_wrong_name_says_what_is_expected(name, message):
     with pytest.raises(UserError) as caught:
         topologies.find(name)
-    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+    assert re.match(message, str(caught.value)) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -61,14 +62,14 @@ def test_plugin_without_a_description_of_the_gpu_is_refused(monkeypatch, tmp_pat
     spec = importlib.machinery.ModuleSpec("jax_plugins", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path)]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    with pytest.raises(UserError, match="--topology=h100: the CUDA plugin of JAX .* does not describe it: pip install"):
+    with pytest.raises(UserError, match="--topology=h100: .*pip install"):
         topologies.find("h100")
 
 
 def test_other_hardware_is_refused_after_jax_has_started_on_a_device(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    with pytest.raises(UserError, match="JAX has started on a gpu: plan in a process of its own"):
+    with pytest.raises(UserError, match="JAX has started on a gpu"):
         topologies.prepare("v5e")
 
 

@@ -213,9 +213,7 @@ class Looped(nn.Module):
 
 def test_scanned_layers_need_the_collections_and_then_have_a_site_each():
     params = parameters(Looped({}), TOKENS)
-    with pytest.raises(
-        ValueError, match=r"blocks/block/attention is within nn.scan .* add \*\*dict.fromkeys\(attnlab.see.COLL"
-    ):
+    with pytest.raises(ValueError, match=r"blocks/block/attention .*nn.scan .*attnlab.see.COLL"):
         see.capture(Looped({}), params, TOKENS)
     model = Looped(dict.fromkeys(see.COLLECTIONS, 0))
     run, out = jax.jit(lambda p: (see.capture(model, p, TOKENS), Looped({}).apply(p, TOKENS)))(params)
@@ -354,7 +352,7 @@ def test_linen_modules_that_write_attention_out_are_read_as_functions():
     params = parameters(Handmade(), x)
     run = capture(Handmade(), params, x)
     assert_close(run.values["pattern"]["attention_0"], np.full((2, 5, 5), 0.2))
-    with pytest.raises(ValueError, match="edits need a module of Flax"):
+    with pytest.raises(ValueError, match="edits need a module"):
         see.edited(Handmade(), params, x, edits={"attention_0/z": see.Zero()})
 
 
@@ -363,7 +361,7 @@ def test_functions_skip_softmaxes_that_attend_to_nothing():
         gates = jax.nn.softmax(x @ params)
         return gates * 2, jax.nn.softmax(x)
 
-    with pytest.raises(ValueError, match="router has no attention that can be seen: expected layers"):
+    with pytest.raises(ValueError, match="router has no attention"):
         see.capture(router, np.ones((4, 4)), np.ones((3, 4)))
 
 
@@ -377,12 +375,12 @@ def dense():
     [
         (
             lambda m, p: see.capture(m, p, TOKENS, want="patern"),
-            r"'patern' \(did you mean pattern\?\): expected some of",
+            r"'patern' \(did you mean pattern\?\)",
         ),
         (lambda m, p: see.capture(m, p, TOKENS, at="block_7/attention"), r"'block_7/attention' \(did you mean block_"),
-        (lambda m, p: see.capture(*dense()), "Dense has no attention that can be seen"),
-        (lambda m, p: see.capture(3, p, TOKENS), "model is a int: expected a module of Flax"),
-        (lambda m, p: see.capture(models.function, p, TOKENS, want="q"), "'q': of a plain function pattern, v, z can"),
+        (lambda m, p: see.capture(*dense()), "Dense has no attention"),
+        (lambda m, p: see.capture(3, p, TOKENS), "model is a int"),
+        (lambda m, p: see.capture(models.function, p, TOKENS, want="q"), "'q': .*plain function"),
     ],
     ids=["want", "at", "no_attention", "no_model", "function"],
 )
@@ -405,7 +403,7 @@ def test_attention_called_by_keyword_and_flags_by_position():
     params = parameters(Net(), TOKENS, False)
     (site,) = see.sites(Net(), params, TOKENS, False)
     assert site.verified and (site.path, site.heads, site.q_length) == ("attention", 2, 7)
-    with pytest.raises(ValueError, match="the pattern is edited before dropout, which is on"):
+    with pytest.raises(ValueError, match="pattern is edited before dropout"):
         options = {"edits": {"attention/pattern": see.Zero()}, "rngs": {"dropout": jax.random.key(0)}}
         jax.eval_shape(lambda: see.edited(Net(), params, TOKENS, True, **options))
 
@@ -427,12 +425,12 @@ def test_layers_that_nn_jit_compiles_as_one_are_refused():
 
     x = np.ones((1, 4, models.WIDTH), np.float32)
     params = parameters(Net(), x)
-    with pytest.raises(ValueError, match="nn.jit compiles block_1/attention and another layer as one"):
+    with pytest.raises(ValueError, match="nn.jit .*block_1/attention"):
         see.capture(Net(), params, x)
 
 
 def test_rows_that_a_sequence_does_not_have_are_one_line():
-    with pytest.raises(ValueError, match=r"rows = \[99\]: expected indices of 7 queries"):
+    with pytest.raises(ValueError, match=r"rows = \[99\]: .*7 queries"):
         see.capture(models.Flax(), models.variables(), TOKENS, rows=[99])
 
 

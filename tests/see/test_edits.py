@@ -147,11 +147,11 @@ def test_blocks_take_edited_streams():
 @pytest.mark.parametrize(
     ("edits", "message"),
     [
-        ({"block_0/atention/z": see.Zero()}, r"no 'block_0/atention/z' \(did you mean block_0/attention/z\?\)"),
-        ({"7": see.Zero()}, "no '7'; it has block_0/attention/q, "),
-        ({"block_0/attention/z": 0.0}, r"\['block_0/attention/z'\] is a float: expected an edit"),
-        ({"block_0/attention/z": see.Zero}, "is the class Zero, call it: expected an edit"),
-        ([see.Zero()], "edits is a list: expected a mapping"),
+        ({"block_0/atention/z": see.Zero()}, r"'block_0/atention/z' .*did you mean block_0/attention/z"),
+        ({"7": see.Zero()}, "no '7'; .*block_0/attention/q"),
+        ({"block_0/attention/z": 0.0}, r"\['block_0/attention/z'\] is a float"),
+        ({"block_0/attention/z": see.Zero}, "is the class Zero"),
+        ([see.Zero()], "edits is a list"),
     ],
     ids=["misspelt", "unknown", "number", "class", "list"],
 )
@@ -166,12 +166,12 @@ def test_edits_of_a_wrong_shape_and_of_a_run_without_the_value_are_one_line():
     model, params = models.gpt()
     with pytest.raises(
         ValueError,
-        match=r"values of an edit has shape \(3,\), expected one that broadcasts to the value.s \(2, 7, 4, 4\)",
+        match=r"shape \(3,\), .*\(2, 7, 4, 4\)",
     ) as error:
         edited(model, params, TOKENS, edits=[{"block_0/attention/z": see.Put(np.ones(3))}])
     assert "\n" not in str(error.value)
     run = see.Run(None, {"pattern": {"block_0/attention": np.ones((2, 4, 7, 7))}})
-    with pytest.raises(ValueError, match=r"its run has no 'z' of 'block_0/attention': capture it with want=\('z',\)"):
+    with pytest.raises(ValueError, match=r"no 'z' .*'block_0/attention': .*want=\('z',\)"):
         see.edited(model, params, TOKENS, edits={"block_0/attention/z": see.Freeze(run)})
 
 

@@ -145,7 +145,7 @@ def test_patching_everything_recovers_the_other_run():
     np.testing.assert_allclose([back.baseline, back.target], [found.target, found.baseline], atol=3e-6)
     same = see.patch(model, params, TOKENS, TOKENS, metric, site="out", over=("layer",))
     np.testing.assert_allclose(same.change, 0, atol=3e-6)
-    with pytest.raises(ValueError, match="recovered needs two runs of different metrics"):
+    with pytest.raises(ValueError, match="recovered needs two runs"):
         same.recovered  # noqa: B018
 
 
@@ -221,17 +221,17 @@ def test_a_model_with_arrays_as_fields_can_be_ablated():
     [
         (
             lambda m, p: see.ablate(m, p, TOKENS, metric, how="mode"),
-            "how = 'mode': expected one of mean, zero, resample",
+            "how = 'mode'",
         ),
-        (lambda m, p: see.ablate(m, p, TOKENS, lambda x: x), r"metric returned \(2, 7, 11\), expected shape \(\)"),
-        (lambda m, p: see.ablate(m, p, TOKENS, metric, chunk=0), "chunk = 0: expected 1 or more"),
-        (lambda m, p: see.patch(m, p, TOKENS, TOKENS[:1], metric), r"clean has shapes .* expected the same, so pad"),
-        (lambda m, p: see.patch(m, p, TOKENS, OTHERS, metric, site="w"), "site = 'w': expected one of q, k, v"),
-        (lambda m, p: see.patch(m, p, TOKENS, OTHERS, metric, site="in"), "site = 'in' has no heads: leave 'head'"),
+        (lambda m, p: see.ablate(m, p, TOKENS, lambda x: x), r"metric returned \(2, 7, 11\)"),
+        (lambda m, p: see.ablate(m, p, TOKENS, metric, chunk=0), "chunk = 0"),
+        (lambda m, p: see.patch(m, p, TOKENS, TOKENS[:1], metric), r"clean has shapes .*corrupt"),
+        (lambda m, p: see.patch(m, p, TOKENS, OTHERS, metric, site="w"), "site = 'w'"),
+        (lambda m, p: see.patch(m, p, TOKENS, OTHERS, metric, site="in"), "site = 'in' has no heads"),
         (lambda m, p: see.patch(m, p, TOKENS, OTHERS, metric, over="head"), "expected 'layer', and beside it"),
         (lambda m, p: see.patch(m, p, TOKENS, OTHERS, metric, direction="up"), "expected 'denoise' or 'noise'"),
-        (lambda m, p: see.paths(m, p, TOKENS, OTHERS, metric, senders=[2]), r"senders = \(2,\): expected numbers of"),
-        (lambda m, p: see.paths(m, p, TOKENS, OTHERS, metric, into="z"), "into = 'z': expected one of q, k, v, out"),
+        (lambda m, p: see.paths(m, p, TOKENS, OTHERS, metric, senders=[2]), r"senders = \(2,\)"),
+        (lambda m, p: see.paths(m, p, TOKENS, OTHERS, metric, into="z"), "into = 'z'"),
     ],
     ids=["how", "metric", "chunk", "shapes", "site", "heads", "over", "direction", "senders", "into"],
 )
@@ -251,7 +251,7 @@ def test_positions_are_refused_where_the_last_block_is_not_the_last_to_mix_them(
 
     params = models.variables(Pooled())
     assert see.ablate(Pooled(), params, TOKENS, metric).values.shape == (1, 4)
-    with pytest.raises(ValueError, match=r"positions = \(-1,\): the model's result there differs by"):
+    with pytest.raises(ValueError, match=r"positions = \(-1,\): .*differs"):
         see.ablate(Pooled(), params, TOKENS, metric, positions=(-1,))
 
 
@@ -317,7 +317,7 @@ def test_unbatched_attention_is_averaged_over_positions_alone():
     flax = nn.MultiHeadDotProductAttention(2)
     whole = see.ablate(layer, params, x, lambda out: out[0, 0, 0]).values
     np.testing.assert_allclose(see.ablate(flax, params, x[0], lambda out: out[0, 0]).values, whole, atol=1e-6)
-    with pytest.raises(ValueError, match="'resample' takes z of another example"):
+    with pytest.raises(ValueError, match="'resample' takes z"):
         see.ablate(flax, params, x[0], lambda out: out[0, 0], how="resample")
 
 
@@ -330,7 +330,7 @@ def test_layers_that_are_called_twice_are_read_alone():
 
     params = models.variables(Shared())
     assert see.sites(Shared(), params, TOKENS).blocks == ()
-    with pytest.raises(ValueError, match="called several times, can only be read"):
+    with pytest.raises(ValueError, match="called several times"):
         see.ablate(Shared(), params, TOKENS, metric)
 
 
@@ -338,5 +338,5 @@ def test_effects_within_a_users_jit_are_refused_in_one_line():
     model, params = grouped()
     with pytest.raises(ValueError, match="call this outside of jax.jit"):
         jax.jit(lambda p: see.ablate(model, p, TOKENS, metric).values)(params)
-    with pytest.raises(ValueError, match=r"positions = \(9,\): expected one or more of the 7"):
+    with pytest.raises(ValueError, match=r"positions = \(9,\): .*7"):
         see.ablate(model, params, TOKENS, metric, positions=(9,))

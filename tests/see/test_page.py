@@ -138,7 +138,7 @@ def test_page_is_written_whole_and_replaces_a_page(tmp_path):
 def test_file_of_the_user_is_not_overwritten(tmp_path, content):
     path = tmp_path / "notes.html"
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"notes.html exists and is no page of attnlab: choose another path"):
+    with pytest.raises(ValueError, match=r"notes.html exists .*no page"):
         page(run_of(causal_patterns(0, 1, 1, 2)), ["a", "b"], path)
     assert path.read_text() == content
     with pytest.raises(ValueError, match="exists and is no page"):
@@ -146,7 +146,7 @@ def test_file_of_the_user_is_not_overwritten(tmp_path, content):
 
 
 def test_page_without_path_is_no_path():
-    with pytest.raises(ValueError, match=r"the page is in no file: give page\(…, path=…\)"):
+    with pytest.raises(ValueError, match=r"the page is in no file.*path="):
         os.fspath(Page("", b""))
 
 
@@ -169,30 +169,30 @@ OTHER_AXES = Effects(np.ones((1, 3, 4)), ("layer", "head", "position"), ("block_
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (({}, WORDS), r"runs = \{\}: expected one run or more"),
-        ((Run(None, {"z": {"a": WEIGHTS}}, ("a",)), WORDS), r"'pattern' was not captured, only z: name it in want="),
-        (({3: Run(None, {})}, WORDS), r"'pattern' was not captured of step 3, only nothing"),
-        ((run_of(WEIGHTS[0]), WORDS), r"at block_0/attention has shape \(3, 4, 4\): expected \[B, H, Tq, Tk\]"),
-        ((run_of(WEIGHTS - 0.5), WORDS), r"not within 0 … 1: expected weights, without NaN"),
-        ((run_of(WEIGHTS * np.nan), WORDS), r"not within 0 … 1: expected weights, without NaN"),
+        (({}, WORDS), r"runs = \{\}"),
+        ((Run(None, {"z": {"a": WEIGHTS}}, ("a",)), WORDS), r"'pattern' .*, only z: .*want="),
+        (({3: Run(None, {})}, WORDS), r"'pattern' .*step 3, only nothing"),
+        ((run_of(WEIGHTS[0]), WORDS), r"block_0/attention has shape \(3, 4, 4\)"),
+        ((run_of(WEIGHTS - 0.5), WORDS), r"not within 0 … 1"),
+        ((run_of(WEIGHTS * np.nan), WORDS), r"not within 0 … 1"),
         (
             (run_of(WEIGHTS, WEIGHTS[..., :3]), WORDS),
-            r"layers differ in \(B, Tq, Tk\).*: make a page for the layers",
+            r"layers differ in \(B, Tq, Tk\)",
         ),
-        (({1: RUN, 2: run_of(WEIGHTS[:, :2])}, WORDS), r"patterns of runs differ.*: expected one model and the same"),
-        ((RUN, WORDS[:1]), r"tokens of 1 prompts: expected 2, a list for each in the batch"),
-        ((RUN, list("abcd")), r"tokens of 1 prompts: expected 2"),
-        ((RUN, [list("abcd"), list("abcde")]), r"prompt 1 has 5 tokens as queries: expected 1 … 4"),
-        ((RUN, [list("abcd"), []]), r"prompt 1 has 0 tokens as queries: expected 1 … 4"),
-        ((RUN, [list("abcd"), [1, 2]]), r"tokens \[1, 2\]: expected strings, or a tuple of two lists"),
-        ((RUN, WORDS, {"sink": np.ones((3, 1))}), r"scores: 'sink' has shape \(3, 1\), expected \[L, H\] = \[1, 3\]"),
+        (({1: RUN, 2: run_of(WEIGHTS[:, :2])}, WORDS), r"patterns of runs differ"),
+        ((RUN, WORDS[:1]), r"tokens of 1 prompts: .*2"),
+        ((RUN, list("abcd")), r"tokens of 1 prompts: .*2"),
+        ((RUN, [list("abcd"), list("abcde")]), r"prompt 1 has 5 tokens"),
+        ((RUN, [list("abcd"), []]), r"prompt 1 has 0 tokens"),
+        ((RUN, [list("abcd"), [1, 2]]), r"tokens \[1, 2\]"),
+        ((RUN, WORDS, {"sink": np.ones((3, 1))}), r"'sink' has shape \(3, 1\), .*\[1, 3\]"),
         (
             ({1: RUN}, WORDS, {"sink": np.ones((1, 3))}),
-            r"scores by step: expected a mapping with the keys \[1\]",
+            r"scores by step: .*\[1\]",
         ),
         (
             (RUN, WORDS, None, OTHER_AXES),
-            r"effects have axes .*: expected \('layer', 'head'\) at \('block",
+            r"effects have axes .*'position'",
         ),
     ],
     ids=lambda value: "" if isinstance(value, tuple) else value[:40],

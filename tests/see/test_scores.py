@@ -212,19 +212,19 @@ def test_trained_model_has_an_induction_head_by_all_nulls():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kinds": ["copy"]}, r"kinds = \['copy'\]: expected one or more of previous, .*entropy"),
-        ({"kinds": []}, "kinds = .*: expected one or more of"),
-        ({"null": "random"}, r"null = \['random'\]: expected one or more of uniform, untrained, matched"),
+        ({"kinds": ["copy"]}, r"kinds = \['copy'\]: .*previous, .*entropy"),
+        ({"kinds": []}, "kinds = .*entropy"),
+        ({"null": "random"}, r"null = \['random'\]: .*uniform, untrained, matched"),
         ({"null": "untrained"}, "null = 'untrained' needs untrained="),
         (
             {"patterns": softmax_patterns(0)[..., :-1]},
-            r"patterns has a layer \[16, 3, 24, 23\]: expected \[B, H, T, T\]",
+            r"patterns has a layer \[16, 3, 24, 23\]",
         ),
         ({"patterns": []}, "patterns has no layers"),
-        ({"patterns": softmax_patterns(0).swapaxes(-1, -2)}, "patterns has weights that are not .* causal"),
-        ({"patterns": softmax_patterns(0) * np.nan}, "patterns has weights that are not finite"),
-        ({"untrained": softmax_patterns(0)[:1]}, "untrained has 1 layers of 3 heads: expected 2 of 2 or more"),
-        ({"untrained": softmax_patterns(0)[:, :, :1]}, "untrained has 2 layers of 1 heads: expected 2 of 2 or more"),
+        ({"patterns": softmax_patterns(0).swapaxes(-1, -2)}, "patterns has weights .*not causal"),
+        ({"patterns": softmax_patterns(0) * np.nan}, "patterns has weights .*not finite"),
+        ({"untrained": softmax_patterns(0)[:1]}, "untrained has 1 layers .*3 heads"),
+        ({"untrained": softmax_patterns(0)[:, :, :1]}, "untrained has 2 layers .*1 heads"),
     ],
 )
 def test_argument_that_does_not_fit_is_one_line(change, message):
@@ -234,10 +234,10 @@ def test_argument_that_does_not_fit_is_one_line(change, message):
 
 def test_tokens_without_any_target_are_one_line():
     tokens = np.broadcast_to(np.arange(LENGTH), (BATCH, LENGTH))
-    with pytest.raises(ValueError, match=r"tokens \[16, 24\] have no target of induction, duplicate: give longer"):
+    with pytest.raises(ValueError, match=r"tokens \[16, 24\] .*induction, duplicate"):
         scores(softmax_patterns(0), tokens, ["induction", "duplicate"])
 
 
 def test_heads_of_a_kind_that_was_not_scored_is_one_line():
-    with pytest.raises(ValueError, match="kind = 'sink' was not scored: expected one of current"):
+    with pytest.raises(ValueError, match="kind = 'sink' .*current"):
         scores(softmax_patterns(0), random_tokens(), ["current"]).heads("sink")

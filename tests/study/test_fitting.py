@@ -90,7 +90,7 @@ def test_next_token_loss_of_logits_equals_that_of_a_model_that_takes_targets():
 
 @pytest.mark.parametrize(
     "change, message",
-    [({"seeds": []}, "seeds = []"), ({"looks": []}, "looks = []"), ({"looks": [3, 3]}, "looks = [3, 3]: expected")],
+    [({"seeds": []}, "seeds = []"), ({"looks": []}, "looks = []"), ({"looks": [3, 3]}, "looks = [3, 3]")],
     ids=["seeds", "no looks", "equal looks"],
 )
 def test_wrong_seeds_or_looks_are_one_line(change, message):

@@ -76,14 +76,14 @@ def test_study_of_a_user_shows_its_docstring_as_help(mine, capsys):
 @pytest.mark.parametrize(
     "content, message",
     [
-        ("def measure(", "mine.py, line 1: SyntaxError: '(' was never closed"),
-        ("import nowhere", "mine.py, line 1: ModuleNotFoundError: No module named 'nowhere'"),
-        ("x = 1", "mine.py has no docstring: expected one whose first line is the claim"),
-        ('"""A claim."""', "mine.py has no function measure: expected the functions measure(options), judge(rows)"),
+        ("def measure(", "mine.py, line 1: SyntaxError"),
+        ("import nowhere", "mine.py, line 1: ModuleNotFoundError: "),
+        ("x = 1", "mine.py has no docstring"),
+        ('"""A claim."""', "mine.py has no function measure"),
         (MINE.replace("(seed + 2) ** 2", "1 // seed"), "line 13: ZeroDivisionError: integer"),
-        (MINE.replace("return rows", "return []"), "mine: measure returned []: expected a list of rows"),
-        (MINE.replace("return Verdict", "return None and Verdict"), "mine: judge returned None: expected a Verdict"),
-        (MINE.replace("return plots", "plots"), "mine: draw returned None: expected a figure"),
+        (MINE.replace("return rows", "return []"), "mine: measure returned []"),
+        (MINE.replace("return Verdict", "return None and Verdict"), "mine: judge returned None"),
+        (MINE.replace("return plots", "plots"), "mine: draw returned None"),
     ],
     ids=["syntax", "import", "docstring", "part", "measure", "no rows", "no verdict", "no figure"],
 )

@@ -85,7 +85,7 @@ def test_history_is_even_by_logarithm():
 
 @pytest.mark.parametrize("count", [-1, 12])
 def test_history_of_more_steps_than_there_are_is_one_line(count):
-    with pytest.raises(ValueError, match=f"{count} checkpoints of 10 steps: expected 0 … 11, as step 0 counts"):
+    with pytest.raises(ValueError, match=f"{count} checkpoints of 10 steps: .*11"):
         history_steps(10, count)
 
 
@@ -218,7 +218,7 @@ def test_set_aside_keeps_damaged_checkpoints(saved):
 def test_newest_intact_with_all_damaged_is_an_error(saved):
     for step in (3, 7):
         (Path(saved.directory) / str(step) / "manifest.json").unlink()
-    with pytest.raises(UserError, match=r"every checkpoint in .* is damaged \(7: manifest.json is missing\)"):
+    with pytest.raises(UserError, match=r"every checkpoint .*7: manifest.json is missing"):
         saved.newest_intact()
     assert saved.steps() == [3, 7]
 
@@ -258,7 +258,7 @@ def test_save_on_a_full_disk_keeps_older_checkpoints(saved, monkeypatch):
 
     monkeypatch.setattr(WithManifest, "finalize", full)
     saved.save(state_at(9))
-    with pytest.raises(UserError, match=r"be written to .*No space left on device\); the newest one is 7"):
+    with pytest.raises(UserError, match=r"No space left on device\); .* 7"):
         saved.wait()
     assert saved.newest_intact() == (7, {})
     saved.close()  # does not raise the error again
@@ -276,7 +276,7 @@ def test_save_that_cannot_create_a_folder_leaves_no_threads(saved, monkeypatch, 
 
     monkeypatch.setattr(os, "mkdir", full)
     before = set(threading.enumerate())
-    with pytest.raises(UserError, match=r"No space left on device\); the newest one is 7"):
+    with pytest.raises(UserError, match=r"No space left on device\); .* 7"):
         saved.save(state_at(9))
     saved.close()
     for thread in set(threading.enumerate()) - before:
@@ -289,7 +289,7 @@ def test_prepare_locks_the_folder_until_close(saved):
     saved.prepare()
     saved.prepare()  # the lock is already held
     with contextlib.closing(Checkpoints(str(saved.directory))) as second:
-        with pytest.raises(UserError, match=r"another process writes checkpoints there: wait for it, or choose"):
+        with pytest.raises(UserError, match=r"another process writes checkpoints"):
             second.prepare()
         saved.sweep()
         assert saved.steps() == second.steps() == [3, 7]

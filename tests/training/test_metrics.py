@@ -53,7 +53,7 @@ def test_log_changed_before_the_offset_is_refused(tmp_path):
     offset, whole = log.offset(), path.read_bytes()
     for damaged in (whole[:-1], whole.replace(b"2.0", b"2.1"), b""):
         path.write_bytes(damaged)
-        with pytest.raises(UserError, match="is not what it was when step 1 was saved: restore it, or move it away"):
+        with pytest.raises(UserError, match="when step 1 was saved"):
             metrics.MetricsLog(path, offset, last_step=1)
         assert path.read_bytes() == damaged
     path.unlink()
@@ -72,7 +72,7 @@ def test_log_resumed_at_its_end_is_not_rewritten(tmp_path):
 def test_read_names_a_damaged_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "split": "train"}\nnonsense\n{"step": 2, "split": "train"}\n')
-    with pytest.raises(UserError, match=r"metrics\.jsonl line 2 is not a record \('nonsense"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl line 2 .*'nonsense"):
         metrics.read(path)
 
 

@@ -184,7 +184,7 @@ def test_muon_leaves_embeddings_norms_and_biases_to_adamw(float64):
 
 
 def test_muon_without_a_matrix_it_knows_is_one_line():
-    with pytest.raises(UserError, match="'muon': no parameter of the model has the name of a matrix of a GPT"):
+    with pytest.raises(UserError, match="'muon': .*parameter"):
         optimizers.make(changed(name="muon"), 100).init({"Dense_0": {"kernel": np.zeros((2, 3))}})
 
 
@@ -194,7 +194,7 @@ def test_half_life_in_tokens_halves_a_gradients_weight_whatever_the_batch():
     config.b2_halflife = 30_720.0
     for tokens in (768, 1536, 30_720):
         np.testing.assert_allclose(optimizers.decay_rate(config, tokens) ** (30_720 / tokens), 0.5, rtol=1e-12)
-    with pytest.raises(ValueError, match=r"b2_halflife = 30720.0 tokens needs tokens_per_update"):
+    with pytest.raises(ValueError, match=r"b2_halflife = 30720.0 tokens .*tokens_per_update"):
         optimizers.make(config, 100)
 
 

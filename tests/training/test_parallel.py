@@ -197,7 +197,7 @@ def test_windows_of_131072_tokens_train_over_fsdp_and_context(tmp_path, window):
 
 @pytest.mark.parametrize("strategy, fsdp", [("mesh", 3), ("mesh", 0), ("mesh", 8), ("pmap", 2)])
 def test_make_with_invalid_fsdp_raises(strategy, fsdp):
-    with pytest.raises(UserError, match=f"config.parallel.mesh.fsdp = {fsdp}, but there are 4 devices: use a number"):
+    with pytest.raises(UserError, match=f"config.parallel.mesh.fsdp = {fsdp}, .*4 devices"):
         parallel.make(strategy, -1, fsdp)
 
 
@@ -211,9 +211,9 @@ def test_context_that_does_not_divide_the_sequence_raises():
 
 @pytest.mark.parametrize("tensor", [3, 0, 8])
 def test_make_with_invalid_tensor_raises(tensor):
-    with pytest.raises(UserError, match=f"mesh.tensor = {tensor}, but there are 4 devices: use a number"):
+    with pytest.raises(UserError, match=f"mesh.tensor = {tensor}, .*4 devices"):
         parallel.make("mesh", tensor=tensor)
-    with pytest.raises(UserError, match=r"mesh.tensor = 4, but there are 4 devices \(2 for each of fsdp = 2\)"):
+    with pytest.raises(UserError, match=r"mesh.tensor = 4, .*4 devices .*fsdp = 2"):
         parallel.make("mesh", fsdp=2, tensor=4)
 
 
@@ -223,14 +223,14 @@ def test_make_with_invalid_tensor_raises(tensor):
 def test_heads_that_tensor_does_not_divide_raise(fields, name):
     config = configs.default()
     config.model.update(fields)
-    with pytest.raises(UserError, match=f"config.model.{name} is not divisible by config.parallel.mesh.tensor = 2"):
+    with pytest.raises(UserError, match=f"config.model.{name} .*config.parallel.mesh.tensor = 2"):
         parallel.check_heads(config.model, 2)
     parallel.check_heads(config.model, 1)
 
 
 def test_width_not_divisible_by_fsdp_raises():
     parallel.check_width(32, 4)
-    with pytest.raises(UserError, match=r"model.width = 30 is not divisible by config.parallel.mesh.fsdp = 4"):
+    with pytest.raises(UserError, match=r"model.width = 30 .*config.parallel.mesh.fsdp = 4"):
         parallel.check_width(30, 4)
 
 
@@ -253,13 +253,13 @@ def test_eval_step_sums_over_all_devices():
 
 @pytest.mark.parametrize("strategy, devices", [("mesh", 5), ("mesh", 0), ("mesh", -2), ("pmap", 2)])
 def test_make_with_unavailable_devices_raises(strategy, devices):
-    with pytest.raises(UserError, match=f"config.parallel.mesh.data = {devices}, but there are 4 devices: use −1"):
+    with pytest.raises(UserError, match=f"config.parallel.mesh.data = {devices}, .*4 devices"):
         parallel.make(strategy, devices)
 
 
 def test_indivisible_batch_size_names_the_nearest_divisible_ones():
     parallel.check_batch(24, devices=4, accumulation=2)
-    with pytest.raises(UserError, match="batch_size = 30 is not divisible by devices × accumulation = 4 × 2 = 8"):
+    with pytest.raises(UserError, match="batch_size = 30 .*4 × 2 = 8"):
         parallel.check_batch(30, devices=4, accumulation=2)
     with pytest.raises(UserError, match="use 24 or 32"):
         parallel.check_batch(30, devices=4, accumulation=2)

@@ -98,5 +98,5 @@ def test_model_without_segments_cannot_train_on_packed_documents():
         def __call__(self, tokens, deterministic=True, dropout_key=None):
             return nn.Embed(8, 8)(tokens)
 
-    with pytest.raises(UserError, match="config.data.packing = 'documents', but Plain takes no segments=: give its"):
+    with pytest.raises(UserError, match="config.data.packing = 'documents', .*segments="):
         Experiment(config, 8, model=Plain())
