@@ -197,9 +197,9 @@ def test_train_in_the_workdir_of_another_run_writes_nothing(capsys, finished_run
 def test_train_in_a_folder_with_other_files_writes_nothing(capsys, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     line = mistake(capsys, train, QUICKSTART, f"--workdir={tmp_path}", *TINY)
-    assert "holds other files and no run: choose a new folder" in line
+    assert "holds other files and no run" in line
     line = mistake(capsys, train, QUICKSTART, f"--workdir={tmp_path}/thesis.tex", *TINY)
-    assert "is a file: name a folder" in line
+    assert "thesis.tex is a file" in line
     assert contents(tmp_path) == {tmp_path / "thesis.tex": b"years of work"}
 
 
@@ -240,9 +240,9 @@ def test_sample_with_an_invalid_option_is_one_line(capsys, finished_run, argumen
 def test_run_without_checkpoints_is_one_line(capsys, finished_run, tmp_path):
     copy = shutil.copytree(finished_run, tmp_path / "copy")
     shutil.rmtree(copy / "checkpoints")
-    assert "holds no checkpoint yet: train longer" in mistake(capsys, sample, f"--workdir={copy}")
+    assert "holds no checkpoint yet" in mistake(capsys, sample, f"--workdir={copy}")
     line = mistake(capsys, train, QUICKSTART, f"--workdir={copy}", *TINY, "--eval_only")
-    assert "holds no checkpoint, but the run had reached step 6: restore them" in line
+    assert "holds no checkpoint, but the run had reached step 6" in line
 
 
 def test_tokenizer_of_another_run_is_rejected(capsys, finished_run, tmp_path):
@@ -371,7 +371,7 @@ def test_checkpoint_dir_of_another_run_is_rejected(capsys, finished_run, tmp_pat
     elsewhere = f"--config.checkpoint.dir={finished_run}/checkpoints"
     before = contents(finished_run)
     line = mistake(capsys, train, QUICKSTART, f"--workdir={tmp_path}/run", *TINY, elsewhere)
-    assert "holds checkpoints of another run: choose a new folder" in line
+    assert "holds checkpoints of another run" in line
     assert contents(finished_run) == before and not (tmp_path / "run").exists()
 
 
@@ -448,7 +448,7 @@ def test_experiment_is_found_by_name_from_any_folder(capsys, tmp_path, monkeypat
 @pytest.mark.parametrize("flag", ["--config=quickstart", "--workdir=run", "--workdir=another"])
 def test_train_with_a_repeated_flag_is_one_line(capsys, flag):
     line = mistake(capsys, train, "--config=quickstart", "--workdir=run", flag)
-    assert f"{flag.partition('=')[0]} is given 2 times: give it once" in line
+    assert f"{flag.partition('=')[0]} is given 2 times" in line
 
 
 def test_config_field_given_twice_takes_the_last_value(capsys):

@@ -105,7 +105,7 @@ def test_second_start_with_another_config_is_refused(gpt2, text, started, capsys
         assert finetune(source, text, workdir, **NULL, **change) == 2
         assert message in capsys.readouterr().err
     assert finetune(gpt2, text, gpt2) == 2
-    assert "holds a Hugging Face model, not a run of attnlab: choose another folder" in capsys.readouterr().err
+    assert "holds a Hugging Face model" in capsys.readouterr().err
 
 
 def test_run_resumes_with_another_remat_also_one_of_version_0_1(gpt2, text, started, tmp_path):
@@ -220,11 +220,11 @@ def test_invalid_source_is_one_line_and_creates_no_workdir(gpt2, text, tmp_path,
     small = save_hf(tmp_path / "small", model, parameters(model, np.ones((1, 1), np.int32)))
     shutil.copy(gpt2 / "tokenizer.json", small)
     for source, message in (
-        ("", "error: config.init_from is missing, but config.data.tokenizer = 'pretrained' needs it"),
-        (tmp_path / "nowhere", "nowhere holds neither a run nor a Hugging Face model: name a workdir"),
-        (tmp_path, f"config.init_from = {tmp_path} holds neither a run nor"),
-        (broken, "it ends within the tensor transformer.wte.weight"),
-        (small, "has a tokenizer of 300 tokens and a model of 7: provide the model's own tokenizer"),
+        ("", "config.init_from is missing, but config.data.tokenizer = 'pretrained'"),
+        (tmp_path / "nowhere", "nowhere holds neither a run"),
+        (tmp_path, f"config.init_from = {tmp_path} holds neither"),
+        (broken, "ends within the tensor transformer.wte.weight"),
+        (small, "300 tokens and a model of 7"),
     ):
         assert finetune(source, text, tmp_path / "run") == 2
         err = capsys.readouterr().err
@@ -242,4 +242,4 @@ def test_sample_from_gpt2_folder_uses_its_tokenizer_also_for_unicode(gpt2, capsy
     texts = ["日本 🐈" + "".join(tokenizer.stream(int(token[n]) for token in drawn)) for n in (0, 1)]
     assert capsys.readouterr().out == f"{texts[0]}\n{'-' * 80}\n{texts[1]}\n"
     assert sample.main(["sample", *command, "--step=7"]) == 2
-    assert "is a Hugging Face model, which has no checkpoint '7': leave it out" in capsys.readouterr().err
+    assert "a Hugging Face model, which has no checkpoint '7'" in capsys.readouterr().err

@@ -78,7 +78,7 @@ def test_prompts_of_a_file_become_lines_of_json(command, tmp_path, workdir):
     assert printed == [f"{record['prompt']}{record['text']}\n" for record in records[2:4]]
     several = command(f"--prompts={tmp_path}/prompts.txt", *options).split("-" * 80 + "\n")
     assert several == [f"{record['prompt']}{record['text']}\n" for record in records]
-    assert "out.jsonl exists: give a new file" in command("--prompt=x", f"--out={tmp_path}/out.jsonl", code=2)
+    assert "out.jsonl exists" in command("--prompt=x", f"--out={tmp_path}/out.jsonl", code=2)
 
 
 def test_interrupted_file_is_that_of_an_undisturbed_run(command, tmp_path, monkeypatch):

@@ -71,7 +71,7 @@ def test_floor_is_that_of_documented_matrix_units_alone():
         ("--head_dims=0", "--head_dims=0: "),
         ("--block_sizes=512", "--block_sizes=512: .*128"),
         ("--block_sizes=512,100", "--block_sizes=512,100: .*128"),
-        (f"--json={__file__}", "exists"),
+        (f"--json={__file__}", "test_bench_bundles.py exists"),
     ],
 )
 def test_invalid_flag_is_one_line(error_line, flag, message):

@@ -6,44 +6,44 @@ import pytest
 INVALID = [
     line.format(file=__file__).split(" | ")
     for line in """
-attention --lengths=a | --lengths=a: expected integers of 1 or more
-attention --lengths=0 | --lengths=0: expected integers of 1 or more
-attention --rounds=0 | --rounds=0: expected 1 or more
-attention --masks=casual | --masks: 'casual' is unknown (did you mean causal?): use causal, window, documents
+attention --lengths=a | --lengths=a
+attention --lengths=0 | --lengths=0
+attention --rounds=0 | --rounds=0
+attention --masks=casual | --masks: 'casual' is unknown (did you mean causal?)
 attention --peers=torch | --peers: 'torch' is unknown
-attention --peers= | --peers is empty: use attnlab
-attention --json=/nowhere/x.json | --json=/nowhere/x.json: there is no folder /nowhere: create it, or give another file
-attention --plot={file} | exists: give a new file
+attention --peers= | --peers is empty
+attention --json=/nowhere/x.json | --json=/nowhere/x.json: there is no folder /nowhere
+attention --plot={file} | {file} exists
 attention --round=3 | Unknown command line flag 'round'. Did you mean: rounds ?
-data --sizes=medium | --sizes: 'medium' is unknown: use small, large
-data --batches=0 | --batches=0: expected 1 or more
-decode --sizes=medium | --sizes: 'medium' is unknown: use small, large
-decode --tokens=0 | --tokens=0: expected 1 or more
-decode --num_samples=0 | --num_samples=0: expected 1 or more
-decode --peer_path=/nowhere | --peer_path=/nowhere has no model.py: give a checkout of nanoGPT
-gpu --lengths=a | --lengths=a: expected integers of 1 or more
-gpu --head_dims=64,0 | --head_dims=64,0: expected integers of 1 or more
-gpu --masks=casual | --masks: 'casual' is unknown (did you mean causal?): use causal, window, documents
-gpu --rounds=0 | --rounds=0: expected 1 or more
-gpu --batch=0 | --batch=0: expected 1 or more
-gpu --peak_tflops=-1 | --peak_tflops=-1.0: expected more than 0
-gpu --peer_path=/nowhere | --peer_path=/nowhere has no model.py: give a checkout of nanoGPT
-gpu --peer_python=/nowhere | /nowhere cannot be started (No such file or directory): give a Python
-gpu --json={file} | exists: give a new file
+data --sizes=medium | --sizes: 'medium' is unknown
+data --batches=0 | --batches=0
+decode --sizes=medium | --sizes: 'medium' is unknown
+decode --tokens=0 | --tokens=0
+decode --num_samples=0 | --num_samples=0
+decode --peer_path=/nowhere | --peer_path=/nowhere has no model.py
+gpu --lengths=a | --lengths=a
+gpu --head_dims=64,0 | --head_dims=64,0
+gpu --masks=casual | --masks: 'casual' is unknown (did you mean causal?)
+gpu --rounds=0 | --rounds=0
+gpu --batch=0 | --batch=0
+gpu --peak_tflops=-1 | --peak_tflops=-1.0
+gpu --peer_path=/nowhere | --peer_path=/nowhere has no model.py
+gpu --peer_python=/nowhere | /nowhere cannot be started (No such file or directory)
+gpu --json={file} | {file} exists
 saving --rounds=2 | --config is missing
-start --rounds=0 | --rounds=0: expected 1 or more
-start --peer_path=/nowhere | --peer_path=/nowhere has no model.py: give a checkout of nanoGPT
-start --config.batch_size=0 | config.batch_size = 0: expected 1 or more
+start --rounds=0 | --rounds=0
+start --peer_path=/nowhere | --peer_path=/nowhere has no model.py
+start --config.batch_size=0 | config.batch_size = 0
 start --config=nowhere.py | --config=nowhere.py: no such experiment or file
-start --json=/nowhere/x.json | --json=/nowhere/x.json: there is no folder /nowhere: create it, or give another file
-train --sizes=smal | --sizes: 'smal' is unknown (did you mean small?): use small, large
-train --sizes= | --sizes is empty: use small, large
+start --json=/nowhere/x.json | --json=/nowhere/x.json: there is no folder /nowhere
+train --sizes=smal | --sizes: 'smal' is unknown (did you mean small?)
+train --sizes= | --sizes is empty
 train --precisions=float16 | --precisions: 'float16' is unknown (did you mean bfloat16?)
-train --rounds=0 | --rounds=0: expected 1 or more
-train --seconds=0 | --seconds=0: expected 1 or more
-train --peer_path=/nowhere | --peer_path=/nowhere has no model.py: give a checkout of nanoGPT
-train --json={file} | exists: give a new file
-train --profile=/nowhere/trace | there is no folder /nowhere: create it, or give another folder
+train --rounds=0 | --rounds=0
+train --seconds=0 | --seconds=0
+train --peer_path=/nowhere | --peer_path=/nowhere has no model.py
+train --json={file} | {file} exists
+train --profile=/nowhere/trace | there is no folder /nowhere
 """.strip().splitlines()
 ]
 

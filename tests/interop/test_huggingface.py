@@ -169,21 +169,21 @@ def test_export_rejects_unsupported_options(options, message, small, tmp_path):
 
 
 BAD_CONFIGS = [
-    ({"activation_function": "mish"}, "activation_function = 'mish' in its config, expected one of gelu_new, "),
-    ({"model_type": "gptj"}, "model_type = 'gptj' in its config: expected one of gpt2, llama, "),
-    ({"is_causal": False}, "is_causal = False in its config, expected True: GPT supports no other"),
-    ({"tie_word_embeddings": False}, "lacks the tensor lm_head.weight: is it complete, and of this architecture?"),
-    ({"n_head": 3}, "the options in its config do not fit together: width = 8 is not divisible by num_heads = 3"),
-    ({"n_layer": "two"}, "n_layer = 'two' in its config, expected an integer, 1 or more"),
-    ({"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon = nan in its config, expected a number above 0"),
-    ({"activation_function": ["gelu"]}, r"activation_function = \['gelu'\] in its config, expected one of"),
-    ({"vocab_size": 2**40}, "vocab_size = 1099511627776 in its config, expected an integer, 1 or more and below"),
-    ({"layer_norm_epsilon": None}, "layer_norm_epsilon = None in its config, expected a number above 0"),
-    ({"attn_pdrop": 2}, r"attn_pdrop = 2 in its config, expected a probability in \[0, 1\)"),
-    ({"n_layer": 3}, r"lacks the tensor transformer.h.2.ln_1.weight \(and 11 more\)"),
-    ({"n_layer": 1}, r"holds the tensor transformer.h.1.\S+ \(and 11 more\), which the model does not have"),
-    ({"n_inner": 33}, r"transformer.h.0.mlp.c_fc.weight has shape \(8, 32\), expected \(8, 33\)"),
-    ({"vocab_size": 12}, r"transformer.wte.weight has shape \(11, 8\), expected \(12, 8\)"),
+    ({"activation_function": "mish"}, "activation_function = 'mish' .*gelu_new"),
+    ({"model_type": "gptj"}, "model_type = 'gptj' .*gpt2, llama"),
+    ({"is_causal": False}, "is_causal = False .*True"),
+    ({"tie_word_embeddings": False}, "lacks .*lm_head.weight"),
+    ({"n_head": 3}, "config.*: width = 8 .*num_heads = 3"),
+    ({"n_layer": "two"}, "n_layer = 'two'"),
+    ({"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon = nan"),
+    ({"activation_function": ["gelu"]}, r"activation_function = \['gelu'\]"),
+    ({"vocab_size": 2**40}, "vocab_size = 1099511627776"),
+    ({"layer_norm_epsilon": None}, "layer_norm_epsilon = None"),
+    ({"attn_pdrop": 2}, "attn_pdrop = 2"),
+    ({"n_layer": 3}, r"lacks .*transformer.h.2.ln_1.weight \(and 11 more\)"),
+    ({"n_layer": 1}, r"holds .*transformer.h.1.\S+ \(and 11 more\)"),
+    ({"n_inner": 33}, r"transformer.h.0.mlp.c_fc.weight has shape \(8, 32\), .*\(8, 33\)"),
+    ({"vocab_size": 12}, r"transformer.wte.weight has shape \(11, 8\), .*\(12, 8\)"),
 ]
 
 
@@ -205,19 +205,19 @@ def rewritten(folder, change):
 
 NAME = "transformer.h.1.attn.c_attn.weight"
 BAD_TENSORS = {
-    "missing": (lambda state: state.pop(NAME), f"lacks the tensor {NAME}"),
+    "missing": (lambda state: state.pop(NAME), f"lacks .*{NAME}"),
     "extra": (lambda state: state.update({"transformer.h.1.attn.rotary": np.ones(3, np.float32)}), "1.attn.rotary"),
     "shape": (
         lambda state: state.update({NAME: state[NAME].T.copy()}),
-        rf"{NAME} has shape \(24, 8\), expected \(8, 24\)",
+        rf"{NAME} has shape \(24, 8\), .*\(8, 24\)",
     ),
     "integers": (
         lambda state: state.update({NAME: state[NAME].astype(np.int32)}),
-        f"{NAME} is int32, expected float32",
+        f"{NAME} is int32",
     ),
     "untied": (
         lambda state: state.update({"lm_head.weight": np.ones((11, 8), np.float32)}),
-        "lm_head.weight differs from the",
+        "lm_head.weight differs",
     ),
 }
 
@@ -250,7 +250,7 @@ def test_missing_file_raises_one_line(small, tmp_path, own_errors):
     folder = save_hf(tmp_path / "gpt2", *small)
     with pytest.raises(UserError, match=f"^{tmp_path}/nowhere: no such file"):
         from_hf(tmp_path / "nowhere")
-    for source, message in ((None, "was given a NoneType: expected a path"), (3, "was given a int: expected a path")):
+    for source, message in ((None, "a NoneType: .*path"), (3, "a int: .*path")):
         with pytest.raises(UserError, match=message):
             from_hf(source)
     for index in (

@@ -80,16 +80,16 @@ def test_unsupported_torch_module_raises_by_name():
     other_epsilon, other_rate = layer(8, 2), layer(8, 2)
     other_epsilon.norm2.eps, other_rate.dropout2.p = 0.1, 0.3
     for source, message in (
-        (attention(8, 2, add_bias_kv=True), "MultiheadAttention has bias_k, which attnlab"),
-        (attention(8, 2, add_zero_attn=True), "MultiheadAttention has add_zero_attn, which attnlab"),
+        (attention(8, 2, add_bias_kv=True), "MultiheadAttention has bias_k"),
+        (attention(8, 2, add_zero_attn=True), "MultiheadAttention has add_zero_attn"),
         (attention(8, 2, kdim=4, vdim=6), "kdim = 4 and vdim = 6"),
-        (layer(8, 2, activation=torch.nn.Mish()), r"the activation Mish\(\): expected relu, gelu or silu"),
-        (torch.nn.Linear(2, 2), "from_torch cannot convert a Linear: expected torch.nn.MultiheadAttention"),
-        (torch.nn.utils.skip_init(attention, 8, 2, device="meta"), "is a meta tensor without data"),
-        (subclass(8, 2), "Bilinear overrides forward of MultiheadAttention: expected"),
-        (other_epsilon, "expected two LayerNorms with one eps"),
-        (other_rate, r"has the dropout rates \(0.1, 0.3\): expected one rate"),
-        (attention(8, 2).double(), "MultiheadAttention: in_proj_weight is float64, expected float32 or a 16-bit float"),
+        (layer(8, 2, activation=torch.nn.Mish()), r"activation Mish\(\): .*relu, gelu or silu"),
+        (torch.nn.Linear(2, 2), "convert a Linear: .*torch.nn.MultiheadAttention"),
+        (torch.nn.utils.skip_init(attention, 8, 2, device="meta"), "is a meta tensor"),
+        (subclass(8, 2), "Bilinear overrides forward"),
+        (other_epsilon, "LayerNorms with one eps"),
+        (other_rate, r"dropout rates \(0.1, 0.3\)"),
+        (attention(8, 2).double(), "MultiheadAttention: in_proj_weight is float64"),
     ):
         with pytest.raises(UserError, match=message) as error:
             from_torch(source)
@@ -194,21 +194,21 @@ def test_invalid_nanogpt_checkpoint_raises_one_line(tmp_path):
         (
             Sizes(),
             {"transformer.h.2.ln_1.weight": torch.ones(16)},
-            "holds the tensor transformer.h.2.ln_1.weight, which",
+            "holds .*transformer.h.2.ln_1.weight",
         ),
         (
             Sizes(),
             {"transformer.wpe.weight": torch.ones(12, 17)},
-            r"wpe.weight has shape \(12, 17\), expected",
+            r"wpe.weight has shape \(12, 17\)",
         ),
-        (Sizes(), {"lm_head.weight": torch.ones(21, 16)}, "lm_head.weight differs from the embedding"),
-        (Sizes(bias=0), {}, "model_args.bias = 0, expected True or False"),
+        (Sizes(), {"lm_head.weight": torch.ones(21, 16)}, "lm_head.weight differs"),
+        (Sizes(bias=0), {}, "model_args.bias = 0"),
         (
             Sizes(n_head=3),
             {},
-            "ckpt.pt: the options in its config do not fit together: width = 16 is not divisible by num_heads = 3",
+            "ckpt.pt: .*width = 16 .*num_heads = 3",
         ),
-        (Sizes(dropout=2.0), {}, "expected a probability"),
+        (Sizes(dropout=2.0), {}, "attn_pdrop = 2.0"),
     ):
         checkpoint(path, sizes, **more)
         with pytest.raises(UserError, match=message):

@@ -109,11 +109,11 @@ def test_models_of_another_form_are_refused_in_one_line():
             lambda: see.contributions(Nonlinear(), models.variables(Nonlinear()), TOKENS, targets=OTHERS),
             "differ from the logits by",
         ),
-        (lambda: see.contributions(layer, params, x, targets=OTHERS), "contributions needs a model with blocks"),
-        (lambda: see.lens(layer, params, x), "lens needs a model with blocks"),
+        (lambda: see.contributions(layer, params, x, targets=OTHERS), "contributions needs .*blocks"),
+        (lambda: see.lens(layer, params, x), "lens needs .*blocks"),
         (
             lambda: see.contributions(models.nnx_model(), None, TOKENS, targets=OTHERS),
-            "contributions are of flax.linen models",
+            "contributions .*flax.linen",
         ),
     ):
         with pytest.raises(ValueError, match=message) as error:
