@@ -590,13 +590,13 @@ def test_workdir_alone_without_a_run_asks_for_a_config(tmp_path, capsys):
 def test_workdir_alone_refuses_other_changes(undisturbed, capsys):
     before = contents(undisturbed[0])
     for change, message in (
-        ("--config.model.width=64", "config.model.width = 64, there it was 16"),
-        ("--config.steps=11", "12 steps, and config.steps = 11"),
-        ("--config.stpes=60", "(did you mean steps?)"),
+        ("--config.model.width=64", "config.model.width = 64, .* 16"),
+        ("--config.steps=11", "12 steps, .*config.steps = 11"),
+        ("--config.stpes=60", "--config.stpes: .*did you mean steps"),
     ):
         assert workdir_alone(undisturbed[0], change) == 2
         err = capsys.readouterr().err
-        assert message in err and err.count("\n") == 1, err
+        assert re.search(message, err) and err.count("\n") == 1, err
     assert workdir_alone(undisturbed[0], "--eval_only", "--config.steps=60") == 2
     assert "config.steps = 60, there it was 12" in capsys.readouterr().err
     assert contents(undisturbed[0]) == before

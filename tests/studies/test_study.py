@@ -66,7 +66,8 @@ def test_study_writes_table_figure_and_verdict_once(tmp_path, capsys, monkeypatc
 def test_out_that_is_a_file_is_one_line(tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
     assert run("scaling", "--out", str(tmp_path / "file")) == 2
-    assert capsys.readouterr().err == f"error: --out={tmp_path / 'file'} is a file: name a folder\n"
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --out={tmp_path / 'file'} is a file") and error.count("\n") == 1
 
 
 def test_out_that_cannot_be_created_is_one_line(tmp_path, capsys):
