@@ -29,7 +29,7 @@ from attnlab.comparing.variants import SIZES, Variant, config_of, matched, parse
 from attnlab.support import workers
 from attnlab.support.errors import UserError
 from attnlab.sweep import shared_options
-from attnlab.sweeping import running
+from attnlab.sweeping import training_runs
 from attnlab.training import flops, precision
 from attnlab.training import text as texts
 
@@ -88,8 +88,8 @@ def _main(values, argv: list[str]) -> int:
         return _print_runs(protocol, variants, tuning)
     content = {"variants": {variant.name: variant.options for variant in variants}, "options": options}
     try:
-        with running.claimed(folder, MARKER, content) as lock:
-            return _compare(protocol, variants, tuning, folder, values.jobs, lock, running.Clock(total))
+        with training_runs.claimed(folder, MARKER, content) as lock:
+            return _compare(protocol, variants, tuning, folder, values.jobs, lock, training_runs.Clock(total))
     except workers.Interrupted as stopped:
         return 128 + stopped.args[0]
 
@@ -124,13 +124,13 @@ def _compare(protocol, variants, tuning, folder: Path, jobs: int, lock: int, clo
 
 def _train(points, folder: Path, jobs: int, lock: int, clock) -> dict[str, str]:
     ended = {point.name for point in points if protocols.has_ended(point, folder)}
-    failed = running.train_all(points, ended, folder, jobs, lock, clock)
+    failed = training_runs.train_all(points, ended, folder, jobs, lock, clock)
     return {name: error for name, error in failed.items() if not protocols.diverged(folder / name)}
 
 
 def _measure(final, folder: Path, lock: int) -> dict[str, dict]:
     """The measurements of each variant that has a finished run, made in one process after another."""
-    logs, files, words = folder / running.LOGS, {}, {}
+    logs, files, words = folder / training_runs.LOGS, {}, {}
     for name, points in final.items():
         workdirs = [folder / point.name for point in points if train.is_finished(point.config, folder / point.name)]
         if not workdirs:

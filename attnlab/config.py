@@ -109,7 +109,7 @@ class Mesh:
 
 
 @dataclasses.dataclass
-class Parallel:
+class ParallelFields:
     """`config.parallel`."""
 
     strategy: str = option("mesh (jit with named sharding) or pmap", "mesh", choices=("pmap", "mesh"))
@@ -155,7 +155,7 @@ class Log:
 
 
 @dataclasses.dataclass
-class Run:
+class RunFields:
     """The config of a run, but for `model`."""
 
     steps: int = option("optimizer updates", 2000, low=1)
@@ -176,7 +176,7 @@ class Run:
     )
     data: Data = dataclasses.field(default_factory=Data)
     optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
-    parallel: Parallel = dataclasses.field(default_factory=Parallel)
+    parallel: ParallelFields = dataclasses.field(default_factory=ParallelFields)
     eval: Eval = dataclasses.field(default_factory=Eval)
     sample: Sample = dataclasses.field(default_factory=Sample)
     checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
@@ -184,7 +184,7 @@ class Run:
 
 
 _MODEL = {f"model.{name}": each for name, each in (options(GPT) | options(Model)).items()}
-OPTIONS = options(Run) | _MODEL  # by dotted name
+OPTIONS = options(RunFields) | _MODEL  # by dotted name
 
 
 def default() -> ConfigDict:

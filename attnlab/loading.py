@@ -92,7 +92,7 @@ def weights_sha256(workdir: Path) -> str:
         with _checkpoint(workdir, "latest") as (checkpoints, step):
             digest.update((checkpoints.directory / str(step) / MANIFEST).read_bytes())
         return digest.hexdigest()
-    for path in huggingface.files.weight_files(workdir):
+    for path in huggingface.model_files.weight_files(workdir):
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
@@ -164,7 +164,7 @@ def peek(
             model = GPT.from_config(config, tokenizer.vocab_size)
             _check_fits(model, workdir, config)
         return model, tokenizer, config
-    model = huggingface.make_model(huggingface.files.read_config(workdir), str(workdir))
+    model = huggingface.make_model(huggingface.model_files.read_config(workdir), str(workdir))
     tokenizer = huggingface.read_tokenizer(workdir, model.vocab_size)
     if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
         raise UserError(

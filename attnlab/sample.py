@@ -33,9 +33,9 @@ from absl import flags
 from attnlab import commands, compilation
 from attnlab.generation.decoding import decode, generate
 from attnlab.generation.drawing import Draw
-from attnlab.generation.files import Records, read_prompts
+from attnlab.generation.prompt_files import Records, read_prompts
 from attnlab.generation.scoring import score
-from attnlab.generation.stopping import StopStrings, before_stop, end_tokens
+from attnlab.generation.stop_strings import StopStrings, before_stop, end_tokens
 from attnlab.generation.texts import Drawn, complete, prompt_ids, recorded
 from attnlab.loading import Run, load
 from attnlab.support.errors import UserError

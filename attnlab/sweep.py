@@ -26,7 +26,7 @@ from absl import flags
 from attnlab import commands, runs, train
 from attnlab.support import paths, workers
 from attnlab.support.errors import UserError
-from attnlab.sweeping import grid, groups, running
+from attnlab.sweeping import grid, groups, training_runs
 
 MARKER, TABLE, GROUPS, PLOT = "sweep.json", "runs.csv", "groups.csv", "runs.png"
 LOSSES, COUNTS = ("loss", "best_loss", "mean_loss", "low", "high"), ("best_step", "steps", "tokens_per_second")
@@ -59,8 +59,8 @@ def _main(values, options: list[str]) -> int:
         return 0
     finished = {point.name for point in points if train.is_finished(point.config, folder / point.name)}
     try:
-        with running.claimed(folder, MARKER, {"grid": values.grid, "options": options}) as lock:
-            failed = running.train_all(points, finished, folder, values.jobs, lock)
+        with training_runs.claimed(folder, MARKER, {"grid": values.grid, "options": options}) as lock:
+            failed = training_runs.train_all(points, finished, folder, values.jobs, lock)
     except workers.Interrupted as stopped:
         return 128 + stopped.args[0]
     rows = table(points, folder, failed)

@@ -40,8 +40,8 @@ from attnlab.training import trainer as trainers
 from attnlab.training.checkpoints import Checkpoints
 from attnlab.training.experiment import Experiment
 from attnlab.training.phases import OnPhase, no_phase
+from attnlab.training.preemption import PreemptionHandler, exit_peer_lost
 from attnlab.training.state import TrainState
-from attnlab.training.stopping import PreemptionHandler, exit_peer_lost
 from attnlab.training.text import Text
 from attnlab.training.workdir import Workdir
 

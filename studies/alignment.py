@@ -17,8 +17,8 @@ from attnlab import plots
 from attnlab.data.tasks import KINDS, pairs
 from attnlab.nn import AdditiveAttention, MultiHeadAttention, Seq2Seq, alignment
 from attnlab.study.fitting import Size, fit
-from attnlab.study.progress import Advance, ignore
 from attnlab.study.report import Options, Verdict, table
+from attnlab.study.study_progress import Advance, ignore
 
 VOCABULARY, WIDTH = 32, 64
 HELD_OUT = (6, 9, 11)  # lengths left out of training

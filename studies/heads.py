@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from attnlab import plots
 from attnlab.nn import GPT
 from attnlab.study import fitting
-from attnlab.study.progress import Advance
 from attnlab.study.report import Options, Verdict, table
+from attnlab.study.study_progress import Advance
 
 READS_TEXT = True
 CONTEXT = 64
@@ -41,7 +41,7 @@ def measure(options: Options) -> list[dict]:
     return rows
 
 
-def _train(model: GPT, text: fitting.Text, seeds: int, steps: int, advance: Advance) -> list[dict]:
+def _train(model: GPT, text: fitting.StudyText, seeds: int, steps: int, advance: Advance) -> list[dict]:
     """The trained variables of each seed."""
     fitted = fitting.fit_seeds(
         **fitting.next_token(model),

@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 from attnlab import plots, see
 from attnlab.data.tasks import TEST, repeats
 from attnlab.nn import GPT
-from attnlab.see.scoring import targets
+from attnlab.see.head_scores import targets
 from attnlab.study.fitting import fit_seeds, next_token
 from attnlab.study.report import Interval, Options, Verdict, table
 from attnlab.types import Array

@@ -28,8 +28,8 @@ from attnlab.data.tasks import TEST, chains
 from attnlab.masks import Causal
 from attnlab.nn import Block, Mlp, MultiHeadAttention
 from attnlab.study.fitting import Size, adamw, fit_seeds, next_token
-from attnlab.study.progress import Advance
 from attnlab.study.report import Interval, Options, Verdict
+from attnlab.study.study_progress import Advance
 
 STATES, WIDTH, LENGTH, BATCH, HELD_OUT = 3, 32, 100, 32, 256
 ROTARY_BASE = 30.0  # the slowest pair turns by half a turn over the sequence: all of them tell near from far

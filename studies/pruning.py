@@ -24,8 +24,8 @@ from matplotlib.figure import Figure
 
 from attnlab import plots, see
 from attnlab.study import fitting
-from attnlab.study.progress import Advance
 from attnlab.study.report import Interval, Options, Quoted, Verdict
+from attnlab.study.study_progress import Advance
 
 from . import _quickstart as quickstart
 from ._quickstart import HEADS, LAYERS
@@ -77,7 +77,7 @@ def measure(options: Options) -> list[dict]:
     return rows
 
 
-def train(model, source: fitting.Text, keep: np.ndarray, size: Size, advance: Advance):
+def train(model, source: fitting.StudyText, keep: np.ndarray, size: Size, advance: Advance):
     """Parameters with an axis for the seeds, of models that have the heads in `keep` `[L, H]`."""
     fitted = fitting.fit_seeds(
         lambda params, tokens: loss(model, params, tokens, jnp.asarray(keep), nothing(model)),

@@ -23,8 +23,8 @@ from scipy.stats import mannwhitneyu
 
 from attnlab import plots, see
 from attnlab.study import fitting
-from attnlab.study.progress import Advance
 from attnlab.study.report import Interval, Options, Verdict
+from attnlab.study.study_progress import Advance
 from attnlab.support.errors import UserError
 
 from . import _quickstart as quickstart
@@ -127,7 +127,7 @@ def measure(options: Options) -> list[dict]:
     return rows
 
 
-def places(source: fitting.Text, most: int) -> dict[str, tuple[list[Pair], list[Pair]]]:
+def places(source: fitting.StudyText, most: int) -> dict[str, tuple[list[Pair], list[Pair]]]:
     """By role, pairs in the validation text and their controls; UserError if every role has too few."""
     text, draw = source.tokenizer.decode(source.validation), np.random.default_rng(0)
     found = {}
@@ -144,7 +144,7 @@ def places(source: fitting.Text, most: int) -> dict[str, tuple[list[Pair], list[
     return found
 
 
-def train(source: fitting.Text, size: Size, advance: Advance):
+def train(source: fitting.StudyText, size: Size, advance: Advance):
     """Train one model per seed: the model, its initial and its trained parameters, with an axis for the seeds."""
     model = quickstart.gpt(source.tokenizer.vocab_size)
     fitted = fitting.fit_seeds(

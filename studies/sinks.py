@@ -27,8 +27,8 @@ from attnlab.data.tasks import TEST, backcopy, backcopy_chain
 from attnlab.masks import Causal
 from attnlab.nn import Block, LearnedPositions, Mlp, MultiHeadAttention
 from attnlab.study.fitting import adamw, fit_seeds, next_token
-from attnlab.study.progress import Advance
 from attnlab.study.report import Interval, Options, Verdict
+from attnlab.study.study_progress import Advance
 
 VOCABULARY, TRIGGERS, WIDTH, LENGTH, BATCH, HELD_OUT = 64, 3, 64, 64, 32, 256
 SMALL = nn.initializers.normal(0.02)

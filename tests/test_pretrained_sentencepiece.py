@@ -8,7 +8,7 @@ import pytest
 import attnlab
 from attnlab import sample
 from attnlab.data import published
-from attnlab.generation.stopping import end_tokens
+from attnlab.generation.stop_strings import end_tokens
 from attnlab.generation.texts import complete
 from attnlab.interop.huggingface import save_hf
 from attnlab.nn import GPT

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from attnlab.data import cache, sources
-from attnlab.data.progress import Progress
+from attnlab.data.data_progress import Progress
 from attnlab.data.sources import Piece, Source
 from attnlab.support.errors import UserError
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from attnlab.data import cache, tokenizers
 from attnlab.data.corpora import Corpus, TextChangedError
-from attnlab.data.progress import Progress
+from attnlab.data.data_progress import Progress
 from attnlab.data.sources import Piece
 from attnlab.support import files
 from attnlab.support.errors import UserError

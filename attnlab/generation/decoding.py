@@ -18,8 +18,8 @@ from attnlab.data.tokenizers import Tokenizer
 from attnlab.generation import drawing
 from attnlab.generation.drafts import Lookup
 from attnlab.generation.drawing import Draw
-from attnlab.generation.loop import AHEAD, Options, State, decode_ahead, rolls
-from attnlab.generation.stopping import StopStrings
+from attnlab.generation.loop import AHEAD, LoopOptions, State, decode_ahead, rolls
+from attnlab.generation.stop_strings import StopStrings
 from attnlab.nn import GPT, unstack_layers
 
 
@@ -142,7 +142,7 @@ def decode(
     if jax.default_backend() == "cpu" and model.dtype == jnp.bfloat16:
         model = model.clone(dtype=jnp.float32)  # the time of a step is the time to read the float32 parameters
     params = unstack_layers(params)
-    options = Options(draw, tuple(end), min(draft, model.context - 1))
+    options = LoopOptions(draw, tuple(end), min(draft, model.context - 1))
     texts = [np.asarray(prompt).tolist() for prompt in prompts for _ in range(num_samples)]
     state = _start(model, options, params, prompts, texts, max_tokens, drawing.keys(seed, num_samples))
     sizes = np.array([len(text) for text in texts])

@@ -16,7 +16,7 @@ from attnlab.types import Array
 AHEAD = 64  # most tokens that one loop draws for a text before they are yielded
 
 
-class Options(NamedTuple):
+class LoopOptions(NamedTuple):
     """Static options of the compiled loop."""
 
     draw: Draw
@@ -49,7 +49,7 @@ def rolls(model: GPT) -> bool:
 
 
 @functools.partial(jax.jit, static_argnames=("model", "options"), donate_argnames="state")
-def decode_ahead(model: GPT, options: Options, params, state: State, ahead, max_tokens):
+def decode_ahead(model: GPT, options: LoopOptions, params, state: State, ahead, max_tokens):
     """Draw tokens on the device, until a text has `ahead` ≤ `AHEAD` more, or a cache that cannot roll is full.
 
     Returns the state; tokens and log-probabilities `[N, AHEAD + draft + 1]`; and the number `[N]` of valid ones.

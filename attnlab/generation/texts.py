@@ -8,7 +8,7 @@ import numpy as np
 from attnlab.data.tokenizers import Tokenizer
 from attnlab.generation.decoding import Step, decode
 from attnlab.generation.drawing import Draw
-from attnlab.generation.stopping import StopStrings, cut
+from attnlab.generation.stop_strings import StopStrings, cut
 from attnlab.support.errors import UserError
 
 

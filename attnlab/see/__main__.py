@@ -38,8 +38,8 @@ from attnlab.data import tasks
 from attnlab.interop import huggingface
 from attnlab.loading import load, peek
 from attnlab.nn import GPT
+from attnlab.see.head_scores import KINDS
 from attnlab.see.pages.document import is_page
-from attnlab.see.scoring import KINDS
 from attnlab.support.errors import UserError
 from attnlab.training.workdir import Workdir, read_config
 from attnlab.types import Array

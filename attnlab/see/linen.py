@@ -31,7 +31,7 @@ class Linen:
 
     def sites(self, variables, args: tuple, kwargs: Mapping) -> Sites:
         """The attention layers and blocks, found by tracing the call."""
-        calls: dict[str, Call] = {}
+        calls: dict[str, ModuleCalls] = {}
         # A new collection each time, because otherwise `nn.jit` would not trace again.
         fresh = f"sites_{next(_fresh)}"
 
@@ -90,7 +90,7 @@ class Linen:
         return (out, {name: value for name, value in changed.items() if name not in asked}), sown
 
 
-class Call(NamedTuple):
+class ModuleCalls(NamedTuple):
     """The calls of one module: type, rank of its first array, whether the output has that array's shape, and count."""
 
     kind: str
@@ -114,7 +114,9 @@ class _Listener:
         x = None if at is None else args[at] if isinstance(at, int) else kwargs[at]
         if isinstance(module, (*OURS, nn.MultiHeadDotProductAttention)):
             self._require_collections(module, path)
-        noted = self.calls.setdefault(path, Call(type(module).__name__, np.ndim(x), isinstance(module, NORMS), count=0))
+        noted = self.calls.setdefault(
+            path, ModuleCalls(type(module).__name__, np.ndim(x), isinstance(module, NORMS), count=0)
+        )
         self.calls[path] = noted = noted._replace(count=noted.count + 1)
         if path in self.tapped and isinstance(module, NORMS):
             return _tapped_norm(module, x, call(*args, **kwargs))

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from attnlab.nn import taps
-from attnlab.see.linen import Call, base, first_array, replaced, site_of, tapped_attention, unwrapped
+from attnlab.see.linen import ModuleCalls, base, first_array, replaced, site_of, tapped_attention, unwrapped
 from attnlab.see.site import Sites, blocks_of
 
 
@@ -95,7 +95,7 @@ def _listen(module, path, port, blocks, calls) -> None:
     def __call__(self, *args, **kwargs):  # noqa: N807
         at = first_array(args, kwargs)
         x = None if at is None else args[at] if isinstance(at, int) else kwargs[at]
-        noted = calls.setdefault(path, Call(kind.__name__, np.ndim(x), False, count=0))
+        noted = calls.setdefault(path, ModuleCalls(kind.__name__, np.ndim(x), False, count=0))
         calls[path] = noted = noted._replace(count=noted.count + 1)
         if path in blocks:
             args, kwargs = replaced(args, kwargs, at, taps.tap(port(self), "in", x))

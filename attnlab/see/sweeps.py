@@ -15,7 +15,7 @@ import numpy as np
 
 from attnlab.nn import taps
 from attnlab.see.edits import Add, Edit, Put, site_key
-from attnlab.see.metrics import Metric, traced
+from attnlab.see.logit_metrics import Metric, traced
 from attnlab.see.models import Frame
 from attnlab.see.results import Effects, Run
 

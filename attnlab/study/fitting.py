@@ -16,8 +16,8 @@ from jax.sharding import Mesh, PartitionSpec
 from attnlab.config import default
 from attnlab.data import corpora, tokenizers
 from attnlab.data.batches import Batch, EvalBatches, TrainBatches
-from attnlab.data.tasks.drawing import key_of
-from attnlab.study.progress import Advance, ignore
+from attnlab.data.tasks.task_draws import key_of
+from attnlab.study.study_progress import Advance, ignore
 from attnlab.support.errors import UserError
 from attnlab.training import optimizer as optimizers
 from attnlab.training import state as states
@@ -171,7 +171,7 @@ def _update(loss, optimizer, params, opt_state, batch):
     return optax.apply_updates(params, updates), opt_state, gradient
 
 
-class Text(NamedTuple):
+class StudyText(NamedTuple):
     """A text as character tokens."""
 
     tokenizer: tokenizers.Tokenizer
@@ -204,7 +204,7 @@ def evenly_spaced(tokens: np.ndarray, length: int, count: int) -> np.ndarray:
     return tokens[starts[:, None] + np.arange(length)].astype(np.int32)
 
 
-def read(path: str, least: int = 1) -> Text:
+def read(path: str, least: int = 1) -> StudyText:
     """The text at `path`, or the Python language reference; UserError for a validation text below `least` tokens."""
     corpus = corpora.read_text("text", path=path) if path else corpora.read_text("python_docs")
     tokenizer = tokenizers.make("char", corpus.text)
@@ -214,7 +214,7 @@ def read(path: str, least: int = 1) -> Text:
             f"the validation text, the last tenth, is shorter than {least} tokens: give a longer text with --path"
         )
     spanish = corpus.text.count(" que ") > corpus.text.count(" the ")
-    return Text(tokenizer, train, validation, "es" if spanish else "en")
+    return StudyText(tokenizer, train, validation, "es" if spanish else "en")
 
 
 def text_loss(model) -> Callable:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from attnlab.study.progress import Advance, silent
+from attnlab.study.study_progress import Advance, silent
 from attnlab.support.paths import write_csv as write_csv
 from attnlab.types import Array
 

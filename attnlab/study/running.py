@@ -22,8 +22,8 @@ from absl import flags
 from matplotlib.figure import Figure
 
 from attnlab.study import registry
-from attnlab.study.progress import StudyProgress
 from attnlab.study.report import Options, Quoted, Verdict
+from attnlab.study.study_progress import StudyProgress
 from attnlab.support import paths
 from attnlab.support.errors import UserError
 from attnlab.support.paths import write_csv

@@ -19,8 +19,8 @@ from attnlab.training import parallel as parallel_lib
 from attnlab.training.checkpoints import Checkpoints, history_steps, sha256
 from attnlab.training.experiment import Experiment
 from attnlab.training.phases import OnPhase, no_phase
+from attnlab.training.preemption import PreemptionHandler
 from attnlab.training.state import TrainState
-from attnlab.training.stopping import PreemptionHandler
 from attnlab.training.text import Text
 from attnlab.training.workdir import Workdir
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from attnlab.data import progress
+from attnlab.data import data_progress
 
 
 @pytest.fixture
@@ -17,14 +17,14 @@ def clock(monkeypatch):
 
 
 def test_short_work_prints_nothing(capsys, clock):
-    with progress.Progress("reading") as reading:
+    with data_progress.Progress("reading") as reading:
         clock(0.9)
         reading.advance(10**6)
     assert capsys.readouterr().out == ""
 
 
 def test_without_a_terminal_a_line_is_printed_every_ten_seconds(capsys, clock):
-    with progress.Progress("reading a.txt", 300_000_000) as reading:
+    with data_progress.Progress("reading a.txt", 300_000_000) as reading:
         for _ in range(30):
             clock(1)
             reading.advance(10_000_000)
@@ -34,7 +34,7 @@ def test_without_a_terminal_a_line_is_printed_every_ten_seconds(capsys, clock):
 
 
 def test_quiet_work_prints_nothing(capsys, clock):
-    with progress.Progress("reading", quiet=True) as reading:
+    with data_progress.Progress("reading", quiet=True) as reading:
         clock(100)
         reading.advance(10**6)
     assert capsys.readouterr().out == ""
@@ -43,7 +43,7 @@ def test_quiet_work_prints_nothing(capsys, clock):
 @pytest.mark.parametrize("total", [None, 2_000_000])
 def test_terminal_gets_a_bar(capsys, clock, monkeypatch, total):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    with progress.Progress("reading a.txt", total) as reading:
+    with data_progress.Progress("reading a.txt", total) as reading:
         clock(2)
         reading.advance(10**6)
         assert "reading a.txt" in capsys.readouterr().out or total is None

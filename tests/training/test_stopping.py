@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from attnlab.training.stopping import PreemptionHandler
+from attnlab.training.preemption import PreemptionHandler
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -27,7 +27,7 @@ def process(body):
     """Exit code, stdout and stderr of a program that raises SIGTERM where `body` calls `get`."""
     program = f"""
 import signal, time
-from attnlab.training.stopping import PreemptionHandler
+from attnlab.training.preemption import PreemptionHandler
 
 def get(seconds=30):
     signal.raise_signal(signal.SIGTERM)

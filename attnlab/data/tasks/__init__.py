@@ -9,11 +9,11 @@ from attnlab.data.tasks.alignments import KINDS, Pairs, pairs
 from attnlab.data.tasks.associations import Recall, recall
 from attnlab.data.tasks.chains import Chains, backcopy, backcopy_chain, chains
 from attnlab.data.tasks.copying import Copies, copies
-from attnlab.data.tasks.drawing import TEST
 from attnlab.data.tasks.modular import Sums, modular_sums
 from attnlab.data.tasks.regression import Regressions, regressions
 from attnlab.data.tasks.repetition import repeats
 from attnlab.data.tasks.retrieval import Items, largest_of
+from attnlab.data.tasks.task_draws import TEST
 
 __all__ = [
     "KINDS",

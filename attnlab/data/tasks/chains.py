@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from attnlab.data.tasks.drawing import Number, key_of
+from attnlab.data.tasks.task_draws import Number, key_of
 from attnlab.types import Array
 
 BALANCING = 30  # rounds: the columns of most matrices then sum to 1 within rounding

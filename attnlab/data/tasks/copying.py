@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Int
 
 from attnlab.data.tasks.alignments import KINDS
-from attnlab.data.tasks.drawing import Number, key_of
+from attnlab.data.tasks.task_draws import Number, key_of
 from attnlab.types import Array
 
 END, START, SEPARATOR, SYMBOLS = 0, 1, 2, 3  # symbols are from 3 on

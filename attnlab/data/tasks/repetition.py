@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from attnlab.data.tasks.drawing import Number, key_of
+from attnlab.data.tasks.task_draws import Number, key_of
 from attnlab.types import Array
 
 

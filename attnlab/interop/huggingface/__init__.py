@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from attnlab.data import published, tokenizers
 from attnlab.interop import tensors
-from attnlab.interop.huggingface import files
+from attnlab.interop.huggingface import model_files
 from attnlab.interop.huggingface.families import family_of
-from attnlab.interop.huggingface.files import is_hf as is_hf
+from attnlab.interop.huggingface.model_files import is_hf as is_hf
 from attnlab.interop.huggingface.reading import make_model
 from attnlab.interop.huggingface.weights import load_state, prepared
 from attnlab.interop.huggingface.writing import make_config
@@ -60,7 +60,7 @@ def from_hf(
     >>> again == model, bool((again.apply(its_params, jnp.array([[1]])) == model.apply(params, jnp.array([[1]]))).all())
     (True, True)
     """
-    files.check_dtype(dtype)
+    model_files.check_dtype(dtype)
     if hasattr(config, "to_dict"):  # transformers' own
         config = config.to_dict()
     if hasattr(source, "state_dict"):
@@ -79,10 +79,10 @@ def from_hf(
     else:
         name, path = str(source), Path(source)
         if config is None:
-            config = files.read_config(path)
+            config = model_files.read_config(path)
         state = None
     model, family = make_model(config, name), family_of(config, name)
-    state = files.read_tensors(path) if state is None else state
+    state = model_files.read_tensors(path) if state is None else state
     return model, {"params": load_state(model, state, name, family, shardings=shardings, dtype=dtype)}
 
 
@@ -146,7 +146,7 @@ def save_hf(
     >>> sorted(path.name for path in folder.iterdir())
     ['config.json', 'model.safetensors']
     """
-    files.check_dtype(dtype)
+    model_files.check_dtype(dtype)
     folder = Path(folder).absolute()
     config = make_config(model, model_type) | {"dtype": jnp.dtype(dtype).name}
     table, params = prepared(model, tensors.bare(params), config["model_type"])
@@ -162,7 +162,7 @@ def save_hf(
         unfinished.mkdir(parents=True)
         for file, content in contents.items():
             (unfinished / file).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        files.write_tensors(unfinished, table, tensors.arrays(table, params), dtype, max_shard_bytes)
+        model_files.write_tensors(unfinished, table, tensors.arrays(table, params), dtype, max_shard_bytes)
         os.replace(unfinished, folder)  # atomic
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error.strerror or error}): choose another folder") from error

@@ -4,33 +4,33 @@ import warnings
 from collections.abc import Mapping
 
 from attnlab.interop.huggingface import rotary as rotaries
+from attnlab.interop.huggingface.config_reader import ConfigReader
 from attnlab.interop.huggingface.families import ALL_DROPOUTS, DROPOUTS, FAMILIES, Family, family_of
-from attnlab.interop.huggingface.options import Options
 from attnlab.nn import GPT
 from attnlab.nn.fields import check_shape
 from attnlab.support.errors import UserError
 
 # The reader of each option that sets a field directly.
 _READ = {
-    "vocab_size": Options.integer,
-    "width": Options.integer,
-    "num_layers": Options.integer,
-    "num_heads": Options.integer,
-    "context": Options.integer,
-    "activation": Options.activation,
-    "norm_epsilon": Options.number,
-    "tie_embeddings": Options.flag,
-    "attention_bias": Options.flag,
-    "use_bias": Options.flag,
-    "soft_cap": Options.optional_number,
-    "logit_cap": Options.optional_number,
+    "vocab_size": ConfigReader.integer,
+    "width": ConfigReader.integer,
+    "num_layers": ConfigReader.integer,
+    "num_heads": ConfigReader.integer,
+    "context": ConfigReader.integer,
+    "activation": ConfigReader.activation,
+    "norm_epsilon": ConfigReader.number,
+    "tie_embeddings": ConfigReader.flag,
+    "attention_bias": ConfigReader.flag,
+    "use_bias": ConfigReader.flag,
+    "soft_cap": ConfigReader.optional_number,
+    "logit_cap": ConfigReader.optional_number,
 }
 
 
 def make_model(config: Mapping, name: str = "config") -> GPT:
     """Build the `GPT` that a config describes; `name` is the source in errors and warnings."""
     family = FAMILIES[family_of(config, name)]
-    options = Options(config, family.defaults, name)
+    options = ConfigReader(config, family.defaults, name)
     options.only({"is_causal": True, **family.only})
     fields = dict(family.fields)
     for option, field in family.options.items():
@@ -47,7 +47,7 @@ def make_model(config: Mapping, name: str = "config") -> GPT:
     return model
 
 
-def _warn(options: Options, family: Family, model: GPT) -> None:
+def _warn(options: ConfigReader, family: Family, model: GPT) -> None:
     """One line on ignored options, another on dropout rates."""
     rates = {option: options.get(option) for option in ALL_DROPOUTS if options.get(option)}
     if rates and not model.dropout:
@@ -58,7 +58,7 @@ def _warn(options: Options, family: Family, model: GPT) -> None:
         warnings.warn(f"{options.name}: {ignored}, as by transformers' {family.architecture}", stacklevel=4)
 
 
-def _read_gpt2(options: Options, fields: Mapping) -> dict:
+def _read_gpt2(options: ConfigReader, fields: Mapping) -> dict:
     rates = [options.get(option) for option in DROPOUTS]
     for option, rate in zip(DROPOUTS, rates):
         if not isinstance(rate, int | float) or not 0 <= rate < 1:
@@ -70,7 +70,7 @@ def _read_gpt2(options: Options, fields: Mapping) -> dict:
     }
 
 
-def _read_decoder(options: Options, fields: Mapping, family: Family) -> dict:
+def _read_decoder(options: ConfigReader, fields: Mapping, family: Family) -> dict:
     width, heads = fields["width"], fields["num_heads"]
     if family.divides and width % heads:
         raise options.error("num_attention_heads", f"a divisor of hidden_size = {width}")
@@ -95,7 +95,7 @@ def _ratio(hidden: int, width: int) -> int | float:
     return hidden // width if hidden % width == 0 else hidden / width
 
 
-def _read_kinds(options: Options, family: Family, layers: int) -> list[str]:
+def _read_kinds(options: ConfigReader, family: Family, layers: int) -> list[str]:
     """The kind of each layer, "local" or "global"."""
     has_window = "sliding_window" in family.defaults and options.get("sliding_window") is not None
     if "layer_types" not in family.defaults:
@@ -113,7 +113,7 @@ def _read_kinds(options: Options, family: Family, layers: int) -> list[str]:
     return kinds
 
 
-def _read_rotary(options: Options, family: Family, head_dim: int) -> dict:
+def _read_rotary(options: ConfigReader, family: Family, head_dim: int) -> dict:
     if "rope_local_base_freq" in family.defaults:
         return _read_two_rotaries(options)
     options.get("original_max_position_embeddings")  # no effect without scaling
@@ -130,7 +130,7 @@ def _read_rotary(options: Options, family: Family, head_dim: int) -> dict:
     return {"rotary": rotary}
 
 
-def _read_two_rotaries(options: Options) -> dict:
+def _read_two_rotaries(options: ConfigReader) -> dict:
     """Rotary positions of Gemma 3, whose global and local layers differ."""
     both = options.within("rope_parameters", {})
     if options.get("rope_parameters") and not any(map(both.get, rotaries.KINDS)):

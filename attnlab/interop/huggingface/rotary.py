@@ -4,14 +4,14 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from attnlab.interop.huggingface.options import Options
+from attnlab.interop.huggingface.config_reader import ConfigReader
 from attnlab.nn import Rotary
 
 _FAST_TURNS = {"llama3": 4.0, "yarn": 32.0}  # defaults
 KINDS = {"sliding_attention": "local", "full_attention": "global"}
 
 
-def read_rotary(config: Options, rope: Options, partial: bool = False) -> Rotary:
+def read_rotary(config: ConfigReader, rope: ConfigReader, partial: bool = False) -> Rotary:
     """Rotary positions from `rope_scaling` or `rope_parameters`; `partial` if the family has partial_rotary_factor."""
     kind, older = rope.get("rope_type"), rope.get("type")
     key, kind = ("type", older) if kind is None else ("rope_type", kind)
@@ -43,7 +43,7 @@ def read_rotary(config: Options, rope: Options, partial: bool = False) -> Rotary
     return dataclasses.replace(rotary, attention_factor=_attention_factor(rope), truncate=truncate)
 
 
-def _fraction(config: Options, rope: Options, kind: str, partial: bool) -> float:
+def _fraction(config: ConfigReader, rope: ConfigReader, kind: str, partial: bool) -> float:
     option = "partial_rotary_factor"
     fraction = rope.optional_number(option) or 1.0
     if partial or fraction == 1:
@@ -55,7 +55,7 @@ def _fraction(config: Options, rope: Options, kind: str, partial: bool) -> float
     return 1.0
 
 
-def _attention_factor(rope: Options) -> float | None:
+def _attention_factor(rope: ConfigReader) -> float | None:
     """The factor in a config, or from mscale and mscale_all_dim; None for `Rotary`'s default."""
     factor = rope.optional_number("attention_factor")
     mscale, all_dim = map(rope.number_or_off, ("mscale", "mscale_all_dim"))
@@ -90,7 +90,7 @@ def resolved(rotary: Rotary) -> Rotary:
     return dataclasses.replace(rotary, fast_turns=rotary.fast_turns or _FAST_TURNS[rotary.scaling])
 
 
-def read_kinds(config: Options, default: Sequence[str]) -> list[str]:
+def read_kinds(config: ConfigReader, default: Sequence[str]) -> list[str]:
     """The kind of each layer, "local" or "global", by `layer_types`, or `default` without it."""
     types = config.get("layer_types")
     if types is None:

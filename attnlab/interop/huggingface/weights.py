@@ -7,7 +7,7 @@ import numpy as np
 from flax import traverse_util
 
 from attnlab.interop import tensors
-from attnlab.interop.huggingface import layout
+from attnlab.interop.huggingface import tensor_names
 from attnlab.interop.huggingface.families import FAMILIES
 from attnlab.interop.huggingface.writing import make_config, with_biases
 from attnlab.interop.tensors import Tensor
@@ -77,8 +77,8 @@ def _checked(model: GPT, params, family: str, transposed: bool = False):
 
 def _table(model: GPT, family: str, prefix: str | None = None, transposed: bool = False) -> list[Tensor]:
     if family == "gpt2":
-        return layout.gpt2(model, "transformer." if prefix is None else prefix, transposed)
-    return layout.decoder(model, "model." if prefix is None else prefix, FAMILIES[family].fused)
+        return tensor_names.gpt2(model, "transformer." if prefix is None else prefix, transposed)
+    return tensor_names.decoder(model, "model." if prefix is None else prefix, FAMILIES[family].fused)
 
 
 def _without_parameters(model: GPT, prefix: str) -> list[str]:

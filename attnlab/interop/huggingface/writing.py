@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from attnlab.interop.huggingface import rotary as rotaries
+from attnlab.interop.huggingface.config_reader import ACTIVATIONS, activation_name
 from attnlab.interop.huggingface.families import DROPOUTS, FAMILIES, Family
-from attnlab.interop.huggingface.options import ACTIVATIONS, activation_name
 from attnlab.interop.huggingface.reading import make_model
 from attnlab.nn import GPT
 from attnlab.nn.kinds import KINDS, kind_of

@@ -82,7 +82,7 @@ def _named(context: Context) -> list[str]:
     return [name for name in (context.axis, *context.batch, *context.heads) if name is not None]
 
 
-class Call(NamedTuple):
+class ShardedCall(NamedTuple):
     """The split of a call over a mesh."""
 
     context: Context
@@ -111,7 +111,7 @@ class Call(NamedTuple):
         return keys.reshape(*batch, *jnp.shape(key))
 
 
-def current(q: Array, k: Array) -> Call | None:
+def current(q: Array, k: Array) -> ShardedCall | None:
     """The split of a call with these queries and keys; None outside `context_parallel`, or where nothing is split."""
     context = _current.value
     if context is None:
@@ -140,7 +140,7 @@ def current(q: Array, k: Array) -> Call | None:
 
     by_batch = size(name for axes in splits.batch for name in names_of(axes))
     by_length = size((context.axis,) if context.axis else ())
-    call = Call(context, is_manual, splits, (by_batch, size(splits.heads), by_length))
+    call = ShardedCall(context, is_manual, splits, (by_batch, size(splits.heads), by_length))
     if not is_manual and 0 in (q.shape[-3], k.shape[-3]):
         return None
     if not is_manual and call.devices > 1:
@@ -153,7 +153,7 @@ def current(q: Array, k: Array) -> Call | None:
     return call if call.devices > 1 or is_manual else None
 
 
-def layout(call: Call, arguments: dict, block_sizes, platform: str) -> Layout | None:
+def layout(call: ShardedCall, arguments: dict, block_sizes, platform: str) -> Layout | None:
     """The layout of a call with `prepared` arguments; None for a whole sequence."""
     if call.devices == 1:
         return None
@@ -175,14 +175,14 @@ def layout(call: Call, arguments: dict, block_sizes, platform: str) -> Layout | 
     )
 
 
-def _gathered_bytes(call: Call, k: Array, v: Array) -> int:
+def _gathered_bytes(call: ShardedCall, k: Array, v: Array) -> int:
     """Bytes of keys and values that one device holds after it has gathered them."""
     size = sum(x.size * x.dtype.itemsize for x in (k, v))
     by_batch, by_heads, by_length = call.sizes
     return size * by_length if call.is_manual else size // (by_batch * by_heads)
 
 
-def attend(call: Call, layout: Layout | None, run: Callable, arguments: dict):
+def attend(call: ShardedCall, layout: Layout | None, run: Callable, arguments: dict):
     """(out, (max, log_sum)), where run(arguments, shard), in a ring run(arguments, shard, given), computes a part."""
     if call.is_manual:
         return shards.attend(call, layout, run, arguments)
@@ -202,7 +202,7 @@ def attend(call: Call, layout: Layout | None, run: Callable, arguments: dict):
     return in_shards(lambda arrays: compute({**arrays, **static}), q, (arrays,), (specs,), P(*batch, axis, heads))
 
 
-def prepared(call: Call | None, arguments: dict) -> dict:
+def prepared(call: ShardedCall | None, arguments: dict) -> dict:
     """The arguments with the words of random keys, and without functions that close over traced arrays."""
     if call is None:
         return arguments

@@ -19,7 +19,7 @@ from attnlab.ops.tiles import Shard
 from attnlab.types import Array
 
 if TYPE_CHECKING:
-    from attnlab.ops.context import Call
+    pass
 
 # The arguments that have an axis of queries, or of keys, and which.
 OF_QUERIES = {"q": -3, "bias": -2, "q_positions": -1}

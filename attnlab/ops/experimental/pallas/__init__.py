@@ -20,8 +20,8 @@ from jax.sharding import ManualAxisType
 from jaxtyping import Float
 
 from attnlab.ops import dropout
-from attnlab.ops.experimental.pallas.drawing import Drawn, draw
-from attnlab.ops.experimental.pallas.operands import LOG2E, Others, Plan, Terms
+from attnlab.ops.experimental.pallas.drawn_tiles import Drawn, draw
+from attnlab.ops.experimental.pallas.kernel_types import LOG2E, Others, Plan, Terms
 from attnlab.ops.experimental.pallas.splitting import Scores, Split, UnsupportedError, split
 from attnlab.ops.mask_algebra import And
 from attnlab.ops.masks import Causal, Mask, Padding, PrefixLM, Segments, SlidingWindow

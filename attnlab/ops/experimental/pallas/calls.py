@@ -14,8 +14,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
 
 from attnlab.ops.experimental.pallas import kernels
+from attnlab.ops.experimental.pallas.kernel_types import Cotangents, Operands, Plan, Terms
 from attnlab.ops.experimental.pallas.kernels import LANES, Refs, Tile
-from attnlab.ops.experimental.pallas.operands import Cotangents, Operands, Plan, Terms
 from attnlab.ops.schedule import Visit, Visits, read_visit
 from attnlab.types import Array
 

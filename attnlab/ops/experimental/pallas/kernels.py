@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from attnlab.ops.experimental.pallas.operands import Plan, Terms
+from attnlab.ops.experimental.pallas.kernel_types import Plan, Terms
 from attnlab.ops.experimental.pallas.splitting import loaded
 from attnlab.ops.schedule import PARTIAL, Visit
 from attnlab.types import Array

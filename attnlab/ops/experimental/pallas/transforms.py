@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
 from attnlab.ops.experimental.pallas import calls
-from attnlab.ops.experimental.pallas.operands import Cotangents, Operands, Others, Plan
+from attnlab.ops.experimental.pallas.kernel_types import Cotangents, Operands, Others, Plan
 from attnlab.ops.meshes import equally_varying
 from attnlab.ops.reverse_mode import forward_mode_refused, refuse, reverse_mode_only
 from attnlab.types import Array

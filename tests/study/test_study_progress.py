@@ -4,8 +4,8 @@ import io
 
 import pytest
 
-from attnlab.study import progress
-from attnlab.study.progress import StudyProgress
+from attnlab.study import study_progress
+from attnlab.study.study_progress import StudyProgress
 
 
 class Clock:
@@ -74,4 +74,4 @@ def test_progress_survives_a_closed_pipe():
     [(0, "a few seconds"), (89, "about 90 seconds"), (3600, "about 60 minutes"), (7200, "about 2 hours")],
 )
 def test_duration_in_words_is_rounded(seconds, words):
-    assert progress.in_words(seconds) == words
+    assert study_progress.in_words(seconds) == words

@@ -5,7 +5,7 @@ import pytest
 from scipy import stats
 
 from attnlab.nn import GPT
-from attnlab.see.scoring import KINDS, mul_score, scores, targets
+from attnlab.see.head_scores import KINDS, mul_score, scores, targets
 from tests.see import induction
 
 LENGTH, BATCH, VOCAB = 24, 16, 9

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from attnlab.generation.files import Records, read_prompts
+from attnlab.generation.prompt_files import Records, read_prompts
 from attnlab.support.errors import UserError
 
 

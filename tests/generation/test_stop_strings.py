@@ -6,7 +6,7 @@ import pytest
 import tokenizers as huggingface
 
 from attnlab.data.tokenizers import TrainedTokenizer, make
-from attnlab.generation.stopping import StopStrings, before_stop, cut, end_tokens
+from attnlab.generation.stop_strings import StopStrings, before_stop, cut, end_tokens
 from attnlab.support.errors import UserError
 
 TEXT = "low lower lowest, or so. <|endoftext|>\n\n" * 30

@@ -17,7 +17,7 @@ ACTIVATIONS = {
     "swish": "silu",
 }
 
-# Options that no model reads: origin, tokens, generation, training, and heads of other tasks.
+# ConfigReader that no model reads: origin, tokens, generation, training, and heads of other tasks.
 _METADATA = """
 model_type architectures auto_map transformers_version dtype torch_dtype name_or_path tokenizer_class use_cache
 initializer_range bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id id2label label2id
@@ -33,7 +33,7 @@ METADATA = frozenset(_METADATA.split())
 _NEUTRAL = {"pretraining_tp": 1, "position_embedding_type": "absolute", "partial_rotary_factor": 1}
 
 
-class Options:
+class ConfigReader:
     """The options of a config.json, or of an object within it; it records which options are read."""
 
     def __init__(self, options: Mapping[str, Any], defaults: Mapping[str, Any], name: str):
@@ -53,7 +53,7 @@ class Options:
         value = self.get(option)
         if not isinstance(value, Mapping | None):
             raise self.error(option, "an object, or null")
-        self._objects[option] = Options(value or {}, defaults, f"{self.name}: {option}")
+        self._objects[option] = ConfigReader(value or {}, defaults, f"{self.name}: {option}")
         return self._objects[option]
 
     def ignore(self, option: str) -> None:
