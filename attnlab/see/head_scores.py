@@ -282,7 +282,8 @@ def _p_matched(layers: Sequence[Array], wanted: np.ndarray) -> np.ndarray:
 
 def _chosen(names: str | Sequence[str], known: Sequence[str], argument: str) -> tuple[str, ...]:
     names = (names,) if isinstance(names, str) else tuple(names)
-    if unknown := [name for name in names if name not in known] or not names:
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
         raise ValueError(f"{argument} = {unknown}: expected one or more of {', '.join(known)}")
     return names
 

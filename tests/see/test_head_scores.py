@@ -213,7 +213,7 @@ def test_trained_model_has_an_induction_head_by_all_nulls():
     ("change", "message"),
     [
         ({"kinds": ["copy"]}, r"kinds = \['copy'\]: .*previous, .*entropy"),
-        ({"kinds": []}, "kinds = .*entropy"),
+        ({"kinds": []}, r"kinds = \[\]: .*entropy"),
         ({"null": "random"}, r"null = \['random'\]: .*uniform, untrained, matched"),
         ({"null": "untrained"}, "null = 'untrained' needs untrained="),
         (
