@@ -397,9 +397,9 @@ def test_signal_stops_all_runs_saved_and_the_same_command_goes_on(tmp_path, numb
     running = started(folder, *options)
     wait_until(lambda: all("step 100/" in log(folder, f"seed={seed}") for seed in (0, 1)))
     pids = children(running)
-    training_runs.send_signal(number)
-    _, err = training_runs.communicate(timeout=60)
-    assert training_runs.returncode == 128 + number and err == "stopped: the same command goes on from there\n"
+    running.send_signal(number)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 128 + number and err == "stopped: the same command goes on from there\n"
     assert len(pids) == 2 and not any(map(is_alive, pids))
     assert all(re.search(r"stopped: step \d+ is saved", log(folder, f"seed={seed}")) for seed in (0, 1))
     assert not (folder / "seed=2").exists() and not (folder / "runs.csv").exists()
@@ -421,8 +421,8 @@ def test_runs_of_a_killed_sweep_save_and_end_and_lock_it_until_then(tmp_path, ca
     running = started(folder, "--grid=config.seed=0,1", "--jobs=2", length=endless)
     wait_until(lambda: all("step 100/" in log(folder, f"seed={seed}") for seed in (0, 1)))
     pids = children(running)
-    training_runs.kill()
-    training_runs.communicate()
+    running.kill()
+    running.communicate()
     assert swept(folder, "--grid=config.seed=0,1", length=endless) == 2
     assert "another command runs there, or runs of a killed one still save their state" in capsys.readouterr().err
     wait_until(lambda: not any(map(is_alive, pids)))
