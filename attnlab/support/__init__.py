@@ -1,1 +1,1 @@
-"""What several floors need: errors, files, names, timing; it imports nothing else of attnlab."""
+"""Errors, files, options, names, progress, timing: used by all other folders, and independent of them."""

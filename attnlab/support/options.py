@@ -32,7 +32,7 @@ class Option(NamedTuple):
     choices: tuple[str, ...]
 
     def problem(self, value) -> str:
-        """What is expected in place of a value; "" if it is valid."""
+        """The expected value, in words, if `value` is invalid; otherwise ""."""
         if value is None and type(None) in self.types:
             return ""
         accepted = tuple(_ACCEPTED.get(each, each) for each in self.types)

@@ -1,6 +1,6 @@
 """Tiles of a mask drawn beforehand, each different tile once.
 
-For masks that gather, such as a `BlockSparse` whose blocks are no multiples of the tiles. Only tiles that are compared
+For masks that gather, such as a `BlockSparse` whose blocks are not multiples of the tiles. Only tiles that are compared
 are drawn, and only of a mask that is known while tracing.
 """
 
