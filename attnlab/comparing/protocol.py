@@ -18,7 +18,7 @@ FACTORS = (1 / 9, 1 / 3, 1.0, 3.0)  # of the config's learning rate, where the u
 
 
 class Protocol(NamedTuple):
-    """Fields and methods common to all variants."""
+    """The options, learning rates and seeds common to all variants."""
 
     options: tuple[str, ...]  # of `attnlab train`
     rates: tuple[float, ...]  # learning rates, ascending
