@@ -48,7 +48,7 @@ def bytes_sent(text):
 
 @pytest.mark.parametrize("chips", [4, 8])
 def test_ring_sends_four_messages_for_each_other_device(chips, topology, compiled):
-    text, program = split(compiled, topology(SLICE), (128 // chips, chips), 2048 * chips, "ring")
+    text, program = split(compiled, topology(SLICE), (128 // chips, chips), 2048 * chips, "ring", impl="pallas")
     assert collectives(text) == {"collective-permute": 4 * (chips - 1)}
     assert program.kernels
 
@@ -64,7 +64,7 @@ def test_halo_of_a_window_is_as_large_for_any_number_of_devices(topology, compil
 
 
 def test_gathered_keys_are_gathered_again_for_the_gradient(topology, compiled):
-    text, _ = split(compiled, topology(SLICE), (32, 4), 8192, "gather", mask=Causal())
+    text, _ = split(compiled, topology(SLICE), (32, 4), 8192, "gather", mask=Causal(), impl="pallas")
     assert collectives(text)["all-gather"] == 4 and collectives(text)["reduce-scatter"] == 2
 
 

@@ -439,9 +439,9 @@ SHORT = ("length 50", "length 1", "one query")
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_splash_runs_on_tpus_where_it_can_else_these_kernels(name):
+def test_auto_takes_splash_on_tpus_where_it_can_else_blockwise(name):
     call = CALLS[name]
     q, k, v = (jnp.zeros(shape, call.dtype) for shape in call.shapes())
     explanation = attnlab.explain(q, k, v, **call.terms, block_sizes=call.block_sizes, platform="tpu")
-    expected = "dense" if name in SHORT else "splash" if name in SPLASH else "pallas"
+    expected = "dense" if name in SHORT else "splash" if name in SPLASH else "blockwise"
     assert explanation.backend == expected, str(explanation)
