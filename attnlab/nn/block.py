@@ -55,6 +55,7 @@ class Block(nn.Module):
         deterministic: bool = True,
         cache: KVCache | LinearState | Array | None = None,
         segments: Int[Array, "B T"] | None = None,
+        lengths: Int[Array, " B"] | None = None,
         dropout_key: Array | None = None,
         first_values: Float[Array, "B T Hk D"] | None = None,
         layer: Int[Array, ""] | int | None = None,
@@ -83,7 +84,7 @@ class Block(nn.Module):
             options = {"use_bias": self.use_bias, "dtype": self.dtype, "name": name}
             return make_norm(self.norm, self.norm_epsilon, **options)(x)
 
-        optional = {"segments": segments, "first_values": first_values, "layer": layer}
+        optional = {"segments": segments, "lengths": lengths, "first_values": first_values, "layer": layer}
 
         def attend(x):
             return self.attention(

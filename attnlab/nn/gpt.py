@@ -14,7 +14,7 @@ from attnlab.nn.block import NORM_AT, NORM_EPSILON, Block
 from attnlab.nn.fields import POSITIONS, check_shape
 from attnlab.nn.kinds import KINDS, Attention, kind_of
 from attnlab.nn.mlp import ACTIVATIONS, MLPS, Mlp
-from attnlab.nn.multihead import KVCache, check_cache, check_segments
+from attnlab.nn.multihead import KVCache, check_cache, check_lengths, check_segments
 from attnlab.nn.norms import NORMS, make_norm
 from attnlab.nn.positions import LearnedPositions, sinusoidal, within_segments
 from attnlab.nn.remat import REMAT
@@ -140,6 +140,7 @@ class GPT(checks.MaskedModule):
         dropout_key: Array | None = None,
         targets: Int[Array, "B T"] | None = None,
         segments: Int[Array, "B T"] | None = None,
+        lengths: Int[Array, " B"] | None = None,
     ) -> Float[Array, "B R V"] | Float[Array, "B T"] | tuple[Float[Array, "B R V"], tuple[Any, ...]]:
         """Logits of the next token at each position, or the cross-entropy of given ones.
 
@@ -154,6 +155,8 @@ class GPT(checks.MaskedModule):
             others is NaN. Large logits are then never held at once, but with `bigrams`: see `ops.cross_entropy`.
           segments: int `[B, T]`, the number of each token's document, where sequences are several documents, one after
             another: a token attends to its own alone, and positions start again with each.
+          lengths: int `[B]`, the tokens of each sequence: the others, at the right, are padding that no token sees and
+            that caches do not keep.
 
         Returns:
           float32 `[B, T, V]` (`[B, R, V]` where `attnlab.see` keeps R positions), and with caches also the extended
@@ -167,6 +170,7 @@ class GPT(checks.MaskedModule):
         check_shape(self)
         self._check_inputs(tokens, caches)
         check_segments(segments, tokens, caches=caches)
+        check_lengths(lengths, tokens)
         if targets is not None:
             self._check_targets(targets, tokens, caches)
         drops = bool(self.dropout) and not deterministic
@@ -182,7 +186,8 @@ class GPT(checks.MaskedModule):
         if drops:
             x = dropout.dropout(x, dropout.fold_in(keys, self.num_layers), self.dropout)
         x = sharding.constrain(x, "batch", "length", None)
-        x, caches = stack.run(self, x, keys, caches, mask=mask, segments=segments, deterministic=deterministic)
+        whole = {"mask": mask, "segments": segments, "lengths": lengths, "deterministic": deterministic}
+        x, caches = stack.run(self, x, keys, caches, **whole)
         x = make_norm(self.norm, self.norm_epsilon, use_bias=self.use_bias, dtype=self.dtype, name="final_norm")(x)
         x = x if self.logit_scale == 1 else x * jnp.asarray(self.logit_scale, x.dtype)
         pairs = self._bigrams(tokens) if self.bigrams else None

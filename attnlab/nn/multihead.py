@@ -108,6 +108,20 @@ def check_segments(segments, tokens, **excluded) -> None:
             raise ValueError(f"segments are of whole sequences, whose positions they tell: leave out {name}")
 
 
+def check_lengths(lengths, tokens, **excluded) -> None:
+    """Raise ValueError unless `lengths` are integers `[B]`, and all other arguments are None."""
+    if lengths is None:
+        return
+    if not jnp.issubdtype(jnp.result_type(lengths), jnp.integer) or jnp.shape(lengths) != jnp.shape(tokens)[:1]:
+        raise ValueError(
+            f"lengths has shape {jnp.shape(lengths)} and type {jnp.result_type(lengths)}, expected integers "
+            f"{jnp.shape(tokens)[:1]}: the tokens of each sequence that are not padding"
+        )
+    for name, value in excluded.items():
+        if value is not None:
+            raise ValueError(f"lengths are of a sequence that attends to itself: leave out {name}, or give a mask")
+
+
 class MultiHeadAttention(checks.MaskedModule):
     """Multi-head attention (Vaswani et al. 2017, section 3.2.2): Concat(head_1, …, head_H) W_O.
 
@@ -188,6 +202,7 @@ class MultiHeadAttention(checks.MaskedModule):
         cache: KVCache | None = None,
         positions: Int[Array, "..."] | None = None,
         segments: Int[Array, "B Tq"] | None = None,
+        lengths: Int[Array, " B"] | None = None,
         dropout_key: Array | None = None,
         first_values: Float[Array, "B Tk Hk D"] | None = None,
     ) -> Float[Array, "B Tq Fo"] | tuple[Any, ...]:
@@ -204,6 +219,8 @@ class MultiHeadAttention(checks.MaskedModule):
             another. A token attends to its own document alone, and rotary positions start again with each. Masks and
             score mods see positions in the sequence: their distances are those within the document. Self-attention
             without a cache or `positions` only.
+          lengths: `[B]`, the tokens of each sequence: the others, at the right, are padding that no token sees and that
+            a cache does not keep. Self-attention only.
           dropout_key: one key, or one per example `[B]`; the `dropout` rng when None.
           first_values: `[B, Tk, Hk, D]`, the values of the first layer, for `value_residual`; None in that layer.
 
@@ -219,6 +236,7 @@ class MultiHeadAttention(checks.MaskedModule):
         """
         self._check(inputs_q, inputs_kv, cache, positions)
         check_segments(segments, inputs_q, inputs_kv=inputs_kv, cache=cache, positions=positions)
+        check_lengths(lengths, inputs_q, inputs_kv=inputs_kv)
         if cache is not None:
             positions = cache.length[:, None] + jnp.arange(inputs_q.shape[1])
         q, k, v = self._project(inputs_q, inputs_kv, positions if segments is None else within_segments(segments))
@@ -228,11 +246,14 @@ class MultiHeadAttention(checks.MaskedModule):
         q, k, v = (taps.tap(self, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
         values = (v,) if self.value_residual else ()
         mask = mask if segments is None else join(mask, Segments(segments))
+        mask = mask if lengths is None or cache is not None else join(mask, Padding(lengths))
         mask, kv_positions = join(self.mask, mask), positions if inputs_kv is None else None
         if cache is not None:
             cache = cache.extend(k, v)
             k, v, kv_positions = cache.key, cache.value, cache.positions()
             mask = join(mask, Padding(cache.length))
+            if lengths is not None:
+                cache = cache._replace(length=cache.length - inputs_q.shape[1] + lengths)
         terms = {"mask": mask, "q_positions": positions, "kv_positions": kv_positions}
         out = self._attend(q, k, v, terms, deterministic, dropout_key)
         out = nn.DenseGeneral(
