@@ -10,6 +10,7 @@ from attnlab.nn.mlp import Mlp
 from attnlab.nn.multihead import KVCache, MultiHeadAttention
 from attnlab.nn.norms import LayerNorm, RMSNorm
 from attnlab.nn.positions import LearnedPositions, sinusoidal
+from attnlab.nn.recurrence import Recurrence
 from attnlab.nn.rotations import Rotary, rotary
 from attnlab.nn.seq2seq import Seq2Seq, alignment
 from attnlab.nn.stack import stack_layers, unstack_layers
@@ -28,6 +29,7 @@ __all__ = [
     "Mlp",
     "MultiHeadAttention",
     "RMSNorm",
+    "Recurrence",
     "Rotary",
     "Seq2Seq",
     "StackedHeads",

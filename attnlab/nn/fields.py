@@ -3,7 +3,7 @@
 import flax.linen as nn
 
 from attnlab.nn.kinds import KINDS
-from attnlab.nn.resolved import resolved, rotary_of
+from attnlab.nn.resolved import recurrence_of, resolved, rotary_of
 from attnlab.support.options import first_problem, options
 
 POSITIONS = ("learned", "sinusoidal", "rotary", "alibi", "none")
@@ -12,8 +12,7 @@ MAX_BIGRAMS = 4096  # ids of a model with a table of bigrams, which then has 64 
 
 def check_shape(model) -> None:
     """Raise ValueError, beginning with a field, unless the fields of a `GPT` or of `config.model` fit together."""
-    rotary = {f"rotary.{name}": value for name, value in vars(rotary_of(model)).items()}
-    if isinstance(model, nn.Module) and (problem := first_problem(options(type(model)), vars(model) | rotary)):
+    if isinstance(model, nn.Module) and (problem := first_problem(options(type(model)), _values(model))):
         raise ValueError(problem)
     _check_heads(model)
     _check_pattern(model)
@@ -32,6 +31,13 @@ def check_shape(model) -> None:
         )
     if model.qk_norm_joint and not model.qk_norm:
         raise ValueError("qk_norm_joint = True, but qk_norm = False: set both")
+
+
+def _values(model) -> dict:
+    """The options of a model and their values, by dotted name."""
+    groups = {"rotary": rotary_of(model), "recurrence": recurrence_of(model)}
+    grouped = {f"{name}.{field}": value for name, group in groups.items() for field, value in vars(group).items()}
+    return dict(vars(model) if isinstance(model, nn.Module) else model) | grouped
 
 
 def _check_heads(model) -> None:
@@ -56,10 +62,12 @@ def _check_heads(model) -> None:
 
 def _check_pattern(model) -> None:
     words = model.pattern.split()
+    if words and model.mixer != "attention":
+        raise ValueError(f"mixer = {model.mixer!r}, but pattern = {model.pattern!r}: leave one of them out")
     if unknown := [word for word in words if word not in KINDS]:
         raise ValueError(
-            f"pattern = {model.pattern!r} has {unknown[0]!r}: expected the words {' and '.join(KINDS)}, "
-            "e.g. 'local global'"
+            f"pattern = {model.pattern!r} has {unknown[0]!r}: expected the words {', '.join(KINDS)}, e.g. "
+            "'local global'"
         )
     if "local" in words and model.window is None:
         raise ValueError(f"pattern = {model.pattern!r}, but window = None: give the window of its local layers")

@@ -12,13 +12,14 @@ from jaxtyping import Float, Int
 from attnlab.nn import checks, sharding, stack
 from attnlab.nn.block import NORM_AT, NORM_EPSILON, Block
 from attnlab.nn.fields import POSITIONS, check_shape
-from attnlab.nn.kinds import KINDS, Attention, kind_of
+from attnlab.nn.kinds import KINDS, MIXERS, Attention, kind_of
 from attnlab.nn.mlp import ACTIVATIONS, MLPS, Mlp
 from attnlab.nn.multihead import KVCache, check_cache, check_lengths, check_segments
 from attnlab.nn.norms import NORMS, make_norm
 from attnlab.nn.positions import LearnedPositions, sinusoidal, within_segments
+from attnlab.nn.recurrence import Recurrence
 from attnlab.nn.remat import REMAT
-from attnlab.nn.resolved import resolved, rotary_of
+from attnlab.nn.resolved import recurrence_of, resolved, rotary_of
 from attnlab.nn.rotations import Rotary
 from attnlab.ops import dropout
 from attnlab.ops.attention import implementations
@@ -100,8 +101,16 @@ class GPT(checks.MaskedModule):
     tie_embeddings: bool = option("the output layer is the embedding; otherwise it has weights of its own", True)
     rotary: Rotary = Rotary()
     pattern: str = option(
-        "local (within window) or global for each layer, repeated, as in 'local local global'; empty for one kind", ""
+        "the kind of each layer, repeated, as in 'local local global': a mixer, local (within window) or global; "
+        "empty for mixer in all",
+        "",
     )
+    mixer: str = option(
+        "what mixes the tokens in all layers; pattern in its place for layers of several kinds",
+        "attention",
+        choices=MIXERS,
+    )
+    recurrence: Recurrence = Recurrence()
     local_base: float | None = option("rotary base of local layers; None for rotary in all", None, low=1e-3, high=1e12)
     score_scale: float | None = option("factor of attention logits; None for 1/√head_dim", None, low=1e-9, high=1e6)
     sinks: bool = option("a learned extra logit for each head, see attnlab.attention", False)
@@ -126,8 +135,8 @@ class GPT(checks.MaskedModule):
                 "config.init_from choose the tokenizer that the model was trained with"
             )
         values = {name: getattr(config.model, name) for name in options(cls) if "." not in name}
-        rotary = rotary_of(config.model)
-        return cls(vocab_size=size, dtype=jnp.dtype(config.precision), rotary=rotary, **values)
+        values |= {"rotary": rotary_of(config.model), "recurrence": recurrence_of(config.model)}
+        return cls(vocab_size=size, dtype=jnp.dtype(config.precision), **values)
 
     @checks.compact
     def __call__(

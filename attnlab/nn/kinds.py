@@ -1,4 +1,4 @@
-"""The kinds of layers that mix tokens: one table, whose names are the words of a model's `pattern`."""
+"""The kinds of layers that mix tokens: one table, whose names are the words of a model's `mixer` and `pattern`."""
 
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
@@ -34,9 +34,9 @@ class Kind(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """Softmax attention to all previous tokens, or to the last `window`."""
+    """Softmax attention to all previous tokens, or to the last `window`; with `local=None` to these if it is set."""
 
-    local: bool
+    local: bool | None
 
     def module(self, model, **initializers) -> MultiHeadAttention:
         sizes = resolved(model)
@@ -62,12 +62,12 @@ class Attention:
         )
 
     def mask(self, model) -> Mask:
-        return join(SlidingWindow(left=model.window - 1) if self.local else Causal(), model.mask)
+        return join(SlidingWindow(left=model.window - 1) if self.is_local(model) else Causal(), model.mask)
 
     def rotary(self, model) -> Rotary | None:
         if model.positions != "rotary":
             return None
-        if self.local and model.local_base is not None:
+        if self.is_local(model) and model.local_base is not None:
             return Rotary(model.local_base, rotary_of(model).fraction)
         return rotary_of(model)
 
@@ -87,16 +87,25 @@ class Attention:
     def operations_at(self, model, length) -> float:
         return 4.0 * model.num_heads * resolved(model).head_dim * self._keys(model, length)
 
+    def is_local(self, model) -> bool:
+        """Whether a token attends to the last `window` alone."""
+        return model.window is not None if self.local is None else self.local
+
     def _keys(self, model, length) -> int:
-        return min(model.window, length) if self.local else length
+        return min(model.window, length) if self.is_local(model) else length
 
 
-KINDS: dict[str, Kind] = {"local": Attention(local=True), "global": Attention(local=False)}
+KINDS: dict[str, Kind] = {
+    "attention": Attention(local=None),
+    "local": Attention(local=True),
+    "global": Attention(local=False),
+}
+MIXERS = tuple(kind for kind in KINDS if kind not in ("local", "global"))  # the values of `mixer`
 
 
 def pattern_of(model) -> tuple[str, ...]:
     """The kinds of one period of a model's layers."""
-    return tuple(model.pattern.split()) or ("global" if model.window is None else "local",)
+    return tuple(model.pattern.split()) or (model.mixer,)
 
 
 def kind_of(model, layer: int) -> str:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from attnlab.nn.recurrence import Recurrence
 from attnlab.nn.rotations import Rotary
 from attnlab.ops.score_mods import ALiBi, ScoreMod, SoftCap, alibi_slopes
 
@@ -31,6 +32,11 @@ def resolved(model) -> Resolved:
 def rotary_of(model) -> Rotary:
     """The rotary options of a model; a mapping in `config.model`."""
     return model.rotary if isinstance(model.rotary, Rotary) else Rotary(**dict(model.rotary))
+
+
+def recurrence_of(model) -> Recurrence:
+    """The options of a model's recurrent layers; a mapping in `config.model`."""
+    return model.recurrence if isinstance(model.recurrence, Recurrence) else Recurrence(**dict(model.recurrence))
 
 
 def score_mods(model) -> tuple[ScoreMod, ...]:

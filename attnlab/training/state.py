@@ -156,7 +156,7 @@ SCAN_FROM = 4
 def model_fields(model: GPT) -> dict:
     """The fields of `config.model` that define a model: all but `HOW`."""
     fields = {name: getattr(model, name) for name in default().model if name not in HOW}
-    return fields | {"rotary": dataclasses.asdict(model.rotary)}
+    return fields | {group: dataclasses.asdict(getattr(model, group)) for group in ("rotary", "recurrence")}
 
 
 def scans(config: ConfigDict) -> bool:

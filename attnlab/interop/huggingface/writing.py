@@ -7,12 +7,12 @@ from attnlab.interop.huggingface.config_reader import ACTIVATIONS, activation_na
 from attnlab.interop.huggingface.families import DROPOUTS, FAMILIES, Family
 from attnlab.interop.huggingface.reading import make_model
 from attnlab.nn import GPT
-from attnlab.nn.kinds import KINDS, kind_of
+from attnlab.nn.kinds import KINDS, Attention, kind_of
 from attnlab.nn.resolved import resolved
 from attnlab.support.errors import UserError
 
 # Fields that do not decide what a model computes, or only together with others.
-_NOT_COMPARED = ("parent", "name", "dropout", "remat", "dtype", "impl", "zero_outputs", "local_base")
+_NOT_COMPARED = ("parent", "name", "dropout", "remat", "dtype", "impl", "zero_outputs", "local_base", "mixer")
 
 
 def make_config(model: GPT, model_type: str | None = None) -> dict:
@@ -21,6 +21,9 @@ def make_config(model: GPT, model_type: str | None = None) -> dict:
         raise UserError(f"a {type(model).__name__}: expected attnlab.nn.GPT")
     if model_type is not None and model_type not in FAMILIES:
         raise UserError(f"model_type = {model_type!r}: expected one of {', '.join(FAMILIES)}")
+    kinds = [kind_of(model, layer) for layer in range(model.num_layers)]
+    if others := [kind for kind in kinds if not isinstance(KINDS[kind], Attention)]:
+        raise UserError(f"layers of {others[0]}: the supported models of transformers have attention alone")
     if not model.mlp_ratio:
         raise UserError(f"model.mlp_ratio = {model.mlp_ratio}: models of transformers have feed-forward layers")
     if activation_name(model.activation) is None:
@@ -135,4 +138,6 @@ def _resolved(model: GPT) -> dict:
 
 
 def _kinds(model: GPT) -> Sequence[str]:
-    return [kind_of(model, layer) for layer in range(model.num_layers)]
+    """Whether each layer has the window: "local" or "global"."""
+    kinds = [KINDS[kind_of(model, layer)] for layer in range(model.num_layers)]
+    return ["local" if kind.is_local(model) else "global" for kind in kinds]

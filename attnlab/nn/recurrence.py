@@ -1,0 +1,23 @@
+"""The options of layers that carry a state from token to token."""
+
+import dataclasses
+
+from attnlab.support.options import option
+
+
+@dataclasses.dataclass(frozen=True)
+class Recurrence:
+    """Sizes and parts of recurrent mixers; each kind of layer reads some of them, and has its defaults for None.
+
+    >>> from attnlab.nn import GPT
+    >>> GPT(10, 1, 2, 8, 6, recurrence=Recurrence(heads=4)).recurrence.heads
+    4
+    """
+
+    heads: int | None = option("heads of keys; None for num_heads", None, low=1)
+    key_dim: int | None = option("features of a key; None for the mixer's default", None, low=1)
+    value_dim: int | None = option("features of a value; None for the mixer's default", None, low=1)
+    conv: int | None = option("tokens of the short convolution, 0 for none; None for the mixer's default", None, low=0)
+    gate: bool | None = option("multiply outputs by a gate; None for the mixer's default", None)
+    negative_eigenvalues: bool = option("β of the delta rule up to 2 (Grazzi et al. 2025), not 1", False)
+    value_heads: int | None = option("heads of values, a multiple of heads; None for heads", None, low=1)
