@@ -12,6 +12,7 @@ from ml_collections import ConfigDict, config_dict
 from attnlab.data import tokenizers
 from attnlab.nn import GPT
 from attnlab.nn.fields import check_shape
+from attnlab.nn.kinds import positions_of
 from attnlab.support import shipped
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
@@ -232,7 +233,8 @@ def find(experiment: str) -> str:
 
 
 def completed(config: ConfigDict) -> ConfigDict:
-    """A checked copy of `config`, with `data.name` set where `data.path` or `data.mixture` is, and absolute paths."""
+    """A checked copy of `config`: `data.name` as `data.path` or `data.mixture` say, absolute paths, and in place of
+    `model.positions` "auto" what it stands for."""
     _check_fields(config)
     config = from_dict(_plain(config))
     if config.data.path and config.data.mixture:
@@ -243,6 +245,7 @@ def completed(config: ConfigDict) -> ConfigDict:
         if group[field] and not (field == "dir" and "://" in group[field]):
             group[field] = str(Path(group[field]).expanduser().absolute())  # found from any working directory
     check(config)
+    config.model.positions = positions_of(config.model)  # as runs from before "auto" have it
     return config
 
 
@@ -274,7 +277,7 @@ def check(config: ConfigDict) -> None:
     if 0 < config.log.peak_tflops < 1e-6:
         raise UserError(f"config.log.peak_tflops = {config.log.peak_tflops}: expected 1e-6 or more, or 0 to measure it")
     try:
-        check_shape(config.model)
+        check_shape(config.model, options(GPT))
     except ValueError as error:
         raise UserError(f"config.model.{error}") from error
 

@@ -1,21 +1,29 @@
 """Which fields of a GPT fit together."""
 
+from collections.abc import Mapping
+from dataclasses import MISSING
+
 import flax.linen as nn
 
-from attnlab.nn.kinds import KINDS
+from attnlab.nn.kinds import KINDS, Attention, kinds_of, positions_of
 from attnlab.nn.resolved import recurrence_of, resolved, rotary_of
-from attnlab.support.options import first_problem, options
+from attnlab.support.options import Option, first_problem
 
-POSITIONS = ("learned", "sinusoidal", "rotary", "alibi", "none")
+POSITIONS = ("auto", "learned", "sinusoidal", "rotary", "alibi", "none")
 MAX_BIGRAMS = 4096  # ids of a model with a table of bigrams, which then has 64 MiB
 
 
-def check_shape(model) -> None:
-    """Raise ValueError, beginning with a field, unless the fields of a `GPT` or of `config.model` fit together."""
-    if isinstance(model, nn.Module) and (problem := first_problem(options(type(model)), _values(model))):
+def check_shape(model, declared: Mapping[str, Option]) -> None:
+    """Raise ValueError, beginning with a field, unless the fields of a `GPT` or of `config.model` fit together.
+
+    `declared` are the options of a `GPT`.
+    """
+    if isinstance(model, nn.Module) and (problem := first_problem(declared, _values(model))):
         raise ValueError(problem)
-    _check_heads(model)
     _check_pattern(model)
+    _check_read(model, declared)
+    _check_rotary(model, declared)
+    _check_heads(model)
     width = model.width
     if model.positions == "sinusoidal" and width % 2:
         raise ValueError(f"width = {width} is odd: sinusoidal positions need an even width")
@@ -40,7 +48,42 @@ def _values(model) -> dict:
     return dict(vars(model) if isinstance(model, nn.Module) else model) | grouped
 
 
+def _check_read(model, declared) -> None:
+    """Raise ValueError for an option of layers that is set, and that no layer reads, or not each layer where it must.
+
+    A required field of a `GPT` cannot be left out, so it may be idle.
+    """
+    kinds, values = kinds_of(model), _values(model)
+    read = frozenset().union(*(kind.reads for kind in kinds.values()))
+    of_layers = frozenset({"recurrence"}).union(*(kind.reads for kind in KINDS.values()))
+    remedy = f"leave it out, or choose others than {', '.join(kinds)}"
+    for name, each in declared.items():
+        names, required = {name, name.partition(".")[0]}, isinstance(model, nn.Module) and each.unset is MISSING
+        if names & of_layers and not names & read and not required and not each.is_default(values[name]):
+            raise ValueError(f"{name} = {values[name]!r}, but no layer reads it: {remedy}")
+    if model.positions in ("rotary", "alibi") and model.positions not in read:
+        raise ValueError(f"positions = {model.positions!r}, but no layer reads them: {remedy}")
+    for name, value in {"value_residual": model.value_residual, "mask": values.get("mask")}.items():
+        others = [kind for kind in kinds if name not in kinds[kind].reads]
+        if others and value is not None and value is not False:
+            shown = value if value is True else type(value).__name__
+            raise ValueError(f"{name} = {shown}, but layers of {others[0]} do not read it: {remedy}")
+
+
+def _check_rotary(model, declared) -> None:
+    """Raise ValueError for options of rotary positions that are set, where layers of attention have no such."""
+    kinds, values = kinds_of(model).values(), _values(model)
+    if positions_of(model) != "rotary" and all(isinstance(kind, Attention) for kind in kinds):
+        for name in declared:
+            if name.startswith(("rotary.", "local_base")) and not declared[name].is_default(values[name]):
+                raise ValueError(f"{name} = {values[name]!r}, but positions = {model.positions!r}: choose rotary")
+    if model.local_base is not None and not any(isinstance(kind, Attention) and kind.is_local(model) for kind in kinds):
+        raise ValueError(f"local_base = {model.local_base}, but window = None: set the window of local layers")
+
+
 def _check_heads(model) -> None:
+    if not any("head_dim" in kind.reads for kind in kinds_of(model).values()):
+        return
     width, num_heads, kv_heads = model.width, model.num_heads, resolved(model).kv_heads
     if model.head_dim is None and width % num_heads:
         multiple = max(1, round(width / num_heads)) * num_heads
@@ -51,12 +94,12 @@ def _check_heads(model) -> None:
     if num_heads % kv_heads:
         raise ValueError(f"num_heads = {num_heads} is not a multiple of kv_heads = {kv_heads}: use a divisor, e.g. 1")
     head_dim = resolved(model).head_dim
-    if model.positions == "rotary" and head_dim % 2:
+    if positions_of(model) == "rotary" and head_dim % 2:
         raise ValueError(
             f"positions = 'rotary' rotates pairs of features, but a head has {head_dim} "
             f"(width = {model.width}, num_heads = {model.num_heads}): choose an even width / num_heads, or head_dim"
         )
-    if model.positions == "rotary":
+    if positions_of(model) == "rotary":
         rotary_of(model).check(head_dim)
 
 

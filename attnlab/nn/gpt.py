@@ -72,7 +72,12 @@ class GPT(checks.MaskedModule):
         low=0,
         high=0.999,
     )
-    positions: str = option("how a token's position is told", "learned", start="rotary", choices=POSITIONS)
+    positions: str = option(
+        "how a token's position is told; auto is rotary for layers of attention, none for others",
+        "learned",
+        start="auto",
+        choices=POSITIONS,
+    )
     window: int | None = option("positions a token attends to, its own included; None for all before it", None, low=1)
     soft_cap: float | None = option("limit of attention logits (Gemma Team 2024); None for no limit", None, **_CAP)
     qk_norm: bool = option("normalize queries and keys, which keeps large learning rates stable", False, start=True)
@@ -176,7 +181,7 @@ class GPT(checks.MaskedModule):
             learned positions, caches or a mask of another size, targets of another shape or together with caches,
             segments of another shape or with caches, stacked layers of another number than num_layers.
         """
-        check_shape(self)
+        check_shape(self, options(type(self)))
         self._check_inputs(tokens, caches)
         check_segments(segments, tokens, caches=caches)
         check_lengths(lengths, tokens)

@@ -13,7 +13,14 @@ from attnlab.ops.masks import Causal, Mask, SlidingWindow, join
 
 @runtime_checkable
 class Kind(Protocol):
-    """A kind of layer. `model` is a `GPT`."""
+    """A kind of layer. `model` is a `GPT`.
+
+    Attributes:
+      reads: the options of a `GPT` that the layer depends on, by dotted name, "recurrence.heads", or that of a group,
+        "rotary"; also "mask", and "alibi" for these positions. `check_shape` rejects others that are set.
+    """
+
+    reads: frozenset[str]
 
     def module(self, model, **initializers) -> nn.Module:
         """The layer: called as `MultiHeadAttention` is, with `layer=` its number where its field `numbered` is True,
@@ -32,11 +39,22 @@ class Kind(Protocol):
         """FLOPs of one token besides `weights`, the last of `length` visible tokens."""
 
 
+_READ_BY_ATTENTION = (
+    *("num_heads", "head_dim", "kv_heads", "attention_bias", "qkv_bias", "qk_norm", "qk_norm_joint", "soft_cap"),
+    *("score_scale", "sinks", "value_residual", "impl", "mask", "rotary", "alibi"),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Attention:
     """Softmax attention to all previous tokens, or to the last `window`; with `local=None` to these if it is set."""
 
     local: bool | None
+
+    @property
+    def reads(self) -> frozenset[str]:
+        windowed = () if self.local is False else ("window", "local_base")
+        return frozenset((*_READ_BY_ATTENTION, *windowed))
 
     def module(self, model, **initializers) -> MultiHeadAttention:
         sizes = resolved(model)
@@ -65,7 +83,7 @@ class Attention:
         return join(SlidingWindow(left=model.window - 1) if self.is_local(model) else Causal(), model.mask)
 
     def rotary(self, model) -> Rotary | None:
-        if model.positions != "rotary":
+        if model.positions not in ("auto", "rotary"):
             return None
         if self.is_local(model) and model.local_base is not None:
             return Rotary(model.local_base, rotary_of(model).fraction)
@@ -111,3 +129,15 @@ def pattern_of(model) -> tuple[str, ...]:
 def kind_of(model, layer: int) -> str:
     pattern = pattern_of(model)
     return pattern[layer % len(pattern)]
+
+
+def kinds_of(model) -> dict[str, Kind]:
+    """The different kinds of a model's layers, by name."""
+    return {name: KINDS[name] for name in pattern_of(model)[: model.num_layers]}
+
+
+def positions_of(model) -> str:
+    """A model's positions, where "auto" is rotary if a layer reads them, otherwise none."""
+    if model.positions != "auto":
+        return model.positions
+    return "rotary" if any("rotary" in kind.reads for kind in kinds_of(model).values()) else "none"

@@ -22,6 +22,7 @@ class Option(NamedTuple):
       default: in a config.
       low, high: bounds of a number, inclusive; integers are below 2^31.
       choices: the valid names; empty for any.
+      unset: value of a field that is left out; `dataclasses.MISSING` if it is required.
     """
 
     doc: str
@@ -30,6 +31,11 @@ class Option(NamedTuple):
     low: float | None
     high: float | None
     choices: tuple[str, ...]
+    unset: Any = _REQUIRED
+
+    def is_default(self, value) -> bool:
+        """Whether a value is a default, in a config or of the field."""
+        return value in (self.default, self.unset)
 
     def problem(self, value) -> str:
         """The expected value, in words, if `value` is invalid; otherwise ""."""
@@ -75,7 +81,7 @@ def options(declaring: type) -> dict[str, Option]:
     for field in dataclasses.fields(declaring):
         if "option" in field.metadata:
             doc, *others = field.metadata["option"]
-            found[field.name] = Option(doc, _types(field.type), *others)
+            found[field.name] = Option(doc, _types(field.type), *others, unset=field.default)
         elif isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
             found |= {f"{field.name}.{name}": each for name, each in options(field.type).items()}
     return found

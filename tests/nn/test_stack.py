@@ -155,6 +155,8 @@ class Decay(nn.Module):
 class DecayKind:
     """One entry of the table of kinds."""
 
+    reads = frozenset()
+
     def module(self, model, **initializers):
         return Decay(parent=None)
 

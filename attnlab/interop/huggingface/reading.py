@@ -9,6 +9,7 @@ from attnlab.interop.huggingface.families import ALL_DROPOUTS, DROPOUTS, FAMILIE
 from attnlab.nn import GPT
 from attnlab.nn.fields import check_shape
 from attnlab.support.errors import UserError
+from attnlab.support.options import options as options_of
 
 # The reader of each option that sets a field directly.
 _READ = {
@@ -40,7 +41,7 @@ def make_model(config: Mapping, name: str = "config") -> GPT:
     fields |= _read_gpt2(options, fields) if "n_embd" in family.options else _read_decoder(options, fields, family)
     model = GPT(**fields)
     try:
-        check_shape(model)
+        check_shape(model, options_of(GPT))
     except ValueError as error:
         raise UserError(f"{name}: the options in its config do not fit together: {error}") from error
     _warn(options, family, model)
@@ -88,7 +89,7 @@ def _read_decoder(options: ConfigReader, fields: Mapping, family: Family) -> dic
     kinds = _read_kinds(options, family, fields["num_layers"])
     if "local" in kinds:
         read |= {"window": options.integer("sliding_window"), "pattern": rotaries.pattern(kinds)}
-    return read | _read_rotary(options, family, head_dim)
+    return read | _read_rotary(options, family, head_dim, kinds)
 
 
 def _ratio(hidden: int, width: int) -> int | float:
@@ -113,9 +114,9 @@ def _read_kinds(options: ConfigReader, family: Family, layers: int) -> list[str]
     return kinds
 
 
-def _read_rotary(options: ConfigReader, family: Family, head_dim: int) -> dict:
+def _read_rotary(options: ConfigReader, family: Family, head_dim: int, kinds: list[str]) -> dict:
     if "rope_local_base_freq" in family.defaults:
-        return _read_two_rotaries(options)
+        return _read_two_rotaries(options, kinds)
     options.get("original_max_position_embeddings")  # no effect without scaling
     option = "rope_scaling" if options.get("rope_scaling") else "rope_parameters"  # of transformers 5
     rope = options.within(option, {name: options.get(name) for name in ("rope_theta", "partial_rotary_factor")})
@@ -130,7 +131,7 @@ def _read_rotary(options: ConfigReader, family: Family, head_dim: int) -> dict:
     return {"rotary": rotary}
 
 
-def _read_two_rotaries(options: ConfigReader) -> dict:
+def _read_two_rotaries(options: ConfigReader, kinds: list[str]) -> dict:
     """Rotary positions of Gemma 3, whose global and local layers differ."""
     both = options.within("rope_parameters", {})
     if options.get("rope_parameters") and not any(map(both.get, rotaries.KINDS)):
@@ -144,4 +145,4 @@ def _read_two_rotaries(options: ConfigReader) -> dict:
     rotary, local = (rotaries.read_rotary(options, rope) for rope in ropes.values())
     if local.scaling != "none":
         raise both.error("sliding_attention", "no scaling in layers with a sliding window")
-    return {"rotary": rotary, "local_base": local.base}
+    return {"rotary": rotary} | ({"local_base": local.base} if "local" in kinds else {})

@@ -7,7 +7,7 @@ from attnlab.interop.huggingface.config_reader import ACTIVATIONS, activation_na
 from attnlab.interop.huggingface.families import DROPOUTS, FAMILIES, Family
 from attnlab.interop.huggingface.reading import make_model
 from attnlab.nn import GPT
-from attnlab.nn.kinds import KINDS, Attention, kind_of
+from attnlab.nn.kinds import KINDS, Attention, kind_of, kinds_of, positions_of
 from attnlab.nn.resolved import resolved
 from attnlab.support.errors import UserError
 
@@ -21,8 +21,7 @@ def make_config(model: GPT, model_type: str | None = None) -> dict:
         raise UserError(f"a {type(model).__name__}: expected attnlab.nn.GPT")
     if model_type is not None and model_type not in FAMILIES:
         raise UserError(f"model_type = {model_type!r}: expected one of {', '.join(FAMILIES)}")
-    kinds = [kind_of(model, layer) for layer in range(model.num_layers)]
-    if others := [kind for kind in kinds if not isinstance(KINDS[kind], Attention)]:
+    if others := [name for name, kind in kinds_of(model).items() if not isinstance(kind, Attention)]:
         raise UserError(f"layers of {others[0]}: the supported models of transformers have attention alone")
     if not model.mlp_ratio:
         raise UserError(f"model.mlp_ratio = {model.mlp_ratio}: models of transformers have feed-forward layers")
@@ -122,9 +121,10 @@ def _misfits(model: GPT, name: str, config: dict) -> list[str]:
 
 def _resolved(model: GPT) -> dict:
     """The fields that decide what a model computes, in one form for equivalent values."""
-    is_rotary = model.positions == "rotary"
+    is_rotary = positions_of(model) == "rotary"
     return {
         **{field: getattr(model, field) for field in GPT.__dataclass_fields__ if field not in _NOT_COMPARED},
+        "positions": positions_of(model),
         "kv_heads": resolved(model).kv_heads,
         "head_dim": resolved(model).head_dim,
         "mlp_ratio": resolved(model).hidden,
