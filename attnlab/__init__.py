@@ -10,6 +10,7 @@ if _typing.TYPE_CHECKING:
     from attnlab.ops.attention import attention, attention_weights, explain, implementations, merge
     from attnlab.ops.context import context_parallel
     from attnlab.ops.linear import LinearState, linear_attention
+    from attnlab.ops.recurrence import linear_recurrence
     from attnlab.runs import metrics
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "implementations",
     "interop",
     "linear_attention",
+    "linear_recurrence",
     "load",
     "masks",
     "merge",
@@ -38,6 +40,7 @@ __version__ = "0.1.0"
 _MODULES = dict.fromkeys(("attention", "attention_weights", "explain", "implementations", "merge"), "ops.attention")
 _MODULES["context_parallel"] = "ops.context"
 _MODULES |= {"LinearState": "ops.linear", "linear_attention": "ops.linear", "load": "loading", "metrics": "runs"}
+_MODULES["linear_recurrence"] = "ops.recurrence"
 _MODULES["score"] = "generation.scoring"
 
 

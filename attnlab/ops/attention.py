@@ -4,15 +4,16 @@ import functools
 import inspect
 import numbers
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, overload
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Integer
 
-from attnlab.ops import blockwise, checks, context, cudnn, dense, dropout, splash
+from attnlab.ops import blockwise, checks, context, cudnn, dense, dropout, recurrence, splash
 from attnlab.ops.experimental import pallas
+from attnlab.ops.explanation import Explanation
 from attnlab.ops.logsumexp import finite_shift, merged
 from attnlab.ops.mask_algebra import Mask, require_positions
 from attnlab.ops.masks import Dense, as_band
@@ -25,21 +26,6 @@ from attnlab.types import Array
 _BACKENDS = {"cudnn": cudnn, "splash": splash, "pallas": pallas, "blockwise": blockwise, "dense": dense}
 _BY_NAME = {"pallas": "it could, but it has not run on a TPU: impl='pallas' takes it"}
 _BANDED = ("cudnn", "splash")  # they take the mask as a `Band`
-
-
-class _BackendAndRejected(NamedTuple):
-    backend: str  # the backend that would run
-    rejected: dict[str, str]  # for each other backend, the reason against it
-
-
-class Explanation(_BackendAndRejected):
-    """The pair (backend, rejected); `split` tells how `context_parallel` splits the sequence, "" if it does not."""
-
-    split: str = ""
-
-    def __str__(self):
-        runs = f"runs {self.backend}" + (f" {self.split}" if self.split else "")
-        return "\n".join([runs, *(f"not {name}: {why}" for name, why in self.rejected.items())])
 
 
 def implementations() -> tuple[str, ...]:
@@ -260,6 +246,7 @@ def explain(
     block_sizes=None,
     return_lse: bool = False,
     platform: str | None = None,
+    operator=None,
     **named,
 ) -> Explanation:
     """The backend that `attention` would run for these arguments, and the reason against each other backend.
@@ -267,6 +254,7 @@ def explain(
     Takes the arguments of `attention` and raises its errors. Computes nothing; works under `jit`.
 
     Args:
+      operator: `attnlab.linear_recurrence` to explain a call of it: the others are then its arguments.
       platform: "cpu", "gpu" or "tpu"; the platform that the call is compiled for when None.
 
     Returns:
@@ -283,6 +271,10 @@ def explain(
     >>> explain(q, k, v, mask=Causal(), platform="tpu").backend
     'splash'
     """
+    if operator is recurrence.linear_recurrence:
+        return recurrence.explain(q, k, v, *terms, impl=impl, **named)
+    if operator not in (None, attention):
+        raise ValueError(f"operator = {operator!r}: expected attnlab.attention or attnlab.linear_recurrence")
     checks.require_known_keywords("explain", named, inspect.signature(attention).parameters)
     if platform is not None and platform not in PLATFORMS:
         raise ValueError(f"platform = {platform!r} is unknown: use one of {', '.join(map(repr, PLATFORMS))}")
@@ -423,7 +415,7 @@ def _checked_mask(mask, shape, positions) -> Mask:
 def _checked_score_mods(score_mods, shape, positions) -> tuple[ScoreMod, ...]:
     if score_mods is None:
         return ()
-    _, num_heads, q_length, kv_length = shape
+    *_, q_length, kv_length = shape
     score_mods = score_mods if isinstance(score_mods, tuple) else (score_mods,)
     for mod in score_mods:
         if not isinstance(mod, ScoreMod):
@@ -432,7 +424,7 @@ def _checked_score_mods(score_mods, shape, positions) -> tuple[ScoreMod, ...]:
                 "e.g. score_mods.SoftCap(30.0), or a tuple of them"
             )
         _require_arrays("score_mod", mod)
-        mod.check(num_heads)
+        mod.check_call(*shape)
         require_positions(mod, q_length, kv_length, **positions, what="score mod")
     return score_mods
 

@@ -1,0 +1,165 @@
+"""The linear recurrence that linear attention, Mamba-2, GLA, DeltaNet and their relatives have in common.
+
+Files: `terms` (the arrays of a call), `recurrent` (the specification), `chunked` (what runs), `decays`,
+`by_feature` and `substitution` (the parts of a chunk), `segments` (states of packed sequences), `devices` (sequences
+that are split).
+"""
+
+import inspect
+
+import jax.numpy as jnp
+from jaxtyping import Float, Integer
+
+from attnlab.ops import checks, context
+from attnlab.ops.explanation import Explanation
+from attnlab.ops.recurrence import chunked, devices, recurrent, segments
+from attnlab.ops.recurrence.terms import Terms, fitting, starts_of, terms_of, within_lengths
+from attnlab.ops.reverse_mode import forward_mode_refused, reverse_mode_only
+from attnlab.types import Array
+
+IMPLS = ("auto", "chunked", "recurrent")
+CHUNK = 32  # tokens; see benchmarks/recurrence.py
+_FEW = 4  # tokens that are faster one by one
+
+
+@checks.known_keywords
+def linear_recurrence(
+    q: Float[Array, "*B T HQ K"],
+    k: Float[Array, "*B T H K"],
+    v: Float[Array, "*B T HV V"],
+    g: Float[Array, "*B T HV"] | Float[Array, "*B T HV K"] | None = None,
+    beta: Float[Array, "*B T HV"] | None = None,
+    *,
+    erase: tuple[Float[Array, "*B T HV K"], Float[Array, "*B T HV K"]] | None = None,
+    scale: float | Float[Array, ""] | None = None,
+    segment_ids: Integer[Array, "*B T"] | None = None,
+    lengths: Integer[Array, "*B"] | None = None,
+    state: Float[Array, "*B HV K V"] | None = None,
+    return_state: bool | str = False,
+    impl: str = "auto",
+    chunk_size: int | None = None,
+):
+    """The linear recurrence S_t = (I − e_t r_tᵀ) diag(exp g_t) S_{t−1} + k_t v_tᵀ, read by o_t = scale · q_tᵀ S_t.
+
+    It is the causal core of linear attention and RetNet (e = 0, g fixed), Mamba-2 (g per head), GLA (g per feature),
+    DeltaNet and Gated DeltaNet (`beta`), Kimi Delta Attention (`beta`, g per feature) and RWKV-7 (`erase`): see
+    docs/guide/mixers.md. There is no feature map and no normalization; `linear_attention` has both. It computes in
+    float32 (float64 for float64), and takes time and memory linear in T.
+
+    Args:
+      q: `[..., T, HQ, K]`.
+      k: `[..., T, H, K]`.
+      v: `[..., T, HV, V]`. HQ and HV are multiples of H, and one of the two is a multiple of the other: key head
+        h // (HV / H) writes to state h, and the smaller number of queries and states is repeated in the same way.
+      g: log of the decay, at most 0: `[..., T, HV]`, or `[..., T, HV, K]` for each feature of the keys; None for 0.
+      beta: `[..., T, HV]`, the step of the delta rule: e = βk, r = k, and βk is what is written in place of k. The
+        state stays bounded for β‖k‖² ≤ 2.
+      erase: (e, r), each `[..., T, HV, K]`, in place of `beta`.
+      scale: factor of the queries; None for 1/√K.
+      segment_ids: `[..., T]`: where the id differs from the one before, a token starts from an empty state.
+      lengths: `[...]`, tokens from this index on are padding: their outputs are 0 and the state does not see them.
+      state: `[..., HV, K, V]`, before the first token; None for zeros.
+      return_state: True also returns the last state; "segments" the last state of each segment, in order, for which
+        `segment_ids` must not be traced.
+      impl: "chunked"; "recurrent", the specification, which stores a state for each token when differentiated; "auto",
+        which is "chunked" but for a few tokens.
+      chunk_size: tokens of a chunk; None for 32.
+
+    Returns:
+      `[..., T, max(HQ, HV), V]` in v's type. With return_state also the state `[..., HV, K, V]`, float32 or float64;
+      with "segments" `[..., S, HV, K, V]`, S the largest number of segments of a sequence, zeros after its last.
+
+    Raises:
+      ValueError: shapes, types or values that do not fit; forward-mode or second-order derivatives of "chunked".
+
+    >>> q, k = jax.random.normal(jax.random.key(0), (2, 1, 100, 4, 8))
+    >>> k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+    >>> v, g, beta = jnp.ones((1, 100, 4, 16)), jnp.full((1, 100, 4), -0.1), jnp.full((1, 100, 4), 0.5)
+    >>> out, state = linear_recurrence(q, k, v, g, beta, return_state=True)  # Gated DeltaNet
+    >>> out.shape, state.shape
+    ((1, 100, 4, 16), (1, 4, 8, 16))
+    """
+    if return_state not in (False, True, "segments"):
+        raise ValueError(f"return_state = {return_state!r}: expected False, True or 'segments'")
+    if return_state == "segments" and segment_ids is None:
+        raise ValueError("return_state = 'segments' without segment_ids: give them, or return_state=True")
+    terms, state, split = _prepared(q, k, v, g, beta, erase, scale, segment_ids, lengths, state)
+    impl, size = _form(impl, chunk_size, terms, split)
+    with forward_mode_refused(impl):
+        out, last, entering = _run(terms, state, impl, size, split)
+    out = out.reshape(*out.shape[:-3], max(q.shape[-2], v.shape[-2]), out.shape[-1]).astype(v.dtype)
+    if return_state == "segments":
+        if split is not None:
+            raise ValueError("return_state='segments' is of whole sequences, and context_parallel splits this one")
+        if entering is None:  # as one chunk
+            entering, size = state[None], max(1, terms.v.shape[-3])
+        return out, segments.states(terms, segment_ids, entering, size)
+    return (out, last) if return_state else out
+
+
+def _prepared(q, k, v, g, beta, erase, scale, segment_ids, lengths, state):
+    """(Terms, the state before the first token, how `context_parallel` splits the call or None)."""
+    terms = terms_of(q, k, v, g, beta, erase, scale)
+    *batch, length, heads, values = terms.v.shape
+    state = fitting("state", state, (*batch, heads, terms.k.shape[-1], values))
+    if state is None:
+        state = jnp.zeros((*batch, heads, terms.k.shape[-1], values), terms.v.dtype)
+    segment_ids, lengths = checks.integers("segment_ids", segment_ids), checks.integers("lengths", lengths)
+    for name, x, expected in (("segment_ids", segment_ids, (*batch, length)), ("lengths", lengths, tuple(batch))):
+        if x is not None and x.shape != expected:
+            raise ValueError(f"{name} has shape {x.shape}, expected {expected}")
+    split = context.current(q, k)
+    split = split if split is not None and split.devices > 1 else None
+    is_shard = split is not None and split.is_manual
+    terms = within_lengths(terms, lengths, devices.index(split) * length if is_shard else 0)
+    if segment_ids is not None:
+        before = devices.from_before(split, segment_ids[..., -1:]) if is_shard else None
+        terms = terms._replace(starts=starts_of(segment_ids, before))
+    return terms, state.astype(terms.v.dtype), split
+
+
+def _form(impl: str, chunk_size: int | None, terms: Terms, split) -> tuple[str, int]:
+    """The form that runs, and the tokens of a chunk."""
+    if impl not in IMPLS:
+        raise ValueError(f"impl = {impl!r}: expected one of {', '.join(IMPLS)}")
+    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
+        raise ValueError(f"chunk_size = {chunk_size!r}: expected an integer number of tokens, 1 or more")
+    length = terms.v.shape[-3]
+    if impl == "auto":
+        impl = "recurrent" if length <= _FEW and split is None else "chunked"
+    if impl == "recurrent" and split is not None:
+        raise ValueError("impl = 'recurrent' goes token by token, which context_parallel cannot split: use 'chunked'")
+    return impl, min(chunk_size or CHUNK, max(length, 1))
+
+
+def _run(terms: Terms, state, impl: str, size: int, split):
+    """(Outputs `[..., T, H, G, V]`, the last state, the states before each chunk or None)."""
+    if impl == "recurrent" or not terms.v.shape[-3]:
+        return *recurrent.run(terms, state), None
+    terms, state = reverse_mode_only("chunked", (terms, state))
+    if split is not None:
+        return *devices.over_devices(split, terms, state, size), None
+    return chunked.run(terms, state, size)
+
+
+def explain(q, k, v, g=None, beta=None, *, impl="auto", chunk_size=None, **named) -> Explanation:
+    """The form that `linear_recurrence` would run for these arguments, and the reason against the other.
+
+    >>> q = k = v = jnp.ones((100, 4, 8))
+    >>> print(explain(q, k, v, beta=jnp.ones((100, 4))))
+    runs chunked by 32 tokens, symmetric
+    not recurrent: token by token is for 4 or fewer
+    """
+    checks.require_known_keywords("explain", named, inspect.signature(linear_recurrence).parameters)
+    named.pop("return_state", None)
+    optional = dict.fromkeys(("erase", "scale", "segment_ids", "lengths", "state"))
+    terms, _, split = _prepared(q, k, v, g, beta, **(optional | named))
+    chosen, size = _form(impl, chunk_size, terms, split)
+    asked = f"impl={impl!r}" if impl == chosen else None
+    if chosen == "recurrent":
+        return Explanation("recurrent", {"chunked": asked or f"it is for more than {_FEW} tokens"})
+    why = asked or f"token by token is for {_FEW} or fewer"
+    explanation = Explanation("chunked", {"recurrent": why if split is None else "context_parallel cannot split it"})
+    over = f", over {split.devices} devices of {split.context.axis!r}" if split is not None else ""
+    explanation.split = f"by {size} tokens, {terms.case}{over}"
+    return explanation

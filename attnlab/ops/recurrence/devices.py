@@ -1,0 +1,50 @@
+"""A linear recurrence over a sequence that `attnlab.context_parallel` splits over devices.
+
+Each device turns its tokens into their affine map of a state (`chunked.summary`). The maps, whose size does not depend
+on the length, go to all devices: each composes those before its tokens and then has the state to begin with.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from attnlab.ops.context import ShardedCall
+from attnlab.ops.meshes import in_shards
+from attnlab.ops.recurrence import chunked
+from attnlab.ops.recurrence.terms import Terms
+
+
+def over_devices(call: ShardedCall, terms: Terms, state, size: int):
+    """(Outputs `[..., T, H, G, V]`, the last state `[..., H, K, V]`), of the arrays of the whole call or of a shard."""
+    axis = call.context.axis
+
+    def of_shard(terms, state):
+        maps = lax.all_gather(chunked.summary(terms, size), axis)
+        mine = begin = state
+        for device in range(call.devices):
+            mine = jnp.where(index(call) == device, begin, mine)
+            m, n = jax.tree.map(lambda x, device=device: x[device], maps)
+            begin = m @ begin + n
+        return chunked.run(terms, mine, size)[0], begin
+
+    if call.is_manual:
+        return of_shard(terms, state)
+    batch, heads = call.splits.batch, call.splits.heads
+
+    def spec(x):
+        return P(*batch, axis, *((heads,) if x.ndim > len(batch) + 1 else ()))
+
+    specs = jax.tree.map(spec, terms), P(*batch, heads)
+    return in_shards(of_shard, terms.v, (terms, state), specs, (P(*batch, axis, heads), P(*batch, heads)))
+
+
+def index(call: ShardedCall):
+    """The number of this device in the order of the sequence, within a `shard_map`."""
+    return lax.axis_index(call.context.axis)
+
+
+def from_before(call: ShardedCall, x):
+    """x of the device with the tokens before this one's, within a `shard_map`; the first keeps its x."""
+    moved = lax.ppermute(x, call.context.axis, [(n, n + 1) for n in range(call.devices - 1)])
+    return jnp.where(index(call) == 0, x, moved)

@@ -1,0 +1,76 @@
+"""Systems with a unit lower triangular matrix, by forward substitution (Golub and Van Loan 2013, section 3.1).
+
+Powers of the matrix would be products alone, but where keys are alike their entries grow like binomial coefficients
+and cancel: at 64 tokens no digit of float32 is left.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from attnlab.types import Array
+
+_BLOCK = 8  # rows that are substituted one by one; larger blocks are merged by products
+
+
+@jax.custom_vjp
+def solve(a: Array, b: Array) -> Array:
+    """X with (I + A) X = B, for strictly lower triangular A `[..., C, C]` and B `[..., C, V]`.
+
+    Entries of A on and above the diagonal are not read.
+    """
+    return _forward(a, b)[0]
+
+
+def _forward(a, b):
+    inverse = _inverse(a)
+    x = inverse @ b
+    return x, (inverse, x)
+
+
+def _backward(residuals, g):
+    inverse, x = residuals
+    d_b = inverse.mT @ g
+    return -jnp.tril(d_b @ x.mT, -1), d_b
+
+
+solve.defvjp(_forward, _backward)
+
+
+def _inverse(a):
+    size = a.shape[-1]
+    blocks = 1 << (-(-size // _BLOCK) - 1).bit_length()
+    padding = blocks * _BLOCK - size
+    a = jnp.pad(a, [*[(0, 0)] * (a.ndim - 2), (0, padding), (0, padding)]) if padding else a
+    return _merged(a, _by_rows(a, blocks))[..., :size, :size]
+
+
+def _by_rows(a, blocks):
+    """The inverses of the blocks on the diagonal, `[..., blocks, B, B]`."""
+    parts = (a[..., at : at + _BLOCK, at : at + _BLOCK] for at in range(0, blocks * _BLOCK, _BLOCK))
+    a = jnp.tril(jnp.stack(list(parts), axis=-3), -1)
+
+    def substitute(row, x):
+        """Row `row` is final: take it out of the rows below."""
+        column = jax.lax.dynamic_slice_in_dim(a, row, 1, axis=-1)
+        return x - column * jax.lax.dynamic_slice_in_dim(x, row, 1, axis=-2)
+
+    return jax.lax.fori_loop(0, _BLOCK - 1, substitute, jnp.broadcast_to(jnp.eye(_BLOCK, dtype=a.dtype), a.shape))
+
+
+def _merged(a, inverses):
+    """The inverse from inverses of the blocks on its diagonal, two by two."""
+    size, found = _BLOCK, [inverses[..., n, :, :] for n in range(inverses.shape[-3])]
+    while len(found) > 1:
+        pairs = zip(found[::2], found[1::2])
+        found = [_pair(a, at * 2 * size, size, *pair) for at, pair in enumerate(pairs)]
+        size *= 2
+    return found[0]
+
+
+def _pair(a, start, size, upper, lower):
+    """The inverse of [[U, 0], [A, L]] from U⁻¹ and L⁻¹."""
+    between = a[..., start + size : start + 2 * size, start : start + size]
+    with jax.default_matmul_precision("highest"):
+        corner = -(lower @ (between @ upper))
+    rows = [[upper, jnp.zeros_like(corner)], [corner, lower]]
+    return jnp.concatenate([jnp.concatenate(row, axis=-1) for row in rows], axis=-2)
