@@ -71,6 +71,14 @@ def test_config_round_trips_through_json():
     assert configs.difference(saved, config) == "config.seed = 5, there it was 0"
 
 
+def test_config_of_a_run_from_before_mixers_is_the_default():
+    saved = json.loads(configs.to_json(configs.completed(configs.default())))
+    older = saved | {"model": {name: x for name, x in saved["model"].items() if name not in ("mixer", "recurrence")}}
+    assert older["model"]["positions"] == "rotary"
+    assert configs.difference(older, configs.completed(configs.default())) == ""
+    assert configs.from_dict(older).model.mixer == "attention"
+
+
 @pytest.mark.slow
 def test_gpt2_124m_trains_a_step(tmp_path):
     (tmp_path / "text.txt").write_text("En un lugar de la Mancha, de cuyo nombre no quiero acordarme. " * 1000)

@@ -105,6 +105,11 @@ def test_gemma3_has_two_rotary_bases_in_older_and_newer_files():
     assert make_model(make_config(model)) == model
 
 
+def test_gemma3_without_local_layers_has_no_base_for_them():
+    model = model_of("gemma3_text", layer_types=[GLOBAL] * 6, rope_local_base_freq=2e4)
+    assert (model.window, model.local_base) == (None, None) and make_model(make_config(model)) == model
+
+
 PATTERNS = {
     "all": ({"layer_types": [LOCAL] * 6}, "", 5),
     "none": ({"layer_types": [GLOBAL] * 6}, "", None),
@@ -296,6 +301,11 @@ def test_fields_that_say_the_same_are_one_config():
     )
     assert make_config(said) == make_config(MODEL)
     assert make_config(MODEL.clone(dropout=0.5, remat="block")) == make_config(MODEL)
+    assert (
+        make_config(MODEL.clone(positions="auto"))
+        == make_config(MODEL.clone(pattern="attention"))
+        == make_config(MODEL)
+    )
 
 
 def test_family_is_the_first_that_has_the_model():

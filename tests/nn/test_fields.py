@@ -1,0 +1,103 @@
+"""Fields of a model that do not fit together, or that none of its layers reads, are one line that names them."""
+
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from attnlab import config as configs
+from attnlab.nn import GPT, Recurrence, Rotary, kinds
+from attnlab.nn.fields import check_shape
+from attnlab.ops.masks import Causal
+from attnlab.support.options import options
+
+
+class Toy(kinds.Kind):
+    """A kind of layer that reads one option."""
+
+    reads = frozenset({"recurrence.conv"})
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch):
+    monkeypatch.setitem(kinds.KINDS, "toy", Toy())
+
+
+def check(fields):
+    """Complete the config of a model with these fields, by dotted name."""
+    config = configs.default()
+    config.model.update_from_flattened_dict(fields)
+    return configs.completed(config)
+
+
+ALONE = {"pattern": "toy"}
+UNREAD = {
+    "of recurrent layers": ({"recurrence.conv": 4}, "recurrence.conv = 4, but no layer reads it: .*than attention"),
+    "of no layer yet": (ALONE | {"recurrence.key_dim": 4}, "recurrence.key_dim = 4, but no layer .*than toy"),
+    "flag": ({"recurrence.negative_eigenvalues": True}, "recurrence.negative_eigenvalues = True, but"),
+    "of attention": (ALONE | {"kv_heads": 2}, "kv_heads = 2, but no layer reads it: .*than toy"),
+    "heads": (ALONE | {"num_heads": 2}, "num_heads = 2, but no layer reads it"),
+    "backend": (ALONE | {"impl": "dense"}, "impl = 'dense', but no layer reads it"),
+    "rotary of a recurrent model": (ALONE | {"rotary.base": 5.0}, r"rotary.base = 5.0, but no layer"),
+    "window of global layers": ({"window": 8, "pattern": "global"}, "window = 8, but no layer .*than global"),
+    "window of layers beyond": ({"window": 8, "pattern": "global local", "num_layers": 1}, "window = 8, but"),
+    "base of no local layers": ({"local_base": 5.0}, "local_base = 5.0, but window = None"),
+    "rotary without": ({"rotary.base": 5.0, "positions": "learned"}, "rotary.base = 5.0, but positions = 'learned'"),
+    "base without": ({"local_base": 5.0, "window": 8, "positions": "none"}, "local_base = 5.0, but positions = 'none'"),
+    "rotary by name": (ALONE | {"positions": "rotary"}, "positions = 'rotary', but no layer reads them"),
+    "alibi by name": (ALONE | {"positions": "alibi"}, "positions = 'alibi', but no layer reads them"),
+    "values of some": ({"pattern": "attention toy", "value_residual": True}, "value_residual = True, but .*of toy do"),
+}
+
+
+@pytest.mark.parametrize("fields, message", UNREAD.values(), ids=UNREAD)
+def test_option_that_no_layer_reads_is_named(fields, message):
+    with pytest.raises(ValueError, match=rf"config\.model\.{message}") as error:
+        check(fields)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pattern": "toy attention", "recurrence.conv": 4, "kv_heads": 2, "rotary.base": 5.0, "num_heads": 2},
+        {"pattern": "toy attention", "window": 8, "local_base": 5.0},
+        {"pattern": "attention local global", "window": 8, "soft_cap": 5.0, "qk_norm_joint": True},
+        ALONE | {"recurrence.conv": 0, "dropout": 0.1, "use_bias": True, "positions": "learned", "norm": "rms"},
+        ALONE | {"width": 129},  # that heads need not divide
+        ALONE | {"qk_norm": False},  # the default of a GPT, where a config's is True
+    ],
+)
+def test_option_that_a_layer_reads_or_that_is_a_default_is_valid(fields):
+    check(fields)
+
+
+def test_mixer_beside_a_pattern_is_refused():
+    model = types.SimpleNamespace(mixer="toy", pattern="attention", rotary=Rotary(), recurrence=Recurrence())
+    with pytest.raises(ValueError, match="mixer = 'toy', but pattern = 'attention': leave one of them out"):
+        check_shape(model, options(GPT))
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"recurrence": Recurrence(heads=3)}, "recurrence.heads = 3, but no layer reads it"),
+        ({"recurrence": Recurrence(conv=-1)}, "recurrence.conv = -1: expected 0 or more"),
+        ({"pattern": "toy attention", "mask": Causal()}, "mask = Causal, but layers of toy"),
+        ({"positions": "learned", "rotary": Rotary(fraction=0.5)}, "rotary.fraction = 0.5, but positions"),
+        ({"mixer": "atention"}, "mixer = 'atention': .*did you mean attention"),
+    ],
+)
+def test_fields_of_a_module_are_checked_at_its_call(fields, message):
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(GPT(10, 2, 2, 8, 6, **fields).init, jax.random.key(0), np.zeros((1, 3), np.int32))
+
+
+def test_heads_that_a_gpt_requires_may_be_unread():
+    check_shape(GPT(10, 2, 3, 8, 6, pattern="toy"), options(GPT))
+
+
+def test_auto_is_completed_to_what_it_stands_for():
+    stands_for = {"": "rotary", "toy": "none", "toy attention": "rotary", "toy toy": "none"}
+    assert {pattern: check({"pattern": pattern}).model.positions for pattern in stands_for} == stands_for
