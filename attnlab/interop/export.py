@@ -23,10 +23,11 @@ def export_step(
 ) -> export.Exported:
     """Export `step(params, tokens, caches) -> (logits, caches)`, which predicts the next tokens.
 
-    Caches are passed as plain arrays: a tuple of `(key, value, length)` per layer, as in `KVCache`. So the serialized
-    program needs JAX but not attnlab: `jax.export.deserialize(data).call(params, tokens, caches)`, where `data` is the
-    result of `serialize()`. (JAX needs the package flatbuffers for both.) Shapes are fixed: a prompt of 100 tokens and
-    single tokens after it take two exports, which can share caches.
+    Caches are passed as plain arrays: a tuple of `(key, value, length, forget)` per layer, as in `KVCache`, where
+    `forget` is None without a forget gate. So the serialized program needs JAX but not attnlab:
+    `jax.export.deserialize(data).call(params, tokens, caches)`, where `data` is the result of `serialize()`. (JAX needs
+    the package flatbuffers for both.) Shapes are fixed: a prompt of 100 tokens and single tokens after it take two
+    exports, which can share caches.
 
     Args:
       model: the model; an `impl` of "auto" is replaced by a backend that every platform has.

@@ -49,12 +49,13 @@ _READ_BY_ATTENTION = (
 class Attention:
     """Softmax attention to all previous tokens, or to the last `window`; with `local=None` to these if it is set."""
 
-    local: bool | None
+    local: bool | None = None
+    forget: bool = False  # with a forget gate instead of rotary positions
 
     @property
     def reads(self) -> frozenset[str]:
         windowed = () if self.local is False else ("window", "local_base")
-        return frozenset((*_READ_BY_ATTENTION, *windowed))
+        return frozenset((*_READ_BY_ATTENTION, *windowed)) - ({"rotary", "local_base"} if self.forget else set())
 
     def module(self, model, **initializers) -> MultiHeadAttention:
         sizes = resolved(model)
@@ -74,6 +75,7 @@ class Attention:
             scale=model.score_scale,
             sinks=model.sinks,
             value_residual=model.value_residual,
+            forget_gate=self.forget,
             impl=model.impl,
             **({} if model.norm == "layer" else norm),  # ε of layer norms is Flax's, 1e-6
             **initializers,
@@ -83,7 +85,7 @@ class Attention:
         return join(SlidingWindow(left=model.window - 1) if self.is_local(model) else Causal(), model.mask)
 
     def rotary(self, model) -> Rotary | None:
-        if model.positions not in ("auto", "rotary"):
+        if self.forget or model.positions not in ("auto", "rotary"):
             return None
         if self.is_local(model) and model.local_base is not None:
             return Rotary(model.local_base, rotary_of(model).fraction)
@@ -91,11 +93,13 @@ class Attention:
 
     def empty_cache(self, model, batch, capacity) -> KVCache:
         sizes = resolved(model)
-        return KVCache.empty(batch, capacity, sizes.kv_heads, sizes.head_dim, model.dtype)
+        forget_heads = model.num_heads if self.forget else None
+        return KVCache.empty(batch, capacity, sizes.kv_heads, sizes.head_dim, model.dtype, forget_heads=forget_heads)
 
     def weights(self, model) -> int:
         sizes = resolved(model)
-        return model.width * sizes.head_dim * (2 * model.num_heads + 2 * sizes.kv_heads)
+        gates = model.width * model.num_heads if self.forget else 0
+        return model.width * sizes.head_dim * (2 * model.num_heads + 2 * sizes.kv_heads) + gates
 
     def operations(self, model, length) -> float:
         """4·H·D for each visible key: the first queries have fewer."""

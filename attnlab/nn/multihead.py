@@ -16,6 +16,7 @@ from attnlab.nn.rotations import Rotary, rotary
 from attnlab.ops import products
 from attnlab.ops.attention import attention, attention_weights
 from attnlab.ops.masks import Padding, Segments, join
+from attnlab.ops.score_mods import Forget
 from attnlab.types import Array, DType
 
 
@@ -31,6 +32,8 @@ class KVCache(NamedTuple):
       key: `[B, S, Hk, D]`, in any floating type; keys and values are cast to it.
       value: `[B, S, Hk, D]`.
       length: int32 `[B]`, number of positions so far. Lower it to discard the newest, e.g. a prompt's right padding.
+      forget: `[B, S, H]`, of a forget gate the running sum at each position, less a number for each head that is the
+        same for all; None without the gate.
 
     >>> cache = KVCache.empty(batch=2, capacity=8, kv_heads=1, head_dim=4)
     >>> cache = cache.extend(jnp.ones((2, 3, 1, 4)), jnp.ones((2, 3, 1, 4)))
@@ -42,12 +45,26 @@ class KVCache(NamedTuple):
     key: Float[Array, "B S Hk D"]
     value: Float[Array, "B S Hk D"]
     length: Int[Array, " B"]
+    forget: Float[Array, "B S H"] | None = None
 
     @classmethod
-    def empty(cls, batch: int, capacity: int, kv_heads: int, head_dim: int, dtype=jnp.float32) -> "KVCache":
-        """An empty cache for `capacity` S positions, with keys and values of type `dtype`."""
-        shape = (batch, capacity, kv_heads, head_dim)
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((batch,), jnp.int32))
+    def empty(
+        cls,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype=jnp.float32,
+        *,
+        forget_heads: int | None = None,
+    ) -> "KVCache":
+        """An empty cache for `capacity` S positions, with keys and values of type `dtype`.
+
+        `forget_heads` is the number of query heads H of a layer with a forget gate, whose sums are at least float32.
+        """
+        shape, wide = (batch, capacity, kv_heads, head_dim), jnp.promote_types(dtype, jnp.float32)
+        forget = None if forget_heads is None else jnp.zeros((batch, capacity, forget_heads), wide)
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((batch,), jnp.int32), forget)
 
     @property
     def capacity(self) -> int:
@@ -59,8 +76,16 @@ class KVCache(NamedTuple):
         newest = self.length[:, None] - 1
         return newest - (newest - jnp.arange(self.capacity)) % self.capacity
 
-    def extend(self, key: Float[Array, "B T Hk D"], value: Float[Array, "B T Hk D"]) -> "KVCache":
-        """Append T positions; ValueError where T exceeds the capacity."""
+    def extend(
+        self,
+        key: Float[Array, "B T Hk D"],
+        value: Float[Array, "B T Hk D"],
+        forget: Float[Array, "B T H"] | None = None,
+    ) -> "KVCache":
+        """Append T positions; ValueError where T exceeds the capacity.
+
+        `forget` is the running sum of log forget gates, counted from the newest position of the cache.
+        """
         new = key.shape[1]
         if new > self.capacity:
             raise ValueError(
@@ -73,7 +98,15 @@ class KVCache(NamedTuple):
             set_slots = jax.vmap(lambda row, at, x: row.at[at].set(x.astype(row.dtype), unique_indices=True))
             return set_slots(kept, slots, fresh)
 
-        return KVCache(write(self.key, key), write(self.value, value), self.length + new)
+        if forget is not None:
+            forget = write(self._forget_since_newest(), forget)
+        return KVCache(write(self.key, key), write(self.value, value), self.length + new, forget)
+
+    def _forget_since_newest(self):
+        """The sums less the newest position's: however long the text, they stay small, and near keys' exact."""
+        newest = ((self.length - 1) % self.capacity)[:, None, None]
+        start = jnp.take_along_axis(self.forget, newest, axis=1)
+        return self.forget - jnp.where(self.length[:, None, None] > 0, start, 0)
 
 
 def check_cache(cache: KVCache, batch: int, kv_heads: int, head_dim: int, name: str = "cache") -> None:
@@ -89,6 +122,19 @@ def check_cache(cache: KVCache, batch: int, kv_heads: int, head_dim: int, name: 
         kind, article = (jnp.integer, "an integer") if field == "length" else (jnp.floating, "a floating")
         if not jnp.issubdtype(array.dtype, kind):
             raise ValueError(f"{name}.{field} has type {array.dtype}, expected {article} type: {remedy}")
+
+
+def check_forget(cache: KVCache, heads: int | None) -> None:
+    """Raise ValueError unless a cache has the sums of `heads` forget gates, or none where `heads` is None."""
+    expected = None if heads is None else (*jnp.shape(cache.key)[:2], heads)
+    found = None if cache.forget is None else jnp.shape(cache.forget)
+    if found != expected:
+        raise ValueError(
+            f"cache.forget has shape {found}, expected {expected}: make it with KVCache.empty(..., "
+            f"forget_heads={heads}), as forget_gate = {heads is not None}"
+        )
+    if heads is not None and cache.forget.dtype not in (jnp.float32, jnp.float64):
+        raise ValueError(f"cache.forget has type {cache.forget.dtype}, expected float32 or float64: KVCache.empty")
 
 
 def check_segments(segments, tokens, **excluded) -> None:
@@ -149,6 +195,11 @@ class MultiHeadAttention(checks.MaskedModule):
       value_residual: mix the values with the first layer's values (Zhou et al. 2024, equation 5), by a learned
         share `value_share` that starts at ½.
       sinks: one learned extra logit per head, `sinks` `[H]`.
+      forget_gate: add c_i − c_j to the scores after other score mods, c the running sum of log σ(forget(x)) over the
+        tokens in their order in the array, computed in float32 (Lin et al. 2025, section 3); `forget/kernel` `[F, H]`
+        and `forget/bias` `[H]`. Meant for a causal mask without rotary positions. Self-attention only.
+      output_gate: multiply the heads' outputs by σ(gate(x)) (Qiu et al. 2025, section 2.2), `gate/kernel` `[F, H, D]`,
+        with a bias where queries have one.
       kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
       dtype: type of the computation; the input's when None.
 
@@ -185,6 +236,8 @@ class MultiHeadAttention(checks.MaskedModule):
     scale: float | None = None
     value_residual: bool = False
     rotary_base: float | Rotary | None = None
+    forget_gate: bool = False
+    output_gate: bool = False
 
     def __post_init__(self):
         if self.rotary_base is not None:
@@ -230,8 +283,8 @@ class MultiHeadAttention(checks.MaskedModule):
 
         Raises:
           ValueError: a width or head counts that do not divide, a cache of another size or with `inputs_kv` or
-            `positions`, `segments` of another shape or with one of these, `rotary` with `inputs_kv`, and any error
-            of `attnlab.attention`.
+            `positions`, `segments` of another shape or with one of these, `rotary` or `forget_gate` with `inputs_kv`,
+            and any error of `attnlab.attention`.
           flax.errors.InvalidRngError: dropout is on, but there is neither `dropout_key` nor a `dropout` rng.
         """
         self._check(inputs_q, inputs_kv, cache, positions)
@@ -248,14 +301,17 @@ class MultiHeadAttention(checks.MaskedModule):
         mask = mask if segments is None else join(mask, Segments(segments))
         mask = mask if lengths is None or cache is not None else join(mask, Padding(lengths))
         mask, kv_positions = join(self.mask, mask), positions if inputs_kv is None else None
+        forget, kv_forget = self._forget_sums(inputs_q) if self.forget_gate else None, None
         if cache is not None:
-            cache = cache.extend(k, v)
-            k, v, kv_positions = cache.key, cache.value, cache.positions()
+            cache = cache.extend(k, v, forget)
+            k, v, kv_positions, kv_forget = cache.key, cache.value, cache.positions(), cache.forget
             mask = join(mask, Padding(cache.length))
             if lengths is not None:
                 cache = cache._replace(length=cache.length - inputs_q.shape[1] + lengths)
         terms = {"mask": mask, "q_positions": positions, "kv_positions": kv_positions}
-        out = self._attend(q, k, v, terms, deterministic, dropout_key)
+        terms["score_mod"] = self.score_mod if forget is None else (*self._score_mods(), Forget(forget, kv_forget))
+        gate = nn.sigmoid(self._heads(inputs_q, self.num_heads, "gate", q.shape[-1])) if self.output_gate else None
+        out = self._attend(q, k, v, terms, gate, deterministic, dropout_key)
         out = nn.DenseGeneral(
             self.out_features or inputs_q.shape[-1],
             axis=(-2, -1),
@@ -276,6 +332,8 @@ class MultiHeadAttention(checks.MaskedModule):
             raise ValueError(f"num_heads = {self.num_heads} must be a multiple of kv_heads = {kv_heads}")
         if self.rotary is not None and inputs_kv is not None:
             raise ValueError("rotary needs queries and keys of one sequence: leave it None for cross-attention")
+        if self.forget_gate and inputs_kv is not None:
+            raise ValueError("forget_gate needs queries and keys of one sequence: leave it out for cross-attention")
         if cache is None:
             return
         if inputs_kv is not None:
@@ -283,24 +341,15 @@ class MultiHeadAttention(checks.MaskedModule):
         if positions is not None:
             raise ValueError("a cache counts positions by itself: leave out positions, or set cache.length")
         check_cache(cache, inputs_q.shape[0], kv_heads, self.head_dim or width // self.num_heads)
+        check_forget(cache, self.num_heads if self.forget_gate else None)
 
     def _project(self, inputs_q, inputs_kv, positions):
         """Queries, keys and values `[B, T, heads, D]`, with normalization and rotary positions applied."""
         memory = inputs_q if inputs_kv is None else inputs_kv
-
-        def project(x, heads, name):
-            return nn.DenseGeneral(
-                (heads, self.head_dim or inputs_q.shape[-1] // self.num_heads),
-                use_bias=self.use_bias if self.qkv_bias is None else self.qkv_bias,
-                dtype=self.dtype,
-                kernel_init=self.kernel_init,
-                name=name,
-                dot_general=products.dot_general,
-            )(x)
-
-        q = project(inputs_q, self.num_heads, "query")
-        k = project(memory, self.kv_heads or self.num_heads, "key")
-        v = project(memory, self.kv_heads or self.num_heads, "value")
+        head_dim, kv_heads = self.head_dim or inputs_q.shape[-1] // self.num_heads, self.kv_heads or self.num_heads
+        q = self._heads(inputs_q, self.num_heads, "query", head_dim)
+        k = self._heads(memory, kv_heads, "key", head_dim)
+        v = self._heads(memory, kv_heads, "value", head_dim)
         if self.qk_norm:
             q, k = self._normalize(q, "query_ln"), self._normalize(k, "key_ln")
         if self.rotary is not None:
@@ -309,14 +358,38 @@ class MultiHeadAttention(checks.MaskedModule):
         q = sharding.constrain(q, "batch", "length", "heads", None)
         return q, *(sharding.constrain(x, "batch", "length", "kv_heads", None) for x in (k, v))
 
+    def _heads(self, x, heads, name, head_dim):
+        """A projection `[B, T, heads, head_dim]`."""
+        return nn.DenseGeneral(
+            (heads, head_dim),
+            use_bias=self.use_bias if self.qkv_bias is None else self.qkv_bias,
+            dtype=self.dtype,
+            kernel_init=self.kernel_init,
+            name=name,
+            dot_general=products.dot_general,
+        )(x)
+
+    def _forget_sums(self, x):
+        """Running sums `[B, T, H]` of log forget gates."""
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        options = {"dtype": wide, "kernel_init": self.kernel_init, "dot_general": products.dot_general}
+        gates = nn.Dense(self.num_heads, name="forget", **options)(x)
+        gates = sharding.constrain(gates, "batch", "length", "heads")
+        return jnp.cumsum(nn.log_sigmoid(gates), axis=-2)
+
+    def _score_mods(self) -> tuple:
+        if self.score_mod is None:
+            return ()
+        return self.score_mod if isinstance(self.score_mod, tuple) else (self.score_mod,)
+
     def _normalize(self, x, name):
         norm = make_norm(self.norm, self.norm_epsilon, use_bias=False, dtype=self.dtype, name=name)
         return norm(x.reshape(*x.shape[:-2], -1)).reshape(x.shape) if self.qk_norm_joint else norm(x)
 
-    def _attend(self, q, k, v, terms, deterministic, dropout_key):
-        """Apply the operator to projected heads, and sow the attention weights."""
+    def _attend(self, q, k, v, terms, gate, deterministic, dropout_key):
+        """Apply the operator to projected heads, times `gate`, and sow the attention weights."""
         sinks = self.param("sinks", nn.initializers.zeros, (self.num_heads,)) if self.sinks else None
-        terms = {**terms, "score_mod": self.score_mod, "sinks": sinks, "scale": self.scale}
+        terms = {**terms, "sinks": sinks, "scale": self.scale}
         weights = functools.partial(attention_weights, q, k, **terms)
         if self.is_mutable_collection("intermediates"):
             self.sow("intermediates", "attention_weights", weights())
@@ -326,5 +399,5 @@ class MultiHeadAttention(checks.MaskedModule):
             terms |= {"dropout_rate": self.dropout_rate, "dropout_key": key}
         k, v = k.astype(q.dtype), v.astype(q.dtype)
         attend = functools.partial(attention, q, k, v, impl=self.impl, **terms)
-        out = taps.attended(self, attend, lambda rows: weights(rows=rows), v, drops=drops)
+        out = taps.attended(self, attend, lambda rows: weights(rows=rows), v, gate=gate, drops=drops)
         return sharding.constrain(out, "batch", "length", "heads", None)

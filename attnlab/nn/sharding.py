@@ -27,6 +27,11 @@ PARAMETERS = (
     (r"(key|value)/kernel$", ("embed", "kv_heads", None)),
     (r"query/bias$", ("heads", None)),
     (r"(key|value)/bias$", ("kv_heads", None)),
+    (r"attention/gate/kernel$", ("embed", "heads", None)),
+    (r"attention/gate/bias$", ("heads", None)),
+    # Whole along "embed": one column a head is small, and a gather would round it to the type of the computation.
+    (r"attention/forget/kernel$", (None, "heads")),
+    (r"attention/forget/bias$", ("heads",)),
     (r"attention/out/kernel$", ("heads", None, "embed")),
     (r"mlp/(up|gate)/kernel$", ("embed", "mlp")),
     (r"mlp/(up|gate)/bias$", ("mlp",)),

@@ -77,12 +77,21 @@ def tap(module, name: str, value):
     return value
 
 
-def attended(module, attend: Callable, weights: Callable, v: Float[Array, "*B Tk Hk Dv"], *, drops: bool = False):
+def attended(
+    module,
+    attend: Callable,
+    weights: Callable,
+    v: Float[Array, "*B Tk Hk Dv"],
+    *,
+    gate: Float[Array, "*B Tq H Dv"] | None = None,
+    drops: bool = False,
+):
     """The output z of attention, `[..., Tq, H, Dv]`, through the taps at the pattern and at z.
 
     An edited pattern p' changes z by (p' − p)·v, so that an edit which changes nothing leaves every bit as it is, and
     the operator's kernel computes z in both cases. `attend()` returns z, `weights(rows)` the pattern `[..., H, Rq, Tk]`
-    of the query indices `rows` (None for all), and `drops` tells whether z has dropout.
+    of the query indices `rows` (None for all), `gate` is a factor of z, None for 1, and `drops` tells whether z has
+    dropout. Pattern·v is compared with z before the gate; z is what the output projection gets, after it.
     """
     port = LinenPort(module) if isinstance(module, nn.Module) else module
     z, edit = attend(), port.edit("pattern")
@@ -103,7 +112,7 @@ def attended(module, attend: Callable, weights: Callable, v: Float[Array, "*B Tk
         expected = _weighted(pattern, v, jnp.abs(pattern))
         apart = jnp.abs(z.astype(expected.dtype) - expected).max(initial=0)
         port.send(MISMATCH, apart / jnp.maximum(jnp.abs(expected).max(initial=0), jnp.finfo(expected.dtype).tiny))
-    return tap(port, "z", z)
+    return tap(port, "z", z if gate is None else z * gate)
 
 
 def _weighted(pattern, v, weights):

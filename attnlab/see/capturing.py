@@ -60,8 +60,8 @@ def capture(
       model, variables, args, kwargs: as for `sites`.
       want: names of values: of attention `q` `[B, Tq, H, D]`, `k` and `v` `[B, Tk, Hk, D]`, as they enter the scores
         (normalized and rotated) or the cache; `pattern`, the softmax's weights before dropout, `[B, H, Tq, Tk]`; `z`,
-        the heads' outputs, `[B, Tq, H, D]`; of blocks `in` and `out`, the residual stream, `[B, T, F]`. A plain
-        function has `pattern`, `v` and `z`.
+        the heads' outputs, after an output gate, `[B, Tq, H, D]`; of blocks `in` and `out`, the residual stream,
+        `[B, T, F]`. A plain function has `pattern`, `v` and `z`.
       at: globs of the paths to return; all when None.
       rows: queries whose patterns are returned, as `[B, H, R, Tk]`, for long sequences; all when None.
 

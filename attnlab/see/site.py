@@ -19,7 +19,7 @@ class Site:
       q_length, kv_length: Tq and Tk.
       names: the values that can be captured, of q, k, v, pattern and z.
       editable: whether these values can be edited.
-      mismatch: max |pattern·v − z| / max |z|; None if not measured.
+      mismatch: max |pattern·v − z| / max |z|, z before an output gate; None if not measured.
       tolerance: the largest mismatch of a verified pattern.
 
     >>> Site("attention", "MultiHeadAttention", 2, 2, 5, 5, mismatch=1e-7, tolerance=3e-4).verified

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import attnlab
 from attnlab.masks import BlockSparse, Causal, Dense, Mask, MaskFn, Padding, PrefixLM, Segments, SlidingWindow
 from attnlab.ops.context import exchange, layouts
-from attnlab.score_mods import ALiBi, RelativeBias, ScoreFn, ScoreMod, SoftCap, alibi_slopes
+from attnlab.score_mods import ALiBi, Forget, RelativeBias, ScoreFn, ScoreMod, SoftCap, alibi_slopes
 from tests.ops.cases import slow
 
 BATCH, LENGTH, HEADS, DIM = 2, 32, 4, 8
@@ -47,6 +47,7 @@ MODS = {
     "alibi": ALiBi(alibi_slopes(HEADS)),
     "relative": RelativeBias(jnp.asarray(rng.normal(size=(HEADS, 9)), jnp.float32)),
     "cap": SoftCap(2.0),
+    "forget": Forget(jnp.asarray(-np.cumsum(rng.random((BATCH, LENGTH, HEADS)), axis=1), jnp.float32)),
     "function": ScoreFn(lambda s, b, h, i, j, x: s + x[j] * (1 + b) - h * i / 100, jnp.asarray(UP_TO_ONE[::4])),
 }
 TERMS = {f"{name} mask": {"mask": mask} for name, mask in MASKS.items()}

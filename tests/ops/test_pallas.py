@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import attnlab
 from attnlab.masks import BlockSparse, Causal, Dense, MaskFn, Padding, PrefixLM, Segments, SlidingWindow
-from attnlab.score_mods import ALiBi, RelativeBias, ScoreFn, SoftCap, alibi_slopes
+from attnlab.score_mods import ALiBi, Forget, RelativeBias, ScoreFn, SoftCap, alibi_slopes
 from tests.ops import cases
 from tests.ops.cases import slow
 
@@ -104,6 +104,16 @@ def test_bias_that_examples_and_heads_share_has_the_sum_of_their_gradients():
 
     def gradient(attend):
         return jax.jit(jax.grad(lambda bias: (attend(*arrays, bias=bias) ** 2).sum()))(bias)
+
+    agree(gradient(kernel), gradient(dense))
+
+
+def test_running_sums_have_the_gradients_of_dense():
+    sums = -np.cumsum(np.random.default_rng(1).random((2, 24, 2)), axis=1).astype(np.float32)
+
+    def gradient(attend):
+        run = functools.partial(attend, *sample(24, batch=(2,)), mask=Causal())
+        return jax.jit(jax.grad(lambda sums: (run(score_mod=Forget(sums)) ** 2).sum()))(sums)
 
     agree(gradient(kernel), gradient(dense))
 

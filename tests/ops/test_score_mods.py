@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 import attnlab
-from attnlab.masks import MaskFn
+from attnlab.masks import Causal, MaskFn
 from attnlab.ops.tiles import whole
-from attnlab.score_mods import ALiBi, RelativeBias, ScoreFn, SoftCap, alibi_slopes
+from attnlab.score_mods import ALiBi, Forget, RelativeBias, ScoreFn, SoftCap, alibi_slopes
 
 I, J = np.arange(5)[:, None], np.arange(5)[None, :]
 SCORES = np.random.default_rng(0).normal(size=(2, 5, 5)).astype(np.float32)
+SUMS = -np.cumsum(np.random.default_rng(2).exponential(size=(5, 2)), axis=0).astype(np.float32)
 TABLE = np.random.default_rng(1).normal(size=(2, 5)).astype(np.float32)
 
 
@@ -23,6 +24,8 @@ TABLE = np.random.default_rng(1).normal(size=(2, 5)).astype(np.float32)
         (ALiBi(jnp.array([0.5, 2.0])), SCORES - np.array([0.5, 2.0])[:, None, None] * abs(I - J)),
         (RelativeBias(jnp.asarray(TABLE)), SCORES + TABLE[:, np.clip(J - I, -2, 2) + 2]),
         (SoftCap(2.0), 2 * np.tanh(SCORES / 2)),
+        (Forget(jnp.asarray(SUMS)), SCORES + SUMS.T[:, :, None] - SUMS.T[:, None, :]),
+        (Forget(jnp.asarray(SUMS), jnp.asarray(SUMS[::-1])), SCORES + SUMS.T[:, :, None] - SUMS[::-1].T[:, None, :]),
         (ScoreFn(lambda s, b, h, i, j: s * (i - j) + h), SCORES * (I - J) + np.arange(2)[:, None, None]),
         (ScoreFn(lambda s, b, h, i, j, x: s + x[j], jnp.asarray(np.arange(5, dtype=np.float32))), SCORES + J),
     ],
@@ -44,6 +47,65 @@ def test_function_receives_the_example_index():
 def test_arrays_that_do_not_fit_the_heads_are_rejected(mod):
     with pytest.raises(ValueError, match="expected"):
         mod.check(2)
+
+
+@pytest.mark.parametrize(
+    "mod, message",
+    [
+        (Forget(np.zeros((3, 2), np.float32)), r"Forget keys has shape \(3, 2\), expected .*pass keys too"),
+        (Forget(np.zeros((2, 2), np.float32), np.zeros((4, 2), np.float32)), "Forget queries has shape"),
+        (Forget(np.zeros((5, 3, 2), np.float32), np.zeros((4, 2), np.float32)), r"expected \(3, 2\) or \(1, 3, 2\)"),
+        (Forget(jnp.zeros((3, 2), jnp.bfloat16)), "type bfloat16, expected float32 or float64"),
+    ],
+)
+def test_running_sums_that_do_not_fit_the_call_are_rejected(own_errors, mod, message):
+    q, k = np.zeros((1, 3, 2, 4), np.float32), np.zeros((1, 4, 2, 4), np.float32)
+    with pytest.raises(ValueError, match=message):
+        attnlab.attention(q, k, k, score_mod=mod)
+
+
+def test_running_sums_by_blocks_have_the_gradients_of_dense(float64):
+    """Also under `vmap`, for several batch axes, for sums that examples share, and with ragged tiles."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(2, 3, 37, heads, 4)) for heads in (4, 2, 2))
+    each, shared = (-np.cumsum(rng.exponential(size=(*batch, 37, 4)), axis=-2) for batch in ((2, 3), ()))
+
+    def loss(impl, arrays):
+        q, k, v, each, shared = arrays
+        attend = functools.partial(attnlab.attention, mask=Causal(), impl=impl)
+        attend = functools.partial(attend, block_sizes=None if impl == "dense" else (8, 16))
+        mapped = jax.vmap(lambda q, k, v, sums: attend(q, k, v, score_mod=Forget(sums)))(q, k, v, each)
+        plain = attend(q, k, v, score_mod=(Forget(each), Forget(shared)))
+        return (mapped**2 + plain**3).sum()
+
+    both = jax.jit(lambda arrays: [jax.grad(functools.partial(loss, impl))(arrays) for impl in ("dense", "blockwise")])
+    for dense, blockwise in zip(*both((q, k, v, each, shared))):
+        # Both round each of some hundred sums, as in tests/ops/test_blockwise.py.
+        np.testing.assert_allclose(blockwise, dense, rtol=1e-11, atol=1e-11 * np.abs(dense).max())
+
+
+def test_memory_of_running_sums_is_linear_in_the_length():
+    def temporaries(length):
+        shapes = [jax.ShapeDtypeStruct((1, length, 8, *features), jnp.float32) for features in ((16,), ())]
+
+        def total(q, sums):
+            return (attnlab.attention(q, q, q, Causal(), Forget(sums), impl="blockwise") ** 2).sum()
+
+        return jax.jit(jax.grad(total, (0, 1))).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    lengths = (4096, 16384)
+    sizes = list(map(temporaries, lengths))
+    # Besides the arrays there is the visit order, a few bytes for each 256 × 256 scores.
+    assert sizes[1] <= 4 * sizes[0] + 16 * (lengths[1] // 256) ** 2
+
+
+@pytest.mark.parametrize("shift", [0.0, 6.0], ids=["gates near ½", "gates near 1"])
+def test_differences_of_long_running_sums_stay_within_the_bound(shift):
+    length = 16384
+    log_gates = -np.log1p(np.exp(-np.random.default_rng(0).normal(size=length) - shift)).astype(np.float32)
+    exact = np.cumsum(log_gates.astype(np.float64))
+    errors = np.asarray(jax.jit(jnp.cumsum)(log_gates), np.float64) - exact
+    assert np.ptp(errors) <= 4 * np.log2(length) * 2.0**-24 * abs(exact[-1])
 
 
 def test_cap_below_zero_is_rejected(own_errors):

@@ -1,0 +1,295 @@
+"""Forget and output gates of multi-head attention: against NumPy, in pieces, packed, padded, split, and looked into."""
+
+import functools
+import importlib.util
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import attnlab
+from attnlab import see
+from attnlab.masks import Causal, SlidingWindow
+from attnlab.nn import GPT, Block, KVCache, MultiHeadAttention, sharding
+from attnlab.nn.kinds import KINDS, Attention
+from attnlab.nn.stack import stack_layers
+from attnlab.score_mods import Forget, SoftCap
+from attnlab.training.optimizer import decayed
+from tests.parameters import parameters
+
+rng = np.random.default_rng(0)
+X = rng.standard_normal((2, 7, 8)).astype(np.float32)
+MODULE = MultiHeadAttention(4, kv_heads=2, mask=Causal(), score_mod=SoftCap(9.0), forget_gate=True, output_gate=True)
+PARAMS = parameters(MODULE, X)
+APPLY = jax.jit(MODULE.apply)
+EMPTY = KVCache.empty(batch=2, capacity=8, kv_heads=2, head_dim=2, forget_heads=4)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def reference(params, x):
+    """The module's output for `[B, T, F]`, from the paper's formulas."""
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params["params"])
+
+    def project(name):
+        kernel = params[name]["kernel"]
+        return np.tensordot(x.astype(np.float64), kernel, 1) + params[name]["bias"]
+
+    q, k, v = project("query"), *(np.repeat(project(name), 2, axis=-2) for name in ("key", "value"))
+    scores = np.einsum("bihd,bjhd->bhij", q, k) / np.sqrt(q.shape[-1])
+    scores = 9 * np.tanh(scores / 9)
+    log_gates = np.moveaxis(np.log(sigmoid(project("forget"))), -1, -2)  # [B, H, T]
+    for i in range(x.shape[1]):
+        for j in range(x.shape[1]):
+            forgotten = log_gates[..., j + 1 : i + 1].sum(axis=-1)
+            scores[..., i, j] = scores[..., i, j] + forgotten if j <= i else -np.inf
+    weights = np.exp(scores) / np.exp(scores).sum(axis=-1, keepdims=True)
+    z = np.einsum("bhij,bjhd->bihd", weights, v) * sigmoid(project("gate"))
+    return np.einsum("bihd,hdf->bif", z, params["out"]["kernel"]) + params["out"]["bias"]
+
+
+def in_pieces(pieces, cache, x, apply=APPLY, params=PARAMS, **options):
+    """(The output, the cache) of tokens in portions."""
+    outs, start = [], 0
+    for size in pieces:
+        out, cache = apply(params, x[:, start : start + size], cache=cache, **options)
+        outs.append(out)
+        start += size
+    return np.concatenate(outs, axis=1), cache
+
+
+# Outputs are sums of some ten numbers of size 1: 1e-6 is 17 units of float32's rounding.
+near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-6)
+
+
+def test_gated_attention_equals_the_formulas():
+    near(APPLY(PARAMS, X), reference(PARAMS, X))
+
+
+def test_gate_parameters_have_shapes_and_initial_values_of_the_papers():
+    params = MODULE.init(jax.random.key(0), X)["params"]
+    assert params["forget"]["kernel"].shape == (8, 4)
+    assert params["gate"]["kernel"].shape == (8, 4, 2)
+    np.testing.assert_array_equal(params["forget"]["bias"], np.zeros(4))
+    found = decayed(params)
+    assert found["forget"] == found["gate"] == {"kernel": True, "bias": False}
+    plain = MultiHeadAttention(4, use_bias=False, forget_gate=True, output_gate=True)
+    shapes = jax.eval_shape(plain.init, jax.random.key(0), X)["params"]
+    assert [name for name, leaves in shapes.items() if "bias" in leaves] == ["forget"]
+
+
+@pytest.mark.parametrize("pieces", [[7], [3, 4], [1] * 7], ids=str)
+def test_cache_in_any_portions_equals_one_pass(pieces):
+    out, cache = in_pieces(pieces, EMPTY, X)
+    near(out, APPLY(PARAMS, X))
+    assert cache.length.tolist() == [7, 7]
+
+
+def test_rolling_cache_equals_window_and_keeps_sums_small():
+    """Beyond the capacity: sums count from the newest position, so they do not grow with the text."""
+    x = np.tile(X, (1, 4, 1))
+    out, cache = in_pieces([1] * 28, EMPTY, x)
+    near(out, jax.jit(MODULE.apply)(PARAMS, x, mask=SlidingWindow(7)))
+    steps = -np.log(sigmoid(x @ PARAMS["params"]["forget"]["kernel"] + PARAMS["params"]["forget"]["bias"]))
+    assert np.abs(cache.forget).max() <= 8 * steps.max()
+
+
+def test_cache_after_discarded_tokens_continues_from_the_newest_kept():
+    _, cache = in_pieces([7], EMPTY, X)
+    kept = np.array([2, 4])
+    out, _ = APPLY(PARAMS, X[:, :2], cache=cache._replace(length=jnp.asarray(kept)))
+    for row, length in enumerate(kept):
+        alone = np.concatenate([X[row, :length], X[row, :2]])[None]
+        near(out[row], jax.jit(MODULE.apply)(PARAMS, alone)[0, length:])
+
+
+def test_lengths_with_a_cache_equal_each_row_alone():
+    lengths = np.array([3, 7])
+    out, cache = APPLY(PARAMS, X, cache=EMPTY, lengths=lengths)
+    more, _ = APPLY(PARAMS, X[:, :1], cache=cache)
+    near(out[0, :3], APPLY(PARAMS, X)[0, :3])
+    near(more[0, 0], reference(PARAMS, np.concatenate([X[:, :3], X[:, :1]], axis=1))[0, -1])
+    near(more[1, 0], reference(PARAMS, np.concatenate([X, X[:, :1]], axis=1))[1, -1])
+
+
+def test_lengths_hide_padding():
+    padded = X.copy()
+    padded[0, 3:] = 100
+    near(APPLY(PARAMS, padded, lengths=np.array([3, 7]))[0, :3], APPLY(PARAMS, X)[0, :3])
+
+
+def test_packed_documents_equal_separate_documents():
+    segments = np.array([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 2, 2]])
+    out = APPLY(PARAMS, X, segments=segments)
+    for row, start, end in ((0, 0, 3), (0, 3, 7), (1, 0, 1), (1, 1, 5), (1, 5, 7)):
+        near(out[row, start:end], reference(PARAMS, X[row : row + 1, start:end])[0])
+
+
+def test_blockwise_equals_dense_with_gradients_of_the_gates(float64):
+    x = rng.standard_normal((2, 40, 8))
+    params = jax.tree.map(lambda leaf: leaf.astype(np.float64), PARAMS)
+
+    def loss(params, impl):
+        return (MODULE.clone(impl=impl).apply(params, x) ** 2).sum()
+
+    both = jax.jit(lambda params: [jax.grad(loss)(params, impl) for impl in ("dense", "blockwise")])
+    dense, blockwise = both(params)
+    # As in tests/ops/test_blockwise.py: both round each of some hundred sums.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-10), dense, blockwise)
+    assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves([dense["params"][n] for n in ("forget", "gate")]))
+
+
+def test_sums_are_float32_in_a_bfloat16_module():
+    module = MODULE.clone(dtype=jnp.bfloat16)
+    cache = KVCache.empty(2, 8, 2, 2, jnp.bfloat16, forget_heads=4)
+    out, cache = jax.eval_shape(module.apply, PARAMS, X.astype(jnp.bfloat16), cache=cache)
+    assert out.dtype == cache.key.dtype == jnp.bfloat16 and cache.forget.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    "module, options, message",
+    [
+        (MODULE, {"inputs_kv": X}, "forget_gate needs queries and keys of one sequence"),
+        (MODULE, {"cache": EMPTY._replace(forget=None)}, r"cache.forget has shape None, expected \(2, 8, 4\)"),
+        (MODULE, {"cache": EMPTY._replace(forget=EMPTY.forget[..., :2])}, r"shape \(2, 8, 2\), expected \(2, 8, 4\)"),
+        (MODULE, {"cache": EMPTY._replace(forget=EMPTY.forget.astype(jnp.bfloat16))}, "expected float32 or float64"),
+        (MODULE.clone(forget_gate=False), {"cache": EMPTY}, r"shape \(2, 8, 4\), expected None.*forget_gate = False"),
+    ],
+)
+def test_calls_that_do_not_fit_the_forget_gate_are_rejected(own_errors, module, options, message):
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(module.apply, PARAMS, X, **options)
+
+
+# ------------------------------------------------------------------------------------------------------------------ see
+
+
+class OneLayer(nn.Module):
+    """A residual stream with one block of gated attention."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = Block(MODULE, name="block")(nn.Embed(10, 8, name="embed")(tokens))
+        return nn.Dense(10, name="logits")(nn.LayerNorm(name="norm")(x))
+
+
+TOKENS = np.array([[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]])
+
+
+@functools.cache
+def one_layer():
+    return OneLayer(), parameters(OneLayer(), TOKENS)
+
+
+def test_sites_of_gated_attention_are_verified():
+    (site,) = see.sites(*one_layer(), TOKENS)
+    assert site.verified
+
+
+def test_captured_pattern_has_the_forget_gate_and_z_the_output_gate():
+    run = see.capture(*one_layer(), TOKENS, want=("q", "k", "v", "pattern", "z", "in", "out"))
+    (pattern,), (z,) = run.values["pattern"].values(), run.values["z"].values()
+    (q,), (k,), (v,) = (run.values[name].values() for name in "qkv")
+    params = one_layer()[1]["params"]
+    attention = params["block"]["attention"]
+    x = nn.LayerNorm(epsilon=1e-5).apply({"params": params["block"]["attention_norm"]}, run.values["in"]["block"])
+    gates = jax.nn.log_sigmoid(x @ attention["forget"]["kernel"] + attention["forget"]["bias"])
+    gate = jax.nn.sigmoid(np.tensordot(x, attention["gate"]["kernel"], 1) + attention["gate"]["bias"])
+    mods = SoftCap(9.0), Forget(jnp.cumsum(gates, axis=1))
+    near(pattern, attnlab.attention_weights(q, k, mask=Causal(), score_mod=mods))
+    near(z, np.einsum("bhij,bjhd->bihd", pattern, np.repeat(v, 2, axis=-2)) * gate)
+    written = np.einsum("bihd,hdf->bif", z, attention["out"]["kernel"]) + attention["out"]["bias"]
+    near(run.values["out"]["block"] - run.values["in"]["block"], written)
+
+
+def test_contributions_of_gated_heads_sum_to_the_logits():
+    parts = see.contributions(*one_layer(), TOKENS, targets=TOKENS)
+    near(parts.total, parts.logits, atol=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------------------- models
+
+
+@pytest.fixture
+def forgetful(monkeypatch):
+    """A model whose layers have forget gates."""
+    monkeypatch.setitem(KINDS, "forget", Attention(forget=True))
+    return GPT(10, num_layers=2, num_heads=4, kv_heads=2, width=16, context=12, pattern="forget", value_residual=True)
+
+
+def test_model_with_forget_gates_has_no_rotary_positions_and_decodes(forgetful):
+    params = parameters(forgetful, TOKENS)
+    whole = jax.jit(forgetful.apply)(params, TOKENS)
+    step, caches = jax.jit(forgetful.apply), forgetful.empty_caches(batch=2)
+    assert KINDS["forget"].module(forgetful, parent=None).rotary is None
+    assert caches[0].forget.shape == (2, 12, 4)
+    for token in range(TOKENS.shape[1]):
+        logits, caches = step(params, TOKENS[:, token : token + 1], caches=caches)
+        near(logits[:, 0], whole[:, token], atol=1e-5)
+
+
+def test_stacked_layers_with_forget_gates_equal_single_layers(forgetful):
+    params = parameters(forgetful, TOKENS)
+    run = jax.jit(forgetful.apply)
+    near(run({"params": stack_layers(params["params"])}, TOKENS), run(params, TOKENS), atol=1e-5)
+
+
+def test_weights_of_the_kind_count_the_forget_gate(forgetful):
+    kernels = jax.eval_shape(forgetful.init, jax.random.key(0), TOKENS)["params"]["block_0"]["attention"]
+    assert Attention(forget=True).weights(forgetful) == sum(
+        leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(kernels) if path[-1].key == "kernel"
+    )
+
+
+def test_rules_split_gates_by_heads_and_match_one_device():
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    rules = (("batch", "data"), ("embed", "data"), ("heads", "tensor"), ("kv_heads", "tensor"))
+    model, params = one_layer()
+
+    def place(path, x):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        with nn.logical_axis_rules(rules):
+            return jax.device_put(
+                x, NamedSharding(mesh, sharding.spec_of(sharding.parameter_names(name, x.ndim), x.shape, mesh))
+            )
+
+    placed = jax.tree_util.tree_map_with_path(place, params)
+    gates = placed["params"]["block"]["attention"]
+    assert gates["forget"]["kernel"].sharding.spec == P(None, "tensor")
+    assert gates["gate"]["kernel"].sharding.spec == P("data", "tensor", None)
+
+    def loss(params, tokens):
+        with nn.logical_axis_rules(rules):
+            return (model.apply(params, tokens) ** 2).sum()
+
+    spread = jax.jit(jax.value_and_grad(loss))(placed, jax.device_put(TOKENS, NamedSharding(mesh, P("data"))))
+    alone = jax.jit(jax.value_and_grad(lambda params: (model.apply(params, TOKENS) ** 2).sum()))(params)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), spread, alone)
+
+
+# ----------------------------------------------------------------------------------------------------------------- peer
+
+
+def test_forget_equals_naive_forgetting_attention_of_fla():
+    torch, spec = pytest.importorskip("torch"), importlib.util.find_spec("fla")
+    pytest.importorskip("einops")
+    path = Path(spec.submodule_search_locations[0], "ops/forgetting_attn/naive.py") if spec else None
+    if path is None or not path.exists():
+        pytest.skip("needs the sources of fla-core 0.6 on PYTHONPATH")
+    # Loaded by its path: the package itself needs Triton.
+    naive = importlib.util.module_from_spec(found := importlib.util.spec_from_file_location("naive", path))
+    found.loader.exec_module(naive)
+
+    shapes = {"q": (2, 30, 4, 8), "k": (2, 30, 2, 8), "v": (2, 30, 2, 8)}
+    q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in shapes.values())
+    log_gates = np.log(sigmoid(rng.standard_normal((2, 30, 4)))).astype(np.float32)
+    expected = naive.naive_forgetting_attn(*map(torch.tensor, (q, k, v, log_gates)))
+    out = attnlab.attention(q, k, v, Causal(), Forget(jnp.cumsum(log_gates, axis=1)))
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
