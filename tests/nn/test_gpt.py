@@ -467,14 +467,13 @@ def reference(params, tokens, *, window, base, norm_at, plus_one, epsilon=1e-5):
 )
 def test_gpt_of_todays_models_equals_formula(kind, norm_at, float64):
     options = {"norm": "rms_plus_one" if kind == "local" else "rms", "norm_at": norm_at, "qk_norm": True}
+    options |= {"local_base": 10.0, "window": 3} if kind == "local" else {}
     model = gpt(
         num_layers=1,
         num_heads=2,
         head_dim=8,
         positions="rotary",
         rotary=Rotary(base=100.0, fraction=0.5),
-        local_base=10.0,
-        window=3,
         pattern=kind,
         mlp="gated",
         activation="silu",
