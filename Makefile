@@ -11,8 +11,9 @@ INSTALL = $(if $(shell command -v uv),uv pip install --quiet --python $(BIN)/pyt
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 # The tests compile without optimizations, unless told so.
 OPTIMIZED = XLA_FLAGS="--xla_backend_optimization_level=3 $$XLA_FLAGS"
-# The frameworks that weights come from and go to, and TransformerLens; without them those tests skip.
-PEERS = torch==2.13.0 transformers==5.23.0 transformer-lens==4.3.0
+# The frameworks that weights come from and go to, TransformerLens, and fla, of which the plain PyTorch files are read;
+# without them those tests skip.
+PEERS = torch==2.13.0 transformers==5.23.0 transformer-lens==4.3.0 fla-core==0.6.0
 # The tests of whatever can differ between versions of JAX, Flax, Optax and Orbax; the kernels are compiled with the
 # newest of them by test-hardware.
 VERSIONED = tests/ops --ignore=tests/ops/test_pallas.py --ignore=tests/ops/test_splitting.py tests/training \

@@ -1,0 +1,113 @@
+"""The linear recurrence against the recurrent forms of flash-linear-attention, which compute in float32."""
+
+import functools
+import importlib.util
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from attnlab import linear_recurrence
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("einops", reason="einops is not installed")
+B, T, H, K, V = 2, 40, 2, 8, 6
+rng = np.random.default_rng(0)
+
+
+def naive(name):
+    """fla/ops/`name`/naive.py, loaded by its path: to import the package takes Triton."""
+    spec = importlib.util.find_spec("fla")
+    path = spec and Path(spec.submodule_search_locations[0], "ops", name, "naive.py")
+    if not path or not path.exists():
+        pytest.skip("fla-core is not installed: make peers")
+    module = importlib.util.module_from_spec(found := importlib.util.spec_from_file_location("naive", path))
+    found.loader.exec_module(module)
+    return module
+
+
+def normal(*shape):
+    return rng.standard_normal((B, T, H, *shape)).astype(np.float32)
+
+
+def uniform(low, high, *shape):
+    return rng.uniform(low, high, (B, T, H, *shape)).astype(np.float32)
+
+
+Q, KEY, VALUE = normal(K), normal(K), normal(V)
+KEY /= np.linalg.norm(KEY, axis=-1, keepdims=True)
+LOG_DECAY, LOG_DECAYS = np.log(uniform(0.5, 1)), np.log(uniform(0.5, 1, K))
+BETA, A, W = uniform(0, 1), uniform(0, 1, K), uniform(0, 1, V)
+
+
+def call(function, *arrays, heads_first=False, **options):
+    """The output `[B, T, H, V]` of a function of torch's."""
+    arrays = [torch.tensor(np.swapaxes(x, 1, 2) if heads_first else x) for x in arrays]
+    out = function(*arrays, **options)
+    out = (out[0] if isinstance(out, tuple) else out).numpy()
+    return np.swapaxes(out, 1, 2) if heads_first else out
+
+
+def linear():
+    return call(naive("linear_attn").naive_recurrent_linear_attn, Q, KEY, VALUE), ((Q, KEY, VALUE), {})
+
+
+def retention():
+    gamma = np.broadcast_to(np.log(1 - 2.0 ** (-5 - np.arange(H))), (B, T, H)).astype(np.float32)
+    found = call(naive("retention").naive_retention, Q, KEY, VALUE, heads_first=True)
+    return found, ((Q, KEY, VALUE, gamma), {})
+
+
+def gla():
+    found = call(naive("gla").naive_recurrent_gla, Q, KEY, VALUE, LOG_DECAYS)
+    return found, ((Q, KEY, VALUE, LOG_DECAYS), {})
+
+
+def delta_rule():
+    found = call(naive("delta_rule").delta_rule_recurrence, Q, KEY, VALUE, BETA, heads_first=True)
+    return found, ((Q, KEY, VALUE, None, BETA), {})
+
+
+def gated_delta_rule():
+    found = call(naive("gated_delta_rule").naive_recurrent_gated_delta_rule, Q, KEY, VALUE, BETA, LOG_DECAY)
+    return found, ((Q, KEY, VALUE, LOG_DECAY, BETA), {})
+
+
+def kda():
+    found = call(naive("kda").naive_recurrent_kda, Q, KEY, VALUE, LOG_DECAYS, BETA)
+    return found, ((Q, KEY, VALUE, LOG_DECAYS, BETA), {})
+
+
+def gdn2():
+    found = call(naive("gdn2").naive_recurrent_gdn2, Q, KEY, VALUE, LOG_DECAYS, A, W)
+    return found, ((Q, KEY, W * VALUE, LOG_DECAYS), {"erase": (KEY, A * KEY)})
+
+
+def generalized_delta_rule():
+    """Its state is read before it decays, S ← exp(g) S + β αᵀ S + k vᵀ: e = −β and r = α exp(−g)."""
+    arrays, decays = (Q, normal(K), VALUE, -KEY, A * KEY), np.log(uniform(0.6, 1, K))
+    path = "generalized_delta_rule/dplr"
+    found = call(naive(path).dplr_recurrence, *arrays, decays, heads_first=True)
+    return found, ((*arrays[:3], decays), {"erase": (-arrays[4], arrays[3] * np.exp(-decays))})
+
+
+def gated_delta_product():
+    """Two steps a token, the first with the decay, read after the second."""
+    k, v, beta = (np.concatenate([x, x[::-1]], axis=1) for x in (KEY, VALUE, BETA))
+    options = {"scale": K**-0.5, "num_householder": 2}
+    found = call(naive("gated_delta_product").naive_recurrent_gated_delta_product, Q, k, v, LOG_DECAY, beta, **options)
+    g = np.stack([LOG_DECAY, np.zeros_like(LOG_DECAY)], axis=2).reshape(B, 2 * T, H)
+    return np.repeat(found, 2, axis=1), ((np.repeat(Q, 2, axis=1), k, v, g, beta), {})
+
+
+MEMBERS = [linear, retention, gla, delta_rule, gated_delta_rule, kda, gdn2, generalized_delta_rule]
+
+
+@pytest.mark.parametrize("member", [*MEMBERS, gated_delta_product], ids=lambda member: member.__name__)
+def test_both_forms_equal_naive_form_of_fla(member):
+    expected, (arrays, options) = member()
+    run = jax.jit(functools.partial(linear_recurrence, **options), static_argnames="impl")
+    read = slice(1, None, 2) if member is gated_delta_product else slice(None)  # after the last step of a token
+    for impl in ("recurrent", "chunked"):
+        np.testing.assert_allclose(run(*arrays, impl=impl)[:, read], expected[:, read], rtol=1e-5, atol=1e-5)
