@@ -5,7 +5,17 @@ from attnlab.nn.block import Block
 from attnlab.nn.embeddings import cosine_similarity, nearest
 from attnlab.nn.gpt import GPT
 from attnlab.nn.heads import Head, StackedHeads
-from attnlab.nn.mixers import GRU, CausalConv, LinearAttention
+from attnlab.nn.mixers import (
+    GRU,
+    CausalConv,
+    GatedDeltaNet,
+    GatedLinearAttention,
+    LinearAttention,
+    Mamba2,
+    MixerState,
+    Retention,
+    ShortConv,
+)
 from attnlab.nn.mlp import Mlp
 from attnlab.nn.multihead import KVCache, MultiHeadAttention
 from attnlab.nn.norms import LayerNorm, RMSNorm
@@ -21,17 +31,23 @@ __all__ = [
     "AdditiveAttention",
     "Block",
     "CausalConv",
+    "GatedDeltaNet",
+    "GatedLinearAttention",
     "Head",
     "KVCache",
     "LayerNorm",
     "LearnedPositions",
     "LinearAttention",
+    "Mamba2",
+    "MixerState",
     "Mlp",
     "MultiHeadAttention",
     "RMSNorm",
     "Recurrence",
+    "Retention",
     "Rotary",
     "Seq2Seq",
+    "ShortConv",
     "StackedHeads",
     "alignment",
     "cosine_similarity",

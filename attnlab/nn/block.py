@@ -6,10 +6,8 @@ import flax.linen as nn
 from jaxtyping import Float, Int
 
 from attnlab.nn import checks, sharding
-from attnlab.nn.multihead import KVCache
 from attnlab.nn.norms import make_norm
 from attnlab.ops import dropout
-from attnlab.ops.linear import LinearState
 from attnlab.types import Array, DType
 
 NORM_EPSILON = 1e-5  # GPT-2's
@@ -53,7 +51,7 @@ class Block(nn.Module):
         *,
         mask: checks.MaskLike | None = None,
         deterministic: bool = True,
-        cache: KVCache | LinearState | Array | None = None,
+        cache: Any = None,
         segments: Int[Array, "B T"] | None = None,
         lengths: Int[Array, " B"] | None = None,
         dropout_key: Array | None = None,

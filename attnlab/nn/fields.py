@@ -5,7 +5,7 @@ from dataclasses import MISSING
 
 import flax.linen as nn
 
-from attnlab.nn.kinds import KINDS, Attention, kinds_of, positions_of
+from attnlab.nn.kinds import KINDS, Attention, Mixer, kinds_of, positions_of
 from attnlab.nn.resolved import recurrence_of, resolved, rotary_of
 from attnlab.support.options import Option, first_problem
 
@@ -24,6 +24,9 @@ def check_shape(model, declared: Mapping[str, Option]) -> None:
     _check_read(model, declared)
     _check_rotary(model, declared)
     _check_heads(model)
+    for name, kind in kinds_of(model).items():
+        if isinstance(kind, Mixer):
+            kind.check(model, name)
     width = model.width
     if model.positions == "sinusoidal" and width % 2:
         raise ValueError(f"width = {width} is odd: sinusoidal positions need an even width")

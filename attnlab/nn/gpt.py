@@ -14,7 +14,7 @@ from attnlab.nn.block import NORM_AT, NORM_EPSILON, Block
 from attnlab.nn.fields import POSITIONS, check_shape
 from attnlab.nn.kinds import KINDS, MIXERS, Attention, kind_of
 from attnlab.nn.mlp import ACTIVATIONS, MLPS, Mlp
-from attnlab.nn.multihead import KVCache, check_cache, check_lengths, check_segments
+from attnlab.nn.multihead import check_cache, check_lengths, check_segments
 from attnlab.nn.norms import NORMS, make_norm
 from attnlab.nn.positions import LearnedPositions, sinusoidal, within_segments
 from attnlab.nn.recurrence import Recurrence
@@ -163,7 +163,7 @@ class GPT(checks.MaskedModule):
           mask: and-ed with the causal mask or window of every layer, e.g. `masks.Segments(ids)`; a bool array counts
             as `masks.Dense`. With caches, its keys are the caches' S slots: a bool array is `[T, S]`.
           deterministic: False for dropout.
-          caches: one `KVCache` per layer (`empty_caches`); `tokens` continue the cached sequences.
+          caches: one per layer (`empty_caches`), each with a length `[B]`; `tokens` continue the cached sequences.
           dropout_key: one key, or one per example `[B]`; the `dropout` rng when None.
           targets: int `[B, T]`, the next tokens, each in [0, vocab_size); checked unless traced, where the loss of
             others is NaN. Large logits are then never held at once, but with `bigrams`: see `ops.cross_entropy`.
@@ -255,8 +255,9 @@ class GPT(checks.MaskedModule):
         if caches is None:
             return
         remedy = f"make them with model.empty_caches(batch={tokens.shape[0]})"
-        if isinstance(caches, KVCache) or len(caches) != self.num_layers:
-            given = "one KVCache" if isinstance(caches, KVCache) else f"{len(caches)} of them"
+        alone = hasattr(caches, "length")  # one layer's cache, itself a tuple
+        if alone or len(caches) != self.num_layers:
+            given = f"one {type(caches).__name__}" if alone else f"{len(caches)} of them"
             raise ValueError(f"caches is {given}, expected a sequence of num_layers = {self.num_layers}: {remedy}")
         sizes = resolved(self)
         for layer, cache in enumerate(caches):
@@ -269,10 +270,7 @@ class GPT(checks.MaskedModule):
             return x
         positions = jnp.arange(x.shape[1]) if segments is None else within_segments(segments)
         if caches is not None:
-            lengths = [cache.length for cache in caches if isinstance(cache, KVCache)]
-            if not lengths:
-                raise ValueError(f"positions = {self.positions!r} needs a layer of attention, whose cache has a length")
-            positions = lengths[0][:, None] + positions
+            positions = caches[0].length[:, None] + positions
         if self.positions == "learned":
             table = LearnedPositions(self.context, self.width, dtype=self.dtype, name="positions")
             return x + sharding.gathering(self, lambda table: table(positions))(table)

@@ -1,10 +1,24 @@
 """The kinds of layers that mix tokens: one table, whose names are the words of a model's `mixer` and `pattern`."""
 
 import dataclasses
+import functools
 from typing import Any, Protocol, runtime_checkable
 
 import flax.linen as nn
+import jax
+import jax.numpy as jnp
 
+from attnlab.nn.mixers import (
+    GRU,
+    CausalConv,
+    GatedDeltaNet,
+    GatedLinearAttention,
+    LinearAttention,
+    Mamba2,
+    MixerState,
+    Retention,
+)
+from attnlab.nn.mixers.interface import CausalMixer, RecurrentMixer
 from attnlab.nn.multihead import KVCache, MultiHeadAttention
 from attnlab.nn.resolved import resolved, rotary_of, score_mods
 from attnlab.nn.rotations import Rotary
@@ -117,10 +131,60 @@ class Attention:
         return min(model.window, length) if self.is_local(model) else length
 
 
+@dataclasses.dataclass(frozen=True)
+class Mixer:
+    """A layer of `attnlab.nn.mixers`, whose state does not grow; `fields` are defaults besides the module's."""
+
+    layer: type[CausalMixer]
+    fields: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def reads(self) -> frozenset[str]:
+        heads = ("num_heads",) if issubclass(self.layer, RecurrentMixer) else ()
+        return frozenset((*(f"recurrence.{name}" for name in self.layer.reads), *heads))
+
+    def module(self, model, **initializers) -> CausalMixer:
+        return self.layer.of_model(model, **dict(self.fields), **initializers)
+
+    def empty_cache(self, model, batch, capacity) -> MixerState:
+        return self.module(model, dtype=model.dtype).empty_cache(batch, model.width)
+
+    def check(self, model, name: str) -> None:
+        """Raise ValueError, beginning with a field, for sizes that do not fit the model's."""
+        try:
+            jax.eval_shape(functools.partial(self.module(model).empty_cache, 1, model.width))
+        except ValueError as error:
+            field = "pattern" if model.pattern else "mixer"
+            raise ValueError(f"{field} = {getattr(model, field)!r}, and of {name} {error}") from error
+
+    def weights(self, model) -> int:
+        shape = jax.ShapeDtypeStruct((1, 1, model.width), jnp.float32)
+        params = jax.eval_shape(self.module(model).init, jax.random.key(0), shape)
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        return sum(leaf.size for path, leaf in leaves if path[-1].key == "kernel")
+
+    def operations(self, model, length) -> float:
+        """The same for each token: what a state takes to be written and read."""
+        return self.operations_at(model, length)
+
+    def operations_at(self, model, length) -> float:
+        cache = jax.eval_shape(functools.partial(self.module(model).empty_cache, 1, model.width))
+        return float(self.layer.state_operations * sum(leaf.size for leaf in jax.tree.leaves(cache.state)))
+
+
 KINDS: dict[str, Kind] = {
     "attention": Attention(local=None),
     "local": Attention(local=True),
     "global": Attention(local=False),
+    "forget": Attention(local=None, forget=True),
+    "linear": Mixer(LinearAttention),
+    "retention": Mixer(Retention),
+    "gla": Mixer(GatedLinearAttention),
+    "mamba2": Mixer(Mamba2),
+    "delta": Mixer(GatedDeltaNet, (("decay", False), ("gate", False))),
+    "gated_delta": Mixer(GatedDeltaNet),
+    "gru": Mixer(GRU),
+    "conv": Mixer(CausalConv),
 }
 MIXERS = tuple(kind for kind in KINDS if kind not in ("local", "global"))  # the values of `mixer`
 

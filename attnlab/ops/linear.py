@@ -104,7 +104,7 @@ def linear_attention(
             out = _read(q_features, after)
     numerator, denominator = out[..., :-1], out[..., -1:]
     if normalize:
-        numerator = _quotient(numerator, denominator)
+        numerator = quotient(numerator, denominator)
     out = numerator.reshape(*q.shape[:-1], value_dim).astype(q.dtype)
     return (out, LinearState(after[..., :-1], after[..., -1])) if return_state else out
 
@@ -138,7 +138,7 @@ def _features(q, k, v, feature_map, lengths):
     return feature_map(q), k_features, v
 
 
-def _quotient(numerator, denominator):
+def quotient(numerator, denominator):
     """numerator / denominator, 0 where both are 0: in a fully masked row."""
     # The inner `where` keeps 0/0 out of the derivative as well. The first division is by a constant, because the
     # derivative squares the denominator, and features may be as small as 1e-30.

@@ -1,0 +1,63 @@
+"""The dilated causal convolution."""
+
+from typing import ClassVar
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from attnlab.nn.mixers.interface import CausalMixer, last
+from attnlab.nn.resolved import recurrence_of
+from attnlab.types import DType
+
+
+class CausalConv(CausalMixer):
+    """Dilated causal convolution (van den Oord et al. 2016, section 2.1): O(k·n·d²), all n positions in parallel.
+
+    The receptive field of a token is itself and the k − 1 tokens at `dilation`, 2·`dilation`, … before it. Layers of
+    dilation 1, k, k², … have receptive fields of k, k², k³, … tokens, so log_k(n) layers cover n tokens; undilated it
+    takes (n − 1) / (k − 1) layers.
+
+    Its cache holds the last R = (k − 1)·dilation inputs, `[B, R, F]`.
+
+    Attributes:
+      features: d, width of the output; None for the input's.
+      kernel_size: k.
+      dilation: distance between the tokens of the kernel.
+      dtype: type of the computation; the input's when None.
+
+    >>> block = Block(CausalConv(kernel_size=3, dilation=2), Mlp())
+    >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 8)
+    """
+
+    features: int | None = None
+    kernel_size: int = 3
+    dilation: int = 1
+    dtype: DType | None = None
+
+    reads: ClassVar[frozenset[str]] = frozenset(("conv",))
+
+    @classmethod
+    def of_model(cls, model, *, dtype=None, parent=None, **fields):
+        """With a kernel of 4 tokens it has as many weights as attention."""
+        conv = recurrence_of(model).conv
+        return cls(kernel_size=4 if conv is None else conv, dtype=dtype, parent=parent)
+
+    def _mix(self, x, before, tokens):
+        previous, length = before.conv, x.shape[1]
+        inputs = jnp.concatenate([previous, x.astype(previous.dtype)], axis=1)
+        reach = previous.shape[1]
+        taps = [inputs[:, at : at + length] for at in range(0, reach + 1, self.dilation)]
+        if tokens.segments is not None:
+            # What is before the sequence belongs to its first segment, and is 0.
+            segments = jnp.pad(tokens.segments, ((0, 0), (reach, 0)), mode="edge")
+            same = [segments[:, at : at + length] == tokens.segments for at in range(0, reach + 1, self.dilation)]
+            taps = [jnp.where(seen[..., None], tap, 0) for seen, tap in zip(same, taps)]
+        # The kernel `[k, F, d]` of `nn.Conv`, over neighbours in two axes.
+        convolve = nn.DenseGeneral(self.features or x.shape[-1], axis=(-2, -1), dtype=self.dtype, name="conv")
+        return convolve(jnp.stack(taps, axis=-2)), None, last(inputs, reach, tokens.lengths)
+
+    def _empty(self, batch, features):
+        if min(self.kernel_size, self.dilation) < 1:
+            raise ValueError(f"kernel_size, dilation = {self.kernel_size}, {self.dilation}: expected 1 or more of both")
+        return None, jnp.zeros((batch, (self.kernel_size - 1) * self.dilation, features), self.dtype or jnp.float32)

@@ -1,0 +1,53 @@
+"""Gated linear attention."""
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from attnlab.nn.mixers.interface import RecurrentMixer
+from attnlab.nn.norms import RMSNorm
+
+
+class GatedLinearAttention(RecurrentMixer):
+    """Gated linear attention (Yang et al. 2024, arXiv 2312.06635, section 4): each feature of the keys has its decay.
+
+    The log of the decay is log σ(W₂ W₁ x + b) / 16, W₁ of rank 16. `linear_recurrence(q, k, v, g)` is normalized for
+    each head, multiplied by silu of a gate, and projected.
+
+    Its cache holds states `[B, H, K, V]` in float32.
+
+    Attributes:
+      num_heads: H.
+      key_dim: K; None for half the input width / H.
+      value_dim: V; None for input width / H.
+      gate: whether there is an output gate.
+      rank: of the projection to decays.
+      kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
+      dtype: type of the computation; the input's when None. Decays and states are float32.
+
+    >>> block = Block(GatedLinearAttention(num_heads=2), Mlp())
+    >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 8)
+    """
+
+    gate: bool = True
+    rank: int = 16
+
+    reads: ClassVar[frozenset[str]] = frozenset(("heads", "key_dim", "value_dim", "gate"))
+
+    def key_features(self, features):
+        return self.key_dim or max(1, super().key_features(features) // 2)
+
+    def _mix(self, x, before, tokens):
+        keys, values = self.key_features(x.shape[-1]), self.value_features(x.shape[-1])
+        q, k = (self._dense(name, self.num_heads, keys)(x) for name in ("query", "key"))
+        v = self._dense("value", self.num_heads, values)(x)
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        low = self._dense("decay_down", self.rank, dtype=wide)(x)
+        g = jax.nn.log_sigmoid(self._dense("decay_up", self.num_heads, keys, use_bias=True, dtype=wide)(low)) / 16
+        z, state = self._recur(q, k, v, before.state, tokens, g=g)
+        z = RMSNorm(1e-5, dtype=self.dtype, name="norm")(z)
+        if self.gate:
+            z = z * jax.nn.silu(self._dense("gate", *z.shape[-2:], use_bias=True)(x))
+        return self._out(z, x.shape[-1]), state, None

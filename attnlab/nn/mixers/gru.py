@@ -1,0 +1,50 @@
+"""The gated recurrent unit."""
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from attnlab.nn.mixers.interface import CausalMixer
+from attnlab.types import DType
+
+
+class GRU(CausalMixer):
+    """Gated recurrent unit (Cho et al. 2014): n sequential steps, each of O(d²).
+
+    Its cache holds the state `[B, d]`.
+
+    Attributes:
+      features: d, width of state and output; None for the input's.
+      dtype: type of the computation; the input's when None.
+
+    >>> block = Block(GRU(), Mlp())
+    >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 8)
+    """
+
+    features: int | None = None
+    dtype: DType | None = None
+
+    @classmethod
+    def of_model(cls, model, *, dtype=None, parent=None, **fields):
+        return cls(dtype=dtype, parent=parent)
+
+    def _mix(self, x, before, tokens):
+        cell = nn.GRUCell(self.features or x.shape[-1], dtype=self.dtype, name="cell")
+        begins = inside = None
+        if tokens.segments is not None:
+            begins = jnp.pad(tokens.segments[:, 1:] != tokens.segments[:, :-1], ((0, 0), (1, 0)))
+        if tokens.lengths is not None:
+            inside = jnp.arange(x.shape[1]) < tokens.lengths[:, None]
+
+        def step(cell, state, token):
+            x, begins, inside = token
+            previous = state if begins is None else jnp.where(begins[:, None], 0, state)
+            state, out = cell(previous, x)
+            return state if inside is None else jnp.where(inside[:, None], state, previous), out
+
+        run = nn.scan(step, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1)
+        state, out = run(cell, before.state, (x, begins, inside))
+        return out, state, None
+
+    def _empty(self, batch, features):
+        return jnp.zeros((batch, self.features or features), self.dtype or jnp.float32), None

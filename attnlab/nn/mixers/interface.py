@@ -1,0 +1,214 @@
+"""The call and the state that mixers have in common."""
+
+import functools
+from typing import Any, ClassVar, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from attnlab.nn import checks, sharding, taps
+from attnlab.nn.multihead import check_lengths, check_segments
+from attnlab.nn.resolved import recurrence_of
+from attnlab.ops import products
+from attnlab.ops.masks import Causal, Mask
+from attnlab.ops.recurrence import linear_recurrence
+from attnlab.types import Array, DType
+
+
+class MixerState(NamedTuple):
+    """What a mixer keeps of the previous tokens: a plain pytree whose size does not depend on their number.
+
+    Attributes:
+      state: of the recurrence, such as `[B, HV, K, V]` in float32; None for a convolution.
+      conv: the last inputs of a convolution, `[B, W − 1, …]`; None without one.
+      length: int32 `[B]`, number of tokens so far.
+
+    >>> from attnlab.nn import GatedDeltaNet
+    >>> GatedDeltaNet(num_heads=2).empty_cache(batch=1, features=8).state.shape
+    (1, 2, 4, 4)
+    """
+
+    state: Any
+    conv: Any
+    length: Int[Array, " B"]
+
+
+class Tokens(NamedTuple):
+    """What is known of the tokens of a call besides their features; each may be None."""
+
+    segments: Int[Array, "B T"] | None
+    lengths: Int[Array, " B"] | None
+
+
+class CausalMixer(nn.Module):
+    """The interface of the mixers; subclasses define `_mix` and `_empty`.
+
+    Attributes:
+      reads: the options of a `GPT` that `of_model` depends on: fields of the same names, but for `num_heads`.
+      state_operations: FLOPs a token for each entry of the state.
+    """
+
+    reads: ClassVar[frozenset[str]] = frozenset()
+    state_operations: ClassVar[int] = 0
+
+    @checks.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T F"],
+        *,
+        mask: Mask | None = None,
+        deterministic: bool = True,
+        cache: MixerState | None = None,
+        segments: Int[Array, "B T"] | None = None,
+        lengths: Int[Array, " B"] | None = None,
+        dropout_key: Array | None = None,
+    ) -> Float[Array, "B T d"] | tuple[Float[Array, "B T d"], MixerState]:
+        """Mix the tokens of each sequence: `[B, T, F]` to `[B, T, d]`, and with a cache also the new cache.
+
+        Args:
+          x: `[B, T, F]`.
+          mask: None or `Causal()`.
+          deterministic, dropout_key: no effect, as these modules have no dropout.
+          cache: the state after the previous tokens; `empty_cache` before the first.
+          segments: `[B, T]`, the number of each token's document, where sequences are several documents, one after
+            another: each begins from an empty state. Without a cache only.
+          lengths: `[B]`, the tokens of each sequence: the others, at the right, are padding, which the cache does not
+            see.
+
+        Raises:
+          ValueError: another mask, inputs, a cache, segments or lengths of another shape, segments with a cache.
+        """
+        name = type(self).__name__
+        if not (mask is None or isinstance(mask, Causal)):
+            raise ValueError(f"mask is {type(mask).__name__}, but {name} is causal by construction: leave it out")
+        if jnp.ndim(x) != 3:
+            raise ValueError(f"the inputs of {name} have shape {jnp.shape(x)}, expected [batch, length, features]")
+        x = jnp.asarray(x)
+        check_segments(segments, x, cache=cache)
+        check_lengths(lengths, x)
+        empty = self.empty_cache(*x.shape[::2])
+        if cache is not None and (found := _shapes(cache)) != _shapes(empty):
+            raise ValueError(
+                f"the cache of {name} has shape {found}, expected {_shapes(empty)}: make it with empty_cache"
+            )
+        before = empty if cache is None else cache
+        out, state, conv = self._mix(x, before, Tokens(segments, lengths))
+        length = before.length + (x.shape[1] if lengths is None else lengths)
+        return out if cache is None else (out, MixerState(state, conv, length))
+
+    @classmethod
+    def of_model(cls, model, *, dtype: DType | None = None, parent=None, **fields) -> "CausalMixer":
+        """The layer of a `GPT`, or of `config.model`; `fields` are defaults besides the module's."""
+        names = cls.reads - {"heads"}
+        read = {name: value for name in names if (value := getattr(recurrence_of(model), name)) is not None}
+        return cls(**fields | read, dtype=dtype, parent=parent)
+
+    def empty_cache(self, batch: int, features: int) -> MixerState:
+        """The state before the first token, zeros; `features` is the input's width."""
+        state, conv = self._empty(batch, features)
+        return MixerState(state, conv, jnp.zeros((batch,), jnp.int32))
+
+
+class RecurrentMixer(CausalMixer):
+    """A mixer whose core is `linear_recurrence`, with the projections that they have in common.
+
+    Projections have the names and shapes of `MultiHeadAttention`'s, `query/kernel` `[F, H, K]` to `out/kernel`
+    `[HV, V, F]`, so one optimizer and one sharding serve both.
+    """
+
+    num_heads: int = 1
+    key_dim: int | None = None
+    value_dim: int | None = None
+    kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
+    out_kernel_init: nn.initializers.Initializer | None = None
+    dtype: DType | None = None
+
+    state_operations: ClassVar[int] = 4  # a product when written, another when read
+
+    @classmethod
+    def of_model(cls, model, **fields):
+        return super().of_model(model, num_heads=cls.heads_of(model), **fields)
+
+    @classmethod
+    def heads_of(cls, model) -> int:
+        """H of the layer of a `GPT`."""
+        return recurrence_of(model).heads or model.num_heads
+
+    @property
+    def states(self) -> int:
+        """HV, the heads of the values, each with a state."""
+        return self.num_heads
+
+    def key_features(self, features: int) -> int:
+        """K."""
+        return self.key_dim or _share("num_heads", features, self.num_heads)
+
+    def value_features(self, features: int) -> int:
+        """V."""
+        return self.value_dim or _share("num_heads", features, self.num_heads)
+
+    def _empty(self, batch, features):
+        shape = (batch, self.states, self.key_features(features), self.value_features(features))
+        return jnp.zeros(shape, jnp.float32), None
+
+    def _dense(self, name, *features, use_bias=False, dtype=None):
+        """A linear layer to heads and features, or to `features` alone."""
+        return nn.DenseGeneral(
+            features,
+            use_bias=use_bias,
+            dtype=dtype or self.dtype,
+            kernel_init=self.kernel_init,
+            name=name,
+            dot_general=products.dot_general,
+        )
+
+    def _recur(self, q, k, v, state, tokens: Tokens, **terms):
+        """(z `[B, T, HV, V]`, the state after the tokens), with the taps of `attnlab.see`.
+
+        The pattern is what the output is of the values: the outputs for values that are the identity.
+        """
+        q, k, v = (sharding.constrain(x, "batch", "length", "heads", None) for x in (q, k, v))
+        q, k, v = (taps.tap(self, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+        options = {**terms, "segment_ids": tokens.segments, "lengths": tokens.lengths}
+        recurrence = functools.partial(linear_recurrence, q, k, **options)
+        z, state = recurrence(v, state=state, return_state=True)
+
+        def pattern(rows):
+            batch, length, heads, _ = v.shape
+            identity = jnp.broadcast_to(jnp.eye(length)[:, None], (batch, length, heads, length))
+            weights = jnp.moveaxis(recurrence(identity), 1, 2)
+            return weights if rows is None else jnp.take(weights, rows, axis=-2)
+
+        z = taps.attended(self, lambda: z, pattern, v)
+        return sharding.constrain(z, "batch", "length", "heads", None), state
+
+    def _out(self, z, features):
+        return nn.DenseGeneral(
+            features,
+            axis=(-2, -1),
+            use_bias=False,
+            dtype=self.dtype,
+            kernel_init=self.out_kernel_init or self.kernel_init,
+            name="out",
+            dot_general=products.dot_general,
+        )(z)
+
+
+def last(x: Float[Array, "B N ..."], count: int, lengths: Int[Array, " B"] | None):
+    """The last `count` of the first `count + lengths` inputs of each sequence, of all where lengths are None."""
+    if lengths is None:
+        return x[:, x.shape[1] - count :]
+    return jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, count))(x, lengths)
+
+
+def _share(name: str, features: int, heads: int) -> int:
+    if heads < 1 or features % heads:
+        raise ValueError(f"{name} = {heads}: expected a divisor of the input width {features}, or sizes of a head")
+    return features // heads
+
+
+def _shapes(cache):
+    """The shapes of the arrays of a cache."""
+    return [jnp.shape(x) for x in jax.tree.leaves(cache)]

@@ -1,0 +1,69 @@
+"""Linear attention."""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from attnlab.nn.mixers.interface import RecurrentMixer
+from attnlab.ops import products
+from attnlab.ops.linear import elu_plus_one, quotient
+
+
+class LinearAttention(RecurrentMixer):
+    """Causal multi-head linear attention (Katharopoulos et al. 2020): a state that does not grow with the length.
+
+    Its cache holds states `[B, H, D', D + 1]` in float32, D' the number of features of the feature map; the last column
+    is the sum of the keys, by which outputs are normalized.
+
+    Attributes:
+      num_heads: H.
+      key_dim: D, an older name of which is `head_dim`; None for input width / H.
+      features: width of the output; None for the input's.
+      feature_map, normalize: see `attnlab.linear_attention`; its `elu_plus_one` for None.
+      use_bias: whether the projections add a bias.
+      kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
+      dtype: type of the computation; the input's when None.
+
+    >>> block = Block(LinearAttention(num_heads=2), Mlp())
+    >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 8)
+    """
+
+    head_dim: int | None = None
+    features: int | None = None
+    feature_map: Callable | None = None
+    normalize: bool = True
+    use_bias: bool = True
+
+    reads: ClassVar[frozenset[str]] = frozenset(("heads", "key_dim"))
+
+    @classmethod
+    def of_model(cls, model, **fields):
+        return super().of_model(model, use_bias=model.use_bias, **fields)
+
+    def key_features(self, features):
+        return self.head_dim or super().key_features(features)
+
+    def _mix(self, x, before, tokens):
+        size, feature_map = self.key_features(x.shape[-1]), self.feature_map or elu_plus_one
+        names = ("query", "key", "value")
+        q, k, v = (self._dense(name, self.num_heads, size, use_bias=self.use_bias)(x) for name in names)
+        # Features and sums are float32; a last value of 1 sums the keys.
+        q, k, v = (y.astype(jnp.promote_types(y.dtype, jnp.float32)) for y in (q, k, v))
+        v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
+        z, state = self._recur(feature_map(q), feature_map(k), v, before.state, tokens, scale=1.0)
+        z = quotient(z[..., :-1], z[..., -1:]) if self.normalize else z[..., :-1]
+        return self._project(z.astype(self.dtype or x.dtype), self.features or x.shape[-1]), state, None
+
+    def _project(self, z, features):
+        kernel_init, dot_general = self.out_kernel_init or self.kernel_init, products.dot_general
+        options = {"kernel_init": kernel_init, "dot_general": dot_general, "use_bias": self.use_bias}
+        return nn.DenseGeneral(features, axis=(-2, -1), dtype=self.dtype, name="out", **options)(z)
+
+    def _empty(self, batch, features):
+        size = self.key_features(features)
+        mapped = jax.eval_shape(self.feature_map or elu_plus_one, jax.ShapeDtypeStruct((size,), jnp.float32))
+        return jnp.zeros((batch, self.num_heads, *mapped.shape, size + 1), jnp.float32), None

@@ -1,0 +1,90 @@
+"""Mamba-2."""
+
+from typing import ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from attnlab.nn.mixers import gates
+from attnlab.nn.mixers.interface import RecurrentMixer
+from attnlab.nn.mixers.short_conv import ShortConv
+from attnlab.nn.norms import RMSNorm
+from attnlab.nn.resolved import recurrence_of
+
+
+class Mamba2(RecurrentMixer):
+    """Mamba-2 (Dao and Gu 2024, arXiv 2405.21060, section 7): a selective state space model with one decay a head.
+
+    One projection gives the gate z, values x, keys B, queries C and steps dt; x, B and C pass a short convolution and
+    silu. With dt = softplus(dt + dt_bias) and A = −exp(A_log), it is
+    `linear_recurrence(C, B, dt · x, dt · A, scale=1)` plus D · x, times silu(z), normalized over all features, and
+    projected.
+
+    Its cache holds states `[B, HV, K, V]` in float32 and the last W − 1 inputs of the convolution.
+
+    Attributes:
+      num_heads: groups of heads that share B and C.
+      key_dim: K, the size of the state of a feature.
+      value_dim: V; None for twice the input width / HV.
+      value_heads: HV, a multiple of num_heads; None for num_heads.
+      conv: W, tokens of the convolution, 1 or more.
+      kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
+      dtype: type of the computation; the input's when None. Decays and states are float32.
+
+    >>> block = Block(Mamba2(value_heads=2), Mlp())
+    >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 8)
+    """
+
+    key_dim: int = 128
+    value_heads: int | None = None
+    conv: int = 4
+
+    reads: ClassVar[frozenset[str]] = frozenset(("heads", "key_dim", "value_dim", "value_heads", "conv"))
+
+    @classmethod
+    def of_model(cls, model, **fields):
+        return super().of_model(model, **{"value_heads": model.num_heads, **fields})
+
+    @classmethod
+    def heads_of(cls, model):
+        return recurrence_of(model).heads or 1
+
+    @property
+    def states(self):
+        return self.value_heads or self.num_heads
+
+    def value_features(self, features):
+        if self.value_dim is None and 2 * features % self.states:
+            raise ValueError(f"value_heads = {self.states}: expected a divisor of {2 * features}, or value_dim")
+        return self.value_dim or 2 * features // self.states
+
+    def _mix(self, x, before, tokens):
+        inner, shared = self.states * self.value_features(x.shape[-1]), self.num_heads * self.key_dim
+        projected = self._dense("in", 2 * inner + 2 * shared + self.states)(x)
+        gate, xbc, dt = jnp.split(projected, (inner, 2 * inner + 2 * shared), axis=-1)
+        conv = ShortConv(self.conv, use_bias=True, dtype=self.dtype, name="conv")
+        xbc, last = conv(xbc, before.conv, tokens.segments, tokens.lengths)
+        v, k, q = jnp.split(jax.nn.silu(xbc), (inner, inner + shared), axis=-1)
+        v = v.reshape(*v.shape[:2], self.states, -1)
+        q, k = (y.reshape(*y.shape[:2], self.num_heads, self.key_dim) for y in (q, k))
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        dt = jax.nn.softplus(dt.astype(wide) + self.param("dt_bias", gates.dt_bias, (self.states,)))
+        g = -jnp.exp(self.param("A_log", gates.a_log(1, 16), (self.states,))) * dt
+        skip = self.param("D", nn.initializers.ones, (self.states,))
+        z, state = self._recur(q, k, (v * dt[..., None]).astype(v.dtype), before.state, tokens, g=g, scale=1.0)
+        z = z + v * skip[:, None].astype(v.dtype)
+        gated = z.reshape(gate.shape) * jax.nn.silu(gate)
+        normed = RMSNorm(1e-5, dtype=self.dtype, name="norm")(gated)
+        return self._out(normed.reshape(z.shape), x.shape[-1]), state, last
+
+    def _empty(self, batch, features):
+        if self.conv < 1 or self.states % self.num_heads:
+            raise ValueError(
+                f"conv, value_heads = {self.conv}, {self.states}: expected 1 or more tokens, and a multiple of "
+                f"num_heads = {self.num_heads}"
+            )
+        state, _ = super()._empty(batch, features)
+        channels = self.states * self.value_features(features) + 2 * self.num_heads * self.key_dim
+        return state, jnp.zeros((batch, self.conv - 1, channels), self.dtype or jnp.float32)

@@ -1,0 +1,66 @@
+"""Retention."""
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnlab.nn.mixers.interface import RecurrentMixer
+from attnlab.nn.positions import within_segments
+from attnlab.nn.rotations import rotary
+from attnlab.ops import pointwise
+
+
+class Retention(RecurrentMixer):
+    """Multi-scale retention (Sun et al. 2023, arXiv 2307.08621, section 2): a fixed decay for each head.
+
+    Queries and keys are rotated by their positions. Head h decays by γ = 1 − 2^(−5−h) a token;
+    `linear_recurrence(q, k, v, log γ)` is normalized for each head, without parameters, multiplied by silu of a gate,
+    and projected.
+
+    Its cache holds states `[B, H, K, V]` in float32.
+
+    Attributes:
+      num_heads: H.
+      key_dim: K, even; None for input width / H.
+      value_dim: V; None for twice the input width / H.
+      gate: whether there is an output gate.
+      base: of the rotary positions.
+      kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
+      dtype: type of the computation; the input's when None. Decays and states are float32.
+
+    >>> block = Block(Retention(num_heads=2), Mlp())
+    >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 8)
+    """
+
+    gate: bool = True
+    base: float = 10_000.0
+
+    reads: ClassVar[frozenset[str]] = frozenset(("heads", "key_dim", "value_dim", "gate"))
+
+    def value_features(self, features):
+        return self.value_dim or 2 * super().value_features(features)
+
+    def _empty(self, batch, features):
+        if (keys := self.key_features(features)) % 2:
+            raise ValueError(f"key_dim = {keys}: expected an even number, as retention rotates pairs of features")
+        return super()._empty(batch, features)
+
+    def _mix(self, x, before, tokens):
+        keys, values = self.key_features(x.shape[-1]), self.value_features(x.shape[-1])
+        q, k = (self._dense(name, self.num_heads, keys)(x) for name in ("query", "key"))
+        v = self._dense("value", self.num_heads, values)(x)
+        if tokens.segments is None:
+            positions = before.length[:, None] + jnp.arange(x.shape[1])
+        else:
+            positions = within_segments(tokens.segments)
+        q, k = (rotary(y, positions, self.base) for y in (q, k))
+        decay = np.log1p(-(2.0 ** (-5 - np.arange(self.num_heads)))).astype(np.float32)
+        g = jnp.broadcast_to(decay, (*x.shape[:2], self.num_heads))
+        z, state = self._recur(q, k, v, before.state, tokens, g=g)
+        z = pointwise.rms_normalize(z, 1e-5).astype(z.dtype)
+        if self.gate:
+            z = z * jax.nn.silu(self._dense("gate", *z.shape[-2:])(x))
+        return self._out(z, x.shape[-1]), state, None
