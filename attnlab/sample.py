@@ -9,7 +9,8 @@ The second folder holds a Hugging Face model: `config.json`, `model.safetensors`
 `python -m attnlab.sample` is the same command.
 
 The text is printed while it is generated, at any length. Beyond the model's context, models with learned or sinusoidal
-positions keep the last half of the context and prefill it again; with rotary, alibi or no positions, the cache rolls.
+positions keep the last half of the context and prefill it again; with rotary, alibi or no positions, the cache rolls,
+and the state of recurrent layers, whose size is constant, goes on. Of a longer prompt, only the end is read.
 It ends after max_tokens tokens, before a stop string, or where the model writes its end-of-text token.
 
 Several prompts are continued side by side, each as if it were alone. A `.jsonl` file of prompts has an object with the
@@ -31,7 +32,7 @@ from pathlib import Path
 from absl import flags
 
 from attnlab import commands, compilation
-from attnlab.generation.decoding import decode, generate
+from attnlab.generation.decoding import check_draft, decode, generate
 from attnlab.generation.drawing import Draw
 from attnlab.generation.prompt_files import Records, read_prompts
 from attnlab.generation.scoring import score
@@ -129,7 +130,9 @@ def _options(values, run: Run) -> dict:
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     draw = Draw(**{name: values[name].value for name in names}, vocab_size=run.tokenizer.vocab_size)
     stop = [string.replace(r"\n", "\n").replace(r"\t", "\t") for string in values.stop]
-    StopStrings(stop, run.tokenizer)  # raises its errors before anything is written
+    # Errors are raised before anything is written.
+    StopStrings(stop, run.tokenizer)
+    check_draft(run.model, values.draft)
     end = end_tokens(run.tokenizer, values.workdir) if values.end_of_text else ()
     options = {"max_tokens": values.max_tokens, "draw": draw, "stop": stop, "end": end}
     return options | {"num_samples": values.num_samples, "seed": values.seed, "draft": values.draft}

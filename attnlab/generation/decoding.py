@@ -1,8 +1,8 @@
 """Decoding: texts in parallel, token by token, each as if it were alone.
 
-Prompts of different lengths are prefilled together with padding at the right; a `KVCache` has a length per text, so the
-padding is overwritten. The newest token of a text is never in the caches: each step feeds it, and draws the next. With
-drafts a step also feeds a few guessed tokens, and keeps the guesses that it would have drawn.
+Prompts of different lengths are prefilled together with padding at the right, which caches do not keep. The newest
+token of a text is never in the caches: each step feeds it, and draws the next. With drafts a step also feeds a few
+guessed tokens, and keeps the guesses that it would have drawn; the others are taken back, which a `KVCache` alone can.
 """
 
 import functools
@@ -20,7 +20,9 @@ from attnlab.generation.drafts import Lookup
 from attnlab.generation.drawing import Draw
 from attnlab.generation.loop import AHEAD, LoopOptions, State, decode_ahead, rolls
 from attnlab.generation.stop_strings import StopStrings
-from attnlab.nn import GPT, unstack_layers
+from attnlab.nn import GPT, KVCache, unstack_layers
+from attnlab.nn.kinds import kinds_of
+from attnlab.support.errors import UserError
 
 
 class Step(NamedTuple):
@@ -55,12 +57,13 @@ def generate(
     tokenizer: Tokenizer | None = None,
     draft: int = 0,
 ) -> Iterator[np.ndarray]:
-    """Sample tokens one by one, with a `KVCache`.
+    """Sample tokens one by one, with the caches of the layers.
 
     Args:
       model, params: a `GPT` and its variables, as in `model.apply(params, tokens)`.
       prompt: int `[length]`, at least one token, or a list of such prompts of any lengths, which are continued in
-        parallel, each as if it were alone; of a prompt longer than the context, only the end is used.
+        parallel, each as if it were alone; of a prompt longer than the context, only the end is used, whatever the
+        layers, though recurrent ones then remember all tokens that are generated.
       max_tokens: number of tokens to generate for each text.
       temperature, top_k, top_p, min_p, repetition_penalty, vocab_size: see `Draw`; vocab_size is for a model with a
         padded vocabulary.
@@ -73,7 +76,7 @@ def generate(
       draft: number of tokens guessed in each step from the continuation of earlier occurrences of the last tokens, and
         kept where the model draws the same (Saxena 2023; Leviathan et al. 2023): the same tokens in fewer steps where
         the text repeats itself, at any temperature. Logits of several tokens at once may differ in float32's last bits,
-        and so may a token whose draw is that close; 0 for no drafts.
+        and so may a token whose draw is that close; 0 for no drafts. For models whose layers are attention alone.
 
     Yields:
       int32 `[rows]`, the next token of each text: row p · num_samples + n for sample n of prompt p; −1 for a text that
@@ -81,7 +84,7 @@ def generate(
 
     Raises:
       ValueError: an empty prompt, a prompt that is not a list of token ids, or `stop` without a tokenizer.
-      UserError: a stop string that no tokens make.
+      UserError: a stop string that no tokens make, or `draft` with layers that cannot take tokens back.
 
     >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
@@ -133,12 +136,16 @@ def decode(
     Yields:
       A `Step`, of sample n of prompt p in row p · num_samples + n, until all texts have ended.
 
+    Raises:
+      UserError: `draft` with layers that cannot take tokens back.
+
     >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     >>> steps = list(decode(model, params, [np.array([1, 2]), np.array([3])], max_tokens=9))
     >>> len(steps), steps[0].tokens.shape, bool((steps[0].logprobs < 0).all())
     (9, (2,), True)
     """
+    check_draft(model, draft)
     if jax.default_backend() == "cpu" and model.dtype == jnp.bfloat16:
         model = model.clone(dtype=jnp.float32)  # the time of a step is the time to read the float32 parameters
     params = unstack_layers(params)
@@ -150,7 +157,7 @@ def decode(
     logprobs, active, yielded, ahead = [[] for _ in texts], np.full(len(texts), max_tokens > 0), 0, 1
     while active.any():
         if not rolls(model) and (due := active & (fed >= model.context)).any():
-            state, fed[due] = _read_again(model, params, state, texts, due)
+            state, fed[due] = _read_again(model, options, params, state, texts, due)
         begin = time.perf_counter()
         state, tokens, scores, counts = decode_ahead(model, options, params, state, ahead, max_tokens)
         tokens, scores, counts, active = (np.array(x) for x in (tokens, scores, counts, state.active))
@@ -170,6 +177,16 @@ def decode(
         for place in range(yielded, ready):
             yield _step(texts, logprobs, sizes, place)
         yielded = max(yielded, ready)
+
+
+def check_draft(model: GPT, draft: int) -> None:
+    """Raise UserError for drafts where a layer cannot take back a guess that was wrong."""
+    for name, kind in kinds_of(model).items():
+        if draft and not isinstance(kind.empty_cache(model, 1, 1), KVCache):
+            raise UserError(
+                f"draft = {draft}: wrong guesses are taken back, which the state of {name} layers cannot do: "
+                "leave out draft"
+            )
 
 
 def _step(texts, logprobs, sizes, place) -> Step:
@@ -214,26 +231,27 @@ def _power_of_two(least: int) -> int:
     return 1 << max(0, least - 1).bit_length()
 
 
-def _read_again(model, params, state: State, texts, due) -> tuple[State, int]:
+def _read_again(model, options, params, state: State, texts, due) -> tuple[State, int]:
     """Prefill the last half of the context of the `due` texts; the new state, and the number of tokens fed."""
     (rows,) = np.nonzero(due)
     # A power of two, so that few numbers of rows are compiled.
     rows = np.resize(rows, min(len(due), _power_of_two(len(rows))))
     half = max(1, model.context // 2)
     windows = [np.array(texts[row][-half:-1], np.int32) for row in rows]
-    return state._replace(caches=_refill(model, params, state.caches, rows, *_padded(windows, half))), half - 1
+    capacity = model.context + options.draft  # as of the caches of any texts that have become so long
+    caches = _refill(model, params, state.caches, rows, *_padded(windows, half), capacity)
+    return state._replace(caches=caches), half - 1
 
 
 @functools.partial(jax.jit, static_argnames=("model", "copies", "capacity"))
 def _prefill(model, params, tokens, lengths, copies, capacity):
     """Caches of the first tokens of each row of `tokens` `[N, T]`, each row `copies` times."""
-    _, caches = model.apply(params, tokens, caches=model.empty_caches(len(tokens), capacity))
-    caches = [cache._replace(length=cache.length - tokens.shape[1] + lengths) for cache in caches]
-    return jax.tree.map(lambda leaf: jnp.repeat(leaf, copies, axis=0), tuple(caches))
+    _, caches = model.apply(params, tokens, caches=model.empty_caches(len(tokens), capacity), lengths=lengths)
+    return jax.tree.map(lambda leaf: jnp.repeat(leaf, copies, axis=0), caches)
 
 
-@functools.partial(jax.jit, static_argnames="model", donate_argnames="caches")
-def _refill(model, params, caches, rows, tokens, lengths):
+@functools.partial(jax.jit, static_argnames=("model", "capacity"), donate_argnames="caches")
+def _refill(model, params, caches, rows, tokens, lengths, capacity):
     """The caches with some rows prefilled again."""
-    fresh = _prefill(model, params, tokens, lengths, 1, caches[0].capacity)
+    fresh = _prefill(model, params, tokens, lengths, 1, capacity)
     return jax.tree.map(lambda old, new: old.at[rows].set(new), caches, fresh)

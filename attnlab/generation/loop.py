@@ -1,7 +1,7 @@
 """The compiled loop of decoding, which draws several tokens of each text on the device."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from attnlab.generation import drawing
 from attnlab.generation.drafts import Lookup
 from attnlab.generation.drawing import Draw
-from attnlab.nn import GPT, KVCache
+from attnlab.nn import GPT
 from attnlab.ops.masks import SlidingWindow
 from attnlab.types import Array
 
@@ -28,7 +28,7 @@ class State(NamedTuple):
     """Texts on the device, one a row."""
 
     token: Array  # int32 [N], the newest token, not in the caches yet
-    caches: tuple[KVCache, ...]  # of all tokens before it
+    caches: tuple[Any, ...]  # of all tokens before it, one a layer; each has a length [N]
     keys: Array  # [N], keys of the random numbers
     place: Array  # int32 [N], tokens drawn so far
     active: Array  # bool [N]
@@ -44,7 +44,7 @@ def empty(model: GPT, rows: int) -> State:
 
 
 def rolls(model: GPT) -> bool:
-    """Whether long texts use a rolling cache; otherwise the last half of the context is read again."""
+    """Whether caches of long texts go on; otherwise the last half of the context is read again."""
     return model.positions not in ("learned", "sinusoidal")
 
 
@@ -104,13 +104,17 @@ def _extend(model, options, params, numbers, max_tokens, carry, guessed, found):
     # With drafts the ring has more places than the context, so a mask limits it to the context.
     mask = SlidingWindow(left=model.context - 1) if options.draft else None
     longer = model.clone(context=model.context + options.draft)
-    logits, caches = longer.apply(params, fed, mask=mask, caches=state.caches)
+    # One token is kept of each text that is active, so any layer can leave out the others.
+    lengths = None if guessed.shape[1] else state.active.astype(jnp.int32)
+    logits, caches = longer.apply(params, fed, mask=mask, caches=state.caches, lengths=lengths)
     places = count[:, None] + jnp.arange(fed.shape[1])
     tokens = _draw(options.draw, logits, jnp.take_along_axis(numbers, places, axis=1), state.seen, guessed)
     left = max_tokens - state.place
     if not rolls(model):
         left = jnp.minimum(left, model.context - state.caches[0].length)
     kept, ended = _kept(options, left, state, tokens, guessed)
+    if lengths is None:  # a KVCache can take back what it has read
+        caches = tuple(cache._replace(length=cache.length - fed.shape[1] + kept) for cache in caches)
     newest = jnp.take_along_axis(tokens, jnp.maximum(kept - 1, 0)[:, None], axis=1)[:, 0]
     place = state.place + kept
     scores = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(logits, axis=-1)
@@ -118,7 +122,7 @@ def _extend(model, options, params, numbers, max_tokens, carry, guessed, found):
     drawn, logprobs = write(drawn, tokens, count, 0), write(logprobs, scores, count, 0)
     state = State(
         jnp.where(kept > 0, newest, state.token),
-        tuple(cache._replace(length=cache.length - fed.shape[1] + kept) for cache in caches),
+        caches,
         state.keys,
         place,
         state.active & ~ended & (place < max_tokens),

@@ -15,9 +15,8 @@ from attnlab import pretrained
 from attnlab.generation import loop
 from attnlab.generation.drawing import Draw
 from attnlab.nn import GPT, unstack_layers
-from attnlab.nn.kinds import KINDS, kind_of, pattern_of
-from attnlab.nn.resolved import resolved, score_mods
-from attnlab.ops.attention import explain
+from attnlab.nn.kinds import Attention, kind_of, kinds_of
+from attnlab.nn.resolved import resolved
 from attnlab.ops.context import context_parallel
 from attnlab.planning import programs
 from attnlab.planning.programs import Program
@@ -25,7 +24,7 @@ from attnlab.planning.topologies import Topology
 from attnlab.support.errors import UserError
 from attnlab.training import flops
 from attnlab.training import parallel as parallel_lib
-from attnlab.training.experiment import Experiment
+from attnlab.training.experiment import Experiment, backend_of
 
 _GIB = 2**30
 _CHARACTERS = 128  # the vocabulary that is assumed for a text whose characters nobody has counted
@@ -45,7 +44,7 @@ class Plan:
     training: Program
     evaluation: Program
     decoding: Program  # continues one text on one device, with a full cache
-    attention: dict[str, str]  # the backend of each layer in training
+    attention: dict[str, str]  # the backend of each layer in training, or the kind of layers without attention
     attention_rejected: dict[str, str]  # the reason against each other backend
     flops_per_step: float
     state_bytes: int  # parameters and optimizer state on one device
@@ -223,16 +222,19 @@ def vocabulary(config: ConfigDict, vocab_size: int | None = None) -> tuple[Confi
 def attention_of(
     model: GPT, topology: Topology, batch: int, mesh: jax.sharding.Mesh | None = None
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The attention backend of each layer in training on a topology, and the reasons against the others."""
+    """The attention backend of each layer in training on a topology, and the reasons against the others.
+
+    A layer without attention has its kind in place of a backend.
+    """
     head_dim, kv_heads = resolved(model)[:2]
-    answers = {}
+    backends, answers = {name: name for name in kinds_of(model)}, {}
 
     def ask(q, k, v, keys):
         options = {"dropout_rate": model.dropout, "dropout_key": keys} if model.dropout else {}
         options |= {"sinks": jnp.zeros(model.num_heads)} if model.sinks else {}
-        options |= {"score_mod": score_mods(model), "impl": model.impl, "platform": topology.platform}
-        for kind in pattern_of(model):
-            answers[kind] = explain(q, k, v, KINDS[kind].mask(model), **options)
+        for name, kind in kinds_of(model).items():
+            if isinstance(kind, Attention):
+                answers[name] = backend_of(model, kind, q, k, v, topology.platform, **options)
 
     def shape(heads):
         return jax.ShapeDtypeStruct((batch, model.context, heads, head_dim), model.dtype)
@@ -243,7 +245,7 @@ def attention_of(
             splits.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
             splits.enter_context(context_parallel(parallel_lib.CONTEXT))
         jax.eval_shape(ask, shape(model.num_heads), shape(kv_heads), shape(kv_heads), keys)
-    backends = {kind: f"{answer.backend} {answer.split}".strip() for kind, answer in answers.items()}
+    backends |= {name: f"{answer.backend} {answer.split}".strip() for name, answer in answers.items()}
     rejected = {name: why for answer in answers.values() for name, why in answer.rejected.items()}
     chosen = {answer.backend for answer in answers.values()}
     return (

@@ -13,9 +13,10 @@ from ml_collections import ConfigDict
 
 from attnlab.data.batches import Batch, EvalBatches, prefetched
 from attnlab.nn import GPT
-from attnlab.nn.kinds import KINDS, kind_of
+from attnlab.nn.kinds import Attention, kinds_of
 from attnlab.nn.resolved import resolved, score_mods
-from attnlab.ops.attention import explain
+from attnlab.ops.attention import Explanation, explain
+from attnlab.ops.score_mods import Forget
 from attnlab.support.errors import UserError
 from attnlab.training import optimizer as optimizers
 from attnlab.training import parallel as parallel_lib
@@ -148,12 +149,23 @@ class Experiment:
 def _check_backend(model: GPT, platform: str) -> None:
     """Raise UserError where the backend that `config.model.impl` names cannot run on the devices."""
     heads = jax.ShapeDtypeStruct((1, model.context, model.num_heads, resolved(model).head_dim), model.dtype)
-    options = {"score_mod": score_mods(model), "impl": model.impl, "platform": platform}
-    mask = getattr(KINDS[kind_of(model, 0)], "mask", lambda model: None)(model)
+
+    def ask(x):
+        for kind in kinds_of(model).values():
+            if isinstance(kind, Attention):
+                backend_of(model, kind, x, x, x, platform)
+
     try:
-        jax.eval_shape(lambda x: explain(x, x, x, mask, **options) and None, heads)
+        jax.eval_shape(ask, heads)
     except ValueError as error:
         raise UserError(f"config.model.{str(error).splitlines()[0]}") from error
+
+
+def backend_of(model: GPT, kind: Attention, q, k, v, platform: str, **options) -> Explanation:
+    """The backend of a kind of layer on a platform, for q, k and v; `options` are other arguments of the operator."""
+    forget = (Forget(jnp.zeros(q.shape[:-1])),) if kind.forget else ()
+    options |= {"score_mod": score_mods(model) + forget, "impl": model.impl, "platform": platform}
+    return explain(q, k, v, kind.mask(model), **options)
 
 
 def _check_model(model: nn.Module, vocab_size: int, packing: str) -> None:
