@@ -276,6 +276,8 @@ EXPORTS = {
     "sinks": ({"sinks": True}, None, "model.sinks = True: llama .*False"),
     "logits": ({"logit_scale": 0.5}, None, "model.logit_scale = 0.5: llama .*1.0"),
     "mask": ({"mask": Causal()}, None, r"model.mask = Causal\(\): llama .*None"),
+    "mixer": ({"mixer": "forget"}, None, "model.mixer = 'forget': .*no layers of forget"),
+    "pattern": ({"pattern": "attention gru"}, None, "model.pattern = 'attention gru': .*no layers of gru"),
     "attention alone": ({"mlp_ratio": 0}, None, "model.mlp_ratio = 0: .*feed-forward"),
     "window": ({"window": 5}, "llama", "model.window = 5: llama .*None"),
     "fraction": ({"rotary": Rotary(fraction=0.5)}, "mistral", "model.rotary = .*: mistral"),

@@ -1,7 +1,5 @@
 """Fields of a model that do not fit together, or that none of its layers reads, are one line that names them."""
 
-import types
-
 import jax
 import numpy as np
 import pytest
@@ -34,6 +32,9 @@ def check(fields):
 ALONE = {"pattern": "toy"}
 UNREAD = {
     "of recurrent layers": ({"recurrence.conv": 4}, "recurrence.conv = 4, but no layer reads it: .*than attention"),
+    "rotary of forgetting": ({"mixer": "forget", "rotary.base": 5.0}, "rotary.base = 5.0, but .*than forget"),
+    "rotary of forgetting by name": ({"mixer": "forget", "positions": "rotary"}, "positions = 'rotary', but no layer"),
+    "pattern and mixer": ({"pattern": "toy attention", "mixer": "forget"}, "mixer = 'forget', but pattern = 'toy a.*'"),
     "of no layer yet": (ALONE | {"recurrence.key_dim": 4}, "recurrence.key_dim = 4, but no layer .*than toy"),
     "flag": ({"recurrence.negative_eigenvalues": True}, "recurrence.negative_eigenvalues = True, but"),
     "of attention": (ALONE | {"kv_heads": 2}, "kv_heads = 2, but no layer reads it: .*than toy"),
@@ -73,12 +74,6 @@ def test_option_that_a_layer_reads_or_that_is_a_default_is_valid(fields):
     check(fields)
 
 
-def test_mixer_beside_a_pattern_is_refused():
-    model = types.SimpleNamespace(mixer="toy", pattern="attention", rotary=Rotary(), recurrence=Recurrence())
-    with pytest.raises(ValueError, match="mixer = 'toy', but pattern = 'attention': leave one of them out"):
-        check_shape(model, options(GPT))
-
-
 @pytest.mark.parametrize(
     "fields, message",
     [
@@ -99,5 +94,6 @@ def test_heads_that_a_gpt_requires_may_be_unread():
 
 
 def test_auto_is_completed_to_what_it_stands_for():
+    assert check({"mixer": "forget"}).model.positions == "none"
     stands_for = {"": "rotary", "toy": "none", "toy attention": "rotary", "toy toy": "none"}
     assert {pattern: check({"pattern": pattern}).model.positions for pattern in stands_for} == stands_for

@@ -21,8 +21,9 @@ def make_config(model: GPT, model_type: str | None = None) -> dict:
         raise UserError(f"a {type(model).__name__}: expected attnlab.nn.GPT")
     if model_type is not None and model_type not in FAMILIES:
         raise UserError(f"model_type = {model_type!r}: expected one of {', '.join(FAMILIES)}")
-    if others := [name for name, kind in kinds_of(model).items() if not isinstance(kind, Attention)]:
-        raise UserError(f"layers of {others[0]}: the supported models of transformers have attention alone")
+    if others := [name for name, kind in kinds_of(model).items() if not isinstance(kind, Attention) or kind.forget]:
+        field = f"pattern = {model.pattern!r}" if model.pattern else f"mixer = {model.mixer!r}"
+        raise UserError(f"model.{field}: the supported models of transformers have no layers of {others[0]}")
     if not model.mlp_ratio:
         raise UserError(f"model.mlp_ratio = {model.mlp_ratio}: models of transformers have feed-forward layers")
     if activation_name(model.activation) is None:
