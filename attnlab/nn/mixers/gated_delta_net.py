@@ -72,7 +72,7 @@ class GatedDeltaNet(RecurrentMixer):
         beta = jax.nn.sigmoid(self._dense("b", self.states, dtype=wide)(x)) * (2 if self.negative_eigenvalues else 1)
         g = None
         if self.decay:
-            a_log = self.param("A_log", gates.a_log(0.01, 16), (self.states,))
+            a_log = self.param("A_log", gates.a_log(0.01, 16.0), (self.states,))
             dt_bias = self.param("dt_bias", gates.dt_bias, (self.states,))
             g = -jnp.exp(a_log) * jax.nn.softplus(self._dense("a", self.states, dtype=wide)(x) + dt_bias)
         z, state = self._recur(q, k, v, before.state, tokens, g=g, beta=beta)

@@ -60,7 +60,7 @@ class CausalMixer(nn.Module):
         *,
         mask: Mask | None = None,
         deterministic: bool = True,
-        cache: MixerState | None = None,
+        cache: Any = None,
         segments: Int[Array, "B T"] | None = None,
         lengths: Int[Array, " B"] | None = None,
         dropout_key: Array | None = None,
@@ -71,7 +71,7 @@ class CausalMixer(nn.Module):
           x: `[B, T, F]`.
           mask: None or `Causal()`.
           deterministic, dropout_key: no effect, as these modules have no dropout.
-          cache: the state after the previous tokens; `empty_cache` before the first.
+          cache: the `MixerState` after the previous tokens; `empty_cache` before the first.
           segments: `[B, T]`, the number of each token's document, where sequences are several documents, one after
             another: each begins from an empty state. Without a cache only.
           lengths: `[B]`, the tokens of each sequence: the others, at the right, are padding, which the cache does not
@@ -89,10 +89,8 @@ class CausalMixer(nn.Module):
         check_segments(segments, x, cache=cache)
         check_lengths(lengths, x)
         empty = self.empty_cache(*x.shape[::2])
-        if cache is not None and (found := _shapes(cache)) != _shapes(empty):
-            raise ValueError(
-                f"the cache of {name} has shape {found}, expected {_shapes(empty)}: make it with empty_cache"
-            )
+        if cache is not None and (found := _described(cache)) != _described(empty):
+            raise ValueError(f"the cache of {name} is {found}, expected {_described(empty)}: make it with empty_cache")
         before = empty if cache is None else cache
         out, state, conv = self._mix(x, before, Tokens(segments, lengths))
         length = before.length + (x.shape[1] if lengths is None else lengths)
@@ -209,6 +207,6 @@ def _share(name: str, features: int, heads: int) -> int:
     return features // heads
 
 
-def _shapes(cache):
-    """The shapes of the arrays of a cache."""
-    return [jnp.shape(x) for x in jax.tree.leaves(cache)]
+def _described(cache) -> str:
+    """The type of a cache and the shapes of its arrays, in words."""
+    return f"{type(cache).__name__} of {', '.join(str(jnp.shape(x)) for x in jax.tree.leaves(cache))}"

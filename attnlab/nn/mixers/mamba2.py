@@ -71,7 +71,7 @@ class Mamba2(RecurrentMixer):
         q, k = (y.reshape(*y.shape[:2], self.num_heads, self.key_dim) for y in (q, k))
         wide = jnp.promote_types(x.dtype, jnp.float32)
         dt = jax.nn.softplus(dt.astype(wide) + self.param("dt_bias", gates.dt_bias, (self.states,)))
-        g = -jnp.exp(self.param("A_log", gates.a_log(1, 16), (self.states,))) * dt
+        g = -jnp.exp(self.param("A_log", gates.a_log(1.0, 16.0), (self.states,))) * dt
         skip = self.param("D", nn.initializers.ones, (self.states,))
         z, state = self._recur(q, k, (v * dt[..., None]).astype(v.dtype), before.state, tokens, g=g, scale=1.0)
         z = z + v * skip[:, None].astype(v.dtype)
