@@ -61,7 +61,7 @@ def delta_net(q, k, v, beta):
 
 
 def gated_delta_net(q, k, v, alpha, beta):
-    """Yang et al. 2025, the gated delta rule: S_t = S_{t−1} (α_t (I − β_t k_t k_tᵀ)) + β_t v_t k_tᵀ, with S `[V, K]`."""
+    """Yang et al. 2025: S_t = S_{t−1} (α_t (I − β_t k_t k_tᵀ)) + β_t v_t k_tᵀ, with S `[V, K]`."""
     s, o = np.zeros((v.shape[1], k.shape[1])), []
     for q_t, k_t, v_t, alpha_t, beta_t in zip(q, k, v, alpha, beta):
         s = s @ (alpha_t * (np.eye(len(k_t)) - beta_t * np.outer(k_t, k_t))) + beta_t * np.outer(v_t, k_t)

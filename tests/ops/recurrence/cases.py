@@ -1,0 +1,88 @@
+"""Random calls of the linear recurrence: float64 arrays, of which each row of the batch is a case."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnlab import linear_recurrence
+
+DECAYS = ("none", "head", "feature")
+ERASURES = ("none", "beta", "pair")
+
+
+class Shape(NamedTuple):
+    """What a program is compiled for."""
+
+    batch: int
+    length: int
+    heads: tuple[int, int, int] = (2, 2, 2)  # of queries, keys and values
+    features: int = 4
+    values: int = 3
+    decay: str = "none"
+    erasure: str = "none"
+
+
+def draw(seed: int, shape: Shape, *, strongest=8.0) -> dict:
+    """q, k, v, g, beta or erase, state, segment_ids and lengths (from 0) of a call."""
+    rng = np.random.default_rng(seed)
+    batch, length, (queries, keys, heads), features, values, decay, erasure = shape
+    normal, by_head = rng.standard_normal, (batch, length, heads)
+    k = unit(normal((batch, length, keys, features)))
+    drawn = {"q": normal((batch, length, queries, features)), "k": k, "v": normal((*by_head, values))}
+    if decay != "none":
+        size = (*by_head, features) if decay == "feature" else by_head
+        # From hardly any decay to one that forgets at once.
+        drawn["g"] = -np.exp(rng.uniform(np.log(1e-4), np.log(strongest), size))
+    if erasure == "beta":
+        drawn["beta"] = rng.uniform(0, 2, by_head)
+    if erasure == "pair":  # e rᵀ of norm at most 1, so that states stay bounded
+        e, r = (unit(normal((*by_head, features))) for _ in range(2))
+        drawn["erase"] = (e * rng.uniform(0, 1, (*by_head, 1)), r)
+    drawn["state"] = normal((batch, heads, features, values)) * (rng.random((batch, 1, 1, 1)) < 0.7)
+    drawn["segment_ids"] = np.cumsum(rng.random((batch, length)) < rng.choice([0, 0.05, 0.5], (batch, 1)), axis=1)
+    drawn["lengths"] = np.where(rng.random(batch) < 0.3, length, rng.integers(0, length + 1, batch))
+    return drawn
+
+
+def unit(x):
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def floating(drawn: dict) -> dict:
+    """The arrays that have gradients."""
+    return {name: x for name, x in drawn.items() if name not in ("segment_ids", "lengths")}
+
+
+def results(drawn: dict, dtype=np.float64, **options) -> dict:
+    """out, the last state, and the gradients of all floating arrays; to be compiled."""
+    arrays = jax.tree.map(lambda x: jnp.asarray(x, dtype), floating(drawn))
+    integers = {name: x for name, x in drawn.items() if name not in arrays}
+
+    def total(arrays):
+        out, state = linear_recurrence(**arrays, **integers, **options, return_state=True)
+        return weighted((out, state)), (out, state)
+
+    gradients, (out, state) = jax.grad(total, has_aux=True)(arrays)
+    return {"out": out, "last": state, **gradients}
+
+
+def weighted(tree):
+    """A sum with a weight of at most 1 for each element, so that no two gradients cancel."""
+
+    def weights(x):
+        return jnp.cos(jnp.arange(x.size)).reshape(x.shape).astype(x.dtype)
+
+    return sum((x * weights(x)).sum(dtype=jnp.promote_types(x.dtype, jnp.float32)) for x in jax.tree.leaves(tree))
+
+
+def assert_close(found: dict, expected: dict, tolerance):
+    """Differences of at most `tolerance`, a number or one for each row, of the largest element of the row, or of 1."""
+    assert found.keys() == expected.keys()
+    for name in expected:
+        for x, y in zip(jax.tree.leaves(found[name]), jax.tree.leaves(expected[name]), strict=True):
+            x, y = np.asarray(x), np.asarray(y)
+            largest = np.maximum(1, np.abs(y).max(axis=tuple(range(1, y.ndim)), keepdims=True, initial=0))
+            bound = np.reshape(tolerance, (-1, *[1] * (y.ndim - 1))) * largest
+            np.testing.assert_array_less(np.abs(x - y), np.broadcast_to(bound, y.shape), err_msg=name)
