@@ -42,9 +42,11 @@ class ShortConv(nn.Module):
         """
         width, length, features = self.width, x.shape[1], x.shape[2:]
         kernel = self.param("kernel", self.kernel_init or _uniform(width), (width, *features))
-        x = x.astype(self.dtype or x.dtype)
+        dtype = self.dtype or x.dtype
+        # Sums in float32: processors take longer for bfloat16.
+        x = x.astype(dtype).astype(jnp.promote_types(dtype, jnp.float32))
         if before is None:
-            before = jnp.zeros((x.shape[0], width - 1, *features), x.dtype)
+            before = jnp.zeros((x.shape[0], width - 1, *features), dtype)
         inputs = jnp.concatenate([before.astype(x.dtype), x], axis=1)
         out = x * kernel[-1].astype(x.dtype)
         for distance in range(1, width):
@@ -56,7 +58,7 @@ class ShortConv(nn.Module):
             out = out + earlier * kernel[-1 - distance].astype(x.dtype)
         if self.use_bias:
             out = out + self.param("bias", nn.initializers.zeros, features).astype(x.dtype)
-        return out, last(inputs, width - 1, lengths).astype(before.dtype)
+        return out.astype(dtype), last(inputs, width - 1, lengths).astype(before.dtype)
 
 
 def _uniform(width):
