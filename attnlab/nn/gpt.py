@@ -123,6 +123,7 @@ class GPT(checks.MaskedModule):
     logit_scale: int | float = option("factor of the logits", 1.0, low=1e-6, high=1e6)
     logit_cap: int | float | None = option("limit of the logits, after their factor; None for no limit", None, **_CAP)
     value_residual: bool = option("mix the values of each layer with the first layer's (Zhou et al. 2024)", False)
+    output_gate: bool = option("multiply the outputs of attention's heads by a learned gate (Qiu et al. 2025)", False)
     zero_outputs: bool = option("layers that project onto the residual stream start at 0", False)
     bigrams: bool = option("a table of logits for each last token, of vocab_size² parameters", False)
     mask: checks.MaskLike | None = None

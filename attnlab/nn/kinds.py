@@ -55,7 +55,7 @@ class Kind(Protocol):
 
 _READ_BY_ATTENTION = (
     *("num_heads", "head_dim", "kv_heads", "attention_bias", "qkv_bias", "qk_norm", "qk_norm_joint", "soft_cap"),
-    *("score_scale", "sinks", "value_residual", "impl", "mask", "rotary", "alibi"),
+    *("score_scale", "sinks", "output_gate", "value_residual", "impl", "mask", "rotary", "alibi"),
 )
 
 
@@ -90,6 +90,7 @@ class Attention:
             sinks=model.sinks,
             value_residual=model.value_residual,
             forget_gate=self.forget,
+            output_gate=model.output_gate,
             impl=model.impl,
             **({} if model.norm == "layer" else norm),  # ε of layer norms is Flax's, 1e-6
             **initializers,
@@ -112,8 +113,9 @@ class Attention:
 
     def weights(self, model) -> int:
         sizes = resolved(model)
+        outputs = (3 if model.output_gate else 2) * model.num_heads
         gates = model.width * model.num_heads if self.forget else 0
-        return model.width * sizes.head_dim * (2 * model.num_heads + 2 * sizes.kv_heads) + gates
+        return model.width * sizes.head_dim * (outputs + 2 * sizes.kv_heads) + gates
 
     def operations(self, model, length) -> float:
         """4·H·D for each visible key: the first queries have fewer."""

@@ -17,7 +17,7 @@ from attnlab.support.errors import UserError
 # The matrices that Muon orthogonalizes: path, rank without an axis of layers, and the axes, counted from the last, of
 # inputs and outputs. All heads of a projection are one matrix.
 _MATRICES = (
-    (r"(query|key|value)/kernel$", 3, MuonDimensionNumbers(-3, (-2, -1))),
+    (r"(query|key|value|attention/gate)/kernel$", 3, MuonDimensionNumbers(-3, (-2, -1))),
     (r"attention/out/kernel$", 3, MuonDimensionNumbers((-3, -2), -1)),
     (r"mlp/(gate|up|down)/kernel$", 2, MuonDimensionNumbers(-2, -1)),
 )

@@ -1,0 +1,16 @@
+"""The quickstart with Gated DeltaNet in place of attention: a state of constant size instead of a cache.
+
+    attnlab train --config=gated_delta_tiny
+    attnlab train --config=gated_delta_tiny --config.data.path=FILE.txt
+
+RESULTS
+"""
+
+from attnlab.config import default
+
+
+def get_config():
+    """Yang et al. 2025 (arXiv 2412.06464), at 0.9 million parameters."""
+    config = default()
+    config.model.mixer = "gated_delta"
+    return config

@@ -1,0 +1,16 @@
+"""The quickstart as a hybrid: three layers of Gated DeltaNet, then one of attention.
+
+    attnlab train --config=hybrid_tiny
+    attnlab train --config=hybrid_tiny --config.data.path=FILE.txt
+
+RESULTS
+"""
+
+from attnlab.config import default
+
+
+def get_config():
+    """The ratio of Qwen3-Next and Kimi Linear, at 0.9 million parameters."""
+    config = default()
+    config.model.pattern = "gated_delta gated_delta gated_delta attention"
+    return config
