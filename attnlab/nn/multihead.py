@@ -399,5 +399,6 @@ class MultiHeadAttention(checks.MaskedModule):
             terms |= {"dropout_rate": self.dropout_rate, "dropout_key": key}
         k, v = k.astype(q.dtype), v.astype(q.dtype)
         attend = functools.partial(attention, q, k, v, impl=self.impl, **terms)
-        out = taps.attended(self, attend, lambda rows: weights(rows=rows), v, gate=gate, drops=drops)
+        after = None if gate is None else lambda z: z * gate
+        out = taps.attended(self, attend, lambda rows: weights(rows=rows), v, after=after, drops=drops)
         return sharding.constrain(out, "batch", "length", "heads", None)

@@ -47,6 +47,7 @@ class RMSNorm(nn.Module):
       epsilon: ε.
       plus_one: multiply by 1 + scale, which then starts at 0 (Gemma Team 2024), so that weight decay draws it to 1.
       dtype: type of the result; the wider of the input's and the parameters' when None. Sums are float32.
+      groups: of features, one after another, each normalized by itself (Wu and He 2018).
 
     >>> RMSNorm().init_with_output(jax.random.key(0), jnp.array([[2.0, -2.0]]))[0].round(3)
     Array([[ 1., -1.]], dtype=float32)
@@ -55,13 +56,15 @@ class RMSNorm(nn.Module):
     epsilon: float = 1e-6
     plus_one: bool = False
     dtype: DType | None = None
+    groups: int = 1
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B F"]) -> Float[Array, "*B F"]:
         """Normalize each vector of `[..., F]`."""
         initial = nn.initializers.zeros if self.plus_one else nn.initializers.ones
         scale = self.param("scale", initial, (x.shape[-1],))
-        y = pointwise.rms_normalize(x, self.epsilon) * (1 + scale if self.plus_one else scale)
+        grouped = x.reshape(*x.shape[:-1], self.groups, -1) if self.groups > 1 else x
+        y = pointwise.rms_normalize(grouped, self.epsilon).reshape(x.shape) * (1 + scale if self.plus_one else scale)
         return y.astype(self.dtype or jnp.result_type(x, scale))
 
 

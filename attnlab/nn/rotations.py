@@ -152,9 +152,9 @@ def rotary(
         )
     options = base if isinstance(base, Rotary) else Rotary(base)
     frequencies = options.frequencies(x.shape[-1])
-    angles = (jnp.asarray(positions)[..., None].astype(jnp.float32) * frequencies)[..., None, :]
-    sin, cos = (options.amplitude * function(angles) for function in (jnp.sin, jnp.cos))
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    angles = (jnp.asarray(positions)[..., None].astype(wide.dtype) * frequencies)[..., None, :]
+    sin, cos = (options.amplitude * function(angles) for function in (jnp.sin, jnp.cos))
     first, second, rest = jnp.split(wide, [len(frequencies), 2 * len(frequencies)], axis=-1)
     rotated = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate([*rotated, *([rest] if rest.shape[-1] else [])], axis=-1).astype(x.dtype)

@@ -83,15 +83,15 @@ def attended(
     weights: Callable,
     v: Float[Array, "*B Tk Hk Dv"],
     *,
-    gate: Float[Array, "*B Tq H Dv"] | None = None,
+    after: Callable | None = None,
     drops: bool = False,
 ):
-    """The output z of attention, `[..., Tq, H, Dv]`, through the taps at the pattern and at z.
+    """The input z of attention's output projection, `[..., Tq, H, Dv]`, through the taps at the pattern and at z.
 
-    An edited pattern p' changes z by (p' − p)·v, so that an edit which changes nothing leaves every bit as it is, and
-    the operator's kernel computes z in both cases. `attend()` returns z, `weights(rows)` the pattern `[..., H, Rq, Tk]`
-    of the query indices `rows` (None for all), `gate` is a factor of z, None for 1, and `drops` tells whether z has
-    dropout. Pattern·v is compared with z before the gate; z is what the output projection gets, after it.
+    `attend()` returns the operator's output, pattern·v, `weights(rows)` the pattern `[..., H, Rq, Tk]` of the query
+    indices `rows` (None for all), `after(output)` is z, such as the output times a gate, and the output itself for
+    None, and `drops` tells whether the output has dropout. An edited pattern p' changes the output by (p' − p)·v, so
+    that an edit which changes nothing leaves every bit as it is, and the operator's kernel computes it in both cases.
     """
     port = LinenPort(module) if isinstance(module, nn.Module) else module
     z, edit = attend(), port.edit("pattern")
@@ -112,7 +112,7 @@ def attended(
         expected = _weighted(pattern, v, jnp.abs(pattern))
         apart = jnp.abs(z.astype(expected.dtype) - expected).max(initial=0)
         port.send(MISMATCH, apart / jnp.maximum(jnp.abs(expected).max(initial=0), jnp.finfo(expected.dtype).tiny))
-    return tap(port, "z", z if gate is None else z * gate)
+    return tap(port, "z", z if after is None else after(z))
 
 
 def _weighted(pattern, v, weights):

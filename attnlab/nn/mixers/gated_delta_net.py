@@ -74,11 +74,13 @@ class GatedDeltaNet(RecurrentMixer):
         if self.decay:
             a_log = self.param("A_log", gates.a_log(0.01, 16.0), (self.states,))
             dt_bias = self.param("dt_bias", gates.dt_bias, (self.states,))
-            g = -jnp.exp(a_log) * jax.nn.softplus(self._dense("a", self.states, dtype=wide)(x) + dt_bias)
-        z, state = self._recur(q, k, v, before.state, tokens, g=g, beta=beta)
-        z = RMSNorm(1e-5, dtype=self.dtype, name="norm")(z)
-        if self.gate:
-            z = z * jax.nn.silu(self._dense("gate", *z.shape[-2:])(x))
+            g = -jnp.exp(a_log.astype(wide)) * jax.nn.softplus(self._dense("a", self.states, dtype=wide)(x) + dt_bias)
+
+        def after(z):
+            z = RMSNorm(1e-5, dtype=self.dtype, name="norm")(z)
+            return z * jax.nn.silu(self._dense("gate", *z.shape[-2:])(x)) if self.gate else z
+
+        z, state = self._recur(q, k, v, before.state, tokens, g=g, beta=beta, after=after)
         return self._out(z, x.shape[-1]), state, conv
 
     def _empty(self, batch, features):

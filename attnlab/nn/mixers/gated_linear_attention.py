@@ -46,8 +46,10 @@ class GatedLinearAttention(RecurrentMixer):
         wide = jnp.promote_types(x.dtype, jnp.float32)
         low = self._dense("decay_down", self.rank, dtype=wide)(x)
         g = jax.nn.log_sigmoid(self._dense("decay_up", self.num_heads, keys, use_bias=True, dtype=wide)(low)) / 16
-        z, state = self._recur(q, k, v, before.state, tokens, g=g)
-        z = RMSNorm(1e-5, dtype=self.dtype, name="norm")(z)
-        if self.gate:
-            z = z * jax.nn.silu(self._dense("gate", *z.shape[-2:], use_bias=True)(x))
+
+        def after(z):
+            z = RMSNorm(1e-5, dtype=self.dtype, name="norm")(z)
+            return z * jax.nn.silu(self._dense("gate", *z.shape[-2:], use_bias=True)(x)) if self.gate else z
+
+        z, state = self._recur(q, k, v, before.state, tokens, g=g, after=after)
         return self._out(z, x.shape[-1]), state, None

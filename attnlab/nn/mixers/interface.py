@@ -1,6 +1,7 @@
 """The call and the state that mixers have in common."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -149,7 +150,12 @@ class RecurrentMixer(CausalMixer):
 
     def _empty(self, batch, features):
         shape = (batch, self.states, self.key_features(features), self.value_features(features))
-        return jnp.zeros(shape, jnp.float32), None
+        return jnp.zeros(shape, self._wide), None
+
+    @property
+    def _wide(self):
+        """The type of states: float32, and float64 for this `dtype`."""
+        return jnp.promote_types(self.dtype or jnp.float32, jnp.float32)
 
     def _dense(self, name, *features, use_bias=False, dtype=None):
         """A linear layer to heads and features, or to `features` alone."""
@@ -162,25 +168,30 @@ class RecurrentMixer(CausalMixer):
             dot_general=products.dot_general,
         )
 
-    def _recur(self, q, k, v, state, tokens: Tokens, **terms):
-        """(z `[B, T, HV, V]`, the state after the tokens), with the taps of `attnlab.see`.
+    def _recur(self, q, k, v, state, tokens: Tokens, *, after: Callable | None = None, **terms):
+        """(What `out` projects, `[B, T, HV, V]`, and the state after the tokens), with the taps of `attnlab.see`.
 
-        The pattern is what the output is of the values: the outputs for values that are the identity.
+        `after` takes the recurrence's output to what is projected; None where it is that. The pattern is the
+        recurrence's output for values that are the identity: what it reads of these tokens' values.
         """
         q, k, v = (sharding.constrain(x, "batch", "length", "heads", None) for x in (q, k, v))
         q, k, v = (taps.tap(self, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
         options = {**terms, "segment_ids": tokens.segments, "lengths": tokens.lengths}
-        recurrence = functools.partial(linear_recurrence, q, k, **options)
-        z, state = recurrence(v, state=state, return_state=True)
+        recurrence = functools.partial(self._recurrence, q, k, **options)
+        z, state = recurrence(v, state=state)
 
         def pattern(rows):
             batch, length, heads, _ = v.shape
             identity = jnp.broadcast_to(jnp.eye(length)[:, None], (batch, length, heads, length))
-            weights = jnp.moveaxis(recurrence(identity), 1, 2)
+            weights = jnp.moveaxis(recurrence(identity)[0], 1, 2)
             return weights if rows is None else jnp.take(weights, rows, axis=-2)
 
-        z = taps.attended(self, lambda: z, pattern, v)
+        z = taps.attended(self, lambda: z, pattern, v, after=after)
         return sharding.constrain(z, "batch", "length", "heads", None), state
+
+    def _recurrence(self, q, k, v, **options):
+        """(Output `[B, T, HV, V]`, the state after the tokens)."""
+        return linear_recurrence(q, k, v, return_state=True, **options)
 
     def _out(self, z, features):
         return nn.DenseGeneral(

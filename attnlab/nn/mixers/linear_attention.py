@@ -51,12 +51,14 @@ class LinearAttention(RecurrentMixer):
         size, feature_map = self.key_features(x.shape[-1]), self.feature_map or elu_plus_one
         names = ("query", "key", "value")
         q, k, v = (self._dense(name, self.num_heads, size, use_bias=self.use_bias)(x) for name in names)
-        # Features and sums are float32; a last value of 1 sums the keys.
-        q, k, v = (y.astype(jnp.promote_types(y.dtype, jnp.float32)) for y in (q, k, v))
-        v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
+        q, k, v = (y.astype(jnp.promote_types(y.dtype, jnp.float32)) for y in (q, k, v))  # as features and sums are
         z, state = self._recur(feature_map(q), feature_map(k), v, before.state, tokens, scale=1.0)
-        z = quotient(z[..., :-1], z[..., -1:]) if self.normalize else z[..., :-1]
         return self._project(z.astype(self.dtype or x.dtype), self.features or x.shape[-1]), state, None
+
+    def _recurrence(self, q, k, v, **options):
+        v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)  # a last value of 1 sums the keys
+        z, state = super()._recurrence(q, k, v, **options)
+        return quotient(z[..., :-1], z[..., -1:]) if self.normalize else z[..., :-1], state
 
     def _project(self, z, features):
         kernel_init, dot_general = self.out_kernel_init or self.kernel_init, products.dot_general
@@ -66,4 +68,4 @@ class LinearAttention(RecurrentMixer):
     def _empty(self, batch, features):
         size = self.key_features(features)
         mapped = jax.eval_shape(self.feature_map or elu_plus_one, jax.ShapeDtypeStruct((size,), jnp.float32))
-        return jnp.zeros((batch, self.num_heads, *mapped.shape, size + 1), jnp.float32), None
+        return jnp.zeros((batch, self.num_heads, *mapped.shape, size + 1), self._wide), None

@@ -18,14 +18,14 @@ class Mamba2(RecurrentMixer):
 
     One projection gives the gate z, values x, keys B, queries C and steps dt; x, B and C pass a short convolution and
     silu. With dt = softplus(dt + dt_bias) and A = −exp(A_log), it is
-    `linear_recurrence(C, B, dt · x, dt · A, scale=1)` plus D · x, times silu(z), normalized over all features, and
-    projected.
+    `linear_recurrence(C, B, dt · x, dt · A, scale=1)` plus D · x, times silu(z), normalized over the features of each
+    group, and projected.
 
     Its cache holds states `[B, HV, K, V]` in float32 and the last W − 1 inputs of the convolution.
 
     Attributes:
       num_heads: groups of heads that share B and C.
-      key_dim: K, the size of the state of a feature.
+      key_dim: K, the size of the state of a feature; None for 128, or half the input width where that is less.
       value_dim: V; None for twice the input width / HV.
       value_heads: HV, a multiple of num_heads; None for num_heads.
       conv: W, tokens of the convolution, 1 or more.
@@ -37,7 +37,6 @@ class Mamba2(RecurrentMixer):
     (2, 5, 8)
     """
 
-    key_dim: int = 128
     value_heads: int | None = None
     conv: int = 4
 
@@ -55,29 +54,36 @@ class Mamba2(RecurrentMixer):
     def states(self):
         return self.value_heads or self.num_heads
 
+    def key_features(self, features):
+        return self.key_dim or min(128, max(1, features // 2))
+
     def value_features(self, features):
         if self.value_dim is None and 2 * features % self.states:
             raise ValueError(f"value_heads = {self.states}: expected a divisor of {2 * features}, or value_dim")
         return self.value_dim or 2 * features // self.states
 
     def _mix(self, x, before, tokens):
-        inner, shared = self.states * self.value_features(x.shape[-1]), self.num_heads * self.key_dim
+        inner, shared = self.states * self.value_features(x.shape[-1]), self.num_heads * self.key_features(x.shape[-1])
         projected = self._dense("in", 2 * inner + 2 * shared + self.states)(x)
         gate, xbc, dt = jnp.split(projected, (inner, 2 * inner + 2 * shared), axis=-1)
         conv = ShortConv(self.conv, use_bias=True, dtype=self.dtype, name="conv")
         xbc, last = conv(xbc, before.conv, tokens.segments, tokens.lengths)
         v, k, q = jnp.split(jax.nn.silu(xbc), (inner, inner + shared), axis=-1)
         v = v.reshape(*v.shape[:2], self.states, -1)
-        q, k = (y.reshape(*y.shape[:2], self.num_heads, self.key_dim) for y in (q, k))
+        q, k = (y.reshape(*y.shape[:2], self.num_heads, self.key_features(x.shape[-1])) for y in (q, k))
         wide = jnp.promote_types(x.dtype, jnp.float32)
         dt = jax.nn.softplus(dt.astype(wide) + self.param("dt_bias", gates.dt_bias, (self.states,)))
-        g = -jnp.exp(self.param("A_log", gates.a_log(1.0, 16.0), (self.states,))) * dt
+        g = -jnp.exp(self.param("A_log", gates.a_log(1.0, 16.0), (self.states,)).astype(wide)) * dt
         skip = self.param("D", nn.initializers.ones, (self.states,))
-        z, state = self._recur(q, k, (v * dt[..., None]).astype(v.dtype), before.state, tokens, g=g, scale=1.0)
-        z = z + v * skip[:, None].astype(v.dtype)
-        gated = z.reshape(gate.shape) * jax.nn.silu(gate)
-        normed = RMSNorm(1e-5, dtype=self.dtype, name="norm")(gated)
-        return self._out(normed.reshape(z.shape), x.shape[-1]), state, last
+
+        def after(z):
+            z = z + v * skip[:, None].astype(v.dtype)
+            gated = z.reshape(gate.shape) * jax.nn.silu(gate)
+            return RMSNorm(1e-5, groups=self.num_heads, dtype=self.dtype, name="norm")(gated).reshape(z.shape)
+
+        written = (v * dt[..., None]).astype(v.dtype)
+        z, state = self._recur(q, k, written, before.state, tokens, g=g, scale=1.0, after=after)
+        return self._out(z, x.shape[-1]), state, last
 
     def _empty(self, batch, features):
         if self.conv < 1 or self.states % self.num_heads:
@@ -86,5 +92,5 @@ class Mamba2(RecurrentMixer):
                 f"num_heads = {self.num_heads}"
             )
         state, _ = super()._empty(batch, features)
-        channels = self.states * self.value_features(features) + 2 * self.num_heads * self.key_dim
+        channels = self.states * self.value_features(features) + 2 * self.num_heads * self.key_features(features)
         return state, jnp.zeros((batch, self.conv - 1, channels), self.dtype or jnp.float32)

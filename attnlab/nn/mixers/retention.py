@@ -57,10 +57,12 @@ class Retention(RecurrentMixer):
         else:
             positions = within_segments(tokens.segments)
         q, k = (rotary(y, positions, self.base) for y in (q, k))
-        decay = np.log1p(-(2.0 ** (-5 - np.arange(self.num_heads)))).astype(np.float32)
-        g = jnp.broadcast_to(decay, (*x.shape[:2], self.num_heads))
-        z, state = self._recur(q, k, v, before.state, tokens, g=g)
-        z = pointwise.rms_normalize(z, 1e-5).astype(z.dtype)
-        if self.gate:
-            z = z * jax.nn.silu(self._dense("gate", *z.shape[-2:])(x))
+        decay = np.log1p(-(2.0 ** (-5 - np.arange(self.num_heads))))
+        g = jnp.broadcast_to(jnp.asarray(decay), (*x.shape[:2], self.num_heads))
+
+        def after(z):
+            z = pointwise.rms_normalize(z, 1e-5).astype(z.dtype)
+            return z * jax.nn.silu(self._dense("gate", *z.shape[-2:])(x)) if self.gate else z
+
+        z, state = self._recur(q, k, v, before.state, tokens, g=g, after=after)
         return self._out(z, x.shape[-1]), state, None

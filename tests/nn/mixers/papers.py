@@ -1,0 +1,115 @@
+"""Whole layers in NumPy float64, from input to output, each written from its paper, for one sequence `[T, F]`.
+
+`p` are the layer's parameters by path, "query/kernel". The recurrences are loops over tokens and heads.
+"""
+
+import numpy as np
+
+from tests.ops.recurrence import papers
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def silu(x):
+    return x * sigmoid(x)
+
+
+def softplus(x):
+    return np.log1p(np.exp(x))
+
+
+def rms(x, scale=1.0):
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-5) * scale
+
+
+def convolution(x, kernel, bias=0.0):
+    """Gu and Dao 2023: each feature by itself, the last weight that of the token itself."""
+    width, y = len(kernel), np.zeros_like(x)
+    for t in range(len(x)):
+        for back in range(min(width, t + 1)):
+            y[t] += kernel[width - 1 - back] * x[t - back]
+    return y + bias
+
+
+def by_head(recurrence, heads, *arrays):
+    """`[T, H, V]` of a recurrence `(arrays of a head) -> [T, V]`; an array of fewer heads serves several in turn."""
+    outs = []
+    for h in range(heads):
+        outs.append(recurrence(*(x[:, h * x.shape[1] // heads] for x in arrays)))
+    return np.stack(outs, axis=1)
+
+
+def projected(x, p, name):
+    return np.einsum("tf,f...->t...", x, p[f"{name}/kernel"]) + p.get(f"{name}/bias", 0)
+
+
+def out(z, p):
+    return np.einsum("thd,hdf->tf", z, p["out/kernel"]) + p.get("out/bias", 0)
+
+
+def gated_delta_net(x, p, *, negative=False):
+    """Yang et al. 2025, section 3.3 and figure 1; DeltaNet, Yang et al. 2024, section 3.3, without "a" and "gate"."""
+    q, k, v = (projected(x, p, name) for name in ("query", "key", "value"))
+    if "query_conv/kernel" in p:
+        q, k, v = (convolution(y, p[f"{name}_conv/kernel"]) for name, y in (("query", q), ("key", k), ("value", v)))
+    q, k, v = silu(q), silu(k), silu(v)
+    q, k = (y / np.sqrt((y**2).sum(axis=-1, keepdims=True) + 1e-6) for y in (q, k))
+    q = q / np.sqrt(q.shape[-1])
+    beta = sigmoid(projected(x, p, "b")) * (2 if negative else 1)
+    alpha = np.ones_like(beta)
+    if "A_log" in p:
+        alpha = np.exp(-np.exp(p["A_log"]) * softplus(projected(x, p, "a") + p["dt_bias"]))
+    z = rms(by_head(papers.gated_delta_net, v.shape[1], q, k, v, alpha, beta), p["norm/scale"])
+    return out(z * silu(projected(x, p, "gate")) if "gate/kernel" in p else z, p)
+
+
+def mamba2(x, p, *, groups, state):
+    """Dao and Gu 2024, section 7 and figure 6: the parallel block, in the order z, x, B, C, dt of its projection."""
+    heads = len(p["A_log"])
+    inner, shared = len(p["norm/scale"]), groups * state
+    z, xbc, dt = np.split(projected(x, p, "in"), (inner, 2 * inner + 2 * shared), axis=-1)
+    xbc = silu(convolution(xbc, p["conv/kernel"], p["conv/bias"]))
+    v, b, c = np.split(xbc, (inner, inner + shared), axis=-1)
+    v, b, c = v.reshape(len(x), heads, -1), b.reshape(len(x), groups, -1), c.reshape(len(x), groups, -1)
+    dt, a = softplus(dt + p["dt_bias"]), np.tile(-np.exp(p["A_log"]), (len(x), 1))
+    y = by_head(lambda v, dt, a, b, c: papers.mamba2(v, dt, a[0], b, c), heads, v, dt, a, b, c) + p["D"][:, None] * v
+    y = y.reshape(len(x), groups, -1) * silu(z).reshape(len(x), groups, -1)
+    return out((rms(y).reshape(len(x), inner) * p["norm/scale"]).reshape(v.shape), p)
+
+
+def gated_linear_attention(x, p):
+    """Yang et al. 2023, sections 4.1 and 4.4: α = σ(x W₁ W₂ + b)^(1/16), output gate swish(x W + b)."""
+    q, k, v = (projected(x, p, name) for name in ("query", "key", "value"))
+    alpha = sigmoid(projected(projected(x, p, "decay_down"), p, "decay_up")) ** (1 / 16)
+    z = by_head(papers.gla, v.shape[1], q / np.sqrt(q.shape[-1]), k, v, alpha)
+    z = rms(z, p["norm/scale"])
+    return out(z * silu(projected(x, p, "gate")) if "gate/kernel" in p else z, p)
+
+
+def retention(x, p):
+    """Sun et al. 2023, section 2: Q and K rotated by their positions as complex numbers, heads normalized and gated."""
+    q, k, v = (projected(x, p, name) for name in ("query", "key", "value"))
+    half = q.shape[-1] // 2
+    frequencies = np.float32(10_000.0 ** (-np.arange(half) / half))  # rounded, as everywhere in attnlab
+    turns = np.exp(1j * np.arange(len(x))[:, None] * np.float64(frequencies))[:, None]
+
+    def rotated(y):
+        turned = (y[..., :half] + 1j * y[..., half:]) * turns
+        return np.concatenate([turned.real, turned.imag], axis=-1)
+
+    gamma = 1 - 2.0 ** (-5 - np.arange(v.shape[1]))
+    z = by_head(
+        lambda q, k, v, gamma: papers.retention(q, k, v, gamma[0]),
+        v.shape[1],
+        *(rotated(q) / np.sqrt(q.shape[-1]), rotated(k), v, np.tile(gamma, (len(x), 1))),
+    )
+    return out(rms(z) * silu(projected(x, p, "gate")) if "gate/kernel" in p else rms(z), p)
+
+
+def linear_attention(x, p, *, normalized=True):
+    """Katharopoulos et al. 2020, equations 16 to 20, with φ(x) = elu(x) + 1 of equation 7."""
+    q, k, v = (projected(x, p, name) for name in ("query", "key", "value"))
+    q, k = (np.where(y > 0, y + 1, np.exp(y)) for y in (q, k))
+    return out(by_head(lambda q, k, v: papers.linear_attention(q, k, v, normalized), v.shape[1], q, k, v), p)

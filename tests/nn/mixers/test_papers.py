@@ -1,0 +1,79 @@
+"""Each mixer equals a direct float64 computation of its paper, from the input to the output."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from attnlab.nn import GatedDeltaNet, GatedLinearAttention, LinearAttention, Mamba2, Retention, ShortConv
+from tests.nn.mixers import papers
+from tests.parameters import parameters
+
+DELTA = papers.gated_delta_net
+CASES = {
+    "gated_delta": (GatedDeltaNet(2), DELTA),
+    "gated_delta_value_heads": (GatedDeltaNet(2, key_dim=3, value_dim=5, value_heads=6, conv=2), DELTA),
+    "delta_negative_eigenvalues": (
+        GatedDeltaNet(2, decay=False, gate=False, negative_eigenvalues=True),
+        functools.partial(DELTA, negative=True),
+    ),
+    "delta_without_convolution": (GatedDeltaNet(2, decay=False, conv=0), DELTA),
+    "mamba2": (Mamba2(key_dim=5, value_heads=4), functools.partial(papers.mamba2, groups=1, state=5)),
+    "mamba2_groups": (
+        Mamba2(2, key_dim=3, value_heads=4, value_dim=6, conv=1),
+        functools.partial(papers.mamba2, groups=2, state=3),
+    ),
+    "gla": (GatedLinearAttention(2, rank=3), papers.gated_linear_attention),
+    "gla_without_gate": (GatedLinearAttention(2, key_dim=3, gate=False), papers.gated_linear_attention),
+    "retention": (Retention(2), papers.retention),
+    "retention_without_gate": (Retention(2, key_dim=6, value_dim=3, gate=False), papers.retention),
+    "linear": (LinearAttention(2), papers.linear_attention),
+    "linear_unnormalized": (
+        LinearAttention(2, head_dim=3, features=5, normalize=False, use_bias=False),
+        functools.partial(papers.linear_attention, normalized=False),
+    ),
+}
+X = np.random.default_rng(0).standard_normal((2, 37, 8))
+
+
+def by_path(params) -> dict[str, np.ndarray]:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.float64(leaf) for path, leaf in leaves}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mixer_equals_its_paper_in_float64(float64, name):
+    module, paper = CASES[name]
+    variables = parameters(module, X)
+    found = jax.jit(module.apply)(variables, X)
+    expected = np.stack([paper(x, by_path(variables["params"])) for x in X])
+    # 37 tokens of about 1e-15 each, which the norms amplify.
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("gated_delta", "mamba2") else pytest.mark.slow) for name in CASES]
+)
+def test_mixer_decodes_in_float64(float64, name):
+    module = CASES[name][0].clone(dtype=np.dtype("float64"))
+    variables, apply = parameters(module, X), jax.jit(module.apply)
+    cache, outs = module.empty_cache(2, 8), []
+    for part in np.split(X[:, :6], 6, axis=1):
+        out, after = apply(variables, part, cache=cache)
+        assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, cache)
+        cache, outs = after, [*outs, out]
+    whole = np.stack([CASES[name][1](x, by_path(variables["params"])) for x in X[:, :6]])
+    np.testing.assert_allclose(np.concatenate(outs, axis=1), whole, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("width, features", [(1, (3,)), (4, (2, 3))])
+def test_short_conv_equals_its_sum_and_keeps_the_last_inputs(float64, width, features):
+    x = np.random.default_rng(1).standard_normal((2, 9, *features))
+    conv = ShortConv(width, use_bias=True)
+    variables = parameters(conv, x)
+    out, kept = jax.jit(conv.apply)(variables, x)
+    p = by_path(variables["params"])
+    expected = np.stack([papers.convolution(row, p["kernel"], p["bias"]) for row in x])
+    np.testing.assert_allclose(out, expected, rtol=1e-12, atol=1e-14)
+    np.testing.assert_array_equal(kept, x[:, 10 - width :])
