@@ -221,6 +221,14 @@ def test_attention_is_what_the_operator_would_choose_there(changes, platform, ba
     assert backend not in rejected and len(rejected) == len(attnlab.implementations()) - 1
 
 
+def test_layers_without_attention_have_their_kind_in_place_of_a_backend():
+    there = topologies.find("here")
+    hybrid = GPT(10, 3, num_heads=2, width=16, context=8, positions="auto", pattern="gru attention")
+    assert plans.attention_of(hybrid, there, batch=4)[0] == {"block_0": "gru", "block_1": "dense", "block_2": "gru"}
+    alone = hybrid.clone(pattern="gru")
+    assert plans.attention_of(alone, there, batch=4) == ({f"block_{n}": "gru" for n in range(3)}, {})
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

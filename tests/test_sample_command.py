@@ -16,10 +16,13 @@ TEXT = "el perro persiguió al gato y lo atrapó. " * 100
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sampling")
+    return trained(tmp_path_factory.mktemp("sampling"))
+
+
+def trained(folder, *more):
     (folder / "text.txt").write_text(TEXT)
     tiny = ["steps=20", "model.num_layers=1", "model.width=16", "model.context=16", "batch_size=4", "eval.windows=4"]
-    tiny += ["parallel.mesh.data=1", "log.peak_tflops=1"]
+    tiny += ["parallel.mesh.data=1", "log.peak_tflops=1", *more]
     options = [f"--config.{option}" for option in [*tiny, f"data.path={folder}/text.txt", "log.tensorboard=False"]]
     assert train.main(["train", "--config=quickstart", f"--workdir={folder}/run", *options]) == 0
     return folder / "run"
@@ -115,6 +118,18 @@ def test_stop_string_is_not_printed(command, workdir):
 def test_drafts_and_batch_sizes_change_no_text(command):
     options = ["--prompt=el perro persiguió al gato y lo atrapó. el perro", "--max_tokens=40", "--temperature=0.3"]
     assert command(*options) == command(*options, "--draft=6")
+
+
+def test_command_continues_texts_of_a_hybrid_and_rejects_drafts(tmp_path, capsys):
+    workdir = trained(tmp_path, "model.num_layers=2", "model.pattern=gru attention")
+    capsys.readouterr()
+    command = ["sample", f"--workdir={workdir}", "--prompt=el perro", "--max_tokens=40"]
+    assert sample.main(command) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("el perro") and len(printed) == len("el perro") + 40 + 1
+    assert sample.main([*command, "--draft=4"]) == 2
+    out, line = capsys.readouterr()
+    assert not out and line.startswith("error: draft = 4") and line.count("\n") == 1
 
 
 def test_score_prints_nats_and_bits(command, tmp_path, workdir):

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -133,23 +134,32 @@ def test_frozen_parameters_are_stacked_too():
     assert is_stacked(stack_layers(FrozenDict(PARAMS)))
 
 
+class DecayState(NamedTuple):
+    sum: jax.Array
+    length: jax.Array
+
+
 class Decay(nn.Module):
     """A layer of other parameters than attention's, which depends on its number: a decaying sum of the tokens."""
 
     numbered = True
 
     @nn.compact
-    def __call__(self, x, *, layer, mask=None, deterministic=True, cache=None, dropout_key=None, segments=None):
+    def __call__(self, x, *, layer, mask=None, deterministic=True, cache=None, dropout_key=None, lengths=None):
         rate = self.param("rate", nn.initializers.constant(0.5), x.shape[-1:]) / (1 + layer)
 
         def step(state, token):
             state = rate * state + token
             return state, state
 
-        start = jnp.zeros_like(x[:, 0]) if cache is None else cache
-        last, out = jax.lax.scan(step, start, x.swapaxes(0, 1))
+        start = jnp.zeros_like(x[:, 0]) if cache is None else cache.sum
+        _, out = jax.lax.scan(step, start, x.swapaxes(0, 1))
         out = out.swapaxes(0, 1)
-        return out if cache is None else (out, last)
+        if cache is None:
+            return out
+        lengths = jnp.full(len(x), x.shape[1]) if lengths is None else lengths
+        states = jnp.concatenate([start[:, None], out], axis=1)  # after each number of tokens
+        return out, DecayState(states[jnp.arange(len(x)), lengths], cache.length + lengths)
 
 
 class DecayKind:
@@ -161,7 +171,7 @@ class DecayKind:
         return Decay(parent=None)
 
     def empty_cache(self, model, batch, capacity):
-        return jnp.zeros((batch, model.width))
+        return DecayState(jnp.zeros((batch, model.width)), jnp.zeros(batch, jnp.int32))
 
     def weights(self, model):
         return 0
@@ -210,6 +220,23 @@ def test_layers_of_unlike_kinds_decode_as_they_read(hybrid):
         logits, caches = model.apply({"params": stack_layers(params)}, part, caches=caches)
         found.append(logits)
     np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=1e-5)
+
+
+def test_learned_positions_of_a_model_without_attention_go_on_where_its_caches_end(hybrid):
+    model = hybrid[0].clone(pattern="decay", num_layers=1, positions="learned", context=14)
+    params = {"params": parameters(model, TOKENS)["params"]}
+    expected, caches, found = model.apply(params, TOKENS), model.empty_caches(2), []
+    for start, end in ((0, 3), (3, 7), (7, 12)):  # each call with two tokens of padding
+        part = np.pad(TOKENS[:, start:end], ((0, 0), (0, 2)))
+        logits, caches = model.apply(params, part, caches=caches, lengths=np.array([end - start] * 2))
+        found.append(logits[:, :-2])
+    np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=1e-5)
+
+
+def test_cache_of_one_layer_instead_of_all_raises_one_line(hybrid):
+    model, params = hybrid
+    with pytest.raises(ValueError, match="caches is one DecayState, expected a sequence of num_layers = 7"):
+        model.apply({"params": params}, TOKENS, caches=model.empty_caches(2)[1])
 
 
 def test_kinds_declare_their_operations(hybrid):
