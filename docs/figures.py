@@ -10,6 +10,7 @@ has succeeded. The models of `attention` and `see` stay in build/figures. The ra
 peers`, and `pip install tokamax attnax` for the rest. `see` needs Chromium and playwright.
 """
 
+import functools
 import io
 import json
 import os
@@ -32,6 +33,7 @@ from PIL import Image
 import attnlab
 from attnlab import plots
 from attnlab.masks import Causal
+from attnlab.nn import GPT
 from attnlab.study.registry import STUDIES
 from attnlab.study.running import RESULT, Result
 from attnlab.training.metrics import read
@@ -43,6 +45,7 @@ COLORS = 96  # of a palette: enough for a heat map, and a third of the bytes
 def main(names: list[str]) -> int:
     """Makes the figures with these names, all when there are none."""
     known = {"attention": attention, "race": race, "resume": resume, "see": see, "compare": compare}
+    known["mixers"] = mixers
     known |= {name: lambda folder, name=name: study(name, folder) for name in STUDIES}
     known |= {name: lambda _, ran=Path(name): keep_all(ran) for name in names if Path(name).is_dir()}
     if unknown := [name for name in names if name not in known]:
@@ -181,6 +184,26 @@ def compare(folder: Path) -> None:
     workdir = IMAGES.parents[1] / "build" / "figures" / "compare" / "positions"
     run("attnlab.compare", "--config=configs/compare_positions.py", f"--workdir={workdir}")
     shrink(Image.open(workdir / "losses.png"), IMAGES / "compare.png")
+
+
+def mixers(_: Path) -> None:
+    """Draws the bytes that decoding keeps against the length, of the quickstart's model with each mixer."""
+    lengths = 2 ** np.arange(4, 17)
+    hybrid = "gated_delta gated_delta gated_delta attention"
+    models = {name: {"mixer": name} for name in ("attention", "mamba2", "retention", "gated_delta", "gla", "gru")}
+    models["3 gated_delta : 1 attention"] = {"pattern": hybrid}
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for (name, fields), color in zip(models.items(), plots.COLORS):
+        model = GPT(96, 4, 4, 128, 64, positions="none", **fields)
+        sizes = []
+        for length in lengths:
+            caches = jax.eval_shape(functools.partial(model.empty_caches, 1, int(length)))
+            sizes.append(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches)))
+        axes.loglog(lengths, sizes, label=name, color=color)
+    axes.set_xlabel("tokens of the text")
+    axes.set_ylabel("bytes kept to decode it (float32)")
+    axes.legend(frameon=False, fontsize=8)
+    save(figure, IMAGES / "mixers.png")
 
 
 def study(name: str, folder: Path) -> None:
