@@ -12,6 +12,7 @@ from attnlab.data.tokenizers import make
 from attnlab.generation.decoding import decode, generate
 from attnlab.generation.drawing import Draw
 from attnlab.nn import GPT
+from attnlab.support.errors import UserError
 from tests.parameters import parameters
 
 # Prefilled with 1 or 8 tokens: every other power of two would be a program of its own.
@@ -154,3 +155,69 @@ def test_scores_after_the_end_of_a_text_are_zero():
     steps = list(decode(*gpt("rotary"), PROMPTS[:2], 20, draw=Draw(temperature=0.0), end=[int(end)]))
     found, scores = np.stack([step.tokens for step in steps]), np.stack([step.logprobs for step in steps])
     assert (found == -1).any() and ((scores == 0) == (found == -1)).all()
+
+
+# ----------------------------------------------------------------------------------------------------- recurrent layers
+
+
+@functools.cache
+def recurrent(pattern, positions="none"):
+    """With a window of the context, so that a hybrid's full pass attends to what its rolling cache holds."""
+    window = 8 if "local" in pattern else None
+    options = {"positions": positions, "pattern": pattern, "window": window, "tie_embeddings": False}
+    model = GPT(11, 2, num_heads=2, width=16, context=8, **options)
+    return model, parameters(model, np.zeros((1, 1), np.int32), seed=3)
+
+
+def drawn_by(model_and_params, prompts, count, **options):
+    return np.stack(list(generate(*model_and_params, prompts, count, **options)), axis=1)
+
+
+@pytest.mark.parametrize("pattern", ["gated_delta", "gru local"])
+def test_log_probabilities_of_recurrent_layers_are_those_of_the_full_pass(pattern):
+    """Of prompts of different lengths, far beyond the context; of a prompt longer than it the end is read alone."""
+    model, params = recurrent(pattern)
+    steps = list(decode(model, params, PROMPTS, 20, seed=1))
+    drawn, found = (np.stack([getattr(step, name) for step in steps], axis=1) for name in ("tokens", "logprobs"))
+    texts = [np.append(prompt[-8:], row) for prompt, row in zip(PROMPTS, drawn)]
+    padded = np.array([np.pad(text, (0, 28 - len(text))) for text in texts], np.int32)
+    logp = log_softmax(np.asarray(jax.jit(model.apply)(params, padded), np.float64), axis=-1)
+    for row, text, scores in zip(logp, texts, found):
+        after = np.arange(len(text) - 21, len(text) - 1)
+        np.testing.assert_allclose(scores, row[after, text[after + 1]], atol=1e-5)  # as above
+    assert len(np.unique(drawn)) > 6
+
+
+def test_drawn_texts_of_recurrent_layers_side_by_side_equal_each_alone():
+    """Also where others have ended."""
+    together = drawn_by(recurrent("gru local"), PROMPTS, 20, num_samples=2, **DRAWN)
+    end = int(together[0, 3])
+    ended = drawn_by(recurrent("gru local"), PROMPTS, 20, num_samples=2, end=[end], **DRAWN)
+    assert (ended == -1).any()
+    np.testing.assert_array_equal(ended[ended >= 0], together[:, : ended.shape[1]][ended >= 0])
+    for at, prompt in enumerate(PROMPTS):
+        alone = drawn_by(recurrent("gru local"), prompt, 20, num_samples=2, **DRAWN)
+        np.testing.assert_array_equal(together[2 * at : 2 * at + 2], alone)
+        assert not np.array_equal(*alone)
+
+
+def test_recurrent_layers_with_learned_positions_read_the_last_half_again():
+    model, params = recurrent("gru", "learned")
+    text, window, apply = [1, 2, 3], 3, jax.jit(model.apply)
+    for _ in range(12):
+        window = 4 if window > 8 else window
+        logits = apply(params, np.array([np.pad(text[-window:], (0, 8 - window))], np.int32))
+        text.append(int(logits[0, window - 1].argmax()))
+        window += 1
+    assert drawn_by((model, params), [np.array([1, 2, 3])], 12, temperature=0.0)[0].tolist() == text[3:]
+
+
+def test_state_of_recurrent_layers_is_of_one_size_however_long_the_text():
+    model, _ = recurrent("gated_delta")
+    short, long = (jax.eval_shape(lambda n=n: model.empty_caches(1, n)) for n in (8, 4096))
+    assert short == long
+
+
+def test_drafts_with_recurrent_layers_are_rejected(own_errors):
+    with pytest.raises(UserError, match="draft = 4: .* gru layers .*leave out draft"):
+        next(generate(*recurrent("gru local"), PROMPTS, 5, draft=4))
