@@ -63,7 +63,7 @@ class RMSNorm(nn.Module):
         """Normalize each vector of `[..., F]`."""
         initial = nn.initializers.zeros if self.plus_one else nn.initializers.ones
         scale = self.param("scale", initial, (x.shape[-1],))
-        grouped = x.reshape(*x.shape[:-1], self.groups, -1) if self.groups > 1 else x
+        grouped = x.reshape(*x.shape[:-1], self.groups, x.shape[-1] // self.groups)
         y = pointwise.rms_normalize(grouped, self.epsilon).reshape(x.shape) * (1 + scale if self.plus_one else scale)
         return y.astype(self.dtype or jnp.result_type(x, scale))
 

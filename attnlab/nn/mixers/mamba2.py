@@ -69,7 +69,7 @@ class Mamba2(RecurrentMixer):
         conv = ShortConv(self.conv, use_bias=True, dtype=self.dtype, name="conv")
         xbc, last = conv(xbc, before.conv, tokens.segments, tokens.lengths)
         v, k, q = jnp.split(jax.nn.silu(xbc), (inner, inner + shared), axis=-1)
-        v = v.reshape(*v.shape[:2], self.states, -1)
+        v = v.reshape(*v.shape[:2], self.states, self.value_features(x.shape[-1]))
         q, k = (y.reshape(*y.shape[:2], self.num_heads, self.key_features(x.shape[-1])) for y in (q, k))
         wide = jnp.promote_types(x.dtype, jnp.float32)
         dt = jax.nn.softplus(dt.astype(wide) + self.param("dt_bias", gates.dt_bias, (self.states,)))

@@ -1,0 +1,61 @@
+"""The mixers that the tests of this folder share, and their compiled programs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnlab.nn import GRU, CausalConv, GatedDeltaNet, GatedLinearAttention, LinearAttention, Mamba2, Retention
+from tests.parameters import parameters
+
+X = np.random.default_rng(0).standard_normal((2, 12, 8)).astype(np.float32)
+PIECE = 5  # tokens
+
+
+def doubled(x):
+    return jnp.concatenate([jax.nn.relu(x), jax.nn.relu(-x)], axis=-1)
+
+
+FAST = {
+    "gated_delta": GatedDeltaNet(2, value_heads=4),
+    "mamba2": Mamba2(2, key_dim=4, value_heads=4, conv=3),
+    "retention": Retention(2),
+    "gru": GRU(),
+    "conv": CausalConv(kernel_size=2, dilation=3),
+}
+SLOW = {
+    "delta": GatedDeltaNet(2, conv=1, decay=False, gate=False, negative_eigenvalues=True),
+    "delta_without_convolution": GatedDeltaNet(2, conv=0),
+    "gla": GatedLinearAttention(2),
+    "linear": LinearAttention(2),
+    "linear_doubled": LinearAttention(2, feature_map=doubled),
+    "linear_unnormalized": LinearAttention(2, normalize=False),
+    "conv_of_one": CausalConv(kernel_size=1),
+}
+ALL = FAST | SLOW
+EACH = pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+
+
+@functools.cache
+def compiled(name):
+    """Variables of a mixer for X, and its compiled `apply`, which compiles again for other shapes."""
+    return parameters(ALL[name], X), jax.jit(ALL[name].apply)
+
+
+@functools.cache
+def token_by_token(name, begins=()):
+    """(Outputs `[B, T, d]`, the caches before each token and after the last); a row begins anew at (row, token)."""
+    params, apply = compiled(name)
+    cache = jax.device_get(ALL[name].empty_cache(2, 8))
+    outs, caches = [], [cache]
+    for t in range(X.shape[1]):
+        cache = jax.tree.map(np.copy, cache)
+        for row in (row for row, at in begins if at == t):
+            for leaf in jax.tree.leaves(cache):
+                leaf[row] = 0  # as an empty cache
+        out, cache = jax.device_get(apply(params, X[:, t : t + 1], cache=cache))
+        outs.append(out)
+        caches.append(cache)
+    return np.concatenate(outs, axis=1), caches
