@@ -99,7 +99,7 @@ def over_shards(kernel: Callable, q, k, v, others=(), splits: Splits | None = No
     return in_shards(kernel, q, arrays, specs, P(*batch, None, heads))
 
 
-def in_shards(function: Callable, q, arrays: tuple, specs: tuple, out_spec: P):
+def in_shards(function: Callable, q, arrays: tuple, specs: tuple, out_spec: P | tuple[P, ...]):
     """`function(*arrays)` by `jax.shard_map` over all axes of q's mesh over which XLA partitions."""
     mesh = mesh_of(q)
     is_explicit = AxisType.Explicit in mesh.axis_types

@@ -10,11 +10,18 @@ from jax.interpreters import ad, batching, mlir
 
 from attnlab.types import Array
 
-_MESSAGE = "impl = {!r} has first derivatives in reverse mode only: for forward mode or second order use impl='dense'"
+_OTHERS = {"chunked": "recurrent"}  # what has all derivatives, where it is not "dense"
+
+
+def _message(impl: str) -> str:
+    return (
+        f"impl = {impl!r} has first derivatives in reverse mode only: for forward mode or second order use "
+        f"impl={_OTHERS.get(impl, 'dense')!r}"
+    )
 
 
 def refuse(impl: str, *_, **__):
-    raise ValueError(_MESSAGE.format(impl))
+    raise ValueError(_message(impl))
 
 
 @contextlib.contextmanager
@@ -24,7 +31,7 @@ def forward_mode_refused(impl: str):
         yield
     except TypeError as error:
         if "forward-mode" in str(error):
-            raise ValueError(_MESSAGE.format(impl)) from error
+            raise ValueError(_message(impl)) from error
         raise
 
 

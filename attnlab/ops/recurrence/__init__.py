@@ -5,15 +5,18 @@ Files: `terms` (the arrays of a call), `recurrent` (the specification), `chunked
 that are split).
 """
 
+import functools
 import inspect
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Integer
 
-from attnlab.ops import checks, context
+from attnlab.ops import checks, context, meshes
 from attnlab.ops.explanation import Explanation
 from attnlab.ops.recurrence import chunked, devices, recurrent, segments
-from attnlab.ops.recurrence.terms import Terms, fitting, starts_of, terms_of, within_lengths
+from attnlab.ops.recurrence.terms import Terms, fitting, scaled, starts_of, terms_of, within_lengths
 from attnlab.ops.reverse_mode import forward_mode_refused, reverse_mode_only
 from attnlab.types import Array
 
@@ -70,7 +73,7 @@ def linear_recurrence(
       with "segments" `[..., S, HV, K, V]`, S the largest number of segments of a sequence, zeros after its last.
 
     Raises:
-      ValueError: shapes, types or values that do not fit; forward-mode or second-order derivatives of "chunked".
+      ValueError: shapes, types or values that do not fit; forward-mode derivatives of "chunked".
 
     >>> q, k = jax.random.normal(jax.random.key(0), (2, 1, 100, 4, 8))
     >>> k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
@@ -83,23 +86,38 @@ def linear_recurrence(
         raise ValueError(f"return_state = {return_state!r}: expected False, True or 'segments'")
     if return_state == "segments" and segment_ids is None:
         raise ValueError("return_state = 'segments' without segment_ids: give them, or return_state=True")
+    options = {"impl": impl, "chunk_size": chunk_size, "return_state": return_state}
+    run = meshes.on_auto_axes(functools.partial(_specs, v, return_state))(_recur)
+    return run(q, k, v, g, beta, erase, scale, segment_ids, lengths, state, **options)
+
+
+def _specs(v, return_state, spec: tuple):
+    """Specs of the output and of states for queries split by `spec`; states are split like the heads of v."""
+    *batch, length, heads = spec[:-1]
+    out, of_states = P(*batch, length, heads, None), (jax.typeof(v).sharding.spec + (None,) * v.ndim)[v.ndim - 2]
+    by_segment = (None,) if return_state == "segments" else ()
+    return (out, P(*batch, *by_segment, of_states, None, None)) if return_state else out
+
+
+def _recur(q, k, v, g, beta, erase, scale, segment_ids, lengths, state, *, impl, chunk_size, return_state):
     terms, state, split = _prepared(q, k, v, g, beta, erase, scale, segment_ids, lengths, state)
     impl, size = _form(impl, chunk_size, terms, split)
     with forward_mode_refused(impl):
         out, last, entering = _run(terms, state, impl, size, split)
-    out = out.reshape(*out.shape[:-3], max(q.shape[-2], v.shape[-2]), out.shape[-1]).astype(v.dtype)
+    out = out.reshape(*out.shape[:-3], max(q.shape[-2], v.shape[-2]), out.shape[-1])
+    out = out.astype(jax.dtypes.canonicalize_dtype(v.dtype))
     if return_state == "segments":
         if split is not None:
             raise ValueError("return_state='segments' is of whole sequences, and context_parallel splits this one")
         if entering is None:  # as one chunk
             entering, size = state[None], max(1, terms.v.shape[-3])
-        return out, segments.states(terms, segment_ids, entering, size)
+        return out, segments.states(terms, segment_ids, lengths, entering, size)
     return (out, last) if return_state else out
 
 
 def _prepared(q, k, v, g, beta, erase, scale, segment_ids, lengths, state):
     """(Terms, the state before the first token, how `context_parallel` splits the call or None)."""
-    terms = terms_of(q, k, v, g, beta, erase, scale)
+    terms = terms_of(q, k, v, g, beta, erase)
     *batch, length, heads, values = terms.v.shape
     state = fitting("state", state, (*batch, heads, terms.k.shape[-1], values))
     if state is None:
@@ -111,11 +129,13 @@ def _prepared(q, k, v, g, beta, erase, scale, segment_ids, lengths, state):
     split = context.current(q, k)
     split = split if split is not None and split.devices > 1 else None
     is_shard = split is not None and split.is_manual
-    terms = within_lengths(terms, lengths, devices.index(split) * length if is_shard else 0)
     if segment_ids is not None:
-        before = devices.from_before(split, segment_ids[..., -1:]) if is_shard else None
+        before = devices.from_before(split, segment_ids[..., -1:], segment_ids[..., :1]) if is_shard else None
         terms = terms._replace(starts=starts_of(segment_ids, before))
-    return terms, state.astype(terms.v.dtype), split
+    terms = within_lengths(terms, lengths, devices.index(split) * length if is_shard else 0)
+    # Not before padding is 0, because 0 · NaN would reach the derivative of the scale.
+    # Within `shard_map`, loops need all to vary over the same axes.
+    return *meshes.equally_varying((scaled(terms, scale), state.astype(terms.v.dtype))), split
 
 
 def _form(impl: str, chunk_size: int | None, terms: Terms, split) -> tuple[str, int]:

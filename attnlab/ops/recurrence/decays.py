@@ -32,7 +32,7 @@ class Decays(NamedTuple):
         return cls(total, None if starts is None else jnp.cumsum(starts, axis=-1, dtype=jnp.int32)[..., None, :])
 
     def read(self, rows, state):
-        """rows `[..., H, R, C, K]` times the state before the chunk as it has decayed at each row, `[..., H, R, C, V]`."""
+        """rows `[..., H, R, C, K]` times the state before the chunk decayed up to each row, `[..., H, R, C, V]`."""
         if self.total is None:
             out = rows @ state[..., None, :, :]
         elif self._by_feature:

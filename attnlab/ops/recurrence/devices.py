@@ -44,7 +44,7 @@ def index(call: ShardedCall):
     return lax.axis_index(call.context.axis)
 
 
-def from_before(call: ShardedCall, x):
-    """x of the device with the tokens before this one's, within a `shard_map`; the first keeps its x."""
+def from_before(call: ShardedCall, x, otherwise):
+    """x of the device with the tokens before this one's, within a `shard_map`, and `otherwise` on the first."""
     moved = lax.ppermute(x, call.context.axis, [(n, n + 1) for n in range(call.devices - 1)])
-    return jnp.where(index(call) == 0, x, moved)
+    return jnp.where(index(call) == 0, otherwise, moved)

@@ -7,6 +7,7 @@ and cancel: at 64 tokens no digit of float32 is left.
 import jax
 import jax.numpy as jnp
 
+from attnlab.ops.meshes import varying_like
 from attnlab.types import Array
 
 _BLOCK = 8  # rows that are substituted one by one; larger blocks are merged by products
@@ -54,7 +55,8 @@ def _by_rows(a, blocks):
         column = jax.lax.dynamic_slice_in_dim(a, row, 1, axis=-1)
         return x - column * jax.lax.dynamic_slice_in_dim(x, row, 1, axis=-2)
 
-    return jax.lax.fori_loop(0, _BLOCK - 1, substitute, jnp.broadcast_to(jnp.eye(_BLOCK, dtype=a.dtype), a.shape))
+    identity = varying_like(a, jnp.broadcast_to(jnp.eye(_BLOCK, dtype=a.dtype), a.shape))
+    return jax.lax.fori_loop(0, _BLOCK - 1, substitute, identity)
 
 
 def _merged(a, inverses):

@@ -50,8 +50,8 @@ class Terms(NamedTuple):
         return self._replace(v=jnp.concatenate([self.v, zeros], axis=-1))
 
 
-def terms_of(q, k, v, g, beta, erase, scale) -> Terms:
-    """The terms of a call. ValueError for arrays that do not fit together."""
+def terms_of(q, k, v, g, beta, erase) -> Terms:
+    """The terms of a call, q without its scale. ValueError for arrays that do not fit together."""
     q, k, v = (checks.floating(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     _check_heads(q, k, v)
     if beta is not None and erase is not None:
@@ -63,7 +63,7 @@ def terms_of(q, k, v, g, beta, erase, scale) -> Terms:
     beta = fitting("beta", beta, by_head)
     if erase is not None:
         erase = tuple(fitting(f"erase[{n}]", x, (*by_head, features)) for n, x in enumerate(erase))
-    heads, scale = v.shape[-2], features**-0.5 if scale is None else scale
+    heads = v.shape[-2]
     q = jnp.repeat(q, max(1, heads // q.shape[-2]), axis=-2)
     terms = Terms(
         q=q.reshape(*by_head, q.shape[-2] // heads, features),
@@ -74,8 +74,7 @@ def terms_of(q, k, v, g, beta, erase, scale) -> Terms:
         erase=erase,
     )
     dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(terms))
-    terms = jax.tree.map(lambda x: x.astype(dtype), terms)
-    return terms._replace(q=terms.q * scale)
+    return jax.tree.map(lambda x: x.astype(dtype), terms)
 
 
 def _check_heads(q, k, v) -> None:
@@ -107,7 +106,20 @@ def within_lengths(terms: Terms, lengths, first: Array | int) -> Terms:
     if lengths is None:
         return terms
     inside = jnp.arange(terms.v.shape[-3]) + first < lengths[..., None]
-    return jax.tree.map(lambda x: jnp.where(inside[(..., *(None,) * (x.ndim - inside.ndim))], x, 0), terms)
+
+    def masked(x):
+        return jnp.where(inside[(..., *(None,) * (x.ndim - inside.ndim))], x, jnp.zeros((), x.dtype))
+
+    return jax.tree.map(masked, terms)
+
+
+def scaled(terms: Terms, scale) -> Terms:
+    """The terms with q times `scale`, None for 1/√K."""
+    if scale is None:
+        scale = terms.k.shape[-1] ** -0.5
+    elif jnp.ndim(scale):
+        raise ValueError(f"scale has shape {jnp.shape(scale)}, expected (): one number for all queries")
+    return terms._replace(q=terms.q * jnp.asarray(scale, terms.q.dtype))
 
 
 def starts_of(segment_ids, before=None):

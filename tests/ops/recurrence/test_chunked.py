@@ -138,7 +138,7 @@ def test_maps_of_two_parts_compose_to_the_map_of_both(float64, decay, erasure):
     @jax.jit
     def run(drawn, state):
         def terms(part):
-            named = {"g": None, "beta": None, "erase": None, "scale": 1.0} | jax.tree.map(lambda x: x[:, part], drawn)
+            named = {"g": None, "beta": None, "erase": None} | jax.tree.map(lambda x: x[:, part], drawn)
             return terms_of(**named)
 
         maps = [chunked.summary(terms(part), 16) for part in (slice(0, 19), slice(19, None), slice(None))]

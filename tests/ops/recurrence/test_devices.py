@@ -1,0 +1,131 @@
+"""The linear recurrence over four devices: batch and heads, and sequences that `context_parallel` splits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import attnlab
+from attnlab import linear_recurrence
+from tests.ops.cases import slow
+from tests.ops.recurrence import cases
+
+LENGTH = 40
+MEMBERS = [("head", "beta"), slow("none", "none"), slow("feature", "none"), slow("feature", "pair")]
+members = pytest.mark.parametrize(("decay", "erasure"), MEMBERS)
+
+
+def mesh_of(data=1, tensor=1, context=1, kind=AxisType.Auto):
+    return jax.make_mesh((data, tensor, context), ("data", "tensor", "context"), axis_types=(kind,) * 3)
+
+
+def draw(decay, erasure):
+    """Segments that cross devices and begin on the first token of one; lengths of all, none and half."""
+    drawn = cases.draw(7, cases.Shape(4, LENGTH, (4, 2, 2), decay=decay, erasure=erasure))
+    ids = np.zeros((4, LENGTH), int)
+    ids[0, 20:], ids[1, 13:], ids[1, 33:] = 1, 1, 2
+    return drawn | {"segment_ids": ids, "lengths": np.array([LENGTH, 27, 0, LENGTH])}
+
+
+def specs(drawn, batch="data", length=None, heads=None):
+    """The partition of each array: `[B, T, H, …]`, states `[B, H, K, V]`, ids `[B, T]`, lengths `[B]`."""
+    special = {"state": P(batch, heads), "segment_ids": P(batch, length), "lengths": P(batch)}
+    return {name: special.get(name, jax.tree.map(lambda _: P(batch, length, heads), x)) for name, x in drawn.items()}
+
+
+def placed(drawn, mesh, spec):
+    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), drawn, spec)
+
+
+run = jax.jit(functools.partial(cases.results, chunk_size=8))
+
+
+def close(found, expected):
+    # Sums in another order, of terms near 1.
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-11), found, expected)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@members
+def test_batch_and_heads_on_a_mesh_equal_one_device(float64, kind, decay, erasure):
+    drawn, mesh = draw(decay, erasure), mesh_of(data=2, tensor=2, kind=kind)
+    arrays = placed(drawn, mesh, specs(drawn, heads="tensor"))
+    with jax.set_mesh(mesh):
+        found = run(arrays)
+    assert tuple(found["out"].sharding.spec)[:3] == ("data", None, "tensor")
+    close(found, run(drawn))
+
+
+@members
+def test_shard_map_over_batch_and_heads_equals_one_device(float64, decay, erasure):
+    drawn, mesh = draw(decay, erasure), mesh_of(data=2, tensor=2)
+    spec = specs(drawn, heads="tensor")
+    recur = functools.partial(linear_recurrence, chunk_size=8)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(spec,), out_specs=P("data", None, "tensor"))
+    def shard(drawn):
+        return recur(**drawn)
+
+    def gradients(function):
+        def total(arrays):
+            return cases.weighted(function({**arrays, **integers}))
+
+        integers = {name: drawn[name] for name in ("segment_ids", "lengths")}
+        return jax.jit(jax.grad(total))(cases.floating(drawn))
+
+    close(gradients(shard), gradients(lambda drawn: recur(**drawn)))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 4), slow((2, 1, 2))])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@members
+def test_sequence_over_devices_equals_one_device(float64, kind, shape, decay, erasure):
+    drawn, mesh = draw(decay, erasure), mesh_of(*shape, kind=kind)
+    arrays = placed(drawn, mesh, specs(drawn, length="context"))
+    with jax.set_mesh(mesh), attnlab.context_parallel("context"):
+        found = run(arrays)
+    assert tuple(found["out"].sharding.spec)[1] == "context"
+    close(found, run(drawn))
+
+
+@members
+def test_sequence_of_shards_within_shard_map_equals_one_device(float64, decay, erasure):
+    drawn, mesh = draw(decay, erasure), mesh_of(tensor=2, context=2)
+    spec = specs(drawn, length="context", heads="tensor")
+    recur = functools.partial(linear_recurrence, return_state=True, chunk_size=8)
+    out_specs = (P("data", "context", "tensor"), P("data", "tensor"))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(spec,), out_specs=out_specs, check_vma=False)
+    def shard(drawn):
+        with attnlab.context_parallel("context", batch="data", heads="tensor"):
+            return recur(**drawn)
+
+    def gradients(function):
+        def total(arrays):
+            result = function({**arrays, **{name: drawn[name] for name in ("segment_ids", "lengths")}})
+            return cases.weighted(result), result
+
+        return jax.jit(jax.grad(total, has_aux=True))(cases.floating(drawn))
+
+    close(gradients(shard), gradients(lambda drawn: recur(**drawn)))
+
+
+def test_split_sequence_names_its_devices_and_refuses_what_is_whole(own_errors):
+    arrays = cases.floating(draw("head", "beta"))
+    options = {"segment_ids": np.zeros((4, LENGTH), int), "return_state": "segments"}
+    with jax.set_mesh(mesh_of(context=4)), attnlab.context_parallel("context"):
+        explained = attnlab.explain(**arrays, operator=linear_recurrence)
+        assert "over 4 devices of 'context'" in str(explained) and "cannot split it" in str(explained)
+        for change, message in (
+            ({"impl": "recurrent"}, "context_parallel cannot split"),
+            (options, "of whole sequences"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                jax.eval_shape(functools.partial(linear_recurrence, **change), **arrays)
+        short = jax.tree.map(lambda x: x[:, :39] if jnp.ndim(x) and x.shape[1] == LENGTH else x, arrays)
+        with pytest.raises(ValueError, match="39 queries cannot be split over the 4 devices"):
+            jax.eval_shape(linear_recurrence, **short)

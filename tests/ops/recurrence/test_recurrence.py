@@ -1,0 +1,328 @@
+"""The linear recurrence as users call it: portions of tokens, padding, exact tasks, transformations, errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import attnlab
+from attnlab import linear_recurrence
+from tests.ops.cases import slow
+from tests.ops.recurrence import cases
+
+MEMBERS = [("head", "beta"), slow("none", "none"), slow("feature", "none"), slow("none", "pair"), ("feature", "pair")]
+members = pytest.mark.parametrize(("decay", "erasure"), MEMBERS)
+BATCH, LENGTH = 4, 40
+
+
+def draw(decay="head", erasure="beta", seed=5, length=LENGTH, heads=(4, 2, 2)):
+    drawn = cases.draw(seed, cases.Shape(BATCH, length, heads, decay=decay, erasure=erasure))
+    drawn["lengths"] = np.array([length, 0, length // 2 + 3, 1])
+    drawn["segment_ids"] = np.arange(length) // 9 + np.arange(BATCH)[:, None]
+    return drawn
+
+
+def cut(drawn, part):
+    """The tokens of a slice."""
+    whole = ("state", "lengths")
+    return {name: x if name in whole else jax.tree.map(lambda x: x[:, part], x) for name, x in drawn.items()}
+
+
+def close(found, expected, atol=1e-12):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), found, expected)
+
+
+# ------------------------------------------------------------------------------------------- portions, padding, packing
+
+
+@members
+def test_pieces_and_tokens_one_by_one_equal_one_pass(float64, decay, erasure):
+    """Each row has a length, and the state goes on; a segment may begin where a piece does."""
+    drawn = draw(decay, erasure)
+    ids = drawn["segment_ids"]
+
+    @functools.partial(jax.jit, static_argnames="pieces")
+    def run(drawn, pieces):
+        state, outs, start = drawn["state"], [], 0
+        for size in pieces:
+            piece = cut(drawn, slice(start, start + size)) | {"lengths": jnp.clip(drawn["lengths"] - start, 0, size)}
+            # A piece knows no ids before it: where its first token begins a segment, its state is empty.
+            begins = np.zeros(BATCH, bool) if not 0 < start < LENGTH else ids[:, start] != ids[:, start - 1]
+            begins &= drawn["lengths"] > start
+            piece["state"] = jnp.where(begins[:, None, None, None], 0, state)
+            out, state = linear_recurrence(**piece, return_state=True, chunk_size=8)
+            outs.append(out)
+            start += size
+        return jnp.concatenate(outs, axis=1), state
+
+    whole = run(drawn, (LENGTH,))
+    for pieces in ((13, 0, 20, 7), (1,) * LENGTH):
+        close(run(drawn, pieces), whole)
+
+
+@members
+@pytest.mark.parametrize("impl", ["chunked", slow("recurrent")])
+def test_padding_with_nan_and_other_segments_is_inert(float64, impl, decay, erasure):
+    drawn = draw(decay, erasure)
+    inside = np.arange(LENGTH) < drawn["lengths"][:, None]
+    inside[3] = np.arange(LENGTH) < 1
+    tokens = {name: x for name, x in cases.floating(drawn).items() if name != "state"}
+    spoilt = drawn | jax.tree.map(lambda x: np.where(inside[(..., *[None] * (x.ndim - 2))], x, np.nan), tokens)
+    spoilt["segment_ids"] = np.where(inside, drawn["segment_ids"], -1)
+
+    @jax.jit
+    def run(arrays, ids, scale):
+        def total(arrays, scale):
+            named = arrays | {"segment_ids": ids, "lengths": drawn["lengths"], "scale": scale}
+            result = linear_recurrence(**named, return_state=True, impl=impl, chunk_size=8)
+            return cases.weighted(result), result
+
+        return jax.grad(total, (0, 1), has_aux=True)(arrays, scale)
+
+    (gradients, of_scale), (out, state) = run(cases.floating(spoilt), spoilt["segment_ids"], 0.5)
+    close(((gradients, of_scale), (out, state)), run(cases.floating(drawn), drawn["segment_ids"], 0.5))
+    for x in (out, *(gradients[name] for name in "qkv")):
+        assert not np.asarray(x)[~inside].any()
+    np.testing.assert_array_equal(state[1], drawn["state"][1])  # of no tokens
+    short = cut(drawn, slice(0, drawn["lengths"][2])) | {"lengths": None}
+    expected = linear_recurrence(**short, scale=0.5, return_state=True, impl=impl, chunk_size=8)
+    close((out[2, : drawn["lengths"][2]], state[2]), (expected[0][2], expected[1][2]))
+
+
+@members
+def test_packed_sequences_equal_separate_ones_and_have_their_states(float64, decay, erasure):
+    """Segments of 9 tokens end within chunks of 8, at their ends and in others; ids of rows differ."""
+    drawn = {name: x for name, x in draw(decay, erasure).items() if name != "lengths"}
+    arrays, ids = cases.floating(drawn), drawn["segment_ids"]
+    run = functools.partial(linear_recurrence, chunk_size=8)
+    packed = jax.jit(lambda arrays: run(**arrays, segment_ids=ids, return_state="segments"))(arrays)
+    one = jax.jit(functools.partial(run, return_state=True))
+    for segment, start in enumerate(range(0, LENGTH, 9)):
+        part = slice(start, min(start + 9, LENGTH))
+        expected = one(**cut(arrays, part) | {"state": arrays["state"] * (segment == 0)})
+        close((packed[0][:, part], packed[1][:, segment]), expected)
+    last = jax.jit(functools.partial(run, return_state=True))(**drawn)
+    close((packed[0], packed[1][:, -1]), last)
+
+
+def test_states_of_segments_are_zero_where_a_row_has_fewer_and_in_padding(float64):
+    drawn = draw()
+    ids = np.zeros((BATCH, LENGTH), int)
+    ids[0, 5:], ids[0, 30:], ids[2, 10:] = 1, 2, 1
+    drawn |= {"segment_ids": ids, "lengths": np.array([20, LENGTH, LENGTH, 0])}
+
+    def total(arrays, impl="auto"):
+        named = arrays | {"segment_ids": ids, "return_state": "segments", "impl": impl, "chunk_size": 16}
+        result = linear_recurrence(**named, lengths=drawn["lengths"])
+        return cases.weighted(result), result
+
+    def of(impl):
+        return jax.jit(jax.grad(functools.partial(total, impl=impl), has_aux=True))(cases.floating(drawn))
+
+    gradients, (out, states) = of("chunked")
+    close((gradients, (out, states)), of("recurrent"))
+    assert states.shape == (BATCH, 3, *drawn["state"].shape[1:])
+    exists = np.array([[1, 1, 0], [1, 0, 0], [1, 1, 0], [0, 0, 0]], bool)
+    np.testing.assert_array_equal(np.asarray(states).any(axis=(2, 3, 4)), exists)
+    last = linear_recurrence(**drawn, return_state=True, impl="recurrent")[1]
+    close(states[np.arange(3), [1, 0, 1]], last[:3])
+
+
+@pytest.mark.parametrize("length", [0, 1, 3])
+@pytest.mark.parametrize("return_state", [False, True, "segments"])
+def test_few_tokens_have_the_shapes_of_many(length, return_state):
+    drawn = draw(length=length)
+    del drawn["lengths"]
+    found = linear_recurrence(
+        **cases.floating(drawn), segment_ids=np.zeros((BATCH, length), int), return_state=return_state
+    )
+    out, *states = jax.tree.leaves(found)
+    assert out.shape == (BATCH, length, 4, 3)
+    for state in states:
+        by_segment = (min(length, 1),) if return_state == "segments" else ()
+        assert state.shape == (BATCH, *by_segment, 2, 4, 3)
+        if not length and return_state is True:
+            np.testing.assert_array_equal(state, drawn["state"].astype(np.float32))
+
+
+# ---------------------------------------------------------------------------------------------------------- exact tasks
+
+
+def test_step_of_two_solves_parity_exactly():
+    """I − 2 k kᵀ with k = 1 turns the sign of a state of one number, at each bit of 1."""
+    bits = np.random.default_rng(0).integers(0, 2, 2000)
+    one = np.ones((2000, 1, 1), np.float32)
+    options = {"beta": 2.0 * bits[:, None].astype(np.float32), "state": one[:1], "scale": 1.0}
+    out = jax.jit(linear_recurrence)(one, one, 0 * one, **options)
+    np.testing.assert_array_equal(out[:, 0, 0], 1 - 2.0 * (np.cumsum(bits) % 2))
+
+
+def test_two_householder_steps_a_token_count_modulo_three_exactly():
+    """Two reflections of the plane rotate by 120°: the largest of three reads tells the sum, for 3,000 tokens."""
+    count = 3000
+    digits = np.random.default_rng(1).integers(0, 3, count)
+    # Reflections across lines at angles a and b rotate by 2 (b − a).
+    angles = np.stack([np.zeros(count), np.pi / 3 * digits], axis=1).reshape(-1) + np.pi / 2
+    k = np.stack([np.cos(angles), np.sin(angles)], axis=-1)[:, None].astype(np.float32)
+    thirds = 2 * np.pi / 3 * np.arange(3)
+    q = np.broadcast_to(np.stack([np.cos(thirds), np.sin(thirds)], axis=-1), (2 * count, 3, 2)).astype(np.float32)
+    start = np.array([[[1], [0]]], np.float32)
+    beta = np.full((2 * count, 1), 2, np.float32)
+    out = jax.jit(linear_recurrence)(q, k, np.zeros((2 * count, 1, 1), np.float32), beta=beta, state=start, scale=1.0)
+    assert (out[1::2, :, 0].argmax(axis=-1) == np.cumsum(digits) % 3).all()
+    np.testing.assert_allclose(out[1::2].max(axis=1), 1, atol=1e-3)  # 6,000 reflections, rounded each
+
+
+def test_delta_rule_reads_keys_that_were_overwritten_without_error_and_a_sum_does_not():
+    rng = np.random.default_rng(2)
+    keys = np.linalg.qr(rng.standard_normal((16, 16)))[0]
+    written = rng.integers(0, 16, 200)
+    k, v = keys[written][:, None].astype(np.float32), rng.standard_normal((200, 1, 8)).astype(np.float32)
+    newest = np.array([np.flatnonzero(written[: t + 1] == written[t // 2])[-1] for t in range(200)])
+    q = keys[written[np.arange(200) // 2]][:, None].astype(np.float32)
+    run = jax.jit(functools.partial(linear_recurrence, scale=1.0))
+    error = np.abs(run(q, k, v, beta=np.ones((200, 1), np.float32)) - v[newest]).max()
+    assert error < 1e-5 < 1 < np.abs(run(q, k, v) - v[newest]).max()
+
+
+# ------------------------------------------------------------------------------------------------------ transformations
+
+
+def test_vmap_scan_and_remat_equal_the_batch(float64):
+    drawn = draw("feature", "beta")
+    axes = jax.tree.map(lambda _: 0, drawn)
+    run = functools.partial(cases.results, chunk_size=16)
+    batched = jax.jit(run)(drawn)
+
+    def total(arrays):
+        def one(_, row):
+            result = jax.checkpoint(functools.partial(linear_recurrence, return_state=True, chunk_size=16))(**row)
+            return None, result
+
+        return cases.weighted(jax.lax.scan(one, None, arrays | {n: drawn[n] for n in ("segment_ids", "lengths")})[1])
+
+    scanned = jax.jit(jax.grad(total))(cases.floating(drawn))
+    close(scanned, {name: batched[name] for name in scanned})
+    mapped = jax.jit(jax.vmap(lambda row: linear_recurrence(**row, return_state=True, chunk_size=16), (axes,)))(drawn)
+    close(mapped, (batched["out"], batched["last"]))
+
+
+def test_gradients_within_vmap_equal_gradients_of_the_batch(float64):
+    drawn = draw()
+    arrays, ids = cases.floating(drawn), drawn["segment_ids"]
+
+    def total(row, ids):
+        return (linear_recurrence(**row, segment_ids=ids) ** 2).sum()
+
+    mapped = jax.jit(jax.vmap(jax.grad(total)))(arrays, ids)
+    close(mapped, jax.jit(jax.grad(total))(arrays, ids))
+
+
+def test_batch_axes_of_any_number_agree(float64):
+    drawn = draw("feature", "pair")
+    twice = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), drawn)
+    run = jax.jit(functools.partial(linear_recurrence, return_state=True))
+    out, state = run(**drawn)
+    close(run(**twice), (out.reshape(2, 2, *out.shape[1:]), state.reshape(2, 2, *state.shape[1:])))
+    one = {name: None if name == "lengths" else jax.tree.map(lambda x: x[0], x) for name, x in drawn.items()}
+    close(run(**one), (out[0], state[0]))
+
+
+def test_forward_mode_of_chunks_is_refused_and_reverse_mode_twice_is_right(own_errors):
+    q = np.linspace(-1, 1, 40, dtype=np.float32).reshape(20, 1, 2)
+
+    def total(q, impl="chunked"):
+        return (linear_recurrence(q, q, q, beta=q[..., 0], impl=impl, chunk_size=8) ** 2).sum()
+
+    message = "impl = 'chunked' has first derivatives in reverse mode only: .* use impl='recurrent'"
+    for derivative in (jax.hessian(total), jax.jacfwd(total)):
+        with pytest.raises(ValueError, match=message):
+            jax.jit(derivative).lower(q)
+
+    def twice(impl):
+        return jax.jit(jax.grad(lambda q: (jax.grad(total)(q, impl) ** 2).sum()))(q)
+
+    close(twice("chunked"), twice("recurrent"), atol=1e-5 * np.abs(twice("recurrent")).max())
+
+
+def test_gradients_store_one_state_a_chunk():
+    def temporaries(length, size):
+        shapes = {"q": (length, 2, 64), "g": (length, 2), "beta": (length, 2)}
+        q, g, beta = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes.values())
+
+        def total(q, g, beta):
+            return linear_recurrence(q, q, q, g, beta, chunk_size=size).sum()
+
+        step = jax.jit(jax.grad(total, (0, 1, 2))).lower(q, g, beta).compile()
+        return step.memory_analysis().temp_size_in_bytes
+
+    arrays, state = 4096 * 2 * 64 * 4, 2 * 64 * 64 * 4  # bytes of q, and of a state
+    at_once, twice, coarse = temporaries(4096, 32), temporaries(8192, 32), temporaries(4096, 128)
+    assert twice < 2.1 * at_once
+    # 128 states, 32 of chunks four times as long; besides, arrays like q, by chunk, and their gradients.
+    assert at_once < 128 * state + 16 * arrays
+    assert at_once - coarse > 0.5 * (128 - 32) * state
+
+
+# -------------------------------------------------------------------------------------------------- explanation, errors
+
+
+def test_explanation_names_the_form_the_size_of_chunks_and_the_case():
+    drawn = draw()
+    explain = functools.partial(attnlab.explain, operator=linear_recurrence)
+    assert (
+        str(explain(**drawn)) == "runs chunked by 32 tokens, symmetric\nnot recurrent: token by token is for 4 or fewer"
+    )
+    assert explain(**cut(drawn, slice(0, 4)) | {"lengths": None}).backend == "recurrent"
+    assert "impl='recurrent'" in explain(**drawn, impl="recurrent").rejected["chunked"]
+    del drawn["beta"]
+    assert "by 8 tokens, no erasure" in str(explain(**drawn, chunk_size=8))
+    assert "general" in str(explain(**draw("feature", "pair"), return_state=True))
+    with pytest.raises(TypeError, match="explain has no argument 'mask'"):
+        explain(drawn["q"], drawn["k"], drawn["v"], mask=None)
+
+
+zeros = functools.partial(np.zeros, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"impl": "fast"}, "impl = 'fast': expected one of auto, chunked, recurrent"),
+        ({"chunk_size": 0}, "chunk_size = 0"),
+        ({"chunk_size": True}, "chunk_size = True"),
+        ({"chunk_size": 8.0}, r"chunk_size = 8\.0"),
+        ({"return_state": "all"}, "return_state = 'all'"),
+        ({"return_state": "segments"}, "return_state = 'segments' without segment_ids"),
+        ({"q": zeros((9, 4))}, r"q has shape \(9, 4\)"),
+        ({"q": zeros((2, 8, 2, 4))}, r"k has \(batch, length\) \(2, 9\) and q has \(2, 8\)"),
+        ({"k": zeros((2, 9, 2, 5))}, "k has 5 features per head and q has 4"),
+        ({"q": zeros((2, 9, 3, 4))}, "q, k and v have 3, 2 and 4 heads"),
+        ({"q": zeros((2, 9, 6, 4))}, "q, k and v have 6, 2 and 4 heads"),
+        ({"v": zeros((2, 9, 2, 0))}, r"v has shape \(2, 9, 2, 0\)"),
+        ({"g": zeros((2, 9, 2))}, r"g has shape \(2, 9, 2\), expected \(2, 9, 4\) or \(2, 9, 4, 4\)"),
+        ({"beta": zeros((2, 9, 4, 1))}, r"beta has shape \(2, 9, 4, 1\), expected \(2, 9, 4\)"),
+        ({"beta": zeros((2, 9, 4)), "erase": (zeros((2, 9, 4, 4)),) * 2}, "beta and erase are both set"),
+        ({"erase": zeros((2, 9, 4, 4))}, "erase is a ndarray: expected a pair"),
+        ({"erase": (zeros((2, 9, 4, 4)), zeros((2, 9, 4, 3)))}, r"erase\[1\] has shape \(2, 9, 4, 3\)"),
+        ({"scale": zeros(4)}, r"scale has shape \(4,\)"),
+        ({"lengths": np.array([1, 2, 3])}, r"lengths has shape \(3,\), expected \(2,\)"),
+        ({"lengths": zeros(2)}, "lengths has type float32, expected integers"),
+        ({"segment_ids": np.zeros((2, 8), int)}, r"segment_ids has shape \(2, 8\), expected \(2, 9\)"),
+        ({"state": zeros((2, 2, 4, 3))}, r"state has shape \(2, 2, 4, 3\), expected \(2, 4, 4, 3\)"),
+        ({"v": np.zeros((2, 9, 4, 3), int)}, "v has type int64, expected a floating type"),
+    ],
+)
+def test_bad_argument_is_one_line(own_errors, change, message):
+    arrays = {"q": zeros((2, 9, 2, 4)), "k": zeros((2, 9, 2, 4)), "v": zeros((2, 9, 4, 3))}
+    with pytest.raises(ValueError, match=message) as error:
+        linear_recurrence(**arrays | change)
+    assert "\n" not in str(error.value)
+
+
+def test_traced_segments_have_no_states_and_say_so():
+    drawn = {name: x for name, x in draw().items() if name != "lengths"}
+    with pytest.raises(ValueError, match="segment_ids are traced: close over them"):
+        jax.jit(functools.partial(linear_recurrence, return_state="segments"))(**drawn)
