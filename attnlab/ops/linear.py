@@ -4,8 +4,8 @@ With a feature map φ and the causal sum over j ≤ i (Katharopoulos et al. 2020
 
     o_i = φ(q_i)ᵀ S_i / φ(q_i)ᵀ z_i,    S_i = Σ_j φ(k_j) v_jᵀ,    z_i = Σ_j φ(k_j)
 
-`naive` computes all weights φ(q_i)·φ(k_j): O(T²), the specification. `recurrent` carries (S, z) from token to token.
-`chunked` carries them from chunk to chunk and is naive within each: O(T·C), in products large enough for the hardware.
+`naive` computes all weights φ(q_i)·φ(k_j): O(T²), the specification. `chunked` and `recurrent` are forms of
+`attnlab.linear_recurrence`, without decay and erasure, where z is one more column of S.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Integer
 
 from attnlab.ops import checks
+from attnlab.ops.recurrence import linear_recurrence
 from attnlab.types import Array
 
 FORMS = ("chunked", "naive", "recurrent")
@@ -79,7 +80,7 @@ def linear_attention(
       out `[..., Tq, H, Dv]` in q's type, or (out, `LinearState`).
 
     Raises:
-      ValueError: shapes that do not fit, an unknown form, causal with Tq ≠ Tk.
+      ValueError: shapes that do not fit, an unknown form, causal with Tq ≠ Tk; forward-mode derivatives of "chunked".
 
     >>> q = k = v = jax.random.normal(jax.random.key(0), (2, 100, 4, 8))
     >>> first, state = linear_attention(q[:, :60], k[:, :60], v[:, :60], return_state=True)
@@ -91,11 +92,15 @@ def linear_attention(
     q, k, v = checks.queries_keys_values(q, k, v)
     lengths = _checked(q, k, causal, lengths, state, impl, chunk_size)
     q_features, k_features, v = _features(q, k, v, feature_map, lengths)
-    kv_length, value_dim = v.shape[-3], v.shape[-1] - 1
+    value_dim = v.shape[-1] - 1
     before = _initial_state(state, k_features, v)
-    if causal:
-        form = {"naive": _naive, "recurrent": _recurrent, "chunked": _chunked}[impl]
-        out, after = form(q_features, k_features, v, before, min(chunk_size, max(kv_length, 1)))
+    if causal and impl != "naive":
+        by_head = q_features.reshape(*q.shape[:-1], q_features.shape[-1])
+        options = {"scale": 1.0, "state": before, "return_state": True, "impl": impl, "chunk_size": chunk_size}
+        out, after = linear_recurrence(by_head, k_features, v, **options)
+        out = out.reshape(*q_features.shape[:-1], value_dim + 1)
+    elif causal:
+        out, after = _naive(q_features, k_features, v, before)
     else:
         after = before + _outer(k_features, v)
         if impl == "naive":
@@ -147,46 +152,10 @@ def quotient(numerator, denominator):
     return jnp.where(nonzero, (numerator / size) / jnp.where(nonzero, denominator / size, 1), 0)
 
 
-def _naive(q, k, v, state, chunk_size=None):
+def _naive(q, k, v, state):
     weights = _weights(q, k)
     visible = jnp.tril(jnp.ones(weights.shape[-2:], bool))
     return _read(q, state) + _weighted(jnp.where(visible, weights, 0), v), state + _outer(k, v)
-
-
-def _recurrent(q, k, v, state, chunk_size=None):
-    def step(state, token):
-        q, k, v = token
-        state = state + k[..., :, None] * v[..., None, :]
-        return state, jnp.einsum("...hgd,...hde->...hge", q, state)
-
-    batch_axes = q.ndim - 4
-    by_token = (jnp.moveaxis(x, batch_axes, 0) for x in (q, k, v))
-    state, out = jax.lax.scan(step, state, tuple(by_token))
-    return jnp.moveaxis(out, 0, batch_axes), state
-
-
-def _chunked(q, k, v, state, chunk_size):
-    batch_axes, length = q.ndim - 4, q.shape[-4]
-    chunks = -(-length // chunk_size)
-
-    def by_chunk(x):
-        """`[..., T, …]` to `[chunks, ..., C, …]`; the last one padded with features of 0, which add nothing."""
-        padding = [(0, 0)] * x.ndim
-        padding[batch_axes] = (0, chunks * chunk_size - length)
-        x = jnp.pad(x, padding)
-        x = x.reshape(*x.shape[:batch_axes], chunks, chunk_size, *x.shape[batch_axes + 1 :])
-        return jnp.moveaxis(x, batch_axes, 0)
-
-    # The backward pass recomputes the weights within a chunk: only one state per chunk is stored.
-    @jax.checkpoint
-    def step(state, chunk):
-        out, state = _naive(*chunk, state)
-        return state, out
-
-    state, out = jax.lax.scan(step, state, (by_chunk(q), by_chunk(k), by_chunk(v)))
-    out = jnp.moveaxis(out, 0, batch_axes)
-    out = out.reshape(*out.shape[:batch_axes], chunks * chunk_size, *out.shape[batch_axes + 2 :])
-    return jax.lax.slice_in_dim(out, 0, length, axis=batch_axes), state
 
 
 def _weights(q, k):

@@ -138,6 +138,22 @@ def test_half_precision_is_summed_in_float32(form):
     np.testing.assert_allclose(np.asarray(out, np.float32), exact, atol=2**-7, rtol=2**-8)
 
 
+def test_second_derivatives_by_reverse_mode_agree_and_forward_mode_of_chunks_is_refused(own_errors):
+    x = inputs(9, batch=())
+
+    def total(q, k, v, impl):
+        return (linear_attention(q, k, v, impl=impl, chunk_size=4) ** 2).sum()
+
+    def twice(impl):
+        return jax.jit(jax.grad(lambda *x: (jax.grad(total)(*x, impl) ** 2).sum(), (0, 1, 2)))(*x)
+
+    for form in ("chunked", "recurrent"):
+        close(twice(form), twice("naive"))
+    with pytest.raises(ValueError, match="'chunked' has first derivatives in reverse mode only: .* impl='recurrent'"):
+        jax.jit(jax.jacfwd(functools.partial(total, impl="chunked"))).lower(*x)
+    jax.jit(jax.jacfwd(functools.partial(total, impl="recurrent"))).lower(*x)
+
+
 def test_vmap_and_batch_axes_agree():
     arguments = inputs(8, batch=(2, 3))
     close(jax.jit(jax.vmap(jax.vmap(linear_attention)))(*arguments), jax.jit(linear_attention)(*arguments))
