@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
-from attnlab.nn import GPT, KVCache
+from attnlab.nn import GPT
+from attnlab.nn.kinds import Attention, kinds_of
 from attnlab.ops.attention import is_small
 
 __all__ = ["export_step"]
@@ -23,23 +24,23 @@ def export_step(
 ) -> export.Exported:
     """Export `step(params, tokens, caches) -> (logits, caches)`, which predicts the next tokens.
 
-    Caches are passed as plain arrays: a tuple of `(key, value, length, forget)` per layer, as in `KVCache`, where
-    `forget` is None without a forget gate. So the serialized program needs JAX but not attnlab:
-    `jax.export.deserialize(data).call(params, tokens, caches)`, where `data` is the result of `serialize()`. (JAX needs
-    the package flatbuffers for both.) Shapes are fixed: a prompt of 100 tokens and single tokens after it take two
-    exports, which can share caches.
+    Caches are passed as plain arrays, a tuple per layer: `(key, value, length, forget)` of attention, as in `KVCache`,
+    where `forget` is None without a forget gate, and `(state, conv, length)` of other mixers, as in `MixerState`. So
+    the serialized program needs JAX but not attnlab: `jax.export.deserialize(data).call(params, tokens, caches)`, where
+    `data` is the result of `serialize()`. (JAX needs the package flatbuffers for both.) Shapes are fixed: a prompt of
+    100 tokens and single tokens after it take two exports, which can share caches.
 
     Args:
       model: the model; an `impl` of "auto" is replaced by a backend that every platform has.
       params: its variables, `{"params": …}`, as for `model.apply`; shapes suffice.
       batch: B, batch size.
       tokens: T, tokens per sequence and step.
-      capacity: S, positions that the caches keep; the model's context when None.
+      capacity: S, positions that the caches of attention keep; the model's context when None.
       platforms: platforms to export for.
 
     Returns:
-      The exported step. It takes params, int32 tokens `[B, T]`, and caches of keys and values `[B, S, Hk, D]` and int32
-      lengths `[B]`. It returns float32 logits `[B, T, V]` and the extended caches. An empty cache is all zeros.
+      The exported step. It takes params, int32 tokens `[B, T]`, and caches; those of attention are keys and values
+      `[B, S, Hk, D]` and int32 lengths `[B]`. It returns float32 logits `[B, T, V]` and the extended caches. An empty cache is all zeros.
 
     Raises:
       ValueError: more tokens than the capacity, or a size below 1.
@@ -58,11 +59,15 @@ def export_step(
         if size is not None and size < 1:
             raise ValueError(f"{name} = {size}: expected 1 or more")
     platforms = (platforms,) if isinstance(platforms, str) else tuple(platforms)
-    if model.impl == "auto":  # depends on the platform of this machine
+    attends = any(isinstance(kind, Attention) for kind in kinds_of(model).values())
+    if attends and model.impl == "auto":  # depends on the platform of this machine
         model = model.clone(impl="dense" if is_small(tokens, capacity or model.context) else "blockwise")
 
+    types = [type(cache) for cache in jax.eval_shape(lambda: model.empty_caches(batch, capacity))]
+
     def step(params, tokens, caches):
-        logits, caches = model.apply(params, tokens, caches=tuple(KVCache(*cache) for cache in caches))
+        caches = tuple(kind(*cache) for kind, cache in zip(types, caches))
+        logits, caches = model.apply(params, tokens, caches=caches)
         return logits, tuple(map(tuple, caches))
 
     def empty():

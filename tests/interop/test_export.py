@@ -41,6 +41,8 @@ def named(value):
         (through_bytes, {}),
         (through_bytes, {"dtype": jnp.bfloat16, "impl": "blockwise"}),
         (unchanged, {"positions": "rotary", "kv_heads": 1, "window": 5}),
+        (unchanged, {"positions": "none", "pattern": "gated_delta forget"}),
+        pytest.param(unchanged, {"positions": "none", "mixer": "mamba2"}, marks=pytest.mark.slow),
         pytest.param(unchanged, {"positions": "alibi"}, marks=pytest.mark.slow),
     ],
     ids=named,
