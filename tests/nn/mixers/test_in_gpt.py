@@ -1,0 +1,113 @@
+"""A GPT of each mixer, and of several: loops, recomputation, caches."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from attnlab.nn import GPT, stack_layers, unstack_layers
+from attnlab.nn.kinds import MIXERS
+from attnlab.nn.recurrence import Recurrence
+from tests.parameters import parameters
+
+TOKENS = np.arange(20).reshape(2, 10) % 11
+SIZES = {"vocab_size": 11, "num_layers": 2, "num_heads": 2, "width": 16, "context": 12, "positions": "auto"}
+REMAT = {"gated_delta": "block", "gru": "attention", "mamba2": "dots", "retention": "block", "conv": "dots"}
+KINDS = [name for name in MIXERS if name not in ("attention", "forget")]
+FAST = ("gated_delta", "gru")
+
+
+def value_and_gradient(model, params):
+    def loss(params):
+        return model.apply({"params": params}, TOKENS, targets=np.roll(TOKENS, -1, axis=1)).mean()
+
+    return jax.device_get(jax.jit(jax.value_and_grad(loss))(params))
+
+
+@pytest.mark.parametrize(
+    "mixer", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in KINDS]
+)
+def test_gpt_of_a_mixer_has_the_same_gradients_in_a_loop_and_recomputed(mixer):
+    model = GPT(**SIZES, mixer=mixer)
+    params = parameters(model, TOKENS)["params"]
+    loss, gradient = value_and_gradient(model, params)
+    again = value_and_gradient(model.clone(remat=REMAT.get(mixer, "block")), stack_layers(params))
+    np.testing.assert_allclose(again[0], loss, rtol=1e-6)
+    size = max(np.abs(leaf).max() for leaf in jax.tree.leaves(gradient))
+    assert jax.tree.structure(unstack_layers(again[1])) == jax.tree.structure(gradient)
+    # Sums of float32 in another order.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * size), unstack_layers(again[1]), gradient
+    )
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["gated_delta gated_delta attention", pytest.param("mamba2 local retention gru", marks=pytest.mark.slow)],
+)
+def test_hybrid_with_caches_equals_the_full_pass(pattern):
+    window = {"window": 4} if "local" in pattern else {}
+    model = GPT(**SIZES | {"num_layers": len(pattern.split())}, pattern=pattern, **window)
+    params, apply = parameters(model, TOKENS), jax.jit(model.apply)
+    whole = np.asarray(apply(params, TOKENS))
+    caches, outs = model.empty_caches(batch=2, capacity=12), []
+    for t in range(10):
+        out, caches = apply(params, TOKENS[:, t : t + 1], caches=caches)
+        outs.append(np.asarray(out))
+    size = np.abs(whole).max()
+    np.testing.assert_allclose(np.concatenate(outs, axis=1), whole, atol=1e-5 * size)
+    # A piece of six, of which the first row has four: the rest follows.
+    out, caches = apply(params, TOKENS[:, :6], caches=model.empty_caches(2, 12), lengths=np.array([4, 6], np.int32))
+    np.testing.assert_allclose(out[0, :4], whole[0, :4], atol=1e-5 * size)
+    following = np.stack([TOKENS[0, 4:5], TOKENS[1, 6:7]])
+    out, _ = apply(params, following, caches=caches)
+    np.testing.assert_allclose(out[:, 0], [whole[0, 4], whole[1, 6]], atol=1e-5 * size)
+
+
+@functools.cache
+def states(**fields):
+    """The bytes of each layer's cache, by part."""
+    caches = jax.eval_shape(lambda: GPT(**SIZES | fields).empty_caches(batch=1, capacity=12))
+    return {
+        part: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(getattr(caches[0], part)))
+        for part in ("state", "conv")
+    }
+
+
+@pytest.mark.parametrize(
+    "mixer, state, conv",
+    [  # H·K·V·4 of 2 heads and a width of 16; W − 1 = 3 inputs of the convolution
+        ("gated_delta", 2 * 8 * 8 * 4, 3 * 3 * 16 * 4),
+        ("delta", 2 * 8 * 8 * 4, 3 * 3 * 16 * 4),
+        ("mamba2", 2 * 8 * 16 * 4, 3 * (32 + 2 * 8) * 4),
+        ("gla", 2 * 4 * 8 * 4, 0),
+        ("retention", 2 * 8 * 16 * 4, 0),
+        ("linear", 2 * 8 * (8 + 1) * 4, 0),
+        ("gru", 16 * 4, 0),
+        ("conv", 0, 3 * 16 * 4),
+    ],
+)
+def test_states_have_the_bytes_of_their_papers(mixer, state, conv):
+    assert states(mixer=mixer) == {"state": state, "conv": conv}
+
+
+@pytest.mark.parametrize(
+    "fields, recurrence, message",
+    [
+        ({"mixer": "gated_delta"}, {"value_heads": 3}, r"value_heads = 3 is not a multiple of num_heads = 2"),
+        ({"mixer": "gated_delta"}, {"heads": 3}, r"num_heads = 3: expected a divisor of the input width 16"),
+        ({"mixer": "mamba2"}, {"conv": 0}, r"conv = 0: expected 1 token or more"),
+        ({"mixer": "mamba2"}, {"heads": 3}, r"value_heads = 2 is not a multiple of num_heads = 3"),
+        ({"mixer": "retention"}, {"key_dim": 3}, r"key_dim = 3: expected an even number"),
+        ({"mixer": "conv"}, {"conv": 0}, r"kernel_size, dilation = 0, 1: expected 1 or more"),
+        ({"pattern": "gla attention"}, {"heads": 5}, r"num_heads = 5: expected a divisor"),
+    ],
+    ids=str,
+)
+def test_sizes_of_mixers_that_do_not_fit_raise_one_line_that_names_the_field(fields, recurrence, message):
+    (field, value), *_ = fields.items()
+    model = GPT(**SIZES, **fields, recurrence=Recurrence(**recurrence))
+    with pytest.raises(ValueError, match=rf"^{field} = '{value}', and of \w+ {message}") as raised:
+        jax.eval_shape(model.init, jax.random.key(0), TOKENS)
+    assert "\n" not in str(raised.value)
