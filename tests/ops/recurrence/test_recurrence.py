@@ -34,6 +34,20 @@ def close(found, expected, atol=1e-12):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), found, expected)
 
 
+@pytest.mark.parametrize("heads", [(2, 2, 6), (2, 1, 4), *map(slow, [(6, 2, 2), (6, 3, 3), (4, 2, 8)])])
+def test_heads_that_are_fewer_serve_neighbours(float64, heads):
+    """Key head h // (HV / H) writes to state h; queries and states are repeated in the same way."""
+    drawn, most = draw("feature", heads=heads), max(heads)
+    arrays = cases.floating(drawn)
+
+    def repeated(name, x):
+        axis = 1 if name == "state" else 2
+        return np.repeat(x, most // x.shape[axis], axis=axis)
+
+    run = jax.jit(functools.partial(linear_recurrence, impl="recurrent"))
+    close(run(**arrays), run(**{name: repeated(name, x) for name, x in arrays.items()}))
+
+
 # ------------------------------------------------------------------------------------------- portions, padding, packing
 
 
