@@ -4,7 +4,7 @@ from attnlab.nn.taps import COLLECTIONS
 from attnlab.see.capturing import capture, edited, sites
 from attnlab.see.edits import Add, Edit, Freeze, Mean, Put, Resample, Scale, Zero
 from attnlab.see.effects import ablate, attribute, patch, paths
-from attnlab.see.head_scores import Scores, scores
+from attnlab.see.head_scores import Scores, scores, shares
 from attnlab.see.pages import Page, page
 from attnlab.see.results import Effects, Run
 from attnlab.see.site import Site, Sites
@@ -37,5 +37,6 @@ __all__ = [
     "patch",
     "paths",
     "scores",
+    "shares",
     "sites",
 ]

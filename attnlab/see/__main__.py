@@ -17,7 +17,6 @@ the prompts, when a head's output is replaced by its mean.
 """
 
 import contextlib
-import dataclasses
 import functools
 import importlib.util
 import sys
@@ -38,7 +37,9 @@ from attnlab.data import tasks
 from attnlab.interop import huggingface
 from attnlab.loading import load, peek
 from attnlab.nn import GPT
-from attnlab.see.head_scores import KINDS
+from attnlab.nn.kinds import KINDS, Mixer, kind_of
+from attnlab.nn.mixers.interface import RecurrentMixer
+from attnlab.see.head_scores import KINDS as SCORES
 from attnlab.see.pages.document import is_page
 from attnlab.support.errors import UserError
 from attnlab.training.workdir import Workdir, read_config
@@ -77,6 +78,7 @@ def _main(values, own_process: bool) -> int:
     if own_process:
         compilation.keep_programs()
     model, tokenizer, config = _peek(workdir)
+    _tell_of_mixers(model)
     steps = _steps(values.checkpoints, workdir, config)
     subject = _subject(values, workdir, model, tokenizer, config)
     if own_process and (fault := compilation.miscompilation()):
@@ -121,6 +123,20 @@ def _peek(workdir: Path):
     if tokenizer is None:
         raise UserError(f"{workdir} holds no tokenizer: put tokenizer.json there, or vocab.json and merges.txt")
     return model, tokenizer, config
+
+
+def _tell_of_mixers(model: GPT) -> None:
+    """Say which layers have no pattern, or one that is not of softmax; UserError if none has a pattern."""
+    of_layers = [kind_of(model, layer) for layer in range(model.num_layers)]
+    mixers = {name: KINDS[name].layer for name in dict.fromkeys(of_layers) if isinstance(KINDS[name], Mixer)}
+    read = [name for name, layer in mixers.items() if issubclass(layer, RecurrentMixer)]
+    without = [name for name in mixers if name not in read]
+    if set(without) == set(of_layers):
+        raise UserError(f"layers of {', '.join(without)} have no pattern and no heads: there is nothing to see")
+    if without:
+        print(f"layers of {', '.join(without)} have no pattern: the page is without them")
+    if read:
+        print(f"the pattern of {', '.join(read)} is what a state reads of each token, as a share of absolute values")
 
 
 def _steps(checkpoints: str, workdir: Path, config: ConfigDict) -> list[int | None]:
@@ -178,9 +194,9 @@ def _subject(values, workdir: Path, model: GPT, tokenizer, config: ConfigDict) -
     if windows is None:
         shortest = min(map(len, prompts))
         predicted = np.stack([prompt[:shortest] for prompt in prompts])
-        scored, measured_on = ((KINDS, repeated),), f"the first {shortest} tokens of each prompt"
+        scored, measured_on = ((SCORES, repeated),), f"the first {shortest} tokens of each prompt"
     else:
-        others = tuple(kind for kind in KINDS if kind not in BY_TOKEN)
+        others = tuple(kind for kind in SCORES if kind not in BY_TOKEN)
         predicted, scored = windows, ((others, windows[:, :-1]), (BY_TOKEN, repeated))
         measured_on = f"{len(windows)} windows of validation text"
     padded = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
@@ -258,9 +274,13 @@ class Findings(NamedTuple):
 def _examiner(model: GPT, seed: int, subject: Subject, measures_effects: bool) -> Callable[[dict], Findings]:
     """The function that examines the variables of a checkpoint; its programs are compiled once."""
 
+    recurrent = {f"block_{n}/attention" for n in range(model.num_layers) if isinstance(KINDS[kind_of(model, n)], Mixer)}
+
     @jax.jit
     def patterns(variables, tokens) -> see.Run:
-        return dataclasses.replace(see.capture(model, variables, tokens), out=None)
+        found = see.capture(model, variables, tokens).values["pattern"]
+        shown = {path: see.shares(pattern) if path in recurrent else pattern for path, pattern in found.items()}
+        return see.Run(None, {"pattern": shown}, tuple(shown))
 
     def layers(variables, tokens) -> list[np.ndarray]:
         run = patterns(variables, tokens)

@@ -59,8 +59,9 @@ def capture(
     Args:
       model, variables, args, kwargs: as for `sites`.
       want: names of values: of attention `q` `[B, Tq, H, D]`, `k` and `v` `[B, Tk, Hk, D]`, as they enter the scores
-        (normalized and rotated) or the cache; `pattern`, the softmax's weights before dropout, `[B, H, Tq, Tk]`; `z`,
-        the heads' outputs, after an output gate, `[B, Tq, H, D]`; of blocks `in` and `out`, the residual stream,
+        (normalized and rotated) or the cache; `pattern`, the softmax's weights before dropout, `[B, H, Tq, Tk]`, or
+        what the recurrence of a mixer reads of each token's values, which may be negative; `z`, the heads' outputs,
+        after an output gate and the norm of a mixer, `[B, Tq, H, D]`; of blocks `in` and `out`, the residual stream,
         `[B, T, F]`. A plain function has `pattern`, `v` and `z`.
       at: globs of the paths to return; all when None.
       rows: queries whose patterns are returned, as `[B, H, R, Tk]`, for long sequences; all when None.

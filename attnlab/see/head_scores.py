@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 from scipy import special, stats
@@ -159,6 +160,21 @@ def _tests(nulls, measured, layers, tokens, masks, untrained) -> dict[str, dict[
     if "matched" in nulls:
         p["matched"] = {kind: _p_matched(layers, masks[kind]) for kind in measured if kind in _BY_TOKEN}
     return p
+
+
+def shares(pattern: Float[Array, "*B H Q K"]) -> Float[Array, "*B H Q K"]:
+    """The share of each key in the absolute weights of a query, |p| / Σ|p|, as Ali et al. 2024 show those of Mamba.
+
+    What a recurrence reads may be negative, and of any sum: scores and pages are of weights that sum to 1. A query that
+    reads nothing has zeros.
+
+    >>> shares(jnp.array([[[1.0, 0.0], [3.0, -1.0]]]))
+    Array([[[1.  , 0.  ],
+            [0.75, 0.25]]], dtype=float32)
+    """
+    size = jnp.abs(pattern)
+    total = size.sum(axis=-1, keepdims=True)
+    return size / jnp.where(total > 0, total, 1)
 
 
 def targets(kind: str, tokens: Int[Array, "B T"]) -> Bool[np.ndarray, "B T T"]:

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnlab.nn import AdditiveAttention, Head, MultiHeadAttention, taps
+from attnlab.nn.mixers.interface import CausalMixer, RecurrentMixer
 from attnlab.nn.norms import LayerNorm, RMSNorm
 from attnlab.see.site import Site, Sites, blocks_of
 
-OURS = (MultiHeadAttention, Head, AdditiveAttention)
+OURS = (MultiHeadAttention, Head, AdditiveAttention, RecurrentMixer)
 NORMS = (LayerNorm, RMSNorm, nn.LayerNorm, nn.RMSNorm)
 _fresh = itertools.count()
 
@@ -50,11 +51,13 @@ class Linen:
             for name, shapes in _shapes_at(sown, path, call.rank).items():
                 found.append(site_of(name, call.kind, shapes, editable="[" not in name and call.count == 1))
         streams = {path: call.is_stream and call.count == 1 for path, call in calls.items()}
-        blocks = blocks_of(tuple(site.path for site in found if site.editable), streams)
+        others = tuple((path, call.kind) for path, call in calls.items() if call.is_mixer and path not in sown["z"])
+        mixing = (*(site.path for site in found if site.editable), *(path for path, _ in others))
+        blocks = blocks_of(mixing, streams)
         outside = [
             path for path, call in calls.items() if call.is_norm and call.count == 1 and not _is_in(path, blocks)
         ]
-        return Sites(tuple(found), blocks, tuple(outside) if blocks else ())
+        return Sites(tuple(found), blocks, tuple(outside) if blocks else (), others)
 
     def run(self, variables, args: tuple, kwargs: Mapping, sites: Sites, want: tuple[str, ...], edits: Mapping, rows):
         """(The model's result, values by name and path); `edits` by (path, name), `rows` `[R]` of patterns or None."""
@@ -98,6 +101,7 @@ class ModuleCalls(NamedTuple):
     is_norm: bool
     is_stream: bool = False
     count: int = 1
+    is_mixer: bool = False
 
 
 class _Listener:
@@ -115,7 +119,14 @@ class _Listener:
         if isinstance(module, (*OURS, nn.MultiHeadDotProductAttention)):
             self._require_collections(module, path)
         noted = self.calls.setdefault(
-            path, ModuleCalls(type(module).__name__, np.ndim(x), isinstance(module, NORMS), count=0)
+            path,
+            ModuleCalls(
+                type(module).__name__,
+                np.ndim(x),
+                isinstance(module, NORMS),
+                count=0,
+                is_mixer=isinstance(module, CausalMixer),
+            ),
         )
         self.calls[path] = noted = noted._replace(count=noted.count + 1)
         if path in self.tapped and isinstance(module, NORMS):

@@ -73,11 +73,14 @@ def framed(model, variables, args: tuple, kwargs: Mapping) -> tuple[Frame, tuple
     args = tuple(arg if _is_dynamic(arg) else Static(arg) for arg in args)
     inputs = (state if variables is None else _unstacked(model, variables), args, arrays)
     sites = adapter.sites(*inputs)
+    name = getattr(model, "__name__", type(model).__name__)
+    if not len(sites) and sites.others:
+        kinds = ", ".join(dict.fromkeys(kind for _, kind in sites.others))
+        raise ValueError(f"{name} has no attention that can be seen: layers of {kinds} have no pattern and no heads")
     if not len(sites) and not isinstance(adapter, Function):  # attention written out in the modules
         adapter = Function(model.apply if isinstance(adapter, Linen) else _Merged(adapter.graph), options)
         sites = adapter.sites(*inputs)
     if not len(sites):
-        name = getattr(model, "__name__", type(model).__name__)
         raise ValueError(
             f"{name} has no attention that can be seen: expected layers of attnlab.nn or of Flax, or a softmax that "
             "multiplies values"

@@ -19,7 +19,7 @@ class Site:
       q_length, kv_length: Tq and Tk.
       names: the values that can be captured, of q, k, v, pattern and z.
       editable: whether these values can be edited.
-      mismatch: max |pattern·v − z| / max |z|, z before an output gate; None if not measured.
+      mismatch: max |pattern·v − z| / max |z|, z before an output gate and norm; None if not measured.
       tolerance: the largest mismatch of a verified pattern.
 
     >>> Site("attention", "MultiHeadAttention", 2, 2, 5, 5, mismatch=1e-7, tolerance=3e-4).verified
@@ -51,6 +51,7 @@ class Sites:
       attention: the attention layers; iterating over `Sites` yields them.
       blocks: paths of the layers that take and return the residual stream, with the values `in` and `out`.
       norms: paths of the norms outside of blocks, with the value `norm`, their divisor `[..., T, 1]`.
+      others: path and kind of the layers that mix tokens without a pattern, such as `GRU`.
 
     >>> print(Sites((Site("attention", "MultiHeadAttention", 2, 2, 5, 5),)))
     path       kind                heads  queries  keys  pattern·v = z
@@ -60,6 +61,7 @@ class Sites:
     attention: tuple[Site, ...]
     blocks: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
+    others: tuple[tuple[str, str], ...] = ()
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.attention)
@@ -93,6 +95,7 @@ class Sites:
                 found = f"{'yes' if site.verified else 'NO'}, differs by {site.mismatch:.1e}"
             lengths = (str(site.q_length), str(site.kv_length))
             rows.append((site.path or "(the model)", site.kind, f"{site.heads}{grouped}", *lengths, found))
+        rows += [(path, kind, "", "", "", "has no pattern") for path, kind in self.others]
         widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
         return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
 

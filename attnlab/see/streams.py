@@ -85,7 +85,8 @@ class Contributions:
 
     Attributes:
       heads: `[L, H, B, T]`, from each head's output.
-      blocks: `[N, B, T]`, from the rest of each of N blocks: its feed-forward layer and its biases.
+      blocks: `[N, B, T]`, from the rest of each of N blocks: its feed-forward layer, its biases, and a mixer without
+        heads.
       embedding: `[B, T]`, from the input of the first block.
       constant: `[B, T]`, from the biases of the norm and of the output layer.
       logits: `[B, T]`, the model's result, which the parts sum to.
@@ -174,7 +175,8 @@ def _contributions(frame: Frame, inputs, targets, against):
         if block is None:
             raise ValueError(f"contributions need all attention in blocks, and {site.path} is in none")
         blocks[block] = blocks[block] - by_head.sum(axis=0)
-    left = jnp.stack([_left(run, block, rest, inputs[0], frame) for block, rest in blocks.items()]).max()
+    with_heads = {frame.sites.block_of(site.path) for site in frame.sites}
+    left = jnp.stack([_left(run, block, blocks[block], inputs[0], frame) for block in with_heads]).max()
     parts = Contributions(
         heads=jnp.stack(heads),
         blocks=jnp.stack([share(rest) for rest in blocks.values()]),

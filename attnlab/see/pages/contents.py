@@ -65,7 +65,10 @@ def _patterns(run: Run, step) -> list[np.ndarray]:
         if layer.ndim != 4:
             raise ValueError(f"the pattern at {path}{where} has shape {layer.shape}: expected [B, H, Tq, Tk]")
         if not (layer.min(initial=0) >= -TOLERANCE and layer.max(initial=0) <= 1 + TOLERANCE):  # NaN fails as well
-            raise ValueError(f"the pattern at {path}{where} is not within 0 … 1: expected weights, without NaN")
+            raise ValueError(
+                f"the pattern at {path}{where} is not within 0 … 1: expected weights, without NaN; `see.shares` makes "
+                "them of what a recurrence reads"
+            )
     lengths = {(len(layer), *layer.shape[2:]) for layer in layers}
     if len(lengths) > 1:
         raise ValueError(f"layers differ in (B, Tq, Tk), {sorted(lengths)}: make a page for the layers of each shape")
