@@ -32,6 +32,16 @@ PARAMETERS = (
     # Whole along "embed": one column a head is small, and a gather would round it to the type of the computation.
     (r"attention/forget/kernel$", (None, "heads")),
     (r"attention/forget/bias$", ("heads",)),
+    (r"attention/(a|b)/kernel$", (None, "heads")),
+    (r"attention/(A_log|dt_bias|D)$", ("heads",)),
+    (r"attention/decay_up/kernel$", (None, "heads", None)),
+    (r"attention/decay_up/bias$", ("heads", None)),
+    (r"query_conv/kernel$", (None, "heads", None)),
+    (r"(key|value)_conv/kernel$", (None, "kv_heads", None)),
+    # Mixed features of all heads, and the layers without heads, are split along "embed" alone.
+    (r"attention/in/kernel$", ("embed", None)),
+    (r"attention/conv/kernel$", ("embed",)),
+    (r"attention/cell/\w+/kernel$", ("embed", None)),
     (r"attention/out/kernel$", ("heads", None, "embed")),
     (r"mlp/(up|gate)/kernel$", ("embed", "mlp")),
     (r"mlp/(up|gate)/bias$", ("mlp",)),

@@ -1,5 +1,7 @@
 """Rules for the names of axes split parameters and activations; without rules nothing is constrained."""
 
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from attnlab.nn import GPT, sharding
+from attnlab.nn import GPT, sharding, stack_layers
+from attnlab.nn.kinds import MIXERS
 from tests.parameters import parameters
 
 MODEL = GPT(vocab_size=40, num_layers=2, num_heads=4, kv_heads=2, width=16, context=12)
@@ -18,6 +21,24 @@ RULES = (("batch", "data"), ("embed", "data"), ("heads", "tensor"), ("kv_heads",
 @pytest.fixture(scope="module")
 def mesh():
     return jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+
+@pytest.mark.parametrize("mixer", [name for name in MIXERS if name not in ("attention", "forget")])
+def test_matrices_of_mixers_are_split_along_embed_and_heads(mixer):
+    model = GPT(40, 1, 4, 16, 12, positions="auto", mixer=mixer)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 2), np.int32))["params"]
+    for params in (shapes, stack_layers(shapes)):
+        for path, x in jax.tree_util.tree_leaves_with_path(params):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            names = sharding.parameter_names(name, x.ndim)
+            assert len(names) == x.ndim
+            # All but columns of heads, and matrices of as few as `rank` or W rows.
+            if path[-1].key == "kernel" and not re.search(r"/(a|b|decay_\w+|\w+_conv)/kernel", name):
+                assert "embed" in names, name
+            by_head = r"/(query|key|value|gate|out|a|b|decay_up|\w+_conv)/kernel|/(A_log|dt_bias|D)$"
+            if "attention" in name and re.search(by_head, name):
+                (at,) = (n for n, axis in enumerate(names) if axis in ("heads", "kv_heads"))
+                assert x.shape[at] == 4, name
 
 
 def test_every_matrix_and_bias_of_a_gpt_has_names():

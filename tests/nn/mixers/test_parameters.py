@@ -1,0 +1,130 @@
+"""Names, shapes and initial values of the mixers' parameters, and which of them the optimizer decays."""
+
+import jax
+import numpy as np
+import pytest
+
+from attnlab.nn import GPT, GRU, CausalConv, GatedDeltaNet, GatedLinearAttention, LinearAttention, Mamba2, Retention
+from attnlab.nn.kinds import MIXERS
+from attnlab.training.optimizer import decayed, matrices_of
+
+X = np.zeros((1, 3, 8), np.float32)
+QKV = {"query/kernel": (8, 2, 4), "key/kernel": (8, 2, 4), "value/kernel": (8, 2, 4), "out/kernel": (2, 4, 8)}
+SHAPES = {
+    "gated_delta": (
+        GatedDeltaNet(2, key_dim=3, value_dim=5, value_heads=4),
+        {
+            "query/kernel": (8, 2, 3),
+            "key/kernel": (8, 2, 3),
+            "value/kernel": (8, 4, 5),
+            "out/kernel": (4, 5, 8),
+            "query_conv/kernel": (4, 2, 3),
+            "key_conv/kernel": (4, 2, 3),
+            "value_conv/kernel": (4, 4, 5),
+            "a/kernel": (8, 4),
+            "b/kernel": (8, 4),
+            "A_log": (4,),
+            "dt_bias": (4,),
+            "gate/kernel": (8, 4, 5),
+            "norm/scale": (5,),
+        },
+    ),
+    "delta": (
+        GatedDeltaNet(2, decay=False, gate=False, conv=0),
+        QKV | {"b/kernel": (8, 2), "norm/scale": (4,)},
+    ),
+    "mamba2": (
+        Mamba2(2, key_dim=3, value_heads=4),
+        {
+            # z, x: 16 each; B, C: 2 · 3 each; dt: 4
+            "in/kernel": (8, 48),
+            "conv/kernel": (4, 28),
+            "conv/bias": (28,),
+            "out/kernel": (4, 4, 8),
+            "A_log": (4,),
+            "dt_bias": (4,),
+            "D": (4,),
+            "norm/scale": (16,),
+        },
+    ),
+    "gla": (
+        GatedLinearAttention(2),
+        QKV
+        | {
+            "query/kernel": (8, 2, 2),
+            "key/kernel": (8, 2, 2),
+            "decay_down/kernel": (8, 16),
+            "decay_up/kernel": (16, 2, 2),
+            "decay_up/bias": (2, 2),
+            "norm/scale": (4,),
+            "gate/kernel": (8, 2, 4),
+            "gate/bias": (2, 4),
+        },
+    ),
+    "retention": (
+        Retention(2),
+        QKV | {"value/kernel": (8, 2, 8), "out/kernel": (2, 8, 8), "gate/kernel": (8, 2, 8)},
+    ),
+    "linear": (LinearAttention(2, use_bias=False), QKV),
+    "conv": (CausalConv(kernel_size=2, features=5), {"conv/kernel": (2, 8, 5), "conv/bias": (5,)}),
+}
+
+
+def by_path(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_parameters_have_the_names_and_shapes_of_the_paper(name):
+    module, expected = SHAPES[name]
+    params = by_path(jax.eval_shape(module.init, jax.random.key(0), X)["params"])
+    assert {path: leaf.shape for path, leaf in params.items()} == expected
+    assert {leaf.dtype for leaf in params.values()} == {np.dtype("float32")}
+
+
+@pytest.mark.parametrize(
+    "module, low", [(GatedDeltaNet(1, value_heads=400, value_dim=1), 0.01), (Mamba2(value_heads=400, value_dim=1), 1.0)]
+)
+def test_decays_start_in_the_ranges_of_the_papers(module, low):
+    params = jax.jit(module.init)(jax.random.key(0), X)["params"]
+    a, dt = np.exp(params["A_log"]), np.logaddexp(0, params["dt_bias"])
+    # Uniform, and log-uniform: 400 values reach within a few hundredths of the bounds.
+    assert low <= a.min() < low + 0.5 and 15.5 < a.max() <= 16.001 and abs(a.mean() - (16 + low) / 2) < 1
+    assert 0.000999 <= dt.min() < 0.0012 and 0.09 < dt.max() <= 0.1001 and abs(np.log(dt).mean() - np.log(0.01)) < 0.2
+    if "D" in params:
+        np.testing.assert_array_equal(params["D"], 1)
+        np.testing.assert_array_equal(params["conv"]["bias"], 0)
+    np.testing.assert_array_equal(params["norm"]["scale"], 1)
+
+
+def test_short_convolution_starts_uniform_within_the_root_of_its_width():
+    params = jax.jit(GatedDeltaNet(4).init)(jax.random.key(0), np.zeros((1, 3, 64), np.float32))["params"]
+    kernel = np.asarray(params["query_conv"]["kernel"])
+    assert 0.45 < kernel.max() <= 0.5 and -0.5 <= kernel.min() < -0.45 and abs(kernel.mean()) < 0.1
+
+
+@pytest.mark.parametrize("mixer", [name for name in MIXERS if name not in ("attention", "forget")])
+def test_optimizer_decays_matrices_alone_and_muon_takes_those_of_heads(mixer):
+    model = GPT(11, 2, 2, 8, 6, positions="auto", mixer=mixer)
+    params = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 2), np.int32))["params"]
+    mixing = params["block_0"]["attention"]
+    for path, is_decayed in by_path(decayed(mixing)).items():
+        assert is_decayed == path.endswith("kernel"), path
+    matrices = matrices_of({"block_0": {"attention": mixing}})["block_0"]["attention"]
+    taken = {path for path, axes in by_path_of_axes(matrices).items() if axes is not None}
+    heads = {f"{name}/kernel" for name in ("query", "key", "value", "gate", "out") if name in mixing}
+    assert taken == heads
+
+
+def by_path_of_axes(matrices, prefix=""):
+    """Axes by path: None is a leaf here."""
+    found = {}
+    for name, node in matrices.items():
+        found |= by_path_of_axes(node, f"{prefix}{name}/") if isinstance(node, dict) else {f"{prefix}{name}": node}
+    return found
+
+
+def test_gru_has_the_parameters_of_flax():
+    params = jax.eval_shape(GRU(features=5).init, jax.random.key(0), X)["params"]
+    assert list(params) == ["cell"] and params["cell"]["in"]["kernel"].shape == (8, 5)
