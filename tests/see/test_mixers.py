@@ -79,7 +79,8 @@ def test_capture_of_a_recurrence_with_padding_and_documents_is_of_the_pattern():
     segments = np.array([[0] * 4 + [1] * 3, [0] * 2 + [1] * 5])
     x = np.where(np.arange(7)[:, None] < 6, X, np.nan)  # no output before it depends on it
     (site,) = see.sites(layer, params, X, segments=segments)
-    run = see.capture(layer, params, x, lengths=np.array([6, 6]), segments=segments, rows=[5])
+    options = {"lengths": np.array([6, 6]), "segments": segments, "rows": np.array([5])}
+    run = jax.jit(lambda params: see.capture(layer, params, x, **options))(params)
     assert site.verified
     pattern = np.asarray(run.values["pattern"][""])
     assert pattern.shape == (2, 4, 1, 7) and not pattern[0, ..., :4].any() and not pattern[1, ..., :2].any()

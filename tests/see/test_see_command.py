@@ -30,10 +30,13 @@ TINY += ["eval.windows=4", "log.tensorboard=False"]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """The workdir of a small run."""
-    folder = tmp_path_factory.mktemp("history")
+    return trained(tmp_path_factory.mktemp("history"))
+
+
+def trained(folder, *others):
     (folder / "text.txt").write_text("\n" + TEXT * 150)  # documents end with a newline
     options = [*TINY, f"data.path={folder}/text.txt", f"steps={STEPS}", f"checkpoint.history={HISTORY}"]
-    options = [f"--config.{option}" for option in (*options, "checkpoint.every=4")]
+    options = [f"--config.{option}" for option in (*options, "checkpoint.every=4", *others)]
     assert train.main(["train", "--config=quickstart", f"--workdir={folder}/run", *options]) == 0
     return folder / "run"
 
@@ -150,6 +153,28 @@ def test_page_of_a_gpt2_has_one_checkpoint_and_effects_on_its_prompts(gpt2, caps
     patterns = capture(model, params, tokenizer.encode("el perro")[None]).stack("pattern")
     shown = weights_of(out)[0]
     np.testing.assert_allclose(shown, patterns.reshape(shown.shape), atol=0.004)
+
+
+@pytest.mark.slow
+def test_page_of_a_hybrid_has_the_layers_with_a_pattern_as_shares(capsys, tmp_path):
+    workdir = trained(tmp_path, "model.num_layers=3", "model.pattern=gated_delta gru attention")
+    code, printed, err = see(capsys, workdir)
+    assert code == 0, err
+    assert printed.splitlines()[:2] == [
+        "layers of gru have no pattern: the page is without them",
+        "the pattern of gated_delta is what a state reads of each token, as a share of absolute values",
+    ]
+    shown = weights_of(workdir / "see.html")[0]
+    np.testing.assert_allclose(shown.reshape(-1, shown.shape[-1]).sum(axis=-1), 1, atol=0.06)  # of 15 bytes
+    assert shown.size == 2 * 2 * shown.shape[-1] ** 2
+
+
+@pytest.mark.slow
+def test_run_without_any_pattern_is_refused_in_one_line(capsys, tmp_path):
+    workdir = trained(tmp_path, "model.num_heads=4", "model.pattern=gru conv")  # 4 is the default
+    assert (
+        refused(capsys, workdir) == "error: layers of gru, conv have no pattern and no heads: there is nothing to see\n"
+    )
 
 
 def test_run_of_documents_is_shown_within_single_documents(run, capsys, tmp_path):
