@@ -40,7 +40,8 @@ def export_step(
 
     Returns:
       The exported step. It takes params, int32 tokens `[B, T]`, and caches; those of attention are keys and values
-      `[B, S, Hk, D]` and int32 lengths `[B]`. It returns float32 logits `[B, T, V]` and the extended caches. An empty cache is all zeros.
+      `[B, S, Hk, D]` and int32 lengths `[B]`. It returns float32 logits `[B, T, V]` and the extended caches. An
+      empty cache is all zeros.
 
     Raises:
       ValueError: more tokens than the capacity, or a size below 1.
