@@ -39,7 +39,7 @@ def export_step(
       platforms: platforms to export for.
 
     Returns:
-      The exported step. It takes params, int32 tokens `[B, T]`, and caches; those of attention are keys and values
+      The exported step. It takes params, int32 tokens `[B, T]`, and caches, for attention keys and values
       `[B, S, Hk, D]` and int32 lengths `[B]`. It returns float32 logits `[B, T, V]` and the extended caches. An
       empty cache is all zeros.
 

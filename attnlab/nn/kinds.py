@@ -30,8 +30,8 @@ class Kind(Protocol):
     """A kind of layer. `model` is a `GPT`.
 
     Attributes:
-      reads: the options of a `GPT` that the layer depends on, by dotted name, "recurrence.heads", or that of a group,
-        "rotary"; also "mask", and "alibi" for these positions. `check_shape` rejects others that are set.
+      reads: the options of a `GPT` that the layer depends on, by dotted name, "recurrence.heads", or the name of a
+        group, "rotary"; also "mask", and "alibi" for these positions. `check_shape` rejects others that are set.
     """
 
     reads: frozenset[str]

@@ -163,7 +163,7 @@ def _tests(nulls, measured, layers, tokens, masks, untrained) -> dict[str, dict[
 
 
 def shares(pattern: Float[Array, "*B H Q K"]) -> Float[Array, "*B H Q K"]:
-    """The share of each key in the absolute weights of a query, |p| / Σ|p|, as Ali et al. 2024 show those of Mamba.
+    """The share of each key in the absolute weights of a query, |p| / Σ|p|, as Ali et al. 2024 show for Mamba.
 
     What a recurrence reads may be negative, and of any sum: scores and pages are of weights that sum to 1. A query that
     reads nothing has zeros.

@@ -19,7 +19,7 @@ from attnlab.types import Array, DType
 
 
 class MixerState(NamedTuple):
-    """What a mixer keeps of the previous tokens: a plain pytree whose size does not depend on their number.
+    """The state of a mixer after some tokens: a plain pytree whose size does not depend on their number.
 
     Attributes:
       state: of the recurrence, such as `[B, HV, K, V]` in float32; None for a convolution.
@@ -37,7 +37,7 @@ class MixerState(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What is known of the tokens of a call besides their features; each may be None."""
+    """Documents and padding of the tokens of a call; each may be None."""
 
     segments: Int[Array, "B T"] | None
     lengths: Int[Array, " B"] | None

@@ -38,7 +38,7 @@ def run(terms: Terms, state, size: int):
 def summary(terms: Terms, size: int):
     """(M `[..., H, K, K]`, N `[..., H, K, V]`) with which T tokens turn a state S into M S + N.
 
-    Columns of a state do not mix: those of M are what becomes of the identity where nothing is written.
+    Columns of a state do not mix: M is the state after the tokens if they find the identity and write nothing.
     """
     *batch, _, heads, features = terms.k.shape
     shape = (*batch, heads, features, terms.v.shape[-1])
