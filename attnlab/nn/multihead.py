@@ -312,17 +312,21 @@ class MultiHeadAttention(checks.MaskedModule):
         terms["score_mod"] = self.score_mod if forget is None else (*self._score_mods(), Forget(forget, kv_forget))
         gate = nn.sigmoid(self._heads(inputs_q, self.num_heads, "gate", q.shape[-1])) if self.output_gate else None
         out = self._attend(q, k, v, terms, gate, deterministic, dropout_key)
-        out = nn.DenseGeneral(
-            self.out_features or inputs_q.shape[-1],
+        out = self._out(out, self.out_features or inputs_q.shape[-1])
+        results = (out, *(() if cache is None else (cache,)), *values)
+        return results if len(results) > 1 else out
+
+    def _out(self, z, features):
+        """The output projection of the heads."""
+        return nn.DenseGeneral(
+            features,
             axis=(-2, -1),
             use_bias=self.use_bias,
             dtype=self.dtype,
             kernel_init=self.out_kernel_init or self.kernel_init,
             name="out",
             dot_general=products.dot_general,
-        )(out)
-        results = (out, *(() if cache is None else (cache,)), *values)
-        return results if len(results) > 1 else out
+        )(z)
 
     def _check(self, inputs_q, inputs_kv, cache, positions) -> None:
         width, kv_heads = inputs_q.shape[-1], self.kv_heads or self.num_heads
