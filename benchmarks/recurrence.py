@@ -1,0 +1,109 @@
+"""Benchmark the linear recurrence against causal softmax attention, forward and forward + backward, over the length.
+
+    python -m attnlab.bench recurrence [--lengths=2048,4096,16384] [--members=gated_delta,gla] [--chunks=16,32,64]
+
+Members: plain (linear attention), mamba2 (decays a head), gla (by feature), gated_delta, kda (by feature) and general
+(e and r of their own, as in RWKV-7). Contenders alternate; times of a length are also given as multiples of the softmax's.
+
+Figures: seconds (medians), and us_a_token, by length and pass, and contender.
+"""
+
+import functools
+import statistics
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+
+import attnlab
+from attnlab import masks
+from attnlab.support import timing
+
+from .harness import options
+
+# Which of the decay and the erasure a member has.
+MEMBERS = {
+    "plain": (None, None),
+    "mamba2": ("head", None),
+    "gla": ("feature", None),
+    "gated_delta": ("head", "beta"),
+    "kda": ("feature", "beta"),
+    "general": ("feature", "erase"),
+}
+COUNTS = {
+    "rounds": (7, "timed calls of each contender"),
+    "batch": (1, "batch size"),
+    "heads": (8, "heads"),
+    "head_dim": (64, "features per head, of keys and of values"),
+}
+
+
+def define(values, argv) -> None:
+    """Define the flags."""
+    flags.DEFINE_list("lengths", ["2048", "4096", "16384"], "sequence lengths", flag_values=values)
+    flags.DEFINE_list("chunks", ["32"], "tokens of a chunk", flag_values=values)
+    flags.DEFINE_integer("longest_softmax", 4096, "the longest sequence of the softmax", flag_values=values)
+    options.define_choices(values, "members", MEMBERS, "members")
+    options.define_integers(values, COUNTS)
+    options.define_json(values)
+
+
+def main(values) -> int:
+    """Benchmark, and print the tables."""
+    lengths, chunks = options.whole_numbers(values, "lengths"), options.whole_numbers(values, "chunks")
+    options.check_positive(values, *COUNTS)
+    options.check_known("members", values.members, MEMBERS)
+    options.check_new(values, "json")
+    rows, a_token = {}, {}
+    for length in lengths:
+        shape = (values.batch, length, values.heads, values.head_dim)
+        functions = {}
+        if length <= values.longest_softmax:
+            functions["softmax"] = _softmax(shape)
+        for member in values.members:
+            for chunk in chunks:
+                label = member if len(chunks) == 1 else f"{member}, {chunk}"
+                functions[label] = _recurrence(shape, *MEMBERS[member], chunk)
+        for which, passes in {"forward": _forward, "forward + backward": _backward}.items():
+            label = f"T = {length:,}, {which}"
+            rows[label] = timing.alternate({name: passes(*f) for name, f in functions.items()}, values.rounds)
+            tokens = values.batch * length
+            a_token[label] = {name: 1e6 * statistics.median(s) / tokens for name, s in rows[label].items()}
+            print(timing.line(label, rows[label]), flush=True)
+    sizes = f"float32, B = {values.batch}, H = {values.heads}, K = V = {values.head_dim}"
+    timing.report(f"linear recurrence, {sizes}, {jax.devices()[0].device_kind}", rows, "softmax")
+    cells = {label: {name: f"{t:.2f}" for name, t in row.items()} for label, row in a_token.items()}
+    timing.table("microseconds a token", cells)
+    seconds = {label: {name: statistics.median(s) for name, s in row.items()} for label, row in rows.items()}
+    options.keep(values.json, {"seconds": seconds, "us_a_token": a_token})
+    return 0
+
+
+def _softmax(shape) -> tuple[Callable, dict]:
+    q, k, v = jax.random.normal(jax.random.key(0), (3, *shape))
+    return (lambda x: attnlab.attention(**x, mask=masks.Causal())), {"q": q, "k": k, "v": v}
+
+
+def _recurrence(shape, decay, erasure, chunk) -> tuple[Callable, dict]:
+    """(A function of a dictionary of arguments, the arguments): unit keys, decays of e⁻¹ in about eight tokens."""
+    normal = jax.random.normal(jax.random.key(0), (4, *shape))
+    unit = normal / jnp.linalg.norm(normal, axis=-1, keepdims=True)
+    given = {"q": normal[0], "k": unit[1], "v": normal[2]}
+    by_feature = -jax.nn.softplus(normal[3] - 2)
+    if decay:
+        given["g"] = by_feature if decay == "feature" else by_feature[..., 0]
+    if erasure == "beta":
+        given["beta"] = jax.nn.sigmoid(normal[3, ..., 1])
+    if erasure == "erase":
+        given["erase"] = (0.5 * unit[1], unit[3])
+    call = functools.partial(attnlab.linear_recurrence, impl="chunked", chunk_size=chunk)
+    return (lambda x: call(**x)), given
+
+
+def _forward(function, given) -> Callable:
+    return functools.partial(jax.jit(function), given)
+
+
+def _backward(function, given) -> Callable:
+    return functools.partial(jax.jit(jax.grad(lambda x: function(x).sum())), given)
