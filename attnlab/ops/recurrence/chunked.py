@@ -29,8 +29,7 @@ def run(terms: Terms, state, size: int):
     if starts is not None:
         starts = jnp.moveaxis(_split(starts, len(batch), size), len(batch), 0)
     out, last, entering = _over_chunks(chunks, starts, state)
-    # [n, ..., H, G, C, V] to [..., n, C, H, G, V]
-    out = jnp.moveaxis(jnp.moveaxis(out, -2, -4), 0, len(batch))
+    out = jnp.moveaxis(out, 0, len(batch))
     out = out.reshape(*batch, out.shape[len(batch)] * size, *out.shape[-3:])
     return jax.lax.slice_in_dim(out, 0, length, axis=len(batch)), last, entering
 
@@ -57,8 +56,8 @@ def _split(x, time, size):
 
 
 def _by_chunk(x, time, size):
-    """`[..., T, H, …, F]` to `[n, ..., H, …, C, F]`."""
-    return jnp.moveaxis(jnp.moveaxis(_split(x, time, size), time, 0), time + 1, -2)
+    """`[..., T, …]` to `[n, ..., C, …]`."""
+    return jnp.moveaxis(_split(x, time, size), time, 0)
 
 
 @jax.custom_vjp
@@ -94,8 +93,11 @@ _over_chunks.defvjp(_forward, _backward)
 
 
 def _chunk(state, terms: Terms, starts):
-    """(The state after a chunk, its outputs `[..., H, G, C, V]`), with terms `[..., H, (G,) C, F]`."""
-    return _CASES[terms.case](state, terms, Decays.of(terms.g, starts))
+    """(The state after a chunk, its outputs `[..., C, H, G, V]`), with terms `[..., C, H, (G,) F]`."""
+    time = state.ndim - 3
+    terms = jax.tree.map(lambda x: jnp.moveaxis(x, time, -2), terms)
+    state, out = _CASES[terms.case](state, terms, Decays.of(terms.g, starts))
+    return state, jnp.moveaxis(out, -2, time)
 
 
 def _plain(state, terms, decays):
