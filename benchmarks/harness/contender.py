@@ -23,7 +23,7 @@ class Contender:
     Args:
       tokens: path of a `.npy` file with the training text, `[length]`.
       vocab_size: of the tokenizer.
-      batch_size: sequences a step.
+      batch_size: sequences a step; None for the recipe's.
       precision: "float32" or "bfloat16".
       strategy: `config.parallel.strategy`.
       recipe: a whole config as a dictionary, in place of all of these but `tokens` and `vocab_size`; None for
@@ -31,7 +31,7 @@ class Contender:
       **sizes: fields of `config.model`.
     """
 
-    def __init__(self, tokens, vocab_size, batch_size, precision="float32", strategy="mesh", recipe=None, **sizes):
+    def __init__(self, tokens, vocab_size, batch_size=None, precision="float32", strategy="mesh", recipe=None, **sizes):
         config = configs.from_dict(recipe) if recipe else self._as_nanogpt(batch_size, precision, strategy, sizes)
         self.experiment = Experiment(config, vocab_size)
         self.state = self.experiment.create_state()
