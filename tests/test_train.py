@@ -265,6 +265,20 @@ def test_run_killed_and_stopped_repeatedly_is_bit_exact(long_run, tmp_path):
 
 
 @pytest.mark.slow
+def test_hybrid_killed_is_bit_exact(tmp_path):
+    hybrid = flags({"model.num_layers": 3, "model.pattern": "gated_delta gru attention"})
+    assert run(tmp_path / "whole", *hybrid) == 0
+    running = process(tmp_path / "run", *hybrid, program=["-c", SIGNALS_ITSELF, f"{signal.SIGKILL:d}", "6"])
+    out, _ = running.communicate(timeout=300)
+    assert running.returncode == -signal.SIGKILL, out
+    running = process(tmp_path / "run", *hybrid)
+    out, _ = running.communicate(timeout=300)
+    assert running.returncode == 0 and "resumed from step 4\n" in out, out
+    assert records(tmp_path / "run") == records(tmp_path / "whole")
+    assert same_checkpoints(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.slow
 def test_second_interrupt_during_save_exits_at_once(tmp_path):
     """The first signal's save takes a minute; the previous checkpoint survives."""
     slow = """

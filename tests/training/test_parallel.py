@@ -13,6 +13,7 @@ import pytest
 from attnlab import config as configs
 from attnlab.data.batches import TrainBatches
 from attnlab.nn import stack_layers, unstack_layers
+from attnlab.nn.kinds import MIXERS
 from attnlab.support.errors import UserError
 from attnlab.training import metrics, parallel, state
 from attnlab.training.experiment import Experiment
@@ -110,6 +111,15 @@ def test_first_gradient_on_four_devices_equals_one_device(layouts, options):
 def test_gradient_of_split_sequences_equals_one_device_for_all_positions(options):
     reference = gradient(experiment("mesh", 1, **options))
     assert distance(gradient(experiment(*LAYOUTS["context"], **options)), reference) < 1e-6
+
+
+@pytest.mark.parametrize("mixer", [SLOW(mixer) for mixer in MIXERS if mixer != "attention"])
+def test_gradient_of_a_mixer_on_four_devices_equals_one_device(mixer):
+    options = {"mixer": mixer, "num_heads": 4}
+    reference = gradient(experiment("mesh", 1, **options))
+    for name in ("pmap", "context", "fsdp and tensor"):
+        # The 256 tokens are summed in another order: √256 roundings of 2⁻²⁴, forward and backward through two sublayers.
+        assert distance(gradient(experiment(*LAYOUTS[name], **options)), reference) < 4e-6, name
 
 
 def test_gradient_of_packed_documents_is_the_same_however_the_batch_is_cut():
