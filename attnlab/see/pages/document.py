@@ -2,11 +2,9 @@
 
 import base64
 import dataclasses
-import hashlib
 import html
 import io
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import attnlab
 from attnlab.see.pages import encoding
 from attnlab.see.pages.contents import Contents, contents
 from attnlab.see.results import Effects, Run
+from attnlab.support import documents
 from attnlab.support.paths import write_text
 
 FOLDER = Path(__file__).parent
@@ -97,7 +96,7 @@ def page(
     '<!doctype html>'
     """
     shown = contents(runs, tokens, scores, effects)
-    title = (title or "Attention by head").encode("utf-8", "replace").decode()  # without lone surrogates
+    title = documents.valid_unicode(title or "Attention by head")
     png = _picture(shown)
     text = _document(shown, title, png)
     size = len(text.encode())
@@ -113,30 +112,18 @@ def page(
 
 
 def _document(shown: Contents, title: str, png: bytes) -> str:
-    script, style = ((FOLDER / f"page.{kind}").read_text(encoding="utf-8") for kind in ("js", "css"))
     about = _about(shown)
     parts = {
         "title": html.escape(title),
         "version": attnlab.__version__,
-        "policy": f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}; "
-        "base-uri 'none'; form-action 'none'",
-        "style": style,
         "about": html.escape(about),
         "alt": html.escape(
             f"{title}. Attention weights as heat maps, one row per layer, one column per head: {about}."
         ),
         "png": base64.b64encode(png).decode(),
         "data": encoding.script_json(_data(shown)),
-        "script": script,
     }
-    template = (FOLDER / "page.html").read_text(encoding="utf-8")
-    # In one pass, so that "{{script}}" in a title stays text.
-    return re.sub(r"{{(\w+)}}", lambda found: parts[found[1]], template)
-
-
-def _hash(text: str) -> str:
-    """The Content-Security-Policy source expression that admits only this text."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    return documents.document(FOLDER, parts)
 
 
 def _about(shown: Contents) -> str:

@@ -1,0 +1,35 @@
+"""HTML documents that load nothing: a folder's page.html, page.css and page.js in one file."""
+
+import base64
+import hashlib
+import re
+from pathlib import Path
+
+BASE = Path(__file__).with_name("documents.css")  # colours, type and controls of all documents
+
+
+def document(folder: Path, parts: dict[str, str]) -> str:
+    """The folder's page.html, with `parts` of HTML in place of each "{{name}}", its style, its script and its policy.
+
+    The policy admits this style, this script and images in the document, and nothing from elsewhere.
+    """
+    style = BASE.read_text(encoding="utf-8") + (folder / "page.css").read_text(encoding="utf-8")
+    script = (folder / "page.js").read_text(encoding="utf-8")
+    policy = (
+        f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    parts = parts | {"policy": policy, "style": style, "script": script}
+    template = (folder / "page.html").read_text(encoding="utf-8")
+    # In one pass, so that "{{script}}" in a title stays text.
+    return re.sub(r"{{(\w+)}}", lambda found: parts[found[1]], template)
+
+
+def valid_unicode(text: str) -> str:
+    """The text with "?" in place of lone surrogates, which UTF-8 cannot hold."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _hash(text: str) -> str:
+    """The Content-Security-Policy source expression that admits only this text."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
