@@ -10,6 +10,7 @@ from pathlib import Path
 from ml_collections import ConfigDict, config_dict
 
 from attnlab.data import tokenizers
+from attnlab.data.tasks import named
 from attnlab.nn import GPT
 from attnlab.nn.fields import check_shape
 from attnlab.nn.kinds import positions_of
@@ -37,7 +38,11 @@ FREE_TO_CHANGE = (
 class Data:
     """`config.data`."""
 
-    name: str = option("python_docs, quijote, text or tfds:NAME; text when a path is set", "python_docs")
+    name: str = option(
+        "python_docs, quijote, text or tfds:NAME; text when a path is set; or a task and its options, such as "
+        "'task:recall pairs=8'",
+        "python_docs",
+    )
     path: str = option("a file or a glob: UTF-8 text, *.jsonl, *.ndjson, *.parquet or *.array_record", "")
     feature: str = option("the field, column or feature with the text, where a document has several", "")
     mixture: str = option("corpora and weights in place of a name, as in 'quijote=3, notes/*.txt=1, tfds:NAME=0.5'", "")
@@ -237,6 +242,7 @@ def completed(config: ConfigDict) -> ConfigDict:
     `model.positions` "auto" what it stands for."""
     _check_fields(config)
     config = from_dict(_plain(config))
+    _check_task(config.data)
     if config.data.path and config.data.mixture:
         raise UserError("config.data.path and config.data.mixture are both set: name the path in the mixture")
     if config.data.path or config.data.mixture:
@@ -280,6 +286,15 @@ def check(config: ConfigDict) -> None:
         check_shape(config.model, options(GPT))
     except ValueError as error:
         raise UserError(f"config.model.{error}") from error
+
+
+def _check_task(data: ConfigDict) -> None:
+    """Raise UserError for an unknown task, and for options of texts beside one."""
+    if named.parse(data.name) is None:
+        return
+    for field, value in data.items():
+        if field not in ("name", "store") and value != OPTIONS[f"data.{field}"].default:
+            raise UserError(f"config.data.{field} = {value!r} is of texts, and {data.name!r} has none: leave it out")
 
 
 def difference(saved: dict, config: ConfigDict) -> str:

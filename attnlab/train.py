@@ -28,6 +28,7 @@ from ml_collections import ConfigDict
 from attnlab import commands, compilation, pretrained
 from attnlab import config as configs
 from attnlab.data import tokenizers
+from attnlab.data.tasks import named
 from attnlab.loading import weights_sha256
 from attnlab.nn import GPT
 from attnlab.sample import generate, prompt_ids
@@ -323,8 +324,7 @@ def _report_start(experiment: Experiment, text: Text, workdir: Workdir, start: i
     config, parallel = experiment.config, experiment.parallel
     devices, model = parallel.mesh.devices.size, type(experiment.model).__name__
     reporter.print(
-        f"{config.data.name}: {text.train_tokens:,} training tokens, {text.validation_tokens:,} validation tokens, "
-        f"vocabulary size {text.tokenizer.vocab_size}\n"
+        f"{config.data.name}: {text.summary}, vocabulary size {text.tokenizer.vocab_size}\n"
         f"{model} of {experiment.parameters:,} parameters on {devices} {jax.devices()[0].platform} "
         f"device{'s' if devices > 1 else ''} ({parallel.strategy}), in {config.precision}, into {workdir}"
     )
@@ -351,7 +351,7 @@ def _report_start(experiment: Experiment, text: Text, workdir: Workdir, start: i
 def _sampler(experiment: Experiment, tokenizer):
     """A function that samples token ids from a GPT; None for a user-defined model."""
     length, seed = experiment.config.sample.length, experiment.config.seed
-    if not isinstance(experiment.model, GPT) or not length:
+    if not isinstance(experiment.model, GPT) or not length or named.parse(experiment.config.data.name):
         return None
     prompt, options = prompt_ids(tokenizer, None), {"seed": seed, "vocab_size": tokenizer.vocab_size}
     return lambda params: generate(experiment.model, {"params": params}, prompt, length, temperature=0.8, **options)

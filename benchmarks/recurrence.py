@@ -3,7 +3,7 @@
     python -m attnlab.bench recurrence [--lengths=2048,4096,16384] [--members=gated_delta,gla] [--chunks=16,32,64]
 
 Members: plain (linear attention), mamba2 (decays a head), gla (by feature), gated_delta, kda (by feature) and general
-(e and r of their own, as in RWKV-7). Contenders alternate; times of a length are also given as multiples of the softmax's.
+(e and r of their own, as in RWKV-7). Contenders alternate; times are also given as multiples of the softmax's.
 
 Figures: seconds (medians), and us_a_token, by length and pass, and contender.
 """

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import grain
 import numpy as np
@@ -22,12 +22,23 @@ class Batch(NamedTuple):
       weight: float32 `[batch]`, 1, or 0 for padding of the last batch.
       segments: int32 `[batch, context + 1]`, the number of each token's document within its window, from 0; None if
         documents are not distinguished.
+      targets: int32 `[batch, context]`, −1 where none counts, of a task; None if they are the next tokens.
     """
 
     tokens: np.ndarray
     example: np.ndarray
     weight: np.ndarray
     segments: np.ndarray | None = None
+    targets: np.ndarray | None = None
+
+
+@runtime_checkable
+class Batches(Protocol):
+    """Batches by number: `TrainBatches`, `EvalBatches`, or batches of a task."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> Batch: ...
 
 
 class TrainBatches:
@@ -268,7 +279,7 @@ def _windows(texts: list[_Text], which: np.ndarray, starts: np.ndarray) -> tuple
     return tokens, segments
 
 
-def prefetched(batches: TrainBatches | EvalBatches, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
+def prefetched(batches: Batches, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
     """Iterate over `batches[start]`, `batches[start + 1]`, …, prefetched by a Grain thread.
 
     >>> batches = TrainBatches(np.arange(100), context=4, batch_size=3, seed=0)

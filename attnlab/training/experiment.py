@@ -11,7 +11,8 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from attnlab.data.batches import Batch, EvalBatches, prefetched
+from attnlab.data.batches import Batch, Batches, prefetched
+from attnlab.data.tasks import named
 from attnlab.nn import GPT
 from attnlab.nn.kinds import Attention, kinds_of
 from attnlab.nn.resolved import resolved, score_mods
@@ -106,7 +107,7 @@ class Experiment:
 
     @functools.cached_property
     def eval_step(self) -> Callable:
-        """The compiled `state.eval_step`: (params, placed batch) → sums over the global batch, float32 `[2]`."""
+        """The compiled `state.eval_step`: (params, placed batch) → sums over the global batch, float32 `[2 or 3]`."""
         return self.parallel.compile_eval(functools.partial(states.eval_step, self.model))
 
     def create_state(self, params=None) -> TrainState:
@@ -119,14 +120,18 @@ class Experiment:
         average = jax.tree.map(jnp.copy, params) if self.config.optimizer.ema else None
         return TrainState(step, params, opt_state, average)
 
-    def evaluate(self, params, batches: EvalBatches, stop: Callable[[], bool] = lambda: False) -> float | None:
-        """Mean loss over held-out text in nats per token; None when `stop()` returns True before its end."""
-        sums = np.zeros(2)
+    def evaluate(self, params, batches: Batches, stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
+        """Mean "loss" over held-out text in nats per token, or over the answers of a task, with the "accuracy".
+
+        None when `stop()` returns True before its end.
+        """
+        sums = 0
         for batch in prefetched(batches):
             if stop():
                 return None
-            sums += jax.device_get(self.eval_step(params, self.parallel.place_batch(batch)))
-        return float(sums[0] / sums[1])
+            sums = sums + np.float64(jax.device_get(self.eval_step(params, self.parallel.place_batch(batch))))
+        loss, count, *right = sums
+        return {"loss": float(loss / count)} | ({"accuracy": float(right[0] / count)} if right else {})
 
     def lower(self) -> jax.stages.Lowered:
         """The training step lowered from shapes: `.compile()` tells its memory, and nothing runs."""
@@ -138,8 +143,8 @@ class Experiment:
 
     def _abstract_batch(self) -> Batch:
         config = self.config
-        has_segments = config.data.packing == "documents"
-        return self.parallel.abstract_batch(config.batch_size, config.model.context, has_segments)
+        has = {"segments": config.data.packing == "documents", "targets": named.parse(config.data.name) is not None}
+        return self.parallel.abstract_batch(config.batch_size, config.model.context, **has)
 
     def _create(self, seed) -> TrainState:
         average = bool(self.config.optimizer.ema)

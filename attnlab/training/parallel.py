@@ -119,14 +119,20 @@ class Parallel(NamedTuple):
         sharding = NamedSharding(self.mesh, PartitionSpec(BATCH))
         return jax.tree.map(functools.partial(jax.make_array_from_process_local_data, sharding), batch)
 
-    def abstract_batch(self, batch_size: int, context: int, has_segments: bool = False) -> Batch:
+    def abstract_batch(self, batch_size: int, context: int, segments: bool = False, targets: bool = False) -> Batch:
         """Shapes, types and shardings of a batch as `place_batch` returns it."""
         leading, sharding = (batch_size,), NamedSharding(self.mesh, PartitionSpec(BATCH))
         if self.strategy == "pmap":
             leading, sharding = (jax.local_device_count(), batch_size // jax.device_count()), None
         make = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
         tokens = make((*leading, context + 1), np.int32)
-        return Batch(tokens, make(leading, np.int32), make(leading, np.float32), tokens if has_segments else None)
+        return Batch(
+            tokens,
+            make(leading, np.int32),
+            make(leading, np.float32),
+            tokens if segments else None,
+            make((*leading, context), np.int32) if targets else None,
+        )
 
     def transfer_guard(self):
         """Context for a step: disallows implicit transfers, except with `pmap`, which places the batch itself."""

@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from ml_collections import ConfigDict
 
 from attnlab.config import default
@@ -57,7 +57,7 @@ def create(
 
 def token_losses(model: nn.Module, params, batch: Batch, **options) -> Float[Array, "B T"]:
     """Cross-entropy of each target in nats, `[B, T]`."""
-    inputs, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
+    inputs, targets = batch.tokens[:, :-1], targets_of(batch)
     if batch.segments is not None:
         options["segments"] = batch.segments[:, :-1]
     if isinstance(model, GPT) and "targets" in inspect.signature(model.__call__).parameters:
@@ -66,8 +66,15 @@ def token_losses(model: nn.Module, params, batch: Batch, **options) -> Float[Arr
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
 
 
+def targets_of(batch: Batch) -> Int[Array, "B T"]:
+    """The targets, `[B, T]`: the next tokens, or the answers of a task, with some token where none counts."""
+    return batch.tokens[:, 1:] if batch.targets is None else jnp.maximum(batch.targets, 0)
+
+
 def counted(batch: Batch) -> Float[Array, "B T"] | None:
-    """1 for targets of the same document as the token before them, else 0; None where all targets count."""
+    """1 for targets of the same document as the token before them, or answers of a task; None where all count."""
+    if batch.targets is not None:
+        return (batch.targets >= 0).astype(jnp.float32)
     if batch.segments is None:
         return None
     return (batch.segments[:, 1:] == batch.segments[:, :-1]).astype(jnp.float32)
@@ -79,7 +86,8 @@ def gradients(model, params, batch: Batch, step_key, accumulation: int = 1, axis
     Each example has the key `fold_in(step_key, i)`, i its index in the global batch; `accumulation` microbatches are
     processed in sequence.
     """
-    count = None if batch.segments is None else counted(batch).sum() / accumulation
+    count = counted(batch)
+    count = None if count is None else count.sum() / accumulation
     count = jax.lax.pmean(count, axis_name) if axis_name and count is not None else count
     count = None if count is None else jnp.where(count > 0, count, 1)
 
@@ -135,15 +143,27 @@ def train_step(
     return TrainState(state.step + 1, params, opt_state, average), metrics
 
 
-def eval_step(model: nn.Module, params, batch: Batch, axis_name: str | None = None) -> Float[Array, "2"]:
-    """Weighted sum of the token losses of a batch in nats, and the number of tokens in it."""
-    losses = token_losses(model, params, batch)
-    if batch.segments is None:
+def eval_step(model: nn.Module, params, batch: Batch, axis_name: str | None = None) -> Float[Array, " N"]:
+    """Weighted sum of the token losses of a batch in nats, number of tokens in it, and of a task's right answers."""
+    if batch.targets is not None:
+        sums = _answers(model, params, batch)
+    elif batch.segments is None:
+        losses = token_losses(model, params, batch)
         sums = jnp.stack([(losses * batch.weight[:, None]).sum(), batch.weight.sum() * losses.shape[1]])
     else:
+        losses = token_losses(model, params, batch)
         counts = counted(batch) * batch.weight[:, None]
         sums = jnp.stack([(losses * counts).sum(), counts.sum()])
     return jax.lax.psum(sums, axis_name) if axis_name else sums
+
+
+def _answers(model, params, batch):
+    params = params if isinstance(model, GPT) else sharding.gathered(params)
+    logits = model.apply({"params": params}, batch.tokens[:, :-1])
+    counts, targets = counted(batch) * batch.weight[:, None], targets_of(batch)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    right = logits.argmax(-1) == targets
+    return jnp.stack([(x * counts).sum() for x in (losses, jnp.ones_like(losses), right)])
 
 
 # Fields of `config.model` that say how a model is computed and trained, not what it computes.

@@ -1,6 +1,7 @@
-"""The text of a run: its corpus, tokenizer, and training and validation batches."""
+"""The text of a run, or its task: tokenizer, and training and validation batches."""
 
 import functools
+import hashlib
 import math
 from fractions import Fraction
 from typing import NamedTuple
@@ -11,37 +12,34 @@ from ml_collections import ConfigDict
 
 from attnlab.data import cache, corpora, store, tokenizers
 from attnlab.data.batches import EvalBatches, TrainBatches
+from attnlab.data.tasks import named
+from attnlab.data.tasks.task_batches import HeldOutBatches, TaskBatches
 from attnlab.support.errors import UserError
 from attnlab.training.workdir import Workdir, read_tokenizer
 
 
 class Text(NamedTuple):
-    """A corpus as batches of tokens.
+    """A corpus or a task as batches of tokens.
 
     Attributes:
+      corpus: for `config.json`: its name, sha256 and number of characters; of a task, none.
       train, validation: this process' share of the batches.
-      bits_per_nat: factor from nats per token to bits per character, on the validation text; of a mixture, weighted by
-        the scored windows of its parts.
-      bits_per_byte: the same for bits per byte of UTF-8.
+      summary: its size in words.
+      bits: factors from nats per token to bits per character, and per byte of UTF-8, on the validation text; of a
+        mixture, weighted by the scored windows of its parts; of a task, none.
     """
 
-    corpus: corpora.Corpus | corpora.Mixture
+    corpus: dict
     tokenizer: tokenizers.Tokenizer
-    train: TrainBatches
-    validation: EvalBatches
-    train_tokens: int
-    validation_tokens: int
-    bits_per_nat: float
-    bits_per_byte: float
+    train: TrainBatches | TaskBatches
+    validation: EvalBatches | HeldOutBatches
+    summary: str
+    bits: dict[str, float]
 
     @property
     def facts(self) -> dict:
         """Metadata for `config.json`."""
-        corpus = self.corpus
-        return {
-            "corpus": {"name": corpus.name, "sha256": corpus.sha256, "characters": corpus.characters},
-            "vocab_size": self.tokenizer.vocab_size,
-        }
+        return {"corpus": self.corpus, "vocab_size": self.tokenizer.vocab_size}
 
 
 def load(
@@ -51,6 +49,8 @@ def load(
     share: tuple[int, int] = (0, 1),
 ) -> Text:
     """Load the text of a run as batches; `share` is `Parallel.batch_share`. A previous run keeps its tokenizer."""
+    if task := named.parse(config.data.name):
+        return _of_task(task, config, share)
     data, previous_run, quiet = config.data, workdir.previous_run, jax.process_index() > 0
     fields = {name: data[name] for name in ("name", "path", "feature", "validation_fraction", "mixture")}
     corpus = corpora.load(**fields, quiet=quiet)
@@ -73,16 +73,31 @@ def load(
     sizes = {"batch_size": config.batch_size // config.optimizer.accumulation}
     sizes |= {"windows": config.eval.windows, "part": config.eval.part}
     eval_batches = EvalBatches(validation, documents=_starts(validation, data), **sizes, **options)
+    lengths = sum(map(len, train)), sum(map(len, validation))
     return Text(
-        corpus,
+        {"name": corpus.name, "sha256": corpus.sha256, "characters": corpus.characters},
         tokenizer,
         train_batches,
         eval_batches,
-        sum(map(len, train)),
-        sum(map(len, validation)),
-        _bits_per_nat(validation, eval_batches.windows_of_texts, "characters"),
-        _bits_per_nat(validation, eval_batches.windows_of_texts, "bytes"),
+        f"{lengths[0]:,} training tokens, {lengths[1]:,} validation tokens",
+        {
+            f"bits_per_{unit}": _bits_per_nat(validation, eval_batches.windows_of_texts, f"{unit}s")
+            for unit in ("character", "byte")
+        },
     )
+
+
+def _of_task(task: named.Task, config: ConfigDict, share: tuple[int, int]) -> Text:
+    name, context = config.data.name, config.model.context
+    if context < task.shortest_context:
+        raise UserError(f"config.model.context = {context}: {name!r} needs {task.shortest_context} or more")
+    options = {"context": context, "process_index": share[0], "process_count": share[1]}
+    train = TaskBatches(task, batch_size=config.batch_size, seed=config.seed, **options)
+    size = config.batch_size // config.optimizer.accumulation
+    held_out = HeldOutBatches(task, batch_size=size, windows=config.eval.windows, part=config.eval.part, **options)
+    corpus = {"name": name, "sha256": hashlib.sha256(repr(task).encode()).hexdigest(), "characters": 0}
+    tokenizer = tokenizers.CharTokenizer(task.alphabet)
+    return Text(corpus, tokenizer, train, held_out, f"fresh sequences, chance {task.chance:.3g}", {})
 
 
 def _tokenizer(corpus, data: ConfigDict) -> tokenizers.Tokenizer:

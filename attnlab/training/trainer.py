@@ -232,7 +232,8 @@ class Trainer:
         params = self.experiment.parallel.on_every_device(self.state.params)
         if self.log:
             scores = self.log.validation(last)
-            self.log.write(step=last, split="final", loss=scores["loss"], params_sha256=sha256(self._unstacked(params)))
+            result = {name: scores[name] for name in ("loss", "accuracy") if name in scores}
+            self.log.write(step=last, split="final", **result, params_sha256=sha256(self._unstacked(params)))
             self.reporter.print(f"done: {format_scores('validation', scores)}")
             if self.sample:
                 self.reporter.print(f"generate text with: python -m attnlab.sample --workdir={self.workdir}")
@@ -274,24 +275,24 @@ class Trainer:
 
 
 def evaluate(experiment: Experiment, text: Text, params, stop: Callable[[], bool]) -> dict | None:
-    """Loss on the validation text in nats per token, and in bits; None if `stop()` ended it early."""
-    loss = experiment.evaluate(params, text.validation, stop)
-    return None if loss is None else {"loss": loss, **_bits(text, loss)}
+    """Loss on held-out text in nats per token and in bits, or on a task with the accuracy; None if `stop()` ends it."""
+    scores = experiment.evaluate(params, text.validation, stop)
+    return None if scores is None else {**scores, **_bits(text, scores["loss"])}
 
 
 def _bits(text: Text, loss: float | None) -> dict:
-    factors = {"bits_per_character": text.bits_per_nat, "bits_per_byte": text.bits_per_byte}
-    return {name: None if loss is None else loss * factor for name, factor in factors.items()}
+    return {name: None if loss is None else loss * factor for name, factor in text.bits.items()}
 
 
 def format_scores(split: str, scores: dict) -> str:
-    """Format a loss, with its bits per character and byte if there are any."""
+    """Format a loss, with its bits per character and byte, or its accuracy, if there are any."""
     if scores["loss"] is None:
         return f"{split} loss not finite"
     bits = ""
     if "bits_per_character" in scores:
         bits = f" ({scores['bits_per_character']:.3f} bits per character, {scores['bits_per_byte']:.3f} per byte)"
-    return f"{split} loss {scores['loss']:.4f}{bits}"
+    accuracy = f", accuracy {scores['accuracy']:.4f}" if "accuracy" in scores else ""
+    return f"{split} loss {scores['loss']:.4f}{bits}{accuracy}"
 
 
 class _Timer:

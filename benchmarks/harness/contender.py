@@ -75,7 +75,7 @@ class Contender:
         """
         tokens, context = np.load(tokens), self.experiment.config.model.context
         batches = EvalBatches(tokens, context=context, batch_size=64, windows=len(tokens))
-        loss = self.experiment.evaluate(self.state.evaluated, batches)
+        loss = self.experiment.evaluate(self.state.evaluated, batches)["loss"]
         return {"loss": loss, "parameters": self.experiment.parameters}
 
     def batches_alone(self, count):

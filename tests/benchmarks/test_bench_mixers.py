@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from attnlab import bench
-from attnlab._benchmarks import mixers
 from attnlab._benchmarks.harness import workers
 
 

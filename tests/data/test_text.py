@@ -30,9 +30,9 @@ def test_bits_are_per_character_and_per_byte(tmp_path):
     loaded = load(tmp_path, path=f"{tmp_path}/a.txt", tokenizer="bpe", vocab_size=280)
     held_out = corpora.read_text("text", path=f"{tmp_path}/a.txt").validation
     tokens = len(loaded.tokenizer.encode(held_out))
-    assert loaded.validation_tokens == tokens
-    assert loaded.bits_per_nat == tokens / len(held_out) / math.log(2)
-    assert loaded.bits_per_byte == tokens / len(held_out.encode()) / math.log(2)
+    assert f"{tokens:,} validation tokens" in loaded.summary
+    assert loaded.bits["bits_per_character"] == tokens / len(held_out) / math.log(2)
+    assert loaded.bits["bits_per_byte"] == tokens / len(held_out.encode()) / math.log(2)
     assert loaded.facts["corpus"] == {
         "name": "text",
         "sha256": corpora.load("text", path=f"{tmp_path}/a.txt").sha256,
@@ -47,10 +47,10 @@ def test_mixture_weights_windows_bits_and_digest(tmp_path):
     windows = np.concatenate([loaded.train[step].tokens for step in range(40)])
     assert np.mean(windows.max(axis=1) > 127) == 0.25
     assert loaded.validation.windows_of_texts == [30, 10]
-    assert loaded.bits_per_byte == pytest.approx(1 / math.log(2))
+    assert loaded.bits["bits_per_byte"] == pytest.approx(1 / math.log(2))
     # A window of 8 tokens has 8 characters of the first text, 8 · 3 / 7 of the second.
-    assert loaded.bits_per_nat == pytest.approx(40 / (30 + 10 * 3 / 7) / math.log(2))
-    assert loaded.corpus.name == loaded.facts["corpus"]["name"] == "mixture"
+    assert loaded.bits["bits_per_character"] == pytest.approx(40 / (30 + 10 * 3 / 7) / math.log(2))
+    assert loaded.facts["corpus"]["name"] == "mixture"
 
 
 def test_mixture_and_path_together_are_refused(tmp_path):

@@ -118,7 +118,7 @@ def test_gradient_of_a_mixer_on_four_devices_equals_one_device(mixer):
     options = {"mixer": mixer, "num_heads": 4}
     reference = gradient(experiment("mesh", 1, **options))
     for name in ("pmap", "context", "fsdp and tensor"):
-        # The 256 tokens are summed in another order: √256 roundings of 2⁻²⁴, forward and backward through two sublayers.
+        # The 256 tokens are summed in another order: √256 roundings of 2⁻²⁴, forward and backward, in two sublayers.
         assert distance(gradient(experiment(*LAYOUTS[name], **options)), reference) < 4e-6, name
 
 

@@ -8,10 +8,10 @@ itself, and `vmap` over seeds draws them for several runs. Studies train on step
 from attnlab.data.tasks.alignments import KINDS, Pairs, pairs
 from attnlab.data.tasks.associations import Recall, recall
 from attnlab.data.tasks.chains import Chains, backcopy, backcopy_chain, chains
-from attnlab.data.tasks.copying import Copies, copies
-from attnlab.data.tasks.modular import Sums, modular_sums
+from attnlab.data.tasks.copying import Copies, Selected, copies, selective_copies
+from attnlab.data.tasks.modular import Running, Sums, modular_sums, running_sums
 from attnlab.data.tasks.regression import Regressions, regressions
-from attnlab.data.tasks.repetition import repeats
+from attnlab.data.tasks.repetition import Inductions, inductions, repeats
 from attnlab.data.tasks.retrieval import Items, largest_of
 from attnlab.data.tasks.task_draws import TEST
 
@@ -20,19 +20,25 @@ __all__ = [
     "TEST",
     "Chains",
     "Copies",
+    "Inductions",
     "Items",
     "Pairs",
     "Recall",
     "Regressions",
+    "Running",
+    "Selected",
     "Sums",
     "backcopy",
     "backcopy_chain",
     "chains",
     "copies",
+    "inductions",
     "largest_of",
     "modular_sums",
     "pairs",
     "recall",
     "regressions",
     "repeats",
+    "running_sums",
+    "selective_copies",
 ]

@@ -17,13 +17,21 @@ BLANK = 0
 class Recall(NamedTuple):
     """Sequences of multi-query associative recall."""
 
-    # int32 [B, 3·P]: n pairs key, value, key, value, … after 2·(P − n) zeros, then P queried keys
+    # int32 [B, 3·P + 2·R]: n pairs key, value, key, value, … after 2·(P − n) zeros, R more pairs, then P queried keys
     tokens: Int[Array, "B T"]
-    targets: Int[Array, "B P"]  # int32 [B, P], the value of each of the last P tokens
+    targets: Int[Array, "B P"]  # int32 [B, P], the last value of each of the last P tokens
     pairs: Int[Array, " B"]  # int32 [B], n
 
 
-def recall(step: Number, *, batch_size: int, pairs: Sequence[int], vocab_size: int = 256, seed: Number = 0) -> Recall:
+def recall(
+    step: Number,
+    *,
+    batch_size: int,
+    pairs: Sequence[int],
+    vocab_size: int = 256,
+    rewrites: int = 0,
+    seed: Number = 0,
+) -> Recall:
     """Draw sequences of multi-query associative recall (Arora et al. 2023).
 
     Keys and values of a sequence are distinct. The queries go through all keys in random order, then repeat them.
@@ -31,31 +39,43 @@ def recall(step: Number, *, batch_size: int, pairs: Sequence[int], vocab_size: i
     Args:
       pairs: possible numbers of pairs of a sequence; P is the largest.
       vocab_size: V; keys are 1 … h, values h + 1 … 2·h, where h = (V − 1) // 2.
+      rewrites: R pairs more, whose keys are drawn from the keys before: the last value of a key is its answer.
     """
     pairs = tuple(pairs)
     if not pairs or min(pairs) < 1:
         raise ValueError(f"pairs = {list(pairs)}: expected numbers of 1 or more")
-    if (vocab_size - 1) // 2 < max(pairs):
-        raise ValueError(f"vocab_size = {vocab_size}: expected {2 * max(pairs) + 1} or more for {max(pairs)} pairs")
+    if rewrites < 0:
+        raise ValueError(f"rewrites = {rewrites}: expected 0 or more")
+    if (vocab_size - 1) // 2 < (written := max(pairs) + rewrites):
+        raise ValueError(f"vocab_size = {vocab_size}: expected {2 * written + 1} or more for {written} pairs")
     if batch_size < 1:
         raise ValueError(f"batch_size = {batch_size}: expected 1 or more")
-    return _recall(step, seed, batch_size, pairs, vocab_size)
+    return _recall(step, seed, batch_size, pairs, vocab_size, rewrites)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _recall(step, seed, batch_size, pairs, vocab_size):
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+def _recall(step, seed, batch_size, pairs, vocab_size, rewrites):
     most, half = max(pairs), (vocab_size - 1) // 2
     # One draw for all, because each draw adds a second to the compilation of a loop around this.
-    drawn = jax.random.uniform(key_of(step, seed), (batch_size, 2 * half + most + 1))
+    drawn = jax.random.uniform(key_of(step, seed), (batch_size, 2 * half + most + 1 + rewrites))
+    drawn, again = drawn[:, : 2 * half + most + 1], drawn[:, 2 * half + most + 1 :]
     number = jnp.array(pairs, jnp.int32)[(drawn[:, -1:] * len(pairs)).astype(jnp.int32)]
     shuffled = jnp.argsort(drawn[:, : 2 * half].reshape(batch_size, 2, half), axis=-1).astype(jnp.int32)
-    keys, values = 1 + shuffled[:, 0, :most], 1 + half + shuffled[:, 1, :most]
+    keys, values = 1 + shuffled[:, 0, :most], 1 + half + shuffled[:, 1, : most + rewrites]
 
     blank = jnp.arange(most) < most - number  # pairs that the sequence does not have
-    shown = jnp.where(blank[..., None], BLANK, jnp.stack([keys, values], axis=2))
+    shown = jnp.where(blank[..., None], BLANK, jnp.stack([keys, values[:, :most]], axis=2))
+    rewritten = most - number + (again * number).astype(jnp.int32)
+    more = jnp.stack([jnp.take_along_axis(keys, rewritten, axis=1), values[:, most:]], axis=2)
+    # The last value that is written to each key: its own, or that of a later pair.
+    of_key = rewritten[:, :, None] == jnp.arange(most)
+    last = jnp.where(of_key, most + jnp.arange(rewrites)[:, None], 0).max(axis=1, initial=0)
+    last = jnp.maximum(last, jnp.arange(most))
     # Sorted by random numbers with blank pairs last, the first `number` are the shown pairs in random order.
     order = jnp.argsort(drawn[:, 2 * half : -1] + blank, axis=1)
     queried = jnp.take_along_axis(order, jnp.arange(most) % number, axis=1)
-    queries, targets = (jnp.take_along_axis(x, queried, axis=1) for x in (keys, values))
-    tokens = jnp.concatenate([shown.reshape(batch_size, 2 * most), queries], axis=1)
+    queries = jnp.take_along_axis(keys, queried, axis=1)
+    targets = jnp.take_along_axis(values, jnp.take_along_axis(last, queried, axis=1), axis=1)
+    pairs_of = [x.reshape(batch_size, -1) for x in (shown, more)]
+    tokens = jnp.concatenate([*pairs_of, queries], axis=1)
     return Recall(tokens, targets, number[:, 0])

@@ -1,4 +1,4 @@
-"""Sources to copy or to reverse within one sequence, for a decoder."""
+"""Sources to copy, to reverse, or to pick out of noise within one sequence, for a decoder."""
 
 import functools
 from collections.abc import Sequence
@@ -68,3 +68,36 @@ def _copies(kind, step, seed, batch_size, lengths, vocab_size):
     following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=END)
     predicted = (nth >= -1) & (nth < n)  # from the separator to the last symbol
     return Copies(tokens, jnp.where(predicted, following, -1), n[:, 0])
+
+
+class Selected(NamedTuple):
+    """Sequences with symbols among blanks, and then their copy."""
+
+    tokens: Int[Array, "B T"]  # int32 [B, T]: blanks 0, n symbols 2 … among them, and n times 1 at the end
+    targets: Int[Array, "B N"]  # int32 [B, n], the symbols in order, of the last n tokens
+
+
+def selective_copies(
+    step: Number, *, batch_size: int, length: int, symbols: int, vocab_size: int = 18, seed: Number = 0
+) -> Selected:
+    """Draw sequences of selective copying (Gu and Dao 2023): symbols at random places, to be repeated at the end.
+
+    Args:
+      symbols: n.
+      vocab_size: V; symbols are 2 … V − 1.
+    """
+    if batch_size < 1 or not 1 <= symbols <= length // 2 or vocab_size < 3:
+        sizes = f"batch_size = {batch_size}, length = {length}, symbols = {symbols}, vocab_size = {vocab_size}"
+        raise ValueError(f"{sizes}: expected 1 or more, a vocabulary of 3 or more, and twice as many tokens as symbols")
+    return _selective_copies(step, seed, batch_size, length, symbols, vocab_size)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+def _selective_copies(step, seed, batch_size, length, symbols, vocab_size):
+    symbol_key, place_key = jax.random.split(key_of(step, seed))
+    drawn = jax.random.randint(symbol_key, (batch_size, symbols), 2, vocab_size, jnp.int32)
+    noise = length - symbols
+    places = jnp.argsort(jax.random.uniform(place_key, (batch_size, noise)), axis=1)[:, :symbols]
+    rows = jnp.arange(batch_size)[:, None]
+    tokens = jnp.zeros((batch_size, length), jnp.int32).at[rows, jnp.sort(places, axis=1)].set(drawn)
+    return Selected(tokens.at[:, noise:].set(1), drawn)

@@ -1,4 +1,4 @@
-"""Modular addition: all pairs, split at random."""
+"""Modular addition: all pairs, split at random, and sums of long sequences of digits."""
 
 import functools
 from typing import NamedTuple
@@ -40,3 +40,43 @@ def _modular_sums(seed, p, count):
     tokens = jnp.stack([a, b, jnp.full_like(a, p)], axis=-1)
     sums = Sums(tokens, (a + b) % p)
     return jax.tree.map(lambda x: x[:count], sums), jax.tree.map(lambda x: x[count:], sums)
+
+
+class Running(NamedTuple):
+    """Digits and their sums so far."""
+
+    tokens: Int[Array, "B T"]  # int32 [B, T], digits 0 … base − 1, then −1
+    targets: Int[Array, "B T"]  # int32 [B, T], the sum of the digits so far modulo the base, then −1
+
+
+def running_sums(
+    step: Number,
+    *,
+    batch_size: int,
+    base: int,
+    shortest: int,
+    longest: int,
+    length: int | None = None,
+    seed: Number = 0,
+) -> Running:
+    """Draw sequences of uniform digits with the sums of their prefixes; base 2 is parity (Grazzi et al. 2025).
+
+    Args:
+      shortest, longest: numbers of digits, uniform between both.
+      length: T; None for `longest`.
+    """
+    length = longest if length is None else length
+    if not 1 <= shortest <= longest <= length or base < 2 or batch_size < 1:
+        sizes = f"base = {base}, shortest = {shortest}, longest = {longest}, length = {length}"
+        raise ValueError(f"{sizes}: expected 2 or more, and 1 ≤ shortest ≤ longest ≤ length")
+    return _running_sums(step, seed, batch_size, base, shortest, longest, length)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6))
+def _running_sums(step, seed, batch_size, base, shortest, longest, length):
+    digit_key, length_key = jax.random.split(key_of(step, seed))
+    digits = jax.random.randint(digit_key, (batch_size, length), 0, base, jnp.int32)
+    number = jax.random.randint(length_key, (batch_size, 1), shortest, longest + 1)
+    is_digit = jnp.arange(length) < number
+    sums = jnp.cumsum(jnp.where(is_digit, digits, 0), axis=1) % base
+    return Running(*(jnp.where(is_digit, x, -1) for x in (digits, sums)))

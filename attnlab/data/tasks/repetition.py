@@ -1,7 +1,8 @@
-"""Random tokens that repeat: the task of induction heads."""
+"""Random tokens of which some return: the tasks of induction heads."""
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,3 +45,40 @@ def _repeats(step, seed, batch_size, length, vocab_size, periods):
     tokens = jax.random.randint(token_key, (batch_size, max(periods)), 0, vocab_size, jnp.int32)
     period = jax.random.choice(period_key, jnp.array(periods, jnp.int32), (batch_size, 1))
     return jnp.take_along_axis(tokens, jnp.arange(length, dtype=jnp.int32) % period, axis=1)
+
+
+class Inductions(NamedTuple):
+    """Noise with triggers, which are asked for at the end."""
+
+    tokens: Int[Array, "B T"]  # int32 [B, T], triggers 0 … n − 1, other tokens n … V − 1
+    targets: Int[Array, "B N"]  # int32 [B, n], the token that followed each of the last n
+
+
+def inductions(
+    step: Number, *, batch_size: int, length: int, triggers: int = 1, vocab_size: int = 17, seed: Number = 0
+) -> Inductions:
+    """Draw random tokens in which each trigger stands once, and all of them again at the end, in random order.
+
+    The answer to a trigger is the token that followed it: the induction task of Fu et al. (2023) for one trigger.
+
+    Args:
+      triggers: n.
+      vocab_size: V.
+    """
+    if batch_size < 1 or triggers < 1 or vocab_size <= triggers or length < 3 * triggers:
+        sizes = f"batch_size = {batch_size}, length = {length}, triggers = {triggers}, vocab_size = {vocab_size}"
+        raise ValueError(f"{sizes}: expected 1 or more, a larger vocabulary, and three tokens a trigger")
+    return _inductions(step, seed, batch_size, length, triggers, vocab_size)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+def _inductions(step, seed, batch_size, length, triggers, vocab_size):
+    token_key, place_key, order_key = jax.random.split(key_of(step, seed), 3)
+    tokens = jax.random.randint(token_key, (batch_size, length), triggers, vocab_size, jnp.int32)
+    slots = jax.random.uniform(place_key, (batch_size, (length - triggers) // 2))  # of a trigger and its answer
+    at = 2 * jnp.argsort(slots, axis=1)[:, :triggers]
+    rows = jnp.arange(batch_size)[:, None]
+    asked = jnp.argsort(jax.random.uniform(order_key, (batch_size, triggers)), axis=1).astype(jnp.int32)
+    answers = jnp.take_along_axis(tokens, jnp.take_along_axis(at, asked, axis=1) + 1, axis=1)
+    tokens = tokens.at[rows, at].set(jnp.arange(triggers, dtype=jnp.int32))
+    return Inductions(tokens.at[:, length - triggers :].set(asked), answers)

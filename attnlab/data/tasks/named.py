@@ -1,0 +1,252 @@
+"""Tasks that a config names: `config.data.name = "task:recall pairs=8 rewrites=8"`.
+
+Each is a sequence of tokens and the answers at some of its positions. `ceiling` is the accuracy of a predictor that
+knows the task, 1 for all of these; `chance` that of the best one that does not look at the sequence.
+"""
+
+import dataclasses
+from typing import Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from jaxtyping import Int
+
+from attnlab.data.tasks.associations import recall
+from attnlab.data.tasks.copying import selective_copies
+from attnlab.data.tasks.modular import running_sums
+from attnlab.data.tasks.repetition import inductions
+from attnlab.data.tasks.task_draws import Number
+from attnlab.support.errors import UserError
+from attnlab.support.names import nearest
+from attnlab.support.options import first_problem, option, options
+from attnlab.types import Array
+
+PREFIX = "task:"
+Drawn = tuple[Int[Array, "B T"], Int[Array, "B T"]]
+
+
+@runtime_checkable
+class Task(Protocol):
+    """A task. Its fields are its options.
+
+    Attributes:
+      alphabet: the characters of tokens 0, 1, …, in code point order.
+      shortest_context: the fewest tokens of a sequence.
+      ceiling, chance: accuracies.
+    """
+
+    alphabet: str
+    shortest_context: int
+    ceiling: float
+    chance: float
+
+    def draw(self, step: Number, *, batch_size: int, length: int, seed: Number = 0) -> Drawn:
+        """(Tokens, targets), int32 `[B, T]` each: T = `length`, and targets are −1 where there is no answer."""
+
+    def longer(self, length: int) -> "Task | None":
+        """The task with sequences of `length` tokens, to test a model on; None where a length has no meaning."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recall:
+    """Pairs of keys and values, then keys that ask for their values; `pairs` cannot be more at another length."""
+
+    pairs: int = option("keys of a sequence", 8, low=1)
+    rewrites: int = option("pairs more, whose keys are written again with another value", 0, low=0)
+    symbols: int = option("keys of the vocabulary, and values", 26, low=1)
+    ceiling = 1.0
+
+    def __post_init__(self):
+        if self.symbols < self.pairs + self.rewrites:
+            raise ValueError(
+                f"symbols = {self.symbols}: expected pairs + rewrites = {self.pairs + self.rewrites} or more, as values "
+                "of a sequence differ"
+            )
+        if self.symbols > 5000:
+            raise ValueError(f"symbols = {self.symbols}: expected 5000 or fewer")
+
+    @property
+    def alphabet(self) -> str:
+        if self.symbols <= 26:
+            return "." + _from("A", self.symbols) + _from("a", self.symbols)
+        return "." + _from("가", 2 * self.symbols)
+
+    @property
+    def shortest_context(self) -> int:
+        return 3 * self.pairs + 2 * self.rewrites
+
+    @property
+    def chance(self) -> float:
+        return 1 / self.symbols
+
+    def draw(self, step, *, batch_size, length, seed=0) -> Drawn:
+        """As `Task.draw`: `recall`, and blanks at the end where T is larger."""
+        sizes = {"batch_size": batch_size, "pairs": (self.pairs,), "rewrites": self.rewrites}
+        drawn = recall(step, vocab_size=2 * self.symbols + 1, seed=seed, **sizes)
+        blanks = ((0, 0), (0, length - drawn.tokens.shape[1]))
+        tokens = jnp.pad(drawn.tokens, blanks)
+        return tokens, jnp.pad(_at_end(drawn.targets, drawn.tokens.shape[1]), blanks, constant_values=-1)
+
+    def longer(self, length) -> None:
+        """None: more blanks ask for nothing more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Modular:
+    """Digits, and the sums of those so far modulo the base."""
+
+    base: int = option("digits are 0 … base − 1", 3, low=2)
+    shortest: int = option("fewest digits of a sequence", 3, low=1)
+    longest: int = option("most digits of a sequence", 40, low=1)
+    answers: str = option("at each digit, or at the last alone", "each", choices=("each", "last"))
+    ceiling = 1.0
+
+    def __post_init__(self):
+        if self.base > 10:
+            raise ValueError(f"base = {self.base}: expected 10 or less")
+        if self.shortest > self.longest:
+            raise ValueError(f"shortest = {self.shortest}: expected longest = {self.longest} or less")
+
+    @property
+    def alphabet(self) -> str:
+        return "." + _from("0", self.base)
+
+    @property
+    def shortest_context(self) -> int:
+        return self.longest
+
+    @property
+    def chance(self) -> float:
+        return 1 / self.base
+
+    def draw(self, step, *, batch_size, length, seed=0) -> Drawn:
+        """As `Task.draw`: `running_sums`, and blanks after the last digit."""
+        span = {"shortest": self.shortest, "longest": self.longest, "length": length}
+        digits, sums = running_sums(step, batch_size=batch_size, base=self.base, seed=seed, **span)
+        if self.answers == "last":
+            is_last = (digits >= 0) & (jnp.pad(digits[:, 1:], ((0, 0), (0, 1)), constant_values=-1) < 0)
+            sums = jnp.where(is_last, sums, -1)
+        return digits + 1, jnp.where(sums >= 0, sums + 1, -1)
+
+    def longer(self, length) -> "Modular":
+        """Sequences of `length` digits."""
+        return dataclasses.replace(self, shortest=length, longest=length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parity(Modular):
+    """Bits, and whether an odd number of those so far is set."""
+
+    base: int = option("digits are 0 … base − 1", 2, low=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """Symbols among blanks, then their copy."""
+
+    symbols: int = option("symbols to copy", 16, low=1)
+    kinds: int = option("different symbols", 16, low=1)
+    ceiling = 1.0
+
+    def __post_init__(self):
+        if self.kinds > 26:
+            raise ValueError(f"kinds = {self.kinds}: expected 26 or fewer")
+
+    @property
+    def alphabet(self) -> str:
+        return ".?" + _from("a", self.kinds)
+
+    @property
+    def shortest_context(self) -> int:
+        return 2 * self.symbols
+
+    @property
+    def chance(self) -> float:
+        return 1 / self.kinds
+
+    def draw(self, step, *, batch_size, length, seed=0) -> Drawn:
+        """As `Task.draw`: `selective_copies`."""
+        sizes = {"batch_size": batch_size, "length": length, "symbols": self.symbols, "vocab_size": 2 + self.kinds}
+        tokens, targets = selective_copies(step, seed=seed, **sizes)
+        return tokens, _at_end(targets, length)
+
+    def longer(self, length) -> "Copy":
+        """The same: its blanks fill any length."""
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class Induction:
+    """Noise with triggers, then the triggers, which ask for what followed them."""
+
+    triggers: int = option("different triggers", 1, low=1)
+    kinds: int = option("different tokens of the noise", 16, low=1)
+    ceiling = 1.0
+
+    def __post_init__(self):
+        for name, most in (("triggers", 10), ("kinds", 26)):
+            if getattr(self, name) > most:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected {most} or fewer")
+
+    @property
+    def alphabet(self) -> str:
+        return _from("0", self.triggers) + _from("a", self.kinds)
+
+    @property
+    def shortest_context(self) -> int:
+        return 3 * self.triggers
+
+    @property
+    def chance(self) -> float:
+        return 1 / self.kinds
+
+    def draw(self, step, *, batch_size, length, seed=0) -> Drawn:
+        """As `Task.draw`: `inductions`."""
+        sizes = {"triggers": self.triggers, "vocab_size": self.triggers + self.kinds}
+        tokens, targets = inductions(step, batch_size=batch_size, length=length, seed=seed, **sizes)
+        return tokens, _at_end(targets, length)
+
+    def longer(self, length) -> "Induction":
+        """The same: its noise fills any length."""
+        return self
+
+
+TASKS = {"recall": Recall, "parity": Parity, "modular": Modular, "copy": Copy, "induction": Induction}
+
+
+def parse(name: str) -> Task | None:
+    """The task of a `config.data.name`; None for a name of another kind.
+
+    Raises:
+      UserError: an unknown task, or a value that it cannot have.
+
+    >>> parse("task:recall pairs=4")
+    Recall(pairs=4, rewrites=0, symbols=26)
+    """
+    if not name.startswith(PREFIX):
+        return None
+    kind, *words = name.removeprefix(PREFIX).split() or [""]
+    if kind not in TASKS:
+        raise UserError(f"data.name = {name!r}: no task {kind!r}{nearest(kind, TASKS)}: expected {', '.join(TASKS)}")
+    declared, values = options(TASKS[kind]), {}
+    for word in words:
+        field, equals, value = word.partition("=")
+        if field not in declared or not equals:
+            known = ", ".join(f"{known}={each.default}" for known, each in declared.items())
+            raise UserError(f"data.name = {name!r}: {word!r} is not an option of {kind}: expected some of {known}")
+        values[field] = int(value) if value.isdigit() else value
+    try:
+        defaults = {known: each.default for known, each in declared.items()}
+        if problem := first_problem(declared, defaults | values):
+            raise ValueError(problem)
+        return TASKS[kind](**values)
+    except ValueError as error:
+        raise UserError(f"data.name = {name!r}: {error}") from error
+
+
+def _at_end(targets, length: int):
+    """Targets of the last tokens as targets of all, −1 before."""
+    return jnp.pad(targets, ((0, 0), (length - targets.shape[1], 0)), constant_values=-1)
+
+
+def _from(first: str, count: int) -> str:
+    return "".join(chr(ord(first) + n) for n in range(count))

@@ -1,0 +1,175 @@
+"""Tasks that a config names: answers, chance, parsing, and batches."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnlab.data import tasks
+from attnlab.data.tasks import TEST, recall, running_sums
+from attnlab.data.tasks.named import TASKS, Task, parse
+from attnlab.data.tasks.task_batches import HeldOutBatches, TaskBatches
+from attnlab.support.errors import UserError
+
+# Each task, small, and its sequences' length.
+CASES = {
+    "task:recall pairs=3 symbols=5": 12,
+    "task:recall pairs=3 rewrites=4 symbols=8": 18,
+    "task:parity shortest=2 longest=9": 10,
+    "task:modular base=3 shortest=2 longest=9 answers=last": 10,
+    "task:copy symbols=3 kinds=4": 12,
+    "task:induction triggers=2 kinds=4": 12,
+}
+EVERY = pytest.mark.parametrize("name", CASES)
+
+
+def solved(name, row):
+    """The answers of one sequence in characters by the rule of its task, None where there is none."""
+    kind, length = name.split()[0].removeprefix("task:"), len(row)
+    answers = [None] * length
+    if kind == "recall":
+        known, at, row = {}, 0, row.rstrip(".")
+        while at + 1 < len(row) and row[at + 1].islower():
+            known[row[at]], at = row[at + 1], at + 2
+        answers[at : len(row)] = [known[key] for key in row[at:]]
+    if kind in ("parity", "modular"):
+        digits, base = row.rstrip("."), 2 if kind == "parity" else 3
+        sums = [str(total % base) for total in itertools.accumulate(map(int, digits))]
+        answers[: len(sums)] = [None] * (len(sums) - 1) + sums[-1:] if "last" in name else sums
+    if kind == "copy":
+        noise = row.rstrip("?")
+        answers[len(noise) :] = noise.replace(".", "")
+    if kind == "induction":
+        answers[-2:] = [row[row.index(trigger) + 1] for trigger in row[-2:]]
+    return answers
+
+
+@EVERY
+def test_the_rule_of_a_task_has_accuracy_one_and_no_constant_beats_chance(name):
+    task = parse(name)
+    assert isinstance(task, Task) and CASES[name] >= task.shortest_context and task.ceiling == 1
+    tokens, targets = map(np.asarray, task.draw(0, batch_size=2000, length=CASES[name]))
+    assert tokens.dtype == targets.dtype == np.int32 and tokens.shape == targets.shape == (2000, CASES[name])
+    for row, wanted in zip(tokens[:200], targets):
+        answers = solved(name, "".join(task.alphabet[token] for token in row))
+        assert [None if n < 0 else task.alphabet[n] for n in wanted] == answers
+    counted = targets[targets >= 0]
+    best = np.bincount(counted).max() / len(counted)
+    # The largest of at most 8 shares, each of 2,000 independent sequences or more: five deviations above their mean.
+    assert task.chance <= best + 1e-9 and best <= task.chance + 5 * (task.chance * (1 - task.chance) / 2000) ** 0.5
+
+
+@pytest.mark.parametrize("base, digits", [(2, 7), (3, 5)])
+def test_running_sums_of_all_digits_have_each_value_equally_often(base, digits):
+    """Exact: the chance of `Modular` at every position."""
+    every = np.array(list(itertools.product(range(base), repeat=digits)))
+    sums = every.cumsum(axis=1) % base
+    for column in sums.T:
+        assert (np.bincount(column, minlength=base) == len(every) / base).all()
+    drawn = running_sums(0, batch_size=50, base=base, shortest=digits, longest=digits)
+    np.testing.assert_array_equal(drawn.targets, np.cumsum(drawn.tokens, axis=1) % base)
+
+
+def test_rewrites_of_zero_draw_what_recall_drew_without_them():
+    plain = recall(3, batch_size=5, pairs=(2, 4), vocab_size=20)
+    again = recall(3, batch_size=5, pairs=(2, 4), vocab_size=20, rewrites=0)
+    np.testing.assert_array_equal(plain.tokens, again.tokens)
+
+
+def test_recall_with_rewrites_asks_for_the_last_value_of_every_key():
+    tokens, targets, pairs = map(np.asarray, recall(0, batch_size=300, pairs=(1, 3), vocab_size=21, rewrites=5))
+    stale = 0
+    for row, wanted, n in zip(tokens, targets, pairs):
+        writes, asked = row[2 * (3 - n) : 16].reshape(-1, 2), row[16:]
+        last = dict(writes.tolist())
+        assert len(writes) == n + 5 and len(last) == n and len(set(writes[:, 1])) == n + 5
+        assert [last[key] for key in asked.tolist()] == wanted.tolist()
+        stale += (dict(writes[:n].tolist())[asked[0]] != wanted[0]).sum()
+    assert stale > 150
+
+
+@EVERY
+def test_batch_is_a_function_of_seed_and_step_and_shares_make_the_whole(name):
+    options = {"context": CASES[name], "batch_size": 8, "seed": 1}
+    whole = TaskBatches(parse(name), **options)[5]
+    shares = [TaskBatches(parse(name), **options, process_index=n, process_count=2)[5] for n in range(2)]
+    for field in ("tokens", "targets", "example", "weight"):
+        both = np.concatenate([getattr(share, field) for share in shares])
+        np.testing.assert_array_equal(both, getattr(whole, field))
+    assert whole.tokens.shape == (8, CASES[name] + 1)
+    assert (TaskBatches(parse(name), **options)[6].tokens != whole.tokens).any()
+    assert (TaskBatches(parse(name), **options | {"seed": 2})[5].tokens != whole.tokens).any()
+
+
+def test_held_out_batches_are_of_steps_that_training_never_takes():
+    task, options = parse("task:copy symbols=3"), {"context": 12, "batch_size": 4}
+    first, second, whole = (
+        HeldOutBatches(task, windows=10, part=part, **options) for part in ("first", "second", "all")
+    )
+    assert [batch.weight.tolist() for batch in first] == [[1] * 4, [1] * 4, [1, 1, 0, 0]]
+    assert [batch.example[0] for batch in first] == [0, 4, 8] and len(TaskBatches(task, **options, seed=0)) == TEST
+    at = [[TaskBatches(task, **options, seed=0)[TEST + n].tokens for n in steps] for steps in ((0, 2, 4), (1, 3, 5))]
+    np.testing.assert_array_equal([batch.tokens for batch in first], at[0])
+    np.testing.assert_array_equal([batch.tokens for batch in second], at[1])
+    np.testing.assert_array_equal(whole[1].tokens, at[1][0])
+
+
+@pytest.mark.parametrize("name", ["task:parity", "task:modular", "task:copy", "task:induction"])
+def test_longer_task_fills_a_longer_sequence(name):
+    task = parse(name).longer(100)
+    tokens, targets = task.draw(0, batch_size=4, length=100)
+    assert tokens.shape == (4, 100) and (np.asarray(targets)[:, -1] >= 0).all() and task.shortest_context <= 100
+
+
+def test_recall_has_no_longer_task():
+    assert parse("task:recall").longer(1000) is None
+
+
+def test_alphabet_has_a_character_a_token_in_code_point_order():
+    for kind, task in TASKS.items():
+        alphabet = task().alphabet
+        tokens = task().draw(0, batch_size=50, length=64)[0]
+        assert list(alphabet) == sorted(set(alphabet)) and int(jnp.max(tokens)) < len(alphabet), kind
+    assert len(parse("task:recall symbols=300").alphabet) == 601
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("task:", "no task ''"),
+        ("task:recal", r"no task 'recal' \(did you mean recall\?\): expected recall, parity"),
+        ("task:recall pears=3", "'pears=3' is not an option of recall: expected some of pairs=8, rewrites=0"),
+        ("task:recall pairs", "'pairs' is not an option"),
+        ("task:recall pairs=0", "pairs = 0: expected 1 or more"),
+        ("task:recall pairs=x", "pairs = 'x': expected a value like 8"),
+        ("task:recall pairs=20 rewrites=9", r"symbols = 26: expected pairs \+ rewrites = 29 or more"),
+        ("task:recall symbols=6000", "expected 5000 or fewer"),
+        ("task:modular base=11", "base = 11: expected 10 or less"),
+        ("task:parity shortest=50", "shortest = 50: expected longest = 40 or less"),
+        ("task:parity answers=all", "expected one of each, last"),
+        ("task:copy kinds=27", "kinds = 27: expected 26 or fewer"),
+        ("task:induction triggers=11", "triggers = 11: expected 10 or fewer"),
+    ],
+)
+def test_impossible_task_is_one_line(name, message):
+    with pytest.raises(UserError, match=message):
+        parse(name)
+
+
+def test_other_names_are_no_tasks():
+    assert parse("python_docs") is None
+
+
+@pytest.mark.parametrize(
+    "draw, sizes, message",
+    [
+        ("running_sums", {"base": 1, "shortest": 1, "longest": 2}, "base = 1"),
+        ("selective_copies", {"length": 4, "symbols": 3}, "symbols = 3"),
+        ("inductions", {"length": 4, "triggers": 2}, "triggers = 2"),
+        ("recall", {"pairs": [1], "rewrites": -1}, "rewrites = -1"),
+    ],
+)
+def test_impossible_sizes_are_one_line(draw, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        getattr(tasks, draw)(0, batch_size=2, **sizes)
