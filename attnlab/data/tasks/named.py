@@ -58,8 +58,8 @@ class Recall:
     def __post_init__(self):
         if self.symbols < self.pairs + self.rewrites:
             raise ValueError(
-                f"symbols = {self.symbols}: expected pairs + rewrites = {self.pairs + self.rewrites} or more, as values "
-                "of a sequence differ"
+                f"symbols = {self.symbols}: expected pairs + rewrites = {self.pairs + self.rewrites} or more, as the "
+                "values of a sequence differ"
             )
         if self.symbols > 5000:
             raise ValueError(f"symbols = {self.symbols}: expected 5000 or fewer")
