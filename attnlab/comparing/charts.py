@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from html import escape
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ WIDTH, HEIGHT = 360, 225
 LEFT, RIGHT, TOP, BOTTOM = 42, 352, 8, 202  # edges of the plotting area
 MOST_POINTS = 32  # of a line; of longer lines, points at equal distances
 MOST_DOTS = 12  # points of a line up to which they are marked
-STEPS = (1, 2, 2.5, 5, 10)  # between ticks, times a power of ten
+STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)  # between ticks, times a power of ten
 SUFFIXES = ((1e9, "B"), (1e6, "M"), (1e4, "k"))  # from these values on
 TICK_ROOM = 34  # pixels of a label on the x axis
 
@@ -102,7 +103,8 @@ def _axes(points: Sequence[_Point], log_x: bool) -> tuple[_Axis, _Axis]:
     if left == right:
         left, right = (left / 2, right * 2) if log_x else (left - 1, right + 1)
     bottom, top = min(min(point.y, point.low) for point in points), max(max(point.y, point.high) for point in points)
-    room = 0.05 * (top - bottom) or 0.05 * abs(top) or 1.0
+    # Ticks of a narrower range would need more digits than they have room.
+    room = max(0.05 * (top - bottom), 0.002 * abs(top)) or 1.0
     inset = 6  # so that dots stay off the edges
     return (
         _Axis(left, right, LEFT + inset, RIGHT - inset, log_x),
@@ -119,7 +121,7 @@ def _ticks(low: float, high: float, most: int = 6) -> list[tuple[float, str]]:
     scale, suffix = next(((scale, suffix) for scale, suffix in SUFFIXES if limit >= scale), (1, ""))
     if limit and not 1e-4 <= limit < 1e12:
         return [(value, f"{value:.4g}") for value in values]
-    decimals = max((len(f"{value / scale:.6g}".partition(".")[2]) for value in values), default=0)
+    decimals = max(0, -int(Decimal(f"{step / scale:.3g}").as_tuple().exponent))
     return [(value, _signed(f"{value / scale:.{decimals}f}") + (suffix if value else "")) for value in values]
 
 

@@ -158,7 +158,7 @@ def _cell(text: str, key) -> str:
     return f"<td {sort}>{value}{interval}</td>"
 
 
-def _exact(value: float) -> str:
+def _exact(value) -> str:
     """The number as JavaScript reads it."""
     return "Infinity" if value == math.inf else "-Infinity" if value == -math.inf else f"{value:.12g}"
 
@@ -237,7 +237,7 @@ def _run_table(variant: str, runs: Sequence[Run], common: Mapping[str, object]) 
     return _scrolling(f"<table>{head}<tbody>{body}</tbody></table>", f"runs of {variant}")
 
 
-def _numbers(values: Sequence[float | int | None]) -> list[str]:
+def _numbers(values: Sequence) -> list[str]:
     """Numbers of five digits and equally many decimals; blank for None and NaN."""
     texts = ["" if _is_missing(value) else f"{value:.5g}" for value in values]
     if any("e" in text or "inf" in text for text in texts):
