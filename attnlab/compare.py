@@ -22,22 +22,25 @@ from pathlib import Path
 from absl import flags
 
 from attnlab import commands, train
-from attnlab.comparing import measuring, table
+from attnlab.comparing import measuring, page, parts, report, table
 from attnlab.comparing import protocol as protocols
+from attnlab.comparing.parts import Part
 from attnlab.comparing.protocol import FACTORS, Protocol
 from attnlab.comparing.variants import SIZES, Variant, config_of, matched, parse, size
+from attnlab.data.tasks import named
 from attnlab.support import workers
 from attnlab.support.errors import UserError
 from attnlab.sweep import shared_options
-from attnlab.sweeping import training_runs
+from attnlab.sweeping import grid, training_runs
 from attnlab.training import flops, precision
 from attnlab.training import text as texts
 
 MARKER = "comparison.json"
 FLAGS = (
-    "variant", "variants", "learning_rates", "seeds", "tuning_seeds", "match", "jobs", "workdir", "dry_run",
-    "nodry_run",
+    "variant", "variants", "learning_rates", "seeds", "tuning_seeds", "tasks", "match", "match_length", "jobs",
+    "workdir", "dry_run", "nodry_run",
 )  # fmt: skip
+MEASURES = {"loss": "Losses in nats per token", "accuracy": "Accuracies: shares of right answers"}
 # Where the user does not say otherwise: samples would be compiled for each variant.
 DEFAULTS = ("--config.sample.length=0", "--config.log.tensorboard=False")
 
@@ -63,6 +66,9 @@ def _define(values, argv) -> None:
     whole("seeds", 5, "fresh seeds of each variant", 2, flag_values=values)
     whole("tuning_seeds", 1, "seeds on which the learning rate is chosen, not used again", 1, flag_values=values)
     flags.DEFINE_enum("match", "none", ["none", *SIZES], "change widths so that sizes are equal", flag_values=values)
+    meaning = "tokens at which --match=state compares what decoding keeps; by default the context"
+    whole("match_length", None, meaning, 1, flag_values=values)
+    flags.DEFINE_list("tasks", [], f"a table each: some of {', '.join(parts.TASKS)}, speed", flag_values=values)
     whole("jobs", 1, "runs at a time; times are comparable with 1 alone", 1, flag_values=values)
     text("workdir", None, "folder of the comparison; by default runs/CONFIG-comparison", flag_values=values)
     flags.DEFINE_bool("dry_run", False, "list the runs and how long they may take, start none", flag_values=values)
@@ -75,23 +81,47 @@ def _main(values, argv: list[str]) -> int:
     variants = parse(values.variant, file)
     if len(variants) < 2:
         raise UserError('one variant: name another to compare it with, e.g. --variant "alibi: model.positions=alibi"')
+    if values.match_length is not None and values.match != "state":
+        raise UserError("--match_length is of --match=state: leave it out")
     folder = Path(values.workdir or f"runs/{name}-comparison")
     defaults = [one for one in DEFAULTS if not any(word.startswith(one.partition("=")[0]) for word in options)]
-    protocol = _protocol(values, config, (*options, *defaults))
-    if values.match != "none":
-        variants = matched(variants, protocol.options, _vocab_size(protocol, variants[0]), values.match)
-    tuning = [point for variant in variants for point in protocol.tuning(variant)]
-    for variant in variants:
-        protocol.final(variant, protocol.rates[0])  # so that mistakes are told before anything starts
-    total = len(tuning) + len(variants) * len(protocol.seeds)
+    protocol, given = _protocol(values, config, (*options, *defaults)), (*options, *defaults)
+    found = parts.chosen(values.tasks, file, options) if values.tasks else {"": ()}
+    made = [
+        _part(values, name, folder, protocol._replace(options=(*given, *more)), variants)
+        for name, more in found.items()
+    ]
     if values.dry_run:
-        return _print_runs(protocol, variants, tuning)
+        return _print_runs(made)
     content = {"variants": {variant.name: variant.options for variant in variants}, "options": options}
+    content |= {"tasks": list(values.tasks)} if values.tasks else {}
+    clock = training_runs.Clock(sum(len(_tuning(part)) + len(variants) * len(protocol.seeds) for part in made))
     try:
         with training_runs.claimed(folder, MARKER, content) as lock:
-            return _compare(protocol, variants, tuning, folder, values.jobs, lock, training_runs.Clock(total))
+            compared = [_compare(part, values.jobs, lock, clock) for part in made]
+            sections = [section for section, _, _ in compared]
+            if parts.SPEED in values.tasks:
+                sections.append(report.speed(compared[0][1]))
+            print(f"the page of all is {page.write(folder, name, sections)}")
+            return int(any(failed for _, _, failed in compared))
     except workers.Interrupted as stopped:
         return 128 + stopped.args[0]
+
+
+def _part(values, name: str, folder: Path, protocol: Protocol, variants: list[Variant]) -> Part:
+    """A part with its measure, and widths that match; its mistakes are told before anything starts."""
+    is_task = named.parse(config_of(protocol.options).data.name)
+    protocol = protocol._replace(measure="accuracy" if is_task else "loss")
+    if values.match != "none":
+        vocab_size = _vocab_size(protocol, variants[0])
+        variants = matched(variants, protocol.options, vocab_size, values.match, values.match_length)
+    for variant in variants:
+        protocol.final(variant, protocol.rates[0])
+    return Part(name, folder / grid.folder_name(name) if name else folder, protocol, variants)
+
+
+def _tuning(part: Part) -> list:
+    return [point for variant in part.variants for point in part.protocol.tuning(variant)]
 
 
 def _protocol(values, config, options: tuple[str, ...]) -> Protocol:
@@ -107,8 +137,13 @@ def _protocol(values, config, options: tuple[str, ...]) -> Protocol:
     return Protocol(options, tuple(sorted(rates)), tuple(range(first, fresh)), seeds)
 
 
-def _compare(protocol, variants, tuning, folder: Path, jobs: int, lock: int, clock) -> int:
-    failed = _train(tuning, folder, jobs, lock, clock)
+def _compare(part: Part, jobs: int, lock: int, clock) -> tuple[page.Section, list[dict], bool]:
+    """Train, measure and report a part: its section of the page, its rows, and whether a run failed."""
+    name, folder, protocol, variants = part
+    if name:
+        print(f"--- {name}")
+        folder.mkdir(exist_ok=True)
+    failed = _train(_tuning(part), folder, jobs, lock, clock)
     rates = {variant.name: protocols.chosen_rate(protocol, variant, folder) for variant in variants}
     final = {variant.name: protocol.final(variant, rates[variant.name][0]) for variant in variants}
     failed |= _train([point for points in final.values() for point in points], folder, jobs, lock, clock)
@@ -118,8 +153,8 @@ def _compare(protocol, variants, tuning, folder: Path, jobs: int, lock: int, clo
     notes = _notes(protocol, rows, jobs)
     print("\n".join(notes))
     table.write(rows, folder, notes)
-    _draw(rows, {name: [folder / point.name for point in points] for name, points in final.items()}, folder)
-    return 1 if failed else 0
+    _draw(rows, protocol.measure, {name: [folder / p.name for p in points] for name, points in final.items()}, folder)
+    return report.section(part, rows, notes, final, measured), rows, bool(failed)
 
 
 def _train(points, folder: Path, jobs: int, lock: int, clock) -> dict[str, str]:
@@ -147,9 +182,10 @@ def _measure(final, folder: Path, lock: int) -> dict[str, dict]:
 def _notes(protocol: Protocol, rows, jobs: int) -> list[str]:
     seeds, rates = len(protocol.seeds), ", ".join(f"{rate:g}" for rate in protocol.rates)
     notes = [
-        f"Losses in nats per token, means of {seeds} seeds ± 95 % intervals; differences are paired by seed, verdicts "
-        f"corrected for {len(rows) - 1} variant{'s' if len(rows) > 2 else ''}. Learning rates {rates}, chosen with "
-        f"{len(protocol.tuning_seeds)} other seed{'s' if len(protocol.tuning_seeds) > 1 else ''} on other text."
+        f"{MEASURES[protocol.measure]}, means of {seeds} seeds ± 95 % intervals; differences are paired by seed, "
+        f"verdicts corrected for {len(rows) - 1} variant{'s' if len(rows) > 2 else ''}. Learning rates {rates}, chosen with "
+        f"{len(protocol.tuning_seeds)} other seed{'s' if len(protocol.tuning_seeds) > 1 else ''} on other "
+        + ("text." if protocol.measure == "loss" else "sequences.")
     ]
     if any(row["verdict"] == "not told apart" for row in rows):
         notes.append(
@@ -160,41 +196,49 @@ def _notes(protocol: Protocol, rows, jobs: int) -> list[str]:
         notes.append("(edge): the best learning rate is the smallest or largest one: widen --learning_rates.")
     if any(not row["comparable"] for row in rows):
         notes.append("Not comparable: no width makes its size equal to the first variant's within 5 %.")
+    if protocol.measure == "accuracy" and rows[0].get("accuracy_2x") is not None:
+        notes.append("Accuracies at 2× and more are of answers in the second half of sequences so much longer.")
     if jobs > 1:
         notes.append(f"Loss at equal time and tokens/s were measured with --jobs={jobs}: they compare with 1 alone.")
     return notes
 
 
-def _draw(rows, workdirs, folder: Path) -> None:
+def _draw(rows, measure: str, workdirs, folder: Path) -> None:
     written = [table.TABLE, table.TEXT]
     try:
         from attnlab.comparing import figures  # matplotlib is optional
     except ImportError:
         print("figures need matplotlib: pip install matplotlib")
     else:
-        seeds = {name: [protocols.loss_of(workdir) for workdir in found] for name, found in workdirs.items()}
-        figures.losses(rows, seeds).savefig(folder / "losses.png", dpi=160)
+        of = protocols.RESULTS[measure]
+        seeds = {name: [of(workdir) for workdir in found] for name, found in workdirs.items()}
+        results = "losses.png" if measure == "loss" else "accuracies.png"
+        figures.results(rows, seeds, measure).savefig(folder / results, dpi=160)
         figures.curves(workdirs).savefig(folder / "curves.png", dpi=160)
-        written += ["losses.png", "curves.png"]
+        written += [results, "curves.png"]
     print(f"{', '.join(written[:-1])} and {written[-1]} are in {folder}")
 
 
-def _print_runs(protocol: Protocol, variants: list[Variant], tuning) -> int:
+def _print_runs(made: list[Part]) -> int:
     """The runs of a comparison, and an estimate of their time."""
-    vocab_size, seconds = _vocab_size(protocol, variants[0]), 0.0
-    available = flops.peak(precision.resolved(config_of(protocol.options).precision))
-    for variant in variants:
-        config = config_of([*protocol.options, *variant.options], variant.name)
-        choosing = protocol.tuning(variant)
-        points = [*choosing, *protocol.final(variant, protocol.rates[0])]
-        estimate = protocols.estimate(points, size(config, vocab_size, "flops"), available)
-        seconds += estimate
-        print(f"{variant.name}: about {estimate / 60:.0f} min  {' '.join(variant.options)}")
-        for point in choosing:
-            print(f"  choosing: {point.name}")
-        best = f"at the best of {len(protocol.rates)} learning rates" if choosing else f"at {protocol.rates[0]:g}"
-        print(f"  {best}: seeds {', '.join(map(str, protocol.seeds))}")
-    count = len(tuning) + len(variants) * len(protocol.seeds)
+    count = seconds = 0
+    for part in made:
+        protocol, variants = part.protocol, part.variants
+        if part.name:
+            print(f"--- {part.name}: {' '.join(protocol.options)}")
+        vocab_size = _vocab_size(protocol, variants[0])
+        available = flops.peak(precision.resolved(config_of(protocol.options).precision))
+        for variant in variants:
+            config = config_of([*protocol.options, *variant.options], variant.name)
+            choosing = protocol.tuning(variant)
+            points = [*choosing, *protocol.final(variant, protocol.rates[0])]
+            estimate = protocols.estimate(points, size(config, vocab_size, "flops"), available)
+            seconds, count = seconds + estimate, count + len(points)
+            print(f"{variant.name}: about {estimate / 60:.0f} min  {' '.join(variant.options)}")
+            for point in choosing:
+                print(f"  choosing: {point.name}")
+            best = f"at the best of {len(protocol.rates)} learning rates" if choosing else f"at {protocol.rates[0]:g}"
+            print(f"  {best}: seeds {', '.join(map(str, protocol.seeds))}")
     print(f"{count} runs, about {seconds / 60:.0f} min one after another, at a third of this device's speed")
     return 0
 

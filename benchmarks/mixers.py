@@ -13,6 +13,7 @@ import statistics
 import jax
 
 from attnlab import config as configs
+from attnlab.comparing.variants import state_bytes
 from attnlab.nn.kinds import MIXERS
 from attnlab.support import timing
 from attnlab.training.experiment import Experiment
@@ -58,12 +59,6 @@ def main(values) -> int:
     timing.table("mixers at the quickstart's size", rows, caption=caption)
     options.keep(values.json, figures)
     return 0
-
-
-def state_bytes(model) -> int:
-    """Bytes that decoding keeps of one text of a full context."""
-    empty = jax.eval_shape(lambda: model.empty_caches(1))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(empty))
 
 
 def _recipe(mixer):

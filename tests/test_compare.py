@@ -125,7 +125,7 @@ def test_variants_that_are_equal_but_for_the_name_have_equal_losses(finished):
     assert window["loss"] != rotary["loss"] and window["difference_loss"] == window["loss"] - rotary["loss"]
     assert "not told apart" in out and "table.csv, table.md, losses.png and curves.png are in" in out
     made = {path.name for path in folder.iterdir() if path.is_file()}
-    assert made == {"comparison.json", "table.csv", "table.md", "losses.png", "curves.png"}
+    assert made == {"comparison.json", "comparison.html", "table.csv", "table.md", "losses.png", "curves.png"}
 
 
 def test_every_column_has_its_value(finished):

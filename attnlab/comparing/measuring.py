@@ -3,10 +3,12 @@
 python -m attnlab.comparing.measuring OUT.json WORKDIR WORKDIR …
 """
 
+import functools
 import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -15,7 +17,10 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from attnlab import commands, compilation, loading
+from attnlab.comparing.variants import state_bytes
 from attnlab.data.batches import Batch
+from attnlab.data.tasks import named
+from attnlab.data.tasks.task_batches import HeldOutBatches
 from attnlab.nn import GPT
 from attnlab.support import paths
 from attnlab.support.errors import UserError
@@ -26,6 +31,7 @@ from attnlab.training.workdir import Workdir
 
 LONGER = (1, 8)  # contexts at which decoding is timed, over the training's
 FURTHEST = 4  # context at which losses are measured, over the training's
+TASK_LENGTHS = (1, 2, 4, 8)  # of sequences of a task, over the training's context
 SPANS = ((0, 1), (1, 2), (2, FURTHEST))  # of positions, over the training's context
 DECODED = 64  # tokens that are timed
 ROUNDS = 5
@@ -63,9 +69,38 @@ def measured(workdirs: list[Path]) -> dict:
     for times in LONGER if extends(model) else LONGER[:1]:
         for name, value in _decoding(model, run.params, times * context).items():
             found[f"{name}_{times}x"] = value
+    if task := named.parse(config.data.name):
+        return found | _accuracies(task, [loading.load(workdir) for workdir in workdirs])
     losses = np.mean([_losses_by_position(loading.load(workdir), workdir) for workdir in workdirs], axis=0)
     spans = {end: losses[start * context : end * context] for start, end in SPANS}
     return found | {f"loss_{end}x": float(x.mean()) for end, x in spans.items() if len(losses) >= end * context}
+
+
+def _accuracies(task: named.Task, runs: list[loading.Run]) -> dict:
+    """The accuracy at answers in the second half of longer sequences, a mean over runs; and of each run, by length."""
+    config, by_length = runs[0].config, {}
+    for times in TASK_LENGTHS if extends(runs[0].model) else TASK_LENGTHS[:1]:
+        length = times * config.model.context
+        if (longer := task.longer(length)) is None:
+            break
+        sizes = {"batch_size": max(1, config.batch_size // times), "windows": max(1, config.eval.windows // times)}
+        batches = HeldOutBatches(longer, context=length, part="second", **sizes)
+        model = runs[0].model.clone(context=length)
+        answer = jax.jit(lambda params, tokens, model=model: model.apply(params, tokens).argmax(-1))
+        by_length[length] = [_accuracy(functools.partial(answer, run.params), batches) for run in runs]
+    means = {f"accuracy_{times}x": float(np.mean(found)) for times, found in zip(TASK_LENGTHS, by_length.values())}
+    return means | {"accuracies_by_length": by_length}
+
+
+def _accuracy(answer: Callable, batches: HeldOutBatches) -> float:
+    right = count = 0
+    for number in range(len(batches)):
+        batch = batches[number]
+        place = np.arange(batch.targets.shape[1])
+        counted = (batch.targets >= 0) & (place >= len(place) // 2) & (batch.weight > 0)[:, None]
+        right += ((np.asarray(answer(batch.tokens[:, :-1])) == batch.targets) & counted).sum()
+        count += counted.sum()
+    return float(right / count)
 
 
 def extends(model: GPT) -> bool:
@@ -95,11 +130,10 @@ def _decoding(model: GPT, params, length: int) -> dict[str, float]:
 
     caches, seconds = _timed(prefill, params, tokens)
     _, seconds_decoding = _timed(decode, params, caches)
-    empty = jax.eval_shape(lambda: model.empty_caches(1))
     return {
         "prefill_tokens_per_second": length / seconds,
         "decode_tokens_per_second": steps / seconds_decoding,
-        "decode_state_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(empty)),
+        "decode_state_bytes": state_bytes(model),
     }
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from attnlab import train
 from attnlab.comparing.variants import Variant, config_of
+from attnlab.data.tasks import named
 from attnlab.sweeping import grid
 from attnlab.sweeping.grid import Point
 from attnlab.training import metrics
@@ -23,7 +24,8 @@ class Protocol(NamedTuple):
     options: tuple[str, ...]  # of `attnlab train`
     rates: tuple[float, ...]  # learning rates, ascending
     tuning_seeds: tuple[int, ...]  # on which the rate is chosen
-    seeds: tuple[int, ...]  # fresh seeds, whose losses are compared
+    seeds: tuple[int, ...]  # fresh seeds, whose results are compared
+    measure: str = "loss"  # that is compared; "accuracy" for a task
 
     def tuning(self, variant: Variant) -> list[Point]:
         """The runs that choose a variant's learning rate, on the first half of the held-out text."""
@@ -65,6 +67,17 @@ def loss_of(workdir: Path) -> float:
         return math.log(read_config(workdir)["vocab_size"])
     final = [record["loss"] for record in metrics.read(workdir / "metrics.jsonl") if record["split"] == "final"]
     return float(final[-1]) if final else math.nan
+
+
+def accuracy_of(workdir: Path) -> float:
+    """A run's accuracy on its half of the held-out sequences of a task; chance if it diverged, NaN if unfinished."""
+    if diverged(workdir):
+        return named.parse(read_config(workdir)["data"]["name"]).chance
+    final = [record["accuracy"] for record in metrics.read(workdir / "metrics.jsonl") if record["split"] == "final"]
+    return float(final[-1]) if final else math.nan
+
+
+RESULTS = {"loss": loss_of, "accuracy": accuracy_of}  # by the measure of a protocol
 
 
 def chosen_rate(protocol: Protocol, variant: Variant, folder: Path) -> tuple[float, bool]:

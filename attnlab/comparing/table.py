@@ -18,9 +18,12 @@ from attnlab.support.errors import UserError
 TABLE, TEXT = "table.csv", "table.md"
 FACTS = ("parameters", "flops_per_token_train", "flops_per_token_decode", "peak_memory_bytes")
 SPEEDS = ("prefill_tokens_per_second", "decode_tokens_per_second", "decode_state_bytes")
+LENGTHS = {"loss": (1, 2, 4), "accuracy": (1, 2, 4, 8)}  # over the training's, at which a measure is told
 # The shown columns of a table, with short names; a column without any value is left out.
 SHOWN = {
     "variant": "variant",
+    "accuracy": "accuracy",
+    "difference_accuracy": "difference",
     "loss": "loss",
     "difference_loss": "difference",
     "verdict": "verdict",
@@ -32,6 +35,9 @@ SHOWN = {
     "loss_at_equal_time": "loss at equal time",
     "loss_2x": "loss to 2×",
     "loss_4x": "loss to 4×",
+    "accuracy_2x": "accuracy at 2×",
+    "accuracy_4x": "at 4×",
+    "accuracy_8x": "at 8×",
     "parameters": "parameters",
     "flops_per_token_train": "FLOPs/token",
     "train_tokens_per_second": "training tokens/s",
@@ -42,7 +48,12 @@ SHOWN = {
     "peak_memory_bytes": "peak bytes",
     "comparable": "comparable",
 }
-INTERVALS = ("loss", "difference_loss", "loss_at_equal_time")
+INTERVALS = ("loss", "accuracy", "difference_loss", "difference_accuracy", "loss_at_equal_time")
+# Of the table of speeds.
+SPEED_COLUMNS = (
+    *("variant", "parameters", "flops_per_token_train", "train_tokens_per_second", "prefill_tokens_per_second_1x"),
+    *("decode_tokens_per_second_1x", "decode_tokens_per_second_8x", "decode_state_bytes_1x", "peak_memory_bytes"),
+)
 
 
 def rows(
@@ -55,42 +66,47 @@ def rows(
     """The records of a comparison with the first variant, one a variant, in their order."""
     points = [protocol.final(variant, rates[variant.name][0]) for variant in variants]
     workdirs = [[folder / point.name for point in of_variant] for of_variant in points]
-    losses = np.array([[protocols.loss_of(workdir) for workdir in of_variant] for of_variant in workdirs])
+    results = {name: _results(name, workdirs) for name in dict.fromkeys((protocol.measure, "loss"))}
     curves = [[protocols.curve(workdir) for workdir in of_variant] for of_variant in workdirs]
     ends = [curve[-1, 1] for curve in curves[0] if len(curve)]
     seconds = float(np.median(ends)) if ends else math.nan
-    compared = [None, *statistics.differences(losses)]
+    sign = -1 if protocol.measure == "accuracy" else 1  # the lower result is the better one
+    compared = [None, *statistics.differences(sign * results[protocol.measure])]
     return [
         {
             "variant": variant.name,
-            **_losses(losses[n]),
-            **_difference(compared[n]),
+            **{key: value for name, of in results.items() for key, value in _mean(name, of[n]).items()},
+            "seeds": int((~np.isnan(results["loss"][n])).sum()),
+            **_difference(compared[n], protocol.measure, sign),
             "diverged": sum(map(protocols.diverged, workdirs[n])),
-            "failed": int(np.isnan(losses[n]).sum()),
+            "failed": int(np.isnan(results["loss"][n]).sum()),
             "learning_rate": rates[variant.name][0],
             "learning_rate_at_edge": rates[variant.name][1],
             "comparable": variant.comparable,
             **_at_equal_time(curves[n], seconds),
-            **_measured(measured.get(variant.name, {})),
+            **_measured(measured.get(variant.name, {}), protocol.measure),
             "train_tokens_per_second": _median([protocols.speed(workdir) for workdir in workdirs[n]]),
         }
         for n, variant in enumerate(variants)
     ]
 
 
-def _losses(losses: np.ndarray) -> dict:
-    ended = losses[~np.isnan(losses)]
-    mean, half = statistics.interval(ended)
-    return {"loss": _number(mean), "loss_interval": _number(half), "seeds": len(ended)}
+def _results(measure: str, workdirs) -> np.ndarray:
+    return np.array([[protocols.RESULTS[measure](workdir) for workdir in of_variant] for of_variant in workdirs])
 
 
-def _difference(found: statistics.Difference | None) -> dict:
-    names = ("difference_loss", "difference_loss_interval", "difference_p", "verdict")
+def _mean(name: str, results: np.ndarray) -> dict:
+    mean, half = statistics.interval(results[~np.isnan(results)])
+    return {name: _number(mean), f"{name}_interval": _number(half)}
+
+
+def _difference(found: statistics.Difference | None, measure: str, sign: int) -> dict:
+    names = (f"difference_{measure}", f"difference_{measure}_interval", "difference_p", "verdict")
     names += ("difference_detectable", "difference_seeds_needed")
     if found is None:
         return dict.fromkeys(names)
     told_apart = found.verdict != "not told apart"
-    values = (*map(_number, found[:3]), found.verdict)
+    values = (_number(sign * found.mean), *map(_number, found[1:3]), found.verdict)
     return dict(zip(names, (*values, None if told_apart else _number(found.detectable), found.seeds_needed)))
 
 
@@ -100,10 +116,10 @@ def _at_equal_time(curves: Sequence[np.ndarray], seconds: float) -> dict:
     return {"loss_at_equal_time": _number(mean), "loss_at_equal_time_interval": _number(half)}
 
 
-def _measured(found: Mapping) -> dict:
-    losses = [f"loss_{times}x" for times in (1, 2, 4)]
+def _measured(found: Mapping, measure: str) -> dict:
+    lengths = [f"{measure}_{times}x" for times in LENGTHS[measure]]
     speeds = [f"{name}_{times}x" for name in SPEEDS for times in (1, 8)]
-    return {name: found.get(name) for name in (*FACTS, *losses, *speeds)}
+    return {name: found.get(name) for name in (*FACTS, *lengths, *speeds)}
 
 
 def _median(values: Sequence[float]) -> float | None:
@@ -158,9 +174,14 @@ def _value(name: str, text: str | None):
     return int(number) if text.lstrip("-").isdigit() else number
 
 
-def cells(found: Sequence[Mapping]) -> list[list[str]]:
-    """The shown columns as texts, names first; losses with their intervals, and columns without news left out."""
-    names = [name for name in SHOWN if _has_news(name, [row[name] for row in found])]
+def shown(found: Sequence[Mapping], columns: Sequence[str] = tuple(SHOWN)) -> list[str]:
+    """The columns that are shown: those of `columns` that a table has, and that have news."""
+    return [name for name in columns if name in found[0] and _has_news(name, [row[name] for row in found])]
+
+
+def cells(found: Sequence[Mapping], columns: Sequence[str] = tuple(SHOWN)) -> list[list[str]]:
+    """The shown columns as texts, names first; losses and accuracies with their intervals."""
+    names = shown(found, columns)
     return [[SHOWN[name] for name in names], *([_cell(name, row) for name in names] for row in found)]
 
 
@@ -176,10 +197,12 @@ def _cell(name: str, row: Mapping) -> str:
         return ""
     if name in INTERVALS:
         half = row[f"{name}_interval"]
-        return f"{value:{'+' if name == 'difference_loss' else ''}.4f}" + (f" ± {half:.4f}" if half is not None else "")
+        return f"{value:{'+' if name.startswith('difference') else ''}.4f}" + (
+            f" ± {half:.4f}" if half is not None else ""
+        )
     if name == "learning_rate":
         return f"{value:.3g}" + (" (edge)" if row["learning_rate_at_edge"] else "")
-    if name == "difference_detectable" or name.startswith("loss_"):
+    if name == "difference_detectable" or name.startswith(("loss_", "accuracy_")):
         return f"{value:.4f}"
     if name == "difference_seeds_needed":
         return f"{value}" if value < statistics.MOST_SEEDS else f"≥ {value:,}"
@@ -188,9 +211,9 @@ def _cell(name: str, row: Mapping) -> str:
     return value if isinstance(value, str) else f"{value:,.0f}" if value < 1e6 else f"{value:.3g}"
 
 
-def as_text(found: Sequence[Mapping]) -> str:
+def as_text(found: Sequence[Mapping], columns: Sequence[str] = tuple(SHOWN)) -> str:
     """The table with aligned columns, for a terminal."""
-    lines = cells(found)
+    lines = cells(found, columns)
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join(
         "  ".join(

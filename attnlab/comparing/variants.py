@@ -18,7 +18,7 @@ from attnlab.support.names import nearest
 from attnlab.training import flops, precision
 
 CLOSE = 0.05  # beyond which two sizes are not comparable
-SIZES = ("parameters", "flops")
+SIZES = ("parameters", "flops", "state")
 
 
 class Variant(NamedTuple):
@@ -32,7 +32,13 @@ class Variant(NamedTuple):
 def parse(texts: Sequence[str], file: str | None) -> list[Variant]:
     """Variants from texts "NAME: FIELD=VALUE FIELD=VALUE", and from the dictionary VARIANTS of a file or experiment."""
     variants = [_parsed(text) for text in texts]
-    variants += [Variant(name, _options(name, fields)) for name, fields in (_read(file) if file else {}).items()]
+    in_file = fields_of_file(file, "VARIANTS") if file else {}
+    if file and not in_file:
+        raise UserError(
+            f"{file} has no dictionary VARIANTS of names, and their fields and values: write one, or name variants "
+            'with --variant "NAME: FIELD=VALUE"'
+        )
+    variants += [Variant(name, options_of(f"--variant={name!r}", fields)) for name, fields in in_file.items()]
     names = [variant.name for variant in variants]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"--variant={twice[0]!r} is given twice: choose another name")
@@ -43,27 +49,29 @@ def _parsed(text: str) -> Variant:
     name, colon, fields = text.partition(":")
     if not colon or not name.strip():
         raise UserError(f'--variant="{text}": expected "NAME: FIELD=VALUE FIELD=VALUE", e.g. "alibi: model.window=16"')
-    return Variant(name.strip(), _options(name.strip(), fields))
+    return Variant(name.strip(), options_of(f"--variant={name.strip()!r}", fields))
 
 
-def _options(name: str, fields: str | Mapping) -> tuple[str, ...]:
+def options_of(name: str, fields: str | Mapping) -> tuple[str, ...]:
+    """Fields and values as options of `attnlab train`; errors begin with `name`."""
     try:
         words = shlex.split(fields) if isinstance(fields, str) else [f"{key}={value}" for key, value in fields.items()]
     except ValueError as error:
-        raise UserError(f"--variant={name!r}: {error}") from error
+        raise UserError(f"{name}: {error}") from error
     known, options = configs.fields(configs.default()), []
     for word in words:
         field, equals, value = word.removeprefix("--").removeprefix("config.").partition("=")
         if not equals or field not in known:
             why = "has no value" if field in known else f"is not a field{nearest(field, known)}"
-            raise UserError(f"--variant={name!r}: config.{field} {why}: write FIELD=VALUE")
+            raise UserError(f"{name}: config.{field} {why}: write FIELD=VALUE")
         if field in ("seed", "optimizer.learning_rate", "eval.part"):
-            raise UserError(f"--variant={name!r}: config.{field} is chosen by the comparison: leave it out")
+            raise UserError(f"{name}: config.{field} is chosen by the comparison: leave it out")
         options.append(f"--config.{field}={value}")
     return tuple(options)
 
 
-def _read(file: str) -> Mapping:
+def fields_of_file(file: str, name: str) -> Mapping:
+    """A dictionary of names, and their fields and values, in a Python file or an experiment; {} where it has none."""
     path = configs.find(file)
     try:
         spec = importlib.util.spec_from_file_location("attnlab_variants", path)
@@ -71,12 +79,9 @@ def _read(file: str) -> Mapping:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever a user's file raises
         raise UserError(f"--variants={file}: {type(error).__name__}: {commands.one_line(error)}") from error
-    found = getattr(module, "VARIANTS", None)
-    if not isinstance(found, Mapping) or not found or not all(isinstance(x, str | Mapping) for x in found.values()):
-        raise UserError(
-            f"{file} has no dictionary VARIANTS of names, and their fields and values: write one, or name variants "
-            'with --variant "NAME: FIELD=VALUE"'
-        )
+    found = getattr(module, name, {})
+    if not isinstance(found, Mapping) or not all(isinstance(x, str | Mapping) for x in found.values()):
+        raise UserError(f"{file}: {name} is no dictionary of names, and their fields and values: write one")
     return found
 
 
@@ -91,29 +96,42 @@ def config_of(options: Sequence[str], name: str = "") -> ConfigDict:
         raise UserError(f"--variant={name!r}: {error}" if name else str(error)) from error
 
 
-def size(config: ConfigDict, vocab_size: int, of: str) -> float:
-    """The number of parameters of a config's model, or its FLOPs of training per token."""
+def size(config: ConfigDict, vocab_size: int, of: str, length: int | None = None) -> float:
+    """The parameters of a config's model, its FLOPs of training per token, or the bytes it keeps of `length` tokens."""
     config.precision = precision.resolved(config.precision)
     model = GPT.from_config(config, vocab_size)
     if of == "flops":
         return flops.per_token(model, config.model.context)
+    if of == "state":
+        return state_bytes(model, length)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     return float(sum(leaf.size for leaf in jax.tree.leaves(shapes)))
 
 
-def matched(variants: Sequence[Variant], options: Sequence[str], vocab_size: int, of: str) -> list[Variant]:
-    """Variants whose widths make them as large as the first variant, in steps that keep heads whole."""
-    wanted = size(config_of([*options, *variants[0].options], variants[0].name), vocab_size, of)
-    return [variants[0], *(_matched(variant, options, vocab_size, of, wanted) for variant in variants[1:])]
+def state_bytes(model: GPT, length: int | None = None) -> int:
+    """Bytes that decoding keeps of one text of `length` tokens; None for the model's context."""
+    empty = jax.eval_shape(lambda: model.empty_caches(1, length))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(empty))
 
 
-def _matched(variant: Variant, options, vocab_size: int, of: str, wanted: float) -> Variant:
+def matched(
+    variants: Sequence[Variant], options: Sequence[str], vocab_size: int, of: str, length: int | None = None
+) -> list[Variant]:
+    """Variants whose widths make them as large as the first variant, in steps that keep heads whole.
+
+    `length` is the number of tokens at which "state" is matched; None for the context.
+    """
+    wanted = size(config_of([*options, *variants[0].options], variants[0].name), vocab_size, of, length)
+    return [variants[0], *(_matched(variant, options, vocab_size, of, wanted, length) for variant in variants[1:])]
+
+
+def _matched(variant: Variant, options, vocab_size: int, of: str, wanted: float, length) -> Variant:
     config = config_of([*options, *variant.options], variant.name)
     step = config.model.num_heads * (2 if config.model.positions == "rotary" else 1)
 
     def size_at(steps: int) -> float:
         config.model.width = steps * step
-        return size(config, vocab_size, of)
+        return size(config, vocab_size, of, length)
 
     low, high = 1, 2
     while size_at(high) < wanted:

@@ -106,7 +106,16 @@ def name_of(values: dict) -> str:
     last = [field.rpartition(".")[2] for field in values]
     short = {field: name if last.count(name) == 1 else field for field, name in zip(values, last)}
     whole = ",".join(f"{short[field]}={value}" for field, value in values.items())
-    safe = re.sub(r"[^\w.+=,-]+", "_", whole)
-    if safe == whole and len(whole) <= LONGEST:
-        return whole
-    return f"{safe[:LONGEST]}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
+    return folder_name(whole)
+
+
+def folder_name(name: str) -> str:
+    """A name that can name a folder, and that no other name becomes.
+
+    >>> folder_name("seed=0"), folder_name("task:copy symbols=3")
+    ('seed=0', 'task_copy_symbols=3-77209219')
+    """
+    safe = re.sub(r"[^\w.+=,-]+", "_", name)
+    if safe == name and len(name) <= LONGEST:
+        return name
+    return f"{safe[:LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"

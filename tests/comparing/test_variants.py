@@ -47,7 +47,12 @@ def test_mistake_in_a_variant_is_named(given, message):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("1 +", "SyntaxError"), ("VARIANTS = 3", "has no dictionary VARIANTS"), ("import nothing_such", "ModuleNotFound")],
+    [
+        ("1 +", "SyntaxError"),
+        ("VARIANTS = 3", "VARIANTS is no dictionary"),
+        ("", "has no dictionary VARIANTS"),
+        ("import nothing_such", "ModuleNotFound"),
+    ],
 )
 def test_file_without_variants_is_one_line(tmp_path, content, message):
     (tmp_path / "mine.py").write_text(content)
