@@ -180,12 +180,12 @@ def _measure(final, folder: Path, lock: int) -> dict[str, dict]:
 
 
 def _notes(protocol: Protocol, rows, jobs: int) -> list[str]:
-    seeds, rates = len(protocol.seeds), ", ".join(f"{rate:g}" for rate in protocol.rates)
+    rates, tuning = ", ".join(f"{rate:g}" for rate in protocol.rates), len(protocol.tuning_seeds)
     notes = [
-        f"{MEASURES[protocol.measure]}, means of {seeds} seeds ± 95 % intervals; differences are paired by seed, "
-        f"verdicts corrected for {len(rows) - 1} variant{'s' if len(rows) > 2 else ''}. Learning rates {rates}, chosen with "
-        f"{len(protocol.tuning_seeds)} other seed{'s' if len(protocol.tuning_seeds) > 1 else ''} on other "
-        + ("text." if protocol.measure == "loss" else "sequences.")
+        f"{MEASURES[protocol.measure]}, means of {len(protocol.seeds)} seeds ± 95 % intervals; differences are paired by "
+        f"seed, verdicts corrected for {len(rows) - 1} variant{'s' if len(rows) > 2 else ''}. Learning rates {rates}, "
+        f"chosen with {tuning} other seed{'s' if tuning > 1 else ''} on other "
+        f"{'text' if protocol.measure == 'loss' else 'sequences'}."
     ]
     if any(row["verdict"] == "not told apart" for row in rows):
         notes.append(

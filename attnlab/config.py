@@ -242,7 +242,7 @@ def completed(config: ConfigDict) -> ConfigDict:
     `model.positions` "auto" what it stands for."""
     _check_fields(config)
     config = from_dict(_plain(config))
-    _check_task(config.data)
+    _check_task(config)
     if config.data.path and config.data.mixture:
         raise UserError("config.data.path and config.data.mixture are both set: name the path in the mixture")
     if config.data.path or config.data.mixture:
@@ -288,10 +288,13 @@ def check(config: ConfigDict) -> None:
         raise UserError(f"config.model.{error}") from error
 
 
-def _check_task(data: ConfigDict) -> None:
-    """Raise UserError for an unknown task, and for options of texts beside one."""
-    if named.parse(data.name) is None:
+def _check_task(config: ConfigDict) -> None:
+    """Raise UserError for an unknown task, one that the context cannot hold, and options of texts beside one."""
+    data, context = config.data, config.model.context
+    if (task := named.parse(data.name)) is None:
         return
+    if context < task.shortest_context:
+        raise UserError(f"config.model.context = {context}: {data.name!r} needs {task.shortest_context} or more")
     for field, value in data.items():
         if field not in ("name", "store") and value != OPTIONS[f"data.{field}"].default:
             raise UserError(f"config.data.{field} = {value!r} is of texts, and {data.name!r} has none: leave it out")

@@ -19,6 +19,8 @@ import attnlab
 from attnlab import compare, comparing, train
 from attnlab.comparing import measuring
 from attnlab.data.batches import Batch
+from attnlab.data.tasks import named
+from attnlab.data.tasks.task_batches import HeldOutBatches
 from attnlab.support import workers
 from attnlab.training import text as texts
 from attnlab.training.state import token_losses
@@ -95,6 +97,11 @@ def steady(rows):
         ([*VARIANTS, "--seeds=1"], "seeds"),
         ([*VARIANTS, "--match=width"], "match"),
         (["--variants=nothing.py"], "nothing.py: "),
+        ([*VARIANTS, "--tasks=parety"], r"--tasks=parety \(did you mean parity\?\): expected some of text, recall"),
+        ([*VARIANTS, "--tasks=text,text"], "--tasks names text twice"),
+        ([*VARIANTS, "--tasks=speed"], "--tasks=speed alone trains nothing"),
+        ([*VARIANTS, "--tasks=parity"], "config.model.context = 16: 'task:parity' needs 40 or more"),
+        ([*VARIANTS, "--match_length=9"], "--match_length is of --match=state"),
     ],
 )
 def test_mistake_is_one_line_before_anything_starts(tmp_path, capsys, options, message):
@@ -138,6 +145,62 @@ def test_every_column_has_its_value(finished):
     assert rotary["decode_state_bytes_1x"] == cache and rotary["decode_state_bytes_8x"] == 8 * (cache - 4) + 4
     assert rotary["peak_memory_bytes"] > 3 * 4 * rotary["parameters"]  # with AdamW's two moments
     assert (rotary["seeds"], rotary["diverged"], rotary["failed"], rotary["comparable"]) == (2, 0, 0, True)
+
+
+PARITY = "task:parity longest=16"
+
+
+@pytest.fixture(scope="module")
+def of_tasks(tmp_path_factory, workers_here):
+    """A comparison of two variants on parity and on a text: its folder and output."""
+    folder, out = tmp_path_factory.mktemp("comparisons") / "tasks", io.StringIO()
+    negative = "--variant=delta: model.mixer=delta model.recurrence.negative_eigenvalues=True"
+    with contextlib.redirect_stdout(out):
+        assert compared(folder, "--variant=softmax:", negative, f"--tasks={PARITY},text,speed") == 0
+    return folder, out.getvalue()
+
+
+def parity_of(folder):
+    return folder / next(path.name for path in folder.iterdir() if path.name.startswith("task"))
+
+
+def test_table_of_a_task_compares_accuracies_by_seed_and_length(of_tasks):
+    folder, out = of_tasks
+    softmax, delta = comparing.read(parity_of(folder))
+    finals = {}
+    for variant in ("softmax", "delta"):
+        workdirs = sorted(parity_of(folder).glob(f"variant={variant},*"))
+        lines = [(workdir / "metrics.jsonl").read_text().splitlines()[-1] for workdir in workdirs]
+        finals[variant] = [json.loads(line)["accuracy"] for line in lines]
+    assert softmax["accuracy"] == np.mean(finals["softmax"]) and delta["accuracy"] == np.mean(finals["delta"])
+    assert delta["difference_accuracy"] == pytest.approx(delta["accuracy"] - softmax["accuracy"])
+    assert all(0 <= delta[f"accuracy_{times}x"] <= 1 for times in (1, 2, 4, 8))
+    assert "Accuracies: shares of right answers, means of 2 seeds" in out and f"--- {PARITY}" in out
+
+
+def test_parts_of_a_comparison_have_folders_and_one_page(of_tasks):
+    folder, out = of_tasks
+    made = {path.name for path in parity_of(folder).iterdir() if path.is_file()}
+    assert made == {"table.csv", "table.md", "accuracies.png", "curves.png"}
+    assert {path.name for path in (folder / "text").glob("*.png")} == {"losses.png", "curves.png"}
+    page = (folder / "comparison.html").read_text()
+    assert all(
+        title in page for title in (PARITY, ">text<", ">speed<", "Accuracy against length", "state that decoding")
+    )
+    assert f"the page of all is {folder / 'comparison.html'}" in out
+
+
+def test_accuracy_at_a_length_is_of_answers_in_the_second_half(of_tasks):
+    folder, _ = of_tasks
+    workdirs = sorted(parity_of(folder).glob("variant=delta,*"))
+    right = []
+    for workdir in workdirs:
+        run = attnlab.load(workdir)
+        task = named.parse("task:parity shortest=32 longest=32")
+        batches = HeldOutBatches(task, context=32, batch_size=4, windows=4, part="second")
+        answers = run.model.clone(context=32).apply(run.params, batches[0].tokens[:, :-1]).argmax(-1)
+        right.append((answers == batches[0].targets)[:, 16:].mean())
+    assert comparing.read(parity_of(folder))[1]["accuracy_2x"] == pytest.approx(np.mean(right))
 
 
 def test_losses_by_position_are_of_the_second_half_of_the_held_out_text(finished):

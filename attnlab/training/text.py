@@ -88,14 +88,11 @@ def load(
 
 
 def _of_task(task: named.Task, config: ConfigDict, share: tuple[int, int]) -> Text:
-    name, context = config.data.name, config.model.context
-    if context < task.shortest_context:
-        raise UserError(f"config.model.context = {context}: {name!r} needs {task.shortest_context} or more")
-    options = {"context": context, "process_index": share[0], "process_count": share[1]}
+    options = {"context": config.model.context, "process_index": share[0], "process_count": share[1]}
     train = TaskBatches(task, batch_size=config.batch_size, seed=config.seed, **options)
     size = config.batch_size // config.optimizer.accumulation
     held_out = HeldOutBatches(task, batch_size=size, windows=config.eval.windows, part=config.eval.part, **options)
-    corpus = {"name": name, "sha256": hashlib.sha256(repr(task).encode()).hexdigest(), "characters": 0}
+    corpus = {"name": config.data.name, "sha256": hashlib.sha256(repr(task).encode()).hexdigest(), "characters": 0}
     tokenizer = tokenizers.CharTokenizer(task.alphabet)
     return Text(corpus, tokenizer, train, held_out, f"fresh sequences, chance {task.chance:.3g}", {})
 
