@@ -182,9 +182,9 @@ def _measure(final, folder: Path, lock: int) -> dict[str, dict]:
 def _notes(protocol: Protocol, rows, jobs: int) -> list[str]:
     rates, tuning = ", ".join(f"{rate:g}" for rate in protocol.rates), len(protocol.tuning_seeds)
     notes = [
-        f"{MEASURES[protocol.measure]}, means of {len(protocol.seeds)} seeds ± 95 % intervals; differences are paired by "
-        f"seed, verdicts corrected for {len(rows) - 1} variant{'s' if len(rows) > 2 else ''}. Learning rates {rates}, "
-        f"chosen with {tuning} other seed{'s' if tuning > 1 else ''} on other "
+        f"{MEASURES[protocol.measure]}, means of {len(protocol.seeds)} seeds ± 95 % intervals; differences are paired "
+        f"by seed, verdicts corrected for {len(rows) - 1} variant{'s' if len(rows) > 2 else ''}. "
+        f"Learning rates {rates}, chosen with {tuning} other seed{'s' if tuning > 1 else ''} on other "
         f"{'text' if protocol.measure == 'loss' else 'sequences'}."
     ]
     if any(row["verdict"] == "not told apart" for row in rows):
