@@ -8,6 +8,7 @@ from attnlab.nn.heads import Head, StackedHeads
 from attnlab.nn.mixers import (
     GRU,
     CausalConv,
+    GatedConv,
     GatedDeltaNet,
     GatedLinearAttention,
     LinearAttention,
@@ -31,6 +32,7 @@ __all__ = [
     "AdditiveAttention",
     "Block",
     "CausalConv",
+    "GatedConv",
     "GatedDeltaNet",
     "GatedLinearAttention",
     "Head",

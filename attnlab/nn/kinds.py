@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from attnlab.nn.mixers import (
     GRU,
     CausalConv,
+    GatedConv,
     GatedDeltaNet,
     GatedLinearAttention,
     LinearAttention,
@@ -187,6 +188,7 @@ KINDS: dict[str, Kind] = {
     "gated_delta": Mixer(GatedDeltaNet),
     "gru": Mixer(GRU),
     "conv": Mixer(CausalConv),
+    "gated_conv": Mixer(GatedConv),
 }
 MIXERS = tuple(kind for kind in KINDS if kind not in ("local", "global"))  # the values of `mixer`
 

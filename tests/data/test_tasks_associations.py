@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnlab.data.tasks import recall
+from attnlab.data.tasks import recall, spread_recall
 
 PAIRS = (1, 3, 6)
 
@@ -57,3 +57,33 @@ def test_recall_is_a_pure_function_of_step_and_seed_traced_or_not():
 def test_recall_of_impossible_sizes_is_one_line(change, message):
     with pytest.raises(ValueError, match=message):
         batch(**change)
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_spread_recall_asks_for_each_key_once_at_an_even_distance_from_the_pairs(noise):
+    drawn = spread_recall(1, batch_size=200, pairs=3, length=15, vocab_size=20, noise=noise)
+    tokens, targets = map(np.asarray, drawn)
+    assert tokens.shape == targets.shape == (200, 15) and tokens.dtype == targets.dtype == np.int32
+    for row, wanted in zip(tokens, targets):
+        value_of, (places,) = dict(row[:6].reshape(3, 2).tolist()), np.nonzero(wanted >= 0)
+        assert len(value_of) == len(set(value_of.values())) == 3
+        assert max(value_of) <= 9 < min(value_of.values()) and max(value_of.values()) <= 18
+        assert (places >= 6).all() and (places % 2 == 0).all() and sorted(row[places]) == sorted(value_of)
+        assert wanted[places].tolist() == [value_of[key] for key in row[places]]
+    filler = tokens[:, 6:][targets[:, 6:] < 0]
+    # Of 1,200 draws from 20 tokens each is missing with probability e^−60.
+    assert set(filler) == (set(range(20)) if noise else {0})
+
+
+def test_spread_recall_asks_soon_more_often_by_its_law():
+    targets = np.asarray(spread_recall(0, batch_size=20000, pairs=1, length=12, vocab_size=9).targets)
+    found = (targets >= 0)[:, 2::2].mean(0)
+    weights = (1.0 + np.arange(5)) ** -0.99
+    expected = weights / weights.sum()
+    assert (np.abs(found - expected) < 5 * (expected * (1 - expected) / 20000) ** 0.5).all()
+
+
+@pytest.mark.parametrize("change", [{"pairs": 0}, {"length": 11}, {"vocab_size": 6}, {"batch_size": 0}])
+def test_spread_recall_of_impossible_sizes_is_one_line(change):
+    with pytest.raises(ValueError, match="expected 1 or more, .* tokens or more, a vocabulary of"):
+        spread_recall(0, **{"batch_size": 2, "pairs": 3, "length": 12, "vocab_size": 9} | change)

@@ -16,6 +16,7 @@ from attnlab.support.errors import UserError
 CASES = {
     "task:recall pairs=3 symbols=5": 12,
     "task:recall pairs=3 rewrites=4 symbols=8": 18,
+    "task:recall pairs=3 symbols=5 queries=spread": 14,
     "task:parity shortest=2 longest=9": 10,
     "task:modular base=3 shortest=2 longest=9 answers=last": 10,
     "task:copy symbols=3 kinds=4": 12,
@@ -28,6 +29,9 @@ def solved(name, row):
     """The answers of one sequence in characters by the rule of its task, None where there is none."""
     kind, length = name.split()[0].removeprefix("task:"), len(row)
     answers = [None] * length
+    if "spread" in name:
+        known = dict(zip(row[0:6:2], row[1:6:2]))
+        return [None] * 6 + [known.get(token) for token in row[6:]]
     if kind == "recall":
         known, at, row = {}, 0, row.rstrip(".")
         while at + 1 < len(row) and row[at + 1].islower():
@@ -122,8 +126,10 @@ def test_longer_task_fills_a_longer_sequence(name):
     assert tokens.shape == (4, 100) and (np.asarray(targets)[:, -1] >= 0).all() and task.shortest_context <= 100
 
 
-def test_recall_has_no_longer_task():
+def test_recall_has_a_longer_task_where_its_queries_are_spread():
     assert parse("task:recall").longer(1000) is None
+    spread = parse("task:recall queries=spread")
+    assert spread.longer(1000) == spread
 
 
 def test_alphabet_has_a_character_a_token_in_code_point_order():

@@ -6,7 +6,7 @@ itself, and `vmap` over seeds draws them for several runs. Studies train on step
 """
 
 from attnlab.data.tasks.alignments import KINDS, Pairs, pairs
-from attnlab.data.tasks.associations import Recall, recall
+from attnlab.data.tasks.associations import Recall, Spread, recall, spread_recall
 from attnlab.data.tasks.chains import Chains, backcopy, backcopy_chain, chains
 from attnlab.data.tasks.copying import Copies, Selected, copies, selective_copies
 from attnlab.data.tasks.modular import Running, Sums, modular_sums, running_sums
@@ -27,6 +27,7 @@ __all__ = [
     "Regressions",
     "Running",
     "Selected",
+    "Spread",
     "Sums",
     "backcopy",
     "backcopy_chain",
@@ -41,4 +42,5 @@ __all__ = [
     "repeats",
     "running_sums",
     "selective_copies",
+    "spread_recall",
 ]

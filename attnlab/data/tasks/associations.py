@@ -1,4 +1,4 @@
-"""Pairs of keys and values, then queried keys: the task of associative recall."""
+"""Pairs of keys and values, then queried keys: the task of associative recall, queries side by side or spread."""
 
 import functools
 from collections.abc import Sequence
@@ -79,3 +79,56 @@ def _recall(step, seed, batch_size, pairs, vocab_size, rewrites):
     pairs_of = [x.reshape(batch_size, -1) for x in (shown, more)]
     tokens = jnp.concatenate([*pairs_of, queries], axis=1)
     return Recall(tokens, targets, number[:, 0])
+
+
+class Spread(NamedTuple):
+    """Sequences of multi-query associative recall with queries at a distance."""
+
+    tokens: Int[Array, "B T"]  # int32 [B, T]: P pairs key, value, key, value, …, then the keys again among a filler
+    targets: Int[Array, "B T"]  # int32 [B, T], the value of the key at its second place, −1 elsewhere
+
+
+def spread_recall(
+    step: Number,
+    *,
+    batch_size: int,
+    pairs: int,
+    length: int,
+    vocab_size: int = 8192,
+    noise: bool = False,
+    seed: Number = 0,
+) -> Spread:
+    """Draw sequences of multi-query associative recall as in figure 2 of Arora et al. 2023 (arXiv 2312.04927).
+
+    Each key is asked for once, after an even number of tokens n from the end of the pairs, drawn without replacement
+    with probability ∝ (n / 2 + 1)^−0.99: mostly soon, sometimes after a long while.
+
+    Args:
+      pairs: P.
+      length: T, 4·P or more.
+      vocab_size: V; keys are 1 … h, values h + 1 … 2·h, where h = (V − 1) // 2.
+      noise: the filler is uniform over all V tokens, 0 where False.
+    """
+    if pairs < 1 or (vocab_size - 1) // 2 < pairs or length < 4 * pairs or batch_size < 1:
+        sizes = f"batch_size = {batch_size}, pairs = {pairs}, length = {length}, vocab_size = {vocab_size}"
+        raise ValueError(f"{sizes}: expected 1 or more, {4 * pairs} tokens or more, a vocabulary of {2 * pairs + 1}")
+    return _spread_recall(step, seed, batch_size, pairs, length, vocab_size, noise)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6))
+def _spread_recall(step, seed, batch_size, pairs, length, vocab_size, noise):
+    half, places = (vocab_size - 1) // 2, (length - 2 * pairs) // 2
+    symbol_key, place_key, noise_key = jax.random.split(key_of(step, seed), 3)
+    # The first of a sorted draw are a draw without replacement.
+    drawn = jax.lax.top_k(jax.random.uniform(symbol_key, (batch_size, 2, half)), pairs)[1].astype(jnp.int32)
+    keys, values = 1 + drawn[:, 0], 1 + half + drawn[:, 1]
+    # Largest sums of log-probability and Gumbel noise: successive draws without replacement (Yellott 1977).
+    weights = -0.99 * jnp.log(1.0 + jnp.arange(places))
+    place = jax.lax.top_k(weights + jax.random.gumbel(place_key, (batch_size, places)), pairs)[1]
+    rows, at = jnp.arange(batch_size)[:, None], 2 * pairs + 2 * place
+    filler = jnp.zeros((batch_size, length), jnp.int32)
+    if noise:
+        filler = jax.random.randint(noise_key, filler.shape, 0, vocab_size, jnp.int32)
+    shown = jnp.stack([keys, values], axis=2).reshape(batch_size, -1)
+    tokens = filler.at[:, : 2 * pairs].set(shown).at[rows, at].set(keys)
+    return Spread(tokens, jnp.full_like(tokens, -1).at[rows, at].set(values))

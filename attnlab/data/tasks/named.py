@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from attnlab.data.tasks.associations import recall
+from attnlab.data.tasks.associations import recall, spread_recall
 from attnlab.data.tasks.copying import selective_copies
 from attnlab.data.tasks.modular import running_sums
 from attnlab.data.tasks.repetition import inductions
@@ -48,14 +48,23 @@ class Task(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Recall:
-    """Pairs of keys and values, then keys that ask for their values; `pairs` cannot be more at another length."""
+    """Pairs of keys and values, then keys that ask for their values; `pairs` cannot be more at another length.
+
+    With `queries=spread` a value is the answer at its key's second place, among a filler: `spread_recall`.
+    """
 
     pairs: int = option("keys of a sequence", 8, low=1)
     rewrites: int = option("pairs more, whose keys are written again with another value", 0, low=0)
     symbols: int = option("keys of the vocabulary, and values", 26, low=1)
+    queries: str = option("side by side at the end, or spread over the rest", "end", choices=("end", "spread"))
+    filler: str = option("between queries that are spread", "blank", choices=("blank", "noise"))
     ceiling = 1.0
 
     def __post_init__(self):
+        if self.queries == "spread" and self.rewrites:
+            raise ValueError(f"rewrites = {self.rewrites}: queries=spread has none: leave it out")
+        if self.queries == "end" and self.filler != "blank":
+            raise ValueError(f"filler = {self.filler!r} is of queries=spread: leave it out")
         if self.symbols < self.pairs + self.rewrites:
             raise ValueError(
                 f"symbols = {self.symbols}: expected pairs + rewrites = {self.pairs + self.rewrites} or more, as the "
@@ -72,22 +81,26 @@ class Recall:
 
     @property
     def shortest_context(self) -> int:
-        return 3 * self.pairs + 2 * self.rewrites
+        return 4 * self.pairs if self.queries == "spread" else 3 * self.pairs + 2 * self.rewrites
 
     @property
     def chance(self) -> float:
         return 1 / self.symbols
 
     def draw(self, step, *, batch_size, length, seed=0) -> Drawn:
-        """As `Task.draw`: `recall`, and blanks at the end where T is larger."""
+        """As `Task.draw`: `recall`, and blanks at the end where T is larger; or `spread_recall`."""
+        if self.queries == "spread":
+            sizes = {"batch_size": batch_size, "pairs": self.pairs, "length": length, "noise": self.filler == "noise"}
+            return tuple(spread_recall(step, vocab_size=2 * self.symbols + 1, seed=seed, **sizes))
         sizes = {"batch_size": batch_size, "pairs": (self.pairs,), "rewrites": self.rewrites}
         drawn = recall(step, vocab_size=2 * self.symbols + 1, seed=seed, **sizes)
         blanks = ((0, 0), (0, length - drawn.tokens.shape[1]))
         tokens = jnp.pad(drawn.tokens, blanks)
         return tokens, jnp.pad(_at_end(drawn.targets, drawn.tokens.shape[1]), blanks, constant_values=-1)
 
-    def longer(self, length) -> None:
-        """None: more blanks ask for nothing more."""
+    def longer(self, length) -> "Recall | None":
+        """Queries that are spread, spread further; None otherwise, as more blanks ask for nothing more."""
+        return self if self.queries == "spread" else None
 
 
 @dataclasses.dataclass(frozen=True)

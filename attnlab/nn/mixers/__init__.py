@@ -4,6 +4,7 @@ All are causal by construction. Files: `interface` (their call and their state),
 """
 
 from attnlab.nn.mixers.causal_conv import CausalConv
+from attnlab.nn.mixers.gated_conv import GatedConv
 from attnlab.nn.mixers.gated_delta_net import GatedDeltaNet
 from attnlab.nn.mixers.gated_linear_attention import GatedLinearAttention
 from attnlab.nn.mixers.gru import GRU
@@ -16,6 +17,7 @@ from attnlab.nn.mixers.short_conv import ShortConv
 __all__ = [
     "GRU",
     "CausalConv",
+    "GatedConv",
     "GatedDeltaNet",
     "GatedLinearAttention",
     "LinearAttention",

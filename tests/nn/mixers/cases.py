@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnlab.nn import GRU, CausalConv, GatedDeltaNet, GatedLinearAttention, LinearAttention, Mamba2, Retention
+from attnlab.nn import (
+    GRU,
+    CausalConv,
+    GatedConv,
+    GatedDeltaNet,
+    GatedLinearAttention,
+    LinearAttention,
+    Mamba2,
+    Retention,
+)
 from tests.parameters import parameters
 
 X = np.random.default_rng(0).standard_normal((2, 12, 8)).astype(np.float32)
@@ -33,6 +42,7 @@ SLOW = {
     "linear_doubled": LinearAttention(2, feature_map=doubled),
     "linear_unnormalized": LinearAttention(2, normalize=False),
     "conv_of_one": CausalConv(kernel_size=1),
+    "gated_conv": GatedConv(kernel_size=3),
 }
 ALL = FAST | SLOW
 EACH = pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])

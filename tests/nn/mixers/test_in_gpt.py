@@ -86,6 +86,7 @@ def states(**fields):
         ("linear", 2 * 8 * (8 + 1) * 4, 0),
         ("gru", 16 * 4, 0),
         ("conv", 0, 3 * 16 * 4),
+        ("gated_conv", 0, 3 * 16 * 4),
     ],
 )
 def test_states_have_the_bytes_of_their_papers(mixer, state, conv):
@@ -101,6 +102,7 @@ def test_states_have_the_bytes_of_their_papers(mixer, state, conv):
         ({"mixer": "mamba2"}, {"heads": 3}, r"value_heads = 2 is not a multiple of num_heads = 3"),
         ({"mixer": "retention"}, {"key_dim": 3}, r"key_dim = 3: expected an even number"),
         ({"mixer": "conv"}, {"conv": 0}, r"kernel_size, dilation = 0, 1: expected 1 or more"),
+        ({"mixer": "gated_conv"}, {"conv": 0}, r"kernel_size = 0: expected 1 or more"),
         ({"pattern": "gla attention"}, {"heads": 5}, r"num_heads = 5: expected a divisor"),
     ],
     ids=str,

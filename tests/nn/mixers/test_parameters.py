@@ -4,7 +4,17 @@ import jax
 import numpy as np
 import pytest
 
-from attnlab.nn import GPT, GRU, CausalConv, GatedDeltaNet, GatedLinearAttention, LinearAttention, Mamba2, Retention
+from attnlab.nn import (
+    GPT,
+    GRU,
+    CausalConv,
+    GatedConv,
+    GatedDeltaNet,
+    GatedLinearAttention,
+    LinearAttention,
+    Mamba2,
+    Retention,
+)
 from attnlab.nn.kinds import MIXERS
 from attnlab.training.optimizer import decayed, matrices_of
 
@@ -67,6 +77,10 @@ SHAPES = {
     ),
     "linear": (LinearAttention(2, use_bias=False), QKV),
     "conv": (CausalConv(kernel_size=2, features=5), {"conv/kernel": (2, 8, 5), "conv/bias": (5,)}),
+    "gated_conv": (
+        GatedConv(kernel_size=3),
+        {"conv/kernel": (3, 8), "conv/bias": (8,), "gate/kernel": (8, 8), "gate/bias": (8,)},
+    ),
 }
 
 
@@ -113,7 +127,9 @@ def test_optimizer_decays_matrices_alone_and_muon_takes_those_of_heads(mixer):
         assert is_decayed == path.endswith("kernel"), path
     matrices = matrices_of({"block_0": {"attention": mixing}})["block_0"]["attention"]
     taken = {path for path, axes in by_path_of_axes(matrices).items() if axes is not None}
-    heads = {f"{name}/kernel" for name in ("query", "key", "value", "gate", "out") if name in mixing}
+    heads = {
+        f"{name}/kernel" for name in ("query", "key", "value", "gate", "out") if name in mixing and "out" in mixing
+    }
     assert taken == heads
 
 

@@ -1,0 +1,51 @@
+"""The gated convolution."""
+
+from typing import ClassVar
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from attnlab.nn.mixers.interface import CausalMixer
+from attnlab.nn.mixers.short_conv import ShortConv
+from attnlab.nn.resolved import recurrence_of
+from attnlab.ops import products
+from attnlab.types import DType
+
+
+class GatedConv(CausalMixer):
+    """A causal convolution of each feature, times a linear layer: y = conv(x) ⊙ (W x + b) + x.
+
+    BaseConv of Arora et al. 2023 (arXiv 2312.04927), section 5.1, with an explicit kernel, `ShortConv`. It mixes the
+    last `kernel_size` tokens; its weights do not depend on the tokens, its gates do.
+
+    Its cache holds the last W − 1 inputs, `[B, W − 1, F]`.
+
+    Attributes:
+      kernel_size: W, tokens of the kernel, the last the token itself.
+      dtype: type of the computation; the input's when None.
+
+    >>> block = Block(GatedConv(kernel_size=3), Mlp())
+    >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 8)
+    """
+
+    kernel_size: int = 4
+    dtype: DType | None = None
+
+    reads: ClassVar[frozenset[str]] = frozenset(("conv",))
+
+    @classmethod
+    def of_model(cls, model, *, dtype=None, parent=None, **fields):
+        conv = recurrence_of(model).conv
+        return cls(kernel_size=4 if conv is None else conv, dtype=dtype, parent=parent)
+
+    def _mix(self, x, before, tokens):
+        convolve = ShortConv(self.kernel_size, use_bias=True, dtype=self.dtype, name="conv")
+        mixed, after = convolve(x, before.conv, tokens.segments, tokens.lengths)
+        gate = nn.Dense(x.shape[-1], dtype=self.dtype, name="gate", dot_general=products.dot_general)(x)
+        return mixed * gate + x.astype(gate.dtype), None, after
+
+    def _empty(self, batch, features):
+        if self.kernel_size < 1:
+            raise ValueError(f"kernel_size = {self.kernel_size}: expected 1 or more")
+        return None, jnp.zeros((batch, self.kernel_size - 1, features), self.dtype or jnp.float32)
