@@ -3,6 +3,8 @@
     attnlab compare --config=quickstart --variant "rotary:" --variant "alibi: model.positions=alibi" --seeds=5
     attnlab compare --config=quickstart --variants=FILE.py --workdir=runs/mine
     attnlab compare --config=compare_positions
+    attnlab compare --config=compare_tasks --tasks=recall,parity,speed
+    attnlab compare --config=replicate_state_tracking
 
 Each variant's learning rate is chosen on the first half of the held-out text, with a seed that is not used again. The
 table has the losses on the second half, over fresh seeds, with their 95 % intervals, and paired differences from the
@@ -11,7 +13,9 @@ tokens, and runs of one seed see them in the same order.
 
 Each run is a process with a workdir of its own in --workdir. The same command goes on where it was stopped or killed; a
 variant that is added is trained alone. A run that fails does not end the others, and one that diverges counts with the
-loss of chance. table.csv, table.md, losses.png and curves.png are in --workdir.
+loss of chance. comparison.html in --workdir is a page of everything; table.csv, table.md and the figures are beside it,
+with --tasks in a folder for each. An experiment may have a dictionary PUBLISHED, of results that ours are set beside,
+and COMPARE, of flags.
 """
 
 import json
@@ -22,11 +26,11 @@ from pathlib import Path
 from absl import flags
 
 from attnlab import commands, train
-from attnlab.comparing import measuring, page, parts, report, table
+from attnlab.comparing import measuring, page, parts, replication, report, table
 from attnlab.comparing import protocol as protocols
 from attnlab.comparing.parts import Part
 from attnlab.comparing.protocol import FACTORS, Protocol
-from attnlab.comparing.variants import SIZES, Variant, config_of, matched, parse, size
+from attnlab.comparing.variants import SIZES, Variant, config_of, fields_of_file, matched, parse, size
 from attnlab.data.tasks import named
 from attnlab.support import workers
 from attnlab.support.errors import UserError
@@ -40,6 +44,8 @@ FLAGS = (
     "variant", "variants", "learning_rates", "seeds", "tuning_seeds", "tasks", "match", "match_length", "jobs",
     "workdir", "dry_run", "nodry_run",
 )  # fmt: skip
+# Of which an experiment's dictionary COMPARE may have other values, in the words of a command line.
+DEFAULT_OF_FILE = ("learning_rates", "seeds", "tuning_seeds", "tasks", "match", "match_length", "jobs")
 MEASURES = {"loss": "Losses in nats per token", "accuracy": "Accuracies: shares of right answers"}
 # Where the user does not say otherwise: samples would be compiled for each variant.
 DEFAULTS = ("--config.sample.length=0", "--config.log.tensorboard=False")
@@ -77,7 +83,9 @@ def _define(values, argv) -> None:
 def _main(values, argv: list[str]) -> int:
     config, name = commands.config_of(values)
     options = shared_options(argv, FLAGS)
-    file = values.variants or (None if values.variant else commands.given(argv, "config")[-1].partition(":")[0])
+    experiment = commands.given(argv, "config")[-1].partition(":")[0]
+    file = values.variants or (None if values.variant else experiment)
+    _set_defaults(values, file)
     variants = parse(values.variant, file)
     if len(variants) < 2:
         raise UserError('one variant: name another to compare it with, e.g. --variant "alibi: model.positions=alibi"')
@@ -86,21 +94,23 @@ def _main(values, argv: list[str]) -> int:
     folder = Path(values.workdir or f"runs/{name}-comparison")
     defaults = [one for one in DEFAULTS if not any(word.startswith(one.partition("=")[0]) for word in options)]
     protocol, given = _protocol(values, config, (*options, *defaults)), (*options, *defaults)
-    found = parts.chosen(values.tasks, file, options) if values.tasks else {"": ()}
+    published = replication.published(file, variants) if file else {}
+    tasks = values.tasks or list(published)
+    found = parts.chosen(tasks, file, options) if tasks else {"": ()}
     made = [
-        _part(values, name, folder, protocol._replace(options=(*given, *more)), variants)
+        _part(values, name, folder, protocol._replace(options=(*given, *more)), variants, published.get(name))
         for name, more in found.items()
     ]
     if values.dry_run:
         return _print_runs(made)
     content = {"variants": {variant.name: variant.options for variant in variants}, "options": options}
-    content |= {"tasks": list(values.tasks)} if values.tasks else {}
+    content |= {"tasks": list(tasks)} if tasks else {}
     clock = training_runs.Clock(sum(len(_tuning(part)) + len(variants) * len(protocol.seeds) for part in made))
     try:
         with training_runs.claimed(folder, MARKER, content) as lock:
             compared = [_compare(part, values.jobs, lock, clock) for part in made]
-            sections = [section for section, _, _ in compared]
-            if parts.SPEED in values.tasks:
+            sections = [section for found, _, _ in compared for section in found]
+            if parts.SPEED in tasks:
                 sections.append(report.speed(compared[0][1]))
             print(f"the page of all is {page.write(folder, name, sections)}")
             return int(any(failed for _, _, failed in compared))
@@ -108,7 +118,19 @@ def _main(values, argv: list[str]) -> int:
         return 128 + stopped.args[0]
 
 
-def _part(values, name: str, folder: Path, protocol: Protocol, variants: list[Variant]) -> Part:
+def _set_defaults(values, file: str | None) -> None:
+    """Set the flags that the dictionary COMPARE of a file names, and the command line does not."""
+    for name, value in (fields_of_file(file, "COMPARE") if file else {}).items():
+        if name not in DEFAULT_OF_FILE:
+            raise UserError(f"{file}: COMPARE has {name!r}: expected some of {', '.join(DEFAULT_OF_FILE)}")
+        try:
+            if not values[name].present:
+                values[name].parse(value)
+        except flags.IllegalFlagValueError as error:
+            raise UserError(f"{file}: COMPARE: {commands.one_line(error)}") from error
+
+
+def _part(values, name: str, folder: Path, protocol: Protocol, variants: list[Variant], published) -> Part:
     """A part with its measure, and widths that match; its mistakes are told before anything starts."""
     is_task = named.parse(config_of(protocol.options).data.name)
     protocol = protocol._replace(measure="accuracy" if is_task else "loss")
@@ -117,7 +139,7 @@ def _part(values, name: str, folder: Path, protocol: Protocol, variants: list[Va
         variants = matched(variants, protocol.options, vocab_size, values.match, values.match_length)
     for variant in variants:
         protocol.final(variant, protocol.rates[0])
-    return Part(name, folder / grid.folder_name(name) if name else folder, protocol, variants)
+    return Part(name, folder / grid.folder_name(name) if name else folder, protocol, variants, published)
 
 
 def _tuning(part: Part) -> list:
@@ -137,9 +159,9 @@ def _protocol(values, config, options: tuple[str, ...]) -> Protocol:
     return Protocol(options, tuple(sorted(rates)), tuple(range(first, fresh)), seeds)
 
 
-def _compare(part: Part, jobs: int, lock: int, clock) -> tuple[page.Section, list[dict], bool]:
-    """Train, measure and report a part: its section of the page, its rows, and whether a run failed."""
-    name, folder, protocol, variants = part
+def _compare(part: Part, jobs: int, lock: int, clock) -> tuple[list[page.Section], list[dict], bool]:
+    """Train, measure and report a part: its sections of the page, its rows, and whether a run failed."""
+    name, folder, protocol, variants, published = part
     if name:
         print(f"--- {name}")
         folder.mkdir(exist_ok=True)
@@ -149,12 +171,24 @@ def _compare(part: Part, jobs: int, lock: int, clock) -> tuple[page.Section, lis
     failed |= _train([point for points in final.values() for point in points], folder, jobs, lock, clock)
     measured = _measure(final, folder, lock)
     rows = table.rows(protocol, variants, folder, rates, measured)
-    print(table.as_text(rows))
+    print(table.as_text(table.cells(rows)))
     notes = _notes(protocol, rows, jobs)
     print("\n".join(notes))
     table.write(rows, folder, notes)
     _draw(rows, protocol.measure, {name: [folder / p.name for p in points] for name, points in final.items()}, folder)
-    return report.section(part, rows, notes, final, measured), rows, bool(failed)
+    sections = [report.section(part, rows, notes, final, measured)]
+    if published:
+        sections.append(_replicate(part, published, final, measured))
+    return sections, rows, bool(failed)
+
+
+def _replicate(part: Part, published: replication.Published, final, measured) -> page.Section:
+    """Set a part's results beside the published ones."""
+    results = replication.results(published, part.protocol, part.folder, final, measured)
+    rows = replication.rows(published, results)
+    print("\n".join([table.as_text(replication.cells(rows)), *replication.notes(published)]))
+    replication.write(rows, published, part.folder)
+    return replication.section(part.name, rows, published)
 
 
 def _train(points, folder: Path, jobs: int, lock: int, clock) -> dict[str, str]:

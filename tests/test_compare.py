@@ -1,6 +1,7 @@
 """Comparisons: mistakes, runs that are shared, added, diverge or are killed, and their table."""
 
 import contextlib
+import csv
 import io
 import json
 import os
@@ -148,15 +149,33 @@ def test_every_column_has_its_value(finished):
 
 
 PARITY = "task:parity longest=16"
+# Two variants with published results of sequences twice as long, and options of the command.
+TWO_ON_TASKS = f"""
+VARIANTS = {{
+    "softmax": {{}},
+    "delta": {{"model.mixer": "delta", "model.recurrence.negative_eigenvalues": True}},
+}}
+PUBLISHED = {{
+    "{PARITY}": {{
+        "source": "Grazzi et al. 2025",
+        "results": {{"softmax": 0.511, "delta": 1.0}},
+        "margin": 0.02,
+        "differs": "An answer at each bit.",
+        "length": 2,
+    }}
+}}
+COMPARE = {{"learning_rates": "1e-2", "seeds": "2", "tasks": "{PARITY},text,speed"}}
+"""
 
 
 @pytest.fixture(scope="module")
 def of_tasks(tmp_path_factory, workers_here):
-    """A comparison of two variants on parity and on a text: its folder and output."""
+    """A comparison of two variants on parity and on a text, with published results: its folder and output."""
     folder, out = tmp_path_factory.mktemp("comparisons") / "tasks", io.StringIO()
-    negative = "--variant=delta: model.mixer=delta model.recurrence.negative_eigenvalues=True"
+    file = folder.parent / "variants.py"
+    file.write_text(TWO_ON_TASKS)
     with contextlib.redirect_stdout(out):
-        assert compared(folder, "--variant=softmax:", negative, f"--tasks={PARITY},text,speed") == 0
+        assert compare.main(["compare", *OPTIONS, f"--variants={file}", f"--workdir={folder}"]) == 0
     return folder, out.getvalue()
 
 
@@ -181,13 +200,28 @@ def test_table_of_a_task_compares_accuracies_by_seed_and_length(of_tasks):
 def test_parts_of_a_comparison_have_folders_and_one_page(of_tasks):
     folder, out = of_tasks
     made = {path.name for path in parity_of(folder).iterdir() if path.is_file()}
-    assert made == {"table.csv", "table.md", "accuracies.png", "curves.png"}
+    assert made == {"table.csv", "table.md", "accuracies.png", "curves.png", "replication.csv", "replication.md"}
     assert {path.name for path in (folder / "text").glob("*.png")} == {"losses.png", "curves.png"}
     page = (folder / "comparison.html").read_text()
     assert all(
         title in page for title in (PARITY, ">text<", ">speed<", "Accuracy against length", "state that decoding")
     )
     assert f"the page of all is {folder / 'comparison.html'}" in out
+
+
+def test_published_results_are_set_beside_ours_with_an_outcome(of_tasks):
+    folder, out = of_tasks
+    softmax, delta = comparing.read(parity_of(folder))
+    with (parity_of(folder) / "replication.csv").open() as file:
+        ours = list(csv.DictReader(file))
+    assert [row["variant"] for row in ours] == ["softmax", "delta"]
+    assert [float(row["ours"]) for row in ours] == pytest.approx([softmax["accuracy_2x"], delta["accuracy_2x"]])
+    assert float(ours[1]["difference"]) == pytest.approx(delta["accuracy_2x"] - softmax["accuracy_2x"])
+    assert float(ours[1]["published_difference"]) == pytest.approx(0.489) and not ours[0]["outcome"]
+    assert ours[1]["outcome"] in ("reproduced", "not reproduced", "underpowered")
+    for text in (out, (parity_of(folder) / "replication.md").read_text(), (folder / "comparison.html").read_text()):
+        assert all(word in text for word in ("Grazzi et al. 2025", "An answer at each bit", ours[1]["outcome"]))
+    assert "2 seeds" in out and "Learning rates 0.01," in out  # of COMPARE
 
 
 def test_accuracy_at_a_length_is_of_answers_in_the_second_half(of_tasks):

@@ -17,7 +17,14 @@ FOLDER = Path(__file__).parent
 NAME = "comparison.html"
 COLORS = 12  # in page.css; later variants repeat them with dashes
 BLANK = ("nan", "none")
-VERDICTS = {"better": "better", "worse": "worse", "not told apart": "open"}  # classes in page.css
+VERDICTS = {  # classes in page.css
+    "better": "better",
+    "worse": "worse",
+    "not told apart": "open",
+    "reproduced": "better",
+    "not reproduced": "worse",
+    "underpowered": "open",
+}
 
 
 class Run(NamedTuple):

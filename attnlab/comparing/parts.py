@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from attnlab.comparing.protocol import Protocol
+from attnlab.comparing.replication import Published
 from attnlab.comparing.variants import Variant, fields_of_file, options_of
 from attnlab.data.tasks import named
 from attnlab.support.errors import UserError
@@ -30,12 +31,14 @@ class Part(NamedTuple):
       folder: of its runs, and its table.
       protocol: its options, learning rates and seeds.
       variants: with widths that match, if sizes are matched.
+      published: the results of others, if the file has some of this part.
     """
 
     name: str
     folder: Path
     protocol: Protocol
     variants: list[Variant]
+    published: Published | None = None
 
 
 def chosen(names: Sequence[str], file: str | None, options: Sequence[str]) -> dict[str, tuple[str, ...]]:

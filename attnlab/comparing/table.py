@@ -134,10 +134,14 @@ def _number(value: float) -> float | None:
 def write(found: Sequence[Mapping], folder: Path, notes: Sequence[str]) -> None:
     """Write `table.csv`, and `table.md` with notes below the table."""
     paths.write_csv(folder / TABLE, found)
-    heads, *lines = cells(found)
-    table = [heads, ["---"] * len(heads), *lines]
-    text = "\n".join("| " + " | ".join(line) + " |" for line in table)
-    paths.write_text(folder / TEXT, text + "\n\n" + "\n".join(f"{note}\n" for note in notes))
+    paths.write_text(folder / TEXT, markdown(cells(found), notes))
+
+
+def markdown(cells: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
+    """A table of texts, names of its columns first, with notes below it."""
+    heads, *lines = cells
+    table = "\n".join("| " + " | ".join(line) + " |" for line in [heads, ["---"] * len(heads), *lines])
+    return table + "\n\n" + "\n".join(f"{note}\n" for note in notes)
 
 
 def read(folder: str | Path) -> list[dict[str, Any]]:
@@ -211,9 +215,8 @@ def _cell(name: str, row: Mapping) -> str:
     return value if isinstance(value, str) else f"{value:,.0f}" if value < 1e6 else f"{value:.3g}"
 
 
-def as_text(found: Sequence[Mapping], columns: Sequence[str] = tuple(SHOWN)) -> str:
-    """The table with aligned columns, for a terminal."""
-    lines = cells(found, columns)
+def as_text(lines: Sequence[Sequence[str]]) -> str:
+    """A table of texts with aligned columns, for a terminal."""
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join(
         "  ".join(

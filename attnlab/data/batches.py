@@ -23,6 +23,7 @@ class Batch(NamedTuple):
       segments: int32 `[batch, context + 1]`, the number of each token's document within its window, from 0; None if
         documents are not distinguished.
       targets: int32 `[batch, context]`, −1 where none counts, of a task; None if they are the next tokens.
+      places: int32 `[batch, answers]`, the positions of all targets that count; None where these may be all.
     """
 
     tokens: np.ndarray
@@ -30,6 +31,7 @@ class Batch(NamedTuple):
     weight: np.ndarray
     segments: np.ndarray | None = None
     targets: np.ndarray | None = None
+    places: np.ndarray | None = None
 
 
 @runtime_checkable

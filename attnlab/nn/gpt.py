@@ -153,10 +153,11 @@ class GPT(checks.MaskedModule):
         deterministic: bool = True,
         caches: Sequence[Any] | None = None,
         dropout_key: Array | None = None,
-        targets: Int[Array, "B T"] | None = None,
+        targets: Int[Array, "B R"] | None = None,
         segments: Int[Array, "B T"] | None = None,
         lengths: Int[Array, " B"] | None = None,
-    ) -> Float[Array, "B R V"] | Float[Array, "B T"] | tuple[Float[Array, "B R V"], tuple[Any, ...]]:
+        places: Int[Array, "B R"] | None = None,
+    ) -> Float[Array, "B R V"] | Float[Array, "B R"] | tuple[Float[Array, "B R V"], tuple[Any, ...]]:
         """Logits of the next token at each position, or the cross-entropy of given ones.
 
         Args:
@@ -166,28 +167,33 @@ class GPT(checks.MaskedModule):
           deterministic: False for dropout.
           caches: one per layer (`empty_caches`), each with a length `[B]`; `tokens` continue the cached sequences.
           dropout_key: one key, or one per example `[B]`; the `dropout` rng when None.
-          targets: int `[B, T]`, the next tokens, each in [0, vocab_size); checked unless traced, where the loss of
-            others is NaN. Large logits are then never held at once, but with `bigrams`: see `ops.cross_entropy`.
+          targets: int `[B, T]`, or `[B, R]` with `places`, the next tokens, each in [0, vocab_size); checked unless
+            traced, where the loss of others is NaN. Large logits are then never held at once, but with `bigrams`: see
+            `ops.cross_entropy`.
           segments: int `[B, T]`, the number of each token's document, where sequences are several documents, one after
             another: a token attends to its own alone, and positions start again with each.
           lengths: int `[B]`, the tokens of each sequence: the others, at the right, are padding that no token sees and
             that caches do not keep.
+          places: int `[B, R]`, the positions whose logits or losses are computed; None for all T.
 
         Returns:
-          float32 `[B, T, V]` (`[B, R, V]` where `attnlab.see` keeps R positions), and with caches also the extended
-          caches; with targets their cross-entropy in nats, float32 `[B, T]`.
+          float32 `[B, R, V]` (R is T without `places`, or what `attnlab.see` keeps), and with caches also the extended
+          caches; with targets their cross-entropy in nats, float32 `[B, R]`.
 
         Raises:
           ValueError: fields that do not fit together (`check_shape`), tokens out of range, a sequence longer than the
             learned positions, caches or a mask of another size, targets of another shape or together with caches,
-            segments of another shape or with caches, stacked layers of another number than num_layers.
+            segments of another shape or with caches, places of another shape, stacked layers of another number than
+            num_layers.
         """
         check_shape(self, options(type(self)))
         self._check_inputs(tokens, caches)
         check_segments(segments, tokens, caches=caches)
         check_lengths(lengths, tokens)
+        if places is not None:
+            self._check_places(places, tokens)
         if targets is not None:
-            self._check_targets(targets, tokens, caches)
+            self._check_targets(targets, tokens if places is None else places, caches)
         drops = bool(self.dropout) and not deterministic
         keys = None
         if drops:
@@ -203,6 +209,9 @@ class GPT(checks.MaskedModule):
         x = sharding.constrain(x, "batch", "length", None)
         whole = {"mask": mask, "segments": segments, "lengths": lengths, "deterministic": deterministic}
         x, caches = stack.run(self, x, keys, caches, **whole)
+        if places is not None:
+            x = jnp.take_along_axis(x, places[..., None], axis=1)
+            tokens = jnp.take_along_axis(tokens, places, axis=1)
         x = make_norm(self.norm, self.norm_epsilon, use_bias=self.use_bias, dtype=self.dtype, name="final_norm")(x)
         x = x if self.logit_scale == 1 else x * jnp.asarray(self.logit_scale, x.dtype)
         pairs = self._bigrams(tokens) if self.bigrams else None
@@ -246,8 +255,16 @@ class GPT(checks.MaskedModule):
         if caches is not None:
             raise ValueError("targets are for whole sequences: leave out caches")
         if jnp.shape(targets) != jnp.shape(tokens):
-            raise ValueError(f"targets has shape {jnp.shape(targets)}, expected {jnp.shape(tokens)}, as tokens")
+            raise ValueError(
+                f"targets has shape {jnp.shape(targets)}, expected {jnp.shape(tokens)}, as tokens or places"
+            )
         checks.ids_in_range("targets", targets, self.vocab_size, remedy="shift the tokens by one")
+
+    def _check_places(self, places, tokens) -> None:
+        batch, length = jnp.shape(tokens)
+        if jnp.ndim(places) != 2 or jnp.shape(places)[0] != batch:
+            raise ValueError(f"places has shape {jnp.shape(places)}, expected [{batch}, places]")
+        checks.ids_in_range("places", places, length, remedy="positions of the tokens of this call")
 
     def _check_inputs(self, tokens, caches) -> None:
         if jnp.ndim(tokens) != 2:

@@ -143,8 +143,9 @@ class Experiment:
 
     def _abstract_batch(self) -> Batch:
         config = self.config
-        has = {"segments": config.data.packing == "documents", "targets": named.parse(config.data.name) is not None}
-        return self.parallel.abstract_batch(config.batch_size, config.model.context, **has)
+        context, task = config.model.context, named.parse(config.data.name)
+        has = {"segments": config.data.packing == "documents", "answers": task.answers_of(context) if task else 0}
+        return self.parallel.abstract_batch(config.batch_size, context, **has)
 
     def _create(self, seed) -> TrainState:
         average = bool(self.config.optimizer.ema)

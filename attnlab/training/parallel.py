@@ -119,8 +119,8 @@ class Parallel(NamedTuple):
         sharding = NamedSharding(self.mesh, PartitionSpec(BATCH))
         return jax.tree.map(functools.partial(jax.make_array_from_process_local_data, sharding), batch)
 
-    def abstract_batch(self, batch_size: int, context: int, segments: bool = False, targets: bool = False) -> Batch:
-        """Shapes, types and shardings of a batch as `place_batch` returns it."""
+    def abstract_batch(self, batch_size: int, context: int, segments: bool = False, answers: int = 0) -> Batch:
+        """Shapes, types and shardings of a batch as `place_batch` returns it, of a task with so many answers."""
         leading, sharding = (batch_size,), NamedSharding(self.mesh, PartitionSpec(BATCH))
         if self.strategy == "pmap":
             leading, sharding = (jax.local_device_count(), batch_size // jax.device_count()), None
@@ -131,7 +131,8 @@ class Parallel(NamedTuple):
             make(leading, np.int32),
             make(leading, np.float32),
             tokens if segments else None,
-            make((*leading, context), np.int32) if targets else None,
+            make((*leading, context), np.int32) if answers else None,
+            make((*leading, answers), np.int32) if 0 < answers < context else None,
         )
 
     def transfer_guard(self):

@@ -56,25 +56,39 @@ def create(
 
 
 def token_losses(model: nn.Module, params, batch: Batch, **options) -> Float[Array, "B T"]:
-    """Cross-entropy of each target in nats, `[B, T]`."""
-    inputs, targets = batch.tokens[:, :-1], targets_of(batch)
+    """Cross-entropy of each of `targets_of` in nats, `[B, R]`."""
+    targets = targets_of(batch)
     if batch.segments is not None:
         options["segments"] = batch.segments[:, :-1]
     if isinstance(model, GPT) and "targets" in inspect.signature(model.__call__).parameters:
-        return model.apply({"params": params}, inputs, targets=targets, **options)
-    logits = model.apply({"params": sharding.gathered(params)}, inputs, **options)
+        options |= {"targets": targets, "places": batch.places}
+        return model.apply({"params": params}, batch.tokens[:, :-1], **options)
+    logits = logits_of(model, params, batch, **options)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
 
 
-def targets_of(batch: Batch) -> Int[Array, "B T"]:
-    """The targets, `[B, T]`: the next tokens, or the answers of a task, with some token where none counts."""
-    return batch.tokens[:, 1:] if batch.targets is None else jnp.maximum(batch.targets, 0)
+def logits_of(model: nn.Module, params, batch: Batch, **options) -> Float[Array, "B R V"]:
+    """Logits where `targets_of` are."""
+    if isinstance(model, GPT):
+        return model.apply({"params": params}, batch.tokens[:, :-1], places=batch.places, **options)
+    logits = model.apply({"params": sharding.gathered(params)}, batch.tokens[:, :-1], **options)
+    return logits if batch.places is None else jnp.take_along_axis(logits, batch.places[..., None], axis=1)
 
 
-def counted(batch: Batch) -> Float[Array, "B T"] | None:
+def targets_of(batch: Batch) -> Int[Array, "B R"]:
+    """The targets, `[B, R]`: the next tokens, or the answers of a task, with some token where none counts."""
+    return batch.tokens[:, 1:] if batch.targets is None else jnp.maximum(_answers_of(batch), 0)
+
+
+def _answers_of(batch):
+    targets, places = batch.targets, batch.places
+    return targets if places is None else jnp.take_along_axis(targets, places, axis=1)
+
+
+def counted(batch: Batch) -> Float[Array, "B R"] | None:
     """1 for targets of the same document as the token before them, or answers of a task; None where all count."""
     if batch.targets is not None:
-        return (batch.targets >= 0).astype(jnp.float32)
+        return (_answers_of(batch) >= 0).astype(jnp.float32)
     if batch.segments is None:
         return None
     return (batch.segments[:, 1:] == batch.segments[:, :-1]).astype(jnp.float32)
@@ -158,8 +172,7 @@ def eval_step(model: nn.Module, params, batch: Batch, axis_name: str | None = No
 
 
 def _answers(model, params, batch):
-    params = params if isinstance(model, GPT) else sharding.gathered(params)
-    logits = model.apply({"params": params}, batch.tokens[:, :-1])
+    logits = logits_of(model, params, batch)
     counts, targets = counted(batch) * batch.weight[:, None], targets_of(batch)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     right = logits.argmax(-1) == targets

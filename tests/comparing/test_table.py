@@ -122,7 +122,7 @@ def test_table_comes_back_as_it_was(rows, tmp_path):
     assert next(iter(rows[0])) == "variant"
     text = (tmp_path / "table.md").read_text().splitlines()
     assert text[0].startswith("| variant | loss |") and text[-1] == "a note" and len(text) == 6
-    assert len(table.as_text(rows).splitlines()) == 3
+    assert len(table.as_text(table.cells(rows)).splitlines()) == 3
 
 
 def test_folder_without_a_table_is_named(tmp_path):

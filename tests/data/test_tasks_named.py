@@ -94,6 +94,16 @@ def test_recall_with_rewrites_asks_for_the_last_value_of_every_key():
 
 
 @EVERY
+def test_places_of_a_batch_are_those_of_its_answers(name):
+    batch = TaskBatches(parse(name), context=CASES[name], batch_size=8, seed=1)[5]
+    if batch.places is None:
+        assert "parity" in name  # an answer at each digit
+        return
+    counted = np.take_along_axis(batch.targets, batch.places, axis=1) >= 0
+    assert counted.all() and counted.sum() == (batch.targets >= 0).sum()
+
+
+@EVERY
 def test_batch_is_a_function_of_seed_and_step_and_shares_make_the_whole(name):
     options = {"context": CASES[name], "batch_size": 8, "seed": 1}
     whole = TaskBatches(parse(name), **options)[5]

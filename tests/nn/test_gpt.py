@@ -549,6 +549,33 @@ def test_gpt_values_are_mixed_with_those_of_the_first_layer():
     np.testing.assert_allclose(logits(1, sign=-1), logits(1), atol=1e-5)
 
 
+def test_gpt_places_alone_have_the_logits_and_losses_of_the_full_pass():
+    model = gpt(bigrams=True)
+    params, targets = parameters(model, TOKENS), np.roll(TOKENS, -1, axis=1)
+    places = np.array([[7, 0, 3], [2, 2, 5]], np.int32)
+
+    def at(x):
+        return np.take_along_axis(np.asarray(x), places.reshape(2, 3, *[1] * (np.ndim(x) - 2)), axis=1)
+
+    logits, losses = jax.jit(lambda p: (model.apply(p, TOKENS), model.apply(p, TOKENS, targets=targets)))(params)
+    np.testing.assert_allclose(model.apply(params, TOKENS, places=places), at(logits), atol=1e-5)
+    found = model.apply(params, TOKENS, targets=at(targets), places=places)
+    np.testing.assert_allclose(found, at(losses), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "places, message",
+    [
+        (np.zeros(2, np.int32), r"places has shape \(2,\), expected \[2, places\]"),
+        (np.full((2, 1), 8), "places contains 8, expected ids from 0 to 7"),
+    ],
+)
+def test_gpt_wrong_places_raise_one_line(places, message, own_errors):
+    model = gpt()
+    with pytest.raises(ValueError, match=message):
+        model.apply(parameters(model, TOKENS), TOKENS, places=places)
+
+
 def test_gpt_bigrams_are_added_to_the_logits():
     _, variables, apply = made("residual")
     table = np.random.default_rng(0).standard_normal((11, 11)).astype(np.float32)

@@ -100,3 +100,20 @@ def test_model_without_segments_cannot_train_on_packed_documents():
 
     with pytest.raises(UserError, match="config.data.packing = 'documents', .*segments="):
         Experiment(config, 8, model=Plain())
+
+
+@pytest.mark.parametrize("model", [GPT(11, 1, 2, 8, 6), Bigram(1.0)], ids=["GPT", "another model"])
+def test_answers_at_places_have_the_losses_and_accuracy_of_all_positions(model):
+    rng = np.random.default_rng(0)
+    tokens, targets = rng.integers(0, 7, (3, 7), np.int32), np.full((3, 6), -1, np.int32)
+    targets[[0, 0, 1, 2, 2], [5, 1, 3, 0, 4]] = [2, 3, 1, 5, 0]
+    places = np.argsort(targets < 0, axis=1, kind="stable")[:, :2].astype(np.int32)
+    whole = Batch(tokens, np.arange(3, dtype=np.int32), np.array([1, 1, 0], np.float32), targets=targets)
+    params = parameters(model, tokens[:, :-1])["params"]
+
+    def of(batch):
+        return state.gradients(model, params, batch, jax.random.key(0)), state.eval_step(model, params, batch)
+
+    expected, found = of(whole), of(whole._replace(places=places))
+    assert expected[1][1] == 3 and (expected[0][0] > 0)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)

@@ -39,6 +39,9 @@ class Task(Protocol):
     ceiling: float
     chance: float
 
+    def answers_of(self, length: int) -> int:
+        """The most answers of a sequence of `length` tokens."""
+
     def draw(self, step: Number, *, batch_size: int, length: int, seed: Number = 0) -> Drawn:
         """(Tokens, targets), int32 `[B, T]` each: T = `length`, and targets are −1 where there is no answer."""
 
@@ -87,6 +90,9 @@ class Recall:
     def chance(self) -> float:
         return 1 / self.symbols
 
+    def answers_of(self, length) -> int:
+        return self.pairs
+
     def draw(self, step, *, batch_size, length, seed=0) -> Drawn:
         """As `Task.draw`: `recall`, and blanks at the end where T is larger; or `spread_recall`."""
         if self.queries == "spread":
@@ -130,6 +136,9 @@ class Modular:
     @property
     def chance(self) -> float:
         return 1 / self.base
+
+    def answers_of(self, length) -> int:
+        return 1 if self.answers == "last" else length
 
     def draw(self, step, *, batch_size, length, seed=0) -> Drawn:
         """As `Task.draw`: `running_sums`, and blanks after the last digit."""
@@ -176,6 +185,9 @@ class Copy:
     def chance(self) -> float:
         return 1 / self.kinds
 
+    def answers_of(self, length) -> int:
+        return self.symbols
+
     def draw(self, step, *, batch_size, length, seed=0) -> Drawn:
         """As `Task.draw`: `selective_copies`."""
         sizes = {"batch_size": batch_size, "length": length, "symbols": self.symbols, "vocab_size": 2 + self.kinds}
@@ -211,6 +223,9 @@ class Induction:
     @property
     def chance(self) -> float:
         return 1 / self.kinds
+
+    def answers_of(self, length) -> int:
+        return self.triggers
 
     def draw(self, step, *, batch_size, length, seed=0) -> Drawn:
         """As `Task.draw`: `inductions`."""

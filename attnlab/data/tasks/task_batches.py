@@ -40,7 +40,11 @@ class TaskBatches:
             drawn = self._task.draw(step, seed=self._seed, **sizes)
         tokens, targets = (np.asarray(x)[self._examples] for x in drawn)
         tokens = np.pad(tokens, ((0, 0), (0, 1)))  # a batch has one token more than targets
-        return Batch(tokens, self._examples.astype(np.int32), np.ones(len(tokens), np.float32), targets=targets)
+        answers, places = self._task.answers_of(self._context), None
+        if answers < self._context:
+            places = np.argsort(targets < 0, axis=1, kind="stable")[:, :answers].astype(np.int32)
+        weight = np.ones(len(tokens), np.float32)
+        return Batch(tokens, self._examples.astype(np.int32), weight, targets=targets, places=places)
 
 
 class HeldOutBatches:

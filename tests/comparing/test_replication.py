@@ -1,0 +1,76 @@
+"""Published tables beside ours: outcomes, rows, and mistakes in a file."""
+
+import numpy as np
+import pytest
+
+from attnlab.comparing import replication
+from attnlab.comparing.replication import Published, outcome
+from attnlab.comparing.variants import Variant
+from attnlab.support.errors import UserError
+
+VARIANTS = [Variant("softmax"), Variant("delta")]
+
+
+@pytest.mark.parametrize(
+    "published, ours, expected",
+    [
+        (-0.3, (-0.12, -0.08), "reproduced"),  # the side is what counts, not the size
+        (0.3, (0.35, 0.45), "reproduced"),
+        (-0.3, (0.08, 0.12), "not reproduced"),
+        (-0.3, (-0.05, 0.05), "not reproduced"),
+        (-0.3, (-0.5, 0.1), "underpowered"),
+        (-0.3, (-0.31, 0.01), "underpowered"),
+        (0.0, (-0.005, 0.005), "reproduced"),
+        (0.0, (0.02, 0.04), "not reproduced"),
+        (0.0, (-0.04, -0.02), "not reproduced"),
+        (0.0, (-0.005, 0.03), "underpowered"),
+        (0.009, (-0.005, 0.008), "reproduced"),  # up to the margin
+    ],
+)
+def test_outcome_is_of_the_interval_and_the_published_difference(published, ours, expected):
+    low, high = ours
+    # Two values at a distance of d have an interval of half width 12.706·d / 2 (Student's t of one degree of freedom).
+    distance = (high - low) / 12.7062
+    values = (low + high) / 2 + np.array([-1, 1]) * distance / 2
+    assert outcome(published, values, margin=0.01) == expected
+
+
+def test_outcome_of_one_seed_is_underpowered():
+    assert outcome(-0.3, [-0.3], margin=0.01) == "underpowered"
+
+
+def test_rows_are_paired_by_seed_and_leave_failed_runs_out():
+    found = Published("a paper", {"softmax": 0.9, "delta": 0.8}, margin=0.01, differs="")
+    softmax, delta = replication.rows(
+        found, {"softmax": [0.9, 0.7, 0.8], "delta": [0.8, np.nan, 0.7], "more": [0, 0, 0]}
+    )
+    assert softmax["ours"] == pytest.approx(0.8) and softmax["outcome"] is None
+    assert delta["ours"] == pytest.approx(0.75) and delta["difference"] == pytest.approx(-0.1)
+    assert delta["published_difference"] == pytest.approx(-0.1) and delta["outcome"] == "reproduced"
+    heads, *lines = replication.cells([softmax, delta])
+    assert heads == list(replication.COLUMNS) and lines[0][3:] == ["", "", ""] and lines[1][3] == "-0.100"
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ('"source": "s"', "missing 3 required .*: expected a dictionary of source, results, margin, differs, length"),
+        ('"sourze": "s"', "unexpected keyword argument 'sourze'"),
+        (
+            '"source": "", "results": {"softmaks": 1}, "margin": 0, "differs": ""',
+            r"results of 'softmaks' .did you mean softmax.., which is no variant",
+        ),
+        ('"source": "", "results": {"delta": 1}, "margin": 0, "differs": ""', "no result of 'softmax', the first"),
+    ],
+)
+def test_mistake_in_published_results_is_one_line(tmp_path, fields, message):
+    file = tmp_path / "mine.py"
+    file.write_text(f"PUBLISHED = {{'recall': {{{fields}}}}}")
+    with pytest.raises(UserError, match=rf"mine.py: PUBLISHED\['recall'\].*{message}") as raised:
+        replication.published(str(file), VARIANTS)
+    assert "\n" not in str(raised.value)
+
+
+def test_file_without_published_results_has_none(tmp_path):
+    (tmp_path / "mine.py").write_text("")
+    assert replication.published(str(tmp_path / "mine.py"), VARIANTS) == {}
