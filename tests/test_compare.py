@@ -276,6 +276,42 @@ def test_variant_that_is_added_is_trained_alone_and_one_that_diverges_is_counted
         assert changed <= {"difference_p", "difference_detectable", "difference_seeds_needed"}
 
 
+def started(options, folder):
+    """The command in a process; comparisons in one folder share compiled programs."""
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "programs")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "attnlab.compare", *options, f"--workdir={folder}"],
+        cwd=REPOSITORY,
+        env=os.environ | {"XLA_FLAGS": "", "PYTHONUNBUFFERED": "1"} | cache,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run_undisturbed(options, folder):
+    process = started(options, folder)
+    out, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, out
+
+
+def run_killed(options, folder, delays):
+    """Kill the command again and again, then let it finish."""
+    for delay, number in zip(delays, (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL) * 2):
+        process = started(options, folder)
+        time.sleep(delay)
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=120)
+        assert "Traceback" not in out, out
+    for _ in range(30):
+        process = started(options, folder)
+        out, _ = process.communicate(timeout=900)
+        if "another command runs there" not in out:
+            break
+        time.sleep(1)  # runs of a killed one end by themselves
+    assert process.returncode == 0, out
+
+
 @pytest.mark.parametrize(
     ("variants", "delays"),
     [
@@ -286,32 +322,24 @@ def test_variant_that_is_added_is_trained_alone_and_one_that_diverges_is_counted
 def test_killed_comparison_has_the_table_of_an_undisturbed_one(tmp_path, variants, delays):
     """With processes, and one compiled training step for all variants that are the same model."""
     options = [*OPTIONS, "--learning_rates=1e-2,3e-3", "--seeds=2", *variants, "--config.steps=60"]
-
-    def started(folder, cache):
-        environment = os.environ | {"XLA_FLAGS": "", "PYTHONUNBUFFERED": "1", "JAX_COMPILATION_CACHE_DIR": str(cache)}
-        command = [sys.executable, "-m", "attnlab.compare", *options, f"--workdir={folder}"]
-        return subprocess.Popen(
-            command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-
-    cache = tmp_path / "programs"
-    whole = started(tmp_path / "whole", cache)
-    out, _ = whole.communicate(timeout=900)
-    assert whole.returncode == 0, out
-    steps = {path.name for path in cache.rglob("jit_step-*") if not path.name.endswith("-atime")}
-    assert len(steps) == len(variants) - 1, sorted(path.name for path in cache.iterdir())
-    for delay, number in zip(delays, (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL) * 2):
-        process = started(tmp_path / "killed", cache)
-        time.sleep(delay)
-        process.send_signal(number)
-        out, _ = process.communicate(timeout=120)
-        assert "Traceback" not in out, out
-    for _ in range(30):
-        process = started(tmp_path / "killed", cache)
-        out, _ = process.communicate(timeout=900)
-        if "another command runs there" not in out:
-            break
-        time.sleep(1)  # runs of a killed one end by themselves
-    assert process.returncode == 0, out
+    run_undisturbed(options, tmp_path / "whole")
+    programs = tmp_path / "programs"
+    steps = {path.name for path in programs.rglob("jit_step-*") if not path.name.endswith("-atime")}
+    assert len(steps) == len(variants) - 1, sorted(path.name for path in programs.iterdir())
+    run_killed(options, tmp_path / "killed", delays)
     assert steady(comparing.read(tmp_path / "killed")) == steady(comparing.read(tmp_path / "whole"))
     assert json.loads((tmp_path / "killed" / "comparison.json").read_text())["variants"]["rotary"] == []
+
+
+@pytest.mark.slow
+def test_killed_comparison_of_tasks_has_the_tables_of_an_undisturbed_one(tmp_path):
+    file = tmp_path / "variants.py"
+    file.write_text(TWO_ON_TASKS.replace("1e-2", "1e-2,3e-3"))
+    options = [*OPTIONS, f"--variants={file}"]
+    run_undisturbed(options, tmp_path / "whole")
+    run_killed(options, tmp_path / "killed", (6, 14, 20))
+    for part in (parity_of(tmp_path / "whole").name, "text"):
+        killed, whole = (comparing.read(tmp_path / folder / part) for folder in ("killed", "whole"))
+        assert steady(killed) == steady(whole)
+    tables = [(parity_of(tmp_path / folder) / "replication.csv").read_bytes() for folder in ("killed", "whole")]
+    assert tables[0] == tables[1]

@@ -28,7 +28,7 @@ def test_unknown_study_suggests_and_lists_names(capsys):
     assert error == (
         "error: 'scalling' is not a study (did you mean scaling?): expected one of alignment, complexity, "
         "copying, dispersion, gradient_step, grokking, heads, induction, markov, norms, positions, pruning, rank, "
-        "recall, roles, scaling, sinks, training, all of them by the word all, or the path of a Python file\n"
+        "recall, roles, scaling, sinks, state_tracking, training, all of them by the word all, or the path of a Python file\n"
     )
 
 
