@@ -2,6 +2,7 @@
 
     attnlab compare --config=compare_tasks --tasks=recall,parity,copy,induction,speed
     attnlab compare --config=compare_tasks --tasks="task:recall pairs=8 symbols=16" --workdir=runs/mine
+    attnlab train --config=compare_tasks --config.data.name=task:parity --config.model.context=40
 
 Two layers, fresh sequences at every step.
 """

@@ -27,8 +27,9 @@ def test_unknown_study_suggests_and_lists_names(capsys):
     error = capsys.readouterr().err
     assert error == (
         "error: 'scalling' is not a study (did you mean scaling?): expected one of alignment, complexity, "
-        "copying, dispersion, gradient_step, grokking, heads, induction, markov, norms, positions, pruning, rank, "
-        "recall, roles, scaling, sinks, state_tracking, training, all of them by the word all, or the path of a Python file\n"
+        "copying, dispersion, gradient_step, grokking, heads, induction, markov, norms, overwriting, positions, "
+        "pruning, rank, recall, roles, scaling, sinks, state_tracking, training, all of them by the word all, or the "
+        "path of a Python file\n"
     )
 
 

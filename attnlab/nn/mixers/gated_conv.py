@@ -42,7 +42,7 @@ class GatedConv(CausalMixer):
     def _mix(self, x, before, tokens):
         convolve = ShortConv(self.kernel_size, use_bias=True, dtype=self.dtype, name="conv")
         mixed, after = convolve(x, before.conv, tokens.segments, tokens.lengths)
-        gate = nn.Dense(x.shape[-1], dtype=self.dtype, name="gate", dot_general=products.dot_general)(x)
+        gate = nn.Dense(x.shape[-1], dtype=self.dtype, name="linear", dot_general=products.dot_general)(x)
         return mixed * gate + x.astype(gate.dtype), None, after
 
     def _empty(self, batch, features):
