@@ -215,11 +215,12 @@ def _measure(final, folder: Path, lock: int) -> dict[str, dict]:
 
 def _notes(protocol: Protocol, rows, jobs: int) -> list[str]:
     rates, tuning = ", ".join(f"{rate:g}" for rate in protocol.rates), len(protocol.tuning_seeds)
+    on = "text" if protocol.measure == "loss" else "sequences"
+    chosen = f"s {rates}, chosen with {tuning} other seed{'s' if tuning > 1 else ''} on other {on}"
     notes = [
         f"{MEASURES[protocol.measure]}, means of {len(protocol.seeds)} seeds ± 95 % intervals; differences are paired "
         f"by seed, verdicts corrected for {len(rows) - 1} variant{'s' if len(rows) > 2 else ''}. "
-        f"Learning rates {rates}, chosen with {tuning} other seed{'s' if tuning > 1 else ''} on other "
-        f"{'text' if protocol.measure == 'loss' else 'sequences'}."
+        f"Learning rate{chosen if len(protocol.rates) > 1 else f' {rates}, the same for all'}."
     ]
     if any(row["verdict"] == "not told apart" for row in rows):
         notes.append(

@@ -221,7 +221,7 @@ def test_published_results_are_set_beside_ours_with_an_outcome(of_tasks):
     assert ours[1]["outcome"] in ("reproduced", "not reproduced", "underpowered")
     for text in (out, (parity_of(folder) / "replication.md").read_text(), (folder / "comparison.html").read_text()):
         assert all(word in text for word in ("Grazzi et al. 2025", "An answer at each bit", ours[1]["outcome"]))
-    assert "2 seeds" in out and "Learning rates 0.01," in out  # of COMPARE
+    assert "2 seeds" in out and "Learning rate 0.01, the same for all" in out  # of COMPARE
 
 
 def test_accuracy_at_a_length_is_of_answers_in_the_second_half(of_tasks):
