@@ -1,11 +1,13 @@
-"""A delta rule tracks a parity beyond the trained lengths if its update may have negative eigenvalues, not otherwise.
+"""A delta rule can keep a parity beyond the trained lengths if its update may have negative eigenvalues, and only then.
 
 A sequence is bits, and after each of them the model says whether the number of ones so far is odd: a state of one bit,
 flipped by each one. The state of the delta rule is multiplied by I − βkkᵀ, with eigenvalue 1 − β at k: with β ≤ 1 that
 can shrink a state, but never flip it; with β ≤ 2 it can. A model is an embedding, one block of the mixer under test and
 a feed-forward layer, and is trained on sequences of 3 to 20 bits, an answer at each. The measure is the share of right
-answers in the second half of sequences of 20, 40 and 80 bits. The controls are the same model with β ≤ 1, and softmax
-attention, whose weights are positive and of sum 1: the same data, steps and sizes; half is chance.
+answers in the second half of sequences of 20, 40 and 80 bits. As in the paper the best seed counts, for the controls as
+well, as some models learn the trained lengths by heart; how many seeds track it is told. The controls are the same
+model with β ≤ 1, and softmax attention, whose weights are positive and of sum 1: the same data, steps and sizes; half
+is chance.
 
 After Grazzi et al. 2025, "Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues" (arXiv 2411.12537),
 table 3. Theirs have two layers, 3 to 40 bits and an answer at the last bit alone, which takes many times the steps.
@@ -51,7 +53,7 @@ class Size(NamedTuple):
     examples: int  # held-out sequences of each length
 
 
-FAST, FULL = Size(2, 700, 64, 128), Size(6, 3000, 64, 512)
+FAST, FULL = Size(2, 700, 64, 128), Size(6, 1500, 64, 512)
 
 
 class Model(nn.Module):
@@ -105,24 +107,23 @@ def _train(model, size, advance):
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if β ≤ 2 alone answers sequences 4 times as long, though it is trained as the others are."""
+    """Held if a model with β ≤ 2 answers sequences 4 times as long, and none of the others that are trained alike."""
     most = max(TIMES)
 
     def at(mixer, times):
-        return Interval.of([r["right"] for r in rows if r["mixer"] == mixer and r["times"] == times])
+        return [r["right"] for r in rows if r["mixer"] == mixer and r["times"] == times]
+
+    def in_words(mixer):
+        known, far = Interval.of(at(mixer, 1)), at(mixer, most)
+        tracked = sum(share >= SOLVED for share in far)
+        return (
+            f"{mixer} answers {known:.2f} at the trained length; at {most} times the best seed {max(far):.2f}, "
+            f"and {tracked} of {len(far)} seeds {SOLVED} or more"
+        )
 
     return Verdict.of(
-        (
-            at(NEGATIVE, most).mean >= SOLVED,
-            f"{NEGATIVE} answers {at(NEGATIVE, 1):.2f} at the trained length, {at(NEGATIVE, most):.2f} at {most} times",
-        ),
-        *(
-            (
-                at(mixer, most).mean <= FAILED and at(mixer, most).high < at(NEGATIVE, most).low,
-                f"{mixer} answers {at(mixer, 1):.2f}, and {at(mixer, most):.2f} at {most} times",
-            )
-            for mixer in (POSITIVE, SOFTMAX)
-        ),
+        (max(at(NEGATIVE, most)) >= SOLVED, in_words(NEGATIVE)),
+        *((max(at(mixer, most)) <= FAILED, in_words(mixer)) for mixer in (POSITIVE, SOFTMAX)),
     )
 
 
@@ -142,5 +143,5 @@ def draw(rows: list[dict]) -> Figure:
         "y": "right answers (share)",
         "log": "x",
     }
-    title = "With β ≤ 2 the delta rule keeps a parity at any length; with β ≤ 1 it does not"
+    title = "With β ≤ 2 the delta rule can keep a parity beyond the trained lengths, with β ≤ 1 it cannot"
     return plots.panels({f"trained on {SHORTEST} to {LONGEST} bits": panel}, judge(rows).title(title), columns=1)

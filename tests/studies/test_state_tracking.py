@@ -32,6 +32,12 @@ def test_state_tracking_verdict_fails_where_one_part_is_refuted(part, solved):
     assert [held for held, _ in verdict.parts] == [at != part for at in range(3)], str(verdict)
 
 
+def test_state_tracking_verdict_is_of_the_best_seed_and_tells_how_many():
+    late = [row | {"right": 0.5} if row["mixer"] == NEGATIVE and row["seed"] else row for row in rows()]
+    verdict = state_tracking.judge(late)
+    assert verdict.held and "1 of 3 seeds" in verdict.parts[0][1], str(verdict)
+
+
 def test_state_tracking_figure_has_a_title_and_labels():
     figure = state_tracking.draw(rows())
     assert "β ≤ 2" in figure.get_suptitle()
