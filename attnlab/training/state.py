@@ -61,7 +61,7 @@ def token_losses(model: nn.Module, params, batch: Batch, **options) -> Float[Arr
     if batch.segments is not None:
         options["segments"] = batch.segments[:, :-1]
     if isinstance(model, GPT) and "targets" in inspect.signature(model.__call__).parameters:
-        options |= {"targets": targets, "places": batch.places}
+        options |= {"targets": targets} | _places_of(batch)
         return model.apply({"params": params}, batch.tokens[:, :-1], **options)
     logits = logits_of(model, params, batch, **options)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
@@ -70,9 +70,14 @@ def token_losses(model: nn.Module, params, batch: Batch, **options) -> Float[Arr
 def logits_of(model: nn.Module, params, batch: Batch, **options) -> Float[Array, "B R V"]:
     """Logits where `targets_of` are."""
     if isinstance(model, GPT):
-        return model.apply({"params": params}, batch.tokens[:, :-1], places=batch.places, **options)
+        return model.apply({"params": params}, batch.tokens[:, :-1], **_places_of(batch), **options)
     logits = model.apply({"params": sharding.gathered(params)}, batch.tokens[:, :-1], **options)
     return logits if batch.places is None else jnp.take_along_axis(logits, batch.places[..., None], axis=1)
+
+
+def _places_of(batch) -> dict:
+    """The argument of a GPT, left out of a text's batches: a subclass need not have it."""
+    return {} if batch.places is None else {"places": batch.places}
 
 
 def targets_of(batch: Batch) -> Int[Array, "B R"]:
