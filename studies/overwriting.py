@@ -8,7 +8,7 @@ one head. The measure is the share of values recalled against the number of pair
 the same sequence without any: there both recall.
 
 After Schlag, Irie and Schmidhuber 2021, "Linear Transformers Are Secretly Fast Weight Programmers" (arXiv 2102.11174),
-section 6.1, setting 2, where keys are drawn with replacement. Theirs are models without embeddings, of one layer.
+where keys are drawn with replacement.
 """
 
 import functools

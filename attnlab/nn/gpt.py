@@ -190,10 +190,7 @@ class GPT(checks.MaskedModule):
         self._check_inputs(tokens, caches)
         check_segments(segments, tokens, caches=caches)
         check_lengths(lengths, tokens)
-        if places is not None:
-            self._check_places(places, tokens)
-        if targets is not None:
-            self._check_targets(targets, tokens if places is None else places, caches)
+        self._check_outputs(tokens, caches, places, targets)
         drops = bool(self.dropout) and not deterministic
         keys = None
         if drops:
@@ -250,6 +247,12 @@ class GPT(checks.MaskedModule):
             return sharding.over_tokens(losses, x, embed.embedding, targets)
         losses = optax.softmax_cross_entropy_with_integer_labels(self._logits(x, bigrams, embed), targets)
         return jnp.where((targets >= 0) & (targets < self.vocab_size), losses, jnp.nan)  # as in chunks
+
+    def _check_outputs(self, tokens, caches, places, targets) -> None:
+        if places is not None:
+            self._check_places(places, tokens)
+        if targets is not None:
+            self._check_targets(targets, tokens if places is None else places, caches)
 
     def _check_targets(self, targets, tokens, caches) -> None:
         if caches is not None:
