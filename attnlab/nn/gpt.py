@@ -187,9 +187,7 @@ class GPT(checks.MaskedModule):
             num_layers.
         """
         check_shape(self, options(type(self)))
-        self._check_inputs(tokens, caches)
-        check_segments(segments, tokens, caches=caches)
-        check_lengths(lengths, tokens)
+        self._check_inputs(tokens, caches, segments, lengths)
         self._check_outputs(tokens, caches, places, targets)
         drops = bool(self.dropout) and not deterministic
         keys = None
@@ -269,10 +267,12 @@ class GPT(checks.MaskedModule):
             raise ValueError(f"places has shape {jnp.shape(places)}, expected [{batch}, places]")
         checks.ids_in_range("places", places, length, remedy="positions of the tokens of this call")
 
-    def _check_inputs(self, tokens, caches) -> None:
+    def _check_inputs(self, tokens, caches, segments, lengths) -> None:
         if jnp.ndim(tokens) != 2:
             raise ValueError(f"tokens has shape {jnp.shape(tokens)}, expected [batch, length]: add the missing axis")
         checks.ids_in_range("tokens", tokens, self.vocab_size, remedy="encode the text with the model's tokenizer")
+        check_segments(segments, tokens, caches=caches)
+        check_lengths(lengths, tokens)
         if caches is None:
             return
         remedy = f"make them with model.empty_caches(batch={tokens.shape[0]})"
