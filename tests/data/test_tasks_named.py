@@ -16,6 +16,7 @@ from attnlab.support.errors import UserError
 CASES = {
     "task:recall pairs=3 symbols=5": 12,
     "task:recall pairs=3 rewrites=4 symbols=8": 18,
+    "task:recall pairs=5 fewest=1 symbols=6": 16,
     "task:recall pairs=3 symbols=5 queries=spread": 14,
     "task:parity shortest=2 longest=9": 10,
     "task:modular base=3 shortest=2 longest=9 answers=last": 10,
@@ -33,7 +34,7 @@ def solved(name, row):
         known = dict(zip(row[0:6:2], row[1:6:2]))
         return [None] * 6 + [known.get(token) for token in row[6:]]
     if kind == "recall":
-        known, at, row = {}, 0, row.rstrip(".")
+        known, at, row = {}, len(row) - len(row.lstrip(".")), row.rstrip(".")
         while at + 1 < len(row) and row[at + 1].islower():
             known[row[at]], at = row[at + 1], at + 2
         answers[at : len(row)] = [known[key] for key in row[at:]]
@@ -91,6 +92,14 @@ def test_recall_with_rewrites_asks_for_the_last_value_of_every_key():
         assert [last[key] for key in asked.tolist()] == wanted.tolist()
         stale += (dict(writes[:n].tolist())[asked[0]] != wanted[0]).sum()
     assert stale > 150
+
+
+def test_recall_with_fewest_has_doubled_numbers_of_pairs_equally_often():
+    tokens, _ = map(np.asarray, parse("task:recall pairs=12 fewest=3 symbols=12").draw(0, batch_size=3000, length=36))
+    shown = (tokens[:, :24] > 0).sum(axis=1) // 2
+    counts = {pairs: int((shown == pairs).sum()) for pairs in (3, 6, 12)}
+    assert sum(counts.values()) == 3000
+    assert max(abs(count - 1000) for count in counts.values()) < 5 * (3000 * 2 / 9) ** 0.5  # five deviations
 
 
 @EVERY
@@ -155,11 +164,13 @@ def test_alphabet_has_a_character_a_token_in_code_point_order():
     [
         ("task:", "no task ''"),
         ("task:recal", r"no task 'recal' \(did you mean recall\?\): expected recall, parity"),
-        ("task:recall pears=3", "'pears=3' is not an option of recall: expected some of pairs=8, rewrites=0"),
+        ("task:recall pears=3", "'pears=3' is not an option of recall: expected some of pairs=8, fewest=0, rewrites=0"),
         ("task:recall pairs", "'pairs' is not an option"),
         ("task:recall pairs=0", "pairs = 0: expected 1 or more"),
         ("task:recall pairs=x", "pairs = 'x': expected a value like 8"),
         ("task:recall pairs=20 rewrites=9", r"symbols = 26: expected pairs \+ rewrites = 29 or more"),
+        ("task:recall fewest=9", "fewest = 9: expected pairs = 8 or fewer"),
+        ("task:recall fewest=2 queries=spread", "fewest = 2: queries=spread has one number of pairs"),
         ("task:recall symbols=6000", "expected 5000 or fewer"),
         ("task:modular base=11", "base = 11: expected 10 or less"),
         ("task:parity shortest=50", "shortest = 50: expected longest = 40 or less"),

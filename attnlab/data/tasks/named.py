@@ -57,6 +57,7 @@ class Recall:
     """
 
     pairs: int = option("keys of a sequence", 8, low=1)
+    fewest: int = option("keys of the shortest sequences, doubled up to `pairs`, each as often; 0: all alike", 0, low=0)
     rewrites: int = option("pairs more, whose keys are written again with another value", 0, low=0)
     symbols: int = option("keys of the vocabulary, and values", 26, low=1)
     queries: str = option("side by side at the end, or spread over the rest", "end", choices=("end", "spread"))
@@ -66,6 +67,10 @@ class Recall:
     def __post_init__(self):
         if self.queries == "spread" and self.rewrites:
             raise ValueError(f"rewrites = {self.rewrites}: queries=spread has none: leave it out")
+        if self.queries == "spread" and self.fewest:
+            raise ValueError(f"fewest = {self.fewest}: queries=spread has one number of pairs: leave it out")
+        if self.fewest > self.pairs:
+            raise ValueError(f"fewest = {self.fewest}: expected pairs = {self.pairs} or fewer")
         if self.queries == "end" and self.filler != "blank":
             raise ValueError(f"filler = {self.filler!r} is of queries=spread: leave it out")
         if self.symbols < self.pairs + self.rewrites:
@@ -98,7 +103,9 @@ class Recall:
         if self.queries == "spread":
             sizes = {"batch_size": batch_size, "pairs": self.pairs, "length": length, "noise": self.filler == "noise"}
             return tuple(spread_recall(step, vocab_size=2 * self.symbols + 1, seed=seed, **sizes))
-        sizes = {"batch_size": batch_size, "pairs": (self.pairs,), "rewrites": self.rewrites}
+        doubled = (self.fewest << n for n in range(self.pairs.bit_length())) if self.fewest else ()
+        numbers = tuple(number for number in doubled if number < self.pairs) + (self.pairs,)
+        sizes = {"batch_size": batch_size, "pairs": numbers, "rewrites": self.rewrites}
         drawn = recall(step, vocab_size=2 * self.symbols + 1, seed=seed, **sizes)
         blanks = ((0, 0), (0, length - drawn.tokens.shape[1]))
         tokens = jnp.pad(drawn.tokens, blanks)
@@ -248,7 +255,7 @@ def parse(name: str) -> Task | None:
       UserError: an unknown task, or a value that it cannot have.
 
     >>> parse("task:recall pairs=4")
-    Recall(pairs=4, rewrites=0, symbols=26)
+    Recall(pairs=4, fewest=0, rewrites=0, symbols=26, queries='end', filler='blank')
     """
     if not name.startswith(PREFIX):
         return None
