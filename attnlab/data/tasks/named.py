@@ -104,7 +104,7 @@ class Recall:
             sizes = {"batch_size": batch_size, "pairs": self.pairs, "length": length, "noise": self.filler == "noise"}
             return tuple(spread_recall(step, vocab_size=2 * self.symbols + 1, seed=seed, **sizes))
         doubled = (self.fewest << n for n in range(self.pairs.bit_length())) if self.fewest else ()
-        numbers = tuple(number for number in doubled if number < self.pairs) + (self.pairs,)
+        numbers = [*(number for number in doubled if number < self.pairs), self.pairs]
         sizes = {"batch_size": batch_size, "pairs": numbers, "rewrites": self.rewrites}
         drawn = recall(step, vocab_size=2 * self.symbols + 1, seed=seed, **sizes)
         blanks = ((0, 0), (0, length - drawn.tokens.shape[1]))
