@@ -1,11 +1,13 @@
 """JAX's persistent compilation cache in the user's cache folder; compilers that err.
 
-JAX writes an entry in place, so a kill leaves it truncated, and never overwrites an entry: the program would be
-compiled again at every start, with a warning. JAX's size limit (jax_compilation_cache_max_size) is not used: it takes a
+JAX writes an entry in place, so a kill may leave it truncated, and never overwrites an entry: the program would be
+compiled again at every start, with a warning. A process therefore leaves a mark while it runs, and where one was left
+behind, the entries since then are deleted. JAX's size limit (jax_compilation_cache_max_size) is not used: it takes a
 file lock for every entry that is read, keeps truncated entries, and up to JAX 0.10 fails on entries without an access
 time, which a kill leaves as well.
 """
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -13,12 +15,12 @@ import itertools
 import math
 import os
 import platform
-import time
-import zlib
 from importlib.metadata import version
 from pathlib import Path
 
 import jax
+
+from attnlab.support.paths import lock
 
 # jaxlib versions that compute some programs wrongly on CPUs, none of attnlab (tests/test_optimized.py), and a remedy.
 WRONG = {
@@ -52,6 +54,7 @@ def keep_programs() -> Path | None:
         folder = Path(given) if given else home / "attnlab" / f"programs-{_processor()}"
         folder.mkdir(parents=True, exist_ok=True)
         sweep(folder, limit=math.inf if given else LIMIT)
+        _mark(folder)
     except (OSError, RuntimeError):  # no home, or one without write permission
         return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -60,60 +63,42 @@ def keep_programs() -> Path | None:
     return folder
 
 
-def sweep(folder: Path, limit: int | float = LIMIT) -> list[Path]:
-    """Delete truncated entries, which are returned, and the oldest entries beyond a limit of bytes.
-
-    Only entries written since the last sweep are read. An entry that another process is writing looks truncated, too:
-    that process goes on writing to the deleted file.
-    """
-    swept = folder / "swept"
-    before, now = swept.stat().st_mtime if swept.exists() else 0.0, time.time()
-    kept, truncated = [], []
+def sweep(folder: Path, limit: int | float = LIMIT) -> None:
+    """Delete the entries that were written while a process ran that was killed, and the oldest beyond `limit` bytes."""
+    entries = []
     for entry in folder.glob("*-cache"):
         with contextlib.suppress(FileNotFoundError):  # another process sweeps as well
-            stat = entry.stat()
-            if stat.st_mtime >= before - 1 and not _is_intact(entry.read_bytes()):
-                truncated.append(entry)
-            else:
-                kept.append((stat.st_mtime, stat.st_size, entry))
-    newest_first = sorted(kept, reverse=True)
-    sizes = itertools.accumulate(size for _, size, _ in newest_first)
-    old = [entry for (_, _, entry), size in zip(newest_first, sizes) if size > limit]
-    for entry in truncated + old:
-        entry.unlink(missing_ok=True)
-    swept.touch()
-    os.utime(swept, (now, now))
-    return truncated
+            entries.append((entry.stat().st_mtime, entry.stat().st_size, entry))
+    entries.sort(reverse=True)
+    sizes = itertools.accumulate(size for _, size, _ in entries)
+    since = _began_killed(folder)
+    for (written, _, entry), size in zip(entries, sizes):
+        if size > limit or written >= since:
+            entry.unlink(missing_ok=True)
 
 
-def _is_intact(entry: bytes) -> bool:
-    if entry[:4] == b"\x28\xb5\x2f\xfd":
-        return _is_intact_zstd(entry)
-    stream = zlib.decompressobj()
-    try:
-        stream.decompress(entry)
-    except zlib.error:
-        return False
-    return stream.eof
+def _began_killed(folder: Path) -> float:
+    """When the first of the processes began that left their mark behind; infinity if none did."""
+    since = math.inf
+    for mark in folder.glob("*.running"):
+        with contextlib.suppress(FileNotFoundError), mark.open("rb") as file:
+            if lock(file.fileno()):  # its process no longer holds it
+                since = min(since, mark.stat().st_mtime)
+                mark.unlink()
+    return since
 
 
-def _is_intact_zstd(entry: bytes) -> bool:
-    """JAX uses Python's zstd from 3.14 on, before that zstandard where it is installed."""
-    try:
-        from compression import zstd
+@functools.cache
+def _mark(folder: Path) -> None:
+    """Hold a file until this process ends, which removes it."""
+    mark = folder / f"{platform.node()}-{os.getpid()}.running"
+    file = mark.open("wb")
+    lock(file.fileno())
 
-        decompress, error = zstd.decompress, zstd.ZstdError
-    except ImportError:
-        try:
-            import zstandard
-        except ImportError:
-            return True  # it cannot be checked, nor read by JAX
-        decompress, error = zstandard.ZstdDecompressor().decompress, zstandard.ZstdError
-    try:
-        decompress(entry)
-    except error:
-        return False
-    return True
+    @atexit.register
+    def remove():
+        mark.unlink(missing_ok=True)
+        file.close()
 
 
 @functools.cache

@@ -1,14 +1,15 @@
 import os
+import signal
 import subprocess
 import sys
-import zlib
 
 import pytest
 
 from attnlab import compilation
+from attnlab.support.paths import lock
 
 PROGRAM = """
-import sys
+import os, signal, sys
 from pathlib import Path
 from attnlab import compilation
 folder = compilation.keep_programs()
@@ -22,16 +23,14 @@ def start():
     print(jax.jit(lambda x: jnp.sin(x) @ x)(jnp.eye(8)).sum(), len(hits), folder)
 
 start()
-if "truncate" in sys.argv:
+if "killed" in sys.argv:
     entry = min(Path(folder).glob("*-cache"))
-    entry.write_bytes(entry.read_bytes()[:-20])  # as a kill leaves it
-    compilation.keep_programs()
-    start()
-    start()
+    entry.write_bytes(entry.read_bytes()[:-20])  # as a kill may leave it
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def run(*arguments, program=PROGRAM, **environment):
+def run(*arguments, program=PROGRAM, code=0, **environment):
     """The words that a program prints in a process of its own, line by line."""
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
@@ -40,19 +39,17 @@ def run(*arguments, program=PROGRAM, **environment):
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.returncode == code and done.stderr == "", done.stderr
     return [line.split() for line in done.stdout.splitlines()]
 
 
-def test_second_start_uses_cache_and_rebuilds_truncated_entries(tmp_path):
+def test_second_start_uses_cache_and_one_after_a_kill_compiles_again(tmp_path):
     environment = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    ((result, hits, folder),) = run(**environment)
-    assert (hits, folder) == ("0", str(tmp_path))
+    ((result, hits, folder),) = run("killed", code=-signal.SIGKILL, **environment)
     count = len(list(tmp_path.glob("*-cache")))
-    assert count
-    starts = [[result, str(hits), folder] for hits in (count, count - 1, count)]
-    assert run("truncate", **environment) == starts
-    assert len(list(tmp_path.glob("*-cache"))) == count
+    assert (hits, folder) == ("0", str(tmp_path)) and count and len(list(tmp_path.glob("*.running"))) == 1
+    assert [run(**environment) for _ in range(2)] == [[[result, str(hits), folder]] for hits in (0, count)]
+    assert len(list(tmp_path.glob("*-cache"))) == count and not list(tmp_path.glob("*.running"))
 
 
 FOLDERS = """
@@ -82,22 +79,32 @@ def test_cache_folder_is_the_users_and_may_be_missing_or_disabled(tmp_path):
     assert folder.startswith(f"{tmp_path}/attnlab/programs-")
 
 
-@pytest.mark.parametrize("content", [b"", b"no compressed bytes", b"\x78\x9c"], ids=["empty", "other", "cut"])
-def test_sweep_deletes_truncated_entries_only(content, tmp_path):
-    (tmp_path / "a-cache").write_bytes(content)
-    (tmp_path / "notes.txt").write_text("mine")
-    assert compilation.sweep(tmp_path) == [tmp_path / "a-cache"]
-    assert compilation.sweep(tmp_path) == []
-    assert (tmp_path / "notes.txt").read_text() == "mine"
+def entries(folder, **ages):
+    """Files of 1,000 bytes, that many seconds old; returns a function that lists those that are left."""
+    for name, age in ages.items():
+        (folder / name).write_bytes(bytes(1000))
+        os.utime(folder / name, (1e9 - age, 1e9 - age))
+    return lambda: sorted(path.name for path in folder.iterdir())
+
+
+def test_sweep_deletes_entries_since_a_killed_process_began(tmp_path):
+    left = entries(tmp_path, **{"before-cache": 9, "7.running": 5, "since-cache": 3, "notes.txt": 1})
+    compilation.sweep(tmp_path)
+    assert left() == ["before-cache", "notes.txt"]
+
+
+def test_sweep_keeps_entries_of_a_process_that_runs(tmp_path):
+    left = entries(tmp_path, **{"7.running": 5, "since-cache": 3})
+    with (tmp_path / "7.running").open() as file:
+        lock(file.fileno())
+        compilation.sweep(tmp_path)
+    assert left() == ["7.running", "since-cache"]
 
 
 def test_sweep_beyond_the_limit_deletes_the_oldest(tmp_path):
-    for age, name in enumerate(["new", "old", "oldest"]):
-        path = tmp_path / f"{name}-cache"
-        path.write_bytes(zlib.compress(os.urandom(1000)))
-        os.utime(path, (1e9 - age, 1e9 - age))
-    assert compilation.sweep(tmp_path, limit=2100) == []
-    assert sorted(path.name for path in tmp_path.glob("*-cache")) == ["new-cache", "old-cache"]
+    left = entries(tmp_path, **{"new-cache": 0, "old-cache": 1, "oldest-cache": 2})
+    compilation.sweep(tmp_path, limit=2100)
+    assert left() == ["new-cache", "old-cache"]
 
 
 @pytest.mark.parametrize(
