@@ -74,8 +74,8 @@ def train(
         rate that had already decayed jumps up at that step. `config.json` lists the extensions.
       workdir: gets `config.json`, `tokenizer.json`, `metrics.jsonl`, `checkpoints/` and TensorBoard events.
       eval_only: evaluate the newest checkpoint on the validation text, and write nothing.
-      own_process: a signal may end this process from a thread as soon as the state is saved; otherwise the loop ends
-        after the current step.
+      own_process: a signal before the first step, and a second one, end the process; otherwise they raise
+        KeyboardInterrupt.
       model: a linen module in place of the GPT of `config.model`, of which only `context` is then used. Its only
         collection is `params`. It is called with int32 tokens `[B, T]`, in training with `deterministic=False` and
         `dropout_key=` a key for each sequence `[B]`, for `config.data.packing = "documents"` with `segments=`, int32
@@ -121,9 +121,6 @@ def train(
 
 
 def _train(config, workdir: Workdir, eval_only, preemption, resources, own, on_step, on_phase) -> int:
-    startup = resources.enter_context(contextlib.ExitStack())
-    report = functools.partial(print, "stopped before the first step: nothing to save", flush=True)
-    startup.enter_context(preemption.at_rest(report))
     first_process = jax.process_index() == 0
 
     # config
@@ -153,7 +150,8 @@ def _train(config, workdir: Workdir, eval_only, preemption, resources, own, on_s
     experiment = Experiment(config, text.tokenizer.vocab_size, parallel=parallel, extensions=extensions, **own)
     state, origin = _state(experiment, checkpoints, workdir, start)
     if eval_only:
-        return _print_evaluation(experiment, text, state, start, damaged, preemption)
+        _print_evaluation(experiment, text, state, start, damaged)
+        return 0
 
     # files, loop
     offset = checkpoints.metadata(start)["log"] if start else None  # in every process: Orbax waits for all of them
@@ -172,7 +170,6 @@ def _train(config, workdir: Workdir, eval_only, preemption, resources, own, on_s
         log=log,
         reporter=reporter,
         preemption=preemption,
-        startup=startup,
         state=state,
         start=start,
         sample=_sampler(experiment, text.tokenizer),
@@ -280,17 +277,14 @@ def _state(experiment: Experiment, checkpoints: Checkpoints, workdir: Workdir, s
     return experiment.create_state(params), {"init_from_sha256": digest}
 
 
-def _print_evaluation(experiment: Experiment, text: Text, state: TrainState, start, damaged, preemption) -> int:
-    """Evaluate a state on the validation text and print the loss; returns the exit code."""
-    scores = trainers.evaluate(experiment, text, state.evaluated, preemption.requested)
-    if scores is None:
-        return preemption.exit_code
+def _print_evaluation(experiment: Experiment, text: Text, state: TrainState, start, damaged) -> None:
+    """Evaluate a state on the validation text and print the loss."""
+    scores = trainers.evaluate(experiment, text, state.evaluated)
     if jax.process_index() == 0:
         for step, why in damaged.items():
             print(f"checkpoint {step} is damaged ({why}); evaluating the newest intact one")
         windows = f"{text.validation.windows} windows of {experiment.config.model.context} tokens"
         print(f"step {start}  {trainers.format_scores('validation', scores)}  over {windows}")
-    return 0
 
 
 def _open_files(config, metadata, workdir, text, checkpoints, start, offset, resources) -> metrics_lib.MetricsLog:

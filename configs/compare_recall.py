@@ -22,7 +22,7 @@ VARIANTS = {
     "four gated_delta 8": {"model.pattern": "gated_delta", **SMALLER},
     "hybrid 8": {"model.pattern": "gated_delta gated_delta gated_delta attention", **SMALLER},
 }
-COMPARE = {"learning_rates": "3e-3,1e-2", "seeds": "3", "tasks": "text,task:recall pairs=16 fewest=4 symbols=127"}
+COMPARE = {"learning_rates": "1e-2,3e-2", "seeds": "3", "tasks": "text,task:recall pairs=16 fewest=4 symbols=127"}
 
 
 def get_config():
@@ -31,7 +31,7 @@ def get_config():
     config.model.num_layers, config.model.width, config.model.num_heads, config.model.context = 2, 64, 1, 48
     config.model.mlp_ratio, config.model.positions, config.model.embedding_scale = 0, "none", 10.0
     config.model.pattern, config.model.recurrence.conv = "conv attention", 2
-    config.steps, config.batch_size, config.precision = 500, 64, "float32"
+    config.steps, config.batch_size, config.precision = 1000, 64, "float32"
     config.optimizer.name, config.optimizer.learning_rate, config.optimizer.weight_decay = "muon", 1e-2, 0.0
     config.eval.every = config.checkpoint.every = 250
     config.eval.windows = 512

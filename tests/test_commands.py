@@ -68,13 +68,13 @@ def mistake(capsys, command, *arguments):
         ([], r"--config is missing: .*--config=quickstart"),
         (
             ["--config=quickstrat"],
-            r"did you mean quickstart\?.*compare_positions, compare_tasks, gated_delta_tiny, gpt2_124m, ",
+            r"did you mean quickstart\?.*compare_positions, compare_recall, compare_tasks, gated_delta_tiny, gpt2_124m, ",
         ),
         (["--config=configs/quickstrat.py"], r"did you mean configs/quickstart.py\?"),
         (["--config=nowhere/quickstart.py"], r"--config=nowhere/quickstart.py: .*did you mean quickstart\?"),
         (
             ["--config=nowhere/x.py"],
-            r"--config=nowhere/x.py: .*compare_positions, compare_tasks, gated_delta_tiny, gpt2_124m",
+            r"--config=nowhere/x.py: .*compare_positions, compare_recall, compare_tasks, gated_delta_tiny, gpt2_124m",
         ),
         ([QUICKSTART, "--config.model.widht=64"], r"--config.model.widht: .*did you mean model.width\?"),
         ([QUICKSTART, "--config.stpes=64"], r"--config.stpes: .*did you mean steps\?"),

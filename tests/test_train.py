@@ -296,20 +296,20 @@ sys.exit(train.main())"""
     time.sleep(0.5)
     running.send_signal(signal.SIGINT)
     out, _ = running.communicate(timeout=30)
-    assert running.returncode == 130 and "Traceback" not in out and "is saved" not in out, out
+    assert running.returncode == -signal.SIGINT and "Traceback" not in out and "is saved" not in out, out
     assert Checkpoints(tmp_path / "run" / "checkpoints").newest_intact() == (8, {})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_signal_while_compiling_exits_without_saving(tmp_path, number):
-    """Python's own handlers would wait until XLA has compiled."""
+def test_signal_while_compiling_ends_the_process(tmp_path, number):
+    """Python's handlers would wait until XLA has compiled."""
     running = process(tmp_path / "run", "--config.model.num_layers=12")
     wait_for(running, "parameters on 1 cpu device")
     start = time.monotonic()
     running.send_signal(number)
     out, _ = running.communicate(timeout=60)
-    assert running.returncode == 128 + number and "stopped before the first step: nothing to save" in out, out
+    assert running.returncode == -number and "Traceback" not in out, out
     assert time.monotonic() - start < 10 and not any((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
 
 

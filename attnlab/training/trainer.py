@@ -1,6 +1,5 @@
 """The training loop: steps, logging, evaluation, checkpoints, samples, and stopping on signals."""
 
-import contextlib
 import dataclasses
 import math
 import time
@@ -32,7 +31,6 @@ class Trainer:
     Attributes:
       workdir: used only in messages.
       log: None in all processes but the first.
-      startup: closed after the first step, when there is something to save.
       start: the step of the initial state.
       sample: `sample(params)` generates token ids, `[1]` each; None for no samples.
       on_step: called after every step in every process, `on_step(step, metrics)`; see `attnlab.train.train`.
@@ -46,7 +44,6 @@ class Trainer:
     log: metrics_lib.MetricsLog | None
     reporter: metrics_lib.ProgressReporter
     preemption: PreemptionHandler
-    startup: contextlib.ExitStack
     state: TrainState
     start: int
     sample: Callable[[dict], Iterable[np.ndarray]] | None = None
@@ -140,7 +137,7 @@ class Trainer:
             if first:
                 jax.block_until_ready(self.state)
         if first:
-            self.startup.close()
+            self.preemption.handle()
             self.reporter.describe("")
             self.reporter.print(f"first step finished: {self._timer.elapsed():.1f} s, including compilation")
             if step % config.log.every and step < config.steps:
@@ -182,7 +179,7 @@ class Trainer:
 
     def _evaluate(self, step: int) -> bool:
         """Evaluate the state on the validation text; returns False when stopped before the end."""
-        with self.on_phase("evaluation"), self.preemption.at_rest(self._save_and_report):
+        with self.on_phase("evaluation"):
             scores = evaluate(self.experiment, self.text, self.state.evaluated, self.preemption.requested)
         if scores is None:
             return False
@@ -200,7 +197,7 @@ class Trainer:
             self.checkpoints.save(state, permanent=permanent, log=self.log.offset() if self.log else None)
 
     def _save_and_report(self) -> None:
-        """Save the state and print where; may run in another thread while the state is not changing."""
+        """Save the state and print where."""
         self._save()
         self.checkpoints.wait()
         step, directory = int(self.state.step), self.checkpoints.directory
@@ -213,21 +210,19 @@ class Trainer:
         if self.log is None or self.sample is None:
             return
         generated = self.sample(self._unstacked(jax.tree.map(lambda x: x.addressable_data(0), params)))
-        with self.on_phase("sampling"), self.preemption.at_rest(self._save_and_report):
+        with self.on_phase("sampling"):
             text = self.text.tokenizer.decode([tokens[0] for tokens in generated])
         self.reporter.print(f"--- sample at step {step}:\n{text}\n---")
         self.log.write_text(step, text)
 
     def _finish(self) -> None:
         config, last = self.experiment.config, int(self.state.step)
-        self.startup.close()
         if last < config.steps:
             self.reporter.print(
                 f"stopped early at step {last} of {config.steps}: no lower validation loss in "
                 f"config.eval.patience = {config.eval.patience} evaluations"
             )
-        with self.preemption.at_rest(self._save_and_report):
-            self.checkpoints.wait()
+        self.checkpoints.wait()
         self._write_sample(last)
         params = self.experiment.parallel.on_every_device(self.state.params)
         if self.log:
@@ -274,7 +269,7 @@ class Trainer:
         )
 
 
-def evaluate(experiment: Experiment, text: Text, params, stop: Callable[[], bool]) -> dict | None:
+def evaluate(experiment: Experiment, text: Text, params, stop: Callable[[], bool] = lambda: False) -> dict | None:
     """Loss on held-out text in nats per token and in bits, or on a task with the accuracy; None if `stop()` ends it."""
     scores = experiment.evaluate(params, text.validation, stop)
     return None if scores is None else {**scores, **_bits(text, scores["loss"])}

@@ -1,9 +1,8 @@
-"""Signals are recorded, or end the process while its state is not changing."""
+"""Signals end a run that has nothing to save, and are recorded afterwards; a second one ends it."""
 
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -14,60 +13,40 @@ from attnlab.training.preemption import PreemptionHandler
 def test_signal_is_recorded_and_handlers_are_restored(number):
     before = signal.getsignal(number)
     with PreemptionHandler() as preemption:
+        preemption.handle()
         assert not preemption.requested()
         signal.raise_signal(number)
-        deadline = time.monotonic() + 10
-        while not preemption.requested() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert preemption.requested() and preemption.signal == number
+        assert preemption.requested() and preemption.signal == number and preemption.exit_code == 128 + number
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
     assert signal.getsignal(number) is before
 
 
-def process(body):
-    """Exit code, stdout and stderr of a program that raises SIGTERM where `body` calls `get`."""
-    program = f"""
-import signal, time
+def test_interrupt_before_the_first_step_of_a_notebook_is_an_exception():
+    with pytest.raises(KeyboardInterrupt), PreemptionHandler():
+        signal.raise_signal(signal.SIGINT)
+
+
+PROGRAM = """
+import signal, sys
 from attnlab.training.preemption import PreemptionHandler
-
-def get(seconds=30):
-    signal.raise_signal(signal.SIGTERM)
-    time.sleep(seconds)
-
-def fails():
-    raise RuntimeError("the disk is full")
-
-def takes_long():
-    print("began", flush=True)
-    time.sleep(300)  # longer than the test waits
-
+number, body = int(sys.argv[1]), sys.argv[2]
 with PreemptionHandler(own_process=True) as preemption:
-{body}
+    if body != "before":
+        preemption.handle()
+    signal.raise_signal(number)
+    print(preemption.requested(), flush=True)
+    if body == "twice":
+        signal.raise_signal(number)
+    print("saved")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    "body, expected",
-    [
-        ("    with preemption.at_rest(lambda: print('saved')): get()", (143, "saved\n", "")),
-        (
-            "    with preemption.at_rest(lambda: print('outer')):\n"
-            "        with preemption.at_rest(lambda: print('inner')): get()",
-            (143, "inner\n", ""),
-        ),
-        (
-            "    with preemption.at_rest(lambda: print('outer')):\n"
-            "        with preemption.at_rest(lambda: print('inner')): pass\n"
-            "        get()",
-            (143, "outer\n", ""),
-        ),
-        ("    get(0.5)\n    print(preemption.requested())", (0, "True\n", "")),
-        ("    get(0.5)\n    with preemption.at_rest(lambda: print('later')): time.sleep(30)", (143, "later\n", "")),
-        ("    with preemption.at_rest(fails): get()", (2, "", "error: the disk is full\n")),
-        ("    with preemption.at_rest(takes_long):\n        get(0.5)\n        get()", (143, "began\n", "")),
-    ],
-    ids=["at rest", "nested", "after nested", "not at rest", "at rest later", "failing save", "twice"],
+    "body, out, ended", [("before", "", True), ("once", "True\nsaved\n", False), ("twice", "True\n", True)]
 )
-def test_signal_at_rest_saves_and_exits(body, expected):
-    assert process(body) == expected
+def test_signal_ends_a_process_before_the_first_step_and_the_second_time(number, body, out, ended):
+    command = [sys.executable, "-c", PROGRAM, str(int(number)), body]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-number * ended, out, "")

@@ -1,0 +1,50 @@
+"""Associative recall of four mixers: github.com/rkstgr/linear-attention, level 1.
+
+    attnlab compare --config=replicate_mqar
+    attnlab train --config=replicate_mqar --config.data.name="task:recall pairs=4 symbols=511 queries=spread"
+
+Four pairs, and each key once more among noise: the easiest sequences of Arora et al. 2023 (arXiv 2312.04927).
+"""
+
+from attnlab.config import default
+
+TASK = "task:recall pairs=4 symbols=511 queries=spread filler=noise"
+DELTA = {"model.recurrence.negative_eigenvalues": True, "model.recurrence.gate": False}
+VARIANTS = {
+    "attention": {"model.mixer": "attention"},
+    "delta": {"model.mixer": "delta", **DELTA},
+    "gated_delta": {"model.mixer": "gated_delta", **DELTA},
+    "linear": {"model.pattern": "conv linear", "model.num_layers": 4},
+}
+PUBLISHED = {
+    TASK: {
+        "source": "README of github.com/rkstgr/linear-attention, commit 0838a33, table of level 1",
+        "results": {"attention": 0.993, "delta": 0.983, "gated_delta": 0.976, "linear": 0.971},
+        "margin": 0.006,  # two standard errors of a difference between accuracies near 0.98 of 4,000 answers each
+        "differs": (
+            "a vocabulary of 1,023 for 8,192; 4,000 steps of fresh sequences, where theirs are 50,000 of 100,000, or "
+            "fewer at an accuracy of 0.99; 3 seeds for 1; initial values of GPT-2; no weight decay; linear attention is "
+            "normalised, with elu + 1 for SiLU, and its convolutions are layers."
+        ),
+    }
+}
+COMPARE = {"learning_rates": "1e-3", "seeds": "3", "tasks": TASK}
+
+
+def get_config():
+    """The published model: two layers of width 64, four heads, RMS norms, SwiGLU, an output layer of its own."""
+    config = default()
+    config.model.num_layers, config.model.width, config.model.num_heads, config.model.context = 2, 64, 4, 64
+    config.model.norm, config.model.mlp, config.model.qk_norm, config.model.tie_embeddings = (
+        "rms",
+        "gated",
+        False,
+        False,
+    )
+    config.model.activation = "silu"
+    config.steps, config.batch_size, config.precision = 4000, 64, "float32"
+    config.optimizer.learning_rate, config.optimizer.schedule, config.optimizer.warmup_steps = 1e-3, "constant", 0
+    config.optimizer.decay_fraction, config.optimizer.weight_decay = 0.0, 0.0
+    config.eval.every = config.checkpoint.every = 1000
+    config.eval.windows = 1024
+    return config
