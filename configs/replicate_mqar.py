@@ -22,8 +22,8 @@ PUBLISHED = {
         "results": {"attention": 0.993, "delta": 0.983, "gated_delta": 0.976, "linear": 0.971},
         "margin": 0.006,  # two standard errors of a difference between accuracies near 0.98 of 4,000 answers each
         "differs": (
-            "a vocabulary of 1,023 for 8,192; 4,000 steps of fresh sequences, where theirs are 50,000 of 100,000, or "
-            "fewer at an accuracy of 0.99; 3 seeds for 1; initial values of GPT-2; no weight decay; linear attention is "
+            "a vocabulary of 1,023 for 8,192; 4,000 steps of fresh sequences, where theirs are 50,000 of 100,000 or "
+            "fewer at an accuracy of 0.99; 3 seeds for 1; initial values of GPT-2; no decay; linear attention is "
             "normalised, with elu + 1 for SiLU, and its convolutions are layers."
         ),
     }

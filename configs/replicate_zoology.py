@@ -20,10 +20,10 @@ PUBLISHED = {
         "results": {"attention": 1.0, "gated_conv": 0.7},
         "margin": 0.02,  # of reading a figure
         "differs": (
-            "a vocabulary of 1,023 for 8,192; 2,000 steps of 128 fresh sequences, where theirs are 64 epochs of 100,000 "
+            "a vocabulary of 1,023 for 8,192; 2,000 steps of 128 fresh sequences, theirs are 64 epochs of 100,000 "
             "in batches of 512; the better of 2 learning rates, where theirs is the best of 4; explicit filters of 64 "
-            "tokens in all layers, where theirs alternate between 3 tokens and implicit filters; no dropout; means of 3 "
-            "seeds."
+            "tokens in all layers, where theirs alternate between 3 tokens and implicit filters; no dropout; means of "
+            "3 seeds."
         ),
     }
 }
