@@ -80,7 +80,8 @@ def linear_attention(
       out `[..., Tq, H, Dv]` in q's type, or (out, `LinearState`).
 
     Raises:
-      ValueError: shapes that do not fit, an unknown form, causal with Tq ≠ Tk; forward-mode derivatives of "chunked".
+      ValueError: shapes that do not fit, an unknown form, causal with Tq ≠ Tk.
+      TypeError: forward-mode derivatives of "chunked".
 
     >>> q = k = v = jax.random.normal(jax.random.key(0), (2, 100, 4, 8))
     >>> first, state = linear_attention(q[:, :60], k[:, :60], v[:, :60], return_state=True)

@@ -149,7 +149,7 @@ def test_second_derivatives_by_reverse_mode_agree_and_forward_mode_of_chunks_is_
 
     for form in ("chunked", "recurrent"):
         close(twice(form), twice("naive"))
-    with pytest.raises(ValueError, match="'chunked' has first derivatives in reverse mode only: .* impl='recurrent'"):
+    with pytest.raises(TypeError, match="forward-mode"):
         jax.jit(jax.jacfwd(functools.partial(total, impl="chunked"))).lower(*x)
     jax.jit(jax.jacfwd(functools.partial(total, impl="recurrent"))).lower(*x)
 

@@ -27,7 +27,6 @@ from attnlab.ops.blockwise.operands import Operands, Plan, SplitTerms, Terms
 from attnlab.ops.masks import Mask
 from attnlab.ops.meshes import equally_varying, like_queries, on_auto_axes
 from attnlab.ops.platforms import platform_of
-from attnlab.ops.reverse_mode import forward_mode_refused, reverse_mode_only
 from attnlab.ops.schedule import ACCELERATOR, CPU, FULL, PARTIAL, schedule
 from attnlab.ops.tiles import WHOLE, Shard, padded
 from attnlab.types import Array
@@ -86,8 +85,7 @@ def attend(
     tile_kinds = tuple(kind for kind in (FULL, PARTIAL) if not is_known or (block_mask == kind).any())
     plan = Plan(lengths, block_sizes, tile_kinds, dropout_rate)
     run = passes.attention if given is None else passes.part_of
-    with forward_mode_refused("blockwise"):
-        return run(plan, reverse_mode_only("blockwise", equally_varying(operands)))
+    return run(plan, equally_varying(operands))
 
 
 def _padded_bias(bias: Array, rank: int, lengths: tuple[int, int]) -> Array:

@@ -7,15 +7,14 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from attnlab.ops.blockwise.operands import Operands, Plan, SplitTerms, combine, partition
-from attnlab.ops.reverse_mode import refuse
+from attnlab.ops.reverse_mode import once
 from attnlab.ops.schedule import EMPTY, FULL, block_mask_of
 
 
 def batched_explicitly(run_pass):
     """`run_pass(plan, operands)` with a `vmap` rule that maps arrays, not loops: EMPTY tiles stay skipped."""
 
-    @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-    def run(plan, operands):
+    def run_batched(plan, operands):
         @custom_vmap
         def unmapped(operands):
             return run_pass(plan, operands)
@@ -30,7 +29,7 @@ def batched_explicitly(run_pass):
 
         return unmapped(operands)
 
-    run.defjvp(functools.partial(refuse, "blockwise"))
+    run = once(run_batched, "blockwise")
     return run
 
 

@@ -16,7 +16,6 @@ from jax.ad_checkpoint import checkpoint_name
 from attnlab.ops.blockwise.operands import combine, partition
 from attnlab.ops.logsumexp import merged
 from attnlab.ops.meshes import equally_varying
-from attnlab.ops.reverse_mode import reverse_mode_only
 from attnlab.ops.tiles import Shard
 from attnlab.types import Array
 
@@ -62,7 +61,7 @@ def attend(run: Callable, axis: str, devices: int, arrays: dict, static: dict, s
         return gradients, jax.tree.map(lambda _: None, rest)
 
     ring.defvjp(ring_forward, ring_backward)
-    return ring(reverse_mode_only("blockwise", learned), rest)
+    return ring(learned, rest)
 
 
 def _gradients(of_device, axis, devices, learned, rest, given, cotangents) -> dict:

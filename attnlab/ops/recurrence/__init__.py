@@ -17,7 +17,6 @@ from attnlab.ops import checks, context, meshes
 from attnlab.ops.explanation import Explanation
 from attnlab.ops.recurrence import chunked, devices, recurrent, segments
 from attnlab.ops.recurrence.terms import Terms, fitting, scaled, starts_of, terms_of, within_lengths
-from attnlab.ops.reverse_mode import forward_mode_refused, reverse_mode_only
 from attnlab.types import Array
 
 IMPLS = ("auto", "chunked", "recurrent")
@@ -73,7 +72,8 @@ def linear_recurrence(
       with "segments" `[..., S, HV, K, V]`, S the largest number of segments of a sequence, zeros after its last.
 
     Raises:
-      ValueError: shapes, types or values that do not fit; forward-mode derivatives of "chunked".
+      ValueError: shapes, types or values that do not fit.
+      TypeError: forward-mode derivatives of "chunked".
 
     >>> q, k = jax.random.normal(jax.random.key(0), (2, 1, 100, 4, 8))
     >>> k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
@@ -102,8 +102,7 @@ def _specs(v, return_state, spec: tuple):
 def _recur(q, k, v, g, beta, erase, scale, segment_ids, lengths, state, *, impl, chunk_size, return_state):
     terms, state, split = _prepared(q, k, v, g, beta, erase, scale, segment_ids, lengths, state)
     impl, size = _form(impl, chunk_size, terms, split)
-    with forward_mode_refused(impl):
-        out, last, entering = _run(terms, state, impl, size, split)
+    out, last, entering = _run(terms, state, impl, size, split)
     out = out.reshape(*out.shape[:-3], max(q.shape[-2], v.shape[-2]), out.shape[-1])
     out = out.astype(jax.dtypes.canonicalize_dtype(v.dtype))
     if return_state == "segments":
@@ -156,7 +155,6 @@ def _run(terms: Terms, state, impl: str, size: int, split):
     """(Outputs `[..., T, H, G, V]`, the last state, the states before each chunk or None)."""
     if impl == "recurrent" or not terms.v.shape[-3]:
         return *recurrent.run(terms, state), None
-    terms, state = reverse_mode_only("chunked", (terms, state))
     if split is not None:
         return *devices.over_devices(split, terms, state, size), None
     return chunked.run(terms, state, size)

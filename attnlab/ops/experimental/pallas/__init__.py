@@ -34,7 +34,7 @@ from attnlab.ops.meshes import (
     over_shards,
     splits_of,
 )
-from attnlab.ops.platforms import device_kind_of, only_on_tpus
+from attnlab.ops.platforms import device_kind_of
 from attnlab.ops.schedule import EMPTY, FULL, PARTIAL, TPU_KERNEL, every_tile, schedule, tile_kinds, visits
 from attnlab.ops.tiles import WHOLE, Shard, Tiling, whole
 from attnlab.types import Array
@@ -168,7 +168,6 @@ def _attend(
         drawn=None if drawn is None else drawn.at,
     )
     q = (q * scale).astype(q.dtype) if q.dtype == jnp.float32 else q
-    q = q if is_interpreted() else only_on_tpus(q, f"impl = 'pallas' cannot run this: {NEEDS}")
     k, v = _inert(scores, mask, k, v)
     return over_shards(functools.partial(transforms.attention, plan, given=given), q, k, v, others, splits)
 

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jax.custom_batching import custom_vmap
 from attnlab.ops.experimental.pallas import calls
 from attnlab.ops.experimental.pallas.kernel_types import Cotangents, Operands, Others, Plan
 from attnlab.ops.meshes import equally_varying
-from attnlab.ops.reverse_mode import forward_mode_refused, refuse, reverse_mode_only
+from attnlab.ops.reverse_mode import once
 from attnlab.types import Array
 
 # Number of axes of an input after the head axis.
@@ -26,8 +25,7 @@ def attention(plan: Plan, q: Array, k: Array, v: Array, others: Others, given=No
     operands = Operands(q, k, v, _with_one_batch_axis(plan, others, batch))
     operands = equally_varying(jax.tree.map(jnp.asarray, operands))
     if given is None:
-        with forward_mode_refused("pallas"):
-            out, log_sums = _attention(plan, reverse_mode_only("pallas", operands))
+        out, log_sums = _attention(plan, operands)
     else:
         out, log_sums = given
         log_sums = tuple(x.reshape(-1, *x.shape[-2:]).swapaxes(1, 2) for x in log_sums)
@@ -120,13 +118,7 @@ def _merged(x: Array, is_batched: bool, size: int, batch: int, is_shareable: boo
     return jnp.broadcast_to(x, (size, batch, *x.shape[2:])).reshape(size * batch, *x.shape[2:])
 
 
-def _once(run: Callable) -> Callable:
-    """`run`, whose derivatives raise ValueError."""
-
-    refusing = jax.custom_jvp(run, nondiff_argnums=(0,))
-    refusing.defjvp(functools.partial(refuse, "pallas"))
-    return refusing
-
+_once = functools.partial(once, impl="pallas")
 
 # `vmap` merges the mapped axis with the batch axis, so that nothing is added to the kernels' grids. Arrays that all
 # examples share stay shared, but for the inputs of logits in the backward pass: each mapped example has gradients of
