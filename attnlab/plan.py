@@ -26,7 +26,6 @@ import jax
 from absl import flags
 
 from attnlab import commands
-from attnlab import config as configs
 from attnlab.planning import plans, topologies
 from attnlab.planning.plans import Plan, Suggestion
 from attnlab.planning.programs import Program
@@ -48,7 +47,6 @@ def _define(values, argv):
 
 def _main(values, own_process: bool) -> int:
     config, name = commands.config_of(values)
-    config = configs.completed(config)
     if values.vocab_size is not None and not 1 <= values.vocab_size < 2**31:
         raise UserError(f"--vocab_size={values.vocab_size}: expected 1 or more, below 2^31")
     if not values.topology:

@@ -38,8 +38,8 @@ from attnlab.generation.prompt_files import Records, read_prompts
 from attnlab.generation.scoring import score
 from attnlab.generation.stop_strings import StopStrings, before_stop, end_tokens
 from attnlab.generation.texts import Drawn, complete, prompt_ids, recorded
-from attnlab.loading import Run, load
 from attnlab.support.errors import UserError
+from attnlab.training.loading import Run, load
 
 __all__ = ["Draw", "generate", "main", "prompt_ids"]
 

@@ -16,6 +16,7 @@ from attnlab import config as configs
 from attnlab.comparing.variants import state_bytes
 from attnlab.nn.kinds import MIXERS
 from attnlab.support import timing
+from attnlab.training import run
 from attnlab.training.experiment import Experiment
 
 from .harness import options, workers
@@ -45,7 +46,7 @@ def main(values) -> int:
     figures, rows = {}, {}
     for mixer, config in recipes.items():
         step = statistics.median(answer["seconds"] for answer in answers[mixer]) / steps
-        experiment = Experiment(config, vocab_size)
+        experiment = Experiment(run.resolve(config).config, vocab_size)
         found = {
             "tokens_per_second": config.batch_size * config.model.context / step,
             "compile_seconds": first[mixer] - step,

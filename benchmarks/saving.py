@@ -13,9 +13,9 @@ import time
 import jax
 
 from attnlab import commands
-from attnlab import config as configs
 from attnlab.data.batches import TrainBatches, prefetched
 from attnlab.support import timing
+from attnlab.training import run
 from attnlab.training.checkpoints import Checkpoints
 from attnlab.training.experiment import Experiment
 
@@ -35,7 +35,7 @@ def main(values) -> int:
     config, name = commands.config_of(values)
     options.check_positive(values, *COUNTS)
     with tempfile.TemporaryDirectory(prefix="attnlab-saving-") as folder:
-        with_save, without = race(configs.completed(config), folder, values.rounds, values.seconds)
+        with_save, without = race(run.resolve(config).config, folder, values.rounds, values.seconds)
     cost = statistics.median(a - b for a, b in zip(with_save, without))
     print(
         f"{name}: a block takes {statistics.median(without):.2f} s, with a save {statistics.median(with_save):.2f} s: "

@@ -68,7 +68,7 @@ def mistake(capsys, command, *arguments):
         ([], r"--config is missing: .*--config=quickstart"),
         (
             ["--config=quickstrat"],
-            r"did you mean quickstart\?.*compare_positions, compare_recall, compare_tasks, gated_delta_tiny, gpt2_124m, ",
+            r"did you mean quickstart\?.*compare_positions, compare_recall, compare_tasks, gated_delta_tiny, ",
         ),
         (["--config=configs/quickstrat.py"], r"did you mean configs/quickstart.py\?"),
         (["--config=nowhere/quickstart.py"], r"--config=nowhere/quickstart.py: .*did you mean quickstart\?"),

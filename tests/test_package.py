@@ -46,7 +46,7 @@ FLOORS = (
     {"config"},
     {"training", "compilation", "commands"},
     {"loading", "runs"},
-    {"pretrained", "sample", "plots"},
+    {"sample", "plots"},
     {"train", "planning", "see", "study", "bench"},
     {"sweeping", "plan"},
     {"sweep", "comparing"},

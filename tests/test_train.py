@@ -26,6 +26,7 @@ from attnlab import train
 from attnlab.data import tokenizers
 from attnlab.support.errors import UserError
 from attnlab.training import metrics
+from attnlab.training import run as runs
 from attnlab.training import state as states
 from attnlab.training.checkpoints import Checkpoints, sha256
 from attnlab.training.experiment import Experiment
@@ -109,7 +110,7 @@ def shared_programs():
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "Experiment", experiment)
+        patch.setattr(runs, "Experiment", experiment)
         yield
 
 
@@ -661,7 +662,7 @@ def test_history_stays_beside_newest_and_best_and_changes_no_bit(undisturbed, wi
 
 def test_history_begins_with_the_untrained_model(with_history):
     first = attnlab.load(with_history, step=0)
-    untrained = Experiment(configs.completed(quick()), first.tokenizer.vocab_size).create_state()
+    untrained = Experiment(runs.resolve(quick()).config, first.tokenizer.vocab_size).create_state()
     assert sha256(first.params["params"]) == sha256(untrained.params)
     assert len({sha256(attnlab.load(with_history, step=step).params["params"]) for step in (0, 1, 12)}) == 3
 

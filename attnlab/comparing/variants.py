@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from absl import flags
 from ml_collections import ConfigDict
 
 from attnlab import commands
@@ -15,6 +14,7 @@ from attnlab import config as configs
 from attnlab.nn import GPT
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
+from attnlab.sweeping import grid
 from attnlab.training import flops, precision
 
 CLOSE = 0.05  # beyond which two sizes are not comparable
@@ -87,11 +87,8 @@ def fields_of_file(file: str, name: str) -> Mapping:
 
 def config_of(options: Sequence[str], name: str = "") -> ConfigDict:
     """The completed config of some options of `attnlab train`; errors name the variant."""
-    argv, values = ["attnlab train", *options], flags.FlagValues()
     try:
-        commands.define_config(values, argv)
-        commands.parse(values, argv)
-        return configs.completed(commands.config_of(values)[0])
+        return grid.config_of(options)
     except UserError as error:
         raise UserError(f"--variant={name!r}: {error}" if name else str(error)) from error
 

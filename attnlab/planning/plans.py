@@ -4,14 +4,12 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from attnlab import pretrained
 from attnlab.generation import loop
 from attnlab.generation.drawing import Draw
 from attnlab.nn import GPT, unstack_layers
@@ -22,7 +20,7 @@ from attnlab.planning import programs
 from attnlab.planning.programs import Program
 from attnlab.planning.topologies import Topology
 from attnlab.support.errors import UserError
-from attnlab.training import flops
+from attnlab.training import flops, run
 from attnlab.training import parallel as parallel_lib
 from attnlab.training.experiment import Experiment, backend_of
 
@@ -127,9 +125,9 @@ class Suggestion(NamedTuple):
 
 
 def plan(config: ConfigDict, topology: Topology, vocab_size: int | None = None, name: str = "") -> Plan:
-    """Compile a run, whose config is completed, for a topology; nothing runs, and no text is read."""
+    """Compile a run for a topology; nothing runs, and no text is read."""
     config, notes = _as_mesh(config, topology)
-    config, vocab_size, note = vocabulary(config, vocab_size)
+    config, vocab_size, note = vocabulary(config, vocab_size, topology.devices[0])
     experiment = _experiment(config, topology, vocab_size)
     training = _compiled(experiment, topology, "training")
     evaluation = _compiled(experiment, topology, "evaluation")
@@ -163,7 +161,7 @@ def suggest(config: ConfigDict, topology: Topology, planned: Plan) -> Iterator[S
     if planned.fits is not False:
         return
     config, _ = _as_mesh(config, topology)
-    config, vocab_size, _ = vocabulary(config, planned.vocab_size)
+    config, vocab_size, _ = vocabulary(config, planned.vocab_size, topology.devices[0])
     for ladder in _changes(config, planned):
         for overrides in ladder:
             peak = _peak_with(config, overrides, topology, vocab_size)
@@ -203,11 +201,12 @@ def _peak_with(config: ConfigDict, overrides: dict, topology: Topology, vocab_si
     return training.peak if _fits(topology, evaluation, beside) else None
 
 
-def vocabulary(config: ConfigDict, vocab_size: int | None = None) -> tuple[ConfigDict, int, list[str]]:
-    """The config with the shape of the model that it starts from, the size of its vocabulary, and notes."""
-    config = config.copy_and_resolve_references()
-    nowhere = Path("/dev/null/no-run")  # a workdir without a run
-    config, tokenizer, _ = pretrained.completed(config, nowhere)
+def vocabulary(
+    config: ConfigDict, vocab_size: int | None = None, device: jax.Device | None = None
+) -> tuple[ConfigDict, int, list[str]]:
+    """The config of the run on a device, the size of its vocabulary, and notes."""
+    plan = run.resolve(config, device=device)
+    config, tokenizer = ConfigDict(plan.config), plan.tokenizer
     if vocab_size or config.model.vocab_size or tokenizer is not None:
         return config, vocab_size or config.model.vocab_size or tokenizer.vocab_size, []
     kind, most = config.data.tokenizer, config.data.vocab_size

@@ -35,13 +35,13 @@ from ml_collections import ConfigDict
 from attnlab import commands, compilation, see
 from attnlab.data import tasks
 from attnlab.interop import huggingface
-from attnlab.loading import load, peek
 from attnlab.nn import GPT
 from attnlab.nn.kinds import KINDS, Mixer, kind_of
 from attnlab.nn.mixers.interface import RecurrentMixer
 from attnlab.see.head_scores import KINDS as SCORES
 from attnlab.see.pages.document import is_page
 from attnlab.support.errors import UserError
+from attnlab.training.loading import load, peek
 from attnlab.training.workdir import Workdir, read_config
 from attnlab.types import Array
 

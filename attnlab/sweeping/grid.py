@@ -37,7 +37,7 @@ def points(grid: Sequence[str], options: Sequence[str]) -> list[Point]:
     names = [field for axis in axes for field, _ in axis]
     if len(set(names)) < len(names):
         raise UserError(f"--grid names config.{max(names, key=names.count)} twice: give all its values at once")
-    _config(options)  # raises errors that are not of the grid
+    config_of(options)  # raises errors that are not of the grid
     found = {}
     for combination in itertools.product(*(zip(*(texts for _, texts in axis)) for axis in axes)):
         point = _point(dict(zip(names, itertools.chain(*combination))), options)
@@ -79,7 +79,8 @@ def _field(text: str, known: Mapping) -> tuple[str, list[str]]:
     return field, next(csv.reader([values], skipinitialspace=True), [""])
 
 
-def _config(options: Sequence[str]) -> ConfigDict:
+def config_of(options: Sequence[str]) -> ConfigDict:
+    """The completed config of some options of `attnlab train`."""
     argv, values = ["attnlab train", *options], flags.FlagValues()
     commands.define_config(values, argv)
     commands.parse(values, argv)
@@ -90,7 +91,7 @@ def _config(options: Sequence[str]) -> ConfigDict:
 def _point(texts: Mapping[str, str], options: Sequence[str]) -> Point:
     options = [*options, *(f"--config.{field}={text}" for field, text in texts.items())]
     try:
-        config = _config(options)
+        config = config_of(options)
     except UserError as error:
         raise UserError(f"--grid: {error}") from error
     values = {field: configs.fields(config)[field] for field in texts}

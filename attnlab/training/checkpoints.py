@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -60,7 +59,6 @@ class Checkpoints:
         self._started: int | None = None  # the last step that was saved or restored here
         self._open_writer = None
         self._lock_file: int | None = None
-        self._lock = threading.RLock()  # the thread that handles signals saves as well
 
     def prepare(self) -> None:
         """Create the directory and lock it until `close`, where its file system has locks."""
@@ -116,29 +114,27 @@ class Checkpoints:
             facts=ocp.args.JsonSave(metadata),
             **average,
         )
-        with self._lock:
-            if step == self._started:
-                return
-            self.wait()
-            with self._writing():
-                writer = self._writer
-                self._handler.permanent = permanent  # the previous save has ended
-                writer.save(self.directory / str(step), args=items)
-            self._started = step
+        if step == self._started:
+            return
+        self.wait()
+        with self._writing():
+            writer = self._writer
+            self._handler.permanent = permanent  # the previous save has ended
+            writer.save(self.directory / str(step), args=items)
+        self._started = step
 
     def wait(self) -> None:
         """Wait until the last save is on disk, then delete old checkpoints."""
-        with self._lock:
-            if self._open_writer is None or self._started is None:
-                return
-            with self._writing():
-                self._writer.wait_until_finished()
-            if jax.process_index() == 0:
-                steps = self.steps()
-                best = self.best(steps)
-                for step in steps[: -self._keep]:
-                    if step != best and not self._is_permanent(step):
-                        self._prune(self.directory / str(step))
+        if self._open_writer is None or self._started is None:
+            return
+        with self._writing():
+            self._writer.wait_until_finished()
+        if jax.process_index() == 0:
+            steps = self.steps()
+            best = self.best(steps)
+            for step in steps[: -self._keep]:
+                if step != best and not self._is_permanent(step):
+                    self._prune(self.directory / str(step))
 
     def _prune(self, folder: epath.Path) -> None:
         """Delete a checkpoint; a kill leaves it damaged, and the next process deletes it."""

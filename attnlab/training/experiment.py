@@ -21,19 +21,18 @@ from attnlab.ops.score_mods import Forget
 from attnlab.support.errors import UserError
 from attnlab.training import optimizer as optimizers
 from attnlab.training import parallel as parallel_lib
-from attnlab.training import precision
 from attnlab.training import state as states
 from attnlab.training.state import TrainState
 
 
 class Experiment:
-    """Everything that a run computes with, built from a completed config. Nothing is compiled before it is called.
+    """Everything that a run computes with, by a `RunPlan`'s config. Nothing is compiled before it is called.
 
     `model` and `optimizer` replace the config's, as in `attnlab.train.train`; `extensions` as in
     `optimizer.learning_rate`.
 
     Attributes:
-      config: the argument, with the precision that "auto" stands for.
+      config: the argument.
       scan: whether the layers of the state are stacked.
       learning_rate: the schedule, by updates done; None for a user's optimizer.
     """
@@ -49,8 +48,7 @@ class Experiment:
         extensions: Sequence[dict] = (),
     ):
         self.parallel = parallel or parallel_lib.from_config(config)
-        self.config = config = config.copy_and_resolve_references()
-        config.precision = precision.resolved(config.precision, self.parallel.mesh.devices.flat[0])
+        self.config = config
         if model is None:
             self.model = GPT.from_config(config, vocab_size)
             _check_backend(self.model, self.parallel.mesh.devices.flat[0].platform)

@@ -217,6 +217,15 @@ def stalled(records: list[dict], patience: int) -> bool:
     return 0 < patience < len(losses) and min(losses[-patience:]) >= min(losses[:-patience])
 
 
+def finished(path: Path, steps: int, patience: int) -> int | None:
+    """The last step of a run that has ended, by its steps or by `config.eval.patience`; None if it has not."""
+    records = read(path)
+    finals = [record["step"] for record in records if record["split"] == "final"]
+    if steps in finals:
+        return steps
+    return finals[-1] if stalled(records, patience) and records[-1]["split"] == "final" else None
+
+
 class ProgressReporter(Progress):
     """The steps of a run: a progress bar on a terminal, plain lines elsewhere, nothing when silent."""
 

@@ -1,6 +1,5 @@
 """The training loop: steps, logging, evaluation, checkpoints, samples, and stopping on signals."""
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,50 +14,42 @@ from attnlab.support.errors import UserError
 from attnlab.training import flops as flops_lib
 from attnlab.training import metrics as metrics_lib
 from attnlab.training import parallel as parallel_lib
-from attnlab.training.checkpoints import Checkpoints, history_steps, sha256
-from attnlab.training.experiment import Experiment
+from attnlab.training.checkpoints import history_steps, sha256
 from attnlab.training.phases import OnPhase, no_phase
 from attnlab.training.preemption import PreemptionHandler
-from attnlab.training.state import TrainState
+from attnlab.training.run import Run
 from attnlab.training.text import Text
-from attnlab.training.workdir import Workdir
 
 
-@dataclasses.dataclass(kw_only=True)
 class Trainer:
     """Train from a state to the end of the run, or until stopped.
 
-    Attributes:
-      workdir: used only in messages.
-      log: None in all processes but the first.
-      start: the step of the initial state.
+    Args:
+      run: open; its log and its files are written by the first process alone.
       sample: `sample(params)` generates token ids, `[1]` each; None for no samples.
       on_step: called after every step in every process, `on_step(step, metrics)`; see `attnlab.train.train`.
       on_phase: `with on_phase(name)` surrounds each of `phases.PHASES`.
     """
 
-    experiment: Experiment
-    text: Text
-    workdir: Workdir
-    checkpoints: Checkpoints
-    log: metrics_lib.MetricsLog | None
-    reporter: metrics_lib.ProgressReporter
-    preemption: PreemptionHandler
-    state: TrainState
-    start: int
-    sample: Callable[[dict], Iterable[np.ndarray]] | None = None
-    on_step: Callable[[int, dict], None] | None = None
-    on_phase: OnPhase = no_phase
-
-    def __post_init__(self):
-        config = self.experiment.config
-        self._history = frozenset(history_steps(config.steps, config.checkpoint.history))
+    def __init__(
+        self,
+        run: Run,
+        preemption: PreemptionHandler,
+        sample: Callable[[dict], Iterable[np.ndarray]] | None = None,
+        on_step: Callable[[int, dict], None] | None = None,
+        on_phase: OnPhase = no_phase,
+    ):
+        self.opened, self.config, self.state = run, run.plan.config, run.state
+        self.experiment, self.text, self.start = run.experiment, run.text, run.start
+        self.checkpoints, self.log, self.reporter = run.checkpoints, run.log, run.reporter
+        self.preemption, self.sample, self.on_step, self.on_phase = preemption, sample, on_step, on_phase
+        self._history = frozenset(history_steps(self.config.steps, self.config.checkpoint.history))
         self._unread = []  # metrics of steps that were dispatched, but not yet read
         self._timer = _Timer(self.start)
 
     def run(self) -> int:
         """Train to the last step; returns 0, or 128 + the number of the signal that stopped and saved the run."""
-        last = self.experiment.config.steps
+        last = self.config.steps
         self._measure_flops()
         if not self.start and 0 in self._history and 0 not in self.checkpoints.steps():
             self._save()
@@ -98,7 +89,7 @@ class Trainer:
 
     def _due(self, step: int, stopping: bool) -> tuple[bool, bool, bool, bool]:
         """Whether to log, evaluate, save and sample after a step."""
-        config = self.experiment.config
+        config = self.config
         last = step == config.steps
         log = last or step % config.log.every == 0
         evaluate = self._evaluates(step) and not stopping
@@ -107,7 +98,7 @@ class Trainer:
         return log, evaluate, save, sample
 
     def _evaluates(self, step: int) -> bool:
-        return step == self.experiment.config.steps or step % self.experiment.config.eval.every == 0
+        return step == self.config.steps or step % self.config.eval.every == 0
 
     def _evaluation_pending(self) -> bool:
         """Whether the run was stopped before the step that it resumes from could be evaluated."""
@@ -116,14 +107,14 @@ class Trainer:
 
     def _patience_exhausted(self, step: int) -> bool:
         """Whether the recorded evaluations up to a step end the run before its last step."""
-        config = self.experiment.config
+        config = self.config
         if not config.eval.patience or not self._evaluates(step) or step == config.steps:
             return False
         exhausted = self.log and metrics_lib.stalled(self.log.records, config.eval.patience)
         return bool(parallel_lib.from_first_process(bool(exhausted)))
 
     def _train_step(self, step: int, batches: Iterator[Batch]) -> None:
-        config, parallel = self.experiment.config, self.experiment.parallel
+        config, parallel = self.config, self.experiment.parallel
         first = step == self.start + 1
         if first:
             self.reporter.describe("compiling")
@@ -148,7 +139,7 @@ class Trainer:
 
     def _read_metrics(self, step: int) -> dict:
         """Wait for the step, and return its metrics, with None for values that are not finite."""
-        skip = self.experiment.config.on_nonfinite == "skip"
+        skip = self.config.on_nonfinite == "skip"
         read = [{name: float(value) for name, value in old.items()} for old in jax.device_get(self._unread)]
         self._unread = []
         for at, metrics in enumerate(read, step - len(read) + 1):
@@ -180,14 +171,14 @@ class Trainer:
     def _evaluate(self, step: int) -> bool:
         """Evaluate the state on the validation text; returns False when stopped before the end."""
         with self.on_phase("evaluation"):
-            scores = evaluate(self.experiment, self.text, self.state.evaluated, self.preemption.requested)
+            scores = evaluate(self.opened._replace(state=self.state), self.preemption.requested)
         if scores is None:
             return False
         if not math.isfinite(scores["loss"]):
             raise self._not_finite(f"validation loss is {scores['loss']}", step)
         if self.log:
             self.log.write(step=step, split="val", **scores, tokens=self._tokens(step))
-        self.reporter.print(f"step {step}/{self.experiment.config.steps}  {format_scores('validation', scores)}")
+        self.reporter.print(f"step {step}/{self.config.steps}  {format_scores('validation', scores)}")
         return True
 
     def _save(self) -> None:
@@ -216,7 +207,7 @@ class Trainer:
         self.log.write_text(step, text)
 
     def _finish(self) -> None:
-        config, last = self.experiment.config, int(self.state.step)
+        config, last = self.config, int(self.state.step)
         if last < config.steps:
             self.reporter.print(
                 f"stopped early at step {last} of {config.steps}: no lower validation loss in "
@@ -231,11 +222,13 @@ class Trainer:
             self.log.write(step=last, split="final", **result, params_sha256=sha256(self._unstacked(params)))
             self.reporter.print(f"done: {format_scores('validation', scores)}")
             if self.sample:
-                self.reporter.print(f"generate text with: python -m attnlab.sample --workdir={self.workdir}")
+                self.reporter.print(
+                    f"generate text with: python -m attnlab.sample --workdir={self.opened.plan.workdir}"
+                )
 
     def _measure_flops(self) -> None:
         """FLOPs per token and peak FLOP/s per device, for the model FLOPs utilization (MFU)."""
-        config, model = self.experiment.config, self.experiment.model
+        config, model = self.config, self.experiment.model
         devices = self.experiment.parallel.mesh.devices.size
         # The virtual devices of a CPU share its cores.
         self._devices = jax.process_count() if jax.default_backend() == "cpu" else devices
@@ -254,7 +247,7 @@ class Trainer:
         return unstack_layers(params) if self.experiment.scan else params
 
     def _tokens(self, steps: int) -> int:
-        config = self.experiment.config
+        config = self.config
         return steps * config.batch_size * config.model.context
 
     def _not_finite(self, found: str, step: int) -> UserError:
@@ -264,15 +257,15 @@ class Trainer:
         kept = self.checkpoints.steps()
         where = f"the last good checkpoint is step {kept[-1]}" if kept else "no checkpoint was saved yet"
         return UserError(
-            f"{found} at step {step}; {where} in {self.workdir}: lower config.optimizer.learning_rate or "
+            f"{found} at step {step}; {where} in {self.opened.plan.workdir}: lower config.optimizer.learning_rate or "
             "config.optimizer.clip_norm, or set config.on_nonfinite=skip, in a new --workdir"
         )
 
 
-def evaluate(experiment: Experiment, text: Text, params, stop: Callable[[], bool] = lambda: False) -> dict | None:
+def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict | None:
     """Loss on held-out text in nats per token and in bits, or on a task with the accuracy; None if `stop()` ends it."""
-    scores = experiment.evaluate(params, text.validation, stop)
-    return None if scores is None else {**scores, **_bits(text, scores["loss"])}
+    scores = run.experiment.evaluate(run.state.evaluated, run.text.validation, stop)
+    return None if scores is None else {**scores, **_bits(run.text, scores["loss"])}
 
 
 def _bits(text: Text, loss: float | None) -> dict:

@@ -35,6 +35,11 @@ class Workdir:
     __str__ = __fspath__
 
     @property
+    def steps(self) -> int | None:
+        """The steps of the previous run's config; None without one."""
+        return self.previous_run and configs.from_dict(self.previous_run).steps
+
+    @property
     def metrics(self) -> Path:
         """`metrics.jsonl`."""
         return self.path / "metrics.jsonl"
@@ -48,7 +53,7 @@ class Workdir:
         saved = self.previous_run
         if saved is None:
             return
-        steps = configs.from_dict(saved).steps
+        steps = self.steps
         if config.steps < steps:
             raise UserError(
                 f"{self} holds a run of {steps} steps, and config.steps = {config.steps} is fewer: a run can be "
@@ -61,7 +66,7 @@ class Workdir:
         """Extensions of a run that resumes from `start`: `{"at_step", "from_steps", "to_steps"}`, oldest first."""
         if self.previous_run is None or not start:
             return []
-        steps, recorded = configs.from_dict(self.previous_run).steps, self.previous_run.get("extensions", [])
+        steps, recorded = self.steps, self.previous_run.get("extensions", [])
         if config.steps == steps:
             return recorded
         # Extended again from a step before the last extension, where newer checkpoints are damaged: replace that one.

@@ -12,6 +12,7 @@ import numpy as np
 from attnlab import config as configs
 from attnlab.data.batches import EvalBatches, TrainBatches, prefetched
 from attnlab.sample import generate
+from attnlab.training import run
 from attnlab.training.experiment import Experiment
 
 from . import profiling, serving
@@ -33,6 +34,7 @@ class Contender:
 
     def __init__(self, tokens, vocab_size, batch_size=None, precision="float32", strategy="mesh", recipe=None, **sizes):
         config = configs.from_dict(recipe) if recipe else self._as_nanogpt(batch_size, precision, strategy, sizes)
+        config = run.resolve(config).config
         self.experiment = Experiment(config, vocab_size)
         self.state = self.experiment.create_state()
         batches = TrainBatches(

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from attnlab.config import default
-from attnlab.training import precision
+from attnlab.training import precision, run
 from attnlab.training.experiment import Experiment
 
 
@@ -39,7 +39,7 @@ def test_auto_on_a_cpu_depends_on_its_instructions(monkeypatch, flags, expected)
     assert precision.resolved("auto") == expected
     config = default()
     config.parallel.mesh.data = 1
-    experiment = Experiment(config, vocab_size=65)
+    experiment = Experiment(run.resolve(config).config, vocab_size=65)
     assert experiment.config.precision == experiment.model.dtype == expected and config.precision == "auto"
 
 

@@ -14,7 +14,7 @@ from attnlab.interop.huggingface import save_hf
 from attnlab.nn import GPT
 from tests.data.test_tokenizers_sentencepiece import VERSE, ours
 from tests.parameters import parameters
-from tests.test_pretrained import finetune
+from tests.training.test_pretrained import finetune
 
 PROMPT = "¿Qué es"
 

@@ -25,7 +25,7 @@ from tests.texts import TEXT
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ from ml_collections import ConfigDict
 
 from attnlab import config as configs
 from attnlab.data import tokenizers
-from attnlab.loading import load_params, peek
 from attnlab.support.errors import UserError
 from attnlab.training import state as states
+from attnlab.training.loading import load_params, peek
 from attnlab.training.workdir import read_config
 
 

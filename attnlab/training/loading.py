@@ -1,0 +1,177 @@
+"""Load a run, finished or still running: its model, parameters, tokenizer and config."""
+
+import contextlib
+import hashlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+from ml_collections import ConfigDict
+
+from attnlab.config import default, from_dict
+from attnlab.data import tokenizers
+from attnlab.interop import huggingface
+from attnlab.nn import GPT
+from attnlab.support.errors import UserError
+from attnlab.training.workdir import read_config, read_tokenizer
+
+
+class Run(NamedTuple):
+    """A trained model with its parameters, tokenizer and config.
+
+    Attributes:
+      model: returns the logits of the next tokens, `model.apply(params, tokens)`.
+      params: its variables, `{"params": …}`, float32; of a run with `config.optimizer.ema`, their average.
+      tokenizer: converts text to token ids and back; None for a folder of `transformers` without tokenizer files.
+      config: the run's; for a model of `transformers`, the default config with its model.
+    """
+
+    model: GPT | nn.Module
+    params: dict[str, Any]
+    tokenizer: tokenizers.Tokenizer | None
+    config: ConfigDict
+
+
+def load(workdir: str | Path, step: int | str = "latest", *, model: nn.Module | None = None) -> Run:
+    """Load a run, or a Hugging Face model of any family that `interop.huggingface` reads.
+
+    Args:
+      workdir: the folder of `attnlab train --workdir=…`, or of a Hugging Face model and its tokenizer files.
+      step: "latest", "best" (the lowest validation loss), or the step of an existing checkpoint.
+      model: the module that `attnlab.train.train(…, model=…)` trained; None for a GPT.
+
+    Returns:
+      `Run(model, params, tokenizer, config)`, with the parameters on the default device.
+
+    Raises:
+      UserError: no run or checkpoint, another run's tokenizer, or a model that `from_hf` rejects.
+
+    >>> import tempfile
+    >>> from attnlab.interop.huggingface import save_hf
+    >>> from attnlab.nn import GPT
+    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+    >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    >>> folder = save_hf(Path(tempfile.mkdtemp()) / "gpt2", model, params)
+    >>> model, params, tokenizer, config = load(folder)  # or load("runs/quickstart")
+    >>> model.apply(params, jnp.array([[1, 2, 3]])).shape
+    (1, 3, 10)
+    """
+    # Orbax and TFDS take seconds to import, which `import attnlab` must not.
+    import jax
+    import jax.numpy as jnp
+
+    workdir = Path(workdir)
+    if huggingface.is_hf(workdir):
+        if step not in ("latest", "best"):
+            raise UserError(f"{workdir} is a Hugging Face model, which has no checkpoint {step!r}: leave it out")
+        _, tokenizer, config = peek(workdir)
+        return Run(*huggingface.from_hf(workdir), tokenizer, config)
+    model, tokenizer, config = peek(workdir, model=model)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
+    return Run(model, {"params": load_params(workdir, like, step)}, tokenizer, config)
+
+
+def load_params(workdir: Path, like, step: int | str = "latest"):
+    """The parameters of a run or of a Hugging Face model, placed like the `jax.ShapeDtypeStruct` of `like`."""
+    import jax
+
+    if huggingface.is_hf(workdir):
+        return huggingface.from_hf(workdir, shardings=jax.tree.map(lambda x: x.sharding, like))[1]["params"]
+    with _checkpoint(workdir, step) as (checkpoints, chosen):
+        return checkpoints.restore_params(chosen, like)
+
+
+def weights_sha256(workdir: Path) -> str:
+    """sha256 of the files with the newest weights of a run, or of a Hugging Face model."""
+    digest = hashlib.sha256()
+    if not huggingface.is_hf(workdir):
+        from attnlab.training.checkpoints import MANIFEST  # which lists the digests of the files
+
+        with _checkpoint(workdir, "latest") as (checkpoints, step):
+            digest.update((checkpoints.directory / str(step) / MANIFEST).read_bytes())
+        return digest.hexdigest()
+    for path in huggingface.model_files.weight_files(workdir):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _checkpoint(workdir: Path, step: int | str):
+    """The checkpoints of a run and a step, which is intact."""
+    from attnlab.training.checkpoints import Checkpoints
+    from attnlab.training.metrics import best_step, read
+
+    config = from_dict(read_config(workdir))
+    with contextlib.closing(Checkpoints(config.checkpoint.dir or workdir / "checkpoints")) as checkpoints:
+        steps = checkpoints.steps()
+        if not steps:
+            raise UserError(f"{workdir} holds no checkpoint yet: train longer, or lower config.checkpoint.every")
+        chosen = steps[-1] if step == "latest" else step
+        if step == "best":
+            chosen = best_step(read(workdir / "metrics.jsonl"), steps) or steps[-1]
+        if str(chosen) not in map(str, steps):
+            raise UserError(f"{workdir} has no checkpoint {step!r}: choose latest, best, or one of {steps}")
+        if why := checkpoints.damage(int(chosen)):
+            raise UserError(
+                f"checkpoint {chosen} in {checkpoints.directory} is damaged ({why}): choose another of {steps}, or "
+                "repeat the command that trained it"
+            )
+        yield checkpoints, int(chosen)
+
+
+def _check_fits(model: GPT, workdir: Path, config: ConfigDict) -> None:
+    """Raise UserError for a model of another size than the newest checkpoint's, before it is traced or compiled."""
+    from attnlab.training.checkpoints import Checkpoints
+
+    with contextlib.closing(Checkpoints(config.checkpoint.dir or workdir / "checkpoints")) as checkpoints:
+        steps = checkpoints.steps()
+        saved = checkpoints.shapes(steps[-1]) if steps else None
+    if not isinstance(saved, dict) or "embed" not in saved:
+        return
+    width = saved["embed"]["embedding"].shape[-1]
+    layers = sum(name.startswith("block_") for name in saved)
+    for field, value in {"width": width, "num_layers": layers}.items():
+        if value and value != getattr(model, field):
+            raise UserError(
+                f"{workdir / 'config.json'} is damaged (config.model.{field} = {getattr(model, field)}, and checkpoint "
+                f"{steps[-1]} has {value}): restore it"
+            )
+
+
+def peek(
+    workdir: str | Path, *, model: nn.Module | None = None
+) -> tuple[nn.Module, tokenizers.Tokenizer | None, ConfigDict]:
+    """Model, tokenizer and config as from `load`, without the parameters."""
+    from attnlab.training import precision
+    from attnlab.training.state import model_fields
+
+    workdir = Path(workdir)
+    if not huggingface.is_hf(workdir):
+        saved = read_config(workdir)
+        config, tokenizer = from_dict(saved), read_tokenizer(workdir, saved)
+        name = saved.get("user_defined", {}).get("model")
+        if name != (model and type(model).__name__):
+            given = "none" if model is None else type(model).__name__
+            raise UserError(
+                f"{workdir} holds a run of a {name or 'GPT'}, and model= gives {given}: "
+                + (f"pass its {name}, load(…, model=…)" if name else "leave it out")
+            )
+        if model is None:
+            config.precision = precision.resolved(config.precision)  # "auto" in runs of older versions
+            model = GPT.from_config(config, tokenizer.vocab_size)
+            _check_fits(model, workdir, config)
+        return model, tokenizer, config
+    model = huggingface.make_model(huggingface.model_files.read_config(workdir), str(workdir))
+    tokenizer = huggingface.read_tokenizer(workdir, model.vocab_size)
+    if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
+        raise UserError(
+            f"{workdir} has a tokenizer of {tokenizer.vocab_size} tokens and a model of {model.vocab_size}: "
+            "provide the model's own tokenizer"
+        )
+    config = default()
+    config.model.update(model_fields(model))
+    config.data.tokenizer = "pretrained"
+    return model, tokenizer, config

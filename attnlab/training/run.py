@@ -1,0 +1,290 @@
+"""A run: what is decided before anything is loaded or written, and what is open while it trains.
+
+`resolve` makes a `RunPlan` of a config and a folder; `open` loads its text and its state, and takes its files.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import optax
+from ml_collections import ConfigDict, FrozenConfigDict
+
+from attnlab import config as configs
+from attnlab.data import tokenizers
+from attnlab.support.errors import UserError
+from attnlab.training import metrics as metrics_lib
+from attnlab.training import parallel as parallel_lib
+from attnlab.training import precision, pretrained
+from attnlab.training import text as texts
+from attnlab.training.checkpoints import Checkpoints
+from attnlab.training.experiment import Experiment
+from attnlab.training.loading import weights_sha256
+from attnlab.training.phases import OnPhase, no_phase
+from attnlab.training.state import TrainState
+from attnlab.training.text import Text
+from attnlab.training.workdir import Workdir
+
+NOWHERE = Path("/dev/null/no-run")  # a folder that holds no run, and cannot
+
+
+@dataclasses.dataclass(frozen=True)
+class RunPlan:
+    """A run before anything is loaded or written.
+
+    Attributes:
+      config: complete and checked, with the precision that "auto" stands for.
+      workdir: the folder, and the run that an earlier start left there.
+      finished: the last step of a run that has ended; None for any other.
+      tokenizer: of the weights in `config.init_from`; None for the text's, or the earlier run's.
+      model, optimizer: the user's; None for the config's.
+      metadata: of `config.json`, as far as it is known.
+    """
+
+    config: FrozenConfigDict
+    workdir: Workdir
+    finished: int | None
+    tokenizer: tokenizers.Tokenizer | None
+    model: nn.Module | None
+    optimizer: optax.GradientTransformation | None
+    metadata: dict
+
+    @property
+    def origin(self) -> str:
+        """ "fresh" or "weights" for a new run; "finished", "extended" or "resumed" for one that the folder holds."""
+        if self.workdir.previous_run is None:
+            return "weights" if self.config.init_from else "fresh"
+        if self.finished is not None:
+            return "finished"
+        return "extended" if self.config.steps > self.workdir.steps else "resumed"
+
+
+def resolve(
+    config: ConfigDict,
+    workdir: str | Path = NOWHERE,
+    *,
+    eval_only: bool = False,
+    model: nn.Module | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    device: jax.Device | None = None,
+) -> RunPlan:
+    """Decide everything about a run; nothing is loaded or written.
+
+    Args:
+      config: is not changed.
+      workdir: of the run, which may hold it already.
+      eval_only: the run is evaluated as it is.
+      model, optimizer: as in `attnlab.train.train`.
+      device: one of those that will compute; None for this process' first.
+
+    Raises:
+      UserError: an invalid config, or one that does not continue the run in the folder.
+
+    >>> resolve(configs.default()).origin
+    'fresh'
+    """
+    folder = Workdir(workdir)
+    config, tokenizer, metadata = pretrained.completed(configs.completed(config), folder.path)
+    config.precision = _precision(config, folder, device)
+    folder.check_config(config, may_extend=not eval_only)
+    metadata |= _user_defined(folder, model, optimizer)
+    if eval_only and folder.previous_run is None:
+        raise UserError(f"{folder} holds no run to evaluate: train first")
+    ended = metrics_lib.finished(folder.metrics, config.steps, config.eval.patience)
+    finished = None if folder.previous_run is None or eval_only else ended
+    return RunPlan(FrozenConfigDict(config), folder, finished, tokenizer, model, optimizer, metadata)
+
+
+def _precision(config: ConfigDict, workdir: Workdir, device: jax.Device | None) -> str:
+    """The config's precision; for "auto" the previous run's, or the precision of the first process' hardware."""
+    if config.precision != "auto":
+        return config.precision
+    if workdir.previous_run is not None:
+        return configs.from_dict(workdir.previous_run).precision
+    if device is not None:
+        return precision.resolved("auto", device)
+    chosen = ("float32", "bfloat16")
+    return chosen[parallel_lib.from_first_process(chosen.index(precision.resolved("auto")))]
+
+
+def _user_defined(workdir: Workdir, model, optimizer) -> dict:
+    """Metadata of a user-defined model or optimizer for `config.json`; UserError if the run began with others."""
+    now = {"model": model and type(model).__name__, "optimizer": optimizer is not None}
+    now = {"user_defined": now} if any(now.values()) else {}
+    if workdir.previous_run is not None and workdir.previous_run.get("user_defined") != now.get("user_defined"):
+        was = workdir.previous_run.get("user_defined", {"model": None, "optimizer": False})
+        model, optimizer = was["model"] or "its config's", "user-defined" if was["optimizer"] else "AdamW"
+        raise UserError(
+            f"{workdir} holds a run whose model is {model} and whose optimizer is {optimizer}: pass the same to "
+            "attnlab.train.train(…, model=…, optimizer=…), or choose a new --workdir"
+        )
+    return now
+
+
+class Run(NamedTuple):
+    """A run while it trains or is evaluated.
+
+    Attributes:
+      start: the step of the state.
+      damaged: faults of checkpoints after `start`, by step.
+      log: None in all processes but the first, and where the run is evaluated alone.
+    """
+
+    plan: RunPlan
+    experiment: Experiment
+    text: Text
+    checkpoints: Checkpoints
+    state: TrainState
+    start: int
+    damaged: dict[int, str]
+    reporter: metrics_lib.ProgressReporter
+    log: metrics_lib.MetricsLog | None
+
+
+@contextlib.contextmanager
+def open(plan: RunPlan, *, eval_only: bool = False, on_phase: OnPhase = no_phase) -> Iterator[Run]:
+    """Load the text and the newest intact state of a run, and take its files unless `eval_only`.
+
+    Raises:
+      UserError: another text, another process in the folder, no intact checkpoint where there must be one.
+
+    >>> import tempfile
+    >>> config = configs.default()
+    >>> config.parallel.mesh.data, config.data.tokenizer = 1, "byte"
+    >>> with open(resolve(config, Path(tempfile.mkdtemp()) / "run")) as run:  # doctest: +ELLIPSIS
+    ...     run.start
+    python_docs: ...
+    0
+    """
+    config, workdir, is_first = plan.config, plan.workdir, jax.process_index() == 0
+    with contextlib.ExitStack() as resources:
+        if workdir.previous_run and is_first and not eval_only:
+            workdir.lock()
+        resources.callback(workdir.close)
+        parallel = parallel_lib.from_config(config)
+        text = texts.load(config, workdir, plan.tokenizer, parallel.batch_share)
+        checkpoints = Checkpoints(workdir.checkpoint_dir(config), config.checkpoint.keep, on_phase)
+        resources.callback(checkpoints.close)
+        start, damaged = _resume_step(checkpoints, workdir, config, eval_only)
+        extensions = workdir.extensions(config, start)
+        own = {"model": plan.model, "optimizer": plan.optimizer}
+        experiment = Experiment(config, text.tokenizer.vocab_size, parallel=parallel, extensions=extensions, **own)
+        state, origin = _state(experiment, checkpoints, workdir, start)
+        reporter, log = metrics_lib.ProgressReporter(config.steps, start, silent=not is_first or eval_only), None
+        if not eval_only:
+            offset = checkpoints.metadata(start)["log"] if start else None  # in every process: Orbax waits for all
+            if is_first:
+                metadata = plan.metadata | text.facts | {"parameters": experiment.parameters} | origin
+                metadata |= {"extensions": extensions} if extensions else {}
+                log = _open_files(config, metadata, workdir, text, checkpoints, start, offset, resources)
+        opened = Run(plan, experiment, text, checkpoints, state, start, damaged, reporter, log)
+        if log:
+            _report_losses(opened)
+        _report_start(opened)
+        yield opened
+
+
+def _resume_step(checkpoints: Checkpoints, workdir: Workdir, config: ConfigDict, eval_only: bool):
+    """The step to resume from, or 0, and the damage of newer checkpoints; UserError if a checkpoint must exist."""
+    newest, damaged = checkpoints.newest_intact() if jax.process_index() == 0 else (None, {})
+    newest = parallel_lib.from_first_process(-1 if newest is None else newest)
+    start, found, previous_run = max(newest, 0), newest >= 0, workdir.previous_run
+    if found and previous_run is None:
+        raise UserError(
+            f"config.checkpoint.dir = {config.checkpoint.dir} holds checkpoints of another run: choose a new folder"
+        )
+    if start or previous_run is None:
+        return start, damaged
+    was = configs.from_dict(previous_run)
+    with contextlib.closing(Checkpoints(workdir.checkpoint_dir(was))) as earlier:
+        if earlier.steps() and not found:
+            raise UserError(
+                f"config.checkpoint.dir = {config.checkpoint.dir!r} is empty, and the run's checkpoints are in "
+                f"{earlier.directory}: move them, or name that folder"
+            )
+    # A save starts only when the previous save is on disk: after two intervals there must be a checkpoint.
+    reached = max((record["step"] for record in metrics_lib.read(workdir.metrics)), default=0)
+    if reached > 2 * was.checkpoint.every:
+        raise UserError(
+            f"{earlier.directory} holds no checkpoint{' after step 0' if found else ''}, but the run had reached step "
+            f"{reached}: restore them, or start over in another --workdir"
+        )
+    if eval_only and not found:
+        raise UserError(f"{workdir} holds no checkpoint to evaluate: train longer")
+    return start, damaged
+
+
+def _state(experiment: Experiment, checkpoints: Checkpoints, workdir: Workdir, start: int) -> tuple[TrainState, dict]:
+    """The initial state, and the origin of its parameters as metadata for `config.json`."""
+    config, previous_run = experiment.config, workdir.previous_run or {}
+    origin = {name: previous_run[name] for name in ("init_from_sha256",) if name in previous_run}
+    if start:
+        return checkpoints.restore(start, experiment.abstract_state), origin
+    if not config.init_from:
+        return experiment.create_state(), origin
+    digest = weights_sha256(Path(config.init_from))
+    if previous_run and previous_run.get("init_from_sha256") != digest:
+        raise UserError(
+            f"config.init_from = {config.init_from} is not what {workdir} started from, and no checkpoint was saved "
+            "yet: restore it, or choose a new --workdir"
+        )
+    params = pretrained.params(config, experiment.abstract_state.params)
+    return experiment.create_state(params), {"init_from_sha256": digest}
+
+
+def _open_files(config, metadata, workdir, text, checkpoints, start, offset, resources) -> metrics_lib.MetricsLog:
+    """Create or update the files of a run, in the first process; returns its metrics log."""
+    previous_run = workdir.previous_run
+    digest = tokenizers.sha256(text.tokenizer) if previous_run is None else previous_run.get("tokenizer_sha256")
+    config_json = configs.to_json(config, tokenizer_sha256=digest, **metadata)
+    if previous_run is None:
+        if config.checkpoint.dir:
+            checkpoints.prepare()  # first, so that a failure leaves no workdir behind
+        workdir.create(config_json, text.tokenizer)
+    checkpoints.prepare()
+    checkpoints.sweep()
+    events = workdir.path / "tensorboard" if config.log.tensorboard else None
+    log = metrics_lib.MetricsLog(workdir.metrics, offset, start, events)
+    resources.callback(log.close)
+    if previous_run is not None:
+        workdir.write_config(config_json)
+    checkpoints.best = lambda steps: metrics_lib.best_step(log.records, steps)
+    return log
+
+
+def _report_losses(run: Run) -> None:
+    for step, why in run.damaged.items():
+        run.reporter.print(f"checkpoint {step} is damaged ({why}): set aside as {run.checkpoints.set_aside(step)}")
+    if run.log.lost:
+        run.reporter.print(f"{run.log.path} is missing: the records up to step {run.start} are lost")
+
+
+def _report_start(run: Run) -> None:
+    plan, experiment, text, reporter = run.plan, run.experiment, run.text, run.reporter
+    config, parallel, workdir = plan.config, experiment.parallel, plan.workdir
+    devices, model = parallel.mesh.devices.size, type(experiment.model).__name__
+    reporter.print(
+        f"{config.data.name}: {text.summary}, vocabulary size {text.tokenizer.vocab_size}\n"
+        f"{model} of {experiment.parameters:,} parameters on {devices} {jax.devices()[0].platform} "
+        f"device{'s' if devices > 1 else ''} ({parallel.strategy}), in {config.precision}, into {workdir}"
+    )
+    if workdir.previous_run and (config.precision, precision.resolved("auto")) == ("bfloat16", "float32"):
+        reporter.print(
+            "the run began in bfloat16, and goes on in it, although this hardware has no instructions for it"
+        )
+    if run.start:
+        reporter.print(f"resumed from step {run.start}")
+    elif plan.origin == "weights":
+        reporter.print(f"starting from {config.init_from}, sequences of {config.model.context} tokens")
+    elif workdir.previous_run:
+        reporter.print("no checkpoint was saved yet: starting from the beginning")
+    if plan.origin == "extended":
+        message, rate = f"extended from {workdir.steps} to {config.steps} steps", experiment.learning_rate
+        if rate and run.start:
+            before, after = float(rate(run.start - 1)), float(rate(run.start))
+            message += f": the learning rate was {before:.3g}, and is now {after:.3g}"
+        reporter.print(message)
