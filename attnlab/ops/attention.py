@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Integer
 
-from attnlab.ops import blockwise, checks, context, cudnn, dense, dropout, recurrence, splash
+from attnlab.ops import blockwise, checks, context, cudnn, decode, dense, dropout, recurrence, splash
 from attnlab.ops.experimental import pallas
 from attnlab.ops.explanation import Explanation
 from attnlab.ops.logsumexp import finite_shift, merged
@@ -23,7 +23,14 @@ from attnlab.types import Array
 
 # In the order of preference of "auto". A backend is a module with `attend`, which returns (out, (max, log_sum)), and
 # `reason_against`, which takes the same arguments and returns the reason why it cannot honour them, or None.
-_BACKENDS = {"cudnn": cudnn, "splash": splash, "pallas": pallas, "blockwise": blockwise, "dense": dense}
+_BACKENDS = {
+    "cudnn": cudnn,
+    "splash": splash,
+    "pallas": pallas,
+    "decode": decode,
+    "blockwise": blockwise,
+    "dense": dense,
+}
 _BY_NAME = {"pallas": "it could, but it has not run on a TPU: impl='pallas' takes it"}
 _BANDED = ("cudnn", "splash")  # they take the mask as a `Band`
 
@@ -32,7 +39,7 @@ def implementations() -> tuple[str, ...]:
     """The values of `impl` besides "auto".
 
     >>> implementations()
-    ('cudnn', 'splash', 'pallas', 'blockwise', 'dense')
+    ('cudnn', 'splash', 'pallas', 'decode', 'blockwise', 'dense')
     """
     return tuple(_BACKENDS)
 
@@ -266,6 +273,7 @@ def explain(
     not cudnn: it needs a gpu, and this is a cpu
     not splash: it needs a tpu, and this is a cpu
     not pallas: it needs a tpu, and this is a cpu
+    not decode: it is for 16 queries, 64 rows of queries and heads or fewer, and 4 times as many keys
     not blockwise: it could, but dense is preferred for these lengths
     >>> q = k = v = jnp.ones((256, 4, 64))
     >>> explain(q, k, v, mask=Causal(), platform="tpu").backend
@@ -311,7 +319,8 @@ def _choose(impl, arguments, block_sizes, return_lse, platform=None, call=None, 
     lengths = [arguments[name].shape[-3] for name in "qk"]
     if layout is not None and not call.is_manual:
         lengths[0] //= call.devices
-    chosen = impl if impl != "auto" else "dense" if "dense" in able and is_small(*lengths) else able[0]
+    small = next((name for name in ("decode", "dense") if name in able and is_small(*lengths)), able[0])
+    chosen = impl if impl != "auto" else small
     why = f"impl names {impl}" if impl != "auto" else f"{chosen} is preferred for these lengths"
     rejected |= {name: f"it could, but {why}" for name in able if name != chosen}
     explanation = Explanation(chosen, rejected)
@@ -321,7 +330,7 @@ def _choose(impl, arguments, block_sizes, return_lse, platform=None, call=None, 
 
 def _context_against(name, call, layout) -> str | None:
     """The reason why a backend cannot compute the shards of a call."""
-    if call is not None and name in _BANDED:
+    if call is not None and name in (*_BANDED, "decode"):
         return "within context_parallel it cannot compute a part of a call"
     if name == "dense" and layout is not None and layout.way == "ring":
         return "in a ring its gradient needs all keys at once"

@@ -1,0 +1,90 @@
+"""Attention of few queries to many keys, for a decoding step on CPUs, without a copy of the cache.
+
+Products head by head first transpose the keys, which copies them in each step. Here all heads' features of a key are
+one row, [Tk, Hk·D] as they lie in memory, and each query is a row that is zero outside its head's features. A key that
+is not finite then reaches all heads, also where it is masked: such a step is computed by `dense`.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float
+
+from attnlab.ops import dense
+from attnlab.ops.meshes import like_queries, on_auto_axes
+from attnlab.types import Array
+
+PLATFORM = "cpu"
+_QUERIES = 16  # of an example; more are faster tile by tile
+_ROWS = 64  # H·Tq, beyond which the zeros cost more than the copy
+
+
+def reason_against(*, q, k, dropout_rate=0.0, block_sizes=None, **_) -> str | None:
+    """The reason why this backend cannot run a call, or None."""
+    queries, heads = q.shape[-3:-1]
+    if block_sizes:
+        return "it has no tiles to size: leave out block_sizes"
+    if dropout_rate:
+        return "it is for decoding, without dropout"
+    if queries > _QUERIES or queries * heads > _ROWS or k.shape[-3] < 4 * queries:
+        return f"it is for {_QUERIES} queries, {_ROWS} rows of queries and heads or fewer, and 4 times as many keys"
+    return None
+
+
+@on_auto_axes(like_queries)
+def attend(
+    q: Float[Array, "*B Tq H D"],
+    k: Float[Array, "*B Tk Hk D"],
+    v: Float[Array, "*B Tk Hk Dv"],
+    *,
+    dropout_rate: float = 0.0,
+    dropout_keys=None,
+    block_sizes=None,
+    **terms,
+) -> tuple[Float[Array, "*B Tq H Dv"], tuple[Float[Array, "*B Tq H"], Float[Array, "*B Tq H"]]]:
+    """(out in q's type, (max, log_sum)), as `dense.attend`, whose derivatives it has."""
+    leaves, treedef = jax.tree.flatten(terms)
+    traced = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+
+    def restored(arrays):
+        return jax.tree.unflatten(treedef, [dict(zip(traced, arrays)).get(n, leaf) for n, leaf in enumerate(leaves)])
+
+    def by_head(q, k, v, arrays):
+        return dense.attend(q, k, v, **restored(arrays))
+
+    @jax.custom_jvp
+    def run(q, k, v, arrays):
+        found = _by_rows(q, k, v, **restored(arrays))
+        return jax.lax.cond(jnp.isfinite(found[0]).all(), lambda: found, lambda: by_head(q, k, v, arrays))
+
+    run.defjvp(lambda primals, tangents: jax.jvp(by_head, primals, tangents))
+    return run(q, k, v, [leaves[n] for n in traced])
+
+
+def _by_rows(q, k, v, **terms):
+    tile, visible = dense.visibility(q, k, **terms)
+    p, pair = dense.softmax(_scores(q, k, jnp.promote_types(q.dtype, jnp.float32)), q, tile, visible, **terms)
+    out = _sums(p.astype(v.dtype), v, p.dtype).astype(q.dtype)
+    return out, tuple(jnp.moveaxis(x, -2, -1) for x in pair)
+
+
+def _scores(q: Float[Array, "*B Tq H D"], k: Float[Array, "*B Tk Hk D"], dtype) -> Float[Array, "*B H Tq Tk"]:
+    """q·k in type `dtype`; query head h reads head h // (H / Hk) of k."""
+    *batch, queries, heads, features = q.shape
+    keys, kv_heads = k.shape[-3:-1]
+    q = q.reshape(*batch, queries, kv_heads, heads // kv_heads, features)
+    rows = jnp.einsum("...qngd,nm->...ngqmd", q, jnp.eye(kv_heads, dtype=q.dtype))
+    rows = rows.reshape(*batch, heads * queries, kv_heads * features)
+    k = k.reshape(*batch, keys, kv_heads * features)
+    # rows·kᵀ, without the transposition of the result, takes half as long again.
+    s = jnp.einsum("...kf,...rf->...kr", k, rows, preferred_element_type=dtype)
+    return jnp.swapaxes(s, -1, -2).reshape(*batch, heads, queries, keys)
+
+
+def _sums(p: Float[Array, "*B H Tq Tk"], v: Float[Array, "*B Tk Hk Dv"], dtype) -> Float[Array, "*B Tq H Dv"]:
+    """p·v in type `dtype`; a value that is not finite makes all sums of its example and feature NaN."""
+    *batch, heads, queries, keys = p.shape
+    kv_heads, features = v.shape[-2:]
+    rows, v = p.reshape(*batch, heads * queries, keys), v.reshape(*batch, keys, kv_heads * features)
+    out = jnp.einsum("...rk,...kf->...rf", rows, v, preferred_element_type=dtype)
+    out = out.reshape(*batch, kv_heads, heads // kv_heads, queries, kv_heads, features)
+    return jnp.einsum("...ngqnd->...qngd", out).reshape(*batch, queries, heads, features)
