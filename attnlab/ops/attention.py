@@ -1,8 +1,6 @@
 """The public functions: check arguments, choose a backend, explain the choice."""
 
-import functools
 import inspect
-import numbers
 from collections.abc import Sequence
 from typing import Literal, overload
 
@@ -12,17 +10,17 @@ import numpy as np
 from jaxtyping import Bool, Float, Integer
 
 from attnlab.ops import blockwise, checks, context, cudnn, decode, dense, dropout, recurrence, splash
+from attnlab.ops.call import AttentionCall
 from attnlab.ops.experimental import pallas
 from attnlab.ops.explanation import Explanation
 from attnlab.ops.logsumexp import finite_shift, merged
 from attnlab.ops.mask_algebra import Mask, require_positions
-from attnlab.ops.masks import Dense, as_band
+from attnlab.ops.masks import Dense
 from attnlab.ops.platforms import PLATFORMS, platform_of
 from attnlab.ops.score_mods import ScoreMod
 from attnlab.types import Array
 
-# In the order of preference of "auto". A backend is a module with `attend`, which returns (out, (max, log_sum)), and
-# `reason_against`, which takes the same arguments and returns the reason why it cannot honour them, or None.
+# In the order of preference of "auto"; see `attnlab.ops.call` for what a backend is.
 _BACKENDS = {
     "cudnn": cudnn,
     "splash": splash,
@@ -32,7 +30,7 @@ _BACKENDS = {
     "dense": dense,
 }
 _BY_NAME = {"pallas": "it could, but it has not run on a TPU: impl='pallas' takes it"}
-_BANDED = ("cudnn", "splash")  # they take the mask as a `Band`
+_WITHOUT_LSE = ("cudnn", "splash")
 
 
 def implementations() -> tuple[str, ...]:
@@ -58,7 +56,7 @@ def attention(
     dropout_key: Array | None = None,
     q_positions: Integer[Array, "..."] | None = None,
     kv_positions: Integer[Array, "..."] | None = None,
-    impl: str = "auto",
+    impl: str | tuple[str, ...] = "auto",
     block_sizes: tuple[int, int] | None = None,
     return_lse: Literal[False] = False,
 ) -> Float[Array, "*B Tq H Dv"]: ...
@@ -78,7 +76,7 @@ def attention(
     dropout_key: Array | None = None,
     q_positions: Integer[Array, "..."] | None = None,
     kv_positions: Integer[Array, "..."] | None = None,
-    impl: str = "auto",
+    impl: str | tuple[str, ...] = "auto",
     block_sizes: tuple[int, int] | None = None,
     *,
     return_lse: Literal[True],
@@ -99,7 +97,7 @@ def attention(
     dropout_key: Array | None = None,
     q_positions: Integer[Array, "..."] | None = None,
     kv_positions: Integer[Array, "..."] | None = None,
-    impl: str = "auto",
+    impl: str | tuple[str, ...] = "auto",
     block_sizes: tuple[int, int] | None = None,
     return_lse: bool = False,
 ) -> Float[Array, "*B Tq H Dv"] | tuple[Float[Array, "*B Tq H Dv"], Float[Array, "*B Tq H"]]:
@@ -121,7 +119,7 @@ def attention(
       dropout_key: one PRNG key, or one per example (q's batch axes).
       q_positions, kv_positions: `[Tq]` or `[..., Tq]`, and `[Tk]` or `[..., Tk]`; `arange` when None. Needed when
         Tq ≠ Tk and the mask or a score mod compares positions. Below 2³⁰ in size.
-      impl: "auto", or a name from `implementations()`.
+      impl: "auto", a name from `implementations()`, or a tuple of them, of which the first that can runs.
       block_sizes: (queries, keys) of a tile, for backends that compute by tiles.
       return_lse: also return the log of the softmax's sum.
 
@@ -138,19 +136,17 @@ def attention(
     (2, 5, 4, 8)
     """
     q, k, v = checks.queries_keys_values(q, k, v)
-    call = context.current(q, k)
-    arguments = _checked(
-        q, k, v, mask, score_mod, bias, scale, sinks, dropout_rate, dropout_key, q_positions, kv_positions, call
-    )
-    arguments = context.prepared(call, arguments)
-    layout = _layout(call, arguments, block_sizes)
-    name = _choose(impl, arguments, block_sizes, return_lse, None, call, layout).backend
-    if call is None:
-        out, log_sums = _BACKENDS[name].attend(**_for_backend(name, arguments), block_sizes=block_sizes)
+    split = context.current(q, k)
+    terms = (mask, score_mod, bias, scale, sinks, dropout_rate, dropout_key, q_positions, kv_positions)
+    call = context.prepared(split, _checked(q, k, v, *terms, block_sizes=block_sizes, split=split))
+    layout = _layout(split, call)
+    name = _choose(impl, call, return_lse, None, split, layout).backend
+    if split is None:
+        out, log_sums = _BACKENDS[name].attend(call)
     else:
         sizes = block_sizes if layout is None else layout.block_sizes
-        run = functools.partial(_attend_shard, name, None if name == "dense" else sizes)
-        out, log_sums = context.attend(call, layout, run, arguments)
+        call = call.replace(block_sizes=None if name == "dense" else sizes)
+        out, log_sums = context.attend(split, layout, _BACKENDS[name].attend, call)
     if not return_lse:
         return out
     maximum, log_sum = log_sums
@@ -158,17 +154,11 @@ def attention(
     return out, jax.lax.stop_gradient(maximum) + log_sum
 
 
-def _attend_shard(name, block_sizes, arguments, shard, given=None):
-    """(out, (max, log_sum)) of a part of a call, see `attnlab.ops.context.attend`."""
-    options = {} if given is None else {"given": given}
-    return _BACKENDS[name].attend(**arguments, block_sizes=block_sizes, shard=shard, **options)
-
-
-def _layout(call, arguments, block_sizes, platform=None):
+def _layout(split, call: AttentionCall, platform=None):
     """The layout of a sequence that is split over devices; None for a whole sequence."""
-    if call is None:
+    if split is None:
         return None
-    return context.layout(call, arguments, block_sizes, platform or platform_of(*(arguments[x] for x in "qkv")))
+    return context.layout(split, call, platform or platform_of(call.q, call.k, call.v))
 
 
 @checks.known_keywords
@@ -197,15 +187,11 @@ def attention_weights(
      [0.5  0.5  0.  ]
      [0.33 0.33 0.33]]
     """
-    arguments = _checked(q, k, k, mask, score_mod, bias, scale, sinks, 0.0, None, q_positions, kv_positions)
-    call = context.current(arguments["q"], arguments["k"])
-    if call is not None and call.is_manual:
+    call = _checked(q, k, k, mask, score_mod, bias, scale, sinks, 0.0, None, q_positions, kv_positions)
+    split = context.current(call.q, call.k)
+    if split is not None and split.is_manual:
         raise ValueError("attention_weights needs whole sequences: call it outside of shard_map")
-    for name in ("v", "dropout_rate", "dropout_keys"):
-        del arguments[name]
-    if rows is not None:
-        rows = _checked_rows(rows, arguments["q"].shape[-3])
-    return dense.weights(**arguments, rows=rows)[0]
+    return dense.weights(call, None if rows is None else _checked_rows(rows, call.lengths[0]))[0]
 
 
 def merge(
@@ -249,7 +235,7 @@ def explain(
     k,
     v,
     *terms,
-    impl: str = "auto",
+    impl: str | tuple[str, ...] = "auto",
     block_sizes=None,
     return_lse: bool = False,
     platform: str | None = None,
@@ -287,71 +273,60 @@ def explain(
     if platform is not None and platform not in PLATFORMS:
         raise ValueError(f"platform = {platform!r} is unknown: use one of {', '.join(map(repr, PLATFORMS))}")
     q, k, v = checks.queries_keys_values(q, k, v)
-    call = context.current(q, k)
-    arguments = context.prepared(call, _checked(q, k, v, *terms, **named, call=call))
-    layout = _layout(call, arguments, block_sizes, platform)
-    return _choose(impl, arguments, block_sizes, return_lse, platform, call, layout)
+    split = context.current(q, k)
+    call = context.prepared(split, _checked(q, k, v, *terms, **named, block_sizes=block_sizes, split=split))
+    return _choose(impl, call, return_lse, platform, split, _layout(split, call, platform))
 
 
-def _choose(impl, arguments, block_sizes, return_lse, platform=None, call=None, layout=None) -> Explanation:
-    if impl != "auto" and impl not in _BACKENDS:
-        raise ValueError(f'impl = {impl!r} is unknown: use "auto" or one of {", ".join(map(repr, _BACKENDS))}')
-    if block_sizes is not None and not (
-        isinstance(block_sizes, tuple | list)
-        and len(block_sizes) == 2
-        and all(isinstance(size, numbers.Integral) and size >= 1 for size in block_sizes)
-    ):
-        raise ValueError(f"block_sizes = {block_sizes}: expected two sizes of 1 or more, (queries, keys) of a tile")
-    requested = {"block_sizes": block_sizes, "return_lse": return_lse}
+def _choose(impl, call: AttentionCall, return_lse, platform=None, split=None, layout=None) -> Explanation:
+    names = (impl,) if isinstance(impl, str) else tuple(impl)
+    if unknown := [name for name in names if name != "auto" and name not in _BACKENDS] or ([] if names else [impl]):
+        known = ", ".join(map(repr, _BACKENDS))
+        raise ValueError(f'impl = {unknown[0]!r} is unknown: use "auto" or one of {known}, or a tuple of them')
     reasons = {
-        name: _platform_against(name, impl, arguments, platform)
-        or _context_against(name, call, layout)
-        or backend.reason_against(**_for_backend(name, arguments), **requested)
-        or (_BY_NAME.get(name) if impl == "auto" else None)
+        name: _platform_against(name, names, call, platform)
+        or _context_against(name, split, layout)
+        or backend.reason_against(call)
+        or ("its lse has no gradient" if return_lse and name in _WITHOUT_LSE else None)
+        or (_BY_NAME.get(name) if name not in names else None)
         for name, backend in _BACKENDS.items()
     }
     rejected = {name: why for name, why in reasons.items() if why}
     able = [name for name in reasons if name not in rejected]
-    if impl in rejected or not able:
-        why = rejected[impl] if impl in rejected else "; ".join(f"{name}: {why}" for name, why in rejected.items())
+    lengths = list(call.lengths)
+    if layout is not None and not split.is_manual:
+        lengths[0] //= split.devices
+    small = [name for name in ("decode", "dense") if name in able and is_small(*lengths)]
+    automatic = next(iter(small + able), None)
+    chosen = next((name for name in (automatic if n == "auto" else n for n in names) if name in able), None)
+    if chosen is None:
+        named = {name: rejected[name] for name in (rejected if "auto" in names else names)}
+        why = named[impl] if impl in named else "; ".join(f"{name}: {why}" for name, why in named.items())
         others = f"; use one of {', '.join(map(repr, able))}" if able else ""
         raise ValueError(f"impl = {impl!r} cannot run this: {why}{others}")
-    lengths = [arguments[name].shape[-3] for name in "qk"]
-    if layout is not None and not call.is_manual:
-        lengths[0] //= call.devices
-    small = next((name for name in ("decode", "dense") if name in able and is_small(*lengths)), able[0])
-    chosen = impl if impl != "auto" else small
-    why = f"impl names {impl}" if impl != "auto" else f"{chosen} is preferred for these lengths"
+    why = f"impl names {chosen}" if chosen in names else f"{chosen} is preferred for these lengths"
     rejected |= {name: f"it could, but {why}" for name in able if name != chosen}
     explanation = Explanation(chosen, rejected)
     explanation.split = "" if layout is None else str(layout)
     return explanation
 
 
-def _context_against(name, call, layout) -> str | None:
+def _context_against(name, split, layout) -> str | None:
     """The reason why a backend cannot compute the shards of a call."""
-    if call is not None and name in (*_BANDED, "decode"):
+    if split is not None and name in (*_WITHOUT_LSE, "decode"):
         return "within context_parallel it cannot compute a part of a call"
     if name == "dense" and layout is not None and layout.way == "ring":
         return "in a ring its gradient needs all keys at once"
     return None
 
 
-def _for_backend(name, arguments) -> dict:
-    if name not in _BANDED:
-        return arguments
-    others = {key: value for key, value in arguments.items() if key != "mask"}
-    return {**others, "band": as_band(arguments["mask"])}
-
-
-def _platform_against(name, impl, arguments, platform) -> str | None:
+def _platform_against(name, names, call: AttentionCall, platform) -> str | None:
     """The reason why a backend cannot run on the platform; where none is known, an explicit `impl` decides."""
-    needs, operands = getattr(_BACKENDS[name], "PLATFORM", None), [arguments[x] for x in "qkv"]
-    found = platform or platform_of(*operands)
+    needs, found = getattr(_BACKENDS[name], "PLATFORM", None), platform or platform_of(call.q, call.k, call.v)
     if needs in (None, found):
         return None
-    if name == impl:
-        is_unknown = platform is None and found == jax.default_backend() and isinstance(operands[0], jax.core.Tracer)
+    if name in names:
+        is_unknown = platform is None and found == jax.default_backend() and isinstance(call.q, jax.core.Tracer)
         if is_unknown or (name == "pallas" and pallas.is_interpreted()):
             return None
         return getattr(_BACKENDS[name], "NEEDS", None) or f"it needs a {needs}, and this is a {found}"
@@ -376,13 +351,14 @@ def _checked(
     dropout_key=None,
     q_positions=None,
     kv_positions=None,
-    call=None,
-) -> dict:
+    block_sizes=None,
+    split=None,
+) -> AttentionCall:
     q, k, v = checks.queries_keys_values(q, k, v)
     batch, q_length, num_heads, kv_length = q.shape[:-3], *q.shape[-3:-1], k.shape[-3]
     shape = (batch, num_heads, q_length, kv_length)
     # Within a user's `shard_map`, masks and score mods belong to the whole call.
-    whole = shape if call is None else call.whole(*shape)
+    whole = shape if split is None else split.whole(*shape)
     positions = {
         "q_positions": checks.positions("q_positions", q_positions, batch, q_length),
         "kv_positions": checks.positions("kv_positions", kv_positions, batch, kv_length),
@@ -390,20 +366,21 @@ def _checked(
     if np.shape(scale) != ():
         raise ValueError(f"scale has shape {np.shape(scale)}, expected (): one number for all scores")
     dropout_rate = checks.dropout_rate(dropout_rate, dropout_key)
-    per_example = dropout.per_example if call is None else call.per_example
-    return {
-        "q": q,
-        "k": k,
-        "v": v,
-        "mask": None if mask is None else _checked_mask(mask, whole, positions),
-        "score_mods": _checked_score_mods(score_mod, whole, positions),
-        "bias": checks.bias(bias, *shape[:3], whole[3]),
-        "scale": scale,
-        "sinks": checks.sinks(sinks, num_heads),
-        "dropout_rate": dropout_rate,
-        "dropout_keys": per_example(dropout_key, batch) if dropout_rate else None,
+    per_example = dropout.per_example if split is None else split.per_example
+    return AttentionCall(
+        q,
+        k,
+        v,
+        mask=None if mask is None else _checked_mask(mask, whole, positions),
+        score_mods=_checked_score_mods(score_mod, whole, positions),
+        bias=checks.bias(bias, *shape[:3], whole[3]),
+        scale=scale,
+        sinks=checks.sinks(sinks, num_heads),
+        dropout_rate=dropout_rate,
+        dropout_keys=per_example(dropout_key, batch) if dropout_rate else None,
         **positions,
-    }
+        block_sizes=checks.block_sizes(block_sizes),
+    )
 
 
 def _checked_mask(mask, shape, positions) -> Mask:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import numbers
 
 import jax
 import jax.numpy as jnp
@@ -157,3 +158,12 @@ def clipped_to_int32(x):
         info, xp = jnp.iinfo(x.dtype), np if isinstance(x, np.ndarray) else jnp
         x = xp.clip(x, max(info.min, -POSITION_LIMIT), min(info.max, POSITION_LIMIT))
     return x.astype(np.int32)
+
+
+def block_sizes(sizes) -> tuple[int, int] | None:
+    if sizes is None:
+        return None
+    is_pair = isinstance(sizes, tuple | list) and len(sizes) == 2
+    if not is_pair or not all(isinstance(size, numbers.Integral) and size >= 1 for size in sizes):
+        raise ValueError(f"block_sizes = {sizes}: expected two sizes of 1 or more, (queries, keys) of a tile")
+    return tuple(sizes)

@@ -7,16 +7,17 @@ import jax
 import jax.numpy as jnp
 from jax.extend.backend import get_backend
 
+from attnlab.ops.call import AttentionCall
+from attnlab.ops.masks import as_band
 from attnlab.ops.meshes import over_shards
+from attnlab.types import Array
 
 PLATFORM = "gpu"
 
 
-def reason_against(
-    *, q, k, v, band, score_mods, bias, sinks, dropout_rate, return_lse, block_sizes, scale, **others
-) -> str | None:
+def reason_against(call: AttentionCall) -> str | None:
     """The reason why this backend cannot run a call, or None."""
-    head_dim = q.shape[-1]
+    q, k, v, head_dim, band = call.q, call.k, call.v, call.q.shape[-1], as_band(call.mask)
     reasons = {
         "cuDNN was not found": not _is_there(),
         f"it has no {q.dtype}, only float16 and bfloat16": q.dtype not in (jnp.float16, jnp.bfloat16),
@@ -24,14 +25,13 @@ def reason_against(
         f"heads of {head_dim} and {v.shape[-1]} features: it supports equal ones, multiples of 8 up to 128": not (
             head_dim == v.shape[-1] and head_dim % 8 == 0 and head_dim <= 128
         ),
-        "it has no score mods": bool(score_mods),
-        "it has no bias whose gradient was checked": bias is not None,
-        "it has no sinks": sinks is not None,
-        "it has another dropout than the other backends": bool(dropout_rate),
-        "it has no positions": any(others[name] is not None for name in ("q_positions", "kv_positions")),
-        "its lse has no gradient": return_lse,
-        "it chooses its own tile sizes": block_sizes is not None,
-        "it needs a static scale": isinstance(scale, jax.core.Tracer),
+        "it has no score mods": bool(call.score_mods),
+        "it has no bias whose gradient was checked": call.bias is not None,
+        "it has no sinks": call.sinks is not None,
+        "it has another dropout than the other backends": bool(call.dropout_rate),
+        "it has no positions": call.q_positions is not None or call.kv_positions is not None,
+        "it chooses its own tile sizes": call.block_sizes is not None,
+        "it needs a static scale": isinstance(call.scale, jax.core.Tracer),
         "of masks it supports Causal, with or without a SlidingWindow to the left": band is None
         or bool(band.segments)
         or (band.right, band.left is None) not in ((None, True), (0, True), (0, False)),
@@ -45,8 +45,9 @@ def _is_there() -> bool:
     return jax.default_backend() != "gpu" or "cuda" in get_backend().platform_version
 
 
-def attend(q, k, v, *, band, scale, **_):
+def attend(call: AttentionCall) -> tuple[Array, None]:
     """(out, None): its lse has no gradient."""
+    band, scale = as_band(call.mask), call.scale
 
     def kernel(q, k, v, *_):
         batch = q.shape[:-3]
@@ -60,4 +61,4 @@ def attend(q, k, v, *, band, scale, **_):
         )
         return out.reshape(*batch, *out.shape[1:])
 
-    return over_shards(kernel, q, k, v), None
+    return over_shards(kernel, call.q, call.k, call.v), None

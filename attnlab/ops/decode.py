@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from attnlab.ops import dense
+from attnlab.ops.blockwise.operands import combine, partition
+from attnlab.ops.call import AttentionCall, Result
 from attnlab.ops.meshes import like_queries, on_auto_axes
 from attnlab.types import Array
 
@@ -18,51 +20,40 @@ _QUERIES = 16  # of an example; more are faster tile by tile
 _ROWS = 64  # H·Tq, beyond which the zeros cost more than the copy
 
 
-def reason_against(*, q, k, dropout_rate=0.0, block_sizes=None, **_) -> str | None:
+def reason_against(call: AttentionCall) -> str | None:
     """The reason why this backend cannot run a call, or None."""
-    queries, heads = q.shape[-3:-1]
-    if block_sizes:
+    queries, keys = call.lengths
+    if call.block_sizes:
         return "it has no tiles to size: leave out block_sizes"
-    if dropout_rate:
+    if call.dropout_rate:
         return "it is for decoding, without dropout"
-    if queries > _QUERIES or queries * heads > _ROWS or k.shape[-3] < 4 * queries:
+    if queries > _QUERIES or queries * call.num_heads > _ROWS or keys < 4 * queries:
         return f"it is for {_QUERIES} queries, {_ROWS} rows of queries and heads or fewer, and 4 times as many keys"
     return None
 
 
 @on_auto_axes(like_queries)
-def attend(
-    q: Float[Array, "*B Tq H D"],
-    k: Float[Array, "*B Tk Hk D"],
-    v: Float[Array, "*B Tk Hk Dv"],
-    *,
-    dropout_rate: float = 0.0,
-    dropout_keys=None,
-    block_sizes=None,
-    **terms,
-) -> tuple[Float[Array, "*B Tq H Dv"], tuple[Float[Array, "*B Tq H"], Float[Array, "*B Tq H"]]]:
+def attend(call: AttentionCall) -> Result:
     """(out in q's type, (max, log_sum)), as `dense.attend`, whose derivatives it has."""
-    leaves, treedef = jax.tree.flatten(terms)
-    traced = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    is_known = jax.tree.map(lambda x: not isinstance(x, jax.Array), call)  # a mask of NumPy arrays stays so
+    known, traced = partition(call, is_known)
 
-    def restored(arrays):
-        return jax.tree.unflatten(treedef, [dict(zip(traced, arrays)).get(n, leaf) for n, leaf in enumerate(leaves)])
-
-    def by_head(q, k, v, arrays):
-        return dense.attend(q, k, v, **restored(arrays))
+    def by_head(traced):
+        return dense.attend(combine(known, traced))
 
     @jax.custom_jvp
-    def run(q, k, v, arrays):
-        found = _by_rows(q, k, v, **restored(arrays))
-        return jax.lax.cond(jnp.isfinite(found[0]).all(), lambda: found, lambda: by_head(q, k, v, arrays))
+    def run(traced):
+        found = _by_rows(combine(known, traced))
+        return jax.lax.cond(jnp.isfinite(found[0]).all(), lambda: found, lambda: by_head(traced))
 
     run.defjvp(lambda primals, tangents: jax.jvp(by_head, primals, tangents))
-    return run(q, k, v, [leaves[n] for n in traced])
+    return run(traced)
 
 
-def _by_rows(q, k, v, **terms):
-    tile, visible = dense.visibility(q, k, **terms)
-    p, pair = dense.softmax(_scores(q, k, jnp.promote_types(q.dtype, jnp.float32)), q, tile, visible, **terms)
+def _by_rows(call: AttentionCall) -> Result:
+    q, v = call.q, call.v
+    tile, visible = dense.visibility(call)
+    p, pair = dense.softmax(_scores(q, call.k, jnp.promote_types(q.dtype, jnp.float32)), call, tile, visible)
     out = _sums(p.astype(v.dtype), v, p.dtype).astype(q.dtype)
     return out, tuple(jnp.moveaxis(x, -2, -1) for x in pair)
 

@@ -18,104 +18,81 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float
 
 from attnlab.ops import dropout
+from attnlab.ops.call import AttentionCall, Result
 from attnlab.ops.logsumexp import finite_shift, normalizer
-from attnlab.ops.masks import Mask
 from attnlab.ops.meshes import like_queries, like_scores, on_auto_axes
-from attnlab.ops.tiles import WHOLE, Shard, Side, Tile, whole
+from attnlab.ops.tiles import Side, Tile, whole
 from attnlab.types import Array
 
 
-def reason_against(block_sizes=None, **arguments) -> str | None:
+def reason_against(call: AttentionCall) -> str | None:
     """The reason why this backend cannot run a call, or None."""
-    return "it has no tiles to size: leave out block_sizes" if block_sizes else None
+    return "it has no tiles to size: leave out block_sizes" if call.block_sizes else None
 
 
 @on_auto_axes(like_queries)
-def attend(
-    q: Float[Array, "*B Tq H D"],
-    k: Float[Array, "*B Tk Hk D"],
-    v: Float[Array, "*B Tk Hk Dv"],
-    *,
-    dropout_rate: float = 0.0,
-    dropout_keys=None,
-    block_sizes=None,
-    shard: Shard = WHOLE,
-    **terms,
-) -> tuple[Float[Array, "*B Tq H Dv"], tuple[Float[Array, "*B Tq H"], Float[Array, "*B Tq H"]]]:
-    """(out in q's type, (max, log_sum)); see `softmax` for `**terms`."""
-    p, pair, hidden = _weights(q, k, shard=shard, **terms)
-    if dropout_rate:
-        tile = whole(*p.shape[-2:], p.shape[-3], xp=np, shard=shard._replace(examples=None))
-        keeps = dropout.keep(dropout_keys, dropout_rate, tile.head, tile.q_index, tile.kv_index)
-        p = jnp.where(keeps, p / (1 - dropout_rate), 0)
-    v = _inert(_per_query_head(v, q.shape[-2]), hidden)
+def attend(call: AttentionCall) -> Result:
+    """(out in q's type, (max, log_sum))."""
+    p, pair, hidden = _weights(call)
+    if call.dropout_rate:
+        tile = whole(*p.shape[-2:], p.shape[-3], xp=np, shard=call.shard._replace(examples=None))
+        keeps = dropout.keep(call.dropout_keys, call.dropout_rate, tile.head, tile.q_index, tile.kv_index)
+        p = jnp.where(keeps, p / (1 - call.dropout_rate), 0)
+    v = _inert(_per_query_head(call.v, call.num_heads), hidden)
     out = jnp.einsum("...hqk,...khd->...qhd", p.astype(v.dtype), v, preferred_element_type=p.dtype)
-    out = checkpoint_name(out.astype(q.dtype), "attention")  # see GPT's remat
+    out = checkpoint_name(out.astype(call.q.dtype), "attention")  # see GPT's remat
     return out, tuple(jnp.moveaxis(x, -2, -1) for x in pair)
 
 
 @on_auto_axes(like_scores)
-def weights(
-    q: Float[Array, "*B Tq H D"], k: Float[Array, "*B Tk Hk D"], *, rows=None, **terms
-) -> tuple[Float[Array, "*B H Rq Tk"], Float[Array, "*B H Rq"]]:
-    """The softmax weights before dropout and the lse, of all queries or of `rows`; see `softmax` for `**terms`."""
-    p, (shift, log_sum), _ = _weights(q, k, rows=rows, **terms)
+def weights(call: AttentionCall, rows=None) -> tuple[Float[Array, "*B H Rq Tk"], Float[Array, "*B H Rq"]]:
+    """The softmax weights before dropout and the lse, of all queries or of `rows`."""
+    p, (shift, log_sum), _ = _weights(call, rows)
     return p, shift + log_sum
 
 
-def _weights(q, k, *, rows=None, bias=None, **terms):
+def _weights(call: AttentionCall, rows=None):
     """(weights, (max, log_sum), the keys that are hidden from all queries) of all queries, or of `rows`."""
-    tile, visible = visibility(q, k, rows=rows, **terms)
+    tile, visible = visibility(call, rows)
     if rows is not None:
-        q = jnp.take(q, rows, axis=-3)
-        bias = bias if bias is None or bias.shape[-2] == 1 else jnp.take(bias, rows, axis=-2)
-    hidden = _hidden_keys(visible)
-    k = _inert(_per_query_head(k, q.shape[-2]), hidden)
+        bias = call.bias if call.bias is None or call.bias.shape[-2] == 1 else jnp.take(call.bias, rows, axis=-2)
+        call = call.replace(q=jnp.take(call.q, rows, axis=-3), bias=bias)
+    q, hidden = call.q, _hidden_keys(visible)
+    k = _inert(_per_query_head(call.k, call.num_heads), hidden)
     s = jnp.einsum("...qhd,...khd->...hqk", q, k, preferred_element_type=jnp.promote_types(q.dtype, jnp.float32))
-    return *softmax(s, q, tile, visible, bias=bias, **terms), hidden
+    return *softmax(s, call, tile, visible), hidden
 
 
-def visibility(
-    q, k, *, mask: Mask | None = None, q_positions=None, kv_positions=None, shard: Shard = WHOLE, rows=None, **_
-) -> tuple[Tile, Bool[Array, "..."] | None]:
+def visibility(call: AttentionCall, rows=None) -> tuple[Tile, Bool[Array, "..."] | None]:
     """Coordinates of all scores or those of `rows`, in NumPy where known while tracing; which are not masked."""
-    given = jax.tree.leaves((mask, q_positions, kv_positions, shard))
-    sizes = (q.shape[-3], k.shape[-3], q.shape[-2])
-    tile = whole(*sizes, q_positions, kv_positions, q.shape[:-3], jnp if given else np, shard)
+    sides = (call.q_positions, call.kv_positions)
+    xp = jnp if jax.tree.leaves((call.mask, sides, call.shard)) else np
+    tile = whole(*call.lengths, call.num_heads, *sides, call.batch, xp, call.shard)
     if rows is not None:
         tile = tile._replace(queries=Side(rows, jnp.take(jnp.asarray(tile.queries.position), rows, axis=-1), axis=-2))
-    return tile, None if mask is None else mask.visible(tile)
+    return tile, None if call.mask is None else call.mask.visible(tile)
 
 
 def softmax(
-    s: Float[Array, "*B H Rq Tk"],
-    q: Float[Array, "*B Rq H D"],
-    tile: Tile,
-    visible: Bool[Array, "..."] | None,
-    *,
-    score_mods=(),
-    bias: Float[Array, "..."] | None = None,
-    scale: float | Float[Array, ""] | None = None,
-    sinks: Float[Array, " H"] | None = None,
-    **_,
+    s: Float[Array, "*B H Rq Tk"], call: AttentionCall, tile: Tile, visible: Bool[Array, "..."] | None
 ) -> tuple[Float[Array, "*B H Rq Tk"], tuple[Float[Array, "*B H Rq"], Float[Array, "*B H Rq"]]]:
     """(weights, (max, log_sum)) from q_i·k_j."""
-    s = s * jnp.asarray(q.shape[-1] ** -0.5 if scale is None else scale, s.dtype)
-    if bias is not None:
-        s = s + bias.astype(s.dtype)
-    for mod in score_mods:
+    s = s * jnp.asarray(call.q.shape[-1] ** -0.5 if call.scale is None else call.scale, s.dtype)
+    if call.bias is not None:
+        s = s + call.bias.astype(s.dtype)
+    for mod in call.score_mods:
         s = jnp.broadcast_to(mod.apply(s, tile), s.shape).astype(s.dtype)
     if visible is not None:
         s = jnp.where(visible, s, -jnp.inf)
 
     maximum = s.max(axis=-1, keepdims=True, initial=-jnp.inf)
-    if sinks is not None:
-        sinks = sinks.astype(s.dtype)[:, None, None]
+    if call.sinks is not None:
+        sinks = call.sinks.astype(s.dtype)[:, None, None]
         maximum = jnp.maximum(maximum, sinks)
     shift = jax.lax.stop_gradient(finite_shift(maximum))  # cancels from the result, so it needs no derivative
     p = jnp.exp(s - shift)
     total = p.sum(axis=-1, keepdims=True)
-    if sinks is not None:
+    if call.sinks is not None:
         total = total + jnp.exp(sinks - shift)
     denominator, log_sum = normalizer(total)
     return p / denominator, (shift[..., 0], log_sum[..., 0])

@@ -19,23 +19,24 @@ SEQUENCE_AXES = ("context", "sequence", "seq", "sp", "cp")
 
 
 def on_auto_axes(out_specs: Callable) -> Callable:
-    """Decorator that runs `fn` with Explicit mesh axes turned into Auto axes, where XLA finds inner shardings."""
+    """Decorator that runs `fn(q, …)`, or `fn(call, …)`, with Explicit mesh axes turned into Auto axes, where XLA finds
+    inner shardings."""
 
     def decorator(fn):
         @functools.wraps(fn)
-        def run(q, *operands, **named):
-            leaves, treedef = jax.tree.flatten((q, operands, named))
+        def run(first, *operands, **named):
+            leaves, treedef = jax.tree.flatten((first, operands, named))
             at = [n for n, leaf in enumerate(leaves) if _has_explicit_axes(leaf)]
             if not at:
-                return fn(q, *operands, **named)
+                return fn(first, *operands, **named)
 
             def on_auto(*sharded):
                 for n, leaf in zip(at, sharded):
                     leaves[n] = leaf
-                q, operands, named = jax.tree.unflatten(treedef, leaves)
-                return fn(q, *operands, **named)
+                first, operands, named = jax.tree.unflatten(treedef, leaves)
+                return fn(first, *operands, **named)
 
-            mesh = jax.typeof(leaves[at[0]]).sharding.mesh
+            mesh, q = jax.typeof(leaves[at[0]]).sharding.mesh, getattr(first, "q", first)
             spec = tuple(jax.typeof(q).sharding.spec)
             spec += (None,) * (q.ndim - len(spec))
             out_sharding = jax.tree.map(functools.partial(NamedSharding, mesh), out_specs(spec), is_leaf=_is_spec)

@@ -10,7 +10,8 @@ import numpy as np
 
 
 class Node:
-    """Base class of frozen dataclasses that are pytrees: arrays are leaves; numbers, functions and None are static.
+    """Base class of frozen dataclasses that are pytrees: arrays are leaves; numbers, functions and None are static,
+    and the fields that a class names in `STATIC`.
 
     A field keeps its role through `jax.tree` operations, so trees of shapes, booleans or `in_axes` keep the structure.
     Nodes compare and hash by value, arrays included, so a Flax module can hold them; a traced array has no hash.
@@ -49,7 +50,12 @@ def _flatten(node):
     values = {field.name: getattr(node, field.name) for field in fields(node)}
     names = node.__dict__.get("_static_names")
     if names is None:
-        names = tuple(name for name, x in values.items() if x is None or callable(x) or isinstance(x, numbers.Number))
+        static = getattr(type(node), "STATIC", ())
+        names = tuple(
+            name
+            for name, x in values.items()
+            if x is None or callable(x) or isinstance(x, numbers.Number) or name in static
+        )
     static = tuple((name, values.pop(name)) for name in names)
     return tuple(values.values()), static
 

@@ -5,18 +5,20 @@ import numbers
 import jax
 import jax.numpy as jnp
 
+from attnlab.ops.call import AttentionCall
+from attnlab.ops.masks import as_band
 from attnlab.ops.meshes import is_checked_manual, over_shards
 from attnlab.ops.score_mods import SoftCap
+from attnlab.types import Array
 
 PLATFORM = "tpu"
 _LANES = 128  # of a vector register; lengths must be multiples
 
 
-def reason_against(
-    *, q, k, v, band, score_mods, bias, dropout_rate, q_positions, kv_positions, return_lse, block_sizes, **_
-) -> str | None:
+def reason_against(call: AttentionCall) -> str | None:
     """The reason why this backend cannot run a call, or None."""
-    lengths = (q.shape[-3], k.shape[-3])
+    q, k, v, lengths, block_sizes = call.q, call.k, call.v, call.lengths, call.block_sizes
+    score_mods, band = call.score_mods, as_band(call.mask)
     is_known = band is not None and len(band.segments) <= 1 and all(one.kv_ids is None for one in band.segments)
     reasons = {
         "within shard_map it needs check_vma=False": is_checked_manual(q, k, v),
@@ -31,19 +33,19 @@ def reason_against(
             and isinstance(score_mods[0], SoftCap)
             and isinstance(score_mods[0].cap, numbers.Number)
         ),
-        "it has no bias": bias is not None,
-        "it has no dropout": bool(dropout_rate),
-        "it has no positions": q_positions is not None or kv_positions is not None,
-        "its lse has no gradient": return_lse,
+        "it has no bias": call.bias is not None,
+        "it has no dropout": bool(call.dropout_rate),
+        "it has no positions": call.q_positions is not None or call.kv_positions is not None,
         "of masks it supports Causal, SlidingWindow and one Segments without kv_ids, joined by &": not is_known,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def attend(q, k, v, *, band, score_mods, scale, sinks, block_sizes=None, **_):
+def attend(call: AttentionCall) -> tuple[Array, None]:
     """(out, None): its lse has no gradient."""
+    q, k, v, band, score_mods, sinks = call.q, call.k, call.v, as_band(call.mask), call.score_mods, call.sinks
     ids = band.segments[0].q_ids if band.segments else None
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
     cap = float(score_mods[0].cap) if score_mods else None
 
     shared = (1,) * (q.ndim - 3)
@@ -57,7 +59,7 @@ def attend(q, k, v, *, band, score_mods, scale, sinks, block_sizes=None, **_):
         batch, lengths = q.shape[:-3], (q.shape[-3], k.shape[-3])
         ids = None if ids is None else jnp.broadcast_to(ids[..., 0, :], (*batch, lengths[0]))
         sinks = None if sinks is None else sinks.reshape(-1)
-        kernel = _kernel(band, lengths, q.shape[-2], cap, block_sizes)
+        kernel = _kernel(band, lengths, q.shape[-2], cap, call.block_sizes)
 
         def attend(q, k, v, ids):
             return kernel(q, k, v, None if ids is None else SegmentIds(ids, ids), sinks)

@@ -19,71 +19,53 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
 
 from attnlab.ops import dropout
 from attnlab.ops.blockwise import passes
 from attnlab.ops.blockwise.operands import Operands, Plan, SplitTerms, Terms
-from attnlab.ops.masks import Mask
+from attnlab.ops.call import AttentionCall, Result
 from attnlab.ops.meshes import equally_varying, like_queries, on_auto_axes
 from attnlab.ops.platforms import platform_of
 from attnlab.ops.schedule import ACCELERATOR, CPU, FULL, PARTIAL, schedule
-from attnlab.ops.tiles import WHOLE, Shard, padded
+from attnlab.ops.tiles import padded
 from attnlab.types import Array
 
 
-def reason_against(**arguments) -> str | None:
+def reason_against(call: AttentionCall) -> str | None:
     """The reason why this backend cannot run a call, or None."""
-    return "an axis has length 0" if any(0 in arguments[name].shape for name in ("q", "k", "v")) else None
+    return "an axis has length 0" if any(0 in x.shape for x in (call.q, call.k, call.v)) else None
 
 
 @on_auto_axes(like_queries)
-def attend(
-    q: Float[Array, "*B Tq H D"],
-    k: Float[Array, "*B Tk Hk D"],
-    v: Float[Array, "*B Tk Hk Dv"],
-    *,
-    mask: Mask | None = None,
-    score_mods=(),
-    bias: Float[Array, "..."] | None = None,
-    scale: float | Float[Array, ""] | None = None,
-    sinks: Float[Array, " H"] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_keys=None,
-    q_positions=None,
-    kv_positions=None,
-    block_sizes: tuple[int, int] | None = None,
-    shard: Shard = WHOLE,
-    given: tuple[Float[Array, "*B Tq H Dv"], tuple[Float[Array, "*B Tq H"], Float[Array, "*B Tq H"]]] | None = None,
-) -> tuple[Float[Array, "*B Tq H Dv"], tuple[Float[Array, "*B Tq H"], Float[Array, "*B Tq H"]]]:
+def attend(call: AttentionCall, given: Result | None = None) -> Result:
     """(out, (max, log_sum)); or `given`, such results over more keys, with the gradients of these keys."""
-    *batch, q_length, num_heads, head_dim = q.shape
-    lengths, dtype = (q_length, k.shape[-3]), jnp.promote_types(q.dtype, jnp.float32)
-    where = {"q_positions": q_positions, "kv_positions": kv_positions, "num_heads": num_heads, "batch": tuple(batch)}
-    where["shard"] = shard
+    q, k, v, mask, bias, lengths = call.q, call.k, call.v, call.mask, call.bias, call.lengths
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    where = {"q_positions": call.q_positions, "kv_positions": call.kv_positions, "num_heads": call.num_heads}
+    where |= {"batch": call.batch, "shard": call.shard}
     costs = CPU if platform_of(q, k, v) == "cpu" else ACCELERATOR
-    block_sizes, block_mask = schedule(mask, *lengths, block_sizes, **where, costs=costs)
+    block_sizes, block_mask = schedule(mask, *lengths, call.block_sizes, **where, costs=costs)
     padded_lengths = tuple(count * size for count, size in zip(block_mask.shape, block_sizes))
-    scale = head_dim**-0.5 if scale is None else scale
+    scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
     if q.dtype == dtype or (isinstance(scale, float) and math.frexp(scale)[0] == 0.5):
         # This adds no rounding, and saves a multiplication per tile.
         q, scale = (q * scale).astype(q.dtype), None
     terms = Terms(
         scale=None if scale is None else jnp.asarray(scale, dtype),
-        bias=None if bias is None else _padded_bias(bias, rank=len(batch) + 3, lengths=padded_lengths),
-        score_mods=tuple(mod.for_tiles(dtype) for mod in score_mods),
+        bias=None if bias is None else _padded_bias(bias, rank=len(call.batch) + 3, lengths=padded_lengths),
+        score_mods=tuple(mod.for_tiles(dtype) for mod in call.score_mods),
         mask=None if mask is None else mask.for_tiles(*padded_lengths),
-        dropout_words=dropout.key_words(dropout_keys) if dropout_rate else None,
-        q_positions=q_positions,
-        kv_positions=kv_positions,
-        shard=shard,
+        dropout_words=dropout.key_words(call.dropout_keys) if call.dropout_rate else None,
+        q_positions=call.q_positions,
+        kv_positions=call.kv_positions,
+        shard=call.shard,
     )
     terms = jax.tree.map(jnp.asarray, terms)
     terms = SplitTerms(terms, jax.tree.map(lambda _: None, terms))
-    operands = Operands(q, k, v, sinks, jnp.asarray(block_mask), terms, *(given or (None, None)))
+    operands = Operands(q, k, v, call.sinks, jnp.asarray(block_mask), terms, *(given or (None, None)))
     is_known = isinstance(block_mask, np.ndarray)
     tile_kinds = tuple(kind for kind in (FULL, PARTIAL) if not is_known or (block_mask == kind).any())
-    plan = Plan(lengths, block_sizes, tile_kinds, dropout_rate)
+    plan = Plan(lengths, block_sizes, tile_kinds, call.dropout_rate)
     run = passes.attention if given is None else passes.part_of
     return run(plan, equally_varying(operands))
 

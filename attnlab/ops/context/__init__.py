@@ -17,6 +17,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from attnlab.ops import dropout
+from attnlab.ops.call import AttentionCall, Result
 from attnlab.ops.context import layouts, shards
 from attnlab.ops.context.layouts import Layout
 from attnlab.ops.meshes import Splits, in_shards, mesh_of, names_of, on_all_devices, splits_of
@@ -153,21 +154,21 @@ def current(q: Array, k: Array) -> ShardedCall | None:
     return call if call.devices > 1 or is_manual else None
 
 
-def layout(call: ShardedCall, arguments: dict, block_sizes, platform: str) -> Layout | None:
-    """The layout of a call with `prepared` arguments; None for a whole sequence."""
-    if call.devices == 1:
+def layout(split: ShardedCall, call: AttentionCall, platform: str) -> Layout | None:
+    """The layout of a `prepared` call; None for a whole sequence."""
+    if split.devices == 1:
         return None
-    q, k, v = (arguments[name] for name in "qkv")
-    batch, num_heads, *lengths = call.whole(q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
-    positions = {name: arguments[name] for name in ("q_positions", "kv_positions") if arguments[name] is not None}
-    are_known = not call.is_manual and not any(isinstance(x, jax.core.Tracer) for x in positions.values())
+    batch, num_heads, *lengths = split.whole(call.batch, call.num_heads, *call.lengths)
+    positions = {"q_positions": call.q_positions, "kv_positions": call.kv_positions}
+    positions = {name: x for name, x in positions.items() if x is not None}
+    are_known = not split.is_manual and not any(isinstance(x, jax.core.Tracer) for x in positions.values())
     return layouts.choose(
-        layouts.known_part(arguments["mask"], are_known or not positions),
+        layouts.known_part(call.mask, are_known or not positions),
         tuple(lengths),
-        call.devices,
-        way=call.context.way,
-        gathered_bytes=_gathered_bytes(call, k, v),
-        block_sizes=block_sizes,
+        split.devices,
+        way=split.context.way,
+        gathered_bytes=_gathered_bytes(split, call.k, call.v),
+        block_sizes=call.block_sizes,
         costs=_COSTS[platform],
         num_heads=num_heads,
         batch=batch,
@@ -175,46 +176,42 @@ def layout(call: ShardedCall, arguments: dict, block_sizes, platform: str) -> La
     )
 
 
-def _gathered_bytes(call: ShardedCall, k: Array, v: Array) -> int:
+def _gathered_bytes(split: ShardedCall, k: Array, v: Array) -> int:
     """Bytes of keys and values that one device holds after it has gathered them."""
     size = sum(x.size * x.dtype.itemsize for x in (k, v))
-    by_batch, by_heads, by_length = call.sizes
-    return size * by_length if call.is_manual else size // (by_batch * by_heads)
+    by_batch, by_heads, by_length = split.sizes
+    return size * by_length if split.is_manual else size // (by_batch * by_heads)
 
 
-def attend(call: ShardedCall, layout: Layout | None, run: Callable, arguments: dict):
-    """(out, (max, log_sum)), where run(arguments, shard), in a ring run(arguments, shard, given), computes a part."""
-    if call.is_manual:
-        return shards.attend(call, layout, run, arguments)
-    arrays, static = shards.arrays_and_others(arguments)
-    q, (batch, heads), axis = arrays["q"], call.splits, call.context.axis
-
-    def spec(name, *sides):
-        """Partition spec of `[*batch or 1s, *sides]`, or `[*sides]`; axes of size 1 are shared."""
-        x = arrays[name]
-        return P(*(axes if n > 1 else None for axes, n in zip((*batch, *sides)[-x.ndim :], x.shape)))
-
+def attend(split: ShardedCall, layout: Layout | None, run: Callable, call: AttentionCall) -> Result:
+    """(out, (max, log_sum)), where run(call), in a ring run(call, given), computes a part."""
+    if split.is_manual:
+        return shards.attend(split, layout, run, call)
+    (batch, heads), axis = split.splits, split.context.axis
     sides = {"q": (axis, heads, None), "k": (axis, heads, None), "v": (axis, heads, None), "sinks": (heads,)}
     sides |= {"q_positions": (axis,), "kv_positions": (axis,), "dropout_keys": (None,)}
     sides["bias"] = (heads, axis, None)
-    specs = {name: spec(name, *sides[name]) if name in sides and arrays[name] is not None else P() for name in arrays}
-    compute = functools.partial(shards.attend, call, layout, run)
-    return in_shards(lambda arrays: compute({**arrays, **static}), q, (arrays,), (specs,), P(*batch, axis, heads))
+
+    def spec(x, sides):
+        """Partition spec of `[*batch or 1s, *sides]`, or `[*sides]`; axes of size 1 are shared."""
+        return P(*(axes if n > 1 else None for axes, n in zip((*batch, *sides)[-x.ndim :], x.shape)))
+
+    specs = {name: spec(x, sides[name]) for name in sides if (x := getattr(call, name)) is not None}
+    specs = jax.tree.map(lambda _: P(), call).replace(**specs)
+    compute = functools.partial(shards.attend, split, layout, run)
+    return in_shards(compute, call.q, (call,), (specs,), P(*batch, axis, heads))
 
 
-def prepared(call: ShardedCall | None, arguments: dict) -> dict:
-    """The arguments with the words of random keys, and without functions that close over traced arrays."""
-    if call is None:
-        return arguments
+def prepared(split: ShardedCall | None, call: AttentionCall) -> AttentionCall:
+    """The call with the words of random keys, and without functions that close over traced arrays."""
+    if split is None:
+        return call
     # Every device has masks and score mods whole.
-    whole = on_all_devices({name: arguments[name] for name in ("mask", "score_mods")})
-    arguments = {**arguments, **whole}
-    q, k, mask, keys = (arguments[name] for name in ("q", "k", "mask", "dropout_keys"))
-    *_, q_length, kv_length = call.whole(q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
-    return {
-        **arguments,
-        "mask": None if mask is None else mask.for_tiles(q_length, kv_length),
-        "score_mods": tuple(mod.for_tiles(dtype) for mod in arguments["score_mods"]),
-        "dropout_keys": None if keys is None else dropout.key_words(keys),
-    }
+    mask, score_mods = on_all_devices((call.mask, call.score_mods))
+    *_, q_length, kv_length = split.whole(call.batch, call.num_heads, *call.lengths)
+    dtype = jnp.promote_types(call.q.dtype, jnp.float32)
+    return call.replace(
+        mask=None if mask is None else mask.for_tiles(q_length, kv_length),
+        score_mods=tuple(mod.for_tiles(dtype) for mod in score_mods),
+        dropout_keys=None if call.dropout_keys is None else dropout.key_words(call.dropout_keys),
+    )

@@ -14,38 +14,35 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from attnlab.ops.blockwise.operands import combine, partition
+from attnlab.ops.call import AttentionCall, Result
 from attnlab.ops.logsumexp import merged
 from attnlab.ops.meshes import equally_varying
-from attnlab.ops.tiles import Shard
 from attnlab.types import Array
 
 
-def attend(run: Callable, axis: str, devices: int, arrays: dict, static: dict, shard: Shard):
+def attend(run: Callable, axis: str, devices: int, call: AttentionCall) -> Result:
     """(out, (max, log_sum)) of this device's queries; `run` computes with the keys of one device."""
-    tree = equally_varying(jax.tree.map(jnp.asarray, (arrays, shard)))
-    is_learned = jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.inexact), tree)
-    learned, others = partition(tree, is_learned)
-    learned, rest = learned[0], (learned[1], others)
+    call = equally_varying(jax.tree.map(jnp.asarray, call))
+    learned, rest = partition(call, jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.inexact), call))
 
     def of_device(turn, learned, rest, given=None):
-        no_shard, others = rest
-        arrays, shard = combine((learned, no_shard), others)
+        call = combine(learned, rest)
         if turn:
-            arrays = {**arrays, "sinks": None}  # counted once
-        return run((lax.axis_index(axis) - turn) % devices, {**arrays, **static}, shard, given)
+            call = call.replace(sinks=None)  # counted once
+        return run((lax.axis_index(axis) - turn) % devices, call, given)
 
     def forward(learned, rest):
-        k, v, parts = learned["k"], learned["v"], None
+        k, v, parts = learned.k, learned.v, None
         for turn in range(devices):
             # The next keys pass while this turn computes, but not before the last turn is done: otherwise XLA passes
             # all keys at once, and holds them.
             (k, v), parts = lax.optimization_barrier(((k, v), parts))
             following = _passed_on((k, v), axis, devices) if turn < devices - 1 else None
-            part = of_device(turn, {**learned, "k": k, "v": v}, rest)
+            part = of_device(turn, learned.replace(k=k, v=v), rest)
             parts = part if parts is None else merged([parts, part])
             k, v = following or (k, v)
         out, log_sums = parts
-        return out.astype(learned["q"].dtype), log_sums
+        return out.astype(learned.q.dtype), log_sums
 
     @jax.custom_vjp
     def ring(learned, rest):
@@ -64,16 +61,16 @@ def attend(run: Callable, axis: str, devices: int, arrays: dict, static: dict, s
     return ring(learned, rest)
 
 
-def _gradients(of_device, axis, devices, learned, rest, given, cotangents) -> dict:
+def _gradients(of_device, axis, devices, learned, rest, given, cotangents) -> AttentionCall:
     def of_turn(turn, keys):
         """The gradients of a turn, in float32 or float64, k and v as one."""
-        k, v = _taken_apart(keys, learned["k"], learned["v"])
-        _, pull_back = jax.vjp(lambda learned: of_device(turn, learned, rest, given), {**learned, "k": k, "v": v})
+        k, v = _taken_apart(keys, learned.k, learned.v)
+        _, pull_back = jax.vjp(lambda learned: of_device(turn, learned, rest, given), learned.replace(k=k, v=v))
         (found,) = pull_back(cotangents)
         found = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), found)
-        return _as_one(found.pop("k"), found.pop("v")), found
+        return _as_one(found.k, found.v), found.replace(k=None, v=None)
 
-    own = _as_one(learned["k"], learned["v"])
+    own = _as_one(learned.k, learned.v)
     keys, passing, totals = _passed_on(own, axis, devices), None, None
     for turn in (*range(1, devices), 0):  # this device's keys come last: until then their gradients need no memory
         # A turn waits for the gradients that pass: overlapped with it, they would be held three times instead of twice.
@@ -84,8 +81,8 @@ def _gradients(of_device, axis, devices, learned, rest, given, cotangents) -> di
         totals = found if totals is None else jax.tree.map(jnp.add, totals, found)
         passing = _passed_on(passing, axis, devices) if turn else passing
         keys = following
-    dk, dv = _taken_apart(passing, learned["k"], learned["v"])
-    return jax.tree.map(lambda total, x: total.astype(x.dtype), {**totals, "k": dk, "v": dv}, learned)
+    dk, dv = _taken_apart(passing, learned.k, learned.v)
+    return jax.tree.map(lambda total, x: total.astype(x.dtype), totals.replace(k=dk, v=dv), learned)
 
 
 def _passed_on(tree, axis: str, devices: int):

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import ManualAxisType
-from jaxtyping import Float
 
 from attnlab.ops import dropout
+from attnlab.ops.call import AttentionCall, Result
 from attnlab.ops.experimental.pallas.drawn_tiles import Drawn, draw
 from attnlab.ops.experimental.pallas.kernel_types import LOG2E, Others, Plan, Terms
 from attnlab.ops.experimental.pallas.splitting import Scores, Split, UnsupportedError, split
@@ -36,7 +36,7 @@ from attnlab.ops.meshes import (
 )
 from attnlab.ops.platforms import device_kind_of
 from attnlab.ops.schedule import EMPTY, FULL, PARTIAL, TPU_KERNEL, every_tile, schedule, tile_kinds, visits
-from attnlab.ops.tiles import WHOLE, Shard, Tiling, whole
+from attnlab.ops.tiles import Tiling, whole
 from attnlab.types import Array
 
 PLATFORM = "tpu"
@@ -47,8 +47,9 @@ _ROWS = 512  # of a mask, evaluated at a time
 _MAX_DRAWN = 2**30  # bytes of pairs that a mask or score mod may need beforehand
 
 
-def reason_against(*, q, k, v, mask, score_mods, dropout_rate, block_sizes, shard=WHOLE, **others) -> str | None:
+def reason_against(call: AttentionCall) -> str | None:
     """The reason why this backend cannot run a call, or None."""
+    q, k, v, block_sizes = call.q, call.k, call.v, call.block_sizes
     sizes, is_checked = (*q.shape, *k.shape, *v.shape), is_checked_manual(q, k, v)
     reasons = {
         f"it has no {q.dtype}, only float32 and bfloat16": q.dtype not in (jnp.float32, jnp.bfloat16),
@@ -68,10 +69,8 @@ def reason_against(*, q, k, v, mask, score_mods, dropout_rate, block_sizes, shar
     why = next((reason for reason, holds in reasons.items() if holds), None)
     if why:
         return why
-    where = (q.shape[:-3], q.shape[-2], (q.shape[-3], k.shape[-3]))
     try:
-        named = (others[name] for name in ("bias", "dropout_keys", "q_positions", "kv_positions"))
-        drawn = _drawn_bytes(where, dropout_rate, (mask, score_mods, *named, shard))
+        drawn = _drawn_bytes(call)
     except UnsupportedError as error:
         return str(error)
     if drawn > _MAX_DRAWN:
@@ -85,21 +84,24 @@ def _at_least_tiles(q, k, block_sizes) -> int:
     return math.prod(-(-x.shape[-3] // size) for x, size in zip((q, k), sizes) if isinstance(x.shape[-3], int))
 
 
-def _drawn_bytes(where, dropout_rate: float, arrays) -> int:
+def _drawn_bytes(call: AttentionCall) -> int:
     """Bytes of the pairs that are gathered beforehand, found without computing or sharding anything."""
     found = []
 
-    def trace(arrays):
-        mask, score_mods, bias, dropout_keys, *sides = arrays
-        terms = _split_terms(Scores(*where, *sides), mask, score_mods, bias, None, dropout_rate, dropout_keys)
+    def trace(call):
+        terms = _split_terms(_scores(call), call.mask, call, None)
         found.append(sum(x.drawn_bytes for x in terms if x is not None))
         return 0
 
     def shape_of(x):
         return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True))
 
-    jax.eval_shape(trace, jax.tree.map(shape_of, arrays))
+    jax.eval_shape(trace, jax.tree.map(shape_of, call))
     return found[0]
+
+
+def _scores(call: AttentionCall) -> Scores:
+    return Scores(call.batch, call.num_heads, call.lengths, call.q_positions, call.kv_positions, call.shard)
 
 
 def is_interpreted() -> bool:
@@ -114,42 +116,23 @@ def is_interpreted() -> bool:
     return bool(call.params["interpret"])
 
 
-def attend(q: Float[Array, "*B Tq H D"], k: Float[Array, "*B Tk Hk D"], v: Float[Array, "*B Tk Hk Dv"], **arguments):
-    """(out in q's type, (max, log_sum) `[..., Tq, H]` in float32)."""
-    return _attend(q, k, v, splits=splits_of(q, k), **arguments)
+def attend(call: AttentionCall, given: Result | None = None) -> Result:
+    """(out in q's type, (max, log_sum) in float32); or `given`, such results over more keys, see `blockwise`."""
+    return _attend(call, given, splits_of(call.q, call.k))
 
 
 @on_auto_axes(like_queries)
-def _attend(
-    q,
-    k,
-    v,
-    *,
-    splits: Splits,
-    mask: Mask | None = None,
-    score_mods=(),
-    bias: Float[Array, "..."] | None = None,
-    scale: float | Float[Array, ""] | None = None,
-    sinks: Float[Array, " H"] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_keys=None,
-    q_positions=None,
-    kv_positions=None,
-    block_sizes: tuple[int, int] | None = None,
-    shard: Shard = WHOLE,
-    given: tuple[Array, tuple[Array, Array]] | None = None,
-):
+def _attend(call: AttentionCall, given: Result | None, splits: Splits) -> Result:
     from attnlab.ops.experimental.pallas import transforms  # Pallas is a large package, useless except on TPUs
 
-    *batch, q_length, num_heads, head_dim = q.shape
-    scores = Scores(tuple(batch), num_heads, (q_length, k.shape[-3]), q_positions, kv_positions, shard)
-    scale, learned_scale = head_dim**-0.5 if scale is None else scale, None
+    q, k, v, mask, scores = call.q, call.k, call.v, call.mask, _scores(call)
+    scale, learned_scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale, None
     if q.dtype != jnp.float32 and not isinstance(scale, numbers.Number):
         scale, learned_scale = 1.0, scale  # as one of the terms
-    block_sizes, by_query, by_key = _tiles(scores, mask, block_sizes, k.shape[-2])
+    block_sizes, by_query, by_key = _tiles(scores, mask, call.block_sizes, k.shape[-2])
     found = tuple(kind for kind in (FULL, PARTIAL) if any(_may_have(kind, kinds) for kinds in (by_query, by_key)))
     compared = mask if PARTIAL in found else None
-    terms = Terms(*_split_terms(scores, compared, score_mods, bias, learned_scale, dropout_rate, dropout_keys))
+    terms = Terms(*_split_terms(scores, compared, call, learned_scale))
     drawn = _drawn(compared, scores, terms.visible, by_query, block_sizes)
     terms = terms if drawn is None else terms._replace(visible=drawn.split)
     programs = Terms(*(None if x is None else x.program for x in terms))
@@ -158,9 +141,9 @@ def _attend(
     scale = scale * (1.0 if programs.logits else LOG2E)
     factor = 1.0 if q.dtype == jnp.float32 else float(scale)
     rotates_rows = not re.search("v[234]", device_kind_of(q, k, v))
-    plan = Plan(scores.lengths, block_sizes, found, dropout_rate, programs, factor, rotates_rows)
+    plan = Plan(scores.lengths, block_sizes, found, call.dropout_rate, programs, factor, rotates_rows)
     others = Others(
-        sinks=None if sinks is None else sinks.astype(jnp.float32).reshape(*(1,) * len(batch), num_heads),
+        sinks=None if call.sinks is None else call.sinks.astype(jnp.float32).reshape(*(1,) * len(call.batch), -1),
         terms=Terms(*(() if x is None else x.arrays() for x in terms)),
         by_query=visits(by_query),
         by_key=visits(by_key),
@@ -257,8 +240,9 @@ def _bounds_are_exact(mask: Mask, scores: Scores) -> bool:
     return is_square and isinstance(mask, Causal | SlidingWindow | PrefixLM | Segments | Padding)
 
 
-def _split_terms(scores: Scores, mask, score_mods, bias, scale, dropout_rate, dropout_keys) -> list[Split | None]:
+def _split_terms(scores: Scores, mask: Mask | None, call: AttentionCall, scale) -> list[Split | None]:
     """In the order of `Terms`."""
+    score_mods, bias = call.score_mods, call.bias
 
     def logits(tile, raw):
         if scale is not None:
@@ -271,10 +255,10 @@ def _split_terms(scores: Scores, mask, score_mods, bias, scale, dropout_rate, dr
 
     def keeps(tile):
         indices = (tile.head, tile.q_index[0], tile.kv_index[0])  # without their head axis
-        return dropout.keep(dropout_keys, dropout_rate, *indices)
+        return dropout.keep(call.dropout_keys, call.dropout_rate, *indices)
 
     return [
         split(logits, scores, of_raw=True) if score_mods or bias is not None or scale is not None else None,
         None if mask is None else split(mask.visible, scores),
-        split(keeps, scores) if dropout_rate else None,
+        split(keeps, scores) if call.dropout_rate else None,
     ]

@@ -1,0 +1,73 @@
+"""A call of the attention operator, checked, as backends take it.
+
+A backend is a module with `attend(call)`, which returns (out, (max, log_sum)), and `reason_against(call)`, the reason
+why it cannot compute a call, or None. It returns (out, None) where its lse has no gradient. Max and log_sum come apart,
+as a float32 lse, their sum, would lose the sum where a row is shifted by a large number.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxtyping import Float, Int
+
+from attnlab.ops.mask_algebra import Mask
+from attnlab.ops.nodes import Node
+from attnlab.ops.score_mods import ScoreMod
+from attnlab.ops.tiles import WHOLE, Shard
+from attnlab.types import Array
+
+Result = tuple[Float[Array, "*B Tq H Dv"], tuple[Float[Array, "*B Tq H"], Float[Array, "*B Tq H"]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCall(Node):
+    """The arguments of `attnlab.attention`; numbers and `block_sizes` are static, arrays are leaves.
+
+    Attributes:
+      dropout_keys: a key, or its words, for each example `[..., ]`.
+      shard: the part of a call that this is, where one is split over devices.
+    """
+
+    q: Float[Array, "*B Tq H D"]
+    k: Float[Array, "*B Tk Hk D"]
+    v: Float[Array, "*B Tk Hk Dv"]
+    mask: Mask | None = None
+    score_mods: tuple[ScoreMod, ...] = ()
+    bias: Float[Array, "..."] | None = None
+    scale: float | Float[Array, ""] | None = None
+    sinks: Float[Array, " H"] | None = None
+    dropout_rate: float = 0.0
+    dropout_keys: Array | None = None
+    q_positions: Int[Array, "..."] | None = None
+    kv_positions: Int[Array, "..."] | None = None
+    block_sizes: tuple[int, int] | None = None
+    shard: Shard = WHOLE
+
+    STATIC: ClassVar[tuple[str, ...]] = ("block_sizes",)
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        return self.q.shape[:-3]
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """(Tq, Tk)."""
+        return self.q.shape[-3], self.k.shape[-3]
+
+    @property
+    def num_heads(self) -> int:
+        return self.q.shape[-2]
+
+    def replace(self, **changes) -> "AttentionCall":
+        """A copy with other values, a tree of the same structure if the same fields are None."""
+        made = object.__new__(AttentionCall)  # not through __init__, as a tree of specs or gradients is a call, too
+        vars(made).update(vars(self) | changes)
+        if "_static_names" in vars(self):
+            static = (name for name in vars(self)["_static_names"] if name not in changes)
+            object.__setattr__(made, "_static_names", tuple(static))
+        return made
+
+    def of_shard(self) -> "AttentionCall":
+        """The call with the parts of mask and score mods that its shard needs."""
+        mask = None if self.mask is None else self.mask.of_shard(self.shard)
+        return self.replace(mask=mask, score_mods=tuple(mod.of_shard(self.shard) for mod in self.score_mods))
