@@ -5,8 +5,10 @@
 
 The name of a variant ends with the features of a key. The hybrid is three layers of Gated DeltaNet for one of attention
 (Wang et al. 2025, arXiv 2507.06457); the layers of two blocks have a convolution before them, as each layer of Gated
-DeltaNet has, without which no mixer finds the token before. Muon, as AdamW stays at chance for an unpredictable number
-of steps (plateaus of .02 for 500 steps or more in eleven of fifteen runs, none of Muon's).
+DeltaNet has, without which no mixer finds the token before. Muon, as AdamW left most runs at chance for 500 steps and
+more. 60 runs, 18 minutes with `--jobs=2` on two cores of an AMD EPYC (family 25, model 17) with other work beside; three
+seeds, recall ± 95 % interval: attention 64 1.000 ± 0.000, gated_delta 16 0.764 ± 0.277, gated_delta 64 0.996 ± 0.005,
+four gated_delta 8 0.095 ± 0.246, hybrid 8 1.000 ± 0.000, and with `attnlab train` attention 32 1.000 for each seed.
 """
 
 from attnlab.config import default
@@ -15,14 +17,14 @@ GATED, LARGE = "conv gated_delta", {"model.recurrence.key_dim": 64, "model.recur
 SMALL = {"model.recurrence.key_dim": 16, "model.recurrence.value_dim": 16}
 SMALLER = {"model.num_layers": 4, "model.recurrence.key_dim": 8, "model.recurrence.value_dim": 8}
 VARIANTS = {
-    "attention 16": {"model.pattern": "conv attention", "model.head_dim": 16},
+    "attention 32": {"model.pattern": "conv attention", "model.head_dim": 32},
     "attention 64": {"model.pattern": "conv attention", "model.head_dim": 64},
     "gated_delta 16": {"model.pattern": GATED, **SMALL},
     "gated_delta 64": {"model.pattern": GATED, **LARGE},
     "four gated_delta 8": {"model.pattern": "gated_delta", **SMALLER},
     "hybrid 8": {"model.pattern": "gated_delta gated_delta gated_delta attention", **SMALLER},
 }
-COMPARE = {"learning_rates": "1e-2,3e-2", "seeds": "3", "tasks": "text,task:recall pairs=16 fewest=4 symbols=127"}
+COMPARE = {"learning_rates": "3e-3,1e-2", "seeds": "3", "tasks": "text,task:recall pairs=16 fewest=4 symbols=127"}
 
 
 def get_config():
@@ -31,7 +33,7 @@ def get_config():
     config.model.num_layers, config.model.width, config.model.num_heads, config.model.context = 2, 64, 1, 48
     config.model.mlp_ratio, config.model.positions, config.model.embedding_scale = 0, "none", 10.0
     config.model.pattern, config.model.recurrence.conv = "conv attention", 2
-    config.steps, config.batch_size, config.precision = 1000, 64, "float32"
+    config.steps, config.batch_size, config.precision = 500, 64, "float32"
     config.optimizer.name, config.optimizer.learning_rate, config.optimizer.weight_decay = "muon", 1e-2, 0.0
     config.eval.every = config.checkpoint.every = 250
     config.eval.windows = 512
