@@ -158,6 +158,32 @@ def test_explain_names_the_backend_that_runs():
     assert str(explained).startswith(f"runs {explained.backend}")
 
 
+@pytest.mark.parametrize(
+    "impl, chosen",
+    [
+        (("cudnn", "blockwise", "dense"), "blockwise"),
+        (("splash", "dense"), "dense"),
+        (("cudnn", "auto"), "dense"),
+        (("decode", "auto"), "dense"),
+    ],
+)
+def test_first_backend_of_several_that_can_runs(impl, chosen):
+    explained = attnlab.explain(Q, K, K, impl=impl)
+    assert explained.backend == chosen and explained.rejected.keys() == {*attnlab.implementations()} - {chosen}
+    np.testing.assert_array_equal(attnlab.attention(Q, K, K, impl=impl), attnlab.attention(Q, K, K, impl=chosen))
+
+
+def test_several_backends_of_which_none_can_are_refused_with_each_reason(own_errors):
+    with pytest.raises(
+        ValueError, match=r"'splash'\) cannot run this: cudnn: it needs a gpu.*; splash: it needs a tpu"
+    ):
+        attnlab.attention(Q, K, K, impl=("cudnn", "splash"))
+    with pytest.raises(ValueError, match=r"impl = 'flash' is unknown: .* or a tuple of them"):
+        attnlab.attention(Q, K, K, impl=("dense", "flash"))
+    with pytest.raises(ValueError, match=r"impl = \(\) is unknown"):
+        attnlab.attention(Q, K, K, impl=())
+
+
 def parts_of(q, k, v, cuts, **terms):
     pairs = zip((0, *cuts), (*cuts, k.shape[-3]))
     return [attnlab.attention(q, k[a:b], v[a:b], return_lse=True, **terms) for a, b in pairs]
