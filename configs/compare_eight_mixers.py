@@ -3,10 +3,11 @@
     attnlab compare --config=compare_eight_mixers --config.data.path=tinyshakespeare.txt --jobs=2
     attnlab train --config=compare_eight_mixers
 
-Two learning rates to choose from, as the best of each in `compare_mixers` is one of them. On tinyshakespeare 56 runs, 40
-minutes on two cores of an AMD EPYC (family 25, model 17) with other work beside; loss in nats a character, mean of five
-seeds ± 95 % interval: attention 1.978 ± 0.004, forget 1.980 ± 0.005, linear 2.303 ± 0.013, retention 2.041 ± 0.010, gla
-2.006 ± 0.016, delta 2.029 ± 0.015, gated_delta 1.856 ± 0.003, mamba2 1.798 ± 0.012. docs/guide/mixers.md has the table.
+Two learning rates to choose from, as the best of each in `compare_mixers` is one of them. On tinyshakespeare: 56 runs,
+40 minutes on two cores of an AMD EPYC (family 25, model 17) with other work beside; loss in nats a character, mean of
+five seeds ± 95 % interval: attention 1.978 ± 0.004, forget 1.980 ± 0.005, linear 2.303 ± 0.013, retention 2.041 ±
+0.010, gla 2.006 ± 0.016, delta 2.029 ± 0.015, gated_delta 1.856 ± 0.003, mamba2 1.798 ± 0.012. docs/guide/mixers.md
+has the table.
 """
 
 from attnlab.config import default
