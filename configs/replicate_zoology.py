@@ -21,7 +21,7 @@ PUBLISHED = {
         "margin": 0.02,  # of reading a figure
         "differs": (
             "a vocabulary of 1,023 for 8,192; 1,000 steps of 128 fresh sequences, not 12,500 of 512; one learning "
-            "rate, theirs is the best of 4; explicit filters of 64 tokens in all layers, where theirs alternate between 3 "
+            "rate, theirs is the best of 4; explicit filters of 64 tokens in all layers, theirs alternate between 3 "
             "tokens and implicit filters; no dropout; means of 3 seeds."
         ),
     }
