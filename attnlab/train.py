@@ -25,6 +25,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from attnlab import commands, compilation
+from attnlab import config as configs
 from attnlab.data.tasks import named
 from attnlab.nn import GPT
 from attnlab.sample import generate, prompt_ids
@@ -159,7 +160,7 @@ def _main(values, own_process: bool, **hooks) -> int:
     config, name = commands.config_of(values)
     if own_process:
         compilation.keep_programs()
-    processes.connect(config.parallel.timeout)
+    processes.connect(configs.completed(config).parallel.timeout)  # a plan needs all processes
     workdir = values.workdir or Path("runs") / name
     return train(config, workdir, eval_only=values.eval_only, own_process=own_process, **hooks)
 

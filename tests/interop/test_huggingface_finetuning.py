@@ -10,9 +10,9 @@ from attnlab import sample
 from attnlab.data import tokenizers
 from attnlab.interop.huggingface import from_hf, save_hf
 from attnlab.nn import GPT, Rotary
-from tests import test_pretrained
 from tests.interop.huggingface_peers import greedy
 from tests.texts import TEXT
+from tests.training import test_pretrained
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from attnlab import config as configs
 from attnlab.data.batches import TrainBatches
-from attnlab.training import parallel
+from attnlab.training import parallel, run
 from attnlab.training.experiment import Experiment
 
 BATCHES = TrainBatches(np.arange(400) % 31, context=8, batch_size=4, seed=0)
@@ -18,6 +18,7 @@ def experiment(strategy="mesh", name="adamw", **fields):
     config.steps, config.batch_size, config.optimizer.name = 4, 4, name
     config.update_from_flattened_dict(fields)
     devices = 4 if strategy == "pmap" else 1
+    config = run.resolve(config).config
     return Experiment(config, vocab_size=31, parallel=parallel.make(strategy, devices))
 
 
