@@ -5,6 +5,9 @@
 
 Sequences of 64 tokens with 4 pairs, models of width 64 without feed-forward layers: two layers of attention with one
 head and learned positions, four of gated convolutions over the whole sequence.
+
+Six runs, about 15 minutes with `--jobs=2` on two cores of an AMD EPYC (family 25, model 17) with other work beside.
+Accuracy, mean of three seeds ± 95 % interval: attention 0.833 ± 0.598, gated_conv 0.258 ± 0.005: underpowered.
 """
 
 from attnlab.config import default
