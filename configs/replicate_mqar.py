@@ -5,7 +5,7 @@
 
 Four pairs, and each key once more among noise: the easiest sequences of Arora et al. 2023 (arXiv 2312.04927).
 
-Twelve runs, 25 minutes with `--jobs=2` on two cores of an AMD EPYC (family 25, model 17) with other work beside. Accuracy,
+Twelve runs, 25 minutes with `--jobs=2` on two cores of an AMD EPYC (family 25, model 17) other work beside. Accuracy,
 mean of three seeds ± 95 % interval: attention 0.899 ± 0.005, delta 0.019 ± 0.032, gated_delta 0.004 ± 0.002, linear
 0.038 ± 0.009: the order is reproduced, at a training too short for all but attention.
 """
