@@ -64,7 +64,7 @@ def _weights(call: AttentionCall, rows=None):
 
 
 def visibility(call: AttentionCall, rows=None) -> tuple[Tile, Bool[Array, "..."] | None]:
-    """Coordinates of all scores or those of `rows`, in NumPy where known while tracing; which are not masked."""
+    """Coordinates of the scores (of `rows`), in NumPy if known while tracing, and which scores are visible."""
     sides = (call.q_positions, call.kv_positions)
     xp = jnp if jax.tree.leaves((call.mask, sides, call.shard)) else np
     tile = whole(*call.lengths, call.num_heads, *sides, call.batch, xp, call.shard)
