@@ -2,7 +2,8 @@
 
 Products head by head first transpose the keys, which copies them in each step. Here all heads' features of a key are
 one row, [Tk, Hk·D] as they lie in memory, and each query is a row that is zero outside its head's features. A key that
-is not finite then reaches all heads, also where it is masked: such a step is computed by `dense`.
+is not finite then reaches all heads, also where it is masked. Such a step is computed again without the keys that all
+queries are masked from, so that their content does not matter to the last bit, and after that, by `dense`.
 """
 
 import jax
@@ -43,7 +44,10 @@ def attend(call: AttentionCall) -> Result:
 
     @jax.custom_jvp
     def run(traced):
-        found = _by_rows(combine(known, traced))
+        call = combine(known, traced)
+        found = _by_rows(call)
+        if call.mask is not None:
+            found = jax.lax.cond(jnp.isfinite(found[0]).all(), lambda: found, lambda: _by_rows(_without_hidden(call)))
         return jax.lax.cond(jnp.isfinite(found[0]).all(), lambda: found, lambda: by_head(traced))
 
     run.defjvp(lambda primals, tangents: jax.jvp(by_head, primals, tangents))
@@ -56,6 +60,15 @@ def _by_rows(call: AttentionCall) -> Result:
     p, pair = dense.softmax(_scores(q, call.k, jnp.promote_types(q.dtype, jnp.float32)), call, tile, visible)
     out = _sums(p.astype(v.dtype), v, p.dtype).astype(q.dtype)
     return out, tuple(jnp.moveaxis(x, -2, -1) for x in pair)
+
+
+def _without_hidden(call: AttentionCall) -> AttentionCall:
+    """The call with zeros for keys that are masked for all queries, of all heads that read them."""
+    hidden = dense.hidden_keys(dense.visibility(call)[1])
+    if hidden is not None and hidden.shape[-2] > 1:
+        kv_heads = call.k.shape[-2]
+        hidden = hidden.reshape(*hidden.shape[:-2], kv_heads, call.num_heads // kv_heads).all(axis=-1, keepdims=True)
+    return call.replace(k=dense.inert(call.k, hidden), v=dense.inert(call.v, hidden))
 
 
 def _scores(q: Float[Array, "*B Tq H D"], k: Float[Array, "*B Tk Hk D"], dtype) -> Float[Array, "*B H Tq Tk"]:
