@@ -45,10 +45,14 @@ def attend(call: AttentionCall) -> Result:
     @jax.custom_jvp
     def run(traced):
         call = combine(known, traced)
-        found = _by_rows(call)
-        if call.mask is not None:
-            found = jax.lax.cond(jnp.isfinite(found[0]).all(), lambda: found, lambda: _by_rows(_without_hidden(call)))
-        return jax.lax.cond(jnp.isfinite(found[0]).all(), lambda: found, lambda: by_head(traced))
+
+        def finite_or(found, otherwise):
+            return jax.lax.cond(jnp.isfinite(found[0]).all(), lambda: found, otherwise)
+
+        def again():
+            return finite_or(_by_rows(_without_hidden(call)), lambda: by_head(traced))
+
+        return finite_or(_by_rows(call), again)
 
     run.defjvp(lambda primals, tangents: jax.jvp(by_head, primals, tangents))
     return run(traced)
