@@ -63,7 +63,8 @@ class AttentionCall(Node):
         made = object.__new__(AttentionCall)  # not through __init__, as a tree of specs or gradients is a call, too
         vars(made).update(vars(self) | changes)
         if "_static_names" in vars(self):
-            static = (name for name in vars(self)["_static_names"] if name not in changes)
+            names = vars(self)["_static_names"]
+            static = (name for name in names if changes.get(name) is None or name in self.STATIC)
             object.__setattr__(made, "_static_names", tuple(static))
         return made
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from attnlab.ops import dense
-from attnlab.ops.blockwise.operands import combine, partition
 from attnlab.ops.call import AttentionCall, Result
 from attnlab.ops.meshes import like_queries, on_auto_axes
+from attnlab.ops.nodes import combine, partition
 from attnlab.types import Array
 
 PLATFORM = "cpu"

@@ -1,4 +1,4 @@
-"""Frozen dataclasses as pytrees: the base class of masks and score mods."""
+"""Frozen dataclasses as pytrees: the base class of calls, masks and score mods; trees split in two."""
 
 import functools
 import numbers
@@ -85,3 +85,15 @@ def _contents(leaf):
         with jax.ensure_compile_time_eval():
             words = jax.random.key_data(leaf)
     return leaf.shape, leaf.dtype, np.asarray(words).tobytes()
+
+
+def partition(tree, is_chosen):
+    """`tree` split by a tree of booleans: the chosen leaves and the other leaves, None in place of missing leaves."""
+    chosen = jax.tree.map(lambda x, choose: x if choose else None, tree, is_chosen)
+    others = jax.tree.map(lambda x, choose: None if choose else x, tree, is_chosen)
+    return chosen, others
+
+
+def combine(a, b):
+    """The inverse of `partition`."""
+    return jax.tree.map(lambda x, y: y if x is None else x, a, b, is_leaf=lambda x: x is None)

@@ -22,7 +22,7 @@ import numpy as np
 
 from attnlab.ops import dropout
 from attnlab.ops.blockwise import passes
-from attnlab.ops.blockwise.operands import Operands, Plan, SplitTerms, Terms
+from attnlab.ops.blockwise.batching import Plan
 from attnlab.ops.call import AttentionCall, Result
 from attnlab.ops.meshes import equally_varying, like_queries, on_auto_axes
 from attnlab.ops.platforms import platform_of
@@ -39,35 +39,37 @@ def reason_against(call: AttentionCall) -> str | None:
 @on_auto_axes(like_queries)
 def attend(call: AttentionCall, given: Result | None = None) -> Result:
     """(out, (max, log_sum)); or `given`, such results over more keys, with the gradients of these keys."""
-    q, k, v, mask, bias, lengths = call.q, call.k, call.v, call.mask, call.bias, call.lengths
+    call, block_mask = _in_tiles(call)
+    is_known = isinstance(block_mask, np.ndarray)
+    plan = Plan(tuple(kind for kind in (FULL, PARTIAL) if not is_known or (block_mask == kind).any()))
+    operands = equally_varying((jax.tree.map(jnp.asarray, call), jnp.asarray(block_mask), *(given or ())))
+    run = passes.attention if given is None else passes.part_of
+    return run(plan, *operands)
+
+
+def _in_tiles(call: AttentionCall) -> tuple[AttentionCall, Array]:
+    """The call with the sizes of tiles, and its parts prepared for them; and the block mask."""
+    q, mask, bias, lengths = call.q, call.mask, call.bias, call.lengths
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     where = {"q_positions": call.q_positions, "kv_positions": call.kv_positions, "num_heads": call.num_heads}
     where |= {"batch": call.batch, "shard": call.shard}
-    costs = CPU if platform_of(q, k, v) == "cpu" else ACCELERATOR
+    costs = CPU if platform_of(q, call.k, call.v) == "cpu" else ACCELERATOR
     block_sizes, block_mask = schedule(mask, *lengths, call.block_sizes, **where, costs=costs)
     padded_lengths = tuple(count * size for count, size in zip(block_mask.shape, block_sizes))
     scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
     if q.dtype == dtype or (isinstance(scale, float) and math.frexp(scale)[0] == 0.5):
         # This adds no rounding, and saves a multiplication per tile.
         q, scale = (q * scale).astype(q.dtype), None
-    terms = Terms(
+    call = call.replace(
+        q=q,
         scale=None if scale is None else jnp.asarray(scale, dtype),
         bias=None if bias is None else _padded_bias(bias, rank=len(call.batch) + 3, lengths=padded_lengths),
         score_mods=tuple(mod.for_tiles(dtype) for mod in call.score_mods),
         mask=None if mask is None else mask.for_tiles(*padded_lengths),
-        dropout_words=dropout.key_words(call.dropout_keys) if call.dropout_rate else None,
-        q_positions=call.q_positions,
-        kv_positions=call.kv_positions,
-        shard=call.shard,
+        dropout_keys=dropout.key_words(call.dropout_keys) if call.dropout_rate else None,
+        block_sizes=tuple(block_sizes),
     )
-    terms = jax.tree.map(jnp.asarray, terms)
-    terms = SplitTerms(terms, jax.tree.map(lambda _: None, terms))
-    operands = Operands(q, k, v, call.sinks, jnp.asarray(block_mask), terms, *(given or (None, None)))
-    is_known = isinstance(block_mask, np.ndarray)
-    tile_kinds = tuple(kind for kind in (FULL, PARTIAL) if not is_known or (block_mask == kind).any())
-    plan = Plan(lengths, block_sizes, tile_kinds, call.dropout_rate)
-    run = passes.attention if given is None else passes.part_of
-    return run(plan, equally_varying(operands))
+    return call, block_mask
 
 
 def _padded_bias(bias: Array, rank: int, lengths: tuple[int, int]) -> Array:

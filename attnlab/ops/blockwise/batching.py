@@ -1,58 +1,82 @@
-"""Rules for `vmap` and `shard_map`."""
+"""Rules for `vmap` and `shard_map`: a leading axis that `vmap` maps over, which arrays of a call may share."""
 
-import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from attnlab.ops.blockwise.operands import Operands, Plan, SplitTerms, combine, partition
+from attnlab.ops.call import AttentionCall
 from attnlab.ops.reverse_mode import once
 from attnlab.ops.schedule import EMPTY, FULL, block_mask_of
 
 
-def batched_explicitly(run_pass):
-    """`run_pass(plan, operands)` with a `vmap` rule that maps arrays, not loops: EMPTY tiles stay skipped."""
+class Plan(NamedTuple):
+    tile_kinds: tuple[int, ...]  # PARTIAL and FULL, if they occur in the block mask; both when it is traced
+    mapped: tuple[bool, ...] | None = None  # under `vmap`: which leaves of the call have a leading mapped axis
 
-    def run_batched(plan, operands):
+
+def per_example(plan: Plan, fn: Callable, call: AttentionCall, *arrays):
+    """fn(call, *arrays), mapped over the leading axis when `vmap` has added one."""
+    if plan.mapped is None:
+        return fn(call, *arrays)
+    axes = jax.tree.unflatten(jax.tree.structure(call), [0 if mapped else None for mapped in plan.mapped])
+    return jax.vmap(fn, in_axes=(axes, *(0 for _ in arrays)))(call, *arrays)
+
+
+def with_mapped(plan: Plan, call: AttentionCall, chosen: AttentionCall) -> tuple[Plan, AttentionCall]:
+    """The chosen leaves with the mapped axis, also where its examples share them: each has a gradient of its own."""
+    if plan.mapped is None:
+        return plan, call
+    leaves, structure = jax.tree.flatten(call)
+    chosen = jax.tree.leaves(chosen)
+    leaves = [
+        jnp.broadcast_to(x, (call.q.shape[0], *x.shape)) if choose and not mapped else x
+        for x, choose, mapped in zip(leaves, chosen, plan.mapped)
+    ]
+    mapped = tuple(map(max, chosen, plan.mapped))
+    return plan._replace(mapped=mapped), jax.tree.unflatten(structure, leaves)
+
+
+def batched_explicitly(run_pass):
+    """`run_pass(plan, call, block_mask, …)` with a `vmap` rule that maps arrays, not loops: EMPTY tiles stay skipped."""
+
+    def run_batched(plan, *operands):
         @custom_vmap
-        def unmapped(operands):
-            return run_pass(plan, operands)
+        def unmapped(*operands):
+            return run_pass(plan, *operands)
 
         @unmapped.def_vmap
-        def mapped(axis_size, is_batched, operands):
-            (is_batched,) = is_batched if isinstance(is_batched, list) else (is_batched,)
+        def mapped(axis_size, is_batched, *operands):
             results = run(*_with_mapped_axis(plan, operands, is_batched, axis_size))
-            if plan.is_mapped:
+            if plan.mapped is not None:
                 results = jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), results)
             return results, jax.tree.map(lambda _: True, results)
 
-        return unmapped(operands)
+        return unmapped(*operands)
 
     run = once(run_batched, "blockwise")
     return run
 
 
-def _with_mapped_axis(plan: Plan, operands: Operands, is_batched: Operands, size: int) -> tuple[Plan, Operands]:
+def _with_mapped_axis(plan: Plan, operands: Sequence, is_batched: Sequence, size: int) -> tuple:
     """Plan and operands with one more mapped axis, merged into an existing mapped axis."""
-    old_size = operands.q.shape[int(is_batched.q)] if plan.is_mapped else 1
+    (call, block_mask, *others), (batched, block_mask_is_batched, *others_are_batched) = operands, is_batched
+    leaves, structure = jax.tree.flatten(call)
+    batched, had_axis = jax.tree.leaves(batched), plan.mapped or (False,) * len(leaves)
+    old_size = call.q.shape[int(batched[0])] if plan.mapped else 1
 
-    def merged(x, batched, was_mapped=plan.is_mapped):
+    def merged(x, batched, had_axis=plan.mapped is not None):
         x = x if batched else x[None]
-        x = x if was_mapped else x[:, None]
+        x = x if had_axis else x[:, None]
         return jnp.broadcast_to(x, (size, old_size, *x.shape[2:])).reshape(size * old_size, *x.shape[2:])
 
-    block_mask = operands.block_mask
-    if is_batched.block_mask:
+    # q, k and v always have it: loops over their blocks are shared.
+    needs = jax.tree.leaves(jax.tree.map(lambda _: False, call).replace(q=True, k=True, v=True))
+    mapped = tuple(map(max, needs, batched, had_axis))
+    leaves = [merged(x, *has) if mapped else x for x, mapped, *has in zip(leaves, mapped, batched, had_axis)]
+    if block_mask_is_batched:
         block_mask = block_mask_of(block_mask > EMPTY, block_mask == FULL)
-    newly_mapped, shared = partition(operands.terms.shared, is_batched.terms.shared)
-    newly_mapped = jax.tree.map(lambda x: merged(x, batched=True, was_mapped=False), newly_mapped)
-    still_mapped = jax.tree.map(
-        functools.partial(merged, was_mapped=True), operands.terms.mapped, is_batched.terms.mapped
-    )
-    others = {
-        name: jax.tree.map(merged, getattr(operands, name), getattr(is_batched, name))
-        for name in ("q", "k", "v", "sinks", "out", "log_sums", "d_out", "d_lse")
-    }
-    terms = SplitTerms(shared, combine(still_mapped, newly_mapped))
-    return plan._replace(is_mapped=True), Operands(block_mask=block_mask, terms=terms, **others)
+    others = jax.tree.map(merged, others, others_are_batched)
+    return plan._replace(mapped=mapped), jax.tree.unflatten(structure, leaves), block_mask, *others

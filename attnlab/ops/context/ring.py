@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from attnlab.ops.blockwise.operands import combine, partition
 from attnlab.ops.call import AttentionCall, Result
 from attnlab.ops.logsumexp import merged
 from attnlab.ops.meshes import equally_varying
+from attnlab.ops.nodes import combine, partition
 from attnlab.types import Array
 
 
