@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 
+from attnlab.ops.jaxprs import evaluate
 from attnlab.types import Array, DType
 
 
@@ -50,31 +51,15 @@ def without_closure(
 
     def closed_fn(*values):
         consts, arguments = values[num_arguments:], values[:num_arguments]
-        return _evaluate(ClosedJaxpr(closed.jaxpr, consts), arguments)[0]
+        return evaluate(ClosedJaxpr(closed.jaxpr, consts), arguments, _inline)[0]
 
     return closed_fn, (*arrays, *closed.consts)
 
 
-def bind(equation, operands) -> list:
-    params = equation.primitive.get_bind_params(equation.params)
-    functions, params = params if isinstance(params, tuple) else ((), params)  # depends on JAX's version
-    results = equation.primitive.bind(*functions, *operands, **params)
-    return results if equation.primitive.multiple_results else [results]
-
-
-def _evaluate(closed: ClosedJaxpr, arguments) -> list:
-    """The results of a jaxpr on the mesh in context, where JAX would use the mesh of the trace."""
-    jaxpr = closed.jaxpr  # functions with a derivative rule, as `jax.nn.relu`, stay on the mesh of the trace
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arguments)))
-
-    def read(atom):
-        return atom.val if isinstance(atom, Literal) else known[atom]
-
-    for equation in jaxpr.eqns:
-        operands, is_call = [read(atom) for atom in equation.invars], equation.primitive.name in ("jit", "pjit")
-        results = _evaluate(equation.params["jaxpr"], operands) if is_call else bind(equation, operands)
-        known |= dict(zip(equation.outvars, results))
-    return [read(atom) for atom in jaxpr.outvars]
+def _inline(equation, values) -> list | None:
+    """The results of a `jit` on the mesh in context, where JAX would use the mesh of the trace."""
+    is_call = equation.primitive.name in ("jit", "pjit")
+    return evaluate(equation.params["jaxpr"], values, _inline) if is_call else None
 
 
 def _traced(fn, coordinates, arrays):

@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend import core
 
 from attnlab.nn import taps
+from attnlab.ops import jaxprs
 from attnlab.see.linen import unwrapped
 from attnlab.see.site import Site, Sites, natural
 
@@ -24,7 +25,6 @@ CARRIES = {"convert_element_type", "mul", "select_n", "transpose", "reshape", "c
 CARRIES |= {"squeeze", "expand_dims", "add", "max", "stop_gradient", "optimization_barrier"}
 CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call"}
 CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr"}
-_exps = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Function:
             return self.call(variables, *unwrapped(args), **kwargs, **dict(self.options))
 
         closed, shape = jax.make_jaxpr(call, return_shape=True)(variables, args, kwargs)
-        outs, _, found = _run(closed.jaxpr, closed.consts, jax.tree.leaves((variables, args, kwargs)))
+        outs, _, found = _run(closed, jax.tree.leaves((variables, args, kwargs)))
         seen = {name: {} for name in (*NAMES, taps.MISMATCH)}
         for number, (lifted, attention) in enumerate(found):
             # z is the product with the pattern by construction, so the check is that the pattern's rows sum to 1.
@@ -78,43 +78,40 @@ class _Tag(NamedTuple):
     """A variable between scores and z: "exp" of the scores, "sum" of "exp" over one axis, or "pattern"."""
 
     kind: str
-    source: int  # number of the exp
+    source: object  # one for each exp
 
 
-def _run(jaxpr, consts, args, tags=()):
-    """(Outputs of an open jaxpr, a tag or None for each, [(leading axes from loops, values of one attention)])."""
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
-    known = {var: tag for var, tag in zip(jaxpr.invars, tags) if tag is not None}
+def _run(closed, args, tags=()):
+    """(Outputs of a jaxpr, a tag or None for each, [(leading axes from loops, values of one attention)])."""
+    known = {var: tag for var, tag in zip(closed.jaxpr.invars, tags) if tag is not None}
     found = []
 
-    def tag_of(var):
-        return None if isinstance(var, core.Literal) else known.get(var)
+    def tags_of(atoms):
+        return [None if isinstance(atom, core.Literal) else known.get(atom) for atom in atoms]
 
-    for eqn in jaxpr.eqns:
-        values = [var.val if isinstance(var, core.Literal) else env[var] for var in eqn.invars]
-        tags_in = [tag_of(var) for var in eqn.invars]
-        inner, name = _inner(eqn), eqn.primitive.name
-        if inner is not None and name == "scan" and _has_exp(inner.jaxpr):
-            outs, more = _scan(eqn.params, inner, values)
+    def visit(eqn, values):
+        tags_in, called, name = tags_of(eqn.invars), jaxprs.inner(eqn), eqn.primitive.name
+        if called is not None and name == "scan" and _has_exp(called.jaxpr):
+            outs, more = _scan(eqn.params, called, values)
             after = [None] * len(outs)
-        elif inner is not None and name in CALLS and (any(tags_in) or _has_exp(inner.jaxpr)):
-            outs, after, more = _run(inner.jaxpr, inner.consts, values, tags_in)
+        elif called is not None and name in CALLS and (any(tags_in) or _has_exp(called.jaxpr)):
+            outs, after, more = _run(called, values, tags_in)
         else:
-            outs = _bind(eqn, values)
+            outs = jaxprs.bind(eqn, values)
             attention = _attention(eqn, values, tags_in, outs[0]) if name == "dot_general" else None
             after, more = [_tag(eqn, tags_in)] * len(outs), [] if attention is None else [(0, attention)]
-        found += more
-        env.update(zip(eqn.outvars, outs))
+        found.extend(more)
         known.update({var: tag for var, tag in zip(eqn.outvars, after) if tag is not None})
-    outs = [var.val if isinstance(var, core.Literal) else env[var] for var in jaxpr.outvars]
-    return outs, [tag_of(var) for var in jaxpr.outvars], found
+        return outs
+
+    return jaxprs.evaluate(closed, args, visit), tags_of(closed.jaxpr.outvars), found
 
 
 def _tag(eqn, tags_in) -> _Tag | None:
     """The tag of an equation's output, from its inputs' tags."""
     name, tags = eqn.primitive.name, [tag for tag in tags_in if tag is not None]
     if name == "exp":
-        return _Tag("exp", next(_exps))
+        return _Tag("exp", object())
     if name == "reduce_sum" and tags and tags[0].kind == "exp" and len(eqn.params["axes"]) == 1:
         return _Tag("sum", tags[0].source)
     if name == "div" and len(tags) == 2 and tags_in[0].kind == "exp" and tags_in[1] == _Tag("sum", tags_in[0].source):
@@ -122,30 +119,19 @@ def _tag(eqn, tags_in) -> _Tag | None:
     return tags[0] if name in CARRIES and tags else None
 
 
-def _inner(eqn):
-    """The closed jaxpr that an equation calls, or None."""
-    inner = next((eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params), None)
-    return core.ClosedJaxpr(inner, ()) if isinstance(inner, core.Jaxpr) else inner
-
-
 def _has_exp(jaxpr) -> bool:
-    inner = (_inner(eqn) for eqn in jaxpr.eqns)
+    called = (jaxprs.inner(eqn) for eqn in jaxpr.eqns)
     named = any(eqn.primitive.name == "exp" for eqn in jaxpr.eqns)
-    return named or any(_has_exp(one.jaxpr) for one in inner if one is not None)
-
-
-def _bind(eqn, values) -> list:
-    outs = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-    return list(outs) if eqn.primitive.multiple_results else [outs]
+    return named or any(_has_exp(one.jaxpr) for one in called if one is not None)
 
 
 def _scan(params, inner, values):
     """Evaluate a loop's body here; its attention gets a leading axis."""
-    consts, carry = _consts_and_carry(params)
+    consts, carry = jaxprs.consts_and_carry(params)
     lifted = []
 
     def body(carried, each):
-        outs, _, found = _run(inner.jaxpr, inner.consts, [*values[:consts], *carried, *each])
+        outs, _, found = _run(inner, [*values[:consts], *carried, *each])
         lifted[:] = [axes + 1 for axes, _ in found]
         return outs[:carry], (outs[carry:], [attention for _, attention in found])
 
@@ -153,14 +139,6 @@ def _scan(params, inner, values):
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
     carried, (stacked, found) = jax.lax.scan(body, start, each, **options)
     return [*carried, *stacked], list(zip(lifted, found))
-
-
-def _consts_and_carry(params) -> tuple[int, int]:
-    """The numbers of a loop's constants and carried values."""
-    if "num_carry" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()  # since JAX 0.12
-    return len(consts), len(carry)
 
 
 def _attention(eqn, values, tags_in, out) -> dict | None:

@@ -40,7 +40,7 @@ def with_mapped(plan: Plan, call: AttentionCall, chosen: AttentionCall) -> tuple
 
 
 def batched_explicitly(run_pass):
-    """`run_pass(plan, call, block_mask, …)` with a `vmap` rule that maps arrays, not loops: EMPTY tiles stay skipped."""
+    """`run_pass(plan, call, block_mask, …)` with a `vmap` rule that maps arrays, not loops: EMPTY tiles stay out."""
 
     def run_batched(plan, *operands):
         @custom_vmap

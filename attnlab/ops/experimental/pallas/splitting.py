@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.extend.core import Literal as Constant
 from jax.interpreters import batching
 
-from attnlab.ops.elementwise import bind
+from attnlab.ops.jaxprs import bind
 from attnlab.ops.tiles import WHOLE, Shard, Side, SideOfCall, Tile, examples, heads
 from attnlab.types import Array
 
