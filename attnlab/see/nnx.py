@@ -108,4 +108,5 @@ def _listen(module, path, port, blocks, calls) -> None:
             out = (stream, *out[1:]) if isinstance(out, tuple) else stream
         return out
 
+    # NNX has no interceptors as Linen has, and a call looks `__call__` up in the class.
     object.__setattr__(module, "__class__", type(kind.__name__, (kind,), {"__call__": __call__}))

@@ -23,6 +23,7 @@ from attnlab.training.phases import OnPhase, no_phase
 from attnlab.training.state import TrainState
 
 MANIFEST = "manifest.json"
+TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of a checkpoint that is not complete
 LOCK = ".lock"  # held by the process that writes; left there, empty
 
 
@@ -83,7 +84,7 @@ class Checkpoints:
         """Remove incomplete checkpoints of killed processes; for the writing process."""
         with self._explained():
             for path in self.directory.iterdir():
-                if ".orbax-checkpoint-tmp" in path.name or (path.name.isdecimal() and not self._committed(path)):
+                if TEMPORARY in path.name or (path.name.isdecimal() and not self._committed(path)):
                     path.rmtree()
 
     @contextlib.contextmanager
@@ -108,7 +109,7 @@ class Checkpoints:
         """Start to write `state` with JSON `metadata`; the arrays may be reused once this returns."""
         step = int(state.step)
         average = {} if state.average is None else {"average": ocp.args.StandardSave(state.average)}
-        items = _Items(
+        items = ocp.args.Composite(
             params=ocp.args.StandardSave(state.params),
             opt_state=ocp.args.StandardSave(state.opt_state),
             facts=ocp.args.JsonSave(metadata),
@@ -117,11 +118,24 @@ class Checkpoints:
         if step == self._started:
             return
         self.wait()
-        with self._writing():
-            writer = self._writer
-            self._handler.permanent = permanent  # the previous save has ended
-            writer.save(self.directory / str(step), args=items)
+        with self._writing(), self._on_phase("write"):
+            self._commit = functools.partial(self._add_manifest, step, permanent)  # the previous save has ended
+            self._writer.save(self.directory / str(step), args=items)
         self._started = step
+
+    def _add_manifest(self, step: int, permanent: bool) -> None:
+        """Add the manifest when all other files are written, before the folder is renamed."""
+        with self._on_phase("commit"):
+            final, temporary = str(step), f"{step}{TEMPORARY}"  # the final name in object storage, which cannot rename
+            names = (path.name for path in self.directory.iterdir())
+            folder = self.directory / next(name for name in names if name == final or name.startswith(temporary))
+            # Orbax writes the time to its own _CHECKPOINT_METADATA later; that file holds no state.
+            files = (path for path in _files(folder) if path.name != "_CHECKPOINT_METADATA")
+            digests = {str(path.relative_to(folder)): _file_sha256(path) for path in files}
+            manifest = {"step": step, "sha256": digests} | ({"permanent": True} if permanent else {})
+            (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        with self._on_phase("rename"):
+            pass  # what Orbax does next
 
     def wait(self) -> None:
         """Wait until the last save is on disk, then delete old checkpoints."""
@@ -129,7 +143,7 @@ class Checkpoints:
             return
         with self._writing():
             self._writer.wait_until_finished()
-        if jax.process_index() == 0:
+        if jax.process_index() == 0:  # by hand: Orbax' policies belong to a manager, which cannot add the manifest
             steps = self.steps()
             best = self.best(steps)
             for step in steps[: -self._keep]:
@@ -271,10 +285,9 @@ class Checkpoints:
             # If creating a folder in the background fails, Orbax's threads wait for it for twenty minutes, and they are
             # no daemons: the process could not end.
             options = ocp.AsyncOptions(create_directories_asynchronously=False)
-            self._handler = WithManifest(composite_options=ocp.CompositeOptions(async_options=options))
-            self._handler.on_phase = self._on_phase
-            options.post_finalization_callback = self._handler.renamed
-            self._open_writer = ocp.AsyncCheckpointer(self._handler, async_options=options)
+            options.post_finalization_callback = lambda: self._commit()
+            handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(async_options=options))
+            self._open_writer = ocp.AsyncCheckpointer(handler, async_options=options)
         return self._open_writer
 
     def _restore(self, step, **items):
@@ -303,40 +316,6 @@ class Checkpoints:
                 f"a checkpoint cannot be written to {self.directory} ({_why(error)}); {newest}: make room there, and "
                 "repeat the command"
             ) from error
-
-
-class WithManifest(ocp.CompositeCheckpointHandler):
-    """Adds the manifest after all other files are written, before the folder is renamed."""
-
-    permanent = False
-    on_phase = staticmethod(no_phase)
-    _renaming = contextlib.nullcontext()
-
-    async def async_save(self, *args, **kwargs):
-        with self.on_phase("write"):
-            return await super().async_save(*args, **kwargs)
-
-    def finalize(self, directory):
-        with self.on_phase("commit"):
-            super().finalize(directory)
-            # Orbax writes the time to its own _CHECKPOINT_METADATA later; that file holds no state.
-            files = (path for path in _files(directory) if path.name != "_CHECKPOINT_METADATA")
-            digests = {str(path.relative_to(directory)): _file_sha256(path) for path in files}
-            step = int(directory.name.partition(".")[0])  # it has a suffix until it is complete
-            manifest = {"step": step, "sha256": digests} | ({"permanent": True} if self.permanent else {})
-            (directory / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        self._renaming = self.on_phase("rename")
-        self._renaming.__enter__()
-
-    def renamed(self):
-        """End the phase of renaming."""
-        renaming, self._renaming = self._renaming, contextlib.nullcontext()  # not begun where another process renames
-        renaming.__exit__(None, None, None)
-
-
-@ocp.args.register_with_handler(WithManifest, for_save=True, for_restore=True)
-class _Items(ocp.args.Composite):
-    """The class of arguments that Orbax looks up for the handler."""
 
 
 def _paths(tree) -> set[str]:

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable
 
-# Those after "save" happen in the thread that writes checkpoints, while the loop goes on.
+# Those after "save" happen while the loop goes on; "rename" is the moment before a checkpoint gets its final name.
 PHASES = ("compile", "step", "evaluation", "sampling", "save", "write", "commit", "rename", "pruning")
 
 OnPhase = Callable[[str], contextlib.AbstractContextManager]

@@ -16,7 +16,7 @@ import pytest
 from attnlab.nn import stack_layers, unstack_layers
 from attnlab.support.errors import UserError
 from attnlab.training import parallel
-from attnlab.training.checkpoints import Checkpoints, WithManifest, history_steps, sha256
+from attnlab.training.checkpoints import Checkpoints, history_steps, sha256
 from attnlab.training.state import TrainState
 
 
@@ -256,7 +256,7 @@ def test_save_on_a_full_disk_keeps_older_checkpoints(saved, monkeypatch):
     def full(*_args, **_kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(WithManifest, "finalize", full)
+    monkeypatch.setattr(Checkpoints, "_add_manifest", full)
     saved.save(state_at(9))
     with pytest.raises(UserError, match=r"No space left on device\); .* 7"):
         saved.wait()
