@@ -168,15 +168,10 @@ def read_visit(word: Int[Array, ""]) -> Visit:
     )
 
 
-class VisitOrder(NamedTuple):
-    columns: Int[Array, "n m"]  # FULL tiles first, then PARTIAL, then EMPTY, which are not visited
-    num_full: Int[Array, " n"]  # how many are FULL
-    num_visible: Int[Array, " n"]  # how many are FULL or PARTIAL
-
-
-def visit_order(block_mask: Int[Array, "n m"]) -> VisitOrder:
+def visit_order(block_mask: Int[Array, "n m"]) -> tuple[Int[Array, "n m"], Int[Array, " n"], Int[Array, " n"]]:
+    """For each row: columns, FULL tiles first, then PARTIAL, then EMPTY; how many are FULL; how many are not EMPTY."""
     columns = jnp.argsort(-block_mask, axis=1, stable=True)
-    return VisitOrder(columns, (block_mask == FULL).sum(axis=1), (block_mask > EMPTY).sum(axis=1))
+    return columns, (block_mask == FULL).sum(axis=1), (block_mask > EMPTY).sum(axis=1)
 
 
 def _clipped(block_sizes, lengths, costs):

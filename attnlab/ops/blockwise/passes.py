@@ -16,7 +16,7 @@ from attnlab.ops.call import AttentionCall, Result
 from attnlab.ops.logsumexp import finite_shift, normalizer
 from attnlab.ops.meshes import varying_like
 from attnlab.ops.nodes import combine, partition
-from attnlab.ops.schedule import FULL, PARTIAL, VisitOrder, visit_order
+from attnlab.ops.schedule import FULL, PARTIAL, visit_order
 from attnlab.types import Array
 
 
@@ -54,7 +54,7 @@ def _gradients(plan: Plan, residuals: tuple, cotangents: tuple) -> AttentionCall
     return backward(plan, *residuals, d_out, d_lse)
 
 
-def _visit(plan: Plan, order: VisitOrder, row, tile: Callable, state):
+def _visit(plan: Plan, order: tuple, row, tile: Callable, state):
     """`state` after tile(kind, column, state) for each tile of the row that is not EMPTY."""
     columns, num_full, num_visible = (x[row] for x in order)
     for kind, start, stop in ((FULL, 0, num_full), (PARTIAL, num_full, num_visible)):
@@ -102,7 +102,7 @@ def forward(plan: Plan, call: AttentionCall, block_mask: Array) -> Result:
     return layout.joined_transposed(out, length), log_sums
 
 
-def _forward_query_block(plan: Plan, call: AttentionCall, q: Array, keys: list[Array], order: VisitOrder, i) -> tuple:
+def _forward_query_block(plan: Plan, call: AttentionCall, q: Array, keys: list[Array], order: tuple, i) -> tuple:
     q_i = layout.block_at(q, i)
     (*leading, q_size), dtype = q_i.shape[:-1], _accumulator_type(q_i)
     state = _Softmax(
@@ -193,7 +193,7 @@ def backward(
 
 
 def _backward_key_block(
-    plan: Plan, call: AttentionCall, rows: list[Array], keys: list[Array], order: VisitOrder, j, totals: tuple
+    plan: Plan, call: AttentionCall, rows: list[Array], keys: list[Array], order: tuple, j, totals: tuple
 ) -> tuple:
     dk, dv, dq, d_learned = totals
     num_heads, kv_heads = call.num_heads, call.k.shape[-2]
