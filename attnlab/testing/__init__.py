@@ -1,0 +1,28 @@
+"""The specification of attention as a test of any implementation.
+
+    report = check_attention(my_attention)
+
+compares a function with the formula in NumPy float64, feature by feature, and says of each whether it is right, wrong
+(with the smallest failing call as code), silently ignored, refused, or silently slow.
+"""
+
+from attnlab.ops.call import AttentionCall
+from attnlab.testing.cases import FEATURES, SHAPES, Case, Feature, Shape, draw
+from attnlab.testing.check import Report, Row, Unsupported, as_attnlab, check_attention
+from attnlab.testing.reference import Answer
+
+__all__ = [
+    "FEATURES",
+    "SHAPES",
+    "Answer",
+    "AttentionCall",
+    "Case",
+    "Feature",
+    "Report",
+    "Row",
+    "Shape",
+    "Unsupported",
+    "as_attnlab",
+    "check_attention",
+    "draw",
+]

@@ -1,0 +1,291 @@
+"""Calls of attention that use one feature each, drawn from a seed, and what a wrong implementation might take them for."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from attnlab import masks, score_mods
+from attnlab.ops.call import AttentionCall
+from attnlab.testing import reference
+
+
+class Shape(NamedTuple):
+    """The sizes of a call. More than one example and head, so that swapped axes are found."""
+
+    batch: int = 2
+    q_length: int = 13
+    kv_length: int = 13
+    heads: int = 3
+    kv_heads: int = 3
+    features: int = 4
+
+
+# Lengths that no tile divides; of the second, few heads and many keys.
+SHAPES = (Shape(), Shape(3, 37, 37, 2, 2, 8))
+RATE = 0.25  # of dropout
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature of attention.
+
+    Attributes:
+      name: e.g. "causal".
+      fields: returns the arguments of a call that use it, from a random generator and a shape.
+      shape: the shape that it needs, from a usual one.
+      instead: calls that an implementation without it, or with a common fault, would compute, by what they are.
+      transform: "jit", or how else the function is run: "eager", "vmap" or "remat".
+      dtype: of all floating arrays.
+    """
+
+    name: str
+    fields: Callable[[np.random.Generator, Shape], dict] = lambda rng, shape: {}
+    shape: Callable[[Shape], Shape] = lambda shape: shape
+    instead: Callable[[AttentionCall], dict[str, AttentionCall]] = lambda call: {}
+    transform: str = "jit"
+    dtype: type = np.float32
+
+
+class Case(NamedTuple):
+    """A call, and the weights of its outputs in the sum that gradients are of."""
+
+    feature: Feature
+    seed: int
+    shape: Shape
+    call: AttentionCall  # of NumPy arrays
+    d_out: np.ndarray
+    d_lse: np.ndarray
+
+
+def draw(feature: Feature, seed: int, shape: Shape = SHAPES[0]) -> Case:
+    """The case of a seed. Numbers are multiples of 1/8, which are exact in bfloat16 and short as code."""
+    shape, rng = feature.shape(shape), np.random.default_rng(seed)
+    batch, q_length, kv_length, heads, kv_heads, features = shape
+
+    def normal(*sizes):
+        return eighths(rng, *sizes).astype(feature.dtype)
+
+    call = AttentionCall(
+        q=normal(batch, q_length, heads, features),
+        k=normal(batch, kv_length, kv_heads, features),
+        v=normal(batch, kv_length, kv_heads, features),
+    ).replace(**feature.fields(np.random.default_rng([seed, 1]), shape))  # the same sizes of windows at all shapes
+    # Where rows are fully masked libraries differ, so no gradient comes from there.
+    rows = np.moveaxis(reference.visible(call).any(axis=-1), -1, -2)
+    d_out = np.where(rows[..., None], normal(batch, q_length, heads, call.v.shape[-1]), feature.dtype(0))
+    d_lse = eighths(rng, batch, q_length, heads) * np.float32(feature.name.startswith("lse"))
+    return Case(feature, seed, shape, call, d_out, d_lse)
+
+
+def eighths(rng, *sizes) -> np.ndarray:
+    """Normal numbers, rounded to multiples of 1/8, float32."""
+    return (np.round(rng.normal(size=sizes) * 8) / 8).astype(np.float32)
+
+
+# What the features are
+
+
+def _window(right: int):
+    def fields(rng, shape):
+        left = int(rng.integers(0, 3) * 2)  # 0, 2 or 4: few programs
+        return {"mask": masks.SlidingWindow(min(left, shape.kv_length), right)}
+
+    return fields
+
+
+def _other_windows(call: AttentionCall) -> dict[str, AttentionCall]:
+    left, right = call.mask.left, call.mask.right
+    found = {"a window of one key more": call.replace(mask=masks.SlidingWindow(left + 1, right))}
+    if left:
+        found["a window of one key less"] = call.replace(mask=masks.SlidingWindow(left - 1, right))
+    if right:
+        found["a causal window"] = call.replace(mask=masks.SlidingWindow(left, 0))
+    return {"no window": call.replace(mask=None), "causal attention": call.replace(mask=masks.Causal())} | found
+
+
+def _padding(rng, shape):
+    return {"mask": masks.Padding(rng.integers(1, shape.kv_length + 1, shape.batch).astype(np.int32))}
+
+
+def _segments(rng, shape):
+    ids = np.sort(rng.integers(0, 3, (shape.batch, shape.q_length)), axis=-1).astype(np.int32)
+    return {"mask": masks.Segments(ids)}
+
+
+def _prefix(rng, shape):
+    return {"mask": masks.PrefixLM(rng.integers(0, shape.kv_length, shape.batch).astype(np.int32))}
+
+
+def _blocks(rng, shape):
+    sides = (-(-shape.q_length // 4), -(-shape.kv_length // 4))
+    blocks = rng.random((shape.batch, shape.heads, *sides)) < 0.5
+    blocks[..., 0] = True  # no fully masked rows, which are a feature of their own
+    return {"mask": masks.BlockSparse(blocks, 4)}
+
+
+def _arbitrary(rng, shape):
+    mask = rng.random((shape.batch, shape.heads, shape.q_length, shape.kv_length)) < 0.5
+    mask[..., 0] = True
+    return {"mask": masks.Dense(mask)}
+
+
+def _masked_rows(rng, shape):
+    mask = _arbitrary(rng, shape)["mask"].array
+    mask[:, :, rng.integers(0, shape.q_length)] = False
+    return {"mask": masks.Dense(mask)}
+
+
+def _bias(rng, shape):
+    return {"bias": eighths(rng, shape.batch, shape.heads, shape.q_length, shape.kv_length)}
+
+
+def _shared_bias(rng, shape):
+    return {"bias": eighths(rng, shape.q_length, shape.kv_length)}
+
+
+def _shifted(rng, shape):
+    bias = np.zeros((shape.batch, shape.heads, shape.q_length, 1), np.float32)
+    bias[:, :, ::2] = -1e9
+    return {"bias": np.broadcast_to(bias, (*bias.shape[:-1], shape.kv_length)).copy()}
+
+
+def _alibi(rng, shape):
+    return {"score_mods": (score_mods.ALiBi((2.0 ** -np.arange(1, shape.heads + 1)).astype(np.float32)),)}
+
+
+def _cap(rng, shape):
+    return {"score_mods": (score_mods.SoftCap(1.5),)}
+
+
+def _capped_and_masked(rng, shape):
+    return _cap(rng, shape) | {"mask": masks.Causal()}
+
+
+def _sinks(rng, shape):
+    return {"sinks": eighths(rng, shape.heads) + 1}
+
+
+def _late_queries(rng, shape):
+    start = shape.kv_length - shape.q_length
+    positions = {"q_positions": np.arange(start, shape.kv_length), "kv_positions": np.arange(shape.kv_length)}
+    return {"mask": masks.Causal()} | {name: x.astype(np.int32) for name, x in positions.items()}
+
+
+def _positions(rng, shape):
+    """Documents that are packed: each counts from 0, and a query sees all keys of an earlier position."""
+    at = np.arange(shape.q_length, dtype=np.int32)
+    at = np.stack([np.where(at < n, at, at - n) for n in rng.integers(1, shape.q_length + 1, shape.batch)])
+    return {"mask": masks.Causal(), "q_positions": at, "kv_positions": at}
+
+
+def _poisoned(call: AttentionCall) -> AttentionCall:
+    """NaN in the keys that no query may attend to."""
+    hidden = ~reference.visible(call).any(axis=(-3, -2))[..., None, None]
+    return call.replace(**{name: np.where(hidden, np.float32(np.nan), getattr(call, name)) for name in "kv"})
+
+
+def _nan(rng, shape):
+    fields = _padding(rng, shape)
+    call = AttentionCall(
+        q=np.zeros((shape.batch, shape.q_length, shape.heads, shape.features), np.float32),
+        k=eighths(rng, shape.batch, shape.kv_length, shape.kv_heads, shape.features),
+        v=eighths(rng, shape.batch, shape.kv_length, shape.kv_heads, shape.features),
+        **fields,
+    )
+    call = _poisoned(call)
+    return fields | {"k": call.k, "v": call.v}
+
+
+def _large(rng, shape):
+    return {"q": 64 * eighths(rng, shape.batch, shape.q_length, shape.heads, shape.features)}
+
+
+def _dropout(rng, shape):
+    """Weights that are all equal, and values that show each weight."""
+    zeros = np.zeros((shape.batch, shape.q_length, shape.heads, shape.features), np.float32)
+    one_hot = np.broadcast_to(
+        np.eye(shape.kv_length, dtype=np.float32)[:, None], (shape.batch, shape.kv_length, shape.kv_heads, shape.kv_length)
+    )
+    key = np.array([rng.integers(2**31), rng.integers(2**31)], np.uint32)  # a raw key of two words
+    return {"q": zeros, "v": one_hot.copy(), "dropout_rate": RATE, "dropout_keys": key}
+
+
+def _without(**fields) -> Callable[[AttentionCall], dict[str, AttentionCall]]:
+    return lambda call: {"a call without it": call.replace(**fields)}
+
+
+def _wrong_segments(call: AttentionCall) -> dict[str, AttentionCall]:
+    return _without(mask=None)(call) | {"causal attention": call.replace(mask=masks.Causal())}
+
+
+def _top_left(call: AttentionCall) -> dict[str, AttentionCall]:
+    q_length, kv_length = call.lengths
+    return _without(mask=None)(call) | {
+        "queries counted from 0": call.replace(q_positions=np.arange(q_length), kv_positions=np.arange(kv_length))
+    }
+
+
+def _cross(shape: Shape) -> Shape:
+    return shape._replace(q_length=max(1, shape.kv_length // 2))
+
+
+def _grouped(shape: Shape) -> Shape:
+    return shape._replace(heads=2 * shape.kv_heads)
+
+
+_NO_MASK, _NO_MODS = _without(mask=None), _without(score_mods=())
+FEATURES = {
+    feature.name: feature
+    for feature in (
+        Feature("plain"),
+        Feature("scale", lambda rng, shape: {"scale": 0.25 + shape.features / 64}, instead=_without(scale=None)),
+        Feature("causal", lambda rng, shape: {"mask": masks.Causal()}, instead=_NO_MASK),
+        Feature("window", _window(0), instead=_other_windows),
+        Feature("two-sided window", _window(1), instead=_other_windows),
+        Feature("padding", _padding, instead=_NO_MASK),
+        Feature("segments", _segments, instead=_wrong_segments),
+        Feature("prefix", _prefix, instead=_NO_MASK),
+        Feature("blocks", _blocks, instead=_NO_MASK),
+        Feature("mask", _arbitrary, instead=_NO_MASK),
+        Feature("masked rows", _masked_rows, instead=_NO_MASK),
+        Feature("bias", _bias, instead=_without(bias=None)),
+        Feature("shared bias", _shared_bias, instead=_without(bias=None)),
+        Feature("ALiBi", _alibi, instead=_NO_MODS),
+        Feature("soft cap", _cap, instead=_NO_MODS),
+        Feature("soft cap, causal", _capped_and_masked, instead=_NO_MODS),
+        Feature("sinks", _sinks, instead=_without(sinks=None)),
+        Feature("grouped heads", shape=_grouped),
+        Feature("grouped heads, causal", lambda rng, shape: {"mask": masks.Causal()}, _grouped, _NO_MASK),
+        Feature("cross lengths", shape=_cross),
+        Feature("late queries", _late_queries, _cross, _top_left),
+        Feature("positions", _positions, instead=lambda call: {
+            "positions counted from 0": call.replace(q_positions=None, kv_positions=None)} | _NO_MASK(call)),
+        Feature("dropout", _dropout, lambda shape: shape._replace(q_length=64, kv_length=64), _without(dropout_rate=0.0)),
+        Feature("NaN behind the mask", _nan, instead=_NO_MASK),
+        Feature("large scores", _large),
+        Feature("lse"),
+        Feature("lse, causal", lambda rng, shape: {"mask": masks.Causal()}, instead=_NO_MASK),
+        Feature("shifted rows", _shifted, instead=_without(bias=None)),
+        Feature("bfloat16", dtype=ml_dtypes.bfloat16),
+        Feature("bfloat16, causal", lambda rng, shape: {"mask": masks.Causal()}, instead=_NO_MASK, dtype=ml_dtypes.bfloat16),
+        Feature("without jit", transform="eager"),
+        Feature("vmap", transform="vmap"),
+        Feature("remat", transform="remat"),
+    )
+}  # fmt: skip
+
+
+def features_named(names: str | Iterable[str]) -> list[Feature]:
+    """The features of some names, "all" for all.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    names = list(FEATURES) if names == "all" else [names] if isinstance(names, str) else list(names)
+    for name in names:
+        if name not in FEATURES:
+            raise ValueError(f"feature {name!r} is unknown: use one of {', '.join(FEATURES)}")
+    return [FEATURES[name] for name in names]

@@ -1,0 +1,409 @@
+"""A function of attention, held to the specification feature by feature."""
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnlab.ops.call import AttentionCall
+from attnlab.testing import cases as drawn
+from attnlab.testing import reference
+from attnlab.testing.cases import Case, Feature, Shape
+from attnlab.testing.code import code_of
+
+Outcome = Literal["right", "wrong", "ignored", "refused", "slow"]
+FLOATING = ("q", "k", "v", "bias", "sinks")  # the arguments that have gradients
+_REFUSALS = (TypeError, ValueError, NotImplementedError, AssertionError)
+_NEEDS_VALUES = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
+# From the smallest: a fault may need several keys, examples or heads.
+SMALL = tuple(
+    Shape(batch, length, length, heads, heads, 1 + (heads > 1))
+    for batch, heads in ((1, 1), (1, 2), (2, 2))
+    for length in (2, 3, 5, 8)
+)
+
+
+class Unsupported(Exception):  # noqa: N818  the word of an adapter for what its function does not offer
+    """Raised by an adapter for a call that its function cannot compute.
+
+    >>> raise Unsupported("it has no sinks")
+    Traceback (most recent call last):
+      ...
+    attnlab.testing.check.Unsupported: it has no sinks
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What was found for one feature.
+
+    Attributes:
+      feature: its name.
+      outcome: "right"; "wrong"; "ignored", where the output is that of the call without the feature; "refused"; "slow",
+        where memory grows with Tq·Tk though it does not without the feature.
+      why: one line; "" where it is right.
+      worst: the largest error in units of its bound.
+      cases: how many calls were computed.
+      gradients: whether gradients were compared.
+      code: Python that shows the smallest call that was found to fail, or "".
+    """
+
+    feature: str
+    outcome: Outcome
+    why: str = ""
+    worst: float = 0.0
+    cases: int = 0
+    gradients: bool = False
+    code: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `check_attention` found, feature by feature; as a string, a table.
+
+    Attributes:
+      rows: one a feature.
+      meanings: choices in which libraries rightly differ, and what the function does.
+    """
+
+    rows: tuple[Row, ...]
+    meanings: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong, and nothing silently ignored."""
+        return not any(row.outcome in ("wrong", "ignored") for row in self.rows)
+
+    def __getitem__(self, feature: str) -> Row:
+        return next(row for row in self.rows if row.feature == feature)
+
+    def __str__(self):
+        width = max(len(row.feature) for row in self.rows)
+        lines = [
+            f"{row.feature:{width}}  {row.outcome:8}{row.worst:8.2f}  {row.cases:3} calls"
+            + ("" if row.gradients or not row.cases else ", no gradients")
+            + (f"  {row.why}" if row.why else "")
+            for row in self.rows
+        ]
+        return "\n".join([*lines, *(f"{choice}: {made}" for choice, made in self.meanings.items())])
+
+
+def as_attnlab(call: AttentionCall) -> dict:
+    """The keyword arguments of a function that is called as `attnlab.attention` is: those that the call has.
+
+    >>> call = AttentionCall(*3 * [np.ones((1, 2, 1, 4), np.float32)], mask=masks.Causal())
+    >>> list(as_attnlab(call))
+    ['q', 'k', 'v', 'mask']
+    """
+    names = ("q", "k", "v", "mask", "bias", "scale", "sinks", "q_positions", "kv_positions")
+    kwargs = {name: getattr(call, name) for name in names if getattr(call, name) is not None}
+    if call.score_mods:
+        kwargs["score_mod"] = call.score_mods if len(call.score_mods) > 1 else call.score_mods[0]
+    if call.dropout_rate:
+        kwargs |= {"dropout_rate": call.dropout_rate, "dropout_key": jax.random.wrap_key_data(call.dropout_keys)}
+    return kwargs
+
+
+def check_attention(
+    function: Callable,
+    adapter: Callable[[AttentionCall], dict] | None = None,
+    features: str | Iterable[str] = "all",
+    gradients: bool = True,
+    cases: int = 200,
+    shapes: Sequence[Shape] = drawn.SHAPES,
+    on_row: Callable[[Row], None] = lambda row: None,
+) -> Report:
+    """Compare a function of attention with the specification, feature by feature, over random calls.
+
+    Each output and gradient is compared row by row: its error may be four times the error of a naive computation in
+    the same type, plus a floor of some roundings (`attnlab.testing.bounds`). Failing calls are made smaller.
+
+    Args:
+      function: returns the output `[B, Tq, H, Dv]`, or (output, lse `[B, Tq, H]`).
+      adapter: returns the function's keyword arguments for a call, or raises `Unsupported`; None for a function that is
+        called as `attnlab.attention` is.
+      features: names in `attnlab.testing.FEATURES`, or "all".
+      gradients: whether gradients are compared.
+      cases: number of calls over all features, at least one for each feature and shape.
+      shapes: sizes of the calls.
+      on_row: called with each feature's row when it is known.
+
+    Returns:
+      a `Report`: for each feature right, wrong with the smallest failing call, ignored, refused or slow.
+
+    Raises:
+      ValueError: an unknown feature, or fewer than one case.
+
+    >>> report = check_attention(attention, features=["causal", "sinks"], cases=4, gradients=False)
+    >>> report["causal"].outcome, report["sinks"].outcome
+    ('right', 'right')
+    """
+    if cases < 1:
+        raise ValueError(f"cases = {cases}: expected 1 or more")
+    chosen = drawn.features_named(features)
+    subject = _Subject(function, adapter or as_attnlab)
+    each = max(1, round(cases / len(chosen) / len(shapes)))
+    rows = []
+    for feature in chosen:
+        row = _row(subject, feature, gradients, [(seed, shape) for shape in shapes for seed in range(each)])
+        rows.append(row)
+        on_row(row)
+    return Report(tuple(rows), dict(subject.meanings))
+
+
+class _Subject:
+    """The function that is checked, and the choices that it was seen to make."""
+
+    def __init__(self, function: Callable, adapter: Callable):
+        self.function, self.adapter = function, adapter
+        self.meanings: dict[str, str] = {}
+        self.is_quadratic: dict[str, bool] = {}  # by feature
+        self.takes_return_lse = "return_lse" in _parameters(function)
+        self._compiled = {}
+
+    def outputs(self, call: AttentionCall):
+        """(out, lse or None)."""
+        kwargs = self.adapter(call)
+        if self.takes_return_lse and self.adapter is as_attnlab:
+            kwargs["return_lse"] = True
+        found = self.function(**kwargs)
+        return found if isinstance(found, tuple) else (found, None)
+
+    def run(self, case: Case, gradients: bool) -> reference.Answer:
+        """The function's results and gradients; the call's arrays are traced, where the function allows it."""
+        transform = case.feature.transform
+        floating = {name: getattr(case.call, name) for name in FLOATING if getattr(case.call, name) is not None}
+        if (transform, gradients) not in self._compiled:
+            run = functools.partial(_results, self.outputs, transform, gradients)
+            self._compiled[transform, gradients] = run if transform == "eager" else jax.jit(run)
+        try:
+            found = self._compiled[transform, gradients](case.call, floating, case.d_out, case.d_lse)
+        except _NEEDS_VALUES:
+            run = functools.partial(_results, self.outputs, transform, gradients, case.call)
+            found = jax.jit(run)(floating, case.d_out, case.d_lse)
+        out, lse, derivatives = jax.tree.map(lambda x: np.asarray(x).astype(np.float64), found)
+        return reference.Answer(out, lse, derivatives)
+
+
+def _parameters(function) -> Sequence[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # a function of C, which has none
+        return []
+
+
+def _results(outputs, transform, gradients, call, floating, d_out, d_lse):
+    """(out, lse or None, gradients by name)."""
+
+    def of_arrays(arrays):
+        whole = call.replace(**arrays)
+        if transform != "vmap":
+            return outputs(whole)
+        return jax.tree.map(lambda x: x[:, 0], jax.vmap(outputs)(jax.tree.map(lambda x: x[:, None], whole)))
+
+    of_arrays = jax.checkpoint(of_arrays) if transform == "remat" else of_arrays
+    if not gradients or call.dropout_rate:
+        return *of_arrays(floating), {}
+    (out, lse), pull_back = jax.vjp(of_arrays, floating)
+    cotangents = (d_out.astype(out.dtype), None if lse is None else d_lse.astype(lse.dtype))
+    return out, lse, pull_back(cotangents)[0]
+
+
+# One feature
+
+
+def _row(subject: _Subject, feature: Feature, gradients: bool, where: Sequence[tuple[int, Shape]]) -> Row:
+    worst, compared, compares = 0.0, 0, gradients
+    for seed, shape in where:
+        case = drawn.draw(feature, seed, shape)
+        finding, compares = _judged(subject, case, compares)
+        if finding.outcome == "refused":
+            return Row(feature.name, "refused", finding.why, worst, compared)
+        worst, compared = max(worst, finding.worst), compared + 1
+        if finding.outcome != "right":
+            case, finding = _shrunk(subject, case, finding, compares)
+            code = code_of(case, finding.why)
+            return Row(feature.name, finding.outcome, finding.why, finding.worst, compared, compares, code)
+    compares = compares and not feature.name == "dropout"
+    if _is_slow(subject, feature):
+        return Row(feature.name, "slow", "its memory grows with Tq·Tk", worst, compared, compares)
+    return Row(feature.name, "right", "", worst, compared, compares)
+
+
+class _Finding(NamedTuple):
+    outcome: Outcome
+    why: str = ""
+    worst: float = 0.0
+
+
+def _judged(subject: _Subject, case: Case, gradients: bool) -> tuple[_Finding, bool]:
+    """What a case shows, and whether gradients were compared; where there are none, the rest is."""
+    try:
+        found = subject.run(case, gradients)
+    except Unsupported as error:
+        return _Finding("refused", str(error)), False
+    except Exception as error:  # noqa: BLE001  whatever a stranger's function raises
+        if gradients:
+            finding, _ = _judged(subject, case, gradients=False)
+            if finding.outcome != "refused":
+                return finding, False
+        outcome = "refused" if isinstance(error, _REFUSALS) else "wrong"
+        said = (str(error).strip().splitlines() or [""])[0][:160]
+        return _Finding(outcome, f"{type(error).__name__}: {said}", math.inf if outcome == "wrong" else 0.0), False
+    if case.feature.name == "dropout":
+        return _judged_dropout(case, found), False
+    if case.feature.name.startswith("lse") and found.lse is None:
+        return _Finding("refused", "it returns no lse"), False
+    return _compared(subject, case, found), gradients
+
+
+def _compared(subject: _Subject, case: Case, found: reference.Answer) -> _Finding:
+    exact, naive = answers(case)
+    rows = np.moveaxis(reference.visible(case.call).any(axis=-1), -1, -2)
+    if found.out.shape != exact.out.shape:
+        return _Finding("wrong", f"out has shape {found.out.shape}, expected {exact.out.shape}", math.inf)
+    if not rows.all():
+        subject.meanings["a fully masked row returns"] = _of_masked_rows(case, found.out[~rows])
+    errors = {"out": _worst(case, "out", found.out[rows], exact.out[rows], naive.out[rows])}
+    if found.lse is not None:
+        errors["lse"] = _worst(case, "lse", found.lse[rows], exact.lse[rows], naive.lse[rows])
+    for name, x in found.gradients.items():
+        errors[f"the gradient of {name}"] = _worst(case, name, x, exact.gradients[name], naive.gradients[name])
+    name = max(errors, key=errors.get)
+    if errors[name] <= 1:
+        return _Finding("right", worst=errors[name])
+    for number, (words, call) in enumerate(case.feature.instead(case.call).items()):
+        other, _ = answers(case._replace(call=call))
+        if _worst(case, "out", found.out, other.out, other.out) <= 1:
+            return _Finding("wrong" if number else "ignored", f"it computes {words}", errors[name])
+    size = f"{errors[name]:.1f} times its bound" if math.isfinite(errors[name]) else "not finite"
+    return _Finding("wrong", f"{name} is {size}" if not math.isfinite(errors[name]) else f"the error of {name} is {size}", errors[name])
+
+
+def answers(case: Case) -> tuple[reference.Answer, reference.Answer]:
+    """The exact answer of a case, and the naive computation in its type."""
+    is_half = case.feature.dtype != np.float32
+    # In float32, −1e9 plus a score is −1e9: the scores of such a row are all equal.
+    scores = np.float32 if case.feature.name == "shifted rows" else None
+    exact = reference.attention(case.call, case.d_out, case.d_lse, scores=scores)
+    products = case.feature.dtype if is_half else None
+    return exact, reference.attention(case.call, case.d_out, case.d_lse, np.float32, products)
+
+
+def _worst(case: Case, name: str, found, exact, naive) -> float:
+    """The largest error of a row in units of its bound; infinite where a number is not finite."""
+    if not found.size:
+        return 0.0
+    if not np.isfinite(found).all() or found.shape != exact.shape:
+        return math.inf
+    return float((abs(found - exact) / bounds(case, name, exact, naive)).max())
+
+
+def bounds(case: Case, name: str, exact: np.ndarray, naive: np.ndarray) -> np.ndarray:
+    """The largest error that is right, for each row of a result: four times that of the naive computation, plus a floor.
+
+    Sums of n products round √n times in the mean, n times at worst, so that two orders of summation differ by a few
+    roundings of the largest value. A score of size |s| has an error of ε|s|, by which weights, and so results, change
+    relatively; a gradient has a weight as a factor twice. With ε of the type that products are rounded to:
+
+        floor = (8 + √Tk) ε · (the largest value) + 4 ε₃₂ · max|s| · (the largest value)
+
+    Args:
+      case: the case, for its type, its lengths and the size of its scores.
+      name: "out", "lse", or the argument of a gradient.
+      exact, naive: results `[…, features]`; a number a row for lse and the gradient of sinks.
+
+    Returns:
+      bounds that broadcast to `exact`.
+    """
+    epsilon = float(np.finfo(np.float32).eps)
+    precision = epsilon if case.feature.dtype == np.float32 or name == "lse" else float(jnp.finfo(case.feature.dtype).eps)
+    errors = abs(np.asarray(naive, np.float64) - exact)
+    errors = errors.max(axis=-1, keepdims=True) if name not in ("lse", "sinks") else errors
+    largest = max(float(abs(exact).max()), 1.0 if name == "lse" else 0.0, 2.0**-20)
+    size = 0.0 if case.feature.name == "shifted rows" else _score_size(case)
+    return 4 * errors + ((8 + math.sqrt(case.shape.kv_length)) * precision + 4 * epsilon * size) * largest
+
+
+def _score_size(case: Case) -> float:
+    q, k = (np.linalg.norm(np.nan_to_num(np.asarray(x, np.float64)), axis=-1).max() for x in (case.call.q, case.call.k))
+    return float(q * k * (case.shape.features**-0.5 if case.call.scale is None else abs(case.call.scale)))
+
+
+def _of_masked_rows(case: Case, found: np.ndarray) -> str:
+    if np.isnan(found).any():
+        return "NaN"
+    if not found.any():
+        return "0"
+    means = np.asarray(case.call.v, np.float64).mean(axis=1, keepdims=True)
+    means = np.repeat(means, case.shape.heads // case.shape.kv_heads, axis=2)
+    rows = np.moveaxis(reference.visible(case.call).any(axis=-1), -1, -2)
+    return "the mean of all values" if np.allclose(np.broadcast_to(means, (*rows.shape, found.shape[-1]))[~rows], found, atol=1e-2) else "another value"
+
+
+def _judged_dropout(case: Case, found: reference.Answer) -> _Finding:
+    """Each weight, 1/Tk before dropout, is 0 or 1/Tk/(1 − rate); a share of `RATE` is dropped, other ones elsewhere."""
+    rate, kept = drawn.RATE, found.out != 0
+    deviation = math.sqrt(rate * (1 - rate) / kept.size)  # of the share that is dropped
+    dropped = 1 - kept.mean()
+    if dropped == 0:
+        return _Finding("ignored", "it computes a call without it", math.inf)
+    if abs(dropped - rate) > 5 * deviation:
+        return _Finding("wrong", f"it drops {dropped:.4f} of the weights, expected {rate} ± {5 * deviation:.4f}", math.inf)
+    scaled = 1 / case.shape.kv_length / (1 - rate)
+    if not np.allclose(found.out[kept], scaled, rtol=1e-5):
+        return _Finding("wrong", "kept weights are not scaled by 1/(1 − rate)", math.inf)
+    for axis, what in ((0, "examples"), (1, "queries"), (2, "heads")):
+        first, second = (np.take(kept, at, axis=axis) for at in (0, 1))
+        if (first == second).all():
+            return _Finding("wrong", f"it drops the same weights of different {what}", math.inf)
+    return _Finding("right", worst=abs(dropped - rate) / (5 * deviation))
+
+
+# Smaller calls, and memory
+
+
+def _shrunk(subject: _Subject, case: Case, finding: _Finding, gradients: bool) -> tuple[Case, _Finding]:
+    """The first of some small calls that fails likewise, or the case itself."""
+    for shape in SMALL if case.feature.name != "dropout" else ():
+        small = drawn.draw(case.feature, case.seed, shape)
+        other, _ = _judged(subject, small, gradients)
+        if other.outcome == finding.outcome:
+            return small, other
+    return case, finding
+
+
+_LENGTHS = (2048, 4096)  # many tiles of any size
+
+
+def _is_slow(subject: _Subject, feature: Feature) -> bool:
+    """Whether a feature makes memory grow with Tq·Tk, where the inputs do not and a plain call's memory does not."""
+    if feature.transform != "jit" or feature.name in ("plain", "dropout"):
+        return False
+    return _is_quadratic(subject, feature) and not _is_quadratic(subject, drawn.FEATURES["plain"])
+
+
+def _is_quadratic(subject: _Subject, feature: Feature) -> bool:
+    if feature.name not in subject.is_quadratic:
+        sizes = [_temporary_bytes(subject, feature, length) for length in _LENGTHS]
+        subject.is_quadratic[feature.name] = None not in sizes and sizes[1] > 3 * sizes[0]
+    return subject.is_quadratic[feature.name]
+
+
+def _temporary_bytes(subject: _Subject, feature: Feature, length: int) -> int | None:
+    """The memory of a compiled call besides its arguments and results; None where they are as large, or unknown."""
+    call = drawn.draw(feature, 0, Shape(1, length, length, 1, 1, 8)).call
+    if any(np.size(x) >= length * length // 64 for x in jax.tree.leaves(call)):
+        return None
+    try:
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), call)
+        compiled = jax.jit(lambda call: subject.outputs(call)[0]).lower(abstract).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+    except Exception:  # noqa: BLE001  a function that needs values, or a backend that does not tell
+        return None

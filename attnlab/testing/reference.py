@@ -1,0 +1,168 @@
+"""The formula of attention once more, in NumPy, for one call at a time: what every implementation is held to.
+
+It shares no line with `attnlab.ops`: visibility is written out for each mask from its definition, and gradients are the
+textbook's, with the whole matrix of weights. In float64 it is exact to some roundings; in another type it is the naive
+computation, whose own error says how large an error of that type is.
+
+    s_ij = mods(scale · q_i·k_j + bias_ij)      p_ij = e^(s_ij) / (Σ_j e^(s_ij) + e^sink)      o_i = Σ_j p_ij v_j
+    dv_j = Σ_i p_ij do_i      ds_ij = p_ij (do_i·v_j − o_i·do_i + dlse_i)      dq_i = Σ_j ds_ij mods′ scale k_j
+
+(Vaswani et al. 2017, equation 1; Dao et al. 2022, appendix B.4.)
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from attnlab import masks, score_mods
+from attnlab.ops.call import AttentionCall
+
+
+class Answer(NamedTuple):
+    """What a call should return: `out` and `lse`, and the gradients of `Σ out·d_out + Σ lse·d_lse` by argument."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    gradients: dict[str, np.ndarray]
+
+
+def attention(call: AttentionCall, d_out=None, d_lse=None, dtype=np.float64, products=None, scores=None) -> Answer:
+    """The results of a call of NumPy arrays, without dropout.
+
+    Args:
+      call: masks of `attnlab.masks` but `MaskFn`; the score mods `SoftCap` and `ALiBi`.
+      d_out, d_lse: weights of the outputs in the sum that gradients are of; without `d_out` there are none.
+      dtype: the type that all is computed in.
+      products: a narrower type that weights and results are rounded to, as implementations in bfloat16 do.
+      scores: a narrower type that scores are rounded to before the softmax.
+
+    Returns:
+      out `[*B, Tq, H, Dv]`, lse `[*B, Tq, H]` and the gradients of q, k, v, and of bias and sinks where there are any.
+
+    Raises:
+      TypeError: a mask or a score mod that has no formula here.
+    """
+
+    def rounded(x):
+        return x if products is None else x.astype(products).astype(dtype)
+
+    group = call.num_heads // call.k.shape[-2]
+    visible = np.broadcast_to(_visible_pairs(call), (*call.batch, call.num_heads, *call.lengths))
+    q, k, v = (np.moveaxis(np.asarray(x, dtype), -2, -3) for x in (call.q, call.k, call.v))  # [*B, H, T, D]
+    hidden = ~visible.any(axis=-2)[..., None]
+    k, v = (np.where(hidden, 0, np.repeat(x, group, axis=-3)) for x in (k, v))  # hidden keys may hold NaN
+    scale = dtype(q.shape[-1] ** -0.5 if call.scale is None else call.scale)
+    with np.errstate(over="ignore"):
+        s = scale * (q @ np.swapaxes(k, -1, -2))
+        s = s if call.bias is None else s + np.asarray(call.bias, dtype)
+        s, slope = _modified(call, s)
+    s = s if scores is None else s.astype(scores).astype(dtype)
+    s = np.where(visible, s, -np.inf)
+    sinks = None if call.sinks is None else np.asarray(call.sinks, dtype)[:, None, None]
+    shift = s.max(axis=-1, keepdims=True, initial=-np.inf)
+    shift = shift if sinks is None else np.maximum(shift, sinks)
+    shift = np.where(np.isneginf(shift), dtype(0), shift)
+    e = np.exp(s - shift)
+    total = e.sum(axis=-1, keepdims=True) + (0 if sinks is None else np.exp(sinks - shift))
+    p = e / np.where(total == 0, dtype(1), total)
+    with np.errstate(divide="ignore"):
+        lse = shift + np.log(total)
+    out = rounded(rounded(p) @ v)
+    found = Answer(np.moveaxis(out, -3, -2), np.moveaxis(lse[..., 0], -1, -2), {})
+    if d_out is None:
+        return found
+
+    d_out = np.moveaxis(np.asarray(d_out, dtype), -2, -3)
+    d_lse = 0 if d_lse is None else np.moveaxis(np.asarray(d_lse, dtype), -1, -2)[..., None]
+    ds = rounded(p * (d_out @ np.swapaxes(v, -1, -2) - (out * d_out).sum(axis=-1, keepdims=True) + d_lse))
+    raw = rounded(ds * slope)
+
+    def of_groups(x):
+        *batch, heads, length, features = x.shape
+        return x.reshape(*batch, heads // group, group, length, features).sum(axis=-3)
+
+    gradients = {
+        "q": scale * (raw @ k),
+        "k": of_groups(scale * (np.swapaxes(raw, -1, -2) @ q)),
+        "v": of_groups(np.swapaxes(rounded(p), -1, -2) @ d_out),
+    }
+    gradients = {name: rounded(np.moveaxis(x, -3, -2)) for name, x in gradients.items()}
+    if call.bias is not None:
+        gradients["bias"] = _summed_to(raw, np.shape(call.bias))
+    if sinks is not None:
+        of_sink = np.exp(sinks - shift) / total
+        gradients["sinks"] = (of_sink * (d_lse - (out * d_out).sum(axis=-1, keepdims=True))).sum(
+            axis=tuple(range(len(call.batch))) + (-1, -2)
+        )
+    return found._replace(gradients=gradients)
+
+
+def visible(call: AttentionCall) -> np.ndarray:
+    """Which pairs of query and key a call's mask shows, bool `[*B, H, Tq, Tk]`."""
+    return np.broadcast_to(_visible_pairs(call), (*call.batch, call.num_heads, *call.lengths))
+
+
+def _visible_pairs(call: AttentionCall) -> np.ndarray:
+    return np.ones((1, 1), bool) if call.mask is None else _visible(call.mask, call)
+
+
+def _visible(mask: masks.Mask, call: AttentionCall) -> np.ndarray:
+    """Broadcasts to `[*B, H, Tq, Tk]`."""
+    i, j = _positions(call)
+    match mask:
+        case masks.Causal():
+            return j <= i
+        case masks.SlidingWindow(left, right):
+            return (i - left <= j) & (j <= i + right)
+        case masks.PrefixLM(length):
+            return (j < _of_example(length)) | (j <= i)
+        case masks.Padding(lengths):
+            return np.arange(call.lengths[1]) < _of_example(lengths)
+        case masks.Segments(q_ids, kv_ids):
+            q_ids, kv_ids = np.asarray(q_ids), np.asarray(q_ids if kv_ids is None else kv_ids)
+            return q_ids[..., None, :, None] == kv_ids[..., None, None, :]
+        case masks.BlockSparse(blocks, size):
+            wide = np.repeat(np.repeat(np.asarray(blocks), size, axis=-1), size, axis=-2)
+            return wide[..., : call.lengths[0], : call.lengths[1]]
+        case masks.Dense(array):
+            return np.asarray(array)
+    name, parts = type(mask).__name__, [getattr(mask, side) for side in ("a", "b") if hasattr(mask, side)]
+    if name == "Not":
+        return ~_visible(*parts, call)
+    if name in ("And", "Or"):
+        a, b = (_visible(part, call) for part in parts)
+        return a & b if name == "And" else a | b
+    raise TypeError(f"the reference has no formula of the mask {name}")
+
+
+def _positions(call: AttentionCall) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of queries and of keys, `[…, 1, Tq, 1]` and `[…, 1, 1, Tk]`."""
+    given = (call.q_positions, call.kv_positions)
+    i, j = (np.arange(n) if x is None else np.asarray(x) for n, x in zip(call.lengths, given))
+    return i[..., None, :, None], j[..., None, None, :]
+
+
+def _of_example(x) -> np.ndarray:
+    return np.asarray(x)[..., None, None, None]
+
+
+def _modified(call: AttentionCall, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The scores after the score mods, and their derivatives."""
+    slope = np.ones_like(s)
+    for mod in call.score_mods:
+        match mod:
+            case score_mods.SoftCap(cap):
+                tanh = np.tanh(s / s.dtype.type(cap))
+                s, slope = s.dtype.type(cap) * tanh, slope * (1 - tanh**2)
+            case score_mods.ALiBi(slopes):
+                i, j = _positions(call)
+                s = s - np.asarray(slopes, s.dtype)[:, None, None] * abs(i - j).astype(s.dtype)
+            case _:
+                raise TypeError(f"the reference has no formula of the score mod {type(mod).__name__}")
+    return s, slope
+
+
+def _summed_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The sum over the axes that a bias of a shape shares."""
+    x = x.sum(axis=tuple(range(x.ndim - len(shape))))
+    return x.sum(axis=tuple(at for at, n in enumerate(shape) if n == 1 and x.shape[at] > 1), keepdims=True)

@@ -1,0 +1,151 @@
+"""Implementations of attention with one fault each, and the feature that shows it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from attnlab import masks, score_mods
+from attnlab.ops.tiles import whole
+
+
+def attention(
+    q, k, v, mask=None, score_mod=(), bias=None, scale=None, sinks=None, dropout_rate=0.0, dropout_key=None,
+    q_positions=None, kv_positions=None, *, fault="",
+):  # fmt: skip
+    """(out, lse) with a fault by name; "" for none."""
+    mods = (score_mod,) if not isinstance(score_mod, tuple) else score_mod
+    group = q.shape[-2] // k.shape[-2]
+    k_heads, v_heads = (
+        jnp.tile(x, (1, 1, group, 1)) if fault == "grouped heads in turn" else jnp.repeat(x, group, axis=-2)
+        for x in (k, v)
+    )
+    if fault == "layout swapped":
+        q = q.swapaxes(-2, -3).reshape(q.shape)
+    scale = q.shape[-1] ** (-1.0 if fault == "scale 1/D" else -0.5) if scale is None or fault == "no scale" else scale
+    tile = _tile(q, k, q_positions, kv_positions, fault)
+    visible = None if mask is None else _faulty(mask, fault).visible(tile)
+    if visible is not None:
+        visible = jnp.broadcast_to(visible, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+        if fault != "NaN reaches the result":
+            hidden = ~visible.any(axis=-2).swapaxes(-1, -2)[..., None]
+            k_heads, v_heads = (jnp.where(hidden, 0, x) for x in (k_heads, v_heads))
+    raw_type = jnp.float32 if fault != "scores in the input type" else q.dtype
+    s = scale * jnp.einsum("bqhd,bkhd->bhqk", q, k_heads, preferred_element_type=raw_type).astype(jnp.float32)
+    if bias is not None and fault != "bias dropped":
+        bias = jax.lax.stop_gradient(bias) if fault == "bias without gradient" else bias
+        s = s + (bias[:, :1] if fault == "bias of the first head" and bias.ndim > 2 else bias)
+    capped_late = fault == "cap after the mask" and mods and visible is not None
+    for mod in () if capped_late else mods:
+        slopes_shared = fault == "slope of the first head" and isinstance(mod, score_mods.ALiBi)
+        mod = score_mods.ALiBi(jnp.full_like(mod.slopes, mod.slopes[0])) if slopes_shared else mod
+        s = mod.apply(s, tile)
+    if visible is not None:
+        s = jnp.where(visible, s, -jnp.inf)
+    if capped_late:
+        s = mods[0].apply(jnp.maximum(s, -1e9), tile)
+    if fault == "softmax in bfloat16":
+        s = s.astype(jnp.bfloat16)
+    maximum = s.max(axis=-1, keepdims=True)
+    shift = jax.lax.stop_gradient(jnp.where(jnp.isneginf(maximum), 0, maximum)) if fault != "no shift" else 0.0
+    e = jnp.exp(s - shift)
+    total = e.sum(axis=-1, keepdims=True)
+    sink = 0 if sinks is None or fault == "sinks dropped" else jnp.exp(sinks[:, None, None] - shift)
+    if fault == "sinks after normalisation" and sinks is not None:
+        p = e / total / (1 + jnp.exp(sinks[:, None, None]))
+    else:
+        p = e / jnp.where(total + sink == 0, 1, total + sink)
+    lse = jnp.log(total + (0 if fault == "lse without sinks" else sink)) + shift
+    if dropout_rate and fault != "dropout ignored":
+        shape = p.shape if fault != "one draw for all examples" else (1, *p.shape[1:])
+        keep = jax.random.bernoulli(dropout_key, 1 - dropout_rate, shape)
+        p = jnp.where(keep, p if fault == "kept weights not scaled" else p / (1 - dropout_rate), 0)
+    out = jnp.einsum("bhqk,bkhd->bqhd", p.astype(v.dtype), v_heads)
+    out = out.astype(jnp.bfloat16).astype(q.dtype) if fault == "output in bfloat16" else out.astype(q.dtype)
+    if fault == "zeros":
+        out = jnp.zeros_like(out)
+    if fault == "gradient of v halved":
+        out = _halved(out, jax.lax.stop_gradient(out))
+    return out, lse[..., 0].swapaxes(-1, -2)
+
+
+def _halved(x, same):
+    return x / 2 + same / 2
+
+
+def _tile(q, k, q_positions, kv_positions, fault):
+    if fault == "queries counted from 0":
+        q_positions = kv_positions = None
+    return whole(q.shape[1], k.shape[1], q.shape[2], q_positions, kv_positions, batch=q.shape[:1])
+
+
+def _faulty(mask, fault):
+    match mask:
+        case masks.SlidingWindow(left, right):
+            if fault == "window one key too wide":
+                return masks.SlidingWindow(left + 1, right)
+            if fault == "window one key too narrow" and left:
+                return masks.SlidingWindow(left - 1, right)
+            if fault == "window without causality":
+                return masks.SlidingWindow(left, right + left)
+            if fault == "window ignored":
+                return masks.SlidingWindow(2**20, 2**20)
+        case masks.Causal():
+            if fault == "causal one key late":
+                return mask & (~masks.SlidingWindow(0, 0) | masks.Padding(1))
+        case masks.Segments():
+            if fault == "segments ignored":
+                return masks.SlidingWindow(2**20, 2**20)
+            if fault == "segments also causal":
+                return mask & masks.Causal()
+        case masks.Padding(lengths):
+            if fault == "padding one key short":
+                return masks.Padding(lengths + 1)
+            if fault == "padding of the first example":
+                return masks.Padding(jnp.broadcast_to(lengths[:1], lengths.shape))
+        case masks.PrefixLM():
+            if fault == "prefix ignored":
+                return masks.Causal()
+    return mask
+
+
+FAULTS = {
+    "zeros": "plain",
+    "layout swapped": "plain",
+    "scale 1/D": "plain",
+    "no scale": "scale",
+    "causal one key late": "causal",
+    "window one key too wide": "window",
+    "window one key too narrow": "window",
+    "window without causality": "window",
+    "window ignored": "window",
+    "padding one key short": "padding",
+    "padding of the first example": "padding",
+    "segments ignored": "segments",
+    "segments also causal": "segments",
+    "prefix ignored": "prefix",
+    "bias dropped": "bias",
+    "bias of the first head": "bias",
+    "bias without gradient": "bias",
+    "slope of the first head": "ALiBi",
+    "cap after the mask": "soft cap, causal",
+    "sinks dropped": "sinks",
+    "sinks after normalisation": "sinks",
+    "lse without sinks": "sinks",
+    "grouped heads in turn": "grouped heads",
+    "queries counted from 0": "late queries",
+    "dropout ignored": "dropout",
+    "one draw for all examples": "dropout",
+    "kept weights not scaled": "dropout",
+    "NaN reaches the result": "NaN behind the mask",
+    "no shift": "large scores",
+    "softmax in bfloat16": "plain",
+    "output in bfloat16": "plain",
+    "scores in the input type": "bfloat16",
+    "gradient of v halved": "plain",
+}
+
+
+def with_fault(fault: str):
+    """The function with a fault."""
+    return functools.partial(attention, fault=fault)
