@@ -187,11 +187,12 @@ def attention_weights(
      [0.5  0.5  0.  ]
      [0.33 0.33 0.33]]
     """
-    call = _checked(q, k, k, mask, score_mod, bias, scale, sinks, 0.0, None, q_positions, kv_positions)
-    split = context.current(call.q, call.k)
+    q, k, _ = checks.queries_keys_values(q, k, k)
+    split = context.current(q, k)
     if split is not None and split.is_manual:
         raise ValueError("attention_weights needs whole sequences: call it outside of shard_map")
-    return dense.weights(call, None if rows is None else _checked_rows(rows, call.lengths[0]))[0]
+    call = _checked(q, k, k, mask, score_mod, bias, scale, sinks, 0.0, None, q_positions, kv_positions)
+    return dense.weights(call, None if rows is None else _checked_rows(rows, call.lengths[0]))
 
 
 def merge(
@@ -274,7 +275,10 @@ def explain(
         raise ValueError(f"platform = {platform!r} is unknown: use one of {', '.join(map(repr, PLATFORMS))}")
     q, k, v = checks.queries_keys_values(q, k, v)
     split = context.current(q, k)
-    call = context.prepared(split, _checked(q, k, v, *terms, **named, block_sizes=block_sizes, split=split))
+    arguments = inspect.signature(attention).bind(q, k, v, *terms, **named).arguments
+    impl, block_sizes = arguments.pop("impl", impl), arguments.pop("block_sizes", block_sizes)
+    return_lse = arguments.pop("return_lse", return_lse)
+    call = context.prepared(split, _checked(**arguments, block_sizes=block_sizes, split=split))
     return _choose(impl, call, return_lse, platform, split, _layout(split, call, platform))
 
 
@@ -301,7 +305,7 @@ def _choose(impl, call: AttentionCall, return_lse, platform=None, split=None, la
     chosen = next((name for name in (automatic if n == "auto" else n for n in names) if name in able), None)
     if chosen is None:
         named = {name: rejected[name] for name in (rejected if "auto" in names else names)}
-        why = named[impl] if impl in named else "; ".join(f"{name}: {why}" for name, why in named.items())
+        why = named[names[0]] if len(named) == 1 else "; ".join(f"{name}: {why}" for name, why in named.items())
         others = f"; use one of {', '.join(map(repr, able))}" if able else ""
         raise ValueError(f"impl = {impl!r} cannot run this: {why}{others}")
     why = f"impl names {chosen}" if chosen in names else f"{chosen} is preferred for these lengths"
@@ -327,6 +331,7 @@ def _platform_against(name, names, call: AttentionCall, platform) -> str | None:
         return None
     if name in names:
         is_unknown = platform is None and found == jax.default_backend() and isinstance(call.q, jax.core.Tracer)
+        is_unknown = is_unknown and len(names) == 1  # of several, the first that surely can
         if is_unknown or (name == "pallas" and pallas.is_interpreted()):
             return None
         return getattr(_BACKENDS[name], "NEEDS", None) or f"it needs a {needs}, and this is a {found}"
@@ -354,7 +359,7 @@ def _checked(
     block_sizes=None,
     split=None,
 ) -> AttentionCall:
-    q, k, v = checks.queries_keys_values(q, k, v)
+    """The call of arrays that `checks.queries_keys_values` has checked."""
     batch, q_length, num_heads, kv_length = q.shape[:-3], *q.shape[-3:-1], k.shape[-3]
     shape = (batch, num_heads, q_length, kv_length)
     # Within a user's `shard_map`, masks and score mods belong to the whole call.

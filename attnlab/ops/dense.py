@@ -33,34 +33,32 @@ def reason_against(call: AttentionCall) -> str | None:
 @on_auto_axes(like_queries)
 def attend(call: AttentionCall) -> Result:
     """(out in q's type, (max, log_sum))."""
-    p, pair, hidden = _weights(call)
+    tile, visible = visibility(call)
+    hidden = hidden_keys(visible)
+    p, log_sums = softmax(_scores(call, hidden), call, tile, visible)
     if call.dropout_rate:
-        tile = whole(*p.shape[-2:], p.shape[-3], xp=np, shard=call.shard._replace(examples=None))
         keeps = dropout.keep(call.dropout_keys, call.dropout_rate, tile.head, tile.q_index, tile.kv_index)
         p = jnp.where(keeps, p / (1 - call.dropout_rate), 0)
     v = inert(_per_query_head(call.v, call.num_heads), hidden)
     out = jnp.einsum("...hqk,...khd->...qhd", p.astype(v.dtype), v, preferred_element_type=p.dtype)
     out = checkpoint_name(out.astype(call.q.dtype), "attention")  # see GPT's remat
-    return out, tuple(jnp.moveaxis(x, -2, -1) for x in pair)
+    return out, tuple(jnp.moveaxis(x, -2, -1) for x in log_sums)
 
 
 @on_auto_axes(like_scores)
-def weights(call: AttentionCall, rows=None) -> tuple[Float[Array, "*B H Rq Tk"], Float[Array, "*B H Rq"]]:
-    """The softmax weights before dropout and the lse, of all queries or of `rows`."""
-    p, (shift, log_sum), _ = _weights(call, rows)
-    return p, shift + log_sum
-
-
-def _weights(call: AttentionCall, rows=None):
-    """(weights, (max, log_sum), the keys that are hidden from all queries) of all queries, or of `rows`."""
+def weights(call: AttentionCall, rows=None) -> Float[Array, "*B H Rq Tk"]:
+    """The softmax weights before dropout, of all queries or of `rows`."""
     tile, visible = visibility(call, rows)
     if rows is not None:
         bias = call.bias if call.bias is None or call.bias.shape[-2] == 1 else jnp.take(call.bias, rows, axis=-2)
         call = call.replace(q=jnp.take(call.q, rows, axis=-3), bias=bias)
-    q, hidden = call.q, hidden_keys(visible)
-    k = inert(_per_query_head(call.k, call.num_heads), hidden)
-    s = jnp.einsum("...qhd,...khd->...hqk", q, k, preferred_element_type=jnp.promote_types(q.dtype, jnp.float32))
-    return *softmax(s, call, tile, visible), hidden
+    return softmax(_scores(call, hidden_keys(visible)), call, tile, visible)[0]
+
+
+def _scores(call: AttentionCall, hidden: Bool[Array, "..."] | None) -> Float[Array, "*B H Rq Tk"]:
+    """q_i·k_j."""
+    q, k = call.q, inert(_per_query_head(call.k, call.num_heads), hidden)
+    return jnp.einsum("...qhd,...khd->...hqk", q, k, preferred_element_type=jnp.promote_types(q.dtype, jnp.float32))
 
 
 def visibility(call: AttentionCall, rows=None) -> tuple[Tile, Bool[Array, "..."] | None]:
@@ -104,7 +102,7 @@ def _per_query_head(x: Float[Array, "*B Tk Hk D"], num_heads: int) -> Float[Arra
     return x if group == 1 else jnp.repeat(x, group, axis=-2)
 
 
-def hidden_keys(visible) -> Bool[Array, "..."] | None:
+def hidden_keys(visible: Bool[Array, "..."] | None) -> Bool[Array, "..."] | None:
     """The keys hidden from all queries `[..., Tk, H or 1, 1]`; None when tracing shows that none is, as for Causal."""
     if visible is None:
         return None
@@ -114,6 +112,6 @@ def hidden_keys(visible) -> Bool[Array, "..."] | None:
     return jnp.swapaxes(hidden, -1, -2)[..., None]
 
 
-def inert(x: Float[Array, "*B Tk H D"], hidden) -> Float[Array, "*B Tk H D"]:
+def inert(x: Float[Array, "*B Tk H D"], hidden: Bool[Array, "..."] | None) -> Float[Array, "*B Tk H D"]:
     """Zeros for keys that are masked for all queries: 0·NaN is NaN, in the sum and in its derivatives."""
     return x if hidden is None else jnp.where(hidden, 0, x)

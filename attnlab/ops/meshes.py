@@ -52,10 +52,10 @@ def like_queries(spec: tuple) -> tuple[P, tuple[P, P]]:
     return P(*spec[:-1], None), (P(*spec[:-1]),) * 2
 
 
-def like_scores(spec: tuple) -> tuple[P, P]:
-    """Specs of weights `[..., H, rows, Tk]` and lse `[..., H, rows]`."""
+def like_scores(spec: tuple) -> P:
+    """The spec of weights `[..., H, rows, Tk]`."""
     *batch, _, heads, _ = spec
-    return P(*batch, heads, None, None), P(*batch, heads, None)
+    return P(*batch, heads, None, None)
 
 
 def _has_explicit_axes(leaf) -> bool:

@@ -1,4 +1,4 @@
-"""Calls of attention that use one feature each, drawn from a seed, and what a wrong implementation might take them for."""
+"""Calls of attention that use one feature each, drawn from a seed, and the calls that they may be taken for."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -86,6 +86,10 @@ def eighths(rng, *sizes) -> np.ndarray:
 
 
 # What the features are
+
+
+def _causal(rng, shape):
+    return {"mask": masks.Causal()}
 
 
 def _window(right: int):
@@ -206,15 +210,17 @@ def _large(rng, shape):
 def _dropout(rng, shape):
     """Weights that are all equal, and values that show each weight."""
     zeros = np.zeros((shape.batch, shape.q_length, shape.heads, shape.features), np.float32)
-    one_hot = np.broadcast_to(
-        np.eye(shape.kv_length, dtype=np.float32)[:, None], (shape.batch, shape.kv_length, shape.kv_heads, shape.kv_length)
-    )
+    length = shape.kv_length
+    one_hot = np.broadcast_to(np.eye(length, dtype=np.float32)[:, None], (shape.batch, length, shape.kv_heads, length))
     key = np.array([rng.integers(2**31), rng.integers(2**31)], np.uint32)  # a raw key of two words
     return {"q": zeros, "v": one_hot.copy(), "dropout_rate": RATE, "dropout_keys": key}
 
 
 def _without(**fields) -> Callable[[AttentionCall], dict[str, AttentionCall]]:
     return lambda call: {"a call without it": call.replace(**fields)}
+
+
+_NO_MASK, _NO_MODS = _without(mask=None), _without(score_mods=())
 
 
 def _wrong_segments(call: AttentionCall) -> dict[str, AttentionCall]:
@@ -228,6 +234,10 @@ def _top_left(call: AttentionCall) -> dict[str, AttentionCall]:
     }
 
 
+def _counted(call: AttentionCall) -> dict[str, AttentionCall]:
+    return _NO_MASK(call) | {"positions counted from 0": call.replace(q_positions=None, kv_positions=None)}
+
+
 def _cross(shape: Shape) -> Shape:
     return shape._replace(q_length=max(1, shape.kv_length // 2))
 
@@ -236,13 +246,12 @@ def _grouped(shape: Shape) -> Shape:
     return shape._replace(heads=2 * shape.kv_heads)
 
 
-_NO_MASK, _NO_MODS = _without(mask=None), _without(score_mods=())
 FEATURES = {
     feature.name: feature
     for feature in (
         Feature("plain"),
         Feature("scale", lambda rng, shape: {"scale": 0.25 + shape.features / 64}, instead=_without(scale=None)),
-        Feature("causal", lambda rng, shape: {"mask": masks.Causal()}, instead=_NO_MASK),
+        Feature("causal", _causal, instead=_NO_MASK),
         Feature("window", _window(0), instead=_other_windows),
         Feature("two-sided window", _window(1), instead=_other_windows),
         Feature("padding", _padding, instead=_NO_MASK),
@@ -258,24 +267,23 @@ FEATURES = {
         Feature("soft cap, causal", _capped_and_masked, instead=_NO_MODS),
         Feature("sinks", _sinks, instead=_without(sinks=None)),
         Feature("grouped heads", shape=_grouped),
-        Feature("grouped heads, causal", lambda rng, shape: {"mask": masks.Causal()}, _grouped, _NO_MASK),
+        Feature("grouped heads, causal", _causal, _grouped, _NO_MASK),
         Feature("cross lengths", shape=_cross),
         Feature("late queries", _late_queries, _cross, _top_left),
-        Feature("positions", _positions, instead=lambda call: {
-            "positions counted from 0": call.replace(q_positions=None, kv_positions=None)} | _NO_MASK(call)),
-        Feature("dropout", _dropout, lambda shape: shape._replace(q_length=64, kv_length=64), _without(dropout_rate=0.0)),
+        Feature("positions", _positions, instead=_counted),
+        Feature("dropout", _dropout, lambda shape: shape._replace(q_length=64, kv_length=64)),
         Feature("NaN behind the mask", _nan, instead=_NO_MASK),
         Feature("large scores", _large),
         Feature("lse"),
-        Feature("lse, causal", lambda rng, shape: {"mask": masks.Causal()}, instead=_NO_MASK),
+        Feature("lse, causal", _causal, instead=_NO_MASK),
         Feature("shifted rows", _shifted, instead=_without(bias=None)),
         Feature("bfloat16", dtype=ml_dtypes.bfloat16),
-        Feature("bfloat16, causal", lambda rng, shape: {"mask": masks.Causal()}, instead=_NO_MASK, dtype=ml_dtypes.bfloat16),
+        Feature("bfloat16, causal", _causal, instead=_NO_MASK, dtype=ml_dtypes.bfloat16),
         Feature("without jit", transform="eager"),
         Feature("vmap", transform="vmap"),
         Feature("remat", transform="remat"),
     )
-}  # fmt: skip
+}
 
 
 def features_named(names: str | Iterable[str]) -> list[Feature]:

@@ -230,7 +230,7 @@ def _row(subject: _Subject, feature: Feature, gradients: bool, where: Sequence[t
             case, finding = _shrunk(subject, case, finding, compares)
             code = code_of(case, finding.why)
             return Row(feature.name, finding.outcome, finding.why, finding.worst, compared, compares, code)
-    compares = compares and not feature.name == "dropout"
+    compares = compares and feature.name != "dropout"
     if _is_slow(subject, feature):
         return Row(feature.name, "slow", "its memory grows with Tq·Tk", worst, compared, compares)
     return Row(feature.name, "right", "", worst, compared, compares)
@@ -248,7 +248,7 @@ def _judged(subject: _Subject, case: Case, gradients: bool) -> tuple[_Finding, b
         found = subject.run(case, gradients)
     except Unsupported as error:
         return _Finding("refused", str(error)), False
-    except Exception as error:  # noqa: BLE001  whatever a stranger's function raises
+    except Exception as error:  # whatever a stranger's function raises
         if gradients:
             finding, _ = _judged(subject, case, gradients=False)
             if finding.outcome != "refused":
@@ -282,8 +282,8 @@ def _compared(subject: _Subject, case: Case, found: reference.Answer) -> _Findin
         other, _ = answers(case._replace(call=call))
         if _worst(case, "out", found.out, other.out, other.out) <= 1:
             return _Finding("wrong" if number else "ignored", f"it computes {words}", errors[name])
-    size = f"{errors[name]:.1f} times its bound" if math.isfinite(errors[name]) else "not finite"
-    return _Finding("wrong", f"{name} is {size}" if not math.isfinite(errors[name]) else f"the error of {name} is {size}", errors[name])
+    size = f"has an error of {errors[name]:.1f} times its bound" if math.isfinite(errors[name]) else "is not finite"
+    return _Finding("wrong", f"{name} {size}", errors[name])
 
 
 def answers(case: Case) -> tuple[reference.Answer, reference.Answer]:
@@ -306,7 +306,7 @@ def _worst(case: Case, name: str, found, exact, naive) -> float:
 
 
 def bounds(case: Case, name: str, exact: np.ndarray, naive: np.ndarray) -> np.ndarray:
-    """The largest error that is right, for each row of a result: four times that of the naive computation, plus a floor.
+    """The largest error that is right, for each row of a result: four times that of a naive computation, and a floor.
 
     Sums of n products round √n times in the mean, n times at worst, so that two orders of summation differ by a few
     roundings of the largest value. A score of size |s| has an error of ε|s|, by which weights, and so results, change
@@ -323,7 +323,7 @@ def bounds(case: Case, name: str, exact: np.ndarray, naive: np.ndarray) -> np.nd
       bounds that broadcast to `exact`.
     """
     epsilon = float(np.finfo(np.float32).eps)
-    precision = epsilon if case.feature.dtype == np.float32 or name == "lse" else float(jnp.finfo(case.feature.dtype).eps)
+    precision = epsilon if name == "lse" else float(jnp.finfo(case.feature.dtype).eps)
     errors = abs(np.asarray(naive, np.float64) - exact)
     errors = errors.max(axis=-1, keepdims=True) if name not in ("lse", "sinks") else errors
     largest = max(float(abs(exact).max()), 1.0 if name == "lse" else 0.0, 2.0**-20)
@@ -344,7 +344,8 @@ def _of_masked_rows(case: Case, found: np.ndarray) -> str:
     means = np.asarray(case.call.v, np.float64).mean(axis=1, keepdims=True)
     means = np.repeat(means, case.shape.heads // case.shape.kv_heads, axis=2)
     rows = np.moveaxis(reference.visible(case.call).any(axis=-1), -1, -2)
-    return "the mean of all values" if np.allclose(np.broadcast_to(means, (*rows.shape, found.shape[-1]))[~rows], found, atol=1e-2) else "another value"
+    means = np.broadcast_to(means, (*rows.shape, found.shape[-1]))[~rows]
+    return "the mean of all values" if np.allclose(means, found, atol=1e-2) else "another value"
 
 
 def _judged_dropout(case: Case, found: reference.Answer) -> _Finding:
@@ -355,7 +356,8 @@ def _judged_dropout(case: Case, found: reference.Answer) -> _Finding:
     if dropped == 0:
         return _Finding("ignored", "it computes a call without it", math.inf)
     if abs(dropped - rate) > 5 * deviation:
-        return _Finding("wrong", f"it drops {dropped:.4f} of the weights, expected {rate} ± {5 * deviation:.4f}", math.inf)
+        why = f"it drops {dropped:.4f} of the weights, expected {rate} ± {5 * deviation:.4f}"
+        return _Finding("wrong", why, math.inf)
     scaled = 1 / case.shape.kv_length / (1 - rate)
     if not np.allclose(found.out[kept], scaled, rtol=1e-5):
         return _Finding("wrong", "kept weights are not scaled by 1/(1 − rate)", math.inf)
@@ -405,5 +407,5 @@ def _temporary_bytes(subject: _Subject, feature: Feature, length: int) -> int | 
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), call)
         compiled = jax.jit(lambda call: subject.outputs(call)[0]).lower(abstract).compile()
         return compiled.memory_analysis().temp_size_in_bytes
-    except Exception:  # noqa: BLE001  a function that needs values, or a backend that does not tell
+    except Exception:  # a function that needs values, or a backend that does not tell
         return None

@@ -22,7 +22,8 @@ def code_of(case: Case, why: str) -> str:
     lines = [f"    {name}={_text(x)}," for name, x in fields.items() if x is not None and not _is_empty(x)]
     types = "" if case.call.q.dtype == np.float32 else "import ml_dtypes\n"
     return (
-        f"{head}{types}import numpy as np\n\nfrom attnlab import masks, score_mods\nfrom attnlab.testing import AttentionCall\n\n"
+        f"{head}{types}import numpy as np\n\nfrom attnlab import masks, score_mods\n"
+        "from attnlab.testing import AttentionCall\n\n"
         "call = AttentionCall(\n" + "\n".join(lines) + "\n)\n"
     )
 
@@ -42,6 +43,6 @@ def _text(x) -> str:
         return repr(x)
     module = type(x).__module__.rpartition(".")[2]
     module = "masks" if module == "mask_algebra" else module
-    fields = vars(x).items()
-    inner = ", ".join(f"{name}={_text(value)}" for name, value in fields if not name.startswith("_") and value is not None)
+    fields = {name: value for name, value in vars(x).items() if not name.startswith("_") and value is not None}
+    inner = ", ".join(f"{name}={_text(value)}" for name, value in fields.items())
     return f"{module}.{type(x).__name__}({inner})"

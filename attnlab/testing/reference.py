@@ -92,7 +92,7 @@ def attention(call: AttentionCall, d_out=None, d_lse=None, dtype=np.float64, pro
     if sinks is not None:
         of_sink = np.exp(sinks - shift) / total
         gradients["sinks"] = (of_sink * (d_lse - (out * d_out).sum(axis=-1, keepdims=True))).sum(
-            axis=tuple(range(len(call.batch))) + (-1, -2)
+            axis=(*range(len(call.batch)), -1, -2)
         )
     return found._replace(gradients=gradients)
 

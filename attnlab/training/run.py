@@ -94,8 +94,8 @@ def resolve(
     metadata |= _user_defined(folder, model, optimizer)
     if eval_only and folder.previous_run is None:
         raise UserError(f"{folder} holds no run to evaluate: train first")
-    ended = metrics_lib.finished(folder.metrics, config.steps, config.eval.patience)
-    finished = None if folder.previous_run is None or eval_only else ended
+    # An evaluation needs no log, so a damaged one does not stop it.
+    finished = None if eval_only else metrics_lib.finished(folder.metrics, config.steps, config.eval.patience)
     return RunPlan(FrozenConfigDict(config), folder, finished, tokenizer, model, optimizer, metadata)
 
 
@@ -183,7 +183,7 @@ def open(plan: RunPlan, *, eval_only: bool = False, on_phase: OnPhase = no_phase
                 log = _open_files(config, metadata, workdir, text, checkpoints, start, offset, resources)
         opened = Run(plan, experiment, text, checkpoints, state, start, damaged, reporter, log)
         if log:
-            _report_losses(opened)
+            _set_aside_damaged(opened)
         _report_start(opened)
         yield opened
 
@@ -256,9 +256,10 @@ def _open_files(config, metadata, workdir, text, checkpoints, start, offset, res
     return log
 
 
-def _report_losses(run: Run) -> None:
+def _set_aside_damaged(run: Run) -> None:
     for step, why in run.damaged.items():
-        run.reporter.print(f"checkpoint {step} is damaged ({why}): set aside as {run.checkpoints.set_aside(step)}")
+        name = run.checkpoints.set_aside(step)
+        run.reporter.print(f"checkpoint {step} is damaged ({why}): set aside as {name}")
     if run.log.lost:
         run.reporter.print(f"{run.log.path} is missing: the records up to step {run.start} are lost")
 

@@ -197,8 +197,10 @@ class Trainer:
         multihost_utils.sync_global_devices("attnlab: stopped")
 
     def _write_sample(self, step: int) -> None:
+        if self.sample is None:  # in all processes, or in none
+            return
         params = self.experiment.parallel.on_every_device(self.state.evaluated)
-        if self.log is None or self.sample is None:
+        if self.log is None:
             return
         generated = self.sample(self._unstacked(jax.tree.map(lambda x: x.addressable_data(0), params)))
         with self.on_phase("sampling"):
