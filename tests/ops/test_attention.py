@@ -351,3 +351,22 @@ def test_export_with_a_symbolic_batch_equals_the_direct_call(own_errors, static,
     ids = np.arange(60, dtype=np.int32).reshape(3, 20) // 7
     arguments = (draw(3, 20, 2, 4), np.array([3, 0, 20], np.int32), ids)
     np.testing.assert_allclose(exported.call(*arguments), jax.jit(run)(*arguments), atol=1e-6)
+
+
+def test_first_backend_that_surely_can_runs_also_under_jit():
+    """A traced array does not tell its platform: a kernel alone is then taken at its word, one of several is not."""
+    q = jnp.ones((2, 128, 2, 64), jnp.bfloat16)
+    run = jax.jit(lambda q: attnlab.attention(q, q, q, Causal(), impl=("cudnn", "splash", "dense")))
+    np.testing.assert_array_equal(run(q), attnlab.attention(q, q, q, Causal(), impl="dense"))
+
+
+def test_list_of_backends_that_cannot_run_is_an_error_with_each_reason(own_errors):
+    q = jnp.ones((2, 4, 2, 8))
+    with pytest.raises(ValueError, match=r"impl = \['cudnn', 'splash'\] cannot run this: cudnn: .*; splash: "):
+        attnlab.attention(q, q, q, impl=["cudnn", "splash"])
+
+
+def test_explain_takes_arguments_by_position_as_attention_does():
+    q = jnp.ones((2, 4, 2, 8))
+    arguments = (Causal(), None, None, 0.5, None, 0.0, None, None, None, "blockwise", (2, 2))
+    assert attnlab.explain(q, q, q, *arguments).backend == "blockwise"

@@ -79,3 +79,11 @@ def test_run_of_another_config_or_optimizer_is_refused(tmp_path):
         runs.resolve(config(), folder, optimizer=optax.sgd(1.0))
     with pytest.raises(UserError, match="holds no run to evaluate"):
         runs.resolve(config(), tmp_path / "new", eval_only=True)
+
+
+def test_evaluation_of_a_run_needs_no_log_and_training_names_the_damaged_line(tmp_path):
+    folder = folder_of_a_run(tmp_path / "run")
+    (folder / "metrics.jsonl").write_text('{"step": 4, "split"\n{"step": 5}\n')
+    assert runs.resolve(config(), folder, eval_only=True).finished is None
+    with pytest.raises(UserError, match=r"metrics\.jsonl"):
+        runs.resolve(config(), folder)
