@@ -1,4 +1,4 @@
-"""Attention for JAX and Flax: train, sweep, compare, sample, see, plan, study, measure.
+"""Attention for JAX and Flax: train, sweep, compare, sample, see, plan, study, conform, measure.
 
     attnlab train --config=quickstart
     attnlab sweep --config=quickstart --grid config.optimizer.learning_rate=1e-3,3e-3 --grid config.seed=0,1
@@ -7,6 +7,7 @@
     attnlab see --workdir=runs/quickstart
     attnlab plan --config=gpt2_124m --topology=v5e:4x4
     attnlab study heads
+    attnlab conform jax.nn.dot_product_attention
     attnlab bench attention
 
 `attnlab COMMAND --help` describes a command. `python -m attnlab` is the same program.
@@ -25,6 +26,7 @@ COMMANDS = {
     "see": ("attnlab.see.__main__", "show what a trained model attends to, in one HTML page"),
     "plan": ("attnlab.plan", "compile a run for hardware that is not here: will it fit?"),
     "study": ("attnlab.study.__main__", "measure a claim about attention: table, figure, verdict"),
+    "conform": ("attnlab.conform", "hold a function of attention to the specification"),
     "bench": ("attnlab.bench", "race against other implementations"),
 }
 

@@ -7,12 +7,14 @@ compares a function with the formula in NumPy float64, feature by feature, and s
 """
 
 from attnlab.ops.call import AttentionCall
-from attnlab.testing.cases import FEATURES, SHAPES, Case, Feature, Shape, draw
-from attnlab.testing.check import Report, Row, Unsupported, as_attnlab, check_attention
+from attnlab.testing.cases import FEATURES, SHAPES, Case, Feature, Shape, calls, draw
+from attnlab.testing.check import PROFILES, Report, Row, Unsupported, as_attnlab, check_attention
 from attnlab.testing.reference import Answer
+from attnlab.testing.reference import attention as answer
 
 __all__ = [
     "FEATURES",
+    "PROFILES",
     "SHAPES",
     "Answer",
     "AttentionCall",
@@ -22,7 +24,9 @@ __all__ = [
     "Row",
     "Shape",
     "Unsupported",
+    "answer",
     "as_attnlab",
+    "calls",
     "check_attention",
     "draw",
 ]

@@ -1,7 +1,7 @@
 """Calls of attention that use one feature each, drawn from a seed, and the calls that they may be taken for."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import ml_dtypes
@@ -37,7 +37,7 @@ class Feature:
       fields: returns the arguments of a call that use it, from a random generator and a shape.
       shape: the shape that it needs, from a usual one.
       instead: calls that an implementation without it, or with a common fault, would compute, by what they are.
-      transform: "jit", or how else the function is run: "eager", "vmap" or "remat".
+      transform: "jit", or how else the function is run: "eager", "vmap", "remat", or "sharded" over batch and heads.
       dtype: of all floating arrays.
     """
 
@@ -76,8 +76,37 @@ def draw(feature: Feature, seed: int, shape: Shape = SHAPES[0]) -> Case:
     # Where rows are fully masked libraries differ, so no gradient comes from there.
     rows = np.moveaxis(reference.visible(call).any(axis=-1), -1, -2)
     d_out = np.where(rows[..., None], normal(batch, q_length, heads, call.v.shape[-1]), feature.dtype(0))
-    d_lse = eighths(rng, batch, q_length, heads) * np.float32(feature.name.startswith("lse"))
+    d_lse = eighths(rng, batch, q_length, heads) * np.float32(feature.name.endswith("lse"))
     return Case(feature, seed, shape, call, d_out, d_lse)
+
+
+def calls(
+    features: str | Iterable[str] = "all", shapes: Iterable[Shape] = SHAPES, dtypes: Iterable[type] | None = None
+):
+    """A hypothesis strategy for calls that use one feature each (pip install hypothesis).
+
+    Args:
+      features: names in `FEATURES`, or "all".
+      shapes: sizes of the calls.
+      dtypes: types of the floating arrays; None for that of each feature.
+
+    Returns:
+      a strategy for `AttentionCall`s of NumPy arrays.
+
+    >>> isinstance(calls(["causal"]).example(), AttentionCall)  # doctest: +SKIP
+    True
+    """
+    from hypothesis import strategies
+
+    chosen = features_named(features)
+    if dtypes is not None:
+        chosen = [replace(feature, dtype=dtype) for feature in chosen for dtype in dtypes]
+    return strategies.builds(
+        lambda feature, seed, shape: draw(feature, seed, shape).call,
+        strategies.sampled_from(chosen),
+        strategies.integers(0, 2**16),
+        strategies.sampled_from(list(shapes)),
+    )
 
 
 def eighths(rng, *sizes) -> np.ndarray:
@@ -223,7 +252,7 @@ def _without(**fields) -> Callable[[AttentionCall], dict[str, AttentionCall]]:
 _NO_MASK, _NO_MODS = _without(mask=None), _without(score_mods=())
 
 
-def _wrong_segments(call: AttentionCall) -> dict[str, AttentionCall]:
+def _as_causal(call: AttentionCall) -> dict[str, AttentionCall]:
     return _without(mask=None)(call) | {"causal attention": call.replace(mask=masks.Causal())}
 
 
@@ -242,6 +271,10 @@ def _cross(shape: Shape) -> Shape:
     return shape._replace(q_length=max(1, shape.kv_length // 2))
 
 
+def _divisible(shape: Shape) -> Shape:
+    return shape._replace(batch=2, heads=2, kv_heads=2)
+
+
 def _grouped(shape: Shape) -> Shape:
     return shape._replace(heads=2 * shape.kv_heads)
 
@@ -255,8 +288,8 @@ FEATURES = {
         Feature("window", _window(0), instead=_other_windows),
         Feature("two-sided window", _window(1), instead=_other_windows),
         Feature("padding", _padding, instead=_NO_MASK),
-        Feature("segments", _segments, instead=_wrong_segments),
-        Feature("prefix", _prefix, instead=_NO_MASK),
+        Feature("segments", _segments, instead=_as_causal),
+        Feature("prefix", _prefix, instead=_as_causal),
         Feature("blocks", _blocks, instead=_NO_MASK),
         Feature("mask", _arbitrary, instead=_NO_MASK),
         Feature("masked rows", _masked_rows, instead=_NO_MASK),
@@ -264,10 +297,10 @@ FEATURES = {
         Feature("shared bias", _shared_bias, instead=_without(bias=None)),
         Feature("ALiBi", _alibi, instead=_NO_MODS),
         Feature("soft cap", _cap, instead=_NO_MODS),
-        Feature("soft cap, causal", _capped_and_masked, instead=_NO_MODS),
+        Feature("causal soft cap", _capped_and_masked, instead=_NO_MODS),
         Feature("sinks", _sinks, instead=_without(sinks=None)),
         Feature("grouped heads", shape=_grouped),
-        Feature("grouped heads, causal", _causal, _grouped, _NO_MASK),
+        Feature("causal grouped heads", _causal, _grouped, _NO_MASK),
         Feature("cross lengths", shape=_cross),
         Feature("late queries", _late_queries, _cross, _top_left),
         Feature("positions", _positions, instead=_counted),
@@ -275,13 +308,14 @@ FEATURES = {
         Feature("NaN behind the mask", _nan, instead=_NO_MASK),
         Feature("large scores", _large),
         Feature("lse"),
-        Feature("lse, causal", _causal, instead=_NO_MASK),
+        Feature("causal lse", _causal, instead=_NO_MASK),
         Feature("shifted rows", _shifted, instead=_without(bias=None)),
         Feature("bfloat16", dtype=ml_dtypes.bfloat16),
-        Feature("bfloat16, causal", _causal, instead=_NO_MASK, dtype=ml_dtypes.bfloat16),
+        Feature("causal bfloat16", _causal, instead=_NO_MASK, dtype=ml_dtypes.bfloat16),
         Feature("without jit", transform="eager"),
         Feature("vmap", transform="vmap"),
         Feature("remat", transform="remat"),
+        Feature("sharded", _causal, _divisible, _NO_MASK, transform="sharded"),
     )
 }
 

@@ -29,6 +29,18 @@ SMALL = tuple(
 )
 
 
+# Choices in which libraries rightly differ, and what some of them do.
+MASKED_ROW, DIAGONAL = "a fully masked row returns", "causal with fewer queries than keys"
+_TOP_LEFT, _BOTTOM_RIGHT = "the first query sees the first key", "the last query sees all keys"
+PROFILES = {
+    "attnlab": {MASKED_ROW: "0", DIAGONAL: "refused"},
+    "jax.nn": {MASKED_ROW: "the mean of all values", DIAGONAL: _TOP_LEFT},
+    "torch": {MASKED_ROW: "0", DIAGONAL: _TOP_LEFT},  # NaN before torch 2.5
+    "ONNX": {MASKED_ROW: "NaN", DIAGONAL: _TOP_LEFT},
+    "flash-attention": {MASKED_ROW: "0", DIAGONAL: _BOTTOM_RIGHT},  # the first query sees the first key before 2.1
+}
+
+
 class Unsupported(Exception):  # noqa: N818  the word of an adapter for what its function does not offer
     """Raised by an adapter for a call that its function cannot compute.
 
@@ -91,7 +103,13 @@ class Report:
             + (f"  {row.why}" if row.why else "")
             for row in self.rows
         ]
-        return "\n".join([*lines, *(f"{choice}: {made}" for choice, made in self.meanings.items())])
+        lines += [f"{choice}: {made}" for choice, made in self.meanings.items()]
+        return "\n".join(lines + ([f"as {', '.join(self.follows)}"] if self.follows else []))
+
+    @property
+    def follows(self) -> list[str]:
+        """The names in `PROFILES` that made all the choices that were seen."""
+        return [name for name, made in PROFILES.items() if self.meanings and self.meanings.items() <= made.items()]
 
 
 def as_attnlab(call: AttentionCall) -> dict:
@@ -154,6 +172,8 @@ def check_attention(
         row = _row(subject, feature, gradients, [(seed, shape) for shape in shapes for seed in range(each)])
         rows.append(row)
         on_row(row)
+    if any(row.feature == "causal" and row.outcome == "right" for row in rows):
+        subject.meanings[DIAGONAL] = _diagonal(subject)
     return Report(tuple(rows), dict(subject.meanings))
 
 
@@ -178,7 +198,11 @@ class _Subject:
     def run(self, case: Case, gradients: bool) -> reference.Answer:
         """The function's results and gradients; the call's arrays are traced, where the function allows it."""
         transform = case.feature.transform
+        if transform == "sharded" and jax.device_count() < 4:
+            raise Unsupported("it needs four devices, which attnlab conform has")
         floating = {name: getattr(case.call, name) for name in FLOATING if getattr(case.call, name) is not None}
+        if transform == "sharded":
+            floating = jax.device_put(floating, _over_batch_and_heads())
         if (transform, gradients) not in self._compiled:
             run = functools.partial(_results, self.outputs, transform, gradients)
             self._compiled[transform, gradients] = run if transform == "eager" else jax.jit(run)
@@ -189,6 +213,12 @@ class _Subject:
             found = jax.jit(run)(floating, case.d_out, case.d_lse)
         out, lse, derivatives = jax.tree.map(lambda x: np.asarray(x).astype(np.float64), found)
         return reference.Answer(out, lse, derivatives)
+
+
+def _over_batch_and_heads() -> jax.sharding.NamedSharding:
+    axes = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=axes, devices=jax.devices()[:4])
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch", None, "heads"))
 
 
 def _parameters(function) -> Sequence[str]:
@@ -258,7 +288,7 @@ def _judged(subject: _Subject, case: Case, gradients: bool) -> tuple[_Finding, b
         return _Finding(outcome, f"{type(error).__name__}: {said}", math.inf if outcome == "wrong" else 0.0), False
     if case.feature.name == "dropout":
         return _judged_dropout(case, found), False
-    if case.feature.name.startswith("lse") and found.lse is None:
+    if case.feature.name.endswith("lse") and found.lse is None:
         return _Finding("refused", "it returns no lse"), False
     return _compared(subject, case, found), gradients
 
@@ -269,7 +299,7 @@ def _compared(subject: _Subject, case: Case, found: reference.Answer) -> _Findin
     if found.out.shape != exact.out.shape:
         return _Finding("wrong", f"out has shape {found.out.shape}, expected {exact.out.shape}", math.inf)
     if not rows.all():
-        subject.meanings["a fully masked row returns"] = _of_masked_rows(case, found.out[~rows])
+        subject.meanings[MASKED_ROW] = _of_masked_rows(case, found.out[~rows])
     errors = {"out": _worst(case, "out", found.out[rows], exact.out[rows], naive.out[rows])}
     if found.lse is not None:
         errors["lse"] = _worst(case, "lse", found.lse[rows], exact.lse[rows], naive.lse[rows])
@@ -346,6 +376,22 @@ def _of_masked_rows(case: Case, found: np.ndarray) -> str:
     rows = np.moveaxis(reference.visible(case.call).any(axis=-1), -1, -2)
     means = np.broadcast_to(means, (*rows.shape, found.shape[-1]))[~rows]
     return "the mean of all values" if np.allclose(means, found, atol=1e-2) else "another value"
+
+
+def _diagonal(subject: _Subject) -> str:
+    """Which keys a function's own causal mask shows where there are fewer queries than keys, and no positions."""
+    shape = Shape(2, 5, 9, 2, 2, 4)
+    case = drawn.draw(drawn.FEATURES["causal"], 0, shape)
+    try:
+        found = subject.run(case, gradients=False)
+    except Exception:  # whatever a stranger's function raises
+        return "refused"
+    first, last = (np.arange(5, dtype=np.int32) + start for start in (0, 4))
+    for meaning, q_positions in ((_TOP_LEFT, first), (_BOTTOM_RIGHT, last)):
+        other, _ = answers(case._replace(call=case.call.replace(q_positions=q_positions, kv_positions=np.arange(9))))
+        if _worst(case, "out", found.out, other.out, other.out) <= 1:
+            return meaning
+    return "another mask"
 
 
 def _judged_dropout(case: Case, found: reference.Answer) -> _Finding:

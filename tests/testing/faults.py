@@ -104,7 +104,7 @@ def _faulty(mask, fault):
             if fault == "padding of the first example":
                 return masks.Padding(jnp.broadcast_to(lengths[:1], lengths.shape))
         case masks.PrefixLM():
-            if fault == "prefix ignored":
+            if fault == "prefix as causal":
                 return masks.Causal()
     return mask
 
@@ -123,12 +123,12 @@ FAULTS = {
     "padding of the first example": "padding",
     "segments ignored": "segments",
     "segments also causal": "segments",
-    "prefix ignored": "prefix",
+    "prefix as causal": "prefix",
     "bias dropped": "bias",
     "bias of the first head": "bias",
     "bias without gradient": "bias",
     "slope of the first head": "ALiBi",
-    "cap after the mask": "soft cap, causal",
+    "cap after the mask": "causal soft cap",
     "sinks dropped": "sinks",
     "sinks after normalisation": "sinks",
     "lse without sinks": "sinks",

@@ -1,0 +1,164 @@
+"""Hold a function of attention to the specification, feature by feature.
+
+    attnlab conform jax.nn.dot_product_attention
+    attnlab conform my_module:my_function --adapter=my_module:adapt --features=causal,window,sinks
+
+Each feature is right, wrong (with the smallest failing call as code), ignored (the output is that of the call without
+it), refused, or slow (memory that grows with Tq·Tk). Without --adapter the function is called by keywords, as
+`attnlab.attention` is; functions of jax.nn, Flax, tokamax and torch are known by their names. Modules in the current
+folder are found. A function that ends its process is reported, and checked on.
+
+`conformance.json` and `conformance.html` of --out hold the same. The exit code is 1 if something is wrong or ignored, 2
+for an error. `python -m attnlab.conform` is the same command.
+"""
+
+import html
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from absl import flags
+
+from attnlab import commands
+from attnlab.support import documents
+from attnlab.support.errors import UserError
+from attnlab.support.paths import write_text
+
+HERE = Path(__file__).parent / "testing" / "page"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    argv = list(sys.argv if argv is None else argv)
+    names = [word for word in argv[1:] if not word.startswith("-")]
+    options = [word for word in argv[1:] if word.startswith("-")]
+    return commands.run(_define, lambda values: _main(values, names), __doc__, [argv[0], *options])
+
+
+def _define(values, argv):
+    flags.DEFINE_string(
+        "adapter", None, "module:name of a function from a call to keyword arguments", flag_values=values
+    )
+    flags.DEFINE_string("features", "all", "names of features, with commas between them", flag_values=values)
+    flags.DEFINE_integer("cases", 200, "number of calls over all features", lower_bound=1, flag_values=values)
+    flags.DEFINE_bool("gradients", True, "whether gradients are compared", flag_values=values)
+    flags.DEFINE_string("out", None, "a folder for conformance.json and conformance.html", flag_values=values)
+
+
+def _main(values, names: list[str]) -> int:
+    from attnlab.testing import FEATURES
+
+    if len(names) != 1:
+        raise UserError(
+            f"{len(names)} functions are named: expected one, e.g. attnlab conform jax.nn.dot_product_attention"
+        )
+    chosen = list(FEATURES) if values.features == "all" else [name.strip() for name in values.features.split(",")]
+    for name in chosen:
+        if name not in FEATURES:
+            raise UserError(f"--features: {name!r} is unknown: use some of {', '.join(FEATURES)}")
+    folder = None if values.out is None else _checked_folder(Path(values.out))
+    each = max(1, round(values.cases / len(chosen)))
+    asked = {"function": names[0], "adapter": values.adapter, "gradients": values.gradients, "cases": each}
+    version, rows, meanings = checked(asked, chosen)
+    found = {"function": names[0], "version": version, "rows": rows, "meanings": meanings}
+    found["rows"] = [row | {"worst": row["worst"] if math.isfinite(row["worst"]) else None} for row in rows]
+    print("\n".join(f"{choice}: {made}" for choice, made in meanings.items()))
+    for row in rows:
+        if row["code"]:
+            print(f"\n{row['code']}")
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / "conformance.json", json.dumps(found, indent=1) + "\n")
+        write_text(folder / "conformance.html", page(found))
+        print(f"written: {folder / 'conformance.json'}, {folder / 'conformance.html'}")
+    return int(any(row["outcome"] in ("wrong", "ignored") for row in rows))
+
+
+def _checked_folder(folder: Path) -> Path:
+    """A new folder, or one that holds nothing but an earlier check."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out={folder} is a file: name a folder")
+    others = (
+        {path.name for path in folder.iterdir()} - {"conformance.json", "conformance.html"} if folder.exists() else {}
+    )
+    if others:
+        raise UserError(f"--out={folder} holds {min(others)}: name a new folder, or that of an earlier check")
+    return folder
+
+
+def checked(asked: dict, features: list[str]) -> tuple[str, list[dict], dict[str, str]]:
+    """(version, rows, meanings) of a check in another process, started again where the function ends it."""
+    version, rows, meanings, left = None, [], {}, list(features)
+    width = max(map(len, features))
+
+    def add(row):
+        left.remove(row["feature"])
+        rows.append(row)
+        print(_line(row, width), flush=True)
+
+    while left:
+        command = [sys.executable, "-m", "attnlab.testing.worker", json.dumps(asked | {"features": left})]
+        with (
+            tempfile.TemporaryFile("w+") as said,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, env=_environment()) as worker,
+        ):
+            for message in map(json.loads, worker.stdout):
+                if "error" in message:
+                    raise UserError(message["error"])
+                version = message.get("version", version)
+                meanings |= message.get("meanings", {})
+                if "row" in message:
+                    add(message["row"])
+            worker.wait()
+            said.seek(0)
+            last = (said.read().strip().splitlines() or ["it said nothing"])[-1][:160]
+        if worker.returncode and (version is None or not left):
+            raise UserError(f"the check of {asked['function']} ended with {worker.returncode}: {last}")
+        if worker.returncode:
+            why = f"it ended its process with {worker.returncode}: {last}"
+            add({"feature": left[0], "outcome": "wrong", "why": why, "worst": math.inf, "cases": 0, "gradients": False})
+            rows[-1]["code"] = ""
+    return version or "", rows, meanings
+
+
+def _environment() -> dict[str, str]:
+    devices = "--xla_force_host_platform_device_count=4"  # for calls that are sharded
+    return os.environ | {"XLA_FLAGS": f"{devices} {os.environ.get('XLA_FLAGS', '')}"}
+
+
+def _line(row: dict, width: int) -> str:
+    words = f"{row['worst']:8.2f} of its bound, {row['cases']} calls" if row["cases"] else ""
+    words += "" if row["gradients"] or not row["cases"] else ", no gradients"
+    return f"{row['feature']:{width}}  {row['outcome']:8}{words}{'  ' + row['why'] if row['why'] else ''}"
+
+
+def page(found: dict) -> str:
+    """An HTML document with the table of a check."""
+    cells = ("outcome", "worst", "cases")
+    rows = "".join(
+        f"<tr class={row['outcome']}><th>{html.escape(row['feature'])}"
+        + "".join(f"<td>{'∞' if row[cell] is None else _text(row[cell])}" for cell in cells)
+        + f"<td>{html.escape(row['why'])}{_details(row['code'])}"
+        for row in found["rows"]
+    )
+    choices = "".join(f"<li>{html.escape(choice)}: {html.escape(made)}" for choice, made in found["meanings"].items())
+    title = html.escape(f"{found['function']} {found['version'] and '(' + found['version'] + ')'}".strip())
+    return documents.document(HERE, {"title": title, "rows": rows, "meanings": choices})
+
+
+def _text(value) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def _details(code: str) -> str:
+    return (
+        f"<details><summary>the smallest failing call</summary><pre>{html.escape(code)}</pre></details>" if code else ""
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""A check in a process of its own, which a function of attention may crash: the work of `attnlab conform`.
+
+    python -m attnlab.testing.worker '{"function": "jax.nn.dot_product_attention", …}'
+
+writes lines of JSON: the version, the row of each feature as soon as it is known, and the meanings.
+"""
+
+import dataclasses
+import importlib
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Callable
+
+from attnlab.support.errors import UserError
+
+
+def find(name: str, what: str = "the function") -> Callable:
+    """What `module:name` or `module.name` names, with the current folder on the path.
+
+    Raises:
+      UserError: no such module, or nothing of that name in it.
+    """
+    module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
+    if not module or not attribute:
+        raise UserError(f"{name}: expected {what} as module:name")
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"{name}: {module} cannot be imported ({error}): install it, or name another module") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise UserError(f"{name}: {module} has no {attribute}: expected {what} as module:name")
+        found = getattr(found, part)
+    if not callable(found):
+        raise UserError(f"{name} is a {type(found).__name__}: expected {what}, which is called")
+    return found
+
+
+def subject(function: str, adapter: str | None) -> tuple[Callable, Callable, tuple, str]:
+    """(function, adapter, shapes, version) of names; without an adapter that of a known peer, if it is one."""
+    from attnlab.testing import SHAPES, as_attnlab
+    from attnlab.testing.peers import PEERS
+
+    peer = PEERS.get(function.replace(":", "."))
+    if peer is None or adapter:
+        return find(function), find(adapter, "the adapter") if adapter else as_attnlab, SHAPES, ""
+    try:
+        loaded = peer.load()
+        version = importlib.metadata.version(peer.package)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"{function} needs {peer.package} ({error}): pip install {peer.package}") from error
+    return loaded, peer.adapter, tuple(peer.shapes), f"{peer.package} {version}"
+
+
+def main(asked: dict) -> int:
+    """Check one function, feature by feature, on standard output."""
+    from attnlab.testing import check_attention
+
+    function, adapter, shapes, version = subject(asked["function"], asked["adapter"])
+    _say(version=version)
+    report = check_attention(
+        function,
+        adapter,
+        asked["features"],
+        gradients=asked["gradients"],
+        cases=asked["cases"] * len(asked["features"]),
+        shapes=shapes,
+        on_row=lambda row: _say(row=dataclasses.asdict(row)),
+    )
+    _say(meanings=report.meanings)
+    return 0
+
+
+def _say(**message) -> None:
+    print(json.dumps(message), file=_OUT, flush=True)
+
+
+if __name__ == "__main__":
+    # Functions may print: the answers have a stream of their own, and what is printed goes to standard error.
+    _OUT = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    sys.path.insert(0, os.getcwd())
+    try:
+        sys.exit(main(json.loads(sys.argv[1])))
+    except UserError as user_error:
+        _say(error=str(user_error))
+        sys.exit(2)

@@ -1,0 +1,101 @@
+"""The command that holds a function to the specification."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attnlab import conform
+
+MODULE = """
+import os, attnlab
+from attnlab.testing import as_attnlab
+
+def right(**call):
+    print("a function may print")
+    return attnlab.attention(**call)
+
+def ignores(q, k, v, mask=None, bias=None):
+    return attnlab.attention(q, k, v)
+
+def crashes(q, k, v, mask=None):
+    if mask is not None:
+        os.abort()
+    return attnlab.attention(q, k, v)
+
+def adapt(call):
+    return as_attnlab(call.replace(mask=None))
+
+number = 3
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*words):
+    return conform.main(["attnlab conform", *words])
+
+
+def test_right_function_ends_with_0_and_writes_json_and_page(here, capsys):
+    assert run("mine:right", "--features=causal,masked rows", "--cases=2", "--out=found") == 0
+    found = json.loads((here / "found" / "conformance.json").read_text())
+    assert [(row["feature"], row["outcome"]) for row in found["rows"]] == [
+        ("causal", "right"),
+        ("masked rows", "right"),
+    ]
+    assert found["meanings"]["a fully masked row returns"] == "0"
+    page = (here / "found" / "conformance.html").read_text()
+    assert "mine:right" in page and "masked rows" in page and "<script>" in page
+    assert "causal       right" in capsys.readouterr().out
+    assert run("mine:right", "--features=causal", "--cases=1", "--out=found") == 0  # its own files
+
+
+def test_ignored_mask_ends_with_1_and_shows_the_call(here, capsys):
+    assert run("mine:ignores", "--features=window,bias", "--cases=2", "--nogradients", "--out=found") == 1
+    out = capsys.readouterr().out
+    assert "ignored" in out and "call = AttentionCall(" in out and "masks.SlidingWindow(left=" in out
+    assert json.loads((here / "found" / "conformance.json").read_text())["rows"][1]["outcome"] == "ignored"
+
+
+def test_function_that_ends_its_process_is_reported_and_checked_on(here, capsys):
+    assert run("mine:crashes", "--features=plain,causal,window,bias", "--cases=4") == 1
+    lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[:4]]
+    assert lines == [["plain", "right"], ["causal", "wrong"], ["window", "wrong"], ["bias", "refused"]]
+
+
+def test_adapter_of_a_user_is_called(here):
+    assert run("attnlab:attention", "--adapter=mine:adapt", "--features=causal", "--cases=1") == 1
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["mine:absent"], "mine has no absent: expected the function as module:name"),
+        (["nowhere:f"], "nowhere cannot be imported"),
+        (["mine:number"], "mine:number is a int: expected the function, which is called"),
+        (["mine"], "mine: expected the function as module:name"),
+        ([], "0 functions are named: expected one"),
+        (["mine:right", "--features=flash"], "--features: 'flash' is unknown: use some of plain"),
+        (["mine:right", "--adapter=mine:absent"], "expected the adapter as module:name"),
+        (["mine:right", "--out=mine.py"], "--out=mine.py is a file: name a folder"),
+        (["mine:right", "--out=."], "--out=. holds mine.py: name a new folder"),
+        (["mine:right", "--cases=0"], "cases"),
+    ],
+)
+def test_mistakes_of_a_user_are_one_line(here, words, message, capsys):
+    assert run(*words) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error and len(error.splitlines()) == 1
+
+
+def test_command_is_a_part_of_attnlab(here):
+    command = [sys.executable, "-m", "attnlab", "conform", "--help"]
+    assert "conformance.json" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert not Path("conformance.json").exists()

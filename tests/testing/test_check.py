@@ -1,0 +1,120 @@
+"""Implementations of attention, right and with a fault, held to the specification."""
+
+import numpy as np
+import pytest
+
+import attnlab
+from attnlab import testing
+from attnlab.testing import check_attention
+from attnlab.testing.peers import PEERS
+from tests.testing import faults
+
+SMALL = testing.SHAPES[:1]
+TRANSFORMS = ["without jit", "vmap", "remat"]
+
+
+@pytest.mark.parametrize("fault, feature", faults.FAULTS.items())
+def test_planted_fault_is_found(fault, feature):
+    row = check_attention(faults.with_fault(fault), features=[feature], cases=2, shapes=SMALL)[feature]
+    is_left_out = fault.endswith(("ignored", "dropped")) or fault == "no scale"
+    assert row.outcome == ("ignored" if is_left_out else "wrong") and row.worst > 1 and row.why
+    assert "call" in row.code
+
+
+@pytest.mark.parametrize("fault", ["window one key too wide", "queries counted from 0"])
+def test_fault_is_named_and_its_code_shows_it(fault):
+    function = faults.with_fault(fault)
+    row = check_attention(function, features=[faults.FAULTS[fault]], cases=3, shapes=SMALL)
+    (row,) = row.rows
+    named = {"window one key too wide": "a window of one key more", "queries counted from 0": "queries counted from 0"}
+    assert row.why == f"it computes {named[fault]}"
+    values = {}
+    exec(row.code, values)
+    call = values["call"]
+    out, _ = function(**testing.as_attnlab(call))
+    assert abs(np.asarray(out) - testing.answer(call).out).max() > 1e-2
+    assert call.q.size < 100
+
+
+def test_right_implementation_is_right_in_all_features():
+    report = check_attention(faults.with_fault(""), cases=1, shapes=SMALL)
+    outcomes = {row.feature: row.outcome for row in report.rows}
+    assert outcomes.pop("sharded") in ("right", "refused")
+    assert set(outcomes.values()) == {"right"} and report.ok
+    assert report.meanings == {"a fully masked row returns": "0", "causal with fewer queries than keys": TOP_LEFT}
+
+
+TOP_LEFT = "the first query sees the first key"
+
+
+@pytest.mark.parametrize("impl", ["dense", "blockwise"])
+def test_attnlab_is_right_where_it_can_fail_most(impl):
+    features = ["window", "segments", "sinks", "NaN behind the mask", "masked rows", "bfloat16", "shifted rows"]
+    report = check_attention(
+        lambda **call: attnlab.attention(impl=impl, return_lse=True, **call), features=features, cases=7
+    )
+    assert [row.outcome for row in report.rows] == ["right"] * 7, str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["dense", "blockwise", "auto"])
+def test_attnlab_is_right_in_all_features(impl):
+    report = check_attention(lambda **call: attnlab.attention(impl=impl, return_lse=True, **call))
+    assert {row.outcome for row in report.rows} <= {"right", "refused"}, str(report)
+    assert [row.feature for row in report.rows if row.outcome == "refused"] == []
+
+
+def test_function_without_an_argument_refuses_and_its_message_is_told():
+    report = check_attention(
+        lambda q, k, v: attnlab.attention(q, k, v), features=["plain", "causal"], cases=2, shapes=SMALL
+    )
+    assert (report["plain"].outcome, report["causal"].outcome) == ("right", "refused")
+    assert "mask" in report["causal"].why and report.ok
+
+
+def test_adapter_that_cannot_express_a_call_refuses():
+    def adapter(call):
+        if call.sinks is not None:
+            raise testing.Unsupported("it has no sinks")
+        return testing.as_attnlab(call)
+
+    row = check_attention(attnlab.attention, adapter, ["sinks"], cases=1, shapes=SMALL)["sinks"]
+    assert (row.outcome, row.why, row.cases) == ("refused", "it has no sinks", 0)
+
+
+def test_memory_that_grows_with_a_feature_alone_is_slow():
+    def attention(q, k, v, mask=None):
+        return attnlab.attention(q, k, v, mask, impl="blockwise" if mask is None else "dense")
+
+    report = check_attention(attention, features=["plain", "causal"], cases=2, shapes=SMALL, gradients=False)
+    assert [row.outcome for row in report.rows] == ["right", "slow"]
+
+
+def test_gradients_that_do_not_exist_are_told_and_the_rest_is_compared():
+    import jax
+
+    def attention(q, k, v):
+        shape = jax.ShapeDtypeStruct(q.shape, q.dtype)
+        return jax.pure_callback(lambda *x: np.asarray(attnlab.attention(*x)), shape, q, k, v)
+
+    row = check_attention(attention, features=["plain"], cases=1, shapes=SMALL)["plain"]
+    assert (row.outcome, row.gradients) == ("right", False)
+
+
+@pytest.mark.parametrize("name", [name for name in PEERS if name.startswith(("jax", "flax"))])
+def test_peers_are_called_by_their_own_arguments(name):
+    peer = PEERS[name]
+    report = check_attention(peer.load(), peer.adapter, ["causal", "window", "bias", "sinks"], cases=4, shapes=SMALL)
+    assert [row.outcome for row in report.rows] == ["right", "right", "right", "refused"], str(report)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"cases": 0}, "cases = 0: expected 1 or more"),
+        ({"features": ["flash"]}, "feature 'flash' is unknown: use one of"),
+    ],
+)
+def test_options_that_make_no_check_are_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        check_attention(attnlab.attention, **options)
