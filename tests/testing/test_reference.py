@@ -14,9 +14,12 @@ from attnlab.score_mods import ScoreFn
 NOT_RANDOM = [name for name in testing.FEATURES if name != "dropout"]
 
 
+# The checker of annotations that runs with the tests draws from `random`.
+@pytest.mark.filterwarnings("ignore:Do not use the `random` module")
 @settings(max_examples=60, deadline=None)
 @given(call=testing.calls(NOT_RANDOM, shapes=testing.SHAPES[:1], dtypes=[np.float64]))
 def test_dense_is_the_formula(call):
+    call = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, call)
     d_out = np.random.default_rng(0).normal(size=(*call.q.shape[:-1], call.v.shape[-1]))
     expected = testing.answer(call, d_out)
     floating = {
