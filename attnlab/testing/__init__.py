@@ -9,17 +9,26 @@ compares a function with the formula in NumPy float64, feature by feature, and s
 from attnlab.ops.call import AttentionCall
 from attnlab.testing.cases import FEATURES, SHAPES, Case, Feature, Shape, calls, draw
 from attnlab.testing.check import PROFILES, Report, Row, Unsupported, as_attnlab, check_attention
+from attnlab.testing.recurrence import (
+    RECURRENCE_FEATURES,
+    RecurrenceFeature,
+    check_recurrence,
+    recurrence_answer,
+    recurrence_call,
+)
 from attnlab.testing.reference import Answer
 from attnlab.testing.reference import attention as answer
 
 __all__ = [
     "FEATURES",
     "PROFILES",
+    "RECURRENCE_FEATURES",
     "SHAPES",
     "Answer",
     "AttentionCall",
     "Case",
     "Feature",
+    "RecurrenceFeature",
     "Report",
     "Row",
     "Shape",
@@ -28,5 +37,8 @@ __all__ = [
     "as_attnlab",
     "calls",
     "check_attention",
+    "check_recurrence",
     "draw",
+    "recurrence_answer",
+    "recurrence_call",
 ]

@@ -1,0 +1,295 @@
+"""A function of the linear recurrence, held to a loop over tokens in NumPy float64, feature by feature.
+
+    S′_t = diag(e^g_t) S_{t−1}      S_t = S′_t − e_t (r_tᵀ S′_t) + w_t v_tᵀ      o_t = scale · q_tᵀ S_t
+
+with e = r = 0 and w = k; with `beta` β, e = w = βk and r = k (Yang et al. 2024, "Gated Delta Networks"); or e and r
+as given by `erase`.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from attnlab.testing.check import Report, Row, Unsupported
+
+FLOATING = ("q", "k", "v", "g", "beta", "state")
+_REFUSALS = (TypeError, ValueError, NotImplementedError, AssertionError)
+
+
+class RecurrenceShape(NamedTuple):
+    """The sizes of a call; the length is a multiple of no chunk."""
+
+    batch: int = 2
+    length: int = 75
+    heads: int = 2
+    features: int = 8
+    values: int = 5
+
+
+@dataclass(frozen=True)
+class RecurrenceFeature:
+    """A feature of the recurrence: `fields(rng, shape)` are the arguments that a call with it has besides q, k and v.
+
+    Attributes:
+      name: e.g. "beta".
+      fields: as above.
+      left_out: names of arguments whose absence is what an implementation without the feature computes.
+      dtype: of q, k and v.
+    """
+
+    name: str
+    fields: Callable[[np.random.Generator, RecurrenceShape], dict] = lambda rng, shape: {}
+    left_out: tuple[str, ...] = ()
+    dtype: type = np.float32
+
+
+def recurrence_answer(call: dict, d_out=None, dtype=np.float64) -> dict[str, np.ndarray]:
+    """out `[B, T, H, V]`, the last state `[B, H, K, V]`, and with `d_out` the gradients of Σ out·d_out by argument.
+
+    Args:
+      call: arguments of `attnlab.linear_recurrence`, NumPy arrays, with as many heads of q, k and v.
+      d_out: `[B, T, H, V]`.
+      dtype: the type that all is computed in.
+    """
+    arrays = {name: np.asarray(x, dtype) for name, x in call.items() if name in FLOATING and x is not None}
+    q, k, v = arrays["q"], arrays["k"], arrays["v"]
+    batch, length, heads, features = q.shape
+    scale = dtype(features**-0.5 if call.get("scale") is None else call["scale"])
+    g, beta, pair = arrays.get("g"), arrays.get("beta"), call.get("erase")
+    decay = np.ones((batch, length, heads, 1), dtype) if g is None else np.exp(g if g.ndim == 4 else g[..., None])
+    w = k if beta is None else beta[..., None] * k
+    e, r = (w, k) if beta is not None else (np.asarray(x, dtype) for x in pair) if pair else (0 * k, 0 * k)
+    ids = call.get("segment_ids")
+    starts = np.zeros((batch, length), bool) if ids is None else np.diff(ids, axis=1, prepend=ids[:, :1]) != 0
+    lengths = call.get("lengths")
+    inside = np.ones((batch, length), bool) if lengths is None else np.arange(length) < np.asarray(lengths)[:, None]
+    q, k, v, w, e, r = (np.where(inside[..., None, None], x, 0) for x in (q, k, v, w, e, r))
+    decay = np.where(inside[..., None, None], decay, 1)
+    S = arrays.get("state", np.zeros((batch, heads, features, v.shape[-1]), dtype))
+    out, before = np.zeros_like(v), []
+    for t in range(length):
+        S = np.where(starts[:, t, None, None, None], 0, S)
+        before.append(S)
+        decayed = decay[:, t, ..., None] * S
+        erased = np.einsum("bhk,bhkv->bhv", r[:, t], decayed)
+        S = decayed - e[:, t, ..., None] * erased[..., None, :] + w[:, t, ..., None] * v[:, t, :, None]
+        out[:, t] = scale * np.einsum("bhk,bhkv->bhv", q[:, t], S)
+    found = {"out": out, "state": S}
+    if d_out is None:
+        return found
+
+    d_out = np.where(inside[..., None, None], np.asarray(d_out, dtype), 0)
+    d = {name: np.zeros_like(x) for name, x in {"q": q, "v": v, "w": w, "e": e, "r": r, "decay": k}.items()}
+    dS = np.zeros_like(S)
+    for t in reversed(range(length)):
+        decayed = decay[:, t, ..., None] * before[t]
+        erased = np.einsum("bhk,bhkv->bhv", r[:, t], decayed)
+        after = decayed - e[:, t, ..., None] * erased[..., None, :] + w[:, t, ..., None] * v[:, t, :, None]
+        d["q"][:, t] = scale * np.einsum("bhkv,bhv->bhk", after, d_out[:, t])
+        dS = dS + scale * q[:, t, ..., None] * d_out[:, t, :, None]
+        d["w"][:, t] = np.einsum("bhkv,bhv->bhk", dS, v[:, t])
+        d["v"][:, t] = np.einsum("bhkv,bhk->bhv", dS, w[:, t])
+        d["e"][:, t] = -np.einsum("bhkv,bhv->bhk", dS, erased)
+        of_erased = -np.einsum("bhkv,bhk->bhv", dS, e[:, t])
+        d["r"][:, t] = np.einsum("bhkv,bhv->bhk", decayed, of_erased)
+        dS = dS + r[:, t, ..., None] * of_erased[..., None, :]
+        d["decay"][:, t] = (dS * decayed).sum(axis=-1)  # of g, whose exponential is the decay
+        dS = np.where(starts[:, t, None, None, None], 0, decay[:, t, ..., None] * dS)
+    gradients = {"q": d["q"], "k": d["w"], "v": d["v"], "state": dS}
+    if beta is not None:
+        both = d["e"] + d["w"]
+        gradients |= {"k": beta[..., None] * both + d["r"], "beta": (k * both).sum(axis=-1)}
+    if g is not None:
+        gradients["g"] = d["decay"] if g.ndim == 4 else d["decay"].sum(axis=-1)
+    return found | {f"the gradient of {name}": x for name, x in gradients.items() if name in arrays}
+
+
+def check_recurrence(
+    function: Callable,
+    adapter: Callable[[dict], dict] | None = None,
+    features: str | Iterable[str] = "all",
+    gradients: bool = True,
+    cases: int = 40,
+    on_row: Callable[[Row], None] = lambda row: None,
+) -> Report:
+    """Compare a function of the linear recurrence with a loop over tokens, feature by feature.
+
+    Each result may err by four times the error of the loop in float32, plus 4ε(√(K + 3·64) + |G|) of its largest
+    element, |G| being the sum of the logs of decays over 64 tokens: what forms by chunks of up to 64 tokens round. In
+    bfloat16, of which results alone are, another four roundings.
+
+    Args:
+      function: returns the output `[B, T, H, V]`, or (output, last state `[B, H, K, V]`).
+      adapter: returns the function's keyword arguments for those of `attnlab.linear_recurrence`, or raises
+        `Unsupported`; None for a function that takes these.
+      features: names in `RECURRENCE_FEATURES`, or "all".
+      gradients: whether gradients are compared.
+      cases: number of calls over all features, at least one for each.
+      on_row: called with each feature's row when it is known.
+
+    Returns:
+      a `Report`.
+
+    Raises:
+      ValueError: an unknown feature, or fewer than one case.
+
+    >>> report = check_recurrence(linear_recurrence, features=["beta"], cases=1)
+    >>> report["beta"].outcome
+    'right'
+    """
+    if cases < 1:
+        raise ValueError(f"cases = {cases}: expected 1 or more")
+    names = list(RECURRENCE_FEATURES) if features == "all" else [features] if isinstance(features, str) else features
+    for name in names:
+        if name not in RECURRENCE_FEATURES:
+            raise ValueError(f"feature {name!r} is unknown: use one of {', '.join(RECURRENCE_FEATURES)}")
+    run = jax.jit(functools.partial(_results, function, adapter or dict), static_argnums=0)
+    rows = []
+    for name in names:
+        rows.append(_row(run, RECURRENCE_FEATURES[name], gradients, max(1, round(cases / len(names)))))
+        on_row(rows[-1])
+    return Report(tuple(rows))
+
+
+def _results(function, adapter, gradients, call, d_out):
+    floating = {name: call[name] for name in FLOATING if name in call}
+
+    def outputs(floating):
+        found = function(**adapter(call | floating))
+        return found if isinstance(found, tuple) else (found, None)
+
+    (out, state), pull_back = jax.vjp(outputs, floating) if gradients else (outputs(floating), None)
+    found = {"out": out} if state is None else {"out": out, "state": state}
+    if gradients:
+        zeros = None if state is None else jax.numpy.zeros_like(state)
+        (of_arrays,) = pull_back((d_out.astype(out.dtype), zeros))
+        found |= {f"the gradient of {name}": x for name, x in of_arrays.items()}
+    return found
+
+
+def _row(run, feature: RecurrenceFeature, gradients: bool, cases: int) -> Row:
+    worst = 0.0
+    for seed in range(cases):
+        call, d_out = _drawn(feature, seed)
+        try:
+            found = run(gradients, call, d_out)
+        except Unsupported as error:
+            return Row(feature.name, "refused", str(error))
+        except Exception as error:  # whatever a stranger's function raises
+            outcome = "refused" if isinstance(error, _REFUSALS) else "wrong"
+            said = (str(error).strip().splitlines() or [""])[0][:160]
+            return Row(feature.name, outcome, f"{type(error).__name__}: {said}", math.inf * (outcome == "wrong") or 0.0)
+        found = {name: np.asarray(x).astype(np.float64) for name, x in found.items()}
+        exact, naive = (recurrence_answer(call, d_out, dtype) for dtype in (np.float64, np.float32))
+        errors = {name: _error(feature, call, x, exact[name], naive[name]) for name, x in found.items()}
+        name = max(errors, key=errors.get)
+        worst = max(worst, errors[name])
+        if errors[name] > 1:
+            without = recurrence_answer({key: x for key, x in call.items() if key not in feature.left_out}, d_out)
+            ignored = feature.left_out and _error(feature, call, found["out"], without["out"], without["out"]) <= 1
+            outcome = "ignored" if ignored else "wrong"
+            why = f"{name} has an error of {errors[name]:.1f} times its bound"
+            why = "it computes a call without it" if ignored else why
+            return Row(feature.name, outcome, why, worst, seed + 1, gradients, _code(feature, seed))
+    return Row(feature.name, "right", "", worst, cases, gradients)
+
+
+def _drawn(feature: RecurrenceFeature, seed: int) -> tuple[dict, np.ndarray]:
+    shape = RecurrenceShape()
+    rng = np.random.default_rng(seed)
+    batch, length, heads, features, values = shape
+    q, k = rng.normal(size=(2, batch, length, heads, features))
+    k = k / np.linalg.norm(k, axis=-1, keepdims=True)
+    v, d_out = rng.normal(size=(2, batch, length, heads, values))
+    call = {"q": q, "k": k, "v": v} | feature.fields(rng, shape)
+    kept = ("segment_ids", "lengths")
+    call = {name: x if name in kept else jax.tree.map(lambda x: x.astype(np.float32), x) for name, x in call.items()}
+    return call | {name: call[name].astype(feature.dtype) for name in ("q", "k", "v")}, d_out.astype(np.float32)
+
+
+def recurrence_call(feature: str, seed: int) -> dict:
+    """The arguments of the call of a feature and a seed, as `check_recurrence` draws it.
+
+    >>> sorted(recurrence_call("beta", 0))
+    ['beta', 'k', 'q', 'v']
+    """
+    return _drawn(RECURRENCE_FEATURES[feature], seed)[0]
+
+
+def _code(feature: RecurrenceFeature, seed: int) -> str:
+    return f"from attnlab import testing\n\ncall = testing.recurrence_call({feature.name!r}, {seed})\n"
+
+
+def _error(feature, call, found, exact, naive) -> float:
+    """The largest error in units of its bound; infinite where a number is not finite."""
+    if found.shape != exact.shape or not np.isfinite(found).all():
+        return math.inf
+    decays = np.zeros(1) if call.get("g") is None else np.asarray(call["g"], np.float64)
+    of_chunk = min(float(abs(decays).max()) * 64, 1e3)
+    is_half = feature.dtype != np.float32
+    floor = 4 * float(np.finfo(np.float32).eps) * (math.sqrt(call["q"].shape[-1] + 3 * 64) + of_chunk)
+    floor = (floor + 4 * float(ml_dtypes.finfo(feature.dtype).eps) * is_half) * float(abs(exact).max())
+    return float(abs(found - exact).max() / (4 * float(abs(naive - exact).max()) + floor + 1e-30))
+
+
+def _decay(sizes: str, strongest: float):
+    def fields(rng, shape):
+        by_head = (shape.batch, shape.length, shape.heads)
+        size = by_head if sizes == "head" else (*by_head, shape.features)
+        return {"g": -np.exp(rng.uniform(np.log(1e-3), np.log(strongest), size))}
+
+    return fields
+
+
+def _beta(rng, shape):
+    return {"beta": rng.uniform(0, 1, (shape.batch, shape.length, shape.heads))}
+
+
+def _erase(rng, shape):
+    e, r = rng.normal(size=(2, shape.batch, shape.length, shape.heads, shape.features))
+    e, r = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (e, r))
+    return {"erase": (0.8 * e, r)}
+
+
+def _state(rng, shape):
+    return {"state": rng.normal(size=(shape.batch, shape.heads, shape.features, shape.values))}
+
+
+def _segments(rng, shape):
+    return {"segment_ids": np.cumsum(rng.random((shape.batch, shape.length)) < 0.1, axis=1).astype(np.int32)}
+
+
+def _lengths(rng, shape):
+    return {"lengths": rng.integers(1, shape.length, shape.batch).astype(np.int32)}
+
+
+def _both(*parts):
+    return lambda rng, shape: {name: x for part in parts for name, x in part(rng, shape).items()}
+
+
+_GATED_DELTA = _both(_decay("head", 1.0), _beta)
+RECURRENCE_FEATURES = {
+    feature.name: feature
+    for feature in (
+        RecurrenceFeature("plain"),
+        RecurrenceFeature("decay", _decay("head", 1.0), ("g",)),
+        RecurrenceFeature("decay by feature", _decay("feature", 1.0), ("g",)),
+        RecurrenceFeature("strong decay", _decay("head", 90.0), ("g",)),
+        RecurrenceFeature("strong decay by feature", _decay("feature", 90.0), ("g",)),
+        RecurrenceFeature("beta", _beta, ("beta",)),
+        RecurrenceFeature("beta and decay", _GATED_DELTA, ("g",)),
+        RecurrenceFeature("beta and decay by feature", _both(_decay("feature", 1.0), _beta), ("g",)),
+        RecurrenceFeature("erase", _erase, ("erase",)),
+        RecurrenceFeature("scale", lambda rng, shape: {"scale": np.float32(0.7)}, ("scale",)),
+        RecurrenceFeature("state", _both(_GATED_DELTA, _state), ("state",)),
+        RecurrenceFeature("segments", _both(_GATED_DELTA, _segments), ("segment_ids",)),
+        RecurrenceFeature("lengths", _both(_GATED_DELTA, _lengths), ("lengths",)),
+        RecurrenceFeature("bfloat16", _GATED_DELTA, dtype=ml_dtypes.bfloat16),
+    )
+}
