@@ -1,5 +1,5 @@
 # make train | test | test-slow | test-versions | test-hardware | campaigns | mutants | peers | lint | format | bench |
-#      docs | lessons | figures | planned | constraints; CONTRIBUTING.md says what each does, and how long it takes
+#      docs | lessons | figures | planned | conformance | constraints; CONTRIBUTING.md says what each does, and for how long
 # Processes that tests start would otherwise compile the package each.
 unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
@@ -11,9 +11,9 @@ INSTALL = $(if $(shell command -v uv),uv pip install --quiet --python $(BIN)/pyt
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 # The tests compile without optimizations, unless told so.
 OPTIMIZED = XLA_FLAGS="--xla_backend_optimization_level=3 $$XLA_FLAGS"
-# The frameworks that weights come from and go to, TransformerLens, and fla, of which the plain PyTorch files are read;
-# without them those tests skip.
-PEERS = torch==2.13.0 transformers==5.23.0 transformer-lens==4.3.0 fla-core==0.6.0
+# The frameworks that weights come from and go to, TransformerLens, fla, of which the plain PyTorch files are read, and
+# ONNX' vectors; without them those tests skip.
+PEERS = torch==2.13.0 transformers==5.23.0 transformer-lens==4.3.0 fla-core==0.6.0 onnx==1.23.2
 # The tests of whatever can differ between versions of JAX, Flax, Optax and Orbax; the kernels are compiled with the
 # newest of them by test-hardware.
 VERSIONED = tests/ops --ignore=tests/ops/test_pallas.py --ignore=tests/ops/test_splitting.py tests/training \
@@ -22,7 +22,7 @@ VERSIONED = tests/ops --ignore=tests/ops/test_pallas.py --ignore=tests/ops/test_
 	tests/see/test_edits.py
 
 .PHONY: train test test-slow test-versions test-hardware campaigns mutants peers lint format bench docs lessons \
-	figures planned constraints clean
+	figures planned conformance constraints clean
 
 train: $(VENV)/installed
 	$(BIN)/python -m attnlab.train --config=configs/quickstart.py
@@ -83,6 +83,12 @@ figures: $(VENV)/installed-docs
 # make planned PYTHON=python3.12 VENV=.venv-hardware
 planned: $(VENV)/installed-hardware
 	$(BIN)/python docs/planned.py
+
+# The tables of docs/guide/conformance.md, ten minutes: attention of other libraries, held to the specification. tokamax
+# and TransformerLens exclude each other: make conformance VENV=.venv-conformance
+conformance: $(VENV)/installed-test
+	$(PIP) torch==2.13.0 tokamax==0.0.12
+	$(BIN)/python docs/conformance.py
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

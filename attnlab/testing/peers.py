@@ -100,7 +100,8 @@ def _nnx(call: AttentionCall) -> dict:
 
 
 def _tokamax(call: AttentionCall) -> dict:
-    kwargs = _jax_nn(call.replace(score_mods=())) | {"return_residual": False}
+    kwargs = _jax_nn(call.replace(score_mods=()))
+    del kwargs["return_residual"]
     caps = [mod.cap for mod in call.score_mods if hasattr(mod, "cap")]
     if len(caps) != len(call.score_mods):
         raise Unsupported("of score mods it has the soft cap alone")
