@@ -233,6 +233,11 @@ def _notes(protocol: Protocol, rows, jobs: int) -> list[str]:
         notes.append("Not comparable: no width makes its size equal to the first variant's within 5 %.")
     if protocol.measure == "accuracy" and rows[0].get("accuracy_2x") is not None:
         notes.append("Accuracies at 2× and more are of answers in the second half of sequences so much longer.")
+    if any(row["conforms"] is not None for row in rows):
+        notes.append(
+            "Conforms: the largest error of a variant's operators against the specification, in units of its bound."
+        )
+    notes += [f"{row['variant']}: its operators do not conform." for row in rows if row["conforms"] is False]
     if jobs > 1:
         notes.append(f"Loss at equal time and tokens/s were measured with --jobs={jobs}: they compare with 1 alone.")
     return notes

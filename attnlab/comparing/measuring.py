@@ -17,6 +17,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from attnlab import commands, compilation, loading
+from attnlab.comparing import certificate
 from attnlab.comparing.variants import state_bytes
 from attnlab.data.batches import Batch
 from attnlab.data.tasks import named
@@ -65,6 +66,7 @@ def measured(workdirs: list[Path]) -> dict:
         + memory.argument_size_in_bytes
         + memory.output_size_in_bytes
         - memory.alias_size_in_bytes,
+        "certificate": certificate.of_model(model),
     }
     for times in LONGER if extends(model) else LONGER[:1]:
         for name, value in _decoding(model, run.params, times * context).items():

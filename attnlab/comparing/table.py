@@ -46,6 +46,7 @@ SHOWN = {
     "decode_tokens_per_second_8x": "at 8×",
     "decode_state_bytes_1x": "state bytes",
     "peak_memory_bytes": "peak bytes",
+    "conforms": "conforms",
     "comparable": "comparable",
 }
 INTERVALS = ("loss", "accuracy", "difference_loss", "difference_accuracy", "loss_at_equal_time")
@@ -83,6 +84,7 @@ def rows(
             "learning_rate": rates[variant.name][0],
             "learning_rate_at_edge": rates[variant.name][1],
             "comparable": variant.comparable,
+            **_conforms(measured.get(variant.name, {}).get("certificate")),
             **_at_equal_time(curves[n], seconds),
             **_measured(measured.get(variant.name, {}), protocol.measure),
             "train_tokens_per_second": _median([protocols.speed(workdir) for workdir in workdirs[n]]),
@@ -114,6 +116,12 @@ def _at_equal_time(curves: Sequence[np.ndarray], seconds: float) -> dict:
     losses = [loss for curve in curves if not math.isnan(loss := protocols.loss_at(curve, seconds))]
     mean, half = statistics.interval(losses)
     return {"loss_at_equal_time": _number(mean), "loss_at_equal_time_interval": _number(half)}
+
+
+def _conforms(certificate: Mapping | None) -> dict:
+    """Whether a variant's operators conform, and their largest error; None without a specification."""
+    certificate = certificate or {}
+    return {"conforms": certificate.get("conforms"), "conforms_worst": certificate.get("worst")}
 
 
 def _measured(found: Mapping, measure: str) -> dict:
@@ -212,6 +220,8 @@ def _cell(name: str, row: Mapping) -> str:
         return f"{value}" if value < statistics.MOST_SEEDS else f"≥ {value:,}"
     if name == "comparable":
         return "yes" if value else "no"
+    if name == "conforms":
+        return f"{row['conforms_worst']:.2f}" if value else "no"
     return value if isinstance(value, str) else f"{value:,.0f}" if value < 1e6 else f"{value:.3g}"
 
 

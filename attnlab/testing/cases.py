@@ -189,6 +189,12 @@ def _alibi(rng, shape):
     return {"score_mods": (score_mods.ALiBi((2.0 ** -np.arange(1, shape.heads + 1)).astype(np.float32)),)}
 
 
+def _forget(rng, shape):
+    gates = -abs(eighths(rng, shape.batch, shape.q_length, shape.heads))
+    sums = score_mods.Forget(np.cumsum(gates, axis=1, dtype=np.float32))
+    return {"score_mods": (sums,), "mask": masks.Causal()}
+
+
 def _cap(rng, shape):
     return {"score_mods": (score_mods.SoftCap(1.5),)}
 
@@ -296,6 +302,7 @@ FEATURES = {
         Feature("bias", _bias, instead=_without(bias=None)),
         Feature("shared bias", _shared_bias, instead=_without(bias=None)),
         Feature("ALiBi", _alibi, instead=_NO_MODS),
+        Feature("forget gate", _forget, instead=_NO_MODS),
         Feature("soft cap", _cap, instead=_NO_MODS),
         Feature("causal soft cap", _capped_and_masked, instead=_NO_MODS),
         Feature("sinks", _sinks, instead=_without(sinks=None)),

@@ -31,6 +31,7 @@ SMALL = tuple(
 
 # Choices in which libraries rightly differ, and what some of them do.
 MASKED_ROW, DIAGONAL = "a fully masked row returns", "causal with fewer queries than keys"
+LSE_TYPE = "the lse of bfloat16 is in"
 _TOP_LEFT, _BOTTOM_RIGHT = "the first query sees the first key", "the last query sees all keys"
 PROFILES = {
     "attnlab": {MASKED_ROW: "0", DIAGONAL: "refused"},
@@ -109,7 +110,8 @@ class Report:
     @property
     def follows(self) -> list[str]:
         """The names in `PROFILES` that made all the choices that were seen."""
-        return [name for name, made in PROFILES.items() if self.meanings and self.meanings.items() <= made.items()]
+        seen = {choice: made for choice, made in self.meanings.items() if choice in (MASKED_ROW, DIAGONAL)}
+        return [name for name, made in PROFILES.items() if seen and seen.items() <= made.items()]
 
 
 def as_attnlab(call: AttentionCall) -> dict:
@@ -211,6 +213,8 @@ class _Subject:
         except _NEEDS_VALUES:
             run = functools.partial(_results, self.outputs, transform, gradients, case.call)
             found = jax.jit(run)(floating, case.d_out, case.d_lse)
+        if found[1] is not None and case.feature.dtype != np.float32:
+            self.meanings[LSE_TYPE] = found[1].dtype.name
         out, lse, derivatives = jax.tree.map(lambda x: np.asarray(x).astype(np.float64), found)
         return reference.Answer(out, lse, derivatives)
 
@@ -302,7 +306,8 @@ def _compared(subject: _Subject, case: Case, found: reference.Answer) -> _Findin
         subject.meanings[MASKED_ROW] = _of_masked_rows(case, found.out[~rows])
     errors = {"out": _worst(case, "out", found.out[rows], exact.out[rows], naive.out[rows])}
     if found.lse is not None:
-        errors["lse"] = _worst(case, "lse", found.lse[rows], exact.lse[rows], naive.lse[rows])
+        lse_case = case if subject.meanings.get(LSE_TYPE, "float32") != "float32" else _in_float32(case)
+        errors["lse"] = _worst(lse_case, "lse", found.lse[rows], exact.lse[rows], naive.lse[rows])
     for name, x in found.gradients.items():
         errors[f"the gradient of {name}"] = _worst(case, name, x, exact.gradients[name], naive.gradients[name])
     name = max(errors, key=errors.get)
@@ -353,7 +358,7 @@ def bounds(case: Case, name: str, exact: np.ndarray, naive: np.ndarray) -> np.nd
       bounds that broadcast to `exact`.
     """
     epsilon = float(np.finfo(np.float32).eps)
-    precision = epsilon if name == "lse" else float(jnp.finfo(case.feature.dtype).eps)
+    precision = float(jnp.finfo(case.feature.dtype).eps)
     errors = abs(np.asarray(naive, np.float64) - exact)
     errors = errors.max(axis=-1, keepdims=True) if name not in ("lse", "sinks") else errors
     largest = max(float(abs(exact).max()), 1.0 if name == "lse" else 0.0, 2.0**-20)
@@ -364,6 +369,10 @@ def bounds(case: Case, name: str, exact: np.ndarray, naive: np.ndarray) -> np.nd
 def _score_size(case: Case) -> float:
     q, k = (np.linalg.norm(np.nan_to_num(np.asarray(x, np.float64)), axis=-1).max() for x in (case.call.q, case.call.k))
     return float(q * k * (case.shape.features**-0.5 if case.call.scale is None else abs(case.call.scale)))
+
+
+def _in_float32(case: Case) -> Case:
+    return case._replace(feature=dataclasses.replace(case.feature, dtype=np.float32))
 
 
 def _of_masked_rows(case: Case, found: np.ndarray) -> str:

@@ -30,7 +30,7 @@ def attention(call: AttentionCall, d_out=None, d_lse=None, dtype=np.float64, pro
     """The results of a call of NumPy arrays, without dropout.
 
     Args:
-      call: masks of `attnlab.masks` but `MaskFn`; the score mods `SoftCap` and `ALiBi`.
+      call: masks of `attnlab.masks` but `MaskFn`; the score mods `SoftCap`, `ALiBi` and `Forget`.
       d_out, d_lse: weights of the outputs in the sum that gradients are of; without `d_out` there are none.
       dtype: the type that all is computed in.
       products: a narrower type that weights and results are rounded to, as implementations in bfloat16 do.
@@ -157,6 +157,9 @@ def _modified(call: AttentionCall, s: np.ndarray) -> tuple[np.ndarray, np.ndarra
             case score_mods.ALiBi(slopes):
                 i, j = _positions(call)
                 s = s - np.asarray(slopes, s.dtype)[:, None, None] * abs(i - j).astype(s.dtype)
+            case score_mods.Forget(queries, keys):
+                c = [np.swapaxes(np.asarray(x, s.dtype), -1, -2) for x in (queries, queries if keys is None else keys)]
+                s = s + c[0][..., :, None] - c[1][..., None, :]
             case _:
                 raise TypeError(f"the reference has no formula of the score mod {type(mod).__name__}")
     return s, slope

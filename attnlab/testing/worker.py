@@ -69,7 +69,7 @@ def main(asked: dict) -> int:
         shapes=shapes,
         on_row=lambda row: _say(row=dataclasses.asdict(row)),
     )
-    _say(meanings=report.meanings)
+    _say(meanings=report.meanings | ({"it chooses as": ", ".join(report.follows)} if report.follows else {}))
     return 0
 
 

@@ -1,0 +1,104 @@
+"""Whether the operators of a model conform to the specification, in the type and with the features that it uses."""
+
+import functools
+import hashlib
+import importlib.metadata
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax.numpy as jnp
+
+import attnlab
+from attnlab.nn import GPT
+from attnlab.nn.kinds import KINDS, Attention, pattern_of
+from attnlab.nn.resolved import resolved
+from attnlab.testing import check_attention, check_recurrence
+
+# The features of `attnlab.testing.RECURRENCE_FEATURES` that a kind of layer is an instance of. GRU and convolutions are
+# neither attention nor the recurrence: they have no specification here.
+RECURRENCES = {
+    "linear": ("plain", "state"),
+    "retention": ("decay", "state"),
+    "gla": ("decay by feature", "strong decay by feature", "state"),
+    "mamba2": ("decay", "strong decay", "state"),
+    "delta": ("beta", "state"),
+    "gated_delta": ("beta and decay", "state"),
+}
+CASES = 2  # of a feature
+
+
+def of_model(model: GPT) -> dict:
+    """The certificate of a model's operators, as a comparison records it.
+
+    Returns:
+      conforms: whether all are right; None where none has a specification.
+      worst: the largest error in units of its bound.
+      operators: for each kind of layer the sha256 of its source, and what was checked.
+      type, versions: what was computed with.
+
+    >>> from attnlab.nn import GPT
+    >>> found = of_model(GPT(vocab_size=8, num_layers=1, num_heads=2, width=8, context=8))
+    >>> found["conforms"], list(found["operators"])
+    (True, ['attention'])
+    """
+    operators = {kind: _operator(model, kind) for kind in dict.fromkeys(pattern_of(model))}
+    checked = [found for found in operators.values() if found["features"]]
+    return {
+        "conforms": all(found["conforms"] for found in checked) if checked else None,
+        "worst": max((found["worst"] for found in checked), default=None),
+        "operators": operators,
+        "type": jnp.dtype(model.dtype).name,
+        "versions": {name: importlib.metadata.version(name) for name in ("attnlab", "jax", "jaxlib")},
+    }
+
+
+def _operator(model: GPT, kind: str) -> dict:
+    features = features_of(model, kind)
+    rows = []
+    if features and isinstance(KINDS[kind], Attention):
+        attention = functools.partial(attnlab.attention, impl=model.impl, return_lse=True)
+        rows = check_attention(lambda **call: attention(**call), features=features, cases=CASES * len(features)).rows
+    elif features:
+        recurrence = functools.partial(attnlab.linear_recurrence, return_state=True)
+        rows = check_recurrence(recurrence, features=features, cases=CASES * len(features)).rows
+    wrong = [f"{row.feature}: {row.why}" for row in rows if row.outcome not in ("right", "slow")]
+    return {
+        "source_sha256": _source_sha256(kind),
+        "features": list(features),
+        "conforms": not wrong,
+        "worst": max((row.worst for row in rows), default=0.0),
+        "wrong": wrong,
+    }
+
+
+def features_of(model: GPT, kind: str) -> tuple[str, ...]:
+    """The features that a kind of layer of a model uses; none where it has no specification.
+
+    >>> from attnlab.nn import GPT
+    >>> features_of(GPT(vocab_size=8, num_layers=1, num_heads=2, width=8, context=8, sinks=True), "attention")
+    ('causal', 'sinks')
+    """
+    found = KINDS[kind]
+    is_half = jnp.dtype(model.dtype) == jnp.bfloat16
+    if not isinstance(found, Attention):
+        features = RECURRENCES.get(kind, ())
+        return (*features, "bfloat16") if is_half and features else features
+    uses: Mapping[str, bool] = {
+        "window" if found.is_local(model) else "causal": True,
+        "causal grouped heads": resolved(model).kv_heads != model.num_heads,
+        "ALiBi": model.positions == "alibi",
+        "causal soft cap": model.soft_cap is not None,
+        "sinks": model.sinks,
+        "scale": model.score_scale is not None,
+        "forget gate": found.forget,
+        "causal bfloat16": is_half,
+    }
+    return tuple(name for name, used in uses.items() if used)
+
+
+def _source_sha256(kind: str) -> str:
+    """Of the file that defines a layer's module."""
+    found = KINDS[kind]
+    module = attnlab.nn.MultiHeadAttention if isinstance(found, Attention) else found.layer
+    return hashlib.sha256(Path(inspect.getfile(module)).read_bytes()).hexdigest()

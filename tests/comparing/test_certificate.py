@@ -1,0 +1,73 @@
+"""Certificates of a model's operators."""
+
+import jax.numpy as jnp
+import pytest
+
+import attnlab
+from attnlab.comparing import certificate, table
+from attnlab.nn import GPT
+from attnlab.nn.kinds import KINDS
+from attnlab.testing import FEATURES, RECURRENCE_FEATURES
+from tests.testing import faults
+
+
+def model(**fields):
+    return GPT(vocab_size=8, num_layers=2, num_heads=2, width=8, context=8, **fields)
+
+
+@pytest.mark.parametrize(
+    "fields, kind, features",
+    [
+        ({}, "attention", ("causal",)),
+        ({"window": 4, "dtype": jnp.bfloat16}, "attention", ("window", "causal bfloat16")),
+        ({"kv_heads": 1, "positions": "alibi"}, "attention", ("causal", "causal grouped heads", "ALiBi")),
+        ({"mixer": "forget"}, "forget", ("causal", "forget gate")),
+        ({"mixer": "gated_delta"}, "gated_delta", ("beta and decay", "state")),
+        ({"mixer": "conv"}, "conv", ()),
+    ],
+)
+def test_features_are_those_that_a_model_uses(fields, kind, features):
+    assert certificate.features_of(model(**fields), kind) == features
+
+
+def test_features_of_all_kinds_exist():
+    for kind in KINDS:
+        known = FEATURES if kind in ("attention", "local", "global", "forget") else RECURRENCE_FEATURES
+        assert set(certificate.features_of(model(window=4, sinks=True, soft_cap=3.0, score_scale=0.5), kind)) <= set(
+            known
+        )
+
+
+def test_hybrid_has_a_certificate_for_each_kind_of_layer():
+    found = certificate.of_model(model(pattern="linear attention"))
+    assert found["conforms"] and 0 < found["worst"] < 1 and found["type"] == "float32"
+    assert list(found["operators"]) == ["linear", "attention"]
+    assert len({operator["source_sha256"] for operator in found["operators"].values()}) == 2
+
+
+def test_operator_with_a_fault_is_marked(monkeypatch):
+    def faulty(impl, return_lse, **call):
+        return faults.attention(**call, fault="window one key too wide")
+
+    monkeypatch.setattr(attnlab, "attention", faulty)
+    found = certificate.of_model(model(window=4))
+    assert found["conforms"] is False and found["worst"] > 1
+    assert found["operators"]["attention"]["wrong"][0].startswith("window: ")
+
+
+def test_model_without_a_specification_has_no_verdict():
+    found = certificate.of_model(model(mixer="gru"))
+    assert (found["conforms"], found["worst"]) == (None, None)
+
+
+def test_table_shows_the_largest_error_or_no():
+    rows = [
+        {"variant": name, "conforms": ok, "conforms_worst": 0.5}
+        for name, ok in (("a", True), ("b", False), ("c", None))
+    ]
+    assert table.cells(rows, ("variant", "conforms")) == [
+        ["variant", "conforms"],
+        ["a", "0.50"],
+        ["b", "no"],
+        ["c", ""],
+    ]
