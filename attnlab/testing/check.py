@@ -111,7 +111,7 @@ class Report:
     def follows(self) -> list[str]:
         """The names in `PROFILES` that made all the choices that were seen."""
         seen = {choice: made for choice, made in self.meanings.items() if choice in (MASKED_ROW, DIAGONAL)}
-        return [name for name, made in PROFILES.items() if seen and seen.items() <= made.items()]
+        return [name for name, made in PROFILES.items() if len(seen) == 2 and seen.items() <= made.items()]
 
 
 def as_attnlab(call: AttentionCall) -> dict:
