@@ -23,7 +23,7 @@ def test_version_is_that_of_the_package(capsys):
 
 def test_unknown_command_names_the_nearest(capsys):
     assert main(["attnlab", "trian"]) == 2
-    known = "train, sweep, compare, sample, see, plan, study, bench"
+    known = "train, sweep, compare, sample, see, plan, study, conform, bench"
     error = capsys.readouterr().err
     assert error == f"error: 'trian' is not a command (did you mean train?): use one of {known}\n"
 
