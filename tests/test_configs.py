@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import pytest
 
 from attnlab import config as configs
-from attnlab import train
 from attnlab.nn import GPT
 
 REPOSITORY = Path(__file__).parents[1]
@@ -77,15 +76,6 @@ def test_config_of_a_run_from_before_mixers_is_the_default():
     assert older["model"]["positions"] == "rotary"
     assert configs.difference(older, configs.completed(configs.default())) == ""
     assert configs.from_dict(older).model.mixer == "attention"
-
-
-@pytest.mark.slow
-def test_gpt2_124m_trains_a_step(tmp_path):
-    (tmp_path / "text.txt").write_text("En un lugar de la Mancha, de cuyo nombre no quiero acordarme. " * 1000)
-    small = ["steps=1", "batch_size=1", "optimizer.accumulation=1", "eval.windows=1", "sample.length=1"]
-    options = [f"--config.{option}" for option in [*small, "parallel.mesh.data=1", f"data.path={tmp_path}/text.txt"]]
-    config = f"--config={REPOSITORY}/configs/gpt2_124m.py"
-    assert train.main(["train", config, f"--workdir={tmp_path}/run", *options]) == 0
 
 
 def test_files_of_the_current_folder_do_not_take_the_place_of_names(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ import attnlab
 from attnlab.nn import GPT
 from attnlab.nn.kinds import KINDS, Attention, pattern_of
 from attnlab.nn.resolved import resolved
-from attnlab.testing import check_attention, check_recurrence
+from attnlab.testing import SHAPES, check_attention, check_recurrence
 
 # The features of `attnlab.testing.RECURRENCE_FEATURES` that a kind of layer is an instance of. GRU and convolutions are
 # neither attention nor the recurrence: they have no specification here.
@@ -58,7 +58,8 @@ def _operator(model: GPT, kind: str) -> dict:
     rows = []
     if features and isinstance(KINDS[kind], Attention):
         attention = functools.partial(attnlab.attention, impl=model.impl, return_lse=True)
-        rows = check_attention(lambda **call: attention(**call), features=features, cases=CASES * len(features)).rows
+        options = {"features": features, "cases": CASES * len(features), "shapes": SHAPES[1:]}
+        rows = check_attention(lambda **call: attention(**call), **options).rows
     elif features:
         recurrence = functools.partial(attnlab.linear_recurrence, return_state=True)
         rows = check_recurrence(recurrence, features=features, cases=CASES * len(features)).rows
