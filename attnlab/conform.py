@@ -2,14 +2,16 @@
 
     attnlab conform jax.nn.dot_product_attention
     attnlab conform my_module:my_function --adapter=my_module:adapt --features=causal,window,sinks
+    attnlab conform my_module:my_recurrence --recurrence
 
 Each feature is right, wrong (with the smallest failing call as code), ignored (the output is that of the call without
 it), refused, or slow (memory that grows with Tq·Tk). Without --adapter the function is called by keywords, as
 `attnlab.attention` is; functions of jax.nn, Flax, tokamax and torch are known by their names. Modules in the current
-folder are found. A function that ends its process is reported, and checked on.
+folder are found. A function that ends its process is reported, and checked on; what it prints is not shown. With
+--recurrence it is called as `attnlab.linear_recurrence` is.
 
 `conformance.json` and `conformance.html` of --out hold the same. The exit code is 1 if something is wrong or ignored, 2
-for an error. `python -m attnlab.conform` is the same command.
+for an error, or if all was refused. `python -m attnlab.conform` is the same command.
 """
 
 import html
@@ -45,37 +47,44 @@ def _define(values, argv):
     )
     flags.DEFINE_string("features", "all", "names of features, with commas between them", flag_values=values)
     flags.DEFINE_integer("cases", 200, "number of calls over all features", lower_bound=1, flag_values=values)
+    flags.DEFINE_bool("recurrence", False, "it is a function of the linear recurrence", flag_values=values)
     flags.DEFINE_bool("gradients", True, "whether gradients are compared", flag_values=values)
     flags.DEFINE_string("out", None, "a folder for conformance.json and conformance.html", flag_values=values)
 
 
 def _main(values, names: list[str]) -> int:
-    from attnlab.testing import FEATURES
+    from attnlab.testing import FEATURES, RECURRENCE_FEATURES
 
     if len(names) != 1:
         raise UserError(
             f"{len(names)} functions are named: expected one, e.g. attnlab conform jax.nn.dot_product_attention"
         )
-    chosen = list(FEATURES) if values.features == "all" else [name.strip() for name in values.features.split(",")]
+    known = RECURRENCE_FEATURES if values.recurrence else FEATURES
+    chosen = list(known) if values.features == "all" else [name.strip() for name in values.features.split(",")]
+    chosen = list(dict.fromkeys(chosen))
     for name in chosen:
-        if name not in FEATURES:
-            raise UserError(f"--features: {name!r} is unknown: use some of {', '.join(FEATURES)}")
+        if name not in known:
+            other = "" if values.recurrence else "; those of a linear recurrence need --recurrence"
+            raise UserError(f"--features: {name!r} is unknown: use some of {', '.join(known)}{other}")
     folder = None if values.out is None else _checked_folder(Path(values.out))
     each = max(1, round(values.cases / len(chosen)))
     asked = {"function": names[0], "adapter": values.adapter, "gradients": values.gradients, "cases": each}
+    asked["recurrence"] = values.recurrence
     version, rows, meanings = checked(asked, chosen)
-    found = {"function": names[0], "version": version, "rows": rows, "meanings": meanings}
+    found = {**asked, "version": version, "rows": rows, "meanings": meanings}
     found["rows"] = [row | {"worst": row["worst"] if math.isfinite(row["worst"]) else None} for row in rows]
     print("\n".join(f"{choice}: {made}" for choice, made in meanings.items()))
     for row in rows:
         if row["code"]:
             print(f"\n{row['code']}")
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / "conformance.json", json.dumps(found, indent=1) + "\n")
         write_text(folder / "conformance.html", page(found))
         print(f"written: {folder / 'conformance.json'}, {folder / 'conformance.html'}")
-    return int(any(row["outcome"] in ("wrong", "ignored") for row in rows))
+    outcomes = {row["outcome"] for row in rows}
+    if outcomes == {"refused"}:
+        raise UserError(f"{names[0]} refused all features, so nothing was compared: see the reasons above")
+    return int(bool(outcomes & {"wrong", "ignored"}))
 
 
 def _checked_folder(folder: Path) -> Path:
@@ -87,6 +96,10 @@ def _checked_folder(folder: Path) -> Path:
     )
     if others:
         raise UserError(f"--out={folder} holds {min(others)}: name a new folder, or that of an earlier check")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out={folder} cannot be made ({error.strerror}): name another folder") from error
     return folder
 
 
@@ -96,7 +109,8 @@ def checked(asked: dict, features: list[str]) -> tuple[str, list[dict], dict[str
     width = max(map(len, features))
 
     def add(row):
-        left.remove(row["feature"])
+        if row["feature"] in left:
+            left.remove(row["feature"])
         rows.append(row)
         print(_line(row, width), flush=True)
 
@@ -116,9 +130,9 @@ def checked(asked: dict, features: list[str]) -> tuple[str, list[dict], dict[str
             worker.wait()
             said.seek(0)
             last = (said.read().strip().splitlines() or ["it said nothing"])[-1][:160]
-        if worker.returncode and (version is None or not left):
+        if version is None or (worker.returncode and not left):
             raise UserError(f"the check of {asked['function']} ended with {worker.returncode}: {last}")
-        if worker.returncode:
+        if left:
             why = f"it ended its process with {worker.returncode}: {last}"
             add({"feature": left[0], "outcome": "wrong", "why": why, "worst": math.inf, "cases": 0, "gradients": False})
             rows[-1]["code"] = ""

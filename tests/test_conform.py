@@ -28,6 +28,18 @@ def crashes(q, k, v, mask=None):
 def adapt(call):
     return as_attnlab(call.replace(mask=None))
 
+def returns_a_list(q, k, v):
+    return [q]
+
+def adapts_to_a_list(call):
+    return [call.q]
+
+def recurrence(q, k, v, g=None):
+    return attnlab.linear_recurrence(q, k, v, g)
+
+def leaves(q, k, v):
+    raise SystemExit
+
 number = 3
 """
 
@@ -35,6 +47,8 @@ number = 3
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(MODULE)
+    (tmp_path / "quits.py").write_text("raise SystemExit(0)")
+    (tmp_path / "wrong.py").write_text("f(")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -74,9 +88,32 @@ def test_adapter_of_a_user_is_called(here):
     assert run("attnlab:attention", "--adapter=mine:adapt", "--features=causal", "--cases=1") == 1
 
 
+def test_function_that_leaves_with_0_or_returns_a_list_is_wrong(here, capsys):
+    assert run("mine:leaves", "--features=plain", "--cases=1") == 1
+    assert run("mine.py:returns_a_list", "--features=plain", "--cases=1") == 1
+    assert "it returned a list, expected an array, the output, or (output, lse)" in capsys.readouterr().out
+
+
+def test_recurrence_is_checked_by_its_features(here, capsys):
+    assert run("mine:recurrence", "--recurrence", "--features=decay,beta", "--cases=2") == 0
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[:2]] == [
+        ["decay", "right"],
+        ["beta", "refused"],
+    ]
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
+        (["quits:f"], "ended with 0"),
+        (
+            ["mine:right", "--adapter=mine:adapts_to_a_list", "--features=plain"],
+            "the adapter returned a list, expected",
+        ),
+        (["mine:recurrence", "--features=causal"], "mine:recurrence refused all features, so nothing was compared"),
+        (["mine:right", "--features=decay"], "those of a linear recurrence need --recurrence"),
+        (["mine:right", "--out=mine.py/sub"], "--out=mine.py/sub cannot be made (Not a directory)"),
+        (["wrong:f"], "wrong cannot be imported (SyntaxError: '(' was never closed (wrong.py, line 1))"),
         (["mine:absent"], "mine has no absent: expected the function as module:name"),
         (["nowhere:f"], "nowhere cannot be imported"),
         (["mine:number"], "mine:number is a int: expected the function, which is called"),

@@ -8,7 +8,7 @@ compares a function with the formula in NumPy float64, feature by feature, and s
 
 from attnlab.ops.call import AttentionCall
 from attnlab.testing.cases import FEATURES, SHAPES, Case, Feature, Shape, calls, draw
-from attnlab.testing.check import PROFILES, Report, Row, Unsupported, as_attnlab, check_attention
+from attnlab.testing.check import PROFILES, Report, Row, check_attention
 from attnlab.testing.recurrence import (
     RECURRENCE_FEATURES,
     RecurrenceFeature,
@@ -18,6 +18,7 @@ from attnlab.testing.recurrence import (
 )
 from attnlab.testing.reference import Answer
 from attnlab.testing.reference import attention as answer
+from attnlab.testing.subject import Unsupported, as_attnlab
 
 __all__ = [
     "FEATURES",

@@ -1,8 +1,6 @@
 """A function of attention, held to the specification feature by feature."""
 
 import dataclasses
-import functools
-import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
@@ -16,11 +14,9 @@ from attnlab.testing import cases as drawn
 from attnlab.testing import reference
 from attnlab.testing.cases import Case, Feature, Shape
 from attnlab.testing.code import code_of
+from attnlab.testing.subject import AdapterError, ResultError, Subject, Unsupported, as_attnlab, failure
 
 Outcome = Literal["right", "wrong", "ignored", "refused", "slow"]
-FLOATING = ("q", "k", "v", "bias", "sinks")  # the arguments that have gradients
-_REFUSALS = (TypeError, ValueError, NotImplementedError, AssertionError)
-_NEEDS_VALUES = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 # From the smallest: a fault may need several keys, examples or heads.
 SMALL = tuple(
     Shape(batch, length, length, heads, heads, 1 + (heads > 1))
@@ -33,6 +29,7 @@ SMALL = tuple(
 MASKED_ROW, DIAGONAL = "a fully masked row returns", "causal with fewer queries than keys"
 LSE_TYPE = "the lse of bfloat16 is in"
 _TOP_LEFT, _BOTTOM_RIGHT = "the first query sees the first key", "the last query sees all keys"
+_NEITHER = "another mask"
 PROFILES = {
     "attnlab": {MASKED_ROW: "0", DIAGONAL: "refused"},
     "jax.nn": {MASKED_ROW: "the mean of all values", DIAGONAL: _TOP_LEFT},
@@ -40,16 +37,6 @@ PROFILES = {
     "ONNX": {MASKED_ROW: "NaN", DIAGONAL: _TOP_LEFT},
     "flash-attention": {MASKED_ROW: "0", DIAGONAL: _BOTTOM_RIGHT},  # the first query sees the first key before 2.1
 }
-
-
-class Unsupported(Exception):  # noqa: N818  the word of an adapter for what its function does not offer
-    """Raised by an adapter for a call that its function cannot compute.
-
-    >>> raise Unsupported("it has no sinks")
-    Traceback (most recent call last):
-      ...
-    attnlab.testing.check.Unsupported: it has no sinks
-    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,11 +77,16 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong, and nothing silently ignored."""
-        return not any(row.outcome in ("wrong", "ignored") for row in self.rows)
+        """Whether something was compared, and nothing is wrong or silently ignored."""
+        found = {row.outcome for row in self.rows}
+        return not found & {"wrong", "ignored"} and bool(found & {"right", "slow"})
 
     def __getitem__(self, feature: str) -> Row:
-        return next(row for row in self.rows if row.feature == feature)
+        """The row of a feature; KeyError for one that was not checked."""
+        rows = {row.feature: row for row in self.rows}
+        if feature not in rows:
+            raise KeyError(f"{feature!r} was not checked: {', '.join(rows)} were")
+        return rows[feature]
 
     def __str__(self):
         width = max(len(row.feature) for row in self.rows)
@@ -112,22 +104,6 @@ class Report:
         """The names in `PROFILES` that made all the choices that were seen."""
         seen = {choice: made for choice, made in self.meanings.items() if choice in (MASKED_ROW, DIAGONAL)}
         return [name for name, made in PROFILES.items() if len(seen) == 2 and seen.items() <= made.items()]
-
-
-def as_attnlab(call: AttentionCall) -> dict:
-    """The keyword arguments of a function that is called as `attnlab.attention` is: those that the call has.
-
-    >>> call = AttentionCall(*3 * [np.ones((1, 2, 1, 4), np.float32)], mask=masks.Causal())
-    >>> list(as_attnlab(call))
-    ['q', 'k', 'v', 'mask']
-    """
-    names = ("q", "k", "v", "mask", "bias", "scale", "sinks", "q_positions", "kv_positions")
-    kwargs = {name: getattr(call, name) for name in names if getattr(call, name) is not None}
-    if call.score_mods:
-        kwargs["score_mod"] = call.score_mods if len(call.score_mods) > 1 else call.score_mods[0]
-    if call.dropout_rate:
-        kwargs |= {"dropout_rate": call.dropout_rate, "dropout_key": jax.random.wrap_key_data(call.dropout_keys)}
-    return kwargs
 
 
 def check_attention(
@@ -158,16 +134,17 @@ def check_attention(
       a `Report`: for each feature right, wrong with the smallest failing call, ignored, refused or slow.
 
     Raises:
-      ValueError: an unknown feature, or fewer than one case.
+      ValueError: an unknown feature, none, fewer than one case, what cannot be called, or an adapter that returns
+        something else.
 
     >>> report = check_attention(attention, features=["causal", "sinks"], cases=4, gradients=False)
     >>> report["causal"].outcome, report["sinks"].outcome
     ('right', 'right')
     """
-    if cases < 1:
-        raise ValueError(f"cases = {cases}: expected 1 or more")
     chosen = drawn.features_named(features)
-    subject = _Subject(function, adapter or as_attnlab)
+    if cases < 1 or not chosen:
+        raise ValueError(f"cases = {cases} of {len(chosen)} features: expected 1 or more of each")
+    subject = Subject(function, adapter or as_attnlab)
     each = max(1, round(cases / len(chosen) / len(shapes)))
     rows = []
     for feature in chosen:
@@ -176,83 +153,17 @@ def check_attention(
         on_row(row)
     if any(row.feature == "causal" and row.outcome == "right" for row in rows):
         subject.meanings[DIAGONAL] = _diagonal(subject)
+        if subject.meanings[DIAGONAL] == _NEITHER:
+            why = "it is neither the mask of the first queries nor that of the last"
+            rows.append(Row(DIAGONAL, "wrong", why, math.inf, 1))
+            on_row(rows[-1])
     return Report(tuple(rows), dict(subject.meanings))
-
-
-class _Subject:
-    """The function that is checked, and the choices that it was seen to make."""
-
-    def __init__(self, function: Callable, adapter: Callable):
-        self.function, self.adapter = function, adapter
-        self.meanings: dict[str, str] = {}
-        self.is_quadratic: dict[str, bool] = {}  # by feature
-        self.takes_return_lse = "return_lse" in _parameters(function)
-        self._compiled = {}
-
-    def outputs(self, call: AttentionCall):
-        """(out, lse or None)."""
-        kwargs = self.adapter(call)
-        if self.takes_return_lse and self.adapter is as_attnlab:
-            kwargs["return_lse"] = True
-        found = self.function(**kwargs)
-        return found if isinstance(found, tuple) else (found, None)
-
-    def run(self, case: Case, gradients: bool) -> reference.Answer:
-        """The function's results and gradients; the call's arrays are traced, where the function allows it."""
-        transform = case.feature.transform
-        if transform == "sharded" and jax.device_count() < 4:
-            raise Unsupported("it needs four devices, which attnlab conform has")
-        floating = {name: getattr(case.call, name) for name in FLOATING if getattr(case.call, name) is not None}
-        if transform == "sharded":
-            floating = jax.device_put(floating, _over_batch_and_heads())
-        if (transform, gradients) not in self._compiled:
-            run = functools.partial(_results, self.outputs, transform, gradients)
-            self._compiled[transform, gradients] = run if transform == "eager" else jax.jit(run)
-        try:
-            found = self._compiled[transform, gradients](case.call, floating, case.d_out, case.d_lse)
-        except _NEEDS_VALUES:
-            run = functools.partial(_results, self.outputs, transform, gradients, case.call)
-            found = jax.jit(run)(floating, case.d_out, case.d_lse)
-        if found[1] is not None and case.feature.dtype != np.float32:
-            self.meanings[LSE_TYPE] = found[1].dtype.name
-        out, lse, derivatives = jax.tree.map(lambda x: np.asarray(x).astype(np.float64), found)
-        return reference.Answer(out, lse, derivatives)
-
-
-def _over_batch_and_heads() -> jax.sharding.NamedSharding:
-    axes = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Auto
-    mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=axes, devices=jax.devices()[:4])
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch", None, "heads"))
-
-
-def _parameters(function) -> Sequence[str]:
-    try:
-        return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # a function of C, which has none
-        return []
-
-
-def _results(outputs, transform, gradients, call, floating, d_out, d_lse):
-    """(out, lse or None, gradients by name)."""
-
-    def of_arrays(arrays):
-        whole = call.replace(**arrays)
-        if transform != "vmap":
-            return outputs(whole)
-        return jax.tree.map(lambda x: x[:, 0], jax.vmap(outputs)(jax.tree.map(lambda x: x[:, None], whole)))
-
-    of_arrays = jax.checkpoint(of_arrays) if transform == "remat" else of_arrays
-    if not gradients or call.dropout_rate:
-        return *of_arrays(floating), {}
-    (out, lse), pull_back = jax.vjp(of_arrays, floating)
-    cotangents = (d_out.astype(out.dtype), None if lse is None else d_lse.astype(lse.dtype))
-    return out, lse, pull_back(cotangents)[0]
 
 
 # One feature
 
 
-def _row(subject: _Subject, feature: Feature, gradients: bool, where: Sequence[tuple[int, Shape]]) -> Row:
+def _row(subject: Subject, feature: Feature, gradients: bool, where: Sequence[tuple[int, Shape]]) -> Row:
     worst, compared, compares = 0.0, 0, gradients
     for seed, shape in where:
         case = drawn.draw(feature, seed, shape)
@@ -276,20 +187,19 @@ class _Finding(NamedTuple):
     worst: float = 0.0
 
 
-def _judged(subject: _Subject, case: Case, gradients: bool) -> tuple[_Finding, bool]:
+def _judged(subject: Subject, case: Case, gradients: bool) -> tuple[_Finding, bool]:
     """What a case shows, and whether gradients were compared; where there are none, the rest is."""
     try:
         found = subject.run(case, gradients)
-    except Unsupported as error:
-        return _Finding("refused", str(error)), False
+    except AdapterError:
+        raise
     except Exception as error:  # whatever a stranger's function raises
-        if gradients:
+        if gradients and not isinstance(error, Unsupported | ResultError):
             finding, _ = _judged(subject, case, gradients=False)
             if finding.outcome != "refused":
                 return finding, False
-        outcome = "refused" if isinstance(error, _REFUSALS) else "wrong"
-        said = (str(error).strip().splitlines() or [""])[0][:160]
-        return _Finding(outcome, f"{type(error).__name__}: {said}", math.inf if outcome == "wrong" else 0.0), False
+        outcome, why = failure(error)
+        return _Finding(outcome, why, math.inf if outcome == "wrong" else 0.0), False
     if case.feature.name == "dropout":
         return _judged_dropout(case, found), False
     if case.feature.name.endswith("lse") and found.lse is None:
@@ -297,16 +207,16 @@ def _judged(subject: _Subject, case: Case, gradients: bool) -> tuple[_Finding, b
     return _compared(subject, case, found), gradients
 
 
-def _compared(subject: _Subject, case: Case, found: reference.Answer) -> _Finding:
+def _compared(subject: Subject, case: Case, found: reference.Answer) -> _Finding:
     exact, naive = answers(case)
     rows = np.moveaxis(reference.visible(case.call).any(axis=-1), -1, -2)
-    if found.out.shape != exact.out.shape:
-        return _Finding("wrong", f"out has shape {found.out.shape}, expected {exact.out.shape}", math.inf)
     if not rows.all():
         subject.meanings[MASKED_ROW] = _of_masked_rows(case, found.out[~rows])
     errors = {"out": _worst(case, "out", found.out[rows], exact.out[rows], naive.out[rows])}
     if found.lse is not None:
-        lse_case = case if subject.meanings.get(LSE_TYPE, "float32") != "float32" else _in_float32(case)
+        if case.feature.dtype != np.float32:
+            subject.meanings[LSE_TYPE] = subject.lse_type.name
+        lse_case = _in_float32(case) if subject.lse_type == np.float32 else case
         errors["lse"] = _worst(lse_case, "lse", found.lse[rows], exact.lse[rows], naive.lse[rows])
     for name, x in found.gradients.items():
         errors[f"the gradient of {name}"] = _worst(case, name, x, exact.gradients[name], naive.gradients[name])
@@ -387,7 +297,7 @@ def _of_masked_rows(case: Case, found: np.ndarray) -> str:
     return "the mean of all values" if np.allclose(means, found, atol=1e-2) else "another value"
 
 
-def _diagonal(subject: _Subject) -> str:
+def _diagonal(subject: Subject) -> str:
     """Which keys a function's own causal mask shows where there are fewer queries than keys, and no positions."""
     shape = Shape(2, 5, 9, 2, 2, 4)
     case = drawn.draw(drawn.FEATURES["causal"], 0, shape)
@@ -400,7 +310,7 @@ def _diagonal(subject: _Subject) -> str:
         other, _ = answers(case._replace(call=case.call.replace(q_positions=q_positions, kv_positions=np.arange(9))))
         if _worst(case, "out", found.out, other.out, other.out) <= 1:
             return meaning
-    return "another mask"
+    return _NEITHER
 
 
 def _judged_dropout(case: Case, found: reference.Answer) -> _Finding:
@@ -426,7 +336,7 @@ def _judged_dropout(case: Case, found: reference.Answer) -> _Finding:
 # Smaller calls, and memory
 
 
-def _shrunk(subject: _Subject, case: Case, finding: _Finding, gradients: bool) -> tuple[Case, _Finding]:
+def _shrunk(subject: Subject, case: Case, finding: _Finding, gradients: bool) -> tuple[Case, _Finding]:
     """The first of some small calls that fails likewise, or the case itself."""
     for shape in SMALL if case.feature.name != "dropout" else ():
         small = drawn.draw(case.feature, case.seed, shape)
@@ -439,21 +349,21 @@ def _shrunk(subject: _Subject, case: Case, finding: _Finding, gradients: bool) -
 _LENGTHS = (2048, 4096)  # many tiles of any size
 
 
-def _is_slow(subject: _Subject, feature: Feature) -> bool:
+def _is_slow(subject: Subject, feature: Feature) -> bool:
     """Whether a feature makes memory grow with Tq·Tk, where the inputs do not and a plain call's memory does not."""
     if feature.transform != "jit" or feature.name in ("plain", "dropout"):
         return False
     return _is_quadratic(subject, feature) and not _is_quadratic(subject, drawn.FEATURES["plain"])
 
 
-def _is_quadratic(subject: _Subject, feature: Feature) -> bool:
+def _is_quadratic(subject: Subject, feature: Feature) -> bool:
     if feature.name not in subject.is_quadratic:
         sizes = [_temporary_bytes(subject, feature, length) for length in _LENGTHS]
         subject.is_quadratic[feature.name] = None not in sizes and sizes[1] > 3 * sizes[0]
     return subject.is_quadratic[feature.name]
 
 
-def _temporary_bytes(subject: _Subject, feature: Feature, length: int) -> int | None:
+def _temporary_bytes(subject: Subject, feature: Feature, length: int) -> int | None:
     """The memory of a compiled call besides its arguments and results; None where they are as large, or unknown."""
     call = drawn.draw(feature, 0, Shape(1, length, length, 1, 1, 8)).call
     if any(np.size(x) >= length * length // 64 for x in jax.tree.leaves(call)):

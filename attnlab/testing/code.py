@@ -4,6 +4,7 @@ import numpy as np
 
 from attnlab.testing.cases import Case
 
+_EXPECTED = "expected = testing.answer(call).out  # compare with my_function(**testing.as_attnlab(call))\n"
 _MOST = 400  # numbers of an array that are written out
 
 
@@ -14,8 +15,8 @@ def code_of(case: Case, why: str) -> str:
     if any(x.size > _MOST for x in arrays):
         shape = ", ".join(f"{name}={size}" for name, size in case.shape._asdict().items())
         return (
-            f"{head}from attnlab import testing\n\n"
-            f"call = testing.draw(testing.FEATURES[{case.feature.name!r}], {case.seed}, testing.Shape({shape})).call\n"
+            f"{head}from attnlab import testing\n\nfeature = testing.FEATURES[{case.feature.name!r}]\n"
+            f"call = testing.draw(feature, {case.seed}, testing.Shape({shape})).call\n{_EXPECTED}"
         )
     names = ("q", "k", "v", "mask", "score_mods", "bias", "scale", "sinks", "q_positions", "kv_positions")
     fields = {name: getattr(case.call, name) for name in names}
@@ -23,8 +24,8 @@ def code_of(case: Case, why: str) -> str:
     types = "" if case.call.q.dtype == np.float32 else "import ml_dtypes\n"
     return (
         f"{head}{types}import numpy as np\n\nfrom attnlab import masks, score_mods\n"
-        "from attnlab.testing import AttentionCall\n\n"
-        "call = AttentionCall(\n" + "\n".join(lines) + "\n)\n"
+        "from attnlab import testing\nfrom attnlab.testing import AttentionCall\n\n"
+        "call = AttentionCall(\n" + "\n".join(lines) + "\n)\n" + _EXPECTED
     )
 
 

@@ -14,7 +14,7 @@ from attnlab.ops.call import AttentionCall
 from attnlab.ops.dense import visibility
 from attnlab.score_mods import SoftCap
 from attnlab.testing.cases import SHAPES, Shape
-from attnlab.testing.check import Unsupported, as_attnlab
+from attnlab.testing.subject import Unsupported, as_attnlab
 
 
 class Peer(NamedTuple):

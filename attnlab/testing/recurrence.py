@@ -16,10 +16,10 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from attnlab.testing.check import Report, Row, Unsupported
+from attnlab.testing.check import Report, Row
+from attnlab.testing.subject import AdapterError, called, failure, require_shapes
 
 FLOATING = ("q", "k", "v", "g", "beta", "state")
-_REFUSALS = (TypeError, ValueError, NotImplementedError, AssertionError)
 
 
 class RecurrenceShape(NamedTuple):
@@ -143,9 +143,10 @@ def check_recurrence(
     >>> report["beta"].outcome
     'right'
     """
-    if cases < 1:
-        raise ValueError(f"cases = {cases}: expected 1 or more")
-    names = list(RECURRENCE_FEATURES) if features == "all" else [features] if isinstance(features, str) else features
+    names = RECURRENCE_FEATURES if features == "all" else [features] if isinstance(features, str) else features
+    names = list(names)
+    if cases < 1 or not names:
+        raise ValueError(f"cases = {cases} of {len(names)} features: expected 1 or more of each")
     for name in names:
         if name not in RECURRENCE_FEATURES:
             raise ValueError(f"feature {name!r} is unknown: use one of {', '.join(RECURRENCE_FEATURES)}")
@@ -161,8 +162,11 @@ def _results(function, adapter, gradients, call, d_out):
     floating = {name: call[name] for name in FLOATING if name in call}
 
     def outputs(floating):
-        found = function(**adapter(call | floating))
-        return found if isinstance(found, tuple) else (found, None)
+        out, state = called(function, adapter(call | floating), "state")
+        batch, length, heads, values = call["v"].shape
+        last = (batch, heads, call["k"].shape[-1], values)
+        require_shapes(out=(out, (batch, length, heads, values)), state=(state, last))
+        return out, state
 
     (out, state), pull_back = jax.vjp(outputs, floating) if gradients else (outputs(floating), None)
     found = {"out": out} if state is None else {"out": out, "state": state}
@@ -179,12 +183,11 @@ def _row(run, feature: RecurrenceFeature, gradients: bool, cases: int) -> Row:
         call, d_out = _drawn(feature, seed)
         try:
             found = run(gradients, call, d_out)
-        except Unsupported as error:
-            return Row(feature.name, "refused", str(error))
+        except AdapterError:
+            raise
         except Exception as error:  # whatever a stranger's function raises
-            outcome = "refused" if isinstance(error, _REFUSALS) else "wrong"
-            said = (str(error).strip().splitlines() or [""])[0][:160]
-            return Row(feature.name, outcome, f"{type(error).__name__}: {said}", math.inf * (outcome == "wrong") or 0.0)
+            outcome, why = failure(error)
+            return Row(feature.name, outcome, why, math.inf if outcome == "wrong" else 0.0)
         found = {name: np.asarray(x).astype(np.float64) for name, x in found.items()}
         exact, naive = (recurrence_answer(call, d_out, dtype) for dtype in (np.float64, np.float32))
         errors = {name: _error(feature, call, x, exact[name], naive[name]) for name, x in found.items()}
@@ -223,7 +226,11 @@ def recurrence_call(feature: str, seed: int) -> dict:
 
 
 def _code(feature: RecurrenceFeature, seed: int) -> str:
-    return f"from attnlab import testing\n\ncall = testing.recurrence_call({feature.name!r}, {seed})\n"
+    return (
+        f"# {feature.name}\nfrom attnlab import testing\n\n"
+        f"call = testing.recurrence_call({feature.name!r}, {seed})\n"
+        "expected = testing.recurrence_answer(call)['out']  # compare with my_function(**call)\n"
+    )
 
 
 def _error(feature, call, found, exact, naive) -> float:

@@ -23,12 +23,14 @@ def find(name: str, what: str = "the function") -> Callable:
       UserError: no such module, or nothing of that name in it.
     """
     module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
+    module = module.removesuffix(".py")
     if not module or not attribute:
         raise UserError(f"{name}: expected {what} as module:name")
     try:
         found = importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(f"{name}: {module} cannot be imported ({error}): install it, or name another module") from error
+    except Exception as error:  # whatever a module raises
+        said = f"{type(error).__name__}: {error}"
+        raise UserError(f"{name}: {module} cannot be imported ({said}): mend it, or name another module") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise UserError(f"{name}: {module} has no {attribute}: expected {what} as module:name")
@@ -56,19 +58,24 @@ def subject(function: str, adapter: str | None) -> tuple[Callable, Callable, tup
 
 def main(asked: dict) -> int:
     """Check one function, feature by feature, on standard output."""
-    from attnlab.testing import check_attention
+    from attnlab.testing import as_attnlab, check_attention, check_recurrence
+    from attnlab.testing.subject import AdapterError
 
     function, adapter, shapes, version = subject(asked["function"], asked["adapter"])
     _say(version=version)
-    report = check_attention(
-        function,
-        adapter,
-        asked["features"],
-        gradients=asked["gradients"],
-        cases=asked["cases"] * len(asked["features"]),
-        shapes=shapes,
-        on_row=lambda row: _say(row=dataclasses.asdict(row)),
-    )
+    options = {
+        "features": asked["features"],
+        "gradients": asked["gradients"],
+        "cases": asked["cases"] * len(asked["features"]),
+        "on_row": lambda row: _say(row=dataclasses.asdict(row)),
+    }
+    try:
+        if asked["recurrence"]:
+            report = check_recurrence(function, None if adapter is as_attnlab else adapter, **options)
+        else:
+            report = check_attention(function, adapter, shapes=shapes, **options)
+    except AdapterError as error:
+        raise UserError(f"{asked['adapter']}: {error}") from error
     _say(meanings=report.meanings | ({"it chooses as": ", ".join(report.follows)} if report.follows else {}))
     return 0
 

@@ -147,8 +147,9 @@ class Checkpoints:
             steps = self.steps()
             best = self.best(steps)
             for step in steps[: -self._keep]:
-                if step != best and not self._is_permanent(step):
-                    self._prune(self.directory / str(step))
+                folder = self.directory / str(step)
+                if step != best and not self._is_permanent(step) and folder.is_dir():  # a file is a stranger's
+                    self._prune(folder)
 
     def _prune(self, folder: epath.Path) -> None:
         """Delete a checkpoint; a kill leaves it damaged, and the next process deletes it."""

@@ -102,7 +102,7 @@ def test_gradients_that_do_not_exist_are_told_and_the_rest_is_compared():
     assert (row.outcome, row.gradients) == ("right", False)
 
 
-@pytest.mark.parametrize("name", [name for name in PEERS if name.startswith(("jax", "flax"))])
+@pytest.mark.parametrize("name", [name for name in PEERS if name.startswith(("jax.nn", "flax"))])
 def test_peers_are_called_by_their_own_arguments(name):
     peer = PEERS[name]
     report = check_attention(peer.load(), peer.adapter, ["causal", "window", "bias", "sinks"], cases=4, shapes=SMALL)
@@ -112,10 +112,48 @@ def test_peers_are_called_by_their_own_arguments(name):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"cases": 0}, "cases = 0: expected 1 or more"),
+        ({"cases": 0}, "cases = 0 of .* features: expected 1 or more"),
         ({"features": ["flash"]}, "feature 'flash' is unknown: use one of"),
     ],
 )
 def test_options_that_make_no_check_are_errors(options, message):
     with pytest.raises(ValueError, match=message):
         check_attention(attnlab.attention, **options)
+
+
+def test_causal_mask_of_no_known_kind_is_wrong_where_queries_are_fewer():
+    def attention(q, k, v, mask=None):
+        return attnlab.attention(q, k, v, None if q.shape[1] != k.shape[1] else mask)
+
+    report = check_attention(attention, features=["causal"], cases=1, shapes=SMALL)
+    assert [(row.feature, row.outcome) for row in report.rows] == [
+        ("causal", "right"),
+        ("causal with fewer queries than keys", "wrong"),
+    ]
+    assert not report.ok
+
+
+@pytest.mark.parametrize(
+    "function, outcome, why",
+    [
+        (lambda q, k, v: [q], "wrong", "it returned a list, expected an array, the output, or (output, lse)"),
+        (lambda q, k, v: (q, k, v), "wrong", "it returned a tuple of 3"),
+        (lambda q, k, v: q.swapaxes(1, 2), "wrong", "out has shape (1, 1, 2, 1), expected (1, 2, 1, 1)"),
+        (lambda q, k, v: (q, q[..., 0].swapaxes(1, 2)), "wrong", "lse has shape (1, 1, 2), expected (1, 2, 1)"),
+        (lambda a, b, c: a, "refused", "unexpected keyword argument 'q'"),
+        (lambda q, k, v: absent, "wrong", "NameError: name 'absent' is not defined (test_check.py:"),
+    ],
+)
+def test_results_and_errors_of_other_kinds_are_told(function, outcome, why):
+    report = check_attention(function, features=["plain"], cases=1, shapes=SMALL)
+    row = report["plain"]
+    assert (row.outcome, report.ok) == (outcome, False) and why in row.why
+
+
+def test_mistakes_in_the_check_itself_are_errors(own_errors):
+    with pytest.raises(ValueError, match="the adapter returned a list, expected a dictionary"):
+        check_attention(attnlab.attention, lambda call: [call.q], features=["plain"], cases=1)
+    with pytest.raises(ValueError, match="function is 3: expected a function of attention"):
+        check_attention(3)
+    with pytest.raises(KeyError, match="'sinks' was not checked: plain were"):
+        check_attention(attnlab.attention, features=["plain"], cases=1, shapes=SMALL)["sinks"]

@@ -100,5 +100,5 @@ def test_recurrence_without_an_argument_refuses():
 
 @pytest.mark.parametrize("options", [{"cases": 0}, {"features": "flash"}])
 def test_options_of_no_check_of_a_recurrence_are_errors(options):
-    with pytest.raises(ValueError, match=r"cases = 0|feature 'flash' is unknown"):
+    with pytest.raises(ValueError, match=r"cases = 0 of|feature 'flash' is unknown"):
         check_recurrence(recurrence, **options)

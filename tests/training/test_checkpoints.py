@@ -5,6 +5,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -243,6 +244,15 @@ def test_save_after_restore_of_the_same_step_writes_nothing(saved):
         later.save(later.restore(7, state_at(0)), log=None)
         later.wait()
         assert {path: path.stat().st_mtime_ns for path in files(later, 7)} == before
+
+
+def test_file_in_the_place_of_an_old_checkpoint_stays_and_does_not_stop_a_run(saved):
+    shutil.rmtree(Path(saved.directory) / "3")
+    (Path(saved.directory) / "3").write_text("a stranger's")
+    for step in (9, 11):
+        saved.save(state_at(step))
+        saved.wait()
+    assert saved.steps()[-1] == 11 and (Path(saved.directory) / "3").read_text() == "a stranger's"
 
 
 def test_save_of_a_saved_step_writes_nothing(saved):
