@@ -4,8 +4,8 @@
     attnlab conform my_module:my_function --adapter=my_module:adapt --features=causal,window,sinks
     attnlab conform my_module:my_recurrence --recurrence
 
-Each feature is right, wrong (with the smallest failing call as code), ignored (the output is that of the call without
-it), refused, or slow (memory that grows with Tq·Tk). Without --adapter the function is called by keywords, as
+Each feature is right, wrong (with the smallest failing call as code), ignored (the output is what the call without
+it returns), refused, or slow (memory that grows with Tq·Tk). Without --adapter the function is called by keywords, as
 `attnlab.attention` is; functions of jax.nn, Flax, tokamax and torch are known by their names. Modules in the current
 folder are found. A function that ends its process is reported, and checked on; what it prints is not shown. With
 --recurrence it is called as `attnlab.linear_recurrence` is.
@@ -64,7 +64,7 @@ def _main(values, names: list[str]) -> int:
     chosen = list(dict.fromkeys(chosen))
     for name in chosen:
         if name not in known:
-            other = "" if values.recurrence else "; those of a linear recurrence need --recurrence"
+            other = "" if values.recurrence else "; features of a linear recurrence need --recurrence"
             raise UserError(f"--features: {name!r} is unknown: use some of {', '.join(known)}{other}")
     folder = None if values.out is None else _checked_folder(Path(values.out))
     each = max(1, round(values.cases / len(chosen)))
@@ -95,7 +95,7 @@ def _checked_folder(folder: Path) -> Path:
         {path.name for path in folder.iterdir()} - {"conformance.json", "conformance.html"} if folder.exists() else {}
     )
     if others:
-        raise UserError(f"--out={folder} holds {min(others)}: name a new folder, or that of an earlier check")
+        raise UserError(f"--out={folder} holds {min(others)}: name a new folder, or the folder of an earlier check")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -111,7 +111,7 @@ def test_recurrence_is_checked_by_its_features(here, capsys):
             "the adapter returned a list, expected",
         ),
         (["mine:recurrence", "--features=causal"], "mine:recurrence refused all features, so nothing was compared"),
-        (["mine:right", "--features=decay"], "those of a linear recurrence need --recurrence"),
+        (["mine:right", "--features=decay"], "features of a linear recurrence need --recurrence"),
         (["mine:right", "--out=mine.py/sub"], "--out=mine.py/sub cannot be made (Not a directory)"),
         (["wrong:f"], "wrong cannot be imported (SyntaxError: '(' was never closed (wrong.py, line 1))"),
         (["mine:absent"], "mine has no absent: expected the function as module:name"),

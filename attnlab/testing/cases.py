@@ -88,7 +88,7 @@ def calls(
     Args:
       features: names in `FEATURES`, or "all".
       shapes: sizes of the calls.
-      dtypes: types of the floating arrays; None for that of each feature.
+      dtypes: types of the floating arrays; None for each feature's.
 
     Returns:
       a strategy for `AttentionCall`s of NumPy arrays.

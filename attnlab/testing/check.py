@@ -45,8 +45,8 @@ class Row:
 
     Attributes:
       feature: its name.
-      outcome: "right"; "wrong"; "ignored", where the output is that of the call without the feature; "refused"; "slow",
-        where memory grows with Tq·Tk though it does not without the feature.
+      outcome: "right"; "wrong"; "ignored", where the output is what the call without the feature returns; "refused";
+        "slow", where memory grows with Tq·Tk though it does not without the feature.
       why: one line; "" where it is right.
       worst: the largest error in units of its bound.
       cases: how many calls were computed.
@@ -154,7 +154,7 @@ def check_attention(
     if any(row.feature == "causal" and row.outcome == "right" for row in rows):
         subject.meanings[DIAGONAL] = _diagonal(subject)
         if subject.meanings[DIAGONAL] == _NEITHER:
-            why = "it is neither the mask of the first queries nor that of the last"
+            why = "it is the causal mask of neither the first nor the last queries"
             rows.append(Row(DIAGONAL, "wrong", why, math.inf, 1))
             on_row(rows[-1])
     return Report(tuple(rows), dict(subject.meanings))
@@ -251,7 +251,7 @@ def _worst(case: Case, name: str, found, exact, naive) -> float:
 
 
 def bounds(case: Case, name: str, exact: np.ndarray, naive: np.ndarray) -> np.ndarray:
-    """The largest error that is right, for each row of a result: four times that of a naive computation, and a floor.
+    """The largest error that is right, for each row of a result: four times a naive computation's error, and a floor.
 
     Sums of n products round √n times in the mean, n times at worst, so that two orders of summation differ by a few
     roundings of the largest value. A score of size |s| has an error of ε|s|, by which weights, and so results, change
@@ -298,7 +298,7 @@ def _of_masked_rows(case: Case, found: np.ndarray) -> str:
 
 
 def _diagonal(subject: Subject) -> str:
-    """Which keys a function's own causal mask shows where there are fewer queries than keys, and no positions."""
+    """Which keys a function's causal mask shows where there are fewer queries than keys, and no positions."""
     shape = Shape(2, 5, 9, 2, 2, 4)
     case = drawn.draw(drawn.FEATURES["causal"], 0, shape)
     try:

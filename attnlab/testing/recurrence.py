@@ -3,7 +3,7 @@
     S′_t = diag(e^g_t) S_{t−1}      S_t = S′_t − e_t (r_tᵀ S′_t) + w_t v_tᵀ      o_t = scale · q_tᵀ S_t
 
 with e = r = 0 and w = k; with `beta` β, e = w = βk and r = k (Yang et al. 2024, "Gated Delta Networks"); or e and r
-as given by `erase`.
+from `erase`.
 """
 
 import functools
@@ -126,7 +126,7 @@ def check_recurrence(
 
     Args:
       function: returns the output `[B, T, H, V]`, or (output, last state `[B, H, K, V]`).
-      adapter: returns the function's keyword arguments for those of `attnlab.linear_recurrence`, or raises
+      adapter: returns the function's keyword arguments for arguments of `attnlab.linear_recurrence`, or raises
         `Unsupported`; None for a function that takes these.
       features: names in `RECURRENCE_FEATURES`, or "all".
       gradients: whether gradients are compared.

@@ -2,7 +2,7 @@
 
 It shares no line with `attnlab.ops`: visibility is written out for each mask from its definition, and gradients are the
 textbook's, with the whole matrix of weights. In float64 it is exact to some roundings; in another type it is the naive
-computation, whose own error says how large an error of that type is.
+computation, whose error says how large errors of that type are.
 
     s_ij = mods(scale · q_i·k_j + bias_ij)      p_ij = e^(s_ij) / (Σ_j e^(s_ij) + e^sink)      o_i = Σ_j p_ij v_j
     dv_j = Σ_i p_ij do_i      ds_ij = p_ij (do_i·v_j − o_i·do_i + dlse_i)      dq_i = Σ_j ds_ij mods′ scale k_j

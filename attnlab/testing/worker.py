@@ -41,7 +41,7 @@ def find(name: str, what: str = "the function") -> Callable:
 
 
 def subject(function: str, adapter: str | None) -> tuple[Callable, Callable, tuple, str]:
-    """(function, adapter, shapes, version) of names; without an adapter that of a known peer, if it is one."""
+    """(function, adapter, shapes, version) of names; without an adapter the adapter of a known peer, if it is one."""
     from attnlab.testing import SHAPES, as_attnlab
     from attnlab.testing.peers import PEERS
 
