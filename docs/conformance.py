@@ -54,7 +54,9 @@ def _table(found: list[dict]) -> list[str]:
 
 
 def _short(function: str) -> str:
-    return f"`{function.replace('torch.nn.functional.', 'torch ').replace('dot_product_attention', '…')}`"
+    first, *_, last = function.split(".")
+    module = function.removesuffix(f".{last}") if first != "torch" and "experimental" not in function else first
+    return f"`{module}`" if last == "dot_product_attention" else f"`{module}` {last.replace('_', ' ')}"
 
 
 def _cell(outcome: str) -> str:
