@@ -1,4 +1,4 @@
-"""Dense attention, the specification, against the formula in NumPy float64, row by row."""
+"""Dense attention, the specification, against the formula in NumPy float64."""
 
 import jax
 import jax.numpy as jnp
@@ -9,28 +9,9 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import attnlab
+from attnlab import testing
 from attnlab.masks import Causal, Dense, Padding, SlidingWindow
 from attnlab.score_mods import ALiBi, SoftCap, alibi_slopes
-
-
-def reference(q, k, v, visible, scale=None, bias=0.0, slopes=None, cap=None, sinks=None):
-    """Attention of one sequence, `[T, H, D]`, one row at a time."""
-    q_length, heads, dim = q.shape
-    out, lse = np.zeros((q_length, heads, v.shape[-1])), np.full((q_length, heads), -np.inf)
-    bias = np.broadcast_to(bias, (heads, q_length, len(k)))
-    for h in range(heads):
-        group = h // (heads // k.shape[1])
-        for i in range(q_length):
-            s = k[:, group] @ q[i, h] * (dim**-0.5 if scale is None else scale) + bias[h, i]
-            if slopes is not None:
-                s = s - slopes[h] * abs(i - np.arange(len(k)))
-            if cap is not None:
-                s = cap * np.tanh(s / cap)
-            total = np.exp(s[visible[h, i]]).sum() + (0 if sinks is None else np.exp(sinks[h]))
-            if total:
-                lse[i, h] = np.log(total)
-                out[i, h] = np.exp(s[visible[h, i]]) @ v[visible[h, i], group] / total
-    return out, lse
 
 
 def sample(seed, q_length, kv_length, heads, kv_heads, dim, v_dim, batch=()):
@@ -47,33 +28,32 @@ def sample(seed, q_length, kv_length, heads, kv_heads, dim, v_dim, batch=()):
     mods=st.sets(st.sampled_from(["scale", "bias", "alibi", "cap", "sinks", "padding", "window"]), min_size=2),
 )
 @settings(max_examples=12)  # each compiles a program
-def test_dense_matches_numpy_reference(seed, length, groups, dims, mods):
+def test_dense_is_the_formula_of_several_terms_at_once(seed, length, groups, dims, mods):
+    """One by one, and gradients: tests/testing/test_reference.py."""
+    heads, kv_heads = groups
+    q, k, v = sample(seed, length, length, heads, kv_heads, *dims)
+    rng = np.random.default_rng(seed + 1)
+    fields, score_mod, mask = {}, (), Causal()
+    if "padding" in mods:
+        mask = mask & Padding(length // 2)
+    if "window" in mods:
+        mask = mask & SlidingWindow(1)
+    if "scale" in mods:
+        fields["scale"] = 0.3
+    if "bias" in mods:
+        fields["bias"] = rng.normal(size=(heads, length, length))
+    if "alibi" in mods:
+        score_mod = (ALiBi(np.asarray(alibi_slopes(heads), np.float64)),)
+    if "cap" in mods:
+        score_mod = (*score_mod, SoftCap(1.5))
+    if "sinks" in mods:
+        fields["sinks"] = rng.normal(size=heads)
+    expected = testing.answer(testing.AttentionCall(q, k, v, mask=mask, score_mods=score_mod, **fields))
     with jax.enable_x64(True):
-        heads, kv_heads = groups
-        q, k, v = sample(seed, length, length, heads, kv_heads, *dims)
-        rng = np.random.default_rng(seed + 1)
-        mask, visible = Causal(), np.tri(length, dtype=bool)
-        if "padding" in mods:
-            mask, visible = mask & Padding(length // 2), visible & (np.arange(length) < length // 2)
-        if "window" in mods:
-            mask, visible = mask & SlidingWindow(1), visible & ~np.tri(length, k=-2, dtype=bool)
-        terms, plain, score_mod = {}, {}, ()
-        if "scale" in mods:
-            terms["scale"] = plain["scale"] = 0.3
-        if "bias" in mods:
-            terms["bias"] = plain["bias"] = rng.normal(size=(heads, length, length))
-        if "alibi" in mods:
-            slopes = np.asarray(alibi_slopes(heads), np.float64)
-            score_mod, plain["slopes"] = (ALiBi(slopes),), slopes
-        if "cap" in mods:
-            score_mod, plain["cap"] = (*score_mod, SoftCap(1.5)), 1.5
-        if "sinks" in mods:
-            terms["sinks"] = plain["sinks"] = rng.normal(size=heads)
-        run = jax.jit(lambda q, k, v, terms: attnlab.attention(q, k, v, mask, score_mod, return_lse=True, **terms))
-        out, lse = run(q, k, v, terms)
-        expected = reference(q, k, v, np.broadcast_to(visible, (heads, length, length)), **plain)
-        np.testing.assert_allclose(out, expected[0], rtol=1e-12, atol=1e-14)
-        np.testing.assert_allclose(lse, expected[1], rtol=1e-12, atol=1e-14)
+        run = jax.jit(lambda q, k, v, fields: attnlab.attention(q, k, v, mask, score_mod, return_lse=True, **fields))
+        out, lse = run(q, k, v, fields)
+    np.testing.assert_allclose(out, expected.out, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(lse, expected.lse, rtol=1e-12, atol=1e-14)
 
 
 def test_order_is_bias_then_mods_then_mask(float64):
