@@ -297,6 +297,17 @@ def test_vmap_over_terms_alone_matches_dense(float64):
     agree(make, many)
 
 
+def test_vmap_over_other_arguments_than_the_vmap_within_matches_dense(float64):
+    *arrays, terms = everything(3)
+    many = jax.tree.map(lambda x: np.stack([x, x + 1]), terms)
+
+    def make(impl):
+        gradient = jax.grad(lambda terms, *arrays: (with_everything(impl)(*arrays, terms) ** 2).sum())
+        return jax.vmap(jax.vmap(gradient, (0, *(None,) * 5)), (None, *(0,) * 5))
+
+    agree(make, many, *arrays)
+
+
 @pytest.mark.slow
 def test_gradient_through_scan_matches_dense(float64):
     q, k, v, ids, key, terms = everything()

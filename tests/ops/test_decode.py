@@ -83,5 +83,6 @@ def test_keys_hidden_by_a_mask_of_each_head_change_no_bit_where_all_heads_that_r
     masked = jax.jit(lambda k, v, hidden: attention.attention(q, k, v, ~hidden, impl="decode"))
     hidden = np.zeros((2, 4, 1, 40), bool)
     hidden[:, :2, :, 10:] = True  # the heads 0 and 1 read key-value head 0
+    hidden[:, 0, :, 5:10] = True  # which head 1 sees
     changed = [np.where((np.arange(2) == 0)[:, None] & (np.arange(40) >= 10)[:, None, None], np.nan, x) for x in (k, v)]
     np.testing.assert_array_equal(masked(*changed, hidden), masked(k, v, hidden))
