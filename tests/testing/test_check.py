@@ -1,5 +1,6 @@
 """Implementations of attention, right and with a fault, held to the specification."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -92,8 +93,6 @@ def test_memory_that_grows_with_a_feature_alone_is_slow():
 
 
 def test_gradients_that_do_not_exist_are_told_and_the_rest_is_compared():
-    import jax
-
     def attention(q, k, v):
         shape = jax.ShapeDtypeStruct(q.shape, q.dtype)
         return jax.pure_callback(lambda *x: np.asarray(attnlab.attention(*x)), shape, q, k, v)
@@ -148,6 +147,19 @@ def test_results_and_errors_of_other_kinds_are_told(function, outcome, why):
     report = check_attention(function, features=["plain"], cases=1, shapes=SMALL)
     row = report["plain"]
     assert (row.outcome, report.ok) == (outcome, False) and why in row.why
+
+
+def test_output_of_an_earlier_call_is_wrong():
+    kept = {}
+
+    def attention(q, k, v):
+        def first(*arrays):
+            return kept.setdefault(arrays[0].shape, np.asarray(attnlab.attention(*arrays)))
+
+        return jax.pure_callback(first, jax.ShapeDtypeStruct(q.shape, q.dtype), q, k, v)
+
+    row = check_attention(attention, features=["plain"], cases=2, shapes=SMALL, gradients=False)["plain"]
+    assert (row.outcome, row.cases) == ("wrong", 2)
 
 
 def test_mistakes_in_the_check_itself_are_errors(own_errors):
