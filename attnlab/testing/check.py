@@ -41,7 +41,7 @@ PROFILES = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What was found for one feature.
+    """The result for one feature.
 
     Attributes:
       feature: its name.
@@ -65,7 +65,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `check_attention` found, feature by feature; as a string, a table.
+    """The results of a check, feature by feature; as a string, a table.
 
     Attributes:
       rows: one a feature.
@@ -188,7 +188,7 @@ class _Finding(NamedTuple):
 
 
 def _judged(subject: Subject, case: Case, gradients: bool) -> tuple[_Finding, bool]:
-    """What a case shows, and whether gradients were compared; where there are none, the rest is."""
+    """The finding of a case, and whether gradients were compared; without them, outputs are."""
     try:
         found = subject.run(case, gradients)
     except AdapterError:

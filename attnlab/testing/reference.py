@@ -19,7 +19,7 @@ from attnlab.ops.call import AttentionCall
 
 
 class Answer(NamedTuple):
-    """What a call should return: `out` and `lse`, and the gradients of `Σ out·d_out + Σ lse·d_lse` by argument."""
+    """The right results of a call: `out` and `lse`, and the gradients of `Σ out·d_out + Σ lse·d_lse` by argument."""
 
     out: np.ndarray
     lse: np.ndarray

@@ -17,7 +17,7 @@ from attnlab.support.errors import UserError
 
 
 def find(name: str, what: str = "the function") -> Callable:
-    """What `module:name` or `module.name` names, with the current folder on the path.
+    """The function that `module:name` or `module.name` names, with the current folder on the path.
 
     Raises:
       UserError: no such module, or nothing of that name in it.
