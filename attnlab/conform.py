@@ -14,6 +14,7 @@ folder are found. A function that ends its process is reported, and checked on; 
 for an error, or if all was refused. `python -m attnlab.conform` is the same command.
 """
 
+import dataclasses
 import html
 import json
 import math
@@ -57,7 +58,8 @@ def _main(values, names: list[str]) -> int:
 
     if len(names) != 1:
         raise UserError(
-            f"{len(names)} functions are named: expected one, e.g. attnlab conform jax.nn.dot_product_attention"
+            f"{len(names)} functions are named ({', '.join(names)}): expected one, and options as --name=value, e.g. "
+            "attnlab conform jax.nn.dot_product_attention --features=causal"
         )
     known = RECURRENCE_FEATURES if values.recurrence else FEATURES
     chosen = list(known) if values.features == "all" else [name.strip() for name in values.features.split(",")]
@@ -105,6 +107,8 @@ def _checked_folder(folder: Path) -> Path:
 
 def checked(asked: dict, features: list[str]) -> tuple[str, list[dict], dict[str, str]]:
     """(version, rows, meanings) of a check in another process, started again where the function ends it."""
+    from attnlab.testing import Row
+
     version, rows, meanings, left = None, [], {}, list(features)
     width = max(map(len, features))
 
@@ -134,8 +138,7 @@ def checked(asked: dict, features: list[str]) -> tuple[str, list[dict], dict[str
             raise UserError(f"the check of {asked['function']} ended with {worker.returncode}: {last}")
         if left:
             why = f"it ended its process with {worker.returncode}: {last}"
-            add({"feature": left[0], "outcome": "wrong", "why": why, "worst": math.inf, "cases": 0, "gradients": False})
-            rows[-1]["code"] = ""
+            add(dataclasses.asdict(Row(left[0], "wrong", why, math.inf)))
     return version or "", rows, meanings
 
 

@@ -220,22 +220,11 @@ def _positions(rng, shape):
     return {"mask": masks.Causal(), "q_positions": at, "kv_positions": at}
 
 
-def _poisoned(call: AttentionCall) -> AttentionCall:
-    """NaN in the keys that no query may attend to."""
-    hidden = ~reference.visible(call).any(axis=(-3, -2))[..., None, None]
-    return call.replace(**{name: np.where(hidden, np.float32(np.nan), getattr(call, name)) for name in "kv"})
-
-
 def _nan(rng, shape):
-    fields = _padding(rng, shape)
-    call = AttentionCall(
-        q=np.zeros((shape.batch, shape.q_length, shape.heads, shape.features), np.float32),
-        k=eighths(rng, shape.batch, shape.kv_length, shape.kv_heads, shape.features),
-        v=eighths(rng, shape.batch, shape.kv_length, shape.kv_heads, shape.features),
-        **fields,
-    )
-    call = _poisoned(call)
-    return fields | {"k": call.k, "v": call.v}
+    """NaN in the keys that are padding."""
+    fields, sizes = _padding(rng, shape), (shape.batch, shape.kv_length, shape.kv_heads, shape.features)
+    hidden = (np.arange(shape.kv_length) >= fields["mask"].lengths[:, None])[..., None, None]
+    return fields | {name: np.where(hidden, np.float32(np.nan), eighths(rng, *sizes)) for name in "kv"}
 
 
 def _large(rng, shape):
@@ -259,12 +248,12 @@ _NO_MASK, _NO_MODS = _without(mask=None), _without(score_mods=())
 
 
 def _as_causal(call: AttentionCall) -> dict[str, AttentionCall]:
-    return _without(mask=None)(call) | {"causal attention": call.replace(mask=masks.Causal())}
+    return _NO_MASK(call) | {"causal attention": call.replace(mask=masks.Causal())}
 
 
 def _top_left(call: AttentionCall) -> dict[str, AttentionCall]:
     q_length, kv_length = call.lengths
-    return _without(mask=None)(call) | {
+    return _NO_MASK(call) | {
         "queries counted from 0": call.replace(q_positions=np.arange(q_length), kv_positions=np.arange(kv_length))
     }
 

@@ -118,7 +118,7 @@ def check_attention(
     """Compare a function of attention with the specification, feature by feature, over random calls.
 
     Each output and gradient is compared row by row: its error may be four times the error of a naive computation in
-    the same type, plus a floor of some roundings (`attnlab.testing.bounds`). Failing calls are made smaller.
+    the same type, plus a floor of some roundings (`bounds`). Failing calls are made smaller.
 
     Args:
       function: returns the output `[B, Tq, H, Dv]`, or (output, lse `[B, Tq, H]`).

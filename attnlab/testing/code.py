@@ -10,9 +10,8 @@ _MOST = 400  # numbers of an array that are written out
 
 def code_of(case: Case, why: str) -> str:
     """Python that makes the call of a case; arrays that are too large are drawn again by `attnlab.testing.draw`."""
-    arrays = [x for x in (case.call.q, case.call.k, case.call.v) if x is not None]
     head = f"# {case.feature.name}: {why}\n"
-    if any(x.size > _MOST for x in arrays):
+    if max(x.size for x in (case.call.q, case.call.k, case.call.v)) > _MOST:
         shape = ", ".join(f"{name}={size}" for name, size in case.shape._asdict().items())
         return (
             f"{head}from attnlab import testing\n\nfeature = testing.FEATURES[{case.feature.name!r}]\n"
@@ -20,17 +19,14 @@ def code_of(case: Case, why: str) -> str:
         )
     names = ("q", "k", "v", "mask", "score_mods", "bias", "scale", "sinks", "q_positions", "kv_positions")
     fields = {name: getattr(case.call, name) for name in names}
-    lines = [f"    {name}={_text(x)}," for name, x in fields.items() if x is not None and not _is_empty(x)]
+    used = {name: x for name, x in fields.items() if not (x is None or (isinstance(x, tuple) and not x))}
+    lines = [f"    {name}={_text(x)}," for name, x in used.items()]
     types = "" if case.call.q.dtype == np.float32 else "import ml_dtypes\n"
     return (
-        f"{head}{types}import numpy as np\n\nfrom attnlab import masks, score_mods\n"
-        "from attnlab import testing\nfrom attnlab.testing import AttentionCall\n\n"
+        f"{head}{types}import numpy as np\n\nfrom attnlab import masks, score_mods, testing\n"
+        "from attnlab.testing import AttentionCall\n\n"
         "call = AttentionCall(\n" + "\n".join(lines) + "\n)\n" + _EXPECTED
     )
-
-
-def _is_empty(x) -> bool:
-    return isinstance(x, tuple) and not x
 
 
 def _text(x) -> str:
