@@ -11,6 +11,7 @@ if _typing.TYPE_CHECKING:
     from attnlab.ops.context import context_parallel
     from attnlab.ops.linear import LinearState, linear_attention
     from attnlab.ops.recurrence import linear_recurrence
+    from attnlab.ops.stick_breaking import stick_breaking_attention, stick_breaking_weights
     from attnlab.runs import metrics
 
 __all__ = [
@@ -32,6 +33,8 @@ __all__ = [
     "score",
     "score_mods",
     "see",
+    "stick_breaking_attention",
+    "stick_breaking_weights",
 ]
 
 __version__ = "0.1.0"
@@ -42,6 +45,7 @@ _MODULES["context_parallel"] = "ops.context"
 _MODULES |= {"LinearState": "ops.linear", "linear_attention": "ops.linear", "load": "loading", "metrics": "runs"}
 _MODULES["linear_recurrence"] = "ops.recurrence"
 _MODULES["score"] = "generation.scoring"
+_MODULES |= dict.fromkeys(("stick_breaking_attention", "stick_breaking_weights"), "ops.stick_breaking")
 
 
 def __getattr__(name: str):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import attnlab
 from attnlab.nn import GPT
-from attnlab.nn.kinds import KINDS, Attention, pattern_of
+from attnlab.nn.kinds import KINDS, pattern_of
 from attnlab.nn.resolved import resolved
 from attnlab.testing import SHAPES, check_attention, check_recurrence
 
@@ -56,7 +56,7 @@ def of_model(model: GPT) -> dict:
 def _operator(model: GPT, kind: str) -> dict:
     features = features_of(model, kind)
     rows = []
-    if features and isinstance(KINDS[kind], Attention):
+    if features and KINDS[kind].operator == "attention":
         attention = functools.partial(attnlab.attention, impl=model.impl, return_lse=True)
         options = {"features": features, "cases": CASES * len(features), "shapes": SHAPES[1:]}
         rows = check_attention(lambda **call: attention(**call), **options).rows
@@ -82,7 +82,7 @@ def features_of(model: GPT, kind: str) -> tuple[str, ...]:
     """
     found = KINDS[kind]
     is_half = jnp.dtype(model.dtype) == jnp.bfloat16
-    if not isinstance(found, Attention):
+    if found.operator != "attention":
         features = RECURRENCES.get(kind, ())
         return (*features, "bfloat16") if is_half and features else features
     uses: Mapping[str, bool] = {
@@ -100,6 +100,4 @@ def features_of(model: GPT, kind: str) -> tuple[str, ...]:
 
 def _source_sha256(kind: str) -> str:
     """Of the file that defines a layer's module."""
-    found = KINDS[kind]
-    module = attnlab.nn.MultiHeadAttention if isinstance(found, Attention) else found.layer
-    return hashlib.sha256(Path(inspect.getfile(module)).read_bytes()).hexdigest()
+    return hashlib.sha256(Path(inspect.getfile(KINDS[kind].layer)).read_bytes()).hexdigest()

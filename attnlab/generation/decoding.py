@@ -20,7 +20,7 @@ from attnlab.generation.drafts import Lookup
 from attnlab.generation.drawing import Draw
 from attnlab.generation.loop import AHEAD, LoopOptions, State, decode_ahead, rolls
 from attnlab.generation.stop_strings import StopStrings
-from attnlab.nn import GPT, KVCache, unstack_layers
+from attnlab.nn import GPT, KVCache, LatentCache, unstack_layers
 from attnlab.nn.kinds import kinds_of
 from attnlab.support.errors import UserError
 
@@ -182,7 +182,7 @@ def decode(
 def check_draft(model: GPT, draft: int) -> None:
     """Raise UserError for drafts where a layer cannot take back a guess that was wrong."""
     for name, kind in kinds_of(model).items():
-        if draft and not isinstance(kind.empty_cache(model, 1, 1), KVCache):
+        if draft and not isinstance(kind.empty_cache(model, 1, 1), KVCache | LatentCache):
             raise UserError(
                 f"draft = {draft}: wrong guesses are taken back, which the state of {name} layers cannot do: "
                 "leave out draft"

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import export
 
 from attnlab.nn import GPT
-from attnlab.nn.kinds import Attention, kinds_of
+from attnlab.nn.kinds import kinds_of
 from attnlab.ops.attention import is_small
 
 __all__ = ["export_step"]
@@ -60,7 +60,7 @@ def export_step(
         if size is not None and size < 1:
             raise ValueError(f"{name} = {size}: expected 1 or more")
     platforms = (platforms,) if isinstance(platforms, str) else tuple(platforms)
-    attends = any(isinstance(kind, Attention) for kind in kinds_of(model).values())
+    attends = any(kind.operator == "attention" for kind in kinds_of(model).values())
     if attends and model.impl == "auto":  # depends on the platform of this machine
         model = model.clone(impl="dense" if is_small(tokens, capacity or model.context) else "blockwise")
 

@@ -2,9 +2,13 @@
 
 from attnlab.nn.additive import AdditiveAttention
 from attnlab.nn.block import Block
+from attnlab.nn.cache import KVCache, LatentCache
+from attnlab.nn.differential import DifferentialAttention
 from attnlab.nn.embeddings import cosine_similarity, nearest
 from attnlab.nn.gpt import GPT
 from attnlab.nn.heads import Head, StackedHeads
+from attnlab.nn.latent import Latent
+from attnlab.nn.latent_attention import LatentAttention
 from attnlab.nn.mixers import (
     GRU,
     CausalConv,
@@ -18,13 +22,14 @@ from attnlab.nn.mixers import (
     ShortConv,
 )
 from attnlab.nn.mlp import Mlp
-from attnlab.nn.multihead import KVCache, MultiHeadAttention
+from attnlab.nn.multihead import MultiHeadAttention
 from attnlab.nn.norms import LayerNorm, RMSNorm
 from attnlab.nn.positions import LearnedPositions, sinusoidal
 from attnlab.nn.recurrence import Recurrence
 from attnlab.nn.rotations import Rotary, rotary
 from attnlab.nn.seq2seq import Seq2Seq, alignment
 from attnlab.nn.stack import stack_layers, unstack_layers
+from attnlab.nn.stick_breaking import StickBreakingAttention
 
 __all__ = [
     "GPT",
@@ -32,11 +37,15 @@ __all__ = [
     "AdditiveAttention",
     "Block",
     "CausalConv",
+    "DifferentialAttention",
     "GatedConv",
     "GatedDeltaNet",
     "GatedLinearAttention",
     "Head",
     "KVCache",
+    "Latent",
+    "LatentAttention",
+    "LatentCache",
     "LayerNorm",
     "LearnedPositions",
     "LinearAttention",
@@ -51,6 +60,7 @@ __all__ = [
     "Seq2Seq",
     "ShortConv",
     "StackedHeads",
+    "StickBreakingAttention",
     "alignment",
     "cosine_similarity",
     "nearest",

@@ -2,6 +2,7 @@
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool
 
@@ -36,3 +37,34 @@ def ids_in_range(name: str, ids, size: int, low: int = 0, remedy: str = "") -> N
         raise ValueError(
             f"{name} contains {wrong[0]}, expected ids from {low} to {size - 1}" + (remedy and f": {remedy}")
         )
+
+
+def check_segments(segments, tokens, **excluded) -> None:
+    """Raise ValueError unless `segments` are `[B, T]`, like tokens, and all other arguments are None."""
+    if segments is None:
+        return
+    if not isinstance(segments, jax.Array | np.ndarray) or not jnp.issubdtype(segments.dtype, jnp.integer):
+        kind = getattr(segments, "dtype", type(segments).__name__)
+        raise ValueError(f"segments is {kind}, expected an integer array: the number of each token's document")
+    if jnp.shape(segments) != jnp.shape(tokens)[:2]:
+        raise ValueError(
+            f"segments has shape {jnp.shape(segments)}, expected {jnp.shape(tokens)[:2]}: the number of each token's "
+            "document"
+        )
+    for name, value in excluded.items():
+        if value is not None:
+            raise ValueError(f"segments are of whole sequences, whose positions they tell: leave out {name}")
+
+
+def check_lengths(lengths, tokens, **excluded) -> None:
+    """Raise ValueError unless `lengths` are integers `[B]`, and all other arguments are None."""
+    if lengths is None:
+        return
+    if not jnp.issubdtype(jnp.result_type(lengths), jnp.integer) or jnp.shape(lengths) != jnp.shape(tokens)[:1]:
+        raise ValueError(
+            f"lengths has shape {jnp.shape(lengths)} and type {jnp.result_type(lengths)}, expected integers "
+            f"{jnp.shape(tokens)[:1]}: the tokens of each sequence that are not padding"
+        )
+    for name, value in excluded.items():
+        if value is not None:
+            raise ValueError(f"lengths are of a sequence that attends to itself: leave out {name}, or give a mask")

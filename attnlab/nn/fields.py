@@ -5,8 +5,8 @@ from dataclasses import MISSING
 
 import flax.linen as nn
 
-from attnlab.nn.kinds import KINDS, Attention, Mixer, kinds_of, positions_of
-from attnlab.nn.resolved import recurrence_of, resolved, rotary_of
+from attnlab.nn.kinds import KINDS, Attention, kinds_of, positions_of
+from attnlab.nn.resolved import latent_of, recurrence_of, resolved, rotary_of
 from attnlab.support.options import Option, first_problem
 
 POSITIONS = ("auto", "learned", "sinusoidal", "rotary", "alibi", "none")
@@ -25,8 +25,7 @@ def check_shape(model, declared: Mapping[str, Option]) -> None:
     _check_rotary(model, declared)
     _check_heads(model)
     for name, kind in kinds_of(model).items():
-        if isinstance(kind, Mixer):
-            kind.check(model, name)
+        kind.check(model, name)
     width = model.width
     if model.positions == "sinusoidal" and width % 2:
         raise ValueError(f"width = {width} is odd: sinusoidal positions need an even width")
@@ -46,7 +45,7 @@ def check_shape(model, declared: Mapping[str, Option]) -> None:
 
 def _values(model) -> dict:
     """The options of a model and their values, by dotted name."""
-    groups = {"rotary": rotary_of(model), "recurrence": recurrence_of(model)}
+    groups = {"rotary": rotary_of(model), "recurrence": recurrence_of(model), "latent": latent_of(model)}
     grouped = {f"{name}.{field}": value for name, group in groups.items() for field, value in vars(group).items()}
     return dict(vars(model) if isinstance(model, nn.Module) else model) | grouped
 

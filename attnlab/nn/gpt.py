@@ -11,15 +11,18 @@ from jaxtyping import Float, Int
 
 from attnlab.nn import checks, sharding, stack
 from attnlab.nn.block import NORM_AT, NORM_EPSILON, Block
+from attnlab.nn.cache import check_cache
+from attnlab.nn.checks import check_lengths, check_segments
 from attnlab.nn.fields import POSITIONS, check_shape
-from attnlab.nn.kinds import KINDS, MIXERS, Attention, kind_of
+from attnlab.nn.kinds import KINDS, MIXERS, kind_of
+from attnlab.nn.latent import Latent
 from attnlab.nn.mlp import ACTIVATIONS, MLPS, Mlp
-from attnlab.nn.multihead import check_cache, check_lengths, check_segments
+from attnlab.nn.multihead import MultiHeadAttention
 from attnlab.nn.norms import NORMS, make_norm
 from attnlab.nn.positions import LearnedPositions, sinusoidal, within_segments
 from attnlab.nn.recurrence import Recurrence
 from attnlab.nn.remat import REMAT
-from attnlab.nn.resolved import recurrence_of, resolved, rotary_of
+from attnlab.nn.resolved import latent_of, recurrence_of, resolved, rotary_of
 from attnlab.nn.rotations import Rotary
 from attnlab.ops import dropout
 from attnlab.ops.attention import implementations
@@ -127,6 +130,7 @@ class GPT(checks.MaskedModule):
     zero_outputs: bool = option("layers that project onto the residual stream start at 0", False)
     bigrams: bool = option("a table of logits for each last token, of vocab_size² parameters", False)
     mask: checks.MaskLike | None = None
+    latent: Latent = Latent()
 
     @classmethod
     def from_config(cls, config, vocab_size: int) -> "GPT":
@@ -142,6 +146,7 @@ class GPT(checks.MaskedModule):
             )
         values = {name: getattr(config.model, name) for name in options(cls) if "." not in name}
         values |= {"rotary": rotary_of(config.model), "recurrence": recurrence_of(config.model)}
+        values["latent"] = latent_of(config.model)
         return cls(vocab_size=size, dtype=jnp.dtype(config.precision), **values)
 
     @checks.compact
@@ -282,7 +287,7 @@ class GPT(checks.MaskedModule):
             raise ValueError(f"caches is {given}, expected a sequence of num_layers = {self.num_layers}: {remedy}")
         sizes = resolved(self)
         for layer, cache in enumerate(caches):
-            if isinstance(KINDS[kind_of(self, layer)], Attention):
+            if KINDS[kind_of(self, layer)].layer is MultiHeadAttention:  # others check theirs
                 check_cache(cache, tokens.shape[0], sizes.kv_heads, sizes.head_dim, f"caches[{layer}]")
 
     def _add_positions(self, x, caches, segments):

@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from attnlab.nn.differential import DifferentialAttention
+from attnlab.nn.latent_attention import LatentAttention
 from attnlab.nn.mixers import (
     GRU,
     CausalConv,
@@ -20,9 +23,10 @@ from attnlab.nn.mixers import (
     Retention,
 )
 from attnlab.nn.mixers.interface import CausalMixer, RecurrentMixer
-from attnlab.nn.multihead import KVCache, MultiHeadAttention
-from attnlab.nn.resolved import resolved, rotary_of, score_mods
+from attnlab.nn.multihead import MultiHeadAttention
+from attnlab.nn.resolved import rotary_of
 from attnlab.nn.rotations import Rotary
+from attnlab.nn.stick_breaking import StickBreakingAttention
 from attnlab.ops.masks import Causal, Mask, SlidingWindow, join
 
 
@@ -33,9 +37,13 @@ class Kind(Protocol):
     Attributes:
       reads: the options of a `GPT` that the layer depends on, by dotted name, "recurrence.heads", or the name of a
         group, "rotary"; also "mask", and "alibi" for these positions. `check_shape` rejects others that are set.
+      operator: the function of `attnlab` that mixes the tokens, "attention"; None for a layer that has none.
+      layer: the class of the module.
     """
 
+    layer: type[nn.Module]
     reads: frozenset[str]
+    operator: str | None
 
     def module(self, model, **initializers) -> nn.Module:
         """The layer: called as `MultiHeadAttention` is, with `layer=` its number where its field `numbered` is True,
@@ -53,78 +61,62 @@ class Kind(Protocol):
     def operations_at(self, model, length: int) -> float:
         """FLOPs of one token besides `weights`, the last of `length` visible tokens."""
 
-
-_READ_BY_ATTENTION = (
-    *("num_heads", "head_dim", "kv_heads", "attention_bias", "qkv_bias", "qk_norm", "qk_norm_joint", "soft_cap"),
-    *("score_scale", "sinks", "output_gate", "value_residual", "impl", "mask", "rotary", "alibi"),
-)
+    def check(self, model, name: str) -> None:
+        """Raise ValueError, beginning with a field, for sizes that do not fit the model's; `name` is the kind's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """Softmax attention to all previous tokens, or to the last `window`; with `local=None` to these if it is set."""
+    """Attention to all previous tokens, or to the last `window`; with `local=None` to these if it is set."""
 
     local: bool | None = None
     forget: bool = False  # with a forget gate instead of rotary positions
+    layer: type[MultiHeadAttention] | type[LatentAttention] = MultiHeadAttention
 
     @property
     def reads(self) -> frozenset[str]:
         windowed = () if self.local is False else ("window", "local_base")
-        return frozenset((*_READ_BY_ATTENTION, *windowed)) - ({"rotary", "local_base"} if self.forget else set())
+        unread = {"rotary", "local_base"} if self.forget or "rotary" not in self.layer.reads else set()
+        return frozenset((*self.layer.reads, *windowed)) - unread
 
-    def module(self, model, **initializers) -> MultiHeadAttention:
-        sizes = resolved(model)
-        norm = {"norm": model.norm, "norm_epsilon": model.norm_epsilon}
-        return MultiHeadAttention(
-            model.num_heads,
-            head_dim=sizes.head_dim,
-            kv_heads=sizes.kv_heads,
-            use_bias=sizes.attention_bias,
-            qkv_bias=sizes.qkv_bias,
-            mask=self.mask(model),
-            score_mod=score_mods(model) or None,
-            dropout_rate=model.dropout,
-            rotary=self.rotary(model),
-            qk_norm=model.qk_norm,
-            qk_norm_joint=model.qk_norm_joint,
-            scale=model.score_scale,
-            sinks=model.sinks,
-            value_residual=model.value_residual,
-            forget_gate=self.forget,
-            output_gate=model.output_gate,
-            impl=model.impl,
-            **({} if model.norm == "layer" else norm),  # ε of layer norms is Flax's, 1e-6
-            **initializers,
-        )
+    @property
+    def operator(self) -> str | None:
+        return self.layer.operator
+
+    def module(self, model, **initializers) -> nn.Module:
+        fields = {"forget_gate": True} if self.forget else {}
+        return self.layer.of_model(model, mask=self.mask(model), rotary=self.rotary(model), **fields, **initializers)
 
     def mask(self, model) -> Mask:
         return join(SlidingWindow(left=model.window - 1) if self.is_local(model) else Causal(), model.mask)
 
     def rotary(self, model) -> Rotary | None:
-        if self.forget or model.positions not in ("auto", "rotary"):
+        if "rotary" not in self.reads or model.positions not in ("auto", "rotary"):
             return None
         if self.is_local(model) and model.local_base is not None:
             return Rotary(model.local_base, rotary_of(model).fraction)
         return rotary_of(model)
 
-    def empty_cache(self, model, batch, capacity) -> KVCache:
-        sizes = resolved(model)
-        forget_heads = model.num_heads if self.forget else None
-        return KVCache.empty(batch, capacity, sizes.kv_heads, sizes.head_dim, model.dtype, forget_heads=forget_heads)
+    def empty_cache(self, model, batch, capacity):
+        return self.module(model, dtype=model.dtype).empty_cache(batch, model.width, capacity)
+
+    def check(self, model, name) -> None:
+        _check_sizes(functools.partial(self.layer.of_model(model).empty_cache, 1, model.width, 1), model, name)
+
+    def operands(self, model, batch: int, length: int):
+        """Shapes of q, k and v of the operator."""
+        return self.module(model, dtype=model.dtype).operands(batch, length, model.width)
 
     def weights(self, model) -> int:
-        sizes = resolved(model)
-        outputs = (3 if model.output_gate else 2) * model.num_heads
-        gates = model.width * model.num_heads if self.forget else 0
-        return model.width * sizes.head_dim * (outputs + 2 * sizes.kv_heads) + gates
+        return _kernels(self.module(model), model.width)
 
     def operations(self, model, length) -> float:
-        """4·H·D for each visible key: the first queries have fewer."""
+        """For each visible key: the first queries have fewer."""
         keys = self._keys(model, length)
-        return 4.0 * model.num_heads * resolved(model).head_dim * (keys - keys * (keys - 1) / (2 * length))
+        return self.module(model).key_operations(model.width) * (keys - keys * (keys - 1) / (2 * length))
 
     def operations_at(self, model, length) -> float:
-        return 4.0 * model.num_heads * resolved(model).head_dim * self._keys(model, length)
+        return float(self._keys(model, length) * self.module(model).key_operations(model.width, decoding=True))
 
     def is_local(self, model) -> bool:
         """Whether a token attends to the last `window` alone."""
@@ -146,6 +138,10 @@ class Mixer:
         heads = ("num_heads",) if issubclass(self.layer, RecurrentMixer) else ()
         return frozenset((*(f"recurrence.{name}" for name in self.layer.reads), *heads))
 
+    @property
+    def operator(self) -> str | None:
+        return self.layer.operator
+
     def module(self, model, **initializers) -> CausalMixer:
         return self.layer.of_model(model, **dict(self.fields), **initializers)
 
@@ -153,18 +149,10 @@ class Mixer:
         return self.module(model, dtype=model.dtype).empty_cache(batch, model.width)
 
     def check(self, model, name: str) -> None:
-        """Raise ValueError, beginning with a field, for sizes that do not fit the model's."""
-        try:
-            jax.eval_shape(functools.partial(self.module(model).empty_cache, 1, model.width))
-        except ValueError as error:
-            field = "pattern" if model.pattern else "mixer"
-            raise ValueError(f"{field} = {getattr(model, field)!r}, and of {name} {error}") from error
+        _check_sizes(functools.partial(self.module(model).empty_cache, 1, model.width), model, name)
 
     def weights(self, model) -> int:
-        shape = jax.ShapeDtypeStruct((1, 1, model.width), jnp.float32)
-        params = jax.eval_shape(self.module(model).init, jax.random.key(0), shape)
-        leaves = jax.tree_util.tree_leaves_with_path(params)
-        return sum(leaf.size for path, leaf in leaves if path[-1].key == "kernel")
+        return _kernels(self.module(model), model.width)
 
     def operations(self, model, length) -> float:
         """The same for each token: what a state takes to be written and read."""
@@ -180,6 +168,9 @@ KINDS: dict[str, Kind] = {
     "local": Attention(local=True),
     "global": Attention(local=False),
     "forget": Attention(local=None, forget=True),
+    "differential": Attention(layer=DifferentialAttention),
+    "latent": Attention(layer=LatentAttention),
+    "stick_breaking": Attention(layer=StickBreakingAttention),
     "linear": Mixer(LinearAttention),
     "retention": Mixer(Retention),
     "gla": Mixer(GatedLinearAttention),
@@ -190,6 +181,24 @@ KINDS: dict[str, Kind] = {
     "conv": Mixer(CausalConv),
     "gated_conv": Mixer(GatedConv),
 }
+
+
+def _check_sizes(empty_cache: Callable, model, name: str) -> None:
+    try:
+        jax.eval_shape(empty_cache)
+    except ValueError as error:
+        field = "pattern" if model.pattern else "mixer"
+        raise ValueError(f"{field} = {getattr(model, field)!r}, and of {name} {error}") from error
+
+
+def _kernels(module: nn.Module, features: int) -> int:
+    """Weights of a layer's matrix products."""
+    shape = jax.ShapeDtypeStruct((1, 1, features), jnp.float32)
+    params = jax.eval_shape(module.init, jax.random.key(0), shape)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return sum(leaf.size for path, leaf in leaves if path[-1].key == "kernel")
+
+
 MIXERS = tuple(kind for kind in KINDS if kind not in ("local", "global"))  # the values of `mixer`
 
 

@@ -1,171 +1,25 @@
-"""Multi-head attention and its key-value cache."""
+"""Multi-head attention."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Float, Int
 
 from attnlab.nn import checks, sharding, taps
+from attnlab.nn.cache import KVCache, check_cache, check_forget
+from attnlab.nn.checks import check_lengths, check_segments
 from attnlab.nn.norms import make_norm
 from attnlab.nn.positions import within_segments
+from attnlab.nn.resolved import resolved, score_mods
 from attnlab.nn.rotations import Rotary, rotary
 from attnlab.ops import products
 from attnlab.ops.attention import attention, attention_weights
 from attnlab.ops.masks import Padding, Segments, join
 from attnlab.ops.score_mods import Forget
 from attnlab.types import Array, DType
-
-
-class KVCache(NamedTuple):
-    """Keys and values of the previous positions, for decoding; a plain pytree.
-
-    A ring buffer: position p is stored in slot p mod S. While the length of a sequence is at most the capacity S, a
-    step attends to all previous positions and gives the same result as the full pass. Beyond that the newest S
-    positions are kept. A step of several tokens then overwrites keys that its first query should attend to, so decode
-    one token at a time.
-
-    Attributes:
-      key: `[B, S, Hk, D]`, in any floating type; keys and values are cast to it.
-      value: `[B, S, Hk, D]`.
-      length: int32 `[B]`, number of positions so far. Lower it to discard the newest, e.g. a prompt's right padding.
-      forget: `[B, S, H]`, of a forget gate the running sum at each position, less a number for each head that is the
-        same for all; None without the gate.
-
-    >>> cache = KVCache.empty(batch=2, capacity=8, kv_heads=1, head_dim=4)
-    >>> cache = cache.extend(jnp.ones((2, 3, 1, 4)), jnp.ones((2, 3, 1, 4)))
-    >>> cache._replace(length=jnp.array([1, 3])).positions()[:, :4]
-    Array([[ 0, -7, -6, -5],
-           [ 0,  1,  2, -5]], dtype=int32)
-    """
-
-    key: Float[Array, "B S Hk D"]
-    value: Float[Array, "B S Hk D"]
-    length: Int[Array, " B"]
-    forget: Float[Array, "B S H"] | None = None
-
-    @classmethod
-    def empty(
-        cls,
-        batch: int,
-        capacity: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype=jnp.float32,
-        *,
-        forget_heads: int | None = None,
-    ) -> "KVCache":
-        """An empty cache for `capacity` S positions, with keys and values of type `dtype`.
-
-        `forget_heads` is the number of query heads H of a layer with a forget gate, whose sums are at least float32.
-        """
-        shape, wide = (batch, capacity, kv_heads, head_dim), jnp.promote_types(dtype, jnp.float32)
-        forget = None if forget_heads is None else jnp.zeros((batch, capacity, forget_heads), wide)
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((batch,), jnp.int32), forget)
-
-    @property
-    def capacity(self) -> int:
-        """S, the number of positions kept."""
-        return self.key.shape[1]
-
-    def positions(self) -> Int[Array, "B S"]:
-        """The position stored in each slot, negative for empty slots."""
-        newest = self.length[:, None] - 1
-        return newest - (newest - jnp.arange(self.capacity)) % self.capacity
-
-    def extend(
-        self,
-        key: Float[Array, "B T Hk D"],
-        value: Float[Array, "B T Hk D"],
-        forget: Float[Array, "B T H"] | None = None,
-    ) -> "KVCache":
-        """Append T positions; ValueError where T exceeds the capacity.
-
-        `forget` is the running sum of log forget gates, counted from the newest position of the cache.
-        """
-        new = key.shape[1]
-        if new > self.capacity:
-            raise ValueError(
-                f"{new} tokens do not fit a cache of {self.capacity}: prefill only the last {self.capacity}"
-            )
-
-        def write(kept, fresh):
-            # Sequences may differ in length, so each is written at its own slots.
-            slots = (self.length[:, None] + jnp.arange(new)) % self.capacity
-            set_slots = jax.vmap(lambda row, at, x: row.at[at].set(x.astype(row.dtype), unique_indices=True))
-            return set_slots(kept, slots, fresh)
-
-        if forget is not None:
-            forget = write(self._forget_since_newest(), forget)
-        return KVCache(write(self.key, key), write(self.value, value), self.length + new, forget)
-
-    def _forget_since_newest(self):
-        """The sums less the newest position's: however long the text, they stay small, and near keys' exact."""
-        newest = ((self.length - 1) % self.capacity)[:, None, None]
-        start = jnp.take_along_axis(self.forget, newest, axis=1)
-        return self.forget - jnp.where(self.length[:, None, None] > 0, start, 0)
-
-
-def check_cache(cache: KVCache, batch: int, kv_heads: int, head_dim: int, name: str = "cache") -> None:
-    """Raise ValueError unless a cache fits the keys and values of a call."""
-    if not isinstance(cache, KVCache):
-        raise ValueError(f"{name} is a {type(cache).__name__}: expected a KVCache, see KVCache.empty")
-    expected = (batch, *jnp.shape(cache.key)[1:2], kv_heads, head_dim)
-    remedy = f"make it with KVCache.empty(batch={batch}, capacity=..., kv_heads={kv_heads}, head_dim={head_dim})"
-    for field, shape in (("key", expected), ("value", expected), ("length", (batch,))):
-        array = getattr(cache, field)
-        if jnp.shape(array) != shape:
-            raise ValueError(f"{name}.{field} has shape {jnp.shape(array)}, expected {shape}: {remedy}")
-        kind, article = (jnp.integer, "an integer") if field == "length" else (jnp.floating, "a floating")
-        if not jnp.issubdtype(array.dtype, kind):
-            raise ValueError(f"{name}.{field} has type {array.dtype}, expected {article} type: {remedy}")
-
-
-def check_forget(cache: KVCache, heads: int | None) -> None:
-    """Raise ValueError unless a cache has the sums of `heads` forget gates, or none where `heads` is None."""
-    expected = None if heads is None else (*jnp.shape(cache.key)[:2], heads)
-    found = None if cache.forget is None else jnp.shape(cache.forget)
-    if found != expected:
-        raise ValueError(
-            f"cache.forget has shape {found}, expected {expected}: make it with KVCache.empty(..., "
-            f"forget_heads={heads}), as forget_gate = {heads is not None}"
-        )
-    if heads is not None and cache.forget.dtype not in (jnp.float32, jnp.float64):
-        raise ValueError(f"cache.forget has type {cache.forget.dtype}, expected float32 or float64: KVCache.empty")
-
-
-def check_segments(segments, tokens, **excluded) -> None:
-    """Raise ValueError unless `segments` are `[B, T]`, like tokens, and all other arguments are None."""
-    if segments is None:
-        return
-    if not isinstance(segments, jax.Array | np.ndarray) or not jnp.issubdtype(segments.dtype, jnp.integer):
-        kind = getattr(segments, "dtype", type(segments).__name__)
-        raise ValueError(f"segments is {kind}, expected an integer array: the number of each token's document")
-    if jnp.shape(segments) != jnp.shape(tokens)[:2]:
-        raise ValueError(
-            f"segments has shape {jnp.shape(segments)}, expected {jnp.shape(tokens)[:2]}: the number of each token's "
-            "document"
-        )
-    for name, value in excluded.items():
-        if value is not None:
-            raise ValueError(f"segments are of whole sequences, whose positions they tell: leave out {name}")
-
-
-def check_lengths(lengths, tokens, **excluded) -> None:
-    """Raise ValueError unless `lengths` are integers `[B]`, and all other arguments are None."""
-    if lengths is None:
-        return
-    if not jnp.issubdtype(jnp.result_type(lengths), jnp.integer) or jnp.shape(lengths) != jnp.shape(tokens)[:1]:
-        raise ValueError(
-            f"lengths has shape {jnp.shape(lengths)} and type {jnp.result_type(lengths)}, expected integers "
-            f"{jnp.shape(tokens)[:1]}: the tokens of each sequence that are not padding"
-        )
-    for name, value in excluded.items():
-        if value is not None:
-            raise ValueError(f"lengths are of a sequence that attends to itself: leave out {name}, or give a mask")
 
 
 class MultiHeadAttention(checks.MaskedModule):
@@ -239,10 +93,61 @@ class MultiHeadAttention(checks.MaskedModule):
     forget_gate: bool = False
     output_gate: bool = False
 
+    reads: ClassVar[frozenset[str]] = frozenset(
+        (
+            *("num_heads", "head_dim", "kv_heads", "attention_bias", "qkv_bias", "qk_norm", "qk_norm_joint"),
+            *("soft_cap", "score_scale", "sinks", "output_gate", "value_residual", "impl", "mask", "rotary", "alibi"),
+        )
+    )  # the options of a `GPT` that `of_model` depends on
+    operator: ClassVar[str | None] = "attention"  # in `attnlab`
+    numbered: ClassVar[bool] = False  # whether it depends on the number of its layer
+
     def __post_init__(self):
         if self.rotary_base is not None:
             self.rotary, self.rotary_base = self.rotary_base, None
         super().__post_init__()
+
+    @classmethod
+    def of_model(cls, model, **fields) -> "MultiHeadAttention":
+        """The layer of a `GPT`, or of `config.model`; `fields` are those that depend on the kind of layer."""
+        sizes = resolved(model)
+        norm = {"norm": model.norm, "norm_epsilon": model.norm_epsilon}
+        options = {
+            "num_heads": model.num_heads,
+            "head_dim": sizes.head_dim,
+            "kv_heads": sizes.kv_heads,
+            "use_bias": sizes.attention_bias,
+            "qkv_bias": sizes.qkv_bias,
+            "score_mod": score_mods(model) or None,
+            "dropout_rate": model.dropout,
+            "qk_norm": model.qk_norm,
+            "qk_norm_joint": model.qk_norm_joint,
+            "scale": model.score_scale,
+            "sinks": model.sinks,
+            "value_residual": model.value_residual,
+            "output_gate": model.output_gate,
+            "impl": model.impl,
+            "parent": None,
+            **({} if model.norm == "layer" else norm),  # ε of layer norms is Flax's, 1e-6
+        }
+        return cls(**options | fields)
+
+    def empty_cache(self, batch: int, features: int, capacity: int) -> KVCache:
+        """An empty cache for `capacity` positions; `features` is the input's width."""
+        dtype, forget_heads = self.dtype or jnp.float32, self.num_heads if self.forget_gate else None
+        cache = KVCache.empty(batch, capacity, *self._of_keys(features), dtype, forget_heads=forget_heads)
+        return cache._replace(value=jnp.zeros((batch, capacity, *self._of_values(features)), dtype))
+
+    def operands(self, batch: int, length: int, features: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """q, k and v of the operator, for inputs of width `features`."""
+        cache = jax.eval_shape(lambda: self.empty_cache(batch, features, length))
+        q = jax.ShapeDtypeStruct((batch, length, self.num_heads, cache.key.shape[-1]), cache.key.dtype)
+        return q, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (cache.key, cache.value))
+
+    def key_operations(self, features: int, *, decoding: bool = False) -> int:
+        """FLOPs of a token for each key that it attends to, in training or where it is decoded."""
+        q, _, v = self.operands(1, 1, features)
+        return 2 * q.shape[-2] * (q.shape[-1] + v.shape[-1])
 
     @checks.compact
     def __call__(
@@ -258,6 +163,7 @@ class MultiHeadAttention(checks.MaskedModule):
         lengths: Int[Array, " B"] | None = None,
         dropout_key: Array | None = None,
         first_values: Float[Array, "B Tk Hk D"] | None = None,
+        layer: Int[Array, ""] | int | None = None,
     ) -> Float[Array, "B Tq Fo"] | tuple[Any, ...]:
         """Self-attention, or cross-attention from `inputs_q` to `inputs_kv`.
 
@@ -276,6 +182,7 @@ class MultiHeadAttention(checks.MaskedModule):
             a cache does not keep. Self-attention only.
           dropout_key: one key, or one per example `[B]`; the `dropout` rng when None.
           first_values: `[B, Tk, Hk, D]`, the values of the first layer, for `value_residual`; None in that layer.
+          layer: the number of the layer in its model, for subclasses that depend on it (`numbered`).
 
         Returns:
           `[B, Tq, out_features]`; with a cache also the extended cache, and with `value_residual` also the values,
@@ -287,7 +194,7 @@ class MultiHeadAttention(checks.MaskedModule):
             and any error of `attnlab.attention`.
           flax.errors.InvalidRngError: dropout is on, but there is neither `dropout_key` nor a `dropout` rng.
         """
-        self._check(inputs_q, inputs_kv, cache, positions)
+        self._check(inputs_q, inputs_kv, cache, positions, layer)
         check_segments(segments, inputs_q, inputs_kv=inputs_kv, cache=cache, positions=positions)
         check_lengths(lengths, inputs_q, inputs_kv=inputs_kv)
         if cache is not None:
@@ -311,7 +218,8 @@ class MultiHeadAttention(checks.MaskedModule):
         terms = {"mask": mask, "q_positions": positions, "kv_positions": kv_positions}
         terms["score_mod"] = self.score_mod if forget is None else (*self._score_mods(), Forget(forget, kv_forget))
         gate = nn.sigmoid(self._heads(inputs_q, self.num_heads, "gate", q.shape[-1])) if self.output_gate else None
-        out = self._attend(q, k, v, terms, gate, deterministic, dropout_key)
+        terms |= self._dropout(deterministic, dropout_key)
+        out = self._attend(q, k, v, terms, gate, layer)
         out = self._out(out, self.out_features or inputs_q.shape[-1])
         results = (out, *(() if cache is None else (cache,)), *values)
         return results if len(results) > 1 else out
@@ -328,8 +236,18 @@ class MultiHeadAttention(checks.MaskedModule):
             dot_general=products.dot_general,
         )(z)
 
-    def _check(self, inputs_q, inputs_kv, cache, positions) -> None:
+    def _of_keys(self, features: int) -> tuple[int, int]:
+        """Heads and features of the keys."""
+        return self.kv_heads or self.num_heads, self.head_dim or features // self.num_heads
+
+    def _of_values(self, features: int) -> tuple[int, int]:
+        """Heads and features of the values."""
+        return self._of_keys(features)
+
+    def _check(self, inputs_q, inputs_kv, cache, positions, layer) -> None:
         width, kv_heads = inputs_q.shape[-1], self.kv_heads or self.num_heads
+        if layer is not None and not self.numbered:
+            raise ValueError(f"layer is set, but {type(self).__name__} does not depend on it: leave it out")
         if self.head_dim is None and width % self.num_heads:
             raise ValueError(f"width {width} is not divisible by {self.num_heads} heads: change one, or give head_dim")
         if self.num_heads % kv_heads:
@@ -344,16 +262,17 @@ class MultiHeadAttention(checks.MaskedModule):
             raise ValueError("cache is for self-attention: leave out inputs_kv, or the cache")
         if positions is not None:
             raise ValueError("a cache counts positions by itself: leave out positions, or set cache.length")
-        check_cache(cache, inputs_q.shape[0], kv_heads, self.head_dim or width // self.num_heads)
+        check_cache(cache, inputs_q.shape[0], *self._of_keys(width), value=self._of_values(width))
         check_forget(cache, self.num_heads if self.forget_gate else None)
 
     def _project(self, inputs_q, inputs_kv, positions):
         """Queries, keys and values `[B, T, heads, D]`, with normalization and rotary positions applied."""
         memory = inputs_q if inputs_kv is None else inputs_kv
-        head_dim, kv_heads = self.head_dim or inputs_q.shape[-1] // self.num_heads, self.kv_heads or self.num_heads
+        kv_heads, head_dim = self._of_keys(inputs_q.shape[-1])
         q = self._heads(inputs_q, self.num_heads, "query", head_dim)
         k = self._heads(memory, kv_heads, "key", head_dim)
-        v = self._heads(memory, kv_heads, "value", head_dim)
+        heads, features = self._of_values(inputs_q.shape[-1])
+        v = self._heads(memory, heads, "value", features)
         if self.qk_norm:
             q, k = self._normalize(q, "query_ln"), self._normalize(k, "key_ln")
         if self.rotary is not None:
@@ -390,19 +309,31 @@ class MultiHeadAttention(checks.MaskedModule):
         norm = make_norm(self.norm, self.norm_epsilon, use_bias=False, dtype=self.dtype, name=name)
         return norm(x.reshape(*x.shape[:-2], -1)).reshape(x.shape) if self.qk_norm_joint else norm(x)
 
-    def _attend(self, q, k, v, terms, gate, deterministic, dropout_key):
+    def _dropout(self, deterministic, key) -> dict:
+        """The operator's arguments for dropout."""
+        if deterministic or not self.dropout_rate:
+            return {}
+        return {
+            "dropout_rate": self.dropout_rate,
+            "dropout_key": self.make_rng("dropout") if key is None else key,
+        }
+
+    def _attend(self, q, k, v, terms, gate, layer):
         """Apply the operator to projected heads, times `gate`, and sow the attention weights."""
         sinks = self.param("sinks", nn.initializers.zeros, (self.num_heads,)) if self.sinks else None
         terms = {**terms, "sinks": sinks, "scale": self.scale}
-        weights = functools.partial(attention_weights, q, k, **terms)
+        attend = functools.partial(attention, q, k.astype(q.dtype), v.astype(q.dtype), impl=self.impl, **terms)
+        weights = functools.partial(attention_weights, q, k, **without_dropout(terms))
+        return self._seen(attend, weights, v, None if gate is None else lambda z: z * gate, "dropout_rate" in terms)
+
+    def _seen(self, attend, weights, v, after, drops):
+        """What `out` projects, with the taps of `attnlab.see`; `weights` takes `rows=`."""
         if self.is_mutable_collection("intermediates"):
             self.sow("intermediates", "attention_weights", weights())
-        drops = bool(self.dropout_rate) and not deterministic
-        if drops:
-            key = self.make_rng("dropout") if dropout_key is None else dropout_key
-            terms |= {"dropout_rate": self.dropout_rate, "dropout_key": key}
-        k, v = k.astype(q.dtype), v.astype(q.dtype)
-        attend = functools.partial(attention, q, k, v, impl=self.impl, **terms)
-        after = None if gate is None else lambda z: z * gate
         out = taps.attended(self, attend, lambda rows: weights(rows=rows), v, after=after, drops=drops)
         return sharding.constrain(out, "batch", "length", "heads", None)
+
+
+def without_dropout(terms: dict) -> dict:
+    """The arguments of `attention` that `attention_weights` takes as well."""
+    return {name: value for name, value in terms.items() if not name.startswith("dropout")}

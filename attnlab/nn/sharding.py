@@ -39,7 +39,7 @@ PARAMETERS = (
     (r"query_conv/kernel$", (None, "heads", None)),
     (r"(key|value)_conv/kernel$", (None, "kv_heads", None)),
     # Mixed features of all heads, and the layers without heads, are split along "embed" alone.
-    (r"attention/(in|linear)/kernel$", ("embed", None)),
+    (r"attention/(in|linear|query_down|latent|rotary)/kernel$", ("embed", None)),
     (r"attention/conv/kernel$", ("embed",)),
     (r"attention/cell/\w+/kernel$", ("embed", None)),
     (r"attention/out/kernel$", ("heads", None, "embed")),

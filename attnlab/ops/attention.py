@@ -138,7 +138,7 @@ def attention(
     q, k, v = checks.queries_keys_values(q, k, v)
     split = context.current(q, k)
     terms = (mask, score_mod, bias, scale, sinks, dropout_rate, dropout_key, q_positions, kv_positions)
-    call = context.prepared(split, _checked(q, k, v, *terms, block_sizes=block_sizes, split=split))
+    call = context.prepared(split, checked(q, k, v, *terms, block_sizes=block_sizes, split=split))
     layout = _layout(split, call)
     name = _choose(impl, call, return_lse, None, split, layout).backend
     if split is None:
@@ -191,7 +191,7 @@ def attention_weights(
     split = context.current(q, k)
     if split is not None and split.is_manual:
         raise ValueError("attention_weights needs whole sequences: call it outside of shard_map")
-    call = _checked(q, k, k, mask, score_mod, bias, scale, sinks, 0.0, None, q_positions, kv_positions)
+    call = checked(q, k, k, mask, score_mod, bias, scale, sinks, 0.0, None, q_positions, kv_positions)
     return dense.weights(call, None if rows is None else _checked_rows(rows, call.lengths[0]))
 
 
@@ -278,7 +278,7 @@ def explain(
     arguments = inspect.signature(attention).bind(q, k, v, *terms, **named).arguments
     impl, block_sizes = arguments.pop("impl", impl), arguments.pop("block_sizes", block_sizes)
     return_lse = arguments.pop("return_lse", return_lse)
-    call = context.prepared(split, _checked(**arguments, block_sizes=block_sizes, split=split))
+    call = context.prepared(split, checked(**arguments, block_sizes=block_sizes, split=split))
     return _choose(impl, call, return_lse, platform, split, _layout(split, call, platform))
 
 
@@ -343,7 +343,7 @@ def is_small(q_length: int, kv_length: int) -> bool:
     return q_length * kv_length <= 96 * 96 or q_length <= 16
 
 
-def _checked(
+def checked(
     q,
     k,
     v,

@@ -13,8 +13,7 @@ from ml_collections import ConfigDict
 from attnlab.generation import loop
 from attnlab.generation.drawing import Draw
 from attnlab.nn import GPT, unstack_layers
-from attnlab.nn.kinds import Attention, kind_of, kinds_of
-from attnlab.nn.resolved import resolved
+from attnlab.nn.kinds import kind_of, kinds_of
 from attnlab.ops.context import context_parallel
 from attnlab.planning import programs
 from attnlab.planning.programs import Program
@@ -225,25 +224,23 @@ def attention_of(
 
     A layer without attention has its kind in place of a backend.
     """
-    head_dim, kv_heads = resolved(model)[:2]
     backends, answers = {name: name for name in kinds_of(model)}, {}
 
-    def ask(q, k, v, keys):
+    kinds = {name: kind for name, kind in kinds_of(model).items() if kind.operator == "attention"}
+    operands = {name: kind.operands(model, batch, model.context) for name, kind in kinds.items()}
+
+    def ask(operands, keys):
         options = {"dropout_rate": model.dropout, "dropout_key": keys} if model.dropout else {}
         options |= {"sinks": jnp.zeros(model.num_heads)} if model.sinks else {}
-        for name, kind in kinds_of(model).items():
-            if isinstance(kind, Attention):
-                answers[name] = backend_of(model, kind, q, k, v, topology.platform, **options)
-
-    def shape(heads):
-        return jax.ShapeDtypeStruct((batch, model.context, heads, head_dim), model.dtype)
+        for name, kind in kinds.items():
+            answers[name] = backend_of(model, kind, *operands[name], topology.platform, **options)
 
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
     with contextlib.ExitStack() as splits:
         if mesh is not None and mesh.shape[parallel_lib.CONTEXT] > 1:
             splits.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
             splits.enter_context(context_parallel(parallel_lib.CONTEXT))
-        jax.eval_shape(ask, shape(model.num_heads), shape(kv_heads), shape(kv_heads), keys)
+        jax.eval_shape(ask, operands, keys)
     backends |= {name: f"{answer.backend} {answer.split}".strip() for name, answer in answers.items()}
     rejected = {name: why for answer in answers.values() for name, why in answer.rejected.items()}
     chosen = {answer.backend for answer in answers.values()}

@@ -15,7 +15,7 @@ from attnlab.data.batches import Batch, Batches, prefetched
 from attnlab.data.tasks import named
 from attnlab.nn import GPT
 from attnlab.nn.kinds import Attention, kinds_of
-from attnlab.nn.resolved import resolved, score_mods
+from attnlab.nn.resolved import score_mods
 from attnlab.ops.attention import Explanation, explain
 from attnlab.ops.score_mods import Forget
 from attnlab.support.errors import UserError
@@ -152,15 +152,14 @@ class Experiment:
 
 def _check_backend(model: GPT, platform: str) -> None:
     """Raise UserError where the backend that `config.model.impl` names cannot run on the devices."""
-    heads = jax.ShapeDtypeStruct((1, model.context, model.num_heads, resolved(model).head_dim), model.dtype)
 
-    def ask(x):
-        for kind in kinds_of(model).values():
-            if isinstance(kind, Attention):
-                backend_of(model, kind, x, x, x, platform)
+    def ask(kind, q, k, v):
+        backend_of(model, kind, q, k, v, platform)
 
     try:
-        jax.eval_shape(ask, heads)
+        for kind in kinds_of(model).values():
+            if kind.operator == "attention":
+                jax.eval_shape(functools.partial(ask, kind), *kind.operands(model, 1, model.context))
     except ValueError as error:
         raise UserError(f"config.model.{str(error).splitlines()[0]}") from error
 

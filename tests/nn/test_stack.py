@@ -166,6 +166,11 @@ class DecayKind:
     """One entry of the table of kinds."""
 
     reads = frozenset()
+    operator = None
+    layer = Decay
+
+    def check(self, model, name):
+        pass
 
     def module(self, model, **initializers):
         return Decay(parent=None)

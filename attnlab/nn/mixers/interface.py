@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from attnlab.nn import checks, sharding, taps
-from attnlab.nn.multihead import check_lengths, check_segments
+from attnlab.nn.checks import check_lengths, check_segments
 from attnlab.nn.resolved import recurrence_of
 from attnlab.ops import products
 from attnlab.ops.masks import Causal, Mask
@@ -53,6 +53,7 @@ class CausalMixer(nn.Module):
 
     reads: ClassVar[frozenset[str]] = frozenset()
     state_operations: ClassVar[int] = 0
+    operator: ClassVar[str | None] = None  # in `attnlab`
 
     @checks.compact
     def __call__(
@@ -125,6 +126,7 @@ class RecurrentMixer(CausalMixer):
     dtype: DType | None = None
 
     state_operations: ClassVar[int] = 4  # a product when written, another when read
+    operator: ClassVar[str | None] = "linear_recurrence"
 
     @classmethod
     def of_model(cls, model, **fields):

@@ -1,0 +1,168 @@
+"""The caches of attention: ring buffers, in which position p of a sequence has slot p mod S."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from attnlab.types import Array
+
+
+class KVCache(NamedTuple):
+    """Keys and values of the previous positions, for decoding; a plain pytree.
+
+    A ring buffer: position p is stored in slot p mod S. While the length of a sequence is at most the capacity S, a
+    step attends to all previous positions and gives the same result as the full pass. Beyond that the newest S
+    positions are kept. A step of several tokens then overwrites keys that its first query should attend to, so decode
+    one token at a time.
+
+    Attributes:
+      key: `[B, S, Hk, D]`, in any floating type; keys and values are cast to it.
+      value: `[B, S, Hv, Dv]`, as the keys but where a layer has values of another shape.
+      length: int32 `[B]`, number of positions so far. Lower it to discard the newest, e.g. a prompt's right padding.
+      forget: `[B, S, H]`, of a forget gate the running sum at each position, less a number for each head that is the
+        same for all; None without the gate.
+
+    >>> cache = KVCache.empty(batch=2, capacity=8, kv_heads=1, head_dim=4)
+    >>> cache = cache.extend(jnp.ones((2, 3, 1, 4)), jnp.ones((2, 3, 1, 4)))
+    >>> cache._replace(length=jnp.array([1, 3])).positions()[:, :4]
+    Array([[ 0, -7, -6, -5],
+           [ 0,  1,  2, -5]], dtype=int32)
+    """
+
+    key: Float[Array, "B S Hk D"]
+    value: Float[Array, "B S Hv Dv"]
+    length: Int[Array, " B"]
+    forget: Float[Array, "B S H"] | None = None
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype=jnp.float32,
+        *,
+        forget_heads: int | None = None,
+    ) -> "KVCache":
+        """An empty cache for `capacity` S positions, with keys and values of type `dtype`.
+
+        `forget_heads` is the number of query heads H of a layer with a forget gate, whose sums are at least float32.
+        """
+        shape, wide = (batch, capacity, kv_heads, head_dim), jnp.promote_types(dtype, jnp.float32)
+        forget = None if forget_heads is None else jnp.zeros((batch, capacity, forget_heads), wide)
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((batch,), jnp.int32), forget)
+
+    @property
+    def capacity(self) -> int:
+        """S, the number of positions kept."""
+        return self.key.shape[1]
+
+    def positions(self) -> Int[Array, "B S"]:
+        """The position stored in each slot, negative for empty slots."""
+        return _positions(self.length, self.capacity)
+
+    def extend(
+        self,
+        key: Float[Array, "B T Hk D"],
+        value: Float[Array, "B T Hv Dv"],
+        forget: Float[Array, "B T H"] | None = None,
+    ) -> "KVCache":
+        """Append T positions; ValueError where T exceeds the capacity.
+
+        `forget` is the running sum of log forget gates, counted from the newest position of the cache.
+        """
+        forget = None if forget is None else _written(self._forget_since_newest(), forget, self.length)
+        kept = _written(self.key, key, self.length), _written(self.value, value, self.length)
+        return KVCache(*kept, self.length + key.shape[1], forget)
+
+    def _forget_since_newest(self):
+        """The sums less the newest position's: however long the text, they stay small, and near keys' exact."""
+        newest = ((self.length - 1) % self.capacity)[:, None, None]
+        start = jnp.take_along_axis(self.forget, newest, axis=1)
+        return self.forget - jnp.where(self.length[:, None, None] > 0, start, 0)
+
+
+class LatentCache(NamedTuple):
+    """The latents of previous positions, from which `LatentAttention` has keys and values: as `KVCache`, but smaller.
+
+    Attributes:
+      latent: `[B, S, R]`, normalized.
+      rotary: `[B, S, D]`, the rotated part of the keys, which all heads share.
+      length: int32 `[B]`, number of positions so far.
+
+    >>> cache = LatentCache.empty(batch=2, capacity=8, kv_rank=4, rope_dim=2)
+    >>> cache.extend(jnp.ones((2, 3, 4)), jnp.ones((2, 3, 2))).length
+    Array([3, 3], dtype=int32)
+    """
+
+    latent: Float[Array, "B S R"]
+    rotary: Float[Array, "B S D"]
+    length: Int[Array, " B"]
+
+    @classmethod
+    def empty(cls, batch: int, capacity: int, kv_rank: int, rope_dim: int, dtype=jnp.float32) -> "LatentCache":
+        """An empty cache for `capacity` S positions."""
+        latent, rotary = (jnp.zeros((batch, capacity, size), dtype) for size in (kv_rank, rope_dim))
+        return cls(latent, rotary, jnp.zeros((batch,), jnp.int32))
+
+    @property
+    def capacity(self) -> int:
+        """S, the number of positions kept."""
+        return self.latent.shape[1]
+
+    def positions(self) -> Int[Array, "B S"]:
+        """The position stored in each slot, negative for empty slots."""
+        return _positions(self.length, self.capacity)
+
+    def extend(self, latent: Float[Array, "B T R"], rotary: Float[Array, "B T D"]) -> "LatentCache":
+        """Append T positions; ValueError where T exceeds the capacity."""
+        kept = _written(self.latent, latent, self.length), _written(self.rotary, rotary, self.length)
+        return LatentCache(*kept, self.length + latent.shape[1])
+
+
+def _positions(length, capacity: int):
+    newest = length[:, None] - 1
+    return newest - (newest - jnp.arange(capacity)) % capacity
+
+
+def _written(kept, fresh, length):
+    """`[B, S, …]` with T new entries after the first `length`."""
+    new, capacity = fresh.shape[1], kept.shape[1]
+    if new > capacity:
+        raise ValueError(f"{new} tokens do not fit a cache of {capacity}: prefill only the last {capacity}")
+    # Sequences may differ in length, so each is written at its own slots.
+    slots = (length[:, None] + jnp.arange(new)) % capacity
+    set_slots = jax.vmap(lambda row, at, x: row.at[at].set(x.astype(row.dtype), unique_indices=True))
+    return set_slots(kept, slots, fresh)
+
+
+def check_cache(cache: KVCache, batch: int, kv_heads: int, head_dim: int, name: str = "cache", value=None) -> None:
+    """Raise ValueError unless a cache fits the keys of a call, and its values, of other (heads, features) if told."""
+    if not isinstance(cache, KVCache):
+        raise ValueError(f"{name} is a {type(cache).__name__}: expected a KVCache, see KVCache.empty")
+    expected = (batch, *jnp.shape(cache.key)[1:2], kv_heads, head_dim)
+    of_values = (*expected[:2], *(value or (kv_heads, head_dim)))
+    remedy = f"make it with KVCache.empty(batch={batch}, capacity=..., kv_heads={kv_heads}, head_dim={head_dim})"
+    for field, shape in (("key", expected), ("value", of_values), ("length", (batch,))):
+        array = getattr(cache, field)
+        if jnp.shape(array) != shape:
+            raise ValueError(f"{name}.{field} has shape {jnp.shape(array)}, expected {shape}: {remedy}")
+        kind, article = (jnp.integer, "an integer") if field == "length" else (jnp.floating, "a floating")
+        if not jnp.issubdtype(array.dtype, kind):
+            raise ValueError(f"{name}.{field} has type {array.dtype}, expected {article} type: {remedy}")
+
+
+def check_forget(cache: KVCache, heads: int | None) -> None:
+    """Raise ValueError unless a cache has the sums of `heads` forget gates, or none where `heads` is None."""
+    expected = None if heads is None else (*jnp.shape(cache.key)[:2], heads)
+    found = None if cache.forget is None else jnp.shape(cache.forget)
+    if found != expected:
+        raise ValueError(
+            f"cache.forget has shape {found}, expected {expected}: make it with KVCache.empty(..., "
+            f"forget_heads={heads}), as forget_gate = {heads is not None}"
+        )
+    if heads is not None and cache.forget.dtype not in (jnp.float32, jnp.float64):
+        raise ValueError(f"cache.forget has type {cache.forget.dtype}, expected float32 or float64: KVCache.empty")

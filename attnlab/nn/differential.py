@@ -1,0 +1,89 @@
+"""Differential attention."""
+
+import functools
+from typing import ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from attnlab.nn.multihead import MultiHeadAttention, without_dropout
+from attnlab.nn.norms import RMSNorm
+from attnlab.ops.attention import attention, attention_weights
+
+
+class DifferentialAttention(MultiHeadAttention):
+    """Differential attention: (softmax(q₁k₁ᵀ) − λ softmax(q₂k₂ᵀ)) v (Ye et al. 2024, arXiv 2410.05258, section 2.1).
+
+    Two softmax maps share values of twice the features: head h of H/2 has the maps of query heads h and H/2 + h. With
+    λ₀ = 0.8 − 0.6·exp(−0.3·l) in layer l, counted from 0, λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ₀ is one number for
+    all heads. Outputs are normalized for each head and multiplied by 1 − λ₀.
+
+    Parameters are those of `MultiHeadAttention`, with `value/kernel` `[F, Hk/2, 2·D]` and `out/kernel`
+    `[H/2, 2·D, F]`, and `lambda_q1`, `lambda_k1`, `lambda_q2`, `lambda_k2`, `[D]`, and `norm/scale`, `[2·D]`. A cache
+    holds keys `[B, S, Hk, D]` and values `[B, S, Hk/2, 2·D]`. Dropout drops weights of each map by itself.
+
+    Attributes: as `MultiHeadAttention`, where `num_heads` and `kv_heads` count maps and are even; no `sinks`,
+    `value_residual` or `output_gate`.
+      norm_epsilon: also of the heads' norm.
+
+    >>> block = Block(DifferentialAttention(num_heads=2, mask=Causal()), Mlp())
+    >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 8)
+    """
+
+    norm_epsilon: float = 1e-5
+
+    reads: ClassVar[frozenset[str]] = MultiHeadAttention.reads - {"sinks", "value_residual", "output_gate"}
+    numbered: ClassVar[bool] = True
+
+    @classmethod
+    def of_model(cls, model, **fields):
+        return super().of_model(model, **{"norm_epsilon": model.norm_epsilon, **fields})
+
+    def operands(self, batch, length, features):
+        q, k, v = super().operands(batch, length, features)
+        return q, k, jax.ShapeDtypeStruct((*v.shape[:2], 2 * v.shape[2], v.shape[3]), v.dtype)
+
+    def _of_values(self, features):
+        heads, size = self._of_keys(features)
+        if heads % 2 or self.num_heads % 2:
+            counts = f"num_heads, kv_heads = {self.num_heads}, {heads}"
+            raise ValueError(f"{counts}: expected even numbers, as differential attention has two maps a head")
+        return heads // 2, 2 * size
+
+    def _check(self, inputs_q, inputs_kv, cache, positions, layer):
+        for name in ("sinks", "value_residual", "output_gate"):
+            if getattr(self, name):
+                raise ValueError(f"{name} = True: differential attention has none, leave it out")
+        super()._check(inputs_q, inputs_kv, cache, positions, layer)
+
+    def _attend(self, q, k, v, terms, gate, layer):
+        start = 0.8 - 0.6 * jnp.exp(-0.3 * (0 if layer is None else layer))
+        share = self._share(q.shape[-1]) + start
+
+        def difference(x, axis):
+            first, second = jnp.split(x, 2, axis=axis)
+            return first - share.astype(x.dtype) * second
+
+        def attend():
+            doubled = jnp.concatenate([v, v], axis=-2).astype(q.dtype)
+            out = attention(q, k.astype(q.dtype), doubled, impl=self.impl, scale=self.scale, **terms)
+            return difference(out, -2)
+
+        weights = functools.partial(attention_weights, q, k, scale=self.scale, **without_dropout(terms))
+
+        def after(z):
+            z = RMSNorm(self.norm_epsilon, dtype=self.dtype, name="norm")(z)
+            return z * (1 - start).astype(z.dtype)
+
+        def pattern(rows=None):
+            return difference(weights(rows=rows), -3)
+
+        return self._seen(attend, pattern, v, after, "dropout_rate" in terms)
+
+    def _share(self, size):
+        """λ − λ₀, in float32."""
+        names = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+        q1, k1, q2, k2 = (self.param(name, nn.initializers.normal(0.1), (size,)) for name in names)
+        return jnp.exp((q1 * k1).sum()) - jnp.exp((q2 * k2).sum())

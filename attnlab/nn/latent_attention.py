@@ -1,0 +1,257 @@
+"""Multi-head latent attention."""
+
+import functools
+import math
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from attnlab.nn import checks, sharding, taps
+from attnlab.nn.cache import LatentCache
+from attnlab.nn.checks import check_lengths, check_segments
+from attnlab.nn.multihead import without_dropout
+from attnlab.nn.norms import RMSNorm
+from attnlab.nn.positions import within_segments
+from attnlab.nn.resolved import latent_of, resolved, score_mods
+from attnlab.nn.rotations import Rotary, rotary
+from attnlab.ops import products
+from attnlab.ops.attention import attention, attention_weights
+from attnlab.ops.masks import Padding, Segments, join
+from attnlab.types import Array, DType
+
+
+class LatentAttention(checks.MaskedModule):
+    """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1): keys and values from one latent.
+
+    A token's latent c = RMSNorm(W x), of R features, gives the keys and values of all heads; a rotated part of D
+    features, one for all heads, is added to each key. Queries have both parts, from x or from a latent of their own.
+    Scores are (q·k + q_rotary·k_rotary) / √(N + D).
+
+    A cache holds latents and rotated parts, (R + D) numbers a token. A step of few tokens does not expand the cache:
+    the projections of keys and values are absorbed into the queries and the outputs, which are then of R features.
+
+    Parameters: `query/kernel` `[F, H, N + D]`, or `query_down/kernel` `[F, Rq]`, `query_norm/scale` and
+    `query/kernel` `[Rq, H, N + D]`; `latent/kernel` `[F, R]`, `latent_norm/scale`, `rotary/kernel` `[F, D]`,
+    `key/kernel` `[R, H, N]`, `value/kernel` `[R, H, V]`, `out/kernel` `[H, V, F]`.
+
+    Attributes:
+      num_heads: H.
+      kv_rank: R.
+      nope_dim: N, features of a key without rotary position.
+      rope_dim: D, rotated features, even.
+      value_dim: V.
+      q_rank: Rq; None for queries from x.
+      use_bias: whether `query_down`, `latent`, `rotary` and `out` add a bias.
+      mask, score_mod, impl, dropout_rate, rotary, kernel_init, out_kernel_init, dtype: see `MultiHeadAttention`.
+      scale: of the scores; None for 1/√(N + D).
+      norm_epsilon: of the latents' norms.
+
+    >>> layer = LatentAttention(num_heads=2, kv_rank=6, nope_dim=4, rope_dim=2, value_dim=4, mask=Causal())
+    >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 8)
+    """
+
+    num_heads: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    q_rank: int | None = None
+    use_bias: bool = False
+    mask: checks.MaskLike | None = None
+    score_mod: object = None
+    dropout_rate: float = 0.0
+    rotary: float | Rotary | None = None
+    scale: float | None = None
+    norm_epsilon: float = 1e-6
+    kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
+    out_kernel_init: nn.initializers.Initializer | None = None
+    dtype: DType | None = None
+    impl: str = "auto"
+
+    reads: ClassVar[frozenset[str]] = frozenset(
+        ("num_heads", "latent", "attention_bias", "score_scale", "soft_cap", "impl", "mask", "rotary", "alibi")
+    )
+    operator: ClassVar[str | None] = "attention"
+
+    @classmethod
+    def of_model(cls, model, **fields) -> "LatentAttention":
+        """The layer of a `GPT`, or of `config.model`; `fields` are those that depend on the kind of layer."""
+        sizes, of_head = latent_of(model), max(1, model.width // model.num_heads)
+        nope_dim = sizes.nope_dim or of_head
+        options = {
+            "num_heads": model.num_heads,
+            "kv_rank": sizes.kv_rank or 4 * of_head,
+            "nope_dim": nope_dim,
+            "rope_dim": sizes.rope_dim or max(2, nope_dim // 4 * 2),
+            "value_dim": sizes.value_dim or nope_dim,
+            "q_rank": sizes.q_rank,
+            "use_bias": resolved(model).attention_bias,
+            "score_mod": score_mods(model) or None,
+            "dropout_rate": model.dropout,
+            "scale": model.score_scale,
+            "impl": model.impl,
+            "parent": None,
+        }
+        return cls(**options | fields)
+
+    def empty_cache(self, batch: int, features: int, capacity: int) -> LatentCache:
+        """An empty cache for `capacity` positions; `features` is the input's width."""
+        if self.rope_dim % 2:
+            raise ValueError(f"rope_dim = {self.rope_dim}: expected an even number, as pairs of features are rotated")
+        return LatentCache.empty(batch, capacity, self.kv_rank, self.rope_dim, self.dtype or jnp.float32)
+
+    def operands(self, batch: int, length: int, features: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """q, k and v of the operator, where keys and values are expanded."""
+        sizes = (self.nope_dim + self.rope_dim,) * 2 + (self.value_dim,)
+        shape, dtype = (batch, length, self.num_heads), self.dtype or jnp.float32
+        return tuple(jax.ShapeDtypeStruct((*shape, size), dtype) for size in sizes)
+
+    def key_operations(self, features: int, *, decoding: bool = False) -> int:
+        """FLOPs of a token for each key that it attends to, in training or where it is decoded."""
+        absorbed, expanded = 2 * self.kv_rank + self.rope_dim, self.nope_dim + self.rope_dim + self.value_dim
+        return 2 * self.num_heads * (absorbed if decoding else expanded)
+
+    @checks.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T F"],
+        *,
+        mask: checks.MaskLike | None = None,
+        deterministic: bool = True,
+        cache: LatentCache | None = None,
+        segments: Int[Array, "B T"] | None = None,
+        lengths: Int[Array, " B"] | None = None,
+        dropout_key: Array | None = None,
+    ) -> Float[Array, "B T F"] | tuple[Any, ...]:
+        """Self-attention; arguments and errors as for `MultiHeadAttention`.
+
+        Returns:
+          `[B, T, F]`; with a cache also the extended cache.
+        """
+        self._check(x, cache)
+        check_segments(segments, x, cache=cache)
+        check_lengths(lengths, x)
+        positions = jnp.arange(x.shape[1])[None] if segments is None else within_segments(segments)
+        positions = positions if cache is None else cache.length[:, None] + positions
+        query, latent, rotated = self._project(x, positions)
+        mask = join(self.mask, mask if segments is None else join(mask, Segments(segments)))
+        mask = mask if lengths is None or cache is not None else join(mask, Padding(lengths))
+        terms = {"score_mod": self.score_mod}
+        if cache is not None:
+            cache = cache.extend(latent, rotated)
+            latent, rotated, mask = cache.latent, cache.rotary, join(mask, Padding(cache.length))
+            terms |= {"q_positions": positions, "kv_positions": cache.positions()}
+            if lengths is not None:
+                cache = cache._replace(length=cache.length - x.shape[1] + lengths)
+        if not deterministic and self.dropout_rate:
+            key = self.make_rng("dropout") if dropout_key is None else dropout_key
+            terms |= {"dropout_rate": self.dropout_rate, "dropout_key": key}
+        terms |= {"mask": mask, "scale": self.scale or (self.nope_dim + self.rope_dim) ** -0.5}
+        z = self._attend(query, latent.astype(query[0].dtype), rotated.astype(query[0].dtype), terms, cache is not None)
+        out = self._out(sharding.constrain(z, "batch", "length", "heads", None), x.shape[-1])
+        return out if cache is None else (out, cache)
+
+    def _check(self, x, cache) -> None:
+        if jnp.ndim(x) != 3:
+            raise ValueError(
+                f"the inputs of LatentAttention have shape {jnp.shape(x)}, expected [batch, length, features]"
+            )
+        empty = self.empty_cache(x.shape[0], x.shape[-1], 1)
+        if cache is None:
+            return
+        if not isinstance(cache, LatentCache):
+            raise ValueError(f"cache is a {type(cache).__name__}: expected a LatentCache, see LatentCache.empty")
+        for name, expected in (("latent", empty.latent), ("rotary", empty.rotary)):
+            shape, found = (x.shape[0], cache.capacity, expected.shape[-1]), jnp.shape(getattr(cache, name))
+            if found != shape:
+                raise ValueError(f"cache.{name} has shape {found}, expected {shape}: make it with LatentCache.empty")
+
+    def _project(self, x, positions):
+        """Queries (`[B, T, H, N]`, rotated `[B, T, H, D]`), latents `[B, T, R]`, rotated parts of keys `[B, T, D]`."""
+
+        def norm(name, y):
+            return RMSNorm(self.norm_epsilon, dtype=self.dtype, name=name)(y)
+
+        def turned(y):
+            return y if self.rotary is None else rotary(y, positions, self.rotary)
+
+        of_query = x if self.q_rank is None else norm("query_norm", self._dense("query_down", self.q_rank)(x))
+        query = self._dense("query", self.num_heads, self.nope_dim + self.rope_dim, use_bias=False)(of_query)
+        query = sharding.constrain(query, "batch", "length", "heads", None)
+        plain, rotated = jnp.split(query, (self.nope_dim,), axis=-1)
+        latent = norm("latent_norm", self._dense("latent", self.kv_rank)(x))
+        of_keys = turned(self._dense("rotary", self.rope_dim)(x)[..., None, :])[..., 0, :]
+        return (plain, turned(rotated)), latent, of_keys
+
+    def _attend(self, query, latent, rotated, terms, is_step):
+        """The heads' outputs `[B, T, H, V]`."""
+        shapes = {"key": (self.num_heads, self.nope_dim), "value": (self.num_heads, self.value_dim)}
+        key, value = (
+            _Kernel((self.kv_rank, *shape), self.kernel_init, name=name)().astype(latent.dtype)
+            for name, shape in shapes.items()
+        )
+        attend = functools.partial(attention, impl=self.impl, **terms)
+        if is_step and query[0].shape[1] < self._break_even:
+            plain = jnp.einsum("bthn,rhn->bthr", query[0], key)
+            q, k = jnp.concatenate([plain, query[1]], axis=-1), jnp.concatenate([latent, rotated], axis=-1)
+            return jnp.einsum("bthr,rhv->bthv", attend(q, k[..., None, :], latent[..., None, :]), value)
+        q = jnp.concatenate(query, axis=-1)
+        k, v = jnp.einsum("bsr,rhn->bshn", latent, key), jnp.einsum("bsr,rhv->bshv", latent, value)
+        shared = jnp.broadcast_to(rotated[..., None, :], (*k.shape[:-1], self.rope_dim))
+        k = jnp.concatenate([k, shared], axis=-1)
+        q, k, v = (sharding.constrain(y, "batch", "length", "heads", None) for y in (q, k, v))
+        q, k, v = (taps.tap(self, name, y) for name, y in (("q", q), ("k", k), ("v", v)))
+        weights = functools.partial(attention_weights, q, k, **without_dropout(terms))
+        if self.is_mutable_collection("intermediates"):
+            self.sow("intermediates", "attention_weights", weights())
+        drops = "dropout_rate" in terms
+        return taps.attended(self, lambda: attend(q, k, v), lambda rows: weights(rows=rows), v, drops=drops)
+
+    @property
+    def _break_even(self) -> float:
+        """Tokens of a step from which expanding a cache takes fewer operations than absorbing the projections.
+
+        For each slot of the cache, expansion takes R·(N + V) products a head, and each token (2·R − N − V) less.
+        """
+        expansion, saved = self.nope_dim + self.value_dim, 2 * self.kv_rank - self.nope_dim - self.value_dim
+        return self.kv_rank * expansion / saved if saved > 0 else float("inf")
+
+    def _dense(self, name, *features, use_bias=None):
+        return nn.DenseGeneral(
+            features,
+            use_bias=self.use_bias if use_bias is None else use_bias,
+            dtype=self.dtype,
+            kernel_init=self.kernel_init,
+            name=name,
+            dot_general=products.dot_general,
+        )
+
+    def _out(self, z, features):
+        return nn.DenseGeneral(
+            features,
+            axis=(-2, -1),
+            use_bias=self.use_bias,
+            dtype=self.dtype,
+            kernel_init=self.out_kernel_init or self.kernel_init,
+            name="out",
+            dot_general=products.dot_general,
+        )(z)
+
+
+class _Kernel(nn.Module):
+    """A kernel with which inputs are projected in one of two orders."""
+
+    shape: tuple[int, ...]
+    init: nn.initializers.Initializer
+
+    @nn.compact
+    def __call__(self):
+        def init(key):
+            matrix = self.init(key, (self.shape[0], math.prod(self.shape[1:])), jnp.float32)
+            return matrix.reshape(self.shape)
+
+        return self.param("kernel", init)

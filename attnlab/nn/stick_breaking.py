@@ -1,0 +1,51 @@
+"""Multi-head stick-breaking attention."""
+
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from attnlab.nn.multihead import MultiHeadAttention
+from attnlab.ops.stick_breaking import stick_breaking_attention, stick_breaking_weights
+
+
+class StickBreakingAttention(MultiHeadAttention):
+    """Multi-head attention by `attnlab.stick_breaking_attention` (Tan et al. 2024, arXiv 2410.17980).
+
+    A token attends to the tokens before it, the nearest first, and not to itself. The order of the keys is all that it
+    knows of positions. Parameters, cache and call are `MultiHeadAttention`'s.
+
+    Attributes: as `MultiHeadAttention`, but for `score_mod`, `dropout_rate`, `sinks` and `forget_gate`.
+      impl: "auto", "dense" or "blockwise".
+
+    >>> block = Block(StickBreakingAttention(num_heads=2), Mlp())
+    >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 8)
+    """
+
+    reads: ClassVar[frozenset[str]] = MultiHeadAttention.reads - {"soft_cap", "sinks", "impl", "rotary", "alibi"}
+    operator: ClassVar[str | None] = "stick_breaking_attention"
+
+    @classmethod
+    def of_model(cls, model, **fields):
+        return super().of_model(model, **{"dropout_rate": 0.0, **fields})
+
+    def _check(self, inputs_q, inputs_kv, cache, positions, layer):
+        if inputs_kv is not None:
+            raise ValueError("stick-breaking attention needs queries and keys of one sequence: leave out inputs_kv")
+        unset = {"score_mod": None, "dropout_rate": 0.0, "sinks": False, "forget_gate": False}
+        for name, value in unset.items():
+            if getattr(self, name) != value:
+                raise ValueError(f"{name} = {getattr(self, name)!r}: stick-breaking attention has none, leave it out")
+        super()._check(inputs_q, inputs_kv, cache, positions, layer)
+
+    def _attend(self, q, k, v, terms, gate, layer):
+        options = {name: terms[name] for name in ("mask", "q_positions", "kv_positions")} | {"scale": self.scale}
+
+        def attend():
+            return stick_breaking_attention(q, k.astype(q.dtype), v.astype(q.dtype), impl=self.impl, **options)
+
+        def weights(rows=None):
+            found = stick_breaking_weights(q, k, **options)
+            return found if rows is None else jnp.take(found, rows, axis=-2)
+
+        return self._seen(attend, weights, v, None if gate is None else lambda z: z * gate, drops=False)

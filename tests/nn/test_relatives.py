@@ -1,0 +1,188 @@
+"""Relatives of softmax attention: each equals its paper, in pieces, packed, padded, looked into, and in a model."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnlab import see
+from attnlab.nn import GPT, stack_layers, unstack_layers
+from attnlab.nn.kinds import KINDS
+from attnlab.training.optimizer import decayed
+from tests.nn import relatives
+from tests.nn.relatives import MODULES, PAPERS, X
+from tests.parameters import parameters
+
+EACH = pytest.mark.parametrize("name", MODULES)
+compiled = functools.cache(relatives.compiled)
+# Sums of some ten numbers of size 1, through a norm: some tens of units of 6e-8.
+near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=5e-6)
+
+
+@functools.cache
+def whole(name):
+    params, apply = compiled(name)
+    return np.asarray(apply(params, X))
+
+
+def empty(name, capacity=10):
+    return MODULES[name].empty_cache(2, 8, capacity)
+
+
+@EACH
+def test_layer_equals_its_paper_in_float64(float64, name):
+    params = jax.tree.map(np.float64, compiled(name)[0])
+    expected = np.stack([PAPERS[name](x, relatives.by_path(params)) for x in np.float64(X)])
+    np.testing.assert_allclose(MODULES[name].apply(params, np.float64(X)), expected, rtol=1e-10, atol=1e-12)
+
+
+@EACH
+@pytest.mark.parametrize("pieces", [[9], [4, 5], [1] * 9], ids=str)
+def test_cache_in_any_portions_equals_one_pass(name, pieces):
+    params, apply = compiled(name)
+    cache, outs, start = empty(name), [], 0
+    for size in pieces:
+        out, cache = apply(params, X[:, start : start + size], cache=cache)
+        outs.append(out)
+        start += size
+    near(np.concatenate(outs, axis=1), whole(name))
+    assert cache.length.tolist() == [9, 9]
+
+
+@EACH
+def test_packed_documents_equal_separate_documents(name):
+    params, apply = compiled(name)
+    segments = np.array([[0, 0, 0, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 2, 2, 2, 2]])
+    out = apply(params, X, segments=segments)
+    for row, start, end in ((0, 0, 3), (0, 3, 9), (1, 0, 1), (1, 1, 5), (1, 5, 9)):
+        near(out[row, start:end], MODULES[name].apply(params, X[row : row + 1, start:end])[0])
+
+
+@EACH
+def test_lengths_hide_padding_and_leave_it_out_of_the_cache(name):
+    params, apply = compiled(name)
+    padded, lengths = X.copy(), np.array([3, 9])
+    padded[0, 3:] = np.nan
+    near(apply(params, padded, lengths=lengths)[0, :3], whole(name)[0, :3])
+    _, cache = apply(params, padded, cache=empty(name), lengths=lengths)
+    more, cache = apply(params, X[:, 3:4], cache=cache)
+    near(more[0, 0], whole(name)[0, 3])
+    assert cache.length.tolist() == [4, 10]
+
+
+@EACH
+def test_cache_beyond_its_capacity_keeps_the_newest_tokens(name):
+    params, apply = compiled(name)
+    cache = empty(name, capacity=4)
+    for t in range(9):
+        out, cache = apply(params, X[:, t : t + 1], cache=cache)
+    # Position by position the same as the last four tokens alone, with their positions.
+    shown = MODULES[name].apply(params, X, mask=jnp.asarray(np.tri(9, k=0, dtype=bool) & ~np.tri(9, k=-4, dtype=bool)))
+    near(out[:, 0], shown[:, -1])
+
+
+@EACH
+def test_float64_gradients_of_a_layer_are_finite_and_not_zero_for_every_parameter(float64, name):
+    params = jax.tree.map(np.float64, compiled(name)[0])
+    gradient = jax.grad(lambda params: (MODULES[name].apply(params, np.float64(X)) ** 2).sum())(params)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
+        size = np.abs(leaf).max()
+        # The softmax does not change where all keys have the same bias.
+        assert np.isfinite(size) and (size > 1e-9 or ("key" in str(path) and "bias" in str(path))), path
+
+
+@EACH
+def test_bfloat16_layer_is_near_float32(name):
+    params = compiled(name)[0]
+    half = MODULES[name].clone(dtype=jnp.bfloat16).apply(params, X.astype(jnp.bfloat16))
+    assert half.dtype == jnp.bfloat16
+    np.testing.assert_allclose(half.astype(np.float32), whole(name), atol=0.05 * np.abs(whole(name)).max())
+
+
+# --------------------------------------------------------------------------------------------------------------- models
+
+SIZES = {"vocab_size": 11, "num_layers": 3, "num_heads": 2, "width": 16, "context": 12, "positions": "auto"}
+TOKENS = np.arange(20).reshape(2, 10) % 11
+KIND = pytest.mark.parametrize("mixer", ["differential", "latent", "stick_breaking"])
+
+
+@KIND
+def test_model_in_a_loop_decodes_and_has_the_gradients_of_single_layers(mixer):
+    model = GPT(**SIZES, mixer=mixer)
+    params = parameters(model, TOKENS)["params"]
+
+    def loss(params):
+        return model.apply({"params": params}, TOKENS, targets=np.roll(TOKENS, -1, axis=1)).mean()
+
+    def of(params):
+        return jax.device_get(jax.jit(jax.value_and_grad(loss))(params))
+
+    (value, gradient), (again, of_stack) = of(params), of(stack_layers(params))
+    np.testing.assert_allclose(again, value, rtol=1e-6)
+    size = max(np.abs(leaf).max() for leaf in jax.tree.leaves(gradient))
+    jax.tree.map(lambda a, b: near(a, b, rtol=0, atol=1e-5 * size), unstack_layers(of_stack), gradient)
+    apply, caches = jax.jit(model.apply), model.empty_caches(2)
+    logits = apply({"params": params}, TOKENS)
+    for t in range(10):
+        out, caches = apply({"params": params}, TOKENS[:, t : t + 1], caches=caches)
+        near(out[:, 0], logits[:, t], atol=1e-5 * np.abs(logits).max())
+
+
+@KIND
+def test_see_verifies_the_pattern_and_contributions_sum_to_the_logits(mixer):
+    model = GPT(**SIZES, mixer=mixer)
+    params = parameters(model, TOKENS)
+    assert [site.verified for site in see.sites(model, params, TOKENS)] == [True] * 3
+    parts = see.contributions(model, params, TOKENS, targets=TOKENS)
+    near(parts.total, parts.logits, atol=1e-5 * np.abs(parts.logits).max())
+
+
+@pytest.mark.parametrize(
+    "mixer, numbers",  # for one token of a layer of width 16 and two heads, and the length
+    [("differential", 2 * 8 + 16), ("latent", 4 * 8 + 4), ("stick_breaking", 2 * 16)],
+)
+def test_cache_has_the_bytes_of_its_paper(mixer, numbers):
+    caches = jax.eval_shape(lambda: GPT(**SIZES, mixer=mixer).empty_caches(1))
+    assert sum(leaf.size for leaf in jax.tree.leaves(caches[0])) == 12 * numbers + 1
+
+
+@KIND
+def test_optimizer_decays_matrices_alone(mixer):
+    model = GPT(**SIZES, mixer=mixer)
+    params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]["block_0"]["attention"]
+    for path, is_decayed in jax.tree_util.tree_leaves_with_path(decayed(params)):
+        assert is_decayed == (path[-1].key == "kernel"), path
+
+
+@KIND
+def test_decoding_operations_count_what_the_cache_holds(mixer):
+    model = GPT(**SIZES, mixer=mixer)
+    features = {"differential": 8 + 16, "latent": 2 * 32 + 4, "stick_breaking": 2 * 8}
+    assert KINDS[mixer].operations_at(model, 7) == 7 * 2 * 2 * features[mixer]
+
+
+def test_lambda_of_a_layer_is_its_number_of_the_paper():
+    module, x = MODULES["differential"], np.float64(X)
+    params = compiled("differential")[0]
+    for layer in (0, 2):
+        expected = np.stack([relatives.differential(row, relatives.by_path(params), layer) for row in x])
+        near(module.apply(params, X, layer=layer), expected)
+
+
+@pytest.mark.parametrize(
+    "mixer, fields, message",
+    [
+        ("differential", {"num_heads": 3, "width": 18}, "num_heads, kv_heads = 3, 3: expected even numbers"),
+        ("differential", {"sinks": True}, "sinks = True, but no layer reads it"),
+        ("stick_breaking", {"soft_cap": 3.0}, "soft_cap = 3.0, but no layer reads it"),
+        ("stick_breaking", {"positions": "rotary"}, "positions = 'rotary', but no layer reads them"),
+        ("latent", {"head_dim": 4}, "head_dim = 4, but no layer reads it"),
+    ],
+    ids=str,
+)
+def test_options_that_a_layer_does_not_have_raise_one_line(mixer, fields, message):
+    model = GPT(**SIZES | {"mixer": mixer} | fields)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(model.init, jax.random.key(0), TOKENS)

@@ -1,0 +1,162 @@
+"""Stick-breaking attention: the formula, its tiles, their gradients, masks, positions and errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attnlab
+from attnlab import stick_breaking_attention, stick_breaking_weights
+from attnlab.masks import Padding, Segments, SlidingWindow
+
+
+def inputs(length, heads=4, kv_heads=2, dtype=np.float64, seed=0):
+    rng = np.random.default_rng(seed)
+    return tuple(rng.standard_normal((2, length, h, 5)).astype(dtype) for h in (heads, kv_heads, kv_heads))
+
+
+def broken(q, k, v, visible):
+    """(Outputs, weights), stick by stick; `visible` `[B, T, T]`."""
+    batch, length, heads, size = q.shape
+    weights = np.zeros((batch, heads, length, length))
+    for b, h, i in np.ndindex(batch, heads, length):
+        stick = 1.0
+        for j in reversed(range(i)):
+            if visible[b, i, j]:
+                share = 1 / (1 + np.exp(-q[b, i, h] @ k[b, j, h * k.shape[2] // heads] / np.sqrt(size)))
+                weights[b, h, i, j] = stick * share
+                stick *= 1 - share
+    return np.einsum("bhij,bjhd->bihd", weights, np.repeat(v, heads // v.shape[2], axis=2)), weights
+
+
+SEGMENTS = np.array([[0] * 5 + [1] * 8, [0] * 9 + [1] * 4])
+MASKS = {
+    "none": (None, np.ones((2, 13, 13), bool)),
+    "segments": (Segments(SEGMENTS), SEGMENTS[:, :, None] == SEGMENTS[:, None]),
+    "padding": (Padding(np.array([4, 13])), np.arange(13) < np.array([4, 13])[:, None, None] + np.zeros((13, 1))),
+    "window": (SlidingWindow(3), np.broadcast_to(np.arange(13)[:, None] - np.arange(13) <= 3, (2, 13, 13))),
+}
+
+
+@pytest.mark.parametrize("options", [{"impl": "dense"}, {"block_size": 4}, {"impl": "blockwise"}], ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_attention_equals_sticks_that_are_broken_one_by_one(float64, name, options):
+    mask, visible = MASKS[name]
+    q, k, v = inputs(13)
+    expected, weights = broken(q, k, v, visible)
+    np.testing.assert_allclose(stick_breaking_attention(q, k, v, mask, **options), expected, rtol=1e-11, atol=1e-13)
+    np.testing.assert_allclose(stick_breaking_weights(q, k, mask), weights, rtol=1e-11, atol=1e-13)
+
+
+@functools.cache
+def both(block_size):
+    def run(q, k, v, cotangent, **options):
+        out, pull_back = jax.vjp(functools.partial(stick_breaking_attention, **options), q, k, v)
+        return out, pull_back(cotangent)
+
+    return jax.jit(lambda *x: [run(*x, impl="dense"), run(*x, block_size=block_size)])
+
+
+@settings(max_examples=12)
+@given(block_size=st.sampled_from([1, 4, 16]), seed=st.integers(0, 9), size=st.sampled_from([0.1, 1.0, 30.0]))
+def test_tiles_have_the_gradients_of_the_formula(block_size, seed, size):
+    with jax.enable_x64(True):
+        q, k, v = inputs(13, seed=seed)
+        dense, tiled = both(block_size)(size * q, k, v, np.cos(np.arange(2 * 13 * 4 * 5)).reshape(2, 13, 4, 5))
+        # Some hundred sums in another order; the sum over farther keys is a difference of numbers of the size of do·o.
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-9, atol=1e-11 * size), dense, tiled)
+
+
+@pytest.mark.parametrize("size", [1.0, 100.0])
+def test_float32_gradients_of_tiles_are_finite_and_near_float64(size):
+    cotangent = np.random.default_rng(1).standard_normal((2, 200, 4, 5))
+    with jax.enable_x64(True):
+        expected = jax.device_get(both(16)(*(size * x for x in inputs(200)), cotangent)[0])
+    found = both(16)(*(np.float32(size * x) for x in inputs(200)), np.float32(cotangent))[1]
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found)):
+        # Logs of what is left are up to 200 logits; 2⁻²⁴ of that is the relative error of a weight.
+        np.testing.assert_allclose(b, a, rtol=0, atol=200 * size**2 * 2**-24 * np.abs(a).max())
+
+
+def test_keys_of_a_ring_buffer_are_taken_by_their_positions(float64):
+    q, k, v = inputs(13)
+    whole = stick_breaking_attention(q, k, v)
+    shifted = np.roll(np.arange(13), 4)
+    options = {"q_positions": np.array([12]), "kv_positions": shifted}
+    out = stick_breaking_attention(q[:, -1:], k[:, shifted], v[:, shifted], **options)
+    np.testing.assert_allclose(out, whole[:, -1:], rtol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"impl": "dense"}, {"block_size": 4}], ids=str)
+def test_nan_behind_a_mask_has_no_effect_on_outputs_and_gradients(options):
+    q, k, v = inputs(13, dtype=np.float32)
+    spoiled = k.copy(), v.copy()
+    for x in spoiled:
+        x[0, 6:] = np.nan
+    lengths = Padding(np.array([6, 13]))
+
+    def of_valid(q, k, v):
+        return stick_breaking_attention(q, k, v, lengths, **options)[:, :6].sum()
+
+    found, expected = (jax.grad(of_valid, (0, 1, 2))(q, *x) for x in (spoiled, (k, v)))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_scale_may_be_traced_and_has_a_gradient(float64):
+    q, k, v = inputs(13)
+
+    def of(scale, **options):
+        return (stick_breaking_attention(q, k, v, scale=scale, **options) ** 2).sum()
+
+    slopes = [jax.grad(functools.partial(of, **options))(jnp.float64(0.7)) for options in ({}, {"block_size": 4})]
+    assert abs(slopes[0]) > 0.01
+    np.testing.assert_allclose(*slopes, rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"impl": "flash"}, "impl = 'flash': expected one of auto, dense, blockwise"),
+        ({"impl": "dense", "block_size": 4}, "block_size = 4: expected 1 or more, for impl='blockwise'"),
+        ({"block_size": 0}, "block_size = 0: expected 1 or more"),
+        ({"scale": np.ones(2)}, r"scale has shape \(2,\)"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_fit_raise_one_line(own_errors, options, message):
+    with pytest.raises(ValueError, match=message):
+        stick_breaking_attention(*inputs(3, dtype=np.float32), **options)
+
+
+def test_other_numbers_of_keys_need_positions():
+    q, k, v = inputs(3, dtype=np.float32)
+    with pytest.raises(ValueError, match="2 queries and 3 keys: pass q_positions and kv_positions"):
+        stick_breaking_attention(q[:, :2], k, v)
+
+
+@pytest.mark.slow
+def test_memory_of_tiles_is_linear_in_the_length():
+    def temporary(length):
+        x = jax.ShapeDtypeStruct((1, length, 4, 16), np.float32)
+        grad = jax.grad(lambda q, k, v: stick_breaking_attention(q, k, v).sum(), (0, 1, 2))
+        return jax.jit(grad).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
+
+    sizes = [temporary(length) for length in (1024, 4096)]
+    assert sizes[1] < 4.2 * sizes[0]
+
+
+def test_naive_of_flash_linear_attention_agrees():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from tests.ops.recurrence.test_fla import naive
+
+    q, k, v = inputs(40, dtype=np.float32)
+    theirs = naive("stickbreaking_attn").naive_stickbreaking_attn(*map(torch.from_numpy, (q, k, v)))[0]
+    np.testing.assert_allclose(stick_breaking_attention(q, k, v), theirs.numpy(), atol=2e-6)
+
+
+def test_operator_is_public():
+    assert attnlab.stick_breaking_attention is stick_breaking_attention
