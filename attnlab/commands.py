@@ -12,6 +12,7 @@ from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from attnlab.config import OPTIONS, experiments, find
+from attnlab.nn import own
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
 
@@ -95,6 +96,14 @@ def define_config(values: flags.FlagValues, argv: list[str], saved: ConfigDict |
     )
 
 
+def define_mixer(values: flags.FlagValues, argv: list[str]) -> None:
+    """Define `--mixer=FILE`, and let a saved run that names the content of this file run it."""
+    meaning = "Python file with a part of a model that the config.json of a run names: it runs only if named here"
+    flags.DEFINE_multi_string("mixer", [], meaning, flag_values=values)
+    for file in given(argv, "mixer"):
+        own.offer(file)
+
+
 def parse(values: flags.FlagValues, argv: list[str]) -> None:
     """Parse a command line, including `--config` and its overrides; UserError for its first error."""
     argv = _with_config_paths(argv) if "config" in values else argv
@@ -118,15 +127,27 @@ def parse(values: flags.FlagValues, argv: list[str]) -> None:
             raise UserError(f"--{name} is given {values[name].present} times: give it once")
 
 
+def _register_own(values: flags.FlagValues) -> None:
+    """Run the files of the user's parts that a command line names, itself or by its experiment."""
+    model = values.config.get("model", {})
+    for field in ("mixer", "pattern"):
+        flag, text = f"config.model.{field}", model.get(field)
+        if isinstance(text, str) and (values["config"].present or (flag in values and values[flag].present)):
+            words = (own.register(word) if own.WORD.fullmatch(word) else word for word in text.split(" "))
+            model[field] = " ".join(words)
+
+
 def config_of(values: flags.FlagValues) -> tuple[ConfigDict, str]:
     """The config that the flags name, and its short name: 'quickstart', 'sancho-tiny', "" for an existing run."""
     if not values["config"].present:
         if values.config is not None:  # of an existing run
+            _register_own(values)
             return values.config, ""
         raise UserError(_NO_CONFIG)
     file, _, variant = config_flags.get_config_filename(values["config"]).partition(":")
     if not isinstance(values.config, ConfigDict):
         raise UserError(f"{file}: get_config() returned {values.config!r}: return a modified attnlab.config.default()")
+    _register_own(values)
     return values.config, Path(file).stem + (f"-{variant}" if variant else "")
 
 

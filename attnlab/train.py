@@ -27,11 +27,14 @@ from ml_collections import ConfigDict
 from attnlab import commands, compilation
 from attnlab import config as configs
 from attnlab.data.tasks import named
-from attnlab.nn import GPT
+from attnlab.nn import GPT, own
+from attnlab.ops.masks import Mask
+from attnlab.ops.score_mods import ScoreMod
 from attnlab.sample import generate, prompt_ids
 from attnlab.training import pretrained, processes
 from attnlab.training import run as runs
 from attnlab.training import trainer as trainers
+from attnlab.training.passed import Passed
 from attnlab.training.phases import OnPhase, no_phase
 from attnlab.training.preemption import PreemptionHandler, exit_peer_lost
 
@@ -50,6 +53,9 @@ def train(
     *,
     eval_only: bool = False,
     own_process: bool = False,
+    mixer: str | type[nn.Module] | None = None,
+    mask: Mask | None = None,
+    score_mod: ScoreMod | tuple[ScoreMod, ...] | None = None,
     model: nn.Module | None = None,
     optimizer: optax.GradientTransformation | None = None,
     on_step: Callable[[int, dict], None] | None = None,
@@ -65,6 +71,9 @@ def train(
       eval_only: evaluate the newest checkpoint on the validation text, and write nothing.
       own_process: a signal before the first step, and a second one, end the process; otherwise they raise
         KeyboardInterrupt.
+      mixer: a layer of the user's in place of `config.model.mixer`: "FILE.py:NAME", which is run, or a class, see
+        `attnlab.nn.register`.
+      mask, score_mod: for all layers of the config's GPT. Pass equal ones when resuming.
       model: a linen module in place of the GPT of `config.model`, of which only `context` is then used. Its only
         collection is `params`. It is called with int32 tokens `[B, T]`, in training with `deterministic=False` and
         `dropout_key=` a key for each sequence `[B]`, for `config.data.packing = "documents"` with `segments=`, int32
@@ -98,7 +107,11 @@ def train(
     >>> len(losses)
     2
     """
-    plan = runs.resolve(config, workdir, eval_only=eval_only, model=model, optimizer=optimizer)
+    if mixer is not None:
+        config = config.copy_and_resolve_references()
+        config.model.mixer = own.register(mixer)
+    passed = Passed(model, mask, score_mod, optimizer)
+    plan = runs.resolve(config, workdir, eval_only=eval_only, passed=passed)
     if plan.origin == "finished":
         if jax.process_index() == 0:
             _print_finished(plan)
@@ -149,9 +162,10 @@ def _sampler(run: runs.Run) -> Callable | None:
 
 
 def _define(values, argv):
+    commands.define_mixer(values, argv)
     workdir = commands.given(argv, "workdir")
-    saved = pretrained.saved_config(Path(workdir[-1])) if workdir else None
-    commands.define_config(values, argv, saved)
+    needs = workdir and not commands.given(argv, "config")
+    commands.define_config(values, argv, pretrained.saved_config(Path(workdir[-1])) if needs else None)
     flags.DEFINE_string("workdir", None, "folder of the run; by default runs/NAME-OF-CONFIG", flag_values=values)
     flags.DEFINE_bool("eval_only", False, "evaluate the newest checkpoint and write nothing", flag_values=values)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import attnlab
 from attnlab.nn import GPT
-from attnlab.nn.kinds import KINDS, pattern_of
+from attnlab.nn.kinds import named, pattern_of
 from attnlab.nn.resolved import resolved
 from attnlab.testing import SHAPES, check_attention, check_recurrence
 
@@ -56,7 +56,7 @@ def of_model(model: GPT) -> dict:
 def _operator(model: GPT, kind: str) -> dict:
     features = features_of(model, kind)
     rows = []
-    if features and KINDS[kind].operator == "attention":
+    if features and named(kind).operator == "attention":
         attention = functools.partial(attnlab.attention, impl=model.impl, return_lse=True)
         options = {"features": features, "cases": CASES * len(features), "shapes": SHAPES[1:]}
         rows = check_attention(lambda **call: attention(**call), **options).rows
@@ -80,7 +80,7 @@ def features_of(model: GPT, kind: str) -> tuple[str, ...]:
     >>> features_of(GPT(vocab_size=8, num_layers=1, num_heads=2, width=8, context=8, sinks=True), "attention")
     ('causal', 'sinks')
     """
-    found = KINDS[kind]
+    found = named(kind)
     is_half = jnp.dtype(model.dtype) == jnp.bfloat16
     if found.operator != "attention":
         features = RECURRENCES.get(kind, ())
@@ -100,4 +100,4 @@ def features_of(model: GPT, kind: str) -> tuple[str, ...]:
 
 def _source_sha256(kind: str) -> str:
     """Of the file that defines a layer's module."""
-    return hashlib.sha256(Path(inspect.getfile(KINDS[kind].layer)).read_bytes()).hexdigest()
+    return hashlib.sha256(Path(inspect.getfile(named(kind).layer)).read_bytes()).hexdigest()

@@ -24,6 +24,7 @@ from attnlab.nn.mixers import (
 from attnlab.nn.mlp import Mlp
 from attnlab.nn.multihead import MultiHeadAttention
 from attnlab.nn.norms import LayerNorm, RMSNorm
+from attnlab.nn.own import register
 from attnlab.nn.positions import LearnedPositions, sinusoidal
 from attnlab.nn.recurrence import Recurrence
 from attnlab.nn.rotations import Rotary, rotary
@@ -64,6 +65,7 @@ __all__ = [
     "alignment",
     "cosine_similarity",
     "nearest",
+    "register",
     "rotary",
     "sinusoidal",
     "stack_layers",

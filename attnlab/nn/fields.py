@@ -5,6 +5,7 @@ from dataclasses import MISSING
 
 import flax.linen as nn
 
+from attnlab.nn import own
 from attnlab.nn.kinds import KINDS, Attention, kinds_of, positions_of
 from attnlab.nn.resolved import latent_of, recurrence_of, resolved, rotary_of
 from attnlab.support.options import Option, first_problem
@@ -65,7 +66,8 @@ def _check_read(model, declared) -> None:
             raise ValueError(f"{name} = {values[name]!r}, but no layer reads it: {remedy}")
     if model.positions in ("rotary", "alibi") and model.positions not in read:
         raise ValueError(f"positions = {model.positions!r}, but no layer reads them: {remedy}")
-    for name, value in {"value_residual": model.value_residual, "mask": values.get("mask")}.items():
+    of_all = {"value_residual": model.value_residual, "mask": values.get("mask"), "score_mod": values.get("score_mod")}
+    for name, value in of_all.items():
         others = [kind for kind in kinds if name not in kinds[kind].reads]
         if others and value is not None and value is not False:
             shown = value if value is True else type(value).__name__
@@ -109,10 +111,10 @@ def _check_pattern(model) -> None:
     words = model.pattern.split()
     if words and model.mixer != "attention":
         raise ValueError(f"mixer = {model.mixer!r}, but pattern = {model.pattern!r}: leave one of them out")
-    if unknown := [word for word in words if word not in KINDS]:
+    if unknown := [word for word in words if word not in KINDS and not own.WORD.fullmatch(word)]:
         raise ValueError(
-            f"pattern = {model.pattern!r} has {unknown[0]!r}: expected the words {', '.join(KINDS)}, e.g. "
-            "'local global'"
+            f"pattern = {model.pattern!r} has {unknown[0]!r}: expected the words {', '.join(KINDS)}, or FILE.py:NAME, "
+            "e.g. 'local global'"
         )
     if "local" in words and model.window is None:
         raise ValueError(f"pattern = {model.pattern!r}, but window = None: give the window of its local layers")

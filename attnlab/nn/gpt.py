@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Float, Int
 
-from attnlab.nn import checks, sharding, stack
+from attnlab.nn import checks, own, sharding, stack
 from attnlab.nn.block import NORM_AT, NORM_EPSILON, Block
 from attnlab.nn.cache import check_cache
 from attnlab.nn.checks import check_lengths, check_segments
 from attnlab.nn.fields import POSITIONS, check_shape
-from attnlab.nn.kinds import KINDS, MIXERS, kind_of
+from attnlab.nn.kinds import MIXERS, kind_of, named
 from attnlab.nn.latent import Latent
 from attnlab.nn.mlp import ACTIVATIONS, MLPS, Mlp
 from attnlab.nn.multihead import MultiHeadAttention
@@ -27,6 +27,7 @@ from attnlab.nn.rotations import Rotary
 from attnlab.ops import dropout
 from attnlab.ops.attention import implementations
 from attnlab.ops.cross_entropy import chunk_size, cross_entropy
+from attnlab.ops.score_mods import ScoreMod
 from attnlab.support.errors import UserError
 from attnlab.support.options import described, option, options
 from attnlab.types import Array, DType
@@ -110,13 +111,14 @@ class GPT(checks.MaskedModule):
     rotary: Rotary = Rotary()
     pattern: str = option(
         "the kind of each layer, repeated, as in 'local local global': a mixer, local (within window) or global; "
-        "empty for mixer in all",
+        "or FILE.py:NAME; empty for mixer in all",
         "",
     )
     mixer: str = option(
-        "what mixes the tokens in all layers; pattern in its place for layers of several kinds",
+        "what mixes the tokens in all layers, or FILE.py:NAME for a part of yours; pattern for layers of several kinds",
         "attention",
         choices=MIXERS,
+        pattern=own.WORD,
     )
     recurrence: Recurrence = Recurrence()
     local_base: float | None = option("rotary base of local layers; None for rotary in all", None, low=1e-3, high=1e12)
@@ -131,6 +133,7 @@ class GPT(checks.MaskedModule):
     bigrams: bool = option("a table of logits for each last token, of vocab_size² parameters", False)
     mask: checks.MaskLike | None = None
     latent: Latent = Latent()
+    score_mod: ScoreMod | tuple[ScoreMod, ...] | None = None
 
     @classmethod
     def from_config(cls, config, vocab_size: int) -> "GPT":
@@ -287,7 +290,7 @@ class GPT(checks.MaskedModule):
             raise ValueError(f"caches is {given}, expected a sequence of num_layers = {self.num_layers}: {remedy}")
         sizes = resolved(self)
         for layer, cache in enumerate(caches):
-            if KINDS[kind_of(self, layer)].layer is MultiHeadAttention:  # others check theirs
+            if named(kind_of(self, layer)).layer is MultiHeadAttention:  # others check theirs
                 check_cache(cache, tokens.shape[0], sizes.kv_heads, sizes.head_dim, f"caches[{layer}]")
 
     def _add_positions(self, x, caches, segments):
@@ -314,7 +317,7 @@ class GPT(checks.MaskedModule):
         }
         hidden, gated = resolved(self).hidden, self.mlp == "gated"
         return Block(
-            KINDS[kind_of(self, layer)].module(self, **shared),
+            named(kind_of(self, layer)).module(self, **shared),
             Mlp(hidden, self.activation, self.use_bias, gated=gated, **shared) if hidden else None,
             self.dropout,
             self.use_bias,

@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from attnlab.nn import own
 from attnlab.nn.differential import DifferentialAttention
 from attnlab.nn.latent_attention import LatentAttention
 from attnlab.nn.mixers import (
@@ -24,10 +25,11 @@ from attnlab.nn.mixers import (
 )
 from attnlab.nn.mixers.interface import CausalMixer, RecurrentMixer
 from attnlab.nn.multihead import MultiHeadAttention
-from attnlab.nn.resolved import rotary_of
+from attnlab.nn.resolved import as_tuple, rotary_of, score_mods
 from attnlab.nn.rotations import Rotary
 from attnlab.nn.stick_breaking import StickBreakingAttention
 from attnlab.ops.masks import Causal, Mask, SlidingWindow, join
+from attnlab.ops.score_mods import ScoreMod
 
 
 @runtime_checkable
@@ -71,6 +73,8 @@ class Attention:
 
     local: bool | None = None
     forget: bool = False  # with a forget gate instead of rotary positions
+    score_mod: ScoreMod | None = None  # besides the model's
+    and_mask: Mask | None = None  # which keys are masked besides
     layer: type[MultiHeadAttention] | type[LatentAttention] = MultiHeadAttention
 
     @property
@@ -85,10 +89,15 @@ class Attention:
 
     def module(self, model, **initializers) -> nn.Module:
         fields = {"forget_gate": True} if self.forget else {}
+        fields |= {} if self.score_mod is None else {"score_mod": self.score_mods(model)}
         return self.layer.of_model(model, mask=self.mask(model), rotary=self.rotary(model), **fields, **initializers)
 
     def mask(self, model) -> Mask:
-        return join(SlidingWindow(left=model.window - 1) if self.is_local(model) else Causal(), model.mask)
+        mask = join(SlidingWindow(left=model.window - 1) if self.is_local(model) else Causal(), model.mask)
+        return join(mask, self.and_mask)
+
+    def score_mods(self, model) -> tuple[ScoreMod, ...]:
+        return (*score_mods(model), *as_tuple(self.score_mod))
 
     def rotary(self, model) -> Rotary | None:
         if "rotary" not in self.reads or model.positions not in ("auto", "rotary"):
@@ -202,6 +211,23 @@ def _kernels(module: nn.Module, features: int) -> int:
 MIXERS = tuple(kind for kind in KINDS if kind not in ("local", "global"))  # the values of `mixer`
 
 
+def named(name: str) -> Kind:
+    """The kind of a name: of the table, or of a user's part. ValueError for a part that is not registered."""
+    if name in KINDS:
+        return KINDS[name]
+    if (part := own.part_of(name)) is None:
+        raise ValueError(f"mixer = {name!r} names code, which has not been run: attnlab.nn.register({name!r}) runs it")
+    return _of_part(part)
+
+
+def _of_part(part: own.Part) -> Kind:
+    if isinstance(part.value, ScoreMod):
+        return Attention(score_mod=part.value)
+    if isinstance(part.value, Mask):
+        return Attention(and_mask=part.value)
+    return Mixer(part.value) if issubclass(part.value, CausalMixer) else Attention(layer=part.value)
+
+
 def pattern_of(model) -> tuple[str, ...]:
     """The kinds of one period of a model's layers."""
     return tuple(model.pattern.split()) or (model.mixer,)
@@ -214,7 +240,7 @@ def kind_of(model, layer: int) -> str:
 
 def kinds_of(model) -> dict[str, Kind]:
     """The different kinds of a model's layers, by name."""
-    return {name: KINDS[name] for name in pattern_of(model)[: model.num_layers]}
+    return {name: named(name) for name in pattern_of(model)[: model.num_layers]}
 
 
 def positions_of(model) -> str:

@@ -73,7 +73,10 @@ class LatentAttention(checks.MaskedModule):
     impl: str = "auto"
 
     reads: ClassVar[frozenset[str]] = frozenset(
-        ("num_heads", "latent", "attention_bias", "score_scale", "soft_cap", "impl", "mask", "rotary", "alibi")
+        (
+            *("num_heads", "latent", "attention_bias", "score_scale", "soft_cap", "impl", "mask", "score_mod"),
+            *("rotary", "alibi"),
+        )
     )
     operator: ClassVar[str | None] = "attention"
 

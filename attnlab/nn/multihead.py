@@ -13,7 +13,7 @@ from attnlab.nn.cache import KVCache, check_cache, check_forget
 from attnlab.nn.checks import check_lengths, check_segments
 from attnlab.nn.norms import make_norm
 from attnlab.nn.positions import within_segments
-from attnlab.nn.resolved import resolved, score_mods
+from attnlab.nn.resolved import as_tuple, resolved, score_mods
 from attnlab.nn.rotations import Rotary, rotary
 from attnlab.ops import products
 from attnlab.ops.attention import attention, attention_weights
@@ -96,7 +96,8 @@ class MultiHeadAttention(checks.MaskedModule):
     reads: ClassVar[frozenset[str]] = frozenset(
         (
             *("num_heads", "head_dim", "kv_heads", "attention_bias", "qkv_bias", "qk_norm", "qk_norm_joint"),
-            *("soft_cap", "score_scale", "sinks", "output_gate", "value_residual", "impl", "mask", "rotary", "alibi"),
+            *("soft_cap", "score_scale", "sinks", "output_gate", "value_residual", "impl", "mask", "score_mod"),
+            *("rotary", "alibi"),
         )
     )  # the options of a `GPT` that `of_model` depends on
     operator: ClassVar[str | None] = "attention"  # in `attnlab`
@@ -216,7 +217,8 @@ class MultiHeadAttention(checks.MaskedModule):
             if lengths is not None:
                 cache = cache._replace(length=cache.length - inputs_q.shape[1] + lengths)
         terms = {"mask": mask, "q_positions": positions, "kv_positions": kv_positions}
-        terms["score_mod"] = self.score_mod if forget is None else (*self._score_mods(), Forget(forget, kv_forget))
+        mods = as_tuple(self.score_mod)
+        terms["score_mod"] = mods if forget is None else (*mods, Forget(forget, kv_forget))
         gate = nn.sigmoid(self._heads(inputs_q, self.num_heads, "gate", q.shape[-1])) if self.output_gate else None
         terms |= self._dropout(deterministic, dropout_key)
         out = self._attend(q, k, v, terms, gate, layer)
@@ -299,11 +301,6 @@ class MultiHeadAttention(checks.MaskedModule):
         gates = nn.Dense(self.num_heads, name="forget", **options)(x)
         gates = sharding.constrain(gates, "batch", "length", "heads")
         return jnp.cumsum(nn.log_sigmoid(gates), axis=-2)
-
-    def _score_mods(self) -> tuple:
-        if self.score_mod is None:
-            return ()
-        return self.score_mod if isinstance(self.score_mod, tuple) else (self.score_mod,)
 
     def _normalize(self, x, name):
         norm = make_norm(self.norm, self.norm_epsilon, use_bias=False, dtype=self.dtype, name=name)

@@ -48,4 +48,12 @@ def latent_of(model) -> Latent:
 def score_mods(model) -> tuple[ScoreMod, ...]:
     """The score mods of a model's attention."""
     cap = () if model.soft_cap is None else (SoftCap(model.soft_cap),)
-    return (*cap, ALiBi(alibi_slopes(model.num_heads))) if model.positions == "alibi" else cap
+    alibi = (ALiBi(alibi_slopes(model.num_heads)),) if model.positions == "alibi" else ()
+    return (*cap, *alibi, *as_tuple(getattr(model, "score_mod", None)))  # a config has none
+
+
+def as_tuple(score_mod) -> tuple[ScoreMod, ...]:
+    """A score mod, several, or None, as a tuple."""
+    if score_mod is None:
+        return ()
+    return score_mod if isinstance(score_mod, tuple) else (score_mod,)

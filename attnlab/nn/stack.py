@@ -18,7 +18,7 @@ from flax.core.scope import is_filter_empty
 from jax.sharding import NamedSharding, PartitionSpec
 
 from attnlab.nn import sharding
-from attnlab.nn.kinds import KINDS, kind_of, pattern_of
+from attnlab.nn.kinds import kind_of, named, pattern_of
 from attnlab.nn.remat import remat_policy
 from attnlab.ops import dropout
 
@@ -143,7 +143,7 @@ def _reshaped(x: jax.ShapeDtypeStruct, shape, split) -> jax.ShapeDtypeStruct:
 
 def empty_caches(model, batch: int, capacity: int) -> tuple:
     """The empty cache of each layer of a model."""
-    kinds = (KINDS[kind_of(model, layer)] for layer in range(model.num_layers))
+    kinds = (named(kind_of(model, layer)) for layer in range(model.num_layers))
     return tuple(kind.empty_cache(model, batch, capacity) for kind in kinds)  # no buffer twice: they may be donated
 
 

@@ -22,7 +22,9 @@ class StickBreakingAttention(MultiHeadAttention):
     (2, 5, 8)
     """
 
-    reads: ClassVar[frozenset[str]] = MultiHeadAttention.reads - {"soft_cap", "sinks", "impl", "rotary", "alibi"}
+    reads: ClassVar[frozenset[str]] = MultiHeadAttention.reads - frozenset(
+        ("soft_cap", "sinks", "impl", "score_mod", "rotary", "alibi")
+    )
     operator: ClassVar[str | None] = "stick_breaking_attention"
 
     @classmethod

@@ -36,7 +36,7 @@ from attnlab import commands, compilation, see
 from attnlab.data import tasks
 from attnlab.interop import huggingface
 from attnlab.nn import GPT
-from attnlab.nn.kinds import KINDS, Mixer, kind_of
+from attnlab.nn.kinds import Mixer, kind_of, named
 from attnlab.nn.mixers.interface import RecurrentMixer
 from attnlab.see.head_scores import KINDS as SCORES
 from attnlab.see.pages.document import is_page
@@ -128,7 +128,7 @@ def _peek(workdir: Path):
 def _tell_of_mixers(model: GPT) -> None:
     """Say which layers have no pattern, or one that is not of softmax; UserError if none has a pattern."""
     of_layers = [kind_of(model, layer) for layer in range(model.num_layers)]
-    mixers = {name: KINDS[name].layer for name in dict.fromkeys(of_layers) if isinstance(KINDS[name], Mixer)}
+    mixers = {name: named(name).layer for name in dict.fromkeys(of_layers) if isinstance(named(name), Mixer)}
     read = [name for name, layer in mixers.items() if issubclass(layer, RecurrentMixer)]
     without = [name for name in mixers if name not in read]
     if set(without) == set(of_layers):
@@ -274,7 +274,7 @@ class Findings(NamedTuple):
 def _examiner(model: GPT, seed: int, subject: Subject, measures_effects: bool) -> Callable[[dict], Findings]:
     """The function that examines the variables of a checkpoint; its programs are compiled once."""
 
-    recurrent = {f"block_{n}/attention" for n in range(model.num_layers) if isinstance(KINDS[kind_of(model, n)], Mixer)}
+    recurrent = {f"block_{n}/attention" for n in range(model.num_layers) if isinstance(named(kind_of(model, n)), Mixer)}
 
     @jax.jit
     def patterns(variables, tokens) -> see.Run:

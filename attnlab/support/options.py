@@ -2,6 +2,7 @@
 
 import dataclasses
 import numbers
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ class Option(NamedTuple):
       default: in a config.
       low, high: bounds of a number, inclusive; integers are below 2^31.
       choices: the valid names; empty for any.
+      pattern: of other names that are valid; None for none.
       unset: value of a field that is left out; `dataclasses.MISSING` if it is required.
     """
 
@@ -31,6 +33,7 @@ class Option(NamedTuple):
     low: float | None
     high: float | None
     choices: tuple[str, ...]
+    pattern: re.Pattern | None = None
     unset: Any = _REQUIRED
 
     def is_default(self, value) -> bool:
@@ -44,7 +47,7 @@ class Option(NamedTuple):
         accepted = tuple(_ACCEPTED.get(each, each) for each in self.types)
         if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in self.types):
             return f"expected a value like {self.default!r}"
-        if self.choices and value not in self.choices:
+        if self.choices and value not in self.choices and not (self.pattern and self.pattern.fullmatch(value)):
             return f"expected one of {', '.join(self.choices)}{nearest(value, self.choices)}"
         if isinstance(value, bool | str):
             return ""
@@ -55,7 +58,7 @@ class Option(NamedTuple):
         return ""
 
 
-def option(doc: str, default=_REQUIRED, *, start=_REQUIRED, low=None, high=None, choices=()):
+def option(doc: str, default=_REQUIRED, *, start=_REQUIRED, low=None, high=None, choices=(), pattern=None):
     """A dataclass field that is an option.
 
     Args:
@@ -64,6 +67,7 @@ def option(doc: str, default=_REQUIRED, *, start=_REQUIRED, low=None, high=None,
       start: default in a config, where it differs.
       low, high: bounds, inclusive.
       choices: the valid names.
+      pattern: a regular expression of other names that are valid.
 
     >>> @dataclasses.dataclass
     ... class Sampling:
@@ -72,7 +76,7 @@ def option(doc: str, default=_REQUIRED, *, start=_REQUIRED, low=None, high=None,
     'expected 1 or more, below 2^31'
     """
     start = default if start is _REQUIRED else start
-    return dataclasses.field(default=default, metadata={"option": (doc, start, low, high, tuple(choices))})
+    return dataclasses.field(default=default, metadata={"option": (doc, start, low, high, tuple(choices), pattern)})
 
 
 def options(declaring: type) -> dict[str, Option]:

@@ -14,11 +14,13 @@ from ml_collections import ConfigDict
 from attnlab.data.batches import Batch, Batches, prefetched
 from attnlab.data.tasks import named
 from attnlab.nn import GPT
+from attnlab.nn.fields import check_shape
 from attnlab.nn.kinds import Attention, kinds_of
-from attnlab.nn.resolved import score_mods
 from attnlab.ops.attention import Explanation, explain
-from attnlab.ops.score_mods import Forget
+from attnlab.ops.masks import Mask
+from attnlab.ops.score_mods import Forget, ScoreMod
 from attnlab.support.errors import UserError
+from attnlab.support.options import options
 from attnlab.training import optimizer as optimizers
 from attnlab.training import parallel as parallel_lib
 from attnlab.training import state as states
@@ -28,7 +30,7 @@ from attnlab.training.state import TrainState
 class Experiment:
     """Everything that a run computes with, by a `RunPlan`'s config. Nothing is compiled before it is called.
 
-    `model` and `optimizer` replace the config's, as in `attnlab.train.train`; `extensions` as in
+    `model`, `mask`, `score_mod` and `optimizer` are as in `attnlab.train.train`; `extensions` as in
     `optimizer.learning_rate`.
 
     Attributes:
@@ -43,6 +45,8 @@ class Experiment:
         vocab_size: int,
         *,
         model: nn.Module | None = None,
+        mask: Mask | None = None,
+        score_mod: ScoreMod | tuple[ScoreMod, ...] | None = None,
         optimizer: optax.GradientTransformation | None = None,
         parallel: parallel_lib.Parallel | None = None,
         extensions: Sequence[dict] = (),
@@ -50,7 +54,8 @@ class Experiment:
         self.parallel = parallel or parallel_lib.from_config(config)
         self.config = config
         if model is None:
-            self.model = GPT.from_config(config, vocab_size)
+            self.model = GPT.from_config(config, vocab_size).clone(mask=mask, score_mod=score_mod)
+            check_shape(self.model, options(GPT))
             _check_backend(self.model, self.parallel.mesh.devices.flat[0].platform)
         else:
             _check_model(model, vocab_size, config.data.packing)
@@ -167,7 +172,7 @@ def _check_backend(model: GPT, platform: str) -> None:
 def backend_of(model: GPT, kind: Attention, q, k, v, platform: str, **options) -> Explanation:
     """The backend of a kind of layer on a platform, for q, k and v; `options` are other arguments of the operator."""
     forget = (Forget(jnp.zeros(q.shape[:-1])),) if kind.forget else ()
-    options |= {"score_mod": score_mods(model) + forget, "impl": model.impl, "platform": platform}
+    options |= {"score_mod": kind.score_mods(model) + forget, "impl": model.impl, "platform": platform}
     return explain(q, k, v, kind.mask(model), **options)
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from attnlab.nn import GPT
-from attnlab.nn.kinds import KINDS, Kind, kind_of
+from attnlab.nn.kinds import Kind, kind_of, named
 from attnlab.nn.resolved import resolved
 from attnlab.ops import products
 
@@ -41,7 +41,7 @@ def per_decoded_token(model: GPT, length: int) -> float:
 
 
 def _kinds(model: GPT) -> list[Kind]:
-    return [KINDS[kind_of(model, layer)] for layer in range(model.num_layers)]
+    return [named(kind_of(model, layer)) for layer in range(model.num_layers)]
 
 
 def _weights(model: GPT) -> int:

@@ -12,6 +12,8 @@ from attnlab.config import default, from_dict
 from attnlab.data import tokenizers
 from attnlab.interop import huggingface
 from attnlab.nn import GPT
+from attnlab.ops.masks import Mask
+from attnlab.ops.score_mods import ScoreMod
 from attnlab.support.errors import UserError
 from attnlab.training.workdir import read_config, read_tokenizer
 
@@ -32,13 +34,23 @@ class Run(NamedTuple):
     config: ConfigDict
 
 
-def load(workdir: str | Path, step: int | str = "latest", *, model: nn.Module | None = None) -> Run:
+def load(
+    workdir: str | Path,
+    step: int | str = "latest",
+    *,
+    model: nn.Module | None = None,
+    mask: Mask | None = None,
+    score_mod: ScoreMod | tuple[ScoreMod, ...] | None = None,
+) -> Run:
     """Load a run, or a Hugging Face model of any family that `interop.huggingface` reads.
 
     Args:
       workdir: the folder of `attnlab train --workdir=…`, or of a Hugging Face model and its tokenizer files.
       step: "latest", "best" (the lowest validation loss), or the step of an existing checkpoint.
       model: the module that `attnlab.train.train(…, model=…)` trained; None for a GPT.
+      mask, score_mod: those that the run was trained with, equal to the arguments of `attnlab.train.train`.
+
+    A run whose config names code is loaded after `attnlab.nn.register("FILE.py:NAME")`, of the same file.
 
     Returns:
       `Run(model, params, tokenizer, config)`, with the parameters on the default device.
@@ -66,7 +78,7 @@ def load(workdir: str | Path, step: int | str = "latest", *, model: nn.Module | 
             raise UserError(f"{workdir} is a Hugging Face model, which has no checkpoint {step!r}: leave it out")
         _, tokenizer, config = peek(workdir)
         return Run(*huggingface.from_hf(workdir), tokenizer, config)
-    model, tokenizer, config = peek(workdir, model=model)
+    model, tokenizer, config = peek(workdir, model=model, mask=mask, score_mod=score_mod)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
@@ -141,27 +153,21 @@ def _check_fits(model: GPT, workdir: Path, config: ConfigDict) -> None:
             )
 
 
-def peek(
-    workdir: str | Path, *, model: nn.Module | None = None
-) -> tuple[nn.Module, tokenizers.Tokenizer | None, ConfigDict]:
-    """Model, tokenizer and config as from `load`, without the parameters."""
+def peek(workdir: str | Path, **passed) -> tuple[nn.Module, tokenizers.Tokenizer | None, ConfigDict]:
+    """Model, tokenizer and config as from `load`, without the parameters; `passed` are model, mask and score_mod."""
     from attnlab.training import precision
+    from attnlab.training.passed import Passed
     from attnlab.training.state import model_fields
 
     workdir = Path(workdir)
     if not huggingface.is_hf(workdir):
         saved = read_config(workdir)
         config, tokenizer = from_dict(saved), read_tokenizer(workdir, saved)
-        name = saved.get("user_defined", {}).get("model")
-        if name != (model and type(model).__name__):
-            given = "none" if model is None else type(model).__name__
-            raise UserError(
-                f"{workdir} holds a run of a {name or 'GPT'}, and model= gives {given}: "
-                + (f"pass its {name}, load(…, model=…)" if name else "leave it out")
-            )
-        if model is None:
+        passed = Passed(**passed)
+        passed.check_reads(saved, workdir)
+        if (model := passed.model) is None:
             config.precision = precision.resolved(config.precision)  # "auto" in runs of older versions
-            model = GPT.from_config(config, tokenizer.vocab_size)
+            model = GPT.from_config(config, tokenizer.vocab_size).clone(mask=passed.mask, score_mod=passed.score_mod)
             _check_fits(model, workdir, config)
         return model, tokenizer, config
     model = huggingface.make_model(huggingface.model_files.read_config(workdir), str(workdir))

@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import flax.linen as nn
 import jax
-import optax
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from attnlab import config as configs
 from attnlab.data import tokenizers
+from attnlab.nn import own
 from attnlab.support.errors import UserError
 from attnlab.training import metrics as metrics_lib
 from attnlab.training import parallel as parallel_lib
@@ -24,6 +23,7 @@ from attnlab.training import text as texts
 from attnlab.training.checkpoints import Checkpoints
 from attnlab.training.experiment import Experiment
 from attnlab.training.loading import weights_sha256
+from attnlab.training.passed import NOTHING, Passed
 from attnlab.training.phases import OnPhase, no_phase
 from attnlab.training.state import TrainState
 from attnlab.training.text import Text
@@ -41,7 +41,7 @@ class RunPlan:
       workdir: the folder, and the run that an earlier start left there.
       finished: the last step of a run that has ended; None for any other.
       tokenizer: of the weights in `config.init_from`; None for the text's, or the earlier run's.
-      model, optimizer: the user's; None for the config's.
+      passed: the user's model, mask, score mod and optimizer.
       metadata: of `config.json`, as far as it is known.
     """
 
@@ -49,8 +49,7 @@ class RunPlan:
     workdir: Workdir
     finished: int | None
     tokenizer: tokenizers.Tokenizer | None
-    model: nn.Module | None
-    optimizer: optax.GradientTransformation | None
+    passed: Passed
     metadata: dict
 
     @property
@@ -68,8 +67,7 @@ def resolve(
     workdir: str | Path = NOWHERE,
     *,
     eval_only: bool = False,
-    model: nn.Module | None = None,
-    optimizer: optax.GradientTransformation | None = None,
+    passed: Passed = NOTHING,
     device: jax.Device | None = None,
 ) -> RunPlan:
     """Decide everything about a run; nothing is loaded or written.
@@ -78,7 +76,7 @@ def resolve(
       config: is not changed.
       workdir: of the run, which may hold it already.
       eval_only: the run is evaluated as it is.
-      model, optimizer: as in `attnlab.train.train`.
+      passed: arguments of `attnlab.train.train`.
       device: one of those that will compute; None for this process' first.
 
     Raises:
@@ -89,40 +87,31 @@ def resolve(
     """
     folder = Workdir(workdir)
     config, tokenizer, metadata = pretrained.completed(configs.completed(config), folder.path)
-    config.precision = _precision(config, folder, device)
+    config.precision = _precision(config, folder, passed, device)
     folder.check_config(config, may_extend=not eval_only)
-    metadata |= _user_defined(folder, model, optimizer)
+    if folder.previous_run is not None:
+        passed.check_continues(folder.previous_run, folder)
+    code = own.sources(config.model)
+    metadata |= passed.metadata() | ({"code": code} if code else {})
     if eval_only and folder.previous_run is None:
         raise UserError(f"{folder} holds no run to evaluate: train first")
     # An evaluation needs no log, so a damaged one does not stop it.
     finished = None if eval_only else metrics_lib.finished(folder.metrics, config.steps, config.eval.patience)
-    return RunPlan(FrozenConfigDict(config), folder, finished, tokenizer, model, optimizer, metadata)
+    return RunPlan(FrozenConfigDict(config), folder, finished, tokenizer, passed, metadata)
 
 
-def _precision(config: ConfigDict, workdir: Workdir, device: jax.Device | None) -> str:
-    """The config's precision; for "auto" the previous run's, or the precision of the first process' hardware."""
+def _precision(config: ConfigDict, workdir: Workdir, passed: Passed, device: jax.Device | None) -> str:
+    """The config's precision; for "auto" the previous run's or model's, or that of the first process' hardware."""
+    if config.precision == "auto" and workdir.previous_run is not None:
+        return configs.from_dict(workdir.previous_run).precision
+    if passed.model is not None:
+        return passed.precision(config.precision)
     if config.precision != "auto":
         return config.precision
-    if workdir.previous_run is not None:
-        return configs.from_dict(workdir.previous_run).precision
     if device is not None:
         return precision.resolved("auto", device)
     chosen = ("float32", "bfloat16")
     return chosen[parallel_lib.from_first_process(chosen.index(precision.resolved("auto")))]
-
-
-def _user_defined(workdir: Workdir, model, optimizer) -> dict:
-    """Metadata of a user-defined model or optimizer for `config.json`; UserError if the run began with others."""
-    now = {"model": model and type(model).__name__, "optimizer": optimizer is not None}
-    now = {"user_defined": now} if any(now.values()) else {}
-    if workdir.previous_run is not None and workdir.previous_run.get("user_defined") != now.get("user_defined"):
-        was = workdir.previous_run.get("user_defined", {"model": None, "optimizer": False})
-        model, optimizer = was["model"] or "its config's", "user-defined" if was["optimizer"] else "AdamW"
-        raise UserError(
-            f"{workdir} holds a run whose model is {model} and whose optimizer is {optimizer}: pass the same to "
-            "attnlab.train.train(…, model=…, optimizer=…), or choose a new --workdir"
-        )
-    return now
 
 
 class Run(NamedTuple):
@@ -171,8 +160,8 @@ def open(plan: RunPlan, *, eval_only: bool = False, on_phase: OnPhase = no_phase
         resources.callback(checkpoints.close)
         start, damaged = _resume_step(checkpoints, workdir, config, eval_only)
         extensions = workdir.extensions(config, start)
-        own = {"model": plan.model, "optimizer": plan.optimizer}
-        experiment = Experiment(config, text.tokenizer.vocab_size, parallel=parallel, extensions=extensions, **own)
+        options = {"parallel": parallel, "extensions": extensions, **plan.passed._asdict()}
+        experiment = Experiment(config, text.tokenizer.vocab_size, **options)
         state, origin = _state(experiment, checkpoints, workdir, start)
         reporter, log = metrics_lib.ProgressReporter(config.steps, start, silent=not is_first or eval_only), None
         if not eval_only:

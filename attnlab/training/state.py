@@ -194,7 +194,8 @@ SCAN_FROM = 4
 def model_fields(model: GPT) -> dict:
     """The fields of `config.model` that define a model: all but `HOW`."""
     fields = {name: getattr(model, name) for name in default().model if name not in HOW}
-    return fields | {group: dataclasses.asdict(getattr(model, group)) for group in ("rotary", "recurrence")}
+    groups = ("rotary", "recurrence", "latent")
+    return fields | {group: dataclasses.asdict(getattr(model, group)) for group in groups}
 
 
 def scans(config: ConfigDict) -> bool:

@@ -223,10 +223,19 @@ class Trainer:
             result = {name: scores[name] for name in ("loss", "accuracy") if name in scores}
             self.log.write(step=last, split="final", **result, params_sha256=sha256(self._unstacked(params)))
             self.reporter.print(f"done: {format_scores('validation', scores)}")
-            if self.sample:
-                self.reporter.print(
-                    f"generate text with: python -m attnlab.sample --workdir={self.opened.plan.workdir}"
-                )
+            self._tell_of_use()
+
+    def _tell_of_use(self) -> None:
+        """The next command, or call where a command cannot make the model."""
+        plan = self.opened.plan
+        passed = [name for name in ("model", "mask", "score_mod") if getattr(plan.passed, name) is not None]
+        if passed:
+            arguments = ", ".join(f"{name}=…" for name in passed)
+            self.reporter.print(f'load it in Python with: attnlab.load("{plan.workdir}", {arguments})')
+        elif self.sample:
+            files = dict.fromkeys(f" --mixer={word.rpartition(':')[0]}" for word in plan.metadata.get("code", {}))
+            command = f"python -m attnlab.sample --workdir={plan.workdir}{''.join(files)}"
+            self.reporter.print(f"generate text with: {command}")
 
     def _measure_flops(self) -> None:
         """FLOPs per token and peak FLOP/s per device, for the model FLOPs utilization (MFU)."""

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from attnlab import config as configs
 from attnlab.data import tokenizers
+from attnlab.nn import own
 from attnlab.support import files
 from attnlab.support.errors import UserError
 from attnlab.support.paths import lock, write_text
@@ -123,14 +124,32 @@ def read_config(workdir: Path) -> dict:
         is_run = "model_type" not in saved or "corpus" in saved
         if is_run:
             saved["corpus"]["sha256"]
-            configs.check_saved(configs.from_dict(saved))
+            _check_metadata(saved)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{workdir} holds no run (no config.json): train one with --workdir={workdir}") from error
     except (AttributeError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}): restore it, or train in a new workdir") from error
+        raise _damaged(path, error) from error
     if not is_run:
         raise UserError(f"{workdir} holds a Hugging Face model, not a run of attnlab: choose another folder")
+    own.admit(saved.get("code", {}), workdir)
+    try:
+        configs.check_saved(configs.from_dict(saved))
+    except (AttributeError, ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, error) from error
     return saved
+
+
+def _check_metadata(saved: dict) -> None:
+    for name in ("user_defined", "code", "said"):
+        if not isinstance(saved.get(name, {}), dict):
+            raise TypeError(f"{name} = {saved[name]!r}")
+    for word, digest in saved.get("code", {}).items():
+        if not own.WORD.fullmatch(word) or not isinstance(digest, str):
+            raise TypeError(f"code = {saved['code']!r}")
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    return UserError(f"{path} is damaged ({error}): restore it, or train in a new workdir")
 
 
 def read_tokenizer(workdir: Path, saved: dict) -> tokenizers.Tokenizer:

@@ -30,7 +30,7 @@ def test_attention_in_a_pattern_is_local_where_the_window_is_set():
 
 
 def test_every_kind_reads_options_that_there_are():
-    names = {"mask", "alibi", "rotary", "recurrence", "latent"} | set(options(GPT))
+    names = {"mask", "alibi", "rotary", "recurrence", "latent", "score_mod"} | set(options(GPT))
     for name, kind in KINDS.items():
         assert isinstance(kind, Kind) and kind.reads <= names, name
 

@@ -10,6 +10,7 @@ from attnlab import config as configs
 from attnlab.support.errors import UserError
 from attnlab.training import precision
 from attnlab.training import run as runs
+from attnlab.training.passed import Passed
 
 
 def config(**fields):
@@ -76,7 +77,7 @@ def test_run_of_another_config_or_optimizer_is_refused(tmp_path):
         with pytest.raises(UserError, match=message):
             runs.resolve(config(**fields), folder)
     with pytest.raises(UserError, match="whose optimizer is AdamW"):
-        runs.resolve(config(), folder, optimizer=optax.sgd(1.0))
+        runs.resolve(config(), folder, passed=Passed(optimizer=optax.sgd(1.0)))
     with pytest.raises(UserError, match="holds no run to evaluate"):
         runs.resolve(config(), tmp_path / "new", eval_only=True)
 

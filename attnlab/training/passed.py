@@ -1,0 +1,155 @@
+"""Values that a user passes to `attnlab.train.train`: what `config.json` remembers of them, and what they compute with.
+
+They are remembered as text that is the same for equal values in another process.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from attnlab.ops.masks import Mask
+from attnlab.ops.score_mods import ScoreMod
+from attnlab.support.errors import UserError
+
+_INNER = {"parent", "name"}  # fields of every module
+_PRECISIONS = ("float32", "bfloat16")
+
+
+class Passed(NamedTuple):
+    """Arguments of `train` in place of a config's values, or besides them; None for the config's alone."""
+
+    model: nn.Module | None = None
+    mask: Mask | None = None
+    score_mod: ScoreMod | tuple[ScoreMod, ...] | None = None
+    optimizer: optax.GradientTransformation | None = None
+
+    def metadata(self) -> dict:
+        """The entry "user_defined" of `config.json`; {} where nothing is passed."""
+        if all(value is None for value in self):
+            return {}
+        found = {"model": self.model and type(self.model).__name__, "optimizer": self.optimizer is not None}
+        found |= {} if self.model is None else {"fields": fields_of(self.model)}
+        parts = {"mask": self.mask, "score_mod": self.score_mod}
+        return {"user_defined": found | {name: described(part) for name, part in parts.items() if part is not None}}
+
+    def check_continues(self, saved: Mapping, workdir) -> None:
+        """Raise UserError unless the run in a workdir, with the `config.json` of `saved`, was passed the same."""
+        nothing = {"model": None, "optimizer": False}
+        was, now = saved.get("user_defined", nothing), self.metadata().get("user_defined", nothing)
+        if any(was.get(name) != now[name] for name in nothing):
+            model, optimizer = was["model"] or "its config's", "user-defined" if was["optimizer"] else "AdamW"
+            raise UserError(
+                f"{workdir} holds a run whose model is {model} and whose optimizer is {optimizer}: pass the same to "
+                "attnlab.train.train(…, model=…, optimizer=…), or choose a new --workdir"
+            )
+        self.check_reads(saved, workdir)
+
+    def check_reads(self, saved: Mapping, workdir) -> None:
+        """Raise UserError unless model, mask and score mod are those of the run in a workdir."""
+        was, now = saved.get("user_defined", {}), self.metadata().get("user_defined", {})
+        if was.get("model") != now.get("model"):
+            passed, name = now.get("model") or "none", was.get("model")
+            raise UserError(
+                f"{workdir} holds a run of a {name or 'GPT'}, and model= gives {passed}: "
+                + (f"pass its {name}, load(…, model=…)" if name else "leave it out")
+            )
+        for name in ("mask", "score_mod"):
+            if was.get(name) != now.get(name):
+                raise UserError(
+                    f"{workdir} holds a run with {name} = {was.get(name)}, and {name}= gives {now.get(name)}: pass the "
+                    f"same in Python, {name}=…"
+                )
+        # Runs of older versions have no fields.
+        if "fields" in was and (found := difference(was["fields"], now["fields"])):
+            raise UserError(f"{workdir} holds a run of a {was['model']} whose {found}: pass an equal one, model=…")
+
+    def precision(self, configured: str) -> str:
+        """The precision that the user's model computes in; UserError where a config names another."""
+        name = type(self.model).__name__
+        if (dtype := getattr(self.model, "dtype", None)) is None:
+            try:
+                shapes = jax.eval_shape(self.model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
+            except TypeError:  # `Experiment` tells how the model is called
+                return "float32"
+            # Where a module has no `dtype`, Flax computes in the type of its parameters.
+            dtype = jnp.result_type(*jax.tree.leaves(shapes))
+        found = jnp.dtype(dtype).name
+        if found not in _PRECISIONS:
+            raise UserError(f"{name} computes in {found}: expected {' or '.join(_PRECISIONS)}")
+        if configured not in ("auto", found):
+            raise UserError(f"config.precision = {configured!r}, but {name} computes in {found}: leave it out")
+        return found
+
+
+NOTHING = Passed()
+
+
+def fields_of(module: nn.Module) -> dict[str, str]:
+    """The fields of a module, described, and the source of its class.
+
+    >>> fields_of(nn.Dense(3))["features"]
+    '3'
+    """
+    fields = (field.name for field in dataclasses.fields(module) if field.name not in _INNER)
+    return {name: described(getattr(module, name)) for name in fields} | {"source code": _source(type(module))}
+
+
+def described(value: Any) -> str:
+    """A value in words: arrays and functions by sha256, dataclasses and modules by their fields.
+
+    >>> from attnlab.masks import SlidingWindow
+    >>> described(SlidingWindow(left=3))
+    'SlidingWindow(left=3, right=0)'
+    """
+    if isinstance(value, jax.Array | np.ndarray):
+        array = np.asarray(value)
+        return f"{array.dtype}{list(array.shape)} of sha256 {_digest(array.tobytes())}"
+    if isinstance(value, nn.Module):
+        return f"{type(value).__name__}({', '.join(f'{name}={text}' for name, text in fields_of(value).items())})"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inner = (f"{name}={described(x)}" for name, x in vars(value).items() if not name.startswith("_"))
+        return f"{type(value).__name__}({', '.join(inner)})"
+    if isinstance(value, functools.partial):
+        return f"partial({described(value.func)}, {described(value.args)}, {described(value.keywords)})"
+    if inspect.isfunction(value):
+        closure = [described(cell.cell_contents) for cell in value.__closure__ or ()]
+        return f"{value.__qualname__} of {_source(value)}{closure or ''}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {described(x)}" for key, x in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(described, value))})"
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def difference(saved: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """The first name whose values differ, and both; "" for none.
+
+    >>> difference({"width": "3"}, {"width": "4"})
+    'width was 3, and is 4'
+    """
+    for name in dict.fromkeys([*saved, *now]):
+        if saved.get(name) != now.get(name):
+            return f"{name} was {saved.get(name, 'missing')}, and is {now.get(name, 'missing')}"
+    return ""
+
+
+def _source(of) -> str:
+    """The sha256 of the source of a class or function; its name where the source cannot be read."""
+    try:
+        return f"sha256 {_digest(inspect.getsource(of).encode())}"
+    except (OSError, TypeError):
+        return f"unknown source of {of.__qualname__}"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]
