@@ -6,7 +6,18 @@ import jax
 import numpy as np
 import pytest
 
-from attnlab.nn import GatedDeltaNet, GatedLinearAttention, LinearAttention, Mamba2, Retention, ShortConv
+from attnlab.nn import (
+    HGRN2,
+    RWKV7,
+    GatedDeltaNet,
+    GatedDeltaProduct,
+    GatedLinearAttention,
+    KimiDeltaAttention,
+    LinearAttention,
+    Mamba2,
+    Retention,
+    ShortConv,
+)
 from tests.nn.mixers import papers
 from tests.parameters import parameters
 
@@ -19,6 +30,20 @@ CASES = {
         functools.partial(DELTA, negative=True),
     ),
     "delta_without_convolution": (GatedDeltaNet(2, decay=False, conv=0), DELTA),
+    "kda": (KimiDeltaAttention(2), papers.kimi_delta_attention),
+    "kda_value_heads": (
+        KimiDeltaAttention(2, key_dim=3, value_dim=5, value_heads=6, conv=0, gate=False, negative_eigenvalues=True),
+        functools.partial(papers.kimi_delta_attention, negative=True),
+    ),
+    "delta_product": (GatedDeltaProduct(2), functools.partial(papers.gated_delta_product, steps=2)),
+    "delta_product_value_heads": (
+        GatedDeltaProduct(*(2, 3, 5), value_heads=4, steps=3, conv=2, gate=False, negative_eigenvalues=False),
+        functools.partial(papers.gated_delta_product, steps=3, negative=False),
+    ),
+    "rwkv7": (RWKV7(2), papers.rwkv7),
+    "rwkv7_sizes": (RWKV7(2, key_dim=3, value_dim=5), papers.rwkv7),
+    "hgrn2": (HGRN2(2), papers.hgrn2),
+    "hgrn2_sizes": (HGRN2(2, key_dim=3, value_dim=5), papers.hgrn2),
     "mamba2": (Mamba2(key_dim=5, value_heads=4), functools.partial(papers.mamba2, groups=1, state=5)),
     "mamba2_groups": (
         Mamba2(2, key_dim=3, value_heads=4, value_dim=6, conv=1),
