@@ -59,7 +59,7 @@ class HGRN2(RecurrentMixer):
         g = jnp.log(jnp.maximum(f, jnp.finfo(wide).tiny))
 
         def after(z):
-            joint = z.reshape(*z.shape[:-2], -1)
+            joint = z.reshape(*z.shape[:-2], self.num_heads * values)
             return RMSNorm(1e-5, dtype=self.dtype, name="norm")(joint).reshape(z.shape)
 
         z, state = self._recur(q, k.astype(v.dtype), v, before.state, tokens, g=g, scale=1.0, after=after)

@@ -44,7 +44,12 @@ def test_gpt_of_a_mixer_has_the_same_gradients_in_a_loop_and_recomputed(mixer):
 
 @pytest.mark.parametrize(
     "pattern",
-    ["gated_delta gated_delta attention", pytest.param("mamba2 local retention gru", marks=pytest.mark.slow)],
+    [
+        "gated_delta gated_delta attention",
+        "attention rwkv7 rwkv7",  # values of the second layer, which attention neither hands on nor takes
+        pytest.param("mamba2 local retention gru", marks=pytest.mark.slow),
+        pytest.param("kda hgrn2 delta_product hgrn2", marks=pytest.mark.slow),
+    ],
 )
 def test_hybrid_with_caches_equals_the_full_pass(pattern):
     window = {"window": 4} if "local" in pattern else {}
@@ -65,6 +70,17 @@ def test_hybrid_with_caches_equals_the_full_pass(pattern):
     np.testing.assert_allclose(out[:, 0], [whole[0, 4], whole[1, 6]], atol=1e-5 * size)
 
 
+@pytest.mark.parametrize(
+    "pattern, layers",
+    [("attention rwkv7", 6), pytest.param("rwkv7 hgrn2", 5, marks=pytest.mark.slow), ("hgrn2", 3), ("rwkv7", 1)],
+)
+def test_stacked_layers_have_their_numbers_and_the_first_values(pattern, layers):
+    model = GPT(**SIZES | {"num_layers": layers}, pattern=pattern, mlp_ratio=1)
+    params = parameters(model, TOKENS)["params"]
+    expected, found = (jax.jit(model.apply)({"params": p}, TOKENS) for p in (params, stack_layers(params)))
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+
+
 @functools.cache
 def states(**fields):
     """The bytes of each layer's cache, by part."""
@@ -80,6 +96,10 @@ def states(**fields):
     [  # H·K·V·4 of 2 heads and a width of 16; W − 1 = 3 inputs of the convolution
         ("gated_delta", 2 * 8 * 8 * 4, 3 * 3 * 16 * 4),
         ("delta", 2 * 8 * 8 * 4, 3 * 3 * 16 * 4),
+        ("kda", 2 * 8 * 8 * 4, 3 * 3 * 16 * 4),
+        ("delta_product", 2 * 8 * 8 * 4, 3 * (1 + 2 + 2) * 16 * 4),  # two keys and values a token
+        ("rwkv7", 2 * 8 * 8 * 4, 16 * 4),
+        ("hgrn2", 2 * 8 * 8 * 4, 0),
         ("mamba2", 2 * 8 * 16 * 4, 3 * (32 + 2 * 8) * 4),
         ("gla", 2 * 4 * 8 * 4, 0),
         ("retention", 2 * 8 * 16 * 4, 0),
@@ -98,6 +118,7 @@ def test_states_have_the_bytes_of_their_papers(mixer, state, conv):
     [
         ({"mixer": "gated_delta"}, {"value_heads": 3}, r"value_heads = 3 is not a multiple of num_heads = 2"),
         ({"mixer": "gated_delta"}, {"heads": 3}, r"num_heads = 3: expected a divisor of the input width 16"),
+        ({"mixer": "kda"}, {"value_heads": 3}, r"value_heads = 3 is not a multiple of num_heads = 2"),
         ({"mixer": "mamba2"}, {"conv": 0}, r"conv = 0: expected 1 token or more"),
         ({"mixer": "mamba2"}, {"heads": 3}, r"value_heads = 2 is not a multiple of num_heads = 3"),
         ({"mixer": "retention"}, {"key_dim": 3}, r"key_dim = 3: expected an even number"),
