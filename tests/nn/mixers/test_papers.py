@@ -78,6 +78,26 @@ def test_mixer_equals_its_paper_in_float64(float64, name):
 
 
 @pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("delta_product", "rwkv7") else pytest.mark.slow) for name in CASES]
+)
+def test_mixer_gradient_equals_differences_of_its_paper_in_float64(float64, name):
+    module, paper = CASES[name]
+    variables, rng = parameters(module, X), np.random.default_rng(1)
+    direction = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape), (variables, X))
+    weights = rng.standard_normal(jax.eval_shape(module.apply, variables, X).shape)
+    slopes = jax.jit(jax.grad(lambda both: (module.apply(*both) * weights).sum()))((variables, X))
+    found = sum((a * b).sum() for a, b in zip(jax.tree.leaves(slopes), jax.tree.leaves(direction)))
+
+    def loss(step):
+        moved, x = jax.tree.map(lambda a, b: a + step * b, (variables, X), direction)
+        return (np.stack([paper(row, by_path(moved["params"])) for row in x]) * weights).sum()
+
+    near, far = (loss(step) - loss(-step) for step in (1e-5, 2e-5))
+    # Their error is of the fourth power of the step, and of 1e-14 over the step.
+    np.testing.assert_allclose(found, (8 * near - far) / 12e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ("gated_delta", "mamba2") else pytest.mark.slow) for name in CASES]
 )
 def test_mixer_decodes_in_float64(float64, name):
