@@ -46,7 +46,7 @@ def test_gpt_of_a_mixer_has_the_same_gradients_in_a_loop_and_recomputed(mixer):
     "pattern",
     [
         "gated_delta gated_delta attention",
-        "attention rwkv7 rwkv7",  # values of the second layer, which attention neither hands on nor takes
+        "attention rwkv7 conv rwkv7",  # the second layer hands its values to the last one alone
         pytest.param("mamba2 local retention gru", marks=pytest.mark.slow),
         pytest.param("kda hgrn2 delta_product hgrn2", marks=pytest.mark.slow),
     ],
