@@ -6,15 +6,15 @@ import jax
 import numpy as np
 import pytest
 
-from attnlab.nn import GPT, stack_layers, unstack_layers
-from attnlab.nn.kinds import MIXERS
+from attnlab.nn import GPT, GatedDeltaProduct, stack_layers, unstack_layers
+from attnlab.nn.kinds import KINDS, MIXERS
 from attnlab.nn.recurrence import Recurrence
 from tests.parameters import parameters
 
 TOKENS = np.arange(20).reshape(2, 10) % 11
 SIZES = {"vocab_size": 11, "num_layers": 2, "num_heads": 2, "width": 16, "context": 12, "positions": "auto"}
 REMAT = {"gated_delta": "block", "gru": "attention", "mamba2": "dots", "retention": "block", "conv": "dots"}
-KINDS = [name for name in MIXERS if name not in ("attention", "forget")]
+OTHERS = [name for name in MIXERS if name not in ("attention", "forget")]
 FAST = ("gated_delta", "gru")
 
 
@@ -26,7 +26,7 @@ def value_and_gradient(model, params):
 
 
 @pytest.mark.parametrize(
-    "mixer", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in KINDS]
+    "mixer", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in OTHERS]
 )
 def test_gpt_of_a_mixer_has_the_same_gradients_in_a_loop_and_recomputed(mixer):
     model = GPT(**SIZES, mixer=mixer)
@@ -111,6 +111,20 @@ def states(**fields):
 )
 def test_states_have_the_bytes_of_their_papers(mixer, state, conv):
     assert states(mixer=mixer) == {"state": state, "conv": conv}
+
+
+def test_delta_product_reads_its_steps_and_has_negative_eigenvalues_unless_told():
+    def layer(mixer, **options):
+        return KINDS[mixer].module(GPT(**SIZES, mixer=mixer, recurrence=Recurrence(**options)))
+
+    assert (layer("delta_product").steps, layer("delta_product", steps=3).steps) == (2, 3)
+    assert layer("delta_product").negative_eigenvalues and not layer("gated_delta").negative_eigenvalues
+    assert not layer("delta_product", negative_eigenvalues=False).negative_eigenvalues
+    # Each step reads, erases and writes H·K·V numbers, and the query reads them.
+    model = GPT(**SIZES, mixer="delta_product", recurrence=Recurrence(steps=3))
+    assert KINDS["delta_product"].operations_at(model, 1) == (3 * 6 + 2) * 2 * 8 * 8
+    with pytest.raises(ValueError, match="^steps = 0: expected 1 step"):
+        GatedDeltaProduct(2, steps=0).empty_cache(1, 16)
 
 
 @pytest.mark.parametrize(
