@@ -266,8 +266,9 @@ def test_run_killed_and_stopped_repeatedly_is_bit_exact(long_run, tmp_path):
 
 
 @pytest.mark.slow
-def test_hybrid_killed_is_bit_exact(tmp_path):
-    hybrid = flags({"model.num_layers": 3, "model.pattern": "gated_delta gru attention"})
+@pytest.mark.parametrize("pattern", ["gated_delta gru attention", "rwkv7 hgrn2 delta_product"])
+def test_hybrid_killed_is_bit_exact(tmp_path, pattern):
+    hybrid = flags({"model.num_layers": 3, "model.pattern": pattern})
     assert run(tmp_path / "whole", *hybrid) == 0
     running = process(tmp_path / "run", *hybrid, program=["-c", SIGNALS_ITSELF, f"{signal.SIGKILL:d}", "6"])
     out, _ = running.communicate(timeout=300)

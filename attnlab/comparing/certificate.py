@@ -24,6 +24,10 @@ RECURRENCES = {
     "mamba2": ("decay", "strong decay", "state"),
     "delta": ("beta", "state"),
     "gated_delta": ("beta and decay", "state"),
+    "kda": ("beta and decay by feature", "state"),
+    "delta_product": ("beta and decay", "state"),
+    "rwkv7": ("erase", "decay by feature", "scale", "state"),
+    "hgrn2": ("decay by feature", "strong decay by feature", "scale", "state"),
 }
 CASES = 2  # of a feature
 

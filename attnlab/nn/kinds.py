@@ -14,10 +14,14 @@ from attnlab.nn.differential import DifferentialAttention
 from attnlab.nn.latent_attention import LatentAttention
 from attnlab.nn.mixers import (
     GRU,
+    HGRN2,
+    RWKV7,
     CausalConv,
     GatedConv,
     GatedDeltaNet,
+    GatedDeltaProduct,
     GatedLinearAttention,
+    KimiDeltaAttention,
     LinearAttention,
     Mamba2,
     MixerState,
@@ -48,8 +52,8 @@ class Kind(Protocol):
     operator: str | None
 
     def module(self, model, **initializers) -> nn.Module:
-        """The layer: called as `MultiHeadAttention` is, with `layer=` its number where its field `numbered` is True,
-        and `first_values=` where the model has `value_residual`."""
+        """The layer: called as `MultiHeadAttention` is, with `layer=` its number where its attribute `numbered` is
+        True, and where `value_residual` is, with `first_values=`; it then returns its values last."""
 
     def empty_cache(self, model, batch: int, capacity: int) -> Any:
         """The state before the first token."""
@@ -168,8 +172,9 @@ class Mixer:
         return self.operations_at(model, length)
 
     def operations_at(self, model, length) -> float:
-        cache = jax.eval_shape(functools.partial(self.module(model).empty_cache, 1, model.width))
-        return float(self.layer.state_operations * sum(leaf.size for leaf in jax.tree.leaves(cache.state)))
+        module = self.module(model)
+        cache = jax.eval_shape(functools.partial(module.empty_cache, 1, model.width))
+        return float(module.state_operations * sum(leaf.size for leaf in jax.tree.leaves(cache.state)))
 
 
 KINDS: dict[str, Kind] = {
@@ -186,6 +191,10 @@ KINDS: dict[str, Kind] = {
     "mamba2": Mixer(Mamba2),
     "delta": Mixer(GatedDeltaNet, (("decay", False), ("gate", False))),
     "gated_delta": Mixer(GatedDeltaNet),
+    "kda": Mixer(KimiDeltaAttention),
+    "delta_product": Mixer(GatedDeltaProduct),
+    "rwkv7": Mixer(RWKV7, (("value_residual", True),)),
+    "hgrn2": Mixer(HGRN2),
     "gru": Mixer(GRU),
     "conv": Mixer(CausalConv),
     "gated_conv": Mixer(GatedConv),

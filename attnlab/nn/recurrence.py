@@ -19,5 +19,8 @@ class Recurrence:
     value_dim: int | None = option("features of a value; None for the mixer's default", None, low=1)
     conv: int | None = option("tokens of the short convolution, 0 for none; None for the mixer's default", None, low=0)
     gate: bool | None = option("multiply outputs by a gate; None for the mixer's default", None)
-    negative_eigenvalues: bool = option("β of the delta rule up to 2 (Grazzi et al. 2025), not 1", False)
+    negative_eigenvalues: bool | None = option(
+        "β of the delta rule up to 2 (Grazzi et al. 2025), not 1; None for the mixer's default", None
+    )
     value_heads: int | None = option("heads of values, a multiple of heads; None for heads", None, low=1)
+    steps: int | None = option("delta steps a token of delta_product; None for the mixer's default", None, low=1)

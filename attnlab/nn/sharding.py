@@ -34,8 +34,9 @@ PARAMETERS = (
     (r"attention/forget/bias$", ("heads",)),
     (r"attention/(a|b)/kernel$", (None, "heads")),
     (r"attention/(A_log|dt_bias|D)$", ("heads",)),
-    (r"attention/decay_up/kernel$", (None, "heads", None)),
-    (r"attention/decay_up/bias$", ("heads", None)),
+    (r"attention/(decay|gate|a|v)_up/kernel$", (None, "heads", None)),
+    (r"attention/(decay|gate|a|v)_up/bias$", ("heads", None)),
+    (r"attention/(k_k|k_a|r_k|lower_bound)$", ("heads", None)),
     (r"query_conv/kernel$", (None, "heads", None)),
     (r"(key|value)_conv/kernel$", (None, "kv_heads", None)),
     # Mixed features of all heads, and the layers without heads, are split along "embed" alone.

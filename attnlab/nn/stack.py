@@ -183,7 +183,7 @@ def _one_by_one(model, x, keys, caches, options):
     for layer in range(model.num_layers):
         cache = None if caches is None else caches[layer]
         block = model.block(layer)
-        out = apply_whole(block, x, handed | _number(block, layer), _key_of(keys, layer), cache)
+        out = apply_whole(block, x, _given(block, layer, handed), _key_of(keys, layer), cache)
         x, *others = out if isinstance(out, tuple) else (out,)
         if caches is not None:
             extended.append(others.pop(0))
@@ -201,7 +201,7 @@ def _in_a_loop(model, x, keys, options, params):
 
     def apply(block, x, params, layer, keys, handed):
         params = sharding.gathered(params, model.dtype)
-        given = handed | _number(block, layer)
+        given = _given(block, layer, handed)
         return block.apply({"params": params}, x, **options, **given, dropout_key=_key_of(keys, layer))
 
     def run_one(n, x, params, layer, handed, *, in_loop):
@@ -227,7 +227,8 @@ def _in_a_loop(model, x, keys, options, params):
         return x, None
 
     # With value residuals the first period gives its values to the others; an incomplete one is the last.
-    start, handed = (min(period, model.num_layers) if model.value_residual else 0), {}
+    hands = any(_has_value_residual(block) for block in blocks)
+    start, handed = (min(period, model.num_layers) if hands else 0), {}
     for layer in range(start):
         x, handed = alone(x, layer, handed)
     steps = max(0, stacked_layers - start) // period
@@ -248,9 +249,14 @@ def _key_of(keys, layer):
     return None if keys is None else dropout.fold_in(keys, layer)
 
 
-def _number(block, layer) -> dict:
-    """The number of a layer, for kinds that depend on it."""
-    return {"layer": layer} if getattr(block.attention, "numbered", False) else {}
+def _given(block, layer, handed: dict) -> dict:
+    """The arguments of a block: the number of a layer that depends on it, and what earlier layers hand to it."""
+    number = {"layer": layer} if getattr(block.attention, "numbered", False) else {}
+    return number | (handed if _has_value_residual(block) else {})
+
+
+def _has_value_residual(block) -> bool:
+    return getattr(block.attention, "value_residual", False)
 
 
 def _handed(others: list, handed: dict) -> dict:

@@ -271,6 +271,12 @@ class Findings(NamedTuple):
     effects: see.Effects | None  # of ablating each head on the loss in nats
 
 
+def _shares(pattern):
+    """Shares `[B, H, T, T]` of a recurrence; those of several steps of one token, as of delta_product, are summed."""
+    *batch, length, steps = pattern.shape
+    return see.shares(pattern).reshape(*batch, length, length, steps // length).sum(axis=-1)
+
+
 def _examiner(model: GPT, seed: int, subject: Subject, measures_effects: bool) -> Callable[[dict], Findings]:
     """The function that examines the variables of a checkpoint; its programs are compiled once."""
 
@@ -279,7 +285,7 @@ def _examiner(model: GPT, seed: int, subject: Subject, measures_effects: bool) -
     @jax.jit
     def patterns(variables, tokens) -> see.Run:
         found = see.capture(model, variables, tokens).values["pattern"]
-        shown = {path: see.shares(pattern) if path in recurrent else pattern for path, pattern in found.items()}
+        shown = {path: _shares(pattern) if path in recurrent else pattern for path, pattern in found.items()}
         return see.Run(None, {"pattern": shown}, tuple(shown))
 
     def layers(variables, tokens) -> list[np.ndarray]:

@@ -10,8 +10,12 @@ from attnlab.masks import Causal
 from attnlab.nn import (
     GPT,
     GRU,
+    HGRN2,
+    RWKV7,
     GatedDeltaNet,
+    GatedDeltaProduct,
     GatedLinearAttention,
+    KimiDeltaAttention,
     LinearAttention,
     Mamba2,
     MultiHeadAttention,
@@ -26,11 +30,17 @@ LAYERS = {
     "mamba2": Mamba2(2, key_dim=4, value_heads=4),
     "gla": GatedLinearAttention(2),
     "retention": Retention(2),
+    "kda": KimiDeltaAttention(2),
+    "delta_product": GatedDeltaProduct(2, value_heads=4),
+    "rwkv7": RWKV7(2),
+    "hgrn2": HGRN2(2),
     "linear": LinearAttention(2),
     "gated_attention": MultiHeadAttention(2, mask=Causal(), output_gate=True),
 }
+NORMALIZED = ("gated_delta", "gla", "retention", "kda", "delta_product", "rwkv7", "hgrn2")
+SLOW = ("gla", "retention", "kda", "hgrn2")
 EACH = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("gla", "retention") else ()) for name in LAYERS]
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAYERS]
 )
 WANT = ("q", "k", "v", "pattern", "z")
 
@@ -43,7 +53,8 @@ def test_pattern_of_a_recurrence_is_verified_and_z_is_what_out_projects(name):
     assert site.verified and site.names == WANT and (site.heads, site.kv_heads) == (layer_heads(name),) * 2
     run = jax.jit(lambda params: see.capture(layer, params, X, want=WANT))(params)
     pattern, z = np.asarray(run.values["pattern"][""]), run.values["z"][""]
-    assert pattern.shape == (2, site.heads, 7, 7) and not np.triu(pattern, 1).any()
+    steps = 2 if name == "delta_product" else 1  # of a token, each with a value
+    assert pattern.shape == (2, site.heads, 7, 7 * steps) and not np.triu(pattern[..., ::steps], 1).any()
     out = params["params"]["out"]
     np.testing.assert_allclose(run.out, np.einsum("bthd,hdf->btf", z, out["kernel"]) + out.get("bias", 0), atol=2e-6)
     if name in ("linear", "gated_attention"):  # weights, of every query together 1
@@ -51,7 +62,7 @@ def test_pattern_of_a_recurrence_is_verified_and_z_is_what_out_projects(name):
 
 
 def layer_heads(name):
-    return 4 if name in ("gated_delta", "mamba2") else 2
+    return 4 if name in ("gated_delta", "mamba2", "delta_product") else 2
 
 
 @EACH
@@ -66,7 +77,7 @@ def test_edits_of_a_recurrence_act_before_its_norm_and_gate(name):
     np.testing.assert_allclose(edited(see.Scale(1.0), "pattern"), plain, atol=2e-6)
     bias = params["params"]["out"].get("bias", 0)
     np.testing.assert_allclose(edited(see.Zero(), "z"), np.broadcast_to(bias, plain.shape), atol=1e-6)
-    if name in ("gated_delta", "gla", "retention"):  # the norm takes the scale away, but for its ε
+    if name in NORMALIZED:  # the norm takes the scale away, but for its ε
         large, larger = (edited(see.Scale(factor), "pattern") for factor in (1e3, 1e4))
         np.testing.assert_allclose(larger, large, atol=1e-3 * np.abs(large).max())
     else:

@@ -156,13 +156,14 @@ def test_page_of_a_gpt2_has_one_checkpoint_and_effects_on_its_prompts(gpt2, caps
 
 
 @pytest.mark.slow
-def test_page_of_a_hybrid_has_the_layers_with_a_pattern_as_shares(capsys, tmp_path):
-    workdir = trained(tmp_path, "model.num_layers=3", "model.pattern=gated_delta gru attention")
+@pytest.mark.parametrize("mixer", ["gated_delta", "delta_product"])
+def test_page_of_a_hybrid_has_the_layers_with_a_pattern_as_shares(capsys, tmp_path, mixer):
+    workdir = trained(tmp_path, "model.num_layers=3", f"model.pattern={mixer} gru attention")
     code, printed, err = see(capsys, workdir)
     assert code == 0, err
     assert printed.splitlines()[:2] == [
         "layers of gru have no pattern: the page is without them",
-        "the pattern of gated_delta is what a state reads of each token, as a share of absolute values",
+        f"the pattern of {mixer} is what a state reads of each token, as a share of absolute values",
     ]
     shown = weights_of(workdir / "see.html")[0]
     np.testing.assert_allclose(shown.reshape(-1, shown.shape[-1]).sum(axis=-1), 1, atol=0.06)  # of 15 bytes

@@ -3,15 +3,12 @@
 from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 
-from attnlab.nn.mixers import gates
-from attnlab.nn.mixers.interface import RecurrentMixer
-from attnlab.nn.mixers.short_conv import ShortConv
+from attnlab.nn.mixers.delta_rule import DeltaRule
 from attnlab.nn.norms import RMSNorm
 
 
-class GatedDeltaNet(RecurrentMixer):
+class GatedDeltaNet(DeltaRule):
     """Gated DeltaNet (Yang et al. 2025, arXiv 2412.06464): a state that decays, and forgets what a key is to replace.
 
     Queries, keys and values pass a short convolution and silu; queries and keys have unit norm. With
@@ -38,43 +35,18 @@ class GatedDeltaNet(RecurrentMixer):
     (2, 5, 8)
     """
 
-    value_heads: int | None = None
-    conv: int = 4
     decay: bool = True
     gate: bool = True
     negative_eigenvalues: bool = False
 
-    state_operations: ClassVar[int] = 8  # an erasure is a read and a write
     reads: ClassVar[frozenset[str]] = frozenset(
         ("heads", "key_dim", "value_dim", "value_heads", "conv", "gate", "negative_eigenvalues")
     )
 
-    @property
-    def states(self):
-        return self.value_heads or self.num_heads
-
     def _mix(self, x, before, tokens):
-        sizes = {"query": self.num_heads, "key": self.num_heads, "value": self.states}
-        found = {}
-        for name, heads in sizes.items():
-            of_head = self.value_features if name == "value" else self.key_features
-            found[name] = self._dense(name, heads, of_head(x.shape[-1]))(x)
-        conv = None
-        if self.conv:
-            convolved = {}
-            for name, y in found.items():
-                layer = ShortConv(self.conv, dtype=self.dtype, name=f"{name}_conv")
-                convolved[name] = layer(y, before.conv[name], tokens.segments, tokens.lengths)
-            found, conv = ({name: pair[n] for name, pair in convolved.items()} for n in (0, 1))
-        q, k, v = (jax.nn.silu(found[name]) for name in sizes)
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        q, k = (gates.unit(y.astype(wide)).astype(v.dtype) for y in (q, k))
-        beta = jax.nn.sigmoid(self._dense("b", self.states, dtype=wide)(x)) * (2 if self.negative_eigenvalues else 1)
-        g = None
-        if self.decay:
-            a_log = self.param("A_log", gates.a_log(0.01, 16.0), (self.states,))
-            dt_bias = self.param("dt_bias", gates.dt_bias, (self.states,))
-            g = -jnp.exp(a_log.astype(wide)) * jax.nn.softplus(self._dense("a", self.states, dtype=wide)(x) + dt_bias)
+        q, k, v, conv = self._projected(x, before, tokens)
+        beta = self._beta(x, self.states, largest=2 if self.negative_eigenvalues else 1)
+        g = self._decay(x) if self.decay else None
 
         def after(z):
             z = RMSNorm(1e-5, dtype=self.dtype, name="norm")(z)
@@ -82,14 +54,3 @@ class GatedDeltaNet(RecurrentMixer):
 
         z, state = self._recur(q, k, v, before.state, tokens, g=g, beta=beta, after=after)
         return self._out(z, x.shape[-1]), state, conv
-
-    def _empty(self, batch, features):
-        if self.states % self.num_heads:
-            raise ValueError(f"value_heads = {self.states} is not a multiple of num_heads = {self.num_heads}")
-        state, _ = super()._empty(batch, features)
-        if not self.conv:
-            return state, None
-        key, value = (self.num_heads, self.key_features(features)), (self.states, self.value_features(features))
-        shapes = {"query": key, "key": key, "value": value}
-        dtype = self.dtype or jnp.float32
-        return state, {name: jnp.zeros((batch, self.conv - 1, *shape), dtype) for name, shape in shapes.items()}

@@ -37,14 +37,19 @@ class MixerState(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Documents and padding of the tokens of a call; each may be None."""
+    """Arguments of a call besides its inputs and its cache; all but `layer` may be None."""
 
     segments: Int[Array, "B T"] | None
     lengths: Int[Array, " B"] | None
+    first_values: Float[Array, "B T HV V"] | None
+    layer: Int[Array, ""] | int
 
 
 class CausalMixer(nn.Module):
     """The interface of the mixers; subclasses define `_mix` and `_empty`.
+
+    A layer that depends on its number has an attribute `numbered`, and one that takes the values of the first layer and
+    returns its values an attribute `value_residual`.
 
     Attributes:
       reads: the options of a `GPT` that `of_model` depends on: fields of the same names, but for `num_heads`.
@@ -66,8 +71,10 @@ class CausalMixer(nn.Module):
         segments: Int[Array, "B T"] | None = None,
         lengths: Int[Array, " B"] | None = None,
         dropout_key: Array | None = None,
-    ) -> Float[Array, "B T d"] | tuple[Float[Array, "B T d"], MixerState]:
-        """Mix the tokens of each sequence: `[B, T, F]` to `[B, T, d]`, and with a cache also the new cache.
+        first_values: Float[Array, "B T HV V"] | None = None,
+        layer: Int[Array, ""] | int | None = None,
+    ) -> Float[Array, "B T d"] | tuple[Any, ...]:
+        """Mix the tokens of each sequence: `[B, T, F]` to `[B, T, d]`.
 
         Args:
           x: `[B, T, F]`.
@@ -78,9 +85,15 @@ class CausalMixer(nn.Module):
             another: each begins from an empty state. Without a cache only.
           lengths: `[B]`, the tokens of each sequence: the others, at the right, are padding, which the cache does not
             see.
+          first_values: `[B, T, HV, V]`, the values of the first layer, for `value_residual`; None in that layer.
+          layer: the layer's number, from 0, for `numbered`; None for 0.
+
+        Returns:
+          `[B, T, d]`; with a cache also the new cache, and with `value_residual` also the values `[B, T, HV, V]`.
 
         Raises:
-          ValueError: another mask, inputs, a cache, segments or lengths of another shape, segments with a cache.
+          ValueError: another mask, inputs, a cache, segments or lengths of another shape, segments with a cache,
+            first_values without `value_residual`.
         """
         name = type(self).__name__
         if not (mask is None or isinstance(mask, Causal)):
@@ -90,13 +103,17 @@ class CausalMixer(nn.Module):
         x = jnp.asarray(x)
         check_segments(segments, x, cache=cache)
         check_lengths(lengths, x)
+        if first_values is not None and not getattr(self, "value_residual", False):
+            raise ValueError(f"first_values is set, but {name} has no value residual: leave it out")
         empty = self.empty_cache(*x.shape[::2])
         if cache is not None and (found := _described(cache)) != _described(empty):
             raise ValueError(f"the cache of {name} is {found}, expected {_described(empty)}: make it with empty_cache")
         before = empty if cache is None else cache
-        out, state, conv = self._mix(x, before, Tokens(segments, lengths))
+        tokens = Tokens(segments, lengths, first_values, 0 if layer is None else layer)
+        out, state, conv, *values = self._mix(x, before, tokens)
         length = before.length + (x.shape[1] if lengths is None else lengths)
-        return out if cache is None else (out, MixerState(state, conv, length))
+        results = (out, *(() if cache is None else (MixerState(state, conv, length),)), *values)
+        return results if len(results) > 1 else out
 
     @classmethod
     def of_model(cls, model, *, dtype: DType | None = None, parent=None, **fields) -> "CausalMixer":
@@ -159,15 +176,15 @@ class RecurrentMixer(CausalMixer):
         """The type of states: float32, and float64 for this `dtype`."""
         return jnp.promote_types(self.dtype or jnp.float32, jnp.float32)
 
-    def _dense(self, name, *features, use_bias=False, dtype=None):
+    def _dense(self, name, *features, use_bias=False, dtype=None, **initializers):
         """A linear layer to heads and features, or to `features` alone."""
         return nn.DenseGeneral(
             features,
             use_bias=use_bias,
             dtype=dtype or self.dtype,
-            kernel_init=self.kernel_init,
             name=name,
             dot_general=products.dot_general,
+            **{"kernel_init": self.kernel_init, **initializers},
         )
 
     def _recur(self, q, k, v, state, tokens: Tokens, *, after: Callable | None = None, **terms):

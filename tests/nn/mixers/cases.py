@@ -9,10 +9,14 @@ import pytest
 
 from attnlab.nn import (
     GRU,
+    HGRN2,
+    RWKV7,
     CausalConv,
     GatedConv,
     GatedDeltaNet,
+    GatedDeltaProduct,
     GatedLinearAttention,
+    KimiDeltaAttention,
     LinearAttention,
     Mamba2,
     Retention,
@@ -29,6 +33,8 @@ def doubled(x):
 
 FAST = {
     "gated_delta": GatedDeltaNet(2, value_heads=4),
+    "delta_product": GatedDeltaProduct(2, value_heads=4, steps=3),
+    "rwkv7": RWKV7(2),
     "mamba2": Mamba2(2, key_dim=4, value_heads=4, conv=3),
     "retention": Retention(2),
     "gru": GRU(),
@@ -37,6 +43,9 @@ FAST = {
 SLOW = {
     "delta": GatedDeltaNet(2, conv=1, decay=False, gate=False, negative_eigenvalues=True),
     "delta_without_convolution": GatedDeltaNet(2, conv=0),
+    "kda": KimiDeltaAttention(2, value_heads=4),
+    "kda_without_convolution": KimiDeltaAttention(2, conv=0, gate=False),
+    "hgrn2": HGRN2(2),
     "gla": GatedLinearAttention(2),
     "linear": LinearAttention(2),
     "linear_doubled": LinearAttention(2, feature_map=doubled),

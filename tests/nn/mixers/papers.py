@@ -49,14 +49,19 @@ def out(z, p):
     return np.einsum("thd,hdf->tf", z, p["out/kernel"]) + p.get("out/bias", 0)
 
 
-def gated_delta_net(x, p, *, negative=False):
-    """Yang et al. 2025, section 3.3 and figure 1; DeltaNet, Yang et al. 2024, section 3.3, without "a" and "gate"."""
+def short(x, p):
+    """Queries, keys and values after their convolutions and silu, q and k of unit norm, q over √K."""
     q, k, v = (projected(x, p, name) for name in ("query", "key", "value"))
     if "query_conv/kernel" in p:
         q, k, v = (convolution(y, p[f"{name}_conv/kernel"]) for name, y in (("query", q), ("key", k), ("value", v)))
     q, k, v = silu(q), silu(k), silu(v)
     q, k = (y / np.sqrt((y**2).sum(axis=-1, keepdims=True) + 1e-6) for y in (q, k))
-    q = q / np.sqrt(q.shape[-1])
+    return q / np.sqrt(q.shape[-1]), k, v
+
+
+def gated_delta_net(x, p, *, negative=False):
+    """Yang et al. 2025, section 3.3 and figure 1; DeltaNet, Yang et al. 2024, section 3.3, without "a" and "gate"."""
+    q, k, v = short(x, p)
     beta = sigmoid(projected(x, p, "b")) * (2 if negative else 1)
     alpha = np.ones_like(beta)
     if "A_log" in p:
@@ -113,3 +118,52 @@ def linear_attention(x, p, *, normalized=True):
     q, k, v = (projected(x, p, name) for name in ("query", "key", "value"))
     q, k = (np.where(y > 0, y + 1, np.exp(y)) for y in (q, k))
     return out(by_head(lambda q, k, v: papers.linear_attention(q, k, v, normalized), v.shape[1], q, k, v), p)
+
+
+def kimi_delta_attention(x, p, *, negative=False):
+    """Kimi Team 2025, section 4: α by feature from a low rank, σ of another low rank as the gate."""
+    q, k, v = short(x, p)
+    beta = sigmoid(projected(x, p, "b")) * (2 if negative else 1)
+    rate = softplus(projected(projected(x, p, "decay_down"), p, "decay_up"))
+    z = by_head(papers.kda, v.shape[1], q, k, v, np.exp(-np.exp(p["A_log"])[:, None] * rate), beta)
+    z = rms(z, p["norm/scale"])
+    return out(z * sigmoid(projected(projected(x, p, "gate_down"), p, "gate_up")) if "gate_up/kernel" in p else z, p)
+
+
+def gated_delta_product(x, p, *, steps, negative=True):
+    """Siems et al. 2025, section 3: H_i = A(x_i) H_{i−1} + B(x_i), n_h keys, values and β a token."""
+    q, k, v = short(x, p)
+    beta = sigmoid(projected(x, p, "b")) * (2 if negative else 1)
+    k, v, beta = (y.reshape(len(x), -1, steps, *y.shape[2:]) for y in (k, v, beta))
+    alpha = np.exp(-np.exp(p["A_log"]) * softplus(projected(x, p, "a") + p["dt_bias"]))
+    z = rms(by_head(papers.gated_delta_product, v.shape[1], q, k, v, alpha, beta), p["norm/scale"])
+    return out(z * silu(projected(x, p, "gate")) if "gate/kernel" in p else z, p)
+
+
+def rwkv7(x, p, *, first=None):
+    """Peng et al. 2025, section 4, in the order of its equations; `first` are the values of the first layer."""
+    shifted = np.concatenate([np.zeros_like(x[:1]), x[:-1]])
+    mixed = {c: x + (shifted - x) * p[f"x_{c}"] for c in "rwkvag"}
+
+    def lora(c, name, activation=lambda y: y):
+        return projected(activation(projected(mixed[c], p, f"{name}_down")), p, f"{name}_up")
+
+    r, k, v = (projected(mixed[c], p, name) for c, name in zip("rkv", ("query", "key", "value")))
+    if first is not None:
+        v = v + (first - v) * sigmoid(lora("v", "v"))
+    a, g = sigmoid(lora("a", "a")), lora("g", "gate", sigmoid)
+    w = np.exp(-np.exp(-0.5) * sigmoid(lora("w", "decay", np.tanh)))
+    kappa = k * p["k_k"]
+    kappa = kappa / np.sqrt((kappa**2).sum(axis=-1, keepdims=True) + 1e-6)
+    k = k * (1 + (a - 1) * p["k_a"])
+    y = by_head(papers.rwkv7, v.shape[1], r, k, v, w, kappa, a)
+    y = (y - y.mean(axis=-1, keepdims=True)) / np.sqrt(y.var(axis=-1, keepdims=True) + y.shape[-1] * 1e-5)
+    u = (r * k * p["r_k"]).sum(axis=-1, keepdims=True) * v
+    return out((y * p["norm/scale"] + p["norm/bias"] + u) * g, p)
+
+
+def hgrn2(x, p, *, bound=0.0):
+    """Qin et al. 2024, section 3: f = γ + (1 − γ) σ(x W_f), the query the output gate, then a norm of all heads."""
+    o, f, i = silu(projected(x, p, "query")), sigmoid(projected(x, p, "key")), projected(x, p, "value")
+    z = by_head(papers.hgrn2, i.shape[1], i, bound + (1 - bound) * f, o)
+    return out(rms(z.reshape(len(x), -1), p["norm/scale"]).reshape(z.shape), p)

@@ -6,15 +6,15 @@ import jax
 import numpy as np
 import pytest
 
-from attnlab.nn import GPT, stack_layers, unstack_layers
-from attnlab.nn.kinds import MIXERS
+from attnlab.nn import GPT, GatedDeltaProduct, stack_layers, unstack_layers
+from attnlab.nn.kinds import KINDS, MIXERS
 from attnlab.nn.recurrence import Recurrence
 from tests.parameters import parameters
 
 TOKENS = np.arange(20).reshape(2, 10) % 11
 SIZES = {"vocab_size": 11, "num_layers": 2, "num_heads": 2, "width": 16, "context": 12, "positions": "auto"}
 REMAT = {"gated_delta": "block", "gru": "attention", "mamba2": "dots", "retention": "block", "conv": "dots"}
-KINDS = [name for name in MIXERS if name not in ("attention", "forget")]
+OTHERS = [name for name in MIXERS if name not in ("attention", "forget")]
 FAST = ("gated_delta", "gru")
 
 
@@ -26,7 +26,7 @@ def value_and_gradient(model, params):
 
 
 @pytest.mark.parametrize(
-    "mixer", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in KINDS]
+    "mixer", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in OTHERS]
 )
 def test_gpt_of_a_mixer_has_the_same_gradients_in_a_loop_and_recomputed(mixer):
     model = GPT(**SIZES, mixer=mixer)
@@ -44,7 +44,12 @@ def test_gpt_of_a_mixer_has_the_same_gradients_in_a_loop_and_recomputed(mixer):
 
 @pytest.mark.parametrize(
     "pattern",
-    ["gated_delta gated_delta attention", pytest.param("mamba2 local retention gru", marks=pytest.mark.slow)],
+    [
+        "gated_delta gated_delta attention",
+        "attention rwkv7 conv rwkv7",  # the second layer hands its values to the last one alone
+        pytest.param("mamba2 local retention gru", marks=pytest.mark.slow),
+        pytest.param("kda hgrn2 delta_product hgrn2", marks=pytest.mark.slow),
+    ],
 )
 def test_hybrid_with_caches_equals_the_full_pass(pattern):
     window = {"window": 4} if "local" in pattern else {}
@@ -65,6 +70,17 @@ def test_hybrid_with_caches_equals_the_full_pass(pattern):
     np.testing.assert_allclose(out[:, 0], [whole[0, 4], whole[1, 6]], atol=1e-5 * size)
 
 
+@pytest.mark.parametrize(
+    "pattern, layers",
+    [("attention rwkv7", 6), pytest.param("rwkv7 hgrn2", 5, marks=pytest.mark.slow), ("hgrn2", 3), ("rwkv7", 1)],
+)
+def test_stacked_layers_have_their_numbers_and_the_first_values(pattern, layers):
+    model = GPT(**SIZES | {"num_layers": layers}, pattern=pattern, mlp_ratio=1)
+    params = parameters(model, TOKENS)["params"]
+    expected, found = (jax.jit(model.apply)({"params": p}, TOKENS) for p in (params, stack_layers(params)))
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+
+
 @functools.cache
 def states(**fields):
     """The bytes of each layer's cache, by part."""
@@ -80,6 +96,10 @@ def states(**fields):
     [  # H·K·V·4 of 2 heads and a width of 16; W − 1 = 3 inputs of the convolution
         ("gated_delta", 2 * 8 * 8 * 4, 3 * 3 * 16 * 4),
         ("delta", 2 * 8 * 8 * 4, 3 * 3 * 16 * 4),
+        ("kda", 2 * 8 * 8 * 4, 3 * 3 * 16 * 4),
+        ("delta_product", 2 * 8 * 8 * 4, 3 * (1 + 2 + 2) * 16 * 4),  # two keys and values a token
+        ("rwkv7", 2 * 8 * 8 * 4, 16 * 4),
+        ("hgrn2", 2 * 8 * 8 * 4, 0),
         ("mamba2", 2 * 8 * 16 * 4, 3 * (32 + 2 * 8) * 4),
         ("gla", 2 * 4 * 8 * 4, 0),
         ("retention", 2 * 8 * 16 * 4, 0),
@@ -93,11 +113,26 @@ def test_states_have_the_bytes_of_their_papers(mixer, state, conv):
     assert states(mixer=mixer) == {"state": state, "conv": conv}
 
 
+def test_delta_product_reads_its_steps_and_has_negative_eigenvalues_unless_told():
+    def layer(mixer, **options):
+        return KINDS[mixer].module(GPT(**SIZES, mixer=mixer, recurrence=Recurrence(**options)))
+
+    assert (layer("delta_product").steps, layer("delta_product", steps=3).steps) == (2, 3)
+    assert layer("delta_product").negative_eigenvalues and not layer("gated_delta").negative_eigenvalues
+    assert not layer("delta_product", negative_eigenvalues=False).negative_eigenvalues
+    # Each step reads, erases and writes H·K·V numbers, and the query reads them.
+    model = GPT(**SIZES, mixer="delta_product", recurrence=Recurrence(steps=3))
+    assert KINDS["delta_product"].operations_at(model, 1) == (3 * 6 + 2) * 2 * 8 * 8
+    with pytest.raises(ValueError, match="^steps = 0: expected 1 step"):
+        GatedDeltaProduct(2, steps=0).empty_cache(1, 16)
+
+
 @pytest.mark.parametrize(
     "fields, recurrence, message",
     [
         ({"mixer": "gated_delta"}, {"value_heads": 3}, r"value_heads = 3 is not a multiple of num_heads = 2"),
         ({"mixer": "gated_delta"}, {"heads": 3}, r"num_heads = 3: expected a divisor of the input width 16"),
+        ({"mixer": "kda"}, {"value_heads": 3}, r"value_heads = 3 is not a multiple of num_heads = 2"),
         ({"mixer": "mamba2"}, {"conv": 0}, r"conv = 0: expected 1 token or more"),
         ({"mixer": "mamba2"}, {"heads": 3}, r"value_heads = 2 is not a multiple of num_heads = 3"),
         ({"mixer": "retention"}, {"key_dim": 3}, r"key_dim = 3: expected an even number"),

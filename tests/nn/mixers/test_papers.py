@@ -6,7 +6,18 @@ import jax
 import numpy as np
 import pytest
 
-from attnlab.nn import GatedDeltaNet, GatedLinearAttention, LinearAttention, Mamba2, Retention, ShortConv
+from attnlab.nn import (
+    HGRN2,
+    RWKV7,
+    GatedDeltaNet,
+    GatedDeltaProduct,
+    GatedLinearAttention,
+    KimiDeltaAttention,
+    LinearAttention,
+    Mamba2,
+    Retention,
+    ShortConv,
+)
 from tests.nn.mixers import papers
 from tests.parameters import parameters
 
@@ -19,6 +30,20 @@ CASES = {
         functools.partial(DELTA, negative=True),
     ),
     "delta_without_convolution": (GatedDeltaNet(2, decay=False, conv=0), DELTA),
+    "kda": (KimiDeltaAttention(2), papers.kimi_delta_attention),
+    "kda_value_heads": (
+        KimiDeltaAttention(2, key_dim=3, value_dim=5, value_heads=6, conv=0, gate=False, negative_eigenvalues=True),
+        functools.partial(papers.kimi_delta_attention, negative=True),
+    ),
+    "delta_product": (GatedDeltaProduct(2), functools.partial(papers.gated_delta_product, steps=2)),
+    "delta_product_value_heads": (
+        GatedDeltaProduct(*(2, 3, 5), value_heads=4, steps=3, conv=2, gate=False, negative_eigenvalues=False),
+        functools.partial(papers.gated_delta_product, steps=3, negative=False),
+    ),
+    "rwkv7": (RWKV7(2), papers.rwkv7),
+    "rwkv7_sizes": (RWKV7(2, key_dim=3, value_dim=5), papers.rwkv7),
+    "hgrn2": (HGRN2(2), papers.hgrn2),
+    "hgrn2_sizes": (HGRN2(2, key_dim=3, value_dim=5), papers.hgrn2),
     "mamba2": (Mamba2(key_dim=5, value_heads=4), functools.partial(papers.mamba2, groups=1, state=5)),
     "mamba2_groups": (
         Mamba2(2, key_dim=3, value_heads=4, value_dim=6, conv=1),
@@ -50,6 +75,26 @@ def test_mixer_equals_its_paper_in_float64(float64, name):
     expected = np.stack([paper(x, by_path(variables["params"])) for x in X])
     # 37 tokens of about 1e-15 each, which the norms amplify.
     np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("delta_product", "rwkv7") else pytest.mark.slow) for name in CASES]
+)
+def test_mixer_gradient_equals_differences_of_its_paper_in_float64(float64, name):
+    module, paper = CASES[name]
+    variables, rng = parameters(module, X), np.random.default_rng(1)
+    direction = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape), (variables, X))
+    weights = rng.standard_normal(jax.eval_shape(module.apply, variables, X).shape)
+    slopes = jax.jit(jax.grad(lambda both: (module.apply(*both) * weights).sum()))((variables, X))
+    found = sum((a * b).sum() for a, b in zip(jax.tree.leaves(slopes), jax.tree.leaves(direction)))
+
+    def loss(step):
+        moved, x = jax.tree.map(lambda a, b: a + step * b, (variables, X), direction)
+        return (np.stack([paper(row, by_path(moved["params"])) for row in x]) * weights).sum()
+
+    near, far = (loss(step) - loss(-step) for step in (1e-5, 2e-5))
+    # Their error is of the fourth power of the step, and of 1e-14 over the step.
+    np.testing.assert_allclose(found, (8 * near - far) / 12e-5, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

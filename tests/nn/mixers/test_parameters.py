@@ -7,10 +7,14 @@ import pytest
 from attnlab.nn import (
     GPT,
     GRU,
+    HGRN2,
+    RWKV7,
     CausalConv,
     GatedConv,
     GatedDeltaNet,
+    GatedDeltaProduct,
     GatedLinearAttention,
+    KimiDeltaAttention,
     LinearAttention,
     Mamba2,
     Retention,
@@ -43,6 +47,51 @@ SHAPES = {
         GatedDeltaNet(2, decay=False, gate=False, conv=0),
         QKV | {"b/kernel": (8, 2), "norm/scale": (4,)},
     ),
+    "kda": (
+        KimiDeltaAttention(2, key_dim=3, value_dim=5, value_heads=4),
+        {
+            "query/kernel": (8, 2, 3),
+            "key/kernel": (8, 2, 3),
+            "value/kernel": (8, 4, 5),
+            "out/kernel": (4, 5, 8),
+            "query_conv/kernel": (4, 2, 3),
+            "key_conv/kernel": (4, 2, 3),
+            "value_conv/kernel": (4, 4, 5),
+            "decay_down/kernel": (8, 5),
+            "decay_up/kernel": (5, 4, 3),
+            "decay_up/bias": (4, 3),
+            "b/kernel": (8, 4),
+            "A_log": (4,),
+            "gate_down/kernel": (8, 5),
+            "gate_up/kernel": (5, 4, 5),
+            "norm/scale": (5,),
+        },
+    ),
+    "delta_product": (
+        GatedDeltaProduct(2, key_dim=3, value_heads=4, value_dim=5, steps=3, conv=0),
+        {
+            "query/kernel": (8, 2, 3),
+            "key/kernel": (8, 6, 3),
+            "value/kernel": (8, 12, 5),
+            "out/kernel": (4, 5, 8),
+            "a/kernel": (8, 4),
+            "b/kernel": (8, 12),
+            "A_log": (4,),
+            "dt_bias": (4,),
+            "gate/kernel": (8, 4, 5),
+            "norm/scale": (5,),
+        },
+    ),
+    "rwkv7": (
+        RWKV7(2, value_residual=True),
+        QKV
+        | {f"{name}_down/kernel": (8, 32) for name in ("decay", "a", "v", "gate")}
+        | {f"{name}_up/kernel": (32, 2, 4) for name in ("decay", "a", "v", "gate")}
+        | {f"{name}_up/bias": (2, 4) for name in ("decay", "a", "v")}
+        | {f"x_{name}": (8,) for name in "rwkvag"}
+        | dict.fromkeys(("k_k", "k_a", "r_k", "norm/scale", "norm/bias"), (2, 4)),
+    ),
+    "hgrn2": (HGRN2(2, layers=3), QKV | {"lower_bound": (2, 4), "norm/scale": (8,)}),
     "mamba2": (
         Mamba2(2, key_dim=3, value_heads=4),
         {
@@ -98,11 +147,20 @@ def test_parameters_have_the_names_and_shapes_of_the_paper(name):
 
 
 @pytest.mark.parametrize(
-    "module, low", [(GatedDeltaNet(1, value_heads=400, value_dim=1), 0.01), (Mamba2(value_heads=400, value_dim=1), 1.0)]
+    "module, low",
+    [
+        (GatedDeltaNet(1, value_heads=400, value_dim=1), 0.01),
+        (KimiDeltaAttention(1, value_heads=400, key_dim=1, value_dim=1), 1.0),
+        (Mamba2(value_heads=400, value_dim=1), 1.0),
+    ],
+    ids=lambda value: type(value).__name__,
 )
 def test_decays_start_in_the_ranges_of_the_papers(module, low):
     params = jax.jit(module.init)(jax.random.key(0), X)["params"]
-    a, dt = np.exp(params["A_log"]), np.logaddexp(0, params["dt_bias"])
+    a, dt = (
+        np.exp(params["A_log"]),
+        np.logaddexp(0, params["decay_up"]["bias"] if "decay_up" in params else params["dt_bias"]),
+    )
     # Uniform, and log-uniform: 400 values reach within a few hundredths of the bounds.
     assert low <= a.min() < low + 0.5 and 15.5 < a.max() <= 16.001 and abs(a.mean() - (16 + low) / 2) < 1
     assert 0.000999 <= dt.min() < 0.0012 and 0.09 < dt.max() <= 0.1001 and abs(np.log(dt).mean() - np.log(0.01)) < 0.2

@@ -1,10 +1,10 @@
-"""Gated DeltaNet and Mamba-2 compute what the layers of transformers do, with the same weights."""
+"""Gated DeltaNet, Kimi Delta Attention and Mamba-2 equal the layers of transformers with the same weights."""
 
 import jax
 import numpy as np
 import pytest
 
-from attnlab.nn import GatedDeltaNet, Mamba2
+from attnlab.nn import GatedDeltaNet, KimiDeltaAttention, Mamba2
 from tests.parameters import parameters
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -81,6 +81,33 @@ def test_gated_delta_net_equals_olmo_hybrid(negative):
     names = {"q": "query", "k": "key", "v": "value", "g": "gate", "a": "a", "b": "b"}
     weights |= {f"{theirs}_proj.weight": matrix(p[name]["kernel"]) for theirs, name in names.items()}
     assert_equals(loaded(hybrid.OlmoHybridGatedDeltaNet(config, 0), weights), module, variables)
+
+
+def test_kimi_delta_attention_equals_kimi_linear():
+    kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear", reason="it has no Kimi Linear")
+    options = {"linear_num_heads": 2, "linear_head_dim": 6, "rms_norm_eps": 1e-5, "layer_types": ["linear_attention"]}
+    config = transformers.KimiLinearConfig(**COMMON, **options)
+    module = KimiDeltaAttention(2, key_dim=6, value_dim=6)
+    variables = parameters(module, X)
+    p, weights = variables["params"], delta_weights(variables["params"] | {"dt_bias": None})
+    names = {
+        "q_proj": "query",
+        "k_proj": "key",
+        "v_proj": "value",
+        "b_proj": "b",
+        "forget_gate.f_a_proj": "decay_down",
+        "forget_gate.f_b_proj": "decay_up",
+        "g_a_proj": "gate_down",
+        "g_b_proj": "gate_up",
+    }
+    weights = {f"{theirs}.weight": matrix(p[name]["kernel"]) for theirs, name in names.items()} | {
+        "conv1d.weight": weights["conv1d.weight"],
+        "o_proj.weight": weights["out_proj.weight"],
+        "o_norm.weight": weights["norm.weight"],
+        "forget_gate.A_log": p["A_log"].reshape(1, 1, -1, 1),
+        "forget_gate.dt_bias": p["decay_up"]["bias"].reshape(-1),
+    }
+    assert_equals(loaded(kimi.KimiLinearDeltaAttention(config, 0), weights), module, variables)
 
 
 @pytest.mark.parametrize("groups", [2, pytest.param(1, marks=pytest.mark.slow)])

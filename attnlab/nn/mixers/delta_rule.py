@@ -1,0 +1,72 @@
+"""The parts that mixers of the delta rule share."""
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from attnlab.nn.mixers import gates
+from attnlab.nn.mixers.interface import RecurrentMixer
+from attnlab.nn.mixers.short_conv import ShortConv
+
+
+class DeltaRule(RecurrentMixer):
+    """A mixer whose queries, keys and values pass a short convolution and silu, queries and keys then of unit norm.
+
+    Its cache holds states `[B, HV, K, V]` in float32 and the last W − 1 inputs of the convolutions.
+
+    Attributes:
+      value_heads: HV, a multiple of num_heads; None for num_heads.
+      conv: W, tokens of the convolution; 0 for none.
+    """
+
+    value_heads: int | None = None
+    conv: int = 4
+
+    state_operations: ClassVar[int] = 8  # an erasure is a read and a write
+
+    @property
+    def states(self):
+        return self.value_heads or self.num_heads
+
+    def _sizes(self, features) -> dict[str, tuple[int, int]]:
+        """Heads and features of each projection."""
+        key, value = self.key_features(features), self.value_features(features)
+        return {"query": (self.num_heads, key), "key": (self.num_heads, key), "value": (self.states, value)}
+
+    def _projected(self, x, before, tokens):
+        """(Queries, keys, values, the last inputs of the convolutions or None)."""
+        found = {name: self._dense(name, *size)(x) for name, size in self._sizes(x.shape[-1]).items()}
+        kept = None
+        if self.conv:
+            convolved = {}
+            for name, y in found.items():
+                layer = ShortConv(self.conv, dtype=self.dtype, name=f"{name}_conv")
+                convolved[name] = layer(y, before.conv[name], tokens.segments, tokens.lengths)
+            found, kept = ({name: pair[n] for name, pair in convolved.items()} for n in (0, 1))
+        q, k, v = (jax.nn.silu(y) for y in found.values())
+        q, k = (gates.unit(y.astype(_wide(x))).astype(v.dtype) for y in (q, k))
+        return q, k, v, kept
+
+    def _beta(self, x, heads, largest):
+        """β = `largest` · σ(b(x)), `[B, T, heads]`."""
+        return largest * jax.nn.sigmoid(self._dense("b", heads, dtype=_wide(x))(x))
+
+    def _decay(self, x):
+        """g = −exp(A_log) · softplus(a(x) + dt_bias), `[B, T, HV]`."""
+        a_log = self.param("A_log", gates.a_log(0.01, 16.0), (self.states,)).astype(_wide(x))
+        dt_bias = self.param("dt_bias", gates.dt_bias, (self.states,))
+        return -jnp.exp(a_log) * jax.nn.softplus(self._dense("a", self.states, dtype=_wide(x))(x) + dt_bias)
+
+    def _empty(self, batch, features):
+        if self.states % self.num_heads:
+            raise ValueError(f"value_heads = {self.states} is not a multiple of num_heads = {self.num_heads}")
+        state, _ = super()._empty(batch, features)
+        if not self.conv:
+            return state, None
+        dtype, sizes = self.dtype or jnp.float32, self._sizes(features)
+        return state, {name: jnp.zeros((batch, self.conv - 1, *size), dtype) for name, size in sizes.items()}
+
+
+def _wide(x):
+    return jnp.promote_types(x.dtype, jnp.float32)

@@ -1,0 +1,85 @@
+"""Gated DeltaProduct."""
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from attnlab.nn.mixers.delta_rule import DeltaRule
+from attnlab.nn.norms import RMSNorm
+
+
+class GatedDeltaProduct(DeltaRule):
+    """Gated DeltaProduct (Siems et al. 2025, arXiv 2502.10297, section 3): several steps of the delta rule a token.
+
+    A token has one query and one decay, and n keys, values and β, each a step; the state decays before the first step
+    and is read after the last, so its transition is a product of n Householder matrices, which rotates and permutes.
+    Projections, convolutions, norm and gate are those of `GatedDeltaNet`. It is `linear_recurrence` over the n · T
+    steps. The pattern of `attnlab.see` is of T queries and these n · T steps, the n of a token in a row.
+
+    Its cache holds states `[B, HV, K, V]` in float32 and the last W − 1 inputs of the convolutions.
+
+    Attributes:
+      num_heads: H, heads of queries and keys.
+      key_dim: K; None for input width / H.
+      value_dim: V; None for input width / H.
+      value_heads: HV, a multiple of H; None for H.
+      conv: W, tokens of the convolution; 0 for none.
+      steps: n; head h has the keys h · n to h · n + n − 1 of `key/kernel` `[F, H · n, K]`, and so the values and β.
+      gate: whether there is an output gate.
+      negative_eigenvalues: β up to 2, as in the paper, whose state tracking needs it.
+      kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
+      dtype: type of the computation; the input's when None. Decays and states are float32.
+
+    >>> block = Block(GatedDeltaProduct(num_heads=2), Mlp())
+    >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 8)
+    """
+
+    steps: int = 2
+    gate: bool = True
+    negative_eigenvalues: bool = True
+
+    reads: ClassVar[frozenset[str]] = frozenset(
+        ("heads", "key_dim", "value_dim", "value_heads", "conv", "gate", "negative_eigenvalues", "steps")
+    )
+
+    @property
+    def state_operations(self):
+        return 6 * self.steps + 2  # a step erases, which is a read and a write, and writes
+
+    def _mix(self, x, before, tokens):
+        q, k, v, conv = self._projected(x, before, tokens)
+        beta = self._beta(x, self.states * self.steps, largest=2 if self.negative_eigenvalues else 1)
+        k, v, beta = (self._in_turn(y) for y in (k, v, beta))
+
+        def after(z):
+            z = RMSNorm(1e-5, dtype=self.dtype, name="norm")(z)
+            return z * jax.nn.silu(self._dense("gate", *z.shape[-2:])(x)) if self.gate else z
+
+        z, state = self._recur(q, k, v, before.state, tokens, g=self._decay(x), beta=beta, after=after)
+        return self._out(z, x.shape[-1]), state, conv
+
+    def _recurrence(self, q, k, v, *, g, segment_ids, lengths, **options):
+        steps, (batch, length, heads) = self.steps, g.shape
+        first = jnp.pad(g[:, :, None], ((0, 0), (0, 0), (0, steps - 1), (0, 0)))  # the other steps do not decay
+        options["g"] = first.reshape(batch, length * steps, heads)
+        options["segment_ids"] = None if segment_ids is None else jnp.repeat(segment_ids, steps, axis=1)
+        options["lengths"] = None if lengths is None else lengths * steps
+        z, state = super()._recurrence(jnp.repeat(q, steps, axis=1), k, v, **options)
+        return z[:, steps - 1 :: steps], state
+
+    def _in_turn(self, y):
+        """`[B, T, heads · n, …]` as `[B, T · n, heads, …]`."""
+        batch, length, heads = y.shape[0], y.shape[1], y.shape[2] // self.steps
+        y = jnp.moveaxis(y.reshape(batch, length, heads, self.steps, *y.shape[3:]), 3, 2)
+        return y.reshape(batch, length * self.steps, heads, *y.shape[4:])
+
+    def _sizes(self, features):
+        query, *others = super()._sizes(features).items()
+        return dict([query, *((name, (heads * self.steps, size)) for name, (heads, size) in others)])
+
+    def _empty(self, batch, features):
+        if self.steps < 1:
+            raise ValueError(f"steps = {self.steps}: expected 1 step of the delta rule or more")
+        return super()._empty(batch, features)

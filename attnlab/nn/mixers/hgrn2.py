@@ -1,0 +1,71 @@
+"""HGRN2."""
+
+from typing import ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from attnlab.nn.mixers.interface import RecurrentMixer
+from attnlab.nn.norms import RMSNorm
+
+
+class HGRN2(RecurrentMixer):
+    """HGRN2 (Qin et al. 2024, arXiv 2404.07904, section 3): what a feature of a state forgets is what is written there.
+
+    With the forget gate f = b + (1 − b) · σ(x W), W of `key/kernel`, keys are 1 − f and the log of the decay is log f.
+    `linear_recurrence(silu(q), 1 − f, v, log f, scale=1)` is normalized over all heads and projected.
+
+    In the paper the lower bounds b grow from layer to layer by a softmax over all layers. Here layer l of L has
+    b = l·e^γ / (l·e^γ + L − l), γ `lower_bound` `[H, K]`: l / L at the start as there, learned for each feature, and
+    always 0 in the first layer, but no parameter is shared, so that layers can be stacked and used alone.
+
+    Its cache holds states `[B, H, K, V]` in float32.
+
+    Attributes:
+      num_heads: H.
+      key_dim: K; None for input width / H.
+      value_dim: V; None for input width / H.
+      layers: L, of the model; None for b = 0 and no `lower_bound`.
+      kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
+      dtype: type of the computation; the input's when None. Decays and states are float32.
+
+    >>> block = Block(HGRN2(num_heads=2), Mlp())
+    >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 8)
+    """
+
+    layers: int | None = None
+
+    reads: ClassVar[frozenset[str]] = frozenset(("heads", "key_dim", "value_dim"))
+
+    @classmethod
+    def of_model(cls, model, **fields):
+        return super().of_model(model, layers=model.num_layers, **fields)
+
+    @property
+    def numbered(self):
+        return self.layers is not None
+
+    def _mix(self, x, before, tokens):
+        keys, values = self.key_features(x.shape[-1]), self.value_features(x.shape[-1])
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        q = jax.nn.silu(self._dense("query", self.num_heads, keys)(x))
+        v = self._dense("value", self.num_heads, values)(x)
+        forget = self._dense("key", self.num_heads, keys)(x).astype(wide)
+        bound = self._bound(keys, tokens.layer).astype(wide) if self.numbered else 0
+        k = (1 - bound) * jax.nn.sigmoid(-forget)  # 1 − f, without the difference
+        f = bound + (1 - bound) * jax.nn.sigmoid(forget)
+        g = jnp.log(jnp.maximum(f, jnp.finfo(wide).tiny))
+
+        def after(z):
+            joint = z.reshape(*z.shape[:-2], self.num_heads * values)
+            return RMSNorm(1e-5, dtype=self.dtype, name="norm")(joint).reshape(z.shape)
+
+        z, state = self._recur(q, k.astype(v.dtype), v, before.state, tokens, g=g, scale=1.0, after=after)
+        return self._out(z, x.shape[-1]), state, None
+
+    def _bound(self, keys, layer):
+        """b `[H, K]`."""
+        below = layer * jnp.exp(self.param("lower_bound", nn.initializers.zeros, (self.num_heads, keys)))
+        return below / (below + self.layers - layer)

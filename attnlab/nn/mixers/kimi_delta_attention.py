@@ -1,0 +1,65 @@
+"""Kimi Delta Attention."""
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from attnlab.nn.mixers import gates
+from attnlab.nn.mixers.delta_rule import DeltaRule
+from attnlab.nn.norms import RMSNorm
+
+
+class KimiDeltaAttention(DeltaRule):
+    """Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692, section 4): the delta rule, each feature with its decay.
+
+    Queries, keys and values are those of `GatedDeltaNet`. With g = −exp(A_log) · softplus(W₂ W₁ x + b), A_log for each
+    head and g for each feature of its keys, and β = σ(b(x)), `linear_recurrence(q, k, v, g, β)` is normalized for each
+    head, multiplied by σ(U₂ U₁ x), and projected. W₁ (`decay_down`) and U₁ (`gate_down`) have rank V.
+
+    Its cache holds states `[B, HV, K, V]` in float32 and the last W − 1 inputs of the convolutions.
+
+    Attributes:
+      num_heads: H, heads of queries and keys.
+      key_dim: K; None for input width / H.
+      value_dim: V; None for input width / H.
+      value_heads: HV, a multiple of H; None for H.
+      conv: W, tokens of the convolution; 0 for none.
+      gate: whether there is an output gate.
+      negative_eigenvalues: β up to 2, which the paper does not use.
+      kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
+      dtype: type of the computation; the input's when None. Decays and states are float32.
+
+    >>> block = Block(KimiDeltaAttention(num_heads=2), Mlp())
+    >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 8)
+    """
+
+    gate: bool = True
+    negative_eigenvalues: bool = False
+
+    reads: ClassVar[frozenset[str]] = frozenset(
+        ("heads", "key_dim", "value_dim", "value_heads", "conv", "gate", "negative_eigenvalues")
+    )
+
+    def _mix(self, x, before, tokens):
+        q, k, v, conv = self._projected(x, before, tokens)
+        beta = self._beta(x, self.states, largest=2 if self.negative_eigenvalues else 1)
+        rank = self.value_features(x.shape[-1])
+
+        def after(z):
+            z = RMSNorm(1e-5, dtype=self.dtype, name="norm")(z)
+            if not self.gate:
+                return z
+            return z * jax.nn.sigmoid(self._dense("gate_up", *z.shape[-2:])(self._dense("gate_down", rank)(x)))
+
+        g = self._decay_by_feature(x, rank)
+        z, state = self._recur(q, k, v, before.state, tokens, g=g, beta=beta, after=after)
+        return self._out(z, x.shape[-1]), state, conv
+
+    def _decay_by_feature(self, x, rank):
+        """g `[B, T, HV, K]`."""
+        wide, size = jnp.promote_types(x.dtype, jnp.float32), (self.states, self.key_features(x.shape[-1]))
+        up = self._dense("decay_up", *size, use_bias=True, bias_init=gates.dt_bias, dtype=wide)
+        a_log = self.param("A_log", gates.a_log(1.0, 16.0), (self.states,)).astype(wide)
+        return -jnp.exp(a_log)[:, None] * jax.nn.softplus(up(self._dense("decay_down", rank, dtype=wide)(x)))

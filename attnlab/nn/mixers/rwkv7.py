@@ -1,0 +1,195 @@
+"""RWKV-7."""
+
+from typing import ClassVar, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from attnlab.nn.mixers import gates
+from attnlab.nn.mixers.interface import RecurrentMixer, last
+from attnlab.ops import pointwise
+from attnlab.types import Array, DType
+
+# Exponents of the initial shares of the previous token.
+_SHIFTS = {"x_r": 0.2, "x_w": 0.9, "x_k": 0.7, "x_v": 0.7, "x_a": 0.9, "x_g": 0.2}
+
+
+class RWKV7(RecurrentMixer):
+    """The time mixing of RWKV-7 (Peng et al. 2025, arXiv 2503.14456, section 4): keys that erase are not those written.
+
+    Each of six inputs x_r, x_w, x_k, x_v, x_a and x_g is a mean of the token and the one before it, with a learned
+    share for each feature. Of these are the query r, key k and value v linear, and of low rank, with w0, a0 and v0 the
+    biases of `decay_up`, `a_up` and `v_up`,
+
+        g = −e^(−1/2) · σ(w0 + tanh(x_w W₁) W₂)    a = σ(a0 + x_a A₁ A₂)    v ← v + (v₁ − v) · σ(v0 + x_v V₁ V₂)
+        κ = unit(k ⊙ k_k)    k ← k ⊙ (1 + (a − 1) ⊙ k_a)    gate = σ(x_g G₁) G₂
+
+    where v₁ are the values of the first layer. `linear_recurrence(r, k, v, g, erase=(a ⊙ κ, κ ⊙ exp(−g)), scale=1)` is
+    standardized for each head, with ε = V · 1e-5, scale and bias; r · (k ⊙ r_k) times v is added, and the sum is
+    multiplied by the gate and projected. The unit norm is that of `GatedDeltaNet`, √(Σx² + 1e-6).
+
+    Its cache holds states `[B, H, K, V]` in float32 and the last input, `[B, 1, F]`.
+
+    Attributes:
+      num_heads: H.
+      key_dim: K; None for input width / H.
+      value_dim: V; None for input width / H.
+      value_residual: mix the values with v₁, and return them; layers of `GPT` do.
+      layers: L, of the model; initial values of vectors, as in the authors' code, depend on it and the layer's number.
+      kernel_init, out_kernel_init: initializers of matrices that are not of low rank, whose products start as 0 or, for
+        the gate, small; `out_kernel_init` None for `kernel_init`.
+      dtype: type of the computation; the input's when None. Decays and states are float32.
+
+    >>> block = Block(RWKV7(num_heads=2), Mlp())
+    >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 8)
+    """
+
+    value_residual: bool = False
+    layers: int = 1
+
+    state_operations: ClassVar[int] = 8  # an erasure is a read and a write
+    numbered: ClassVar[bool] = True
+    reads: ClassVar[frozenset[str]] = frozenset(("heads", "key_dim", "value_dim"))
+
+    @classmethod
+    def of_model(cls, model, **fields):
+        return super().of_model(model, layers=model.num_layers, **fields)
+
+    def _mix(self, x, before, tokens):
+        wide, features = jnp.promote_types(x.dtype, jnp.float32), x.shape[-1]
+        key, value = (self.num_heads, self.key_features(features)), (self.num_heads, self.value_features(features))
+        ranks, start = _ranks(features), _Start(tokens.layer, self.layers, key[1])
+        inputs, kept = self._shifted(x, before.conv, tokens, start)
+        r = self._dense("query", *key)(inputs["x_r"])
+        k = self._dense("key", *key)(inputs["x_k"])
+        v = self._dense("value", *value)(inputs["x_v"])
+        w = self._low("decay", inputs["x_w"], ranks.decay, key, start.decay, jnp.tanh, dtype=wide)
+        a = jax.nn.sigmoid(self._low("a", inputs["x_a"], ranks.a, key, start.rate, dtype=wide))
+        if self.value_residual:  # the first layer has the parameters as well, so that layers can be stacked
+            share = jax.nn.sigmoid(self._low("v", inputs["x_v"], ranks.v, value, start.share)).astype(v.dtype)
+            v = v if tokens.first_values is None else v + share * (tokens.first_values - v)
+        vectors = {"k_k": start.removal, "k_a": nn.initializers.constant(1.02), "r_k": nn.initializers.constant(-0.04)}
+        k_k, k_a, r_k = (self.param(name, init, key).astype(wide) for name, init in vectors.items())
+        kappa = gates.unit(k.astype(wide) * k_k)
+        k = (k * (1 + (a - 1) * k_a)).astype(v.dtype)
+
+        def after(z):
+            z = _HeadNorm(1e-5 * value[1], start.scale, dtype=self.dtype, name="norm")(z)
+            z = z + (r.astype(wide) * k * r_k).sum(axis=-1, keepdims=True).astype(v.dtype) * v
+            low = self._dense("gate_down", ranks.gate, kernel_init=nn.initializers.zeros)(inputs["x_g"])
+            return z * self._dense("gate_up", *value, kernel_init=_small)(jax.nn.sigmoid(low))
+
+        g = -np.exp(-0.5) * jax.nn.sigmoid(w)
+        erase = (a * kappa, kappa * jnp.exp(-g))
+        z, state = self._recur(r, k, v, before.state, tokens, g=g, erase=erase, scale=1.0, after=after)
+        return self._out(z, features), state, kept, *((v,) if self.value_residual else ())
+
+    def _shifted(self, x, before, tokens, start):
+        """(The six means of each token and the one before it in its segment, by name; the last input)."""
+        x = x.astype(self.dtype or x.dtype)
+        inputs = jnp.concatenate([before.astype(x.dtype), x], axis=1)
+        previous = inputs[:, :-1]
+        if tokens.segments is not None:
+            same = jnp.pad(tokens.segments[:, 1:] == tokens.segments[:, :-1], ((0, 0), (1, 0)))
+            previous = jnp.where(same[..., None], previous, 0)
+        means = {}
+        for name, power in _SHIFTS.items():
+            share = self.param(name, start.shift(power), x.shape[-1:]).astype(x.dtype)
+            means[name] = x + share * (previous - x)
+        return means, last(inputs, 1, tokens.lengths).astype(before.dtype)
+
+    def _low(self, name, x, rank, size, bias_init, activation=None, dtype=None):
+        """A linear layer of low rank with a bias, which alone is left at the start."""
+        low = self._dense(f"{name}_down", rank, kernel_init=nn.initializers.zeros, dtype=dtype)(x)
+        low = low if activation is None else activation(low)
+        options = {"use_bias": True, "kernel_init": _small, "bias_init": bias_init, "dtype": dtype}
+        return self._dense(f"{name}_up", *size, **options)(low)
+
+    def _empty(self, batch, features):
+        state, _ = super()._empty(batch, features)
+        return state, jnp.zeros((batch, 1, features), self.dtype or jnp.float32)
+
+
+class _HeadNorm(nn.Module):
+    """Standardizes `[…, H, V]` over V, with a scale and a bias `[H, V]`; the scale starts at `initial`."""
+
+    epsilon: float
+    initial: Array | float
+    dtype: DType | None = None
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B H V"]) -> Float[Array, "*B H V"]:
+        scale = self.param("scale", lambda key, shape: jnp.full(shape, self.initial), x.shape[-2:])
+        bias = self.param("bias", nn.initializers.zeros, x.shape[-2:])
+        return (pointwise.standardize(x, self.epsilon) * scale + bias).astype(self.dtype or x.dtype)
+
+
+class _Ranks(NamedTuple):
+    decay: int
+    a: int
+    v: int
+    gate: int
+
+
+def _ranks(features: int) -> _Ranks:
+    """Ranks for an input width, as in the authors' code: multiples of 32 near a multiple of its root."""
+    return _Ranks(*(max(32, 32 * round(factor * features**0.5 / 32)) for factor in (2.5, 2.5, 1.7, 5.0)))
+
+
+class _Start:
+    """Initializers of vectors, as in the authors' code.
+
+    They depend on the number of the feature, from 0 to 1 and within its head of `size`, and on the layer's number.
+    """
+
+    def __init__(self, layer, layers: int, size: int):
+        self._depth, self._left = layer / max(1, layers - 1), 1 - layer / layers
+        self._size, self.scale = size, ((1 + layer) / layers) ** 0.7
+
+    def shift(self, power: float):
+        return self._by_feature(lambda n, count: 1 - (n / count) ** (power * self._left))
+
+    @property
+    def decay(self):
+        def init(n, count):
+            return -5.5 + 6 * _share(n, count) ** (1 + self._depth**0.3) + 2.5 * self._zigzag(n)
+
+        return self._by_feature(init)
+
+    @property
+    def rate(self):
+        return self._by_feature(lambda n, count: -0.19 + 0.3 * self._zigzag(n) + 0.4 * (_share(n, count) - 0.5))
+
+    @property
+    def share(self):
+        return self._by_feature(lambda n, count: 0.73 - 0.4 * (_share(n, count) - 0.5))
+
+    @property
+    def removal(self):
+        return self._by_feature(lambda n, count: 0.71 - 0.1 * (_share(n, count) - 0.5))
+
+    def _zigzag(self, n):
+        """From −1 to 1 over a head, flat at its middle."""
+        at = 2 * _share(n % self._size, self._size) - 1
+        return at * abs(at)
+
+    @staticmethod
+    def _by_feature(function):
+        def init(key, shape, dtype=jnp.float32):
+            count = int(np.prod(shape))
+            return jnp.asarray(function(np.arange(count), count), dtype).reshape(shape)
+
+        return init
+
+
+def _share(n, count: int):
+    return n / max(1, count - 1)
+
+
+def _small(key, shape, dtype=jnp.float32):
+    """Orthogonal rows or columns of length 0.1 · √(inputs / outputs), and 0.1 where there are fewer inputs."""
+    return nn.initializers.orthogonal(0.1 * max(1, shape[0] / shape[1]) ** 0.5)(key, shape, dtype)

@@ -1,0 +1,83 @@
+"""RWKV-7: the values of the first layer, and initial values that depend on a layer's number."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnlab.nn import GPT, RWKV7, GatedDeltaNet
+from tests.nn.mixers import papers
+from tests.nn.mixers.test_papers import by_path
+from tests.parameters import parameters
+
+X = np.random.default_rng(0).standard_normal((2, 9, 8))
+FIRST = np.random.default_rng(1).standard_normal((2, 9, 2, 4))
+
+
+def test_rwkv7_mixes_its_values_with_the_first_ones_and_returns_them(float64):
+    module = RWKV7(2, value_residual=True)
+    variables = parameters(module, X)
+    p = by_path(variables["params"])
+    for first in (None, FIRST):
+        out, values = jax.jit(module.apply)(variables, X, first_values=first)
+        rows = zip(X, [None] * 2 if first is None else first)
+        expected = np.stack([papers.rwkv7(x, p, first=row) for x, row in rows])
+        np.testing.assert_allclose(out, expected, rtol=1e-10, atol=1e-12)
+        assert values.shape == FIRST.shape
+    *_, cache, after = module.apply(variables, X, first_values=FIRST, cache=module.empty_cache(2, 8))
+    np.testing.assert_array_equal(cache.conv[:, 0], np.float32(X[:, -1]))
+    np.testing.assert_allclose(after, values, rtol=1e-10)
+
+
+def test_gpt_hands_the_values_of_its_first_layer_to_the_others():
+    model = GPT(11, 3, 2, 8, 12, positions="auto", mixer="rwkv7")
+    tokens = np.arange(12).reshape(1, 12) % 11
+    params = parameters(model, tokens)
+
+    def slopes(layer):
+        def loss(kernel):
+            block = params["params"][f"block_{layer}"]
+            attention = block["attention"] | {"v_down": {"kernel": kernel}}
+            changed = params["params"] | {f"block_{layer}": block | {"attention": attention}}
+            return model.apply({"params": changed}, tokens, targets=tokens).sum()
+
+        return np.abs(jax.jit(jax.grad(loss))(params["params"][f"block_{layer}"]["attention"]["v_down"]["kernel"]))
+
+    # The share of the first values has an effect in all layers but the first.
+    assert slopes(0).max() == 0 and slopes(1).max() > 1e-4 and slopes(2).max() > 1e-4
+
+
+def test_first_values_of_a_layer_without_a_value_residual_raise_one_line():
+    for module in (RWKV7(2), GatedDeltaNet(2)):
+        with pytest.raises(ValueError, match=f"first_values is set, but {type(module).__name__} has no .*: leave it"):
+            jax.eval_shape(functools.partial(module.init, first_values=FIRST), jax.random.key(0), X)
+
+
+@pytest.mark.parametrize("layer, layers", [(0, 1), (0, 4), (3, 4)])
+def test_vectors_of_rwkv7_start_as_in_the_code_of_its_authors(layer, layers):
+    module = RWKV7(2, value_residual=True, layers=layers)
+    params = by_path(jax.jit(module.init)(jax.random.key(0), jnp.zeros((1, 2, 16)), layer=layer)["params"])
+    channel, depth = np.arange(16), layer / max(1, layers - 1)
+    along = channel / 15 - 0.5
+    zigzag = (channel % 8 - 3.5) / 3.5 * np.abs((channel % 8 - 3.5) / 3.5)
+    expected = {
+        "x_r": 1 - (channel / 16) ** (0.2 * (1 - layer / layers)),
+        "x_w": 1 - (channel / 16) ** (0.9 * (1 - layer / layers)),
+        "x_k": 1 - (channel / 16) ** (0.7 * (1 - layer / layers)),
+        "decay_up/bias": -6 + 6 * (channel / 15) ** (1 + depth**0.3) + 0.5 + 2.5 * zigzag,
+        "a_up/bias": -0.19 + 0.3 * zigzag + 0.4 * along,
+        "v_up/bias": 0.73 - 0.4 * along,
+        "k_k": 0.71 - 0.1 * along,
+        "k_a": np.full(16, 1.02),
+        "r_k": np.full(16, -0.04),
+        "norm/scale": np.full(16, ((layer + 1) / layers) ** 0.7),
+        "norm/bias": np.zeros(16),
+        "decay_down/kernel": np.zeros(16 * 32),
+        "gate_down/kernel": np.zeros(16 * 32),
+    }
+    for path, value in expected.items():
+        np.testing.assert_allclose(params[path].ravel(), value, rtol=1e-5, atol=1e-6, err_msg=path)
+    rows = params["decay_up/kernel"].reshape(32, 16)  # orthogonal columns of 0.1 · √(32 / 16)
+    np.testing.assert_allclose(rows.T @ rows, 0.02 * np.eye(16), atol=1e-6)
