@@ -18,6 +18,7 @@ with --tasks in a folder for each. An experiment may have a dictionary PUBLISHED
 and COMPARE, of flags.
 """
 
+import functools
 import json
 import sys
 import tempfile
@@ -32,17 +33,19 @@ from attnlab.comparing.parts import Part
 from attnlab.comparing.protocol import FACTORS, Protocol
 from attnlab.comparing.variants import SIZES, Variant, config_of, fields_of_file, matched, parse, size
 from attnlab.data.tasks import named
+from attnlab.nn import GPT, kinds, own
 from attnlab.support import workers
 from attnlab.support.errors import UserError
 from attnlab.sweep import shared_options
 from attnlab.sweeping import grid, training_runs
+from attnlab.testing.mixer import LENGTH, check_mixer
 from attnlab.training import flops, precision
 from attnlab.training import text as texts
 
 MARKER = "comparison.json"
 FLAGS = (
     "variant", "variants", "learning_rates", "seeds", "tuning_seeds", "tasks", "match", "match_length", "jobs",
-    "workdir", "dry_run", "nodry_run",
+    "workdir", "dry_run", "nodry_run", "check",
 )  # fmt: skip
 # Of which an experiment's dictionary COMPARE may have other values, in the words of a command line.
 DEFAULT_OF_FILE = ("learning_rates", "seeds", "tuning_seeds", "tasks", "match", "match_length", "jobs")
@@ -58,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _define(values, argv) -> None:
+    commands.define_mixer(values, argv)
     commands.define_config(values, argv)
     text, whole = flags.DEFINE_string, flags.DEFINE_integer
     flags.DEFINE_multi_string("variant", [], '"NAME: FIELD=VALUE FIELD=VALUE"; several times', flag_values=values)
@@ -77,6 +81,8 @@ def _define(values, argv) -> None:
     flags.DEFINE_list("tasks", [], f"a table each: some of {', '.join(parts.TASKS)}, speed", flag_values=values)
     whole("jobs", 1, "runs at a time; times are comparable with 1 alone", 1, flag_values=values)
     text("workdir", None, "folder of the comparison; by default runs/CONFIG-comparison", flag_values=values)
+    meaning = "check mixers of yours, FILE.py:NAME, before any run: causal, in pieces, packed, finite gradients"
+    flags.DEFINE_enum("check", "on", ["on", "off"], meaning, flag_values=values)
     flags.DEFINE_bool("dry_run", False, "list the runs and how long they may take, start none", flag_values=values)
 
 
@@ -101,6 +107,8 @@ def _main(values, argv: list[str]) -> int:
         _part(values, name, folder, protocol._replace(options=(*given, *more)), variants, published.get(name))
         for name, more in found.items()
     ]
+    if values.check == "on":
+        _check_own([config_of([*part.protocol.options, *each.options]) for part in made for each in part.variants])
     if values.dry_run:
         return _print_runs(made)
     content = {"variants": {variant.name: variant.options for variant in variants}, "options": options}
@@ -116,6 +124,22 @@ def _main(values, argv: list[str]) -> int:
             return int(any(failed for _, _, failed in compared))
     except workers.Interrupted as stopped:
         return 128 + stopped.args[0]
+
+
+def _check_own(found) -> None:
+    """UserError for the first fault of a mixer of the user's, which no specification tells."""
+    checked = set()
+    for config in found:
+        for word in set(own.words_of(config.model)) - checked:
+            checked.add(word)
+            config = config.copy_and_resolve_references()
+            config.precision, config.model.dropout = "float32", 0.0
+            kind, model = kinds.named(word), GPT.from_config(config, vocab_size=config.model.vocab_size or 256)
+            empty_cache = functools.partial(kind.empty_cache, model, capacity=LENGTH)
+            faults = check_mixer(kind.module(model), empty_cache, model.width)
+            if faults:
+                raise UserError(f"{word}: {faults[0]}: mend it, or leave out the check by --check=off")
+            print(f"{word}: causal, the same in pieces and packed, finite gradients")
 
 
 def _set_defaults(values, file: str | None) -> None:
@@ -206,7 +230,8 @@ def _measure(final, folder: Path, lock: int) -> dict[str, dict]:
             continue
         files[name] = logs / f"{workdirs[0].name}-{len(workdirs)}.json"
         if not files[name].exists():
-            words[f"measuring {workdirs[0].name}"] = [measuring.__name__, str(files[name]), *map(str, workdirs)]
+            code = (f"--mixer={file}" for file in own.files())
+            words[f"measuring {workdirs[0].name}"] = [measuring.__name__, *code, str(files[name]), *map(str, workdirs)]
     for ended in workers.run(words, 1, logs, lock):
         if ended.error:
             print(f"{ended.name} failed: {ended.error} (see {logs})", file=sys.stderr)

@@ -327,6 +327,9 @@ def from_dict(saved: dict) -> ConfigDict:
     saved = {name: value for name, value in saved.items() if name in config}
     if "remat" in saved.get("model", {}):
         saved["model"] = saved["model"] | {"remat": remat_name(saved["model"]["remat"])}
+    recurrence = saved.get("model", {}).get("recurrence", {})
+    if "steps" not in recurrence and recurrence.get("negative_eigenvalues") is False:  # before None was the default
+        saved["model"] = saved["model"] | {"recurrence": recurrence | {"negative_eigenvalues": None}}
     config.update(ConfigDict(saved))
     return config
 

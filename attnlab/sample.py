@@ -38,6 +38,7 @@ from attnlab.generation.prompt_files import Records, read_prompts
 from attnlab.generation.scoring import score
 from attnlab.generation.stop_strings import StopStrings, before_stop, end_tokens
 from attnlab.generation.texts import Drawn, complete, prompt_ids, recorded
+from attnlab.nn import own
 from attnlab.support.errors import UserError
 from attnlab.training.loading import Run, load
 
@@ -50,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _define(values, argv):
+    commands.define_mixer(values, argv)
     text = functools.partial(flags.DEFINE_string, flag_values=values)
     integer = functools.partial(flags.DEFINE_integer, flag_values=values)
     number = functools.partial(flags.DEFINE_float, flag_values=values)
@@ -108,6 +110,7 @@ def _main(values, own_process: bool) -> int:
     if own_process:
         compilation.keep_programs()
     run = load(Path(values.workdir), values.step)
+    own.check_offered_used()
     if run.tokenizer is None:
         raise UserError(f"{values.workdir} holds no tokenizer: put tokenizer.json there, or vocab.json and merges.txt")
     if own_process and (fault := compilation.miscompilation()):

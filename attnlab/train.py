@@ -112,6 +112,7 @@ def train(
         config.model.mixer = own.register(mixer)
     passed = Passed(model, mask, score_mod, optimizer)
     plan = runs.resolve(config, workdir, eval_only=eval_only, passed=passed)
+    own.check_offered_used()
     if plan.origin == "finished":
         if jax.process_index() == 0:
             _print_finished(plan)

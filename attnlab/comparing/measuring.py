@@ -1,6 +1,6 @@
 """Measure a variant's costs, and its losses beyond the context, on its finished runs.
 
-python -m attnlab.comparing.measuring OUT.json WORKDIR WORKDIR …
+python -m attnlab.comparing.measuring [--mixer=FILE] OUT.json WORKDIR WORKDIR …
 """
 
 import functools
@@ -22,7 +22,7 @@ from attnlab.comparing.variants import state_bytes
 from attnlab.data.batches import Batch
 from attnlab.data.tasks import named
 from attnlab.data.tasks.task_batches import HeldOutBatches
-from attnlab.nn import GPT
+from attnlab.nn import GPT, own
 from attnlab.support import paths
 from attnlab.support.errors import UserError
 from attnlab.training import flops, state
@@ -40,9 +40,12 @@ ROUNDS = 5
 
 def main(argv: list[str] | None = None) -> int:
     """Measure and write the file; returns the exit code."""
-    out, *workdirs = (sys.argv if argv is None else argv)[1:]
+    words = (sys.argv if argv is None else argv)[1:]
+    out, *workdirs = (word for word in words if not word.startswith("--mixer="))
     compilation.keep_programs()
     try:
+        for file in commands.given(words, "mixer"):
+            own.offer(file)
         found = measured([Path(workdir) for workdir in workdirs])
     except UserError as error:
         print(f"error: {commands.one_line(error)}", file=sys.stderr)

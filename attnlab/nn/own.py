@@ -26,10 +26,11 @@ class Part(NamedTuple):
 
     Attributes:
       value: a class of layers, a score mod, or a mask.
-      sha256: of its file.
+      path: of its file, whose sha256 follows.
     """
 
     value: Any
+    path: Path
     sha256: str
 
 
@@ -70,13 +71,18 @@ def register(part) -> str:
         digest = _sha256(path)
     _check_type(value, f"{path}:{name}")
     word = f"{path}:{name}"
-    _PARTS[word] = Part(value, digest)
+    _PARTS[word] = Part(value, path, digest)
     return word
 
 
 def part_of(word: str) -> Part | None:
     """The registered part of a name; None for one that is not."""
     return _PARTS.get(word)
+
+
+def files() -> list[Path]:
+    """The files of all registered parts."""
+    return list(dict.fromkeys(part.path for part in _PARTS.values()))
 
 
 def sources(model) -> dict[str, str]:
@@ -104,7 +110,7 @@ def admit(code: Mapping[str, str], where) -> None:
         path, _, name = word.rpartition(":")
         known = _PARTS.get(word)
         if known is None and digest in _OFFERED:
-            _PARTS[word] = known = Part(_loaded(_OFFERED[digest], name)[0], digest)
+            _PARTS[word] = known = Part(_loaded(_OFFERED[digest], name)[0], _OFFERED[digest], digest)
         if known is None:  # the same content in another place
             same = (p for w, p in _PARTS.items() if p.sha256 == digest and w.rpartition(":")[2] == name)
             known = next(same, None)
@@ -146,7 +152,8 @@ def _loaded(path: Path, name: str):
             raise UserError(f"{path} failed ({type(error).__name__}: {str(error).splitlines()[:1]})") from error
     found = vars(sys.modules[module])
     if name not in found:
-        names = [each for each, value in found.items() if _is_part(value) and not each.startswith("_")]
+        parts = ((each, value) for each, value in found.items() if _is_part(value) and not each.startswith("_"))
+        names = [each for each, value in parts if getattr(value, "__module__", module) == module]  # without imports
         raise UserError(f"{path} has no {name!r}: it has {', '.join(names) or 'no mixer, score mod or mask'}")
     return found[name], digest
 

@@ -35,7 +35,7 @@ from ml_collections import ConfigDict
 from attnlab import commands, compilation, see
 from attnlab.data import tasks
 from attnlab.interop import huggingface
-from attnlab.nn import GPT
+from attnlab.nn import GPT, own
 from attnlab.nn.kinds import Mixer, kind_of, named
 from attnlab.nn.mixers.interface import RecurrentMixer
 from attnlab.see.head_scores import KINDS as SCORES
@@ -57,6 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _define(values, argv):
+    commands.define_mixer(values, argv)
     flags.DEFINE_string("workdir", None, "folder of the run, or of a Hugging Face model", flag_values=values)
     flags.DEFINE_multi_string("prompt", None, "a text to show", flag_values=values)
     flags.DEFINE_string("checkpoints", "latest", "latest, best, all, or steps separated by commas", flag_values=values)
@@ -78,6 +79,7 @@ def _main(values, own_process: bool) -> int:
     if own_process:
         compilation.keep_programs()
     model, tokenizer, config = _peek(workdir)
+    own.check_offered_used()
     _tell_of_mixers(model)
     steps = _steps(values.checkpoints, workdir, config)
     subject = _subject(values, workdir, model, tokenizer, config)

@@ -9,6 +9,7 @@ compares a function with the formula in NumPy float64, feature by feature, and s
 from attnlab.ops.call import AttentionCall
 from attnlab.testing.cases import FEATURES, SHAPES, Case, Feature, Shape, calls, draw
 from attnlab.testing.check import PROFILES, Report, Row, check_attention
+from attnlab.testing.mixer import check_mixer
 from attnlab.testing.recurrence import (
     RECURRENCE_FEATURES,
     RecurrenceFeature,
@@ -38,6 +39,7 @@ __all__ = [
     "as_attnlab",
     "calls",
     "check_attention",
+    "check_mixer",
     "check_recurrence",
     "draw",
     "recurrence_answer",
