@@ -1,0 +1,40 @@
+"""The file of a user that tests write, and a class that they import."""
+
+from attnlab.nn import CausalConv
+
+SOURCE = '''"""Attention that prefers near keys, one that skips even positions, and an average of the past."""
+import flax.linen as nn
+import jax.numpy as jnp
+
+from attnlab.masks import MaskFn
+from attnlab.nn import MultiHeadAttention, RecurrentMixer
+from attnlab.score_mods import ScoreFn
+
+near = ScoreFn(lambda score, b, h, i, j: score - 0.1 * (i - j))
+odd = MaskFn(lambda b, h, i, j: (j % 2 == 1) | (i == j))
+
+
+class Average(RecurrentMixer):
+    def mix(self, x, before, tokens):
+        v = self._dense("value", self.num_heads, self.value_features(x.shape[-1]))(x)
+        ones, g = jnp.ones((*v.shape[:-1], 1), v.dtype), jnp.full(v.shape[:-1], -0.5)
+        z, state = self._recur(ones, ones, v, before.state, tokens, g=g)
+        return self._out(z, x.shape[-1]), state, None
+
+    def key_features(self, features):
+        return 1
+
+
+class Shifted(MultiHeadAttention):
+    @classmethod
+    def of_model(cls, model, **fields):
+        return super().of_model(model, **fields | {"rotary": None})
+'''
+
+
+class Doubling(CausalConv):
+    """Twice a convolution."""
+
+    def mix(self, x, before, tokens):
+        out, state, conv = super().mix(x, before, tokens)
+        return 2 * out, state, conv

@@ -1,0 +1,172 @@
+"""Commands with a part of the user's: trained, killed, resumed, sampled, looked into, compared; never run unasked."""
+
+import json
+import shutil
+import signal
+
+import flax.linen as nn
+import pytest
+
+import attnlab
+from attnlab import compare, sample, train
+from attnlab.masks import SlidingWindow
+from attnlab.nn import own
+from attnlab.score_mods import SoftCap
+from attnlab.see.__main__ import main as see
+from attnlab.support.errors import UserError
+from tests.nn.user_parts import SOURCE
+from tests.test_train import LONG, SMALL, process, quick, records, run, wait_for
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch):
+    """A registry of each test's own, as of a new process."""
+    monkeypatch.setattr(own, "_PARTS", {})
+    monkeypatch.setattr(own, "_OFFERED", {})
+
+
+def forget():
+    own._PARTS.clear()
+    own._OFFERED.clear()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(The user's file, the folder of a run with its mixer)."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "mine.py").write_text(SOURCE)
+    assert run(folder / "run", f"--config.model.mixer={folder}/mine.py:Average") == 0
+    return folder / "mine.py", folder / "run"
+
+
+def test_config_remembers_path_and_sha256_and_the_trainer_recommends_a_command_that_works(trained, tmp_path, capsys):
+    file, folder = trained
+    assert run(tmp_path / "run", f"--config.model.mixer={file}:near") == 0
+    shown = capsys.readouterr().out.splitlines()[-1]
+    command = shown.partition("python -m attnlab.sample ")[2].split()
+    assert command == [f"--workdir={tmp_path}/run", f"--mixer={file}"]
+    forget()
+    assert sample.main(["sample", *command, "--max_tokens=3", "--temperature=0"]) == 0
+    (word,) = json.loads((folder / "config.json").read_text())["code"]
+    assert word == f"{file}:Average"
+
+
+@pytest.mark.parametrize("main", [sample.main, see, train.main], ids=["sample", "see", "train"])
+def test_folder_that_names_code_runs_none_unless_it_is_named_again(trained, tmp_path, capsys, main):
+    file, folder = trained
+    shutil.copytree(folder, tmp_path / "downloaded")
+    words = ["command", f"--workdir={tmp_path}/downloaded"]
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/downloaded names code, which runs only if you name")
+    assert not own.files()
+    (tmp_path / "other.py").write_text("raise RuntimeError('it ran')")
+    assert main([*words, f"--mixer={tmp_path}/other.py"]) == 2
+    assert "other.py has " in capsys.readouterr().err and not own.files()
+    forget()
+    moved = shutil.copy(file, tmp_path / "moved.py")
+    assert main([*words, f"--mixer={moved}"]) == 0
+
+
+def test_changed_file_does_not_continue_a_run(trained, tmp_path, capsys):
+    file, folder = trained
+    changed = tmp_path / "mine.py"
+    changed.write_text(SOURCE)
+    options = (f"--config.model.mixer={changed}:Average",)
+    assert run(tmp_path / "run", *options) == 0
+    changed.write_text(SOURCE.replace("-0.5", "-0.6"))
+    forget()
+    assert run(tmp_path / "run", *options, "--config.steps=14") == 2
+    assert f"{changed} has changed since {tmp_path}/run began" in capsys.readouterr().err
+    changed.write_text(SOURCE)
+    forget()
+    assert run(tmp_path / "run", *options, "--config.steps=14") == 0
+
+
+def test_mixer_without_effect_is_an_error(trained, tmp_path, capsys):
+    assert run(tmp_path / "run", f"--mixer={trained[0]}") == 2
+    assert "the run names no code of this content: leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_killed_run_of_a_hybrid_of_the_user_resumes_bit_for_bit(trained, tmp_path):
+    options = [*LONG, f"--config.model.pattern={trained[0]}:Average attention"]
+    assert process(tmp_path / "whole", *options).wait() == 0
+    running = process(tmp_path / "run", *options)
+    wait_for(running, "step 18/40")
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    assert process(tmp_path / "run", *options).wait() == 0
+    assert records(tmp_path / "run") == records(tmp_path / "whole")
+
+
+# ---------------------------------------------------------------------------------------------------------- in Python
+
+
+def test_train_takes_mixer_mask_and_score_mod(trained, tmp_path, capsys):
+    config = quick()
+    passed = {"mask": SlidingWindow(left=3), "score_mod": SoftCap(5.0)}
+    assert train.train(config, tmp_path / "parts", **passed) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f'load it in Python with: attnlab.load("{tmp_path}/parts", mask=…, score_mod=…)'
+    model = attnlab.load(tmp_path / "parts", **passed).model
+    assert (model.mask, model.score_mod) == tuple(passed.values())
+    with pytest.raises(UserError, match=r"with mask = SlidingWindow\(left=3, right=0\), and mask= gives None"):
+        attnlab.load(tmp_path / "parts")
+    with pytest.raises(UserError, match=r"and mask= gives SlidingWindow\(left=4"):
+        train.train(config, tmp_path / "parts", **passed | {"mask": SlidingWindow(left=4)})
+    assert train.train(config, tmp_path / "mixer", mixer=f"{trained[0]}:Average") == 0
+    assert config.model.mixer == "attention"
+    with pytest.raises(UserError, match="score_mod = SoftCap, but layers of .*Average do not read it"):
+        train.train(config, tmp_path / "both", mixer=f"{trained[0]}:Average", score_mod=SoftCap(5.0))
+
+
+class Own(nn.Module):
+    """A model of the user's."""
+
+    width: int = 4
+
+    @nn.compact
+    def __call__(self, tokens, deterministic=True, dropout_key=None):
+        return nn.Dense(256)(nn.Embed(256, self.width)(tokens))
+
+
+def test_own_model_says_its_precision_and_what_works_and_is_known_by_its_fields(tmp_path, capsys):
+    config = quick(data__tokenizer="byte", precision="auto")
+    assert train.train(config, tmp_path / "run", model=Own()) == 0
+    shown = capsys.readouterr().out
+    assert "in float32, into" in shown and json.loads((tmp_path / "run/config.json").read_text())["precision"] == "float32"
+    assert shown.splitlines()[-1] == f'load it in Python with: attnlab.load("{tmp_path}/run", model=…)'
+    config.steps += 2
+    with pytest.raises(UserError, match="holds a run of a Own whose width was 4, and is 5: pass an equal one"):
+        train.train(config, tmp_path / "run", model=Own(5))
+    assert train.train(config, tmp_path / "run", model=Own()) == 0
+    config.precision = "bfloat16"
+    with pytest.raises(UserError, match="config.precision = 'bfloat16', but Own computes in float32: leave it out"):
+        train.train(config, tmp_path / "other", model=Own())
+
+
+# ------------------------------------------------------------------------------------------------------------ compare
+
+
+def test_compare_checks_a_mixer_before_any_run(tmp_path, capsys):
+    (tmp_path / "bad.py").write_text(
+        SOURCE.replace("return self._out(z,", "return self._out(z + v.mean(axis=1, keepdims=True),")
+    )
+    words = ["compare", *SMALL, "--variant=softmax:", f"--variant=mine: model.mixer={tmp_path}/bad.py:Average"]
+    words += ["--seeds=2", f"--workdir={tmp_path}/compared", "--dry_run"]
+    assert compare.main(words) == 2
+    assert "Average: it is not causal: outputs change with later tokens" in capsys.readouterr().err
+    assert compare.main([*words, "--check=off"]) == 0
+    assert not (tmp_path / "compared").exists()
+
+
+@pytest.mark.slow
+def test_compare_trains_and_measures_parts_of_a_file(trained, tmp_path, capsys):
+    file, _ = trained
+    words = ["compare", *SMALL, "--variant=softmax:", f"--variant=mine: model.mixer={file}:Average"]
+    words += [f"--variant=near: model.pattern={file}:near", "--seeds=2", "--learning_rates=1e-2"]
+    assert compare.main([*words, f"--workdir={tmp_path}/compared"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{file}:Average: causal, the same in pieces and packed, finite gradients" in shown
+    table = (tmp_path / "compared/table.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in table[1:]] == ["softmax", "mine", "near"]

@@ -1,0 +1,89 @@
+"""The check of a mixer without a specification finds each fault, and none in attnlab's layers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from attnlab.nn import GPT, CausalConv, GatedDeltaNet
+from attnlab.nn.kinds import KINDS
+from attnlab.testing import check_mixer
+
+CONV = CausalConv(kernel_size=3)
+
+
+class Later(CausalConv):
+    """Uses the mean of all tokens."""
+
+    def mix(self, x, before, tokens):
+        out, state, conv = super().mix(x, before, tokens)
+        return out + x.mean(axis=1, keepdims=True), state, conv
+
+
+class Forgetful(CausalConv):
+    """Its cache is empty after each piece."""
+
+    def mix(self, x, before, tokens):
+        out, state, conv = super().mix(x, before, tokens)
+        return out, state, jnp.zeros_like(conv)
+
+
+class Leaking(CausalConv):
+    """Documents see those before them."""
+
+    def mix(self, x, before, tokens):
+        return super().mix(x, before, tokens._replace(segments=None))
+
+
+class Infinite(CausalConv):
+    """The norm of an input of 0 has no derivative."""
+
+    def mix(self, x, before, tokens):
+        out, state, conv = super().mix(x, before, tokens)
+        return out + jnp.linalg.norm(x, axis=-1, keepdims=True), state, conv
+
+
+class Failing(CausalConv):
+    """Takes no documents."""
+
+    def mix(self, x, before, tokens):
+        if tokens.segments is not None:
+            raise NotImplementedError("documents")
+        return super().mix(x, before, tokens)
+
+
+def faults(layer):
+    return check_mixer(layer, lambda batch: layer.empty_cache(batch, 8), features=8)
+
+
+@pytest.mark.parametrize(
+    "layer, fault",
+    [
+        (Later(kernel_size=3), "it is not causal"),
+        (Forgetful(kernel_size=3), "in pieces, with a cache"),
+        (Leaking(kernel_size=3), "packed documents"),
+        (Infinite(kernel_size=3), "its gradients are not finite"),
+        (Failing(kernel_size=3), r"packed documents .*\(NotImplementedError: documents\)"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_planted_fault_of_a_mixer_is_found(layer, fault):
+    import re
+
+    found = faults(layer)
+    assert found and re.match(fault, found[-1] if "not finite" in fault else found[0])
+
+
+@pytest.mark.parametrize("layer", [CONV, GatedDeltaNet(2)], ids=lambda x: type(x).__name__)
+def test_mixer_of_attnlab_has_no_fault(layer):
+    assert not faults(layer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(KINDS) - {"local"}))
+def test_every_kind_of_layer_has_no_fault(name):
+    model = GPT(11, 1, 2, 16, 24, mixer="attention" if name == "global" else name, positions="auto")
+    empty_cache = functools.partial(KINDS[name].empty_cache, model, capacity=24)
+    assert not check_mixer(KINDS[name].module(model), empty_cache, 16)
+    assert jax.eval_shape(lambda: empty_cache(2)) is not None

@@ -1,0 +1,95 @@
+"""Values that are passed to `train`: remembered alike in every process, and compared by what they are."""
+
+import functools
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from attnlab.masks import Causal, Dense, SlidingWindow
+from attnlab.score_mods import ScoreFn, SoftCap
+from attnlab.support.errors import UserError
+from attnlab.training.passed import NOTHING, Passed, described, difference
+
+
+class Tiny(nn.Module):
+    width: int = 4
+    mask: object = None
+    dtype: object = None
+
+    @nn.compact
+    def __call__(self, tokens, deterministic=True, dropout_key=None):
+        return nn.Dense(8, dtype=self.dtype)(nn.Embed(8, self.width, dtype=self.dtype)(tokens))
+
+
+class Double(Tiny):
+    param_dtype: object = jnp.float16
+
+    @nn.compact
+    def __call__(self, tokens):
+        return nn.Embed(8, 4, param_dtype=jnp.float16)(tokens)
+
+
+def capped(cap):
+    return ScoreFn(lambda score, b, h, i, j: jnp.minimum(score, cap))
+
+
+@pytest.mark.parametrize(
+    "one, same, other",
+    [
+        (SlidingWindow(3), SlidingWindow(3), SlidingWindow(4)),
+        (Dense(np.eye(3, dtype=bool)), Dense(np.eye(3, dtype=bool)), Dense(np.ones((3, 3), bool))),
+        (capped(2.0), capped(2.0), capped(3.0)),
+        (Tiny(mask=Causal()), Tiny(mask=Causal()), Tiny(mask=SlidingWindow(2))),
+        (functools.partial(np.add, 1), functools.partial(np.add, 1), functools.partial(np.add, 2)),
+        ((1, [2.0]), (1, [2.0]), (1, [3.0])),
+        ({"a": Causal()}, {"a": Causal()}, {"b": Causal()}),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_description_is_equal_for_equal_values_alone(one, same, other):
+    assert described(one) == described(same) != described(other)
+    assert " at 0x" not in described(one)
+
+
+def test_difference_names_the_field_and_both_values():
+    now, saved = Passed(model=Tiny(mask=SlidingWindow(2))), Passed(model=Tiny(mask=Causal())).metadata()
+    with pytest.raises(UserError, match=r"whose mask was Causal\(\), and is SlidingWindow\(left=2, right=0\): pass an"):
+        now.check_continues(saved, "runs/x")
+    assert difference({"a": "1"}, {"a": "1"}) == ""
+
+
+@pytest.mark.parametrize(
+    "passed, saved, message",
+    [
+        (NOTHING, Passed(model=Tiny()), "whose model is Tiny and whose optimizer is AdamW: pass the same"),
+        (Passed(optimizer=optax.sgd(1.0)), NOTHING, "whose optimizer is AdamW"),
+        (Passed(mask=Causal()), NOTHING, r"with mask = None, and mask= gives Causal\(\)"),
+        (NOTHING, Passed(score_mod=SoftCap(2.0)), r"with score_mod = SoftCap\(cap=2.0\), and score_mod= gives None"),
+    ],
+    ids=str,
+)
+def test_run_of_other_values_is_refused(passed, saved, message):
+    with pytest.raises(UserError, match=message):
+        passed.check_continues(saved.metadata(), "runs/x")
+
+
+def test_equal_values_continue_and_runs_of_older_versions_have_no_fields():
+    for passed in (NOTHING, Passed(model=Tiny()), Passed(mask=Causal(), optimizer=optax.sgd(1.0))):
+        passed.check_continues(passed.metadata(), "runs/x")
+    Passed(model=Tiny(7)).check_continues({"user_defined": {"model": "Tiny", "optimizer": False}}, "runs/x")
+
+
+@pytest.mark.parametrize("model, precision", [(Tiny(), "float32"), (Tiny(dtype=jnp.bfloat16), "bfloat16")])
+def test_precision_is_what_the_model_computes_in(model, precision):
+    passed, other = Passed(model=model), {"float32": "bfloat16", "bfloat16": "float32"}[precision]
+    assert passed.precision("auto") == passed.precision(precision) == precision
+    with pytest.raises(UserError, match=f"config.precision = '{other}', but Tiny computes in {precision}: leave it"):
+        passed.precision(other)
+
+
+def test_precision_that_a_run_cannot_name_is_refused():
+    with pytest.raises(UserError, match="Double computes in float16: expected float32 or bfloat16"):
+        Passed(model=Double()).precision("auto")
