@@ -21,3 +21,4 @@ class Recurrence:
     gate: bool | None = option("multiply outputs by a gate; None for the mixer's default", None)
     negative_eigenvalues: bool = option("β of the delta rule up to 2 (Grazzi et al. 2025), not 1", False)
     value_heads: int | None = option("heads of values, a multiple of heads; None for heads", None, low=1)
+    norm_epsilon: float | None = option("ε of the norm of the outputs; None for 1e-5", None, low=1e-30, high=1)

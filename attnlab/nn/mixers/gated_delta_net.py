@@ -30,6 +30,7 @@ class GatedDeltaNet(RecurrentMixer):
       decay: whether the state decays.
       gate: whether there is an output gate.
       negative_eigenvalues: β up to 2, so that a state can change its sign, and count modulo 2 (Grazzi et al. 2025).
+      norm_epsilon: ε of the norm of the outputs.
       kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
       dtype: type of the computation; the input's when None. Decays and states are float32.
 
@@ -43,10 +44,11 @@ class GatedDeltaNet(RecurrentMixer):
     decay: bool = True
     gate: bool = True
     negative_eigenvalues: bool = False
+    norm_epsilon: float = 1e-5
 
     state_operations: ClassVar[int] = 8  # an erasure is a read and a write
     reads: ClassVar[frozenset[str]] = frozenset(
-        ("heads", "key_dim", "value_dim", "value_heads", "conv", "gate", "negative_eigenvalues")
+        ("heads", "key_dim", "value_dim", "value_heads", "conv", "gate", "negative_eigenvalues", "norm_epsilon")
     )
 
     @property
@@ -77,7 +79,7 @@ class GatedDeltaNet(RecurrentMixer):
             g = -jnp.exp(a_log.astype(wide)) * jax.nn.softplus(self._dense("a", self.states, dtype=wide)(x) + dt_bias)
 
         def after(z):
-            z = RMSNorm(1e-5, dtype=self.dtype, name="norm")(z)
+            z = RMSNorm(self.norm_epsilon, dtype=self.dtype, name="norm")(z)
             return z * jax.nn.silu(self._dense("gate", *z.shape[-2:])(x)) if self.gate else z
 
         z, state = self._recur(q, k, v, before.state, tokens, g=g, beta=beta, after=after)

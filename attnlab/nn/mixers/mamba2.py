@@ -29,6 +29,7 @@ class Mamba2(RecurrentMixer):
       value_dim: V; None for twice the input width / HV.
       value_heads: HV, a multiple of num_heads; None for num_heads.
       conv: W, tokens of the convolution, 1 or more.
+      norm_epsilon: ε of the norm of the outputs.
       kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
       dtype: type of the computation; the input's when None. Decays and states are float32.
 
@@ -39,8 +40,11 @@ class Mamba2(RecurrentMixer):
 
     value_heads: int | None = None
     conv: int = 4
+    norm_epsilon: float = 1e-5
 
-    reads: ClassVar[frozenset[str]] = frozenset(("heads", "key_dim", "value_dim", "value_heads", "conv"))
+    reads: ClassVar[frozenset[str]] = frozenset(
+        ("heads", "key_dim", "value_dim", "value_heads", "conv", "norm_epsilon")
+    )
 
     @classmethod
     def of_model(cls, model, **fields):
@@ -79,7 +83,9 @@ class Mamba2(RecurrentMixer):
         def after(z):
             z = z + v * skip[:, None].astype(v.dtype)
             gated = z.reshape(gate.shape) * jax.nn.silu(gate)
-            return RMSNorm(1e-5, groups=self.num_heads, dtype=self.dtype, name="norm")(gated).reshape(z.shape)
+            return RMSNorm(self.norm_epsilon, groups=self.num_heads, dtype=self.dtype, name="norm")(gated).reshape(
+                z.shape
+            )
 
         written = (v * dt[..., None]).astype(v.dtype)
         z, state = self._recur(q, k, written, before.state, tokens, g=g, scale=1.0, after=after)
