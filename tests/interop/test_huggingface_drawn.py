@@ -138,6 +138,7 @@ VALUES_OF = {
     "qwen3_next": DELTA_VALUES
     | {
         "decoder_sparse_step": [1, 2, 3],
+        "head_dim": [8, 16],  # of which a quarter is an even number of features
         "mlp_only_layers": [None, [], [0], [0, 1]],
         "moe_intermediate_size": [8],
         "norm_topk_prob": [True, False],
