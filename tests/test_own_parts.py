@@ -67,8 +67,7 @@ def test_folder_that_names_code_runs_none_unless_it_is_named_again(trained, tmp_
     assert main([*words, f"--mixer={moved}"]) == 0
 
 
-def test_changed_file_does_not_continue_a_run(trained, tmp_path, capsys):
-    file, folder = trained
+def test_changed_file_does_not_continue_a_run(tmp_path, capsys):
     changed = tmp_path / "mine.py"
     changed.write_text(SOURCE)
     options = (f"--config.model.mixer={changed}:Average",)
@@ -134,7 +133,9 @@ def test_own_model_says_its_precision_and_what_works_and_is_known_by_its_fields(
     config = quick(data__tokenizer="byte", precision="auto")
     assert train.train(config, tmp_path / "run", model=Own()) == 0
     shown = capsys.readouterr().out
-    assert "in float32, into" in shown and json.loads((tmp_path / "run/config.json").read_text())["precision"] == "float32"
+    assert (
+        "in float32, into" in shown and json.loads((tmp_path / "run/config.json").read_text())["precision"] == "float32"
+    )
     assert shown.splitlines()[-1] == f'load it in Python with: attnlab.load("{tmp_path}/run", model=…)'
     config.steps += 2
     with pytest.raises(UserError, match="holds a run of a Own whose width was 4, and is 5: pass an equal one"):

@@ -22,24 +22,35 @@ class Tensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
     leaves: tuple[str, ...]  # paths, "block_0/attention/query/kernel", in the order of their outputs
-    transposed: bool = False  # [out, in], as in torch's Linear, instead of [in, out]
+    transposed: bool = False  # [out, in], as in torch's Linear, instead of [in, out]; in may be several axes
     slice: int | None = None  # index on the leaves' first axis, if the other slices are other tensors
+    groups: int = 1  # the outputs are so many parts, each the concatenation of one part of every leaf
 
     @property
     def inputs(self) -> int:
-        """The size of the axis "in", 1 for vectors."""
-        return self.shape[1 if self.transposed else 0] if len(self.shape) > 1 else 1
+        """The size of the axes "in", 1 for vectors."""
+        if len(self.shape) == 1:
+            return 1
+        return math.prod(self.shape[1:]) if self.transposed else self.shape[0]
+
+    @property
+    def outputs(self) -> int:
+        """The size of the axis "out"."""
+        return math.prod(self.shape) // self.inputs
 
 
-def stacked(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same tensors for parameters with stacked layers, see `attnlab.nn.stack_layers`."""
+def stacked(tensors: Sequence[Tensor], shapes: Mapping) -> list[Tensor]:
+    """The same tensors for parameters of these shapes, with layers stacked by `attnlab.nn.stack_layers`."""
+    names = ["blocks"] if "blocks" in shapes else [f"blocks_{n}" for n in range(len(shapes)) if f"blocks_{n}" in shapes]
+    stacked_layers = len(names) * jax.tree.leaves(shapes[names[0]])[0].shape[0]
 
     def convert(tensor):
         layer = re.match(r"block_(\d+)/", tensor.leaves[0])
-        if not layer:
+        if not layer or int(layer[1]) >= stacked_layers:
             return tensor
-        leaves = tuple(re.sub(r"^block_\d+/", "blocks/", leaf) for leaf in tensor.leaves)
-        return tensor._replace(leaves=leaves, slice=int(layer[1]))
+        turn, place = divmod(int(layer[1]), len(names))
+        leaves = tuple(re.sub(r"^block_\d+/", f"{names[place]}/", leaf) for leaf in tensor.leaves)
+        return tensor._replace(leaves=leaves, slice=turn)
 
     return list(map(convert, tensors))
 
@@ -69,7 +80,7 @@ def load(
         for leaf in tensor.leaves:
             shape = wanted[leaf] if tensor.slice is None else wanted[leaf][1:]
             parts.setdefault(leaf, []).append(_Part(tensor, stored, shape, first))
-            first += math.prod(shape) // tensor.inputs
+            first += math.prod(shape) // tensor.inputs // tensor.groups
     flat = {}
     for leaf, pieces in parts.items():
         read = _reader(pieces, wanted[leaf], dtype)
@@ -91,14 +102,14 @@ def arrays(tensors: Sequence[Tensor], params) -> Iterator[tuple[str, np.ndarray]
     flat = traverse_util.flatten_dict(params, sep="/")
     for tensor in tensors:
         leaves = [flat[leaf] if tensor.slice is None else flat[leaf][tensor.slice] for leaf in tensor.leaves]
-        rows = (tensor.inputs, -1) if len(tensor.shape) > 1 else (-1,)
-        leaves = [as_numpy(leaf, f"parameter {path}").reshape(rows) for path, leaf in zip(tensor.leaves, leaves)]
-        array = np.concatenate(leaves, axis=-1) if len(leaves) > 1 else leaves[0]
-        yield tensor.name, np.ascontiguousarray(array.T if tensor.transposed else array)
+        grouped = (tensor.inputs, tensor.groups, -1)
+        leaves = [as_numpy(leaf, f"parameter {path}").reshape(grouped) for path, leaf in zip(tensor.leaves, leaves)]
+        array = (np.concatenate(leaves, axis=-1) if len(leaves) > 1 else leaves[0]).reshape(tensor.inputs, -1)
+        yield tensor.name, np.ascontiguousarray(array.T if tensor.transposed else array).reshape(tensor.shape)
 
 
 class _Part(NamedTuple):
-    """A parameter of a `shape`, or one slice of it, in a tensor, from output `first` on."""
+    """A parameter of a `shape`, or one slice of it, in a tensor, from output `first` of each group on."""
 
     tensor: Tensor
     stored: object
@@ -114,7 +125,7 @@ class _Part(NamedTuple):
         inputs = self.tensor.inputs
         split = next(n for n in range(len(self.shape) + 1) if math.prod(self.shape[:n]) == inputs)
         rows = _range(self.shape[:split], bounds[:split])
-        columns = [self.first + at for at in _range(self.shape[split:], bounds[split:])]
+        columns = _range(self.shape[split:], bounds[split:])
         leading = (0, split)  # axes of the ranges `rows` and `columns`; other axes are read whole
         whole = [(0, size) if n not in leading else at for n, (size, at) in enumerate(zip(self.shape, bounds))]
         is_whole = whole == list(bounds)
@@ -125,18 +136,32 @@ class _Part(NamedTuple):
 
     def _copy(self, out, rows, columns) -> None:
         """Copy rows and columns of the matrix to `out`, which has their shape."""
-        if len(self.tensor.shape) == 1:
-            out[0] = self.stored.rows(*columns)
-        elif self.tensor.transposed:
-            for start, end in self._chunks(columns):
-                chunk = self.stored.rows(start, end)[:, slice(*rows)]
-                out[:, start - columns[0] : end - columns[0]] = chunk.T
-        else:
-            for start, end in self._chunks(rows):
-                out[start - rows[0] : end - rows[0]] = self.stored.rows(start, end)[:, slice(*columns)]
+        for columns_of_group, shift in self._in_tensor(*columns):
+            if len(self.tensor.shape) == 1:
+                out[0, slice(*(at - shift for at in columns_of_group))] = self.stored.rows(*columns_of_group)
+            elif self.tensor.transposed:
+                for start, end in self._chunks(columns_of_group, self.tensor.inputs):
+                    chunk = self.stored.rows(start, end).reshape(end - start, -1)[:, slice(*rows)]
+                    out[:, start - shift : end - shift] = chunk.T
+            else:
+                to = slice(*(at - shift for at in columns_of_group))
+                for start, end in self._chunks(rows, self.tensor.outputs):
+                    chunk = self.stored.rows(start, end)[:, slice(*columns_of_group)]
+                    out[start - rows[0] : end - rows[0], to] = chunk
 
-    def _chunks(self, bounds) -> Iterator[tuple[int, int]]:
-        count = max(1, _CHUNK // (4 * self.tensor.shape[1]))
+    def _in_tensor(self, start: int, end: int) -> Iterator[tuple[tuple[int, int], int]]:
+        """The outputs of the tensor that hold a range of the parameter's: ranges, and how far each is from its copy."""
+        groups, begin = self.tensor.groups, start
+        size, step = math.prod(self.shape) // self.tensor.inputs // groups, self.tensor.outputs // groups
+        while start < end:
+            group, within = divmod(start, size)
+            count, first = min(end - start, size - within), group * step + self.first + within
+            yield (first, first + count), first - (start - begin)
+            start += count
+
+    def _chunks(self, bounds, size: int) -> Iterator[tuple[int, int]]:
+        """Parts of a range of lines, of `size` numbers each."""
+        count = max(1, _CHUNK // (4 * size))
         for start in range(*bounds, count):
             yield start, min(start + count, bounds[1])
 
@@ -149,6 +174,25 @@ class _InMemory(NamedTuple):
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         return as_numpy(self.array[start:stop], self.name)
+
+
+class Joined(NamedTuple):
+    """Tensors of a state dict that are one tensor, with the interface of a stored one."""
+
+    parts: Sequence  # that follow one another along the first axis
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:]
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        pieces, first = [], 0
+        for part in self.parts:
+            bounds = (min(max(at - first, 0), part.shape[0]) for at in (start, stop))
+            pieces.append(rows(part, *bounds, self.name))
+            first += part.shape[0]
+        return np.concatenate(pieces)
 
 
 def _check_names(tensors, state, source, ignored) -> None:

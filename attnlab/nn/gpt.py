@@ -14,7 +14,7 @@ from attnlab.nn.block import NORM_AT, NORM_EPSILON, Block
 from attnlab.nn.cache import check_cache
 from attnlab.nn.checks import check_lengths, check_segments
 from attnlab.nn.fields import POSITIONS, check_shape
-from attnlab.nn.kinds import MIXERS, kind_of, named
+from attnlab.nn.kinds import MIXERS, kind_of, named, norm_at_of
 from attnlab.nn.latent import Latent
 from attnlab.nn.mlp import ACTIVATIONS, MLPS, Mlp
 from attnlab.nn.multihead import MultiHeadAttention
@@ -102,7 +102,12 @@ class GPT(checks.MaskedModule):
     impl: str = option("backend of the attention operator", "auto", choices=("auto", *implementations()))
     head_dim: int | None = option("features of a head, D; None for width / num_heads", None, low=1)
     norm: str = option("kind of norm; the gain of rms_plus_one is 1 + scale", "layer", choices=NORMS)
-    norm_at: str = option("where the norms of attention and feed-forward layers are", "before", choices=NORM_AT)
+    norm_at: str = option(
+        "where the norms of attention and feed-forward layers are; hybrid is after in blocks of attention, before in "
+        "blocks of other mixers",
+        "before",
+        choices=(*NORM_AT, "hybrid"),
+    )
     mlp: str = option("kind of feed-forward layer", "plain", choices=MLPS)
     attention_bias: bool | None = option("biases of attention's layers; None for use_bias", None)
     qkv_bias: bool | None = option("biases of queries, keys and values; None for attention_bias", None)
@@ -323,7 +328,7 @@ class GPT(checks.MaskedModule):
             self.use_bias,
             norm_epsilon=self.norm_epsilon,
             norm=self.norm,
-            norm_at=self.norm_at,
+            norm_at=norm_at_of(self, layer),
             dtype=self.dtype,
             name=f"block_{layer}",
         )

@@ -252,6 +252,13 @@ def kinds_of(model) -> dict[str, Kind]:
     return {name: named(name) for name in pattern_of(model)[: model.num_layers]}
 
 
+def norm_at_of(model, layer: int) -> str:
+    """Where the norms of a layer are, where "hybrid" is after attention, and before other mixers."""
+    if model.norm_at != "hybrid":
+        return model.norm_at
+    return "after" if isinstance(named(kind_of(model, layer)), Attention) else "before"
+
+
 def positions_of(model) -> str:
     """A model's positions, where "auto" is rotary if a layer reads them, otherwise none."""
     if model.positions != "auto":

@@ -149,11 +149,12 @@ def _loaded(path: Path, name: str):
             spec.loader.exec_module(loaded)
         except (Exception, SystemExit) as error:  # whatever a user's file raises
             del sys.modules[module]
-            raise UserError(f"{path} failed ({type(error).__name__}: {str(error).splitlines()[:1]})") from error
+            first = next(iter(str(error).splitlines()), "")
+            raise UserError(f"{path} failed ({type(error).__name__}: {first})") from error
     found = vars(sys.modules[module])
     if name not in found:
         parts = ((each, value) for each, value in found.items() if _is_part(value) and not each.startswith("_"))
-        names = [each for each, value in parts if getattr(value, "__module__", module) == module]  # without imports
+        names = [each for each, value in parts if not isinstance(value, type) or value.__module__ == module]
         raise UserError(f"{path} has no {name!r}: it has {', '.join(names) or 'no mixer, score mod or mask'}")
     return found[name], digest
 

@@ -24,3 +24,4 @@ class Recurrence:
     )
     value_heads: int | None = option("heads of values, a multiple of heads; None for heads", None, low=1)
     steps: int | None = option("delta steps a token of delta_product; None for the mixer's default", None, low=1)
+    norm_epsilon: float | None = option("ε of the norm of the outputs; None for 1e-5", None, low=1e-30, high=1)

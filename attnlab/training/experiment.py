@@ -55,7 +55,10 @@ class Experiment:
         self.config = config
         if model is None:
             self.model = GPT.from_config(config, vocab_size).clone(mask=mask, score_mod=score_mod)
-            check_shape(self.model, options(GPT))
+            try:
+                check_shape(self.model, options(GPT))
+            except ValueError as error:
+                raise UserError(str(error)) from error
             _check_backend(self.model, self.parallel.mesh.devices.flat[0].platform)
         else:
             _check_model(model, vocab_size, config.data.packing)

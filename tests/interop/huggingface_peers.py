@@ -1,12 +1,14 @@
 """Random models of `transformers` of every family, each in two shapes, and what they answer.
 
-Their answers are also kept in `huggingface_goldens.npz`, for Pythons without torch; after a change of the models:
+Their answers are also kept in `huggingface_goldens.npz`, for Pythons without torch; after a change of the models, of
+all or of some by name:
 
-    python -m tests.interop.huggingface_peers
+    python -m tests.interop.huggingface_peers [mamba2 mamba2-2 …]
 """
 
 import functools
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +35,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 GEMMA3_ROPE = {GLOBAL: LINEAR | {"factor": 8.0}, LOCAL: {"rope_type": "default", "rope_theta": 1e4}}
+RECURRENT = "linear_attention"
+DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 6, "linear_num_value_heads": 4, "linear_value_head_dim": 5}
+BAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 10}
+MAMBA2 = {"num_heads": 6, "head_dim": 16, "n_groups": 2, "state_size": 10}
+NO_POSITIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
+PART = {"rope_type": "default", "partial_rotary_factor": 0.75, "rope_theta": 1e4}
 
 # Windows are shorter than the inputs of the tests, caps small enough to matter.
 PEERS = {
@@ -72,9 +80,46 @@ PEERS = {
     ),
     "olmo2": ("Olmo2", {"tie_word_embeddings": True}),
     "olmo2-2": ("Olmo2", OTHER | {"attention_bias": True, "rms_norm_eps": 1e-6, "head_dim": 10}),
-    "phi3": ("Phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75, "rope_theta": 1e4}}),
+    "phi3": ("Phi3", {"rope_parameters": PART}),
     "phi3-2": ("Phi3", OTHER | {"sliding_window": 8, "tie_word_embeddings": True}),
+    "qwen3_next": ("Qwen3Next", DELTA | {"head_dim": 16, "full_attention_interval": 2, "num_experts": 0}),
+    "qwen3_next-2": (
+        "Qwen3Next",
+        OTHER
+        | {
+            "num_experts": 4,
+            "mlp_only_layers": [0, 1, 2],
+            "layer_types": [RECURRENT, GLOBAL, RECURRENT],
+            "linear_num_key_heads": 3,
+            "linear_key_head_dim": 4,
+            "linear_num_value_heads": 3,
+            "linear_value_head_dim": 10,
+            "linear_conv_kernel_dim": 3,
+            "attention_bias": True,
+            "rope_parameters": PART | {"partial_rotary_factor": 0.3},
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-4,
+        },
+    ),
+    "olmo_hybrid": ("OlmoHybrid", DELTA | NO_POSITIONS | {"layer_types": [RECURRENT, GLOBAL]}),
+    "olmo_hybrid-2": ("OlmoHybrid", OTHER | {"linear_allow_neg_eigval": False, "attention_bias": True}),
+    "mamba2": ("Mamba2", MAMBA2),
+    "mamba2-2": (
+        "Mamba2",
+        OTHER
+        | {"num_heads": 5, "head_dim": 18, "expand": 3, "n_groups": 1, "state_size": 7, "conv_kernel": 3}
+        | {"tie_word_embeddings": True},
+    ),
+    "bamba": ("Bamba", BAMBA | {"attn_layer_indices": [1], "tie_word_embeddings": True}),
+    "bamba-2": (
+        "Bamba",
+        OTHER
+        | {"attn_layer_indices": [0], "mamba_n_heads": 6, "mamba_n_groups": 3, "mamba_d_state": 5, "mamba_d_conv": 2}
+        | {"head_dim": 12, "mlp_bias": True, "rope_parameters": PART | {"partial_rotary_factor": 1.0}},
+    ),
 }
+# Options of attention and feed-forward layers, which the models of a family do not have.
+WITHOUT = {"Mamba2": {"intermediate_size", "num_attention_heads", "num_key_value_heads"}}
 # The second shapes are for the slow tests.
 NAMES = [name if "-" not in name else pytest.param(name, marks=pytest.mark.slow) for name in PEERS]
 
@@ -87,14 +132,17 @@ def weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     """Tensors of given names and shapes, for a model whose greedy text is varied.
 
     Its layers count for more than the embedding of the last token. Norms are far from 1 or 0, and logits are of size 1,
-    so that a tolerance of 1e-4 is one.
+    so that a tolerance of 1e-4 is one. States decay by a tenth a token.
     """
     draw, state = np.random.default_rng(0), {}
     for name, shape in sorted(shapes.items()):
         noise = draw.standard_normal(shape, np.float32)
         if len(shape) == 1:
-            base = 0.0 if name.endswith("bias") else 9.0 if name == "model.norm.weight" else 1.0
+            bases = {"bias": 0.0, "model.norm.weight": 9.0, "norm_f.weight": 9.0, "final_layernorm.weight": 9.0}
+            base = next((base for end, base in (bases | {"A_log": -2.0}).items() if name.endswith(end)), 1.0)
             state[name] = np.float32(base) + np.float32(0.2) * noise
+        elif len(shape) == 3:  # of convolutions; queries and keys far from 0 are normalized without loss
+            state[name] = np.float32(0.8) * noise
         else:
             state[name] = np.float32(0.24 if "layers" in name else 0.02) * noise
     return state
@@ -106,7 +154,8 @@ def peer(name: str):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     kind, options = PEERS[name]
-    config = getattr(transformers, f"{kind}Config")(**SIZES | options)
+    options = {option: value for option, value in (SIZES | options).items() if option not in WITHOUT.get(kind, ())}
+    config = getattr(transformers, f"{kind}Config")(**options)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     parameters = dict(model.named_parameters())  # a tied output is not among them
     with torch.no_grad():
@@ -155,4 +204,6 @@ def goldens(name: str) -> dict[str, np.ndarray]:
 
 
 if __name__ == "__main__":
-    np.savez_compressed(GOLDENS, **{f"{name}/{key}": x for name in PEERS for key, x in answers(name).items()})
+    changed = sys.argv[1:] or list(PEERS)
+    found = {name: answers(name) if name in changed else goldens(name) for name in PEERS}
+    np.savez_compressed(GOLDENS, **{f"{name}/{key}": x for name in PEERS for key, x in found[name].items()})

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from attnlab.interop.huggingface import make_config, make_model
-from attnlab.nn import GPT, Rotary
+from attnlab.nn import GPT, Recurrence, Rotary
 from attnlab.ops.masks import Causal
 from attnlab.support.errors import UserError
 
@@ -135,6 +135,22 @@ REFUSED = {
     "dbrx": ("dbrx", {"ffn_config": {"moe_num_experts": 4}}, "'dbrx' .*mixture of experts"),
     "dots1": ("dots1", {}, "'dots1' .*mixture of experts"),
     "gpt-oss": ("gpt_oss", {"num_local_experts": 32}, "'gpt_oss' .*mixture of experts"),
+    "experts of Qwen3-Next": ("qwen3_next", {}, "num_experts = 512 in its config, expected 0: a mixture of experts"),
+    "experts in some layers": (
+        "qwen3_next",
+        {"num_experts": 4, "mlp_only_layers": [0, 1, 2, 3, 4]},
+        "num_experts = 4 .*mixture of experts",
+    ),
+    "experts of a Llama": ("llama", {"num_local_experts": 8}, "num_local_experts = 8 .*mixture of experts"),
+    "heads for later tokens": ("qwen3_next", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1"),
+    "time steps": ("mamba2", {"time_step_limit": [0.0, 0.1]}, r"time_step_limit = \[0.0, 0.1\] .*does not limit"),
+    "biases of projections": ("mamba2", {"use_bias": True}, "use_bias = True"),
+    "no bias of a convolution": ("bamba", {"mamba_conv_bias": False}, "mamba_conv_bias = False"),
+    "widths of Mamba-2": ("mamba2", {"num_heads": 5, "head_dim": 8}, "expand = 2 .*5 heads of 8"),
+    "activation of convolutions": ("olmo_hybrid", {"hidden_act": "gelu"}, "hidden_act = 'gelu' .*silu or swish"),
+    "layers of one kind": ("olmo_hybrid", {"layer_types": [GLOBAL] * 6}, "layer_types = .*both kinds"),
+    "kinds of a hybrid": ("qwen3_next", {"num_experts": 0, "layer_types": [LOCAL] * 6}, "linear_attention and full"),
+    "numbers of layers": ("bamba", {"attn_layer_indices": "all"}, "attn_layer_indices = 'all'"),
     "vision": ("gemma3", {"vision_config": {}}, "model_type = 'gemma3' .*more than text"),
     "quantised": ("llama", {"quantization_config": {"bits": 4}}, "quantised weights"),
     "longrope": (
@@ -263,6 +279,45 @@ def test_partial_rotary_factor_is_read_in_either_place_where_the_family_rotates_
     )
 
 
+def test_options_of_experts_without_effect_are_ignored_in_silence():
+    dense = model_of("qwen3_next", num_experts=0, num_experts_per_tok=8, moe_intermediate_size=5)
+    listed = model_of("qwen3_next", num_experts=4, mlp_only_layers=list(range(6)))
+    assert dense == listed == model_of("qwen3_next", num_experts=4, decoder_sparse_step=7)
+    assert model_of("mamba2", **MAMBA2, time_step_max=1.0, chunk_size=8) == model_of("mamba2", **MAMBA2)
+    infinity = [0.0, {"__float__": "Infinity"}]
+    assert model_of("mamba2", **MAMBA2, time_step_limit=infinity) == model_of("mamba2", **MAMBA2)
+
+
+MAMBA2 = {"num_heads": 6, "head_dim": 16, "n_groups": 2, "num_attention_heads": None, "num_key_value_heads": None}
+MAMBA2 |= {"intermediate_size": None}
+
+
+def test_partial_rotary_factor_of_bamba_counts_within_rope_parameters_alone():
+    sizes = {"mamba_n_heads": 6}
+    assert model_of("bamba", **sizes, attn_layer_indices=[1]).rotary == Rotary(fraction=0.5)
+    whole = {"rope_type": "default", "partial_rotary_factor": 1.0}
+    assert model_of("bamba", **sizes, attn_layer_indices=[1], rope_parameters=whole).rotary == Rotary()
+    with pytest.warns(UserWarning, match="partial_rotary_factor in its config is ignored"):
+        assert model_of("bamba", **sizes, attn_layer_indices=[1], partial_rotary_factor=0.25).rotary.fraction == 0.5
+
+
+def test_olmo_hybrid_has_rotary_positions_unless_their_base_is_null():
+    assert model_of("olmo_hybrid").positions == "rotary"
+    for options in ({"rope_theta": None}, {"rope_parameters": {"rope_type": "default", "rope_theta": None}}):
+        model = model_of("olmo_hybrid", **options)
+        assert (model.positions, model.norm_at) == ("none", "hybrid")
+        assert make_model(make_config(model, "olmo_hybrid")) == model
+
+
+def test_recurrence_that_says_the_same_is_one_config():
+    mamba2 = GPT(10, 2, 4, 16, 8, mixer="mamba2", mlp_ratio=0, positions="none", norm="rms", use_bias=False)
+    said = mamba2.clone(num_heads=2, recurrence=Recurrence(1, 8, 8, 4, value_heads=4, norm_epsilon=1e-5), mlp="gated")
+    assert make_config(said) == make_config(mamba2)
+    assert make_config(mamba2)["model_type"] == "mamba2"
+    fed = mamba2.clone(mlp_ratio=2, mlp="gated", activation="silu")
+    assert make_config(fed)["model_type"] == "bamba"
+
+
 def test_yarn_with_a_scale_of_scores_that_is_off_has_its_usual_factor():
     yarn = {"type": "yarn", "factor": 4.0}
     off = model_of("llama", rope_scaling=yarn | {"mscale": 1.2, "mscale_all_dim": 0.0})
@@ -281,6 +336,18 @@ EXPORTS = {
     "attention alone": ({"mlp_ratio": 0}, None, "model.mlp_ratio = 0: .*feed-forward"),
     "window": ({"window": 5}, "llama", "model.window = 5: llama .*None"),
     "fraction": ({"rotary": Rotary(fraction=0.5)}, "mistral", "model.rotary = .*: mistral"),
+    "delta": ({"mixer": "delta"}, None, "model.mixer = 'delta': .*no layers of delta"),
+    "hybrid": (
+        {"pattern": "gated_delta attention", "qk_norm": True, "qk_norm_joint": True},
+        "olmo_hybrid",
+        "model.norm_at = 'before'",
+    ),
+    "gate": (
+        {"pattern": "gated_delta attention", "norm_at": "hybrid", "recurrence": Recurrence(gate=False)}
+        | {"qk_norm": True, "qk_norm_joint": True},
+        "olmo_hybrid",
+        "model.recurrence = .*olmo_hybrid",
+    ),
     "family": ({}, "bert", "model_type = 'bert': .*gpt2, llama"),
     "activation": (
         {"activation": "nonsense"},

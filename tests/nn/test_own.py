@@ -29,7 +29,9 @@ def file(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("name, kind", [("Average", Mixer), ("near", Attention), ("odd", Attention), ("Shifted", Attention)])
+@pytest.mark.parametrize(
+    "name, kind", [("Average", Mixer), ("near", Attention), ("odd", Attention), ("Shifted", Attention)]
+)
 def test_part_of_a_file_is_a_kind_of_layer_also_in_a_pattern(file, name, kind):
     word = register(f"{file}:{name}")
     assert isinstance(named(word), kind)
@@ -83,7 +85,9 @@ def test_name_alone_runs_nothing(tmp_path):
         for path in offered:
             path.write_text(SOURCE)
             own.offer(str(path))
-        with pytest.raises(UserError, match="runs/x names code, which runs only if you name its file: --mixer=/a/evil.py"):
+        with pytest.raises(
+            UserError, match="runs/x names code, which runs only if you name its file: --mixer=/a/evil.py"
+        ):
             own.admit({"/a/evil.py:Mine": "0" * 64}, "runs/x")
     assert not (tmp_path / "ran").exists()
 

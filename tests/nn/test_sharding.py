@@ -33,12 +33,12 @@ def test_matrices_of_mixers_are_split_along_embed_and_heads(mixer):
             names = sharding.parameter_names(name, x.ndim)
             assert len(names) == x.ndim
             # All but columns of heads, and matrices of as few as `rank` or W rows.
-            if path[-1].key == "kernel" and not re.search(r"/(a|b|decay_\w+|\w+_conv)/kernel", name):
+            if path[-1].key == "kernel" and not re.search(r"/(a|b|\w+_up|\w+_down|\w+_conv)/kernel", name):
                 assert "embed" in names, name
             by_head = r"/(query|key|value|gate|out|a|b|decay_up|\w+_conv)/kernel|/(A_log|dt_bias|D)$"
             if "attention" in name and re.search(by_head, name):
                 (at,) = (n for n, axis in enumerate(names) if axis in ("heads", "kv_heads"))
-                assert x.shape[at] == 4, name
+                assert x.shape[at] % 2 == 0, name  # differential has half as many values, delta_product twice
 
 
 def test_every_matrix_and_bias_of_a_gpt_has_names():

@@ -43,6 +43,11 @@ class ConfigReader:
         self._read = set(defaults)
         self._objects = {}
 
+    def counts_of_experts(self) -> list[str]:
+        """Options that say how many experts there are, without those at 0."""
+        names = (name for name in self._values if "experts" in name and "per_tok" not in name)
+        return [name for name in names if self.get(name)]
+
     def get(self, option: str) -> Any:
         """The value of an option; None if it is missing."""
         self._read.add(option)

@@ -1,8 +1,11 @@
 """The families of models in `transformers` that a `GPT` can be, by the options of their config.json."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from attnlab.interop.huggingface import mixer_tensors
+from attnlab.interop.huggingface.config_reader import ConfigReader
+from attnlab.interop.tensors import Tensor
 from attnlab.support.errors import UserError
 
 _GPT2 = {
@@ -53,7 +56,38 @@ _GEMMA_DEFAULTS = _DEFAULTS | {
 _GATED = {"positions": "rotary", "norm": "rms", "mlp": "gated", "use_bias": False}
 _GEMMA_FIELDS = _GATED | {"norm": "rms_plus_one", "norm_at": "both"}
 
+_DELTA = {
+    "linear_num_key_heads": "heads",
+    "linear_key_head_dim": "key_dim",
+    "linear_num_value_heads": "value_heads",
+    "linear_value_head_dim": "value_dim",
+    "linear_conv_kernel_dim": "conv",
+}
+# Options without effect on the logits of dense models: of experts, of initial values, and of how they are computed.
+_QWEN3_NEXT_SILENT = """
+moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok norm_topk_prob
+output_router_logits router_aux_loss_coef decoder_sparse_step mlp_only_layers
+"""
+_OLMO_HYBRID_SILENT = "linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max linear_dt_init_floor"
+_MAMBA2_SILENT = """
+time_step_rank time_step_min time_step_max time_step_floor rescale_prenorm_residual residual_in_fp32 chunk_size
+"""
+
 _EXPERTS = ("moe", "dbrx", "dots1", "mixtral")  # within the model_type of a mixture of experts
+
+
+class Recurrent(NamedTuple):
+    """The recurrent layers of a family."""
+
+    kind: str  # the word of `GPT.pattern`
+    options: Mapping[str, str]  # options of config.json that set a field of `Recurrence`
+    layers: str  # the option that says which layers are of attention; "" if none are
+    tensors: Callable[..., Iterator[Tensor]]
+    name: str  # of the layers' tensors
+    expand: str = ""  # the option that is the width of the layers over the model's, where there is one
+    same_epsilon: bool = True  # whether the ε of the model's norms is that of the layers'; otherwise it is 1e-5
+    hybrid: bool = False  # whether there must be layers of attention and recurrent ones
+    period: str = ""  # the option for the number of layers to one of attention, in place of `layers`; "" for 4
 
 
 class Family(NamedTuple):
@@ -69,6 +103,24 @@ class Family(NamedTuple):
     fused: bool = False  # whether a block's projections of the same input are one tensor
     scales_rotary: bool = True
     divides: bool = False  # whether num_attention_heads must divide hidden_size
+    inner_fraction: bool = False  # whether partial_rotary_factor counts within rope_parameters alone
+    rotary_optional: bool = False  # whether rope_theta may be null, for no positions
+    recurrent: Recurrent | None = None
+    names: Mapping[str, str] = {}  # parts of tensors' names, where they differ from Llama's
+    # Parts of names in files, with their names in the state dict; tensors that have the same name there are one, joined
+    # in this order.
+    file_names: Mapping[str, str] = {}
+    silent: str = ""  # options without effect on the logits
+    # Whether no layer has experts, though the config counts some.
+    is_dense: Callable[[ConfigReader, int], bool] = lambda options, layers: False
+
+
+def _is_dense_qwen3_next(options: ConfigReader, layers: int) -> bool:
+    dense = options.get("mlp_only_layers") or []
+    if not isinstance(dense, list | tuple):
+        raise options.error("mlp_only_layers", "a list of numbers of layers, or null")
+    step = options.integer("decoder_sparse_step")
+    return all(layer in dense or (layer + 1) % step for layer in range(layers))
 
 
 FAMILIES = {
@@ -134,6 +186,152 @@ FAMILIES = {
         fused=True,
         scales_rotary=False,
     ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        _GATED | {"norm": "rms_plus_one", "qk_norm": True, "output_gate": True},
+        _LLAMA | {"attention_bias": "attention_bias"},
+        _DEFAULTS
+        | {
+            "attention_bias": False,
+            "head_dim": 256,
+            "num_key_value_heads": 2,
+            "partial_rotary_factor": 0.25,
+            "layer_types": None,
+            "full_attention_interval": 4,
+            "linear_num_key_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_num_value_heads": 32,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "num_experts": 512,
+            "decoder_sparse_step": 1,
+        },
+        recurrent=Recurrent(
+            "gated_delta",
+            _DELTA,
+            "layer_types",
+            mixer_tensors.gated_delta_fused,
+            "linear_attn",
+            period="full_attention_interval",
+        ),
+        silent=_QWEN3_NEXT_SILENT,
+        is_dense=_is_dense_qwen3_next,
+    ),
+    "olmo_hybrid": Family(
+        "OlmoHybridForCausalLM",
+        _GATED | {"norm_at": "hybrid", "qk_norm": True, "qk_norm_joint": True},
+        _LLAMA | {"attention_bias": "attention_bias"},
+        _DEFAULTS
+        | {
+            "attention_bias": False,
+            "layer_types": None,
+            "linear_conv_kernel_dim": 4,
+            "linear_allow_neg_eigval": True,
+        },
+        rotary_optional=True,
+        file_names={
+            "attention_layer_norm": "input_layernorm",
+            "feedforward_layer_norm": "post_attention_layernorm",
+            **{f"{which}_conv1d": "conv1d" for which in "qkv"},
+        },
+        recurrent=Recurrent(
+            "gated_delta",
+            _DELTA | {"linear_allow_neg_eigval": "negative_eigenvalues"},
+            "layer_types",
+            mixer_tensors.gated_delta,
+            "linear_attn",
+            same_epsilon=False,
+            hybrid=True,
+        ),
+        silent=_OLMO_HYBRID_SILENT,
+    ),
+    "mamba2": Family(
+        "Mamba2ForCausalLM",
+        {"positions": "none", "norm": "rms", "use_bias": False, "mlp_ratio": 0},
+        {
+            "vocab_size": "vocab_size",
+            "hidden_size": "width",
+            "num_hidden_layers": "num_layers",
+            "num_heads": "num_heads",
+            "max_position_embeddings": "context",  # not an option of transformers': these models have no limit
+            "layer_norm_epsilon": "norm_epsilon",
+            "tie_word_embeddings": "tie_embeddings",
+        },
+        {
+            "vocab_size": 32768,
+            "hidden_size": 4096,
+            "num_hidden_layers": 64,
+            "max_position_embeddings": 2048,
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": False,
+            "hidden_act": "silu",
+            "num_heads": 128,
+            "head_dim": 64,
+            "state_size": 128,
+            "n_groups": 8,
+            "conv_kernel": 4,
+            "expand": 2,
+            "time_step_limit": None,
+        },
+        {"use_bias": False, "use_conv_bias": True},
+        recurrent=Recurrent(
+            "mamba2",
+            {
+                "n_groups": "heads",
+                "state_size": "key_dim",
+                "num_heads": "value_heads",
+                "head_dim": "value_dim",
+                "conv_kernel": "conv",
+            },
+            "",
+            mixer_tensors.mamba2,
+            "mixer",
+            "expand",
+        ),
+        names={"model": "backbone", "embed_tokens": "embeddings", "norm": "norm_f", "input_layernorm": "norm"},
+        file_names={"embedding": "embeddings"},
+        silent=_MAMBA2_SILENT,
+    ),
+    "bamba": Family(
+        "BambaForCausalLM",
+        _GATED,
+        _LLAMA | {"attention_bias": "attention_bias", "mlp_bias": "use_bias"},
+        _DEFAULTS
+        | {
+            "attention_bias": False,
+            "mlp_bias": False,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "attn_layer_indices": None,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_n_heads": 128,
+            "mamba_d_head": "auto",
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "time_step_limit": None,
+        },
+        {"mamba_proj_bias": False, "mamba_conv_bias": True},
+        inner_fraction=True,
+        recurrent=Recurrent(
+            "mamba2",
+            {
+                "mamba_n_groups": "heads",
+                "mamba_d_state": "key_dim",
+                "mamba_n_heads": "value_heads",
+                "mamba_d_head": "value_dim",
+                "mamba_d_conv": "conv",
+            },
+            "attn_layer_indices",
+            mixer_tensors.mamba2,
+            "mamba",
+            "mamba_expand",
+        ),
+        names={"mlp": "feed_forward", "norm": "final_layernorm", "post_attention_layernorm": "pre_ff_layernorm"},
+        silent="mamba_chunk_size num_logits_to_keep z_loss_coefficient",
+    ),
 }
 
 
@@ -141,10 +339,10 @@ def family_of(config: Mapping, name: str) -> str:
     """The `model_type` of a config, "gpt2" where it is missing; UserError for an unsupported one."""
     model_type = config.get("model_type", "gpt2")
     where = f"{name}: model_type = {model_type!r} in its config"
-    experts = any("experts" in str(option) and count for option, count in config.items())
-    if experts or any(word in str(model_type) for word in _EXPERTS):
-        raise UserError(f"{where}: a mixture of experts is not supported")
     if model_type not in FAMILIES:
+        experts = any("experts" in str(option) and count for option, count in config.items())
+        if experts or any(word in str(model_type) for word in _EXPERTS):
+            raise UserError(f"{where}: a mixture of experts is not supported")
         reads = " reads more than text" if "vision_config" in config or "audio_config" in config else ""
         raise UserError(f"{where}{reads}: expected one of {', '.join(FAMILIES)}")
     if config.get("quantization_config"):

@@ -2,12 +2,15 @@
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import MISSING
 
+from attnlab.interop.huggingface import recurrent
 from attnlab.interop.huggingface import rotary as rotaries
 from attnlab.interop.huggingface.config_reader import ConfigReader
 from attnlab.interop.huggingface.families import ALL_DROPOUTS, DROPOUTS, FAMILIES, Family, family_of
 from attnlab.nn import GPT
 from attnlab.nn.fields import check_shape
+from attnlab.nn.kinds import KINDS, kinds_of
 from attnlab.support.errors import UserError
 from attnlab.support.options import options as options_of
 
@@ -26,26 +29,45 @@ _READ = {
     "soft_cap": ConfigReader.optional_number,
     "logit_cap": ConfigReader.optional_number,
 }
+# How many heads a model has that predict later tokens, in the words of several families.
+_EXTRA_HEADS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
 def make_model(config: Mapping, name: str = "config") -> GPT:
     """Build the `GPT` that a config describes; `name` is the source in errors and warnings."""
     family = FAMILIES[family_of(config, name)]
     options = ConfigReader(config, family.defaults, name)
-    options.only({"is_causal": True, **family.only})
+    for option in family.silent.split():
+        options.get(option)
+    options.only({"is_causal": True, **dict.fromkeys(_EXTRA_HEADS, 0), **family.only})
     fields = dict(family.fields)
     for option, field in family.options.items():
         fields[field] = _READ[field](options, option)
     if fields.get("attention_bias") == fields["use_bias"]:
         fields["attention_bias"] = None
-    fields |= _read_gpt2(options, fields) if "n_embd" in family.options else _read_decoder(options, fields, family)
-    model = GPT(**fields)
+    if (counts := options.counts_of_experts()) and not family.is_dense(options, fields["num_layers"]):
+        raise options.error(counts[0], "0: a mixture of experts is not supported")
+    fields |= _read_gpt2(options, fields) if "n_embd" in family.options else {}
+    fields |= _read_decoder(options, fields, family) if "num_attention_heads" in family.options else {}
+    fields |= _read_recurrent(options, fields, family) if family.recurrent else {}
+    model = _without_idle(GPT(**fields))
     try:
         check_shape(model, options_of(GPT))
     except ValueError as error:
         raise UserError(f"{name}: the options in its config do not fit together: {error}") from error
     _warn(options, family, model)
     return model
+
+
+def _without_idle(model: GPT) -> GPT:
+    """The model without options of layers that it does not have, as of attention if all layers are recurrent."""
+    read, of_all = (frozenset().union(*(kind.reads for kind in kinds.values())) for kinds in (kinds_of(model), KINDS))
+    read, of_all = ({name.partition(".")[0] for name in names} for names in (read, of_all))
+    declared = {name: field for name, field in GPT.__dataclass_fields__.items() if name in of_all - read}
+    idle = {name: field.default for name, field in declared.items() if field.default is not MISSING}
+    if model.positions == "rotary" and "rotary" in idle:
+        idle["positions"] = "none"
+    return model.clone(**idle)
 
 
 def _warn(options: ConfigReader, family: Family, model: GPT) -> None:
@@ -92,6 +114,16 @@ def _read_decoder(options: ConfigReader, fields: Mapping, family: Family) -> dic
     return read | _read_rotary(options, family, head_dim, kinds)
 
 
+def _read_recurrent(options: ConfigReader, fields: Mapping, family: Family) -> dict:
+    """Which layers are recurrent, and their sizes."""
+    kinds = recurrent.layers(options, family.recurrent, fields["num_layers"])
+    if set(kinds) == {"attention"}:
+        return {}
+    sizes = {"width": fields["width"], "num_heads": fields["num_heads"], "epsilon": fields["norm_epsilon"]}
+    read = {"recurrence": recurrent.read(options, family.recurrent, **sizes)}
+    return read | ({"pattern": rotaries.pattern(kinds)} if len(set(kinds)) > 1 else {"mixer": kinds[0]})
+
+
 def _ratio(hidden: int, width: int) -> int | float:
     return hidden // width if hidden % width == 0 else hidden / width
 
@@ -99,7 +131,7 @@ def _ratio(hidden: int, width: int) -> int | float:
 def _read_kinds(options: ConfigReader, family: Family, layers: int) -> list[str]:
     """The kind of each layer, "local" or "global"."""
     has_window = "sliding_window" in family.defaults and options.get("sliding_window") is not None
-    if "layer_types" not in family.defaults:
+    if "layer_types" not in family.defaults or family.recurrent:
         return ["local" if has_window else "global"] * layers
     if "use_sliding_window" in family.defaults:
         has_window &= options.flag("use_sliding_window")
@@ -119,7 +151,14 @@ def _read_rotary(options: ConfigReader, family: Family, head_dim: int, kinds: li
         return _read_two_rotaries(options, kinds)
     options.get("original_max_position_embeddings")  # no effect without scaling
     option = "rope_scaling" if options.get("rope_scaling") else "rope_parameters"  # of transformers 5
-    rope = options.within(option, {name: options.get(name) for name in ("rope_theta", "partial_rotary_factor")})
+    outer = {name: options.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    if family.inner_fraction:
+        options.ignore("partial_rotary_factor")
+        outer["partial_rotary_factor"] = family.defaults["partial_rotary_factor"]
+    rope = options.within(option, outer)
+    if family.rotary_optional and rope.get("rope_theta") is None:
+        rope.get("rope_type")
+        return {"positions": "none"}
     if any(rope.get(kind) for kind in rotaries.KINDS):
         raise options.error(option, f"one for all layers: {family.architecture} has no others")
     partial = "partial_rotary_factor" in family.defaults

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from attnlab.interop.huggingface.config_reader import ConfigReader
 from attnlab.nn import Rotary
@@ -90,21 +90,22 @@ def resolved(rotary: Rotary) -> Rotary:
     return dataclasses.replace(rotary, fast_turns=rotary.fast_turns or _FAST_TURNS[rotary.scaling])
 
 
-def read_kinds(config: ConfigReader, default: Sequence[str]) -> list[str]:
-    """The kind of each layer, "local" or "global", by `layer_types`, or `default` without it."""
+def read_kinds(config: ConfigReader, default: Sequence[str], names: Mapping[str, str] = KINDS) -> list[str]:
+    """The kind of each layer by `layer_types`, whose words `names` translates, or `default` without it."""
     types = config.get("layer_types")
     if types is None:
         return list(default)
-    if not isinstance(types, list | tuple) or not {str(word) for word in types} <= set(KINDS):
-        raise config.error("layer_types", f"a list of {' and '.join(KINDS)}: GPT supports no other")
+    if not isinstance(types, list | tuple) or not {str(word) for word in types} <= set(names):
+        raise config.error("layer_types", f"a list of {' and '.join(names)}: GPT supports no other")
     if len(types) != len(default):
         raise config.error("layer_types", f"one for each of the {len(default)} layers")
-    return [KINDS[word] for word in types]
+    return [names[word] for word in types]
 
 
-def layer_types(kinds: Sequence[str]) -> list[str]:
-    names = {ours: name for name, ours in KINDS.items()}
-    return [names[kind] for kind in kinds]
+def layer_types(kinds: Sequence[str], names: Mapping[str, str] = KINDS) -> list[str]:
+    """The inverse of `read_kinds`; a kind without a word stays as it is."""
+    words = {ours: name for name, ours in names.items()}
+    return [words.get(kind, kind) for kind in kinds]
 
 
 def pattern(kinds: Sequence[str]) -> str:

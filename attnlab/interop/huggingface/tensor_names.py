@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 
+from attnlab.interop.huggingface.families import Family
 from attnlab.interop.tensors import Tensor
 from attnlab.nn import GPT
+from attnlab.nn.kinds import KINDS, Attention, kind_of, norm_at_of
 from attnlab.nn.resolved import resolved
 
 # The names of norms, by `GPT.norm_at`.
@@ -51,16 +53,30 @@ def gpt2(model: GPT, prefix: str = "transformer.", transposed: bool = False) -> 
     return [*tensors, *norm(f"{prefix}ln_f", "final_norm"), *_output(model)]
 
 
-def decoder(model: GPT, prefix: str = "model.", fused: bool = False) -> list[Tensor]:
-    """The tensors of Llama and similar families; `fused` as in `Family`."""
-    tensors = [Tensor(f"{prefix}embed_tokens.weight", (model.vocab_size, model.width), ("embed/embedding",))]
+def decoder(model: GPT, family: Family, prefix: str = "model.") -> list[Tensor]:
+    """The tensors of Llama and similar families."""
+
+    def named(part):
+        return family.names.get(part, part)
+
+    def norm(name, path):
+        return Tensor(f"{name}.weight", (model.width,), (f"{path}/scale",))
+
+    embed = f"{prefix}{named('embed_tokens')}.weight"
+    tensors = [Tensor(embed, (model.vocab_size, model.width), ("embed/embedding",))]
     for layer in range(model.num_layers):
         name, block = f"{prefix}layers.{layer}", f"block_{layer}"
-        tensors += _attention(model, f"{name}.self_attn", f"{block}/attention", fused)
-        tensors += _mlp(model, f"{name}.mlp", f"{block}/mlp", fused)
-        for norm, suffix in _NORMS[model.norm_at].items():
-            tensors.append(Tensor(f"{name}.{suffix}.weight", (model.width,), (f"{block}/{norm}/scale",)))
-    return [*tensors, Tensor(f"{prefix}norm.weight", (model.width,), ("final_norm/scale",)), *_output(model)]
+        kind, norms = KINDS[kind_of(model, layer)], _NORMS[norm_at_of(model, layer)]
+        if isinstance(kind, Attention):
+            tensors += _attention(model, f"{name}.self_attn", f"{block}/attention", family.fused)
+        else:
+            of_layer = f"{name}.{family.recurrent.name}", f"{block}/attention"
+            tensors += family.recurrent.tensors(kind.module(model), model.width, *of_layer)
+        if model.mlp_ratio:
+            tensors += _mlp(model, f"{name}.{named('mlp')}", f"{block}/mlp", family.fused)
+        places = [place for place in norms if model.mlp_ratio or not place.startswith("mlp")]
+        tensors += [norm(f"{name}.{named(norms[place])}", f"{block}/{place}") for place in places]
+    return [*tensors, norm(f"{prefix}{named('norm')}", "final_norm"), *_output(model)]
 
 
 def _attention(model: GPT, name: str, path: str, fused: bool) -> Iterator[Tensor]:
@@ -71,7 +87,10 @@ def _attention(model: GPT, name: str, path: str, fused: bool) -> Iterator[Tensor
         yield from _linear(f"{name}.qkv_proj", model.width, sum(sizes.values()), paths, qkv_bias)
     else:
         for which, columns in sizes.items():
-            yield from _linear(f"{name}.{which[0]}_proj", model.width, columns, [f"{path}/{which}"], qkv_bias)
+            gated = model.output_gate and which == "query"
+            paths, groups = [f"{path}/{which}"] + [f"{path}/gate"] * gated, model.num_heads if gated else 1
+            size = columns * len(paths)
+            yield from _linear(f"{name}.{which[0]}_proj", model.width, size, paths, qkv_bias, groups)
     yield from _linear(f"{name}.o_proj", sizes["query"], model.width, [f"{path}/out"], out_bias)
     if model.qk_norm:
         for which in ("query", "key"):
@@ -90,10 +109,11 @@ def _mlp(model: GPT, name: str, path: str, fused: bool) -> Iterator[Tensor]:
     yield from _linear(f"{name}.down_proj", hidden, width, [f"{path}/down"], model.use_bias)
 
 
-def _linear(name: str, rows: int, columns: int, paths: list[str], use_bias: bool) -> Iterator[Tensor]:
-    yield Tensor(f"{name}.weight", (columns, rows), tuple(f"{path}/kernel" for path in paths), transposed=True)
+def _linear(name: str, rows: int, columns: int, paths: list[str], use_bias: bool, groups: int = 1) -> Iterator[Tensor]:
+    kernels, biases = (tuple(f"{path}/{which}" for path in paths) for which in ("kernel", "bias"))
+    yield Tensor(f"{name}.weight", (columns, rows), kernels, transposed=True, groups=groups)
     if use_bias:
-        yield Tensor(f"{name}.bias", (columns,), tuple(f"{path}/bias" for path in paths))
+        yield Tensor(f"{name}.bias", (columns,), biases, groups=groups)
 
 
 def _output(model: GPT) -> Iterator[Tensor]:

@@ -30,14 +30,13 @@ def load_state(
     dtype=jnp.float32,
 ) -> dict:
     """Read the parameters of a GPT from a state dict with the names of a family."""
-    base = "transformer." if family == "gpt2" else "model."
+    state, base = _renamed(state, FAMILIES[family].file_names), _prefix(family)
     prefix = base if any(key.startswith(base) for key in state) else ""
     table = _table(model, family, prefix, transposed)
     shapes = tensors.shapes_of(model, _TOKENS)
     if callable(shardings):
         shardings = shardings(shapes)
-    if shardings is not None and is_stacked(shardings):
-        table, shapes = tensors.stacked(table), stack_layers(shapes)
+    table, shapes = _stacked_as(shardings, table, shapes)
     ignored = _without_parameters(model, prefix) + ([_HEAD] if model.tie_embeddings else [])
     if model.tie_embeddings and _HEAD in state:
         _check_tied(state, table[0], name)
@@ -60,25 +59,51 @@ def prepared(model: GPT, params, family: str) -> tuple[list[Tensor], dict]:
     full = with_biases(model)
     flat = traverse_util.flatten_dict(params, sep="/")
     shapes = tensors.shapes_of(full, _TOKENS)
-    shapes = traverse_util.flatten_dict(stack_layers(shapes) if is_stacked(params) else shapes, sep="/")
-    flat = {path: flat[path] if path in flat else np.zeros(leaf.shape, np.float32) for path, leaf in shapes.items()}
-    table = _table(full, family)
-    table = tensors.stacked(table) if is_stacked(params) else table
+    table, shapes = _stacked_as(params, _table(full, family), shapes)
+    leaves = traverse_util.flatten_dict(shapes, sep="/").items()
+    flat = {path: flat[path] if path in flat else np.zeros(leaf.shape, np.float32) for path, leaf in leaves}
     return table, traverse_util.unflatten_dict(flat, sep="/")
 
 
 def _checked(model: GPT, params, family: str, transposed: bool = False):
-    table, shapes = _table(model, family, transposed=transposed), tensors.shapes_of(model, _TOKENS)
-    if is_stacked(params):
-        table, shapes = tensors.stacked(table), stack_layers(shapes)
+    shapes = tensors.shapes_of(model, _TOKENS)
+    table, shapes = _stacked_as(params, _table(model, family, transposed=transposed), shapes)
     tensors.check(params, shapes, "the model")
     return table, params
 
 
+def _stacked_as(like, table: list[Tensor], shapes) -> tuple[list[Tensor], dict]:
+    """A table and the shapes of its parameters, with stacked layers if `like` has them."""
+    if not is_stacked(like):
+        return table, shapes
+    shapes = stack_layers(shapes)
+    return tensors.stacked(table, shapes), shapes
+
+
 def _table(model: GPT, family: str, prefix: str | None = None, transposed: bool = False) -> list[Tensor]:
+    prefix = _prefix(family) if prefix is None else prefix
     if family == "gpt2":
-        return tensor_names.gpt2(model, "transformer." if prefix is None else prefix, transposed)
-    return tensor_names.decoder(model, "model." if prefix is None else prefix, FAMILIES[family].fused)
+        return tensor_names.gpt2(model, prefix, transposed)
+    return tensor_names.decoder(model, FAMILIES[family], prefix)
+
+
+def _prefix(family: str) -> str:
+    """The beginning of the names of all tensors but the output layer's."""
+    return "transformer." if family == "gpt2" else f"{FAMILIES[family].names.get('model', 'model')}."
+
+
+def _renamed(state: Mapping, names: Mapping[str, str]) -> Mapping:
+    """A state dict of a file with the names that transformers' modules have; `names` as in `Family.file_names`."""
+    order = list(names)
+    found = {}
+    for key in state:
+        parts = key.split(".")
+        place = next((order.index(part) for part in parts if part in names), 0)
+        found.setdefault(".".join(names.get(part, part) for part in parts), []).append((place, key))
+    return {
+        key: state[keys[0][1]] if len(keys) == 1 else tensors.Joined([state[old] for _, old in sorted(keys)], key)
+        for key, keys in found.items()
+    }
 
 
 def _without_parameters(model: GPT, prefix: str) -> list[str]:

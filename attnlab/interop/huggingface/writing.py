@@ -2,17 +2,20 @@
 
 from collections.abc import Sequence
 
+from attnlab.interop.huggingface import recurrent
 from attnlab.interop.huggingface import rotary as rotaries
 from attnlab.interop.huggingface.config_reader import ACTIVATIONS, activation_name
 from attnlab.interop.huggingface.families import DROPOUTS, FAMILIES, Family
 from attnlab.interop.huggingface.reading import make_model
 from attnlab.nn import GPT
-from attnlab.nn.kinds import KINDS, Attention, kind_of, kinds_of, positions_of
+from attnlab.nn.kinds import KINDS, Attention, kind_of, kinds_of, norm_at_of, positions_of
 from attnlab.nn.resolved import resolved
 from attnlab.support.errors import UserError
 
 # Fields that do not decide what a model computes, or only together with others.
 _NOT_COMPARED = ("parent", "name", "dropout", "remat", "dtype", "impl", "zero_outputs", "local_base", "mixer")
+# Kinds of layers that a family has.
+_KINDS = {"attention", "local", "global"} | {family.recurrent.kind for family in FAMILIES.values() if family.recurrent}
 
 
 def make_config(model: GPT, model_type: str | None = None) -> dict:
@@ -21,11 +24,13 @@ def make_config(model: GPT, model_type: str | None = None) -> dict:
         raise UserError(f"a {type(model).__name__}: expected attnlab.nn.GPT")
     if model_type is not None and model_type not in FAMILIES:
         raise UserError(f"model_type = {model_type!r}: expected one of {', '.join(FAMILIES)}")
-    if others := [name for name, kind in kinds_of(model).items() if not isinstance(kind, Attention) or kind.forget]:
+    if others := [name for name in kinds_of(model) if name not in _KINDS]:
         field = f"pattern = {model.pattern!r}" if model.pattern else f"mixer = {model.mixer!r}"
         raise UserError(f"model.{field}: the supported models of transformers have no layers of {others[0]}")
-    if not model.mlp_ratio:
-        raise UserError(f"model.mlp_ratio = {model.mlp_ratio}: models of transformers have feed-forward layers")
+    if not model.mlp_ratio and set(kinds_of(model)) != {"mamba2"}:
+        raise UserError(
+            f"model.mlp_ratio = {model.mlp_ratio}: models of transformers have feed-forward layers, but Mamba-2"
+        )
     if activation_name(model.activation) is None:
         names = ", ".join(dict.fromkeys(ACTIVATIONS.values()))
         raise UserError(f"model.activation = {model.activation!r}: models of transformers have {names}")
@@ -45,7 +50,10 @@ def with_biases(model: GPT) -> GPT:
 
 def _write(model: GPT, name: str) -> dict:
     family = FAMILIES[name]
-    more = _gpt2_options(model) if name == "gpt2" else _decoder_options(model, family)
+    more = _gpt2_options(model) if name == "gpt2" else {}
+    more |= _decoder_options(model, family) if "num_attention_heads" in family.options else {}
+    more |= recurrent.write(model, family.recurrent, _kinds(model)) if family.recurrent else {}
+    more |= {"num_experts": 0} if "num_experts" in family.defaults else {}
     return {
         "architectures": [family.architecture],
         "model_type": name,
@@ -75,18 +83,23 @@ def _gpt2_options(model: GPT) -> dict:
 def _decoder_options(model: GPT, family: Family) -> dict:
     options = {
         "num_key_value_heads": resolved(model).kv_heads,
-        "head_dim": resolved(model).head_dim,
+        "head_dim": max(1, resolved(model).head_dim),
         "intermediate_size": resolved(model).hidden,
         "attention_dropout": 0.0,
         "rope_theta": float(model.rotary.base),
         "rope_scaling": rotaries.write_rotary(model.rotary),
     }
-    if "partial_rotary_factor" in family.defaults:
+    if family.inner_fraction:
+        fraction = {"partial_rotary_factor": model.rotary.fraction}
+        options["rope_scaling"] = (options["rope_scaling"] or {"rope_type": "default"}) | fraction
+    elif "partial_rotary_factor" in family.defaults:
         options["partial_rotary_factor"] = model.rotary.fraction
+    if family.rotary_optional and positions_of(model) == "none":
+        options |= {"rope_theta": None, "rope_scaling": None}
     if "rope_local_base_freq" in family.defaults:
         options["rope_local_base_freq"] = model.local_base or model.rotary.base
     if "query_pre_attn_scalar" in family.defaults:
-        options["query_pre_attn_scalar"] = max(1, round(_resolved(model)["score_scale"] ** -2))
+        options["query_pre_attn_scalar"] = max(1, round((_resolved(model)["score_scale"] or 1) ** -2))
     if "sliding_window" in family.defaults:
         options |= _window_options(model, family)
     return options
@@ -122,23 +135,40 @@ def _misfits(model: GPT, name: str, config: dict) -> list[str]:
 
 def _resolved(model: GPT) -> dict:
     """The fields that decide what a model computes, in one form for equivalent values."""
-    is_rotary = positions_of(model) == "rotary"
     return {
         **{field: getattr(model, field) for field in GPT.__dataclass_fields__ if field not in _NOT_COMPARED},
+        **({} if model.mlp_ratio else {"activation": None, "mlp": None}),
+        **_resolved_attention(model),
         "positions": positions_of(model),
-        "kv_heads": resolved(model).kv_heads,
-        "head_dim": resolved(model).head_dim,
         "mlp_ratio": resolved(model).hidden,
         "attention_bias": resolved(model).attention_bias,
         "qkv_bias": resolved(model).qkv_bias,
-        "score_scale": model.score_scale or resolved(model).head_dim ** -0.5,
         "window": model.window if "local" in _kinds(model) else None,
         "pattern": _kinds(model),
-        "rotary": [rotaries.resolved(KINDS[kind].rotary(model)) for kind in _kinds(model)] if is_rotary else None,
+        "norm_at": [norm_at_of(model, layer) for layer in range(model.num_layers)],
+        "recurrence": recurrent.resolved(model),
+    }
+
+
+def _resolved_attention(model: GPT) -> dict:
+    """The fields of layers of attention alone, None where there are none."""
+    kinds = [KINDS[kind_of(model, layer)] for layer in range(model.num_layers)]
+    rotary = [kind.rotary(model) for kind in kinds if isinstance(kind, Attention)]
+    if not rotary:
+        return dict.fromkeys(("num_heads", "kv_heads", "head_dim", "score_scale", "rotary"))
+    return {
+        "kv_heads": resolved(model).kv_heads,
+        "head_dim": resolved(model).head_dim,
+        "score_scale": model.score_scale or resolved(model).head_dim ** -0.5,
+        "rotary": [rotaries.resolved(options) for options in rotary] if positions_of(model) == "rotary" else None,
     }
 
 
 def _kinds(model: GPT) -> Sequence[str]:
-    """Whether each layer has the window: "local" or "global"."""
-    kinds = [KINDS[kind_of(model, layer)] for layer in range(model.num_layers)]
-    return ["local" if kind.is_local(model) else "global" for kind in kinds]
+    """The kind of each layer, where attention is "local" or "global" for whether it has the window."""
+
+    def resolved_kind(name):
+        kind = KINDS[name]
+        return ("local" if kind.is_local(model) else "global") if isinstance(kind, Attention) else name
+
+    return [resolved_kind(kind_of(model, layer)) for layer in range(model.num_layers)]

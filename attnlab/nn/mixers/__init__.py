@@ -11,7 +11,7 @@ from attnlab.nn.mixers.gated_delta_product import GatedDeltaProduct
 from attnlab.nn.mixers.gated_linear_attention import GatedLinearAttention
 from attnlab.nn.mixers.gru import GRU
 from attnlab.nn.mixers.hgrn2 import HGRN2
-from attnlab.nn.mixers.interface import MixerState
+from attnlab.nn.mixers.interface import CausalMixer, MixerState, RecurrentMixer
 from attnlab.nn.mixers.kimi_delta_attention import KimiDeltaAttention
 from attnlab.nn.mixers.linear_attention import LinearAttention
 from attnlab.nn.mixers.mamba2 import Mamba2
@@ -24,6 +24,7 @@ __all__ = [
     "HGRN2",
     "RWKV7",
     "CausalConv",
+    "CausalMixer",
     "GatedConv",
     "GatedDeltaNet",
     "GatedDeltaProduct",
@@ -32,6 +33,7 @@ __all__ = [
     "LinearAttention",
     "Mamba2",
     "MixerState",
+    "RecurrentMixer",
     "Retention",
     "ShortConv",
 ]

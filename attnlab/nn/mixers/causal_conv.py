@@ -43,7 +43,7 @@ class CausalConv(CausalMixer):
         conv = recurrence_of(model).conv
         return cls(kernel_size=4 if conv is None else conv, dtype=dtype, parent=parent)
 
-    def _mix(self, x, before, tokens):
+    def mix(self, x, before, tokens):
         previous, length = before.conv, x.shape[1]
         inputs = jnp.concatenate([previous, x.astype(previous.dtype)], axis=1)
         reach = previous.shape[1]
@@ -57,7 +57,7 @@ class CausalConv(CausalMixer):
         convolve = nn.DenseGeneral(self.features or x.shape[-1], axis=(-2, -1), dtype=self.dtype, name="conv")
         return convolve(jnp.stack(taps, axis=-2)), None, last(inputs, reach, tokens.lengths)
 
-    def _empty(self, batch, features):
+    def empty(self, batch, features):
         if min(self.kernel_size, self.dilation) < 1:
             raise ValueError(f"kernel_size, dilation = {self.kernel_size}, {self.dilation}: expected 1 or more of both")
         return None, jnp.zeros((batch, (self.kernel_size - 1) * self.dilation, features), self.dtype or jnp.float32)

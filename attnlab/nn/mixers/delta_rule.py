@@ -18,10 +18,12 @@ class DeltaRule(RecurrentMixer):
     Attributes:
       value_heads: HV, a multiple of num_heads; None for num_heads.
       conv: W, tokens of the convolution; 0 for none.
+      norm_epsilon: ε of the norm of the outputs.
     """
 
     value_heads: int | None = None
     conv: int = 4
+    norm_epsilon: float = 1e-5
 
     state_operations: ClassVar[int] = 8  # an erasure is a read and a write
 
@@ -58,10 +60,10 @@ class DeltaRule(RecurrentMixer):
         dt_bias = self.param("dt_bias", gates.dt_bias, (self.states,))
         return -jnp.exp(a_log) * jax.nn.softplus(self._dense("a", self.states, dtype=_wide(x))(x) + dt_bias)
 
-    def _empty(self, batch, features):
+    def empty(self, batch, features):
         if self.states % self.num_heads:
             raise ValueError(f"value_heads = {self.states} is not a multiple of num_heads = {self.num_heads}")
-        state, _ = super()._empty(batch, features)
+        state, _ = super().empty(batch, features)
         if not self.conv:
             return state, None
         dtype, sizes = self.dtype or jnp.float32, self._sizes(features)

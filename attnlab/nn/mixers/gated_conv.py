@@ -39,13 +39,13 @@ class GatedConv(CausalMixer):
         conv = recurrence_of(model).conv
         return cls(kernel_size=4 if conv is None else conv, dtype=dtype, parent=parent)
 
-    def _mix(self, x, before, tokens):
+    def mix(self, x, before, tokens):
         convolve = ShortConv(self.kernel_size, use_bias=True, dtype=self.dtype, name="conv")
         mixed, after = convolve(x, before.conv, tokens.segments, tokens.lengths)
         gate = nn.Dense(x.shape[-1], dtype=self.dtype, name="linear", dot_general=products.dot_general)(x)
         return mixed * gate + x.astype(gate.dtype), None, after
 
-    def _empty(self, batch, features):
+    def empty(self, batch, features):
         if self.kernel_size < 1:
             raise ValueError(f"kernel_size = {self.kernel_size}: expected 1 or more")
         return None, jnp.zeros((batch, self.kernel_size - 1, features), self.dtype or jnp.float32)

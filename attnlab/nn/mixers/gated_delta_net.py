@@ -27,6 +27,7 @@ class GatedDeltaNet(DeltaRule):
       decay: whether the state decays.
       gate: whether there is an output gate.
       negative_eigenvalues: β up to 2, so that a state can change its sign, and count modulo 2 (Grazzi et al. 2025).
+      norm_epsilon: ε of the norm of the outputs.
       kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
       dtype: type of the computation; the input's when None. Decays and states are float32.
 
@@ -40,16 +41,16 @@ class GatedDeltaNet(DeltaRule):
     negative_eigenvalues: bool = False
 
     reads: ClassVar[frozenset[str]] = frozenset(
-        ("heads", "key_dim", "value_dim", "value_heads", "conv", "gate", "negative_eigenvalues")
+        ("heads", "key_dim", "value_dim", "value_heads", "conv", "gate", "negative_eigenvalues", "norm_epsilon")
     )
 
-    def _mix(self, x, before, tokens):
+    def mix(self, x, before, tokens):
         q, k, v, conv = self._projected(x, before, tokens)
         beta = self._beta(x, self.states, largest=2 if self.negative_eigenvalues else 1)
         g = self._decay(x) if self.decay else None
 
         def after(z):
-            z = RMSNorm(1e-5, dtype=self.dtype, name="norm")(z)
+            z = RMSNorm(self.norm_epsilon, dtype=self.dtype, name="norm")(z)
             return z * jax.nn.silu(self._dense("gate", *z.shape[-2:])(x)) if self.gate else z
 
         z, state = self._recur(q, k, v, before.state, tokens, g=g, beta=beta, after=after)

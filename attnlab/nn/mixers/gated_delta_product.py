@@ -28,6 +28,7 @@ class GatedDeltaProduct(DeltaRule):
       steps: n; head h has the keys h · n to h · n + n − 1 of `key/kernel` `[F, H · n, K]`, and so the values and β.
       gate: whether there is an output gate.
       negative_eigenvalues: β up to 2, as in the paper, whose state tracking needs it.
+      norm_epsilon: ε of the norm of the outputs.
       kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
       dtype: type of the computation; the input's when None. Decays and states are float32.
 
@@ -41,20 +42,30 @@ class GatedDeltaProduct(DeltaRule):
     negative_eigenvalues: bool = True
 
     reads: ClassVar[frozenset[str]] = frozenset(
-        ("heads", "key_dim", "value_dim", "value_heads", "conv", "gate", "negative_eigenvalues", "steps")
+        (
+            "heads",
+            "key_dim",
+            "value_dim",
+            "value_heads",
+            "conv",
+            "gate",
+            "negative_eigenvalues",
+            "steps",
+            "norm_epsilon",
+        )
     )
 
     @property
     def state_operations(self):
         return 6 * self.steps + 2  # a step erases, which is a read and a write, and writes
 
-    def _mix(self, x, before, tokens):
+    def mix(self, x, before, tokens):
         q, k, v, conv = self._projected(x, before, tokens)
         beta = self._beta(x, self.states * self.steps, largest=2 if self.negative_eigenvalues else 1)
         k, v, beta = (self._in_turn(y) for y in (k, v, beta))
 
         def after(z):
-            z = RMSNorm(1e-5, dtype=self.dtype, name="norm")(z)
+            z = RMSNorm(self.norm_epsilon, dtype=self.dtype, name="norm")(z)
             return z * jax.nn.silu(self._dense("gate", *z.shape[-2:])(x)) if self.gate else z
 
         z, state = self._recur(q, k, v, before.state, tokens, g=self._decay(x), beta=beta, after=after)
@@ -79,7 +90,7 @@ class GatedDeltaProduct(DeltaRule):
         query, *others = super()._sizes(features).items()
         return dict([query, *((name, (heads * self.steps, size)) for name, (heads, size) in others)])
 
-    def _empty(self, batch, features):
+    def empty(self, batch, features):
         if self.steps < 1:
             raise ValueError(f"steps = {self.steps}: expected 1 step of the delta rule or more")
-        return super()._empty(batch, features)
+        return super().empty(batch, features)

@@ -23,6 +23,7 @@ class GatedLinearAttention(RecurrentMixer):
       value_dim: V; None for input width / H.
       gate: whether there is an output gate.
       rank: of the projection to decays.
+      norm_epsilon: ε of the norm of the outputs.
       kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
       dtype: type of the computation; the input's when None. Decays and states are float32.
 
@@ -33,13 +34,14 @@ class GatedLinearAttention(RecurrentMixer):
 
     gate: bool = True
     rank: int = 16
+    norm_epsilon: float = 1e-5
 
-    reads: ClassVar[frozenset[str]] = frozenset(("heads", "key_dim", "value_dim", "gate"))
+    reads: ClassVar[frozenset[str]] = frozenset(("heads", "key_dim", "value_dim", "gate", "norm_epsilon"))
 
     def key_features(self, features):
         return self.key_dim or max(1, super().key_features(features) // 2)
 
-    def _mix(self, x, before, tokens):
+    def mix(self, x, before, tokens):
         keys, values = self.key_features(x.shape[-1]), self.value_features(x.shape[-1])
         q, k = (self._dense(name, self.num_heads, keys)(x) for name in ("query", "key"))
         v = self._dense("value", self.num_heads, values)(x)
@@ -48,7 +50,7 @@ class GatedLinearAttention(RecurrentMixer):
         g = jax.nn.log_sigmoid(self._dense("decay_up", self.num_heads, keys, use_bias=True, dtype=wide)(low)) / 16
 
         def after(z):
-            z = RMSNorm(1e-5, dtype=self.dtype, name="norm")(z)
+            z = RMSNorm(self.norm_epsilon, dtype=self.dtype, name="norm")(z)
             return z * jax.nn.silu(self._dense("gate", *z.shape[-2:], use_bias=True)(x)) if self.gate else z
 
         z, state = self._recur(q, k, v, before.state, tokens, g=g, after=after)

@@ -24,11 +24,7 @@ class GRU(CausalMixer):
     features: int | None = None
     dtype: DType | None = None
 
-    @classmethod
-    def of_model(cls, model, *, dtype=None, parent=None, **fields):
-        return cls(dtype=dtype, parent=parent)
-
-    def _mix(self, x, before, tokens):
+    def mix(self, x, before, tokens):
         cell = nn.GRUCell(self.features or x.shape[-1], dtype=self.dtype, name="cell")
         begins = inside = None
         if tokens.segments is not None:
@@ -46,5 +42,5 @@ class GRU(CausalMixer):
         state, out = run(cell, before.state, (x, begins, inside))
         return out, state, None
 
-    def _empty(self, batch, features):
+    def empty(self, batch, features):
         return jnp.zeros((batch, self.features or features), self.dtype or jnp.float32), None

@@ -27,6 +27,7 @@ class HGRN2(RecurrentMixer):
       key_dim: K; None for input width / H.
       value_dim: V; None for input width / H.
       layers: L, of the model; None for b = 0 and no `lower_bound`.
+      norm_epsilon: ε of the norm of the outputs.
       kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
       dtype: type of the computation; the input's when None. Decays and states are float32.
 
@@ -36,8 +37,9 @@ class HGRN2(RecurrentMixer):
     """
 
     layers: int | None = None
+    norm_epsilon: float = 1e-5
 
-    reads: ClassVar[frozenset[str]] = frozenset(("heads", "key_dim", "value_dim"))
+    reads: ClassVar[frozenset[str]] = frozenset(("heads", "key_dim", "value_dim", "norm_epsilon"))
 
     @classmethod
     def of_model(cls, model, **fields):
@@ -47,7 +49,7 @@ class HGRN2(RecurrentMixer):
     def numbered(self):
         return self.layers is not None
 
-    def _mix(self, x, before, tokens):
+    def mix(self, x, before, tokens):
         keys, values = self.key_features(x.shape[-1]), self.value_features(x.shape[-1])
         wide = jnp.promote_types(x.dtype, jnp.float32)
         q = jax.nn.silu(self._dense("query", self.num_heads, keys)(x))
@@ -60,7 +62,7 @@ class HGRN2(RecurrentMixer):
 
         def after(z):
             joint = z.reshape(*z.shape[:-2], self.num_heads * values)
-            return RMSNorm(1e-5, dtype=self.dtype, name="norm")(joint).reshape(z.shape)
+            return RMSNorm(self.norm_epsilon, dtype=self.dtype, name="norm")(joint).reshape(z.shape)
 
         z, state = self._recur(q, k.astype(v.dtype), v, before.state, tokens, g=g, scale=1.0, after=after)
         return self._out(z, x.shape[-1]), state, None

@@ -1,5 +1,6 @@
 """The call and the state that mixers have in common."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -46,10 +47,21 @@ class Tokens(NamedTuple):
 
 
 class CausalMixer(nn.Module):
-    """The interface of the mixers; subclasses define `_mix` and `_empty`.
+    """The interface of the mixers; subclasses define `mix` and, if they keep something, `empty`.
 
     A layer that depends on its number has an attribute `numbered`, and one that takes the values of the first layer and
     returns its values an attribute `value_residual`.
+
+    >>> class Convolution(CausalMixer):
+    ...     def mix(self, x, before, tokens):
+    ...         out, last = ShortConv(4, name="conv")(x, before.conv, tokens.segments, tokens.lengths)
+    ...         return jax.nn.gelu(out), None, last
+    ...
+    ...     def empty(self, batch, features):
+    ...         return None, jnp.zeros((batch, 3, features))
+    >>> block = Block(Convolution(), Mlp())
+    >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 8)
 
     Attributes:
       reads: the options of a `GPT` that `of_model` depends on: fields of the same names, but for `num_heads`.
@@ -110,21 +122,34 @@ class CausalMixer(nn.Module):
             raise ValueError(f"the cache of {name} is {found}, expected {_described(empty)}: make it with empty_cache")
         before = empty if cache is None else cache
         tokens = Tokens(segments, lengths, first_values, 0 if layer is None else layer)
-        out, state, conv, *values = self._mix(x, before, tokens)
+        out, state, conv, *values = self.mix(x, before, tokens)
         length = before.length + (x.shape[1] if lengths is None else lengths)
         results = (out, *(() if cache is None else (MixerState(state, conv, length),)), *values)
         return results if len(results) > 1 else out
 
+    def mix(self, x, before: MixerState, tokens: Tokens):
+        """(Outputs `[B, T, d]`, the state, the last inputs) after the tokens x `[B, T, F]`, from those before.
+
+        A segment of `tokens.segments` begins from an empty state; tokens from `tokens.lengths` on do not change it.
+        """
+        raise TypeError(f"{type(self).__name__} defines no mix(x, before, tokens): write it in the subclass")
+
+    def empty(self, batch: int, features: int):
+        """The state and the last inputs before the first token, zeros."""
+        return None, None
+
     @classmethod
     def of_model(cls, model, *, dtype: DType | None = None, parent=None, **fields) -> "CausalMixer":
-        """The layer of a `GPT`, or of `config.model`; `fields` are defaults besides the module's."""
+        """The layer of a `GPT`, or of `config.model`; `fields` are defaults besides the module's, if it has them."""
         names = cls.reads - {"heads"}
         read = {name: value for name in names if (value := getattr(recurrence_of(model), name)) is not None}
-        return cls(**fields | read, dtype=dtype, parent=parent)
+        known = {field.name for field in dataclasses.fields(cls)}
+        fields = {name: value for name, value in (fields | {"dtype": dtype}).items() if name in known}
+        return cls(**fields | read, parent=parent)
 
     def empty_cache(self, batch: int, features: int) -> MixerState:
         """The state before the first token, zeros; `features` is the input's width."""
-        state, conv = self._empty(batch, features)
+        state, conv = self.empty(batch, features)
         return MixerState(state, conv, jnp.zeros((batch,), jnp.int32))
 
 
@@ -133,6 +158,18 @@ class RecurrentMixer(CausalMixer):
 
     Projections have the names and shapes of `MultiHeadAttention`'s, `query/kernel` `[F, H, K]` to `out/kernel`
     `[HV, V, F]`, so one optimizer and one sharding serve both.
+
+    A subclass projects with `_dense`, calls `_recur`, and projects back with `_out`:
+
+    >>> class Decaying(RecurrentMixer):
+    ...     def mix(self, x, before, tokens):
+    ...         size = (self.num_heads, self.key_features(x.shape[-1]))
+    ...         q, k, v = (self._dense(name, *size)(x) for name in ("query", "key", "value"))
+    ...         z, state = self._recur(q, k, v, before.state, tokens, g=jnp.full(v.shape[:-1], -0.1))
+    ...         return self._out(z, x.shape[-1]), state, None
+    >>> block = Block(Decaying(num_heads=2), Mlp())
+    >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 8)
     """
 
     num_heads: int = 1
@@ -167,7 +204,7 @@ class RecurrentMixer(CausalMixer):
         """V."""
         return self.value_dim or _share("num_heads", features, self.num_heads)
 
-    def _empty(self, batch, features):
+    def empty(self, batch, features):
         shape = (batch, self.states, self.key_features(features), self.value_features(features))
         return jnp.zeros(shape, self._wide), None
 

@@ -27,6 +27,7 @@ class KimiDeltaAttention(DeltaRule):
       conv: W, tokens of the convolution; 0 for none.
       gate: whether there is an output gate.
       negative_eigenvalues: β up to 2, which the paper does not use.
+      norm_epsilon: ε of the norm of the outputs.
       kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
       dtype: type of the computation; the input's when None. Decays and states are float32.
 
@@ -39,16 +40,16 @@ class KimiDeltaAttention(DeltaRule):
     negative_eigenvalues: bool = False
 
     reads: ClassVar[frozenset[str]] = frozenset(
-        ("heads", "key_dim", "value_dim", "value_heads", "conv", "gate", "negative_eigenvalues")
+        ("heads", "key_dim", "value_dim", "value_heads", "conv", "gate", "negative_eigenvalues", "norm_epsilon")
     )
 
-    def _mix(self, x, before, tokens):
+    def mix(self, x, before, tokens):
         q, k, v, conv = self._projected(x, before, tokens)
         beta = self._beta(x, self.states, largest=2 if self.negative_eigenvalues else 1)
         rank = self.value_features(x.shape[-1])
 
         def after(z):
-            z = RMSNorm(1e-5, dtype=self.dtype, name="norm")(z)
+            z = RMSNorm(self.norm_epsilon, dtype=self.dtype, name="norm")(z)
             if not self.gate:
                 return z
             return z * jax.nn.sigmoid(self._dense("gate_up", *z.shape[-2:])(self._dense("gate_down", rank)(x)))

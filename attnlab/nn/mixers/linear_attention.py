@@ -47,7 +47,7 @@ class LinearAttention(RecurrentMixer):
     def key_features(self, features):
         return self.head_dim or super().key_features(features)
 
-    def _mix(self, x, before, tokens):
+    def mix(self, x, before, tokens):
         size, feature_map = self.key_features(x.shape[-1]), self.feature_map or elu_plus_one
         names = ("query", "key", "value")
         q, k, v = (self._dense(name, self.num_heads, size, use_bias=self.use_bias)(x) for name in names)
@@ -65,7 +65,7 @@ class LinearAttention(RecurrentMixer):
         options = {"kernel_init": kernel_init, "dot_general": dot_general, "use_bias": self.use_bias}
         return nn.DenseGeneral(features, axis=(-2, -1), dtype=self.dtype, name="out", **options)(z)
 
-    def _empty(self, batch, features):
+    def empty(self, batch, features):
         size = self.key_features(features)
         mapped = jax.eval_shape(self.feature_map or elu_plus_one, jax.ShapeDtypeStruct((size,), jnp.float32))
         return jnp.zeros((batch, self.num_heads, *mapped.shape, size + 1), self._wide), None

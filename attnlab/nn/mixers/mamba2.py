@@ -29,6 +29,7 @@ class Mamba2(RecurrentMixer):
       value_dim: V; None for twice the input width / HV.
       value_heads: HV, a multiple of num_heads; None for num_heads.
       conv: W, tokens of the convolution, 1 or more.
+      norm_epsilon: ε of the norm of the outputs.
       kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
       dtype: type of the computation; the input's when None. Decays and states are float32.
 
@@ -39,8 +40,11 @@ class Mamba2(RecurrentMixer):
 
     value_heads: int | None = None
     conv: int = 4
+    norm_epsilon: float = 1e-5
 
-    reads: ClassVar[frozenset[str]] = frozenset(("heads", "key_dim", "value_dim", "value_heads", "conv"))
+    reads: ClassVar[frozenset[str]] = frozenset(
+        ("heads", "key_dim", "value_dim", "value_heads", "conv", "norm_epsilon")
+    )
 
     @classmethod
     def of_model(cls, model, **fields):
@@ -62,7 +66,7 @@ class Mamba2(RecurrentMixer):
             raise ValueError(f"value_heads = {self.states}: expected a divisor of {2 * features}, or value_dim")
         return self.value_dim or 2 * features // self.states
 
-    def _mix(self, x, before, tokens):
+    def mix(self, x, before, tokens):
         inner, shared = self.states * self.value_features(x.shape[-1]), self.num_heads * self.key_features(x.shape[-1])
         projected = self._dense("in", 2 * inner + 2 * shared + self.states)(x)
         gate, xbc, dt = jnp.split(projected, (inner, 2 * inner + 2 * shared), axis=-1)
@@ -79,17 +83,19 @@ class Mamba2(RecurrentMixer):
         def after(z):
             z = z + v * skip[:, None].astype(v.dtype)
             gated = z.reshape(gate.shape) * jax.nn.silu(gate)
-            return RMSNorm(1e-5, groups=self.num_heads, dtype=self.dtype, name="norm")(gated).reshape(z.shape)
+            return RMSNorm(self.norm_epsilon, groups=self.num_heads, dtype=self.dtype, name="norm")(gated).reshape(
+                z.shape
+            )
 
         written = (v * dt[..., None]).astype(v.dtype)
         z, state = self._recur(q, k, written, before.state, tokens, g=g, scale=1.0, after=after)
         return self._out(z, x.shape[-1]), state, last
 
-    def _empty(self, batch, features):
+    def empty(self, batch, features):
         if self.conv < 1:
             raise ValueError(f"conv = {self.conv}: expected 1 token or more")
         if self.states % self.num_heads:
             raise ValueError(f"value_heads = {self.states} is not a multiple of num_heads = {self.num_heads}")
-        state, _ = super()._empty(batch, features)
+        state, _ = super().empty(batch, features)
         channels = self.states * self.value_features(features) + 2 * self.num_heads * self.key_features(features)
         return state, jnp.zeros((batch, self.conv - 1, channels), self.dtype or jnp.float32)

@@ -27,6 +27,7 @@ class Retention(RecurrentMixer):
       value_dim: V; None for twice the input width / H.
       gate: whether there is an output gate.
       base: of the rotary positions.
+      norm_epsilon: ε of the norm of the outputs.
       kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
       dtype: type of the computation; the input's when None. Decays and states are float32.
 
@@ -37,18 +38,19 @@ class Retention(RecurrentMixer):
 
     gate: bool = True
     base: float = 10_000.0
+    norm_epsilon: float = 1e-5
 
-    reads: ClassVar[frozenset[str]] = frozenset(("heads", "key_dim", "value_dim", "gate"))
+    reads: ClassVar[frozenset[str]] = frozenset(("heads", "key_dim", "value_dim", "gate", "norm_epsilon"))
 
     def value_features(self, features):
         return self.value_dim or 2 * super().value_features(features)
 
-    def _empty(self, batch, features):
+    def empty(self, batch, features):
         if (keys := self.key_features(features)) % 2:
             raise ValueError(f"key_dim = {keys}: expected an even number, as retention rotates pairs of features")
-        return super()._empty(batch, features)
+        return super().empty(batch, features)
 
-    def _mix(self, x, before, tokens):
+    def mix(self, x, before, tokens):
         keys, values = self.key_features(x.shape[-1]), self.value_features(x.shape[-1])
         q, k = (self._dense(name, self.num_heads, keys)(x) for name in ("query", "key"))
         v = self._dense("value", self.num_heads, values)(x)
@@ -61,7 +63,7 @@ class Retention(RecurrentMixer):
         g = jnp.broadcast_to(jnp.asarray(decay), (*x.shape[:2], self.num_heads))
 
         def after(z):
-            z = pointwise.rms_normalize(z, 1e-5).astype(z.dtype)
+            z = pointwise.rms_normalize(z, self.norm_epsilon).astype(z.dtype)
             return z * jax.nn.silu(self._dense("gate", *z.shape[-2:])(x)) if self.gate else z
 
         z, state = self._recur(q, k, v, before.state, tokens, g=g, after=after)

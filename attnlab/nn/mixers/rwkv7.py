@@ -59,7 +59,7 @@ class RWKV7(RecurrentMixer):
     def of_model(cls, model, **fields):
         return super().of_model(model, layers=model.num_layers, **fields)
 
-    def _mix(self, x, before, tokens):
+    def mix(self, x, before, tokens):
         wide, features = jnp.promote_types(x.dtype, jnp.float32), x.shape[-1]
         key, value = (self.num_heads, self.key_features(features)), (self.num_heads, self.value_features(features))
         ranks, start = _ranks(features), _Start(tokens.layer, self.layers, key[1])
@@ -109,8 +109,8 @@ class RWKV7(RecurrentMixer):
         options = {"use_bias": True, "kernel_init": _small, "bias_init": bias_init, "dtype": dtype}
         return self._dense(f"{name}_up", *size, **options)(low)
 
-    def _empty(self, batch, features):
-        state, _ = super()._empty(batch, features)
+    def empty(self, batch, features):
+        state, _ = super().empty(batch, features)
         return state, jnp.zeros((batch, 1, features), self.dtype or jnp.float32)
 
 

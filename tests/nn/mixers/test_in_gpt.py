@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from attnlab.nn import GPT, GatedDeltaProduct, stack_layers, unstack_layers
-from attnlab.nn.kinds import KINDS, MIXERS
+from attnlab.nn.kinds import KINDS, MIXERS, Mixer
 from attnlab.nn.recurrence import Recurrence
 from tests.parameters import parameters
 
 TOKENS = np.arange(20).reshape(2, 10) % 11
 SIZES = {"vocab_size": 11, "num_layers": 2, "num_heads": 2, "width": 16, "context": 12, "positions": "auto"}
 REMAT = {"gated_delta": "block", "gru": "attention", "mamba2": "dots", "retention": "block", "conv": "dots"}
-OTHERS = [name for name in MIXERS if name not in ("attention", "forget")]
+OTHERS = [name for name in MIXERS if isinstance(KINDS[name], Mixer)]
 FAST = ("gated_delta", "gru")
 
 
@@ -148,3 +148,24 @@ def test_sizes_of_mixers_that_do_not_fit_raise_one_line_that_names_the_field(fie
     with pytest.raises(ValueError, match=rf"^{field} = '{value}', and of \w+ {message}") as raised:
         jax.eval_shape(model.init, jax.random.key(0), TOKENS)
     assert "\n" not in str(raised.value)
+
+
+def test_hybrid_norms_are_after_attention_and_before_other_mixers():
+    model = GPT(**SIZES | {"num_layers": 3}, pattern="gated_delta attention gru", norm_at="hybrid")
+    blocks = parameters(model, TOKENS)["params"]
+    before, after = {"attention_norm", "mlp_norm"}, {"attention_post_norm", "mlp_post_norm"}
+    norms = [{name for name in blocks[f"block_{layer}"] if "norm" in name} for layer in range(3)]
+    assert norms == [before, after, before]
+    alike = GPT(**SIZES, norm_at="hybrid")
+    params = parameters(alike, TOKENS)
+    np.testing.assert_array_equal(alike.apply(params, TOKENS), alike.clone(norm_at="after").apply(params, TOKENS))
+
+
+@pytest.mark.parametrize("mixer", ["gated_delta", "mamba2", "gla", "retention"])
+def test_norm_epsilon_of_a_recurrence_is_that_of_its_outputs_norm(mixer):
+    model = GPT(**SIZES | {"num_layers": 1}, mixer=mixer, recurrence=Recurrence(norm_epsilon=1e-5))
+    params = parameters(model, TOKENS)
+    logits = model.apply(params, TOKENS)
+    np.testing.assert_array_equal(model.clone(recurrence=Recurrence()).apply(params, TOKENS), logits)
+    vanishing = model.clone(recurrence=Recurrence(norm_epsilon=1.0)).apply(params, TOKENS)
+    assert np.abs(vanishing - logits).max() > 1e-4
