@@ -309,6 +309,15 @@ def test_olmo_hybrid_has_rotary_positions_unless_their_base_is_null():
         assert make_model(make_config(model, "olmo_hybrid")) == model
 
 
+def test_sizes_of_recurrent_layers_default_to_what_their_family_derives():
+    olmo = model_of("olmo_hybrid", linear_num_value_heads=12).recurrence
+    assert olmo == Recurrence(6, 6, 12, 4, negative_eigenvalues=True, value_heads=12)
+    bamba = model_of("bamba", mamba_n_heads=6, attn_layer_indices=[1]).recurrence
+    assert bamba == Recurrence(1, 256, 16, 4, value_heads=6)
+    qwen = model_of("qwen3_next", num_experts=0).recurrence
+    assert qwen == Recurrence(16, 128, 128, 4, value_heads=32, norm_epsilon=1e-6)
+
+
 def test_recurrence_that_says_the_same_is_one_config():
     mamba2 = GPT(10, 2, 4, 16, 8, mixer="mamba2", mlp_ratio=0, positions="none", norm="rms", use_bias=False)
     said = mamba2.clone(num_heads=2, recurrence=Recurrence(1, 8, 8, 4, value_heads=4, norm_epsilon=1e-5), mlp="gated")

@@ -12,7 +12,7 @@ _QKV = ("query", "key", "value")
 
 
 def mamba2(layer: Mamba2, width: int, name: str, path: str) -> Iterator[Tensor]:
-    """The tensors of Mamba-2, whose projection has the parts and the order of ours: gate, x, B, C, dt."""
+    """The tensors of Mamba-2, whose input projection is gate, x, B, C and dt, in this order, here and there."""
     heads, inner = layer.states, layer.states * layer.value_features(width)
     channels = inner + 2 * layer.num_heads * layer.key_features(width)
     yield _matrix(f"{name}.in_proj.weight", width, inner + channels + heads, f"{path}/in")

@@ -14,7 +14,7 @@ _NO_LIMIT = ([0, math.inf], [0, {"__float__": "Infinity"}])  # the second in fil
 
 
 def layers(options: ConfigReader, recurrent: Recurrent, number: int) -> list[str]:
-    """The kind of each layer of a family with recurrent layers: "attention", or the kind of these."""
+    """The kind of each layer: "attention", or the family's recurrent kind."""
     if recurrent.layers == "layer_types":
         period = options.integer(recurrent.period) if recurrent.period else 4
         default = [recurrent.kind if n % period else "attention" for n in range(1, number + 1)]
@@ -31,7 +31,7 @@ def layers(options: ConfigReader, recurrent: Recurrent, number: int) -> list[str
 
 
 def read(options: ConfigReader, recurrent: Recurrent, *, width: int, num_heads: int, epsilon: float) -> Recurrence:
-    """The sizes and parts of a family's recurrent layers; UserError for those that ours do not have."""
+    """The sizes and parts of a family's recurrent layers; UserError for what GPT does not have."""
     if options.activation("hidden_act") != "silu":
         raise options.error("hidden_act", "silu or swish, the activation of GPT's recurrent layers")
     limits = options.get("time_step_limit")
