@@ -1,0 +1,22 @@
+"""All mixers compared at the quickstart's size, on any text.
+
+    attnlab compare --config=compare_all_mixers --config.data.path=tinyshakespeare.txt --jobs=2
+    attnlab train --config=compare_all_mixers
+
+500 steps and three seeds of each, all at one learning rate, 0.005: for eight of them, the better of 0.005 and 0.015.
+docs/guide/mixers.md has the table.
+"""
+
+from attnlab.config import default
+from attnlab.nn.kinds import MIXERS
+
+VARIANTS = {name: {"model.mixer": name} for name in MIXERS}
+COMPARE = {"learning_rates": "5e-3", "seeds": "3"}
+
+
+def get_config():
+    """The quickstart with fewer steps."""
+    config = default()
+    config.steps = 500
+    config.eval.every = config.checkpoint.every = 250
+    return config
