@@ -130,10 +130,14 @@ class LatentAttention(checks.MaskedModule):
         lengths: Int[Array, " B"] | None = None,
         dropout_key: Array | None = None,
     ) -> Float[Array, "B T F"] | tuple[Any, ...]:
-        """Self-attention; arguments and errors as for `MultiHeadAttention`.
+        """Self-attention; arguments as for `MultiHeadAttention`.
 
         Returns:
           `[B, T, F]`; with a cache also the extended cache.
+
+        Raises:
+          ValueError: inputs, segments, lengths or a cache of another shape, segments with a cache, an odd `rope_dim`,
+            and any error of `attnlab.attention`.
         """
         self._check(x, cache)
         check_segments(segments, x, cache=cache)
@@ -153,7 +157,8 @@ class LatentAttention(checks.MaskedModule):
         if not deterministic and self.dropout_rate:
             key = self.make_rng("dropout") if dropout_key is None else dropout_key
             terms |= {"dropout_rate": self.dropout_rate, "dropout_key": key}
-        terms |= {"mask": mask, "scale": self.scale or (self.nope_dim + self.rope_dim) ** -0.5}
+        scale = (self.nope_dim + self.rope_dim) ** -0.5 if self.scale is None else self.scale
+        terms |= {"mask": mask, "scale": scale}
         z = self._attend(query, latent.astype(query[0].dtype), rotated.astype(query[0].dtype), terms, cache is not None)
         out = self._out(sharding.constrain(z, "batch", "length", "heads", None), x.shape[-1])
         return out if cache is None else (out, cache)
@@ -198,7 +203,7 @@ class LatentAttention(checks.MaskedModule):
             for name, shape in shapes.items()
         )
         attend = functools.partial(attention, impl=self.impl, **terms)
-        if is_step and query[0].shape[1] < self._break_even:
+        if is_step and query[0].shape[1] < self._break_even and not taps.is_used(self):
             plain = jnp.einsum("bthn,rhn->bthr", query[0], key)
             q, k = jnp.concatenate([plain, query[1]], axis=-1), jnp.concatenate([latent, rotated], axis=-1)
             return jnp.einsum("bthr,rhv->bthv", attend(q, k[..., None, :], latent[..., None, :]), value)

@@ -67,6 +67,12 @@ class LinenPort:
         return self._module.get_variable(collection, KEY) if self._module.has_variable(collection, KEY) else None
 
 
+def is_used(module: nn.Module) -> bool:
+    """Whether a value of an attention layer is requested or edited."""
+    port = LinenPort(module)
+    return any(port.is_asked(name) or port.edit(name) is not None for name in (*ATTENTION, MISMATCH))
+
+
 def tap(module, name: str, value):
     """`value`, edited if there is an edit, and returned where requested; `module` may be a port, as `LinenPort`."""
     port = LinenPort(module) if isinstance(module, nn.Module) else module

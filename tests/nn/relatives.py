@@ -13,7 +13,7 @@ from tests.parameters import parameters
 X = np.random.default_rng(0).standard_normal((2, 9, 8)).astype(np.float32)
 MODULES = {
     "differential": DifferentialAttention(4, kv_heads=2, mask=Causal(), rotary=Rotary()),
-    "latent": LatentAttention(2, 6, 3, 2, 5, mask=Causal(), rotary=Rotary()),
+    "latent": LatentAttention(2, 20, 3, 2, 5, mask=Causal(), rotary=Rotary()),  # expands a cache from 5 tokens on
     "latent_queries": LatentAttention(2, 2, 3, 2, 5, q_rank=3, use_bias=True, mask=Causal(), rotary=Rotary()),
     "stick_breaking": StickBreakingAttention(4, kv_heads=2, mask=Causal()),
 }

@@ -171,6 +171,14 @@ def test_lambda_of_a_layer_is_its_number_of_the_paper():
         near(module.apply(params, X, layer=layer), expected)
 
 
+def test_edited_step_of_latent_attention_is_not_absorbed():
+    """The absorbed order of products has no values of heads, which an edit would change."""
+    (params, _), module = compiled("latent"), MODULES["latent"]
+    edit = {"edit_v": {"tapped": lambda v: 0 * v}}
+    out, _ = module.apply(params | edit, X[:, :1], cache=empty("latent"))
+    near(out, 0)
+
+
 @pytest.mark.parametrize(
     "mixer, fields, message",
     [
