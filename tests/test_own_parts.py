@@ -146,6 +146,15 @@ def test_own_model_says_its_precision_and_what_works_and_is_known_by_its_fields(
         train.train(config, tmp_path / "other", model=Own())
 
 
+@pytest.mark.parametrize(
+    "part", [{"mask": SlidingWindow(3)}, {"score_mod": SoftCap(2.0)}, {"mixer": "mine.py:near"}], ids=str
+)
+def test_part_of_a_gpt_beside_an_own_model_is_an_error(tmp_path, part):
+    with pytest.raises(UserError, match=f"^{next(iter(part))}= is for the config's GPT, and model= takes its place"):
+        train.train(quick(), tmp_path / "run", model=Own(), **part)
+    assert not (tmp_path / "run").exists()
+
+
 # ------------------------------------------------------------------------------------------------------------ compare
 
 

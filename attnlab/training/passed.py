@@ -33,6 +33,12 @@ class Passed(NamedTuple):
     score_mod: ScoreMod | tuple[ScoreMod, ...] | None = None
     optimizer: optax.GradientTransformation | None = None
 
+    def check(self) -> None:
+        """Raise UserError for a part of the config's GPT beside a model in its place."""
+        for name in ("mask", "score_mod"):
+            if self.model is not None and getattr(self, name) is not None:
+                raise UserError(f"{name}= is for the config's GPT, and model= takes its place: leave one of them out")
+
     def metadata(self) -> dict:
         """The entry "user_defined" of `config.json`; {} where nothing is passed."""
         if all(value is None for value in self):

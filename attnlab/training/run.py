@@ -85,6 +85,7 @@ def resolve(
     >>> resolve(configs.default()).origin
     'fresh'
     """
+    passed.check()
     folder = Workdir(workdir)
     config, tokenizer, metadata = pretrained.completed(configs.completed(config), folder.path)
     config.precision = _precision(config, folder, passed, device)
