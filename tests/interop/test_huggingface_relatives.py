@@ -1,10 +1,9 @@
-"""Families with relatives of softmax attention: padding, packing, decoding, gradients, and the order of their tensors."""
+"""Families with relatives of softmax attention: padding, packing, decoding, gradients, the order of their tensors."""
 
 import json
 import shutil
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -252,7 +251,7 @@ REFUSED = {
     "score mods": (
         DIFFERENTIAL.clone(mixer="attention", score_mod=(SoftCap(5.0), SoftCap(9.0))),
         None,
-        r"model.score_mod = \(SoftCap\(.*: llama supports only None|mistral supports only None",
+        r"model.score_mod = \(SoftCap\(.*\)\): .* supports only None",
     ),
     "mask": (DIFFERENTIAL.clone(mask=Causal()), None, r"model.mask = Causal\(\): diffllama supports only None"),
     "array": (
@@ -310,9 +309,7 @@ def test_deepseek_of_transformers_is_trained_and_writes(text, tmp_path, capsys):
     config = transformers.DeepseekV3Config(**kept("deepseek_v3")[1] | {"vocab_size": tokenizer.vocab_size})
     transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(tmp_path / "source")
     llama = LATENT.clone(mixer="attention")
-    other = save_hf(
-        tmp_path / "llama", llama, {"params": parameters(llama, jnp.zeros((1, 1), int))["params"]}, tokenizer
-    )
+    other = save_hf(tmp_path / "llama", llama, parameters(llama, np.zeros((1, 1), np.int32)), tokenizer)
     for file in other.glob("tokenizer*"):
         shutil.copy(file, tmp_path / "source")
     assert finetune(tmp_path / "source", text, tmp_path / "run", steps=60) == 0, capsys.readouterr().err
