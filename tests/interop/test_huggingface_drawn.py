@@ -317,8 +317,6 @@ def assert_same_or_refused(family, config):
     assert "nonsense" not in config or any("nonsense" in str(warning.message) for warning in told), config
     # Logits of Qwen3-Next are up to 8.3e-6 from those in float64 there, and 6.4e-6 here.
     scale, tolerance = max(1.0, np.abs(answer[0]).max()), 2e-5 if family == "qwen3_next" else 1e-5
-    worst = float(np.abs(model.apply(params, TEXT) - answer[0]).max() / scale)
-    print("REL", family, worst)
     close = functools.partial(np.testing.assert_allclose, desired=answer[0] / scale, rtol=0, err_msg=config)
     close(model.apply(params, TEXT) / scale, atol=tolerance)
     if FAMILIES[family].recurrent or family == "diffllama":

@@ -53,7 +53,7 @@ def read(options: ConfigReader, recurrent: Recurrent, *, width: int, num_heads: 
         key_dim,
         value_dim,
         options.integer(names["conv"]),
-        negative_eigenvalues=options.flag(negative) if negative else False,
+        negative_eigenvalues=options.flag(negative) if negative else None,
         value_heads=value_heads,
         norm_epsilon=epsilon if recurrent.same_epsilon and epsilon != _EPSILON else None,
     )

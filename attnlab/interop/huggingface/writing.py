@@ -32,11 +32,13 @@ def make_config(model: GPT, model_type: str | None = None) -> dict:
     if model_type is not None and model_type not in _WRITTEN:
         reason = " is read, but not written" if model_type in FAMILIES else ""
         raise UserError(f"model_type = {model_type!r}{reason}: expected one of {', '.join(_WRITTEN)}")
-    if others := [name for name in pattern_of(model)[: model.num_layers] if name not in _KINDS]:
-        has = f"{_READ[others[0]]} is read, but not written" if others[0] in _READ else "the supported models of "
-        has += "" if others[0] in _READ else f"transformers have no layers of {others[0]}"
-        raise UserError(f"model.{_shown(model, 'pattern')}: {has}")
-    if not model.mlp_ratio and set(kinds_of(model)) != {"mamba2"}:
+    kinds = pattern_of(model)[: model.num_layers]
+    if others := [kind for kind in kinds if kind not in _KINDS]:
+        reason = f"the supported models of transformers have no layers of {others[0]}"
+        if others[0] in _READ:
+            reason = f"{_READ[others[0]]} is read, but not written"
+        raise UserError(f"model.{_shown(model, 'pattern')}: {reason}")
+    if not model.mlp_ratio and set(kinds) != {"mamba2"}:
         raise UserError(
             f"model.mlp_ratio = {model.mlp_ratio}: models of transformers have feed-forward layers, but Mamba-2"
         )
