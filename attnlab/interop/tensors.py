@@ -25,6 +25,9 @@ class Tensor(NamedTuple):
     transposed: bool = False  # [out, in], as in torch's Linear, instead of [in, out]; in may be several axes
     slice: int | None = None  # index on the leaves' first axis, if the other slices are other tensors
     groups: int = 1  # the outputs are so many parts, each the concatenation of one part of every leaf
+    # In each part, output i of the parameters is output order[i] of the tensor, a vector or transposed; () for i.
+    order: tuple[int, ...] = ()
+    constant: float | None = None  # the value of parameters that the state dict does not hold
 
     @property
     def inputs(self) -> int:
@@ -76,7 +79,7 @@ def load(
     places = None if shardings is None else traverse_util.flatten_dict(shardings, sep="/")
     parts = {}
     for tensor in tensors:
-        stored, first = _stored(state[tensor.name], tensor, source), 0
+        stored, first = _stored(state.get(tensor.name), tensor, source), 0
         for leaf in tensor.leaves:
             shape = wanted[leaf] if tensor.slice is None else wanted[leaf][1:]
             parts.setdefault(leaf, []).append(_Part(tensor, stored, shape, first))
@@ -104,7 +107,8 @@ def arrays(tensors: Sequence[Tensor], params) -> Iterator[tuple[str, np.ndarray]
         leaves = [flat[leaf] if tensor.slice is None else flat[leaf][tensor.slice] for leaf in tensor.leaves]
         grouped = (tensor.inputs, tensor.groups, -1)
         leaves = [as_numpy(leaf, f"parameter {path}").reshape(grouped) for path, leaf in zip(tensor.leaves, leaves)]
-        array = (np.concatenate(leaves, axis=-1) if len(leaves) > 1 else leaves[0]).reshape(tensor.inputs, -1)
+        array = np.concatenate(leaves, axis=-1) if len(leaves) > 1 else leaves[0]
+        array = (array[..., np.argsort(tensor.order)] if tensor.order else array).reshape(tensor.inputs, -1)
         yield tensor.name, np.ascontiguousarray(array.T if tensor.transposed else array).reshape(tensor.shape)
 
 
@@ -195,9 +199,34 @@ class Joined(NamedTuple):
         return np.concatenate(pieces)
 
 
+class _Ordered(NamedTuple):
+    """A stored tensor in the order of its parameters' outputs, with the interface of a stored one."""
+
+    stored: object
+    tensor: Tensor
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        order, size = self.tensor.order, self.tensor.outputs // self.tensor.groups
+        wanted = np.array([at // size * size + order[at % size] for at in range(start, stop)], np.int64)
+        first, end = int(wanted.min()), int(wanted.max()) + 1
+        if end - first <= 2 * len(wanted):  # in one read, as each opens the file
+            return self.stored.rows(first, end)[wanted - first]
+        runs = np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1)
+        return np.concatenate([self.stored.rows(int(run[0]), int(run[-1]) + 1) for run in runs])
+
+
+class _Constant(NamedTuple):
+    """A tensor of one value, with the interface of a stored one."""
+
+    tensor: Tensor
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        return np.full((stop - start, *self.tensor.shape[1:]), self.tensor.constant, np.float32)
+
+
 def _check_names(tensors, state, source, ignored) -> None:
-    expected = {tensor.name for tensor in tensors}
-    if missing := [tensor.name for tensor in tensors if tensor.name not in state]:
+    expected = dict.fromkeys(tensor.name for tensor in tensors if tensor.constant is None)
+    if missing := [name for name in expected if name not in state]:
         raise UserError(f"{source} lacks the tensor {_few(missing)}: is it complete, and of this architecture?")
     if extra := [name for name in state if name not in expected and name not in ignored]:
         raise UserError(f"{source} holds the tensor {_few(extra)}, which the model does not have")
@@ -205,11 +234,14 @@ def _check_names(tensors, state, source, ignored) -> None:
 
 def _stored(value, tensor: Tensor, source: str):
     """An object with `rows`; UserError for another shape or type."""
+    if tensor.constant is not None:
+        return _Constant(tensor)
     name = f"{source}: {tensor.name}"
     if tuple(value.shape) != tensor.shape:
         raise UserError(f"{name} has shape {tuple(value.shape)}, expected {tensor.shape}")
     rows(value, 0, 0, name)  # checks the type
-    return value if hasattr(value, "rows") else _InMemory(value, name)
+    stored = value if hasattr(value, "rows") else _InMemory(value, name)
+    return _Ordered(stored, tensor) if tensor.order else stored
 
 
 def rows(value, start: int, stop: int, name: str) -> np.ndarray:

@@ -39,6 +39,10 @@ RECURRENT = "linear_attention"
 DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 6, "linear_num_value_heads": 4, "linear_value_head_dim": 5}
 BAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 10}
 MAMBA2 = {"num_heads": 6, "head_dim": 16, "n_groups": 2, "state_size": 10}
+# Layers of latent attention without experts; keys and values of each head have other sizes.
+LATENT = {"num_key_value_heads": 6, "first_k_dense_replace": 9, "kv_lora_rank": 12, "q_lora_rank": 10}
+LATENT |= {"qk_rope_head_dim": 6, "qk_nope_head_dim": 8, "v_head_dim": 5}
+LATENT_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
 NO_POSITIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
 PART = {"rope_type": "default", "partial_rotary_factor": 0.75, "rope_theta": 1e4}
 
@@ -117,12 +121,32 @@ PEERS = {
         | {"attn_layer_indices": [0], "mamba_n_heads": 6, "mamba_n_groups": 3, "mamba_d_state": 5, "mamba_d_conv": 2}
         | {"head_dim": 12, "mlp_bias": True, "rope_parameters": PART | {"partial_rotary_factor": 1.0}},
     ),
+    "diffllama": ("DiffLlama", {"rope_parameters": LLAMA3}),
+    "diffllama-2": (
+        "DiffLlama",
+        OTHER
+        | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6, "attention_bias": True}
+        | {"tie_word_embeddings": True},
+    ),
+    "deepseek_v3": ("DeepseekV3", LATENT | {"rope_parameters": LATENT_YARN}),
+    "deepseek_v3-2": (
+        "DeepseekV3",
+        OTHER
+        | LATENT
+        | {"num_key_value_heads": 3, "head_dim": 6, "q_lora_rank": None, "rope_interleave": False, "v_head_dim": 9}
+        | {"attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-4},
+    ),
 }
 # Options of attention and feed-forward layers, which the models of a family do not have.
 WITHOUT = {"Mamba2": {"intermediate_size", "num_attention_heads", "num_key_value_heads"}}
 # The second shapes are for the slow tests.
 NAMES = [name if "-" not in name else pytest.param(name, marks=pytest.mark.slow) for name in PEERS]
+WRITTEN = [name for name in NAMES if "deepseek" not in str(name)]  # the families that models go out to
 
+
+# Means of vectors, by the ends of their names; 1 for others.
+BASES = {"bias": 0.0, "model.norm.weight": 9.0, "norm_f.weight": 9.0, "final_layernorm.weight": 9.0, "A_log": -2.0}
+BASES |= dict.fromkeys(("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"), 0.0)
 
 SCORED = (0, 19, 39)  # positions whose logits are kept
 GOLDENS = Path(__file__).with_name("huggingface_goldens.npz")
@@ -138,8 +162,7 @@ def weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     for name, shape in sorted(shapes.items()):
         noise = draw.standard_normal(shape, np.float32)
         if len(shape) == 1:
-            bases = {"bias": 0.0, "model.norm.weight": 9.0, "norm_f.weight": 9.0, "final_layernorm.weight": 9.0}
-            base = next((base for end, base in (bases | {"A_log": -2.0}).items() if name.endswith(end)), 1.0)
+            base = next((base for end, base in BASES.items() if name.endswith(end)), 1.0)
             state[name] = np.float32(base) + np.float32(0.2) * noise
         elif len(shape) == 3:  # of convolutions; queries and keys far from 0 are normalized without loss
             state[name] = np.float32(0.8) * noise

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from attnlab.interop.huggingface import make_config, make_model
-from attnlab.nn import GPT, Recurrence, Rotary
+from attnlab.nn import GPT, Latent, Recurrence, Rotary
 from attnlab.ops.masks import Causal
 from attnlab.support.errors import UserError
 
@@ -128,6 +128,7 @@ def test_layer_types_become_the_shortest_pattern(options, pattern, window):
     assert make_model(make_config(model)) == model
 
 
+DENSE = {"first_k_dense_replace": 6}  # no experts in a DeepSeek-V3
 REFUSED = {
     "another model": ("bert", {}, "model_type = 'bert' .*gpt2, llama, mistral, qwen2"),
     "experts": ("mixtral", {"num_local_experts": 8}, "'mixtral' .*mixture of experts"),
@@ -142,6 +143,21 @@ REFUSED = {
         "num_experts = 4 .*mixture of experts",
     ),
     "experts of a Llama": ("llama", {"num_local_experts": 8}, "num_local_experts = 8 .*mixture of experts"),
+    "experts of DeepSeek": ("deepseek_v3", {}, "first_k_dense_replace = 3 .*6 or more: a mixture of experts"),
+    "experts in the last layer": ("deepseek_v3", {"first_k_dense_replace": 5}, "first_k_dense_replace = 5 .*experts"),
+    "no dense layers": ("deepseek_v3", {"first_k_dense_replace": None}, "first_k_dense_replace = None .*experts"),
+    "heads of latent keys": ("deepseek_v3", DENSE | {"num_key_value_heads": 2}, "num_key_value_heads = 2 .*= 6"),
+    "odd rotary part": ("deepseek_v3", DENSE | {"qk_rope_head_dim": 5}, "qk_rope_head_dim = 5 .*an even number"),
+    "other rotary part": ("deepseek_v3", DENSE | {"head_dim": 8}, "head_dim = 8 .*qk_rope_head_dim = 64"),
+    "no latent": ("deepseek_v3", DENSE | {"kv_lora_rank": None}, "kv_lora_rank = None"),
+    "no features of values": ("deepseek_v3", DENSE | {"v_head_dim": 0}, "v_head_dim = 0"),
+    "scaling of a latent": (
+        "deepseek_v3",
+        DENSE | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "rope_scaling: type = 'dynamic'",
+    ),
+    "dropout of differences": ("diffllama", {"attention_dropout": 0.1}, "attention_dropout = 0.1 .*expected 0"),
+    "odd heads": ("diffllama", {"num_key_value_heads": 3}, "do not fit together: .*kv_heads = 6, 3: expected even"),
     "heads for later tokens": ("qwen3_next", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1"),
     "time steps": ("mamba2", {"time_step_limit": [0.0, 0.1]}, r"time_step_limit = \[0.0, 0.1\] .*does not limit"),
     "biases of projections": ("mamba2", {"use_bias": True}, "use_bias = True"),
@@ -318,6 +334,37 @@ def test_sizes_of_recurrent_layers_default_to_what_their_family_derives():
     assert qwen == Recurrence(16, 128, 128, 4, value_heads=32, norm_epsilon=1e-6)
 
 
+def test_sizes_of_latent_attention_are_those_of_the_config_or_its_defaults():
+    model = model_of("deepseek_v3", **DENSE)
+    assert (model.mixer, model.latent, model.positions) == ("latent", Latent(512, 1536, 128, 64, 128), "rotary")
+    assert (model.kv_heads, model.head_dim, model.score_scale, model.rotary) == (None, None, None, Rotary())
+    sizes = {"kv_lora_rank": 9, "q_lora_rank": None, "qk_nope_head_dim": 7, "qk_rope_head_dim": 4, "v_head_dim": 5}
+    assert model_of("deepseek_v3", **DENSE, **sizes).latent == Latent(9, None, 7, 4, 5)
+
+
+def test_mscale_of_all_dimensions_scales_the_scores_of_latent_attention():
+    yarn = {"type": "yarn", "factor": 40, "mscale": 1.0, "original_max_position_embeddings": 64}
+    factor = 0.1 * math.log(40) + 1
+    published = model_of("deepseek_v3", **DENSE, rope_scaling=yarn | {"mscale_all_dim": 1.0})
+    assert published.score_scale == pytest.approx(192**-0.5 * factor**2, rel=1e-12)
+    assert published.rotary.attention_factor == 1.0
+    off = model_of("deepseek_v3", **DENSE, rope_scaling=yarn | {"mscale_all_dim": 0})
+    assert (off.score_scale, off.rotary.attention_factor) == (None, None)
+    linear = {"type": "linear", "factor": 40.0, "mscale_all_dim": 0.5}
+    scale = model_of("deepseek_v3", **DENSE, rope_scaling=linear).score_scale
+    assert scale == pytest.approx(192**-0.5 * (0.05 * math.log(40) + 1) ** 2, rel=1e-12)
+    assert model_of("llama", rope_scaling=yarn | {"mscale_all_dim": 1.0}).score_scale is None
+
+
+def test_published_options_of_deepseek_without_effect_are_ignored_in_silence():
+    published = {"ep_size": 1, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 8}
+    published |= {"n_shared_experts": 1, "n_routed_experts": 256, "num_experts_per_tok": 8, "topk_group": 4}
+    published |= {"moe_intermediate_size": 2048, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+    published |= {"num_nextn_predict_layers": 1, "aux_loss_alpha": 0.001, "seq_aux": True, "pretraining_tp": 1}
+    published |= {"head_dim": 64, "qk_head_dim": 192, "rope_interleave": True, "num_mtp_layers": 2}
+    assert model_of("deepseek_v3", **DENSE, **published) == model_of("deepseek_v3", **DENSE)
+
+
 def test_recurrence_that_says_the_same_is_one_config():
     mamba2 = GPT(10, 2, 4, 16, 8, mixer="mamba2", mlp_ratio=0, positions="none", norm="rms", use_bias=False)
     said = mamba2.clone(num_heads=2, recurrence=Recurrence(1, 8, 8, 4, value_heads=4, norm_epsilon=1e-5), mlp="gated")
@@ -392,6 +439,8 @@ def test_family_is_the_first_that_has_the_model():
         ({"qkv_bias": True}, "qwen2"),
         ({"qkv_bias": True, "window": 5, "pattern": "local global"}, "qwen2"),
         ({"qk_norm": True}, "qwen3"),
+        ({"mixer": "differential"}, "diffllama"),
+        ({"pattern": "differential"}, "diffllama"),
         ({"rotary": Rotary(fraction=0.5)}, "phi3"),
         ({"num_heads": 5, "head_dim": 8}, "mistral"),  # transformers' Llama needs a width that heads divide
     ):

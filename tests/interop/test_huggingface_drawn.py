@@ -27,6 +27,8 @@ CLASSES = {
     "olmo_hybrid": "OlmoHybrid",
     "mamba2": "Mamba2",
     "bamba": "Bamba",
+    "diffllama": "DiffLlama",
+    "deepseek_v3": "DeepseekV3",
 }
 # Few sizes, so that models share their operations' programs; windows are shorter than the texts.
 TEXT = np.random.default_rng(0).integers(0, 32, (2, 14))
@@ -44,6 +46,10 @@ SMALL = {
     "mamba2": {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "pad_token_id": None}
     | {"num_heads": 4, "head_dim": 8, "state_size": 6, "n_groups": 2},
     "bamba": ALWAYS | {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 6},
+    "deepseek_v3": ALWAYS
+    | {"num_key_value_heads": 4, "first_k_dense_replace": 2, "kv_lora_rank": 10, "q_lora_rank": 12}
+    | {"qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5, "n_routed_experts": 8, "n_group": 2}
+    | {"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
 }
 ACTIVATIONS = ["gelu_new", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "silu", "swish", "tanh", "mish", "quick_gelu"]
 KINDS = [[LOCAL, GLOBAL], [GLOBAL, LOCAL], [LOCAL, LOCAL], [GLOBAL, GLOBAL], None]
@@ -67,6 +73,13 @@ SCALES = [
     {GLOBAL: LINEAR, LOCAL: {"rope_type": "default", "rope_theta": 100.0}},
     {GLOBAL: PART, LOCAL: LINEAR},
     {GLOBAL: LINEAR},
+]
+# With scales of scores.
+LATENT_SCALES = [
+    YARN | {"original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0},
+    YARN | {"original_max_position_embeddings": 16, "mscale_all_dim": 0.5},
+    LINEAR | {"mscale_all_dim": 0.8},
+    {"rope_type": "default", "rope_theta": 500.0, "mscale_all_dim": 2.0},
 ]
 # The options that a config.json may have, each with the values that are drawn.
 VALUES = {
@@ -197,6 +210,30 @@ VALUES_OF = {
         "time_step_limit": LIMITS,
         "z_loss_coefficient": [0.0, 0.1],
     },
+    "diffllama": {"head_dim": [None, 6, 8], "lambda_std_dev": [0.1, 0.5]},
+    "deepseek_v3": {
+        "first_k_dense_replace": [2, 2, 2, 1, 0, 3, 61],
+        "head_dim": [4, 8],
+        "kv_lora_rank": [10, 12, 40],
+        "moe_intermediate_size": [8, 4],
+        "n_group": [2, 1],
+        "n_routed_experts": [8, 4],
+        "n_shared_experts": [1, 2],
+        "norm_topk_prob": [True, False],
+        "num_attention_heads": [4, 3],
+        "num_experts_per_tok": [2, 1],
+        "num_key_value_heads": [4, 4, 3, 2, None],
+        "num_mtp_layers": [1, 0, 2],
+        "output_router_logits": [False, True],
+        "q_lora_rank": [None, 12, 14],
+        "qk_nope_head_dim": [6, 9],
+        "qk_rope_head_dim": [4, 6],
+        "rope_interleave": [True, False, None],
+        "rope_parameters": [None, *SCALES, *LATENT_SCALES, *LATENT_SCALES],
+        "routed_scaling_factor": [2.5, 1.0],
+        "topk_group": [1, 2],
+        "v_head_dim": [5, 8],
+    },
 }
 # Options of older files and of other families, which transformers takes in any config.json.
 OTHERS = {
@@ -217,7 +254,11 @@ OTHERS = {
     "n_ctx": [32],
     "nonsense": [1],
 }
-OTHERS_OF = {"qwen3_next": {"full_attention_interval": [2, 1, 3]}, "mamba2": {"num_nextn_predict_layers": [0, 1]}}
+OTHERS_OF = {
+    "deepseek_v3": {"num_nextn_predict_layers": [0, 1], "moe_layer_freq": [1], "qk_head_dim": [10], "head_dim": [4, 8]},
+    "qwen3_next": {"full_attention_interval": [2, 1, 3]},
+    "mamba2": {"num_nextn_predict_layers": [0, 1]},
+}
 ANY = ("sliding_window", "layer_types", "attention_bias", "mlp_bias", "head_dim", "attn_logit_softcapping")
 
 
@@ -278,7 +319,7 @@ def assert_same_or_refused(family, config):
     scale, tolerance = max(1.0, np.abs(answer[0]).max()), 2e-5 if family == "qwen3_next" else 1e-5
     close = functools.partial(np.testing.assert_allclose, desired=answer[0] / scale, rtol=0, err_msg=config)
     close(model.apply(params, TEXT) / scale, atol=tolerance)
-    if FAMILIES[family].recurrent:
+    if FAMILIES[family].recurrent or family == "diffllama":
         close(exported(family, model, params) / scale, atol=1e-5)
     return True
 

@@ -1,8 +1,8 @@
 """Convert models between Hugging Face's `transformers` (files, folders, model objects) and `attnlab.nn.GPT`.
 
 GPT-2, Llama (also Llama 2 and 3, SmolLM), Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text), OLMo 2 and Phi-3, and with
-recurrent layers Qwen3-Next (without experts), OLMo Hybrid, Mamba-2 and Bamba. Files are read and written without torch;
-`to_hf` returns torch tensors and needs it.
+recurrent layers Qwen3-Next (without experts), OLMo Hybrid, Mamba-2 and Bamba; DiffLlama; DeepSeek-V3 (without experts, in
+only). Files are read and written without torch; `to_hf` returns torch tensors and needs it.
 """
 
 import json
@@ -18,7 +18,7 @@ from attnlab.interop import tensors
 from attnlab.interop.huggingface import model_files
 from attnlab.interop.huggingface.families import family_of
 from attnlab.interop.huggingface.model_files import is_hf as is_hf
-from attnlab.interop.huggingface.reading import make_model
+from attnlab.interop.huggingface.reading import is_interleaved, make_model
 from attnlab.interop.huggingface.weights import load_state, prepared
 from attnlab.interop.huggingface.writing import make_config
 from attnlab.nn import GPT
@@ -84,7 +84,8 @@ def from_hf(
         state = None
     model, family = make_model(config, name), family_of(config, name)
     state = model_files.read_tensors(path) if state is None else state
-    return model, {"params": load_state(model, state, name, family, shardings=shardings, dtype=dtype)}
+    options = {"interleaved": is_interleaved(config), "shardings": shardings, "dtype": dtype}
+    return model, {"params": load_state(model, state, name, family, **options)}
 
 
 def to_hf(model: GPT, params, *, model_type: str | None = None) -> dict:

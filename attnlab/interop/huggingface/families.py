@@ -69,6 +69,11 @@ moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok norm_t
 output_router_logits router_aux_loss_coef decoder_sparse_step mlp_only_layers
 """
 _OLMO_HYBRID_SILENT = "linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max linear_dt_init_floor"
+_DEEPSEEK_V3_SILENT = """
+moe_intermediate_size n_shared_experts n_routed_experts num_local_experts num_experts_per_tok n_group topk_group
+routed_scaling_factor norm_topk_prob output_router_logits router_aux_loss_coef aux_loss_alpha ep_size moe_layer_freq
+scoring_func seq_aux topk_method num_nextn_predict_layers num_mtp_layers qk_head_dim
+"""
 _MAMBA2_SILENT = """
 time_step_rank time_step_min time_step_max time_step_floor rescale_prenorm_residual residual_in_fp32 chunk_size
 """
@@ -111,6 +116,8 @@ class Family(NamedTuple):
     # in this order.
     file_names: Mapping[str, str] = {}
     silent: str = ""  # options without effect on the logits
+    extra_heads: bool = False  # whether files may have heads for later tokens, which do not change the logits
+    is_written: bool = True  # whether models of GPT go out to it
     # Whether no layer has experts, though the config counts some.
     is_dense: Callable[[ConfigReader, int], bool] = lambda options, layers: False
 
@@ -121,6 +128,13 @@ def _is_dense_qwen3_next(options: ConfigReader, layers: int) -> bool:
         raise options.error("mlp_only_layers", "a list of numbers of layers, or null")
     step = options.integer("decoder_sparse_step")
     return all(layer in dense or (layer + 1) % step for layer in range(layers))
+
+
+def _is_dense_deepseek_v3(options: ConfigReader, layers: int) -> bool:
+    first = options.get("first_k_dense_replace")
+    if not isinstance(first, int) or isinstance(first, bool) or first < layers:
+        raise options.error("first_k_dense_replace", f"{layers} or more: a mixture of experts is not supported")
+    return True
 
 
 FAMILIES = {
@@ -331,6 +345,36 @@ FAMILIES = {
         ),
         names={"mlp": "feed_forward", "norm": "final_layernorm", "post_attention_layernorm": "pre_ff_layernorm"},
         silent="mamba_chunk_size num_logits_to_keep z_loss_coefficient",
+    ),
+    "diffllama": Family(
+        "DiffLlamaForCausalLM",
+        _GATED | {"mixer": "differential"},
+        _LLAMA | {"attention_bias": "attention_bias"},
+        _DEFAULTS | {"attention_bias": False, "rms_norm_eps": 1e-5},
+        {"attention_dropout": 0},
+        silent="lambda_std_dev",
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        _GATED | {"mixer": "latent"},
+        _LLAMA | {"attention_bias": "attention_bias"},
+        _DEFAULTS
+        | {
+            "attention_bias": False,
+            "num_key_value_heads": 128,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "rope_interleave": True,
+            "n_routed_experts": 256,
+            "first_k_dense_replace": 3,
+        },
+        silent=_DEEPSEEK_V3_SILENT,
+        is_dense=_is_dense_deepseek_v3,
+        extra_heads=True,
+        is_written=False,
     ),
 }
 

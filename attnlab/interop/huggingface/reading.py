@@ -8,7 +8,7 @@ from attnlab.interop.huggingface import recurrent
 from attnlab.interop.huggingface import rotary as rotaries
 from attnlab.interop.huggingface.config_reader import ConfigReader
 from attnlab.interop.huggingface.families import ALL_DROPOUTS, DROPOUTS, FAMILIES, Family, family_of
-from attnlab.nn import GPT
+from attnlab.nn import GPT, Latent
 from attnlab.nn.fields import check_shape
 from attnlab.nn.kinds import KINDS, kinds_of
 from attnlab.support.errors import UserError
@@ -39,7 +39,8 @@ def make_model(config: Mapping, name: str = "config") -> GPT:
     options = ConfigReader(config, family.defaults, name)
     for option in family.silent.split():
         options.get(option)
-    options.only({"is_causal": True, **dict.fromkeys(_EXTRA_HEADS, 0), **family.only})
+    extra_heads = {} if family.extra_heads else dict.fromkeys(_EXTRA_HEADS, 0)
+    options.only({"is_causal": True, **extra_heads, **family.only})
     fields = dict(family.fields)
     for option, field in family.options.items():
         fields[field] = _READ[field](options, option)
@@ -94,6 +95,8 @@ def _read_gpt2(options: ConfigReader, fields: Mapping) -> dict:
 
 
 def _read_decoder(options: ConfigReader, fields: Mapping, family: Family) -> dict:
+    if fields.get("mixer") == "latent":
+        return _read_latent(options, fields, family)
     width, heads = fields["width"], fields["num_heads"]
     if family.divides and width % heads:
         raise options.error("num_attention_heads", f"a divisor of hidden_size = {width}")
@@ -112,6 +115,36 @@ def _read_decoder(options: ConfigReader, fields: Mapping, family: Family) -> dic
     if "local" in kinds:
         read |= {"window": options.integer("sliding_window"), "pattern": rotaries.pattern(kinds)}
     return read | _read_rotary(options, family, head_dim, kinds)
+
+
+def _read_latent(options: ConfigReader, fields: Mapping, family: Family) -> dict:
+    heads, rotated = fields["num_heads"], options.integer("qk_rope_head_dim")
+    if rotated % 2:
+        raise options.error("qk_rope_head_dim", "an even number, as pairs of features are rotated")
+    if heads // options.integer("num_key_value_heads", heads) != 1:
+        raise options.error("num_key_value_heads", f"num_attention_heads = {heads}: all heads share one latent")
+    if options.integer("head_dim", rotated) != rotated:
+        raise options.error("head_dim", f"qk_rope_head_dim = {rotated}, whose place it takes")
+    latent = Latent(
+        options.integer("kv_lora_rank"),
+        None if options.get("q_lora_rank") is None else options.integer("q_lora_rank"),
+        options.integer("qk_nope_head_dim"),
+        rotated,
+        options.integer("v_head_dim"),
+    )
+    scale = (latent.nope_dim + rotated) ** -0.5
+    kinds = ["global"] * fields["num_layers"]
+    return {
+        "latent": latent,
+        "mlp_ratio": _ratio(options.integer("intermediate_size"), fields["width"]),
+        **_read_rotary(options, family, rotated, kinds, scale),
+    }
+
+
+def is_interleaved(config: Mapping) -> bool:
+    """Whether the weights that a config describes are for rotary positions that rotate pairs of neighbours."""
+    defaults = FAMILIES[family_of(config, "config")].defaults
+    return bool({**defaults, **config}["rope_interleave"]) if "rope_interleave" in defaults else False
 
 
 def _read_recurrent(options: ConfigReader, fields: Mapping, family: Family) -> dict:
@@ -146,7 +179,10 @@ def _read_kinds(options: ConfigReader, family: Family, layers: int) -> list[str]
     return kinds
 
 
-def _read_rotary(options: ConfigReader, family: Family, head_dim: int, kinds: list[str]) -> dict:
+def _read_rotary(
+    options: ConfigReader, family: Family, head_dim: int, kinds: list[str], scale: float | None = None
+) -> dict:
+    """Rotary positions, and with the `scale` of scores by default, their scale where these options change it."""
     if "rope_local_base_freq" in family.defaults:
         return _read_two_rotaries(options, kinds)
     options.get("original_max_position_embeddings")  # no effect without scaling
@@ -167,7 +203,8 @@ def _read_rotary(options: ConfigReader, family: Family, head_dim: int, kinds: li
         raise options.error(option, f"no scaling: {family.architecture} has its own, which GPT does not support")
     if int(head_dim * rotary.fraction) % 2:
         raise rope.error("partial_rotary_factor", f"a factor by which an even number of {head_dim} features is rotated")
-    return {"rotary": rotary}
+    factor = 1.0 if scale is None else rotaries.score_factor(rope)
+    return {"rotary": rotary} | ({} if factor == 1 else {"score_scale": scale * factor})
 
 
 def _read_two_rotaries(options: ConfigReader, kinds: list[str]) -> dict:

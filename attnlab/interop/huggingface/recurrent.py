@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from attnlab.interop.huggingface.config_reader import ConfigReader
 from attnlab.interop.huggingface.families import Recurrent
 from attnlab.interop.huggingface.rotary import layer_types, read_kinds
-from attnlab.nn.kinds import KINDS, Mixer, kinds_of
+from attnlab.nn.kinds import Mixer, kinds_of, named
 from attnlab.nn.recurrence import Recurrence
 
 _EPSILON = 1e-5  # of the norms of recurrent layers, by default
@@ -53,7 +53,7 @@ def read(options: ConfigReader, recurrent: Recurrent, *, width: int, num_heads: 
         key_dim,
         value_dim,
         options.integer(names["conv"]),
-        negative_eigenvalues=options.flag(negative) if negative else False,
+        negative_eigenvalues=options.flag(negative) if negative else None,
         value_heads=value_heads,
         norm_epsilon=epsilon if recurrent.same_epsilon and epsilon != _EPSILON else None,
     )
@@ -61,7 +61,7 @@ def read(options: ConfigReader, recurrent: Recurrent, *, width: int, num_heads: 
 
 def write(model, recurrent: Recurrent, kinds: Sequence[str]) -> dict:
     """The options of a config.json that say what the recurrent layers of a `GPT` are; `kinds` of its layers."""
-    kind, width = KINDS[recurrent.kind], model.width
+    kind, width = named(recurrent.kind), model.width
     is_any = recurrent.kind in kinds_of(model)
     sizes = values(kind.module(model) if is_any else kind.layer(num_heads=1, key_dim=1, value_dim=2 * width), width)
     options = {option: sizes[field] for option, field in recurrent.options.items()}

@@ -65,6 +65,14 @@ def _attention_factor(rope: ConfigReader) -> float | None:
     return (0.1 * mscale * log + 1) / (0.1 * all_dim * log + 1)
 
 
+def score_factor(rope: ConfigReader) -> float:
+    """The factor of DeepSeek's scores with scaled positions, which mscale_all_dim sets."""
+    if (rope.get("rope_type") or rope.get("type") or "default") == "default":
+        return 1.0
+    all_dim = rope.number_or_off("mscale_all_dim") or 0.0
+    return (0.1 * all_dim * math.log(rope.number("factor")) + 1) ** 2
+
+
 def write_rotary(rotary: Rotary) -> dict | None:
     """The content of `rope_scaling`, which all versions of `transformers` read; None for no scaling."""
     if rotary.scaling == "none":

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
+from attnlab.interop.huggingface import attention_tensors
 from attnlab.interop.huggingface.families import Family
 from attnlab.interop.tensors import Tensor
-from attnlab.nn import GPT
-from attnlab.nn.kinds import KINDS, Attention, kind_of, norm_at_of
+from attnlab.nn import GPT, DifferentialAttention, LatentAttention
+from attnlab.nn.kinds import Attention, kind_of, named, norm_at_of
 from attnlab.nn.resolved import resolved
 
 # The names of norms, by `GPT.norm_at`.
@@ -53,30 +54,35 @@ def gpt2(model: GPT, prefix: str = "transformer.", transposed: bool = False) -> 
     return [*tensors, *norm(f"{prefix}ln_f", "final_norm"), *_output(model)]
 
 
-def decoder(model: GPT, family: Family, prefix: str = "model.") -> list[Tensor]:
-    """The tensors of Llama and similar families."""
+def decoder(model: GPT, family: Family, prefix: str = "model.", interleaved: bool = False) -> list[Tensor]:
+    """The tensors of Llama and similar families; `interleaved` if rotary positions rotate pairs of neighbours."""
 
-    def named(part):
+    def renamed(part):
         return family.names.get(part, part)
 
     def norm(name, path):
         return Tensor(f"{name}.weight", (model.width,), (f"{path}/scale",))
 
-    embed = f"{prefix}{named('embed_tokens')}.weight"
+    embed = f"{prefix}{renamed('embed_tokens')}.weight"
     tensors = [Tensor(embed, (model.vocab_size, model.width), ("embed/embedding",))]
     for layer in range(model.num_layers):
         name, block = f"{prefix}layers.{layer}", f"block_{layer}"
-        kind, norms = KINDS[kind_of(model, layer)], _NORMS[norm_at_of(model, layer)]
-        if isinstance(kind, Attention):
-            tensors += _attention(model, f"{name}.self_attn", f"{block}/attention", family.fused)
+        kind, norms = named(kind_of(model, layer)), _NORMS[norm_at_of(model, layer)]
+        part = "self_attn" if isinstance(kind, Attention) else family.recurrent.name
+        names = f"{name}.{part}", f"{block}/attention"
+        if kind.layer is DifferentialAttention:
+            tensors += attention_tensors.differential(kind.module(model), model.width, *names)
+        elif kind.layer is LatentAttention:
+            tensors += attention_tensors.latent(kind.module(model), model.width, *names, interleaved=interleaved)
+        elif isinstance(kind, Attention):
+            tensors += _attention(model, *names, family.fused)
         else:
-            of_layer = f"{name}.{family.recurrent.name}", f"{block}/attention"
-            tensors += family.recurrent.tensors(kind.module(model), model.width, *of_layer)
+            tensors += family.recurrent.tensors(kind.module(model), model.width, *names)
         if model.mlp_ratio:
-            tensors += _mlp(model, f"{name}.{named('mlp')}", f"{block}/mlp", family.fused)
+            tensors += _mlp(model, f"{name}.{renamed('mlp')}", f"{block}/mlp", family.fused)
         places = [place for place in norms if model.mlp_ratio or not place.startswith("mlp")]
-        tensors += [norm(f"{name}.{named(norms[place])}", f"{block}/{place}") for place in places]
-    return [*tensors, norm(f"{prefix}{named('norm')}", "final_norm"), *_output(model)]
+        tensors += [norm(f"{name}.{renamed(norms[place])}", f"{block}/{place}") for place in places]
+    return [*tensors, norm(f"{prefix}{renamed('norm')}", "final_norm"), *_output(model)]
 
 
 def _attention(model: GPT, name: str, path: str, fused: bool) -> Iterator[Tensor]:

@@ -26,18 +26,20 @@ def load_state(
     family: str = "gpt2",
     *,
     transposed: bool = False,
+    interleaved: bool = False,
     shardings=None,
     dtype=jnp.float32,
 ) -> dict:
-    """Read the parameters of a GPT from a state dict with the names of a family."""
+    """Read the parameters of a GPT from a state dict with the names of a family; `interleaved` as in its config."""
     state, base = _renamed(state, FAMILIES[family].file_names), _prefix(family)
     prefix = base if any(key.startswith(base) for key in state) else ""
-    table = _table(model, family, prefix, transposed)
+    table = _table(model, family, prefix, transposed, interleaved)
     shapes = tensors.shapes_of(model, _TOKENS)
     if callable(shardings):
         shardings = shardings(shapes)
     table, shapes = _stacked_as(shardings, table, shapes)
     ignored = _without_parameters(model, prefix) + ([_HEAD] if model.tie_embeddings else [])
+    ignored += _extra_heads(state, model, prefix) if FAMILIES[family].extra_heads else []
     if model.tie_embeddings and _HEAD in state:
         _check_tied(state, table[0], name)
     return tensors.load(table, state, shapes, name, ignored, shardings=shardings, dtype=dtype)
@@ -69,7 +71,19 @@ def _checked(model: GPT, params, family: str, transposed: bool = False):
     shapes = tensors.shapes_of(model, _TOKENS)
     table, shapes = _stacked_as(params, _table(model, family, transposed=transposed), shapes)
     tensors.check(params, shapes, "the model")
-    return table, params
+    return [tensor for tensor in table if tensor.constant is None], _with_scales_folded(params)
+
+
+def _with_scales_folded(params) -> dict:
+    """Parameters whose heads' norms have the scale 1, and their `out` kernels the scale, for the same outputs."""
+    flat = traverse_util.flatten_dict(params, sep="/")
+    for path in [path for path in flat if path.endswith("/attention/norm/scale")]:
+        out = path.replace("/norm/scale", "/out/kernel")
+        if path.replace("/norm/scale", "/lambda_q1") not in flat or np.all(np.asarray(flat[path]) == 1):
+            continue
+        scale, kernel = (tensors.as_numpy(flat[leaf], f"parameter {leaf}") for leaf in (path, out))
+        flat |= {path: np.ones_like(scale), out: kernel * scale[..., None, :, None]}  # layers may be stacked
+    return traverse_util.unflatten_dict(flat, sep="/")
 
 
 def _stacked_as(like, table: list[Tensor], shapes) -> tuple[list[Tensor], dict]:
@@ -80,11 +94,13 @@ def _stacked_as(like, table: list[Tensor], shapes) -> tuple[list[Tensor], dict]:
     return tensors.stacked(table, shapes), shapes
 
 
-def _table(model: GPT, family: str, prefix: str | None = None, transposed: bool = False) -> list[Tensor]:
+def _table(
+    model: GPT, family: str, prefix: str | None = None, transposed: bool = False, interleaved: bool = False
+) -> list[Tensor]:
     prefix = _prefix(family) if prefix is None else prefix
     if family == "gpt2":
         return tensor_names.gpt2(model, prefix, transposed)
-    return tensor_names.decoder(model, FAMILIES[family], prefix)
+    return tensor_names.decoder(model, FAMILIES[family], prefix, interleaved)
 
 
 def _prefix(family: str) -> str:
@@ -110,6 +126,13 @@ def _without_parameters(model: GPT, prefix: str) -> list[str]:
     """Names in older files that hold no parameters: causal masks, and frequencies of rotary positions."""
     names = ("h.{}.attn.bias", "h.{}.attn.masked_bias", "layers.{}.self_attn.rotary_emb.inv_freq")
     return [prefix + name.format(layer) for layer in range(model.num_layers) for name in names]
+
+
+def _extra_heads(state: Mapping, model: GPT, prefix: str) -> list[str]:
+    """Names of the layers after the last that are heads for later tokens."""
+    numbered = {key: key.removeprefix(f"{prefix}layers.").partition(".")[0] for key in state}
+    heads = {n for key, n in numbered.items() if n.isdigit() and key == f"{prefix}layers.{n}.eh_proj.weight"}
+    return [key for key, n in numbered.items() if n in heads and int(n) >= model.num_layers]
 
 
 def _check_tied(state: Mapping, embedding: Tensor, name: str) -> None:

@@ -8,26 +8,37 @@ from attnlab.interop.huggingface.config_reader import ACTIVATIONS, activation_na
 from attnlab.interop.huggingface.families import DROPOUTS, FAMILIES, Family
 from attnlab.interop.huggingface.reading import make_model
 from attnlab.nn import GPT
-from attnlab.nn.kinds import KINDS, Attention, kind_of, kinds_of, norm_at_of, positions_of
+from attnlab.nn.kinds import Attention, kind_of, named, norm_at_of, pattern_of, positions_of
 from attnlab.nn.resolved import resolved
 from attnlab.support.errors import UserError
 
 # Fields that do not decide what a model computes, or only together with others.
 _NOT_COMPARED = ("parent", "name", "dropout", "remat", "dtype", "impl", "zero_outputs", "local_base", "mixer")
+_WRITTEN = {name: family for name, family in FAMILIES.items() if family.is_written}
+_READ = {family.fields["mixer"]: name for name, family in FAMILIES.items() if not family.is_written}
 # Kinds of layers that a family has.
-_KINDS = {"attention", "local", "global"} | {family.recurrent.kind for family in FAMILIES.values() if family.recurrent}
+_SOFTMAX = ("attention", "local", "global")
+_KINDS = {
+    *_SOFTMAX,
+    *(family.recurrent.kind for family in _WRITTEN.values() if family.recurrent),
+    *(family.fields["mixer"] for family in _WRITTEN.values() if "mixer" in family.fields),
+}
 
 
 def make_config(model: GPT, model_type: str | None = None) -> dict:
     """The content of `config.json` for a model, of a family or the first that has such models."""
     if not isinstance(model, GPT):
         raise UserError(f"a {type(model).__name__}: expected attnlab.nn.GPT")
-    if model_type is not None and model_type not in FAMILIES:
-        raise UserError(f"model_type = {model_type!r}: expected one of {', '.join(FAMILIES)}")
-    if others := [name for name in kinds_of(model) if name not in _KINDS]:
-        field = f"pattern = {model.pattern!r}" if model.pattern else f"mixer = {model.mixer!r}"
-        raise UserError(f"model.{field}: the supported models of transformers have no layers of {others[0]}")
-    if not model.mlp_ratio and set(kinds_of(model)) != {"mamba2"}:
+    if model_type is not None and model_type not in _WRITTEN:
+        reason = " is read, but not written" if model_type in FAMILIES else ""
+        raise UserError(f"model_type = {model_type!r}{reason}: expected one of {', '.join(_WRITTEN)}")
+    kinds = pattern_of(model)[: model.num_layers]
+    if others := [kind for kind in kinds if kind not in _KINDS]:
+        reason = f"the supported models of transformers have no layers of {others[0]}"
+        if others[0] in _READ:
+            reason = f"{_READ[others[0]]} is read, but not written"
+        raise UserError(f"model.{_shown(model, 'pattern')}: {reason}")
+    if not model.mlp_ratio and set(kinds) != {"mamba2"}:
         raise UserError(
             f"model.mlp_ratio = {model.mlp_ratio}: models of transformers have feed-forward layers, but Mamba-2"
         )
@@ -35,7 +46,7 @@ def make_config(model: GPT, model_type: str | None = None) -> dict:
         names = ", ".join(dict.fromkeys(ACTIVATIONS.values()))
         raise UserError(f"model.activation = {model.activation!r}: models of transformers have {names}")
     misfits = []
-    for family in [model_type] if model_type else FAMILIES:
+    for family in [model_type] if model_type else _WRITTEN:
         config = _write(model, family)
         misfits.append(_misfits(model, family, config))
         if not misfits[-1]:
@@ -127,10 +138,16 @@ def _misfits(model: GPT, name: str, config: dict) -> list[str]:
     model = with_biases(model) if name == "gpt2" else model
     ours, theirs = _resolved(model), _resolved(described)
     return [
-        f"model.{field} = {getattr(model, field)!r}: {name} supports only {getattr(described, field)!r}"
+        f"model.{_shown(model, field)}: {name} supports only {_shown(described, field).partition(' = ')[2]}"
         for field, value in ours.items()
         if value != theirs[field]
     ]
+
+
+def _shown(model: GPT, field: str) -> str:
+    """A field and its value in one line; the mixer in place of an empty pattern."""
+    field = "mixer" if field == "pattern" and not model.pattern else field
+    return f"{field} = {' '.join(repr(getattr(model, field)).split())}"
 
 
 def _resolved(model: GPT) -> dict:
@@ -143,7 +160,7 @@ def _resolved(model: GPT) -> dict:
         "mlp_ratio": resolved(model).hidden,
         "attention_bias": resolved(model).attention_bias,
         "qkv_bias": resolved(model).qkv_bias,
-        "window": model.window if "local" in _kinds(model) else None,
+        "window": model.window if any(kind.is_local(model) for kind in _attention(model)) else None,
         "pattern": _kinds(model),
         "norm_at": [norm_at_of(model, layer) for layer in range(model.num_layers)],
         "recurrence": recurrent.resolved(model),
@@ -152,8 +169,7 @@ def _resolved(model: GPT) -> dict:
 
 def _resolved_attention(model: GPT) -> dict:
     """The fields of layers of attention alone, None where there are none."""
-    kinds = [KINDS[kind_of(model, layer)] for layer in range(model.num_layers)]
-    rotary = [kind.rotary(model) for kind in kinds if isinstance(kind, Attention)]
+    rotary = [kind.rotary(model) for kind in _attention(model)]
     if not rotary:
         return dict.fromkeys(("num_heads", "kv_heads", "head_dim", "score_scale", "rotary"))
     return {
@@ -164,11 +180,16 @@ def _resolved_attention(model: GPT) -> dict:
     }
 
 
+def _attention(model: GPT) -> list[Attention]:
+    """The layers of attention, of softmax or of its relatives."""
+    kinds = [named(kind_of(model, layer)) for layer in range(model.num_layers)]
+    return [kind for kind in kinds if isinstance(kind, Attention)]
+
+
 def _kinds(model: GPT) -> Sequence[str]:
-    """The kind of each layer, where attention is "local" or "global" for whether it has the window."""
+    """The kind of each layer, where softmax attention is "local" or "global" for whether it has the window."""
 
     def resolved_kind(name):
-        kind = KINDS[name]
-        return ("local" if kind.is_local(model) else "global") if isinstance(kind, Attention) else name
+        return ("local" if named(name).is_local(model) else "global") if name in _SOFTMAX else name
 
     return [resolved_kind(kind_of(model, layer)) for layer in range(model.num_layers)]
