@@ -69,7 +69,7 @@ def test_difference_names_the_field_and_both_values():
         (Passed(mask=Causal()), NOTHING, r"with mask = None, and mask= gives Causal\(\)"),
         (NOTHING, Passed(score_mod=SoftCap(2.0)), r"with score_mod = SoftCap\(cap=2.0\), and score_mod= gives None"),
     ],
-    ids=str,
+    ids=["model", "optimizer", "mask", "score_mod"],
 )
 def test_run_of_other_values_is_refused(passed, saved, message):
     with pytest.raises(UserError, match=message):
