@@ -231,7 +231,7 @@ REFUSED = {
         "model.mixer = 'stick_breaking': the supported models of transformers have no layers of stick_breaking",
     ),
     "forget": (DIFFERENTIAL.clone(mixer="forget", positions="none"), None, "model.mixer = 'forget': "),
-    "mixer of another family": (DIFFERENTIAL, "llama", "model.mixer = 'differential': llama supports only 'attention'"),
+    "mixer of another family": (DIFFERENTIAL, "mistral", "model.mixer = 'differential': mistral .* 'attention'"),
     "softmax in DiffLlama": (
         DIFFERENTIAL.clone(mixer="attention"),
         "diffllama",
