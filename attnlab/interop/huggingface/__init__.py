@@ -1,8 +1,8 @@
 """Convert models between Hugging Face's `transformers` (files, folders, model objects) and `attnlab.nn.GPT`.
 
 GPT-2, Llama (also Llama 2 and 3, SmolLM), Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text), OLMo 2 and Phi-3, and with
-recurrent layers Qwen3-Next (without experts), OLMo Hybrid, Mamba-2 and Bamba; DiffLlama; DeepSeek-V3 (without experts, in
-only). Files are read and written without torch; `to_hf` returns torch tensors and needs it.
+recurrent layers Qwen3-Next (without experts), OLMo Hybrid, Mamba-2 and Bamba; DiffLlama; DeepSeek-V3 (without experts,
+read only). Files are read and written without torch; `to_hf` returns torch tensors and needs it.
 """
 
 import json
