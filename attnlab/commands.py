@@ -133,8 +133,8 @@ def _register_own(values: flags.FlagValues) -> None:
     for field in ("mixer", "pattern"):
         flag, text = f"config.model.{field}", model.get(field)
         if isinstance(text, str) and (values["config"].present or (flag in values and values[flag].present)):
-            words = (own.register(word) if own.WORD.fullmatch(word) else word for word in text.split(" "))
-            model[field] = " ".join(words)
+            words = [text] if field == "mixer" else text.split(" ")
+            model[field] = " ".join(own.register(word) if ".py:" in word else word for word in words)
 
 
 def config_of(values: flags.FlagValues) -> tuple[ConfigDict, str]:

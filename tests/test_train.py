@@ -780,6 +780,16 @@ def test_own_model_optimizer_and_callback_train_and_resume(tmp_path, capsys):
     assert jax.eval_shape(model.apply, params, tokenizer.encode("The ")[None]).shape == (1, 4, 256)
 
 
+@pytest.mark.parametrize(
+    "pattern, layers", [("attention conv", 5), pytest.param("attention conv gru", 4, marks=SLOW)], ids=str
+)
+def test_run_whose_pattern_does_not_divide_its_layers_is_loaded(tmp_path, pattern, layers):
+    config = quick(steps=2, model__pattern=pattern, model__num_layers=layers, model__scan=True)
+    assert train.train(config, tmp_path / "run") == 0
+    model, params, _, _ = attnlab.load(tmp_path / "run")
+    assert len(params["params"]) > layers and model.num_layers == layers
+
+
 def test_terminal_bar_says_compiling_during_the_first_step(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the output for a terminal
     shown = []

@@ -20,6 +20,7 @@ BLANK = ("nan", "none")
 VERDICTS = {  # classes in page.css
     "better": "better",
     "worse": "worse",
+    "failed": "worse",
     "not told apart": "open",
     "reproduced": "better",
     "not reproduced": "worse",

@@ -27,7 +27,7 @@ class Difference(NamedTuple):
       mean: below 0 where the variant is better.
       interval: half the width of the 95 % interval of the mean; NaN for one seed.
       p: of the mean under no difference, corrected for the number of variants.
-      verdict: "better", "worse" or "not told apart".
+      verdict: "better", "worse", "not told apart", or "failed" where no seed has both results.
       detectable: the smallest difference that would be seen with probability 80 %.
       seeds_needed: seeds with which the mean found would be seen with that probability, at most 1000; None where it
         was seen, or is 0.
@@ -82,7 +82,7 @@ def _p_value(paired: np.ndarray) -> float:
 def _difference(paired: np.ndarray, level: float, p: float) -> Difference:
     mean, half = interval(paired)
     seen = p <= LEVEL
-    verdict = ("better" if mean < 0 else "worse") if seen else "not told apart"
+    verdict = ("better" if mean < 0 else "worse") if seen else "not told apart" if len(paired) else "failed"
     spread = float(paired.std(ddof=1)) if len(paired) > 1 else math.nan
     return Difference(
         mean,

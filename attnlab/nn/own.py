@@ -5,6 +5,7 @@ Code runs only where the user names its file, on a command line or in a call: `r
 (`--mixer=FILE`), by the sha256 of the file.
 """
 
+import dataclasses
 import hashlib
 import importlib.util
 import inspect
@@ -66,11 +67,17 @@ def register(part) -> str:
         file, _, name = part.rpartition(":")
         path = Path(file).expanduser().absolute()
         value, digest = _loaded(path, name)
+    elif not isinstance(part, type):
+        raise UserError(f"{type(part).__name__}(…) is passed: pass a class, or the name of a value, 'FILE.py:NAME'")
     else:
         path, name, value = _file_of(part), part.__name__, part
         digest = _sha256(path)
-    _check_type(value, f"{path}:{name}")
     word = f"{path}:{name}"
+    if " " in word:
+        raise UserError(f"{word} has a space, which separates the words of a pattern: move or link the file")
+    _check(value, word)
+    if word in _PARTS and _PARTS[word].sha256 != digest:  # compiled programs know a part by its name
+        raise UserError(f"{path} has changed since it was registered: restart Python")
     _PARTS[word] = Part(value, path, digest)
     return word
 
@@ -134,7 +141,10 @@ def check_offered_used() -> None:
     used = {part.sha256 for part in _PARTS.values()}
     for digest, path in _OFFERED.items():
         if digest not in used:
-            raise UserError(f"--mixer={path}: the run names no code of this content: leave it out")
+            raise UserError(
+                f"--mixer={path}: the run names no code of this content: leave it out; a new run takes "
+                f"--config.model.mixer={path}:NAME"
+            )
 
 
 def _loaded(path: Path, name: str):
@@ -182,10 +192,23 @@ def _is_part(value) -> bool:
     return is_layer or isinstance(value, ScoreMod | Mask)
 
 
-def _check_type(value, word: str) -> None:
+def _check(value, word: str) -> None:
+    """Raise UserError for a value that is no part, or a class that no config can make a layer of."""
+    from attnlab.nn.mixers.interface import CausalMixer
+    from attnlab.nn.recurrence import Recurrence
+
     if not _is_part(value):
-        kind = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+        kind = f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
         raise UserError(
             f"{word} is {kind}: expected a subclass of attnlab.nn.CausalMixer or attnlab.nn.MultiHeadAttention, a "
             "score mod or a mask"
         )
+    if not isinstance(value, type) or not issubclass(value, CausalMixer):
+        return
+    for field in dataclasses.fields(value):
+        if field.init and field.default is field.default_factory is dataclasses.MISSING:
+            raise UserError(f"{word}: its field {field.name} has no default: give it one")
+    known = {field.name for field in dataclasses.fields(Recurrence)}
+    reads = value.reads
+    if isinstance(reads, str) or not known.issuperset(reads):
+        raise UserError(f"{word}: reads = {reads!r}: expected a set of the names {', '.join(sorted(known))}")

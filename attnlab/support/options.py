@@ -48,7 +48,8 @@ class Option(NamedTuple):
         if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in self.types):
             return f"expected a value like {self.default!r}"
         if self.choices and value not in self.choices and not (self.pattern and self.pattern.fullmatch(value)):
-            return f"expected one of {', '.join(self.choices)}{nearest(value, self.choices)}"
+            other = ", or FILE.py:NAME" if self.pattern else ""
+            return f"expected one of {', '.join(self.choices)}{other}{nearest(value, self.choices)}"
         if isinstance(value, bool | str):
             return ""
         if self.low is not None and float not in self.types:

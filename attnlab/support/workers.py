@@ -132,6 +132,8 @@ class _Process:
         with self._log.open("rb") as file:
             file.seek(self._offset)
             lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        # JAX ends a traceback with a remark on it.
+        lines = [line for line in lines if not line.startswith(("For simplicity, JAX has removed", "-----"))]
         said = lines[-1].strip().removeprefix("error: ") if lines else "it printed nothing"
         return said if code > 0 else f"killed by signal {-code}: {said}"
 

@@ -36,6 +36,8 @@ def check_mixer(layer: nn.Module, empty_cache: Callable[[int], object], features
     params = jax.jit(layer.init)(jax.random.key(seed), x)
     apply = jax.jit(layer.apply)
     whole = _out(apply(params, x))
+    if whole.shape != x.shape:
+        return [f"its outputs have shape {list(whole.shape)}, expected {list(x.shape)}, as its inputs"]
     checks = {
         "it is not causal: outputs change with later tokens": _later_tokens,
         "in pieces, with a cache, it does not give what it gives in one pass": _pieces,
@@ -50,7 +52,7 @@ def check_mixer(layer: nn.Module, empty_cache: Callable[[int], object], features
             faults.append(f"{fault} ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})")
             continue
         if not error <= TOLERANCE:
-            faults.append(f"{fault} (by {error:.2g} of the largest)")
+            faults.append(fault + (f" (by {error:.2g} of the largest)" if np.isfinite(error) else ""))
     return faults
 
 

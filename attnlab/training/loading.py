@@ -12,6 +12,7 @@ from attnlab.config import default, from_dict
 from attnlab.data import tokenizers
 from attnlab.interop import huggingface
 from attnlab.nn import GPT
+from attnlab.nn.stack import depth, is_stacked
 from attnlab.ops.masks import Mask
 from attnlab.ops.score_mods import ScoreMod
 from attnlab.support.errors import UserError
@@ -144,7 +145,7 @@ def _check_fits(model: GPT, workdir: Path, config: ConfigDict) -> None:
     if not isinstance(saved, dict) or "embed" not in saved:
         return
     width = saved["embed"]["embedding"].shape[-1]
-    layers = sum(name.startswith("block_") for name in saved)
+    layers = depth(saved) if is_stacked(saved) else sum(name.startswith("block_") for name in saved)
     for field, value in {"width": width, "num_layers": layers}.items():
         if value and value != getattr(model, field):
             raise UserError(

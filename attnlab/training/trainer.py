@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from attnlab.data.batches import Batch, prefetched
-from attnlab.nn import GPT, unstack_layers
+from attnlab.nn import GPT, own, unstack_layers
 from attnlab.support.errors import UserError
 from attnlab.training import flops as flops_lib
 from attnlab.training import metrics as metrics_lib
@@ -233,7 +233,7 @@ class Trainer:
             arguments = ", ".join(f"{name}=…" for name in passed)
             self.reporter.print(f'load it in Python with: attnlab.load("{plan.workdir}", {arguments})')
         elif self.sample:
-            files = dict.fromkeys(f" --mixer={word.rpartition(':')[0]}" for word in plan.metadata.get("code", {}))
+            files = dict.fromkeys(f" --mixer={own.part_of(word).path}" for word in plan.metadata.get("code", {}))
             command = f"python -m attnlab.sample --workdir={plan.workdir}{''.join(files)}"
             self.reporter.print(f"generate text with: {command}")
 
@@ -243,8 +243,10 @@ class Trainer:
         devices = self.experiment.parallel.mesh.devices.size
         # The virtual devices of a CPU share its cores.
         self._devices = jax.process_count() if jax.default_backend() == "cpu" else devices
-        own = not isinstance(model, GPT)
-        self._flops = 6.0 * self.experiment.parameters if own else flops_lib.per_token(model, config.model.context)
+        is_gpt = isinstance(model, GPT)
+        self._flops = (
+            6.0 * self.experiment.parameters if not is_gpt else flops_lib.per_token(model, config.model.context)
+        )
         self._peak_flops = config.log.peak_tflops * 1e12
         if not self._peak_flops and self.log:
             self._peak_flops = flops_lib.peak(config.precision)

@@ -54,13 +54,19 @@ def test_class_that_is_imported_is_a_part_of_its_file():
     assert word.endswith("user_parts.py:Doubling") and named(word).layer is Doubling
     with pytest.raises(UserError, match="is not a class of a file"):
         register(int)
+    with pytest.raises(
+        UserError, match=r"Doubling\(…\) is passed: pass a class, or the name of a value, 'FILE.py:NAME'"
+    ):
+        register(Doubling())
 
 
 @pytest.mark.parametrize(
     "word, message",
     [
-        ("{file}:nothing", "has no 'nothing': it has near, odd, Average, Shifted"),
-        ("{file}:nn", "is a module: expected a subclass of attnlab.nn.CausalMixer"),
+        ("{file}:nothing", "has no 'nothing': it has near, odd, Average, Needy, Reader, Shifted"),
+        ("{file}:jnp", "is of type module: expected a subclass of attnlab.nn.CausalMixer"),
+        ("{file}:Needy", "Needy: its field order has no default: give it one"),
+        ("{file}:Reader", "reads = 'key_dim': expected a set of the names conv, gate, heads"),
         ("{file}x.py:near", "No such file or directory: expected a Python file"),
         ("near", "'near' is no part: expected FILE.py:NAME, without spaces"),
     ],
@@ -101,9 +107,27 @@ def test_saved_names_are_admitted_by_the_content_of_an_offered_or_registered_fil
     own.admit({"/elsewhere/mine.py:odd": digest}, "runs/x")
     own.check_offered_used()
     file.write_text(SOURCE + "\n# changed")
+    with pytest.raises(UserError, match="has changed since it was registered: restart Python"):
+        register(f"{file}:near")
+    own._PARTS.clear()
     register(f"{file}:near")
     with pytest.raises(UserError, match="has changed since runs/x began .* restore it, or choose a new --workdir"):
         own.admit({word: digest}, "runs/x")
+
+
+def test_path_with_a_space_raises_one_line(tmp_path):
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b/mine.py").write_text(SOURCE)
+    with pytest.raises(UserError, match="is no part: expected FILE.py:NAME, without spaces"):
+        register(f"{tmp_path}/a b/mine.py:near")
+
+
+def test_path_below_a_folder_with_a_space_raises_one_line(tmp_path, monkeypatch):
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b/mine.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path / "a b")
+    with pytest.raises(UserError, match="has a space, which separates the words of a pattern: move or link the file"):
+        register("mine.py:near")
 
 
 def test_offered_file_that_no_run_names_is_an_error(file):

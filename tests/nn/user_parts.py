@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from attnlab.masks import MaskFn
-from attnlab.nn import MultiHeadAttention, RecurrentMixer
+from attnlab.nn import CausalMixer, MultiHeadAttention, RecurrentMixer
 from attnlab.score_mods import ScoreFn
 
 near = ScoreFn(lambda score, b, h, i, j: score - 0.1 * (i - j))
@@ -23,6 +23,14 @@ class Average(RecurrentMixer):
 
     def key_features(self, features):
         return 1
+
+
+class Needy(CausalMixer):
+    order: int
+
+
+class Reader(RecurrentMixer):
+    reads = "key_dim"
 
 
 class Shifted(MultiHeadAttention):

@@ -53,6 +53,14 @@ class Failing(CausalConv):
         return super().mix(x, before, tokens)
 
 
+class Narrow(CausalConv):
+    """Has other features than its inputs."""
+
+    def mix(self, x, before, tokens):
+        out, state, conv = super().mix(x, before, tokens)
+        return out[..., :7], state, conv
+
+
 def faults(layer):
     return check_mixer(layer, lambda batch: layer.empty_cache(batch, 8), features=8)
 
@@ -64,6 +72,7 @@ def faults(layer):
         (Forgetful(kernel_size=3), "in pieces, with a cache"),
         (Leaking(kernel_size=3), "packed documents"),
         (Infinite(kernel_size=3), "its gradients are not finite"),
+        (Narrow(kernel_size=3), r"its outputs have shape \[2, 24, 7\], expected \[2, 24, 8\], as its inputs"),
         (Failing(kernel_size=3), r"packed documents .*\(NotImplementedError: documents\)"),
     ],
     ids=lambda x: type(x).__name__,

@@ -122,10 +122,19 @@ class CausalMixer(nn.Module):
             raise ValueError(f"the cache of {name} is {found}, expected {_described(empty)}: make it with empty_cache")
         before = empty if cache is None else cache
         tokens = Tokens(segments, lengths, first_values, 0 if layer is None else layer)
-        out, state, conv, *values = self.mix(x, before, tokens)
+        out, state, conv, *values = self._checked(self.mix(x, before, tokens), x)
         length = before.length + (x.shape[1] if lengths is None else lengths)
         results = (out, *(() if cache is None else (MixerState(state, conv, length),)), *values)
         return results if len(results) > 1 else out
+
+    def _checked(self, result, x):
+        """The result of `mix`; ValueError for another number of values, or outputs of another shape."""
+        values = len(result) if isinstance(result, tuple) else 0
+        if values < 3 or jnp.shape(result[0])[:-1] != x.shape[:2]:
+            found = f"outputs {list(jnp.shape(result[0]))}" if values > 2 else f"{values or 'no tuple of'} values"
+            expected = f"(outputs {[*x.shape[:2], 'd']}, state, last inputs)"
+            raise ValueError(f"{type(self).__name__}.mix returned {found}: expected {expected}")
+        return result
 
     def mix(self, x, before: MixerState, tokens: Tokens):
         """(Outputs `[B, T, d]`, the state, the last inputs) after the tokens x `[B, T, F]`, from those before.
@@ -141,7 +150,7 @@ class CausalMixer(nn.Module):
     @classmethod
     def of_model(cls, model, *, dtype: DType | None = None, parent=None, **fields) -> "CausalMixer":
         """The layer of a `GPT`, or of `config.model`; `fields` are defaults besides the module's, if it has them."""
-        names = cls.reads - {"heads"}
+        names = set(cls.reads) - {"heads"}
         read = {name: value for name in names if (value := getattr(recurrence_of(model), name)) is not None}
         known = {field.name for field in dataclasses.fields(cls)}
         fields = {name: value for name, value in (fields | {"dtype": dtype}).items() if name in known}

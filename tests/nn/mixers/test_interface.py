@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from attnlab.masks import Causal, SlidingWindow
-from attnlab.nn import Block, MixerState, Mlp, MultiHeadAttention
+from attnlab.nn import Block, CausalConv, MixerState, Mlp, MultiHeadAttention
 from tests.nn.mixers.cases import ALL, EACH, PIECE, X, compiled, token_by_token
 
 # Float32 sums of some tens of terms of size 1, in another order, and norms that amplify.
@@ -165,3 +165,26 @@ def test_mixer_wrong_inputs_raise_one_line(own_errors, name):
 def test_state_is_a_pytree_with_a_length_of_each_row():
     state = ALL["gated_delta"].empty_cache(3, 8)
     assert isinstance(state, MixerState) and state.length.shape == (3,) and state.length.dtype == jnp.int32
+
+
+class Odd(CausalConv):
+    """Returns what the test says."""
+
+    result: object = None
+
+    def mix(self, x, before, tokens):
+        return self.result(x)
+
+
+@pytest.mark.parametrize(
+    "result, found",
+    [
+        (lambda x: x, "no tuple of values"),
+        (lambda x: (x, None), "2 values"),
+        (lambda x: (x[:, 0], None, None), r"outputs \[2, 8\]"),
+    ],
+    ids=["array", "pair", "shape"],
+)
+def test_mix_of_another_result_raises_one_line(own_errors, result, found):
+    with pytest.raises(ValueError, match=rf"Odd.mix returned {found}: expected \(outputs \[2, 12, 'd'\], state, last"):
+        jax.eval_shape(Odd(result=result).init, jax.random.key(0), X)
