@@ -3,10 +3,10 @@
     attnlab compare --config=compare_all_mixers --config.data.path=tinyshakespeare.txt --jobs=2
     attnlab train --config=compare_all_mixers
 
-500 steps and three seeds of each, all at one learning rate, 0.005: for eight of them, the better of 0.005 and 0.015. On
-tinyshakespeare: 54 runs, 68 minutes on two cores of an AMD EPYC (family 25, model 17) with other work beside; loss in
-nats a character, mean ± 95 % interval: gru 1.791 ± 0.006, mamba2 1.793 ± 0.021, gated_delta 1.857 ± 0.008, attention 1.979 ±
-0.007, linear 2.301 ± 0.008. docs/guide/mixers.md has the table.
+500 steps and three seeds of each, all at one learning rate, 0.005: for eight of them, the better of 0.005 and
+0.015. On tinyshakespeare: 54 runs, 68 minutes on two cores of an AMD EPYC (family 25, model 17) with other work
+beside; loss in nats a character, mean ± 95 % interval: gru 1.791 ± 0.006, mamba2 1.793 ± 0.021, gated_delta 1.857 ±
+0.008, attention 1.979 ± 0.007, linear 2.301 ± 0.008. docs/guide/mixers.md has the table.
 """
 
 from attnlab.config import default
