@@ -31,7 +31,6 @@ from attnlab.nn import GPT, own
 from attnlab.ops.masks import Mask
 from attnlab.ops.score_mods import ScoreMod
 from attnlab.sample import generate, prompt_ids
-from attnlab.support.errors import UserError
 from attnlab.training import pretrained, processes
 from attnlab.training import run as runs
 from attnlab.training import trainer as trainers
@@ -108,12 +107,7 @@ def train(
     >>> len(losses)
     2
     """
-    if mixer is not None:
-        if model is not None:
-            raise UserError("mixer= is for the config's GPT, and model= takes its place: leave one of them out")
-        config = config.copy_and_resolve_references()
-        config.model.mixer = own.register(mixer)
-    passed = Passed(model, mask, score_mod, optimizer)
+    passed = Passed(mixer, mask, score_mod, model, optimizer)
     plan = runs.resolve(config, workdir, eval_only=eval_only, passed=passed)
     own.check_offered_used()
     if plan.origin == "finished":

@@ -19,7 +19,7 @@ class DifferentialAttention(MultiHeadAttention):
     λ₀ = 0.8 − 0.6·exp(−0.3·l) in layer l, counted from 0, λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ₀ is one number for
     all heads. Outputs are normalized for each head and multiplied by 1 − λ₀.
 
-    Parameters are those of `MultiHeadAttention`, with `value/kernel` `[F, Hk/2, 2·D]` and `out/kernel`
+    Parameters have the names of `MultiHeadAttention`'s, with `value/kernel` `[F, Hk/2, 2·D]` and `out/kernel`
     `[H/2, 2·D, F]`, and `lambda_q1`, `lambda_k1`, `lambda_q2`, `lambda_k2`, `[D]`, and `norm/scale`, `[2·D]`. A cache
     holds keys `[B, S, Hk, D]` and values `[B, S, Hk/2, 2·D]`. Dropout drops weights of each map by itself.
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from attnlab.nn import checks, sharding, taps
+from attnlab.nn import checks, projections, sharding, taps
 from attnlab.nn.cache import LatentCache
 from attnlab.nn.checks import check_lengths, check_segments
 from attnlab.nn.multihead import without_dropout
@@ -160,7 +160,8 @@ class LatentAttention(checks.MaskedModule):
         scale = (self.nope_dim + self.rope_dim) ** -0.5 if self.scale is None else self.scale
         terms |= {"mask": mask, "scale": scale}
         z = self._attend(query, latent.astype(query[0].dtype), rotated.astype(query[0].dtype), terms, cache is not None)
-        out = self._out(sharding.constrain(z, "batch", "length", "heads", None), x.shape[-1])
+        z = sharding.constrain(z, "batch", "length", "heads", None)
+        out = projections.out(self, x.shape[-1], use_bias=self.use_bias)(z)
         return out if cache is None else (out, cache)
 
     def _check(self, x, cache) -> None:
@@ -237,17 +238,6 @@ class LatentAttention(checks.MaskedModule):
             name=name,
             dot_general=products.dot_general,
         )
-
-    def _out(self, z, features):
-        return nn.DenseGeneral(
-            features,
-            axis=(-2, -1),
-            use_bias=self.use_bias,
-            dtype=self.dtype,
-            kernel_init=self.out_kernel_init or self.kernel_init,
-            name="out",
-            dot_general=products.dot_general,
-        )(z)
 
 
 class _Kernel(nn.Module):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from attnlab.nn import checks, sharding, taps
+from attnlab.nn import checks, projections, sharding, taps
 from attnlab.nn.cache import KVCache, check_cache, check_forget
 from attnlab.nn.checks import check_lengths, check_segments
 from attnlab.nn.norms import make_norm
@@ -222,21 +222,9 @@ class MultiHeadAttention(checks.MaskedModule):
         gate = nn.sigmoid(self._heads(inputs_q, self.num_heads, "gate", q.shape[-1])) if self.output_gate else None
         terms |= self._dropout(deterministic, dropout_key)
         out = self._attend(q, k, v, terms, gate, layer)
-        out = self._out(out, self.out_features or inputs_q.shape[-1])
+        out = projections.out(self, self.out_features or inputs_q.shape[-1], use_bias=self.use_bias)(out)
         results = (out, *(() if cache is None else (cache,)), *values)
         return results if len(results) > 1 else out
-
-    def _out(self, z, features):
-        """The output projection of the heads."""
-        return nn.DenseGeneral(
-            features,
-            axis=(-2, -1),
-            use_bias=self.use_bias,
-            dtype=self.dtype,
-            kernel_init=self.out_kernel_init or self.kernel_init,
-            name="out",
-            dot_general=products.dot_general,
-        )(z)
 
     def _of_keys(self, features: int) -> tuple[int, int]:
         """Heads and features of the keys."""
@@ -324,7 +312,7 @@ class MultiHeadAttention(checks.MaskedModule):
         return self._seen(attend, weights, v, None if gate is None else lambda z: z * gate, "dropout_rate" in terms)
 
     def _seen(self, attend, weights, v, after, drops):
-        """What `out` projects, with the taps of `attnlab.see`; `weights` takes `rows=`."""
+        """The input of the output projection, with the taps of `attnlab.see`; `weights` takes `rows=`."""
         if self.is_mutable_collection("intermediates"):
             self.sow("intermediates", "attention_weights", weights())
         out = taps.attended(self, attend, lambda rows: weights(rows=rows), v, after=after, drops=drops)

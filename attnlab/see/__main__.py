@@ -274,7 +274,7 @@ class Findings(NamedTuple):
 
 
 def _shares(pattern):
-    """Shares `[B, H, T, T]` of a recurrence; those of several steps of one token, as of delta_product, are summed."""
+    """Shares `[B, H, T, T]` of a recurrence; shares of several steps of one token, as delta_product has, are summed."""
     *batch, length, steps = pattern.shape
     return see.shares(pattern).reshape(*batch, length, length, steps // length).sum(axis=-1)
 

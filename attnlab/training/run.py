@@ -85,8 +85,7 @@ def resolve(
     >>> resolve(configs.default()).origin
     'fresh'
     """
-    passed.check()
-    folder = Workdir(workdir)
+    config, folder = passed.named_in(config), Workdir(workdir)
     config, tokenizer, metadata = pretrained.completed(configs.completed(config), folder.path)
     config.precision = _precision(config, folder, passed, device)
     folder.check_config(config, may_extend=not eval_only)
@@ -161,7 +160,7 @@ def open(plan: RunPlan, *, eval_only: bool = False, on_phase: OnPhase = no_phase
         resources.callback(checkpoints.close)
         start, damaged = _resume_step(checkpoints, workdir, config, eval_only)
         extensions = workdir.extensions(config, start)
-        options = {"parallel": parallel, "extensions": extensions, **plan.passed._asdict()}
+        options = {"parallel": parallel, "extensions": extensions, **plan.passed.of_experiment()}
         experiment = Experiment(config, text.tokenizer.vocab_size, **options)
         state, origin = _state(experiment, checkpoints, workdir, start)
         reporter, log = metrics_lib.ProgressReporter(config.steps, start, silent=not is_first or eval_only), None

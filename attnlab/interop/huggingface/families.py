@@ -90,7 +90,7 @@ class Recurrent(NamedTuple):
     tensors: Callable[..., Iterator[Tensor]]
     name: str  # of the layers' tensors
     expand: str = ""  # the option that is the width of the layers over the model's, where there is one
-    same_epsilon: bool = True  # whether the ε of the model's norms is that of the layers'; otherwise it is 1e-5
+    same_epsilon: bool = True  # whether the layers' norms have the ε of the model's; otherwise it is 1e-5
     hybrid: bool = False  # whether there must be layers of attention and recurrent ones
     period: str = ""  # the option for the number of layers to one of attention, in place of `layers`; "" for 4
 

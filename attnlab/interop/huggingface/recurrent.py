@@ -76,7 +76,7 @@ def write(model, recurrent: Recurrent, kinds: Sequence[str]) -> dict:
 
 
 def resolved(model) -> dict:
-    """What the recurrent layers of a `GPT` read of its `Recurrence`, with their defaults, by kind."""
+    """The options of a `GPT`'s recurrent layers, with their defaults, by kind."""
     kinds = {name: kind for name, kind in kinds_of(model).items() if isinstance(kind, Mixer)}
     return {name: values(kind.module(model), model.width) for name, kind in kinds.items()}
 

@@ -14,7 +14,7 @@ class GatedDeltaProduct(DeltaRule):
 
     A token has one query and one decay, and n keys, values and β, each a step; the state decays before the first step
     and is read after the last, so its transition is a product of n Householder matrices, which rotates and permutes.
-    Projections, convolutions, norm and gate are those of `GatedDeltaNet`. It is `linear_recurrence` over the n · T
+    Projections, convolutions, norm and gate are as in `GatedDeltaNet`. It is `linear_recurrence` over the n · T
     steps. The pattern of `attnlab.see` is of T queries and these n · T steps, the n of a token in a row.
 
     Its cache holds states `[B, HV, K, V]` in float32 and the last W − 1 inputs of the convolutions.

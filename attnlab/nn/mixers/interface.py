@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from attnlab.nn import checks, sharding, taps
+from attnlab.nn import checks, projections, sharding, taps
 from attnlab.nn.checks import check_lengths, check_segments
 from attnlab.nn.resolved import recurrence_of
 from attnlab.ops import products
@@ -259,15 +259,8 @@ class RecurrentMixer(CausalMixer):
         return linear_recurrence(q, k, v, return_state=True, **options)
 
     def _out(self, z, features):
-        return nn.DenseGeneral(
-            features,
-            axis=(-2, -1),
-            use_bias=False,
-            dtype=self.dtype,
-            kernel_init=self.out_kernel_init or self.kernel_init,
-            name="out",
-            dot_general=products.dot_general,
-        )(z)
+        """The projection of `[B, T, HV, V]` to `[B, T, features]`."""
+        return projections.out(self, features, use_bias=False)(z)
 
 
 def last(x: Float[Array, "B N ..."], count: int, lengths: Int[Array, " B"] | None):

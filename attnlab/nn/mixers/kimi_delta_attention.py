@@ -13,7 +13,7 @@ from attnlab.nn.norms import RMSNorm
 class KimiDeltaAttention(DeltaRule):
     """Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692, section 4): the delta rule, each feature with its decay.
 
-    Queries, keys and values are those of `GatedDeltaNet`. With g = −exp(A_log) · softplus(W₂ W₁ x + b), A_log for each
+    Queries, keys and values are as in `GatedDeltaNet`. With g = −exp(A_log) · softplus(W₂ W₁ x + b), A_log for each
     head and g for each feature of its keys, and β = σ(b(x)), `linear_recurrence(q, k, v, g, β)` is normalized for each
     head, multiplied by σ(U₂ U₁ x), and projected. W₁ (`decay_down`) and U₁ (`gate_down`) have rank V.
 

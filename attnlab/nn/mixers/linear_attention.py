@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from typing import ClassVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from attnlab.nn import projections
 from attnlab.nn.mixers.interface import RecurrentMixer
-from attnlab.ops import products
 from attnlab.ops.linear import elu_plus_one, quotient
 
 
@@ -53,17 +52,13 @@ class LinearAttention(RecurrentMixer):
         q, k, v = (self._dense(name, self.num_heads, size, use_bias=self.use_bias)(x) for name in names)
         q, k, v = (y.astype(jnp.promote_types(y.dtype, jnp.float32)) for y in (q, k, v))  # as features and sums are
         z, state = self._recur(feature_map(q), feature_map(k), v, before.state, tokens, scale=1.0)
-        return self._project(z.astype(self.dtype or x.dtype), self.features or x.shape[-1]), state, None
+        out = projections.out(self, self.features or x.shape[-1], use_bias=self.use_bias)
+        return out(z.astype(self.dtype or x.dtype)), state, None
 
     def _recurrence(self, q, k, v, **options):
         v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)  # a last value of 1 sums the keys
         z, state = super()._recurrence(q, k, v, **options)
         return quotient(z[..., :-1], z[..., -1:]) if self.normalize else z[..., :-1], state
-
-    def _project(self, z, features):
-        kernel_init, dot_general = self.out_kernel_init or self.kernel_init, products.dot_general
-        options = {"kernel_init": kernel_init, "dot_general": dot_general, "use_bias": self.use_bias}
-        return nn.DenseGeneral(features, axis=(-2, -1), dtype=self.dtype, name="out", **options)(z)
 
     def empty(self, batch, features):
         size = self.key_features(features)

@@ -29,7 +29,7 @@ class RWKV7(RecurrentMixer):
 
     where v₁ are the values of the first layer. `linear_recurrence(r, k, v, g, erase=(a ⊙ κ, κ ⊙ exp(−g)), scale=1)` is
     standardized for each head, with ε = V · 1e-5, scale and bias; r · (k ⊙ r_k) times v is added, and the sum is
-    multiplied by the gate and projected. The unit norm is that of `GatedDeltaNet`, √(Σx² + 1e-6).
+    multiplied by the gate and projected. The unit norm is `GatedDeltaNet`'s, √(Σx² + 1e-6).
 
     Its cache holds states `[B, H, K, V]` in float32 and the last input, `[B, 1, F]`.
 
