@@ -72,7 +72,7 @@ class Passed(NamedTuple):
         self.check_reads(saved, workdir)
 
     def check_reads(self, saved: Mapping, workdir) -> None:
-        """Raise UserError unless model, mask and score mod are those of the run in a workdir."""
+        """Raise UserError unless the run in a workdir was trained with the same model, mask and score mod."""
         was, now = saved.get("user_defined", {}), self.metadata().get("user_defined", {})
         if was.get("model") != now.get("model"):
             passed, name = now.get("model") or "none", was.get("model")

@@ -101,7 +101,7 @@ def resolve(
 
 
 def _precision(config: ConfigDict, workdir: Workdir, passed: Passed, device: jax.Device | None) -> str:
-    """The config's precision; for "auto" the previous run's or model's, or that of the first process' hardware."""
+    """The config's precision; for "auto" the previous run's, the model's, or what suits the first process' hardware."""
     if config.precision == "auto" and workdir.previous_run is not None:
         return configs.from_dict(workdir.previous_run).precision
     if passed.model is not None:

@@ -339,6 +339,6 @@ def exported(family, model, params):
 @pytest.mark.parametrize("family", CLASSES)
 def test_drawn_config_has_the_logits_of_transformers_or_is_refused_by_name(family):
     draw, outcomes = np.random.default_rng(0), []
-    while len(outcomes) - outcomes.count(None) < 20:  # 40 of each have been compared; a draw takes a second
+    while len(outcomes) - outcomes.count(None) < 20:  # a draw takes about a second
         outcomes.append(assert_same_or_refused(family, drawn(family, draw)))
     assert outcomes.count(True) >= 10, outcomes
