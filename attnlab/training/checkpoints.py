@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -393,6 +394,7 @@ def _ignore_late_io() -> None:
 
     sys.unraisablehook = report_others
     logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in record.getMessage())
+    warnings.filterwarnings("ignore", "coroutine 'Store._get_array_metadatas' was never awaited", RuntimeWarning)
 
 
 def _sharding(array):
