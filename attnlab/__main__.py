@@ -1,10 +1,11 @@
-"""Attention for JAX and Flax: train, sweep, compare, sample, see, plan, study, conform, measure.
+"""Attention for JAX and Flax: train, sweep, compare, sample, see, export, plan, study, conform, measure.
 
     attnlab train --config=quickstart
     attnlab sweep --config=quickstart --grid config.optimizer.learning_rate=1e-3,3e-3 --grid config.seed=0,1
     attnlab compare --config=quickstart --variant "rotary:" --variant "alibi: model.positions=alibi"
     attnlab sample --workdir=runs/quickstart --prompt="The "
     attnlab see --workdir=runs/quickstart
+    attnlab export --workdir=runs/gpt2_finetune --to=FOLDER
     attnlab plan --config=gpt2_124m --topology=v5e:4x4
     attnlab study heads
     attnlab conform jax.nn.dot_product_attention
@@ -24,6 +25,7 @@ COMMANDS = {
     "compare": ("attnlab.compare", "train variants of a model, and tell which are better"),
     "sample": ("attnlab.sample", "write text with a trained model"),
     "see": ("attnlab.see.__main__", "show what a trained model attends to, in one HTML page"),
+    "export": ("attnlab.export", "write a trained model for transformers"),
     "plan": ("attnlab.plan", "compile a run for hardware that is not here: will it fit?"),
     "study": ("attnlab.study.__main__", "measure a claim about attention: table, figure, verdict"),
     "conform": ("attnlab.conform", "hold a function of attention to the specification"),

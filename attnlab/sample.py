@@ -36,7 +36,7 @@ from attnlab.generation.decoding import check_draft, decode, generate
 from attnlab.generation.drawing import Draw
 from attnlab.generation.prompt_files import Records, read_prompts
 from attnlab.generation.scoring import score
-from attnlab.generation.stop_strings import StopStrings, before_stop, end_tokens
+from attnlab.generation.stop_strings import StopStrings, before_stop
 from attnlab.generation.texts import Drawn, complete, prompt_ids, recorded
 from attnlab.nn import own
 from attnlab.support.errors import UserError
@@ -136,7 +136,7 @@ def _options(values, run: Run) -> dict:
     # Errors are raised before anything is written.
     StopStrings(stop, run.tokenizer)
     check_draft(run.model, values.draft)
-    end = end_tokens(run.tokenizer, values.workdir) if values.end_of_text else ()
+    end = run.tokenizer.end_of_text if values.end_of_text else ()
     options = {"max_tokens": values.max_tokens, "draw": draw, "stop": stop, "end": end}
     return options | {"num_samples": values.num_samples, "seed": values.seed, "draft": values.draft}
 

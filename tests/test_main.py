@@ -23,7 +23,7 @@ def test_version_is_that_of_the_package(capsys):
 
 def test_unknown_command_names_the_nearest(capsys):
     assert main(["attnlab", "trian"]) == 2
-    known = "train, sweep, compare, sample, see, plan, study, conform, bench"
+    known = "train, sweep, compare, sample, see, export, plan, study, conform, bench"
     error = capsys.readouterr().err
     assert error == f"error: 'trian' is not a command (did you mean train?): use one of {known}\n"
 
@@ -35,6 +35,7 @@ def test_unknown_command_names_the_nearest(capsys):
         ("sweep", "--grid"),
         ("sample", "--prompt"),
         ("see", "--checkpoints"),
+        ("export", "--to"),
         ("plan", "--topology"),
         ("study", "heads"),
         ("bench", "attention"),

@@ -1,12 +1,13 @@
-"""Tokenizers of published models, in the format of Hugging Face's libraries."""
+"""Read and write tokenizers in the format of Hugging Face's libraries, as published models have them."""
 
 import json
 from pathlib import Path
 
 import tokenizers as huggingface
-from tokenizers import decoders, models
+from tokenizers import Regex, decoders, models, pre_tokenizers
 
 from attnlab.data import tokenizers
+from attnlab.data.end_of_text import of_folder
 from attnlab.data.sentencepiece import SentencePieceTokenizer
 from attnlab.support import files
 from attnlab.support.errors import UserError
@@ -21,8 +22,8 @@ def pretrained(folder: Path, vocab_size: int | None = None) -> tokenizers.Tokeni
 
     Returns:
       A tokenizer of kind "bpe" (byte-level, as with GPT-2, Llama 3 and Qwen) or "sentencepiece" (as with Llama 2,
-      Mistral, Gemma and Phi-3), with its added tokens; None without such files. `decode` returns normalized text if it
-      normalizes, as Qwen's does to NFC.
+      Mistral, Gemma and Phi-3), with its added tokens, or of a kind that `as_published` wrote; None without such files.
+      `decode` returns normalized text if it normalizes, as Qwen's does to NFC.
 
     Raises:
       UserError: files that cannot be read, or a tokenizer of another kind.
@@ -42,7 +43,9 @@ def pretrained(folder: Path, vocab_size: int | None = None) -> tokenizers.Tokeni
             content = json.loads(text)
             content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < vocab_size]
             tokenizer = huggingface.Tokenizer.from_str(json.dumps(content))
-        return _as_published(tokenizer)
+        return _as_published(tokenizer, of_folder(folder, tokenizer.get_vocab_size()))
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from error
     except Exception as error:  # Hugging Face's library raises no narrower one
@@ -53,29 +56,70 @@ def pretrained(folder: Path, vocab_size: int | None = None) -> tokenizers.Tokeni
         ) from error
 
 
+_CHARACTERS = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+# How the library joins tokens to the text.
+_DECODERS = {
+    "char": decoders.Fuse(),
+    "byte": decoders.ByteLevel(),
+    "word": decoders.Fuse(),
+    "bpe": decoders.ByteLevel(),
+    "wordpiece": decoders.Sequence([decoders.Replace(tokenizers.CONTINUES, ""), decoders.Fuse()]),
+}
+
+
+def as_published(tokenizer: tokenizers.Tokenizer) -> dict:
+    """The content of a `tokenizer.json` of Hugging Face's libraries with a tokenizer's tokens, of any kind.
+
+    >>> content = as_published(tokenizers.make("char", "abba"))
+    >>> huggingface.Tokenizer.from_str(json.dumps(content)).encode("baa").ids
+    [1, 0, 0]
+    """
+    if isinstance(tokenizer, tokenizers.CharTokenizer):
+        vocabulary = {character: i for i, character in enumerate(tokenizer.characters)}
+        library = tokenizers.untrained(models.WordLevel(vocabulary, unk_token=""), _CHARACTERS)
+    elif isinstance(tokenizer, tokenizers.ByteTokenizer):
+        vocabulary = dict(tokenizers.GPT2_BYTES)
+        library = tokenizers.untrained(models.BPE(vocabulary, []), _BYTES)
+    else:
+        library = huggingface.Tokenizer.from_str(json.dumps(tokenizer.to_dict()["tokenizer"]))
+    library.decoder = library.decoder or _DECODERS[tokenizer.kind]
+    return json.loads(library.to_str())
+
+
 def _gpt2(vocabulary: Path, merges: Path) -> tokenizers.TrainedTokenizer:
     tokenizer = tokenizers.untrained(models.BPE.from_file(str(vocabulary), str(merges)), tokenizers.BYTE_LEVEL)
     tokenizer.decoder = decoders.ByteLevel()
     if tokenizer.token_to_id("<|endoftext|>") is not None:
         tokenizer.add_special_tokens(["<|endoftext|>"])
-    return tokenizers.TrainedTokenizer("bpe", tokenizer)
+    return tokenizers.TrainedTokenizer("bpe", tokenizer, of_folder(vocabulary.parent, tokenizer.get_vocab_size()))
 
 
-def _as_published(tokenizer: huggingface.Tokenizer) -> tokenizers.Tokenizer:
+def _as_published(tokenizer: huggingface.Tokenizer, end_of_text: tuple[int, ...]) -> tokenizers.Tokenizer:
     """The tokenizer of a `tokenizer.json`; ValueError for an unsupported kind."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if hasattr(tokenizer.model, "dropout"):
         tokenizer.model.dropout = None  # deterministic tokens
     content = json.loads(tokenizer.to_str())
+    if content["model"]["type"] == "WordLevel" and _is(content["pre_tokenizer"], _CHARACTERS):
+        return tokenizers.CharTokenizer("".join(sorted(vocabulary := content["model"]["vocab"], key=vocabulary.get)))
+    for kind, model in (("word", "WordLevel"), ("wordpiece", "WordPiece")):
+        if content["model"]["type"] == model and _is(content["pre_tokenizer"], tokenizers.WORDS):
+            return tokenizers.TrainedTokenizer(kind, tokenizer)
     kinds = [(content[part] or {}).get("type") for part in ("model", "decoder", "normalizer")]
     is_byte_level = '"ByteLevel"' in json.dumps([content["decoder"], content["pre_tokenizer"]])
     if kinds[0] in ("BPE", "Unigram") and not is_byte_level:
-        return SentencePieceTokenizer(tokenizer)
+        return SentencePieceTokenizer(tokenizer, end_of_text)
     if kinds[:2] not in (["BPE", "ByteLevel"], ["BPE", None]) or kinds[2] not in (None, "NFC"):
         raise ValueError(f"its model, decoder and normalizer are {kinds}, not BPE, ByteLevel and none or NFC")
     _check_splits(content["pre_tokenizer"])
-    return tokenizers.TrainedTokenizer("bpe", tokenizer)
+    return tokenizers.TrainedTokenizer("bpe", tokenizer, end_of_text)
+
+
+def _is(saved: dict | None, pre_tokenizer) -> bool:
+    """Whether a `tokenizer.json` has a pre-tokenizer."""
+    return saved == json.loads(pre_tokenizer.__getstate__())
 
 
 def _check_splits(pre_tokenizer: dict | None) -> None:

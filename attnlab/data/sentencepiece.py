@@ -6,12 +6,13 @@ bytes like "<0xC3>". Hugging Face's `tokenizers` reads the files and encodes; vo
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import tokenizers as huggingface
 
 from attnlab.data import characters
+from attnlab.data.end_of_text import SENTENCEPIECE_NAMES, as_saved, named
 from attnlab.support.errors import UserError
 
 _SPACE = "▁"
@@ -40,9 +41,10 @@ class SentencePieceTokenizer:
 
     kind = "sentencepiece"
 
-    def __init__(self, tokenizer: huggingface.Tokenizer):
+    def __init__(self, tokenizer: huggingface.Tokenizer, end_of_text: Sequence[int] = ()):
         content = json.loads(tokenizer.to_str())
         _check(content)
+        self.end_of_text = tuple(end_of_text) or named(tokenizer, SENTENCEPIECE_NAMES)
         self._tokenizer = tokenizer
         self._prepends = any(step["type"] == "Prepend" for step in _steps(content["normalizer"]))
         self._strips = _strips(content["decoder"])
@@ -89,8 +91,8 @@ class SentencePieceTokenizer:
             strips = False
 
     def to_dict(self) -> dict:
-        """`{"kind": "sentencepiece", "tokenizer": the library's JSON}`."""
-        return {"kind": self.kind, "tokenizer": json.loads(self._tokenizer.to_str())}
+        """`{"kind": "sentencepiece", "tokenizer": the library's JSON}`, and `"end_of_text"` as `TrainedTokenizer`."""
+        return as_saved(self, self._tokenizer, SENTENCEPIECE_NAMES)
 
 
 def _steps(part: dict | None) -> list[dict]:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -17,6 +17,7 @@ import tokenizers as huggingface
 from tokenizers import models, pre_tokenizers, trainers
 
 from attnlab.data.characters import WORD_END, check_known, code_points, complete, parts, utf8
+from attnlab.data.end_of_text import NAMES, as_saved, named
 from attnlab.data.sentencepiece import SentencePieceTokenizer
 from attnlab.support import files
 from attnlab.support.errors import UserError
@@ -27,9 +28,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """The interface of all tokenizers."""
+    """The interface of all tokenizers.
+
+    Attributes:
+      kind: "char", "byte", "word", "bpe", "wordpiece" or "sentencepiece".
+      end_of_text: the tokens that end a text; trained vocabularies have none.
+    """
 
     kind: str
+    end_of_text: tuple[int, ...]
 
     @property
     def vocab_size(self) -> int:
@@ -67,6 +74,7 @@ class CharTokenizer:
     """
 
     kind = "char"
+    end_of_text = ()
 
     def __init__(self, characters: str):
         if list(characters) != sorted(set(characters)):
@@ -115,6 +123,7 @@ class ByteTokenizer:
     """
 
     kind = "byte"
+    end_of_text = ()
     vocab_size = 256
 
     def encode(self, text: str, continues: bool = False) -> np.ndarray:
@@ -142,14 +151,16 @@ class TrainedTokenizer:
     Args:
       kind: "word", "bpe" or "wordpiece", as in `make`.
       tokenizer: the Hugging Face tokenizer with the vocabulary.
+      end_of_text: the tokens that end a text; () for tokens with a usual name.
 
     >>> tokenizer = TrainedTokenizer.of("bpe", "low lower lowest " * 9, vocab_size=300)
     >>> [tokenizer.decode([i]) for i in tokenizer.encode("slow lower")]
     ['s', 'low', ' lower']
     """
 
-    def __init__(self, kind: str, tokenizer: huggingface.Tokenizer):
+    def __init__(self, kind: str, tokenizer: huggingface.Tokenizer, end_of_text: Sequence[int] = ()):
         self.kind = kind
+        self.end_of_text = tuple(end_of_text) or named(tokenizer, NAMES)
         self._tokenizer = tokenizer
         tokens = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
         if None in tokens:
@@ -220,14 +231,14 @@ class TrainedTokenizer:
         return complete(self._pieces[i] for i in ids)
 
     def to_dict(self) -> dict:
-        """`{"kind": …, "tokenizer": the library's JSON}`."""
-        return {"kind": self.kind, "tokenizer": json.loads(self._tokenizer.to_str())}
+        """`{"kind": …, "tokenizer": the library's JSON}`, and `"end_of_text"` where their names are not usual."""
+        return as_saved(self, self._tokenizer, NAMES)
 
 
 # Runs of white space, runs of word characters, and single other characters. Longer runs are cut, because WordPiece
 # tries every prefix of a word.
 _LONGEST = 100
-_WORDS = pre_tokenizers.Split(huggingface.Regex(rf"\s{{1,{_LONGEST}}}|\w{{1,{_LONGEST}}}|[^\s\w]"), "isolated")
+WORDS = pre_tokenizers.Split(huggingface.Regex(rf"\s{{1,{_LONGEST}}}|\w{{1,{_LONGEST}}}|[^\s\w]"), "isolated")
 BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
 _BEFORE_SPACE = re.compile(r"\S(?= )")
 # Words with the white space before them, cut at every end of `WORD_END`. Looking up their tokens is several times
@@ -235,14 +246,14 @@ _BEFORE_SPACE = re.compile(r"\S(?= )")
 _SPACED_WORDS = re.compile(r"\s*(?:\S+|[^\S \n]\s*)*")
 _MOST_KNOWN = 200_000  # about 50 MB
 _UNKNOWN = "<unk>"
-_CONTINUES = "##"
+CONTINUES = "##"
 
 
 def _train_words(text: str, vocab_size: int) -> huggingface.Tokenizer:
     trainer = trainers.WordLevelTrainer(vocab_size=vocab_size, special_tokens=[_UNKNOWN], show_progress=False)
-    vocabulary = _trained(models.WordLevel(), _WORDS, trainer, text).get_vocab(with_added_tokens=False)
+    vocabulary = _trained(models.WordLevel(), WORDS, trainer, text).get_vocab(with_added_tokens=False)
     # A new tokenizer, because the trained one would read "<unk>" in a text as the special token.
-    return untrained(models.WordLevel(vocabulary, unk_token=_UNKNOWN), _WORDS)
+    return untrained(models.WordLevel(vocabulary, unk_token=_UNKNOWN), WORDS)
 
 
 def _train_bpe(text: str, vocab_size: int) -> huggingface.Tokenizer:
@@ -255,7 +266,7 @@ def _train_bpe(text: str, vocab_size: int) -> huggingface.Tokenizer:
 
 
 def _train_wordpiece(text: str, vocab_size: int, characters: list[str]) -> huggingface.Tokenizer:
-    continuing = [_CONTINUES + c for c in characters if len(_WORDS.pre_tokenize_str(c + c)) == 1]
+    continuing = [CONTINUES + c for c in characters if len(WORDS.pre_tokenize_str(c + c)) == 1]
     least = len(characters) + len(continuing)
     if vocab_size < least:
         raise UserError(
@@ -267,12 +278,12 @@ def _train_wordpiece(text: str, vocab_size: int, characters: list[str]) -> huggi
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size, min_frequency=2, special_tokens=characters + continuing, show_progress=False
     )
-    vocabulary = _trained(models.WordPiece(), _WORDS, trainer, text).get_vocab(with_added_tokens=False)
+    vocabulary = _trained(models.WordPiece(), WORDS, trainer, text).get_vocab(with_added_tokens=False)
     # A new tokenizer, because the trained one would extract special tokens before splitting a text into words.
     model = models.WordPiece(
-        vocabulary, unk_token=_UNKNOWN, continuing_subword_prefix=_CONTINUES, max_input_chars_per_word=_LONGEST
+        vocabulary, unk_token=_UNKNOWN, continuing_subword_prefix=CONTINUES, max_input_chars_per_word=_LONGEST
     )
-    return untrained(model, _WORDS)
+    return untrained(model, WORDS)
 
 
 def _splits_at_spaces(tokenizer: huggingface.Tokenizer) -> bool:
@@ -281,7 +292,7 @@ def _splits_at_spaces(tokenizer: huggingface.Tokenizer) -> bool:
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
     added = tokenizer.get_added_tokens_decoder().values()
     return (
-        (splits == json.loads(_WORDS.__getstate__()) or byte_level.items() <= (splits or {}).items())
+        (splits == json.loads(WORDS.__getstate__()) or byte_level.items() <= (splits or {}).items())
         and not any(token.lstrip or token.rstrip or token.single_word for token in added)
         and not any(character.isspace() for token in added for character in token.content)
     )
@@ -303,11 +314,11 @@ def _bytes_of(kind: str, token: str) -> bytes:
     """The UTF-8 bytes of a token of the library."""
     if kind == "bpe":
         try:
-            return bytes(_GPT2_BYTES[character] for character in token)
+            return bytes(GPT2_BYTES[character] for character in token)
         except KeyError as error:
             raise ValueError(f"its token {token!r} is not in GPT-2's byte alphabet") from error
     # Only continuing word pieces begin with "##": every # of a text is a word by itself.
-    return (token.removeprefix(_CONTINUES) if kind == "wordpiece" else token).encode()
+    return (token.removeprefix(CONTINUES) if kind == "wordpiece" else token).encode()
 
 
 def _gpt2_bytes() -> dict[str, int]:
@@ -317,7 +328,7 @@ def _gpt2_bytes() -> dict[str, int]:
     return dict(zip(characters, printable + sorted(set(range(256)) - set(printable))))
 
 
-_GPT2_BYTES = _gpt2_bytes()
+GPT2_BYTES = _gpt2_bytes()
 _TRAIN = {"word": _train_words, "bpe": _train_bpe, "wordpiece": _train_wordpiece}
 
 KINDS = ("char", "byte", *_TRAIN)
@@ -393,13 +404,13 @@ def from_dict(saved: dict) -> Tokenizer:
     >>> from_dict({"kind": "byte"}).encode("a").tolist()
     [97]
     """
-    kind = saved.get("kind")
+    kind, ends = saved.get("kind"), saved.get("end_of_text", ())
     if kind == SentencePieceTokenizer.kind:
-        return SentencePieceTokenizer(huggingface.Tokenizer.from_str(json.dumps(saved["tokenizer"])))
+        return SentencePieceTokenizer(huggingface.Tokenizer.from_str(json.dumps(saved["tokenizer"])), ends)
     if kind not in KINDS:
         raise ValueError(f"its kind is {kind!r}, not one of {', '.join(KINDS)}")
     if kind in _TRAIN:
-        return TrainedTokenizer(kind, huggingface.Tokenizer.from_str(json.dumps(saved["tokenizer"])))
+        return TrainedTokenizer(kind, huggingface.Tokenizer.from_str(json.dumps(saved["tokenizer"])), ends)
     return CharTokenizer(saved["characters"]) if kind == "char" else ByteTokenizer()
 
 

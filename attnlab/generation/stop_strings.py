@@ -1,15 +1,9 @@
-"""The end of a text: stop strings, and end tokens."""
+"""Strings that end a text."""
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 from attnlab.data.tokenizers import Tokenizer
 from attnlab.support.errors import UserError
-
-END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<|return|>")
-# Only with SentencePiece: elsewhere they are words of many texts.
-_END_OF_SENTENCEPIECE = ("</s>", "<eos>", "<end_of_turn>")
 
 
 class StopStrings:
@@ -55,35 +49,6 @@ def before_stop(pieces: Iterable[str], strings: Sequence[str]) -> Iterator[str]:
 def _begun(text: str, string: str) -> int:
     """The length of the longest end of a text that is a proper beginning of a string."""
     return next(n for n in range(min(len(text), len(string) - 1), -1, -1) if text.endswith(string[:n]))
-
-
-def end_tokens(tokenizer: Tokenizer, folder: str | Path | None = None) -> tuple[int, ...]:
-    """Tokens that end a text: `eos_token_id` of a Hugging Face folder, or tokens with the usual names."""
-    for name in ("generation_config.json", "config.json") if folder else ():
-        file = Path(folder) / name
-        ids = _read(file).get("eos_token_id") if file.exists() else None
-        if ids is not None:
-            ids = ids if isinstance(ids, list) else [ids]
-            return tuple(i for i in ids if isinstance(i, int) and 0 <= i < tokenizer.vocab_size)
-    names = END_OF_TEXT + (_END_OF_SENTENCEPIECE if tokenizer.kind == "sentencepiece" else ())
-    return tuple(sorted({int(ids[0]) for name in names if len(ids := _encoded(name, tokenizer)) == 1}))
-
-
-def _read(file: Path) -> dict:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read ({error}): restore it") from error
-    return content if isinstance(content, dict) else {}
-
-
-def _encoded(text: str, tokenizer: Tokenizer) -> list[int]:
-    if tokenizer.kind == "word":  # encodes unknown words as one token
-        return []
-    try:
-        return tokenizer.encode(text).tolist()
-    except UserError:
-        return []
 
 
 def _check(string: str, tokenizer: Tokenizer) -> None:

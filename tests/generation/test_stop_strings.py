@@ -1,12 +1,9 @@
 """Stop strings and end-of-text tokens."""
 
-import json
-
 import pytest
-import tokenizers as huggingface
 
-from attnlab.data.tokenizers import TrainedTokenizer, make
-from attnlab.generation.stop_strings import StopStrings, before_stop, cut, end_tokens
+from attnlab.data.tokenizers import make
+from attnlab.generation.stop_strings import StopStrings, before_stop, cut
 from attnlab.support.errors import UserError
 
 TEXT = "low lower lowest, or so. <|endoftext|>\n\n" * 30
@@ -76,26 +73,3 @@ def test_stop_string_that_no_tokens_make_is_one_line(kind, stop, message):
         with pytest.raises(UserError, match=message.replace("(", "\\(")) as error:
             StopStrings([stop], tokenizer)
         assert "\n" not in str(error.value)
-
-
-def test_end_of_text_is_the_tokenizers():
-    content = make("bpe", TEXT, vocab_size=300).to_dict()["tokenizer"]
-    pretrained = huggingface.Tokenizer.from_str(json.dumps(content))
-    pretrained.add_special_tokens(["<|endoftext|>"])
-    tokenizer = TrainedTokenizer("bpe", pretrained)
-    (end,) = end_tokens(tokenizer)
-    assert tokenizer.decode([end]) == "<|endoftext|>"
-    for kind in ("char", "byte", "word", "bpe", "wordpiece"):
-        assert end_tokens(make(kind, TEXT, vocab_size=300)) == ()
-
-
-def test_end_of_text_is_the_folders(tmp_path):
-    tokenizer = make("byte", "")
-    assert end_tokens(tokenizer, tmp_path) == ()
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
-    assert end_tokens(tokenizer, tmp_path) == (7,)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 9, 5000]}))
-    assert end_tokens(tokenizer, tmp_path) == (8, 9)  # 5000 is no token of this vocabulary
-    (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(UserError, match="generation_config.json cannot be read"):
-        end_tokens(tokenizer, tmp_path)

@@ -1,12 +1,14 @@
 """Import and export of transformers' GPT-2: same logits, text and bits; invalid files raise one line."""
 
 import json
+import shutil
 import unicodedata
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers as huggingface
 
 from attnlab import sample
 from attnlab.data import published, tokenizers
@@ -292,12 +294,43 @@ def gpt2(tmp_path_factory):
     return save_hf(folder, model, params, tokenizer)
 
 
-def test_exported_tokenizer_loads_in_transformers(gpt2):
+@pytest.mark.parametrize("kind", tokenizers.KINDS)
+def test_exported_tokenizer_has_the_same_tokens_in_transformers(kind, small, tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    theirs, ours = transformers.AutoTokenizer.from_pretrained(gpt2), published.pretrained(gpt2)
-    text = "El hidalgo, 1605: ¡ñandú! 🦙\n\n  vivía"
-    assert ours.encode(text).tolist() == theirs.encode(text)
-    assert ours.decode(ours.encode(text)) == text == theirs.decode(theirs.encode(text))
+    texts = ("El hidalgo, 1605:\n\n  vivía", "##vivía# ##")
+    tokenizer = tokenizers.make(kind, " ".join(texts) + TEXT, 300)
+    folder = save_hf(tmp_path / "gpt2", *small, tokenizer)
+    theirs, again = transformers.AutoTokenizer.from_pretrained(folder), published.pretrained(folder)
+    for text in texts:
+        ids = tokenizer.encode(text).tolist()
+        assert ids == again.encode(text).tolist() == theirs.encode(text)
+        assert tokenizer.decode(ids) == again.decode(ids) == theirs.decode(ids)
+
+
+def test_exported_folder_names_the_end_of_text_to_transformers(small, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    saved = tokenizers.make("bpe", TEXT, 300).to_dict()
+    folder = save_hf(tmp_path / "gpt2", *small, tokenizers.from_dict(saved | {"end_of_text": [7, 11]}))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.eos_token_id == 7
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert model.generation_config.eos_token_id == [7, 11]
+
+
+def test_end_of_text_is_the_folders_or_has_a_usual_name(gpt2, tmp_path):
+    shutil.copytree(gpt2, tmp_path, dirs_exist_ok=True)
+    assert published.pretrained(tmp_path).end_of_text == ()
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
+    assert published.pretrained(tmp_path).end_of_text == (7,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 9, 5000]}))
+    assert published.pretrained(tmp_path).end_of_text == (8, 9)  # 5000 is no token of this vocabulary
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(UserError, match="generation_config.json cannot be read"):
+        published.pretrained(tmp_path)
+    saved = tokenizers.make("bpe", TEXT, 300).to_dict()
+    library = huggingface.Tokenizer.from_str(json.dumps(saved["tokenizer"]))
+    library.add_special_tokens(["<|endoftext|>"])
+    assert tokenizers.TrainedTokenizer("bpe", library).end_of_text == (library.get_vocab_size() - 1,)
 
 
 def test_vocab_and_merges_load_like_transformers(gpt2, tmp_path):
@@ -369,12 +402,9 @@ def test_folder_without_tokenizer_files_returns_none(tmp_path):
     assert published.pretrained(tmp_path) is None
 
 
-@pytest.mark.parametrize("kind", ["word", "wordpiece", "nonsense", "no splits", "hole", "foreign"])
+@pytest.mark.parametrize("kind", ["nonsense", "no splits", "hole", "foreign"])
 def test_unsupported_tokenizer_raises_one_line(kind, gpt2, tmp_path):
-    if kind in ("word", "wordpiece"):
-        saved = tokenizers.make(kind, TEXT, 200).to_dict()["tokenizer"]
-    else:
-        saved = json.loads((gpt2 / "tokenizer.json").read_text()) if kind != "nonsense" else {}
+    saved = json.loads((gpt2 / "tokenizer.json").read_text()) if kind != "nonsense" else {}
     if kind == "no splits":
         saved["pre_tokenizer"] = {"type": "Whitespace"}
     elif kind in ("hole", "foreign"):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import attnlab
-from attnlab import sample, train
+from attnlab import export, sample, train
 from attnlab.data import published, tokenizers
 from attnlab.interop.huggingface import from_hf, save_hf
 from attnlab.nn import GPT
@@ -26,12 +26,14 @@ from tests.texts import TEXT
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
 REPOSITORY = Path(__file__).parents[2]
+END_OF_TEXT = [7, 11]  # tokens without a usual name
 
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
-    """A folder as from the Hugging Face hub: random weights, byte-level BPE, non-default options."""
-    tokenizer = tokenizers.make("bpe", TEXT, vocab_size=300)
+    """A folder as from the Hugging Face hub: random weights, byte-level BPE, non-default options, an end of text."""
+    saved = tokenizers.make("bpe", TEXT, vocab_size=300).to_dict()
+    tokenizer = tokenizers.from_dict(saved | {"end_of_text": END_OF_TEXT})
     model = GPT(tokenizer.vocab_size + 3, 2, 2, 16, 48, mlp_ratio=2.5, activation="relu", norm_epsilon=1e-4)
     params = parameters(model, np.zeros((1, 1), np.int32))
     return save_hf(tmp_path_factory.mktemp("hub") / "gpt2", model, params, tokenizer)
@@ -83,6 +85,38 @@ def check_start(workdir, gpt2):
 
 def test_run_from_gpt2_takes_its_weights_shape_and_tokenizer(gpt2, started):
     check_start(started[0], gpt2)
+
+
+def test_exported_run_is_a_folder_with_its_weights_and_tokens(started, tmp_path, capsys):
+    """The tokens that end a text come from the folder that the run started from."""
+    workdir, folder = started[0], tmp_path / "exported"
+    assert export.main(["export", f"--workdir={workdir}", f"--to={folder}"]) == 0
+    names = "config.json, model.safetensors, tokenizer.json, tokenizer_config.json"
+    assert capsys.readouterr().out.startswith(f"{folder}: {names} (")
+    run, again = attnlab.load(workdir), attnlab.load(folder)
+    jax.tree.map(np.testing.assert_array_equal, run.params, again.params)
+    assert again.model == run.model.clone(dropout=again.model.dropout)
+    assert run.tokenizer.end_of_text == again.tokenizer.end_of_text == tuple(END_OF_TEXT)
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == END_OF_TEXT
+    assert json.loads((folder / "tokenizer_config.json").read_text())["eos_token"] == run.tokenizer.decode([7])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ([], "--workdir is missing"),
+        (["--workdir={run}"], "--to is missing"),
+        (["--workdir={run}", "--to={run}"], "already exists: choose a new folder"),
+        (["--workdir={run}", "--to={new}", "--dtype=int8"], "int8"),
+        (["--workdir={run}", "--to={new}", "--model_type=llama"], "llama supports only"),
+        (["--workdir={new}", "--to={new}"], "no run"),
+    ],
+)
+def test_impossible_export_is_one_line(options, message, started, tmp_path, capsys):
+    options = [option.format(run=started[0], new=tmp_path / "new") for option in options]
+    assert export.main(["export", *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and not (tmp_path / "new").exists()
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import pytest
 import attnlab
 from attnlab import sample
 from attnlab.data import published
-from attnlab.generation.stop_strings import end_tokens
 from attnlab.generation.texts import complete
 from attnlab.interop.huggingface import save_hf
 from attnlab.nn import GPT
@@ -36,9 +35,8 @@ def test_saved_folder_has_the_end_of_text_of_its_tokenizer(llama):
     assert json.loads((llama / "config.json").read_text())["eos_token_id"] == 2  # "</s>"
 
 
-def test_end_of_text_is_the_tokenizers_without_the_folder(llama):
-    """As in a run that was fine-tuned from it."""
-    assert end_tokens(attnlab.load(llama).tokenizer) == (2,)
+def test_end_of_text_is_the_tokenizers(llama):
+    assert attnlab.load(llama).tokenizer.end_of_text == (2,)
 
 
 def test_sample_prints_the_spaces_after_the_prompt(llama, capsys):

@@ -130,8 +130,8 @@ def save_hf(
     Args:
       folder: a new folder.
       model, params, model_type: as for `to_hf`; torch is not needed.
-      tokenizer: of kind "bpe" or "sentencepiece", written as `tokenizer.json`; None for none. Copy other files, such as
-        a chat template or `generation_config.json`, from the original model.
+      tokenizer: written as `tokenizer.json`, of any kind; None for none. The tokens that end a text go into
+        `config.json`. Copy other files, such as a chat template, from the original model.
       dtype: type of the tensors, float32, bfloat16 or float16.
       max_shard_bytes: maximal size of a file; more bytes become several files with an index.
 
@@ -139,7 +139,7 @@ def save_hf(
       The folder.
 
     Raises:
-      UserError: as for `to_hf`; a folder that exists and is not empty; a tokenizer of another kind.
+      UserError: as for `to_hf`; a folder that exists and is not empty.
 
     >>> import tempfile
     >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
@@ -152,9 +152,10 @@ def save_hf(
     folder = Path(folder).absolute()
     config = make_config(model, model_type) | {"dtype": jnp.dtype(dtype).name}
     table, params = prepared(model, tensors.bare(params), config["model_type"])
-    contents = {"config.json": config, **({} if tokenizer is None else _tokenizer_files(tokenizer))}
-    if "tokenizer.json" in contents:
-        config["bos_token_id"] = config["eos_token_id"] = _end_of_text(contents["tokenizer.json"])
+    contents = {"config.json": config}
+    if tokenizer is not None:
+        contents |= _tokenizer_files(tokenizer)
+        config |= _special_tokens(tokenizer, contents["tokenizer.json"])
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} already exists: choose a new folder")
     table = sorted(table, key=lambda tensor: tensor.name)
@@ -176,21 +177,29 @@ def read_tokenizer(path: Path, vocab_size: int | None = None) -> tokenizers.Toke
     return published.pretrained(path if path.is_dir() else path.parent, vocab_size)
 
 
+# Tokens that begin a text, by their usual names; with GPT-2 it is the token that ends one.
+_BEGIN = ("<s>", "<bos>", "<|begin_of_text|>", "<|endoftext|>")
+
+
 def _tokenizer_files(tokenizer) -> dict:
-    if tokenizer.kind not in ("bpe", "sentencepiece"):
-        raise UserError(f"a tokenizer of kind {tokenizer.kind!r}: models of transformers have 'bpe', leave it out")
-    content = tokenizer.to_dict()["tokenizer"]
-    decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    content = published.as_published(tokenizer)
+    names = {i: name for name, i in _ids(content).items()}
+    ends = {"eos_token": names[tokenizer.end_of_text[0]]} if tokenizer.end_of_text else {}
+    options = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | ends
+    return {"tokenizer.json": content, "tokenizer_config.json": options}
+
+
+def _special_tokens(tokenizer, content: dict) -> dict:
+    """The options of a model's config that name tokens of its tokenizer."""
+    ids, ends = _ids(content), tokenizer.end_of_text
     return {
-        "tokenizer.json": content | {"decoder": content.get("decoder") or decoder},
-        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False},
+        "bos_token_id": next((ids[name] for name in _BEGIN if name in ids), None),
+        "eos_token_id": (ends[0] if len(ends) == 1 else list(ends)) if ends else None,
     }
 
 
-def _end_of_text(tokenizer: dict) -> int | None:
-    """The id of the token that ends a text, if it has one of the usual names."""
+def _ids(tokenizer: dict) -> dict[str, int]:
+    """The id of each token of a `tokenizer.json`."""
     known = tokenizer["model"]["vocab"]
-    known = dict(known) if isinstance(known, dict) else {token: i for i, (token, _) in enumerate(known)}
-    ids = known | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
-    names = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-    return next((ids[name] for name in names if name in ids), None)
+    known = known if isinstance(known, dict) else {token: i for i, (token, _) in enumerate(known)}
+    return known | {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
