@@ -1,6 +1,7 @@
 """Shared by all commands: parsing of flags, and errors of the user as one line with exit code 2."""
 
 import contextlib
+import re
 import sys
 import textwrap
 import warnings
@@ -17,6 +18,7 @@ from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
 
 _HELP = {"--help", "-h", "-help", "--helpfull", "--helpshort"}
+_NOT_BOOLEAN = re.compile(r"\('Non-boolean argument to boolean flag', .*\)")
 _NO_CONFIG = "--config is missing: name an experiment, e.g. --config=quickstart, or a --workdir that holds a run"
 
 
@@ -117,7 +119,10 @@ def parse(values: flags.FlagValues, argv: list[str]) -> None:
     except (AttributeError, KeyError) as error:
         raise UserError(_unknown_field(argv) or one_line(error)) from error
     except (flags.Error, ValueError, TypeError, OSError) as error:
-        raise UserError(f"{one_line(error)}; see --help") from error
+        message = _NOT_BOOLEAN.sub("expected true or false", one_line(error))
+        if "get_config() takes 0 positional arguments" in message:
+            message = f"--config={given(argv, 'config')[-1].rpartition('/')[2]}: the experiment has no variants"
+        raise UserError(f"{message}; see --help") from error
     except (Exception, SystemExit) as error:  # anything that a config file raises
         raise UserError(f"the config file failed ({type(error).__name__}: {one_line(error)})") from error
     if len(rest) > 1:
@@ -125,6 +130,11 @@ def parse(values: flags.FlagValues, argv: list[str]) -> None:
     for name in values:
         if values[name].present > 1 and "." not in name and not isinstance(values[name], flags.MultiFlag):
             raise UserError(f"--{name} is given {values[name].present} times: give it once")
+        if values[name].present and values[name].value == "" and not values[name].default:
+            raise UserError(f"--{name}= is empty: give a value, or leave it out")
+    fields = said(values)
+    if "data.path" in fields and fields.get("data.name", "text") != "text":
+        raise UserError("--config.data.name has no effect beside --config.data.path: leave one of them out")
 
 
 def _register_own(values: flags.FlagValues) -> None:
@@ -135,6 +145,11 @@ def _register_own(values: flags.FlagValues) -> None:
         if isinstance(text, str) and (values["config"].present or (flag in values and values[flag].present)):
             words = [text] if field == "mixer" else text.split(" ")
             model[field] = " ".join(own.register(word) if ".py:" in word else word for word in words)
+
+
+def said(values: flags.FlagValues) -> dict:
+    """The fields of a config that a command line sets, and their values."""
+    return {name.removeprefix("config."): values[name].value for name in values if "." in name and values[name].present}
 
 
 def config_of(values: flags.FlagValues) -> tuple[ConfigDict, str]:

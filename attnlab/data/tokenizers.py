@@ -320,7 +320,8 @@ def _gpt2_bytes() -> dict[str, int]:
 _GPT2_BYTES = _gpt2_bytes()
 _TRAIN = {"word": _train_words, "bpe": _train_bpe, "wordpiece": _train_wordpiece}
 
-KINDS = ("char", "byte", *_TRAIN)
+TRAINED = tuple(_TRAIN)  # on a text
+KINDS = ("char", "byte", *TRAINED)
 
 
 def make(kind: str, text: str, vocab_size: int = 1024, characters: str | None = None) -> Tokenizer:
