@@ -16,6 +16,7 @@ from attnlab.config import OPTIONS, experiments, find
 from attnlab.nn import own
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
+from attnlab.support.progress import shown
 
 _HELP = {"--help", "-h", "-help", "--helpfull", "--helpshort"}
 _NOT_BOOLEAN = re.compile(r"\('Non-boolean argument to boolean flag', .*\)")
@@ -58,7 +59,9 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
             _print_help(values, usage)
             return 0
         parse(values, argv)
-        return main(values)
+        code = main(values)
+        sys.stdout.flush()  # a full disk is told here, and not by Python at its end
+        return code
     except (UserError, flags.Error) as error:  # flags.Error: an unreadable --flagfile
         message = one_line(error)
     except KeyboardInterrupt:
@@ -76,9 +79,20 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
             sys.stdout.close()
         return 141
     except OSError as error:  # e.g. a full disk, or no permission
-        message = f"{error.strerror or one_line(error)}: {error.filename or 'no file is named'}"
-    print(f"error: {message}", file=sys.stderr)
+        message = f"{error.strerror or one_line(error)}: {error.filename or _without_name()}"
+    print(f"error: {shown(message, sys.stderr)}", file=sys.stderr)
     return 2
+
+
+def _without_name() -> str:
+    """What an OSError without a file is of: standard output, if it cannot be written, which is closed then."""
+    try:
+        print(flush=True)
+    except OSError:
+        with contextlib.suppress(OSError):
+            sys.stdout.close()
+        return "standard output"
+    return "no file is named"
 
 
 def define_config(values: flags.FlagValues, argv: list[str], saved: ConfigDict | None = None) -> None:

@@ -31,6 +31,7 @@ from attnlab.planning import plans, topologies
 from attnlab.planning.plans import Plan, Suggestion
 from attnlab.planning.programs import Program
 from attnlab.support.errors import UserError
+from attnlab.support.paths import write_text
 from attnlab.training import pretrained
 
 
@@ -72,7 +73,7 @@ def _main(values, own_process: bool) -> int:
     if file is not None:
         found = [{**suggestion.overrides, "peak_gib": suggestion.peak_gib} for suggestion in suggestions]
         content = planned.as_dict() | ({"suggestions": found} if values.suggest else {})
-        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_text(file, json.dumps(content, indent=2) + "\n")
     return 1 if planned.fits is False else 0
 
 

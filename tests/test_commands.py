@@ -1,6 +1,7 @@
 """Errors on the command line: one line each on stderr, exit code 2, nothing written."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -20,6 +21,7 @@ from attnlab import config as configs
 from attnlab.data import tokenizers
 from attnlab.support.errors import UserError
 from attnlab.training.checkpoints import Checkpoints
+from attnlab.training.workdir import Workdir
 
 REPOSITORY = Path(__file__).parents[1]
 QUICKSTART = f"--config={REPOSITORY}/configs/quickstart.py"
@@ -219,6 +221,36 @@ def test_train_in_a_folder_with_other_files_writes_nothing(capsys, tmp_path):
     line = mistake(capsys, train, QUICKSTART, f"--workdir={tmp_path}/thesis.tex", *TINY)
     assert "thesis.tex is a file" in line
     assert contents(tmp_path) == {tmp_path / "thesis.tex": b"years of work"}
+
+
+@pytest.mark.parametrize("target", ["nowhere", "link"])
+def test_workdir_that_is_a_link_to_nowhere_is_refused_at_once(capsys, tmp_path, target):
+    (tmp_path / "link").symlink_to(target)
+    assert "link is a link to nowhere" in mistake(capsys, train, QUICKSTART, f"--workdir={tmp_path}/link", *TINY)
+    assert os.listdir(tmp_path) == ["link"]
+
+
+def test_run_is_created_through_a_link_and_leaves_nothing_where_it_cannot_be(tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    with contextlib.closing(Workdir(tmp_path / "link")) as workdir:
+        workdir.create("{}", tokenizers.make("byte", ""))
+    assert sorted(os.listdir(tmp_path / "disk")) == ["config.json", "tokenizer.json"]
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tokenizers, "save", full)
+    with pytest.raises(UserError, match="new cannot be written \\(No space left on device\\)"):
+        Workdir(tmp_path / "new").create("{}", tokenizers.make("byte", ""))
+    assert sorted(os.listdir(tmp_path)) == ["disk", "link"]
+
+
+def test_full_disk_under_standard_output_is_one_line(capsys, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert train.main(["train", "--help"]) == 2
+    assert capsys.readouterr().err == "error: No space left on device: standard output\n"
 
 
 def test_nonfinite_loss_keeps_the_last_good_checkpoint(capsys, tmp_path):

@@ -20,6 +20,7 @@ from attnlab.data.characters import WORD_END, check_known, code_points, complete
 from attnlab.data.sentencepiece import SentencePieceTokenizer
 from attnlab.support import files
 from attnlab.support.errors import UserError
+from attnlab.support.paths import named
 
 # Its threads gain little, and without this setting it warns in every forked process.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -362,7 +363,8 @@ def make(kind: str, text: str, vocab_size: int = 1024, characters: str | None = 
 
 def save(tokenizer: Tokenizer, path: Path) -> None:
     """Write a tokenizer as JSON."""
-    path.write_bytes(_to_json(tokenizer))
+    with named(path):
+        path.write_bytes(_to_json(tokenizer))
 
 
 def sha256(tokenizer: Tokenizer) -> str:
