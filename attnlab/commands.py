@@ -1,6 +1,7 @@
 """Shared by all commands: parsing of flags, and errors of the user as one line with exit code 2."""
 
 import contextlib
+import re
 import sys
 import textwrap
 import warnings
@@ -15,8 +16,10 @@ from attnlab.config import OPTIONS, experiments, find
 from attnlab.nn import own
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
+from attnlab.support.progress import shown
 
 _HELP = {"--help", "-h", "-help", "--helpfull", "--helpshort"}
+_NOT_BOOLEAN = re.compile(r"\('Non-boolean argument to boolean flag', .*\)")
 _NO_CONFIG = "--config is missing: name an experiment, e.g. --config=quickstart, or a --workdir that holds a run"
 
 
@@ -56,7 +59,9 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
             _print_help(values, usage)
             return 0
         parse(values, argv)
-        return main(values)
+        code = main(values)
+        sys.stdout.flush()  # a full disk is told here, and not by Python at its end
+        return code
     except (UserError, flags.Error) as error:  # flags.Error: an unreadable --flagfile
         message = one_line(error)
     except KeyboardInterrupt:
@@ -74,9 +79,20 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
             sys.stdout.close()
         return 141
     except OSError as error:  # e.g. a full disk, or no permission
-        message = f"{error.strerror or one_line(error)}: {error.filename or 'no file is named'}"
-    print(f"error: {message}", file=sys.stderr)
+        message = f"{error.strerror or one_line(error)}: {error.filename or _without_name()}"
+    print(f"error: {shown(message, sys.stderr)}", file=sys.stderr)
     return 2
+
+
+def _without_name() -> str:
+    """What an OSError without a file is of: standard output, if it cannot be written, which is closed then."""
+    try:
+        print(flush=True)
+    except OSError:
+        with contextlib.suppress(OSError):
+            sys.stdout.close()
+        return "standard output"
+    return "no file is named"
 
 
 def define_config(values: flags.FlagValues, argv: list[str], saved: ConfigDict | None = None) -> None:
@@ -117,7 +133,10 @@ def parse(values: flags.FlagValues, argv: list[str]) -> None:
     except (AttributeError, KeyError) as error:
         raise UserError(_unknown_field(argv) or one_line(error)) from error
     except (flags.Error, ValueError, TypeError, OSError) as error:
-        raise UserError(f"{one_line(error)}; see --help") from error
+        message = _NOT_BOOLEAN.sub("expected true or false", one_line(error))
+        if "get_config() takes 0 positional arguments" in message:
+            message = f"--config={given(argv, 'config')[-1].rpartition('/')[2]}: the experiment has no variants"
+        raise UserError(f"{message}; see --help") from error
     except (Exception, SystemExit) as error:  # anything that a config file raises
         raise UserError(f"the config file failed ({type(error).__name__}: {one_line(error)})") from error
     if len(rest) > 1:
@@ -125,6 +144,11 @@ def parse(values: flags.FlagValues, argv: list[str]) -> None:
     for name in values:
         if values[name].present > 1 and "." not in name and not isinstance(values[name], flags.MultiFlag):
             raise UserError(f"--{name} is given {values[name].present} times: give it once")
+        if values[name].present and values[name].value == "" and not values[name].default:
+            raise UserError(f"--{name}= is empty: give a value, or leave it out")
+    fields = said(values)
+    if "data.path" in fields and fields.get("data.name", "text") != "text":
+        raise UserError("--config.data.name has no effect beside --config.data.path: leave one of them out")
 
 
 def _register_own(values: flags.FlagValues) -> None:
@@ -135,6 +159,11 @@ def _register_own(values: flags.FlagValues) -> None:
         if isinstance(text, str) and (values["config"].present or (flag in values and values[flag].present)):
             words = [text] if field == "mixer" else text.split(" ")
             model[field] = " ".join(own.register(word) if ".py:" in word else word for word in words)
+
+
+def said(values: flags.FlagValues) -> dict:
+    """The fields of a config that a command line sets, and their values."""
+    return {name.removeprefix("config."): values[name].value for name in values if "." in name and values[name].present}
 
 
 def config_of(values: flags.FlagValues) -> tuple[ConfigDict, str]:

@@ -34,7 +34,7 @@ from attnlab.comparing.protocol import FACTORS, Protocol
 from attnlab.comparing.variants import SIZES, Variant, config_of, fields_of_file, matched, parse, size
 from attnlab.data.tasks import named
 from attnlab.nn import GPT, kinds, own
-from attnlab.support import workers
+from attnlab.support import paths, workers
 from attnlab.support.errors import UserError
 from attnlab.sweep import shared_options
 from attnlab.sweeping import grid, training_runs
@@ -278,8 +278,8 @@ def _draw(rows, measure: str, workdirs, folder: Path) -> None:
         of = protocols.RESULTS[measure]
         seeds = {name: [of(workdir) for workdir in found] for name, found in workdirs.items()}
         results = "losses.png" if measure == "loss" else "accuracies.png"
-        figures.results(rows, seeds, measure).savefig(folder / results, dpi=160)
-        figures.curves(workdirs).savefig(folder / "curves.png", dpi=160)
+        paths.write_figure(folder / results, figures.results(rows, seeds, measure))
+        paths.write_figure(folder / "curves.png", figures.curves(workdirs))
         written += [results, "curves.png"]
     print(f"{', '.join(written[:-1])} and {written[-1]} are in {folder}")
 

@@ -17,7 +17,7 @@ from attnlab.nn.kinds import positions_of
 from attnlab.support import shipped
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
-from attnlab.support.options import first_problem, option, options
+from attnlab.support.options import first_idle, first_problem, option, options
 
 # Fields that may change between two starts: they change how a run computes, not its results. A text may move, as its
 # content (of a mixture, with its weights) is compared by sha256.
@@ -32,6 +32,11 @@ FREE_TO_CHANGE = (
     "model.remat",
     "model.scan",
 )
+
+
+# Values of other options of a group without which an option has no effect.
+_TRAINED = {"tokenizer": tokenizers.TRAINED}
+_MUON, _ADAM = {"name": ("muon",)}, {"name": ("adamw", "muon", "lion")}
 
 
 @dataclasses.dataclass
@@ -49,9 +54,9 @@ class Data:
     tokenizer: str = option(
         "kind of tokens; pretrained is the tokenizer of init_from", "char", choices=(*tokenizers.KINDS, "pretrained")
     )
-    vocab_size: int = option("tokens of word, bpe and wordpiece, at most", 1024, low=2)
+    vocab_size: int = option("tokens of word, bpe and wordpiece, at most", 1024, low=2, needs=_TRAINED)
     tokenizer_sample: int = option(
-        "MiB of the text, evenly spaced, that word, bpe and wordpiece are trained on", 64, low=1
+        "MiB of the text, evenly spaced, that word, bpe and wordpiece are trained on", 64, low=1, needs=_TRAINED
     )
     validation_fraction: float = option("the last part of the text, held out", 0.1)
     packing: str = option(
@@ -82,16 +87,30 @@ class Optimizer:
     learning_rate: float = option(
         "at its peak; with muon, of parameters that are not layer matrices", 5e-3, low=1e-30, high=1e30
     )
-    muon_learning_rate: float = option("of layer matrices with muon, at its peak", 0.02, low=1e-30, high=1e30)
-    muon_momentum: float = option("momentum of muon", 0.95, low=0, high=0.999999)
+    muon_learning_rate: float = option(
+        "of layer matrices with muon, at its peak", 0.02, low=1e-30, high=1e30, needs=_MUON
+    )
+    muon_momentum: float = option("momentum of muon", 0.95, low=0, high=0.999999, needs=_MUON)
     schedule: str = option("the learning rate after the warm-up", "cosine", choices=("cosine", "linear", "constant"))
     final_fraction: float = option("learning rate at the last step, over the peak", 0.0, low=0, high=1)
-    decay_fraction: float = option("share of all steps in the linear end of a constant schedule", 0.2, low=0, high=1)
+    decay_fraction: float = option(
+        "share of all steps in the linear end of a constant schedule",
+        0.2,
+        low=0,
+        high=1,
+        needs={"schedule": ("constant",)},
+    )
     warmup_steps: int = option("steps in which the learning rate rises, at most half of all", 100, low=0)
     b1: float = option("decay of the gradients' average; the momentum of sgd", 0.9, low=0, high=0.999999)
-    b2: float = option("decay of the squared gradients' average", 0.95, low=0, high=0.999999)
+    b2: float = option(
+        "decay of the squared gradients' average", 0.95, low=0, high=0.999999, needs=_ADAM | {"b2_halflife": (0,)}
+    )
     b2_halflife: float = option(
-        "in tokens, in place of b2, so that the average does not depend on batch_size; 0 for b2", 0.0, low=0, high=1e18
+        "in tokens, in place of b2, so that the average does not depend on batch_size; 0 for b2",
+        0.0,
+        low=0,
+        high=1e18,
+        needs=_ADAM,
     )
     weight_decay: float = option("of kernels and embeddings, not of biases and norms", 0.1, low=0, high=1e30)
     clip_norm: float = option("limit of the norm of the whole gradient", 1.0, low=1e-30, high=1e30)
@@ -177,7 +196,7 @@ class RunFields:
     )
     init_from: str = option(
         "weights to start from: the workdir of a run, or a folder with a Hugging Face model, whose tokenizer and shape "
-        "are used; dropout, remat, scan, impl and a shorter context are set here",
+        "are used; dropout, remat, scan, impl and context are set here",
         "",
     )
     data: Data = dataclasses.field(default_factory=Data)
@@ -253,6 +272,12 @@ def completed(config: ConfigDict) -> ConfigDict:
     check(config)
     config.model.positions = positions_of(config.model)  # as runs from before "auto" have it
     return config
+
+
+def check_effects(config: ConfigDict) -> None:
+    """Raise UserError for a field that a new run's config sets, although others take its effect."""
+    if problem := first_idle(OPTIONS, fields(config)):
+        raise UserError(f"config.{problem}")
 
 
 def check_saved(config: ConfigDict) -> None:

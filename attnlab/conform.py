@@ -14,6 +14,7 @@ folder are found. A function that ends its process is reported, and checked on; 
 for an error, or if all was refused. `python -m attnlab.conform` is the same command.
 """
 
+import contextlib
 import dataclasses
 import html
 import json
@@ -27,11 +28,11 @@ from pathlib import Path
 from absl import flags
 
 from attnlab import commands
-from attnlab.support import documents
+from attnlab.support import documents, paths
 from attnlab.support.errors import UserError
-from attnlab.support.paths import write_text
 
 HERE = Path(__file__).parent / "testing" / "page"
+FILES = ("conformance.json", "conformance.html")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -68,9 +69,20 @@ def _main(values, names: list[str]) -> int:
         if name not in known:
             other = "" if values.recurrence else "; features of a linear recurrence need --recurrence"
             raise UserError(f"--features: {name!r} is unknown: use some of {', '.join(known)}{other}")
-    folder = None if values.out is None else _checked_folder(Path(values.out))
+    out = contextlib.nullcontext() if values.out is None else paths.claim(Path(values.out), "--out", _foreign)
+    with out:
+        return _conform(values, names[0], chosen)
+
+
+def _foreign(names: list[str]) -> str:
+    others = set(names) - set(FILES)
+    return f"holds {min(others)}, and not an earlier check alone" if others else ""
+
+
+def _conform(values, name: str, chosen: list[str]) -> int:
+    """Check a function, print its rows, and write them to --out."""
     each = max(1, round(values.cases / len(chosen)))
-    asked = {"function": names[0], "adapter": values.adapter, "gradients": values.gradients, "cases": each}
+    asked = {"function": name, "adapter": values.adapter, "gradients": values.gradients, "cases": each}
     asked["recurrence"] = values.recurrence
     version, rows, meanings = checked(asked, chosen)
     found = {**asked, "version": version, "rows": rows, "meanings": meanings}
@@ -79,30 +91,15 @@ def _main(values, names: list[str]) -> int:
     for row in rows:
         if row["code"]:
             print(f"\n{row['code']}")
-    if folder is not None:
-        write_text(folder / "conformance.json", json.dumps(found, indent=1) + "\n")
-        write_text(folder / "conformance.html", page(found))
-        print(f"written: {folder / 'conformance.json'}, {folder / 'conformance.html'}")
+    if values.out is not None:
+        figures, table = (Path(values.out) / file for file in FILES)
+        paths.write_text(figures, json.dumps(found, indent=1) + "\n")
+        paths.write_text(table, page(found))
+        print(f"written: {figures}, {table}")
     outcomes = {row["outcome"] for row in rows}
     if outcomes == {"refused"}:
-        raise UserError(f"{names[0]} refused all features, so nothing was compared: see the reasons above")
+        raise UserError(f"{name} refused all features, so nothing was compared: see the reasons above")
     return int(bool(outcomes & {"wrong", "ignored"}))
-
-
-def _checked_folder(folder: Path) -> Path:
-    """A new folder, or one that holds nothing but an earlier check."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--out={folder} is a file: name a folder")
-    others = (
-        {path.name for path in folder.iterdir()} - {"conformance.json", "conformance.html"} if folder.exists() else {}
-    )
-    if others:
-        raise UserError(f"--out={folder} holds {min(others)}: name a new folder, or the folder of an earlier check")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out={folder} cannot be made ({error.strerror}): name another folder") from error
-    return folder
 
 
 def checked(asked: dict, features: list[str]) -> tuple[str, list[dict], dict[str, str]]:

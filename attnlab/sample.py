@@ -40,6 +40,7 @@ from attnlab.generation.stop_strings import StopStrings, before_stop
 from attnlab.generation.texts import Drawn, complete, prompt_ids, recorded
 from attnlab.nn import own
 from attnlab.support.errors import UserError
+from attnlab.support.progress import shown
 from attnlab.training.loading import Run, load
 
 __all__ = ["Draw", "generate", "main", "prompt_ids"]
@@ -141,6 +142,11 @@ def _options(values, run: Run) -> dict:
     return options | {"num_samples": values.num_samples, "seed": values.seed, "draft": values.draft}
 
 
+def _print_text(text: str, end: str = "\n") -> None:
+    """Print a text of a model: as it is, or with control characters that are shown and not obeyed, on a terminal."""
+    print(shown(text), end=end, flush=True)
+
+
 def _stream(run: Run, prompt: str, options: dict) -> int:
     """Print the first text while it is generated, then the others; returns the number of tokens."""
     stop, end = options["stop"], options["end"]
@@ -148,7 +154,7 @@ def _stream(run: Run, prompt: str, options: dict) -> int:
     steps = decode(run.model, run.params, [prompt_ids(run.tokenizer, prompt)], **options | {"stop": stops})
     drawn = [Drawn() for _ in range(options["num_samples"])]
     steps = recorded(steps, drawn)
-    write = functools.partial(print, end="", flush=True)
+    write = functools.partial(_print_text, end="")
     write(prompt)
     first = (token for step in steps if (token := int(step.tokens[0])) >= 0 and token not in end)
     for piece in before_stop(run.tokenizer.stream(first, continues=True), stop):
@@ -158,7 +164,7 @@ def _stream(run: Run, prompt: str, options: dict) -> int:
         pass
     for text in drawn[1:]:
         print("-" * 80)
-        print(prompt + text.completion(run.tokenizer, prompt, 0, stop, end).text)
+        _print_text(prompt + text.completion(run.tokenizer, prompt, 0, stop, end).text)
     return sum(len(text.tokens) for text in drawn)
 
 
@@ -166,7 +172,7 @@ def _print(values, run: Run, prompts: list[str], options: dict) -> int:
     """Print the texts of several prompts, each when its batch is done; returns the number of tokens."""
     count = 0
     for done in complete(run, prompts, batch_size=values.batch_size, **options):
-        print(("-" * 80 + "\n") * (count > 0) + done.prompt + done.text, flush=True)
+        _print_text(("-" * 80 + "\n") * (count > 0) + done.prompt + done.text)
         count += len(done.tokens)
     return count
 

@@ -147,7 +147,7 @@ def _write(rows: list[dict], means: list[dict], folder: Path, points: list[grid.
         except ImportError:
             print("a plot of the losses needs matplotlib: pip install matplotlib")
         else:
-            _figure(plots, rows, means, folder, points).savefig(folder / PLOT, dpi=160)
+            paths.write_figure(folder / PLOT, _figure(plots, rows, means, folder, points))
             written.append(PLOT)
     *others, last = written
     print(f"{', '.join(others)}{' and ' * bool(others)}{last} are in {folder}")

@@ -172,7 +172,9 @@ def _main(values, own_process: bool, **hooks) -> int:
     config, name = commands.config_of(values)
     if own_process:
         compilation.keep_programs()
-    processes.connect(configs.completed(config).parallel.timeout)  # a plan needs all processes
+    completed = configs.completed(config)
+    pretrained.check_said(completed, commands.said(values))
+    processes.connect(completed.parallel.timeout)  # a plan needs all processes
     workdir = values.workdir or Path("runs") / name
     return train(config, workdir, eval_only=values.eval_only, own_process=own_process, **hooks)
 

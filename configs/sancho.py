@@ -15,6 +15,7 @@ Validation loss in nats per character on the last tenth of the 2.1 million, and 
 """
 
 from attnlab.config import default
+from attnlab.support.names import nearest
 
 VARIANTS = ("full", "small", "tiny")
 
@@ -22,7 +23,7 @@ VARIANTS = ("full", "small", "tiny")
 def get_config(variant="full"):
     """`full`: 6 layers, 6 heads, width 384, context 256. `small` and `tiny` are for machines without a GPU."""
     if variant not in VARIANTS:
-        raise ValueError(f"sancho:{variant} is unknown: use one of {', '.join(VARIANTS)}")
+        raise ValueError(f"sancho:{variant} is unknown{nearest(variant, VARIANTS)}: use one of {', '.join(VARIANTS)}")
     config = default()
     config.data.name = "quijote"
     if variant == "full":

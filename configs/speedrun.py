@@ -7,6 +7,7 @@ Validation loss on Tiny Shakespeare, in nats a character: budget 1.566, fast 1.8
 """
 
 from attnlab.config import default
+from attnlab.support.names import nearest
 
 VARIANTS = ("budget", "fast")
 
@@ -14,7 +15,7 @@ VARIANTS = ("budget", "fast")
 def get_config(variant="budget"):
     """`budget`: the lowest loss after 2,000 steps of 12 × 64 tokens; `fast`: nanoGPT's loss after as many, soon."""
     if variant not in VARIANTS:
-        raise ValueError(f"speedrun:{variant} is unknown: use one of {', '.join(VARIANTS)}")
+        raise ValueError(f"speedrun:{variant} is unknown{nearest(variant, VARIANTS)}: use one of {', '.join(VARIANTS)}")
     config = default()
     config.optimizer.name = "muon"
     if variant == "fast":

@@ -3,13 +3,19 @@
 #
 #     launch/local.sh N --config=quickstart --workdir=runs/two
 #
-# N processes, one GPU each where there are GPUs; further options go to `attnlab train`. PYTHON selects another Python.
-# Ctrl-C and SIGTERM stop all of them with the state saved; the same command resumes. Exits with the first failure.
+# N processes, each with a core or more, and with one GPU where there are enough; further options go to `attnlab train`.
+# PYTHON selects another Python. Ctrl-C and SIGTERM stop all of them with the state saved; the same command resumes. Exits
+# with the first failure.
 set -uo pipefail
 
 source "$(dirname "$0")/arguments.sh"
 python=${PYTHON:-python}
 
+cores=$(getconf _NPROCESSORS_ONLN)
+if ((${#count} > 6 || count > cores)); then # longer numbers overflow
+    echo "launch/local.sh: $count processes need a core each, and this machine has $cores: use $cores or fewer" >&2
+    exit 2
+fi
 port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])') || exit 2
 export JAX_COORDINATOR_ADDRESS=localhost:$port JAX_NUM_PROCESSES=$count
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)

@@ -24,14 +24,16 @@ if [[ ${1:-} == --dry-run ]]; then
     dry=1
     shift
 fi
-if [[ -z ${1:-} || $1 == -* || -z ${ZONE:-} || -z ${TYPE:-} || -z ${NFS:-} ]]; then
+if (($# < 2)) || [[ -z $1 || $1 == -* || -z ${ZONE:-} || -z ${TYPE:-} || -z ${NFS:-} ]]; then
     echo "usage: ZONE=… TYPE=… NFS=… launch/tpu_vm.sh [--dry-run] NAME --config=EXPERIMENT --workdir=/mnt/attnlab/…" >&2
     exit 2
 fi
 name=$1
 shift
 source=${SOURCE:-$(cd "$(dirname "$0")/.." && pwd)}
-packed=${TMPDIR:-/tmp}/attnlab-$name.tar.gz
+folder=$(mktemp -d) || exit 2 # a name in /tmp that others could foresee would be theirs to link elsewhere
+trap 'rm -rf "$folder"' EXIT
+packed=$folder/attnlab.tar.gz
 
 do_() {
     printf '%q ' "$@"
@@ -52,7 +54,7 @@ make_slice() {
     tpu create "--accelerator-type=$TYPE" "--version=${VERSION:-tpu-ubuntu2204-base}" ${CREATE_OPTIONS:-}
 }
 mount="mountpoint -q /mnt/attnlab || { sudo apt-get -qq update && sudo apt-get -qq install -y nfs-common && \
-sudo mkdir -p /mnt/attnlab && sudo mount $NFS /mnt/attnlab; }"
+sudo mkdir -p /mnt/attnlab && sudo mount $(printf '%q' "$NFS") /mnt/attnlab; }" # quoted for the remote shell, as "$@" is below
 # The image's own Python may be older than attnlab allows: uv brings one.
 install="rm -rf attnlab && mkdir attnlab && tar -xzf attnlab.tar.gz -C attnlab && python3 -m pip install -q --user uv && \
 python3 -m uv venv -q --clear --python 3.11 venv && \

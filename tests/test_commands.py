@@ -1,6 +1,7 @@
 """Errors on the command line: one line each on stderr, exit code 2, nothing written."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -20,6 +21,7 @@ from attnlab import config as configs
 from attnlab.data import tokenizers
 from attnlab.support.errors import UserError
 from attnlab.training.checkpoints import Checkpoints
+from attnlab.training.workdir import Workdir
 
 REPOSITORY = Path(__file__).parents[1]
 QUICKSTART = f"--config={REPOSITORY}/configs/quickstart.py"
@@ -79,6 +81,19 @@ def mistake(capsys, command, *arguments):
         ([QUICKSTART, "--config.model.widht=64"], r"--config.model.widht: .*did you mean model.width\?"),
         ([QUICKSTART, "--config.stpes=64"], r"--config.stpes: .*did you mean steps\?"),
         ([QUICKSTART, "--config.modle.width=64"], r"\(did you mean model.width\?\)"),
+        (["--config=sancho:tny"], r"sancho:tny is unknown \(did you mean tiny\?\)"),
+        (["--config=quickstart:tny"], r"--config=quickstart.py:tny: the experiment has no variants"),
+        ([QUICKSTART, "--config.model.sinks=yes"], r"sinks=yes: expected true or false; see --help$"),
+        ([QUICKSTART, "--config.data.path="], r"--config.data.path= is empty"),
+        ([QUICKSTART, "--config.data.name=quijote", "--config.data.path=x"], r"data.name has no effect beside"),
+        ([QUICKSTART, "--config.data.feature=x"], r"data.feature = 'x', but python_docs has no features"),
+        ([QUICKSTART, "--config.data.path=README.md", "--config.data.feature=x"], r"'x', but README.md has no feat"),
+        ([QUICKSTART, "--config.data.tokenizer=byte", "--config.data.vocab_size=300"], r"300 has no effect with token"),
+        ([QUICKSTART, "--config.optimizer.name=sgd", "--config.optimizer.b2=0.9"], r"b2 = 0.9 has no .* name = 'sgd'"),
+        ([QUICKSTART, "--config.optimizer.b2=0.9", "--config.optimizer.b2_halflife=9"], r"b2_halflife = 0$"),
+        ([QUICKSTART, "--config.optimizer.muon_momentum=0.9"], r"leave it at 0.95, or choose name = muon"),
+        ([QUICKSTART, "--config.optimizer.decay_fraction=0.9"], r"decay_fraction = 0.9 has no effect with schedule ="),
+        ([QUICKSTART, "--config.optimizer.ema=1"], r"ema = 1.0: expected a number from 0 to 0.9999999$"),
         ([QUICKSTART, "--config.steps=abc"], r"config.steps=abc: invalid literal for int"),
         ([QUICKSTART, "--config.steps=1.5"], r"config.steps=1.5: invalid literal for int"),
         ([QUICKSTART, "--config.steps=None"], r"config.steps = None: .*2000"),
@@ -146,7 +161,12 @@ def test_train_with_an_invalid_option_is_one_line(capsys, tmp_path, monkeypatch,
 
 @pytest.mark.parametrize(
     "content, message",
-    [("", "is empty"), (b"\xf1o", "is not UTF-8"), ("short text", r"training text .*9 tokens")],
+    [
+        ("", "is empty"),
+        ("a" * 9000, "repeats 'a' alone"),
+        (b"\xf1o", "is not UTF-8"),
+        ("short text", r"training text .*9 tokens"),
+    ],
 )
 def test_train_on_an_unusable_text_is_one_line(capsys, tmp_path, content, message):
     (tmp_path / "text.txt").write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -203,6 +223,36 @@ def test_train_in_a_folder_with_other_files_writes_nothing(capsys, tmp_path):
     assert contents(tmp_path) == {tmp_path / "thesis.tex": b"years of work"}
 
 
+@pytest.mark.parametrize("target", ["nowhere", "link"])
+def test_workdir_that_is_a_link_to_nowhere_is_refused_at_once(capsys, tmp_path, target):
+    (tmp_path / "link").symlink_to(target)
+    assert "link is a link to nowhere" in mistake(capsys, train, QUICKSTART, f"--workdir={tmp_path}/link", *TINY)
+    assert os.listdir(tmp_path) == ["link"]
+
+
+def test_run_is_created_through_a_link_and_leaves_nothing_where_it_cannot_be(tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    with contextlib.closing(Workdir(tmp_path / "link")) as workdir:
+        workdir.create("{}", tokenizers.make("byte", ""))
+    assert sorted(os.listdir(tmp_path / "disk")) == ["config.json", "tokenizer.json"]
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tokenizers, "save", full)
+    with pytest.raises(UserError, match="new cannot be written \\(No space left on device\\)"):
+        Workdir(tmp_path / "new").create("{}", tokenizers.make("byte", ""))
+    assert sorted(os.listdir(tmp_path)) == ["disk", "link"]
+
+
+def test_full_disk_under_standard_output_is_one_line(capsys, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert train.main(["train", "--help"]) == 2
+    assert capsys.readouterr().err == "error: No space left on device: standard output\n"
+
+
 def test_nonfinite_loss_keeps_the_last_good_checkpoint(capsys, tmp_path):
     arguments = [QUICKSTART, f"--workdir={tmp_path}/run", *TINY, "--config.steps=30"]
     # Each step multiplies the parameters by 1 − rate · decay, about −1,000: their squares overflow within ten.
@@ -220,6 +270,7 @@ def test_nonfinite_loss_keeps_the_last_good_checkpoint(capsys, tmp_path):
     [
         (["--prompt=x", "--prompt=y"], "--prompt is given 2 times"),
         (["--prompt=x"], "--workdir is missing"),
+        (["--workdir="], "--workdir= is empty"),
         (["--workdir=/no/such/run"], "holds no run"),
         (["--workdir={run}", "--prompt=日本"], "'日本': "),
         (["--workdir={run}", "--temperature=-1"], "--temperature=-1.0"),

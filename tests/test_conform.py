@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from attnlab import conform
+from attnlab.support import paths
 
 MODULE = """
 import os, attnlab
@@ -71,6 +72,16 @@ def test_right_function_ends_with_0_and_writes_json_and_page(here, capsys):
     assert run("mine:right", "--features=causal", "--cases=1", "--out=found") == 0  # its own files
 
 
+def test_folder_that_another_check_writes_is_refused(here, capsys):
+    (here / "found").mkdir()
+    with paths.claim(here / "found", "--out", lambda names: ""):
+        assert run("mine:right", "--features=causal", "--cases=1", "--out=found") == 2
+    assert "--out=found: another command runs there" in capsys.readouterr().err
+    (here / "found" / "mine.txt").touch()
+    assert run("mine:right", "--features=causal", "--cases=1", "--out=found") == 2
+    assert "--out=found holds mine.txt, and not an earlier check alone" in capsys.readouterr().err
+
+
 def test_ignored_mask_ends_with_1_and_shows_the_call(here, capsys):
     assert run("mine:ignores", "--features=window,bias", "--cases=2", "--nogradients", "--out=found") == 1
     out = capsys.readouterr().out
@@ -112,7 +123,7 @@ def test_recurrence_is_checked_by_its_features(here, capsys):
         ),
         (["mine:recurrence", "--features=causal"], "mine:recurrence refused all features, so nothing was compared"),
         (["mine:right", "--features=decay"], "features of a linear recurrence need --recurrence"),
-        (["mine:right", "--out=mine.py/sub"], "--out=mine.py/sub cannot be made (Not a directory)"),
+        (["mine:right", "--out=mine.py/sub"], "--out=mine.py/sub cannot be written (Not a directory)"),
         (["wrong:f"], "wrong cannot be imported (SyntaxError: '(' was never closed (wrong.py, line 1))"),
         (["mine:absent"], "mine has no absent: expected the function as module:name"),
         (["nowhere:f"], "nowhere cannot be imported"),
@@ -123,7 +134,7 @@ def test_recurrence_is_checked_by_its_features(here, capsys):
         (["mine:right", "--features=flash"], "--features: 'flash' is unknown: use some of plain"),
         (["mine:right", "--adapter=mine:absent"], "expected the adapter as module:name"),
         (["mine:right", "--out=mine.py"], "--out=mine.py is a file: name a folder"),
-        (["mine:right", "--out=."], "--out=. holds mine.py: name a new folder"),
+        (["mine:right", "--out=."], "--out=. holds mine.py, and not an earlier check alone: choose a new folder"),
         (["mine:right", "--cases=0"], "cases"),
     ],
 )

@@ -5,6 +5,7 @@ import os
 import pwd
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -188,12 +189,17 @@ def test_launcher_without_arguments_prints_its_usage():
         for words in ([], ["x"], ["0"], ["--config=configs/quickstart.py"]):
             code, out = run(LAUNCH / name, *words)
             assert code == 2 and out.startswith(f"usage: launch/{name} N --config=EXPERIMENT")
+    for count in (100_000, 2**64 + 1):
+        code, out = run(LAUNCH / "local.sh", count, "--config=quickstart")
+        assert code == 2 and re.fullmatch(
+            r"launch/local.sh: \d+ processes need a core each, .* use \d+ or fewer\n", out
+        )
     code, out = run(LAUNCH / "tpu_vm.sh", "name")
     assert code == 2 and out.startswith("usage: ZONE=… TYPE=… NFS=…")
 
 
-def test_tpu_dry_run_prints_every_command():
-    options = {"ZONE": "us-central2-b", "TYPE": "v4-32", "NFS": "10.0.0.2:/share"}
+def test_tpu_dry_run_prints_every_command(tmp_path):
+    options = {"ZONE": "us-central2-b", "TYPE": "v4-32", "NFS": "10.0.0.2:/a share; id", "TMPDIR": str(tmp_path)}
     workdir = "/mnt/attnlab/runs/sancho"
     code, out = run(
         LAUNCH / "tpu_vm.sh", "--dry-run", "sancho", "--config=configs/sancho.py", f"--workdir={workdir}", **options
@@ -203,6 +209,10 @@ def test_tpu_dry_run_prints_every_command():
     assert all(line.startswith("gcloud compute tpus tpu-vm ") for line in lines)
     assert [line.split()[4] for line in lines] == ["describe", "create", "scp", "ssh", "ssh", "ssh", "delete", "delete"]
     assert "--worker=all" in lines[5] and "ATTNLAB_DISTRIBUTED=1" in lines[5] and workdir in lines[5]
+    (mount,) = (word for word in shlex.split(lines[3]) if "sudo mount" in word)
+    assert shlex.split(mount)[-3:] == ["10.0.0.2:/a share; id", "/mnt/attnlab;", "}"]
+    packed = re.search(r"tar -czf (\S+)", out)[1]
+    assert packed.startswith(f"{tmp_path}/tmp.") and not os.listdir(tmp_path)
 
 
 GCLOUD = """#!/usr/bin/env bash

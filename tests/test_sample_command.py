@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ def workdir(tmp_path_factory):
 
 
 def trained(folder, *more):
-    (folder / "text.txt").write_text(TEXT)
+    (folder / "text.txt").write_text(TEXT + "\x1b\x07")
     tiny = ["steps=20", "model.num_layers=1", "model.width=16", "model.context=16", "batch_size=4", "eval.windows=4"]
     tiny += ["parallel.mesh.data=1", "log.peak_tflops=1", *more]
     options = [f"--config.{option}" for option in [*tiny, f"data.path={folder}/text.txt", "log.tensorboard=False"]]
@@ -48,6 +49,17 @@ def test_command_prints_the_prompt_and_a_continuation(workdir, capsys):
     assert first.startswith("el perro") and len(first) == len("el perro") + 40 + 1
     assert sample.main(["sample", f"--workdir={workdir}", "--prompt=el perro", "--max_tokens=40"]) == 0
     assert capsys.readouterr().out == first
+
+
+@pytest.mark.parametrize("source", ["prompt", "prompts"])
+def test_control_characters_are_shown_on_a_terminal_and_kept_in_a_file(command, tmp_path, monkeypatch, source):
+    (tmp_path / "prompts.txt").write_text("\x1bel \x07\n" * 2)
+    value = "\x1bel \x07" if source == "prompt" else tmp_path / "prompts.txt"
+    options = [f"--{source}={value}", "--max_tokens=3", "--num_samples=2"]
+    kept = command(*options)
+    assert kept.count("\x1bel \x07") == (2 if source == "prompt" else 4)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert command(*options) == kept.replace("\x1b", r"\x1b").replace("\x07", r"\x07")
 
 
 def test_command_prints_several_texts(workdir, capsys):

@@ -171,16 +171,12 @@ def load(
         raise UserError(f"data.validation_fraction = {validation_fraction}: expected a fraction between 0 and 1")
     if mixture and path:
         raise UserError("data.path and data.mixture are both set: name the path in the mixture, as PATH=WEIGHT")
-    if not mixture:
-        source = _find(name, path, feature)
-        return _scanned(name, path or name, source, validation_fraction, quiet)
-    named = parse_mixture(mixture)
-    parts = []
-    for name in named:
-        is_path = name not in BUILT_IN and not name.startswith("tfds:")
-        source = _find("text", name, feature) if is_path else _find(name, "", feature)
-        parts.append(_scanned(name, name, source, validation_fraction, quiet))
-    return Mixture(tuple(parts), tuple(named.values()))
+    named = parse_mixture(mixture) if mixture else {name: 1}
+    found = {each: _find(each, path, feature) if not mixture else _find_any(each, feature) for each in named}
+    if feature and not any(source.feature == feature for source in found.values()):
+        raise UserError(f"data.feature = {feature!r}, but {path or ', '.join(named)} has no features: leave it out")
+    parts = [_scanned(each, path or each, source, validation_fraction, quiet) for each, source in found.items()]
+    return Mixture(tuple(parts), tuple(named.values())) if mixture else parts[0]
 
 
 class Strings(NamedTuple):
@@ -240,6 +236,12 @@ def parse_mixture(mixture: str) -> dict[str, int]:
     return {name: weight // factor for name, weight in whole.items()}
 
 
+def _find_any(name: str, feature: str) -> Source:
+    """The source of a name in a mixture, where the other names are paths."""
+    is_path = name not in BUILT_IN and not name.startswith("tfds:")
+    return _find("text", name, feature) if is_path else _find(name, "", feature)
+
+
 def _find(name: str, path: str, feature: str) -> Source:
     if name == "text":
         if not path:
@@ -277,6 +279,8 @@ def _scanned(name: str, called: str, source: Source, validation_fraction: float,
         cache.remember("scans", [_VERSION, before], scan._asdict())
     if not scan.characters:
         raise UserError(f"{called} is empty: give a text with at least a few thousand characters")
+    if len(scan.alphabet) < 2:
+        raise UserError(f"{called} repeats {scan.alphabet!r} alone, so there is nothing to predict: give another text")
     cut = int(scan.characters * (1 - validation_fraction))
     if scan.held_out is not None:
         cut = scan.characters - scan.held_out

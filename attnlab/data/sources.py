@@ -30,7 +30,9 @@ class Piece(NamedTuple):
 
 @runtime_checkable
 class Source(Protocol):
-    """A text in pieces, which can be read several times."""
+    """A text in pieces, which can be read several times; `feature` is where its documents hold the text, or ""."""
+
+    feature: str
 
     def signature(self) -> list | None:
         """A key of the content without reading it: paths, sizes, times, …; None if there is none."""

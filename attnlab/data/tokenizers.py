@@ -21,6 +21,7 @@ from attnlab.data.end_of_text import NAMES, as_saved, named
 from attnlab.data.sentencepiece import SentencePieceTokenizer
 from attnlab.support import files
 from attnlab.support.errors import UserError
+from attnlab.support.paths import named
 
 # Its threads gain little, and without this setting it warns in every forked process.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -331,7 +332,8 @@ def _gpt2_bytes() -> dict[str, int]:
 GPT2_BYTES = _gpt2_bytes()
 _TRAIN = {"word": _train_words, "bpe": _train_bpe, "wordpiece": _train_wordpiece}
 
-KINDS = ("char", "byte", *_TRAIN)
+TRAINED = tuple(_TRAIN)  # on a text
+KINDS = ("char", "byte", *TRAINED)
 
 
 def make(kind: str, text: str, vocab_size: int = 1024, characters: str | None = None) -> Tokenizer:
@@ -372,7 +374,8 @@ def make(kind: str, text: str, vocab_size: int = 1024, characters: str | None = 
 
 def save(tokenizer: Tokenizer, path: Path) -> None:
     """Write a tokenizer as JSON."""
-    path.write_bytes(_to_json(tokenizer))
+    with named(path):
+        path.write_bytes(_to_json(tokenizer))
 
 
 def sha256(tokenizer: Tokenizer) -> str:

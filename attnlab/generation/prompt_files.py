@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from attnlab.support.errors import UserError
+from attnlab.support.paths import lock, named
 
 
 def read_prompts(path: str) -> list[str]:
@@ -49,17 +50,21 @@ class Records:
             raise UserError(f"--out={path}: there is no folder {self.path.parent}: create it, or give another file")
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
         self._part = self.path.with_name(f".{self.path.name}.{digest}.part")
-        lines = self._part.read_bytes().splitlines(keepends=True) if self._part.exists() else []
-        whole = [line for line in lines if line.endswith(b"\n")]
+        self._file = self._part.open("a+b", buffering=0)
+        if not lock(self._file.fileno()) or self.path.exists():  # written since by another, which held the lock
+            self._file.close()
+            raise UserError(f"--out={path}: another command writes it: wait for it, or give another file")
+        self._file.seek(0)
+        whole = [line for line in self._file.readall().splitlines(keepends=True) if line.endswith(b"\n")]
         self.count = len(whole) // group * group
-        self._file = self._part.open("r+b" if lines else "wb")
         self._file.truncate(sum(map(len, whole[: self.count])))
-        self._file.seek(0, os.SEEK_END)
 
     def write(self, *records: dict) -> None:
         text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        self._file.write(text.encode("utf-8", errors="replace"))
-        self._file.flush()
+        content = text.encode("utf-8", errors="replace")
+        with named(self._part):
+            while content:  # on a disk that is nearly full, a part is written
+                content = content[self._file.write(content) :]
         self.count += len(records)
 
     def __enter__(self):

@@ -35,6 +35,10 @@ def check_shape(model, declared: Mapping[str, Option]) -> None:
             f"mlp_ratio = {model.mlp_ratio} times width = {width} rounds to {resolved(model).hidden}: "
             f"use 1/{width} or more, or 0 for no feed-forward layers"
         )
+    if not model.mlp_ratio:
+        for name in ("mlp", "activation"):
+            if not declared[name].is_default(value := getattr(model, name)):
+                raise ValueError(f"{name} = {value!r}, but mlp_ratio = 0, so there are no feed-forward layers")
     if model.bigrams and (model.vocab_size or 0) > MAX_BIGRAMS:
         raise ValueError(
             f"bigrams = True with vocab_size = {model.vocab_size}: expected {MAX_BIGRAMS} or fewer, as the table has "
@@ -77,12 +81,14 @@ def _check_read(model, declared) -> None:
 def _check_rotary(model, declared) -> None:
     """Raise ValueError for options of rotary positions that are set, where layers of attention have no such."""
     kinds, values = kinds_of(model).values(), _values(model)
-    if positions_of(model) != "rotary" and all(isinstance(kind, Attention) for kind in kinds):
+    if positions_of(model) != "rotary":
         for name in declared:
             if name.startswith(("rotary.", "local_base")) and not declared[name].is_default(values[name]):
                 raise ValueError(f"{name} = {values[name]!r}, but positions = {model.positions!r}: choose rotary")
     if model.local_base is not None and not any(isinstance(kind, Attention) and kind.is_local(model) for kind in kinds):
         raise ValueError(f"local_base = {model.local_base}, but window = None: set the window of local layers")
+    if model.local_base is not None and not model.pattern:
+        raise ValueError(f"local_base = {model.local_base}, but all layers are local: set rotary.base in its place")
 
 
 def _check_heads(model) -> None:

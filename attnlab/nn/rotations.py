@@ -13,6 +13,7 @@ from attnlab.types import Array
 SCALINGS = ("none", "linear", "llama3", "yarn")
 _BASE, _TURNS = {"low": 1e-3, "high": 1e12}, {"low": 1e-6, "high": 1e6}
 _FAST_TURNS = {"llama3": 4.0, "yarn": 32.0}
+_SCALED, _BY_TURNS, _YARN = ({"scaling": kinds} for kinds in (SCALINGS[1:], tuple(_FAST_TURNS), ("yarn",)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,16 +34,18 @@ class Rotary:
     base: float = option("the slowest pair of features makes one turn in about 2π·base positions", 1e4, **_BASE)
     fraction: float = option("share of a head's features that are rotated, the first ones", 1.0, low=1e-6, high=1)
     scaling: str = option("for sequences longer than the training's", "none", choices=SCALINGS)
-    factor: float = option("by which pairs of features are slowed", 1.0, low=1, high=1e6)
-    original_context: int = option("tokens of the training's sequences, for llama3 and yarn", 0, low=0)
-    slow_turns: float = option("turns within original_context below which pairs are slowed by factor", 1.0, **_TURNS)
+    factor: float = option("by which pairs of features are slowed", 1.0, low=1, high=1e6, needs=_SCALED)
+    original_context: int = option("tokens of the training's sequences, for llama3 and yarn", 0, low=0, needs=_BY_TURNS)
+    slow_turns: float = option(
+        "turns within original_context below which pairs are slowed by factor", 1.0, **_TURNS, needs=_BY_TURNS
+    )
     fast_turns: float | None = option(
-        "turns above which pairs are not slowed; None for 4 (llama3) or 32 (yarn)", None, **_TURNS
+        "turns above which pairs are not slowed; None for 4 (llama3) or 32 (yarn)", None, **_TURNS, needs=_BY_TURNS
     )
     attention_factor: float | None = option(
-        "factor of rotated queries and keys, for yarn; None for 0.1·ln(factor) + 1", None, **_TURNS
+        "factor of rotated queries and keys, for yarn; None for 0.1·ln(factor) + 1", None, **_TURNS, needs=_YARN
     )
-    truncate: bool = option("round yarn's bounds between slow and fast pairs to whole pairs", True)
+    truncate: bool = option("round yarn's bounds between slow and fast pairs to whole pairs", True, needs=_YARN)
 
     def rotated(self, head_dim: int) -> int:
         """R, the number of features that are rotated."""

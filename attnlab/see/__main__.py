@@ -91,11 +91,18 @@ def _main(values, own_process: bool) -> int:
         start = time.perf_counter()
         try:
             found[step] = examine(load(workdir, "latest" if step is None else step).params)
-        except ValueError as error:  # as of weights that are not finite
-            raise UserError(f"{_step(step)}: {commands.one_line(error)}") from error
+        except ValueError as error:  # as of damage, or of weights that are not finite
+            message = f"{_step(step)}: {commands.one_line(error)}"
+            if values.checkpoints != "all":
+                raise UserError(message) from error
+            print(f"without {message}", file=sys.stderr)
+            continue
         loss = f"loss {found[step].effects.baseline:.4f} on {subject.measured_on}, " if values.effects else ""
         seconds = time.perf_counter() - start
         print(f"{_step(step)} ({number} of {len(steps)}): {loss}{seconds:.1f} s", flush=True)
+    if not found:
+        raise UserError(f"--checkpoints=all: {workdir} has no intact checkpoint: repeat the command that trained it")
+    steps = list(found)
     made = _page(found, subject.labels, out, f"{workdir.resolve().name}{_title(steps)}", values.max_bytes)
     print(_summary(steps[-1], found[steps[-1]], subject.measured_on))
     print(f"\n{made.path}: {made.path.stat().st_size:,} bytes; open it in a browser")

@@ -94,7 +94,7 @@ def run(name_or_file: str, values) -> int:
         result = dataclasses.asdict(_result(study, name, values, measured))
         with _written_at_once(folder) as partial:
             write_csv(partial / f"{name}.csv", measured.rows)
-            measured.figure.savefig(partial / f"{name}.png", dpi=160)
+            paths.write_figure(partial / f"{name}.png", measured.figure)
             paths.write_text(partial / "verdict.txt", text + "\n")
             paths.write_text(partial / RESULT, json.dumps(result, ensure_ascii=False, indent=1) + "\n")
         plt.close(measured.figure)

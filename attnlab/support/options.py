@@ -24,6 +24,7 @@ class Option(NamedTuple):
       low, high: bounds of a number, inclusive; integers are below 2^31.
       choices: the valid names; empty for any.
       pattern: of other names that are valid; None for none.
+      needs: values of other options of its group, by name, without which it has no effect.
       unset: value of a field that is left out; `dataclasses.MISSING` if it is required.
     """
 
@@ -34,6 +35,7 @@ class Option(NamedTuple):
     high: float | None
     choices: tuple[str, ...]
     pattern: re.Pattern | None = None
+    needs: Mapping[str, tuple] = types.MappingProxyType({})
     unset: Any = _REQUIRED
 
     def is_default(self, value) -> bool:
@@ -55,11 +57,11 @@ class Option(NamedTuple):
         if self.low is not None and float not in self.types:
             return "" if self.low <= value < 2**31 else f"expected {self.low} or more, below 2^31"
         if self.low is not None and not self.low <= value <= self.high:
-            return f"expected a number from {self.low:g} to {self.high:g}"
+            return f"expected a number from {self.low:g} to {self.high:.9g}"  # below 1 for 0.9999999
         return ""
 
 
-def option(doc: str, default=_REQUIRED, *, start=_REQUIRED, low=None, high=None, choices=(), pattern=None):
+def option(doc: str, default=_REQUIRED, *, start=_REQUIRED, low=None, high=None, choices=(), pattern=None, needs=None):
     """A dataclass field that is an option.
 
     Args:
@@ -69,6 +71,7 @@ def option(doc: str, default=_REQUIRED, *, start=_REQUIRED, low=None, high=None,
       low, high: bounds, inclusive.
       choices: the valid names.
       pattern: a regular expression of other names that are valid.
+      needs: the options beside it, and their values, without which it has no effect: {"schedule": ("constant",)}.
 
     >>> @dataclasses.dataclass
     ... class Sampling:
@@ -77,7 +80,8 @@ def option(doc: str, default=_REQUIRED, *, start=_REQUIRED, low=None, high=None,
     'expected 1 or more, below 2^31'
     """
     start = default if start is _REQUIRED else start
-    return dataclasses.field(default=default, metadata={"option": (doc, start, low, high, tuple(choices), pattern)})
+    declared = (doc, start, low, high, tuple(choices), pattern, needs or {})
+    return dataclasses.field(default=default, metadata={"option": declared})
 
 
 def options(declaring: type) -> dict[str, Option]:
@@ -96,6 +100,27 @@ def first_problem(declared: Mapping[str, Option], values: Mapping[str, Any]) -> 
     """The first invalid value, as in "width = 0: expected 1 or more, below 2^31"; "" if all are valid."""
     problems = ((name, values[name], each.problem(values[name])) for name, each in declared.items())
     return next((f"{name} = {value!r}: {expected}" for name, value, expected in problems if expected), "")
+
+
+def first_idle(declared: Mapping[str, Option], values: Mapping[str, Any]) -> str:
+    """The first option that is set, although others take its effect; "" if there is none.
+
+    >>> @dataclasses.dataclass
+    ... class Sampling:
+    ...     greedy: bool = option("the most likely token", True)
+    ...     seed: int = option("of the draws", 0, low=0, needs={"greedy": (False,)})
+    >>> first_idle(options(Sampling), {"greedy": True, "seed": 3})
+    'seed = 3 has no effect with greedy = True: leave it at 0, or choose greedy = False'
+    """
+    for name, each in declared.items():
+        for other, useful in each.needs.items():
+            beside = values[name.removesuffix(name.rpartition(".")[2]) + other]
+            if beside not in useful and not each.is_default(values[name]):
+                return (
+                    f"{name} = {values[name]!r} has no effect with {other} = {beside!r}: leave it at {each.default!r}, "
+                    f"or choose {other} = {' or '.join(map(str, useful))}"
+                )
+    return ""
 
 
 def described(declared: Mapping[str, Option]) -> str:

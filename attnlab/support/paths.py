@@ -60,6 +60,16 @@ def lock(descriptor: int, *, wait: bool = False) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def named(path: str | os.PathLike) -> Iterator[None]:
+    """Context whose OSErrors name a file; errors of `write`, as of a full disk, do not by themselves."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 text file, whole or not at all."""
     write_bytes(path, text.encode())
@@ -69,17 +79,22 @@ def write_bytes(path: Path, content: bytes, *, sync: bool = False) -> None:
     """Write a file, whole or not at all; `sync` waits until it is on the disk."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        with unfinished.open("wb") as file:
-            file.write(content)
-            file.flush()
-            if sync:
-                os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except OSError as error:
-        error.filename = error.filename or str(path)  # errors of write do not have it
-        raise
+        with named(path):
+            with unfinished.open("wb") as file:
+                file.write(content)
+                file.flush()
+                if sync:
+                    os.fsync(file.fileno())
+            os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def write_figure(path: Path, figure) -> None:
+    """Write a figure of matplotlib as PNG, whole or not at all."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=160)
+    write_bytes(path, drawn.getvalue())
 
 
 def write_csv(path: Path, rows: Sequence[Mapping], names: Sequence[str] = ()) -> None:

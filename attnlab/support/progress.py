@@ -1,15 +1,35 @@
-"""Progress of long work: a bar on a terminal, plain lines elsewhere; closing the output pipe does not end the work."""
+"""Progress of long work: a bar on a terminal, plain lines elsewhere; closing the output pipe does not end the work.
+
+On a terminal, control characters of texts are shown and not obeyed.
+"""
 
 import contextlib
 import io
 import os
+import re
+import sys
 import time
 from collections.abc import Callable
 
 from rich import console, progress
 
 LINE_INTERVAL = 10.0  # seconds between two lines, at least; in long work, a tenth of the time so far
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and new lines
 BAR_AFTER = 1.0  # seconds of work before a bar appears
+
+
+def shown(text: str, file=None) -> str:
+    r"""A text to print to a file, `sys.stdout` when None: on a terminal, with control characters as `\x1b`.
+
+    >>> shown("\x1b[2J", io.StringIO()) == "\x1b[2J"  # not a terminal
+    True
+    """
+    is_terminal = (sys.stdout if file is None else file).isatty()
+    return _escaped(text) if is_terminal else text
+
+
+def _escaped(text: str) -> str:
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 class Progress:
@@ -64,7 +84,7 @@ class Progress:
     def print(self, text: str) -> None:
         """Print text without markup, above the bar."""
         try:
-            self._console.out(text, highlight=False)
+            self._console.out(_escaped(text) if self.on_terminal else text, highlight=False)
         except BrokenPipeError:  # the pipe's reader has exited, as `| tee` does on Ctrl-C
             self._console.quiet = True
             with contextlib.suppress(io.UnsupportedOperation):

@@ -18,6 +18,7 @@ from attnlab import commands
 from attnlab import config as configs
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
+from attnlab.training import pretrained
 
 LONGEST = 120  # characters of a run's name, which names its folder as well
 
@@ -86,7 +87,10 @@ def config_of(options: Sequence[str]) -> ConfigDict:
     commands.define_config(values, argv)
     commands.parse(values, argv)
     config, _ = commands.config_of(values)
-    return configs.completed(config)
+    config = configs.completed(config)
+    configs.check_effects(config)
+    pretrained.check_said(config, commands.said(values))
+    return config
 
 
 def _point(texts: Mapping[str, str], options: Sequence[str]) -> Point:

@@ -22,8 +22,9 @@ def claimed(folder: Path, marker: str, content: dict) -> Iterator[int]:
         return f"holds other files and no {Path(marker).stem}" if names and marker not in names else ""
 
     with paths.claim(folder, "--workdir", foreign, marker) as lock, workers.interruptible():
-        os.truncate(lock, 0)
-        os.write(lock, (json.dumps(content, indent=1) + "\n").encode())
+        with paths.named(folder / marker):
+            os.truncate(lock, 0)
+            os.write(lock, (json.dumps(content, indent=1) + "\n").encode())
         yield lock
 
 

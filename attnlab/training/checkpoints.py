@@ -19,7 +19,7 @@ from etils import epath
 
 from attnlab.nn.stack import is_stacked, stack_layers, unstack_layers
 from attnlab.support.errors import UserError
-from attnlab.support.paths import lock
+from attnlab.support.paths import lock, named
 from attnlab.training.phases import OnPhase, no_phase
 from attnlab.training.state import TrainState
 
@@ -134,7 +134,8 @@ class Checkpoints:
             files = (path for path in _files(folder) if path.name != "_CHECKPOINT_METADATA")
             digests = {str(path.relative_to(folder)): _file_sha256(path) for path in files}
             manifest = {"step": step, "sha256": digests} | ({"permanent": True} if permanent else {})
-            (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+            with named(folder / MANIFEST):
+                (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
         with self._on_phase("rename"):
             pass  # what Orbax does next
 

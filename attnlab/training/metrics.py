@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 
 from attnlab.support import files
 from attnlab.support.errors import UserError
+from attnlab.support.paths import named, write_bytes
 from attnlab.support.progress import Progress
 
 
@@ -72,7 +73,7 @@ class MetricsLog:
 
     def write(self, **record) -> None:
         """Append a record to the file, and its numbers to the TensorBoard events."""
-        line = (json.dumps(record, allow_nan=False) + "\n").encode()
+        line = _encoded(record)
         try:
             self._append(line)
         except OSError as error:
@@ -88,12 +89,11 @@ class MetricsLog:
             self._events.write(record["step"], {f"{record['split']}/{name}": x for name, x in numbers.items()})
 
     def _append(self, line: bytes) -> None:
-        try:
-            with self.path.open("ab") as file:
-                file.write(line)
-        except OSError as error:
-            error.filename = str(self.path)  # errors of write do not have it
-            raise
+        if self._size and not self.path.exists():
+            print(f"{self.path} was deleted: it is written again, with all records", file=sys.stderr, flush=True)
+            write_bytes(self.path, b"".join(map(_encoded, self.records)))
+        with named(self.path), self.path.open("ab") as file:
+            file.write(line)
 
     def write_text(self, step: int, text: str) -> None:
         """Write a sample to TensorBoard only."""
@@ -166,6 +166,10 @@ class _Events:
         if self._file is not None:
             with contextlib.suppress(OSError):  # all is flushed
                 self._file.close()
+
+
+def _encoded(record: dict) -> bytes:
+    return (json.dumps(record, allow_nan=False) + "\n").encode()
 
 
 def read(path: Path) -> list[dict]:

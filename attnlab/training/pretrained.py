@@ -1,6 +1,8 @@
 """Pretrained weights to start a run from: a Hugging Face model or another run, named by `config.init_from`."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 from ml_collections import ConfigDict
@@ -30,10 +32,10 @@ def completed(config: ConfigDict, workdir: Path) -> tuple[ConfigDict, tokenizers
     given = {name: value for name, value in configs.fields(config).items() if name.startswith(("model.", "data.tok"))}
     tokenizer, saved = None, read_config(workdir) if (workdir / "config.json").exists() else {}
     if saved.get("init_from") == config.init_from:
+        there = configs.fields(was := configs.from_dict(saved))
         for name, before in _said(saved).items():
-            if given.get(name) != before and not name.startswith(configs.FREE_TO_CHANGE):
+            if given.get(name) not in (before, there.get(name)) and not name.startswith(configs.FREE_TO_CHANGE):
                 raise configs.another(workdir, f"config.{name} = {given.get(name)!r}, there it was {before!r}")
-        was = configs.from_dict(saved)
         shape, config.data.tokenizer = was.model.to_dict(), was.data.tokenizer
     else:
         source = Path(config.init_from)
@@ -44,6 +46,11 @@ def completed(config: ConfigDict, workdir: Path) -> tuple[ConfigDict, tokenizers
             )
         model, tokenizer, _ = peek(config.init_from)
         shape = states.model_fields(model)
+        if shape["positions"] == "learned" and config.model.context > model.context:
+            raise UserError(
+                f"config.model.context = {config.model.context}, but the model in {source} has {model.context} learned "
+                f"positions: set --config.model.context={model.context}, or less"
+            )
         if tokenizer is not None:
             config.data.tokenizer = "pretrained"
         elif config.data.tokenizer == "pretrained":
@@ -53,10 +60,28 @@ def completed(config: ConfigDict, workdir: Path) -> tuple[ConfigDict, tokenizers
             )
     context = config.model.context
     config.model.update({name: value for name, value in shape.items() if name not in states.HOW})
-    # Learned positions can be truncated but not extended; the others work for any length.
+    # Of learned positions a run of an older version may have fewer than its experiment set.
     config.model.context = min(context, shape["context"]) if shape["positions"] == "learned" else context
     configs.check(config)
     return config, tokenizer, {"said": given}
+
+
+def check_said(config: ConfigDict, said: Mapping[str, Any]) -> None:
+    """Raise UserError for a field that a command line sets, where the model in `config.init_from` has another value."""
+    source = Path(config.init_from)
+    if not config.init_from or not (source / "config.json").exists():  # deleted since, or `completed` tells
+        return
+    model, tokenizer, config = peek(source)
+    config = config.copy_and_resolve_references()
+    config.model.update(states.model_fields(model))
+    there = configs.fields(config) | {"data.tokenizer": "pretrained"}
+    for name, value in said.items():
+        taken = name.startswith("model.") and name.split(".")[1] not in (*states.HOW, "context")
+        if (taken or (name == "data.tokenizer" and tokenizer is not None)) and value != there[name]:
+            raise UserError(
+                f"config.{name} = {value!r} has no effect beside config.init_from = {source}, where it is "
+                f"{there[name]!r}: leave it out"
+            )
 
 
 def saved_config(workdir: Path) -> ConfigDict | None:
@@ -73,6 +98,13 @@ def _said(saved: dict) -> dict:
     """The fields of a saved config as its experiment set them."""
     said = saved.get("said", {})
     return said | ({"model.remat": configs.remat_name(said["model.remat"])} if "model.remat" in said else {})
+
+
+def context_in_words(config: ConfigDict) -> str:
+    """The context of a new run, and that of the model in `config.init_from` where it is shorter."""
+    context, before = config.model.context, peek(config.init_from)[0].context
+    longer = f", longer than the {before} of its training" if context > before else ""
+    return f"{context} tokens{longer}"
 
 
 def params(config: ConfigDict, like):

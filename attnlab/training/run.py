@@ -86,7 +86,10 @@ def resolve(
     'fresh'
     """
     config, folder = passed.named_in(config), Workdir(workdir)
-    config, tokenizer, metadata = pretrained.completed(configs.completed(config), folder.path)
+    config = configs.completed(config)
+    if folder.previous_run is None:
+        configs.check_effects(config)
+    config, tokenizer, metadata = pretrained.completed(config, folder.path)
     config.precision = _precision(config, folder, passed, device)
     folder.check_config(config, may_extend=not eval_only)
     if folder.previous_run is not None:
@@ -269,7 +272,7 @@ def _report_start(run: Run) -> None:
     if run.start:
         reporter.print(f"resumed from step {run.start}")
     elif plan.origin == "weights":
-        reporter.print(f"starting from {config.init_from}, sequences of {config.model.context} tokens")
+        reporter.print(f"starting from {config.init_from}, sequences of {pretrained.context_in_words(config)}")
     elif workdir.previous_run:
         reporter.print("no checkpoint was saved yet: starting from the beginning")
     if plan.origin == "extended":

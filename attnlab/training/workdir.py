@@ -83,7 +83,8 @@ class Workdir:
 
     def create(self, config_json: str, tokenizer: tokenizers.Tokenizer) -> None:
         """Create and lock the folder of a new run: complete under another name, then renamed."""
-        unfinished = self.path.absolute().with_name(f".{self.path.absolute().name}.unfinished")
+        folder = self.path.resolve()  # a link to an empty folder cannot be replaced, but that folder can
+        unfinished = folder.with_name(f".{folder.name}.unfinished")
         held = None
         try:
             unfinished.mkdir(parents=True, exist_ok=True)
@@ -91,14 +92,15 @@ class Workdir:
             held = _lock(unfinished, self.path)
             tokenizers.save(tokenizer, unfinished / "tokenizer.json")
             (unfinished / "config.json").write_text(config_json, encoding="utf-8")
-            unfinished.rename(self.path)  # replaces an empty folder
+            unfinished.rename(folder)  # replaces an empty folder
         except OSError as error:
             if held is not None:
                 os.close(held)
             if error.errno == errno.ENOENT:  # another process has renamed it
                 raise _in_use(self.path) from error
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process has created the folder
+            if held is not None:
                 shutil.rmtree(unfinished, ignore_errors=True)
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process has created the folder
                 raise _in_use(self.path) from error
             raise UserError(f"--workdir={self} cannot be written ({error.strerror}): choose another folder") from error
         self._lock = held
@@ -169,6 +171,8 @@ def read_tokenizer(workdir: Path, saved: dict) -> tokenizers.Tokenizer:
 def _previous_run(workdir: Path) -> dict | None:
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"--workdir={workdir} is a file: name a folder")
+    if workdir.is_symlink() and not workdir.exists():
+        raise UserError(f"--workdir={workdir} is a link to nowhere: make the folder that it names, or remove it")
     if (workdir / "config.json").exists():
         return read_config(workdir)
     if workdir.exists() and any(workdir.iterdir()):

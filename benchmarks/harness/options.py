@@ -10,6 +10,7 @@ from absl import flags
 
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
+from attnlab.support.paths import named
 
 
 def define_integers(values, table: dict[str, tuple[int | None, str]]) -> None:
@@ -108,5 +109,5 @@ def whole_numbers(values, name: str) -> list[int]:
 def keep(path: str | None, figures: dict) -> None:
     """Write the figures to a new JSON file, if a path is given."""
     if path:
-        with open(path, "x", encoding="utf-8") as file:
+        with named(path), open(path, "x", encoding="utf-8") as file:
             file.write(json.dumps(figures, indent=1) + "\n")

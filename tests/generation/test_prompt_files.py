@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 
 import pytest
@@ -57,6 +58,24 @@ def test_interrupted_records_go_on_after_the_last_whole_group(tmp_path):
         records.write({"n": 2}, {"n": 3})
     assert [json.loads(line)["n"] for line in path.read_text().splitlines()] == [0, 1, 2, 3]
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_file_that_another_command_writes_is_refused(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with Records(path, {"seed": 0}) as records:
+        records.write({"n": 0})
+        with pytest.raises(UserError, match="out.jsonl: another command writes it"):
+            Records(path, {"seed": 0})
+        records.write({"n": 1})
+    assert [json.loads(line)["n"] for line in path.read_text().splitlines()] == [0, 1]
+
+
+def test_full_disk_is_an_error_that_names_the_file(tmp_path):
+    with pytest.raises(OSError) as error, Records(tmp_path / "out.jsonl", {}) as records:
+        with open("/dev/full", "ab") as full:
+            os.dup2(full.fileno(), records._file.fileno())
+        records.write({"n": 0})
+    assert error.value.filename.endswith(".part")
 
 
 def test_other_settings_begin_anew(tmp_path):

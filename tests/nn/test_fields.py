@@ -26,7 +26,9 @@ def check(fields):
     """Complete the config of a model with these fields, by dotted name."""
     config = configs.default()
     config.model.update_from_flattened_dict(fields)
-    return configs.completed(config)
+    config = configs.completed(config)
+    configs.check_effects(config)
+    return config
 
 
 ALONE = {"pattern": "toy"}
@@ -46,6 +48,17 @@ UNREAD = {
     "base of no local layers": ({"local_base": 5.0}, "local_base = 5.0, but window = None"),
     "rotary without": ({"rotary.base": 5.0, "positions": "learned"}, "rotary.base = 5.0, but positions = 'learned'"),
     "base without": ({"local_base": 5.0, "window": 8, "positions": "none"}, "local_base = 5.0, but positions = 'none'"),
+    "base of all": ({"local_base": 5.0, "window": 8}, "local_base = 5.0, but all layers are local"),
+    "rotary of a hybrid": (
+        {"pattern": "toy attention", "positions": "none", "rotary.scaling": "linear", "rotary.factor": 4.0},
+        "rotary.scaling = 'linear', but positions = 'none'",
+    ),
+    "factor of no scaling": ({"rotary.factor": 4.0}, "rotary.factor = 4.0 has no effect with scaling = 'none'"),
+    "turns of linear scaling": (
+        {"rotary.scaling": "linear", "rotary.factor": 4.0, "rotary.slow_turns": 2.0},
+        "rotary.slow_turns = 2.0 has no effect with scaling = 'linear'",
+    ),
+    "feed-forward": ({"mlp": "gated", "mlp_ratio": 0.0}, "mlp = 'gated', but mlp_ratio = 0"),
     "rotary by name": (ALONE | {"positions": "rotary"}, "positions = 'rotary', but no layer reads them"),
     "alibi by name": (ALONE | {"positions": "alibi"}, "positions = 'alibi', but no layer reads them"),
     "values of some": ({"pattern": "attention toy", "value_residual": True}, "value_residual = True, but .*of toy do"),

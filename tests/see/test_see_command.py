@@ -16,7 +16,7 @@ from attnlab.interop.huggingface import save_hf
 from attnlab.nn import GPT
 from attnlab.see import Page
 from attnlab.see.__main__ import SEQUENCES, _label
-from attnlab.training.checkpoints import history_steps
+from attnlab.training.checkpoints import MANIFEST, history_steps
 from tests.parameters import parameters
 from tests.see.models import capture
 from tests.see.pages import data_of, records_of
@@ -217,6 +217,17 @@ def test_run_with_one_checkpoint_and_without_its_text_says_what_is_missing(run, 
     code, out, err = see(capsys, workdir, "--prompt=el gato")
     assert code == 0 and "first 7 tokens of each prompt" in out
     assert err.startswith("without validation text (") and err.count("\n") == 1
+
+
+def test_damaged_checkpoint_is_left_out_of_all_and_refused_by_name(run, capsys, tmp_path):
+    workdir = copied(run, tmp_path, run.parent / "text.txt")
+    (workdir / "checkpoints" / "0" / MANIFEST).unlink()
+    options = ["--noeffects", "--length=8"]
+    code, out, err = see(capsys, workdir, "--checkpoints=all", *options)
+    assert code == 0 and err.startswith("without step 0: checkpoint 0 in ") and err.count("\n") == 1
+    steps = data_of(page_in(workdir / "see.html"))["steps"]
+    assert 0 not in steps and steps[-1] == STEPS and f"step {STEPS} " in out
+    assert "step 0: checkpoint 0 in " in refused(capsys, workdir, f"--checkpoints=0,{STEPS}", *options)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,18 @@ def test_log_changed_before_the_offset_is_refused(tmp_path):
     assert metrics.MetricsLog(path, offset, last_step=1).lost
 
 
+def test_log_deleted_under_a_run_is_written_again(tmp_path, capsys):
+    log = metrics.MetricsLog(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 3):
+        log.write(step=step, split="train", loss=1 / step)
+        if step == 2:
+            offset = log.offset()
+            log.path.unlink()
+    assert metrics.read(log.path) == log.records == metrics.MetricsLog(log.path, log.offset(), last_step=3).records
+    assert metrics.MetricsLog(log.path, offset, last_step=2).records == log.records[:2]
+    assert capsys.readouterr().err == f"{log.path} was deleted: it is written again, with all records\n"
+
+
 def test_log_resumed_at_its_end_is_not_rewritten(tmp_path):
     path = tmp_path / "metrics.jsonl"
     log = metrics.MetricsLog(path)

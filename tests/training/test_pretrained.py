@@ -41,7 +41,7 @@ def gpt2(tmp_path_factory):
 
 def options(source, text, **changes):
     fields = {
-        "init_from": source,
+        **({"init_from": source} if source else {}),
         "data.path": text,
         "steps": 4,
         "batch_size": 8,
@@ -138,6 +138,9 @@ def test_second_start_with_another_config_is_refused(gpt2, text, started, capsys
     ):
         assert finetune(source, text, workdir, **NULL, **change) == 2
         assert message in capsys.readouterr().err
+    # Values that the run has, where the experiment set others, change nothing.
+    assert train.main(["train", f"--workdir={workdir}", "--config.model.num_layers=2"]) == 0
+    assert finetune(gpt2, text, workdir, **NULL, model__num_heads=2, data__tokenizer="pretrained") == 0
     assert finetune(gpt2, text, gpt2) == 2
     assert "holds a Hugging Face model" in capsys.readouterr().err
 
@@ -154,7 +157,7 @@ def test_run_resumes_with_another_remat_also_one_of_version_0_1(gpt2, text, star
 
 
 @pytest.mark.slow
-def test_run_from_another_run_takes_its_weights(gpt2, text, tmp_path):
+def test_run_from_another_run_takes_its_weights(gpt2, text, tmp_path, capsys):
     """With rotary positions and characters as tokens; the context may grow."""
     shape = ["model.num_layers=1", "model.width=16", "model.num_heads=2", "model.context=16"]
     small = [
@@ -168,6 +171,7 @@ def test_run_from_another_run_takes_its_weights(gpt2, text, tmp_path):
     config = f"--config={REPOSITORY}/configs/quickstart.py"
     assert train.main(["", config, f"--workdir={tmp_path}/a", *(f"--config.{option}" for option in shape + small)]) == 0
     assert finetune(tmp_path / "a", text, tmp_path / "b", **NULL) == 0
+    assert "sequences of 32 tokens, longer than the 16 of its training" in capsys.readouterr().out
     model, params, tokenizer, _ = attnlab.load(tmp_path / "b")
     before = attnlab.load(tmp_path / "a")
     jax.tree.map(np.testing.assert_array_equal, params, before.params)
@@ -244,6 +248,21 @@ def test_source_without_tokenizer_requires_naming_one(gpt2, text, tmp_path, caps
     assert [attnlab.load(tmp_path / name).tokenizer.kind for name in "ab"] == ["byte", "byte"]
     first, second = (records(tmp_path / name) for name in "ab")
     assert second[0]["loss"] < first[-1]["loss"] + 0.1 < first[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model__num_layers": 7}, "config.model.num_layers = 7 has no effect beside config.init_from"),
+        ({"data__tokenizer": "byte"}, "config.data.tokenizer = 'byte' has no effect beside config.init_from"),
+        ({"model__context": 64}, "config.model.context = 64, but the model in "),
+    ],
+    ids=str,
+)
+def test_field_that_the_source_contradicts_is_refused(gpt2, text, tmp_path, capsys, change, message):
+    assert finetune(gpt2, text, tmp_path / "run", **change) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_invalid_source_is_one_line_and_creates_no_workdir(gpt2, text, tmp_path, capsys):
