@@ -195,7 +195,8 @@ def model_fields(model: GPT) -> dict:
     """The fields of `config.model` that define a model: all but `HOW`."""
     fields = {name: getattr(model, name) for name in default().model if name not in HOW}
     groups = ("rotary", "recurrence", "latent")
-    return fields | {group: dataclasses.asdict(getattr(model, group)) for group in groups}
+    groups = {group: dataclasses.asdict(getattr(model, group)) for group in groups}
+    return fields | groups | {"vocab_size": model.vocab_rows}
 
 
 def scans(config: ConfigDict) -> bool:
