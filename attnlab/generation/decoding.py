@@ -65,8 +65,8 @@ def generate(
         parallel, each as if it were alone; of a prompt longer than the context, only the end is used, whatever the
         layers, though recurrent ones then remember all tokens that are generated.
       max_tokens: number of tokens to generate for each text.
-      temperature, top_k, top_p, min_p, repetition_penalty, vocab_size: see `Draw`; vocab_size is for a model with a
-        padded vocabulary.
+      temperature, top_k, top_p, min_p, repetition_penalty, vocab_size: see `Draw`; vocab_size is for a model that has
+        more tokens than its tokenizer.
       seed: token t of sample n of a prompt depends only on the prompt and (seed, n, t). So equal prompts have equal
         samples; for different samples, raise num_samples.
       num_samples: number of texts to generate for each prompt, which is read once.

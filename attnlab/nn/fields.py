@@ -44,6 +44,9 @@ def check_shape(model, declared: Mapping[str, Option]) -> None:
             f"bigrams = True with vocab_size = {model.vocab_size}: expected {MAX_BIGRAMS} or fewer, as the table has "
             "their square of parameters"
         )
+    rows = _values(model).get("padded_vocab_size")
+    if rows is not None and rows < model.vocab_size:
+        raise ValueError(f"padded_vocab_size = {rows}: expected vocab_size = {model.vocab_size} or more")
     if model.qk_norm_joint and not model.qk_norm:
         raise ValueError("qk_norm_joint = True, but qk_norm = False: set both")
 

@@ -26,7 +26,7 @@ from attnlab.nn.resolved import latent_of, recurrence_of, resolved, rotary_of
 from attnlab.nn.rotations import Rotary
 from attnlab.ops import dropout
 from attnlab.ops.attention import implementations
-from attnlab.ops.cross_entropy import chunk_size, cross_entropy
+from attnlab.ops.cross_entropy import chunk_size, cross_entropy, without_padding
 from attnlab.ops.score_mods import ScoreMod
 from attnlab.support.errors import UserError
 from attnlab.support.options import described, option, options
@@ -43,6 +43,9 @@ class GPT(checks.MaskedModule):
 
     Weights are drawn from a normal distribution with standard deviation 0.02, those that project onto the residual
     stream with 0.02/√(2L). Biases start at 0.
+
+    Tokens are 0 … vocab_size − 1. The tables of tokens have `padded_vocab_size` rows, where that is set; the rows after
+    the tokens are padding: they have no logits, no part in the softmax, and a gradient of 0.
 
     >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.zeros((1, 6), jnp.int32)
@@ -139,12 +142,31 @@ class GPT(checks.MaskedModule):
     mask: checks.MaskLike | None = None
     latent: Latent = Latent()
     score_mod: ScoreMod | tuple[ScoreMod, ...] | None = None
+    padded_vocab_size: int | None = None
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the tables of tokens: vocab_size, and those after it that pad them."""
+        return self.padded_vocab_size or self.vocab_size
+
+    def over_tokens(self, vocab_size: int) -> "GPT":
+        """The model of the same parameters whose tokens are the first `vocab_size`, the others being padding.
+
+        >>> model = GPT(vocab_size=16, num_layers=1, num_heads=2, width=8, context=6).over_tokens(10)
+        >>> model.vocab_size, model.padded_vocab_size
+        (10, 16)
+        """
+        return (
+            self
+            if vocab_size == self.vocab_size
+            else self.clone(vocab_size=vocab_size, padded_vocab_size=self.vocab_rows)
+        )
 
     @classmethod
     def from_config(cls, config, vocab_size: int) -> "GPT":
         """The model of a run's `config.model` and `config.precision`, "float32" or "bfloat16".
 
-        `vocab_size` is the tokenizer's; `config.model.vocab_size` may be larger. UserError if it is smaller.
+        `vocab_size` is the tokenizer's; `config.model.vocab_size` pads it if it is larger. UserError if it is smaller.
         """
         size = config.model.vocab_size or vocab_size
         if size < vocab_size:
@@ -155,7 +177,7 @@ class GPT(checks.MaskedModule):
         values = {name: getattr(config.model, name) for name in options(cls) if "." not in name}
         values |= {"rotary": rotary_of(config.model), "recurrence": recurrence_of(config.model)}
         values["latent"] = latent_of(config.model)
-        return cls(vocab_size=size, dtype=jnp.dtype(config.precision), **values)
+        return cls(vocab_size=size, dtype=jnp.dtype(config.precision), **values).over_tokens(vocab_size)
 
     @checks.compact
     def __call__(
@@ -226,18 +248,19 @@ class GPT(checks.MaskedModule):
         if targets is not None:
             return sharding.gathering(self, functools.partial(self._losses, x, targets, pairs))(output)
         logits = sharding.gathering(self, functools.partial(self._logits, x, pairs))(output)
+        logits = logits[..., : self.vocab_size]
         return logits if caches is None else (logits, caches)
 
     def _tables(self) -> tuple[nn.Embed, nn.Embed]:
         """The embeddings of tokens and of the output layer, which may be the same."""
         options = {"dtype": self.dtype, "embedding_init": nn.initializers.normal(0.02)}
-        embed = nn.Embed(self.vocab_size, self.width, name="embed", **options)
+        embed = nn.Embed(self.vocab_rows, self.width, name="embed", **options)
         if self.tie_embeddings:
             return embed, embed
-        return embed, nn.Embed(self.vocab_size, self.width, name="output", **options)
+        return embed, nn.Embed(self.vocab_rows, self.width, name="output", **options)
 
     def _bigrams(self, tokens):
-        table = nn.Embed(self.vocab_size, self.vocab_size, embedding_init=nn.initializers.zeros, name="bigrams")
+        table = nn.Embed(self.vocab_rows, self.vocab_rows, embedding_init=nn.initializers.zeros, name="bigrams")
         return table(tokens)
 
     def _logits(self, x, bigrams, embed):
@@ -252,11 +275,12 @@ class GPT(checks.MaskedModule):
     def _losses(self, x, targets, bigrams, embed):
         batch, length, _ = x.shape
         length = -(-length // sharding.shards("length", x))
-        chunk = chunk_size(-(-batch // sharding.shards("batch", x)), length, self.vocab_size)
+        chunk = chunk_size(-(-batch // sharding.shards("batch", x)), length, self.vocab_rows)
         if chunk < length and bigrams is None:
-            losses = functools.partial(cross_entropy, chunk=chunk, cap=self.logit_cap)
+            losses = functools.partial(cross_entropy, vocab_size=self.vocab_size, chunk=chunk, cap=self.logit_cap)
             return sharding.over_tokens(losses, x, embed.embedding, targets)
-        losses = optax.softmax_cross_entropy_with_integer_labels(self._logits(x, bigrams, embed), targets)
+        logits = without_padding(self._logits(x, bigrams, embed), self.vocab_size)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
         return jnp.where((targets >= 0) & (targets < self.vocab_size), losses, jnp.nan)  # as in chunks
 
     def _check_outputs(self, tokens, caches, places, targets) -> None:

@@ -11,6 +11,7 @@ parameters of a layer are gathered before it is computed and again for its gradi
 et al. 2023, section 3; Rajbhandari et al. 2020, stage 3).
 """
 
+import functools
 import math
 import re
 
@@ -19,6 +20,7 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from attnlab.ops.meshes import names_of
 from attnlab.types import Array
 
 # The names of the axes of parameters; all others (norms, and biases that are not listed) have none.
@@ -61,13 +63,14 @@ def parameter_names(path: str, rank: int) -> tuple[str | None, ...]:
 def spec_of(names, shape, mesh) -> PartitionSpec:
     """The mesh axes that split an array, by the rules in context; an axis that they do not divide is not split."""
 
-    def divides(axes, size):
-        axes = (axes,) if isinstance(axes, str) else axes or ()
+    def splits(axes, size):
+        axes = tuple(name for name in names_of(axes) if name not in _manual(mesh))
         known = all(name in mesh.shape for name in axes)
-        return known and size % math.prod(mesh.shape[name] for name in axes) == 0
+        divides = known and size % math.prod(mesh.shape[name] for name in axes) == 0
+        return (axes if len(axes) > 1 else axes[0]) if axes and divides else None
 
     found = nn.logical_to_mesh_axes(names) or (None,) * len(names)
-    return PartitionSpec(*(axes if divides(axes, size) else None for axes, size in zip(found, shape)))
+    return PartitionSpec(*map(splits, found, shape))
 
 
 def shards(name: str, x: Array) -> int:
@@ -75,9 +78,7 @@ def shards(name: str, x: Array) -> int:
     mesh = _mesh(x)
     if mesh is None:
         return 1
-    (axes,) = nn.logical_to_mesh_axes((name,))
-    axes = (axes,) if isinstance(axes, str) else axes or ()
-    return math.prod(mesh.shape[axis] for axis in axes if axis in mesh.shape)
+    return math.prod(mesh.shape[axis] for axis in _axes_of(name) if axis in _auto(mesh))
 
 
 def over_tokens(function, x: Array, weights: Array, targets: Array) -> Array:
@@ -86,14 +87,33 @@ def over_tokens(function, x: Array, weights: Array, targets: Array) -> Array:
     The gradient of the weights is then summed over devices once; XLA would sum it in every turn of a loop.
     """
     mesh = _mesh(x)
-    if mesh is None or shards("batch", x) * shards("length", x) != math.prod(mesh.shape.values()):
+    if mesh is None or shards("batch", x) * shards("length", x) != math.prod(_auto(mesh).values()):
         return function(x, weights, targets)
     split = spec_of(("batch", "length"), x.shape[:2], mesh)
     if any(axes is None and shards(name, x) > 1 for axes, name in zip(split, ("batch", "length"))):
         return function(x, weights, targets)
-    return jax.shard_map(function, mesh=mesh, in_specs=(split, PartitionSpec(), split), out_specs=split)(
-        x, weights, targets
-    )
+    specs = (split, PartitionSpec(), split)
+    run = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=split, axis_names=set(_auto(mesh)))
+    return run(x, weights, targets)
+
+
+def over_examples(function, whole, batch):
+    """`function(whole, batch, axes)` on the examples of each device, or group of devices, that has all of `whole`.
+
+    `axes` are the names of the mesh's axes over which its results, equal on all devices, are sums or means; None where
+    all examples are in one place. `batch` is a tree of arrays `[B, ...]`.
+    """
+    x = jax.tree.leaves(batch)[0]
+    mesh = _mesh(x)
+    axes = () if mesh is None else [name for name in _axes_of("batch") if _auto(mesh).get(name, 1) > 1]
+    axes = tuple(name for name in axes if name not in _axes_of("embed"))  # which split the parameters as well
+    if not axes or x.shape[0] % math.prod(mesh.shape[name] for name in axes):
+        return function(whole, batch, None)
+    run = functools.partial(function, axes=axes)
+    # Unchecked, as within a check JAX would sum the gradient of what all devices have as soon as it is computed.
+    options = {"axis_names": set(axes), "check_vma": False}
+    specs = (PartitionSpec(), PartitionSpec(axes))
+    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), **options)(whole, batch)
 
 
 def is_active(x: Array) -> bool:
@@ -179,5 +199,21 @@ def _mesh(x):
     if not nn.get_logical_axis_rules() or not isinstance(x, jax.Array):
         return None
     mesh = jax.typeof(x).sharding.mesh
-    is_auto = all(kind == AxisType.Auto for kind in mesh.axis_types)
-    return mesh if is_auto and math.prod(mesh.shape.values()) > 1 else None
+    has_rules = AxisType.Explicit not in mesh.axis_types
+    return mesh if has_rules and math.prod(_auto(mesh).values()) > 1 else None
+
+
+def _auto(mesh) -> dict[str, int]:
+    """The axes of a mesh, and their sizes, that XLA splits arrays over."""
+    return {name: size for name, size in mesh.shape.items() if name not in _manual(mesh)}
+
+
+def _manual(mesh) -> list[str]:
+    """The axes of a mesh that a `shard_map` around this call has split arrays over."""
+    return [name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Manual]
+
+
+def _axes_of(name: str) -> tuple[str, ...]:
+    """The axes of a mesh that split the axes with a name, by the rules in context."""
+    (axes,) = nn.logical_to_mesh_axes((name,))
+    return names_of(axes)

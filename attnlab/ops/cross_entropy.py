@@ -174,7 +174,8 @@ def _logits(x, embedding, cap):
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def _without_padding(logits, vocab_size):
+def without_padding(logits: Float[Array, "*B V"], vocab_size: int) -> Float[Array, "*B V"]:
+    """The logits, −∞ from `vocab_size` on; of the same shape, so that their layout over devices stays."""
     if vocab_size == logits.shape[-1]:
         return logits
     return jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
@@ -182,7 +183,7 @@ def _without_padding(logits, vocab_size):
 
 def _chunk_losses(x, embedding, targets, head):
     """(loss, lse) of some positions."""
-    logits = _without_padding(_logits(x, embedding, head.cap), head.vocab_size)
+    logits = without_padding(_logits(x, embedding, head.cap), head.vocab_size)
     lse = jax.nn.logsumexp(logits, axis=-1)
     target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
     is_in_vocabulary = (targets >= 0) & (targets < head.vocab_size)
@@ -192,7 +193,7 @@ def _chunk_losses(x, embedding, targets, head):
 def _chunk_gradients(x, embedding, targets, lse, g, head):
     """dx in x's type, and the gradient of the embedding in float32 (float64 for float64)."""
     logits = _logits(x, embedding, head.cap)
-    p = jnp.exp(_without_padding(logits, head.vocab_size) - lse[..., None])
+    p = jnp.exp(without_padding(logits, head.vocab_size) - lse[..., None])
     is_target = jnp.arange(embedding.shape[0]) == targets[..., None]
     # Products of a narrow type are faster on devices that have them.
     slope = 1 if head.cap is None else 1 - (logits / head.cap) ** 2

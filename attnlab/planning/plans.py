@@ -206,11 +206,11 @@ def vocabulary(
     """The config of the run on a device, the size of its vocabulary, and notes."""
     plan = run.resolve(config, device=device)
     config, tokenizer = ConfigDict(plan.config), plan.tokenizer
-    if vocab_size or config.model.vocab_size or tokenizer is not None:
-        return config, vocab_size or config.model.vocab_size or tokenizer.vocab_size, []
-    kind, most = config.data.tokenizer, config.data.vocab_size
-    if kind == "byte":
-        return config, 256, []
+    if vocab_size or tokenizer is not None:
+        return config, vocab_size or tokenizer.vocab_size, []
+    kind, most, rows = config.data.tokenizer, config.data.vocab_size, config.model.vocab_size
+    if kind == "byte" or rows:
+        return config, min({"byte": 256, "char": _CHARACTERS}.get(kind, most), rows or 256), []
     if kind == "char":
         note = f"the vocabulary is assumed to have {_CHARACTERS} characters; it depends on the text: --vocab_size=N"
         return config, _CHARACTERS, [note]

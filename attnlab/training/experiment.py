@@ -62,7 +62,8 @@ class Experiment:
             _check_backend(self.model, self.parallel.mesh.devices.flat[0].platform)
         else:
             _check_model(model, vocab_size, config.data.packing)
-            self.model = model
+            self.model = model.over_tokens(vocab_size) if isinstance(model, GPT) else model
+        self._over_tokens = self.model if isinstance(self.model, GPT) else _OverTokens(self.model, vocab_size)
         # A user's optimizer may select parameters by layer.
         self.scan = model is None and (states.scans(config) if optimizer is None else bool(config.model.scan))
         self._init = jax.jit(self.model.init)
@@ -101,7 +102,7 @@ class Experiment:
 
         Seed and learning rates are arguments of its program, so runs that differ in them share a compiled program.
         """
-        config, model, optimizer_at = self.config, self.model, self._optimizer_at
+        config, model, optimizer_at = self.config, self._over_tokens, self._optimizer_at
         accumulation, ema = config.optimizer.accumulation, config.optimizer.ema
 
         def step(state, batch, fixed, axis_name=None):
@@ -114,7 +115,7 @@ class Experiment:
     @functools.cached_property
     def eval_step(self) -> Callable:
         """The compiled `state.eval_step`: (params, placed batch) → sums over the global batch, float32 `[2 or 3]`."""
-        return self.parallel.compile_eval(functools.partial(states.eval_step, self.model))
+        return self.parallel.compile_eval(functools.partial(states.eval_step, self._over_tokens))
 
     def create_state(self, params=None) -> TrainState:
         """The state before the first step, on the devices, with random parameters unless `params` are passed."""
@@ -156,6 +157,16 @@ class Experiment:
     def _create(self, seed) -> TrainState:
         average = bool(self.config.optimizer.ema)
         return states.create(self.model, self.optimizer, seed, self._init, self.scan, average)
+
+
+class _OverTokens(nn.Module):
+    """A user's model, whose logits may be padded, over the tokens of the tokenizer."""
+
+    model: nn.Module
+    vocab_size: int
+
+    def apply(self, *args, **options):
+        return self.model.apply(*args, **options)[..., : self.vocab_size]
 
 
 def _check_backend(model: GPT, platform: str) -> None:

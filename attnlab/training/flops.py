@@ -47,7 +47,7 @@ def _kinds(model: GPT) -> list[Kind]:
 def _weights(model: GPT) -> int:
     """Weights of all matrix products."""
     mlp = (3 if model.mlp == "gated" else 2) * resolved(model).hidden * model.width
-    return sum(kind.weights(model) + mlp for kind in _kinds(model)) + model.vocab_size * model.width
+    return sum(kind.weights(model) + mlp for kind in _kinds(model)) + model.vocab_rows * model.width
 
 
 def peak(dtype: str) -> float:

@@ -77,8 +77,8 @@ def load(
     if huggingface.is_hf(workdir):
         if step not in ("latest", "best"):
             raise UserError(f"{workdir} is a Hugging Face model, which has no checkpoint {step!r}: leave it out")
-        _, tokenizer, config = peek(workdir)
-        return Run(*huggingface.from_hf(workdir), tokenizer, config)
+        model, tokenizer, config = peek(workdir)
+        return Run(model, huggingface.from_hf(workdir)[1], tokenizer, config)
     model, tokenizer, config = peek(workdir, model=model, mask=mask, score_mod=score_mod)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -170,6 +170,8 @@ def peek(workdir: str | Path, **passed) -> tuple[nn.Module, tokenizers.Tokenizer
             config.precision = precision.resolved(config.precision)  # "auto" in runs of older versions
             model = GPT.from_config(config, tokenizer.vocab_size).clone(mask=passed.mask, score_mod=passed.score_mod)
             _check_fits(model, workdir, config)
+        elif isinstance(model, GPT):
+            model = model.over_tokens(tokenizer.vocab_size)
         return model, tokenizer, config
     model = huggingface.make_model(huggingface.model_files.read_config(workdir), str(workdir))
     tokenizer = huggingface.read_tokenizer(workdir, model.vocab_size)
@@ -181,4 +183,4 @@ def peek(workdir: str | Path, **passed) -> tuple[nn.Module, tokenizers.Tokenizer
     config = default()
     config.model.update(model_fields(model))
     config.data.tokenizer = "pretrained"
-    return model, tokenizer, config
+    return model if tokenizer is None else model.over_tokens(tokenizer.vocab_size), tokenizer, config

@@ -1,6 +1,7 @@
 """The training state, and the pure functions of a training or evaluation step."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import NamedTuple
@@ -103,11 +104,21 @@ def gradients(model, params, batch: Batch, step_key, accumulation: int = 1, axis
     """(Mean loss over the targets of the global batch that count, in nats, its gradient).
 
     Each example has the key `fold_in(step_key, i)`, i its index in the global batch; `accumulation` microbatches are
-    processed in sequence.
+    processed in sequence. Gradients are summed over the devices after the last, save over axes of a mesh that split
+    parameters or sequences as well.
     """
+    run = functools.partial(_gradients, model, accumulation)
+    if axis_name or accumulation == 1:
+        return run((params, step_key), batch, axis_name)
+    return sharding.over_examples(run, (params, step_key), batch)
+
+
+def _gradients(model, accumulation: int, whole, batch: Batch, axes: str | tuple[str, ...] | None):
+    """The same, of this device's examples; `axes` are the names to reduce over."""
+    params, step_key = whole
     count = counted(batch)
     count = None if count is None else count.sum() / accumulation
-    count = jax.lax.pmean(count, axis_name) if axis_name and count is not None else count
+    count = jax.lax.pmean(count, axes) if axes and count is not None else count
     count = None if count is None else jnp.where(count > 0, count, 1)
 
     def loss(params, part):
@@ -129,7 +140,7 @@ def gradients(model, params, batch: Batch, step_key, accumulation: int = 1, axis
         zero = jax.tree.map(jnp.zeros_like, (jnp.zeros((), jnp.float32), params))
         (value, gradient), _ = jax.lax.scan(add, zero, parts)
         value, gradient = jax.tree.map(lambda x: x / accumulation, (value, gradient))
-    return jax.lax.pmean((value, gradient), axis_name) if axis_name else (value, gradient)
+    return jax.lax.pmean((value, gradient), axes) if axes else (value, gradient)
 
 
 def train_step(
@@ -195,7 +206,8 @@ def model_fields(model: GPT) -> dict:
     """The fields of `config.model` that define a model: all but `HOW`."""
     fields = {name: getattr(model, name) for name in default().model if name not in HOW}
     groups = ("rotary", "recurrence", "latent")
-    return fields | {group: dataclasses.asdict(getattr(model, group)) for group in groups}
+    groups = {group: dataclasses.asdict(getattr(model, group)) for group in groups}
+    return fields | groups | {"vocab_size": model.vocab_rows}
 
 
 def scans(config: ConfigDict) -> bool:

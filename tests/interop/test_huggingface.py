@@ -135,6 +135,16 @@ def test_export_without_biases_writes_zero_biases(small, tmp_path):
     np.testing.assert_array_equal(*jax.jit(lambda: [model.apply(params, tokens) for model, params in calls])())
 
 
+def test_export_of_a_padded_vocabulary_has_its_tokens_alone(small, tmp_path):
+    model, params = small
+    padded = model.over_tokens(8)
+    other, its_params = from_hf(save_hf(tmp_path / "gpt2", padded, params))
+    assert other == model.clone(vocab_size=8) and its_params["params"]["embed"]["embedding"].shape == (8, 8)
+    tokens = np.array([[1, 2, 3]])
+    found, expected = jax.jit(lambda: (other.apply(its_params, tokens), padded.apply(params, tokens)))()
+    np.testing.assert_allclose(found, expected, atol=1e-6)  # products of other sizes
+
+
 def test_export_converts_parameters_to_float32(small, tmp_path):
     model, params = small
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)

@@ -295,6 +295,7 @@ def test_gpt_bfloat16_keeps_float32_parameters():
         ({"norm": "batch"}, 8, "norm = 'batch'"),
         ({"norm_at": "start"}, 8, "norm_at = 'start'"),
         ({"mlp": "swiglu"}, 8, "mlp = 'swiglu'"),
+        ({"padded_vocab_size": 10}, 8, "padded_vocab_size = 10: expected vocab_size = 11 or more"),
         ({"pattern": "local far"}, 8, "pattern = 'local far' .*'far'"),
         ({"pattern": "local global"}, 8, "pattern = 'local global', .*window = None"),
         ({"head_dim": 3, "positions": "rotary"}, 8, "head has 3 .*head_dim"),
@@ -583,6 +584,37 @@ def test_gpt_bigrams_are_added_to_the_logits():
         {"params": variables["params"] | {"bigrams": {"embedding": bigrams}}} for bigrams in (table, 0 * table)
     )
     np.testing.assert_allclose(apply(changed, TOKENS), apply(without, TOKENS) + table[TOKENS], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options, chunk",
+    [({}, 8), ({"tie_embeddings": False, "logit_cap": 2.0}, 3), ({"bigrams": True}, 3)],
+    ids=["tied", "untied, capped and in chunks", "bigrams"],
+)
+def test_gpt_of_a_padded_vocabulary_is_the_model_without_padding(options, chunk, monkeypatch):
+    monkeypatch.setattr("attnlab.nn.gpt.chunk_size", lambda *sizes: chunk)
+    model = gpt(num_layers=1, **options)
+    padded = model.clone(padded_vocab_size=16)
+    assert gpt(vocab_size=16, num_layers=1, **options).over_tokens(11) == padded
+    params = parameters(padded, TOKENS)["params"]
+    tables = [name for name in ("embed", "output", "bigrams") if name in params]
+
+    def without_padding(params):
+        rows = {name: params[name]["embedding"][:11] for name in tables}
+        return params | {name: {"embedding": x[:, :11] if name == "bigrams" else x} for name, x in rows.items()}
+
+    def computed(model, params):
+        def loss(params):
+            return model.apply({"params": params}, TOKENS, targets=np.roll(TOKENS, -1, axis=1)).mean()
+
+        return model.apply({"params": params}, TOKENS), *jax.value_and_grad(loss)(params)
+
+    found, expected = jax.jit(lambda p: (computed(padded, p), computed(model, without_padding(p))))(params)
+    for name in tables:
+        assert not np.asarray(found[2][name]["embedding"])[11:].any()
+    found = *found[:2], without_padding(found[2])
+    # Sums of 16 products of other programs, through one layer.
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found, expected)
 
 
 def test_gpt_with_zero_outputs_starts_as_its_embedding():

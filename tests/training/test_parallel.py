@@ -14,6 +14,7 @@ from attnlab import config as configs
 from attnlab.data.batches import TrainBatches
 from attnlab.nn import stack_layers, unstack_layers
 from attnlab.nn.kinds import MIXERS
+from attnlab.planning import programs
 from attnlab.support.errors import UserError
 from attnlab.training import metrics, parallel, state
 from attnlab.training.experiment import Experiment
@@ -97,6 +98,14 @@ def test_first_gradient_on_four_devices_equals_one_device(layouts, options):
     if "dropout" in options:
         without = options | {"accumulation": 1, "dropout": 0.0}
         assert distance(gradient(experiment("mesh", 1, **without)), reference) > 0.1
+
+
+@pytest.mark.parametrize("name", ["pmap", "mesh", "tensor"])
+def test_gradients_of_all_parts_are_summed_over_devices_once_a_step(name):
+    computations = programs.parse(experiment(*LAYOUTS[name], accumulation=4).lower().compile().as_text())
+    summed = [line for lines in computations.values() for line in lines if line.opcode.startswith("all-reduce")]
+    of_embedding = [line.computation for line in summed if "f32[31,32]" in line.shape]
+    assert of_embedding == ["ENTRY"]  # not in the loop over parts
 
 
 @pytest.mark.parametrize(

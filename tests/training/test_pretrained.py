@@ -76,7 +76,8 @@ def started(gpt2, text, tmp_path_factory):
 def check_start(workdir, gpt2):
     model, params, tokenizer, config = attnlab.load(workdir)
     theirs, expected = from_hf(gpt2)
-    assert model == theirs.clone(context=32, dropout=0.1)
+    assert theirs.vocab_size == tokenizer.vocab_size + 3  # three rows of padding
+    assert model == theirs.over_tokens(tokenizer.vocab_size).clone(context=32, dropout=0.1)
     expected["params"]["positions"]["embedding"] = expected["params"]["positions"]["embedding"][:32]
     jax.tree.map(np.testing.assert_array_equal, params, expected)
     assert tokenizer.to_dict() == published.pretrained(gpt2).to_dict()
@@ -287,6 +288,7 @@ def test_invalid_source_is_one_line_and_creates_no_workdir(gpt2, text, tmp_path,
 
 def test_sample_from_gpt2_folder_uses_its_tokenizer_also_for_unicode(gpt2, capsys):
     model, params, tokenizer, config = attnlab.load(gpt2)
+    assert model == from_hf(gpt2)[0].over_tokens(tokenizer.vocab_size) and config.model.vocab_size == model.vocab_rows
     assert config.model.width == 16 and json.loads((gpt2 / "config.json").read_text())["n_embd"] == 16
     command = [f"--workdir={gpt2}", "--prompt=日本 🐈", "--max_tokens=20", "--num_samples=2"]
     assert sample.main(["sample", *command]) == 0

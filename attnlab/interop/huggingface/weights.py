@@ -71,7 +71,16 @@ def _checked(model: GPT, params, family: str, transposed: bool = False):
     shapes = tensors.shapes_of(model, _TOKENS)
     table, shapes = _stacked_as(params, _table(model, family, transposed=transposed), shapes)
     tensors.check(params, shapes, "the model")
-    return [tensor for tensor in table if tensor.constant is None], _with_scales_folded(params)
+    params = _with_scales_folded(_without_padding(params, model.vocab_size))
+    return [tensor for tensor in table if tensor.constant is None], params
+
+
+def _without_padding(params, vocab_size: int) -> dict:
+    """Parameters without the rows that pad the tables of tokens, to which the other framework would give weight."""
+    tables = {
+        name: {"embedding": params[name]["embedding"][:vocab_size]} for name in ("embed", "output") if name in params
+    }
+    return {**params, **tables}
 
 
 def _with_scales_folded(params) -> dict:

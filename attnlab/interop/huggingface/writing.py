@@ -13,7 +13,10 @@ from attnlab.nn.resolved import resolved
 from attnlab.support.errors import UserError
 
 # Fields that do not decide what a model computes, or only together with others.
-_NOT_COMPARED = ("parent", "name", "dropout", "remat", "dtype", "impl", "zero_outputs", "local_base", "mixer")
+_NOT_COMPARED = (
+    *("parent", "name", "dropout", "remat", "dtype", "impl", "zero_outputs", "local_base", "mixer"),
+    "padded_vocab_size",  # tensors are written without padding
+)
 _WRITTEN = {name: family for name, family in FAMILIES.items() if family.is_written}
 _READ = {family.fields["mixer"]: name for name, family in FAMILIES.items() if not family.is_written}
 # Kinds of layers that a family has.
