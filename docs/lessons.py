@@ -10,9 +10,11 @@ from pathlib import Path
 import nbclient
 import nbformat
 from PIL import Image
+from traitlets.config import Config
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 SECONDS_A_CELL = 900
+LOCAL = Config({"KernelManager": {"transport": "ipc"}})  # the kernel warns of TCP, which others can read
 # Otherwise Jupyter crops figures, and the layout that keeps titles apart is lost.
 UNCROPPED = "%config InlineBackend.print_figure_kwargs = {'bbox_inches': None}"
 
@@ -71,7 +73,7 @@ def execute(source: Path) -> None:
     metadata = notebook.metadata.copy()
     notebook.cells.insert(0, nbformat.v4.new_code_cell(UNCROPPED))
     os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
-    nbclient.NotebookClient(notebook, timeout=SECONDS_A_CELL, kernel_name="python3").execute()
+    nbclient.NotebookClient(notebook, timeout=SECONDS_A_CELL, kernel_name="python3", config=LOCAL).execute()
     del notebook.cells[0]
     for number, cell in enumerate(notebook.cells):  # the same in each run
         cell["id"] = str(number)

@@ -6,7 +6,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
-LESSONS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+REPOSITORY = Path(__file__).parents[1]
+LESSONS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 
 
 def code(lesson):
@@ -40,3 +41,15 @@ def test_lesson_5_names_the_axes_of_its_table_of_heads():
     ]
     (table,) = (arguments for arguments in drawn if "names" in arguments["queries"])
     assert (table["x"], table["y"]) == ("'position attended to'", "'head'")
+
+
+@pytest.mark.slow
+def test_lesson_is_executed_without_warnings_of_the_kernel(tmp_path, monkeypatch, capfd):
+    monkeypatch.syspath_prepend(REPOSITORY / "docs")
+    lessons = pytest.importorskip("lessons", reason="the packages of [docs] are not installed", exc_type=ImportError)
+    monkeypatch.setenv("MPLBACKEND", "agg")  # which the lesson's kernel has otherwise; restored afterwards
+    lesson = tmp_path / "lesson.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 + 1")]), lesson)
+    lessons.execute(lesson)
+    assert nbformat.read(lesson, as_version=4).cells[0].outputs[0]["data"]["text/plain"] == "2"
+    assert capfd.readouterr().err == ""

@@ -12,7 +12,8 @@ LEFT, RIGHT, TOP, BOTTOM = 42, 352, 8, 202  # edges of the plotting area
 MOST_POINTS = 32  # of a line; of longer lines, points at equal distances
 MOST_DOTS = 12  # points of a line up to which they are marked
 STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)  # between ticks, times a power of ten
-SUFFIXES = ((1e9, "B"), (1e6, "M"), (1e4, "k"))  # from these values on
+SUFFIXES = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
+PLAIN = 1e4  # below it a number has no suffix
 TICK_ROOM = 34  # pixels of a label on the x axis
 
 
@@ -71,7 +72,8 @@ def svg(chart: Chart, looks: Mapping[str, str]) -> str:
         return '<p class="empty">No run has a value here.</p>'
     x, y = _axes(points, chart.log_x)
     lines = "".join(f"<g {looks[name]}>{_line(segments, x, y)}</g>" for name, segments in drawn)
-    x_ticks = _log_ticks(x, sorted({point.x for point in points})) if x.log else _ticks(x.low, x.high)
+    values = sorted({point.x for point in points})
+    x_ticks = _log_ticks(x, values) if x.log or len(values) == 1 else _ticks(x.low, x.high)
     description = escape(_description(chart, drawn))
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{description}">'
@@ -118,7 +120,7 @@ def _ticks(low: float, high: float, most: int = 6) -> list[tuple[float, str]]:
     step = next(step * power for step in STEPS if (high - low) / (step * power) <= most - 1 or step == STEPS[-1])
     values = [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
     limit = max(map(abs, values), default=0)
-    scale, suffix = next(((scale, suffix) for scale, suffix in SUFFIXES if limit >= scale), (1, ""))
+    scale, suffix = _scale(limit)
     if limit and not 1e-4 <= limit < 1e12:
         return [(value, f"{value:.4g}") for value in values]
     decimals = max(0, -int(Decimal(f"{step / scale:.3g}").as_tuple().exponent))
@@ -138,8 +140,13 @@ def _log_ticks(axis: _Axis, values: Sequence[float]) -> list[tuple[float, str]]:
 
 
 def _short(value: float) -> str:
-    scale, suffix = next(((scale, suffix) for scale, suffix in SUFFIXES if abs(value) >= scale), (1, ""))
+    scale, suffix = _scale(abs(value))
     return _signed(f"{value / scale:.4g}") + suffix
+
+
+def _scale(size: float) -> tuple[float, str]:
+    """The unit in which numbers up to this size are written, and its suffix."""
+    return (1.0, "") if size < PLAIN else next((scale, suffix) for scale, suffix in SUFFIXES if size >= scale)
 
 
 def _signed(number: str) -> str:

@@ -30,7 +30,6 @@ _BACKENDS = {
     "dense": dense,
 }
 _BY_NAME = {"pallas": "it could, but it has not run on a TPU: impl='pallas' takes it"}
-_WITHOUT_LSE = ("cudnn", "splash")
 
 
 def implementations() -> tuple[str, ...]:
@@ -291,7 +290,7 @@ def _choose(impl, call: AttentionCall, return_lse, platform=None, split=None, la
         name: _platform_against(name, names, call, platform)
         or _context_against(name, split, layout)
         or backend.reason_against(call)
-        or ("its lse has no gradient" if return_lse and name in _WITHOUT_LSE else None)
+        or ("its lse has no gradient" if return_lse and not has_lse(backend) else None)
         or (_BY_NAME.get(name) if name not in names else None)
         for name, backend in _BACKENDS.items()
     }
@@ -315,9 +314,14 @@ def _choose(impl, call: AttentionCall, return_lse, platform=None, split=None, la
     return explanation
 
 
+def has_lse(backend) -> bool:
+    """Whether a backend returns the max and the log-sum of each row, with their gradients."""
+    return getattr(backend, "HAS_LSE", True)
+
+
 def _context_against(name, split, layout) -> str | None:
     """The reason why a backend cannot compute the shards of a call."""
-    if split is not None and name in (*_WITHOUT_LSE, "decode"):
+    if split is not None and (name == "decode" or not has_lse(_BACKENDS[name])):
         return "within context_parallel it cannot compute a part of a call"
     if name == "dense" and layout is not None and layout.way == "ring":
         return "in a ring its gradient needs all keys at once"

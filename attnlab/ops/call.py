@@ -1,8 +1,11 @@
 """A call of the attention operator, checked, as backends take it.
 
-A backend is a module with `attend(call)`, which returns (out, (max, log_sum)), and `reason_against(call)`, the reason
-why it cannot compute a call, or None. It returns (out, None) where its lse has no gradient. Max and log_sum come apart,
-as a float32 lse, their sum, would lose the sum where a row is shifted by a large number.
+A backend is a module with two functions: `attend(call)` returns (out, (max, log_sum)), and `reason_against(call)` the
+reason why it cannot compute a call, or None. Max and log_sum are separate, because a float32 lse, their sum, would lose
+the log_sum where a row is shifted by a large number. A module may also have
+
+- `PLATFORM`: the platform that it needs, "cpu", "gpu" or "tpu"; and `NEEDS`, the reason when that is missing;
+- `HAS_LSE = False`: `attend` returns (out, None), because its lse has no gradient.
 """
 
 import dataclasses

@@ -12,6 +12,7 @@ from attnlab.ops.score_mods import SoftCap
 from attnlab.types import Array
 
 PLATFORM = "tpu"
+HAS_LSE = False  # its lse has no gradient
 _LANES = 128  # of a vector register; lengths must be multiples
 
 
@@ -42,7 +43,7 @@ def reason_against(call: AttentionCall) -> str | None:
 
 
 def attend(call: AttentionCall) -> tuple[Array, None]:
-    """(out, None): its lse has no gradient."""
+    """(out, None)."""
     q, k, v, band, score_mods, sinks = call.q, call.k, call.v, as_band(call.mask), call.score_mods, call.sinks
     ids = band.segments[0].q_ids if band.segments else None
     scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale

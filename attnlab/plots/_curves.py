@@ -86,15 +86,16 @@ def training(runs: Mapping[str, Sequence[Mapping]], title: str, *, y: str = "los
     1
     """
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(6.4, 4))
+        labels = [_wrapped(f"{name}, val") for name in runs]
+        figure, axes = _with_legend_beside([*labels, *labels])
         for color, (name, records) in zip(itertools.cycle(COLORS), runs.items()):
             for split, look in (("train", {"linewidth": 1.2}), ("val", {"marker": "o", "linestyle": ":"})):
                 chosen = [(r["step"], r["loss"]) for r in records if r["split"] == split and r["loss"] is not None]
                 if chosen:
-                    axes.plot(*zip(*chosen), color=color, label=f"{name}, {split}", **look)
+                    axes.plot(*zip(*chosen), color=color, label=_wrapped(f"{name}, {split}"), **look)
         axes.set_xlabel("step (updates)")
         axes.set_ylabel(y)
-        axes.legend(frameon=False)
+        _legend_beside(axes)
         return finished(figure, title)
 
 
@@ -126,11 +127,9 @@ def runs(
     for name in dict.fromkeys(columns["run"]):
         members.setdefault((groups or {}).get(name, name), []).append(name)
     labels = [_wrapped(label) for label in members] if len(members) <= MANY else list(members)
-    lines = "\n".join(labels).split("\n")
     markers = itertools.cycle("o" if len(members) <= len(COLORS) else "osD^v")
     with plt.rc_context(STYLE):
-        size = (6.4 + LEGEND[0] * max(map(len, lines)), max(4, 0.8 + LEGEND[1] * len(lines)))
-        figure, axes = plt.subplots(figsize=size)
+        figure, axes = _with_legend_beside(labels)
         for color, label, marker, names in zip(_distinct(len(members)), labels, markers, members.values()):
             look = {"color": color, "label": label, "marker": marker}
             if groups:
@@ -140,7 +139,7 @@ def runs(
         axes.set_xlabel("step (updates)")
         axes.set_ylabel(y)
         axes.grid(alpha=0.25)
-        axes.legend(frameon=False, fontsize=LABEL_SIZE, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
+        _legend_beside(axes)
         return finished(figure, title)
 
 
@@ -174,6 +173,16 @@ def curves(axes: Axes, series, *, x, y, log="", spread=None, dashed=(), markers=
     axes.grid(alpha=0.25)
     if len(series) > 1:
         axes.legend(frameon=False, fontsize=8)
+
+
+def _with_legend_beside(labels: Sequence[str]) -> tuple[Figure, Axes]:
+    """A figure with room for a legend of these labels beside its axes, where it covers no curve."""
+    lines = "\n".join(labels).split("\n")
+    return plt.subplots(figsize=(6.4 + LEGEND[0] * max(map(len, lines)), max(4, 0.8 + LEGEND[1] * len(lines))))
+
+
+def _legend_beside(axes: Axes) -> None:
+    axes.legend(frameon=False, fontsize=LABEL_SIZE, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
 
 
 def _distinct(count: int) -> Sequence:

@@ -167,6 +167,19 @@ def test_powers_of_two_are_evenly_spaced_ticks_on_a_logarithmic_axis(tmp_path):
     np.testing.assert_allclose(np.diff([float(x) for x, _ in ticks], n=2), 0, atol=0.2)  # places have one decimal
 
 
+@pytest.mark.parametrize(
+    "value, label", [(9999, "9999"), (15_360, "15.36k"), (500_000, "500k"), (2.5e6, "2.5M"), (3e9, "3B")]
+)
+def test_single_value_of_x_has_one_tick(tmp_path, value, label):
+    text = written(tmp_path, chart(Line("one", [value], [1.0], None, None), Line("two", [value], [2.0], None, None)))
+    assert re.findall('class="x">(.*?)<', text) == [label]
+
+
+def test_thousands_on_a_linear_axis_are_labelled_in_thousands(tmp_path):
+    text = written(tmp_path, chart(Line("one", [10_000, 50_000], [1.0, 2.0], None, None)))
+    assert re.findall('class="x">(.*?)<', text) == ["10k", "20k", "30k", "40k", "50k"]
+
+
 @pytest.mark.parametrize("low, high", [(0, 1), (1.4, 1.6), (-3, 2e-3), (1e3, 9e9), (5, 5 + 1e-9), (1e-7, 2e-7)])
 def test_axis_of_any_range_has_different_ticks(tmp_path, low, high):
     text = written(tmp_path, chart(Line("one", [1, 2], [low, high], None, None)))

@@ -284,10 +284,23 @@ def test_dark_scheme_is_dark_and_follows_the_reader(visit, file):
     assert tab.evaluate(brightness) > 600 and sum(tab.evaluate("corner()")) < 150
 
 
+@pytest.fixture(scope="module")
+def long_names(runs, tmp_path_factory) -> Path:
+    """A page with long names of a run, a score and a token, of which two cannot be broken at a space."""
+    names = ("weight between the same positions of other sequences", "w" * 60)
+    scores = {step: dict.fromkeys(names, np.full((2, 3), -1e5)) for step in STEPS}
+    path = tmp_path_factory.mktemp("names") / "page.html"
+    page(runs, [["t" * 80] * 12, ["u"] * 5], path, title="positions_rotary_" * 6, scores=scores)
+    return path
+
+
 @pytest.mark.parametrize("width", [320, 390, 800, 1280])
-def test_nothing_is_wider_than_the_window(visit, file, width):
-    tab = visit(file, viewport={"width": width, "height": 800})
-    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+def test_nothing_is_wider_than_the_window(visit, file, long_names, width):
+    for shown in (file, long_names):
+        tab = visit(shown, viewport={"width": width, "height": 800})
+        for scheme in ("light", "dark"):
+            tab.emulate_media(color_scheme=scheme)
+            assert tab.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_notebook_frame_shows_the_page(chromium, file, tmp_path, runs):

@@ -542,8 +542,8 @@
     $("training").hidden = $("history").hidden = !several;
     $("step").max = last;
     $("views").className = widest > 8 ? "many" : "";
-    $("queries-hint").textContent = "hover: its weights shade the keys";
-    $("keys-hint").textContent = "hover: the queries are shaded by their weights to it";
+    $("queries-hint").textContent = "hover or tap: its weights shade the keys";
+    $("keys-hint").textContent = "hover or tap: the weights to it shade the queries";
     $("note").hidden = !data.kept;
     $("note").textContent = `Of each row, only the largest ${data.kept} weights are in this page; sums and entropies are of whole rows.`;
     for (const id of ["prompt", "step", "table"]) $(id).addEventListener("input", () => update({ [id]: +$(id).value }));
