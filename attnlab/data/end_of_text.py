@@ -30,11 +30,11 @@ def of_folder(folder: Path, vocab_size: int) -> tuple[int, ...]:
 def as_saved(tokenizer, vocabulary: huggingface.Tokenizer, names: tuple[str, ...]) -> dict:
     """A tokenizer's `to_dict`, with the tokens that end a text where they are not simply the tokens of `names`."""
     saved = {"kind": tokenizer.kind, "tokenizer": json.loads(vocabulary.to_str())}
-    if tokenizer.end_of_text != named(vocabulary, names):
+    if tokenizer.end_of_text != ids_of(vocabulary, names):
         saved["end_of_text"] = list(tokenizer.end_of_text)
     return saved
 
 
-def named(tokenizer: huggingface.Tokenizer, names: tuple[str, ...]) -> tuple[int, ...]:
+def ids_of(tokenizer: huggingface.Tokenizer, names: tuple[str, ...]) -> tuple[int, ...]:
     """The tokens of a vocabulary that have one of some names, in increasing order."""
     return tuple(sorted(i for name in names if (i := tokenizer.token_to_id(name)) is not None))

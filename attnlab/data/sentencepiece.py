@@ -12,7 +12,7 @@ import numpy as np
 import tokenizers as huggingface
 
 from attnlab.data import characters
-from attnlab.data.end_of_text import SENTENCEPIECE_NAMES, as_saved, named
+from attnlab.data.end_of_text import SENTENCEPIECE_NAMES, as_saved, ids_of
 from attnlab.support.errors import UserError
 
 _SPACE = "▁"
@@ -44,7 +44,7 @@ class SentencePieceTokenizer:
     def __init__(self, tokenizer: huggingface.Tokenizer, end_of_text: Sequence[int] = ()):
         content = json.loads(tokenizer.to_str())
         _check(content)
-        self.end_of_text = tuple(end_of_text) or named(tokenizer, SENTENCEPIECE_NAMES)
+        self.end_of_text = tuple(end_of_text) or ids_of(tokenizer, SENTENCEPIECE_NAMES)
         self._tokenizer = tokenizer
         self._prepends = any(step["type"] == "Prepend" for step in _steps(content["normalizer"]))
         self._strips = _strips(content["decoder"])

@@ -17,7 +17,7 @@ import tokenizers as huggingface
 from tokenizers import models, pre_tokenizers, trainers
 
 from attnlab.data.characters import WORD_END, check_known, code_points, complete, parts, utf8
-from attnlab.data.end_of_text import NAMES, as_saved, named
+from attnlab.data.end_of_text import NAMES, as_saved, ids_of
 from attnlab.data.sentencepiece import SentencePieceTokenizer
 from attnlab.support import files
 from attnlab.support.errors import UserError
@@ -161,7 +161,7 @@ class TrainedTokenizer:
 
     def __init__(self, kind: str, tokenizer: huggingface.Tokenizer, end_of_text: Sequence[int] = ()):
         self.kind = kind
-        self.end_of_text = tuple(end_of_text) or named(tokenizer, NAMES)
+        self.end_of_text = tuple(end_of_text) or ids_of(tokenizer, NAMES)
         self._tokenizer = tokenizer
         tokens = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
         if None in tokens:
