@@ -5,6 +5,7 @@ An experiment, a file in `configs/`, changes some fields of `default()`; the com
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 from ml_collections import ConfigDict, config_dict
@@ -176,6 +177,9 @@ class Log:
 
     every: int = option("steps between two records of training metrics", 10, low=1)
     tensorboard: bool = option("write TensorBoard events", True)
+    profile: str = option(
+        "first and last of the steps to trace with JAX's profiler into WORKDIR/profile, such as 100:110", ""
+    )
     peak_tflops: float = option("of one device, for the mfu; 0 to measure it at the start", 0.0, low=0, high=1e6)
 
 
@@ -307,10 +311,31 @@ def check(config: ConfigDict) -> None:
         )
     if 0 < config.log.peak_tflops < 1e-6:
         raise UserError(f"config.log.peak_tflops = {config.log.peak_tflops}: expected 1e-6 or more, or 0 to measure it")
+    profiled(config)
     try:
         check_shape(config.model, options(GPT))
     except ValueError as error:
         raise UserError(f"config.model.{error}") from error
+
+
+def profiled(config: ConfigDict) -> tuple[int, int] | None:
+    """The first and the last step that `config.log.profile` names, or None; UserError for others than the run has.
+
+    >>> config = default()
+    >>> config.log.profile = "100:110"
+    >>> profiled(config)
+    (100, 110)
+    """
+    if not config.log.profile:
+        return None
+    found = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", config.log.profile)
+    first, last = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= first <= last <= config.steps:
+        raise UserError(
+            f"config.log.profile = {config.log.profile!r}: expected FIRST:LAST, such as 100:110, of the steps 1 to "
+            f"config.steps = {config.steps}"
+        )
+    return first, last
 
 
 def _check_task(config: ConfigDict) -> None:

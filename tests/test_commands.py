@@ -149,6 +149,10 @@ def mistake(capsys, command, *arguments):
         ([QUICKSTART, "--config.parallel.strategy=tpu"], r"parallel.strategy = 'tpu': .*mesh"),
         ([QUICKSTART, "--config.parallel.mesh.data=64"], r"mesh.data = 64, .*4 devices"),
         ([QUICKSTART, "--config.model.context=600000"], r"training text .*model.context"),
+        *[
+            ([QUICKSTART, f"--config.log.profile={steps}"], rf"log.profile = '{steps}': .*FIRST:LAST.* = 2000")
+            for steps in ("100", "0:3", "5:4", "1990:2001", "-1:3", "1:3:5", "x:y")
+        ],
         ([QUICKSTART, "--eval_only"], r"no run to evaluate"),
     ],
 )

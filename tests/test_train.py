@@ -1,6 +1,7 @@
 """Training runs: files, resuming after signals and kills, extending, and user-defined models."""
 
 import contextlib
+import gzip
 import hashlib
 import io
 import json
@@ -150,7 +151,8 @@ def test_metrics_hold_every_record_once(undisturbed):
     assert last["loss"] == [r for r in found if r["split"] == "val"][-1]["loss"]
     losses = [r["loss"] for r in found if r["split"] == "val"]
     assert losses[-1] < losses[0] < 6
-    assert "tokens_per_second" in json.loads((undisturbed[0] / "metrics.jsonl").read_text().splitlines()[0])
+    told = json.loads((undisturbed[0] / "metrics.jsonl").read_text().splitlines()[0])
+    assert told["tokens_per_second"] > 0 and told["host_peak_memory_bytes"] > 50_000_000
 
 
 def test_load_finished_run_matches_recorded_digest_and_takes_a_step_by_name_or_number(undisturbed):
@@ -645,8 +647,14 @@ def best(workdir):
 @pytest.fixture(scope="module")
 def with_history(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("runs") / "history"
-    assert train.train(quick(checkpoint__history=5), workdir) == 0
+    assert train.train(quick(checkpoint__history=5, log__profile="3:4"), workdir) == 0
     return workdir
+
+
+def test_profile_has_the_steps_that_were_asked_for(with_history):
+    (trace,) = (with_history / "profile").glob("plugins/profile/*/*.trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert {event["args"]["step_num"] for event in events if event.get("name") == "train"} == {"3", "4"}
 
 
 def same_checkpoints(*workdirs):

@@ -8,15 +8,18 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from attnlab import config as configs
 from attnlab.data.batches import Batch, prefetched
 from attnlab.nn import GPT, own, unstack_layers
 from attnlab.support.errors import UserError
 from attnlab.training import flops as flops_lib
+from attnlab.training import memory
 from attnlab.training import metrics as metrics_lib
 from attnlab.training import parallel as parallel_lib
 from attnlab.training.checkpoints import history_steps, sha256
 from attnlab.training.phases import OnPhase, no_phase
 from attnlab.training.preemption import PreemptionHandler
+from attnlab.training.profiling import Profiler
 from attnlab.training.run import Run
 from attnlab.training.text import Text
 
@@ -53,7 +56,7 @@ class Trainer:
         self._measure_flops()
         if not self.start and 0 in self._history and 0 not in self.checkpoints.steps():
             self._save()
-        with self.reporter:
+        with self.reporter, self._profiler() as profiler:
             if self._evaluation_pending() and not self._evaluate(self.start):
                 return self.preemption.exit_code
             if self._patience_exhausted(self.start):  # the run was stopped before its last record
@@ -61,7 +64,9 @@ class Trainer:
             self._timer.restart(self.start)
             batches = prefetched(self.text.train, self.start, last)
             for step in range(self.start + 1, last + 1):
-                self._train_step(step, batches)
+                with profiler.step(step):
+                    self._train_step(step, batches)
+                self._timer.exclude(profiler.written(step, self.state))
                 stopping = self.preemption.requested()  # polled once per step: later requests wait for the next
                 log, evaluate, save, sample = self._due(step, stopping)
                 read = log or evaluate or save
@@ -153,7 +158,7 @@ class Trainer:
         if self.log is None:
             return
         tokens_per_second = self._timer.steps * self._tokens(1) / self._timer.seconds
-        rate = self.experiment.learning_rate
+        rate, peaks = self.experiment.learning_rate, memory.peaks(jax.local_devices())
         self.log.write(
             step=step,
             split="train",
@@ -165,8 +170,10 @@ class Trainer:
             mfu=self._flops * tokens_per_second / (self._peak_flops * self._devices),
             peak_flops=self._peak_flops,
             data_wait_time_share=self._timer.waited / self._timer.seconds,
+            **peaks,
         )
-        self.reporter.step(step, f"{format_scores('train', metrics)}  {tokens_per_second:,.0f} tokens/s")
+        speed = f"{tokens_per_second:,.0f} tokens/s, {memory.in_words(peaks)}"
+        self.reporter.step(step, f"{format_scores('train', metrics)}  {speed}")
 
     def _evaluate(self, step: int) -> bool:
         """Evaluate the state on the validation text; returns False when stopped before the end."""
@@ -237,6 +244,11 @@ class Trainer:
             command = f"python -m attnlab.sample --workdir={plan.workdir}{''.join(files)}"
             self.reporter.print(f"generate text with: {command}")
 
+    def _profiler(self) -> Profiler:
+        """Of the first process alone."""
+        steps = configs.profiled(self.config) if self.log else None
+        return Profiler(steps, self.start, self.opened.plan.workdir.path / "profile", self.reporter.print)
+
     def _measure_flops(self) -> None:
         """FLOPs per token and peak FLOP/s per device, for the model FLOPs utilization (MFU)."""
         config, model = self.config, self.experiment.model
@@ -305,6 +317,9 @@ class _Timer:
 
     def restart(self, step: int) -> None:
         self._began, self._step, self.waited = time.perf_counter(), step, 0.0
+
+    def exclude(self, seconds: float) -> None:
+        self._began += seconds
 
     def stop(self, step: int) -> None:
         self.steps, self.seconds = step - self._step, self.elapsed()

@@ -1,0 +1,65 @@
+"""A trace of some steps by `jax.profiler`, as `config.log.profile` asks for it."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+
+class Profiler:
+    """Traces steps `first` to `last` of a run.
+
+    A start in the middle of them traces the rest, but for its first step, which compiles. If the run stops before
+    `last`, the trace is of the steps so far.
+
+    Args:
+      steps: `first` and `last`; None for no trace.
+      start: the step from which the run starts.
+      folder: gets plugins/profile/TIME/*, where TensorBoard looks for it.
+      report: called with a line for the user.
+    """
+
+    def __init__(self, steps: tuple[int, int] | None, start: int, folder: Path, report: Callable[[str], None]):
+        first, self._last = steps or (0, 0)
+        self._first = first if first > start else start + 2
+        self._folder, self._report, self._tracing = folder, report, False
+        if steps and self._first > self._last:
+            report(f"config.log.profile = {first}:{self._last}: no trace, as the run goes on from step {start}")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._write()
+
+    def step(self, number: int) -> contextlib.AbstractContextManager:
+        """Context of a step; before the first one the trace begins."""
+        if number == self._first <= self._last:
+            self._tracing = self._attempt(jax.profiler.start_trace, self._folder)
+        return jax.profiler.StepTraceAnnotation("train", step_num=number) if self._tracing else contextlib.nullcontext()
+
+    def written(self, number: int, result) -> float:
+        """Write the trace after its last step, when `result` is computed; returns the seconds that writing took."""
+        if not self._tracing or number != self._last:
+            return 0.0
+        jax.block_until_ready(result)
+        began = time.perf_counter()
+        self._write()
+        return time.perf_counter() - began
+
+    def _write(self) -> None:
+        if self._tracing:
+            self._tracing = False
+            if self._attempt(jax.profiler.stop_trace):
+                self._report(f"config.log.profile: the trace is in {self._folder}")
+
+    def _attempt(self, function: Callable, *args) -> bool:
+        """Whether a call succeeds: the run goes on without its trace, as where the disk is full."""
+        try:
+            function(*args)
+        except (OSError, RuntimeError) as error:  # RuntimeError: another trace is being made, or XLA cannot write
+            self._report(f"config.log.profile: no trace ({str(error).splitlines()[0]})")
+            return False
+        return True

@@ -1,0 +1,54 @@
+"""Which steps a trace is of, and that a run goes on where none can be made."""
+
+import jax
+import pytest
+
+from attnlab.training.profiling import Profiler
+
+
+@pytest.fixture
+def profiler_calls(monkeypatch):
+    calls = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append(folder))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("written"))
+    return calls
+
+
+@pytest.mark.parametrize(
+    "asked, start, last, traced",
+    [
+        ((3, 5), 0, 9, [3, 4, 5]),
+        ((1, 2), 0, 9, [1, 2]),
+        ((3, 5), 2, 9, [3, 4, 5]),  # with the first step of this start, as it was asked for
+        ((3, 9), 4, 9, [6, 7, 8, 9]),  # step 5 compiles
+        ((3, 5), 4, 9, []),
+        ((3, 5), 5, 9, []),
+        ((3, 9), 0, 4, [3, 4]),
+        (None, 0, 9, []),
+    ],
+    ids=str,
+)
+def test_trace_is_of_the_steps_that_are_left(profiler_calls, tmp_path, asked, start, last, traced):
+    lines, steps = [], []
+    with Profiler(asked, start, tmp_path, lines.append) as profiler:
+        for step in range(start + 1, last + 1):
+            with profiler.step(step):
+                if profiler_calls == [tmp_path]:
+                    steps.append(step)
+            profiler.written(step, ())
+    assert steps == traced
+    assert profiler_calls == ([tmp_path, "written"] if traced else [])
+    assert len(lines) == (asked is not None)
+    assert not lines or ("the trace is in" if traced else f"no trace, as the run goes on from step {start}") in lines[0]
+
+
+@pytest.mark.parametrize("broken", ["start_trace", "stop_trace"])
+def test_trace_that_fails_is_told_in_one_line(profiler_calls, monkeypatch, tmp_path, broken):
+    def fail(*_):
+        raise RuntimeError("Only one profile may be run at a time.\nmore")
+
+    monkeypatch.setattr(jax.profiler, broken, fail)
+    lines = []
+    with Profiler((1, 1), 0, tmp_path, lines.append) as profiler, profiler.step(1):
+        pass
+    assert lines == ["config.log.profile: no trace (Only one profile may be run at a time.)"]
