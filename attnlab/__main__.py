@@ -15,9 +15,11 @@
 """
 
 import importlib
+import os
+import signal
 import sys
 
-from attnlab.support import hugepages
+from attnlab.support import hugepages, status
 
 COMMANDS = {
     "train": ("attnlab.train", "train a GPT on text"),
@@ -56,11 +58,23 @@ def main(argv: list[str] | None = None) -> int:
         close = nearest(name, COMMANDS)
         print(f"error: {name!r} is not a command{close}: use one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    command = importlib.import_module(COMMANDS[name][0])
+    module = COMMANDS[name][0]
     if not own_process:
-        return command.main([program, *words[1:]])
+        return importlib.import_module(module).main([program, *words[1:]])
+    before = signal.signal(signal.SIGINT, _end)
+    if name == "train":
+        status.importing(words)
+    command = importlib.import_module(module)
+    signal.signal(signal.SIGINT, before)
     sys.argv = [program, *words[1:]]
     return command.main()
+
+
+def _end(*_):
+    """End the process while it imports, where JAX would turn a KeyboardInterrupt into another error."""
+    status.clear()
+    print("interrupted", file=sys.stderr, flush=True)
+    os._exit(130)
 
 
 if __name__ == "__main__":

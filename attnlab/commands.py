@@ -12,8 +12,9 @@ import jax
 from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from attnlab.config import OPTIONS, experiments, find
+from attnlab.config import OPTIONS, find, variants
 from attnlab.nn import own
+from attnlab.support import status
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
 from attnlab.support.progress import shown
@@ -54,14 +55,17 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
             stream.reconfigure(errors="replace")  # a character that the terminal cannot show must not end a run
     values = flags.FlagValues()
     try:
-        define(values, argv)
-        if _HELP & set(argv[1:]):
-            _print_help(values, usage)
-            return 0
-        parse(values, argv)
-        code = main(values)
-        sys.stdout.flush()  # a full disk is told here, and not by Python at its end
-        return code
+        try:
+            define(values, argv)
+            if _HELP & set(argv[1:]):
+                _print_help(values, usage)
+                return 0
+            parse(values, argv)
+            code = main(values)
+            sys.stdout.flush()  # a full disk is told here, and not by Python at its end
+            return code
+        finally:
+            status.clear()
     except (UserError, flags.Error) as error:  # flags.Error: an unreadable --flagfile
         message = one_line(error)
     except KeyboardInterrupt:
@@ -218,7 +222,7 @@ def _print_help(values: flags.FlagValues, usage: str) -> None:
         default_value = "" if values[name].default is None else f" (default: {values[name].default})"
         print(f"  --{name}: {values[name].help}{default_value}")
     if "config" in values:
-        print(f"\nExperiments: {', '.join(experiments())}")
+        print(f"\nExperiments: {', '.join(variants())}")
         print("\nConfig fields and their defaults; of several values the last counts:")
         for field, each in OPTIONS.items():
             names = f" ({', '.join(each.choices)})" if each.choices else ""

@@ -238,6 +238,16 @@ def experiments() -> dict[str, Path]:
     return shipped.files("configs")
 
 
+def variants() -> list[str]:
+    """The experiments as `--config` takes them: one whose `get_config` has an argument with each of its values.
+
+    >>> variants()[-3:]
+    ['shakespeare_char', 'speedrun:budget', 'speedrun:fast']
+    """
+    found = {name: shipped.strings(file, "VARIANTS") for name, file in experiments().items()}
+    return [f"{name}:{value}" if value else name for name, values in found.items() for value in values or [""]]
+
+
 def find(experiment: str) -> str:
     """The path of an experiment, named by its name or path, with its variant.
 
@@ -257,7 +267,7 @@ def find(experiment: str) -> str:
         raise UserError(f"--config={name}: {error.strerror}") from error
     here = [str(file) for file in Path(name).parent.glob("*.py")] if "/" in name else []
     close = nearest(name, [*named, *here]) or nearest(Path(name).stem, named)
-    raise UserError(f"--config={name}: no such experiment or file{close}: there are {', '.join(named)}")
+    raise UserError(f"--config={name}: no such experiment or file{close}: there are {', '.join(variants())}")
 
 
 def completed(config: ConfigDict) -> ConfigDict:

@@ -9,9 +9,12 @@ extended run continues from its last checkpoint, with the learning rate schedule
 """
 
 if __name__ == "__main__":
-    from attnlab.support import hugepages
+    import sys
+
+    from attnlab.support import hugepages, status
 
     hugepages.restart("attnlab.train")
+    status.importing(sys.argv)
 
 import functools
 import sys
@@ -31,16 +34,18 @@ from attnlab.nn import GPT, own
 from attnlab.ops.masks import Mask
 from attnlab.ops.score_mods import ScoreMod
 from attnlab.sample import generate, prompt_ids
+from attnlab.support import status
 from attnlab.training import pretrained, processes
 from attnlab.training import run as runs
 from attnlab.training import trainer as trainers
 from attnlab.training.passed import Passed
 from attnlab.training.phases import OnPhase, no_phase
 from attnlab.training.preemption import PreemptionHandler, exit_peer_lost
+from attnlab.training.trackers import NewTracker
 
 
 def main(argv: list[str] | None = None, **hooks) -> int:
-    """Run the command and return its exit code; `hooks` are `on_step` and `on_phase` of `train`."""
+    """Run the command and return its exit code; `hooks` are `on_step`, `on_phase` and `tracker` of `train`."""
     code = commands.run(_define, functools.partial(_main, own_process=argv is None, **hooks), __doc__, argv)
     if code and argv is None:
         processes.leave(code)
@@ -60,6 +65,7 @@ def train(
     optimizer: optax.GradientTransformation | None = None,
     on_step: Callable[[int, dict], None] | None = None,
     on_phase: OnPhase = no_phase,
+    tracker: NewTracker | None = None,
 ) -> int:
     """Train with a config, resuming the run in `workdir` if there is one.
 
@@ -67,7 +73,7 @@ def train(
       config: a modified `attnlab.config.default()`. If it has more steps than the run in `workdir`, the run is
         extended: it continues from its last checkpoint, with the learning rate schedule of the new number of steps. A
         rate that had already decayed jumps up at that step. `config.json` lists the extensions.
-      workdir: gets `config.json`, `tokenizer.json`, `metrics.jsonl`, `checkpoints/` and TensorBoard events.
+      workdir: gets `config.json`, `tokenizer.json`, `metrics.jsonl`, `checkpoints/`, TensorBoard events and profiles.
       eval_only: evaluate the newest checkpoint on the validation text, and write nothing.
       own_process: a signal before the first step, and a second one, end the process; otherwise they raise
         KeyboardInterrupt.
@@ -84,6 +90,8 @@ def train(
         float32 scalars on the devices: `loss` (nats per token) and `grad_norm` before the update, `param_norm` after
         it, and `skipped` if `config.on_nonfinite` is "skip". Reading a metric waits for the step.
       on_phase: `with on_phase(name)` surrounds each phase of the run, see `attnlab.training.phases`.
+      tracker: makes a tracker of this start, besides TensorBoard, in the first process: `tracker(workdir, saved)`, with
+        the content of `config.json`, returns an `attnlab.training.trackers.Tracker`. What it raises ends the run.
 
     Returns:
       0, or 128 + the signal's number if SIGINT or SIGTERM stopped the run, after its state was saved.
@@ -103,7 +111,8 @@ def train(
     >>> workdir, losses = tempfile.mkdtemp(), []
     >>> own = {"model": Bigram(), "optimizer": optax.sgd(0.1), "on_step": lambda _, m: losses.append(float(m["loss"]))}
     >>> _ = train(config, workdir, **own)  # doctest: +ELLIPSIS
-    python_docs: ...
+    reading python_docs
+    ...
     >>> len(losses)
     2
     """
@@ -116,7 +125,7 @@ def train(
         return 0
     with PreemptionHandler(own_process, plan.config.parallel.timeout) as preemption:
         try:
-            with runs.open(plan, eval_only=eval_only, on_phase=on_phase) as run:
+            with runs.open(plan, eval_only=eval_only, on_phase=on_phase, tracker=tracker) as run:
                 if eval_only:
                     _print_evaluation(run)
                     return 0
@@ -136,14 +145,19 @@ def is_finished(config: ConfigDict, workdir: str | Path) -> bool:
 
 def _print_finished(plan: runs.RunPlan) -> None:
     steps = plan.config.steps
+    status.clear()
     early = "" if plan.finished == steps else f"; --config.eval.patience=0 goes on to step {steps}"
     print(f"{plan.workdir} is finished ({plan.finished} steps): nothing to do{early}")
 
 
 def _print_evaluation(run: runs.Run) -> None:
     """Evaluate a state on the validation text, and print the loss in the first process."""
+    is_first = jax.process_index() == 0
+    if is_first:
+        status.show("evaluating")
     scores = trainers.evaluate(run)
-    if jax.process_index() == 0:
+    status.clear()
+    if is_first:
         for step, why in run.damaged.items():
             print(f"checkpoint {step} is damaged ({why}); evaluating the newest intact one")
         windows = f"{run.text.validation.windows} windows of {run.plan.config.model.context} tokens"
@@ -174,6 +188,7 @@ def _main(values, own_process: bool, **hooks) -> int:
         compilation.keep_programs()
     completed = configs.completed(config)
     pretrained.check_said(completed, commands.said(values))
+    status.show("starting the devices")
     processes.connect(completed.parallel.timeout)  # a plan needs all processes
     workdir = values.workdir or Path("runs") / name
     return train(config, workdir, eval_only=values.eval_only, own_process=own_process, **hooks)

@@ -409,6 +409,7 @@ def test_help_shows_the_command_and_its_flags(capsys, command):
     assert command.main(["attnlab", "--help"]) == 0
     out = capsys.readouterr().out
     assert "python -m attnlab" in out and "--workdir" in out and "Traceback" not in out
+    assert command is sample or ", sancho:full, sancho:small, sancho:tiny, shakespeare_char, " in out
 
 
 def test_workdir_that_cannot_be_created_is_one_line(capsys, tmp_path):

@@ -1,6 +1,7 @@
 """Every experiment in configs/ builds, is documented, and can train."""
 
 import importlib.util
+import inspect
 import json
 from pathlib import Path
 
@@ -13,9 +14,6 @@ from attnlab.nn import GPT
 
 REPOSITORY = Path(__file__).parents[1]
 FILES = sorted((REPOSITORY / "configs").glob("*.py"))
-VARIANTS = (("sancho", "small"), ("sancho", "tiny"), ("speedrun", "fast"))
-EXPERIMENTS = [(file, ()) for file in FILES]
-EXPERIMENTS += [(REPOSITORY / "configs" / f"{name}.py", (variant,)) for name, variant in VARIANTS]
 
 
 def module(file):
@@ -32,13 +30,13 @@ def parameters(config, vocab_size):
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
-@pytest.mark.parametrize(
-    "file, variant", EXPERIMENTS, ids=lambda value: value.stem if isinstance(value, Path) else "".join(value)
-)
-def test_experiment_builds_and_documents_its_command(file, variant):
-    config = module(file).get_config(*variant)
-    config = configs.completed(config)
-    assert f"attnlab train --config={file.stem}" in module(file).__doc__
+@pytest.mark.parametrize("named", configs.variants())
+def test_experiment_builds_and_documents_its_command(named):
+    name, _, variant = named.partition(":")
+    file = module(configs.experiments()[name])
+    assert bool(inspect.signature(file.get_config).parameters) == bool(variant)
+    config = configs.completed(file.get_config(*[variant] * bool(variant)))
+    assert f"attnlab train --config={name}" in file.__doc__
     assert parameters(config, vocab_size=100) > 10_000
 
 

@@ -49,6 +49,6 @@ def test_command_help_is_that_of_its_module(capsys, command, usage):
 def test_arguments_reach_the_command_in_a_process_of_its_own(tmp_path):
     command = [sys.executable, "-m", "attnlab", "train", "--config=quickstart", "--config.steps=0"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.returncode, done.stdout) == (2, "importing JAX\n")
     assert done.stderr == "error: config.steps = 0: expected 1 or more, below 2^31\n"
     assert not list(tmp_path.iterdir())

@@ -6,15 +6,15 @@ On a terminal, control characters of texts are shown and not obeyed.
 import contextlib
 import io
 import os
-import re
 import sys
 import time
 from collections.abc import Callable
 
 from rich import console, progress
 
+from attnlab.support import status
+
 LINE_INTERVAL = 10.0  # seconds between two lines, at least; in long work, a tenth of the time so far
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and new lines
 BAR_AFTER = 1.0  # seconds of work before a bar appears
 
 
@@ -25,11 +25,7 @@ def shown(text: str, file=None) -> str:
     True
     """
     is_terminal = (sys.stdout if file is None else file).isatty()
-    return _escaped(text) if is_terminal else text
-
-
-def _escaped(text: str) -> str:
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return status.escaped(text) if is_terminal else text
 
 
 class Progress:
@@ -54,6 +50,10 @@ class Progress:
         return self
 
     def __exit__(self, *_):
+        self.close()
+
+    def close(self) -> None:
+        """End the bar: the cursor is at the start of a line, and visible."""
         self._bar.stop()
 
     def expect(self, total: int | float | None, done: int | float = 0) -> Callable[..., None]:
@@ -79,12 +79,14 @@ class Progress:
     def show(self, label: str) -> None:
         """Move the bar to where the work is, with a text beside it; without a terminal, print nothing."""
         self._bar.update(self._task, completed=self.done, description=label)
+        status.clear()
         self._bar.start()
 
     def print(self, text: str) -> None:
         """Print text without markup, above the bar."""
+        status.clear()
         try:
-            self._console.out(_escaped(text) if self.on_terminal else text, highlight=False)
+            self._console.out(status.escaped(text) if self.on_terminal else text, highlight=False)
         except BrokenPipeError:  # the pipe's reader has exited, as `| tee` does on Ctrl-C
             self._console.quiet = True
             with contextlib.suppress(io.UnsupportedOperation):

@@ -25,6 +25,18 @@ def summary(file: Path) -> str:
     return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))).splitlines()[0]
 
 
+def strings(file: Path, name: str) -> list[str]:
+    """The tuple of strings that a file binds to a name, without importing it; [] for none.
+
+    >>> strings(files("configs")["sancho"], "VARIANTS")
+    ['full', 'small', 'tiny']
+    """
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]:
+            return list(ast.literal_eval(node.value)) if isinstance(node.value, ast.Tuple) else []
+    return []
+
+
 def module(folder: str, name: str) -> ModuleType:
     """Import a file of a shipped folder, whose imports of neighbours are relative.
 

@@ -1,19 +1,21 @@
-"""The records of a run: `metrics.jsonl`, TensorBoard events, and a progress bar or lines on the terminal."""
+"""The records of a run: `metrics.jsonl`, its trackers, and a progress bar or lines on the terminal."""
 
-import contextlib
 import hashlib
 import json
 import os
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-from attnlab.support import files
+from attnlab.support import files, status
 from attnlab.support.errors import UserError
-from attnlab.support.paths import named, write_bytes
+from attnlab.support.paths import named, write_bytes, write_text
 from attnlab.support.progress import Progress
+from attnlab.training.trackers import TensorBoard, Tracker
+
+SPLITS = ("train", "val", "diverged", "final")  # in the order of the records of a step
 
 
 class MetricsLog:
@@ -25,7 +27,7 @@ class MetricsLog:
         Later records are removed, as they will be written again, except a "final" record of `last_step`, from which a
         run is extended.
       last_step: the step at that offset.
-      events: folder of TensorBoard events; None for none.
+      trackers: get each record when it is written for the first time in the life of the run.
 
     Attributes:
       records: all records, including the records of earlier starts.
@@ -41,25 +43,24 @@ class MetricsLog:
     [{'step': 10, 'split': 'train', 'loss': 2.5}]
     """
 
-    def __init__(self, path: Path, offset: dict | None = None, last_step: int = 0, events: Path | None = None):
-        self.path = path
-        # Events after the step from which the run resumes are purged, as in metrics.jsonl.
-        self._events = None if events is None else _Events(events, purge_step=last_step + 1)
+    def __init__(self, path: Path, offset: dict | None = None, last_step: int = 0, trackers: Sequence[Tracker] = ()):
+        self.path, self.trackers = path, list(trackers)
         size = offset["bytes"] if offset else 0
         self.lost = bool(size) and not path.exists()
-        kept = b""
+        kept, removed = b"", []
         if path.exists():
             with path.open("rb") as file:
-                kept, next_line = file.read(size), file.readline()
+                kept, removed = file.read(size), file.readlines()
             if offset and hashlib.sha256(kept).hexdigest() != offset["sha256"]:
                 raise UserError(
                     f"{path} is not what it was when step {last_step} was saved: restore it, or move it away to "
                     "continue without its records"
                 )
-            if offset and _is_final(next_line, last_step):
-                kept += next_line
-            if path.stat().st_size > len(kept):
-                os.truncate(path, len(kept))
+            if offset and removed and _place(removed[0]) == (last_step, SPLITS.index("final")):
+                kept += removed.pop(0)
+        self._tracked = _tracked(path.with_name("tracked.json"), removed)
+        if removed:
+            os.truncate(path, len(kept))
         self._size, self._sha256 = len(kept), hashlib.sha256(kept)
         self.records = [json.loads(line) for line in kept.splitlines()]
 
@@ -72,21 +73,22 @@ class MetricsLog:
         return next((record for record in self.records if (record["split"], record["step"]) == ("val", step)), None)
 
     def write(self, **record) -> None:
-        """Append a record to the file, and its numbers to the TensorBoard events."""
+        """Append a record to the file, and pass its numbers to the trackers."""
         line = _encoded(record)
         try:
             self._append(line)
         except OSError as error:
-            if self._events is None or not self._events.drop(error):
+            if not any(tracker.drop(error) for tracker in self.trackers if isinstance(tracker, TensorBoard)):
                 raise
             os.truncate(self.path, self._size)  # the events took the room
             self._append(line)
         self._size += len(line)
         self._sha256.update(line)
         self.records.append(record)
-        if self._events:
+        if (record["step"], SPLITS.index(record["split"])) > self._tracked:
             numbers = {name: x for name, x in record.items() if name != "step" and isinstance(x, int | float)}
-            self._events.write(record["step"], {f"{record['split']}/{name}": x for name, x in numbers.items()})
+            for tracker in self.trackers:
+                tracker.log(record["step"], {f"{record['split']}/{name}": x for name, x in numbers.items()})
 
     def _append(self, line: bytes) -> None:
         if self._size and not self.path.exists():
@@ -97,75 +99,14 @@ class MetricsLog:
 
     def write_text(self, step: int, text: str) -> None:
         """Write a sample to TensorBoard only."""
-        if self._events:
-            self._events.write(step, {"sample": f"```\n{text}\n```"})
+        for tracker in self.trackers:
+            if isinstance(tracker, TensorBoard):
+                tracker.log(step, {"sample": f"```\n{text}\n```"})
 
     def close(self) -> None:
-        """Close the TensorBoard events."""
-        if self._events:
-            self._events.close()
-
-
-class _Events:
-    """TensorBoard events; where they cannot be written, the run goes on without them.
-
-    They are written at once: a full disk ends the thread of tensorboardX's SummaryWriter, whose queue then blocks the
-    run forever.
-    """
-
-    def __init__(self, folder: Path, purge_step: int):
-        self._folder, self._purge_step = folder, purge_step
-        self._path = self._file = None
-        self._dropped = False
-
-    def write(self, step: int, values: dict[str, float | str]) -> None:
-        """Append the numbers and texts of a step."""
-        if self._dropped:
-            return
-        from tensorboardX import summary  # slow (half a second), and not needed when the run is finished
-        from tensorboardX.proto.event_pb2 import Event
-
-        try:
-            if self._file is None:
-                self._open()
-            for name, value in values.items():
-                made = summary.text(name, value) if isinstance(value, str) else summary.scalar(name, value)
-                self._file.write_event(Event(step=step, wall_time=time.time(), summary=made))
-            self._file.flush()
-        except OSError as error:
-            self.drop(error)
-
-    def _open(self) -> None:
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-
-        self._folder.mkdir(parents=True, exist_ok=True)
-        before = set(self._folder.iterdir())
-        try:
-            self._file = EventsWriter(str(self._folder / "events"))
-        finally:
-            self._path = next(iter(set(self._folder.iterdir()) - before), None)
-        for start in ({"file_version": "brain.Event:2"}, {"session_log": SessionLog(status=SessionLog.START)}):
-            self._file.write_event(Event(step=self._purge_step, **start))
-
-    def drop(self, error: OSError) -> bool:
-        """Write no more, and delete the file of this start; returns whether there was one."""
-        if not self._dropped:
-            line = f"TensorBoard events are given up ({error.strerror or error}): the run goes on without them"
-            print(line, file=sys.stderr, flush=True)
-        file, self._file, self._dropped = self._file, None, True
-        if file is not None:
-            with contextlib.suppress(OSError):  # its buffer does not fit either
-                file.close()
-        found = self._path is not None and self._path.exists()
-        if found:
-            self._path.unlink()
-        return found
-
-    def close(self) -> None:
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # all is flushed
-                self._file.close()
+        """Close the trackers."""
+        for tracker in self.trackers:
+            tracker.close()
 
 
 def _encoded(record: dict) -> bytes:
@@ -244,10 +185,10 @@ class ProgressReporter(Progress):
         )
         self.expect(steps, start)
 
-    def describe(self, text: str) -> None:
-        """Set the text beside the bar; without a terminal, print nothing."""
-        self.show(text)
-        self._bar.refresh()
+    def say(self, text: str) -> None:
+        """Say what begins now, before there is a bar."""
+        if not self._console.quiet:
+            status.show(text)
 
     def step(self, step: int, description: str) -> None:
         """Advance the bar; without a terminal, print the description as a line."""
@@ -257,9 +198,25 @@ class ProgressReporter(Progress):
             self.print(f"step {step}/{self.total}  {description}")
 
 
-def _is_final(line: bytes, step: int) -> bool:
+def _tracked(path: Path, removed: Sequence[bytes]) -> tuple[int, int]:
+    """The place of the last record that trackers got from earlier starts, whose `removed` lines will be written again.
+
+    The file keeps it where a later start is ended before that place.
+    """
+    try:
+        saved = _place(files.read(path)) if path.exists() else (0, 0)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error}): remove it") from error
+    place = max([saved, *map(_place, removed)])
+    if place > saved:
+        write_text(path, json.dumps({"step": place[0], "split": SPLITS[place[1]]}) + "\n")
+    return place
+
+
+def _place(line: bytes) -> tuple[int, int]:
+    """Step, and index in `SPLITS`, of a record; (0, 0), before all records, of a line that is none, as if truncated."""
     try:
         record = json.loads(line)
-        return line.endswith(b"\n") and (record["split"], record["step"]) == ("final", step)
-    except (ValueError, TypeError, KeyError):
-        return False
+        return (int(record["step"]), SPLITS.index(record["split"])) if line.endswith(b"\n") else (0, 0)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return (0, 0)

@@ -5,6 +5,7 @@
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -15,10 +16,11 @@ from ml_collections import ConfigDict, FrozenConfigDict
 from attnlab import config as configs
 from attnlab.data import tokenizers
 from attnlab.nn import own
+from attnlab.support import status
 from attnlab.support.errors import UserError
 from attnlab.training import metrics as metrics_lib
 from attnlab.training import parallel as parallel_lib
-from attnlab.training import precision, pretrained
+from attnlab.training import precision, pretrained, trackers
 from attnlab.training import text as texts
 from attnlab.training.checkpoints import Checkpoints
 from attnlab.training.experiment import Experiment
@@ -138,7 +140,9 @@ class Run(NamedTuple):
 
 
 @contextlib.contextmanager
-def open(plan: RunPlan, *, eval_only: bool = False, on_phase: OnPhase = no_phase) -> Iterator[Run]:
+def open(
+    plan: RunPlan, *, eval_only: bool = False, on_phase: OnPhase = no_phase, tracker: trackers.NewTracker | None = None
+) -> Iterator[Run]:
     """Load the text and the newest intact state of a run, and take its files unless `eval_only`.
 
     Raises:
@@ -149,22 +153,25 @@ def open(plan: RunPlan, *, eval_only: bool = False, on_phase: OnPhase = no_phase
     >>> config.parallel.mesh.data, config.data.tokenizer = 1, "byte"
     >>> with open(resolve(config, Path(tempfile.mkdtemp()) / "run")) as run:  # doctest: +ELLIPSIS
     ...     run.start
-    python_docs: ...
+    reading python_docs
+    ...
     0
     """
     config, workdir, is_first = plan.config, plan.workdir, jax.process_index() == 0
+    say = status.show if is_first else status.silent
     with contextlib.ExitStack() as resources:
         if workdir.previous_run and is_first and not eval_only:
             workdir.lock()
         resources.callback(workdir.close)
         parallel = parallel_lib.from_config(config)
-        text = texts.load(config, workdir, plan.tokenizer, parallel.batch_share)
+        text = texts.load(config, workdir, plan.tokenizer, parallel.batch_share, say)
         checkpoints = Checkpoints(workdir.checkpoint_dir(config), config.checkpoint.keep, on_phase)
         resources.callback(checkpoints.close)
         start, damaged = _resume_step(checkpoints, workdir, config, eval_only)
         extensions = workdir.extensions(config, start)
         options = {"parallel": parallel, "extensions": extensions, **plan.passed.of_experiment()}
         experiment = Experiment(config, text.tokenizer.vocab_size, **options)
+        say(f"restoring step {start}" if start else "initializing the model")
         state, origin = _state(experiment, checkpoints, workdir, start)
         reporter, log = metrics_lib.ProgressReporter(config.steps, start, silent=not is_first or eval_only), None
         if not eval_only:
@@ -172,7 +179,7 @@ def open(plan: RunPlan, *, eval_only: bool = False, on_phase: OnPhase = no_phase
             if is_first:
                 metadata = plan.metadata | text.facts | {"parameters": experiment.parameters} | origin
                 metadata |= {"extensions": extensions} if extensions else {}
-                log = _open_files(config, metadata, workdir, text, checkpoints, start, offset, resources)
+                log = _open_files(config, metadata, workdir, text, checkpoints, start, offset, resources, tracker)
         opened = Run(plan, experiment, text, checkpoints, state, start, damaged, reporter, log)
         if log:
             _set_aside_damaged(opened)
@@ -228,7 +235,9 @@ def _state(experiment: Experiment, checkpoints: Checkpoints, workdir: Workdir, s
     return experiment.create_state(params), {"init_from_sha256": digest}
 
 
-def _open_files(config, metadata, workdir, text, checkpoints, start, offset, resources) -> metrics_lib.MetricsLog:
+def _open_files(
+    config, metadata, workdir, text, checkpoints, start, offset, resources, tracker
+) -> metrics_lib.MetricsLog:
     """Create or update the files of a run, in the first process; returns its metrics log."""
     previous_run = workdir.previous_run
     digest = tokenizers.sha256(text.tokenizer) if previous_run is None else previous_run.get("tokenizer_sha256")
@@ -239,11 +248,13 @@ def _open_files(config, metadata, workdir, text, checkpoints, start, offset, res
         workdir.create(config_json, text.tokenizer)
     checkpoints.prepare()
     checkpoints.sweep()
-    events = workdir.path / "tensorboard" if config.log.tensorboard else None
+    events = [trackers.TensorBoard(workdir.path / "tensorboard")] if config.log.tensorboard else []
     log = metrics_lib.MetricsLog(workdir.metrics, offset, start, events)
     resources.callback(log.close)
     if previous_run is not None:
         workdir.write_config(config_json)
+    if tracker:
+        log.trackers.append(trackers.made(tracker, workdir.path, json.loads(config_json)))
     checkpoints.best = lambda steps: metrics_lib.best_step(log.records, steps)
     return log
 

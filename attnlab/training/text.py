@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from attnlab.data import cache, corpora, store, tokenizers
 from attnlab.data.batches import EvalBatches, TrainBatches
 from attnlab.data.tasks import named
 from attnlab.data.tasks.task_batches import HeldOutBatches, TaskBatches
+from attnlab.support import status
 from attnlab.support.errors import UserError
 from attnlab.training.workdir import Workdir, read_tokenizer
 
@@ -47,12 +49,17 @@ def load(
     workdir: Workdir,
     tokenizer: tokenizers.Tokenizer | None = None,
     share: tuple[int, int] = (0, 1),
+    say: Callable[[str], None] = status.silent,
 ) -> Text:
-    """Load the text of a run as batches; `share` is `Parallel.batch_share`. A previous run keeps its tokenizer."""
+    """Load the text of a run as batches; a previous run keeps its tokenizer.
+
+    `share` is `Parallel.batch_share`, and `say` is told what begins.
+    """
     if task := named.parse(config.data.name):
         return _of_task(task, config, share)
     data, previous_run, quiet = config.data, workdir.previous_run, jax.process_index() > 0
     fields = {name: data[name] for name in ("name", "path", "feature", "validation_fraction", "mixture")}
+    say(f"reading {data.path or data.mixture or data.name}")
     corpus = corpora.load(**fields, quiet=quiet)
     if previous_run and previous_run["corpus"]["sha256"] != corpus.sha256:
         raise UserError(
@@ -62,7 +69,8 @@ def load(
     if previous_run:
         tokenizer = read_tokenizer(workdir.path, previous_run)
     elif tokenizer is None:
-        tokenizer = _tokenizer(corpus, data)
+        tokenizer = _tokenizer(corpus, data, say)
+    say("preparing its tokens")
     load_store = functools.partial(store.load, packing=data.packing, folder=data.store, quiet=quiet)
     stores = [load_store(part, tokenizer) for part in corpus.parts]
     train, validation = [one.train for one in stores], [one.validation for one in stores]
@@ -97,7 +105,7 @@ def _of_task(task: named.Task, config: ConfigDict, share: tuple[int, int]) -> Te
     return Text(corpus, tokenizer, train, held_out, f"fresh sequences, chance {task.chance:.3g}", {})
 
 
-def _tokenizer(corpus, data: ConfigDict) -> tokenizers.Tokenizer:
+def _tokenizer(corpus, data: ConfigDict, say: Callable[[str], None]) -> tokenizers.Tokenizer:
     """The tokenizer of a new run; a trained tokenizer is cached."""
     kind, characters = data.tokenizer, corpus.alphabet
     if kind in ("char", "byte"):
@@ -105,7 +113,9 @@ def _tokenizer(corpus, data: ConfigDict) -> tokenizers.Tokenizer:
     key = [corpus.sha256, kind, data.vocab_size, data.tokenizer_sample, huggingface.__version__]
     if known := cache.recall("tokenizers", key):
         return tokenizers.from_dict(known)
-    made = tokenizers.make(kind, corpus.sample(data.tokenizer_sample << 20), data.vocab_size, characters)
+    sample = corpus.sample(data.tokenizer_sample << 20)
+    say(f"training a tokenizer of {data.vocab_size:,} tokens on {len(sample) / 1e6:,.1f} million characters")
+    made = tokenizers.make(kind, sample, data.vocab_size, characters)
     cache.remember("tokenizers", key, made.to_dict())
     return made
 

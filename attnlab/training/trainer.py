@@ -77,6 +77,9 @@ class Trainer:
                     self._write_metrics(step, metrics)
                 if evaluate:
                     stopping = not self._evaluate(step)
+                if stopping:
+                    self.reporter.close()
+                    self.reporter.print(f"stopping: saving step {step}; a second signal ends the process without it")
                 exhausted = evaluate and not stopping and self._patience_exhausted(step)
                 if save or exhausted:
                     self._save()
@@ -122,7 +125,7 @@ class Trainer:
         config, parallel = self.config, self.experiment.parallel
         first = step == self.start + 1
         if first:
-            self.reporter.describe("compiling")
+            self.reporter.say("compiling the step")
         requested = time.perf_counter()
         batch = next(batches)
         if not self._unread or self._unread[-1]["loss"].is_ready():  # otherwise the devices were still computing
@@ -134,8 +137,8 @@ class Trainer:
                 jax.block_until_ready(self.state)
         if first:
             self.preemption.handle()
-            self.reporter.describe("")
             self.reporter.print(f"first step finished: {self._timer.elapsed():.1f} s, including compilation")
+            self.reporter.show("")
             if step % config.log.every and step < config.steps:
                 self._timer.restart(step)  # exclude compilation too
         self._unread.append(metrics)

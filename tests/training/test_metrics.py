@@ -6,7 +6,8 @@ import json
 import pytest
 
 from attnlab.support.errors import UserError
-from attnlab.training import metrics
+from attnlab.training import metrics, trackers
+from attnlab.training.trackers import TensorBoard
 
 
 def test_log_writes_flat_records_in_order(tmp_path):
@@ -89,7 +90,7 @@ def test_read_names_a_damaged_line(tmp_path):
 
 
 def test_log_with_events_writes_tensorboard_files(tmp_path):
-    log = metrics.MetricsLog(tmp_path / "metrics.jsonl", events=tmp_path / "events")
+    log = metrics.MetricsLog(tmp_path / "metrics.jsonl", trackers=[TensorBoard(tmp_path / "events")])
     log.write(step=1, split="train", loss=2.0)
     log.write_text(1, "En un lugar")
     log.close()
@@ -101,7 +102,7 @@ def test_events_on_a_full_disk_are_given_up_in_one_line_and_stop_nothing(tmp_pat
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    log = metrics.MetricsLog(tmp_path / "metrics.jsonl", events=tmp_path / "events")
+    log = metrics.MetricsLog(tmp_path / "metrics.jsonl", trackers=[TensorBoard(tmp_path / "events")])
     log.write(step=1, split="train", loss=2.0)
     monkeypatch.setattr("tensorboardX.record_writer.RecordWriter.write", full)
     for step in range(2, 40):  # more than any queue holds
@@ -114,7 +115,7 @@ def test_events_on_a_full_disk_are_given_up_in_one_line_and_stop_nothing(tmp_pat
 
 
 def test_record_that_does_not_fit_takes_the_room_of_the_events(tmp_path, monkeypatch):
-    log = metrics.MetricsLog(tmp_path / "metrics.jsonl", events=tmp_path / "events")
+    log = metrics.MetricsLog(tmp_path / "metrics.jsonl", trackers=[TensorBoard(tmp_path / "events")])
     log.write(step=1, split="train", loss=2.0)
     append = metrics.MetricsLog._append
 
@@ -128,6 +129,45 @@ def test_record_that_does_not_fit_takes_the_room_of_the_events(tmp_path, monkeyp
     for step in (2, 3):
         log.write(step=step, split="train", loss=2.0)
     assert [record["step"] for record in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+class Recorder:
+    """A tracker that notes what it gets."""
+
+    def __init__(self):
+        self.logged, self.closed = [], False
+
+    def log(self, step, metrics):
+        self.logged += [(step, name) for name in metrics]
+
+    def close(self):
+        self.closed = True
+
+
+def test_trackers_get_each_record_once_whatever_the_number_of_starts(tmp_path):
+    tracker, path, offset = Recorder(), tmp_path / "metrics.jsonl", None
+    for ended in (2, 7, 5, 8):  # the start ends after this step, the first one saves step 2
+        log = metrics.MetricsLog(path, offset, 2 if offset else 0, trackers=[tracker])
+        for step in range(3 if offset else 1, ended + 1):
+            log.write(step=step, split="train", loss=1.0, note="no number", none=None)
+            if step == 7:
+                log.write(step=step, split="val", loss=1.0)
+        offset = offset or log.offset()
+    assert tracker.logged == [(step, "train/loss") for step in range(1, 8)] + [(7, "val/loss"), (8, "train/loss")]
+    log.close()
+    assert tracker.closed
+
+
+def test_unreadable_note_of_what_trackers_got_is_one_line(tmp_path):
+    (tmp_path / "tracked.json").mkdir()
+    with pytest.raises(UserError, match=r"tracked.json cannot be read .*: remove it"):
+        metrics.MetricsLog(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("tracker", [Recorder(), lambda workdir, config: None, 3])
+def test_tracker_without_log_and_close_is_one_line(tmp_path, own_errors, tracker):
+    with pytest.raises(UserError, match=r"makes no tracker: pass a class .*log\(step, metrics\) and close\(\)"):
+        trackers.made(tracker, tmp_path, {})
 
 
 def test_log_without_events_writes_one_file(tmp_path):

@@ -1,0 +1,57 @@
+"""What a command does before it has anything to show: one line that changes on a terminal, a line each elsewhere.
+
+It imports nothing that takes time, as the first thing that it tells of is an import of seconds.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and new lines
+_shown = False  # whether the cursor is behind a status
+
+
+def importing(words: Iterable[str]) -> None:
+    """Show that JAX is imported, unless the words of the command line ask for help."""
+    if not any(word.startswith(("-h", "--help")) for word in words):
+        show("importing JAX")
+
+
+def show(text: str) -> None:
+    """Say what begins now, in place of what was said before.
+
+    >>> show("reading notes.txt")
+    reading notes.txt
+    """
+    global _shown
+    clear()
+    _shown = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    if _shown:  # a line that wraps could not be erased
+        text = escaped(" ".join(f"{text} ...".split()))[: shutil.get_terminal_size().columns - 1]
+    with contextlib.suppress(OSError):  # the reader of a pipe has gone
+        print(text, end="" if _shown else "\n", flush=True)
+
+
+def escaped(text: str) -> str:
+    r"""A text whose control characters a terminal shows in place of obeying them.
+
+    >>> escaped("\x1b[2J") == r"\x1b[2J"
+    True
+    """
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def silent(text: str) -> None:
+    """Say nothing."""
+
+
+def clear() -> None:
+    """Erase the status, before something else is printed."""
+    global _shown
+    if _shown:
+        _shown = False
+        with contextlib.suppress(OSError):
+            print("\r\x1b[2K", end="", flush=True)
