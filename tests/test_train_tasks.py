@@ -29,7 +29,7 @@ def config(**changes):
 
 
 def records(workdir):
-    timed = ("time", "second", "mfu", "flops")
+    timed = ("time", "second", "mfu", "flops", "memory")
     lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
     return [{name: x for name, x in line.items() if not any(word in name for word in timed)} for line in lines]
 

@@ -27,8 +27,8 @@ def exit_peer_lost(why: str) -> None:
 class PreemptionHandler:
     """Turn SIGINT and SIGTERM into a flag, which the loop and evaluation poll; a second signal ends the process.
 
-    Before `handle`, when there is nothing to save, signals end the process at once; on a terminal they leave the cursor
-    at the start of a line.
+    Before `handle`, when there is nothing to save, signals end the process at once; on a terminal SIGINT leaves the
+    cursor at the start of a line.
 
     In a distributed run all processes must stop after the same step. JAX's preemption service synchronizes them on
     SIGTERM, so SIGINT is forwarded as SIGTERM. The service is polled only between steps, and ignores a second SIGTERM.
@@ -88,13 +88,13 @@ class PreemptionHandler:
 
     def _end_at_once(self) -> None:
         """Let a signal end the process in the middle of XLA's compiling, when Python's handlers would wait."""
+        self._set(signal.SIG_DFL)
         if not sys.stdout.isatty():
-            self._set(signal.SIG_DFL)
             return
         alarm, self._alarm = os.pipe()  # Python writes a signal's number at once, and another thread reads it
         os.set_blocking(self._alarm, False)
         signal.set_wakeup_fd(self._alarm)
-        self._set(lambda *_: None)
+        signal.signal(signal.SIGINT, lambda *_: None)
         threading.Thread(target=_end_by_signal, args=(alarm,), name="attnlab-signals", daemon=True).start()
 
     def _close_alarm(self) -> None:
