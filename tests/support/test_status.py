@@ -24,10 +24,10 @@ def terminal(capsys, monkeypatch):
 
 def test_status_on_a_terminal_is_one_line_that_fits_and_changes(terminal):
     status.show("importing JAX")
-    status.show("reading a/long/path/of/a/text.txt")
+    status.show("reading a\x1b[2J/of\na/long/path.txt")
     status.clear()
     status.clear()
-    assert terminal.readouterr().out == f"importing JAX ...{ERASE}reading a/long/path{ERASE}"
+    assert terminal.readouterr().out == f"importing JAX ...{ERASE}reading a\\x1b[2J/of{ERASE}"
 
 
 @pytest.mark.parametrize("bar", [True, False])
