@@ -47,7 +47,7 @@ FLOORS = (
     {"config"},
     {"training", "compilation", "commands"},
     {"loading", "runs"},
-    {"sample", "plots"},
+    {"sample", "export", "plots"},
     {"train", "planning", "see", "study", "bench", "conform"},
     {"sweeping", "plan"},
     {"sweep", "comparing"},
