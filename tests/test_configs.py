@@ -38,6 +38,7 @@ def parameters(config, vocab_size):
 def test_experiment_builds_and_documents_its_command(file, variant):
     config = module(file).get_config(*variant)
     config = configs.completed(config)
+    configs.check_effects(config)
     assert f"attnlab train --config={file.stem}" in module(file).__doc__
     assert parameters(config, vocab_size=100) > 10_000
 
