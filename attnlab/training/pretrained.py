@@ -70,9 +70,7 @@ def check_said(config: ConfigDict, said: Mapping[str, Any]) -> None:
     """Raise UserError for a field that a command line sets, where the model in `config.init_from` has another value."""
     source, own = Path(config.init_from), tuple(f"model.{name}" for name in (*states.HOW, "context"))
     taken = {name: x for name, x in said.items() if name.startswith(("model.", "data.tok")) and name not in own}
-    if (
-        not config.init_from or not taken or not (source / "config.json").exists()
-    ):  # deleted since, or `completed` tells
+    if not config.init_from or not taken or not (source / "config.json").exists():  # as after its deletion
         return
     model, tokenizer, config = peek(source)
     config = config.copy_and_resolve_references()
