@@ -323,11 +323,6 @@ def _check_task(config: ConfigDict) -> None:
     for field, value in data.items():
         if field not in ("name", "store") and value != OPTIONS[f"data.{field}"].default:
             raise UserError(f"config.data.{field} = {value!r} is of texts, and {data.name!r} has none: leave it out")
-    for field, value in config.sample.items():
-        if value not in (0, OPTIONS[f"sample.{field}"].default):
-            raise UserError(
-                f"config.sample.{field} = {value} is of texts, and {data.name!r} is not sampled: leave it out"
-            )
 
 
 def difference(saved: dict, config: ConfigDict) -> str:

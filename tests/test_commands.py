@@ -86,10 +86,6 @@ def mistake(capsys, command, *arguments):
         ([QUICKSTART, "--config.model.sinks=yes"], r"sinks=yes: expected true or false; see --help$"),
         ([QUICKSTART, "--config.data.path="], r"--config.data.path= is empty"),
         ([QUICKSTART, "--config.data.name=quijote", "--config.data.path=x"], r"data.name has no effect beside"),
-        (
-            [QUICKSTART, "--config.data.name=task:recall", "--config.model.context=28", "--config.sample.length=3"],
-            r"length = 3 is of",
-        ),
         ([QUICKSTART, "--config.data.feature=x"], r"data.feature = 'x', but python_docs has no features"),
         ([QUICKSTART, "--config.data.path=README.md", "--config.data.feature=x"], r"'x', but README.md has no feat"),
         ([QUICKSTART, "--config.data.tokenizer=byte", "--config.data.vocab_size=300"], r"300 has no effect with token"),
