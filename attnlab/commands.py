@@ -151,8 +151,9 @@ def parse(values: flags.FlagValues, argv: list[str]) -> None:
         if values[name].present and values[name].value == "" and not values[name].default:
             raise UserError(f"--{name}= is empty: give a value, or leave it out")
     fields = said(values)
-    if "data.path" in fields and fields.get("data.name", "text") != "text":
-        raise UserError("--config.data.name has no effect beside --config.data.path: leave one of them out")
+    for other, kind in (("path", "text"), ("mixture", "mixture")):
+        if f"data.{other}" in fields and fields.get("data.name", kind) != kind:
+            raise UserError(f"--config.data.name has no effect beside --config.data.{other}: leave one of them out")
 
 
 def _register_own(values: flags.FlagValues) -> None:

@@ -37,6 +37,7 @@ def test_experiment_builds_and_documents_its_command(named):
     assert bool(inspect.signature(file.get_config).parameters) == bool(variant)
     config = configs.completed(file.get_config(*[variant] * bool(variant)))
     assert f"attnlab train --config={name}" in file.__doc__
+    configs.check_effects(config)
     assert parameters(config, vocab_size=100) > 10_000
 
 

@@ -68,16 +68,16 @@ def completed(config: ConfigDict, workdir: Path) -> tuple[ConfigDict, tokenizers
 
 def check_said(config: ConfigDict, said: Mapping[str, Any]) -> None:
     """Raise UserError for a field that a command line sets, where the model in `config.init_from` has another value."""
-    source = Path(config.init_from)
-    if not config.init_from or not (source / "config.json").exists():  # deleted since, or `completed` tells
+    source, own = Path(config.init_from), tuple(f"model.{name}" for name in (*states.HOW, "context"))
+    taken = {name: x for name, x in said.items() if name.startswith(("model.", "data.tok")) and name not in own}
+    if not config.init_from or not taken or not (source / "config.json").exists():  # as after its deletion
         return
     model, tokenizer, config = peek(source)
     config = config.copy_and_resolve_references()
     config.model.update(states.model_fields(model))
     there = configs.fields(config) | {"data.tokenizer": "pretrained"}
-    for name, value in said.items():
-        taken = name.startswith("model.") and name.split(".")[1] not in (*states.HOW, "context")
-        if (taken or (name == "data.tokenizer" and tokenizer is not None)) and value != there[name]:
+    for name, value in taken.items():
+        if value != there[name] and (tokenizer is not None or name.startswith("model.")):
             raise UserError(
                 f"config.{name} = {value!r} has no effect beside config.init_from = {source}, where it is "
                 f"{there[name]!r}: leave it out"

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import sys
 
 import pytest
 
@@ -176,6 +177,13 @@ def test_log_without_events_writes_one_file(tmp_path):
     log.write_text(1, "En un lugar")
     log.close()
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_reporter_on_a_terminal_shows_control_characters(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with metrics.ProgressReporter(steps=20) as reporter:
+        reporter.print("\x1b]0;title\x07 one\ntwo\r\x9b")
+    assert "\\x1b]0;title\\x07 one\ntwo\\x0d\\x9b\n" in capsys.readouterr().out
 
 
 def test_reporter_without_terminal_prints_plain_lines(capsys):

@@ -136,11 +136,7 @@ def test_second_start_with_another_config_is_refused(gpt2, text, started, capsys
     assert finetune(gpt2, text, workdir, **NULL) == 0
     for source, change, message in (
         (gpt2, {"model__context": 4096}, "config.model.context = 4096, there it was 32"),
-        (
-            gpt2,
-            {"model__width": 32, "model__num_heads": 4},
-            "config.model.width = 32 has no effect beside config.init_from",
-        ),
+        (gpt2, {"model__num_heads": 4}, "config.model.num_heads = 4 has no effect beside config.init_from"),
         ("", {}, "config.init_from is missing"),
     ):
         assert finetune(source, text, workdir, **NULL, **change) == 2
