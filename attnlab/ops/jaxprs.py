@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 
@@ -36,6 +37,13 @@ def inner(equation) -> ClosedJaxpr | None:
     names = (name for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in equation.params)
     found = equation.params.get(next(names, None))
     return ClosedJaxpr(found, ()) if isinstance(found, Jaxpr) else found
+
+
+def called(equation) -> list[ClosedJaxpr]:
+    """All jaxprs that an equation may run, such as the branches of a condition."""
+    kinds = (ClosedJaxpr, Jaxpr)
+    leaves = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: isinstance(x, kinds))
+    return [ClosedJaxpr(x, ()) if isinstance(x, Jaxpr) else x for x in leaves if isinstance(x, kinds)]
 
 
 def consts_and_carry(params: dict) -> tuple[int, int]:

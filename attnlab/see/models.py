@@ -80,6 +80,9 @@ def framed(model, variables, args: tuple, kwargs: Mapping) -> tuple[Frame, tuple
     if not len(sites) and not isinstance(adapter, Function):  # attention written out in the modules
         adapter = Function(model.apply if isinstance(adapter, Linen) else _Merged(adapter.graph), options)
         sites = adapter.sites(*inputs)
+    if not len(sites) and sites.unread:
+        kinds = ", ".join(dict.fromkeys(kind for _, kind in sites.unread))
+        raise ValueError(f"{name} has no attention that can be seen: attention within {kinds} is not looked into")
     if not len(sites):
         raise ValueError(
             f"{name} has no attention that can be seen: expected layers of attnlab.nn or of Flax, or a softmax that "

@@ -52,6 +52,7 @@ class Sites:
       blocks: paths of the layers that take and return the residual stream, with the values `in` and `out`.
       norms: paths of the norms outside of blocks, with the value `norm`, their divisor `[..., T, 1]`.
       others: path and kind of the layers that mix tokens without a pattern, such as `GRU`.
+      unread: name and kind of the parts of a plain function whose attention is not read, such as `cond`.
 
     >>> print(Sites((Site("attention", "MultiHeadAttention", 2, 2, 5, 5),)))
     path       kind                heads  queries  keys  pattern·v = z
@@ -62,6 +63,7 @@ class Sites:
     blocks: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
     others: tuple[tuple[str, str], ...] = ()
+    unread: tuple[tuple[str, str], ...] = ()
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.attention)
@@ -96,6 +98,7 @@ class Sites:
             lengths = (str(site.q_length), str(site.kv_length))
             rows.append((site.path or "(the model)", site.kind, f"{site.heads}{grouped}", *lengths, found))
         rows += [(path, kind, "", "", "", "has no pattern") for path, kind in self.others]
+        rows += [(path, kind, "", "", "", "not looked into") for path, kind in self.unread]
         widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
         return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
 

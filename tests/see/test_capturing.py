@@ -356,6 +356,101 @@ def test_linen_modules_that_write_attention_out_are_read_as_functions():
         see.edited(Handmade(), params, x, edits={"attention_0/z": see.Zero()})
 
 
+def attend(x):
+    return jax.nn.softmax(x @ jnp.swapaxes(x, -1, -2)) @ x
+
+
+def expert_outputs(p, x):
+    return jnp.einsum("btf,efg->bteg", x, p["experts"])
+
+
+def weighted_by_a_router(p, x):
+    return jnp.einsum("bte,btef->btf", jax.nn.softmax(x @ p["router"] + p["bias"]), expert_outputs(p, x))
+
+
+def weighted_by_a_noisy_router(p, x):
+    logits = x @ p["router"]
+    logits = logits + jax.random.normal(jax.random.key(0), logits.shape) * jax.nn.softplus(logits)
+    gates = jax.nn.softmax(jnp.where(logits < jax.lax.top_k(logits, 2)[0][..., -1:], -jnp.inf, logits))
+    return jnp.einsum("bte,btef->btf", gates, expert_outputs(p, x))
+
+
+def chosen_then_weighted(p, x):
+    logits, chosen = jax.lax.top_k(x @ p["router"], 2)
+    return jnp.einsum("btk,btkf->btf", jax.nn.softmax(logits), jnp.einsum("btf,btkfg->btkg", x, p["experts"][chosen]))
+
+
+def weighted_then_chosen(p, x):
+    gates, chosen = jax.lax.top_k(jax.nn.softmax(x @ p["router"]), 2)
+    outputs = jnp.einsum("btf,btkfg->btkg", x, p["experts"][chosen])
+    return jnp.einsum("btk,btkf->btf", gates / gates.sum(-1, keepdims=True), outputs)
+
+
+def weighted_and_dispatched(p, x):
+    gates = jax.nn.softmax(x @ p["router"])
+    places = gates[..., None] * jax.nn.one_hot(jnp.argsort(gates, 1), 5)
+    outputs = jnp.einsum("becf,efg->becg", jnp.einsum("btec,btf->becf", places, x), p["experts"])
+    return jnp.einsum("btec,becg->btg", places, outputs)
+
+
+def routed_token_by_token(p, x):
+    def of_token(x):
+        return jax.nn.softmax(x @ p["router"]) @ jnp.einsum("f,efg->eg", x, p["experts"])
+
+    return jax.vmap(jax.vmap(of_token))(x)
+
+
+ROUTERS = [weighted_by_a_router, weighted_by_a_noisy_router, chosen_then_weighted, weighted_then_chosen]
+ROUTERS += [weighted_and_dispatched, routed_token_by_token]
+
+
+@pytest.mark.parametrize("router", ROUTERS, ids=lambda router: router.__name__)
+def test_functions_skip_routers_over_experts(router):
+    params = {"router": np.ones((4, 3)), "bias": np.ones(3), "experts": np.ones((3, 4, 4))}
+    x = np.ones((2, 5, 4))
+    shapes = jax.eval_shape(lambda: see.capture(lambda p, x: router(p, attend(x)), params, x).values["pattern"])
+    assert [pattern.shape for pattern in shapes.values()] == [(2, 5, 5)]
+
+
+def pooled(p, x):
+    return jnp.einsum("bt,btf->bf", jax.nn.softmax(x @ p[:, 0]), x)
+
+
+def last_query(p, x):
+    scores = jnp.einsum("bf,btf->bt", x[:, -1] @ p, x) + p[0, 0]
+    return jnp.einsum("bt,btf->bf", jax.nn.softmax(scores), x)
+
+
+def learned_slots(p, x):
+    return jax.nn.softmax(x @ p) @ p
+
+
+@pytest.mark.parametrize("attention", [pooled, last_query, learned_slots], ids=lambda function: function.__name__)
+def test_functions_show_attention_of_one_query_and_over_learned_keys(attention):
+    shapes = jax.eval_shape(lambda: see.capture(attention, np.ones((4, 4)), np.ones((2, 5, 4))).values["pattern"])
+    assert len(shapes) == 1
+
+
+def test_functions_name_the_conditions_and_loops_with_attention():
+    def looped(x):
+        return jax.lax.while_loop(lambda carry: carry[0] < 1, lambda carry: (carry[0] + 1, attend(carry[1])), (0, x))[1]
+
+    def branched(x, function):
+        return jax.lax.cond(x[0, 0, 0] > 0, function, lambda x: x, x)
+
+    def function(_, x):
+        x = jax.jit(looped)(branched(branched(x, jnp.exp), attend))
+        return jax.lax.scan(lambda x, _: (branched(attend(x), attend), None), x, length=2)[0]
+
+    x = np.ones((1, 3, 4), np.float32)
+    found = see.sites(function, None, x)
+    assert [site.path for site in found] == ["attention_0[0]", "attention_0[1]"]
+    assert found.unread == (("cond_0", "cond"), ("while_loop_1", "while_loop"), ("cond_2", "cond"))
+    assert str(found).count("not looked into") == 3
+    with pytest.raises(ValueError, match=r"attention within cond is not looked into"):
+        see.sites(lambda _, x: branched(x, attend), None, x)
+
+
 def test_functions_skip_softmaxes_that_attend_to_nothing():
     def router(params, x):
         gates = jax.nn.softmax(x @ params)

@@ -29,29 +29,38 @@ def rates(*runs):
     return map(np.asarray, jax.jit(lambda: [rate(jnp.arange(steps + 1)) for rate, steps in schedules])())
 
 
-def test_schedule_warms_up_and_decays_for_any_steps():
-    configs = [changed(final_fraction=0.1, schedule=schedule) for schedule in ("cosine", "linear")]
-    runs = [(config, steps) for config in configs for steps in (1, 2, 3, 50, 199, 200, 2000)]
-    for (config, steps), found in zip(runs, rates(*runs)):
-        peak = found.argmax()
-        assert (found > 0).all() and found.max() <= config.learning_rate * (1 + 1e-6)
-        np.testing.assert_allclose(found.max(), config.learning_rate, rtol=1e-6)
-        np.testing.assert_allclose(found[steps], config.learning_rate / 10, rtol=1e-5)
-        assert peak == min(config.warmup_steps, steps // 2)
-        assert (np.diff(found[: peak + 1]) > 0).all() and (np.diff(found[peak:]) < 0).all()
+def reference_rates(config, steps):
+    """The learning rates at 0 … steps, in NumPy's float64."""
+    at, last = np.arange(steps + 1), config.final_fraction
+    warmup = min(config.warmup_steps, steps // 2)
+    left = steps - warmup
+    if config.schedule == "constant":
+        left = min(round(config.decay_fraction * steps), left)
+    done = np.clip((at - (steps - left)) / max(left, 1), 0, left > 0)
+    done = (1 - np.cos(np.pi * done)) / 2 if config.schedule == "cosine" else done
+    rise = np.minimum((at + 1) / (warmup + 1), 1)
+    return config.learning_rate * rise * (1 - (1 - last) * done)
 
 
-def test_constant_schedule_ends_in_a_line_over_its_last_fraction():
-    fractions = [changed(final_fraction=0.1, schedule="constant", decay_fraction=part) for part in (0.0, 0.2, 1.0)]
-    runs = [(config, steps) for config in fractions for steps in (1, 2, 3, 10, 201, 2000)]
-    for (config, steps), found in zip(runs, rates(*runs)):
-        warmup, peak = min(config.warmup_steps, steps // 2), config.learning_rate
-        end = max(warmup, steps - round(config.decay_fraction * steps))
-        rise = np.linspace(peak / (warmup + 1), peak, warmup + 1)
-        np.testing.assert_allclose(found[: warmup + 1], rise, rtol=1e-5)
-        np.testing.assert_allclose(found[warmup:end], peak, rtol=1e-6)
-        if end < steps:
-            np.testing.assert_allclose(found[end:], np.linspace(peak, peak / 10, steps - end + 1), rtol=1e-5)
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_schedule_equals_its_formula_at_every_step(schedule):
+    """From the first step to the last, also without warm-up or decay, and in runs shorter than both."""
+    rng, runs = np.random.default_rng(0), []
+    for steps in (1, 2, 3, 4, 50, 201, 2000):
+        for warmup in {0, 1, int(rng.integers(2, 50)), 100}:
+            for share in (0.0, 1.0, rng.random()) if schedule == "constant" else (0.2,):
+                fields = {
+                    "warmup_steps": warmup,
+                    "decay_fraction": share,
+                    "final_fraction": rng.choice([0.0, 0.1, 1.0]),
+                }
+                runs.append((changed(schedule=schedule, **fields), steps))
+    for (config, steps), found in zip(runs, rates(*runs), strict=True):
+        expected = reference_rates(config, steps)
+        # Float32 roundings of a count of up to 2000 over the steps, and of the rate.
+        np.testing.assert_allclose(
+            found, expected, rtol=1e-5, atol=1e-6 * config.learning_rate, err_msg=f"{config, steps}"
+        )
 
 
 def test_schedule_of_extended_run_switches_at_each_extension():
@@ -161,19 +170,29 @@ def orthogonalized(matrix):
 def test_muon_moves_each_projection_by_its_orthogonalized_gradient(float64):
     """The matrices of all heads together: [width, heads · head_dim] of queries, [heads · head_dim, width] of `out`."""
     params, gradients = params_and_gradients()
-    updates = two_updates(params, gradients)["muon"][0]
-    rate = 0.1 / 51  # at the first of 50 updates of the warm-up
-    for layer, kernel, shape in (
-        ("attention", "query", (8, 8)),
-        ("attention", "value", (8, 8)),
-        ("attention", "out", (8, 8)),
-        ("mlp", "up", (8, 32)),
-        ("mlp", "down", (32, 8)),
-    ):
-        g, w, found = (np.asarray(tree["block_1"][layer][kernel]["kernel"]) for tree in (gradients[0], params, updates))
-        moved = max(1, shape[1] / shape[0]) ** 0.5 * orthogonalized(g.reshape(shape)) + 0.5 * w.reshape(shape)
-        # Optax adds 1e-8 to the norm of the clipped gradient, which is between 0.1 and 1.
-        np.testing.assert_allclose(found.reshape(shape), -rate * moved, rtol=1e-5, atol=1e-9)
+    config = changed(**OF_ALL)
+    norms = [np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(gradient))) for gradient in gradients]
+    assert min(norms) > config.clip_norm
+    first, second = (jax.tree.map(lambda x, n=n: x / n * config.clip_norm, g) for g, n in zip(gradients, norms))
+    b = config.muon_momentum
+    # Nesterov's momentum, each sum over its weights (Dozat 2016).
+    ahead = jax.tree.map(lambda x, y: b * (b * x + y) / (1 - b**3) + y / (1 - b**2), first, second)
+    for n, (direction, updates) in enumerate(zip((first, ahead), two_updates(params, gradients)["muon"]), 1):
+        rate = 0.1 * n / 51  # at the nth of 50 updates of the warm-up
+        for layer, kernel, shape in (
+            ("attention", "query", (8, 8)),
+            ("attention", "value", (8, 8)),
+            ("attention", "out", (8, 8)),
+            ("mlp", "up", (8, 32)),
+            ("mlp", "down", (32, 8)),
+        ):
+            g, w, found = (
+                np.asarray(tree["block_1"][layer][kernel]["kernel"]).reshape(shape)
+                for tree in (direction, params, updates)
+            )
+            moved = max(1, shape[1] / shape[0]) ** 0.5 * orthogonalized(g) + 0.5 * w
+            # Optax adds 1e-8 to the norm of the clipped gradient, which is between 0.1 and 1.
+            np.testing.assert_allclose(found, -rate * moved, rtol=1e-5, atol=1e-9)
 
 
 def test_muon_leaves_embeddings_norms_and_biases_to_adamw(float64):

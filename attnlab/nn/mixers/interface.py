@@ -120,6 +120,9 @@ class CausalMixer(nn.Module):
         empty = self.empty_cache(*x.shape[::2])
         if cache is not None and (found := _described(cache)) != _described(empty):
             raise ValueError(f"the cache of {name} is {found}, expected {_described(empty)}: make it with empty_cache")
+        if cache is None and getattr(self, "dtype", None) is None:  # float64 for inputs of float64
+            state, conv = jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, x.dtype)), empty[:2])
+            empty = empty._replace(state=state, conv=conv)
         before = empty if cache is None else cache
         tokens = Tokens(segments, lengths, first_values, 0 if layer is None else layer)
         out, state, conv, *values = self._checked(self.mix(x, before, tokens), x)

@@ -33,6 +33,30 @@ def convolution(x, kernel, bias=0.0):
     return y + bias
 
 
+def causal_conv(x, p, *, dilation=1):
+    """van den Oord et al. 2016, section 2.1; the kernel's last tap is of the token itself."""
+    kernel, out = p["conv/kernel"], p["conv/bias"]
+    for back, tap in enumerate(kernel[::-1]):
+        before = np.zeros_like(x)
+        before[back * dilation :] = x[: max(0, len(x) - back * dilation)]
+        out = out + before @ tap
+    return out
+
+
+def gru(x, p):
+    """Cho et al. 2014, with the reset gate after the product, as in cuDNN and Flax."""
+
+    def linear(name, x):
+        return x @ p[f"cell/{name}/kernel"] + p.get(f"cell/{name}/bias", 0)
+
+    state, outs = np.zeros(p["cell/hn/kernel"].shape[0]), []
+    for token in x:
+        r, z = (sigmoid(linear(f"i{gate}", token) + linear(f"h{gate}", state)) for gate in "rz")
+        state = (1 - z) * np.tanh(linear("in", token) + r * linear("hn", state)) + z * state
+        outs.append(state)
+    return np.stack(outs)
+
+
 def by_head(recurrence, heads, *arrays):
     """`[T, H, V]` of a recurrence `(arrays of a head) -> [T, V]`; an array of fewer heads serves several in turn."""
     outs = []

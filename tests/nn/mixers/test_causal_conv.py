@@ -21,15 +21,6 @@ def test_conv_receptive_field_follows_kernel_and_dilation():
     assert [32 - int(np.any(slope, axis=1).argmax()) for slope in slopes] == [3, 9, 32]
 
 
-def test_conv_equals_its_kernel():
-    conv = CausalConv(kernel_size=2, dilation=2, features=5)
-    variables = parameters(conv, X)
-    params = jax.tree.map(np.asarray, variables["params"]["conv"])
-    before = np.pad(X, ((0, 0), (2, 0), (0, 0)))[:, :-2]
-    expected = before @ params["kernel"][0] + X @ params["kernel"][1] + params["bias"]
-    np.testing.assert_allclose(jax.jit(conv.apply)(variables, X), expected, atol=1e-5)
-
-
 @pytest.mark.parametrize("fields, shown", [({"kernel_size": 0}, "0, 1"), ({"dilation": 0}, "3, 0")])
 def test_conv_sizes_of_zero_raise_one_line(fields, shown):
     with pytest.raises(ValueError, match=f"kernel_size, dilation = {shown}: expected"):

@@ -3,12 +3,15 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from attnlab.nn import (
+    GRU,
     HGRN2,
     RWKV7,
+    CausalConv,
     GatedDeltaNet,
     GatedDeltaProduct,
     GatedLinearAttention,
@@ -23,6 +26,10 @@ from tests.parameters import parameters
 
 DELTA = papers.gated_delta_net
 CASES = {
+    "gru": (GRU(), papers.gru),
+    "gru_features": (GRU(features=5), papers.gru),
+    "conv": (CausalConv(), papers.causal_conv),
+    "conv_dilated": (CausalConv(5, kernel_size=4, dilation=3), functools.partial(papers.causal_conv, dilation=3)),
     "gated_delta": (GatedDeltaNet(2), DELTA),
     "gated_delta_value_heads": (GatedDeltaNet(2, key_dim=3, value_dim=5, value_heads=6, conv=2), DELTA),
     "delta_negative_eigenvalues": (
@@ -110,6 +117,30 @@ def test_mixer_decodes_in_float64(float64, name):
         cache, outs = after, [*outs, out]
     whole = np.stack([CASES[name][1](x, by_path(variables["params"])) for x in X[:, :6]])
     np.testing.assert_allclose(np.concatenate(outs, axis=1), whole, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gru_features", "conv_dilated"])
+def test_gru_and_conv_in_bfloat16_and_random_pieces_equal_float64(name):
+    """Each row brings some or none of a piece's places, and continues where it was."""
+    module, paper = CASES[name]
+    module, x = module.clone(dtype=jnp.bfloat16), X.astype(jnp.bfloat16)
+    variables, apply = parameters(module, X), jax.jit(module.apply)
+    for seed in range(4):
+        rng, cache, outs, at = np.random.default_rng(seed), module.empty_cache(2, 8), [[], []], np.zeros(2, int)
+        while at.min() < 20:
+            lengths = rng.integers(0, 6, 2).astype(np.int32)
+            lengths = np.minimum(lengths, X.shape[1] - at).astype(np.int32)
+            piece = np.full((2, 5, 8), 7, jnp.bfloat16)  # padding that would tell
+            for n in range(2):
+                piece[n, : lengths[n]] = x[n, at[n] : at[n] + lengths[n]]
+            out, cache = apply(variables, piece, cache=cache, lengths=lengths)
+            for n in range(2):
+                outs[n].append(np.float64(out[n, : lengths[n]]))
+            at += lengths
+        for n in range(2):
+            expected = paper(np.float64(x[n, : at[n]]), by_path(variables["params"]))
+            # Some ten roundings of 2⁻⁸, of weights, sums, gates and states.
+            np.testing.assert_allclose(np.concatenate(outs[n]), expected, atol=10 * 2**-8 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("width, features", [(1, (3,)), (4, (2, 3))])
