@@ -14,8 +14,8 @@ tokens, and runs of one seed see them in the same order.
 Each run is a process with a workdir of its own in --workdir. The same command goes on where it was stopped or killed; a
 variant that is added is trained alone. A run that fails does not end the others, and one that diverges counts with the
 loss of chance. comparison.html in --workdir is a page of everything; table.csv, table.md and the figures are beside it,
-with --tasks in a folder for each. An experiment may have a dictionary PUBLISHED, of results that ours are set beside,
-and COMPARE, of flags.
+with --tasks in a folder for each. An experiment file may have a dictionary PUBLISHED of results to compare
+with, and a dictionary COMPARE of flags.
 """
 
 import functools
@@ -64,24 +64,32 @@ def _define(values, argv) -> None:
     commands.define_mixer(values, argv)
     commands.define_config(values, argv)
     text, whole = flags.DEFINE_string, flags.DEFINE_integer
-    flags.DEFINE_multi_string("variant", [], '"NAME: FIELD=VALUE FIELD=VALUE"; several times', flag_values=values)
+    flags.DEFINE_multi_string("variant", [], '"NAME: FIELD=VALUE FIELD=VALUE"', flag_values=values)
     whence = "Python file with a dictionary VARIANTS; by default the file of --config"
     text("variants", None, whence, flag_values=values)
     flags.DEFINE_list(
         "learning_rates",
         None,
-        "those to choose from; by default 1/9, 1/3, 1 and 3 times the config's",
+        "learning rates to choose from; by default 1/9, 1/3, 1 and 3 times the config's",
         flag_values=values,
     )
     whole("seeds", 5, "fresh seeds of each variant", 2, flag_values=values)
     whole("tuning_seeds", 1, "seeds on which the learning rate is chosen, not used again", 1, flag_values=values)
-    flags.DEFINE_enum("match", "none", ["none", *SIZES], "change widths so that sizes are equal", flag_values=values)
-    meaning = "tokens at which --match=state compares what decoding keeps; by default the context"
+    flags.DEFINE_enum(
+        "match",
+        "none",
+        ["none", *SIZES],
+        "size that all variants have in common, by a change of width",
+        flag_values=values,
+    )
+    meaning = "length of the text whose decoding state --match=state compares; by default the context"
     whole("match_length", None, meaning, 1, flag_values=values)
-    flags.DEFINE_list("tasks", [], f"a table each: some of {', '.join(parts.TASKS)}, speed", flag_values=values)
+    flags.DEFINE_list(
+        "tasks", [], f"tasks, with a table for each: some of {', '.join(parts.TASKS)}, speed", flag_values=values
+    )
     whole("jobs", 1, "runs at a time; times are comparable with 1 alone", 1, flag_values=values)
     text("workdir", None, "folder of the comparison; by default runs/CONFIG-comparison", flag_values=values)
-    meaning = "check mixers of yours, FILE.py:NAME, before any run: causal, in pieces, packed, finite gradients"
+    meaning = "check your mixers, FILE.py:NAME, before any run: causal, in pieces, packed, finite gradients"
     flags.DEFINE_enum("check", "on", ["on", "off"], meaning, flag_values=values)
     flags.DEFINE_bool("dry_run", False, "list the runs and how long they may take, start none", flag_values=values)
 
@@ -249,22 +257,24 @@ def _notes(protocol: Protocol, rows, jobs: int) -> list[str]:
     ]
     if any(row["verdict"] == "not told apart" for row in rows):
         notes.append(
-            "Not told apart: a difference as large as 'detectable' would be seen with probability 80 %, and the one "
-            "found with as many 'seeds needed'."
+            "Not told apart: 'detectable' is the smallest difference that these seeds show with probability 80 %; "
+            "'seeds needed' would show the difference found."
         )
     if any(row["learning_rate_at_edge"] for row in rows):
         notes.append("(edge): the best learning rate is the smallest or largest one: widen --learning_rates.")
     if any(not row["comparable"] for row in rows):
         notes.append("Not comparable: no width makes its size equal to the first variant's within 5 %.")
     if protocol.measure == "accuracy" and rows[0].get("accuracy_2x") is not None:
-        notes.append("Accuracies at 2× and more are of answers in the second half of sequences so much longer.")
+        notes.append("Accuracies at 2× and more are of the answers in the second half of sequences of that length.")
     if any(row["conforms"] is not None for row in rows):
         notes.append(
             "Conforms: the largest error of a variant's operators against the specification, in units of its bound."
         )
     notes += [f"{row['variant']}: its operators do not conform." for row in rows if row["conforms"] is False]
     if jobs > 1:
-        notes.append(f"Loss at equal time and tokens/s were measured with --jobs={jobs}: they compare with 1 alone.")
+        notes.append(
+            f"Loss at equal time and tokens/s were measured with --jobs={jobs}: compare them with --jobs=1 alone."
+        )
     return notes
 
 

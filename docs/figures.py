@@ -49,7 +49,7 @@ def main(names: list[str]) -> int:
     known |= {name: lambda folder, name=name: study(name, folder) for name in STUDIES}
     known |= {name: lambda _, ran=Path(name): keep_all(ran) for name in names if Path(name).is_dir()}
     if unknown := [name for name in names if name not in known]:
-        print(f"error: {unknown[0]!r} is no figure and no folder: use {', '.join(known)}", file=sys.stderr)
+        print(f"error: {unknown[0]!r} is neither a figure nor a folder: use {', '.join(known)}", file=sys.stderr)
         return 2
     for name in names or known:
         with tempfile.TemporaryDirectory() as folder:
@@ -76,10 +76,11 @@ def attention(folder: Path) -> None:
     heads = config.model.num_heads
     figure = plots.heads(
         weights[chosen],
-        "Attention weights of a GPT trained by `make train`: four of its sixteen heads",
+        "Four of the sixteen heads of a GPT trained by `make train`",
         tokens=list(text.replace(" ", "_")),
         names=[f"layer {head // heads}, head {head % heads}" for head in chosen],
         mask=Causal(),
+        columns=2,  # readable on a telephone
     )
     save(figure, IMAGES / "attention.png")
 
