@@ -158,7 +158,7 @@ class Sample:
     """`config.sample`."""
 
     every: int = option("steps between samples; 0 for the end only", 1000, low=0)
-    length: int = option("tokens of a sample; 0 for no samples", 400, low=0)
+    length: int = option("tokens of a sample; 0 for no samples", 400, low=0, high=1_000_000)
 
 
 @dataclasses.dataclass
@@ -167,7 +167,7 @@ class Checkpoint:
 
     every: int = option("steps between checkpoints", 250, low=1)
     keep: int = option("newest checkpoints to keep, besides the best", 2, low=1)
-    history: int = option("permanent checkpoints, log-spaced from step 0 to the last", 0, low=0)
+    history: int = option("permanent checkpoints, log-spaced from step 0 to the last", 0, low=0, high=10_000)
     dir: str = option("folder of the checkpoints; WORKDIR/checkpoints when empty", "")
 
 

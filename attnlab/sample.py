@@ -32,13 +32,14 @@ from pathlib import Path
 from absl import flags
 
 from attnlab import commands, compilation
-from attnlab.generation.decoding import check_draft, decode, generate
+from attnlab.generation.decoding import check_draft, check_rows, decode, generate
 from attnlab.generation.drawing import Draw
 from attnlab.generation.prompt_files import Records, read_prompts
 from attnlab.generation.scoring import score
 from attnlab.generation.stop_strings import StopStrings, before_stop
 from attnlab.generation.texts import Drawn, complete, prompt_ids, recorded
 from attnlab.nn import own
+from attnlab.support import files
 from attnlab.support.errors import UserError
 from attnlab.support.progress import shown
 from attnlab.training.loading import Run, load
@@ -82,7 +83,7 @@ def _define(values, argv):
 
 def _check(values) -> None:
     for name, good, expected in (
-        ("max_tokens", values.max_tokens >= 1, "1 or more"),
+        ("max_tokens", 1 <= values.max_tokens < 2**31, "1 or more, below 2^31"),
         ("num_samples", values.num_samples >= 1, "1 or more"),
         ("batch_size", values.batch_size >= 1, "1 or more"),
         ("temperature", 0 <= values.temperature <= 1e6, "a number, 0 or more (up to a million)"),
@@ -135,6 +136,7 @@ def _options(values, run: Run) -> dict:
     # Errors are raised before anything is written.
     StopStrings(stop, run.tokenizer)
     check_draft(run.model, values.draft)
+    check_rows(run.model, values.num_samples, values.max_tokens)
     end = run.tokenizer.end_of_text if values.end_of_text else ()
     options = {"max_tokens": values.max_tokens, "draw": draw, "stop": stop, "end": end}
     return options | {"num_samples": values.num_samples, "seed": values.seed, "draft": values.draft}
@@ -193,7 +195,7 @@ def _write(values, run: Run, prompts: list[str], options: dict) -> int:
 
 def _read(path: str) -> str:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = files.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise UserError(f"--score={path} cannot be read: {reason}") from error

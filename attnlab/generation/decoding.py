@@ -6,6 +6,7 @@ guessed tokens, and keeps the guesses that it would have drawn; the others are t
 """
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from attnlab.generation.loop import AHEAD, LoopOptions, State, decode_ahead, rol
 from attnlab.generation.stop_strings import StopStrings
 from attnlab.nn import GPT, KVCache, LatentCache, unstack_layers
 from attnlab.nn.kinds import kinds_of
+from attnlab.support import memory
 from attnlab.support.errors import UserError
 
 
@@ -146,6 +148,7 @@ def decode(
     (9, (2,), True)
     """
     check_draft(model, draft)
+    check_rows(model, len(prompts) * num_samples, max_tokens)
     if jax.default_backend() == "cpu" and model.dtype == jnp.bfloat16:
         model = model.clone(dtype=jnp.float32)  # the time of a step is the time to read the float32 parameters
     params = unstack_layers(params)
@@ -187,6 +190,13 @@ def check_draft(model: GPT, draft: int) -> None:
                 f"draft = {draft}: wrong guesses are taken back, which the state of {name} layers cannot do: "
                 "leave out draft"
             )
+
+
+def check_rows(model: GPT, rows: int, max_tokens: int) -> None:
+    """Raise UserError for more texts side by side than the device's memory has room for their caches."""
+    cache = jax.eval_shape(functools.partial(model.empty_caches, 1, min(model.context, max_tokens)))
+    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    memory.check(rows * size, jax.local_devices()[0], f"a batch of {rows:,} texts", "lower num_samples or batch_size")
 
 
 def _step(texts, logprobs, sizes, place) -> Step:

@@ -68,7 +68,7 @@ class GPT(checks.MaskedModule):
     """
 
     vocab_size: int
-    num_layers: int = option("layers of blocks, L", start=4, low=1)
+    num_layers: int = option("layers of blocks, L", start=4, low=1, high=10_000)
     num_heads: int = option("query heads of a layer, H", start=4, low=1)
     width: int = option("features of the residual stream, F", start=128, low=1)
     context: int = option("tokens of the longest training sequence; the number of learned positions", start=64, low=1)

@@ -21,7 +21,7 @@ class Option(NamedTuple):
       doc: one sentence.
       types: of its values; float takes integers as well.
       default: in a config.
-      low, high: bounds of a number, inclusive; integers are below 2^31.
+      low, high: bounds of a number, inclusive; of an integer, high is below 2^31 where it is None.
       choices: the valid names; empty for any.
       pattern: of other names that are valid; None for none.
       needs: values of other options of its group, by name, without which it has no effect.
@@ -54,7 +54,7 @@ class Option(NamedTuple):
             return f"expected one of {', '.join(self.choices)}{other}{nearest(value, self.choices)}"
         if isinstance(value, bool | str):
             return ""
-        if self.low is not None and float not in self.types:
+        if self.low is not None and self.high is None:
             return "" if self.low <= value < 2**31 else f"expected {self.low} or more, below 2^31"
         if self.low is not None and not self.low <= value <= self.high:
             return f"expected a number from {self.low:g} to {self.high:.9g}"  # below 1 for 0.9999999

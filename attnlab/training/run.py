@@ -18,9 +18,9 @@ from attnlab.data import tokenizers
 from attnlab.nn import own
 from attnlab.support import status
 from attnlab.support.errors import UserError
+from attnlab.training import fits, precision, pretrained, trackers
 from attnlab.training import metrics as metrics_lib
 from attnlab.training import parallel as parallel_lib
-from attnlab.training import precision, pretrained, trackers
 from attnlab.training import text as texts
 from attnlab.training.checkpoints import Checkpoints
 from attnlab.training.experiment import Experiment
@@ -164,6 +164,8 @@ def open(
             workdir.lock()
         resources.callback(workdir.close)
         parallel = parallel_lib.from_config(config)
+        if plan.passed.model is None:
+            fits.check(config, parallel)
         text = texts.load(config, workdir, plan.tokenizer, parallel.batch_share, say)
         checkpoints = Checkpoints(workdir.checkpoint_dir(config), config.checkpoint.keep, on_phase)
         resources.callback(checkpoints.close)
