@@ -3,6 +3,10 @@
 import importlib as _importlib
 import typing as _typing
 
+from attnlab.support import startup as _startup
+
+_startup.handle_interrupts()
+
 if _typing.TYPE_CHECKING:
     from attnlab import interop, masks, nn, score_mods, see
     from attnlab.generation.scoring import score

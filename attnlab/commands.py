@@ -14,7 +14,7 @@ from ml_collections import ConfigDict, config_flags
 
 from attnlab.config import OPTIONS, find, variants
 from attnlab.nn import own
-from attnlab.support import status
+from attnlab.support import files, startup, status
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
 from attnlab.support.progress import shown
@@ -48,6 +48,7 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
     standard output has gone.
     """
     argv = list(sys.argv if argv is None else argv)
+    startup.restore_interrupts()
     logging.set_verbosity(logging.FATAL)  # Orbax and TFDS log a lot, and raise what they log as errors
     warnings.formatwarning = lambda message, *_, **__: f"warning: {one_line(message)}\n"
     for stream in (sys.stdout, sys.stderr):
@@ -56,6 +57,7 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
     values = flags.FlagValues()
     try:
         try:
+            argv = with_flag_files(argv)
             define(values, argv)
             if _HELP & set(argv[1:]):
                 _print_help(values, usage)
@@ -191,6 +193,17 @@ def one_line(error: BaseException) -> str:
     if "Traceback" in str(error):
         return lines[-1].removeprefix("attnlab.support.errors.UserError: ")
     return " ".join(lines) if isinstance(error, UserError) else lines[0]
+
+
+def with_flag_files(argv: list[str]) -> list[str]:
+    """The command line with the words of its flag files in place of `--flagfile=FILE`."""
+    for file in filter(None, given(argv, "flagfile")):
+        try:
+            files.read_text(Path(file).expanduser())
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or "it is not UTF-8"
+            raise UserError(f"--flagfile={file} cannot be read ({why}): give a text with a flag a line") from error
+    return argv[:1] + flags.FlagValues().read_flags_from_files(argv[1:])
 
 
 def given(argv: list[str], name: str) -> list[str]:

@@ -77,7 +77,7 @@ def _main(values, options: list[str]) -> int:
 def shared_options(argv: list[str], excluded: Sequence[str] = FLAGS) -> list[str]:
     """The options of a command line that every run gets, such as `--config=…`: all but the command's flags."""
     kept, skip = [], False
-    for word in argv[1:]:
+    for word in commands.with_flag_files(argv)[1:]:
         flag, equals, _ = word.lstrip("-").partition("=")
         is_excluded = word.startswith("-") and flag in excluded
         if not (is_excluded or skip):

@@ -77,6 +77,8 @@ def log(folder, name):
         ),
         (["--grid", "config.sed=1"], "--grid=config.sed=1: .*did you mean seed"),
         (["--grid=config.seed"], "--grid=config.seed has no values"),
+        (["--grid=config.seed="], "config.seed=: invalid literal for int"),
+        (["--grid=config.seed=0\n1"], "is not a list of values"),
         (["--grid=config.seed=0,a"], "config.seed=a: invalid literal for int"),
         (["--grid=config.seed=0,"], "--grid: "),
         (["--grid=config.steps=1,0"], "--grid: config.steps = 0"),

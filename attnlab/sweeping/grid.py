@@ -77,7 +77,12 @@ def _field(text: str, known: Mapping) -> tuple[str, list[str]]:
         raise UserError(f"--grid={text}: config.{field} is not a field{nearest(field, known)}")
     if not equals:
         raise UserError(f"--grid={text} has no values: write --grid config.{field}=VALUE,VALUE")
-    return field, next(csv.reader([values], skipinitialspace=True), [""])
+    try:
+        return field, next(csv.reader([values], skipinitialspace=True)) or [""]
+    except csv.Error as error:  # a new line
+        raise UserError(
+            f"--grid={text!r} is not a list of values ({error}): write --grid config.{field}=VALUE,VALUE"
+        ) from error
 
 
 def config_of(options: Sequence[str]) -> ConfigDict:

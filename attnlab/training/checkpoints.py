@@ -19,6 +19,7 @@ from etils import epath
 
 from attnlab.nn.stack import is_stacked, stack_layers, unstack_layers
 from attnlab.support.errors import UserError
+from attnlab.support.files import parsed
 from attnlab.support.paths import lock, named
 from attnlab.training.phases import OnPhase, no_phase
 from attnlab.training.state import TrainState
@@ -54,7 +55,7 @@ class Checkpoints:
 
     def __init__(self, directory: str | Path, keep: int = 1, on_phase: OnPhase = no_phase):
         self._is_remote = "://" in str(directory)  # object storage, without locks or renaming
-        self.directory = epath.Path(directory if self._is_remote else Path(directory).expanduser().absolute())
+        self.directory = _bucket(directory) if self._is_remote else epath.Path(Path(directory).expanduser().absolute())
         self.best: Callable[[list[int]], int | None] = lambda steps: None
         self._keep = keep
         self._on_phase = on_phase
@@ -321,6 +322,17 @@ class Checkpoints:
             ) from error
 
 
+def _bucket(url: str) -> epath.Path:
+    """A folder in object storage that can be reached."""
+    try:
+        folder = epath.Path(url)
+        folder.exists()
+    except Exception as error:  # of the package for this storage, which may be missing
+        why = f"{url.partition('://')[0]}:// is not known" if isinstance(error, KeyError) else _why(error)
+        raise UserError(f"checkpoint.dir = {url} cannot be reached ({why}): choose another") from error
+    return folder
+
+
 def _paths(tree) -> set[str]:
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: not isinstance(node, dict))
     return {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves}
@@ -363,10 +375,7 @@ def _read_manifest(folder: epath.Path) -> dict:
     path = folder / MANIFEST  # perhaps on a bucket, which attnlab.files cannot read
     if _is_endless(path):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    try:
-        return json.loads(path.read_text())
-    except RecursionError as error:
-        raise ValueError("its values are nested too deeply") from error
+    return parsed(path.read_text())
 
 
 def _file_sha256(path: epath.Path) -> str:

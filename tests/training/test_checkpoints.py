@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 import threading
 from pathlib import Path
 
@@ -342,3 +343,11 @@ def test_folder_of_checkpoints_is_created_with_its_parents(tmp_path):
         saved.prepare()
         saved.prepare()
     assert (tmp_path / "runs" / "kept").is_dir()
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/kept", "nowhere://bucket/kept"])
+def test_storage_without_its_package_is_one_line(monkeypatch, url):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(UserError, match=f"checkpoint.dir = {url} cannot be reached") as error:
+        Checkpoints(url)
+    assert "\n" not in str(error.value)
