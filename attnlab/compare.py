@@ -19,7 +19,6 @@ with, and a dictionary COMPARE of flags.
 """
 
 import functools
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -36,6 +35,7 @@ from attnlab.data.tasks import named
 from attnlab.nn import GPT, kinds, own
 from attnlab.support import paths, workers
 from attnlab.support.errors import UserError
+from attnlab.support.files import read_json
 from attnlab.sweep import shared_options
 from attnlab.sweeping import grid, training_runs
 from attnlab.testing.mixer import LENGTH, check_mixer
@@ -243,7 +243,7 @@ def _measure(final, folder: Path, lock: int) -> dict[str, dict]:
     for ended in workers.run(words, 1, logs, lock):
         if ended.error:
             print(f"{ended.name} failed: {ended.error} (see {logs})", file=sys.stderr)
-    return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+    return {name: read_json(file) for name, file in files.items() if file.exists()}
 
 
 def _notes(protocol: Protocol, rows, jobs: int) -> list[str]:

@@ -30,6 +30,7 @@ from attnlab import config as configs
 from attnlab.planning import plans, topologies
 from attnlab.planning.plans import Plan, Suggestion
 from attnlab.planning.programs import Program
+from attnlab.support import files
 from attnlab.support.errors import UserError
 from attnlab.support.paths import write_text
 from attnlab.training import pretrained
@@ -87,7 +88,7 @@ def _checked_file(name: str) -> Path:
             if not os.access(file.parent, os.W_OK):
                 raise UserError(f"--json={name} cannot be written: {file.parent} is read-only: choose another folder")
             return file
-        earlier = json.loads(file.read_text(encoding="utf-8"))
+        earlier = files.read_json(file)
     except ValueError as error:
         if isinstance(error, UserError):
             raise

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 from absl import flags
 
@@ -113,6 +114,15 @@ def mistake(capsys, command, *arguments):
         ([QUICKSTART, "--config.parallel.mesh={'tensor': 2}"], r"config.parallel.mesh"),
         ([QUICKSTART, *TINY, "--config.checkpoint.dir=/dev/null/kept"], r"checkpoint.dir = .*cannot be written"),
         ([QUICKSTART, "--flagfile=/no/such/flags"], r"/no/such/flags"),
+        ([QUICKSTART, "--flagfile=docs/images/attention.png"], r"docs/images/attention.png cannot be read .*UTF-8"),
+        ([QUICKSTART, "--flagfile=/dev/zero"], r"--flagfile=/dev/zero cannot be read .*not a regular file"),
+        ([QUICKSTART, "--mixer=/dev/zero"], r"/dev/zero: not a regular file"),
+        ([QUICKSTART, "--config.batch_size=2147483644"], r"the run needs at least [\d,]+ GiB on a device that has \d+"),
+        ([QUICKSTART, "--config.model.vocab_size=2147483647"], r"out of memory: the run needs"),
+        ([QUICKSTART, "--config.model.width=1048576"], r"out of memory: the run needs"),
+        ([QUICKSTART, "--config.model.mixer=mamba2", "--config.model.recurrence.conv=2147483647"], r"out of memory"),
+        ([QUICKSTART, "--config.model.num_layers=2147483647"], r"num_layers = 2147483647: .* 1 to 10000"),
+        ([QUICKSTART, *TINY, "--config.steps=2147483647", "--config.checkpoint.history=2147483647"], r"0 to 10000"),
         (["--config=./" + 300 * "x"], r"File name too long"),
         (
             [QUICKSTART, "--config.model.num_heads=3"],
@@ -148,7 +158,7 @@ def mistake(capsys, command, *arguments):
         ([QUICKSTART, "--config.optimizer.accumulation=5"], r"= 12 .*4 × 5 = 20"),
         ([QUICKSTART, "--config.parallel.strategy=tpu"], r"parallel.strategy = 'tpu': .*mesh"),
         ([QUICKSTART, "--config.parallel.mesh.data=64"], r"mesh.data = 64, .*4 devices"),
-        ([QUICKSTART, "--config.model.context=600000"], r"training text .*model.context"),
+        ([QUICKSTART, *TINY, "--config.model.context=600000"], r"training text .*model.context"),
         *[
             ([QUICKSTART, f"--config.log.profile={steps}"], rf"log.profile = '{steps}': .*FIRST:LAST.* = 2000")
             for steps in ("100", "0:3", "5:4", "1990:2001", "-1:3", "1:3:5", "x:y")
@@ -282,6 +292,10 @@ def test_nonfinite_loss_keeps_the_last_good_checkpoint(capsys, tmp_path):
         (["--workdir={run}", "--top_p=0"], "--top_p=0.0"),
         (["--workdir={run}", "--top_k=-1"], "--top_k=-1"),
         (["--workdir={run}", "--max_tokens=0"], "--max_tokens=0"),
+        (["--workdir={run}", "--max_tokens=2147483648"], "--max_tokens=2147483648: expected 1 or more, below 2^31"),
+        (["--workdir={run}", "--num_samples=2000000000"], "out of memory: a batch of 2,000,000,000 texts needs"),
+        (["--workdir={run}", "--score=/dev/zero"], "--score=/dev/zero cannot be read: not a regular file"),
+        (["--workdir={run}", "--prompts=/dev/zero"], "--prompts=/dev/zero cannot be read: not a regular file"),
         (["--workdir={run}", "--num_samples=x"], "--num_samples=x"),
         (["--workdir={run}", "--step=99"], "no checkpoint '99'"),
         (["--workdir={run}", "--step=newest"], "no checkpoint 'newest'"),
@@ -330,6 +344,28 @@ def test_tokenizer_of_another_run_is_rejected(capsys, finished_run, tmp_path):
 
 DAMAGED = ["{", "[]", "{}", '{"steps": 6}', '{"steps": 6, "corpus": 1}', '{"steps": "many", "corpus": {"sha256": ""}}']
 DAMAGED += ["[" * 100_000]  # deeper than Python's stack
+DAMAGED += ['{"corpus": {"sha256": ""}, "said": %s}' % ('{"a": ' * 900 + "0" + "}" * 900)]  # as deep as json.loads goes
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("user_defined", {}),
+        ("user_defined", {"model": 3, "optimizer": False}),
+        ("said", {"model.widht": 16}),
+        ("said", {"model.width": "16"}),
+        ("extensions", None),
+        ("extensions", [4]),
+        ("extensions", {"at_step": 4}),
+        ("corpus", None),
+    ],
+)
+def test_metadata_of_config_json_of_another_form_is_one_line(capsys, finished_run, tmp_path, name, value):
+    copy = shutil.copytree(finished_run, tmp_path / "copy")
+    saved = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(saved | {name: value}))
+    for options in ([QUICKSTART, *TINY], ["--config.steps=7"]):
+        assert "config.json is damaged (" in mistake(capsys, train, f"--workdir={copy}", *options)
 
 
 @pytest.mark.parametrize(
@@ -347,12 +383,17 @@ def test_value_of_config_json_that_no_new_run_may_have_is_one_line(capsys, finis
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
-@pytest.mark.parametrize("kind", ["device", "pipe"])
+@pytest.mark.parametrize("kind", ["device", "pipe", "huge"])
 def test_file_of_a_run_that_never_ends_is_one_line(capsys, finished_run, tmp_path, name, kind):
     copy = shutil.copytree(finished_run, tmp_path / "copy")
-    (copy / name).unlink()
-    (copy / name).symlink_to("/dev/zero") if kind == "device" else os.mkfifo(copy / name)
-    assert "not a regular file" in mistake(capsys, sample, f"--workdir={copy}")
+    path, message = copy / name, "larger than" if kind == "huge" else "not a regular file"
+    path.unlink()
+    if kind == "huge":
+        path.touch()
+        os.truncate(path, 40 << 30)  # takes no room
+    else:
+        path.symlink_to("/dev/zero") if kind == "device" else os.mkfifo(path)
+    assert message in mistake(capsys, sample, f"--workdir={copy}")
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "params/_METADATA"])
@@ -364,7 +405,7 @@ def test_checkpoint_with_a_pipe_is_damaged(capsys, finished_run, tmp_path, name)
     assert "checkpoint 6" in (line := mistake(capsys, sample, f"--workdir={copy}")) and "not a regular file" in line
 
 
-@pytest.mark.parametrize(("field", "value", "fits"), [("width", 10**9, 16), ("num_layers", 10**6, 1)])
+@pytest.mark.parametrize(("field", "value", "fits"), [("width", 10**9, 16), ("num_layers", 10**4, 1)])
 def test_model_of_another_size_than_its_checkpoint_is_one_line(capsys, finished_run, tmp_path, field, value, fits):
     """Nothing of that size is traced or compiled."""
     copy = shutil.copytree(finished_run, tmp_path / "copy")
@@ -417,10 +458,18 @@ def test_workdir_that_cannot_be_created_is_one_line(capsys, tmp_path):
     assert "cannot be written" in mistake(capsys, train, QUICKSTART, f"--workdir={tmp_path}/file/run", *TINY)
 
 
-def test_model_larger_than_memory_is_one_line(capsys, tmp_path):
-    huge = ["--config.model.width=1048576", f"--workdir={tmp_path}/run"]
-    assert "out of memory: lower config.batch_size" in mistake(capsys, train, QUICKSTART, *TINY, *huge)
-    assert not (tmp_path / "run").exists()
+def test_allocation_that_fails_is_one_line(capsys):
+    assert commands.run(lambda *_: None, lambda _: jnp.zeros(2**50).sum(), "", ["attnlab"]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: out of memory: lower config.batch_size") and err.count("\n") == 1 and not out
+
+
+def test_interrupt_while_a_command_imports_is_one_line(tmp_path):
+    (tmp_path / "jax.py").write_text("import signal, time\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(9)")
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+    for module in (["attnlab", "train"], ["attnlab.sample"]):
+        ended = subprocess.run([sys.executable, "-m", *module], capture_output=True, text=True, env=env, cwd=tmp_path)
+        assert (ended.returncode, ended.stderr, ended.stdout) == (130, "interrupted\n", "")
 
 
 def test_checkpoint_dir_of_another_run_is_rejected(capsys, finished_run, tmp_path):
@@ -436,7 +485,16 @@ def test_workdir_with_an_invalid_name_is_one_line(capsys, tmp_path):
     assert "File name too long" in line
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b'{"step": "x", "split": "val"}\n', b"[]\n"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff\xfe",
+        b'{"step": "x", "split": "val"}\n',
+        b'{"step": 1, "split": "val"}\n',
+        b"[]\n",
+        b"[" * 100_000 + b"\n",
+    ],
+)
 def test_damaged_metrics_are_one_line(capsys, finished_run, tmp_path, content):
     copy = shutil.copytree(finished_run, tmp_path / "copy")
     (copy / "metrics.jsonl").write_bytes(content)

@@ -9,6 +9,7 @@ import json
 import os
 from pathlib import Path
 
+from attnlab.support import files
 from attnlab.support.paths import write_bytes
 
 
@@ -28,7 +29,7 @@ def recall(kind: str, key) -> dict | None:
     """The fact remembered under a key, or None."""
     file = _file(kind, key)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        saved = json.loads(file.read_bytes()) if file else {}
+        saved = files.read_json(file) if file else {}
         if saved["sha256"] == digest(saved["fact"]):
             return saved["fact"]
     return None

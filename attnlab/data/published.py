@@ -6,7 +6,7 @@ from pathlib import Path
 import tokenizers as huggingface
 from tokenizers import Regex, decoders, models, pre_tokenizers
 
-from attnlab.data import tokenizers
+from attnlab.data import library, tokenizers
 from attnlab.data.end_of_text import of_folder
 from attnlab.data.sentencepiece import SentencePieceTokenizer
 from attnlab.support import files
@@ -36,9 +36,11 @@ def pretrained(folder: Path, vocab_size: int | None = None) -> tokenizers.Tokeni
         raise UserError(f"{merges} is missing, which belongs to {vocabulary}: put it there")
     try:
         if not combined.exists():
+            for part in (vocabulary, merges):
+                files.read(part)  # the library would wait for the writer of a pipe
             return _gpt2(vocabulary, merges)
         text = files.read_text(combined)
-        tokenizer = huggingface.Tokenizer.from_str(text)
+        tokenizer = library.tokenizer(text)
         if vocab_size is not None and tokenizer.get_vocab_size() > vocab_size:
             content = json.loads(text)
             content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < vocab_size]
@@ -47,7 +49,7 @@ def pretrained(folder: Path, vocab_size: int | None = None) -> tokenizers.Tokeni
     except UserError:
         raise
     except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}") from error
+        raise UserError(f"{error.filename or file} cannot be read: {error.strerror}") from error
     except Exception as error:  # Hugging Face's library raises no narrower one
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(

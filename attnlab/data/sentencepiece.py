@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import tokenizers as huggingface
 
-from attnlab.data import characters
+from attnlab.data import characters, library
 from attnlab.data.end_of_text import SENTENCEPIECE_NAMES, as_saved, ids_of
 from attnlab.support.errors import UserError
 
@@ -72,9 +72,8 @@ class SentencePieceTokenizer:
     def _ids(self, text: str, continues: bool = False) -> np.ndarray:
         if continues and self._prepends:
             text = text.removeprefix(" ")  # the library prepends it
-        # Unlike `encode`, this releases the GIL, and computes no offsets.
-        encoding, = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)  # fmt: skip
-        return np.array(encoding.ids, np.int32)
+        (ids,) = library.encode(self._tokenizer, [text])
+        return np.array(ids, np.int32)
 
     def parts(self, pieces: Iterable[str]) -> Iterator[str]:
         return characters.parts(pieces, word_end=self._word_end)

@@ -5,6 +5,7 @@ The documents of a source join to one text: text files at line ends, other docum
 
 import codecs
 import contextlib
+import functools
 import glob
 import itertools
 import json
@@ -16,6 +17,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from attnlab.support.errors import UserError
 
 CHUNK = 1 << 20  # bytes read at once
+LONGEST_LINE = 1 << 30  # bytes of a document in JSONL
 SEPARATOR = "\n\n"  # between documents that are not files
 _COMPRESSED = {".gz": "gunzip", ".zst": "unzstd", ".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip"}
 
@@ -68,6 +70,8 @@ def find(path: str, feature: str = "") -> Files:
     for file in paths:
         if os.path.isdir(file):
             raise UserError(f"{file} is a folder: give a file, or a glob such as '{file}/*.txt'")
+        if not os.path.isfile(file):
+            raise UserError(f"{file} is a pipe or a device, and a text is read several times: write it to a file")
         kinds.setdefault(_kind(file), file)
     if len(kinds) > 1:
         named = ", ".join(f"{file} ({kind})" for kind, file in kinds.items())
@@ -149,7 +153,11 @@ def _text_file(path: str) -> Iterator[str]:
 def _jsonl_file(path: str, feature: str) -> Iterator[str]:
     """One document per line; blank lines are skipped."""
     with one_line(path), open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(functools.partial(file.readline, LONGEST_LINE), b""), 1):
+            if len(line) == LONGEST_LINE:
+                raise UserError(
+                    f"{path} line {number} has {LONGEST_LINE:,} bytes or more: give one JSON object per line"
+                )
             line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if not line.strip():
                 continue

@@ -16,6 +16,7 @@ import numpy as np
 import tokenizers as huggingface
 from tokenizers import models, pre_tokenizers, trainers
 
+from attnlab.data import library
 from attnlab.data.characters import WORD_END, check_known, code_points, complete, parts, utf8
 from attnlab.data.end_of_text import NAMES, as_saved, ids_of
 from attnlab.data.sentencepiece import SentencePieceTokenizer
@@ -185,6 +186,9 @@ class TrainedTokenizer:
         """
         if not text:
             raise UserError("the text is empty: give a text with at least a few thousand characters")
+        # The library reserves memory for all tokens, and a text has no more than this: bytes, characters, and one for
+        # each pair that is merged.
+        vocab_size = min(vocab_size, 256 + 2 * len(characters or "") + 3 * len(text))
         if kind == "wordpiece":
             characters = sorted(set(text if characters is None else characters))
             return cls(kind, _train_wordpiece(text, vocab_size, characters))
@@ -217,9 +221,7 @@ class TrainedTokenizer:
 
     def _ids(self, texts: list[str]) -> list[bytes]:
         """The int32 tokens of each text."""
-        # Unlike `encode`, this releases the GIL, and computes no offsets.
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, np.int32).tobytes() for encoding in encodings]
+        return [np.array(ids, np.int32).tobytes() for ids in library.encode(self._tokenizer, texts)]
 
     def parts(self, pieces: Iterable[str]) -> Iterator[str]:
         return parts(pieces, word_end=self._word_end)
@@ -409,11 +411,11 @@ def from_dict(saved: dict) -> Tokenizer:
     """
     kind, ends = saved.get("kind"), saved.get("end_of_text", ())
     if kind == SentencePieceTokenizer.kind:
-        return SentencePieceTokenizer(huggingface.Tokenizer.from_str(json.dumps(saved["tokenizer"])), ends)
+        return SentencePieceTokenizer(library.tokenizer(json.dumps(saved["tokenizer"])), ends)
     if kind not in KINDS:
         raise ValueError(f"its kind is {kind!r}, not one of {', '.join(KINDS)}")
     if kind in _TRAIN:
-        return TrainedTokenizer(kind, huggingface.Tokenizer.from_str(json.dumps(saved["tokenizer"])), ends)
+        return TrainedTokenizer(kind, library.tokenizer(json.dumps(saved["tokenizer"])), ends)
     return CharTokenizer(saved["characters"]) if kind == "char" else ByteTokenizer()
 
 

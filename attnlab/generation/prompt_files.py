@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+from attnlab.support import files
 from attnlab.support.errors import UserError
 from attnlab.support.paths import lock, named
 
@@ -13,7 +14,7 @@ from attnlab.support.paths import lock, named
 def read_prompts(path: str) -> list[str]:
     """The prompts in a file, or "-": the field "prompt" of each line of *.jsonl, otherwise each non-blank line."""
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        text = sys.stdin.read() if path == "-" else files.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise UserError(f"--prompts={path} cannot be read: {reason}") from error
@@ -27,7 +28,7 @@ def read_prompts(path: str) -> list[str]:
 
 def _prompt(path: str, number: int, line: str) -> str:
     try:
-        prompt = json.loads(line)["prompt"]
+        prompt = files.parsed(line)["prompt"]
         if isinstance(prompt, str):
             return prompt
     except (ValueError, KeyError, TypeError):

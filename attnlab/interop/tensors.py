@@ -74,7 +74,7 @@ def load(
     tree like `shapes`, this process reads only its devices' shares. `source` names the state dict in errors; names in
     `ignored` are not parameters.
     """
-    _check_names(tensors, state, source, ignored)
+    check_names(tensors, state, source, ignored)
     wanted = {path: leaf.shape for path, leaf in traverse_util.flatten_dict(shapes, sep="/").items()}
     places = None if shardings is None else traverse_util.flatten_dict(shardings, sep="/")
     parts = {}
@@ -224,7 +224,8 @@ class _Constant(NamedTuple):
         return np.full((stop - start, *self.tensor.shape[1:]), self.tensor.constant, np.float32)
 
 
-def _check_names(tensors, state, source, ignored) -> None:
+def check_names(tensors: Sequence[Tensor], state: Mapping, source: str, ignored: Sequence[str] = ()) -> None:
+    """Raise UserError unless a state dict holds the tensors, and no others but the ignored."""
     expected = dict.fromkeys(tensor.name for tensor in tensors if tensor.constant is None)
     if missing := [name for name in expected if name not in state]:
         raise UserError(f"{source} lacks the tensor {_few(missing)}: is it complete, and of this architecture?")

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from attnlab.ops.mask_algebra import Mask
 from attnlab.ops.score_mods import ScoreMod
+from attnlab.support import files as contents
 from attnlab.support.errors import UserError
 
 WORD = re.compile(r"\S+\.py:\w+")
@@ -179,7 +180,7 @@ def _file_of(part) -> Path:
 
 def _sha256(path: Path) -> str:
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(contents.read(path)).hexdigest()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}: expected a Python file") from error
 

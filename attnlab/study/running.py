@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from attnlab.study import registry
 from attnlab.study.report import Options, Quoted, Verdict
 from attnlab.study.study_progress import StudyProgress
-from attnlab.support import paths
+from attnlab.support import files, paths
 from attnlab.support.errors import UserError
 from attnlab.support.paths import write_csv
 
@@ -55,7 +55,7 @@ class Result:
     def read(cls, folder: Path, file: str = RESULT) -> "Result | None":
         """Read the result in a folder; None where there is none, UserError where the file holds something else."""
         try:
-            return cls(**json.loads((folder / file).read_text(encoding="utf-8")))
+            return cls(**files.read_json(folder / file))
         except FileNotFoundError:
             return None
         except (ValueError, TypeError) as error:

@@ -15,6 +15,7 @@ from attnlab.nn import GPT
 from attnlab.nn.stack import depth, is_stacked
 from attnlab.ops.masks import Mask
 from attnlab.ops.score_mods import ScoreMod
+from attnlab.support import files
 from attnlab.support.errors import UserError
 from attnlab.training.workdir import read_config, read_tokenizer
 
@@ -105,8 +106,9 @@ def weights_sha256(workdir: Path) -> str:
         with _checkpoint(workdir, "latest") as (checkpoints, step):
             digest.update((checkpoints.directory / str(step) / MANIFEST).read_bytes())
         return digest.hexdigest()
+    huggingface.model_files.read_tensors(workdir)  # a damaged file, perhaps of any size, is not read to its end
     for path in huggingface.model_files.weight_files(workdir):
-        with path.open("rb") as file:
+        with files.opened(path) as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
 

@@ -128,8 +128,11 @@ def read(path: Path) -> list[dict]:
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
-            record["split"], int(record["step"])
+            record = files.parsed(line)
+            if not isinstance(record["step"], int) or not isinstance(record["split"], str):
+                raise TypeError("a step or split of another type")
+            if record["split"] == "val" and not isinstance(record["loss"], int | float):
+                raise TypeError("a loss of another type")
             records.append(record)
         except (ValueError, TypeError, KeyError) as error:
             if number == len(lines) and not line.endswith("\n"):

@@ -12,7 +12,7 @@ from attnlab.data import tokenizers
 from attnlab.support.errors import UserError
 from attnlab.training import state as states
 from attnlab.training.loading import load_params, peek
-from attnlab.training.workdir import read_config
+from attnlab.training.workdir import read_config, said
 
 
 def completed(config: ConfigDict, workdir: Path) -> tuple[ConfigDict, tokenizers.Tokenizer | None, dict]:
@@ -33,7 +33,7 @@ def completed(config: ConfigDict, workdir: Path) -> tuple[ConfigDict, tokenizers
     tokenizer, saved = None, read_config(workdir) if (workdir / "config.json").exists() else {}
     if saved.get("init_from") == config.init_from:
         there = configs.fields(was := configs.from_dict(saved))
-        for name, before in _said(saved).items():
+        for name, before in said(saved).items():
             if given.get(name) not in (before, there.get(name)) and not name.startswith(configs.FREE_TO_CHANGE):
                 raise configs.another(workdir, f"config.{name} = {given.get(name)!r}, there it was {before!r}")
         shape, config.data.tokenizer = was.model.to_dict(), was.data.tokenizer
@@ -90,14 +90,8 @@ def saved_config(workdir: Path) -> ConfigDict | None:
         return None
     saved = read_config(workdir)
     config = configs.from_dict(saved)
-    config.update_from_flattened_dict(_said(saved))
+    config.update_from_flattened_dict(said(saved))
     return config
-
-
-def _said(saved: dict) -> dict:
-    """The fields of a saved config as its experiment set them."""
-    said = saved.get("said", {})
-    return said | ({"model.remat": configs.remat_name(said["model.remat"])} if "model.remat" in said else {})
 
 
 def context_in_words(config: ConfigDict) -> str:

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -125,7 +126,6 @@ def read_config(workdir: Path) -> dict:
         saved = files.read_json(path)
         is_run = "model_type" not in saved or "corpus" in saved
         if is_run:
-            saved["corpus"]["sha256"]
             _check_metadata(saved)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{workdir} holds no run (no config.json): train one with --workdir={workdir}") from error
@@ -141,13 +141,39 @@ def read_config(workdir: Path) -> dict:
     return saved
 
 
+def said(saved: dict) -> dict:
+    """The fields of a saved config as its experiment set them, where `init_from` has changed them."""
+    found = saved.get("said", {})
+    return found | ({"model.remat": configs.remat_name(found["model.remat"])} if "model.remat" in found else {})
+
+
 def _check_metadata(saved: dict) -> None:
-    for name in ("user_defined", "code", "said"):
-        if not isinstance(saved.get(name, {}), dict):
+    """Raise one of several errors unless what `config.json` holds besides its fields is as a run writes it."""
+
+    def check(name: str, kind: type, is_valid: Callable) -> None:
+        if name in saved and not (isinstance(saved[name], kind) and is_valid(saved[name])):
             raise TypeError(f"{name} = {saved[name]!r}")
-    for word, digest in saved.get("code", {}).items():
-        if not own.WORD.fullmatch(word) or not isinstance(digest, str):
-            raise TypeError(f"code = {saved['code']!r}")
+
+    saved["corpus"]
+    check("corpus", dict, lambda corpus: isinstance(corpus["sha256"], str))
+    check("code", dict, lambda code: all(own.WORD.fullmatch(k) and isinstance(v, str) for k, v in code.items()))
+    check("user_defined", dict, _is_user_defined)
+    check("extensions", list, lambda extensions: all(map(_is_extension, extensions)))
+    check("said", dict, lambda _: _are_fields(said(saved)))
+
+
+def _are_fields(found: dict) -> bool:
+    return not configs.first_problem({name: configs.OPTIONS[name] for name in found}, found)
+
+
+def _is_user_defined(found: dict) -> bool:
+    types = isinstance(found["model"], str | None) and isinstance(found["optimizer"], bool)
+    return types and isinstance(found.get("fields", {}), dict)
+
+
+def _is_extension(found: dict) -> bool:
+    numbers = (found[name] for name in ("at_step", "from_steps", "to_steps"))
+    return all(isinstance(number, int) and 0 < number < 2**31 for number in numbers)
 
 
 def _damaged(path: Path, error: Exception) -> UserError:

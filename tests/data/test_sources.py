@@ -1,6 +1,7 @@
 """Sources: documents of every kind of file, in bounded memory, with one-line errors."""
 
 import json
+import os
 
 import pyarrow
 import pytest
@@ -126,6 +127,8 @@ def write_bytes(path, content):
         ("a.array_record", (write_array_record, ["not a proto"]), "text", r"record 1 .*tf\.Example"),
         ("a.array_record", (write_array_record, ["ñ" * 200], "text"), "", r"record 1 is not UTF-8 .*data\.feature"),
         ("a.array_record", (example_of_two_strings,), "text", r"record 1: 'text' .*2 strings"),
+        ("a.txt", (os.mkfifo,), "", r"a\.txt is a pipe or a device"),
+        ("a.array_record", (os.mkfifo,), "", r"a\.array_record is a pipe or a device"),
         ("a.txt.gz", (write_bytes, b""), "", r"a\.txt\.gz is compressed.*gunzip"),
         ("a.jsonl.zst", (write_bytes, b""), "", r"a\.jsonl\.zst is compressed.*unzstd"),
         ("a.bz2", (write_bytes, b""), "", r"a\.bz2 is compressed.*bunzip2"),
@@ -137,6 +140,13 @@ def test_unreadable_document_is_one_line(tmp_path, name, write, feature, message
     with pytest.raises(UserError, match=message) as error:
         documents_of(tmp_path / name, feature)
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+
+
+def test_line_that_never_ends_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "LONGEST_LINE", 20)
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n' + bytes(99))
+    with pytest.raises(UserError, match=r"a\.jsonl line 2 has 20 bytes or more"):
+        documents_of(tmp_path / "a.jsonl")
 
 
 def test_files_of_several_kinds_are_refused(tmp_path):

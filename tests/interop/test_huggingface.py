@@ -1,6 +1,7 @@
 """Import and export of transformers' GPT-2: same logits, text and bits; invalid files raise one line."""
 
 import json
+import os
 import shutil
 import unicodedata
 
@@ -258,6 +259,28 @@ def test_truncated_file_names_tensor(small, tmp_path):
         assert cut or "its header is truncated" in str(error.value)
 
 
+@pytest.mark.parametrize("kind", ["pipe", "long header", "deep header"])
+def test_file_that_is_never_read_to_its_end_raises_one_line(kind, small, tmp_path):
+    file = save_hf(tmp_path / "gpt2", *small) / "model.safetensors"
+    file.unlink()
+    if kind == "pipe":
+        os.mkfifo(file)
+    else:
+        size, header = (40 << 30, b"") if kind == "long header" else (5000, b"[" * 5000)
+        file.write_bytes(size.to_bytes(8, "little") + header)
+        os.truncate(file, size + 8)  # takes no room
+    with pytest.raises(UserError, match="model.safetensors .*download it again") as error:
+        from_hf(file.parent)
+    assert "\n" not in str(error.value)
+
+
+def test_config_of_more_layers_than_the_file_raises_one_line(small, tmp_path):
+    config = save_hf(tmp_path / "gpt2", *small) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"n_layer": 9000}))  # which are not traced
+    with pytest.raises(UserError, match=r"lacks the tensor transformer\.h\.\d+.* \(and [\d,]+ more\)"):
+        from_hf(config.parent)
+
+
 def test_missing_file_raises_one_line(small, tmp_path, own_errors):
     folder = save_hf(tmp_path / "gpt2", *small)
     with pytest.raises(UserError, match=f"^{tmp_path}/nowhere: no such file"):
@@ -269,6 +292,8 @@ def test_missing_file_raises_one_line(small, tmp_path, own_errors):
         '{"weight_map": {"a": 1}}',
         '{"weight_map": {"a": "."}}',
         '{"weight_map": {"a": "../b.safetensors"}}',
+        '{"weight_map": {"a": "\\u0000.safetensors"}}',
+        '{"weight_map": ' * 900 + "0" + "}" * 900,
     ):
         (folder / "model.safetensors.index.json").write_text(index)
         with pytest.raises(UserError, match="model.safetensors.index.json .*index"):

@@ -190,6 +190,7 @@ REFUSED = {
         {"partial_rotary_factor": 0.4},
         "partial_rotary_factor = 0.4",
     ),
+    "no name": ([], {}, r"model_type = \[\]"),
     "shrinking": (
         "llama",
         {"rope_scaling": {"type": "linear", "factor": 0.5}},

@@ -383,7 +383,7 @@ def family_of(config: Mapping, name: str) -> str:
     """The `model_type` of a config, "gpt2" where it is missing; UserError for an unsupported one."""
     model_type = config.get("model_type", "gpt2")
     where = f"{name}: model_type = {model_type!r} in its config"
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         experts = any("experts" in str(option) and count for option, count in config.items())
         if experts or any(word in str(model_type) for word in _EXPERTS):
             raise UserError(f"{where}: a mixture of experts is not supported")

@@ -7,6 +7,8 @@ tensor; the tensors.
 import contextlib
 import json
 import math
+import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnlab.interop.tensors import Tensor
+from attnlab.support import files
 from attnlab.support.errors import UserError
-from attnlab.support.files import read_json
 
 _DTYPES = {
     "F64": np.dtype(np.float64),
@@ -35,6 +37,8 @@ _DTYPES = {
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
+_SHARD = re.compile(r"[^/\0]+\.safetensors")
+_LONGEST_HEADER = 100_000_000  # bytes, as in the library of safetensors
 
 
 class StoredTensor(NamedTuple):
@@ -63,7 +67,7 @@ def is_hf(path: str | Path) -> bool:
     if path.suffix == ".safetensors":
         return True
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        return "model_type" in read_json(path / "config.json")
+        return "model_type" in files.read_json(path / "config.json")
     return False
 
 
@@ -73,7 +77,7 @@ def read_config(path: Path) -> dict:
     if not path.exists():
         raise UserError(f"{path}: no such file or folder; download it first, with its config.json and tokenizer files")
     try:
-        config = read_json(file)
+        config = files.read_json(file)
     except FileNotFoundError as error:
         raise UserError(f"{file} is missing, which contains the number of heads: put it there") from error
     except ValueError as error:
@@ -96,24 +100,25 @@ def weight_files(path: Path) -> list[Path]:
     if not index.exists():
         return [path / WEIGHTS]
     try:
-        files = sorted(set(read_json(index)["weight_map"].values()))
-        if odd := [file for file in files if Path(file).name != file or not file.endswith(".safetensors")]:
+        names = sorted(set(files.read_json(index)["weight_map"].values()))
+        if odd := [name for name in names if not _SHARD.fullmatch(name)]:
             raise ValueError(f"it names the file {odd[0]!r}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} is not an index of tensors ({error}): restore it") from error
-    return [path / file for file in files]
+    return [path / name for name in names]
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = file.read(length) if 8 + length <= size else b""
+        with files.opened(path) as file:
+            size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+            header = file.read(length) if 8 + length <= size and length <= _LONGEST_HEADER else b""
     except FileNotFoundError as error:
         raise UserError(f"{path} is missing: only safetensors files can be read") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): download it again") from error
     try:
-        places = {name: at for name, at in json.loads(header).items() if name != "__metadata__"}
+        places = {name: at for name, at in files.parsed(header).items() if name != "__metadata__"}
         found = {name: _stored(path, 8 + length, at) for name, at in places.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(

@@ -34,12 +34,13 @@ def load_state(
     state, base = _renamed(state, FAMILIES[family].file_names), _prefix(family)
     prefix = base if any(key.startswith(base) for key in state) else ""
     table = _table(model, family, prefix, transposed, interleaved)
+    ignored = _without_parameters(model, prefix) + ([_HEAD] if model.tie_embeddings else [])
+    ignored += _extra_heads(state, model, prefix) if FAMILIES[family].extra_heads else []
+    tensors.check_names(table, state, name, ignored)  # before shapes are traced, of all layers of a damaged config
     shapes = tensors.shapes_of(model, _TOKENS)
     if callable(shardings):
         shardings = shardings(shapes)
     table, shapes = _stacked_as(shardings, table, shapes)
-    ignored = _without_parameters(model, prefix) + ([_HEAD] if model.tie_embeddings else [])
-    ignored += _extra_heads(state, model, prefix) if FAMILIES[family].extra_heads else []
     if model.tie_embeddings and _HEAD in state:
         _check_tied(state, table[0], name)
     return tensors.load(table, state, shapes, name, ignored, shardings=shardings, dtype=dtype)
