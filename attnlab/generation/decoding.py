@@ -196,7 +196,7 @@ def check_rows(model: GPT, rows: int, max_tokens: int) -> None:
     """Raise UserError for more texts side by side than the device's memory has room for their caches."""
     cache = jax.eval_shape(functools.partial(model.empty_caches, 1, min(model.context, max_tokens)))
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-    memory.check(rows * size, jax.local_devices()[0], f"a batch of {rows:,} texts", "lower num_samples or batch_size")
+    memory.check(rows * size, jax.local_devices()[:1], f"a batch of {rows:,} texts", "lower num_samples or batch_size")
 
 
 def _step(texts, logprobs, sizes, place) -> Step:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -12,24 +13,24 @@ from attnlab.support.errors import UserError
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def check(needed: int | float, device: jax.Device, what: str, remedy: str) -> None:
-    """Raise UserError where a device has less memory than `needed`, bytes; devices that do not tell have enough."""
-    available = of_device(device)
+def check(needed: int | float, devices: Sequence[jax.Device], what: str, remedy: str) -> None:
+    """Raise UserError where each of some devices, used at once, needs more bytes than it has, as far as it tells."""
+    available = of_each(devices)
     if available is not None and needed > available:
         sizes = f"at least {needed / 2**30:,.0f} GiB on a device that has {available / 2**30:,.0f}"
         raise UserError(f"out of memory: {what} needs {sizes}: {remedy}")
 
 
-def of_device(device: jax.Device) -> int | None:
-    """Bytes for a device's arrays: of CPUs, an equal share of their host's; None where nothing tells.
+def of_each(devices: Sequence[jax.Device]) -> int | None:
+    """Bytes for arrays on each device: of CPUs, an equal share of their host's; None where nothing tells.
 
-    >>> of_device(jax.devices()[0]) > 2**20
+    >>> of_each(jax.devices("cpu")) <= of_each(jax.devices("cpu")[:1])
     True
     """
-    if device.platform == "cpu":
-        return of_host() // len(jax.local_devices(backend="cpu"))
+    if devices[0].platform == "cpu":
+        return of_host() // len(devices)
     with contextlib.suppress(NotImplementedError, jax.errors.JaxRuntimeError):  # of backends that tell none
-        return (device.memory_stats() or {}).get("bytes_limit")
+        return (devices[0].memory_stats() or {}).get("bytes_limit")
     return None
 
 

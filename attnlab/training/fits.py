@@ -19,7 +19,7 @@ def check(config: ConfigDict, parallel: Parallel) -> None:
     batch = config.batch_size * (4 * model.context + sequence_bytes(model) / config.optimizer.accumulation)  # int32
     needed = 4 * least_parameters(model) / (mesh.shape[FSDP] * mesh.shape[TENSOR]) + batch / mesh.devices.size
     remedy = "lower config.batch_size, raise config.optimizer.accumulation, or choose a smaller model"
-    memory.check(needed, mesh.local_devices[0], "the run", remedy)
+    memory.check(needed, list(mesh.local_devices), "the run", remedy)
 
 
 def least_parameters(model: GPT) -> int:
