@@ -76,10 +76,11 @@ def attention(folder: Path) -> None:
     heads = config.model.num_heads
     figure = plots.heads(
         weights[chosen],
-        "Attention weights of a GPT trained by `make train`: four of its sixteen heads",
+        "Four of the sixteen heads of a GPT trained by `make train`",
         tokens=list(text.replace(" ", "_")),
         names=[f"layer {head // heads}, head {head % heads}" for head in chosen],
         mask=Causal(),
+        columns=2,  # readable on a telephone
     )
     save(figure, IMAGES / "attention.png")
 
