@@ -64,24 +64,34 @@ def _define(values, argv) -> None:
     commands.define_mixer(values, argv)
     commands.define_config(values, argv)
     text, whole = flags.DEFINE_string, flags.DEFINE_integer
-    flags.DEFINE_multi_string("variant", [], '"NAME: FIELD=VALUE FIELD=VALUE"; several times', flag_values=values)
+    flags.DEFINE_multi_string(
+        "variant", [], '"NAME: FIELD=VALUE FIELD=VALUE"; repeat it for several', flag_values=values
+    )
     whence = "Python file with a dictionary VARIANTS; by default the file of --config"
     text("variants", None, whence, flag_values=values)
     flags.DEFINE_list(
         "learning_rates",
         None,
-        "those to choose from; by default 1/9, 1/3, 1 and 3 times the config's",
+        "learning rates to choose from; by default 1/9, 1/3, 1 and 3 times the config's",
         flag_values=values,
     )
     whole("seeds", 5, "fresh seeds of each variant", 2, flag_values=values)
     whole("tuning_seeds", 1, "seeds on which the learning rate is chosen, not used again", 1, flag_values=values)
-    flags.DEFINE_enum("match", "none", ["none", *SIZES], "change widths so that sizes are equal", flag_values=values)
-    meaning = "tokens at which --match=state compares what decoding keeps; by default the context"
+    flags.DEFINE_enum(
+        "match",
+        "none",
+        ["none", *SIZES],
+        "size that all variants have in common, by a change of width",
+        flag_values=values,
+    )
+    meaning = "length of the text whose decoding state --match=state compares; by default the context"
     whole("match_length", None, meaning, 1, flag_values=values)
-    flags.DEFINE_list("tasks", [], f"a table each: some of {', '.join(parts.TASKS)}, speed", flag_values=values)
+    flags.DEFINE_list(
+        "tasks", [], f"tasks, with a table for each: some of {', '.join(parts.TASKS)}, speed", flag_values=values
+    )
     whole("jobs", 1, "runs at a time; times are comparable with 1 alone", 1, flag_values=values)
     text("workdir", None, "folder of the comparison; by default runs/CONFIG-comparison", flag_values=values)
-    meaning = "check mixers of yours, FILE.py:NAME, before any run: causal, in pieces, packed, finite gradients"
+    meaning = "check your mixers, FILE.py:NAME, before any run: causal, in pieces, packed, finite gradients"
     flags.DEFINE_enum("check", "on", ["on", "off"], meaning, flag_values=values)
     flags.DEFINE_bool("dry_run", False, "list the runs and how long they may take, start none", flag_values=values)
 

@@ -180,7 +180,7 @@ class Log:
     profile: str = option(
         "first and last of the steps to trace with JAX's profiler into WORKDIR/profile, such as 100:110", ""
     )
-    peak_tflops: float = option("of one device, for the mfu; 0 to measure it at the start", 0.0, low=0, high=1e6)
+    peak_tflops: float = option("peak of one device, for the mfu; 0 measures it at the start", 0.0, low=0, high=1e6)
 
 
 @dataclasses.dataclass
@@ -188,13 +188,13 @@ class RunFields:
     """The config of a run, but for `model`."""
 
     steps: int = option("optimizer updates", 2000, low=1)
-    seed: int = option("of initialization, data order and dropout", 0, low=0)
+    seed: int = option("seed of initialization, data order and dropout", 0, low=0)
     batch_size: int = option("sequences per update, over all devices and accumulation steps", 12, low=1)
     on_nonfinite: str = option(
-        "at a loss or gradient that is not finite: stop, or skip the update", "stop", choices=("stop", "skip")
+        "reaction to a loss or gradient that is not finite: stop, or skip the update", "stop", choices=("stop", "skip")
     )
     precision: str = option(
-        "of the computation; auto is what the hardware multiplies faster, which config.json then names",
+        "type of the computation; auto is the type that the hardware multiplies faster, and config.json records it",
         "auto",
         choices=("auto", "float32", "bfloat16"),
     )

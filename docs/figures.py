@@ -49,7 +49,7 @@ def main(names: list[str]) -> int:
     known |= {name: lambda folder, name=name: study(name, folder) for name in STUDIES}
     known |= {name: lambda _, ran=Path(name): keep_all(ran) for name in names if Path(name).is_dir()}
     if unknown := [name for name in names if name not in known]:
-        print(f"error: {unknown[0]!r} is no figure and no folder: use {', '.join(known)}", file=sys.stderr)
+        print(f"error: {unknown[0]!r} is neither a figure nor a folder: use {', '.join(known)}", file=sys.stderr)
         return 2
     for name in names or known:
         with tempfile.TemporaryDirectory() as folder:

@@ -61,7 +61,7 @@ def main(names: list[str]) -> int:
     """Compiles what these names stand for, everything when there are none, and writes the tables."""
     known = [*CONFIGS, "memory", "meshes"]
     if unknown := [name for name in names if name not in known]:
-        print(f"error: {unknown[0]!r} is no config or table: use {', '.join(known)}", file=sys.stderr)
+        print(f"error: {unknown[0]!r} is not a config or table: use {', '.join(known)}", file=sys.stderr)
         return 2
     rows = cases()
     folder = ROOT / "build" / "planned" / digest()

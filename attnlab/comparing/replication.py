@@ -45,7 +45,9 @@ def published(file: str, variants: Sequence[Variant]) -> dict[str, Published]:
         except TypeError as error:
             raise UserError(f"{where}: {error}: expected a dictionary of {', '.join(Published._fields)}") from error
         if unknown := [name for name in found[part].results if name not in names]:
-            raise UserError(f"{where} has results of {unknown[0]!r}{nearest(unknown[0], names)}, which is no variant")
+            raise UserError(
+                f"{where} has results of {unknown[0]!r}{nearest(unknown[0], names)}, which is not a variant"
+            )
         if names[0] not in found[part].results:
             raise UserError(f"{where} has no result of {names[0]!r}, the first variant: differences are from it")
     return found

@@ -81,7 +81,7 @@ def fields_of_file(file: str, name: str) -> Mapping:
         raise UserError(f"--variants={file}: {type(error).__name__}: {commands.one_line(error)}") from error
     found = getattr(module, name, {})
     if not isinstance(found, Mapping) or not all(isinstance(x, str | Mapping) for x in found.values()):
-        raise UserError(f"{file}: {name} is no dictionary of names, and their fields and values: write one")
+        raise UserError(f"{file}: {name} is not a dictionary of names to fields and values")
     return found
 
 

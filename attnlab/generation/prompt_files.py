@@ -47,7 +47,7 @@ class Records:
         if self.path.exists():
             raise UserError(f"--out={path} exists: give a new file")
         if not self.path.parent.is_dir():
-            raise UserError(f"--out={path}: there is no folder {self.path.parent}: create it, or give another file")
+            raise UserError(f"--out={path}: there is no folder {self.path.parent}: create it, or name another file")
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
         self._part = self.path.with_name(f".{self.path.name}.{digest}.part")
         self._file = self._part.open("a+b", buffering=0)

@@ -80,12 +80,14 @@ class GPT(checks.MaskedModule):
         high=0.999,
     )
     positions: str = option(
-        "how a token's position is told; auto is rotary for layers of attention, none for others",
+        "how positions are encoded; auto is rotary for layers of attention, none for others",
         "learned",
         start="auto",
         choices=POSITIONS,
     )
-    window: int | None = option("positions a token attends to, its own included; None for all before it", None, low=1)
+    window: int | None = option(
+        "positions that a token attends to, including itself; None for all before it", None, low=1
+    )
     soft_cap: float | None = option("limit of attention logits (Gemma Team 2024); None for no limit", None, **_CAP)
     qk_norm: bool = option("normalize queries and keys, which keeps large learning rates stable", False, start=True)
     use_bias: bool = option("biases of linear layers and norms", True, start=False)
@@ -95,9 +97,9 @@ class GPT(checks.MaskedModule):
     activation: str = option("of the feed-forward layer", "gelu_tanh", choices=ACTIVATIONS)
     norm_epsilon: float = option("ε of the norms; of qk_norm where norm is not layer", NORM_EPSILON, low=1e-30, high=1)
     remat: str = option(
-        "what of a block is stored for the gradient, the rest being computed again: none recomputes nothing (in a loop "
-        "no product), dots stores matrix products, attention the block's input and the operator's output, block the "
-        "input alone: a third more operations, the least memory",
+        "values of a block that are stored for the gradient; the rest is computed again: none recomputes nothing (in a "
+        "loop no product), dots stores matrix products, attention the block's input and the operator's output, block "
+        "the input alone: a third more operations, the least memory",
         "none",
         choices=REMAT,
     )
@@ -115,15 +117,15 @@ class GPT(checks.MaskedModule):
     attention_bias: bool | None = option("biases of attention's layers; None for use_bias", None)
     qkv_bias: bool | None = option("biases of queries, keys and values; None for attention_bias", None)
     qk_norm_joint: bool = option("qk_norm over the features of all heads together", False)
-    tie_embeddings: bool = option("the output layer is the embedding; otherwise it has weights of its own", True)
+    tie_embeddings: bool = option("the output layer shares the weights of the embedding", True)
     rotary: Rotary = Rotary()
     pattern: str = option(
         "the kind of each layer, repeated, as in 'local local global': a mixer, local (within window) or global; "
-        "or FILE.py:NAME; empty for mixer in all",
+        "or FILE.py:NAME; empty for mixer in all layers",
         "",
     )
     mixer: str = option(
-        "what mixes the tokens in all layers, or FILE.py:NAME for a part of yours; pattern for layers of several kinds",
+        "the layer that mixes tokens, or FILE.py:NAME for your own; pattern for layers of several kinds",
         "attention",
         choices=MIXERS,
         pattern=own.WORD,

@@ -23,11 +23,15 @@ from attnlab.types import Array, DType
 
 
 class MultiHeadAttention(checks.MaskedModule):
-    """Multi-head attention (Vaswani et al. 2017, section 3.2.2): Concat(head_1, …, head_H) W_O.
+    """Multi-head attention of queries from x to keys and values from y (Vaswani et al. 2017, section 3.2.2):
 
-    Each head projects the full input; head i equals a `Head` with slice i of the parameters. Parameters have the names
-    and shapes of `flax.linen.MultiHeadDotProductAttention`: `query/kernel` `[F, H, D]`, `key/kernel` and
-    `value/kernel` `[F, Hk, D]`, `out/kernel` `[H, D, F]`, and biases, so checkpoints are interchangeable.
+        head_i = attention(x W_Q[i], y W_K[i], y W_V[i])        x [B, Tq, F], y [B, Tk, Fk]
+        out    = Concat(head_1, …, head_H) W_O                  head_i [B, Tq, D], out [B, Tq, F]
+
+    Self-attention has y = x. With fewer key heads, H / Hk query heads share one. Head i equals a `Head` with slice i of
+    the parameters. Parameters have the names and shapes of `flax.linen.MultiHeadDotProductAttention`: `query/kernel`
+    `[F, H, D]`, `key/kernel` and `value/kernel` `[Fk, Hk, D]`, `out/kernel` `[H, D, F]`, and biases, so checkpoints are
+    interchangeable.
 
     Attributes:
       num_heads: H.
@@ -35,7 +39,7 @@ class MultiHeadAttention(checks.MaskedModule):
       out_features: width of the output; None for the input's.
       kv_heads: Hk, key and value heads; None for H. Must divide H (grouped queries, Ainslie et al. 2023).
       use_bias: whether the projections add a bias.
-      qkv_bias: whether the query, key and value projections do; None for `use_bias`.
+      qkv_bias: whether the query, key and value projections add a bias; None for `use_bias`.
       mask: which keys each query may attend to; and-ed with the mask of the call. A bool array counts as
         `masks.Dense`. Pass masks with traced arrays to the call.
       score_mod, impl: see `attnlab.attention`.
@@ -62,7 +66,10 @@ class MultiHeadAttention(checks.MaskedModule):
     >>> module = MultiHeadAttention(num_heads=4, mask=Causal())
     >>> x = jnp.ones((2, 5, 8))  # [batch, length, features]
     >>> params = module.init(jax.random.key(0), x)
-    >>> jax.jit(module.apply)(params, x).shape
+    >>> jax.jit(module.apply)(params, x).shape  # self-attention
+    (2, 5, 8)
+    >>> memory = jnp.ones((2, 7, 8))
+    >>> MultiHeadAttention(num_heads=4).apply(params, x, memory).shape  # cross-attention, the same parameters
     (2, 5, 8)
     >>> params["params"]["query"]["kernel"].shape
     (8, 4, 2)

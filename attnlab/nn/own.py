@@ -63,7 +63,7 @@ def register(part) -> str:
     """
     if isinstance(part, str):
         if not WORD.fullmatch(part):
-            raise UserError(f"{part!r} is no part: expected FILE.py:NAME, without spaces")
+            raise UserError(f"{part!r} is not a part: expected FILE.py:NAME, without spaces")
         file, _, name = part.rpartition(":")
         path = Path(file).expanduser().absolute()
         value, digest = _loaded(path, name)

@@ -298,4 +298,4 @@ class Not(Mask):
 def require_mask(mask) -> Mask:
     if isinstance(mask, Mask):
         return mask
-    raise TypeError(f"{type(mask).__name__} is no mask: wrap a bool array as masks.Dense(array)")
+    raise TypeError(f"{type(mask).__name__} is not a mask: wrap a bool array as masks.Dense(array)")

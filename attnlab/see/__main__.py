@@ -118,7 +118,7 @@ def _checked_out(name: str | None, workdir: Path) -> Path:
     if name == "" or out.is_dir() or (name and not out.parent.is_dir()):
         raise UserError(f"--out={name}: expected a file in a folder that exists, e.g. --out=see.html")
     if out.exists() and not is_page(out):
-        raise UserError(f"{out} exists and is no page of attnlab: choose another --out, or remove it")
+        raise UserError(f"{out} exists and is not a page of attnlab: choose another --out, or remove it")
     return out
 
 

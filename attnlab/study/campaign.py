@@ -44,7 +44,7 @@ def run(values) -> int:
 
     def foreign(found: list[str]) -> str:
         strange = [name for name in found if name not in (REPORT, LOGS) and not _is_study(folder / name)]
-        return f"holds {strange[0]!r}, which is no study's result" if strange else ""
+        return f"holds {strange[0]!r}, which is not a study's result" if strange else ""
 
     try:
         with paths.claim(folder, "--out", foreign) as lock, workers.interruptible():

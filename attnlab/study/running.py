@@ -59,7 +59,7 @@ class Result:
         except FileNotFoundError:
             return None
         except (ValueError, TypeError) as error:
-            raise UserError(f"{folder / file} is no result of a study: remove it or choose a new folder") from error
+            raise UserError(f"{folder / file} is not a result of a study: remove it or choose a new folder") from error
 
     @property
     def verdict(self) -> Verdict:

@@ -58,7 +58,7 @@ def test_rows_are_paired_by_seed_and_leave_failed_runs_out():
         ('"sourze": "s"', "unexpected keyword argument 'sourze'"),
         (
             '"source": "", "results": {"softmaks": 1}, "margin": 0, "differs": ""',
-            r"results of 'softmaks' .did you mean softmax.., which is no variant",
+            r"results of 'softmaks' .did you mean softmax.., which is not a variant",
         ),
         ('"source": "", "results": {"delta": 1}, "margin": 0, "differs": ""', "no result of 'softmax', the first"),
     ],

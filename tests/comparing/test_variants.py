@@ -49,7 +49,7 @@ def test_mistake_in_a_variant_is_named(given, message):
     ("content", "message"),
     [
         ("1 +", "SyntaxError"),
-        ("VARIANTS = 3", "VARIANTS is no dictionary"),
+        ("VARIANTS = 3", "VARIANTS is not a dictionary"),
         ("", "has no dictionary VARIANTS"),
         ("import nothing_such", "ModuleNotFound"),
     ],

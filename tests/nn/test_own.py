@@ -68,7 +68,7 @@ def test_class_that_is_imported_is_a_part_of_its_file():
         ("{file}:Needy", "Needy: its field order has no default: give it one"),
         ("{file}:Reader", "reads = 'key_dim': expected a set of the names conv, gate, heads"),
         ("{file}x.py:near", "No such file or directory: expected a Python file"),
-        ("near", "'near' is no part: expected FILE.py:NAME, without spaces"),
+        ("near", "'near' is not a part: expected FILE.py:NAME, without spaces"),
     ],
 )
 def test_name_that_is_no_part_raises_one_line(file, word, message):
@@ -118,7 +118,7 @@ def test_saved_names_are_admitted_by_the_content_of_an_offered_or_registered_fil
 def test_path_with_a_space_raises_one_line(tmp_path):
     (tmp_path / "a b").mkdir()
     (tmp_path / "a b/mine.py").write_text(SOURCE)
-    with pytest.raises(UserError, match="is no part: expected FILE.py:NAME, without spaces"):
+    with pytest.raises(UserError, match="is not a part: expected FILE.py:NAME, without spaces"):
         register(f"{tmp_path}/a b/mine.py:near")
 
 

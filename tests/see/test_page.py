@@ -141,7 +141,7 @@ def test_file_of_the_user_is_not_overwritten(tmp_path, content):
     with pytest.raises(ValueError, match=r"notes.html exists .*no page"):
         page(run_of(causal_patterns(0, 1, 1, 2)), ["a", "b"], path)
     assert path.read_text() == content
-    with pytest.raises(ValueError, match="exists and is no page"):
+    with pytest.raises(ValueError, match="exists and is not a page"):
         page(run_of(causal_patterns(0, 1, 1, 2)), ["a", "b"], tmp_path)
 
 

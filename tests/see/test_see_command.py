@@ -253,10 +253,10 @@ def test_bad_option_of_a_run_is_one_line(options, expected, run, capsys, tmp_pat
 
 def test_file_of_the_user_is_never_overwritten(run, capsys, tmp_path):
     (tmp_path / "notes.html").write_text("my notes")
-    assert "is no page of attnlab" in refused(capsys, run, f"--out={tmp_path}/notes.html")
+    assert "is not a page of attnlab" in refused(capsys, run, f"--out={tmp_path}/notes.html")
     assert (tmp_path / "notes.html").read_text() == "my notes"
     (tmp_path / "picture.html").write_bytes(bytes(range(256)))
-    assert "is no page of attnlab" in refused(capsys, run, f"--out={tmp_path}/picture.html")
+    assert "is not a page of attnlab" in refused(capsys, run, f"--out={tmp_path}/picture.html")
 
 
 def test_folder_without_a_run_is_one_line(gpt2, capsys, tmp_path):

@@ -134,7 +134,7 @@ def test_file_in_the_place_of_a_result_is_one_line(tmp_path, capsys, content):
     (tmp_path / "scaling" / "result.json").write_text(content)
     assert run("--only=scaling", "--out", tmp_path) == 2
     path = tmp_path / "scaling" / "result.json"
-    expected = f"error: {path} is no result of a study: remove it or choose a new folder\n"
+    expected = f"error: {path} is not a result of a study: remove it or choose a new folder\n"
     assert capsys.readouterr().err == expected
 
 

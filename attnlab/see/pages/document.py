@@ -185,7 +185,7 @@ def _picture(shown: Contents) -> bytes:
 def _write(text: str, path: Path) -> None:
     """Write the file atomically."""
     if path.exists() and not is_page(path):
-        raise ValueError(f"{path} exists and is no page of attnlab: choose another path, or remove it")
+        raise ValueError(f"{path} exists and is not a page of attnlab: choose another path, or remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)
 
