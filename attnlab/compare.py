@@ -14,8 +14,8 @@ tokens, and runs of one seed see them in the same order.
 Each run is a process with a workdir of its own in --workdir. The same command goes on where it was stopped or killed; a
 variant that is added is trained alone. A run that fails does not end the others, and one that diverges counts with the
 loss of chance. comparison.html in --workdir is a page of everything; table.csv, table.md and the figures are beside it,
-with --tasks in a folder for each. An experiment may have a dictionary PUBLISHED, of results that ours are set beside,
-and COMPARE, of flags.
+with --tasks in a folder for each. An experiment file may have a dictionary PUBLISHED of results to compare
+with, and a dictionary COMPARE of flags.
 """
 
 import functools
@@ -64,9 +64,7 @@ def _define(values, argv) -> None:
     commands.define_mixer(values, argv)
     commands.define_config(values, argv)
     text, whole = flags.DEFINE_string, flags.DEFINE_integer
-    flags.DEFINE_multi_string(
-        "variant", [], '"NAME: FIELD=VALUE FIELD=VALUE"; repeat it for several', flag_values=values
-    )
+    flags.DEFINE_multi_string("variant", [], '"NAME: FIELD=VALUE FIELD=VALUE"', flag_values=values)
     whence = "Python file with a dictionary VARIANTS; by default the file of --config"
     text("variants", None, whence, flag_values=values)
     flags.DEFINE_list(

@@ -1,4 +1,4 @@
-"""Hold a function of attention to the specification, feature by feature.
+"""Compare a function of attention with the specification, feature by feature.
 
     attnlab conform jax.nn.dot_product_attention
     attnlab conform my_module:my_function --adapter=my_module:adapt --features=causal,window,sinks
@@ -7,11 +7,11 @@
 Each feature is right, wrong (with the smallest failing call as code), ignored (the output is what the call without
 it returns), refused, or slow (memory that grows with Tq·Tk). Without --adapter the function is called by keywords, as
 `attnlab.attention` is; functions of jax.nn, Flax, tokamax and torch are known by their names. Modules in the current
-folder are found. A function that ends its process is reported, and checked on; what it prints is not shown. With
---recurrence it is called as `attnlab.linear_recurrence` is.
+folder are found. A function that ends its process is reported, and the check goes on; its output is not shown. With
+--recurrence the function is called as `attnlab.linear_recurrence` is.
 
-`conformance.json` and `conformance.html` of --out hold the same. The exit code is 1 if something is wrong or ignored, 2
-for an error, or if all was refused. `python -m attnlab.conform` is the same command.
+--out writes the results to `conformance.json` and `conformance.html`. The exit code is 1 if something is wrong or
+ignored, 2 for an error, or if all was refused. `python -m attnlab.conform` is the same command.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def _define(values, argv):
     )
     flags.DEFINE_string("features", "all", "names of features, with commas between them", flag_values=values)
     flags.DEFINE_integer("cases", 200, "number of calls over all features", lower_bound=1, flag_values=values)
-    flags.DEFINE_bool("recurrence", False, "it is a function of the linear recurrence", flag_values=values)
+    flags.DEFINE_bool("recurrence", False, "check a function of the linear recurrence", flag_values=values)
     flags.DEFINE_bool("gradients", True, "whether gradients are compared", flag_values=values)
     flags.DEFINE_string("out", None, "a folder for conformance.json and conformance.html", flag_values=values)
 

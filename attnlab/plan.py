@@ -3,12 +3,12 @@
     attnlab plan --config=gpt2_124m --topology=v5e:4x4
     attnlab plan --config=gpt2_124m --topology=h100:8 --config.parallel.mesh.fsdp=8 --json=plan.json --suggest
 
-The training, evaluation and decode steps of the run are compiled by the real compiler, and never run. The table tells
-the memory of one device that they need, how often the devices exchange data, which attention kernels are used, and two
-bounds on the time of a step from below. TPUs need libtpu (pip install 'jax[tpu]'), H100s JAX's CUDA plugin (pip
+The training, evaluation and decode steps of the run are compiled by the real compiler, and never run. The table has
+the memory that they need on one device, the collectives, the attention kernels, and two lower bounds on the time of a
+step. TPUs need libtpu (pip install 'jax[tpu]'), H100s JAX's CUDA plugin (pip
 install 'jax[cuda13]'); --topology=here needs neither.
 
-The exit code is 0 if the run fits, or if nothing tells; 1 if it does not fit; 2 for an error.
+The exit code is 0 if the run fits, or if that is unknown; 1 if it does not fit; 2 for an error.
 `python -m attnlab.plan` is the same command.
 """
 
@@ -46,7 +46,7 @@ def _define(values, argv):
     flags.DEFINE_string("topology", None, f"the devices: {topologies.NAMES}", flag_values=values)
     flags.DEFINE_string("json", None, "also write the plan to this file", flag_values=values)
     flags.DEFINE_bool("suggest", False, "if it does not fit: compile changes with which it may", flag_values=values)
-    flags.DEFINE_integer("vocab_size", None, "of the tokenizer, where only the text tells it", flag_values=values)
+    flags.DEFINE_integer("vocab_size", None, "size of the vocabulary, where it depends on the text", flag_values=values)
 
 
 def _main(values, own_process: bool) -> int:

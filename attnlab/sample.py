@@ -1,4 +1,4 @@
-"""Generate text with a trained model, and score given text.
+"""Generate text with a trained model, and score texts.
 
     attnlab sample --workdir=runs/quickstart --prompt="The "
     attnlab sample --workdir=gpt2 --prompt="The "
@@ -71,14 +71,12 @@ def _define(values, argv):
     number(
         "repetition_penalty", 1.0, "divides the logits of tokens in the text so far (negative: multiplies); 1 for none"
     )
-    flags.DEFINE_multi_string(
-        "stop", [], r"string before which a text ends (\n: a new line); may be given several times", flag_values=values
-    )
+    flags.DEFINE_multi_string("stop", [], r"string before which a text ends (\n: a new line)", flag_values=values)
     flags.DEFINE_bool("end_of_text", True, "end a text at the model's end-of-text token", flag_values=values)
     integer(
         "draft", 0, "tokens to guess ahead where the text repeats itself: the same text, sooner; 8 is good, 0: none"
     )
-    integer("seed", 0, "of the random draws: same seed, same text")
+    integer("seed", 0, "seed of the random draws: the same seed gives the same text")
     text("step", "latest", "checkpoint: latest, best, or a step")
 
 

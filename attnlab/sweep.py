@@ -1,6 +1,6 @@
 """Train with every combination of some values, and compare the runs.
 
-    python -m attnlab.sweep --config=quickstart --grid config.optimizer.learning_rate=1e-3,3e-3 --grid config.seed=0,1
+    attnlab sweep --config=quickstart --grid config.optimizer.learning_rate=1e-3,3e-3 --grid config.seed=0,1
 
 Fields in one --grid vary together: two runs, not four, of
 
@@ -30,7 +30,7 @@ from attnlab.sweeping import grid, groups, training_runs
 
 MARKER, TABLE, GROUPS, PLOT = "sweep.json", "runs.csv", "groups.csv", "runs.png"
 LOSSES, COUNTS = ("loss", "best_loss", "mean_loss", "low", "high"), ("best_step", "steps", "tokens_per_second")
-_GRID = "config.FIELD=VALUE,VALUE,…, or several fields that vary together; several times"
+_GRID = "config.FIELD=VALUE,VALUE,…, or several fields that vary together"
 FLAGS = ("grid", "jobs", "workdir", "dry_run", "nodry_run")  # the command's, not the runs'
 
 

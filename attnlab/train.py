@@ -1,7 +1,7 @@
 """Train a GPT on text.
 
-    python -m attnlab.train --config=configs/quickstart.py
-    python -m attnlab.train --config=configs/sancho.py:tiny --workdir=runs/sancho --config.data.path=quijote.txt
+    attnlab train --config=quickstart
+    attnlab train --config=sancho:tiny --workdir=runs/sancho --config.data.path=quijote.txt
 
 The same command resumes a stopped run, and does nothing for a finished one. For an existing run the folder alone is
 enough: --workdir=runs/sancho resumes it, or evaluates it with --eval_only, or extends it with --config.steps=MORE. An

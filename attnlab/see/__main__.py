@@ -64,7 +64,9 @@ def _define(values, argv):
     flags.DEFINE_string("out", None, "the page; see.html in the workdir when absent", flag_values=values)
     longest = f"most tokens of a prompt; the model's context, up to {LONGEST}, when absent"
     flags.DEFINE_integer("length", None, longest, flag_values=values)
-    flags.DEFINE_string("text", None, "the text that the run was trained on, where that was a file", flag_values=values)
+    flags.DEFINE_string(
+        "text", None, "the file that the run was trained on, if it was trained on a file", flag_values=values
+    )
     flags.DEFINE_bool("effects", True, "measure the loss without each head", flag_values=values)
     flags.DEFINE_integer("max_bytes", 4 << 20, "size that the page may have", flag_values=values)
 

@@ -1,9 +1,9 @@
 """Studies test one claim each, measured over several seeds, and write a table, a figure and a verdict.
 
-python -m attnlab.study induction --fast
-python -m attnlab.study heads --out runs/heads
-python -m attnlab.study path/to/mine.py              # a study that you wrote
-python -m attnlab.study all --fast --out runs/all    # all of them, and one HTML report
+attnlab study induction --fast
+attnlab study heads --out runs/heads
+attnlab study path/to/mine.py              # a study that you wrote
+attnlab study all --fast --out runs/all    # all of them, and one HTML report
 """
 
 import importlib.util
