@@ -257,22 +257,22 @@ def _notes(protocol: Protocol, rows, jobs: int) -> list[str]:
     ]
     if any(row["verdict"] == "not told apart" for row in rows):
         notes.append(
-            "Not told apart: a difference as large as 'detectable' would be seen with probability 80 %, and the one "
-            "found with as many 'seeds needed'."
+            "Not told apart: 'detectable' is the smallest difference that these seeds show with probability 80 %; "
+            "'seeds needed' would show the difference found."
         )
     if any(row["learning_rate_at_edge"] for row in rows):
         notes.append("(edge): the best learning rate is the smallest or largest one: widen --learning_rates.")
     if any(not row["comparable"] for row in rows):
         notes.append("Not comparable: no width makes its size equal to the first variant's within 5 %.")
     if protocol.measure == "accuracy" and rows[0].get("accuracy_2x") is not None:
-        notes.append("Accuracies at 2× and more are of answers in the second half of sequences so much longer.")
+        notes.append("Accuracies at 2× and more are of the answers in the second half of sequences of that length.")
     if any(row["conforms"] is not None for row in rows):
         notes.append(
             "Conforms: the largest error of a variant's operators against the specification, in units of its bound."
         )
     notes += [f"{row['variant']}: its operators do not conform." for row in rows if row["conforms"] is False]
     if jobs > 1:
-        notes.append(f"Loss at equal time and tokens/s were measured with --jobs={jobs}: they compare with 1 alone.")
+        notes.append(f"Loss at equal time and tokens/s were measured with --jobs={jobs}: they are comparable with --jobs=1 alone.")
     return notes
 
 

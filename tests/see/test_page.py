@@ -138,7 +138,7 @@ def test_page_is_written_whole_and_replaces_a_page(tmp_path):
 def test_file_of_the_user_is_not_overwritten(tmp_path, content):
     path = tmp_path / "notes.html"
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"notes.html exists .*no page"):
+    with pytest.raises(ValueError, match=r"notes.html exists and is not a page"):
         page(run_of(causal_patterns(0, 1, 1, 2)), ["a", "b"], path)
     assert path.read_text() == content
     with pytest.raises(ValueError, match="exists and is not a page"):
