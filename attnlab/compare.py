@@ -272,9 +272,7 @@ def _notes(protocol: Protocol, rows, jobs: int) -> list[str]:
         )
     notes += [f"{row['variant']}: its operators do not conform." for row in rows if row["conforms"] is False]
     if jobs > 1:
-        notes.append(
-            f"Loss at equal time and tokens/s were measured with --jobs={jobs}: compare them with --jobs=1 alone."
-        )
+        notes.append(f"Loss at equal time and tokens/s are of --jobs={jobs}: comparable with --jobs=1 alone.")
     return notes
 
 
