@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from attnlab.interop.huggingface import from_hf, save_hf
+from attnlab.interop.huggingface import from_hf, model_files, save_hf
 from attnlab.nn import GPT, Rotary, stack_layers, unstack_layers
 from attnlab.support.errors import UserError
 from attnlab.training import parallel
@@ -51,6 +51,21 @@ def assert_equal(one, other):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     return {name: save_hf(tmp_path_factory.mktemp("hub") / name, MODELS[name], params_of(name)) for name in MODELS}
+
+
+def test_two_writers_of_a_folder_mix_nothing(tmp_path, monkeypatch):
+    write = model_files.write_tensors
+
+    def interrupted(*arguments):
+        monkeypatch.undo()
+        save_hf(tmp_path / "model", PHI3, params_of("phi3"))
+        write(*arguments)
+
+    monkeypatch.setattr(model_files, "write_tensors", interrupted)
+    with pytest.raises(UserError, match="model cannot be written \\(Directory not empty\\)"):
+        save_hf(tmp_path / "model", GPT2, params_of("gpt2"))
+    assert_equal(from_hf(tmp_path / "model")[1], params_of("phi3"))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_files_are_those_of_the_safetensors_library(folders, tmp_path):

@@ -7,6 +7,7 @@ read only). Files are read and written without torch; `to_hf` returns torch tens
 
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -159,9 +160,8 @@ def save_hf(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} already exists: choose a new folder")
     table = sorted(table, key=lambda tensor: tensor.name)
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    unfinished = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.unfinished")  # of this call alone
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         for file, content in contents.items():
             (unfinished / file).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -169,6 +169,8 @@ def save_hf(
         os.replace(unfinished, folder)  # atomic
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error.strerror or error}): choose another folder") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
     return folder
 
 
