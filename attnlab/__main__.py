@@ -15,8 +15,6 @@
 """
 
 import importlib
-import os
-import signal
 import sys
 
 from attnlab.support import hugepages, status
@@ -61,20 +59,11 @@ def main(argv: list[str] | None = None) -> int:
     module = COMMANDS[name][0]
     if not own_process:
         return importlib.import_module(module).main([program, *words[1:]])
-    before = signal.signal(signal.SIGINT, _end)
     if name == "train":
         status.importing(words)
     command = importlib.import_module(module)
-    signal.signal(signal.SIGINT, before)
     sys.argv = [program, *words[1:]]
     return command.main()
-
-
-def _end(*_):
-    """End the process while it imports, where JAX would turn a KeyboardInterrupt into another error."""
-    status.clear()
-    print("interrupted", file=sys.stderr, flush=True)
-    os._exit(130)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""A command until it has imported what it needs: Ctrl-C ends it without a traceback."""
+"""A command until it has imported what it needs: Ctrl-C ends it, where JAX would turn it into another error."""
 
 import os
 import signal
 import sys
+
+from attnlab.support import status
 
 
 def handle_interrupts() -> None:
@@ -21,5 +23,6 @@ def restore_interrupts() -> None:
 
 
 def _end(*_) -> None:
-    os.write(sys.stderr.fileno(), b"interrupted\n")
+    status.clear()
+    print("interrupted", file=sys.stderr, flush=True)
     os._exit(128 + signal.SIGINT)
