@@ -40,8 +40,8 @@ def read(path: str | Path) -> bytes:
 
 
 def read_text(path: str | Path) -> str:
-    """The UTF-8 text of a file; raises as `read` does, and UnicodeDecodeError."""
-    return read(path).decode("utf-8")
+    """The UTF-8 text of a file, with any line end as a new line; raises as `read` does, and UnicodeDecodeError."""
+    return read(path).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_json(path: str | Path) -> Any:
