@@ -40,7 +40,7 @@ def read(path: str | Path) -> bytes:
 
 
 def read_text(path: str | Path) -> str:
-    """The UTF-8 text of a file, with "\\n" for every end of a line; raises as `read` does, and UnicodeDecodeError."""
+    """The UTF-8 text of a file, with any line end as a new line; raises as `read` does, and UnicodeDecodeError."""
     return read(path).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
 
