@@ -1,20 +1,24 @@
 """Fault-tolerance campaigns: kills, stops, damaged files, full disks, malformed commands; counts what went wrong.
 
 python -m tests.campaigns.faults --kills=100 --stops=40 --corruptions=200 --commands=1000 [--json=faults.json]
+python -m tests.campaigns.faults --folders=100 --values=200
 python -m tests.campaigns.faults --full_disks=20 --shared=5
 
 Kills and stops: a run of some thousand steps gets SIGKILL, or SIGTERM, at random instants spread over its phases, is
 restarted each time, and must end with the bits of an undisturbed run. Corruptions: files of a stopped run are
-truncated, flipped, removed; the command must continue to the right end, or report the fault in one line and keep every
-intact checkpoint. Full disks: checkpoints go to file systems without free space or inodes (needs permission to mount);
-the command must end with one line and exit code 2 within seconds, and continue when there is room. Shared: two runs are
-given one checkpoint folder; one trains, the other ends with one line. Commands: each malformed command line must end
-with one line and exit code 2, and write nothing.
+truncated, flipped, removed, values in them replaced; the command must continue to the right end, or report the fault
+in one line and keep every intact checkpoint. Folders: the same damage to a model of Hugging Face, which must write
+text, or be refused in one line. Values: one or two fields of a config get drawn values; the run must take its steps,
+or be refused in one line. Full disks: checkpoints go to file systems without free space or inodes (needs permission
+to mount); the command must end with one line and exit code 2 within seconds, and continue when there is room. Shared:
+two runs are given one checkpoint folder; one trains, the other ends with one line. Commands: each malformed line, of
+any command, must end with one line and exit code 2, and write nothing.
 """
 
 import collections
 import contextlib
 import io
+import json
 import os
 import random
 import re
@@ -28,14 +32,21 @@ import traceback
 from pathlib import Path
 
 import jax
+import numpy as np
 
-from attnlab import commands, train
+from attnlab import commands, compare, conform, export, plan, sample, sweep, train
 from attnlab import config as configs
 from attnlab._benchmarks.harness import options
+from attnlab.data import tokenizers
+from attnlab.interop.huggingface import save_hf
+from attnlab.nn import GPT
+from attnlab.see import __main__ as see
 from attnlab.support.errors import UserError
 from attnlab.training import metrics
 from attnlab.training.checkpoints import Checkpoints
 from tests.campaigns.watched import PHASES, Board
+from tests.parameters import parameters
+from tests.texts import TEXT
 
 QUICKSTART = configs.experiments()["quickstart"]
 MODEL = {
@@ -63,6 +74,8 @@ def define(values, argv) -> None:
         "kills": "SIGKILLs at random instants of one run",
         "stops": "SIGTERMs at random instants of one run",
         "corruptions": "damaged workdirs",
+        "folders": "damaged folders of Hugging Face",
+        "values": "configs with drawn values",
         "full_disks": "runs whose checkpoints do not fit on their file system",
         "shared": "pairs of runs with one checkpoint folder",
         "commands": "malformed command lines, a fifth of them as processes",
@@ -78,6 +91,8 @@ def main(values) -> int:
         "kills": kills,
         "stops": stops,
         "corruptions": corruptions,
+        "folders": folders,
+        "values": drawn_values,
         "full_disks": full_disks,
         "shared": shared,
         "commands": malformed,
@@ -101,6 +116,10 @@ def main(values) -> int:
             print(f"{name}: {problem}", file=sys.stderr)
     options.keep(values.json, figures)
     return int(any(row["wrong"] for row in figures.values()))
+
+
+def _give_up(*_):
+    raise TimeoutError(f"not ended in {PATIENCE} s")
 
 
 def _cell(value) -> str:
@@ -303,9 +322,8 @@ def corruptions(count: int, folder: Path, draw: random.Random) -> dict:
 def _corrupt(workdir: Path, draw: random.Random) -> str:
     """Damages one file or folder; returns what was done."""
     files = sorted(path for path in workdir.rglob("*") if path.is_file())
-    folders = sorted(path for path in (workdir / "checkpoints").iterdir() if path.is_dir())
-    kind = draw.choice(("truncated", "flipped", "flipped", "removed", "overwritten", "lengthened", "folder"))
-    if kind == "folder" and folders:
+    folders = sorted(path for path in workdir.glob("checkpoints/*") if path.is_dir())
+    if folders and draw.random() < 1 / 7:
         path, how = (
             draw.choice(folders),
             draw.choice(("removed", "emptied", "renamed", "copied", "a file", "uncommitted")),
@@ -328,8 +346,18 @@ def _corrupt(workdir: Path, draw: random.Random) -> str:
         return f"{path.relative_to(workdir)} {how}"
     # A checkpoint has many files; the run's own three must be chosen often enough.
     path = draw.choice([path for path in files if path.parent == workdir] if draw.random() < 0.3 else files)
+    return f"{path.relative_to(workdir)} {_damage(path, draw)}"
+
+
+def _damage(path: Path, draw: random.Random) -> str:
+    """Damages one file; returns how."""
     content = bytearray(path.read_bytes())
+    kinds = ["truncated", "flipped", "flipped", "removed", "overwritten", "lengthened", "a pipe"]
+    kind = draw.choice(kinds + ["another value"] * 4 * (path.suffix == ".json"))
     match kind:
+        case "another value":
+            value, kind = _with_another_value(json.loads(content), draw)
+            content = json.dumps(value).replace('"DEEP"', "[" * 1000 + "]" * 1000).encode()
         case "truncated":
             content = content[: draw.randrange(len(content) + 1)]
         case "flipped" if content:
@@ -340,23 +368,110 @@ def _corrupt(workdir: Path, draw: random.Random) -> str:
             content[first : first + 64] = bytes(len(content[first : first + 64]))
         case "lengthened":
             content += draw.randbytes(draw.randint(1, 99))
-    if kind == "removed":
-        path.unlink()
-    else:
+    path.unlink()
+    if kind == "a pipe":
+        os.mkfifo(path)
+    elif kind != "removed":
         path.write_bytes(content)
-    return f"{path.relative_to(workdir)} {kind}"
+    return kind
 
 
-def _command(module, argv: list[str]) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command, in this process."""
+def _with_another_value(value, draw: random.Random, name: str = "") -> tuple[object, str]:
+    """JSON in which one value, at any depth, is another; and what was done."""
+    if isinstance(value, dict) and value and draw.random() < 0.8:
+        key = draw.choice(list(value))
+        inner, done = _with_another_value(value[key], draw, f"{name}.{key}")
+        return value | {key: inner}, done
+    other = draw.choice(
+        [None, True, -1, 0, 3, 2**40, 1e300, float("nan"), "", "x", "\0", [], [1], {}, {"a": []}, "DEEP"]
+    )
+    return other, f"{name or 'all of it'} = {other!r}"
+
+
+def _command(module, argv: list[str], **hooks) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command, in this process; one that takes minutes raises."""
+    signal.signal(signal.SIGALRM, _give_up)
+    signal.alarm(PATIENCE)
     out, error = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         try:
-            code = module.main(["attnlab", *argv])
+            code = module.main(["attnlab", *argv], **hooks)
         except BaseException:  # a command that raises is a finding
             traceback.print_exc()
             code = 1
+    signal.alarm(0)
     return code, out.getvalue(), error.getvalue()
+
+
+def folders(count: int, folder: Path, draw: random.Random) -> dict:
+    """Damaged folders of Hugging Face. Wrong: a traceback, a hang, an error of more than a line."""
+    tokenizer = tokenizers.make("bpe", TEXT, 300)
+    options = {"positions": "rotary", "norm": "rms", "mlp": "gated", "activation": "silu", "use_bias": False}
+    model = GPT(tokenizer.vocab_size, 1, 2, 16, 32, tie_embeddings=False, **options)
+    params = parameters(model, np.zeros((1, 1), np.int32))
+    whole = save_hf(folder / "whole", model, params, tokenizer, max_shard_bytes=20_000)
+    wrong, outcomes = [], collections.Counter()
+    for number in range(count):
+        damaged = folder / f"damaged-{number}"
+        shutil.copytree(whole, damaged)
+        path = draw.choice(sorted(damaged.iterdir()))
+        what = f"{path.name}: {_damage(path, draw)}"
+        argv = [f"--workdir={damaged}", "--prompt=En un lugar", "--max_tokens=3"]
+        outcomes[_accepted(sample, argv, what, wrong)] += 1
+    return {"folders": count, "outcomes": dict(outcomes), "wrong": wrong}
+
+
+def _accepted(module, argv: list[str], what: str, wrong: list[str], **hooks) -> str:
+    """Whether a command accepts or refuses its arguments; anything else is added to what is wrong."""
+    code, _, error = _command(module, argv, **hooks)
+    if code in (0, 130) and "Traceback" not in error:
+        return "accepted"
+    if "Traceback" in error or code != 2 or len(error.strip().splitlines()) != 1:
+        wrong.append(f"{what} → {code} {error.strip()[-300:]}")
+    return "refused"
+
+
+def drawn_values(count: int, folder: Path, draw: random.Random) -> dict:
+    """Configs with one or two drawn values. Wrong: a traceback, a hang, an error of more than a line."""
+    folder.mkdir(parents=True)
+    (folder / "text.txt").write_text(TEXT)
+    tiny = {
+        "steps": 2,
+        "batch_size": 4,
+        "model.num_layers": 1,
+        "model.width": 8,
+        "model.context": 8,
+        "log.peak_tflops": 1,
+    }
+    tiny |= {"eval.windows": 2, "sample.length": 2, "log.tensorboard": False, "data.path": folder / "text.txt"}
+    names = sorted(set(configs.OPTIONS) - {"parallel.coordinator"})
+    wrong, outcomes = [], collections.Counter()
+
+    def stop_late(step, metrics):
+        if step >= 3:
+            raise KeyboardInterrupt
+
+    for number in range(count):
+        chosen = {name: _drawn(configs.OPTIONS[name], draw) for name in draw.sample(names, draw.choice((1, 2)))}
+        argv = [f"--config={QUICKSTART}", f"--workdir={folder}/run-{number}"]
+        argv += [f"--config.{name}={value}" for name, value in (tiny | chosen).items()]
+        outcomes[_accepted(train, argv, str(chosen), wrong, on_step=stop_late)] += 1
+        shutil.rmtree(folder / f"run-{number}", ignore_errors=True)
+    return {"configs": count, "outcomes": dict(outcomes), "wrong": wrong}
+
+
+def _drawn(option, draw: random.Random):
+    """A value of an option: often a valid one, else of another type or size."""
+    if draw.random() < 0.15:
+        return draw.choice(["x", "", "None", "-1", "nan", "1e30", "9" * 20, "☃", "[]"])
+    if bool in option.types:
+        return draw.choice([True, False])
+    if option.choices:
+        return draw.choice(option.choices)
+    if str in option.types:
+        return draw.choice(["", "x", "a b", "local global", "1:2", "task:mqar", "nowhere"])
+    whole = [0, 1, 2, 3, 4, 8, 12, 2**31 - 1]
+    return draw.choice(whole if float not in option.types else [*whole, 1e-9, 0.1, 0.5, 0.999, 1.5, 1e9])
 
 
 # ------------------------------------------------------------------------------------------ full disks, shared folders
@@ -454,15 +569,15 @@ def malformed(count: int, folder: Path, draw: random.Random) -> dict:
     folder.mkdir(parents=True)
     with contextlib.chdir(folder):
         for number in range(count):
-            kind, argv = _malformed(draw)
+            name, module = draw.choice((*[("train", train)] * len(OTHERS), *OTHERS.items()))
+            kind, argv = _malformed(draw) if name == "train" else ("of another command", _malformed_of(name, draw))
             kinds.add(kind)
             if number % 5 == 0:
-                done = subprocess.run(
-                    [sys.executable, "-m", "attnlab.train", *argv], capture_output=True, text=True, errors="replace"
-                )
+                command = [sys.executable, "-m", "attnlab", name, *argv]
+                done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=PATIENCE)
                 code, error = done.returncode, done.stderr
             else:
-                code, _, error = _command(train, argv)
+                code, _, error = _command(module, argv)
             lines = error.strip().splitlines()
             if code != 2 or len(lines) != 1 or not lines[0].startswith("error: ") or "Traceback" in error:
                 wrong.append(f"{argv} → {code} {error.strip()[-300:]!r}")
@@ -508,6 +623,50 @@ def _malformed(draw: random.Random) -> tuple[str, list[str]]:
     }
     kind = draw.choice(list(kinds))
     return kind, kinds[kind]()
+
+
+OTHERS = {"sample": sample, "see": see, "export": export, "sweep": sweep, "compare": compare, "plan": plan}
+OTHERS |= {"conform": conform}
+_FLAGS = {
+    "sample": ["prompt", "prompts", "out", "score", "max_tokens", "num_samples", "top_k", "top_p", "draft", "step"],
+    "see": ["out", "text", "checkpoints", "step", "tokens", "queries"],
+    "export": ["to", "step", "dtype", "model_type"],
+    "sweep": ["grid", "jobs", "dry_run", "workdir"],
+    "compare": ["variant", "seeds", "learning_rates", "match", "jobs", "out"],
+    "plan": ["topology", "json", "vocab_size", "suggest"],
+    "conform": ["features", "cases", "out", "seed"],
+}
+
+
+def _malformed_of(command: str, draw: random.Random) -> list[str]:
+    """Arguments of a command with one or two flags of drawn values, and nothing that it could work on."""
+    first = {
+        "sample": ["--workdir=none"],
+        "see": ["--workdir=none"],
+        "export": ["--workdir=none"],
+        "sweep": [f"--config={QUICKSTART}", "--grid=config.nowhere=1"],
+        "compare": [f"--config={QUICKSTART}", "--variant=a: model.nowhere=1"],
+        "plan": [f"--config={QUICKSTART}", "--topology=nowhere"],
+        "conform": ["nowhere.attention"],
+    }
+    values = [
+        "",
+        "x",
+        "-1",
+        "0",
+        "nan",
+        "1e9",
+        "9" * 20,
+        "a=b",
+        "1,,2",
+        "☃",
+        "/dev/zero",
+        "no/where",
+        "[",
+        "config.seed=",
+    ]
+    flags = draw.sample(_FLAGS[command], draw.choice((1, 2)))
+    return [*first[command], *(f"--{flag}={draw.choice(values)}" for flag in flags)]
 
 
 def _misspelt(name: str, draw: random.Random) -> str:
