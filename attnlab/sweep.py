@@ -13,6 +13,7 @@ stopped or killed, and keeps the runs that are finished; with more values it tra
 not end the others. At the end runs.csv has a line for each run, the lowest final loss first, and runs.png shows their
 losses. Where seeds vary beside another field, runs that differ in the seed alone are a group: groups.csv has the mean
 final loss of each group with its 95 % interval over seeds, and runs.png a colour for each.
+`python -m attnlab.sweep` is the same command.
 """
 
 import shlex

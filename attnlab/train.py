@@ -6,6 +6,7 @@
 The same command resumes a stopped run, and does nothing for a finished one. For an existing run the folder alone is
 enough: --workdir=runs/sancho resumes it, or evaluates it with --eval_only, or extends it with --config.steps=MORE. An
 extended run continues from its last checkpoint, with the learning rate schedule of the new number of steps.
+`python -m attnlab.train` is the same command.
 """
 
 if __name__ == "__main__":
