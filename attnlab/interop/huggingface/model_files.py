@@ -66,8 +66,9 @@ def is_hf(path: str | Path) -> bool:
     path = Path(path)
     if path.suffix == ".safetensors":
         return True
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return "model_type" in files.read_json(path / "config.json")
+    with contextlib.suppress(OSError, ValueError):
+        config = files.read_json(path / "config.json")
+        return isinstance(config, dict) and "model_type" in config
     return False
 
 
