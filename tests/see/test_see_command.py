@@ -279,6 +279,6 @@ def refused_without_workdir(capsys) -> str:
 
 
 def test_run_of_a_model_of_the_users_own_is_refused_by_name(run, capsys, tmp_path):
-    config = json.loads((run / "config.json").read_text()) | {"user_defined": {"model": "Bigram"}}
+    config = json.loads((run / "config.json").read_text()) | {"user_defined": {"model": "Bigram", "optimizer": False}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "a run of a Bigram, and the command supports only GPTs" in refused(capsys, tmp_path)
