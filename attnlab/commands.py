@@ -252,5 +252,5 @@ def _unknown_field(argv: list[str]) -> str:
         field = word.lstrip("-").partition("=")[0].removeprefix("config.")
         if word.lstrip("-").startswith("config.") and field not in known and field not in groups:
             close = nearest(field, known) or nearest(field.rpartition(".")[2], [k for k in known if "." not in k])
-            return f"--config.{field}: the config has no such field{close or '; its fields: ' + ', '.join(known)}"
+            return f"--config.{field}: the config has no such field{close or ': --help lists its fields'}"
     return ""

@@ -240,7 +240,7 @@ def _measure(final, folder: Path, lock: int) -> dict[str, dict]:
         if not files[name].exists():
             code = (f"--mixer={file}" for file in own.files())
             words[f"measuring {workdirs[0].name}"] = [measuring.__name__, *code, str(files[name]), *map(str, workdirs)]
-    for ended in workers.run(words, 1, logs, lock):
+    for ended in workers.run(words, 1, logs, lock, lambda name: print(name, flush=True)):
         if ended.error:
             print(f"{ended.name} failed: {ended.error} (see {logs})", file=sys.stderr)
     return {name: read_json(file) for name, file in files.items() if file.exists()}

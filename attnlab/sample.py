@@ -113,7 +113,7 @@ def _main(values, own_process: bool) -> int:
     own.check_offered_used()
     if run.tokenizer is None:
         raise UserError(f"{values.workdir} holds no tokenizer: put tokenizer.json there, or vocab.json and merges.txt")
-    if own_process and (fault := compilation.miscompilation()):
+    if own_process and own.files() and (fault := compilation.miscompilation()):
         print(fault, file=sys.stderr)
     if scored is not None:
         return _score(run, scored)

@@ -43,7 +43,7 @@ def test_config_remembers_path_and_sha256_and_the_trainer_recommends_a_command_t
     file, folder = trained
     assert run(tmp_path / "run", f"--config.model.mixer={file}:near") == 0
     shown = capsys.readouterr().out.splitlines()[-1]
-    command = shown.partition("python -m attnlab.sample ")[2].split()
+    command = shown.partition("attnlab sample ")[2].split()
     assert command == [f"--workdir={tmp_path}/run", f"--mixer={file}"]
     forget()
     assert sample.main(["sample", *command, "--max_tokens=3", "--temperature=0"]) == 0

@@ -134,7 +134,7 @@ def test_run_prints_summary_and_writes_its_files(undisturbed):
     assert {path.name for path in workdir.iterdir()} == files
     assert "training tokens" in out and "--- sample at step 12:" in out
     assert re.search(r"done: validation loss \d\.\d{4} \(\d\.\d{3} bits per character, \d\.\d{3} per byte\)", out)
-    assert f"python -m attnlab.sample --workdir={workdir}" in out
+    assert f"attnlab sample --workdir={workdir}" in out
     saved = json.loads((workdir / "config.json").read_text())
     assert saved["steps"] == 12 and saved["corpus"]["name"] == "python_docs"
     assert len(saved["corpus"]["sha256"]) == 64

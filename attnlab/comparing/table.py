@@ -70,7 +70,7 @@ def rows(
     results = {name: _results(name, workdirs) for name in dict.fromkeys((protocol.measure, "loss"))}
     curves = [[protocols.curve(workdir) for workdir in of_variant] for of_variant in workdirs]
     ends = [curve[-1, 1] for curve in curves[0] if len(curve)]
-    seconds = float(np.median(ends)) if ends else math.nan
+    seconds = min(ends, default=math.nan)
     sign = -1 if protocol.measure == "accuracy" else 1  # the lower result is the better one
     compared = [None, *statistics.differences(sign * results[protocol.measure])]
     return [
@@ -113,8 +113,9 @@ def _difference(found: statistics.Difference | None, measure: str, sign: int) ->
 
 
 def _at_equal_time(curves: Sequence[np.ndarray], seconds: float) -> dict:
-    losses = [loss for curve in curves if not math.isnan(loss := protocols.loss_at(curve, seconds))]
-    mean, half = statistics.interval(losses)
+    losses = [protocols.loss_at(curve, seconds) for curve in curves]
+    # Without the seeds that ended sooner it would be the mean of the slowest alone.
+    mean, half = statistics.interval([] if any(map(math.isnan, losses)) else losses)
     return {"loss_at_equal_time": _number(mean), "loss_at_equal_time_interval": _number(half)}
 
 

@@ -300,7 +300,8 @@ class Dense(Mask):
         if shape not in allowed:
             raise ValueError(
                 f"Dense mask has shape {shape}, expected exactly {_either(allowed)}: "
-                "give every axis (add the head axis with mask[..., None, :, :]); nothing is broadcast silently"
+                "give every axis (add the head axis with mask[..., None, :, :]); nothing is broadcast silently. "
+                "For padding, use Padding(lengths), or Segments(ones, is_token.astype(int))"
             )
 
 

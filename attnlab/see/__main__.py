@@ -85,7 +85,7 @@ def _main(values, own_process: bool) -> int:
     _tell_of_mixers(model)
     steps = _steps(values.checkpoints, workdir, config)
     subject = _subject(values, workdir, model, tokenizer, config)
-    if own_process and (fault := compilation.miscompilation()):
+    if own_process and own.files() and (fault := compilation.miscompilation()):
         print(fault, file=sys.stderr)
     examine = _examiner(model, config.seed, subject, values.effects)
     found = {}

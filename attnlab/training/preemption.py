@@ -128,5 +128,5 @@ def _end_by_signal(alarm: int) -> None:
     with os.fdopen(alarm, "rb", 0) as pipe:
         if number := pipe.read(1):
             with contextlib.suppress(OSError):
-                os.write(sys.stdout.fileno(), SHOW_CURSOR + b"\n")
+                os.write(sys.stdout.fileno(), SHOW_CURSOR + b"\ninterrupted\n")
             os._exit(128 + number[0])

@@ -12,6 +12,7 @@ from attnlab import config as configs
 from attnlab.data.batches import Batch, prefetched
 from attnlab.nn import GPT, own, unstack_layers
 from attnlab.support.errors import UserError
+from attnlab.support.names import typed
 from attnlab.training import flops as flops_lib
 from attnlab.training import memory
 from attnlab.training import metrics as metrics_lib
@@ -175,7 +176,7 @@ class Trainer:
             data_wait_time_share=self._timer.waited / self._timer.seconds,
             **peaks,
         )
-        speed = f"{tokens_per_second:,.0f} tokens/s, {memory.in_words(peaks)}"
+        speed = f"{tokens_per_second:,.0f} tokens/s"
         self.reporter.step(step, f"{format_scores('train', metrics)}  {speed}")
 
     def _evaluate(self, step: int) -> bool:
@@ -232,7 +233,8 @@ class Trainer:
             scores = self.log.validation(last)
             result = {name: scores[name] for name in ("loss", "accuracy") if name in scores}
             self.log.write(step=last, split="final", **result, params_sha256=sha256(self._unstacked(params)))
-            self.reporter.print(f"done: {format_scores('validation', scores)}")
+            taken = memory.in_words(memory.peaks(jax.local_devices()))
+            self.reporter.print(f"done: {format_scores('validation', scores)}, {taken}")
             self._tell_of_use()
 
     def _tell_of_use(self) -> None:
@@ -244,8 +246,8 @@ class Trainer:
             self.reporter.print(f'load it in Python with: attnlab.load("{plan.workdir}", {arguments})')
         elif self.sample:
             files = dict.fromkeys(f" --mixer={own.part_of(word).path}" for word in plan.metadata.get("code", {}))
-            command = f"python -m attnlab.sample --workdir={plan.workdir}{''.join(files)}"
-            self.reporter.print(f"generate text with: {command}")
+            options = f"--workdir={plan.workdir}{''.join(files)}"
+            self.reporter.print(f"generate text with: {typed('sample')} {options}")
 
     def _profiler(self) -> Profiler:
         """Of the first process alone."""

@@ -451,12 +451,13 @@ def drawn_values(count: int, folder: Path, draw: random.Random) -> dict:
         if step >= 3:
             raise KeyboardInterrupt
 
-    for number in range(count):
-        chosen = {name: _drawn(configs.OPTIONS[name], draw) for name in draw.sample(names, draw.choice((1, 2)))}
-        argv = [f"--config={QUICKSTART}", f"--workdir={folder}/run-{number}"]
-        argv += [f"--config.{name}={value}" for name, value in (tiny | chosen).items()]
-        outcomes[_accepted(train, argv, str(chosen), wrong, on_step=stop_late)] += 1
-        shutil.rmtree(folder / f"run-{number}", ignore_errors=True)
+    with contextlib.chdir(folder):  # some of the values are folders
+        for number in range(count):
+            chosen = {name: _drawn(configs.OPTIONS[name], draw) for name in draw.sample(names, draw.choice((1, 2)))}
+            argv = [f"--config={QUICKSTART}", f"--workdir={folder}/run-{number}"]
+            argv += [f"--config.{name}={value}" for name, value in (tiny | chosen).items()]
+            outcomes[_accepted(train, argv, str(chosen), wrong, on_step=stop_late)] += 1
+            shutil.rmtree(folder / f"run-{number}", ignore_errors=True)
     return {"configs": count, "outcomes": dict(outcomes), "wrong": wrong}
 
 

@@ -110,8 +110,8 @@ def test_table_counts_runs_that_diverged_and_pairs_seeds(rows):
     assert two["difference_loss"] == pytest.approx(two["loss"] - one["loss"]) and two["verdict"] == "not told apart"
     assert all(value is None for name, value in one.items() if name.startswith(("difference_", "verdict")))
     assert (one["loss_1x"], one["loss_2x"], one["loss_4x"], two["loss_1x"]) == (1.0, 3.0, None, None)
-    # After 4.5 s, the median of 9, 4.5 and 2.25: the first run is 3.5 s into 8, the third one is over.
-    assert one["loss_at_equal_time"] == pytest.approx((2 - 3.5 / 8 + 1.2) / 2)
+    # After 2.25 s, the least of 9, 4.5 and 2.25: the first run is 1.25 s into 8, the second one 1.75 s into 4.
+    assert one["loss_at_equal_time"] == pytest.approx((2 - 1.25 / 8 + 2 - 0.8 * 1.75 / 4 + 1.1) / 3)
     assert two["loss_at_equal_time"] is None  # when its runs are over
     assert (one["train_tokens_per_second"], two["train_tokens_per_second"]) == (20.0, 80.0)
 

@@ -54,7 +54,8 @@ def make_config(model: GPT, model_type: str | None = None) -> dict:
         misfits.append(_misfits(model, family, config))
         if not misfits[-1]:
             return config
-    raise UserError(min(misfits, key=len)[0])  # of the most similar family
+    of_none = "" if model_type else "; no family of transformers has this model, and this one is the nearest"
+    raise UserError(min(misfits, key=len)[0] + of_none)
 
 
 def with_biases(model: GPT) -> GPT:
