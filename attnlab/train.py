@@ -130,7 +130,7 @@ def train(
                 if eval_only:
                     _print_evaluation(run)
                     return 0
-                if (own.files() or any(passed)) and (fault := compilation.miscompilation()):
+                if (own.files() or any(part is not None for part in passed)) and (fault := compilation.miscompilation()):
                     run.reporter.print(fault)
                 return trainers.Trainer(run, preemption, _sampler(run), on_step, on_phase).run()
         except (jax.errors.JaxRuntimeError, TimeoutError) as error:

@@ -82,4 +82,4 @@ def test_signal_before_the_first_step_leaves_a_terminal_at_the_start_of_a_line()
         os.close(terminal)
         with os.fdopen(ours, "rb", 0) as screen:
             assert running.wait(timeout=60) == 128 + signal.SIGINT
-            assert screen.read(99) == b"\x1b[?25lcompiling\x1b[?25h\r\n"
+            assert screen.read(99) == b"\x1b[?25lcompiling\x1b[?25h\r\ninterrupted\r\n"
