@@ -130,7 +130,8 @@ def train(
                 if eval_only:
                     _print_evaluation(run)
                     return 0
-                if (own.files() or any(part is not None for part in passed)) and (fault := compilation.miscompilation()):
+                has_parts = own.files() or any(part is not None for part in passed)
+                if has_parts and (fault := compilation.miscompilation()):
                     run.reporter.print(fault)
                 return trainers.Trainer(run, preemption, _sampler(run), on_step, on_phase).run()
         except (jax.errors.JaxRuntimeError, TimeoutError) as error:
