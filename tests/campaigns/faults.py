@@ -356,8 +356,9 @@ def _damage(path: Path, draw: random.Random) -> str:
     kind = draw.choice(kinds + ["another value"] * 4 * (path.suffix == ".json"))
     match kind:
         case "another value":
-            value, kind = _with_another_value(json.loads(content), draw)
-            content = json.dumps(value).replace('"DEEP"', "[" * 1000 + "]" * 1000).encode()
+            with contextlib.suppress(ValueError, RecursionError):  # damaged before
+                value, kind = _with_another_value(json.loads(content), draw)
+                content = json.dumps(value).replace('"DEEP"', "[" * 1000 + "]" * 1000).encode()
         case "truncated":
             content = content[: draw.randrange(len(content) + 1)]
         case "flipped" if content:
