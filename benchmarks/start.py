@@ -58,7 +58,8 @@ def main(values) -> int:
     overrides = config_flags.get_override_values(values["config"])
     arguments = [f"--config={config_flags.get_config_filename(values['config'])}"]
     arguments += [f"--config.{field}={value}" for field, value in overrides.items()]
-    arguments += ["--config.checkpoint.dir="]  # each run saves in its own workdir
+    if config.checkpoint.dir:
+        raise UserError("--config.checkpoint.dir: each run of this benchmark saves in its own workdir; leave it out")
     with tempfile.TemporaryDirectory(prefix="attnlab-start-") as name:
         seconds = _starts(values, config, arguments, Path(name))
     medians = {what: {kind: statistics.median(s) for kind, s in row.items()} for what, row in seconds.items()}

@@ -26,7 +26,7 @@ def least_parameters(model: GPT) -> int:
     """Parameters of the embedding and of the feed-forward layers, which every GPT has.
 
     >>> least_parameters(GPT(vocab_size=10, num_layers=1, num_heads=1, width=8, context=3))
-    592
+    616
     """
     positions = model.context if model.positions == "learned" else 0
     return model.width * (model.vocab_size + positions + 2 * model.num_layers * resolved(model).hidden)

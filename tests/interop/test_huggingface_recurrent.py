@@ -231,7 +231,7 @@ MODELS = [
         output_gate=True,
     ),
     tuned("olmo_hybrid", **DELTA, positions="none", norm_at="hybrid", qk_norm_joint=True),
-    tuned("mamba2", mixer="mamba2", mlp_ratio=0, positions="none"),
+    tuned("mamba2", mixer="mamba2", mlp_ratio=0, mlp="plain", activation="gelu_tanh", positions="none"),
     tuned("bamba", pattern="mamba2 attention mamba2", positions="rotary", rotary=Rotary(fraction=0.5)),
 ]
 
@@ -246,7 +246,7 @@ def test_finetuned_hybrid_writes_the_same_text_in_transformers(name, model, text
     source = save_hf(tmp_path / "source", model, params, tokenizer)
     assert finetune(source, text, tmp_path / "run", steps=20) == 0, capsys.readouterr().err
     found, params, tokenizer, _ = attnlab.load(tmp_path / "run")
-    assert found == from_hf(source)[0].clone(context=32)
+    assert found == from_hf(source)[0].over_tokens(tokenizer.vocab_size).clone(context=32)
     folder = save_hf(tmp_path / "tuned", found, params, tokenizer)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     assert theirs.config.model_type == name

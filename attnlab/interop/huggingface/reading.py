@@ -221,4 +221,6 @@ def _read_two_rotaries(options: ConfigReader, kinds: list[str]) -> dict:
     rotary, local = (rotaries.read_rotary(options, rope) for rope in ropes.values())
     if local.scaling != "none":
         raise both.error("sliding_attention", "no scaling in layers with a sliding window")
+    if set(kinds) == {"local"}:
+        return {"rotary": local}
     return {"rotary": rotary} | ({"local_base": local.base} if "local" in kinds else {})
