@@ -9,7 +9,8 @@ the faster of the two. The contenders alternate, each in a process of its own. W
 With --profile attnlab runs alone too, and its ten most expensive ops are listed.
 
 Figures: ratio_SIZE_PRECISION, attnlab's tokens a second over nanoGPT's; tokens_per_second_SIZE_CONTENDER,
-step_ms_SIZE_CONTENDER and peak_mib_SIZE_CONTENDER.
+step_ms_SIZE_CONTENDER and peak_mib_SIZE_CONTENDER; of attnlab's also floor_ms_SIZE_CONTENDER, the time of the matrix
+products of a step, each alone (`bench products`), and step_over_floor_SIZE_CONTENDER.
 """
 
 import statistics
@@ -53,7 +54,12 @@ def _race(values, ours) -> int:
         peer = values.peer_path, values.peer_python
         with workers.started(ours | theirs, size, workers.SIZES[size], *peer) as running:
             steps = workers.calibrate(running, values.seconds)
-            answers = workers.alternate(running, "train", values.rounds, size, steps=steps)
+            answers, floors = {name: [] for name in running}, {name: [] for name in ours}
+            for _ in timing.rounds(size, values.rounds):
+                for name, worker in running.items():
+                    answers[name].append(worker.ask("train", steps=steps))
+                    if name in ours:
+                        floors[name].append(worker.ask("floor")["seconds"])
             peaks = {name: worker.peak_mib for name, worker in running.items()}
         seconds = {name: [answer["seconds"] / steps for answer in given] for name, given in answers.items()}
         print(timing.line(f"{size}, a step", seconds), flush=True)
@@ -69,6 +75,11 @@ def _race(values, ours) -> int:
                 row["× nanoGPT"] = f"{ratio:.2f}"
                 if name in ours:
                     figures[f"ratio_{size}_{ours[name]['precision']}"] = ratio
+            if name in ours:
+                over = statistics.median(step / floor for step, floor in zip(times, floors[name]))
+                figures[f"floor_ms_{label}"] = 1e3 * statistics.median(floors[name])
+                figures[f"step_over_floor_{label}"] = over
+                row["× floor"] = f"{over:.2f}"
             row["peak memory, MiB"] = timing.mib(peaks[name])
             rows[f"{size}, {name}"] = row
     timing.table("training", rows, caption="medians; × nanoGPT: tokens/s over the faster nanoGPT's, median over rounds")

@@ -33,11 +33,11 @@ def dot_general(x, kernel, dimension_numbers, precision=None, preferred_element_
     ):
         return lax.dot_general(x, kernel, dimension_numbers, precision, preferred_element_type)
     width = math.prod(kernel.shape[:rank])
-    y = _product(x.reshape(-1, width), kernel.reshape(width, -1), axes=(1, 0))
+    y = matrix_product(x.reshape(-1, width), kernel.reshape(width, -1), axes=(1, 0))
     return y.reshape(*x.shape[: x.ndim - rank], *kernel.shape[rank:])
 
 
-def _product(x, y, *, axes: tuple[int, int]):
+def matrix_product(x, y, *, axes: tuple[int, int]):
     """Axis axes[0] of the matrix x with axis axes[1] of the matrix y: x·y, x·yᵀ or xᵀ·y, in their type."""
     return _product_p.bind(x, y, axes=axes)
 
@@ -67,11 +67,11 @@ def _transposed(x):
 
 
 def _x_gradient(g, x, y, *, axes):
-    return _product(y, g, axes=(1, 1)) if axes == (0, 0) else _product(g, y, axes=(1, 1 - axes[1]))
+    return matrix_product(y, g, axes=(1, 1)) if axes == (0, 0) else matrix_product(g, y, axes=(1, 1 - axes[1]))
 
 
 def _y_gradient(g, x, y, *, axes):
-    return _product(g, x, axes=(0, 0)) if axes == (1, 1) else _product(x, g, axes=(1 - axes[0], 0))
+    return matrix_product(g, x, axes=(0, 0)) if axes == (1, 1) else matrix_product(x, g, axes=(1 - axes[0], 0))
 
 
 def _batched(operands, batch_axes, *, axes):

@@ -140,6 +140,10 @@ class Experiment:
         loss, count, *right = sums
         return {"loss": float(loss / count)} | ({"accuracy": float(right[0] / count)} if right else {})
 
+    def trace(self) -> jax.stages.Traced:
+        """The training step traced for shapes: `.jaxpr` lists what it computes, and nothing is compiled."""
+        return self.train_step.trace(self.abstract_state, self._abstract_batch())
+
     def lower(self) -> jax.stages.Lowered:
         """The training step lowered from shapes: `.compile()` tells its memory, and nothing runs."""
         return self.train_step.lower(self.abstract_state, self._abstract_batch())

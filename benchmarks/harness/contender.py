@@ -15,7 +15,19 @@ from attnlab.sample import generate
 from attnlab.training import run
 from attnlab.training.experiment import Experiment
 
-from . import profiling, serving
+from . import matrix_products, profiling, serving
+
+
+def experiment(vocab_size, batch_size=None, precision="float32", strategy="mesh", recipe=None, **sizes) -> Experiment:
+    """What `Contender` trains, by its arguments; nothing is compiled."""
+    if recipe:
+        return Experiment(run.resolve(configs.from_dict(recipe)).config, vocab_size)
+    config = configs.default()
+    config.batch_size, config.precision = batch_size, precision
+    config.model.update(sizes | {"dropout": 0.0, "use_bias": False, "positions": "learned", "qk_norm": False})
+    config.optimizer.update({"learning_rate": 1e-3, "b2": 0.99, "weight_decay": 0.1})
+    config.steps, config.parallel.strategy = 1_000_000, strategy
+    return Experiment(run.resolve(config).config, vocab_size)
 
 
 class Contender:
@@ -33,23 +45,15 @@ class Contender:
     """
 
     def __init__(self, tokens, vocab_size, batch_size=None, precision="float32", strategy="mesh", recipe=None, **sizes):
-        config = configs.from_dict(recipe) if recipe else self._as_nanogpt(batch_size, precision, strategy, sizes)
-        config = run.resolve(config).config
-        self.experiment = Experiment(config, vocab_size)
+        options = {"batch_size": batch_size, "precision": precision, "strategy": strategy, "recipe": recipe}
+        self.experiment = experiment(vocab_size, **options, **sizes)
+        config = self.experiment.config
         self.state = self.experiment.create_state()
         batches = TrainBatches(
             np.load(tokens), context=config.model.context, batch_size=config.batch_size, seed=config.seed
         )
         self.batches = prefetched(batches)
-
-    @staticmethod
-    def _as_nanogpt(batch_size, precision, strategy, sizes):
-        config = configs.default()
-        config.batch_size, config.precision = batch_size, precision
-        config.model.update(sizes | {"dropout": 0.0, "use_bias": False, "positions": "learned", "qk_norm": False})
-        config.optimizer.update({"learning_rate": 1e-3, "b2": 0.99, "weight_decay": 0.1})
-        config.steps, config.parallel.strategy = 1_000_000, strategy
-        return config
+        self._timer = None
 
     def train(self, steps):
         """Take some steps; each loss is read while the next step runs.
@@ -95,6 +99,13 @@ class Contender:
         with profiling.trace(folder):
             self.train(steps)
         return {"ops": profiling.most_expensive(folder, compiled, steps)}
+
+    def floor(self):
+        """The `seconds` of all matrix products of a step, each alone."""
+        if self._timer is None:
+            self._counts = matrix_products.of_program(self.experiment.trace().jaxpr)
+            self._timer = matrix_products.Timer(list(self._counts))
+        return {"seconds": sum(n * s for n, s in zip(self._counts.values(), self._timer.time()["seconds"]))}
 
     def decode(self, tokens, samples):
         """Sample; returns `seconds` in all, and `first`: seconds to the first token."""

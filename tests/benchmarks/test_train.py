@@ -12,7 +12,9 @@ def test_train_writes_a_table_and_figures(in_process, peer, figures_of, capsys):
     contenders = ("attnlab_bfloat16", "nanoGPT", "nanoGPT_compiled")
     kinds = ("step_ms", "tokens_per_second", "peak_mib")
     names = {f"{kind}_tiny_{contender}" for kind in kinds for contender in contenders}
-    assert set(figures) == names | {"ratio_tiny_bfloat16"}
+    over_floor = {"floor_ms_tiny_attnlab_bfloat16", "step_over_floor_tiny_attnlab_bfloat16"}
+    assert set(figures) == names | {"ratio_tiny_bfloat16"} | over_floor
+    assert "× floor" in out and figures["step_over_floor_tiny_attnlab_bfloat16"] > 0
     assert figures["step_ms_tiny_nanoGPT"] == 2000 and figures["tokens_per_second_tiny_nanoGPT"] == 4 * 8 / 2
     assert figures["ratio_tiny_bfloat16"] > 0
 
