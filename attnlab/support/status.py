@@ -1,4 +1,4 @@
-"""What a command does before it has anything to show: one line that changes on a terminal, a line each elsewhere.
+"""The current work of a command until it has results: one line that changes on a terminal, a line for each elsewhere.
 
 It imports nothing that takes time, as the first thing that it tells of is an import of seconds.
 """

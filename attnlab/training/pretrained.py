@@ -95,7 +95,7 @@ def saved_config(workdir: Path) -> ConfigDict | None:
 
 
 def context_in_words(config: ConfigDict) -> str:
-    """The context of a new run, and that of the model in `config.init_from` where it is shorter."""
+    """The context of a new run, and the context of the model in `config.init_from` where it is shorter."""
     context, before = config.model.context, peek(config.init_from)[0].context
     longer = f", longer than the {before} of its training" if context > before else ""
     return f"{context} tokens{longer}"
