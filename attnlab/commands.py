@@ -91,7 +91,7 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
 
 
 def _without_name() -> str:
-    """The name for the file of an OSError that has none: standard output, if it cannot be written, and is then closed."""
+    """The file of an OSError that names none: standard output, if it cannot be written, and is then closed."""
     try:
         print(flush=True)
     except OSError:
