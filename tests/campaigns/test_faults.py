@@ -72,7 +72,10 @@ def test_board_is_shared_by_two_mappings(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "nothing to do: give --kills, --stops, --corruptions, --full_disks, --shared or --commands"),
+        (
+            [],
+            "nothing to do: give --kills, --stops, --corruptions, --folders, --values, --full_disks, --shared or --commands",
+        ),
         (["--kills=-1"], "--kills=-1: expected 0 or more"),
         (["--kills=x"], "flag --kills=x"),
         (["--json=README.md", "--kills=1"], "--json=README.md exists: give a new file"),
