@@ -74,7 +74,7 @@ def test_board_is_shared_by_two_mappings(tmp_path):
     [
         (
             [],
-            "nothing to do: give --kills, --stops, --corruptions, --folders, --values, --full_disks, --shared or --commands",
+            "nothing to do: give --kills, --stops, --corruptions, --folders, --values, ",
         ),
         (["--kills=-1"], "--kills=-1: expected 0 or more"),
         (["--kills=x"], "flag --kills=x"),
