@@ -29,9 +29,14 @@ def of_each(devices: Sequence[jax.Device]) -> int | None:
     """
     if devices[0].platform == "cpu":
         return of_host() // len(devices)
-    with contextlib.suppress(NotImplementedError, jax.errors.JaxRuntimeError):  # of backends that tell none
-        return (devices[0].memory_stats() or {}).get("bytes_limit")
-    return None
+    return stats(devices[0]).get("bytes_limit")
+
+
+def stats(device: jax.Device) -> dict[str, int]:
+    """What a device tells of its memory, in bytes; {} where its backend tells nothing, as CPUs."""
+    with contextlib.suppress(NotImplementedError, jax.errors.JaxRuntimeError):
+        return device.memory_stats() or {}
+    return {}
 
 
 def of_host() -> int:

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import jax
 
+from attnlab.support import memory
+
 
 def peaks(devices: Iterable[jax.Device]) -> dict[str, int]:
     """Bytes at their peak, since this process began.
@@ -19,7 +21,7 @@ def peaks(devices: Iterable[jax.Device]) -> dict[str, int]:
     """
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, else KiB
     found = {"host_peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
-    told = [stats["peak_bytes_in_use"] for device in devices if "peak_bytes_in_use" in (stats := _stats(device))]
+    told = [stats["peak_bytes_in_use"] for device in devices if "peak_bytes_in_use" in (stats := memory.stats(device))]
     return found | ({"device_peak_memory_bytes": max(told)} if told else {})
 
 
@@ -32,10 +34,3 @@ def in_words(peaks: dict[str, int]) -> str:
     host = peaks["host_peak_memory_bytes"]
     device = peaks.get("device_peak_memory_bytes")
     return f"peak {'device ' if device else ''}memory {(device or host) / 1e9:.2f} GB"
-
-
-def _stats(device: jax.Device) -> dict:
-    try:
-        return device.memory_stats() or {}
-    except (NotImplementedError, jax.errors.JaxRuntimeError):  # of backends that tell none
-        return {}

@@ -186,10 +186,10 @@ _BEGIN = ("<s>", "<bos>", "<|begin_of_text|>", "<|endoftext|>")
 def _tokenizer_files(tokenizer) -> dict:
     content = published.as_published(tokenizer)
     names = {i: name for name, i in _ids(content).items()}
-    begin = next((name for name in _BEGIN if name in _ids(content)), None)
-    special = {"bos_token": begin, "eos_token": names[tokenizer.end_of_text[0]] if tokenizer.end_of_text else None}
+    begin, ends = _special_tokens(tokenizer, content).values()
+    special = {"bos_token": begin, "eos_token": ends[0] if isinstance(ends, list) else ends}
     options = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    options |= {role: name for role, name in special.items() if name is not None}
+    options |= {role: names[i] for role, i in special.items() if i is not None}
     return {"tokenizer.json": content, "tokenizer_config.json": options}
 
 
