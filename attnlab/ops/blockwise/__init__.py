@@ -26,9 +26,13 @@ from attnlab.ops.blockwise.batching import Plan
 from attnlab.ops.call import AttentionCall, Result
 from attnlab.ops.meshes import equally_varying, like_queries, on_auto_axes
 from attnlab.ops.platforms import platform_of
-from attnlab.ops.schedule import ACCELERATOR, CPU, FULL, PARTIAL, schedule
+from attnlab.ops.schedule import ACCELERATOR, CPU, EMPTY, FULL, PARTIAL, schedule
 from attnlab.ops.tiles import padded
 from attnlab.types import Array
+
+# Tiles that are compiled one by one rather than as loops, so that XLA runs those that do not depend on each other at the
+# same time: its CPU backend computes the products of a tile of many small matrices on one thread.
+UNROLLED = 16
 
 
 def reason_against(call: AttentionCall) -> str | None:
@@ -41,10 +45,16 @@ def attend(call: AttentionCall, given: Result | None = None) -> Result:
     """(out, (max, log_sum)); or `given`, such results over more keys, with the gradients of these keys."""
     call, block_mask = _in_tiles(call)
     is_known = isinstance(block_mask, np.ndarray)
-    plan = Plan(tuple(kind for kind in (FULL, PARTIAL) if not is_known or (block_mask == kind).any()))
+    kinds = tuple(kind for kind in (FULL, PARTIAL) if not is_known or (block_mask == kind).any())
+    plan = Plan(kinds, tiles=_unrolled(block_mask) if is_known else None)
     operands = equally_varying((jax.tree.map(jnp.asarray, call), jnp.asarray(block_mask), *(given or ())))
     run = passes.attention if given is None else passes.part_of
     return run(plan, *operands)
+
+
+def _unrolled(block_mask: np.ndarray) -> tuple[tuple[int, ...], ...] | None:
+    """The block mask as a static value, where its tiles are few enough to be compiled one by one."""
+    return tuple(map(tuple, block_mask.tolist())) if (block_mask > EMPTY).sum() <= UNROLLED else None
 
 
 def _in_tiles(call: AttentionCall) -> tuple[AttentionCall, Array]:

@@ -16,7 +16,7 @@ from attnlab.ops.call import AttentionCall, Result
 from attnlab.ops.logsumexp import finite_shift, normalizer
 from attnlab.ops.meshes import varying_like
 from attnlab.ops.nodes import combine, partition
-from attnlab.ops.schedule import FULL, PARTIAL, visit_order
+from attnlab.ops.schedule import EMPTY, FULL, PARTIAL, visit_order
 from attnlab.types import Array
 
 
@@ -56,6 +56,10 @@ def _gradients(plan: Plan, residuals: tuple, cotangents: tuple) -> AttentionCall
 
 def _visit(plan: Plan, order: tuple, row, tile: Callable, state):
     """`state` after tile(kind, column, state) for each tile of the row that is not EMPTY."""
+    if plan.tiles is not None:
+        for column, kind in enumerate(order[row]):
+            state = state if kind == EMPTY else tile(kind, column, state)
+        return state
     columns, num_full, num_visible = (x[row] for x in order)
     for kind, start, stop in ((FULL, 0, num_full), (PARTIAL, num_full, num_visible)):
         if kind in plan.tile_kinds:
@@ -63,8 +67,19 @@ def _visit(plan: Plan, order: tuple, row, tile: Callable, state):
     return state
 
 
+def _order(plan: Plan, block_mask: Array, *, of_keys: bool = False) -> tuple:
+    """What `_visit` needs of the rows of the block mask, or of its columns."""
+    if plan.tiles is not None:
+        return tuple(zip(*plan.tiles)) if of_keys else plan.tiles
+    return visit_order(block_mask.T if of_keys else block_mask)
+
+
 def _with_bias_tile(call: AttentionCall, i, j) -> AttentionCall:
     return call.replace(bias=layout.bias_tile(call.bias, call.block_sizes, i, j))
+
+
+def _visible_only(keys: Array, key_is_visible: Array | None) -> Array:
+    return keys if key_is_visible is None else jnp.where(key_is_visible[..., None], keys, 0)
 
 
 def _sinks(plan: Plan, call: AttentionCall) -> Array:
@@ -96,8 +111,11 @@ def forward(plan: Plan, call: AttentionCall, block_mask: Array) -> Result:
     """(out, (max, log_sum))."""
     (q_size, kv_size), length = call.block_sizes, call.lengths[0]
     q, *keys = (layout.blocked(x, size) for x, size in ((call.q, q_size), (call.k, kv_size), (call.v, kv_size)))
-    query_block = functools.partial(_forward_query_block, plan, call, q, keys, visit_order(block_mask))
-    out, log_sums = lax.map(query_block, jnp.arange(block_mask.shape[0]))
+    query_block = functools.partial(_forward_query_block, plan, call, q, keys, _order(plan, block_mask))
+    if plan.tiles is None:
+        out, log_sums = lax.map(query_block, jnp.arange(block_mask.shape[0]))
+    else:
+        out, log_sums = jax.tree.map(lambda *blocks: jnp.stack(blocks), *map(query_block, range(len(plan.tiles))))
     log_sums = tuple(layout.joined_transposed(x, length)[..., 0] for x in log_sums)
     return layout.joined_transposed(out, length), log_sums
 
@@ -128,7 +146,7 @@ def _forward_tile(
     logits, key_is_visible = masked_logits(plan, kind, i, j, raw, _with_bias_tile(call, i, j))
     if kind == PARTIAL:
         logits = lax.optimization_barrier(logits)  # or XLA would compute the mask again for each use
-        v_j = jnp.where(key_is_visible[..., None], v_j, 0)
+        v_j = _visible_only(v_j, key_is_visible)
     running_max = jnp.maximum(state.running_max, logits.max(axis=-2))
     shift = finite_shift(running_max)
     p = jnp.exp(logits - shift[..., None, :])
@@ -182,8 +200,13 @@ def backward(
     *batch, _, num_heads, features = call.q.shape
     dq = jnp.zeros((block_mask.shape[0], *batch, num_heads, features, q_size), _accumulator_type(call.q))
     state = varying_like(call.q, (*map(jnp.zeros_like, keys), dq, d_learned))
-    key_block = functools.partial(_backward_key_block, plan, call, rows, keys, visit_order(block_mask.T))
-    dk, dv, dq, d_learned = lax.fori_loop(0, block_mask.shape[1], key_block, state)
+    key_block = functools.partial(_backward_key_block, plan, call, rows, keys, _order(plan, block_mask, of_keys=True))
+    if plan.tiles is None:
+        state = lax.fori_loop(0, block_mask.shape[1], key_block, state)
+    else:
+        for j in range(block_mask.shape[1]):
+            state = key_block(j, state)
+    dk, dv, dq, d_learned = state
     return jax.tree.map(lambda total, x: total.astype(x.dtype), d_learned, learned).replace(
         q=layout.joined_transposed(dq, q_length).astype(call.q.dtype),
         k=layout.joined(dk, kv_length),
@@ -228,8 +251,7 @@ def _backward_tile(
         kept_p, dp = (jnp.where(keeps, x / (1 - call.dropout_rate), 0) for x in (p, dp))
     d_raw, d_tile = pull_back(p * (dp - delta_i))
     d_raw = d_raw.astype(q_i.dtype)
-    visible_k = jnp.where(key_is_visible[..., None], k_j, 0) if kind == PARTIAL else k_j
-    dq_i = state.dq[i] + layout.product("kd,kq->dq", visible_k, d_raw, dtype)
+    dq_i = state.dq[i] + layout.product("kd,kq->dq", _visible_only(k_j, key_is_visible), d_raw, dtype)
     d_bias = layout.add_bias_tile(state.learned.bias, d_tile.bias, block_sizes, i, j)
     d_learned = jax.tree.map(jnp.add, state.learned.replace(bias=None), d_tile.replace(bias=None))
     return _Gradients(

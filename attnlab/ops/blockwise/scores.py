@@ -3,6 +3,7 @@
 import functools
 
 import jax.numpy as jnp
+import numpy as np
 
 from attnlab.ops import dropout
 from attnlab.ops.blockwise.batching import Plan, per_example
@@ -13,7 +14,7 @@ from attnlab.types import Array
 
 
 def masked_logits(plan: Plan, kind: int, i, j, raw: Array, call: AttentionCall) -> tuple[Array, Array | None]:
-    """Masked logits; for a PARTIAL tile also its visible keys: the caller zeroes other keys, which may be NaN."""
+    """Masked logits, and the visible keys, or None for all: the caller zeroes other keys, which may be NaN."""
     return per_example(plan, functools.partial(_masked_logits, kind, i, j), call, raw)
 
 
@@ -31,11 +32,10 @@ def _masked_logits(kind: int, i, j, call: AttentionCall, raw: Array):
     tile = _tile(call, i, j, raw.shape)
     logits, key_is_visible = raw, None
     if kind == PARTIAL:
-        visible = _is_not_padding(call, i, j)
-        if call.mask is not None:
-            visible = visible & call.mask.visible(tile)
-        visible = jnp.reshape(visible, (1,) * (raw.ndim - jnp.ndim(visible)) + jnp.shape(visible))
-        key_is_visible = jnp.broadcast_to(visible, (*visible.shape[:-2], *raw.shape[-2:])).any(axis=-1)
+        visible = _visible(call, i, j, raw.shape)
+        key_is_visible = visible.any(axis=-1)
+        if isinstance(visible, np.ndarray) and key_is_visible.all():
+            key_is_visible = None
         if call.scale is not None or call.score_mods:
             logits = jnp.where(visible, logits, 0)  # a masked NaN would spoil the gradients of scale and mods
     if call.scale is not None:
@@ -49,33 +49,44 @@ def _masked_logits(kind: int, i, j, call: AttentionCall, raw: Array):
     return logits, key_is_visible
 
 
-def _is_not_padding(call: AttentionCall, i, j) -> Array:
+def _visible(call: AttentionCall, i, j, shape: tuple[int, ...]) -> Array:
+    """Which pairs of a tile are visible, `[..., keys, queries]`; a NumPy array where that is known while tracing."""
+    xp = np if isinstance(i, int) and isinstance(j, int) else jnp
+    visible = _is_not_padding(call, i, j, xp)
+    if call.mask is not None:
+        visible = visible & call.mask.visible(_tile(call, i, j, shape, xp))
+    xp = np if isinstance(visible, np.ndarray) else jnp
+    visible = visible.reshape((1,) * (len(shape) - visible.ndim) + visible.shape)
+    return xp.broadcast_to(visible, (*visible.shape[:-2], *shape[-2:]))
+
+
+def _is_not_padding(call: AttentionCall, i, j, xp) -> Array:
     """Which pairs of a tile, `[keys, queries]`, lie within the lengths."""
     (q_size, kv_size), (q_length, kv_length) = call.block_sizes, call.lengths
-    inside = jnp.ones((1, 1), bool)
+    inside = xp.ones((1, 1), bool)
     if q_length % q_size:
-        inside = inside & (i * q_size + jnp.arange(q_size) < q_length)
+        inside = inside & (i * q_size + xp.arange(q_size) < q_length)
     if kv_length % kv_size:
-        inside = inside & (j * kv_size + jnp.arange(kv_size) < kv_length)[:, None]
+        inside = inside & (j * kv_size + xp.arange(kv_size) < kv_length)[:, None]
     return inside
 
 
-def _tile(call: AttentionCall, i, j, shape: tuple[int, ...]) -> Tile:
+def _tile(call: AttentionCall, i, j, shape: tuple[int, ...], xp=jnp) -> Tile:
     """The coordinates of query block i and key block j, for scores `[*batch, H, keys, queries]`."""
     *batch, num_heads, _, _ = shape
     (q_size, kv_size), (q_length, kv_length) = call.block_sizes, call.lengths
     return Tile(
-        example=examples(tuple(batch), call.shard),
-        head=heads(num_heads, call.shard),
-        queries=_side(i, q_size, q_length, call.q_positions, -1, call.shard.queries),
-        keys=_side(j, kv_size, kv_length, call.kv_positions, -2, call.shard.keys),
+        example=examples(tuple(batch), call.shard, xp),
+        head=heads(num_heads, call.shard, xp),
+        queries=_side(i, q_size, q_length, call.q_positions, -1, call.shard.queries, xp),
+        keys=_side(j, kv_size, kv_length, call.kv_positions, -2, call.shard.keys, xp),
     )
 
 
-def _side(block, size: int, length: int, positions, axis: int, in_call) -> Side:
-    start = jnp.asarray(block * size, jnp.int32)
+def _side(block, size: int, length: int, positions, axis: int, in_call, xp) -> Side:
+    start = xp.asarray(block * size, xp.int32)
     # The padding of the last tile repeats the last row: a mod must not meet a position that does not exist.
-    index = jnp.minimum(start + jnp.arange(size, dtype=jnp.int32), length - 1)
+    index = xp.minimum(start + xp.arange(size, dtype=xp.int32), length - 1)
     side = Side(index, index, axis, start)
     side = side if in_call is None else side._replace(whole_index=side.take(in_call))
     return side if positions is None else side._replace(position=side.take(positions))
