@@ -1,7 +1,7 @@
 """Arrays cut into blocks along their length, and the parts of a bias.
 
-Tiles of scores have axes `[..., H, keys, queries]`: products are then rows by columns, the fast form of XLA's CPU
-backend, sums and maxima over keys run along the vector lanes, and one number per query broadcasts as a row.
+Tiles of scores have axes `[..., H, queries, keys]` in the forward pass and `[..., H, keys, queries]` in the backward
+pass: their products are then rows by columns or rows by rows, the fast forms of XLA's CPU backend.
 """
 
 import jax.numpy as jnp
@@ -20,6 +20,11 @@ def blocked(x: Array, size: int, fill=0) -> Array:
 def joined(x: Array, length: int) -> Array:
     """The inverse of `blocked`."""
     return x.reshape(*x.shape[:-4], -1, *x.shape[-2:])[..., :length, :, :]
+
+
+def joined_rows(x: Array, length: int) -> Array:
+    """`[n, ..., H, size, D]` as `[..., T, H, D]`."""
+    return joined(jnp.moveaxis(x, (0, -2), (-4, -3)), length)
 
 
 def joined_transposed(x: Array, length: int) -> Array:
@@ -52,11 +57,11 @@ def per_kv_head(x: Array, kv_heads: int) -> Array:
 
 
 def bias_tile(bias: Array | None, block_sizes: tuple[int, int], i, j) -> Array | None:
-    """The part of a bias `[..., Tq or 1, Tk]` for query block i and key block j, `[..., keys, queries or 1]`."""
+    """The part of a bias `[..., Tq or 1, Tk]` for query block i and key block j, `[..., queries or 1, keys]`."""
     if bias is None:
         return None
     sizes, starts = _bias_place(bias, block_sizes, i, j)
-    return lax.dynamic_slice(bias, starts, sizes).swapaxes(-1, -2)
+    return lax.dynamic_slice(bias, starts, sizes)
 
 
 def add_bias_tile(d_bias: Array | None, d_tile: Array | None, block_sizes: tuple[int, int], i, j) -> Array | None:
@@ -64,7 +69,7 @@ def add_bias_tile(d_bias: Array | None, d_tile: Array | None, block_sizes: tuple
     if d_bias is None:
         return None
     sizes, starts = _bias_place(d_bias, block_sizes, i, j)
-    d_tile = lax.dynamic_slice(d_bias, starts, sizes) + d_tile.swapaxes(-1, -2).astype(d_bias.dtype)
+    d_tile = lax.dynamic_slice(d_bias, starts, sizes) + d_tile.astype(d_bias.dtype)
     return lax.dynamic_update_slice(d_bias, d_tile, starts)
 
 

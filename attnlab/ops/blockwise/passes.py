@@ -78,10 +78,6 @@ def _with_bias_tile(call: AttentionCall, i, j) -> AttentionCall:
     return call.replace(bias=layout.bias_tile(call.bias, call.block_sizes, i, j))
 
 
-def _visible_only(keys: Array, key_is_visible: Array | None) -> Array:
-    return keys if key_is_visible is None else jnp.where(key_is_visible[..., None], keys, 0)
-
-
 def _sinks(plan: Plan, call: AttentionCall) -> Array:
     """Sinks `[H]`, or `[axis, H]` under `vmap`, as `[..., H]` in the accumulators' type."""
     sinks = call.sinks.astype(_accumulator_type(call.q))
@@ -102,7 +98,7 @@ class _Softmax(NamedTuple):
 
     running_max: Array  # [..., H, queries]
     denominator: Array  # [..., H, queries]
-    accumulator: Array  # [..., H, Dv, queries]
+    accumulator: Array  # [..., H, queries, Dv]
 
 
 @batched_explicitly
@@ -116,8 +112,8 @@ def forward(plan: Plan, call: AttentionCall, block_mask: Array) -> Result:
         out, log_sums = lax.map(query_block, jnp.arange(block_mask.shape[0]))
     else:
         out, log_sums = jax.tree.map(lambda *blocks: jnp.stack(blocks), *map(query_block, range(len(plan.tiles))))
-    log_sums = tuple(layout.joined_transposed(x, length)[..., 0] for x in log_sums)
-    return layout.joined_transposed(out, length), log_sums
+    log_sums = tuple(layout.joined_rows(x[..., None], length)[..., 0] for x in log_sums)
+    return layout.joined_rows(out, length), log_sums
 
 
 def _forward_query_block(plan: Plan, call: AttentionCall, q: Array, keys: list[Array], order: tuple, i) -> tuple:
@@ -126,15 +122,15 @@ def _forward_query_block(plan: Plan, call: AttentionCall, q: Array, keys: list[A
     state = _Softmax(
         running_max=jnp.full((*leading, q_size), -jnp.inf, dtype),
         denominator=jnp.zeros((*leading, q_size), dtype),
-        accumulator=jnp.zeros((*leading, call.v.shape[-1], q_size), dtype),
+        accumulator=jnp.zeros((*leading, q_size, call.v.shape[-1]), dtype),
     )
     tile = functools.partial(_forward_tile, plan, call, q_i, keys, i)
     state = _visit(plan, order, i, tile, varying_like(q_i, state))
     if call.sinks is not None:
         state = _with_sinks(state, _sinks(plan, call)[..., None])
     denominator, log_sum = normalizer(state.denominator)
-    out = state.accumulator / (denominator * (1 - call.dropout_rate))[..., None, :]
-    return out.astype(q_i.dtype), (finite_shift(state.running_max)[..., None, :], log_sum[..., None, :])
+    out = state.accumulator / (denominator * (1 - call.dropout_rate))[..., None]
+    return out.astype(q_i.dtype), (finite_shift(state.running_max), log_sum)
 
 
 def _forward_tile(
@@ -142,20 +138,20 @@ def _forward_tile(
 ) -> _Softmax:
     dtype, num_heads = _accumulator_type(q_i), q_i.shape[-3]
     k_j, v_j = (layout.per_query_head(layout.block_at(x, j), num_heads) for x in keys)
-    raw = layout.product("kd,qd->kq", k_j, q_i, dtype)
-    logits, key_is_visible = masked_logits(plan, kind, i, j, raw, _with_bias_tile(call, i, j))
+    raw = layout.product("qd,kd->qk", q_i, k_j, dtype)
+    logits, key_is_visible = masked_logits(plan, kind, i, j, raw, _with_bias_tile(call, i, j), queries=-2)
     if kind == PARTIAL:
         logits = lax.optimization_barrier(logits)  # or XLA would compute the mask again for each use
-        v_j = _visible_only(v_j, key_is_visible)
-    running_max = jnp.maximum(state.running_max, logits.max(axis=-2))
+        v_j = v_j if key_is_visible is None else jnp.where(key_is_visible[..., None], v_j, 0)
+    running_max = jnp.maximum(state.running_max, logits.max(axis=-1))
     shift = finite_shift(running_max)
-    p = jnp.exp(logits - shift[..., None, :])
+    p = jnp.exp(logits - shift[..., None])
     rescale = jnp.exp(state.running_max - shift)
-    denominator = state.denominator * rescale + p.sum(axis=-2)
+    denominator = state.denominator * rescale + p.sum(axis=-1)
     if call.dropout_rate:
-        p = jnp.where(dropout_keeps(plan, i, j, logits, call), p, 0)
-    accumulator = state.accumulator * rescale[..., None, :]
-    accumulator = accumulator + layout.product("kd,kq->dq", v_j, p.astype(v_j.dtype), dtype)
+        p = jnp.where(dropout_keeps(plan, i, j, logits, call, queries=-2), p, 0)
+    accumulator = state.accumulator * rescale[..., None]
+    accumulator = accumulator + layout.product("qk,kd->qd", p.astype(v_j.dtype), v_j, dtype)
     return _Softmax(running_max, denominator, accumulator)
 
 
@@ -167,7 +163,7 @@ def _with_sinks(state: _Softmax, sinks: Array) -> _Softmax:
     return _Softmax(
         running_max,
         denominator=state.denominator * rescale + jnp.exp(sinks - shift),
-        accumulator=state.accumulator * rescale[..., None, :],
+        accumulator=state.accumulator * rescale[..., None],
     )
 
 
@@ -221,9 +217,10 @@ def _backward_key_block(
     dk, dv, dq, d_learned = totals
     num_heads, kv_heads = call.num_heads, call.k.shape[-2]
     k_j, v_j = (layout.per_query_head(layout.block_at(x, j), num_heads) for x in keys)
+    keys_j = k_j, lax.optimization_barrier(k_j.swapaxes(-1, -2)), v_j  # a copy, for products of rows by columns
     zeros = tuple(jnp.zeros(x.shape, _accumulator_type(call.q)) for x in (k_j, v_j))
     state = _Gradients(*varying_like(call.q, zeros), dq, d_learned)
-    state = _visit(plan, order, j, functools.partial(_backward_tile, plan, call, rows, k_j, v_j, j), state)
+    state = _visit(plan, order, j, functools.partial(_backward_tile, plan, call, rows, keys_j, j), state)
     dk, dv = (
         layout.with_block(total, j, layout.per_kv_head(x, kv_heads)) for total, x in ((dk, state.dk), (dv, state.dv))
     )
@@ -231,8 +228,9 @@ def _backward_key_block(
 
 
 def _backward_tile(
-    plan: Plan, call: AttentionCall, rows: list[Array], k_j: Array, v_j: Array, j, kind: int, i, state: _Gradients
+    plan: Plan, call: AttentionCall, rows: list[Array], keys_j: tuple, j, kind: int, i, state: _Gradients
 ) -> _Gradients:
+    k_j, k_columns, v_j = keys_j
     q_i, d_out_i, *numbers = (layout.block_at(x, i) for x in rows)
     shift_i, delta_i, log_sum_i = (x.swapaxes(-1, -2) for x in numbers)
     dtype, block_sizes = _accumulator_type(q_i), call.block_sizes
@@ -240,18 +238,19 @@ def _backward_tile(
     learned, others = partition(call, _is_learned(call))
 
     def logits_of(raw, learned):
-        return masked_logits(plan, kind, i, j, raw, combine(learned, others))
+        return masked_logits(plan, kind, i, j, raw, combine(learned, others), queries=-1)
 
     raw = layout.product("kd,qd->kq", k_j, q_i, dtype)
     logits, pull_back, key_is_visible = jax.vjp(logits_of, raw, learned, has_aux=True)
     p = jnp.exp(logits - shift_i - log_sum_i)  # not their sum: see `logsumexp`
     kept_p, dp = p, layout.product("kd,qd->kq", v_j, d_out_i, dtype)
     if call.dropout_rate:
-        keeps = dropout_keeps(plan, i, j, logits, call)
+        keeps = dropout_keeps(plan, i, j, logits, call, queries=-1)
         kept_p, dp = (jnp.where(keeps, x / (1 - call.dropout_rate), 0) for x in (p, dp))
     d_raw, d_tile = pull_back(p * (dp - delta_i))
     d_raw = d_raw.astype(q_i.dtype)
-    dq_i = state.dq[i] + layout.product("kd,kq->dq", _visible_only(k_j, key_is_visible), d_raw, dtype)
+    k_columns = k_columns if key_is_visible is None else jnp.where(key_is_visible[..., None, :], k_columns, 0)
+    dq_i = state.dq[i] + layout.product("dk,kq->dq", k_columns, d_raw, dtype)
     d_bias = layout.add_bias_tile(state.learned.bias, d_tile.bias, block_sizes, i, j)
     d_learned = jax.tree.map(jnp.add, state.learned.replace(bias=None), d_tile.replace(bias=None))
     return _Gradients(
