@@ -64,8 +64,11 @@ def schedule(
     batch: tuple[int, ...] = (),
     shard: Shard = WHOLE,
     costs: Costs = CPU,
+    together: int | None = None,
 ) -> tuple[tuple[int, int], Int[Array, "nQ nK"]]:
     """Tile sizes and the block mask: for each tile EMPTY, PARTIAL or FULL, over all heads and examples.
+
+    A tile holds the scores of `together` heads, counted over all examples; None means all of them.
 
     `block_sizes` None means the cheapest for the mask by `costs`. The block mask is a NumPy array when the mask is
     known while tracing; for a traced mask, tiles have a moderate size and the block mask is traced too.
@@ -78,7 +81,8 @@ def schedule(
         return block_sizes, _block_mask(mask, lengths, block_sizes, where)
 
     # The symbolic sizes of jax.export count as 1.
-    rows = 1 if costs.is_per_head else num_heads * math.prod(size for size in batch if isinstance(size, int))
+    rows = num_heads * math.prod(size for size in batch if isinstance(size, int)) if together is None else together
+    rows = 1 if costs.is_per_head else rows
     # The finest division whose tiles are quickly listed; coarser divisions merge its tiles.
     finest, *coarser = [size for size in costs.sizes if size * 2048 >= max(lengths)] or costs.sizes[-1:]
     any_visible, all_visible = _tiles(mask, lengths, _clipped((finest, finest), lengths, costs), where)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnlab.ops import dropout
-from attnlab.ops.blockwise import passes
+from attnlab.ops.blockwise import heads, passes
 from attnlab.ops.blockwise.batching import Plan
 from attnlab.ops.call import AttentionCall, Result
 from attnlab.ops.meshes import equally_varying, like_queries, on_auto_axes
@@ -43,10 +43,10 @@ def reason_against(call: AttentionCall) -> str | None:
 @on_auto_axes(like_queries)
 def attend(call: AttentionCall, given: Result | None = None) -> Result:
     """(out, (max, log_sum)); or `given`, such results over more keys, with the gradients of these keys."""
-    call, block_mask = _in_tiles(call)
+    call, block_mask, by_head = _in_tiles(call)
     is_known = isinstance(block_mask, np.ndarray)
     kinds = tuple(kind for kind in (FULL, PARTIAL) if not is_known or (block_mask == kind).any())
-    plan = Plan(kinds, tiles=_unrolled(block_mask) if is_known else None)
+    plan = Plan(kinds, tiles=_unrolled(block_mask) if is_known else None, by_head=by_head)
     operands = equally_varying((jax.tree.map(jnp.asarray, call), jnp.asarray(block_mask), *(given or ())))
     run = passes.attention if given is None else passes.part_of
     return run(plan, *operands)
@@ -57,14 +57,20 @@ def _unrolled(block_mask: np.ndarray) -> tuple[tuple[int, ...], ...] | None:
     return tuple(map(tuple, block_mask.tolist())) if (block_mask > EMPTY).sum() <= UNROLLED else None
 
 
-def _in_tiles(call: AttentionCall) -> tuple[AttentionCall, Array]:
-    """The call with the sizes of tiles, and its parts prepared for them; and the block mask."""
+def _in_tiles(call: AttentionCall) -> tuple[AttentionCall, Array, bool]:
+    """The call with the sizes of tiles, and its parts prepared for them; the block mask; whether heads go one by one."""
     q, mask, bias, lengths = call.q, call.mask, call.bias, call.lengths
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     where = {"q_positions": call.q_positions, "kv_positions": call.kv_positions, "num_heads": call.num_heads}
     where |= {"batch": call.batch, "shard": call.shard}
     costs = CPU if platform_of(q, call.k, call.v) == "cpu" else ACCELERATOR
-    block_sizes, block_mask = schedule(mask, *lengths, call.block_sizes, **where, costs=costs)
+    block_sizes, block_mask, by_head = None, None, heads.can_be_cut(call)
+    if by_head:
+        group = call.num_heads // call.k.shape[-2]
+        block_sizes, block_mask = schedule(mask, *lengths, call.block_sizes, **where, costs=costs, together=group)
+        by_head = block_sizes[0] >= heads.ROWS
+    if not by_head:
+        block_sizes, block_mask = schedule(mask, *lengths, call.block_sizes, **where, costs=costs)
     padded_lengths = tuple(count * size for count, size in zip(block_mask.shape, block_sizes))
     scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
     if q.dtype == dtype or (isinstance(scale, float) and math.frexp(scale)[0] == 0.5):
@@ -79,7 +85,7 @@ def _in_tiles(call: AttentionCall) -> tuple[AttentionCall, Array]:
         dropout_keys=dropout.key_words(call.dropout_keys) if call.dropout_rate else None,
         block_sizes=tuple(block_sizes),
     )
-    return call, block_mask
+    return call, block_mask, by_head
 
 
 def _padded_bias(bias: Array, rank: int, lengths: tuple[int, int]) -> Array:

@@ -16,6 +16,7 @@ class Plan(NamedTuple):
     tile_kinds: tuple[int, ...]  # PARTIAL and FULL, if they occur in the block mask; both when it is traced
     mapped: tuple[bool, ...] | None = None  # under `vmap`: which leaves of the call have a leading mapped axis
     tiles: tuple[tuple[int, ...], ...] | None = None  # the block mask, where tiles are unrolled; None where they are loops
+    by_head: bool = False  # whether heads are computed one by one
 
 
 def per_example(plan: Plan, fn: Callable, call: AttentionCall, *arrays):

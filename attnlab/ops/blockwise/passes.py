@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from attnlab.ops.blockwise import layout
+from attnlab.ops.blockwise import heads, layout
 from attnlab.ops.blockwise.batching import Plan, batched_explicitly, with_mapped
 from attnlab.ops.blockwise.scores import dropout_keeps, masked_logits
 from attnlab.ops.call import AttentionCall, Result
@@ -105,6 +105,12 @@ class _Softmax(NamedTuple):
 @functools.partial(jax.jit, static_argnums=0)
 def forward(plan: Plan, call: AttentionCall, block_mask: Array) -> Result:
     """(out, (max, log_sum))."""
+    if plan.by_head and plan.mapped is None:
+        return heads.one_by_one(lambda part: _forward(plan, part, block_mask), call)
+    return _forward(plan, call, block_mask)
+
+
+def _forward(plan: Plan, call: AttentionCall, block_mask: Array) -> Result:
     (q_size, kv_size), length = call.block_sizes, call.lengths[0]
     q, *keys = (layout.blocked(x, size) for x, size in ((call.q, q_size), (call.k, kv_size), (call.v, kv_size)))
     query_block = functools.partial(_forward_query_block, plan, call, q, keys, _order(plan, block_mask))
@@ -185,9 +191,26 @@ def backward(
     plan: Plan, call: AttentionCall, block_mask: Array, out: Array, log_sums: tuple, d_out: Array, d_lse: Array
 ) -> AttentionCall:
     """The gradients of the call's arrays, None for those that have none."""
-    (q_size, kv_size), (q_length, kv_length) = call.block_sizes, call.lengths
     shift, log_sum, delta = _log_sums_and_delta(call, out, log_sums, d_out, d_lse)
-    rows = [layout.blocked(x, q_size) for x in (call.q, d_out.astype(call.v.dtype), shift, delta)]
+    arrays = d_out.astype(call.v.dtype), shift, log_sum, delta
+    d_sinks = None if call.sinks is None else _d_sinks(plan, call, shift, log_sum, delta)
+    if not plan.by_head or plan.mapped is not None:
+        return _backward(plan, block_mask, call, *arrays).replace(sinks=d_sinks)
+
+    def part(call, *arrays):
+        gradients = _backward(plan, block_mask, call, *arrays)
+        return gradients.q, gradients.k, gradients.v, gradients.scale
+
+    dq, dk, dv, d_scale = heads.one_by_one(part, call.replace(sinks=None), *arrays)
+    nothing, _ = partition(call, jax.tree.map(lambda _: False, call))
+    return nothing.replace(q=dq, k=dk, v=dv, scale=d_scale, sinks=d_sinks)
+
+
+def _backward(
+    plan: Plan, block_mask: Array, call: AttentionCall, d_out: Array, shift: Array, log_sum: Array, delta: Array
+) -> AttentionCall:
+    (q_size, kv_size), (q_length, kv_length) = call.block_sizes, call.lengths
+    rows = [layout.blocked(x, q_size) for x in (call.q, d_out, shift, delta)]
     rows.append(layout.blocked(log_sum, q_size, fill=jnp.inf))  # e^(logit − shift − inf) is 0
     keys = [layout.blocked(x, kv_size) for x in (call.k, call.v)]
     plan, call = with_mapped(plan, call, _is_learned(call))
@@ -207,7 +230,7 @@ def backward(
         q=layout.joined_transposed(dq, q_length).astype(call.q.dtype),
         k=layout.joined(dk, kv_length),
         v=layout.joined(dv, kv_length),
-        sinks=None if call.sinks is None else _d_sinks(plan, call, shift, log_sum, delta),
+        sinks=None,
     )
 
 
