@@ -1,12 +1,14 @@
 """Benchmark the attention operator, forward and forward + backward, against every installed peer: time, peak memory.
 
-    python -m attnlab.bench attention [--lengths=1024,4096] [--masks=causal,window,documents] [--plot=attention.png]
+    python -m attnlab.bench attention [--lengths=1024,4096] [--masks=causal,window,documents] [--dtype=bfloat16]
 
 Contenders alternate in this process. attnlab always takes part, and times are also given as multiples of its own.
 The peers are jax.nn, and where they are installed (pip install torch tokamax attnax) torch's SDPA and FlexAttention,
-tokamax and attnax; --peers selects some. A contender whose output differs from attnlab's is left out, with a message.
+tokamax and attnax; --peers selects some. All compute in the inputs' type, --dtype. A contender whose output differs
+from attnlab's is left out, with a message.
 
-Figures: seconds (medians) and peak_mib, by benchmark and contender.
+Figures, by benchmark and contender: seconds (medians), ratio (a contender's time over attnlab's, median over rounds)
+and peak_mib.
 """
 
 import itertools
@@ -21,9 +23,10 @@ from attnlab import commands
 from attnlab.support import timing
 from attnlab.support.errors import UserError
 
-from .harness import memory, options, peers
+from .harness import memory, options, peers, recording
 
 MASKS = ("causal", "window", "documents")
+DTYPES = ("float32", "bfloat16")
 PASSES = {"forward": "forward", "backward": "forward + backward"}
 COUNTS = {
     "rounds": (5, "timed calls of each contender"),
@@ -37,6 +40,7 @@ COUNTS = {
 
 def define(values, argv) -> None:
     """Define the flags."""
+    flags.DEFINE_enum("dtype", "float32", DTYPES, "type of the inputs", flag_values=values)
     flags.DEFINE_list("lengths", ["256", "1024", "4096"], "sequence lengths", flag_values=values)
     options.define_choices(values, "masks", MASKS, "masks")
     known = ", ".join(name for name in peers.PEERS if name != "attnlab")
@@ -45,6 +49,7 @@ def define(values, argv) -> None:
     options.define_integers(values, COUNTS)
     flags.DEFINE_string("plot", None, "a new file for the figure, e.g. attention.png", flag_values=values)
     options.define_json(values)
+    recording.define(values)
 
 
 def main(values) -> int:
@@ -62,13 +67,18 @@ def main(values) -> int:
             rows[label] = timing.alternate(calls, values.rounds)
             peaks[label] = {name: memory.peak(call) for name, call in calls.items()}
             print(f"[{number}/{len(cases)}] {timing.line(label, rows[label])}", flush=True)
-    shape = f"float32, B = {values.batch}, H = {values.heads}, D = {values.head_dim}"
+    shape = f"{values.dtype}, B = {values.batch}, H = {values.heads}, D = {values.head_dim}"
     title = f"attention, {shape}, {jax.devices()[0].device_kind}"
     timing.report(title, rows, "attnlab")
     cells = {label: {name: timing.mib(peak) for name, peak in row.items()} for label, row in peaks.items()}
     timing.table("peak memory, MiB", cells)
     medians = {row: {name: statistics.median(s) for name, s in seconds.items()} for row, seconds in rows.items()}
-    options.keep(values.json, {"title": title, "seconds": medians, "peak_mib": peaks})
+    ratios = {row: {name: timing.ratio(s, name, "attnlab") for name in s} for row, s in rows.items()}
+    figures = {"seconds": medians, "ratio": ratios, "peak_mib": peaks}
+    options.keep(values.json, {"title": title} | figures)
+    sizes = {"window": f"window of {values.window}, ", "documents": f"{values.documents} documents, "}
+    case = {label: f"{label}, {sizes.get(label.partition(',')[0], '')}{shape}" for label in rows}
+    recording.add(values, "attention", {case[row]: {name: f[row] for name, f in figures.items()} for row in rows})
     if values.plot:
         _plot(values.plot, title, values.masks, lengths, medians, peaks)
     return 0
@@ -84,6 +94,7 @@ def _checked(values) -> list[int]:
     if missing:
         raise UserError(f"--peers: {missing[0]} is not installed: pip install {peers.PEERS[missing[0]][0]}")
     options.check_new(values, "plot", "json")
+    recording.check(values)
     if values.plot:
         _pyplot()
     return lengths
@@ -95,7 +106,7 @@ def _label(mask, length, which) -> str:
 
 def _task(values, mask, length) -> peers.Task:
     shape = (values.batch, length, values.heads, values.head_dim)
-    arrays = jax.random.normal(jax.random.key(0), (4, *shape))
+    arrays = jax.random.normal(jax.random.key(0), (4, *shape)).astype(values.dtype)
     return peers.task(mask, arrays, values.window, values.documents)
 
 
@@ -112,12 +123,22 @@ def _agreeing(names, task, label) -> dict[str, peers.Contender]:
             print(f"{name} is left out of {label}: {commands.one_line(error)}")
             continue
         expected = out if expected is None else expected
-        difference = np.abs(out - expected).max()
-        if difference < 1e-4:
+        difference, allowed = _difference(out, expected, task.q.dtype)
+        if difference < allowed:
             agreeing[name] = contender
         else:
             print(f"{name} is left out of {label}: its output differs by {difference:.1e}")
     return agreeing
+
+
+def _difference(out: np.ndarray, expected: np.ndarray, dtype) -> tuple[float, float]:
+    """(The difference of two outputs, what it may be)."""
+    if dtype == np.float32:
+        return float(np.abs(out - expected).max()), 1e-4
+    # A value is rounded to 8 bits at most four times (q·scale, scores, probabilities, output), each with a relative
+    # error of at most u = 2⁻⁸; scores are of order 1, so that nothing amplifies the errors. Two outputs may have them
+    # with opposite signs: 8u = 0.03 of the output's norm. One key too many of 257 gives 0.06.
+    return peers.relative_error(out, expected), 8 * peers.UNIT["bfloat16"]
 
 
 def _pyplot():

@@ -61,7 +61,7 @@ def main(values) -> int:
         options.check_new(values, "folder", what="folder")
         with _folder(values.folder) as folder:
             figures = _large_text(bytes_of(values.size), folder, values.steps)
-    options.keep(values.json, figures)
+    options.keep_cases(values, "data", {values.size or "batches": figures})
     return 0
 
 

@@ -36,9 +36,9 @@ def main(values) -> int:
     if values.peer_path:
         contenders["nanoGPT"] = {"peer": True, "compiled": False}  # nanoGPT samples from the uncompiled model
     request = {"tokens": values.tokens, "samples": values.num_samples}
-    figures, rows = {}, {}
+    cases, rows, texts = {}, {}, f"{values.num_samples} × {values.tokens} tokens"
     for size in values.sizes:
-        peer = values.peer_path, values.peer_python
+        peer, figures = (values.peer_path, values.peer_python), cases.setdefault(f"{size}, {texts}", {})
         with workers.started(contenders, size, workers.SIZES[size], *peer) as running:
             for worker in running.values():
                 worker.ask("decode", **request)  # compiles
@@ -56,7 +56,6 @@ def main(values) -> int:
             if values.peer_path:
                 row["× nanoGPT"] = f"{timing.ratio(seconds, 'nanoGPT', name):.2f}"
         rows[f"{size}, attnlab"]["first token, ms"] = f"{first:.2f}"
-    title = f"sampling, {values.num_samples} × {values.tokens} tokens"
-    timing.table(title, rows, caption="medians; × nanoGPT: tokens/s over nanoGPT's, median over rounds")
-    options.keep(values.json, figures)
+    timing.table(f"sampling, {texts}", rows, caption="medians; × nanoGPT: tokens/s over nanoGPT's, median over rounds")
+    options.keep_cases(values, "decode", cases)
     return 0

@@ -79,7 +79,7 @@ def main(values) -> int:
     for text, contenders in drafts(run, values.draft, values.tokens).items():
         title = f"{text} text, without and with drafts of {values.draft} tokens"
         figures |= compare(title, contenders, values.tokens, values.rounds, f"draft_{text}")
-    options.keep(values.json, figures)
+    options.keep_cases(values, "decoding", {"all": figures})
     return 0
 
 

@@ -3,8 +3,9 @@
     python -m attnlab.bench loss --peer_path=nanoGPT --peer_python=torch/bin/python [--path=TEXT.txt]
     python -m attnlab.bench loss --recipes=speedrun:fast,my_config.py --path=TEXT.txt
 
-nanoGPT trains compiled, by its README's recipe for CPUs: 4 layers, 4 heads, width 128, context 64, batch size 12, no
-dropout, AdamW at 1e-3 with β2 0.99, 100 steps of warm-up and a cosine down to 1e-4 over 2,000 steps (--steps).
+nanoGPT trains compiled, in float32 and once more under torch.autocast in bfloat16, by its README's recipe for CPUs:
+4 layers, 4 heads, width 128, context 64, batch size 12, no dropout, AdamW at 1e-3 with β2 0.99, 100 steps of warm-up
+and a cosine down to 1e-4 over 2,000 steps (--steps).
 attnlab trains by recipes, which are configs as for `attnlab train`: `speedrun:fast` is planned to end soon at
 nanoGPT's loss, `speedrun:budget` at the lowest loss after nanoGPT's 2,000 × 768 tokens.
 
@@ -13,8 +14,9 @@ the training steps, batches included; without each contender's first step, which
 loss is the mean over all of the validation text, in adjacent windows of each contender's context, in nats a character.
 Without --peer_path attnlab runs alone.
 
-Figures: loss_CONTENDER, seconds_CONTENDER, tokens_CONTENDER, parameters_CONTENDER; ratio_CONTENDER, nanoGPT's seconds
-over those of a recipe whose loss is no higher than nanoGPT's.
+Figures: loss_CONTENDER, seconds_CONTENDER, tokens_CONTENDER, parameters_CONTENDER; of a recipe whose loss is no higher
+than nanoGPT's, ratio_CONTENDER, the seconds of nanoGPT in float32 over the recipe's, and ratio_CONTENDER_over_autocast,
+the seconds of nanoGPT under autocast over the recipe's.
 """
 
 import runpy
@@ -31,9 +33,12 @@ from attnlab.data import corpora, tokenizers
 from attnlab.support import timing
 from attnlab.support.errors import UserError
 
-from .harness import options, workers
+from .harness import options, recording, workers
 
-PEER = "nanoGPT compiled"
+PEERS = {  # by name: whether it computes in bfloat16, the end of the names of the ratios over it, and their column
+    "nanoGPT compiled": (False, "", "× nanoGPT float32"),
+    "nanoGPT autocast compiled": (True, "_over_autocast", "× nanoGPT autocast"),
+}
 COUNTS = {
     "steps": (2000, "steps of nanoGPT"),
     "rounds": (10, "blocks of each contender"),
@@ -63,14 +68,16 @@ def define(values, argv) -> None:
     flags.DEFINE_string("path", "", "a text file; if not given, the quickstart's text", flag_values=values)
     options.define_integers(values, COUNTS)
     options.define_json(values)
+    recording.define(values)
 
 
 def main(values) -> int:
     """Race, and print the table."""
     options.check_positive(values, *COUNTS)
     options.check_new(values, "json")
+    recording.check(values)
     options.check_peer(values)
-    runners = {} if values.peer_path is None else {PEER: _peer(values.steps)}
+    runners = {name: _peer(values.steps, peer[0]) for name, peer in PEERS.items()} if values.peer_path else {}
     runners |= {name: _ours(name, load_recipe(name)) for name in values.recipes}
     for name, runner in runners.items():
         if runner.steps <= values.rounds:
@@ -78,7 +85,8 @@ def main(values) -> int:
     text = corpora.read_text("text" if values.path else "python_docs", path=values.path)
     figures = race(runners, text, values.rounds, (values.peer_path, values.peer_python))
     _print(figures, runners, values.path or "the quickstart's text")
-    options.keep(values.json, figures)
+    name = Path(values.path).name if values.path else "the quickstart's text"
+    options.keep_cases(values, "loss", {f"{name}, {values.steps} steps of nanoGPT": figures})
     return 0
 
 
@@ -101,10 +109,11 @@ def load_recipe(name: str) -> ConfigDict:
     return config
 
 
-def _peer(steps: int) -> Runner:
+def _peer(steps: int, bfloat16: bool) -> Runner:
     size = workers.SIZES["small"]
     schedule = {"warmup": min(100, steps // 2), "steps": steps, "last": 1e-4}
-    return Runner({"peer": True, "compiled": True, "schedule": schedule}, steps, size["batch_size"] * size["context"])
+    options = {"peer": True, "compiled": True, "bfloat16": bfloat16, "schedule": schedule}
+    return Runner(options, steps, size["batch_size"] * size["context"])
 
 
 def _ours(name: str, config: ConfigDict) -> Runner:
@@ -130,8 +139,9 @@ def race(runners: dict[str, Runner], text: corpora.Strings, rounds: int, peer: t
     for name, runner in runners.items():
         figures[f"loss_{name}"], figures[f"parameters_{name}"] = found[name]["loss"], found[name]["parameters"]
         figures[f"seconds_{name}"], figures[f"tokens_{name}"] = seconds[name], runner.steps * runner.tokens
-        if PEER in runners and name != PEER and found[name]["loss"] <= found[PEER]["loss"]:
-            figures[f"ratio_{name}"] = seconds[PEER] / seconds[name]
+        for peer, (_, suffix, _) in PEERS.items():
+            if peer in runners and name not in PEERS and found[name]["loss"] <= found[peer]["loss"]:
+                figures[f"ratio_{name}{suffix}"] = seconds[peer] / seconds[name]
     return figures
 
 
@@ -150,13 +160,14 @@ def _train(running: dict[str, workers.Worker], runners: dict[str, Runner], round
 def _print(figures: dict, runners: dict[str, Runner], text: str) -> None:
     rows = {}
     for name, runner in runners.items():
-        ratio = figures.get(f"ratio_{name}")
         rows[name] = {
             "loss": f"{figures[f'loss_{name}']:.4f}",
             "parameters": f"{figures[f'parameters_{name}']:,}",
             "tokens": f"{runner.steps * runner.tokens:,}",
             "seconds": f"{figures[f'seconds_{name}']:.1f}",
         }
-        if PEER in runners:
-            rows[name]["× nanoGPT"] = "" if name == PEER else f"{ratio:.2f}" if ratio else "its loss is not reached"
+        for peer, (_, suffix, column) in PEERS.items():
+            if peer in runners:
+                ratio = figures.get(f"ratio_{name}{suffix}")
+                rows[name][column] = "" if name in PEERS else f"{ratio:.2f}" if ratio else "its loss is not reached"
     timing.table("training to a loss", rows, caption=f"{text}; nats a character on its validation part")

@@ -19,7 +19,7 @@ from attnlab.support import timing
 from attnlab.training import run
 from attnlab.training.experiment import Experiment
 
-from .harness import options, workers
+from .harness import options, recording, workers
 
 COUNTS = {"rounds": (7, "timed blocks of each mixer"), "seconds": (2, "seconds a block of the slowest, about")}
 
@@ -29,6 +29,7 @@ def define(values, argv) -> None:
     options.define_choices(values, "mixers", MIXERS, "mixers")
     options.define_integers(values, COUNTS)
     options.define_json(values)
+    recording.define(values)
 
 
 def main(values) -> int:
@@ -36,6 +37,7 @@ def main(values) -> int:
     options.check_positive(values, *COUNTS)
     options.check_known("mixers", values.mixers, MIXERS)
     options.check_new(values, "json")
+    recording.check(values)
     recipes = {mixer: _recipe(mixer) for mixer in values.mixers}
     contenders = {mixer: {"peer": False, "recipe": config.to_dict()} for mixer, config in recipes.items()}
     tokens, vocab_size = workers.quickstart_text()
@@ -43,7 +45,7 @@ def main(values) -> int:
         first = {mixer: worker.ask("train", steps=1)["seconds"] for mixer, worker in running.items()}
         steps = workers.calibrate(running, values.seconds)
         answers = workers.alternate(running, "train", values.rounds, "mixers", steps=steps)
-    figures, rows = {}, {}
+    cases, rows = {}, {}
     for mixer, config in recipes.items():
         step = statistics.median(answer["seconds"] for answer in answers[mixer]) / steps
         experiment = Experiment(run.resolve(config).config, vocab_size)
@@ -53,12 +55,12 @@ def main(values) -> int:
             "state_bytes": state_bytes(experiment.model),
             "parameters": experiment.parameters,
         }
-        figures |= {f"{name}_{mixer}": value for name, value in found.items()}
+        cases[mixer] = {f"{name}_{mixer}": value for name, value in found.items()}
         shown = {name: f"{value:,.0f}" for name, value in found.items()}
         rows[mixer] = shown | {"compile_seconds": f"{found['compile_seconds']:.1f}"}
     caption = f"medians of {values.rounds} rounds of {steps} steps; {jax.devices()[0].device_kind}"
     timing.table("mixers at the quickstart's size", rows, caption=caption)
-    options.keep(values.json, figures)
+    options.keep_cases(values, "mixers", cases)
     return 0
 
 

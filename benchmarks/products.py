@@ -36,11 +36,12 @@ def main(values) -> int:
     """Benchmark, and print the tables."""
     options.check_common(values, workers.SIZES, COUNTS)
     options.check_known("precisions", values.precisions, PRECISIONS)
-    figures = {}
-    for size in values.sizes:
-        for precision in values.precisions:
-            figures |= _measure(size, precision, values.rounds)
-    options.keep(values.json, figures)
+    cases = {
+        f"{size}, {precision}": _measure(size, precision, values.rounds)
+        for size in values.sizes
+        for precision in values.precisions
+    }
+    options.keep_cases(values, "products", cases)
     return 0
 
 

@@ -20,7 +20,7 @@ import attnlab
 from attnlab import masks
 from attnlab.support import timing
 
-from .harness import options
+from .harness import options, recording
 
 # Which of the decay and the erasure a member has.
 MEMBERS = {
@@ -47,6 +47,7 @@ def define(values, argv) -> None:
     options.define_choices(values, "members", MEMBERS, "members")
     options.define_integers(values, COUNTS)
     options.define_json(values)
+    recording.define(values)
 
 
 def main(values) -> int:
@@ -55,6 +56,7 @@ def main(values) -> int:
     options.check_positive(values, *COUNTS)
     options.check_known("members", values.members, MEMBERS)
     options.check_new(values, "json")
+    recording.check(values)
     rows, a_token = {}, {}
     for length in lengths:
         shape = (values.batch, length, values.heads, values.head_dim)
@@ -77,6 +79,8 @@ def main(values) -> int:
     timing.table("microseconds a token", cells)
     seconds = {label: {name: statistics.median(s) for name, s in row.items()} for label, row in rows.items()}
     options.keep(values.json, {"seconds": seconds, "us_a_token": a_token})
+    cases = {f"{label}, {sizes}": {"seconds": seconds[label], "us_a_token": a_token[label]} for label in rows}
+    recording.add(values, "recurrence", cases)
     return 0
 
 

@@ -59,8 +59,9 @@ def main(values) -> int:
     if values.vocab_size < 2:
         raise UserError(f"--vocab_size={values.vocab_size}: expected 2 or more, as the metric compares two tokens")
     python = _lens_python(values.lens_python)
-    figures, rows = {}, {}
+    cases, rows = {}, {}
     for size in values.sizes:
+        figures = cases.setdefault(f"{size}, {values.length} tokens", {})
         with _started(size, values.length, values.vocab_size, python) as running:
             first = {name: worker.ask("patch") for name, worker in running.items()}
             answers = workers.alternate(running, "patch", values.rounds, size)
@@ -80,7 +81,7 @@ def main(values) -> int:
                 row["largest difference"] = f"{figures[f'difference_{label}']:.1g}"
             rows[f"{size}, {name}"] = row | {"peak memory, MiB": timing.mib(peaks[name])}
     timing.table(f"activation patching of all heads, {values.length} tokens", rows, caption="medians over rounds")
-    options.keep(values.json, figures)
+    options.keep_cases(values, "see", cases)
     return 0
 
 

@@ -68,9 +68,9 @@ def main(values) -> int:
     """Benchmark, and print a table for each size."""
     options.check_common(values, SIZES, COUNTS)
     running.one_device_per_core()
-    figures = {}
+    cases = {}
     for name in values.sizes:
-        size = SIZES[name]
+        size, figures = SIZES[name], cases.setdefault(f"{name}, {values.seeds} seeds", {})
         seconds = timing.alternate(contenders(size, values.seeds, values.rounds + 1), values.rounds)
         rows = {}
         for contender, times in seconds.items():
@@ -81,7 +81,7 @@ def main(values) -> int:
             rows[contender] = {"ms a step and seed": f"{figures[f'ms_{label}']:.2f}", "times as fast": speed}
         caption = f"medians over rounds; {len(jax.devices())} devices"
         timing.table(f"{name}: {values.seeds} seeds", rows, caption=caption)
-    options.keep(values.json, figures)
+    options.keep_cases(values, "seeds", cases)
     return 0
 
 

@@ -30,7 +30,7 @@ from attnlab.data import corpora, tokenizers
 from attnlab.support import timing
 from attnlab.support.errors import UserError
 
-from .harness import options, workers
+from .harness import options, recording, workers
 
 IMPORTS = {"flax": "import jax, flax", "attnlab": "import jax, flax; from attnlab import *"}
 IMPORTED = rb"imported"
@@ -47,12 +47,14 @@ def define(values, argv) -> None:
     options.define_peer(values)
     options.define_integers(values, {"rounds": (5, "starts of each kind")})
     options.define_json(values)
+    recording.define(values)
 
 
 def main(values) -> int:
     """Measure, and print the table."""
     options.check_positive(values, "rounds")
     options.check_new(values, "json")
+    recording.check(values)
     options.check_peer(values)
     config = configs.completed(commands.config_of(values)[0])
     overrides = config_flags.get_override_values(values["config"])
@@ -66,7 +68,7 @@ def main(values) -> int:
     cells = {what: {kind: f"{s:.2f} s" for kind, s in row.items()} for what, row in medians.items()}
     timing.table("from the command", cells, caption="medians")
     figures = {f"{what.replace(' ', '_')}_{kind}_s": s for what, row in medians.items() for kind, s in row.items()}
-    options.keep(values.json, figures)
+    options.keep_cases(values, "start", {" ".join([Path(arguments[0]).name, *arguments[1:]]): figures})
     return 0
 
 

@@ -4,11 +4,14 @@
     python -m attnlab.bench train --profile=trace --sizes=small
 
 Size small is nanoGPT's recipe for CPUs (4 layers, 4 heads, width 128, context 64, batch size 12); large has 6 layers,
-6 heads, width 384, context 256, batch size 16. nanoGPT runs its own model and loop, eager and compiled; ratios are over
-the faster of the two. The contenders alternate, each in a process of its own. Without --peer_path attnlab runs alone.
-With --profile attnlab runs alone too, and its ten most expensive ops are listed.
+6 heads, width 384, context 256, batch size 16. nanoGPT runs its own model and loop, eager and compiled, in float32 and,
+where attnlab's precisions have bfloat16, under torch.autocast in bfloat16. Like is compared with like: attnlab's
+float32 with the faster float32 nanoGPT, its bfloat16 with the faster autocast nanoGPT. The contenders alternate, each
+in a process of its own. Without --peer_path attnlab runs alone. With --profile attnlab runs alone too, and its ten most
+expensive ops are listed.
 
-Figures: ratio_SIZE_PRECISION, attnlab's tokens a second over nanoGPT's; tokens_per_second_SIZE_CONTENDER,
+Figures: ratio_SIZE_PRECISION, attnlab's tokens a second over the faster float32 nanoGPT's, and
+ratio_SIZE_bfloat16_over_autocast, over the faster autocast nanoGPT's; tokens_per_second_SIZE_CONTENDER,
 step_ms_SIZE_CONTENDER and peak_mib_SIZE_CONTENDER; of attnlab's also floor_ms_SIZE_CONTENDER, the time of the matrix
 products of a step, each alone (`bench products`), and step_over_floor_SIZE_CONTENDER.
 """
@@ -23,6 +26,10 @@ from attnlab.support import timing
 from .harness import options, profiling, workers
 
 PRECISIONS = ("float32", "bfloat16")
+CAPTION = (
+    "medians; × float32: tokens/s over the faster nanoGPT in float32; × autocast: over the faster nanoGPT in bfloat16. "
+    "Like with like: × float32 of attnlab float32, × autocast of attnlab bfloat16"
+)
 COUNTS = {"rounds": (7, "timed blocks of each contender"), "seconds": (3, "seconds a block, about")}
 
 
@@ -46,12 +53,10 @@ def main(values) -> int:
 
 
 def _race(values, ours) -> int:
-    theirs = {"nanoGPT": {"peer": True, "compiled": False}} if values.peer_path else {}
-    if values.peer_path and values.compiled:
-        theirs["nanoGPT compiled"] = {"peer": True, "compiled": True}
-    figures, rows = {}, {}
+    theirs = _theirs(values) if values.peer_path else {}
+    cases, rows = {}, {}
     for size in values.sizes:
-        peer = values.peer_path, values.peer_python
+        peer, figures = (values.peer_path, values.peer_python), cases.setdefault(size, {})
         with workers.started(ours | theirs, size, workers.SIZES[size], *peer) as running:
             steps = workers.calibrate(running, values.seconds)
             answers, floors = {name: [] for name in running}, {name: [] for name in ours}
@@ -63,28 +68,62 @@ def _race(values, ours) -> int:
             peaks = {name: worker.peak_mib for name, worker in running.items()}
         seconds = {name: [answer["seconds"] / steps for answer in given] for name, given in answers.items()}
         print(timing.line(f"{size}, a step", seconds), flush=True)
-        tokens = workers.SIZES[size]["batch_size"] * workers.SIZES[size]["context"]
-        for name, times in seconds.items():
-            step, label = statistics.median(times), f"{size}_{name.replace(' ', '_')}"
-            figures[f"step_ms_{label}"] = 1e3 * step
-            figures[f"tokens_per_second_{label}"] = tokens / step
-            figures[f"peak_mib_{label}"] = peaks[name]
-            row = {"ms a step": f"{1e3 * step:.2f}", "tokens/s": f"{tokens / step:,.0f}"}
-            if theirs:
-                ratio = timing.ratio(seconds, timing.fastest(seconds, theirs), name)
-                row["× nanoGPT"] = f"{ratio:.2f}"
-                if name in ours:
-                    figures[f"ratio_{size}_{ours[name]['precision']}"] = ratio
+        for name in seconds:
+            row = _speed(size, name, seconds[name], figures) | _ratios(size, name, seconds, ours, theirs, figures)
             if name in ours:
-                over = statistics.median(step / floor for step, floor in zip(times, floors[name]))
-                figures[f"floor_ms_{label}"] = 1e3 * statistics.median(floors[name])
-                figures[f"step_over_floor_{label}"] = over
-                row["× floor"] = f"{over:.2f}"
-            row["peak memory, MiB"] = timing.mib(peaks[name])
-            rows[f"{size}, {name}"] = row
-    timing.table("training", rows, caption="medians; × nanoGPT: tokens/s over the faster nanoGPT's, median over rounds")
-    options.keep(values.json, figures)
+                row |= _over_floor(size, name, seconds[name], floors[name], figures)
+            figures[f"peak_mib_{_label(size, name)}"] = peaks[name]
+            rows[f"{size}, {name}"] = row | {"peak memory, MiB": timing.mib(peaks[name])}
+    timing.table("training", rows, caption=CAPTION if theirs else "medians")
+    options.keep_cases(values, "train", cases)
     return 0
+
+
+def _theirs(values) -> dict[str, dict]:
+    """nanoGPT's contenders, as `workers.started` takes them."""
+    autocast = {"": False, " autocast": True} if "bfloat16" in values.precisions else {"": False}
+    compiled = {"": False, " compiled": True} if values.compiled else {"": False}
+    return {
+        f"nanoGPT{precision}{mode}": {"peer": True, "compiled": compiled[mode], "bfloat16": autocast[precision]}
+        for precision in autocast
+        for mode in compiled
+    }
+
+
+def _label(size: str, name: str) -> str:
+    return f"{size}_{name.replace(' ', '_')}"
+
+
+def _speed(size: str, name: str, times: list[float], figures: dict) -> dict[str, str]:
+    """A contender's cells of speed, whose figures are added."""
+    step, tokens = statistics.median(times), workers.SIZES[size]["batch_size"] * workers.SIZES[size]["context"]
+    figures[f"step_ms_{_label(size, name)}"] = 1e3 * step
+    figures[f"tokens_per_second_{_label(size, name)}"] = tokens / step
+    return {"ms a step": f"{1e3 * step:.2f}", "tokens/s": f"{tokens / step:,.0f}"}
+
+
+def _ratios(size: str, name: str, seconds: dict, ours: dict, theirs: dict, figures: dict) -> dict[str, str]:
+    """A contender's cells over the faster nanoGPT in float32, and in bfloat16 also under autocast."""
+    row, in_bfloat16 = {}, "autocast" in name or "bfloat16" in name
+    for column, autocast, suffix in (("× float32", False, ""), ("× autocast", True, "_over_autocast")):
+        peers = [peer for peer, options in theirs.items() if options["bfloat16"] == autocast]
+        if not peers:
+            continue
+        row[column] = ""
+        if in_bfloat16 or not autocast:
+            ratio = timing.ratio(seconds, timing.fastest(seconds, peers), name)
+            row[column] = f"{ratio:.2f}"
+            if name in ours:
+                figures[f"ratio_{size}_{ours[name]['precision']}{suffix}"] = ratio
+    return row
+
+
+def _over_floor(size: str, name: str, times: list[float], floors: list[float], figures: dict) -> dict[str, str]:
+    """The cell of a step over its matrix products, whose figures are added."""
+    over = statistics.median(step / floor for step, floor in zip(times, floors))
+    figures[f"floor_ms_{_label(size, name)}"] = 1e3 * statistics.median(floors)
+    figures[f"step_over_floor_{_label(size, name)}"] = over
+    return {"× floor": f"{over:.2f}"}
 
 
 def _profile(values, ours, steps: int = 5) -> int:

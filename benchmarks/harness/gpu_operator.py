@@ -18,8 +18,8 @@ from attnlab.support import timing
 from attnlab.support.errors import UserError
 
 from . import peers, workers
+from .peers import UNIT
 
-UNIT = {"bfloat16": 2.0**-8, "float32": 2.0**-24}  # unit roundoff: the largest relative error of one rounding
 BACKENDS = ("dense", "blockwise", "cudnn")  # the specification first
 DOCUMENTS = 12  # in a sequence; their ends do not coincide with those of tiles
 PASSES = {"forward": "forward", "backward": "forward + backward"}
@@ -116,7 +116,7 @@ def _check_backend(report, label, name, task, expected, allowed) -> tuple[str, n
     try:
         with jax.default_matmul_precision("highest" if task.q.dtype == jnp.float32 else "default"):
             answers = _answers(peers.ours(name, task))
-        errors = np.array([_error(np.asarray(x), y) for x, y in zip(answers, expected)])
+        errors = np.array([peers.relative_error(np.asarray(x), y) for x, y in zip(answers, expected)])
     except Exception as error:  # a check that raises is a result too
         report.fail(f"{label}: attnlab {name} failed ({type(error).__name__}: {commands.one_line(error)})")
         return "WRONG", None
@@ -127,12 +127,6 @@ def _check_backend(report, label, name, task, expected, allowed) -> tuple[str, n
         return "ok", errors
     report.fail(line)
     return "WRONG", errors
-
-
-def _error(x, expected) -> float:
-    """‖x − x*‖ / ‖x*‖, in the type of x*."""
-    difference = x.astype(expected.dtype) - expected
-    return float(((difference * difference).sum() / (expected * expected).sum()) ** 0.5)
 
 
 def _answers(contender) -> list:
@@ -201,7 +195,7 @@ def _entered(report, label, task, torch, folder) -> dict[str, dict[str, Callable
     for name, prepare in _contenders(label, task, torch, folder).items():
         try:
             answers, seconds = prepare()
-            error = max(_error(jnp.asarray(x), y) for x, y in zip(answers, expected))
+            error = max(peers.relative_error(jnp.asarray(x), y) for x, y in zip(answers, expected))
             if not error <= 8 * UNIT["bfloat16"]:  # eight roundings, as in `check`; one key too many of 257 gives 0.06
                 raise ValueError(f"its answer has an error of {error:.1e}")
         except Exception as error:  # peers fail in their own ways

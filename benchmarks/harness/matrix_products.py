@@ -98,11 +98,6 @@ def _product(equation) -> Product | None:
     return Product(*shapes, tuple(axes), x.dtype.name)
 
 
-def _operands(product: Product) -> list[np.ndarray]:
-    random = np.random.default_rng(0)
-    return [random.standard_normal(shape, np.float32) for shape in (product.x, product.y)]
-
-
 class Timer:
     """Times products alone, one after the other.
 
@@ -115,12 +110,16 @@ class Timer:
     def __init__(self, found: list, library: str = "xla"):
         make = {"xla": _by_xla, "torch": _by_torch}[library]
         self._calls = [make(Product(tuple(x), tuple(y), tuple(axes), dtype)) for x, y, axes, dtype in found]
-        for call in self._calls:
+        for call, _ in self._calls:
             call()
 
     def time(self) -> dict:
-        """The `seconds` of a call of each product: of as many calls as take 20 ms, the median."""
-        return {"seconds": [self._seconds(call) for call in self._calls]}
+        """The `seconds` of each product: the median over as many calls as take 20 ms.
+
+        A call of a compiled program takes some 100 µs besides its products, which a step pays once and not for each
+        product. So a program of XLA repeats a small product until it has computed 1 GFLOP, up to 32 times.
+        """
+        return {"seconds": [self._seconds(call) / times for call, times in self._calls]}
 
     @staticmethod
     def _seconds(call: Callable[[], object]) -> float:
@@ -137,17 +136,39 @@ def _operands(product: Product) -> list[np.ndarray]:
     return [random.standard_normal(shape, np.float32) for shape in (product.x, product.y)]
 
 
-def _by_xla(product: Product) -> Callable[[], object]:
-    x, y = (jnp.asarray(operand, product.dtype) for operand in _operands(product))
-    multiply = jax.jit(functools.partial(products.matrix_product, axes=product.axes))
-    return lambda: multiply(x, y).block_until_ready()
+def _by_xla(product: Product) -> tuple[Callable[[], object], int]:
+    """(A function that multiplies, how often it does)."""
+    times = max(1, min(32, 10**9 // product.flops))
+    operands = [jnp.asarray(operand, product.dtype) for operand in _operands(product)]
+    multiply = functools.partial(products.matrix_product, axes=product.axes)
+    program = jax.jit(multiply if times == 1 else functools.partial(_repeated, multiply, times))
+    return lambda: program(*operands).block_until_ready(), times
 
 
-def _by_torch(product: Product) -> Callable[[], object]:
+def _repeated(multiply: Callable, times: int, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Multiply so often, each time with an element of the last product in the smaller operand.
+
+    Otherwise XLA would multiply once, before the loop. The loop carries the operand's bits, because to update one
+    element of a bfloat16 array XLA on CPUs converts the whole array to float32 and back.
+    """
+    bitcast, swapped = jax.lax.bitcast_convert_type, x.size < y.size
+    smaller, other = (x, y) if swapped else (y, x)
+    unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+
+    def body(_, bits):
+        operand = bitcast(bits, x.dtype)
+        out = multiply(operand, other) if swapped else multiply(other, operand)
+        corner = jax.lax.optimization_barrier(out)[:1, :1]  # without the barrier XLA might compute this element alone
+        return jax.lax.dynamic_update_slice(bits, bitcast(corner, unsigned), (0, 0))
+
+    return jax.lax.fori_loop(0, times, body, bitcast(smaller, unsigned))
+
+
+def _by_torch(product: Product) -> tuple[Callable[[], object], int]:
     import torch
 
     x, y = (torch.from_numpy(operand).to(getattr(torch, product.dtype)) for operand in _operands(product))
-    return functools.partial(torch.matmul, x if product.axes[0] else x.T, y.T if product.axes[1] else y)
+    return functools.partial(torch.matmul, x if product.axes[0] else x.T, y.T if product.axes[1] else y), 1
 
 
 def work() -> None:

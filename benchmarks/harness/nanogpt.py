@@ -33,7 +33,7 @@ class NanoGPT:
       vocab_size: of the tokenizer.
       compiled: train `torch.compile(model)`.
       device: "cpu" or "cuda".
-      bfloat16: train under `torch.amp.autocast`.
+      bfloat16: train and evaluate under `torch.amp.autocast`, as `train.py` does on GPUs, and on CPUs does not.
       log_every: steps between two reads of the loss, which wait for the device.
       schedule: `{"warmup": steps, "steps": steps in all, "last": rate}`, of a learning rate that rises to 1e-3 and
         decays to `last` by half a cosine, as `train.py` has it; None for 1e-3 throughout.
@@ -119,7 +119,9 @@ class NanoGPT:
                 starts = range(first * self.context, min(count, first + 64) * self.context, self.context)
                 windows = torch.from_numpy(np.stack([tokens[i : i + self.context + 1] for i in starts]))
                 windows = windows.to(self.device)
-                total += self.raw(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())[1].item() * len(windows)
+                with self.precision:  # as `train.py` does
+                    loss = self.raw(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())[1]
+                total += loss.item() * len(windows)
         self.raw.train()
         return {"loss": total / count, "parameters": sum(p.numel() for p in self.raw.parameters())}
 

@@ -12,6 +12,8 @@ from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
 from attnlab.support.paths import named
 
+from . import recording
+
 
 def define_integers(values, table: dict[str, tuple[int | None, str]]) -> None:
     """Define integer flags, {name: (default, help)}."""
@@ -25,10 +27,11 @@ def define_choices(values, name: str, choices: Iterable[str], meaning: str) -> N
 
 
 def define_common(values, sizes: Iterable[str], counts: dict[str, tuple[int, str]]) -> None:
-    """Define the flags of a benchmark that starts workers: --sizes, its integer flags, and --json."""
+    """Define the flags of a benchmark that starts workers: --sizes, its integer flags, --json and --record."""
     define_choices(values, "sizes", sizes, "model sizes")
     define_integers(values, counts)
     define_json(values)
+    recording.define(values)
 
 
 def define_peer(values, python: str | None = "python3") -> None:
@@ -66,6 +69,7 @@ def check_common(values, sizes: Iterable[str], counts: Iterable[str]) -> None:
     check_positive(values, *counts)
     check_known("sizes", values.sizes, sizes)
     check_new(values, "json")
+    recording.check(values)
 
 
 def check_positive(values, *names: str) -> None:
@@ -111,3 +115,9 @@ def keep(path: str | None, figures: dict) -> None:
     if path:
         with named(path), open(path, "x", encoding="utf-8") as file:
             file.write(json.dumps(figures, indent=1) + "\n")
+
+
+def keep_cases(values, benchmark: str, cases: dict[str, dict]) -> None:
+    """Write the figures of all cases to --json, in one dictionary, and by case to --record."""
+    keep(values.json, {name: value for figures in cases.values() for name, value in figures.items()})
+    recording.add(values, benchmark, cases)

@@ -12,6 +12,8 @@ import numpy as np
 import attnlab
 from attnlab.masks import Causal, Mask, Segments, SlidingWindow
 
+UNIT = {"bfloat16": 2.0**-8, "float32": 2.0**-24}  # unit roundoff: the largest relative error of one rounding
+
 
 class Task(NamedTuple):
     """The inputs of one benchmark.
@@ -125,7 +127,8 @@ def _attnax(task):
 def _torch(name, task):
     from . import torchattention
 
-    tensors = torchattention.task(task.mask, (task.q, task.k, task.v, task.d_out), task.window, task.ids)
+    arrays = [x.astype(jnp.float32) for x in (task.q, task.k, task.v, task.d_out)]  # NumPy has no bfloat16 for torch
+    tensors = torchattention.task(task.mask, arrays, task.window, task.ids, dtype=task.q.dtype.name)
     return Contender(*torchattention.Contenders.ENTER[name](tensors))
 
 
@@ -142,5 +145,16 @@ PEERS = {
 
 
 def output(contender: Contender) -> np.ndarray:
-    """A contender's output, `[B, T, H, D]`; compiles its forward pass."""
-    return np.asarray(contender.forward())
+    """A contender's output, float32 `[B, T, H, D]`; compiles its forward pass."""
+    out = contender.forward()
+    return np.asarray(out.astype(jnp.float32) if isinstance(out, jax.Array) else out.float())
+
+
+def relative_error(x, expected) -> float:
+    """‖x − x*‖ / ‖x*‖, in the type of x*.
+
+    >>> relative_error(np.array([3.0, 4.5]), np.array([3.0, 4.0]))
+    0.1
+    """
+    difference = x.astype(expected.dtype) - expected
+    return float(((difference * difference).sum() / (expected * expected).sum()) ** 0.5)

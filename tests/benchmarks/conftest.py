@@ -20,8 +20,10 @@ for line in sys.stdin:
     request = json.loads(line)
     if request["do"] == {dies_of!r}:
         raise RuntimeError("no more")
-    seconds = 2.0 * request.get("steps", 1) / (2 if request.get("compiled") else 1)
-    print(json.dumps({{"seconds": seconds, "parameters": 1, "loss": 1.0}}), flush=True)
+    if request["do"] == "start":
+        speed = (1 + request["compiled"]) * (4 if request.get("bfloat16") else 1)
+    seconds = 2.0 * request.get("steps", 1) / speed
+    print(json.dumps({{"seconds": seconds, "parameters": 1, "loss": {loss}}}), flush=True)
 """
 
 
@@ -36,11 +38,11 @@ def tiny(monkeypatch):
 def peer(tmp_path):
     """Creates a stand-in for nanoGPT, which answers every request at once; returns the flags that select it."""
 
-    def flags(has_torch: bool = True, dies_of: str = "") -> list[str]:
+    def flags(has_torch: bool = True, dies_of: str = "", loss: float = 1.0) -> list[str]:
         checkout, python = tmp_path / "nanoGPT", tmp_path / "python"
         checkout.mkdir()
         (checkout / "model.py").touch()
-        python.write_text(PEER.format(python=sys.executable, has_torch=has_torch, dies_of=dies_of))
+        python.write_text(PEER.format(python=sys.executable, has_torch=has_torch, dies_of=dies_of, loss=loss))
         python.chmod(0o755)
         return [f"--peer_path={checkout}", f"--peer_python={python}"]
 

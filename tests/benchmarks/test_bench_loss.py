@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from attnlab._benchmarks.harness import recording
 from attnlab.bench import main
 
 RECIPE = """
@@ -30,17 +31,23 @@ def recipe(tmp_path):
 
 
 @pytest.mark.slow
-def test_loss_trains_a_recipe_to_its_end_beside_the_peer(recipe, peer, tmp_path, capsys):
-    """The peer's stand-in has a loss of 1, which nine steps do not reach."""
-    path, text = tmp_path / "figures.json", tmp_path / "text.txt"
+@pytest.mark.parametrize("reached", [False, True], ids=["missed", "reached"])
+def test_loss_trains_a_recipe_to_its_end_beside_both_peers(recipe, peer, tmp_path, capsys, reached):
+    """The stand-ins' loss is out of reach of nine steps, or above any."""
+    path, text, loss = tmp_path / "figures.json", tmp_path / "text.txt", 9 if reached else 1
     text.write_text("Tell me, O muse, of that ingenious hero. " * 200)
-    flags = [recipe(), *peer(), f"--path={text}", "--steps=20", "--rounds=3", f"--json={path}"]
-    assert main(["bench", "loss", *flags]) == 0
+    flags = [recipe(), *peer(loss=loss), f"--path={text}", "--steps=20", "--rounds=3", f"--json={path}"]
+    assert main(["bench", "loss", *flags, f"--record={tmp_path}"]) == 0
     figures, name = json.loads(path.read_text()), str(tmp_path / "mine.py")
     assert figures["tokens_nanoGPT compiled"] == 20 * 12 * 64 and figures[f"tokens_{name}"] == 9 * 4 * 8
-    assert figures["loss_nanoGPT compiled"] == 1 < figures[f"loss_{name}"] < 5  # ln 20 letters is 3
-    assert figures["seconds_nanoGPT compiled"] == 2 * 19 and f"ratio_{name}" not in figures
-    assert figures[f"parameters_{name}"] > 500 and "not reached" in capsys.readouterr().out.replace("\n", " ")
+    assert figures["loss_nanoGPT compiled"] == loss and 1 < figures[f"loss_{name}"] < 5  # ln 20 letters is 3
+    seconds = figures["seconds_nanoGPT compiled"], figures["seconds_nanoGPT autocast compiled"]
+    assert seconds == (19, 19 / 4) and figures[f"parameters_{name}"] > 500
+    ratios = [figures.get(f"ratio_{name}"), figures.get(f"ratio_{name}_over_autocast")]
+    assert ratios == ([pytest.approx(each / figures[f"seconds_{name}"]) for each in seconds] if reached else [None] * 2)
+    assert ("not reached" in capsys.readouterr().out.replace("\n", " ")) != reached
+    recorded = json.loads((tmp_path / recording.file_name(recording.machine())).read_text())["benchmarks"]["loss"]
+    assert list(recorded) == ["text.txt, 20 steps of nanoGPT"]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 """The benchmark of matrix products, and how they are found in a program. No test asserts a time."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+from attnlab._benchmarks.harness import recording
 from attnlab._benchmarks.harness.matrix_products import Product, Timer, of_program
 from attnlab.ops import products
 
@@ -47,8 +50,10 @@ def test_timer_multiplies_every_form(library):
 
 
 @pytest.mark.slow
-def test_products_write_tables_and_figures(tiny, figures_of, capsys):
-    figures = figures_of("products", tiny, "--precisions=float32", "--rounds=1")
+def test_products_write_tables_figures_and_a_record(tiny, figures_of, capsys, tmp_path):
+    figures = figures_of("products", tiny, "--precisions=float32", "--rounds=1", f"--record={tmp_path}")
+    recorded = json.loads((tmp_path / recording.file_name(recording.machine())).read_text())["benchmarks"]
+    assert recorded["products"]["tiny, float32"]["figures"].keys() == figures.keys()
     out = capsys.readouterr().out
     assert "x·y, x [32, 8], y [8, 8]" in out and "the floor" in out
     assert figures["floor_ms_tiny_float32"] > 0

@@ -9,6 +9,7 @@ INVALID = [
 attention --lengths=a | --lengths=a
 attention --lengths=0 | --lengths=0
 attention --rounds=0 | --rounds=0
+attention --dtype=float16 | --dtype=float16: value should be one of
 attention --masks=casual | --masks: 'casual' is unknown (did you mean causal?)
 attention --peers=torch | --peers: 'torch' is unknown
 attention --peers= | --peers is empty

@@ -8,15 +8,46 @@ from attnlab.bench import main
 def test_train_writes_a_table_and_figures(in_process, peer, figures_of, capsys):
     figures = figures_of("train", in_process, *peer(), "--precisions=bfloat16", "--rounds=1", "--seconds=1")
     out = capsys.readouterr().out
-    assert "tiny: starting nanoGPT\n" in out and "× nanoGPT" in out and "tiny, nanoGPT compiled" in out
-    contenders = ("attnlab_bfloat16", "nanoGPT", "nanoGPT_compiled")
+    assert "tiny: starting nanoGPT\n" in out and "× float32" in out and "tiny, nanoGPT autocast compiled" in out
+    theirs = ("nanoGPT", "nanoGPT_compiled", "nanoGPT_autocast", "nanoGPT_autocast_compiled")
     kinds = ("step_ms", "tokens_per_second", "peak_mib")
-    names = {f"{kind}_tiny_{contender}" for kind in kinds for contender in contenders}
+    names = {f"{kind}_tiny_{contender}" for kind in kinds for contender in ("attnlab_bfloat16", *theirs)}
     over_floor = {"floor_ms_tiny_attnlab_bfloat16", "step_over_floor_tiny_attnlab_bfloat16"}
-    assert set(figures) == names | {"ratio_tiny_bfloat16"} | over_floor
+    assert set(figures) == names | {"ratio_tiny_bfloat16", "ratio_tiny_bfloat16_over_autocast"} | over_floor
     assert "× floor" in out and figures["step_over_floor_tiny_attnlab_bfloat16"] > 0
     assert figures["step_ms_tiny_nanoGPT"] == 2000 and figures["tokens_per_second_tiny_nanoGPT"] == 4 * 8 / 2
-    assert figures["ratio_tiny_bfloat16"] > 0
+
+
+def test_train_compares_each_precision_with_the_faster_nanogpt_of_its_own(in_process, peer, figures_of, capsys):
+    """The peer's stand-in is twice as fast compiled, and four times as fast under autocast."""
+    figures = figures_of("train", in_process, *peer(), "--rounds=1", "--seconds=1")
+    milliseconds = figures["step_ms_tiny_attnlab_bfloat16"]
+    assert figures["ratio_tiny_bfloat16"] == pytest.approx(1000 / milliseconds)
+    assert figures["ratio_tiny_bfloat16_over_autocast"] == pytest.approx(250 / milliseconds)
+    assert figures["ratio_tiny_float32"] == pytest.approx(1000 / figures["step_ms_tiny_attnlab_float32"])
+    assert "ratio_tiny_float32_over_autocast" not in figures
+    cells = [line.split("│")[4:6] for line in capsys.readouterr().out.splitlines() if "│ tiny, nanoGPT" in line]
+    assert [[cell.strip() for cell in row] for row in cells] == [
+        ["0.50", ""],
+        ["1.00", ""],
+        ["2.00", "0.50"],
+        ["4.00", "1.00"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "options, theirs",
+    [
+        (["--precisions=float32"], {"nanoGPT", "nanoGPT_compiled"}),
+        (["--precisions=bfloat16", "--nocompiled"], {"nanoGPT", "nanoGPT_autocast"}),
+    ],
+    ids=["float32", "eager"],
+)
+def test_train_races_the_nanogpts_that_its_flags_select(in_process, peer, figures_of, options, theirs):
+    figures = figures_of("train", in_process, *peer(), *options, "--rounds=1", "--seconds=1")
+    assert {name.partition("step_ms_tiny_nanoGPT")[2] for name in figures if "step_ms_tiny_nanoGPT" in name} == {
+        name.removeprefix("nanoGPT") for name in theirs
+    }
 
 
 def test_train_without_a_peer_has_no_ratio(in_process, figures_of):
