@@ -65,18 +65,26 @@ def decode_ahead(model: GPT, options: LoopOptions, params, state: State, ahead, 
         full = False if rolls(model) else state.caches[0].length >= model.context
         return state.active.any() & ~_any(state, (count >= ahead) | full)
 
-    def step(carry):
-        step = functools.partial(_extend, model, options, params, numbers, max_tokens)
-        no_guess = jnp.zeros((rows, 0), jnp.int32), jnp.zeros(rows, bool)
-        if not options.draft:
-            return step(carry, *no_guess)
-        guessed, found = carry[0].lookup.propose(options.draft)
-        return jax.lax.cond(
-            _any(carry[0], found), step, lambda carry, *_: step(carry, *no_guess), carry, guessed, found
-        )
+    def may_pay(carry):
+        return carry[0].lookup.may_pay(options.draft, carry[0].active)
+
+    step = functools.partial(_extend, model, options, params, numbers, max_tokens)
+    no_guess = jnp.zeros((rows, 0), jnp.int32)
+
+    def single(carry):
+        return step(carry, no_guess)
+
+    def drafted(carry):
+        return step(carry, carry[0].lookup.propose(options.draft))
+
+    def both(carry):
+        # Loops, because a `lax.cond` would copy the caches in each pass: a tenth of a small model's time.
+        carry = jax.lax.while_loop(lambda carry: goes_on(carry) & ~may_pay(carry), single, carry)
+        return jax.lax.while_loop(lambda carry: goes_on(carry) & may_pay(carry), drafted, carry)
 
     drawn, logprobs = jnp.zeros((rows, width), jnp.int32), jnp.zeros((rows, width))
-    return jax.lax.while_loop(goes_on, step, (state, drawn, logprobs, jnp.zeros(rows, jnp.int32)))
+    carry = state, drawn, logprobs, jnp.zeros(rows, jnp.int32)
+    return jax.lax.while_loop(goes_on, both if options.draft else single, carry)
 
 
 def _any(state, condition):
@@ -93,7 +101,7 @@ def _with_more_positions(model, params, count):
     return {**params, "params": {**params["params"], **longer}}
 
 
-def _extend(model, options, params, numbers, max_tokens, carry, guessed, found):
+def _extend(model, options, params, numbers, max_tokens, carry, guessed):
     """One pass over the newest token and the guesses `[N, K]`, which keeps 1 to K + 1 of the tokens it draws.
 
     A guess is right if it would be drawn in its place, with the random number of the place. So the tokens equal those
@@ -127,7 +135,7 @@ def _extend(model, options, params, numbers, max_tokens, carry, guessed, found):
         place,
         state.active & ~ended & (place < max_tokens),
         None if state.seen is None else _with_tokens(state.seen, tokens, kept),
-        None if state.lookup is None else state.lookup.append(tokens, kept, found & state.active),
+        None if state.lookup is None else state.lookup.append(tokens, kept),
     )
     return state, drawn, logprobs, count + kept
 

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -22,12 +23,12 @@ def gpt(positions):
 
 @jax.jit
 def propose_5(lookup):
-    return lookup.propose(5)
+    return lookup.propose(5), lookup.may_pay(5, np.array([True]))
 
 
 def propose(text, count):
-    guessed, found = propose_5(Lookup.of([list(text)]))
-    return guessed[0, :count].tolist(), bool(found[0])
+    guessed, may_pay = propose_5(Lookup.of([list(text)]))
+    return guessed[0, :count].tolist(), bool(may_pay)
 
 
 def test_draft_is_what_followed_the_longest_and_latest_occurrence():
@@ -43,6 +44,26 @@ def test_draft_beyond_the_end_repeats_the_period():
 @pytest.mark.parametrize("text", [[5], [1, 2, 3], [1, 2, 3, 9, 1, 2, 3], list(range(20))])
 def test_short_occurrences_are_not_used(text):
     assert not propose(text, 3)[1]
+
+
+def test_appended_tokens_are_found_as_the_tokens_of_a_prompt():
+    longer = Lookup.of([[1, 2, 3, 4, 7, 1, 2]]).append(jnp.array([[3, 4, 9]]), jnp.array([2]))
+    whole = Lookup.of([[1, 2, 3, 4, 7, 1, 2, 3, 4]])
+    np.testing.assert_array_equal(longer.recent, whole.recent)
+    np.testing.assert_array_equal(longer.matching[:, :-1], whole.matching[:, :-1])
+
+
+def test_drafts_that_do_not_pay_need_ever_longer_occurrences():
+    fresh = Lookup.of([[3] * 6])
+    wrong = fresh.append(jnp.full((1, 9), 3), jnp.array([1]))
+    right = wrong.append(jnp.full((1, 9), 3), jnp.array([9]))
+    active = jnp.array([True])
+    assert fresh.may_pay(8, active) and not wrong.may_pay(8, active) and right.may_pay(8, active)
+
+
+def test_one_text_of_a_large_batch_does_not_pay_for_the_others_on_cpus():
+    texts = [[3] * 6] + [[1, 2]] * 7
+    assert not Lookup.of(texts).may_pay(8, jnp.full(8, True))
 
 
 GREEDY = {"temperature": 0.0, "end": (2,)}  # one text ends
