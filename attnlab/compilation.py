@@ -69,7 +69,7 @@ def keep_programs() -> Path | None:
 def release_memory() -> None:
     """From now on, return the memory that a compilation has freed to the system, where the C library is glibc.
 
-    LLVM works in many threads, and glibc keeps what each frees for its next requests: 50 to 200 MiB a program.
+    LLVM works in many threads, and glibc keeps what each frees for its next requests: 50 to 140 MiB a small program.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if platform.system() == "Linux" else None
 
