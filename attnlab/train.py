@@ -188,6 +188,7 @@ def _main(values, own_process: bool, **hooks) -> int:
     config, name = commands.config_of(values)
     if own_process:
         compilation.keep_programs()
+        compilation.release_memory()
     completed = configs.completed(config)
     pretrained.check_said(completed, commands.said(values))
     status.show("starting the devices")

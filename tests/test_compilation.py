@@ -1,4 +1,5 @@
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -116,3 +117,28 @@ def test_jaxlib_that_errs_is_told_of_in_one_line_unless_a_flag_prevents_it(versi
     monkeypatch.setenv("XLA_FLAGS", flags)
     line = compilation.miscompilation()
     assert bool(line) == is_told and line.startswith("jaxlib 0.10.2 sums" * is_told) and "\n" not in line
+
+
+FREED = """
+import os, pathlib
+import jax
+import numpy as np
+from attnlab import compilation
+
+def resident():
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+
+compilation.release_memory()
+kept = [np.ones(2**13) for _ in range(2**11)]  # 64 KiB each, of one heap
+del kept[: len(kept) - 1]  # the last keeps the heap from shrinking
+before = resident()
+jax.monitoring.record_event_duration_secs(compilation.COMPILED, float(os.environ["SECONDS"]))
+print(before - resident())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries return memory by themselves")
+def test_memory_freed_by_a_long_compilation_is_returned():
+    ((released,),) = run(program=FREED, SECONDS="1")
+    ((kept,),) = run(program=FREED, SECONDS="0.01")
+    assert int(released) > 100 > 10 > int(kept)

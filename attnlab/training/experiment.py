@@ -70,7 +70,7 @@ class Experiment:
         self.learning_rate = None
         skip = config.on_nonfinite == "skip"
         if optimizer is None:
-            self.learning_rate = optimizers.learning_rate(config.optimizer, config.steps, extensions)
+            self.learning_rate = jax.jit(optimizers.learning_rate(config.optimizer, config.steps, extensions))
             self._optimizer_at = functools.partial(
                 optimizers.make,
                 config.optimizer,
@@ -120,7 +120,9 @@ class Experiment:
     def create_state(self, params=None) -> TrainState:
         """The state before the first step, on the devices, with random parameters unless `params` are passed."""
         if params is None:
-            return self.parallel.create_state(self._create, jnp.int32(self.config.seed))
+            state = self.parallel.create_state(self._create, jnp.int32(self.config.seed))
+            self._init.clear_cache()  # its program is large, and not needed again
+            return state
         like = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         step = jax.device_put(jnp.zeros((), jnp.int32), like.step)
         opt_state = jax.jit(self.optimizer.init, out_shardings=like.opt_state)(params)

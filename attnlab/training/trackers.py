@@ -47,6 +47,19 @@ def made(tracker: NewTracker, workdir: Path, saved: dict) -> Tracker:
     return found
 
 
+@contextlib.contextmanager
+def _no_torch():
+    """Context for importing tensorboardX, which imports PyTorch where it is installed: 180 MiB, and a second."""
+    absent = "torch" not in sys.modules
+    if absent:
+        sys.modules["torch"] = None  # an import of it fails
+    try:
+        yield
+    finally:
+        if absent:
+            del sys.modules["torch"]
+
+
 class TensorBoard:
     """TensorBoard events, written without TensorFlow; where they cannot be written, the run goes on without them.
 
@@ -63,8 +76,9 @@ class TensorBoard:
         """Append the numbers and texts of a step."""
         if self._dropped:
             return
-        from tensorboardX import summary  # slow (half a second), and not needed when the run is finished
-        from tensorboardX.proto.event_pb2 import Event
+        with _no_torch():  # here, as it is not needed when the run is finished
+            from tensorboardX import summary
+            from tensorboardX.proto.event_pb2 import Event
 
         try:
             if self._file is None:

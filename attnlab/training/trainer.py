@@ -213,7 +213,8 @@ class Trainer:
         params = self.experiment.parallel.on_every_device(self.state.evaluated)
         if self.log is None:
             return
-        generated = self.sample(self._unstacked(jax.tree.map(lambda x: x.addressable_data(0), params)))
+        params = jax.tree.map(lambda x: x.addressable_data(0), params)
+        generated = self.sample(jax.jit(self._unstacked)(params))
         with self.on_phase("sampling"):
             text = self.text.tokenizer.decode([tokens[0] for tokens in generated])
         self.reporter.print(f"--- sample at step {step}:\n{text}\n---")
@@ -232,7 +233,8 @@ class Trainer:
         if self.log:
             scores = self.log.validation(last)
             result = {name: scores[name] for name in ("loss", "accuracy") if name in scores}
-            self.log.write(step=last, split="final", **result, params_sha256=sha256(self._unstacked(params)))
+            digest = sha256(self._unstacked(jax.device_get(params)))
+            self.log.write(step=last, split="final", **result, params_sha256=digest)
             taken = memory.in_words(memory.peaks(jax.local_devices()))
             self.reporter.print(f"done: {format_scores('validation', scores)}, {taken}")
             self._tell_of_use()

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 
+from attnlab import compilation
 from attnlab import config as configs
 from attnlab.data.batches import EvalBatches, TrainBatches, prefetched
 from attnlab.sample import generate
@@ -119,4 +120,5 @@ class Contender:
 
 def work() -> None:
     """Answer requests."""
+    compilation.release_memory()
     serving.serve(Contender)

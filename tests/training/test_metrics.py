@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -97,6 +99,18 @@ def test_log_with_events_writes_tensorboard_files(tmp_path):
     log.close()
     (events,) = (tmp_path / "events").iterdir()
     assert b"train/loss" in events.read_bytes() and b"En un lugar" in events.read_bytes()
+
+
+def test_events_do_not_import_pytorch(tmp_path):
+    (tmp_path / "torch.py").write_text("print('imported')")
+    program = (
+        "import sys; from attnlab.training.trackers import TensorBoard; "
+        "TensorBoard(__import__('pathlib').Path(sys.argv[1])).log(1, {'loss': 2.0}); print('written'); import torch"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "events")]
+    paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    out = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=True)
+    assert out.stdout == "written\nimported\n" and list((tmp_path / "events").iterdir())
 
 
 def test_events_on_a_full_disk_are_given_up_in_one_line_and_stop_nothing(tmp_path, monkeypatch, capsys):
