@@ -57,11 +57,9 @@ def one_by_one(fn: Callable, call: AttentionCall, *arrays: Array):
         changes = {name: cut(getattr(call, name)) for name in ("q", "k", "v")} | {"shard": shard}
         if call.sinks is not None:
             changes["sinks"] = call.sinks[heads]
-        if call.dropout_keys is not None:
-            changes["dropout_keys"] = shard.take(call.dropout_keys, "words")
-        for name in ("q_positions", "kv_positions"):
+        for name in ("q_positions", "kv_positions", "dropout_keys"):  # [*batch or none, ...]
             if getattr(call, name) is not None:
-                changes[name] = Shard(shard.examples).take(getattr(call, name), "queries")
+                changes[name] = Shard(shard.examples).take(getattr(call, name), "keys")
         return fn(call.replace(**changes).of_shard(), *map(cut, arrays))
 
     def joined(x):
