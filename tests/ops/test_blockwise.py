@@ -144,6 +144,17 @@ def test_long_sequences_are_computed_head_by_head_unless_mapped():
     np.testing.assert_allclose(mapped, run(arrays), atol=60 * 2.0**-24)
 
 
+def test_long_sequences_in_bfloat16_have_the_scale_gradient_of_all_heads():
+    q, k, v = (long_arrays()[name].astype(jnp.bfloat16) for name in "qkv")
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def slope(scale, block_sizes):  # only bfloat16 queries leave the scale to the tiles
+        return jax.grad(lambda scale: blockwise(q, k, v, scale=scale, block_sizes=block_sizes).sum())(scale)
+
+    # Both round weights and their gradients to 8 bits, a relative error of 2⁻⁹ each.
+    np.testing.assert_allclose(slope(0.4, (512, 512)), slope(0.4, (64, 64)), rtol=2**-6)
+
+
 def sample(*shape, heads=2, dim=8, dtype=np.float32):
     return np.random.default_rng(0).standard_normal((3, *shape, heads, dim)).astype(dtype)
 
