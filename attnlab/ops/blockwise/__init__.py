@@ -30,8 +30,8 @@ from attnlab.ops.schedule import ACCELERATOR, CPU, EMPTY, FULL, PARTIAL, schedul
 from attnlab.ops.tiles import padded
 from attnlab.types import Array
 
-# Tiles that are compiled one by one rather than as loops, so that XLA runs those that do not depend on each other at the
-# same time: its CPU backend computes the products of a tile of many small matrices on one thread.
+# Tiles that are compiled one by one rather than as loops, on CPUs, where XLA computes a batch of small products on one
+# thread: tiles that do not depend on each other then run at the same time. More of them would leave the caches.
 UNROLLED = 16
 
 
@@ -46,7 +46,8 @@ def attend(call: AttentionCall, given: Result | None = None) -> Result:
     call, block_mask, by_head = _in_tiles(call)
     is_known = isinstance(block_mask, np.ndarray)
     kinds = tuple(kind for kind in (FULL, PARTIAL) if not is_known or (block_mask == kind).any())
-    plan = Plan(kinds, tiles=_unrolled(block_mask) if is_known else None, by_head=by_head)
+    is_on_cpu = platform_of(call.q, call.k, call.v) == "cpu"
+    plan = Plan(kinds, tiles=_unrolled(block_mask) if is_known and is_on_cpu else None, by_head=by_head)
     operands = equally_varying((jax.tree.map(jnp.asarray, call), jnp.asarray(block_mask), *(given or ())))
     run = passes.attention if given is None else passes.part_of
     return run(plan, *operands)
@@ -58,7 +59,7 @@ def _unrolled(block_mask: np.ndarray) -> tuple[tuple[int, ...], ...] | None:
 
 
 def _in_tiles(call: AttentionCall) -> tuple[AttentionCall, Array, bool]:
-    """The call with the sizes of tiles, and its parts prepared for them; the block mask; whether heads go one by one."""
+    """The call with the sizes of tiles, prepared for them; the block mask; whether heads are computed one by one."""
     q, mask, bias, lengths = call.q, call.mask, call.bias, call.lengths
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     where = {"q_positions": call.q_positions, "kv_positions": call.kv_positions, "num_heads": call.num_heads}

@@ -15,7 +15,7 @@ from attnlab.ops.schedule import EMPTY, FULL, block_mask_of
 class Plan(NamedTuple):
     tile_kinds: tuple[int, ...]  # PARTIAL and FULL, if they occur in the block mask; both when it is traced
     mapped: tuple[bool, ...] | None = None  # under `vmap`: which leaves of the call have a leading mapped axis
-    tiles: tuple[tuple[int, ...], ...] | None = None  # the block mask, where tiles are unrolled; None where they are loops
+    tiles: tuple[tuple[int, ...], ...] | None = None  # the block mask where tiles are unrolled; None for loops
     by_head: bool = False  # whether heads are computed one by one
 
 

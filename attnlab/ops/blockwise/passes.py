@@ -68,7 +68,7 @@ def _visit(plan: Plan, order: tuple, row, tile: Callable, state):
 
 
 def _order(plan: Plan, block_mask: Array, *, of_keys: bool = False) -> tuple:
-    """What `_visit` needs of the rows of the block mask, or of its columns."""
+    """The tiles of each row of the block mask, or of each column, as `_visit` takes them."""
     if plan.tiles is not None:
         return tuple(zip(*plan.tiles)) if of_keys else plan.tiles
     return visit_order(block_mask.T if of_keys else block_mask)
