@@ -30,8 +30,8 @@ from attnlab.ops.schedule import ACCELERATOR, CPU, EMPTY, FULL, PARTIAL, schedul
 from attnlab.ops.tiles import padded
 from attnlab.types import Array
 
-# Tiles that are compiled one by one rather than as loops, on CPUs, where XLA computes a batch of small products on one
-# thread: tiles that do not depend on each other then run at the same time. More of them would leave the caches.
+# Tiles that are compiled one by one rather than as loops, on CPUs. Where they are small, XLA computes their products on
+# one thread, and tiles that do not depend on each other at the same time. More of them would leave the caches.
 UNROLLED = 16
 
 
@@ -46,15 +46,17 @@ def attend(call: AttentionCall, given: Result | None = None) -> Result:
     call, block_mask, by_head = _in_tiles(call)
     is_known = isinstance(block_mask, np.ndarray)
     kinds = tuple(kind for kind in (FULL, PARTIAL) if not is_known or (block_mask == kind).any())
-    is_on_cpu = platform_of(call.q, call.k, call.v) == "cpu"
-    plan = Plan(kinds, tiles=_unrolled(block_mask) if is_known and is_on_cpu else None, by_head=by_head)
+    tiles = _unrolled(call, block_mask) if is_known else None
+    plan = Plan(kinds, tiles=tiles, by_head=by_head)
     operands = equally_varying((jax.tree.map(jnp.asarray, call), jnp.asarray(block_mask), *(given or ())))
     run = passes.attention if given is None else passes.part_of
     return run(plan, *operands)
 
 
-def _unrolled(block_mask: np.ndarray) -> tuple[tuple[int, ...], ...] | None:
-    """The block mask as a static value, where its tiles are few enough to be compiled one by one."""
+def _unrolled(call: AttentionCall, block_mask: np.ndarray) -> tuple[tuple[int, ...], ...] | None:
+    """The block mask as a static value, where its tiles are compiled one by one; None for loops."""
+    if platform_of(call.q, call.k, call.v) != "cpu" or call.block_sizes[0] >= heads.ROWS:
+        return None
     return tuple(map(tuple, block_mask.tolist())) if (block_mask > EMPTY).sum() <= UNROLLED else None
 
 
