@@ -16,7 +16,7 @@ class Plan(NamedTuple):
     tile_kinds: tuple[int, ...]  # PARTIAL and FULL, if they occur in the block mask; both when it is traced
     mapped: tuple[bool, ...] | None = None  # under `vmap`: which leaves of the call have a leading mapped axis
     tiles: tuple[tuple[int, ...], ...] | None = None  # the block mask where tiles are unrolled; None for loops
-    by_head: bool = False  # whether heads are computed one by one
+    by_head: bool = False  # whether heads are computed one by one; not under `vmap`
 
 
 def per_example(plan: Plan, fn: Callable, call: AttentionCall, *arrays):
@@ -81,4 +81,5 @@ def _with_mapped_axis(plan: Plan, operands: Sequence, is_batched: Sequence, size
     if block_mask_is_batched:
         block_mask = block_mask_of(block_mask > EMPTY, block_mask == FULL)
     others = jax.tree.map(merged, others, others_are_batched)
-    return plan._replace(mapped=mapped), jax.tree.unflatten(structure, leaves), block_mask, *others
+    plan = plan._replace(mapped=mapped, by_head=False)
+    return plan, jax.tree.unflatten(structure, leaves), block_mask, *others

@@ -105,7 +105,7 @@ class _Softmax(NamedTuple):
 @functools.partial(jax.jit, static_argnums=0)
 def forward(plan: Plan, call: AttentionCall, block_mask: Array) -> Result:
     """(out, (max, log_sum))."""
-    if plan.by_head and plan.mapped is None:
+    if plan.by_head:
         return heads.one_by_one(lambda part: _forward(plan, part, block_mask), call)
     return _forward(plan, call, block_mask)
 
@@ -194,7 +194,7 @@ def backward(
     shift, log_sum, delta = _log_sums_and_delta(call, out, log_sums, d_out, d_lse)
     arrays = d_out.astype(call.v.dtype), shift, log_sum, delta
     d_sinks = None if call.sinks is None else _d_sinks(plan, call, shift, log_sum, delta)
-    if not plan.by_head or plan.mapped is not None:
+    if not plan.by_head:
         return _backward(plan, block_mask, call, *arrays).replace(sinks=d_sinks)
 
     def part(call, *arrays):
