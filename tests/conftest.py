@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -28,6 +29,10 @@ from hypothesis import settings
 
 import attnlab.support.shipped  # noqa: F401  the packages attnlab._studies and attnlab._benchmarks
 from tests.texts import TEXT
+
+# A shell's background jobs ignore SIGINT, and so would every process that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # JAX keeps many objects alive, and collecting garbage visits them all.
 gc.set_threshold(50_000, 20, 50)

@@ -53,9 +53,7 @@ def test_help_is_not_preceded_by_a_status(capsys, words, out):
 
 def test_interrupt_while_importing_is_one_line():
     command = [sys.executable, "-m", "attnlab", "train", "--config=quickstart", "--config.steps=1"]
-    # Tests that run in the background of a shell ignore SIGINT, and so would a process that they start.
-    options = {"text": True, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as running:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stdout.readline() == "importing JAX\n"
         os.kill(running.pid, signal.SIGINT)
         assert running.communicate(timeout=60) == ("", "interrupted\n") and running.returncode == 130

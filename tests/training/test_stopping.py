@@ -25,14 +25,6 @@ def test_signal_is_recorded_and_handlers_are_restored(number):
 
 
 def test_interrupt_before_the_first_step_of_a_notebook_is_an_exception():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-    try:
-        _interrupted()
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _interrupted():
     with pytest.raises(KeyboardInterrupt), PreemptionHandler():
         signal.raise_signal(signal.SIGINT)
 
