@@ -1,5 +1,6 @@
 """Jaxprs evaluated equation by equation, with the differences between JAX's versions."""
 
+import contextlib
 from collections.abc import Callable
 
 import jax
@@ -19,8 +20,10 @@ def evaluate(closed: ClosedJaxpr, arguments, visit: Callable = lambda equation, 
 
     for equation in jaxpr.eqns:
         values = [read(atom) for atom in equation.invars]
-        results = visit(equation, values)
-        known |= dict(zip(equation.outvars, bind(equation, values) if results is None else results))
+        scopes = str(equation.source_info.name_stack)
+        with jax.named_scope(scopes) if scopes else contextlib.nullcontext():
+            results = visit(equation, values)
+            known |= dict(zip(equation.outvars, bind(equation, values) if results is None else results))
     return [read(atom) for atom in jaxpr.outvars]
 
 

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from attnlab.data.batches import Batch
 from attnlab.nn import sharding
 from attnlab.nn.resolved import resolved
+from attnlab.ops import stacks
 from attnlab.ops.context import context_parallel
 from attnlab.support.errors import UserError
 
@@ -149,6 +150,8 @@ class Parallel(NamedTuple):
         return self._compile(step, self.replicated, (None, 0))
 
     def _compile(self, step, out_shardings, in_axes, **options):
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        prepared = stacks.moved_as_integers if on_cpu else lambda step: step
         if self.strategy == "mesh":
             is_split = self.mesh.shape[CONTEXT] > 1
 
@@ -158,10 +161,10 @@ class Parallel(NamedTuple):
                 with nn.logical_axis_rules(RULES), split:
                     return step(*args)
 
-            return jax.jit(with_rules, out_shardings=out_shardings, **options)
+            return jax.jit(prepared(with_rules), out_shardings=out_shardings, **options)
         # The state is not mapped: its shapes are the same on one device, on disk, and with the mesh strategy.
         step, devices = functools.partial(step, axis_name=DATA), self.mesh.devices.ravel().tolist()
-        return jax.pmap(step, DATA, in_axes=in_axes, out_axes=None, devices=devices, **options)
+        return jax.pmap(prepared(step), DATA, in_axes=in_axes, out_axes=None, devices=devices, **options)
 
 
 class WithFixed:

@@ -1,5 +1,6 @@
 """Rules for `vmap` and `shard_map`: a leading axis that `vmap` maps over, which arrays of a call may share."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -7,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from attnlab.ops import stacks
 from attnlab.ops.call import AttentionCall
+from attnlab.ops.platforms import platform_of
 from attnlab.ops.reverse_mode import once
 from attnlab.ops.schedule import EMPTY, FULL, block_mask_of
 
@@ -45,9 +48,13 @@ def batched_explicitly(run_pass):
     """`run_pass(plan, call, block_mask, …)` with a `vmap` rule that maps arrays, not loops: EMPTY tiles stay out."""
 
     def run_batched(plan, *operands):
+        q, k, v = operands[0].q, operands[0].k, operands[0].v
+        as_integers = q.dtype == jnp.bfloat16 and platform_of(q, k, v) == "cpu"
+
         @custom_vmap
         def unmapped(*operands):
-            return run_pass(plan, *operands)
+            of_plan = functools.partial(run_pass, plan)
+            return (stacks.moved_as_integers(of_plan) if as_integers else of_plan)(*operands)
 
         @unmapped.def_vmap
         def mapped(axis_size, is_batched, *operands):

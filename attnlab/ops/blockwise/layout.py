@@ -35,7 +35,18 @@ def joined_transposed(x: Array, length: int) -> Array:
 def block_at(blocks: Array, i) -> Array:
     """Block i as `[..., H, size, D]`, copied, so that products may read it in any order."""
     block = lax.dynamic_index_in_dim(blocks, i, axis=blocks.ndim - 4, keepdims=False)
-    return lax.optimization_barrier(block.swapaxes(-2, -3))
+    return exchanged(block, -3)
+
+
+def exchanged(x: Array, axis: int) -> Array:
+    """`x` with an axis, counted from the end, and the next one exchanged, copied.
+
+    By way of one more axis: XLA turns a transpose into another layout of x, and has no bfloat16 products of such.
+    """
+    axis += x.ndim
+    shape = jnp.swapaxes(x, axis, axis + 1).shape
+    x = jnp.expand_dims(x, axis + 1).swapaxes(axis, axis + 2)
+    return lax.optimization_barrier(x.reshape(shape))
 
 
 def with_block(blocks: Array, i, block: Array) -> Array:

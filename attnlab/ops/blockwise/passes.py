@@ -240,7 +240,7 @@ def _backward_key_block(
     dk, dv, dq, d_learned = totals
     num_heads, kv_heads = call.num_heads, call.k.shape[-2]
     k_j, v_j = (layout.per_query_head(layout.block_at(x, j), num_heads) for x in keys)
-    keys_j = k_j, lax.optimization_barrier(k_j.swapaxes(-1, -2)), v_j  # a copy, for products of rows by columns
+    keys_j = k_j, layout.exchanged(k_j, -2), v_j  # for products of rows by columns
     zeros = tuple(jnp.zeros(x.shape, _accumulator_type(call.q)) for x in (k_j, v_j))
     state = _Gradients(*varying_like(call.q, zeros), dq, d_learned)
     state = _visit(plan, order, j, functools.partial(_backward_tile, plan, call, rows, keys_j, j), state)
