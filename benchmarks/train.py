@@ -7,13 +7,15 @@ Size small is nanoGPT's recipe for CPUs (4 layers, 4 heads, width 128, context 6
 6 heads, width 384, context 256, batch size 16. nanoGPT runs its own model and loop, eager and compiled, in float32 and,
 where attnlab's precisions have bfloat16, under torch.autocast in bfloat16. Like is compared with like: attnlab's
 float32 with the faster float32 nanoGPT, its bfloat16 with the faster autocast nanoGPT. The contenders alternate, each
-in a process of its own. Without --peer_path attnlab runs alone. With --profile attnlab runs alone too, and its ten most
+in a process of its own. Without --peer_path attnlab runs alone. Tables have the products of attnlab's steps: above 1 in
+the column "×" they take longer in the step than alone. With --profile attnlab runs alone too, and its ten most
 expensive ops are listed.
 
 Figures: ratio_SIZE_PRECISION, attnlab's tokens a second over the faster float32 nanoGPT's, and
 ratio_SIZE_bfloat16_over_autocast, over the faster autocast nanoGPT's; tokens_per_second_SIZE_CONTENDER,
 step_ms_SIZE_CONTENDER and peak_mib_SIZE_CONTENDER; of attnlab's also floor_ms_SIZE_CONTENDER, the time of the matrix
-products of a step, each alone (`bench products`), and step_over_floor_SIZE_CONTENDER.
+products of a step, each alone (`bench products`), step_over_floor_SIZE_CONTENDER, and
+products_over_alone_SIZE_CONTENDER, the products' time in a traced step over their time alone.
 """
 
 import statistics
@@ -66,12 +68,14 @@ def _race(values, ours) -> int:
                     if name in ours:
                         floors[name].append(worker.ask("floor")["seconds"])
             peaks = {name: worker.peak_mib for name, worker in running.items()}
+            inside = {name: running[name].ask("products", steps=3)["products"] for name in ours}
         seconds = {name: [answer["seconds"] / steps for answer in given] for name, given in answers.items()}
         print(timing.line(f"{size}, a step", seconds), flush=True)
         for name in seconds:
             row = _speed(size, name, seconds[name], figures) | _ratios(size, name, seconds, ours, theirs, figures)
             if name in ours:
                 row |= _over_floor(size, name, seconds[name], floors[name], figures)
+                _print_products(size, name, inside[name], figures)
             figures[f"peak_mib_{_label(size, name)}"] = peaks[name]
             rows[f"{size}, {name}"] = row | {"peak memory, MiB": timing.mib(peaks[name])}
     timing.table("training", rows, caption=CAPTION if theirs else "medians")
@@ -124,6 +128,17 @@ def _over_floor(size: str, name: str, times: list[float], floors: list[float], f
     figures[f"floor_ms_{_label(size, name)}"] = 1e3 * statistics.median(floors)
     figures[f"step_over_floor_{_label(size, name)}"] = over
     return {"× floor": f"{over:.2f}"}
+
+
+def _print_products(size: str, name: str, products: list, figures: dict) -> None:
+    """Print the products of a step beside their time alone, whose figures are added."""
+    alone, inside = (sum(product[at] for product in products) for at in (1, 2))
+    figures[f"products_over_alone_{_label(size, name)}"] = inside / alone
+    rows = {
+        sizes: {"ms alone": f"{1e3 * alone:.2f}", "ms in the step": f"{1e3 * inside:.2f}", "×": f"{inside / alone:.2f}"}
+        for sizes, alone, inside in products
+    }
+    timing.table(f"{size}, {name}: products of a step", rows, caption="×: above 1 they run below their rate alone")
 
 
 def _profile(values, ours, steps: int = 5) -> int:

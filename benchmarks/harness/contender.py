@@ -5,6 +5,8 @@
 A worker process: see `serving.py`, beside this file, for the protocol.
 """
 
+import collections
+import tempfile
 import time
 
 import numpy as np
@@ -96,17 +98,39 @@ class Contender:
 
     def profile(self, steps, folder):
         """Trace some steps into a folder; returns the most expensive ops."""
+        return {"ops": self._traced(steps, folder)[0][:10]}
+
+    def _traced(self, steps, folder):
+        """(All ops of traced steps, the compiled text)."""
         compiled = self.experiment.lower().compile().as_text()
         with profiling.trace(folder):
             self.train(steps)
-        return {"ops": profiling.most_expensive(folder, compiled, steps)}
+        return profiling.most_expensive(folder, compiled, steps, count=None), compiled
 
     def floor(self):
         """The `seconds` of all matrix products of a step, each alone."""
+        return {"seconds": sum(self._alone().values())}
+
+    def _alone(self):
+        """The seconds of a step's products alone, by `Product.sizes`."""
         if self._timer is None:
             self._counts = matrix_products.of_program(self.experiment.trace().jaxpr)
             self._timer = matrix_products.Timer(list(self._counts))
-        return {"seconds": sum(n * s for n, s in zip(self._counts.values(), self._timer.time()["seconds"]))}
+        alone = collections.Counter()
+        for (product, count), seconds in zip(self._counts.items(), self._timer.time()["seconds"]):
+            alone[product.sizes] += count * seconds
+        return alone
+
+    def products(self, steps):
+        """For each size of products of a step: [`sizes`, seconds alone, seconds in traced steps], slowest first."""
+        alone, inside = self._alone(), collections.Counter()
+        with tempfile.TemporaryDirectory(prefix="attnlab-trace-") as folder:
+            ops, compiled = self._traced(steps, folder)
+        sizes = matrix_products.of_compiled(compiled)
+        for op in ops:
+            if op.name in sizes:
+                inside[sizes[op.name]] += op.milliseconds / 1e3
+        return {"products": [[name, alone[name], seconds] for name, seconds in inside.most_common() if name in alone]}
 
     def decode(self, tokens, samples):
         """Sample; returns `seconds` in all, and `first`: seconds to the first token."""

@@ -3,6 +3,7 @@
 import collections
 import functools
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -41,6 +42,15 @@ class Product(NamedTuple):
         """
         return 2 * math.prod(self.x) * self.y[1 - self.axes[1]]
 
+    @property
+    def sizes(self) -> str:
+        """The sizes of the result, larger first, and of the sum: the same for all forms, and for the transpose.
+
+        >>> Product((7, 3), (7, 5), (0, 0), "float32").sizes
+        '5 × 3, sums of 7'
+        """
+        return _sizes(self.x[1 - self.axes[0]], self.y[1 - self.axes[1]], self.x[self.axes[0]])
+
     def __str__(self) -> str:
         """The form and the sizes.
 
@@ -49,6 +59,35 @@ class Product(NamedTuple):
         """
         form = "xᵀ" * (self.axes[0] == 0) or "x"
         return f"{form}·{'yᵀ' if self.axes[1] else 'y'}, x {list(self.x)}, y {list(self.y)}"
+
+
+def _sizes(rows: int, columns: int, summed: int) -> str:
+    return f"{max(rows, columns)} × {min(rows, columns)}, sums of {summed}"
+
+
+DOT = r"\s*(?:ROOT )?%(?P<name>[\w.-]+) = \w+\[(?P<result>[\d,]+)\]\S* dot\(%(?P<x>[\w.-]+), "
+DOT += r".*lhs_contracting_dims={(?P<axis>\d+)}"
+
+
+def of_compiled(compiled: str) -> dict[str, str]:
+    """The `Product.sizes` of each instruction of a compiled program, by name, that is a product of two matrices or has
+    one fused into it.
+
+    >>> compiled = jax.jit(jnp.matmul).lower(jnp.ones((7, 3)), jnp.ones((3, 5))).compile().as_text()
+    >>> set(of_compiled(compiled).values())
+    {'7 × 5, sums of 3'}
+    """
+    shapes = dict(re.findall(r"%([\w.-]+) = \w+\[([\d,]*)\]", compiled))
+    found, inside, computation = {}, {}, ""
+    for line in compiled.splitlines():
+        if line.startswith(("%", "ENTRY")):
+            computation = re.search(r"%?([\w.-]+)", line.removeprefix("ENTRY "))[1]
+        dot = re.match(DOT, line)
+        if dot and dot["result"].count(",") == shapes[dot["x"]].count(",") == 1:
+            summed = int(shapes[dot["x"]].split(",")[int(dot["axis"])])
+            found[dot["name"]] = inside[computation] = _sizes(*map(int, dot["result"].split(",")), summed)
+    fusions = re.findall(r"%([\w.-]+) = [^\n]* fusion\([^\n]*calls=%([\w.-]+)", compiled)
+    return found | {name: inside[called] for name, called in fusions if called in inside}
 
 
 def of_program(closed) -> collections.Counter:
@@ -116,8 +155,9 @@ class Timer:
     def time(self) -> dict:
         """The `seconds` of each product: the median over as many calls as take 20 ms.
 
-        A call of a compiled program takes some 100 µs besides its products, which a step pays once and not for each
-        product. So a program of XLA repeats a small product until it has computed 1 GFLOP, up to 32 times.
+        A call of a compiled program takes some 100 µs besides its products, and the memory of a new result is slow, all
+        of which a step pays once and not for each product. So a program of XLA repeats a product 4 times, and a small
+        one until it has computed 1 GFLOP, up to 32 times.
         """
         return {"seconds": [self._seconds(call) / times for call, times in self._calls]}
 
@@ -138,10 +178,10 @@ def _operands(product: Product) -> list[np.ndarray]:
 
 def _by_xla(product: Product) -> tuple[Callable[[], object], int]:
     """(A function that multiplies, how often it does)."""
-    times = max(1, min(32, 10**9 // product.flops))
+    times = max(4, min(32, 10**9 // product.flops))
     operands = [jnp.asarray(operand, product.dtype) for operand in _operands(product)]
     multiply = functools.partial(products.matrix_product, axes=product.axes)
-    program = jax.jit(multiply if times == 1 else functools.partial(_repeated, multiply, times))
+    program = jax.jit(functools.partial(_repeated, multiply, times))
     return lambda: program(*operands).block_until_ready(), times
 
 

@@ -15,7 +15,7 @@ class Op(NamedTuple):
 
     Attributes:
       name: as in the compiled text, "fusion.7".
-      milliseconds: per step.
+      milliseconds: per step, of the time in which it was the only op; of other time its equal share.
       calls: per step.
       what: its shape, kind and origin: "f32[384,256] fusion of jvp(GPT)/block_1/mlp/up/dot_general".
     """
@@ -35,19 +35,27 @@ def trace(folder: str):
         yield
 
 
-def most_expensive(folder: str, compiled: str, steps: int, count: int = 10) -> list[Op]:
-    """The ops that took the most time, most expensive first.
-
-    An op that runs others, such as `while`, includes their time; ops may run in parallel.
+def most_expensive(folder: str, compiled: str, steps: int, count: int | None = 10) -> list[Op]:
+    """The ops that took the most time, most expensive first; ops that run others, such as `while`, are not among them.
 
     Args:
       folder: the folder of `trace`.
       compiled: the program's text, `jitted.lower(…).compile().as_text()`.
       steps: calls of the program inside the trace.
-      count: how many ops to list.
+      count: how many ops to list; None for all.
     """
-    module = re.match(r"HloModule ([^\s,]+)", compiled)[1]
-    nanoseconds, calls = collections.Counter(), collections.Counter()
+    running = set(re.findall(r"%([\w.-]+) = [^\n]* (?:while|call|conditional)\(", compiled))
+    events = [event for event in _events(folder, compiled) if event[2] not in running]
+    calls, nanoseconds = collections.Counter(name for *_, name in events), _shares(events)
+    return [
+        Op(name, total / steps / 1e6, calls[name] / steps, describe(name, compiled))
+        for name, total in nanoseconds.most_common(count)
+    ]
+
+
+def _events(folder: str, compiled: str) -> list[tuple[float, float, str]]:
+    """(Start, end, name) of the program's ops in a trace, in nanoseconds."""
+    module, events = re.match(r"HloModule ([^\s,]+)", compiled)[1], []
     for path in Path(folder).rglob("*.xplane.pb"):
         data = jax.profiler.ProfileData.from_file(str(path))
         for event in (event for plane in data.planes for line in plane.lines for event in line.events):
@@ -55,12 +63,24 @@ def most_expensive(folder: str, compiled: str, steps: int, count: int = 10) -> l
                 warnings.simplefilter("ignore", DeprecationWarning)
                 stats = dict(event.stats)
             if "hlo_op" in stats and stats.get("hlo_module") == module:
-                nanoseconds[stats["hlo_op"]] += event.duration_ns
-                calls[stats["hlo_op"]] += 1
-    return [
-        Op(name, total / steps / 1e6, calls[name] / steps, describe(name, compiled))
-        for name, total in nanoseconds.most_common(count)
-    ]
+                events.append((event.start_ns, event.start_ns + event.duration_ns, stats["hlo_op"]))
+    return events
+
+
+def _shares(events: list[tuple[float, float, str]]) -> collections.Counter:
+    """Nanoseconds of each op, where those at a time share it equally.
+
+    >>> _shares([(0, 10, "a"), (4, 6, "b")])
+    Counter({'a': 9.0, 'b': 1.0})
+    """
+    shares, active, last = collections.Counter(), collections.Counter(), 0
+    changes = [(start, 1, name) for start, _, name in events] + [(end, -1, name) for _, end, name in events]
+    for time, change, name in sorted(changes):
+        for running, times in active.items():
+            shares[running] += (time - last) * times / active.total()
+        active[name] += change
+        active, last = +active, time
+    return shares
 
 
 def describe(name: str, compiled: str) -> str:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from attnlab._benchmarks.harness import recording
-from attnlab._benchmarks.harness.matrix_products import Product, Timer, of_program
+from attnlab._benchmarks.harness.matrix_products import Product, Timer, of_compiled, of_program
 from attnlab.ops import products
 
 
@@ -34,6 +34,27 @@ def test_axes_that_are_not_summed_count_as_one():
     assert not of_program(
         jax.make_jaxpr(lambda x, y: jnp.einsum("bij,bjk->bik", x, y))(jnp.ones((2, 3, 4)), jnp.ones((2, 4, 5)))
     )
+
+
+def test_products_of_a_compiled_program_are_found_in_fusions_and_without_batches():
+    compiled = """
+%fused.1 (a: f32[7,3], b: f32[3,5]) -> f32[7,5] {
+  %a = f32[7,3]{1,0} parameter(0)
+  %b = f32[3,5]{1,0} parameter(1)
+  %dot.1 = f32[7,5]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %negate.1 = f32[7,5]{1,0} negate(%dot.1)
+}
+
+ENTRY %main (x: f32[7,3], y: f32[3,5], z: f32[2,7,3]) -> f32[7,5] {
+  %x = f32[7,3]{1,0} parameter(0)
+  %z = bf16[2,7,3]{2,1,0} parameter(2)
+  %batched = f32[2,7,7]{2,1,0} dot(%z, %z), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}
+  %dot.2 = f32[3,3]{1,0} dot(%x, %x), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+  ROOT %ynn_fusion.4 = f32[7,5]{1,0} fusion(%x, %y), kind=kCustom, calls=%fused.1, metadata={op_name="up"}
+}
+"""
+    product = "7 × 5, sums of 3"
+    assert of_compiled(compiled) == {"dot.1": product, "dot.2": "3 × 3, sums of 7", "ynn_fusion.4": product}
 
 
 @pytest.mark.parametrize("library", ["xla", "torch"])

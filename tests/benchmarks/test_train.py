@@ -12,9 +12,11 @@ def test_train_writes_a_table_and_figures(in_process, peer, figures_of, capsys):
     theirs = ("nanoGPT", "nanoGPT_compiled", "nanoGPT_autocast", "nanoGPT_autocast_compiled")
     kinds = ("step_ms", "tokens_per_second", "peak_mib")
     names = {f"{kind}_tiny_{contender}" for kind in kinds for contender in ("attnlab_bfloat16", *theirs)}
-    over_floor = {"floor_ms_tiny_attnlab_bfloat16", "step_over_floor_tiny_attnlab_bfloat16"}
+    over_floor = {f"{kind}_tiny_attnlab_bfloat16" for kind in ("floor_ms", "step_over_floor", "products_over_alone")}
     assert set(figures) == names | {"ratio_tiny_bfloat16", "ratio_tiny_bfloat16_over_autocast"} | over_floor
     assert "× floor" in out and figures["step_over_floor_tiny_attnlab_bfloat16"] > 0
+    assert "tiny, attnlab bfloat16: products of a step" in out and "ms in the step" in out
+    assert figures["products_over_alone_tiny_attnlab_bfloat16"] > 0
     assert figures["step_ms_tiny_nanoGPT"] == 2000 and figures["tokens_per_second_tiny_nanoGPT"] == 4 * 8 / 2
 
 
