@@ -32,7 +32,7 @@ CAPTION = (
     "medians; × float32: tokens/s over the faster nanoGPT in float32; × autocast: over the faster nanoGPT in bfloat16. "
     "Like with like: × float32 of attnlab float32, × autocast of attnlab bfloat16"
 )
-COUNTS = {"rounds": (7, "timed blocks of each contender"), "seconds": (3, "seconds a block, about")}
+COUNTS = {"rounds": (7, "timed blocks of each contender"), "seconds": (6, "seconds a block, about")}
 
 
 def define(values, argv) -> None:
@@ -61,13 +61,14 @@ def _race(values, ours) -> int:
         peer, figures = (values.peer_path, values.peer_python), cases.setdefault(size, {})
         with workers.started(ours | theirs, size, workers.SIZES[size], *peer) as running:
             steps = workers.calibrate(running, values.seconds)
+            peaks = {name: worker.peak_mib for name, worker in running.items()}  # before the operands of the floor
             answers, floors = {name: [] for name in running}, {name: [] for name in ours}
             for _ in timing.rounds(size, values.rounds):
                 for name, worker in running.items():
+                    worker.ask("train", steps=1)  # the caches are cold after another contender's block
                     answers[name].append(worker.ask("train", steps=steps))
                     if name in ours:
                         floors[name].append(worker.ask("floor")["seconds"])
-            peaks = {name: worker.peak_mib for name, worker in running.items()}
             inside = {name: running[name].ask("products", steps=3)["products"] for name in ours}
         seconds = {name: [answer["seconds"] / steps for answer in given] for name, given in answers.items()}
         print(timing.line(f"{size}, a step", seconds), flush=True)
