@@ -1,5 +1,7 @@
 """An experiment's compiled step: what is an argument of its program, and what is a constant in it."""
 
+import re
+
 import flax.linen as nn
 import jax
 import numpy as np
@@ -53,6 +55,14 @@ def test_seed_and_learning_rates_change_what_a_step_computes(name, field):
     assert not all(jax.tree.leaves(same))
     if field not in OTHERS:
         assert same["embed"]["embedding"] and not same["block_0"]["mlp"]["up"]["kernel"]
+
+
+@pytest.mark.parametrize("strategy", ["mesh", "pmap"])
+def test_step_in_bfloat16_moves_stacks_of_layers_as_integers_on_cpus(strategy):
+    fields = {"precision": "bfloat16", "model.scan": True, "model.num_layers": 2, "model.dropout": 0.0}
+    program = experiment(strategy, **fields).lower().as_text()
+    assert re.search(r"dynamic_slice.*xui16>", program) and re.search(r"dynamic_update_slice.*xui16>", program)
+    assert not re.search(r"dynamic_(update_)?slice.*xbf16>", program)
 
 
 class Bigram(nn.Module):
