@@ -155,6 +155,16 @@ def test_long_sequences_in_bfloat16_have_the_scale_gradient_of_all_heads():
     np.testing.assert_allclose(slope(0.4, (512, 512)), slope(0.4, (64, 64)), rtol=2**-6)
 
 
+def test_long_sequences_in_bfloat16_are_moved_as_integers():
+    arrays = {name: x.astype(jnp.bfloat16) for name, x in long_arrays().items()}
+    program = str(
+        jax.make_jaxpr(jax.grad(lambda arrays: long_call(arrays, "blockwise")[0].astype(float).sum()))(arrays)
+    )
+    assert re.search(r":u16\[[\d,]+\] = dynamic_slice", program)
+    assert re.search(r":u16\[[\d,]+\] = dynamic_update_slice", program)
+    assert not re.search(r":bf16\[[\d,]+\] = dynamic_(update_)?slice", program)
+
+
 def sample(*shape, heads=2, dim=8, dtype=np.float32):
     return np.random.default_rng(0).standard_normal((3, *shape, heads, dim)).astype(dtype)
 

@@ -25,12 +25,14 @@ def _nested(x):
 
 
 def _while(x):
+    largest, last, first = x.max() + 9, x[-1], x[0]
+
     def step(state):
         i, rows = state
         row = lax.dynamic_index_in_dim(rows, i, keepdims=False)
-        return i + 1, lax.dynamic_update_index_in_dim(rows, row * rows[0], i, axis=0)
+        return i + 1, lax.dynamic_update_index_in_dim(rows, row * first + last, i, axis=0)
 
-    return lax.while_loop(lambda state: (state[0] < 3) & (state[1][0, 0] < 9), step, (0, x))
+    return lax.while_loop(lambda state: (state[0] < 3) & (state[1][0, 0] < largest), step, (0, x))
 
 
 def _condition(x):
