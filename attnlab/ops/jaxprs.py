@@ -10,7 +10,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 def evaluate(closed: ClosedJaxpr, arguments, visit: Callable = lambda equation, values: None) -> list:
     """The results of a jaxpr; visit(equation, values) returns an equation's results, or None to have JAX compute them.
 
-    All is computed on the mesh in context, but functions with a derivative rule, as `jax.nn.relu`, on the trace's mesh.
+    All is computed on the mesh in context, but functions with a derivative rule, as `jax.nn.relu`, on the trace's mesh;
+    and in the equations' scopes of names, by which profiles tell it.
     """
     jaxpr = closed.jaxpr
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arguments)))
