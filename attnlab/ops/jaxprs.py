@@ -40,14 +40,19 @@ def inner(equation) -> ClosedJaxpr | None:
     """The jaxpr that an equation calls, or None."""
     names = (name for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in equation.params)
     found = equation.params.get(next(names, None))
-    return ClosedJaxpr(found, ()) if isinstance(found, Jaxpr) else found
+    return found if found is None else _closed(found)
 
 
 def called(equation) -> list[ClosedJaxpr]:
     """All jaxprs that an equation may run, such as the branches of a condition."""
     kinds = (ClosedJaxpr, Jaxpr)
     leaves = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: isinstance(x, kinds))
-    return [ClosedJaxpr(x, ()) if isinstance(x, Jaxpr) else x for x in leaves if isinstance(x, kinds)]
+    return [_closed(x) for x in leaves if isinstance(x, kinds)]
+
+
+def _closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
+    """The jaxpr with its constants: since JAX 0.12 the two classes are one."""
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
 
 
 def consts_and_carry(params: dict) -> tuple[int, int]:

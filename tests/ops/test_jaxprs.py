@@ -28,3 +28,14 @@ def test_constants_and_carry_of_a_scan_are_counted():
     closed = jax.make_jaxpr(lambda x, w: jax.lax.scan(lambda carry, y: (carry * w + y, y), x[0], x))(jnp.ones(3), 2.0)
     (scan,) = (equation for equation in closed.jaxpr.eqns if equation.primitive.name == "scan")
     assert jaxprs.consts_and_carry(scan.params) == (1, 1)
+
+
+def test_called_program_keeps_its_constants():
+    table = np.arange(5.0, dtype=np.float32)
+    closed = jax.make_jaxpr(lambda x: jax.jit(lambda x: x + table)(x))(table)
+
+    def called(equation, values):
+        inner = jaxprs.inner(equation)
+        return None if inner is None else jaxprs.evaluate(inner, values, called)
+
+    np.testing.assert_array_equal(jaxprs.evaluate(closed, [table], called)[0], 2 * table)
