@@ -60,10 +60,18 @@ def _on_cpu(x, y, *, axes):
 
 
 def _transposed(x):
-    """xᵀ, materialized by way of three axes: XLA turns a transpose of two into another layout of x."""
-    x = lax.optimization_barrier(x)
-    x = x.reshape(x.shape[0], 1, x.shape[1]).transpose(2, 1, 0).reshape(x.shape[1], x.shape[0])
-    return lax.optimization_barrier(x)
+    return exchanged(lax.optimization_barrier(x), -2)
+
+
+def exchanged(x, axis: int):
+    """`x` with an axis, counted from the end, and the next one exchanged, and laid out by rows, for CPUs.
+
+    By way of one more axis: XLA turns a transpose into another layout of x, of which it has no bfloat16 products.
+    """
+    *outer, rows, columns = x.shape[: x.ndim + axis + 2]
+    inner = x.shape[x.ndim + axis + 2 :]
+    x = x.reshape(*outer, rows, 1, columns, *inner).swapaxes(len(outer), len(outer) + 2)
+    return lax.optimization_barrier(x.reshape(*outer, columns, rows, *inner))
 
 
 def _x_gradient(g, x, y, *, axes):

@@ -7,6 +7,7 @@ pass: their products are then rows by columns or rows by rows, the fast forms of
 import jax.numpy as jnp
 from jax import lax
 
+from attnlab.ops import products
 from attnlab.ops.platforms import platform_of
 from attnlab.types import Array
 
@@ -40,17 +41,10 @@ def block_at(blocks: Array, i) -> Array:
 
 
 def exchanged(x: Array, axis: int) -> Array:
-    """`x` with an axis, counted from the end, and the next one exchanged, copied.
-
-    On CPUs by way of one more axis, which TPUs would pad: XLA turns a transpose into another layout of x, and its CPU
-    backend has no bfloat16 products of such.
-    """
-    if platform_of(x) != "cpu":
-        return lax.optimization_barrier(x.swapaxes(axis, axis + 1))
-    axis += x.ndim
-    shape = jnp.swapaxes(x, axis, axis + 1).shape
-    x = jnp.expand_dims(x, axis + 1).swapaxes(axis, axis + 2)
-    return lax.optimization_barrier(x.reshape(shape))
+    """`x` with an axis, counted from the end, and the next one exchanged, copied."""
+    if platform_of(x) == "cpu":
+        return products.exchanged(x, axis)
+    return lax.optimization_barrier(x.swapaxes(axis, axis + 1))  # TPUs would pad one more axis
 
 
 def with_block(blocks: Array, i, block: Array) -> Array:
