@@ -1,6 +1,7 @@
 """The tiles of a score array: which are computed, how large they are, and in which order they are visited."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -170,6 +171,24 @@ def read_visit(word: Int[Array, ""]) -> Visit:
     return Visit(
         word & side, word >> _INDEX_BITS & side, word >> 2 * _INDEX_BITS & 3, word >> 28 & 1 == 1, word >> 29 & 1 == 1
     )
+
+
+def runs(kinds: Sequence[int], longest: int) -> list[tuple[int, int, int]]:
+    """The neighbours of a row of tiles that are not EMPTY, up to `longest` together: (kind, first, count) of each.
+
+    >>> runs([2, 1, 0, 2, 2, 2], longest=2)
+    [(1, 0, 2), (2, 3, 2), (2, 5, 1)]
+    """
+    found = []
+    for column, kind in enumerate(kinds):
+        if kind == EMPTY:
+            continue
+        last_kind, first, count = found[-1] if found else (EMPTY, 0, 0)
+        if first + count == column and 0 < count < longest:
+            found[-1] = (min(last_kind, kind), first, count + 1)
+        else:
+            found.append((kind, column, 1))
+    return found
 
 
 def visit_order(block_mask: Int[Array, "n m"]) -> tuple[Int[Array, "n m"], Int[Array, " n"], Int[Array, " n"]]:

@@ -56,10 +56,12 @@ class Side(NamedTuple):
         """The entries of `x` for these rows, along an axis with one entry per row, or a single entry for all."""
         if self.is_whole or x.shape[axis] == 1:
             return x
-        if self.start is None or x.shape[axis] % len(self.index):
-            return jnp.take(x, self.index, axis=axis, mode="clip")
         # A slice costs less than a gather, but a ragged last tile needs one: a slice is shifted at the end.
-        return lax.dynamic_slice_in_dim(x, self.start, len(self.index), axis=axis)
+        size, length = len(self.index), x.shape[axis]
+        is_inside = self.start + size <= length if isinstance(self.start, int) else length % size == 0
+        if self.start is None or not is_inside:
+            return jnp.take(x, self.index, axis=axis, mode="clip")
+        return lax.dynamic_slice_in_dim(x, self.start, size, axis=axis)
 
     def lay(self, x: Array) -> Array:
         """`[..., n]` as `[..., 1, n, 1]` or `[..., 1, 1, n]`, to broadcast against scores."""

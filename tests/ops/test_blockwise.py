@@ -132,7 +132,7 @@ def test_long_sequences_head_by_head_match_dense(float64):
         np.testing.assert_allclose(given[name], x, rtol=1e-11, atol=1e-11 * largest, err_msg=name)
 
 
-def test_long_sequences_are_computed_head_by_head_unless_mapped():
+def test_long_sequences_are_computed_head_by_head_also_when_mapped():
     arrays = jax.tree.map(jnp.float32, long_arrays())
 
     def run(arrays):
@@ -140,8 +140,7 @@ def test_long_sequences_are_computed_head_by_head_unless_mapped():
 
     assert "length=4" in str(jax.make_jaxpr(run)(arrays))  # examples × key heads
     mapped = jax.vmap(run)(jax.tree.map(lambda x: x[None], arrays))[0]
-    # Other sizes of products round otherwise, 60 units in the last place of outputs of about 1.
-    np.testing.assert_allclose(mapped, run(arrays), atol=60 * 2.0**-24)
+    np.testing.assert_array_equal(mapped, run(arrays))
 
 
 def test_long_sequences_in_bfloat16_have_the_scale_gradient_of_all_heads():
@@ -488,7 +487,9 @@ def test_export_with_symbolic_batch_matches_direct_call(own_errors):
     (batch,) = jax.export.symbolic_shape("batch")
     exported = jax.export.export(run)(jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype))
     for size in (1, 3):
-        jax.tree.map(np.testing.assert_array_equal, exported.call(x[:size]), run(x[:size]))
+        # Visibility that is known when compiled is fused otherwise: sums of 20 values, each rounded.
+        agree = functools.partial(np.testing.assert_allclose, rtol=0, atol=20 * 2.0**-24)
+        jax.tree.map(agree, exported.call(x[:size]), run(x[:size]))
 
 
 def test_export_chooses_block_sizes_for_a_symbolic_batch(own_errors):
@@ -513,12 +514,13 @@ def test_exported_module_with_symbolic_batch_matches_direct_call(own_errors):
 
 @dataclasses.dataclass(frozen=True)
 class Counting(ScoreMod):
-    """Leaves scores as they are and counts the tiles that are computed."""
+    """Leaves scores as they are and counts the tiles of 64 × 64 that are computed; neighbours may be computed as one."""
 
     counted: ClassVar[list] = []
 
     def apply(self, scores, tile):
-        jax.debug.callback(lambda: self.counted.append(1))
+        count = math.prod(scores.shape[-2:]) // 64**2
+        jax.debug.callback(lambda: self.counted.append(count))
         return scores
 
 
@@ -529,7 +531,7 @@ def tiles_computed(attend, q, *others):
         Counting.counted.clear()
         result = jax.block_until_ready(jax.jit(run)(*arguments))
         jax.effects_barrier()
-        return len(Counting.counted), result
+        return sum(Counting.counted), result
 
     forward, (out, back) = count(lambda q, *others: jax.vjp(lambda q: attend(q, *others), q), q, *others)
     return forward, count(lambda back, out: back(out), back, out)[0]

@@ -18,21 +18,14 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from attnlab.ops import dropout
-from attnlab.ops.blockwise import heads, passes
-from attnlab.ops.blockwise.batching import Plan
+from attnlab.ops.blockwise import passes
+from attnlab.ops.blockwise.plans import planned
 from attnlab.ops.call import AttentionCall, Result
 from attnlab.ops.meshes import equally_varying, like_queries, on_auto_axes
-from attnlab.ops.platforms import platform_of
-from attnlab.ops.schedule import ACCELERATOR, CPU, EMPTY, FULL, PARTIAL, schedule
 from attnlab.ops.tiles import padded
 from attnlab.types import Array
-
-# Tiles that are compiled one by one rather than as loops, on CPUs. Where they are small, XLA computes their products on
-# one thread, and tiles that do not depend on each other at the same time. More of them would leave the caches.
-UNROLLED = 16
 
 
 def reason_against(call: AttentionCall) -> str | None:
@@ -43,43 +36,23 @@ def reason_against(call: AttentionCall) -> str | None:
 @on_auto_axes(like_queries)
 def attend(call: AttentionCall, given: Result | None = None) -> Result:
     """(out, (max, log_sum)); or `given`, such results over more keys, with the gradients of these keys."""
-    call, block_mask, by_head = _in_tiles(call)
-    is_known = isinstance(block_mask, np.ndarray)
-    kinds = tuple(kind for kind in (FULL, PARTIAL) if not is_known or (block_mask == kind).any())
-    tiles = _unrolled(call, block_mask) if is_known else None
-    plan = Plan(kinds, tiles=tiles, by_head=by_head)
+    block_sizes, block_mask, plan = planned(call)
+    call = _prepared(call, block_sizes, block_mask.shape)
     operands = equally_varying((jax.tree.map(jnp.asarray, call), jnp.asarray(block_mask), *(given or ())))
     run = passes.attention if given is None else passes.part_of
     return run(plan, *operands)
 
 
-def _unrolled(call: AttentionCall, block_mask: np.ndarray) -> tuple[tuple[int, ...], ...] | None:
-    """The block mask as a static value, where its tiles are compiled one by one; None for loops."""
-    if platform_of(call.q, call.k, call.v) != "cpu" or call.block_sizes[0] >= heads.ROWS:
-        return None
-    return tuple(map(tuple, block_mask.tolist())) if (block_mask > EMPTY).sum() <= UNROLLED else None
-
-
-def _in_tiles(call: AttentionCall) -> tuple[AttentionCall, Array, bool]:
-    """The call with the sizes of tiles, prepared for them; the block mask; whether heads are computed one by one."""
-    q, mask, bias, lengths = call.q, call.mask, call.bias, call.lengths
+def _prepared(call: AttentionCall, block_sizes: tuple[int, int], counts: tuple[int, int]) -> AttentionCall:
+    """The call with the scale in q where that adds no rounding, and mask, mods and bias prepared for tiles."""
+    q, mask, bias = call.q, call.mask, call.bias
     dtype = jnp.promote_types(q.dtype, jnp.float32)
-    where = {"q_positions": call.q_positions, "kv_positions": call.kv_positions, "num_heads": call.num_heads}
-    where |= {"batch": call.batch, "shard": call.shard}
-    costs = CPU if platform_of(q, call.k, call.v) == "cpu" else ACCELERATOR
-    block_sizes, block_mask, by_head = None, None, heads.can_be_cut(call)
-    if by_head:
-        group = call.num_heads // call.k.shape[-2]
-        block_sizes, block_mask = schedule(mask, *lengths, call.block_sizes, **where, costs=costs, together=group)
-        by_head = block_sizes[0] >= heads.ROWS
-    if not by_head:
-        block_sizes, block_mask = schedule(mask, *lengths, call.block_sizes, **where, costs=costs)
-    padded_lengths = tuple(count * size for count, size in zip(block_mask.shape, block_sizes))
+    padded_lengths = tuple(count * size for count, size in zip(counts, block_sizes))
     scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
     if q.dtype == dtype or (isinstance(scale, float) and math.frexp(scale)[0] == 0.5):
         # This adds no rounding, and saves a multiplication per tile.
         q, scale = (q * scale).astype(q.dtype), None
-    call = call.replace(
+    return call.replace(
         q=q,
         scale=None if scale is None else jnp.asarray(scale, dtype),
         bias=None if bias is None else _padded_bias(bias, rank=len(call.batch) + 3, lengths=padded_lengths),
@@ -88,7 +61,6 @@ def _in_tiles(call: AttentionCall) -> tuple[AttentionCall, Array, bool]:
         dropout_keys=dropout.key_words(call.dropout_keys) if call.dropout_rate else None,
         block_sizes=tuple(block_sizes),
     )
-    return call, block_mask, by_head
 
 
 def _padded_bias(bias: Array, rank: int, lengths: tuple[int, int]) -> Array:

@@ -2,24 +2,18 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_batching import custom_vmap
 
 from attnlab.ops import stacks
+from attnlab.ops.blockwise.plans import Plan, mapped_at_once
 from attnlab.ops.call import AttentionCall
 from attnlab.ops.platforms import platform_of
 from attnlab.ops.reverse_mode import once
 from attnlab.ops.schedule import EMPTY, FULL, block_mask_of
-
-
-class Plan(NamedTuple):
-    tile_kinds: tuple[int, ...]  # PARTIAL and FULL, if they occur in the block mask; both when it is traced
-    mapped: tuple[bool, ...] | None = None  # under `vmap`: which leaves of the call have a leading mapped axis
-    tiles: tuple[tuple[int, ...], ...] | None = None  # the block mask where tiles are unrolled; None for loops
-    by_head: bool = False  # whether heads are computed one by one; not under `vmap`
 
 
 def per_example(plan: Plan, fn: Callable, call: AttentionCall, *arrays):
@@ -45,7 +39,10 @@ def with_mapped(plan: Plan, call: AttentionCall, chosen: AttentionCall) -> tuple
 
 
 def batched_explicitly(run_pass):
-    """`run_pass(plan, call, block_mask, …)` with a `vmap` rule that maps arrays, not loops: EMPTY tiles stay out."""
+    """`run_pass(plan, call, block_mask, …)` with a `vmap` rule that maps arrays, not loops: EMPTY tiles stay out.
+
+    Where a plan keeps scores in the caches, as many examples as fit are mapped at a time.
+    """
 
     def run_batched(plan, *operands):
         q, k, v = operands[0].q, operands[0].k, operands[0].v
@@ -58,6 +55,10 @@ def batched_explicitly(run_pass):
 
         @unmapped.def_vmap
         def mapped(axis_size, is_batched, *operands):
+            at_once = mapped_at_once(plan, operands[0], is_batched[0].q, axis_size)
+            if plan.together is not None or at_once < axis_size:
+                results = _some_at_a_time(functools.partial(run, plan), operands, is_batched, at_once)
+                return results, jax.tree.map(lambda _: True, results)
             results = run(*_with_mapped_axis(plan, operands, is_batched, axis_size))
             if plan.mapped is not None:
                 results = jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), results)
@@ -67,6 +68,19 @@ def batched_explicitly(run_pass):
 
     run = once(run_batched, "blockwise")
     return run
+
+
+def _some_at_a_time(fn: Callable, operands: Sequence, is_batched: Sequence, size: int):
+    """`vmap` of fn, for `size` examples at a time."""
+    leaves, structure = jax.tree.flatten(tuple(operands))
+    is_batched = jax.tree.leaves(tuple(is_batched))
+
+    def one(batched):
+        batched = iter(batched)
+        return fn(*structure.unflatten([next(batched) if is_b else x for x, is_b in zip(leaves, is_batched)]))
+
+    batched = [x for x, is_b in zip(leaves, is_batched) if is_b]
+    return lax.map(one, batched, batch_size=size if size > 1 else None)
 
 
 def _with_mapped_axis(plan: Plan, operands: Sequence, is_batched: Sequence, size: int) -> tuple:
@@ -88,5 +102,5 @@ def _with_mapped_axis(plan: Plan, operands: Sequence, is_batched: Sequence, size
     if block_mask_is_batched:
         block_mask = block_mask_of(block_mask > EMPTY, block_mask == FULL)
     others = jax.tree.map(merged, others, others_are_batched)
-    plan = plan._replace(mapped=mapped, by_head=False)
+    plan = plan._replace(mapped=mapped)
     return plan, jax.tree.unflatten(structure, leaves), block_mask, *others

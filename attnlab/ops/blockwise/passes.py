@@ -9,14 +9,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from attnlab.ops.blockwise import heads, layout
-from attnlab.ops.blockwise.batching import Plan, batched_explicitly, with_mapped
+from attnlab.ops.blockwise import layout, parts
+from attnlab.ops.blockwise.batching import batched_explicitly, with_mapped
+from attnlab.ops.blockwise.layout import Range
+from attnlab.ops.blockwise.plans import Plan
 from attnlab.ops.blockwise.scores import dropout_keeps, masked_logits
 from attnlab.ops.call import AttentionCall, Result
 from attnlab.ops.logsumexp import finite_shift, normalizer
 from attnlab.ops.meshes import varying_like
 from attnlab.ops.nodes import combine, partition
-from attnlab.ops.schedule import EMPTY, FULL, PARTIAL, visit_order
+from attnlab.ops.schedule import FULL, PARTIAL, runs, visit_order
 from attnlab.types import Array
 
 
@@ -54,16 +56,18 @@ def _gradients(plan: Plan, residuals: tuple, cotangents: tuple) -> AttentionCall
     return backward(plan, *residuals, d_out, d_lse)
 
 
-def _visit(plan: Plan, order: tuple, row, tile: Callable, state):
-    """`state` after tile(kind, column, state) for each tile of the row that is not EMPTY."""
+def _visit(plan: Plan, order: tuple, row, size: int, tile: Callable, state):
+    """`state` after tile(kind, columns, state) for the tiles of the row, of `size` columns, that are not EMPTY."""
     if plan.tiles is not None:
-        for column, kind in enumerate(order[row]):
-            state = state if kind == EMPTY else tile(kind, column, state)
+        for kind, first, count in runs(order[row], plan.longest):
+            state = tile(kind, Range(first * size, count * size), state)
         return state
     columns, num_full, num_visible = (x[row] for x in order)
     for kind, start, stop in ((FULL, 0, num_full), (PARTIAL, num_full, num_visible)):
         if kind in plan.tile_kinds:
-            state = lax.fori_loop(start, stop, lambda t, state, kind=kind: tile(kind, columns[t], state), state)
+            state = lax.fori_loop(
+                start, stop, lambda t, state, kind=kind: tile(kind, Range(columns[t] * size, size), state), state
+            )
     return state
 
 
@@ -74,8 +78,8 @@ def _order(plan: Plan, block_mask: Array, *, of_keys: bool = False) -> tuple:
     return visit_order(block_mask.T if of_keys else block_mask)
 
 
-def _with_bias_tile(call: AttentionCall, i, j) -> AttentionCall:
-    return call.replace(bias=layout.bias_tile(call.bias, call.block_sizes, i, j))
+def _with_bias_tile(call: AttentionCall, rows: Range, columns: Range) -> AttentionCall:
+    return call.replace(bias=layout.bias_tile(call.bias, rows, columns))
 
 
 def _sinks(plan: Plan, call: AttentionCall) -> Array:
@@ -105,14 +109,14 @@ class _Softmax(NamedTuple):
 @functools.partial(jax.jit, static_argnums=0)
 def forward(plan: Plan, call: AttentionCall, block_mask: Array) -> Result:
     """(out, (max, log_sum))."""
-    if plan.by_head:
-        return heads.one_by_one(lambda part: _forward(plan, part, block_mask), call)
+    if plan.together is not None:
+        return parts.in_parts(lambda part: _forward(plan, part, block_mask), plan.together, call)
     return _forward(plan, call, block_mask)
 
 
 def _forward(plan: Plan, call: AttentionCall, block_mask: Array) -> Result:
     (q_size, kv_size), length = call.block_sizes, call.lengths[0]
-    q, *keys = (layout.blocked(x, size) for x, size in ((call.q, q_size), (call.k, kv_size), (call.v, kv_size)))
+    q, *keys = (layout.by_head(x, size) for x, size in ((call.q, q_size), (call.k, kv_size), (call.v, kv_size)))
     query_block = functools.partial(_forward_query_block, plan, call, q, keys, _order(plan, block_mask))
     if plan.tiles is None:
         out, log_sums = lax.map(query_block, jnp.arange(block_mask.shape[0]))
@@ -123,15 +127,17 @@ def _forward(plan: Plan, call: AttentionCall, block_mask: Array) -> Result:
 
 
 def _forward_query_block(plan: Plan, call: AttentionCall, q: Array, keys: list[Array], order: tuple, i) -> tuple:
-    q_i = layout.block_at(q, i)
-    (*leading, q_size), dtype = q_i.shape[:-1], _accumulator_type(q_i)
+    q_size, kv_size = call.block_sizes
+    rows = Range(i * q_size, q_size)
+    q_i = layout.rows_at(q, rows)
+    leading, dtype = q_i.shape[:-2], _accumulator_type(q_i)
     state = _Softmax(
         running_max=jnp.full((*leading, q_size), -jnp.inf, dtype),
         denominator=jnp.zeros((*leading, q_size), dtype),
         accumulator=jnp.zeros((*leading, q_size, call.v.shape[-1]), dtype),
     )
-    tile = functools.partial(_forward_tile, plan, call, q_i, keys, i)
-    state = _visit(plan, order, i, tile, varying_like(q_i, state))
+    tile = functools.partial(_forward_tile, plan, call, q_i, keys, rows)
+    state = _visit(plan, order, i, kv_size, tile, varying_like(q_i, state))
     if call.sinks is not None:
         state = _with_sinks(state, _sinks(plan, call)[..., None])
     denominator, log_sum = normalizer(state.denominator)
@@ -140,12 +146,20 @@ def _forward_query_block(plan: Plan, call: AttentionCall, q: Array, keys: list[A
 
 
 def _forward_tile(
-    plan: Plan, call: AttentionCall, q_i: Array, keys: list[Array], i, kind: int, j, state: _Softmax
+    plan: Plan,
+    call: AttentionCall,
+    q_i: Array,
+    keys: list[Array],
+    rows: Range,
+    kind: int,
+    columns: Range,
+    state: _Softmax,
 ) -> _Softmax:
     dtype, num_heads = _accumulator_type(q_i), q_i.shape[-3]
-    k_j, v_j = (layout.per_query_head(layout.block_at(x, j), num_heads) for x in keys)
+    k_j, v_j = (layout.per_query_head(layout.rows_at(x, columns), num_heads) for x in keys)
     raw = layout.product("qd,kd->qk", q_i, k_j, dtype)
-    logits, key_is_visible = masked_logits(plan, kind, i, j, raw, _with_bias_tile(call, i, j), queries=-2)
+    at = (rows, columns)
+    logits, key_is_visible = masked_logits(plan, kind, *at, raw, _with_bias_tile(call, *at), queries=-2)
     if kind == PARTIAL:
         logits = lax.optimization_barrier(logits)  # or XLA would compute the mask again for each use
         v_j = v_j if key_is_visible is None else jnp.where(key_is_visible[..., None], v_j, 0)
@@ -155,7 +169,7 @@ def _forward_tile(
     rescale = jnp.exp(state.running_max - shift)
     denominator = state.denominator * rescale + p.sum(axis=-1)
     if call.dropout_rate:
-        p = jnp.where(dropout_keeps(plan, i, j, logits, call, queries=-2), p, 0)
+        p = jnp.where(dropout_keeps(plan, *at, logits, call, queries=-2), p, 0)
     accumulator = state.accumulator * rescale[..., None]
     accumulator = accumulator + layout.product("qk,kd->qd", p.astype(v_j.dtype), v_j, dtype)
     return _Softmax(running_max, denominator, accumulator)
@@ -181,7 +195,7 @@ class _Gradients(NamedTuple):
 
     dk: Array  # [..., H, keys, D]
     dv: Array
-    dq: Array  # [nQ, ..., H, D, queries]
+    dq: Array  # [..., H, D, Tq]
     learned: AttentionCall  # of scale, bias and score mods, and None for the rest of the call
 
 
@@ -194,14 +208,14 @@ def backward(
     shift, log_sum, delta = _log_sums_and_delta(call, out, log_sums, d_out, d_lse)
     arrays = d_out.astype(call.v.dtype), shift, log_sum, delta
     d_sinks = None if call.sinks is None else _d_sinks(plan, call, shift, log_sum, delta)
-    if not plan.by_head:
+    if plan.together is None:
         return _backward(plan, block_mask, call, *arrays).replace(sinks=d_sinks)
 
     def part(call, *arrays):
         gradients = _backward(plan, block_mask, call, *arrays)
         return gradients.q, gradients.k, gradients.v, gradients.scale
 
-    dq, dk, dv, d_scale = heads.one_by_one(part, call.replace(sinks=None), *arrays)
+    dq, dk, dv, d_scale = parts.in_parts(part, plan.together, call.replace(sinks=None), *arrays)
     nothing, _ = partition(call, jax.tree.map(lambda _: False, call))
     return nothing.replace(q=dq, k=dk, v=dv, scale=d_scale, sinks=d_sinks)
 
@@ -210,16 +224,16 @@ def _backward(
     plan: Plan, block_mask: Array, call: AttentionCall, d_out: Array, shift: Array, log_sum: Array, delta: Array
 ) -> AttentionCall:
     (q_size, kv_size), (q_length, kv_length) = call.block_sizes, call.lengths
-    rows = [layout.blocked(x, q_size) for x in (call.q, d_out, shift, delta)]
-    rows.append(layout.blocked(log_sum, q_size, fill=jnp.inf))  # e^(logit − shift − inf) is 0
-    keys = [layout.blocked(x, kv_size) for x in (call.k, call.v)]
+    queries = [layout.by_head(x, q_size) for x in (call.q, d_out, shift, delta)]
+    queries.append(layout.by_head(log_sum, q_size, fill=jnp.inf))  # e^(logit − shift − inf) is 0
+    keys = [layout.by_head(x, kv_size) for x in (call.k, call.v)]
     plan, call = with_mapped(plan, call, _is_learned(call))
     learned, _ = partition(call, _is_learned(call))
     d_learned = jax.tree.map(lambda x: jnp.zeros(x.shape, _accumulator_type(x)), learned)
-    *batch, _, num_heads, features = call.q.shape
-    dq = jnp.zeros((block_mask.shape[0], *batch, num_heads, features, q_size), _accumulator_type(call.q))
+    dq = jnp.zeros_like(queries[0].mT, _accumulator_type(call.q))
     state = varying_like(call.q, (*map(jnp.zeros_like, keys), dq, d_learned))
-    key_block = functools.partial(_backward_key_block, plan, call, rows, keys, _order(plan, block_mask, of_keys=True))
+    order = _order(plan, block_mask, of_keys=True)
+    key_block = functools.partial(_backward_key_block, plan, call, queries, keys, order)
     if plan.tiles is None:
         state = lax.fori_loop(0, block_mask.shape[1], key_block, state)
     else:
@@ -227,59 +241,73 @@ def _backward(
             state = key_block(j, state)
     dk, dv, dq, d_learned = state
     return jax.tree.map(lambda total, x: total.astype(x.dtype), d_learned, learned).replace(
-        q=layout.joined_transposed(dq, q_length).astype(call.q.dtype),
-        k=layout.joined(dk, kv_length),
-        v=layout.joined(dv, kv_length),
+        q=jnp.moveaxis(dq, -1, -3)[..., :q_length, :, :].astype(call.q.dtype),
+        k=layout.exchanged(dk, -3)[..., :kv_length, :, :],
+        v=layout.exchanged(dv, -3)[..., :kv_length, :, :],
         sinks=None,
     )
 
 
 def _backward_key_block(
-    plan: Plan, call: AttentionCall, rows: list[Array], keys: list[Array], order: tuple, j, totals: tuple
+    plan: Plan, call: AttentionCall, queries: list[Array], keys: list[Array], order: tuple, j, totals: tuple
 ) -> tuple:
     dk, dv, dq, d_learned = totals
     num_heads, kv_heads = call.num_heads, call.k.shape[-2]
-    k_j, v_j = (layout.per_query_head(layout.block_at(x, j), num_heads) for x in keys)
+    q_size, kv_size = call.block_sizes
+    columns = Range(j * kv_size, kv_size)
+    k_j, v_j = (layout.per_query_head(layout.rows_at(x, columns), num_heads) for x in keys)
     keys_j = k_j, layout.exchanged(k_j, -2), v_j  # for products of rows by columns
     zeros = tuple(jnp.zeros(x.shape, _accumulator_type(call.q)) for x in (k_j, v_j))
     state = _Gradients(*varying_like(call.q, zeros), dq, d_learned)
-    state = _visit(plan, order, j, functools.partial(_backward_tile, plan, call, rows, keys_j, j), state)
+    tile = functools.partial(_backward_tile, plan, call, queries, keys_j, columns)
+    state = _visit(plan, order, j, q_size, tile, state)
     dk, dv = (
-        layout.with_block(total, j, layout.per_kv_head(x, kv_heads)) for total, x in ((dk, state.dk), (dv, state.dv))
+        lax.dynamic_update_slice_in_dim(
+            total, layout.per_kv_head(x, kv_heads).astype(total.dtype), columns.start, axis=-2
+        )
+        for total, x in ((dk, state.dk), (dv, state.dv))
     )
     return dk, dv, state.dq, state.learned
 
 
 def _backward_tile(
-    plan: Plan, call: AttentionCall, rows: list[Array], keys_j: tuple, j, kind: int, i, state: _Gradients
+    plan: Plan,
+    call: AttentionCall,
+    queries: list[Array],
+    keys_j: tuple,
+    columns: Range,
+    kind: int,
+    rows: Range,
+    state: _Gradients,
 ) -> _Gradients:
     k_j, k_columns, v_j = keys_j
-    q_i, d_out_i, *numbers = (layout.block_at(x, i) for x in rows)
-    shift_i, delta_i, log_sum_i = (x.swapaxes(-1, -2) for x in numbers)
-    dtype, block_sizes = _accumulator_type(q_i), call.block_sizes
-    call = _with_bias_tile(call, i, j)
+    q_i, d_out_i, *numbers = (layout.rows_at(x, rows) for x in queries)
+    shift_i, delta_i, log_sum_i = (x.mT for x in numbers)
+    dtype, at = _accumulator_type(q_i), (rows, columns)
+    call = _with_bias_tile(call, *at)
     learned, others = partition(call, _is_learned(call))
 
     def logits_of(raw, learned):
-        return masked_logits(plan, kind, i, j, raw, combine(learned, others), queries=-1)
+        return masked_logits(plan, kind, *at, raw, combine(learned, others), queries=-1)
 
     raw = layout.product("kd,qd->kq", k_j, q_i, dtype)
     logits, pull_back, key_is_visible = jax.vjp(logits_of, raw, learned, has_aux=True)
     p = jnp.exp(logits - shift_i - log_sum_i)  # not their sum: see `logsumexp`
     kept_p, dp = p, layout.product("kd,qd->kq", v_j, d_out_i, dtype)
     if call.dropout_rate:
-        keeps = dropout_keeps(plan, i, j, logits, call, queries=-1)
+        keeps = dropout_keeps(plan, *at, logits, call, queries=-1)
         kept_p, dp = (jnp.where(keeps, x / (1 - call.dropout_rate), 0) for x in (p, dp))
     d_raw, d_tile = pull_back(p * (dp - delta_i))
     d_raw = d_raw.astype(q_i.dtype)
     k_columns = k_columns if key_is_visible is None else jnp.where(key_is_visible[..., None, :], k_columns, 0)
-    dq_i = state.dq[i] + layout.product("dk,kq->dq", k_columns, d_raw, dtype)
-    d_bias = layout.add_bias_tile(state.learned.bias, d_tile.bias, block_sizes, i, j)
+    dq_i = lax.dynamic_slice_in_dim(state.dq, rows.start, rows.size, axis=-1)
+    dq_i = dq_i + layout.product("dk,kq->dq", k_columns, d_raw, dtype)
+    d_bias = layout.add_bias_tile(state.learned.bias, d_tile.bias, *at)
     d_learned = jax.tree.map(jnp.add, state.learned.replace(bias=None), d_tile.replace(bias=None))
     return _Gradients(
         dk=state.dk + layout.product("kq,qd->kd", d_raw, q_i, dtype),
         dv=state.dv + layout.product("kq,qd->kd", kept_p.astype(v_j.dtype), d_out_i, dtype),
-        dq=lax.dynamic_update_index_in_dim(state.dq, dq_i, i, axis=0),
+        dq=lax.dynamic_update_slice_in_dim(state.dq, dq_i, rows.start, axis=-1),
         learned=d_learned.replace(bias=d_bias),
     )
 

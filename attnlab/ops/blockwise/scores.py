@@ -6,7 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnlab.ops import dropout
-from attnlab.ops.blockwise.batching import Plan, per_example
+from attnlab.ops.blockwise.batching import per_example
+from attnlab.ops.blockwise.layout import Range
+from attnlab.ops.blockwise.plans import Plan
 from attnlab.ops.call import AttentionCall
 from attnlab.ops.schedule import PARTIAL
 from attnlab.ops.tiles import Side, Tile, examples, heads
@@ -14,30 +16,32 @@ from attnlab.types import Array
 
 
 def masked_logits(
-    plan: Plan, kind: int, i, j, raw: Array, call: AttentionCall, *, queries: int
+    plan: Plan, kind: int, rows: Range, columns: Range, raw: Array, call: AttentionCall, *, queries: int
 ) -> tuple[Array, Array | None]:
     """Masked logits, and the visible keys, or None for all: the caller zeroes other keys, which may be NaN.
 
     `queries` is the axis of the tile that has the queries, −1 or −2; the other one has the keys.
     """
-    return per_example(plan, functools.partial(_masked_logits, kind, i, j, queries), call, raw)
+    return per_example(plan, functools.partial(_masked_logits, kind, rows, columns, queries), call, raw)
 
 
-def dropout_keeps(plan: Plan, i, j, logits: Array, call: AttentionCall, *, queries: int) -> Array:
+def dropout_keeps(
+    plan: Plan, rows: Range, columns: Range, logits: Array, call: AttentionCall, *, queries: int
+) -> Array:
     """Which weights of a tile dropout keeps, a boolean array of the logits' shape."""
 
     def keeps(call, logits):
-        tile = _tile(call, i, j, queries, logits.shape)
+        tile = _tile(call, rows, columns, queries, logits.shape)
         return dropout.keep(call.dropout_keys, call.dropout_rate, tile.head, tile.q_index, tile.kv_index)
 
     return per_example(plan, keeps, call, logits)
 
 
-def _masked_logits(kind: int, i, j, queries: int, call: AttentionCall, raw: Array):
-    tile = _tile(call, i, j, queries, raw.shape)
+def _masked_logits(kind: int, rows: Range, columns: Range, queries: int, call: AttentionCall, raw: Array):
+    tile = _tile(call, rows, columns, queries, raw.shape)
     logits, key_is_visible = raw, None
     if kind == PARTIAL:
-        visible = _visible(call, i, j, queries, raw.shape)
+        visible = _visible(call, rows, columns, queries, raw.shape)
         key_is_visible = visible.any(axis=queries)
         if isinstance(visible, np.ndarray) and key_is_visible.all():
             key_is_visible = None
@@ -55,45 +59,44 @@ def _masked_logits(kind: int, i, j, queries: int, call: AttentionCall, raw: Arra
     return logits, key_is_visible
 
 
-def _visible(call: AttentionCall, i, j, queries: int, shape: tuple[int, ...]) -> Array:
+def _visible(call: AttentionCall, rows: Range, columns: Range, queries: int, shape: tuple[int, ...]) -> Array:
     """Which pairs of a tile are visible, `[..., *shape[-2:]]`; a NumPy array where that is known while tracing."""
-    xp = np if isinstance(i, int) and isinstance(j, int) else jnp
-    visible = _is_not_padding(call, i, j, xp)
+    xp = np if isinstance(rows.start, int) and isinstance(columns.start, int) else jnp
+    visible = _is_not_padding(call, rows, columns, xp)
     visible = visible if queries == -2 else visible.swapaxes(-1, -2)
     if call.mask is not None:
-        visible = visible & call.mask.visible(_tile(call, i, j, queries, shape, xp))
+        visible = visible & call.mask.visible(_tile(call, rows, columns, queries, shape, xp))
     xp = np if isinstance(visible, np.ndarray) else jnp
     visible = visible.reshape((1,) * (len(shape) - visible.ndim) + visible.shape)
     return xp.broadcast_to(visible, (*visible.shape[:-2], *shape[-2:]))
 
 
-def _is_not_padding(call: AttentionCall, i, j, xp) -> Array:
+def _is_not_padding(call: AttentionCall, rows: Range, columns: Range, xp) -> Array:
     """Which pairs of a tile, `[queries, keys]`, lie within the lengths."""
     (q_size, kv_size), (q_length, kv_length) = call.block_sizes, call.lengths
     inside = xp.ones((1, 1), bool)
     if q_length % q_size:
-        inside = inside & (i * q_size + xp.arange(q_size) < q_length)[:, None]
+        inside = inside & (rows.start + xp.arange(rows.size) < q_length)[:, None]
     if kv_length % kv_size:
-        inside = inside & (j * kv_size + xp.arange(kv_size) < kv_length)
+        inside = inside & (columns.start + xp.arange(columns.size) < kv_length)
     return inside
 
 
-def _tile(call: AttentionCall, i, j, queries: int, shape: tuple[int, ...], xp=jnp) -> Tile:
-    """The coordinates of query block i and key block j, for scores of a shape whose axis `queries` has the queries."""
+def _tile(call: AttentionCall, rows: Range, columns: Range, queries: int, shape: tuple[int, ...], xp=jnp) -> Tile:
+    """The coordinates of queries and keys, for scores of a shape whose axis `queries` has the queries."""
     *batch, num_heads, _, _ = shape
-    (q_size, kv_size), (q_length, kv_length) = call.block_sizes, call.lengths
+    q_length, kv_length = call.lengths
     return Tile(
         example=examples(tuple(batch), call.shard, xp),
         head=heads(num_heads, call.shard, xp),
-        queries=_side(i, q_size, q_length, call.q_positions, queries, call.shard.queries, xp),
-        keys=_side(j, kv_size, kv_length, call.kv_positions, -3 - queries, call.shard.keys, xp),
+        queries=_side(rows, q_length, call.q_positions, queries, call.shard.queries, xp),
+        keys=_side(columns, kv_length, call.kv_positions, -3 - queries, call.shard.keys, xp),
     )
 
 
-def _side(block, size: int, length: int, positions, axis: int, in_call, xp) -> Side:
-    start = xp.asarray(block * size, xp.int32)
+def _side(at: Range, length: int, positions, axis: int, in_call, xp) -> Side:
     # The padding of the last tile repeats the last row: a mod must not meet a position that does not exist.
-    index = xp.minimum(start + xp.arange(size, dtype=xp.int32), length - 1)
-    side = Side(index, index, axis, start)
+    index = xp.minimum(xp.asarray(at.start, xp.int32) + xp.arange(at.size, dtype=xp.int32), length - 1)
+    side = Side(index, index, axis, at.start)
     side = side if in_call is None else side._replace(whole_index=side.take(in_call))
     return side if positions is None else side._replace(position=side.take(positions))
