@@ -91,60 +91,89 @@ def test_half_precision_errs_at_most_twice_as_much_as_dense(dtype, block_sizes):
         assert np.linalg.norm(tiled[name] - x) <= 2 * np.linalg.norm(dense[name] - x), name
 
 
-LONG = 520  # tokens, in tiles of which the last are ragged
+LONG = {"q": (2, 520, 4, 8), "k": (2, 520, 2, 8), "v": (2, 520, 2, 6)}  # in tiles of which the last are ragged
+SHORT = {"q": (4, 200, 8, 8), "k": (4, 200, 8, 8), "v": (4, 200, 8, 6)}
 
 
-def long_call(arrays, impl, rate=0.2):
+def call_in_parts(arrays, impl, block_sizes=(512, 256)):
     """A call with each term that knows its example or head, but none whose gradient heads share."""
-    rng = np.random.default_rng(1)
-    by_head = BlockSparse(rng.random((2, 4, 13, 13)) < 0.7, size=40)
-    segments = Segments(np.sort(rng.integers(0, 3, (2, LONG)), axis=-1))
-    positions = np.arange(LONG) + np.array([[0], [7]])
+    rng, (batch, length, num_heads, _) = np.random.default_rng(1), arrays["q"].shape
+    by_head = BlockSparse(rng.random((batch, num_heads, length // 40, length // 40)) < 0.7, size=40)
+    segments = Segments(np.sort(rng.integers(0, 3, (batch, length)), axis=-1))
+    examples = np.arange(batch)
+    positions = np.arange(length) + 7 * examples[:, None]
     return attnlab.attention(
         arrays["q"],
         arrays["k"],
         arrays["v"],
-        (Causal() & segments & by_head) | Padding(np.array([2, 5])),
+        (Causal() & segments & by_head) | Padding(2 + 3 * examples),
         (SoftCap(5.0), ScoreFn(lambda s, b, h, i, j: s - 0.01 * (h + 2 * b) * (i - j))),
         scale=arrays["scale"],
         sinks=arrays["sinks"],
-        dropout_rate=rate,
+        dropout_rate=0.2,
         dropout_key=jax.random.key(3),
         q_positions=positions,
         kv_positions=positions,
         impl=impl,
-        block_sizes=(512, 256) if impl == "blockwise" else None,
+        block_sizes=block_sizes if impl == "blockwise" else None,
         return_lse=True,
     )
 
 
-def long_arrays():
-    rng, shapes = np.random.default_rng(0), {"q": (4, 8), "k": (2, 8), "v": (2, 6)}
-    arrays = {name: rng.normal(size=(2, LONG, *shape)) for name, shape in shapes.items()}
-    return arrays | {"sinks": rng.normal(size=4), "scale": np.array(0.4)}
+def arrays_of(shapes):
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    return arrays | {"sinks": rng.normal(size=shapes["q"][2]), "scale": np.array(0.4)}
 
 
-def test_long_sequences_head_by_head_match_dense(float64):
-    given, expected = (cases.results(long_arrays(), long_call, impl, jnp.float64) for impl in ("blockwise", "dense"))
+@pytest.mark.parametrize(
+    "shapes, block_sizes",
+    [(LONG, (512, 256)), (LONG, (128, 128)), (SHORT, (64, 64))],
+    ids=["head by head", "some heads at a time", "some examples at a time"],
+)
+def test_calls_in_parts_match_dense(float64, shapes, block_sizes):
+    call = functools.partial(call_in_parts, block_sizes=block_sizes)
+    given, expected = (cases.results(arrays_of(shapes), call, impl, jnp.float64) for impl in ("blockwise", "dense"))
     for name, x in expected.items():
         # As for the random cases above.
         largest = np.abs(x).max(initial=0, where=np.isfinite(x))
         np.testing.assert_allclose(given[name], x, rtol=1e-11, atol=1e-11 * largest, err_msg=name)
 
 
-def test_long_sequences_are_computed_head_by_head_also_when_mapped():
-    arrays = jax.tree.map(jnp.float32, long_arrays())
+@pytest.mark.parametrize(
+    "shapes, block_sizes, parts",
+    [(LONG, (512, 256), 4), (LONG, (128, 128), 4), (SHORT, (64, 64), 2)],
+    ids=["head by head", "some heads at a time", "some examples at a time"],
+)
+def test_calls_in_parts_have_the_same_bits_when_mapped(shapes, block_sizes, parts):
+    arrays = jax.tree.map(jnp.float32, arrays_of(shapes))
 
     def run(arrays):
-        return long_call(arrays, "blockwise")[0]
+        return call_in_parts(arrays, "blockwise", block_sizes)[0]
 
-    assert "length=4" in str(jax.make_jaxpr(run)(arrays))  # examples × key heads
-    mapped = jax.vmap(run)(jax.tree.map(lambda x: x[None], arrays))[0]
-    np.testing.assert_array_equal(mapped, run(arrays))
+    assert f"length={parts}" in str(jax.make_jaxpr(run)(arrays))
+    mapped = jax.jit(jax.vmap(run))(jax.tree.map(lambda x: jnp.stack([x, 2 * x]), arrays))
+    np.testing.assert_array_equal(mapped[0], jax.jit(run)(arrays))
+    np.testing.assert_array_equal(mapped[1], jax.jit(run)(jax.tree.map(lambda x: 2 * x, arrays)))
+
+
+def test_short_calls_are_mapped_as_many_at_a_time_as_the_caches_hold():
+    q, k, v = sample(3, 256, heads=7)
+
+    def grad(q, k, v):
+        return jax.grad(lambda q: attnlab.attention(q, k, v, Causal(), impl="blockwise").sum())(q)
+
+    run = jax.jit(jax.vmap(grad, in_axes=(0, None, 0)))
+    assert "length=1" in str(jax.make_jaxpr(run)(q, k[0], v))  # of two examples, and the third after it
+    for example in range(3):
+        # Sums of at most 256 terms, in parts of other sizes.
+        np.testing.assert_allclose(
+            run(q, k[0], v)[example], jax.jit(grad)(q[example], k[0], v[example]), atol=256 * 2.0**-24
+        )
 
 
 def test_long_sequences_in_bfloat16_have_the_scale_gradient_of_all_heads():
-    q, k, v = (long_arrays()[name].astype(jnp.bfloat16) for name in "qkv")
+    q, k, v = (arrays_of(LONG)[name].astype(jnp.bfloat16) for name in "qkv")
 
     @functools.partial(jax.jit, static_argnums=1)
     def slope(scale, block_sizes):  # only bfloat16 queries leave the scale to the tiles
@@ -155,9 +184,9 @@ def test_long_sequences_in_bfloat16_have_the_scale_gradient_of_all_heads():
 
 
 def test_long_sequences_in_bfloat16_are_moved_as_integers():
-    arrays = {name: x.astype(jnp.bfloat16) for name, x in long_arrays().items()}
+    arrays = {name: x.astype(jnp.bfloat16) for name, x in arrays_of(LONG).items()}
     program = str(
-        jax.make_jaxpr(jax.grad(lambda arrays: long_call(arrays, "blockwise")[0].astype(float).sum()))(arrays)
+        jax.make_jaxpr(jax.grad(lambda arrays: call_in_parts(arrays, "blockwise")[0].astype(float).sum()))(arrays)
     )
     assert re.search(r":u16\[[\d,]+\] = dynamic_slice", program)
     assert re.search(r":u16\[[\d,]+\] = dynamic_update_slice", program)
@@ -514,7 +543,7 @@ def test_exported_module_with_symbolic_batch_matches_direct_call(own_errors):
 
 @dataclasses.dataclass(frozen=True)
 class Counting(ScoreMod):
-    """Leaves scores as they are and counts the tiles of 64 × 64 that are computed; neighbours may be computed as one."""
+    """Leaves scores as they are, and counts the tiles of 64 × 64 that are computed, neighbours perhaps as one."""
 
     counted: ClassVar[list] = []
 
