@@ -60,10 +60,10 @@ def test_memory_is_linear_in_the_length(name, impl, topology, compiled):
     mesh = mesh_of(topology(name))
     batch, shorter = (16, 8192) if impl == "auto" else (2, 4096)  # what fits a v5e's VMEM is not counted: much more
     sizes = []
-    for length in (shorter, 4 * shorter):  # between them TPUs' layouts differ: 33, 89 and 130 MiB of blockwise
+    for length in (shorter, 2 * shorter):
         given = inputs(mesh, length, batch=batch)
         sizes.append(compiled(gradients(mask=Causal(), impl=impl), *given)[1].temporaries)
-    assert 0 < sizes[1] <= 4.2 * sizes[0]
+    assert 0 < sizes[1] <= 2.1 * sizes[0]
 
 
 TERMS = {
