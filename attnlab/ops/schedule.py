@@ -173,18 +173,18 @@ def read_visit(word: Int[Array, ""]) -> Visit:
     )
 
 
-def runs(kinds: Sequence[int], longest: int) -> list[tuple[int, int, int]]:
-    """The neighbours of a row of tiles that are not EMPTY, up to `longest` together: (kind, first, count) of each.
+def runs(kinds: Sequence[int]) -> list[tuple[int, int, int]]:
+    """The neighbours of a row of tiles that are not EMPTY, as one tile each: (kind, first, count).
 
-    >>> runs([2, 1, 0, 2, 2, 2], longest=2)
-    [(1, 0, 2), (2, 3, 2), (2, 5, 1)]
+    >>> runs([2, 1, 0, 2, 2, 2])
+    [(1, 0, 2), (2, 3, 3)]
     """
     found = []
     for column, kind in enumerate(kinds):
         if kind == EMPTY:
             continue
         last_kind, first, count = found[-1] if found else (EMPTY, 0, 0)
-        if first + count == column and 0 < count < longest:
+        if count and first + count == column:
             found[-1] = (min(last_kind, kind), first, count + 1)
         else:
             found.append((kind, column, 1))

@@ -59,7 +59,7 @@ def _gradients(plan: Plan, residuals: tuple, cotangents: tuple) -> AttentionCall
 def _visit(plan: Plan, order: tuple, row, size: int, tile: Callable, state):
     """`state` after tile(kind, columns, state) for the tiles of the row, of `size` columns, that are not EMPTY."""
     if plan.tiles is not None:
-        for kind, first, count in runs(order[row], plan.longest):
+        for kind, first, count in runs(order[row]):
             state = tile(kind, Range(first * size, count * size), state)
         return state
     columns, num_full, num_visible = (x[row] for x in order)

@@ -31,7 +31,6 @@ class Plan(NamedTuple):
     tile_kinds: tuple[int, ...]  # PARTIAL and FULL, if they occur in the block mask; both when it is traced
     mapped: tuple[bool, ...] | None = None  # under `vmap`: which leaves of the call have a leading mapped axis
     tiles: tuple[tuple[int, ...], ...] | None = None  # the block mask where tiles are written out; None for loops
-    longest: int = 1  # tiles that are computed as one, where they are written out
     together: tuple[int, int] | None = None  # the examples and key heads that are computed at a time; None for all
 
 
@@ -65,8 +64,8 @@ def mapped_at_once(plan: Plan, call: AttentionCall, is_mapped: bool, size: int) 
     if plan.tiles is None:
         return size
     *batch, _, num_heads, _ = call.q.shape[1:] if is_mapped else call.q.shape
-    columns = min(plan.longest, len(plan.tiles[0])) * call.block_sizes[1]
-    return min(size, max(1, SCORES // (math.prod(batch) * num_heads * call.block_sizes[0] * columns)))
+    longest = max(len(plan.tiles), len(plan.tiles[0]))
+    return min(size, max(1, SCORES // (math.prod(batch) * num_heads * math.prod(call.block_sizes) * longest)))
 
 
 def _kinds(block_mask: Array) -> tuple[int, ...]:
@@ -77,12 +76,10 @@ def _kinds(block_mask: Array) -> tuple[int, ...]:
 
 def _written_out(call: AttentionCall, block_sizes, block_mask: Array, can_be_cut: bool) -> Plan | None:
     """The plan of a call whose tiles are written out, if they are few, and their scores stay in the caches."""
-    count, kv_heads = math.prod(size for size in call.batch if isinstance(size, int)), call.k.shape[-2]
-    tile = block_sizes[0] * block_sizes[1] * call.num_heads // kv_heads
-    columns = -(-call.lengths[1] // block_sizes[1])
-    at_once = SCORES // (tile * columns)  # key heads
     if not isinstance(block_mask, np.ndarray) or block_sizes[0] >= ROWS:
         return None
+    count, kv_heads = math.prod(size for size in call.batch if isinstance(size, int)), call.k.shape[-2]
+    at_once = SCORES // (math.prod(block_sizes) * max(block_mask.shape) * call.num_heads // kv_heads)  # key heads
     if can_be_cut and at_once:
         heads = _largest_divisor(kv_heads, at_once)
         examples = _largest_divisor(count, at_once // kv_heads) if heads == kv_heads else 1
@@ -91,12 +88,10 @@ def _written_out(call: AttentionCall, block_sizes, block_mask: Array, can_be_cut
     else:
         return None
     together = None if (examples, heads) == (count, kv_heads) else (examples, heads)
-    longest = max(1, SCORES // (tile * examples * heads))
     tiles = tuple(map(tuple, block_mask.tolist()))
-    for rows in (tiles, zip(*tiles)):
-        if sum(len(runs(row, longest)) for row in rows) > UNROLLED:
-            return None
-    return Plan(_kinds(block_mask), tiles=tiles, longest=longest, together=together)
+    if any(sum(len(runs(row)) for row in rows) > UNROLLED for rows in (tiles, zip(*tiles))):
+        return None
+    return Plan(_kinds(block_mask), tiles=tiles, together=together)
 
 
 def _largest_divisor(n: int, limit: int) -> int:
