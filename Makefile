@@ -8,6 +8,8 @@ BIN = $(VENV)/bin
 # uv, where there is one, installs in seconds what takes pip minutes.
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INSTALL = $(if $(shell command -v uv),uv pip install --quiet --python $(BIN)/python -c constraints.txt,$(PIP))
+# On a machine with an NVIDIA GPU, JAX is installed for it: make train CUDA=cuda12 where its driver is older than 580.
+CUDA ?= $(if $(shell command -v nvidia-smi),cuda)
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 # The tests compile without optimizations, unless told so.
 OPTIMIZED = XLA_FLAGS="--xla_backend_optimization_level=3 $$XLA_FLAGS"
@@ -92,7 +94,7 @@ conformance: $(VENV)/installed-test
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) -e .
+	$(INSTALL) -e ".$(if $(CUDA),[$(CUDA)])"
 	touch $@
 
 $(VENV)/installed-test: $(VENV)/installed
