@@ -11,7 +11,7 @@ def test_bench_without_a_name_lists_the_benchmarks(capsys):
 
 
 def test_bench_unknown_name_is_one_line(error_line):
-    message = "unknown benchmark 'atention' (did you mean attention?): use one of attention, bundles"
+    message = "unknown benchmark 'atention' (did you mean attention?): use one of attention, data"
     assert message in error_line("atention")
 
 
