@@ -16,9 +16,8 @@ OPTIMIZED = XLA_FLAGS="--xla_backend_optimization_level=3 $$XLA_FLAGS"
 # The frameworks that weights come from and go to, TransformerLens, fla, of which the plain PyTorch files are read, and
 # ONNX' vectors; without them those tests skip.
 PEERS = torch==2.13.0 transformers==5.23.0 transformer-lens==4.3.0 fla-core==0.6.0 onnx==1.23.2
-# The tests of whatever can differ between versions of JAX, Flax, Optax and Orbax; the kernels are compiled with the
-# newest of them by test-hardware.
-VERSIONED = tests/ops --ignore=tests/ops/test_pallas.py --ignore=tests/ops/test_splitting.py tests/training \
+# The tests of whatever can differ between versions of JAX, Flax, Optax and Orbax.
+VERSIONED = tests/ops tests/training \
 	tests/test_train.py tests/test_train_options.py tests/interop/test_flax.py tests/interop/test_export.py \
 	tests/interop/test_huggingface_goldens.py tests/interop/test_transforms.py tests/see/test_capturing.py \
 	tests/see/test_edits.py tests/testing/test_check.py tests/testing/test_check_recurrence.py

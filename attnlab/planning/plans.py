@@ -327,7 +327,7 @@ def _remarks(topology: Topology, steps: tuple[Program, ...], backends: set[str])
     if training.unknown_loops:
         loops = training.unknown_loops
         yield f"{loops} loop{'s' * (loops > 1)} of unknown length: what is inside is counted once"
-    for backend, kernel in (("splash", "splash"), ("pallas", "attnlab"), ("cudnn", "fmha")):
+    for backend, kernel in (("splash", "splash"), ("cudnn", "fmha")):
         if backend in backends and training.fits and not any(kernel in name for name in training.kernels):
             yield f"{backend} was chosen for attention, but the compiled step has none of its kernels"
     if _fits(topology, decoding) is False:

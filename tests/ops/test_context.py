@@ -335,10 +335,10 @@ def test_explain_tells_the_way():
     assert explained(SlidingWindow(100), length=2**17).split.startswith("over 4 devices, keys gathered")
     assert explained(None, length=2**17).split.startswith("over 4 devices, keys gathered")
     assert explained(None, length=2**18).split.startswith("over 4 devices, keys in a ring")
-    on_tpu = explained(Causal(), platform="tpu", impl="pallas")
-    assert on_tpu.backend == "pallas" and "a part of a call" in on_tpu.rejected["splash"]
+    on_tpu = explained(Causal(), platform="tpu")
+    assert on_tpu.backend == "blockwise" and "a part of a call" in on_tpu.rejected["splash"]
     backend, rejected = on_tpu  # still a pair
-    assert (backend, rejected["splash"]) == ("pallas", on_tpu.rejected["splash"])
+    assert (backend, rejected["splash"]) == ("blockwise", on_tpu.rejected["splash"])
 
 
 @pytest.mark.parametrize(
