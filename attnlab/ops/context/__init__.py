@@ -21,7 +21,7 @@ from attnlab.ops.call import AttentionCall, Result
 from attnlab.ops.context import layouts, shards
 from attnlab.ops.context.layouts import Layout
 from attnlab.ops.meshes import Splits, in_shards, mesh_of, names_of, on_all_devices, splits_of
-from attnlab.ops.schedule import ACCELERATOR, CPU, TPU_KERNEL
+from attnlab.ops.schedule import ACCELERATOR, CPU
 from attnlab.types import Array
 
 WAYS = ("auto", "gather", "halo", "ring")
@@ -34,7 +34,6 @@ class Context(NamedTuple):
     way: str
 
 
-_COSTS = {"cpu": CPU, "gpu": ACCELERATOR, "tpu": TPU_KERNEL}
 _current = jax.make_user_context(default_value=None)  # part of the key of compiled programs
 
 
@@ -169,7 +168,7 @@ def layout(split: ShardedCall, call: AttentionCall, platform: str) -> Layout | N
         way=split.context.way,
         gathered_bytes=_gathered_bytes(split, call.k, call.v),
         block_sizes=call.block_sizes,
-        costs=_COSTS[platform],
+        costs=CPU if platform == "cpu" else ACCELERATOR,
         num_heads=num_heads,
         batch=batch,
         **(positions if are_known else {}),
