@@ -308,9 +308,9 @@ def lower_decode(experiment: Experiment) -> jax.stages.Lowered:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), tree)
 
     state = jax.eval_shape(lambda: loop.empty(model, rows=1))
-    options = loop.LoopOptions(Draw(temperature=0.8, vocab_size=model.vocab_size))
+    draw = Draw(temperature=0.8, vocab_size=model.vocab_size)
     params = {"params": unstack_layers(experiment.abstract_state.params)}
-    return loop.decode_ahead.lower(model, options, placed(params), placed(state), loop.AHEAD, loop.AHEAD)
+    return loop.decode_ahead.lower(model, draw, (), placed(params), placed(state), loop.AHEAD, loop.AHEAD)
 
 
 def _first_device(experiment: Experiment) -> parallel_lib.Parallel:
