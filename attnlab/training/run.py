@@ -249,7 +249,6 @@ def _open_files(
             checkpoints.prepare()  # first, so that a failure leaves no workdir behind
         workdir.create(config_json, text.tokenizer)
     checkpoints.prepare()
-    checkpoints.sweep()
     events = [trackers.TensorBoard(workdir.path / "tensorboard")] if config.log.tensorboard else []
     log = metrics_lib.MetricsLog(workdir.metrics, offset, start, events)
     resources.callback(log.close)
