@@ -91,13 +91,13 @@ def resolve(
     config = configs.completed(config)
     if folder.previous_run is None:
         configs.check_effects(config)
-    config, tokenizer, metadata = pretrained.completed(config, folder.path)
+    config, tokenizer = pretrained.completed(config, folder.path)
     config.precision = _precision(config, folder, passed, device)
     folder.check_config(config, may_extend=not eval_only)
     if folder.previous_run is not None:
         passed.check_continues(folder.previous_run, folder)
     code = own.sources(config.model)
-    metadata |= passed.metadata() | ({"code": code} if code else {})
+    metadata = passed.metadata() | ({"code": code} if code else {})
     if eval_only and folder.previous_run is None:
         raise UserError(f"{folder} holds no run to evaluate: train first")
     # An evaluation needs no log, so a damaged one does not stop it.
