@@ -32,7 +32,7 @@ from pathlib import Path
 from absl import flags
 
 from attnlab import commands, compilation
-from attnlab.generation.decoding import check_rows, decode, generate
+from attnlab.generation.decoding import decode, generate
 from attnlab.generation.drawing import Draw
 from attnlab.generation.prompt_files import Records, read_prompts
 from attnlab.generation.scoring import score
@@ -131,7 +131,6 @@ def _options(values, run: Run) -> dict:
     stop = [string.replace(r"\n", "\n").replace(r"\t", "\t") for string in values.stop]
     # Errors are raised before anything is written.
     StopStrings(stop, run.tokenizer)
-    check_rows(run.model, values.num_samples, values.max_tokens)
     end = run.tokenizer.end_of_text if values.end_of_text else ()
     options = {"max_tokens": values.max_tokens, "draw": draw, "stop": stop, "end": end}
     return options | {"num_samples": values.num_samples, "seed": values.seed}

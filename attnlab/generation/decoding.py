@@ -5,7 +5,6 @@ token of a text is never in the caches: each step feeds it, and draws the next.
 """
 
 import functools
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -20,7 +19,6 @@ from attnlab.generation.drawing import Draw
 from attnlab.generation.loop import AHEAD, State, decode_ahead, rolls
 from attnlab.generation.stop_strings import StopStrings
 from attnlab.nn import GPT, unstack_layers
-from attnlab.support import memory
 
 
 class Step(NamedTuple):
@@ -134,7 +132,6 @@ def decode(
     >>> len(steps), steps[0].tokens.shape, bool((steps[0].logprobs < 0).all())
     (9, (2,), True)
     """
-    check_rows(model, len(prompts) * num_samples, max_tokens)
     if jax.default_backend() == "cpu" and model.dtype == jnp.bfloat16:
         model = model.clone(dtype=jnp.float32)  # the time of a step is the time to read the float32 parameters
     params = unstack_layers(params)
@@ -161,13 +158,6 @@ def decode(
         for place in range(counts.max()):
             valid = place < counts
             yield Step(np.where(valid, tokens[:, place], -1), np.where(valid, logprobs[:, place], 0))
-
-
-def check_rows(model: GPT, rows: int, max_tokens: int) -> None:
-    """Raise UserError for more texts side by side than the device's memory has room for their caches."""
-    cache = jax.eval_shape(functools.partial(model.empty_caches, 1, min(model.context, max_tokens)))
-    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-    memory.check(rows * size, jax.local_devices()[:1], f"a batch of {rows:,} texts", "lower num_samples or batch_size")
 
 
 def _start(model, draw, params, prompts, texts, max_tokens, keys) -> State:
