@@ -13,7 +13,7 @@ from attnlab.ops import blockwise, checks, context, cudnn, decode, dense, dropou
 from attnlab.ops.call import AttentionCall
 from attnlab.ops.experimental import pallas
 from attnlab.ops.explanation import Explanation
-from attnlab.ops.logsumexp import finite_shift, merged
+from attnlab.ops.logsumexp import finite_shift, normalizer
 from attnlab.ops.mask_algebra import Mask, require_positions
 from attnlab.ops.masks import Dense
 from attnlab.ops.platforms import PLATFORMS, platform_of
@@ -224,9 +224,12 @@ def merge(
     if not parts or any(shape != shapes[0] or len(shape) != 2 or shape[0][:-1] != shape[1] for shape in shapes):
         raise ValueError(f"merge got shapes {shapes}: expected one or more (out, lse) of the same queries")
     outs, lses = zip(*((checks.floating("out", out), checks.floating("lse", lse)) for out, lse in parts))
+    lses = jnp.stack(lses)
     # A fully masked part has lse −inf and so weight 0.
-    shift = jax.lax.stop_gradient(finite_shift(jnp.stack(lses).max(axis=0)))
-    out, (_, log_sum) = merged([(out, (jnp.zeros_like(lse), lse - shift)) for out, lse in zip(outs, lses)])
+    shift = jax.lax.stop_gradient(finite_shift(lses.max(axis=0)))
+    weights = jnp.exp(lses - shift)
+    denominator, log_sum = normalizer(weights.sum(axis=0))
+    out = sum((weight / denominator)[..., None] * out.astype(weight.dtype) for weight, out in zip(weights, outs))
     return out.astype(outs[0].dtype), shift + log_sum
 
 
@@ -288,7 +291,7 @@ def _choose(impl, call: AttentionCall, return_lse, platform=None, split=None, la
         raise ValueError(f'impl = {unknown[0]!r} is unknown: use "auto" or one of {known}, or a tuple of them')
     reasons = {
         name: _platform_against(name, names, call, platform)
-        or _context_against(name, split, layout)
+        or _context_against(name, split)
         or backend.reason_against(call)
         or ("its lse has no gradient" if return_lse and not has_lse(backend) else None)
         or (_BY_NAME.get(name) if name not in names else None)
@@ -319,12 +322,10 @@ def has_lse(backend) -> bool:
     return getattr(backend, "HAS_LSE", True)
 
 
-def _context_against(name, split, layout) -> str | None:
+def _context_against(name, split) -> str | None:
     """The reason why a backend cannot compute the shards of a call."""
     if split is not None and (name == "decode" or not has_lse(_BACKENDS[name])):
         return "within context_parallel it cannot compute a part of a call"
-    if name == "dense" and layout is not None and layout.way == "ring":
-        return "in a ring its gradient needs all keys at once"
     return None
 
 
