@@ -8,15 +8,16 @@ BIN = $(VENV)/bin
 # uv, where there is one, installs in seconds what takes pip minutes.
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INSTALL = $(if $(shell command -v uv),uv pip install --quiet --python $(BIN)/python -c constraints.txt,$(PIP))
+# On a machine with an NVIDIA GPU, JAX is installed for it: make train CUDA=cuda12 where its driver is older than 580.
+CUDA ?= $(if $(shell command -v nvidia-smi),cuda)
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 # The tests compile without optimizations, unless told so.
 OPTIMIZED = XLA_FLAGS="--xla_backend_optimization_level=3 $$XLA_FLAGS"
 # The frameworks that weights come from and go to, TransformerLens, fla, of which the plain PyTorch files are read, and
 # ONNX' vectors; without them those tests skip.
 PEERS = torch==2.13.0 transformers==5.23.0 transformer-lens==4.3.0 fla-core==0.6.0 onnx==1.23.2
-# The tests of whatever can differ between versions of JAX, Flax, Optax and Orbax; the kernels are compiled with the
-# newest of them by test-hardware.
-VERSIONED = tests/ops --ignore=tests/ops/test_pallas.py --ignore=tests/ops/test_splitting.py tests/training \
+# The tests of whatever can differ between versions of JAX, Flax, Optax and Orbax.
+VERSIONED = tests/ops tests/training \
 	tests/test_train.py tests/test_train_options.py tests/interop/test_flax.py tests/interop/test_export.py \
 	tests/interop/test_huggingface_goldens.py tests/interop/test_transforms.py tests/see/test_capturing.py \
 	tests/see/test_edits.py tests/testing/test_check.py tests/testing/test_check_recurrence.py
@@ -92,7 +93,7 @@ conformance: $(VENV)/installed-test
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) -e .
+	$(INSTALL) -e ".$(if $(CUDA),[$(CUDA)])"
 	touch $@
 
 $(VENV)/installed-test: $(VENV)/installed

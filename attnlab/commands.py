@@ -152,9 +152,9 @@ def parse(values: flags.FlagValues, argv: list[str]) -> None:
             raise UserError(f"--{name} is given {values[name].present} times: give it once")
         if values[name].present and values[name].value == "" and not values[name].default:
             raise UserError(f"--{name}= is empty: give a value, or leave it out")
-    fields = said(values)
+    named = {name: values[name].value for name in values if values[name].present}
     for other, kind in (("path", "text"), ("mixture", "mixture")):
-        if f"data.{other}" in fields and fields.get("data.name", kind) != kind:
+        if f"config.data.{other}" in named and named.get("config.data.name", kind) != kind:
             raise UserError(f"--config.data.name has no effect beside --config.data.{other}: leave one of them out")
 
 
@@ -166,11 +166,6 @@ def _register_own(values: flags.FlagValues) -> None:
         if isinstance(text, str) and (values["config"].present or (flag in values and values[flag].present)):
             words = [text] if field == "mixer" else text.split(" ")
             model[field] = " ".join(own.register(word) if ".py:" in word else word for word in words)
-
-
-def said(values: flags.FlagValues) -> dict:
-    """The fields of a config that a command line sets, and their values."""
-    return {name.removeprefix("config."): values[name].value for name in values if "." in name and values[name].present}
 
 
 def config_of(values: flags.FlagValues) -> tuple[ConfigDict, str]:

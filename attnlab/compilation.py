@@ -1,27 +1,21 @@
 """JAX's persistent compilation cache in the user's cache folder; compilers that err, and the memory they keep.
 
-JAX writes an entry in place, so a kill may leave it truncated, and never overwrites an entry: the program would be
-compiled again at every start, with a warning. A process therefore leaves a mark while it runs, and where one was left
-behind, the entries since then are deleted. JAX's size limit (jax_compilation_cache_max_size) is not used: it takes a
-file lock for every entry that is read, keeps truncated entries, and up to JAX 0.10 fails on entries without an access
-time, which a kill leaves as well.
+Where a kill leaves an entry truncated, JAX warns, and compiles its program again at each start until the entry is old
+enough to be deleted. JAX's size limit (jax_compilation_cache_max_size) is not used: it needs the package filelock, and
+takes a file lock for every entry that is read.
 """
 
-import atexit
 import contextlib
 import ctypes
 import functools
 import hashlib
 import itertools
-import math
 import os
 import platform
 from importlib.metadata import version
 from pathlib import Path
 
 import jax
-
-from attnlab.support.paths import lock
 
 # jaxlib versions that compute some programs wrongly on CPUs, none of attnlab (tests/test_optimized.py), and a remedy.
 WRONG = {
@@ -55,8 +49,8 @@ def keep_programs() -> Path | None:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = Path(given) if given else home / "attnlab" / f"programs-{_processor()}"
         folder.mkdir(parents=True, exist_ok=True)
-        sweep(folder, limit=math.inf if given else LIMIT)
-        _mark(folder)
+        if not given:
+            delete_oldest(folder)
     except (OSError, RuntimeError):  # no home, or one without write permission
         return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -81,42 +75,16 @@ def release_memory() -> None:
         jax.monitoring.register_event_duration_secs_listener(compiled)
 
 
-def sweep(folder: Path, limit: int | float = LIMIT) -> None:
-    """Delete the entries that were written while a process ran that was killed, and the oldest beyond `limit` bytes."""
+def delete_oldest(folder: Path, limit: int = LIMIT) -> None:
+    """Delete the oldest entries beyond `limit` bytes."""
     entries = []
     for entry in folder.glob("*-cache"):
-        with contextlib.suppress(FileNotFoundError):  # another process sweeps as well
+        with contextlib.suppress(FileNotFoundError):  # another process deletes as well
             entries.append((entry.stat().st_mtime, entry.stat().st_size, entry))
     entries.sort(reverse=True)
-    sizes = itertools.accumulate(size for _, size, _ in entries)
-    since = _began_killed(folder)
-    for (written, _, entry), size in zip(entries, sizes):
-        if size > limit or written >= since:
+    for (*_, entry), size in zip(entries, itertools.accumulate(size for _, size, _ in entries)):
+        if size > limit:
             entry.unlink(missing_ok=True)
-
-
-def _began_killed(folder: Path) -> float:
-    """When the first of the processes began that left their mark behind; infinity if none did."""
-    since = math.inf
-    for mark in folder.glob("*.running"):
-        with contextlib.suppress(FileNotFoundError), mark.open("rb") as file:
-            if lock(file.fileno()):  # its process no longer holds it
-                since = min(since, mark.stat().st_mtime)
-                mark.unlink()
-    return since
-
-
-@functools.cache
-def _mark(folder: Path) -> None:
-    """Hold a file until this process ends, which removes it."""
-    mark = folder / f"{platform.node()}-{os.getpid()}.running"
-    file = mark.open("wb")
-    lock(file.fileno())
-
-    @atexit.register
-    def remove():
-        mark.unlink(missing_ok=True)
-        file.close()
 
 
 @functools.cache

@@ -26,14 +26,12 @@ import jax
 from absl import flags
 
 from attnlab import commands
-from attnlab import config as configs
 from attnlab.planning import plans, topologies
 from attnlab.planning.plans import Plan, Suggestion
 from attnlab.planning.programs import Program
 from attnlab.support import files
 from attnlab.support.errors import UserError
 from attnlab.support.paths import write_text
-from attnlab.training import pretrained
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,7 +50,6 @@ def _define(values, argv):
 
 def _main(values, own_process: bool) -> int:
     config, name = commands.config_of(values)
-    pretrained.check_said(configs.completed(config), commands.said(values))
     if values.vocab_size is not None and not 1 <= values.vocab_size < 2**31:
         raise UserError(f"--vocab_size={values.vocab_size}: expected 1 or more, below 2^31")
     if not values.topology:

@@ -32,7 +32,7 @@ from pathlib import Path
 from absl import flags
 
 from attnlab import commands, compilation
-from attnlab.generation.decoding import check_draft, check_rows, decode, generate
+from attnlab.generation.decoding import decode, generate
 from attnlab.generation.drawing import Draw
 from attnlab.generation.prompt_files import Records, read_prompts
 from attnlab.generation.scoring import score
@@ -74,9 +74,6 @@ def _define(values, argv):
     )
     flags.DEFINE_multi_string("stop", [], r"string before which a text ends (\n: a new line)", flag_values=values)
     flags.DEFINE_bool("end_of_text", True, "end a text at the model's end-of-text token", flag_values=values)
-    integer(
-        "draft", 0, "tokens to guess ahead where the text repeats itself: the same text, sooner; 8 is good, 0: none"
-    )
     integer("seed", 0, "seed of the random draws: the same seed gives the same text")
     text("step", "latest", "checkpoint: latest, best, or a step")
 
@@ -91,7 +88,6 @@ def _check(values) -> None:
         ("top_p", 0 < values.top_p <= 1, "a number above 0, up to 1"),
         ("min_p", 0 <= values.min_p <= 1, "a number from 0 to 1"),
         ("repetition_penalty", 0 < values.repetition_penalty <= 1e6, "a number above 0 (up to a million)"),
-        ("draft", 0 <= values.draft <= 64, "0 to 64"),
         ("seed", 0 <= values.seed < 2**32, "0 or more, below 2^32"),
     ):
         if not good:
@@ -135,11 +131,9 @@ def _options(values, run: Run) -> dict:
     stop = [string.replace(r"\n", "\n").replace(r"\t", "\t") for string in values.stop]
     # Errors are raised before anything is written.
     StopStrings(stop, run.tokenizer)
-    check_draft(run.model, values.draft)
-    check_rows(run.model, values.num_samples, values.max_tokens)
     end = run.tokenizer.end_of_text if values.end_of_text else ()
     options = {"max_tokens": values.max_tokens, "draw": draw, "stop": stop, "end": end}
-    return options | {"num_samples": values.num_samples, "seed": values.seed, "draft": values.draft}
+    return options | {"num_samples": values.num_samples, "seed": values.seed}
 
 
 def _print_text(text: str, end: str = "\n") -> None:

@@ -36,13 +36,14 @@ from attnlab.ops.masks import Mask
 from attnlab.ops.score_mods import ScoreMod
 from attnlab.sample import generate, prompt_ids
 from attnlab.support import status
-from attnlab.training import pretrained, processes
+from attnlab.training import processes
 from attnlab.training import run as runs
 from attnlab.training import trainer as trainers
 from attnlab.training.passed import Passed
 from attnlab.training.phases import OnPhase, no_phase
 from attnlab.training.preemption import PreemptionHandler, exit_peer_lost
 from attnlab.training.trackers import NewTracker
+from attnlab.training.workdir import read_config
 
 
 def main(argv: list[str] | None = None, **hooks) -> int:
@@ -177,9 +178,9 @@ def _sampler(run: runs.Run) -> Callable | None:
 
 def _define(values, argv):
     commands.define_mixer(values, argv)
-    workdir = commands.given(argv, "workdir")
-    needs = workdir and not commands.given(argv, "config")
-    commands.define_config(values, argv, pretrained.saved_config(Path(workdir[-1])) if needs else None)
+    workdir = Path((commands.given(argv, "workdir") or [runs.NOWHERE])[-1])
+    needs = not commands.given(argv, "config") and (workdir / "config.json").exists()
+    commands.define_config(values, argv, configs.from_dict(read_config(workdir)) if needs else None)
     flags.DEFINE_string("workdir", None, "folder of the run; by default runs/NAME-OF-CONFIG", flag_values=values)
     flags.DEFINE_bool("eval_only", False, "evaluate the newest checkpoint and write nothing", flag_values=values)
 
@@ -189,10 +190,9 @@ def _main(values, own_process: bool, **hooks) -> int:
     if own_process:
         compilation.keep_programs()
         compilation.release_memory()
-    completed = configs.completed(config)
-    pretrained.check_said(completed, commands.said(values))
+    timeout = configs.completed(config).parallel.timeout
     status.show("starting the devices")
-    processes.connect(completed.parallel.timeout)  # a plan needs all processes
+    processes.connect(timeout)  # a plan needs all processes
     workdir = values.workdir or Path("runs") / name
     return train(config, workdir, eval_only=values.eval_only, own_process=own_process, **hooks)
 

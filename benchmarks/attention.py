@@ -13,7 +13,6 @@ and peak_mib.
 
 import itertools
 import statistics
-import textwrap
 
 import jax
 import numpy as np
@@ -46,10 +45,7 @@ def define(values, argv) -> None:
     known = ", ".join(name for name in peers.PEERS if name != "attnlab")
     meaning = f"contenders beside attnlab: any of {known}; all that are installed if not given"
     flags.DEFINE_list("peers", None, meaning, flag_values=values)
-    options.define_integers(values, COUNTS)
-    flags.DEFINE_string("plot", None, "a new file for the figure, e.g. attention.png", flag_values=values)
-    options.define_json(values)
-    recording.define(values)
+    options.define_common(values, COUNTS)
 
 
 def main(values) -> int:
@@ -79,24 +75,18 @@ def main(values) -> int:
     sizes = {"window": f"window of {values.window}, ", "documents": f"{values.documents} documents, "}
     case = {label: f"{label}, {sizes.get(label.partition(',')[0], '')}{shape}" for label in rows}
     recording.add(values, "attention", {case[row]: {name: f[row] for name, f in figures.items()} for row in rows})
-    if values.plot:
-        _plot(values.plot, title, values.masks, lengths, medians, peaks)
     return 0
 
 
 def _checked(values) -> list[int]:
     lengths = options.whole_numbers(values, "lengths")
-    options.check_positive(values, *COUNTS)
+    options.check_common(values, COUNTS)
     options.check_known("masks", values.masks, MASKS)
     if values.peers is not None:
         options.check_known("peers", values.peers, peers.PEERS)
     missing = [name for name in values.peers or [] if name not in peers.installed()]
     if missing:
         raise UserError(f"--peers: {missing[0]} is not installed: pip install {peers.PEERS[missing[0]][0]}")
-    options.check_new(values, "plot", "json")
-    recording.check(values)
-    if values.plot:
-        _pyplot()
     return lengths
 
 
@@ -139,43 +129,3 @@ def _difference(out: np.ndarray, expected: np.ndarray, dtype) -> tuple[float, fl
     # error of at most u = 2⁻⁸; scores are of order 1, so that nothing amplifies the errors. Two outputs may have them
     # with opposite signs: 8u = 0.03 of the output's norm. One key too many of 257 gives 0.06.
     return peers.relative_error(out, expected), 8 * peers.UNIT["bfloat16"]
-
-
-def _pyplot():
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise UserError("--plot needs matplotlib: pip install matplotlib") from error
-    return plt
-
-
-def _plot(path, title, masks, lengths, medians, peaks) -> None:
-    """Draw time and memory of forward + backward over the length, one column per mask."""
-    plt = _pyplot()
-    plt.switch_backend("agg")
-    size = 4 * len(masks), 7
-    figure, axes = plt.subplots(
-        2, len(masks), figsize=size, sharex=True, sharey="row", squeeze=False, layout="constrained"
-    )
-    for column, mask in zip(axes.T, masks):
-        labels = [_label(mask, length, "backward") for length in lengths]
-        for name in dict.fromkeys(name for label in labels for name in medians[label]):
-            milliseconds = [1e3 * medians[label].get(name, float("nan")) for label in labels]
-            mib = [peaks[label].get(name) for label in labels]
-            style = {"marker": "o", "linewidth": 2.5 if name == "attnlab" else 1.2, "label": name}
-            column[0].plot(lengths, milliseconds, **style)
-            column[1].plot(lengths, [float("nan") if m is None else max(m, 0.1) for m in mib], **style)
-        column[0].set_title(mask)
-        column[1].set_xlabel("length T")
-        for axis in column:
-            axis.set(xscale="log", yscale="log")
-            axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
-            axis.minorticks_off()
-            axis.grid(alpha=0.3)
-    axes[0, 0].set_ylabel("milliseconds")
-    axes[1, 0].set_ylabel("peak memory, MiB")
-    axes[0, 0].legend()
-    figure.suptitle(textwrap.fill(f"forward + backward: {title}", 10 * size[0]))  # ten characters an inch
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    print(f"figure: {path}")

@@ -33,7 +33,7 @@ from attnlab.data import corpora, tokenizers
 from attnlab.support import timing
 from attnlab.support.errors import UserError
 
-from .harness import options, recording, workers
+from .harness import options, workers
 
 PEERS = {  # by name: whether it computes in bfloat16, the end of the names of the ratios over it, and their column
     "nanoGPT compiled": (False, "", "× nanoGPT float32"),
@@ -66,16 +66,12 @@ def define(values, argv) -> None:
         "recipes", ["speedrun:fast", "speedrun:budget"], "configs, by name or file[:variant]", flag_values=values
     )
     flags.DEFINE_string("path", "", "a text file; if not given, the quickstart's text", flag_values=values)
-    options.define_integers(values, COUNTS)
-    options.define_json(values)
-    recording.define(values)
+    options.define_common(values, COUNTS)
 
 
 def main(values) -> int:
     """Race, and print the table."""
-    options.check_positive(values, *COUNTS)
-    options.check_new(values, "json")
-    recording.check(values)
+    options.check_common(values, COUNTS)
     options.check_peer(values)
     runners = {name: _peer(values.steps, peer[0]) for name, peer in PEERS.items()} if values.peer_path else {}
     runners |= {name: _ours(name, load_recipe(name)) for name in values.recipes}

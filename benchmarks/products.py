@@ -28,13 +28,13 @@ LIBRARIES = {"xla": "XLA", "torch": "PyTorch"}
 
 def define(values, argv) -> None:
     """Define the flags."""
-    options.define_common(values, workers.SIZES, COUNTS)
+    options.define_common(values, COUNTS, workers.SIZES)
     options.define_choices(values, "precisions", PRECISIONS, "types of the operands")
 
 
 def main(values) -> int:
     """Benchmark, and print the tables."""
-    options.check_common(values, workers.SIZES, COUNTS)
+    options.check_common(values, COUNTS, workers.SIZES)
     options.check_known("precisions", values.precisions, PRECISIONS)
     cases = {
         f"{size}, {precision}": _measure(size, precision, values.rounds)

@@ -45,18 +45,14 @@ def define(values, argv) -> None:
     flags.DEFINE_list("chunks", ["32"], "tokens of a chunk", flag_values=values)
     flags.DEFINE_integer("longest_softmax", 4096, "the longest sequence of the softmax", flag_values=values)
     options.define_choices(values, "members", MEMBERS, "members")
-    options.define_integers(values, COUNTS)
-    options.define_json(values)
-    recording.define(values)
+    options.define_common(values, COUNTS)
 
 
 def main(values) -> int:
     """Benchmark, and print the tables."""
     lengths, chunks = options.whole_numbers(values, "lengths"), options.whole_numbers(values, "chunks")
-    options.check_positive(values, *COUNTS)
     options.check_known("members", values.members, MEMBERS)
-    options.check_new(values, "json")
-    recording.check(values)
+    options.check_common(values, COUNTS)
     rows, a_token = {}, {}
     for length in lengths:
         shape = (values.batch, length, values.heads, values.head_dim)

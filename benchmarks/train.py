@@ -1,31 +1,26 @@
 """Benchmark training speed and peak memory against nanoGPT, on the same text.
 
     python -m attnlab.bench train --peer_path=nanoGPT --peer_python=torch/bin/python [--sizes=small] [--json=train.json]
-    python -m attnlab.bench train --profile=trace --sizes=small
 
 Size small is nanoGPT's recipe for CPUs (4 layers, 4 heads, width 128, context 64, batch size 12); large has 6 layers,
 6 heads, width 384, context 256, batch size 16. nanoGPT runs its own model and loop, eager and compiled, in float32 and,
 where attnlab's precisions have bfloat16, under torch.autocast in bfloat16. Like is compared with like: attnlab's
 float32 with the faster float32 nanoGPT, its bfloat16 with the faster autocast nanoGPT. The contenders alternate, each
-in a process of its own. Without --peer_path attnlab runs alone. Tables have the products of attnlab's steps: above 1 in
-the column "×" they take longer in the step than alone. With --profile attnlab runs alone too, and its ten most
-expensive ops are listed.
+in a process of its own. Without --peer_path attnlab runs alone.
 
 Figures: ratio_SIZE_PRECISION, attnlab's tokens a second over the faster float32 nanoGPT's, and
 ratio_SIZE_bfloat16_over_autocast, over the faster autocast nanoGPT's; tokens_per_second_SIZE_CONTENDER,
 step_ms_SIZE_CONTENDER and peak_mib_SIZE_CONTENDER; of attnlab's also floor_ms_SIZE_CONTENDER, the time of the matrix
-products of a step, each alone (`bench products`), step_over_floor_SIZE_CONTENDER, and
-products_over_alone_SIZE_CONTENDER, the products' time in a traced step over their time alone.
+products of a step, each alone (`bench products`), and step_over_floor_SIZE_CONTENDER.
 """
 
 import statistics
-from pathlib import Path
 
 from absl import flags
 
 from attnlab.support import timing
 
-from .harness import options, profiling, workers
+from .harness import options, workers
 
 PRECISIONS = ("float32", "bfloat16")
 CAPTION = (
@@ -38,23 +33,17 @@ COUNTS = {"rounds": (7, "timed blocks of each contender"), "seconds": (6, "secon
 def define(values, argv) -> None:
     """Define the flags."""
     options.define_peer(values)
-    options.define_common(values, workers.SIZES, COUNTS)
+    options.define_common(values, COUNTS, workers.SIZES)
     options.define_choices(values, "precisions", PRECISIONS, "attnlab's precisions")
     flags.DEFINE_bool("compiled", True, "benchmark nanoGPT compiled as well", flag_values=values)
-    flags.DEFINE_string("profile", None, "a new folder for traces of attnlab's steps", flag_values=values)
 
 
 def main(values) -> int:
     """Benchmark, and print the table."""
-    options.check_common(values, workers.SIZES, COUNTS)
+    options.check_common(values, COUNTS, workers.SIZES)
     options.check_known("precisions", values.precisions, PRECISIONS)
-    options.check_new(values, "profile", what="folder")
     options.check_peer(values)
     ours = {f"attnlab {p}": {"peer": False, "precision": p} for p in values.precisions}
-    return _profile(values, ours) if values.profile else _race(values, ours)
-
-
-def _race(values, ours) -> int:
     theirs = _theirs(values) if values.peer_path else {}
     cases, rows = {}, {}
     for size in values.sizes:
@@ -69,14 +58,12 @@ def _race(values, ours) -> int:
                     answers[name].append(worker.ask("train", steps=steps))
                     if name in ours:
                         floors[name].append(worker.ask("floor")["seconds"])
-            inside = {name: running[name].ask("products", steps=3)["products"] for name in ours}
         seconds = {name: [answer["seconds"] / steps for answer in given] for name, given in answers.items()}
         print(timing.line(f"{size}, a step", seconds), flush=True)
         for name in seconds:
             row = _speed(size, name, seconds[name], figures) | _ratios(size, name, seconds, ours, theirs, figures)
             if name in ours:
                 row |= _over_floor(size, name, seconds[name], floors[name], figures)
-                _print_products(size, name, inside[name], figures)
             figures[f"peak_mib_{_label(size, name)}"] = peaks[name]
             rows[f"{size}, {name}"] = row | {"peak memory, MiB": timing.mib(peaks[name])}
     timing.table("training", rows, caption=CAPTION if theirs else "medians")
@@ -129,29 +116,3 @@ def _over_floor(size: str, name: str, times: list[float], floors: list[float], f
     figures[f"floor_ms_{_label(size, name)}"] = 1e3 * statistics.median(floors)
     figures[f"step_over_floor_{_label(size, name)}"] = over
     return {"× floor": f"{over:.2f}"}
-
-
-def _print_products(size: str, name: str, products: list, figures: dict) -> None:
-    """Print the products of a step beside their time alone, whose figures are added."""
-    alone, inside = (sum(product[at] for product in products) for at in (1, 2))
-    figures[f"products_over_alone_{_label(size, name)}"] = inside / alone
-    rows = {
-        sizes: {"ms alone": f"{1e3 * alone:.2f}", "ms in the step": f"{1e3 * inside:.2f}", "×": f"{inside / alone:.2f}"}
-        for sizes, alone, inside in products
-    }
-    timing.table(f"{size}, {name}: products of a step", rows, caption="×: above 1 they run below their rate alone")
-
-
-def _profile(values, ours, steps: int = 5) -> int:
-    for size in values.sizes:
-        for name, contender in ours.items():
-            folder = Path(values.profile) / f"{size}-{contender['precision']}"
-            with workers.started({name: contender}, size, workers.SIZES[size]) as running:
-                running[name].ask("train", steps=3)  # compiles
-                ops = running[name].ask("profile", steps=steps, folder=str(folder.absolute()))["ops"]
-            rows = {
-                op.name: {"ms a step": f"{op.milliseconds:.3f}", "calls": f"{op.calls:g}", "what": op.what}
-                for op in (profiling.Op(*op) for op in ops)
-            }
-            timing.table(f"{size}, {name}: the most expensive ops", rows, caption=f"trace: {folder}")
-    return 0

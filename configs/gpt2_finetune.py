@@ -5,9 +5,8 @@
 
 `init_from` is a folder with the `config.json`, `model.safetensors` and tokenizer files of a GPT-2, Llama, Mistral,
 Qwen, Gemma, OLMo 2 or Phi-3, or the workdir of a run. Where it has no tokenizer, choose one, e.g.
-`--config.data.tokenizer=byte`. The model's shape and tokenizer come from there; the sizes below, those of the smallest
-GPT-2, are then ignored. A context longer than `config.model.context` is cut. 200 updates of 8,192 tokens, at a twelfth
-of the learning rate of pretraining.
+`--config.data.tokenizer=byte`. The model's shape and tokenizer come from there. A context longer than
+`config.model.context` is cut. 200 updates of 8,192 tokens, at a twelfth of the learning rate of pretraining.
 Time and result: not measured on GPT-2's weights.
 """
 
@@ -18,8 +17,7 @@ def get_config():
     config = default()
     config.data.tokenizer = "pretrained"
     config.update(steps=200, batch_size=32)
-    config.model.update(num_layers=12, num_heads=12, width=768, context=256, dropout=0.1)
-    config.model.update(positions="learned", qk_norm=False, use_bias=True)
+    config.model.update(context=256, dropout=0.1)
     config.optimizer.update(learning_rate=5e-5, final_fraction=0.1, warmup_steps=20, accumulation=4)
     config.eval.update(every=50, windows=128)
     config.checkpoint.every = 50

@@ -7,7 +7,7 @@ measures loss and accuracy within the first period and from the second on, and t
 each head's queries, the share on keys that follow an earlier occurrence of the query's token, in the head that has
 most. With one period for all, a head that attends to a fixed distance would do as well. Controls: the model before
 training; one layer; the same sequences with the tokens after the first period shuffled, which leaves them as frequent
-but nothing to continue. At last the induction heads, those that `attnlab.see.scores` finds against three null models,
+but nothing to continue. At last the induction heads, those that `attnlab.see.scores` finds above the untrained model,
 get the mean of their outputs instead of them, and so do as many of the other heads, all choices in turn.
 
 Olsson et al. 2022, "In-context Learning and Induction Heads" (transformer-circuits.pub), find that the heads form where
@@ -156,7 +156,7 @@ def _ablations(model, params, untrained, text):
     tokens = text.tokens[:, :-1]
     pattern = jax.jit(lambda params: see.capture(model, params, tokens).stack("pattern"))
     scored = see.scores(pattern(params), tokens, ("induction",), untrained=pattern(untrained))
-    # Above the null models are also heads by a hundredth: those count whose targets get most of the weight.
+    # Above the untrained model are also heads by a hundredth: those count whose targets get most of the weight.
     found = [at for at in scored.heads("induction") if scored.values["induction"][at] > 0.5]
     heads = list(itertools.product(range(model.num_layers), range(model.num_heads)))
     others = list(itertools.combinations([at for at in heads if at not in found], len(found)))

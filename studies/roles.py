@@ -199,7 +199,7 @@ def _look(model, untrained, trained, tokens, count: int):
 
 
 def _kind(scores: see.Scores, layer: int, head: int) -> str:
-    """Where most of the weight of a head lies, if all null models of the score are rejected; else nothing."""
+    """Where most of the weight of a head lies, if its score is above those of untrained heads; else nothing."""
     kinds = [kind for kind in KINDS if (layer, head) in scores.heads(kind) and scores.values[kind][layer, head] > 0.5]
     return max(kinds, key=lambda kind: scores.values[kind][layer, head], default="")
 

@@ -37,10 +37,6 @@ EXCLUDED = {
     ("data/tokenizers.py", "def decode(self, ids, continues: bool = False) -> str:"): "an argument without effect here",
     ("generation/decoding.py", "return 1 << max(0, least - 1).bit_length()"): "one column of padding more",
     (
-        "generation/drafts.py",
-        "places = RECENT - period + jnp.arange(count) % period",
-    ): "drafts decide how many tokens a step yields, not which",
-    (
         "generation/drawing.py",
         "if self.min_p > 0:  # the largest logit is 0",
     ): "at 0 the bound is log 0, which nothing is below",

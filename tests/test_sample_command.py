@@ -1,4 +1,4 @@
-"""The sampling command: prompts from files, JSONL, stop strings, drafts, scores; mistakes are one line."""
+"""The sampling command: prompts from files, JSONL, stop strings, scores; mistakes are one line."""
 
 import json
 import math
@@ -127,21 +127,13 @@ def test_stop_string_is_not_printed(command, workdir):
     assert len(done.tokens) == len(done.text) + 3
 
 
-def test_drafts_and_batch_sizes_change_no_text(command):
-    options = ["--prompt=el perro persiguió al gato y lo atrapó. el perro", "--max_tokens=40", "--temperature=0.3"]
-    assert command(*options) == command(*options, "--draft=6")
-
-
-def test_command_continues_texts_of_a_hybrid_and_rejects_drafts(tmp_path, capsys):
+def test_command_continues_texts_of_a_hybrid(tmp_path, capsys):
     workdir = trained(tmp_path, "model.num_layers=2", "model.pattern=gru attention")
     capsys.readouterr()
     command = ["sample", f"--workdir={workdir}", "--prompt=el perro", "--max_tokens=40"]
     assert sample.main(command) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("el perro") and len(printed) == len("el perro") + 40 + 1
-    assert sample.main([*command, "--draft=4"]) == 2
-    out, line = capsys.readouterr()
-    assert not out and line.startswith("error: draft = 4") and line.count("\n") == 1
 
 
 def test_score_prints_nats_and_bits(command, tmp_path, workdir):
@@ -160,7 +152,6 @@ def test_score_prints_nats_and_bits(command, tmp_path, workdir):
         (["--stop="], "a stop string is empty"),
         (["--min_p=2"], "--min_p=2.0"),
         (["--repetition_penalty=0"], "--repetition_penalty=0.0"),
-        (["--draft=-1"], "--draft=-1"),
         (["--batch_size=0"], "--batch_size=0"),
         (["--prompt=a", "--prompts=b"], "--prompt and --prompts"),
         (["--score=b", "--prompt=a"], "--score and --prompt"),

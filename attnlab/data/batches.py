@@ -1,15 +1,17 @@
 """Batches of token windows. The global batch at a step is a pure function of (seed, step)."""
 
+import collections
 import functools
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol, runtime_checkable
 
-import grain
 import numpy as np
-from absl import flags
-from grain.experimental import index_shuffle
 
+from attnlab.data.permutation import permuted
 from attnlab.support.errors import UserError
+
+PREFETCHED = 8  # batches
 
 
 class Batch(NamedTuple):
@@ -87,7 +89,7 @@ class TrainBatches:
         self._examples = np.arange(process_index * share, (process_index + 1) * share)
 
     def __len__(self) -> int:
-        return 2**62  # endless, but Grain requires a length
+        return 2**62  # endless
 
     def __getitem__(self, step: int) -> Batch:
         """This process's share of the global batch at `step`."""
@@ -137,8 +139,7 @@ class _Shuffled:
         """The first token of an example's window."""
         epoch, index = divmod(example, self._windows)
         order, offset = self._epoch(epoch)
-        window = index_shuffle(index, max_index=self._windows - 1, seed=order, rounds=4) if self._windows > 1 else 0
-        return window * self._context + offset
+        return permuted(index, self._windows, order) * self._context + offset
 
 
 def _epoch(seed: int, text: int, offsets: int, epoch: int) -> tuple[int, int]:
@@ -282,16 +283,19 @@ def _windows(texts: list[_Text], which: np.ndarray, starts: np.ndarray) -> tuple
 
 
 def prefetched(batches: Batches, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-    """Iterate over `batches[start]`, `batches[start + 1]`, …, prefetched by a Grain thread.
+    """Iterate over `batches[start]`, `batches[start + 1]`, …, made ahead by a thread.
 
     >>> batches = TrainBatches(np.arange(100), context=4, batch_size=3, seed=0)
     >>> [batch.tokens.shape for batch in prefetched(batches, start=7, stop=9)]
     [(3, 5), (3, 5)]
     """
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()  # Grain reads absl flags; their defaults suffice
-    stop = len(batches) if stop is None else stop
-    if start >= stop:
-        return iter(())
-    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=8)
-    return iter(grain.MapDataset.source(batches).slice(slice(start, stop)).to_iter_dataset(options))
+    pool, pending = ThreadPoolExecutor(1, "attnlab-batches"), collections.deque()
+    try:
+        for number in range(start, len(batches) if stop is None else stop):
+            pending.append(pool.submit(batches.__getitem__, number))
+            if len(pending) > PREFETCHED:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,1 +1,1 @@
-"""Generating and scoring text: drawing, decoding, drafts, stop strings, log-probabilities."""
+"""Generating and scoring text: drawing, decoding, stop strings, log-probabilities."""

@@ -1,12 +1,10 @@
 """Decoding: texts in parallel, token by token, each as if it were alone.
 
 Prompts of different lengths are prefilled together with padding at the right, which caches do not keep. The newest
-token of a text is never in the caches: each step feeds it, and draws the next. With drafts a step also feeds a few
-guessed tokens, and keeps the guesses that it would have drawn; the others are taken back, which a `KVCache` alone can.
+token of a text is never in the caches: each step feeds it, and draws the next.
 """
 
 import functools
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -17,14 +15,10 @@ import numpy as np
 
 from attnlab.data.tokenizers import Tokenizer
 from attnlab.generation import drawing
-from attnlab.generation.drafts import Lookup
 from attnlab.generation.drawing import Draw
-from attnlab.generation.loop import AHEAD, LoopOptions, State, decode_ahead, rolls
+from attnlab.generation.loop import AHEAD, State, decode_ahead, rolls
 from attnlab.generation.stop_strings import StopStrings
-from attnlab.nn import GPT, KVCache, LatentCache, unstack_layers
-from attnlab.nn.kinds import kinds_of
-from attnlab.support import memory
-from attnlab.support.errors import UserError
+from attnlab.nn import GPT, unstack_layers
 
 
 class Step(NamedTuple):
@@ -57,7 +51,6 @@ def generate(
     end: Sequence[int] = (),
     stop: Sequence[str] = (),
     tokenizer: Tokenizer | None = None,
-    draft: int = 0,
 ) -> Iterator[np.ndarray]:
     """Sample tokens one by one, with the caches of the layers.
 
@@ -75,10 +68,6 @@ def generate(
       end: tokens that end a text, e.g. the token "<|endoftext|>".
       stop: strings that end a text, across token boundaries.
       tokenizer: decodes the tokens, for `stop`.
-      draft: number of tokens guessed in each step from the continuation of earlier occurrences of the last tokens, and
-        kept where the model draws the same (Saxena 2023; Leviathan et al. 2023): the same tokens in fewer steps where
-        the text repeats itself, at any temperature. Logits of several tokens at once may differ in float32's last bits,
-        and so may a token whose draw is that close; 0 for no drafts. For models whose layers are attention alone.
 
     Yields:
       int32 `[rows]`, the next token of each text: row p · num_samples + n for sample n of prompt p; −1 for a text that
@@ -86,7 +75,7 @@ def generate(
 
     Raises:
       ValueError: an empty prompt, a prompt that is not a list of token ids, or `stop` without a tokenizer.
-      UserError: a stop string that no tokens make, or `draft` with layers that cannot take tokens back.
+      UserError: a stop string that no tokens make.
 
     >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
@@ -97,7 +86,7 @@ def generate(
         raise ValueError("stop strings need a tokenizer: give tokenizer=, or the tokens that end a text as end=")
     draw = Draw(temperature, top_k, top_p, vocab_size, min_p, repetition_penalty)
     ends = StopStrings(stop, tokenizer).after if stop else None
-    options = {"seed": seed, "num_samples": num_samples, "end": end, "stop": ends, "draft": draft}
+    options = {"seed": seed, "num_samples": num_samples, "end": end, "stop": ends}
     for step in decode(model, params, _prompts(prompt), max_tokens, draw=draw, **options):
         yield step.tokens
 
@@ -125,7 +114,6 @@ def decode(
     num_samples: int = 1,
     end: Sequence[int] = (),
     stop: Callable[[list[int], int], int | None] | None = None,
-    draft: int = 0,
 ) -> Iterator[Step]:
     """Continue prompts token by token; other arguments as for `generate`.
 
@@ -138,82 +126,49 @@ def decode(
     Yields:
       A `Step`, of sample n of prompt p in row p · num_samples + n, until all texts have ended.
 
-    Raises:
-      UserError: `draft` with layers that cannot take tokens back.
-
     >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     >>> steps = list(decode(model, params, [np.array([1, 2]), np.array([3])], max_tokens=9))
     >>> len(steps), steps[0].tokens.shape, bool((steps[0].logprobs < 0).all())
     (9, (2,), True)
     """
-    check_draft(model, draft)
-    check_rows(model, len(prompts) * num_samples, max_tokens)
     if jax.default_backend() == "cpu" and model.dtype == jnp.bfloat16:
         model = model.clone(dtype=jnp.float32)  # the time of a step is the time to read the float32 parameters
     params = unstack_layers(params)
-    options = LoopOptions(draw, tuple(end), min(draft, model.context - 1))
     texts = [np.asarray(prompt).tolist() for prompt in prompts for _ in range(num_samples)]
-    state = _start(model, options, params, prompts, texts, max_tokens, drawing.keys(seed, num_samples))
+    state = _start(model, draw, params, prompts, texts, max_tokens, drawing.keys(seed, num_samples))
     sizes = np.array([len(text) for text in texts])
     fed = np.minimum(sizes, model.context) - 1
-    logprobs, active, yielded, ahead = [[] for _ in texts], np.full(len(texts), max_tokens > 0), 0, 1
+    active, drawn, ahead = np.full(len(texts), max_tokens > 0), 0, 1
     while active.any():
         if not rolls(model) and (due := active & (fed >= model.context)).any():
-            state, fed[due] = _read_again(model, options, params, state, texts, due)
+            state, fed[due] = _read_again(model, params, state, texts, due)
         begin = time.perf_counter()
-        state, tokens, scores, counts = decode_ahead(model, options, params, state, ahead, max_tokens)
-        tokens, scores, counts, active = (np.array(x) for x in (tokens, scores, counts, state.active))
+        state, tokens, logprobs, counts = decode_ahead(model, draw, tuple(end), params, state, ahead, max_tokens)
+        tokens, logprobs, counts, active = (np.array(x) for x in (tokens, logprobs, counts, state.active))
         if time.perf_counter() - begin < 0.05:  # longer loops print in bursts
             ahead = min(8 * ahead, AHEAD)
         fed += counts
+        known, drawn = drawn, drawn + counts.max()
         for row in np.flatnonzero(counts):
-            drawn = len(logprobs[row])
             texts[row] += tokens[row, : counts[row]].tolist()
-            logprobs[row] += scores[row, : counts[row]].tolist()
-            if stop and (last := stop(texts[row][sizes[row] :], drawn)) is not None:
-                del texts[row][sizes[row] + last :], logprobs[row][last:]
-                active[row] = False
+            if stop and (last := stop(texts[row][sizes[row] :], known)) is not None:
+                counts[row], active[row] = last - known, False
         state = state._replace(active=active)
-        lengths = np.array([len(row) for row in logprobs])
-        ready = lengths[active].min() if active.any() else lengths.max()
-        for place in range(yielded, ready):
-            yield _step(texts, logprobs, sizes, place)
-        yielded = max(yielded, ready)
+        for place in range(counts.max()):
+            valid = place < counts
+            yield Step(np.where(valid, tokens[:, place], -1), np.where(valid, logprobs[:, place], 0))
 
 
-def check_draft(model: GPT, draft: int) -> None:
-    """Raise UserError for drafts where a layer cannot take back a guess that was wrong."""
-    for name, kind in kinds_of(model).items():
-        if draft and not isinstance(kind.empty_cache(model, 1, 1), KVCache | LatentCache):
-            raise UserError(
-                f"draft = {draft}: wrong guesses are taken back, which the state of {name} layers cannot do: "
-                "leave out draft"
-            )
-
-
-def check_rows(model: GPT, rows: int, max_tokens: int) -> None:
-    """Raise UserError for more texts side by side than the device's memory has room for their caches."""
-    cache = jax.eval_shape(functools.partial(model.empty_caches, 1, min(model.context, max_tokens)))
-    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-    memory.check(rows * size, jax.local_devices()[:1], f"a batch of {rows:,} texts", "lower num_samples or batch_size")
-
-
-def _step(texts, logprobs, sizes, place) -> Step:
-    tokens = [text[size + place] if size + place < len(text) else -1 for text, size in zip(texts, sizes)]
-    scores = [row[place] if place < len(row) else 0.0 for row in logprobs]
-    return Step(np.array(tokens, np.int32), np.array(scores, np.float32))
-
-
-def _start(model, options, params, prompts, texts, max_tokens, keys) -> State:
+def _start(model, draw, params, prompts, texts, max_tokens, keys) -> State:
     """Read each prompt once, for all its samples."""
     windows = [np.asarray(prompt, np.int32)[-model.context : -1] for prompt in prompts]
     copies = len(texts) // len(prompts)
     # The time of attention grows with the capacity of its caches.
     capacity = min(model.context, _power_of_two(max(map(len, windows)) + max_tokens))
-    caches = _prefill(model, params, *_padded(windows, capacity), copies, capacity + options.draft)
+    caches = _prefill(model, params, *_padded(windows, capacity), copies, capacity)
     seen = None
-    if options.draw.repetition_penalty != 1:
+    if draw.repetition_penalty != 1:
         seen = np.zeros((len(texts), model.vocab_size), bool)
         for row, text in zip(seen, texts):
             row[text] = True
@@ -224,7 +179,6 @@ def _start(model, options, params, prompts, texts, max_tokens, keys) -> State:
         np.zeros(len(texts), np.int32),
         np.ones(len(texts), bool),
         seen,
-        Lookup.of(texts) if options.draft else None,
     )
 
 
@@ -241,15 +195,15 @@ def _power_of_two(least: int) -> int:
     return 1 << max(0, least - 1).bit_length()
 
 
-def _read_again(model, options, params, state: State, texts, due) -> tuple[State, int]:
+def _read_again(model, params, state: State, texts, due) -> tuple[State, int]:
     """Prefill the last half of the context of the `due` texts; the new state, and the number of tokens fed."""
     (rows,) = np.nonzero(due)
     # A power of two, so that few numbers of rows are compiled.
     rows = np.resize(rows, min(len(due), _power_of_two(len(rows))))
     half = max(1, model.context // 2)
     windows = [np.array(texts[row][-half:-1], np.int32) for row in rows]
-    capacity = model.context + options.draft  # as of the caches of any texts that have become so long
-    caches = _refill(model, params, state.caches, rows, *_padded(windows, half), capacity)
+    # The context is the capacity of the caches of any texts that have become so long.
+    caches = _refill(model, params, state.caches, rows, *_padded(windows, half))
     return state._replace(caches=caches), half - 1
 
 
@@ -260,8 +214,8 @@ def _prefill(model, params, tokens, lengths, copies, capacity):
     return jax.tree.map(lambda leaf: jnp.repeat(leaf, copies, axis=0), caches)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "capacity"), donate_argnames="caches")
-def _refill(model, params, caches, rows, tokens, lengths, capacity):
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="caches")
+def _refill(model, params, caches, rows, tokens, lengths):
     """The caches with some rows prefilled again."""
-    fresh = _prefill(model, params, tokens, lengths, 1, capacity)
+    fresh = _prefill(model, params, tokens, lengths, 1, model.context)
     return jax.tree.map(lambda old, new: old.at[rows].set(new), caches, fresh)

@@ -43,14 +43,13 @@ def complete(
     num_samples: int = 1,
     batch_size: int = 8,
     seed: int = 0,
-    draft: int = 0,
 ) -> Iterator[Completion]:
     """Continue prompts; each text is independent of the others and of the batch size.
 
     Args:
       run: a model, its parameters and its tokenizer, from `attnlab.load`.
       prompts: any number of texts of any lengths; an empty text stands for a new line.
-      draw, max_tokens, stop, end, num_samples, seed, draft: see `decoding.generate`; tokens beyond the tokenizer's
+      draw, max_tokens, stop, end, num_samples, seed: see `decoding.generate`; tokens beyond the tokenizer's
         vocabulary are never drawn.
       batch_size: texts generated in parallel, but at least all samples of a prompt.
 
@@ -74,7 +73,7 @@ def complete(
     draw = draw._replace(vocab_size=draw.vocab_size or tokenizer.vocab_size)
     ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
     at_once = max(1, batch_size // num_samples)
-    options = {"draw": draw, "seed": seed, "num_samples": num_samples, "end": end, "draft": draft}
+    options = {"draw": draw, "seed": seed, "num_samples": num_samples, "end": end}
     for first in range(0, len(prompts), at_once):
         batch = ids[first : first + at_once]
         steps = decode(run.model, run.params, batch, max_tokens, stop=stops.after if stop else None, **options)

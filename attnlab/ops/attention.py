@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float, Integer
 
 from attnlab.ops import blockwise, checks, context, cudnn, decode, dense, dropout, recurrence, splash
 from attnlab.ops.call import AttentionCall
-from attnlab.ops.experimental import pallas
 from attnlab.ops.explanation import Explanation
 from attnlab.ops.logsumexp import finite_shift, normalizer
 from attnlab.ops.mask_algebra import Mask, require_positions
@@ -23,19 +22,17 @@ from attnlab.types import Array
 _BACKENDS = {
     "cudnn": cudnn,
     "splash": splash,
-    "pallas": pallas,
     "decode": decode,
     "blockwise": blockwise,
     "dense": dense,
 }
-_BY_NAME = {"pallas": "it could, but it has not run on a TPU: impl='pallas' takes it"}
 
 
 def implementations() -> tuple[str, ...]:
     """The values of `impl` besides "auto".
 
     >>> implementations()
-    ('cudnn', 'splash', 'pallas', 'decode', 'blockwise', 'dense')
+    ('cudnn', 'splash', 'decode', 'blockwise', 'dense')
     """
     return tuple(_BACKENDS)
 
@@ -206,7 +203,6 @@ def explain(q, k, v, *terms, platform: str | None = None, operator=None, **named
     runs dense
     not cudnn: it needs a gpu, and this is a cpu
     not splash: it needs a tpu, and this is a cpu
-    not pallas: it needs a tpu, and this is a cpu
     not decode: it is for 16 queries, 64 rows of queries and heads or fewer, and 4 times as many keys
     not blockwise: it could, but dense is preferred for these lengths
     >>> q = k = v = jnp.ones((256, 4, 64))
@@ -237,7 +233,6 @@ def _choose(impl, call: AttentionCall, return_lse, platform=None, split=None, la
         or _context_against(name, split)
         or backend.reason_against(call)
         or ("its lse has no gradient" if return_lse and not has_lse(backend) else None)
-        or (_BY_NAME.get(name) if name not in names else None)
         for name, backend in _BACKENDS.items()
     }
     rejected = {name: why for name, why in reasons.items() if why}
@@ -277,12 +272,9 @@ def _platform_against(name, names, call: AttentionCall, platform) -> str | None:
     needs, found = getattr(_BACKENDS[name], "PLATFORM", None), platform or platform_of(call.q, call.k, call.v)
     if needs in (None, found):
         return None
-    if name in names:
-        is_unknown = platform is None and found == jax.default_backend() and isinstance(call.q, jax.core.Tracer)
-        is_unknown = is_unknown and len(names) == 1  # of several, the first that surely can
-        if is_unknown or (name == "pallas" and pallas.is_interpreted()):
-            return None
-        return getattr(_BACKENDS[name], "NEEDS", None) or f"it needs a {needs}, and this is a {found}"
+    is_unknown = platform is None and found == jax.default_backend() and isinstance(call.q, jax.core.Tracer)
+    if is_unknown and names == (name,):  # of several, the first that surely can
+        return None
     return f"it needs a {needs}, and this is a {found}"
 
 

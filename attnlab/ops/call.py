@@ -4,7 +4,7 @@ A backend is a module with two functions: `attend(call)` returns (out, (max, log
 reason why it cannot compute a call, or None. Max and log_sum are separate, because a float32 lse, their sum, would lose
 the log_sum where a row is shifted by a large number. A module may also have
 
-- `PLATFORM`: the platform that it needs, "cpu", "gpu" or "tpu"; and `NEEDS`, the reason when that is missing;
+- `PLATFORM`: the platform that it needs, "cpu", "gpu" or "tpu";
 - `HAS_LSE = False`: `attend` returns (out, None), because its lse has no gradient.
 """
 

@@ -82,7 +82,7 @@ def splits_of(q, k, without: Sequence[str] = ()) -> Splits:
     return Splits((batch, *(None,) * (rank - 1)) if rank else (), heads)
 
 
-def over_shards(kernel: Callable, q, k, v, others=(), splits: Splits | None = None):
+def over_shards(kernel: Callable, q, k, v, others=()):
     """`kernel(q, k, v, others)` on each device's examples and heads, for kernels that XLA cannot partition.
 
     A split sequence is gathered. Leaves of `others` are `[*batch or 1s, H or 1, …]`. `vmap` over an axis that an
@@ -90,7 +90,7 @@ def over_shards(kernel: Callable, q, k, v, others=(), splits: Splits | None = No
     """
     if not is_partitioned(q):
         return kernel(q, k, v, others)
-    batch, heads = splits or splits_of(q, k)
+    batch, heads = splits_of(q, k)
     spec = P(*batch, None, heads, None)
 
     def spec_of(x):

@@ -26,8 +26,6 @@ class Costs(NamedTuple):
     comparing: float  # factor for PARTIAL tiles, whose pairs are compared with the mask
     per_tile: float  # in units of one score
     per_row: float  # in units of one score
-    is_per_head: bool = False  # whether the fixed costs count for each example and head
-    lanes: int = 1  # short lengths cut sizes to multiples of this
 
 
 # Fitted on two x86 cores with 1 MiB of L2 each: float32, 8 to 128 heads times examples, 64 features a head.
@@ -37,19 +35,6 @@ CPU = Costs(
 # A tile is a handful of kernels, about 5 µs each to launch; not fitted.
 ACCELERATOR = Costs(
     (128, 256, 512, 1024), max_scores=2**26, cached_scores=2**26, uncached=1, comparing=1, per_tile=1e7, per_row=0
-)
-# Fitted to instruction bundles of v5e: all kernels, 128 features, bfloat16, square tiles (docs/guide/hardware.md). A
-# step of a grid costs more than its bundles; nobody has measured how much.
-TPU_KERNEL = Costs(
-    (128, 256, 512),
-    max_scores=2**30,
-    cached_scores=2**30,
-    uncached=1,
-    comparing=1.02,
-    per_tile=2.5e4,
-    per_row=0,
-    is_per_head=True,
-    lanes=128,
 )
 
 
@@ -78,24 +63,23 @@ def schedule(
     where = {"q_positions": q_positions, "kv_positions": kv_positions, "num_heads": num_heads, "batch": batch}
     where["shard"] = shard
     if block_sizes is not None:
-        block_sizes = _clipped(block_sizes, lengths, costs)
+        block_sizes = _clipped(block_sizes, lengths)
         return block_sizes, _block_mask(mask, lengths, block_sizes, where)
 
     # The symbolic sizes of jax.export count as 1.
     rows = num_heads * math.prod(size for size in batch if isinstance(size, int)) if together is None else together
-    rows = 1 if costs.is_per_head else rows
     # The finest division whose tiles are quickly listed; coarser divisions merge its tiles.
     finest, *coarser = [size for size in costs.sizes if size * 2048 >= max(lengths)] or costs.sizes[-1:]
-    any_visible, all_visible = _tiles(mask, lengths, _clipped((finest, finest), lengths, costs), where)
+    any_visible, all_visible = _tiles(mask, lengths, _clipped((finest, finest), lengths), where)
     if not isinstance(any_visible, np.ndarray):
         fits = [size for size in costs.sizes if rows * size**2 <= costs.cached_scores and size <= 256]
-        block_sizes = _clipped((max(fits, default=finest),) * 2, lengths, costs)
+        block_sizes = _clipped((max(fits, default=finest),) * 2, lengths)
         return block_sizes, _block_mask(mask, lengths, block_sizes, where)
     any_visible, any_masked = (x.any(axis=tuple(range(x.ndim - 2))) for x in (any_visible, ~all_visible))
 
     candidates = []
     for size in (finest, *coarser):
-        block_sizes = _clipped((size, size), lengths, costs)
+        block_sizes = _clipped((size, size), lengths)
         if size > finest and rows * np.prod(block_sizes) > costs.max_scores:
             continue
         by = size // finest
@@ -104,73 +88,12 @@ def schedule(
     return min(candidates, key=lambda candidate: _cost(costs, rows, *candidate))
 
 
-def tile_kinds(
-    mask: Mask | None, lengths: tuple[int, int], block_sizes: tuple[int, int], **where
-) -> Int[Array, "... nQ nK"]:
-    """EMPTY, PARTIAL or FULL for each tile of each example and head, `[*batch or 1s, H or 1, nQ, nK]`."""
-    any_visible, all_visible = _tiles(mask, lengths, block_sizes, where)
-    xp = np if isinstance(any_visible, np.ndarray) else jnp
-    kinds = xp.where(all_visible, FULL, xp.where(any_visible, PARTIAL, EMPTY)).astype(np.int32)
-    return _within(kinds, block_sizes, lengths)
-
-
 def block_mask_of(any_visible: Bool[Array, "..."], all_visible: Bool[Array, "..."]) -> Int[Array, "nQ nK"]:
     """The block mask over all leading axes: EMPTY where all are EMPTY, FULL where all are FULL."""
     xp = np if isinstance(any_visible, np.ndarray) else jnp
     axes = tuple(range(any_visible.ndim - 2))
     partial_or_empty = xp.where(any_visible.any(axis=axes), PARTIAL, EMPTY)
     return xp.where(all_visible.all(axis=axes), FULL, partial_or_empty).astype(np.int32)
-
-
-class Visits(NamedTuple):
-    """The tiles that a kernel visits, row by row; an EMPTY row has one visit, because its results must be written."""
-
-    words: Int[Array, "... N"]  # see `read_visit`; short tables end in EMPTY visits of their last tile
-    counts: Int[Array, "..."] | None  # visits without that end; None when N is the largest count
-
-
-class Visit(NamedTuple):
-    """One visit: block indices of the row and the column, the kind of tile, whether it is the row's first or last."""
-
-    row: Int[Array, ""]
-    column: Int[Array, ""]
-    kind: Int[Array, ""]
-    is_first: Bool[Array, ""]
-    is_last: Bool[Array, ""]
-
-
-_INDEX_BITS = 13  # of rows and columns each: blocks of 128 of a million tokens
-
-
-def visits(kinds: Int[Array, "... n m"]) -> Visits:
-    """The visits of tiles that are not EMPTY; NumPy arrays, as long as the longest table, when `kinds` is one."""
-    xp = np if isinstance(kinds, np.ndarray) else jnp
-    n, m = kinds.shape[-2:]
-    if max(n, m) > 2**_INDEX_BITS:
-        raise ValueError(f"{n} × {m} tiles: expected at most {2**_INDEX_BITS} a side, give larger block_sizes")
-    is_visited = (kinds > EMPTY) | ((np.arange(m) == 0) & (kinds == EMPTY).all(axis=-1, keepdims=True))
-    order = is_visited.cumsum(axis=-1)
-    words = every_tile(kinds, is_first=order == 1, is_last=order == order[..., -1:])
-    is_visited = is_visited.reshape(words.shape)
-    at = xp.argsort(~is_visited, axis=-1, stable=True)
-    words, counts = xp.take_along_axis(words, at, axis=-1), is_visited.sum(axis=-1)
-    last = xp.take_along_axis(words, counts[..., None] - 1, axis=-1)
-    words = xp.where(np.arange(n * m) < counts[..., None], words, last & 2 ** (2 * _INDEX_BITS) - 1)
-    return Visits(words[..., : counts.max()], None) if xp is np else Visits(words, counts)
-
-
-def every_tile(kinds: Int[Array, "... n m"], is_first=False, is_last=False) -> Int[Array, "... N"]:
-    """The words of all tiles, row by row, EMPTY tiles included."""
-    rows, columns = (x.astype(np.int32) for x in np.indices(kinds.shape[-2:]))
-    words = rows | columns << _INDEX_BITS | kinds << 2 * _INDEX_BITS | is_first << 28 | is_last << 29
-    return words.astype(np.int32).reshape(*kinds.shape[:-2], -1)
-
-
-def read_visit(word: Int[Array, ""]) -> Visit:
-    side = 2**_INDEX_BITS - 1
-    return Visit(
-        word & side, word >> _INDEX_BITS & side, word >> 2 * _INDEX_BITS & 3, word >> 28 & 1 == 1, word >> 29 & 1 == 1
-    )
 
 
 def runs(kinds: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -197,8 +120,8 @@ def visit_order(block_mask: Int[Array, "n m"]) -> tuple[Int[Array, "n m"], Int[A
     return columns, (block_mask == FULL).sum(axis=1), (block_mask > EMPTY).sum(axis=1)
 
 
-def _clipped(block_sizes, lengths, costs):
-    return tuple(min(size, -(-n // costs.lanes) * costs.lanes) for size, n in zip(block_sizes, lengths))
+def _clipped(block_sizes, lengths):
+    return tuple(map(min, block_sizes, lengths))
 
 
 def _tiles(mask, lengths, block_sizes, where):

@@ -308,9 +308,9 @@ def lower_decode(experiment: Experiment) -> jax.stages.Lowered:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), tree)
 
     state = jax.eval_shape(lambda: loop.empty(model, rows=1))
-    options = loop.LoopOptions(Draw(temperature=0.8, vocab_size=model.vocab_size))
+    draw = Draw(temperature=0.8, vocab_size=model.vocab_size)
     params = {"params": unstack_layers(experiment.abstract_state.params)}
-    return loop.decode_ahead.lower(model, options, placed(params), placed(state), loop.AHEAD, loop.AHEAD)
+    return loop.decode_ahead.lower(model, draw, (), placed(params), placed(state), loop.AHEAD, loop.AHEAD)
 
 
 def _first_device(experiment: Experiment) -> parallel_lib.Parallel:
@@ -327,7 +327,7 @@ def _remarks(topology: Topology, steps: tuple[Program, ...], backends: set[str])
     if training.unknown_loops:
         loops = training.unknown_loops
         yield f"{loops} loop{'s' * (loops > 1)} of unknown length: what is inside is counted once"
-    for backend, kernel in (("splash", "splash"), ("pallas", "attnlab"), ("cudnn", "fmha")):
+    for backend, kernel in (("splash", "splash"), ("cudnn", "fmha")):
         if backend in backends and training.fits and not any(kernel in name for name in training.kernels):
             yield f"{backend} was chosen for attention, but the compiled step has none of its kernels"
     if _fits(topology, decoding) is False:

@@ -11,8 +11,7 @@ command.
 
 The page also has scores and the effect of each head. Duplicate and induction heads are scored on 32 sequences of random
 tokens, each repeating with a random period; the other kinds on up to 32 windows of the validation text, if there is
-one. The p-values printed are against uniform attention, against the untrained model, and for the first two kinds
-against the weight between the same positions elsewhere. The effect is the change of the loss on these windows, or on
+one. The p-values printed are against the untrained model. The effect is the change of the loss on these windows, or on
 the prompts, when a head's output is replaced by its mean.
 """
 

@@ -20,8 +20,7 @@ def sites(model, variables, *args, **kwargs) -> Sites:
     """The attention layers and blocks of a model, and whether each pattern found is the one that z is computed with.
 
     Args:
-      model: a `flax.linen` module, a `flax.nnx` module, or (experimental: its softmaxes are searched) a function of
-        (variables, *args), as of Equinox, Haiku or plain JAX.
+      model: a `flax.linen` or `flax.nnx` module, whose attention is layers of `attnlab.nn` or of Flax.
       variables: of the model, `{"params": …}`; of an nnx module its state, None for the module's state.
       args, kwargs: arguments of the model, e.g. tokens.
 
@@ -62,7 +61,7 @@ def capture(
         (normalized and rotated) or the cache; `pattern`, the softmax's weights before dropout, `[B, H, Tq, Tk]`, or
         what the recurrence of a mixer reads of each token's values, which may be negative; `z`, the heads' outputs,
         after an output gate and the norm of a mixer, `[B, Tq, H, D]`; of blocks `in` and `out`, the residual stream,
-        `[B, T, F]`. A plain function has `pattern`, `v` and `z`.
+        `[B, T, F]`.
       at: globs of the paths to return; all when None.
       rows: queries whose patterns are returned, as `[B, H, R, Tk]`, for long sequences; all when None.
 
@@ -98,7 +97,7 @@ def edited(
     after its edit.
 
     Args:
-      model, variables, args, kwargs: as for `sites`, except plain functions, whose values cannot be edited.
+      model, variables, args, kwargs: as for `sites`.
       edits: by glob of "path/name", e.g. `{"block_0/attention/z": Zero()}`; or `Freeze(run)`.
       want, rows: as for `capture`.
 

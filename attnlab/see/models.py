@@ -1,7 +1,7 @@
-"""A model with its inputs, ready to run: the one place that distinguishes linen, nnx and plain functions."""
+"""A model with its inputs, ready to run: the one place that distinguishes linen and nnx."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -11,7 +11,6 @@ import numpy as np
 
 from attnlab.nn import GPT, stack, taps
 from attnlab.see import edits as editing
-from attnlab.see.functions import Function
 from attnlab.see.linen import Linen, Static
 from attnlab.see.results import Run
 from attnlab.see.site import Sites
@@ -30,8 +29,6 @@ class Frame:
     def run(self, inputs: tuple, want: tuple[str, ...] = (), edits: Any = None, rows=None) -> Run:
         """A forward pass of inputs from `framed`; `edits` as for `edited`."""
         edits = {} if edits is None else edits
-        if edits and isinstance(self.adapter, Function):
-            raise ValueError("edits need a module of Flax: the values of a plain function can only be read")
         resolved = editing.resolve(edits, self.sites.values())
         rows = None if rows is None else self._checked(jnp.asarray(rows))
         for name in want:
@@ -73,39 +70,18 @@ def framed(model, variables, args: tuple, kwargs: Mapping) -> tuple[Frame, tuple
     args = tuple(arg if _is_dynamic(arg) else Static(arg) for arg in args)
     inputs = (state if variables is None else _unstacked(model, variables), args, arrays)
     sites = adapter.sites(*inputs)
-    name = getattr(model, "__name__", type(model).__name__)
+    name = type(model).__name__
     if not len(sites) and sites.others:
         kinds = ", ".join(dict.fromkeys(kind for _, kind in sites.others))
         raise ValueError(f"{name} has no attention that can be seen: layers of {kinds} have no pattern and no heads")
-    if not len(sites) and not isinstance(adapter, Function):  # attention written out in the modules
-        adapter = Function(model.apply if isinstance(adapter, Linen) else _Merged(adapter.graph), options)
-        sites = adapter.sites(*inputs)
-    if not len(sites) and sites.unread:
-        kinds = ", ".join(dict.fromkeys(kind for _, kind in sites.unread))
-        raise ValueError(f"{name} has no attention that can be seen: attention within {kinds} is not looked into")
     if not len(sites):
-        raise ValueError(
-            f"{name} has no attention that can be seen: expected layers of attnlab.nn or of Flax, or a softmax that "
-            "multiplies values"
-        )
+        raise ValueError(f"{name} has no attention that can be seen: expected layers of attnlab.nn or of Flax")
     frame = Frame(adapter, sites)
     try:
         hash(frame)
     except TypeError:
         return _ByIdentity(adapter, sites), inputs
     return frame, inputs
-
-
-@dataclasses.dataclass(frozen=True)
-class _Merged:
-    """A `flax.nnx` module as a function of (state, *args)."""
-
-    graph: Any
-
-    def __call__(self, state, *args, **kwargs):
-        from flax import nnx
-
-        return nnx.merge(self.graph, state)(*args, **kwargs)
 
 
 def _adapter(model, options) -> tuple[Any, Any]:
@@ -119,11 +95,7 @@ def _adapter(model, options) -> tuple[Any, Any]:
 
         graph, state = nnx.split(model)
         return Nnx(graph, options), state
-    if isinstance(model, Callable):
-        return Function(model, options), None
-    raise ValueError(
-        f"model is a {type(model).__name__}: expected a module of Flax, or a function of (variables, *args)"
-    )
+    raise ValueError(f"model is a {type(model).__name__}: expected a module of flax.linen or flax.nnx")
 
 
 def _unstacked(model, variables):

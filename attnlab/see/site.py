@@ -1,7 +1,6 @@
 """Sites: the attention layers of a model, and the values that can be read and edited there."""
 
 import dataclasses
-import re
 from collections.abc import Iterator
 
 from attnlab.nn import taps
@@ -52,7 +51,6 @@ class Sites:
       blocks: paths of the layers that take and return the residual stream, with the values `in` and `out`.
       norms: paths of the norms outside of blocks, with the value `norm`, their divisor `[..., T, 1]`.
       others: path and kind of the layers that mix tokens without a pattern, such as `GRU`.
-      unread: name and kind of the parts of a plain function whose attention is not read, such as `cond`.
 
     >>> print(Sites((Site("attention", "MultiHeadAttention", 2, 2, 5, 5),)))
     path       kind                heads  queries  keys  pattern·v = z
@@ -63,7 +61,6 @@ class Sites:
     blocks: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
     others: tuple[tuple[str, str], ...] = ()
-    unread: tuple[tuple[str, str], ...] = ()
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.attention)
@@ -98,14 +95,8 @@ class Sites:
             lengths = (str(site.q_length), str(site.kv_length))
             rows.append((site.path or "(the model)", site.kind, f"{site.heads}{grouped}", *lengths, found))
         rows += [(path, kind, "", "", "", "has no pattern") for path, kind in self.others]
-        rows += [(path, kind, "", "", "", "not looked into") for path, kind in self.unread]
         widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
         return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
-
-
-def natural(path: str) -> list:
-    """A key that sorts paths by the numbers in them, h_9 before h_10."""
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path)]
 
 
 def blocks_of(attention: tuple[str, ...], streams: dict[str, bool]) -> tuple[str, ...]:

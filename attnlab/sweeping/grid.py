@@ -18,7 +18,6 @@ from attnlab import commands
 from attnlab import config as configs
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
-from attnlab.training import pretrained
 
 LONGEST = 120  # characters of a run's name, which names its folder as well
 
@@ -94,7 +93,6 @@ def config_of(options: Sequence[str]) -> ConfigDict:
     config, _ = commands.config_of(values)
     config = configs.completed(config)
     configs.check_effects(config)
-    pretrained.check_said(config, commands.said(values))
     return config
 
 

@@ -1,12 +1,10 @@
 """Checkpoints by Orbax: asynchronous, atomic, and verified by a manifest of sha256 digests."""
 
 import contextlib
-import errno
 import functools
 import hashlib
 import json
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,13 +18,12 @@ from etils import epath
 from attnlab.nn.stack import is_stacked, stack_layers, unstack_layers
 from attnlab.support.errors import UserError
 from attnlab.support.files import parsed
-from attnlab.support.paths import lock, named
+from attnlab.support.paths import named
 from attnlab.training.phases import OnPhase, no_phase
 from attnlab.training.state import TrainState
 
 MANIFEST = "manifest.json"
 TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of a checkpoint that is not complete
-LOCK = ".lock"  # held by the process that writes; left there, empty
 
 
 def history_steps(steps: int, count: int) -> list[int]:
@@ -47,65 +44,45 @@ class Checkpoints:
 
     A checkpoint is a folder named after its step. It is written under a temporary name and renamed when complete. The
     manifest is written last: the step, and the sha256 of every other file, as Orbax alone would load a flipped bit
-    silently. Object storage cannot rename a folder: there, a checkpoint without a manifest is incomplete.
+    silently. `directory` may be any path of etils.epath; there, Orbax decides what is complete.
 
     Attributes:
       best: returns the step among its argument to keep regardless of age, or None; set by the trainer.
     """
 
     def __init__(self, directory: str | Path, keep: int = 1, on_phase: OnPhase = no_phase):
-        self._is_remote = "://" in str(directory)  # object storage, without locks or renaming
-        self.directory = _bucket(directory) if self._is_remote else epath.Path(Path(directory).expanduser().absolute())
+        is_url = "://" in str(directory)
+        try:
+            self.directory = epath.Path(directory if is_url else Path(directory).expanduser().absolute())
+            self.directory.exists()  # fails where the package of an object storage is missing
+        except (KeyError, ImportError) as error:
+            why = f"checkpoint.dir = {directory} cannot be reached ({_why(error)})"
+            raise UserError(f"{why}: choose another") from error
         self.best: Callable[[list[int]], int | None] = lambda steps: None
         self._keep = keep
         self._on_phase = on_phase
         self._started: int | None = None  # the last step that was saved or restored here
         self._open_writer = None
-        self._lock_file: int | None = None
 
     def prepare(self) -> None:
-        """Create the directory and lock it until `close`, where its file system has locks."""
-        with self._explained():
-            self.directory.mkdir(parents=True, exist_ok=True)
-            if self._lock_file is not None or self._is_remote:
-                return
-            self._lock_file = os.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-            if not lock(self._lock_file):
-                self._unlock()
-                raise UserError(
-                    f"checkpoint.dir = {self.directory}: another process writes checkpoints there: wait for it, or "
-                    "choose another"
-                )
-
-    def _unlock(self) -> None:
-        if self._lock_file is not None:
-            os.close(self._lock_file)
-            self._lock_file = None
-
-    def sweep(self) -> None:
-        """Remove incomplete checkpoints of killed processes; for the writing process."""
-        with self._explained():
-            for path in self.directory.iterdir():
-                if TEMPORARY in path.name or (path.name.isdecimal() and not self._committed(path)):
-                    path.rmtree()
-
-    @contextlib.contextmanager
-    def _explained(self):
+        """Create the directory, and remove incomplete checkpoints of killed processes; for the writing process."""
         try:
-            yield
-        except (OSError, ImportError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise UserError(f"checkpoint.dir = {self.directory} cannot be written ({why}): choose another") from error
+            self.directory.mkdir(parents=True, exist_ok=True)
+            for path in self.directory.iterdir():
+                is_step = path.name.isdecimal() and path.is_dir()
+                if TEMPORARY in path.name or (is_step and not ocp.utils.is_checkpoint_finalized(path)):
+                    path.rmtree()
+        except OSError as error:
+            raise UserError(
+                f"checkpoint.dir = {self.directory} cannot be written ({_why(error)}): choose another"
+            ) from error
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint, intact or damaged, in ascending order."""
         if not self.directory.exists():
             return []
         paths = (path for path in self.directory.iterdir() if path.name.isdecimal())
-        return sorted(int(path.name) for path in paths if self._committed(path))
-
-    def _committed(self, path: epath.Path) -> bool:
-        return not self._is_remote or (path / MANIFEST).exists()
+        return sorted(int(path.name) for path in paths if ocp.utils.is_checkpoint_finalized(path))
 
     def save(self, state: TrainState, *, permanent: bool = False, **metadata) -> None:
         """Start to write `state` with JSON `metadata`; the arrays may be reused once this returns."""
@@ -151,7 +128,7 @@ class Checkpoints:
             best = self.best(steps)
             for step in steps[: -self._keep]:
                 folder = self.directory / str(step)
-                if step != best and not self._is_permanent(step) and folder.is_dir():  # a file is a stranger's
+                if step != best and not self._is_permanent(step):
                     self._prune(folder)
 
     def _prune(self, folder: epath.Path) -> None:
@@ -178,8 +155,6 @@ class Checkpoints:
             for name, written in manifest["sha256"].items():
                 if name not in found:
                     return f"{name} is missing"
-                if os.path.islink(found[name]) or _is_endless(found[name]):
-                    return f"{name} is not a regular file"
                 if _file_sha256(found[name]) != written:
                     return f"{name} differs from what was written"
         except FileNotFoundError as error:
@@ -212,13 +187,12 @@ class Checkpoints:
         return {name: sha256(items[name]) for name in names}
 
     def set_aside(self, step: int) -> str:
-        """Rename a checkpoint so that it is no longer found; returns its new name."""
-        names = (f"{step}.damaged", *(f"{step}.damaged-{n}" for n in range(2, 1000)))
-        name = next(name for name in names if not (self.directory / name).exists())
-        (self.directory / str(step)).rename(self.directory / name)
-        if step == self._started:
-            self._started = None
-        return name
+        """Rename a checkpoint so that it is no longer found, in place of an earlier one; returns its new name."""
+        aside = self.directory / f"{step}.damaged"
+        if aside.exists():
+            aside.rmtree()
+        (self.directory / str(step)).rename(aside)
+        return aside.name
 
     def restore(self, step: int, like: TrainState) -> TrainState:
         """The state at a step, with the shardings and the layout of layers (stacked or not) of `like`."""
@@ -243,8 +217,6 @@ class Checkpoints:
         _ignore_late_io()
         folder = self.directory / str(step) / "params"
         try:
-            if any(map(_is_endless, _files(folder))):
-                return None
             found = ocp.StandardCheckpointHandler().metadata(folder)
             return getattr(found, "tree", found)
         except (ValueError, OSError, KeyError, TypeError):  # which reading it will report
@@ -266,14 +238,11 @@ class Checkpoints:
         return self._restore(step, facts=ocp.args.JsonRestore())["facts"]
 
     def close(self) -> None:
-        """Wait for pending writes, stop the threads, and release the lock."""
+        """Wait for pending writes, and stop the threads."""
         writer, self._open_writer = self._open_writer, None
-        try:
-            if writer is not None:
-                with self._writing():
-                    writer.close()
-        finally:
-            self._unlock()
+        if writer is not None:
+            with self._writing():
+                writer.close()
 
     def _abandon_writer(self) -> None:
         """Close a writer that has failed, which would raise the same error again in the next `wait` or `close`."""
@@ -322,17 +291,6 @@ class Checkpoints:
             ) from error
 
 
-def _bucket(url: str) -> epath.Path:
-    """A folder in object storage that can be reached."""
-    try:
-        folder = epath.Path(url)
-        folder.exists()
-    except Exception as error:  # of the package for this storage, which may be missing
-        why = f"{url.partition('://')[0]}:// is not known" if isinstance(error, KeyError) else _why(error)
-        raise UserError(f"checkpoint.dir = {url} cannot be reached ({why}): choose another") from error
-    return folder
-
-
 def _paths(tree) -> set[str]:
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: not isinstance(node, dict))
     return {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves}
@@ -366,16 +324,8 @@ def _files(folder: epath.Path) -> Iterator[epath.Path]:
         yield from _files(path) if path.is_dir() else [path]
 
 
-def _is_endless(path: epath.Path) -> bool:
-    """Whether a path is a pipe or a device, which epath cannot tell."""
-    return os.path.exists(path) and not os.path.isfile(path)
-
-
 def _read_manifest(folder: epath.Path) -> dict:
-    path = folder / MANIFEST  # perhaps on a bucket, which attnlab.files cannot read
-    if _is_endless(path):
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return parsed(path.read_text())
+    return parsed((folder / MANIFEST).read_text())
 
 
 def _file_sha256(path: epath.Path) -> str:

@@ -1,12 +1,11 @@
 """The most memory that a run has taken."""
 
+import contextlib
 import resource
 import sys
 from collections.abc import Iterable
 
 import jax
-
-from attnlab.support import memory
 
 
 def peaks(devices: Iterable[jax.Device]) -> dict[str, int]:
@@ -21,8 +20,14 @@ def peaks(devices: Iterable[jax.Device]) -> dict[str, int]:
     """
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, else KiB
     found = {"host_peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
-    told = [stats["peak_bytes_in_use"] for device in devices if "peak_bytes_in_use" in (stats := memory.stats(device))]
+    told = [peak for device in devices if (peak := _stats(device).get("peak_bytes_in_use"))]
     return found | ({"device_peak_memory_bytes": max(told)} if told else {})
+
+
+def _stats(device: jax.Device) -> dict[str, int]:
+    with contextlib.suppress(NotImplementedError, jax.errors.JaxRuntimeError):
+        return device.memory_stats() or {}
+    return {}
 
 
 def in_words(peaks: dict[str, int]) -> str:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,11 +10,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 
 from attnlab.support import files, status
 from attnlab.support.errors import UserError
-from attnlab.support.paths import named, write_bytes, write_text
+from attnlab.support.paths import named
 from attnlab.support.progress import Progress
 from attnlab.training.trackers import TensorBoard, Tracker
-
-SPLITS = ("train", "val", "diverged", "final")  # in the order of the records of a step
 
 
 class MetricsLog:
@@ -27,7 +24,7 @@ class MetricsLog:
         Later records are removed, as they will be written again, except a "final" record of `last_step`, from which a
         run is extended.
       last_step: the step at that offset.
-      trackers: get each record when it is written for the first time in the life of the run.
+      trackers: get each record when it is written.
 
     Attributes:
       records: all records, including the records of earlier starts.
@@ -56,9 +53,8 @@ class MetricsLog:
                     f"{path} is not what it was when step {last_step} was saved: restore it, or move it away to "
                     "continue without its records"
                 )
-            if offset and removed and _place(removed[0]) == (last_step, SPLITS.index("final")):
+            if offset and removed and _is_final(removed[0], last_step):
                 kept += removed.pop(0)
-        self._tracked = _tracked(path.with_name("tracked.json"), removed)
         if removed:
             os.truncate(path, len(kept))
         self._size, self._sha256 = len(kept), hashlib.sha256(kept)
@@ -74,28 +70,15 @@ class MetricsLog:
 
     def write(self, **record) -> None:
         """Append a record to the file, and pass its numbers to the trackers."""
-        line = _encoded(record)
-        try:
-            self._append(line)
-        except OSError as error:
-            if not any(tracker.drop(error) for tracker in self.trackers if isinstance(tracker, TensorBoard)):
-                raise
-            os.truncate(self.path, self._size)  # the events took the room
-            self._append(line)
+        line = (json.dumps(record, allow_nan=False) + "\n").encode()
+        with named(self.path), self.path.open("ab") as file:
+            file.write(line)
         self._size += len(line)
         self._sha256.update(line)
         self.records.append(record)
-        if (record["step"], SPLITS.index(record["split"])) > self._tracked:
-            numbers = {name: x for name, x in record.items() if name != "step" and isinstance(x, int | float)}
-            for tracker in self.trackers:
-                tracker.log(record["step"], {f"{record['split']}/{name}": x for name, x in numbers.items()})
-
-    def _append(self, line: bytes) -> None:
-        if self._size and not self.path.exists():
-            print(f"{self.path} was deleted: it is written again, with all records", file=sys.stderr, flush=True)
-            write_bytes(self.path, b"".join(map(_encoded, self.records)))
-        with named(self.path), self.path.open("ab") as file:
-            file.write(line)
+        numbers = {name: x for name, x in record.items() if name != "step" and isinstance(x, int | float)}
+        for tracker in self.trackers:
+            tracker.log(record["step"], {f"{record['split']}/{name}": x for name, x in numbers.items()})
 
     def write_text(self, step: int, text: str) -> None:
         """Write a sample to TensorBoard only."""
@@ -109,8 +92,12 @@ class MetricsLog:
             tracker.close()
 
 
-def _encoded(record: dict) -> bytes:
-    return (json.dumps(record, allow_nan=False) + "\n").encode()
+def _is_final(line: bytes, step: int) -> bool:
+    try:
+        record = json.loads(line)
+        return (record["step"], record["split"]) == (step, "final") and line.endswith(b"\n")
+    except (ValueError, TypeError, KeyError):  # truncated
+        return False
 
 
 def read(path: Path) -> list[dict]:
@@ -199,27 +186,3 @@ class ProgressReporter(Progress):
         self.show(description)
         if not self.on_terminal:
             self.print(f"step {step}/{self.total}  {description}")
-
-
-def _tracked(path: Path, removed: Sequence[bytes]) -> tuple[int, int]:
-    """The place of the last record that trackers got from earlier starts, whose `removed` lines will be written again.
-
-    The file keeps it where a later start is ended before that place.
-    """
-    try:
-        saved = _place(files.read(path)) if path.exists() else (0, 0)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error}): remove it") from error
-    place = max([saved, *map(_place, removed)])
-    if place > saved:
-        write_text(path, json.dumps({"step": place[0], "split": SPLITS[place[1]]}) + "\n")
-    return place
-
-
-def _place(line: bytes) -> tuple[int, int]:
-    """Step, and index in `SPLITS`, of a record; (0, 0), before all records, of a line that is none, as if truncated."""
-    try:
-        record = json.loads(line)
-        return (int(record["step"]), SPLITS.index(record["split"])) if line.endswith(b"\n") else (0, 0)
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return (0, 0)

@@ -11,7 +11,6 @@ import jax
 from jax.experimental import multihost_utils
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-SHOW_CURSOR = b"\x1b[?25h"  # a bar hides it
 PEER_LOST = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again"
 
 
@@ -27,8 +26,8 @@ def exit_peer_lost(why: str) -> None:
 class PreemptionHandler:
     """Turn SIGINT and SIGTERM into a flag, which the loop and evaluation poll; a second signal ends the process.
 
-    Before `handle`, when there is nothing to save, signals end the process at once; on a terminal SIGINT leaves the
-    cursor at the start of a line.
+    Before `handle`, when there is nothing to save, signals end the process at once, also in the middle of XLA's
+    compiling, when Python's handlers would wait.
 
     In a distributed run all processes must stop after the same step. JAX's preemption service synchronizes them on
     SIGTERM, so SIGINT is forwarded as SIGTERM. The service is polled only between steps, and ignores a second SIGTERM.
@@ -46,7 +45,6 @@ class PreemptionHandler:
         self._old_handlers = {}
         self._timeout, self._last_poll = timeout, None
         self._exited = threading.Event()
-        self._alarm = None
 
     def __enter__(self):
         # Only the main thread may handle signals; a program that trains in another thread must stop it in another way.
@@ -54,20 +52,18 @@ class PreemptionHandler:
             numbers = SIGNALS if self._single_process else (signal.SIGINT,)  # JAX's service handles SIGTERM itself
             self._old_handlers = {number: signal.getsignal(number) for number in numbers}
             if self._own_process:
-                self._end_at_once()
+                self._set(signal.SIG_DFL)
         if not self._single_process and self._own_process:
             threading.Thread(target=self._watch_peers, name="attnlab-peers", daemon=True).start()
         return self
 
     def __exit__(self, *_):
         self._exited.set()
-        self._close_alarm()
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
 
     def handle(self) -> None:
         """From now on there is something to save."""
-        self._close_alarm()
         self._set(self._record)
 
     def requested(self) -> bool:
@@ -85,23 +81,6 @@ class PreemptionHandler:
     def exit_code(self) -> int:
         """128 + the signal's number, the convention of shells."""
         return 128 + self.signal
-
-    def _end_at_once(self) -> None:
-        """Let a signal end the process in the middle of XLA's compiling, when Python's handlers would wait."""
-        self._set(signal.SIG_DFL)
-        if not sys.stdout.isatty():
-            return
-        alarm, self._alarm = os.pipe()  # Python writes a signal's number at once, and another thread reads it
-        os.set_blocking(self._alarm, False)
-        signal.set_wakeup_fd(self._alarm)
-        signal.signal(signal.SIGINT, lambda *_: None)
-        threading.Thread(target=_end_by_signal, args=(alarm,), name="attnlab-signals", daemon=True).start()
-
-    def _close_alarm(self) -> None:
-        if self._alarm is not None:
-            signal.set_wakeup_fd(-1)
-            os.close(self._alarm)
-            self._alarm = None
 
     def _set(self, handler) -> None:
         for number in self._old_handlers:
@@ -121,12 +100,3 @@ class PreemptionHandler:
 
 def _interrupt(*_):
     raise KeyboardInterrupt
-
-
-def _end_by_signal(alarm: int) -> None:
-    """End the process by the first signal whose number comes through a pipe; return when the pipe is closed."""
-    with os.fdopen(alarm, "rb", 0) as pipe:
-        if number := pipe.read(1):
-            with contextlib.suppress(OSError):
-                os.write(sys.stdout.fileno(), SHOW_CURSOR + b"\ninterrupted\n")
-            os._exit(128 + number[0])

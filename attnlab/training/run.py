@@ -18,9 +18,9 @@ from attnlab.data import tokenizers
 from attnlab.nn import own
 from attnlab.support import status
 from attnlab.support.errors import UserError
-from attnlab.training import fits, precision, pretrained, trackers
 from attnlab.training import metrics as metrics_lib
 from attnlab.training import parallel as parallel_lib
+from attnlab.training import precision, pretrained, trackers
 from attnlab.training import text as texts
 from attnlab.training.checkpoints import Checkpoints
 from attnlab.training.experiment import Experiment
@@ -91,13 +91,13 @@ def resolve(
     config = configs.completed(config)
     if folder.previous_run is None:
         configs.check_effects(config)
-    config, tokenizer, metadata = pretrained.completed(config, folder.path)
+    config, tokenizer = pretrained.completed(config, folder.path)
     config.precision = _precision(config, folder, passed, device)
     folder.check_config(config, may_extend=not eval_only)
     if folder.previous_run is not None:
         passed.check_continues(folder.previous_run, folder)
     code = own.sources(config.model)
-    metadata |= passed.metadata() | ({"code": code} if code else {})
+    metadata = passed.metadata() | ({"code": code} if code else {})
     if eval_only and folder.previous_run is None:
         raise UserError(f"{folder} holds no run to evaluate: train first")
     # An evaluation needs no log, so a damaged one does not stop it.
@@ -164,8 +164,6 @@ def open(
             workdir.lock()
         resources.callback(workdir.close)
         parallel = parallel_lib.from_config(config)
-        if plan.passed.model is None:
-            fits.check(config, parallel)
         text = texts.load(config, workdir, plan.tokenizer, parallel.batch_share, say)
         checkpoints = Checkpoints(workdir.checkpoint_dir(config), config.checkpoint.keep, on_phase)
         resources.callback(checkpoints.close)
@@ -200,19 +198,14 @@ def _resume_step(checkpoints: Checkpoints, workdir: Workdir, config: ConfigDict,
         )
     if start or previous_run is None:
         return start, damaged
-    was = configs.from_dict(previous_run)
-    with contextlib.closing(Checkpoints(workdir.checkpoint_dir(was))) as earlier:
-        if earlier.steps() and not found:
-            raise UserError(
-                f"config.checkpoint.dir = {config.checkpoint.dir!r} is empty, and the run's checkpoints are in "
-                f"{earlier.directory}: move them, or name that folder"
-            )
     # A save starts only when the previous save is on disk: after two intervals there must be a checkpoint.
+    was = configs.from_dict(previous_run)
     reached = max((record["step"] for record in metrics_lib.read(workdir.metrics)), default=0)
     if reached > 2 * was.checkpoint.every:
         raise UserError(
-            f"{earlier.directory} holds no checkpoint{' after step 0' if found else ''}, but the run had reached step "
-            f"{reached}: restore them, or start over in another --workdir"
+            f"{checkpoints.directory} holds no checkpoint{' after step 0' if found else ''}, but the run had reached "
+            f"step {reached} with checkpoints in {workdir.checkpoint_dir(was)}: restore them, or start over in another "
+            "--workdir"
         )
     if eval_only and not found:
         raise UserError(f"{workdir} holds no checkpoint to evaluate: train longer")
@@ -249,7 +242,6 @@ def _open_files(
             checkpoints.prepare()  # first, so that a failure leaves no workdir behind
         workdir.create(config_json, text.tokenizer)
     checkpoints.prepare()
-    checkpoints.sweep()
     events = [trackers.TensorBoard(workdir.path / "tensorboard")] if config.log.tensorboard else []
     log = metrics_lib.MetricsLog(workdir.metrics, offset, start, events)
     resources.callback(log.close)

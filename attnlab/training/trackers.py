@@ -12,9 +12,9 @@ from attnlab.support.errors import UserError
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Gets every record of `metrics.jsonl` once, whatever the number of starts; in the first process alone.
+    """Gets the records of `metrics.jsonl` as they are written, in the first process alone.
 
-    A record that is written again after a crash is not logged again, as its numbers are the same.
+    After a kill a record may come again, with the same numbers, or be missing: `metrics.jsonl` has each once.
 
     >>> class Printer:
     ...     def log(self, step, metrics):
@@ -27,7 +27,7 @@ class Tracker(Protocol):
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log numbers of a step, named "SPLIT/NAME" as in `metrics.jsonl`; steps never decrease."""
+        """Log numbers of a step, named "SPLIT/NAME" as in `metrics.jsonl`; steps never decrease within a start."""
 
     def close(self) -> None:
         """The run ends, or stops."""
@@ -47,8 +47,54 @@ def made(tracker: NewTracker, workdir: Path, saved: dict) -> Tracker:
     return found
 
 
+class TensorBoard:
+    """TensorBoard events, written without TensorFlow; where they cannot be written, the run goes on without them.
+
+    They are written at once: a full disk ends the thread of tensorboardX's SummaryWriter, whose queue then blocks the
+    run forever.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder, self._file, self._disabled = folder, None, False
+
+    def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
+        """Append the numbers and texts of a step."""
+        if self._disabled:
+            return
+        try:
+            with _without_torch():  # here, as it is not needed when the run is finished
+                from tensorboardX import event_file_writer, summary
+                from tensorboardX.proto.event_pb2 import Event
+        except ImportError:
+            self._disable("tensorboardX is not installed: pip install 'attnlab[log]'")
+            return
+        try:
+            if self._file is None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._file = event_file_writer.EventsWriter(str(self._folder / "events"))
+                self._file.write_event(Event(file_version="brain.Event:2"))
+            for name, value in metrics.items():
+                made = summary.text(name, value) if isinstance(value, str) else summary.scalar(name, value)
+                self._file.write_event(Event(step=step, wall_time=time.time(), summary=made))
+            self._file.flush()
+        except OSError as error:
+            self._disable(error.strerror or str(error))
+
+    def _disable(self, why: str) -> None:
+        print(f"TensorBoard logging disabled ({why}); training continues", file=sys.stderr, flush=True)
+        self._disabled = True
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; all is flushed."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # after a full disk, its buffer does not fit either
+                file.close()
+
+
 @contextlib.contextmanager
-def _no_torch():
+def _without_torch():
     """Context for importing tensorboardX, which imports PyTorch where it is installed: 180 MiB, and a second."""
     absent = "torch" not in sys.modules
     if absent:
@@ -58,66 +104,3 @@ def _no_torch():
     finally:
         if absent:
             del sys.modules["torch"]
-
-
-class TensorBoard:
-    """TensorBoard events, written without TensorFlow; where they cannot be written, the run goes on without them.
-
-    They are written at once: a full disk ends the thread of tensorboardX's SummaryWriter, whose queue then blocks the
-    run forever.
-    """
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self._path = self._file = None
-        self._dropped = False
-
-    def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
-        """Append the numbers and texts of a step."""
-        if self._dropped:
-            return
-        with _no_torch():  # here, as it is not needed when the run is finished
-            from tensorboardX import summary
-            from tensorboardX.proto.event_pb2 import Event
-
-        try:
-            if self._file is None:
-                self._open()
-            for name, value in metrics.items():
-                made = summary.text(name, value) if isinstance(value, str) else summary.scalar(name, value)
-                self._file.write_event(Event(step=step, wall_time=time.time(), summary=made))
-            self._file.flush()
-        except OSError as error:
-            self.drop(error)
-
-    def _open(self) -> None:
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event
-
-        self._folder.mkdir(parents=True, exist_ok=True)
-        before = set(self._folder.iterdir())
-        try:
-            self._file = EventsWriter(str(self._folder / "events"))
-        finally:
-            self._path = next(iter(set(self._folder.iterdir()) - before), None)
-        self._file.write_event(Event(file_version="brain.Event:2"))
-
-    def drop(self, error: OSError) -> bool:
-        """Write no more, and delete the file of this start; returns whether there was one."""
-        if not self._dropped:
-            line = f"TensorBoard events are given up ({error.strerror or error}): the run goes on without them"
-            print(line, file=sys.stderr, flush=True)
-        file, self._file, self._dropped = self._file, None, True
-        if file is not None:
-            with contextlib.suppress(OSError):  # its buffer does not fit either
-                file.close()
-        found = self._path is not None and self._path.exists()
-        if found:
-            self._path.unlink()
-        return found
-
-    def close(self) -> None:
-        """Close the file; all is flushed."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()

@@ -141,12 +141,6 @@ def read_config(workdir: Path) -> dict:
     return saved
 
 
-def said(saved: dict) -> dict:
-    """The fields of a saved config as its experiment set them, where `init_from` has changed them."""
-    found = saved.get("said", {})
-    return found | ({"model.remat": configs.remat_name(found["model.remat"])} if "model.remat" in found else {})
-
-
 def _check_metadata(saved: dict) -> None:
     """Raise one of several errors unless what `config.json` holds besides its fields is as a run writes it."""
 
@@ -159,11 +153,6 @@ def _check_metadata(saved: dict) -> None:
     check("code", dict, lambda code: all(own.WORD.fullmatch(k) and isinstance(v, str) for k, v in code.items()))
     check("user_defined", dict, _is_user_defined)
     check("extensions", list, lambda extensions: all(map(_is_extension, extensions)))
-    check("said", dict, lambda _: _are_fields(said(saved)))
-
-
-def _are_fields(found: dict) -> bool:
-    return not configs.first_problem({name: configs.OPTIONS[name] for name in found}, found)
 
 
 def _is_user_defined(found: dict) -> bool:

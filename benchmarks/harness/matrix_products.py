@@ -3,7 +3,6 @@
 import collections
 import functools
 import math
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -42,15 +41,6 @@ class Product(NamedTuple):
         """
         return 2 * math.prod(self.x) * self.y[1 - self.axes[1]]
 
-    @property
-    def sizes(self) -> str:
-        """The sizes of the result, larger first, and of the sum: the same for all forms, and for the transpose.
-
-        >>> Product((7, 3), (7, 5), (0, 0), "float32").sizes
-        '5 × 3, sums of 7'
-        """
-        return _sizes(self.x[1 - self.axes[0]], self.y[1 - self.axes[1]], self.x[self.axes[0]])
-
     def __str__(self) -> str:
         """The form and the sizes.
 
@@ -59,35 +49,6 @@ class Product(NamedTuple):
         """
         form = "xᵀ" * (self.axes[0] == 0) or "x"
         return f"{form}·{'yᵀ' if self.axes[1] else 'y'}, x {list(self.x)}, y {list(self.y)}"
-
-
-def _sizes(rows: int, columns: int, summed: int) -> str:
-    return f"{max(rows, columns)} × {min(rows, columns)}, sums of {summed}"
-
-
-DOT = r"\s*(?:ROOT )?%(?P<name>[\w.-]+) = \w+\[(?P<result>[\d,]+)\]\S* dot\(%(?P<x>[\w.-]+), "
-DOT += r".*lhs_contracting_dims={(?P<axis>\d+)}"
-
-
-def of_compiled(compiled: str) -> dict[str, str]:
-    """The `Product.sizes` of each instruction of a compiled program, by name, that is a product of two matrices or has
-    one fused into it.
-
-    >>> compiled = jax.jit(jnp.matmul).lower(jnp.ones((7, 3)), jnp.ones((3, 5))).compile().as_text()
-    >>> set(of_compiled(compiled).values())
-    {'7 × 5, sums of 3'}
-    """
-    shapes = dict(re.findall(r"%([\w.-]+) = \w+\[([\d,]*)\]", compiled))
-    found, inside, computation = {}, {}, ""
-    for line in compiled.splitlines():
-        if line.startswith(("%", "ENTRY")):
-            computation = re.search(r"%?([\w.-]+)", line.removeprefix("ENTRY "))[1]
-        dot = re.match(DOT, line)
-        if dot and dot["result"].count(",") == shapes[dot["x"]].count(",") == 1:
-            summed = int(shapes[dot["x"]].split(",")[int(dot["axis"])])
-            found[dot["name"]] = inside[computation] = _sizes(*map(int, dot["result"].split(",")), summed)
-    fusions = re.findall(r"%([\w.-]+) = [^\n]* fusion\([^\n]*calls=%([\w.-]+)", compiled)
-    return found | {name: inside[called] for name, called in fusions if called in inside}
 
 
 def of_program(closed) -> collections.Counter:

@@ -1,4 +1,4 @@
-"""nanoGPT's own model, training loop and sampler, run by any Python that has torch; imports nothing of attnlab.
+"""nanoGPT's own model and training loop, run by any Python that has torch; imports nothing of attnlab.
 
     python nanogpt.py CHECKOUT
 
@@ -22,7 +22,7 @@ import numpy as np
 
 
 class NanoGPT:
-    """A model, its optimizer and its data, set up as `train.py` and `sample.py` of the checkout do.
+    """A model, its optimizer and its data, set up as `train.py` of the checkout does.
 
     On "cuda": TF32 for float32 products, fused AdamW, and batches from pinned memory.
 
@@ -124,17 +124,6 @@ class NanoGPT:
                 total += loss.item() * len(windows)
         self.raw.train()
         return {"loss": total / count, "parameters": sum(p.numel() for p in self.raw.parameters())}
-
-    def decode(self, tokens, samples):
-        """Sample, all tokens in one call."""
-        self.raw.eval()
-        start = time.perf_counter()
-        prompt = torch.zeros((samples, 1), dtype=torch.long, device=self.device)
-        self.raw.generate(prompt, tokens, temperature=0.8, top_k=200)
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-        self.raw.train()
-        return {"seconds": time.perf_counter() - start}
 
 
 if __name__ == "__main__":

@@ -26,9 +26,10 @@ def define_choices(values, name: str, choices: Iterable[str], meaning: str) -> N
     flags.DEFINE_list(name, list(choices), f"{meaning}: any of {', '.join(choices)}", flag_values=values)
 
 
-def define_common(values, sizes: Iterable[str], counts: dict[str, tuple[int, str]]) -> None:
-    """Define the flags of a benchmark that starts workers: --sizes, its integer flags, --json and --record."""
-    define_choices(values, "sizes", sizes, "model sizes")
+def define_common(values, counts: dict[str, tuple[int, str]], sizes: Iterable[str] = ()) -> None:
+    """Define the flags of most benchmarks: integers, --json and --record, and --sizes if there are sizes to choose."""
+    if sizes:
+        define_choices(values, "sizes", sizes, "model sizes")
     define_integers(values, counts)
     define_json(values)
     recording.define(values)
@@ -64,10 +65,11 @@ def check_peer(values) -> None:
         raise UserError(f"--peer_python={python} has no torch: give a Python with torch installed")
 
 
-def check_common(values, sizes: Iterable[str], counts: Iterable[str]) -> None:
+def check_common(values, counts: Iterable[str], sizes: Iterable[str] = ()) -> None:
     """Raise UserError for a wrong value of a flag of `define_common`."""
     check_positive(values, *counts)
-    check_known("sizes", values.sizes, sizes)
+    if sizes:
+        check_known("sizes", values.sizes, sizes)
     check_new(values, "json")
     recording.check(values)
 
@@ -88,14 +90,13 @@ def check_known(flag: str, given: Iterable[str], known: Iterable[str]) -> None:
             raise UserError(f"--{flag}: {name!r} is unknown{nearest(name, known)}: use {', '.join(known)}")
 
 
-def check_new(values, *names: str, what: str = "file") -> None:
-    """Raise UserError when the path given by one of these flags exists, or its folder does not."""
-    for name in names:
-        path = values[name].value and Path(values[name].value)
-        if path and path.exists():
-            raise UserError(f"--{name}={path} exists: give a new {what}")
-        if path and not path.parent.is_dir():
-            raise UserError(f"--{name}={path}: there is no folder {path.parent}: create it, or give another {what}")
+def check_new(values, name: str) -> None:
+    """Raise UserError when the file given by this flag exists, or its folder does not."""
+    path = values[name].value and Path(values[name].value)
+    if path and path.exists():
+        raise UserError(f"--{name}={path} exists: give a new file")
+    if path and not path.parent.is_dir():
+        raise UserError(f"--{name}={path}: there is no folder {path.parent}: create it, or give another file")
 
 
 def whole_numbers(values, name: str) -> list[int]:

@@ -27,6 +27,46 @@ for line in sys.stdin:
 """
 
 
+RECIPE = """
+from attnlab.config import default
+
+
+def get_config(variant=""):
+    config = default()
+    config.steps, config.batch_size = 9, 4
+    config.model.update(num_layers=1, num_heads=2, width=8, context=8)
+    config.optimizer.ema = 0.5
+    config.data.packing = {packing!r}
+    return config
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch):
+    """Restores the environment variables that the GPU's benchmark sets."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Writes a config for the race to a loss; returns its path."""
+
+    def write(packing="stream"):
+        (tmp_path / "mine.py").write_text(RECIPE.format(packing=packing))
+        return str(tmp_path / "mine.py")
+
+    return write
+
+
+@pytest.fixture
+def text(tmp_path):
+    """The path of a short text."""
+    path = tmp_path / "text.txt"
+    path.write_text("Tell me, O muse, of that ingenious hero. " * 200)
+    return path
+
+
 @pytest.fixture
 def tiny(monkeypatch):
     """Adds a model size that compiles and runs quickly; returns the flag that selects it."""

@@ -29,15 +29,12 @@ class GPT(torch.nn.Module):
     def forward(self, tokens, targets):
         logits = self.table(tokens)
         return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    def generate(self, prompt, tokens, **options):
-        return prompt
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
-def test_nanogpt_trains_and_samples_the_model_of_a_checkout(tmp_path):
+def test_nanogpt_trains_the_model_of_a_checkout(tmp_path):
     (tmp_path / "model.py").write_text(MODEL)
     np.save(tmp_path / "tokens.npy", np.arange(200) % 50)
     sizes = {"num_layers": 1, "num_heads": 1, "width": 8, "context": 8, "batch_size": 2}
@@ -51,6 +48,5 @@ def test_nanogpt_trains_and_samples_the_model_of_a_checkout(tmp_path):
         assert trained["seconds"] > 0 and 0 < trained["loss"] < 10
         after = worker.ask("evaluate", tokens=tokens)
         assert after["loss"] < before["loss"] < 10 and after["parameters"] == 50 * 50
-        assert worker.ask("decode", tokens=3, samples=2)["seconds"] > 0
     finally:
         worker.close()

@@ -4,32 +4,7 @@ import io
 import json
 import sys
 
-import pytest
-
 from attnlab._benchmarks.harness import serving, workers
-from attnlab.support.errors import UserError
-
-
-def test_worker_that_cannot_be_started_is_reported(tmp_path):
-    with pytest.raises(UserError, match="/no/python cannot be started"):
-        workers.Worker(["/no/python"], tmp_path / "log")
-
-
-def test_worker_that_ended_is_reported_and_closes(tmp_path):
-    worker = workers.Worker([sys.executable, "-c", "raise SystemExit('not today')"], tmp_path / "log")
-    worker.process.wait()
-    with pytest.raises(UserError, match="ended: not today"):
-        worker.ask("train", steps=1)
-    worker.close()
-
-
-def test_worker_continues_after_a_failed_request(tmp_path):
-    program = "while True: input(); print('{\"error\": \"ValueError: no\"}'); input(); print('{}', flush=True)"
-    worker = workers.Worker([sys.executable, "-u", "-c", program], tmp_path / "log")
-    with pytest.raises(UserError, match="failed: ValueError: no"):
-        worker.ask("train", steps=1)
-    assert worker.ask("train", steps=1) == {}
-    worker.close()
 
 
 def test_workers_alternate(tmp_path, capsys):

@@ -630,7 +630,7 @@ def _malformed(draw: random.Random) -> tuple[str, list[str]]:
 OTHERS = {"sample": sample, "see": see, "export": export, "sweep": sweep, "compare": compare, "plan": plan}
 OTHERS |= {"conform": conform}
 _FLAGS = {
-    "sample": ["prompt", "prompts", "out", "score", "max_tokens", "num_samples", "top_k", "top_p", "draft", "step"],
+    "sample": ["prompt", "prompts", "out", "score", "max_tokens", "num_samples", "top_k", "top_p", "step"],
     "see": ["out", "text", "checkpoints", "step", "tokens", "queries"],
     "export": ["to", "step", "dtype", "model_type"],
     "sweep": ["grid", "jobs", "dry_run", "workdir"],

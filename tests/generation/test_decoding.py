@@ -12,7 +12,6 @@ from attnlab.data.tokenizers import make
 from attnlab.generation.decoding import decode, generate
 from attnlab.generation.drawing import Draw
 from attnlab.nn import GPT
-from attnlab.support.errors import UserError
 from tests.parameters import parameters
 
 # Prefilled with 1 or 8 tokens: every other power of two would be a program of its own.
@@ -216,8 +215,3 @@ def test_state_of_recurrent_layers_is_of_one_size_however_long_the_text():
     model, _ = recurrent("gated_delta")
     short, long = (jax.eval_shape(lambda n=n: model.empty_caches(1, n)) for n in (8, 4096))
     assert short == long
-
-
-def test_drafts_with_recurrent_layers_are_rejected(own_errors):
-    with pytest.raises(UserError, match="draft = 4: .* gru layers .*leave out draft"):
-        next(generate(*recurrent("gru local"), PROMPTS, 5, draft=4))

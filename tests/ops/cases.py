@@ -93,11 +93,6 @@ class Case:
         sizes = zip((q.shape[-3], k.shape[-3]), self.block_sizes)
         return found | {"ragged tiles" if length > size and length % size else "even tiles" for length, size in sizes}
 
-    def few_blocks(self) -> tuple[int, int]:
-        """Block sizes of at most three blocks a side: each step of an emulated kernel's grid takes milliseconds."""
-        lengths = (self.arrays["q"].shape[-3], self.arrays["k"].shape[-3])
-        return tuple(max(size, -(-length // 3)) for size, length in zip(self.block_sizes, lengths))
-
     def run(self, arrays, impl):
         """(out, lse)."""
         dropout = {"dropout_rate": self.dropout_rate, "dropout_key": jax.random.key(self.seed)}
@@ -111,7 +106,7 @@ class Case:
             arrays.get("scale"),
             arrays.get("sinks"),
             impl=impl,
-            block_sizes={"blockwise": self.block_sizes, "pallas": self.few_blocks()}.get(impl),
+            block_sizes=self.block_sizes if impl == "blockwise" else None,
             return_lse=True,
             **self.positions,
             **(dropout if self.dropout_rate else {}),

@@ -4,7 +4,6 @@ import functools
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -125,29 +124,3 @@ def gpt(**fields):
     shape = {"vocab_size": VOCABULARY, "num_layers": 2, "num_heads": HEADS, "width": WIDTH, "context": 8}
     model = attnlab.nn.GPT(**{**shape, **fields})
     return model, variables(model)
-
-
-def function(params, tokens):
-    """`Flax` in plain JAX, its layers in a loop."""
-    params = params["params"]
-    x = params["embed"]["embedding"][tokens]
-
-    def norm(x, p):
-        x = x - x.mean(-1, keepdims=True)
-        return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * p["scale"] + p["bias"]
-
-    @jax.checkpoint
-    def block(x, p):
-        h, a = norm(x, p["attention_norm"]), p["attention"]
-        q, k, v = (
-            jnp.einsum("btf,fhd->bthd", h, a[name]["kernel"]) + a[name]["bias"] for name in ("query", "key", "value")
-        )
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
-        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e30)
-        z = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
-        x = x + jnp.einsum("bthd,hdf->btf", z, a["out"]["kernel"]) + a["out"]["bias"]
-        return x + jax.nn.gelu(norm(x, p["mlp_norm"])) @ p["mlp"]["kernel"] + p["mlp"]["bias"], None
-
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), params["block_0"], params["block_1"])
-    x, _ = jax.lax.scan(block, x, stacked)
-    return norm(x, params["norm"]) @ params["head"]["kernel"] + params["head"]["bias"]

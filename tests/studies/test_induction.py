@@ -73,7 +73,7 @@ def test_induction_scores_equal_those_of_see():
     draw = np.random.default_rng(0)
     patterns = np.tril(draw.random((2, 8, 3, 64, 64))).astype(np.float32)
     patterns /= patterns.sum(-1, keepdims=True)
-    scored = see.scores(patterns, text.tokens, ("induction",), "uniform").values["induction"]
+    scored = see.scores(patterns, text.tokens, ("induction",)).values["induction"]
     wanted = see.head_scores.targets("induction", text.tokens)
     ours = jax.jit(lambda patterns: induction.induction_scores(patterns, wanted))(patterns)
     # Sums of up to 64 float32 weights, each rounded to 6e-8 of at most 1.

@@ -1,11 +1,8 @@
 """Implementations of attention, right and with a fault, held to the specification."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 import attnlab
 from attnlab import testing
@@ -68,15 +65,6 @@ def test_attnlab_is_right_in_all_features(impl):
     report = check_attention(lambda **call: attnlab.attention(impl=impl, return_lse=True, **call))
     assert {row.outcome for row in report.rows} <= {"right", "refused"}, str(report)
     assert [row.feature for row in report.rows if row.outcome == "refused"] == []
-
-
-@pytest.mark.slow
-def test_kernels_for_tpus_are_right_emulated():
-    features = ["window", "segments", "sinks", "late queries", "dropout", "shifted rows", "causal bfloat16"]
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan")):
-        function = functools.partial(attnlab.attention, impl="pallas")
-        report = check_attention(function, features=features, cases=7, shapes=SMALL)
-    assert [row.outcome for row in report.rows] == ["right"] * 7, str(report)
 
 
 def test_function_without_an_argument_refuses_and_its_message_is_told():

@@ -136,7 +136,7 @@ def test_second_start_with_another_config_is_refused(gpt2, text, started, capsys
     assert finetune(gpt2, text, workdir, **NULL) == 0
     for source, change, message in (
         (gpt2, {"model__context": 4096}, "config.model.context = 4096, there it was 32"),
-        (gpt2, {"model__num_heads": 4}, "config.model.num_heads = 4 has no effect beside config.init_from"),
+        (gpt2, {"model__num_heads": 8}, "config.model.num_heads = 8 has no effect beside config.init_from"),
         ("", {}, "config.init_from is missing"),
     ):
         assert finetune(source, text, workdir, **NULL, **change) == 2
@@ -148,12 +148,11 @@ def test_second_start_with_another_config_is_refused(gpt2, text, started, capsys
     assert "holds a Hugging Face model" in capsys.readouterr().err
 
 
-def test_run_resumes_with_another_remat_also_one_of_version_0_1(gpt2, text, started, tmp_path):
-    """Which wrote a bool, also for what the experiment had said."""
+def test_run_resumes_with_another_remat_and_one_that_saved_what_was_said(gpt2, text, started, tmp_path):
+    """As runs before 0.2 did."""
     workdir = shutil.copytree(started[0], tmp_path / "run")
     config = json.loads((workdir / "config.json").read_text())
-    config["said"]["model.remat"] = config["model"]["remat"] = False
-    del config["model"]["scan"], config["said"]["model.scan"]
+    config["said"] = {"model.width": 768, "model.num_layers": 12, "data.tokenizer": "pretrained"}
     (workdir / "config.json").write_text(json.dumps(config))
     assert train.main(["train", f"--workdir={workdir}"]) == 0
     assert finetune(gpt2, text, workdir, **NULL | {"steps": 2}, model__remat="block", model__scan=True) == 0

@@ -1,7 +1,5 @@
 """Signals end a run that has nothing to save, and are recorded afterwards; a second one ends it."""
 
-import os
-import pty
 import signal
 import subprocess
 import sys
@@ -57,21 +55,3 @@ def test_signal_ends_a_process_before_the_first_step_and_the_second_time(number,
     command = [sys.executable, "-c", PROGRAM, str(int(number)), body]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (-number * ended, out, "")
-
-
-BLOCKED = """
-import signal, time
-from attnlab.training.preemption import PreemptionHandler
-with PreemptionHandler(own_process=True):
-    print("\x1b[?25lcompiling", end="", flush=True)
-    signal.raise_signal(signal.SIGINT)
-    time.sleep(600)  # as XLA does, this goes on after a signal's handler"""
-
-
-def test_signal_before_the_first_step_leaves_a_terminal_at_the_start_of_a_line():
-    ours, terminal = pty.openpty()
-    with subprocess.Popen([sys.executable, "-c", BLOCKED], stdout=terminal) as running:
-        os.close(terminal)
-        with os.fdopen(ours, "rb", 0) as screen:
-            assert running.wait(timeout=60) == 128 + signal.SIGINT
-            assert screen.read(99) == b"\x1b[?25lcompiling\x1b[?25h\r\ninterrupted\r\n"

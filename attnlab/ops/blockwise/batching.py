@@ -12,7 +12,6 @@ from attnlab.ops import stacks
 from attnlab.ops.blockwise.plans import Plan, mapped_at_once
 from attnlab.ops.call import AttentionCall
 from attnlab.ops.platforms import platform_of
-from attnlab.ops.reverse_mode import once
 from attnlab.ops.schedule import EMPTY, FULL, block_mask_of
 
 
@@ -66,7 +65,12 @@ def batched_explicitly(run_pass):
 
         return unmapped(*operands)
 
-    run = once(run_batched, "blockwise")
+    def refuse(*_):
+        raise ValueError("impl = 'blockwise' has no derivatives of second order: use impl='dense'")
+
+    # A derivative rule of the pass itself: JAX would not say this in words of its own.
+    run = jax.custom_jvp(run_batched, nondiff_argnums=(0,))
+    run.defjvp(refuse)
     return run
 
 
