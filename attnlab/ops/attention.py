@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Sequence
-from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jaxtyping import Bool, Float, Integer
 from attnlab.ops import blockwise, checks, context, cudnn, decode, dense, dropout, recurrence, splash
 from attnlab.ops.call import AttentionCall
 from attnlab.ops.explanation import Explanation
-from attnlab.ops.logsumexp import finite_shift, merged
+from attnlab.ops.logsumexp import finite_shift, normalizer
 from attnlab.ops.mask_algebra import Mask, require_positions
 from attnlab.ops.masks import Dense
 from attnlab.ops.platforms import PLATFORMS, platform_of
@@ -36,47 +35,6 @@ def implementations() -> tuple[str, ...]:
     ('cudnn', 'splash', 'decode', 'blockwise', 'dense')
     """
     return tuple(_BACKENDS)
-
-
-@overload
-def attention(
-    q: Float[Array, "*B Tq H D"],
-    k: Float[Array, "*B Tk Hk D"],
-    v: Float[Array, "*B Tk Hk Dv"],
-    mask: Mask | Bool[Array, "..."] | None = None,
-    score_mod: ScoreMod | tuple[ScoreMod, ...] | None = None,
-    bias: Float[Array, "..."] | None = None,
-    scale: float | Float[Array, ""] | None = None,
-    sinks: Float[Array, " H"] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    q_positions: Integer[Array, "..."] | None = None,
-    kv_positions: Integer[Array, "..."] | None = None,
-    impl: str | tuple[str, ...] = "auto",
-    block_sizes: tuple[int, int] | None = None,
-    return_lse: Literal[False] = False,
-) -> Float[Array, "*B Tq H Dv"]: ...
-
-
-@overload
-def attention(
-    q: Float[Array, "*B Tq H D"],
-    k: Float[Array, "*B Tk Hk D"],
-    v: Float[Array, "*B Tk Hk Dv"],
-    mask: Mask | Bool[Array, "..."] | None = None,
-    score_mod: ScoreMod | tuple[ScoreMod, ...] | None = None,
-    bias: Float[Array, "..."] | None = None,
-    scale: float | Float[Array, ""] | None = None,
-    sinks: Float[Array, " H"] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    q_positions: Integer[Array, "..."] | None = None,
-    kv_positions: Integer[Array, "..."] | None = None,
-    impl: str | tuple[str, ...] = "auto",
-    block_sizes: tuple[int, int] | None = None,
-    *,
-    return_lse: Literal[True],
-) -> tuple[Float[Array, "*B Tq H Dv"], Float[Array, "*B Tq H"]]: ...
 
 
 @checks.known_keywords
@@ -131,18 +89,12 @@ def attention(
     >>> attention(q, k, v, mask=Causal()).shape
     (2, 5, 4, 8)
     """
-    q, k, v = checks.queries_keys_values(q, k, v)
-    split = context.current(q, k)
     terms = (mask, score_mod, bias, scale, sinks, dropout_rate, dropout_key, q_positions, kv_positions)
-    call = context.prepared(split, checked(q, k, v, *terms, block_sizes=block_sizes, split=split))
-    layout = _layout(split, call)
-    name = _choose(impl, call, return_lse, None, split, layout).backend
-    if split is None:
-        out, log_sums = _BACKENDS[name].attend(call)
-    else:
-        sizes = block_sizes if layout is None else layout.block_sizes
-        call = call.replace(block_sizes=None if name == "dense" else sizes)
-        out, log_sums = context.attend(split, layout, _BACKENDS[name].attend, call)
+    call, split, layout, (name, _) = _planned(q, k, v, *terms, impl, block_sizes, return_lse)
+    if layout is not None and name != "dense":
+        call = call.replace(block_sizes=layout.block_sizes)
+    run = _BACKENDS[name].attend
+    out, log_sums = run(call) if split is None else context.attend(split, layout, run, call)
     if not return_lse:
         return out
     maximum, log_sum = log_sums
@@ -150,11 +102,15 @@ def attention(
     return out, jax.lax.stop_gradient(maximum) + log_sum
 
 
-def _layout(split, call: AttentionCall, platform=None):
-    """The layout of a sequence that is split over devices; None for a whole sequence."""
-    if split is None:
-        return None
-    return context.layout(split, call, platform or platform_of(call.q, call.k, call.v))
+def _planned(q, k, v, *rest, platform=None):
+    """(The call, its split over devices, the layout of that, an `Explanation`) of the arguments of `attention`."""
+    *terms, impl, block_sizes, return_lse = rest
+    q, k, v = checks.queries_keys_values(q, k, v)
+    split = context.current(q, k)
+    call = make_call(q, k, v, *terms, split).replace(block_sizes=checks.block_sizes(block_sizes))
+    call = context.prepared(split, call)
+    layout = None if split is None else context.layout(split, call, platform or platform_of(q, k, v))
+    return call, split, layout, _choose(impl, call, return_lse, platform, split, layout)
 
 
 @checks.known_keywords
@@ -187,7 +143,7 @@ def attention_weights(
     split = context.current(q, k)
     if split is not None and split.is_manual:
         raise ValueError("attention_weights needs whole sequences: call it outside of shard_map")
-    call = checked(q, k, k, mask, score_mod, bias, scale, sinks, 0.0, None, q_positions, kv_positions)
+    call = make_call(q, k, k, mask, score_mod, bias, scale, sinks, 0.0, None, q_positions, kv_positions)
     return dense.weights(call, None if rows is None else _checked_rows(rows, call.lengths[0]))
 
 
@@ -221,24 +177,16 @@ def merge(
     if not parts or any(shape != shapes[0] or len(shape) != 2 or shape[0][:-1] != shape[1] for shape in shapes):
         raise ValueError(f"merge got shapes {shapes}: expected one or more (out, lse) of the same queries")
     outs, lses = zip(*((checks.floating("out", out), checks.floating("lse", lse)) for out, lse in parts))
+    lses = jnp.stack(lses)
     # A fully masked part has lse −inf and so weight 0.
-    shift = jax.lax.stop_gradient(finite_shift(jnp.stack(lses).max(axis=0)))
-    out, (_, log_sum) = merged([(out, (jnp.zeros_like(lse), lse - shift)) for out, lse in zip(outs, lses)])
+    shift = jax.lax.stop_gradient(finite_shift(lses.max(axis=0)))
+    weights = jnp.exp(lses - shift)
+    denominator, log_sum = normalizer(weights.sum(axis=0))
+    out = sum((weight / denominator)[..., None] * out.astype(weight.dtype) for weight, out in zip(weights, outs))
     return out.astype(outs[0].dtype), shift + log_sum
 
 
-def explain(
-    q,
-    k,
-    v,
-    *terms,
-    impl: str | tuple[str, ...] = "auto",
-    block_sizes=None,
-    return_lse: bool = False,
-    platform: str | None = None,
-    operator=None,
-    **named,
-) -> Explanation:
+def explain(q, k, v, *terms, platform: str | None = None, operator=None, **named) -> Explanation:
     """The backend that `attention` would run for these arguments, and the reason against each other backend.
 
     Takes the arguments of `attention` and raises its errors. Computes nothing; works under `jit`.
@@ -262,19 +210,17 @@ def explain(
     'splash'
     """
     if operator is recurrence.linear_recurrence:
-        return recurrence.explain(q, k, v, *terms, impl=impl, **named)
+        return recurrence.explain(q, k, v, *terms, **named)
     if operator not in (None, attention):
         raise ValueError(f"operator = {operator!r}: expected attnlab.attention or attnlab.linear_recurrence")
-    checks.require_known_keywords("explain", named, inspect.signature(attention).parameters)
+    signature = inspect.signature(attention)
+    checks.require_known_keywords("explain", named, signature.parameters)
     if platform is not None and platform not in PLATFORMS:
         raise ValueError(f"platform = {platform!r} is unknown: use one of {', '.join(map(repr, PLATFORMS))}")
-    q, k, v = checks.queries_keys_values(q, k, v)
-    split = context.current(q, k)
-    arguments = inspect.signature(attention).bind(q, k, v, *terms, **named).arguments
-    impl, block_sizes = arguments.pop("impl", impl), arguments.pop("block_sizes", block_sizes)
-    return_lse = arguments.pop("return_lse", return_lse)
-    call = context.prepared(split, checked(**arguments, block_sizes=block_sizes, split=split))
-    return _choose(impl, call, return_lse, platform, split, _layout(split, call, platform))
+    arguments = signature.bind(q, k, v, *terms, **named)
+    arguments.apply_defaults()
+    *_, explanation = _planned(*arguments.args, platform=platform)
+    return explanation
 
 
 def _choose(impl, call: AttentionCall, return_lse, platform=None, split=None, layout=None) -> Explanation:
@@ -284,7 +230,7 @@ def _choose(impl, call: AttentionCall, return_lse, platform=None, split=None, la
         raise ValueError(f'impl = {unknown[0]!r} is unknown: use "auto" or one of {known}, or a tuple of them')
     reasons = {
         name: _platform_against(name, names, call, platform)
-        or _context_against(name, split, layout)
+        or _context_against(name, split)
         or backend.reason_against(call)
         or ("its lse has no gradient" if return_lse and not has_lse(backend) else None)
         for name, backend in _BACKENDS.items()
@@ -314,12 +260,10 @@ def has_lse(backend) -> bool:
     return getattr(backend, "HAS_LSE", True)
 
 
-def _context_against(name, split, layout) -> str | None:
+def _context_against(name, split) -> str | None:
     """The reason why a backend cannot compute the shards of a call."""
     if split is not None and (name == "decode" or not has_lse(_BACKENDS[name])):
         return "within context_parallel it cannot compute a part of a call"
-    if name == "dense" and layout is not None and layout.way == "ring":
-        return "in a ring its gradient needs all keys at once"
     return None
 
 
@@ -339,23 +283,10 @@ def is_small(q_length: int, kv_length: int) -> bool:
     return q_length * kv_length <= 96 * 96 or q_length <= 16
 
 
-def checked(
-    q,
-    k,
-    v,
-    mask=None,
-    score_mod=None,
-    bias=None,
-    scale=None,
-    sinks=None,
-    dropout_rate=0.0,
-    dropout_key=None,
-    q_positions=None,
-    kv_positions=None,
-    block_sizes=None,
-    split=None,
+def make_call(
+    q, k, v, mask, score_mod, bias, scale, sinks, dropout_rate, dropout_key, q_positions, kv_positions, split=None
 ) -> AttentionCall:
-    """The call of arrays that `checks.queries_keys_values` has checked."""
+    """The call of arrays that `checks.queries_keys_values` has checked, with all arguments checked."""
     batch, q_length, num_heads, kv_length = q.shape[:-3], *q.shape[-3:-1], k.shape[-3]
     shape = (batch, num_heads, q_length, kv_length)
     # Within a user's `shard_map`, masks and score mods belong to the whole call.
@@ -380,7 +311,6 @@ def checked(
         dropout_rate=dropout_rate,
         dropout_keys=per_example(dropout_key, batch) if dropout_rate else None,
         **positions,
-        block_sizes=checks.block_sizes(block_sizes),
     )
 
 

@@ -11,15 +11,16 @@ import numpy as np
 INT32_MAX = 2**31 - 1
 POSITION_LIMIT = 2**30  # so that the difference of two positions fits int32
 
-# Names that other libraries give to these arguments.
-_ELSEWHERE = {
-    "is_causal": "mask=masks.Causal()",
-    "causal": "mask=masks.Causal()",
-    "attn_mask": "mask=",
-    "local_window_size": "mask=masks.SlidingWindow(left, right)",
-    "dropout_p": "dropout_rate=",
-    "implementation": "impl=",
-    "enable_gqa": "k and v with fewer heads; it needs no flag",
+# What to do about arguments of other libraries, and of older versions.
+_REMEDIES = {
+    "is_causal": "use mask=masks.Causal()",
+    "causal": "use mask=masks.Causal()",
+    "attn_mask": "use mask=",
+    "local_window_size": "use mask=masks.SlidingWindow(left, right)",
+    "dropout_p": "use dropout_rate=",
+    "implementation": "use impl=",
+    "enable_gqa": "use k and v with fewer heads; it needs no flag",
+    "way": "leave it out, every device gathers all keys",
 }
 
 
@@ -39,7 +40,7 @@ def require_known_keywords(function: str, given, known) -> None:
     """Raises TypeError for a name in `given` that is not in `known`, the function's arguments."""
     for name in given:
         if name not in known:
-            remedy = f"use {_ELSEWHERE[name]}" if name in _ELSEWHERE else f"expected one of {', '.join(known)}"
+            remedy = _REMEDIES.get(name, f"expected one of {', '.join(known)}")
             raise TypeError(f"{function} has no argument {name!r}: {remedy}")
 
 

@@ -6,8 +6,6 @@ Backends return the pair (shift, log_sum): where all logits of a row are large, 
 sum has lost log_sum, and exp(s − lse) is wrong by a factor of up to the number of keys.
 """
 
-from collections.abc import Sequence
-
 import jax.numpy as jnp
 from jaxtyping import Float
 
@@ -24,15 +22,3 @@ def normalizer(total: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], F
     visible = total > 0
     denominator = jnp.where(visible, total, 1)
     return denominator, jnp.where(visible, jnp.log(denominator), -jnp.inf)
-
-
-def merged(parts: Sequence[tuple[Array, tuple[Array, Array]]]) -> tuple[Array, tuple[Array, Array]]:
-    """Attention over all keys from (out, (shift, log_sum)) of disjoint sets of keys (Milakov and Gimelshein 2018)."""
-    outs, pairs = zip(*parts)
-    shifts, log_sums = (jnp.stack(of_parts) for of_parts in zip(*pairs))
-    # A fully masked part has log_sum −inf and so weight 0; its shift says nothing.
-    shift = finite_shift(jnp.where(jnp.isneginf(log_sums), -jnp.inf, shifts).max(axis=0))
-    weights = jnp.exp(shifts - shift + log_sums)
-    denominator, log_sum = normalizer(weights.sum(axis=0))
-    shares = ((weight / denominator)[..., None] for weight in weights)
-    return sum(share * out.astype(share.dtype) for share, out in zip(shares, outs)), (shift, log_sum)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Integer
 
 from attnlab.ops import checks, context, tiles
-from attnlab.ops.attention import checked, is_small
+from attnlab.ops.attention import is_small, make_call
 from attnlab.ops.call import AttentionCall
 from attnlab.ops.dense import hidden_keys, inert
 from attnlab.ops.mask_algebra import Mask
@@ -103,8 +103,7 @@ def _call(q, k, v, mask, scale, q_positions, kv_positions) -> AttentionCall:
         raise ValueError("stick_breaking_attention needs whole sequences: call it outside of shard_map")
     if q.shape[-3] != k.shape[-3] and (q_positions is None or kv_positions is None):
         raise ValueError(f"{q.shape[-3]} queries and {k.shape[-3]} keys: pass q_positions and kv_positions")
-    options = {"scale": scale, "q_positions": q_positions, "kv_positions": kv_positions}
-    return checked(q, k, v, mask, **options)
+    return make_call(q, k, v, mask, None, None, scale, None, 0.0, None, q_positions, kv_positions)
 
 
 def _visible(call: AttentionCall, tile: tiles.Tile):

@@ -1,11 +1,10 @@
 """Random calls of the operator over eight virtual devices, compared with the same calls unsplit.
 
-`python -m tests.ops.eight_devices 0 10` prints, for the cases of seeds 0 to 9, each way of splitting and each number of
-devices along the sequence, one JSON line: the largest difference of out, lse and each gradient, over the largest
-element, or null where the way does not apply, and the same of the unsplit call and one in float64, its rounding.
+`python -m tests.ops.eight_devices 0 10` prints, for the cases of seeds 0 to 9 and each number of devices along the
+sequence, one JSON line: the largest difference of out, lse and each gradient, over the largest element, and the same of
+the unsplit call and one in float64, its rounding.
 """
 
-import dataclasses
 import json
 import os
 import sys
@@ -20,7 +19,6 @@ import numpy as np
 from jax.sharding import AxisType
 
 import attnlab
-from attnlab.masks import SlidingWindow, join
 from tests.ops import cases
 
 MESHES = {2: (2, 2, 2), 4: (2, 1, 4), 8: (1, 1, 8)}
@@ -43,31 +41,21 @@ def results(case: cases.Case) -> dict:
     return cases.results(case.arrays, case.run, "blockwise", jnp.float32)
 
 
-def compare(case: cases.Case, ways: tuple[str, ...]) -> None:
+def compare(case: cases.Case) -> None:
     expected = results(case)
     with jax.enable_x64(True):
         rounding = difference(expected, cases.results(case.arrays, case.run, "dense", jnp.float64))
     for devices, shape in MESHES.items():
         mesh = jax.make_mesh(shape, ("data", "tensor", "context"), axis_types=(AxisType.Auto,) * 3)
-        for way in ways:
-            try:
-                with jax.set_mesh(mesh), attnlab.context_parallel("context", way=way):
-                    found = difference(results(case), expected)
-            except ValueError as error:
-                if "way = 'halo' needs" not in str(error):
-                    raise
-                found = None
-            line = {"case": str(case), "devices": devices, "way": way, "difference": found, "rounding": rounding}
-            print(json.dumps(line), flush=True)
+        with jax.set_mesh(mesh), attnlab.context_parallel("context"):
+            found = difference(results(case), expected)
+        line = {"case": str(case), "devices": devices, "difference": found, "rounding": rounding}
+        print(json.dumps(line), flush=True)
 
 
 def main(first: int, last: int) -> None:
     for seed in range(first, last):
-        case = cases.draw(seed, multiple=8)
-        compare(case, ("gather", "ring"))
-        if not case.positions:  # random ones make all keys neighbours
-            window = SlidingWindow(seed % 5, seed % 3)
-            compare(dataclasses.replace(case, mask=join(case.mask, window)), ("halo",))
+        compare(cases.draw(seed, multiple=8))
 
 
 if __name__ == "__main__":

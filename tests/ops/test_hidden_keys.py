@@ -16,7 +16,7 @@ from attnlab.masks import Causal, Dense
 
 BATCH, LENGTH, HEADS = 2, 32, 2
 HIDDEN = np.random.default_rng(1).random((BATCH, HEADS, LENGTH)) < 0.3
-BACKENDS = ["dense", "blockwise", "ring", "gather"]
+BACKENDS = ["dense", "blockwise", "devices"]
 
 
 @functools.cache
@@ -33,9 +33,9 @@ def attend(backend):
 
 
 def results(backend, *arrays):
-    if backend in ("ring", "gather"):
+    if backend == "devices":
         mesh = jax.make_mesh((4,), ("context",), axis_types=(AxisType.Auto,))
-        with jax.set_mesh(mesh), attnlab.context_parallel("context", way=backend):
+        with jax.set_mesh(mesh), attnlab.context_parallel("context"):
             found = attend(backend)(*arrays)
     else:
         found = attend(backend)(*arrays)

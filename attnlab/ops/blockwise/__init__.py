@@ -34,13 +34,12 @@ def reason_against(call: AttentionCall) -> str | None:
 
 
 @on_auto_axes(like_queries)
-def attend(call: AttentionCall, given: Result | None = None) -> Result:
-    """(out, (max, log_sum)); or `given`, such results over more keys, with the gradients of these keys."""
+def attend(call: AttentionCall) -> Result:
+    """(out, (max, log_sum))."""
     block_sizes, block_mask, plan = planned(call)
     call = _prepared(call, block_sizes, block_mask.shape)
-    operands = equally_varying((jax.tree.map(jnp.asarray, call), jnp.asarray(block_mask), *(given or ())))
-    run = passes.attention if given is None else passes.part_of
-    return run(plan, *operands)
+    operands = equally_varying((jax.tree.map(jnp.asarray, call), jnp.asarray(block_mask)))
+    return passes.attention(plan, *operands)
 
 
 def _prepared(call: AttentionCall, block_sizes: tuple[int, int], counts: tuple[int, int]) -> AttentionCall:

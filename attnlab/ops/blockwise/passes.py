@@ -33,27 +33,12 @@ def _attention_forward(plan, call, block_mask):
     return results, (call, block_mask, *results)
 
 
-attention.defvjp(
-    _attention_forward,
-    lambda plan, residuals, cotangents: (_gradients(plan, residuals, cotangents), None),
-)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def part_of(plan: Plan, call: AttentionCall, block_mask: Array, out: Array, log_sums: tuple[Array, Array]) -> Result:
-    """Results of a softmax over more keys, with the gradients of these keys."""
-    return out, log_sums
-
-
-part_of.defvjp(
-    lambda plan, *operands: (part_of(plan, *operands), operands),
-    lambda plan, residuals, cotangents: (_gradients(plan, residuals, cotangents), None, None, None),
-)
-
-
-def _gradients(plan: Plan, residuals: tuple, cotangents: tuple) -> AttentionCall:
+def _attention_backward(plan, residuals, cotangents):
     d_out, (_, d_lse) = cotangents
-    return backward(plan, *residuals, d_out, d_lse)
+    return backward(plan, *residuals, d_out, d_lse), None
+
+
+attention.defvjp(_attention_forward, _attention_backward)
 
 
 def _visit(plan: Plan, order: tuple, row, size: int, tile: Callable, state):

@@ -1,9 +1,9 @@
 """One call over many devices: queries, keys and values split along the sequence by an axis of a mesh.
 
-Every mask and score mod works, because each receives the indices of the whole call (`attnlab.ops.tiles.Shard`).
+Each device gathers all keys. Every mask and score mod works, because each receives the indices of the whole call
+(`attnlab.ops.tiles.Shard`).
 
-Files: `layouts` (the rows that each device computes, and how it gets their keys), `exchange` (rows that move between
-devices), `shards` (a device's part of a call), `ring` (keys that pass from device to device).
+Files: `layouts` (the rows that each device computes), `shards` (a device's part of a call).
 """
 
 import functools
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from attnlab.ops import dropout
+from attnlab.ops import checks, dropout
 from attnlab.ops.call import AttentionCall, Result
 from attnlab.ops.context import layouts, shards
 from attnlab.ops.context.layouts import Layout
@@ -24,27 +24,24 @@ from attnlab.ops.meshes import Splits, in_shards, mesh_of, names_of, on_all_devi
 from attnlab.ops.schedule import ACCELERATOR, CPU
 from attnlab.types import Array
 
-WAYS = ("auto", "gather", "halo", "ring")
-
 
 class Context(NamedTuple):
     axis: str | None
     batch: tuple[str, ...]
     heads: tuple[str, ...]
-    way: str
 
 
 _current = jax.make_user_context(default_value=None)  # part of the key of compiled programs
 
 
-def context_parallel(
-    axis: str | None, *, batch: str | Sequence[str] = (), heads: str | Sequence[str] = (), way: str = "auto"
-):
+@checks.known_keywords
+def context_parallel(axis: str | None, *, batch: str | Sequence[str] = (), heads: str | Sequence[str] = ()):
     """A context in which `attention` splits queries, keys and values along the sequence over an axis of a mesh.
 
     On arrays that XLA partitions, as in `jit` over a mesh, nothing else is needed: the call is split over `axis`, and
     over the other axes of the mesh as without a context. Results and gradients equal the unsplit call, for every mask,
-    score mod and dropout.
+    score mod and dropout. Each device computes its share of the queries, with all keys; `explain` shows how even the
+    shares are.
 
     Within a `shard_map` name the axes that split batch and heads. All arrays of a call (q, k, v, bias, positions,
     sinks, keys of dropout) are then the shards of this device, in the order of the sequence, a bias with all its
@@ -53,13 +50,11 @@ def context_parallel(
     Args:
       axis: the axis of the mesh that splits the sequence; None if it is whole.
       batch, heads: within `shard_map`, the axes that split the first axis of the batch, and the heads.
-      way: how a device gets the keys that its queries need: "gather", all keys at once, where devices share the tiles
-        of the queries evenly; "halo", keys of nearby rows, for windows; "ring", the keys of one device after another,
-        where all would not fit (Liu et al. 2023); "auto" chooses by the mask. `explain` shows the choice.
 
     Raises:
-      ValueError: an unknown way, an axis that is named twice. In `attention`: a mesh without that axis, a sequence that
-        it does not divide, a mask that "halo" cannot serve.
+      ValueError: an axis that is named twice. In `attention`: a mesh without that axis, a sequence that it does not
+        divide.
+      TypeError: an unknown argument.
 
     >>> mesh = jax.make_mesh((1,), ("context",))
     >>> q = k = v = jnp.ones((8, 4, 16))
@@ -68,9 +63,7 @@ def context_parallel(
     >>> out.shape
     (8, 4, 16)
     """
-    if way not in WAYS:
-        raise ValueError(f"context_parallel way = {way!r} is unknown: use one of {', '.join(map(repr, WAYS))}")
-    context = Context(axis, names_of(batch), names_of(heads), way)
+    context = Context(axis, names_of(batch), names_of(heads))
     named = _named(context)
     if len(set(named)) < len(named):
         names = ", ".join(map(repr, named))
@@ -155,7 +148,7 @@ def current(q: Array, k: Array) -> ShardedCall | None:
 
 def layout(split: ShardedCall, call: AttentionCall, platform: str) -> Layout | None:
     """The layout of a `prepared` call; None for a whole sequence."""
-    if split.devices == 1:
+    if split.devices == 1 or 0 in call.lengths:
         return None
     batch, num_heads, *lengths = split.whole(call.batch, call.num_heads, *call.lengths)
     positions = {"q_positions": call.q_positions, "kv_positions": call.kv_positions}
@@ -165,8 +158,6 @@ def layout(split: ShardedCall, call: AttentionCall, platform: str) -> Layout | N
         layouts.known_part(call.mask, are_known or not positions),
         tuple(lengths),
         split.devices,
-        way=split.context.way,
-        gathered_bytes=_gathered_bytes(split, call.k, call.v),
         block_sizes=call.block_sizes,
         costs=CPU if platform == "cpu" else ACCELERATOR,
         num_heads=num_heads,
@@ -175,15 +166,8 @@ def layout(split: ShardedCall, call: AttentionCall, platform: str) -> Layout | N
     )
 
 
-def _gathered_bytes(split: ShardedCall, k: Array, v: Array) -> int:
-    """Bytes of keys and values that one device holds after it has gathered them."""
-    size = sum(x.size * x.dtype.itemsize for x in (k, v))
-    by_batch, by_heads, by_length = split.sizes
-    return size * by_length if split.is_manual else size // (by_batch * by_heads)
-
-
 def attend(split: ShardedCall, layout: Layout | None, run: Callable, call: AttentionCall) -> Result:
-    """(out, (max, log_sum)), where run(call), in a ring run(call, given), computes a part."""
+    """(out, (max, log_sum)), where run(call) computes a part."""
     if split.is_manual:
         return shards.attend(split, layout, run, call)
     (batch, heads), axis = split.splits, split.context.axis

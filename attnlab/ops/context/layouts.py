@@ -1,10 +1,10 @@
-"""The rows of a sequence that each device computes, and how it gets their keys, chosen by the tiles of the mask.
+"""The rows of a sequence that each device computes: contiguous, or in zigzag order, by the tiles of the mask.
 
-No fixed layout serves all masks: contiguous rows give the last device of a causal mask nearly twice the mean of tiles,
-and rows in zigzag order do the same to documents. So devices get blocks of queries by their numbers of tiles.
+Contiguous rows give the last device of a causal mask nearly twice the mean of tiles. In zigzag order a device has one
+of the first and one of the last chunks of the sequence, which evens that out.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -14,47 +14,29 @@ from attnlab.ops.mask_algebra import And
 from attnlab.ops.masks import Mask, join
 from attnlab.ops.schedule import Costs, schedule
 
-Way = Literal["gather", "halo", "ring"]
-
-_MOST_BLOCKS = 8  # blocks per device; each block is one message
 _TILE = 512  # side of the tiles that are counted
-_MOST_IMBALANCE = 1.06  # busiest device's tiles over the mean, beyond which rows are not contiguous
-_HALO_SHARE = 0.25  # share of all keys up to which a device takes a halo instead of all keys
-_MOST_GATHERED = 2**28  # bytes of keys and values per device, beyond which they pass in a ring
+_MOST_IMBALANCE = 1.06  # busiest device's tiles over the mean, up to which rows are not moved
 
 
 class Layout(NamedTuple):
-    """The split of a call along its sequence over n devices; block b is the rows from b·T/(n·blocks) on."""
+    """The split of the queries of a call over n devices; all devices gather all keys."""
 
-    way: Way  # "gather": all keys; "halo": nearby rows; "ring": one device after another
-    queries: Int[np.ndarray, "n blocks"]  # blocks of q that each device computes
-    keys: Int[np.ndarray, "n blocks"]  # the same for k and v, in a ring; contiguous otherwise
-    halo: tuple[int, int]  # rows of k and v to the left and to the right
-    block_sizes: tuple[int, int] | None  # tile sizes; None for the backend's choice
+    chunks: Int[np.ndarray, "n m"]  # the chunks, of n·m equal ones, that each device computes: m is 1, or 2 in zigzag
+    block_sizes: tuple[int, int]  # tile sizes
     imbalance: float  # tiles of the busiest device over the mean
 
-    def rows(self, blocks: Int[np.ndarray, "n blocks"], length: int) -> Int[np.ndarray, "n rows"]:
-        size = length // blocks.size
-        return (blocks[:, :, None] * size + np.arange(size)).reshape(len(blocks), -1).astype(np.int32)
+    @property
+    def is_zigzag(self) -> bool:
+        return self.chunks.shape[1] == 2
+
+    def rows(self, length: int) -> Int[np.ndarray, "n rows"]:
+        size = length // self.chunks.size
+        return (self.chunks[:, :, None] * size + np.arange(size)).reshape(len(self.chunks), -1).astype(np.int32)
 
     def __str__(self):
-        n = len(self.queries)
-        how = {
-            "gather": "keys gathered",
-            "halo": f"keys of {self.halo[0]} rows before and {self.halo[1]} after its own",
-            "ring": "keys in a ring",
-        }[self.way]
-        order = "" if is_contiguous(self.queries) else ", blocks of queries given out by their tiles"
-        order = ", rows in zigzag order" if order and self.way == "ring" else order
-        return f"over {n} devices, {how}{order}: the busiest computes {self.imbalance:.2f} of the mean"
-
-
-def contiguous(n: int, blocks: int) -> Int[np.ndarray, "n blocks"]:
-    return np.arange(n * blocks).reshape(n, blocks)
-
-
-def is_contiguous(blocks: Int[np.ndarray, "n blocks"]) -> bool:
-    return bool((blocks.ravel() == np.arange(blocks.size)).all())
+        order = ", rows in zigzag order" if self.is_zigzag else ""
+        busiest = f"the busiest computes {self.imbalance:.2f} of the mean"
+        return f"over {len(self.chunks)} devices, keys gathered{order}: {busiest}"
 
 
 def choose(
@@ -62,33 +44,29 @@ def choose(
     lengths: tuple[int, int],
     n: int,
     *,
-    way: str = "auto",
-    gathered_bytes: int = 0,
+    costs: Costs,
     block_sizes: tuple[int, int] | None = None,
-    costs: Costs | None = None,
     **where,
 ) -> Layout:
     """The layout of a call over n devices; `mask` may be its `known_part`, `where` goes to `Mask.tiles`."""
-    counts = _Counts(mask, lengths, n, where)
-    halo, in_order = counts.halo(), tuple(contiguous(n, blocks) for blocks in counts.blocks)
-    if way == "auto":
-        is_too_large = gathered_bytes > _MOST_GATHERED
-        fits = lengths[1] // n + sum(halo) <= lengths[1] * _HALO_SHARE
-        fits &= is_too_large or counts.imbalance("halo", *in_order) <= _MOST_IMBALANCE
-        way = "halo" if fits else "ring" if is_too_large else "gather"
-    if way == "halo" and lengths[1] // n + sum(halo) > lengths[1]:
-        raise ValueError(
-            "context_parallel way = 'halo' needs a mask whose keys are near its queries, and known while tracing, as "
-            "SlidingWindow: use way='auto'"
-        )
-    queries, keys = in_order
-    if way != "halo" and counts.imbalance(way, queries, keys) > _MOST_IMBALANCE:
-        queries, keys = counts.in_zigzag() if way == "ring" else (counts.balanced(), keys)
-        if counts.imbalance(way, queries, keys) >= counts.imbalance(way, *in_order):
-            queries, keys = in_order
-    halo = halo if way == "halo" else (0, 0)
-    block_sizes = block_sizes or _tile_sizes(mask, lengths, queries, keys, way, costs, where)
-    return Layout(way, _joined(queries), _joined(keys), halo, block_sizes, counts.imbalance(way, queries, keys))
+    layouts = [np.arange(n)[:, None]]
+    if lengths[0] // n % 2 == 0:
+        layouts.append(zigzag(n))
+    tiles = _tiles_of_chunks(mask, lengths, layouts[-1].size, where)
+    mean = max(tiles.sum() / n, 1)
+    by_device = [tiles.reshape(n, -1).sum(axis=1), *(tiles[chunks].sum(axis=1) for chunks in layouts[1:])]
+    imbalances = [float(of_devices.max() / mean) for of_devices in by_device]
+    best = 0 if imbalances[0] <= _MOST_IMBALANCE else int(np.argmin(imbalances))
+    if block_sizes is None:
+        (q_size, kv_size), _ = schedule(mask, *lengths, costs=costs, **where)
+        block_sizes = _divisor(lengths[0] // layouts[best].size, q_size), kv_size
+    return Layout(layouts[best], block_sizes, imbalances[best])
+
+
+def zigzag(n: int) -> Int[np.ndarray, "n 2"]:
+    """Device d has the d-th and the d-th last of 2·n chunks, the one of even number first (see `shards`)."""
+    chunks = np.stack([np.arange(n), 2 * n - 1 - np.arange(n)], axis=1)
+    return np.take_along_axis(chunks, np.argsort(chunks % 2, axis=1), axis=1)
 
 
 def known_part(mask: Mask | None, positions_are_known: bool = True) -> Mask | None:
@@ -100,79 +78,16 @@ def known_part(mask: Mask | None, positions_are_known: bool = True) -> Mask | No
     return None if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(mask)) else mask
 
 
-class _Counts:
-    """The number of tiles that a mask has in each block of queries and each block of keys."""
-
-    def __init__(self, mask, lengths, n, where):
-        self.n, self.lengths = n, lengths
-        counts = range(1, _MOST_BLOCKS + 1)
-        self.blocks = tuple(max(m for m in counts if length // n % m == 0) for length in lengths)  # of a device
-        sizes = [length // (n * blocks) for length, blocks in zip(lengths, self.blocks)]  # rows of a block
-        self.sizes = tuple(_divisor(size, _TILE) for size in sizes)
-        shape = tuple(length // size for length, size in zip(lengths, self.sizes))
-        visible = np.ones(shape, np.int64)
-        found = None if mask is None else mask.tiles(*lengths, self.sizes, **where)[0]
-        if isinstance(found, np.ndarray):  # not of a function that closes over traced arrays
-            visible = found.sum(axis=tuple(range(found.ndim - 2)), dtype=np.int64)
-        self.is_visible = visible > 0
-        per_block = [size // tile for size, tile in zip(sizes, self.sizes)]
-        self.of_blocks = visible.reshape(shape[0] // per_block[0], per_block[0], -1, per_block[1]).sum(axis=(1, 3))
-
-    def imbalance(self, way, queries, keys) -> float:
-        """The tiles of the busiest device over the mean; in a ring all devices wait for the busiest in each turn."""
-        pairs = self.of_blocks[queries][..., keys].sum(axis=(1, 3))  # [n, n], of queries and keys of two devices
-        turns = (np.arange(self.n)[:, None] - np.arange(self.n)) % self.n  # whose keys device i has in turn s
-        busiest = np.take_along_axis(pairs, turns, axis=1).max(axis=0).sum() if way == "ring" else pairs.sum(1).max()
-        return float(busiest / max(pairs.sum() / self.n, 1))
-
-    def balanced(self):
-        """Blocks of queries for each device: the largest first, each to the device with the fewest tiles."""
-        tiles, load, given = self.of_blocks.sum(axis=1), np.zeros(self.n, np.int64), [[] for _ in range(self.n)]
-        for block in np.argsort(-tiles, kind="stable"):
-            free = [d for d in range(self.n) if len(given[d]) < self.blocks[0]]
-            device = min(free, key=lambda d: (load[d], d != block // self.blocks[0], d))
-            given[device].append(int(block))
-            load[device] += tiles[block]
-        return np.sort(np.array(given), axis=1)
-
-    def in_zigzag(self):
-        """Blocks of queries and of keys for each device, the first and the last remaining rows."""
-        return tuple((contiguous if blocks % 2 else _zigzag)(self.n, blocks) for blocks in self.blocks)
-
-    def halo(self):
-        """Rows of keys before and after a device's rows that its queries may attend to."""
-        rows, columns = np.nonzero(self.is_visible)
-        if not len(rows):
-            return 0, 0
-        own = self.lengths[1] // self.n
-        device = rows * self.sizes[0] // (self.lengths[0] // self.n)
-        left = (device * own - columns * self.sizes[1]).max()
-        right = ((columns + 1) * self.sizes[1] - (device + 1) * own).max()
-        return max(int(left), 0), max(int(right), 0)
-
-
-def _joined(blocks):
-    while blocks.shape[1] % 2 == 0 and not (blocks[:, ::2] % 2).any() and (blocks[:, ::2] + 1 == blocks[:, 1::2]).all():
-        blocks = blocks[:, ::2] // 2
-    return blocks
-
-
-def _zigzag(n: int, blocks: int):
-    """Device d has the d-th and the d-th last of 2·n pieces."""
-    pieces = np.arange(n * blocks).reshape(2 * n, blocks // 2)
-    return np.concatenate([pieces[:n], pieces[n:][::-1]], axis=1)
+def _tiles_of_chunks(mask, lengths, count: int, where) -> Int[np.ndarray, " count"]:
+    """The number of tiles that a mask has in each of `count` chunks of the queries."""
+    tile = _divisor(lengths[0] // count, _TILE)
+    visible = None if mask is None else mask.tiles(*lengths, (tile, _TILE), **where)[0]
+    if not isinstance(visible, np.ndarray):  # a function that closes over traced arrays counts as visible
+        return np.full(count, lengths[0] // count // tile * -(-lengths[1] // _TILE))
+    return visible.sum(axis=(*range(visible.ndim - 2), -1), dtype=np.int64).reshape(count, -1).sum(axis=1)
 
 
 def _divisor(size: int, most: int) -> int:
     """The largest divisor that is at most `most`, or the size itself if its divisors are small."""
     found = max(d for d in range(1, min(size, most) + 1) if size % d == 0)
     return found if found >= min(size, 16) else size
-
-
-def _tile_sizes(mask, lengths, queries, keys, way, costs, where):
-    """Tile sizes that divide the blocks of rows where possible."""
-    if costs is None or 0 in lengths:
-        return None
-    sizes, _ = schedule(mask, *lengths, costs=costs, **where)
-    of_keys = sizes[1] if way == "gather" else _divisor(lengths[1] // keys.size, sizes[1])
-    return _divisor(lengths[0] // queries.size, sizes[0]), of_keys
