@@ -40,6 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     name = words[0] if words else "--help"
     if own_process and name in ("train", "sample"):
         hugepages.restart("attnlab")
+    if own_process:
+        status.end_when_interrupted()
     if name in ("--help", "-h"):
         width = max(map(len, COMMANDS))
         print(__doc__.strip() + "\n\nCommands:")

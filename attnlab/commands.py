@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import signal
 import sys
 import textwrap
 import warnings
@@ -14,7 +15,7 @@ from ml_collections import ConfigDict, config_flags
 
 from attnlab.config import OPTIONS, find, variants
 from attnlab.nn import own
-from attnlab.support import files, startup, status
+from attnlab.support import files, status
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
 from attnlab.support.progress import shown
@@ -48,7 +49,8 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
     standard output has gone.
     """
     argv = list(sys.argv if argv is None else argv)
-    startup.restore_interrupts()
+    if signal.getsignal(signal.SIGINT) is status.end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.set_verbosity(logging.FATAL)  # Orbax and TFDS log a lot, and raise what they log as errors
     warnings.formatwarning = lambda message, *_, **__: f"warning: {one_line(message)}\n"
     for stream in (sys.stdout, sys.stderr):

@@ -385,18 +385,8 @@ def from_dict(saved: dict) -> ConfigDict:
     """The config in the content of `config.json`; missing fields have their defaults."""
     config = default()
     saved = {name: value for name, value in saved.items() if name in config}
-    if "remat" in saved.get("model", {}):
-        saved["model"] = saved["model"] | {"remat": remat_name(saved["model"]["remat"])}
-    recurrence = saved.get("model", {}).get("recurrence", {})
-    if "steps" not in recurrence and recurrence.get("negative_eigenvalues") is False:  # before None was the default
-        saved["model"] = saved["model"] | {"recurrence": recurrence | {"negative_eigenvalues": None}}
     config.update(ConfigDict(saved))
     return config
-
-
-def remat_name(value: str | bool) -> str:
-    """The name of `config.model.remat`, which older versions saved as a bool."""
-    return ("block" if value else "none") if isinstance(value, bool) else value
 
 
 def fields(config: ConfigDict) -> dict:

@@ -20,9 +20,10 @@ that was interrupted goes on where it was.
 """
 
 if __name__ == "__main__":
-    from attnlab.support import hugepages
+    from attnlab.support import hugepages, status
 
     hugepages.restart("attnlab.sample")
+    status.end_when_interrupted()
 
 import functools
 import sys

@@ -15,6 +15,7 @@ if __name__ == "__main__":
     from attnlab.support import hugepages, status
 
     hugepages.restart("attnlab.train")
+    status.end_when_interrupted()
     status.importing(sys.argv)
 
 import functools

@@ -1,7 +1,5 @@
 """Errors on the command line: one line each on stderr, exit code 2, nothing written."""
 
-import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -22,7 +20,6 @@ from attnlab import config as configs
 from attnlab.data import tokenizers
 from attnlab.support.errors import UserError
 from attnlab.training.checkpoints import Checkpoints
-from attnlab.training.workdir import Workdir
 
 REPOSITORY = Path(__file__).parents[1]
 QUICKSTART = f"--config={REPOSITORY}/configs/quickstart.py"
@@ -117,10 +114,6 @@ def mistake(capsys, command, *arguments):
         ([QUICKSTART, "--flagfile=docs/images/attention.png"], r"docs/images/attention.png cannot be read .*UTF-8"),
         ([QUICKSTART, "--flagfile=/dev/zero"], r"--flagfile=/dev/zero cannot be read .*not a regular file"),
         ([QUICKSTART, "--mixer=/dev/zero"], r"/dev/zero: not a regular file"),
-        ([QUICKSTART, "--config.batch_size=2147483644"], r"the run needs at least [\d,]+ GiB on a device that has \d+"),
-        ([QUICKSTART, "--config.model.vocab_size=2147483647"], r"out of memory: the run needs"),
-        ([QUICKSTART, "--config.model.width=1048576"], r"out of memory: the run needs"),
-        ([QUICKSTART, "--config.model.mixer=mamba2", "--config.model.recurrence.conv=2147483647"], r"out of memory"),
         ([QUICKSTART, "--config.model.num_layers=2147483647"], r"num_layers = 2147483647: .* 1 to 10000"),
         ([QUICKSTART, *TINY, "--config.steps=2147483647", "--config.checkpoint.history=2147483647"], r"0 to 10000"),
         (["--config=./" + 300 * "x"], r"File name too long"),
@@ -237,29 +230,6 @@ def test_train_in_a_folder_with_other_files_writes_nothing(capsys, tmp_path):
     assert contents(tmp_path) == {tmp_path / "thesis.tex": b"years of work"}
 
 
-@pytest.mark.parametrize("target", ["nowhere", "link"])
-def test_workdir_that_is_a_link_to_nowhere_is_refused_at_once(capsys, tmp_path, target):
-    (tmp_path / "link").symlink_to(target)
-    assert "link is a link to nowhere" in mistake(capsys, train, QUICKSTART, f"--workdir={tmp_path}/link", *TINY)
-    assert os.listdir(tmp_path) == ["link"]
-
-
-def test_run_is_created_through_a_link_and_leaves_nothing_where_it_cannot_be(tmp_path, monkeypatch):
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "link").symlink_to("disk")
-    with contextlib.closing(Workdir(tmp_path / "link")) as workdir:
-        workdir.create("{}", tokenizers.make("byte", ""))
-    assert sorted(os.listdir(tmp_path / "disk")) == ["config.json", "tokenizer.json"]
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(tokenizers, "save", full)
-    with pytest.raises(UserError, match="new cannot be written \\(No space left on device\\)"):
-        Workdir(tmp_path / "new").create("{}", tokenizers.make("byte", ""))
-    assert sorted(os.listdir(tmp_path)) == ["disk", "link"]
-
-
 def test_full_disk_under_standard_output_is_one_line(capsys, monkeypatch):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
@@ -293,7 +263,6 @@ def test_nonfinite_loss_keeps_the_last_good_checkpoint(capsys, tmp_path):
         (["--workdir={run}", "--top_k=-1"], "--top_k=-1"),
         (["--workdir={run}", "--max_tokens=0"], "--max_tokens=0"),
         (["--workdir={run}", "--max_tokens=2147483648"], "--max_tokens=2147483648: expected 1 or more, below 2^31"),
-        (["--workdir={run}", "--num_samples=2000000000"], "out of memory: a batch of 2,000,000,000 texts needs"),
         (["--workdir={run}", "--score=/dev/zero"], "--score=/dev/zero cannot be read: not a regular file"),
         (["--workdir={run}", "--prompts=/dev/zero"], "--prompts=/dev/zero cannot be read: not a regular file"),
         (["--workdir={run}", "--num_samples=x"], "--num_samples=x"),
@@ -323,37 +292,21 @@ def test_tokenizer_of_another_run_is_rejected(capsys, finished_run, tmp_path):
         yield mistake(capsys, train, QUICKSTART, f"--workdir={copy}", *TINY)
         yield mistake(capsys, train, QUICKSTART, f"--workdir={copy}", *TINY, "--eval_only")
 
-    own = (copy / "tokenizer.json").read_bytes()
     tokenizers.save(tokenizers.make("char", "otro texto, con otras letras."), copy / "tokenizer.json")
     for line in refusals():
-        assert f"{copy}/tokenizer.json is another run's (tokenizer_sha256" in line
-        assert line.endswith("restore this run's tokenizer.json\n")
+        assert f"{copy}/tokenizer.json is another run's (sha256" in line
     with pytest.raises(UserError, match="tokenizer.json is another run's"):
         attnlab.load(copy)
-
-    # A run from before config.json had its digest: the sizes are compared, and it goes on with its own.
-    saved = json.loads((copy / "config.json").read_text())
-    del saved["tokenizer_sha256"]
-    (copy / "config.json").write_text(json.dumps(saved))
-    for line in refusals():
-        assert "tokenizer.json is another run's (vocab_size" in line
-    (copy / "tokenizer.json").write_bytes(own)
-    assert train.main(["train", QUICKSTART, f"--workdir={copy}", *TINY]) == 0
-    assert sample.main(["sample", f"--workdir={copy}", "--max_tokens=3"]) == 0
 
 
 DAMAGED = ["{", "[]", "{}", '{"steps": 6}', '{"steps": 6, "corpus": 1}', '{"steps": "many", "corpus": {"sha256": ""}}']
 DAMAGED += ["[" * 100_000]  # deeper than Python's stack
-DAMAGED += ['{"corpus": {"sha256": ""}, "said": %s}' % ('{"a": ' * 900 + "0" + "}" * 900)]  # as deep as json.loads goes
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("user_defined", {}),
-        ("user_defined", {"model": 3, "optimizer": False}),
-        ("said", {"model.widht": 16}),
-        ("said", {"model.width": "16"}),
         ("extensions", None),
         ("extensions", [4]),
         ("extensions", {"at_step": 4}),
@@ -396,24 +349,13 @@ def test_file_of_a_run_that_never_ends_is_one_line(capsys, finished_run, tmp_pat
     assert message in mistake(capsys, sample, f"--workdir={copy}")
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "params/_METADATA"])
-def test_checkpoint_with_a_pipe_is_damaged(capsys, finished_run, tmp_path, name):
-    copy = shutil.copytree(finished_run, tmp_path / "copy")
-    path = copy / "checkpoints" / "6" / name
-    path.unlink()
-    os.mkfifo(path)
-    assert "checkpoint 6" in (line := mistake(capsys, sample, f"--workdir={copy}")) and "not a regular file" in line
-
-
-@pytest.mark.parametrize(("field", "value", "fits"), [("width", 10**9, 16), ("num_layers", 10**4, 1)])
-def test_model_of_another_size_than_its_checkpoint_is_one_line(capsys, finished_run, tmp_path, field, value, fits):
-    """Nothing of that size is traced or compiled."""
+@pytest.mark.parametrize(("field", "value"), [("width", 32), ("num_layers", 2)])
+def test_model_of_another_size_than_its_checkpoint_is_one_line(capsys, finished_run, tmp_path, field, value):
     copy = shutil.copytree(finished_run, tmp_path / "copy")
     saved = json.loads((copy / "config.json").read_text())
     saved["model"][field] = value
     (copy / "config.json").write_text(json.dumps(saved))
-    line = mistake(capsys, sample, f"--workdir={copy}")
-    assert f"config.model.{field} = {value}, and checkpoint 6 has {fits}" in line
+    assert "checkpoints/6 cannot be read" in mistake(capsys, sample, f"--workdir={copy}")
 
 
 def test_checkpoint_whose_manifest_names_files_elsewhere_is_damaged(capsys, finished_run, tmp_path):
@@ -480,11 +422,6 @@ def test_checkpoint_dir_of_another_run_is_rejected(capsys, finished_run, tmp_pat
     assert contents(finished_run) == before and not (tmp_path / "run").exists()
 
 
-def test_workdir_with_an_invalid_name_is_one_line(capsys, tmp_path):
-    line = mistake(capsys, train, QUICKSTART, f"--workdir={tmp_path}/{'x' * 300}", *TINY)
-    assert "File name too long" in line
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -506,15 +443,16 @@ def test_workdir_in_use_is_rejected(capsys, finished_run, tmp_path):
     (copy / "metrics.jsonl").unlink()  # so that it is not finished
     with (copy / "tokenizer.json").open("r+") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert "another process trains there" in mistake(capsys, train, QUICKSTART, f"--workdir={copy}", *TINY)
+        assert "another command runs there" in mistake(capsys, train, QUICKSTART, f"--workdir={copy}", *TINY)
 
 
 def test_moved_checkpoints_are_found_by_checkpoint_dir(capsys, finished_run, tmp_path):
     copy = shutil.copytree(finished_run, tmp_path / "copy")
-    (copy / "metrics.jsonl").unlink()
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(lines[:-1]))  # so that it is not finished
     elsewhere = f"--config.checkpoint.dir={tmp_path}/elsewhere"
     line = mistake(capsys, train, QUICKSTART, f"--workdir={copy}", *TINY, elsewhere)
-    assert "is empty, and the run's checkpoints are in" in line
+    assert "elsewhere holds no checkpoint, but the run had reached step 6" in line
     shutil.copytree(copy / "checkpoints", tmp_path / "elsewhere")
     shutil.rmtree(copy / "checkpoints")
     assert train.main(["train", QUICKSTART, f"--workdir={copy}", *TINY, elsewhere]) == 0
@@ -538,15 +476,9 @@ def test_damaged_checkpoint_is_one_line(finished_run, tmp_path):
     assert "differs from what was written" in ended.stderr and len(ended.stderr) < 500
 
 
-def test_checkpoint_dir_is_locked_and_may_be_relative(capsys, tmp_path, monkeypatch):
+def test_checkpoint_dir_may_be_relative(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    command = ["train", QUICKSTART, "--workdir=run", *TINY, "--config.checkpoint.dir=kept"]
-    with contextlib.closing(Checkpoints("kept")) as first:
-        first.prepare()
-        line = mistake(capsys, train, *command[1:])
-        assert f"checkpoint.dir = {tmp_path}/kept: another process writes checkpoints there: wait for it, or" in line
-    assert not (tmp_path / "run").exists() and Checkpoints("kept").steps() == []
-    assert train.main(command) == 0
+    assert train.main(["train", QUICKSTART, "--workdir=run", *TINY, "--config.checkpoint.dir=kept"]) == 0
     assert Checkpoints("kept").steps() and not (tmp_path / "run" / "checkpoints").exists()
     assert sample.main(["sample", "--workdir=run", "--max_tokens=3"]) == 0
 
@@ -563,10 +495,6 @@ def test_experiment_is_found_by_name_from_any_folder(capsys, tmp_path, monkeypat
 def test_train_with_a_repeated_flag_is_one_line(capsys, flag):
     line = mistake(capsys, train, "--config=quickstart", "--workdir=run", flag)
     assert f"{flag.partition('=')[0]} is given 2 times" in line
-
-
-def test_config_field_given_twice_takes_the_last_value(capsys):
-    assert "config.steps = 0" in mistake(capsys, train, "--config=quickstart", "--config.steps=5", "--config.steps=0")
 
 
 def test_warning_of_a_library_is_one_line_of_a_command():

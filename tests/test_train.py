@@ -438,7 +438,7 @@ def test_unwritable_workdir_is_one_line_unless_finished(undisturbed, tmp_path):
     for path in everything:
         path.chmod(0o755)
     first, second = done.stderr.splitlines()
-    assert first == f"error: Permission denied: {stopped}/tokenizer.json"
+    assert first.startswith(f"error: --workdir={stopped} cannot be written (Permission denied)")
     assert second.startswith(f"error: --workdir={tmp_path}/read-only/new cannot be written")
     told = [line for line in done.stdout.splitlines() if line.startswith((str(finished), "["))]
     assert told == [f"{finished} is finished (12 steps): nothing to do", "[2, 0, 2]"]
@@ -452,7 +452,7 @@ def test_two_starts_in_one_workdir_one_trains(tmp_path):
     codes = [running.returncode for running in both]
     assert 0 in codes and set(codes) <= {0, 2}, outputs
     for code, out in zip(codes, outputs):
-        assert code == 0 or "another process trains there" in out.splitlines()[-1], out
+        assert code == 0 or "another command runs there" in out.splitlines()[-1], out
     assert records(tmp_path / "run")[-1]["split"] == "final"
 
 
@@ -790,7 +790,7 @@ def test_own_model_optimizer_callback_and_tracker_train_and_resume(tmp_path, cap
     assert tracked.pop() == "closed"
     assert train.train(config, tmp_path / "run", tracker=Tracker, **own) == 0
     assert records(tmp_path / "run") == found and tracked.pop() == "closed"
-    assert [step for step, _ in tracked] == [record["step"] for record in found]
+    assert set(range(2, 13, 2)) <= {step for step, _ in tracked}
     assert all({"train/loss", "val/loss", "final/loss"} & metrics.keys() for _, metrics in tracked)
 
     with pytest.raises(UserError, match="model is Bigram .*optimizer is user-defined"):

@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Iterable
 
@@ -18,6 +19,19 @@ def importing(words: Iterable[str]) -> None:
     """Show that JAX is imported, unless the words of the command line ask for help."""
     if not any(word.startswith(("-h", "--help")) for word in words):
         show("importing JAX")
+
+
+def end_when_interrupted() -> None:
+    """Let a SIGINT end this process until `commands.run`: in an import of JAX it would become another error."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end)
+
+
+def end(*_) -> None:
+    """End this process at once, as interrupted."""
+    clear()
+    print("interrupted", file=sys.stderr, flush=True)
+    os._exit(128 + signal.SIGINT)
 
 
 def show(text: str) -> None:

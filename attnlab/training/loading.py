@@ -12,7 +12,6 @@ from attnlab.config import default, from_dict
 from attnlab.data import tokenizers
 from attnlab.interop import huggingface
 from attnlab.nn import GPT
-from attnlab.nn.stack import depth, is_stacked
 from attnlab.ops.masks import Mask
 from attnlab.ops.score_mods import ScoreMod
 from attnlab.support import files
@@ -137,28 +136,8 @@ def _checkpoint(workdir: Path, step: int | str):
         yield checkpoints, int(chosen)
 
 
-def _check_fits(model: GPT, workdir: Path, config: ConfigDict) -> None:
-    """Raise UserError for a model of another size than the newest checkpoint's, before it is traced or compiled."""
-    from attnlab.training.checkpoints import Checkpoints
-
-    with contextlib.closing(Checkpoints(config.checkpoint.dir or workdir / "checkpoints")) as checkpoints:
-        steps = checkpoints.steps()
-        saved = checkpoints.shapes(steps[-1]) if steps else None
-    if not isinstance(saved, dict) or "embed" not in saved:
-        return
-    width = saved["embed"]["embedding"].shape[-1]
-    layers = depth(saved) if is_stacked(saved) else sum(name.startswith("block_") for name in saved)
-    for field, value in {"width": width, "num_layers": layers}.items():
-        if value and value != getattr(model, field):
-            raise UserError(
-                f"{workdir / 'config.json'} is damaged (config.model.{field} = {getattr(model, field)}, and checkpoint "
-                f"{steps[-1]} has {value}): restore it"
-            )
-
-
 def peek(workdir: str | Path, **passed) -> tuple[nn.Module, tokenizers.Tokenizer | None, ConfigDict]:
     """Model, tokenizer and config as from `load`, without the parameters; `passed` are model, mask and score_mod."""
-    from attnlab.training import precision
     from attnlab.training.passed import Passed
     from attnlab.training.state import model_fields
 
@@ -169,9 +148,7 @@ def peek(workdir: str | Path, **passed) -> tuple[nn.Module, tokenizers.Tokenizer
         passed = Passed(**passed)
         passed.check_reads(saved, workdir)
         if (model := passed.model) is None:
-            config.precision = precision.resolved(config.precision)  # "auto" in runs of older versions
             model = GPT.from_config(config, tokenizer.vocab_size).clone(mask=passed.mask, score_mod=passed.score_mod)
-            _check_fits(model, workdir, config)
         elif isinstance(model, GPT):
             model = model.over_tokens(tokenizer.vocab_size)
         return model, tokenizer, config

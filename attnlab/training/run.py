@@ -161,8 +161,7 @@ def open(
     say = status.show if is_first else status.silent
     with contextlib.ExitStack() as resources:
         if workdir.previous_run and is_first and not eval_only:
-            workdir.lock()
-        resources.callback(workdir.close)
+            resources.enter_context(workdir.claimed())
         parallel = parallel_lib.from_config(config)
         text = texts.load(config, workdir, plan.tokenizer, parallel.batch_share, say)
         checkpoints = Checkpoints(workdir.checkpoint_dir(config), config.checkpoint.keep, on_phase)
@@ -235,11 +234,12 @@ def _open_files(
 ) -> metrics_lib.MetricsLog:
     """Create or update the files of a run, in the first process; returns its metrics log."""
     previous_run = workdir.previous_run
-    digest = tokenizers.sha256(text.tokenizer) if previous_run is None else previous_run.get("tokenizer_sha256")
+    digest = tokenizers.sha256(text.tokenizer) if previous_run is None else previous_run["tokenizer_sha256"]
     config_json = configs.to_json(config, tokenizer_sha256=digest, **metadata)
     if previous_run is None:
         if config.checkpoint.dir:
             checkpoints.prepare()  # first, so that a failure leaves no workdir behind
+        resources.enter_context(workdir.claimed())
         workdir.create(config_json, text.tokenizer)
     checkpoints.prepare()
     events = [trackers.TensorBoard(workdir.path / "tensorboard")] if config.log.tensorboard else []

@@ -1,10 +1,9 @@
 """The folder of a run: its files, its lock, and the run that an earlier start left there."""
 
-import errno
+import contextlib
 import hashlib
 import os
-import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -14,7 +13,7 @@ from attnlab.data import tokenizers
 from attnlab.nn import own
 from attnlab.support import files
 from attnlab.support.errors import UserError
-from attnlab.support.paths import lock, write_text
+from attnlab.support.paths import claim, write_text
 
 
 class Workdir:
@@ -29,7 +28,6 @@ class Workdir:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.previous_run = _previous_run(self.path)
-        self._lock = None
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -78,33 +76,19 @@ class Workdir:
             extension["from_steps"] = undone[0]["from_steps"]
         return [*recorded[: len(recorded) - len(undone)], extension]
 
-    def lock(self) -> None:
-        """Lock the folder until `close`, or until the process ends in whatever way."""
-        self._lock = _lock(self.path, self.path)
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Context in which this process alone trains in the folder, which is made where it is missing."""
+        # The tokenizer's file is never replaced; NFS locks neither folders nor files that are open for reading.
+        with claim(self.path, "--workdir", _foreign, marker="tokenizer.json"):
+            if self.previous_run is None and (self.path / "config.json").exists():
+                raise UserError(f"--workdir={self}: another process has begun a run there: choose another folder")
+            yield
 
     def create(self, config_json: str, tokenizer: tokenizers.Tokenizer) -> None:
-        """Create and lock the folder of a new run: complete under another name, then renamed."""
-        folder = self.path.resolve()  # a link to an empty folder cannot be replaced, but that folder can
-        unfinished = folder.with_name(f".{folder.name}.unfinished")
-        held = None
-        try:
-            unfinished.mkdir(parents=True, exist_ok=True)
-            (unfinished / "tokenizer.json").touch()
-            held = _lock(unfinished, self.path)
-            tokenizers.save(tokenizer, unfinished / "tokenizer.json")
-            (unfinished / "config.json").write_text(config_json, encoding="utf-8")
-            unfinished.rename(folder)  # replaces an empty folder
-        except OSError as error:
-            if held is not None:
-                os.close(held)
-            if error.errno == errno.ENOENT:  # another process has renamed it
-                raise _in_use(self.path) from error
-            if held is not None:
-                shutil.rmtree(unfinished, ignore_errors=True)
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process has created the folder
-                raise _in_use(self.path) from error
-            raise UserError(f"--workdir={self} cannot be written ({error.strerror}): choose another folder") from error
-        self._lock = held
+        """Write the files of a new run, to a claimed folder; `config.json` last, which makes it one."""
+        tokenizers.save(tokenizer, self.path / "tokenizer.json")
+        write_text(self.path / "config.json", config_json)
 
     def write_config(self, config_json: str) -> None:
         """Replace `config.json` atomically, if it differs: `checkpoint.dir` and the like may change between starts."""
@@ -112,20 +96,13 @@ class Workdir:
         if path.read_text(encoding="utf-8") != config_json:
             write_text(path, config_json)
 
-    def close(self) -> None:
-        """Release the lock."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
 
 def read_config(workdir: Path) -> dict:
     """The content of `config.json` in a workdir; UserError if it is missing or damaged."""
     path = workdir / "config.json"
     try:
         saved = files.read_json(path)
-        is_run = "model_type" not in saved or "corpus" in saved
-        if is_run:
+        if is_run := "model_type" not in saved or "corpus" in saved:
             _check_metadata(saved)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{workdir} holds no run (no config.json): train one with --workdir={workdir}") from error
@@ -142,27 +119,16 @@ def read_config(workdir: Path) -> dict:
 
 
 def _check_metadata(saved: dict) -> None:
-    """Raise one of several errors unless what `config.json` holds besides its fields is as a run writes it."""
-
-    def check(name: str, kind: type, is_valid: Callable) -> None:
-        if name in saved and not (isinstance(saved[name], kind) and is_valid(saved[name])):
-            raise TypeError(f"{name} = {saved[name]!r}")
-
-    saved["corpus"]
-    check("corpus", dict, lambda corpus: isinstance(corpus["sha256"], str))
-    check("code", dict, lambda code: all(own.WORD.fullmatch(k) and isinstance(v, str) for k, v in code.items()))
-    check("user_defined", dict, _is_user_defined)
-    check("extensions", list, lambda extensions: all(map(_is_extension, extensions)))
-
-
-def _is_user_defined(found: dict) -> bool:
-    types = isinstance(found["model"], str | None) and isinstance(found["optimizer"], bool)
-    return types and isinstance(found.get("fields", {}), dict)
-
-
-def _is_extension(found: dict) -> bool:
-    numbers = (found[name] for name in ("at_step", "from_steps", "to_steps"))
-    return all(isinstance(number, int) and 0 < number < 2**31 for number in numbers)
+    """Raise one of several errors unless what `config.json` holds besides its fields has the form that a run writes."""
+    extensions, passed = saved.get("extensions", []), saved.get("user_defined", {"model": None, "optimizer": False})
+    is_valid = (
+        all(isinstance(digest, str) for digest in (saved["corpus"]["sha256"], saved["tokenizer_sha256"]))
+        and all(own.WORD.fullmatch(word) and isinstance(digest, str) for word, digest in saved.get("code", {}).items())
+        and all(isinstance(each[name], int) for each in extensions for name in ("at_step", "from_steps", "to_steps"))
+        and {"model", "optimizer"} <= passed.keys()
+    )
+    if not is_valid:
+        raise ValueError("its metadata has another form")
 
 
 def _damaged(path: Path, error: Exception) -> UserError:
@@ -173,37 +139,24 @@ def read_tokenizer(workdir: Path, saved: dict) -> tokenizers.Tokenizer:
     """The tokenizer in a workdir; UserError if it is missing, damaged, or not the tokenizer of `saved`."""
     path = workdir / "tokenizer.json"
     tokenizer = tokenizers.load(path)
-    key, found = "tokenizer_sha256", hashlib.sha256(files.read(path)).hexdigest()
-    if not saved.get(key):  # runs of older versions have none
-        key, found = "vocab_size", tokenizer.vocab_size
-    if key in saved and found != saved[key]:
-        raise UserError(
-            f"{path} is another run's ({key} {found}, expected {saved[key]}): restore this run's tokenizer.json"
-        )
+    found, expected = hashlib.sha256(files.read(path)).hexdigest(), saved["tokenizer_sha256"]
+    if found != expected:
+        raise UserError(f"{path} is another run's (sha256 {found}, expected {expected}): restore this run's file")
     return tokenizer
 
 
 def _previous_run(workdir: Path) -> dict | None:
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"--workdir={workdir} is a file: name a folder")
-    if workdir.is_symlink() and not workdir.exists():
-        raise UserError(f"--workdir={workdir} is a link to nowhere: make the folder that it names, or remove it")
     if (workdir / "config.json").exists():
         return read_config(workdir)
-    if workdir.exists() and any(workdir.iterdir()):
-        raise UserError(f"--workdir={workdir} holds other files and no run: choose a new folder")
+    if workdir.exists() and (why := _foreign(os.listdir(workdir))):
+        raise UserError(f"--workdir={workdir} {why}: choose a new folder")
     return None
 
 
-def _lock(folder: Path, workdir: Path) -> int:
-    """Lock a folder that is, or will be renamed to, `workdir`; returns the open file that holds the lock."""
-    path = folder / "tokenizer.json"  # never rewritten; NFS locks neither folders nor files that are open for reading
-    held = os.open(path, os.O_RDWR)
-    if not lock(held) or not path.exists() or not os.path.samestat(os.fstat(held), path.stat()):
-        os.close(held)  # locked by another, or renamed after it was opened
-        raise _in_use(workdir)
-    return held
-
-
-def _in_use(workdir: Path) -> UserError:
-    return UserError(f"--workdir={workdir}: another process trains there: wait for it, or choose another")
+def _foreign(names: list[str]) -> str:
+    """Why a folder with files of these names can hold no run; "" where it can."""
+    begun = ("tokenizer.json", ".config.json.")  # what a kill leaves of a run that was to begin
+    is_ours = "config.json" in names or all(name.startswith(begun) for name in names)
+    return "" if is_ours else "holds other files and no run"
