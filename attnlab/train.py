@@ -12,9 +12,8 @@ extended run continues from its last checkpoint, with the learning rate schedule
 if __name__ == "__main__":
     import sys
 
-    from attnlab.support import hugepages, status
+    from attnlab.support import status
 
-    hugepages.restart("attnlab.train")
     status.end_when_interrupted()
     status.importing(sys.argv)
 

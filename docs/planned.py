@@ -37,7 +37,11 @@ CONFIGS = {
     "sancho": (),
     "shakespeare_char": ("--vocab_size=65",),
     "gpt2_124m": (),
-    "gpt2_finetune": ("--config.data.tokenizer=byte", "--vocab_size=50257"),
+    "gpt2_finetune": (
+        "--config.data.tokenizer=byte",
+        "--vocab_size=50257",
+        *(f"--config.model.{size}" for size in ("num_layers=12", "num_heads=12", "width=768", "positions=learned")),
+    ),
 }
 REMAT = ("none", "dots", "attention", "block")
 BATCHES = {"v5e": 8, "h100": 32}  # of the table of remat, by topology

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from attnlab.support import hugepages
-
 POLL = 0.1  # seconds
 PARENT_POLL = 1.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -115,7 +113,7 @@ class _Process:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 pass_fds=[lock],
-                env=hugepages.environment(dict(os.environ)) | {"PYTHONUNBUFFERED": "1"},
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
             )
 
     def ended(self) -> bool:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from attnlab.data import corpora, tokenizers
-from attnlab.support import hugepages, timing
+from attnlab.support import timing
 from attnlab.support.errors import UserError
 
 from . import memory
@@ -49,7 +48,6 @@ class Worker:
                     stdout=subprocess.PIPE,
                     stderr=file,
                     text=True,
-                    env=hugepages.environment(dict(os.environ)),  # as the training command does
                 )
             except OSError as error:
                 raise UserError(f"{command[0]} cannot be started ({error.strerror}): give a Python") from error

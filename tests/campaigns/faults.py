@@ -2,7 +2,7 @@
 
 python -m tests.campaigns.faults --kills=100 --stops=40 --corruptions=200 --commands=1000 [--json=faults.json]
 python -m tests.campaigns.faults --folders=100 --values=200
-python -m tests.campaigns.faults --full_disks=20 --shared=5
+python -m tests.campaigns.faults --full_disks=20
 
 Kills and stops: a run of some thousand steps gets SIGKILL, or SIGTERM, at random instants spread over its phases, is
 restarted each time, and must end with the bits of an undisturbed run. Corruptions: files of a stopped run are
@@ -10,9 +10,8 @@ truncated, flipped, removed, values in them replaced; the command must continue 
 in one line and keep every intact checkpoint. Folders: the same damage to a model of Hugging Face, which must write
 text, or be refused in one line. Values: one or two fields of a config get drawn values; the run must take its steps,
 or be refused in one line. Full disks: checkpoints go to file systems without free space or inodes (needs permission
-to mount); the command must end with one line and exit code 2 within seconds, and continue when there is room. Shared:
-two runs are given one checkpoint folder; one trains, the other ends with one line. Commands: each malformed line, of
-any command, must end with one line and exit code 2, and write nothing.
+to mount); the command must end with one line and exit code 2 within seconds, and continue when there is room.
+Commands: each malformed line, of any command, must end with one line and exit code 2, and write nothing.
 """
 
 import collections
@@ -77,7 +76,6 @@ def define(values, argv) -> None:
         "folders": "damaged folders of Hugging Face",
         "values": "configs with drawn values",
         "full_disks": "runs whose checkpoints do not fit on their file system",
-        "shared": "pairs of runs with one checkpoint folder",
         "commands": "malformed command lines, a fifth of them as processes",
         "seed": "of the random draws",
     }
@@ -94,7 +92,6 @@ def main(values) -> int:
         "folders": folders,
         "values": drawn_values,
         "full_disks": full_disks,
-        "shared": shared,
         "commands": malformed,
     }
     for name in campaigns:
@@ -326,7 +323,7 @@ def _corrupt(workdir: Path, draw: random.Random) -> str:
     if folders and draw.random() < 1 / 7:
         path, how = (
             draw.choice(folders),
-            draw.choice(("removed", "emptied", "renamed", "copied", "a file", "uncommitted")),
+            draw.choice(("removed", "emptied", "renamed", "copied", "uncommitted")),
         )
         match how:
             case "removed":
@@ -338,9 +335,6 @@ def _corrupt(workdir: Path, draw: random.Random) -> str:
                 path.rename(path.with_name(str(draw.randint(100, 999))))
             case "copied":
                 shutil.copytree(path, path.with_name(str(draw.randint(100, 999))))
-            case "a file":
-                shutil.rmtree(path)
-                path.write_bytes(b"")
             case "uncommitted":
                 shutil.copytree(path, path.with_name(f"{draw.randint(100, 999)}.orbax-checkpoint-tmp"))
         return f"{path.relative_to(workdir)} {how}"
@@ -352,7 +346,7 @@ def _corrupt(workdir: Path, draw: random.Random) -> str:
 def _damage(path: Path, draw: random.Random) -> str:
     """Damages one file; returns how."""
     content = bytearray(path.read_bytes())
-    kinds = ["truncated", "flipped", "flipped", "removed", "overwritten", "lengthened", "a pipe"]
+    kinds = ["truncated", "flipped", "flipped", "removed", "overwritten", "lengthened"]
     kind = draw.choice(kinds + ["another value"] * 4 * (path.suffix == ".json"))
     match kind:
         case "another value":
@@ -370,9 +364,7 @@ def _damage(path: Path, draw: random.Random) -> str:
         case "lengthened":
             content += draw.randbytes(draw.randint(1, 99))
     path.unlink()
-    if kind == "a pipe":
-        os.mkfifo(path)
-    elif kind != "removed":
+    if kind != "removed":
         path.write_bytes(content)
     return kind
 
@@ -472,11 +464,11 @@ def _drawn(option, draw: random.Random):
         return draw.choice(option.choices)
     if str in option.types:
         return draw.choice(["", "x", "a b", "local global", "1:2", "task:mqar", "nowhere"])
-    whole = [0, 1, 2, 3, 4, 8, 12, 2**31 - 1]
+    whole = [0, 1, 2, 3, 4, 8, 12]
     return draw.choice(whole if float not in option.types else [*whole, 1e-9, 0.1, 0.5, 0.999, 1.5, 1e9])
 
 
-# ------------------------------------------------------------------------------------------ full disks, shared folders
+# ------------------------------------------------------------------------------------------ full disks
 
 
 def full_disks(count: int, folder: Path, draw: random.Random) -> dict:
@@ -538,28 +530,6 @@ def _small_file_system(folder: Path, options: str):
         yield
     finally:
         subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-def shared(count: int, folder: Path, draw: random.Random) -> dict:
-    """Pairs of runs with one checkpoint folder. Wrong: both or neither finish, or the loser says more than one line."""
-    folder.mkdir(parents=True)
-    wrong, undisturbed = [], folder / "undisturbed"
-    _finish(undisturbed, SHORT)
-    for number in range(count):
-        fields = SHORT | {"checkpoint.dir": folder / f"kept-{number}"}
-        workdirs = [folder / f"run-{number}-{name}" for name in "ab"]
-        with _started(workdirs[0], fields) as (first, out_a):
-            time.sleep(draw.uniform(0, 5))
-            with _started(workdirs[1], fields) as (second, out_b):
-                codes = [_end_after_error(*running)[0] for running in ((first, out_a), (second, out_b))]
-        said = {code: output.read_text(errors="replace") for code, output in zip(codes, (out_a, out_b))}
-        if sorted(codes, key=str) != [0, 2]:
-            wrong.append(f"ended with {codes}: {said}")
-        elif len(said[2].strip().splitlines()) != 1 or "checkpoint.dir" not in said[2]:
-            wrong.append(f"not one line: {said[2][-300:]}")
-        elif _records(workdirs[codes.index(0)]) != _records(undisturbed):
-            wrong.append("another end")
-    return {"pairs": count, "wrong": wrong}
 
 
 # ------------------------------------------------------------------------------------------------------------ commands

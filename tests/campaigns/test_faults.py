@@ -24,7 +24,7 @@ def mounts(tmp_path_factory):
     subprocess.run(["umount", folder], check=True)
 
 
-SAMPLE = {"kills": 3, "stops": 1, "corruptions": 4, "full_disks": 1, "shared": 1, "commands": 20}
+SAMPLE = {"kills": 3, "stops": 1, "corruptions": 4, "full_disks": 1, "commands": 20}
 
 
 @pytest.mark.parametrize(
