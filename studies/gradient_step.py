@@ -30,10 +30,10 @@ from attnlab.study.report import Interval, Options, Verdict, table
 POINTS, INPUTS, BATCH = 10, 10, 512
 EVALUATED = 10_000  # held-out tasks
 LOOKS = 10
-OPTIONS = {"num_heads": 1, "head_dim": 32, "use_bias": False, "kernel_init": jax.nn.initializers.normal(0.05)}
+OPTIONS = {"num_heads": 1, "use_bias": False, "kernel_init": jax.nn.initializers.normal(0.05)}
 LAYERS = {
-    "linear attention": LinearAttention(feature_map=lambda x: x, normalize=False, **OPTIONS),
-    "softmax attention": MultiHeadAttention(mask=Causal(), impl="dense", **OPTIONS),
+    "linear attention": LinearAttention(key_dim=32, feature_map=lambda x: x, normalize=False, **OPTIONS),
+    "softmax attention": MultiHeadAttention(head_dim=32, mask=Causal(), impl="dense", **OPTIONS),
 }
 LINEAR, SOFTMAX = LAYERS
 STEP, HALF = "gradient step", "half a step"

@@ -53,7 +53,7 @@ class Model(nn.Module):
         small = nn.initializers.normal(0.02)
         x = nn.Embed(STATES, WIDTH)(tokens)
         for _ in range(self.layers):
-            attention = MultiHeadAttention(1, mask=Causal(), rotary_base=ROTARY_BASE, kernel_init=small)
+            attention = MultiHeadAttention(1, mask=Causal(), rotary=ROTARY_BASE, kernel_init=small)
             x = Block(attention, Mlp(2 * WIDTH, kernel_init=small))(x)
         return nn.Dense(STATES, kernel_init=small)(nn.LayerNorm()(x))
 

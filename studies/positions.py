@@ -53,7 +53,7 @@ class Reader(nn.Module):
                 HEADS,
                 mask=Causal() if self.causal else None,
                 score_mod=ALiBi(alibi_slopes(HEADS)) if self.positions == "alibi" else None,
-                rotary_base=10_000.0 if self.positions == "rotary" else None,
+                rotary=10_000.0 if self.positions == "rotary" else None,
                 parent=None,
             )
             x = Block(attention, Mlp(parent=None), name=f"block_{layer}")(x)

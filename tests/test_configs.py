@@ -69,14 +69,6 @@ def test_config_round_trips_through_json():
     assert configs.difference(saved, config) == "config.seed = 5, there it was 0"
 
 
-def test_config_of_a_run_from_before_mixers_is_the_default():
-    saved = json.loads(configs.to_json(configs.completed(configs.default())))
-    older = saved | {"model": {name: x for name, x in saved["model"].items() if name not in ("mixer", "recurrence")}}
-    assert older["model"]["positions"] == "rotary"
-    assert configs.difference(older, configs.completed(configs.default())) == ""
-    assert configs.from_dict(older).model.mixer == "attention"
-
-
 def test_files_of_the_current_folder_do_not_take_the_place_of_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("quickstart", "mine", "mine.py"):

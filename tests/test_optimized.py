@@ -38,7 +38,7 @@ TOKENS = np.random.default_rng(0).integers(0, 11, (2, 13), dtype=np.int32)
 MODULES = {
     "head": Head(8, mask=Causal()),
     "heads": StackedHeads(2, 8, mask=SlidingWindow(3)),
-    "multi-head": MultiHeadAttention(4, kv_heads=2, mask=Causal(), rotary_base=100.0, qk_norm=True, sinks=True),
+    "multi-head": MultiHeadAttention(4, kv_heads=2, mask=Causal(), rotary=100.0, qk_norm=True, sinks=True),
     "blockwise": MultiHeadAttention(4, mask=Causal(), impl="blockwise"),
     "additive": AdditiveAttention(8),
     "linear": LinearAttention(4),

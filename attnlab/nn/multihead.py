@@ -45,7 +45,6 @@ class MultiHeadAttention(checks.MaskedModule):
       score_mod, impl: see `attnlab.attention`.
       dropout_rate: probability of dropping an attention weight.
       rotary: rotary positions of queries and keys, or their base alone; None for no rotary positions.
-      rotary_base: an older name of `rotary`.
       qk_norm: normalize queries and keys over D, without biases (`query_ln`, `key_ln`, like Flax's `normalize_qk`).
       qk_norm_joint: over the features of all heads of a token together (OLMo Team 2024, section 3.2).
       norm, norm_epsilon: of `qk_norm`: "layer", "rms" or "rms_plus_one", and ε.
@@ -96,7 +95,6 @@ class MultiHeadAttention(checks.MaskedModule):
     norm_epsilon: float = 1e-6
     scale: float | None = None
     value_residual: bool = False
-    rotary_base: float | Rotary | None = None
     forget_gate: bool = False
     output_gate: bool = False
 
@@ -109,11 +107,6 @@ class MultiHeadAttention(checks.MaskedModule):
     )  # the options of a `GPT` that `of_model` depends on
     operator: ClassVar[str | None] = "attention"  # in `attnlab`
     numbered: ClassVar[bool] = False  # whether it depends on the number of its layer
-
-    def __post_init__(self):
-        if self.rotary_base is not None:
-            self.rotary, self.rotary_base = self.rotary_base, None
-        super().__post_init__()
 
     @classmethod
     def of_model(cls, model, **fields) -> "MultiHeadAttention":

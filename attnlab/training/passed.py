@@ -86,8 +86,7 @@ class Passed(NamedTuple):
                     f"{workdir} holds a run with {name} = {was.get(name)}, and {name}= gives {now.get(name)}: pass the "
                     f"same in Python, {name}=…"
                 )
-        # Runs of older versions have no fields.
-        if "fields" in was and (found := difference(was["fields"], now.get("fields", {}))):
+        if found := difference(was.get("fields", {}), now.get("fields", {})):
             raise UserError(f"{workdir} holds a run of a {was['model']} whose {found}: pass an equal one, model=…")
 
     def precision(self, configured: str) -> str:

@@ -39,7 +39,7 @@ def test_attention_equals_that_of_gpt_oss(layer, mask):
         params[path] = {"kernel": kernel.reshape(40, heads, 16), "bias": bias.reshape(heads, 16)}
     params["out"] = {"kernel": state["o_proj.weight"].T.reshape(6, 16, 40), "bias": state["o_proj.bias"]}
     rotary = Rotary(150_000.0, scaling="yarn", factor=32.0, original_context=64, truncate=False)
-    ours = MultiHeadAttention(6, head_dim=16, kv_heads=2, mask=mask, rotary_base=rotary, sinks=True)
+    ours = MultiHeadAttention(6, head_dim=16, kv_heads=2, mask=mask, rotary=rotary, sinks=True)
     # Results are of size 1; rotary angles, up to 50 radians, are rounded to 4e-6 by either.
     out = jax.jit(ours.apply)({"params": params}, jnp.asarray(x.numpy()))
     np.testing.assert_allclose(out, expected, atol=2e-5)

@@ -66,7 +66,7 @@ def test_unknown_argument_names_the_one_to_use(module):
 
 @pytest.mark.parametrize(
     "module",
-    [*ATTENTION.values(), Block(MultiHeadAttention(2, rotary_base=100.0, qk_norm=True), Mlp()), GRU(), CausalConv()],
+    [*ATTENTION.values(), Block(MultiHeadAttention(2, rotary=100.0, qk_norm=True), Mlp()), GRU(), CausalConv()],
     ids=lambda module: type(module).__name__,
 )
 def test_float64_numpy_input_does_not_warn(module):  # warnings are errors in the tests

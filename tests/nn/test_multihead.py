@@ -23,7 +23,7 @@ CHUNKS = [6], [3, 3], [1] * 6
 MODULES = {
     "plain": {},
     "grouped": {"kv_heads": 2},
-    "rotary": {"rotary_base": 100.0},
+    "rotary": {"rotary": 100.0},
     "normed": {"qk_norm": True, "head_dim": 16},  # of two features the norm keeps little but their rounding
     "window": {"mask": SlidingWindow(2)},
     "sinks": {"sinks": True, "score_mod": ALiBi(alibi_slopes(4))},
@@ -165,7 +165,7 @@ def test_sinks_start_at_zero_and_take_weight():
         ({}, {"cache": EMPTY._replace(length=np.array([0]))}, r"cache.length has shape \(1,\)"),
         ({}, {"cache": EMPTY._replace(length=np.zeros(2))}, "cache.length has type float64"),
         ({}, {"cache": tuple(EMPTY)}, "cache is a tuple"),
-        ({"rotary_base": 100.0}, {"inputs_kv": MEMORY}, "leave it None for cross-attention"),
+        ({"rotary": 100.0}, {"inputs_kv": MEMORY}, "leave it None for cross-attention"),
     ],
 )
 def test_multihead_invalid_argument_raises_one_line(options, call, message, own_errors):
@@ -207,7 +207,7 @@ def test_full_cache_keeps_newest_positions():
     cache = KVCache.empty(2, 3, 4, 2)
     for at in range(6):
         out, cache = apply(params, X[:, at : at + 1], cache=cache)
-    windowed = MultiHeadAttention(num_heads=4, mask=SlidingWindow(2), rotary_base=100.0)
+    windowed = MultiHeadAttention(num_heads=4, mask=SlidingWindow(2), rotary=100.0)
     expected = np.asarray(jax.jit(windowed.apply)(params, X))
     np.testing.assert_allclose(np.asarray(out)[:, 0], expected[:, 5], atol=2e-6)
     assert sorted(jax.jit(KVCache.positions)(cache).tolist()[0]) == [3, 4, 5]
@@ -233,7 +233,7 @@ def test_cache_chunk_beyond_capacity_raises():
 def test_multihead_backends_agree():
     x = np.random.default_rng(0).standard_normal((2, 100, 8)).astype(np.float32)
     mask = Padding(np.array([70, 100])) & Causal()
-    module = MultiHeadAttention(num_heads=4, kv_heads=2, rotary_base=100.0, sinks=True)
+    module = MultiHeadAttention(num_heads=4, kv_heads=2, rotary=100.0, sinks=True)
 
     def gradient(impl, params):
         return jax.grad(lambda params: (module.clone(impl=impl).apply(params, x, mask=mask) ** 2).sum())(params)
@@ -247,7 +247,7 @@ def test_multihead_backends_agree():
 @pytest.mark.parametrize("mask", [SlidingWindow(left=5), pytest.param(Causal(), marks=pytest.mark.slow)])
 def test_blockwise_decoding_equals_full_pass(mask):
     x = np.random.default_rng(0).standard_normal((2, 60, 8)).astype(np.float32)
-    module = MultiHeadAttention(num_heads=4, kv_heads=2, rotary_base=100.0, mask=mask, impl="blockwise")
+    module = MultiHeadAttention(num_heads=4, kv_heads=2, rotary=100.0, mask=mask, impl="blockwise")
     params, apply = parameters(module, x), jax.jit(module.apply)
     whole = apply(params, x)
     cache, steps = KVCache.empty(batch=2, capacity=64, kv_heads=2, head_dim=2), []
@@ -258,7 +258,7 @@ def test_blockwise_decoding_equals_full_pass(mask):
 
 
 @pytest.mark.parametrize(
-    "options", [{"rotary_base": 100.0}, {"score_mod": ALiBi(alibi_slopes(4)), "kv_heads": 2}], ids=["rotary", "alibi"]
+    "options", [{"rotary": 100.0}, {"score_mod": ALiBi(alibi_slopes(4)), "kv_heads": 2}], ids=["rotary", "alibi"]
 )
 def test_packed_document_equals_the_document_alone(options, float64):
     lengths = np.array([5, 1, 9, 3])
@@ -278,7 +278,7 @@ def test_packed_document_equals_the_document_alone(options, float64):
 
 
 def test_multihead_of_shuffled_tokens_with_their_positions_equals_that_in_order():
-    layer = MultiHeadAttention(2, mask=Causal(), rotary_base=100.0, score_mod=ALiBi(np.array([0.5, 0.25], np.float32)))
+    layer = MultiHeadAttention(2, mask=Causal(), rotary=100.0, score_mod=ALiBi(np.array([0.5, 0.25], np.float32)))
     x = np.random.default_rng(0).standard_normal((2, 6, 8)).astype(np.float32)
     order, params = np.array([3, 0, 5, 1, 4, 2]), parameters(layer, x)
 

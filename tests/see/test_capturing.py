@@ -89,7 +89,7 @@ def test_dropout_makes_the_pattern_another_than_that_of_z():
 @pytest.mark.parametrize(
     ("fields", "call"),
     [
-        ({"kv_heads": 2, "mask": Causal(), "rotary_base": 100.0, "qk_norm": True}, {}),
+        ({"kv_heads": 2, "mask": Causal(), "rotary": 100.0, "qk_norm": True}, {}),
         (
             {"kv_heads": 1, "mask": SlidingWindow(2), "sinks": True},
             {"segments": np.array([[0] * 4 + [1] * 3, [0] * 2 + [1] * 5])},

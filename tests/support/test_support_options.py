@@ -95,8 +95,3 @@ def test_norm_first_false_with_norm_at_raises_one_line():
     block = Block(MultiHeadAttention(2), Mlp(), norm_first=False, norm_at="after")
     with pytest.raises(ValueError, match="norm_first = False .* norm_at = 'after'"):
         block.init(jax.random.key(0), np.ones((1, 2, 4), np.float32))
-
-
-def test_rotary_base_is_the_older_name_of_rotary():
-    assert MultiHeadAttention(2, rotary_base=5.0) == MultiHeadAttention(2, rotary=5.0)
-    assert MultiHeadAttention(2, rotary_base=5.0).clone(rotary=7.0).rotary == 7.0

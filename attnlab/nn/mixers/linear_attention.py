@@ -19,7 +19,7 @@ class LinearAttention(RecurrentMixer):
 
     Attributes:
       num_heads: H.
-      key_dim: D, an older name of which is `head_dim`; None for input width / H.
+      key_dim: D; None for input width / H.
       features: width of the output; None for the input's.
       feature_map, normalize: see `attnlab.linear_attention`; its `elu_plus_one` for None.
       use_bias: whether the projections add a bias.
@@ -31,7 +31,6 @@ class LinearAttention(RecurrentMixer):
     (2, 5, 8)
     """
 
-    head_dim: int | None = None
     features: int | None = None
     feature_map: Callable | None = None
     normalize: bool = True
@@ -42,9 +41,6 @@ class LinearAttention(RecurrentMixer):
     @classmethod
     def of_model(cls, model, **fields):
         return super().of_model(model, use_bias=model.use_bias, **fields)
-
-    def key_features(self, features):
-        return self.head_dim or super().key_features(features)
 
     def mix(self, x, before, tokens):
         size, feature_map = self.key_features(x.shape[-1]), self.feature_map or elu_plus_one

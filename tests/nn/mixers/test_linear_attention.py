@@ -14,7 +14,7 @@ from tests.parameters import parameters
 @pytest.mark.parametrize("use_bias, normalize", [(True, True), (False, False)])
 def test_linear_attention_module_equals_projections_and_operator(use_bias, normalize, float64):
     x = np.random.default_rng(3).standard_normal((2, 9, 8))
-    options = {"head_dim": 3, "features": 5, "feature_map": doubled}
+    options = {"key_dim": 3, "features": 5, "feature_map": doubled}
     module = LinearAttention(num_heads=2, normalize=normalize, use_bias=use_bias, **options)
     params = parameters(module, x)["params"]
     softmax = MultiHeadAttention(num_heads=2, head_dim=3, out_features=5, use_bias=use_bias)

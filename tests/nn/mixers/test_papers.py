@@ -62,7 +62,7 @@ CASES = {
     "retention_without_gate": (Retention(2, key_dim=6, value_dim=3, gate=False), papers.retention),
     "linear": (LinearAttention(2), papers.linear_attention),
     "linear_unnormalized": (
-        LinearAttention(2, head_dim=3, features=5, normalize=False, use_bias=False),
+        LinearAttention(2, key_dim=3, features=5, normalize=False, use_bias=False),
         functools.partial(papers.linear_attention, normalized=False),
     ),
 }
