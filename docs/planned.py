@@ -145,12 +145,13 @@ def text(cases: list[Case], plans: dict[Case, dict]) -> str:
       cases: all rows.
       plans: those that are there.
     """
-    memory = {"arguments": "arguments_gib", "temporaries": "temporaries_gib", "peak": "peak_gib", "of": "device_gib"}
-    sizes = [(name, lambda plan, key=key: size(plan[key])) for name, key in memory.items()]
+    memory = ("arguments", "temporaries", "peak")
+    sizes = [(name, lambda plan, key=f"{name}_gib": size(plan["training"][key])) for name in memory]
+    sizes.append(("of", lambda plan: size(plan["device_gib"])))
     fits = ("fits", lambda plan: {True: "yes", False: "no", None: "unknown"}[plan["fits"]])
     attention = ("attention", lambda plan: ", ".join(dict.fromkeys(plan["attention"].values())))
     moved = ("collectives of a step", collectives)
-    seconds = ("compiled in", lambda plan: f"{plan['compile_seconds']:.0f} s")
+    seconds = ("compiled in", lambda plan: f"{plan['training']['compile_seconds']:.0f} s")
     columns = {
         "configs": (("config", "topology", "devices"), (fits, *sizes, attention, moved, seconds)),
         "memory": (("topology", "batch", "remat"), (fits, *sizes, seconds)),
@@ -182,7 +183,7 @@ def size(gib: float | None) -> str:
 
 def collectives(plan: dict) -> str:
     """Number and GiB of each kind of collective."""
-    if plan["temporaries_gib"] is None:  # refused
+    if plan["training"]["temporaries_gib"] is None:  # refused
         return "–"
     counts = plan["collectives"].items()
     return ", ".join(f"{count} {kind} ({size(moved / 2**30)} GiB)" for kind, (count, moved) in counts) or "none"

@@ -25,13 +25,6 @@ class State(NamedTuple):
     seen: Array | None = None  # bool [N, V], tokens in the text, for a repetition penalty
 
 
-def empty(model: GPT, rows: int) -> State:
-    """The state of texts of which nothing has been read, to compile programs with."""
-    zeros = jnp.zeros(rows, jnp.int32)
-    keys = drawing.keys(seed=0, num_samples=rows)
-    return State(zeros, model.empty_caches(rows), keys, zeros, jnp.ones(rows, bool))
-
-
 def rolls(model: GPT) -> bool:
     """Whether caches of long texts go on; otherwise the last half of the context is read again."""
     return model.positions not in ("learned", "sinusoidal")

@@ -4,7 +4,6 @@ XLA's text is a list of computations. Those that are called from the entry are f
 loop runs, a fusion as a part of its caller.
 """
 
-import dataclasses
 import functools
 import math
 import re
@@ -19,25 +18,18 @@ _PARTS = ("fusion", "fusion-start", "async-start")  # what they call is run in p
 _FORWARDS = ("copy", "bitcast", "copy-done", "copy-start")  # the same number under another name
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """Memory, collectives and kernels of a compiled program; bytes per device, None if compilation failed."""
+class Program(NamedTuple):
+    """Memory, collectives and kernels of a compiled program; bytes per device."""
 
-    fits: bool  # False where the compiler refused it for want of memory
-    refusal: str  # the compiler's sentence then, else ""
-    arguments: int | None
-    outputs: int | None
-    aliased: int | None  # outputs that take the place of donated arguments
+    arguments: int | None  # None where the compiler refused the program
     temporaries: int | None
-    code: int | None
-    peak: int | None  # the sum of the above less aliased, or the compiler's peak where that is larger
-    peak_from: str  # "sum" or "compiler"
-    limit: int | None  # memory that a program may use, which the compiler names when it refuses one
+    peak: int | None  # of a refused program what the compiler's message names, if any
+    compile_seconds: float
     collectives: dict[str, list[int]]  # by kind, executions and bytes of results (of a reduce-scatter: operands)
     unknown_loops: int  # loops whose number of iterations the text does not tell, counted as one
     custom_calls: dict[str, int]  # executions by target
     kernels: dict[str, int]  # executions by name: Pallas kernels, and cuDNN's attention kernels
-    compile_seconds: float
+    refusal: str = ""  # the compiler's sentence where it refused the program for want of memory
 
 
 class Instruction(NamedTuple):
@@ -66,41 +58,27 @@ def compile(lowered: jax.stages.Lowered) -> Program:
 
 def read(compiled: jax.stages.Compiled, seconds: float = 0.0) -> Program:
     """The memory, collectives and kernels of a compiled program."""
-    memory, text = compiled.memory_analysis(), compiled.as_text()
-    arguments, outputs = memory.argument_size_in_bytes, memory.output_size_in_bytes
-    aliased, temporaries = memory.alias_size_in_bytes, memory.temp_size_in_bytes
-    code = memory.generated_code_size_in_bytes
-    total = arguments + outputs - aliased + temporaries + code
+    memory, computations = compiled.memory_analysis(), parse(compiled.as_text())
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes  # without those in place of donated arguments
+    parts = (memory.argument_size_in_bytes, outputs, memory.temp_size_in_bytes, memory.generated_code_size_in_bytes)
     # The compiler's peak knows which buffers live at the same time; but GPUs allocate all temporaries at once, so that
     # the sum is what they take. On TPUs small programs have a peak above the sum. The larger one is safe for both.
-    known = getattr(memory, "peak_memory_in_bytes", 0)
-    peak, peak_from = (known, "compiler") if known > total else (total, "sum")
-    computations = parse(text)
+    peak = max(sum(parts), getattr(memory, "peak_memory_in_bytes", 0))
     counts, unknown_loops = collectives(computations)
     calls, kernels = custom_calls(computations)
     return Program(
-        True, "", arguments, outputs, aliased, temporaries, code, peak, peak_from, None, counts, unknown_loops, calls,
-        kernels, seconds,
-    )  # fmt: skip
+        memory.argument_size_in_bytes, memory.temp_size_in_bytes, peak, seconds, counts, unknown_loops, calls, kernels
+    )
 
 
 def refused(message: str, seconds: float) -> Program:
-    """The program for a compiler's RESOURCE_EXHAUSTED; its sentence may name the memory needed, and the limit."""
+    """The program for a compiler's RESOURCE_EXHAUSTED, whose sentence may name the memory needed."""
     size = r"([\d.]+)\s?([KMGT]?)i?B?"
-    forms = (
-        rf"\({size}\) exceeds available HBM \({size}\)",  # libtpu since 2026
-        rf"Used {size} of {size} hbm",
-    )
+    forms = rf"\({size}\) exceeds available HBM", rf"Used {size} of .* hbm"  # libtpu since 2026, and before
     found = next((match for form in forms if (match := re.search(form, message))), None)
-    needed, limit = (None, None) if found is None else (_bytes(*found.groups()[:2]), _bytes(*found.groups()[2:]))
+    needed = None if found is None else round(float(found[1]) * 1024 ** " KMGT".index(found[2] or " "))
     sentence = message.strip().splitlines()[0].split("RESOURCE_EXHAUSTED:", 1)[-1].strip()
-    return Program(
-        False, sentence, None, None, None, None, None, needed, "compiler", limit, {}, 0, {}, {}, seconds
-    )  # fmt: skip
-
-
-def _bytes(number: str, unit: str) -> int:
-    return round(float(number) * 1024 ** " KMGT".index(unit or " "))
+    return Program(None, None, needed, seconds, {}, 0, {}, {}, sentence)
 
 
 def parse(text: str) -> dict[str, list[Instruction]]:

@@ -5,7 +5,6 @@ The names are `v4`, `v5e`, `v5p`, `v6e`, `tpu7x` (one chip) or with a shape in c
 plugin bring along.
 """
 
-import dataclasses
 import importlib.util
 import math
 import mmap
@@ -17,19 +16,9 @@ from typing import NamedTuple
 import jax
 from jax.experimental import topologies
 
+from attnlab.support import memory
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """One device as JAX sees it; None for what is not known."""
-
-    kind: str  # `jax.Device.device_kind`
-    hbm_gib: float | None = None  # memory by the data sheet
-    usable_gib: float | None = None  # memory that a program may use: on TPUs, what the compiler refuses to exceed
-    peak_flops: float | None = None  # dense bfloat16 FLOP/s
-    bandwidth: float | None = None  # memory, bytes per second
 
 
 class Topology(NamedTuple):
@@ -38,37 +27,33 @@ class Topology(NamedTuple):
     name: str
     platform: str  # "tpu", "gpu" or "cpu"
     devices: list[jax.Device]
-    chip: Chip
+    usable_gib: float | None  # memory that a program may use on a device; None where it is not known
 
 
-class _Slices(NamedTuple):
-    """Which slices of a TPU generation there are: axes of a shape, most chips, and options of the compiler."""
+class _Generation(NamedTuple):
+    """A generation of TPUs: memory that a program may use, axes of a slice, its most chips, the compiler's options."""
 
-    chip: Chip
+    usable_gib: float
     axes: int
     chips: int
     options: dict
 
 
-# The figures are from https://docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, "System architecture", per
-# chip: memory, peak compute (bf16), bandwidth, chips per pod (for v5p, per slice). The usable memory is not documented:
-# it is what libtpu 0.0.50 names when it refuses a program ("exceeds available HBM (15.75G)").
-# JAX sees one device per chip, two on tpu7x, whose figures are halved here. On v4, libtpu describes two unless told
+# Chips per pod (for v5p, per slice) are from https://docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, "System
+# architecture". The usable memory is not documented: it is what libtpu 0.0.50 names when it refuses a program ("exceeds
+# available HBM (15.75G)"), for one device as JAX sees it. tpu7x has two a chip; on v4, libtpu describes two unless told
 # that both cores are one device ("megacore"), as they are on every v4 host of Google Cloud.
 _TPUS = {
-    "v4": _Slices(Chip("TPU v4", 32.0, 30.75, 275e12, 1200e9), 3, 4096, {"chip_config_name": "megacore"}),
-    "v5e": _Slices(Chip("TPU v5 lite", 16.0, 15.75, 197e12, 819e9), 2, 256, {}),
-    "v5p": _Slices(Chip("TPU v5", 95.0, 95.73, 459e12, 2765e9), 3, 6144, {}),
-    "v6e": _Slices(Chip("TPU v6 lite", 32.0, 31.24, 918e12, 1638e9), 2, 256, {}),
-    "tpu7x": _Slices(Chip("TPU7x", 96.0, 94.74, 2307e12 / 2, 7380e9 / 2), 3, 9216, {}),
+    "v4": _Generation(30.75, 3, 4096, {"chip_config_name": "megacore"}),
+    "v5e": _Generation(15.75, 2, 256, {}),
+    "v5p": _Generation(95.73, 3, 6144, {}),
+    "v6e": _Generation(31.24, 2, 256, {}),
+    "tpu7x": _Generation(94.74, 3, 9216, {}),
 }
-# NVIDIA H100 SXM5: data sheet (80 GB HBM3, which are GiB, and 3.35 TB/s), and "NVIDIA H100 Tensor Core GPU
-# Architecture", table 2 (989.4 TFLOP/s, dense). The usable memory is `device_memory_size` of the plugin's description
-# of it, 84,942,979,072 bytes.
-_H100 = Chip("NVIDIA H100 80GB HBM3", 80.0, 84_942_979_072 / 2**30, 989.4e12, 3.35e12)
+_H100 = "NVIDIA H100 80GB HBM3"
+_H100_GIB = 84_942_979_072 / 2**30  # `device_memory_size` of the CUDA plugin's description
 _INSTALL_CUDA = "pip install --upgrade 'jax[cuda13]', JAX 0.12 or newer, on Python 3.12 or newer"
 _MOST_GPUS = 8  # of one host; the plugin's description knows no network between hosts
-_KNOWN = {chip.kind: chip for chip in (*(slices.chip for slices in _TPUS.values()), _H100)}
 _HOST = (2, 2, 1)  # chips of a TPU host along each axis
 
 EXAMPLES = ("here", "h100", "h100:8", "v4:2x2x1", "v5e", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
@@ -90,9 +75,7 @@ def find(name: str) -> Topology:
 
 
 def prepare(name: str) -> None:
-    """Tell JAX to start on CPUs alone, and libtpu not to look for TPUs; nothing for "here"."""
-    if name == "here":
-        return
+    """Tell JAX to start on CPUs alone, and libtpu not to look for TPUs."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     for variable, value in {
         "TPU_SKIP_MDS_QUERY": "1",  # no question to Google Cloud about the machine
@@ -116,36 +99,33 @@ def _here() -> Topology:
         devices = jax.devices()
     except RuntimeError as error:  # JAX_PLATFORMS names a missing platform
         raise UserError(f"--topology=here: JAX finds no device: {str(error).splitlines()[0]}") from error
-    chip = _KNOWN.get(devices[0].device_kind, Chip(devices[0].device_kind))
-    limit = (devices[0].memory_stats() or {}).get("bytes_limit")  # CPUs tell none
-    if limit:
-        chip = dataclasses.replace(chip, usable_gib=limit / 2**30)
-    return Topology("here", devices[0].platform, devices, chip)
+    limit = memory.stats(devices[0]).get("bytes_limit")  # CPUs tell none
+    return Topology("here", devices[0].platform, devices, limit and limit / 2**30)
 
 
 def _tpu(name: str, generation: str, shape: str) -> Topology:
-    slices = _TPUS[generation]
-    sizes = _sizes(name, generation, shape or "x".join("1" * slices.axes))
-    options = dict(slices.options)
+    known = _TPUS[generation]
+    sizes = _sizes(name, generation, shape or "x".join("1" * known.axes))
+    options = dict(known.options)
     if all(size <= most for size, most in zip(sizes, _HOST)):  # a part of one host, of which libtpu must be told
         options["chips_per_host_bounds"] = (*sizes, *(1,) * (3 - len(sizes)))
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(f"--topology={name} needs libtpu: pip install 'jax[tpu]'")
     prepare(name)
     label = f"{generation}:{'x'.join(map(str, sizes))}"
-    return Topology(name, "tpu", _described(name, platform="tpu", topology_name=label, **options), slices.chip)
+    return Topology(name, "tpu", _described(name, platform="tpu", topology_name=label, **options), known.usable_gib)
 
 
 def _sizes(name: str, generation: str, shape: str) -> tuple[int, ...]:
     """The chips along each axis; libtpu ends the process for a size of 0, and takes slices that there are not."""
-    slices = _TPUS[generation]
-    example = "x".join(map(str, _HOST[: slices.axes]))
-    if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})*", shape) or shape.count("x") + 1 != slices.axes:
-        raise UserError(f"--topology={name}: expected the chips along {slices.axes} axes, e.g. {generation}:{example}")
+    known = _TPUS[generation]
+    example = "x".join(map(str, _HOST[: known.axes]))
+    if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})*", shape) or shape.count("x") + 1 != known.axes:
+        raise UserError(f"--topology={name}: expected the chips along {known.axes} axes, e.g. {generation}:{example}")
     sizes = tuple(map(int, shape.split("x")))
-    if math.prod(sizes) > slices.chips:
+    if math.prod(sizes) > known.chips:
         raise UserError(
-            f"--topology={name} has {math.prod(sizes)} chips, but a slice of {generation} has {slices.chips} at most: "
+            f"--topology={name} has {math.prod(sizes)} chips, but a slice of {generation} has {known.chips} at most: "
             "choose a smaller shape"
         )
     return sizes
@@ -155,13 +135,13 @@ def _h100(name: str, count: str) -> Topology:
     if count and not (count.isascii() and count.isdigit() and 1 <= int(count) <= _MOST_GPUS):
         raise UserError(f"--topology={name}: expected h100:1 to h100:{_MOST_GPUS}, the GPUs of one host")
     prepare(name)
-    target = _target(name, _H100.kind)
+    target = _target(name)
     shape = f"1x1x{int(count or 1)}"  # slices, hosts, GPUs of a host
     devices = _described(name, platform="cuda", topology_name="h100", target_config=target, topology=shape)
-    return Topology(name, "gpu", devices, _H100)
+    return Topology(name, "gpu", devices, _H100_GIB)
 
 
-def _target(name: str, kind: str) -> str:
+def _target(name: str) -> str:
     """XLA's description of a GPU: it lies as text inside JAX's CUDA plugin, which has one for each GPU it knows."""
     spec = importlib.util.find_spec("jax_plugins")
     folders = [Path(folder) for folder in (spec.submodule_search_locations if spec else ())]
@@ -169,7 +149,7 @@ def _target(name: str, kind: str) -> str:
     if not plugins:
         raise UserError(f"--topology={name} needs JAX's CUDA plugin: {_INSTALL_CUDA}")
     with plugins[-1].open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        at = data.find(f'name: "{kind}"'.encode())
+        at = data.find(f'name: "{_H100}"'.encode())
         start = data.rfind(b"gpu_device_info {", 0, at) if at >= 0 else -1
         if start < 0:
             raise UserError(

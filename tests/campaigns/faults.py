@@ -605,7 +605,7 @@ _FLAGS = {
     "export": ["to", "step", "dtype", "model_type"],
     "sweep": ["grid", "jobs", "dry_run", "workdir"],
     "compare": ["variant", "seeds", "learning_rates", "match", "jobs", "out"],
-    "plan": ["topology", "json", "vocab_size", "suggest"],
+    "plan": ["topology", "json", "vocab_size"],
     "conform": ["features", "cases", "out", "seed"],
 }
 

@@ -1,5 +1,6 @@
 """Training, evaluation and decode steps compiled for TPUs and H100s: collectives, kernels and memory."""
 
+import functools
 import re
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from attnlab import config as configs
+from attnlab.generation import drawing, loop
 from attnlab.interop.export import export_step
 from attnlab.nn import GPT
 from attnlab.planning import plans
@@ -127,10 +129,27 @@ def test_remat_policies_store_less_in_the_order_none_attention_block(training_st
 
 
 @pytest.mark.parametrize("name", ["v5e", "h100"])
-def test_evaluation_and_decoding_of_a_plan_compile(name, topology):
+def test_training_and_evaluation_of_a_plan_compile(name, topology):
     planned = plans.plan(configs.completed(CONFIGS["gpt2"]()), topology(name), vocab_size=512)
-    assert planned.fits and planned.evaluation.fits and planned.decoding.fits
-    assert set(planned.attention.values()) == {"splash" if name == "v5e" else "cudnn"}
+    assert planned.fits and set(planned.attention.values()) == {"splash" if name == "v5e" else "cudnn"}
+
+
+@pytest.mark.parametrize("name", ["v5e", "h100"])
+def test_decode_step_compiles_with_a_cache_for_the_context(name, topology, compiled):
+    model = GPT(vocab_size=64, num_layers=2, num_heads=2, width=32, context=128, dtype=jnp.bfloat16)
+    mesh = Mesh(np.array(topology(name).devices[:1]), ("x",), axis_types=(AxisType.Auto,))
+    place = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P()))
+    params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    token, key = jnp.zeros(1, jnp.int32), drawing.keys(seed=0, num_samples=1)
+    state = jax.eval_shape(lambda: loop.State(token, model.empty_caches(1), key, token, jnp.ones(1, bool)))
+    params, state = jax.tree.map(lambda x: place(x.shape, x.dtype), (params, state))
+    options = loop.LoopOptions(drawing.Draw(temperature=0.8, vocab_size=model.vocab_size))
+
+    def decode(params, state):
+        return loop.decode_ahead(model, options, params, state, loop.AHEAD, loop.AHEAD)
+
+    _, program = compiled(decode, params, state)
+    assert program.arguments > 2 * sum(x.size for x in jax.tree.leaves(params))
 
 
 @pytest.mark.parametrize("platform, name", [("tpu", "v5e"), ("cuda", "h100")])

@@ -17,7 +17,7 @@ from attnlab.support.errors import UserError
 def test_here_is_every_device_of_this_machine():
     found = topologies.find("here")
     assert found.devices == jax.devices() and found.platform == "cpu"
-    assert found.chip == topologies.Chip("cpu")
+    assert found.usable_gib is None
 
 
 @pytest.mark.parametrize(
@@ -73,19 +73,6 @@ def test_other_hardware_is_refused_after_jax_has_started_on_a_device(monkeypatch
         topologies.prepare("v5e")
 
 
-def test_here_prepares_nothing(monkeypatch):
-    environment = dict(os.environ)
-    monkeypatch.setattr(os, "environ", dict(environment))
-    topologies.prepare("here")
-    assert os.environ == environment
-
-
-def test_facts_of_every_chip_are_complete_and_consistent():
-    for chip in topologies._KNOWN.values():
-        assert None not in (chip.hbm_gib, chip.usable_gib, chip.peak_flops, chip.bandwidth)
-        assert abs(chip.usable_gib / chip.hbm_gib - 1) < 0.05
-
-
 SCRIPT = """
 import json, sys
 from attnlab.support.errors import UserError
@@ -94,7 +81,7 @@ found = {}
 for name in sys.argv[1:]:
     try:
         topology = topologies.find(name)
-        found[name] = [topology.platform, len(topology.devices), topology.chip.kind == topology.devices[0].device_kind]
+        found[name] = [topology.platform, len(topology.devices), topology.devices[0].device_kind]
     except UserError as error:
         found[name] = str(error)
 print(json.dumps(found))
@@ -102,7 +89,7 @@ print(json.dumps(found))
 
 
 def found(*names):
-    """Platform, devices, and whether the table has their kind, by name; in a process that has loaded no compiler."""
+    """Platform, devices and their kind, by name; in a process that has loaded no compiler."""
     done = subprocess.run([sys.executable, "-c", SCRIPT, *names], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -115,7 +102,9 @@ def test_tpu_slices_have_as_many_devices_as_jax_sees():
         "v4": 1, "v4:2x2x1": 4, "v5e": 1, "v5e:1x2": 2, "v5e:2x2": 4, "v5e:4x4": 16, "v5p": 1, "v5p:2x2x2": 8,
         "v6e": 1, "v6e:2x4": 8, "tpu7x": 2, "tpu7x:2x2x1": 8,
     }  # fmt: skip
-    assert found(*devices) == {name: ["tpu", count, True] for name, count in devices.items()}
+    assert {name: one[:2] for name, one in found(*devices).items()} == {
+        name: ["tpu", count] for name, count in devices.items()
+    }
 
 
 @pytest.mark.hardware
@@ -126,12 +115,9 @@ def test_slice_that_the_compiler_refuses_is_one_line():
 
 
 @pytest.mark.hardware
-def test_h100s_have_the_kind_of_the_table():
+def test_h100s_are_described_with_their_kind():
     pytest.importorskip("jax_plugins.xla_cuda13")
     if jax.__version_info__ < (0, 12):
         pytest.skip("the CUDA plugin describes H100s since JAX 0.12")
-    assert found("h100", "h100:3", "h100:8") == {
-        "h100": ["gpu", 1, True],
-        "h100:3": ["gpu", 3, True],
-        "h100:8": ["gpu", 8, True],
-    }
+    kind = "NVIDIA H100 80GB HBM3"
+    assert found("h100", "h100:8") == {"h100": ["gpu", 1, kind], "h100:8": ["gpu", 8, kind]}
