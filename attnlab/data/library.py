@@ -1,59 +1,63 @@
-"""Hugging Face's library `tokenizers`, where files of others and texts of users enter it."""
+"""What tokenizers of Hugging Face's library `tokenizers` share: trained on a text, or of a published model."""
 
-import re
-from collections.abc import Sequence
+import json
+import os
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import tokenizers
 
-from attnlab.support import files
+from attnlab.data import characters
 from attnlab.support.errors import UserError
 
-# What a regular expression has in place of one character, and a group without groups, with what follows it.
-_CHARACTER = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[(?:\\.|[^]\\])+\]", re.DOTALL)
-_GROUP = re.compile(r"\(([^()]*)\)([*+]|\{\d*,\})?")
-_REPETITION = re.compile(r"[*+]|\{\d*,\}")
+# Its threads gain little, and without this setting it warns in every forked process.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-def tokenizer(content: str) -> tokenizers.Tokenizer:
-    """The tokenizer of a JSON text; any exception for another text."""
-    for pattern in _patterns(files.parsed(content)):
-        if _backtracks(pattern):
-            raise ValueError(f"its pattern {pattern[:60]!r} repeats a repetition: the time for a text has no limit")
-    return tokenizers.Tokenizer.from_str(content)
+class LibraryTokenizer:
+    """A tokenizer of the library; subclasses have `kind`, and encode.
 
-
-def encode(tokenizer: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """The token ids of each text; UserError where a pattern of the tokenizer takes too long."""
-    try:
-        # Unlike `encode`, this releases the GIL, and computes no offsets.
-        encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of Rust, and not an Exception
-            raise
-        raise UserError(f"the tokenizer fails on this text ({error}): use the model's own tokenizer.json") from error
-    return [encoding.ids for encoding in encodings]
-
-
-def _patterns(content) -> list[str]:
-    """The regular expressions in the JSON of a tokenizer."""
-    if isinstance(content, list):
-        return [pattern for each in content for pattern in _patterns(each)]
-    if not isinstance(content, dict):
-        return []
-    found = [content["Regex"]] if isinstance(content.get("Regex"), str) else []
-    return found + [pattern for name, each in content.items() if name != "model" for pattern in _patterns(each)]
-
-
-def _backtracks(pattern: str) -> bool:
-    """Whether a regular expression repeats a group that repeats a part of it: its time may grow exponentially.
-
-    >>> _backtracks(r"(?:\\s?a+)+b"), _backtracks(r"(?i:'s|'t)?|[^\\r\\n\\p{L}]?\\p{L}+|\\s+(?!\\S)")
-    (True, False)
+    Attributes:
+      ENDS: usual names of the tokens that end a text.
+      end_of_text: the tokens that end a text; () for tokens of a usual name.
     """
-    pattern = _CHARACTER.sub("x", pattern)
-    while group := _GROUP.search(pattern):
-        repeats = _REPETITION.search(group[1])
-        if repeats and group[2]:
-            return True
-        pattern = pattern[: group.start()] + ("x+" if repeats or group[2] else "x") + pattern[group.end() :]
-    return False
+
+    kind: str
+    ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<|return|>")
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, pieces: list[bytes], end_of_text: Sequence[int] = ()):
+        self._tokenizer, self._pieces = tokenizer, pieces
+        ids = (tokenizer.token_to_id(name) for name in self.ENDS)
+        self._usual_ends = tuple(sorted(i for i in ids if i is not None))
+        self.end_of_text = tuple(end_of_text) or self._usual_ends
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens; a short text may have fewer than requested."""
+        return len(self._pieces)
+
+    def _ids(self, text: str) -> np.ndarray:
+        """The library's tokens of a text, int32 `[length]`."""
+        try:
+            # Unlike `encode`, this releases the GIL, and computes no offsets.
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust, and not an Exception
+                raise
+            raise UserError(
+                f"the tokenizer fails on this text ({error}): use the model's own tokenizer.json"
+            ) from error
+        return np.array(encoding.ids, np.int32)
+
+    def decode(self, ids, continues: bool = False) -> str:
+        """The text of token ids `[length]`; invalid UTF-8 becomes U+FFFD."""
+        return "".join(self.stream(iter(ids), continues))
+
+    def stream(self, ids: Iterator[int], continues: bool = False) -> Iterator[str]:
+        """As `Tokenizer.stream`."""
+        return characters.complete(self._pieces[i] for i in ids)
+
+    def to_dict(self) -> dict:
+        """`{"kind": …, "tokenizer": the library's JSON}`, and `"end_of_text"` where their names are not usual."""
+        saved = {"kind": self.kind, "tokenizer": json.loads(self._tokenizer.to_str())}
+        return saved if self.end_of_text == self._usual_ends else saved | {"end_of_text": list(self.end_of_text)}

@@ -6,9 +6,9 @@ from pathlib import Path
 import tokenizers as huggingface
 from tokenizers import Regex, decoders, models, pre_tokenizers
 
-from attnlab.data import library, tokenizers
-from attnlab.data.end_of_text import of_folder
+from attnlab.data import tokenizers
 from attnlab.data.sentencepiece import SentencePieceTokenizer
+from attnlab.data.subwords import BYTE_LEVEL, CONTINUES, GPT2_BYTES, WORDS, TrainedTokenizer, is_same, untrained
 from attnlab.support import files
 from attnlab.support.errors import UserError
 
@@ -37,15 +37,15 @@ def pretrained(folder: Path, vocab_size: int | None = None) -> tokenizers.Tokeni
     try:
         if not combined.exists():
             for part in (vocabulary, merges):
-                files.read(part)  # the library would wait for the writer of a pipe
+                files.opened(part).close()  # the library would wait for the writer of a pipe
             return _gpt2(vocabulary, merges)
         text = files.read_text(combined)
-        tokenizer = library.tokenizer(text)
+        tokenizer = huggingface.Tokenizer.from_str(text)
         if vocab_size is not None and tokenizer.get_vocab_size() > vocab_size:
             content = json.loads(text)
             content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < vocab_size]
             tokenizer = huggingface.Tokenizer.from_str(json.dumps(content))
-        return _as_published(tokenizer, of_folder(folder, tokenizer.get_vocab_size()))
+        return _as_published(tokenizer, _ends_of(folder, tokenizer.get_vocab_size()))
     except UserError:
         raise
     except OSError as error:
@@ -58,6 +58,20 @@ def pretrained(folder: Path, vocab_size: int | None = None) -> tokenizers.Tokeni
         ) from error
 
 
+def _ends_of(folder: Path, vocab_size: int) -> tuple[int, ...]:
+    """The tokens below `vocab_size` in `eos_token_id` of a folder's `generation_config.json` or `config.json`."""
+    for file in (folder / "generation_config.json", folder / "config.json"):
+        try:
+            content = files.read_json(file) if file.exists() else {}
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file} cannot be read ({error}): restore it") from error
+        ids = content.get("eos_token_id") if isinstance(content, dict) else None
+        if ids is not None:
+            ids = ids if isinstance(ids, list) else [ids]
+            return tuple(i for i in ids if isinstance(i, int) and 0 <= i < vocab_size)
+    return ()
+
+
 _CHARACTERS = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 # How the library joins tokens to the text.
@@ -66,7 +80,7 @@ _DECODERS = {
     "byte": decoders.ByteLevel(),
     "word": decoders.Fuse(),
     "bpe": decoders.ByteLevel(),
-    "wordpiece": decoders.Sequence([decoders.Replace(tokenizers.CONTINUES, ""), decoders.Fuse()]),
+    "wordpiece": decoders.Sequence([decoders.Replace(CONTINUES, ""), decoders.Fuse()]),
 }
 
 
@@ -79,22 +93,22 @@ def as_published(tokenizer: tokenizers.Tokenizer) -> dict:
     """
     if isinstance(tokenizer, tokenizers.CharTokenizer):
         vocabulary = {character: i for i, character in enumerate(tokenizer.characters)}
-        library = tokenizers.untrained(models.WordLevel(vocabulary, unk_token=""), _CHARACTERS)
+        library = untrained(models.WordLevel(vocabulary, unk_token=""), _CHARACTERS)
     elif isinstance(tokenizer, tokenizers.ByteTokenizer):
-        vocabulary = dict(tokenizers.GPT2_BYTES)
-        library = tokenizers.untrained(models.BPE(vocabulary, []), _BYTES)
+        vocabulary = dict(GPT2_BYTES)
+        library = untrained(models.BPE(vocabulary, []), _BYTES)
     else:
         library = huggingface.Tokenizer.from_str(json.dumps(tokenizer.to_dict()["tokenizer"]))
     library.decoder = library.decoder or _DECODERS[tokenizer.kind]
     return json.loads(library.to_str())
 
 
-def _gpt2(vocabulary: Path, merges: Path) -> tokenizers.TrainedTokenizer:
-    tokenizer = tokenizers.untrained(models.BPE.from_file(str(vocabulary), str(merges)), tokenizers.BYTE_LEVEL)
+def _gpt2(vocabulary: Path, merges: Path) -> TrainedTokenizer:
+    tokenizer = untrained(models.BPE.from_file(str(vocabulary), str(merges)), BYTE_LEVEL)
     tokenizer.decoder = decoders.ByteLevel()
     if tokenizer.token_to_id("<|endoftext|>") is not None:
         tokenizer.add_special_tokens(["<|endoftext|>"])
-    return tokenizers.TrainedTokenizer("bpe", tokenizer, of_folder(vocabulary.parent, tokenizer.get_vocab_size()))
+    return TrainedTokenizer("bpe", tokenizer, _ends_of(vocabulary.parent, tokenizer.get_vocab_size()))
 
 
 def _as_published(tokenizer: huggingface.Tokenizer, end_of_text: tuple[int, ...]) -> tokenizers.Tokenizer:
@@ -104,24 +118,19 @@ def _as_published(tokenizer: huggingface.Tokenizer, end_of_text: tuple[int, ...]
     if hasattr(tokenizer.model, "dropout"):
         tokenizer.model.dropout = None  # deterministic tokens
     content = json.loads(tokenizer.to_str())
-    if content["model"]["type"] == "WordLevel" and _is(content["pre_tokenizer"], _CHARACTERS):
+    if content["model"]["type"] == "WordLevel" and is_same(content["pre_tokenizer"], _CHARACTERS):
         return tokenizers.CharTokenizer("".join(sorted(vocabulary := content["model"]["vocab"], key=vocabulary.get)))
     for kind, model in (("word", "WordLevel"), ("wordpiece", "WordPiece")):
-        if content["model"]["type"] == model and _is(content["pre_tokenizer"], tokenizers.WORDS):
-            return tokenizers.TrainedTokenizer(kind, tokenizer)
+        if content["model"]["type"] == model and is_same(content["pre_tokenizer"], WORDS):
+            return TrainedTokenizer(kind, tokenizer)
     kinds = [(content[part] or {}).get("type") for part in ("model", "decoder", "normalizer")]
     is_byte_level = '"ByteLevel"' in json.dumps([content["decoder"], content["pre_tokenizer"]])
-    if kinds[0] in ("BPE", "Unigram") and not is_byte_level:
+    if kinds[0] == "BPE" and not is_byte_level:
         return SentencePieceTokenizer(tokenizer, end_of_text)
     if kinds[:2] not in (["BPE", "ByteLevel"], ["BPE", None]) or kinds[2] not in (None, "NFC"):
         raise ValueError(f"its model, decoder and normalizer are {kinds}, not BPE, ByteLevel and none or NFC")
     _check_splits(content["pre_tokenizer"])
-    return tokenizers.TrainedTokenizer("bpe", tokenizer, end_of_text)
-
-
-def _is(saved: dict | None, pre_tokenizer) -> bool:
-    """Whether a `tokenizer.json` has a pre-tokenizer."""
-    return saved == json.loads(pre_tokenizer.__getstate__())
+    return TrainedTokenizer("bpe", tokenizer, end_of_text)
 
 
 def _check_splits(pre_tokenizer: dict | None) -> None:

@@ -8,7 +8,6 @@ from fractions import Fraction
 from typing import NamedTuple
 
 import jax
-import tokenizers as huggingface
 from ml_collections import ConfigDict
 
 from attnlab.data import cache, corpora, store, tokenizers
@@ -17,6 +16,7 @@ from attnlab.data.tasks import named
 from attnlab.data.tasks.task_batches import HeldOutBatches, TaskBatches
 from attnlab.support import status
 from attnlab.support.errors import UserError
+from attnlab.support.extras import require
 from attnlab.training.workdir import Workdir, read_tokenizer
 
 
@@ -110,7 +110,8 @@ def _tokenizer(corpus, data: ConfigDict, say: Callable[[str], None]) -> tokenize
     kind, characters = data.tokenizer, corpus.alphabet
     if kind in ("char", "byte"):
         return tokenizers.make(kind, "", data.vocab_size, characters)
-    key = [corpus.sha256, kind, data.vocab_size, data.tokenizer_sample, huggingface.__version__]
+    library = require("tokenizers", "data", f"data.tokenizer = {kind!r}")
+    key = [corpus.sha256, kind, data.vocab_size, data.tokenizer_sample, library.__version__]
     if known := cache.recall("tokenizers", key):
         return tokenizers.from_dict(known)
     sample = corpus.sample(data.tokenizer_sample << 20)

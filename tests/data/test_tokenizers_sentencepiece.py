@@ -38,34 +38,22 @@ def bpe():
     return models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
 
 
-def unigram(with_bytes=True):
-    trained = library.Tokenizer(models.Unigram())
-    trainer = trainers.UnigramTrainer(vocab_size=120, show_progress=False)
-    trained.train_from_iterator(words(), trainer)
-    pieces = [tuple(pair) for pair in json.loads(trained.to_str())["model"]["vocab"]]
-    others = [(token, 0.0) for token in ADDED + BYTES * with_bytes]
-    return models.Unigram([*others, *pieces], unk_id=0, byte_fallback=with_bytes)
-
-
-# (model, normalizer, pre-tokenizer, decoder) of tokenizer.json, and whether spaces before a text are all kept.
+# (normalizer, pre-tokenizer, decoder) of tokenizer.json, and whether spaces before a text are all kept.
 FAMILIES = {
-    "llama2": (bpe, normalizers.Sequence([normalizers.Prepend("▁"), SPACES]), None, [*DECODER, STRIP], True),
-    "mistral": (bpe, None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False), [*DECODER, STRIP], False),
-    "gemma": (bpe, SPACES, pre_tokenizers.Split(" ", "merged_with_previous"), DECODER, True),
-    "unigram": (unigram, None, pre_tokenizers.Metaspace(), [*DECODER, STRIP], False),
-    "no_bytes": (lambda: unigram(with_bytes=False), None, pre_tokenizers.Metaspace(), None, False),
+    "llama2": (normalizers.Sequence([normalizers.Prepend("▁"), SPACES]), None, [*DECODER, STRIP], True),
+    "mistral": (None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False), [*DECODER, STRIP], False),
+    "gemma": (SPACES, pre_tokenizers.Split(" ", "merged_with_previous"), DECODER, True),
 }
 ALL = pytest.mark.parametrize("family", FAMILIES)
-WITH_BYTES = pytest.mark.parametrize("family", [name for name in FAMILIES if name != "no_bytes"])
 
 
 @functools.cache
 def of_family(family):
     """The tokenizer as the library has it."""
-    model, normalizer, splits, decoder, _ = FAMILIES[family]
-    made = library.Tokenizer(model())
+    normalizer, splits, decoder, _ = FAMILIES[family]
+    made = library.Tokenizer(bpe())
     made.normalizer, made.pre_tokenizer = normalizer, splits
-    made.decoder = decoders.Metaspace() if decoder is None else decoders.Sequence(decoder)
+    made.decoder = decoders.Sequence(decoder)
     made.add_special_tokens([library.AddedToken(token, normalized=False) for token in ADDED])
     return made
 
@@ -86,10 +74,10 @@ TEXTS = st.text(st.one_of(st.sampled_from(" \n\t<s>/anu¿é,."), st.characters(c
 
 def kept(text, family):
     """Whether decoding restores a text: literal "▁" becomes a space, and special tokens take or leave spaces."""
-    return "▁" not in text and not any(token in text for token in ADDED) and (FAMILIES[family][4] or text[:1] != " ")
+    return "▁" not in text and not any(token in text for token in ADDED) and (FAMILIES[family][3] or text[:1] != " ")
 
 
-@WITH_BYTES
+@ALL
 @given(text=TEXTS)
 def test_decoding_restores_the_text(family, text):
     assume(kept(text, family))
@@ -99,40 +87,18 @@ def test_decoding_restores_the_text(family, text):
     assert not len(ids) or (ids.min() > 2 and ids.max() < tokenizer.vocab_size)
 
 
-@ALL
-@given(text=st.text(sorted(set(VERSE))))
-def test_known_characters_are_restored_with_and_without_bytes(family, text):
-    assume(kept(text, family))
-    assert ours(family).decode(ours(family).encode(text)) == text
-
-
-@pytest.mark.parametrize("family", ["mistral", "unigram"])
-def test_space_before_a_text_is_lost_where_none_is_put_before_it(family):
-    assert ours(family).decode(ours(family).encode("  una")) == " una"
+def test_space_before_a_text_is_lost_where_none_is_put_before_it():
+    assert ours("mistral").decode(ours("mistral").encode("  una")) == " una"
     assert ours("llama2").decode(ours("llama2").encode("  una")) == "  una"
 
 
-@WITH_BYTES
+@ALL
 @given(text=TEXTS)
-def test_tokens_are_those_of_the_library(family, text):
+def test_tokens_and_text_are_those_of_the_library(family, text):
     ids = ours(family).encode(text)
     assert ids.dtype == np.int32
     assert ids.tolist() == of_family(family).encode(text, add_special_tokens=False).ids
-
-
-@WITH_BYTES
-@given(text=TEXTS)
-def test_text_is_that_of_the_library(family, text):
-    ids = ours(family).encode(text)
     assert ours(family).decode(ids) == of_family(family).decode(ids.tolist(), skip_special_tokens=False)
-
-
-@WITH_BYTES
-@given(data=st.data(), continues=st.booleans())
-def test_streamed_pieces_of_any_ids_join_to_their_text(family, data, continues):
-    tokenizer = ours(family)
-    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1)))
-    assert "".join(tokenizer.stream(iter(ids), continues)) == tokenizer.decode(ids, continues)
 
 
 @ALL
@@ -154,7 +120,7 @@ def test_streamed_characters_of_bytes_are_complete():
     assert list(tokenizer.stream(iter(ids[:-2]))) == ["a", "\ufffd"]
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "no_bytes"])
+@ALL
 @given(text=TEXTS, cuts=st.lists(st.integers(0, 300)))
 def test_parts_have_the_tokens_of_the_whole(family, text, cuts):
     text, cuts = (text + " una vida <s>vida</s> es") * 9, sorted(cuts)
@@ -166,16 +132,10 @@ def test_parts_have_the_tokens_of_the_whole(family, text, cuts):
     assert np.concatenate(ids).tolist() == of_family(family).encode(text, add_special_tokens=False).ids
 
 
-def test_long_text_is_encoded_in_parts_with_the_same_tokens():
-    text = VERSE.replace(".", ". </s>") * 900
-    tokenizer = ours("llama2")
-    assert len(list(tokenizer.parts([text]))) > 1
-    assert tokenizer.encode(text).tolist() == of_family("llama2").encode(text, add_special_tokens=False).ids
-
-
 def test_tokens_across_words_are_not_cut():
-    made = library.Tokenizer(models.BPE({"<unk>": 0, "▁": 1, "a": 2, "b": 3, "a▁": 4}, [("a", "▁")], unk_token="<unk>"))
-    made.normalizer, made.decoder = SPACES, decoders.Sequence([DECODER[0], decoders.Fuse()])
+    vocabulary = {token: i for i, token in enumerate([*BYTES, "▁", "a", "b", "a▁"])}
+    made = library.Tokenizer(models.BPE(vocabulary, [("a", "▁")], byte_fallback=True))
+    made.normalizer, made.decoder = SPACES, decoders.Sequence(DECODER)
     tokenizer = tokenizers.from_dict({"kind": "sentencepiece", "tokenizer": json.loads(made.to_str())})
     assert list(characters.parts(["a b a b"], size=0, word_end=tokenizer._word_end)) == ["a b", " a b"]
 
@@ -189,24 +149,6 @@ def test_stream_of_a_store_equals_tokens_of_the_whole_text(tmp_path, family):
     for tokens, part in ((made.train, text[:cut]), (made.validation, text[cut:])):
         expected = of_family(family).encode(part, add_special_tokens=False).ids
         assert tokens.read(np.array([0]), len(tokens))[0].tolist() == expected
-
-
-def test_documents_of_a_store_are_encoded_one_by_one(tmp_path):
-    texts = ["una", VERSE * 700, " vida", "una ilusión " * 5000]
-    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    corpus = corpora.load("text", path=f"{tmp_path}/text.jsonl", validation_fraction=0.1)
-    train = store.load(corpus, ours("llama2"), packing="documents", folder=tmp_path).train
-    encoded = [of_family("llama2").encode(text + "\n\n", add_special_tokens=False).ids for text in texts[:3]]
-    assert train.documents.tolist() == np.cumsum([0, *map(len, encoded)]).tolist()
-    assert train.read(np.array([0]), int(train.documents[3]))[0].tolist() == list(itertools.chain(*encoded))
-
-
-@pytest.mark.parametrize("text", ["ñ日", "una 🙂"])
-def test_characters_without_token_are_named(text):
-    unknown = "".join(character for character in text if character not in VERSE)
-    with pytest.raises(UserError, match=f"'{unknown}': .*vocabulary"):
-        ours("no_bytes").encode(text)
-    assert 0 in ours("no_bytes").encode("una<unk>")
 
 
 def test_lone_surrogate_is_refused():
@@ -254,14 +196,9 @@ def part(normalizer=None, pre_tokenizer=None, decoder=None):
 @pytest.mark.parametrize(
     "change, why",
     [
-        (part(normalizer=normalizers.Lowercase()), 'its normalizer has {"type": "Lowercase"}'),
-        (part(normalizer=normalizers.Replace("a", "b")), 'its normalizer has {"type": "Replace"'),
-        (part(pre_tokenizer=pre_tokenizers.WhitespaceSplit()), "its pre_tokenizer has"),
-        (part(pre_tokenizer=pre_tokenizers.Metaspace("_")), "its pre_tokenizer has"),
-        (part(pre_tokenizer=pre_tokenizers.Split(" ", "removed")), "its pre_tokenizer drops characters"),
-        (part(decoder=decoders.WordPiece()), "its decoder has"),
-        (part(decoder=decoders.Fuse()), r"its decoder is \['Fuse'\]"),
-        ({"decoder": None}, r"its decoder is \[\]"),
+        (part(normalizer=normalizers.Lowercase()), 'it may change texts: .*"Lowercase"'),
+        (part(pre_tokenizer=pre_tokenizers.Split(" ", "removed")), "it may change texts"),
+        (part(decoder=decoders.WordPiece()), "it may change texts"),
         ({"model": {"type": "Nonsense"}}, "not a byte-level BPE"),
         ({"model": {"type": "BPE", "vocab": {"▁": 0, "a": 2}, "merges": [], "byte_fallback": True}}, "it drops"),
     ],
@@ -278,7 +215,7 @@ def test_transformers_reads_the_same_tokens_and_text(tmp_path, family):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     tokenizer = read(of_family(family), tmp_path)
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
-    texts = [VERSE, "una", "Una\n\n  sombra ", "<s>una vida</s>"] + ["un 🙂 日本\t"] * (family != "no_bytes")
+    texts = [VERSE, "una", "Una\n\n  sombra ", "<s>una vida</s>", "un 🙂 日本\t"]
     for text in texts:
         ids = theirs.encode(text, add_special_tokens=False)
         assert tokenizer.encode(text).tolist() == ids

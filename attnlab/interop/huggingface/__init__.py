@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from attnlab.data import published, tokenizers
+from attnlab.data import tokenizers
 from attnlab.interop import tensors
 from attnlab.interop.huggingface import model_files
 from attnlab.interop.huggingface.families import family_of
@@ -24,6 +24,7 @@ from attnlab.interop.huggingface.weights import load_state, prepared
 from attnlab.interop.huggingface.writing import make_config
 from attnlab.nn import GPT
 from attnlab.support.errors import UserError
+from attnlab.support.extras import require
 
 __all__ = ["from_hf", "save_hf", "to_hf"]
 
@@ -176,7 +177,14 @@ def save_hf(
 
 def read_tokenizer(path: Path, vocab_size: int | None = None) -> tokenizers.Tokenizer | None:
     """Load the tokenizer files in a folder, or beside a file, for a vocabulary's size; None if there are none."""
-    return published.pretrained(path if path.is_dir() else path.parent, vocab_size)
+    return _published().pretrained(path if path.is_dir() else path.parent, vocab_size)
+
+
+def _published():
+    require("tokenizers", "hf", "a Hugging Face tokenizer")
+    from attnlab.data import published
+
+    return published
 
 
 # Tokens that begin a text, by their usual names; with GPT-2 it is the token that ends one.
@@ -184,7 +192,7 @@ _BEGIN = ("<s>", "<bos>", "<|begin_of_text|>", "<|endoftext|>")
 
 
 def _tokenizer_files(tokenizer) -> dict:
-    content = published.as_published(tokenizer)
+    content = _published().as_published(tokenizer)
     names = {i: name for name, i in _ids(content).items()}
     begin, ends = _special_tokens(tokenizer, content).values()
     special = {"bos_token": begin, "eos_token": ends[0] if isinstance(ends, list) else ends}
