@@ -49,7 +49,7 @@ class Data:
         "'task:recall pairs=8'",
         "python_docs",
     )
-    path: str = option("a file or a glob: UTF-8 text, *.jsonl, *.ndjson, *.parquet or *.array_record", "")
+    path: str = option("a file or a glob: UTF-8 text, *.jsonl, *.ndjson or *.parquet", "")
     feature: str = option("the field, column or feature with the text, where a document has several", "")
     mixture: str = option("corpora and weights in place of a name, as in 'quijote=3, notes/*.txt=1, tfds:NAME=0.5'", "")
     tokenizer: str = option(

@@ -5,6 +5,7 @@ dataset that is prepared as array_record, or can be prepared without TensorFlow 
 text once and remembers the result while the sizes and times of the files stay the same.
 """
 
+import bisect
 import dataclasses
 import hashlib
 import math
@@ -18,17 +19,13 @@ import numpy as np
 
 from attnlab.data import cache, sources
 from attnlab.data.data_progress import Progress
-from attnlab.data.sources import Piece, Source
+from attnlab.data.sources import Piece, PythonDocs, Source
 from attnlab.support.errors import UserError
+from attnlab.support.extras import require
 
-BUILT_IN = ("python_docs", "quijote")
 BLOCKS = 64  # of a sample
 _VERSION = 1  # of remembered scans
 _SETTLED = 2  # seconds: a file written more recently may change again without a new time
-
-
-class TextChangedError(UserError):
-    """A text changed since its sha256 was computed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +67,7 @@ class Corpus:
         """The text in pieces, each with its split, "train" or "validation". A document in both splits becomes two.
 
         Raises:
-          UserError: a file that cannot be read.
-          TextChangedError: the text changed since it was scanned.
+          UserError: a file that cannot be read, or a text that changed since it was scanned.
         """
         left, digest = self.train_characters, hashlib.sha256()
         for piece in self.source.pieces():
@@ -85,7 +81,7 @@ class Corpus:
                 piece = Piece(piece.text[len(here) :], piece.ends)
             yield "validation", piece
         if digest.hexdigest() != self.sha256:
-            raise TextChangedError(f"{self.name} changed while it was read: run the command again")
+            raise UserError(f"{self.name} changed while it was read: run the command again")
 
     def sample(self, size: int) -> str:
         """Evenly spaced blocks of the text, about `size` bytes in all, or the whole text."""
@@ -93,7 +89,12 @@ class Corpus:
             return "".join(piece.text for piece in self.source.pieces())
         block = max(1, size * self.characters // self.bytes // BLOCKS)
         starts = [number * (self.characters - block) // (BLOCKS - 1) for number in range(BLOCKS)]
-        return "".join(_slices(self.source, starts, block))
+        found, position = [], 0
+        for text in (piece.text for piece in self.source.pieces()):
+            first, last = bisect.bisect(starts, position - block), bisect.bisect_left(starts, position + len(text))
+            found += [text[max(start - position, 0) : start + block - position] for start in starts[first:last]]
+            position += len(text)
+        return "".join(found)
 
 
 class Mixture(NamedTuple):
@@ -151,10 +152,10 @@ def load(
 
     Args:
       name: "python_docs", "quijote", "text" or "tfds:NAME" (also "tfds:NAME/CONFIG").
-      path: for "text", a file or a glob, whose files are joined in name order. *.jsonl, *.ndjson, *.parquet and
-        *.array_record are read as such, other files as UTF-8 text.
+      path: for "text", a file or a glob, whose files are joined in name order. *.jsonl, *.ndjson and *.parquet
+        are read as such, other files as UTF-8 text.
       feature: for "tfds:NAME", the text feature; may be empty if there is only one. For JSONL and Parquet, the field or
-        column, "text" by default. For array_record files, the feature of tf.Example protos.
+        column, "text" by default.
       validation_fraction: fraction of the characters, at the end, to hold out; a TFDS dataset with a validation or test
         split uses that split instead.
       mixture: corpora and their weights instead of a name: "quijote=3, notes/*.txt=1, tfds:NAME=0.5".
@@ -171,12 +172,13 @@ def load(
         raise UserError(f"data.validation_fraction = {validation_fraction}: expected a fraction between 0 and 1")
     if mixture and path:
         raise UserError("data.path and data.mixture are both set: name the path in the mixture, as PATH=WEIGHT")
-    named = parse_mixture(mixture) if mixture else {name: 1}
-    found = {each: _find(each, path, feature) if not mixture else _find_any(each, feature) for each in named}
+    weights = parse_mixture(mixture) if mixture else {name: 1}
+    paths = {each: "" if _is_named(each) else each for each in weights} if mixture else {name: path}
+    found = {each: _find(each, paths[each], feature) for each in weights}
     if feature and not any(source.feature == feature for source in found.values()):
-        raise UserError(f"data.feature = {feature!r}, but {path or ', '.join(named)} has no features: leave it out")
+        raise UserError(f"data.feature = {feature!r}, but {path or ', '.join(weights)} has no features: leave it out")
     parts = [_scanned(each, path or each, source, validation_fraction, quiet) for each, source in found.items()]
-    return Mixture(tuple(parts), tuple(named.values())) if mixture else parts[0]
+    return Mixture(tuple(parts), tuple(weights.values())) if mixture else parts[0]
 
 
 class Strings(NamedTuple):
@@ -219,37 +221,35 @@ def parse_mixture(mixture: str) -> dict[str, int]:
     """
     found = {}
     for entry in mixture.split(","):
-        name, equals, weight = (word.strip() for word in entry.rpartition("="))
-        if not equals or not name or not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", weight) or not Fraction(weight):
+        name, _, weight = (word.strip() for word in entry.rpartition("="))
+        if not name or name in found or not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", weight) or not Fraction(weight):
             raise UserError(
-                f"data.mixture: {entry.strip()!r}: expected NAME=WEIGHT with a positive weight, separated by commas"
+                f"data.mixture: {entry.strip()!r}: expected NAME=WEIGHT with a positive weight, separated by commas, "
+                "each name once"
             )
-        if name in found:
-            raise UserError(f"data.mixture names {name} twice: add up its weights")
         found[name] = Fraction(weight)
-    scale = Fraction(
-        math.lcm(*(weight.denominator for weight in found.values())),
-        math.gcd(*(weight.numerator for weight in found.values())),
-    )
-    whole = {name: int(weight * scale) for name, weight in found.items()}
-    factor = math.gcd(*whole.values())
-    return {name: weight // factor for name, weight in whole.items()}
+    weights = found.values()
+    unit = Fraction(math.gcd(*(w.numerator for w in weights)), math.lcm(*(w.denominator for w in weights)))
+    return {name: int(weight / unit) for name, weight in found.items()}
 
 
-def _find_any(name: str, feature: str) -> Source:
-    """The source of a name in a mixture, where the other names are paths."""
-    is_path = name not in BUILT_IN and not name.startswith("tfds:")
-    return _find("text", name, feature) if is_path else _find(name, "", feature)
+def _is_named(name: str) -> bool:
+    return name in ("python_docs", "quijote") or name.startswith("tfds:")
 
 
 def _find(name: str, path: str, feature: str) -> Source:
-    if name == "text":
-        if not path:
-            raise UserError("data.name = 'text' needs a file: --config.data.path=FILE, or a glob such as 'notes/*.txt'")
+    if path:
         return sources.find(path, feature)
-    if name not in BUILT_IN and not name.startswith("tfds:"):
-        raise UserError(f"data.name = {name!r} is unknown: use one of {', '.join(BUILT_IN)}, text, or tfds:NAME")
-    from attnlab.data import datasets  # a second to import, not needed for files
+    if not _is_named(name):
+        raise UserError(
+            f"data.name = {name!r}: expected python_docs, quijote or tfds:NAME, or a text: --config.data.path=FILE, "
+            "or a glob such as 'notes/*.txt'"
+        )
+    if name == "python_docs":
+        return PythonDocs()
+    for library in ("tensorflow_datasets", "array_record", "importlib_resources"):
+        require(library, "data", name)
+    from attnlab.data import datasets
 
     return datasets.find(name, feature)
 
@@ -257,38 +257,28 @@ def _find(name: str, path: str, feature: str) -> Source:
 # ------------------------------------------------------------------------------------------------------------ scanning
 
 
-class _Scan(NamedTuple):
-    """The result of one pass over a text; `held_out` counts the characters of its validation split, or is None."""
-
-    sha256: str
-    characters: int
-    bytes: int
-    documents: int
-    documents_sha256: str
-    held_out: int | None
-    alphabet: str
-
-
 def _scanned(name: str, called: str, source: Source, validation_fraction: float, quiet: bool) -> Corpus:
     before, started = source.signature(), time.time()
-    known = before and cache.recall("scans", [_VERSION, before])
-    scan = _Scan(**known) if known else _scan(name, source, before, quiet)
-    if not known and source.signature() != before:
-        raise TextChangedError(f"{called} changed while it was read: run the command again")
-    if not known and before and all(stamp[2] < (started - _SETTLED) * 1e9 for stamp in before[-1]):
-        cache.remember("scans", [_VERSION, before], scan._asdict())
-    if not scan.characters:
+    scan = before and cache.recall("scans", [_VERSION, before])
+    if not scan:
+        scan = _scan(name, source, before, quiet)
+        if source.signature() != before:
+            raise UserError(f"{called} changed while it was read: run the command again")
+        if before and all(stamp[2] < (started - _SETTLED) * 1e9 for stamp in before[-1]):
+            cache.remember("scans", [_VERSION, before], scan)
+    if not scan["characters"]:
         raise UserError(f"{called} is empty: give a text with at least a few thousand characters")
-    if len(scan.alphabet) < 2:
-        raise UserError(f"{called} repeats {scan.alphabet!r} alone, so there is nothing to predict: give another text")
-    cut = int(scan.characters * (1 - validation_fraction))
-    if scan.held_out is not None:
-        cut = scan.characters - scan.held_out
-    facts = {field: value for field, value in scan._asdict().items() if field != "held_out"}
-    return Corpus(name, train_characters=cut, source=source, **facts)
+    if len(scan["alphabet"]) < 2:
+        raise UserError(
+            f"{called} repeats {scan['alphabet']!r} alone, so there is nothing to predict: give another text"
+        )
+    held_out = scan.pop("held_out")
+    cut = int(scan["characters"] * (1 - validation_fraction)) if held_out is None else scan["characters"] - held_out
+    return Corpus(name, train_characters=cut, source=source, **scan)
 
 
-def _scan(name: str, source: Source, signature: list | None, quiet: bool) -> _Scan:
+def _scan(name: str, source: Source, signature: list | None, quiet: bool) -> dict:
+    """Fields of a `Corpus` by one pass over its text, and the characters of its own validation split, or None."""
     digest, lengths, alphabet = hashlib.sha256(), hashlib.sha256(), _Alphabet()
     characters = size = documents = length = 0
     held_out = None
@@ -305,7 +295,15 @@ def _scan(name: str, source: Source, signature: list | None, quiet: bool) -> _Sc
                 lengths.update(length.to_bytes(8, "little"))
                 documents, length = documents + 1, 0
             progress.advance(len(encoded))
-    return _Scan(digest.hexdigest(), characters, size, documents, lengths.hexdigest(), held_out, alphabet.characters)
+    return {
+        "sha256": digest.hexdigest(),
+        "characters": characters,
+        "bytes": size,
+        "documents": documents,
+        "documents_sha256": lengths.hexdigest(),
+        "held_out": held_out,
+        "alphabet": alphabet.characters,
+    }
 
 
 class _Alphabet:
@@ -323,19 +321,3 @@ class _Alphabet:
     @property
     def characters(self) -> str:
         return "".join(map(chr, np.flatnonzero(self._seen)))
-
-
-def _slices(source: Source, starts: list[int], length: int) -> Iterator[str]:
-    """The text in [start, start + length) for some ascending starts that do not overlap."""
-    ranges = iter((start, start + length) for start in starts)
-    first, end = next(ranges)
-    position = 0
-    for text in (piece.text for piece in source.pieces()):
-        while True:
-            yield text[max(first - position, 0) : max(end - position, 0)]
-            if end > position + len(text):
-                break
-            if (following := next(ranges, None)) is None:
-                return
-            first, end = following
-        position += len(text)

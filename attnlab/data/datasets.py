@@ -1,17 +1,15 @@
-"""TFDS datasets as documents: attnlab's builders, and any text dataset, as array_record without TensorFlow.
+"""TFDS datasets as documents: Don Quijote, and any text dataset, as array_record without TensorFlow.
 
 TFDS stores prepared datasets in the folder TFDS_DATA_DIR, by default `~/tensorflow_datasets`.
 """
 
 import contextlib
-import fcntl
 import io
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core.download import downloader
@@ -19,6 +17,7 @@ from tensorflow_datasets.core.download import downloader
 from attnlab.data import sources
 from attnlab.data.sources import Piece
 from attnlab.support.errors import UserError
+from attnlab.support.paths import lock
 
 GUTENBERG_QUIJOTE = "https://www.gutenberg.org/cache/epub/2000/pg2000.txt"
 RETRIES = 4  # download attempts
@@ -64,18 +63,13 @@ class Dataset(NamedTuple):
 
 def find(name: str, feature: str = "") -> Dataset:
     """A dataset by name, prepared if necessary; an empty `feature` is the only text feature, or "text"."""
-    if name in BUILDERS:
-        with _one_line_errors(BUILDERS[name].name):
-            builder = BUILDERS[name](file_format="array_record")
-        return Dataset(name, _prepare(builder, name), "text", ("train",), "")
     with _one_line_errors(name):
-        builder = _build_by_name(name)
+        builder = Quijote(file_format="array_record") if name == "quijote" else _build_by_name(name)
     builder = _prepare(builder, name)
+    if name == "quijote":
+        return Dataset(name, builder, "text", ("train",), "")
     texts = [key for key, kind in builder.info.features.items() if isinstance(kind, tfds.features.Text)]
-    if not feature and "text" in texts:
-        feature = "text"
-    if not feature and len(texts) == 1:
-        feature = texts[0]
+    feature = feature or ("text" if "text" in texts or len(texts) != 1 else texts[0])
     if feature not in texts:
         raise UserError(
             f"{name} has the text features {', '.join(texts) or '(none)'}: choose one with --config.data.feature=…"
@@ -86,59 +80,27 @@ def find(name: str, feature: str = "") -> Dataset:
     return Dataset(name, builder, feature, (train, *held_out[:1]), sources.SEPARATOR)
 
 
-class _TextBuilder(tfds.core.GeneratorBasedBuilder):
-    """A builder with the single split `train`, whose examples concatenate to the text."""
-
-    VERSION = tfds.core.Version("1.0.0")
-
-    def _info(self):
-        return tfds.core.DatasetInfo(
-            builder=self,
-            description=self.__doc__,
-            features=tfds.features.FeaturesDict({"text": tfds.features.Text()}),
-            disable_shuffling=True,
-        )
-
-    def _split_generators(self, dl_manager):
-        return {"train": self._generate_examples(dl_manager)}
-
-    def _generate_examples(self, dl_manager):
-        for key, piece in enumerate(self._pieces(dl_manager)):
-            yield key, {"text": piece}
-
-    def _pieces(self, dl_manager):
-        raise TypeError(f"{type(self).__name__} does not define _pieces(dl_manager): implement it in the subclass")
-
-
-class PythonDocs(_TextBuilder):
-    """The language reference in every CPython (pydoc_data.topics), topic by topic.
-
-    The text differs between Python versions, so the dataset's name contains the version.
-    """
-
-    name = "attnlab_python_docs"
-    BUILDER_CONFIGS: ClassVar = [tfds.core.BuilderConfig(name="python{}.{}.{}".format(*sys.version_info))]
-
-    def _pieces(self, dl_manager):
-        from pydoc_data.topics import topics
-
-        for _, text in sorted(topics.items()):
-            yield text.strip() + "\n\n\n"
-
-
-class Quijote(_TextBuilder):
+class Quijote(tfds.core.GeneratorBasedBuilder):
     """Cervantes, El ingenioso hidalgo don Quijote de la Mancha (1605, 1615): book 2000 of Project Gutenberg.
 
     A UTF-8 text at `downloads/manual/quijote.txt` replaces the download.
     """
 
     name = "attnlab_quijote"
+    VERSION = tfds.core.Version("1.0.0")
 
-    def _pieces(self, dl_manager):
+    def _info(self):
+        features = tfds.features.FeaturesDict({"text": tfds.features.Text()})
+        return tfds.core.DatasetInfo(builder=self, description=self.__doc__, features=features, disable_shuffling=True)
+
+    def _split_generators(self, dl_manager):
+        return {"train": self._generate_examples(dl_manager)}
+
+    def _generate_examples(self, dl_manager):
         by_hand = Path(os.fspath(dl_manager.download_dir)) / "manual" / "quijote.txt"
         path = by_hand if by_hand.exists() else Path(os.fspath(dl_manager.download(GUTENBERG_QUIJOTE)))
-        pieces = sources.Files("text", (str(path),), "").pieces()
-        yield _between_gutenberg_marks("".join(piece.text for piece in pieces))
+        text = "".join(piece.text for piece in sources.Files("text", (str(path),), "").pieces())
+        yield 0, {"text": _between_gutenberg_marks(text)}
 
 
 def _between_gutenberg_marks(text: str) -> str:
@@ -147,9 +109,6 @@ def _between_gutenberg_marks(text: str) -> str:
             text = text.split(mark, 1)[side]
             text = text.split("\n", 1)[1] if side else text
     return text.replace("\r\n", "\n").strip() + "\n"
-
-
-BUILDERS = {"python_docs": PythonDocs, "quijote": Quijote}
 
 
 def _build_by_name(name):
@@ -186,13 +145,12 @@ def _prepare(builder, name):
 @contextlib.contextmanager
 def _preparation_lock(folder):
     """Hold a lock on preparing datasets, one process per machine, because TFDS replaces files that others may read."""
-    folder = os.fspath(folder)
-    if "://" in folder:
+    if "://" in os.fspath(folder):
         yield
         return
     os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, ".attnlab.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with open(os.path.join(folder, ".attnlab.lock"), "w") as file:
+        lock(file.fileno(), wait=True)
         yield
 
 

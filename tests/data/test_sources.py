@@ -2,12 +2,11 @@
 
 import json
 import os
+import sys
 
 import pyarrow
 import pytest
-from array_record.python import array_record_module
 from pyarrow import parquet
-from tensorflow_datasets.proto import tf_example_generated_pb2 as protos
 
 from attnlab.data import sources
 from attnlab.support.errors import UserError
@@ -23,15 +22,6 @@ def write_jsonl(path, documents, field="text"):
 def write_parquet(path, documents, field="text"):
     table = pyarrow.table({"id": list(range(len(documents))), field: pyarrow.array(documents, pyarrow.string())})
     parquet.write_table(table, path, row_group_size=2)
-
-
-def write_array_record(path, documents, field=""):
-    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:2")
-    for document in documents:
-        example = protos.Example()
-        example.features.feature[field or "_"].bytes_list.value.append(document.encode())
-        writer.write(example.SerializeToString() if field else document.encode())
-    writer.close()
 
 
 def documents_of(path, feature="") -> list[str]:
@@ -52,15 +42,10 @@ def documents_of(path, feature="") -> list[str]:
         ("a.ndjson", write_jsonl, "body"),
         ("a.parquet", write_parquet, ""),
         ("a.parquet", write_parquet, "body"),
-        ("a.array_record", write_array_record, ""),
-        ("a-train.array_record-00000-of-00001", write_array_record, "body"),
     ],
 )
 def test_documents_are_joined_by_blank_lines(tmp_path, name, write, feature):
-    if feature or "array" in name:
-        write(tmp_path / name, DOCUMENTS, feature)
-    else:
-        write(tmp_path / name, DOCUMENTS)
+    write(tmp_path / name, DOCUMENTS, feature or "text")
     expected = [document + "\n\n" for document in DOCUMENTS[:-1]] + DOCUMENTS[-1:]
     assert documents_of(tmp_path / name, feature) == expected
 
@@ -90,14 +75,6 @@ def test_invalid_byte_is_counted_from_the_start_of_the_file(tmp_path, monkeypatc
         documents_of(tmp_path / "a.txt")
 
 
-def example_of_two_strings(path):
-    example = protos.Example()
-    example.features.feature["text"].bytes_list.value.extend([b"a", b"b"])
-    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
-    writer.write(example.SerializeToString())
-    writer.close()
-
-
 def write_bytes(path, content):
     path.write_bytes(content)
 
@@ -106,32 +83,19 @@ def write_bytes(path, content):
     "name, write, feature, message",
     [
         ("a.jsonl", (write_bytes, b'{"text": "a"}\n{"text": '), "", r"a\.jsonl line 2 is not JSON"),
-        ("a.jsonl", (write_bytes, b'{"text": "\xf1"}'), "", r"line 1 is not UTF-8"),
+        ("a.jsonl", (write_bytes, b'{"text": "\xf1"}'), "", r"line 1 is not JSON in UTF-8"),
         ("a.jsonl", (write_bytes, b'{"text": "\\ud800"}'), "", r"line 1 .*lone surrogate"),
         ("a.jsonl", (write_bytes, b'["text"]'), "", r"line 1 .*JSON object"),
-        (
-            "a.jsonl",
-            (write_bytes, b'{"body": "a", "id": 3}'),
-            "",
-            r"line 1 .*field 'text'.* body, id",
-        ),
+        ("a.jsonl", (write_bytes, b'{"body": "a", "id": 3}'), "", r"line 1 .*'text'.* body, id"),
         ("a.jsonl", (write_bytes, b'{"text": null}'), "", r"line 1: 'text' is null"),
-        ("a.jsonl", (write_bytes, b'{"text": 3}'), "", r"line 1: 'text' is a int"),
         ("a.jsonl", (write_bytes, b"[" * 100_000), "", r"line 1 is not JSON"),
-        ("a.parquet", (write_bytes, b"PAR1 no"), "", r"a\.parquet .*Parquet file"),
-        ("a.parquet", (write_parquet, ["a"], "body"), "", r"column 'text': .* id, body"),
+        ("a.parquet", (write_bytes, b"PAR1 no"), "", r"a\.parquet cannot be read"),
+        ("a.parquet", (write_parquet, ["a"], "body"), "", r"row 1 has no 'text': .* id, body"),
         ("a.parquet", (write_parquet, ["a", None]), "", r"row 2: 'text' is null"),
         ("a.parquet", (write_parquet, ["a"]), "id", r"row 1: 'id' is a int"),
-        ("a.array_record", (write_bytes, b"no records"), "", r"intact array_record"),
-        ("a.array_record", (write_array_record, ["a"], "body"), "text", r"record 1 .*feature 'text'.* body"),
-        ("a.array_record", (write_array_record, ["not a proto"]), "text", r"record 1 .*tf\.Example"),
-        ("a.array_record", (write_array_record, ["ñ" * 200], "text"), "", r"record 1 is not UTF-8 .*data\.feature"),
-        ("a.array_record", (example_of_two_strings,), "text", r"record 1: 'text' .*2 strings"),
         ("a.txt", (os.mkfifo,), "", r"a\.txt is a pipe or a device"),
-        ("a.array_record", (os.mkfifo,), "", r"a\.array_record is a pipe or a device"),
-        ("a.txt.gz", (write_bytes, b""), "", r"a\.txt\.gz is compressed.*gunzip"),
-        ("a.jsonl.zst", (write_bytes, b""), "", r"a\.jsonl\.zst is compressed.*unzstd"),
-        ("a.bz2", (write_bytes, b""), "", r"a\.bz2 is compressed.*bunzip2"),
+        ("a.txt.gz", (write_bytes, b""), "", r"a\.txt\.gz is compressed: decompress it"),
+        ("a.array_record-00000-of-00001", (write_bytes, b""), "", r"use tfds:NAME"),
     ],
 )
 def test_unreadable_document_is_one_line(tmp_path, name, write, feature, message):
@@ -140,13 +104,6 @@ def test_unreadable_document_is_one_line(tmp_path, name, write, feature, message
     with pytest.raises(UserError, match=message) as error:
         documents_of(tmp_path / name, feature)
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
-
-
-def test_line_that_never_ends_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "LONGEST_LINE", 20)
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n' + bytes(99))
-    with pytest.raises(UserError, match=r"a\.jsonl line 2 has 20 bytes or more"):
-        documents_of(tmp_path / "a.jsonl")
 
 
 def test_files_of_several_kinds_are_refused(tmp_path):
@@ -166,8 +123,8 @@ def test_unreadable_permissions_are_one_line(tmp_path, monkeypatch):
         documents_of(tmp_path / "a.txt")
 
 
-def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
+def test_missing_library_names_the_extra(tmp_path, monkeypatch):
     write_parquet(tmp_path / "a.parquet", ["a"])
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"needs pyarrow .*attnlab\[parquet\]"):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match=r"a\.parquet needs pyarrow: pip install 'attnlab\[data\]'"):
         documents_of(tmp_path / "a.parquet")
