@@ -2,7 +2,8 @@
 
 A store is written once, by all cores, and found by its key: the text's sha256, the start of the validation part, the
 tokenizer's sha256, the packing and the version of the format. Its bytes depend on nothing else. It is written to
-`KEY.*.partial` and renamed when it is complete; one that was interrupted starts again.
+`KEY.*.partial`, read again and compared, and renamed; one that was interrupted starts again. Whoever opens it checks
+the manifest and the sizes of its files.
 
 Files of a store: `manifest.json`; `SPLIT.bin`, token ids as uint8, uint16 or uint32, little-endian, the smallest that
 holds the vocabulary; with packing "documents" `SPLIT.documents.bin`, the start of each document as int64.
@@ -17,7 +18,6 @@ import json
 import operator
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -28,14 +28,12 @@ import numpy as np
 from attnlab.data import cache, tokenizers
 from attnlab.data.corpora import Corpus
 from attnlab.data.data_progress import Progress
-from attnlab.data.sources import Piece
 from attnlab.support import files
 from attnlab.support.errors import UserError
 from attnlab.support.paths import lock, write_bytes
 
-VERSION = 2
+VERSION = 3
 UNIT = 1 << 20  # characters, about, that a thread encodes at a time
-PACKINGS = ("stream", "documents")
 SPLITS = ("train", "validation")
 _MANIFEST = "manifest.json"
 
@@ -79,69 +77,66 @@ def load(
         "packing": packing,
     }
     path = root / cache.digest(key)[:32]
-    if path.exists():
-        store = Store(path, key)
-        store.verify(corpus.name, quiet)
-        return store
-    with _writing(root):
-        root.mkdir(parents=True, exist_ok=True)
-        lock = path.with_suffix(".lock")
-        with _lock(lock, corpus.name, quiet):
-            if not path.exists():
-                _make(path, key, corpus, tokenizer, quiet)
-            lock.unlink(missing_ok=True)  # waiting processes then find the store
+    if not path.exists():
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            with _lock(path.with_suffix(".lock"), corpus.name, quiet):
+                if not path.exists():
+                    _make(path, key, corpus, tokenizer, quiet)
+        except OSError as error:
+            raise UserError(
+                f"{error.filename or root} cannot be written ({error.strerror or error}): make room there, or name "
+                "another folder with --config.data.store=FOLDER"
+            ) from error
     return Store(path, key)
 
 
 class Store:
-    """A complete token store; the sizes of its files are checked, their content by `verify`.
+    """A complete token store; its manifest and the sizes of its files are checked, their content by `verify`.
 
     Args:
       path: its folder.
-      key: the expected key; None for any.
+      key: the expected key.
 
     Attributes:
       path: its folder.
-      sha256: digest of its content.
       train, validation: `Tokens` of the splits.
 
     Raises:
       UserError: it is missing, damaged, or has another key.
     """
 
-    def __init__(self, path: Path, key: dict | None = None):
+    def __init__(self, path: Path, key: dict):
         self.path = path
-        self._manifest = manifest = _read_manifest(path)
-        for name, expected in (key or {"version": VERSION}).items():
-            if (found := manifest["key"].get(name)) != expected:
-                raise UserError(
-                    f"{path} was made with {name} = {found!r}, expected {expected!r}: remove it, and it is made again"
-                )
-        self.sha256: str = manifest["sha256"]
+        try:
+            manifest = files.read_json(path / _MANIFEST)
+            if manifest.pop("sha256") != cache.digest(manifest):
+                raise ValueError("it does not match its own sha256")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _damaged(path, f"{_MANIFEST}: {error}") from error
+        if manifest["key"] != key:
+            raise _damaged(path, "it has another key")
+        self._files: dict[str, list] = manifest["files"]
+        for name, (size, _) in self._files.items():
+            file = path / name
+            if not file.is_file() or file.stat().st_size != size:
+                raise _damaged(path, f"{name} is missing, or not of {size} bytes")
         self.train, self.validation = (Tokens(path, split, **manifest["splits"][split]) for split in SPLITS)
 
-    def verify(self, name: str = "tokens", quiet: bool = True) -> None:
-        """Compare all files with the sha256 sums of the manifest, several at a time.
-
-        Args:
-          name: of the text, for the progress line.
-          quiet: print no progress.
+    def verify(self) -> None:
+        """Compare the content of all files with their sha256 sums, which reads them whole.
 
         Raises:
           UserError: they differ.
         """
-        files = [
-            (name, *facts) for split in self._manifest["splits"].values() for name, facts in split["files"].items()
-        ]
-        with (
-            Progress(f"checking {name}", sum(size for _, size, _ in files), quiet) as progress,
-            concurrent.futures.ThreadPoolExecutor(_workers()) as pool,
-        ):
-            digests = pool.map(lambda file: _sha256(self.path / file[0]), files)
-            for (file, size, expected), digest in zip(files, digests):
-                if digest != expected:
-                    raise _damaged(self.path, f"{file} does not match its sha256")
-                progress.advance(size)
+        for name, (_, expected) in self._files.items():
+            with (self.path / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != expected:
+                    raise _damaged(self.path, f"{name} does not match its sha256")
+
+
+def _damaged(path: Path, why: str) -> UserError:
+    return UserError(f"the token store {path} is damaged ({why}): remove it, and it is made again")
 
 
 class Tokens:
@@ -152,10 +147,9 @@ class Tokens:
       characters, bytes: length of the split's text, in code points and in UTF-8.
     """
 
-    def __init__(self, folder: Path, split: str, *, dtype: str, characters: int, bytes: int, files: dict):
-        arrays = [_mapped(folder / name, size) for name, (size, _) in files.items()]
-        self._ids = arrays[0].view(dtype)
-        self.documents = arrays[1].view("<i8") if len(arrays) > 1 else np.zeros(0, np.int64)
+    def __init__(self, folder: Path, split: str, *, dtype: str, characters: int, bytes: int):
+        self._ids = _mapped(folder / f"{split}.bin", dtype)
+        self.documents = _mapped(folder / f"{split}.documents.bin", "<i8")
         self.characters, self.bytes = characters, bytes
 
     def __len__(self) -> int:
@@ -182,20 +176,25 @@ class Tokens:
         return windows
 
 
-def _mapped(path: Path, size: int) -> np.ndarray:
-    """The bytes of a file, uint8."""
-    try:
-        found = path.lstat()
-    except OSError as error:
-        raise _damaged(path.parent, f"{path.name}: {error.strerror}") from error
-    if not stat.S_ISREG(found.st_mode):
-        raise _damaged(path.parent, f"{path.name} is not a regular file")
-    if found.st_size != size:
-        raise _damaged(path.parent, f"{path.name} has {found.st_size} bytes instead of {size}")
-    return np.asarray(np.memmap(path, np.uint8, "r")) if size else np.zeros(0, np.uint8)  # no map is empty
+def _mapped(path: Path, dtype: str) -> np.ndarray:
+    if not path.exists() or not path.stat().st_size:  # no map is empty
+        return np.zeros(0, dtype)
+    return np.asarray(np.memmap(path, dtype, "r"))
 
 
 # -------------------------------------------------------------------------------------------------------------- making
+
+
+@contextlib.contextmanager
+def _lock(path: Path, name: str, quiet: bool):
+    """Only one process per machine writes a store; the others wait for it, and then find it."""
+    with path.open("a") as file:
+        if not lock(file.fileno()):
+            if not quiet:
+                print(f"waiting for another process that tokenises {name}", flush=True)
+            lock(file.fileno(), wait=True)
+        yield  # without locks both write the store
+        path.unlink(missing_ok=True)
 
 
 def _make(path: Path, key: dict, corpus: Corpus, tokenizer: tokenizers.Tokenizer, quiet: bool) -> None:
@@ -204,28 +203,55 @@ def _make(path: Path, key: dict, corpus: Corpus, tokenizer: tokenizers.Tokenizer
     partial = Path(tempfile.mkdtemp(".partial", f"{path.name}.", path.parent))
     try:
         with Progress(f"tokenising {corpus.name}", corpus.bytes, quiet) as progress:
-            splits = _write_splits(partial, corpus, tokenizer, key["packing"], progress)
-        manifest = {"key": key, "splits": splits}
-        manifest["sha256"] = _digest_of(manifest)
+            manifest = {"key": key, **_write_splits(partial, corpus, tokenizer, key["packing"], progress)}
+        manifest["sha256"] = cache.digest(manifest)
         write_bytes(partial / _MANIFEST, json.dumps(manifest, indent=1).encode(), sync=True)
+        Store(partial, key).verify()
         if not path.exists():  # on a file system without locks two processes write it
             partial.rename(path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_splits(folder, corpus, tokenizer, packing, progress) -> dict[str, dict]:
+def _write_splits(folder: Path, corpus: Corpus, tokenizer, packing: str, progress: Progress) -> dict[str, dict]:
     """Write the files of both splits; the manifest's part about them."""
-    workers, splits = _workers(), {split: _NewSplit(folder, split, tokenizer, packing) for split in SPLITS}
+    size, workers = tokenizer.vocab_size, _workers()
+    dtype = np.dtype("u1" if size <= 1 << 8 else "<u2" if size <= 1 << 16 else "<u4")
+    splits = {split: {"dtype": dtype.str, "characters": 0, "bytes": 0} for split in SPLITS}
+    tokens = dict.fromkeys(SPLITS, 0)
     with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        for split in splits.values():
-            stack.enter_context(split)
-        jobs = _jobs(corpus, tokenizer, packing)
-        encoded = _in_order(pool, lambda job: (job[0], _encode(tokenizer, job[1])), jobs, ahead=2 * workers)
-        for split, unit in encoded:
-            splits[split].write(unit)
+        names = [f"{split}{kind}.bin" for split in SPLITS for kind in ("", ".documents")[: 1 + (packing != "stream")]]
+        new = {name: stack.enter_context(_NewFile(folder / name)) for name in names}
+        units = _units(_parts(corpus, tokenizer, packing))
+        for unit in _in_order(pool, lambda unit: _encode(tokenizer, unit, dtype), units, ahead=2 * workers):
+            new[f"{unit.split}.bin"].write(unit.tokens)
+            if packing == "documents":
+                new[f"{unit.split}.documents.bin"].write((unit.starts + tokens[unit.split]).astype("<i8"))
+            tokens[unit.split] += len(unit.tokens)
+            splits[unit.split]["characters"] += unit.characters
+            splits[unit.split]["bytes"] += unit.bytes
             progress.advance(unit.bytes)
-    return {name: split.facts for name, split in splits.items()}
+    return {"splits": splits, "files": {name: file.facts for name, file in new.items()}}
+
+
+class _NewFile:
+    """A file that is written, and then on the disk; `facts` are its size and sha256."""
+
+    def __init__(self, path: Path):
+        self._file, self._digest = path.open("wb"), hashlib.sha256()
+
+    def write(self, array: np.ndarray) -> None:
+        self._file.write(data := array.tobytes())
+        self._digest.update(data)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        with self._file as file:
+            file.flush()
+            os.fsync(file.fileno())
+            self.facts = [file.tell(), self._digest.hexdigest()]
 
 
 def _workers() -> int:
@@ -244,161 +270,54 @@ def _in_order(pool: concurrent.futures.Executor, function: Callable, jobs: Itera
 
 
 class _Part(NamedTuple):
-    """A text that is encoded separately; `begins` a document whose start is stored, or `continues` a part."""
+    """A text that is encoded separately; it begins a document, or `continues` one."""
 
+    split: str
     text: str
-    begins: bool
     continues: bool
+
+
+def _parts(corpus: Corpus, tokenizer: tokenizers.Tokenizer, packing: str) -> Iterator[_Part]:
+    """The whole text; with packing "stream" each split is one document."""
+    for (split, _), group in itertools.groupby(_numbered(corpus, packing), operator.itemgetter(0)):
+        for number, text in enumerate(tokenizer.parts(text for _, text in group)):
+            yield _Part(split, text, continues=number > 0)
+
+
+def _numbered(corpus: Corpus, packing: str) -> Iterator[tuple[tuple[str, int], str]]:
+    """The split and the number of its document, and the text, which is no longer than a unit, of each piece."""
+    number = 0
+    for split, piece in corpus.pieces():
+        for start in range(0, len(piece.text), UNIT):
+            yield (split, number), piece.text[start : start + UNIT]
+        number += piece.ends and packing == "documents"
+
+
+def _units(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+    """Parts of one split, about `UNIT` characters."""
+    unit, length = [], 0
+    for part in parts:
+        if unit and (length >= UNIT or part.split != unit[0].split):
+            yield unit
+            unit, length = [], 0
+        unit.append(part)
+        length += len(part.text)
+    if unit:
+        yield unit
 
 
 class _Encoded(NamedTuple):
     """A unit's tokens, the index of each document's first token, and its text's length."""
 
+    split: str
     tokens: np.ndarray
     starts: np.ndarray
     characters: int
     bytes: int
 
 
-def _jobs(corpus: Corpus, tokenizer: tokenizers.Tokenizer, packing: str) -> Iterator[tuple[str, list[_Part]]]:
-    """(Split, unit) for the whole text."""
-    for split, group in itertools.groupby(corpus.pieces(), operator.itemgetter(0)):
-        pieces = (piece for _, piece in group)
-        parts = _stream(pieces, tokenizer) if packing == "stream" else _documents(pieces, tokenizer)
-        for unit in _units(parts):
-            yield split, unit
-
-
-def _stream(pieces: Iterable[Piece], tokenizer: tokenizers.Tokenizer) -> Iterator[_Part]:
-    for number, text in enumerate(tokenizer.parts(_cut(piece.text for piece in pieces))):
-        yield _Part(text, begins=False, continues=number > 0)
-
-
-def _documents(pieces: Iterable[Piece], tokenizer: tokenizers.Tokenizer) -> Iterator[_Part]:
-    for _, group in itertools.groupby(_numbered(pieces), operator.itemgetter(0)):
-        for number, text in enumerate(tokenizer.parts(_cut(text for _, text in group))):
-            yield _Part(text, begins=number == 0, continues=number > 0)
-
-
-def _numbered(pieces: Iterable[Piece]) -> Iterator[tuple[int, str]]:
-    """The number of its document, and the text, of each piece."""
-    number = 0
-    for piece in pieces:
-        yield number, piece.text
-        number += piece.ends
-
-
-def _cut(texts: Iterable[str]) -> Iterator[str]:
-    """The same text, in pieces that are neither empty nor longer than a unit."""
-    for text in texts:
-        for start in range(0, len(text), UNIT):
-            yield text[start : start + UNIT]
-
-
-def _units(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
-    unit, length = [], 0
-    for part in parts:
-        unit.append(part)
-        length += len(part.text)
-        if length >= UNIT:
-            yield unit
-            unit, length = [], 0
-    if unit:
-        yield unit
-
-
-def _encode(tokenizer: tokenizers.Tokenizer, unit: list[_Part]) -> _Encoded:
+def _encode(tokenizer: tokenizers.Tokenizer, unit: list[_Part], dtype: np.dtype) -> _Encoded:
     text = "".join(part.text for part in unit)
     ids = [tokenizer.encode(part.text, part.continues) for part in unit]
-    starts = np.cumsum([0, *map(len, ids)])[:-1][[part.begins for part in unit]]
-    return _Encoded(np.concatenate(ids).astype(_dtype(tokenizer)), starts, len(text), len(text.encode()))
-
-
-def _dtype(tokenizer: tokenizers.Tokenizer) -> np.dtype:
-    size = tokenizer.vocab_size
-    return np.dtype("u1" if size <= 1 << 8 else "<u2" if size <= 1 << 16 else "<u4")
-
-
-class _NewSplit:
-    """The files of a split while they are written; `facts` are the manifest's, once they are complete."""
-
-    def __init__(self, folder: Path, split: str, tokenizer: tokenizers.Tokenizer, packing: str):
-        self._names = [f"{split}.bin", f"{split}.documents.bin"][: 1 + (packing == "documents")]
-        self._folder, self._tokens = folder, 0
-        self.facts = {"dtype": _dtype(tokenizer).str, "characters": 0, "bytes": 0, "files": {}}
-
-    def __enter__(self):
-        self._stack = contextlib.ExitStack()
-        self._files = [self._stack.enter_context((self._folder / name).open("wb")) for name in self._names]
-        self._digests = [hashlib.sha256() for _ in self._names]
-        return self
-
-    def write(self, unit: _Encoded) -> None:
-        arrays = unit.tokens, (unit.starts + self._tokens).astype("<i8")
-        for file, digest, array in zip(self._files, self._digests, arrays):
-            file.write(data := array.tobytes())
-            digest.update(data)
-        self._tokens += len(unit.tokens)
-        self.facts["characters"] += unit.characters
-        self.facts["bytes"] += unit.bytes
-
-    def __exit__(self, *_):
-        with self._stack:
-            for name, file, digest in zip(self._names, self._files, self._digests):
-                file.flush()
-                os.fsync(file.fileno())
-                self.facts["files"][name] = [file.tell(), digest.hexdigest()]
-
-
-# --------------------------------------------------------------------------------------------------------------- files
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _digest_of(manifest: dict) -> str:
-    return cache.digest({name: value for name, value in manifest.items() if name != "sha256"})
-
-
-def _read_manifest(path: Path) -> dict:
-    """The manifest, which is as it was written: its sha256 says so."""
-    file = path / _MANIFEST
-    try:
-        if not stat.S_ISREG(file.lstat().st_mode):
-            raise _damaged(path, f"{_MANIFEST} is not a regular file")
-        manifest = files.read_json(file)
-        if manifest["sha256"] == _digest_of(manifest):
-            return manifest
-    except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror}): remove {path}, and it is made again") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(path, f"{_MANIFEST} is not one of a token store") from error
-    raise _damaged(path, f"{_MANIFEST} does not match its own sha256")
-
-
-def _damaged(path: Path, why: str) -> UserError:
-    return UserError(f"the token store {path} is damaged ({why}): remove it, and it is made again")
-
-
-@contextlib.contextmanager
-def _writing(root: Path):
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{error.filename or root} cannot be written ({error.strerror or error}): make room there, or name another "
-            "folder with --config.data.store=FOLDER"
-        ) from error
-
-
-@contextlib.contextmanager
-def _lock(path: Path, name: str, quiet: bool):
-    """Only one process per machine writes a store; the others wait for it."""
-    with path.open("a") as file:
-        if not lock(file.fileno()):
-            if not quiet:
-                print(f"waiting for another process that tokenises {name}", flush=True)
-            lock(file.fileno(), wait=True)
-        yield  # without locks both write the store
+    starts = np.cumsum([0, *map(len, ids)])[:-1][[not part.continues for part in unit]]
+    return _Encoded(unit[0].split, np.concatenate(ids).astype(dtype), starts, len(text), len(text.encode()))
