@@ -40,7 +40,8 @@ CONFIGS = {
     "gpt2_finetune": (
         "--config.data.tokenizer=byte",
         "--vocab_size=50257",
-        *(f"--config.model.{size}" for size in ("num_layers=12", "num_heads=12", "width=768", "positions=learned")),
+        *(f"--config.model.{size}" for size in ("num_layers=12", "num_heads=12", "width=768")),
+        *(f"--config.model.{option}" for option in ("positions=learned", "qk_norm=False", "use_bias=True")),
     ),
 }
 REMAT = ("none", "dots", "attention", "block")

@@ -38,32 +38,15 @@ def interruptible() -> Iterator[None]:
     def interrupt(number, _):
         raise Interrupted(number)
 
+    before = {number: signal.signal(number, interrupt) for number in SIGNALS}
     try:
-        with _handled_by(interrupt):
-            yield
+        yield
     except Interrupted:
         print("stopped: the same command goes on from there", file=sys.stderr)
         raise
-
-
-@contextlib.contextmanager
-def _deferred() -> Iterator[None]:
-    """Context after which its signals arrive, because an interrupted start of a process leaves it behind."""
-    caught = []
-    with _handled_by(lambda number, _: caught.append(number)):
-        yield
-    for number in caught:
-        signal.raise_signal(number)
-
-
-@contextlib.contextmanager
-def _handled_by(handler: Callable) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in SIGNALS}
-    try:
-        yield
     finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run(
@@ -79,61 +62,55 @@ def run(
     try:
         while waiting or running:
             for name in list(waiting)[: jobs - len(running)]:
-                with _deferred():
-                    running[name] = _Process(waiting.pop(name), logs / f"{name}.txt", lock)
+                log = logs / f"{name}.txt"
+                size = log.stat().st_size if log.exists() else 0
+                running[name] = _start(waiting.pop(name), log, lock), log, size
                 started(name)
-            for name in [name for name, process in running.items() if process.ended()]:
-                yield Ended(name, running.pop(name).error())
+            for name in [name for name, (process, *_) in running.items() if process.poll() is not None]:
+                yield Ended(name, _error(*running.pop(name)))
             time.sleep(POLL)
     except BaseException as error:  # a signal, and whatever else ends the caller
-        _stop(list(running.values()), error.args[0] if isinstance(error, Interrupted) else signal.SIGTERM)
+        number = error.args[0] if isinstance(error, Interrupted) else signal.SIGTERM
+        _stop([process for process, *_ in running.values()], number)
         raise
 
 
-def _stop(running: list["_Process"], number: int) -> None:
+def _start(words: Sequence[str], log: Path, lock: int) -> subprocess.Popen:
+    """Start a module in a new session, so that a Ctrl-C reaches it through `_stop` alone."""
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "attnlab.support.workers", *words],  # -P: imports nothing from "."
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=[lock],
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
+
+
+def _stop(running: list[subprocess.Popen], number: int) -> None:
     """Pass on a signal, and wait until all have saved their state; a second signal is passed on as well."""
-    while any(not process.ended() for process in running):
+    while any(process.poll() is None for process in running):
         with contextlib.suppress(Interrupted):
             for process in running:
-                process.send(number)
-            while any(not process.ended() for process in running):
+                process.send_signal(number)  # does nothing where it has ended
+            while any(process.poll() is None for process in running):
                 time.sleep(POLL)
 
 
-class _Process:
-    """A process in a new session, so that a Ctrl-C reaches it through `_stop` alone."""
-
-    def __init__(self, words: Sequence[str], log: Path, lock: int):
-        self._log, self._offset = log, log.stat().st_size if log.exists() else 0
-        with log.open("ab") as out:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "attnlab.support.workers", *words],  # -P: imports nothing from "."
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=[lock],
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
-            )
-
-    def ended(self) -> bool:
-        return self._process.poll() is not None
-
-    def send(self, number: int) -> None:
-        if not self.ended():
-            self._process.send_signal(number)
-
-    def error(self) -> str:
-        code = self._process.returncode
-        if code == 0:
-            return ""
-        with self._log.open("rb") as file:
-            file.seek(self._offset)
-            lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-        # JAX ends a traceback with a remark on it.
-        lines = [line for line in lines if not line.startswith(("For simplicity, JAX has removed", "-----"))]
-        said = lines[-1].strip().removeprefix("error: ") if lines else "it printed nothing"
-        return said if code > 0 else f"killed by signal {-code}: {said}"
+def _error(process: subprocess.Popen, log: Path, size: int) -> str:
+    """The last line that a process that failed has added to a log of that size; "" where it did not fail."""
+    code = process.returncode
+    if code == 0:
+        return ""
+    with log.open("rb") as file:
+        file.seek(size)
+        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    # JAX ends a traceback with a remark on it.
+    lines = [line for line in lines if not line.startswith(("For simplicity, JAX has removed", "-----"))]
+    said = lines[-1].strip().removeprefix("error: ") if lines else "it printed nothing"
+    return said if code > 0 else f"killed by signal {-code}: {said}"
 
 
 def _stop_with(parent: int) -> None:

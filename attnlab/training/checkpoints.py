@@ -197,41 +197,32 @@ class Checkpoints:
     def restore(self, step: int, like: TrainState) -> TrainState:
         """The state at a step, with the shardings and the layout of layers (stacked or not) of `like`."""
         names = ["params", "opt_state"] + ["average"] * (like.average is not None)
-        saved = self._as_saved(step, like)
-        items = self._restore(step, **{name: ocp.args.StandardRestore(getattr(saved, name)) for name in names})
+        items = self._restore_like(step, {name: getattr(like, name) for name in names})
         self._started = step  # so that it is not saved again
-        restored = _as_wanted([items[name] for name in names], [getattr(like, name) for name in names])
-        return TrainState(jax.device_put(np.int32(step), _sharding(like.step)), *restored)
+        return TrainState(jax.device_put(np.int32(step), getattr(like.step, "sharding", None)), **items)
 
     def restore_params(self, step: int, like):
         """The average of the parameters if the checkpoint has one, else the parameters, placed like `like`."""
         name = "average" if self._has_average(step) else "params"
-        params = self._restore(step, **{name: ocp.args.StandardRestore(self._as_saved(step, like))})[name]
-        return _as_wanted(params, like)
+        return self._restore_like(step, {name: like})[name]
 
     def _has_average(self, step: int) -> bool:
         return (self.directory / str(step) / "average").exists()
 
-    def shapes(self, step: int) -> dict | None:
-        """Tree of the parameters' shapes, without reading them; None where it is damaged."""
-        _ignore_late_io()
-        folder = self.directory / str(step) / "params"
+    def _restore_like(self, step: int, like: dict) -> dict:
+        """Items of a checkpoint as `like`, whatever the layout of layers in which they are on disk."""
+        folder, wanted = self.directory / str(step) / "params", like.get("params", like.get("average"))
         try:
             found = ocp.StandardCheckpointHandler().metadata(folder)
-            return getattr(found, "tree", found)
-        except (ValueError, OSError, KeyError, TypeError):  # which reading it will report
-            return None
-
-    def _as_saved(self, step: int, like):
-        """`like` with its layers stacked or one by one, as they are on disk; unchanged where neither fits."""
-        if (saved := self.shapes(step)) is None:
-            return like
-        saved = _paths(saved)
-        params = like.params if isinstance(like, TrainState) else like
-        for convert in (stack_layers, unstack_layers):
-            if _paths(params) != saved and _has_layers(params) and _paths(convert(params)) == saved:
-                return convert(like)
-        return like
+        except (ValueError, OSError, KeyError, TypeError) as error:
+            raise self._unreadable(step, error) from error
+        stacked = is_stacked(getattr(found, "tree", found))
+        if stacked == is_stacked(wanted):
+            return self._restore(step, **{name: ocp.args.StandardRestore(tree) for name, tree in like.items()})
+        to_saved, to_wanted = (stack_layers, unstack_layers) if stacked else (unstack_layers, stack_layers)
+        saved = self._restore(step, **{name: ocp.args.StandardRestore(to_saved(tree)) for name, tree in like.items()})
+        shardings = jax.tree.map(lambda x: getattr(x, "sharding", None), like)
+        return jax.jit(to_wanted, out_shardings=shardings)(saved)
 
     def metadata(self, step: int) -> dict:
         """The metadata passed to `save`; every process must call it, as Orbax waits for all."""
@@ -263,16 +254,21 @@ class Checkpoints:
             self._open_writer = ocp.AsyncCheckpointer(handler, async_options=options)
         return self._open_writer
 
-    def _restore(self, step, **items):
+    def _restore(self, step: int, **items) -> dict:
         _ignore_late_io()
         folder = self.directory / str(step)
         try:
             with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-                return reader.restore(folder, ocp.args.Composite(**items))
+                found = reader.restore(folder, ocp.args.Composite(**items))
+                return {name: found[name] for name in items}
         except (ValueError, OSError, KeyError, TypeError) as error:
-            raise UserError(
-                f"checkpoint {folder} cannot be read ({_why(error)}): move it away to resume from the previous one"
-            ) from error
+            raise self._unreadable(step, error) from error
+
+    def _unreadable(self, step: int, error: Exception) -> UserError:
+        folder = self.directory / str(step)
+        return UserError(
+            f"checkpoint {folder} cannot be read ({_why(error)}): move it away to resume from the previous one"
+        )
 
     @contextlib.contextmanager
     def _writing(self):
@@ -289,23 +285,6 @@ class Checkpoints:
                 f"a checkpoint cannot be written to {self.directory} ({_why(error)}); {newest}: make room there, and "
                 "repeat the command"
             ) from error
-
-
-def _paths(tree) -> set[str]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: not isinstance(node, dict))
-    return {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves}
-
-
-def _has_layers(params) -> bool:
-    return isinstance(params, dict) and ("block_0" in params or is_stacked(params))
-
-
-def _as_wanted(restored, like):
-    """Restored arrays with the layers and shardings of `like`."""
-    if jax.tree.structure(restored) == jax.tree.structure(like):
-        return restored
-    convert = stack_layers if jax.tree.structure(stack_layers(restored)) == jax.tree.structure(like) else unstack_layers
-    return jax.jit(convert, out_shardings=jax.tree.map(_sharding, like))(restored)
 
 
 def sha256(params) -> str:
@@ -355,7 +334,3 @@ def _ignore_late_io() -> None:
     sys.unraisablehook = report_others
     logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in record.getMessage())
     warnings.filterwarnings("ignore", "coroutine 'Store._get_array_metadatas' was never awaited", RuntimeWarning)
-
-
-def _sharding(array):
-    return getattr(array, "sharding", None)

@@ -61,30 +61,23 @@ class Passed(NamedTuple):
 
     def check_continues(self, saved: Mapping, workdir) -> None:
         """Raise UserError unless the run in a workdir, with the `config.json` of `saved`, was passed the same."""
-        nothing = {"model": None, "optimizer": False}
-        was, now = saved.get("user_defined", nothing), self.metadata().get("user_defined", nothing)
-        if any(was.get(name) != now[name] for name in nothing):
-            model, optimizer = was["model"] or "its config's", "user-defined" if was["optimizer"] else "AdamW"
-            raise UserError(
-                f"{workdir} holds a run whose model is {model} and whose optimizer is {optimizer}: pass the same to "
-                "attnlab.train.train(…, model=…, optimizer=…), or choose a new --workdir"
-            )
         self.check_reads(saved, workdir)
+        was, is_ = saved.get("user_defined", {}).get("optimizer", False), self.optimizer is not None
+        if was != is_:
+            kinds = {True: "user-defined", False: "its config's"}
+            raise UserError(
+                f"{workdir} holds a run whose optimizer is {kinds[was]}, and now it is {kinds[is_]}: pass the same to "
+                "attnlab.train.train(…, optimizer=…), or choose a new --workdir"
+            )
 
     def check_reads(self, saved: Mapping, workdir) -> None:
         """Raise UserError unless the run in a workdir was trained with the same model, mask and score mod."""
         was, now = saved.get("user_defined", {}), self.metadata().get("user_defined", {})
-        if was.get("model") != now.get("model"):
-            passed, name = now.get("model") or "none", was.get("model")
-            raise UserError(
-                f"{workdir} holds a run of a {name or 'GPT'}, and model= gives {passed}: "
-                + (f"pass its {name}, load(…, model=…)" if name else "leave it out")
-            )
-        for name in ("mask", "score_mod"):
+        for name in ("model", "mask", "score_mod"):
             if was.get(name) != now.get(name):
                 raise UserError(
                     f"{workdir} holds a run with {name} = {was.get(name)}, and {name}= gives {now.get(name)}: pass the "
-                    f"same in Python, {name}=…"
+                    f"same in Python, {name}=…, or None"
                 )
         if found := difference(was.get("fields", {}), now.get("fields", {})):
             raise UserError(f"{workdir} holds a run of a {was['model']} whose {found}: pass an equal one, model=…")

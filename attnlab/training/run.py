@@ -234,7 +234,7 @@ def _open_files(
 ) -> metrics_lib.MetricsLog:
     """Create or update the files of a run, in the first process; returns its metrics log."""
     previous_run = workdir.previous_run
-    digest = tokenizers.sha256(text.tokenizer) if previous_run is None else previous_run["tokenizer_sha256"]
+    digest = tokenizers.sha256(text.tokenizer) if previous_run is None else previous_run.get("tokenizer_sha256")
     config_json = configs.to_json(config, tokenizer_sha256=digest, **metadata)
     if previous_run is None:
         if config.checkpoint.dir:

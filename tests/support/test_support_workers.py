@@ -42,18 +42,15 @@ def test_processes_end_with_their_last_line_as_error(tmp_path, module):
     assert started == ["works", "fails", "dies"] and (logs / "works.txt").read_text() == "works runs\n"
 
 
-def test_signal_while_a_process_starts_stops_that_process(tmp_path, module, monkeypatch):
-    processes, popen = [], subprocess.Popen
-
-    def interrupted(*args, **options):
-        processes.append(popen(*args, **options))
+def test_signal_stops_the_processes(tmp_path, module):
+    def started(name):
+        while not (tmp_path / "logs" / "waits.txt").read_text():
+            time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGTERM)
-        return processes[0]
 
-    monkeypatch.setattr(workers.subprocess, "Popen", interrupted)
     with pytest.raises(workers.Interrupted), workers.interruptible(), (tmp_path / "lock").open("w") as lock:
-        list(workers.run({"waits": [module, "waits"]}, 1, tmp_path / "logs", lock.fileno()))
-    assert processes[0].poll() == -signal.SIGTERM
+        list(workers.run({"waits": [module, "waits"]}, 1, tmp_path / "logs", lock.fileno(), started))
+    assert not subprocess.run(["pgrep", "-x", "-f", f".*{module} waits"], capture_output=True).stdout
 
 
 def test_process_ends_when_its_parent_is_killed(tmp_path, module):

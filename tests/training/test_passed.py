@@ -64,8 +64,8 @@ def test_difference_names_the_field_and_both_values():
 @pytest.mark.parametrize(
     "passed, saved, message",
     [
-        (NOTHING, Passed(model=Tiny()), "whose model is Tiny and whose optimizer is AdamW: pass the same"),
-        (Passed(optimizer=optax.sgd(1.0)), NOTHING, "whose optimizer is AdamW"),
+        (NOTHING, Passed(model=Tiny()), "holds a run with model = Tiny, and model= gives None: pass the same"),
+        (Passed(optimizer=optax.sgd(1.0)), NOTHING, "whose optimizer is its config's, and now it is user-defined"),
         (Passed(mask=Causal()), NOTHING, r"with mask = None, and mask= gives Causal\(\)"),
         (NOTHING, Passed(score_mod=SoftCap(2.0)), r"with score_mod = SoftCap\(cap=2.0\), and score_mod= gives None"),
     ],

@@ -76,7 +76,7 @@ def test_run_of_another_config_or_optimizer_is_refused(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             runs.resolve(config(**fields), folder)
-    with pytest.raises(UserError, match="whose optimizer is AdamW"):
+    with pytest.raises(UserError, match="whose optimizer is its config's"):
         runs.resolve(config(), folder, passed=Passed(optimizer=optax.sgd(1.0)))
     with pytest.raises(UserError, match="holds no run to evaluate"):
         runs.resolve(config(), tmp_path / "new", eval_only=True)
