@@ -71,46 +71,30 @@ def mistake(capsys, command, *arguments):
             r"did you mean quickstart\?.*compare_positions, compare_recall, compare_tasks, gated_delta_tiny, ",
         ),
         (["--config=configs/quickstrat.py"], r"did you mean configs/quickstart.py\?"),
-        (["--config=nowhere/quickstart.py"], r"--config=nowhere/quickstart.py: .*did you mean quickstart\?"),
-        (
-            ["--config=nowhere/x.py"],
-            r"--config=nowhere/x.py: .*compare_positions, compare_recall, compare_tasks, gated_delta_tiny, gpt2_124m",
-        ),
         ([QUICKSTART, "--config.model.widht=64"], r"--config.model.widht: .*did you mean model.width\?"),
         ([QUICKSTART, "--config.stpes=64"], r"--config.stpes: .*did you mean steps\?"),
-        ([QUICKSTART, "--config.modle.width=64"], r"\(did you mean model.width\?\)"),
         (["--config=sancho:tny"], r"sancho:tny is unknown \(did you mean tiny\?\)"),
         (["--config=quickstart:tny"], r"--config=quickstart.py:tny: the experiment has no variants"),
         ([QUICKSTART, "--config.model.sinks=yes"], r"sinks=yes: expected true or false; see --help$"),
         ([QUICKSTART, "--config.data.path="], r"--config.data.path= is empty"),
         ([QUICKSTART, "--config.data.name=quijote", "--config.data.path=x"], r"data.name has no effect beside"),
         ([QUICKSTART, "--config.data.feature=x"], r"data.feature = 'x', but python_docs has no features"),
-        ([QUICKSTART, "--config.data.path=README.md", "--config.data.feature=x"], r"'x', but README.md has no feat"),
         ([QUICKSTART, "--config.data.tokenizer=byte", "--config.data.vocab_size=300"], r"300 has no effect with token"),
-        ([QUICKSTART, "--config.optimizer.name=sgd", "--config.optimizer.b2=0.9"], r"b2 = 0.9 has no .* name = 'sgd'"),
         ([QUICKSTART, "--config.optimizer.b2=0.9", "--config.optimizer.b2_halflife=9"], r"b2_halflife = 0$"),
         ([QUICKSTART, "--config.optimizer.muon_momentum=0.9"], r"leave it at 0.95, or choose name = muon"),
-        ([QUICKSTART, "--config.optimizer.decay_fraction=0.9"], r"decay_fraction = 0.9 has no effect with schedule ="),
         ([QUICKSTART, "--config.optimizer.ema=1"], r"ema = 1.0: expected a number from 0 to 0.9999999$"),
         ([QUICKSTART, "--config.steps=abc"], r"config.steps=abc: invalid literal for int"),
-        ([QUICKSTART, "--config.steps=1.5"], r"config.steps=1.5: invalid literal for int"),
         ([QUICKSTART, "--config.steps=None"], r"config.steps = None: .*2000"),
-        ([QUICKSTART, "--config.model.sinks=None"], r"config.model.sinks = None: .*False"),
         ([QUICKSTART, "--config.model=3"], r"config.model"),
         ([QUICKSTART, "--config.steps"], r"Missing value for flag --config.steps"),
         ([QUICKSTART, "--wrokdir=x"], r"'wrokdir'.* workdir"),
         ([QUICKSTART, "extra"], r"'extra' is not expected here"),
         ([QUICKSTART, "--config.steps=0"], r"config.steps = 0"),
         ([QUICKSTART, "--config.seed=-1"], r"config.seed = -1"),
-        ([QUICKSTART, "--config.seed=4294967296"], r"config.seed = 4294967296: .*2\^31"),
         ([QUICKSTART, "--config.model.window=1099511627776"], r"model.window = .* below 2\^31"),
-        ([QUICKSTART, "--config.model.soft_cap=-1"], r"model.soft_cap = -1.0"),
         ([QUICKSTART, "--config.optimizer.learning_rate=inf"], r"learning_rate = inf"),
-        ([QUICKSTART, "--config.optimizer.weight_decay=inf"], r"weight_decay = inf"),
-        ([QUICKSTART, "--config.optimizer.final_fraction=3"], r"final_fraction = 3.0"),
         ([QUICKSTART, "--config.parallel.mesh={'tensor': 2}"], r"config.parallel.mesh"),
         ([QUICKSTART, *TINY, "--config.checkpoint.dir=/dev/null/kept"], r"checkpoint.dir = .*cannot be written"),
-        ([QUICKSTART, "--flagfile=/no/such/flags"], r"/no/such/flags"),
         ([QUICKSTART, "--flagfile=docs/images/attention.png"], r"docs/images/attention.png cannot be read .*UTF-8"),
         ([QUICKSTART, "--flagfile=/dev/zero"], r"--flagfile=/dev/zero cannot be read .*not a regular file"),
         ([QUICKSTART, "--mixer=/dev/zero"], r"/dev/zero: not a regular file"),
@@ -121,26 +105,12 @@ def mistake(capsys, command, *arguments):
             [QUICKSTART, "--config.model.num_heads=3"],
             r"width = 128 .*num_heads = 3",
         ),
-        ([QUICKSTART, "--config.model.kv_heads=3"], r"num_heads = 4 .*kv_heads = 3"),
         ([QUICKSTART, "--config.model.positions=rotery"], r"'rotery': .*did you mean rotary\?"),
         (
             [QUICKSTART, "--config.model.impl=flash"],
             r"config.model.impl = 'flash': .*auto",
         ),
-        (
-            [QUICKSTART, "--config.precision=float8"],
-            r"config.precision = 'float8': .*bfloat16",
-        ),
         ([QUICKSTART, "--config.model.dropout=1"], r"config.model.dropout = 1.0: .*0.999"),
-        (
-            [QUICKSTART, "--config.optimizer.learning_rate=nan"],
-            r"learning_rate = nan",
-        ),
-        (
-            [QUICKSTART, "--config.data.tokenizer=words"],
-            r"'words': .*did you mean word\?",
-        ),
-        ([QUICKSTART, "--config.data.vocab_size=1"], r"config.data.vocab_size = 1"),
         (
             [QUICKSTART, "--config.data.tokenizer=bpe", "--config.data.vocab_size=255"],
             r"vocab_size = 255: .*256",
@@ -148,8 +118,6 @@ def mistake(capsys, command, *arguments):
         ([QUICKSTART, "--config.data.name=quixote"], r"data.name = 'quixote' .*python_docs"),
         ([QUICKSTART, "--config.data.path=/no/such/text"], r"data.path = '/no/such/text'"),
         ([QUICKSTART, "--config.batch_size=10"], r"batch_size = 10 .*4 × 1"),
-        ([QUICKSTART, "--config.optimizer.accumulation=5"], r"= 12 .*4 × 5 = 20"),
-        ([QUICKSTART, "--config.parallel.strategy=tpu"], r"parallel.strategy = 'tpu': .*mesh"),
         ([QUICKSTART, "--config.parallel.mesh.data=64"], r"mesh.data = 64, .*4 devices"),
         ([QUICKSTART, *TINY, "--config.model.context=600000"], r"training text .*model.context"),
         *[
@@ -258,16 +226,13 @@ def test_nonfinite_loss_keeps_the_last_good_checkpoint(capsys, tmp_path):
         (["--workdir=/no/such/run"], "holds no run"),
         (["--workdir={run}", "--prompt=日本"], "'日本': "),
         (["--workdir={run}", "--temperature=-1"], "--temperature=-1.0"),
-        (["--workdir={run}", "--temperature=nan"], "--temperature=nan"),
         (["--workdir={run}", "--top_p=0"], "--top_p=0.0"),
         (["--workdir={run}", "--top_k=-1"], "--top_k=-1"),
         (["--workdir={run}", "--max_tokens=0"], "--max_tokens=0"),
         (["--workdir={run}", "--max_tokens=2147483648"], "--max_tokens=2147483648: expected 1 or more, below 2^31"),
         (["--workdir={run}", "--score=/dev/zero"], "--score=/dev/zero cannot be read: not a regular file"),
-        (["--workdir={run}", "--prompts=/dev/zero"], "--prompts=/dev/zero cannot be read: not a regular file"),
         (["--workdir={run}", "--num_samples=x"], "--num_samples=x"),
         (["--workdir={run}", "--step=99"], "no checkpoint '99'"),
-        (["--workdir={run}", "--step=newest"], "no checkpoint 'newest'"),
     ],
 )
 def test_sample_with_an_invalid_option_is_one_line(capsys, finished_run, arguments, message):
@@ -333,20 +298,6 @@ def test_value_of_config_json_that_no_new_run_may_have_is_one_line(capsys, finis
     for command, options in ((sample, []), (train, [QUICKSTART, *TINY])):
         line = mistake(capsys, command, f"--workdir={copy}", *options)
         assert "config.json is damaged (" in line and name in line
-
-
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
-@pytest.mark.parametrize("kind", ["device", "pipe", "huge"])
-def test_file_of_a_run_that_never_ends_is_one_line(capsys, finished_run, tmp_path, name, kind):
-    copy = shutil.copytree(finished_run, tmp_path / "copy")
-    path, message = copy / name, "larger than" if kind == "huge" else "not a regular file"
-    path.unlink()
-    if kind == "huge":
-        path.touch()
-        os.truncate(path, 40 << 30)  # takes no room
-    else:
-        path.symlink_to("/dev/zero") if kind == "device" else os.mkfifo(path)
-    assert message in mistake(capsys, sample, f"--workdir={copy}")
 
 
 @pytest.mark.parametrize(("field", "value"), [("width", 32), ("num_layers", 2)])
