@@ -39,8 +39,8 @@ from attnlab.support import status
 from attnlab.training import processes
 from attnlab.training import run as runs
 from attnlab.training import trainer as trainers
+from attnlab.training.checkpoints import OnPhase, no_phase
 from attnlab.training.passed import Passed
-from attnlab.training.phases import OnPhase, no_phase
 from attnlab.training.preemption import PreemptionHandler, exit_peer_lost
 from attnlab.training.trackers import NewTracker
 from attnlab.training.workdir import read_config
@@ -91,7 +91,7 @@ def train(
       on_step: called after every step, in every process, as `on_step(step, metrics)`: the number of updates done, and
         float32 scalars on the devices: `loss` (nats per token) and `grad_norm` before the update, `param_norm` after
         it, and `skipped` if `config.on_nonfinite` is "skip". Reading a metric waits for the step.
-      on_phase: `with on_phase(name)` surrounds each phase of the run, see `attnlab.training.phases`.
+      on_phase: `with on_phase(name)` surrounds each phase of the run, see `PHASES` in `attnlab.training.checkpoints`.
       tracker: makes a tracker of this start, besides TensorBoard, in the first process: `tracker(workdir, saved)`, with
         the content of `config.json`, returns an `attnlab.training.trackers.Tracker`. What it raises ends the run.
 

@@ -19,11 +19,19 @@ from attnlab.nn.stack import is_stacked, stack_layers, unstack_layers
 from attnlab.support.errors import UserError
 from attnlab.support.files import parsed
 from attnlab.support.paths import named
-from attnlab.training.phases import OnPhase, no_phase
 from attnlab.training.state import TrainState
 
 MANIFEST = "manifest.json"
+# The phases of a run, for tests that kill it in each. Those after "save" happen while the loop goes on; "rename" is the
+# moment before a checkpoint gets its final name.
+PHASES = ("compile", "step", "evaluation", "sampling", "save", "write", "commit", "rename", "pruning")
+OnPhase = Callable[[str], contextlib.AbstractContextManager]
 TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of a checkpoint that is not complete
+
+
+def no_phase(name: str) -> contextlib.AbstractContextManager:
+    """A hook that does nothing."""
+    return contextlib.nullcontext()
 
 
 def history_steps(steps: int, count: int) -> list[int]:

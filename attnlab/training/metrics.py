@@ -1,11 +1,15 @@
 """The records of a run: `metrics.jsonl`, its trackers, and a progress bar or lines on the terminal."""
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+import resource
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import jax
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 from attnlab.support import files, status
@@ -159,6 +163,28 @@ def finished(path: Path, steps: int, patience: int) -> int | None:
     if steps in finals:
         return steps
     return finals[-1] if stalled(records, patience) and records[-1]["split"] == "final" else None
+
+
+def memory_peaks(devices: Iterable[jax.Device]) -> dict[str, int]:
+    """Bytes at their peak, since this process began.
+
+    Returns:
+      "host_peak_memory_bytes", the resident memory of the process; "device_peak_memory_bytes", of the device that took
+      most, where the backend tells: CPUs do not.
+
+    >>> list(memory_peaks(jax.devices("cpu")))
+    ['host_peak_memory_bytes']
+    """
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, else KiB
+    found = {"host_peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    told = [peak for device in devices if (peak := _stats(device).get("peak_bytes_in_use"))]
+    return found | ({"device_peak_memory_bytes": max(told)} if told else {})
+
+
+def _stats(device: jax.Device) -> dict[str, int]:
+    with contextlib.suppress(NotImplementedError, jax.errors.JaxRuntimeError):
+        return device.memory_stats() or {}
+    return {}
 
 
 class ProgressReporter(Progress):

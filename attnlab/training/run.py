@@ -22,11 +22,10 @@ from attnlab.training import metrics as metrics_lib
 from attnlab.training import parallel as parallel_lib
 from attnlab.training import precision, pretrained, trackers
 from attnlab.training import text as texts
-from attnlab.training.checkpoints import Checkpoints
+from attnlab.training.checkpoints import Checkpoints, OnPhase, no_phase
 from attnlab.training.experiment import Experiment
 from attnlab.training.loading import weights_sha256
 from attnlab.training.passed import NOTHING, Passed
-from attnlab.training.phases import OnPhase, no_phase
 from attnlab.training.state import TrainState
 from attnlab.training.text import Text
 from attnlab.training.workdir import Workdir

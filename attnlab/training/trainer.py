@@ -14,11 +14,9 @@ from attnlab.nn import GPT, own, unstack_layers
 from attnlab.support.errors import UserError
 from attnlab.support.names import typed
 from attnlab.training import flops as flops_lib
-from attnlab.training import memory
 from attnlab.training import metrics as metrics_lib
 from attnlab.training import parallel as parallel_lib
-from attnlab.training.checkpoints import history_steps, sha256
-from attnlab.training.phases import OnPhase, no_phase
+from attnlab.training.checkpoints import OnPhase, history_steps, no_phase, sha256
 from attnlab.training.preemption import PreemptionHandler
 from attnlab.training.profiling import Profiler
 from attnlab.training.run import Run
@@ -32,7 +30,7 @@ class Trainer:
       run: open; its log and its files are written by the first process alone.
       sample: `sample(params)` generates token ids, `[1]` each; None for no samples.
       on_step: called after every step in every process, `on_step(step, metrics)`; see `attnlab.train.train`.
-      on_phase: `with on_phase(name)` surrounds each of `phases.PHASES`.
+      on_phase: `with on_phase(name)` surrounds each of `checkpoints.PHASES`.
     """
 
     def __init__(
@@ -162,7 +160,7 @@ class Trainer:
         if self.log is None:
             return
         tokens_per_second = self._timer.steps * self._tokens(1) / self._timer.seconds
-        rate, peaks = self.experiment.learning_rate, memory.peaks(jax.local_devices())
+        rate, peaks = self.experiment.learning_rate, metrics_lib.memory_peaks(jax.local_devices())
         self.log.write(
             step=step,
             split="train",
@@ -235,7 +233,9 @@ class Trainer:
             result = {name: scores[name] for name in ("loss", "accuracy") if name in scores}
             digest = sha256(self._unstacked(jax.device_get(params)))
             self.log.write(step=last, split="final", **result, params_sha256=digest)
-            taken = memory.in_words(memory.peaks(jax.local_devices()))
+            peaks = metrics_lib.memory_peaks(jax.local_devices())
+            name = "device_peak_memory_bytes" if len(peaks) > 1 else "host_peak_memory_bytes"
+            taken = f"peak {'device ' * (len(peaks) > 1)}memory {peaks[name] / 1e9:.2f} GB"
             self.reporter.print(f"done: {format_scores('validation', scores)}, {taken}")
             self._tell_of_use()
 

@@ -11,7 +11,7 @@ import mmap
 import sys
 import time
 
-from attnlab.training.phases import PHASES as PHASES_OF_A_RUN
+from attnlab.training.checkpoints import PHASES as PHASES_OF_A_RUN
 
 PHASES = ("start", *PHASES_OF_A_RUN)
 BACKGROUND = ("write", "commit", "rename", "pruning")  # in the thread that saves

@@ -5,7 +5,9 @@ import json
 import os
 import subprocess
 import sys
+from unittest import mock
 
+import jax
 import pytest
 
 from attnlab.support.errors import UserError
@@ -174,3 +176,20 @@ def test_silent_reporter_prints_nothing(capsys):
         reporter.step(10, "train loss 2.5")
         reporter.print("hello")
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "stats, peak",
+    [
+        ([{"peak_bytes_in_use": 2_000_000_000}, {"peak_bytes_in_use": 3_500_000_000}], 3_500_000_000),
+        ([{"bytes_in_use": 5}], None),
+        ([None], None),
+        ([NotImplementedError()], None),
+        ([jax.errors.JaxRuntimeError("UNIMPLEMENTED")], None),
+    ],
+    ids=str,
+)
+def test_peaks_are_told_where_the_backend_tells_them(stats, peak):
+    found = metrics.memory_peaks([mock.Mock(jax.Device, memory_stats=mock.Mock(side_effect=[each])) for each in stats])
+    assert found.get("device_peak_memory_bytes") == peak
+    assert 50_000_000 < found["host_peak_memory_bytes"] < 1 << 40
