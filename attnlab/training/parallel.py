@@ -234,11 +234,7 @@ def make(
 def from_config(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Parallel:
     """Choose the devices of a run, and check its batch and model against them."""
     parallel = make(config.parallel.strategy, **config.parallel.mesh, devices=devices)
-    shares = math.prod(parallel.mesh.shape[name] for name in BATCH)
-    check_batch(config.batch_size, shares, config.optimizer.accumulation)
-    check_width(config.model.width, config.parallel.mesh.fsdp)
-    check_heads(config.model, config.parallel.mesh.tensor)
-    check_context(config.model.context, config.parallel.mesh.context)
+    check_shares(config, math.prod(parallel.mesh.shape[name] for name in BATCH))
     return parallel
 
 
@@ -247,45 +243,22 @@ def from_first_process(number: int) -> int:
     return int(multihost_utils.broadcast_one_to_all(np.int32(number))) if jax.process_count() > 1 else int(number)
 
 
-def check_width(width: int, fsdp: int) -> None:
-    """Raise UserError when parameters cannot be split evenly along the model's width."""
-    if width % fsdp:
-        raise UserError(f"config.model.width = {width} is not divisible by config.parallel.mesh.fsdp = {fsdp}")
-
-
-def check_context(context: int, devices: int) -> None:
-    """Raise UserError when sequences cannot be split evenly along their length."""
-    if context % devices:
-        raise UserError(
-            f"config.model.context = {context} is not divisible by config.parallel.mesh.context = {devices}: use "
-            f"{_multiples_near(context, devices)}, or fewer devices for a sequence"
-        )
-
-
-def _multiples_near(size: int, of: int) -> str:
-    """The positive multiples of `of` on both sides of a size, as "8 or 12"."""
-    below = size // of * of
-    return " or ".join(str(multiple) for multiple in (below, below + of) if multiple)
-
-
-def check_heads(model: ConfigDict, tensor: int) -> None:
-    """Raise UserError when the heads, or the features of the feed-forward layer, cannot be split evenly."""
-    sizes = {"num_heads": model.num_heads, "kv_heads": resolved(model).kv_heads}
-    sizes["mlp_ratio × width"] = resolved(model).hidden
-    for name, size in sizes.items():
-        if size % tensor:
+def check_shares(config: ConfigDict, devices: int) -> None:
+    """Raise UserError for a size that cannot be split evenly; so many `devices` split the batch."""
+    model, mesh, accumulation = config.model, config.parallel.mesh, config.optimizer.accumulation
+    parts = f"devices × accumulation = {devices} × {accumulation} ="
+    for name, size, by, of in (
+        ("batch_size", config.batch_size, parts, devices * accumulation),
+        ("model.width", model.width, "config.parallel.mesh.fsdp =", mesh.fsdp),
+        ("model.num_heads", model.num_heads, "config.parallel.mesh.tensor =", mesh.tensor),
+        ("model.kv_heads", resolved(model).kv_heads, "config.parallel.mesh.tensor =", mesh.tensor),
+        ("model.mlp_ratio × width", resolved(model).hidden, "config.parallel.mesh.tensor =", mesh.tensor),
+        ("model.context", model.context, "config.parallel.mesh.context =", mesh.context),
+    ):
+        if size % of:
+            below = size // of * of
+            near = " or ".join(str(multiple) for multiple in (below, below + of) if multiple)
             raise UserError(
-                f"config.model.{name} = {size} is not divisible by config.parallel.mesh.tensor = {tensor}: use "
-                "a divisor, and the other devices for data or fsdp"
+                f"config.{name} = {size} is not divisible by {by} {of}: use {near}, or fewer devices "
+                "(config.parallel.mesh)"
             )
-
-
-def check_batch(batch_size: int, devices: int, accumulation: int) -> None:
-    """Raise UserError when the global batch cannot be split evenly over devices and accumulation steps."""
-    share = devices * accumulation
-    if batch_size % share:
-        raise UserError(
-            f"config.batch_size = {batch_size} is not divisible by devices × accumulation = {devices} × "
-            f"{accumulation} = {share}: use {_multiples_near(batch_size, share)}, or fewer devices "
-            "(config.parallel.mesh.data)"
-        )

@@ -220,12 +220,23 @@ def test_make_with_invalid_fsdp_raises(strategy, fsdp):
         parallel.make(strategy, -1, fsdp)
 
 
-def test_context_that_does_not_divide_the_sequence_raises():
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model.context": 66, "parallel.mesh.context": 4}, "context = 66 .*mesh.context = 4: use 64 or 68, or fewer"),
+        ({"model.width": 36, "parallel.mesh.fsdp": 8}, "model.width = 36 .*mesh.fsdp = 8: use 32 or 40"),
+        ({"model.num_heads": 3, "model.width": 48, "parallel.mesh.tensor": 2}, "num_heads = 3 .*mesh.tensor = 2"),
+        ({"model.kv_heads": 1, "parallel.mesh.tensor": 2}, "kv_heads = 1 .*mesh.tensor = 2: use 2, or"),
+        ({"batch_size": 30, "optimizer.accumulation": 2}, "batch_size = 30 .*4 × 2 = 8: use 24 or 32"),
+    ],
+    ids=str,
+)
+def test_size_that_devices_do_not_divide_names_the_nearest_that_they_do(fields, message):
     config = configs.default()
-    config.model.context, config.parallel.mesh.data, config.parallel.mesh.context = 66, 1, 4
-    expected = r"config.model.context = 66 is not divisible by config.parallel.mesh.context = 4: use 64 or 68, or fewer"
-    with pytest.raises(UserError, match=expected):
-        parallel.from_config(config)
+    parallel.check_shares(config, 4)
+    config.update_from_flattened_dict(fields)
+    with pytest.raises(UserError, match=message):
+        parallel.check_shares(config, 4)
 
 
 @pytest.mark.parametrize("tensor", [3, 0, 8])
@@ -234,28 +245,6 @@ def test_make_with_invalid_tensor_raises(tensor):
         parallel.make("mesh", tensor=tensor)
     with pytest.raises(UserError, match=r"mesh.tensor = 4, .*4 devices .*fsdp = 2"):
         parallel.make("mesh", fsdp=2, tensor=4)
-
-
-@pytest.mark.parametrize(
-    "fields, name", [({"num_heads": 3, "width": 48}, "num_heads = 3"), ({"kv_heads": 1}, "kv_heads = 1")]
-)
-def test_heads_that_tensor_does_not_divide_raise(fields, name):
-    config = configs.default()
-    config.model.update(fields)
-    with pytest.raises(UserError, match=f"config.model.{name} .*config.parallel.mesh.tensor = 2"):
-        parallel.check_heads(config.model, 2)
-    parallel.check_heads(config.model, 1)
-
-
-def test_width_not_divisible_by_fsdp_raises():
-    parallel.check_width(32, 4)
-    with pytest.raises(UserError, match=r"model.width = 30 .*config.parallel.mesh.fsdp = 4"):
-        parallel.check_width(30, 4)
-
-
-def test_losses_of_two_equal_runs_are_bit_identical():
-    run = experiment("mesh", 4, dropout=0.2, steps=5)
-    np.testing.assert_array_equal(losses(run), losses(run))
 
 
 def test_eval_step_sums_over_all_devices():
@@ -274,11 +263,3 @@ def test_eval_step_sums_over_all_devices():
 def test_make_with_unavailable_devices_raises(strategy, devices):
     with pytest.raises(UserError, match=f"config.parallel.mesh.data = {devices}, .*4 devices"):
         parallel.make(strategy, devices)
-
-
-def test_indivisible_batch_size_names_the_nearest_divisible_ones():
-    parallel.check_batch(24, devices=4, accumulation=2)
-    with pytest.raises(UserError, match="batch_size = 30 .*4 × 2 = 8"):
-        parallel.check_batch(30, devices=4, accumulation=2)
-    with pytest.raises(UserError, match="use 24 or 32"):
-        parallel.check_batch(30, devices=4, accumulation=2)
