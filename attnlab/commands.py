@@ -15,7 +15,7 @@ from ml_collections import ConfigDict, config_flags
 
 from attnlab.config import OPTIONS, find, variants
 from attnlab.nn import own
-from attnlab.support import files, status
+from attnlab.support import status
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
 from attnlab.support.progress import shown
@@ -194,13 +194,10 @@ def one_line(error: BaseException) -> str:
 
 def with_flag_files(argv: list[str]) -> list[str]:
     """The command line with the words of its flag files in place of `--flagfile=FILE`."""
-    for file in filter(None, given(argv, "flagfile")):
-        try:
-            files.read_text(Path(file).expanduser())
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or "it is not UTF-8"
-            raise UserError(f"--flagfile={file} cannot be read ({why}): give a text with a flag a line") from error
-    return argv[:1] + flags.FlagValues().read_flags_from_files(argv[1:])
+    try:
+        return argv[:1] + flags.FlagValues().read_flags_from_files(argv[1:])
+    except UnicodeDecodeError as error:
+        raise UserError("--flagfile is not UTF-8: give a text with a flag a line") from error
 
 
 def given(argv: list[str], name: str) -> list[str]:

@@ -21,6 +21,12 @@ def test_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out == f"attnlab {attnlab.__version__}\n"
 
 
+def test_import_sets_no_signal_handler_and_reads_no_argv():
+    program = "import signal, sys; before = signal.getsignal(2); del sys.argv, sys.orig_argv; import attnlab; "
+    program += "assert signal.getsignal(2) is before and 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_unknown_command_names_the_nearest(capsys):
     assert main(["attnlab", "trian"]) == 2
     known = "train, sweep, compare, sample, see, export, plan, study, conform, bench"

@@ -1,7 +1,6 @@
 """Load a run, finished or still running: its model, parameters, tokenizer and config."""
 
 import contextlib
-import hashlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ from attnlab.interop import huggingface
 from attnlab.nn import GPT
 from attnlab.ops.masks import Mask
 from attnlab.ops.score_mods import ScoreMod
-from attnlab.support import files
 from attnlab.support.errors import UserError
 from attnlab.training.workdir import read_config, read_tokenizer
 
@@ -94,22 +92,6 @@ def load_params(workdir: Path, like, step: int | str = "latest"):
         return huggingface.from_hf(workdir, shardings=jax.tree.map(lambda x: x.sharding, like))[1]["params"]
     with _checkpoint(workdir, step) as (checkpoints, chosen):
         return checkpoints.restore_params(chosen, like)
-
-
-def weights_sha256(workdir: Path) -> str:
-    """sha256 of the files with the newest weights of a run, or of a Hugging Face model."""
-    digest = hashlib.sha256()
-    if not huggingface.is_hf(workdir):
-        from attnlab.training.checkpoints import MANIFEST  # which lists the digests of the files
-
-        with _checkpoint(workdir, "latest") as (checkpoints, step):
-            digest.update((checkpoints.directory / str(step) / MANIFEST).read_bytes())
-        return digest.hexdigest()
-    huggingface.model_files.read_tensors(workdir)  # a damaged file, perhaps of any size, is not read to its end
-    for path in huggingface.model_files.weight_files(workdir):
-        with files.opened(path) as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
 
 
 @contextlib.contextmanager

@@ -24,7 +24,6 @@ from attnlab.training import precision, pretrained, trackers
 from attnlab.training import text as texts
 from attnlab.training.checkpoints import Checkpoints, OnPhase, no_phase
 from attnlab.training.experiment import Experiment
-from attnlab.training.loading import weights_sha256
 from attnlab.training.passed import NOTHING, Passed
 from attnlab.training.state import TrainState
 from attnlab.training.text import Text
@@ -170,12 +169,12 @@ def open(
         options = {"parallel": parallel, "extensions": extensions, **plan.passed.of_experiment()}
         experiment = Experiment(config, text.tokenizer.vocab_size, **options)
         say(f"restoring step {start}" if start else "initializing the model")
-        state, origin = _state(experiment, checkpoints, workdir, start)
+        state = _state(experiment, checkpoints, start)
         reporter, log = metrics_lib.ProgressReporter(config.steps, start, silent=not is_first or eval_only), None
         if not eval_only:
             offset = checkpoints.metadata(start)["log"] if start else None  # in every process: Orbax waits for all
             if is_first:
-                metadata = plan.metadata | text.facts | {"parameters": experiment.parameters} | origin
+                metadata = plan.metadata | text.facts | {"parameters": experiment.parameters}
                 metadata |= {"extensions": extensions} if extensions else {}
                 log = _open_files(config, metadata, workdir, text, checkpoints, start, offset, resources, tracker)
         opened = Run(plan, experiment, text, checkpoints, state, start, damaged, reporter, log)
@@ -210,22 +209,13 @@ def _resume_step(checkpoints: Checkpoints, workdir: Workdir, config: ConfigDict,
     return start, damaged
 
 
-def _state(experiment: Experiment, checkpoints: Checkpoints, workdir: Workdir, start: int) -> tuple[TrainState, dict]:
-    """The initial state, and the origin of its parameters as metadata for `config.json`."""
-    config, previous_run = experiment.config, workdir.previous_run or {}
-    origin = {name: previous_run[name] for name in ("init_from_sha256",) if name in previous_run}
+def _state(experiment: Experiment, checkpoints: Checkpoints, start: int) -> TrainState:
+    """The state at a checkpoint, or the initial one."""
     if start:
-        return checkpoints.restore(start, experiment.abstract_state), origin
-    if not config.init_from:
-        return experiment.create_state(), origin
-    digest = weights_sha256(Path(config.init_from))
-    if previous_run and previous_run.get("init_from_sha256") != digest:
-        raise UserError(
-            f"config.init_from = {config.init_from} is not what {workdir} started from, and no checkpoint was saved "
-            "yet: restore it, or choose a new --workdir"
-        )
-    params = pretrained.params(config, experiment.abstract_state.params)
-    return experiment.create_state(params), {"init_from_sha256": digest}
+        return checkpoints.restore(start, experiment.abstract_state)
+    if not experiment.config.init_from:
+        return experiment.create_state()
+    return experiment.create_state(pretrained.params(experiment.config, experiment.abstract_state.params))
 
 
 def _open_files(

@@ -214,24 +214,6 @@ def test_resume_after_source_is_deleted_is_bit_exact(gpt2, text, tmp_path):
     assert finetune(source, text, tmp_path / "whole", **more) == 0  # finished: nothing to do
 
 
-@pytest.mark.slow
-def test_restart_before_first_checkpoint_needs_the_same_weights(gpt2, text, tmp_path, capsys):
-    source = shutil.copytree(gpt2, tmp_path / "source")
-    assert finetune(source, text, tmp_path / "run") == 0
-    expected = records(tmp_path / "run")
-    for name in ("metrics.jsonl", "checkpoints"):  # as if killed before its first checkpoint
-        (shutil.rmtree if name == "checkpoints" else Path.unlink)(tmp_path / "run" / name)
-    model, params = from_hf(source)
-    shutil.rmtree(source)
-    save_hf(source, model, jax.tree.map(lambda x: x + 1, params), published.pretrained(gpt2))
-    assert finetune(source, text, tmp_path / "run") == 2
-    assert "is not what" in capsys.readouterr().err
-    shutil.rmtree(source)
-    shutil.copytree(gpt2, source)
-    assert finetune(source, text, tmp_path / "run") == 0
-    assert records(tmp_path / "run") == expected
-
-
 def test_source_without_tokenizer_requires_naming_one(gpt2, text, tmp_path, capsys):
     """A run from the run with that tokenizer has it too, and its first loss is near the other's last one."""
     source = shutil.copytree(gpt2, tmp_path / "source")
