@@ -167,7 +167,7 @@ def _ablations(model, params, untrained, text):
     @jax.vmap
     def without(removed):
         edits = {
-            f"block_{layer}/attention/z": see.Mean(z[layer], where=removed[layer, :, None])
+            f"block_{layer}/attention/z": see.Put(z[layer].mean((0, 1)), where=removed[layer, :, None])
             for layer in range(model.num_layers)
         }
         out = see.edited(model, params, tokens, edits=edits).out

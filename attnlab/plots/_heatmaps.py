@@ -119,7 +119,7 @@ def heads(
         return finished(figure, title)
 
 
-def atlas(patterns, title: str, *, causal: bool = False, layers: Sequence[str] = (), label: str = "weight") -> Figure:
+def atlas(patterns, title: str, *, causal: bool = False) -> Figure:
     """All heads of a model as thumbnails: one row per layer, one column per head, on a common colour scale.
 
     Colours follow the square root of the weights, which separates small weights from zero. In long sequences, a pixel
@@ -129,8 +129,6 @@ def atlas(patterns, title: str, *, causal: bool = False, layers: Sequence[str] =
       patterns: `[L, H, Tq, Tk]`, or for each layer `[H, Tq, Tk]`; layers may differ in H.
       title: the finding.
       causal: leaves out the cells above the diagonal.
-      layers: names of the rows; "layer 0", … if empty.
-      label: of the colour bar.
 
     >>> figure = atlas(np.ones((2, 3, 4, 4)) / 4, "Untrained heads attend to all keys")
     >>> [text.get_text() for text in figure.axes[0].get_yticklabels()]
@@ -150,21 +148,19 @@ def atlas(patterns, title: str, *, causal: bool = False, layers: Sequence[str] =
         figure, axes = plt.subplots(figsize=(1.6 + max(side * heads, 1.8), 0.9 + side * len(thumbnails)))
         norm = PowerNorm(0.5, 0, max(np.nanmax(canvas), 1e-6))
         image = axes.imshow(canvas, cmap=WEIGHTS, norm=norm, aspect="auto" if height != width else None)
-        names = layers or [f"layer {i}" for i in range(len(thumbnails))]
+        names = [f"layer {i}" for i in range(len(thumbnails))]
         axes.set_yticks([i * (height + gap) + height / 2 for i in range(len(names))], names)
         columns = [j * (width + gap) + width / 2 for j in range(heads)]
         axes.set_xticks(columns, [f"{'head ' * (heads <= 8)}{j}" for j in range(heads)])
         axes.tick_params(length=0, labelsize=LABEL_SIZE, labeltop=True, labelbottom=False)
         axes.spines[:].set_visible(False)
         figure.colorbar(
-            image, label=label, shrink=0.8, ticks=norm.vmax * np.array([0, 0.01, 0.1, 0.25, 0.5, 1]), format="%.2g"
+            image, label="weight", shrink=0.8, ticks=norm.vmax * np.array([0, 0.01, 0.1, 0.25, 0.5, 1]), format="%.2g"
         )
         return finished(figure, title)
 
 
-def effects_grid(
-    values, title: str, *, layers: Sequence[str] = (), label: str = "change of the metric", digits: int = 2
-) -> Figure:
+def effects_grid(values, title: str, *, layers: Sequence[str] = (), label: str = "change of the metric") -> Figure:
     """A heat map with one number per head, such as the effect of its ablation: one row per layer, one column per head.
 
     Args:
@@ -172,7 +168,6 @@ def effects_grid(
       title: the finding.
       layers: names of the rows; "layer 0", … if empty.
       label: of the colour bar, with the unit.
-      digits: decimals of the numbers.
 
     >>> figure = effects_grid([[0.1, -0.2]], "Head 1 lowers the loss", label="change of the loss (nats)")
     >>> [text.get_text() for text in figure.axes[0].texts]
@@ -189,7 +184,7 @@ def effects_grid(
         for (i, j), value in np.ndenumerate(values.filled(np.nan)):
             if np.isfinite(value):
                 ink = "white" if _is_dark(image.to_rgba(value)) else "black"
-                text = f"{round(value, digits) + 0.0:.{digits}f}".replace("-", "−")  # −0.0 + 0.0 is 0.0
+                text = f"{round(value, 2) + 0.0:.2f}".replace("-", "−")  # −0.0 + 0.0 is 0.0
                 axes.text(j, i, text, ha="center", va="center", color=ink, fontsize=LABEL_SIZE)
         axes.set_yticks(range(rows), layers or [f"layer {i}" for i in range(rows)])
         axes.set_xticks(range(columns))

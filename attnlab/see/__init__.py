@@ -2,8 +2,8 @@
 
 from attnlab.nn.taps import COLLECTIONS
 from attnlab.see.capturing import capture, edited, sites
-from attnlab.see.edits import Add, Edit, Freeze, Mean, Put, Resample, Scale, Zero
-from attnlab.see.effects import ablate, attribute, patch, paths
+from attnlab.see.edits import Add, Put, Scale
+from attnlab.see.effects import ablate, attribute, patch
 from attnlab.see.head_scores import Scores, scores, shares
 from attnlab.see.pages import Page, page
 from attnlab.see.results import Effects, Run
@@ -14,19 +14,14 @@ __all__ = [
     "COLLECTIONS",
     "Add",
     "Contributions",
-    "Edit",
     "Effects",
-    "Freeze",
-    "Mean",
     "Page",
     "Put",
-    "Resample",
     "Run",
     "Scale",
     "Scores",
     "Site",
     "Sites",
-    "Zero",
     "ablate",
     "attribute",
     "capture",
@@ -35,7 +30,6 @@ __all__ = [
     "lens",
     "page",
     "patch",
-    "paths",
     "scores",
     "shares",
     "sites",

@@ -1,7 +1,6 @@
 """Capture a model's values, and run it with edits."""
 
 import dataclasses
-import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ from attnlab.nn import taps
 from attnlab.see.models import framed
 from attnlab.see.results import Run
 from attnlab.see.site import Sites
-from attnlab.support.names import nearest
 from attnlab.types import Array
 
 
@@ -47,7 +45,6 @@ def capture(
     variables,
     *args,
     want: Sequence[str] = ("pattern",),
-    at: str | Sequence[str] | None = None,
     rows: Integer[Array, " R"] | Sequence[int] | None = None,
     **kwargs,
 ) -> Run:
@@ -62,14 +59,13 @@ def capture(
         what the recurrence of a mixer reads of each token's values, which may be negative; `z`, the heads' outputs,
         after an output gate and the norm of a mixer, `[B, Tq, H, D]`; of blocks `in` and `out`, the residual stream,
         `[B, T, F]`.
-      at: globs of the paths to return; all when None.
       rows: queries whose patterns are returned, as `[B, H, R, Tk]`, for long sequences; all when None.
 
     Returns:
       `Run`, with `values[name][path]`.
 
     Raises:
-      ValueError: as for `sites`; an unknown name or path, with the nearest one.
+      ValueError: as for `sites`; an unknown name, with the nearest one.
 
     >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3]])
@@ -79,7 +75,7 @@ def capture(
     """
     want = (want,) if isinstance(want, str) else tuple(want)
     frame, inputs = framed(model, variables, args, kwargs)
-    return _chosen(frame.run(inputs, want, rows=rows), at)
+    return frame.run(inputs, want, rows=rows)
 
 
 def edited(
@@ -93,12 +89,13 @@ def edited(
 ) -> Run:
     """Run a model with some of its values replaced.
 
-    Edits are pytrees of arrays, so `jax.jit`, `jax.vmap` and `jax.grad` pass through them. An edited value is captured
-    after its edit.
+    Edits are pytrees of arrays, so `jax.jit`, `jax.vmap` and `jax.grad` pass through them. Besides `Put`, `Add` and
+    `Scale`, any pytree is one that is a function of the value, such as `jax.tree_util.Partial(function, *arrays)`. An
+    edited value is captured after its edit.
 
     Args:
       model, variables, args, kwargs: as for `sites`.
-      edits: by glob of "path/name", e.g. `{"block_0/attention/z": Zero()}`; or `Freeze(run)`.
+      edits: by glob of "path/name", e.g. `{"block_0/attention/z": Put(0.0)}`.
       want, rows: as for `capture`.
 
     Returns:
@@ -110,22 +107,9 @@ def edited(
     >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3]])
     >>> params = model.init(jax.random.key(0), tokens)
-    >>> edited(model, params, tokens, edits={"*/z": Zero()}).out.shape  # without attention
+    >>> edited(model, params, tokens, edits={"*/z": Put(0.0)}).out.shape  # without attention
     (1, 3, 10)
     """
     want = (want,) if isinstance(want, str) else tuple(want)
     frame, inputs = framed(model, variables, args, kwargs)
     return frame.run(inputs, want, edits, rows=rows)
-
-
-def _chosen(run: Run, at) -> Run:
-    if at is None:
-        return run
-    patterns = [at] if isinstance(at, str) else list(at)
-    known = list(dict.fromkeys(path for found in run.values.values() for path in found))
-    for pattern in patterns:
-        if pattern not in known and not fnmatch.filter(known, pattern):
-            raise ValueError(f"at has {pattern!r}{nearest(pattern, known)}: the model has {', '.join(known)}")
-    kept = {path for path in known for pattern in patterns if path == pattern or fnmatch.fnmatch(path, pattern)}
-    values = {name: {path: x for path, x in found.items() if path in kept} for name, found in run.values.items()}
-    return dataclasses.replace(run, values=values)

@@ -1,4 +1,4 @@
-"""The effect of each head on a metric: ablation, activation patching, attribution, and paths between heads.
+"""The effect of each head on a metric: ablation, activation patching, and attribution.
 
 All edits of one call are one compiled program, see `attnlab.see.sweeps`.
 """
@@ -13,38 +13,24 @@ from attnlab.see import sweeps
 from attnlab.see.models import framed
 from attnlab.see.results import Effects
 
-HOW = ("mean", "zero", "resample")
-INTO = ("q", "k", "v", "out")
 
+def ablate(model, variables, batch, metric: Callable, *, chunk: int | None = None, **kwargs) -> Effects:
+    """The metric with the mean output in place of each head's, all heads in one compiled program.
 
-def ablate(
-    model,
-    variables,
-    batch,
-    metric: Callable,
-    how: str = "mean",
-    chunk: int | None = None,
-    *,
-    positions: Sequence[int] | None = None,
-    **kwargs,
-) -> Effects:
-    """The metric without each head (Michel et al. 2019, section 3.2), all heads in one compiled program.
+    It is the mean of z over the batch's examples and positions. Zeros, as of Michel et al. 2019, are what later layers
+    may never have seen; for those use `edited` with `Put(0.0, where=…)`.
 
     Args:
       model, variables, kwargs: as for `capture`.
       batch: the model's positional arguments, one array or a tuple of them.
       metric: a number of the model's result, e.g. `lambda logits: logits[:, -1, 3].mean()`.
-      how: replacement of the head's output z: "mean" over the batch's examples and positions, "zero", or "resample",
-        the output for the next example of the batch.
       chunk: heads computed in parallel, fewer for less memory; all of a layer when None.
-      positions: positions of the model's result `[B, T, …]` that the metric needs, e.g. `(-1,)`; it then gets
-        `[B, len(positions), …]`, and only these are computed after the last block. All when None.
 
     Returns:
       `Effects` with `values` `[L, H]`, the metric without each head, and its `baseline`.
 
     Raises:
-      ValueError: as for `capture`; an unknown `how`, a metric that is not a number, layers that differ in heads.
+      ValueError: as for `capture`; a metric that is not a number, layers that differ in heads.
 
     >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3], [4, 5, 6]])
@@ -53,12 +39,9 @@ def ablate(
     >>> effects.values.shape, effects.axes
     ((2, 2), ('layer', 'head'))
     """
-    if how not in HOW:
-        raise ValueError(f"how = {how!r}: expected one of {', '.join(HOW)}")
     frame, inputs = framed(model, variables, _args(batch), kwargs)
-    sweep, arrays = sweeps.sweep(frame, inputs, metric, "z", ("layer", "head"), chunk, positions)
-    values, baseline, apart = sweeps.ablated(sweep, arrays, inputs, how)
-    return sweep.effects(values, baseline, None, apart)
+    sweep, arrays = sweeps.sweep(frame, inputs, metric, "z", ("layer", "head"), chunk)
+    return _effects(sweep, *sweeps.ablated(sweep, arrays, inputs))
 
 
 def patch(
@@ -69,28 +52,26 @@ def patch(
     metric: Callable,
     site: str = "z",
     over: Sequence[str] = ("layer", "head"),
-    direction: str = "denoise",
-    chunk: int | None = None,
     *,
-    positions: Sequence[int] | None = None,
+    chunk: int | None = None,
     **kwargs,
 ) -> Effects:
-    """Activation patching: the metric with one value taken from another run (Meng et al. 2022, section 2.1).
+    """Activation patching: the corrupt run's metric with one value of the clean run (Meng et al. 2022, section 2.1).
 
     Args:
-      model, variables, chunk, positions, kwargs: as for `ablate`.
-      clean, corrupt: the positional arguments of two runs of equal shapes, one array or a tuple of them each.
+      model, variables, chunk, kwargs: as for `ablate`.
+      clean, corrupt: the positional arguments of two runs of equal shapes, one array or a tuple of them each. With
+        both exchanged, the clean run gets values of the corrupt run.
       metric: as for `ablate`.
       site: the patched value: "q", "k", "v", "pattern" or "z" of attention; "in" or "out" of blocks.
       over: axes of the result, of "layer", "head" and "position"; each patch covers all places along the other axes. k
         and v have key heads, and positions of patterns are positions of queries.
-      direction: "denoise" puts values of the clean run into the corrupt run; "noise" the reverse.
 
     Returns:
       `Effects`, whose `recovered` is 0 where a patch changes nothing and 1 where it restores the other run's metric.
 
     Raises:
-      ValueError: as for `ablate`; an unknown site, axis or direction, runs of different shapes.
+      ValueError: as for `ablate`; an unknown site or axis, runs of different shapes.
 
     >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> clean, corrupt = jnp.array([[1, 2, 3]]), jnp.array([[4, 2, 3]])
@@ -99,14 +80,9 @@ def patch(
     >>> patch(model, params, clean, corrupt, metric, over=("layer", "head", "position")).values.shape
     (2, 2, 3)
     """
-    if direction not in ("denoise", "noise"):
-        raise ValueError(f"direction = {direction!r}: expected 'denoise' or 'noise'")
     frame, source, edited = _two_runs(model, variables, clean, corrupt, kwargs)
-    if direction == "noise":
-        source, edited = edited, source
-    sweep, arrays = sweeps.sweep(frame, edited, metric, site, sweeps.axes(over), chunk, positions)
-    values, baseline, target, apart = sweeps.patched(sweep, arrays, source, edited)
-    return sweep.effects(values, baseline, target, apart)
+    sweep, arrays = sweeps.sweep(frame, edited, metric, site, over, chunk)
+    return _effects(sweep, *sweeps.patched(sweep, arrays, source, edited))
 
 
 def attribute(
@@ -125,7 +101,7 @@ def attribute(
     runs, summed over the axes that are not in `over`.
 
     Args:
-      model, variables, clean, corrupt, metric, site, over, kwargs: as for `patch` in direction "denoise".
+      model, variables, clean, corrupt, metric, site, over, kwargs: as for `patch`.
 
     Returns:
       `Effects`, which estimate the effects of `patch`.
@@ -140,72 +116,12 @@ def attribute(
     (2, 2)
     """
     frame, source, edited = _two_runs(model, variables, clean, corrupt, kwargs)
-    sweep, arrays = sweeps.sweep(frame, edited, metric, site, sweeps.axes(over))
-    values, baseline, target = sweeps.attributed(sweep, arrays, source, edited)
-    return sweep.effects(values, baseline, target)
-
-
-def paths(
-    model,
-    variables,
-    clean,
-    corrupt,
-    metric: Callable,
-    *,
-    senders: Sequence[int] | None = None,
-    receivers: Sequence[int] | None = None,
-    into: str = "v",
-    chunk: int | None = None,
-    positions: Sequence[int] | None = None,
-    **kwargs,
-) -> Effects:
-    """Path patching: the metric when one head's change reaches only one later head (Wang et al. 2022, appendix B).
-
-    The sender gets its z of the corrupt run, all other heads are frozen to the clean run, and the receiver's input is
-    recorded; a second clean run gets that input of the receiver. Feed-forward layers in between are recomputed, so a
-    path through them counts.
-
-    Args:
-      model, variables, clean, corrupt, metric, chunk, positions, kwargs: as for `patch`.
-      senders, receivers: numbers of layers; all when None. The program grows with the product of both.
-      into: the receiver's input, "q", "k" or "v"; "out" for the model's result, without receivers.
-
-    Returns:
-      `Effects` with `values` `[S, H, R, H or Hk]` for S senders and R receivers, the baseline where the receiver does
-      not come after the sender; for "out" `[S, H]`.
-
-    Raises:
-      ValueError: as for `patch`; layers that the model does not have.
-
-    >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
-    >>> clean, corrupt = jnp.array([[1, 2, 3]]), jnp.array([[4, 2, 3]])
-    >>> params = model.init(jax.random.key(0), clean)
-    >>> paths(model, params, clean, corrupt, lambda logits: logits[0, -1, 1], into="k").values.shape
-    (2, 2, 2, 2)
-    """
-    if into not in INTO:
-        raise ValueError(f"into = {into!r}: expected one of {', '.join(INTO)}")
-    frame, clean_inputs, corrupt_inputs = _two_runs(model, variables, clean, corrupt, kwargs)
-    sweep, arrays = sweeps.sweep(frame, clean_inputs, metric, "z", ("layer", "head"), chunk, positions)
-    senders = _layers("senders", senders, len(sweep.paths))
-    receivers = () if into == "out" else _layers("receivers", receivers, len(sweep.paths))
-    values, baseline, target, apart = sweeps.along_paths(
-        sweep, arrays, clean_inputs, corrupt_inputs, into, senders, receivers
-    )
-    axes = ("layer", "head") + (("receiver layer", "receiver head") if receivers else ())
-    return sweep.effects(values, baseline, target, apart, axes=axes, layers=senders)
+    sweep, arrays = sweeps.sweep(frame, edited, metric, site, over)
+    return _effects(sweep, *sweeps.attributed(sweep, arrays, source, edited))
 
 
 def _args(batch) -> tuple:
     return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-
-
-def _layers(name, chosen, count) -> tuple[int, ...]:
-    chosen = tuple(range(count)) if chosen is None else tuple(map(int, np.atleast_1d(chosen)))
-    wrong = [layer for layer in chosen if not 0 <= layer < count]
-    if wrong or not chosen:
-        raise ValueError(f"{name} = {chosen}: expected numbers of layers from 0 to {count - 1}")
-    return chosen
 
 
 def _two_runs(model, variables, clean, corrupt, kwargs):
@@ -216,3 +132,11 @@ def _two_runs(model, variables, clean, corrupt, kwargs):
         raise ValueError(f"clean has shapes {shapes[0]} and corrupt {shapes[1]}: expected the same, so pad one of them")
     frame, (variables, _, options) = framed(model, variables, clean, kwargs)
     return frame, (variables, clean, options), (variables, corrupt, options)
+
+
+def _effects(sweep: sweeps.Sweep, values, baseline, target=None) -> Effects:
+    """The result on the host."""
+    if isinstance(values, jax.core.Tracer):
+        raise ValueError("effects are numbers on the host, of a program compiled here: call this outside of jax.jit")
+    target = None if target is None else float(target)
+    return Effects(np.asarray(values), sweep.over, sweep.paths, float(baseline), target)

@@ -54,7 +54,7 @@ class Effects:
 
     Attributes:
       values: the metric, with one axis for each of `axes`, e.g. `[L, H]`.
-      axes: names, of "layer", "head", "position", "receiver layer", "receiver head".
+      axes: names, of "layer", "head" and "position".
       paths: paths of the L sites.
       baseline: the metric of the unedited run.
       target: for patching, the metric of the run whose values are put.

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 import flax.linen as nn
 import jax
@@ -17,12 +16,11 @@ from attnlab.see.models import Frame, framed
 from attnlab.types import Array
 
 
-def lens(model, variables, *args, positions: Sequence[int] | None = None, **kwargs) -> Float[Array, "L1 ..."]:
+def lens(model, variables, *args, **kwargs) -> Float[Array, "L1 ..."]:
     """The logit lens (nostalgebraist 2020): the model's result with an earlier stream as the last block's output.
 
     Args:
       model, variables, args, kwargs: as for `capture`; a model with blocks.
-      positions: positions of the sequence to return; all when None.
 
     Returns:
       `[L + 1, B, T, V]` for a language model of L blocks: first from the input of the first block, last the model's
@@ -38,7 +36,7 @@ def lens(model, variables, *args, positions: Sequence[int] | None = None, **kwar
     """
     frame, inputs = framed(model, variables, args, kwargs)
     _require_blocks(frame, "lens")
-    logits, jump = _lens(frame, inputs, None if positions is None else tuple(map(int, np.atleast_1d(positions))))
+    logits, jump = _lens(frame, inputs)
     if not isinstance(jump, jax.core.Tracer) and not float(jump) <= 1e-3:
         raise ValueError(
             f"lens needs blocks that follow one another, but a block of {', '.join(frame.sites.blocks)} takes another "
@@ -47,8 +45,8 @@ def lens(model, variables, *args, positions: Sequence[int] | None = None, **kwar
     return logits
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def _lens(frame: Frame, inputs, positions):
+@functools.partial(jax.jit, static_argnums=0)
+def _lens(frame: Frame, inputs):
     last = frame.sites.blocks[-1]
     run = frame.run(inputs, want=taps.STREAMS)
     streams = [run.values["in"][frame.sites.blocks[0]], *(run.values["out"][path] for path in frame.sites.blocks)]
@@ -57,10 +55,8 @@ def _lens(frame: Frame, inputs, positions):
         raise ValueError(f"lens needs blocks of one width, and the model's streams are {sorted(shapes)}")
 
     def result(stream):
-        put = Put(stream) if positions is None else _PutAt(stream, positions)
-        return frame.run(
-            inputs, edits={site_key(last, "in"): Put(run.values["in"][last]), site_key(last, "out"): put}
-        ).out
+        put = {site_key(last, "in"): Put(run.values["in"][last]), site_key(last, "out"): Put(stream)}
+        return frame.run(inputs, edits=put).out
 
     taken = [run.values["in"][path] for path in frame.sites.blocks[1:]]
     jumps = [jnp.abs(a - b).max() / jnp.abs(a).max() for a, b in zip(streams[1:], taken)]
@@ -69,19 +65,10 @@ def _lens(frame: Frame, inputs, positions):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _PutAt(Put):
-    """Some positions of an array in place of the value."""
-
-    where: tuple[int, ...] = dataclasses.field(metadata={"static": True}, default=())
-
-    def __call__(self, value):
-        return jnp.take(self.values, jnp.asarray(self.where), axis=1)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class Contributions:
-    """The logit of a target, or its difference from another logit, as a sum over the model's parts.
+    """The logit of a target as a sum over the model's parts.
+
+    A difference of two logits is the difference of their parts: `jax.tree.map(jnp.subtract, one, other)`.
 
     Attributes:
       heads: `[L, H, B, T]`, from each head's output.
@@ -108,9 +95,7 @@ class Contributions:
         return self.heads.sum((0, 1)) + self.blocks.sum(0) + self.embedding + self.constant
 
 
-def contributions(
-    model, variables, *args, targets: Int[Array, "B T"], against: Int[Array, "B T"] | None = None, **kwargs
-) -> Contributions:
+def contributions(model, variables, *args, targets: Int[Array, "B T"], **kwargs) -> Contributions:
     """Direct logit attribution (Elhage et al. 2021): the direct contribution of each head's output to a logit.
 
     The last norm's divisor at each position depends on all parts; it is frozen to the value of this run, so that the
@@ -121,7 +106,6 @@ def contributions(
         projection `out/kernel` `[H, D, F]`, with at most one norm after the last block.
       variables, args, kwargs: as for `capture`.
       targets: `[B, T]`, the token at each position whose logit is decomposed.
-      against: `[B, T]`, tokens whose logits are subtracted; None for the logit itself.
 
     Returns:
       `Contributions`, whose total is `logits` to rounding.
@@ -139,8 +123,7 @@ def contributions(
     _require_blocks(frame, "contributions")
     if not isinstance(frame.adapter, Linen):
         raise ValueError("contributions are of flax.linen models: move the weights to one, see attnlab.interop")
-    targets, against = jnp.asarray(targets), None if against is None else jnp.asarray(against)
-    parts, left, dtypes = _contributions(frame, inputs, targets, against)
+    parts, left, dtypes = _contributions(frame, inputs, jnp.asarray(targets))
     apart = jnp.abs(parts.total - parts.logits).max() / jnp.maximum(jnp.abs(parts.logits).max(), 1)
     tolerance = float(np.sqrt(max(jnp.finfo(x.dtype).eps for x in jax.tree.leaves((parts, dtypes)))))
     if not isinstance(apart, jax.core.Tracer) and not max(float(apart), float(left)) <= tolerance:
@@ -152,7 +135,7 @@ def contributions(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _contributions(frame: Frame, inputs, targets, against):
+def _contributions(frame: Frame, inputs, targets):
     """(Contributions, distance of the blocks from sums, a scalar of the stream's type)."""
     first, last = frame.sites.blocks[0], frame.sites.blocks[-1]
     run = frame.run(inputs, want=("z", taps.MADE, *taps.STREAMS, *((taps.NORM,) if frame.sites.norms else ())))
@@ -160,7 +143,7 @@ def _contributions(frame: Frame, inputs, targets, against):
 
     def logits(stream):
         put = {site_key(last, "in"): Put(run.values["in"][last]), site_key(last, "out"): Put(stream)}
-        return _logits(frame.run(inputs, edits=frozen | put).out, targets, against)
+        return _logits(frame.run(inputs, edits=frozen | put).out, targets)
 
     # With the norm frozen, logits are affine in the stream: one gradient gives every part's share.
     stream = run.values["out"][last]
@@ -182,7 +165,7 @@ def _contributions(frame: Frame, inputs, targets, against):
         blocks=jnp.stack([share(rest) for rest in blocks.values()]),
         embedding=share(run.values["in"][first]),
         constant=logits(jnp.zeros_like(stream)),
-        logits=_logits(run.out, targets, against),
+        logits=_logits(run.out, targets),
     )
     return parts, left, stream[(0,) * stream.ndim]
 
@@ -200,13 +183,10 @@ def _left(run, block: str, rest, variables, frame: Frame):
     return jnp.stack([jnp.abs(rest - x).max() / size for x in (jnp.zeros_like(rest), *made)]).min()
 
 
-def _logits(out, targets, against):
-    def of(ids):
-        if ids.shape != out.shape[:-1]:
-            raise ValueError(f"targets has shape {ids.shape}, expected {out.shape[:-1]}: a token for each position")
-        return jnp.take_along_axis(out, ids[..., None], axis=-1)[..., 0]
-
-    return of(targets) if against is None else of(targets) - of(against)
+def _logits(out, targets):
+    if targets.shape != out.shape[:-1]:
+        raise ValueError(f"targets has shape {targets.shape}, expected {out.shape[:-1]}: a token for each position")
+    return jnp.take_along_axis(out, targets[..., None], axis=-1)[..., 0]
 
 
 def _out(variables, path: str) -> dict:

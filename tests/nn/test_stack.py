@@ -285,7 +285,7 @@ def test_stacked_layers_sow_into_any_collection_and_read_others(hybrid):
 
 
 def test_stacked_layers_read_other_collections():
-    edit = {taps.edits("z"): {"block_1": {"attention": {taps.KEY: see.Zero()}}}}
+    edit = {taps.edits("z"): {"block_1": {"attention": {taps.KEY: see.Put(0.0)}}}}
     single, stacked, unedited = (
         MODEL.apply({"params": params, **more}, TOKENS)
         for params, more in ((PARAMS, edit), (stack_layers(PARAMS), edit), (PARAMS, {}))

@@ -17,9 +17,9 @@ TOKENS = np.array([[1, 2, 3, 1, 2, 3, 4], [5, 4, 3, 2, 1, 0, 10]], np.int32)
 OTHERS = (TOKENS * 3 + 1) % VOCABULARY
 
 
-def capture(model, variables, *args, want=("pattern",), at=None, rows=None, deterministic=None, **arrays):
+def capture(model, variables, *args, want=("pattern",), rows=None, deterministic=None, **arrays):
     """`see.capture`, compiled: in less time than the operations one by one."""
-    fixed = {"want": want, "at": at, "rows": rows}
+    fixed = {"want": want, "rows": rows}
     fixed |= {} if deterministic is None else {"deterministic": deterministic}
     run = jax.jit(lambda *args, **arrays: see.capture(model, *args, **arrays, **fixed))
     return jax.device_get(run(variables, *args, **arrays))

@@ -76,7 +76,7 @@ def test_edits_of_a_recurrence_act_before_its_norm_and_gate(name):
     plain = jax.jit(layer.apply)(params, X)
     np.testing.assert_allclose(edited(see.Scale(1.0), "pattern"), plain, atol=2e-6)
     bias = params["params"]["out"].get("bias", 0)
-    np.testing.assert_allclose(edited(see.Zero(), "z"), np.broadcast_to(bias, plain.shape), atol=1e-6)
+    np.testing.assert_allclose(edited(see.Put(0.0), "z"), np.broadcast_to(bias, plain.shape), atol=1e-6)
     if name in NORMALIZED:  # the norm takes the scale away, but for its ε
         large, larger = (edited(see.Scale(factor), "pattern") for factor in (1e3, 1e4))
         np.testing.assert_allclose(larger, large, atol=1e-3 * np.abs(large).max())
@@ -132,9 +132,10 @@ def test_contributions_of_a_hybrid_sum_to_its_logits(hybrid):
 def test_ablation_and_patching_of_a_hybrid_are_of_the_heads_of_its_layers(hybrid):
     model, params = hybrid
     tokens = TOKENS % 11
-    effects = see.ablate(model, params, tokens, jnp.mean, targets=np.roll(tokens, -1, axis=1), how="zero")
+    effects = see.ablate(model, params, tokens, jnp.mean, targets=np.roll(tokens, -1, axis=1))
     assert effects.paths == ("block_0/attention", "block_2/attention") and effects.change.shape == (2, 2)
-    edits = {"block_0/attention/z": see.Zero(where=np.array([[False], [True]]))}
+    z = see.capture(model, params, tokens, want=("z",)).values["z"]["block_0/attention"]
+    edits = {"block_0/attention/z": see.Put(z.mean((0, 1)), where=np.array([[False], [True]]))}
     without = see.edited(model, params, tokens, targets=np.roll(tokens, -1, axis=1), edits=edits)
     assert effects.values[0, 1] == pytest.approx(float(without.out.mean()), rel=1e-5)
 

@@ -62,9 +62,6 @@ def test_contributions_sum_to_the_logits(kind):
     scale = max(1, float(np.abs(logits).max()))
     np.testing.assert_allclose(parts.logits / scale, of(logits, OTHERS) / scale, atol=1e-6)
     np.testing.assert_allclose(parts.total / scale, of(logits, OTHERS) / scale, atol=1e-5)
-    against = see.contributions(model, params, TOKENS, targets=OTHERS, against=TOKENS)
-    np.testing.assert_allclose(against.total / scale, against.logits / scale, atol=1e-5)
-    np.testing.assert_allclose(against.logits / scale, (of(logits, OTHERS) - of(logits, TOKENS)) / scale, atol=2e-6)
 
 
 def test_contribution_of_a_head_is_what_its_removal_takes_from_a_model_without_norms():
@@ -73,7 +70,7 @@ def test_contribution_of_a_head_is_what_its_removal_takes_from_a_model_without_n
     parts = see.contributions(model, params, TOKENS, targets=OTHERS)
     np.testing.assert_allclose(parts.total, parts.logits, atol=1e-5)
     heads = np.arange(models.HEADS)
-    edits = [{"layer_1/attention/z": see.Zero(where=heads[:, None] == head)} for head in heads]
+    edits = [{"layer_1/attention/z": see.Put(0.0, where=heads[:, None] == head)} for head in heads]
     for head, cut in zip(heads, models.edited(model, params, TOKENS, edits=edits)):
         np.testing.assert_allclose(parts.heads[1, head], parts.logits - of(cut.out, OTHERS), atol=2e-5)
 
@@ -89,9 +86,6 @@ def test_lens_ends_with_the_result_and_begins_with_the_embedding(kind):
     edits = [{f"{last}/out": see.Put(stream)} for stream in streams]
     for found, expected in zip(logits, models.edited(model, params, TOKENS, edits=edits)):
         np.testing.assert_allclose(found, expected.out, atol=1e-5)
-    if kind == "gpt":
-        chosen = see.lens(model, params, TOKENS, positions=(-1, 2))
-        np.testing.assert_allclose(chosen, np.asarray(logits)[:, :, [-1, 2]], atol=1e-5)
 
 
 class Nonlinear(nn.Module):
