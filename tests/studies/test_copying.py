@@ -5,12 +5,11 @@ import numpy as np
 import pytest
 
 from attnlab._studies import copying
-from attnlab._studies.copying import Size
 from attnlab.data.tasks import KINDS, copies
 from attnlab.nn import GPT
 from attnlab.nn.fields import POSITIONS
-from attnlab.study.report import Options
 from tests.parameters import parameters
+from tests.studies import claims
 
 
 def rows():
@@ -31,35 +30,20 @@ def rows():
     ]
 
 
-def test_copying_verdict_holds_on_rows_of_the_claim():
-    verdict = copying.judge(rows())
-    assert verdict.held and len(verdict.parts) == 4, str(verdict)
+def changed(value, **match):
+    """The rows, with another exact match where they match."""
+    return [row | {"exact match": value} if match.items() <= row.items() else row for row in rows()]
 
 
-@pytest.mark.parametrize(
-    "part, match, value",
-    [
-        (0, {"task": "copy", "positions": "rotary", "trained": True}, 0.8),
-        (1, {"task": "copy", "positions": "alibi", "trained": False}, 0.7),
-        (2, {"task": "reverse", "positions": "none", "trained": True}, 0.5),
-        (3, {"task": "reverse", "positions": "none", "trained": False}, 0.1),
-        (3, {"task": "reverse", "positions": "none", "trained": False, "seed": 1}, 0.0),
-    ],
-    ids=["copying untrained", "alibi ahead", "reversing untrained", "none behind", "lead within the spread"],
-)
-def test_copying_verdict_fails_where_one_part_is_refuted(part, match, value):
-    refuted = [
-        row | {"exact match": value} if all(row[key] == wanted for key, wanted in match.items()) else row
-        for row in rows()
-    ]
-    verdict = copying.judge(refuted)
-    assert [held for held, _ in verdict.parts] == [at != part for at in range(4)], str(verdict)
-
-
-def test_copying_figure_has_a_title_and_labels():
-    figure = copying.draw(rows())
-    assert "without positions" in figure.get_suptitle()
-    assert len(figure.axes) == 2 and all(axes.get_xlabel() and axes.get_ylabel() for axes in figure.axes)
+def test_copying_claim():
+    refuted = {
+        "copying untrained": (0, changed(0.8, task="copy", positions="rotary", trained=True)),
+        "alibi ahead": (1, changed(0.7, task="copy", positions="alibi", trained=False)),
+        "reversing untrained": (2, changed(0.5, task="reverse", positions="none", trained=True)),
+        "none behind": (3, changed(0.1, task="reverse", positions="none", trained=False)),
+        "lead within the spread": (3, changed(0.0, task="reverse", positions="none", trained=False, seed=1)),
+    }
+    claims.check(copying, rows(), refuted, "without positions")
 
 
 @pytest.mark.parametrize("task", KINDS)
@@ -88,24 +72,3 @@ def test_copying_exact_match_equals_greedy_decoding(task):
             written[:, at + 1] = np.where(asked, token, written[:, at + 1])
     np.testing.assert_array_equal(exact, alive)
     assert exact[1::2].all() and not exact.all()
-
-
-@pytest.mark.slow
-def test_copying_run_is_judged_drawn_and_repeatable(monkeypatch, run_fast):
-    kinds = ("learned", "none")  # compiling takes long
-    size = Size(("copy",), kinds, seeds=2, steps=2, longest=2, vocab_size=6, batch_size=2, examples=64)
-    monkeypatch.setattr(copying, "FAST", size)
-    monkeypatch.setattr(copying, "LAYERS", 1)
-    measured = run_fast(copying)
-    assert len(measured) == 2 * 2 * 4
-    monkeypatch.setattr(copying, "FAST", size._replace(positions=("none",)))
-    assert copying.measure(Options(fast=True)) == [row for row in measured if row["positions"] == "none"]
-
-
-@pytest.mark.campaign
-def test_copying_fast_run_fails_less_at_trained_lengths_than_beyond():
-    # Which positions lead depends on size and seed, so the verdict is not asserted.
-    measured = copying.measure(Options(fast=True))
-    for positions in copying.FAST.positions:
-        within, beyond = (np.mean(copying.beyond(measured, "copy", positions, trained)) for trained in (True, False))
-        assert within > beyond

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from attnlab._studies import dispersion
-from attnlab._studies.dispersion import ADAPTIVE, KINDS, LENGTHS, LOGARITHMIC, MODEL, PLAIN, Size
+from attnlab._studies.dispersion import ADAPTIVE, LENGTHS, LOGARITHMIC, MODEL, PLAIN
 from attnlab.data.tasks import largest_of
-from attnlab.study.report import Options
 from tests.parameters import parameters
+from tests.studies import claims
 
 attend = jax.jit(dispersion.attend)
 
@@ -79,43 +79,14 @@ def make_rows(few=(0.95, 0.98), many=(0.07, 0.3), adaptive=0.4, logarithmic=0.5,
     return rows
 
 
-def test_dispersion_verdict_of_a_head_that_disperses_holds():
-    verdict = dispersion.judge(make_rows())
-    assert verdict.held, verdict
-
-
-@pytest.mark.parametrize(
-    ("part", "change"),
-    [
-        pytest.param(0, {"few": (0.95, 0.85)}, id="wrong on 16"),
-        pytest.param(1, {"many": (0.6, 0.3), "limit": 0.6}, id="sharp on 4,096"),
-        pytest.param(2, {"spread": 5.0}, id="bound exceeded"),
-        pytest.param(3, {"limit": 0.05}, id="limit missed"),
-        pytest.param(4, {"adaptive": 0.3}, id="adaptive temperature does nothing"),
-        pytest.param(5, {"logarithmic": 0.2}, id="log n does harm"),
-    ],
-)
-def test_dispersion_verdict_fails_by_part(part, change):
-    held = [held for held, _ in dispersion.judge(make_rows(**change)).parts]
-    assert not held[part] and sum(held) == len(held) - 1
-
-
-def test_dispersion_figure_has_title_and_labels():
-    figure = dispersion.draw(make_rows())
-    assert figure.get_suptitle().startswith("A head that finds")
-    assert all(axes.get_xlabel() == "items (n)" and axes.get_ylabel() for axes in figure.axes)
-
-
-@pytest.mark.campaign
-def test_dispersion_measure_of_few_steps_is_reproducible(monkeypatch, run_fast):
-    monkeypatch.setattr(dispersion, "FAST", Size(2, 10, 16))
-    monkeypatch.setattr(dispersion, "LENGTHS", (16, 64))
-    rows = run_fast(dispersion)
-    assert len(rows) == 2 * len(KINDS) * 2 and len(dispersion.judge(rows).parts) == 6
-    assert rows == dispersion.measure(Options(fast=True))
-
-
-@pytest.mark.campaign
-def test_dispersion_claim_holds_but_for_its_remedies():
-    verdict = dispersion.judge(dispersion.measure(Options(fast=True)))
-    assert all(held for held, _ in verdict.parts[:4]), verdict
+def test_dispersion_claim():
+    changes = {
+        "wrong on 16": (0, {"few": (0.95, 0.85)}),
+        "sharp on 4,096": (1, {"many": (0.6, 0.3), "limit": 0.6}),
+        "bound exceeded": (2, {"spread": 5.0}),
+        "limit missed": (3, {"limit": 0.05}),
+        "adaptive temperature does nothing": (4, {"adaptive": 0.3}),
+        "log n does harm": (5, {"logarithmic": 0.2}),
+    }
+    refuted = {name: (part, make_rows(**change)) for name, (part, change) in changes.items()}
+    claims.check(dispersion, make_rows(), refuted, "A head that finds")

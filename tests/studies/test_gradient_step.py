@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from attnlab._studies import gradient_step
-from attnlab._studies.gradient_step import HALF, LAYERS, LINEAR, SOFTMAX, STEP, Size
+from attnlab._studies.gradient_step import HALF, LAYERS, LINEAR, SOFTMAX, STEP
 from attnlab.data.tasks import regressions
-from attnlab.study.report import Options
+from tests.studies import claims
 
 
 def test_descent_equals_a_gradient_step_by_autodiff():
@@ -74,46 +74,15 @@ def make_rows(linear=0.805, softmax=1.27, half=1.0, untrained=1.6, cosine=0.999)
     return rows
 
 
-def test_gradient_step_verdict_of_equal_losses_holds():
-    verdict = gradient_step.judge(make_rows())
-    assert verdict.held, verdict
-    assert "+0.62" in verdict.parts[0][1]  # 0.805 / 0.8
-
-
-@pytest.mark.parametrize(
-    ("part", "change"),
-    [
-        pytest.param(0, {"linear": 0.81}, id="linear attention is worse"),
-        pytest.param(0, {"linear": 0.79}, id="linear attention is better"),
-        pytest.param(1, {"cosine": 0.98}, id="other sensitivities"),
-        pytest.param(2, {"softmax": 0.805}, id="softmax does as well"),
-        pytest.param(3, {"half": 0.805}, id="the rate does not matter"),
-        pytest.param(3, {"untrained": 0.805}, id="training does not matter"),
-    ],
-)
-def test_gradient_step_verdict_fails_by_part(part, change):
-    held = [held for held, _ in gradient_step.judge(make_rows(**change)).parts]
-    assert not held[part] and sum(held) == len(held) - 1
-
-
-def test_gradient_step_figure_has_title_and_labels():
-    figure = gradient_step.draw(make_rows())
-    assert figure.get_suptitle().startswith("Linear attention learns")
-    assert all(axes.get_xlabel() == "step (updates)" and axes.get_ylabel() for axes in figure.axes)
-
-
-@pytest.mark.slow
-def test_gradient_step_measure_of_few_steps_is_reproducible(monkeypatch, run_fast):
-    monkeypatch.setattr(gradient_step, "FAST", Size(2, 20))
-    monkeypatch.setattr(gradient_step, "BATCH", 8)
-    monkeypatch.setattr(gradient_step, "EVALUATED", 200)
-    rows = run_fast(gradient_step)
-    assert len(rows) == 2 * (2 + 2 * (gradient_step.LOOKS + 1)) and len(gradient_step.judge(rows).parts) == 4
-    monkeypatch.setattr(gradient_step, "LAYERS", {LINEAR: LAYERS[LINEAR]})  # compiling takes long
-    assert gradient_step.measure(Options(fast=True)) == [row for row in rows if row["predictor"] != SOFTMAX]
-
-
-@pytest.mark.campaign
-def test_gradient_step_claim_holds_in_all_parts():
-    verdict = gradient_step.judge(gradient_step.measure(Options(fast=True)))
-    assert verdict.held, verdict
+def test_gradient_step_claim():
+    assert "+0.62" in gradient_step.judge(make_rows()).parts[0][1]  # 0.805 / 0.8
+    changes = {
+        "linear attention is worse": (0, {"linear": 0.81}),
+        "linear attention is better": (0, {"linear": 0.79}),
+        "other sensitivities": (1, {"cosine": 0.98}),
+        "softmax does as well": (2, {"softmax": 0.805}),
+        "the rate does not matter": (3, {"half": 0.805}),
+        "training does not matter": (3, {"untrained": 0.805}),
+    }
+    refuted = {name: (part, make_rows(**change)) for name, (part, change) in changes.items()}
+    claims.check(gradient_step, make_rows(), refuted, "Linear attention learns")

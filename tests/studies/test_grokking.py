@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from attnlab._studies import grokking
-from attnlab._studies.grokking import DECAY, DECAY_FAST, KINDS, NO_DECAY, Size
-from attnlab.study.report import Options
+from attnlab._studies.grokking import DECAY, DECAY_FAST, KINDS, NO_DECAY
+from tests.studies import claims
 
 
 def test_grokfast_equals_a_loop_in_numpy():
@@ -53,46 +53,14 @@ def make_rows(learned=100, grokked=(300, 500), share=0.8, undecayed=0.3, undecay
     return rows
 
 
-def test_grokking_verdict_of_a_delayed_rise_holds():
-    verdict = grokking.judge(make_rows())
-    assert verdict.held, verdict
-    assert "300, 500" in verdict.parts[0][1]
-
-
-@pytest.mark.parametrize(
-    ("part", "change"),
-    [
-        pytest.param(0, {"grokked": (300, 900)}, id="a seed never groks"),
-        pytest.param(0, {"learned": 300}, id="no delay"),
-        pytest.param(1, {"share": 0.45}, id="power is spread"),
-        pytest.param(2, {"undecayed": 0.85}, id="few frequencies without decay"),
-        pytest.param(3, {"undecayed_accuracy": 0.95}, id="grokked without decay"),
-    ],
-)
-def test_grokking_verdict_fails_by_part(part, change):
-    held = [held for held, _ in grokking.judge(make_rows(**change)).parts]
-    assert not held[part] and sum(held) == len(held) - 1
-
-
-def test_grokking_figure_has_a_line_per_seed():
-    figure = grokking.draw(make_rows())
-    assert figure.get_suptitle().startswith("Weight decay makes")
-    assert [len(axes.lines) for axes in figure.axes] == [3 * len(KINDS)] * 3  # a mean and two seeds each
-    assert all(axes.get_xlabel() == "step (updates)" and axes.get_ylabel() for axes in figure.axes)
-
-
-@pytest.mark.campaign
-def test_grokking_measure_of_few_steps_is_reproducible(monkeypatch, run_fast):
-    monkeypatch.setattr(grokking, "FAST", Size(2, 10))
-    rows = run_fast(grokking)
-    assert len(rows) == 2 * len(KINDS) * 11 and len(grokking.judge(rows).parts) == 4
-    before = [r["share of five"] for r in rows if r["step"] == 0 and r["seed"] == 0]
-    assert len(before) == len(KINDS) and len(set(before)) == 1  # all kinds start from the same table
-    monkeypatch.setattr(grokking, "KINDS", {DECAY_FAST: KINDS[DECAY_FAST]})  # compiling takes long
-    assert grokking.measure(Options(fast=True)) == [row for row in rows if row["kind"] == DECAY_FAST]
-
-
-@pytest.mark.campaign
-def test_grokking_claim_holds_in_all_parts():
-    verdict = grokking.judge(grokking.measure(Options(fast=True)))
-    assert verdict.held, verdict
+def test_grokking_claim():
+    assert "300, 500" in grokking.judge(make_rows()).parts[0][1]
+    changes = {
+        "a seed never groks": (0, {"grokked": (300, 900)}),
+        "no delay": (0, {"learned": 300}),
+        "power is spread": (1, {"share": 0.45}),
+        "few frequencies without decay": (2, {"undecayed": 0.85}),
+        "grokked without decay": (3, {"undecayed_accuracy": 0.95}),
+    }
+    refuted = {name: (part, make_rows(**change)) for name, (part, change) in changes.items()}
+    claims.check(grokking, make_rows(), refuted, "Weight decay makes")

@@ -2,12 +2,11 @@
 
 import jax
 import numpy as np
-import pytest
 
 from attnlab import see
 from attnlab._studies import induction
-from attnlab._studies.induction import CONTROL, INTACT, ONE, SHUFFLED, TWO, WITHOUT, Size
-from attnlab.study.report import Options
+from attnlab._studies.induction import CONTROL, INTACT, ONE, SHUFFLED, TWO, WITHOUT
+from tests.studies import claims
 
 STEPS = tuple(range(0, 1100, 100))
 
@@ -39,33 +38,18 @@ def changed(match, **values):
     return [row | values if matches(row) else row for row in rows()]
 
 
-def test_induction_verdict_holds_on_rows_of_the_claim():
-    verdict = induction.judge(rows())
-    assert verdict.held and len(verdict.parts) == 7, str(verdict)
-
-
-EARLY = (500, 600)  # steps
-REFUTED = [
-    pytest.param(0, {"model": TWO, "what": INTACT, "step": 1000}, {"accuracy repeated": 0.8}, id="two layers fail"),
-    pytest.param(1, {"model": ONE, "what": INTACT}, {"accuracy repeated": 0.4}, id="one layer learns"),
-    pytest.param(2, {"what": SHUFFLED}, {"loss repeated": 3.0}, id="shuffled text is learned"),
-    pytest.param(3, {"model": TWO, "what": INTACT, "step": EARLY}, {"accuracy repeated": 0.4}, id="slow"),
-    pytest.param(4, {"model": TWO, "what": INTACT, "step": EARLY}, {"induction score": 0.1}, id="heads after the loss"),
-    pytest.param(5, {"what": WITHOUT}, {"accuracy repeated": 0.6}, id="ablation costs little"),
-    pytest.param(6, {"what": CONTROL, "seed": 1}, {"accuracy repeated": 0.05}, id="other heads cost as much"),
-]
-
-
-@pytest.mark.parametrize("part, match, values", REFUTED)
-def test_induction_verdict_fails_where_one_part_is_refuted(part, match, values):
-    verdict = induction.judge(changed(match, **values))
-    assert [held for held, _ in verdict.parts] == [at != part for at in range(7)], str(verdict)
-
-
-def test_induction_figure_has_a_title_and_labels():
-    figure = induction.draw(rows())
-    assert "Two layers suddenly learn" in figure.get_suptitle()
-    assert len(figure.axes) == 4 and all(axes.get_xlabel() and axes.get_ylabel() for axes in figure.axes)
+def test_induction_claim():
+    two, late = {"model": TWO, "what": INTACT}, (500, 600)  # steps
+    refuted = {
+        "two layers fail": (0, changed(two | {"step": 1000}, **{"accuracy repeated": 0.8})),
+        "one layer learns": (1, changed({"model": ONE, "what": INTACT}, **{"accuracy repeated": 0.4})),
+        "shuffled text is learned": (2, changed({"what": SHUFFLED}, **{"loss repeated": 3.0})),
+        "slow": (3, changed(two | {"step": late}, **{"accuracy repeated": 0.4})),
+        "heads after the loss": (4, changed(two | {"step": late}, **{"induction score": 0.1})),
+        "ablation costs little": (5, changed({"what": WITHOUT}, **{"accuracy repeated": 0.6})),
+        "other heads cost as much": (6, changed({"what": CONTROL, "seed": 1}, **{"accuracy repeated": 0.05})),
+    }
+    claims.check(induction, rows(), refuted, "Two layers suddenly learn")
 
 
 def test_induction_scores_equal_those_of_see():
@@ -96,18 +80,3 @@ def test_induction_models_have_about_equal_parameters():
         return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
     assert count(TWO) == 37_760 and count(ONE) == 37_312
-
-
-@pytest.mark.campaign
-def test_induction_run_is_judged_drawn_and_repeatable(monkeypatch, run_fast):
-    monkeypatch.setattr(induction, "FAST", Size(seeds=2, steps=4, looks=2, batch_size=4, examples=16))
-    measured = run_fast(induction)
-    assert {row["what"] for row in measured} == {INTACT, SHUFFLED, WITHOUT, CONTROL}
-    monkeypatch.setattr(induction, "WIDTHS", {ONE: induction.WIDTHS[ONE]})  # compiling takes long
-    assert induction.measure(Options(fast=True)) == [row for row in measured if row["model"] == ONE]
-
-
-@pytest.mark.campaign
-def test_induction_fast_run_holds_in_all_parts():
-    verdict = induction.judge(induction.measure(Options(fast=True)))
-    assert verdict.held, str(verdict)

@@ -3,14 +3,13 @@
 import itertools
 
 import jax
-import matplotlib as mpl
 import numpy as np
 import pytest
 
 from attnlab._studies import markov
 from attnlab._studies.markov import DOUBLY, ONE, TWO
 from attnlab.data.tasks import chains
-from attnlab.study.report import Options
+from tests.studies import claims
 
 STEPS = (0, 100, 200, 300, 400)
 CURVES = {  # divergence from uniform, unigrams and bigrams at each look
@@ -32,23 +31,16 @@ def made(**changed):
     ]
 
 
-def test_judge_of_three_phases_holds():
-    assert markov.judge(made()).held
-
-
-@pytest.mark.parametrize(
-    ("changed", "part"),
-    [
-        ({TWO: [CURVES[TWO][0], *[CURVES[TWO][3]] * 3, CURVES[TWO][4]]}, 0),
-        ({TWO: [*CURVES[TWO][:1], (0.1, 0.07, 0.13), (0.1, 0.07, 0.12), *CURVES[TWO][3:]]}, 1),
-        ({TWO: [*CURVES[TWO][:4], (0.18, 0.10, 0.03)]}, 2),
-        ({ONE: CURVES[TWO]}, 3),
-        ({DOUBLY: CURVES[TWO]}, 4),
-    ],
-    ids=["no plateau", "plateau elsewhere", "not optimal", "one layer suffices", "same plateau"],
-)
-def test_judge_fails_the_part_that_is_refuted(changed, part):
-    assert not markov.judge(made(**changed)).parts[part][0]
+def test_markov_claim():
+    changes = {
+        "no plateau": (0, {TWO: [CURVES[TWO][0], *[CURVES[TWO][3]] * 3, CURVES[TWO][4]]}),
+        "plateau elsewhere": (1, {TWO: [*CURVES[TWO][:1], (0.1, 0.07, 0.13), (0.1, 0.07, 0.12), *CURVES[TWO][3:]]}),
+        "not optimal": (2, {TWO: [*CURVES[TWO][:4], (0.18, 0.10, 0.03)]}),
+        "one layer suffices": (3, {ONE: CURVES[TWO]}),
+        "same plateau": (4, {DOUBLY: CURVES[TWO]}),
+    }
+    refuted = {name: (part, made(**change)) for name, (part, change) in changes.items()}
+    claims.check(markov, made(), refuted, "optimum", alone=False)
 
 
 def test_look_back_where_the_curves_cross_is_told_and_refutes_nothing():
@@ -68,14 +60,6 @@ def _seed(rows, seed, curve):
 def test_models_that_never_reach_bigrams_are_said_so():
     assert "sooner as in the paper" in str(markov.judge(made()))
     assert "more than all, not sooner, unlike in the paper" in str(markov.judge(made(**{DOUBLY: CURVES[ONE]})))
-
-
-def test_draw_has_a_panel_per_condition():
-    with mpl.rc_context({"backend": "agg"}):
-        figure = markov.draw(made())
-    assert [axes.get_title() for axes in figure.axes] == [TWO, ONE, DOUBLY]
-    assert "optimum" in figure.get_suptitle()
-    assert all("updates" in axes.get_xlabel() and "nats" in axes.get_ylabel() for axes in figure.axes)
 
 
 predictions = jax.jit(markov.predictions)
@@ -114,20 +98,3 @@ def test_divergence_matches_numpy():
     exact = (p * np.log(p / q)).sum(-1).mean()
     # Sums of three float32 terms of size 1 at most, averaged.
     assert float(jax.jit(markov.divergence)(p, np.log(q))) == pytest.approx(exact, abs=1e-6)
-
-
-@pytest.mark.campaign
-def test_small_study_runs_to_the_end_twice_alike(monkeypatch, run_fast):
-    for name, small in {"FAST": markov.Size(seeds=2, steps=10), "LENGTH": 10, "BATCH": 2, "HELD_OUT": 4}.items():
-        monkeypatch.setattr(markov, name, small)
-    rows = run_fast(markov)
-    monkeypatch.setattr(markov, "CONDITIONS", (ONE,))  # compiling takes long
-    assert markov.measure(Options(fast=True)) == [row for row in rows if row["condition"] == ONE]
-
-
-@pytest.mark.campaign
-def test_fast_study_shows_the_phases():
-    """Of two short runs, the plateau and the controls; the last nats need the full study."""
-    rows = markov.measure(Options(fast=True))
-    held = [part for part, _ in markov.judge(rows).parts]
-    assert held[0] and held[3], str(markov.judge(rows))

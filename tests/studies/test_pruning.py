@@ -1,17 +1,15 @@
 """The study of heads that can be removed."""
 
 import jax
-import matplotlib as mpl
 import numpy as np
 import pytest
 
 from attnlab._studies import _quickstart as quickstart
 from attnlab._studies import pruning
 from attnlab._studies.pruning import COUNT, FEWER, GREEDY, HALF, RANDOM, SINGLE, ZERO
-from attnlab.study.report import Options
 from tests.parameters import parameters
+from tests.studies import claims
 
-TEXT = "the cat that sat on the mat saw a rat, and the rat that sat on the hat saw the cat. " * 60
 FREE = {GREEDY: 12, SINGLE: 11, RANDOM: 4, ZERO: 11}  # heads whose removal costs nothing
 
 
@@ -27,30 +25,20 @@ def made(fewer=1.2, **free):
     return rows
 
 
-def test_judge_of_free_heads_holds():
-    assert pruning.judge(made()).held
-
-
-@pytest.mark.parametrize(
-    ("changed", "part"),
-    [({GREEDY: 5, RANDOM: 2, "fewer": 2.0}, 0), ({RANDOM: 12}, 1), ({"fewer": 0.9}, 2)],
-    ids=["half stay", "random order is as good", "trained with fewer is better"],
-)
-def test_judge_fails_the_part_that_is_refuted(changed, part):
-    assert [held for held, _ in pruning.judge(made(**changed)).parts] == [at != part for at in range(3)]
+def test_pruning_claim():
+    changes = {
+        "half stay": (0, {GREEDY: 5, RANDOM: 2, "fewer": 2.0}),
+        "random order is as good": (1, {RANDOM: 12}),
+        "trained with fewer is better": (2, {"fewer": 0.9}),
+    }
+    refuted = {name: (part, made(**change)) for name, (part, change) in changes.items()}
+    claims.check(pruning, made(), refuted, "")
 
 
 def test_removable_heads_are_counted_up_to_a_tenth():
     # Of 16 heads 6 cost nothing, and each of the others a tenth of the whole: one more may go, rounding decides.
     assert set(pruning.removable(made(**{GREEDY: 6}), GREEDY)) <= {6, 7}
     assert pruning.removable(made(), GREEDY) == [12, 12, 12], "each of the last four costs a quarter"
-
-
-def test_draw_shows_all_orders():
-    with mpl.rc_context({"backend": "agg"}):
-        (axes,) = pruning.draw(made()).axes
-    assert [text.get_text() for text in axes.get_legend().get_texts()][:4] == [GREEDY, SINGLE, RANDOM, ZERO]
-    assert "heads kept" in axes.get_xlabel() and "nats" in axes.get_ylabel()
 
 
 def test_quote_gives_our_share_beside_theirs():
@@ -98,19 +86,3 @@ def test_best_first_order_matches_a_search_by_hand(model):
         if place == 0:
             np.testing.assert_allclose(alone, [tried[head] for head in range(COUNT)], atol=1e-5)
         keep[gone] = False
-
-
-@pytest.mark.campaign
-def test_small_study_runs_to_the_end_twice_alike(monkeypatch, tmp_path, run_fast, small_quickstart):
-    monkeypatch.setattr(pruning, "FAST", pruning.Size(seeds=2, steps=3, windows=2, held_out=2))
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT, encoding="utf-8")
-    assert run_fast(pruning, str(path)) == pruning.measure(Options(fast=True, path=str(path)))
-
-
-@pytest.mark.campaign
-def test_fast_study_prunes_better_than_at_random():
-    """The other parts need the longer training of the full study."""
-    rows = pruning.measure(Options(fast=True))
-    best, random = (np.mean(pruning.rises(rows, order, HALF)) for order in (GREEDY, RANDOM))
-    assert best < random, str(pruning.judge(rows))

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from attnlab._studies import rank
-from attnlab._studies.rank import ALONE, BOTH, CAUSAL, KINDS, MLPS, SKIPS, Size, Tokens, Weights
+from attnlab._studies.rank import ALONE, BOTH, CAUSAL, KINDS, MLPS, SKIPS, Tokens, Weights
 from attnlab.masks import Causal
 from attnlab.nn import Mlp, MultiHeadAttention
-from attnlab.study.report import Options
+from tests.studies import claims
 
 
 def random_layer(rng, width, hidden=6):
@@ -127,45 +127,17 @@ def make_rows(monkeypatch, logs=LOGS, slack=2.0, spread=0.5):
     return rows
 
 
-def test_rank_verdict_of_cubic_decay_holds(monkeypatch):
-    verdict = rank.judge(make_rows(monkeypatch))
-    assert verdict.held, verdict
-    assert "exceeded in 0 of 10" in verdict.parts[1][1]
-
-
-@pytest.mark.parametrize(
-    ("part", "change"),
-    [
-        pytest.param(0, {"logs": LOGS | {ALONE: (0, -0.5, -1, -1.5, -2, -2.5)}}, id="exponential"),
-        pytest.param(1, {"slack": -0.1}, id="bound exceeded"),
-        pytest.param(1, {"spread": 2.0}, id="assumption never holds"),
-        pytest.param(2, {"logs": LOGS | {SKIPS: LOGS[ALONE]}}, id="skips collapse"),
-        pytest.param(3, {"logs": LOGS | {BOTH: LOGS[MLPS]}}, id="skips and MLPs collapse"),
-        pytest.param(4, {"logs": LOGS | {MLPS: LOGS[CAUSAL]}}, id="MLPs slow the decay"),
-        pytest.param(5, {"logs": LOGS | {CAUSAL: LOGS[ALONE]}}, id="causal collapses"),
-        pytest.param(5, {"logs": LOGS | {CAUSAL: (0, 0.1, 0.2, 0.3, 0.4, 0.5)}}, id="causal grows"),
-    ],
-)
-def test_rank_verdict_fails_by_part(monkeypatch, part, change):
-    held = [held for held, _ in rank.judge(make_rows(monkeypatch, **change)).parts]
-    assert not held[part] and sum(held) == len(held) - 1
-
-
-def test_rank_figure_has_title_and_labels(monkeypatch):
-    figure = rank.draw(make_rows(monkeypatch))
-    assert figure.get_suptitle().startswith("Attention alone cubes")
-    assert [axes.get_xlabel() for axes in figure.axes] == ["layer", "layer"] and figure.axes[0].get_ylabel()
-
-
-@pytest.mark.slow
-def test_rank_measure_of_two_seeds_is_reproducible(monkeypatch, run_fast):
-    monkeypatch.setattr(rank, "FAST", Size(2))
-    rows = run_fast(rank)
-    assert len(rows) == 2 * len(KINDS) * (rank.LAYERS + 1) and len(rank.judge(rows).parts) == 6
-    assert rows == rank.measure(Options(fast=True))
-
-
-@pytest.mark.campaign
-def test_rank_claim_holds_in_all_parts():
-    verdict = rank.judge(rank.measure(Options(fast=True)))
-    assert verdict.held, verdict
+def test_rank_claim(monkeypatch):
+    assert "exceeded in 0 of 10" in rank.judge(make_rows(monkeypatch)).parts[1][1]
+    changes = {
+        "exponential": (0, {"logs": LOGS | {ALONE: (0, -0.5, -1, -1.5, -2, -2.5)}}),
+        "bound exceeded": (1, {"slack": -0.1}),
+        "assumption never holds": (1, {"spread": 2.0}),
+        "skips collapse": (2, {"logs": LOGS | {SKIPS: LOGS[ALONE]}}),
+        "skips and MLPs collapse": (3, {"logs": LOGS | {BOTH: LOGS[MLPS]}}),
+        "MLPs slow the decay": (4, {"logs": LOGS | {MLPS: LOGS[CAUSAL]}}),
+        "causal collapses": (5, {"logs": LOGS | {CAUSAL: LOGS[ALONE]}}),
+        "causal grows": (5, {"logs": LOGS | {CAUSAL: (0, 0.1, 0.2, 0.3, 0.4, 0.5)}}),
+    }
+    refuted = {name: (part, make_rows(monkeypatch, **change)) for name, (part, change) in changes.items()}
+    claims.check(rank, make_rows(monkeypatch), refuted, "Attention alone cubes")

@@ -1,15 +1,14 @@
 """The study of attention sinks."""
 
 import jax
-import matplotlib as mpl
 import numpy as np
 import pytest
 
 from attnlab._studies import sinks
 from attnlab._studies.sinks import SGD, SIGMOID, SINK, SOFTMAX
 from attnlab.data.tasks import TEST, backcopy, backcopy_chain
-from attnlab.study.report import Options
 from tests.parameters import parameters
+from tests.studies import claims
 
 TRAINED = {
     "first, triggers": 0.1,
@@ -49,33 +48,19 @@ def made(condition=SOFTMAX, **changed):
     return rows
 
 
-def test_judge_of_a_dormant_head_holds():
-    assert sinks.judge(made()).held
-
-
-@pytest.mark.parametrize(
-    ("condition", "changed", "part"),
-    [
-        (SOFTMAX, {"first, elsewhere": 0.4}, 0),
-        (SOFTMAX, {"previous, triggers": 0.3}, 1),
-        (SOFTMAX, {"first, triggers": 0.6}, 1),
-        (SOFTMAX, {"worth, elsewhere": 2.0}, 2),
-        (SOFTMAX, {"value ratio": 0.8}, 3),
-        (SINK, {"first, elsewhere": 0.7}, 4),
-        (SIGMOID, {"first, elsewhere": 0.7}, 5),
-        (SGD, {"first, elsewhere": 0.95}, 6),
-    ],
-    ids=["no sink", "no copying", "always a sink", "of use elsewhere", "value", "sink logit", "sigmoid", "SGD"],
-)
-def test_judge_fails_the_part_that_is_refuted(condition, changed, part):
-    assert [held for held, _ in sinks.judge(made(condition, **changed)).parts] == [at != part for at in range(7)]
-
-
-def test_draw_shows_all_conditions_and_the_uniform_control():
-    with mpl.rc_context({"backend": "agg"}):
-        own, others, lengths = sinks.draw(made()).axes
-    assert [len(axes.lines) for axes in (own, others, lengths)] == [3, 4, 4]
-    assert "updates" in own.get_xlabel() and "first token" in own.get_ylabel() and "length" in lengths.get_ylabel()
+def test_sinks_claim():
+    changes = {
+        "no sink": (0, SOFTMAX, {"first, elsewhere": 0.4}),
+        "no copying": (1, SOFTMAX, {"previous, triggers": 0.3}),
+        "always a sink": (1, SOFTMAX, {"first, triggers": 0.6}),
+        "of use elsewhere": (2, SOFTMAX, {"worth, elsewhere": 2.0}),
+        "value": (3, SOFTMAX, {"value ratio": 0.8}),
+        "sink logit": (4, SINK, {"first, elsewhere": 0.7}),
+        "sigmoid": (5, SIGMOID, {"first, elsewhere": 0.7}),
+        "SGD": (6, SGD, {"first, elsewhere": 0.95}),
+    }
+    refuted = {name: (part, made(condition, **change)) for name, (part, condition, change) in changes.items()}
+    claims.check(sinks, made(), refuted, "")
 
 
 @pytest.mark.parametrize("condition", [SOFTMAX, SINK, SIGMOID])
@@ -108,20 +93,3 @@ def test_measurements_match_numpy(condition, monkeypatch):
         for key, expected in zip(names, np.mean(values, axis=0)):
             # float32 means of some 100 values of size 4 at most.
             assert float(looked[key]) == pytest.approx(expected, abs=1e-5), key
-
-
-@pytest.mark.campaign
-def test_small_study_runs_to_the_end_twice_alike(monkeypatch, run_fast):
-    small = {"FAST": sinks.Size(seeds=2, steps=4, looks=2), "LENGTH": 16, "BATCH": 2, "HELD_OUT": 4, "WIDTH": 8}
-    for name, value in small.items():
-        monkeypatch.setattr(sinks, name, value)
-    rows = run_fast(sinks)
-    monkeypatch.setattr(sinks, "CONDITIONS", (SINK,))  # compiling takes long
-    assert sinks.measure(Options(fast=True)) == [row for row in rows if row["condition"] == SINK]
-
-
-@pytest.mark.campaign
-def test_fast_study_finds_a_dormant_head():
-    """The sink, the active head, what it is worth and the value hold in two seeds; the controls are as they are."""
-    verdict = sinks.judge(sinks.measure(Options(fast=True)))
-    assert all(held for held, _ in verdict.parts[:4]), str(verdict)

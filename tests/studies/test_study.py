@@ -39,9 +39,22 @@ def test_help_lists_every_claim(capsys, help_flag):
     assert "Dividing q·k by √d_k" in capsys.readouterr().out
 
 
-def test_unknown_flag_is_one_line(capsys):
-    assert run("scaling", "--fats") == 2
-    assert capsys.readouterr().err == "error: Unknown command line flag 'fats'. Did you mean: fast ? (see --help)\n"
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["scaling", "--fats"], "Unknown command line flag 'fats'. Did you mean: fast ? (see --help)\n"),
+        (["--fast", "--out={}/new", "scalling"], "'scalling' is not a study"),
+        (["scaling", "--out={}/file"], "/file is a file"),
+        (["scaling", "--out={}/file/out"], "cannot be written (Not a directory)"),
+        (["scaling", "--path=quijote.txt"], "--path=quijote.txt: scaling does not train on a text: remove this flag\n"),
+        (["heads", "--fast", "--out={}/new", "--path=nowhere.txt"], "data.path = 'nowhere.txt': no such file"),
+    ],
+)
+def test_bad_option_is_one_line(tmp_path, capsys, options, message):
+    (tmp_path / "file").write_text("mine")
+    assert run(*(option.format(tmp_path) for option in options)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
 
 
 def test_study_writes_table_figure_and_verdict_once(tmp_path, capsys, monkeypatch):
@@ -62,34 +75,6 @@ def test_study_writes_table_figure_and_verdict_once(tmp_path, capsys, monkeypatc
     assert run("scaling", "--fast", "--out", str(out)) == 2
     assert "is not empty" in capsys.readouterr().err
     assert (out / "scaling.csv").read_bytes() == before
-
-
-def test_out_that_is_a_file_is_one_line(tmp_path, capsys):
-    (tmp_path / "file").write_text("mine")
-    assert run("scaling", "--out", str(tmp_path / "file")) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: --out={tmp_path / 'file'} is a file") and error.count("\n") == 1
-
-
-def test_out_that_cannot_be_created_is_one_line(tmp_path, capsys):
-    (tmp_path / "file").write_text("mine")
-    assert run("scaling", "--out", str(tmp_path / "file" / "out")) == 2
-    assert "cannot be written (Not a directory)" in capsys.readouterr().err
-
-
-def test_path_for_a_study_without_text_is_one_line(tmp_path, capsys):
-    assert run("scaling", "--path", "quijote.txt", "--out", str(tmp_path / "out")) == 2
-    assert capsys.readouterr().err == "error: --path=quijote.txt: scaling does not train on a text: remove this flag\n"
-
-
-def test_study_name_after_flags_is_found(tmp_path, capsys):
-    assert run("--fast", "--out", str(tmp_path), "scalling") == 2
-    assert "error: 'scalling' is not a study" in capsys.readouterr().err
-
-
-def test_missing_text_is_one_line(tmp_path, capsys):
-    assert run("heads", "--fast", "--out", str(tmp_path / "out"), "--path", "nowhere.txt") == 2
-    assert "data.path = 'nowhere.txt': no such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name, tokens", [("heads", 65), ("positions", 257), ("pruning", 130), ("training", 65)])
