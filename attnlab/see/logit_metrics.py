@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from attnlab.ops import jaxprs
+
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
@@ -50,13 +52,6 @@ def _inner_arrays(jaxpr):
         for var in eqn.invars:
             if isinstance(var, core.Literal) and np.ndim(var.val):
                 yield var.val
-        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_program):
-            if isinstance(value, core.ClosedJaxpr):
-                yield from value.consts
-                yield from _inner_arrays(value.jaxpr)
-            elif isinstance(value, core.Jaxpr):
-                yield from _inner_arrays(value)
-
-
-def _is_program(value) -> bool:
-    return isinstance(value, core.ClosedJaxpr | core.Jaxpr)
+        for called in jaxprs.called(eqn):
+            yield from called.consts
+            yield from _inner_arrays(called.jaxpr)

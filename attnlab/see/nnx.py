@@ -27,7 +27,7 @@ class Nnx:
 
     def sites(self, state, args: tuple, kwargs: Mapping) -> Sites:
         """The attention layers and blocks, found by tracing the call."""
-        calls: dict[str, Call] = {}
+        calls: dict[str, ModuleCalls] = {}
 
         def trace(state, args, kwargs):
             return self._call(state, args, kwargs, taps.ATTENTION, {}, None, (), calls)[1]

@@ -351,10 +351,11 @@ def dense():
             lambda m, p: see.capture(m, p, TOKENS, want="patern"),
             r"'patern' \(did you mean pattern\?\)",
         ),
+        (lambda m, p: see.capture(m, p, TOKENS, rows=[99]), r"rows = \[99\]: .*7 queries"),
         (lambda m, p: see.capture(*dense()), "Dense has no attention"),
         (lambda m, p: see.capture(m.apply, p, TOKENS), "model is a method: expected a module of flax"),
     ],
-    ids=["want", "no_attention", "no_model"],
+    ids=["want", "rows", "no_attention", "no_model"],
 )
 def test_bad_input_is_one_line(call, message):
     model, params = models.gpt()
@@ -398,8 +399,3 @@ def test_layers_that_nn_jit_compiles_as_one_are_refused():
     params = parameters(Net(), x)
     with pytest.raises(ValueError, match="nn.jit .*block_1/attention"):
         see.capture(Net(), params, x)
-
-
-def test_rows_that_a_sequence_does_not_have_are_one_line():
-    with pytest.raises(ValueError, match=r"rows = \[99\]: .*7 queries"):
-        see.capture(models.Flax(), models.variables(), TOKENS, rows=[99])

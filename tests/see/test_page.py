@@ -134,15 +134,13 @@ def test_page_is_written_whole_and_replaces_a_page(tmp_path):
     assert re.fullmatch(rf"Page\([\d,]+ bytes, in {re.escape(str(path))}\)", repr(made))
 
 
-@pytest.mark.parametrize("content", ["", "my notes", "<!doctype html><title>mine</title>"])
-def test_file_of_the_user_is_not_overwritten(tmp_path, content):
+def test_file_of_the_user_is_not_overwritten(tmp_path):
     path = tmp_path / "notes.html"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=r"notes.html exists and is not a page"):
-        page(run_of(causal_patterns(0, 1, 1, 2)), ["a", "b"], path)
-    assert path.read_text() == content
-    with pytest.raises(ValueError, match="exists and is not a page"):
-        page(run_of(causal_patterns(0, 1, 1, 2)), ["a", "b"], tmp_path)
+    path.write_text("<!doctype html><title>mine</title>")
+    for taken in (path, tmp_path):
+        with pytest.raises(ValueError, match="exists and is not a page"):
+            page(run_of(causal_patterns(0, 1, 1, 2)), ["a", "b"], taken)
+    assert path.read_text() == "<!doctype html><title>mine</title>"
 
 
 def test_page_without_path_is_no_path():
@@ -171,29 +169,16 @@ OTHER_AXES = Effects(np.ones((1, 3, 4)), ("layer", "head", "position"), ("block_
     [
         (({}, WORDS), r"runs = \{\}"),
         ((Run(None, {"z": {"a": WEIGHTS}}, ("a",)), WORDS), r"'pattern' .*, only z: .*want="),
-        (({3: Run(None, {})}, WORDS), r"'pattern' .*step 3, only nothing"),
         ((run_of(WEIGHTS[0]), WORDS), r"block_0/attention has shape \(3, 4, 4\)"),
         ((run_of(WEIGHTS - 0.5), WORDS), r"not within 0 … 1"),
-        ((run_of(WEIGHTS * np.nan), WORDS), r"not within 0 … 1"),
-        (
-            (run_of(WEIGHTS, WEIGHTS[..., :3]), WORDS),
-            r"layers differ in \(B, Tq, Tk\)",
-        ),
+        ((run_of(WEIGHTS, WEIGHTS[..., :3]), WORDS), r"layers differ in \(B, Tq, Tk\)"),
         (({1: RUN, 2: run_of(WEIGHTS[:, :2])}, WORDS), r"patterns of runs differ"),
         ((RUN, WORDS[:1]), r"tokens of 1 prompts: .*2"),
-        ((RUN, list("abcd")), r"tokens of 1 prompts: .*2"),
         ((RUN, [list("abcd"), list("abcde")]), r"prompt 1 has 5 tokens"),
-        ((RUN, [list("abcd"), []]), r"prompt 1 has 0 tokens"),
         ((RUN, [list("abcd"), [1, 2]]), r"tokens \[1, 2\]"),
         ((RUN, WORDS, {"sink": np.ones((3, 1))}), r"'sink' has shape \(3, 1\), .*\[1, 3\]"),
-        (
-            ({1: RUN}, WORDS, {"sink": np.ones((1, 3))}),
-            r"scores by step: .*\[1\]",
-        ),
-        (
-            (RUN, WORDS, None, OTHER_AXES),
-            r"effects have axes .*'position'",
-        ),
+        (({1: RUN}, WORDS, {"sink": np.ones((1, 3))}), r"scores by step: .*\[1\]"),
+        ((RUN, WORDS, None, OTHER_AXES), r"effects have axes .*'position'"),
     ],
     ids=lambda value: "" if isinstance(value, tuple) else value[:40],
 )

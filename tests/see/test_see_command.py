@@ -234,10 +234,8 @@ def test_damaged_checkpoint_is_left_out_of_all_and_refused_by_name(run, capsys, 
     "options, expected",
     [
         (["--checkpoints=5"], "no checkpoint '5'"),
-        (["--checkpoints=0,newest"], "no checkpoint 'newest'"),
         (["--prompt=el 日本"], "'日本': "),
         (["--prompt=" + TEXT], "has 40 tokens"),
-        (["--prompt=el perro", "--length=4"], "--length=4"),
         (["--prompt=e"], "has 1 token:"),
         (["--length=17"], "--length=17"),
         (["--max_bytes=10", "--noeffects"], "--max_bytes"),
@@ -255,14 +253,13 @@ def test_file_of_the_user_is_never_overwritten(run, capsys, tmp_path):
     (tmp_path / "notes.html").write_text("my notes")
     assert "is not a page of attnlab" in refused(capsys, run, f"--out={tmp_path}/notes.html")
     assert (tmp_path / "notes.html").read_text() == "my notes"
-    (tmp_path / "picture.html").write_bytes(bytes(range(256)))
-    assert "is not a page of attnlab" in refused(capsys, run, f"--out={tmp_path}/picture.html")
 
 
 def test_folder_without_a_run_is_one_line(gpt2, capsys, tmp_path):
     assert "holds no run" in refused(capsys, tmp_path / "nowhere")
     assert "holds no run" in refused(capsys, tmp_path)
-    assert "--workdir is missing" in refused_without_workdir(capsys)
+    capsys.readouterr()
+    assert main(["attnlab", "see"]) == 2 and "--workdir is missing" in capsys.readouterr().err
     assert 'give --prompt="…"' in refused(capsys, gpt2)
     assert "has no checkpoints" in refused(capsys, gpt2, "--checkpoints=all", "--prompt=el gato")
     (gpt2 / "tokenizer.json").rename(tmp_path / "tokenizer.json")
@@ -270,12 +267,6 @@ def test_folder_without_a_run_is_one_line(gpt2, capsys, tmp_path):
         assert "holds no tokenizer" in refused(capsys, gpt2, "--prompt=el gato")
     finally:
         (tmp_path / "tokenizer.json").rename(gpt2 / "tokenizer.json")
-
-
-def refused_without_workdir(capsys) -> str:
-    capsys.readouterr()
-    assert main(["attnlab", "see"]) == 2
-    return capsys.readouterr().err
 
 
 def test_run_of_a_model_of_the_users_own_is_refused_by_name(run, capsys, tmp_path):
