@@ -9,7 +9,6 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from attnlab.ops.masks import Mask
-from attnlab.ops.tiles import WHOLE, Shard
 from attnlab.types import Array
 
 # The entries of a block mask: none, some or all of a tile's pairs are visible.
@@ -44,30 +43,26 @@ def schedule(
     kv_length: int,
     block_sizes: tuple[int, int] | None = None,
     *,
-    q_positions=None,
-    kv_positions=None,
-    num_heads: int = 1,
-    batch: tuple[int, ...] = (),
-    shard: Shard = WHOLE,
     costs: Costs = CPU,
     together: int | None = None,
+    **where,
 ) -> tuple[tuple[int, int], Int[Array, "nQ nK"]]:
     """Tile sizes and the block mask: for each tile EMPTY, PARTIAL or FULL, over all heads and examples.
 
     A tile holds the scores of `together` heads, counted over all examples; None means all of them.
 
     `block_sizes` None means the cheapest for the mask by `costs`. The block mask is a NumPy array when the mask is
-    known while tracing; for a traced mask, tiles have a moderate size and the block mask is traced too.
+    known while tracing; for a traced mask, tiles have a moderate size and the block mask is traced too. `where` are
+    other arguments of `Mask.tiles`.
     """
     lengths = (q_length, kv_length)
-    where = {"q_positions": q_positions, "kv_positions": kv_positions, "num_heads": num_heads, "batch": batch}
-    where["shard"] = shard
     if block_sizes is not None:
         block_sizes = _clipped(block_sizes, lengths)
         return block_sizes, _block_mask(mask, lengths, block_sizes, where)
 
     # The symbolic sizes of jax.export count as 1.
-    rows = num_heads * math.prod(size for size in batch if isinstance(size, int)) if together is None else together
+    batch = (size for size in where.get("batch", ()) if isinstance(size, int))
+    rows = where.get("num_heads", 1) * math.prod(batch) if together is None else together
     # The finest division whose tiles are quickly listed; coarser divisions merge its tiles.
     finest, *coarser = [size for size in costs.sizes if size * 2048 >= max(lengths)] or costs.sizes[-1:]
     any_visible, all_visible = _tiles(mask, lengths, _clipped((finest, finest), lengths), where)
