@@ -122,13 +122,11 @@ def vocabulary(
     config, tokenizer = ConfigDict(plan.config), plan.tokenizer
     if vocab_size or tokenizer is not None:
         return config, vocab_size or tokenizer.vocab_size, []
-    kind, most, rows = config.data.tokenizer, config.data.vocab_size, config.model.vocab_size
+    kind, rows = config.data.tokenizer, config.model.vocab_size
+    size = {"byte": 256, "char": _CHARACTERS}.get(kind, config.data.vocab_size)
     if kind == "byte" or rows:
-        return config, min({"byte": 256, "char": _CHARACTERS}.get(kind, most), rows or 256), []
-    if kind == "char":
-        note = f"the vocabulary is assumed to have {_CHARACTERS} characters; it depends on the text: --vocab_size=N"
-        return config, _CHARACTERS, [note]
-    return config, most, [f"the vocabulary is assumed to have all {most} tokens of config.data.vocab_size"]
+        return config, min(size, rows or size), []
+    return config, size, [f"the vocabulary is assumed to have {size} tokens; it depends on the text: --vocab_size=N"]
 
 
 def attention_of(
