@@ -55,7 +55,7 @@ def _table(found: list[dict]) -> list[str]:
 
 def _short(function: str) -> str:
     first, *_, last = function.split(".")
-    module = function.removesuffix(f".{last}") if first != "torch" and "experimental" not in function else first
+    module = first if first == "torch" else function.removesuffix(f".{last}")
     return f"`{module}`" if last == "dot_product_attention" else f"`{module}` {last.replace('_', ' ')}"
 
 

@@ -2,7 +2,7 @@
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -12,8 +12,6 @@ import numpy as np
 from attnlab import masks
 from attnlab.ops.call import AttentionCall
 from attnlab.ops.dense import visibility
-from attnlab.score_mods import SoftCap
-from attnlab.testing.cases import SHAPES, Shape
 from attnlab.testing.subject import Unsupported, as_attnlab
 
 
@@ -24,13 +22,11 @@ class Peer(NamedTuple):
       load: imports and returns the function.
       adapter: its keyword arguments for a call.
       package: whose version is told.
-      shapes: sizes of calls that it can compute.
     """
 
     load: Callable[[], Callable]
     adapter: Callable[[AttentionCall], dict]
     package: str
-    shapes: Sequence[Shape] = SHAPES
 
 
 def pairs(call: AttentionCall):
@@ -109,60 +105,6 @@ def _tokamax(call: AttentionCall) -> dict:
     return kwargs | ({"logits_soft_cap": caps[0]} if caps else {})
 
 
-def _splash(call: AttentionCall) -> dict:
-    _refuse(call, scale=True, heads=True, mods=True, sinks=True)
-    if len(call.score_mods) > any(isinstance(mod, SoftCap) for mod in call.score_mods):
-        raise Unsupported("of score mods it has the soft cap alone")
-    if call.q_positions is not None:
-        raise Unsupported("it has no positions")
-    window, ids = (None, None), None
-    match call.mask:
-        case None:
-            pass
-        case masks.Causal():
-            window = (None, 0)
-        case masks.SlidingWindow(left, right):
-            window = (left, right)
-        case masks.Segments(q_ids, None):
-            ids = q_ids
-        case _:
-            raise Unsupported(
-                "of masks it has Causal, SlidingWindow and Segments, and arrays that are the same for all"
-            )
-    cap = call.score_mods[0].cap if call.score_mods else None
-    kwargs = {"q": call.q, "k": call.k, "v": call.v, "window": window, "ids": ids, "cap": cap}
-    return kwargs | {"sinks": call.sinks, "scale": call.scale}
-
-
-def _interpreted_splash() -> Callable:
-    """The kernel of TPUs, emulated, for batches `[B, T, H, D]`."""
-    package = "jax.experimental.pallas.ops.tpu.splash_attention"
-    kernels = importlib.import_module(f"{package}.splash_attention_kernel")
-    splash_masks = importlib.import_module(f"{package}.splash_attention_mask")
-
-    def attention(q, k, v, window, ids, cap, sinks, scale):
-        lengths = (q.shape[1], k.shape[1])
-        one = splash_masks.FullMask(lengths)
-        if window != (None, None):
-            one = splash_masks.LocalMask(lengths, window, offset=0)
-        kernel = kernels.make_splash_mha(
-            splash_masks.MultiHeadMask([one] * q.shape[2]),
-            attn_logits_soft_cap=cap,
-            head_shards=1,
-            q_seq_shards=1,
-            interpret=True,
-        )
-
-        def of_example(q, k, v, ids):
-            return kernel(q, k, v, None if ids is None else kernels.SegmentIds(ids, ids), sinks)
-
-        q = q * (q.shape[-1] ** -0.5 if scale is None else scale)  # the kernel has no scale
-        by_head = (x.swapaxes(1, 2) for x in (q, k, v))
-        return jax.vmap(of_example, in_axes=(0, 0, 0, None if ids is None else 0))(*by_head, ids).swapaxes(1, 2)
-
-    return attention
-
-
 def _torch(call: AttentionCall) -> dict:
     _refuse(call, bias=True, scale=True, heads=True)
     if _is_plainly_causal(call) and call.bias is None:
@@ -231,13 +173,11 @@ def _of(module: str, name: str) -> Callable[[], Callable]:
     return lambda: getattr(importlib.import_module(module), name)
 
 
-SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention"
 PEERS = {
     "attnlab.attention": Peer(_of("attnlab", "attention"), as_attnlab, "attnlab"),
     "jax.nn.dot_product_attention": Peer(_of("jax.nn", "dot_product_attention"), _jax_nn, "jax"),
     "flax.linen.dot_product_attention": Peer(_of("flax.linen", "dot_product_attention"), _linen, "flax"),
     "flax.nnx.dot_product_attention": Peer(_of("flax.nnx", "dot_product_attention"), _nnx, "flax"),
     "tokamax.dot_product_attention": Peer(_of("tokamax", "dot_product_attention"), _tokamax, "tokamax"),
-    SPLASH: Peer(_interpreted_splash, _splash, "jax", (Shape(2, 128, 128, 2, 2, 16),)),
     "torch.nn.functional.scaled_dot_product_attention": Peer(_torch_sdpa, _torch, "torch"),
 }

@@ -40,20 +40,20 @@ def find(name: str, what: str = "the function") -> Callable:
     return found
 
 
-def subject(function: str, adapter: str | None) -> tuple[Callable, Callable, tuple, str]:
-    """(function, adapter, shapes, version) of names; without an adapter the adapter of a known peer, if it is one."""
-    from attnlab.testing import SHAPES, as_attnlab
+def subject(function: str, adapter: str | None) -> tuple[Callable, Callable, str]:
+    """(function, adapter, version) of names; without an adapter the adapter of a known peer, if it is one."""
+    from attnlab.testing import as_attnlab
     from attnlab.testing.peers import PEERS
 
     peer = PEERS.get(function.replace(":", "."))
     if peer is None or adapter:
-        return find(function), find(adapter, "the adapter") if adapter else as_attnlab, SHAPES, ""
+        return find(function), find(adapter, "the adapter") if adapter else as_attnlab, ""
     try:
         loaded = peer.load()
         version = importlib.metadata.version(peer.package)
     except (ImportError, AttributeError) as error:
         raise UserError(f"{function} needs {peer.package} ({error}): pip install {peer.package}") from error
-    return loaded, peer.adapter, tuple(peer.shapes), f"{peer.package} {version}"
+    return loaded, peer.adapter, f"{peer.package} {version}"
 
 
 def main(asked: dict) -> int:
@@ -61,7 +61,7 @@ def main(asked: dict) -> int:
     from attnlab.testing import as_attnlab, check_attention, check_recurrence
     from attnlab.testing.subject import AdapterError
 
-    function, adapter, shapes, version = subject(asked["function"], asked["adapter"])
+    function, adapter, version = subject(asked["function"], asked["adapter"])
     _say(version=version)
     options = {
         "features": asked["features"],
@@ -73,7 +73,7 @@ def main(asked: dict) -> int:
         if asked["recurrence"]:
             report = check_recurrence(function, None if adapter is as_attnlab else adapter, **options)
         else:
-            report = check_attention(function, adapter, shapes=shapes, **options)
+            report = check_attention(function, adapter, **options)
     except AdapterError as error:
         raise UserError(f"{asked['adapter']}: {error}") from error
     _say(meanings=report.meanings | ({"it chooses as": ", ".join(report.follows)} if report.follows else {}))
