@@ -47,8 +47,7 @@ test-hardware: $(VENV)/installed-hardware
 # Hundreds of random cases, kills and damaged files; an hour and more, not part of .ci/run.
 campaigns: $(VENV)/installed-test
 	$(OPTIMIZED) $(PYTEST) -m campaign
-	$(BIN)/python -m tests.campaigns.faults --kills=100 --stops=40 --corruptions=200 --full_disks=10 --shared=5 \
-		--commands=1000
+	$(BIN)/python -m tests.campaigns.faults --kills=100 --stops=40 --corruptions=200 --full_disks=10
 
 # Whether the fast tests notice small faults in the source; the table is build/mutants.csv.
 mutants: $(VENV)/installed-test

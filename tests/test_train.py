@@ -73,13 +73,6 @@ def wait_for(running, pattern):
     pytest.fail(f"{pattern!r} was not printed: {''.join(seen)}")
 
 
-def wait_until(condition, within=60):
-    deadline = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def records(workdir):
     """The records without fields that differ between runs with the same seed."""
     lines = (Path(workdir) / "metrics.jsonl").read_text().splitlines()
@@ -242,32 +235,6 @@ def long_run(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_run_killed_and_stopped_repeatedly_is_bit_exact(long_run, tmp_path):
-    """Killed before the first regular checkpoint and after some, stopped by both signals in between."""
-    options = [*LONG, "--config.checkpoint.history=6"]
-    for number, pattern in (
-        (signal.SIGKILL, r"^step 2/"),
-        (signal.SIGINT, r"^step 4/"),
-        (signal.SIGTERM, r"^step (1[2-9]|2\d)/"),  # a signal may come a few steps late
-        (signal.SIGKILL, r"^step 3[4-8]/"),
-    ):
-        running = process(tmp_path / "run", *options)
-        wait_for(running, pattern)
-        running.send_signal(number)
-        out, _ = running.communicate(timeout=60)
-        if number != signal.SIGKILL:
-            assert running.returncode == 128 + number, out
-            assert re.search(r"stopped: step \d+ is saved in .*checkpoints; the same command resumes from there", out)
-    newest = max(kept(tmp_path / "run"))
-    assert newest >= 24
-    running = process(tmp_path / "run", *options)
-    out, _ = running.communicate(timeout=120)
-    assert running.returncode == 0 and f"resumed from step {newest}\n" in out, out
-    assert records(tmp_path / "run") == records(long_run)
-    assert {0, 1, 3, 7, 17, 40} <= set(kept(tmp_path / "run"))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["gated_delta gru attention", "rwkv7 hgrn2 delta_product"])
 def test_hybrid_killed_is_bit_exact(tmp_path, pattern):
     hybrid = flags({"model.num_layers": 3, "model.pattern": pattern})
@@ -280,28 +247,6 @@ def test_hybrid_killed_is_bit_exact(tmp_path, pattern):
     assert running.returncode == 0 and "resumed from step 4\n" in out, out
     assert records(tmp_path / "run") == records(tmp_path / "whole")
     assert same_checkpoints(tmp_path / "run", tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_second_interrupt_during_save_exits_at_once(tmp_path):
-    """The first signal's save takes a minute; the previous checkpoint survives."""
-    slow = """
-import sys, time
-from attnlab import train
-from attnlab.training.checkpoints import Checkpoints
-save = Checkpoints.save
-Checkpoints.save = lambda self, state, **metadata: (time.sleep(60 * (state.step > 8)), save(self, state, **metadata))
-sys.exit(train.main())"""
-    endless = ["--config.steps=100000", "--config.eval.windows=2000000"]
-    running = process(tmp_path / "run", *LONG, *endless, program=["-c", slow])
-    wait_for(running, r"^step 10/")  # the evaluation that follows takes a while
-    wait_until(lambda: (tmp_path / "run" / "checkpoints" / "8").exists())
-    running.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    running.send_signal(signal.SIGINT)
-    out, _ = running.communicate(timeout=30)
-    assert running.returncode == -signal.SIGINT and "Traceback" not in out and "is saved" not in out, out
-    assert Checkpoints(tmp_path / "run" / "checkpoints").newest_intact() == (8, {})
 
 
 @pytest.mark.slow
@@ -349,13 +294,6 @@ def test_all_checkpoints_damaged_is_an_error_and_nothing_changes(undisturbed, tm
     assert run(workdir) == 2
     assert re.search("error: every checkpoint in .* is damaged", capsys.readouterr().err)
     assert contents(workdir) == before
-
-
-def test_missing_checkpoints_are_an_error(undisturbed, tmp_path, capsys):
-    workdir = unfinished(undisturbed, tmp_path / "run")
-    shutil.rmtree(workdir / "checkpoints")
-    assert run(workdir) == 2
-    assert "holds no checkpoint, but the run had reached step 12" in capsys.readouterr().err
 
 
 def test_changed_metrics_are_refused_and_missing_ones_reported(undisturbed, tmp_path, capsys):
@@ -579,12 +517,6 @@ def test_run_resumes_with_its_own_tokenizer_when_its_text_moved(unfinished_own_t
     assert jax.eval_shape(model.apply, params, prompt[None]).shape == (1, len(prompt), 280)
 
 
-def test_data_path_overrides_data_name(tmp_path):
-    config = configs.default()
-    config.data.name, config.data.path = "quijote", f"{tmp_path}/mine.txt"
-    assert configs.completed(config).data.name == "text" and config.data.name == "quijote"
-
-
 # A run's folder alone is enough to resume, evaluate and extend it.
 
 
@@ -709,19 +641,6 @@ def test_checkpoint_folder_with_step_0_of_another_run_is_refused(with_history, t
     shutil.copytree(with_history / "checkpoints" / "0", tmp_path / "checkpoints" / "0")
     with pytest.raises(UserError, match="checkpoints of another run"):
         train.train(quick(checkpoint__dir=f"{tmp_path}/checkpoints"), tmp_path / "other")
-
-
-@pytest.mark.parametrize(
-    ("history", "message"),
-    [
-        (-1, r"config.checkpoint.history = -1"),
-        (14, r"config.checkpoint.history = 14: .*13"),
-    ],
-)
-def test_history_out_of_range_is_one_line(tmp_path, history, message):
-    with pytest.raises(UserError, match=message):
-        train.train(quick(checkpoint__history=history), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
 
 
 def test_finished_run_extended_and_crashed_is_bit_exact(undisturbed, tmp_path, capsys):

@@ -9,7 +9,7 @@ import pytest
 
 import attnlab
 from attnlab import train
-from attnlab.training import metrics, precision
+from attnlab.training import precision
 from attnlab.training.checkpoints import Checkpoints, sha256
 from attnlab.training.experiment import Experiment
 from tests.test_train import CrashError, contents, crash_at, quick, records, same_checkpoints, workdir_alone
@@ -167,15 +167,6 @@ def test_run_ended_early_goes_on_without_patience_as_if_never_stopped(ended_earl
 
 def test_run_that_improves_is_not_ended(averaged):
     assert ends(averaged[1]) == [("val", 5), ("val", 10), ("val", 12), ("final", 12)]
-
-
-def test_patience_counts_from_the_best_evaluation():
-    def after(*losses):
-        return [{"step": step, "split": "val", "loss": loss} for step, loss in enumerate(losses)]
-
-    assert not metrics.stalled(after(3.0, 2.0, 2.5, 1.9), 2) and not metrics.stalled(after(3.0, 2.0, 2.5), 2)
-    assert metrics.stalled(after(3.0, 2.0, 2.5, 2.0), 2) and not metrics.stalled(after(3.0, 4.0), 0)
-    assert not metrics.stalled([], 1)
 
 
 # --- precision

@@ -1,17 +1,14 @@
-"""Fault-tolerance campaigns: kills, stops, damaged files, full disks, malformed commands; counts what went wrong.
+"""Fault-tolerance campaigns: kills, stops, damaged files, full disks; counts what went wrong.
 
-python -m tests.campaigns.faults --kills=100 --stops=40 --corruptions=200 --commands=1000 [--json=faults.json]
-python -m tests.campaigns.faults --folders=100 --values=200
+python -m tests.campaigns.faults --kills=100 --stops=40 --corruptions=200 [--json=faults.json]
 python -m tests.campaigns.faults --full_disks=20
 
 Kills and stops: a run of some thousand steps gets SIGKILL, or SIGTERM, at random instants spread over its phases, is
 restarted each time, and must end with the bits of an undisturbed run. Corruptions: files of a stopped run are
 truncated, flipped, removed, values in them replaced; the command must continue to the right end, or report the fault
-in one line and keep every intact checkpoint. Folders: the same damage to a model of Hugging Face, which must write
-text, or be refused in one line. Values: one or two fields of a config get drawn values; the run must take its steps,
-or be refused in one line. Full disks: checkpoints go to file systems without free space or inodes (needs permission
-to mount); the command must end with one line and exit code 2 within seconds, and continue when there is room.
-Commands: each malformed line, of any command, must end with one line and exit code 2, and write nothing.
+in one line and keep every intact checkpoint. Full disks: checkpoints go to file systems without free space or inodes
+(needs permission to mount); the command must end with one line and exit code 2 within seconds, and continue when there
+is room.
 """
 
 import collections
@@ -31,21 +28,14 @@ import traceback
 from pathlib import Path
 
 import jax
-import numpy as np
 
-from attnlab import commands, compare, conform, export, plan, sample, sweep, train
+from attnlab import commands, train
 from attnlab import config as configs
 from attnlab._benchmarks.harness import options
-from attnlab.data import tokenizers
-from attnlab.interop.huggingface import save_hf
-from attnlab.nn import GPT
-from attnlab.see import __main__ as see
 from attnlab.support.errors import UserError
 from attnlab.training import metrics
 from attnlab.training.checkpoints import Checkpoints
 from tests.campaigns.watched import PHASES, Board
-from tests.parameters import parameters
-from tests.texts import TEXT
 
 QUICKSTART = configs.experiments()["quickstart"]
 MODEL = {
@@ -73,10 +63,7 @@ def define(values, argv) -> None:
         "kills": "SIGKILLs at random instants of one run",
         "stops": "SIGTERMs at random instants of one run",
         "corruptions": "damaged workdirs",
-        "folders": "damaged folders of Hugging Face",
-        "values": "configs with drawn values",
         "full_disks": "runs whose checkpoints do not fit on their file system",
-        "commands": "malformed command lines, a fifth of them as processes",
         "seed": "of the random draws",
     }
     options.define_integers(values, {name: (0, meaning) for name, meaning in counts.items()})
@@ -89,10 +76,7 @@ def main(values) -> int:
         "kills": kills,
         "stops": stops,
         "corruptions": corruptions,
-        "folders": folders,
-        "values": drawn_values,
         "full_disks": full_disks,
-        "commands": malformed,
     }
     for name in campaigns:
         if values[name].value < 0:
@@ -100,7 +84,7 @@ def main(values) -> int:
     options.check_new(values, "json")
     chosen = {name: values[name].value for name in campaigns if values[name].value}
     if not chosen:
-        raise UserError(f"nothing to do: give --{', --'.join(list(campaigns)[:-1])} or --commands; see --help")
+        raise UserError(f"nothing to do: give --{', --'.join(list(campaigns)[:-1])} or --full_disks; see --help")
     figures = {}
     with tempfile.TemporaryDirectory(prefix="attnlab-faults-") as folder:
         for name, count in chosen.items():
@@ -396,78 +380,6 @@ def _command(module, argv: list[str], **hooks) -> tuple[int, str, str]:
     return code, out.getvalue(), error.getvalue()
 
 
-def folders(count: int, folder: Path, draw: random.Random) -> dict:
-    """Damaged folders of Hugging Face. Wrong: a traceback, a hang, an error of more than a line."""
-    tokenizer = tokenizers.make("bpe", TEXT, 300)
-    options = {"positions": "rotary", "norm": "rms", "mlp": "gated", "activation": "silu", "use_bias": False}
-    model = GPT(tokenizer.vocab_size, 1, 2, 16, 32, tie_embeddings=False, **options)
-    params = parameters(model, np.zeros((1, 1), np.int32))
-    whole = save_hf(folder / "whole", model, params, tokenizer, max_shard_bytes=20_000)
-    wrong, outcomes = [], collections.Counter()
-    for number in range(count):
-        damaged = folder / f"damaged-{number}"
-        shutil.copytree(whole, damaged)
-        path = draw.choice(sorted(damaged.iterdir()))
-        what = f"{path.name}: {_damage(path, draw)}"
-        argv = [f"--workdir={damaged}", "--prompt=En un lugar", "--max_tokens=3"]
-        outcomes[_accepted(sample, argv, what, wrong)] += 1
-    return {"folders": count, "outcomes": dict(outcomes), "wrong": wrong}
-
-
-def _accepted(module, argv: list[str], what: str, wrong: list[str], **hooks) -> str:
-    """Whether a command accepts or refuses its arguments; anything else is added to what is wrong."""
-    code, _, error = _command(module, argv, **hooks)
-    if code in (0, 130) and "Traceback" not in error:
-        return "accepted"
-    if "Traceback" in error or code != 2 or len(error.strip().splitlines()) != 1:
-        wrong.append(f"{what} → {code} {error.strip()[-300:]}")
-    return "refused"
-
-
-def drawn_values(count: int, folder: Path, draw: random.Random) -> dict:
-    """Configs with one or two drawn values. Wrong: a traceback, a hang, an error of more than a line."""
-    folder.mkdir(parents=True)
-    (folder / "text.txt").write_text(TEXT)
-    tiny = {
-        "steps": 2,
-        "batch_size": 4,
-        "model.num_layers": 1,
-        "model.width": 8,
-        "model.context": 8,
-        "log.peak_tflops": 1,
-    }
-    tiny |= {"eval.windows": 2, "sample.length": 2, "log.tensorboard": False, "data.path": folder / "text.txt"}
-    names = sorted(set(configs.OPTIONS) - {"parallel.coordinator"})
-    wrong, outcomes = [], collections.Counter()
-
-    def stop_late(step, metrics):
-        if step >= 3:
-            raise KeyboardInterrupt
-
-    with contextlib.chdir(folder):  # some of the values are folders
-        for number in range(count):
-            chosen = {name: _drawn(configs.OPTIONS[name], draw) for name in draw.sample(names, draw.choice((1, 2)))}
-            argv = [f"--config={QUICKSTART}", f"--workdir={folder}/run-{number}"]
-            argv += [f"--config.{name}={value}" for name, value in (tiny | chosen).items()]
-            outcomes[_accepted(train, argv, str(chosen), wrong, on_step=stop_late)] += 1
-            shutil.rmtree(folder / f"run-{number}", ignore_errors=True)
-    return {"configs": count, "outcomes": dict(outcomes), "wrong": wrong}
-
-
-def _drawn(option, draw: random.Random):
-    """A value of an option: often a valid one, else of another type or size."""
-    if draw.random() < 0.15:
-        return draw.choice(["x", "", "None", "-1", "nan", "1e30", "9" * 20, "☃", "[]"])
-    if bool in option.types:
-        return draw.choice([True, False])
-    if option.choices:
-        return draw.choice(option.choices)
-    if str in option.types:
-        return draw.choice(["", "x", "a b", "local global", "1:2", "task:mqar", "nowhere"])
-    whole = [0, 1, 2, 3, 4, 8, 12]
-    return draw.choice(whole if float not in option.types else [*whole, 1e-9, 0.1, 0.5, 0.999, 1.5, 1e9])
-
-
 # ------------------------------------------------------------------------------------------ full disks
 
 
@@ -530,120 +442,6 @@ def _small_file_system(folder: Path, options: str):
         yield
     finally:
         subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-# ------------------------------------------------------------------------------------------------------------ commands
-
-
-def malformed(count: int, folder: Path, draw: random.Random) -> dict:
-    """Malformed command lines. Wrong: anything but one line, exit code 2, and an empty folder."""
-    wrong, kinds = [], set()
-    folder.mkdir(parents=True)
-    with contextlib.chdir(folder):
-        for number in range(count):
-            name, module = draw.choice((*[("train", train)] * len(OTHERS), *OTHERS.items()))
-            kind, argv = _malformed(draw) if name == "train" else ("of another command", _malformed_of(name, draw))
-            kinds.add(kind)
-            if number % 5 == 0:
-                command = [sys.executable, "-m", "attnlab", name, *argv]
-                done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=PATIENCE)
-                code, error = done.returncode, done.stderr
-            else:
-                code, _, error = _command(module, argv)
-            lines = error.strip().splitlines()
-            if code != 2 or len(lines) != 1 or not lines[0].startswith("error: ") or "Traceback" in error:
-                wrong.append(f"{argv} → {code} {error.strip()[-300:]!r}")
-            if any(folder.iterdir()):
-                wrong.append(f"{argv} wrote {[path.name for path in folder.iterdir()]}")
-                shutil.rmtree(folder)
-                folder.mkdir()
-                os.chdir(folder)
-    return {"lines": count, "kinds": len(kinds), "wrong": wrong}
-
-
-def _malformed(draw: random.Random) -> tuple[str, list[str]]:
-    """The kind of error in a malformed command line, and the line."""
-    defaults = configs.fields(configs.default())
-    # Fields whose wrong values are known in advance: not text, nor fields that take any value.
-    integers = [name for name, value in defaults.items() if type(value) is int and name != "parallel.mesh.data"]
-    real = [name for name, value in defaults.items() if type(value) is float]
-    flag = [name for name, value in defaults.items() if type(value) is bool]
-    choices = ["precision", "on_nonfinite", "data.tokenizer", "data.name", "parallel.strategy", "model.positions"]
-    config = f"--config={QUICKSTART}"
-    noise = "".join(draw.choices("abcdefghijklmnopqrstuvwxyz-_.,:;/ñ☃ ", k=draw.randint(1, 12))).strip() or "x"
-
-    def bad(field, values):
-        return [config, f"--config.{field}={draw.choice(values)}"]
-
-    kinds = {
-        "not an integer": lambda: bad(draw.choice(integers), ["x", "1.5", "", "-3", "1e3", "None", "9" * 20, noise]),
-        "not a number": lambda: bad(draw.choice(real), ["x", "", "nan", "-1", "inf", "None", "1,5", noise]),
-        "neither true nor false": lambda: bad(draw.choice(flag), ["2", "maybe", "", noise]),
-        "no such choice": lambda: bad(draw.choice(choices), ["x", "", "None", "mesh ", noise]),
-        "no such field": lambda: [config, f"--config.{_misspelt(draw.choice(list(defaults)), draw)}=1"],
-        "a repeated flag": lambda: [config, *draw.choice((["--workdir=a", "--workdir=b"], [config]))],
-        "no such flag": lambda: [config, f"--{_misspelt(draw.choice(['workdir', 'eval_only']), draw)}=1"],
-        "no config": lambda: draw.choice(([], ["--workdir=w"], ["--config"], ["--config="])),
-        "no such file": lambda: [f"--config={noise}.py"],
-        "no such variant": lambda: [f"{config}:{noise}"],
-        "an extra argument": lambda: [config, noise if not noise.startswith("-") else "x"],
-        "indivisible heads": lambda: bad("model.num_heads", ["3", "5", "7", "1000"]),
-        "a missing text file": lambda: bad("data.path", ["nowhere.txt", "no/where/*.txt", noise + "/x"]),
-        "an indivisible batch": lambda: [*bad("optimizer.accumulation", ["5", "7"]), "--config.batch_size=12"],
-        "a workdir that is a file": lambda: [config, f"--workdir={QUICKSTART}"],
-        "nothing to evaluate": lambda: [config, "--eval_only", f"--workdir={draw.choice(['none', 'a/b'])}"],
-    }
-    kind = draw.choice(list(kinds))
-    return kind, kinds[kind]()
-
-
-OTHERS = {"sample": sample, "see": see, "export": export, "sweep": sweep, "compare": compare, "plan": plan}
-OTHERS |= {"conform": conform}
-_FLAGS = {
-    "sample": ["prompt", "prompts", "out", "score", "max_tokens", "num_samples", "top_k", "top_p", "step"],
-    "see": ["out", "text", "checkpoints", "step", "tokens", "queries"],
-    "export": ["to", "step", "dtype", "model_type"],
-    "sweep": ["grid", "jobs", "dry_run", "workdir"],
-    "compare": ["variant", "seeds", "learning_rates", "match", "jobs", "out"],
-    "plan": ["topology", "json", "vocab_size"],
-    "conform": ["features", "cases", "out", "seed"],
-}
-
-
-def _malformed_of(command: str, draw: random.Random) -> list[str]:
-    """Arguments of a command with one or two flags of drawn values, and nothing that it could work on."""
-    first = {
-        "sample": ["--workdir=none"],
-        "see": ["--workdir=none"],
-        "export": ["--workdir=none"],
-        "sweep": [f"--config={QUICKSTART}", "--grid=config.nowhere=1"],
-        "compare": [f"--config={QUICKSTART}", "--variant=a: model.nowhere=1"],
-        "plan": [f"--config={QUICKSTART}", "--topology=nowhere"],
-        "conform": ["nowhere.attention"],
-    }
-    values = [
-        "",
-        "x",
-        "-1",
-        "0",
-        "nan",
-        "1e9",
-        "9" * 20,
-        "a=b",
-        "1,,2",
-        "☃",
-        "/dev/zero",
-        "no/where",
-        "[",
-        "config.seed=",
-    ]
-    flags = draw.sample(_FLAGS[command], draw.choice((1, 2)))
-    return [*first[command], *(f"--{flag}={draw.choice(values)}" for flag in flags)]
-
-
-def _misspelt(name: str, draw: random.Random) -> str:
-    at = draw.randrange(len(name))
-    return draw.choice((name[:at] + "zq" + name[at:], name[: at + 1] + "zq", "zq" + name))
 
 
 if __name__ == "__main__":

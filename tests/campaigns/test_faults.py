@@ -24,7 +24,7 @@ def mounts(tmp_path_factory):
     subprocess.run(["umount", folder], check=True)
 
 
-SAMPLE = {"kills": 3, "stops": 1, "corruptions": 4, "full_disks": 1, "commands": 20}
+SAMPLE = {"kills": 3, "stops": 1, "corruptions": 4, "full_disks": 1}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_board_is_shared_by_two_mappings(tmp_path):
     [
         (
             [],
-            "nothing to do: give --kills, --stops, --corruptions, --folders, --values, ",
+            "nothing to do: give --kills, --stops, --corruptions or --full_disks",
         ),
         (["--kills=-1"], "--kills=-1: expected 0 or more"),
         (["--kills=x"], "flag --kills=x"),

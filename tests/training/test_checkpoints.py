@@ -84,12 +84,6 @@ def test_history_is_even_by_logarithm():
     assert np.ptp(np.diff(found)) < 0.1
 
 
-@pytest.mark.parametrize("count", [-1, 12])
-def test_history_of_more_steps_than_there_are_is_one_line(count):
-    with pytest.raises(ValueError, match=f"{count} checkpoints of 10 steps: .*11"):
-        history_steps(10, count)
-
-
 def test_save_allows_donation_of_the_state_at_once(tmp_path):
     """The save is asynchronous: later writes to the buffers must not reach the disk."""
     checkpoints = Checkpoints(tmp_path / "checkpoints")
@@ -187,12 +181,6 @@ def test_damage_finds_missing_and_truncated_files(saved):
         path.write_bytes(intact[: len(intact) // 2])
         assert saved.damage(7) or not intact
         path.write_bytes(intact)
-
-
-def test_damage_finds_a_renamed_checkpoint(saved):
-    (Path(saved.directory) / "7").rename(Path(saved.directory) / "9")
-    assert saved.damage(9) == "it belongs to step 7"
-    assert saved.newest_intact() == (3, {9: "it belongs to step 7"})
 
 
 def test_set_aside_keeps_damaged_checkpoints(saved):

@@ -171,13 +171,6 @@ def test_reporter_without_terminal_prints_plain_lines(capsys):
     assert capsys.readouterr().out == "step 10/20  train loss 2.5\n[not markup]\n"
 
 
-def test_silent_reporter_prints_nothing(capsys):
-    with metrics.ProgressReporter(steps=20, silent=True) as reporter:
-        reporter.step(10, "train loss 2.5")
-        reporter.print("hello")
-    assert capsys.readouterr().out == ""
-
-
 @pytest.mark.parametrize(
     "stats, peak",
     [
