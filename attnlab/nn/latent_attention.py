@@ -17,8 +17,8 @@ from attnlab.nn.norms import RMSNorm
 from attnlab.nn.positions import within_segments
 from attnlab.nn.resolved import latent_of, resolved, score_mods
 from attnlab.nn.rotations import Rotary, rotary
-from attnlab.ops import products
 from attnlab.ops.attention import attention, attention_weights
+from attnlab.ops.cpu import products
 from attnlab.ops.masks import Padding, Segments, join
 from attnlab.types import Array, DType
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from attnlab.nn import sharding
-from attnlab.ops import pointwise, products
+from attnlab.ops.cpu import pointwise, products
 from attnlab.types import Array, DType
 
 MLPS = ("plain", "gated")

@@ -15,8 +15,8 @@ from attnlab.nn.norms import make_norm
 from attnlab.nn.positions import within_segments
 from attnlab.nn.resolved import as_tuple, resolved, score_mods
 from attnlab.nn.rotations import Rotary, rotary
-from attnlab.ops import products
 from attnlab.ops.attention import attention, attention_weights
+from attnlab.ops.cpu import products
 from attnlab.ops.masks import Padding, Segments, join
 from attnlab.ops.score_mods import Forget
 from attnlab.types import Array, DType

@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from attnlab.ops import pointwise
+from attnlab.ops.cpu import pointwise
 from attnlab.types import Array, DType
 
 NORMS = ("layer", "rms", "rms_plus_one")

@@ -2,7 +2,7 @@
 
 import flax.linen as nn
 
-from attnlab.ops import products
+from attnlab.ops.cpu import products
 
 
 def out(layer: nn.Module, features: int, *, use_bias: bool) -> nn.DenseGeneral:

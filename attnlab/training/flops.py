@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from attnlab.nn import GPT
 from attnlab.nn.kinds import Kind, kind_of, named
 from attnlab.nn.resolved import resolved
-from attnlab.ops import products
+from attnlab.ops.cpu import products
 
 
 def per_token(model: GPT, length: int) -> float:

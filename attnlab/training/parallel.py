@@ -16,8 +16,8 @@ from ml_collections import ConfigDict
 from attnlab.data.batches import Batch
 from attnlab.nn import sharding
 from attnlab.nn.resolved import resolved
-from attnlab.ops import stacks
 from attnlab.ops.context import context_parallel
+from attnlab.ops.cpu import stacks
 from attnlab.support.errors import UserError
 
 DATA, FSDP, CONTEXT, TENSOR = AXES = ("data", "fsdp", "context", "tensor")

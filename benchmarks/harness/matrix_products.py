@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnlab.ops import products
+from attnlab.ops.cpu import products
 
 from . import serving
 

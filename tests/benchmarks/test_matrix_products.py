@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from attnlab._benchmarks.harness.matrix_products import Product, Timer, of_program
-from attnlab.ops import products
+from attnlab.ops.cpu import products
 
 
 def test_products_are_found_in_loops_and_with_their_forms():

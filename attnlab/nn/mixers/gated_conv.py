@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from attnlab.nn.mixers.interface import CausalMixer
 from attnlab.nn.mixers.short_conv import ShortConv
 from attnlab.nn.resolved import recurrence_of
-from attnlab.ops import products
+from attnlab.ops.cpu import products
 from attnlab.types import DType
 
 

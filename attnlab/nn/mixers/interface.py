@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from attnlab.nn import checks, projections, sharding, taps
 from attnlab.nn.checks import check_lengths, check_segments
 from attnlab.nn.resolved import recurrence_of
-from attnlab.ops import products
+from attnlab.ops.cpu import products
 from attnlab.ops.masks import Causal, Mask
 from attnlab.ops.recurrence import linear_recurrence
 from attnlab.types import Array, DType

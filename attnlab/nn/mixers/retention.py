@@ -9,7 +9,7 @@ import numpy as np
 from attnlab.nn.mixers.interface import RecurrentMixer
 from attnlab.nn.positions import within_segments
 from attnlab.nn.rotations import rotary
-from attnlab.ops import pointwise
+from attnlab.ops.cpu import pointwise
 
 
 class Retention(RecurrentMixer):

@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from attnlab.nn.mixers import gates
 from attnlab.nn.mixers.interface import RecurrentMixer, last
-from attnlab.ops import pointwise
+from attnlab.ops.cpu import pointwise
 from attnlab.types import Array, DType
 
 # Exponents of the initial shares of the previous token.

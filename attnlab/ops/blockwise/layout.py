@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from attnlab.ops import products
+from attnlab.ops.cpu import products
 from attnlab.ops.platforms import platform_of
 from attnlab.types import Array
 

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from attnlab.ops import jaxprs
-from attnlab.ops.stacks import moved_as_integers
+from attnlab.ops.cpu.stacks import moved_as_integers
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 3)), jnp.bfloat16)
 

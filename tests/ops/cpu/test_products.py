@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnlab.ops import products
+from attnlab.ops.cpu import products
 
 SIZES = st.sampled_from([1, 4, 9])
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnlab.ops import pointwise
+from attnlab.ops.cpu import pointwise
 
 FUNCTIONS = {"gelu": pointwise.gelu, "standardize": pointwise.standardize}
 standardize = jax.jit(lambda x: pointwise.standardize(x, 1e-5))
