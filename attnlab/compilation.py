@@ -42,21 +42,19 @@ def keep_programs() -> Path | None:
     """
     if not jax.config.jax_enable_compilation_cache:
         return None
-    given = jax.config.jax_compilation_cache_dir
-    if given and "://" in given:  # a bucket, whose objects are written atomically
-        return None
-    try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = Path(given) if given else home / "attnlab" / f"programs-{_processor()}"
-        folder.mkdir(parents=True, exist_ok=True)
-        if not given:
+    folder = jax.config.jax_compilation_cache_dir
+    if not folder:
+        try:
+            home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            folder = home / "attnlab" / f"programs-{_processor()}"
+            folder.mkdir(parents=True, exist_ok=True)
             delete_oldest(folder)
-    except (OSError, RuntimeError):  # no home, or one without write permission
-        return None
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+        except (OSError, RuntimeError):  # no home, or one without write permission
+            return None
+        jax.config.update("jax_compilation_cache_dir", str(folder))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    return folder
+    return Path(folder)
 
 
 @functools.cache

@@ -369,13 +369,6 @@ def difference(saved: dict, config: ConfigDict) -> str:
     return ""
 
 
-def another(workdir: Path, difference: str) -> UserError:
-    """The error for a workdir that holds a run with another config."""
-    return UserError(
-        f"{workdir} holds a run with another config ({difference}): choose a new --workdir, or repeat its command"
-    )
-
-
 def to_json(config: ConfigDict, **metadata) -> str:
     """The content of `config.json`: the fields of `config`, then metadata of the run (its corpus, …)."""
     return json.dumps(_plain(config) | metadata, indent=2) + "\n"

@@ -74,13 +74,6 @@ def _source(config: ConfigDict) -> tuple[nn.Module, tokenizers.Tokenizer | None]
     return model, tokenizer
 
 
-def context_in_words(config: ConfigDict) -> str:
-    """The context of a new run, and the context of the model in `config.init_from` where it is shorter."""
-    context, before = config.model.context, peek(config.init_from)[0].context
-    longer = f", longer than the {before} of its training" if context > before else ""
-    return f"{context} tokens{longer}"
-
-
 def params(config: ConfigDict, like):
     """Load the parameters in `config.init_from` onto the devices; `like` has their shapes and shardings."""
     model, *_ = peek(config.init_from)

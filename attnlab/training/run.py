@@ -266,7 +266,7 @@ def _report_start(run: Run) -> None:
     if run.start:
         reporter.print(f"resumed from step {run.start}")
     elif plan.origin == "weights":
-        reporter.print(f"starting from {config.init_from}, sequences of {pretrained.context_in_words(config)}")
+        reporter.print(f"starting from {config.init_from}, sequences of {config.model.context} tokens")
     elif workdir.previous_run:
         reporter.print("no checkpoint was saved yet: starting from the beginning")
     if plan.origin == "extended":

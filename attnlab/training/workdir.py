@@ -60,7 +60,9 @@ class Workdir:
                 f"extended, not shortened; give {steps} or more, or choose a new --workdir"
             )
         if difference := configs.difference(saved | {"steps": config.steps} if may_extend else saved, config):
-            raise configs.another(self.path, difference)
+            raise UserError(
+                f"{self} holds a run with another config ({difference}): choose a new --workdir, or repeat its command"
+            )
 
     def extensions(self, config: ConfigDict, start: int) -> list[dict]:
         """Extensions of a run that resumes from `start`: `{"at_step", "from_steps", "to_steps"}`, oldest first."""

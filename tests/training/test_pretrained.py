@@ -173,7 +173,7 @@ def test_run_from_another_run_takes_its_weights(gpt2, text, tmp_path, capsys):
     config = f"--config={REPOSITORY}/configs/quickstart.py"
     assert train.main(["", config, f"--workdir={tmp_path}/a", *(f"--config.{option}" for option in shape + small)]) == 0
     assert finetune(tmp_path / "a", text, tmp_path / "b", **NULL) == 0
-    assert "sequences of 32 tokens, longer than the 16 of its training" in capsys.readouterr().out
+    assert "sequences of 32 tokens" in capsys.readouterr().out
     model, params, tokenizer, _ = attnlab.load(tmp_path / "b")
     before = attnlab.load(tmp_path / "a")
     jax.tree.map(np.testing.assert_array_equal, params, before.params)
