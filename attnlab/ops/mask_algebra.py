@@ -123,10 +123,10 @@ class Mask(Node):
     def of_shard(self, shard: Shard) -> "Mask":
         """The same mask for a part of a call that is split over devices (`attnlab.context_parallel`).
 
-        A subclass whose arrays have axes of examples overrides it. A subclass that computes with coordinates alone, or
-        takes from its arrays by `tile.of_queries`, `of_keys` or `of_pairs`, need not.
+        A subclass whose arrays have axes of examples or heads overrides it. A subclass that computes with coordinates
+        alone, or takes from its arrays by `tile.of_queries`, `of_keys` or `of_pairs`, need not.
         """
-        return InCall(self)
+        return self
 
     def check(self, batch: tuple[int, ...], num_heads: int, q_length: int, kv_length: int) -> None:
         """Raises ValueError when the mask's arrays do not fit scores `[*batch, num_heads, q_length, kv_length]`."""
@@ -178,23 +178,6 @@ class Mask(Node):
             f"{type(self).__name__} has no truth value: combine masks with &, | and ~, not with and, or and not; "
             "test for a missing mask with `is None`"
         )
-
-
-@dataclass(frozen=True)
-class InCall(Mask):
-    """A mask of a shard with the arrays of the whole call."""
-
-    mask: Mask
-
-    @property
-    def positional(self):
-        return self.mask.positional
-
-    def visible(self, tile):
-        return self.mask.visible(tile.in_call())
-
-    def of_shard(self, shard):
-        return InCall(self.mask)
 
 
 def require_positions(mask, q_length, kv_length, q_positions, kv_positions, what="mask") -> None:

@@ -42,9 +42,6 @@ class Causal(Mask):
     def bounds(self, tiling):
         return _at_most(tiling.kv_position, tiling.q_position)
 
-    def of_shard(self, shard):
-        return self
-
 
 @dataclass(frozen=True)
 class SlidingWindow(Mask):
@@ -75,9 +72,6 @@ class SlidingWindow(Mask):
         lowest, highest = kv_low - q_high, kv_high - q_low  # of kv − q
         left, right = self._reach()
         return (highest >= -left) & (lowest <= right), (lowest >= -left) & (highest <= right)
-
-    def of_shard(self, shard):
-        return self
 
     def _reach(self):
         return min(self.left, checks.INT32_MAX), min(self.right, checks.INT32_MAX)
@@ -222,10 +216,8 @@ class BlockSparse(Mask):
         return count > 0, count == (bottom - top) * (right - left)
 
     def of_shard(self, shard):
-        if self.blocks.ndim == 2:
-            return self
-        shard = shard._replace(queries=None, keys=None)
-        return BlockSparse(shard.take(self.blocks, "heads", "queries", "keys"), self.size)
+        sides = ("heads", "rows", "columns")[-self.blocks.ndim :]
+        return BlockSparse(shard.take(self.blocks, *sides), self.size)
 
     def check(self, batch, num_heads, q_length, kv_length):
         if self.blocks.dtype != bool:
@@ -257,9 +249,6 @@ class MaskFn(elementwise.Function, Mask):
         coordinates = (tile.example, tile.head, tile.q_position, tile.kv_position)
         return elementwise.apply(self.fn, coordinates, self.arrays, jnp.bool_)
 
-    def of_shard(self, shard):
-        return self
-
     def for_tiles(self, q_length, kv_length):
         fn, arrays = elementwise.without_closure(self.fn, (jnp.int32,) * 4, self.arrays)
         return MaskFn(fn, *arrays)
@@ -283,8 +272,7 @@ class Dense(Mask):
         return tiling.of_pairs(self.array)
 
     def of_shard(self, shard):
-        sides = ("queries", "keys") if self.array.ndim == 2 else ("heads", "queries", "keys")
-        return Dense(shard.take(self.array, *sides))
+        return Dense(shard.take(self.array, *("heads", "queries", "keys")[-self.array.ndim :]))
 
     def for_tiles(self, q_length, kv_length):
         return Dense(padded(padded(self.array, q_length, axis=-2), kv_length))

@@ -60,7 +60,7 @@ class ScoreMod(Node):
         Its coordinates count in the whole call, as do arrays that it takes from by `tile.of_queries`, `of_keys` or
         `of_pairs`. A subclass whose arrays have axes of examples overrides it.
         """
-        return InCall(self)
+        return self
 
     def check(self, num_heads: int) -> None:
         """Raises ValueError when the mod's arrays do not fit `num_heads` heads."""
@@ -77,34 +77,7 @@ class ScoreMod(Node):
 
 
 @dataclass(frozen=True)
-class InCall(ScoreMod):
-    """A mod of a shard with the arrays of the whole call."""
-
-    mod: ScoreMod
-
-    @property
-    def positional(self):
-        return self.mod.positional
-
-    def apply(self, scores, tile):
-        return self.mod.apply(scores, tile.in_call())
-
-    def for_tiles(self, score_type):
-        return InCall(self.mod.for_tiles(score_type))
-
-    def of_shard(self, shard):
-        return self
-
-
-class _ByCoordinates(ScoreMod):
-    """Base class of mods that need coordinates and arrays with axes of heads alone."""
-
-    def of_shard(self, shard):
-        return self
-
-
-@dataclass(frozen=True)
-class ALiBi(_ByCoordinates):
+class ALiBi(ScoreMod):
     """Attention with linear biases: score − slope·|i − j|, one slope per head (Press et al. 2022, section 3).
 
     `slopes` is `[H]`, in logits per position of distance.
@@ -129,7 +102,7 @@ class ALiBi(_ByCoordinates):
 
 
 @dataclass(frozen=True)
-class RelativeBias(_ByCoordinates):
+class RelativeBias(ScoreMod):
     """A learned bias for each head and distance: score + table[h, clip(j − i)] (Shaw et al. 2018, equation 4).
 
     `table` is `[H, 2·R + 1]`, in logits; column R + d is for keys d positions after the query, and distances beyond
@@ -159,7 +132,7 @@ class RelativeBias(_ByCoordinates):
 
 
 @dataclass(frozen=True)
-class SoftCap(_ByCoordinates):
+class SoftCap(ScoreMod):
     """Scores limited to ±cap: cap·tanh(score / cap) (Gemma Team 2024, section 2).
 
     `cap`, in logits, is a number above 0, or an array of shape `()`.
@@ -227,7 +200,7 @@ class Forget(ScoreMod):
 
 
 @dataclass(frozen=True, init=False)
-class ScoreFn(elementwise.Function, _ByCoordinates):
+class ScoreFn(elementwise.Function, ScoreMod):
     """Any change of the scores: `fn(score, b, h, i, j, *arrays)`.
 
     The function is written for scalars: example b (counted through all batch axes), head h, positions i of the query

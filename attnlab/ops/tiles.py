@@ -18,19 +18,18 @@ from attnlab.types import Array
 
 
 class Shard(NamedTuple):
-    """The part of a call that a device computes: indices in the whole call, for masks and mods; None for all."""
+    """The part of a call that is computed: indices in the whole call, for masks and mods; None for all."""
 
     examples: Int[Array, "..."] | None = None  # counted through all batch axes
     heads: Int[Array, " H"] | None = None
     queries: Int[Array, " Tq"] | None = None
-    keys: Int[Array, " Tk"] | None = None
 
     def take(self, x: Array, *sides: str) -> Array:
-        """The entries of an array `[*batch, *sides]`, with or without batch, that the shard needs; size 1 is shared."""
+        """The part of an array `[*batch, *sides]`, with or without batch, for these examples and, if a side is named
+        "heads", these heads; a side of size 1 is shared."""
         for axis, side in enumerate(sides, -len(sides)):
-            index = getattr(self, side)
-            if index is not None and x.shape[axis] > 1:
-                x = jnp.take(jnp.asarray(x), index, axis=axis)
+            if side == "heads" and self.heads is not None and x.shape[axis] > 1:
+                x = jnp.take(jnp.asarray(x), self.heads, axis=axis)
         batch = x.shape[: x.ndim - len(sides)]
         if self.examples is None or not batch:
             return x
@@ -53,8 +52,12 @@ class Side(NamedTuple):
         return self.index if self.whole_index is None else self.whole_index
 
     def take(self, x: Array, axis: int = -1) -> Array:
-        """The entries of `x` for these rows, along an axis with one entry per row, or a single entry for all."""
-        if self.is_whole or x.shape[axis] == 1:
+        """The entries of `x` for these rows, along an axis with one entry per row of the call, or a single entry."""
+        if x.shape[axis] == 1:
+            return x
+        if self.whole_index is not None:
+            return jnp.take(jnp.asarray(x), self.whole_index, axis=axis, mode="clip")
+        if self.is_whole:
             return x
         # A slice costs less than a gather, but a ragged last tile needs one: a slice is shifted at the end.
         size, length = len(self.index), x.shape[axis]
@@ -75,15 +78,6 @@ class Side(NamedTuple):
         return Side(index, position, self.axis, whole_index=in_call)
 
 
-class SideOfCall(Side):
-    """A side that takes from arrays of the whole call."""
-
-    def take(self, x, axis=-1):
-        if self.whole_index is None or x.shape[axis] == 1:
-            return super().take(x, axis)
-        return jnp.take(jnp.asarray(x), self.whole_index, axis=axis, mode="clip")
-
-
 class Tile(NamedTuple):
     """The coordinates of scores `[..., H, queries, keys]` or `[..., H, keys, queries]`, counted in the whole call."""
 
@@ -93,13 +87,9 @@ class Tile(NamedTuple):
     keys: Side
 
     q_index = property(lambda self: self.queries.lay(self.queries.index_in_call))
-    kv_index = property(lambda self: self.keys.lay(self.keys.index_in_call))
+    kv_index = property(lambda self: self.keys.lay(self.keys.index))
     q_position = property(lambda self: self.queries.lay(self.queries.position))
     kv_position = property(lambda self: self.keys.lay(self.keys.position))
-
-    def in_call(self) -> "Tile":
-        """The same tile of a shard, for masks and score mods with the arrays of the whole call."""
-        return self._replace(queries=SideOfCall(*self.queries), keys=SideOfCall(*self.keys))
 
     def of_queries(self, x: Array) -> Array:
         """The part of an array `[..., Tq]` for this tile's queries, laid out like the scores."""
@@ -111,7 +101,7 @@ class Tile(NamedTuple):
 
     def of_pairs(self, x: Array) -> Array:
         """The part of an array `[..., Tq or 1, Tk or 1]` for this tile, laid out like the scores."""
-        x = self.keys.take(self.queries.take(x, axis=-2), axis=-1)
+        x = self.queries.take(self.keys.take(x, axis=-1), axis=-2)
         return x if self.queries.axis == -2 else jnp.swapaxes(x, -1, -2)
 
 
@@ -127,7 +117,7 @@ def whole(
 ) -> Tile:
     """The tile of a score array `[*batch, H, Tq, Tk]`; with `xp=numpy`, static masks are evaluated while tracing."""
 
-    def side(length, positions, axis, whole_index):
+    def side(length, positions, axis, whole_index=None):
         index = xp.arange(length, dtype=xp.int32)
         if positions is not None:  # as int32, because unsigned integers would wrap
             positions = (jnp if isinstance(positions, jax.core.Tracer) else xp).asarray(positions, xp.int32)
@@ -138,7 +128,7 @@ def whole(
         example=examples(batch, shard, xp),
         head=heads(num_heads, shard, xp),
         queries=side(q_length, q_positions, -2, shard.queries),
-        keys=side(kv_length, kv_positions, -1, shard.keys),
+        keys=side(kv_length, kv_positions, -1),
     )
 
 
@@ -172,22 +162,22 @@ class Tiling(NamedTuple):
         sides = (self.covers.queries, self.covers.keys)
         return tuple(-(-len(side.index) // size) for side, size in zip(sides, self.block_sizes))
 
-    q_index = property(lambda self: self.of_queries(self.covers.queries.index_in_call))
-    kv_index = property(lambda self: self.of_keys(self.covers.keys.index_in_call))
-    q_position = property(lambda self: self.of_queries(self.covers.queries.position))
-    kv_position = property(lambda self: self.of_keys(self.covers.keys.position))
+    q_index = property(lambda self: _spans(self.covers.queries, self.covers.queries.index_in_call, self.block_sizes[0]))
+    kv_index = property(lambda self: _spans(self.covers.keys, self.covers.keys.index, self.block_sizes[1]))
+    q_position = property(lambda self: _spans(self.covers.queries, self.covers.queries.position, self.block_sizes[0]))
+    kv_position = property(lambda self: _spans(self.covers.keys, self.covers.keys.position, self.block_sizes[1]))
 
     def of_queries(self, x: Array) -> Span:
-        blocks = blocked(known(x), self.block_sizes[0])
-        return Span(*(self.covers.queries.lay(edge) for edge in (blocks.min(axis=-1), blocks.max(axis=-1))))
+        """The spans of an array `[..., Tq]` of the whole call."""
+        return _spans(self.covers.queries, self.covers.queries.take(x), self.block_sizes[0])
 
     def of_keys(self, x: Array) -> Span:
-        blocks = blocked(known(x), self.block_sizes[1])
-        return Span(*(self.covers.keys.lay(edge) for edge in (blocks.min(axis=-1), blocks.max(axis=-1))))
+        """The spans of an array `[..., Tk]`."""
+        return _spans(self.covers.keys, x, self.block_sizes[1])
 
     def of_pairs(self, x: Bool[Array, "..."]) -> tuple[Array, Array]:
-        """(any, all) of each tile's entries in a bool array `[..., Tq, Tk]`."""
-        x = blocked(known(x), self.block_sizes[1])  # [..., Tq, nK, size]
+        """(any, all) of each tile's entries in a bool array `[..., Tq, Tk]` of the whole call."""
+        x = blocked(known(self.covers.queries.take(x, axis=-2)), self.block_sizes[1])  # [..., Tq, nK, size]
         any_set, all_set = (blocked(x.swapaxes(-1, -2), self.block_sizes[0]) for x in (x.any(-1), x.all(-1)))
         return any_set.any(-1).swapaxes(-1, -2), all_set.all(-1).swapaxes(-1, -2)
 
@@ -196,13 +186,19 @@ class Tiling(NamedTuple):
         return self.covers._replace(queries=self.covers.queries.block(i, self.block_sizes[0]))
 
 
+def _spans(side: Side, x: Array, size: int) -> Span:
+    """The smallest and the largest entry of each block of `x`, which has one entry per row of the side."""
+    blocks = blocked(known(x), size)
+    return Span(side.lay(blocks.min(axis=-1)), side.lay(blocks.max(axis=-1)))
+
+
 def known(x: Array) -> Array:
     return x if isinstance(x, jax.core.Tracer) else np.asarray(x)
 
 
 def padded(x: Array, length: int, axis: int = -1) -> Array:
-    """`x` with zeros (False) appended along an axis up to `length`."""
-    missing = length - x.shape[axis]
+    """`x` with zeros (False) appended along an axis up to `length`, if it is shorter."""
+    missing = max(0, length - x.shape[axis])
     widths = [(0, missing if at == axis % x.ndim else 0) for at in range(x.ndim)]
     return jnp.pad(x, widths) if missing else x
 

@@ -90,7 +90,7 @@ def _tile(call: AttentionCall, rows: Range, columns: Range, queries: int, shape:
         example=examples(tuple(batch), call.shard, xp),
         head=heads(num_heads, call.shard, xp),
         queries=_side(rows, q_length, call.q_positions, queries, call.shard.queries, xp),
-        keys=_side(columns, kv_length, call.kv_positions, -3 - queries, call.shard.keys, xp),
+        keys=_side(columns, kv_length, call.kv_positions, -3 - queries, None, xp),
     )
 
 
@@ -98,5 +98,5 @@ def _side(at: Range, length: int, positions, axis: int, in_call, xp) -> Side:
     # The padding of the last tile repeats the last row: a mod must not meet a position that does not exist.
     index = xp.minimum(xp.asarray(at.start, xp.int32) + xp.arange(at.size, dtype=xp.int32), length - 1)
     side = Side(index, index, axis, at.start)
-    side = side if in_call is None else side._replace(whole_index=side.take(in_call))
-    return side if positions is None else side._replace(position=side.take(positions))
+    position = index if positions is None else side.take(positions)
+    return side._replace(position=position, whole_index=None if in_call is None else side.take(in_call))
