@@ -149,7 +149,7 @@ def decode(
         if time.perf_counter() - begin < 0.05:  # longer loops print in bursts
             ahead = min(8 * ahead, AHEAD)
         fed += counts
-        known, drawn = drawn, drawn + counts.max()
+        known, drawn = drawn, drawn + int(counts.max())
         for row in np.flatnonzero(counts):
             texts[row] += tokens[row, : counts[row]].tolist()
             if stop and (last := stop(texts[row][sizes[row] :], known)) is not None:
