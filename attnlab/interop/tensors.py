@@ -1,8 +1,9 @@
 """Map the parameters of a module to the tensors of another framework's state dict."""
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -70,29 +71,32 @@ def load(
 ):
     """Read all parameters from a state dict, a chunk of one tensor at a time, into a tree like `shapes`.
 
-    The values of `state` are arrays of NumPy or torch, or have `shape` and `rows(start, stop)`. With `shardings`, a
-    tree like `shapes`, this process reads only its devices' shares. `source` names the state dict in errors; names in
-    `ignored` are not parameters.
+    The values of `state` have a `shape`, and arrays of NumPy or torch as parts. With `shardings`, a tree like `shapes`,
+    each device gets its share. `source` names the state dict in errors; names in `ignored` are not parameters.
     """
     check_names(tensors, state, source, ignored)
+    for tensor in tensors:
+        _check(state.get(tensor.name), tensor, f"{source}: {tensor.name}")
     wanted = {path: leaf.shape for path, leaf in traverse_util.flatten_dict(shapes, sep="/").items()}
     places = None if shardings is None else traverse_util.flatten_dict(shardings, sep="/")
-    parts = {}
-    for tensor in tensors:
-        stored, first = _stored(state.get(tensor.name), tensor, source), 0
-        for leaf in tensor.leaves:
-            shape = wanted[leaf] if tensor.slice is None else wanted[leaf][1:]
-            parts.setdefault(leaf, []).append(_Part(tensor, stored, shape, first))
-            first += math.prod(shape) // tensor.inputs // tensor.groups
     flat = {}
-    for leaf, pieces in parts.items():
-        read = _reader(pieces, wanted[leaf], dtype)
-        if places is None:
-            array = jax.device_put(read((slice(None),) * len(wanted[leaf])))
-        else:
-            array = jax.make_array_from_callback(wanted[leaf], places[leaf], read)
-        flat[leaf] = array.block_until_ready()  # so that only one array is in transit
+    # Parameters with several tensors, as of stacked layers, one after another, so that few are incomplete.
+    for leaves, slices in itertools.groupby(sorted(tensors, key=_leaves), key=_leaves):
+        found = {leaf: _empty(wanted[leaf], dtype) for leaf in leaves}
+        for tensor in slices:
+            parts = [array if tensor.slice is None else array[tensor.slice] for array in found.values()]
+            _fill([part.reshape(tensor.inputs, -1) for part in parts], tensor, state, f"{source}: {tensor.name}")
+        for leaf, array in found.items():
+            if places is None:
+                flat[leaf] = jax.device_put(array)
+            else:
+                flat[leaf] = jax.make_array_from_callback(array.shape, places[leaf], array.__getitem__)
+            flat[leaf].block_until_ready()  # so that few arrays are in transit
     return traverse_util.unflatten_dict(flat, sep="/")
+
+
+def _leaves(tensor: Tensor) -> tuple[str, ...]:
+    return tensor.leaves
 
 
 def unload(tensors: Sequence[Tensor], params) -> dict[str, np.ndarray]:
@@ -112,116 +116,44 @@ def arrays(tensors: Sequence[Tensor], params) -> Iterator[tuple[str, np.ndarray]
         yield tensor.name, np.ascontiguousarray(array.T if tensor.transposed else array).reshape(tensor.shape)
 
 
-class _Part(NamedTuple):
-    """A parameter of a `shape`, or one slice of it, in a tensor, from output `first` of each group on."""
-
-    tensor: Tensor
-    stored: object
-    shape: tuple[int, ...]
-    first: int
-
-    def fill(self, out: np.ndarray, bounds: Sequence[tuple[int, int]]) -> None:
-        """Copy a range of every axis to `out`.
-
-        The parameter is a matrix `[in, out]` with split axes: `[F, H, D]`, or `[H, D, F]`. Only rows and columns in the
-        ranges of the first axis of "in" and of "out" are read.
-        """
-        inputs = self.tensor.inputs
-        split = next(n for n in range(len(self.shape) + 1) if math.prod(self.shape[:n]) == inputs)
-        rows = _range(self.shape[:split], bounds[:split])
-        columns = _range(self.shape[split:], bounds[split:])
-        leading = (0, split)  # axes of the ranges `rows` and `columns`; other axes are read whole
-        whole = [(0, size) if n not in leading else at for n, (size, at) in enumerate(zip(self.shape, bounds))]
-        is_whole = whole == list(bounds)
-        block = out if is_whole else np.empty([end - start for start, end in whole], out.dtype)
-        self._copy(block.reshape(rows[1] - rows[0], columns[1] - columns[0]), rows, columns)
-        if not is_whole:
-            out[...] = block[tuple(slice(None) if n in leading else slice(*at) for n, at in enumerate(bounds))]
-
-    def _copy(self, out, rows, columns) -> None:
-        """Copy rows and columns of the matrix to `out`, which has their shape."""
-        for columns_of_group, shift in self._in_tensor(*columns):
-            if len(self.tensor.shape) == 1:
-                out[0, slice(*(at - shift for at in columns_of_group))] = self.stored.rows(*columns_of_group)
-            elif self.tensor.transposed:
-                for start, end in self._chunks(columns_of_group, self.tensor.inputs):
-                    chunk = self.stored.rows(start, end).reshape(end - start, -1)[:, slice(*rows)]
-                    out[:, start - shift : end - shift] = chunk.T
+def _fill(parts: Sequence[np.ndarray], tensor: Tensor, state: Mapping, name: str) -> None:
+    """Copy a tensor to its parameters, matrices `[in, out]`."""
+    if tensor.constant is not None:
+        parts[0][:] = tensor.constant
+        return
+    stored, by_outputs = state[tensor.name], tensor.transposed or len(tensor.shape) == 1
+    length, size = (tensor.outputs, tensor.inputs) if by_outputs else (tensor.inputs, tensor.outputs)
+    for piece in pieces(length, size):
+        start, end = piece.start, piece.stop
+        chunk = as_numpy(stored[piece], name).reshape(end - start, size)
+        for part, at, row, count in _runs(parts, tensor, *((start, end) if by_outputs else (0, tensor.outputs))):
+            if by_outputs:
+                part[:, at : at + count] = chunk[row - start : row - start + count].T
             else:
-                to = slice(*(at - shift for at in columns_of_group))
-                for start, end in self._chunks(rows, self.tensor.outputs):
-                    chunk = self.stored.rows(start, end)[:, slice(*columns_of_group)]
-                    out[start - rows[0] : end - rows[0], to] = chunk
-
-    def _in_tensor(self, start: int, end: int) -> Iterator[tuple[tuple[int, int], int]]:
-        """The outputs of the tensor that hold a range of the parameter's: ranges, and how far each is from its copy."""
-        groups, begin = self.tensor.groups, start
-        size, step = math.prod(self.shape) // self.tensor.inputs // groups, self.tensor.outputs // groups
-        while start < end:
-            group, within = divmod(start, size)
-            count, first = min(end - start, size - within), group * step + self.first + within
-            yield (first, first + count), first - (start - begin)
-            start += count
-
-    def _chunks(self, bounds, size: int) -> Iterator[tuple[int, int]]:
-        """Parts of a range of lines, of `size` numbers each."""
-        count = max(1, _CHUNK // (4 * size))
-        for start in range(*bounds, count):
-            yield start, min(start + count, bounds[1])
+                part[start:end, at : at + count] = chunk[:, row : row + count]
 
 
-class _InMemory(NamedTuple):
-    """An array of another framework with the interface of a stored tensor."""
-
-    array: object
-    name: str
-
-    def rows(self, start: int, stop: int) -> np.ndarray:
-        return as_numpy(self.array[start:stop], self.name)
+def pieces(rows: int, size: int) -> Iterator[slice]:
+    """Slices of an array's rows, of `size` numbers each, that are read at once."""
+    step = max(1, _CHUNK // (4 * size))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-class Joined(NamedTuple):
-    """Tensors of a state dict that are one tensor, with the interface of a stored one."""
+def _runs(parts: Sequence[np.ndarray], tensor: Tensor, start: int, end: int) -> Iterator[tuple]:
+    """The runs of outputs from `start` to `end` of a tensor that are outputs of one parameter, one after another.
 
-    parts: Sequence  # that follow one another along the first axis
-    name: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:]
-
-    def rows(self, start: int, stop: int) -> np.ndarray:
-        pieces, first = [], 0
-        for part in self.parts:
-            bounds = (min(max(at - first, 0), part.shape[0]) for at in (start, stop))
-            pieces.append(rows(part, *bounds, self.name))
-            first += part.shape[0]
-        return np.concatenate(pieces)
-
-
-class _Ordered(NamedTuple):
-    """A stored tensor in the order of its parameters' outputs, with the interface of a stored one."""
-
-    stored: object
-    tensor: Tensor
-
-    def rows(self, start: int, stop: int) -> np.ndarray:
-        order, size = self.tensor.order, self.tensor.outputs // self.tensor.groups
-        wanted = np.array([at // size * size + order[at % size] for at in range(start, stop)], np.int64)
-        first, end = int(wanted.min()), int(wanted.max()) + 1
-        if end - first <= 2 * len(wanted):  # in one read, as each opens the file
-            return self.stored.rows(first, end)[wanted - first]
-        runs = np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1)
-        return np.concatenate([self.stored.rows(int(run[0]), int(run[-1]) + 1) for run in runs])
-
-
-class _Constant(NamedTuple):
-    """A tensor of one value, with the interface of a stored one."""
-
-    tensor: Tensor
-
-    def rows(self, start: int, stop: int) -> np.ndarray:
-        return np.full((stop - start, *self.tensor.shape[1:]), self.tensor.constant, np.float32)
+    Each is a parameter, its first output, the tensor's output that is the same, and their number.
+    """
+    sizes = [part.shape[1] // tensor.groups for part in parts]
+    order = np.argsort(tensor.order) if tensor.order else np.arange(sum(sizes))
+    group, within = np.divmod(np.arange(start, end), len(order))
+    within = order[within]
+    firsts = np.cumsum([0, *sizes])
+    which = np.searchsorted(firsts, within, side="right") - 1
+    outputs = group * np.array(sizes)[which] + within - firsts[which]
+    breaks = np.flatnonzero((np.diff(outputs) != 1) | (np.diff(which) != 0)) + 1
+    for first, last in itertools.pairwise([0, *breaks.tolist(), end - start]):
+        yield parts[which[first]], int(outputs[first]), start + first, last - first
 
 
 def check_names(tensors: Sequence[Tensor], state: Mapping, source: str, ignored: Sequence[str] = ()) -> None:
@@ -233,46 +165,13 @@ def check_names(tensors: Sequence[Tensor], state: Mapping, source: str, ignored:
         raise UserError(f"{source} holds the tensor {_few(extra)}, which the model does not have")
 
 
-def _stored(value, tensor: Tensor, source: str):
-    """An object with `rows`; UserError for another shape or type."""
+def _check(value, tensor: Tensor, name: str) -> None:
+    """Raise UserError unless a tensor has its shape and a known type."""
     if tensor.constant is not None:
-        return _Constant(tensor)
-    name = f"{source}: {tensor.name}"
+        return
     if tuple(value.shape) != tensor.shape:
         raise UserError(f"{name} has shape {tuple(value.shape)}, expected {tensor.shape}")
-    rows(value, 0, 0, name)  # checks the type
-    stored = value if hasattr(value, "rows") else _InMemory(value, name)
-    return _Ordered(stored, tensor) if tensor.order else stored
-
-
-def rows(value, start: int, stop: int, name: str) -> np.ndarray:
-    """A range of the first axis of a stored tensor or an array, float32."""
-    return as_numpy(value.rows(start, stop) if hasattr(value, "rows") else value[start:stop], name)
-
-
-def _range(shape, bounds) -> tuple[int, int]:
-    """The range of flattened axes for a range of the first of them."""
-    if not shape:
-        return 0, 1
-    unit = math.prod(shape[1:])
-    return bounds[0][0] * unit, bounds[0][1] * unit
-
-
-def _reader(parts: Sequence[_Part], shape, dtype) -> Callable[[tuple[slice, ...]], np.ndarray]:
-    """A function that reads a share of a parameter, from a slice of each axis."""
-    by_slice = {part.tensor.slice: part for part in parts}
-
-    def read(index):
-        bounds = [axis.indices(size)[:2] for axis, size in zip(index, shape)]
-        out = _empty([end - start for start, end in bounds], dtype)
-        if None in by_slice:
-            by_slice[None].fill(out, bounds)
-        else:
-            for at, n in enumerate(range(*bounds[0])):
-                by_slice[n].fill(out[at], bounds[1:])
-        return out
-
-    return read
+    as_numpy(value[:0], name)
 
 
 def _empty(shape, dtype) -> np.ndarray:

@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from attnlab.interop import tensors
-from attnlab.interop.huggingface import reading, weights
+from attnlab.interop.huggingface import reading, weights, writing
 from attnlab.interop.tensors import Tensor
 from attnlab.nn import GPT, Block, Mlp, MultiHeadAttention
 from attnlab.support.errors import UserError
@@ -150,6 +150,7 @@ def to_nanogpt(model: GPT, params) -> dict:
     >>> to_nanogpt(model, params)["transformer.h.0.attn.c_attn.weight"].shape
     torch.Size([24, 8])
     """
+    writing.make_config(model, "gpt2")  # raises for other options
     state = weights.unload_state(model, tensors.bare(params), transposed=True)
     for field, only in (("activation", "gelu"), ("mlp_ratio", 4), ("norm_epsilon", 1e-5)):
         if getattr(model, field) != only:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import tokenizers as huggingface
 
-from attnlab import sample
 from attnlab.data import published, tokenizers
 from attnlab.interop.huggingface import from_hf, make_config, make_model, save_hf, to_hf
 from attnlab.nn import GPT, MultiHeadAttention
@@ -57,29 +56,6 @@ def test_logits_equal_transformers(options):
     np.testing.assert_allclose(jax.jit(model.apply)(params, jnp.asarray(tokens)), expected, atol=1e-4)
 
 
-def test_greedy_text_equals_transformers():
-    torch, theirs = peer(**SHAPES["usual"])
-    model, params = from_hf(theirs)
-    tokens = np.random.default_rng(0).integers(0, model.vocab_size, (1, 5))
-    with torch.no_grad():
-        prompt = torch.from_numpy(tokens)
-        text = theirs.generate(
-            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=200, pad_token_id=0
-        )
-    ours = np.concatenate(list(sample.generate(model, params, tokens[0], 200, temperature=0.0)))
-    np.testing.assert_array_equal(ours, text[0, 5:].numpy())
-
-
-@pytest.mark.parametrize("options", SHAPES.values(), ids=SHAPES)
-def test_hf_round_trip_is_bit_exact(options):
-    torch, theirs = peer(**options)
-    state = to_hf(*from_hf(theirs))
-    assert state.keys() == theirs.state_dict().keys()
-    for name, tensor in theirs.state_dict().items():
-        assert torch.equal(state[name], tensor), name
-    assert theirs.load_state_dict(state)
-
-
 @pytest.mark.parametrize("options", SHAPES.values(), ids=SHAPES)
 def test_hf_folders_and_files_round_trip(options, tmp_path):
     torch, theirs = peer(**options)
@@ -87,6 +63,9 @@ def test_hf_folders_and_files_round_trip(options, tmp_path):
     by_object = from_hf(theirs)
     for source in (tmp_path / "theirs", str(tmp_path / "theirs"), tmp_path / "theirs" / "model.safetensors"):
         assert_same(from_hf(source), by_object)
+    state = to_hf(*by_object)
+    assert state.keys() == theirs.state_dict().keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in theirs.state_dict().items())
     ours = save_hf(tmp_path / "ours", *by_object)
     assert_same(from_hf(ours), by_object)
     read = type(theirs).from_pretrained(ours)
@@ -164,39 +143,22 @@ def test_config_round_trip_describes_model():
     assert make_model(make_config(model.clone(mlp_ratio=19 / 8))).mlp_ratio == 19 / 8
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"positions": "rotary"}, "model.positions = 'rotary': gpt2 .*'learned'"),
-        ({"window": 3}, "model.window = 3: gpt2 .*None"),
-        ({"soft_cap": 50.0}, "model.soft_cap = 50.0: gpt2 .*None"),
-        ({"qk_norm": True}, "model.qk_norm = True: gpt2 .*False"),
-        ({"kv_heads": 1}, "model.kv_heads = 1: gpt2 .*None"),
-    ],
-)
-def test_export_rejects_unsupported_options(options, message, small, tmp_path):
-    model = small[0].clone(**options)
-    with pytest.raises(UserError, match=message):
-        save_hf(tmp_path / "gpt2", model, small[1])
+def test_export_rejects_unsupported_options(small, tmp_path):
+    model = small[0].clone(positions="rotary")
+    with pytest.raises(UserError, match="model.positions = 'rotary': gpt2 .*'learned'"):
+        save_hf(tmp_path / "gpt2", model, small[1], model_type="gpt2")
     assert not list(tmp_path.iterdir())
 
 
 BAD_CONFIGS = [
     ({"activation_function": "mish"}, "activation_function = 'mish' .*gelu_new"),
-    ({"model_type": "gptj"}, "model_type = 'gptj' .*gpt2, llama"),
-    ({"is_causal": False}, "is_causal = False .*True"),
     ({"tie_word_embeddings": False}, "lacks .*lm_head.weight"),
     ({"n_head": 3}, "config.*: width = 8 .*num_heads = 3"),
-    ({"n_layer": "two"}, "n_layer = 'two'"),
-    ({"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon = nan"),
-    ({"activation_function": ["gelu"]}, r"activation_function = \['gelu'\]"),
     ({"vocab_size": 2**40}, "vocab_size = 1099511627776"),
-    ({"layer_norm_epsilon": None}, "layer_norm_epsilon = None"),
     ({"attn_pdrop": 2}, "attn_pdrop = 2"),
     ({"n_layer": 3}, r"lacks .*transformer.h.2.ln_1.weight \(and 11 more\)"),
     ({"n_layer": 1}, r"holds .*transformer.h.1.\S+ \(and 11 more\)"),
     ({"n_inner": 33}, r"transformer.h.0.mlp.c_fc.weight has shape \(8, 32\), .*\(8, 33\)"),
-    ({"vocab_size": 12}, r"transformer.wte.weight has shape \(11, 8\), .*\(12, 8\)"),
 ]
 
 
@@ -244,34 +206,23 @@ def test_invalid_tensor_is_named(change, message, small, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_truncated_file_names_tensor(small, tmp_path):
+def test_damaged_file_is_one_line_with_what_the_library_says(small, tmp_path):
     file = save_hf(tmp_path / "gpt2", *small) / "model.safetensors"
     whole = file.read_bytes()
-    header = 8 + int.from_bytes(whole[:8], "little")
-    places = {name: at["data_offsets"] for name, at in json.loads(whole[8:header]).items() if name != "__metadata__"}
-    for size in range(0, len(whole), 97):
-        file.write_bytes(whole[:size])
-        with pytest.raises(UserError, match="complete safetensors file") as error:
+    deep = (5000).to_bytes(8, "little") + b"[" * 5000
+    for content in (b"", whole[:100], whole[:-1], whole + b"more", (40 << 30).to_bytes(8, "little"), deep):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=r"complete safetensors file \(.*eader.*\): download it again") as error:
             from_hf(file)
         assert "\n" not in str(error.value)
-        cut = [name for name, (start, end) in places.items() if header + start <= size < header + end]
-        assert not cut or f"it ends within the tensor {cut[0]}, at {size:,} of {len(whole):,} bytes" in str(error.value)
-        assert cut or "its header is truncated" in str(error.value)
 
 
-@pytest.mark.parametrize("kind", ["pipe", "long header", "deep header"])
-def test_file_that_is_never_read_to_its_end_raises_one_line(kind, small, tmp_path):
+def test_pipe_in_place_of_a_file_is_not_waited_for(small, tmp_path):
     file = save_hf(tmp_path / "gpt2", *small) / "model.safetensors"
     file.unlink()
-    if kind == "pipe":
-        os.mkfifo(file)
-    else:
-        size, header = (40 << 30, b"") if kind == "long header" else (5000, b"[" * 5000)
-        file.write_bytes(size.to_bytes(8, "little") + header)
-        os.truncate(file, size + 8)  # takes no room
-    with pytest.raises(UserError, match="model.safetensors .*download it again") as error:
+    os.mkfifo(file)
+    with pytest.raises(UserError, match="model.safetensors is missing"):
         from_hf(file.parent)
-    assert "\n" not in str(error.value)
 
 
 def test_config_of_more_layers_than_the_file_raises_one_line(small, tmp_path):

@@ -2,7 +2,7 @@
 
 GPT-2, Llama (also Llama 2 and 3, SmolLM), Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text), OLMo 2 and Phi-3, and with
 recurrent layers Qwen3-Next (without experts), OLMo Hybrid, Mamba-2 and Bamba; DiffLlama; DeepSeek-V3 (without experts,
-read only). Files are read and written without torch; `to_hf` returns torch tensors and needs it.
+read only). Files are read and written by the safetensors library; `to_hf` returns torch tensors and needs torch.
 """
 
 import json
@@ -20,7 +20,7 @@ from attnlab.interop.huggingface import model_files
 from attnlab.interop.huggingface.families import family_of
 from attnlab.interop.huggingface.model_files import is_hf as is_hf
 from attnlab.interop.huggingface.reading import is_interleaved, make_model
-from attnlab.interop.huggingface.weights import load_state, prepared
+from attnlab.interop.huggingface.weights import load_state, prepared, unload_state
 from attnlab.interop.huggingface.writing import make_config
 from attnlab.nn import GPT
 from attnlab.support.errors import UserError
@@ -34,8 +34,8 @@ def from_hf(
 ) -> tuple[GPT, dict]:
     """Load a language model of `transformers` as a `GPT` and its variables.
 
-    Files are read in pieces of tensors, directly into the parameters: this takes about the memory of the parameters,
-    and a device gets only its share.
+    Files are mapped into memory and read in pieces, directly into the parameters: this takes about the memory of the
+    parameters, and a device gets only its share.
 
     Args:
       source: a folder with `config.json` and `model.safetensors` (or its shards), such a `.safetensors` file, an
@@ -53,7 +53,7 @@ def from_hf(
 
     Raises:
       UserError: a missing or truncated file, a missing or unexpected tensor or one of another shape, another kind of
-        model, or an option that `GPT` does not support.
+        model, an option that `GPT` does not support, or safetensors is not installed.
 
     >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
@@ -111,10 +111,8 @@ def to_hf(model: GPT, params, *, model_type: str | None = None) -> dict:
     >>> to_hf(model, params)["transformer.h.0.attn.c_attn.weight"].shape
     torch.Size([8, 24])
     """
-    table, params = prepared(model, tensors.bare(params), make_config(model, model_type)["model_type"])
-    state = tensors.unload(table, params)
-    head = {"lm_head.weight": state[table[0].name]} if model.tie_embeddings else {}
-    return tensors.as_torch(state | head, "to_hf")
+    family = make_config(model, model_type)["model_type"]
+    return tensors.as_torch(unload_state(model, tensors.bare(params), family), "to_hf")
 
 
 def save_hf(
@@ -135,7 +133,8 @@ def save_hf(
       tokenizer: written as `tokenizer.json`, of any kind; None for none. The tokens that end a text go into
         `config.json`. Copy other files, such as a chat template, from the original model.
       dtype: type of the tensors, float32, bfloat16 or float16.
-      max_shard_bytes: maximal size of a file; more bytes become several files with an index.
+      max_shard_bytes: maximal size of a file, which is put together in memory; more bytes become several files with an
+        index.
 
     Returns:
       The folder.

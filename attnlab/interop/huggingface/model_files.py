@@ -1,64 +1,40 @@
-"""Read and write folders of `transformers`: config.json, and safetensors files, tensor by tensor.
-
-A safetensors file: 8 bytes with the length of its header; the header in JSON, with the type, shape and place of each
-tensor; the tensors.
-"""
+"""Read and write folders of `transformers`: config.json, and safetensors files, tensor by tensor."""
 
 import contextlib
+import itertools
 import json
 import math
-import os
 import re
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from attnlab.interop.tensors import Tensor
-from attnlab.support import files
+from attnlab.support import extras, files
 from attnlab.support.errors import UserError
 
-_DTYPES = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(jnp.bfloat16),
-    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
-    "F8_E5M2": np.dtype(jnp.float8_e5m2),
-    "I64": np.dtype(np.int64),
-    "I32": np.dtype(np.int32),
-    "I16": np.dtype(np.int16),
-    "I8": np.dtype(np.int8),
-    "U8": np.dtype(np.uint8),
-    "BOOL": np.dtype(np.bool_),
-}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 _SHARD = re.compile(r"[^/\0]+\.safetensors")
-_LONGEST_HEADER = 100_000_000  # bytes, as in the library of safetensors
 
 
-class StoredTensor(NamedTuple):
-    """A tensor in a file, from byte `start` on, which only `rows` reads."""
+class StoredTensor:
+    """A tensor in a file, of which an index reads a part."""
 
-    path: Path
-    start: int
-    dtype: np.dtype
-    shape: tuple[int, ...]
+    def __init__(self, stored, name: str):
+        self.shape = tuple(stored.get_shape())
+        self._stored, self._name = stored, name
 
-    def rows(self, start: int, stop: int) -> np.ndarray:
-        """A range of the first axis; UserError for a truncated file."""
-        size = math.prod(self.shape[1:])
-        # Not mapped into memory, because pages of the file would then count beside the parameters.
-        with self.path.open("rb") as file:
-            file.seek(self.start + start * size * self.dtype.itemsize)
-            content = np.fromfile(file, self.dtype, (stop - start) * size)
-        if len(content) < (stop - start) * size:
-            raise UserError(f"{self.path} has become shorter: download it again")
-        return content.reshape(stop - start, *self.shape[1:])
+    def __getitem__(self, index) -> np.ndarray:
+        try:
+            return self._stored[index]
+        except AttributeError as error:  # for a type that NumPy does not have
+            raise UserError(
+                f"{self._name} is {self._stored.get_dtype()}, expected float32 or a 16-bit float"
+            ) from error
 
 
 def is_hf(path: str | Path) -> bool:
@@ -89,8 +65,17 @@ def read_config(path: Path) -> dict:
 
 
 def read_tensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, or of all safetensors files of a folder."""
-    return {name: tensor for file in weight_files(path) for name, tensor in _read_header(file).items()}
+    """The tensors of a safetensors file, or of all safetensors files of a folder, mapped into memory."""
+    library, found = extras.require("safetensors", "hf", str(path)), {}
+    for file in weight_files(path):
+        if not file.is_file():  # a pipe would wait for its writer
+            raise UserError(f"{file} is missing: only safetensors files can be read")
+        try:
+            opened = library.safe_open(file, "numpy")
+        except (OSError, library.SafetensorError) as error:
+            raise UserError(f"{file} is not a complete safetensors file ({error}): download it again") from error
+        found |= {name: StoredTensor(opened.get_slice(name), f"{file}: {name}") for name in opened.keys()}  # noqa: SIM118
+    return found
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -109,59 +94,29 @@ def weight_files(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
-    try:
-        with files.opened(path) as file:
-            size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
-            header = file.read(length) if 8 + length <= size and length <= _LONGEST_HEADER else b""
-    except FileNotFoundError as error:
-        raise UserError(f"{path} is missing: only safetensors files can be read") from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): download it again") from error
-    try:
-        places = {name: at for name, at in files.parsed(header).items() if name != "__metadata__"}
-        found = {name: _stored(path, 8 + length, at) for name, at in places.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path} is not a complete safetensors file (of {size:,} bytes, its header is truncated or damaged): "
-            "download it again"
-        ) from error
-    ends = {name: 8 + length + at["data_offsets"][1] for name, at in places.items()}
-    if cut := sorted((name for name, end in ends.items() if end > size), key=ends.get):
-        raise UserError(
-            f"{path} is not a complete safetensors file (it ends within the tensor {cut[0]}, at {size:,} of "
-            f"{max(ends.values()):,} bytes): download it again"
-        )
-    return found
-
-
-def _stored(path: Path, after_header: int, at: dict) -> StoredTensor:
-    """A tensor by its entry in the header; any of several errors for a damaged entry."""
-    dtype, shape, (start, end) = _DTYPES[at["dtype"]], tuple(at["shape"]), at["data_offsets"]
-    if not all(isinstance(size, int) and size >= 0 for size in (*shape, start, end)):
-        raise ValueError("a negative size")
-    if end - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError("a size that is not its shape's")
-    return StoredTensor(path, after_header + start, dtype, shape)
-
-
 def write_tensors(
     folder: Path, tensors: Sequence[Tensor], arrays: Iterable[tuple[str, np.ndarray]], dtype, max_shard_bytes: int
 ) -> None:
-    """Write tensors, one at a time, to one safetensors file, or to several with an index; `arrays` in equal order."""
-    dtype = np.dtype(dtype)
-    shards, arrays = _shards(tensors, dtype, max_shard_bytes), iter(arrays)
-    number = len(shards)
-    names = [f"model-{n:05}-of-{number:05}.safetensors" for n in range(1, number + 1)] if number > 1 else [WEIGHTS]
-    for name, shard in zip(names, shards):
-        with (folder / name).open("wb") as file:
-            file.write(_header(shard, dtype))
-            for tensor, (name_of_array, array) in zip(shard, arrays):
-                assert tensor.name == name_of_array, (tensor.name, name_of_array)
-                array.astype(dtype, copy=False).tofile(file)
-    if number > 1:
+    """Write tensors beside config.json to one safetensors file, or to several with an index; `arrays` in equal order.
+
+    Raises:
+      OSError: a file cannot be written.
+    """
+    library, dtype = extras.require("safetensors", "hf", str(folder)), np.dtype(dtype)
+    from safetensors.numpy import save_file
+
+    shards, arrays, places = _shards(tensors, dtype, max_shard_bytes), iter(arrays), {}
+    for n, shard in enumerate(shards, 1):
+        name = WEIGHTS if len(shards) == 1 else f"model-{n:05}-of-{len(shards):05}.safetensors"
+        state = {key: array.astype(dtype, copy=False) for key, array in itertools.islice(arrays, len(shard))}
+        places |= dict.fromkeys(state, name)
+        try:
+            save_file(state, folder / name, metadata={"format": "pt"})
+        except library.SafetensorError as error:
+            raise OSError(str(error)) from error
+        shutil.copymode(folder / "config.json", folder / name)  # the library's files are for their owner alone
+    if len(shards) > 1:
         total = sum(_bytes(tensor, dtype) for tensor in tensors)
-        places = {tensor.name: name for name, shard in zip(names, shards) for tensor in shard}
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
@@ -174,17 +129,6 @@ def _shards(tensors: Sequence[Tensor], dtype: np.dtype, max_bytes: int) -> list[
         shards[-1].append(tensor)
         size += _bytes(tensor, dtype)
     return shards
-
-
-def _header(tensors: Sequence[Tensor], dtype: np.dtype) -> bytes:
-    header, start = {"__metadata__": {"format": "pt"}}, 0
-    for tensor in tensors:
-        end = start + _bytes(tensor, dtype)
-        header[tensor.name] = {"dtype": _CODES[dtype], "shape": tensor.shape, "data_offsets": [start, end]}
-        start = end
-    content = json.dumps(header, separators=(",", ":")).encode()
-    content += b" " * (-len(content) % 8)  # tensors begin at multiples of 8 bytes
-    return len(content).to_bytes(8, "little") + content
 
 
 def _bytes(tensor: Tensor, dtype: np.dtype) -> int:

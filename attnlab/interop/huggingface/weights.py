@@ -9,7 +9,7 @@ from flax import traverse_util
 from attnlab.interop import tensors
 from attnlab.interop.huggingface import tensor_names
 from attnlab.interop.huggingface.families import FAMILIES
-from attnlab.interop.huggingface.writing import make_config, with_biases
+from attnlab.interop.huggingface.writing import with_biases
 from attnlab.interop.tensors import Tensor
 from attnlab.nn import GPT, stack_layers
 from attnlab.nn.stack import is_stacked
@@ -48,16 +48,15 @@ def load_state(
 
 def unload_state(model: GPT, params, family: str = "gpt2", *, transposed: bool = False) -> dict[str, np.ndarray]:
     """The state dict of a GPT's parameters with the names of a family, the inverse of `load_state`."""
-    make_config(model, family)  # raises for options that the family does not have
-    table, params = _checked(model, params, family, transposed)
+    table, params = prepared(model, params, family, transposed)
     state = tensors.unload(table, params)
     return state | ({_HEAD: state[table[0].name]} if model.tie_embeddings else {})
 
 
-def prepared(model: GPT, params, family: str) -> tuple[list[Tensor], dict]:
-    """The tensors of a model and their parameters, with biases of 0 where the family always has biases."""
-    table, params = _checked(model, params, family)
-    if family != "gpt2":
+def prepared(model: GPT, params, family: str, transposed: bool = False) -> tuple[list[Tensor], dict]:
+    """The tensors of a model and their parameters, with biases of 0 where GPT-2, but not nanoGPT, always has them."""
+    table, params = _checked(model, params, family, transposed)
+    if family != "gpt2" or transposed:
         return table, params
     full = with_biases(model)
     flat = traverse_util.flatten_dict(params, sep="/")
@@ -68,7 +67,7 @@ def prepared(model: GPT, params, family: str) -> tuple[list[Tensor], dict]:
     return table, traverse_util.unflatten_dict(flat, sep="/")
 
 
-def _checked(model: GPT, params, family: str, transposed: bool = False):
+def _checked(model: GPT, params, family: str, transposed: bool):
     shapes = tensors.shapes_of(model, _TOKENS)
     table, shapes = _stacked_as(params, _table(model, family, transposed=transposed), shapes)
     tensors.check(params, shapes, "the model")
@@ -127,9 +126,14 @@ def _renamed(state: Mapping, names: Mapping[str, str]) -> Mapping:
         place = next((order.index(part) for part in parts if part in names), 0)
         found.setdefault(".".join(names.get(part, part) for part in parts), []).append((place, key))
     return {
-        key: state[keys[0][1]] if len(keys) == 1 else tensors.Joined([state[old] for _, old in sorted(keys)], key)
+        key: state[keys[0][1]] if len(keys) == 1 else _joined([state[old] for _, old in sorted(keys)], key)
         for key, keys in found.items()
     }
+
+
+def _joined(parts, name: str) -> np.ndarray:
+    """Tensors that follow one another along the first axis, as one."""
+    return np.concatenate([tensors.as_numpy(part[:], name) for part in parts])
 
 
 def _without_parameters(model: GPT, prefix: str) -> list[str]:
@@ -148,13 +152,14 @@ def _extra_heads(state: Mapping, model: GPT, prefix: str) -> list[str]:
 def _check_tied(state: Mapping, embedding: Tensor, name: str) -> None:
     """Raise UserError if the output layer of a state dict differs from the embedding."""
     head, table = (state.get(key) for key in (_HEAD, embedding.name))
-    if table is None or head.shape != table.shape:
-        same = table is None  # reported as missing later
-    else:
-        step, total = max(1, 2**22 // embedding.shape[1]), embedding.shape[0]
-        pieces = [(start, min(start + step, total), f"{name}: {_HEAD}") for start in range(0, total, step)]
-        same = all(np.array_equal(tensors.rows(head, *piece), tensors.rows(table, *piece)) for piece in pieces)
-    if not same:
+    if table is None:
+        return  # reported as missing later
+
+    def part(tensor, piece):
+        return tensors.as_numpy(tensor[piece], f"{name}: {_HEAD}")
+
+    pieces = tensors.pieces(*embedding.shape)
+    if head.shape != table.shape or not all(np.array_equal(part(head, each), part(table, each)) for each in pieces):
         raise UserError(
             f"{name}: lm_head.weight differs from the embedding, but tie_word_embeddings is true in its config: set it "
             "to false"
