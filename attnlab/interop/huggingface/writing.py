@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from attnlab.interop.huggingface import recurrent
 from attnlab.interop.huggingface import rotary as rotaries
-from attnlab.interop.huggingface.config_reader import ACTIVATIONS, activation_name
+from attnlab.interop.huggingface.config_reader import activation_name
 from attnlab.interop.huggingface.families import DROPOUTS, FAMILIES, Family
 from attnlab.interop.huggingface.reading import make_model
 from attnlab.nn import GPT
@@ -18,9 +18,8 @@ _NOT_COMPARED = (
     "padded_vocab_size",  # tensors are written without padding
 )
 _WRITTEN = {name: family for name, family in FAMILIES.items() if family.is_written}
-_READ = {family.fields["mixer"]: name for name, family in FAMILIES.items() if not family.is_written}
-# Kinds of layers that a family has.
 _SOFTMAX = ("attention", "local", "global")
+# Kinds of layers that a family has.
 _KINDS = {
     *_SOFTMAX,
     *(family.recurrent.kind for family in _WRITTEN.values() if family.recurrent),
@@ -33,29 +32,21 @@ def make_config(model: GPT, model_type: str | None = None) -> dict:
     if not isinstance(model, GPT):
         raise UserError(f"a {type(model).__name__}: expected attnlab.nn.GPT")
     if model_type is not None and model_type not in _WRITTEN:
-        reason = " is read, but not written" if model_type in FAMILIES else ""
-        raise UserError(f"model_type = {model_type!r}{reason}: expected one of {', '.join(_WRITTEN)}")
-    kinds = pattern_of(model)[: model.num_layers]
-    if others := [kind for kind in kinds if kind not in _KINDS]:
-        reason = f"the supported models of transformers have no layers of {others[0]}"
-        if others[0] in _READ:
-            reason = f"{_READ[others[0]]} is read, but not written"
-        raise UserError(f"model.{_shown(model, 'pattern')}: {reason}")
-    if not model.mlp_ratio and set(kinds) != {"mamba2"}:
+        raise UserError(f"model_type = {model_type!r}: expected one of {', '.join(_WRITTEN)}")
+    if others := [kind for kind in pattern_of(model)[: model.num_layers] if kind not in _KINDS]:
         raise UserError(
-            f"model.mlp_ratio = {model.mlp_ratio}: models of transformers have feed-forward layers, but Mamba-2"
+            f"model.{_shown(model, 'pattern')}: models of transformers that are written have no layers of {others[0]}"
         )
-    if activation_name(model.activation) is None:
-        names = ", ".join(dict.fromkeys(ACTIVATIONS.values()))
-        raise UserError(f"model.activation = {model.activation!r}: models of transformers have {names}")
-    misfits = []
     for family in [model_type] if model_type else _WRITTEN:
         config = _write(model, family)
-        misfits.append(_misfits(model, family, config))
-        if not misfits[-1]:
+        if (misfit := _misfit(model, family, config)) is None:
             return config
-    of_none = "" if model_type else "; no family of transformers has this model, and this one is the nearest"
-    raise UserError(min(misfits, key=len)[0] + of_none)
+    if model_type:
+        raise UserError(misfit)
+    raise UserError(
+        f"no family of transformers has this model; to hear what one of them lacks, give model_type, one of "
+        f"{', '.join(_WRITTEN)}"
+    )
 
 
 def with_biases(model: GPT) -> GPT:
@@ -133,19 +124,18 @@ def _window_options(model: GPT, family: Family) -> dict:
     return options
 
 
-def _misfits(model: GPT, name: str, config: dict) -> list[str]:
-    """The fields in which a model differs from the model that its config describes, in words."""
+def _misfit(model: GPT, name: str, config: dict) -> str | None:
+    """The first field in which a model differs from the model that its config describes, in words; None without one."""
     try:
         described = make_model(config)
     except UserError as error:
-        return [f"{name} does not have such models ({error})"] * len(GPT.__dataclass_fields__)
+        return f"{name} does not have such models ({error})"
     model = with_biases(model) if name == "gpt2" else model
-    ours, theirs = _resolved(model), _resolved(described)
-    return [
-        f"model.{_shown(model, field)}: {name} supports only {_shown(described, field).partition(' = ')[2]}"
-        for field, value in ours.items()
-        if value != theirs[field]
-    ]
+    theirs = _resolved(described)
+    for field, value in _resolved(model).items():
+        if value != theirs[field]:
+            return f"model.{_shown(model, field)}: {name} supports only {_shown(described, field).partition(' = ')[2]}"
+    return None
 
 
 def _shown(model: GPT, field: str) -> str:
