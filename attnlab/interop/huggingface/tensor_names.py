@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from attnlab.interop.huggingface import attention_tensors
+from attnlab.interop.huggingface import mixer_tensors
 from attnlab.interop.huggingface.families import Family
+from attnlab.interop.huggingface.mixer_tensors import linear
 from attnlab.interop.tensors import Tensor
 from attnlab.nn import GPT, DifferentialAttention, LatentAttention
 from attnlab.nn.kinds import Attention, kind_of, named, norm_at_of
@@ -36,7 +37,7 @@ def gpt2(model: GPT, prefix: str = "transformer.", transposed: bool = False) -> 
         if model.use_bias:
             yield Tensor(f"{name}.bias", (width,), (f"{path}/bias",))
 
-    def linear(name, rows, columns, paths, use_bias=model.use_bias):
+    def projection(name, rows, columns, paths, use_bias=model.use_bias):
         shape = (columns, rows) if transposed else (rows, columns)
         yield Tensor(f"{name}.weight", shape, tuple(f"{path}/kernel" for path in paths), transposed)
         if use_bias:
@@ -46,11 +47,11 @@ def gpt2(model: GPT, prefix: str = "transformer.", transposed: bool = False) -> 
         name, block = f"{prefix}h.{layer}", f"block_{layer}"
         projections = [f"{block}/attention/{which}" for which in ("query", "key", "value")]
         tensors += norm(f"{name}.ln_1", f"{block}/attention_norm")
-        tensors += linear(f"{name}.attn.c_attn", width, 3 * width, projections, qkv_bias)
-        tensors += linear(f"{name}.attn.c_proj", width, width, [f"{block}/attention/out"], attention_bias)
+        tensors += projection(f"{name}.attn.c_attn", width, 3 * width, projections, qkv_bias)
+        tensors += projection(f"{name}.attn.c_proj", width, width, [f"{block}/attention/out"], attention_bias)
         tensors += norm(f"{name}.ln_2", f"{block}/mlp_norm")
-        tensors += linear(f"{name}.mlp.c_fc", width, hidden, [f"{block}/mlp/up"])
-        tensors += linear(f"{name}.mlp.c_proj", hidden, width, [f"{block}/mlp/down"])
+        tensors += projection(f"{name}.mlp.c_fc", width, hidden, [f"{block}/mlp/up"])
+        tensors += projection(f"{name}.mlp.c_proj", hidden, width, [f"{block}/mlp/down"])
     return [*tensors, *norm(f"{prefix}ln_f", "final_norm"), *_output(model)]
 
 
@@ -71,9 +72,9 @@ def decoder(model: GPT, family: Family, prefix: str = "model.", interleaved: boo
         part = "self_attn" if isinstance(kind, Attention) else family.recurrent.name
         names = f"{name}.{part}", f"{block}/attention"
         if kind.layer is DifferentialAttention:
-            tensors += attention_tensors.differential(kind.module(model), model.width, *names)
+            tensors += mixer_tensors.differential(kind.module(model), model.width, *names)
         elif kind.layer is LatentAttention:
-            tensors += attention_tensors.latent(kind.module(model), model.width, *names, interleaved=interleaved)
+            tensors += mixer_tensors.latent(kind.module(model), model.width, *names, interleaved=interleaved)
         elif isinstance(kind, Attention):
             tensors += _attention(model, *names, family.fused)
         else:
@@ -90,14 +91,14 @@ def _attention(model: GPT, name: str, path: str, fused: bool) -> Iterator[Tensor
     sizes = {"query": model.num_heads * head_dim, "key": kv_heads * head_dim, "value": kv_heads * head_dim}
     if fused:
         paths = [f"{path}/{which}" for which in sizes]
-        yield from _linear(f"{name}.qkv_proj", model.width, sum(sizes.values()), paths, qkv_bias)
+        yield from linear(f"{name}.qkv_proj", model.width, sum(sizes.values()), *paths, bias=qkv_bias)
     else:
         for which, columns in sizes.items():
             gated = model.output_gate and which == "query"
             paths, groups = [f"{path}/{which}"] + [f"{path}/gate"] * gated, model.num_heads if gated else 1
             size = columns * len(paths)
-            yield from _linear(f"{name}.{which[0]}_proj", model.width, size, paths, qkv_bias, groups)
-    yield from _linear(f"{name}.o_proj", sizes["query"], model.width, [f"{path}/out"], out_bias)
+            yield from linear(f"{name}.{which[0]}_proj", model.width, size, *paths, bias=qkv_bias, groups=groups)
+    yield from linear(f"{name}.o_proj", sizes["query"], model.width, f"{path}/out", bias=out_bias)
     if model.qk_norm:
         for which in ("query", "key"):
             size = sizes[which] if model.qk_norm_joint else head_dim
@@ -107,19 +108,11 @@ def _attention(model: GPT, name: str, path: str, fused: bool) -> Iterator[Tensor
 def _mlp(model: GPT, name: str, path: str, fused: bool) -> Iterator[Tensor]:
     width, hidden = model.width, resolved(model).hidden
     if fused:
-        paths = [f"{path}/gate", f"{path}/up"]
-        yield from _linear(f"{name}.gate_up_proj", width, 2 * hidden, paths, model.use_bias)
+        yield from linear(f"{name}.gate_up_proj", width, 2 * hidden, f"{path}/gate", f"{path}/up", bias=model.use_bias)
     else:
         for which in ("gate", "up"):
-            yield from _linear(f"{name}.{which}_proj", width, hidden, [f"{path}/{which}"], model.use_bias)
-    yield from _linear(f"{name}.down_proj", hidden, width, [f"{path}/down"], model.use_bias)
-
-
-def _linear(name: str, rows: int, columns: int, paths: list[str], use_bias: bool, groups: int = 1) -> Iterator[Tensor]:
-    kernels, biases = (tuple(f"{path}/{which}" for path in paths) for which in ("kernel", "bias"))
-    yield Tensor(f"{name}.weight", (columns, rows), kernels, transposed=True, groups=groups)
-    if use_bias:
-        yield Tensor(f"{name}.bias", (columns,), biases, groups=groups)
+            yield from linear(f"{name}.{which}_proj", width, hidden, f"{path}/{which}", bias=model.use_bias)
+    yield from linear(f"{name}.down_proj", hidden, width, f"{path}/down", bias=model.use_bias)
 
 
 def _output(model: GPT) -> Iterator[Tensor]:
