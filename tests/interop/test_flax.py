@@ -241,12 +241,6 @@ def test_positional_terms_raise_in_flax_decoding(name, option):
         jax.eval_shape(functools.partial(ours.apply, mutable=["cache"]), variables, X[:, :1])
 
 
-def test_explicit_positions_allow_different_lengths():
-    attend = attention_fn(Causal(), q_positions=np.array([4, 5]), kv_positions=np.arange(6))
-    last, whole = jax.jit(lambda: [attend(Q[..., 4:, :, :], K, V), attention_fn(Causal())(Q, K, V)])()
-    np.testing.assert_allclose(last, whole[..., 4:, :, :], atol=2e-6)
-
-
 @pytest.mark.parametrize("layer", LAYERS)
 def test_weights_are_sown_like_flax(layer):
     theirs, ours, params = pair(layer, X, dropout_rate=0.5, broadcast_dropout=False, deterministic=False)
@@ -293,18 +287,13 @@ def test_layer_dropout_uses_its_rng_stream():
     "given, message",
     [
         ({"precision": "highest"}, "precision = 'highest': .*jax.default_matmul_precision"),
-        ({"precision": jax.lax.Precision.HIGH}, "precision = .*HIGH"),
         ({"precision": ("default", "high")}, "precision = .*default.*high"),
         ({"einsum_dot_general": jax.lax.dot_general}, "einsum_dot_general ="),
-        ({"qk_attn_weights_einsum": jnp.einsum}, "qk_attn_weights_einsum ="),
-        ({"attn_weights_value_einsum": jnp.einsum}, "attn_weights_value_einsum ="),
         ({"dropout_rate": 0.1, "dropout_rng": KEY}, "give the layer broadcast_dropout=False"),
         ({"dropout_rate": 0.1, "broadcast_dropout": False}, "dropout_rng = None.*deterministic=True"),
         ({"mask": np.ones((5, 6))}, r"mask has shape \(5, 6\).* \(2, 3, 4, 6, 6\)"),
-        ({"mask": np.ones((1, 2, 3, 4, 6, 6))}, r"mask has shape \(1, 2, 3, 4, 6, 6\)"),
         ({"bias": np.ones((4, 6, 5))}, r"bias has shape \(4, 6, 5\)"),
         ({"bias": np.ones((6, 6), bool)}, "bias has type bool.*use mask="),
-        ({"bias": np.ones((6, 6), int)}, "bias has type int"),
         ({"key": K[..., :4, :, :], "value": V[..., :4, :, :], "is_causal": True}, "is_causal compares positions"),
     ],
 )

@@ -56,23 +56,6 @@ def mesh(shape, names):
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
 
 
-@pytest.mark.parametrize("module, inputs", [(LAYER, X), pytest.param(MODEL, TOKENS, marks=pytest.mark.slow)])
-def test_jit_equals_eager(module, inputs):
-    params = parameters(module, inputs)
-    assert_close(jax.jit(module.apply)(params, inputs), module.apply(params, inputs))
-
-
-def test_nn_jit_equals_plain():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, tokens):
-            return nn.jit(GPT)(10, 1, 2, 8, 6, positions="alibi", name="gpt")(tokens)
-
-    params = jax.jit(Model().init)(jax.random.key(1), TOKENS)
-    plain = jax.jit(MODEL.clone(positions="alibi").apply)({"params": params["params"]["gpt"]}, TOKENS)
-    assert_close(Model().apply(params, TOKENS), plain)
-
-
 @both
 def test_vmap_over_parameters_equals_loop(module, inputs):
     stack = jax.jit(jax.vmap(lambda seed: module.init(jax.random.key(seed), inputs)))(np.arange(3))
@@ -262,16 +245,3 @@ def test_shard_map_dropout_with_example_keys_equals_plain():
     sharded = split_over_data(apply, P("data"), P("data"))
     keys = jax.jit(lambda: jax.random.split(jax.random.key(2), 4))()
     assert_close(*jax.jit(lambda *args: (sharded(*args), apply(*args)))(parameters(model, TOKENS), TOKENS, keys))
-
-
-def test_nn_map_variables_transforms_parameters():
-    halved = nn.map_variables(
-        MultiHeadAttention,
-        "params",
-        trans_in_fn=lambda params: jax.tree.map(lambda leaf: leaf / 2, params),
-        trans_out_fn=lambda params: jax.tree.map(lambda leaf: leaf * 2, params),
-        init=True,
-    )(num_heads=4, mask=Causal())
-    params = initialized(halved, X)
-    plain = jax.jit(LAYER.apply)(jax.tree.map(lambda leaf: np.asarray(leaf) / 2, params), X)
-    assert_close(jax.jit(halved.apply)(params, X), plain)
