@@ -233,10 +233,8 @@ class Trainer:
             result = {name: scores[name] for name in ("loss", "accuracy") if name in scores}
             digest = sha256(self._unstacked(jax.device_get(params)))
             self.log.write(step=last, split="final", **result, params_sha256=digest)
-            peaks = metrics_lib.memory_peaks(jax.local_devices())
-            name = "device_peak_memory_bytes" if len(peaks) > 1 else "host_peak_memory_bytes"
-            taken = f"peak {'device ' * (len(peaks) > 1)}memory {peaks[name] / 1e9:.2f} GB"
-            self.reporter.print(f"done: {format_scores('validation', scores)}, {taken}")
+            *_, peak = metrics_lib.memory_peaks(jax.local_devices()).values()  # the device's, where it tells
+            self.reporter.print(f"done: {format_scores('validation', scores)}, peak memory {peak / 1e9:.2f} GB")
             self._tell_of_use()
 
     def _tell_of_use(self) -> None:
