@@ -20,6 +20,7 @@ import pytest
 
 from attnlab import train
 from attnlab.training import metrics
+from tests.test_train import records
 
 REPOSITORY = Path(__file__).parents[1]
 LAUNCH = REPOSITORY / "launch"
@@ -42,7 +43,6 @@ FIELDS = {
     "parallel.timeout": 120,
 }
 LONG = FIELDS | {"steps": 320, "checkpoint.every": 80, "eval.every": 80}
-TIMING = re.compile("time|second|mfu|flops|wall|eta|rss|memory")
 ENVIRONMENT = os.environ | {
     "PYTHON": sys.executable,
     "XLA_FLAGS": "",
@@ -77,10 +77,6 @@ def run(*command, **options):
         process.terminate()
         pytest.fail(f"still running after five minutes:\n{process.communicate()[0]}")
     return process.returncode, out
-
-
-def records(workdir):
-    return [{k: v for k, v in r.items() if not TIMING.search(k)} for r in metrics.read(Path(workdir) / "metrics.jsonl")]
 
 
 def wait_for_step(step, workdir, within=120):

@@ -33,9 +33,9 @@ from attnlab import commands, train
 from attnlab import config as configs
 from attnlab._benchmarks.harness import options
 from attnlab.support.errors import UserError
-from attnlab.training import metrics
 from attnlab.training.checkpoints import Checkpoints
 from tests.campaigns.watched import PHASES, Board
+from tests.test_train import records
 
 QUICKSTART = configs.experiments()["quickstart"]
 MODEL = {
@@ -51,7 +51,6 @@ MODEL = {
 }
 LONG = MODEL | {"eval.every": 20, "checkpoint.every": 8, "log.every": 4, "sample.every": 40}
 SHORT = MODEL | {"steps": 160, "eval.every": 20, "checkpoint.every": 16, "checkpoint.keep": 3, "log.every": 4}
-TIMING = re.compile("time|second|mfu|flops|wall|eta|rss|memory")  # keys that may differ between two runs of a seed
 PROGRAMS = "programs"  # the compilation cache of a campaign
 PATIENCE = 300  # seconds for a run to reach a phase, or to end
 PROMPT = 10  # seconds for a run to end once it has been asked to stop, or has reported an error
@@ -233,7 +232,7 @@ def _intact(workdir: Path) -> list[int]:
 
 def _differences(workdir: Path, undisturbed: Path) -> list[str]:
     """Differences of two finished runs: records except times, checkpoints, and every bit of the last one."""
-    mine, theirs = (_records(folder) for folder in (workdir, undisturbed))
+    mine, theirs = (records(folder) for folder in (workdir, undisturbed))
     found = []
     if mine != theirs:
         first = next((pair for pair in zip(mine, theirs) if pair[0] != pair[1]), (len(mine), len(theirs)))
@@ -244,12 +243,6 @@ def _differences(workdir: Path, undisturbed: Path) -> list[str]:
     elif _bits(workdir, kept[0][-1]) != _bits(undisturbed, kept[1][-1]):
         found.append("the parameters or the optimizer's state differ")
     return found
-
-
-def _records(workdir: Path) -> list[dict]:
-    """The metrics that are equal in two runs with one seed."""
-    kept = metrics.read(workdir / "metrics.jsonl")
-    return [{key: value for key, value in record.items() if not TIMING.search(key)} for record in kept]
 
 
 def _bits(workdir: Path, step: int) -> dict:
@@ -292,9 +285,9 @@ def corruptions(count: int, folder: Path, draw: random.Random) -> dict:
             if int(resumed[1] if resumed else 0) != max(intact, default=0):
                 wrong.append(f"{label}: resumed from step {resumed[1] if resumed else 0}, where {intact} were intact")
             lost = "are lost" in out or "starting from the beginning" in out
-            if _records(workdir)[-1] != _records(undisturbed)[-1]:
+            if records(workdir)[-1] != records(undisturbed)[-1]:
                 wrong.append(f"{label}: another end")
-            elif _records(workdir) != _records(undisturbed) and not lost:
+            elif records(workdir) != records(undisturbed) and not lost:
                 wrong.append(f"{label}: other records")
         shutil.rmtree(workdir, ignore_errors=True)
     return {"workdirs": count, "outcomes": dict(outcomes), "wrong": wrong}
@@ -415,7 +408,7 @@ def full_disks(count: int, folder: Path, draw: random.Random) -> dict:
                 wrong.append(f"{label}: a damaged checkpoint")
             subprocess.run(["mount", "-o", "remount,size=1g,nr_inodes=1000000", disk], check=True)
             _finish(workdir, fields)
-            if _records(workdir) != _records(undisturbed):
+            if records(workdir) != records(undisturbed):
                 wrong.append(f"{label}: another end")
     return {"runs": count, "slowest to end (s)": round(max(seconds), 1), "wrong": wrong}
 
