@@ -90,32 +90,30 @@ def load_params(workdir: Path, like, step: int | str = "latest"):
 
     if huggingface.is_hf(workdir):
         return huggingface.from_hf(workdir, shardings=jax.tree.map(lambda x: x.sharding, like))[1]["params"]
-    with _checkpoint(workdir, step) as (checkpoints, chosen):
-        return checkpoints.restore_params(chosen, like)
-
-
-@contextlib.contextmanager
-def _checkpoint(workdir: Path, step: int | str):
-    """The checkpoints of a run and a step, which is intact."""
     from attnlab.training.checkpoints import Checkpoints
-    from attnlab.training.metrics import best_step, read
 
     config = from_dict(read_config(workdir))
     with contextlib.closing(Checkpoints(config.checkpoint.dir or workdir / "checkpoints")) as checkpoints:
-        steps = checkpoints.steps()
-        if not steps:
-            raise UserError(f"{workdir} holds no checkpoint yet: train longer, or lower config.checkpoint.every")
-        chosen = steps[-1] if step == "latest" else step
-        if step == "best":
-            chosen = best_step(read(workdir / "metrics.jsonl"), steps) or steps[-1]
-        if str(chosen) not in map(str, steps):
-            raise UserError(f"{workdir} has no checkpoint {step!r}: choose latest, best, or one of {steps}")
-        if why := checkpoints.damage(int(chosen)):
-            raise UserError(
-                f"checkpoint {chosen} in {checkpoints.directory} is damaged ({why}): choose another of {steps}, or "
-                "repeat the command that trained it"
-            )
-        yield checkpoints, int(chosen)
+        return checkpoints.restore_params(_intact_step(checkpoints, workdir, step), like)
+
+
+def _intact_step(checkpoints, workdir: Path, step: int | str) -> int:
+    from attnlab.training.metrics import best_step, read
+
+    steps = checkpoints.steps()
+    if not steps:
+        raise UserError(f"{workdir} holds no checkpoint yet: train longer, or lower config.checkpoint.every")
+    chosen = steps[-1] if step == "latest" else step
+    if step == "best":
+        chosen = best_step(read(workdir / "metrics.jsonl"), steps) or steps[-1]
+    if str(chosen) not in map(str, steps):
+        raise UserError(f"{workdir} has no checkpoint {step!r}: choose latest, best, or one of {steps}")
+    if why := checkpoints.damage(int(chosen)):
+        raise UserError(
+            f"checkpoint {chosen} in {checkpoints.directory} is damaged ({why}): choose another of {steps}, or "
+            "repeat the command that trained it"
+        )
+    return int(chosen)
 
 
 def peek(workdir: str | Path, **passed) -> tuple[nn.Module, tokenizers.Tokenizer | None, ConfigDict]:
