@@ -1,14 +1,14 @@
-"""Look inside any Flax model: capture, edit, ablate, patch and attribute, and show it in one offline page."""
+"""Look inside any Flax model: capture, edit, ablate and patch, and show it in one offline page."""
 
 from attnlab.nn.taps import COLLECTIONS
 from attnlab.see.capturing import capture, edited, sites
 from attnlab.see.edits import Add, Put, Scale
-from attnlab.see.effects import ablate, attribute, patch
+from attnlab.see.effects import ablate, patch
 from attnlab.see.head_scores import Scores, scores, shares
 from attnlab.see.pages import Page, page
 from attnlab.see.results import Effects, Run
 from attnlab.see.site import Site, Sites
-from attnlab.see.streams import Contributions, contributions, lens
+from attnlab.see.streams import Contributions, contributions
 
 __all__ = [
     "COLLECTIONS",
@@ -23,11 +23,9 @@ __all__ = [
     "Site",
     "Sites",
     "ablate",
-    "attribute",
     "capture",
     "contributions",
     "edited",
-    "lens",
     "page",
     "patch",
     "scores",

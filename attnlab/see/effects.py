@@ -1,17 +1,25 @@
-"""The effect of each head on a metric: ablation, activation patching, and attribution.
+"""The effect of each head on a metric: ablation and activation patching, all edits in one compiled program.
 
-All edits of one call are one compiled program, see `attnlab.see.sweeps`.
+The edits of one layer differ only by a mask, so they run in parallel by `vmap`, and everything before the edited value
+is computed once. The edited block gets the residual stream of the unedited run, so XLA drops the blocks before it.
 """
 
+import dataclasses
+import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnlab.see import sweeps
-from attnlab.see.models import framed
-from attnlab.see.results import Effects
+from attnlab.nn import taps
+from attnlab.see.edits import Put, site_key
+from attnlab.see.logit_metrics import Metric, traced
+from attnlab.see.models import Frame, framed
+from attnlab.see.results import Effects, Run
+
+AXES = ("layer", "head", "position")
 
 
 def ablate(model, variables, batch, metric: Callable, *, chunk: int | None = None, **kwargs) -> Effects:
@@ -40,8 +48,8 @@ def ablate(model, variables, batch, metric: Callable, *, chunk: int | None = Non
     ((2, 2), ('layer', 'head'))
     """
     frame, inputs = framed(model, variables, _args(batch), kwargs)
-    sweep, arrays = sweeps.sweep(frame, inputs, metric, "z", ("layer", "head"), chunk)
-    return _effects(sweep, *sweeps.ablated(sweep, arrays, inputs))
+    sweep, arrays = _sweep(frame, inputs, metric, "z", ("layer", "head"), chunk)
+    return _effects(sweep, *_ablated(sweep, arrays, inputs))
 
 
 def patch(
@@ -80,61 +88,112 @@ def patch(
     >>> patch(model, params, clean, corrupt, metric, over=("layer", "head", "position")).values.shape
     (2, 2, 3)
     """
-    frame, source, edited = _two_runs(model, variables, clean, corrupt, kwargs)
-    sweep, arrays = sweeps.sweep(frame, edited, metric, site, over, chunk)
-    return _effects(sweep, *sweeps.patched(sweep, arrays, source, edited))
-
-
-def attribute(
-    model,
-    variables,
-    clean,
-    corrupt,
-    metric: Callable,
-    site: str = "z",
-    over: Sequence[str] = ("layer", "head"),
-    **kwargs,
-) -> Effects:
-    """Attribution patching: `patch` to first order, by one forward and one backward pass (Syed et al. 2023).
-
-    The effect of a value is the gradient of the metric in the corrupt run, times the value's difference between the
-    runs, summed over the axes that are not in `over`.
-
-    Args:
-      model, variables, clean, corrupt, metric, site, over, kwargs: as for `patch`.
-
-    Returns:
-      `Effects`, which estimate the effects of `patch`.
-
-    Raises:
-      ValueError: as for `patch`.
-
-    >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
-    >>> clean, corrupt = jnp.array([[1, 2, 3]]), jnp.array([[4, 2, 3]])
-    >>> params = model.init(jax.random.key(0), clean)
-    >>> attribute(model, params, clean, corrupt, lambda logits: logits[0, -1, 1]).values.shape
-    (2, 2)
-    """
-    frame, source, edited = _two_runs(model, variables, clean, corrupt, kwargs)
-    sweep, arrays = sweeps.sweep(frame, edited, metric, site, over)
-    return _effects(sweep, *sweeps.attributed(sweep, arrays, source, edited))
+    clean, corrupt = _args(clean), _args(corrupt)
+    shapes = [[jnp.shape(x) for x in jax.tree.leaves(args)] for args in (clean, corrupt)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"clean has shapes {shapes[0]} and corrupt {shapes[1]}: expected the same, so pad one of them")
+    frame, (variables, _, options) = framed(model, variables, clean, kwargs)
+    source, edited = (variables, clean, options), (variables, corrupt, options)
+    sweep, arrays = _sweep(frame, edited, metric, site, over, chunk)
+    return _effects(sweep, *_patched(sweep, arrays, source, edited))
 
 
 def _args(batch) -> tuple:
     return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
 
 
-def _two_runs(model, variables, clean, corrupt, kwargs):
-    """The frame of a model, and the inputs of both runs."""
-    clean, corrupt = _args(clean), _args(corrupt)
-    shapes = [[jnp.shape(x) for x in jax.tree.leaves(args)] for args in (clean, corrupt)]
-    if shapes[0] != shapes[1]:
-        raise ValueError(f"clean has shapes {shapes[0]} and corrupt {shapes[1]}: expected the same, so pad one of them")
-    frame, (variables, _, options) = framed(model, variables, clean, kwargs)
-    return frame, (variables, clean, options), (variables, corrupt, options)
+@dataclasses.dataclass(frozen=True)
+class _Sweep:
+    """Edits of one value at all its places, and the metric of each."""
+
+    frame: Frame
+    metric: Metric
+    site: str  # name of the value
+    over: tuple[str, ...]  # axes of the result
+    chunk: int | None  # edits in parallel; all of a layer when None
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Paths of the edited value, one for each layer."""
+        return tuple(path for path, names in self.frame.sites.values().items() if self.site in names)
+
+    def run(self, inputs) -> Run:
+        """The unedited run, with the values that edits need."""
+        return self.frame.run(inputs, want=(self.site, *(["in"] if self.frame.sites.blocks else [])))
+
+    def layer(self, metric: Callable, inputs, base: Run, path: str, replacement):
+        """The metric with `replacement` at each place of one layer, one axis for each of `over` but "layer"."""
+        value, block = base.values[self.site][path], self.frame.sites.block_of(path)
+        before = {} if block is None else {site_key(block, "in"): Put(base.values["in"][block])}
+        masks, sizes = self.masks(value)
+
+        def one(mask):
+            put = {site_key(path, self.site): Put(jnp.where(mask, replacement, value))}
+            return metric(self.frame.run(inputs, edits=before | put).out)
+
+        if self.chunk is None or self.chunk >= len(masks):
+            return jax.vmap(one)(masks).reshape(sizes)
+        return jax.lax.map(one, masks, batch_size=self.chunk).reshape(sizes)
+
+    def masks(self, value) -> tuple[jax.Array, tuple[int, ...]]:
+        """Bools `[N, …]` that select each of the N places of a value, and the sizes of the axes that N is made of."""
+        at = {"head": -3, "position": -2} if self.site == "pattern" else {"head": -2, "position": -3}
+        at = {"position": -2} if self.site in taps.STREAMS else at
+        places = [value.ndim + at[axis] for axis in self.over[1:]]
+        sizes = tuple(value.shape[place] for place in places)
+        each = np.eye(math.prod(sizes), dtype=bool).reshape(-1, *sizes, *[1] * (value.ndim - len(sizes)))
+        return jnp.asarray(np.moveaxis(each, range(1, 1 + len(sizes)), [1 + place for place in places])), sizes
 
 
-def _effects(sweep: sweeps.Sweep, values, baseline, target=None) -> Effects:
+def _sweep(frame: Frame, inputs, metric: Callable, site: str, over, chunk: int | None) -> tuple[_Sweep, list]:
+    """A checked sweep, and the arrays that its metric reads."""
+    over = (over,) if isinstance(over, str) else tuple(over)
+    if "layer" not in over or not set(over) <= set(AXES):
+        raise ValueError(f"over = {over}: expected 'layer', and beside it 'head', 'position' or both")
+    if site not in (*taps.ATTENTION, *taps.STREAMS):
+        known = ", ".join((*taps.ATTENTION, *taps.STREAMS))
+        raise ValueError(f"site = {site!r}: expected one of {known}")
+    if site in taps.STREAMS and "head" in over:
+        raise ValueError(f"site = {site!r} has no heads: leave 'head' out of over")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk = {chunk}: expected 1 or more, or None")
+    program, arrays = traced(metric, jax.eval_shape(lambda inputs: frame.run(inputs).out, inputs))
+    sweep = _Sweep(frame, program, site, tuple(axis for axis in AXES if axis in over), chunk)
+    if not sweep.paths:
+        raise ValueError(
+            f"site = {site!r}: the model has none that can be edited (layers of nn.scan, and layers that are "
+            "called several times, can only be read)"
+        )
+    return sweep, arrays
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _ablated(sweep: _Sweep, arrays, inputs):
+    """(Metrics without each head, the unedited run's metric)."""
+    metric, base = functools.partial(sweep.metric, arrays), sweep.run(inputs)
+    # All axes but heads and features are examples and positions.
+    means = {path: z.mean(axis=tuple(range(z.ndim - 2)), keepdims=True) for path, z in base.values["z"].items()}
+    each = [sweep.layer(metric, inputs, base, path, means[path]) for path in sweep.paths]
+    return _stacked(each, sweep), metric(base.out)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _patched(sweep: _Sweep, arrays, source, edited):
+    """(Metrics, the edited run's, the source's)."""
+    metric, base = functools.partial(sweep.metric, arrays), sweep.run(edited)
+    other = sweep.frame.run(source, want=(sweep.site,))
+    each = [sweep.layer(metric, edited, base, path, other.values[sweep.site][path]) for path in sweep.paths]
+    return _stacked(each, sweep), metric(base.out), metric(other.out)
+
+
+def _stacked(each: list, sweep: _Sweep):
+    shapes = [x.shape for x in each]
+    if len(set(shapes)) > 1:
+        raise ValueError(f"the layers have {shapes} places of {sweep.site!r}: expected equal numbers of heads")
+    return jnp.stack(each)
+
+
+def _effects(sweep: _Sweep, values, baseline, target=None) -> Effects:
     """The result on the host."""
     if isinstance(values, jax.core.Tracer):
         raise ValueError("effects are numbers on the host, of a program compiled here: call this outside of jax.jit")

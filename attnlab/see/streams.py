@@ -1,4 +1,4 @@
-"""The residual stream as a sum: predictions of each layer's stream, and each head's contribution to a logit."""
+"""The residual stream as a sum: each head's contribution to a logit."""
 
 import dataclasses
 import functools
@@ -14,53 +14,6 @@ from attnlab.see.edits import Put, site_key
 from attnlab.see.linen import Linen
 from attnlab.see.models import Frame, framed
 from attnlab.types import Array
-
-
-def lens(model, variables, *args, **kwargs) -> Float[Array, "L1 ..."]:
-    """The logit lens (nostalgebraist 2020): the model's result with an earlier stream as the last block's output.
-
-    Args:
-      model, variables, args, kwargs: as for `capture`; a model with blocks.
-
-    Returns:
-      `[L + 1, B, T, V]` for a language model of L blocks: first from the input of the first block, last the model's
-      result.
-
-    Raises:
-      ValueError: as for `capture`; a model without blocks, or whose blocks differ in width.
-
-    >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
-    >>> tokens = jnp.array([[1, 2, 3]])
-    >>> lens(model, model.init(jax.random.key(0), tokens), tokens).shape
-    (3, 1, 3, 10)
-    """
-    frame, inputs = framed(model, variables, args, kwargs)
-    _require_blocks(frame, "lens")
-    logits, jump = _lens(frame, inputs)
-    if not isinstance(jump, jax.core.Tracer) and not float(jump) <= 1e-3:
-        raise ValueError(
-            f"lens needs blocks that follow one another, but a block of {', '.join(frame.sites.blocks)} takes another "
-            f"stream than the one before returns: they differ by {float(jump):.1e} of the largest element"
-        )
-    return logits
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _lens(frame: Frame, inputs):
-    last = frame.sites.blocks[-1]
-    run = frame.run(inputs, want=taps.STREAMS)
-    streams = [run.values["in"][frame.sites.blocks[0]], *(run.values["out"][path] for path in frame.sites.blocks)]
-    shapes = {stream.shape for stream in streams}
-    if len(shapes) > 1:
-        raise ValueError(f"lens needs blocks of one width, and the model's streams are {sorted(shapes)}")
-
-    def result(stream):
-        put = {site_key(last, "in"): Put(run.values["in"][last]), site_key(last, "out"): Put(stream)}
-        return frame.run(inputs, edits=put).out
-
-    taken = [run.values["in"][path] for path in frame.sites.blocks[1:]]
-    jumps = [jnp.abs(a - b).max() / jnp.abs(a).max() for a, b in zip(streams[1:], taken)]
-    return jax.lax.map(result, jnp.stack(streams)), jnp.stack([jnp.zeros(()), *jumps]).max()
 
 
 @jax.tree_util.register_dataclass
@@ -120,7 +73,8 @@ def contributions(model, variables, *args, targets: Int[Array, "B T"], **kwargs)
     ((2, 2, 1, 3), True)
     """
     frame, inputs = framed(model, variables, args, kwargs)
-    _require_blocks(frame, "contributions")
+    if not frame.sites.blocks:
+        raise ValueError("contributions need a model with blocks, layers that take and return one residual stream")
     if not isinstance(frame.adapter, Linen):
         raise ValueError("contributions are of flax.linen models: move the weights to one, see attnlab.interop")
     parts, left, dtypes = _contributions(frame, inputs, jnp.asarray(targets))
@@ -202,8 +156,3 @@ def _out_kernel(variables, path: str):
     if np.ndim(kernel) != 3:
         raise ValueError(f"{path} has no output projection out/kernel [H, D, F], which contributions need")
     return kernel
-
-
-def _require_blocks(frame: Frame, name: str) -> None:
-    if not frame.sites.blocks:
-        raise ValueError(f"{name} needs a model with blocks, layers that take and return one residual stream")

@@ -16,7 +16,6 @@ import numpy as np
 from scipy import stats
 
 from attnlab.study.study_progress import Advance, silent
-from attnlab.support.paths import write_csv as write_csv
 from attnlab.types import Array
 
 

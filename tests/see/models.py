@@ -39,44 +39,41 @@ def random(*shape) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
 
-class Flax(nn.Module):
-    """Two blocks of Flax's own attention, each x + attention(norm(x)), x + mlp(norm(x))."""
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(VOCABULARY, WIDTH, name="embed")(tokens)
-        for layer in range(2):
-            x = FlaxBlock(name=f"block_{layer}")(x)
-        return nn.Dense(VOCABULARY, name="head")(nn.LayerNorm(name="norm")(x))
-
-
 class FlaxBlock(nn.Module):
     attention_fn: object = nn.dot_product_attention
 
+    def attend(self, x):
+        layer = nn.MultiHeadDotProductAttention(HEADS, attention_fn=self.attention_fn, name="attention")
+        return layer(x, mask=nn.make_causal_mask(x[..., 0]))
+
     @nn.compact
     def __call__(self, x):
-        attention = nn.MultiHeadDotProductAttention(HEADS, attention_fn=self.attention_fn, name="attention")
-        x = x + attention(nn.LayerNorm(name="attention_norm")(x), mask=nn.make_causal_mask(x[..., 0]))
+        x = x + self.attend(nn.LayerNorm(name="attention_norm")(x))
         return x + nn.Dense(WIDTH, name="mlp")(nn.gelu(nn.LayerNorm(name="mlp_norm")(x)))
 
 
-class Ours(nn.Module):
-    """`Flax`, with attention of attnlab."""
+class OurBlock(FlaxBlock):
+    def attend(self, x):
+        return attnlab.nn.MultiHeadAttention(HEADS, mask=Causal(), name="attention")(x)
+
+
+class Flax(nn.Module):
+    """Two blocks of Flax's own attention, each x + attention(norm(x)), x + mlp(norm(x))."""
+
+    block = FlaxBlock
 
     @nn.compact
     def __call__(self, tokens):
         x = nn.Embed(VOCABULARY, WIDTH, name="embed")(tokens)
         for layer in range(2):
-            x = OurBlock(name=f"block_{layer}")(x)
+            x = self.block(name=f"block_{layer}")(x)
         return nn.Dense(VOCABULARY, name="head")(nn.LayerNorm(name="norm")(x))
 
 
-class OurBlock(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        attention = attnlab.nn.MultiHeadAttention(HEADS, mask=Causal(), name="attention")
-        x = x + attention(nn.LayerNorm(name="attention_norm")(x))
-        return x + nn.Dense(WIDTH, name="mlp")(nn.gelu(nn.LayerNorm(name="mlp_norm")(x)))
+class Ours(Flax):
+    """`Flax`, with attention of attnlab."""
+
+    block = OurBlock
 
 
 class NnxBlock(nnx.Module):

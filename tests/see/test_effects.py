@@ -9,7 +9,7 @@ import pytest
 
 from attnlab import see
 from attnlab.nn import GPT, MultiHeadAttention
-from attnlab.see import sweeps
+from attnlab.see import effects
 from attnlab.see.models import framed
 from tests.parameters import parameters
 from tests.see import models
@@ -93,8 +93,8 @@ def test_ablating_a_head_computes_the_layers_from_its_own_on_alone(layers, heads
     tokens = np.zeros((1, 32), np.int32)
     params = parameters(model, tokens)
     frame, inputs = framed(model, params, (tokens,), {})
-    sweep, arrays = sweeps.sweep(frame, inputs, metric, "z", ("layer", "head"))
-    all_heads = sweeps.ablated.lower(sweep, arrays, inputs).compile().cost_analysis()["flops"]
+    sweep, arrays = effects._sweep(frame, inputs, metric, "z", ("layer", "head"), None)
+    all_heads = effects._ablated.lower(sweep, arrays, inputs).compile().cost_analysis()["flops"]
     forward = jax.jit(lambda p: metric(model.apply(p, tokens))).lower(params).compile().cost_analysis()["flops"]
     assert all_heads <= (1 + heads * (layers + 1) / 2) * forward
 
@@ -141,32 +141,6 @@ def test_patching_everything_recovers_the_other_run():
     np.testing.assert_allclose(same.change, 0, atol=3e-6)
     with pytest.raises(ValueError, match="recovered needs two runs"):
         same.recovered  # noqa: B018
-
-
-def test_attribution_is_the_derivative_of_patching():
-    """Of small steps of z towards the other run."""
-    model, params = grouped()
-    each, *_ = estimates = [
-        see.attribute(model, params, OTHERS, TOKENS, metric, over=over)
-        for over in (("layer", "head"), ("layer", "head", "position"))
-    ]
-    assert each.values.shape == (2, 4) and estimates[1].values.shape == (2, 4, 7)
-    for n, (path, z) in enumerate(values_of("z").items()):
-        step = np.float32(1e-2) * (values_of("z", others=True)[path] - z)
-        for head in range(2):
-            here = np.arange(4)[:, None] == head
-            ends = [measured(model)(params, f"{path}/z", z + sign * step, here) for sign in (1, -1)]
-            slope = (ends[0] - ends[1]) / 2e-2  # central: its error is of the step's square
-            for found in estimates:
-                np.testing.assert_allclose(found.change[n, head].sum(), slope, atol=2e-3)
-
-
-def test_attribution_of_patterns_and_streams_has_their_axes():
-    model, params = models.gpt(num_layers=1)
-    pattern = see.attribute(model, params, OTHERS, TOKENS, metric, site="pattern")
-    assert pattern.values.shape == (1, 4) and np.abs(pattern.change).min() > 0
-    stream = see.attribute(model, params, OTHERS, TOKENS, metric, site="in", over=("layer", "position"))
-    assert stream.values.shape == (1, 7)
 
 
 @pytest.mark.parametrize("kind", ["flax", "nnx"])
@@ -222,8 +196,8 @@ def test_a_metric_that_reads_another_array_or_number_is_computed_anew():
         for reads in (weighted, compiled):
             found = see.ablate(model, params, TOKENS, reads)
             np.testing.assert_allclose(found.baseline, factor * logits[:, -1].mean(), atol=3e-6)
-        size = size or sweeps.ablated._cache_size()
-    assert sweeps.ablated._cache_size() <= size + 1  # `weighted` is the same program of other arrays
+        size = size or effects._ablated._cache_size()
+    assert effects._ablated._cache_size() <= size + 1  # `weighted` is the same program of other arrays
 
 
 def test_unbatched_attention_is_averaged_over_positions_alone():

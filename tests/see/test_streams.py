@@ -1,4 +1,4 @@
-"""The logit lens, and contributions that sum to the logits."""
+"""Contributions that sum to the logits."""
 
 import functools
 
@@ -75,19 +75,6 @@ def test_contribution_of_a_head_is_what_its_removal_takes_from_a_model_without_n
         np.testing.assert_allclose(parts.heads[1, head], parts.logits - of(cut.out, OTHERS), atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["gpt", "nnx"])
-def test_lens_ends_with_the_result_and_begins_with_the_embedding(kind):
-    model, params = models.gpt() if kind == "gpt" else (models.nnx_model(), None)
-    logits = see.lens(model, params, TOKENS)
-    run = models.capture(model, params, TOKENS, want=("in", "out"))
-    last = list(run.values["out"])[-1]
-    np.testing.assert_allclose(logits[-1], run.out, atol=1e-5)
-    streams = run.values["in"]["block_0"], run.values["out"]["block_0"]
-    edits = [{f"{last}/out": see.Put(stream)} for stream in streams]
-    for found, expected in zip(logits, models.edited(model, params, TOKENS, edits=edits)):
-        np.testing.assert_allclose(found, expected.out, atol=1e-5)
-
-
 class Nonlinear(nn.Module):
     @nn.compact
     def __call__(self, tokens):
@@ -103,8 +90,7 @@ def test_models_of_another_form_are_refused_in_one_line():
             lambda: see.contributions(Nonlinear(), models.variables(Nonlinear()), TOKENS, targets=OTHERS),
             "differ from the logits by",
         ),
-        (lambda: see.contributions(layer, params, x, targets=OTHERS), "contributions needs .*blocks"),
-        (lambda: see.lens(layer, params, x), "lens needs .*blocks"),
+        (lambda: see.contributions(layer, params, x, targets=OTHERS), "contributions need .*blocks"),
         (
             lambda: see.contributions(models.nnx_model(), None, TOKENS, targets=OTHERS),
             "contributions .*flax.linen",
@@ -153,17 +139,6 @@ def test_contributions_in_bfloat16():
     parts = see.contributions(model, params, TOKENS, targets=OTHERS)
     # Streams are rounded to 8 bits after each of five sums.
     np.testing.assert_allclose(parts.total, parts.logits, atol=5 * 2**-8 * np.abs(parts.logits).max())
-
-
-def test_lens_refuses_blocks_that_do_not_follow_one_another():
-    class Between(nn.Module):
-        @nn.compact
-        def __call__(self, tokens):
-            x = AttentionOnly(name="layer_0")(nn.Embed(models.VOCABULARY, models.WIDTH)(tokens))
-            return AttentionOnly(name="layer_1")(nn.tanh(x))
-
-    with pytest.raises(ValueError, match="lens needs blocks"):
-        see.lens(Between(), models.variables(Between()), TOKENS)
 
 
 def test_norms_of_ones_own_are_no_norms_of_flax():

@@ -6,8 +6,8 @@ import matplotlib.pyplot as plt
 import pytest
 
 from attnlab._studies import _quickstart as quickstart
-from attnlab.study import report
 from attnlab.study.report import Options
+from attnlab.support.paths import write_csv
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def run_fast(tmp_path) -> Callable:
         assert figure.get_suptitle() and all(axes.get_xlabel() and axes.get_ylabel() for axes in drawn)
         figure.savefig(tmp_path / "figure.png")
         plt.close(figure)
-        report.write_csv(tmp_path / "rows.csv", rows)
+        write_csv(tmp_path / "rows.csv", rows)
         return rows
 
     return run
