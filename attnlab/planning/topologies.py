@@ -16,9 +16,9 @@ from typing import NamedTuple
 import jax
 from jax.experimental import topologies
 
-from attnlab.support import memory
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
+from attnlab.training.metrics import memory_stats
 
 
 class Topology(NamedTuple):
@@ -99,7 +99,7 @@ def _here() -> Topology:
         devices = jax.devices()
     except RuntimeError as error:  # JAX_PLATFORMS names a missing platform
         raise UserError(f"--topology=here: JAX finds no device: {str(error).splitlines()[0]}") from error
-    limit = memory.stats(devices[0]).get("bytes_limit")  # CPUs tell none
+    limit = memory_stats(devices[0]).get("bytes_limit")  # CPUs tell none
     return Topology("here", devices[0].platform, devices, limit and limit / 2**30)
 
 

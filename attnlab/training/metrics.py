@@ -177,11 +177,12 @@ def memory_peaks(devices: Iterable[jax.Device]) -> dict[str, int]:
     """
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, else KiB
     found = {"host_peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
-    told = [peak for device in devices if (peak := _stats(device).get("peak_bytes_in_use"))]
+    told = [peak for device in devices if (peak := memory_stats(device).get("peak_bytes_in_use"))]
     return found | ({"device_peak_memory_bytes": max(told)} if told else {})
 
 
-def _stats(device: jax.Device) -> dict[str, int]:
+def memory_stats(device: jax.Device) -> dict[str, int]:
+    """The bytes that a device tells of its memory; {} where its backend tells nothing, as CPUs."""
     with contextlib.suppress(NotImplementedError, jax.errors.JaxRuntimeError):
         return device.memory_stats() or {}
     return {}

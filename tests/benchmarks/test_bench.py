@@ -95,7 +95,7 @@ def test_invalid_flag_is_one_line(error_line, command, message):
     assert message in error_line(*command.split(" "))
 
 
-@pytest.mark.parametrize("name", SMOKE.keys() - {"gpu"})
+@pytest.mark.parametrize("name", sorted(SMOKE.keys() - {"gpu"}))
 def test_record_in_a_missing_folder_is_one_line(error_line, tmp_path, name):
     assert f"--record={tmp_path}/none is not a folder" in error_line(name, f"--record={tmp_path}/none")
 
