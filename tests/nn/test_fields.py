@@ -35,32 +35,20 @@ ALONE = {"pattern": "toy"}
 UNREAD = {
     "of recurrent layers": ({"recurrence.conv": 4}, "recurrence.conv = 4, but no layer reads it: .*than attention"),
     "rotary of forgetting": ({"mixer": "forget", "rotary.base": 5.0}, "rotary.base = 5.0, but .*than forget"),
-    "rotary of forgetting by name": ({"mixer": "forget", "positions": "rotary"}, "positions = 'rotary', but no layer"),
     "pattern and mixer": ({"pattern": "toy attention", "mixer": "forget"}, "mixer = 'forget', but pattern = 'toy a.*'"),
-    "of no layer yet": (ALONE | {"recurrence.key_dim": 4}, "recurrence.key_dim = 4, but no layer .*than toy"),
     "flag": ({"recurrence.negative_eigenvalues": True}, "recurrence.negative_eigenvalues = True, but"),
     "of attention": (ALONE | {"kv_heads": 2}, "kv_heads = 2, but no layer reads it: .*than toy"),
-    "heads": (ALONE | {"num_heads": 2}, "num_heads = 2, but no layer reads it"),
-    "backend": (ALONE | {"impl": "dense"}, "impl = 'dense', but no layer reads it"),
-    "rotary of a recurrent model": (ALONE | {"rotary.base": 5.0}, r"rotary.base = 5.0, but no layer"),
     "window of global layers": ({"window": 8, "pattern": "global"}, "window = 8, but no layer .*than global"),
-    "window of layers beyond": ({"window": 8, "pattern": "global local", "num_layers": 1}, "window = 8, but"),
     "base of no local layers": ({"local_base": 5.0}, "local_base = 5.0, but window = None"),
     "rotary without": ({"rotary.base": 5.0, "positions": "learned"}, "rotary.base = 5.0, but positions = 'learned'"),
-    "base without": ({"local_base": 5.0, "window": 8, "positions": "none"}, "local_base = 5.0, but positions = 'none'"),
     "base of all": ({"local_base": 5.0, "window": 8}, "local_base = 5.0, but all layers are local"),
     "rotary of a hybrid": (
         {"pattern": "toy attention", "positions": "none", "rotary.scaling": "linear", "rotary.factor": 4.0},
         "rotary.scaling = 'linear', but positions = 'none'",
     ),
     "factor of no scaling": ({"rotary.factor": 4.0}, "rotary.factor = 4.0 has no effect with scaling = 'none'"),
-    "turns of linear scaling": (
-        {"rotary.scaling": "linear", "rotary.factor": 4.0, "rotary.slow_turns": 2.0},
-        "rotary.slow_turns = 2.0 has no effect with scaling = 'linear'",
-    ),
     "feed-forward": ({"mlp": "gated", "mlp_ratio": 0.0}, "mlp = 'gated', but mlp_ratio = 0"),
     "rotary by name": (ALONE | {"positions": "rotary"}, "positions = 'rotary', but no layer reads them"),
-    "alibi by name": (ALONE | {"positions": "alibi"}, "positions = 'alibi', but no layer reads them"),
     "values of some": ({"pattern": "attention toy", "value_residual": True}, "value_residual = True, but .*of toy do"),
 }
 

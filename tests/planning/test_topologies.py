@@ -24,17 +24,12 @@ def test_here_is_every_device_of_this_machine():
     "name, message",
     [
         ("v5", "--topology=v5 .*did you mean v5e"),
-        ("v3:2x2", "--topology=v3:2x2 .*did you mean v"),
         ("", "--topology= is unknown"),
-        ("h100:", "--topology=h100: .*did you mean h100:8"),
         ("v5e:", "--topology=v5e: .*did you mean v5e"),
         ("h100:9", "--topology=h100:9: .*h100:8"),
-        ("h100:0", "--topology=h100:0: .*h100:8"),
         ("h100:x", "--topology=h100:x: .*h100:8"),
         ("v5e:0x1", "--topology=v5e:0x1: .*v5e:2x2"),
         ("v5e:2x2x1", "--topology=v5e:2x2x1: .*v5e:2x2"),
-        ("v5p:4x4", "--topology=v5p:4x4: .*v5p:2x2x1"),
-        ("v6e:axb", "--topology=v6e:axb: .*v6e:2x2"),
         ("v5e:32x32", "--topology=v5e:32x32 .*1024 chips.*256"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Each mixer equals a direct float64 computation of its paper, from the input to the output."""
+"""Each mixer and relative of attention equals a direct float64 computation of its paper, from input to output."""
 
 import functools
 
@@ -21,7 +21,9 @@ from attnlab.nn import (
     Retention,
     ShortConv,
 )
+from tests.nn import relatives
 from tests.nn.mixers import papers
+from tests.nn.relatives import by_path
 from tests.parameters import parameters
 
 DELTA = papers.gated_delta_net
@@ -66,29 +68,29 @@ CASES = {
         functools.partial(papers.linear_attention, normalized=False),
     ),
 }
+LAYERS = CASES | {name: (module, relatives.PAPERS[name]) for name, module in relatives.MODULES.items()}
 X = np.random.default_rng(0).standard_normal((2, 37, 8))
 
 
-def by_path(params) -> dict[str, np.ndarray]:
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.float64(leaf) for path, leaf in leaves}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_mixer_equals_its_paper_in_float64(float64, name):
-    module, paper = CASES[name]
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_equals_its_paper_in_float64(float64, name):
+    module, paper = LAYERS[name]
     variables = parameters(module, X)
     found = jax.jit(module.apply)(variables, X)
-    expected = np.stack([paper(x, by_path(variables["params"])) for x in X])
+    expected = np.stack([paper(x, by_path(variables)) for x in X])
     # 37 tokens of about 1e-15 each, which the norms amplify.
     np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("delta_product", "rwkv7") else pytest.mark.slow) for name in CASES]
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("delta_product", "rwkv7", "latent_queries") else pytest.mark.slow)
+        for name in LAYERS
+    ],
 )
-def test_mixer_gradient_equals_differences_of_its_paper_in_float64(float64, name):
-    module, paper = CASES[name]
+def test_layer_gradient_equals_differences_of_its_paper_in_float64(float64, name):
+    module, paper = LAYERS[name]
     variables, rng = parameters(module, X), np.random.default_rng(1)
     direction = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape), (variables, X))
     weights = rng.standard_normal(jax.eval_shape(module.apply, variables, X).shape)
@@ -97,7 +99,7 @@ def test_mixer_gradient_equals_differences_of_its_paper_in_float64(float64, name
 
     def loss(step):
         moved, x = jax.tree.map(lambda a, b: a + step * b, (variables, X), direction)
-        return (np.stack([paper(row, by_path(moved["params"])) for row in x]) * weights).sum()
+        return (np.stack([paper(row, by_path(moved)) for row in x]) * weights).sum()
 
     near, far = (loss(step) - loss(-step) for step in (1e-5, 2e-5))
     # Their error is of the fourth power of the step, and of 1e-14 over the step.
@@ -115,7 +117,7 @@ def test_mixer_decodes_in_float64(float64, name):
         out, after = apply(variables, part, cache=cache)
         assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, cache)
         cache, outs = after, [*outs, out]
-    whole = np.stack([CASES[name][1](x, by_path(variables["params"])) for x in X[:, :6]])
+    whole = np.stack([CASES[name][1](x, by_path(variables)) for x in X[:, :6]])
     np.testing.assert_allclose(np.concatenate(outs, axis=1), whole, rtol=1e-10, atol=1e-12)
 
 
@@ -138,7 +140,7 @@ def test_gru_and_conv_in_bfloat16_and_random_pieces_equal_float64(name):
                 outs[n].append(np.float64(out[n, : lengths[n]]))
             at += lengths
         for n in range(2):
-            expected = paper(np.float64(x[n, : at[n]]), by_path(variables["params"]))
+            expected = paper(np.float64(x[n, : at[n]]), by_path(variables))
             # Some ten roundings of 2⁻⁸, of weights, sums, gates and states.
             np.testing.assert_allclose(np.concatenate(outs[n]), expected, atol=10 * 2**-8 * np.abs(expected).max())
 
@@ -149,7 +151,7 @@ def test_short_conv_equals_its_sum_and_keeps_the_last_inputs(float64, width, fea
     conv = ShortConv(width, use_bias=True)
     variables = parameters(conv, x)
     out, kept = jax.jit(conv.apply)(variables, x)
-    p = by_path(variables["params"])
+    p = by_path(variables)
     expected = np.stack([papers.convolution(row, p["kernel"], p["bias"]) for row in x])
     np.testing.assert_allclose(out, expected, rtol=1e-12, atol=1e-14)
     np.testing.assert_array_equal(kept, x[:, 10 - width :])
