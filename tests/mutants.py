@@ -14,7 +14,6 @@ import collections
 import concurrent.futures
 import csv
 import hashlib
-import json
 import os
 import re
 import resource
@@ -125,13 +124,13 @@ def mutants_of(path, source):
     return list(visit(ast.parse(source)))
 
 
-def draw(root, folders, count, seed):
+def draw(folders, count, seed):
     """The seeded list: equally many mutants of each folder. An edit elsewhere in a file hardly changes the list."""
     drawn = []
     for folder in folders:
         places, occurrences = {}, collections.Counter()
-        for file in sorted((root / "attnlab" / folder).rglob("*.py")):
-            for mutant in mutants_of(file.relative_to(root).as_posix(), file.read_text()):
+        for file in sorted((ROOT / "attnlab" / folder).rglob("*.py")):
+            for mutant in mutants_of(file.relative_to(ROOT).as_posix(), file.read_text()):
                 text = f"{seed} {mutant.path} {mutant.before} {mutant.after}"
                 occurrences[text] += 1
                 places[hashlib.sha256(f"{text} {occurrences[text]}".encode()).hexdigest()] = mutant
@@ -172,22 +171,22 @@ def mark(number):
 """
 
 
-def reach(root, mutants, python, workdir):
+def reach(mutants, workdir):
     """Runs the fast tests with marked mutants.
 
     Returns the test files that reach each mutant, each file's seconds, and the tests that fail without a mutant.
     """
-    tree = _copy(root, workdir / "reach")
+    tree = _copy(workdir / "reach")
     (workdir / "reached").mkdir()
     (workdir / "marks").mkdir()
     (workdir / "marks" / "_reached.py").write_text(REACHED)
     for path in {m.path for m in mutants}:
         here = [(number, mutant) for number, mutant in enumerate(mutants) if mutant.path == path]
-        (tree / path).write_text(marked((root / path).read_text(), here))
+        (tree / path).write_text(marked((ROOT / path).read_text(), here))
     environment = _environment(tree) | {"MUTANTS_REACHED": str(workdir / "reached")}
     environment["PYTHONPATH"] += os.pathsep + str(workdir / "marks")
     report = workdir / "reach.xml"
-    command = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", *FAST, f"--junit-xml={report}"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", *FAST, f"--junit-xml={report}"]
     with open(workdir / "reach.log", "w") as log:
         subprocess.run(command, cwd=tree, env=environment, stdout=log, stderr=log)
     reached = collections.defaultdict(set)
@@ -213,9 +212,9 @@ def _mirrored(tree, mutant):
     return test.as_posix() if (tree / test).exists() else ""
 
 
-def _copy(root, to):
+def _copy(to):
     skip = shutil.ignore_patterns(".venv*", ".git", "build", ".*_cache", "__pycache__", "runs", ".hypothesis")
-    shutil.copytree(root, to, ignore=skip)
+    shutil.copytree(ROOT, to, ignore=skip)
     return to
 
 
@@ -223,13 +222,13 @@ def _environment(tree):
     return os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def judge(tree, mutant, files, deselected, python):
+def judge(tree, mutant, files, deselected):
     """Runs the files on a mutant: ("killed", the failed test), or ("survived", how the run ended); and the seconds."""
     original = (tree / mutant.path).read_text()
     (tree / mutant.path).write_text(replaced(original, mutant))
     start = time.monotonic()
     try:
-        command = [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *FAST, *deselected, *files]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *FAST, *deselected, *files]
         process = subprocess.Popen(
             command, cwd=tree, env=_environment(tree), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             start_new_session=True, preexec_fn=_limit_processor_time,
@@ -259,37 +258,20 @@ def main():
     parser.add_argument("--folders", nargs="+", default=FOLDERS)
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--root", type=Path, default=ROOT)
-    parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "mutants.csv")
-    parser.add_argument("--list", action="store_true", help="print the mutants, run nothing")
-    parser.add_argument("--only", type=int, nargs="+", help="numbers of the mutants to run again")
-    parser.add_argument("--reached", type=Path, help="a file that keeps which tests reach which mutant between runs")
     args = parser.parse_args()
-    mutants = draw(args.root, args.folders, args.count, args.seed)
-    if args.list:
-        for number, mutant in enumerate(mutants):
-            print(number, mutant.name)
-        return
+    mutants = draw(args.folders, args.count, args.seed)
     with tempfile.TemporaryDirectory() as folder:
         workdir = Path(folder)
-        if args.reached and args.reached.exists():
-            reached, seconds, failing = json.loads(args.reached.read_text())
-            reached = {int(n): files for n, files in reached.items()}
-        else:
-            reached, seconds, failing = reach(args.root, mutants, args.python, workdir)
-            if args.reached:
-                args.reached.parent.mkdir(parents=True, exist_ok=True)
-                args.reached.write_text(json.dumps([reached, seconds, failing]))
+        reached, seconds, failing = reach(mutants, workdir)
         for test in failing:
             print(f"left out, as it fails without a mutant: {test}", flush=True)
         deselected = [f"--deselect={test}" for test in failing]
-        trees = [_copy(args.root, workdir / f"tree{n}") for n in range(2)]
-        numbers = args.only or range(len(mutants))
+        trees = [_copy(workdir / f"tree{n}") for n in range(2)]
 
         def run(number):
             mutant = mutants[number]
-            line = (args.root / mutant.path).read_text().splitlines()[mutant.line - 1].strip()
+            line = (ROOT / mutant.path).read_text().splitlines()[mutant.line - 1].strip()
             if reason := EXCLUDED.get((mutant.path.removeprefix("attnlab/"), line)):
                 return number, "excluded", reason, 0.0
             files = sorted(reached.get(number, ()), key=lambda file: seconds.get(file, 0))
@@ -297,7 +279,7 @@ def main():
                 return number, "survived", "no fast test reaches it", 0.0
             tree = trees.pop()
             try:
-                return number, *judge(tree, mutant, files, deselected, args.python)
+                return number, *judge(tree, mutant, files, deselected)
             finally:
                 trees.append(tree)
 
@@ -306,7 +288,7 @@ def main():
             table = csv.writer(file)
             table.writerow(["number", "mutant", "verdict", "by", "seconds"])
             tally = collections.Counter()
-            for number, verdict, by, took in pool.map(run, numbers):
+            for number, verdict, by, took in pool.map(run, range(len(mutants))):
                 table.writerow([number, mutants[number].name, verdict, by, round(took, 1)])
                 file.flush()
                 print(f"{number:3} {verdict:9} {took:5.1f} s  {mutants[number].name}  ({by})", flush=True)
