@@ -47,15 +47,13 @@ def _refuse(call: AttentionCall, **offered) -> None:
         "score mods": bool(call.score_mods),
         "sinks": call.sinks is not None,
         "dropout": bool(call.dropout_rate),
-        "a bias": call.bias is not None,
-        "a scale": call.scale is not None,
+        "bias": call.bias is not None,
+        "scale": call.scale is not None,
         "grouped heads": call.k.shape[-2] != call.num_heads,
     }
     for name, is_used in parts.items():
         if is_used and not offered.get(name.split()[-1], False):
-            raise Unsupported(
-                f"it has no argument for {name}" if name != "grouped heads" else "it has no grouped heads"
-            )
+            raise Unsupported(f"it has no {name}")
 
 
 def _is_plainly_causal(call: AttentionCall) -> bool:
@@ -64,7 +62,8 @@ def _is_plainly_causal(call: AttentionCall) -> bool:
 
 def _jax_nn(call: AttentionCall) -> dict:
     _refuse(call, bias=True, scale=True, heads=True)
-    kwargs = {"query": call.q, "key": call.k, "value": call.v, "bias": _with_all_axes(call), "scale": call.scale}
+    bias = call.bias if call.bias is None or call.bias.ndim == 4 else call.bias[None, None]
+    kwargs = {"query": call.q, "key": call.k, "value": call.v, "bias": bias, "scale": call.scale}
     kwargs["return_residual"] = True  # the lse
     if _is_plainly_causal(call):
         return kwargs | {"is_causal": True}
@@ -73,10 +72,6 @@ def _jax_nn(call: AttentionCall) -> dict:
     if isinstance(call.mask, masks.Padding):
         return kwargs | {"key_value_seq_lengths": call.mask.lengths}
     return kwargs | {"mask": pairs(call)}
-
-
-def _with_all_axes(call: AttentionCall):
-    return call.bias if call.bias is None or call.bias.ndim == 4 else call.bias[None, None]
 
 
 def _linen(call: AttentionCall) -> dict:
@@ -90,8 +85,6 @@ def _linen(call: AttentionCall) -> dict:
 
 
 def _nnx(call: AttentionCall) -> dict:
-    if call.scale is not None:
-        raise Unsupported("it has no argument for a scale")
     kwargs = _linen(call)
     return kwargs | {"mask": None, "is_causal": True} if _is_plainly_causal(call) else kwargs
 

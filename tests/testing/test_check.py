@@ -11,7 +11,6 @@ from attnlab.testing.peers import PEERS
 from tests.testing import faults
 
 SMALL = testing.SHAPES[:1]
-TRANSFORMS = ["without jit", "vmap", "remat"]
 
 
 @pytest.mark.parametrize("fault, feature", faults.FAULTS.items())
