@@ -136,9 +136,7 @@ def attention_of(
 
     A layer without attention has its kind in place of a backend.
     """
-    backends, answers = {name: name for name in kinds_of(model)}, {}
-
-    kinds = {name: kind for name, kind in kinds_of(model).items() if kind.operator == "attention"}
+    answers, kinds = {}, {name: kind for name, kind in kinds_of(model).items() if kind.operator == "attention"}
     operands = {name: kind.operands(model, batch, model.context) for name, kind in kinds.items()}
 
     def ask(operands, keys):
@@ -153,13 +151,12 @@ def attention_of(
             splits.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
             splits.enter_context(context_parallel(parallel_lib.CONTEXT))
         jax.eval_shape(ask, operands, keys)
-    backends |= {name: f"{answer.backend} {answer.split}".strip() for name, answer in answers.items()}
+    backends = {name: f"{answer.backend} {answer.split}".strip() for name, answer in answers.items()}
+    layers = [kind_of(model, layer) for layer in range(model.num_layers)]
     rejected = {name: why for answer in answers.values() for name, why in answer.rejected.items()}
-    chosen = {answer.backend for answer in answers.values()}
-    return (
-        {f"block_{layer}": backends[kind_of(model, layer)] for layer in range(model.num_layers)},
-        {name: why for name, why in rejected.items() if name not in chosen},
-    )
+    for answer in answers.values():
+        rejected.pop(answer.backend, None)
+    return {f"block_{n}": backends.get(kind, kind) for n, kind in enumerate(layers)}, rejected
 
 
 def _as_mesh(config: ConfigDict, topology: Topology) -> tuple[ConfigDict, list[str]]:

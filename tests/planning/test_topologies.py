@@ -24,10 +24,8 @@ def test_here_is_every_device_of_this_machine():
     "name, message",
     [
         ("v5", "--topology=v5 .*did you mean v5e"),
-        ("", "--topology= is unknown"),
         ("v5e:", "--topology=v5e: .*did you mean v5e"),
         ("h100:9", "--topology=h100:9: .*h100:8"),
-        ("h100:x", "--topology=h100:x: .*h100:8"),
         ("v5e:0x1", "--topology=v5e:0x1: .*v5e:2x2"),
         ("v5e:2x2x1", "--topology=v5e:2x2x1: .*v5e:2x2"),
         ("v5e:32x32", "--topology=v5e:32x32 .*1024 chips.*256"),
