@@ -22,15 +22,6 @@ def test_targets_follow_the_alignment_then_end(kind):
         assert (alignment[length:] == -1).all() and (source[length:] == 0).all() and (source[:length] > 0).all()
 
 
-@EACH
-def test_task_batch_is_a_pure_function(kind):
-    options = {"batch_size": 4, "lengths": LENGTHS}
-    first, again = pairs(kind, 1, **options), pairs(kind, 1, **options)
-    assert all(np.array_equal(a, b) for a, b in zip(first, again))
-    assert not np.array_equal(first.source, pairs(kind, 2, **options).source)
-    assert not np.array_equal(first.source, pairs(kind, 1, seed=1, **options).source)
-
-
 def test_held_out_sources_never_appear_in_training():
     shown = {tuple(row) for step in range(20) for row in pairs("copy", step, batch_size=64, lengths=[2]).source}
     held = {tuple(r) for s in range(20) for r in pairs("copy", s, batch_size=64, lengths=[2], held_out=True).source}
@@ -40,8 +31,7 @@ def test_held_out_sources_never_appear_in_training():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lengths": []}, r"lengths = \[\]"),
-        ({"lengths": [0, 2]}, r"lengths = \[0, 2\]"),
+        ({"lengths": [0, 2]}, "lengths = 0"),
         ({"vocab_size": 1}, "vocab_size = 1"),
         ({"lengths": [3], "vocab_size": 2, "held_out": True}, "raise vocab_size = 2"),
         ({"lengths": [10], "vocab_size": 2}, "too few training sources"),
@@ -52,33 +42,7 @@ def test_task_without_sources_is_one_line(change, message):
         pairs("copy", 0, **({"batch_size": 2, "lengths": [3]} | change))
 
 
-def test_unknown_task_lists_kinds():
-    with pytest.raises(ValueError, match="kind = 'sort'"):
-        pairs("sort", 0, batch_size=1, lengths=[3])
-
-
 def test_repeats_draws_a_period_for_each_sequence():
     tokens = np.asarray(repeats(0, batch_size=200, length=24, vocab_size=1000))
     periods = [next(p for p in range(1, 25) if (row[p:] == row[:-p]).all()) for row in tokens]
     assert tokens.shape == (200, 24) and set(periods) == set(range(6, 13))
-
-
-def test_repeats_is_a_pure_function():
-    options = {"batch_size": 4, "length": 20}
-    first = repeats(1, **options)
-    np.testing.assert_array_equal(first, repeats(1, **options))
-    assert not np.array_equal(first, repeats(2, **options))
-    assert not np.array_equal(first, repeats(1, seed=1, **options))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"periods": []}, r"periods = \[\]"),
-        ({"periods": [0, 2]}, r"periods = \[0, 2\]"),
-        ({"length": 0}, "length = 0"),
-    ],
-)
-def test_repeats_of_impossible_sizes_is_one_line(change, message):
-    with pytest.raises(ValueError, match=message):
-        repeats(0, **({"batch_size": 2, "length": 8} | change))

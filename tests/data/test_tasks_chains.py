@@ -9,15 +9,6 @@ import pytest
 from attnlab.data.tasks import backcopy, backcopy_chain, chains
 
 
-def test_chain_is_a_function_of_step_and_seed_traced_or_not():
-    once, again = chains(3, batch_size=4, length=9, seed=1), chains(3, batch_size=4, length=9, seed=1)
-    assert np.array_equal(once.tokens, again.tokens) and np.array_equal(once.transitions, again.transitions)
-    assert not np.array_equal(once.tokens, chains(4, batch_size=4, length=9, seed=1).tokens)
-    assert not np.array_equal(once.tokens, chains(3, batch_size=4, length=9, seed=2).tokens)
-    side_by_side = jax.vmap(lambda seed: chains(3, batch_size=4, length=9, seed=seed).tokens)(np.arange(3))
-    assert np.array_equal(side_by_side[1], once.tokens)
-
-
 @pytest.mark.parametrize("states", [3, *(pytest.param(states, marks=pytest.mark.slow) for states in (2, 5))])
 def test_chain_follows_its_transitions(states):
     drawn = chains(0, batch_size=8, length=4001, states=states)
@@ -72,43 +63,6 @@ def test_token_after_others_follows_the_chain():
     # Five standard deviations of a share of `total` draws, at most ½ / √total.
     assert (np.abs(counts / total - chain) <= 2.5 / np.sqrt(total))[followed].all()
     assert counts[followed][:, 1:4].sum() / counts[4:].sum() == pytest.approx(0.2, abs=0.01)
-
-
-def test_backcopy_is_a_function_of_step_and_seed_traced_or_not():
-    once = backcopy(3, batch_size=2, length=9, seed=1)
-    assert np.array_equal(once, backcopy(3, batch_size=2, length=9, seed=1))
-    assert not np.array_equal(once, backcopy(4, batch_size=2, length=9, seed=1))
-    traced = jax.vmap(lambda seed: backcopy(3, batch_size=2, length=9, seed=seed))(np.arange(2))
-    assert np.array_equal(traced[1], once)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"batch_size": 0, "length": 3}, "batch_size = 0"),
-        ({"batch_size": 1, "length": 0}, "length = 0"),
-        ({"batch_size": 1, "length": 3, "states": 1}, "states = 1"),
-    ],
-    ids=["batch_size", "length", "states"],
-)
-def test_chains_reject_impossible_sizes(sizes, message):
-    with pytest.raises(ValueError, match=message):
-        chains(0, **sizes)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"length": 0}, "length = 0"),
-        ({"triggers": 0}, "triggers = 0"),
-        ({"vocab_size": 5}, "vocab_size = 5"),
-        ({"rate": 1.0}, r"rate = 1\.0"),
-    ],
-    ids=["length", "triggers", "vocab_size", "rate"],
-)
-def test_backcopy_rejects_impossible_sizes(sizes, message):
-    with pytest.raises(ValueError, match=message):
-        backcopy(0, **({"batch_size": 1, "length": 3} | sizes))
 
 
 def test_backcopy_and_its_chain_have_the_same_defaults():

@@ -1,7 +1,5 @@
 """The task of copying within one sequence: its tokens and targets, and impossible sizes."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -34,27 +32,3 @@ def test_copies_draw_all_symbols_and_lengths_evenly():
     # 3,000 ± 45 sequences of each length, and 1,000 ± 30 first symbols of each kind (one deviation): five of them.
     np.testing.assert_allclose(np.bincount(lengths)[1:], 3000, atol=5 * 45)
     np.testing.assert_allclose(np.bincount(tokens[:, 1])[3:], 1000, atol=5 * 30)
-
-
-@EACH
-def test_copies_are_a_pure_function_of_step_and_seed_traced_or_not(kind):
-    first = batch(kind, 3, seed=1)
-    traced = jax.jit(lambda step, seed: batch(kind, step, seed=seed))(jnp.int32(3), jnp.uint32(1))
-    jax.tree.map(np.testing.assert_array_equal, first, traced)
-    assert not np.array_equal(first.tokens, batch(kind, 4, seed=1).tokens)
-    assert not np.array_equal(first.tokens, batch(kind, 3, seed=2).tokens)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"kind": "sort"}, "kind = 'sort'"),
-        ({"lengths": []}, r"lengths = \[\]"),
-        ({"lengths": [0, 2]}, r"lengths = \[0, 2\]"),
-        ({"vocab_size": 3}, "vocab_size = 3: .*4"),
-        ({"batch_size": 0}, "batch_size = 0"),
-    ],
-)
-def test_copies_of_impossible_sizes_is_one_line(change, message):
-    with pytest.raises(ValueError, match=message):
-        batch(**change)

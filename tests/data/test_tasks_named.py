@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnlab.data import tasks
 from attnlab.data.tasks import TEST, recall, running_sums
 from attnlab.data.tasks.named import TASKS, Task, parse
 from attnlab.data.tasks.task_batches import HeldOutBatches, TaskBatches
@@ -74,12 +73,6 @@ def test_running_sums_of_all_digits_have_each_value_equally_often(base, digits):
         assert (np.bincount(column, minlength=base) == len(every) / base).all()
     drawn = running_sums(0, batch_size=50, base=base, shortest=digits, longest=digits)
     np.testing.assert_array_equal(drawn.targets, np.cumsum(drawn.tokens, axis=1) % base)
-
-
-def test_rewrites_of_zero_draw_what_recall_drew_without_them():
-    plain = recall(3, batch_size=5, pairs=(2, 4), vocab_size=20)
-    again = recall(3, batch_size=5, pairs=(2, 4), vocab_size=20, rewrites=0)
-    np.testing.assert_array_equal(plain.tokens, again.tokens)
 
 
 def test_recall_with_rewrites_asks_for_the_last_value_of_every_key():
@@ -165,17 +158,12 @@ def test_alphabet_has_a_character_a_token_in_code_point_order():
         ("task:", "no task ''"),
         ("task:recal", r"no task 'recal' \(did you mean recall\?\): expected recall, parity"),
         ("task:recall pears=3", "'pears=3' is not an option of recall: expected some of pairs=8, fewest=0, rewrites=0"),
-        ("task:recall pairs", "'pairs' is not an option"),
         ("task:recall pairs=0", "pairs = 0: expected 1 or more"),
         ("task:recall pairs=x", "pairs = 'x': expected a value like 8"),
         ("task:recall pairs=20 rewrites=9", r"symbols = 26: expected pairs \+ rewrites = 29 or more"),
-        ("task:recall fewest=9", "fewest = 9: expected pairs = 8 or fewer"),
         ("task:recall fewest=2 queries=spread", "fewest = 2: queries=spread has one number of pairs"),
-        ("task:recall symbols=6000", "expected 5000 or fewer"),
         ("task:modular base=11", "base = 11: expected 10 or less"),
         ("task:parity shortest=50", "shortest = 50: expected longest = 40 or less"),
-        ("task:parity answers=all", "expected one of each, last"),
-        ("task:copy kinds=27", "kinds = 27: expected 26 or fewer"),
         ("task:induction triggers=11", "triggers = 11: expected 10 or fewer"),
     ],
 )
@@ -186,17 +174,3 @@ def test_impossible_task_is_one_line(name, message):
 
 def test_other_names_are_no_tasks():
     assert parse("python_docs") is None
-
-
-@pytest.mark.parametrize(
-    "draw, sizes, message",
-    [
-        ("running_sums", {"base": 1, "shortest": 1, "longest": 2}, "base = 1"),
-        ("selective_copies", {"length": 4, "symbols": 3}, "symbols = 3"),
-        ("inductions", {"length": 4, "triggers": 2}, "triggers = 2"),
-        ("recall", {"pairs": [1], "rewrites": -1}, "rewrites = -1"),
-    ],
-)
-def test_impossible_sizes_are_one_line(draw, sizes, message):
-    with pytest.raises(ValueError, match=message):
-        getattr(tasks, draw)(0, batch_size=2, **sizes)

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from attnlab.data.tasks.task_draws import check_least
+
 KINDS = ("copy", "reverse")
 HELD_OUT = 10  # sources whose symbols sum to a multiple of it are held out of training
 
@@ -39,10 +41,8 @@ def pairs(
     """
     if kind not in KINDS:
         raise ValueError(f"kind = {kind!r}: expected one of {', '.join(KINDS)}")
-    if not len(lengths) or min(lengths) < 1:
-        raise ValueError(f"lengths = {list(lengths)}: expected lengths of 1 or more")
-    if vocab_size < 2:
-        raise ValueError(f"vocab_size = {vocab_size}: expected 2 or more, as 0 is not a symbol")
+    check_least(lengths=min(lengths, default=0))
+    check_least(2, vocab_size=vocab_size)
     draw = np.random.default_rng((seed, step, held_out))
     longest = max(lengths)
     column = np.arange(longest + 1)

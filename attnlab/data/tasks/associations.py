@@ -1,6 +1,5 @@
 """Pairs of keys and values, then queried keys: the task of associative recall, queries side by side or spread."""
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from attnlab.data.tasks.task_draws import Number, key_of
+from attnlab.data.tasks.task_draws import Number, check_least, compiled, key_of
 from attnlab.types import Array
 
 BLANK = 0
@@ -23,6 +22,7 @@ class Recall(NamedTuple):
     pairs: Int[Array, " B"]  # int32 [B], n
 
 
+@compiled
 def recall(
     step: Number,
     *,
@@ -41,20 +41,9 @@ def recall(
       vocab_size: V; keys are 1 … h, values h + 1 … 2·h, where h = (V − 1) // 2.
       rewrites: R pairs more, whose keys are drawn from the keys before: the last value of a key is its answer.
     """
-    pairs = tuple(pairs)
-    if not pairs or min(pairs) < 1:
-        raise ValueError(f"pairs = {list(pairs)}: expected numbers of 1 or more")
-    if rewrites < 0:
-        raise ValueError(f"rewrites = {rewrites}: expected 0 or more")
-    if (vocab_size - 1) // 2 < (written := max(pairs) + rewrites):
-        raise ValueError(f"vocab_size = {vocab_size}: expected {2 * written + 1} or more for {written} pairs")
-    if batch_size < 1:
-        raise ValueError(f"batch_size = {batch_size}: expected 1 or more")
-    return _recall(step, seed, batch_size, pairs, vocab_size, rewrites)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
-def _recall(step, seed, batch_size, pairs, vocab_size, rewrites):
+    check_least(batch_size=batch_size, pairs=min(pairs, default=0))
+    check_least(0, rewrites=rewrites)
+    check_least(2 * (max(pairs) + rewrites) + 1, vocab_size=vocab_size)
     most, half = max(pairs), (vocab_size - 1) // 2
     # One draw for all, because each draw adds a second to the compilation of a loop around this.
     drawn = jax.random.uniform(key_of(step, seed), (batch_size, 2 * half + most + 1 + rewrites))
@@ -88,6 +77,7 @@ class Spread(NamedTuple):
     targets: Int[Array, "B T"]  # int32 [B, T], the value of the key at its second place, −1 elsewhere
 
 
+@compiled
 def spread_recall(
     step: Number,
     *,
@@ -109,14 +99,9 @@ def spread_recall(
       vocab_size: V; keys are 1 … h, values h + 1 … 2·h, where h = (V − 1) // 2.
       noise: the filler is uniform over all V tokens, 0 where False.
     """
-    if pairs < 1 or (vocab_size - 1) // 2 < pairs or length < 4 * pairs or batch_size < 1:
-        sizes = f"batch_size = {batch_size}, pairs = {pairs}, length = {length}, vocab_size = {vocab_size}"
-        raise ValueError(f"{sizes}: expected 1 or more, {4 * pairs} tokens or more, a vocabulary of {2 * pairs + 1}")
-    return _spread_recall(step, seed, batch_size, pairs, length, vocab_size, noise)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6))
-def _spread_recall(step, seed, batch_size, pairs, length, vocab_size, noise):
+    check_least(batch_size=batch_size, pairs=pairs)
+    check_least(4 * pairs, length=length)
+    check_least(2 * pairs + 1, vocab_size=vocab_size)
     half, places = (vocab_size - 1) // 2, (length - 2 * pairs) // 2
     symbol_key, place_key, noise_key = jax.random.split(key_of(step, seed), 3)
     # The first of a sorted draw are a draw without replacement.

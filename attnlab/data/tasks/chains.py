@@ -1,13 +1,12 @@
 """Markov chains: a random chain for each sequence, or one chain that trigger tokens interrupt."""
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from attnlab.data.tasks.task_draws import Number, key_of
+from attnlab.data.tasks.task_draws import Number, check_least, compiled, key_of
 from attnlab.types import Array
 
 BALANCING = 30  # rounds: the columns of most matrices then sum to 1 within rounding
@@ -20,6 +19,7 @@ class Chains(NamedTuple):
     transitions: Float[Array, "B S S"]  # float32 [B, S, S], the probabilities of the next state (last axis) by state
 
 
+@compiled
 def chains(
     step: Number,
     *,
@@ -39,14 +39,8 @@ def chains(
       doubly_stochastic: scale the columns to sum to 1 as well: all states are then equally frequent in the long run,
         and counts of single states predict nothing.
     """
-    if min(batch_size, length) < 1 or states < 2:
-        sizes = f"batch_size = {batch_size}, length = {length} and states = {states}"
-        raise ValueError(f"{sizes}: expected 1 or more, and two or more states")
-    return _chains(step, seed, batch_size, length, states, doubly_stochastic)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
-def _chains(step, seed, batch_size, length, states, doubly_stochastic):
+    check_least(batch_size=batch_size, length=length)
+    check_least(2, states=states)
     row_key, first_key, next_key = jax.random.split(key_of(step, seed), 3)
     transitions = jax.random.dirichlet(row_key, jnp.ones(states), (batch_size, states))
     if doubly_stochastic:
@@ -68,6 +62,7 @@ def _balanced(matrices):
     return matrices / matrices.sum(-1, keepdims=True)
 
 
+@compiled
 def backcopy(
     step: Number,
     *,
@@ -88,29 +83,10 @@ def backcopy(
       triggers: number of trigger tokens.
       rate: probability that a trigger follows another token.
     """
-    if min(batch_size, length, triggers) < 1 or vocab_size < triggers + 3 or not 0 < rate < 1:
-        sizes = f"batch_size = {batch_size}, length = {length}, vocab_size = {vocab_size}, triggers = {triggers}"
-        raise ValueError(
-            f"{sizes}, rate = {rate}: expected 1 or more, a vocabulary of triggers + 3 or more, and a rate between 0 "
-            "and 1"
-        )
-    return _backcopy(step, seed, batch_size, length, vocab_size, triggers, rate)
-
-
-def backcopy_chain(seed: Number, vocab_size: int = 64, triggers: int = 3, rate: float = 0.2) -> Float[Array, "V V"]:
-    """The chain of `backcopy`: probabilities of the next token (last axis) after a token that is not a trigger.
-
-    Other tokens follow with probabilities from a Dirichlet distribution of concentration 1/10, so that few are likely.
-    No trigger follows the first token, which has no token before it to repeat.
-    """
-    drawn = jax.random.dirichlet(jax.random.key(seed), jnp.full(vocab_size - triggers - 1, 0.1), (vocab_size,))
-    into_triggers = jnp.where(jnp.arange(vocab_size) == 0, 0.0, rate)[:, None]
-    parts = [jnp.zeros((vocab_size, 1)), jnp.repeat(into_triggers / triggers, triggers, 1), drawn * (1 - into_triggers)]
-    return jnp.concatenate(parts, axis=1)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6))
-def _backcopy(step, seed, batch_size, length, vocab_size, triggers, rate):
+    check_least(batch_size=batch_size, length=length, triggers=triggers)
+    check_least(triggers + 3, vocab_size=vocab_size)
+    if not 0 < rate < 1:
+        raise ValueError(f"rate = {rate}: expected a rate between 0 and 1")
     bounds = backcopy_chain(seed, vocab_size, triggers, rate).cumsum(-1)
 
     def follow(tokens, u):
@@ -124,3 +100,15 @@ def _backcopy(step, seed, batch_size, length, vocab_size, triggers, rate):
     draws = jax.random.uniform(key_of(step, seed), (length, batch_size))
     _, tokens = jax.lax.scan(follow, (first, first), draws)
     return tokens.T
+
+
+def backcopy_chain(seed: Number, vocab_size: int = 64, triggers: int = 3, rate: float = 0.2) -> Float[Array, "V V"]:
+    """The chain of `backcopy`: probabilities of the next token (last axis) after a token that is not a trigger.
+
+    Other tokens follow with probabilities from a Dirichlet distribution of concentration 1/10, so that few are likely.
+    No trigger follows the first token, which has no token before it to repeat.
+    """
+    drawn = jax.random.dirichlet(jax.random.key(seed), jnp.full(vocab_size - triggers - 1, 0.1), (vocab_size,))
+    into_triggers = jnp.where(jnp.arange(vocab_size) == 0, 0.0, rate)[:, None]
+    parts = [jnp.zeros((vocab_size, 1)), jnp.repeat(into_triggers / triggers, triggers, 1), drawn * (1 - into_triggers)]
+    return jnp.concatenate(parts, axis=1)

@@ -1,6 +1,5 @@
 """Sources to copy, to reverse, or to pick out of noise within one sequence, for a decoder."""
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Int
 
 from attnlab.data.tasks.alignments import KINDS
-from attnlab.data.tasks.task_draws import Number, key_of
+from attnlab.data.tasks.task_draws import Number, check_least, compiled, key_of
 from attnlab.types import Array
 
 END, START, SEPARATOR, SYMBOLS = 0, 1, 2, 3  # symbols are from 3 on
@@ -25,6 +24,7 @@ class Copies(NamedTuple):
     lengths: Int[Array, "B"]  # int32 [B], n
 
 
+@compiled
 def copies(
     kind: str, step: Number, *, batch_size: int, lengths: Sequence[int], vocab_size: int = 32, seed: Number = 0
 ) -> Copies:
@@ -37,18 +37,8 @@ def copies(
     """
     if kind not in KINDS:
         raise ValueError(f"kind = {kind!r}: expected one of {', '.join(KINDS)}")
-    lengths = tuple(lengths)
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"lengths = {list(lengths)}: expected lengths of 1 or more")
-    if vocab_size <= SYMBOLS:
-        raise ValueError(f"vocab_size = {vocab_size}: expected {SYMBOLS + 1} or more, as symbols are from {SYMBOLS} on")
-    if batch_size < 1:
-        raise ValueError(f"batch_size = {batch_size}: expected 1 or more")
-    return _copies(kind, step, seed, batch_size, lengths, vocab_size)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
-def _copies(kind, step, seed, batch_size, lengths, vocab_size):
+    check_least(batch_size=batch_size, lengths=min(lengths, default=0))
+    check_least(SYMBOLS + 1, vocab_size=vocab_size)
     symbol_key, length_key = jax.random.split(key_of(step, seed))
     longest = max(lengths)
     source = jax.random.randint(symbol_key, (batch_size, longest), SYMBOLS, vocab_size, jnp.int32)
@@ -77,6 +67,7 @@ class Selected(NamedTuple):
     targets: Int[Array, "B N"]  # int32 [B, n], the symbols in order, of the last n tokens
 
 
+@compiled
 def selective_copies(
     step: Number, *, batch_size: int, length: int, symbols: int, vocab_size: int = 18, seed: Number = 0
 ) -> Selected:
@@ -86,14 +77,9 @@ def selective_copies(
       symbols: n.
       vocab_size: V; symbols are 2 … V − 1.
     """
-    if batch_size < 1 or not 1 <= symbols <= length // 2 or vocab_size < 3:
-        sizes = f"batch_size = {batch_size}, length = {length}, symbols = {symbols}, vocab_size = {vocab_size}"
-        raise ValueError(f"{sizes}: expected 1 or more, a vocabulary of 3 or more, and twice as many tokens as symbols")
-    return _selective_copies(step, seed, batch_size, length, symbols, vocab_size)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
-def _selective_copies(step, seed, batch_size, length, symbols, vocab_size):
+    check_least(batch_size=batch_size, symbols=symbols)
+    check_least(2 * symbols, length=length)
+    check_least(3, vocab_size=vocab_size)
     symbol_key, place_key = jax.random.split(key_of(step, seed))
     drawn = jax.random.randint(symbol_key, (batch_size, symbols), 2, vocab_size, jnp.int32)
     noise = length - symbols

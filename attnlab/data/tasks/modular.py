@@ -1,13 +1,12 @@
 """Modular addition: all pairs, split at random, and sums of long sequences of digits."""
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from attnlab.data.tasks.task_draws import Number, key_of
+from attnlab.data.tasks.task_draws import Number, check_least, compiled, key_of
 from attnlab.types import Array
 
 
@@ -18,6 +17,7 @@ class Sums(NamedTuple):
     targets: Int[Array, " N"]  # int32 [N], (a + b) mod p
 
 
+@compiled
 def modular_sums(p: int, *, train: float, seed: Number = 0) -> tuple[Sums, Sums]:
     """All p² pairs (a, b) with (a + b) mod p, split at random (Power et al. 2022).
 
@@ -31,11 +31,6 @@ def modular_sums(p: int, *, train: float, seed: Number = 0) -> tuple[Sums, Sums]
     count = round(train * p * p) if p > 0 else 0
     if not 0 < count < p * p:
         raise ValueError(f"p = {p} and train = {train} leave a part without pairs: raise p, or train between 0 and 1")
-    return _modular_sums(seed, p, count)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _modular_sums(seed, p, count):
     a, b = jnp.divmod(jax.random.permutation(key_of(0, seed), p * p).astype(jnp.int32), p)
     tokens = jnp.stack([a, b, jnp.full_like(a, p)], axis=-1)
     sums = Sums(tokens, (a + b) % p)
@@ -49,6 +44,7 @@ class Running(NamedTuple):
     targets: Int[Array, "B T"]  # int32 [B, T], the sum of the digits so far modulo the base, then −1
 
 
+@compiled
 def running_sums(
     step: Number,
     *,
@@ -66,14 +62,10 @@ def running_sums(
       length: T; None for `longest`.
     """
     length = longest if length is None else length
-    if not 1 <= shortest <= longest <= length or base < 2 or batch_size < 1:
-        sizes = f"base = {base}, shortest = {shortest}, longest = {longest}, length = {length}"
-        raise ValueError(f"{sizes}: expected 2 or more, and 1 ≤ shortest ≤ longest ≤ length")
-    return _running_sums(step, seed, batch_size, base, shortest, longest, length)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6))
-def _running_sums(step, seed, batch_size, base, shortest, longest, length):
+    check_least(batch_size=batch_size, shortest=shortest)
+    check_least(2, base=base)
+    check_least(shortest, longest=longest)
+    check_least(longest, length=length)
     digit_key, length_key = jax.random.split(key_of(step, seed))
     digits = jax.random.randint(digit_key, (batch_size, length), 0, base, jnp.int32)
     number = jax.random.randint(length_key, (batch_size, 1), shortest, longest + 1)

@@ -1,13 +1,12 @@
 """Linear regression in context: points of an unknown linear function, then a query."""
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from attnlab.data.tasks.task_draws import Number, key_of
+from attnlab.data.tasks.task_draws import Number, check_least, compiled, key_of
 from attnlab.types import Array
 
 
@@ -19,6 +18,7 @@ class Regressions(NamedTuple):
     weights: Float[Array, "B F"]  # float32 [B, F], w of each task
 
 
+@compiled
 def regressions(step: Number, *, batch_size: int, points: int = 10, inputs: int = 10, seed: Number = 0) -> Regressions:
     """Draw linear regression tasks (von Oswald et al. 2023, section 3): x uniform in (−1, 1), w normal, y = w·x.
 
@@ -26,14 +26,7 @@ def regressions(step: Number, *, batch_size: int, points: int = 10, inputs: int 
       points: N, points in the context.
       inputs: F, size of x.
     """
-    if min(batch_size, points, inputs) < 1:
-        sizes = f"batch_size = {batch_size}, points = {points} and inputs = {inputs}"
-        raise ValueError(f"{sizes}: expected 1 or more of each")
-    return _regressions(step, seed, batch_size, points, inputs)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _regressions(step, seed, batch_size, points, inputs):
+    check_least(batch_size=batch_size, points=points, inputs=inputs)
     weight_key, input_key = jax.random.split(key_of(step, seed))
     weights = jax.random.normal(weight_key, (batch_size, inputs))
     x = jax.random.uniform(input_key, (batch_size, points + 1, inputs), minval=-1, maxval=1)

@@ -1,6 +1,5 @@
 """Random tokens of which some return: the tasks of induction heads."""
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -8,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from attnlab.data.tasks.task_draws import Number, key_of
+from attnlab.data.tasks.task_draws import Number, check_least, compiled, key_of
 from attnlab.types import Array
 
 
+@compiled
 def repeats(
     step: Number,
     *,
@@ -31,16 +31,7 @@ def repeats(
       periods: possible periods; None for length // 4 … length // 2.
     """
     periods = tuple(range(max(1, length // 4), max(1, length // 2) + 1) if periods is None else periods)
-    if not len(periods) or min(periods) < 1:
-        raise ValueError(f"periods = {list(periods)}: expected periods of 1 or more")
-    if min(vocab_size, length, batch_size) < 1:
-        sizes = f"vocab_size = {vocab_size}, length = {length} and batch_size = {batch_size}"
-        raise ValueError(f"{sizes}: expected 1 or more of each")
-    return _repeats(step, seed, batch_size, length, vocab_size, periods)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
-def _repeats(step, seed, batch_size, length, vocab_size, periods):
+    check_least(batch_size=batch_size, length=length, vocab_size=vocab_size, periods=min(periods, default=0))
     token_key, period_key = jax.random.split(key_of(step, seed))
     tokens = jax.random.randint(token_key, (batch_size, max(periods)), 0, vocab_size, jnp.int32)
     period = jax.random.choice(period_key, jnp.array(periods, jnp.int32), (batch_size, 1))
@@ -54,6 +45,7 @@ class Inductions(NamedTuple):
     targets: Int[Array, "B N"]  # int32 [B, n], the token that followed each of the last n
 
 
+@compiled
 def inductions(
     step: Number, *, batch_size: int, length: int, triggers: int = 1, vocab_size: int = 17, seed: Number = 0
 ) -> Inductions:
@@ -65,14 +57,9 @@ def inductions(
       triggers: n.
       vocab_size: V.
     """
-    if batch_size < 1 or triggers < 1 or vocab_size <= triggers or length < 3 * triggers:
-        sizes = f"batch_size = {batch_size}, length = {length}, triggers = {triggers}, vocab_size = {vocab_size}"
-        raise ValueError(f"{sizes}: expected 1 or more, a larger vocabulary, and three tokens a trigger")
-    return _inductions(step, seed, batch_size, length, triggers, vocab_size)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
-def _inductions(step, seed, batch_size, length, triggers, vocab_size):
+    check_least(batch_size=batch_size, triggers=triggers)
+    check_least(triggers + 1, vocab_size=vocab_size)
+    check_least(3 * triggers, length=length)
     token_key, place_key, order_key = jax.random.split(key_of(step, seed), 3)
     tokens = jax.random.randint(token_key, (batch_size, length), triggers, vocab_size, jnp.int32)
     slots = jax.random.uniform(place_key, (batch_size, (length - triggers) // 2))  # of a trigger and its answer

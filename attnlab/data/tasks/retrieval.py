@@ -1,13 +1,12 @@
 """Finding the largest of many items."""
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from attnlab.data.tasks.task_draws import Number, key_of
+from attnlab.data.tasks.task_draws import Number, check_least, compiled, key_of
 from attnlab.types import Array
 
 
@@ -21,6 +20,7 @@ class Items(NamedTuple):
     targets: Int[Array, " B"]  # int32 [B], the class of that item
 
 
+@compiled
 def largest_of(
     step: Number, *, batch_size: int, items: int, fewest: int | None = None, classes: int = 10, seed: Number = 0
 ) -> Items:
@@ -32,16 +32,8 @@ def largest_of(
       classes: number of classes.
     """
     fewest = items if fewest is None else fewest
-    if min(batch_size, items, classes) < 1:
-        sizes = f"batch_size = {batch_size}, items = {items} and classes = {classes}"
-        raise ValueError(f"{sizes}: expected 1 or more of each")
-    if not 1 <= fewest <= items:
-        raise ValueError(f"fewest = {fewest}: expected 1 to items = {items}")
-    return _largest_of(step, seed, batch_size, items, fewest, classes)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
-def _largest_of(step, seed, batch_size, items, fewest, classes):
+    check_least(batch_size=batch_size, fewest=fewest, classes=classes)
+    check_least(fewest, items=items)
     value_key, class_key, size_key = jax.random.split(key_of(step, seed), 3)
     values = jax.random.uniform(value_key, (batch_size, items))
     drawn = jax.random.randint(class_key, (batch_size, items), 0, classes, jnp.int32)

@@ -1,4 +1,8 @@
-"""The random key of a batch."""
+"""How a task is drawn: the random key of a batch, and the compilation of a function that draws."""
+
+import functools
+import inspect
+from collections.abc import Callable
 
 import jax
 from jaxtyping import Integer
@@ -11,3 +15,22 @@ Number = int | Integer[Array, ""]  # may be traced
 
 def key_of(step: Number, seed: Number) -> Array:
     return jax.random.fold_in(jax.random.key(seed), step)
+
+
+def compiled(function: Callable) -> Callable:
+    """Compile a function of a step, a seed, and arguments that are constants of the program."""
+    names = [name for name in inspect.signature(function).parameters if name not in ("step", "seed")]
+    drawn = jax.jit(function, static_argnames=names)
+
+    @functools.wraps(function)
+    def draw(*args, **options):
+        return drawn(*args, **{name: tuple(x) if isinstance(x, list) else x for name, x in options.items()})
+
+    return draw
+
+
+def check_least(least: int = 1, **sizes: int) -> None:
+    """Raise ValueError for a size below `least`."""
+    for name, size in sizes.items():
+        if size < least:
+            raise ValueError(f"{name} = {size}: expected {least} or more")

@@ -1,0 +1,70 @@
+"""What all drawn tasks share: batches are pure functions of a step and a seed, traced or not; impossible sizes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnlab.data import tasks
+
+OPTIONS = {
+    "backcopy": {"batch_size": 2, "length": 9},
+    "chains": {"batch_size": 4, "length": 9},
+    "copies": {"kind": "reverse", "batch_size": 9, "lengths": [2, 4], "vocab_size": 12},
+    "inductions": {"batch_size": 4, "length": 9},
+    "largest_of": {"batch_size": 4, "items": 5},
+    "modular_sums": {"p": 7, "train": 0.3},
+    "recall": {"batch_size": 9, "pairs": [1, 3], "vocab_size": 20},
+    "regressions": {"batch_size": 4},
+    "repeats": {"batch_size": 4, "length": 20},
+    "running_sums": {"batch_size": 4, "base": 3, "shortest": 2, "longest": 9},
+    "selective_copies": {"batch_size": 4, "length": 9, "symbols": 3},
+    "spread_recall": {"batch_size": 4, "pairs": 3, "length": 20, "vocab_size": 20},
+}
+
+
+def first_array(drawn) -> np.ndarray:
+    return np.asarray(jax.tree.leaves(drawn)[0])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_batch_is_a_pure_function_of_step_and_seed_traced_or_not(name):
+    draw = functools.partial(getattr(tasks, name), **OPTIONS[name])
+    draw = draw if name != "modular_sums" else lambda step, seed, drawn=draw: drawn(seed=seed + 10 * step)
+    first = first_array(draw(step=3, seed=1))
+    traced = jax.jit(lambda step, seed: draw(step=step, seed=seed))(jnp.int32(3), jnp.int32(1))
+    np.testing.assert_array_equal(first, first_array(traced))
+    assert not np.array_equal(first, first_array(draw(step=4, seed=1)))
+    assert not np.array_equal(first, first_array(draw(step=3, seed=2)))
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("backcopy", {"rate": 1.0}, r"rate = 1\.0: expected a rate between 0 and 1"),
+        ("backcopy", {"vocab_size": 5}, "vocab_size = 5: expected 6 or more"),
+        ("chains", {"states": 1}, "states = 1: expected 2 or more"),
+        ("copies", {"kind": "sort"}, "kind = 'sort'"),
+        ("copies", {"lengths": [0, 2]}, "lengths = 0: expected 1 or more"),
+        ("copies", {"vocab_size": 3}, "vocab_size = 3: expected 4 or more"),
+        ("inductions", {"length": 4, "triggers": 2}, "length = 4: expected 6 or more"),
+        ("largest_of", {"fewest": 6}, "items = 5: expected 6 or more"),
+        ("modular_sums", {"train": 1.0}, r"p = 7 and train = 1\.0 "),
+        ("recall", {"pairs": []}, "pairs = 0: expected 1 or more"),
+        ("recall", {"pairs": [10]}, "vocab_size = 20: expected 21 or more"),
+        ("recall", {"rewrites": -1}, "rewrites = -1: expected 0 or more"),
+        ("regressions", {"points": 0}, "points = 0: expected 1 or more"),
+        ("repeats", {"periods": [0, 2]}, "periods = 0: expected 1 or more"),
+        ("running_sums", {"longest": 1}, "longest = 1: expected 2 or more"),
+        ("selective_copies", {"length": 4}, "length = 4: expected 6 or more"),
+        ("spread_recall", {"length": 11}, "length = 11: expected 12 or more"),
+    ],
+)
+def test_impossible_size_is_one_line(name, change, message):
+    first = () if name == "modular_sums" else (0,)
+    options = OPTIONS[name] | change
+    first = (options.pop("kind"), *first) if "kind" in options else first
+    with pytest.raises(ValueError, match=message):
+        getattr(tasks, name)(*first, **options)
