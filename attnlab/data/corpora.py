@@ -24,7 +24,7 @@ from attnlab.support.errors import UserError
 from attnlab.support.extras import require
 
 BLOCKS = 64  # of a sample
-_VERSION = 1  # of remembered scans
+_VERSION = 2  # of remembered scans
 _SETTLED = 2  # seconds: a file written more recently may change again without a new time
 
 
@@ -36,7 +36,6 @@ class Corpus:
       name: the `name` of `load`.
       sha256: digest of the UTF-8 bytes of the whole text, training part first.
       characters, bytes: length of the whole text, in code points and in UTF-8.
-      documents: number of documents.
       documents_sha256: digest of the documents' lengths.
       train_characters: length of the training part; the rest is for validation.
       alphabet: the distinct characters of the text, in code point order.
@@ -47,7 +46,6 @@ class Corpus:
     sha256: str
     characters: int
     bytes: int
-    documents: int
     documents_sha256: str
     train_characters: int
     alphabet: str
@@ -107,11 +105,7 @@ class Mixture(NamedTuple):
 
     parts: tuple[Corpus, ...]
     weights: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        """The name "mixture"."""
-        return "mixture"
+    name = "mixture"
 
     @property
     def sha256(self) -> str:
@@ -122,11 +116,6 @@ class Mixture(NamedTuple):
     def characters(self) -> int:
         """Length of all texts."""
         return sum(part.characters for part in self.parts)
-
-    @property
-    def bytes(self) -> int:
-        """Length of all texts in UTF-8."""
-        return sum(part.bytes for part in self.parts)
 
     @property
     def alphabet(self) -> str:
@@ -280,7 +269,7 @@ def _scanned(name: str, called: str, source: Source, validation_fraction: float,
 def _scan(name: str, source: Source, signature: list | None, quiet: bool) -> dict:
     """Fields of a `Corpus` by one pass over its text, and the characters of its own validation split, or None."""
     digest, lengths, alphabet = hashlib.sha256(), hashlib.sha256(), _Alphabet()
-    characters = size = documents = length = 0
+    characters = size = length = 0
     held_out = None
     total = sum(stamp[1] for stamp in signature[-1]) if signature else None
     with Progress(f"reading {name}", total, quiet) as progress:
@@ -293,13 +282,12 @@ def _scan(name: str, source: Source, signature: list | None, quiet: bool) -> dic
                 held_out = (held_out or 0) + len(piece.text)
             if piece.ends:
                 lengths.update(length.to_bytes(8, "little"))
-                documents, length = documents + 1, 0
+                length = 0
             progress.advance(len(encoded))
     return {
         "sha256": digest.hexdigest(),
         "characters": characters,
         "bytes": size,
-        "documents": documents,
         "documents_sha256": lengths.hexdigest(),
         "held_out": held_out,
         "alphabet": alphabet.characters,
