@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tokenizers as huggingface
 
-from attnlab.data import published, tokenizers
+from attnlab.data import published, subwords, tokenizers
 from attnlab.interop.huggingface import from_hf, make_config, make_model, save_hf, to_hf
 from attnlab.nn import GPT, MultiHeadAttention
 from attnlab.support.errors import UserError
@@ -316,7 +316,7 @@ def test_end_of_text_is_the_folders_or_has_a_usual_name(gpt2, tmp_path):
     saved = tokenizers.make("bpe", TEXT, 300).to_dict()
     library = huggingface.Tokenizer.from_str(json.dumps(saved["tokenizer"]))
     library.add_special_tokens(["<|endoftext|>"])
-    assert tokenizers.TrainedTokenizer("bpe", library).end_of_text == (library.get_vocab_size() - 1,)
+    assert subwords.TrainedTokenizer("bpe", library).end_of_text == (library.get_vocab_size() - 1,)
 
 
 def test_vocab_and_merges_load_like_transformers(gpt2, tmp_path):

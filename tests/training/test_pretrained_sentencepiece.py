@@ -18,10 +18,10 @@ from tests.training.test_pretrained import finetune
 PROMPT = "¿Qué es"
 
 
-@pytest.fixture(scope="module", params=["llama2", pytest.param("unigram", marks=pytest.mark.slow)])
-def llama(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
     """A folder like those of the hub: random weights, and a tokenizer of SentencePiece."""
-    tokenizer = ours(request.param)
+    tokenizer = ours("llama2")
     model = GPT(
         tokenizer.vocab_size + 3, 1, 2, 16, 48, positions="rotary", norm="rms", mlp="gated", activation="silu",
         use_bias=False, tie_embeddings=False,
