@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from attnlab.data import cache, sources
+from attnlab.data.characters import code_points
 from attnlab.data.data_progress import Progress
 from attnlab.data.sources import Piece, PythonDocs, Source
 from attnlab.support.errors import UserError
@@ -268,15 +269,17 @@ def _scanned(name: str, called: str, source: Source, validation_fraction: float,
 
 def _scan(name: str, source: Source, signature: list | None, quiet: bool) -> dict:
     """Fields of a `Corpus` by one pass over its text, and the characters of its own validation split, or None."""
-    digest, lengths, alphabet = hashlib.sha256(), hashlib.sha256(), _Alphabet()
+    digest, lengths, seen = hashlib.sha256(), hashlib.sha256(), np.zeros(0x110000, bool)  # by code point
     characters = size = length = 0
-    held_out = None
+    held_out, ascii_seen = None, b""
     total = sum(stamp[1] for stamp in signature[-1]) if signature else None
     with Progress(f"reading {name}", total, quiet) as progress:
         for piece in source.pieces():
             encoded = piece.text.encode()
             digest.update(encoded)
-            alphabet.add(encoded)
+            if rest := encoded.translate(None, ascii_seen).decode():  # many times faster than looking at all characters
+                seen[code_points(rest)] = True
+                ascii_seen = bytes(np.flatnonzero(seen[:128]).tolist())
             characters, size, length = characters + len(piece.text), size + len(encoded), length + len(piece.text)
             if piece.held_out:
                 held_out = (held_out or 0) + len(piece.text)
@@ -290,22 +293,5 @@ def _scan(name: str, source: Source, signature: list | None, quiet: bool) -> dic
         "bytes": size,
         "documents_sha256": lengths.hexdigest(),
         "held_out": held_out,
-        "alphabet": alphabet.characters,
+        "alphabet": "".join(map(chr, np.flatnonzero(seen))),
     }
-
-
-class _Alphabet:
-    """Collects the characters of a text, many times faster than a set."""
-
-    def __init__(self):
-        self._seen = np.zeros(0x110000, bool)
-        self._ascii = b""
-
-    def add(self, encoded: bytes) -> None:
-        rest = encoded.translate(None, self._ascii)  # without known ASCII it still is UTF-8
-        self._seen[np.frombuffer(rest.decode().encode("utf-32-le"), np.uint32)] = True
-        self._ascii = bytes(np.flatnonzero(self._seen[:128]).tolist())
-
-    @property
-    def characters(self) -> str:
-        return "".join(map(chr, np.flatnonzero(self._seen)))

@@ -123,16 +123,6 @@ def test_cache_that_cannot_be_written_does_not_matter(tmp_path, monkeypatch):
     assert corpora.load("text", path=path) == corpora.load("text", path=path)
 
 
-def test_text_that_changes_while_it_is_read_is_refused(tmp_path):
-    path = settled(tmp_path / "a.txt", "before " * 200_000)
-    corpus = corpora.load("text", path=path)
-    pieces = corpus.pieces()
-    next(pieces)
-    (tmp_path / "a.txt").write_text("after " * 200_000)
-    with pytest.raises(UserError, match="changed while it was read"):
-        list(pieces)
-
-
 @pytest.mark.parametrize("text", ["año\n" * 50, "\r\nline\r\n" * 30, "no newline at the end" * 9, "\ufeffmark" * 20])
 def test_text_file_is_read_exactly_without_byte_order_mark(tmp_path, text):
     path = tmp_path / "a.txt"

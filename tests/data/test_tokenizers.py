@@ -26,18 +26,18 @@ VERSE = "¿Qué es la vida? Un frenesí.\n¿Qué es la vida? Una ilusión,\nuna 
 
 @ALL
 @given(text=TEXTS)
-def test_decoding_restores_the_text(kind, text):
+def test_decoding_restores_the_text_also_streamed_and_from_a_file(tmp_path_factory, kind, text):
     tokenizer = tokenizers.make(kind, text, VOCAB_SIZE)
     ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
     assert ids.min() >= 0 and ids.max() < tokenizer.vocab_size
-
-
-@ALL
-@given(text=TEXTS)
-def test_streamed_pieces_join_to_the_text(kind, text):
-    tokenizer = tokenizers.make(kind, text)
-    assert "".join(tokenizer.stream(iter(tokenizer.encode(text)))) == text
+    assert tokenizer.decode(ids) == text == "".join(tokenizer.stream(iter(ids)))
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizers.save(tokenizer, path)
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == tokenizers.sha256(tokenizer)
+    again = tokenizers.load(path)
+    assert again.encode(text).tolist() == ids.tolist() and again.decode(ids) == text
+    empty = again.encode("")
+    assert (empty.shape, empty.dtype, again.decode(empty)) == ((0,), np.int32, "")
 
 
 def test_invalid_utf8_decodes_to_replacement_character():
@@ -47,14 +47,6 @@ def test_invalid_utf8_decodes_to_replacement_character():
 
 def test_char_vocabulary_is_in_code_point_order():
     assert tokenizers.make("char", "hello, año").characters == " ,aehloñ"
-
-
-@ALL
-@given(text=TEXTS)
-def test_saved_tokenizer_loads_unchanged(tmp_path_factory, kind, text):
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    tokenizers.save(tokenizers.make(kind, text), path)
-    assert tokenizers.load(path).decode(tokenizers.make(kind, text).encode(text)) == text
 
 
 @pytest.mark.parametrize("kind", ["char", "wordpiece"])
@@ -203,13 +195,6 @@ def test_same_text_gives_same_vocabulary_in_any_process(kind, digests_of_another
     assert digests == {digests_of_another_process[kind]}
 
 
-@ALL
-def test_sha256_is_that_of_the_saved_file(tmp_path, kind):
-    tokenizer = tokenizers.make(kind, VERSE)
-    tokenizers.save(tokenizer, tmp_path / "tokenizer.json")
-    assert hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest() == tokenizers.sha256(tokenizer)
-
-
 @TRAINED
 def test_vocabulary_has_the_requested_size_if_possible(kind):
     text = TIES * 2
@@ -236,13 +221,6 @@ def test_too_small_vocabulary_names_the_minimum(kind, size, message):
 def test_empty_text_is_refused_for_training(kind):
     with pytest.raises(UserError, match="text is empty"):
         tokenizers.make(kind, "")
-
-
-@TRAINED
-def test_empty_text_encodes_to_no_tokens(kind):
-    tokenizer = tokenizers.make(kind, "a")
-    assert tokenizer.encode("").shape == (0,) and tokenizer.encode("").dtype == np.int32
-    assert tokenizer.decode([]) == ""
 
 
 @TRAINED
