@@ -5,30 +5,20 @@ itself, and `vmap` over seeds draws them for several runs. Studies train on step
 `length` is T.
 """
 
-from attnlab.data.tasks.alignments import KINDS, Pairs, pairs
-from attnlab.data.tasks.associations import Recall, Spread, recall, spread_recall
-from attnlab.data.tasks.chains import Chains, backcopy, backcopy_chain, chains
-from attnlab.data.tasks.copying import Copies, Selected, copies, selective_copies
-from attnlab.data.tasks.modular import Running, Sums, modular_sums, running_sums
-from attnlab.data.tasks.regression import Regressions, regressions
-from attnlab.data.tasks.repetition import Inductions, inductions, repeats
-from attnlab.data.tasks.retrieval import Items, largest_of
+from attnlab.data.tasks.alignments import KINDS, pairs
+from attnlab.data.tasks.associations import recall, spread_recall
+from attnlab.data.tasks.chains import backcopy, backcopy_chain, chains
+from attnlab.data.tasks.copying import Copies, copies, selective_copies
+from attnlab.data.tasks.modular import modular_sums, running_sums
+from attnlab.data.tasks.regression import regressions
+from attnlab.data.tasks.repetition import inductions, repeats
+from attnlab.data.tasks.retrieval import largest_of
 from attnlab.data.tasks.task_draws import TEST
 
 __all__ = [
     "KINDS",
     "TEST",
-    "Chains",
     "Copies",
-    "Inductions",
-    "Items",
-    "Pairs",
-    "Recall",
-    "Regressions",
-    "Running",
-    "Selected",
-    "Spread",
-    "Sums",
     "backcopy",
     "backcopy_chain",
     "chains",
