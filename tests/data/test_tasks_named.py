@@ -161,10 +161,10 @@ def test_alphabet_has_a_character_a_token_in_code_point_order():
         ("task:recall pairs=0", "pairs = 0: expected 1 or more"),
         ("task:recall pairs=x", "pairs = 'x': expected a value like 8"),
         ("task:recall pairs=20 rewrites=9", r"symbols = 26: expected pairs \+ rewrites = 29 or more"),
-        ("task:recall fewest=2 queries=spread", "fewest = 2: queries=spread has one number of pairs"),
-        ("task:modular base=11", "base = 11: expected 10 or less"),
+        ("task:recall fewest=2 queries=spread", "fewest = 2 has no effect with queries = 'spread': leave it at 0"),
+        ("task:modular base=11", "base = 11: expected a number from 2 to 10"),
         ("task:parity shortest=50", "shortest = 50: expected longest = 40 or less"),
-        ("task:induction triggers=11", "triggers = 11: expected 10 or fewer"),
+        ("task:induction triggers=11", "triggers = 11: expected a number from 1 to 10"),
     ],
 )
 def test_impossible_task_is_one_line(name, message):

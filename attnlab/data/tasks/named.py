@@ -17,10 +17,11 @@ from attnlab.data.tasks.repetition import inductions
 from attnlab.data.tasks.task_draws import Number
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
-from attnlab.support.options import first_problem, option, options
+from attnlab.support.options import first_idle, first_problem, option, options
 from attnlab.types import Array
 
 PREFIX = "task:"
+_END = {"queries": ("end",)}
 Drawn = tuple[Int[Array, "B T"], Int[Array, "B T"]]
 
 
@@ -57,29 +58,25 @@ class Recall:
     """
 
     pairs: int = option("keys of a sequence", 8, low=1)
-    fewest: int = option("keys of the shortest sequences, doubled up to `pairs`, each as often; 0: all alike", 0, low=0)
-    rewrites: int = option("pairs more, whose keys are written again with another value", 0, low=0)
-    symbols: int = option("keys of the vocabulary, and values", 26, low=1)
+    fewest: int = option(
+        "keys of the shortest sequences, doubled up to `pairs`, each as often; 0: all alike", 0, low=0, needs=_END
+    )
+    rewrites: int = option("pairs more, whose keys are written again with another value", 0, low=0, needs=_END)
+    symbols: int = option("keys of the vocabulary, and values", 26, low=1, high=5000)
     queries: str = option("side by side at the end, or spread over the rest", "end", choices=("end", "spread"))
-    filler: str = option("between queries that are spread", "blank", choices=("blank", "noise"))
+    filler: str = option(
+        "between queries that are spread", "blank", choices=("blank", "noise"), needs={"queries": ("spread",)}
+    )
     ceiling = 1.0
 
     def __post_init__(self):
-        if self.queries == "spread" and self.rewrites:
-            raise ValueError(f"rewrites = {self.rewrites}: queries=spread has none: leave it out")
-        if self.queries == "spread" and self.fewest:
-            raise ValueError(f"fewest = {self.fewest}: queries=spread has one number of pairs: leave it out")
         if self.fewest > self.pairs:
             raise ValueError(f"fewest = {self.fewest}: expected pairs = {self.pairs} or fewer")
-        if self.queries == "end" and self.filler != "blank":
-            raise ValueError(f"filler = {self.filler!r} is of queries=spread: leave it out")
         if self.symbols < self.pairs + self.rewrites:
             raise ValueError(
                 f"symbols = {self.symbols}: expected pairs + rewrites = {self.pairs + self.rewrites} or more, as the "
                 "values of a sequence differ"
             )
-        if self.symbols > 5000:
-            raise ValueError(f"symbols = {self.symbols}: expected 5000 or fewer")
 
     @property
     def alphabet(self) -> str:
@@ -120,15 +117,13 @@ class Recall:
 class Modular:
     """Digits, and the sums of those so far modulo the base."""
 
-    base: int = option("digits are 0 … base − 1", 3, low=2)
+    base: int = option("digits are 0 … base − 1", 3, low=2, high=10)
     shortest: int = option("fewest digits of a sequence", 3, low=1)
     longest: int = option("most digits of a sequence", 40, low=1)
     answers: str = option("at each digit, or at the last alone", "each", choices=("each", "last"))
     ceiling = 1.0
 
     def __post_init__(self):
-        if self.base > 10:
-            raise ValueError(f"base = {self.base}: expected 10 or less")
         if self.shortest > self.longest:
             raise ValueError(f"shortest = {self.shortest}: expected longest = {self.longest} or less")
 
@@ -165,7 +160,7 @@ class Modular:
 class Parity(Modular):
     """Bits, and whether an odd number of those so far is set."""
 
-    base: int = option("digits are 0 … base − 1", 2, low=2)
+    base: int = option("digits are 0 … base − 1", 2, low=2, high=10)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,12 +168,8 @@ class Copy:
     """Symbols among blanks, then their copy."""
 
     symbols: int = option("symbols to copy", 16, low=1)
-    kinds: int = option("different symbols", 16, low=1)
+    kinds: int = option("different symbols", 16, low=1, high=26)
     ceiling = 1.0
-
-    def __post_init__(self):
-        if self.kinds > 26:
-            raise ValueError(f"kinds = {self.kinds}: expected 26 or fewer")
 
     @property
     def alphabet(self) -> str:
@@ -210,14 +201,9 @@ class Copy:
 class Induction:
     """Noise with triggers, then the triggers, which ask for what followed them."""
 
-    triggers: int = option("different triggers", 1, low=1)
-    kinds: int = option("different tokens of the noise", 16, low=1)
+    triggers: int = option("different triggers", 1, low=1, high=10)
+    kinds: int = option("different tokens of the noise", 16, low=1, high=26)
     ceiling = 1.0
-
-    def __post_init__(self):
-        for name, most in (("triggers", 10), ("kinds", 26)):
-            if getattr(self, name) > most:
-                raise ValueError(f"{name} = {getattr(self, name)}: expected {most} or fewer")
 
     @property
     def alphabet(self) -> str:
@@ -270,8 +256,8 @@ def parse(name: str) -> Task | None:
             raise UserError(f"data.name = {name!r}: {word!r} is not an option of {kind}: expected some of {known}")
         values[field] = int(value) if value.isdigit() else value
     try:
-        defaults = {known: each.default for known, each in declared.items()}
-        if problem := first_problem(declared, defaults | values):
+        complete = {known: each.default for known, each in declared.items()} | values
+        if problem := first_problem(declared, complete) or first_idle(declared, complete):
             raise ValueError(problem)
         return TASKS[kind](**values)
     except ValueError as error:
