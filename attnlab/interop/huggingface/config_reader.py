@@ -17,7 +17,7 @@ ACTIVATIONS = {
     "swish": "silu",
 }
 
-# ConfigReader that no model reads: origin, tokens, generation, training, and heads of other tasks.
+# Options that no model reads: origin, tokens, generation, training, and heads of other tasks.
 _METADATA = """
 model_type architectures auto_map transformers_version dtype torch_dtype name_or_path tokenizer_class use_cache
 initializer_range bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id id2label label2id
@@ -53,7 +53,7 @@ class ConfigReader:
         self._read.add(option)
         return self._values.get(option)
 
-    def within(self, option: str, defaults: Mapping[str, Any]) -> "Options":
+    def within(self, option: str, defaults: Mapping[str, Any]) -> "ConfigReader":
         """The options of an object, empty if it is missing or null."""
         value = self.get(option)
         if not isinstance(value, Mapping | None):
