@@ -48,6 +48,8 @@ PART = {"rope_type": "default", "partial_rotary_factor": 0.75, "rope_theta": 1e4
 
 # Windows are shorter than the inputs of the tests, caps small enough to matter.
 PEERS = {
+    "gpt2": ("GPT2", {}),
+    "gpt2-2": ("GPT2", OTHER | {"n_inner": 50, "activation_function": "relu", "layer_norm_epsilon": 1e-2}),
     "llama": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "llama-2": ("Llama", OTHER | {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("Mistral", {"sliding_window": 7, "head_dim": 10}),
@@ -139,6 +141,7 @@ PEERS = {
 }
 # Options of attention and feed-forward layers, which the models of a family do not have.
 WITHOUT = {"Mamba2": {"intermediate_size", "num_attention_heads", "num_key_value_heads"}}
+WITHOUT |= {"GPT2": {"intermediate_size", "num_key_value_heads", "head_dim"}}
 # The second shapes are for the slow tests.
 NAMES = [name if "-" not in name else pytest.param(name, marks=pytest.mark.slow) for name in PEERS]
 WRITTEN = [name for name in NAMES if "deepseek" not in str(name)]  # the families that models go out to
@@ -146,6 +149,7 @@ WRITTEN = [name for name in NAMES if "deepseek" not in str(name)]  # the familie
 
 # Means of vectors, by the ends of their names; 1 for others.
 BASES = {"bias": 0.0, "model.norm.weight": 9.0, "norm_f.weight": 9.0, "final_layernorm.weight": 9.0, "A_log": -2.0}
+BASES |= {"ln_f.weight": 9.0}
 BASES |= dict.fromkeys(("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"), 0.0)
 
 SCORED = (0, 19, 39)  # positions whose logits are kept
@@ -167,7 +171,7 @@ def weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
         elif len(shape) == 3:  # of convolutions; queries and keys far from 0 are normalized without loss
             state[name] = np.float32(0.8) * noise
         else:
-            state[name] = np.float32(0.24 if "layers" in name else 0.02) * noise
+            state[name] = np.float32(0.24 if "layers" in name or ".h." in name else 0.02) * noise
     return state
 
 

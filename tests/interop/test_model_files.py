@@ -110,6 +110,13 @@ def test_files_of_16_bits_come_back_bit_for_bit(dtype, tmp_path):
     assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
+def test_missing_library_is_one_line_with_the_command(folders, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    for call in (lambda: from_hf(folders["gpt2"]), lambda: save_hf(tmp_path / "new", GPT2, params_of("gpt2"))):
+        with pytest.raises(UserError, match=r"needs safetensors: pip install 'attnlab\[hf\]'$"):
+            call()
+
+
 def test_other_types_are_refused(folders, tmp_path):
     for call in (lambda: from_hf(folders["gpt2"], dtype=jnp.int32), lambda: save_hf(tmp_path, GPT2, {}, dtype=None)):
         with pytest.raises(UserError, match="dtype = .*float16"):

@@ -260,7 +260,7 @@ def test_invalid_source_is_one_line_and_creates_no_workdir(gpt2, text, tmp_path,
         ("", "config.init_from is missing, but config.data.tokenizer = 'pretrained'"),
         (tmp_path / "nowhere", "nowhere holds neither a run"),
         (tmp_path, f"config.init_from = {tmp_path} holds neither"),
-        (broken, "ends within the tensor transformer.wte.weight"),
+        (broken, "broken/model.safetensors is not a complete safetensors file"),
         (small, "300 tokens and a model of 7"),
     ):
         assert finetune(source, text, tmp_path / "run") == 2
