@@ -52,6 +52,37 @@ def test_texts_side_by_side_equal_each_alone(positions):
         np.testing.assert_array_equal(row, tokens(positions, prompt, 20, temperature=0.0)[0])
 
 
+def most_likely(model, params, size):
+    """Maps a text to its most likely next token by the full pass, where zeros after the text are masked (causal)."""
+    apply = jax.jit(lambda tokens: model.apply(params, tokens)[0].argmax(axis=-1))
+
+    def following(text):
+        return int(apply(np.array([[*text, *[0] * (size - len(text))]], np.int32))[len(text) - 1])
+
+    return following
+
+
+@pytest.mark.parametrize("kind", ["attention", "gru"])
+def test_greedy_text_with_learned_positions_is_of_the_last_half_beyond_context(kind):
+    model, params = gpt() if kind == "attention" else recurrent("gru", "learned")
+    text, window, following = [1, 2, 3], 3, most_likely(model, params, size=8)
+    for _ in range(20):
+        window = 4 if window > 8 else window
+        text.append(following(text[-window:]))
+        window += 1
+    assert drawn_by((model, params), [np.array([1, 2, 3])], 20, temperature=0.0)[0].tolist() == text[3:]
+
+
+@pytest.mark.parametrize("positions", ["rotary", "alibi", pytest.param("none", marks=pytest.mark.slow)])
+def test_other_positions_beyond_context_roll(positions):
+    """In one layer, rolling is attention to a window of the context's size."""
+    model, params = gpt(positions)
+    text, following = [1, 2, 3], most_likely(model.clone(context=64, window=8), params, size=23)
+    for _ in range(20):
+        text.append(following(text))
+    assert tokens(positions, np.array([1, 2, 3]), 20, temperature=0.0)[0].tolist() == text[3:]
+
+
 DRAWN = {"repetition_penalty": 1.3, "min_p": 0.05, "top_p": 0.9, "seed": 5}
 
 
@@ -198,17 +229,6 @@ def test_drawn_texts_of_recurrent_layers_side_by_side_equal_each_alone():
         alone = drawn_by(recurrent("gru local"), prompt, 20, num_samples=2, **DRAWN)
         np.testing.assert_array_equal(together[2 * at : 2 * at + 2], alone)
         assert not np.array_equal(*alone)
-
-
-def test_recurrent_layers_with_learned_positions_read_the_last_half_again():
-    model, params = recurrent("gru", "learned")
-    text, window, apply = [1, 2, 3], 3, jax.jit(model.apply)
-    for _ in range(12):
-        window = 4 if window > 8 else window
-        logits = apply(params, np.array([np.pad(text[-window:], (0, 8 - window))], np.int32))
-        text.append(int(logits[0, window - 1].argmax()))
-        window += 1
-    assert drawn_by((model, params), [np.array([1, 2, 3])], 12, temperature=0.0)[0].tolist() == text[3:]
 
 
 def test_state_of_recurrent_layers_is_of_one_size_however_long_the_text():

@@ -1,4 +1,4 @@
-"""Draws of the next token: min-p and the repetition penalty, beside those in `tests/test_sample.py`."""
+"""Draws of the next token: their distribution under each option, and the repetition penalty."""
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,14 @@ def frequencies(**options):
 @pytest.mark.parametrize(
     "options, expected",
     [
+        ({}, PROBABILITIES),
+        ({"temperature": 0.5}, PROBABILITIES**2),
+        ({"top_k": 2}, [0, 0.5, 0, 0.25]),
+        ({"top_p": 0.7}, [0, 0.5, 0, 0.25]),
+        ({"top_p": 1e-50}, [0, 1, 0, 0]),
+        ({"temperature": 0.0}, [0, 1, 0, 0]),
+        ({"temperature": 1e-40}, [0, 1, 0, 0]),
+        ({"top_k": 3, "top_p": 0.5}, [0, 1, 0, 0]),
         ({"min_p": 0.4}, [0, 0.5, 0, 0.25]),
         ({"min_p": 1.0}, [0, 1, 0, 0]),
         ({"min_p": 0.19}, PROBABILITIES),
@@ -27,8 +35,9 @@ def frequencies(**options):
         ({"min_p": 0.4, "top_p": 0.4}, [0, 1, 0, 0]),
         ({"min_p": 0.25, "top_k": 2}, [0, 0.5, 0, 0.25]),
     ],
+    ids=str,
 )
-def test_min_p_keeps_tokens_by_their_share_of_the_largest(options, expected):
+def test_draw_follows_the_expected_probabilities(options, expected):
     np.testing.assert_allclose(frequencies(**options), np.array(expected) / np.sum(expected), atol=5e-4)
 
 
