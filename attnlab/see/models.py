@@ -30,7 +30,7 @@ class Frame:
         """A forward pass of inputs from `framed`; `edits` as for `edited`."""
         edits = {} if edits is None else edits
         resolved = editing.resolve(edits, self.sites.values())
-        rows = None if rows is None else self._checked(jnp.asarray(rows))
+        rows = None if rows is None else self._checked(rows)
         for name in want:
             self._check(name)
         out, values = self.adapter.run(*inputs, self.sites, want, resolved, rows)
@@ -43,10 +43,12 @@ class Frame:
         return Run(out, values, order)
 
     def _checked(self, rows):
-        length = min(site.q_length for site in self.sites)
-        if not isinstance(rows, jax.core.Tracer) and rows.size and not -length <= rows.min() <= rows.max() < length:
+        if isinstance(rows, jax.core.Tracer):
+            return rows
+        rows, length = np.asarray(rows), min(site.q_length for site in self.sites)
+        if rows.size and not -length <= rows.min() <= rows.max() < length:
             raise ValueError(f"rows = {rows.tolist()}: expected indices of {length} queries")
-        return rows
+        return jnp.asarray(rows)
 
     def _check(self, name):
         if name not in NAMES:
