@@ -73,9 +73,7 @@ def capture(
     >>> run.stack("pattern").shape, run.values["out"]["block_1"].shape  # [L, B, H, Tq, Tk], [B, T, F]
     ((2, 1, 2, 3, 3), (1, 3, 8))
     """
-    want = (want,) if isinstance(want, str) else tuple(want)
-    frame, inputs = framed(model, variables, args, kwargs)
-    return frame.run(inputs, want, rows=rows)
+    return edited(model, variables, *args, edits={}, want=want, rows=rows, **kwargs)
 
 
 def edited(

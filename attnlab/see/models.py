@@ -28,8 +28,7 @@ class Frame:
 
     def run(self, inputs: tuple, want: tuple[str, ...] = (), edits: Any = None, rows=None) -> Run:
         """A forward pass of inputs from `framed`; `edits` as for `edited`."""
-        edits = {} if edits is None else edits
-        resolved = editing.resolve(edits, self.sites.values())
+        resolved = {} if edits is None else editing.resolve(edits, self.sites.values())
         rows = None if rows is None else self._checked(rows)
         for name in want:
             self._check(name)
