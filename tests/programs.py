@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -27,6 +28,18 @@ def optimized(function, **options):
     import jax  # not above, as JAX reads the flags of conftest.py
 
     return jax.jit(function, compiler_options=AS_USERS, **options)
+
+
+def compiled_text(function, *arguments) -> str:
+    """The HLO that XLA compiles a function to for users."""
+    return optimized(function).lower(*arguments).compile().as_text()
+
+
+def types_of_products(compiled: str) -> set:
+    """The types of the operands of all products in HLO."""
+    types = dict(re.findall(r"%([\w.-]+) = (\w+)\[", compiled))
+    products = re.findall(r" dot\(%([\w.-]+), %([\w.-]+)\)", compiled)
+    return {types[operand] for operands in products for operand in operands}
 
 
 class Programs:

@@ -29,7 +29,7 @@ from attnlab.ops.attention import attention
 from attnlab.ops.cross_entropy import cross_entropy
 from tests.ops.cases import draw, results
 from tests.parameters import parameters
-from tests.programs import JAXLIB, optimized
+from tests.programs import JAXLIB, compiled_text, optimized, types_of_products
 
 pytestmark = pytest.mark.slow
 
@@ -188,28 +188,17 @@ def test_slice_written_over_a_shifted_copy_of_itself_is_wrong_up_to_jaxlib_0_12(
     assert found.tolist() == ([1, 1, 1, 1] if JAXLIB < (0, 13) else [1, 1, 2, 3])
 
 
-def _types_of_products(compiled: str) -> set:
-    types = dict(re.findall(r"%([\w.-]+) = (\w+)\[", compiled))
-    products = re.findall(r" dot\(%([\w.-]+), %([\w.-]+)\)", compiled)
-    return {types[operand] for operands in products for operand in operands}
-
-
-def _compiled(function, *arguments) -> str:
-    return optimized(function).lower(*arguments).compile().as_text()
-
-
 @pytest.mark.parametrize("length", [128, 1024])  # tiles one by one, heads one by one
 def test_bfloat16_of_attention_is_multiplied_as_such(length):
     x = jax.ShapeDtypeStruct((2, length, 2, 64), jnp.bfloat16)
     plain = jax.ShapeDtypeStruct((4, 64, 64), jnp.bfloat16)
-    if _types_of_products(_compiled(lambda x, y: jnp.matmul(x, y, preferred_element_type="float32"), plain, plain)) == {
-        "f32"
-    }:
+    as_float32 = compiled_text(lambda x, y: jnp.matmul(x, y, preferred_element_type="float32"), plain, plain)
+    if types_of_products(as_float32) == {"f32"}:
         pytest.skip("XLA has no bfloat16 products on this processor")
 
     def both(q, k, v, d_out):
         return jax.vjp(lambda *x: attention(*x, Causal(), impl="blockwise"), q, k, v)[1](d_out)
 
-    compiled = _compiled(both, x, x, x, x)
+    compiled = compiled_text(both, x, x, x, x)
     # δ is a product of float32 with ones.
-    assert _types_of_products(re.sub(r".* = f32\[\d+,1\].* dot\(.*", "", compiled)) == {"bf16"}
+    assert types_of_products(re.sub(r".* = f32\[\d+,1\].* dot\(.*", "", compiled)) == {"bf16"}

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 
 from attnlab.ops import dropout
 from attnlab.ops.blockwise import passes
+from attnlab.ops.blockwise.plans import planned
 from attnlab.ops.call import AttentionCall, Result
-from attnlab.ops.cpu.plans import planned
 from attnlab.ops.meshes import equally_varying, like_queries, on_auto_axes
 from attnlab.ops.tiles import padded
 from attnlab.types import Array

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+from attnlab.ops.blockwise.plans import Plan
 from attnlab.ops.call import AttentionCall
 from attnlab.ops.cpu import stacks
-from attnlab.ops.cpu.plans import Plan, mapped_at_once
+from attnlab.ops.cpu.plans import mapped_at_once
 from attnlab.ops.platforms import platform_of
 from attnlab.ops.schedule import EMPTY, FULL, block_mask_of
 

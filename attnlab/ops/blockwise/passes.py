@@ -12,10 +12,10 @@ from jax.ad_checkpoint import checkpoint_name
 from attnlab.ops.blockwise import layout
 from attnlab.ops.blockwise.batching import batched_explicitly, with_mapped
 from attnlab.ops.blockwise.layout import Range
+from attnlab.ops.blockwise.plans import Plan
 from attnlab.ops.blockwise.scores import dropout_keeps, masked_logits
 from attnlab.ops.call import AttentionCall, Result
 from attnlab.ops.cpu import parts
-from attnlab.ops.cpu.plans import Plan
 from attnlab.ops.logsumexp import finite_shift, normalizer
 from attnlab.ops.meshes import varying_like
 from attnlab.ops.nodes import combine, partition

@@ -8,8 +8,8 @@ import numpy as np
 from attnlab.ops import dropout
 from attnlab.ops.blockwise.batching import per_example
 from attnlab.ops.blockwise.layout import Range
+from attnlab.ops.blockwise.plans import Plan
 from attnlab.ops.call import AttentionCall
-from attnlab.ops.cpu.plans import Plan
 from attnlab.ops.schedule import PARTIAL
 from attnlab.ops.tiles import Side, Tile, examples, heads
 from attnlab.types import Array

@@ -1,4 +1,4 @@
-"""A call computed in parts, of some key heads of some examples, one after another (see `plans`)."""
+"""A call computed in parts, of some key heads of some examples, one after another, for the reason told in `plans`."""
 
 import math
 from collections.abc import Callable

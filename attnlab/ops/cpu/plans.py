@@ -1,13 +1,15 @@
-"""How a call is computed: in which tiles, and on CPUs in which parts, so that scores stay in the caches.
+"""Parts of a call, and tiles of short sequences, whose scores stay in the caches of a CPU.
 
-XLA's CPU backend divides the product of two large matrices among threads, but not a batch of small ones; and it runs
-small products that do not depend on each other at the same time. Short sequences are therefore computed by blocks of
-few queries with all their keys, written out one by one, for a few heads at a time; long ones head by head in loops over
-tiles of many queries, rather than in tiles of few queries of all heads.
+No issue in XLA's tracker; seen on jaxlib 0.10.2, and known by timing alone. A batch of products over all heads writes
+scores that leave the caches, where one head after another would not; and when the sizes below were fitted, XLA divided
+the product of two large matrices among threads, but not a batch of small ones, and ran small products that do not
+depend on each other at the same time. Short sequences are therefore computed by blocks of few queries with all their
+keys, written out one by one, for a few heads at a time; long ones head by head in loops over tiles of many queries,
+rather than in tiles of few queries of all heads.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +17,7 @@ import numpy as np
 
 from attnlab.ops.call import AttentionCall
 from attnlab.ops.meshes import is_partitioned
-from attnlab.ops.platforms import platform_of
-from attnlab.ops.schedule import ACCELERATOR, CPU, FULL, PARTIAL, Costs, runs, schedule
+from attnlab.ops.schedule import CPU, Costs, runs
 from attnlab.types import Array
 
 ROWS = 512  # queries of a tile, from which XLA divides its products among threads
@@ -27,37 +28,25 @@ UNROLLED = 16  # products of scores that are written out; more of them would lea
 SHORT = Costs((64, 128, 256), SCORES, cached_scores=SCORES, uncached=1, comparing=1, per_tile=0, per_row=30)
 
 
-class Plan(NamedTuple):
-    tile_kinds: tuple[int, ...]  # PARTIAL and FULL, if they occur in the block mask; both when it is traced
-    mapped: tuple[bool, ...] | None = None  # under `vmap`: which leaves of the call have a leading mapped axis
-    tiles: tuple[tuple[int, ...], ...] | None = None  # the block mask where tiles are written out; None for loops
-    together: tuple[int, int] | None = None  # the examples and key heads that are computed at a time; None for all
+def choose(call: AttentionCall, scheduled: Callable) -> tuple:
+    """(The sizes of tiles, the block mask, the tiles and the parts of a `blockwise.plans.Plan`) of a call.
 
-
-def planned(call: AttentionCall) -> tuple[tuple[int, int], Array, Plan]:
-    """The sizes of tiles, the block mask, and the plan of a call."""
-    where = {"q_positions": call.q_positions, "kv_positions": call.kv_positions, "num_heads": call.num_heads}
-    where |= {"batch": call.batch, "shard": call.shard}
-    tiling = (call.mask, *call.lengths, call.block_sizes)
-    if platform_of(call.q, call.k, call.v) != "cpu":
-        block_sizes, block_mask = schedule(*tiling, **where, costs=ACCELERATOR)
-        return block_sizes, block_mask, Plan(_kinds(block_mask))
-
+    `scheduled` is `schedule` of the call, without costs.
+    """
     can_be_cut = _can_be_cut(call)
     if max(call.lengths) <= LENGTH:
-        block_sizes, block_mask = schedule(*tiling, **where, costs=SHORT, together=1)
-        if plan := _written_out(call, block_sizes, block_mask, can_be_cut):
-            return block_sizes, block_mask, plan
+        block_sizes, block_mask = scheduled(costs=SHORT, together=1)
+        if written_out := _written_out(call, block_sizes, block_mask, can_be_cut):
+            return block_sizes, block_mask, *written_out
     if can_be_cut:
         group = call.num_heads // call.k.shape[-2]
-        block_sizes, block_mask = schedule(*tiling, **where, costs=CPU, together=group)
+        block_sizes, block_mask = scheduled(costs=CPU, together=group)
         if block_sizes[0] >= ROWS:
-            return block_sizes, block_mask, Plan(_kinds(block_mask), together=(1, 1))
-    block_sizes, block_mask = schedule(*tiling, **where, costs=CPU)
-    return block_sizes, block_mask, Plan(_kinds(block_mask))
+            return block_sizes, block_mask, None, (1, 1)
+    return *scheduled(costs=CPU), None, None
 
 
-def mapped_at_once(plan: Plan, call: AttentionCall, is_mapped: bool, size: int) -> int:
+def mapped_at_once(plan, call: AttentionCall, is_mapped: bool, size: int) -> int:
     """How many of `size` calls of a plan `vmap` computes at a time."""
     if plan.together is not None:
         return 1
@@ -68,14 +57,8 @@ def mapped_at_once(plan: Plan, call: AttentionCall, is_mapped: bool, size: int) 
     return min(size, max(1, SCORES // (math.prod(batch) * num_heads * math.prod(call.block_sizes) * longest)))
 
 
-def _kinds(block_mask: Array) -> tuple[int, ...]:
-    return tuple(
-        kind for kind in (FULL, PARTIAL) if not isinstance(block_mask, np.ndarray) or (block_mask == kind).any()
-    )
-
-
-def _written_out(call: AttentionCall, block_sizes, block_mask: Array, can_be_cut: bool) -> Plan | None:
-    """The plan of a call whose tiles are written out, if they are few, and their scores stay in the caches."""
+def _written_out(call: AttentionCall, block_sizes, block_mask: Array, can_be_cut: bool) -> tuple | None:
+    """The tiles and the parts of a call whose tiles are written out, if they are few, with scores in the caches."""
     if not isinstance(block_mask, np.ndarray) or block_sizes[0] >= ROWS:
         return None
     count, kv_heads = math.prod(size for size in call.batch if isinstance(size, int)), call.k.shape[-2]
@@ -91,7 +74,7 @@ def _written_out(call: AttentionCall, block_sizes, block_mask: Array, can_be_cut
     tiles = tuple(map(tuple, block_mask.tolist()))
     if any(sum(len(runs(row)) for row in rows) > UNROLLED for rows in (tiles, zip(*tiles))):
         return None
-    return Plan(_kinds(block_mask), tiles=tiles, together=together)
+    return tiles, together
 
 
 def _largest_divisor(n: int, limit: int) -> int:

@@ -1,8 +1,8 @@
 """Slices of bfloat16 arrays that are moved as integers, for CPUs.
 
-XLA's CPU backend has no slices of bfloat16: it converts the *whole* array to float32 to read a part of it, and back to
-write one. A loop over layers would convert all layers' kept values for each layer, and a loop over blocks all blocks.
-Integers are moved as they are.
+No issue in XLA's tracker; jaxlib 0.10.2. XLA's CPU backend has no slices of bfloat16: it converts the *whole* array to
+float32 to read a part of it, and back to write one. A loop over layers would convert all layers' kept values for each
+layer, and a loop over blocks all blocks. Integers are moved as they are.
 """
 
 import functools

@@ -1,3 +1,5 @@
+"""Products laid out for CPUs against those of lax, and whether XLA still needs them."""
+
 import functools
 
 import jax
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlab.ops.cpu import products
+from tests.programs import compiled_text, types_of_products
 
 SIZES = st.sampled_from([1, 4, 9])
 
@@ -162,3 +165,25 @@ def test_other_contractions_are_left_to_lax():
     (ours, theirs), mixed = run(*arrays((3, 4, 5), (3, 5, 6)))
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
     assert mixed.dtype == jnp.float32
+
+
+KERNEL = "__ynn_fusion"  # XLA's fast kernels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_xla_still_has_no_fast_kernel_for_products_of_columns(dtype):
+    x, g = jax.ShapeDtypeStruct((512, 256), dtype), jax.ShapeDtypeStruct((512, 1024), dtype)
+    ours = compiled_text(functools.partial(products.matrix_product, axes=(0, 0)), x, g)
+    if KERNEL not in ours:
+        pytest.skip(f"this XLA has no {KERNEL}")
+    assert KERNEL not in compiled_text(lambda x, g: x.T @ g, x, g), "ops/cpu/products.py need not transpose any more"
+
+
+@pytest.mark.slow
+def test_xla_still_converts_products_whose_result_is_bfloat16():
+    x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+    if types_of_products(compiled_text(functools.partial(products.matrix_product, axes=(1, 0)), x, x)) == {"f32"}:
+        pytest.skip("XLA has no bfloat16 products on this processor")
+    found = types_of_products(compiled_text(lambda x, y: x @ y, x, x))
+    assert found == {"f32"}, "ops/cpu/products.py need not ask for float32 results any more"

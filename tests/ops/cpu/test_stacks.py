@@ -8,6 +8,7 @@ from jax import lax
 
 from attnlab.ops import jaxprs
 from attnlab.ops.cpu.stacks import moved_as_integers
+from tests.programs import compiled_text
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 3)), jnp.bfloat16)
 
@@ -80,3 +81,16 @@ def test_moved_program_takes_trees_and_keeps_names_of_scopes():
 
     text = jax.jit(scaled).lower({"x": X, "by": 2.0}).as_text(debug_info=True)
     assert "scaling" in text and list(scaled({"x": X, "by": 2.0})) == ["out"]
+
+
+@pytest.mark.slow
+def test_xla_still_converts_whole_stacks_of_bfloat16():
+    def doubled(x):
+        def step(i, x):
+            return lax.dynamic_update_index_in_dim(x, 2 * lax.dynamic_index_in_dim(x, i), i, axis=0)
+
+        return lax.fori_loop(0, len(x), step, x)
+
+    stack, whole = jax.ShapeDtypeStruct((4, 256, 256), jnp.bfloat16), "f32[4,256,256]"
+    assert whole not in compiled_text(moved_as_integers(doubled), stack)
+    assert whole in compiled_text(doubled, stack), "ops/cpu/stacks.py is not needed any more"

@@ -1,0 +1,33 @@
+"""How a call is computed: in tiles of which sizes, of which kinds, and on CPUs in which parts."""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from attnlab.ops.call import AttentionCall
+from attnlab.ops.cpu import plans as of_cpus
+from attnlab.ops.platforms import platform_of
+from attnlab.ops.schedule import ACCELERATOR, FULL, PARTIAL, schedule
+from attnlab.types import Array
+
+
+class Plan(NamedTuple):
+    tile_kinds: tuple[int, ...]  # PARTIAL and FULL, if they occur in the block mask; both when it is traced
+    mapped: tuple[bool, ...] | None = None  # under `vmap`: which leaves of the call have a leading mapped axis
+    tiles: tuple[tuple[int, ...], ...] | None = None  # the block mask where tiles are written out; None for loops
+    together: tuple[int, int] | None = None  # the examples and key heads that are computed at a time; None for all
+
+
+def planned(call: AttentionCall) -> tuple[tuple[int, int], Array, Plan]:
+    """The sizes of tiles, the block mask, and the plan of a call."""
+    where = {"q_positions": call.q_positions, "kv_positions": call.kv_positions, "num_heads": call.num_heads}
+    where |= {"batch": call.batch, "shard": call.shard}
+    scheduled = functools.partial(schedule, call.mask, *call.lengths, call.block_sizes, **where)
+    if platform_of(call.q, call.k, call.v) == "cpu":
+        block_sizes, block_mask, tiles, together = of_cpus.choose(call, scheduled)
+    else:
+        (block_sizes, block_mask), tiles, together = scheduled(costs=ACCELERATOR), None, None
+    is_known = isinstance(block_mask, np.ndarray)
+    kinds = tuple(kind for kind in (FULL, PARTIAL) if not is_known or (block_mask == kind).any())
+    return block_sizes, block_mask, Plan(kinds, tiles=tiles, together=together)

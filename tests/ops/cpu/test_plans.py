@@ -1,0 +1,145 @@
+"""Calls computed in parts on CPUs, and whether XLA still needs them."""
+
+import functools
+import re
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import attnlab
+from attnlab.masks import BlockSparse, Causal, Padding, Segments
+from attnlab.ops.cpu import plans
+from attnlab.ops.schedule import CPU
+from attnlab.score_mods import ScoreFn, SoftCap
+from tests.ops import cases
+from tests.programs import optimized
+
+attend = functools.partial(attnlab.attention, impl="blockwise")
+
+LONG = {"q": (2, 520, 4, 8), "k": (2, 520, 2, 8), "v": (2, 520, 2, 6)}  # in tiles of which the last are ragged
+SHORT = {"q": (4, 200, 8, 8), "k": (4, 200, 8, 8), "v": (4, 200, 8, 6)}
+
+
+def call_in_parts(arrays, impl, block_sizes=(512, 256)):
+    """A call with each term that knows its example or head, but none whose gradient heads share."""
+    rng, (batch, length, num_heads, _) = np.random.default_rng(1), arrays["q"].shape
+    by_head = BlockSparse(rng.random((batch, num_heads, length // 40, length // 40)) < 0.7, size=40)
+    segments = Segments(np.sort(rng.integers(0, 3, (batch, length)), axis=-1))
+    examples = np.arange(batch)
+    positions = np.arange(length) + 7 * examples[:, None]
+    return attnlab.attention(
+        arrays["q"],
+        arrays["k"],
+        arrays["v"],
+        (Causal() & segments & by_head) | Padding(2 + 3 * examples),
+        (SoftCap(5.0), ScoreFn(lambda s, b, h, i, j: s - 0.01 * (h + 2 * b) * (i - j))),
+        scale=arrays["scale"],
+        sinks=arrays["sinks"],
+        dropout_rate=0.2,
+        dropout_key=jax.random.key(3),
+        q_positions=positions,
+        kv_positions=positions,
+        impl=impl,
+        block_sizes=block_sizes if impl == "blockwise" else None,
+        return_lse=True,
+    )
+
+
+def arrays_of(shapes):
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    return arrays | {"sinks": rng.normal(size=shapes["q"][2]), "scale": np.array(0.4)}
+
+
+CALLS = {
+    "head by head": (LONG, (512, 256), 4),
+    "some heads at a time": (LONG, (128, 128), 4),
+    "some examples at a time": (SHORT, (64, 64), 2),
+}
+
+
+@pytest.mark.parametrize("shapes, block_sizes, parts", CALLS.values(), ids=CALLS)
+def test_calls_in_parts_match_dense(float64, shapes, block_sizes, parts):
+    call = functools.partial(call_in_parts, block_sizes=block_sizes)
+    given, expected = (cases.results(arrays_of(shapes), call, impl, jnp.float64) for impl in ("blockwise", "dense"))
+    for name, x in expected.items():
+        # Both round each of some hundred sums, as in tests/ops/test_blockwise.py.
+        largest = np.abs(x).max(initial=0, where=np.isfinite(x))
+        np.testing.assert_allclose(given[name], x, rtol=1e-11, atol=1e-11 * largest, err_msg=name)
+
+
+@pytest.mark.parametrize("shapes, block_sizes, parts", CALLS.values(), ids=CALLS)
+def test_calls_in_parts_have_the_same_bits_when_mapped(shapes, block_sizes, parts):
+    arrays = jax.tree.map(jnp.float32, arrays_of(shapes))
+
+    def run(arrays):
+        return call_in_parts(arrays, "blockwise", block_sizes)[0]
+
+    assert f"length={parts}" in str(jax.make_jaxpr(run)(arrays))
+    mapped = jax.jit(jax.vmap(run))(jax.tree.map(lambda x: jnp.stack([x, 2 * x]), arrays))
+    np.testing.assert_array_equal(mapped[0], jax.jit(run)(arrays))
+    np.testing.assert_array_equal(mapped[1], jax.jit(run)(jax.tree.map(lambda x: 2 * x, arrays)))
+
+
+def test_short_calls_are_mapped_as_many_at_a_time_as_the_caches_hold():
+    q, k, v = np.random.default_rng(0).standard_normal((3, 3, 256, 7, 8), np.float32)
+
+    def grad(q, k, v):
+        return jax.grad(lambda q: attend(q, k, v, Causal()).sum())(q)
+
+    run = jax.jit(jax.vmap(grad, in_axes=(0, None, 0)))
+    assert "length=1" in str(jax.make_jaxpr(run)(q, k[0], v))  # of two examples, and the third after it
+    for example in range(3):
+        # Sums of at most 256 terms, in parts of other sizes.
+        np.testing.assert_allclose(
+            run(q, k[0], v)[example], jax.jit(grad)(q[example], k[0], v[example]), atol=256 * 2.0**-24
+        )
+
+
+def test_long_sequences_in_bfloat16_have_the_scale_gradient_of_all_heads():
+    q, k, v = (arrays_of(LONG)[name].astype(jnp.bfloat16) for name in "qkv")
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def slope(scale, block_sizes):  # only bfloat16 queries leave the scale to the tiles
+        return jax.grad(lambda scale: attend(q, k, v, scale=scale, block_sizes=block_sizes).sum())(scale)
+
+    # Both round weights and their gradients to 8 bits, a relative error of 2⁻⁹ each.
+    np.testing.assert_allclose(slope(0.4, (512, 512)), slope(0.4, (64, 64)), rtol=2**-6)
+
+
+def test_long_sequences_in_bfloat16_are_moved_as_integers():
+    arrays = {name: x.astype(jnp.bfloat16) for name, x in arrays_of(LONG).items()}
+    program = str(
+        jax.make_jaxpr(jax.grad(lambda arrays: call_in_parts(arrays, "blockwise")[0].astype(float).sum()))(arrays)
+    )
+    assert re.search(r":u16\[[\d,]+\] = dynamic_slice", program)
+    assert re.search(r":u16\[[\d,]+\] = dynamic_update_slice", program)
+    assert not re.search(r":bf16\[[\d,]+\] = dynamic_(update_)?slice", program)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(8, 256, 8, 64), (2, 2048, 8, 64)], ids=["written out", "head by head"])
+def test_xla_still_takes_no_less_time_for_a_call_at_once_than_for_its_parts(shape, monkeypatch):
+    """No compiled program shows the need of parts, so this compares processor times, whose medians over calls in turn
+    differ by a tenth between runs: a third less for calls at once would be XLA's doing."""
+    x = np.random.default_rng(0).standard_normal(shape, np.float32)
+
+    def compiled():
+        gradient = jax.grad(lambda q, k, v: (attend(q, k, v, Causal()) ** 2).sum(), argnums=(0, 1, 2))
+        return optimized(gradient).lower(x, x, x).compile()
+
+    def seconds(run):
+        before = time.process_time()
+        jax.block_until_ready(run(x, x, x))
+        return time.process_time() - before
+
+    in_parts = compiled()
+    monkeypatch.setattr(plans, "choose", lambda call, scheduled: (*scheduled(costs=CPU), None, None))
+    at_once = compiled()
+    assert at_once.as_text() != in_parts.as_text()
+    ratios = [seconds(at_once) / seconds(in_parts) for _ in range(10)]
+    assert statistics.median(ratios[1:]) > 2 / 3, "ops/cpu/plans.py and parts.py are not needed any more"
