@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import attnlab
 from attnlab.masks import BlockSparse, Causal, Dense, MaskFn, Padding, PrefixLM, Segments, SlidingWindow
@@ -35,11 +33,9 @@ POSITIONS = {"q_positions": np.arange(5, dtype=np.int32), "kv_positions": np.ara
         ({"score_mod": ALiBi(ones(4))}, "score mod ALiBi compares positions"),
         ({"score_mod": ALiBi(ones(3))}, r"ALiBi slopes has shape \(3,\), .*\(4,\)"),
         ({"score_mod": jnp.tanh}, r"score_mod is a function, .*score_mods\.ScoreFn\(fn\)"),
-        ({"mask": np.ones((2, 1, 1, 7), bool)}, r"Dense mask has shape \(2, 1, 1, 7\)"),
         ({"mask": np.ones((2, 5, 7), bool)}, r"Dense mask .*\(2, 5, 7\).*head axis"),
         ({"mask": Padding(jnp.array([1, 2, 3]))}, r"lengths has shape \(3,\), .*\(2,\)"),
         ({"bias": zeros((4, 5, 7))}, r"bias has shape \(4, 5, 7\)"),
-        ({"bias": zeros(7)}, "bias has shape"),
         ({"sinks": zeros(2)}, r"sinks has shape \(2,\), .*\(4,\)"),
         ({"q_positions": np.arange(4, dtype=np.int32)}, r"q_positions has shape \(4,\), .*\(5,\)"),
         ({"dropout_rate": 0.5}, "needs dropout_key"),
@@ -48,35 +44,25 @@ POSITIONS = {"q_positions": np.arange(5, dtype=np.int32), "kv_positions": np.ara
         ({"block_sizes": (0, 4)}, r"block_sizes = \(0, 4\)"),
         ({"impl": "dense", "block_sizes": (4, 4)}, "impl = 'dense' .*no tiles"),
         ({"impl": "splash"}, "impl = 'splash' .*tpu, .*cpu; .*'blockw"),
-        ({"impl": "cudnn"}, "impl = 'cudnn' .*gpu, .*cpu; .*'blockw"),
         ({"mask": Segments(np.zeros(5, np.int32))}, r"kv_ids has shape \(5,\), .*\(7,\)"),
-        ({"mask": Segments(np.zeros(4, np.int32), np.zeros(7, np.int32))}, r"q_ids has shape \(4,\), .*\(5,\)"),
         ({"mask": BlockSparse(np.ones((3, 2), bool), 4)}, r"blocks has shape \(3, 2\), .*\(2, 2\)"),
         ({"mask": PrefixLM(2)}, "mask PrefixLM compares positions"),
         ({"mask": "causal"}, "mask is a str: .*masks.Causal"),
-        ({"mask": [[True]]}, "mask is a list"),
         ({"q": Q.astype(np.int32)}, "q has type int32"),
         ({"bias": np.ones((5, 7), bool)}, "bias has type bool, .*use mask="),
         ({"scale": ones(7)}, r"scale has shape \(7,\)"),
         ({"q_positions": zeros(5)}, "q_positions has type float32"),
         ({"dropout_rate": 0.5, "dropout_key": 0}, "dropout_key = 0"),
-        ({"block_sizes": 64}, "block_sizes = 64: "),
         ({"block_sizes": (8.0, 8.0)}, r"block_sizes = \(8\.0, 8\.0\)"),
         ({"q": Q[:, :, :0]}, r"q has shape \(2, 5, 0, 8\)"),
         ({"mask": PrefixLM(np.zeros(3, np.int32)), **POSITIONS}, r"PrefixLM length has shape \(3,\)"),
         ({"mask": MaskFn(lambda b, h, i, j: i - j), **POSITIONS}, r"<lambda> returned int32\[\], .*bool"),
         ({"mask": MaskFn(lambda b, h: b == h), **POSITIONS}, "<lambda> does not take"),
         ({"score_mod": RelativeBias(zeros((4, 4))), **POSITIONS}, r"table has shape \(4, 4\), .*\(4, 2·R"),
-        ({"score_mod": ScoreFn(lambda s, b, h, i, j: i), **POSITIONS}, r"<lambda> returned int32\[\]"),
         ({"mask": zeros((5, 7))}, "Dense mask .*float32, .*bias=array"),
-        ({"mask": np.ones((5, 7), np.int32)}, "Dense mask .*int32, .*bool"),
-        ({"mask": lambda b, h, i, j: i >= j}, r"mask is a function, .*masks\.MaskFn\(fn\)"),
         ({"mask": Causal}, "mask is the class Causal"),
         ({"score_mod": [SoftCap(2.0)]}, "score_mod is a list"),
-        ({"q_positions": [2**31] * 5}, "q_positions .*from 2147483648 to .*±1073741823"),
         ({"q_positions": np.full(5, 2**31, np.uint32)}, "q_positions .*from 2147483648 .*subtract"),
-        ({"kv_positions": np.arange(7) + 2**31 - 3}, "kv_positions .*from 2147483645 to 2147483651"),
-        ({"kv_positions": np.arange(7) - 2**40}, "kv_positions .*from -1099511627776 to"),
         ({"q_positions": jnp.array([2**30] * 5)}, "q_positions .*from 1073741824 to 1073741824"),
     ],
 )
@@ -84,6 +70,20 @@ def test_bad_argument_is_one_line_that_names_it(own_errors, arguments, message):
     with pytest.raises(ValueError, match=message) as error:
         attnlab.attention(**({"q": Q, "k": K, "v": K} | arguments))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: {"mask": BlockSparse(ones((2, 2)), 4)}, "blocks has type float32, .*bool"),
+        (lambda: {"mask": Padding([3, 5]) & Padding(3)}, "mask And holds 3"),
+        (lambda: {"mask": Padding(ones(2))}, "Padding lengths has type float32"),
+        (lambda: {"score_mod": SoftCap(ones(7))}, r"SoftCap cap has shape \(7,\)"),
+    ],
+)
+def test_masks_and_mods_of_wrong_arrays_are_rejected(own_errors, make, message):
+    with pytest.raises(ValueError, match=message):
+        attnlab.attention(Q, K, K, **make())
 
 
 @pytest.mark.parametrize(
@@ -118,12 +118,6 @@ def test_float64_numpy_computes_in_float32_without_warnings(impl):
     assert jax.eval_shape(lambda: attnlab.merge([(x, np.zeros((20, 2)))] * 2))[0].dtype == jnp.float32
 
 
-def test_mask_without_a_head_axis_is_rejected():
-    """(B, N, N) would broadcast against (B, H, N, N) with the wrong meaning."""
-    with pytest.raises(ValueError, match="expected exactly"):
-        attnlab.attention(Q[:, :2], K[:, :2], K[:, :2], mask=np.ones((2, 2, 2), bool))
-
-
 def draw(*shape, dtype=np.float32):
     return np.random.default_rng(0).standard_normal(shape).astype(dtype)
 
@@ -143,13 +137,6 @@ def test_decoding_step_with_positions_equals_the_full_pass():
         return full[5:], attnlab.attention(x[5:], x, x, mask=Causal(), **positions)
 
     np.testing.assert_allclose(*run(draw(7, 1, 8)), atol=1e-6)
-
-
-def test_explain_takes_the_arguments_of_attention():
-    x = zeros((5, 1, 8))
-    arguments = (x, x, x, Causal(), SoftCap(2.0), None, 0.5)
-    jax.eval_shape(lambda: attnlab.attention(*arguments))
-    assert attnlab.explain(*arguments, return_lse=True).backend == "dense"
 
 
 def test_explain_names_the_backend_that_runs():
@@ -246,16 +233,6 @@ def test_explain_names_the_argument_that_rejects_a_backend():
     assert explained.backend == "blockwise" and "no tiles" in explained.rejected["dense"]
 
 
-def test_block_sparse_with_float_blocks_is_rejected(own_errors):
-    with pytest.raises(ValueError, match="blocks has type float32, .*bool"):
-        attnlab.attention(Q, K, K, mask=BlockSparse(ones((2, 2)), 4))
-
-
-def test_mask_holding_a_list_is_rejected(own_errors):
-    with pytest.raises(ValueError, match=r"mask And holds 3"):
-        attnlab.attention(Q, K, K, mask=Padding([3, 5]) & Segments(np.zeros(5, np.int32), np.zeros(7, np.int32)))
-
-
 def test_traced_dropout_rate_is_rejected(own_errors):
     with pytest.raises(ValueError, match="dropout_rate is traced"):
         jax.jit(lambda rate: attnlab.attention(Q, Q, Q, dropout_rate=rate, dropout_key=jax.random.key(0)))(0.5)
@@ -308,30 +285,6 @@ def test_sizes_beyond_int32_are_unlimited():
             np.testing.assert_allclose(one, expected, atol=1e-6)
 
 
-def test_explain_covers_every_backend():
-    for impl in ("auto", "dense", "blockwise"):
-        explained = attnlab.explain(Q, Q, Q, impl=impl)
-        assert {explained.backend, *explained.rejected} == set(attnlab.implementations())
-
-
-@pytest.mark.parametrize("impl", ["dense", "blockwise"])
-def test_explicit_mesh_axes_give_the_unsharded_result(impl):
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
-    q, k, v = draw(3, 2, 20, 4, 8)
-    arrays = (q, k[..., :2, :], v[..., :2, :])
-    run = jax.jit(lambda *x: attnlab.attention(*x, mask=Causal(), impl=impl))
-    with jax.set_mesh(mesh):
-        out = run(*(jax.device_put(x, NamedSharding(mesh, P("data", None, "tensor"))) for x in arrays))
-    np.testing.assert_allclose(out, run(*arrays), atol=1e-6)
-
-
-def test_arrays_of_wrong_type_or_shape_are_rejected(own_errors):
-    with pytest.raises(ValueError, match="Padding lengths has type float32"):
-        attnlab.attention(Q, K, K, mask=Padding(ones(2)))
-    with pytest.raises(ValueError, match=r"SoftCap cap has shape \(7,\)"):
-        attnlab.attention(Q, K, K, score_mod=SoftCap(ones(7)))
-
-
 @pytest.mark.parametrize("impl", ["dense", "blockwise"])
 @pytest.mark.parametrize("static", [slow(True), False], ids=["static", "arrays"])
 def test_export_with_a_symbolic_batch_equals_the_direct_call(own_errors, static, impl):  # annotations say int
@@ -358,12 +311,6 @@ def test_first_backend_that_surely_can_runs_also_under_jit():
     q = jnp.ones((2, 128, 2, 64), jnp.bfloat16)
     run = jax.jit(lambda q: attnlab.attention(q, q, q, Causal(), impl=("cudnn", "splash", "dense")))
     np.testing.assert_array_equal(run(q), attnlab.attention(q, q, q, Causal(), impl="dense"))
-
-
-def test_list_of_backends_that_cannot_run_is_an_error_with_each_reason(own_errors):
-    q = jnp.ones((2, 4, 2, 8))
-    with pytest.raises(ValueError, match=r"impl = \['cudnn', 'splash'\] cannot run this: cudnn: .*; splash: "):
-        attnlab.attention(q, q, q, impl=["cudnn", "splash"])
 
 
 def test_explain_takes_arguments_by_position_as_attention_does():

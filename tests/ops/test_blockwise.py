@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import re
-from typing import ClassVar
 
 import jax
 import jax.export
@@ -15,8 +14,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import attnlab
-from attnlab.masks import BlockSparse, Causal, Dense, Mask, MaskFn, Padding, Segments, SlidingWindow
-from attnlab.score_mods import ALiBi, RelativeBias, ScoreFn, ScoreMod, SoftCap, alibi_slopes
+from attnlab.masks import Causal, Mask, MaskFn, Padding, Segments, SlidingWindow
+from attnlab.score_mods import ALiBi, Forget, RelativeBias, ScoreFn, ScoreMod, SoftCap, alibi_slopes
 from tests.ops import cases
 from tests.ops.cases import slow
 from tests.parameters import parameters
@@ -91,108 +90,6 @@ def test_half_precision_errs_at_most_twice_as_much_as_dense(dtype, block_sizes):
         assert np.linalg.norm(tiled[name] - x) <= 2 * np.linalg.norm(dense[name] - x), name
 
 
-LONG = {"q": (2, 520, 4, 8), "k": (2, 520, 2, 8), "v": (2, 520, 2, 6)}  # in tiles of which the last are ragged
-SHORT = {"q": (4, 200, 8, 8), "k": (4, 200, 8, 8), "v": (4, 200, 8, 6)}
-
-
-def call_in_parts(arrays, impl, block_sizes=(512, 256)):
-    """A call with each term that knows its example or head, but none whose gradient heads share."""
-    rng, (batch, length, num_heads, _) = np.random.default_rng(1), arrays["q"].shape
-    by_head = BlockSparse(rng.random((batch, num_heads, length // 40, length // 40)) < 0.7, size=40)
-    segments = Segments(np.sort(rng.integers(0, 3, (batch, length)), axis=-1))
-    examples = np.arange(batch)
-    positions = np.arange(length) + 7 * examples[:, None]
-    return attnlab.attention(
-        arrays["q"],
-        arrays["k"],
-        arrays["v"],
-        (Causal() & segments & by_head) | Padding(2 + 3 * examples),
-        (SoftCap(5.0), ScoreFn(lambda s, b, h, i, j: s - 0.01 * (h + 2 * b) * (i - j))),
-        scale=arrays["scale"],
-        sinks=arrays["sinks"],
-        dropout_rate=0.2,
-        dropout_key=jax.random.key(3),
-        q_positions=positions,
-        kv_positions=positions,
-        impl=impl,
-        block_sizes=block_sizes if impl == "blockwise" else None,
-        return_lse=True,
-    )
-
-
-def arrays_of(shapes):
-    rng = np.random.default_rng(0)
-    arrays = {name: rng.normal(size=shape) for name, shape in shapes.items()}
-    return arrays | {"sinks": rng.normal(size=shapes["q"][2]), "scale": np.array(0.4)}
-
-
-@pytest.mark.parametrize(
-    "shapes, block_sizes",
-    [(LONG, (512, 256)), (LONG, (128, 128)), (SHORT, (64, 64))],
-    ids=["head by head", "some heads at a time", "some examples at a time"],
-)
-def test_calls_in_parts_match_dense(float64, shapes, block_sizes):
-    call = functools.partial(call_in_parts, block_sizes=block_sizes)
-    given, expected = (cases.results(arrays_of(shapes), call, impl, jnp.float64) for impl in ("blockwise", "dense"))
-    for name, x in expected.items():
-        # As for the random cases above.
-        largest = np.abs(x).max(initial=0, where=np.isfinite(x))
-        np.testing.assert_allclose(given[name], x, rtol=1e-11, atol=1e-11 * largest, err_msg=name)
-
-
-@pytest.mark.parametrize(
-    "shapes, block_sizes, parts",
-    [(LONG, (512, 256), 4), (LONG, (128, 128), 4), (SHORT, (64, 64), 2)],
-    ids=["head by head", "some heads at a time", "some examples at a time"],
-)
-def test_calls_in_parts_have_the_same_bits_when_mapped(shapes, block_sizes, parts):
-    arrays = jax.tree.map(jnp.float32, arrays_of(shapes))
-
-    def run(arrays):
-        return call_in_parts(arrays, "blockwise", block_sizes)[0]
-
-    assert f"length={parts}" in str(jax.make_jaxpr(run)(arrays))
-    mapped = jax.jit(jax.vmap(run))(jax.tree.map(lambda x: jnp.stack([x, 2 * x]), arrays))
-    np.testing.assert_array_equal(mapped[0], jax.jit(run)(arrays))
-    np.testing.assert_array_equal(mapped[1], jax.jit(run)(jax.tree.map(lambda x: 2 * x, arrays)))
-
-
-def test_short_calls_are_mapped_as_many_at_a_time_as_the_caches_hold():
-    q, k, v = sample(3, 256, heads=7)
-
-    def grad(q, k, v):
-        return jax.grad(lambda q: attnlab.attention(q, k, v, Causal(), impl="blockwise").sum())(q)
-
-    run = jax.jit(jax.vmap(grad, in_axes=(0, None, 0)))
-    assert "length=1" in str(jax.make_jaxpr(run)(q, k[0], v))  # of two examples, and the third after it
-    for example in range(3):
-        # Sums of at most 256 terms, in parts of other sizes.
-        np.testing.assert_allclose(
-            run(q, k[0], v)[example], jax.jit(grad)(q[example], k[0], v[example]), atol=256 * 2.0**-24
-        )
-
-
-def test_long_sequences_in_bfloat16_have_the_scale_gradient_of_all_heads():
-    q, k, v = (arrays_of(LONG)[name].astype(jnp.bfloat16) for name in "qkv")
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def slope(scale, block_sizes):  # only bfloat16 queries leave the scale to the tiles
-        return jax.grad(lambda scale: blockwise(q, k, v, scale=scale, block_sizes=block_sizes).sum())(scale)
-
-    # Both round weights and their gradients to 8 bits, a relative error of 2⁻⁹ each.
-    np.testing.assert_allclose(slope(0.4, (512, 512)), slope(0.4, (64, 64)), rtol=2**-6)
-
-
-def test_long_sequences_in_bfloat16_are_moved_as_integers():
-    arrays = {name: x.astype(jnp.bfloat16) for name, x in arrays_of(LONG).items()}
-    program = str(
-        jax.make_jaxpr(jax.grad(lambda arrays: call_in_parts(arrays, "blockwise")[0].astype(float).sum()))(arrays)
-    )
-    assert re.search(r":u16\[[\d,]+\] = dynamic_slice", program)
-    assert re.search(r":u16\[[\d,]+\] = dynamic_update_slice", program)
-    assert not re.search(r":bf16\[[\d,]+\] = dynamic_(update_)?slice", program)
-
-
 def sample(*shape, heads=2, dim=8, dtype=np.float32):
     return np.random.default_rng(0).standard_normal((3, *shape, heads, dim)).astype(dtype)
 
@@ -206,38 +103,16 @@ blockwise = functools.partial(attnlab.attention, impl="blockwise", block_sizes=(
 dense = functools.partial(attnlab.attention, impl="dense")
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [
-        Padding(np.array(2)),
-        Dense(np.broadcast_to(np.arange(40) < 2, (40, 40))),
-        Causal() & Padding(2),
-        slow(Padding(2)),
-    ],
-)
-def test_nan_in_masked_keys_is_inert(mask):
-    q, k, v = sample(40)
-    total = lambda q, k, v: (blockwise(q, k, v, mask=mask) ** 2).sum()  # noqa: E731
-    run = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))
-    poisoned = run(q, from_row(k, 2, np.nan), from_row(v, 2, np.inf))
-    jax.tree.map(np.testing.assert_array_equal, run(q, k, v), poisoned)
-
-
-def test_nan_in_a_visible_key_propagates():
-    q, k, v = sample(40)
-    k[20] = np.nan
-    assert np.isnan(jax.jit(lambda q, k, v: blockwise(q, k, v, mask=Causal()))(q, k, v)[20:]).all()
-
-
+@pytest.mark.parametrize("attend", [blockwise, dense], ids=["blockwise", "dense"])
 @pytest.mark.parametrize("mask", [Padding(np.array(0)), MaskFn(lambda b, h, i, j: i % 3 > 0)])
-def test_fully_masked_row_has_zero_output_and_gradient(mask):
+def test_fully_masked_row_has_zero_output_and_gradient(mask, attend):
     def total(q, k, v):
-        out, lse = blockwise(q, k, v, mask=mask, return_lse=True)
+        out, lse = attend(q, k, v, mask=mask, return_lse=True)
         return out.sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum(), (out, lse)
 
     @jax.jit
     def run(q, k, v):
-        of_lse = jax.grad(lambda q: jnp.exp(blockwise(q, k, v, mask=mask, return_lse=True)[1]).sum())(q)
+        of_lse = jax.grad(lambda q: jnp.exp(attend(q, k, v, mask=mask, return_lse=True)[1]).sum())(q)
         return jax.grad(total, argnums=(0, 1, 2), has_aux=True)(q, k, v), of_lse, mask.dense(40, 40)
 
     (gradients, (out, lse)), of_lse, visible = jax.tree.map(np.asarray, run(*sample(40)))
@@ -503,25 +378,7 @@ def test_forward_mode_and_second_order_raise_one_line(derive):
     assert "\n" not in str(error.value)
 
 
-# Annotations, which are checked in the tests alone, have no symbolic sizes: hence `own_errors`.
-MASKS = [None, SlidingWindow(5), Causal() & Padding(7), MaskFn(lambda b, h, i, j: i + b >= j)]
-
-
-def test_export_with_symbolic_batch_matches_direct_call(own_errors):
-    @jax.jit
-    def run(x):
-        return [blockwise(x, x, x, mask) for mask in MASKS]
-
-    x = sample(20)
-    (batch,) = jax.export.symbolic_shape("batch")
-    exported = jax.export.export(run)(jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype))
-    for size in (1, 3):
-        # Visibility that is known when compiled is fused otherwise: sums of 20 values, each rounded.
-        agree = functools.partial(np.testing.assert_allclose, rtol=0, atol=20 * 2.0**-24)
-        jax.tree.map(agree, exported.call(x[:size]), run(x[:size]))
-
-
-def test_export_chooses_block_sizes_for_a_symbolic_batch(own_errors):
+def test_export_chooses_block_sizes_for_a_symbolic_batch(own_errors):  # annotations say int
     (batch,) = jax.export.symbolic_shape("batch")
     x = jax.ShapeDtypeStruct((batch, 300, 2, 8), jnp.float32)
     run = jax.jit(lambda x: attnlab.attention(x, x, x, SlidingWindow(5), impl="blockwise"))
@@ -538,100 +395,27 @@ def test_exported_module_with_symbolic_batch_matches_direct_call(own_errors):
     np.testing.assert_array_equal(exported.call(x[:2]), run(x[:2]))
 
 
-# Skipped tiles
-
-
-@dataclasses.dataclass(frozen=True)
-class Counting(ScoreMod):
-    """Leaves scores as they are, and counts the tiles of 64 × 64 that are computed, neighbours perhaps as one."""
-
-    counted: ClassVar[list] = []
-
-    def apply(self, scores, tile):
-        count = math.prod(scores.shape[-2:]) // 64**2
-        jax.debug.callback(lambda: self.counted.append(count))
-        return scores
-
-
-def tiles_computed(attend, q, *others):
-    """(forward, backward)."""
-
-    def count(run, *arguments):
-        Counting.counted.clear()
-        result = jax.block_until_ready(jax.jit(run)(*arguments))
-        jax.effects_barrier()
-        return sum(Counting.counted), result
-
-    forward, (out, back) = count(lambda q, *others: jax.vjp(lambda q: attend(q, *others), q), q, *others)
-    return forward, count(lambda back, out: back(out), back, out)[0]
-
-
-DOCUMENTS = np.arange(512) // 64
-
-
-@pytest.mark.parametrize(
-    "mask, expected",
-    [
-        (Causal(), 36),
-        (BlockSparse(np.eye(8, dtype=bool), size=64), 8),
-        (Padding(np.array(0)), 0),
-        slow(None, 64),
-        slow(SlidingWindow(left=64), 15),
-        slow(MaskFn(lambda b, h, i, j: i // 64 == j // 64), 8),
-        slow(Padding(128), 16),
-    ],
-)
-def test_empty_tiles_are_skipped(mask, expected):
-    q, k, v = sample(512, heads=1)
-
-    def attend(q, mask):
-        return attnlab.attention(q, k, v, mask, Counting(), impl="blockwise", block_sizes=(64, 64))
-
-    assert tiles_computed(lambda q: attend(q, mask), q) == (expected, expected)
-    if jax.tree.leaves(mask):  # traced, the block mask is computed by the running program
-        assert tiles_computed(attend, q, mask) == (expected, expected)
-
-
-@pytest.mark.parametrize(
-    "wrap, ids, expected",
-    [
-        slow(jax.vmap, np.stack([DOCUMENTS, DOCUMENTS // 2, DOCUMENTS]), 12),
-        (lambda f: jax.vmap(f, in_axes=(0, 0, 0, None)), DOCUMENTS, 8),
-        (lambda f: jax.vmap(jax.vmap(f)), np.stack([DOCUMENTS, DOCUMENTS // 2, DOCUMENTS])[None], 12),
-    ],
-    ids=["vmap", "shared mask", "vmap of vmap"],
-)
-def test_empty_tiles_are_skipped_under_vmap(wrap, ids, expected):
-    arrays = sample(3, 512, heads=1)
-    arrays = arrays[:, None] if ids.ndim == 3 else arrays
-
-    def attend(q, k, v, ids):
-        mask = Causal() & Segments(ids)
-        return attnlab.attention(q, k, v, mask, Counting(), impl="blockwise", block_sizes=(64, 64))
-
-    assert tiles_computed(wrap(attend), *arrays, ids) == (expected, expected)
-
-
 # Memory
 
 
-def temporaries(length, **terms):
+def temporaries(length, score_mods=(), forgets=False, **terms):
     """Bytes of temporary arrays of forward and backward."""
-    x = jax.ShapeDtypeStruct((1, length, 8, 64), jnp.float32)
+    x, sums = (jax.ShapeDtypeStruct((1, length, 8, *features), jnp.float32) for features in ((64,), ()))
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
 
-    def total(q, k, v, ids):
-        out = attnlab.attention(q, k, v, mask=Causal() & Segments(ids), impl="blockwise", **terms)
+    def total(q, k, v, sums, ids):
+        mods = (*score_mods, Forget(sums)) if forgets else score_mods
+        out = attnlab.attention(q, k, v, Causal() & Segments(ids), mods, impl="blockwise", **terms)
         return (out**2).sum()
 
-    return (
-        jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(x, x, x, ids).compile().memory_analysis().temp_size_in_bytes
-    )
+    compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3))).lower(x, x, x, sums, ids).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
 def test_memory_is_linear_in_the_length():
     terms = {
-        "score_mod": (ALiBi(alibi_slopes(8)), SoftCap(30.0)),
+        "score_mods": (ALiBi(alibi_slopes(8)), SoftCap(30.0)),
+        "forgets": True,
         "dropout_rate": 0.1,
         "dropout_key": jax.random.key(0),
     }

@@ -231,43 +231,6 @@ def in_context(function, axis="context", **options):
     return run
 
 
-def float64_attention(q, k, v, g, visible):
-    """out and the gradients of q, k and v for its gradient g, by the formulas, in NumPy; `visible` is `[B, Tq, Tk]`."""
-    q, k, v, g = (np.float64(x) for x in (q, k, v, g))
-    k, v = (np.repeat(x, HEADS // x.shape[2], axis=2) for x in (k, v))
-    scores = np.where(visible[:, None], np.einsum("bqhd,bkhd->bhqk", q, k) / DIM**0.5, -np.inf)
-    exps = np.exp(scores - np.where(visible.any(-1)[:, None], scores.max(-1), 0)[..., None])
-    p = exps / np.where(exps.sum(-1, keepdims=True) > 0, exps.sum(-1, keepdims=True), 1)
-    dp = np.einsum("bqhd,bkhd->bhqk", g, v)
-    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) / DIM**0.5
-    of_heads = (np.einsum("bhqk,bqhd->bkhd", weights, x) for weights, x in ((ds, q), (p, g)))
-    dk, dv = (x.reshape(BATCH, LENGTH, 2, -1, DIM).sum(axis=3) for x in of_heads)
-    return np.einsum("bhqk,bkhd->bqhd", p, v), np.einsum("bhqk,bkhd->bqhd", ds, k), dk, dv
-
-
-@pytest.mark.parametrize("left, right", [(40, 0), (5, 2)], ids=["zigzag", "contiguous"])
-def test_random_documents_and_lengths_over_devices_equal_float64(left, right):
-    def run(q, k, v, g, segments, lengths):
-        mask = SlidingWindow(left, right) & Segments(segments) & Padding(lengths)
-        out, back = jax.vjp(
-            functools.partial(attnlab.attention, mask=mask, impl="blockwise", block_sizes=(4, 8)), q, k, v
-        )
-        return out, *back(g)
-
-    split, (i, j) = in_context(run), np.indices((LENGTH, LENGTH))
-    for seed in range(6):
-        draw = np.random.default_rng(seed)
-        q, g = draw.standard_normal((2, BATCH, LENGTH, HEADS, DIM), np.float32) * draw.uniform(0.1, 3)
-        k, v = draw.standard_normal((2, BATCH, LENGTH, 2, DIM), np.float32)
-        segments = np.sort(draw.integers(0, 1 + seed, (BATCH, LENGTH)), axis=1).astype(np.int32)
-        lengths = draw.integers(0, LENGTH + 1, BATCH).astype(np.int32)
-        visible = (i - j <= left) & (j - i <= right) & (segments[:, :, None] == segments[:, None])
-        expected = float64_attention(q, k, v, g, visible & (j < lengths[:, None, None]))
-        for found, exact in zip(split(q, k, v, g, segments, lengths), expected, strict=True):
-            # Sums of 32 terms of the size of the largest element, some roundings of 2⁻²⁴ each.
-            np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5 * max(1, np.abs(exact).max()))
-
-
 def test_queries_and_keys_of_different_lengths_are_split():
     q, (_, k, v) = arrays()[0], arrays(length=2 * LENGTH)
     options = {"mask": Causal(), "q_positions": np.arange(LENGTH) + LENGTH, "kv_positions": np.arange(2 * LENGTH)}

@@ -115,16 +115,6 @@ def test_padding_with_nan_is_inert(form, causal):
     assert all(np.isfinite(x).all() and not x[1].any() and not x[0, 4:].any() for x in gradients)
 
 
-def test_chunked_form_stores_one_state_per_chunk():
-    def temporaries(length):
-        q = jax.ShapeDtypeStruct((length, 4, 32), jnp.float32)
-        step = jax.jit(jax.grad(lambda q: linear_attention(q, q, q).sum()))
-        return step.lower(q).compile().memory_analysis().temp_size_in_bytes
-
-    shorter, longer = temporaries(4096), temporaries(8192)
-    assert longer < 2.2 * shorter and longer < 16 * 8192 * 4 * 32 * 4
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_half_precision_is_summed_in_float32(form):
     @jax.jit
@@ -136,22 +126,6 @@ def test_half_precision_is_summed_in_float32(form):
     assert out.dtype == jnp.bfloat16 and state.kv.dtype == state.k.dtype == jnp.float32
     # Rounding to bfloat16 (8 bits) is all that may differ: half a unit in the last place of values below 4.
     np.testing.assert_allclose(np.asarray(out, np.float32), exact, atol=2**-7, rtol=2**-8)
-
-
-def test_second_derivatives_by_reverse_mode_agree_and_forward_mode_of_chunks_is_refused(own_errors):
-    x = inputs(9, batch=())
-
-    def total(q, k, v, impl):
-        return (linear_attention(q, k, v, impl=impl, chunk_size=4) ** 2).sum()
-
-    def twice(impl):
-        return jax.jit(jax.grad(lambda *x: (jax.grad(total)(*x, impl) ** 2).sum(), (0, 1, 2)))(*x)
-
-    for form in ("chunked", "recurrent"):
-        close(twice(form), twice("naive"))
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jit(jax.jacfwd(functools.partial(total, impl="chunked"))).lower(*x)
-    jax.jit(jax.jacfwd(functools.partial(total, impl="recurrent"))).lower(*x)
 
 
 def test_vmap_and_batch_axes_agree():
@@ -203,12 +177,9 @@ def test_small_features_keep_values_and_gradients_finite(form):
         ({"impl": "fast"}, "impl = 'fast'"),
         ({"chunk_size": 0}, "chunk_size = 0"),
         ({"k": zeros((2, 5, 2, 6)), "v": zeros((2, 5, 2, 5))}, "causal, .*q has 9 .*k 5"),
-        ({"k": zeros((2, 9, 3, 6)), "v": zeros((2, 9, 3, 5))}, "q has 4 .*k has 3"),
         ({"lengths": jnp.array([1, 2, 3])}, r"lengths has shape \(3,\), .*\(2,\)"),
         ({"state": LinearState(np.zeros((2, 2, 6, 4)), np.zeros((2, 2, 6)))}, r"state\.kv has shape \(2, 2, 6, 4\)"),
-        ({"state": (np.zeros(3), np.zeros(3))}, "state is a tuple"),
         ({"chunk_size": 2.5}, r"chunk_size = 2\.5"),
-        ({"q": zeros((9, 6))}, r"q has shape \(9, 6\)"),
     ],
 )
 def test_bad_argument_is_one_line(own_errors, change, message):

@@ -77,8 +77,6 @@ def test_interpreted_splash_equals_dense(call, monkeypatch):
     "more, reason",
     [
         ({"mask": Padding(7)}, "of masks it supports"),
-        ({"mask": Segments(IDS, IDS)}, "of masks it supports"),
-        ({"mask": ~Causal()}, "of masks it supports"),
         ({"mask": Segments(IDS) & Segments(IDS[0])}, "of masks it supports"),
         ({"score_mod": ALiBi(alibi_slopes(4))}, "one SoftCap"),
         ({"score_mod": SoftCap(jnp.array(3.0))}, "one SoftCap"),

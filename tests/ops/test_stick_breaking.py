@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import attnlab
 from attnlab import stick_breaking_attention, stick_breaking_weights
 from attnlab.masks import Padding, Segments, SlidingWindow
 
@@ -156,7 +155,3 @@ def test_naive_of_flash_linear_attention_agrees():
     q, k, v = inputs(40, dtype=np.float32)
     theirs = naive("stickbreaking_attn").naive_stickbreaking_attn(*map(torch.from_numpy, (q, k, v)))[0]
     np.testing.assert_allclose(stick_breaking_attention(q, k, v), theirs.numpy(), atol=2e-6)
-
-
-def test_operator_is_public():
-    assert attnlab.stick_breaking_attention is stick_breaking_attention
