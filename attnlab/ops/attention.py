@@ -341,7 +341,7 @@ def _checked_score_mods(score_mods, shape, positions) -> tuple[ScoreMod, ...]:
                 "e.g. score_mods.SoftCap(30.0), or a tuple of them"
             )
         _require_arrays("score_mod", mod)
-        mod.check_call(*shape)
+        mod.check(*shape)
         require_positions(mod, q_length, kv_length, **positions, what="score mod")
     return score_mods
 

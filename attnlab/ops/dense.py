@@ -39,7 +39,7 @@ def attend(call: AttentionCall) -> Result:
     if call.dropout_rate:
         keeps = dropout.keep(call.dropout_keys, call.dropout_rate, tile.head, tile.q_index, tile.kv_index)
         p = jnp.where(keeps, p / (1 - call.dropout_rate), 0)
-    v = inert(_per_query_head(call.v, call.num_heads), hidden)
+    v = inert(per_query_head(call.v, call.num_heads), hidden)
     out = jnp.einsum("...hqk,...khd->...qhd", p.astype(v.dtype), v, preferred_element_type=p.dtype)
     out = checkpoint_name(out.astype(call.q.dtype), "attention")  # see GPT's remat
     return out, tuple(jnp.moveaxis(x, -2, -1) for x in log_sums)
@@ -57,7 +57,7 @@ def weights(call: AttentionCall, rows=None) -> Float[Array, "*B H Rq Tk"]:
 
 def _scores(call: AttentionCall, hidden: Bool[Array, "..."] | None) -> Float[Array, "*B H Rq Tk"]:
     """q_i·k_j."""
-    q, k = call.q, inert(_per_query_head(call.k, call.num_heads), hidden)
+    q, k = call.q, inert(per_query_head(call.k, call.num_heads), hidden)
     return jnp.einsum("...qhd,...khd->...hqk", q, k, preferred_element_type=jnp.promote_types(q.dtype, jnp.float32))
 
 
@@ -96,7 +96,7 @@ def softmax(
     return p / denominator, (shift[..., 0], log_sum[..., 0])
 
 
-def _per_query_head(x: Float[Array, "*B Tk Hk D"], num_heads: int) -> Float[Array, "*B Tk H D"]:
+def per_query_head(x: Float[Array, "*B Tk Hk D"], num_heads: int) -> Float[Array, "*B Tk H D"]:
     """Grouped heads (Ainslie et al. 2023): head h of q reads head h // (H / Hk) of k and v."""
     group = num_heads // x.shape[-2]
     return x if group == 1 else jnp.repeat(x, group, axis=-2)

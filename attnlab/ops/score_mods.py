@@ -62,12 +62,8 @@ class ScoreMod(Node):
         """
         return self
 
-    def check(self, num_heads: int) -> None:
-        """Raises ValueError when the mod's arrays do not fit `num_heads` heads."""
-
-    def check_call(self, batch: tuple[int, ...], num_heads: int, q_length: int, kv_length: int) -> None:
+    def check(self, batch: tuple[int, ...], num_heads: int, q_length: int, kv_length: int) -> None:
         """Raises ValueError when the mod's arrays do not fit scores `[*batch, num_heads, q_length, kv_length]`."""
-        self.check(num_heads)
 
     def __bool__(self):
         raise TypeError(
@@ -96,7 +92,7 @@ class ALiBi(ScoreMod):
         slopes = jnp.asarray(self.slopes, scores.dtype)[tile.head]
         return scores - slopes * distance.astype(scores.dtype)
 
-    def check(self, num_heads):
+    def check(self, batch, num_heads, q_length, kv_length):
         expected = f"({num_heads},): one slope per head, e.g. score_mods.alibi_slopes(num_heads)"
         _check_shape("ALiBi slopes", self.slopes, np.shape(self.slopes) == (num_heads,), expected)
 
@@ -124,7 +120,7 @@ class RelativeBias(ScoreMod):
         distance = jnp.clip(tile.kv_position - tile.q_position, -reach, reach)
         return scores + jnp.asarray(self.table, scores.dtype)[tile.head, distance + reach]
 
-    def check(self, num_heads):
+    def check(self, batch, num_heads, q_length, kv_length):
         shape = np.shape(self.table)
         fits = len(shape) == 2 and shape[0] == num_heads and shape[1] % 2 == 1
         expected = f"({num_heads}, 2·R + 1): a row per head, a column per distance from −R to R"
@@ -150,7 +146,7 @@ class SoftCap(ScoreMod):
     def apply(self, scores, tile):
         return self.cap * jnp.tanh(scores / self.cap)
 
-    def check(self, num_heads):
+    def check(self, batch, num_heads, q_length, kv_length):
         _check_shape("SoftCap cap", self.cap, np.shape(self.cap) == (), "(): one number for all heads")
 
 
@@ -189,7 +185,7 @@ class Forget(ScoreMod):
         at_queries, at_keys = self._sums()
         return Forget(shard.take(at_queries, "queries", "heads"), shard.take(at_keys, "keys", "heads"))
 
-    def check_call(self, batch, num_heads, q_length, kv_length):
+    def check(self, batch, num_heads, q_length, kv_length):
         for name, sums, length in zip(("queries", "keys"), self._sums(), (q_length, kv_length)):
             if sums.dtype not in (jnp.float32, jnp.float64):
                 raise ValueError(f"Forget {name} has type {sums.dtype}, expected float32 or float64: sum in float32")

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Integer
 from attnlab.ops import checks, context, tiles
 from attnlab.ops.attention import is_small, make_call
 from attnlab.ops.call import AttentionCall
-from attnlab.ops.dense import hidden_keys, inert
+from attnlab.ops.dense import hidden_keys, inert, per_query_head
 from attnlab.ops.mask_algebra import Mask
 from attnlab.types import Array
 
@@ -72,7 +72,7 @@ def stick_breaking_attention(
         raise ValueError(f"block_size = {block_size!r}: expected 1 or more, for impl='blockwise'")
     if impl == "dense" or (impl == "auto" and block_size is None and is_small(*call.lengths)):
         weights, hidden = _weights(call)
-        v = inert(_per_query_head(call.v, call.num_heads), hidden)
+        v = inert(per_query_head(call.v, call.num_heads), hidden)
         return jnp.einsum("...hqk,...khd->...qhd", weights.astype(v.dtype), v).astype(call.q.dtype)
     return _blockwise(call, block_size or BLOCK)
 
@@ -115,7 +115,7 @@ def _weights(call: AttentionCall):
     """(A `[..., H, Tq, Tk]`, float32 or float64, the keys hidden from all queries `[..., Tk, H or 1, 1]`)."""
     tile = tiles.whole(*call.lengths, call.num_heads, call.q_positions, call.kv_positions, call.batch)
     hidden = hidden_keys(_visible(call, tile))
-    logits = _logits(call.q, inert(_per_query_head(call.k, call.num_heads), hidden), call.scale)
+    logits = _logits(call.q, inert(per_query_head(call.k, call.num_heads), hidden), call.scale)
     visible = jnp.broadcast_to(_visible(call, tile), logits.shape)
     if call.kv_positions is None:
         return _broken(logits, visible)[0], hidden
@@ -141,16 +141,11 @@ def _broken(logits, visible, left=0.0):
     return jnp.exp(jnp.where(visible, logs, -jnp.inf)), left + breaks.sum(axis=-1, keepdims=True)
 
 
-def _per_query_head(x, num_heads: int):
-    """Grouped heads: head h of q reads head h // (H / Hk) of k and v."""
-    return x if x.shape[-2] == num_heads else jnp.repeat(x, num_heads // x.shape[-2], axis=-2)
-
-
 # ---------------------------------------------------------------------------------------------------------- blockwise
 
 
 def _blockwise(call: AttentionCall, size: int):
-    k, v = (_per_query_head(x, call.num_heads) for x in (call.k, call.v))
+    k, v = (per_query_head(x, call.num_heads) for x in (call.k, call.v))
     q, scale = call.q, call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
     if not isinstance(scale, float | int):  # may have a gradient
         q, scale = q * scale.astype(q.dtype), 1.0

@@ -73,6 +73,7 @@ def to_zigzag(x: Array, axis_name: str, axis: int) -> Array:
 
 
 def from_zigzag(x: Array, axis_name: str, axis: int) -> Array:
+    """The inverse of `to_zigzag`."""
     return _moved(x, axis_name, axis, lambda chunk, n: (min(chunk, 2 * n - 1 - chunk), chunk // 2))
 
 
