@@ -27,8 +27,12 @@ class AttentionCall(Node):
     """The arguments of `attnlab.attention`; numbers and `block_sizes` are static, arrays are leaves.
 
     Attributes:
+      score_mods: a tuple, in the order of application.
       dropout_keys: a key, or its words, for each example `[..., ]`.
       shard: the part of a call that this is, where one is split over devices.
+
+    >>> AttentionCall(jnp.ones((2, 5, 4, 8)), *2 * [jnp.ones((2, 7, 4, 8))], scale=0.5).lengths
+    (5, 7)
     """
 
     q: Float[Array, "*B Tq H D"]
@@ -50,6 +54,7 @@ class AttentionCall(Node):
 
     @property
     def batch(self) -> tuple[int, ...]:
+        """The batch axes."""
         return self.q.shape[:-3]
 
     @property
@@ -59,6 +64,7 @@ class AttentionCall(Node):
 
     @property
     def num_heads(self) -> int:
+        """H."""
         return self.q.shape[-2]
 
     def replace(self, **changes) -> "AttentionCall":
