@@ -83,11 +83,6 @@ def test_changed_file_does_not_continue_a_run(tmp_path, capsys):
     assert run(tmp_path / "run", *options, "--config.steps=14") == 0
 
 
-def test_mixer_without_effect_is_an_error(trained, tmp_path, capsys):
-    assert run(tmp_path / "run", f"--mixer={trained[0]}") == 2
-    assert "the run names no code of this content: leave it out" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_killed_run_of_a_hybrid_of_the_user_resumes_bit_for_bit(trained, tmp_path):
     options = [*LONG, f"--config.model.pattern={trained[0]}:Average attention"]

@@ -165,8 +165,6 @@ COMPILING = tuple(f"attnlab.{name}" for name in ("data.tasks", "generation", "op
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name.startswith(COMPILING) else []) for name in MODULES]
 )
 def test_examples_of_private_names_run(name):
-    if name == "attnlab.bench.torchattention":
-        pytest.importorskip("torch")  # the worker runs under a Python that has it
     module = importlib.import_module(name)
     names = NAMES | {"jax": jax, "jnp": jnp, "np": np, "Path": Path} | vars(module)
     for test in doctest.DocTestFinder().find(module, extraglobs=names):

@@ -75,29 +75,17 @@ def log(folder, name):
             ["--grid=config.optimizer.learning_rte=1"],
             "config.optimizer.learning_rte .*did you mean optimizer.learning_rate",
         ),
-        (["--grid", "config.sed=1"], "--grid=config.sed=1: .*did you mean seed"),
         (["--grid=config.seed"], "--grid=config.seed has no values"),
-        (["--grid=config.seed="], "config.seed=: invalid literal for int"),
         (["--grid=config.seed=0\n1"], "is not a list of values"),
         (["--grid=config.seed=0,a"], "config.seed=a: invalid literal for int"),
-        (["--grid=config.seed=0,"], "--grid: "),
         (["--grid=config.steps=1,0"], "--grid: config.steps = 0"),
-        (["--grid=config.optimizer.name=adamw,moun"], "'moun': .*did you mean muon"),
         (["--grid=config.seed=0,0"], "--grid names seed=0 twice"),
         (["--grid=config.seed=0", "--grid=config.seed=1"], "--grid names config.seed twice"),
-        (["--grid=config.model.width=16,17"], "17 is not divisible by"),
         (["--grid=config.seed=0,1,2 config.steps=5,6"], "config.seed: 3, .*config.steps: 2"),
-        (["--grid=config.seed=0 config.sed=1"], "--grid=config.sed=1: .*did you mean seed"),
-        (["--grid=config.steps=5 config.seed=0", "--grid=config.seed=1"], "--grid names config.seed twice"),
         (["--grid=config.seed=0,None"], "--grid: config.seed = None"),
-        (["--grid=config.sinks=None"], "config.sinks .*did you mean model.sinks"),
-        (["--grid=config.model.sinks=None"], "--grid: config.model.sinks = None: .*False"),
         (["--grid=config.data.path=None"], "--grid: config.data.path = None: .*''"),
-        (["--grid=config.model.positions=None"], "--grid: config.model.positions = 'None'"),
         (["--grid=config.seed=0,1", "--config.checkpoint.dir=/kept"], "/kept: "),
-        (["--grid=config.seed=0,1", "--config.stpes=1"], "--config.stpes: "),
         (["--grid=config.seed=0,1", "--jobs=0"], "jobs"),
-        (["--grid=config.seed=0,1", "--jbos=2"], "Unknown command line flag 'jbos'"),
     ],
 )
 def test_mistake_is_one_line_before_anything_starts(tmp_path, capsys, options, message):
@@ -132,7 +120,6 @@ def test_dry_run_lists_the_commands_and_writes_nothing(tmp_path, capsys):
     ("given", "values"),
     [
         (["config.steps=5,6 config.seed=0,1"], [(5, 0), (6, 1)]),
-        (["config.steps=5,6   seed=0,1"], [(5, 0), (6, 1)]),
         (["config.steps=5, 6 config.seed=0, 1"], [(5, 0), (6, 1)]),
         (["config.steps=5,6 config.seed=0,1", "config.batch_size=3,4"], [(5, 0, 3), (5, 0, 4), (6, 1, 3), (6, 1, 4)]),
         (['config.data.mixture="quijote=3, notes=1"'], [("quijote=3, notes=1",)]),
@@ -140,8 +127,6 @@ def test_dry_run_lists_the_commands_and_writes_nothing(tmp_path, capsys):
             ['config.data.mixture="a=3, seed=1 config.seed=2",b=1 seed=1,2'],
             [("a=3, seed=1 config.seed=2", 1), ("b=1", 2)],
         ),
-        (["config.data.feature=my config.txt,text"], [("my config.txt",), ("text",)]),
-        (["config.model.window=None,16"], [(None,), (16,)]),
         (
             ["config.model.scan=None,True", "config.model.soft_cap=20,None"],
             [(None, 20), (None, None), (1, 20), (1, None)],
@@ -335,49 +320,6 @@ def test_sweep_into_runs_with_another_config_is_refused_before_anything_starts(f
     assert swept(finished[0], *options) == 2
     assert "config.model.width = 32, there it was 16" in capsys.readouterr().err
     assert contents(finished[0]) == before
-
-
-# In place of Python: a worker that saves its state when it is stopped. The second one stops the sweep when both run;
-# those that were stopped are killed when they start again, and the third one fails.
-WORKER = """#!{python}
-import os, signal, sys, time
-from pathlib import Path
-
-def stop(number, _):
-    time.sleep(0.3)
-    print("saved", flush=True)
-    workdir.mkdir()
-    sys.exit(128 + number)
-
-workdir = Path(sys.argv[-1].partition("=")[2])
-if workdir.exists():
-    os.kill(os.getpid(), signal.SIGKILL)
-signal.signal(signal.{signal}, stop)
-print("runs", flush=True)
-if workdir.name == "seed=2":
-    sys.exit("error: no room")
-if workdir.name == "seed=1":
-    while "runs" not in (workdir.parent / "logs" / "seed=0.txt").read_text():
-        time.sleep(0.01)
-    os.kill(os.getppid(), signal.{signal})
-time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_reaches_all_runs_which_the_same_command_starts_again(tmp_path, capsys, monkeypatch, number):
-    worker, folder = tmp_path / "worker", tmp_path / "sweep"
-    worker.write_text(WORKER.format(python=sys.executable, signal=number.name))
-    worker.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(worker))
-    assert swept(folder, "--grid=config.seed=0,1,2", "--jobs=2") == 128 + number
-    assert capsys.readouterr().err == "stopped: the same command goes on from there\n"
-    assert all(log(folder, f"seed={seed}") == "runs\nsaved\n" for seed in (0, 1)) and not log(folder, "seed=2")
-    assert not (folder / "runs.csv").exists()
-    assert swept(folder, "--grid=config.seed=0,1,2", "--jobs=2") == 1
-    out = capsys.readouterr().out
-    assert all(f"seed={seed}  failed: killed by signal 9: it printed nothing" in out for seed in (0, 1))
-    assert "seed=2  failed: no room (see" in out
 
 
 def children(process):

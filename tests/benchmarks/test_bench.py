@@ -1,5 +1,9 @@
 """`python -m attnlab.bench`: every benchmark at tiny sizes, and flags that are wrong. No test asserts a time."""
 
+import doctest
+
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from attnlab._benchmarks import decoding
@@ -93,6 +97,13 @@ train --json={file} | {file} exists
 @pytest.mark.parametrize("command, message", INVALID)
 def test_invalid_flag_is_one_line(error_line, command, message):
     assert message in error_line(*command.split(" "))
+
+
+@pytest.mark.parametrize("name", ["memory", "matrix_products", "peers", "recording"])
+def test_examples_of_the_harness_run(name):
+    names = {"jnp": jnp, "np": np}
+    module = shipped.module("benchmarks", f"harness.{name}")
+    assert doctest.testmod(module, extraglobs=names).failed == 0
 
 
 @pytest.mark.parametrize("name", sorted(SMOKE.keys() - {"gpu"}))

@@ -1,4 +1,4 @@
-"""Forget and output gates of multi-head attention: against NumPy, in pieces, packed, padded, split, and looked into."""
+"""Forget and output gates of multi-head attention: against NumPy, with caches, split, and looked into."""
 
 import functools
 import importlib.util
@@ -16,8 +16,7 @@ import attnlab
 from attnlab import see
 from attnlab.masks import Causal, SlidingWindow
 from attnlab.nn import GPT, Block, KVCache, MultiHeadAttention, sharding
-from attnlab.nn.kinds import KINDS, Attention
-from attnlab.nn.stack import stack_layers
+from attnlab.nn.kinds import KINDS
 from attnlab.score_mods import Forget, SoftCap
 from attnlab.training.optimizer import decayed
 from tests.parameters import parameters
@@ -85,13 +84,6 @@ def test_gate_parameters_have_shapes_and_initial_values_of_the_papers():
     assert [name for name, leaves in shapes.items() if "bias" in leaves] == ["forget"]
 
 
-@pytest.mark.parametrize("pieces", [[7], [3, 4], [1] * 7], ids=str)
-def test_cache_in_any_portions_equals_one_pass(pieces):
-    out, cache = in_pieces(pieces, EMPTY, X)
-    near(out, APPLY(PARAMS, X))
-    assert cache.length.tolist() == [7, 7]
-
-
 def test_rolling_cache_equals_window_and_keeps_sums_small():
     """Beyond the capacity: sums count from the newest position, so they do not grow with the text."""
     x = np.tile(X, (1, 4, 1))
@@ -117,19 +109,6 @@ def test_lengths_with_a_cache_equal_each_row_alone():
     near(out[0, :3], APPLY(PARAMS, X)[0, :3])
     near(more[0, 0], reference(PARAMS, np.concatenate([X[:, :3], X[:, :1]], axis=1))[0, -1])
     near(more[1, 0], reference(PARAMS, np.concatenate([X, X[:, :1]], axis=1))[1, -1])
-
-
-def test_lengths_hide_padding():
-    padded = X.copy()
-    padded[0, 3:] = 100
-    near(APPLY(PARAMS, padded, lengths=np.array([3, 7]))[0, :3], APPLY(PARAMS, X)[0, :3])
-
-
-def test_packed_documents_equal_separate_documents():
-    segments = np.array([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 2, 2]])
-    out = APPLY(PARAMS, X, segments=segments)
-    for row, start, end in ((0, 0, 3), (0, 3, 7), (1, 0, 1), (1, 1, 5), (1, 5, 7)):
-        near(out[row, start:end], reference(PARAMS, X[row : row + 1, start:end])[0])
 
 
 def test_blockwise_equals_dense_with_gradients_of_the_gates(float64):
@@ -188,11 +167,6 @@ def one_layer():
     return OneLayer(), parameters(OneLayer(), TOKENS)
 
 
-def test_sites_of_gated_attention_are_verified():
-    (site,) = see.sites(*one_layer(), TOKENS)
-    assert site.verified
-
-
 def test_captured_pattern_has_the_forget_gate_and_z_the_output_gate():
     run = see.capture(*one_layer(), TOKENS, want=("q", "k", "v", "pattern", "z", "in", "out"))
     (pattern,), (z,) = run.values["pattern"].values(), run.values["z"].values()
@@ -209,41 +183,11 @@ def test_captured_pattern_has_the_forget_gate_and_z_the_output_gate():
     near(run.values["out"]["block"] - run.values["in"]["block"], written)
 
 
-def test_contributions_of_gated_heads_sum_to_the_logits():
-    parts = see.contributions(*one_layer(), TOKENS, targets=TOKENS)
-    near(parts.total, parts.logits, atol=1e-5)
-
-
-# --------------------------------------------------------------------------------------------------------------- models
-
-
-@pytest.fixture
-def forgetful(monkeypatch):
-    """A model whose layers have forget gates."""
-    monkeypatch.setitem(KINDS, "forget", Attention(forget=True))
-    return GPT(10, num_layers=2, num_heads=4, kv_heads=2, width=16, context=12, pattern="forget", value_residual=True)
-
-
-def test_model_with_forget_gates_has_no_rotary_positions_and_decodes(forgetful):
-    params = parameters(forgetful, TOKENS)
-    whole = jax.jit(forgetful.apply)(params, TOKENS)
-    step, caches = jax.jit(forgetful.apply), forgetful.empty_caches(batch=2)
-    assert KINDS["forget"].module(forgetful, parent=None).rotary is None
-    assert caches[0].forget.shape == (2, 12, 4)
-    for token in range(TOKENS.shape[1]):
-        logits, caches = step(params, TOKENS[:, token : token + 1], caches=caches)
-        near(logits[:, 0], whole[:, token], atol=1e-5)
-
-
-def test_stacked_layers_with_forget_gates_equal_single_layers(forgetful):
-    params = parameters(forgetful, TOKENS)
-    run = jax.jit(forgetful.apply)
-    near(run({"params": stack_layers(params["params"])}, TOKENS), run(params, TOKENS), atol=1e-5)
-
-
-def test_weights_of_the_kind_count_the_forget_gate(forgetful):
-    kernels = jax.eval_shape(forgetful.init, jax.random.key(0), TOKENS)["params"]["block_0"]["attention"]
-    assert Attention(forget=True).weights(forgetful) == sum(
+def test_rotary_positions_are_left_out_and_operations_count_the_gate():
+    model = GPT(10, num_layers=1, num_heads=4, kv_heads=2, width=16, context=12, mixer="forget", positions="auto")
+    assert KINDS["forget"].module(model, parent=None).rotary is None
+    kernels = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]["block_0"]["attention"]
+    assert KINDS["forget"].weights(model) == sum(
         leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(kernels) if path[-1].key == "kernel"
     )
 

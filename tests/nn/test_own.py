@@ -115,13 +115,6 @@ def test_saved_names_are_admitted_by_the_content_of_an_offered_or_registered_fil
         own.admit({word: digest}, "runs/x")
 
 
-def test_path_with_a_space_raises_one_line(tmp_path):
-    (tmp_path / "a b").mkdir()
-    (tmp_path / "a b/mine.py").write_text(SOURCE)
-    with pytest.raises(UserError, match="is not a part: expected FILE.py:NAME, without spaces"):
-        register(f"{tmp_path}/a b/mine.py:near")
-
-
 def test_path_below_a_folder_with_a_space_raises_one_line(tmp_path, monkeypatch):
     (tmp_path / "a b").mkdir()
     (tmp_path / "a b/mine.py").write_text(SOURCE)

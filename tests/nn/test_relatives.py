@@ -1,4 +1,4 @@
-"""Relatives of softmax attention, in pieces, packed, padded, looked into, and in a model."""
+"""Relatives of softmax attention: padded, beyond the capacity of their caches, and looked into."""
 
 import functools
 
@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from attnlab import see
-from attnlab.nn import GPT, stack_layers, unstack_layers
+from attnlab.nn import GPT
 from attnlab.nn.kinds import KINDS
-from attnlab.training.optimizer import decayed
 from tests.nn import relatives
 from tests.nn.relatives import MODULES, X
 from tests.parameters import parameters
@@ -29,28 +28,6 @@ def whole(name):
 
 def empty(name, capacity=10):
     return MODULES[name].empty_cache(2, 8, capacity)
-
-
-@EACH
-@pytest.mark.parametrize("pieces", [[9], [4, 5], [1] * 9], ids=str)
-def test_cache_in_any_portions_equals_one_pass(name, pieces):
-    params, apply = compiled(name)
-    cache, outs, start = empty(name), [], 0
-    for size in pieces:
-        out, cache = apply(params, X[:, start : start + size], cache=cache)
-        outs.append(out)
-        start += size
-    near(np.concatenate(outs, axis=1), whole(name))
-    assert cache.length.tolist() == [9, 9]
-
-
-@EACH
-def test_packed_documents_equal_separate_documents(name):
-    params, apply = compiled(name)
-    segments = np.array([[0, 0, 0, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 2, 2, 2, 2]])
-    out = apply(params, X, segments=segments)
-    for row, start, end in ((0, 0, 3), (0, 3, 9), (1, 0, 1), (1, 1, 5), (1, 5, 9)):
-        near(out[row, start:end], MODULES[name].apply(params, X[row : row + 1, start:end])[0])
 
 
 @EACH
@@ -91,29 +68,7 @@ TOKENS = np.arange(20).reshape(2, 10) % 11
 KIND = pytest.mark.parametrize("mixer", ["differential", "latent", "stick_breaking"])
 
 
-@KIND
-def test_model_in_a_loop_decodes_and_has_the_gradients_of_single_layers(mixer):
-    model = GPT(**SIZES, mixer=mixer)
-    params = parameters(model, TOKENS)["params"]
-
-    def loss(params):
-        return model.apply({"params": params}, TOKENS, targets=np.roll(TOKENS, -1, axis=1)).mean()
-
-    def of(params):
-        return jax.device_get(jax.jit(jax.value_and_grad(loss))(params))
-
-    (value, gradient), (again, of_stack) = of(params), of(stack_layers(params))
-    np.testing.assert_allclose(again, value, rtol=1e-6)
-    size = max(np.abs(leaf).max() for leaf in jax.tree.leaves(gradient))
-    jax.tree.map(lambda a, b: near(a, b, rtol=0, atol=1e-5 * size), unstack_layers(of_stack), gradient)
-    apply, caches = jax.jit(model.apply), model.empty_caches(2)
-    logits = apply({"params": params}, TOKENS)
-    for t in range(10):
-        out, caches = apply({"params": params}, TOKENS[:, t : t + 1], caches=caches)
-        near(out[:, 0], logits[:, t], atol=1e-5 * np.abs(logits).max())
-
-
-@KIND
+@pytest.mark.parametrize("mixer", ["differential", "latent", "stick_breaking", "forget"])
 def test_see_verifies_the_pattern_and_contributions_sum_to_the_logits(mixer):
     model = GPT(**SIZES, mixer=mixer)
     params = parameters(model, TOKENS)
@@ -129,14 +84,6 @@ def test_see_verifies_the_pattern_and_contributions_sum_to_the_logits(mixer):
 def test_cache_has_the_bytes_of_its_paper(mixer, numbers):
     caches = jax.eval_shape(lambda: GPT(**SIZES, mixer=mixer).empty_caches(1))
     assert sum(leaf.size for leaf in jax.tree.leaves(caches[0])) == 12 * numbers + 1
-
-
-@KIND
-def test_optimizer_decays_matrices_alone(mixer):
-    model = GPT(**SIZES, mixer=mixer)
-    params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]["block_0"]["attention"]
-    for path, is_decayed in jax.tree_util.tree_leaves_with_path(decayed(params)):
-        assert is_decayed == (path[-1].key == "kernel"), path
 
 
 @KIND

@@ -3,9 +3,7 @@
 import contextlib
 import functools
 import io
-from typing import NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.ad_checkpoint
 import jax.numpy as jnp
@@ -16,10 +14,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from attnlab import see
-from attnlab.nn import GPT, kinds, stack_layers, taps, unstack_layers
+from attnlab.nn import GPT, stack_layers, taps, unstack_layers
 from attnlab.nn.remat import REMAT
 from attnlab.nn.stack import is_stacked
-from attnlab.training import flops
 from tests.parameters import parameters
 
 MODEL = GPT(vocab_size=40, num_layers=2, num_heads=2, width=16, context=12, dropout=0.1)
@@ -125,73 +122,14 @@ def test_traced_targets_out_of_range_have_a_loss_of_nan():
     assert np.isnan(losses[0, :2]).all() and np.isfinite(losses[0, 2:]).all()
 
 
-def test_stacked_layers_of_another_number_are_refused():
-    with pytest.raises(ValueError, match="2 stacked layers, .*num_layers = 7"):
-        jax.eval_shape(MODEL.clone(num_layers=7).apply, {"params": stack_layers(PARAMS)}, TOKENS)
-
-
 def test_frozen_parameters_are_stacked_too():
     assert is_stacked(stack_layers(FrozenDict(PARAMS)))
 
 
-class DecayState(NamedTuple):
-    sum: jax.Array
-    length: jax.Array
-
-
-class Decay(nn.Module):
-    """A layer of other parameters than attention's, which depends on its number: a decaying sum of the tokens."""
-
-    numbered = True
-
-    @nn.compact
-    def __call__(self, x, *, layer, mask=None, deterministic=True, cache=None, dropout_key=None, lengths=None):
-        rate = self.param("rate", nn.initializers.constant(0.5), x.shape[-1:]) / (1 + layer)
-
-        def step(state, token):
-            state = rate * state + token
-            return state, state
-
-        start = jnp.zeros_like(x[:, 0]) if cache is None else cache.sum
-        _, out = jax.lax.scan(step, start, x.swapaxes(0, 1))
-        out = out.swapaxes(0, 1)
-        if cache is None:
-            return out
-        lengths = jnp.full(len(x), x.shape[1]) if lengths is None else lengths
-        states = jnp.concatenate([start[:, None], out], axis=1)  # after each number of tokens
-        return out, DecayState(states[jnp.arange(len(x)), lengths], cache.length + lengths)
-
-
-class DecayKind:
-    """One entry of the table of kinds."""
-
-    reads = frozenset()
-    operator = None
-    layer = Decay
-
-    def check(self, model, name):
-        pass
-
-    def module(self, model, **initializers):
-        return Decay(parent=None)
-
-    def empty_cache(self, model, batch, capacity):
-        return DecayState(jnp.zeros((batch, model.width)), jnp.zeros(batch, jnp.int32))
-
-    def weights(self, model):
-        return 0
-
-    def operations(self, model, length):
-        return 2.0 * model.width
-
-    operations_at = operations
-
-
-@pytest.fixture
-def hybrid(monkeypatch):
+@pytest.fixture(scope="module")
+def hybrid():
     """A model whose layers are of two kinds, and its parameters."""
-    monkeypatch.setitem(kinds.KINDS, "decay", DecayKind())
-    model = GPT(40, 7, 2, 16, 12, positions="none", pattern="global decay decay")
+    model = GPT(40, 7, 2, 16, 12, positions="none", pattern="global hgrn2 hgrn2")
     return model, parameters(model, TOKENS)["params"]
 
 
@@ -199,7 +137,7 @@ def test_layers_of_unlike_kinds_are_a_stack_for_each_place(hybrid):
     _, params = hybrid
     stacked = stack_layers(params)
     assert {"blocks_0", "blocks_1", "blocks_2", "block_6"} <= set(stacked) and "block_5" not in stacked
-    assert stacked["blocks_2"]["attention"]["rate"].shape == (2, 16)
+    assert stacked["blocks_2"]["attention"]["lower_bound"].shape == (2, 2, 8)
     jax.tree.map(np.testing.assert_array_equal, unstack_layers(stacked), params)
 
 
@@ -212,23 +150,17 @@ def test_stacked_layers_of_unlike_kinds_compute_what_single_ones_do(hybrid):
 
     (expected, slopes), (found, of_stacked) = (jax.jit(jax.value_and_grad(loss))(p) for p in (params, stacked))
     np.testing.assert_allclose(found, expected, rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), unstack_layers(of_stacked), slopes)
+    # Sums of float32 in another order, through seven layers: some tens of units of 6e-8 of the largest.
+    near = functools.partial(
+        np.testing.assert_allclose, atol=5e-6 * max(np.abs(x).max() for x in jax.tree.leaves(slopes))
+    )
+    jax.tree.map(near, unstack_layers(of_stacked), slopes)
     _, sown = model.apply({"params": stacked}, TOKENS, mutable=["intermediates"])
     assert sorted(sown["intermediates"]) == ["block_0", "block_3", "block_6"]
 
 
-def test_layers_of_unlike_kinds_decode_as_they_read(hybrid):
-    model, params = hybrid
-    expected = model.apply({"params": params}, TOKENS)
-    caches, found = model.empty_caches(2), []
-    for part in (TOKENS[:, :5], TOKENS[:, 5:]):
-        logits, caches = model.apply({"params": stack_layers(params)}, part, caches=caches)
-        found.append(logits)
-    np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=1e-5)
-
-
 def test_learned_positions_of_a_model_without_attention_go_on_where_its_caches_end(hybrid):
-    model = hybrid[0].clone(pattern="decay", num_layers=1, positions="learned", context=14)
+    model = hybrid[0].clone(pattern="hgrn2", num_layers=1, positions="learned", context=14)
     params = {"params": parameters(model, TOKENS)["params"]}
     expected, caches, found = model.apply(params, TOKENS), model.empty_caches(2), []
     for start, end in ((0, 3), (3, 7), (7, 12)):  # each call with two tokens of padding
@@ -240,20 +172,8 @@ def test_learned_positions_of_a_model_without_attention_go_on_where_its_caches_e
 
 def test_cache_of_one_layer_instead_of_all_raises_one_line(hybrid):
     model, params = hybrid
-    with pytest.raises(ValueError, match="caches is one DecayState, expected a sequence of num_layers = 7"):
+    with pytest.raises(ValueError, match="caches is one MixerState, expected a sequence of num_layers = 7"):
         model.apply({"params": params}, TOKENS, caches=model.empty_caches(2)[1])
-
-
-def test_kinds_declare_their_operations(hybrid):
-    model, _ = hybrid
-    alone = model.clone(pattern="", num_layers=3)
-    more = flops.per_token(model, 12) - flops.per_token(alone, 12)
-    assert more == 3 * 4 * 2.0 * 16 + 6.0 * 4 * 2 * 4 * 16 * 16  # the operations and feed-forward layers of four more
-
-
-def test_stacked_layers_of_another_number_raise_one_line():
-    with pytest.raises(ValueError, match="2 stacked layers, .*num_layers = 3"):
-        MODEL.clone(num_layers=3).apply({"params": stack_layers(PARAMS)}, TOKENS)
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["", "value residual"])
@@ -261,16 +181,6 @@ def test_stacked_layers_of_another_number_raise_one_line():
 def test_stacked_layers_of_fewer_than_a_pattern_compute_what_single_ones_do(pattern, layers, residual):
     options = {"pattern": pattern, "window": 3, "value_residual": residual, "positions": "none", "mlp_ratio": 1}
     model = GPT(40, layers, 2, 16, 12, **options)
-    params = parameters(model, TOKENS)["params"]
-    expected, found = (jax.jit(model.apply)({"params": p}, TOKENS) for p in (params, stack_layers(params)))
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "pattern, layers", [("decay global", 5), ("global decay decay global", 9), ("global decay decay global", 4)]
-)
-def test_stacks_of_unlike_kinds_within_a_longer_pattern(hybrid, pattern, layers):
-    model = hybrid[0].clone(pattern=pattern, num_layers=layers, mlp_ratio=1)
     params = parameters(model, TOKENS)["params"]
     expected, found = (jax.jit(model.apply)({"params": p}, TOKENS) for p in (params, stack_layers(params)))
     np.testing.assert_allclose(found, expected, atol=1e-5)

@@ -64,17 +64,12 @@ def compiled(name):
 
 
 @functools.cache
-def token_by_token(name, begins=()):
-    """(Outputs `[B, T, d]`, the caches before each token and after the last); a row begins anew at (row, token)."""
+def token_by_token(name):
+    """(Outputs `[B, T, d]`, the caches before each token and after the last)."""
     params, apply = compiled(name)
-    cache = jax.device_get(ALL[name].empty_cache(2, 8))
-    outs, caches = [], [cache]
+    outs, caches = [], [jax.device_get(ALL[name].empty_cache(2, 8))]
     for t in range(X.shape[1]):
-        cache = jax.tree.map(np.copy, cache)
-        for row in (row for row, at in begins if at == t):
-            for leaf in jax.tree.leaves(cache):
-                leaf[row] = 0  # as an empty cache
-        out, cache = jax.device_get(apply(params, X[:, t : t + 1], cache=cache))
+        out, cache = jax.device_get(apply(params, X[:, t : t + 1], cache=caches[-1]))
         outs.append(out)
         caches.append(cache)
     return np.concatenate(outs, axis=1), caches

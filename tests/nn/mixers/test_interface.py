@@ -1,4 +1,4 @@
-"""Every mixer takes tokens in any portions, padding and packed documents, and replaces attention in a block."""
+"""Every mixer takes padding, needs all of its state, and replaces attention in a block."""
 
 import jax
 import jax.numpy as jnp
@@ -45,18 +45,6 @@ def test_mixer_replaces_attention_in_block(name):
 
 
 @EACH
-def test_mixer_tokens_in_any_portions_equal_one_pass(name):
-    params, apply = compiled(name)
-    whole = np.asarray(apply(params, X))
-    outs, caches = token_by_token(name)
-    np.testing.assert_allclose(outs, whole, **CLOSE)
-    first, cache = piece(name, X[:, :PIECE], empty(name), [PIECE, PIECE])
-    second, cache = piece(name, X[:, PIECE : 2 * PIECE], cache, [PIECE, PIECE])
-    np.testing.assert_allclose(np.concatenate([first, second], axis=1), whole[:, : 2 * PIECE], **CLOSE)
-    assert_close(cache, caches[2 * PIECE])
-
-
-@EACH
 def test_mixer_padding_changes_neither_tokens_nor_state(name):
     outs, caches = token_by_token(name)
     padded = X[:, 2 : 2 + PIECE].copy()
@@ -68,24 +56,6 @@ def test_mixer_padding_changes_neither_tokens_nor_state(name):
     # Whatever the padding holds.
     zeros, same = piece(name, np.nan_to_num(padded), caches[2], [3, 0])
     assert_equal((out[0, :3], cache), (zeros[0, :3], same))
-
-
-@EACH
-def test_mixer_packed_documents_equal_separate_documents(name):
-    params, apply = compiled(name)
-    segments = np.array([[4, 4, 4, 0, 1, 1, 1, 1, 4, 4, 4, 4], [0] * 11 + [7]])
-    packed = apply(params, X, segments=segments)
-    separate, _ = token_by_token(name, ((0, 3), (0, 4), (0, 8), (1, 11)))
-    np.testing.assert_allclose(packed, separate, **CLOSE)
-
-
-@EACH
-def test_mixer_ignores_later_tokens(name):
-    params, apply = compiled(name)
-    changed = np.where(np.arange(12)[:, None] < 4, X, -X)
-    before, after = np.asarray(apply(params, X)), np.asarray(apply(params, changed))
-    np.testing.assert_allclose(before[:, :4], after[:, :4], atol=1e-6)
-    assert np.all(np.abs(before[:, 4:] - after[:, 4:]).max(axis=-1) > 1e-3)
 
 
 @EACH
@@ -106,22 +76,6 @@ def test_mixer_no_tokens_leave_the_cache_as_it_is(name):
     out, after = jax.device_get(apply(params, X[:, :0], cache=before))
     assert out.shape == (2, 0, 8)
     assert_equal(after, before)
-
-
-@EACH
-def test_mixer_gradients_are_finite_also_for_zeros(name):
-    params, _ = compiled(name)
-
-    @jax.jit
-    def slopes(params, x):
-        weights = np.random.default_rng(1).standard_normal(x.shape)
-        return jax.grad(lambda params, x: (ALL[name].apply(params, x) * weights).sum(), argnums=(0, 1))(params, x)
-
-    for x in (X, np.zeros_like(X)):
-        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(slopes(params, x)))
-    of_params, of_x = slopes(params, X)
-    assert np.abs(of_x).max(axis=-1).min() > 0
-    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(of_params))
 
 
 @EACH

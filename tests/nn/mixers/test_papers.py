@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -67,14 +66,14 @@ CASES = {
         LinearAttention(2, key_dim=3, features=5, normalize=False, use_bias=False),
         functools.partial(papers.linear_attention, normalized=False),
     ),
+    **{name: (module, relatives.PAPERS[name]) for name, module in relatives.MODULES.items()},
 }
-LAYERS = CASES | {name: (module, relatives.PAPERS[name]) for name, module in relatives.MODULES.items()}
 X = np.random.default_rng(0).standard_normal((2, 37, 8))
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", CASES)
 def test_layer_equals_its_paper_in_float64(float64, name):
-    module, paper = LAYERS[name]
+    module, paper = CASES[name]
     variables = parameters(module, X)
     found = jax.jit(module.apply)(variables, X)
     expected = np.stack([paper(x, by_path(variables)) for x in X])
@@ -86,11 +85,11 @@ def test_layer_equals_its_paper_in_float64(float64, name):
     "name",
     [
         pytest.param(name, marks=() if name in ("delta_product", "rwkv7", "latent_queries") else pytest.mark.slow)
-        for name in LAYERS
+        for name in CASES
     ],
 )
 def test_layer_gradient_equals_differences_of_its_paper_in_float64(float64, name):
-    module, paper = LAYERS[name]
+    module, paper = CASES[name]
     variables, rng = parameters(module, X), np.random.default_rng(1)
     direction = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape), (variables, X))
     weights = rng.standard_normal(jax.eval_shape(module.apply, variables, X).shape)
@@ -104,45 +103,6 @@ def test_layer_gradient_equals_differences_of_its_paper_in_float64(float64, name
     near, far = (loss(step) - loss(-step) for step in (1e-5, 2e-5))
     # Their error is of the fourth power of the step, and of 1e-14 over the step.
     np.testing.assert_allclose(found, (8 * near - far) / 12e-5, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("gated_delta", "mamba2") else pytest.mark.slow) for name in CASES]
-)
-def test_mixer_decodes_in_float64(float64, name):
-    module = CASES[name][0].clone(dtype=np.dtype("float64"))
-    variables, apply = parameters(module, X), jax.jit(module.apply)
-    cache, outs = module.empty_cache(2, 8), []
-    for part in np.split(X[:, :6], 6, axis=1):
-        out, after = apply(variables, part, cache=cache)
-        assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, cache)
-        cache, outs = after, [*outs, out]
-    whole = np.stack([CASES[name][1](x, by_path(variables)) for x in X[:, :6]])
-    np.testing.assert_allclose(np.concatenate(outs, axis=1), whole, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["gru_features", "conv_dilated"])
-def test_gru_and_conv_in_bfloat16_and_random_pieces_equal_float64(name):
-    """Each row brings some or none of a piece's places, and continues where it was."""
-    module, paper = CASES[name]
-    module, x = module.clone(dtype=jnp.bfloat16), X.astype(jnp.bfloat16)
-    variables, apply = parameters(module, X), jax.jit(module.apply)
-    for seed in range(4):
-        rng, cache, outs, at = np.random.default_rng(seed), module.empty_cache(2, 8), [[], []], np.zeros(2, int)
-        while at.min() < 20:
-            lengths = rng.integers(0, 6, 2).astype(np.int32)
-            lengths = np.minimum(lengths, X.shape[1] - at).astype(np.int32)
-            piece = np.full((2, 5, 8), 7, jnp.bfloat16)  # padding that would tell
-            for n in range(2):
-                piece[n, : lengths[n]] = x[n, at[n] : at[n] + lengths[n]]
-            out, cache = apply(variables, piece, cache=cache, lengths=lengths)
-            for n in range(2):
-                outs[n].append(np.float64(out[n, : lengths[n]]))
-            at += lengths
-        for n in range(2):
-            expected = paper(np.float64(x[n, : at[n]]), by_path(variables))
-            # Some ten roundings of 2⁻⁸, of weights, sums, gates and states.
-            np.testing.assert_allclose(np.concatenate(outs[n]), expected, atol=10 * 2**-8 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("width, features", [(1, (3,)), (4, (2, 3))])
