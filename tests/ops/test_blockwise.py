@@ -263,17 +263,6 @@ def test_vmap_and_grad_nest_in_any_order(float64, wrap, outer):
     agree(make, *arguments, run=plain if wrap is plain else jax.jit)
 
 
-def test_vmap_over_terms_alone_matches_dense(float64):
-    q, k, v, ids, key, terms = everything()
-    many = jax.tree.map(lambda x: np.stack([x, x + 1, x + 2]), terms)
-
-    def make(impl):
-        f = with_everything(impl)
-        return jax.vmap(jax.grad(lambda terms: (f(q, k, v, ids, key, terms) ** 2).sum()))
-
-    agree(make, many)
-
-
 def test_vmap_over_other_arguments_than_the_vmap_within_matches_dense(float64):
     *arrays, terms = everything(3)
     many = jax.tree.map(lambda x: np.stack([x, x + 1]), terms)

@@ -52,12 +52,15 @@ def test_shifted_rows_have_the_outputs_and_gradients_of_dense(dtype, bound, with
     by, so that dense itself is known no better; from 1e7 on products are lost in the shift, and all agree."""
     expected = results("dense", dtype, with_sinks)
     for name, x in results("blockwise", dtype, with_sinks).items():
-        for at, shift in enumerate(SHIFTS if x.ndim > 1 else ()):
-            scale = np.abs(expected[name][at]).max()
-            rounding = abs(shift) * np.finfo(dtype).eps if abs(shift) < 1e7 else 0
-            np.testing.assert_allclose(
-                x[at], expected[name][at], rtol=0, atol=scale * (bound + 2 * rounding), err_msg=f"{name} {shift:g}"
-            )
+        if x.ndim > 1:
+            assert_near(x, expected[name], bound, name)
+
+
+def assert_near(found, expected, bound, name=""):
+    for x, y, shift in zip(found, expected, SHIFTS, strict=True):
+        rounding = abs(shift) * np.finfo(y.dtype).eps if abs(shift) < 1e7 else 0
+        atol = float(np.abs(y).max()) * (bound + 2 * rounding)
+        np.testing.assert_allclose(x, y, rtol=0, atol=atol, err_msg=f"{name} {shift:g}")
 
 
 def test_shifted_rows_over_devices_have_the_gradients_of_one_device():
@@ -74,6 +77,4 @@ def test_shifted_rows_over_devices_have_the_gradients_of_one_device():
     with jax.set_mesh(mesh), attnlab.context_parallel("context"):
         found = jax.jit(gradients)(q, k, v)
     for a, b in zip(found, expected):
-        for at, shift in enumerate(SHIFTS):
-            rounding = abs(shift) * 2**-23 if abs(shift) < 1e7 else 0
-            np.testing.assert_allclose(a[at], b[at], rtol=0, atol=float(np.abs(b[at]).max()) * (1e-4 + 2 * rounding))
+        assert_near(a, b, 1e-4)

@@ -304,7 +304,6 @@ zeros = functools.partial(np.zeros, dtype=np.float32)
     [
         ({"impl": "fast"}, "impl = 'fast': expected one of auto, chunked, recurrent"),
         ({"chunk_size": 0}, "chunk_size = 0"),
-        ({"chunk_size": True}, "chunk_size = True"),
         ({"chunk_size": 8.0}, r"chunk_size = 8\.0"),
         ({"return_state": "all"}, "return_state = 'all'"),
         ({"return_state": "segments"}, "return_state = 'segments' without segment_ids"),
@@ -312,19 +311,13 @@ zeros = functools.partial(np.zeros, dtype=np.float32)
         ({"q": zeros((2, 8, 2, 4))}, r"k has \(batch, length\) \(2, 9\) and q has \(2, 8\)"),
         ({"k": zeros((2, 9, 2, 5))}, "k has 5 features per head and q has 4"),
         ({"q": zeros((2, 9, 3, 4))}, "q, k and v have 3, 2 and 4 heads"),
-        ({"q": zeros((2, 9, 6, 4))}, "q, k and v have 6, 2 and 4 heads"),
-        ({"v": zeros((2, 9, 2, 0))}, r"v has shape \(2, 9, 2, 0\)"),
         ({"g": zeros((2, 9, 2))}, r"g has shape \(2, 9, 2\), expected \(2, 9, 4\) or \(2, 9, 4, 4\)"),
-        ({"beta": zeros((2, 9, 4, 1))}, r"beta has shape \(2, 9, 4, 1\), expected \(2, 9, 4\)"),
         ({"beta": zeros((2, 9, 4)), "erase": (zeros((2, 9, 4, 4)),) * 2}, "beta and erase are both set"),
         ({"erase": zeros((2, 9, 4, 4))}, "erase is a ndarray: expected a pair"),
         ({"erase": (zeros((2, 9, 4, 4)), zeros((2, 9, 4, 3)))}, r"erase\[1\] has shape \(2, 9, 4, 3\)"),
         ({"scale": zeros(4)}, r"scale has shape \(4,\)"),
         ({"lengths": np.array([1, 2, 3])}, r"lengths has shape \(3,\), expected \(2,\)"),
-        ({"lengths": zeros(2)}, "lengths has type float32, expected integers"),
-        ({"segment_ids": np.zeros((2, 8), int)}, r"segment_ids has shape \(2, 8\), expected \(2, 9\)"),
         ({"state": zeros((2, 2, 4, 3))}, r"state has shape \(2, 2, 4, 3\), expected \(2, 4, 4, 3\)"),
-        ({"v": np.zeros((2, 9, 4, 3), int)}, "v has type int64, expected a floating type"),
     ],
 )
 def test_bad_argument_is_one_line(own_errors, change, message):
