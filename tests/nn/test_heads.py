@@ -38,13 +38,6 @@ def test_head_sows_weights_when_intermediates_mutable():
     np.testing.assert_allclose(out, weights @ (X @ np.asarray(PARAMS["params"]["value"]["kernel"])), atol=1e-6)
 
 
-def test_head_ands_masks_of_field_and_call():
-    padded, plain = np.asarray(apply(PARAMS, X, mask=Padding(np.array([2, 6])))), np.asarray(apply(PARAMS, X))
-    np.testing.assert_allclose(padded[1], plain[1], atol=1e-6)
-    np.testing.assert_allclose(padded[0, :2], plain[0, :2], atol=1e-6)
-    assert not np.allclose(padded[0, 2:], plain[0, 2:])
-
-
 def test_head_dropout_uses_dropout_rng():
     head = Head(head_dim=3, dropout_rate=0.5)
     run = jax.jit(head.apply, static_argnames="deterministic")

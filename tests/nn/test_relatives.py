@@ -114,9 +114,7 @@ def test_edited_step_of_latent_attention_is_not_absorbed():
     [
         ("differential", {"num_heads": 3, "width": 18}, "num_heads, kv_heads = 3, 3: expected even numbers"),
         ("differential", {"sinks": True}, "sinks = True, but no layer reads it"),
-        ("stick_breaking", {"soft_cap": 3.0}, "soft_cap = 3.0, but no layer reads it"),
         ("stick_breaking", {"positions": "rotary"}, "positions = 'rotary', but no layer reads them"),
-        ("latent", {"head_dim": 4}, "head_dim = 4, but no layer reads it"),
     ],
     ids=str,
 )

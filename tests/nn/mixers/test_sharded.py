@@ -16,7 +16,7 @@ def on_one_device(mixer):
 
 
 # tests/training/test_parallel.py has the layouts "pmap", "context" and "fsdp and tensor".
-CASES = [("mamba2", "tensor"), *((mixer, "fsdp and context") for mixer in MIXERS[1:])]
+CASES = [("mamba2", "tensor"), ("forget", "tensor"), *((mixer, "fsdp and context") for mixer in MIXERS[1:])]
 
 
 @pytest.mark.parametrize(
