@@ -1,7 +1,6 @@
 """The command that holds a function to the specification."""
 
 import json
-import sys
 
 import pytest
 
