@@ -13,9 +13,9 @@ tokens, and runs of one seed see them in the same order.
 
 Each run is a process with a workdir of its own in --workdir. The same command goes on where it was stopped or killed; a
 variant that is added is trained alone. A run that fails does not end the others, and one that diverges counts with the
-loss of chance. comparison.html in --workdir is a page of everything; table.csv, table.md and the figures are beside it,
-with --tasks in a folder for each. An experiment file may have a dictionary PUBLISHED of results to compare
-with, and a dictionary COMPARE of flags.
+loss of chance. comparison.html in --workdir is a page of everything, figures included; table.csv and table.md are
+beside it, with --tasks in a folder for each. An experiment file may have a dictionary PUBLISHED of results to
+compare with, and a dictionary COMPARE of flags.
 """
 
 import functools
@@ -33,7 +33,7 @@ from attnlab.comparing.protocol import FACTORS, Protocol
 from attnlab.comparing.variants import SIZES, Variant, config_of, fields_of_file, matched, parse, size
 from attnlab.data.tasks import named
 from attnlab.nn import GPT, kinds, own
-from attnlab.support import paths, workers
+from attnlab.support import workers
 from attnlab.support.errors import UserError
 from attnlab.support.files import read_json
 from attnlab.sweep import shared_options
@@ -207,7 +207,7 @@ def _compare(part: Part, jobs: int, lock: int, clock) -> tuple[list[page.Section
     notes = _notes(protocol, rows, jobs)
     print("\n".join(notes))
     table.write(rows, folder, notes)
-    _draw(rows, protocol.measure, {name: [folder / p.name for p in points] for name, points in final.items()}, folder)
+    print(f"{table.TABLE} and {table.TEXT} are in {folder}")
     sections = [report.section(part, rows, notes, final, measured)]
     if published:
         sections.append(_replicate(part, published, final, measured))
@@ -274,22 +274,6 @@ def _notes(protocol: Protocol, rows, jobs: int) -> list[str]:
     if jobs > 1:
         notes.append(f"Loss at equal time and tokens/s are of --jobs={jobs}: comparable with --jobs=1 alone.")
     return notes
-
-
-def _draw(rows, measure: str, workdirs, folder: Path) -> None:
-    written = [table.TABLE, table.TEXT]
-    try:
-        from attnlab.comparing import figures  # matplotlib is optional
-    except ImportError:
-        print("figures need matplotlib: pip install matplotlib")
-    else:
-        of = protocols.RESULTS[measure]
-        seeds = {name: [of(workdir) for workdir in found] for name, found in workdirs.items()}
-        results = "losses.png" if measure == "loss" else "accuracies.png"
-        paths.write_figure(folder / results, figures.results(rows, seeds, measure))
-        paths.write_figure(folder / "curves.png", figures.curves(workdirs))
-        written += [results, "curves.png"]
-    print(f"{', '.join(written[:-1])} and {written[-1]} are in {folder}")
 
 
 def _print_runs(made: list[Part]) -> int:

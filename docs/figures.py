@@ -31,7 +31,7 @@ import numpy as np
 from PIL import Image
 
 import attnlab
-from attnlab import plots
+from attnlab import comparing, plots
 from attnlab.masks import Causal
 from attnlab.nn import GPT
 from attnlab.study.registry import STUDIES
@@ -184,7 +184,13 @@ def compare(folder: Path) -> None:
     """Compares positions on the Python language reference, as docs/guide/comparing.md has it."""
     workdir = IMAGES.parents[1] / "build" / "figures" / "compare" / "positions"
     run("attnlab.compare", "--config=configs/compare_positions.py", f"--workdir={workdir}")
-    shrink(Image.open(workdir / "losses.png"), IMAGES / "compare.png")
+    rows = sorted(comparing.read(workdir), key=lambda row: -row["loss"])
+    figure, axes = plt.subplots(figsize=(6.4, 1.4 + 0.36 * len(rows)), layout="constrained")
+    for place, row in enumerate(rows):
+        axes.errorbar(row["loss"], place, xerr=row["loss_interval"], capsize=4, fmt="D", color=plots.COLORS[place])
+    axes.set_yticks(range(len(rows)), [f"{row['variant']}\n{row['verdict'] or ''}".strip() for row in rows])
+    axes.set_xlabel("loss on held-out text (nats per token), 95 % interval over seeds")
+    save(figure, IMAGES / "compare.png")
 
 
 def mixers(_: Path) -> None:

@@ -128,9 +128,9 @@ def test_variants_that_are_equal_but_for_the_name_have_equal_losses(finished):
     rotary, again, window = comparing.read(folder)
     assert again["loss"] == rotary["loss"] and again["verdict"] == "not told apart" and again["difference_loss"] == 0
     assert window["loss"] != rotary["loss"] and window["difference_loss"] == window["loss"] - rotary["loss"]
-    assert "not told apart" in out and "table.csv, table.md, losses.png and curves.png are in" in out
+    assert "not told apart" in out and "table.csv and table.md are in" in out
     made = {path.name for path in folder.iterdir() if path.is_file()}
-    assert made == {"comparison.json", "comparison.html", "table.csv", "table.md", "losses.png", "curves.png"}
+    assert made == {"comparison.json", "comparison.html", "table.csv", "table.md"}
 
 
 def test_every_column_has_its_value(finished):
@@ -197,8 +197,7 @@ def test_table_of_a_task_compares_accuracies_by_seed_and_length(of_tasks):
 def test_parts_of_a_comparison_have_folders_and_one_page(of_tasks):
     folder, out = of_tasks
     made = {path.name for path in parity_of(folder).iterdir() if path.is_file()}
-    assert made == {"table.csv", "table.md", "accuracies.png", "curves.png", "replication.csv", "replication.md"}
-    assert {path.name for path in (folder / "text").glob("*.png")} == {"losses.png", "curves.png"}
+    assert made == {"table.csv", "table.md", "replication.csv", "replication.md"}
     page = (folder / "comparison.html").read_text()
     assert all(
         title in page for title in (PARITY, ">text<", ">speed<", "Accuracy against length", "state that decoding")
