@@ -3,7 +3,7 @@
     attnlab compare --config=quickstart --variant "rotary:" --variant "alibi: model.positions=alibi" --seeds=5
     attnlab compare --config=quickstart --variants=FILE.py --workdir=runs/mine
     attnlab compare --config=compare_positions
-    attnlab compare --config=compare_tasks --tasks=recall,parity,speed
+    attnlab compare --config=compare_tasks --tasks=recall,parity,copy
     attnlab compare --config=replicate_state_tracking
 
 Each variant's learning rate is chosen on the first half of the held-out text, with a seed that is not used again. The
@@ -85,7 +85,7 @@ def _define(values, argv) -> None:
     meaning = "length of the text whose decoding state --match=state compares; by default the context"
     whole("match_length", None, meaning, 1, flag_values=values)
     flags.DEFINE_list(
-        "tasks", [], f"tasks, with a table for each: some of {', '.join(parts.TASKS)}, speed", flag_values=values
+        "tasks", [], f"tasks, with a table for each: some of {', '.join(parts.TASKS)}", flag_values=values
     )
     whole("jobs", 1, "runs at a time; times are comparable with 1 alone", 1, flag_values=values)
     text("workdir", None, "folder of the comparison; by default runs/CONFIG-comparison", flag_values=values)
@@ -125,11 +125,9 @@ def _main(values, argv: list[str]) -> int:
     try:
         with training_runs.claimed(folder, MARKER, content) as lock:
             compared = [_compare(part, values.jobs, lock, clock) for part in made]
-            sections = [section for found, _, _ in compared for section in found]
-            if parts.SPEED in tasks:
-                sections.append(report.speed(compared[0][1]))
+            sections = [section for found, _ in compared for section in found]
             print(f"the page of all is {page.write(folder, name, sections)}")
-            return int(any(failed for _, _, failed in compared))
+            return int(any(failed for _, failed in compared))
     except workers.Interrupted as stopped:
         return 128 + stopped.args[0]
 
@@ -191,8 +189,8 @@ def _protocol(values, config, options: tuple[str, ...]) -> Protocol:
     return Protocol(options, tuple(sorted(rates)), tuple(range(first, fresh)), seeds)
 
 
-def _compare(part: Part, jobs: int, lock: int, clock) -> tuple[list[page.Section], list[dict], bool]:
-    """Train, measure and report a part: its sections of the page, its rows, and whether a run failed."""
+def _compare(part: Part, jobs: int, lock: int, clock) -> tuple[list[page.Section], bool]:
+    """Train, measure and report a part: its sections of the page, and whether a run failed."""
     name, folder, protocol, variants, published = part
     if name:
         print(f"--- {name}")
@@ -211,7 +209,7 @@ def _compare(part: Part, jobs: int, lock: int, clock) -> tuple[list[page.Section
     sections = [report.section(part, rows, notes, final, measured)]
     if published:
         sections.append(_replicate(part, published, final, measured))
-    return sections, rows, bool(failed)
+    return sections, bool(failed)
 
 
 def _replicate(part: Part, published: replication.Published, final, measured) -> page.Section:

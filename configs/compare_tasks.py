@@ -1,6 +1,6 @@
 """Mixers compared on tasks that a loss on text does not show: recall, state tracking, length.
 
-    attnlab compare --config=compare_tasks --tasks=recall,parity,copy,induction,speed
+    attnlab compare --config=compare_tasks --tasks=recall,parity,copy,induction
     attnlab compare --config=compare_tasks --tasks="task:recall pairs=8 symbols=16" --workdir=runs/mine
     attnlab train --config=compare_tasks --config.data.name=task:parity --config.model.context=40
 

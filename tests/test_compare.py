@@ -97,7 +97,6 @@ def steady(rows):
         ([*VARIANTS, "--seeds=1"], "seeds"),
         (["--variants=nothing.py"], "nothing.py: "),
         ([*VARIANTS, "--tasks=parety"], r"--tasks=parety \(did you mean parity\?\): expected some of text, recall"),
-        ([*VARIANTS, "--tasks=speed"], "--tasks=speed alone trains nothing"),
         ([*VARIANTS, "--tasks=parity"], "config.model.context = 16: 'task:parity' needs 40 or more"),
         ([*VARIANTS, "--match_length=9"], "--match_length is of --match=state"),
     ],
@@ -161,7 +160,7 @@ PUBLISHED = {{
         "length": 2,
     }}
 }}
-COMPARE = {{"learning_rates": "1e-2", "seeds": "2", "tasks": "{PARITY},text,speed"}}
+COMPARE = {{"learning_rates": "1e-2", "seeds": "2", "tasks": "{PARITY},text"}}
 """
 
 
@@ -199,9 +198,7 @@ def test_parts_of_a_comparison_have_folders_and_one_page(of_tasks):
     made = {path.name for path in parity_of(folder).iterdir() if path.is_file()}
     assert made == {"table.csv", "table.md", "replication.csv", "replication.md"}
     page = (folder / "comparison.html").read_text()
-    assert all(
-        title in page for title in (PARITY, ">text<", ">speed<", "Accuracy against length", "state that decoding")
-    )
+    assert all(title in page for title in (PARITY, ">text<", "Accuracy against length", "state that decoding"))
     assert f"the page of all is {folder / 'comparison.html'}" in out
 
 

@@ -11,7 +11,6 @@ from attnlab.data.tasks import named
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
 
-SPEED = "speed"  # a table of what the other parts' runs measured
 # Fields of `config`, which a command line and the TASKS of a file change.
 TASKS = {
     "text": {},
@@ -57,15 +56,10 @@ def chosen(names: Sequence[str], file: str | None, options: Sequence[str]) -> di
         raise UserError(f"--tasks names {max(names, key=names.count)} twice: name each once")
     found = {}
     for name in names:
-        if name == SPEED:
-            continue
         fields = {"data.name": name} if name.startswith(named.PREFIX) else known.get(name)
         if fields is None:
-            every = ", ".join([*known, SPEED])
-            raise UserError(f"--tasks={name}{nearest(name, [*known, SPEED])}: expected some of {every}")
+            raise UserError(f"--tasks={name}{nearest(name, known)}: expected some of {', '.join(known)}")
         found[name] = _beside(options_of(f"--tasks={name}", fields), options)
-    if not found:
-        raise UserError(f"--tasks={SPEED} alone trains nothing that could be timed: name a task beside it")
     return found
 
 

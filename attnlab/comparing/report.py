@@ -8,7 +8,7 @@ import numpy as np
 from attnlab import config as configs
 from attnlab.comparing import page, statistics, table
 from attnlab.comparing import protocol as protocols
-from attnlab.comparing.parts import SPEED, Part
+from attnlab.comparing.parts import Part
 from attnlab.sweeping.grid import Point
 from attnlab.training import metrics
 
@@ -32,13 +32,6 @@ def section(
         [chart for chart in charts if any(len(line.x) for line in chart.lines)],
         [_run(point, name, part.folder) for name, points in final.items() for point in points],
     )
-
-
-def speed(rows: Sequence[Mapping]) -> page.Section:
-    """The section of speeds and sizes, from a part's rows."""
-    shown = table.shown(rows, table.SPEED_COLUMNS)
-    cells = table.cells(rows, table.SPEED_COLUMNS)
-    return page.Section(SPEED, cells, [[row[name] for name in shown] for row in rows], [], [], [])
 
 
 def _run(point: Point, variant: str, folder: Path) -> page.Run:

@@ -50,11 +50,6 @@ SHOWN = {
     "comparable": "comparable",
 }
 INTERVALS = ("loss", "accuracy", "difference_loss", "difference_accuracy", "loss_at_equal_time")
-# Of the table of speeds.
-SPEED_COLUMNS = (
-    *("variant", "parameters", "flops_per_token_train", "train_tokens_per_second", "prefill_tokens_per_second_1x"),
-    *("decode_tokens_per_second_1x", "decode_tokens_per_second_8x", "decode_state_bytes_1x", "peak_memory_bytes"),
-)
 
 
 def rows(
@@ -187,14 +182,14 @@ def _value(name: str, text: str | None):
     return int(number) if text.lstrip("-").isdigit() else number
 
 
-def shown(found: Sequence[Mapping], columns: Sequence[str] = tuple(SHOWN)) -> list[str]:
-    """The columns that are shown: those of `columns` that a table has, and that have news."""
-    return [name for name in columns if name in found[0] and _has_news(name, [row[name] for row in found])]
+def shown(found: Sequence[Mapping]) -> list[str]:
+    """The columns that are shown: those of `SHOWN` that a table has, and that have news."""
+    return [name for name in SHOWN if name in found[0] and _has_news(name, [row[name] for row in found])]
 
 
-def cells(found: Sequence[Mapping], columns: Sequence[str] = tuple(SHOWN)) -> list[list[str]]:
+def cells(found: Sequence[Mapping]) -> list[list[str]]:
     """The shown columns as texts, names first; losses and accuracies with their intervals."""
-    names = shown(found, columns)
+    names = shown(found)
     return [[SHOWN[name] for name in names], *([_cell(name, row) for name in names] for row in found)]
 
 
