@@ -119,22 +119,6 @@ def test_long_titles_are_wrapped():
     assert "\n" in figure.get_suptitle()
 
 
-def test_training_curves_keep_training_and_validation_apart():
-    records = [{"step": s, "split": split, "loss": s} for split in ("train", "val", "final") for s in (1, 2)]
-    figure = plots.training({"sancho": records}, "It learns")
-    assert [line.get_label() for line in figure.axes[0].lines] == ["sancho, train", "sancho, val"]
-
-
-@pytest.mark.parametrize(("count", "name"), [(1, "run"), (6, "run"), (12, "variant=rotary,learning_rate=0.003,seed=")])
-def test_training_legend_covers_no_curve(count, name):
-    records = [{"step": step, "split": split, "loss": 3 - step} for split in ("train", "val") for step in (0, 1)]
-    figure = plots.training({f"{name}{number}": records for number in range(count)}, "All learn")
-    figure.draw_without_rendering()
-    legend, axes = figure.axes[0].get_legend().get_window_extent(), figure.axes[0].get_window_extent()
-    assert legend.x0 >= axes.x1 and axes.width > 5 * figure.dpi
-    assert legend.x1 <= figure.bbox.x1 and legend.y0 >= figure.bbox.y0
-
-
 def test_atlas_has_a_row_per_layer_and_a_column_per_head():
     layers = [np.zeros((2, 4, 4)), np.ones((3, 4, 4))]
     (axes, _) = plots.atlas(layers, "Two layers", causal=True).axes

@@ -3,7 +3,7 @@
 A title should state the finding that the figure supports.
 """
 
-from attnlab.plots._curves import curves, lines, panels, runs, training
+from attnlab.plots._curves import curves, lines, panels, runs
 from attnlab.plots._heatmaps import atlas, effects_grid, heads, masks, weights
 from attnlab.plots._style import COLORS, STYLE, THUMBNAIL, finished
 
@@ -20,6 +20,5 @@ __all__ = [
     "masks",
     "panels",
     "runs",
-    "training",
     "weights",
 ]

@@ -73,32 +73,6 @@ def panels(drawn: Mapping[str, Mapping], title: str, *, columns: int = 2) -> Fig
         return finished(figure, title)
 
 
-def training(runs: Mapping[str, Sequence[Mapping]], title: str, *, y: str = "loss (nats per token)") -> Figure:
-    """Loss over steps from the records of `metrics.jsonl`: training as a line, validation as points.
-
-    Args:
-      runs: records, `{"step": …, "split": "train" | "val", "loss": …}`, by name of the run.
-      title: the finding.
-      y: label of the loss axis.
-
-    >>> records = [{"step": s, "split": "train", "loss": 1 / s} for s in (1, 2, 3)]
-    >>> len(training({"sancho": records}, "It learns").axes[0].lines)
-    1
-    """
-    with plt.rc_context(STYLE):
-        labels = [_wrapped(f"{name}, val") for name in runs]
-        figure, axes = _with_legend_beside([*labels, *labels])
-        for color, (name, records) in zip(itertools.cycle(COLORS), runs.items()):
-            for split, look in (("train", {"linewidth": 1.2}), ("val", {"marker": "o", "linestyle": ":"})):
-                chosen = [(r["step"], r["loss"]) for r in records if r["split"] == split and r["loss"] is not None]
-                if chosen:
-                    axes.plot(*zip(*chosen), color=color, label=_wrapped(f"{name}, {split}"), **look)
-        axes.set_xlabel("step (updates)")
-        axes.set_ylabel(y)
-        _legend_beside(axes)
-        return finished(figure, title)
-
-
 def runs(
     workdirs,
     title: str = "Loss of each run",
