@@ -61,23 +61,13 @@ def diverged(workdir: Path) -> bool:
     return bool(records) and records[-1]["split"] == "diverged"
 
 
-def loss_of(workdir: Path) -> float:
-    """A run's loss on its half of the held-out text; ln V, the loss of chance, if it diverged; NaN if unfinished."""
+def result(workdir: Path, measure: str = "loss") -> float:
+    """A run's loss or accuracy on its half of the held-out data; that of chance if it diverged, NaN if unfinished."""
     if diverged(workdir):  # leaving the run out would reward the variant
-        return math.log(read_config(workdir)["vocab_size"])
-    final = [record["loss"] for record in metrics.read(workdir / "metrics.jsonl") if record["split"] == "final"]
+        config = read_config(workdir)
+        return math.log(config["vocab_size"]) if measure == "loss" else named.parse(config["data"]["name"]).chance
+    final = [record[measure] for record in metrics.read(workdir / "metrics.jsonl") if record["split"] == "final"]
     return float(final[-1]) if final else math.nan
-
-
-def accuracy_of(workdir: Path) -> float:
-    """A run's accuracy on its half of the held-out sequences of a task; chance if it diverged, NaN if unfinished."""
-    if diverged(workdir):
-        return named.parse(read_config(workdir)["data"]["name"]).chance
-    final = [record["accuracy"] for record in metrics.read(workdir / "metrics.jsonl") if record["split"] == "final"]
-    return float(final[-1]) if final else math.nan
-
-
-RESULTS = {"loss": loss_of, "accuracy": accuracy_of}  # by the measure of a protocol
 
 
 def chosen_rate(protocol: Protocol, variant: Variant, folder: Path) -> tuple[float, bool]:
@@ -87,7 +77,7 @@ def chosen_rate(protocol: Protocol, variant: Variant, folder: Path) -> tuple[flo
         return protocol.rates[0], False
     losses: Mapping[float, list[float]] = {}
     for point in points:
-        losses.setdefault(point.values["learning_rate"], []).append(loss_of(folder / point.name))
+        losses.setdefault(point.values["learning_rate"], []).append(result(folder / point.name))
     means = {rate: float(np.mean(values)) for rate, values in losses.items()}
     best = min(means, key=lambda rate: (math.isnan(means[rate]), means[rate]))
     return best, best in (protocol.rates[0], protocol.rates[-1])

@@ -12,6 +12,7 @@ from attnlab.comparing import protocol as protocols
 from attnlab.comparing import statistics
 from attnlab.comparing.protocol import Protocol
 from attnlab.comparing.variants import Variant
+from attnlab.study.report import mean_and_margin
 from attnlab.support import paths
 from attnlab.support.errors import UserError
 
@@ -89,11 +90,11 @@ def rows(
 
 
 def _results(measure: str, workdirs) -> np.ndarray:
-    return np.array([[protocols.RESULTS[measure](workdir) for workdir in of_variant] for of_variant in workdirs])
+    return np.array([[protocols.result(workdir, measure) for workdir in of_variant] for of_variant in workdirs])
 
 
 def _mean(name: str, results: np.ndarray) -> dict:
-    mean, half = statistics.interval(results[~np.isnan(results)])
+    mean, half = mean_and_margin(results[~np.isnan(results)])
     return {name: _number(mean), f"{name}_interval": _number(half)}
 
 
@@ -110,7 +111,7 @@ def _difference(found: statistics.Difference | None, measure: str, sign: int) ->
 def _at_equal_time(curves: Sequence[np.ndarray], seconds: float) -> dict:
     losses = [protocols.loss_at(curve, seconds) for curve in curves]
     # Without the seeds that ended sooner it would be the mean of the slowest alone.
-    mean, half = statistics.interval([] if any(map(math.isnan, losses)) else losses)
+    mean, half = mean_and_margin(np.array([] if any(map(math.isnan, losses)) else losses))
     return {"loss_at_equal_time": _number(mean), "loss_at_equal_time_interval": _number(half)}
 
 

@@ -47,9 +47,9 @@ def test_seconds_of_a_run_are_those_of_its_steps(tmp_path):
 
 
 def test_run_that_diverged_has_the_loss_of_chance_and_an_unfinished_one_none(tmp_path):
-    assert protocol.loss_of(run(tmp_path / "diverged", trained(2, 10.0), DIVERGED)) == math.log(65)
-    assert math.isnan(protocol.loss_of(run(tmp_path / "unfinished", trained(2, 10.0))))
-    assert protocol.loss_of(run(tmp_path / "finished", final(1.5))) == 1.5
+    assert protocol.result(run(tmp_path / "diverged", trained(2, 10.0), DIVERGED)) == math.log(65)
+    assert math.isnan(protocol.result(run(tmp_path / "unfinished", trained(2, 10.0))))
+    assert protocol.result(run(tmp_path / "finished", final(1.5))) == 1.5
 
 
 PROTOCOL = Protocol(("--config=quickstart",), (1e-3, 1e-2, 1e-1), (0,), (1, 2, 3))
