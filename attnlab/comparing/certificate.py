@@ -1,11 +1,7 @@
 """Whether the operators of a model conform to the specification, in the type and with the features that it uses."""
 
 import functools
-import hashlib
-import importlib.metadata
-import inspect
 from collections.abc import Mapping
-from pathlib import Path
 
 import jax.numpy as jnp
 
@@ -13,7 +9,7 @@ import attnlab
 from attnlab.nn import GPT
 from attnlab.nn.kinds import named, pattern_of
 from attnlab.nn.resolved import resolved
-from attnlab.testing import SHAPES, check_attention, check_recurrence
+from attnlab.testing import SHAPES, Row, check_attention, check_recurrence
 
 # The features of `attnlab.testing.RECURRENCE_FEATURES` that a kind of layer is an instance of. GRU and convolutions are
 # neither attention nor the recurrence: they have no specification here.
@@ -37,44 +33,37 @@ def of_model(model: GPT) -> dict:
 
     Returns:
       conforms: whether all are right; None where none has a specification.
-      worst: the largest error in units of its bound.
-      operators: for each kind of layer the sha256 of its source, and what was checked.
-      type, versions: what was computed with.
+      worst: the largest error in units of its bound; None likewise.
+      features: those that were checked, by kind of layer.
+      wrong: what is not right, each a sentence.
 
     >>> from attnlab.nn import GPT
     >>> found = of_model(GPT(vocab_size=8, num_layers=1, num_heads=2, width=8, context=8))
-    >>> found["conforms"], list(found["operators"])
-    (True, ['attention'])
+    >>> found["conforms"], found["features"]
+    (True, {'attention': ('causal',)})
     """
-    operators = {kind: _operator(model, kind) for kind in dict.fromkeys(pattern_of(model))}
-    checked = [found for found in operators.values() if found["features"]]
+    features = {kind: features_of(model, kind) for kind in dict.fromkeys(pattern_of(model))}
+    rows = {kind: _rows(model, kind, used) for kind, used in features.items() if used}
+    wrong = [
+        f"{kind}: {row.feature}: {row.why}"
+        for kind, found in rows.items()
+        for row in found
+        if row.outcome not in ("right", "slow")
+    ]
     return {
-        "conforms": all(found["conforms"] for found in checked) if checked else None,
-        "worst": max((found["worst"] for found in checked), default=None),
-        "operators": operators,
-        "type": jnp.dtype(model.dtype).name,
-        "versions": {name: importlib.metadata.version(name) for name in ("attnlab", "jax", "jaxlib")},
-    }
-
-
-def _operator(model: GPT, kind: str) -> dict:
-    features = features_of(model, kind)
-    rows = []
-    if features and named(kind).operator == "attention":
-        attention = functools.partial(attnlab.attention, impl=model.impl, return_lse=True)
-        options = {"features": features, "cases": CASES * len(features), "shapes": SHAPES[1:]}
-        rows = check_attention(lambda **call: attention(**call), **options).rows
-    elif features:
-        recurrence = functools.partial(attnlab.linear_recurrence, return_state=True)
-        rows = check_recurrence(recurrence, features=features, cases=CASES * len(features)).rows
-    wrong = [f"{row.feature}: {row.why}" for row in rows if row.outcome not in ("right", "slow")]
-    return {
-        "source_sha256": _source_sha256(kind),
-        "features": list(features),
-        "conforms": not wrong,
-        "worst": max((row.worst for row in rows), default=0.0),
+        "conforms": not wrong if rows else None,
+        "worst": max((row.worst for found in rows.values() for row in found), default=None),
+        "features": features,
         "wrong": wrong,
     }
+
+
+def _rows(model: GPT, kind: str, features: tuple[str, ...]) -> tuple[Row, ...]:
+    options = {"features": features, "cases": CASES * len(features)}
+    if named(kind).operator == "attention":
+        attention = functools.partial(attnlab.attention, impl=model.impl, return_lse=True)
+        return check_attention(lambda **call: attention(**call), shapes=SHAPES[1:], **options).rows
+    return check_recurrence(functools.partial(attnlab.linear_recurrence, return_state=True), **options).rows
 
 
 def features_of(model: GPT, kind: str) -> tuple[str, ...]:
@@ -100,8 +89,3 @@ def features_of(model: GPT, kind: str) -> tuple[str, ...]:
         "causal bfloat16": is_half,
     }
     return tuple(name for name, used in uses.items() if used)
-
-
-def _source_sha256(kind: str) -> str:
-    """Of the file that defines a layer's module."""
-    return hashlib.sha256(Path(inspect.getfile(named(kind).layer)).read_bytes()).hexdigest()

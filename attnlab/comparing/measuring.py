@@ -7,7 +7,6 @@ import functools
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from attnlab.data.batches import Batch
 from attnlab.data.tasks import named
 from attnlab.data.tasks.task_batches import HeldOutBatches
 from attnlab.nn import GPT, own
-from attnlab.support import paths
+from attnlab.support import paths, timing
 from attnlab.support.errors import UserError
 from attnlab.training import flops, state
 from attnlab.training import text as texts
@@ -133,24 +132,14 @@ def _decoding(model: GPT, params, length: int) -> dict[str, float]:
         caches = tuple(cache._replace(length=cache.length - steps) for cache in caches)
         return jax.lax.scan(step, (tokens[:, -1:], caches), length=steps)[0][0]
 
-    caches, seconds = _timed(prefill, params, tokens)
-    _, seconds_decoding = _timed(decode, params, caches)
+    caches = prefill(params, tokens)
+    calls = {"prefill": lambda: prefill(params, tokens), "decode": lambda: decode(params, caches)}
+    seconds = {name: statistics.median(found) for name, found in timing.alternate(calls, ROUNDS).items()}
     return {
-        "prefill_tokens_per_second": length / seconds,
-        "decode_tokens_per_second": steps / seconds_decoding,
+        "prefill_tokens_per_second": length / seconds["prefill"],
+        "decode_tokens_per_second": steps / seconds["decode"],
         "decode_state_bytes": state_bytes(model),
     }
-
-
-def _timed(function, *args):
-    """The result, and the median of some calls' seconds after the first."""
-    result = jax.block_until_ready(function(*args))
-    seconds = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        jax.block_until_ready(function(*args))
-        seconds.append(time.perf_counter() - start)
-    return result, statistics.median(seconds)
 
 
 def _losses_by_position(run: loading.Run, workdir: Path) -> np.ndarray:
