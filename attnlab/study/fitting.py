@@ -70,7 +70,6 @@ def fit_seeds(
     *,
     seeds: Sequence[int],
     looks: Sequence[int],
-    devices: Sequence[jax.Device] | None = None,
     advance: Advance = ignore,
 ) -> Iterator[tuple[int, dict]]:
     """Train one model per seed, side by side, and yield the parameters of all at chosen steps.
@@ -85,7 +84,6 @@ def fit_seeds(
       optimizer: e.g. `adamw`.
       seeds: one model each. A multiple of the number of devices keeps all of them busy.
       looks: increasing numbers of updates, the last of which ends the training; 0 gives the initial parameters.
-      devices: the local devices when None.
       advance: called as `advance(n)` after every n updates, of all seeds together.
 
     Yields:
@@ -105,8 +103,7 @@ def fit_seeds(
     """
     looks = list(looks)
     _check_plan(seeds, looks)
-    devices = jax.local_devices() if devices is None else devices
-    state, run = _side_by_side(loss, init, batches, optimizer, seeds, devices)
+    state, run = _side_by_side(loss, init, batches, optimizer, seeds)
     done, piece = 0, max(1, looks[-1] // 100)  # pieces are for the progress alone
     for look in looks:
         while done < look:
@@ -117,7 +114,7 @@ def fit_seeds(
         yield look, jax.device_get(state[0])
 
 
-def _side_by_side(loss, init, batches, optimizer, seeds, devices):
+def _side_by_side(loss, init, batches, optimizer, seeds):
     """The parameters and optimizer states of all seeds, and `run(state, begin, end)`, which updates them."""
 
     def start(seed):
@@ -131,7 +128,7 @@ def _side_by_side(loss, init, batches, optimizer, seeds, devices):
         side_by_side = jax.vmap(step, in_axes=(None, 0, 0))
         return jax.lax.fori_loop(begin, end, lambda number, state: side_by_side(number, state, seeds), state)
 
-    mesh = _seeds_mesh(len(seeds), devices)
+    mesh = _seeds_mesh(len(seeds))
     split, same = PartitionSpec("seeds"), PartitionSpec()
     numbers = jnp.asarray(seeds, jnp.uint32)
     spread = functools.partial(jax.shard_map, mesh=mesh, out_specs=split, check_vma=False)
@@ -159,8 +156,9 @@ def next_token(model: nn.Module) -> dict[str, Callable]:
     return {"loss": loss, "init": lambda key: model.init(key, jnp.zeros((1, 2), jnp.int32))}
 
 
-def _seeds_mesh(seeds: int, devices) -> Mesh:
-    """As many devices as divide the number of seeds."""
+def _seeds_mesh(seeds: int) -> Mesh:
+    """As many local devices as divide the number of seeds."""
+    devices = jax.local_devices()
     count = max(n for n in range(1, len(devices) + 1) if seeds % n == 0)
     return Mesh(np.array(devices[:count]), ("seeds",))
 

@@ -7,22 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from attnlab.study.running import Result
+from attnlab.support import documents
 
-STYLE = """
-:root { color-scheme: light dark; --line: #8884; --good: #2f7d4f; --bad: #b3402f; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.6rem; }
-h2 { font-size: 1.25rem; margin-top: 3rem; border-top: 1px solid var(--line); padding-top: 1rem; }
-table { border-collapse: collapse; width: 100%; margin: 1rem 0; }
-th, td { text-align: left; vertical-align: top; padding: .35rem .6rem; border-bottom: 1px solid var(--line); }
-td.number { text-align: right; white-space: nowrap; }
-figure { margin: 1rem 0; }
-img { max-width: min(100%, 54rem); height: auto; background: #fff; border-radius: 4px; }
-.held { color: var(--good); font-weight: 600; } .failed { color: var(--bad); font-weight: 600; }
-@media (prefers-color-scheme: dark) { :root { --good: #6ecf96; --bad: #f08a78; } }
-.small { font-size: .85rem; opacity: .8; } p.setup { white-space: pre-line; }
-td.verdict { white-space: nowrap; width: 1%; }
-"""
+FOLDER = Path(__file__).parent
 
 
 class Outcome(NamedTuple):
@@ -41,18 +28,13 @@ def render(outcomes: Sequence[Outcome], folder: Path) -> str:
     summary = f"{held} of {len(ran)} claims hold" + (f"; {failed} failed to run" if failed else "")
     waiting = len(outcomes) - len(ran) - failed
     summary += f"; {waiting} not run yet" if waiting else ""
-    rows = "".join(map(_summary_row, outcomes))
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-<title>Studies of attention: {summary}</title><style>{STYLE}</style></head><body>
-<h1>Studies of attention: {summary}</h1>
-<table><thead><tr><th>study</th><th>claim</th><th>verdict</th><th>seeds</th><th>time</th></tr></thead>
-<tbody>{rows}</tbody></table>
-<p class="small">{_machines(ran)}</p>
-{"".join(_section(outcome.result, folder) for outcome in outcomes if outcome.result)}
-</body></html>
-"""
+    parts = {
+        "summary": summary,
+        "rows": "".join(map(_summary_row, outcomes)),
+        "machines": _machines(ran),
+        "sections": "".join(_section(outcome.result, folder) for outcome in outcomes if outcome.result),
+    }
+    return documents.document(FOLDER, parts)
 
 
 def _summary_row(outcome: Outcome) -> str:
@@ -79,14 +61,14 @@ def _section(result: Result, folder: Path) -> str:
     figure = base64.b64encode((folder / result.name / f"{result.name}.png").read_bytes()).decode()
     facts = f"{'--fast, ' if result.fast else ''}{result.rows} rows in {name}/{name}.csv, {result.date}"
     text = f", text {html.escape(result.path)}" if result.path else ""
-    return f"""<h2 id="{name}">{name}</h2>
+    return f"""<section id="{name}"><h2>{name}</h2>
 <p><strong>{html.escape(result.claim)}</strong></p>
 <figure><img alt="{name}: the measured figure" src="data:image/png;base64,{figure}">
 <figcaption class="small">{html.escape(result.caption)}</figcaption></figure>
 <table>{parts}</table>
 {_quoted(result.quoted)}
 <details><summary>How it was measured</summary><p class="setup">{html.escape(result.setup)}</p></details>
-<p class="small">{facts}{text}</p>
+<p class="small">{facts}{text}</p></section>
 """
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from attnlab.study.study_progress import Advance, silent
+from attnlab.study.study_progress import Advance, ignore
 from attnlab.types import Array
 
 
@@ -31,7 +31,7 @@ class Options(NamedTuple):
 
     fast: bool = False
     path: str = ""
-    progress: Callable[[float], Advance] = silent
+    progress: Callable[[float], Advance] = lambda total: ignore
 
 
 class Verdict(NamedTuple):

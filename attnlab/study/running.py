@@ -61,11 +61,6 @@ class Result:
         except (ValueError, TypeError) as error:
             raise UserError(f"{folder / file} is not a result of a study: remove it or choose a new folder") from error
 
-    @property
-    def verdict(self) -> Verdict:
-        """The verdict."""
-        return Verdict.of(*self.parts)
-
 
 def define(values, argv) -> None:
     """Define the flags."""

@@ -14,11 +14,6 @@ def ignore(amount: int | float = 1) -> None:
     """An `advance` that reports nothing."""
 
 
-def silent(total: int | float) -> Advance:
-    """Stands in for `StudyProgress.expect` where no progress is wanted."""
-    return ignore
-
-
 class StudyProgress(Progress):
     """The share of the work that is done, on standard error, so that standard output holds the results alone."""
 

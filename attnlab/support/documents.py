@@ -1,4 +1,4 @@
-"""HTML documents that load nothing: a folder's page.html, page.css and page.js in one file."""
+"""HTML documents that load nothing: a folder's page.html, page.css and page.js, if any, in one file."""
 
 import base64
 import hashlib
@@ -14,7 +14,8 @@ def document(folder: Path, parts: dict[str, str]) -> str:
     The policy admits this style, this script and images in the document, and nothing from elsewhere.
     """
     style = BASE.read_text(encoding="utf-8") + (folder / "page.css").read_text(encoding="utf-8")
-    script = (folder / "page.js").read_text(encoding="utf-8")
+    file = folder / "page.js"
+    script = file.read_text(encoding="utf-8") if file.exists() else ""
     policy = (
         f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}; "
         "base-uri 'none'; form-action 'none'"
