@@ -10,7 +10,6 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import ml_dtypes
@@ -20,21 +19,13 @@ from attnlab.testing.check import Report, Row
 from attnlab.testing.subject import AdapterError, called, failure, require_shapes
 
 FLOATING = ("q", "k", "v", "g", "beta", "state")
-
-
-class RecurrenceShape(NamedTuple):
-    """The sizes of a call; the length is a multiple of no chunk."""
-
-    batch: int = 2
-    length: int = 75
-    heads: int = 2
-    features: int = 8
-    values: int = 5
+# The sizes of a call; the length is a multiple of no chunk.
+BATCH, LENGTH, HEADS, FEATURES, VALUES = 2, 75, 2, 8, 5
 
 
 @dataclass(frozen=True)
 class RecurrenceFeature:
-    """A feature of the recurrence: `fields(rng, shape)` are the arguments that a call with it has besides q, k and v.
+    """A feature of the recurrence: `fields(rng)` are the arguments that a call with it has besides q, k and v.
 
     Attributes:
       name: e.g. "beta".
@@ -44,7 +35,7 @@ class RecurrenceFeature:
     """
 
     name: str
-    fields: Callable[[np.random.Generator, RecurrenceShape], dict] = lambda rng, shape: {}
+    fields: Callable[[np.random.Generator], dict] = lambda rng: {}
     left_out: tuple[str, ...] = ()
     dtype: type = np.float32
 
@@ -204,13 +195,11 @@ def _row(run, feature: RecurrenceFeature, gradients: bool, cases: int) -> Row:
 
 
 def _drawn(feature: RecurrenceFeature, seed: int) -> tuple[dict, np.ndarray]:
-    shape = RecurrenceShape()
     rng = np.random.default_rng(seed)
-    batch, length, heads, features, values = shape
-    q, k = rng.normal(size=(2, batch, length, heads, features))
+    q, k = rng.normal(size=(2, BATCH, LENGTH, HEADS, FEATURES))
     k = k / np.linalg.norm(k, axis=-1, keepdims=True)
-    v, d_out = rng.normal(size=(2, batch, length, heads, values))
-    call = {"q": q, "k": k, "v": v} | feature.fields(rng, shape)
+    v, d_out = rng.normal(size=(2, BATCH, LENGTH, HEADS, VALUES))
+    call = {"q": q, "k": k, "v": v} | feature.fields(rng)
     kept = ("segment_ids", "lengths")
     call = {name: x if name in kept else jax.tree.map(lambda x: x.astype(np.float32), x) for name, x in call.items()}
     return call | {name: call[name].astype(feature.dtype) for name in ("q", "k", "v")}, d_out.astype(np.float32)
@@ -246,38 +235,38 @@ def _error(feature, call, found, exact, naive) -> float:
 
 
 def _decay(sizes: str, strongest: float):
-    def fields(rng, shape):
-        by_head = (shape.batch, shape.length, shape.heads)
-        size = by_head if sizes == "head" else (*by_head, shape.features)
+    def fields(rng):
+        by_head = (BATCH, LENGTH, HEADS)
+        size = by_head if sizes == "head" else (*by_head, FEATURES)
         return {"g": -np.exp(rng.uniform(np.log(1e-3), np.log(strongest), size))}
 
     return fields
 
 
-def _beta(rng, shape):
-    return {"beta": rng.uniform(0, 1, (shape.batch, shape.length, shape.heads))}
+def _beta(rng):
+    return {"beta": rng.uniform(0, 1, (BATCH, LENGTH, HEADS))}
 
 
-def _erase(rng, shape):
-    e, r = rng.normal(size=(2, shape.batch, shape.length, shape.heads, shape.features))
+def _erase(rng):
+    e, r = rng.normal(size=(2, BATCH, LENGTH, HEADS, FEATURES))
     e, r = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (e, r))
     return {"erase": (0.8 * e, r)}
 
 
-def _state(rng, shape):
-    return {"state": rng.normal(size=(shape.batch, shape.heads, shape.features, shape.values))}
+def _state(rng):
+    return {"state": rng.normal(size=(BATCH, HEADS, FEATURES, VALUES))}
 
 
-def _segments(rng, shape):
-    return {"segment_ids": np.cumsum(rng.random((shape.batch, shape.length)) < 0.1, axis=1).astype(np.int32)}
+def _segments(rng):
+    return {"segment_ids": np.cumsum(rng.random((BATCH, LENGTH)) < 0.1, axis=1).astype(np.int32)}
 
 
-def _lengths(rng, shape):
-    return {"lengths": rng.integers(1, shape.length, shape.batch).astype(np.int32)}
+def _lengths(rng):
+    return {"lengths": rng.integers(1, LENGTH, BATCH).astype(np.int32)}
 
 
 def _both(*parts):
-    return lambda rng, shape: {name: x for part in parts for name, x in part(rng, shape).items()}
+    return lambda rng: {name: x for part in parts for name, x in part(rng).items()}
 
 
 _GATED_DELTA = _both(_decay("head", 1.0), _beta)
@@ -293,7 +282,7 @@ RECURRENCE_FEATURES = {
         RecurrenceFeature("beta and decay", _GATED_DELTA, ("g",)),
         RecurrenceFeature("beta and decay by feature", _both(_decay("feature", 1.0), _beta), ("g",)),
         RecurrenceFeature("erase", _erase, ("erase",)),
-        RecurrenceFeature("scale", lambda rng, shape: {"scale": np.float32(0.7)}, ("scale",)),
+        RecurrenceFeature("scale", lambda rng: {"scale": np.float32(0.7)}, ("scale",)),
         RecurrenceFeature("state", _both(_GATED_DELTA, _state), ("state",)),
         RecurrenceFeature("segments", _both(_GATED_DELTA, _segments), ("segment_ids",)),
         RecurrenceFeature("lengths", _both(_GATED_DELTA, _lengths), ("lengths",)),
