@@ -14,6 +14,7 @@ MOST_DOTS = 12  # points of a line up to which they are marked
 STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)  # between ticks, times a power of ten
 SUFFIXES = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
 PLAIN = 1e4  # below it a number has no suffix
+MOST_TICKS = 6
 TICK_ROOM = 34  # pixels of a label on the x axis
 
 
@@ -114,10 +115,10 @@ def _axes(points: Sequence[_Point], log_x: bool) -> tuple[_Axis, _Axis]:
     )
 
 
-def _ticks(low: float, high: float, most: int = 6) -> list[tuple[float, str]]:
-    """At most `most` values within the ends, at a round distance, with labels of equally many decimals."""
-    power = 10 ** math.floor(math.log10((high - low) / most))
-    step = next(step * power for step in STEPS if (high - low) / (step * power) <= most - 1 or step == STEPS[-1])
+def _ticks(low: float, high: float) -> list[tuple[float, str]]:
+    """At most `MOST_TICKS` values within the ends, at a round distance, with labels of equally many decimals."""
+    power = 10 ** math.floor(math.log10((high - low) / MOST_TICKS))
+    step = next(step * power for step in STEPS if (high - low) / (step * power) <= MOST_TICKS - 1 or step == STEPS[-1])
     values = [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
     limit = max(map(abs, values), default=0)
     scale, suffix = _scale(limit)
@@ -155,10 +156,10 @@ def _signed(number: str) -> str:
 
 def _frame(x: _Axis, y: _Axis, x_ticks, y_ticks) -> str:
     """Grid lines, ticks and their labels."""
-    grid = "".join(f"M{LEFT} {_px(y.at(value))}H{RIGHT}" for value, _ in y_ticks)
-    ticks = "".join(f"M{_px(x.at(value))} {BOTTOM}v4" for value, _ in x_ticks)
-    labels = [f'<text x="{LEFT - 6}" y="{_px(y.at(v) + 4)}" class="y">{text}</text>' for v, text in y_ticks]
-    labels += [f'<text x="{_px(x.at(v))}" y="{BOTTOM + 17}" class="x">{text}</text>' for v, text in x_ticks]
+    grid = "".join(f"M{LEFT} {y.at(value):.1f}H{RIGHT}" for value, _ in y_ticks)
+    ticks = "".join(f"M{x.at(value):.1f} {BOTTOM}v4" for value, _ in x_ticks)
+    labels = [f'<text x="{LEFT - 6}" y="{y.at(v) + 4:.1f}" class="y">{text}</text>' for v, text in y_ticks]
+    labels += [f'<text x="{x.at(v):.1f}" y="{BOTTOM + 17}" class="x">{text}</text>' for v, text in x_ticks]
     return f'<path class="grid" d="{grid}"/><path class="axis" d="M{LEFT} {BOTTOM}H{RIGHT}{ticks}"/>{"".join(labels)}'
 
 
@@ -172,7 +173,7 @@ def _line(segments: Sequence[Sequence[_Point]], x: _Axis, y: _Axis) -> str:
         low = [(x.at(point.x), y.at(point.low)) for point in points]
         curve += _path(middle)
         if marked or len(points) == 1:
-            dots += _path(middle, "h0m") + "h0"
+            dots += "".join(_path([place]) + "h0" for place in middle)
         if high != low and len(points) == 1:
             bars += _path(high + low)
         elif high != low:
@@ -181,15 +182,8 @@ def _line(segments: Sequence[Sequence[_Point]], x: _Axis, y: _Axis) -> str:
     return "".join(f'<path class="{kind}" d="{path}"/>' for kind, path in parts if path)
 
 
-def _path(places: Sequence[tuple[float, float]], between: str = "l") -> str:
-    """A path of the distances between places, which take fewer characters than the places."""
-    rounded = [(round(across), round(down, 1)) for across, down in places]
-    moves = [f"{right - left} {_px(below - above)}" for (left, above), (right, below) in itertools.pairwise(rounded)]
-    return "M" + between.join([f"{rounded[0][0]} {_px(rounded[0][1])}", *moves]).replace(" -", "-")
-
-
-def _px(value: float) -> str:
-    return f"{value:.1f}".removesuffix(".0").replace("-0.", "-.").removeprefix("0" if 0 < value < 0.95 else "")
+def _path(places: Sequence[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
 
 
 def _description(chart: Chart, drawn: Sequence[tuple[str, list[list[_Point]]]]) -> str:

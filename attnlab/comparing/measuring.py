@@ -3,6 +3,7 @@
 python -m attnlab.comparing.measuring [--mixer=FILE] OUT.json WORKDIR WORKDIR …
 """
 
+import contextlib
 import functools
 import json
 import statistics
@@ -144,14 +145,10 @@ def _decoding(model: GPT, params, length: int) -> dict[str, float]:
 
 def _losses_by_position(run: loading.Run, workdir: Path) -> np.ndarray:
     """Mean loss at each position, `[positions]`, in windows as long as positions and text allow."""
-    longest = FURTHEST if extends(run.model) else 1
-    for times in range(longest, 0, -1):
-        try:
+    for times in range(FURTHEST if extends(run.model) else 1, 1, -1):
+        with contextlib.suppress(UserError):  # a text that is too short
             return _mean_losses(run, _longer(run.config, times), workdir)
-        except UserError:
-            if times == 1:
-                raise
-    raise AssertionError
+    return _mean_losses(run, _longer(run.config, 1), workdir)
 
 
 def _longer(config: ConfigDict, times: int) -> ConfigDict:

@@ -15,7 +15,15 @@ from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
 
 TABLE, TEXT = "replication.csv", "replication.md"
-COLUMNS = ("variant", "published", "ours", "published difference", "our difference", "outcome")
+# The shown columns by key.
+COLUMNS = {
+    "variant": "variant",
+    "published": "published",
+    "ours": "ours",
+    "published_difference": "published difference",
+    "difference": "our difference",
+    "outcome": "outcome",
+}
 
 
 class Published(NamedTuple):
@@ -115,25 +123,15 @@ def results(found: Published, protocol: Protocol, folder: Path, final: Mapping, 
 
 def cells(rows: Sequence[Mapping]) -> list[list[str]]:
     """The rows as texts, the names of their columns first."""
+    return [list(COLUMNS.values()), *([_cell(name, row) for name in COLUMNS] for row in rows)]
 
-    def shown(row, name, interval="", sign=""):
-        half = f" ± {row[interval]:.3f}" if interval and row[interval] is not None else ""
-        return "" if row[name] is None else f"{row[name]:{sign}.3f}{half}"
 
-    return [
-        list(COLUMNS),
-        *(
-            [
-                row["variant"],
-                shown(row, "published"),
-                shown(row, "ours", "ours_interval"),
-                shown(row, "published_difference", sign="+"),
-                shown(row, "difference", "difference_interval", "+"),
-                row["outcome"] or "",
-            ]
-            for row in rows
-        ),
-    ]
+def _cell(name: str, row: Mapping) -> str:
+    value, half = row[name], row.get(f"{name}_interval")
+    if value is None or isinstance(value, str):
+        return value or ""
+    sign = "+" if name.endswith("difference") else ""
+    return f"{value:{sign}.3f}" + ("" if half is None else f" ± {half:.3f}")
 
 
 def notes(found: Published) -> list[str]:
@@ -153,8 +151,7 @@ def write(rows: Sequence[Mapping], found: Published, folder: Path) -> None:
 
 def section(title: str, rows: Sequence[Mapping], found: Published) -> page.Section:
     """The section of a comparison's page."""
-    keys = ("variant", "published", "ours", "published_difference", "difference", "outcome")
-    sort_keys = [[row[key] for key in keys] for row in rows]
+    sort_keys = [[row[key] for key in COLUMNS] for row in rows]
     return page.Section(f"{title}: published and ours", cells(rows), sort_keys, notes(found), [], [])
 
 

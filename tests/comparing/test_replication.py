@@ -48,7 +48,7 @@ def test_rows_are_paired_by_seed_and_leave_failed_runs_out():
     assert delta["ours"] == pytest.approx(0.75) and delta["difference"] == pytest.approx(-0.1)
     assert delta["published_difference"] == pytest.approx(-0.1) and delta["outcome"] == "reproduced"
     heads, *lines = replication.cells([softmax, delta])
-    assert heads == list(replication.COLUMNS) and lines[0][3:] == ["", "", ""] and lines[1][3] == "-0.100"
+    assert heads == list(replication.COLUMNS.values()) and lines[0][3:] == ["", "", ""] and lines[1][3] == "-0.100"
 
 
 @pytest.mark.parametrize(
