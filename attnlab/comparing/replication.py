@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attnlab.comparing import page, statistics, table
+from attnlab.comparing import page, table
 from attnlab.comparing.protocol import RESULTS, Protocol
 from attnlab.comparing.variants import Variant, fields_of_file
+from attnlab.study.report import mean_and_margin
 from attnlab.support import paths
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
@@ -67,7 +68,7 @@ def outcome(difference: float, ours: Sequence[float] | np.ndarray, margin: float
     >>> outcome(-0.3, [0.01, -0.5, 0.2], margin=0.01)
     'underpowered'
     """
-    mean, half = statistics.interval(ours)
+    mean, half = mean_and_margin(ours)
     if np.isnan(half):
         return "underpowered"
     low, high = mean - half, mean + half
@@ -87,13 +88,13 @@ def rows(found: Published, results: Mapping[str, Sequence[float]]) -> list[dict[
     first, *_ = results
     rows = []
     for name in (name for name in results if name in found.results):
-        mean, half = statistics.interval(_known(results[name]))
+        mean, half = mean_and_margin(_known(results[name]))
         row = {"variant": name, "published": found.results[name], "ours": mean, "ours_interval": half}
         row |= dict.fromkeys(("published_difference", "difference", "difference_interval", "outcome"))
         if name != first:
             paired = _known(np.subtract(results[name], results[first]))
             row["published_difference"] = found.results[name] - found.results[first]
-            row["difference"], row["difference_interval"] = statistics.interval(paired)
+            row["difference"], row["difference_interval"] = mean_and_margin(paired)
             row["outcome"] = outcome(row["published_difference"], paired, found.margin)
         rows.append(row)
     return rows

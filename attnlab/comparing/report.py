@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 
 from attnlab import config as configs
-from attnlab.comparing import page, statistics, table
+from attnlab.comparing import page, table
 from attnlab.comparing import protocol as protocols
 from attnlab.comparing.parts import SPEED, Part
+from attnlab.study.report import mean_and_margin
 from attnlab.sweeping.grid import Point
 from attnlab.training import metrics
 
@@ -80,7 +81,7 @@ def _against_length(measured: Mapping[str, Mapping]) -> list[page.Chart]:
     lines = []
     for name, found in measured.items():
         by_length = found.get("accuracies_by_length", {})
-        means = [statistics.interval(values) for values in by_length.values()]
+        means = [mean_and_margin(values) for values in by_length.values()]
         if means:
             around = [[mean + sign * (0 if np.isnan(half) else half) for mean, half in means] for sign in (-1, 1)]
             lines.append(page.Line(name, list(map(int, by_length)), [mean for mean, _ in means], *around))

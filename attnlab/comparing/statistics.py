@@ -41,16 +41,6 @@ class Difference(NamedTuple):
     seeds_needed: int | None
 
 
-def interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """Mean, and half the width of its 95 % interval by Student's t; NaN for fewer than two values.
-
-    >>> mean, half = interval([1.0, 2.0, 3.0])
-    >>> mean, round(half, 3)
-    (2.0, 2.484)
-    """
-    return mean_and_margin(np.asarray(values, np.float64))
-
-
 def differences(losses: Sequence[Sequence[float]] | np.ndarray) -> list[Difference]:
     """Each variant's differences from the first one.
 
@@ -80,7 +70,7 @@ def _p_value(paired: np.ndarray) -> float:
 
 
 def _difference(paired: np.ndarray, level: float, p: float) -> Difference:
-    mean, half = interval(paired)
+    mean, half = mean_and_margin(paired)
     seen = p <= LEVEL
     verdict = ("better" if mean < 0 else "worse") if seen else "not told apart" if len(paired) else "failed"
     spread = float(paired.std(ddof=1)) if len(paired) > 1 else math.nan

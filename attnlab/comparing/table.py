@@ -12,6 +12,7 @@ from attnlab.comparing import protocol as protocols
 from attnlab.comparing import statistics
 from attnlab.comparing.protocol import Protocol
 from attnlab.comparing.variants import Variant
+from attnlab.study.report import mean_and_margin
 from attnlab.support import paths
 from attnlab.support.errors import UserError
 
@@ -98,7 +99,7 @@ def _results(measure: str, workdirs) -> np.ndarray:
 
 
 def _mean(name: str, results: np.ndarray) -> dict:
-    mean, half = statistics.interval(results[~np.isnan(results)])
+    mean, half = mean_and_margin(results[~np.isnan(results)])
     return {name: _number(mean), f"{name}_interval": _number(half)}
 
 
@@ -115,7 +116,7 @@ def _difference(found: statistics.Difference | None, measure: str, sign: int) ->
 def _at_equal_time(curves: Sequence[np.ndarray], seconds: float) -> dict:
     losses = [protocols.loss_at(curve, seconds) for curve in curves]
     # Without the seeds that ended sooner it would be the mean of the slowest alone.
-    mean, half = statistics.interval([] if any(map(math.isnan, losses)) else losses)
+    mean, half = mean_and_margin([] if any(map(math.isnan, losses)) else losses)
     return {"loss_at_equal_time": _number(mean), "loss_at_equal_time_interval": _number(half)}
 
 
