@@ -76,7 +76,7 @@ def outcome(difference: float, ours: Sequence[float] | np.ndarray, margin: float
     >>> outcome(-0.3, [0.01, -0.5, 0.2], margin=0.01)
     'underpowered'
     """
-    mean, half = mean_and_margin(np.asarray(ours))
+    mean, half = mean_and_margin(ours)
     if np.isnan(half):
         return "underpowered"
     low, high = mean - half, mean + half

@@ -74,7 +74,7 @@ def _against_length(measured: Mapping[str, Mapping]) -> list[page.Chart]:
     lines = []
     for name, found in measured.items():
         by_length = found.get("accuracies_by_length", {})
-        means = [mean_and_margin(np.array(values)) for values in by_length.values()]
+        means = [mean_and_margin(values) for values in by_length.values()]
         if means:
             around = [[mean + sign * (0 if np.isnan(half) else half) for mean, half in means] for sign in (-1, 1)]
             lines.append(page.Line(name, list(map(int, by_length)), [mean for mean, _ in means], *around))

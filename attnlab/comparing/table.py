@@ -111,7 +111,7 @@ def _difference(found: statistics.Difference | None, measure: str, sign: int) ->
 def _at_equal_time(curves: Sequence[np.ndarray], seconds: float) -> dict:
     losses = [protocols.loss_at(curve, seconds) for curve in curves]
     # Without the seeds that ended sooner it would be the mean of the slowest alone.
-    mean, half = mean_and_margin(np.array([] if any(map(math.isnan, losses)) else losses))
+    mean, half = mean_and_margin([] if any(map(math.isnan, losses)) else losses)
     return {"loss_at_equal_time": _number(mean), "loss_at_equal_time_interval": _number(half)}
 
 

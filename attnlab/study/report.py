@@ -127,14 +127,14 @@ class Interval(NamedTuple):
         return format(self, "")
 
 
-def mean_and_margin(values: np.ndarray) -> tuple[float, float]:
+def mean_and_margin(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
     """Mean, and half the width of its 95 % interval by Student's t; NaN for fewer than two values.
 
-    >>> mean, margin = mean_and_margin(np.array([1.0, 2.0, 3.0]))
-    >>> mean, round(margin, 3)
+    >>> mean, half = mean_and_margin([1.0, 2.0, 3.0])
+    >>> mean, round(half, 3)
     (2.0, 2.484)
     """
-    count = len(values)
+    values, count = np.asarray(values, np.float64), len(values)
     if count < 2:
         return float(values.mean()) if count else math.nan, math.nan
     return float(values.mean()), float(stats.t.ppf(0.975, count - 1) * values.std(ddof=1) / count**0.5)

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+import attnlab
 from attnlab.masks import Causal, Dense, SlidingWindow
 from attnlab.score_mods import ScoreFn, SoftCap
 from attnlab.support.errors import UserError
@@ -79,6 +80,22 @@ def test_run_of_other_values_is_refused(passed, saved, message):
 def test_equal_values_continue():
     for passed in (NOTHING, Passed(model=Tiny()), Passed(mask=Causal(), optimizer=optax.sgd(1.0))):
         passed.check_continues(passed.metadata(), "runs/x")
+
+
+class Wrapped(nn.Module):
+    inner: nn.Module
+
+
+def test_modules_of_attnlab_are_compared_without_their_source():
+    """Runs of before saved it, and with it fields that have left since."""
+    passed = Passed(model=Wrapped(attnlab.nn.MultiHeadAttention(2)))
+    saved = passed.metadata()
+    fields = saved["user_defined"]["fields"]
+    assert "source code" in fields and "source code" not in fields["inner"]
+    fields["inner"] = "MultiHeadAttention(num_heads=2, rotary_base=None, source code=sha256 0123456789ab)"
+    passed.check_continues(saved, "runs/x")
+    with pytest.raises(UserError, match="whose inner was MultiHeadAttention, and is Dense: pass an equal one"):
+        Passed(model=Wrapped(nn.Dense(2))).check_continues(saved, "runs/x")
 
 
 @pytest.mark.parametrize("model, precision", [(Tiny(), "float32"), (Tiny(dtype=jnp.bfloat16), "bfloat16")])

@@ -1,0 +1,142 @@
+"""Feed-forward layers, blocks and models of today's kind equal their formulas in NumPy float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.special
+
+from attnlab.nn import Block, Mlp, MultiHeadAttention, Rotary
+from tests.nn.test_gpt import TOKENS, gpt
+from tests.parameters import parameters
+
+
+def test_mlp_equals_formula_with_each_activation_and_gated(float64):
+    functions = {
+        "gelu_tanh": lambda x: x / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3))),
+        "gelu": lambda x: x * scipy.special.ndtr(x),
+        "relu": lambda x: np.maximum(x, 0),
+        "silu": lambda x: x / (1 + np.exp(-x)),
+        "relu_squared": lambda x: np.maximum(x, 0) ** 2,
+    }
+    x = np.random.default_rng(0).standard_normal((3, 8))
+    variables = parameters(Mlp(19, gated=True), x)
+    up, gate, down = (variables["params"][name] for name in ("up", "gate", "down"))
+    plain = {"params": {"up": up, "down": down}}
+    assert up["kernel"].shape == (8, 19) and jax.tree.structure(parameters(Mlp(19), x)) == jax.tree.structure(plain)
+
+    @jax.jit
+    def run():
+        gated = Mlp(19, "silu", gated=True).apply(variables, x)
+        return {name: Mlp(19, name).apply(plain, x) for name in functions}, gated
+
+    found, gated = run()
+    hidden = x @ up["kernel"] + up["bias"]
+    for name, function in functions.items():
+        expected = function(hidden) @ down["kernel"] + down["bias"]
+        np.testing.assert_allclose(found[name], expected, rtol=1e-12, err_msg=name)
+    gates = functions["silu"](x @ gate["kernel"] + gate["bias"])
+    np.testing.assert_allclose(gated, (gates * hidden) @ down["kernel"] + down["bias"], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "norm_first, mlp", [(False, Mlp()), (True, None), pytest.param(False, None, marks=pytest.mark.slow)]
+)
+def test_block_with_norms_before_or_after_equals_formula(norm_first, mlp, float64):
+    x = 3 * np.random.default_rng(0).standard_normal((2, 5, 8)) + 1
+    attention = MultiHeadAttention(num_heads=2)
+    block = Block(attention, mlp, norm_first=norm_first, norm_epsilon=0.1)
+
+    def norm(x, params):
+        normal = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 0.1)
+        return normal * params["scale"] + params["bias"]
+
+    @jax.jit
+    def run(variables):
+        params = variables["params"]
+        expected = x
+        for name, layer in (("attention", attention), ("mlp", mlp)):
+            if layer is not None:
+                own, norms = {"params": params[name]}, params[f"{name}_norm"]
+                if norm_first:
+                    expected = expected + layer.apply(own, norm(expected, norms))
+                else:
+                    expected = norm(expected + layer.apply(own, expected), norms)
+        return block.apply(variables, x), expected
+
+    np.testing.assert_allclose(*run(parameters(block, x)), rtol=1e-10)
+
+
+def reference(params, tokens, *, window, base, norm_at, plus_one, epsilon=1e-5):
+    """Logits of a GPT of one layer and two heads of eight features, four of them rotated, by the formulas, float64."""
+
+    def norm(x, params):
+        scale = params["scale"] + plus_one
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * scale
+
+    x = params["embed"]["embedding"][tokens] * 3.0
+    block = params["block_0"]
+    attention = block["attention"]
+    y = norm(x, block["attention_norm"]) if norm_at != "after" else x
+    q, k, v = (np.einsum("tf,fhd->thd", y, attention[name]["kernel"]) for name in ("query", "key", "value"))
+    q, k = (norm(a, attention[name]) for a, name in ((q, "query_ln"), (k, "key_ln")))
+    angles = np.arange(len(tokens))[:, None] / base ** (np.arange(0, 4, 2) / 4)
+    turn = np.exp(1j * angles)[:, None]
+
+    def rotated(a):
+        z = (a[..., :2] + 1j * a[..., 2:4]) * turn
+        return np.concatenate([z.real, z.imag, a[..., 4:]], -1)
+
+    scores = np.einsum("qhd,khd->hqk", rotated(q), rotated(k)) * 0.7
+    i, j = np.indices(scores.shape[1:])
+    scores = np.where((j <= i) & (i - j < window), scores, -np.inf)
+    weights = scipy.special.softmax(
+        np.concatenate([scores, np.tile(attention["sinks"][:, None, None], (1, 8, 1))], -1), -1
+    )
+    made = np.einsum("hqk,khd,hdf->qf", weights[..., :-1], v, attention["out"]["kernel"])
+    x = x + (norm(made, block["attention_post_norm"]) if norm_at != "before" else made)
+    y = norm(x, block["mlp_norm"]) if norm_at != "after" else x
+    gates = y @ block["mlp"]["gate"]["kernel"]
+    made = (gates * scipy.special.expit(gates) * (y @ block["mlp"]["up"]["kernel"])) @ block["mlp"]["down"]["kernel"]
+    x = x + (norm(made, block["mlp_post_norm"]) if norm_at != "before" else made)
+    return 2.0 * np.tanh(norm(x, params["final_norm"]) @ params["output"]["embedding"].T * 1.5 / 2.0)
+
+
+@pytest.mark.parametrize(
+    "kind, norm_at",
+    [
+        pytest.param(kind, norm_at, marks=[pytest.mark.slow] * (fast != norm_at))
+        for kind, fast in (("local", "both"), ("global", "after"))
+        for norm_at in ("before", "after", "both")
+    ],
+)
+def test_gpt_of_todays_models_equals_formula(kind, norm_at, float64):
+    options = {"norm": "rms_plus_one" if kind == "local" else "rms", "norm_at": norm_at, "qk_norm": True}
+    options |= {"local_base": 10.0, "window": 3} if kind == "local" else {}
+    model = gpt(
+        num_layers=1,
+        num_heads=2,
+        head_dim=8,
+        positions="rotary",
+        rotary=Rotary(base=100.0, fraction=0.5),
+        pattern=kind,
+        mlp="gated",
+        activation="silu",
+        use_bias=False,
+        tie_embeddings=False,
+        sinks=True,
+        score_scale=0.7,
+        embedding_scale=3.0,
+        logit_scale=1.5,
+        logit_cap=2.0,
+        dtype=jnp.float64,
+        **options,
+    )
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
+    params = jax.tree.map(lambda leaf: 0.3 * rng.standard_normal(leaf.shape), shapes)
+    window, base = (3, 10.0) if kind == "local" else (99, 100.0)
+    plus_one = 1 if kind == "local" else 0
+    expected = reference(params["params"], TOKENS[0], window=window, base=base, norm_at=norm_at, plus_one=plus_one)
+    # Angles are float32: 7 radians to 5e-7, and all else float64.
+    np.testing.assert_allclose(jax.jit(model.apply)(params, TOKENS)[0], expected, atol=5e-7)
