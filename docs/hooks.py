@@ -154,18 +154,9 @@ def _study(name: str) -> str:
         f"### {name}\n\n**Claim.** {result.claim}\n\n![{name}: the measured figure](images/studies/{name}.png)\n\n"
         f"{caption}\n\n"
         f"**Verdict.** In this run the claim {outcome}.\n\n| measured | |\n|---|---|\n{rows}\n\n"
-        f"{_quoted(result.quoted)}{run}, JAX {result.versions['jax']}, {result.date}.\n\n"
+        f"{run}, JAX {result.versions['jax']}, {result.date}.\n\n"
         f"<details><summary>How it was measured</summary><p>{setup}</p></details>\n"
     )
-
-
-def _quoted(quoted: list[dict]) -> str:
-    """The table of a paper's numbers beside ours; "" where there are none."""
-    rows = "".join(
-        f"| {_cell(each['what'])} | {_cell(each['ours'])} | {_cell(each['theirs'])} | {_cell(each['source'])} |\n"
-        for each in quoted
-    )
-    return f"| measured | here | paper | source |\n|---|---|---|---|\n{rows}\n" if rows else ""
 
 
 def _cell(text: str) -> str:

@@ -1,11 +1,12 @@
 """Most heads of a trained model can be removed in the right order, as well as if it had been trained with fewer.
 
-Voita et al. 2019 ("Analyzing Multi-Head Self-Attention") remove most encoder heads of a translation model by gates that
-are trained, and so does Michel et al. 2019 ("Are Sixteen Heads Really Better than One?") by their importance, without
-further training. Here the quickstart's GPT, of 16 heads, is trained on a text, and its heads are removed one by one
-without further training: always the one whose removal raises the loss least given those removed before, since heads
-take over for others, so that the effects of single heads do not add up. The order is found on the first half of the
-held-out text, and the loss measured on the second. A removed head gives its mean output in place of its own.
+Voita et al. 2019 ("Analyzing Multi-Head Self-Attention") remove 38 of 48 encoder heads of a translation model for 0.15
+BLEU, by gates that are trained, and Michel et al. 2019 ("Are Sixteen Heads Really Better than One?") remove most by
+their importance, without further training. Here the quickstart's GPT, of 16 heads, is trained on a text, and its heads
+are removed one by one without further training: always the one whose removal raises the loss least given those removed
+before, since heads take over for others, so that the effects of single heads do not add up. The order is found on the
+first half of the held-out text, and the loss measured on the second. A removed head gives its mean output in place of
+its own.
 
 Heads that can go are counted until the loss has risen by a tenth of what all heads are worth, which is the rise when
 all are gone. Most have to go if more than half do, and more than in random order. The last control is a model of
@@ -24,7 +25,7 @@ from matplotlib.figure import Figure
 
 from attnlab import plots, see
 from attnlab.study import fitting
-from attnlab.study.report import Interval, Options, Quoted, Verdict
+from attnlab.study.report import Interval, Options, Verdict
 from attnlab.study.study_progress import Advance
 
 from . import _quickstart as quickstart
@@ -194,14 +195,6 @@ def judge(rows: list[dict]) -> Verdict:
             f"without half of its heads the model loses {pruned:.3f} nats, one trained without them {fewer:.3f}",
         ),
     )
-
-
-def quote(rows: list[dict]) -> tuple[Quoted, ...]:
-    """The paper's best known number."""
-    count, worth = Interval.of(removable(rows, GREEDY)).mean, Interval.of(rises(rows, GREEDY, 0)).mean
-    ours = f"{count:.1f} of {COUNT} ({count / COUNT:.0%}) for at most {TENTH * worth:.2f} nats"
-    what = "heads removed, of a translation model's encoder, trained further while they go, and of ours, which is not"
-    return (Quoted(what, ours, "38 of 48 (79 %) for 0.15 BLEU", "Voita et al. 2019, abstract"),)
 
 
 def draw(rows: list[dict]) -> Figure:

@@ -66,23 +66,9 @@ def _section(result: Result, folder: Path) -> str:
 <figure><img alt="{name}: the measured figure" src="data:image/png;base64,{figure}">
 <figcaption class="small">{html.escape(result.caption)}</figcaption></figure>
 <table>{parts}</table>
-{_quoted(result.quoted)}
 <details><summary>How it was measured</summary><p class="setup">{html.escape(result.setup)}</p></details>
 <p class="small">{facts}{text}</p></section>
 """
-
-
-def _quoted(quoted: list[dict]) -> str:
-    if not quoted:
-        return ""
-    rows = "".join(
-        "<tr>"
-        + "".join(f"<td>{html.escape(each[field])}</td>" for field in ("what", "ours", "theirs", "source"))
-        + "</tr>"
-        for each in quoted
-    )
-    head = "<tr><th>measured</th><th>here</th><th>paper</th><th>source</th></tr>"
-    return f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>"
 
 
 def _mark(good: bool, text: str) -> str:

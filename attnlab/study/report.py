@@ -4,8 +4,7 @@ A study is a module whose docstring begins with its claim, and which defines
   measure(options) → rows    the measurements, one dict per row of the table
   judge(rows) → Verdict      whether the claim held, with numbers
   draw(rows) → Figure        the figure; the docstring of `draw` is its caption
-A study that trains on a text sets READS_TEXT = True. One that repeats an experiment of a paper may also define
-  quote(rows) → tuple of Quoted    the paper's printed numbers beside ours
+A study that trains on a text sets READS_TEXT = True.
 """
 
 import math
@@ -65,22 +64,6 @@ class Verdict(NamedTuple):
     def __str__(self):
         lines = [f"  {'held' if held else 'failed':<8}{text}" for held, text in self.parts]
         return "\n".join([f"the claim {'holds' if self.held else 'does not hold'}", *lines])
-
-
-class Quoted(NamedTuple):
-    """A number that a paper prints, beside ours.
-
-    Attributes:
-      what: the measured quantity, and where the setups differ.
-      ours: our value, in words.
-      theirs: the paper's, as printed.
-      source: the paper and the place in it: "Voita et al. 2019, table 2".
-    """
-
-    what: str
-    ours: str
-    theirs: str
-    source: str
 
 
 class Interval(NamedTuple):

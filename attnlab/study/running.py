@@ -22,7 +22,7 @@ from absl import flags
 from matplotlib.figure import Figure
 
 from attnlab.study import registry
-from attnlab.study.report import Options, Quoted, Verdict
+from attnlab.study.report import Options, Verdict
 from attnlab.study.study_progress import StudyProgress
 from attnlab.support import files, paths
 from attnlab.support.errors import UserError
@@ -42,7 +42,6 @@ class Result:
     path: str  # the text that the study ran on, "" for the default text
     held: bool
     parts: list  # of the claim: whether each held, and the measurement
-    quoted: list  # numbers of the paper beside ours
     seeds: int  # 0 where the rows name none
     rows: int
     seconds: float
@@ -55,10 +54,12 @@ class Result:
     def read(cls, folder: Path, file: str = RESULT) -> "Result | None":
         """Read the result in a folder; None where there is none, UserError where the file holds something else."""
         try:
-            return cls(**files.read_json(folder / file))
+            fields = files.read_json(folder / file)
+            fields.pop("quoted", None)  # of results of earlier versions
+            return cls(**fields)
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise UserError(f"{folder / file} is not a result of a study: remove it or choose a new folder") from error
 
 
@@ -85,7 +86,7 @@ def run(name_or_file: str, values) -> int:
         one_device_per_core()
         with _blaming(name_or_file):
             measured = _measure(study, name, values)
-        text = "\n".join([registry.claim(study), str(measured.verdict), *map(beside, measured.quoted)])
+        text = "\n".join([registry.claim(study), str(measured.verdict)])
         result = dataclasses.asdict(_result(study, name, values, measured))
         with _written_at_once(folder) as partial:
             write_csv(partial / f"{name}.csv", measured.rows)
@@ -103,7 +104,6 @@ class _Measured(NamedTuple):
 
     rows: list[dict]
     verdict: Verdict
-    quoted: tuple[Quoted, ...]
     figure: Figure
     seconds: float
 
@@ -117,17 +117,11 @@ def _measure(study: ModuleType, name: str, values) -> _Measured:
     verdict = study.judge(rows)
     if not isinstance(verdict, Verdict):
         raise UserError(f"{name}: judge returned {str(verdict)[:60]}: expected a Verdict, as Verdict.of makes it")
-    quoted = tuple(Quoted(*each) for each in study.quote(rows)) if hasattr(study, "quote") else ()
     with mpl.rc_context({"backend": "agg"}):
         figure = study.draw(rows)
     if not isinstance(figure, Figure):
         raise UserError(f"{name}: draw returned {str(figure)[:60]}: expected a figure of matplotlib")
-    return _Measured(rows, verdict, quoted, figure, time.perf_counter() - start)
-
-
-def beside(quoted: Quoted) -> str:
-    """A number of a paper beside ours, in one line."""
-    return f"  paper   {quoted.what}: {quoted.theirs} ({quoted.source}); here {quoted.ours}"
+    return _Measured(rows, verdict, figure, time.perf_counter() - start)
 
 
 def is_empty(names: Iterable[str]) -> bool:
@@ -176,7 +170,6 @@ def _result(study: ModuleType, name: str, values, measured: _Measured) -> Result
         path=values.path,
         held=measured.verdict.held,
         parts=list(measured.verdict.parts),
-        quoted=[quoted._asdict() for quoted in measured.quoted],
         seeds=len({row["seed"] for row in measured.rows if "seed" in row}),
         rows=len(measured.rows),
         seconds=round(measured.seconds, 1),

@@ -41,11 +41,6 @@ def test_removable_heads_are_counted_up_to_a_tenth():
     assert pruning.removable(made(), GREEDY) == [12, 12, 12], "each of the last four costs a quarter"
 
 
-def test_quote_gives_our_share_beside_theirs():
-    (quoted,) = pruning.quote(made())
-    assert "12.0 of 16 (75%)" in quoted.ours and "38 of 48" in quoted.theirs
-
-
 @pytest.fixture(scope="module")
 def model():
     model = quickstart.gpt(10)

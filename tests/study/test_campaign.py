@@ -63,7 +63,7 @@ def test_failing_studies_do_not_end_all_and_a_second_run_keeps_results(tmp_path,
     assert printed.err == f"error: fails, dies failed: see {out / 'logs'}\n"
     report = Page((out / "report.html").read_text(encoding="utf-8"))
     assert "1 of 2 claims hold; 2 failed to run" in report.words and "all are <larger>" in report.words
-    assert "Euclid, book II" in report.words and "jax" in report.words and "For whole numbers" in report.words
+    assert "jax" in report.words and "For whole numbers" in report.words
     assert len(report.images) == 2 and all(image.startswith("data:image/png;base64,") for image in report.images)
     assert report.scripts == 0
     assert sorted(path.name for path in out.iterdir() if path.is_dir() and any(path.iterdir())) == [
