@@ -1,5 +1,6 @@
 """The quickstart's model and optimizer, for the studies of its heads."""
 
+import numpy as np
 import optax
 
 from attnlab.config import default
@@ -19,3 +20,9 @@ def gpt(vocab_size: int) -> GPT:
 def adamw(steps: int) -> optax.GradientTransformation:
     """The studies' optimizer, with the quickstart's learning rate and weight decay."""
     return fitting.adamw(steps, CONFIG.optimizer.learning_rate, CONFIG.optimizer.weight_decay)
+
+
+def evenly_spaced(tokens: np.ndarray, length: int, count: int) -> np.ndarray:
+    """Windows int32 `[count, length]` of a text `[N]`, N ≥ length, the first at its start and the last at its end."""
+    starts = np.linspace(0, len(tokens) - length, count).astype(int)
+    return tokens[starts[:, None] + np.arange(length)].astype(np.int32)

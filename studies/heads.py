@@ -6,16 +6,19 @@ one head 0.9 BLEU worse than the best setting, and 32 heads worse than 8.
 """
 
 import itertools
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 from matplotlib.figure import Figure
 
 from attnlab import plots
+from attnlab.data.batches import Batch
 from attnlab.nn import GPT
 from attnlab.study import fitting
 from attnlab.study.report import Options, Verdict, table
 from attnlab.study.study_progress import Advance
+from attnlab.training.state import eval_step
 
 READS_TEXT = True
 CONTEXT = 64
@@ -34,7 +37,7 @@ def measure(options: Options) -> list[dict]:
     for (width, layers), num_heads in itertools.product(shapes.items(), heads):
         model = GPT(text.tokenizer.vocab_size, layers, num_heads, width, CONTEXT, use_bias=False, positions="rotary")
         for seed, params in enumerate(_train(model, text, seeds, steps, advance)):
-            validation = fitting.score(model, params["params"], text.held_out(CONTEXT, 32, 512))
+            validation = score(model, params["params"], text.held_out(CONTEXT, 32, 512))
             parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
             row = {"seed": seed, "width": width, "layers": layers, "heads": num_heads, "parameters": parameters}
             rows.append(row | {"loss": validation})
@@ -53,6 +56,13 @@ def _train(model: GPT, text: fitting.StudyText, seeds: int, steps: int, advance:
     )
     ((_, variables),) = fitted
     return [jax.tree.map(lambda leaf, seed=seed: leaf[seed], variables) for seed in range(seeds)]
+
+
+def score(model, params, batches: Iterator[Batch]) -> float:
+    """Mean loss over held-out batches, in nats per token."""
+    step = jax.jit(lambda params, batch: eval_step(model, params, batch))
+    sums = sum(np.asarray(step(params, batch), np.float64) for batch in batches)
+    return float(sums[0] / sums[1])
 
 
 def _losses(rows):

@@ -182,7 +182,7 @@ def _read(model, params, windows, keys, shares):
 
 def _look(model, untrained, trained, tokens, count: int):
     """Held-out losses `[seeds]`, and of each seed the scores of its heads on evenly spaced windows of the text."""
-    windows = fitting.evenly_spaced(tokens, CONTEXT + 1, count)
+    windows = quickstart.evenly_spaced(tokens, CONTEXT + 1, count)
     inputs, targets = windows[:, :-1], windows[:, 1:]
 
     @jax.jit

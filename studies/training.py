@@ -16,6 +16,7 @@ from attnlab import plots
 from attnlab.nn import GPT
 from attnlab.study import fitting
 from attnlab.study.report import Options, Verdict, table
+from attnlab.training.state import token_losses
 
 READS_TEXT = True
 MATRICES = {"Q": "query", "K": "key", "V": "value", "W": "out"}
@@ -42,9 +43,14 @@ def measure(options: Options) -> list[dict]:
 
         batches = text.batches(CONTEXT, 12, seed)
         params = jax.jit(model.init)(jax.random.key(seed), batches(0).tokens[:1, :-1])["params"]
-        loss = fitting.text_loss(model)
+        loss = text_loss(model)
         fitting.fit(loss, params, batches, steps, learning_rate=3e-3, weight_decay=0.1, watch=watch, advance=advance)
     return rows
+
+
+def text_loss(model: GPT):
+    """`loss(params, batch)`, nats per token."""
+    return lambda params, batch: token_losses(model, params, batch).mean()
 
 
 def _norms(params, gradient, first):

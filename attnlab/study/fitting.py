@@ -20,7 +20,6 @@ from attnlab.data.tasks.task_draws import key_of
 from attnlab.study.study_progress import Advance, ignore
 from attnlab.support.errors import UserError
 from attnlab.training import optimizer as optimizers
-from attnlab.training import state as states
 
 
 class Size(NamedTuple):
@@ -196,12 +195,6 @@ class StudyText(NamedTuple):
         return iter(EvalBatches(self.validation, context=context, batch_size=batch_size, windows=windows))
 
 
-def evenly_spaced(tokens: np.ndarray, length: int, count: int) -> np.ndarray:
-    """Windows int32 `[count, length]` of a text `[N]`, N ≥ length, the first at its start and the last at its end."""
-    starts = np.linspace(0, len(tokens) - length, count).astype(int)
-    return tokens[starts[:, None] + np.arange(length)].astype(np.int32)
-
-
 def read(path: str, least: int = 1) -> StudyText:
     """The text at `path`, or the Python language reference; UserError for a validation text below `least` tokens."""
     corpus = corpora.read_text("text", path=path) if path else corpora.read_text("python_docs")
@@ -213,15 +206,3 @@ def read(path: str, least: int = 1) -> StudyText:
         )
     spanish = corpus.text.count(" que ") > corpus.text.count(" the ")
     return StudyText(tokenizer, train, validation, "es" if spanish else "en")
-
-
-def text_loss(model) -> Callable:
-    """`loss(params, batch)` of a language model: nats per token."""
-    return lambda params, batch: states.token_losses(model, params, batch).mean()
-
-
-def score(model, params, batches: Iterator[Batch]) -> float:
-    """Mean loss over held-out batches, in nats per token."""
-    step = jax.jit(lambda params, batch: states.eval_step(model, params, batch))
-    sums = sum(np.asarray(step(params, batch), np.float64) for batch in batches)
-    return float(sums[0] / sums[1])

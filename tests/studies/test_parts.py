@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from attnlab._studies import complexity, markov, norms, rank, recall, scaling
+from attnlab._studies import complexity, heads, markov, norms, rank, recall, scaling, training
 from attnlab._studies.positions import rotation
 from attnlab.nn import GPT, sinusoidal
 from attnlab.study import fitting
@@ -92,7 +92,7 @@ def test_text_detects_language_and_trains_a_model(tmp_path):
     params = jax.jit(model.init)(jax.random.key(0), np.zeros((1, 4), np.int32))["params"]
     watched, advanced = [], []
     fitted = fitting.fit(
-        fitting.text_loss(model),
+        training.text_loss(model),
         params,
         text.batches(16, 4, 0),
         40,
@@ -100,5 +100,5 @@ def test_text_detects_language_and_trains_a_model(tmp_path):
         watch=lambda step, params, gradient: watched.append(step),
         advance=lambda: advanced.append(1),
     )
-    before, after = (fitting.score(model, p, text.held_out(16, 4, 8)) for p in (params, fitted))
+    before, after = (heads.score(model, p, text.held_out(16, 4, 8)) for p in (params, fitted))
     assert after < before - 0.5 and watched == list(range(40)) and len(advanced) == 40
