@@ -1,6 +1,6 @@
 """Calls of attention that use one feature each, drawn from a seed, and the calls that they may be taken for."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -74,7 +74,7 @@ def draw(feature: Feature, seed: int, shape: Shape = SHAPES[0]) -> Case:
         v=normal(batch, kv_length, kv_heads, features),
     ).replace(**feature.fields(np.random.default_rng([seed, 1]), shape))  # the same sizes of windows at all shapes
     # Where rows are fully masked libraries differ, so no gradient comes from there.
-    rows = np.moveaxis(reference.visible(call).any(axis=-1), -1, -2)
+    rows = reference.visible_rows(call)
     d_out = np.where(rows[..., None], normal(batch, q_length, heads, call.v.shape[-1]), feature.dtype(0))
     d_lse = eighths(rng, batch, q_length, heads) * np.float32(feature.name.endswith("lse"))
     return Case(feature, seed, shape, call, d_out, d_lse)
@@ -316,14 +316,14 @@ FEATURES = {
 }
 
 
-def features_named(names: str | Iterable[str]) -> list[Feature]:
+def features_named(names: str | Iterable[str], known: Mapping = FEATURES) -> list:
     """The features of some names, "all" for all.
 
     Raises:
       ValueError: an unknown name.
     """
-    names = list(FEATURES) if names == "all" else [names] if isinstance(names, str) else list(names)
+    names = list(known) if names == "all" else [names] if isinstance(names, str) else list(names)
     for name in names:
-        if name not in FEATURES:
-            raise ValueError(f"feature {name!r} is unknown: use one of {', '.join(FEATURES)}")
-    return [FEATURES[name] for name in names]
+        if name not in known:
+            raise ValueError(f"feature {name!r} is unknown: use one of {', '.join(known)}")
+    return [known[name] for name in names]

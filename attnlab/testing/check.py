@@ -209,14 +209,15 @@ def _judged(subject: Subject, case: Case, gradients: bool) -> tuple[_Finding, bo
 
 def _compared(subject: Subject, case: Case, found: reference.Answer) -> _Finding:
     exact, naive = answers(case)
-    rows = np.moveaxis(reference.visible(case.call).any(axis=-1), -1, -2)
+    rows = reference.visible_rows(case.call)
     if not rows.all():
         subject.meanings[MASKED_ROW] = _of_masked_rows(case, found.out[~rows])
     errors = {"out": _worst(case, "out", found.out[rows], exact.out[rows], naive.out[rows])}
     if found.lse is not None:
         if case.feature.dtype != np.float32:
             subject.meanings[LSE_TYPE] = subject.lse_type.name
-        lse_case = _in_float32(case) if subject.lse_type == np.float32 else case
+        in_float32 = case._replace(feature=dataclasses.replace(case.feature, dtype=np.float32))
+        lse_case = in_float32 if subject.lse_type == np.float32 else case
         errors["lse"] = _worst(lse_case, "lse", found.lse[rows], exact.lse[rows], naive.lse[rows])
     for name, x in found.gradients.items():
         errors[f"the gradient of {name}"] = _worst(case, name, x, exact.gradients[name], naive.gradients[name])
@@ -281,10 +282,6 @@ def _score_size(case: Case) -> float:
     return float(q * k * (case.shape.features**-0.5 if case.call.scale is None else abs(case.call.scale)))
 
 
-def _in_float32(case: Case) -> Case:
-    return case._replace(feature=dataclasses.replace(case.feature, dtype=np.float32))
-
-
 def _of_masked_rows(case: Case, found: np.ndarray) -> str:
     if np.isnan(found).any():
         return "NaN"
@@ -292,7 +289,7 @@ def _of_masked_rows(case: Case, found: np.ndarray) -> str:
         return "0"
     means = np.asarray(case.call.v, np.float64).mean(axis=1, keepdims=True)
     means = np.repeat(means, case.shape.heads // case.shape.kv_heads, axis=2)
-    rows = np.moveaxis(reference.visible(case.call).any(axis=-1), -1, -2)
+    rows = reference.visible_rows(case.call)
     means = np.broadcast_to(means, (*rows.shape, found.shape[-1]))[~rows]
     return "the mean of all values" if np.allclose(means, found, atol=1e-2) else "another value"
 

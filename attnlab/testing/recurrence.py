@@ -15,6 +15,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from attnlab.testing.cases import features_named
 from attnlab.testing.check import Report, Row
 from attnlab.testing.subject import AdapterError, called, failure, require_shapes
 
@@ -134,17 +135,13 @@ def check_recurrence(
     >>> report["beta"].outcome
     'right'
     """
-    names = RECURRENCE_FEATURES if features == "all" else [features] if isinstance(features, str) else features
-    names = list(names)
-    if cases < 1 or not names:
-        raise ValueError(f"cases = {cases} of {len(names)} features: expected 1 or more of each")
-    for name in names:
-        if name not in RECURRENCE_FEATURES:
-            raise ValueError(f"feature {name!r} is unknown: use one of {', '.join(RECURRENCE_FEATURES)}")
+    chosen = features_named(features, RECURRENCE_FEATURES)
+    if cases < 1 or not chosen:
+        raise ValueError(f"cases = {cases} of {len(chosen)} features: expected 1 or more of each")
     run = jax.jit(functools.partial(_results, function, adapter or dict), static_argnums=0)
     rows = []
-    for name in names:
-        rows.append(_row(run, RECURRENCE_FEATURES[name], gradients, max(1, round(cases / len(names)))))
+    for feature in chosen:
+        rows.append(_row(run, feature, gradients, max(1, round(cases / len(chosen)))))
         on_row(rows[-1])
     return Report(tuple(rows))
 

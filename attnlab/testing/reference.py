@@ -47,9 +47,9 @@ def attention(call: AttentionCall, d_out=None, d_lse=None, dtype=np.float64, pro
         return x if products is None else x.astype(products).astype(dtype)
 
     group = call.num_heads // call.k.shape[-2]
-    visible = np.broadcast_to(_visible_pairs(call), (*call.batch, call.num_heads, *call.lengths))
+    shown = visible(call)
     q, k, v = (np.moveaxis(np.asarray(x, dtype), -2, -3) for x in (call.q, call.k, call.v))  # [*B, H, T, D]
-    hidden = ~visible.any(axis=-2)[..., None]
+    hidden = ~shown.any(axis=-2)[..., None]
     k, v = (np.where(hidden, 0, np.repeat(x, group, axis=-3)) for x in (k, v))  # hidden keys may hold NaN
     scale = dtype(q.shape[-1] ** -0.5 if call.scale is None else call.scale)
     with np.errstate(over="ignore"):
@@ -57,7 +57,7 @@ def attention(call: AttentionCall, d_out=None, d_lse=None, dtype=np.float64, pro
         s = s if call.bias is None else s + np.asarray(call.bias, dtype)
         s, slope = _modified(call, s)
     s = s if scores is None else s.astype(scores).astype(dtype)
-    s = np.where(visible, s, -np.inf)
+    s = np.where(shown, s, -np.inf)
     sinks = None if call.sinks is None else np.asarray(call.sinks, dtype)[:, None, None]
     shift = s.max(axis=-1, keepdims=True, initial=-np.inf)
     shift = shift if sinks is None else np.maximum(shift, sinks)
@@ -99,11 +99,13 @@ def attention(call: AttentionCall, d_out=None, d_lse=None, dtype=np.float64, pro
 
 def visible(call: AttentionCall) -> np.ndarray:
     """Which pairs of query and key a call's mask shows, bool `[*B, H, Tq, Tk]`."""
-    return np.broadcast_to(_visible_pairs(call), (*call.batch, call.num_heads, *call.lengths))
+    pairs = np.ones((1, 1), bool) if call.mask is None else _visible(call.mask, call)
+    return np.broadcast_to(pairs, (*call.batch, call.num_heads, *call.lengths))
 
 
-def _visible_pairs(call: AttentionCall) -> np.ndarray:
-    return np.ones((1, 1), bool) if call.mask is None else _visible(call.mask, call)
+def visible_rows(call: AttentionCall) -> np.ndarray:
+    """Which queries attend to any key, bool `[*B, Tq, H]`."""
+    return np.moveaxis(visible(call).any(axis=-1), -1, -2)
 
 
 def _visible(mask: masks.Mask, call: AttentionCall) -> np.ndarray:
