@@ -106,14 +106,8 @@ def _check_heads(model) -> None:
         )
     if num_heads % kv_heads:
         raise ValueError(f"num_heads = {num_heads} is not a multiple of kv_heads = {kv_heads}: use a divisor, e.g. 1")
-    head_dim = resolved(model).head_dim
-    if positions_of(model) == "rotary" and head_dim % 2:
-        raise ValueError(
-            f"positions = 'rotary' rotates pairs of features, but a head has {head_dim} "
-            f"(width = {model.width}, num_heads = {model.num_heads}): choose an even width / num_heads, or head_dim"
-        )
     if positions_of(model) == "rotary":
-        rotary_of(model).check(head_dim)
+        rotary_of(model).check(resolved(model).head_dim)
 
 
 def _check_pattern(model) -> None:
