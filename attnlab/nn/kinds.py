@@ -12,22 +12,19 @@ import jax.numpy as jnp
 from attnlab.nn import own
 from attnlab.nn.differential import DifferentialAttention
 from attnlab.nn.latent_attention import LatentAttention
-from attnlab.nn.mixers import (
-    GRU,
-    HGRN2,
-    RWKV7,
-    CausalConv,
-    GatedConv,
-    GatedDeltaNet,
-    GatedDeltaProduct,
-    GatedLinearAttention,
-    KimiDeltaAttention,
-    LinearAttention,
-    Mamba2,
-    MixerState,
-    Retention,
-)
-from attnlab.nn.mixers.interface import CausalMixer, RecurrentMixer
+from attnlab.nn.mixers.causal_conv import CausalConv
+from attnlab.nn.mixers.gated_conv import GatedConv
+from attnlab.nn.mixers.gated_delta_net import GatedDeltaNet
+from attnlab.nn.mixers.gated_delta_product import GatedDeltaProduct
+from attnlab.nn.mixers.gated_linear_attention import GatedLinearAttention
+from attnlab.nn.mixers.gru import GRU
+from attnlab.nn.mixers.hgrn2 import HGRN2
+from attnlab.nn.mixers.interface import CausalMixer, MixerState, RecurrentMixer
+from attnlab.nn.mixers.kimi_delta_attention import KimiDeltaAttention
+from attnlab.nn.mixers.linear_attention import LinearAttention
+from attnlab.nn.mixers.mamba2 import Mamba2
+from attnlab.nn.mixers.retention import Retention
+from attnlab.nn.mixers.rwkv7 import RWKV7
 from attnlab.nn.multihead import MultiHeadAttention
 from attnlab.nn.resolved import as_tuple, rotary_of, score_mods
 from attnlab.nn.rotations import Rotary
