@@ -273,14 +273,8 @@ class MultiHeadAttention(checks.MaskedModule):
 
     def _heads(self, x, heads, name, head_dim):
         """A projection `[B, T, heads, head_dim]`."""
-        return nn.DenseGeneral(
-            (heads, head_dim),
-            use_bias=self.use_bias if self.qkv_bias is None else self.qkv_bias,
-            dtype=self.dtype,
-            kernel_init=self.kernel_init,
-            name=name,
-            dot_general=products.dot_general,
-        )(x)
+        use_bias = self.use_bias if self.qkv_bias is None else self.qkv_bias
+        return projections.dense(self, name, heads, head_dim, use_bias=use_bias)(x)
 
     def _forget_sums(self, x):
         """Running sums `[B, T, H]` of log forget gates."""
