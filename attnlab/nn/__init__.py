@@ -6,8 +6,8 @@ from attnlab.nn.cache import KVCache, LatentCache
 from attnlab.nn.differential import DifferentialAttention
 from attnlab.nn.embeddings import cosine_similarity, nearest
 from attnlab.nn.gpt import GPT
+from attnlab.nn.groups import Latent, Recurrence
 from attnlab.nn.heads import Head, StackedHeads
-from attnlab.nn.latent import Latent
 from attnlab.nn.latent_attention import LatentAttention
 from attnlab.nn.mixers.causal_conv import CausalConv
 from attnlab.nn.mixers.gated_conv import GatedConv
@@ -28,7 +28,6 @@ from attnlab.nn.multihead import MultiHeadAttention
 from attnlab.nn.norms import LayerNorm, RMSNorm
 from attnlab.nn.own import register
 from attnlab.nn.positions import LearnedPositions, sinusoidal
-from attnlab.nn.recurrence import Recurrence
 from attnlab.nn.rotations import Rotary, rotary
 from attnlab.nn.seq2seq import Seq2Seq, alignment
 from attnlab.nn.stack import stack_layers, unstack_layers

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from attnlab.nn import own
 from attnlab.nn.differential import DifferentialAttention
+from attnlab.nn.groups import group
 from attnlab.nn.latent_attention import LatentAttention
 from attnlab.nn.mixers.causal_conv import CausalConv
 from attnlab.nn.mixers.gated_conv import GatedConv
@@ -26,7 +27,7 @@ from attnlab.nn.mixers.mamba2 import Mamba2
 from attnlab.nn.mixers.retention import Retention
 from attnlab.nn.mixers.rwkv7 import RWKV7
 from attnlab.nn.multihead import MultiHeadAttention
-from attnlab.nn.resolved import as_tuple, rotary_of, score_mods
+from attnlab.nn.resolved import as_tuple, score_mods
 from attnlab.nn.rotations import Rotary
 from attnlab.nn.stick_breaking import StickBreakingAttention
 from attnlab.ops.masks import Causal, Mask, SlidingWindow, join
@@ -77,8 +78,8 @@ class Attention:
         if "rotary" not in self.reads or model.positions not in ("auto", "rotary"):
             return None
         if self.is_local(model) and model.local_base is not None:
-            return Rotary(model.local_base, rotary_of(model).fraction)
-        return rotary_of(model)
+            return Rotary(model.local_base, group(model, "rotary").fraction)
+        return group(model, "rotary")
 
     def empty_cache(self, model, batch: int, capacity: int) -> Any:
         """The state before the first token."""

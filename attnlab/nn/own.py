@@ -195,8 +195,8 @@ def _is_part(value) -> bool:
 
 def _check(value, word: str) -> None:
     """Raise UserError for a value that is no part, or a class that no config can make a layer of."""
+    from attnlab.nn.groups import Recurrence
     from attnlab.nn.mixers.interface import CausalMixer
-    from attnlab.nn.recurrence import Recurrence
 
     if not _is_part(value):
         kind = f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
