@@ -294,12 +294,6 @@ def check_effects(config: ConfigDict) -> None:
         raise UserError(f"config.{problem}")
 
 
-def check_saved(config: ConfigDict) -> None:
-    """Raise UserError for a value, in the config of an existing run, that a new run could not have."""
-    _check_fields(config)
-    check(config)
-
-
 def _check_fields(config: ConfigDict) -> None:
     there = fields(config)
     for field in there:
@@ -311,7 +305,8 @@ def _check_fields(config: ConfigDict) -> None:
 
 
 def check(config: ConfigDict) -> None:
-    """Raise UserError for an invalid value."""
+    """Raise UserError for a field that is missing or unknown, and for an invalid value."""
+    _check_fields(config)
     if problem := first_problem(OPTIONS, fields(config)):
         raise UserError(f"config.{problem}")
     if config.checkpoint.history > config.steps + 1:

@@ -209,11 +209,11 @@ class RecurrentMixer(CausalMixer):
 
     def key_features(self, features: int) -> int:
         """K."""
-        return self.key_dim or _share("num_heads", features, self.num_heads)
+        return self.key_dim or _share(features, self.num_heads)
 
     def value_features(self, features: int) -> int:
         """V."""
-        return self.value_dim or _share("num_heads", features, self.num_heads)
+        return self.value_dim or _share(features, self.num_heads)
 
     def empty(self, batch, features):
         shape = (batch, self.states, self.key_features(features), self.value_features(features))
@@ -265,9 +265,9 @@ def last(x: Float[Array, "B N ..."], count: int, lengths: Int[Array, " B"] | Non
     return jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, count))(x, lengths)
 
 
-def _share(name: str, features: int, heads: int) -> int:
+def _share(features: int, heads: int) -> int:
     if heads < 1 or features % heads:
-        raise ValueError(f"{name} = {heads}: expected a divisor of the input width {features}, or sizes of a head")
+        raise ValueError(f"num_heads = {heads}: expected a divisor of the input width {features}, or sizes of a head")
     return features // heads
 
 
