@@ -363,7 +363,9 @@ class GPT(checks.MaskedModule):
         >>> logits.shape
         (1, 1, 10)
         """
-        return stack.empty_caches(self, batch, capacity or self.context)
+        kinds = (named(kind_of(self, layer)) for layer in range(self.num_layers))
+        # No buffer twice: they may be donated.
+        return tuple(kind.empty_cache(self, batch, capacity or self.context) for kind in kinds)
 
 
 GPT.__doc__ += "\nAttributes:\n" + described(options(GPT))
