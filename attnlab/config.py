@@ -260,11 +260,8 @@ def find(experiment: str) -> str:
     named = experiments()
     if name in named:
         return f"{named[name]}{colon}{variant}"
-    try:
-        if ("/" in name or name.endswith(".py")) and Path(name).is_file():
-            return experiment
-    except OSError as error:  # an invalid file name
-        raise UserError(f"--config={name}: {error.strerror}") from error
+    if ("/" in name or name.endswith(".py")) and Path(name).is_file():
+        return experiment
     here = [str(file) for file in Path(name).parent.glob("*.py")] if "/" in name else []
     close = nearest(name, [*named, *here]) or nearest(Path(name).stem, named)
     raise UserError(f"--config={name}: no such experiment or file{close}: there are {', '.join(variants())}")
