@@ -22,7 +22,7 @@ from attnlab.generation.decoding import generate
 from attnlab.nn import GPT
 from attnlab.support import timing
 
-from .harness import options
+from .harness import options, tables
 
 SMALL = {
     "vocab_size": 100,
@@ -64,11 +64,11 @@ def _compare(size: str, rounds: int) -> dict[str, float]:
     figures, rows = {}, {}
     for name, texts in {"one": 1, "eight": 8}.items():
         rate = texts * tokens / statistics.median(seconds[name])
-        ratio = texts * timing.ratio(seconds, "one", name)
+        ratio = texts * tables.ratio(seconds, "one", name)
         figures |= {f"tokens_per_second_{size}_{name}": rate}
         rows[name] = {"tokens/s": f"{rate:,.0f}", "× one": f"{ratio:.2f}"}
     caption = f"medians of {rounds} rounds; {jax.devices()[0].device_kind}"
-    timing.table(f"{size}: eight prompts side by side, and one", rows, caption=caption)
+    tables.table(f"{size}: eight prompts side by side, and one", rows, caption=caption)
     return figures | {f"ratio_{size}": ratio}
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from attnlab.data import corpora, tokenizers
-from attnlab.support import timing
 from attnlab.support.errors import UserError
 
-from . import memory
+from . import memory, tables
 
 SIZES = {
     "small": {"num_layers": 4, "num_heads": 4, "width": 128, "context": 64, "batch_size": 12},
@@ -140,7 +139,7 @@ def calibrate(workers: dict[str, Worker], seconds: int) -> int:
 def alternate(workers: dict[str, Worker], what: str, rounds: int, label: str, **request) -> dict[str, list[dict]]:
     """Send each worker the same request, in turn: A B C A B C …; returns their answers, and prints progress."""
     answers = {name: [] for name in workers}
-    for _ in timing.rounds(label, rounds):
+    for _ in tables.rounds(label, rounds):
         for name, worker in workers.items():
             answers[name].append(worker.ask(what, **request))
     return answers
