@@ -26,7 +26,7 @@ from attnlab.__main__ import COMMANDS
 PACKAGE = Path(attnlab.__file__).parent
 REPOSITORY = PACKAGE.parent
 MODULES = [found.name for found in pkgutil.walk_packages([str(PACKAGE)], "attnlab.") if "__main__" not in found.name]
-LIGHT = {"attnlab", "jaxtyping", "ml_collections", "tokenizers"}  # neither optax nor orbax, TFDS, grain, matplotlib
+LIGHT = {"attnlab", "jaxtyping", "ml_collections"}  # neither optax nor orbax, TFDS, grain, matplotlib
 
 
 def test_import_loads_no_heavy_dependency():

@@ -11,12 +11,13 @@ from attnlab.support.errors import UserError
 
 MAIN_JOB = """
 import sys
+import attnlab.compare, attnlab.sample, attnlab.train
 from attnlab.data import corpora, store, tokenizers
-from attnlab.training import text
 corpus = corpora.load("python_docs")
 tokenizer = tokenizers.make("char", "", characters=corpus.alphabet)
 store.load(corpus, tokenizer, folder=sys.argv[1])
-print(*{"tensorflow_datasets", "tokenizers", "pyarrow", "importlib_resources", "safetensors"} & set(sys.modules))
+extras = {"tensorflow_datasets", "array_record", "grain", "tokenizers", "pyarrow", "importlib_resources"}
+print(*(extras | {"safetensors", "tensorboardX", "matplotlib"}) & set(sys.modules))
 """
 
 
