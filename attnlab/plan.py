@@ -19,7 +19,6 @@ if "jax" not in sys.modules:  # XLA reads it when it is loaded, and otherwise it
 
 import functools
 import json
-from pathlib import Path
 
 import jax
 from absl import flags
@@ -28,7 +27,7 @@ from attnlab import commands
 from attnlab.planning import plans, topologies
 from attnlab.planning.plans import Plan
 from attnlab.support.errors import UserError
-from attnlab.support.paths import write_text
+from attnlab.support.paths import new_file, write_text
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,7 +49,7 @@ def _main(values, own_process: bool) -> int:
         raise UserError(f"--vocab_size={values.vocab_size}: expected 1 or more, below 2^31")
     if not values.topology:
         raise UserError(f"--topology is missing: there are {topologies.NAMES}")
-    file = None if values.json is None else _new_file(values.json)
+    file = None if values.json is None else new_file("--json", values.json)
     topology = topologies.find(values.topology)
     if own_process:
         jax.config.update("jax_enable_compilation_cache", False)  # whose hits would not count as seconds of compiling
@@ -59,16 +58,6 @@ def _main(values, own_process: bool) -> int:
     if file is not None:
         write_text(file, json.dumps(planned.as_dict(), indent=2) + "\n")
     return 1 if planned.fits is False else 0
-
-
-def _new_file(name: str) -> Path:
-    """The path of a file to write."""
-    file = Path(name)
-    if file.exists():
-        raise UserError(f"--json={name} exists: name a new file")
-    if not os.access(file.parent, os.W_OK):
-        raise UserError(f"--json={name} cannot be written: name a file in a folder that exists and can be written")
-    return file
 
 
 def table(planned: Plan) -> str:

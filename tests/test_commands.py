@@ -114,7 +114,7 @@ def mistake(capsys, command, *arguments):
             [QUICKSTART, "--config.data.tokenizer=bpe", "--config.data.vocab_size=255"],
             r"vocab_size = 255: .*256",
         ),
-        ([QUICKSTART, "--config.data.name=quixote"], r"data.name = 'quixote' .*python_docs"),
+        ([QUICKSTART, "--config.data.name=quixote"], r"data.name = 'quixote': .*python_docs"),
         ([QUICKSTART, "--config.data.path=/no/such/text"], r"data.path = '/no/such/text'"),
         ([QUICKSTART, "--config.batch_size=10"], r"batch_size = 10 .*4 × 1"),
         ([QUICKSTART, "--config.parallel.mesh.data=64"], r"mesh.data = 64, .*4 devices"),

@@ -169,8 +169,8 @@ def test_layers_without_attention_have_their_kind_in_place_of_a_backend():
     [
         (["--topology=v5"], "--topology=v5 .*did you mean v5e"),
         ([], "--topology is missing"),
-        (["--topology=here", "--json=none/x.json"], "--json=none/x.json cannot be written"),
-        (["--topology=here", "--json=text"], "--json=text exists: name a new file"),
+        (["--topology=here", "--json=none/x.json"], "--json=none/x.json: there is no folder none"),
+        (["--topology=here", "--json=text"], "--json=text exists: give a new file"),
         (["--topology=here", "--vocab_size=0"], "--vocab_size=0"),
         (["--topology=here", "--config.batch_size=7"], "config.batch_size = 7 .*devices"),
     ],

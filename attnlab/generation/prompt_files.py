@@ -8,7 +8,7 @@ from pathlib import Path
 
 from attnlab.support import files
 from attnlab.support.errors import UserError
-from attnlab.support.paths import lock, named
+from attnlab.support.paths import lock, named, new_file
 
 
 def read_prompts(path: str) -> list[str]:
@@ -44,11 +44,7 @@ class Records:
     """
 
     def __init__(self, path: str | Path, settings: dict, group: int = 1):
-        self.path = Path(path)
-        if self.path.exists():
-            raise UserError(f"--out={path} exists: give a new file")
-        if not self.path.parent.is_dir():
-            raise UserError(f"--out={path}: there is no folder {self.path.parent}: create it, or name another file")
+        self.path = new_file("--out", path)
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
         self._part = self.path.with_name(f".{self.path.name}.{digest}.part")
         self._file = self._part.open("a+b", buffering=0)

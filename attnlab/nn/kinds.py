@@ -34,8 +34,24 @@ from attnlab.ops.masks import Causal, Mask, SlidingWindow, join
 from attnlab.ops.score_mods import ScoreMod
 
 
+class Kind:
+    """A kind of layer, `Attention` or `Mixer`, which have the same methods; `layer` is the class of its module."""
+
+    @property
+    def operator(self) -> str | None:
+        """The function of `attnlab` that mixes the tokens, "attention"; None for a layer that has none."""
+        return self.layer.operator
+
+    def weights(self, model) -> int:
+        """Weights of matrix products."""
+        shape = jax.ShapeDtypeStruct((1, 1, model.width), jnp.float32)
+        params = jax.eval_shape(self.module(model).init, jax.random.key(0), shape)
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        return sum(leaf.size for path, leaf in leaves if path[-1].key == "kernel")
+
+
 @dataclasses.dataclass(frozen=True)
-class Attention:
+class Attention(Kind):
     """Attention to all previous tokens, or to the last `window`; with `local=None` to these if it is set.
 
     `model` is a `GPT` in all methods.
@@ -54,11 +70,6 @@ class Attention:
         windowed = () if self.local is False else ("window", "local_base")
         unread = {"rotary", "local_base"} if self.forget or "rotary" not in self.layer.reads else set()
         return frozenset((*self.layer.reads, *windowed)) - unread
-
-    @property
-    def operator(self) -> str | None:
-        """The function of `attnlab` that mixes the tokens, "attention"; None for a layer that has none."""
-        return self.layer.operator
 
     def module(self, model, **initializers) -> nn.Module:
         """The layer: called as `MultiHeadAttention` is, with `layer=` its number where its attribute `numbered` is
@@ -93,10 +104,6 @@ class Attention:
         """Shapes of q, k and v of the operator."""
         return self.module(model, dtype=model.dtype).operands(batch, length, model.width)
 
-    def weights(self, model) -> int:
-        """Weights of matrix products."""
-        return _kernels(self.module(model), model.width)
-
     def operations(self, model, length: int) -> float:
         """FLOPs a token of the forward pass besides `weights`, a mean over a sequence of `length` tokens."""
         # For each visible key: the first queries have fewer.
@@ -116,11 +123,8 @@ class Attention:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixer:
-    """A layer of `attnlab.nn.mixers`, whose state does not grow; `fields` are defaults besides the module's.
-
-    Its methods are those of `Attention`.
-    """
+class Mixer(Kind):
+    """A layer of `attnlab.nn.mixers`, whose state does not grow; `fields` are defaults besides the module's."""
 
     layer: type[CausalMixer]
     fields: tuple[tuple[str, Any], ...] = ()
@@ -130,10 +134,6 @@ class Mixer:
         heads = ("num_heads",) if issubclass(self.layer, RecurrentMixer) else ()
         return frozenset((*(f"recurrence.{name}" for name in self.layer.reads), *heads))
 
-    @property
-    def operator(self) -> str | None:
-        return self.layer.operator
-
     def module(self, model, **initializers) -> CausalMixer:
         return self.layer.of_model(model, **dict(self.fields), **initializers)
 
@@ -142,9 +142,6 @@ class Mixer:
 
     def check(self, model, name: str) -> None:
         _check_sizes(functools.partial(self.module(model).empty_cache, 1, model.width), model, name)
-
-    def weights(self, model) -> int:
-        return _kernels(self.module(model), model.width)
 
     def operations(self, model, length) -> float:
         """The same for each token: what a state takes to be written and read."""
@@ -156,7 +153,6 @@ class Mixer:
         return float(module.state_operations * sum(leaf.size for leaf in jax.tree.leaves(cache.state)))
 
 
-Kind = Attention | Mixer
 KINDS: dict[str, Kind] = {
     "attention": Attention(local=None),
     "local": Attention(local=True),
@@ -187,14 +183,6 @@ def _check_sizes(empty_cache: Callable, model, name: str) -> None:
     except ValueError as error:
         field = "pattern" if model.pattern else "mixer"
         raise ValueError(f"{field} = {getattr(model, field)!r}, and of {name} {error}") from error
-
-
-def _kernels(module: nn.Module, features: int) -> int:
-    """Weights of a layer's matrix products."""
-    shape = jax.ShapeDtypeStruct((1, 1, features), jnp.float32)
-    params = jax.eval_shape(module.init, jax.random.key(0), shape)
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    return sum(leaf.size for path, leaf in leaves if path[-1].key == "kernel")
 
 
 MIXERS = tuple(kind for kind in KINDS if kind not in ("local", "global"))  # the values of `mixer`

@@ -49,6 +49,16 @@ def claim(
         os.close(held)
 
 
+def new_file(flag: str, name: str | Path) -> Path:
+    """The path of a new file that a flag names; UserError where there is one, or no folder for it."""
+    path = Path(name)
+    if path.exists():
+        raise UserError(f"{flag}={name} exists: give a new file")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"{flag}={name}: there is no folder {path.parent}, or none to write to: name another file")
+    return path
+
+
 def lock(descriptor: int, *, wait: bool = False) -> bool:
     """Lock an open file; False if another process holds it. File systems without locks lock nothing."""
     try:

@@ -10,7 +10,7 @@ from absl import flags
 
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
-from attnlab.support.paths import named
+from attnlab.support.paths import named, new_file
 
 from . import recording
 
@@ -92,11 +92,8 @@ def check_known(flag: str, given: Iterable[str], known: Iterable[str]) -> None:
 
 def check_new(values, name: str) -> None:
     """Raise UserError when the file given by this flag exists, or its folder does not."""
-    path = values[name].value and Path(values[name].value)
-    if path and path.exists():
-        raise UserError(f"--{name}={path} exists: give a new file")
-    if path and not path.parent.is_dir():
-        raise UserError(f"--{name}={path}: there is no folder {path.parent}: create it, or give another file")
+    if values[name].value:
+        new_file(f"--{name}", values[name].value)
 
 
 def whole_numbers(values, name: str) -> list[int]:

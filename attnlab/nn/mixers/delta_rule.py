@@ -77,8 +77,6 @@ class DeltaRule(RecurrentMixer):
         return z * jax.nn.silu(self._dense("gate", *z.shape[-2:])(x)) if self.gate else z
 
     def empty(self, batch, features):
-        if self.states % self.num_heads:
-            raise ValueError(f"value_heads = {self.states} is not a multiple of num_heads = {self.num_heads}")
         state, _ = super().empty(batch, features)
         if not self.conv:
             return state, None

@@ -217,6 +217,8 @@ class RecurrentMixer(CausalMixer):
 
     def empty(self, batch, features):
         shape = (batch, self.states, self.key_features(features), self.value_features(features))
+        if self.states % self.num_heads:
+            raise ValueError(f"value_heads = {self.states} is not a multiple of num_heads = {self.num_heads}")
         return jnp.zeros(shape, self._wide), None
 
     @property

@@ -94,8 +94,6 @@ class Mamba2(RecurrentMixer):
     def empty(self, batch, features):
         if self.conv < 1:
             raise ValueError(f"conv = {self.conv}: expected 1 token or more")
-        if self.states % self.num_heads:
-            raise ValueError(f"value_heads = {self.states} is not a multiple of num_heads = {self.num_heads}")
         state, _ = super().empty(batch, features)
         channels = self.states * self.value_features(features) + 2 * self.num_heads * self.key_features(features)
         return state, jnp.zeros((batch, self.conv - 1, channels), self.dtype or jnp.float32)

@@ -6,7 +6,7 @@ import pytest
 
 from attnlab.nn import GPT, HGRN2
 from tests.nn.mixers import papers
-from tests.nn.mixers.test_papers import by_path
+from tests.nn.relatives import by_path
 from tests.parameters import parameters
 
 X = np.random.default_rng(0).standard_normal((2, 9, 8))
@@ -16,7 +16,7 @@ X = np.random.default_rng(0).standard_normal((2, 9, 8))
 def test_hgrn2_forgets_no_more_than_its_lower_bound(float64, layer):
     module = HGRN2(2, layers=3)
     variables = parameters(module, X)
-    p = by_path(variables["params"])
+    p = by_path(variables)
     below = layer * np.exp(p["lower_bound"])
     found = jax.jit(module.apply)(variables, X, layer=layer)
     expected = np.stack([papers.hgrn2(x, p, bound=below / (below + 3 - layer)) for x in X])

@@ -9,7 +9,7 @@ import pytest
 
 from attnlab.nn import GPT, RWKV7, GatedDeltaNet
 from tests.nn.mixers import papers
-from tests.nn.mixers.test_papers import by_path
+from tests.nn.relatives import by_path
 from tests.parameters import parameters
 
 X = np.random.default_rng(0).standard_normal((2, 9, 8))
@@ -19,7 +19,7 @@ FIRST = np.random.default_rng(1).standard_normal((2, 9, 2, 4))
 def test_rwkv7_mixes_its_values_with_the_first_ones_and_returns_them(float64):
     module = RWKV7(2, value_residual=True)
     variables = parameters(module, X)
-    p = by_path(variables["params"])
+    p = by_path(variables)
     for first in (None, FIRST):
         out, values = jax.jit(module.apply)(variables, X, first_values=first)
         rows = zip(X, [None] * 2 if first is None else first)
@@ -58,7 +58,7 @@ def test_first_values_of_a_layer_without_a_value_residual_raise_one_line():
 @pytest.mark.parametrize("layer, layers", [(0, 1), (0, 4), (3, 4)])
 def test_vectors_of_rwkv7_start_as_in_the_code_of_its_authors(layer, layers):
     module = RWKV7(2, value_residual=True, layers=layers)
-    params = by_path(jax.jit(module.init)(jax.random.key(0), jnp.zeros((1, 2, 16)), layer=layer)["params"])
+    params = by_path(jax.jit(module.init)(jax.random.key(0), jnp.zeros((1, 2, 16)), layer=layer))
     channel, depth = np.arange(16), layer / max(1, layers - 1)
     along = channel / 15 - 0.5
     zigzag = (channel % 8 - 3.5) / 3.5 * np.abs((channel % 8 - 3.5) / 3.5)
