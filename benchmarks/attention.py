@@ -22,7 +22,7 @@ from attnlab import commands
 from attnlab.support import timing
 from attnlab.support.errors import UserError
 
-from .harness import memory, options, peers, recording
+from .harness import memory, options, peers, recording, tables
 
 MASKS = ("causal", "window", "documents")
 DTYPES = ("float32", "bfloat16")
@@ -65,9 +65,9 @@ def main(values) -> int:
             print(f"[{number}/{len(cases)}] {timing.line(label, rows[label])}", flush=True)
     shape = f"{values.dtype}, B = {values.batch}, H = {values.heads}, D = {values.head_dim}"
     title = f"attention, {shape}, {jax.devices()[0].device_kind}"
-    timing.report(title, rows, "attnlab")
-    cells = {label: {name: timing.mib(peak) for name, peak in row.items()} for label, row in peaks.items()}
-    timing.table("peak memory, MiB", cells)
+    tables.report(title, rows, "attnlab")
+    cells = {label: {name: tables.mib(peak) for name, peak in row.items()} for label, row in peaks.items()}
+    tables.table("peak memory, MiB", cells)
     medians = {row: {name: statistics.median(s) for name, s in seconds.items()} for row, seconds in rows.items()}
     ratios = {row: {name: timing.ratio(s, name, "attnlab") for name in s} for row, s in rows.items()}
     figures = {"seconds": medians, "ratio": ratios, "peak_mib": peaks}

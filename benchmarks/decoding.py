@@ -22,7 +22,7 @@ from attnlab.generation.decoding import generate
 from attnlab.nn import GPT
 from attnlab.support import timing
 
-from .harness import options
+from .harness import options, tables
 
 SMALL = {
     "vocab_size": 100,
@@ -68,7 +68,7 @@ def _compare(size: str, rounds: int) -> dict[str, float]:
         figures |= {f"tokens_per_second_{size}_{name}": rate}
         rows[name] = {"tokens/s": f"{rate:,.0f}", "× one": f"{ratio:.2f}"}
     caption = f"medians of {rounds} rounds; {jax.devices()[0].device_kind}"
-    timing.table(f"{size}: eight prompts side by side, and one", rows, caption=caption)
+    tables.table(f"{size}: eight prompts side by side, and one", rows, caption=caption)
     return figures | {f"ratio_{size}": ratio}
 
 

@@ -31,7 +31,7 @@ from absl import flags
 from attnlab.support import timing
 from attnlab.support.errors import UserError
 
-from .harness import gpu_operator, options, workers
+from .harness import gpu_operator, options, tables, workers
 from .harness.gpu_operator import Report
 
 MASKS = ("causal", "window", "documents")
@@ -107,7 +107,7 @@ def main(values) -> int:
                 gpu_operator.race(report, values.masks, sizes, values.rounds, setup["block"], torch, folder)
         finally:
             options.keep(values.json, report.figures | {"wrong": report.wrong})
-    timing.table(f"{device}, {date}, JAX {jax.__version__}", report.rows, CAPTION)
+    tables.table(f"{device}, {date}, JAX {jax.__version__}", report.rows, CAPTION)
     for line in report.wrong:
         print(f"WRONG: {line}")
     return int(bool(report.wrong))

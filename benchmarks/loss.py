@@ -30,10 +30,9 @@ from ml_collections import ConfigDict
 
 from attnlab import config as configs
 from attnlab.data import corpora, tokenizers
-from attnlab.support import timing
 from attnlab.support.errors import UserError
 
-from .harness import options, workers
+from .harness import options, tables, workers
 
 PEERS = {  # by name: whether it computes in bfloat16, the end of the names of the ratios over it, and their column
     "nanoGPT compiled": (False, "", "× nanoGPT float32"),
@@ -146,7 +145,7 @@ def _train(running: dict[str, workers.Worker], runners: dict[str, Runner], round
     for worker in running.values():
         worker.ask("train", steps=1)
     seconds = dict.fromkeys(running, 0.0)
-    for done in timing.rounds("loss", rounds):
+    for done in workers.counted("loss", rounds):
         for name, worker in running.items():
             first, last = ((runners[name].steps - 1) * part // rounds for part in (done, done + 1))
             seconds[name] += worker.ask("train", steps=last - first)["seconds"]
@@ -166,4 +165,4 @@ def _print(figures: dict, runners: dict[str, Runner], text: str) -> None:
             if peer in runners:
                 ratio = figures.get(f"ratio_{name}{suffix}")
                 rows[name][column] = "" if name in PEERS else f"{ratio:.2f}" if ratio else "its loss is not reached"
-    timing.table("training to a loss", rows, caption=f"{text}; nats a character on its validation part")
+    tables.table("training to a loss", rows, caption=f"{text}; nats a character on its validation part")

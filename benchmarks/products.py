@@ -17,9 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from attnlab.support import timing
-
-from .harness import contender, matrix_products, options, workers
+from .harness import contender, matrix_products, options, tables, workers
 from .train import PRECISIONS
 
 COUNTS = {"rounds": (7, "timed blocks of each library")}
@@ -67,7 +65,7 @@ def _measure(size: str, precision: str, rounds: int) -> dict:
         figures[f"{prefix}_{size}_{precision}"] = 1e3 * seconds
         total[f"{LIBRARIES[library]}, ms"] = f"{1e3 * seconds:.2f}"
     caption = "milliseconds of all calls of a step; medians over rounds"
-    timing.table(f"products of a step: {size}, {precision}", rows | {"the floor": total}, caption=caption)
+    tables.table(f"products of a step: {size}, {precision}", rows | {"the floor": total}, caption=caption)
     return figures
 
 

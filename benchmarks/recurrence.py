@@ -20,7 +20,7 @@ import attnlab
 from attnlab import masks
 from attnlab.support import timing
 
-from .harness import options, recording
+from .harness import options, recording, tables
 
 # Which of the decay and the erasure a member has.
 MEMBERS = {
@@ -70,9 +70,9 @@ def main(values) -> int:
             a_token[label] = {name: 1e6 * statistics.median(s) / tokens for name, s in rows[label].items()}
             print(timing.line(label, rows[label]), flush=True)
     sizes = f"float32, B = {values.batch}, H = {values.heads}, K = V = {values.head_dim}"
-    timing.report(f"linear recurrence, {sizes}, {jax.devices()[0].device_kind}", rows, "softmax")
+    tables.report(f"linear recurrence, {sizes}, {jax.devices()[0].device_kind}", rows, "softmax")
     cells = {label: {name: f"{t:.2f}" for name, t in row.items()} for label, row in a_token.items()}
-    timing.table("microseconds a token", cells)
+    tables.table("microseconds a token", cells)
     seconds = {label: {name: statistics.median(s) for name, s in row.items()} for label, row in rows.items()}
     options.keep(values.json, {"seconds": seconds, "us_a_token": a_token})
     cases = {f"{label}, {sizes}": {"seconds": seconds[label], "us_a_token": a_token[label]} for label in rows}

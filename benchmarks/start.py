@@ -23,10 +23,9 @@ from ml_collections import config_flags
 
 from attnlab import commands
 from attnlab import config as configs
-from attnlab.support import timing
 from attnlab.support.errors import UserError
 
-from .harness import options, workers
+from .harness import options, tables, workers
 
 IMPORTS = {"flax": "import jax, flax", "attnlab": "import jax, flax; from attnlab import *"}
 COUNTS = {"rounds": (5, "starts of each kind")}
@@ -56,7 +55,7 @@ def main(values) -> int:
         seconds = _starts(values.rounds, arguments, Path(name))
     medians = {what: {kind: statistics.median(s) for kind, s in row.items()} for what, row in seconds.items()}
     cells = {what: {kind: f"{s:.2f} s" for kind, s in row.items()} for what, row in medians.items()}
-    timing.table("from the command", cells, caption="medians")
+    tables.table("from the command", cells, caption="medians")
     figures = {f"{what.replace(' ', '_')}_{kind}_s": s for what, row in medians.items() for kind, s in row.items()}
     options.keep_cases(values, "start", {" ".join([Path(arguments[0]).name, *arguments[1:]]): figures})
     return 0
@@ -71,7 +70,7 @@ def _starts(rounds, arguments, folder: Path) -> dict[str, dict[str, list[float]]
     _finish([*train, *arguments, *short, f"--workdir={trained}"], folder)
     seconds = {"import": {name: [] for name in IMPORTS}}
     seconds |= {what: {"cold": [], "warm": []} for what in ("start", "first character")}
-    for number in timing.rounds("starts", rounds):
+    for number in workers.counted("starts", rounds):
         for name, program in IMPORTS.items():
             command = [sys.executable, "-c", f"{program}; print('imported')"]
             seconds["import"][name].append(seconds_until(IMPORTED, command, folder))
