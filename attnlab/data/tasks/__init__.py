@@ -9,10 +9,8 @@ from attnlab.data.tasks.alignments import KINDS, pairs
 from attnlab.data.tasks.associations import recall, spread_recall
 from attnlab.data.tasks.chains import backcopy, backcopy_chain, chains
 from attnlab.data.tasks.copying import Copies, copies, selective_copies
-from attnlab.data.tasks.modular import modular_sums, running_sums
-from attnlab.data.tasks.regression import regressions
+from attnlab.data.tasks.modular import running_sums
 from attnlab.data.tasks.repetition import inductions, repeats
-from attnlab.data.tasks.retrieval import largest_of
 from attnlab.data.tasks.task_draws import TEST
 
 __all__ = [
@@ -24,11 +22,8 @@ __all__ = [
     "chains",
     "copies",
     "inductions",
-    "largest_of",
-    "modular_sums",
     "pairs",
     "recall",
-    "regressions",
     "repeats",
     "running_sums",
     "selective_copies",
