@@ -10,6 +10,8 @@ import pytest
 from attnlab._studies.dispersion import largest_of
 from attnlab._studies.gradient_step import regressions
 from attnlab._studies.grokking import modular_sums
+from attnlab._studies.markov import chains
+from attnlab._studies.sinks import backcopy
 from attnlab.data import tasks
 
 OPTIONS = {
@@ -27,7 +29,13 @@ OPTIONS = {
     "spread_recall": {"batch_size": 4, "pairs": 3, "length": 20, "vocab_size": 20},
 }
 
-DRAWS = vars(tasks) | {"largest_of": largest_of, "modular_sums": modular_sums, "regressions": regressions}
+DRAWS = vars(tasks) | {
+    "backcopy": backcopy,
+    "chains": chains,
+    "largest_of": largest_of,
+    "modular_sums": modular_sums,
+    "regressions": regressions,
+}
 
 
 def first_array(drawn) -> np.ndarray:

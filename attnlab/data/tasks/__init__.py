@@ -7,7 +7,6 @@ itself, and `vmap` over seeds draws them for several runs. Studies train on step
 
 from attnlab.data.tasks.alignments import KINDS, pairs
 from attnlab.data.tasks.associations import recall, spread_recall
-from attnlab.data.tasks.chains import backcopy, backcopy_chain, chains
 from attnlab.data.tasks.copying import Copies, copies, selective_copies
 from attnlab.data.tasks.modular import running_sums
 from attnlab.data.tasks.repetition import inductions, repeats
@@ -17,9 +16,6 @@ __all__ = [
     "KINDS",
     "TEST",
     "Copies",
-    "backcopy",
-    "backcopy_chain",
-    "chains",
     "copies",
     "inductions",
     "pairs",
