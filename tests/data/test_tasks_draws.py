@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from attnlab._studies.copying import copies
 from attnlab._studies.dispersion import largest_of
 from attnlab._studies.gradient_step import regressions
 from attnlab._studies.grokking import modular_sums
@@ -32,6 +33,7 @@ OPTIONS = {
 DRAWS = vars(tasks) | {
     "backcopy": backcopy,
     "chains": chains,
+    "copies": copies,
     "largest_of": largest_of,
     "modular_sums": modular_sums,
     "regressions": regressions,
