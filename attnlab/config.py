@@ -260,11 +260,8 @@ def find(experiment: str) -> str:
     named = experiments()
     if name in named:
         return f"{named[name]}{colon}{variant}"
-    try:
-        if ("/" in name or name.endswith(".py")) and Path(name).is_file():
-            return experiment
-    except OSError as error:  # an invalid file name
-        raise UserError(f"--config={name}: {error.strerror}") from error
+    if ("/" in name or name.endswith(".py")) and Path(name).is_file():
+        return experiment
     here = [str(file) for file in Path(name).parent.glob("*.py")] if "/" in name else []
     close = nearest(name, [*named, *here]) or nearest(Path(name).stem, named)
     raise UserError(f"--config={name}: no such experiment or file{close}: there are {', '.join(variants())}")
@@ -294,12 +291,6 @@ def check_effects(config: ConfigDict) -> None:
         raise UserError(f"config.{problem}")
 
 
-def check_saved(config: ConfigDict) -> None:
-    """Raise UserError for a value, in the config of an existing run, that a new run could not have."""
-    _check_fields(config)
-    check(config)
-
-
 def _check_fields(config: ConfigDict) -> None:
     there = fields(config)
     for field in there:
@@ -311,7 +302,8 @@ def _check_fields(config: ConfigDict) -> None:
 
 
 def check(config: ConfigDict) -> None:
-    """Raise UserError for an invalid value."""
+    """Raise UserError for a field that is missing or unknown, and for an invalid value."""
+    _check_fields(config)
     if problem := first_problem(OPTIONS, fields(config)):
         raise UserError(f"config.{problem}")
     if config.checkpoint.history > config.steps + 1:

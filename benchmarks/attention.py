@@ -62,14 +62,14 @@ def main(values) -> int:
             calls = {name: getattr(c, which) for name, c in entered.items() if getattr(c, which)}
             rows[label] = timing.alternate(calls, values.rounds)
             peaks[label] = {name: memory.peak(call) for name, call in calls.items()}
-            print(f"[{number}/{len(cases)}] {timing.line(label, rows[label])}", flush=True)
+            print(f"[{number}/{len(cases)}] {tables.line(label, rows[label])}", flush=True)
     shape = f"{values.dtype}, B = {values.batch}, H = {values.heads}, D = {values.head_dim}"
     title = f"attention, {shape}, {jax.devices()[0].device_kind}"
     tables.report(title, rows, "attnlab")
-    cells = {label: {name: tables.mib(peak) for name, peak in row.items()} for label, row in peaks.items()}
+    cells = {label: {name: memory.cell(peak) for name, peak in row.items()} for label, row in peaks.items()}
     tables.table("peak memory, MiB", cells)
     medians = {row: {name: statistics.median(s) for name, s in seconds.items()} for row, seconds in rows.items()}
-    ratios = {row: {name: timing.ratio(s, name, "attnlab") for name in s} for row, s in rows.items()}
+    ratios = {row: {name: tables.ratio(s, name, "attnlab") for name in s} for row, s in rows.items()}
     figures = {"seconds": medians, "ratio": ratios, "peak_mib": peaks}
     options.keep(values.json, {"title": title} | figures)
     sizes = {"window": f"window of {values.window}, ", "documents": f"{values.documents} documents, "}

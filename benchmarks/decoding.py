@@ -64,7 +64,7 @@ def _compare(size: str, rounds: int) -> dict[str, float]:
     figures, rows = {}, {}
     for name, texts in {"one": 1, "eight": 8}.items():
         rate = texts * tokens / statistics.median(seconds[name])
-        ratio = texts * timing.ratio(seconds, "one", name)
+        ratio = texts * tables.ratio(seconds, "one", name)
         figures |= {f"tokens_per_second_{size}_{name}": rate}
         rows[name] = {"tokens/s": f"{rate:,.0f}", "× one": f"{ratio:.2f}"}
     caption = f"medians of {rounds} rounds; {jax.devices()[0].device_kind}"

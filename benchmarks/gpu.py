@@ -28,7 +28,6 @@ import jax
 import numpy as np
 from absl import flags
 
-from attnlab.support import timing
 from attnlab.support.errors import UserError
 
 from .harness import gpu_operator, options, tables, workers
@@ -168,7 +167,7 @@ def _train(report, values, setup) -> None:
     else:
         report.fail(f"training {name} failed")
         return
-    print(timing.line(f"train {name}", seconds), flush=True)
+    print(tables.line(f"train {name}", seconds), flush=True)
     _record(report, values, name, size, vocab_size, seconds)
 
 
@@ -185,10 +184,10 @@ def _record(report, values, name, size, vocab_size, seconds) -> None:
         key, median = f"train_{name}_bfloat16_{contender.lower()}", statistics.median(taken)
         rate = values.batch * context / median
         report.figures.update({f"ms_{key}": 1e3 * median, f"tokens_per_second_{key}": rate})
-        row[contender] = f"{1e3 * median:.1f} ({timing.ratio(seconds, contender, 'attnlab'):.2f}) {rate:,.0f}/s"
+        row[contender] = f"{1e3 * median:.1f} ({tables.ratio(seconds, contender, 'attnlab'):.2f}) {rate:,.0f}/s"
         if values.peak_tflops:
             mfu = rate * flops / (1e12 * values.peak_tflops)
             report.figures[f"mfu_{key}"] = mfu
             row[contender] += f" {100 * mfu:.1f} %"
     if "nanoGPT" in seconds:
-        report.figures[f"ratio_train_{name}_bfloat16"] = timing.ratio(seconds, "nanoGPT", "attnlab")
+        report.figures[f"ratio_train_{name}_bfloat16"] = tables.ratio(seconds, "nanoGPT", "attnlab")

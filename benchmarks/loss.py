@@ -145,7 +145,7 @@ def _train(running: dict[str, workers.Worker], runners: dict[str, Runner], round
     for worker in running.values():
         worker.ask("train", steps=1)
     seconds = dict.fromkeys(running, 0.0)
-    for done in workers.counted("loss", rounds):
+    for done in tables.rounds("loss", rounds):
         for name, worker in running.items():
             first, last = ((runners[name].steps - 1) * part // rounds for part in (done, done + 1))
             seconds[name] += worker.ask("train", steps=last - first)["seconds"]

@@ -68,7 +68,7 @@ def main(values) -> int:
             rows[label] = timing.alternate({name: passes(*f) for name, f in functions.items()}, values.rounds)
             tokens = values.batch * length
             a_token[label] = {name: 1e6 * statistics.median(s) / tokens for name, s in rows[label].items()}
-            print(timing.line(label, rows[label]), flush=True)
+            print(tables.line(label, rows[label]), flush=True)
     sizes = f"float32, B = {values.batch}, H = {values.heads}, K = V = {values.head_dim}"
     tables.report(f"linear recurrence, {sizes}, {jax.devices()[0].device_kind}", rows, "softmax")
     cells = {label: {name: f"{t:.2f}" for name, t in row.items()} for label, row in a_token.items()}

@@ -70,7 +70,7 @@ def _starts(rounds, arguments, folder: Path) -> dict[str, dict[str, list[float]]
     _finish([*train, *arguments, *short, f"--workdir={trained}"], folder)
     seconds = {"import": {name: [] for name in IMPORTS}}
     seconds |= {what: {"cold": [], "warm": []} for what in ("start", "first character")}
-    for number in workers.counted("starts", rounds):
+    for number in tables.rounds("starts", rounds):
         for name, program in IMPORTS.items():
             command = [sys.executable, "-c", f"{program}; print('imported')"]
             seconds["import"][name].append(seconds_until(IMPORTED, command, folder))

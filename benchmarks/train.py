@@ -18,9 +18,7 @@ import statistics
 
 from absl import flags
 
-from attnlab.support import timing
-
-from .harness import options, tables, workers
+from .harness import memory, options, tables, workers
 
 PRECISIONS = ("float32", "bfloat16")
 CAPTION = (
@@ -52,20 +50,20 @@ def main(values) -> int:
             steps = workers.calibrate(running, values.seconds)
             peaks = {name: worker.peak_mib for name, worker in running.items()}  # before the operands of the floor
             answers, floors = {name: [] for name in running}, {name: [] for name in ours}
-            for _ in workers.counted(size, values.rounds):
+            for _ in tables.rounds(size, values.rounds):
                 for name, worker in running.items():
                     worker.ask("train", steps=1)  # the caches are cold after another contender's block
                     answers[name].append(worker.ask("train", steps=steps))
                     if name in ours:
                         floors[name].append(worker.ask("floor")["seconds"])
         seconds = {name: [answer["seconds"] / steps for answer in given] for name, given in answers.items()}
-        print(timing.line(f"{size}, a step", seconds), flush=True)
+        print(tables.line(f"{size}, a step", seconds), flush=True)
         for name in seconds:
             row = _speed(size, name, seconds[name], figures) | _ratios(size, name, seconds, ours, theirs, figures)
             if name in ours:
                 row |= _over_floor(size, name, seconds[name], floors[name], figures)
             figures[f"peak_mib_{_label(size, name)}"] = peaks[name]
-            rows[f"{size}, {name}"] = row | {"peak memory, MiB": tables.mib(peaks[name])}
+            rows[f"{size}, {name}"] = row | {"peak memory, MiB": memory.cell(peaks[name])}
     tables.table("training", rows, caption=CAPTION if theirs else "medians")
     options.keep_cases(values, "train", cases)
     return 0
@@ -103,7 +101,7 @@ def _ratios(size: str, name: str, seconds: dict, ours: dict, theirs: dict, figur
             continue
         row[column] = ""
         if in_bfloat16 or not autocast:
-            ratio = timing.ratio(seconds, min(peers, key=lambda peer: statistics.median(seconds[peer])), name)
+            ratio = tables.ratio(seconds, min(peers, key=lambda peer: statistics.median(seconds[peer])), name)
             row[column] = f"{ratio:.2f}"
             if name in ours:
                 figures[f"ratio_{size}_{ours[name]['precision']}{suffix}"] = ratio

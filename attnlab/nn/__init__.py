@@ -6,33 +6,28 @@ from attnlab.nn.cache import KVCache, LatentCache
 from attnlab.nn.differential import DifferentialAttention
 from attnlab.nn.embeddings import cosine_similarity, nearest
 from attnlab.nn.gpt import GPT
+from attnlab.nn.groups import Latent, Recurrence
 from attnlab.nn.heads import Head, StackedHeads
-from attnlab.nn.latent import Latent
 from attnlab.nn.latent_attention import LatentAttention
-from attnlab.nn.mixers import (
-    GRU,
-    HGRN2,
-    RWKV7,
-    CausalConv,
-    CausalMixer,
-    GatedConv,
-    GatedDeltaNet,
-    GatedDeltaProduct,
-    GatedLinearAttention,
-    KimiDeltaAttention,
-    LinearAttention,
-    Mamba2,
-    MixerState,
-    RecurrentMixer,
-    Retention,
-    ShortConv,
-)
+from attnlab.nn.mixers.causal_conv import CausalConv
+from attnlab.nn.mixers.gated_conv import GatedConv
+from attnlab.nn.mixers.gated_delta_net import GatedDeltaNet
+from attnlab.nn.mixers.gated_delta_product import GatedDeltaProduct
+from attnlab.nn.mixers.gated_linear_attention import GatedLinearAttention
+from attnlab.nn.mixers.gru import GRU
+from attnlab.nn.mixers.hgrn2 import HGRN2
+from attnlab.nn.mixers.interface import CausalMixer, MixerState, RecurrentMixer
+from attnlab.nn.mixers.kimi_delta_attention import KimiDeltaAttention
+from attnlab.nn.mixers.linear_attention import LinearAttention
+from attnlab.nn.mixers.mamba2 import Mamba2
+from attnlab.nn.mixers.retention import Retention
+from attnlab.nn.mixers.rwkv7 import RWKV7
+from attnlab.nn.mixers.short_conv import ShortConv
 from attnlab.nn.mlp import Mlp
 from attnlab.nn.multihead import MultiHeadAttention
 from attnlab.nn.norms import LayerNorm, RMSNorm
 from attnlab.nn.own import register
 from attnlab.nn.positions import LearnedPositions, sinusoidal
-from attnlab.nn.recurrence import Recurrence
 from attnlab.nn.rotations import Rotary, rotary
 from attnlab.nn.seq2seq import Seq2Seq, alignment
 from attnlab.nn.stack import stack_layers, unstack_layers

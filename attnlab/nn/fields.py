@@ -6,8 +6,9 @@ from dataclasses import MISSING
 import flax.linen as nn
 
 from attnlab.nn import own
+from attnlab.nn.groups import GROUPS, group
 from attnlab.nn.kinds import KINDS, Attention, kinds_of, positions_of
-from attnlab.nn.resolved import latent_of, recurrence_of, resolved, rotary_of
+from attnlab.nn.resolved import resolved
 from attnlab.support.options import Option, first_problem
 
 POSITIONS = ("auto", "learned", "sinusoidal", "rotary", "alibi", "none")
@@ -53,8 +54,7 @@ def check_shape(model, declared: Mapping[str, Option]) -> None:
 
 def _values(model) -> dict:
     """The options of a model and their values, by dotted name."""
-    groups = {"rotary": rotary_of(model), "recurrence": recurrence_of(model), "latent": latent_of(model)}
-    grouped = {f"{name}.{field}": value for name, group in groups.items() for field, value in vars(group).items()}
+    grouped = {f"{name}.{field}": value for name in GROUPS for field, value in vars(group(model, name)).items()}
     return dict(vars(model) if isinstance(model, nn.Module) else model) | grouped
 
 
@@ -106,14 +106,8 @@ def _check_heads(model) -> None:
         )
     if num_heads % kv_heads:
         raise ValueError(f"num_heads = {num_heads} is not a multiple of kv_heads = {kv_heads}: use a divisor, e.g. 1")
-    head_dim = resolved(model).head_dim
-    if positions_of(model) == "rotary" and head_dim % 2:
-        raise ValueError(
-            f"positions = 'rotary' rotates pairs of features, but a head has {head_dim} "
-            f"(width = {model.width}, num_heads = {model.num_heads}): choose an even width / num_heads, or head_dim"
-        )
     if positions_of(model) == "rotary":
-        rotary_of(model).check(head_dim)
+        group(model, "rotary").check(resolved(model).head_dim)
 
 
 def _check_pattern(model) -> None:

@@ -14,15 +14,14 @@ from attnlab.nn.block import NORM_AT, NORM_EPSILON, Block
 from attnlab.nn.cache import check_cache
 from attnlab.nn.checks import check_lengths, check_segments
 from attnlab.nn.fields import POSITIONS, check_shape
+from attnlab.nn.groups import GROUPS, Latent, Recurrence, group
 from attnlab.nn.kinds import MIXERS, kind_of, named, norm_at_of
-from attnlab.nn.latent import Latent
 from attnlab.nn.mlp import ACTIVATIONS, MLPS, Mlp
 from attnlab.nn.multihead import MultiHeadAttention
 from attnlab.nn.norms import NORMS, make_norm
 from attnlab.nn.positions import LearnedPositions, sinusoidal, within_segments
-from attnlab.nn.recurrence import Recurrence
 from attnlab.nn.remat import REMAT
-from attnlab.nn.resolved import latent_of, recurrence_of, resolved, rotary_of
+from attnlab.nn.resolved import resolved
 from attnlab.nn.rotations import Rotary
 from attnlab.ops import dropout
 from attnlab.ops.attention import implementations
@@ -177,8 +176,7 @@ class GPT(checks.MaskedModule):
                 "config.init_from choose the tokenizer that the model was trained with"
             )
         values = {name: getattr(config.model, name) for name in options(cls) if "." not in name}
-        values |= {"rotary": rotary_of(config.model), "recurrence": recurrence_of(config.model)}
-        values["latent"] = latent_of(config.model)
+        values |= {name: group(config.model, name) for name in GROUPS}
         return cls(vocab_size=size, dtype=jnp.dtype(config.precision), **values).over_tokens(vocab_size)
 
     @checks.compact
@@ -286,25 +284,21 @@ class GPT(checks.MaskedModule):
         return jnp.where((targets >= 0) & (targets < self.vocab_size), losses, jnp.nan)  # as in chunks
 
     def _check_outputs(self, tokens, caches, places, targets) -> None:
+        predicted = tokens if places is None else places
         if places is not None:
-            self._check_places(places, tokens)
-        if targets is not None:
-            self._check_targets(targets, tokens if places is None else places, caches)
-
-    def _check_targets(self, targets, tokens, caches) -> None:
+            batch, length = jnp.shape(tokens)
+            if jnp.ndim(places) != 2 or jnp.shape(places)[0] != batch:
+                raise ValueError(f"places has shape {jnp.shape(places)}, expected [{batch}, places]")
+            checks.ids_in_range("places", places, length, remedy="positions of the tokens of this call")
+        if targets is None:
+            return
         if caches is not None:
             raise ValueError("targets are for whole sequences: leave out caches")
-        if jnp.shape(targets) != jnp.shape(tokens):
+        if jnp.shape(targets) != jnp.shape(predicted):
             raise ValueError(
-                f"targets has shape {jnp.shape(targets)}, expected {jnp.shape(tokens)}, as tokens or places"
+                f"targets has shape {jnp.shape(targets)}, expected {jnp.shape(predicted)}, as tokens or places"
             )
         checks.ids_in_range("targets", targets, self.vocab_size, remedy="shift the tokens by one")
-
-    def _check_places(self, places, tokens) -> None:
-        batch, length = jnp.shape(tokens)
-        if jnp.ndim(places) != 2 or jnp.shape(places)[0] != batch:
-            raise ValueError(f"places has shape {jnp.shape(places)}, expected [{batch}, places]")
-        checks.ids_in_range("places", places, length, remedy="positions of the tokens of this call")
 
     def _check_inputs(self, tokens, caches, segments, lengths) -> None:
         if jnp.ndim(tokens) != 2:
@@ -369,7 +363,9 @@ class GPT(checks.MaskedModule):
         >>> logits.shape
         (1, 1, 10)
         """
-        return stack.empty_caches(self, batch, capacity or self.context)
+        kinds = (named(kind_of(self, layer)) for layer in range(self.num_layers))
+        # No buffer twice: they may be donated.
+        return tuple(kind.empty_cache(self, batch, capacity or self.context) for kind in kinds)
 
 
 GPT.__doc__ += "\nAttributes:\n" + described(options(GPT))

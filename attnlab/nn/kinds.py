@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -11,69 +11,35 @@ import jax.numpy as jnp
 
 from attnlab.nn import own
 from attnlab.nn.differential import DifferentialAttention
+from attnlab.nn.groups import group
 from attnlab.nn.latent_attention import LatentAttention
-from attnlab.nn.mixers import (
-    GRU,
-    HGRN2,
-    RWKV7,
-    CausalConv,
-    GatedConv,
-    GatedDeltaNet,
-    GatedDeltaProduct,
-    GatedLinearAttention,
-    KimiDeltaAttention,
-    LinearAttention,
-    Mamba2,
-    MixerState,
-    Retention,
-)
-from attnlab.nn.mixers.interface import CausalMixer, RecurrentMixer
+from attnlab.nn.mixers.causal_conv import CausalConv
+from attnlab.nn.mixers.gated_conv import GatedConv
+from attnlab.nn.mixers.gated_delta_net import GatedDeltaNet
+from attnlab.nn.mixers.gated_delta_product import GatedDeltaProduct
+from attnlab.nn.mixers.gated_linear_attention import GatedLinearAttention
+from attnlab.nn.mixers.gru import GRU
+from attnlab.nn.mixers.hgrn2 import HGRN2
+from attnlab.nn.mixers.interface import CausalMixer, MixerState, RecurrentMixer
+from attnlab.nn.mixers.kimi_delta_attention import KimiDeltaAttention
+from attnlab.nn.mixers.linear_attention import LinearAttention
+from attnlab.nn.mixers.mamba2 import Mamba2
+from attnlab.nn.mixers.retention import Retention
+from attnlab.nn.mixers.rwkv7 import RWKV7
 from attnlab.nn.multihead import MultiHeadAttention
-from attnlab.nn.resolved import as_tuple, rotary_of, score_mods
+from attnlab.nn.resolved import as_tuple, score_mods
 from attnlab.nn.rotations import Rotary
 from attnlab.nn.stick_breaking import StickBreakingAttention
 from attnlab.ops.masks import Causal, Mask, SlidingWindow, join
 from attnlab.ops.score_mods import ScoreMod
 
 
-@runtime_checkable
-class Kind(Protocol):
-    """A kind of layer. `model` is a `GPT`.
-
-    Attributes:
-      reads: the options of a `GPT` that the layer depends on, by dotted name, "recurrence.heads", or the name of a
-        group, "rotary"; also "mask", and "alibi" for these positions. `check_shape` rejects others that are set.
-      operator: the function of `attnlab` that mixes the tokens, "attention"; None for a layer that has none.
-      layer: the class of the module.
-    """
-
-    layer: type[nn.Module]
-    reads: frozenset[str]
-    operator: str | None
-
-    def module(self, model, **initializers) -> nn.Module:
-        """The layer: called as `MultiHeadAttention` is, with `layer=` its number where its attribute `numbered` is
-        True, and where `value_residual` is, with `first_values=`; it then returns its values last."""
-
-    def empty_cache(self, model, batch: int, capacity: int) -> Any:
-        """The state before the first token."""
-
-    def weights(self, model) -> int:
-        """Weights of matrix products."""
-
-    def operations(self, model, length: int) -> float:
-        """FLOPs a token of the forward pass besides `weights`, a mean over a sequence of `length` tokens."""
-
-    def operations_at(self, model, length: int) -> float:
-        """FLOPs of one token besides `weights`, the last of `length` visible tokens."""
-
-    def check(self, model, name: str) -> None:
-        """Raise ValueError, beginning with a field, for sizes that do not fit the model's; `name` is the kind's."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """Attention to all previous tokens, or to the last `window`; with `local=None` to these if it is set."""
+    """Attention to all previous tokens, or to the last `window`; with `local=None` to these if it is set.
+
+    `model` is a `GPT` in all methods.
+    """
 
     local: bool | None = None
     forget: bool = False  # with a forget gate instead of rotary positions
@@ -83,15 +49,20 @@ class Attention:
 
     @property
     def reads(self) -> frozenset[str]:
+        """The options of a `GPT` that the layer depends on, by dotted name, "recurrence.heads", or the name of a group,
+        "rotary"; also "mask", and "alibi" for these positions. `check_shape` rejects others that are set."""
         windowed = () if self.local is False else ("window", "local_base")
         unread = {"rotary", "local_base"} if self.forget or "rotary" not in self.layer.reads else set()
         return frozenset((*self.layer.reads, *windowed)) - unread
 
     @property
     def operator(self) -> str | None:
+        """The function of `attnlab` that mixes the tokens, "attention"; None for a layer that has none."""
         return self.layer.operator
 
     def module(self, model, **initializers) -> nn.Module:
+        """The layer: called as `MultiHeadAttention` is, with `layer=` its number where its attribute `numbered` is
+        True, and where `value_residual` is, with `first_values=`; it then returns its values last."""
         fields = {"forget_gate": True} if self.forget else {}
         fields |= {} if self.score_mod is None else {"score_mod": self.score_mods(model)}
         return self.layer.of_model(model, mask=self.mask(model), rotary=self.rotary(model), **fields, **initializers)
@@ -107,13 +78,15 @@ class Attention:
         if "rotary" not in self.reads or model.positions not in ("auto", "rotary"):
             return None
         if self.is_local(model) and model.local_base is not None:
-            return Rotary(model.local_base, rotary_of(model).fraction)
-        return rotary_of(model)
+            return Rotary(model.local_base, group(model, "rotary").fraction)
+        return group(model, "rotary")
 
-    def empty_cache(self, model, batch, capacity):
+    def empty_cache(self, model, batch: int, capacity: int) -> Any:
+        """The state before the first token."""
         return self.module(model, dtype=model.dtype).empty_cache(batch, model.width, capacity)
 
-    def check(self, model, name) -> None:
+    def check(self, model, name: str) -> None:
+        """Raise ValueError, beginning with a field, for sizes that do not fit the model's; `name` is the kind's."""
         _check_sizes(functools.partial(self.layer.of_model(model).empty_cache, 1, model.width, 1), model, name)
 
     def operands(self, model, batch: int, length: int):
@@ -121,14 +94,17 @@ class Attention:
         return self.module(model, dtype=model.dtype).operands(batch, length, model.width)
 
     def weights(self, model) -> int:
+        """Weights of matrix products."""
         return _kernels(self.module(model), model.width)
 
-    def operations(self, model, length) -> float:
-        """For each visible key: the first queries have fewer."""
+    def operations(self, model, length: int) -> float:
+        """FLOPs a token of the forward pass besides `weights`, a mean over a sequence of `length` tokens."""
+        # For each visible key: the first queries have fewer.
         keys = self._keys(model, length)
         return self.module(model).key_operations(model.width) * (keys - keys * (keys - 1) / (2 * length))
 
-    def operations_at(self, model, length) -> float:
+    def operations_at(self, model, length: int) -> float:
+        """FLOPs of one token besides `weights`, the last of `length` visible tokens."""
         return float(self._keys(model, length) * self.module(model).key_operations(model.width, decoding=True))
 
     def is_local(self, model) -> bool:
@@ -141,7 +117,10 @@ class Attention:
 
 @dataclasses.dataclass(frozen=True)
 class Mixer:
-    """A layer of `attnlab.nn.mixers`, whose state does not grow; `fields` are defaults besides the module's."""
+    """A layer of `attnlab.nn.mixers`, whose state does not grow; `fields` are defaults besides the module's.
+
+    Its methods are those of `Attention`.
+    """
 
     layer: type[CausalMixer]
     fields: tuple[tuple[str, Any], ...] = ()
@@ -177,6 +156,7 @@ class Mixer:
         return float(module.state_operations * sum(leaf.size for leaf in jax.tree.leaves(cache.state)))
 
 
+Kind = Attention | Mixer
 KINDS: dict[str, Kind] = {
     "attention": Attention(local=None),
     "local": Attention(local=True),

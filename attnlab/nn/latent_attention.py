@@ -12,13 +12,13 @@ from jaxtyping import Float, Int
 from attnlab.nn import checks, projections, sharding, taps
 from attnlab.nn.cache import LatentCache
 from attnlab.nn.checks import check_lengths, check_segments
+from attnlab.nn.groups import group
 from attnlab.nn.multihead import without_dropout
 from attnlab.nn.norms import RMSNorm
 from attnlab.nn.positions import within_segments
-from attnlab.nn.resolved import latent_of, resolved, score_mods
+from attnlab.nn.resolved import resolved, score_mods
 from attnlab.nn.rotations import Rotary, rotary
 from attnlab.ops.attention import attention, attention_weights
-from attnlab.ops.cpu import products
 from attnlab.ops.masks import Padding, Segments, join
 from attnlab.types import Array, DType
 
@@ -83,7 +83,7 @@ class LatentAttention(checks.MaskedModule):
     @classmethod
     def of_model(cls, model, **fields) -> "LatentAttention":
         """The layer of a `GPT`, or of `config.model`; `fields` are those that depend on the kind of layer."""
-        sizes, of_head = latent_of(model), max(1, model.width // model.num_heads)
+        sizes, of_head = group(model, "latent"), max(1, model.width // model.num_heads)
         nope_dim = sizes.nope_dim or of_head
         options = {
             "num_heads": model.num_heads,
@@ -182,18 +182,21 @@ class LatentAttention(checks.MaskedModule):
     def _project(self, x, positions):
         """Queries (`[B, T, H, N]`, rotated `[B, T, H, D]`), latents `[B, T, R]`, rotated parts of keys `[B, T, D]`."""
 
+        linear = functools.partial(projections.dense, self, use_bias=self.use_bias)
+
         def norm(name, y):
             return RMSNorm(self.norm_epsilon, dtype=self.dtype, name=name)(y)
 
         def turned(y):
             return y if self.rotary is None else rotary(y, positions, self.rotary)
 
-        of_query = x if self.q_rank is None else norm("query_norm", self._dense("query_down", self.q_rank)(x))
-        query = self._dense("query", self.num_heads, self.nope_dim + self.rope_dim, use_bias=False)(of_query)
+        of_query = x if self.q_rank is None else norm("query_norm", linear("query_down", self.q_rank)(x))
+        size = self.num_heads, self.nope_dim + self.rope_dim
+        query = projections.dense(self, "query", *size, use_bias=False)(of_query)
         query = sharding.constrain(query, "batch", "length", "heads", None)
         plain, rotated = jnp.split(query, (self.nope_dim,), axis=-1)
-        latent = norm("latent_norm", self._dense("latent", self.kv_rank)(x))
-        of_keys = turned(self._dense("rotary", self.rope_dim)(x)[..., None, :])[..., 0, :]
+        latent = norm("latent_norm", linear("latent", self.kv_rank)(x))
+        of_keys = turned(linear("rotary", self.rope_dim)(x)[..., None, :])[..., 0, :]
         return (plain, turned(rotated)), latent, of_keys
 
     def _attend(self, query, latent, rotated, terms, is_step):
@@ -228,16 +231,6 @@ class LatentAttention(checks.MaskedModule):
         """
         expansion, saved = self.nope_dim + self.value_dim, 2 * self.kv_rank - self.nope_dim - self.value_dim
         return self.kv_rank * expansion / saved if saved > 0 else float("inf")
-
-    def _dense(self, name, *features, use_bias=None):
-        return nn.DenseGeneral(
-            features,
-            use_bias=self.use_bias if use_bias is None else use_bias,
-            dtype=self.dtype,
-            kernel_init=self.kernel_init,
-            name=name,
-            dot_general=products.dot_general,
-        )
 
 
 class _Kernel(nn.Module):

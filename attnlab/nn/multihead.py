@@ -220,7 +220,9 @@ class MultiHeadAttention(checks.MaskedModule):
         mods = as_tuple(self.score_mod)
         terms["score_mod"] = mods if forget is None else (*mods, Forget(forget, kv_forget))
         gate = nn.sigmoid(self._heads(inputs_q, self.num_heads, "gate", q.shape[-1])) if self.output_gate else None
-        terms |= self._dropout(deterministic, dropout_key)
+        if not deterministic and self.dropout_rate:
+            key = self.make_rng("dropout") if dropout_key is None else dropout_key
+            terms |= {"dropout_rate": self.dropout_rate, "dropout_key": key}
         out = self._attend(q, k, v, terms, gate, layer)
         out = projections.out(self, self.out_features or inputs_q.shape[-1], use_bias=self.use_bias)(out)
         results = (out, *(() if cache is None else (cache,)), *values)
@@ -273,14 +275,8 @@ class MultiHeadAttention(checks.MaskedModule):
 
     def _heads(self, x, heads, name, head_dim):
         """A projection `[B, T, heads, head_dim]`."""
-        return nn.DenseGeneral(
-            (heads, head_dim),
-            use_bias=self.use_bias if self.qkv_bias is None else self.qkv_bias,
-            dtype=self.dtype,
-            kernel_init=self.kernel_init,
-            name=name,
-            dot_general=products.dot_general,
-        )(x)
+        use_bias = self.use_bias if self.qkv_bias is None else self.qkv_bias
+        return projections.dense(self, name, heads, head_dim, use_bias=use_bias)(x)
 
     def _forget_sums(self, x):
         """Running sums `[B, T, H]` of log forget gates."""
@@ -293,15 +289,6 @@ class MultiHeadAttention(checks.MaskedModule):
     def _normalize(self, x, name):
         norm = make_norm(self.norm, self.norm_epsilon, use_bias=False, dtype=self.dtype, name=name)
         return norm(x.reshape(*x.shape[:-2], -1)).reshape(x.shape) if self.qk_norm_joint else norm(x)
-
-    def _dropout(self, deterministic, key) -> dict:
-        """The operator's arguments for dropout."""
-        if deterministic or not self.dropout_rate:
-            return {}
-        return {
-            "dropout_rate": self.dropout_rate,
-            "dropout_key": self.make_rng("dropout") if key is None else key,
-        }
 
     def _attend(self, q, k, v, terms, gate, layer):
         """Apply the operator to projected heads, times `gate`, and sow the attention weights."""

@@ -118,14 +118,12 @@ def admit(code: Mapping[str, str], where) -> None:
         path, _, name = word.rpartition(":")
         known = _PARTS.get(word)
         if known is None and digest in _OFFERED:
-            _PARTS[word] = known = Part(_loaded(_OFFERED[digest], name)[0], _OFFERED[digest], digest)
+            known = Part(_loaded(_OFFERED[digest], name)[0], _OFFERED[digest], digest)
         if known is None:  # the same content in another place
             same = (p for w, p in _PARTS.items() if p.sha256 == digest and w.rpartition(":")[2] == name)
             known = next(same, None)
-            if known is not None:
-                _PARTS[word] = known
-        found = "; ".join(f"{file} has {other[:12]}" for other, file in _OFFERED.items())
         if known is None:
+            found = "; ".join(f"{file} has {other[:12]}" for other, file in _OFFERED.items())
             raise UserError(
                 f"{where} names code, which runs only if you name its file: --mixer={path}, of sha256 {digest[:12]}"
                 + (found and f" ({found})")
@@ -135,6 +133,7 @@ def admit(code: Mapping[str, str], where) -> None:
                 f"{path} has changed since {where} began (sha256 {known.sha256[:12]}, there it was {digest[:12]}): "
                 "restore it, or choose a new --workdir"
             )
+        _PARTS[word] = known
 
 
 def check_offered_used() -> None:
@@ -195,8 +194,8 @@ def _is_part(value) -> bool:
 
 def _check(value, word: str) -> None:
     """Raise UserError for a value that is no part, or a class that no config can make a layer of."""
+    from attnlab.nn.groups import Recurrence
     from attnlab.nn.mixers.interface import CausalMixer
-    from attnlab.nn.recurrence import Recurrence
 
     if not _is_part(value):
         kind = f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"

@@ -1,8 +1,23 @@
-"""The projection from heads to features that layers of attention and recurrent mixers share."""
+"""The projections to heads and back that layers of attention and recurrent mixers share."""
 
 import flax.linen as nn
 
 from attnlab.ops.cpu import products
+from attnlab.types import DType
+
+
+def dense(
+    layer: nn.Module, name: str, *features: int, use_bias: bool, dtype: DType | None = None, **initializers
+) -> nn.DenseGeneral:
+    """A linear layer to heads and features, or to `features` alone, with the initializer and the type of a layer."""
+    return nn.DenseGeneral(
+        features,
+        use_bias=use_bias,
+        dtype=dtype or layer.dtype,
+        name=name,
+        dot_general=products.dot_general,
+        **{"kernel_init": layer.kernel_init, **initializers},
+    )
 
 
 def out(layer: nn.Module, features: int, *, use_bias: bool) -> nn.DenseGeneral:

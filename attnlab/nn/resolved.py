@@ -2,9 +2,6 @@
 
 from typing import NamedTuple
 
-from attnlab.nn.latent import Latent
-from attnlab.nn.recurrence import Recurrence
-from attnlab.nn.rotations import Rotary
 from attnlab.ops.score_mods import ALiBi, ScoreMod, SoftCap, alibi_slopes
 
 
@@ -28,21 +25,6 @@ def resolved(model) -> Resolved:
         attention_bias=attention_bias,
         qkv_bias=attention_bias if model.qkv_bias is None else model.qkv_bias,
     )
-
-
-def rotary_of(model) -> Rotary:
-    """The rotary options of a model; a mapping in `config.model`."""
-    return model.rotary if isinstance(model.rotary, Rotary) else Rotary(**dict(model.rotary))
-
-
-def recurrence_of(model) -> Recurrence:
-    """The options of a model's recurrent layers; a mapping in `config.model`."""
-    return model.recurrence if isinstance(model.recurrence, Recurrence) else Recurrence(**dict(model.recurrence))
-
-
-def latent_of(model) -> Latent:
-    """The options of a model's latent attention; a mapping in `config.model`."""
-    return model.latent if isinstance(model.latent, Latent) else Latent(**dict(model.latent))
 
 
 def score_mods(model) -> tuple[ScoreMod, ...]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from attnlab.support.options import option
+from attnlab.support.options import first_problem, option, options
 from attnlab.types import Array
 
 SCALINGS = ("none", "linear", "llama3", "yarn")
@@ -53,33 +53,22 @@ class Rotary:
 
     def check(self, head_dim: int) -> None:
         """Raise ValueError unless heads of `head_dim` features can be rotated by these options."""
-        rotated = self.rotated(head_dim)
-        if self.scaling not in SCALINGS:
-            raise ValueError(f"rotary.scaling = {self.scaling!r}: expected one of {', '.join(SCALINGS)}")
-        if not self.base > 0:
-            raise ValueError(f"rotary.base = {self.base}: expected a number above 0")
-        if not 0 < self.fraction <= 1 or rotated < 2:
+        if problem := first_problem(options(Rotary), vars(self)):
+            raise ValueError(f"rotary.{problem}")
+        if (rotated := self.rotated(head_dim)) < 2 or rotated % 2:
             raise ValueError(
-                f"rotary.fraction = {self.fraction}: expected a share of the {head_dim} features of a head, up to 1, "
-                "of two features or more"
+                f"rotary.fraction = {self.fraction}: rotates {rotated} of the {head_dim} features of a head, in pairs: "
+                "expected an even number of 2 or more"
             )
-        if rotated % 2:
-            raise ValueError(
-                f"rotary positions rotate pairs of features, but there are {rotated}: use an even number "
-                f"(head_dim = {head_dim}, rotary.fraction = {self.fraction})"
-            )
-        if not self.factor >= 1:
-            raise ValueError(f"rotary.factor = {self.factor}: expected 1 or more")
         if self.scaling in _FAST_TURNS:
             if self.original_context < 1:
                 raise ValueError(
                     f"rotary.original_context = {self.original_context}: {self.scaling!r} needs the number of "
                     "positions that the model was trained on"
                 )
-            if not 0 < self.slow_turns < self._fast_turns:
+            if self.slow_turns >= self._fast_turns:
                 raise ValueError(
-                    f"rotary.slow_turns = {self.slow_turns}: expected a number above 0 and below fast_turns = "
-                    f"{self._fast_turns}"
+                    f"rotary.slow_turns = {self.slow_turns}: expected a number below fast_turns = {self._fast_turns}"
                 )
 
     def frequencies(self, head_dim: int) -> np.ndarray:
@@ -153,11 +142,11 @@ def rotary(
         raise ValueError(
             f"positions have shape {np.shape(positions)}, expected {x.shape[-3:-2]} or {x.shape[:-2]}: one per token"
         )
-    options = base if isinstance(base, Rotary) else Rotary(base)
-    frequencies = options.frequencies(x.shape[-1])
+    turns = base if isinstance(base, Rotary) else Rotary(base)
+    frequencies = turns.frequencies(x.shape[-1])
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     angles = (jnp.asarray(positions)[..., None].astype(wide.dtype) * frequencies)[..., None, :]
-    sin, cos = (options.amplitude * function(angles) for function in (jnp.sin, jnp.cos))
+    sin, cos = (turns.amplitude * function(angles) for function in (jnp.sin, jnp.cos))
     first, second, rest = jnp.split(wide, [len(frequencies), 2 * len(frequencies)], axis=-1)
     rotated = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate([*rotated, *([rest] if rest.shape[-1] else [])], axis=-1).astype(x.dtype)

@@ -18,7 +18,7 @@ from flax.core.scope import is_filter_empty
 from jax.sharding import NamedSharding, PartitionSpec
 
 from attnlab.nn import sharding
-from attnlab.nn.kinds import kind_of, named, pattern_of
+from attnlab.nn.kinds import pattern_of
 from attnlab.nn.remat import remat_policy
 from attnlab.ops import dropout
 
@@ -85,12 +85,6 @@ def is_stacked(params) -> bool:
     return isinstance(params, Mapping) and any(name in params for name in ("blocks", "blocks_0"))
 
 
-def depth(params) -> int:
-    """The number of layers of a model with stacked layers."""
-    stacks = _stacks(params)
-    return _turns(stacks) * len(stacks) + sum(bool(re.fullmatch(r"block_\d+", name)) for name in params)
-
-
 STACK = r"blocks(_\d+)?"
 
 
@@ -141,12 +135,6 @@ def _reshaped(x: jax.ShapeDtypeStruct, shape, split) -> jax.ShapeDtypeStruct:
 # ---------------------------------------------------------------------------------------------------------------- run
 
 
-def empty_caches(model, batch: int, capacity: int) -> tuple:
-    """The empty cache of each layer of a model."""
-    kinds = (named(kind_of(model, layer)) for layer in range(model.num_layers))
-    return tuple(kind.empty_cache(model, batch, capacity) for kind in kinds)  # no buffer twice: they may be donated
-
-
 def run(model, x, keys, caches, **options):
     """(The residual stream `[B, T, F]` after the layers of a `GPT` that is being applied, the extended caches or None).
 
@@ -155,7 +143,8 @@ def run(model, x, keys, caches, **options):
     params = model.variables.get("params", {})
     if not is_stacked(params):
         return _one_by_one(model, x, keys, caches, options)
-    if (found := depth(params)) != model.num_layers:
+    stacks, alone = _stacks(params), sum(bool(re.fullmatch(r"block_\d+", name)) for name in params)
+    if (found := _turns(stacks) * len(stacks) + alone) != model.num_layers:
         raise ValueError(f"params have {found} stacked layers, expected num_layers = {model.num_layers}")
     others = any(model.variables[name] for name in model.variables if name != "params")
     if caches is None and not others and is_filter_empty(model.scope.mutable):

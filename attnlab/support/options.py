@@ -80,7 +80,7 @@ def option(doc: str, default=_REQUIRED, *, start=_REQUIRED, low=None, high=None,
     'expected 1 or more, below 2^31'
     """
     start = default if start is _REQUIRED else start
-    declared = (doc, start, low, high, tuple(choices), pattern, needs or {})
+    declared = Option(doc, (), start, low, high, tuple(choices), pattern, needs or {})
     return dataclasses.field(default=default, metadata={"option": declared})
 
 
@@ -89,8 +89,8 @@ def options(declaring: type) -> dict[str, Option]:
     found = {}
     for field in dataclasses.fields(declaring):
         if "option" in field.metadata:
-            doc, *others = field.metadata["option"]
-            found[field.name] = Option(doc, _types(field.type), *others, unset=field.default)
+            accepted = typing.get_args(field.type) or (field.type,)  # of a union, or one
+            found[field.name] = field.metadata["option"]._replace(types=accepted, unset=field.default)
         elif isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
             found |= {f"{field.name}.{name}": each for name, each in options(field.type).items()}
     return found
@@ -126,9 +126,3 @@ def first_idle(declared: Mapping[str, Option], values: Mapping[str, Any]) -> str
 def described(declared: Mapping[str, Option]) -> str:
     """A line for each option, as in the "Attributes" of a docstring."""
     return "\n".join(f"  {name}: {each.doc}." for name, each in declared.items())
-
-
-def _types(annotation) -> tuple[type, ...]:
-    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
-        return typing.get_args(annotation)
-    return (annotation,)

@@ -1,6 +1,5 @@
-"""Timing on a noisy machine: contenders alternate, and are compared by ratios within a round."""
+"""Timing on a noisy machine: contenders alternate."""
 
-import statistics
 import time
 from collections.abc import Callable
 
@@ -31,17 +30,3 @@ def alternate(contenders: dict[str, Callable], rounds: int) -> dict[str, list[fl
             # A call may free gigabytes after it has returned: that must not count against the next contender.
             time.sleep(min(seconds[name][-1] / 2, 0.5))
     return seconds
-
-
-def ratio(seconds: dict[str, list[float]], name: str, reference: str) -> float:
-    """Time of `name` over the time of `reference`: the median over rounds of the ratio within a round."""
-    return statistics.median(a / b for a, b in zip(seconds[name], seconds[reference]))
-
-
-def line(label: str, seconds: dict[str, list[float]]) -> str:
-    """One line with the median milliseconds of each contender.
-
-    >>> line("T = 8", {"a": [0.001, 0.003, 0.002]})
-    'T = 8: a 2.00 ms'
-    """
-    return f"{label}: " + ", ".join(f"{name} {1e3 * statistics.median(s):.2f} ms" for name, s in seconds.items())

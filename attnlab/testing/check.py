@@ -52,6 +52,9 @@ class Row:
       cases: how many calls were computed.
       gradients: whether gradients were compared.
       code: Python that shows the smallest call that was found to fail, or "".
+
+    >>> Row("causal", "refused").cases
+    0
     """
 
     feature: str
@@ -70,6 +73,9 @@ class Report:
     Attributes:
       rows: one a feature.
       meanings: choices in which libraries rightly differ, and what the function does.
+
+    >>> Report((Row("causal", "right"),)).ok
+    True
     """
 
     rows: tuple[Row, ...]

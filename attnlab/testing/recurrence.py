@@ -48,6 +48,10 @@ def recurrence_answer(call: dict, d_out=None, dtype=np.float64) -> dict[str, np.
       call: arguments of `attnlab.linear_recurrence`, NumPy arrays, with as many heads of q, k and v.
       d_out: `[B, T, H, V]`.
       dtype: the type that all is computed in.
+
+    >>> call = recurrence_call("beta", seed=0)
+    >>> recurrence_answer(call)["out"].shape == call["v"].shape
+    True
     """
     arrays = {name: np.asarray(x, dtype) for name, x in call.items() if name in FLOATING and x is not None}
     q, k, v = arrays["q"], arrays["k"], arrays["v"]

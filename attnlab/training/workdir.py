@@ -114,7 +114,7 @@ def read_config(workdir: Path) -> dict:
         raise UserError(f"{workdir} holds a Hugging Face model, not a run of attnlab: choose another folder")
     own.admit(saved.get("code", {}), workdir)
     try:
-        configs.check_saved(configs.from_dict(saved))
+        configs.check(configs.from_dict(saved))
     except (AttributeError, ValueError, KeyError, TypeError) as error:
         raise _damaged(path, error) from error
     return saved

@@ -14,10 +14,9 @@ import numpy as np
 
 import attnlab
 from attnlab import commands
-from attnlab.support import timing
 from attnlab.support.errors import UserError
 
-from . import peers, workers
+from . import peers, tables, workers
 from .peers import UNIT
 
 BACKENDS = ("dense", "blockwise", "cudnn")  # the specification first
@@ -183,7 +182,7 @@ def race(report: Report, masks, sizes: Sizes, rounds: int, block: float, torch: 
             for which, timers in _entered(report, label, task, torch, folder).items():
                 seconds = alternate(timers, rounds, block)
                 row = f"{label}, {PASSES[which]}"
-                print(timing.line(row, seconds), flush=True)
+                print(tables.line(row, seconds), flush=True)
                 _record(report, task, row, which, seconds)
         except Exception as error:  # the other benchmarks must go on
             report.fail(f"{label} failed ({type(error).__name__}: {commands.one_line(error)})")
@@ -217,7 +216,7 @@ def _record(report, task, label, which, seconds) -> None:
     ours = f"attnlab {attnlab.explain(task.q, task.k, task.v, peers.mask_of(task, task.ids)).backend}"
     row, flops = report.rows.setdefault(label, {}), flops_of(task, which)
     for name, taken in seconds.items():
-        ratio = timing.ratio(seconds, name, ours) if ours in seconds else None
+        ratio = tables.ratio(seconds, name, ours) if ours in seconds else None
         median, called = statistics.median(taken), _KEYS.get(name, name.replace(" ", "_"))
         row[name] = f"{1e3 * median:.3f}" + (f" ({ratio:.2f})" if ratio else "") + f" {flops / median / 1e12:.3g}"
         key = f"{task.mask}_t{length}_d{head_dim}_{which}"

@@ -45,6 +45,11 @@ def high_water(pid: int) -> float | None:
         return None
 
 
+def cell(peak: float | None) -> str:
+    """A table cell; "?" where the system does not report memory."""
+    return "?" if peak is None else f"{peak:,.0f}"
+
+
 def _resident(field: str, status: Path = _STATUS) -> float:
     line = next(line for line in status.read_text().splitlines() if line.startswith(field + ":"))
     return int(line.split()[1]) / 1024

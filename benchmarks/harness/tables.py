@@ -1,11 +1,30 @@
-"""Tables of benchmarks, on a terminal and in logs."""
+"""Measured seconds as lines and tables; contenders are compared by ratios within a round."""
 
 import statistics
+import time
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.table import Table
 
-from attnlab.support.timing import ratio
+
+def rounds(label: str, count: int) -> Iterator[int]:
+    """Count from 0 to `count` − 1; prints after each round how many are done and about how long the others take."""
+    start = time.perf_counter()
+    for done in range(1, count + 1):
+        yield done - 1
+        left = (time.perf_counter() - start) / done * (count - done)
+        print(f"{label}: round {done} of {count}" + (f", about {left:.0f} s left" if done < count else ""), flush=True)
+
+
+def ratio(seconds: dict[str, list[float]], name: str, reference: str) -> float:
+    """Time of `name` over the time of `reference`: the median over rounds of the ratio within a round."""
+    return statistics.median(a / b for a, b in zip(seconds[name], seconds[reference]))
+
+
+def line(label: str, seconds: dict[str, list[float]]) -> str:
+    """One line with the median milliseconds of each contender."""
+    return f"{label}: " + ", ".join(f"{name} {1e3 * statistics.median(s):.2f} ms" for name, s in seconds.items())
 
 
 def report(title: str, rows: dict[str, dict[str, list[float]]], reference: str) -> None:
@@ -17,11 +36,6 @@ def report(title: str, rows: dict[str, dict[str, list[float]]], reference: str) 
 
     cells = {label: {name: cell(seconds, name) for name in seconds} for label, seconds in rows.items()}
     table(title, cells, caption=f"median milliseconds (× the time of {reference}, median over rounds)")
-
-
-def mib(peak: float | None) -> str:
-    """A table cell for memory; "?" where the system does not report it."""
-    return "?" if peak is None else f"{peak:,.0f}"
 
 
 def table(title: str, rows: dict[str, dict[str, str]], caption: str | None = None) -> None:

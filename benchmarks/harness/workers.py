@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import numpy as np
 from attnlab.data import corpora, tokenizers
 from attnlab.support.errors import UserError
 
-from . import memory
+from . import memory, tables
 
 SIZES = {
     "small": {"num_layers": 4, "num_heads": 4, "width": 128, "context": 64, "batch_size": 12},
@@ -137,19 +136,10 @@ def calibrate(workers: dict[str, Worker], seconds: int) -> int:
     return max(1, round(seconds / max(worker.ask("train", steps=3)["seconds"] / 3 for worker in workers.values())))
 
 
-def counted(label: str, count: int) -> Iterator[int]:
-    """Count from 0 to `count` − 1; prints after each round how many are done and about how long the others take."""
-    start = time.perf_counter()
-    for done in range(1, count + 1):
-        yield done - 1
-        left = (time.perf_counter() - start) / done * (count - done)
-        print(f"{label}: round {done} of {count}" + (f", about {left:.0f} s left" if done < count else ""), flush=True)
-
-
 def alternate(workers: dict[str, Worker], what: str, rounds: int, label: str, **request) -> dict[str, list[dict]]:
     """Send each worker the same request, in turn: A B C A B C …; returns their answers, and prints progress."""
     answers = {name: [] for name in workers}
-    for _ in counted(label, rounds):
+    for _ in tables.rounds(label, rounds):
         for name, worker in workers.items():
             answers[name].append(worker.ask(what, **request))
     return answers

@@ -5,21 +5,15 @@ import numpy as np
 import pytest
 
 from attnlab import config as configs
-from attnlab.nn import GPT, Recurrence, Rotary, kinds
+from attnlab.nn import GPT, GatedConv, Recurrence, Rotary, kinds
 from attnlab.nn.fields import check_shape
 from attnlab.ops.masks import Causal
 from attnlab.support.options import options
 
 
-class Toy(kinds.Kind):
-    """A kind of layer that reads one option."""
-
-    reads = frozenset({"recurrence.conv"})
-
-
 @pytest.fixture(autouse=True)
 def toy(monkeypatch):
-    monkeypatch.setitem(kinds.KINDS, "toy", Toy())
+    monkeypatch.setitem(kinds.KINDS, "toy", kinds.Mixer(GatedConv))  # reads recurrence.conv alone
 
 
 def check(fields):
@@ -61,7 +55,7 @@ def test_option_that_no_layer_reads_is_named(fields, message):
         {"pattern": "toy attention", "recurrence.conv": 4, "kv_heads": 2, "rotary.base": 5.0, "num_heads": 2},
         {"pattern": "toy attention", "window": 8, "local_base": 5.0},
         {"pattern": "attention local global", "window": 8, "soft_cap": 5.0, "qk_norm_joint": True},
-        ALONE | {"recurrence.conv": 0, "dropout": 0.1, "use_bias": True, "positions": "learned", "norm": "rms"},
+        ALONE | {"recurrence.conv": 2, "dropout": 0.1, "use_bias": True, "positions": "learned", "norm": "rms"},
         ALONE | {"width": 129},  # that heads need not divide
         ALONE | {"qk_norm": False},  # the default of a GPT, where a config's is True
     ],

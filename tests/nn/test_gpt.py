@@ -273,7 +273,7 @@ def test_gpt_bfloat16_keeps_float32_parameters():
         ({"positions": "absolute"}, 8, "positions = 'absolute'"),
         ({"window": -1}, 8, "window = -1"),
         ({"kv_heads": 3}, 8, "num_heads = 4 .*kv_heads = 3: .*1"),
-        ({"num_heads": 16, "positions": "rotary"}, 8, "head has 1 .*width / num_heads"),
+        ({"num_heads": 16, "positions": "rotary"}, 8, "rotary.fraction = 1.0: rotates 1 of the 1 features of a head"),
         ({"width": 15, "num_heads": 3, "positions": "sinusoidal"}, 8, "width = 15 is odd"),
         ({"mlp_ratio": 0.01}, 8, "mlp_ratio = 0.01 .*width = 16 .*1/16"),
         ({"padded_vocab_size": 10}, 8, "padded_vocab_size = 10: expected vocab_size = 11 or more"),

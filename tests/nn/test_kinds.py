@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from attnlab.nn import GPT
-from attnlab.nn.kinds import KINDS, MIXERS, Kind, kind_of
+from attnlab.nn.kinds import KINDS, MIXERS, kind_of
 from attnlab.support.options import options
 
 MODEL = GPT(40, 3, 2, 16, 12, positions="rotary")
@@ -32,7 +32,7 @@ def test_attention_in_a_pattern_is_local_where_the_window_is_set():
 def test_every_kind_reads_options_that_there_are():
     names = {"mask", "alibi", "rotary", "recurrence", "latent", "score_mod"} | set(options(GPT))
     for name, kind in KINDS.items():
-        assert isinstance(kind, Kind) and kind.reads <= names, name
+        assert kind.reads <= names, name
 
 
 def test_mixer_is_the_kind_of_all_layers_without_a_pattern():

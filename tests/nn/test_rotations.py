@@ -78,8 +78,8 @@ def test_rotary_scores_depend_on_position_difference_however_scaled(scaling):
     [
         ({"scaling": "ntk"}, "rotary.scaling = 'ntk'"),
         ({"base": 0.0}, "rotary.base = 0.0"),
-        ({"fraction": 0.05}, "rotary.fraction = 0.05: .*16 features"),
-        ({"fraction": 0.2}, r"head_dim = 16, rotary.fraction = 0.2"),
+        ({"fraction": 0.05}, "rotary.fraction = 0.05: rotates 0 of the 16 features"),
+        ({"fraction": 0.2}, "rotary.fraction = 0.2: rotates 3 of the 16 features"),
         ({"factor": 0.5}, "rotary.factor = 0.5"),
         ({"scaling": "yarn"}, "rotary.original_context = 0: 'yarn'"),
         ({"scaling": "llama3", "slow_turns": 4.0, "original_context": 9}, "slow_turns = 4.0: .*fast_turns = 4"),

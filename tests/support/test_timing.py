@@ -1,4 +1,4 @@
-"""Timing in alternation, and ratios."""
+"""Timing in alternation."""
 
 import jax.numpy as jnp
 
@@ -11,7 +11,3 @@ def test_alternate_calls_contenders_in_turn():
     seconds = timing.alternate(contenders, rounds=2)
     assert "".join(calls) == "abc" * 3  # once more each, to compile
     assert {name: len(times) for name, times in seconds.items()} == dict.fromkeys("abc", 2)
-
-
-def test_ratio_is_the_median_of_ratios_within_rounds():
-    assert timing.ratio({"a": [2.0, 30.0, 8.0], "b": [1.0, 10.0, 4.0]}, "a", "b") == 2

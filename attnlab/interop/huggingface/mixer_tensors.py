@@ -6,8 +6,7 @@ Functions take the layer, the width of its inputs, the name of its tensors, and 
 from collections.abc import Iterator
 
 from attnlab.interop.tensors import Tensor
-from attnlab.nn import DifferentialAttention, LatentAttention
-from attnlab.nn.mixers import GatedDeltaNet, Mamba2
+from attnlab.nn import DifferentialAttention, GatedDeltaNet, LatentAttention, Mamba2
 
 _QKV = ("query", "key", "value")
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from attnlab.interop.huggingface.config_reader import ConfigReader
 from attnlab.interop.huggingface.families import Recurrent
 from attnlab.interop.huggingface.rotary import layer_types, read_kinds
+from attnlab.nn.groups import Recurrence
 from attnlab.nn.kinds import Mixer, kinds_of, named
-from attnlab.nn.recurrence import Recurrence
 
 _EPSILON = 1e-5  # of the norms of recurrent layers, by default
 _NO_LIMIT = ([0, math.inf], [0, {"__float__": "Infinity"}])  # the second in files of transformers 5

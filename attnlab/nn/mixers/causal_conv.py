@@ -5,8 +5,8 @@ from typing import ClassVar
 import flax.linen as nn
 import jax.numpy as jnp
 
+from attnlab.nn.groups import group
 from attnlab.nn.mixers.interface import CausalMixer, last
-from attnlab.nn.resolved import recurrence_of
 from attnlab.types import DType
 
 
@@ -40,7 +40,7 @@ class CausalConv(CausalMixer):
     @classmethod
     def of_model(cls, model, *, dtype=None, parent=None, **fields):
         """With a kernel of 4 tokens it has as many weights as attention."""
-        conv = recurrence_of(model).conv
+        conv = group(model, "recurrence").conv
         return cls(kernel_size=4 if conv is None else conv, dtype=dtype, parent=parent)
 
     def mix(self, x, before, tokens):

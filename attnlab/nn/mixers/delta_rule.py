@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from attnlab.nn.mixers import gates
 from attnlab.nn.mixers.interface import RecurrentMixer
 from attnlab.nn.mixers.short_conv import ShortConv
+from attnlab.nn.norms import RMSNorm
 
 
 class DeltaRule(RecurrentMixer):
@@ -18,13 +19,20 @@ class DeltaRule(RecurrentMixer):
     Attributes:
       value_heads: HV, a multiple of num_heads; None for num_heads.
       conv: W, tokens of the convolution; 0 for none.
+      gate: whether there is an output gate.
+      negative_eigenvalues: β up to 2.
       norm_epsilon: ε of the norm of the outputs.
     """
 
     value_heads: int | None = None
     conv: int = 4
+    gate: bool = True
+    negative_eigenvalues: bool = False
     norm_epsilon: float = 1e-5
 
+    reads: ClassVar[frozenset[str]] = frozenset(
+        ("heads", "key_dim", "value_dim", "value_heads", "conv", "gate", "negative_eigenvalues", "norm_epsilon")
+    )
     state_operations: ClassVar[int] = 8  # an erasure is a read and a write
 
     @property
@@ -50,15 +58,23 @@ class DeltaRule(RecurrentMixer):
         q, k = (gates.unit(y.astype(_wide(x))).astype(v.dtype) for y in (q, k))
         return q, k, v, kept
 
-    def _beta(self, x, heads, largest):
-        """β = `largest` · σ(b(x)), `[B, T, heads]`."""
-        return largest * jax.nn.sigmoid(self._dense("b", heads, dtype=_wide(x))(x))
+    def _beta(self, x, heads):
+        """β = σ(b(x)), or twice that for `negative_eigenvalues`, `[B, T, heads]`."""
+        return (2 if self.negative_eigenvalues else 1) * jax.nn.sigmoid(self._dense("b", heads, dtype=_wide(x))(x))
 
     def _decay(self, x):
         """g = −exp(A_log) · softplus(a(x) + dt_bias), `[B, T, HV]`."""
         a_log = self.param("A_log", gates.a_log(0.01, 16.0), (self.states,)).astype(_wide(x))
         dt_bias = self.param("dt_bias", gates.dt_bias, (self.states,))
         return -jnp.exp(a_log) * jax.nn.softplus(self._dense("a", self.states, dtype=_wide(x))(x) + dt_bias)
+
+    def _normed(self, z):
+        return RMSNorm(self.norm_epsilon, dtype=self.dtype, name="norm")(z)
+
+    def _gated(self, x, z):
+        """The recurrence's output z, normalized, and times silu(gate(x))."""
+        z = self._normed(z)
+        return z * jax.nn.silu(self._dense("gate", *z.shape[-2:])(x)) if self.gate else z
 
     def empty(self, batch, features):
         if self.states % self.num_heads:

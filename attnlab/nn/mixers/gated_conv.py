@@ -5,9 +5,9 @@ from typing import ClassVar
 import flax.linen as nn
 import jax.numpy as jnp
 
+from attnlab.nn.groups import group
 from attnlab.nn.mixers.interface import CausalMixer
 from attnlab.nn.mixers.short_conv import ShortConv
-from attnlab.nn.resolved import recurrence_of
 from attnlab.ops.cpu import products
 from attnlab.types import DType
 
@@ -36,7 +36,7 @@ class GatedConv(CausalMixer):
 
     @classmethod
     def of_model(cls, model, *, dtype=None, parent=None, **fields):
-        conv = recurrence_of(model).conv
+        conv = group(model, "recurrence").conv
         return cls(kernel_size=4 if conv is None else conv, dtype=dtype, parent=parent)
 
     def mix(self, x, before, tokens):

@@ -1,11 +1,8 @@
 """Gated DeltaNet, and DeltaNet, which is it without a decay."""
 
-from typing import ClassVar
-
-import jax
+import functools
 
 from attnlab.nn.mixers.delta_rule import DeltaRule
-from attnlab.nn.norms import RMSNorm
 
 
 class GatedDeltaNet(DeltaRule):
@@ -37,21 +34,11 @@ class GatedDeltaNet(DeltaRule):
     """
 
     decay: bool = True
-    gate: bool = True
-    negative_eigenvalues: bool = False
-
-    reads: ClassVar[frozenset[str]] = frozenset(
-        ("heads", "key_dim", "value_dim", "value_heads", "conv", "gate", "negative_eigenvalues", "norm_epsilon")
-    )
 
     def mix(self, x, before, tokens):
         q, k, v, conv = self._projected(x, before, tokens)
-        beta = self._beta(x, self.states, largest=2 if self.negative_eigenvalues else 1)
+        beta = self._beta(x, self.states)
         g = self._decay(x) if self.decay else None
 
-        def after(z):
-            z = RMSNorm(self.norm_epsilon, dtype=self.dtype, name="norm")(z)
-            return z * jax.nn.silu(self._dense("gate", *z.shape[-2:])(x)) if self.gate else z
-
-        z, state = self._recur(q, k, v, before.state, tokens, g=g, beta=beta, after=after)
+        z, state = self._recur(q, k, v, before.state, tokens, g=g, beta=beta, after=functools.partial(self._gated, x))
         return self._out(z, x.shape[-1]), state, conv

@@ -1,12 +1,11 @@
 """Gated DeltaProduct."""
 
+import functools
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 
 from attnlab.nn.mixers.delta_rule import DeltaRule
-from attnlab.nn.norms import RMSNorm
 
 
 class GatedDeltaProduct(DeltaRule):
@@ -38,22 +37,9 @@ class GatedDeltaProduct(DeltaRule):
     """
 
     steps: int = 2
-    gate: bool = True
     negative_eigenvalues: bool = True
 
-    reads: ClassVar[frozenset[str]] = frozenset(
-        (
-            "heads",
-            "key_dim",
-            "value_dim",
-            "value_heads",
-            "conv",
-            "gate",
-            "negative_eigenvalues",
-            "steps",
-            "norm_epsilon",
-        )
-    )
+    reads: ClassVar[frozenset[str]] = DeltaRule.reads | {"steps"}
 
     @property
     def state_operations(self):
@@ -61,13 +47,9 @@ class GatedDeltaProduct(DeltaRule):
 
     def mix(self, x, before, tokens):
         q, k, v, conv = self._projected(x, before, tokens)
-        beta = self._beta(x, self.states * self.steps, largest=2 if self.negative_eigenvalues else 1)
+        beta = self._beta(x, self.states * self.steps)
         k, v, beta = (self._in_turn(y) for y in (k, v, beta))
-
-        def after(z):
-            z = RMSNorm(self.norm_epsilon, dtype=self.dtype, name="norm")(z)
-            return z * jax.nn.silu(self._dense("gate", *z.shape[-2:])(x)) if self.gate else z
-
+        after = functools.partial(self._gated, x)
         z, state = self._recur(q, k, v, before.state, tokens, g=self._decay(x), beta=beta, after=after)
         return self._out(z, x.shape[-1]), state, conv
 

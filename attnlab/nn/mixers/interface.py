@@ -12,8 +12,7 @@ from jaxtyping import Float, Int
 
 from attnlab.nn import checks, projections, sharding, taps
 from attnlab.nn.checks import check_lengths, check_segments
-from attnlab.nn.resolved import recurrence_of
-from attnlab.ops.cpu import products
+from attnlab.nn.groups import group
 from attnlab.ops.masks import Causal, Mask
 from attnlab.ops.recurrence import linear_recurrence
 from attnlab.types import Array, DType
@@ -154,7 +153,7 @@ class CausalMixer(nn.Module):
     def of_model(cls, model, *, dtype: DType | None = None, parent=None, **fields) -> "CausalMixer":
         """The layer of a `GPT`, or of `config.model`; `fields` are defaults besides the module's, if it has them."""
         names = set(cls.reads) - {"heads"}
-        read = {name: value for name in names if (value := getattr(recurrence_of(model), name)) is not None}
+        read = {name: value for name in names if (value := getattr(group(model, "recurrence"), name)) is not None}
         known = {field.name for field in dataclasses.fields(cls)}
         fields = {name: value for name, value in (fields | {"dtype": dtype}).items() if name in known}
         return cls(**fields | read, parent=parent)
@@ -201,7 +200,7 @@ class RecurrentMixer(CausalMixer):
     @classmethod
     def heads_of(cls, model) -> int:
         """H of the layer of a `GPT`."""
-        return recurrence_of(model).heads or model.num_heads
+        return group(model, "recurrence").heads or model.num_heads
 
     @property
     def states(self) -> int:
@@ -210,11 +209,11 @@ class RecurrentMixer(CausalMixer):
 
     def key_features(self, features: int) -> int:
         """K."""
-        return self.key_dim or _share("num_heads", features, self.num_heads)
+        return self.key_dim or _share(features, self.num_heads)
 
     def value_features(self, features: int) -> int:
         """V."""
-        return self.value_dim or _share("num_heads", features, self.num_heads)
+        return self.value_dim or _share(features, self.num_heads)
 
     def empty(self, batch, features):
         shape = (batch, self.states, self.key_features(features), self.value_features(features))
@@ -225,16 +224,9 @@ class RecurrentMixer(CausalMixer):
         """The type of states: float32, and float64 for this `dtype`."""
         return jnp.promote_types(self.dtype or jnp.float32, jnp.float32)
 
-    def _dense(self, name, *features, use_bias=False, dtype=None, **initializers):
+    def _dense(self, name, *features, use_bias=False, **options):
         """A linear layer to heads and features, or to `features` alone."""
-        return nn.DenseGeneral(
-            features,
-            use_bias=use_bias,
-            dtype=dtype or self.dtype,
-            name=name,
-            dot_general=products.dot_general,
-            **{"kernel_init": self.kernel_init, **initializers},
-        )
+        return projections.dense(self, name, *features, use_bias=use_bias, **options)
 
     def _recur(self, q, k, v, state, tokens: Tokens, *, after: Callable | None = None, **terms):
         """(What `out` projects, `[B, T, HV, V]`, and the state after the tokens), with the taps of `attnlab.see`.
@@ -273,9 +265,9 @@ def last(x: Float[Array, "B N ..."], count: int, lengths: Int[Array, " B"] | Non
     return jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, count))(x, lengths)
 
 
-def _share(name: str, features: int, heads: int) -> int:
+def _share(features: int, heads: int) -> int:
     if heads < 1 or features % heads:
-        raise ValueError(f"{name} = {heads}: expected a divisor of the input width {features}, or sizes of a head")
+        raise ValueError(f"num_heads = {heads}: expected a divisor of the input width {features}, or sizes of a head")
     return features // heads
 
 

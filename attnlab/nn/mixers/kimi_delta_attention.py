@@ -1,13 +1,10 @@
 """Kimi Delta Attention."""
 
-from typing import ClassVar
-
 import jax
 import jax.numpy as jnp
 
 from attnlab.nn.mixers import gates
 from attnlab.nn.mixers.delta_rule import DeltaRule
-from attnlab.nn.norms import RMSNorm
 
 
 class KimiDeltaAttention(DeltaRule):
@@ -36,20 +33,13 @@ class KimiDeltaAttention(DeltaRule):
     (2, 5, 8)
     """
 
-    gate: bool = True
-    negative_eigenvalues: bool = False
-
-    reads: ClassVar[frozenset[str]] = frozenset(
-        ("heads", "key_dim", "value_dim", "value_heads", "conv", "gate", "negative_eigenvalues", "norm_epsilon")
-    )
-
     def mix(self, x, before, tokens):
         q, k, v, conv = self._projected(x, before, tokens)
-        beta = self._beta(x, self.states, largest=2 if self.negative_eigenvalues else 1)
+        beta = self._beta(x, self.states)
         rank = self.value_features(x.shape[-1])
 
         def after(z):
-            z = RMSNorm(self.norm_epsilon, dtype=self.dtype, name="norm")(z)
+            z = self._normed(z)
             if not self.gate:
                 return z
             return z * jax.nn.sigmoid(self._dense("gate_up", *z.shape[-2:])(self._dense("gate_down", rank)(x)))

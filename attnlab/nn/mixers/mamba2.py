@@ -6,11 +6,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from attnlab.nn.groups import group
 from attnlab.nn.mixers import gates
 from attnlab.nn.mixers.interface import RecurrentMixer
 from attnlab.nn.mixers.short_conv import ShortConv
 from attnlab.nn.norms import RMSNorm
-from attnlab.nn.resolved import recurrence_of
 
 
 class Mamba2(RecurrentMixer):
@@ -52,7 +52,7 @@ class Mamba2(RecurrentMixer):
 
     @classmethod
     def heads_of(cls, model):
-        return recurrence_of(model).heads or 1
+        return group(model, "recurrence").heads or 1
 
     @property
     def states(self):

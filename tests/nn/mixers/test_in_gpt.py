@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from attnlab.nn import GPT, GatedDeltaProduct, stack_layers, unstack_layers
+from attnlab.nn.groups import Recurrence
 from attnlab.nn.kinds import KINDS, MIXERS
-from attnlab.nn.recurrence import Recurrence
 from tests.parameters import parameters
 
 TOKENS = np.arange(20).reshape(2, 10) % 11
