@@ -1,8 +1,7 @@
 """Synthetic tasks with a known answer.
 
-A batch is a pure function of the step and the seed, and can be traced: a compiled loop draws batches
-itself, and `vmap` over seeds draws them for several runs. Studies train on steps below `TEST`. `batch_size` is B and
-`length` is T.
+A batch is a pure function of the step and the seed, and can be traced: a compiled loop draws batches itself, and `vmap`
+over seeds draws them for several runs. Studies train on steps below `TEST`. `batch_size` is B and `length` is T.
 """
 
 from attnlab.data.tasks.associations import recall, spread_recall
