@@ -146,7 +146,7 @@ def _write(rows: list[dict], means: list[dict], folder: Path, points: list[grid.
         try:
             from attnlab import plots  # optional
         except ImportError:
-            print("a plot of the losses needs matplotlib: pip install matplotlib")
+            print("a plot of the losses needs matplotlib: pip install 'attnlab[plots]'")
         else:
             paths.write_figure(folder / PLOT, _figure(plots, rows, means, folder, points))
             written.append(PLOT)

@@ -10,18 +10,22 @@ the moving average of the gradients so far (decay 0.98), and reported apart. See
 the first step measured at which 90 % of the held-out pairs are right.
 """
 
+from typing import NamedTuple
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Int
 from matplotlib.figure import Figure
 
 from attnlab import plots
-from attnlab.data.tasks import modular_sums
+from attnlab.data.tasks.task_draws import Number, compiled, key_of
 from attnlab.nn import Mlp, MultiHeadAttention
 from attnlab.study.fitting import Size, fit_seeds
 from attnlab.study.report import Interval, Options, Verdict, table
+from attnlab.types import Array
 
 P, SHARE, WIDTH, HEADS, RATE = 59, 0.4, 64, 4, 1e-2
 STRONGEST, LOOKS = 5, 25
@@ -36,6 +40,33 @@ GROKKED = 0.9
 
 
 FAST, FULL = Size(2, 1500), Size(6, 2000)
+
+
+class Sums(NamedTuple):
+    """Pairs and their sums."""
+
+    tokens: Int[Array, "N 3"]  # int32 [N, 3]: a, b, and p for "="
+    targets: Int[Array, " N"]  # int32 [N], (a + b) mod p
+
+
+@compiled
+def modular_sums(p: int, *, train: float, seed: Number = 0) -> tuple[Sums, Sums]:
+    """All p² pairs (a, b) with (a + b) mod p, split at random (Power et al. 2022).
+
+    Args:
+      p: the modulus.
+      train: share of the pairs in the first part.
+
+    Returns:
+      The pairs for training, and the held-out pairs.
+    """
+    count = round(train * p * p) if p > 0 else 0
+    if not 0 < count < p * p:
+        raise ValueError(f"p = {p} and train = {train} leave a part without pairs: raise p, or train between 0 and 1")
+    a, b = jnp.divmod(jax.random.permutation(key_of(0, seed), p * p).astype(jnp.int32), p)
+    tokens = jnp.stack([a, b, jnp.full_like(a, p)], axis=-1)
+    sums = Sums(tokens, (a + b) % p)
+    return jax.tree.map(lambda x: x[:count], sums), jax.tree.map(lambda x: x[count:], sums)
 
 
 class Adder(nn.Module):

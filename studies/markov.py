@@ -16,20 +16,24 @@ tried, all on the first two seeds: attention alone, of width 16 or 32, stopped a
 
 import functools
 import itertools
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 
 from attnlab import plots
-from attnlab.data.tasks import TEST, chains
+from attnlab.data.tasks import TEST
+from attnlab.data.tasks.task_draws import Number, check_least, compiled, key_of
 from attnlab.masks import Causal
 from attnlab.nn import Block, Mlp, MultiHeadAttention
 from attnlab.study.fitting import Size, adamw, fit_seeds, next_token
 from attnlab.study.report import Interval, Options, Verdict
 from attnlab.study.study_progress import Advance
+from attnlab.types import Array
 
 STATES, WIDTH, LENGTH, BATCH, HELD_OUT = 3, 32, 100, 32, 256
 ROTARY_BASE = 30.0  # the slowest pair turns by half a turn over the sequence: all of them tell near from far
@@ -40,6 +44,57 @@ PREDICTORS = ("uniform", "unigram", "bigram")
 
 FAST = Size(seeds=2, steps=400)
 FULL = Size(seeds=6, steps=1000)
+BALANCING = 30  # rounds: the columns of most matrices then sum to 1 within rounding
+
+
+class Chains(NamedTuple):
+    """Sequences of Markov chains."""
+
+    tokens: Int[Array, "B T"]  # int32 [B, T], the states
+    transitions: Float[Array, "B S S"]  # float32 [B, S, S], the probabilities of the next state (last axis) by state
+
+
+@compiled
+def chains(
+    step: Number,
+    *,
+    batch_size: int,
+    length: int,
+    states: int = 3,
+    doubly_stochastic: bool = False,
+    seed: Number = 0,
+) -> Chains:
+    """Draw sequences, each of a random Markov chain (Edelman et al. 2024).
+
+    Transition matrices have rows from the flat Dirichlet distribution; first states are uniform. By Bayes' rule the
+    probability that j follows i is (count of i j + 1) / (count of i + S), over the previous pairs.
+
+    Args:
+      states: S.
+      doubly_stochastic: scale the columns to sum to 1 as well: all states are then equally frequent in the long run,
+        and counts of single states predict nothing.
+    """
+    check_least(batch_size=batch_size, length=length)
+    check_least(2, states=states)
+    row_key, first_key, next_key = jax.random.split(key_of(step, seed), 3)
+    transitions = jax.random.dirichlet(row_key, jnp.ones(states), (batch_size, states))
+    if doubly_stochastic:
+        transitions = jax.lax.fori_loop(0, BALANCING, lambda _, matrices: _balanced(matrices), transitions)
+    first = jax.random.randint(first_key, (batch_size,), 0, states, jnp.int32)
+    bounds = transitions.cumsum(-1)[..., :-1]  # the last one is 1
+
+    def follow(state, u):
+        following = (u[:, None] > bounds[jnp.arange(batch_size), state]).sum(-1, dtype=jnp.int32)
+        return following, state
+
+    _, tokens = jax.lax.scan(follow, first, jax.random.uniform(next_key, (length, batch_size)))
+    return Chains(tokens.T, transitions)
+
+
+def _balanced(matrices):
+    """Columns, then rows, scaled to sum to 1 (Sinkhorn and Knopp 1967)."""
+    matrices = matrices / matrices.sum(-2, keepdims=True)
+    return matrices / matrices.sum(-1, keepdims=True)
 
 
 class Model(nn.Module):

@@ -20,15 +20,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 
 from attnlab import plots
-from attnlab.data.tasks import TEST, backcopy, backcopy_chain
+from attnlab.data.tasks import TEST
+from attnlab.data.tasks.task_draws import Number, check_least, compiled, key_of
 from attnlab.masks import Causal
 from attnlab.nn import Block, LearnedPositions, Mlp, MultiHeadAttention
 from attnlab.study.fitting import adamw, fit_seeds, next_token
 from attnlab.study.report import Interval, Options, Verdict
 from attnlab.study.study_progress import Advance
+from attnlab.types import Array
 
 VOCABULARY, TRIGGERS, WIDTH, LENGTH, BATCH, HELD_OUT = 64, 3, 64, 64, 32, 256
 SMALL = nn.initializers.normal(0.02)
@@ -46,6 +49,58 @@ class Size(NamedTuple):
 
 FAST = Size(seeds=2, steps=360, looks=5)
 FULL = Size(seeds=6, steps=1000, looks=11)
+
+
+@compiled
+def backcopy(
+    step: Number,
+    *,
+    batch_size: int,
+    length: int,
+    vocab_size: int = 64,
+    triggers: int = 3,
+    rate: float = 0.2,
+    seed: Number = 0,
+) -> Int[Array, "B T"]:
+    """Draw sequences `[B, T]` of the Bigram-Backcopy task (Guo et al. 2024, section 2).
+
+    Sequences begin with token 0, which occurs nowhere else. After a trigger, one of the tokens 1 … triggers, the token
+    before it is repeated; after any other token follows the next of a Markov chain, `backcopy_chain`.
+
+    Args:
+      vocab_size: tokens are 0 … vocab_size − 1.
+      triggers: number of trigger tokens.
+      rate: probability that a trigger follows another token.
+    """
+    check_least(batch_size=batch_size, length=length, triggers=triggers)
+    check_least(triggers + 3, vocab_size=vocab_size)
+    if not 0 < rate < 1:
+        raise ValueError(f"rate = {rate}: expected a rate between 0 and 1")
+    bounds = backcopy_chain(seed, vocab_size, triggers, rate).cumsum(-1)
+
+    def follow(tokens, u):
+        before, token = tokens
+        drawn = (u[:, None] >= bounds[token]).sum(-1, dtype=jnp.int32)
+        # The sum of probabilities may fall short of 1 by rounding, hence the minimum.
+        following = jnp.where((token >= 1) & (token <= triggers), before, jnp.minimum(drawn, vocab_size - 1))
+        return (token, following), token
+
+    first = jnp.zeros(batch_size, jnp.int32)
+    draws = jax.random.uniform(key_of(step, seed), (length, batch_size))
+    _, tokens = jax.lax.scan(follow, (first, first), draws)
+    return tokens.T
+
+
+def backcopy_chain(seed: Number, vocab_size: int = 64, triggers: int = 3, rate: float = 0.2) -> Float[Array, "V V"]:
+    """The chain of `backcopy`: probabilities of the next token (last axis) after a token that is not a trigger.
+
+    Other tokens follow with probabilities from a Dirichlet distribution of concentration 1/10, so that few are likely.
+    No trigger follows the first token, which has no token before it to repeat.
+    """
+    drawn = jax.random.dirichlet(jax.random.key(seed), jnp.full(vocab_size - triggers - 1, 0.1), (vocab_size,))
+    into_triggers = jnp.where(jnp.arange(vocab_size) == 0, 0.0, rate)[:, None]
+    parts = [jnp.zeros((vocab_size, 1)), jnp.repeat(into_triggers / triggers, triggers, 1), drawn * (1 - into_triggers)]
+    return jnp.concatenate(parts, axis=1)
 
 
 class SigmoidAttention(nn.Module):

@@ -74,7 +74,7 @@ def _main(values, own_process: bool) -> int:
     if values.workdir is None:
         raise UserError("--workdir is missing: name the folder of a run, e.g. --workdir=runs/quickstart")
     if any(importlib.util.find_spec(name) is None for name in ("matplotlib", "PIL")):
-        raise UserError("a page holds a picture, drawn by matplotlib: pip install matplotlib")
+        raise UserError("a page holds a picture, drawn by matplotlib: pip install 'attnlab[plots]'")
     workdir = Path(values.workdir)
     out = _checked_out(values.out, workdir)
     if own_process:

@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     argv = list(sys.argv if argv is None else argv)
     if importlib.util.find_spec("matplotlib") is None:
-        print("error: studies need matplotlib: pip install matplotlib", file=sys.stderr)
+        print("error: studies need matplotlib: pip install 'attnlab[plots]'", file=sys.stderr)
         return 2
     from attnlab.study import campaign, registry, running  # need matplotlib
 

@@ -7,6 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from attnlab._studies.copying import copies
+from attnlab._studies.dispersion import largest_of
+from attnlab._studies.gradient_step import regressions
+from attnlab._studies.grokking import modular_sums
+from attnlab._studies.markov import chains
+from attnlab._studies.sinks import backcopy
 from attnlab.data import tasks
 
 OPTIONS = {
@@ -24,6 +30,15 @@ OPTIONS = {
     "spread_recall": {"batch_size": 4, "pairs": 3, "length": 20, "vocab_size": 20},
 }
 
+DRAWS = vars(tasks) | {
+    "backcopy": backcopy,
+    "chains": chains,
+    "copies": copies,
+    "largest_of": largest_of,
+    "modular_sums": modular_sums,
+    "regressions": regressions,
+}
+
 
 def first_array(drawn) -> np.ndarray:
     return np.asarray(jax.tree.leaves(drawn)[0])
@@ -31,7 +46,7 @@ def first_array(drawn) -> np.ndarray:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_batch_is_a_pure_function_of_step_and_seed_traced_or_not(name):
-    draw = functools.partial(getattr(tasks, name), **OPTIONS[name])
+    draw = functools.partial(DRAWS[name], **OPTIONS[name])
     draw = draw if name != "modular_sums" else lambda step, seed, drawn=draw: drawn(seed=seed + 10 * step)
     first = first_array(draw(step=3, seed=1))
     traced = jax.jit(lambda step, seed: draw(step=step, seed=seed))(jnp.int32(3), jnp.int32(1))
@@ -67,4 +82,4 @@ def test_impossible_size_is_one_line(name, change, message):
     options = OPTIONS[name] | change
     first = (options.pop("kind"), *first) if "kind" in options else first
     with pytest.raises(ValueError, match=message):
-        getattr(tasks, name)(*first, **options)
+        DRAWS[name](*first, **options)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from attnlab.data.tasks import pairs
+from attnlab._studies.alignment import pairs
 from attnlab.nn import AdditiveAttention, MultiHeadAttention, Seq2Seq, alignment
 from tests.parameters import parameters
 

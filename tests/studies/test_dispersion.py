@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from attnlab._studies import dispersion
-from attnlab._studies.dispersion import ADAPTIVE, LENGTHS, LOGARITHMIC, MODEL, PLAIN
-from attnlab.data.tasks import largest_of
+from attnlab._studies.dispersion import ADAPTIVE, LENGTHS, LOGARITHMIC, MODEL, PLAIN, largest_of
 from tests.parameters import parameters
 from tests.studies import claims
 
@@ -90,3 +89,15 @@ def test_dispersion_claim():
     }
     refuted = {name: (part, make_rows(**change)) for name, (part, change) in changes.items()}
     claims.check(dispersion, make_rows(), refuted, "A head that finds")
+
+
+def test_target_is_the_class_of_the_largest_real_item():
+    batch = jax.tree.map(np.asarray, largest_of(0, batch_size=300, items=9, fewest=2, classes=4))
+    for values, classes, real, largest, target in zip(*batch):
+        assert largest == max(np.flatnonzero(real), key=lambda i: values[i]) and target == classes[largest]
+        assert real[: real.sum()].all()  # shorter sets are padded at their end
+    assert set(batch.real.sum(1)) == set(range(2, 10)) and set(batch.classes.flat) == set(range(4))
+
+
+def test_set_of_fixed_size_has_no_padding():
+    assert largest_of(0, batch_size=5, items=3).real.all()

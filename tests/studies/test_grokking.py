@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from attnlab._studies import grokking
-from attnlab._studies.grokking import DECAY, DECAY_FAST, KINDS, NO_DECAY
+from attnlab._studies.grokking import DECAY, DECAY_FAST, KINDS, NO_DECAY, modular_sums
 from tests.studies import claims
 
 
@@ -64,3 +64,11 @@ def test_grokking_claim():
     }
     refuted = {name: (part, make_rows(**change)) for name, (part, change) in changes.items()}
     claims.check(grokking, make_rows(), refuted, "Weight decay makes")
+
+
+def test_each_pair_is_in_one_part_with_its_sum():
+    train, held_out = modular_sums(7, train=0.3)
+    tokens, targets = (np.concatenate(parts) for parts in zip(train, held_out))
+    assert len(train.targets) == 15  # 0.3 · 49, rounded
+    assert {tuple(pair) for pair in tokens[:, :2]} == {(a, b) for a in range(7) for b in range(7)}
+    assert (tokens[:, 2] == 7).all() and (targets == tokens[:, :2].sum(1) % 7).all()

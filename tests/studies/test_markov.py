@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from attnlab._studies import markov
-from attnlab._studies.markov import DOUBLY, ONE, TWO
-from attnlab.data.tasks import chains
+from attnlab._studies.markov import DOUBLY, ONE, TWO, chains
 from tests.studies import claims
 
 STEPS = (0, 100, 200, 300, 400)
@@ -98,3 +97,35 @@ def test_divergence_matches_numpy():
     exact = (p * np.log(p / q)).sum(-1).mean()
     # Sums of three float32 terms of size 1 at most, averaged.
     assert float(jax.jit(markov.divergence)(p, np.log(q))) == pytest.approx(exact, abs=1e-6)
+
+
+@pytest.mark.parametrize("states", [3, *(pytest.param(states, marks=pytest.mark.slow) for states in (2, 5))])
+def test_chain_follows_its_transitions(states):
+    drawn = chains(0, batch_size=8, length=4001, states=states)
+    tokens, transitions = np.asarray(drawn.tokens), np.asarray(drawn.transitions, np.float64)
+    for sequence, matrix in zip(tokens, transitions):
+        counts = np.zeros((states, states))
+        np.add.at(counts, (sequence[:-1], sequence[1:]), 1)
+        total = counts.sum(1, keepdims=True)
+        # A share of n draws has a standard deviation of at most ½ / √n; five of them are exceeded by chance in one of
+        # a million.
+        assert (np.abs(counts / np.maximum(total, 1) - matrix) <= 2.5 / np.sqrt(np.maximum(total, 1))).all()
+
+
+def test_first_states_are_uniform_and_rows_are_flat_dirichlet():
+    drawn = chains(0, batch_size=3000, length=1)
+    shares = np.bincount(np.asarray(drawn.tokens)[:, 0], minlength=3) / 3000
+    np.testing.assert_allclose(shares, 1 / 3, atol=5 * 0.5 / 3000**0.5)
+    # The flat Dirichlet distribution of three has the variance 1/18 (mean 1/3, marginals Beta(1, 2)).
+    entries = np.asarray(drawn.transitions)
+    np.testing.assert_allclose(entries.mean((0, 1)), 1 / 3, atol=0.02)
+    np.testing.assert_allclose(entries.var((0, 1)), 1 / 18, atol=0.005)
+
+
+@pytest.mark.parametrize("states", [3, *(pytest.param(states, marks=pytest.mark.slow) for states in (2, 4))])
+def test_doubly_stochastic_matrices_have_columns_that_sum_to_one(states):
+    matrices = np.asarray(chains(0, batch_size=500, length=1, states=states, doubly_stochastic=True).transitions)
+    np.testing.assert_allclose(matrices.sum(-1), 1, atol=1e-6)
+    # Balancing converges more slowly the closer a matrix is to one with zeros: a few of 500 are.
+    apart = np.abs(matrices.sum(-2) - 1).max(-1)
+    assert np.median(apart) < 1e-5 and (apart < 0.05).all()

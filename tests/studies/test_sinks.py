@@ -1,12 +1,14 @@
 """The study of attention sinks."""
 
+import inspect
+
 import jax
 import numpy as np
 import pytest
 
 from attnlab._studies import sinks
-from attnlab._studies.sinks import SGD, SIGMOID, SINK, SOFTMAX
-from attnlab.data.tasks import TEST, backcopy, backcopy_chain
+from attnlab._studies.sinks import SGD, SIGMOID, SINK, SOFTMAX, backcopy, backcopy_chain
+from attnlab.data.tasks import TEST
 from tests.parameters import parameters
 from tests.studies import claims
 
@@ -93,3 +95,33 @@ def test_measurements_match_numpy(condition, monkeypatch):
         for key, expected in zip(names, np.mean(values, axis=0)):
             # float32 means of some 100 values of size 4 at most.
             assert float(looked[key]) == pytest.approx(expected, abs=1e-5), key
+
+
+def test_token_after_a_trigger_is_the_one_before_it():
+    tokens = np.asarray(backcopy(5, batch_size=64, length=50, triggers=2, seed=3))
+    assert (tokens[:, 0] == 0).all() and (tokens[:, 1:] > 0).all() and tokens.max() < 64
+    sequence, place = np.nonzero((tokens[:, 1:-1] >= 1) & (tokens[:, 1:-1] <= 2))
+    assert len(place) and (tokens[sequence, place + 2] == tokens[sequence, place]).all()
+    assert (tokens[:, 1] > 2).all(), "a trigger after the first token would have to copy it"
+
+
+def test_token_after_others_follows_the_chain():
+    tokens, chain = (
+        np.asarray(backcopy(0, batch_size=512, length=64, seed=1)),
+        np.asarray(jax.jit(backcopy_chain)(1), np.float64),
+    )
+    np.testing.assert_allclose(chain.sum(1), 1, atol=1e-6)
+    counts = np.zeros((64, 64))
+    np.add.at(counts, (tokens[:, :-1].ravel(), tokens[:, 1:].ravel()), 1)
+    counts[1:4] = 0  # triggers
+    total = np.maximum(counts.sum(1, keepdims=True), 1)
+    followed = counts.sum(1) > 0
+    # Five standard deviations of a share of `total` draws, at most ½ / √total.
+    assert (np.abs(counts / total - chain) <= 2.5 / np.sqrt(total))[followed].all()
+    assert counts[followed][:, 1:4].sum() / counts[4:].sum() == pytest.approx(0.2, abs=0.01)
+
+
+def test_backcopy_and_its_chain_have_the_same_defaults():
+    drawn, chain = (inspect.signature(function).parameters for function in (backcopy, backcopy_chain))
+    assert all(chain[name].default == drawn[name].default for name in ("vocab_size", "triggers", "rate"))
+    assert jax.eval_shape(backcopy_chain, 0).shape == (64, 64)

@@ -88,7 +88,7 @@ def test_missing_matplotlib_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     importlib.reload(study)  # the command itself imports without it
     assert run("scaling") == 2
-    assert capsys.readouterr().err == "error: studies need matplotlib: pip install matplotlib\n"
+    assert capsys.readouterr().err == "error: studies need matplotlib: pip install 'attnlab[plots]'\n"
 
 
 def test_verdict_holds_only_if_every_part_does():

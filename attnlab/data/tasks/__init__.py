@@ -1,34 +1,19 @@
 """Synthetic tasks with a known answer.
 
-A batch is a pure function of the step and the seed, and can be traced, except `pairs`: a compiled loop draws batches
-itself, and `vmap` over seeds draws them for several runs. Studies train on steps below `TEST`. `batch_size` is B and
-`length` is T.
+A batch is a pure function of the step and the seed, and can be traced: a compiled loop draws batches itself, and `vmap`
+over seeds draws them for several runs. Studies train on steps below `TEST`. `batch_size` is B and `length` is T.
 """
 
-from attnlab.data.tasks.alignments import KINDS, pairs
 from attnlab.data.tasks.associations import recall, spread_recall
-from attnlab.data.tasks.chains import backcopy, backcopy_chain, chains
-from attnlab.data.tasks.copying import Copies, copies, selective_copies
-from attnlab.data.tasks.modular import modular_sums, running_sums
-from attnlab.data.tasks.regression import regressions
+from attnlab.data.tasks.copying import selective_copies
+from attnlab.data.tasks.modular import running_sums
 from attnlab.data.tasks.repetition import inductions, repeats
-from attnlab.data.tasks.retrieval import largest_of
 from attnlab.data.tasks.task_draws import TEST
 
 __all__ = [
-    "KINDS",
     "TEST",
-    "Copies",
-    "backcopy",
-    "backcopy_chain",
-    "chains",
-    "copies",
     "inductions",
-    "largest_of",
-    "modular_sums",
-    "pairs",
     "recall",
-    "regressions",
     "repeats",
     "running_sums",
     "selective_copies",

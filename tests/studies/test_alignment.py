@@ -1,9 +1,9 @@
-"""Synthetic tasks: targets, alignments and held-out sources."""
+"""The study `alignment`: targets, alignments and held-out sources of its task."""
 
 import numpy as np
 import pytest
 
-from attnlab.data.tasks import KINDS, pairs, repeats
+from attnlab._studies.alignment import KINDS, pairs
 
 LENGTHS = [2, 5, 9]
 EACH = pytest.mark.parametrize("kind", KINDS)
@@ -40,9 +40,3 @@ def test_held_out_sources_never_appear_in_training():
 def test_task_without_sources_is_one_line(change, message):
     with pytest.raises(ValueError, match=message):
         pairs("copy", 0, **({"batch_size": 2, "lengths": [3]} | change))
-
-
-def test_repeats_draws_a_period_for_each_sequence():
-    tokens = np.asarray(repeats(0, batch_size=200, length=24, vocab_size=1000))
-    periods = [next(p for p in range(1, 25) if (row[p:] == row[:-p]).all()) for row in tokens]
-    assert tokens.shape == (200, 24) and set(periods) == set(range(6, 13))
