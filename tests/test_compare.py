@@ -41,7 +41,7 @@ def compared(folder, *options):
     return compare.main(["compare", *OPTIONS, *few, f"--workdir={folder}", *options])
 
 
-class Here:
+class Here(subprocess.Popen):
     """In place of `subprocess.Popen`: a worker that has run in this process."""
 
     def __init__(self, words, stdout, **_):
