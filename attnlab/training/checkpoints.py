@@ -137,14 +137,8 @@ class Checkpoints:
             for step in steps[: -self._keep]:
                 folder = self.directory / str(step)
                 if step != best and not self._is_permanent(step):
-                    self._prune(folder)
-
-    def _prune(self, folder: epath.Path) -> None:
-        """Delete a checkpoint; a kill leaves it damaged, and the next process deletes it."""
-        for path in _files(folder):
-            with self._on_phase("pruning"):
-                path.unlink()
-        folder.rmtree()
+                    with self._on_phase("pruning"):  # a kill leaves it damaged, and the next process deletes it
+                        folder.rmtree()
 
     def _is_permanent(self, step: int) -> bool:
         try:
@@ -238,17 +232,13 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for pending writes, and stop the threads."""
-        writer, self._open_writer = self._open_writer, None
-        if writer is not None:
-            with self._writing():
-                writer.close()
+        with self._writing():
+            self._close_writer()
 
-    def _abandon_writer(self) -> None:
-        """Close a writer that has failed, which would raise the same error again in the next `wait` or `close`."""
+    def _close_writer(self) -> None:
         writer, self._open_writer = self._open_writer, None
         if writer is not None:
-            with contextlib.suppress(Exception):
-                writer.close()
+            writer.close()
 
     @property
     def _writer(self) -> ocp.AsyncCheckpointer:
@@ -284,7 +274,8 @@ class Checkpoints:
             yield
         except (OSError, ValueError, RuntimeError) as error:
             self._started = None
-            self._abandon_writer()
+            with contextlib.suppress(Exception):  # the same error again
+                self._close_writer()
             if jax.process_count() > 1 and isinstance(error, TimeoutError | jax.errors.JaxRuntimeError):
                 raise  # another process is lost
             steps = self.steps()
