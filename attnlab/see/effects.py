@@ -15,7 +15,7 @@ import numpy as np
 
 from attnlab.nn import taps
 from attnlab.see.edits import Put, site_key
-from attnlab.see.logit_metrics import Metric, traced
+from attnlab.see.logit_metrics import traced
 from attnlab.see.models import Frame, framed
 from attnlab.see.results import Effects, Run
 
@@ -107,7 +107,8 @@ class _Sweep:
     """Edits of one value at all its places, and the metric of each."""
 
     frame: Frame
-    metric: Metric
+    metric: str  # equal for metrics that compute the same, whatever arrays they read
+    program: Callable = dataclasses.field(compare=False)  # the metric of these arrays and a result
     site: str  # name of the value
     over: tuple[str, ...]  # axes of the result
     chunk: int | None  # edits in parallel; all of a layer when None
@@ -157,8 +158,8 @@ def _sweep(frame: Frame, inputs, metric: Callable, site: str, over, chunk: int |
         raise ValueError(f"site = {site!r} has no heads: leave 'head' out of over")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk = {chunk}: expected 1 or more, or None")
-    program, arrays = traced(metric, jax.eval_shape(lambda inputs: frame.run(inputs).out, inputs))
-    sweep = _Sweep(frame, program, site, tuple(axis for axis in AXES if axis in over), chunk)
+    key, program, arrays = traced(metric, jax.eval_shape(lambda inputs: frame.run(inputs).out, inputs))
+    sweep = _Sweep(frame, key, program, site, tuple(axis for axis in AXES if axis in over), chunk)
     if not sweep.paths:
         raise ValueError(
             f"site = {site!r}: the model has none that can be edited (layers of nn.scan, and layers that are "
@@ -170,7 +171,7 @@ def _sweep(frame: Frame, inputs, metric: Callable, site: str, over, chunk: int |
 @functools.partial(jax.jit, static_argnums=0)
 def _ablated(sweep: _Sweep, arrays, inputs):
     """(Metrics without each head, the unedited run's metric)."""
-    metric, base = functools.partial(sweep.metric, arrays), sweep.run(inputs)
+    metric, base = functools.partial(sweep.program, arrays), sweep.run(inputs)
     # All axes but heads and features are examples and positions.
     means = {path: z.mean(axis=tuple(range(z.ndim - 2)), keepdims=True) for path, z in base.values["z"].items()}
     each = [sweep.layer(metric, inputs, base, path, means[path]) for path in sweep.paths]
@@ -180,7 +181,7 @@ def _ablated(sweep: _Sweep, arrays, inputs):
 @functools.partial(jax.jit, static_argnums=0)
 def _patched(sweep: _Sweep, arrays, source, edited):
     """(Metrics, the edited run's, the source's)."""
-    metric, base = functools.partial(sweep.metric, arrays), sweep.run(edited)
+    metric, base = functools.partial(sweep.program, arrays), sweep.run(edited)
     other = sweep.frame.run(source, want=(sweep.site,))
     each = [sweep.layer(metric, edited, base, path, other.values[sweep.site][path]) for path in sweep.paths]
     return _stacked(each, sweep), metric(base.out), metric(other.out)
