@@ -29,11 +29,6 @@ OnPhase = Callable[[str], contextlib.AbstractContextManager]
 TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of a checkpoint that is not complete
 
 
-def no_phase(name: str) -> contextlib.AbstractContextManager:
-    """A hook that does nothing."""
-    return contextlib.nullcontext()
-
-
 def history_steps(steps: int, count: int) -> list[int]:
     """`count` steps from 0, the untrained baseline, to the last, log-spaced without repetitions."""
     if not 0 <= count <= steps + 1:
@@ -58,7 +53,7 @@ class Checkpoints:
       best: returns the step among its argument to keep regardless of age, or None; set by the trainer.
     """
 
-    def __init__(self, directory: str | Path, keep: int = 1, on_phase: OnPhase = no_phase):
+    def __init__(self, directory: str | Path, keep: int = 1, on_phase: OnPhase = contextlib.nullcontext):
         is_url = "://" in str(directory)
         try:
             self.directory = epath.Path(directory if is_url else Path(directory).expanduser().absolute())
@@ -181,12 +176,6 @@ class Checkpoints:
                 "another --workdir"
             )
         return None, {}
-
-    def digests(self, step: int) -> dict[str, str]:
-        """sha256 of the parameters, the optimizer state, and the average if there is one."""
-        names = ["params", "opt_state"] + ["average"] * self._has_average(step)
-        items = self._restore(step, **{name: ocp.args.StandardRestore() for name in names})
-        return {name: sha256(items[name]) for name in names}
 
     def set_aside(self, step: int) -> str:
         """Rename a checkpoint so that it is no longer found, in place of an earlier one; returns its new name."""
