@@ -41,7 +41,7 @@ from attnlab.see.head_scores import KINDS as SCORES
 from attnlab.see.pages.document import is_page
 from attnlab.support.errors import UserError
 from attnlab.training.loading import checkpoints_of, chosen_step, load, peek
-from attnlab.training.workdir import Workdir, read_config
+from attnlab.training.workdir import Workdir
 from attnlab.types import Array
 
 SEQUENCES = 32  # of scores and effects
@@ -79,7 +79,9 @@ def _main(values, own_process: bool) -> int:
     out = _checked_out(values.out, workdir)
     if own_process:
         compilation.keep_programs()
-    model, tokenizer, config = _peek(workdir)
+    model, tokenizer, config = peek(workdir)
+    if tokenizer is None:
+        raise UserError(f"{workdir} holds no tokenizer: put tokenizer.json there, or vocab.json and merges.txt")
     own.check_offered_used()
     _tell_of_mixers(model)
     steps = _steps(values.checkpoints, workdir)
@@ -121,18 +123,6 @@ def _checked_out(name: str | None, workdir: Path) -> Path:
     if out.exists() and not is_page(out):
         raise UserError(f"{out} exists and is not a page of attnlab: choose another --out, or remove it")
     return out
-
-
-def _peek(workdir: Path):
-    if not huggingface.is_hf(workdir) and (other := read_config(workdir).get("user_defined", {}).get("model")):
-        raise UserError(
-            f"{workdir} holds a run of a {other}, and the command supports only GPTs: in Python, use attnlab.load("
-            f"workdir, model={other}(…)) with attnlab.see.capture and attnlab.see.page"
-        )
-    model, tokenizer, config = peek(workdir)
-    if tokenizer is None:
-        raise UserError(f"{workdir} holds no tokenizer: put tokenizer.json there, or vocab.json and merges.txt")
-    return model, tokenizer, config
 
 
 def _tell_of_mixers(model: GPT) -> None:
