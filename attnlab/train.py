@@ -17,6 +17,7 @@ if __name__ == "__main__":
     status.end_when_interrupted()
     status.importing(sys.argv)
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -30,16 +31,14 @@ from ml_collections import ConfigDict
 
 from attnlab import commands, compilation
 from attnlab import config as configs
-from attnlab.data.tasks import named
-from attnlab.nn import GPT, own
+from attnlab.nn import own
 from attnlab.ops.masks import Mask
 from attnlab.ops.score_mods import ScoreMod
-from attnlab.sample import generate, prompt_ids
 from attnlab.support import status
 from attnlab.training import processes
 from attnlab.training import run as runs
 from attnlab.training import trainer as trainers
-from attnlab.training.checkpoints import OnPhase, no_phase
+from attnlab.training.checkpoints import OnPhase
 from attnlab.training.passed import Passed
 from attnlab.training.preemption import PreemptionHandler, exit_peer_lost
 from attnlab.training.trackers import NewTracker
@@ -66,7 +65,7 @@ def train(
     model: nn.Module | None = None,
     optimizer: optax.GradientTransformation | None = None,
     on_step: Callable[[int, dict], None] | None = None,
-    on_phase: OnPhase = no_phase,
+    on_phase: OnPhase = contextlib.nullcontext,
     tracker: NewTracker | None = None,
 ) -> int:
     """Train with a config, resuming the run in `workdir` if there is one.
@@ -134,7 +133,7 @@ def train(
                 has_parts = own.files() or any(part is not None for part in passed)
                 if has_parts and (fault := compilation.miscompilation()):
                     run.reporter.print(fault)
-                return trainers.Trainer(run, preemption, _sampler(run), on_step, on_phase).run()
+                return trainers.Trainer(run, preemption, on_step, on_phase).run()
         except (jax.errors.JaxRuntimeError, TimeoutError) as error:
             if own_process and jax.process_count() > 1 and "RESOURCE_EXHAUSTED" not in str(error):
                 exit_peer_lost(commands.one_line(error))
@@ -165,15 +164,6 @@ def _print_evaluation(run: runs.Run) -> None:
             print(f"checkpoint {step} is damaged ({why}); evaluating the newest intact one")
         windows = f"{run.text.validation.windows} windows of {run.plan.config.model.context} tokens"
         print(f"step {run.start}  {trainers.format_scores('validation', scores)}  over {windows}")
-
-
-def _sampler(run: runs.Run) -> Callable | None:
-    """A function that samples token ids from a GPT; None for a user-defined model."""
-    config, model, tokenizer = run.plan.config, run.experiment.model, run.text.tokenizer
-    if not isinstance(model, GPT) or not config.sample.length or named.parse(config.data.name):
-        return None
-    prompt, options = prompt_ids(tokenizer, None), {"seed": config.seed, "vocab_size": tokenizer.vocab_size}
-    return lambda params: generate(model, {"params": params}, prompt, config.sample.length, temperature=0.8, **options)
 
 
 def _define(values, argv):

@@ -12,7 +12,7 @@ from attnlab import train
 from attnlab.training import precision
 from attnlab.training.checkpoints import Checkpoints, sha256
 from attnlab.training.experiment import Experiment
-from tests.test_train import CrashError, contents, crash_at, quick, records, same_checkpoints, workdir_alone
+from tests.test_train import CrashError, contents, crash_at, digests, quick, records, same_checkpoints, workdir_alone
 from tests.test_train import shared_programs as shared_programs  # a fixture of this module too
 
 SLOW = pytest.mark.slow
@@ -50,7 +50,7 @@ def test_optimizer_trains_and_resumes_bit_for_bit(request, tmp_path, options):
     assert losses[-1] < losses[0] - 0.02 and losses[-1] < 4.6  # of 103 characters, ln(103) = 4.63 to begin with
     assert workdir_alone(run) == 0
     assert records(run) == found and same_checkpoints(run, whole)
-    assert set(Checkpoints(run / "checkpoints").digests(12)) == {"params", "opt_state", "average"}
+    assert set(digests(run, 12)) == {"params", "opt_state", "average"}
 
 
 @pytest.mark.parametrize("stacked", [pytest.param(False, marks=SLOW), True])

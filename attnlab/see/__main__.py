@@ -40,8 +40,8 @@ from attnlab.nn.mixers.interface import RecurrentMixer
 from attnlab.see.head_scores import KINDS as SCORES
 from attnlab.see.pages.document import is_page
 from attnlab.support.errors import UserError
-from attnlab.training.loading import load, peek
-from attnlab.training.workdir import Workdir, read_config
+from attnlab.training.loading import checkpoints_of, chosen_step, load, peek
+from attnlab.training.workdir import Workdir
 from attnlab.types import Array
 
 SEQUENCES = 32  # of scores and effects
@@ -79,10 +79,12 @@ def _main(values, own_process: bool) -> int:
     out = _checked_out(values.out, workdir)
     if own_process:
         compilation.keep_programs()
-    model, tokenizer, config = _peek(workdir)
+    model, tokenizer, config = peek(workdir)
+    if tokenizer is None:
+        raise UserError(f"{workdir} holds no tokenizer: put tokenizer.json there, or vocab.json and merges.txt")
     own.check_offered_used()
     _tell_of_mixers(model)
-    steps = _steps(values.checkpoints, workdir, config)
+    steps = _steps(values.checkpoints, workdir)
     subject = _subject(values, workdir, model, tokenizer, config)
     if own_process and own.files() and (fault := compilation.miscompilation()):
         print(fault, file=sys.stderr)
@@ -123,18 +125,6 @@ def _checked_out(name: str | None, workdir: Path) -> Path:
     return out
 
 
-def _peek(workdir: Path):
-    if not huggingface.is_hf(workdir) and (other := read_config(workdir).get("user_defined", {}).get("model")):
-        raise UserError(
-            f"{workdir} holds a run of a {other}, and the command supports only GPTs: in Python, use attnlab.load("
-            f"workdir, model={other}(…)) with attnlab.see.capture and attnlab.see.page"
-        )
-    model, tokenizer, config = peek(workdir)
-    if tokenizer is None:
-        raise UserError(f"{workdir} holds no tokenizer: put tokenizer.json there, or vocab.json and merges.txt")
-    return model, tokenizer, config
-
-
 def _tell_of_mixers(model: GPT) -> None:
     """Say which layers have no pattern, or one that is not of softmax; UserError if none has a pattern."""
     of_layers = [kind_of(model, layer) for layer in range(model.num_layers)]
@@ -149,37 +139,22 @@ def _tell_of_mixers(model: GPT) -> None:
         print(f"the pattern of {', '.join(read)} is what a state reads of each token, as a share of absolute values")
 
 
-def _steps(checkpoints: str, workdir: Path, config: ConfigDict) -> list[int | None]:
+def _steps(checkpoints: str, workdir: Path) -> list[int | None]:
     """The steps that --checkpoints names, ascending; [None] for a model without a run."""
     if huggingface.is_hf(workdir):
         if checkpoints not in ("latest", "best"):
             raise UserError(f"{workdir} is a Hugging Face model, which has no checkpoints: leave out --checkpoints")
         return [None]
-    # Imported here because Orbax takes seconds, and --help needs none of it.
-    from attnlab.training.checkpoints import Checkpoints
-    from attnlab.training.metrics import best_step, read
-
-    with contextlib.closing(Checkpoints(config.checkpoint.dir or workdir / "checkpoints")) as saved:
-        steps = saved.steps()
-    if not steps:
-        raise UserError(f"{workdir} holds no checkpoint yet: train longer, or lower config.checkpoint.every")
-    if checkpoints == "all":
-        if len(steps) == 1:
-            raise UserError(
-                f"--checkpoints=all: {workdir} has only the checkpoint of step {steps[0]}: train with "
-                "--config.checkpoint.history=20 to keep more, or omit --checkpoints"
-            )
-        return steps
-    known = {str(step): step for step in steps} | {"latest": steps[-1]}
-    if "best" in checkpoints.split(","):
-        known["best"] = best_step(read(workdir / "metrics.jsonl"), steps) or steps[-1]
-    names = [name.strip() for name in checkpoints.split(",")]
-    if wrong := [name for name in names if name not in known]:
+    with contextlib.closing(checkpoints_of(workdir)) as saved:
+        if checkpoints != "all":
+            return sorted({chosen_step(saved, workdir, name.strip()) for name in checkpoints.split(",")})
+        newest, steps = chosen_step(saved, workdir, "latest"), saved.steps()
+    if len(steps) == 1:
         raise UserError(
-            f"--checkpoints={checkpoints}: {workdir} has no checkpoint {wrong[0]!r}: choose latest, best, all, or some "
-            f"of {', '.join(map(str, steps))}"
+            f"--checkpoints=all: {workdir} has only the checkpoint of step {newest}: train with "
+            "--config.checkpoint.history=20 to keep more, or omit --checkpoints"
         )
-    return sorted({known[name] for name in names})
+    return steps
 
 
 class Subject(NamedTuple):

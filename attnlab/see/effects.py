@@ -15,7 +15,7 @@ import numpy as np
 
 from attnlab.nn import taps
 from attnlab.see.edits import Put, site_key
-from attnlab.see.logit_metrics import Metric, traced
+from attnlab.see.logit_metrics import traced
 from attnlab.see.models import Frame, framed
 from attnlab.see.results import Effects, Run
 
@@ -49,7 +49,7 @@ def ablate(model, variables, batch, metric: Callable, *, chunk: int | None = Non
     """
     frame, inputs = framed(model, variables, _args(batch), kwargs)
     sweep, arrays = _sweep(frame, inputs, metric, "z", ("layer", "head"), chunk)
-    return _effects(sweep, *_ablated(sweep, arrays, inputs))
+    return _effects(sweep, *_swept(sweep, arrays, inputs))
 
 
 def patch(
@@ -95,7 +95,7 @@ def patch(
     frame, (variables, _, options) = framed(model, variables, clean, kwargs)
     source, edited = (variables, clean, options), (variables, corrupt, options)
     sweep, arrays = _sweep(frame, edited, metric, site, over, chunk)
-    return _effects(sweep, *_patched(sweep, arrays, source, edited))
+    return _effects(sweep, *_swept(sweep, arrays, edited, source))
 
 
 def _args(batch) -> tuple:
@@ -107,7 +107,8 @@ class _Sweep:
     """Edits of one value at all its places, and the metric of each."""
 
     frame: Frame
-    metric: Metric
+    metric: str  # equal for metrics that compute the same, whatever arrays they read
+    program: Callable = dataclasses.field(compare=False)  # the metric of these arrays and a result
     site: str  # name of the value
     over: tuple[str, ...]  # axes of the result
     chunk: int | None  # edits in parallel; all of a layer when None
@@ -157,8 +158,8 @@ def _sweep(frame: Frame, inputs, metric: Callable, site: str, over, chunk: int |
         raise ValueError(f"site = {site!r} has no heads: leave 'head' out of over")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk = {chunk}: expected 1 or more, or None")
-    program, arrays = traced(metric, jax.eval_shape(lambda inputs: frame.run(inputs).out, inputs))
-    sweep = _Sweep(frame, program, site, tuple(axis for axis in AXES if axis in over), chunk)
+    key, program, arrays = traced(metric, jax.eval_shape(lambda inputs: frame.run(inputs).out, inputs))
+    sweep = _Sweep(frame, key, program, site, tuple(axis for axis in AXES if axis in over), chunk)
     if not sweep.paths:
         raise ValueError(
             f"site = {site!r}: the model has none that can be edited (layers of nn.scan, and layers that are "
@@ -168,29 +169,20 @@ def _sweep(frame: Frame, inputs, metric: Callable, site: str, over, chunk: int |
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _ablated(sweep: _Sweep, arrays, inputs):
-    """(Metrics without each head, the unedited run's metric)."""
-    metric, base = functools.partial(sweep.metric, arrays), sweep.run(inputs)
-    # All axes but heads and features are examples and positions.
-    means = {path: z.mean(axis=tuple(range(z.ndim - 2)), keepdims=True) for path, z in base.values["z"].items()}
-    each = [sweep.layer(metric, inputs, base, path, means[path]) for path in sweep.paths]
-    return _stacked(each, sweep), metric(base.out)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _patched(sweep: _Sweep, arrays, source, edited):
-    """(Metrics, the edited run's, the source's)."""
-    metric, base = functools.partial(sweep.metric, arrays), sweep.run(edited)
-    other = sweep.frame.run(source, want=(sweep.site,))
-    each = [sweep.layer(metric, edited, base, path, other.values[sweep.site][path]) for path in sweep.paths]
-    return _stacked(each, sweep), metric(base.out), metric(other.out)
-
-
-def _stacked(each: list, sweep: _Sweep):
+def _swept(sweep: _Sweep, arrays, inputs, source=None):
+    """(Metrics with values of the source's run, or else with their means, the unedited run's, and the source's)."""
+    metric, base, target = functools.partial(sweep.program, arrays), sweep.run(inputs), None
+    if source is None:
+        # All axes but heads and features are examples and positions.
+        put = {path: z.mean(axis=tuple(range(z.ndim - 2)), keepdims=True) for path, z in base.values["z"].items()}
+    else:
+        other = sweep.frame.run(source, want=(sweep.site,))
+        put, target = other.values[sweep.site], metric(other.out)
+    each = [sweep.layer(metric, inputs, base, path, put[path]) for path in sweep.paths]
     shapes = [x.shape for x in each]
     if len(set(shapes)) > 1:
         raise ValueError(f"the layers have {shapes} places of {sweep.site!r}: expected equal numbers of heads")
-    return jnp.stack(each)
+    return jnp.stack(each), metric(base.out), target
 
 
 def _effects(sweep: _Sweep, values, baseline, target=None) -> Effects:

@@ -98,10 +98,10 @@ class ModuleCalls(NamedTuple):
 
     kind: str
     rank: int
-    is_norm: bool
-    is_stream: bool = False
-    count: int = 1
+    is_norm: bool = False
     is_mixer: bool = False
+    is_stream: bool = False
+    count: int = 0
 
 
 class _Listener:
@@ -114,35 +114,18 @@ class _Listener:
         module = context.module
         if context.method_name != "__call__" or module.is_initializing():
             return call(*args, **kwargs)
-        path, at = "/".join(module.path), first_array(args, kwargs)
-        x = None if at is None else args[at] if isinstance(at, int) else kwargs[at]
+        path, port, is_norm = "/".join(module.path), taps.LinenPort(module), isinstance(module, NORMS)
         if isinstance(module, (*OURS, nn.MultiHeadDotProductAttention)):
             self._require_collections(module, path)
-        noted = self.calls.setdefault(
-            path,
-            ModuleCalls(
-                type(module).__name__,
-                np.ndim(x),
-                isinstance(module, NORMS),
-                count=0,
-                is_mixer=isinstance(module, CausalMixer),
-            ),
-        )
-        self.calls[path] = noted = noted._replace(count=noted.count + 1)
-        if path in self.tapped and isinstance(module, NORMS):
-            return _tapped_norm(module, x, call(*args, **kwargs))
-        if path in self.tapped:
-            args, kwargs = replaced(args, kwargs, at, taps.tap(module, "in", x))
-        with tapped_attention(module, taps.LinenPort(module)):
-            out = call(*args, **kwargs)
-        stream = out[0] if isinstance(out, tuple) and out else out
-        is_stream = isinstance(x, jax.Array) and x.ndim > 2 and isinstance(stream, jax.Array)
-        self.calls[path] = noted._replace(is_stream=is_stream and stream.shape == x.shape)
-        if _is_in(path, self.tapped) and path not in self.tapped and isinstance(stream, jax.Array):
-            taps.tap(module, taps.MADE, stream)
-        if path in self.tapped:
-            stream = taps.tap(module, "out", stream)
-            out = (stream, *out[1:]) if isinstance(out, tuple) else stream
+        is_tapped = path in self.tapped
+        about = {"is_norm": is_norm, "is_mixer": isinstance(module, CausalMixer)}
+        hear = functools.partial(heard, self.calls, path, type(module).__name__, port, is_tapped and not is_norm)
+        with tapped_attention(module, port):
+            x, out, stream = hear(call, args, kwargs, **about)
+        if is_tapped and is_norm:
+            return _tapped_norm(module, port, x, out)
+        if _is_in(path, self.tapped) and not is_tapped and isinstance(stream, jax.Array):
+            taps.tap(port, taps.MADE, stream)
         return out
 
     def _require_collections(self, module, path):
@@ -153,9 +136,28 @@ class _Listener:
             )
 
 
-def _tapped_norm(module, x, out):
+def heard(calls, path: str, kind: str, port, is_block: bool, call, args: tuple, kwargs: Mapping, **about) -> tuple:
+    """(A module's first array, its output, the stream in it), recorded in `calls`; streams of a block are tapped."""
+    # The position or the keyword of the first array.
+    at = 0 if args else next((name for name, value in kwargs.items() if isinstance(value, jax.Array)), None)
+    x = None if at is None else args[at] if args else kwargs[at]
+    noted = calls.get(path, ModuleCalls(kind, np.ndim(x), **about))
+    calls[path] = noted = noted._replace(count=noted.count + 1)
+    if is_block:
+        tapped = taps.tap(port, "in", x)
+        args, kwargs = ((tapped, *args[1:]), kwargs) if args else (args, {**kwargs, at: tapped})
+    out = call(*args, **kwargs)
+    stream = out[0] if isinstance(out, tuple) and out else out
+    is_stream = isinstance(x, jax.Array) and x.ndim > 2 and isinstance(stream, jax.Array)
+    calls[path] = noted._replace(is_stream=is_stream and stream.shape == x.shape)
+    if is_block:
+        stream = taps.tap(port, "out", stream)
+        out = (stream, *out[1:]) if isinstance(out, tuple) else stream
+    return x, out, stream
+
+
+def _tapped_norm(module, port, x, out):
     """The output of a norm of `x`; computed with the edited divisor if there is an edit."""
-    port = taps.LinenPort(module)
     if not port.is_asked(taps.NORM) and port.edit(taps.NORM) is None:
         return out
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -230,18 +232,6 @@ class Static:
 def unwrapped(args: tuple) -> tuple:
     """Arguments with each `Static` replaced by its value."""
     return tuple(arg.value if isinstance(arg, Static) else arg for arg in args)
-
-
-def first_array(args: tuple, kwargs: Mapping) -> int | str | None:
-    """The position or keyword of a call's first array; None if there is none."""
-    if args:
-        return 0
-    return next((name for name, value in kwargs.items() if isinstance(value, jax.Array)), None)
-
-
-def replaced(args: tuple, kwargs: Mapping, at: int | str, value) -> tuple[tuple, dict]:
-    """The arguments of a call with another value at the place of `first_array`."""
-    return ((value, *args[1:]), kwargs) if isinstance(at, int) else (args, {**kwargs, at: value})
 
 
 def _put(tree: dict, path: str, value) -> None:

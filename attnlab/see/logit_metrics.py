@@ -4,7 +4,6 @@ The identity of a Python function does not tell: a lambda in a loop is new each 
 global variable stays the same when the variable changes.
 """
 
-import dataclasses
 import hashlib
 from collections.abc import Callable
 from typing import Any
@@ -16,20 +15,11 @@ from jax.extend import core
 from attnlab.ops import jaxprs
 
 
-@dataclasses.dataclass(frozen=True)
-class Metric:
-    """A metric of a model's result; metrics are equal if their programs are (`key`), whatever arrays they read."""
+def traced(metric: Callable, result: Any) -> tuple[str, Callable, list]:
+    """A key that metrics of the same program share, the program of (arrays, result), and the arrays that it reads.
 
-    key: str
-    program: Callable = dataclasses.field(compare=False)
-
-    def __call__(self, arrays, out):
-        """The number, from the arrays of `traced` and a result."""
-        return self.program(arrays, out)
-
-
-def traced(metric: Callable, result: Any) -> tuple[Metric, list]:
-    """A metric, and the arrays that it reads, traced with the shapes and types of a result."""
+    The metric is traced with the shapes and types of a result.
+    """
     # A new lambda, since JAX caches the program of a function that it has traced.
     closed, shape = jax.make_jaxpr(lambda out: metric(out), return_shape=True)(result)
     if getattr(shape, "shape", None) != ():
@@ -43,7 +33,7 @@ def traced(metric: Callable, result: Any) -> tuple[Metric, list]:
         (value,) = core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, arrays))(*jax.tree.leaves(out))
         return value
 
-    return Metric(digest.hexdigest(), program), closed.consts
+    return digest.hexdigest(), program, closed.consts
 
 
 def _inner_arrays(jaxpr):

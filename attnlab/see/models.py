@@ -71,12 +71,10 @@ def framed(model, variables, args: tuple, kwargs: Mapping) -> tuple[Frame, tuple
     args = tuple(arg if _is_dynamic(arg) else Static(arg) for arg in args)
     inputs = (state if variables is None else _unstacked(model, variables), args, arrays)
     sites = adapter.sites(*inputs)
-    name = type(model).__name__
-    if not len(sites) and sites.others:
-        kinds = ", ".join(dict.fromkeys(kind for _, kind in sites.others))
-        raise ValueError(f"{name} has no attention that can be seen: layers of {kinds} have no pattern and no heads")
     if not len(sites):
-        raise ValueError(f"{name} has no attention that can be seen: expected layers of attnlab.nn or of Flax")
+        kinds = ", ".join(dict.fromkeys(kind for _, kind in sites.others))
+        why = f"layers of {kinds} have no pattern and no heads" if kinds else "expected layers of attnlab.nn or of Flax"
+        raise ValueError(f"{type(model).__name__} has no attention that can be seen: {why}")
     frame = Frame(adapter, sites)
     try:
         hash(frame)

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from attnlab.nn import taps
-from attnlab.see.linen import ModuleCalls, base, first_array, replaced, site_of, tapped_attention, unwrapped
+from attnlab.see.linen import ModuleCalls, base, heard, site_of, tapped_attention, unwrapped
 from attnlab.see.site import Sites, blocks_of
 
 
@@ -93,20 +92,9 @@ def _listen(module, path, port, blocks, calls) -> None:
 
     # `self` may be a copy of `module`, made by `nnx.remat` or `nnx.jit`.
     def __call__(self, *args, **kwargs):  # noqa: N807
-        at = first_array(args, kwargs)
-        x = None if at is None else args[at] if isinstance(at, int) else kwargs[at]
-        noted = calls.setdefault(path, ModuleCalls(kind.__name__, np.ndim(x), False, count=0))
-        calls[path] = noted = noted._replace(count=noted.count + 1)
-        if path in blocks:
-            args, kwargs = replaced(args, kwargs, at, taps.tap(port(self), "in", x))
+        call = functools.partial(kind.__call__, self)
         with tapped_attention(self, port(self), nnx.MultiHeadAttention):
-            out = kind.__call__(self, *args, **kwargs)
-        stream = out[0] if isinstance(out, tuple) and out else out
-        calls[path] = noted._replace(is_stream=np.ndim(x) > 2 and np.shape(stream) == np.shape(x))
-        if path in blocks:
-            stream = taps.tap(port(self), "out", stream)
-            out = (stream, *out[1:]) if isinstance(out, tuple) else stream
-        return out
+            return heard(calls, path, kind.__name__, port(self), path in blocks, call, args, kwargs)[1]
 
     # NNX has no interceptors as Linen has, and a call looks `__call__` up in the class.
     object.__setattr__(module, "__class__", type(kind.__name__, (kind,), {"__call__": __call__}))

@@ -29,11 +29,6 @@ OnPhase = Callable[[str], contextlib.AbstractContextManager]
 TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of a checkpoint that is not complete
 
 
-def no_phase(name: str) -> contextlib.AbstractContextManager:
-    """A hook that does nothing."""
-    return contextlib.nullcontext()
-
-
 def history_steps(steps: int, count: int) -> list[int]:
     """`count` steps from 0, the untrained baseline, to the last, log-spaced without repetitions."""
     if not 0 <= count <= steps + 1:
@@ -58,7 +53,7 @@ class Checkpoints:
       best: returns the step among its argument to keep regardless of age, or None; set by the trainer.
     """
 
-    def __init__(self, directory: str | Path, keep: int = 1, on_phase: OnPhase = no_phase):
+    def __init__(self, directory: str | Path, keep: int = 1, on_phase: OnPhase = contextlib.nullcontext):
         is_url = "://" in str(directory)
         try:
             self.directory = epath.Path(directory if is_url else Path(directory).expanduser().absolute())
@@ -137,14 +132,8 @@ class Checkpoints:
             for step in steps[: -self._keep]:
                 folder = self.directory / str(step)
                 if step != best and not self._is_permanent(step):
-                    self._prune(folder)
-
-    def _prune(self, folder: epath.Path) -> None:
-        """Delete a checkpoint; a kill leaves it damaged, and the next process deletes it."""
-        for path in _files(folder):
-            with self._on_phase("pruning"):
-                path.unlink()
-        folder.rmtree()
+                    with self._on_phase("pruning"):  # a kill leaves it damaged, and the next process deletes it
+                        folder.rmtree()
 
     def _is_permanent(self, step: int) -> bool:
         try:
@@ -187,12 +176,6 @@ class Checkpoints:
                 "another --workdir"
             )
         return None, {}
-
-    def digests(self, step: int) -> dict[str, str]:
-        """sha256 of the parameters, the optimizer state, and the average if there is one."""
-        names = ["params", "opt_state"] + ["average"] * self._has_average(step)
-        items = self._restore(step, **{name: ocp.args.StandardRestore() for name in names})
-        return {name: sha256(items[name]) for name in names}
 
     def set_aside(self, step: int) -> str:
         """Rename a checkpoint so that it is no longer found, in place of an earlier one; returns its new name."""
@@ -238,17 +221,13 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for pending writes, and stop the threads."""
-        writer, self._open_writer = self._open_writer, None
-        if writer is not None:
-            with self._writing():
-                writer.close()
+        with self._writing():
+            self._close_writer()
 
-    def _abandon_writer(self) -> None:
-        """Close a writer that has failed, which would raise the same error again in the next `wait` or `close`."""
+    def _close_writer(self) -> None:
         writer, self._open_writer = self._open_writer, None
         if writer is not None:
-            with contextlib.suppress(Exception):
-                writer.close()
+            writer.close()
 
     @property
     def _writer(self) -> ocp.AsyncCheckpointer:
@@ -284,7 +263,8 @@ class Checkpoints:
             yield
         except (OSError, ValueError, RuntimeError) as error:
             self._started = None
-            self._abandon_writer()
+            with contextlib.suppress(Exception):  # the same error again
+                self._close_writer()
             if jax.process_count() > 1 and isinstance(error, TimeoutError | jax.errors.JaxRuntimeError):
                 raise  # another process is lost
             steps = self.steps()

@@ -98,10 +98,13 @@ class Experiment:
 
     @functools.cached_property
     def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, dict]]:
-        """The compiled `state.train_step`: (state, placed batch) → (next state, metrics). It consumes the state.
+        """The compiled `state.train_step`: (state, placed batch) → (next state, metrics). It consumes the state."""
+        compiled, fixed = self._compiled_step, jax.device_put(self._fixed, self.parallel.replicated)
+        return lambda state, batch: compiled(state, batch, fixed)
 
-        Seed and learning rates are arguments of its program, so runs that differ in them share a compiled program.
-        """
+    @functools.cached_property
+    def _compiled_step(self) -> Callable:
+        """The training step of (state, placed batch, `_fixed`)."""
         config, model, optimizer_at = self.config, self._over_tokens, self._optimizer_at
         accumulation, ema = config.optimizer.accumulation, config.optimizer.ema
 
@@ -109,8 +112,12 @@ class Experiment:
             seed, at = fixed
             return states.train_step(model, optimizer_at(at=at), seed, accumulation, state, batch, axis_name, ema=ema)
 
-        fixed = np.int32(config.seed), jax.tree.map(np.float32, optimizers.peaks(config.optimizer))
-        return self.parallel.compile_train(step, self.abstract_state, fixed)
+        return self.parallel.compile_train(step, self.abstract_state)
+
+    @property
+    def _fixed(self) -> tuple:
+        """Seed and learning rates: arguments of the program, which runs that differ in them share."""
+        return np.int32(self.config.seed), jax.tree.map(np.float32, optimizers.peaks(self.config.optimizer))
 
     @functools.cached_property
     def eval_step(self) -> Callable:
@@ -144,11 +151,18 @@ class Experiment:
 
     def trace(self) -> jax.stages.Traced:
         """The training step traced for shapes: `.jaxpr` lists what it computes, and nothing is compiled."""
-        return self.train_step.trace(self.abstract_state, self._abstract_batch())
+        return self._compiled_step.trace(*self._shapes)
 
     def lower(self) -> jax.stages.Lowered:
         """The training step lowered from shapes: `.compile()` tells its memory, and nothing runs."""
-        return self.train_step.lower(self.abstract_state, self._abstract_batch())
+        return self._compiled_step.lower(*self._shapes)
+
+    @property
+    def _shapes(self) -> tuple:
+        """The arguments of `_compiled_step`."""
+        at = self.parallel.replicated
+        fixed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), self._fixed)
+        return self.abstract_state, self._abstract_batch(), fixed
 
     def lower_eval(self) -> jax.stages.Lowered:
         """The evaluation of one batch, lowered from shapes."""

@@ -90,30 +90,36 @@ def load_params(workdir: Path, like, step: int | str = "latest"):
 
     if huggingface.is_hf(workdir):
         return huggingface.from_hf(workdir, shardings=jax.tree.map(lambda x: x.sharding, like))[1]["params"]
+    with contextlib.closing(checkpoints_of(workdir)) as checkpoints:
+        chosen = chosen_step(checkpoints, workdir, step)
+        if why := checkpoints.damage(chosen):
+            raise UserError(
+                f"checkpoint {chosen} in {checkpoints.directory} is damaged ({why}): choose another of "
+                f"{checkpoints.steps()}, or repeat the command that trained it"
+            )
+        return checkpoints.restore_params(chosen, like)
+
+
+def checkpoints_of(workdir: Path):
+    """The `Checkpoints` of a run; Orbax takes seconds to import."""
     from attnlab.training.checkpoints import Checkpoints
 
-    config = from_dict(read_config(workdir))
-    with contextlib.closing(Checkpoints(config.checkpoint.dir or workdir / "checkpoints")) as checkpoints:
-        return checkpoints.restore_params(_intact_step(checkpoints, workdir, step), like)
+    return Checkpoints(from_dict(read_config(workdir)).checkpoint.dir or workdir / "checkpoints")
 
 
-def _intact_step(checkpoints, workdir: Path, step: int | str) -> int:
+def chosen_step(checkpoints, workdir: Path, step: int | str) -> int:
+    """The step that "latest", "best" or a number stands for; UserError where it has no checkpoint."""
     from attnlab.training.metrics import best_step, read
 
     steps = checkpoints.steps()
     if not steps:
         raise UserError(f"{workdir} holds no checkpoint yet: train longer, or lower config.checkpoint.every")
-    chosen = steps[-1] if step == "latest" else step
     if step == "best":
-        chosen = best_step(read(workdir / "metrics.jsonl"), steps) or steps[-1]
-    if str(chosen) not in map(str, steps):
+        step = best_step(read(workdir / "metrics.jsonl"), steps) or steps[-1]
+    named = {"latest": steps[-1]} | {str(each): each for each in steps}
+    if str(step) not in named:
         raise UserError(f"{workdir} has no checkpoint {step!r}: choose latest, best, or one of {steps}")
-    if why := checkpoints.damage(int(chosen)):
-        raise UserError(
-            f"checkpoint {chosen} in {checkpoints.directory} is damaged ({why}): choose another of {steps}, or "
-            "repeat the command that trained it"
-        )
-    return int(chosen)
+    return named[str(step)]
 
 
 def peek(workdir: str | Path, **passed) -> tuple[nn.Module, tokenizers.Tokenizer | None, ConfigDict]:

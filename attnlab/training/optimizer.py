@@ -31,12 +31,7 @@ class Peaks(NamedTuple):
 
 
 def peaks(config: ConfigDict) -> Peaks:
-    """The peaks in `config.optimizer`.
-
-    >>> from attnlab.config import default
-    >>> peaks(default().optimizer)
-    Peaks(learning_rate=0.005, muon_learning_rate=0.02)
-    """
+    """The peaks in `config.optimizer`."""
     return Peaks(config.learning_rate, config.muon_learning_rate)
 
 

@@ -140,10 +140,9 @@ class Parallel(NamedTuple):
         """Context for a step: disallows implicit transfers, except with `pmap`, which places the batch itself."""
         return jax.transfer_guard("disallow") if self.strategy == "mesh" else contextlib.nullcontext()
 
-    def compile_train(self, step: Callable, state, fixed) -> "WithFixed":
+    def compile_train(self, step: Callable, state) -> Callable:
         """Compile `step(state, batch, fixed, axis_name=…)` → (state, metrics); the old state's buffers are donated."""
-        compiled = self._compile(step, (self.shardings(state), self.replicated), (None, 0, None), donate_argnums=0)
-        return WithFixed(compiled, fixed, self.replicated)
+        return self._compile(step, (self.shardings(state), self.replicated), (None, 0, None), donate_argnums=0)
 
     def compile_eval(self, step: Callable) -> Callable:
         """Compile `step(params, batch, axis_name=…)` → sums over the global batch."""
@@ -165,32 +164,6 @@ class Parallel(NamedTuple):
         # The state is not mapped: its shapes are the same on one device, on disk, and with the mesh strategy.
         step, devices = functools.partial(step, axis_name=DATA), self.mesh.devices.ravel().tolist()
         return jax.pmap(prepared(step), DATA, in_axes=in_axes, out_axes=None, devices=devices, **options)
-
-
-class WithFixed:
-    """A jitted function of state, batch and NumPy scalars, which are arguments of its program but fixed."""
-
-    def __init__(self, compiled: Callable, fixed, sharding: NamedSharding):
-        self._compiled, self._fixed, self._sharding = compiled, fixed, sharding
-
-    def __call__(self, state, batch):
-        return self._compiled(state, batch, self._placed)
-
-    def trace(self, state, batch) -> jax.stages.Traced:
-        """Trace the function for shapes, perhaps of devices that are not here."""
-        return self._compiled.trace(state, batch, self._shapes)
-
-    def lower(self, state, batch) -> jax.stages.Lowered:
-        """Lower the function for shapes."""
-        return self._compiled.lower(state, batch, self._shapes)
-
-    @functools.cached_property
-    def _placed(self):
-        return jax.device_put(self._fixed, self._sharding)
-
-    @property
-    def _shapes(self):
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), self._fixed)
 
 
 def make(

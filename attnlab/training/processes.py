@@ -12,8 +12,6 @@ ADDRESS, COUNT, NUMBER = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PR
 # Set by SLURM and Open MPI: the number of tasks.
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
-_connected = False
-
 
 def connect(timeout: int) -> None:
     """Connect to the other processes of a distributed run; do nothing in a single process.
@@ -22,7 +20,6 @@ def connect(timeout: int) -> None:
     have none: `launch/tpu_vm.sh` sets ATTNLAB_DISTRIBUTED=1, and JAX queries the TPU's metadata. 0 prevents connecting.
     All processes must connect within `timeout` seconds.
     """
-    global _connected
     distributed = os.environ.get("ATTNLAB_DISTRIBUTED", "")
     if distributed not in ("", "0", "1"):
         raise UserError(f"ATTNLAB_DISTRIBUTED={distributed}: expected 1 or 0, or leave it out")
@@ -44,7 +41,6 @@ def connect(timeout: int) -> None:
         options["local_device_ids"] = [0]
     try:
         jax.distributed.initialize(**options)
-        _connected = True
     except (ValueError, RuntimeError) as error:
         raise UserError(
             f"the processes did not connect within {timeout} s ({str(error).splitlines()[0]}): start all of them, "
@@ -54,7 +50,7 @@ def connect(timeout: int) -> None:
 
 def leave(code: int) -> None:
     """Exit a failed process of a distributed run at once: a normal exit would wait for the others. Else do nothing."""
-    if _connected:
+    if jax.distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -22,7 +22,7 @@ from attnlab.training import metrics as metrics_lib
 from attnlab.training import parallel as parallel_lib
 from attnlab.training import precision, pretrained, trackers
 from attnlab.training import text as texts
-from attnlab.training.checkpoints import Checkpoints, OnPhase, no_phase
+from attnlab.training.checkpoints import Checkpoints, OnPhase
 from attnlab.training.experiment import Experiment
 from attnlab.training.passed import NOTHING, Passed
 from attnlab.training.state import TrainState
@@ -139,7 +139,11 @@ class Run(NamedTuple):
 
 @contextlib.contextmanager
 def open(
-    plan: RunPlan, *, eval_only: bool = False, on_phase: OnPhase = no_phase, tracker: trackers.NewTracker | None = None
+    plan: RunPlan,
+    *,
+    eval_only: bool = False,
+    on_phase: OnPhase = contextlib.nullcontext,
+    tracker: trackers.NewTracker | None = None,
 ) -> Iterator[Run]:
     """Load the text and the newest intact state of a run, and take its files unless `eval_only`.
 
@@ -174,7 +178,8 @@ def open(
         if not eval_only:
             offset = checkpoints.metadata(start)["log"] if start else None  # in every process: Orbax waits for all
             if is_first:
-                metadata = plan.metadata | text.facts | {"parameters": experiment.parameters}
+                metadata = plan.metadata | {"corpus": text.corpus, "vocab_size": text.tokenizer.vocab_size}
+                metadata |= {"parameters": experiment.parameters}
                 metadata |= {"extensions": extensions} if extensions else {}
                 log = _open_files(config, metadata, workdir, text, checkpoints, start, offset, resources, tracker)
         opened = Run(plan, experiment, text, checkpoints, state, start, damaged, reporter, log)

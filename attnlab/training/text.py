@@ -38,11 +38,6 @@ class Text(NamedTuple):
     summary: str
     bits: dict[str, float]
 
-    @property
-    def facts(self) -> dict:
-        """Metadata for `config.json`."""
-        return {"corpus": self.corpus, "vocab_size": self.tokenizer.vocab_size}
-
 
 def load(
     config: ConfigDict,

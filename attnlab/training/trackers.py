@@ -65,10 +65,6 @@ class TensorBoard:
             with _without_torch():  # here, as it is not needed when the run is finished
                 from tensorboardX import event_file_writer, summary
                 from tensorboardX.proto.event_pb2 import Event
-        except ImportError:
-            self._disable("tensorboardX is not installed: pip install 'attnlab[log]'")
-            return
-        try:
             if self._file is None:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._file = event_file_writer.EventsWriter(str(self._folder / "events"))
@@ -77,6 +73,8 @@ class TensorBoard:
                 made = summary.text(name, value) if isinstance(value, str) else summary.scalar(name, value)
                 self._file.write_event(Event(step=step, wall_time=time.time(), summary=made))
             self._file.flush()
+        except ImportError:
+            self._disable("tensorboardX is not installed: pip install 'attnlab[log]'")
         except OSError as error:
             self._disable(error.strerror or str(error))
 

@@ -1,22 +1,25 @@
 """The training loop: steps, logging, evaluation, checkpoints, samples, and stopping on signals."""
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import jax
-import numpy as np
 from jax.experimental import multihost_utils
 
 from attnlab import config as configs
 from attnlab.data.batches import Batch, prefetched
+from attnlab.data.tasks import named
+from attnlab.generation.decoding import generate
+from attnlab.generation.texts import prompt_ids
 from attnlab.nn import GPT, own, unstack_layers
 from attnlab.support.errors import UserError
 from attnlab.support.names import typed
 from attnlab.training import flops as flops_lib
 from attnlab.training import metrics as metrics_lib
 from attnlab.training import parallel as parallel_lib
-from attnlab.training.checkpoints import OnPhase, history_steps, no_phase, sha256
+from attnlab.training.checkpoints import OnPhase, history_steps, sha256
 from attnlab.training.preemption import PreemptionHandler
 from attnlab.training.profiling import Profiler
 from attnlab.training.run import Run
@@ -28,7 +31,6 @@ class Trainer:
 
     Args:
       run: open; its log and its files are written by the first process alone.
-      sample: `sample(params)` generates token ids, `[1]` each; None for no samples.
       on_step: called after every step in every process, `on_step(step, metrics)`; see `attnlab.train.train`.
       on_phase: `with on_phase(name)` surrounds each of `checkpoints.PHASES`.
     """
@@ -37,14 +39,16 @@ class Trainer:
         self,
         run: Run,
         preemption: PreemptionHandler,
-        sample: Callable[[dict], Iterable[np.ndarray]] | None = None,
         on_step: Callable[[int, dict], None] | None = None,
-        on_phase: OnPhase = no_phase,
+        on_phase: OnPhase = contextlib.nullcontext,
     ):
         self.opened, self.config, self.state = run, run.plan.config, run.state
         self.experiment, self.text, self.start = run.experiment, run.text, run.start
         self.checkpoints, self.log, self.reporter = run.checkpoints, run.log, run.reporter
-        self.preemption, self.sample, self.on_step, self.on_phase = preemption, sample, on_step, on_phase
+        self.preemption, self.on_step, self.on_phase = preemption, on_step, on_phase
+        # No samples of a user's model, and of a task.
+        is_text = isinstance(self.experiment.model, GPT) and named.parse(self.config.data.name) is None
+        self._sampled = self.config.sample.length if is_text else 0  # tokens
         self._history = frozenset(history_steps(self.config.steps, self.config.checkpoint.history))
         self._unread = []  # metrics of steps that were dispatched, but not yet read
         self._timer = _Timer(self.start)
@@ -206,15 +210,18 @@ class Trainer:
         multihost_utils.sync_global_devices("attnlab: stopped")
 
     def _write_sample(self, step: int) -> None:
-        if self.sample is None:  # in all processes, or in none
+        if not self._sampled:
             return
         params = self.experiment.parallel.on_every_device(self.state.evaluated)
         if self.log is None:
             return
         params = jax.tree.map(lambda x: x.addressable_data(0), params)
-        generated = self.sample(jax.jit(self._unstacked)(params))
+        variables, tokenizer = {"params": jax.jit(self._unstacked)(params)}, self.text.tokenizer
+        options = {"temperature": 0.8, "seed": self.config.seed, "vocab_size": tokenizer.vocab_size}
+        prompt = prompt_ids(tokenizer, None)
+        generated = generate(self.experiment.model, variables, prompt, self._sampled, **options)
         with self.on_phase("sampling"):
-            text = self.text.tokenizer.decode([tokens[0] for tokens in generated])
+            text = tokenizer.decode([tokens[0] for tokens in generated])
         self.reporter.print(f"--- sample at step {step}:\n{text}\n---")
         self.log.write_text(step, text)
 
@@ -244,7 +251,7 @@ class Trainer:
         if passed:
             arguments = ", ".join(f"{name}=…" for name in passed)
             self.reporter.print(f'load it in Python with: attnlab.load("{plan.workdir}", {arguments})')
-        elif self.sample:
+        elif self._sampled:
             files = dict.fromkeys(f" --mixer={own.part_of(word).path}" for word in plan.metadata.get("code", {}))
             options = f"--workdir={plan.workdir}{''.join(files)}"
             self.reporter.print(f"generate text with: {typed('sample')} {options}")

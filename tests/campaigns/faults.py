@@ -35,7 +35,7 @@ from attnlab._benchmarks.harness import options
 from attnlab.support.errors import UserError
 from attnlab.training.checkpoints import Checkpoints
 from tests.campaigns.watched import PHASES, Board
-from tests.test_train import records
+from tests.test_train import digests, records
 
 QUICKSTART = configs.experiments()["quickstart"]
 MODEL = {
@@ -240,13 +240,9 @@ def _differences(workdir: Path, undisturbed: Path) -> list[str]:
     kept = [_intact(folder) for folder in (workdir, undisturbed)]
     if kept[0] != kept[1]:
         found.append(f"checkpoints {kept[0]}, undisturbed {kept[1]}")
-    elif _bits(workdir, kept[0][-1]) != _bits(undisturbed, kept[1][-1]):
+    elif digests(workdir, kept[0][-1]) != digests(undisturbed, kept[1][-1]):
         found.append("the parameters or the optimizer's state differ")
     return found
-
-
-def _bits(workdir: Path, step: int) -> dict:
-    return Checkpoints(workdir / "checkpoints").digests(step)
 
 
 # --------------------------------------------------------------------------------------------------------- corruptions

@@ -33,7 +33,7 @@ def test_bits_are_per_character_and_per_byte(tmp_path):
     assert f"{tokens:,} validation tokens" in loaded.summary
     assert loaded.bits["bits_per_character"] == tokens / len(held_out) / math.log(2)
     assert loaded.bits["bits_per_byte"] == tokens / len(held_out.encode()) / math.log(2)
-    assert loaded.facts["corpus"] == {
+    assert loaded.corpus == {
         "name": "text",
         "sha256": corpora.load("text", path=f"{tmp_path}/a.txt").sha256,
         "characters": len(text),
@@ -50,7 +50,7 @@ def test_mixture_weights_windows_bits_and_digest(tmp_path):
     assert loaded.bits["bits_per_byte"] == pytest.approx(1 / math.log(2))
     # A window of 8 tokens has 8 characters of the first text, 8 · 3 / 7 of the second.
     assert loaded.bits["bits_per_character"] == pytest.approx(40 / (30 + 10 * 3 / 7) / math.log(2))
-    assert loaded.facts["corpus"]["name"] == "mixture"
+    assert loaded.corpus["name"] == "mixture"
 
 
 def test_mixture_and_path_together_are_refused(tmp_path):

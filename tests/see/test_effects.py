@@ -94,7 +94,7 @@ def test_ablating_a_head_computes_the_layers_from_its_own_on_alone(layers, heads
     params = parameters(model, tokens)
     frame, inputs = framed(model, params, (tokens,), {})
     sweep, arrays = effects._sweep(frame, inputs, metric, "z", ("layer", "head"), None)
-    all_heads = effects._ablated.lower(sweep, arrays, inputs).compile().cost_analysis()["flops"]
+    all_heads = effects._swept.lower(sweep, arrays, inputs).compile().cost_analysis()["flops"]
     forward = jax.jit(lambda p: metric(model.apply(p, tokens))).lower(params).compile().cost_analysis()["flops"]
     assert all_heads <= (1 + heads * (layers + 1) / 2) * forward
 
@@ -196,8 +196,8 @@ def test_a_metric_that_reads_another_array_or_number_is_computed_anew():
         for reads in (weighted, compiled):
             found = see.ablate(model, params, TOKENS, reads)
             np.testing.assert_allclose(found.baseline, factor * logits[:, -1].mean(), atol=3e-6)
-        size = size or effects._ablated._cache_size()
-    assert effects._ablated._cache_size() <= size + 1  # `weighted` is the same program of other arrays
+        size = size or effects._swept._cache_size()
+    assert effects._swept._cache_size() <= size + 1  # `weighted` is the same program of other arrays
 
 
 def test_unbatched_attention_is_averaged_over_positions_alone():

@@ -272,4 +272,5 @@ def test_folder_without_a_run_is_one_line(gpt2, capsys, tmp_path):
 def test_run_of_a_model_of_the_users_own_is_refused_by_name(run, capsys, tmp_path):
     config = json.loads((run / "config.json").read_text()) | {"user_defined": {"model": "Bigram", "optimizer": False}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert "a run of a Bigram, and the command supports only GPTs" in refused(capsys, tmp_path)
+    shutil.copy(run / "tokenizer.json", tmp_path)
+    assert "holds a run with model = Bigram" in refused(capsys, tmp_path)
