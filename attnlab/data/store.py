@@ -19,9 +19,8 @@ import operator
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -222,15 +221,15 @@ def _write_splits(folder: Path, corpus: Corpus, tokenizer, packing: str, progres
     with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(workers) as pool:
         names = [f"{split}{kind}.bin" for split in SPLITS for kind in ("", ".documents")[: 1 + (packing != "stream")]]
         new = {name: stack.enter_context(_NewFile(folder / name)) for name in names}
-        units = _units(_parts(corpus, tokenizer, packing))
-        for unit in _in_order(pool, lambda unit: _encode(tokenizer, unit, dtype), units, ahead=2 * workers):
-            new[f"{unit.split}.bin"].write(unit.tokens)
+        jobs = (pool.submit(_encode, tokenizer, dtype, *unit) for unit in _units(corpus, tokenizer, packing))
+        for split, ids, starts, characters, size in _in_order(jobs, ahead=2 * workers):
+            new[f"{split}.bin"].write(ids)
             if packing == "documents":
-                new[f"{unit.split}.documents.bin"].write((unit.starts + tokens[unit.split]).astype("<i8"))
-            tokens[unit.split] += len(unit.tokens)
-            splits[unit.split]["characters"] += unit.characters
-            splits[unit.split]["bytes"] += unit.bytes
-            progress.advance(unit.bytes)
+                new[f"{split}.documents.bin"].write((starts + tokens[split]).astype("<i8"))
+            tokens[split] += len(ids)
+            splits[split]["characters"] += characters
+            splits[split]["bytes"] += size
+            progress.advance(size)
     return {"splits": splits, "files": {name: file.facts for name, file in new.items()}}
 
 
@@ -258,30 +257,32 @@ def _workers() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _in_order(pool: concurrent.futures.Executor, function: Callable, jobs: Iterable, ahead: int) -> Iterator:
-    """The results of a pool in the order of the jobs, of which at most `ahead` are waiting."""
+def _in_order(jobs: Iterable[concurrent.futures.Future], ahead: int) -> Iterator:
+    """The results of jobs in their order; at most `ahead` are waiting."""
     pending = collections.deque()
     for job in jobs:
-        pending.append(pool.submit(function, job))
+        pending.append(job)
         if len(pending) >= ahead:
             yield pending.popleft().result()
     while pending:
         yield pending.popleft().result()
 
 
-class _Part(NamedTuple):
-    """A text that is encoded separately; it begins a document, or `continues` one."""
+def _units(corpus: Corpus, tokenizer: tokenizers.Tokenizer, packing: str) -> Iterator[tuple[str, list]]:
+    """A split, and some of its parts, about `UNIT` characters: texts that are encoded separately.
 
-    split: str
-    text: str
-    continues: bool
-
-
-def _parts(corpus: Corpus, tokenizer: tokenizers.Tokenizer, packing: str) -> Iterator[_Part]:
-    """The whole text; with packing "stream" each split is one document."""
+    With each text is whether it continues a document. With packing "stream" each split is one document.
+    """
+    unit, length, last = [], 0, None
     for (split, _), group in itertools.groupby(_numbered(corpus, packing), operator.itemgetter(0)):
         for number, text in enumerate(tokenizer.parts(text for _, text in group)):
-            yield _Part(split, text, continues=number > 0)
+            if unit and (length >= UNIT or split != last):
+                yield last, unit
+                unit, length = [], 0
+            unit.append((text, number > 0))
+            length, last = length + len(text), split
+    if unit:
+        yield last, unit
 
 
 def _numbered(corpus: Corpus, packing: str) -> Iterator[tuple[tuple[str, int], str]]:
@@ -293,31 +294,9 @@ def _numbered(corpus: Corpus, packing: str) -> Iterator[tuple[tuple[str, int], s
         number += piece.ends and packing == "documents"
 
 
-def _units(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
-    """Parts of one split, about `UNIT` characters."""
-    unit, length = [], 0
-    for part in parts:
-        if unit and (length >= UNIT or part.split != unit[0].split):
-            yield unit
-            unit, length = [], 0
-        unit.append(part)
-        length += len(part.text)
-    if unit:
-        yield unit
-
-
-class _Encoded(NamedTuple):
-    """A unit's tokens, the index of each document's first token, and its text's length."""
-
-    split: str
-    tokens: np.ndarray
-    starts: np.ndarray
-    characters: int
-    bytes: int
-
-
-def _encode(tokenizer: tokenizers.Tokenizer, unit: list[_Part], dtype: np.dtype) -> _Encoded:
-    text = "".join(part.text for part in unit)
-    ids = [tokenizer.encode(part.text, part.continues) for part in unit]
-    starts = np.cumsum([0, *map(len, ids)])[:-1][[not part.continues for part in unit]]
-    return _Encoded(unit[0].split, np.concatenate(ids).astype(dtype), starts, len(text), len(text.encode()))
+def _encode(tokenizer: tokenizers.Tokenizer, dtype: np.dtype, split: str, unit: list) -> tuple:
+    """The split, a unit's tokens, the index of each document's first token, and its text's characters and bytes."""
+    text = "".join(part for part, _ in unit)
+    ids = [tokenizer.encode(part, continues) for part, continues in unit]
+    starts = np.cumsum([0, *map(len, ids)])[:-1][[not continues for _, continues in unit]]
+    return split, np.concatenate(ids).astype(dtype), starts, len(text), len(text.encode())
