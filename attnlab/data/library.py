@@ -2,19 +2,21 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import tokenizers
 
 from attnlab.data import characters
+from attnlab.data.tokenizers import Tokenizer
 from attnlab.support.errors import UserError
 
 # Its threads gain little, and without this setting it warns in every forked process.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-class LibraryTokenizer:
+class LibraryTokenizer(Tokenizer):
     """A tokenizer of the library; subclasses have `kind`, and encode.
 
     Attributes:
@@ -22,19 +24,23 @@ class LibraryTokenizer:
       end_of_text: the tokens that end a text; () for tokens of a usual name.
     """
 
-    kind: str
     ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<|return|>")
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, pieces: list[bytes], end_of_text: Sequence[int] = ()):
-        self._tokenizer, self._pieces = tokenizer, pieces
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        pieces: list[bytes],
+        word_end: re.Pattern,
+        end_of_text: Sequence[int] = (),
+    ):
+        self._tokenizer, self._pieces, self._word_end, self.vocab_size = tokenizer, pieces, word_end, len(pieces)
         ids = (tokenizer.token_to_id(name) for name in self.ENDS)
         self._usual_ends = tuple(sorted(i for i in ids if i is not None))
         self.end_of_text = tuple(end_of_text) or self._usual_ends
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens; a short text may have fewer than requested."""
-        return len(self._pieces)
+    def parts(self, pieces: Iterable[str]) -> Iterator[str]:
+        """As `Tokenizer.parts`: cut at ends of words."""
+        return characters.parts(pieces, word_end=self._word_end)
 
     def _ids(self, text: str) -> np.ndarray:
         """The library's tokens of a text, int32 `[length]`."""
@@ -48,10 +54,6 @@ class LibraryTokenizer:
                 f"the tokenizer fails on this text ({error}): use the model's own tokenizer.json"
             ) from error
         return np.array(encoding.ids, np.int32)
-
-    def decode(self, ids, continues: bool = False) -> str:
-        """The text of token ids `[length]`; invalid UTF-8 becomes U+FFFD."""
-        return "".join(self.stream(iter(ids), continues))
 
     def stream(self, ids: Iterator[int], continues: bool = False) -> Iterator[str]:
         """As `Tokenizer.stream`."""

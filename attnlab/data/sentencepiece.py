@@ -6,7 +6,7 @@ bytes like "<0xC3>". Hugging Face's `tokenizers` reads the files and encodes; vo
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tokenizers as huggingface
@@ -42,10 +42,10 @@ class SentencePieceTokenizer(LibraryTokenizer):
         content = json.loads(tokenizer.to_str())
         tokens = content["model"]["vocab"] | {token["content"]: token["id"] for token in content["added_tokens"]}
         _check(content, tokens)
-        super().__init__(tokenizer, _pieces(tokens), end_of_text)
         self._prepends = any(step["type"] == "Prepend" for step in _steps(content["normalizer"]))
         self._strips = _steps(content["decoder"]) == _TO_TEXT
-        self._word_end = _word_end(tokens, content["added_tokens"], self._prepends)
+        word_end = _word_end(tokens, content["added_tokens"], self._prepends)
+        super().__init__(tokenizer, _pieces(tokens), word_end, end_of_text)
 
     def encode(self, text: str, continues: bool = False) -> np.ndarray:
         """As `Tokenizer.encode`."""
@@ -56,10 +56,6 @@ class SentencePieceTokenizer(LibraryTokenizer):
             is_later = self._prepends and (continues or len(ids) > 1)
             ids.append(self._ids(part.removeprefix(" ") if is_later else part))
         return np.concatenate(ids)
-
-    def parts(self, pieces: Iterable[str]) -> Iterator[str]:
-        """As `Tokenizer.parts`."""
-        return characters.parts(pieces, word_end=self._word_end)
 
     def stream(self, ids: Iterator[int], continues: bool = False) -> Iterator[str]:
         """As `Tokenizer.stream`."""

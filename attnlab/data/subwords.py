@@ -5,7 +5,7 @@ The same text gives the same vocabulary in every process. Byte-level BPE of publ
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import tokenizers as huggingface
@@ -42,15 +42,14 @@ class TrainedTokenizer(LibraryTokenizer):
         tokens = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
         added = tokenizer.get_added_tokens_decoder()  # such as "<|endoftext|>"
         pieces = [added[i].content.encode() if i in added else _bytes_of(kind, t) for i, t in enumerate(tokens)]
-        super().__init__(tokenizer, pieces, end_of_text)
+        # Llama 3's and Qwen's take a full stop and the following new lines as one word, and some prepend a space to a
+        # text without one, so parts must begin with a space.
+        is_ours = any(is_same(json.loads(tokenizer.to_str())["pre_tokenizer"], one) for one in (WORDS, BYTE_LEVEL))
+        super().__init__(tokenizer, pieces, WORD_END if is_ours else _BEFORE_SPACE, end_of_text)
         self.kind = kind
         self._characters = "".join(token for token in tokens if len(token) == 1)
         # Bytes without a token, which the library would drop silently.
         self._unknown = set(range(256)) - {piece[0] for piece in pieces if len(piece) == 1}
-        # Llama 3's and Qwen's take a full stop and the following new lines as one word, and some prepend a space to a
-        # text without one, so parts must begin with a space.
-        is_ours = any(is_same(json.loads(tokenizer.to_str())["pre_tokenizer"], one) for one in (WORDS, BYTE_LEVEL))
-        self._word_end = WORD_END if is_ours else _BEFORE_SPACE
 
     @classmethod
     def of(cls, kind: str, text: str, vocab_size: int, characters: str | None = None) -> "TrainedTokenizer":
@@ -78,10 +77,6 @@ class TrainedTokenizer(LibraryTokenizer):
         if self.kind == "bpe" and self._unknown and self._unknown.intersection(encoded):
             check_known(text, "".join(c for c in sorted(set(text)) if not self._unknown.intersection(c.encode())))
         return np.concatenate([np.zeros(0, np.int32), *map(self._ids, self.parts([text]))])
-
-    def parts(self, pieces: Iterable[str]) -> Iterator[str]:
-        """As `Tokenizer.parts`."""
-        return parts(pieces, word_end=self._word_end)
 
 
 def _train_words(text: str, vocab_size: int) -> huggingface.Tokenizer:

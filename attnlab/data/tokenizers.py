@@ -8,7 +8,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -19,21 +18,18 @@ from attnlab.support.extras import require
 from attnlab.support.paths import named
 
 
-@runtime_checkable
-class Tokenizer(Protocol):
-    """The interface of all tokenizers.
+class Tokenizer:
+    """The base class of all tokenizers.
 
     Attributes:
       kind: "char", "byte", "word", "bpe", "wordpiece" or "sentencepiece".
+      vocab_size: number of token ids, which are 0 … vocab_size − 1.
       end_of_text: the tokens that end a text; trained vocabularies have none.
     """
 
     kind: str
-    end_of_text: tuple[int, ...]
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids, which are 0 … vocab_size − 1."""
+    vocab_size: int
+    end_of_text: tuple[int, ...] = ()
 
     def encode(self, text: str, continues: bool = False) -> np.ndarray:
         """Token ids of `text`, int32 `[length]`, without added tokens; `continues`: it is a later part of `parts`.
@@ -41,21 +37,29 @@ class Tokenizer(Protocol):
         Raises:
           UserError: text that cannot be encoded.
         """
+        raise NotImplementedError
 
     def parts(self, pieces: Iterable[str]) -> Iterator[str]:
         """Cut a text in pieces, so that the parts' tokens concatenate to `encode` of the whole."""
+        return iter(pieces)
 
     def decode(self, ids, continues: bool = False) -> str:
-        """The text of token ids `[length]`; `continues`: they follow other tokens, so a first space stays."""
+        """The text of token ids `[length]`; `continues`: they follow other tokens, so a first space stays.
+
+        Invalid UTF-8 becomes U+FFFD.
+        """
+        return "".join(self.stream(iter(ids), continues))
 
     def stream(self, ids: Iterator[int], continues: bool = False) -> Iterator[str]:
         """Decode token ids as they arrive; the pieces concatenate to `decode`."""
+        raise NotImplementedError
 
     def to_dict(self) -> dict:
         """The content of `tokenizer.json`."""
+        raise NotImplementedError
 
 
-class CharTokenizer:
+class CharTokenizer(Tokenizer):
     """One token per character (Unicode code point), in code point order.
 
     Attributes:
@@ -67,12 +71,11 @@ class CharTokenizer:
     """
 
     kind = "char"
-    end_of_text = ()
 
     def __init__(self, characters: str):
         if list(characters) != sorted(set(characters)):
             raise ValueError("a character vocabulary must list each character once, in code point order")
-        self.characters = characters
+        self.characters, self.vocab_size = characters, len(characters)
         points = code_points(characters).astype(np.int64)
         # The token of each code point; −1 for no token, and last for all larger code points.
         self._ids = np.full(points.max(initial=-1) + 2, -1, np.int32)
@@ -83,22 +86,12 @@ class CharTokenizer:
         """The tokenizer of all characters of `text`."""
         return cls(np.unique(code_points(text)).tobytes().decode("utf-32-le"))
 
-    @property
-    def vocab_size(self) -> int:
-        return len(self.characters)
-
     def encode(self, text: str, continues: bool = False) -> np.ndarray:
         """As `Tokenizer.encode`; UserError for a character that is not in the vocabulary."""
         ids = self._ids[np.minimum(code_points(text), len(self._ids) - 1)]
         if len(ids) and ids.min() < 0:
             check_known(text, self.characters)
         return ids
-
-    def parts(self, pieces: Iterable[str]) -> Iterator[str]:
-        return iter(pieces)
-
-    def decode(self, ids, continues: bool = False) -> str:
-        return "".join(self.characters[i] for i in ids)
 
     def stream(self, ids: Iterator[int], continues: bool = False) -> Iterator[str]:
         return (self.characters[i] for i in ids)
@@ -108,7 +101,7 @@ class CharTokenizer:
         return {"kind": self.kind, "characters": self.characters}
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """One token per UTF-8 byte; encodes any text.
 
     >>> ByteTokenizer().encode("ñ").tolist()
@@ -116,19 +109,11 @@ class ByteTokenizer:
     """
 
     kind = "byte"
-    end_of_text = ()
     vocab_size = 256
 
     def encode(self, text: str, continues: bool = False) -> np.ndarray:
         """The UTF-8 bytes of `text`, int32 `[length]`; UserError for lone surrogates."""
         return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
-
-    def parts(self, pieces: Iterable[str]) -> Iterator[str]:
-        return iter(pieces)
-
-    def decode(self, ids, continues: bool = False) -> str:
-        """The text of byte ids `[length]`; invalid UTF-8 becomes U+FFFD."""
-        return bytes(int(i) for i in ids).decode("utf-8", errors="replace")
 
     def stream(self, ids: Iterator[int], continues: bool = False) -> Iterator[str]:
         return complete(bytes([int(i)]) for i in ids)
