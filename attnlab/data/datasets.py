@@ -4,6 +4,7 @@ TFDS stores prepared datasets in the folder TFDS_DATA_DIR, by default `~/tensorf
 """
 
 import contextlib
+import functools
 import io
 import logging
 import os
@@ -64,7 +65,8 @@ class Dataset(NamedTuple):
 def find(name: str, feature: str = "") -> Dataset:
     """A dataset by name, prepared if necessary; an empty `feature` is the only text feature, or "text"."""
     with _one_line_errors(name):
-        builder = Quijote(file_format="array_record") if name == "quijote" else _build_by_name(name)
+        make = Quijote if name == "quijote" else functools.partial(tfds.builder, name.removeprefix("tfds:"))
+        builder = make(file_format="array_record")
     builder = _prepare(builder, name)
     if name == "quijote":
         return Dataset(name, builder, "text", ("train",), "")
@@ -109,13 +111,6 @@ def _between_gutenberg_marks(text: str) -> str:
             text = text.split(mark, 1)[side]
             text = text.split("\n", 1)[1] if side else text
     return text.replace("\r\n", "\n").strip() + "\n"
-
-
-def _build_by_name(name):
-    try:
-        return tfds.builder(name.removeprefix("tfds:"), file_format="array_record")
-    except tfds.core.registered.DatasetNotFoundError as error:
-        raise UserError(f"data.name = {name!r}: not a TFDS dataset; see tfds.list_builders()") from error
 
 
 def _prepare(builder, name):
@@ -168,6 +163,8 @@ def _one_line_errors(name, builder=None, done="prepared", remedy=CHECK_NETWORK):
             yield
     except UserError:
         raise
+    except tfds.core.registered.DatasetNotFoundError as error:
+        raise UserError(f"data.name = {name!r}: not a TFDS dataset; see tfds.list_builders()") from error
     except ModuleNotFoundError as error:
         where = _recipe(builder, name) if builder else "tfds build --file_format=array_record"
         raise UserError(
