@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -81,11 +82,13 @@ def load(
     places = None if shardings is None else traverse_util.flatten_dict(shardings, sep="/")
     flat = {}
     # Parameters with several tensors, as of stacked layers, one after another, so that few are incomplete.
-    for leaves, slices in itertools.groupby(sorted(tensors, key=_leaves), key=_leaves):
+    by_leaves = operator.attrgetter("leaves")
+    for leaves, slices in itertools.groupby(sorted(tensors, key=by_leaves), key=by_leaves):
         found = {leaf: _empty(wanted[leaf], dtype) for leaf in leaves}
         for tensor in slices:
             parts = [array if tensor.slice is None else array[tensor.slice] for array in found.values()]
-            _fill([part.reshape(tensor.inputs, -1) for part in parts], tensor, state, f"{source}: {tensor.name}")
+            parts = [part.reshape(tensor.inputs, tensor.groups, -1) for part in parts]
+            _fill(parts, tensor, state, f"{source}: {tensor.name}")
         for leaf, array in found.items():
             if places is None:
                 flat[leaf] = jax.device_put(array)
@@ -93,10 +96,6 @@ def load(
                 flat[leaf] = jax.make_array_from_callback(array.shape, places[leaf], array.__getitem__)
             flat[leaf].block_until_ready()  # so that few arrays are in transit
     return traverse_util.unflatten_dict(flat, sep="/")
-
-
-def _leaves(tensor: Tensor) -> tuple[str, ...]:
-    return tensor.leaves
 
 
 def unload(tensors: Sequence[Tensor], params) -> dict[str, np.ndarray]:
@@ -117,43 +116,26 @@ def arrays(tensors: Sequence[Tensor], params) -> Iterator[tuple[str, np.ndarray]
 
 
 def _fill(parts: Sequence[np.ndarray], tensor: Tensor, state: Mapping, name: str) -> None:
-    """Copy a tensor to its parameters, matrices `[in, out]`."""
+    """Copy a tensor to its parameters, `[inputs, groups, outputs of a group]`, some inputs at a time."""
     if tensor.constant is not None:
         parts[0][:] = tensor.constant
         return
-    stored, by_outputs = state[tensor.name], tensor.transposed or len(tensor.shape) == 1
-    length, size = (tensor.outputs, tensor.inputs) if by_outputs else (tensor.inputs, tensor.outputs)
-    for piece in pieces(length, size):
-        start, end = piece.start, piece.stop
-        chunk = as_numpy(stored[piece], name).reshape(end - start, size)
-        for part, at, row, count in _runs(parts, tensor, *((start, end) if by_outputs else (0, tensor.outputs))):
-            if by_outputs:
-                part[:, at : at + count] = chunk[row - start : row - start + count].T
-            else:
-                part[start:end, at : at + count] = chunk[:, row : row + count]
+    bounds = np.cumsum([part.shape[2] for part in parts])[:-1]
+    is_matrix = len(tensor.shape) == 2
+    for piece in pieces(tensor.inputs, tensor.outputs) if is_matrix else [slice(None)]:
+        index = (slice(None), piece) if is_matrix and tensor.transposed else piece
+        chunk = as_numpy(state[tensor.name][index], name)
+        chunk = chunk.reshape(tensor.outputs, -1).T if tensor.transposed else chunk
+        chunk = chunk.reshape(-1, tensor.groups, tensor.outputs // tensor.groups)
+        chunk = chunk[..., tensor.order] if tensor.order else chunk
+        for part, values in zip(parts, np.split(chunk, bounds, axis=2)):
+            part[piece] = values
 
 
 def pieces(rows: int, size: int) -> Iterator[slice]:
     """Slices of an array's rows, of `size` numbers each, that are read at once."""
     step = max(1, _CHUNK // (4 * size))
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
-
-
-def _runs(parts: Sequence[np.ndarray], tensor: Tensor, start: int, end: int) -> Iterator[tuple]:
-    """The runs of outputs from `start` to `end` of a tensor that are outputs of one parameter, one after another.
-
-    Each is a parameter, its first output, the tensor's output that is the same, and their number.
-    """
-    sizes = [part.shape[1] // tensor.groups for part in parts]
-    order = np.argsort(tensor.order) if tensor.order else np.arange(sum(sizes))
-    group, within = np.divmod(np.arange(start, end), len(order))
-    within = order[within]
-    firsts = np.cumsum([0, *sizes])
-    which = np.searchsorted(firsts, within, side="right") - 1
-    outputs = group * np.array(sizes)[which] + within - firsts[which]
-    breaks = np.flatnonzero((np.diff(outputs) != 1) | (np.diff(which) != 0)) + 1
-    for first, last in itertools.pairwise([0, *breaks.tolist(), end - start]):
-        yield parts[which[first]], int(outputs[first]), start + first, last - first
 
 
 def check_names(tensors: Sequence[Tensor], state: Mapping, source: str, ignored: Sequence[str] = ()) -> None:
