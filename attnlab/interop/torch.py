@@ -3,26 +3,18 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
 
 from attnlab.interop import tensors
 from attnlab.interop.huggingface import reading, weights, writing
+from attnlab.interop.huggingface.mixer_tensors import linear
 from attnlab.interop.tensors import Tensor
 from attnlab.nn import GPT, Block, Mlp, MultiHeadAttention
 from attnlab.support.errors import UserError
 
 __all__ = ["from_nanogpt", "from_torch", "to_nanogpt", "to_torch"]
-
-
-class _Equivalent(NamedTuple):
-    """The module equivalent to a module of torch, example inputs, and the tensors that hold its parameters."""
-
-    module: nn.Module
-    inputs: tuple
-    tensors: list[Tensor]
 
 
 def from_torch(source) -> tuple[nn.Module, dict]:
@@ -50,11 +42,11 @@ def from_torch(source) -> tuple[nn.Module, dict]:
     >>> module.apply(params, jnp.ones((3, 5, 8))).shape  # [batch, length, features]
     (3, 5, 8)
     """
-    ours = _equivalent(source)
-    shapes = tensors.shapes_of(ours.module, *ours.inputs)
+    module, inputs, table = _equivalent(source)
+    shapes = tensors.shapes_of(module, *inputs)
     buffers = [name for name, _ in source.named_buffers()]
-    params = tensors.load(ours.tensors, source.state_dict(), shapes, type(source).__name__, ignored=buffers)
-    return ours.module, {"params": params}
+    params = tensors.load(table, source.state_dict(), shapes, type(source).__name__, ignored=buffers)
+    return module, {"params": params}
 
 
 def to_torch(params, like) -> dict:
@@ -76,9 +68,9 @@ def to_torch(params, like) -> dict:
     >>> theirs.load_state_dict(to_torch(params, like=theirs))
     <All keys matched successfully>
     """
-    ours, params = _equivalent(like), tensors.bare(params)
-    tensors.check(params, tensors.shapes_of(ours.module, *ours.inputs), type(like).__name__)
-    return like.state_dict() | tensors.as_torch(tensors.unload(ours.tensors, params), "to_torch")
+    (module, inputs, table), params = _equivalent(like), tensors.bare(params)
+    tensors.check(params, tensors.shapes_of(module, *inputs), type(like).__name__)
+    return like.state_dict() | tensors.as_torch(tensors.unload(table, params), "to_torch")
 
 
 def from_nanogpt(path: str | Path) -> tuple[GPT, dict]:
@@ -157,7 +149,8 @@ def to_nanogpt(model: GPT, params) -> dict:
     return tensors.as_torch(state, "to_nanogpt")
 
 
-def _equivalent(source) -> _Equivalent:
+def _equivalent(source) -> tuple[nn.Module, tuple, list[Tensor]]:
+    """The module equivalent to a module of torch, example inputs, and the tensors that hold its parameters."""
     layers = tensors.import_torch("from_torch").nn
     known = {layers.MultiheadAttention: _multihead_attention, layers.TransformerEncoderLayer: _encoder_layer}
     for kind, describe in known.items():
@@ -173,7 +166,7 @@ def _equivalent(source) -> _Equivalent:
     )
 
 
-def _multihead_attention(source, prefix="", path="") -> _Equivalent:
+def _multihead_attention(source, prefix="", path=""):
     for option, only in (("bias_k", None), ("bias_v", None), ("add_zero_attn", False)):
         if getattr(source, option) is not only:
             raise UserError(f"MultiheadAttention has {option}, which attnlab's MultiHeadAttention does not support")
@@ -190,46 +183,37 @@ def _multihead_attention(source, prefix="", path="") -> _Equivalent:
             Tensor(f"{prefix}{letter}_proj_weight", (width, rows), (kernel,), transposed=True)
             for letter, rows, kernel in zip("qkv", (width, memory, memory), kernels)
         ]
-    places.append(Tensor(f"{prefix}out_proj.weight", (width, width), (f"{path}out/kernel",), transposed=True))
     if use_bias:
         places.append(Tensor(f"{prefix}in_proj_bias", (3 * width,), tuple(f"{name}/bias" for name in which)))
-        places.append(Tensor(f"{prefix}out_proj.bias", (width,), (f"{path}out/bias",)))
-    return _Equivalent(module, (jnp.zeros((1, 1, width)), jnp.zeros((1, 1, memory))), places)
+    places += linear(f"{prefix}out_proj", width, width, f"{path}out", bias=use_bias)
+    return module, (jnp.zeros((1, 1, width)), jnp.zeros((1, 1, memory))), places
 
 
-def _encoder_layer(source) -> _Equivalent:
+def _encoder_layer(source):
     norms = (source.norm1, source.norm2)
     if any(type(norm).__name__ != "LayerNorm" for norm in norms) or source.norm1.eps != source.norm2.eps:
         raise UserError(f"TransformerEncoderLayer has the norms {norms}: expected two LayerNorms with one eps")
     rates = (source.dropout1.p, source.dropout2.p)
     if rates[0] != rates[1]:
         raise UserError(f"TransformerEncoderLayer has the dropout rates {rates}: expected one rate")
-    attention = _multihead_attention(source.self_attn, "self_attn.", "attention/")
+    attention, _, places = _multihead_attention(source.self_attn, "self_attn.", "attention/")
     width, hidden, use_bias = source.linear1.in_features, source.linear1.out_features, source.linear1.bias is not None
     mlp = Mlp(hidden, _activation(source.activation), use_bias=use_bias)
     module = Block(
-        attention.module,
+        attention,
         mlp,
         dropout_rate=source.dropout1.p,
         use_bias=use_bias,
         norm_first=source.norm_first,
         norm_epsilon=source.norm1.eps,
     )
-    places = [
-        *attention.tensors,
-        Tensor("linear1.weight", (hidden, width), ("mlp/up/kernel",), transposed=True),
-        Tensor("linear2.weight", (width, hidden), ("mlp/down/kernel",), transposed=True),
-        Tensor("norm1.weight", (width,), ("attention_norm/scale",)),
-        Tensor("norm2.weight", (width,), ("mlp_norm/scale",)),
-    ]
-    if use_bias:
-        places += [
-            Tensor("linear1.bias", (hidden,), ("mlp/up/bias",)),
-            Tensor("linear2.bias", (width,), ("mlp/down/bias",)),
-            Tensor("norm1.bias", (width,), ("attention_norm/bias",)),
-            Tensor("norm2.bias", (width,), ("mlp_norm/bias",)),
-        ]
-    return _Equivalent(module, (jnp.zeros((1, 1, width)),), places)
+    places += linear("linear1", width, hidden, "mlp/up", bias=use_bias)
+    places += linear("linear2", hidden, width, "mlp/down", bias=use_bias)
+    for norm, path in (("norm1", "attention_norm"), ("norm2", "mlp_norm")):
+        places.append(Tensor(f"{norm}.weight", (width,), (f"{path}/scale",)))
+        if use_bias:
+            places.append(Tensor(f"{norm}.bias", (width,), (f"{path}/bias",)))
+    return module, (jnp.zeros((1, 1, width)),), places
 
 
 def _activation(function) -> str:
