@@ -1,4 +1,4 @@
-"""Characters of texts for tokenizers: code points, UTF-8, and cuts between words."""
+"""What all tokenizers share: their base class, code points, UTF-8, and cuts between words."""
 
 import codecs
 import re
@@ -9,6 +9,47 @@ import numpy as np
 from attnlab.support.errors import UserError
 
 WORD_END = re.compile(r"\S(?=[ \n])")  # white space both to the library and to Python
+
+
+class Tokenizer:
+    """The base class of all tokenizers.
+
+    Attributes:
+      kind: "char", "byte", "word", "bpe", "wordpiece" or "sentencepiece".
+      vocab_size: number of token ids, which are 0 … vocab_size − 1.
+      end_of_text: the tokens that end a text; trained vocabularies have none.
+    """
+
+    kind: str
+    vocab_size: int
+    end_of_text: tuple[int, ...] = ()
+
+    def encode(self, text: str, continues: bool = False) -> np.ndarray:
+        """Token ids of `text`, int32 `[length]`, without added tokens; `continues`: it is a later part of `parts`.
+
+        Raises:
+          UserError: text that cannot be encoded.
+        """
+        raise NotImplementedError
+
+    def parts(self, pieces: Iterable[str]) -> Iterator[str]:
+        """Cut a text in pieces, so that the parts' tokens concatenate to `encode` of the whole."""
+        return iter(pieces)
+
+    def decode(self, ids, continues: bool = False) -> str:
+        """The text of token ids `[length]`; `continues`: they follow other tokens, so a first space stays.
+
+        Invalid UTF-8 becomes U+FFFD.
+        """
+        return "".join(self.stream(iter(ids), continues))
+
+    def stream(self, ids: Iterator[int], continues: bool = False) -> Iterator[str]:
+        """Decode token ids as they arrive; the pieces concatenate to `decode`."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict:
+        """The content of `tokenizer.json`."""
+        raise NotImplementedError
 
 
 def parts(pieces: Iterable[str], size: int = 100_000, word_end: re.Pattern = WORD_END) -> Iterator[str]:

@@ -9,14 +9,13 @@ import numpy as np
 import tokenizers
 
 from attnlab.data import characters
-from attnlab.data.tokenizers import Tokenizer
 from attnlab.support.errors import UserError
 
 # Its threads gain little, and without this setting it warns in every forked process.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-class LibraryTokenizer(Tokenizer):
+class LibraryTokenizer(characters.Tokenizer):
     """A tokenizer of the library; subclasses have `kind`, and encode.
 
     Attributes:
