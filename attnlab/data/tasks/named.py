@@ -1,11 +1,9 @@
 """Tasks that a config names: `config.data.name = "task:recall pairs=8 rewrites=8"`.
 
-Each is a sequence of tokens and the answers at some of its positions. `ceiling` is the accuracy of a predictor that
-knows the task, 1 for all of these; `chance` that of the best one that does not look at the sequence.
+Each is a sequence of tokens and the answers at some of its positions.
 """
 
 import dataclasses
-from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Int
@@ -25,33 +23,34 @@ _END = {"queries": ("end",)}
 Drawn = tuple[Int[Array, "B T"], Int[Array, "B T"]]
 
 
-@runtime_checkable
-class Task(Protocol):
-    """A task. Its fields are its options.
+class Task:
+    """A task, a frozen dataclass whose fields are its options.
 
     Attributes:
       alphabet: the characters of tokens 0, 1, …, in code point order.
       shortest_context: the fewest tokens of a sequence.
-      ceiling, chance: accuracies.
+      chance: the accuracy of the best predictor that does not look at the sequence.
     """
 
     alphabet: str
     shortest_context: int
-    ceiling: float
     chance: float
 
     def answers_of(self, length: int) -> int:
         """The most answers of a sequence of `length` tokens."""
+        raise NotImplementedError
 
     def draw(self, step: Number, *, batch_size: int, length: int, seed: Number = 0) -> Drawn:
         """(Tokens, targets), int32 `[B, T]` each: T = `length`, and targets are −1 where there is no answer."""
+        raise NotImplementedError
 
     def longer(self, length: int) -> "Task | None":
         """The task with sequences of `length` tokens, to test a model on; None where a length has no meaning."""
+        return self  # blanks or noise fill any length
 
 
 @dataclasses.dataclass(frozen=True)
-class Recall:
+class Recall(Task):
     """Pairs of keys and values, then keys that ask for their values; `pairs` cannot be more at another length.
 
     With `queries=spread` a value is the answer at its key's second place, among a filler: `spread_recall`.
@@ -67,7 +66,6 @@ class Recall:
     filler: str = option(
         "between queries that are spread", "blank", choices=("blank", "noise"), needs={"queries": ("spread",)}
     )
-    ceiling = 1.0
 
     def __post_init__(self):
         if self.fewest > self.pairs:
@@ -114,14 +112,13 @@ class Recall:
 
 
 @dataclasses.dataclass(frozen=True)
-class Modular:
+class Modular(Task):
     """Digits, and the sums of those so far modulo the base."""
 
     base: int = option("digits are 0 … base − 1", 3, low=2, high=10)
     shortest: int = option("fewest digits of a sequence", 3, low=1)
     longest: int = option("most digits of a sequence", 40, low=1)
     answers: str = option("at each digit, or at the last alone", "each", choices=("each", "last"))
-    ceiling = 1.0
 
     def __post_init__(self):
         if self.shortest > self.longest:
@@ -164,12 +161,11 @@ class Parity(Modular):
 
 
 @dataclasses.dataclass(frozen=True)
-class Copy:
+class Copy(Task):
     """Symbols among blanks, then their copy."""
 
     symbols: int = option("symbols to copy", 16, low=1)
     kinds: int = option("different symbols", 16, low=1, high=26)
-    ceiling = 1.0
 
     @property
     def alphabet(self) -> str:
@@ -192,18 +188,13 @@ class Copy:
         tokens, targets = selective_copies(step, seed=seed, **sizes)
         return tokens, _at_end(targets, length)
 
-    def longer(self, length) -> "Copy":
-        """The same: its blanks fill any length."""
-        return self
-
 
 @dataclasses.dataclass(frozen=True)
-class Induction:
+class Induction(Task):
     """Noise with triggers, then the triggers, which ask for what followed them."""
 
     triggers: int = option("different triggers", 1, low=1, high=10)
     kinds: int = option("different tokens of the noise", 16, low=1, high=26)
-    ceiling = 1.0
 
     @property
     def alphabet(self) -> str:
@@ -225,10 +216,6 @@ class Induction:
         sizes = {"triggers": self.triggers, "vocab_size": self.triggers + self.kinds}
         tokens, targets = inductions(step, batch_size=batch_size, length=length, seed=seed, **sizes)
         return tokens, _at_end(targets, length)
-
-    def longer(self, length) -> "Induction":
-        """The same: its noise fills any length."""
-        return self
 
 
 TASKS = {"recall": Recall, "parity": Parity, "modular": Modular, "copy": Copy, "induction": Induction}
