@@ -230,7 +230,7 @@ def test_sweep_over_seeds_writes_groups_beside_the_runs(tmp_path, capsys, monkey
 # --- runs
 
 
-class Here:
+class Here(subprocess.Popen):
     """In place of `subprocess.Popen`: a worker that has run in this process."""
 
     def __init__(self, words, stdout, **_):
