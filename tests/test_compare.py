@@ -91,7 +91,7 @@ def steady(rows):
         ),
         (
             ["--variant=a: model.width=30", "--variant=b:"],
-            "--variant='a': config.model.positions = 'rotary'",
+            "--variant='a': config.model.rotary.fraction = 1.0: rotates 15 of the 15 features",
         ),
         ([*VARIANTS, "--learning_rates=1e-3,fast"], "--learning_rates=1e-3,fast: "),
         ([*VARIANTS, "--seeds=1"], "seeds"),
