@@ -17,7 +17,7 @@
 import importlib
 import sys
 
-from attnlab.support import status
+from attnlab.support import hugepages, status
 
 COMMANDS = {
     "train": ("attnlab.train", "train a GPT on text"),
@@ -38,6 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     own_process = argv is None
     program, *words = sys.argv if own_process else argv
     name = words[0] if words else "--help"
+    if own_process and name in ("train", "sample"):
+        hugepages.restart("attnlab")
     if own_process:
         status.end_when_interrupted()
     if name in ("--help", "-h"):

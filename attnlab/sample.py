@@ -20,8 +20,9 @@ that was interrupted goes on where it was.
 """
 
 if __name__ == "__main__":
-    from attnlab.support import status
+    from attnlab.support import hugepages, status
 
+    hugepages.restart("attnlab.sample")
     status.end_when_interrupted()
 
 import functools

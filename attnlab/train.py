@@ -12,8 +12,9 @@ extended run continues from its last checkpoint, with the learning rate schedule
 if __name__ == "__main__":
     import sys
 
-    from attnlab.support import status
+    from attnlab.support import hugepages, status
 
+    hugepages.restart("attnlab.train")
     status.end_when_interrupted()
     status.importing(sys.argv)
 

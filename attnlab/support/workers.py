@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from attnlab.support import hugepages
+
 POLL = 0.1  # seconds
 PARENT_POLL = 1.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -85,7 +87,7 @@ def _start(words: Sequence[str], log: Path, lock: int) -> subprocess.Popen:
             stderr=subprocess.STDOUT,
             start_new_session=True,
             pass_fds=[lock],
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            env=hugepages.environment(dict(os.environ)) | {"PYTHONUNBUFFERED": "1"},
         )
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from attnlab.data import corpora, tokenizers
+from attnlab.support import hugepages
 from attnlab.support.errors import UserError
 
 from . import memory, tables
@@ -47,6 +49,7 @@ class Worker:
                     stdout=subprocess.PIPE,
                     stderr=file,
                     text=True,
+                    env=hugepages.environment(dict(os.environ)),  # as the training command does
                 )
             except OSError as error:
                 raise UserError(f"{command[0]} cannot be started ({error.strerror}): give a Python") from error
