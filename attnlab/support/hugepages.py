@@ -1,10 +1,10 @@
 """Huge pages for the buffers of XLA's CPU backend.
 
 XLA requests the buffers of each step from glibc as one block, and glibc returns a large block to the kernel when it is
-freed: the next step faults in every page again. With pages of 2 MiB there are few faults: 160,000 in place of 1.8 million
-in twenty steps of a GPT of 10 million parameters, whose median step then takes 0.95 of the time (three alternations, Zen 4,
-JAX 0.10.2, November 2026; a fifth less on older machines). glibc (2.35 and newer) reads this setting only when a program
-starts.
+freed: the next step faults in every page again. With pages of 2 MiB there are few faults: 160,000 in place of 1.8
+million in twenty steps of a GPT of 10 million parameters, whose median step takes 0.95 of the time (three
+alternations, Zen 4, JAX 0.10.2, November 2026; a fifth less on older machines). glibc (2.35 and newer) reads this
+setting only when a program starts.
 """
 
 import contextlib
