@@ -26,4 +26,5 @@ def test_gathered_keys_are_gathered_again_for_the_gradient(topology, compiled):
     with attnlab.context_parallel("context"):
         text, _ = compiled(jax.grad(total, argnums=(0, 1, 2)), x, x, x)
     found = collections.Counter(COLLECTIVE.findall(text))
-    assert found["all-gather"] == 4 and found["reduce-scatter"] == 2
+    # XLA may compile a reduce-scatter as an all-reduce of which each device takes its part.
+    assert found["all-gather"] == 4 and found["reduce-scatter"] + found["all-reduce"] == 2, found
