@@ -160,7 +160,7 @@ def test_wheel_installs_and_runs_in_a_fresh_environment(tmp_path):
     assert {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name} == {
         path.relative_to(REPOSITORY).as_posix()
         for path in (REPOSITORY / "attnlab").rglob("*")
-        if path.suffix in (".py", ".html", ".css", ".js") or path.name == "py.typed"
+        if path.suffix in (".py", ".pyi", ".html", ".css", ".js") or path.name == "py.typed"
     } | {
         f"attnlab/_{path.relative_to(REPOSITORY).as_posix()}"
         for folder in ("configs", "studies", "benchmarks")
@@ -180,7 +180,7 @@ def test_wheel_installs_and_runs_in_a_fresh_environment(tmp_path):
     assert "--config" in environment.run(script, "train", "--help").stdout
     named = environment.run(script, "train", "--config=sancho:tiny", "--config.steps=0", check=False)
     assert named.stderr == "error: config.steps = 0: expected 1 or more, below 2^31\n"
-    assert "activation patching" in environment.run(script, "bench").stdout
+    assert "matrix products" in environment.run(script, "bench").stdout
     refused = environment.run(script, "study", "scaling", check=False)
     assert "matplotlib" in refused.stderr  # which the studies need
     config, workdir = tmp_path / "tiny.py", tmp_path / "run"
