@@ -63,7 +63,7 @@ def diverged(workdir: Path) -> bool:
 
 
 def result(workdir: Path, measure: str = "loss") -> float:
-    """A run's loss or accuracy on its half of the held-out data; that of chance if it diverged, NaN if unfinished."""
+    """A run's loss or accuracy on its half of the held-out data; chance level if it diverged, NaN if unfinished."""
     if diverged(workdir):  # leaving the run out would reward the variant
         config = read_config(workdir)
         return math.log(config["vocab_size"]) if measure == "loss" else named.parse(config["data"]["name"]).chance

@@ -184,7 +184,7 @@ def _value(name: str, text: str | None):
 
 
 def shown(found: Sequence[Mapping]) -> list[str]:
-    """The columns that are shown: those of `SHOWN` that a table has, and that have news."""
+    """The columns of `SHOWN` that a table has and that have news."""
     return [name for name in SHOWN if name in found[0] and _has_news(name, [row[name] for row in found])]
 
 

@@ -1,4 +1,4 @@
-"""What all tokenizers share: their base class, code points, UTF-8, and cuts between words."""
+"""The base class of tokenizers, and what they share: code points, UTF-8, and cuts between words."""
 
 import codecs
 import re

@@ -1,4 +1,4 @@
-"""What tokenizers of Hugging Face's library `tokenizers` share: trained on a text, or of a published model."""
+"""The base of tokenizers of Hugging Face's library `tokenizers`, trained on a text or published with a model."""
 
 import json
 import os
