@@ -126,10 +126,10 @@ def test_decode_step_compiles_with_a_cache_for_the_context(name, topology, compi
     token, key = jnp.zeros(1, jnp.int32), drawing.keys(seed=0, num_samples=1)
     state = jax.eval_shape(lambda: loop.State(token, model.empty_caches(1), key, token, jnp.ones(1, bool)))
     params, state = jax.tree.map(lambda x: place(x.shape, x.dtype), (params, state))
-    options = loop.LoopOptions(drawing.Draw(temperature=0.8, vocab_size=model.vocab_size))
+    draw = drawing.Draw(temperature=0.8, vocab_size=model.vocab_size)
 
     def decode(params, state):
-        return loop.decode_ahead(model, options, params, state, loop.AHEAD, loop.AHEAD)
+        return loop.decode_ahead(model, draw, (), params, state, loop.AHEAD, loop.AHEAD)
 
     _, program = compiled(decode, params, state)
     assert program.arguments > 2 * sum(x.size for x in jax.tree.leaves(params))
