@@ -2,9 +2,9 @@
 
     python tests/mutants.py [--folders ops nn …] [--count 60] [--seed 0] [--out build/mutants.csv]
 
-In a copy of the tree, every mutated expression is first marked, and the fast tests run once: this tells which test
-files reach it. Then each mutant runs the files that reach it, the fastest first, until a test fails. It survives if
-none fails within a minute of processor time. Mutants that no test has to notice are named in `EXCLUDED`, each with
+In a copy of the tree, every mutated expression is first marked, and the fast tests run once: this tells which tests
+reach it. Then each mutant runs the tests that reach it, the fastest first, until one fails. It survives if none fails
+within a minute of processor time. Mutants that no test has to notice are named in `EXCLUDED`, each with
 its reason.
 """
 
@@ -163,7 +163,7 @@ import os
 _seen = set()
 
 def mark(number):
-    test = os.environ.get("PYTEST_CURRENT_TEST", "").split("::")[0]
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
     if (number, test) not in _seen:
         _seen.add((number, test))
         with open(f"{os.environ['MUTANTS_REACHED']}/{os.getpid()}", "a") as file:
@@ -174,7 +174,7 @@ def mark(number):
 def reach(mutants, workdir):
     """Runs the fast tests with marked mutants.
 
-    Returns the test files that reach each mutant, each file's seconds, and the tests that fail without a mutant.
+    Returns the tests that reach each mutant, the fastest first, and the tests that fail without a mutant.
     """
     tree = _copy(workdir / "reach")
     (workdir / "reached").mkdir()
@@ -185,24 +185,21 @@ def reach(mutants, workdir):
         (tree / path).write_text(marked((ROOT / path).read_text(), here))
     environment = _environment(tree) | {"MUTANTS_REACHED": str(workdir / "reached")}
     environment["PYTHONPATH"] += os.pathsep + str(workdir / "marks")
-    report = workdir / "reach.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", *FAST, f"--junit-xml={report}"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", *FAST, "--durations=0", "-vv"]
     with open(workdir / "reach.log", "w") as log:
         subprocess.run(command, cwd=tree, env=environment, stdout=log, stderr=log)
+    log = (workdir / "reach.log").read_text()
+    seconds = collections.Counter()
+    for took, test in re.findall(r"^([\d.]+)s (?:setup|call|teardown) +(\S.*)$", log, re.M):
+        seconds[test] += float(took)
     reached = collections.defaultdict(set)
     for file in (workdir / "reached").iterdir():
         for line in file.read_text().splitlines():
             number, test = line.split(" ", 1)
             if test := test or _mirrored(tree, mutants[int(number)]):
                 reached[int(number)].add(test)
-    seconds = collections.Counter()
-    for case in re.finditer(r'<testcase classname="([^"]*)" name="[^"]*" time="([^"]*)"', report.read_text()):
-        parts = case[1].split(".")
-        while parts and not (tree / ("/".join(parts) + ".py")).exists():
-            parts.pop()
-        seconds["/".join(parts) + ".py"] += float(case[2])
-    failing = re.findall(r"^(?:FAILED|ERROR) (\S+)", (workdir / "reach.log").read_text(), re.M)
-    return {n: sorted(files) for n, files in reached.items()}, seconds, failing
+    failing = re.findall(r"^(?:FAILED|ERROR) (\S+)", log, re.M)
+    return {n: sorted(tests, key=lambda test: seconds[test]) for n, tests in reached.items()}, failing
 
 
 def _mirrored(tree, mutant):
@@ -222,13 +219,13 @@ def _environment(tree):
     return os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def judge(tree, mutant, files, deselected):
-    """Runs the files on a mutant: ("killed", the failed test), or ("survived", how the run ended); and the seconds."""
+def judge(tree, mutant, tests, deselected):
+    """Runs the tests on a mutant: ("killed", the failed test), or ("survived", how the run ended); and the seconds."""
     original = (tree / mutant.path).read_text()
     (tree / mutant.path).write_text(replaced(original, mutant))
     start = time.monotonic()
     try:
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *FAST, *deselected, *files]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *FAST, *deselected, *tests]
         process = subprocess.Popen(
             command, cwd=tree, env=_environment(tree), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             start_new_session=True, preexec_fn=_limit_processor_time,
@@ -263,7 +260,7 @@ def main():
     mutants = draw(args.folders, args.count, args.seed)
     with tempfile.TemporaryDirectory() as folder:
         workdir = Path(folder)
-        reached, seconds, failing = reach(mutants, workdir)
+        reached, failing = reach(mutants, workdir)
         for test in failing:
             print(f"left out, as it fails without a mutant: {test}", flush=True)
         deselected = [f"--deselect={test}" for test in failing]
@@ -274,12 +271,12 @@ def main():
             line = (ROOT / mutant.path).read_text().splitlines()[mutant.line - 1].strip()
             if reason := EXCLUDED.get((mutant.path.removeprefix("attnlab/"), line)):
                 return number, "excluded", reason, 0.0
-            files = sorted(reached.get(number, ()), key=lambda file: seconds.get(file, 0))
-            if not files:
+            tests = reached.get(number, ())
+            if not tests:
                 return number, "survived", "no fast test reaches it", 0.0
             tree = trees.pop()
             try:
-                return number, *judge(tree, mutant, files, deselected)
+                return number, *judge(tree, mutant, tests, deselected)
             finally:
                 trees.append(tree)
 
