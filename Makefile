@@ -1,5 +1,6 @@
-# make train | test | test-slow | test-versions | test-hardware | campaigns | mutants | peers | lint | format | bench |
-#      docs | lessons | figures | planned | conformance | constraints; CONTRIBUTING.md says what each does, and for how long
+# make train | test | test-slow | test-versions | test-hardware | campaigns | mutants | minutes | peers | lint | format |
+#      bench | docs | lessons | figures | planned | conformance | constraints; CONTRIBUTING.md says what each does, and
+#      for how long
 # Processes that tests start would otherwise compile the package each.
 unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
@@ -22,8 +23,8 @@ VERSIONED = tests/ops tests/training \
 	tests/interop/test_huggingface_goldens.py tests/interop/test_transforms.py tests/see/test_capturing.py \
 	tests/see/test_edits.py tests/testing/test_check.py tests/testing/test_check_recurrence.py
 
-.PHONY: train test test-slow test-versions test-hardware campaigns mutants peers lint format bench docs lessons \
-	figures planned conformance constraints clean
+.PHONY: train test test-slow test-versions test-hardware campaigns mutants minutes peers lint format bench docs \
+	lessons figures planned conformance constraints clean
 
 train: $(VENV)/installed
 	$(BIN)/python -m attnlab.train --config=configs/quickstart.py
@@ -52,6 +53,10 @@ campaigns: $(VENV)/installed-test
 # Whether the fast tests notice small faults in the source; the table is build/mutants.csv.
 mutants: $(VENV)/installed-test
 	$(BIN)/python tests/mutants.py
+
+# The minutes of the table in CONTRIBUTING.md, from the last run of .ci/run.
+minutes:
+	$(PYTHON) docs/minutes.py
 
 peers: $(VENV)/installed-peers
 

@@ -239,11 +239,7 @@ def experiments() -> dict[str, Path]:
 
 
 def variants() -> list[str]:
-    """The experiments as `--config` takes them: one whose `get_config` has an argument with each of its values.
-
-    >>> variants()[-3:]
-    ['shakespeare_char', 'speedrun:budget', 'speedrun:fast']
-    """
+    """The experiments as `--config` takes them: one whose `get_config` has an argument with each of its values."""
     found = {name: shipped.strings(file, "VARIANTS") for name, file in experiments().items()}
     return [f"{name}:{value}" if value else name for name, values in found.items() for value in values or [""]]
 
@@ -252,9 +248,6 @@ def find(experiment: str) -> str:
     """The path of an experiment, named by its name or path, with its variant.
 
     A path has a slash or ends in ".py": a file or folder of the current folder never takes the place of a name.
-
-    >>> Path(find("sancho:tiny")).name
-    'sancho.py:tiny'
     """
     name, colon, variant = experiment.partition(":")
     named = experiments()
@@ -321,13 +314,7 @@ def check(config: ConfigDict) -> None:
 
 
 def profiled(config: ConfigDict) -> tuple[int, int] | None:
-    """The first and the last step that `config.log.profile` names, or None; UserError for others than the run has.
-
-    >>> config = default()
-    >>> config.log.profile = "100:110"
-    >>> profiled(config)
-    (100, 110)
-    """
+    """The first and the last step that `config.log.profile` names, or None; UserError for others than the run has."""
     if not config.log.profile:
         return None
     found = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", config.log.profile)
@@ -375,11 +362,7 @@ def from_dict(saved: dict) -> ConfigDict:
 
 
 def fields(config: ConfigDict) -> dict:
-    """All fields and their values, by dotted name: 'steps', 'model.width', …
-
-    >>> fields(default())["model.width"]
-    128
-    """
+    """All fields and their values, by dotted name: 'steps', 'model.width', …"""
     return _flat(_plain(config))
 
 

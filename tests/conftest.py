@@ -28,6 +28,7 @@ from absl import logging
 from hypothesis import settings
 
 import attnlab.support.shipped  # noqa: F401  the packages attnlab._studies and attnlab._benchmarks
+from tests.seconds import SecondsByFile
 from tests.texts import TEXT
 
 # A shell's background jobs ignore SIGINT, and so would every process that they start.
@@ -51,6 +52,11 @@ logging.set_verbosity(logging.ERROR)
 settings.register_profile("attnlab", deadline=None, derandomize=True, max_examples=30)
 settings.register_profile("few", settings.get_profile("attnlab"), max_examples=8)  # --hypothesis-profile=few
 settings.load_profile("attnlab")
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # of pytest-xdist
+        config.pluginmanager.register(SecondsByFile(config))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -3,7 +3,7 @@
 import ast
 import doctest
 import graphlib
-import importlib
+import importlib.util
 import inspect
 import json
 import pkgutil
@@ -25,7 +25,6 @@ from attnlab.__main__ import COMMANDS
 
 PACKAGE = Path(attnlab.__file__).parent
 REPOSITORY = PACKAGE.parent
-MODULES = [found.name for found in pkgutil.walk_packages([str(PACKAGE)], "attnlab.") if "__main__" not in found.name]
 LIGHT = {"attnlab", "jaxtyping", "ml_collections"}  # neither optax nor orbax, TFDS, grain, matplotlib
 
 
@@ -77,19 +76,18 @@ def test_every_unit_has_its_floor():
     assert {name.split(".")[1] for name in SOURCES if name != "attnlab"} == set().union(*FLOORS)
 
 
-@pytest.mark.parametrize("number", range(len(FLOORS)))
-def test_imports_only_go_down(number):
-    below = set().union(*FLOORS[:number])
+def test_imports_only_go_down():
+    floor_of = {unit: number for number, units in enumerate(FLOORS) for unit in units}
     for name, imported in IMPORTS.items():
-        if (unit := name.split(".")[1:2]) and unit[0] in FLOORS[number]:
-            others = {module.split(".")[1] for module in imported if module.startswith("attnlab.")} - {*unit}
-            assert others - {"__version__"} <= below, f"{name} imports from {others - below}"
+        for unit in name.split(".")[1:2]:
+            others = {module.split(".")[1] for module in imported if module.startswith("attnlab.")}
+            for other in others - {unit, "__version__"}:
+                assert floor_of[other] < floor_of[unit], f"{name} imports from {other}"
 
 
-@pytest.mark.parametrize("unit", IMPORTABLE)
-def test_lower_floors_import_only_these_libraries(unit):
+def test_lower_floors_import_only_these_libraries():
     for name, imported in IMPORTS.items():
-        if name.startswith(f"attnlab.{unit}"):
+        for unit in {*name.split(".")[1:2]} & {*IMPORTABLE}:
             assert {module.split(".")[0] for module in imported} - sys.stdlib_module_names <= IMPORTABLE[unit], name
 
 
@@ -112,37 +110,54 @@ def surfaces(module):
 
 SURFACES = list(surfaces(attnlab))
 NAMES = {name: getattr(module, name) for module in SURFACES for name in module.__all__}
+PUBLIC = {
+    f"{module.__name__}.{name}": value
+    for module in SURFACES
+    for name in module.__all__
+    if callable(value := getattr(module, name))
+}
 
 
-def public():
-    for module in SURFACES:
-        for name in module.__all__:
-            value = getattr(module, name)
-            if callable(value):
-                yield pytest.param(value, id=f"{module.__name__}.{name}")
+def documented():
+    """The other names of the reference in `docs/`: parts that are documented, and may change."""
+    for page in (REPOSITORY / "docs" / "reference").glob("*.md"):
+        for path, members in re.findall(r"^::: (\S+)\n(?:.*members: \[(.*)\])?", page.read_text(), re.MULTILINE):
+            for name in members.split(", ") if members else [""]:
+                value = pkgutil.resolve_name(f"{path}.{name}".rstrip("."))
+                if not inspect.ismodule(value) and callable(value) and value not in PUBLIC.values():
+                    yield f"{path}.{name}".rstrip("."), value
 
 
-@pytest.mark.parametrize("value", list(public()))
-def test_public_name_has_a_docstring(value):
-    assert value.__doc__ and not value.__doc__.startswith(f"{value.__name__}(")
-    if inspect.isclass(value):
+def test_public_names_have_docstrings():
+    for name, value in PUBLIC.items():
+        assert value.__doc__ and not value.__doc__.startswith(f"{value.__name__}("), name
         fields = getattr(value, "__dataclass_fields__", ())
-        for name, member in vars(value).items():
-            is_method = callable(member) or isinstance(member, classmethod | staticmethod | property)
-            if is_method and name not in fields and (name == "__call__" or not name.startswith("_")):
-                assert inspect.getdoc(getattr(value, name)), name
+        for member, part in vars(value).items() if inspect.isclass(value) else ():
+            is_method = callable(part) or isinstance(part, classmethod | staticmethod | property)
+            if is_method and member not in fields and (member == "__call__" or not member.startswith("_")):
+                assert inspect.getdoc(getattr(value, member)), f"{name}.{member}"
 
 
-@pytest.mark.parametrize("value", list(public()))
-def test_public_name_has_an_example_that_runs(value):
-    if value.__module__ == "attnlab.interop.torch" or value is attnlab.interop.huggingface.to_hf:
-        pytest.importorskip("torch", reason="torch is not installed")
-    names = NAMES | {"jax": jax, "jnp": jnp, "np": np, "Path": Path}
-    examples = doctest.DocTestFinder().find(value, value.__name__, module=False, globs=names)
-    runs = any(not example.options.get(doctest.SKIP) for test in examples for example in test.examples)
-    assert runs, "the docstring has no example"
+def run_examples(name, value, **names) -> bool:
+    """Whether the docstrings of a name and its methods have examples; they run, with some names as globals."""
+    names = NAMES | {"jax": jax, "jnp": jnp, "np": np, "Path": Path} | names
+    examples = doctest.DocTestFinder().find(value, name, module=False, globs=names)
     for test in examples:
-        assert doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test).failed == 0
+        assert doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test).failed == 0, name
+    return any(not example.options.get(doctest.SKIP) for test in examples for example in test.examples)
+
+
+def test_public_names_have_examples_that_run():
+    """In one process, where examples share the programs of single operations."""
+    has_torch = importlib.util.find_spec("torch") is not None
+    for name, value in PUBLIC.items():
+        if has_torch or not ("torch" in name or name.endswith("to_hf")):
+            assert run_examples(name, value), f"the docstring of {name} has no example"
+
+
+@pytest.mark.slow
+def test_documented_examples_of_other_names_run():
+    assert sum([run_examples(name, value, **vars(sys.modules[value.__module__])) for name, value in documented()]) > 20
 
 
 @pytest.mark.parametrize("module", [attnlab, attnlab.interop, attnlab.masks, attnlab.nn, attnlab.score_mods], ids=str)
@@ -156,21 +171,6 @@ def test_namespace_holds_only_public_names_and_submodules(module):
 def test_import_loads_jax_when_a_name_is_first_used():
     program = "import sys, attnlab; assert 'jax' not in sys.modules; attnlab.attention; assert 'jax' in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-COMPILING = tuple(f"attnlab.{name}" for name in ("data.tasks", "generation", "ops", "plots", "study", "train"))
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name.startswith(COMPILING) else []) for name in MODULES]
-)
-def test_examples_of_private_names_run(name):
-    module = importlib.import_module(name)
-    names = NAMES | {"jax": jax, "jnp": jnp, "np": np, "Path": Path} | vars(module)
-    for test in doctest.DocTestFinder().find(module, extraglobs=names):
-        owner = test.name.removeprefix(name).strip(".").partition(".")[0]
-        if owner not in NAMES or NAMES[owner] is not getattr(module, owner):  # otherwise tested above
-            assert doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test).failed == 0
 
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]

@@ -36,11 +36,6 @@ def of_model(model: GPT) -> dict:
       worst: the largest error in units of its bound; None likewise.
       features: those that were checked, by kind of layer.
       wrong: what is not right, each a sentence.
-
-    >>> from attnlab.nn import GPT
-    >>> found = of_model(GPT(vocab_size=8, num_layers=1, num_heads=2, width=8, context=8))
-    >>> found["conforms"], found["features"]
-    (True, {'attention': ('causal',)})
     """
     features = {kind: features_of(model, kind) for kind in dict.fromkeys(pattern_of(model))}
     rows = {kind: _rows(model, kind, used) for kind, used in features.items() if used}
@@ -67,12 +62,7 @@ def _rows(model: GPT, kind: str, features: tuple[str, ...]) -> tuple[Row, ...]:
 
 
 def features_of(model: GPT, kind: str) -> tuple[str, ...]:
-    """The features that a kind of layer of a model uses; none where it has no specification.
-
-    >>> from attnlab.nn import GPT
-    >>> features_of(GPT(vocab_size=8, num_layers=1, num_heads=2, width=8, context=8, sinks=True), "attention")
-    ('causal', 'sinks')
-    """
+    """The features that a kind of layer of a model uses; none where it has no specification."""
     found = named(kind)
     is_half = jnp.dtype(model.dtype) == jnp.bfloat16
     if found.operator != "attention":

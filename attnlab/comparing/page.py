@@ -65,13 +65,7 @@ class Section(NamedTuple):
 
 
 def write(folder: Path, title: str, sections: Sequence[Section]) -> Path:
-    """Write `comparison.html` into the folder, whole or not at all, and return its path.
-
-    >>> import tempfile
-    >>> section = Section("Text", [["variant", "loss"], ["alibi", "1.52"]], [["alibi", 1.52]], [], [], [])
-    >>> write(Path(tempfile.mkdtemp()), "Positions", [section]).name
-    'comparison.html'
-    """
+    """Write `comparison.html` into the folder, whole or not at all, and return its path."""
     looks = _looks(sections)
     links = "".join(f'<li><a href="#s{n}">{_name(section.title)}</a></li>' for n, section in enumerate(sections))
     parts = {

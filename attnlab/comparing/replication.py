@@ -68,13 +68,6 @@ def outcome(difference: float, ours: Sequence[float] | np.ndarray, margin: float
     With their 95 % interval: "reproduced" where it is on the side of 0 that the published difference is, or inside
     ± margin where that is a difference up to the margin; "not reproduced" where the interval excludes that the
     published difference is true, "underpowered" where it excludes neither that nor its absence.
-
-    >>> outcome(-0.3, [-0.21, -0.19, -0.2], margin=0.01)
-    'reproduced'
-    >>> outcome(-0.3, [0.01, -0.01, 0.0], margin=0.01)
-    'not reproduced'
-    >>> outcome(-0.3, [0.01, -0.5, 0.2], margin=0.01)
-    'underpowered'
     """
     mean, half = mean_and_margin(ours)
     if np.isnan(half):

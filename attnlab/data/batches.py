@@ -103,9 +103,6 @@ def interleave(number: int, weights: Sequence[int]) -> tuple[int, int]:
     """The text of an example, and its number within that text; any `sum(weights)` examples have `weights` of each.
 
     Of the first n examples, ⌊n · weights[0] / sum(weights)⌋ are of text 0; the others are interleaved in the same way.
-
-    >>> [interleave(number, [2, 1]) for number in range(6)]
-    [(1, 0), (0, 0), (0, 1), (1, 1), (0, 2), (0, 3)]
     """
     rest = sum(weights)
     for text, weight in enumerate(weights[:-1]):
@@ -283,12 +280,7 @@ def _windows(texts: list[_Text], which: np.ndarray, starts: np.ndarray) -> tuple
 
 
 def prefetched(batches: Batches, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-    """Iterate over `batches[start]`, `batches[start + 1]`, …, made ahead by a thread.
-
-    >>> batches = TrainBatches(np.arange(100), context=4, batch_size=3, seed=0)
-    >>> [batch.tokens.shape for batch in prefetched(batches, start=7, stop=9)]
-    [(3, 5), (3, 5)]
-    """
+    """Iterate over `batches[start]`, `batches[start + 1]`, …, made ahead by a thread."""
     pool, pending = ThreadPoolExecutor(1, "attnlab-batches"), collections.deque()
     try:
         for number in range(start, len(batches) if stop is None else stop):

@@ -205,9 +205,6 @@ def parse_mixture(mixture: str) -> dict[str, int]:
 
     Raises:
       UserError: it is not of this form.
-
-    >>> parse_mixture("quijote=1.5, notes/*.txt=1, tfds:ag_news_subset=1")
-    {'quijote': 3, 'notes/*.txt': 2, 'tfds:ag_news_subset': 2}
     """
     found = {}
     for entry in mixture.split(","):

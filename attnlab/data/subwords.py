@@ -32,10 +32,6 @@ class TrainedTokenizer(LibraryTokenizer):
       kind: "word", "bpe" or "wordpiece", as in `attnlab.data.tokenizers.make`.
       tokenizer: the Hugging Face tokenizer with the vocabulary.
       end_of_text: the tokens that end a text; () for tokens with a usual name.
-
-    >>> tokenizer = TrainedTokenizer.of("bpe", "low lower lowest " * 9, vocab_size=300)
-    >>> [tokenizer.decode([i]) for i in tokenizer.encode("slow lower")]
-    ['s', 'low', ' lower']
     """
 
     def __init__(self, kind: str, tokenizer: huggingface.Tokenizer, end_of_text: Sequence[int] = ()):

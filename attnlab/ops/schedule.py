@@ -92,11 +92,7 @@ def block_mask_of(any_visible: Bool[Array, "..."], all_visible: Bool[Array, "...
 
 
 def runs(kinds: Sequence[int]) -> list[tuple[int, int, int]]:
-    """The neighbours of a row of tiles that are not EMPTY, as one tile each: (kind, first, count).
-
-    >>> runs([2, 1, 0, 2, 2, 2])
-    [(1, 0, 2), (2, 3, 3)]
-    """
+    """The neighbours of a row of tiles that are not EMPTY, as one tile each: (kind, first, count)."""
     found = []
     for column, kind in enumerate(kinds):
         if kind == EMPTY:

@@ -90,15 +90,6 @@ def fit_seeds(
 
     Raises:
       ValueError: no seeds, or looks that are empty, negative or not increasing.
-
-    >>> def loss(params, batch):
-    ...     return (params["kernel"] - batch) ** 2
-    >>> fitted = fit_seeds(loss, lambda key: {"kernel": jnp.zeros(())}, lambda step, seed: 3.0 * seed,
-    ...                    adamw(200, 0.1), seeds=[1, 2], looks=[0, 200])
-    >>> for step, params in fitted:
-    ...     print(step, params["kernel"].round(1))
-    0 [0. 0.]
-    200 [3. 6.]
     """
     looks = list(looks)
     _check_plan(seeds, looks)

@@ -48,9 +48,6 @@ def load(study: str) -> ModuleType:
 
     Raises:
       UserError: an unknown name, or a file that cannot be imported or lacks a part.
-
-    >>> claim(load("scaling"))
-    "Dividing q·k by √d_k, and by nothing else, keeps the softmax's gradient where it was at any width."
     """
     check(study)
     return _import_file(Path(study)) if is_file(study) else shipped.module("studies", study)

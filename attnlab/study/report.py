@@ -46,13 +46,7 @@ class Verdict(NamedTuple):
 
     @classmethod
     def of(cls, *parts: tuple[bool | np.bool_, str]) -> "Verdict":
-        """Build a verdict from its parts.
-
-        >>> print(Verdict.of((True, "rises by 2"), (False, "never falls: it fell by 1")))
-        the claim does not hold
-          held    rises by 2
-          failed  never falls: it fell by 1
-        """
+        """Build a verdict from its parts."""
         parts = tuple((bool(held), text) for held, text in parts)
         return cls(all(held for held, _ in parts), parts)
 
@@ -88,11 +82,6 @@ class Interval(NamedTuple):
 
         Raises:
           ValueError: no values, or an array of more than one axis.
-
-        >>> print(Interval.of([0.9, 0.8, 1.0]))
-        0.900 [0.652, 1.148]
-        >>> print(f"{Interval.of([12.0]):.1f}")
-        12.0 (one seed)
         """
         values = np.asarray(values, np.float64)
         if values.ndim != 1 or not len(values):
@@ -111,12 +100,7 @@ class Interval(NamedTuple):
 
 
 def mean_and_margin(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """Mean, and half the width of its 95 % interval by Student's t; NaN for fewer than two values.
-
-    >>> mean, half = mean_and_margin([1.0, 2.0, 3.0])
-    >>> mean, round(half, 3)
-    (2.0, 2.484)
-    """
+    """Mean, and half the width of its 95 % interval by Student's t; NaN for fewer than two values."""
     values, count = np.asarray(values, np.float64), len(values)
     if count < 2:
         return float(values.mean()) if count else math.nan, math.nan
@@ -124,11 +108,7 @@ def mean_and_margin(values: Sequence[float] | np.ndarray) -> tuple[float, float]
 
 
 def table(rows: Sequence[dict], by: str, value: str) -> dict:
-    """Group rows by `by`, sorted: the list of `value`s of each group.
-
-    >>> table([{"d": 1, "norm": 2.0}, {"d": 1, "norm": 4.0}, {"d": 3, "norm": 5.0}], "d", "norm")
-    {1: [2.0, 4.0], 3: [5.0]}
-    """
+    """Group rows by `by`, sorted: the list of `value`s of each group."""
     grouped = {}
     for row in rows:
         grouped.setdefault(row[by], []).append(row[value])

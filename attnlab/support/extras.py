@@ -16,10 +16,6 @@ def require(module: str, extra: str, purpose: str) -> ModuleType:
 
     Raises:
       UserError: it is not installed, or a module that it needs.
-
-    >>> require("no_such_library", "data", "tfds:NAME")
-    Traceback (most recent call last):
-    attnlab.support.errors.UserError: tfds:NAME needs no_such_library: pip install 'attnlab[data]'
     """
     try:
         return importlib.import_module(module)

@@ -16,11 +16,7 @@ RESTARTED = "ATTNLAB_RESTARTED"  # in the environment: restart once, even where 
 
 
 def environment(env: dict[str, str]) -> dict[str, str]:
-    """A program's environment with huge pages requested, unless it already sets them.
-
-    >>> environment({"HOME": "/root"})
-    {'HOME': '/root', 'GLIBC_TUNABLES': 'glibc.malloc.hugetlb=1'}
-    """
+    """A program's environment with huge pages requested, unless it already sets them."""
     tunables = env.get("GLIBC_TUNABLES", "")
     if TUNABLE in tunables:
         return env

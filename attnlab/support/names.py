@@ -8,21 +8,13 @@ from pathlib import Path
 
 
 def nearest(name: str, names) -> str:
-    """' (did you mean X?)' when one of `names` is close, else ''.
-
-    >>> nearest("widht", ["width", "seed"])
-    ' (did you mean width?)'
-    """
+    """' (did you mean X?)' when one of `names` is close, else ''."""
     close = difflib.get_close_matches(str(name), list(names), n=1)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
 def typed(command: str) -> str:
-    """A command of attnlab as it is typed in this folder, with the Python that runs now.
-
-    >>> typed("sample").endswith("attnlab sample")
-    True
-    """
+    """A command of attnlab as it is typed in this folder, with the Python that runs now."""
     script = Path(sys.executable).with_name("attnlab")
     if not script.exists():
         return f"{sys.executable} -m attnlab {command}"

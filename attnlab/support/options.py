@@ -72,12 +72,6 @@ def option(doc: str, default=_REQUIRED, *, start=_REQUIRED, low=None, high=None,
       choices: the valid names.
       pattern: a regular expression of other names that are valid.
       needs: the options beside it, and their values, without which it has no effect: {"schedule": ("constant",)}.
-
-    >>> @dataclasses.dataclass
-    ... class Sampling:
-    ...     top_k: int | None = option("most likely tokens to draw from; None for all", None, low=1)
-    >>> options(Sampling)["top_k"].problem(0)
-    'expected 1 or more, below 2^31'
     """
     start = default if start is _REQUIRED else start
     declared = Option(doc, (), start, low, high, tuple(choices), pattern, needs or {})
@@ -103,15 +97,7 @@ def first_problem(declared: Mapping[str, Option], values: Mapping[str, Any]) -> 
 
 
 def first_idle(declared: Mapping[str, Option], values: Mapping[str, Any]) -> str:
-    """The first option that is set, although others take its effect; "" if there is none.
-
-    >>> @dataclasses.dataclass
-    ... class Sampling:
-    ...     greedy: bool = option("the most likely token", True)
-    ...     seed: int = option("of the draws", 0, low=0, needs={"greedy": (False,)})
-    >>> first_idle(options(Sampling), {"greedy": True, "seed": 3})
-    'seed = 3 has no effect with greedy = True: leave it at 0, or choose greedy = False'
-    """
+    """The first option that is set, although others take its effect; "" if there is none."""
     for name, each in declared.items():
         for other, useful in each.needs.items():
             beside = values[name.removesuffix(name.rpartition(".")[2]) + other]

@@ -12,11 +12,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def files(folder: str) -> dict[str, Path]:
-    """The Python files of a shipped folder by name; names that begin with an underscore are not listed.
-
-    >>> files("configs")["quickstart"].name
-    'quickstart.py'
-    """
+    """The Python files of a shipped folder by name; names that begin with an underscore are not listed."""
     return {file.stem: file for file in sorted(_place(folder).glob("*.py")) if not file.name.startswith("_")}
 
 
@@ -26,11 +22,7 @@ def summary(file: Path) -> str:
 
 
 def strings(file: Path, name: str) -> list[str]:
-    """The tuple of strings that a file binds to a name, without importing it; [] for none.
-
-    >>> strings(files("configs")["sancho"], "VARIANTS")
-    ['full', 'small', 'tiny']
-    """
+    """The tuple of strings that a file binds to a name, without importing it; [] for none."""
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]:
             return list(ast.literal_eval(node.value)) if isinstance(node.value, ast.Tuple) else []
@@ -38,11 +30,7 @@ def strings(file: Path, name: str) -> list[str]:
 
 
 def module(folder: str, name: str) -> ModuleType:
-    """Import a file of a shipped folder, whose imports of neighbours are relative.
-
-    >>> module("studies", "scaling").__name__
-    'attnlab._studies.scaling'
-    """
+    """Import a file of a shipped folder, whose imports of neighbours are relative."""
     return importlib.import_module(f"attnlab._{folder}.{name}")
 
 

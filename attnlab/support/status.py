@@ -35,11 +35,7 @@ def end(*_) -> None:
 
 
 def show(text: str) -> None:
-    """Say what begins now, in place of what was said before.
-
-    >>> show("reading notes.txt")
-    reading notes.txt
-    """
+    """Say what begins now, in place of what was said before."""
     global _shown
     clear()
     _shown = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
@@ -50,11 +46,7 @@ def show(text: str) -> None:
 
 
 def escaped(text: str) -> str:
-    r"""A text whose control characters a terminal shows in place of obeying them.
-
-    >>> escaped("\x1b[2J") == r"\x1b[2J"
-    True
-    """
+    r"""A text whose control characters a terminal shows in place of obeying them."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 

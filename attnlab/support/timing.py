@@ -15,9 +15,6 @@ def alternate(contenders: dict[str, Callable], rounds: int) -> dict[str, list[fl
 
     Returns:
       Seconds of each call, by contender.
-
-    >>> {name: len(seconds) for name, seconds in alternate({"a": lambda: 1, "b": lambda: 2}, rounds=3).items()}
-    {'a': 3, 'b': 3}
     """
     for contender in contenders.values():
         jax.block_until_ready(contender())

@@ -119,11 +119,7 @@ def name_of(values: dict) -> str:
 
 
 def folder_name(name: str) -> str:
-    """A name that can name a folder, and that no other name becomes.
-
-    >>> folder_name("seed=0"), folder_name("task:copy symbols=3")
-    ('seed=0', 'task_copy_symbols=3-77209219')
-    """
+    """A name that can name a folder, and that no other name becomes."""
     safe = re.sub(r"[^\w.+=,-]+", "_", name)
     if safe == name and len(name) <= LONGEST:
         return name

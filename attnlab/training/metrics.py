@@ -36,12 +36,6 @@ class MetricsLog:
 
     Raises:
       UserError: the part up to the offset has changed.
-
-    >>> import tempfile
-    >>> log = MetricsLog(Path(tempfile.mkdtemp()) / "metrics.jsonl")
-    >>> log.write(step=10, split="train", loss=2.5)
-    >>> log.records
-    [{'step': 10, 'split': 'train', 'loss': 2.5}]
     """
 
     def __init__(self, path: Path, offset: dict | None = None, last_step: int = 0, trackers: Sequence[Tracker] = ()):
@@ -171,9 +165,6 @@ def memory_peaks(devices: Iterable[jax.Device]) -> dict[str, int]:
     Returns:
       "host_peak_memory_bytes", the resident memory of the process; "device_peak_memory_bytes", of the device that took
       most, where the backend tells: CPUs do not.
-
-    >>> list(memory_peaks(jax.devices("cpu")))
-    ['host_peak_memory_bytes']
     """
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, else KiB
     found = {"host_peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}

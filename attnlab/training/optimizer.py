@@ -191,9 +191,6 @@ def matrices_of(params):
 
     Args:
       params: a tree of arrays, whose layers may be stacked: axes are counted from the last one.
-
-    >>> matrices_of({"mlp": {"up": {"kernel": jnp.zeros((2, 8)), "bias": jnp.zeros(8)}}})["mlp"]["up"]
-    {'bias': None, 'kernel': MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)}
     """
 
     def axes(path, x):
@@ -223,11 +220,7 @@ def skipping_nonfinite(optimizer: optax.GradientTransformation) -> optax.Gradien
 
 
 def decayed(params) -> dict:
-    """The mask of weight decay: kernels and embeddings, by name, since biases of split heads have two axes as well.
-
-    >>> decayed({"out": {"kernel": 1, "bias": 2}})
-    {'out': {'bias': False, 'kernel': True}}
-    """
+    """The mask of weight decay: kernels and embeddings, by name, since biases of split heads have two axes as well."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding"), params)
 
 

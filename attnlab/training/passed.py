@@ -105,11 +105,7 @@ NOTHING = Passed()
 
 
 def fields_of(module: nn.Module) -> dict[str, str]:
-    """The fields of a module, described, and the source of its class unless it is attnlab's or Flax'.
-
-    >>> fields_of(nn.Dense(3))["features"]
-    '3'
-    """
+    """The fields of a module, described, and the source of its class unless it is attnlab's or Flax'."""
     fields = (field.name for field in dataclasses.fields(module) if field.name not in _INNER)
     found = {name: described(getattr(module, name)) for name in fields}
     is_library = type(module).__module__.partition(".")[0] in ("attnlab", "flax")
@@ -117,12 +113,7 @@ def fields_of(module: nn.Module) -> dict[str, str]:
 
 
 def described(value: Any) -> str:
-    """A value in words: arrays and functions by sha256, dataclasses and modules by their fields.
-
-    >>> from attnlab.masks import SlidingWindow
-    >>> described(SlidingWindow(left=3))
-    'SlidingWindow(left=3, right=0)'
-    """
+    """A value in words: arrays and functions by sha256, dataclasses and modules by their fields."""
     if isinstance(value, jax.Array | np.ndarray):
         array = np.asarray(value)
         return f"{array.dtype}{list(array.shape)} of sha256 {_digest(array.tobytes())}"
@@ -144,11 +135,7 @@ def described(value: Any) -> str:
 
 
 def difference(saved: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """The first name whose values differ, and both; "" for none.
-
-    >>> difference({"width": "3"}, {"width": "4"})
-    'width was 3, and is 4'
-    """
+    """The first name whose values differ, and both; "" for none."""
     for name in dict.fromkeys([*saved, *now]):
         if name == _SOURCE and name not in now:  # an attnlab or Flax class, saved before December 2026
             continue

@@ -226,9 +226,6 @@ def parse(name: str) -> Task | None:
 
     Raises:
       UserError: an unknown task, or a value that it cannot have.
-
-    >>> parse("task:recall pairs=4")
-    Recall(pairs=4, fewest=0, rewrites=0, symbols=26, queries='end', filler='blank')
     """
     if not name.startswith(PREFIX):
         return None

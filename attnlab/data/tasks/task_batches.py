@@ -19,10 +19,6 @@ class TaskBatches:
       batch_size: sequences in the global batch.
       seed: with the step, determines a batch.
       process_index, process_count: this process gets its contiguous share of each global batch.
-
-    >>> from attnlab.data.tasks.named import parse
-    >>> TaskBatches(parse("task:parity"), context=40, batch_size=3, seed=0)[7].targets.shape
-    (3, 40)
     """
 
     def __init__(self, task: Task, *, context, batch_size, seed, process_index=0, process_count=1):

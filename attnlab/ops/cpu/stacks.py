@@ -19,11 +19,6 @@ def moved_as_integers(function: Callable) -> Callable:
     """`function` of trees of arrays, which slices arrays of bfloat16, and stacks them in loops, as uint16.
 
     The results have the same bits. Take derivatives first: integers have none.
-
-    >>> doubled = moved_as_integers(lambda x: jax.lax.map(lambda row: 2 * row, x))
-    >>> doubled(jnp.ones((2, 3), jnp.bfloat16))
-    Array([[2, 2, 2],
-           [2, 2, 2]], dtype=bfloat16)
     """
 
     @functools.wraps(function)

@@ -161,13 +161,7 @@ def _run(terms: Terms, state, impl: str, size: int, split):
 
 
 def explain(q, k, v, g=None, beta=None, *, impl="auto", chunk_size=None, **named) -> Explanation:
-    """The form that `linear_recurrence` would run for these arguments, and the reason against the other.
-
-    >>> q = k = v = jnp.ones((100, 4, 8))
-    >>> print(explain(q, k, v, beta=jnp.ones((100, 4))))
-    runs chunked by 32 tokens, symmetric
-    not recurrent: token by token is for 4 or fewer
-    """
+    """The form that `linear_recurrence` would run for these arguments, and the reason against the other."""
     checks.require_known_keywords("explain", named, inspect.signature(linear_recurrence).parameters)
     named.pop("return_state", None)
     optional = dict.fromkeys(("erase", "scale", "segment_ids", "lengths", "state"))
