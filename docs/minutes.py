@@ -29,8 +29,9 @@ def main():
     page, changed = PAGE.read_text(), 0
     for command, minutes in measured.items():
         number = f"{minutes:.1f}" if minutes < 10 else f"{minutes:.0f}"
-        page, found = re.subn(rf"^(\| `{re.escape(command)}` \|.*\| )[^|]*( \|)$", rf"\g<1>{number}\2", page, flags=re.M)
-        changed += found
+        row = rf"^(\| `{re.escape(command)}` \|.*\| )[^|]*( \|)$"
+        page, replaced = re.subn(row, rf"\g<1>{number}\2", page, flags=re.M)
+        changed += replaced
     page = re.sub(r"(?<=^Minutes on two cores \()[^)]*", processor(), page, flags=re.M)
     PAGE.write_text(page)
     print(f"{changed} commands in CONTRIBUTING.md have the minutes of {SECONDS.relative_to(ROOT)}")
