@@ -1,7 +1,6 @@
 """Recurrent layers: their pattern, heads and contributions; and layers without a pattern."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,7 +16,7 @@ from attnlab.nn import (
     MultiHeadAttention,
 )
 from tests.parameters import parameters
-from tests.see.models import TOKENS, capture, edited, random, slow
+from tests.see.models import TOKENS, random, slow
 
 X = random(2, 7, 8)
 LAYERS = {
@@ -80,16 +79,9 @@ def test_capture_of_a_recurrence_with_padding_and_documents_is_of_the_pattern():
     assert np.isfinite(pattern).all() and pattern[0, ..., 4:6].all()
 
 
-@pytest.fixture(scope="module")
-def hybrid():
+def test_hybrid_names_layers_without_a_pattern_and_sees_the_others():
     model = GPT(11, 3, 2, 16, 8, positions="auto", pattern="gated_delta gru attention")
-    return model, parameters(model, TOKENS % 11)
-
-
-def test_hybrid_names_layers_without_a_pattern_and_sees_the_others(hybrid):
-    model, params = hybrid
-    tokens = TOKENS % 11
-    found = see.sites(model, params, tokens)
+    found = see.sites(model, parameters(model, TOKENS), TOKENS)
     assert [(site.path, site.kind, site.verified) for site in found] == [
         ("block_0/attention", "GatedDeltaNet", True),
         ("block_2/attention", "MultiHeadAttention", True),
@@ -101,23 +93,11 @@ def test_hybrid_names_layers_without_a_pattern_and_sees_the_others(hybrid):
     ]
 
 
-@pytest.mark.slow
-def test_ablation_and_patching_of_a_hybrid_are_of_the_heads_of_its_layers(hybrid):
-    model, params = hybrid
-    tokens = TOKENS % 11
-    effects = see.ablate(model, params, tokens, jnp.mean, targets=np.roll(tokens, -1, axis=1))
-    assert effects.paths == ("block_0/attention", "block_2/attention") and effects.change.shape == (2, 2)
-    z = capture(model, params, tokens, want=("z",)).values["z"]["block_0/attention"]
-    edits = {"block_0/attention/z": see.Put(z.mean((0, 1)), where=np.array([[False], [True]]))}
-    (without,) = edited(model, params, tokens, targets=np.roll(tokens, -1, axis=1), edits=[edits])
-    assert effects.values[0, 1] == pytest.approx(float(without.out.mean()), rel=1e-5)
-
-
 def test_model_without_any_pattern_is_refused_in_one_line():
     model = GPT(11, 2, 2, 16, 8, positions="auto", mixer="gru")
-    params = jax.eval_shape(model.init, jax.random.key(0), TOKENS % 11)
+    params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
     with pytest.raises(ValueError, match="^GPT has no attention .*: layers of GRU have no pattern and no heads$"):
-        see.sites(model, params, TOKENS % 11)
+        see.sites(model, params, TOKENS)
 
 
 def test_shares_of_a_signed_pattern_sum_to_one_and_are_zero_where_nothing_is_read():

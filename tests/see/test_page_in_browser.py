@@ -224,15 +224,13 @@ def test_play_runs_to_the_last_checkpoint(visit, file):
     assert not still.is_visible("#play")
 
 
-def test_without_javascript_the_picture_is_shown(visit, file):
+def test_without_javascript_or_weights_the_picture_is_shown(visit, file, tmp_path):
     tab = visit(file, java_script_enabled=False)
     assert tab.is_visible("#picture img") and not tab.is_visible("#app")
     assert tab.locator("#picture img").bounding_box()["width"] > 200
     assert "one row per layer" in tab.get_attribute("#picture img", "alt")
     assert not visit(file).is_visible("#picture")
 
-
-def test_damaged_weights_leave_the_picture_and_say_so(visit, file, tmp_path):
     broken, text = tmp_path / "broken.html", file.read_text(encoding="utf-8")
     broken.write_text(re.sub(r'"streams":\["....', '"streams":["AAAA', text), encoding="utf-8")
     tab = visit(broken)
@@ -240,22 +238,13 @@ def test_damaged_weights_leave_the_picture_and_say_so(visit, file, tmp_path):
     assert tab.is_visible("#picture img") and not tab.is_visible("#app")
 
 
-# The first cell's colour, from a copy: reading a canvas itself moves it out of the graphics memory.
-COPY = """window.corner = () => {
-  const copy = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
-  copy.drawImage(document.querySelector(".head canvas"), 0, 0);
-  return [...copy.getImageData(0, 0, 1, 1).data.slice(0, 3)];
-}"""
-
-
 def test_dark_scheme_is_dark_and_follows_the_reader(visit, file):
     tab = visit(file, color_scheme="dark")
     brightness = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number).reduce((a, b) => a + b)"
-    tab.evaluate(COPY)
-    assert tab.evaluate(brightness) < 150 and sum(tab.evaluate("corner()")) > 600  # a weight of 1 is bright
+    assert tab.evaluate(brightness) < 150
     tab.emulate_media(color_scheme="light")
     tab.wait_for_timeout(100)
-    assert tab.evaluate(brightness) > 600 and sum(tab.evaluate("corner()")) < 150
+    assert tab.evaluate(brightness) > 600
 
 
 @pytest.fixture(scope="module")
@@ -274,20 +263,6 @@ def test_nothing_is_wider_than_the_window(visit, file, long_names):
         for width in (1280, 800, 390, 320):
             tab.set_viewport_size({"width": width, "height": 800})
             assert tab.evaluate("document.documentElement.scrollWidth") <= width
-
-
-def test_notebook_frame_shows_the_page(chromium, file, tmp_path, runs):
-    made = page(runs, [TOKENS, TOKENS[:5]])
-    outer = tmp_path / "notebook.html"
-    outer.write_text(f"<!doctype html><meta charset=utf-8>{made._repr_mimebundle_()['text/html']}", encoding="utf-8")
-    tab, complaints = chromium.new_page(), []
-    tab.on("pageerror", lambda error: complaints.append(str(error)))
-    tab.goto(outer.as_uri())
-    frame = tab.frame_locator("iframe")
-    frame.locator("#readout").wait_for()
-    frame.locator("#step").fill("1")
-    assert "Checkpoint 50" in frame.locator("#readout").inner_text() and complaints == []
-    tab.close()
 
 
 @pytest.fixture(scope="module")

@@ -166,14 +166,6 @@ def test_page_of_a_hybrid_has_the_layers_with_a_pattern_as_shares(capsys, tmp_pa
 
 
 @pytest.mark.slow
-def test_run_without_any_pattern_is_refused_in_one_line(capsys, tmp_path):
-    workdir = trained(tmp_path, "model.num_heads=4", "model.pattern=gru conv")  # 4 is the default
-    assert (
-        refused(capsys, workdir) == "error: layers of gru, conv have no pattern and no heads: there is nothing to see\n"
-    )
-
-
-@pytest.mark.slow
 def test_run_of_documents_is_shown_within_single_documents(run, capsys, tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_text("\n".join(json.dumps({"text": letter * 8}) for letter in "atr" * 300))

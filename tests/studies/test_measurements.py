@@ -12,7 +12,6 @@ from attnlab import see
 from attnlab._studies import _quickstart as quickstart
 from attnlab._studies import (
     complexity,
-    copying,
     dispersion,
     gradient_step,
     grokking,
@@ -26,8 +25,7 @@ from attnlab._studies import (
 )
 from attnlab._studies.positions import rotation
 from attnlab.data.tasks import TEST
-from attnlab.masks import Causal
-from attnlab.nn import GPT, Mlp, MultiHeadAttention, sinusoidal
+from attnlab.nn import sinusoidal
 from tests.parameters import parameters
 
 # rank -----------------------------------------------------------------------------------------------------------------
@@ -83,26 +81,6 @@ def test_distance_equals_that_in_decimals_of_120_digits(kind):
         logs.append(tokens.log_distance() / np.log(10))
     # Rounding of float64 (1e-16) is tripled with the logarithm by each layer, and grows with 4·3 terms a product.
     np.testing.assert_allclose(logs, brute_force(x, layers, kind), rtol=1e-11, atol=1e-11)
-
-
-@pytest.mark.slow
-def test_layers_equal_the_modules_of_the_same_key():
-    x, layers = rank.draw_weights(0)
-    single, tokens = x[None].astype(np.float32), rank.Tokens.of(np.zeros(rank.WIDTH), x, 0.0)
-    modules = [MultiHeadAttention(1, use_bias=False, mask=mask, impl="dense") for mask in (None, Causal())]
-    modules.append(Mlp(activation="relu", use_bias=False))
-
-    @jax.jit
-    def outputs(key):
-        keys = jax.random.split(key, 2 * rank.LAYERS + 1)
-        return [module.init_with_output(keys[at], single)[0][0] for module, at in zip(modules, (1, 1, 2))]
-
-    attended = (rank.apply(kind, tokens, layers[0]) for kind in (rank.ALONE, rank.CAUSAL))
-    found = [t.centre + np.exp(t.log_size) * t.deviations for t in attended]
-    centre, deviations = rank.feed(tokens, layers[0])
-    found.append(centre + np.exp(tokens.log_size) * deviations)
-    for actual, expected in zip(found, outputs(jax.random.key(0)), strict=True):
-        np.testing.assert_allclose(actual, expected, atol=2e-5)  # float32: 1e-7 times some 64 terms of size 1 to 3
 
 
 def test_bound_is_kept_by_random_layers_within_its_assumption():
@@ -191,33 +169,6 @@ def test_bound_and_limit_hold_for_an_untrained_head():
     assert float(weights.max(1).mean()) * items == pytest.approx(limit, rel=0.15)
 
 
-# copying --------------------------------------------------------------------------------------------------------------
-
-
-def test_copying_exact_match_equals_greedy_decoding():
-    model = GPT(5, num_layers=1, num_heads=1, width=4, context=6, positions="learned", mlp_ratio=1)
-    batch = jax.device_get(copying.copies("copy", 0, batch_size=64, lengths=[1, 2], vocab_size=5))
-    # Sharper, so that different sequences get different tokens.
-    params = jax.tree.map(lambda leaf: 3 * leaf, parameters(model, batch.tokens))
-    apply, targets = jax.jit(model.apply), batch.targets
-    # A model that is right by a bias towards its first targets, in half of the sequences.
-    one_hot = np.append(np.eye(5, dtype=np.float32), np.zeros((1, 5), np.float32), axis=0)  # of -1: zeros
-    bias = 1e3 * one_hot[targets] * (np.arange(64) % 2)[:, None, None]
-    exact = np.asarray(copying.exact(np.asarray(apply(params, batch.tokens)) + bias, batch))
-
-    written, alive = batch.tokens.copy(), np.ones(64, bool)
-    for row, n in enumerate(batch.lengths):
-        written[row, n + 2 :] = 0
-    for at in range(6):
-        token = (np.asarray(apply(params, written))[:, at] + bias[:, at]).argmax(-1)
-        asked = targets[:, at] >= 0
-        alive &= ~asked | (token == targets[:, at])
-        if at + 1 < 6:
-            written[:, at + 1] = np.where(asked, token, written[:, at + 1])
-    np.testing.assert_array_equal(exact, alive)
-    assert exact[1::2].all() and not exact.all()
-
-
 # grokking -------------------------------------------------------------------------------------------------------------
 
 
@@ -280,17 +231,10 @@ def test_measurements_of_sinks_match_numpy(monkeypatch):
 # pruning --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def pruned():
-    model = quickstart.gpt(10)
-    tokens = np.random.default_rng(0).integers(0, 10, (4, 9)).astype(np.int32)
-    return model, parameters(model, tokens[:, :-1]), tokens
-
-
-def test_loss_of_kept_heads_is_the_models_own_without_the_output_matrices_of_the_others(pruned):
+def test_loss_of_kept_heads_is_the_models_own_without_the_output_matrices_of_the_others():
     """Zeros in place of a head's output, against zeros in its rows of the output projection."""
-    model, params, tokens = pruned
-    keep = np.ones((4, 4), bool)
+    model, tokens = quickstart.gpt(10), np.random.default_rng(0).integers(0, 10, (4, 9)).astype(np.int32)
+    params, keep = parameters(model, tokens[:, :-1]), np.ones((4, 4), bool)
     keep[1, 2] = keep[3, 0] = False
 
     @jax.jit
@@ -304,21 +248,6 @@ def test_loss_of_kept_heads_is_the_models_own_without_the_output_matrices_of_the
     expected, removed = losses(params, keep)
     # Losses of size 3 from float32 sums in another order.
     assert float(removed) == pytest.approx(float(expected), abs=1e-5)
-
-
-@pytest.mark.slow
-def test_best_first_order_matches_a_search_by_hand(pruned):
-    model, params, tokens = pruned
-    order, alone = jax.device_get(pruning._best_first(model, params, tokens, pruning.nothing(model)))
-    assert sorted(order.tolist()) == list(range(pruning.COUNT))
-    losses = jax.jit(lambda keep: pruning.loss(model, params, tokens, keep.reshape(4, 4), pruning.nothing(model)))
-    keep = np.ones(pruning.COUNT, bool)
-    for place, gone in enumerate(order.tolist()[:3]):
-        tried = {head: float(losses(keep & (np.arange(pruning.COUNT) != head))) for head in np.flatnonzero(keep)}
-        assert tried[gone] <= min(tried.values()) + 1e-5, "rounding alone may decide otherwise"
-        if place == 0:
-            np.testing.assert_allclose(alone, [tried[head] for head in range(pruning.COUNT)], atol=1e-5)
-        keep[gone] = False
 
 
 # induction ------------------------------------------------------------------------------------------------------------
@@ -357,15 +286,6 @@ def test_descent_equals_a_gradient_step_by_autodiff():
 
     for task, predicted in zip(np.asarray(batch.tokens), np.asarray(jax.jit(gradient_step.descent)(batch.tokens))):
         assert predicted == pytest.approx(float(step(task)), abs=1e-5)  # float32 sums of a dozen terms
-
-
-def test_best_rate_has_the_least_loss_of_a_line_search():
-    batch = gradient_step.regressions(0, batch_size=300)
-    rates = np.linspace(0.05, 0.3, 501)  # 0.0005 apart
-    step, targets = (np.asarray(x, np.float64) for x in (jax.jit(gradient_step.descent)(batch.tokens), batch.targets))
-    losses = ((rates[:, None] * step - targets) ** 2).mean(1)
-    found = float(jax.jit(gradient_step.best_rate)(batch.tokens, batch.targets))
-    assert found == pytest.approx(rates[losses.argmin()], abs=0.00026)  # half of the distance
 
 
 def test_constructed_linear_attention_is_a_gradient_step():
@@ -419,11 +339,3 @@ def test_predictions_of_markov_match_counting_by_hand():
         for name, counts in (("unigram", unigram), ("bigram", bigram), ("uniform", np.ones(3))):
             # Quotients of small integers, which float32 has to 2⁻²⁴ of their size.
             np.testing.assert_allclose(said[name][sequence, place], counts / counts.sum(), rtol=2**-23)
-
-
-def test_divergence_matches_numpy():
-    draw = np.random.default_rng(0)
-    p, q = draw.dirichlet(np.ones(3), (2, 5, 7))
-    exact = (p * np.log(p / q)).sum(-1).mean()
-    # Sums of three float32 terms of size 1 at most, averaged.
-    assert float(jax.jit(markov.divergence)(p, np.log(q))) == pytest.approx(exact, abs=1e-6)
