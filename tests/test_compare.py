@@ -259,15 +259,15 @@ def run_killed(options, folder, delays):
 
 
 @pytest.mark.parametrize(
-    ("variants", "delays"),
+    ("variants", "rates", "delays"),
     [
-        pytest.param(VARIANTS[:2], (9,), marks=pytest.mark.slow),
-        pytest.param(VARIANTS, (3, 8, 13, 21, 30), marks=pytest.mark.campaign),
+        pytest.param(VARIANTS[:2], (1e-2,), (9,), marks=pytest.mark.slow),
+        pytest.param(VARIANTS, (1e-2, 3e-3), (3, 8, 13, 21, 30), marks=pytest.mark.campaign),
     ],
 )
-def test_killed_comparison_has_the_table_of_an_undisturbed_one(tmp_path, variants, delays):
+def test_killed_comparison_has_the_table_of_an_undisturbed_one(tmp_path, variants, rates, delays):
     """With processes, and one compiled training step for all variants that are the same model."""
-    options = [*OPTIONS, "--learning_rates=1e-2", "--seeds=2", *variants, "--config.steps=60"]
+    options = [*OPTIONS, f"--learning_rates={','.join(map(str, rates))}", "--seeds=2", *variants, "--config.steps=60"]
     run_undisturbed(options, tmp_path / "whole")
     programs = tmp_path / "programs"
     steps = {path.name for path in programs.rglob("jit_step-*") if not path.name.endswith("-atime")}
@@ -280,7 +280,7 @@ def test_killed_comparison_has_the_table_of_an_undisturbed_one(tmp_path, variant
     assert again["loss"] == rotary["loss"] and again["verdict"] == "not told apart" and again["difference_loss"] == 0
 
     out = run_undisturbed([*options, "--variant=high: optimizer.weight_decay=1e6"], tmp_path / "killed")
-    assert f"{2 * len(variants)} of {2 * len(variants) + 2} runs are finished, and are kept" in out
+    assert f"{2 * len(variants)} of {2 * len(variants) + 2} runs are finished, and are kept" in out  # of two seeds
     *others, high = comparing.read(tmp_path / "killed")
     assert high["diverged"] == 2 and high["loss"] > max(row["loss"] for row in others)
     for was, row in zip(steady(rows), steady(others)):  # but for the correction, which is for one more

@@ -15,7 +15,7 @@ CHROMIUM = shutil.which("chromium")
 HEAD = ["variant", "loss", "verdict", "seeds needed"]
 
 
-def section(title="Text", names=("rotary", "alibi", "none"), seeds=2, points=5, columns=0) -> Section:
+def section(title="Text", names=("rotary", "alibi", "none"), columns=0) -> Section:
     """A section in which the last variant's loss is missing, and the second's is the lowest."""
     losses = [1.5, 1.4, *(1.6 + 0.1 * n for n in range(len(names) - 3)), math.nan]
     cells = [[*HEAD, *(f"more {n}" for n in range(columns))]]
@@ -24,14 +24,14 @@ def section(title="Text", names=("rotary", "alibi", "none"), seeds=2, points=5, 
         cells.append([name, f"{loss:.4f} ± 0.0100", "better", "nan", *["1,234.5"] * columns])
         keys.append([name, loss, "better", None, *[1234.5] * columns])
     cells[-1][1] = "nan"
-    x = np.linspace(1, 9, points).tolist()
+    x = np.linspace(1, 9, 5).tolist()
     lines = [Line(name, x, [n + 1 / v for v in x], [n + 0.9 / v for v in x], None) for n, name in enumerate(names)]
     lines = [line._replace(high=[value + 0.2 for value in line.y]) for line in lines]
     charts = [Chart("Loss over tokens", "tokens", "loss (nats per token)", lines), Chart("Other", "x", "y", lines)]
     runs = [
         Run(f"{name}, {seed}", name, {"seed": seed, "learning_rate": 0.005, "loss": 1.5}, fields(name, seed))
         for name in names
-        for seed in range(seeds)
+        for seed in range(2)
     ]
     return Section(title, cells, keys, ["A note."], charts, runs)
 
@@ -173,12 +173,6 @@ def test_axis_of_any_range_has_different_ticks(tmp_path, low, high):
     text = written(tmp_path, chart(Line("one", [1, 2], [low, high], None, None)))
     ticks = re.findall('class="y">(.*?)<', text)
     assert 2 <= len(ticks) == len(set(ticks)) <= 7
-
-
-def test_page_of_ten_variants_and_seven_sections_is_below_400_kilobytes(tmp_path):
-    names = [f"variant with a name {n}" for n in range(10)]
-    sections = [section(f"Task {n}", names, seeds=5, points=100, columns=14) for n in range(7)]
-    assert len(written(tmp_path, *sections).encode()) < 400_000
 
 
 # In Chromium ----------------------------------------------------------------------------------------------------------

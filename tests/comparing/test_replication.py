@@ -15,11 +15,13 @@ VARIANTS = [Variant("softmax"), Variant("delta")]
     "published, ours, expected",
     [
         (-0.3, (-0.12, -0.08), "reproduced"),  # the side is what counts, not the size
+        (0.3, (0.35, 0.45), "reproduced"),
         (-0.3, (0.08, 0.12), "not reproduced"),
         (-0.3, (-0.05, 0.05), "not reproduced"),
         (-0.3, (-0.5, 0.1), "underpowered"),
         (0.0, (-0.005, 0.005), "reproduced"),
         (0.0, (0.02, 0.04), "not reproduced"),
+        (0.0, (-0.04, -0.02), "not reproduced"),
         (0.0, (-0.005, 0.03), "underpowered"),
         (0.009, (-0.005, 0.008), "reproduced"),  # up to the margin
     ],

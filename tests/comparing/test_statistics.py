@@ -45,6 +45,11 @@ def test_holm_stops_at_the_first_value_above_its_level():
     assert [corrected for _, corrected in found] == pytest.approx([0.036, 0.06, 0.004, 0.2])
 
 
+def test_difference_that_is_told_apart_alone_is_not_beside_another():
+    losses = [[0.0] * 5, *[[0.19, 1.19, 2.19, 3.19, 4.19]] * 2]  # t = 3.1 of four degrees of freedom: p = 0.036
+    assert verdicts(losses[:2]) == ["worse"] and verdicts(losses) == ["not told apart"] * 2
+
+
 def test_equal_losses_are_not_told_apart_and_no_number_of_seeds_would():
     (found,) = statistics.differences([[1.0, 2.0, 3.0]] * 2)
     assert found == (0.0, 0.0, 1.0, "not told apart", 0.0, None)

@@ -31,6 +31,7 @@ def test_names_of_folders_differ_where_names_do():
     ("given", "message"),
     [
         (["alibi"], 'expected "NAME: FIELD=VALUE FIELD=VALUE"'),
+        ([": model.window=3"], 'expected "NAME: FIELD=VALUE FIELD=VALUE"'),
         (["a: model.windo=3"], "--variant='a': config.model.windo .*did you mean model.window"),
         (["a: model.window"], "--variant='a': config.model.window has no value"),
         (["a: seed=3"], "--variant='a': config.seed is chosen"),

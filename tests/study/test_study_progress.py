@@ -40,10 +40,6 @@ def test_progress_lines_become_rarer_in_long_studies():
     assert lines[0].endswith("about 4 hours left") and lines[-1].endswith("minutes left")
 
 
-def test_progress_of_a_quick_study_prints_nothing():
-    assert reported(io.StringIO(), 0.1, total=20) == ""
-
-
 def test_progress_on_a_terminal_is_a_bar(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     terminal = io.StringIO()
