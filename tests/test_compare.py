@@ -1,4 +1,4 @@
-"""Comparisons: mistakes, runs that are shared, added, diverge or are killed, and their table."""
+"""Comparisons: mistakes, the table of a text and of a task, and runs that are kept, added, diverge or are killed."""
 
 import contextlib
 import csv
@@ -18,7 +18,7 @@ import pytest
 
 import attnlab
 from attnlab import compare, comparing, train
-from attnlab.comparing import measuring
+from attnlab.comparing import certificate, measuring
 from attnlab.data.batches import Batch
 from attnlab.data.tasks import named
 from attnlab.data.tasks.task_batches import HeldOutBatches
@@ -29,16 +29,29 @@ from attnlab.training.workdir import Workdir
 from tests.test_sweep import CONFIG, QUICK, SHORT
 from tests.test_train import REPOSITORY
 
-VARIANTS = ["--variant=rotary:", "--variant=again: model.positions=rotary", "--variant=window: model.window=4"]
 OPTIONS = [CONFIG, *QUICK, *SHORT]
-FEW = ["--learning_rates=1e-2", "--seeds=2"]
+VARIANTS = ["--variant=rotary:", "--variant=again: model.positions=rotary", "--variant=window: model.window=4"]
 # What two comparisons of the same runs may differ in.
 TIMES = ("tokens_per_second", "equal_time", "memory")
+PARITY = "task:parity longest=16"
+# Two variants with published results of sequences twice as long, and options of the command.
+TWO = f"""
+VARIANTS = {{"rotary": {{}}, "window": {{"model.window": 4}}}}
+PUBLISHED = {{
+    "{PARITY}": {{
+        "source": "Grazzi et al. 2025",
+        "results": {{"rotary": 0.511, "window": 1.0}},
+        "margin": 0.02,
+        "differs": "An answer at each bit.",
+        "length": 2,
+    }}
+}}
+COMPARE = {{"learning_rates": "1e-2", "seeds": "2", "tasks": "{PARITY},text"}}
+"""
 
 
 def compared(folder, *options):
-    few = [one for one in FEW if not any(option.startswith(one.partition("=")[0]) for option in options)]
-    return compare.main(["compare", *OPTIONS, *few, f"--workdir={folder}", *options])
+    return compare.main(["compare", *OPTIONS, f"--workdir={folder}", *options])
 
 
 class Here(subprocess.Popen):
@@ -55,29 +68,23 @@ class Here(subprocess.Popen):
         return self.returncode
 
 
-@pytest.fixture(autouse=True)
-def few_rounds(monkeypatch):
-    monkeypatch.setattr(measuring, "ROUNDS", 1)
-
-
 @pytest.fixture(scope="module")
-def workers_here():
-    with pytest.MonkeyPatch.context() as patch:
+def finished(tmp_path_factory):
+    """A comparison of two variants on parity and on a text, with published results: its folder, file and output."""
+    folder, out = tmp_path_factory.mktemp("comparisons") / "tasks", io.StringIO()
+    file = folder.parent / "variants.py"
+    file.write_text(TWO)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
         patch.setattr(workers, "subprocess", SimpleNamespace(Popen=Here, DEVNULL=None, STDOUT=None))
-        yield
+        patch.setattr(measuring, "ROUNDS", 1)
+        # Certificates have tests of their own, and compile much.
+        patch.setattr(certificate, "of_model", lambda model: {"conforms": True, "worst": 0.5})
+        assert compared(folder, f"--variants={file}") == 0
+    return folder, file, out.getvalue()
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, workers_here):
-    """A comparison of three variants: its folder and output."""
-    folder, out = tmp_path_factory.mktemp("comparisons") / "positions", io.StringIO()
-    with contextlib.redirect_stdout(out):
-        assert compared(folder, *VARIANTS) == 0
-    return folder, out.getvalue()
-
-
-def steady(rows):
-    return [{name: x for name, x in row.items() if not any(word in name for word in TIMES)} for row in rows]
+def part_of(folder, name):
+    return folder / next(path.name for path in folder.iterdir() if path.is_dir() and path.name.startswith(name))
 
 
 @pytest.mark.parametrize(
@@ -85,14 +92,7 @@ def steady(rows):
     [
         ([], "quickstart.py .*VARIANTS"),
         (["--variant=a:"], "one variant: .*--variant"),
-        (
-            ["--variant=a: model.widht=3", "--variant=b:"],
-            "config.model.widht .*did you mean model.width",
-        ),
-        (
-            ["--variant=a: model.width=30", "--variant=b:"],
-            "--variant='a': config.model.rotary.fraction = 1.0: rotates 15 of the 15 features",
-        ),
+        (["--variant=a: model.widht=3", "--variant=b:"], "config.model.widht .*did you mean model.width"),
         ([*VARIANTS, "--learning_rates=1e-3,fast"], "--learning_rates=1e-3,fast: "),
         ([*VARIANTS, "--seeds=1"], "seeds"),
         (["--variants=nothing.py"], "nothing.py: "),
@@ -116,24 +116,15 @@ def test_folder_with_something_else_is_left_alone(tmp_path, capsys):
 
 
 def test_dry_run_lists_the_runs_and_starts_none(tmp_path, capsys):
-    assert compared(tmp_path / "new", *VARIANTS, "--dry_run", "--learning_rates=1e-2,1e-3") == 0
+    options = ["--dry_run", "--learning_rates=1e-2,1e-3", "--seeds=2"]
+    assert compared(tmp_path / "new", *VARIANTS, *options) == 0
     out = capsys.readouterr().out
     assert out.count("choosing: variant=") == 6 and "12 runs, about" in out and "seeds 1, 2" in out
     assert not (tmp_path / "new").exists()
 
 
-def test_variants_that_are_equal_but_for_the_name_have_equal_losses(finished):
-    folder, out = finished
-    rotary, again, window = comparing.read(folder)
-    assert again["loss"] == rotary["loss"] and again["verdict"] == "not told apart" and again["difference_loss"] == 0
-    assert window["loss"] != rotary["loss"] and window["difference_loss"] == window["loss"] - rotary["loss"]
-    assert "not told apart" in out and "table.csv and table.md are in" in out
-    made = {path.name for path in folder.iterdir() if path.is_file()}
-    assert made == {"comparison.json", "comparison.html", "table.csv", "table.md"}
-
-
 def test_every_column_has_its_value(finished):
-    rotary, *_ = comparing.read(finished[0])
+    rotary, window = comparing.read(part_of(finished[0], "text"))
     empty = {name for name, value in rotary.items() if value is None}
     assert {name for name in empty if not name.startswith(("difference_", "verdict"))} <= {
         "loss_at_equal_time_interval"
@@ -142,97 +133,66 @@ def test_every_column_has_its_value(finished):
     assert rotary["decode_state_bytes_1x"] == cache and rotary["decode_state_bytes_8x"] == 8 * (cache - 4) + 4
     assert rotary["peak_memory_bytes"] > 3 * 4 * rotary["parameters"]  # with AdamW's two moments
     assert (rotary["seeds"], rotary["diverged"], rotary["failed"], rotary["comparable"]) == (2, 0, 0, True)
+    assert window["loss"] != rotary["loss"] and window["difference_loss"] == window["loss"] - rotary["loss"]
 
 
-PARITY = "task:parity longest=16"
-# Two variants with published results of sequences twice as long, and options of the command.
-TWO_ON_TASKS = f"""
-VARIANTS = {{
-    "softmax": {{}},
-    "delta": {{"model.mixer": "delta", "model.recurrence.negative_eigenvalues": True}},
-}}
-PUBLISHED = {{
-    "{PARITY}": {{
-        "source": "Grazzi et al. 2025",
-        "results": {{"softmax": 0.511, "delta": 1.0}},
-        "margin": 0.02,
-        "differs": "An answer at each bit.",
-        "length": 2,
-    }}
-}}
-COMPARE = {{"learning_rates": "1e-2", "seeds": "2", "tasks": "{PARITY},text"}}
-"""
-
-
-@pytest.fixture(scope="module")
-def of_tasks(tmp_path_factory, workers_here):
-    """A comparison of two variants on parity and on a text, with published results: its folder and output."""
-    folder, out = tmp_path_factory.mktemp("comparisons") / "tasks", io.StringIO()
-    file = folder.parent / "variants.py"
-    file.write_text(TWO_ON_TASKS)
-    with contextlib.redirect_stdout(out):
-        assert compare.main(["compare", *OPTIONS, f"--variants={file}", f"--workdir={folder}"]) == 0
-    return folder, out.getvalue()
-
-
-def parity_of(folder):
-    return folder / next(path.name for path in folder.iterdir() if path.name.startswith("task"))
-
-
-def test_table_of_a_task_compares_accuracies_by_seed_and_length(of_tasks):
-    folder, out = of_tasks
-    softmax, delta = comparing.read(parity_of(folder))
+def test_table_of_a_task_compares_accuracies_by_seed_and_length(finished):
+    folder, _, out = finished
+    rotary, window = comparing.read(part_of(folder, "task"))
     finals = {}
-    for variant in ("softmax", "delta"):
-        workdirs = sorted(parity_of(folder).glob(f"variant={variant},*"))
+    for variant in ("rotary", "window"):
+        workdirs = sorted(part_of(folder, "task").glob(f"variant={variant},*"))
         lines = [(workdir / "metrics.jsonl").read_text().splitlines()[-1] for workdir in workdirs]
         finals[variant] = [json.loads(line)["accuracy"] for line in lines]
-    assert softmax["accuracy"] == np.mean(finals["softmax"]) and delta["accuracy"] == np.mean(finals["delta"])
-    assert delta["difference_accuracy"] == pytest.approx(delta["accuracy"] - softmax["accuracy"])
-    assert all(0 <= delta[f"accuracy_{times}x"] <= 1 for times in (1, 2, 4, 8))
+    assert rotary["accuracy"] == np.mean(finals["rotary"]) and window["accuracy"] == np.mean(finals["window"])
+    assert window["difference_accuracy"] == pytest.approx(window["accuracy"] - rotary["accuracy"])
+    assert all(0 <= window[f"accuracy_{times}x"] <= 1 for times in (1, 2, 4, 8))
     assert "Accuracies: shares of right answers, means of 2 seeds" in out and f"--- {PARITY}" in out
 
 
-def test_parts_of_a_comparison_have_folders_and_one_page(of_tasks):
-    folder, out = of_tasks
-    made = {path.name for path in parity_of(folder).iterdir() if path.is_file()}
-    assert made == {"table.csv", "table.md", "replication.csv", "replication.md"}
+def test_parts_of_a_comparison_have_folders_and_one_page(finished):
+    folder, _, out = finished
+    files = {
+        name: {path.name for path in part_of(folder, name).iterdir() if path.is_file()} for name in ("task", "text")
+    }
+    assert files["text"] == {"table.csv", "table.md"}
+    assert files["task"] == files["text"] | {"replication.csv", "replication.md"}
+    assert {path.name for path in folder.iterdir() if path.is_file()} == {"comparison.json", "comparison.html"}
     page = (folder / "comparison.html").read_text()
     assert all(title in page for title in (PARITY, ">text<", "Accuracy against length", "state that decoding"))
     assert f"the page of all is {folder / 'comparison.html'}" in out
 
 
-def test_published_results_are_set_beside_ours_with_an_outcome(of_tasks):
-    folder, out = of_tasks
-    softmax, delta = comparing.read(parity_of(folder))
-    with (parity_of(folder) / "replication.csv").open() as file:
+def test_published_results_are_set_beside_ours_with_an_outcome(finished):
+    folder, _, out = finished
+    parity = part_of(folder, "task")
+    rotary, window = comparing.read(parity)
+    with (parity / "replication.csv").open() as file:
         ours = list(csv.DictReader(file))
-    assert [row["variant"] for row in ours] == ["softmax", "delta"]
-    assert [float(row["ours"]) for row in ours] == pytest.approx([softmax["accuracy_2x"], delta["accuracy_2x"]])
-    assert float(ours[1]["difference"]) == pytest.approx(delta["accuracy_2x"] - softmax["accuracy_2x"])
+    assert [row["variant"] for row in ours] == ["rotary", "window"]
+    assert [float(row["ours"]) for row in ours] == pytest.approx([rotary["accuracy_2x"], window["accuracy_2x"]])
+    assert float(ours[1]["difference"]) == pytest.approx(window["accuracy_2x"] - rotary["accuracy_2x"])
     assert float(ours[1]["published_difference"]) == pytest.approx(0.489) and not ours[0]["outcome"]
     assert ours[1]["outcome"] in ("reproduced", "not reproduced", "underpowered")
-    for text in (out, (parity_of(folder) / "replication.md").read_text(), (folder / "comparison.html").read_text()):
+    for text in (out, (parity / "replication.md").read_text(), (folder / "comparison.html").read_text()):
         assert all(word in text for word in ("Grazzi et al. 2025", "An answer at each bit", ours[1]["outcome"]))
     assert "2 seeds" in out and "Learning rate 0.01, the same for all" in out  # of COMPARE
 
 
-def test_accuracy_at_a_length_is_of_answers_in_the_second_half(of_tasks):
-    folder, _ = of_tasks
-    workdirs = sorted(parity_of(folder).glob("variant=delta,*"))
-    right = []
-    for workdir in workdirs:
+def test_accuracy_at_a_length_is_of_answers_in_the_second_half(finished):
+    parity, right = part_of(finished[0], "task"), []
+    task = named.parse("task:parity shortest=32 longest=32")
+    (batch,) = HeldOutBatches(task, context=32, batch_size=4, windows=4, part="second")
+    for workdir in sorted(parity.glob("variant=window,*")):
         run = attnlab.load(workdir)
-        task = named.parse("task:parity shortest=32 longest=32")
-        batches = HeldOutBatches(task, context=32, batch_size=4, windows=4, part="second")
-        answers = run.model.clone(context=32).apply(run.params, batches[0].tokens[:, :-1]).argmax(-1)
-        right.append((answers == batches[0].targets)[:, 16:].mean())
-    assert comparing.read(parity_of(folder))[1]["accuracy_2x"] == pytest.approx(np.mean(right))
+        answers = run.model.clone(context=32).apply(run.params, batch.tokens[:, :-1]).argmax(-1)
+        right.append((answers == batch.targets)[:, 16:].mean())
+    assert comparing.read(parity)[1]["accuracy_2x"] == pytest.approx(np.mean(right))
 
 
 def test_losses_by_position_are_of_the_second_half_of_the_held_out_text(finished):
-    folder, _ = finished
-    workdirs = sorted(folder.glob("variant=window,*"))
+    text = part_of(finished[0], "text")
+    workdirs = sorted(text.glob("variant=window,*"))
     runs = [attnlab.load(workdir) for workdir in workdirs]
     config = runs[0].config.copy_and_resolve_references()
     config.model.context, config.eval.windows, config.batch_size, config.eval.part = 64, 2, 2, "second"
@@ -242,31 +202,23 @@ def test_losses_by_position_are_of_the_second_half_of_the_held_out_text(finished
         for run in runs
     ]
     expected = np.mean(losses, axis=0).reshape(4, 16)
-    window = comparing.read(folder)[2]
+    window = comparing.read(text)[1]
     found = [window[f"loss_{times}x"] for times in (1, 2, 4)]
     np.testing.assert_allclose(found, [expected[0].mean(), expected[1].mean(), expected[2:].mean()], rtol=1e-5)
 
 
 def test_second_run_trains_and_measures_nothing_and_writes_the_same_table(finished, monkeypatch, capsys):
-    folder, _ = finished
-    before = (folder / "table.csv").read_bytes()
+    folder, file, _ = finished
+    tables = sorted(folder.glob("*/table.csv"))
+    before = [path.read_bytes() for path in tables]
     monkeypatch.setattr(workers, "subprocess", SimpleNamespace(DEVNULL=None, STDOUT=None))  # which starts nothing
-    assert compared(folder, *VARIANTS) == 0
-    assert (folder / "table.csv").read_bytes() == before
-    assert "6 of 6 runs are finished, and are kept" in capsys.readouterr().out
+    assert compared(folder, f"--variants={file}") == 0
+    assert [path.read_bytes() for path in tables] == before and len(tables) == 2
+    assert capsys.readouterr().out.count("4 of 4 runs are finished, and are kept") == 2
 
 
-def test_variant_that_is_added_is_trained_alone_and_one_that_diverges_is_counted(finished, capsys):
-    folder, _ = finished
-    before = steady(comparing.read(folder))
-    assert compared(folder, *VARIANTS, "--variant=high: optimizer.weight_decay=1e6") == 0
-    out = capsys.readouterr().out
-    assert "6 of 8 runs are finished, and are kept" in out
-    *others, high = comparing.read(folder)
-    assert high["diverged"] == 2 and high["loss"] > max(row["loss"] for row in others)
-    for was, row in zip(before, steady(others)):  # but for the correction, which is for one more
-        changed = {name for name in was if was[name] != row[name]}
-        assert changed <= {"difference_p", "difference_detectable", "difference_seeds_needed"}
+def steady(rows):
+    return [{name: x for name, x in row.items() if not any(word in name for word in TIMES)} for row in rows]
 
 
 def started(options, folder):
@@ -286,6 +238,7 @@ def run_undisturbed(options, folder):
     process = started(options, folder)
     out, _ = process.communicate(timeout=900)
     assert process.returncode == 0, out
+    return out
 
 
 def run_killed(options, folder, delays):
@@ -306,19 +259,30 @@ def run_killed(options, folder, delays):
 
 
 @pytest.mark.parametrize(
-    ("variants", "delays"),
+    ("variants", "rates", "delays"),
     [
-        pytest.param(VARIANTS[:2], (9,), marks=pytest.mark.slow),
-        pytest.param(VARIANTS, (3, 8, 13, 21, 30), marks=pytest.mark.campaign),
+        pytest.param(VARIANTS[:2], (1e-2,), (9,), marks=pytest.mark.slow),
+        pytest.param(VARIANTS, (1e-2, 3e-3), (3, 8, 13, 21, 30), marks=pytest.mark.campaign),
     ],
 )
-def test_killed_comparison_has_the_table_of_an_undisturbed_one(tmp_path, variants, delays):
+def test_killed_comparison_has_the_table_of_an_undisturbed_one(tmp_path, variants, rates, delays):
     """With processes, and one compiled training step for all variants that are the same model."""
-    options = [*OPTIONS, "--learning_rates=1e-2,3e-3", "--seeds=2", *variants, "--config.steps=60"]
+    options = [*OPTIONS, f"--learning_rates={','.join(map(str, rates))}", "--seeds=2", *variants, "--config.steps=60"]
     run_undisturbed(options, tmp_path / "whole")
     programs = tmp_path / "programs"
     steps = {path.name for path in programs.rglob("jit_step-*") if not path.name.endswith("-atime")}
     assert len(steps) == len(variants) - 1, sorted(path.name for path in programs.iterdir())
     run_killed(options, tmp_path / "killed", delays)
-    assert steady(comparing.read(tmp_path / "killed")) == steady(comparing.read(tmp_path / "whole"))
+    rows = comparing.read(tmp_path / "killed")
+    assert steady(rows) == steady(comparing.read(tmp_path / "whole"))
     assert json.loads((tmp_path / "killed" / "comparison.json").read_text())["variants"]["rotary"] == []
+    rotary, again, *_ = rows  # equal but for the name
+    assert again["loss"] == rotary["loss"] and again["verdict"] == "not told apart" and again["difference_loss"] == 0
+
+    out = run_undisturbed([*options, "--variant=high: optimizer.weight_decay=1e6"], tmp_path / "killed")
+    assert f"{2 * len(variants)} of {2 * len(variants) + 2} runs are finished, and are kept" in out  # of two seeds
+    *others, high = comparing.read(tmp_path / "killed")
+    assert high["diverged"] == 2 and high["loss"] > max(row["loss"] for row in others)
+    for was, row in zip(steady(rows), steady(others)):  # but for the correction, which is for one more
+        changed = {name for name in was if was[name] != row[name]}
+        assert changed <= {"difference_p", "difference_detectable", "difference_seeds_needed"}

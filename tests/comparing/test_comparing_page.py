@@ -15,7 +15,7 @@ CHROMIUM = shutil.which("chromium")
 HEAD = ["variant", "loss", "verdict", "seeds needed"]
 
 
-def section(title="Text", names=("rotary", "alibi", "none"), seeds=2, points=5, columns=0) -> Section:
+def section(title="Text", names=("rotary", "alibi", "none"), columns=0) -> Section:
     """A section in which the last variant's loss is missing, and the second's is the lowest."""
     losses = [1.5, 1.4, *(1.6 + 0.1 * n for n in range(len(names) - 3)), math.nan]
     cells = [[*HEAD, *(f"more {n}" for n in range(columns))]]
@@ -24,14 +24,14 @@ def section(title="Text", names=("rotary", "alibi", "none"), seeds=2, points=5, 
         cells.append([name, f"{loss:.4f} ± 0.0100", "better", "nan", *["1,234.5"] * columns])
         keys.append([name, loss, "better", None, *[1234.5] * columns])
     cells[-1][1] = "nan"
-    x = np.linspace(1, 9, points).tolist()
+    x = np.linspace(1, 9, 5).tolist()
     lines = [Line(name, x, [n + 1 / v for v in x], [n + 0.9 / v for v in x], None) for n, name in enumerate(names)]
     lines = [line._replace(high=[value + 0.2 for value in line.y]) for line in lines]
     charts = [Chart("Loss over tokens", "tokens", "loss (nats per token)", lines), Chart("Other", "x", "y", lines)]
     runs = [
         Run(f"{name}, {seed}", name, {"seed": seed, "learning_rate": 0.005, "loss": 1.5}, fields(name, seed))
         for name in names
-        for seed in range(seeds)
+        for seed in range(2)
     ]
     return Section(title, cells, keys, ["A note."], charts, runs)
 
@@ -52,8 +52,8 @@ def shown(text: str) -> str:
     return html.unescape(re.sub(r"<[^>]*>", " ", text))
 
 
-@pytest.mark.parametrize("name", ["</script>", "<b>", '"', "'", "&amp;", "{{script}}", "<!--", "\ud800", "https://a.b"])
-def test_names_are_shown_as_text_wherever_they_are(tmp_path, name):
+def test_names_are_shown_as_text_wherever_they_are(tmp_path):
+    name = "</script> <b> \" ' &amp; {{script}} <!-- \ud800 https://a.b"
     made = section(name, (f"{name} 1", f"{name} 2", f"{name} 3"))
     chart = Chart(name, name, name, made.charts[0].lines)
     run = Run(name, f"{name} 1", {name: 1.0}, {name: name})
@@ -84,22 +84,17 @@ def test_numbers_and_texts_are_sort_keys_and_missing_values_are_blank_without_on
     assert 'data-t="rotary"' in rows[0] and '<td data-t="better">' in rows[0]
     assert all(row.endswith("<td></td>") for row in rows) and "<td></td>" in rows[2].split("data-t")[1]
     assert shown(rows[2].split("</th>")[0]).split()[-1] == "none"  # a variant's name, not a missing value
-
-
-def test_infinite_sort_keys_are_numbers_of_javascript(tmp_path):
     made = section()
-    made.sort_keys[0][1], made.sort_keys[1][1] = math.inf, -math.inf
-    text = written(tmp_path, made)
-    assert 'data-n="Infinity"' in text and 'data-n="-Infinity"' in text
+    made.sort_keys[0][1] = -math.inf
+    assert 'data-n="-Infinity"' in written(tmp_path, made)  # a number of JavaScript
 
 
 def test_several_sections_have_a_navigation_and_one_has_none(tmp_path):
     assert "<nav" not in written(tmp_path)
     text = written(tmp_path, section("Text"), section("Copying"))
     links = re.findall('<a href="#(.*?)">(.*?)</a>', text)
-    assert [(f'<section id="{at}"' in text, shown(name).strip()) for at, name in links] == [
-        (True, "Text"), (True, "Copying")
-    ]  # fmt: skip
+    assert [shown(name).strip() for _, name in links] == ["Text", "Copying"]
+    assert all(f'<section id="{at}"' in text for at, _ in links)
 
 
 def test_variant_has_one_colour_in_all_sections_and_dashes_after_twelve(tmp_path):
@@ -167,9 +162,7 @@ def test_powers_of_two_are_evenly_spaced_ticks_on_a_logarithmic_axis(tmp_path):
     np.testing.assert_allclose(np.diff([float(x) for x, _ in ticks], n=2), 0, atol=0.2)  # places have one decimal
 
 
-@pytest.mark.parametrize(
-    "value, label", [(9999, "9999"), (15_360, "15.36k"), (500_000, "500k"), (2.5e6, "2.5M"), (3e9, "3B")]
-)
+@pytest.mark.parametrize("value, label", [(9999, "9999"), (15_360, "15.36k"), (2.5e6, "2.5M"), (3e9, "3B")])
 def test_single_value_of_x_has_one_tick(tmp_path, value, label):
     text = written(tmp_path, chart(Line("one", [value], [1.0], None, None), Line("two", [value], [2.0], None, None)))
     assert re.findall('class="x">(.*?)<', text) == [label]
@@ -180,12 +173,6 @@ def test_axis_of_any_range_has_different_ticks(tmp_path, low, high):
     text = written(tmp_path, chart(Line("one", [1, 2], [low, high], None, None)))
     ticks = re.findall('class="y">(.*?)<', text)
     assert 2 <= len(ticks) == len(set(ticks)) <= 7
-
-
-def test_page_of_ten_variants_and_seven_sections_is_below_400_kilobytes(tmp_path):
-    names = [f"variant with a name {n}" for n in range(10)]
-    sections = [section(f"Task {n}", names, seeds=5, points=100, columns=14) for n in range(7)]
-    assert len(written(tmp_path, *sections).encode()) < 400_000
 
 
 # In Chromium ----------------------------------------------------------------------------------------------------------
@@ -229,7 +216,7 @@ def order(tab) -> list[str]:
 
 
 @pytest.mark.slow
-def test_keyboard_sorts_both_ways_and_back_with_missing_values_last(visit):
+def test_keyboard_sorts_with_missing_values_last_and_emphasizes(visit):
     tab = visit()
     tab.focus("#s0 thead th:nth-child(2) button")
     assert tab.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
@@ -245,21 +232,21 @@ def test_keyboard_sorts_both_ways_and_back_with_missing_values_last(visit):
     tab.click("#s0 thead th:first-child button")
     assert order(tab) == ["alibi", "none", "rotary"]
     assert tab.locator("[aria-sort=ascending]").count() == 1
+    tab.focus("#s0 .legend button:nth-child(2)")
+    tab.keyboard.press("Space")
+    assert tab.get_attribute("#s0 .legend button:nth-child(2)", "aria-pressed") == "true"
+    emphasized = tab.evaluate("[...document.querySelectorAll('.on')].map(element => element.localName)")
+    assert sorted(emphasized) == ["button", "g", "g", "tr"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [390, 1280])
-def test_wide_tables_scroll_and_the_page_does_not(visit, width):
-    tab = visit(width)
+def test_wide_tables_scroll_and_the_page_does_not(visit):
+    tab = visit(390)
     for summary in tab.locator("summary").all():
         summary.click()
-    assert tab.evaluate("document.documentElement.scrollWidth") == width
+    assert tab.evaluate("document.documentElement.scrollWidth") == 390
     wide = "(() => { const box = document.querySelector('#s0 .scroll'); return box.scrollWidth > box.clientWidth; })()"
-    assert tab.evaluate(wide)
-    tab.focus("#s0 .scroll")
-    tab.keyboard.press("ArrowRight")
-    tab.wait_for_selector("#s0 .scroll")
-    assert tab.locator("details dl").first.is_visible()
+    assert tab.evaluate(wide) and tab.locator("details dl").first.is_visible()
 
 
 BRIGHTNESS = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number).reduce((a, b) => a + b)"
@@ -276,18 +263,6 @@ def test_theme_follows_the_reader_until_the_button_is_pressed(visit):
     assert tab.evaluate(BRIGHTNESS) > 600 and tab.inner_text("#theme") == "Dark theme"
     assert tab.evaluate(color) == "rgb(47, 111, 143)" != in_dark
     assert visit(color_scheme="light").evaluate(BRIGHTNESS) > 600
-
-
-@pytest.mark.slow
-def test_pressed_name_in_the_legend_emphasizes_its_line_and_row(visit):
-    tab = visit()
-    tab.focus("#s0 .legend button:nth-child(2)")
-    tab.keyboard.press("Space")
-    assert tab.get_attribute("#s0 .legend button:nth-child(2)", "aria-pressed") == "true"
-    emphasized = tab.evaluate("[...document.querySelectorAll('.on')].map(element => element.localName)")
-    assert sorted(emphasized) == ["button", "g", "g", "tr"]
-    tab.keyboard.press("Space")
-    assert tab.locator(".on").count() == 0
 
 
 @pytest.mark.slow

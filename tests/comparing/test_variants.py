@@ -51,7 +51,6 @@ def test_mistake_in_a_variant_is_named(given, message):
         ("1 +", "SyntaxError"),
         ("VARIANTS = 3", "VARIANTS is not a dictionary"),
         ("", "has no dictionary VARIANTS"),
-        ("import nothing_such", "ModuleNotFound"),
     ],
 )
 def test_file_without_variants_is_one_line(tmp_path, content, message):
@@ -61,10 +60,10 @@ def test_file_without_variants_is_one_line(tmp_path, content, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("of", ["parameters", "flops"])
-def test_matched_widths_are_the_nearest_that_keep_heads_whole(of):
-    options = (*OPTIONS, "--config.model.width=64", "--config.model.num_layers=2")
-    given = [Variant("plain"), Variant("gated", ("--config.model.mlp=gated",)), Variant("shallow", SHALLOW)]
+def test_matched_widths_are_the_nearest_that_keep_heads_whole():
+    options, of = (*OPTIONS, "--config.model.width=64", "--config.model.num_layers=2"), "flops"
+    shallow = Variant("shallow", ("--config.model.num_layers=1",))
+    given = [Variant("plain"), Variant("gated", ("--config.model.mlp=gated",)), shallow]
     plain, gated, shallow = matched(given, options, 65, of)
     assert plain == given[0] and gated.comparable
     wanted = size(config_of(options), 65, of)
@@ -81,13 +80,8 @@ def test_matched_widths_are_the_nearest_that_keep_heads_whole(of):
         assert variant.comparable == (distance(found) <= 0.05 * wanted)
 
 
-SHALLOW = ("--config.model.num_layers=1",)
-
-
 def test_variant_that_no_width_makes_as_large_is_not_comparable():
     options = (*OPTIONS, "--config.model.width=16", "--config.model.num_layers=1")
     heads = Variant("heads", ("--config.model.num_heads=8", "--config.model.num_layers=2"))
-    assert [variant.comparable for variant in matched([Variant("one"), heads], options, 65, "parameters")] == [
-        True,
-        False,
-    ]
+    _, found = matched([Variant("one"), heads], options, 65, "parameters")
+    assert not found.comparable

@@ -5,6 +5,7 @@ import functools
 import flax.linen as nn
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 import attnlab
@@ -15,6 +16,8 @@ from tests.parameters import parameters
 VOCABULARY, WIDTH, HEADS = 11, 16, 4
 TOKENS = np.array([[1, 2, 3, 1, 2, 3, 4], [5, 4, 3, 2, 1, 0, 10]], np.int32)
 OTHERS = (TOKENS * 3 + 1) % VOCABULARY
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def capture(model, variables, *args, want=("pattern",), rows=None, deterministic=None, **arrays):

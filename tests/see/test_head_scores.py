@@ -112,13 +112,11 @@ def test_kind_without_targets_is_nan_and_has_no_heads():
     assert str(found).startswith("induction  no targets in these tokens\nprevious ")
 
 
-@pytest.mark.parametrize(("positions", "repeated"), [("rotary", True), ("learned", False)])
-def test_untrained_model_has_no_head_of_any_kind(positions, repeated):
+@pytest.mark.slow
+def test_untrained_model_has_no_head_of_any_kind():
     """Six kinds and eight heads of ten models."""
-    gpt = GPT(64, num_layers=2, num_heads=4, width=32, context=48, positions=positions)
-    tokens = np.random.default_rng(0).integers(0, 64, (32, 48))
-    if repeated:
-        tokens = np.asarray(repeats(0, batch_size=32, length=48, vocab_size=64))
+    gpt = GPT(64, num_layers=2, num_heads=4, width=32, context=48, positions="rotary")
+    tokens = np.asarray(repeats(0, batch_size=32, length=48, vocab_size=64))
 
     @jax.jit
     def patterns(seed):
@@ -133,12 +131,10 @@ def test_untrained_model_has_no_head_of_any_kind(positions, repeated):
     ("change", "message"),
     [
         ({"kinds": ["copy"]}, r"kinds = \['copy'\]: .*previous, .*entropy"),
-        ({"kinds": []}, r"kinds = \[\]: .*entropy"),
         (
             {"patterns": softmax_patterns(0)[..., :-1]},
             r"patterns has a layer \[16, 3, 24, 23\]",
         ),
-        ({"patterns": []}, "patterns has no layers"),
         ({"patterns": softmax_patterns(0).swapaxes(-1, -2)}, "patterns has weights .*not causal"),
         ({"patterns": softmax_patterns(0) * np.nan}, "patterns has weights .*not finite"),
         ({"untrained": softmax_patterns(0)[:1]}, "untrained has 1 layers .*3 heads"),

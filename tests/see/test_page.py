@@ -10,7 +10,7 @@ import types
 import numpy as np
 import pytest
 
-from attnlab.see.pages import Page, page
+from attnlab.see.pages import page
 from attnlab.see.results import Effects, Run
 from tests.see.pages import causal_patterns, checkpoints, data_of, drifting, effects_of, records_of, run_of, softmax
 
@@ -80,17 +80,17 @@ def test_scores_of_one_run_are_an_object_with_values():
     assert data["tables"]["sink"] == [[[1, 1]]] and data["steps"] == [None]
 
 
-@pytest.mark.parametrize("token", ["</script>", "<!--", "<script>", "{{script}}", "\u2028", "\ud800", '"', "&amp;"])
-def test_no_token_or_title_can_leave_its_place(token):
-    made = page(run_of(causal_patterns(0, 1, 1, 1)), [token], title=f"a {token} b")
+def test_no_token_or_title_can_leave_its_place():
+    tokens = ["</script>", "<!--", "<script>", "{{script}}", "\u2028", "\ud800", '"', "&amp;"]
+    title = f"a {' '.join(tokens)} b"
+    made = page(run_of(causal_patterns(0, 1, 1, len(tokens))), tokens, title=title)
     assert len(re.findall("<script", made.html)) == made.html.count("</script>") == 2
-    assert data_of(made)["prompts"][0]["queries"] != [""]
+    assert "" not in data_of(made)["prompts"][0]["queries"]
     assert made.html.encode().decode() == made.html
-    shown = html.unescape(re.search("<h1[^>]*>(.*)</h1>", made.html)[1])
-    assert shown == f"a {token} b".replace("\ud800", "?")
+    assert html.unescape(re.search("<h1[^>]*>(.*)</h1>", made.html)[1]) == title.replace("\ud800", "?")
 
 
-def test_policy_admits_the_page_s_own_script_and_style_alone():
+def test_policy_admits_the_page_s_own_small_script_and_style_alone():
     text = page(run_of(causal_patterns(0, 1, 1, 2)), ["a", "b"]).html
     policy = html.unescape(re.search('Content-Security-Policy" content="([^"]*)"', text)[1])
     for kind in ("script", "style"):
@@ -98,10 +98,6 @@ def test_policy_admits_the_page_s_own_script_and_style_alone():
         assert re.fullmatch(kind + r"-src 'sha256-[\w+/]{43}='", directive)
     assert policy.startswith("default-src 'none'; img-src data:; ")
     assert not re.search(r'\bstyle="|\bon\w+="|https?://', text)
-
-
-def test_script_is_smaller_than_30_kilobytes():
-    text = page(run_of(causal_patterns(0, 1, 1, 2)), ["a", "b"]).html
     assert len(re.search("<script>(.*?)</script>", text, re.DOTALL)[1].encode()) < 30_000
 
 
@@ -112,7 +108,7 @@ def test_equal_arguments_give_equal_pages():
 
 def test_page_of_twenty_checkpoints_of_the_quickstart_is_below_one_and_a_half_megabytes():
     made = page(drifting(steps=20, layers=6, heads=6, length=64), list("x" * 64))  # the quickstart itself has 4 × 4
-    assert len(made.html.encode()) < 1_500_000
+    assert len(made.html.encode()) < 1_500_000 and len(made.png) <= 150_000
 
 
 def test_page_above_max_bytes_names_the_figures_and_the_remedies():
@@ -143,11 +139,6 @@ def test_file_of_the_user_is_not_overwritten(tmp_path):
     assert path.read_text() == "<!doctype html><title>mine</title>"
 
 
-def test_page_without_path_is_no_path():
-    with pytest.raises(ValueError, match=r"the page is in no file.*path="):
-        os.fspath(Page("", b""))
-
-
 def test_notebook_shows_a_sandboxed_frame_beside_a_picture():
     made = page(run_of(causal_patterns(0, 1, 1, 2)), ['"', "<b>"], title='"quoted" & <b>')
     bundle = json.loads(json.dumps(made._repr_mimebundle_()))
@@ -169,11 +160,9 @@ OTHER_AXES = Effects(np.ones((1, 3, 4)), ("layer", "head", "position"), ("block_
     [
         (({}, WORDS), r"runs = \{\}"),
         ((Run(None, {"z": {"a": WEIGHTS}}, ("a",)), WORDS), r"'pattern' .*, only z: .*want="),
-        ((run_of(WEIGHTS[0]), WORDS), r"block_0/attention has shape \(3, 4, 4\)"),
         ((run_of(WEIGHTS - 0.5), WORDS), r"not within 0 … 1"),
         ((run_of(WEIGHTS, WEIGHTS[..., :3]), WORDS), r"layers differ in \(B, Tq, Tk\)"),
         (({1: RUN, 2: run_of(WEIGHTS[:, :2])}, WORDS), r"patterns of runs differ"),
-        ((RUN, WORDS[:1]), r"tokens of 1 prompts: .*2"),
         ((RUN, [list("abcd"), list("abcde")]), r"prompt 1 has 5 tokens"),
         ((RUN, [list("abcd"), [1, 2]]), r"tokens \[1, 2\]"),
         ((RUN, WORDS, {"sink": np.ones((3, 1))}), r"'sink' has shape \(3, 1\), .*\[1, 3\]"),
@@ -187,8 +176,3 @@ def test_arguments_that_do_not_fit_are_named(arguments, message):
     with pytest.raises(ValueError, match=message) as caught:
         page(runs, tokens, scores=scores, effects=effects)
     assert "\n" not in str(caught.value)
-
-
-def test_atlas_of_gpt_2_is_a_small_picture():
-    made = page(run_of(*causal_patterns(0, 12, 1, 12, 64)), [f"w{i}" for i in range(64)])
-    assert len(made.png) <= 150_000

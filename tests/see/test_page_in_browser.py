@@ -1,18 +1,16 @@
 """The page as Chromium shows it, opened from a file: numbers, keys, tokens, address, colours, accessibility."""
 
-import json
 import re
 import shutil
 import subprocess
 import tarfile
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from attnlab.see.pages import page
-from tests.see.pages import causal_patterns, checkpoints, drifting, effects_of, run_of
+from tests.see.pages import causal_patterns, checkpoints, effects_of, run_of
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium")
@@ -85,7 +83,7 @@ def slide(tab, to: int) -> None:
     tab.locator("#step").fill(str(to))
 
 
-def test_decoded_weights_are_those_of_numpy_within_0_004(visit, file, runs):
+def test_decoded_weights_and_statistics_are_those_of_numpy(visit, file, runs):
     tab = visit(file)
     for prompt, length in ((0, 12), (1, 5)):
         for number, step in enumerate(STEPS):
@@ -94,10 +92,6 @@ def test_decoded_weights_are_those_of_numpy_within_0_004(visit, file, runs):
                     shown = tab.evaluate("at => attnlab.weights(...at)", [prompt, number, layer, head])
                     exact = runs[step].values["pattern"][path][prompt, head, :length, :length]
                     np.testing.assert_allclose(shown, exact, atol=0.004, rtol=0)
-
-
-def test_sums_and_entropies_are_exact_to_four_digits(visit, file, runs):
-    tab = visit(file)
     row = runs[200].values["pattern"]["block_1/attention"][1, 2, 4, :5]
     found = tab.evaluate("attnlab.statistics(1, 2, 1, 2, 4)")
     np.testing.assert_allclose(found["sum"], row.sum(), rtol=1e-4)
@@ -150,7 +144,7 @@ def test_arrow_keys_move_between_heads_queries_and_keys(visit, file):
     assert press(tab, "#map", *["ArrowUp"] * 20)["query"] == 0
 
 
-def test_hovering_a_query_shades_keys_and_hovering_a_key_shades_queries(visit, file):
+def test_hovering_tokens_and_the_map_shows_what_is_under_the_pointer(visit, file):
     tab = visit(file, "#layer=0&head=0&query=0")
     shade = "([strip, at]) => document.querySelectorAll(`#${strip} span`)[at].style.backgroundColor"
     assert tab.evaluate(shade, ["keys", 3]) == "" and tab.evaluate(shade, ["queries", 7]) == ""
@@ -162,10 +156,7 @@ def test_hovering_a_query_shades_keys_and_hovering_a_key_shades_queries(visit, f
     assert tab.evaluate(shade, ["queries", 3]) == "", "query 3 may not attend to key 5"
     tab.hover("h1")
     assert "Query 0" in tab.inner_text("#readout")
-
-
-def test_map_shows_the_cell_under_the_pointer(visit, file):
-    tab = visit(file, "#prompt=1&layer=0&head=0&query=0")
+    tab.select_option("#prompt", "1")
     tab.evaluate("scrollTo(0, 0)")
     box = tab.locator("#map").bounding_box()
     for x in range(int(box["width"]) - 4, 0, -6):  # from the right, along a row near the middle
@@ -177,20 +168,8 @@ def test_map_shows_the_cell_under_the_pointer(visit, file):
 
 def test_tokens_of_all_kinds_are_shown_as_text(visit, file):
     tab = visit(file)
-    shown = [
-        "⏎",
-        "·the",
-        "</script>",
-        "😀",
-        "👩\u200d🔬",
-        "·שלום",
-        "مرحبا",
-        "e\u0301",
-        "◌\u0301",
-        "<b>",
-        "⟨FF⟩",
-        "·the",
-    ]
+    first = ["⏎", "·the", "</script>", "😀", "👩\u200d🔬", "·שלום", "مرحبا"]
+    shown = [*first, "e\u0301", "◌\u0301", "<b>", "⟨FF⟩", "·the"]
     assert tab.locator("#queries span").all_inner_texts() == shown
     directions = tab.evaluate("[...document.querySelectorAll('#queries span')].map(t => getComputedStyle(t).direction)")
     assert directions[5] == directions[6] == "rtl" and directions[1] == "ltr"
@@ -199,7 +178,7 @@ def test_tokens_of_all_kinds_are_shown_as_text(visit, file):
     assert tab.locator("#queries span").count() == 5
 
 
-def test_table_has_the_weights_of_the_query(visit, file, runs):
+def test_table_has_the_weights_of_the_query_and_heads_are_sorted(visit, file, runs):
     tab = visit(file, "#step=200&layer=1&head=0&query=9")
     rows = [row.split("\t") for row in tab.locator("#cells tr").all_inner_texts()]
     row = runs[200].values["pattern"]["block_1/attention"][0, 0, 9, :10]
@@ -207,11 +186,7 @@ def test_table_has_the_weights_of_the_query(visit, file, runs):
     for key, _, weight, *_ in rows:
         assert abs(float(weight.strip("<")) - row[int(key)]) < 0.01  # 0.004, and two digits of the number
     assert "Of query 9" in tab.inner_text("caption")
-
-
-def test_heads_are_sorted_by_the_chosen_number(visit, file):
-    tab = visit(file)
-    assert tab.evaluate("attnlab.state().layer") == 1, "the head of the largest score is chosen"
+    slide(tab, 3)
     tab.select_option("#table", label="effect")
     tab.check("#sorted")
     labels = tab.evaluate("[...document.querySelectorAll('.head')].map(head => head.getAttribute('aria-label'))")
@@ -234,9 +209,8 @@ def test_address_keeps_the_state_and_restores_it(visit, file):
     tab.wait_for_selector(".head[aria-pressed=true][aria-label^='layer 1, head 0:']")
 
 
-@pytest.mark.parametrize("fragment", ["#layer=99&head=99&query=99&prompt=9", "#step=7&head=-1&layer=x", "#%%%&key=99"])
-def test_address_that_names_what_is_absent_opens(visit, file, fragment):
-    state = visit(file, fragment).evaluate("attnlab.state()")
+def test_address_that_names_what_is_absent_opens(visit, file):
+    state = visit(file, "#layer=99&head=-1&query=99&prompt=9&step=7&key=x&%%%").evaluate("attnlab.state()")
     assert state["layer"] <= 1 and 0 <= state["head"] <= 2 and state["query"] <= 11 and state["step"] == 3
 
 
@@ -250,15 +224,13 @@ def test_play_runs_to_the_last_checkpoint(visit, file):
     assert not still.is_visible("#play")
 
 
-def test_without_javascript_the_picture_is_shown(visit, file):
+def test_without_javascript_or_weights_the_picture_is_shown(visit, file, tmp_path):
     tab = visit(file, java_script_enabled=False)
     assert tab.is_visible("#picture img") and not tab.is_visible("#app")
     assert tab.locator("#picture img").bounding_box()["width"] > 200
     assert "one row per layer" in tab.get_attribute("#picture img", "alt")
     assert not visit(file).is_visible("#picture")
 
-
-def test_damaged_weights_leave_the_picture_and_say_so(visit, file, tmp_path):
     broken, text = tmp_path / "broken.html", file.read_text(encoding="utf-8")
     broken.write_text(re.sub(r'"streams":\["....', '"streams":["AAAA', text), encoding="utf-8")
     tab = visit(broken)
@@ -266,22 +238,13 @@ def test_damaged_weights_leave_the_picture_and_say_so(visit, file, tmp_path):
     assert tab.is_visible("#picture img") and not tab.is_visible("#app")
 
 
-# The first cell's colour, from a copy: reading a canvas itself moves it out of the graphics memory.
-COPY = """window.corner = () => {
-  const copy = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
-  copy.drawImage(document.querySelector(".head canvas"), 0, 0);
-  return [...copy.getImageData(0, 0, 1, 1).data.slice(0, 3)];
-}"""
-
-
 def test_dark_scheme_is_dark_and_follows_the_reader(visit, file):
     tab = visit(file, color_scheme="dark")
     brightness = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number).reduce((a, b) => a + b)"
-    tab.evaluate(COPY)
-    assert tab.evaluate(brightness) < 150 and sum(tab.evaluate("corner()")) > 600  # a weight of 1 is bright
+    assert tab.evaluate(brightness) < 150
     tab.emulate_media(color_scheme="light")
     tab.wait_for_timeout(100)
-    assert tab.evaluate(brightness) > 600 and sum(tab.evaluate("corner()")) < 150
+    assert tab.evaluate(brightness) > 600
 
 
 @pytest.fixture(scope="module")
@@ -294,27 +257,12 @@ def long_names(runs, tmp_path_factory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("width", [320, 390, 800, 1280])
-def test_nothing_is_wider_than_the_window(visit, file, long_names, width):
+def test_nothing_is_wider_than_the_window(visit, file, long_names):
     for shown in (file, long_names):
-        tab = visit(shown, viewport={"width": width, "height": 800})
-        for scheme in ("light", "dark"):
-            tab.emulate_media(color_scheme=scheme)
+        tab = visit(shown, viewport={"width": 1280, "height": 800})
+        for width in (1280, 800, 390, 320):
+            tab.set_viewport_size({"width": width, "height": 800})
             assert tab.evaluate("document.documentElement.scrollWidth") <= width
-
-
-def test_notebook_frame_shows_the_page(chromium, file, tmp_path, runs):
-    made = page(runs, [TOKENS, TOKENS[:5]])
-    outer = tmp_path / "notebook.html"
-    outer.write_text(f"<!doctype html><meta charset=utf-8>{made._repr_mimebundle_()['text/html']}", encoding="utf-8")
-    tab, complaints = chromium.new_page(), []
-    tab.on("pageerror", lambda error: complaints.append(str(error)))
-    tab.goto(outer.as_uri())
-    frame = tab.frame_locator("iframe")
-    frame.locator("#readout").wait_for()
-    frame.locator("#step").fill("1")
-    assert "Checkpoint 50" in frame.locator("#readout").inner_text() and complaints == []
-    tab.close()
 
 
 @pytest.fixture(scope="module")
@@ -333,23 +281,10 @@ def axe(tmp_path_factory, request) -> str:
     return kept.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("fragment", ["", "#key=1&query=3"])
+@pytest.mark.parametrize("scheme, fragment", [("light", ""), ("dark", "#key=1&query=3")])
 def test_axe_finds_nothing_serious(visit, file, axe, scheme, fragment):
     tab = visit(file, fragment, color_scheme=scheme)
     tab.evaluate(axe)  # through the debugger, which the page's policy does not bind
     violations = tab.evaluate("axe.run(document).then(found => found.violations)")
     found = [(v["id"], v["impact"], [node["html"] for node in v["nodes"]][:3]) for v in violations]
     assert [entry for entry in found if entry[1] in ("serious", "critical")] == []
-
-
-def test_large_pages_open(visit, tmp_path):
-    """Prints the seconds to open, which no test asserts: they are the machine's."""
-    for name, layers, heads, length, steps in (("quickstart", 4, 4, 64, 20), ("GPT-2", 12, 12, 64, 1)):
-        runs = drifting(steps, layers, heads, length)
-        made = page(runs if steps > 1 else runs[0], [f"w{i}" for i in range(length)], tmp_path / f"{name}.html")
-        start = time.perf_counter()
-        tab = visit(made.path)
-        seconds = time.perf_counter() - start
-        print(json.dumps({"page": name, "bytes": len(made.html.encode()), "seconds": round(seconds, 2)}))
-        assert tab.locator(".head").count() == layers * heads

@@ -1,7 +1,5 @@
 """Contributions that sum to the logits."""
 
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -13,7 +11,7 @@ from attnlab.nn import MultiHeadAttention
 from attnlab.see.models import framed
 from tests.parameters import parameters
 from tests.see import models
-from tests.see.models import OTHERS, TOKENS, random
+from tests.see.models import OTHERS, TOKENS, random, slow
 
 
 class WithoutNorms(nn.Module):
@@ -45,16 +43,12 @@ def of(logits, tokens):
     return np.take_along_axis(logits, tokens[..., None], -1)[..., 0]
 
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("kind", [slow("gpt"), "grouped", "flax", slow("ours"), "rms_norm"])
+@pytest.mark.parametrize("kind", ["grouped", "flax", slow("hybrid"), slow("rms_norm")])
 def test_contributions_sum_to_the_logits(kind):
     model, params = {
-        "gpt": models.gpt,
         "grouped": lambda: models.gpt(kv_heads=2, positions="rotary", use_bias=False),
         "flax": lambda: (models.Flax(), models.variables()),
-        "ours": lambda: (models.Ours(), models.variables()),
+        "hybrid": lambda: models.gpt(num_layers=3, positions="auto", pattern="gated_delta gru attention"),
         "rms_norm": lambda: (WithRMSNorm(), models.variables(WithRMSNorm())),
     }[kind]()
     logits = np.asarray(jax.jit(model.apply)(params, TOKENS))
@@ -62,6 +56,8 @@ def test_contributions_sum_to_the_logits(kind):
     scale = max(1, float(np.abs(logits).max()))
     np.testing.assert_allclose(parts.logits / scale, of(logits, OTHERS) / scale, atol=1e-6)
     np.testing.assert_allclose(parts.total / scale, of(logits, OTHERS) / scale, atol=1e-5)
+    if kind == "hybrid":
+        assert parts.heads.shape == (2, models.HEADS, *TOKENS.shape) and parts.blocks.shape == (3, *TOKENS.shape)
 
 
 def test_contribution_of_a_head_is_what_its_removal_takes_from_a_model_without_norms():
@@ -101,39 +97,25 @@ def test_models_of_another_form_are_refused_in_one_line():
         assert "\n" not in str(error.value)
 
 
-class Branch(nn.Module):
-    """A block whose heads' outputs do not enter the stream as they are."""
+def test_contributions_refuse_blocks_that_are_no_sums():
+    """The heads' outputs do not enter the stream as they are."""
 
-    form: str
+    class Scaled(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x + 0.1 * MultiHeadAttention(models.HEADS, name="attention")(nn.LayerNorm()(x))
 
-    @nn.compact
-    def __call__(self, x):
-        attended = MultiHeadAttention(models.HEADS, name="attention")(nn.LayerNorm()(x))
-        if self.form == "scaled":
-            return x + 0.1 * attended
-        if self.form == "gated":
-            return x + nn.sigmoid(nn.Dense(models.WIDTH)(x)) * attended
-        if self.form == "post-norm":
-            return nn.LayerNorm()(x + attended)
-        return x + nn.LayerNorm()(attended)
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            x = Scaled(name="block")(nn.Embed(models.VOCABULARY, models.WIDTH)(tokens))
+            return nn.Dense(models.VOCABULARY)(nn.LayerNorm()(x))
 
-
-class Branches(nn.Module):
-    form: str
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = Branch(self.form, name="block")(nn.Embed(models.VOCABULARY, models.WIDTH)(tokens))
-        return nn.Dense(models.VOCABULARY)(nn.LayerNorm()(x))
-
-
-@pytest.mark.parametrize("form", ["scaled", "post-norm", slow("gated"), slow("normed")])
-def test_contributions_refuse_blocks_that_are_no_sums(form):
-    params = models.variables(Branches(form))
     with pytest.raises(ValueError, match="blocks from a sum by"):
-        see.contributions(Branches(form), params, TOKENS, targets=OTHERS)
+        see.contributions(Net(), models.variables(Net()), TOKENS, targets=OTHERS)
 
 
+@pytest.mark.slow
 def test_contributions_in_bfloat16():
     model, params = models.gpt(dtype=jnp.bfloat16)
     parts = see.contributions(model, params, TOKENS, targets=OTHERS)

@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 
 from attnlab._studies import scaling
-from attnlab.nn import AdditiveAttention
 from attnlab.study import __main__ as study
 from attnlab.study import registry
-from attnlab.study.fitting import Size
 from attnlab.study.report import Interval, Verdict
 from attnlab.support import progress
 
@@ -25,15 +23,12 @@ def run(*argv):
 def test_unknown_study_suggests_and_lists_names(capsys):
     assert run("scalling") == 2
     error = capsys.readouterr().err
-    assert error == (
-        "error: 'scalling' is not a study (did you mean scaling?): expected one of alignment, complexity, "
-        "copying, dispersion, gradient_step, grokking, heads, induction, markov, norms, overwriting, positions, "
-        "pruning, rank, recall, roles, scaling, sinks, state_tracking, training, all of them by the word all, or the "
-        "path of a Python file\n"
+    assert "'scalling' is not a study (did you mean scaling?)" in error and all(
+        name in error for name in registry.STUDIES
     )
 
 
-@pytest.mark.parametrize("help_flag", [[], ["--help"], ["scaling", "--help"]])
+@pytest.mark.parametrize("help_flag", [[], ["scaling", "--help"]])
 def test_help_lists_every_claim(capsys, help_flag):
     assert run(*help_flag) == 0
     assert "Dividing q·k by √d_k" in capsys.readouterr().out
@@ -43,7 +38,6 @@ def test_help_lists_every_claim(capsys, help_flag):
     ("options", "message"),
     [
         (["scaling", "--fats"], "Unknown command line flag 'fats'. Did you mean: fast ? (see --help)\n"),
-        (["--fast", "--out={}/new", "scalling"], "'scalling' is not a study"),
         (["scaling", "--out={}/file"], "/file is a file"),
         (["scaling", "--out={}/file/out"], "cannot be written (Not a directory)"),
         (["scaling", "--path=quijote.txt"], "--path=quijote.txt: scaling does not train on a text: remove this flag\n"),
@@ -77,7 +71,7 @@ def test_study_writes_table_figure_and_verdict_once(tmp_path, capsys, monkeypatc
     assert (out / "scaling.csv").read_bytes() == before
 
 
-@pytest.mark.parametrize("name, tokens", [("heads", 65), ("positions", 257), ("pruning", 130), ("training", 65)])
+@pytest.mark.parametrize("name, tokens", [("heads", 65), ("pruning", 130)])
 def test_short_text_is_one_line_before_any_training(tmp_path, capsys, name, tokens):
     (tmp_path / "short.txt").write_text("the cat sat. " * 40, encoding="utf-8")
     assert run(name, "--fast", f"--path={tmp_path / 'short.txt'}", f"--out={tmp_path / 'out'}") == 2
@@ -98,13 +92,12 @@ def test_verdict_holds_only_if_every_part_does():
     assert Verdict.of((True, "a"), (False, "b")).title("Found") == "Not as claimed: b"
 
 
-@pytest.mark.parametrize("kind", [list, np.array, jnp.array])
-def test_interval_of_any_numbers_is_that_of_students_t(kind):
-    interval = Interval.of(kind([1.0, 2.0, 4.0]))
+def test_interval_is_that_of_students_t():
+    interval = Interval.of(jnp.array([1.0, 2.0, 4.0]))
     # Of 2 degrees of freedom the quantile is 4.302653 (tables), of a variance of 7/3 over three.
     margin = 4.302653 * (7 / 9) ** 0.5
     assert interval == pytest.approx((7 / 3, 7 / 3 - margin, 7 / 3 + margin, 3), rel=1e-6)
-    assert str(Interval.of(kind([2.0]))) == "2.000 (one seed)"
+    assert str(Interval.of([2.0])) == "2.000 (one seed)"
 
 
 @pytest.mark.parametrize("values", [[], np.ones((2, 3))], ids=["none", "matrix"])
@@ -113,57 +106,8 @@ def test_interval_of_no_values_or_a_matrix_is_one_line(values):
         Interval.of(values)
 
 
-@pytest.mark.parametrize("name", registry.STUDIES)
-def test_every_study_states_a_claim_and_has_all_parts(name):
-    module = registry.load(name)
-    assert registry.claim(module).endswith(".") and len(registry.claim(module)) <= 120
-    assert all(
-        callable(getattr(module, part)) and getattr(module, part).__doc__ for part in ("measure", "judge", "draw")
-    )
-
-
-# The verdict of `heads` depends on the text.
-CERTAIN = ("alignment", "complexity", "norms", "positions", "scaling", "training")
-
-# For each study, rows changed so that they refute its claim.
-COUNTEREXAMPLES = {
-    "alignment": lambda row: row | {"aligned": 0.9 * row["aligned"]},
-    "complexity": lambda row: row | {"flops": row.get("flops") and row["flops"] * row["n"] ** 0.2},
-    "heads": lambda row: row | {"loss": 2.0},
-    "norms": lambda row: row | {"hijacked": 0.03},
-    "positions": lambda row: row | ({"loss": 2.0} if row["what"] == "extrapolation" else {}),
-    "scaling": lambda row: row | {"scale": {"none": "√d_k", "√d_k": "none"}.get(row["scale"], row["scale"])},
-    "training": lambda row: row | {"matrix": {"Q": "V", "V": "Q", "K": "W", "W": "K"}[row["matrix"]]},
-}
-
-
-LARGE = ("complexity", "heads", "positions")  # a minute and more each
-# Of others, what suffices to see the claim.
-SMALLER = {
-    "alignment": {"KINDS": ("copy",), "LAYERS": {"additive": AdditiveAttention}},
-    "norms": {"FAST": Size(seeds=1, steps=300)},
-    "training": {"FAST": Size(seeds=1, steps=300)},
-}
-
-
-def check(study, rows, name):
-    """The verdict on the rows, and on others that refute the claim."""
-    verdict = study.judge(rows)
-    assert verdict.parts and (verdict.held or name not in CERTAIN), str(verdict)
-    assert not study.judge([COUNTEREXAMPLES[name](row) for row in rows]).held
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in COUNTEREXAMPLES if name not in LARGE])
-def test_small_study_verdict_and_refutation(name, run_fast, monkeypatch):
-    module = registry.load(name)
-    for part, smaller in SMALLER.get(name, {}).items():
-        monkeypatch.setattr(module, part, smaller)
-    check(module, run_fast(module), name)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("name", COUNTEREXAMPLES)
-def test_fast_study_verdict_and_refutation(name, run_fast):
-    module = registry.load(name)
-    check(module, run_fast(module), name)
+def test_every_study_states_a_claim_and_has_all_parts():
+    for module in map(registry.load, registry.STUDIES):
+        claim = registry.claim(module)
+        assert claim.endswith(".") and len(claim) <= 120
+        assert all(getattr(module, part).__doc__ for part in ("measure", "judge", "draw"))

@@ -1,98 +1,103 @@
 """Runs of the studies: small ones are repeatable, and those of --fast show what they can at that size."""
 
+import matplotlib.pyplot as plt
 import pytest
 
 from attnlab.study import registry
+from attnlab.study.fitting import Size
 from attnlab.study.report import Options
+from attnlab.support.paths import write_csv
 
-TEXTS = {
-    "pruning": "the cat that sat on the mat saw a rat, and the rat that sat on the hat saw the cat. " * 60,
-    "roles": ("x" * 64 + ' he said "well" and the cat is new, a new cat is "old", says the dog ' * 3) * 100,
+# By study: names that make it small. The others take minutes.
+SMALL = {
+    "gradient_step": {"BATCH": 8, "EVALUATED": 200},
+    "norms": {"FAST": Size(seeds=1, steps=300)},
+    "rank": {},
+    "scaling": {},
+    "training": {"FAST": Size(seeds=1, steps=300)},
 }
-
-
-def copying(study, positions):
-    return {"FAST": study.Size(("copy",), positions, 2, 2, 2, vocab_size=6, batch_size=2, examples=64), "LAYERS": 1}
-
-
-SMALL = {  # by study: names that make it small
-    "copying": lambda study: copying(study, ("learned", "none")),
-    "dispersion": lambda study: {"FAST": study.Size(2, 10, 16), "LENGTHS": (16, 64)},
-    "gradient_step": lambda study: {"FAST": study.Size(2, 20), "BATCH": 8, "EVALUATED": 200},
-    "grokking": lambda study: {"FAST": study.Size(2, 10)},
-    "induction": lambda study: {"FAST": study.Size(seeds=2, steps=4, looks=2, batch_size=4, examples=16)},
-    "markov": lambda study: {"FAST": study.Size(seeds=2, steps=10), "LENGTH": 10, "BATCH": 2, "HELD_OUT": 4},
-    "overwriting": lambda study: {"FAST": study.Size(seeds=2, steps=2, rewrites=(0, 2), examples=8)},
-    "pruning": lambda study: {"FAST": study.Size(seeds=2, steps=3, windows=2, held_out=2)},
-    "rank": lambda study: {"FAST": study.Size(2)},
-    "recall": lambda study: {
-        "FAST": study.Size(2, 2, widths=(4,), widths_of_others=(4,), batch_size=2, examples=32),
-        "MIXERS": {name: study.MIXERS[name] for name in (study.SOFTMAX, study.LINEAR)},
-    },
-    "roles": lambda study: {"FAST": study.Size(seeds=2, steps=2, pairs=30, windows=4)},
-    "sinks": lambda study: {
-        "FAST": study.Size(seeds=2, steps=4, looks=2),
-        "LENGTH": 16,
-        "BATCH": 2,
-        "HELD_OUT": 4,
-        "WIDTH": 8,
-    },
-    "state_tracking": lambda study: {"FAST": study.Size(seeds=2, steps=2, batch_size=2, examples=8)},
+SIZES = {  # of studies whose `Size` is their own
+    "gradient_step": lambda size: size(2, 20),
+    "rank": lambda size: size(2),
 }
-ONE = {  # of these studies one condition is measured again, since compiling takes long
-    "copying": lambda study: copying(study, ("none",)),
-    "gradient_step": lambda study: {"LAYERS": {study.LINEAR: study.LAYERS[study.LINEAR]}},
-    "grokking": lambda study: {"KINDS": {study.DECAY_FAST: study.KINDS[study.DECAY_FAST]}},
-    "induction": lambda study: {"WIDTHS": {study.ONE: study.WIDTHS[study.ONE]}},
-    "markov": lambda study: {"CONDITIONS": (study.ONE,)},
-    "overwriting": lambda study: {"MIXERS": {study.DELTA: study.MIXERS[study.DELTA]}},
-    "recall": lambda study: {"MIXERS": {study.LINEAR: study.MIXERS[study.LINEAR]}},
-    "sinks": lambda study: {"CONDITIONS": (study.SINK,)},
-    "state_tracking": lambda study: {"MIXERS": {study.NEGATIVE: study.MIXERS[study.NEGATIVE]}},
-}
-QUICK = ("copying", "gradient_step", "rank")  # of the others, a run takes minutes
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in QUICK else pytest.mark.campaign) for name in SMALL]
-)
-def test_small_run_is_judged_drawn_and_repeatable(name, monkeypatch, tmp_path, run_fast, small_quickstart):
-    def change(names):
-        for key, value in names.items():
-            monkeypatch.setattr(study, key, value)
-
-    study, path = registry.load(name), ""
-    if name in TEXTS:
-        path = str(tmp_path / "text.txt")
-        (tmp_path / "text.txt").write_text(TEXTS[name], encoding="utf-8")
-    change(SMALL[name](study))
-    rows = run_fast(study, path)
-    change(ONE[name](study) if name in ONE else {})
-    again = study.measure(Options(fast=True, path=path))
-    assert again == [row for row in rows if row in again]
-    assert 0 < len(again) < len(rows) if name in ONE else len(again) == len(rows)
-
-
-HELD = {  # by study: the parts of its claim that hold with --fast; others need the full study
+HELD = {  # the parts of a claim that hold with --fast; others need the full study
+    "alignment": None,  # all
+    "complexity": None,
     "copying": (),
     "dispersion": range(4),
     "gradient_step": range(4),
     "grokking": range(4),
+    "heads": (),
     "induction": range(7),
     "markov": (0, 3),
+    "norms": None,
     "overwriting": range(3),
+    "positions": None,
     "pruning": (),
     "rank": range(6),
     "recall": range(5),
     "roles": (),
+    "scaling": None,
     "sinks": range(4),
     "state_tracking": range(3),
+    "training": None,
 }
+COUNTEREXAMPLES = {  # changes of measured rows that refute a claim; `test_claims.py` has those of the other studies
+    "alignment": lambda row: row | {"aligned": 0.9 * row["aligned"]},
+    "complexity": lambda row: row | {"flops": row.get("flops") and row["flops"] * row["n"] ** 0.2},
+    "heads": lambda row: row | {"loss": 2.0},
+    "norms": lambda row: row | {"hijacked": 0.03},
+    "positions": lambda row: row | ({"loss": 2.0} if row["what"] == "extrapolation" else {}),
+    "scaling": lambda row: row | {"scale": {"none": "√d_k", "√d_k": "none"}.get(row["scale"], row["scale"])},
+    "training": lambda row: row | {"matrix": {"Q": "V", "V": "Q", "K": "W", "W": "K"}[row["matrix"]]},
+}
+
+
+def run_fast(study, folder) -> list[dict]:
+    """The rows of a run with --fast; its progress ends at its total, and its rows are judged, drawn and written."""
+    totals, done = [], []
+
+    def announce(total):
+        totals.append(total)
+        return lambda amount=1: done.append(amount)
+
+    rows = study.measure(Options(fast=True, progress=announce))
+    assert len(totals) == 1 and totals[0] > 0 and sum(done) == pytest.approx(totals[0])
+    assert study.judge(rows).parts
+    figure = study.draw(rows)
+    drawn = [axes for axes in figure.axes if axes.lines]
+    assert figure.get_suptitle() and all(axes.get_xlabel() and axes.get_ylabel() for axes in drawn)
+    figure.savefig(folder / "figure.png")
+    plt.close(figure)
+    write_csv(folder / "rows.csv", rows)
+    return rows
+
+
+def check(study, rows, name):
+    """What must hold of the verdict, and that other rows refute the claim."""
+    verdict = study.judge(rows)
+    held = range(len(verdict.parts)) if HELD[name] is None else HELD[name]
+    assert all(verdict.parts[part][0] for part in held), str(verdict)
+    if name in COUNTEREXAMPLES:
+        assert not study.judge([COUNTEREXAMPLES[name](row) for row in rows]).held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_small_run_is_judged_drawn_and_repeatable(name, monkeypatch, tmp_path):
+    study = registry.load(name)
+    for part, smaller in SMALL[name].items():
+        monkeypatch.setattr(study, part, smaller)
+    if name not in SIZES:
+        check(study, run_fast(study, tmp_path), name)
+        return
+    monkeypatch.setattr(study, "FAST", SIZES[name](study.Size))
+    rows = run_fast(study, tmp_path)
+    assert study.measure(Options(fast=True)) == rows
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", HELD)
-def test_fast_run_shows_what_it_can_at_its_size(name, run_fast):
+def test_fast_run_shows_what_it_can_at_its_size(name, tmp_path):
     study = registry.load(name)
-    verdict = study.judge(run_fast(study))
-    assert all(verdict.parts[part][0] for part in HELD[name]), str(verdict)
+    check(study, run_fast(study, tmp_path), name)

@@ -1,6 +1,5 @@
 """`attnlab study all`: every study in a process, one report, and what is left when some fail or all are killed."""
 
-import html.parser
 import re
 import signal
 import subprocess
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from attnlab.study import __main__ as study
-from attnlab.study import campaign
 from tests.study.test_running import MINE
 
 
@@ -34,23 +32,6 @@ def files(tmp_path):
     return {name: str(tmp_path / "mine" / f"{name}.py") for name in contents}
 
 
-class Page(html.parser.HTMLParser):
-    """The text and the pictures of a page."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.words, self.images, self.scripts = "", [], 0
-        self.feed(text)
-
-    def handle_data(self, data):
-        self.words += data
-
-    def handle_starttag(self, tag, attrs):
-        self.scripts += tag == "script"
-        if tag == "img":
-            self.images.append(dict(attrs)["src"])
-
-
 @pytest.mark.slow
 def test_failing_studies_do_not_end_all_and_a_second_run_keeps_results(tmp_path, files, capfd):
     out = tmp_path / "all"
@@ -61,11 +42,10 @@ def test_failing_studies_do_not_end_all_and_a_second_run_keeps_results(tmp_path,
     assert "dies           failed: killed by signal 9" in printed.out
     assert "refuted        does not hold" in printed.out and "holds          holds" in printed.out
     assert printed.err == f"error: fails, dies failed: see {out / 'logs'}\n"
-    report = Page((out / "report.html").read_text(encoding="utf-8"))
-    assert "1 of 2 claims hold; 2 failed to run" in report.words and "all are <larger>" in report.words
-    assert "jax" in report.words and "For whole numbers" in report.words
-    assert len(report.images) == 2 and all(image.startswith("data:image/png;base64,") for image in report.images)
-    assert report.scripts == 0
+    report = (out / "report.html").read_text(encoding="utf-8")
+    assert "1 of 2 claims hold; 2 failed to run" in report and "all are &lt;larger&gt;" in report
+    assert "jax" in report and "For whole numbers" in report
+    assert report.count("<img") == report.count('src="data:image/png;base64,') == 2 and "<script" not in report
     assert sorted(path.name for path in out.iterdir() if path.is_dir() and any(path.iterdir())) == [
         "holds",
         "logs",
@@ -111,9 +91,8 @@ def test_killed_all_goes_on_where_it_was(tmp_path, files):
         (["--only=mine.py,sub/mine.py"], "--only names mine twice"),
         (["--jobs=0"], "jobs"),
         (["--out=taken"], "--out=taken holds 'letter.txt'"),
-        (["--out=taken/letter.txt"], "--out=taken/letter.txt is a file"),
     ],
-    ids=["name", "file", "twice", "jobs", "foreign", "is a file"],
+    ids=["name", "file", "twice", "jobs", "foreign"],
 )
 def test_wrong_flag_of_all_is_one_line(tmp_path, monkeypatch, capsys, flags, message):
     monkeypatch.chdir(tmp_path)
@@ -128,7 +107,7 @@ def test_wrong_flag_of_all_is_one_line(tmp_path, monkeypatch, capsys, flags, mes
     assert (tmp_path / "taken" / "letter.txt").read_text() == "mine" and not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("content", ["torn", '{"name": "scaling"}', "[1]"])
+@pytest.mark.parametrize("content", ["torn", '{"name": "scaling"}'])
 def test_file_in_the_place_of_a_result_is_one_line(tmp_path, capsys, content):
     (tmp_path / "scaling").mkdir()
     (tmp_path / "scaling" / "result.json").write_text(content)
@@ -150,7 +129,3 @@ def test_results_of_another_text_are_not_kept(tmp_path, files, capsys):
     again[0] += f",{reads}"
     assert run(*again) == 2
     assert "holds reads run without --fast" in capsys.readouterr().err
-
-
-def test_outcomes_are_one_line():
-    assert campaign.line(campaign.Outcome("rank", None, "no")) == "rank           failed: no"

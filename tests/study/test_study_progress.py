@@ -40,25 +40,12 @@ def test_progress_lines_become_rarer_in_long_studies():
     assert lines[0].endswith("about 4 hours left") and lines[-1].endswith("minutes left")
 
 
-def test_progress_of_a_quick_study_prints_nothing():
-    assert reported(io.StringIO(), 0.1, total=20) == ""
-
-
 def test_progress_on_a_terminal_is_a_bar(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     text = reported(terminal, 30, total=4)
     assert "━" in text and "100%" in text and "\n25 %" not in text
-
-
-def test_progress_counts_units_of_different_size():
-    out, clock = io.StringIO(), Clock()
-    with StudyProgress(out, clock) as reporter:
-        advance = reporter.expect(100)
-        clock.now = 60
-        advance(75)
-    assert out.getvalue() == "75 % done, about 20 seconds left\n"
 
 
 def test_progress_survives_a_closed_pipe():
@@ -71,7 +58,7 @@ def test_progress_survives_a_closed_pipe():
 
 @pytest.mark.parametrize(
     "seconds, words",
-    [(0, "a few seconds"), (89, "about 90 seconds"), (3600, "about 60 minutes"), (7200, "about 2 hours")],
+    [(0, "a few seconds"), (89, "about 90 seconds"), (7200, "about 2 hours")],
 )
 def test_duration_in_words_is_rounded(seconds, words):
     assert study_progress.in_words(seconds) == words
