@@ -11,8 +11,11 @@ import json
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+
+from attnlab.interop.huggingface import from_hf
 
 SIZES = {
     "vocab_size": 67,
@@ -142,10 +145,6 @@ PEERS = {
 # Options of attention and feed-forward layers, which the models of a family do not have.
 WITHOUT = {"Mamba2": {"intermediate_size", "num_attention_heads", "num_key_value_heads"}}
 WITHOUT |= {"GPT2": {"intermediate_size", "num_key_value_heads", "head_dim"}}
-# The second shapes are for the slow tests.
-NAMES = [name if "-" not in name else pytest.param(name, marks=pytest.mark.slow) for name in PEERS]
-WRITTEN = [name for name in NAMES if "deepseek" not in str(name)]  # the families that models go out to
-
 
 # Means of vectors, by the ends of their names; 1 for others.
 BASES = {"bias": 0.0, "model.norm.weight": 9.0, "norm_f.weight": 9.0, "final_layernorm.weight": 9.0, "A_log": -2.0}
@@ -213,21 +212,42 @@ def greedy(torch, model, prompt: np.ndarray, length: int) -> np.ndarray:
 
 
 def answers(name: str) -> dict[str, np.ndarray]:
-    """What a model of transformers is, and what it answers: `config`, `shapes`, `logits`, `greedy`."""
+    """What a model of transformers is, and what it answers: `config`, `shapes`, `logits`; `greedy` of first shapes."""
     torch, model = peer(name)
     shapes = {path: list(tensor.shape) for path, tensor in model.named_parameters()}
-    return {
+    found = {
         "config": np.array(json.dumps(model.config.to_dict(), sort_keys=True)),
         "shapes": np.array(json.dumps(shapes)),
         "logits": logits(name)[:, SCORED],
-        "greedy": greedy(torch, model, tokens(name)[:1, :5], 200).astype(np.uint8),
     }
+    if not name.endswith("-2"):
+        found["greedy"] = greedy(torch, model, tokens(name)[:1, :5], 200).astype(np.uint8)
+    return found
 
 
 def goldens(name: str) -> dict[str, np.ndarray]:
     """The answers that are kept."""
     with np.load(GOLDENS) as kept:
         return {path.split("/")[1]: kept[path] for path in kept.files if path.split("/")[0] == name}
+
+
+@functools.cache
+def kept(name: str) -> tuple[dict, dict]:
+    """The state dict and the config of a kept model."""
+    answers = goldens(name)
+    return weights(json.loads(str(answers["shapes"]))), json.loads(str(answers["config"]))
+
+
+@functools.cache
+def ours(name: str):
+    """The same as our model and its parameters."""
+    return from_hf(*kept(name))
+
+
+def assert_same(one, other):
+    """Two models with their parameters, bit for bit."""
+    assert one[0] == other[0]
+    jax.tree.map(np.testing.assert_array_equal, one[1], other[1])
 
 
 if __name__ == "__main__":

@@ -44,8 +44,7 @@ def assert_round_trip(module, theirs):
     jax.tree.map(np.testing.assert_array_equal, from_torch(theirs)[1], changed)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("memory", [None, 8, 12])
+@pytest.mark.parametrize("bias, memory", [(True, None), (False, 8), (True, 12)])
 def test_multihead_attention_equals_torch(bias, memory):
     theirs = torch.nn.MultiheadAttention(8, num_heads=4, bias=bias, kdim=memory, vdim=memory, batch_first=True)
     module, params = from_torch(unsettled(theirs))
@@ -58,9 +57,15 @@ def test_multihead_attention_equals_torch(bias, memory):
     assert_round_trip(module, theirs)
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu", torch.nn.GELU(approximate="tanh"), torch.nn.functional.silu])
-@pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "activation, norm_first, bias",
+    [
+        ("relu", True, True),
+        ("gelu", False, False),
+        (torch.nn.GELU(approximate="tanh"), False, True),
+        (torch.nn.functional.silu, True, False),
+    ],
+)
 def test_encoder_layer_equals_torch(activation, norm_first, bias):
     theirs = torch.nn.TransformerEncoderLayer(
         8, 2, 20, activation=activation, norm_first=norm_first, bias=bias, layer_norm_eps=1e-3, batch_first=True
@@ -173,8 +178,7 @@ def checkpoint(path, sizes, prefix="", **more):
     return model
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+@pytest.mark.parametrize("bias, prefix", [(True, ""), (False, "_orig_mod.")])
 def test_nanogpt_round_trip_equals_torch(bias, prefix, tmp_path):
     theirs = checkpoint(tmp_path / "ckpt.pt", Sizes(bias=bias, dropout=0.2), prefix)
     model, params = from_nanogpt(tmp_path / "ckpt.pt")
@@ -191,23 +195,11 @@ def test_invalid_nanogpt_checkpoint_raises_one_line(tmp_path):
     with pytest.raises(UserError, match="ckpt.pt: no such file"):
         from_nanogpt(path)
     for sizes, more, message in (
-        (
-            Sizes(),
-            {"transformer.h.2.ln_1.weight": torch.ones(16)},
-            "holds .*transformer.h.2.ln_1.weight",
-        ),
-        (
-            Sizes(),
-            {"transformer.wpe.weight": torch.ones(12, 17)},
-            r"wpe.weight has shape \(12, 17\)",
-        ),
+        (Sizes(), {"transformer.h.2.ln_1.weight": torch.ones(16)}, "holds .*transformer.h.2.ln_1.weight"),
+        (Sizes(), {"transformer.wpe.weight": torch.ones(12, 17)}, r"wpe.weight has shape \(12, 17\)"),
         (Sizes(), {"lm_head.weight": torch.ones(21, 16)}, "lm_head.weight differs"),
         (Sizes(bias=0), {}, "model_args.bias = 0"),
-        (
-            Sizes(n_head=3),
-            {},
-            "ckpt.pt: .*width = 16 .*num_heads = 3",
-        ),
+        (Sizes(n_head=3), {}, "ckpt.pt: .*width = 16 .*num_heads = 3"),
         (Sizes(dropout=2.0), {}, "attn_pdrop = 2.0"),
     ):
         checkpoint(path, sizes, **more)
