@@ -56,9 +56,12 @@ def test_unknown_characters_are_listed(kind):
 
 
 @ALL
-def test_lone_surrogate_is_refused(kind):
+def test_impossible_texts_are_refused(kind):
     with pytest.raises(UserError):
         tokenizers.make(kind, "abc").encode("a\udcff")
+    if kind in ("word", "bpe", "wordpiece"):
+        with pytest.raises(UserError, match="text is empty"):
+            tokenizers.make(kind, "")
 
 
 def test_unknown_kind_lists_kinds():
@@ -153,10 +156,10 @@ def test_vocabulary_covers_characters_outside_the_sample(kind):
 
 
 @TRAINED
-@pytest.mark.parametrize("run", ["a" * 20_000, " " * 20_000, "." * 20_000], ids=["letters", "spaces", "dots"])
-def test_long_runs_can_be_encoded(kind, run):
-    tokenizer = tokenizers.make(kind, run, VOCAB_SIZE)
-    assert tokenizer.decode(tokenizer.encode(run)) == run
+def test_long_runs_can_be_encoded(kind):
+    for character in "a .":
+        tokenizer = tokenizers.make(kind, character * 5000, VOCAB_SIZE)
+        assert tokenizer.decode(tokenizer.encode(character * 5000)) == character * 5000
 
 
 UNUSUAL = st.one_of(st.sampled_from(" \n\t\r\x1c\x85\u2003\u200bab'1,.#ñ二🙂<unk>"), st.characters(codec="utf-8"))
@@ -180,19 +183,13 @@ def test_parts_are_short():
 TIES = " ".join(map("".join, itertools.permutations("abcde"))) + " "
 
 
-@pytest.fixture(scope="module")
-def digests_of_another_process():
+def test_same_text_gives_same_vocabulary_in_any_process():
     program = "import sys; from attnlab.data import tokenizers as t; "
     program += "print(*(t.sha256(t.make(kind, sys.argv[1], 270)) for kind in sys.argv[2:]))"
-    command = [sys.executable, "-c", program, TIES * 2, "word", "bpe", "wordpiece"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return dict(zip(command[4:], done.stdout.split()))
-
-
-@TRAINED
-def test_same_text_gives_same_vocabulary_in_any_process(kind, digests_of_another_process):
-    digests = {tokenizers.sha256(tokenizers.make(kind, TIES * 2, 270)) for _ in range(5)}
-    assert digests == {digests_of_another_process[kind]}
+    kinds = ["word", "bpe", "wordpiece"]
+    done = subprocess.run([sys.executable, "-c", program, TIES * 2, *kinds], capture_output=True, text=True, check=True)
+    for kind, other in zip(kinds, done.stdout.split()):
+        assert {tokenizers.sha256(tokenizers.make(kind, TIES * 2, 270)) for _ in range(3)} == {other}
 
 
 @TRAINED
@@ -204,23 +201,11 @@ def test_vocabulary_has_the_requested_size_if_possible(kind):
     assert tokenizers.make(kind, text, 2**31 - 1).vocab_size < 1000
 
 
-@pytest.mark.parametrize(
-    "kind, size, message",
-    [
-        ("bpe", 255, r"data\.vocab_size = 255: .*256"),
-        ("wordpiece", 6, r"vocab_size = 6: .*7 or more"),
-    ],
-)
-def test_too_small_vocabulary_names_the_minimum(kind, size, message):
-    with pytest.raises(UserError, match=message):
+@pytest.mark.parametrize("kind, size, least", [("bpe", 255, "256"), ("wordpiece", 6, "7 or more")])
+def test_too_small_vocabulary_names_the_minimum(kind, size, least):
+    with pytest.raises(UserError, match=rf"data\.vocab_size = {size}: .*{least}"):
         tokenizers.make(kind, "ab a. ", size)
     assert tokenizers.make(kind, "ab a. ", size + 1).vocab_size == size + 1
-
-
-@TRAINED
-def test_empty_text_is_refused_for_training(kind):
-    with pytest.raises(UserError, match="text is empty"):
-        tokenizers.make(kind, "")
 
 
 @TRAINED

@@ -118,6 +118,8 @@ def test_streamed_characters_of_bytes_are_complete():
     ids = tokenizer.encode("a👩o")
     assert list(tokenizer.stream(iter(ids))) == ["a", "👩", "o"]
     assert list(tokenizer.stream(iter(ids[:-2]))) == ["a", "\ufffd"]
+    with pytest.raises(UserError, match="lone surrogate"):
+        tokenizer.encode("a\udcff")
 
 
 @ALL
@@ -140,7 +142,7 @@ def test_tokens_across_words_are_not_cut():
     assert list(characters.parts(["a b a b"], size=0, word_end=tokenizer._word_end)) == ["a b", " a b"]
 
 
-@pytest.mark.parametrize("family", ["llama2", "mistral"])
+@pytest.mark.parametrize("family", ["llama2"])
 def test_stream_of_a_store_equals_tokens_of_the_whole_text(tmp_path, family):
     text = VERSE.replace(".", ".</s> ") * 1500
     (tmp_path / "text.txt").write_text(text)
@@ -149,11 +151,6 @@ def test_stream_of_a_store_equals_tokens_of_the_whole_text(tmp_path, family):
     for tokens, part in ((made.train, text[:cut]), (made.validation, text[cut:])):
         expected = of_family(family).encode(part, add_special_tokens=False).ids
         assert tokens.read(np.array([0]), len(tokens))[0].tolist() == expected
-
-
-def test_lone_surrogate_is_refused():
-    with pytest.raises(UserError, match="lone surrogate"):
-        ours("llama2").encode("a\udcff")
 
 
 @ALL
@@ -260,7 +257,7 @@ def byte_level():
 def test_words_with_new_lines_are_not_cut(tmp_path, pattern):
     """A full stop and the new lines behind it are one word of Llama 3's and Qwen's."""
     tokenizer = read(byte_level(), tmp_path)
-    text = pattern * (250_000 // len(pattern))
+    text = pattern * (120_000 // len(pattern))
     assert tokenizer.kind == "bpe"
     assert tokenizer.encode(text).tolist() == byte_level().encode(text, add_special_tokens=False).ids
 
