@@ -141,13 +141,6 @@ def test_masks_and_biases_broadcast_like_flax():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), *both(Q, K, V, *cases))
 
 
-def test_inputs_without_batch_equal_flax():
-    rng, cases = np.random.default_rng(0), []
-    for shape in ((), (6,), (6, 6), (1, 6, 6), (4, 1, 6)):
-        cases.append({"mask": (rng.random(shape) < 0.6) | (np.arange(6) == 0 if shape else True)})
-    np.testing.assert_allclose(*both(Q[0, 0], K[0, 0], V[0, 0], *cases), atol=2e-6)
-
-
 def test_fully_masked_row_is_zero_others_equal_flax():
     visible = TOKENS > 0
     (ours,), (theirs,) = np.asarray(both(Q, K, V, {"mask": (visible[:, :, None] & visible[:, None])[:, None, None]}))
@@ -184,11 +177,10 @@ def test_attention_fn_uses_named_backend():
 
 def test_attention_fn_ands_its_mask_with_layers():
     _, ours, params = pair(nn.MultiHeadAttention, X, ours=attention_fn(Causal()))
-    layer = nn.MultiHeadAttention(num_heads=4)
-    calls = (layer, MASKS["both"]), (ours, MASKS["padding"]), (ours, Padding(np.array([4, 6])))
-    theirs, *others = jax.jit(lambda params: [module.apply(params, X, mask=mask) for module, mask in calls])(params)
-    for other in others:
-        np.testing.assert_allclose(other, theirs, atol=2e-6)
+    calls = (nn.MultiHeadAttention(num_heads=4), MASKS["both"]), (ours, MASKS["padding"])
+    np.testing.assert_allclose(
+        *jax.jit(lambda params: [module.apply(params, X, mask=m) for module, m in calls])(params), atol=2e-6
+    )
 
 
 def test_flax_decoding_equals_flax():

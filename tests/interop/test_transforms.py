@@ -4,14 +4,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 from attnlab.interop.flax import attention_fn
 from attnlab.masks import Causal
-from attnlab.nn import GPT, Block, KVCache, Mlp, MultiHeadAttention
+from attnlab.nn import GPT, Block, Mlp, MultiHeadAttention
 from tests.parameters import parameters
 
 X = np.random.default_rng(0).standard_normal((4, 6, 8)).astype(np.float32)
@@ -68,15 +67,14 @@ class Stack(nn.Module):
     """Three rematerialized blocks whose parameters are stacked by `nn.scan`."""
 
     @nn.compact
-    def __call__(self, x, caches=None):
+    def __call__(self, x):
         @nn.remat
-        def layer(block, x, cache):
-            y = block(x, cache=cache)
-            return (y, None) if cache is None else y
+        def layer(block, x, _):
+            return block(x), None
 
         block = Block(MultiHeadAttention(num_heads=4, mask=Causal(), parent=None), Mlp(parent=None), name="block")
         scanned = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
-        return scanned(block, x, caches)
+        return scanned(block, x, None)[0]
 
 
 def blocks(params):
@@ -97,23 +95,7 @@ def test_nn_scan_over_layers_equals_loop():
         return x
 
     assert params["params"]["block"]["attention"]["query"]["kernel"].shape == (3, 8, 4, 2)
-    assert_same_gradient(lambda params: Stack().apply(params, X)[0], in_turn, params)
-
-
-@pytest.mark.slow
-def test_nn_scan_over_layers_decodes_with_caches():
-    params = parameters(Stack(), X)
-    caches = jax.tree.map(lambda leaf: np.stack([leaf] * 3), KVCache.empty(4, 6, 4, 2))
-
-    @jax.jit
-    def decode(params, caches):
-        first, caches = Stack().apply(params, X[:, :4], caches)
-        last, caches = Stack().apply(params, X[:, 4:], caches)
-        return (first, last), Stack().apply(params, X)[0], caches.length
-
-    parts, whole, length = decode(params, caches)
-    assert_close(np.concatenate(parts, axis=1), whole)
-    assert length.tolist() == [[6] * 4] * 3
+    assert_same_gradient(lambda params: Stack().apply(params, X), in_turn, params)
 
 
 def test_logical_axes_shard_parameters():
