@@ -14,19 +14,6 @@ from attnlab.support.errors import UserError
 TEXT = np.arange(100_000)
 
 
-class Stored:
-    """Tokens that are read, as those of a store."""
-
-    def __init__(self, tokens):
-        self.tokens = tokens
-
-    def __len__(self):
-        return len(self.tokens)
-
-    def read(self, starts, length):
-        return self.tokens[starts[:, None] + np.arange(length)].astype(np.int32)
-
-
 def train(tokens=TEXT, context=8, batch_size=6, seed=0, **shares):
     return TrainBatches(tokens, context=context, batch_size=batch_size, seed=seed, **shares)
 
@@ -130,14 +117,6 @@ def test_impossible_batches_say_what_to_change():
     ):
         with pytest.raises(UserError, match=message):
             call()
-
-
-def test_stored_tokens_give_the_batches_of_an_array():
-    for step in (0, 3, 5000):
-        np.testing.assert_array_equal(train(Stored(TEXT))[step].tokens, train()[step].tokens)
-    options = {"context": 8, "batch_size": 6, "windows": 20}
-    for stored, array in zip(EvalBatches(Stored(TEXT), **options), EvalBatches(TEXT, **options), strict=True):
-        np.testing.assert_array_equal(stored.tokens, array.tokens)
 
 
 @given(seed=st.integers(0, 99), context=st.integers(1, 30))

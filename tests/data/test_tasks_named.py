@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from attnlab.data.tasks import TEST, recall, running_sums
+from attnlab.data.tasks import TEST, recall
 from attnlab.data.tasks.named import parse
 from attnlab.data.tasks.task_batches import HeldOutBatches, TaskBatches
 from attnlab.support.errors import UserError
@@ -72,17 +72,6 @@ def test_batch_of_a_task_follows_its_rule_and_depends_on_seed_and_step(name):
         np.testing.assert_array_equal(both, getattr(batch, field))
     assert (TaskBatches(task, **options)[6].tokens != batch.tokens).any()
     assert (TaskBatches(task, **options | {"seed": 2})[5].tokens != batch.tokens).any()
-
-
-@pytest.mark.parametrize("base, digits", [(2, 7), (3, 5)])
-def test_running_sums_of_all_digits_have_each_value_equally_often(base, digits):
-    """Exact: the chance of `Modular` at every position."""
-    every = np.array(list(itertools.product(range(base), repeat=digits)))
-    sums = every.cumsum(axis=1) % base
-    for column in sums.T:
-        assert (np.bincount(column, minlength=base) == len(every) / base).all()
-    drawn = running_sums(0, batch_size=50, base=base, shortest=digits, longest=digits)
-    np.testing.assert_array_equal(drawn.targets, np.cumsum(drawn.tokens, axis=1) % base)
 
 
 def test_recall_with_rewrites_asks_for_the_last_value_of_every_key():

@@ -55,11 +55,12 @@ def test_mixture_weights_windows_bits_and_digest(tmp_path):
 def test_documents_are_told_apart(tmp_path):
     lines = [json.dumps({"text": "word " * length}) for length in range(1, 60)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    loaded = load(tmp_path, path=f"{tmp_path}/a.jsonl", tokenizer="byte", packing="documents")
-    batch = loaded.train[0]
+    options = {"path": f"{tmp_path}/a.jsonl", "tokenizer": "byte", "store": str(tmp_path / "stores")}
+    batch = load(tmp_path, **options, packing="documents").train[0]
+    assert list((tmp_path / "stores").glob("*/manifest.json"))
     boundary = (batch.tokens[:, :-1] == ord("\n")) & (batch.tokens[:, 1:] == ord("w"))
     np.testing.assert_array_equal(np.diff(batch.segments, axis=1), boundary)
-    assert load(tmp_path, path=f"{tmp_path}/a.jsonl", tokenizer="byte").train[0].segments is None
+    assert load(tmp_path, **options).train[0].segments is None
 
 
 def test_tokenizer_is_made_from_a_sample_of_a_large_text(tmp_path):
@@ -78,11 +79,6 @@ def test_trained_tokenizer_is_remembered(tmp_path, monkeypatch):
     before = tokenizers.sha256(load(tmp_path, **options).tokenizer)
     monkeypatch.setattr(corpora.Corpus, "sample", None)
     assert tokenizers.sha256(load(tmp_path, **options).tokenizer) == before
-
-
-def test_store_is_where_the_config_says(tmp_path):
-    load(tmp_path, store=str(tmp_path / "stores"), tokenizer="byte")
-    assert list((tmp_path / "stores").glob("*/manifest.json"))
 
 
 def test_place_of_the_text_may_change_between_starts():

@@ -12,7 +12,7 @@ import attnlab
 from attnlab.data.tokenizers import make
 from attnlab.generation.scoring import logprobs
 from attnlab.loading import Run
-from attnlab.nn import GPT, stack_layers
+from attnlab.nn import GPT
 from tests.parameters import parameters
 
 
@@ -71,13 +71,6 @@ def test_score_adds_up():
     np.testing.assert_allclose(score.bits_per_byte, score.nats / 13 / math.log(2), rtol=1e-12)  # a token a byte
     (short,) = attnlab.score(run(), ["a"], batch_size=2)
     assert short.tokens == 0 and math.isnan(short.bits_per_byte)
-
-
-def test_stacked_layers_give_the_same_scores():
-    model, params = gpt()
-    stacked = Run(model, {"params": stack_layers(params["params"])}, make("byte", ""), None)
-    (one,), (other,) = (attnlab.score(each, ["twelve bytes"], batch_size=2) for each in (run(), stacked))
-    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
 def test_scores_equal_transformers_loss():

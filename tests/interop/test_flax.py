@@ -168,13 +168,6 @@ def test_attention_fn_arguments_reach_operator(options):
     assert not np.allclose(plain, expected)
 
 
-def test_attention_fn_uses_named_backend():
-    programs = {impl: str(jax.make_jaxpr(attention_fn(impl=impl))(Q, K, V)) for impl in ("auto", "dense", "blockwise")}
-    assert programs["auto"] == programs["dense"] != programs["blockwise"]
-    with pytest.raises(ValueError, match="impl = 'fast' is unknown"):
-        attention_fn(impl="fast")(Q, K, V)
-
-
 def test_attention_fn_ands_its_mask_with_layers():
     _, ours, params = pair(nn.MultiHeadAttention, X, ours=attention_fn(Causal()))
     calls = (nn.MultiHeadAttention(num_heads=4), MASKS["both"]), (ours, MASKS["padding"])

@@ -132,11 +132,13 @@ def test_pipe_in_place_of_a_file_is_not_waited_for(small, tmp_path):
         from_hf(file.parent)
 
 
-def test_missing_file_raises_one_line(small, tmp_path, own_errors):
+def test_source_that_is_no_model_raises_one_line(small, tmp_path, own_errors):
     folder = save_hf(tmp_path / "gpt2", *small)
-    with pytest.raises(UserError, match=f"^{tmp_path}/nowhere: no such file"):
-        from_hf(tmp_path / "nowhere")
-    for source, message in ((None, "a NoneType: .*path"), (3, "a int: .*path")):
+    for source, message in (
+        (tmp_path / "nowhere", f"^{tmp_path}/nowhere: no such file"),
+        (3, "a int: .*path"),
+        ({}, "state dict .*number of heads"),
+    ):
         with pytest.raises(UserError, match=message):
             from_hf(source)
     for index in (
@@ -150,24 +152,26 @@ def test_missing_file_raises_one_line(small, tmp_path, own_errors):
         with pytest.raises(UserError, match="model.safetensors.index.json .*index"):
             from_hf(folder)
     (folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(UserError, match="under cannot be written"):
-        save_hf(folder / "config.json" / "under", *small)
-    with pytest.raises(UserError, match="a MultiHeadAttention"):
-        save_hf(tmp_path / "other", MultiHeadAttention(2), small[1])
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(UserError, match="model.safetensors is missing"):
         from_hf(folder)
     (folder / "config.json").unlink()
     with pytest.raises(UserError, match="config.json is missing.*heads"):
         from_hf(folder)
-    with pytest.raises(UserError, match="state dict .*number of heads"):
-        from_hf({})
-    with pytest.raises(UserError, match="the parameters lack block_0/attention/key/bias"):
-        params = jax.tree.map(np.asarray, small[1])
-        del params["params"]["block_0"]["attention"]["key"]["bias"]
-        save_hf(tmp_path / "other", small[0], params)
-    with pytest.raises(UserError, match="expected variables"):
-        save_hf(tmp_path / "other", small[0], small[1]["params"])
+
+
+def test_model_that_cannot_be_saved_raises_one_line(small, tmp_path, own_errors):
+    (tmp_path / "file").touch()
+    model, lacking = small[0], jax.tree.map(np.asarray, small[1])
+    del lacking["params"]["block_0"]["attention"]["key"]["bias"]
+    for folder, *given, message in (
+        ("file/under", *small, "under cannot be written"),
+        ("other", MultiHeadAttention(2), small[1], "a MultiHeadAttention"),
+        ("other", model, lacking, "the parameters lack block_0/attention/key/bias"),
+        ("other", model, small[1]["params"], "expected variables"),
+    ):
+        with pytest.raises(UserError, match=message):
+            save_hf(tmp_path / folder, *given)
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,8 @@ import pytest
 import attnlab
 from attnlab import sample
 from attnlab.data import tokenizers
-from attnlab.interop.huggingface import from_hf, save_hf
-from attnlab.nn import GPT, Rotary
-from tests.interop.huggingface_peers import greedy
+from attnlab.interop.huggingface import from_hf, make_model, save_hf
+from tests.interop.huggingface_peers import greedy, kept
 from tests.texts import TEXT
 from tests.training import test_pretrained
 
@@ -19,23 +18,7 @@ from tests.training import test_pretrained
 def llama(tmp_path_factory):
     """A folder like those of the hub: a Llama 3 with random weights in bfloat16, and a tokenizer."""
     tokenizer = tokenizers.make("bpe", TEXT, vocab_size=300)
-    model = GPT(
-        vocab_size=tokenizer.vocab_size + 3,
-        num_layers=2,
-        num_heads=4,
-        width=32,
-        context=64,
-        kv_heads=2,
-        positions="rotary",
-        rotary=Rotary(5e5, scaling="llama3", factor=8.0, original_context=16),
-        norm="rms",
-        norm_epsilon=1e-6,
-        mlp="gated",
-        mlp_ratio=2.5,
-        activation="silu",
-        use_bias=False,
-        tie_embeddings=False,
-    )
+    model = make_model(kept("llama")[1]).clone(vocab_size=tokenizer.vocab_size + 3, context=64, tie_embeddings=False)
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     return save_hf(tmp_path_factory.mktemp("hub") / "llama", model, params, tokenizer, dtype=jnp.bfloat16)
 
@@ -66,14 +49,3 @@ def test_finetuned_llama_writes_the_same_text_in_transformers(llama, text, tmp_p
     capsys.readouterr()
     assert sample.main(["sample", *command]) == 0
     assert capsys.readouterr().out.startswith("En un lugar de la")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{"parallel__mesh__tensor": 2, "model__scan": True}, {"optimizer__ema": 0.9}], ids=str
-)
-def test_run_from_llama_begins_with_its_weights(options, llama, text, tmp_path):
-    """Read onto the run's own shardings, as layers one by one or stacked."""
-    null = {"steps": 1, "optimizer__learning_rate": 1e-30, "optimizer__weight_decay": 0.0}
-    assert finetune(llama, text, tmp_path / "run", **null, **options) == 0
-    jax.tree.map(np.testing.assert_array_equal, attnlab.load(tmp_path / "run").params, from_hf(llama)[1])

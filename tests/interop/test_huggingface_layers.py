@@ -8,7 +8,7 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 
 from attnlab.interop.huggingface import from_hf, make_config, make_model, save_hf, to_hf
-from attnlab.nn import GPT, Recurrence, Rotary, own, stack_layers
+from attnlab.nn import own, stack_layers
 from attnlab.support.errors import UserError
 from attnlab.training import parallel
 from tests.interop.huggingface_peers import RECURRENT, assert_same, kept, ours, tokens
@@ -16,26 +16,7 @@ from tests.nn import user_parts
 from tests.parameters import parameters
 
 # Grouped projections, convolutions, vectors; a layer more than whole periods. All sizes are even.
-HYBRID = GPT(
-    vocab_size=66,
-    num_layers=5,
-    num_heads=4,
-    width=24,
-    context=32,
-    kv_heads=2,
-    head_dim=8,
-    positions="rotary",
-    rotary=Rotary(fraction=0.5),
-    norm="rms_plus_one",
-    mlp="gated",
-    activation="silu",
-    use_bias=False,
-    qk_norm=True,
-    output_gate=True,
-    pattern="gated_delta attention",
-    recurrence=Recurrence(heads=2, key_dim=6, value_heads=4, value_dim=10),
-    tie_embeddings=False,
-)
+HYBRID = make_model(kept("qwen3_next")[1]).clone(vocab_size=66, num_layers=5)
 
 
 def test_stacked_hybrid_is_read_and_saved_as_it_is(tmp_path):
@@ -144,22 +125,8 @@ def test_heads_for_later_tokens_are_left_out_of_a_deepseek():
     assert_same(from_hf(state | extra, config), ours("deepseek_v3"))
 
 
-DIFFERENTIAL = GPT(
-    vocab_size=303,
-    num_layers=3,
-    num_heads=6,  # whose pairs of value heads are no exchange: here and there they have different orders
-    width=32,
-    context=64,
-    head_dim=6,
-    mixer="differential",
-    positions="rotary",
-    norm="rms",
-    mlp="gated",
-    mlp_ratio=2.5,
-    activation="silu",
-    use_bias=False,
-    tie_embeddings=False,
-)
+# Pairs of six value heads are no exchange: here and there they have different orders.
+DIFFERENTIAL = make_model(kept("diffllama")[1]).clone(kv_heads=None)
 
 
 def test_scales_of_norms_go_out_within_the_next_kernel(tmp_path):

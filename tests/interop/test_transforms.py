@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
@@ -96,39 +96,6 @@ def test_nn_scan_over_layers_equals_loop():
 
     assert params["params"]["block"]["attention"]["query"]["kernel"].shape == (3, 8, 4, 2)
     assert_same_gradient(lambda params: Stack().apply(params, X), in_turn, params)
-
-
-def test_logical_axes_shard_parameters():
-    def named(*names):
-        return nn.with_logical_partitioning(nn.initializers.lecun_normal(), names)
-
-    layer = MultiHeadAttention(
-        num_heads=4,
-        mask=Causal(),
-        kernel_init=named("embed", "heads", "kv"),
-        out_kernel_init=named("heads", "kv", "embed"),
-        use_bias=False,
-    )
-    rules = [("embed", None), ("heads", "tensor"), ("kv", None), ("batch", "data")]
-    grid = mesh((2, 2), ("data", "tensor"))
-    specs = nn.get_partition_spec(jax.eval_shape(layer.init, jax.random.key(1), X))
-    shardings = nn.logical_to_mesh_sharding(specs, grid, rules)
-    assert shardings["params"]["out"]["kernel"].spec == P("tensor", None, None)
-    params = nn.unbox(jax.jit(layer.init, out_shardings=shardings)(jax.random.key(1), X))
-    assert params["params"]["query"]["kernel"].sharding.shard_shape((8, 4, 2)) == (8, 2, 2)
-
-    @jax.jit
-    def step(params, x):
-        with nn.logical_axis_rules(rules):
-            x = nn.with_logical_constraint(x, ("batch", None, "embed"), mesh=grid)
-            return value_and_gradient(lambda params: layer.apply(params, x))(params)
-
-    x = jax.device_put(X, NamedSharding(grid, P("data")))
-    value, gradient = step(params, x)
-    plain = LAYER.clone(use_bias=False)
-    alone = jax.device_put(params, jax.devices()[0])
-    assert_close((value, gradient), jax.jit(value_and_gradient(lambda params: plain.apply(params, X)))(alone))
-    assert gradient["params"]["query"]["kernel"].sharding.shard_shape((8, 4, 2)) == (8, 2, 2)
 
 
 def split_over_data(apply, *specs):
