@@ -156,13 +156,6 @@ def test_saved_tokenizer_loads_unchanged_and_reads_special_tokens(tmp_path, fami
     assert (ids[0], ids[-1]) == (1, 2) and not {1, 2} & set(again.encode("una").tolist())  # none is added
 
 
-def test_dropout_and_truncation_do_not_change_tokens(tmp_path):
-    content = json.loads(of_family("llama2").to_str())
-    truncation = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
-    tokenizer = read(of_family("llama2"), tmp_path, model=content["model"] | {"dropout": 0.5}, truncation=truncation)
-    assert tokenizer.encode(VERSE).tolist() == ours("llama2").encode(VERSE).tolist()
-
-
 def test_added_tokens_beyond_the_model_are_left_out(tmp_path):
     made = library.Tokenizer.from_str(of_family("gemma").to_str())
     size = made.get_vocab_size()

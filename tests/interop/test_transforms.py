@@ -98,6 +98,18 @@ def test_nn_scan_over_layers_equals_loop():
     assert_same_gradient(lambda params: Stack().apply(params, X), in_turn, params)
 
 
+def test_logically_partitioned_kernels_are_sharded_by_the_rules_of_flax():
+    init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "heads", "kv"))
+    layer = LAYER.clone(kernel_init=init, use_bias=False)
+    specs = nn.get_partition_spec(jax.eval_shape(layer.init, jax.random.key(1), X))
+    rules = [("embed", None), ("heads", "tensor"), ("kv", None)]
+    shardings = nn.logical_to_mesh_sharding(specs, mesh((2, 2), ("data", "tensor")), rules)
+    params = nn.unbox(jax.jit(layer.init, out_shardings=shardings)(jax.random.key(1), X))
+    assert params["params"]["query"]["kernel"].sharding.shard_shape((8, 4, 2)) == (8, 2, 2)
+    alone = jax.device_put(params, jax.devices()[0])
+    assert_close(*(jax.jit(layer.apply)(each, X) for each in (params, alone)))
+
+
 def split_over_data(apply, *specs):
     """Parameters on every device, the arguments split over four."""
     return jax.shard_map(apply, mesh=mesh((4,), ("data",)), in_specs=(P(), *specs), out_specs=P("data"))
