@@ -131,11 +131,7 @@ def test_segments_number_the_documents_of_a_window(seed, context):
         expected = owner[batch.tokens] - owner[batch.tokens[:, :1]]
         np.testing.assert_array_equal(batch.segments, expected)
         assert batch.segments.dtype == np.int32
-
-
-def test_segments_of_one_document_are_zeros():
-    assert not train(documents=np.zeros(1, np.int64))[0].segments.any()
-    assert train()[0].segments is None
+    assert not train(documents=np.zeros(1, np.int64))[0].segments.any() and train()[0].segments is None
 
 
 @given(weights=st.lists(st.integers(1, 50), min_size=1, max_size=5), start=st.integers(0, 10**12))

@@ -104,7 +104,6 @@ DELTA_VALUES = {
 VALUES_OF = {
     "qwen3_next": DELTA_VALUES
     | {
-        "decoder_sparse_step": [1, 2, 3],
         "head_dim": [8, 16],  # of which a quarter is an even number of features
         "mlp_only_layers": [None, [], [0], [0, 1]],
         "moe_intermediate_size": [8],
@@ -128,7 +127,6 @@ VALUES_OF = {
         "attn_layer_indices": [None, [], [0], [1], [0, 1], [1, 9]],
         "hidden_act": SILU,
         "hidden_size": [16, 32],  # of which half a head is an even number of features
-        "mamba_d_conv": [4, 2],
         "mamba_d_head": ["auto", 8, 4],
         "mamba_expand": [2, 1, 4],
         "mamba_n_groups": [2, 1, 4],
@@ -140,9 +138,6 @@ VALUES_OF = {
         "first_k_dense_replace": [2, 2, 2, 1, 0, 3, 61],
         "head_dim": [4, 8],
         "kv_lora_rank": [10, 12, 40],
-        "moe_intermediate_size": [8, 4],
-        "n_group": [2, 1],
-        "n_routed_experts": [8, 4],
         "num_attention_heads": [4, 3],
         "num_experts_per_tok": [2, 1],
         "num_key_value_heads": [4, 4, 3, 2, None],
@@ -151,8 +146,6 @@ VALUES_OF = {
         "qk_nope_head_dim": [6, 9],
         "rope_interleave": [True, False, None],
         "rope_parameters": [None, *SCALES, *LATENT_SCALES, *LATENT_SCALES],
-        "topk_group": [1, 2],
-        "v_head_dim": [5, 8],
     },
 }
 # Options of older files and of other families, which transformers takes in any config.json.
