@@ -20,7 +20,7 @@ PEERS = torch==2.13.0 transformers==5.23.0 transformer-lens==4.3.0 fla-core==0.6
 # The tests of whatever can differ between versions of JAX, Flax, Optax and Orbax.
 VERSIONED = tests/ops tests/training \
 	tests/test_train.py tests/test_train_options.py tests/interop/test_flax.py tests/interop/test_export.py \
-	tests/interop/test_huggingface_goldens.py tests/interop/test_transforms.py tests/see/test_capturing.py \
+	tests/interop/test_huggingface_families.py tests/interop/test_transforms.py tests/see/test_capturing.py \
 	tests/see/test_edits.py tests/testing/test_check.py tests/testing/test_check_recurrence.py
 
 .PHONY: train test test-slow test-versions test-hardware campaigns mutants minutes peers lint format bench docs \

@@ -18,7 +18,7 @@ def test_permuted_index_equals_grains(size, place, seed):
     assert permuted(index, size, seed) == expected
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 256, 1000, 65_536])
+@pytest.mark.parametrize("size", [1, 2, 1000])
 def test_permuted_range_is_a_permutation(size):
     found = [permuted(index, size, seed=7) for index in range(size)]
     np.testing.assert_array_equal(np.sort(found), np.arange(size))

@@ -29,6 +29,8 @@ OPTIONS = {
     "selective_copies": {"batch_size": 4, "length": 9, "symbols": 3},
     "spread_recall": {"batch_size": 4, "pairs": 3, "length": 20, "vocab_size": 20},
 }
+STUDIES = {"backcopy", "chains", "copies", "largest_of", "modular_sums", "regressions"}
+NAMED = {"inductions", "running_sums", "selective_copies", "spread_recall"}  # tested as tasks of a config
 
 DRAWS = vars(tasks) | {
     "backcopy": backcopy,
@@ -44,7 +46,10 @@ def first_array(drawn) -> np.ndarray:
     return np.asarray(jax.tree.leaves(drawn)[0])
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in STUDIES else []) for name in sorted(OPTIONS.keys() - NAMED)],
+)
 def test_batch_is_a_pure_function_of_step_and_seed_traced_or_not(name):
     draw = functools.partial(DRAWS[name], **OPTIONS[name])
     draw = draw if name != "modular_sums" else lambda step, seed, drawn=draw: drawn(seed=seed + 10 * step)
@@ -83,3 +88,9 @@ def test_impossible_size_is_one_line(name, change, message):
     first = (options.pop("kind"), *first) if "kind" in options else first
     with pytest.raises(ValueError, match=message):
         DRAWS[name](*first, **options)
+
+
+def test_repeats_draws_a_period_for_each_sequence():
+    tokens = np.asarray(tasks.repeats(0, batch_size=200, length=24, vocab_size=1000))
+    periods = [next(p for p in range(1, 25) if (row[p:] == row[:-p]).all()) for row in tokens]
+    assert tokens.shape == (200, 24) and set(periods) == set(range(6, 13))

@@ -79,26 +79,19 @@ def kept(text, family):
 
 @ALL
 @given(text=TEXTS)
-def test_decoding_restores_the_text(family, text):
-    assume(kept(text, family))
-    tokenizer = ours(family)
+def test_tokens_and_text_are_those_of_the_library(family, text):
+    tokenizer, library = ours(family), of_family(family)
     ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text == "".join(tokenizer.stream(iter(ids)))
-    assert not len(ids) or (ids.min() > 2 and ids.max() < tokenizer.vocab_size)
+    assert ids.dtype == np.int32 and ids.tolist() == library.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(ids) == library.decode(ids.tolist(), skip_special_tokens=False)
+    if kept(text, family):
+        assert tokenizer.decode(ids) == text == "".join(tokenizer.stream(iter(ids)))
+        assert not len(ids) or (ids.min() > 2 and ids.max() < tokenizer.vocab_size)
 
 
 def test_space_before_a_text_is_lost_where_none_is_put_before_it():
     assert ours("mistral").decode(ours("mistral").encode("  una")) == " una"
     assert ours("llama2").decode(ours("llama2").encode("  una")) == "  una"
-
-
-@ALL
-@given(text=TEXTS)
-def test_tokens_and_text_are_those_of_the_library(family, text):
-    ids = ours(family).encode(text)
-    assert ids.dtype == np.int32
-    assert ids.tolist() == of_family(family).encode(text, add_special_tokens=False).ids
-    assert ours(family).decode(ids) == of_family(family).decode(ids.tolist(), skip_special_tokens=False)
 
 
 @ALL
@@ -118,6 +111,8 @@ def test_streamed_characters_of_bytes_are_complete():
     ids = tokenizer.encode("a👩o")
     assert list(tokenizer.stream(iter(ids))) == ["a", "👩", "o"]
     assert list(tokenizer.stream(iter(ids[:-2]))) == ["a", "\ufffd"]
+    with pytest.raises(UserError, match="lone surrogate"):
+        tokenizer.encode("a\udcff")
 
 
 @ALL
@@ -140,43 +135,25 @@ def test_tokens_across_words_are_not_cut():
     assert list(characters.parts(["a b a b"], size=0, word_end=tokenizer._word_end)) == ["a b", " a b"]
 
 
-@pytest.mark.parametrize("family", ["llama2", "mistral"])
-def test_stream_of_a_store_equals_tokens_of_the_whole_text(tmp_path, family):
+def test_stream_of_a_store_equals_tokens_of_the_whole_text(tmp_path):
     text = VERSE.replace(".", ".</s> ") * 1500
     (tmp_path / "text.txt").write_text(text)
-    made = store.load(corpora.load("text", path=f"{tmp_path}/text.txt"), ours(family), folder=tmp_path)
+    made = store.load(corpora.load("text", path=f"{tmp_path}/text.txt"), ours("llama2"), folder=tmp_path)
     cut = int(0.9 * len(text))
     for tokens, part in ((made.train, text[:cut]), (made.validation, text[cut:])):
-        expected = of_family(family).encode(part, add_special_tokens=False).ids
+        expected = of_family("llama2").encode(part, add_special_tokens=False).ids
         assert tokens.read(np.array([0]), len(tokens))[0].tolist() == expected
 
 
-def test_lone_surrogate_is_refused():
-    with pytest.raises(UserError, match="lone surrogate"):
-        ours("llama2").encode("a\udcff")
-
-
 @ALL
-def test_special_tokens_are_not_added_but_read(family):
-    tokenizer = ours(family)
-    assert tokenizer.encode("<s>una</s>").tolist()[:: len(tokenizer.encode("<s>una</s>")) - 1] == [1, 2]
-    assert not {1, 2} & set(tokenizer.encode("una").tolist())
-
-
-@ALL
-def test_saved_tokenizer_loads_unchanged(tmp_path, family):
+def test_saved_tokenizer_loads_unchanged_and_reads_special_tokens(tmp_path, family):
     tokenizer = read(of_family(family), tmp_path)
     tokenizers.save(tokenizer, tmp_path / "saved.json")
     again = tokenizers.load(tmp_path / "saved.json")
     assert again.to_dict() == tokenizer.to_dict() and tokenizers.sha256(again) == tokenizers.sha256(tokenizer)
     assert again.decode(again.encode(VERSE)) == VERSE and isinstance(again, tokenizers.Tokenizer)
-
-
-def test_dropout_and_truncation_do_not_change_tokens(tmp_path):
-    content = json.loads(of_family("llama2").to_str())
-    truncation = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
-    tokenizer = read(of_family("llama2"), tmp_path, model=content["model"] | {"dropout": 0.5}, truncation=truncation)
-    assert tokenizer.encode(VERSE).tolist() == ours("llama2").encode(VERSE).tolist()
+    ids = again.encode("<s>una</s>").tolist()
+    assert (ids[0], ids[-1]) == (1, 2) and not {1, 2} & set(again.encode("una").tolist())  # none is added
 
 
 def test_added_tokens_beyond_the_model_are_left_out(tmp_path):
@@ -260,7 +237,7 @@ def byte_level():
 def test_words_with_new_lines_are_not_cut(tmp_path, pattern):
     """A full stop and the new lines behind it are one word of Llama 3's and Qwen's."""
     tokenizer = read(byte_level(), tmp_path)
-    text = pattern * (250_000 // len(pattern))
+    text = pattern * (120_000 // len(pattern))
     assert tokenizer.kind == "bpe"
     assert tokenizer.encode(text).tolist() == byte_level().encode(text, add_special_tokens=False).ids
 

@@ -29,8 +29,6 @@ def frequencies(**options):
         ({"temperature": 1e-40}, [0, 1, 0, 0]),
         ({"top_k": 3, "top_p": 0.5}, [0, 1, 0, 0]),
         ({"min_p": 0.4}, [0, 0.5, 0, 0.25]),
-        ({"min_p": 1.0}, [0, 1, 0, 0]),
-        ({"min_p": 0.19}, PROBABILITIES),
         ({"min_p": 0.4, "temperature": 2.0}, np.sqrt([0.1, 0.5, 0.15, 0.25])),  # 0.447 of the largest at the least
         ({"min_p": 0.4, "top_p": 0.4}, [0, 1, 0, 0]),
         ({"min_p": 0.25, "top_k": 2}, [0, 0.5, 0, 0.25]),

@@ -11,17 +11,13 @@ from attnlab.generation.prompt_files import Records, read_prompts
 from attnlab.support.errors import UserError
 
 
-def test_prompts_are_the_lines_of_a_file(tmp_path, monkeypatch):
+def test_prompts_are_the_lines_or_fields_of_a_file(tmp_path, monkeypatch):
     (tmp_path / "prompts.txt").write_text("one\r\n\n two \u2028x\n")
     assert read_prompts(str(tmp_path / "prompts.txt")) == ["one", " two \u2028x"]
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one\\ntwo", "id": 3}\n{"prompt": ""}\n')
+    assert read_prompts(str(tmp_path / "prompts.jsonl")) == ["one\ntwo", ""]
     monkeypatch.setattr("sys.stdin", io.StringIO("a\nb"))
     assert read_prompts("-") == ["a", "b"]
-
-
-def test_prompts_are_fields_of_a_jsonl_file(tmp_path):
-    lines = [{"prompt": "one\ntwo", "id": 3}, {"prompt": ""}]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    assert read_prompts(str(tmp_path / "prompts.jsonl")) == ["one\ntwo", ""]
 
 
 @pytest.mark.parametrize(

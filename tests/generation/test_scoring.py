@@ -12,13 +12,13 @@ import attnlab
 from attnlab.data.tokenizers import make
 from attnlab.generation.scoring import logprobs
 from attnlab.loading import Run
-from attnlab.nn import GPT, stack_layers
+from attnlab.nn import GPT
 from tests.parameters import parameters
 
 
 @functools.cache
-def gpt(context=8):
-    model = GPT(vocab_size=256, num_layers=2, num_heads=2, width=16, context=context)
+def gpt():
+    model = GPT(vocab_size=256, num_layers=1, num_heads=2, width=16, context=8)
     return model, parameters(model, np.zeros((1, 1), np.int32))
 
 
@@ -28,8 +28,8 @@ def full():
     return jax.jit(gpt()[0].apply)
 
 
-def run(**options):
-    return Run(*gpt(**options), make("byte", ""), None)
+def run():
+    return Run(*gpt(), make("byte", ""), None)
 
 
 def expected_logprobs(ids, context):
@@ -45,7 +45,7 @@ def expected_logprobs(ids, context):
     return np.array(found)
 
 
-@pytest.mark.parametrize("length", [1, 2, 8, 9, 10, 12, 13, 14, 30])
+@pytest.mark.parametrize("length", [1, 2, 9, 13, 30])
 def test_every_token_is_scored_once_by_the_rule_of_windows(length):
     ids = np.random.default_rng(length).integers(0, 256, length).astype(np.int32)
     (found,) = logprobs(*gpt(), [ids], batch_size=2)
@@ -73,13 +73,6 @@ def test_score_adds_up():
     assert short.tokens == 0 and math.isnan(short.bits_per_byte)
 
 
-def test_stacked_layers_give_the_same_scores():
-    model, params = gpt()
-    stacked = Run(model, {"params": stack_layers(params["params"])}, make("byte", ""), None)
-    (one,), (other,) = (attnlab.score(each, ["twelve bytes"], batch_size=2) for each in (run(), stacked))
-    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
-
-
 def test_scores_equal_transformers_loss():
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -96,11 +89,8 @@ def test_scores_equal_transformers_loss():
         assert abs(score.nats_per_token - float(loss)) < 1e-5 and float(loss) > 5.6
 
 
-def test_single_string_is_rejected(own_errors):
+def test_texts_or_run_of_another_form_are_rejected(own_errors):
     with pytest.raises(ValueError, match="texts is a string"):
         attnlab.score(run(), "a text")
-
-
-def test_run_without_tokenizer_is_rejected():
     with pytest.raises(ValueError, match="run has no tokenizer"):
         attnlab.score(Run(*gpt(), None, None), ["a text"])

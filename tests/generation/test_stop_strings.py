@@ -30,8 +30,8 @@ def test_of_several_stop_strings_the_first_cuts():
     assert cut("a", ["b"]) == ("a", None)
 
 
-@pytest.mark.parametrize("stop", [["END"], ["ENDE", "N", "xEN"], ["y"], ["EEND"]])
-@pytest.mark.parametrize("text", ["one ENENDED", "xE", "ENDEND", "xEEEND.", "nothing"])
+@pytest.mark.parametrize("stop", [["END"], ["ENDE", "N", "xEN"], ["EEND"]])
+@pytest.mark.parametrize("text", ["one ENENDED", "xE", "xEEEND."])
 def test_streamed_text_is_the_text_before_the_stop_string(text, stop):
     """In pieces of one character and of several; nothing printed has to be taken back."""
     for size in (1, 2, 5):
@@ -56,9 +56,7 @@ def test_streaming_ends_at_the_stop_string():
         ("char", "日", "stop string '日': .*'日': .*vocabulary"),
         ("wordpiece", "Q", "stop string 'Q'"),
         ("word", "lo", None),
-        ("word", "we", None),  # in "lower"
         ("word", "r l", None),  # "lower", " ", "low"
-        ("word", "so. low", None),
         ("word", "horse", "stop string 'horse': "),
         ("word", "r  l", None),  # white space is drawn twice
         ("word", "r;l", "stop string 'r;l'"),

@@ -28,11 +28,6 @@ class TorchGenerator:
         weight = self.rand(fan_out, fan_in) * (2 * bound) - bound
         return weight, self.rand(fan_out) * (2 * bound) - bound if bias else None
 
-    def dropout_kept(self, shape, p):
-        """Which elements `torch.nn.Dropout(p)` keeps: those whose 53 random bits lie below 1 − p."""
-        high, low = np.moveaxis(self._words(*shape, 2).astype(np.uint64), -1, 0)
-        return ((high << 32 | low) & (2**53 - 1)) / 2**53 < 1 - p
-
     def randn(self, *shape):
         """`torch.randn` of a multiple of 16 elements: Box and Muller's transform, 8 pairs to 8 cos and 8 sin."""
         d1, d2 = np.moveaxis(self.rand(math.prod(shape)).reshape(-1, 2, 8), 1, 0)

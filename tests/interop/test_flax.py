@@ -24,7 +24,6 @@ MEMORY = rng.standard_normal((2, 5, 12)).astype(np.float32)
 Q, K, V = rng.standard_normal((3, 2, 3, 6, 4, 2)).astype(np.float32)
 TOKENS = np.array([[3, 1, 4, 1, 0, 0], [1, 5, 9, 2, 6, 5]])  # 0 is padding
 KEY = jax.random.wrap_key_data(np.array([0, 7], np.uint32))
-LAYERS = [nn.MultiHeadDotProductAttention, nn.MultiHeadAttention, nn.SelfAttention]
 HALF = rng.random((2, 4, 6, 6)) < 0.5
 HALF[..., 0] = True  # no row is fully masked
 MASKS = {
@@ -62,9 +61,8 @@ def test_attention_fn_names_every_flax_argument():
         assert set(inspect.signature(theirs).parameters) <= named
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_self_attention_under_every_mask_equals_flax(layer, float64):
-    theirs, ours, params = pair(layer, X)
+def test_self_attention_under_every_mask_equals_flax(float64):
+    theirs, ours, params = pair(nn.MultiHeadAttention, X)
 
     @jax.jit
     def outputs(params, x):
@@ -73,25 +71,15 @@ def test_self_attention_under_every_mask_equals_flax(layer, float64):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), *outputs(*wide((params, X))))
 
 
-@pytest.mark.parametrize(
-    "layer, normalize_qk",
-    [
-        (nn.MultiHeadDotProductAttention, False),
-        (nn.MultiHeadAttention, True),
-        pytest.param(nn.MultiHeadDotProductAttention, True, marks=pytest.mark.slow),
-        pytest.param(nn.MultiHeadAttention, False, marks=pytest.mark.slow),
-    ],
-)
-def test_cross_attention_equals_flax(layer, normalize_qk, float64):
-    theirs, ours, params = pair(layer, X, MEMORY, normalize_qk=normalize_qk)
+def test_cross_attention_equals_flax(float64):
+    theirs, ours, params = pair(nn.MultiHeadDotProductAttention, X, MEMORY, normalize_qk=True)
     params, x, memory = wide((params, X, MEMORY))
     mask = nn.make_attention_mask(np.ones((2, 6)), np.arange(5) < np.array([[3], [5]]))
     np.testing.assert_allclose(*results((ours, theirs), params, x, memory, mask=mask), rtol=1e-9)
 
 
-@pytest.mark.parametrize("impl", ["dense", "blockwise"])
-def test_gradients_equal_flax(impl, float64):
-    theirs, ours, params = pair(nn.MultiHeadAttention, X, ours=attention_fn(impl=impl))
+def test_gradients_equal_flax(float64):
+    theirs, ours, params = pair(nn.MultiHeadAttention, X, ours=attention_fn(impl="blockwise"))
     params, x = wide((params, X))
 
     def gradient(module):
@@ -110,7 +98,7 @@ def test_bfloat16_equals_flax_up_to_rounding():
     np.testing.assert_allclose(ours.astype(float), theirs.astype(float), atol=8 * 2**-8 * size)
 
 
-@pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_dtypes_are_promoted_like_flax(dtype):
     mixed = Q.astype(jnp.bfloat16), K, V
 
@@ -141,34 +129,16 @@ def broadcastable(rng):
 
 
 def test_masks_and_biases_broadcast_like_flax():
-    """25 shapes of each, in one program."""
+    """12 shapes of each, in one program."""
     rng, cases = np.random.default_rng(0), []
-    for _ in range(25):
+    for _ in range(12):
         mask, bias = broadcastable(rng) > 0, broadcastable(rng)
         # Every query attends to the first key.
         cases.append({"mask": mask | (np.arange(mask.shape[-1] if mask.ndim else 1) == 0), "bias": bias})
-    assert len({(case["mask"].shape, case["bias"].shape) for case in cases}) > 20
+    assert len({(case["mask"].shape, case["bias"].shape) for case in cases}) > 10
 
     # Scores and biases below 10, so weights err by 10·2^-24 a few times, and values are below 4.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), *both(Q, K, V, *cases))
-
-
-def test_inputs_without_batch_equal_flax():
-    rng, cases = np.random.default_rng(0), []
-    for shape in ((), (6,), (6, 6), (1, 6, 6), (4, 1, 6)):
-        cases.append({"mask": (rng.random(shape) < 0.6) | (np.arange(6) == 0 if shape else True)})
-    np.testing.assert_allclose(*both(Q[0, 0], K[0, 0], V[0, 0], *cases), atol=2e-6)
-
-
-def test_bias_gradient_equals_flax(float64):
-    q, k, v = wide((Q, K, V))
-    bias = np.random.default_rng(4).standard_normal((4, 1, 1))
-
-    def gradient(fn):
-        return jax.grad(lambda bias: (fn(q, k, v, bias=bias, mask=MASKS["pairs"], deterministic=True) ** 2).sum())(bias)
-
-    ours, theirs = jax.jit(lambda: (gradient(attention_fn()), gradient(nn.dot_product_attention)))()
-    np.testing.assert_allclose(ours, theirs, atol=1e-12)
 
 
 def test_fully_masked_row_is_zero_others_equal_flax():
@@ -183,10 +153,8 @@ def test_fully_masked_row_is_zero_others_equal_flax():
 @pytest.mark.parametrize(
     "options",
     [
-        {"mask": Causal()},
         {"mask": SlidingWindow(1) & Padding(5), "impl": "blockwise", "block_sizes": (4, 2)},
-        {"score_mod": SoftCap(1.0), "impl": "dense"},
-        {"score_mod": (SoftCap(1.0), ALiBi(alibi_slopes(4)))},
+        {"score_mod": (SoftCap(1.0), ALiBi(alibi_slopes(4))), "impl": "dense"},
         {"scale": 0.5, "sinks": np.arange(4, dtype=np.float32)},
         {"mask": Causal(), "q_positions": np.arange(6) + 2, "kv_positions": np.arange(6)},
     ],
@@ -200,25 +168,16 @@ def test_attention_fn_arguments_reach_operator(options):
     assert not np.allclose(plain, expected)
 
 
-def test_attention_fn_uses_named_backend():
-    programs = {impl: str(jax.make_jaxpr(attention_fn(impl=impl))(Q, K, V)) for impl in ("auto", "dense", "blockwise")}
-    assert programs["auto"] == programs["dense"] != programs["blockwise"]
-    with pytest.raises(ValueError, match="impl = 'fast' is unknown"):
-        attention_fn(impl="fast")(Q, K, V)
-
-
 def test_attention_fn_ands_its_mask_with_layers():
     _, ours, params = pair(nn.MultiHeadAttention, X, ours=attention_fn(Causal()))
-    layer = nn.MultiHeadAttention(num_heads=4)
-    calls = (layer, MASKS["both"]), (ours, MASKS["padding"]), (ours, Padding(np.array([4, 6])))
-    theirs, *others = jax.jit(lambda params: [module.apply(params, X, mask=mask) for module, mask in calls])(params)
-    for other in others:
-        np.testing.assert_allclose(other, theirs, atol=2e-6)
+    calls = (nn.MultiHeadAttention(num_heads=4), MASKS["both"]), (ours, MASKS["padding"])
+    np.testing.assert_allclose(
+        *jax.jit(lambda params: [module.apply(params, X, mask=m) for module, m in calls])(params), atol=2e-6
+    )
 
 
-@pytest.mark.parametrize("impl", ["auto", "blockwise"])
-def test_flax_decoding_equals_flax(impl):
-    theirs, ours, variables = pair(nn.MultiHeadAttention, X, decode=True, ours=attention_fn(impl=impl))
+def test_flax_decoding_equals_flax():
+    theirs, ours, variables = pair(nn.MultiHeadAttention, X, decode=True, ours=attention_fn(impl="blockwise"))
     cache, outs = variables["cache"], []
     step = jax.jit(lambda *args: [module.apply(*args, mutable=["cache"]) for module in (ours, theirs)])
     for at in range(6):
@@ -232,18 +191,15 @@ def test_flax_decoding_equals_flax(impl):
     np.testing.assert_allclose(np.concatenate(outs, axis=1), full, atol=2e-6)
 
 
-@pytest.mark.parametrize(
-    "name, option", [("mask", {"mask": Causal()}), ("score_mod", {"score_mod": ALiBi(np.ones(4))})]
-)
-def test_positional_terms_raise_in_flax_decoding(name, option):
-    _, ours, variables = pair(nn.MultiHeadAttention, X, decode=True, ours=attention_fn(**option))
-    with pytest.raises(ValueError, match=f"{name} .*Tq = 1 and Tk = 6.*flax"):
-        jax.eval_shape(functools.partial(ours.apply, mutable=["cache"]), variables, X[:, :1])
+def test_positional_terms_raise_in_flax_decoding():
+    for name, option in (("mask", Causal()), ("score_mod", ALiBi(np.ones(4)))):
+        _, ours, variables = pair(nn.MultiHeadAttention, X, decode=True, ours=attention_fn(**{name: option}))
+        with pytest.raises(ValueError, match=f"{name} .*Tq = 1 and Tk = 6.*flax"):
+            jax.eval_shape(functools.partial(ours.apply, mutable=["cache"]), variables, X[:, :1])
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_weights_are_sown_like_flax(layer):
-    theirs, ours, params = pair(layer, X, dropout_rate=0.5, broadcast_dropout=False, deterministic=False)
+def test_weights_are_sown_like_flax():
+    theirs, ours, params = pair(nn.SelfAttention, X, dropout_rate=0.5, broadcast_dropout=False, deterministic=False)
     options = {"rngs": {"dropout": jax.random.key(5)}, "mutable": ["intermediates"], "mask": MASKS["both"]}
     sown = []
     for _, state in results((ours, theirs), params, X, sow_weights=True, **options):
@@ -251,24 +207,6 @@ def test_weights_are_sown_like_flax(layer):
     for module in (ours, theirs):
         assert not jax.eval_shape(functools.partial(module.apply, **options), params, X)[1]
     np.testing.assert_allclose(*sown, atol=1e-6)
-
-
-def test_dropout_rate_is_met_and_deterministic_drops_none():
-    """Zero queries attend to 64 keys equally; identity values return the weights."""
-    zeros = np.zeros((8, 64, 2, 4), np.float32)
-    identity = np.broadcast_to(np.eye(64, dtype=np.float32)[:, None], (8, 64, 2, 64))
-    attend = functools.partial(attention_fn(), zeros, zeros, identity)
-    options = {"dropout_rate": 0.25, "dropout_rng": jax.random.key(6)}
-    nothing = ({"deterministic": True}, {"dropout_rate": 0.0})
-    weights, plain, *given = jax.jit(
-        lambda: [attend(broadcast_dropout=False, **options), attend(), *(attend(**options | none) for none in nothing)]
-    )()
-    weights = np.asarray(weights)
-    # Of 2^16 draws the share has deviation √(0.25·0.75/2^16) = 0.0017: four of them.
-    assert abs(float((weights == 0).mean()) - 0.25) < 0.007
-    np.testing.assert_allclose(weights[weights != 0], 1 / 64 / 0.75, rtol=1e-5)
-    for same in given:
-        np.testing.assert_array_equal(same, plain)
 
 
 def test_layer_dropout_uses_its_rng_stream():
@@ -287,7 +225,6 @@ def test_layer_dropout_uses_its_rng_stream():
     "given, message",
     [
         ({"precision": "highest"}, "precision = 'highest': .*jax.default_matmul_precision"),
-        ({"precision": ("default", "high")}, "precision = .*default.*high"),
         ({"einsum_dot_general": jax.lax.dot_general}, "einsum_dot_general ="),
         ({"dropout_rate": 0.1, "dropout_rng": KEY}, "give the layer broadcast_dropout=False"),
         ({"dropout_rate": 0.1, "broadcast_dropout": False}, "dropout_rng = None.*deterministic=True"),
@@ -304,11 +241,10 @@ def test_unsupported_argument_raises_by_name(given, message, own_errors):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("precision", [None, "default", jax.lax.Precision.DEFAULT, ("default", "default")])
-def test_neutral_arguments_are_accepted(precision):
-    neutral = {"precision": precision, "force_fp32_for_softmax": True, "dropout_rng": KEY}
-    programs = [str(jax.make_jaxpr(functools.partial(attention_fn(), **more))(Q, K, V)) for more in ({}, neutral)]
-    assert programs[0] == programs[1]
+def test_neutral_arguments_are_accepted():
+    neutral = {"force_fp32_for_softmax": True, "dropout_rng": KEY, "dropout_rate": 0.0}
+    calls = [{}, *(neutral | {"precision": name} for name in (None, "default", ("default", jax.lax.Precision.DEFAULT)))]
+    assert len({str(jax.make_jaxpr(functools.partial(attention_fn(), **more))(Q, K, V)) for more in calls}) == 1
 
 
 @functools.cache
@@ -324,20 +260,11 @@ def nnx_results(modules, *args, **options):
     return nnx.jit(lambda modules, *args: [module(*args, **options) for module in modules])(modules, *args)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_nnx_attention_equals_nnx(kv_heads):
+def test_nnx_attention_equals_nnx():
     calls = ({}, {"is_causal": True}, {"mask": HALF}, {"mask": HALF, "is_causal": True})
     outputs = nnx.jit(lambda modules, x: [[module(x, **call) for call in calls] for module in modules])
-    ours, theirs = outputs(nnx_pair(num_kv_heads=kv_heads), X)
+    ours, theirs = outputs(nnx_pair(num_kv_heads=2), X)
     np.testing.assert_allclose(ours, theirs, atol=2e-6)
-
-
-def test_nnx_gradients_equal_nnx(float64):
-    def gradients(modules, x):
-        return [nnx.grad(lambda module: (module(x, is_causal=True) ** 2).sum())(module) for module in modules]
-
-    ours, theirs = nnx.jit(gradients)(nnx_pair(), wide(X))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, theirs)
 
 
 def test_nnx_decoding_equals_nnx():

@@ -8,9 +8,8 @@ import pytest
 import attnlab
 from attnlab import sample
 from attnlab.data import tokenizers
-from attnlab.interop.huggingface import from_hf, save_hf
-from attnlab.nn import GPT, Rotary
-from tests.interop.huggingface_peers import greedy
+from attnlab.interop.huggingface import from_hf, make_model, save_hf
+from tests.interop.huggingface_peers import greedy, kept
 from tests.texts import TEXT
 from tests.training import test_pretrained
 
@@ -19,23 +18,7 @@ from tests.training import test_pretrained
 def llama(tmp_path_factory):
     """A folder like those of the hub: a Llama 3 with random weights in bfloat16, and a tokenizer."""
     tokenizer = tokenizers.make("bpe", TEXT, vocab_size=300)
-    model = GPT(
-        vocab_size=tokenizer.vocab_size + 3,
-        num_layers=2,
-        num_heads=4,
-        width=32,
-        context=64,
-        kv_heads=2,
-        positions="rotary",
-        rotary=Rotary(5e5, scaling="llama3", factor=8.0, original_context=16),
-        norm="rms",
-        norm_epsilon=1e-6,
-        mlp="gated",
-        mlp_ratio=2.5,
-        activation="silu",
-        use_bias=False,
-        tie_embeddings=False,
-    )
+    model = make_model(kept("llama")[1]).clone(vocab_size=tokenizer.vocab_size + 3, context=64, tie_embeddings=False)
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     return save_hf(tmp_path_factory.mktemp("hub") / "llama", model, params, tokenizer, dtype=jnp.bfloat16)
 
@@ -66,59 +49,3 @@ def test_finetuned_llama_writes_the_same_text_in_transformers(llama, text, tmp_p
     capsys.readouterr()
     assert sample.main(["sample", *command]) == 0
     assert capsys.readouterr().out.startswith("En un lugar de la")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [{"parallel__mesh__fsdp": 4}, {"parallel__mesh__tensor": 2, "model__scan": True}, {"optimizer__ema": 0.9}],
-    ids=str,
-)
-def test_run_from_llama_begins_with_its_weights(options, llama, text, tmp_path):
-    """Read onto the run's own shardings, as layers one by one or stacked."""
-    null = {"steps": 1, "optimizer__learning_rate": 1e-30, "optimizer__weight_decay": 0.0}
-    assert finetune(llama, text, tmp_path / "run", **null, **options) == 0
-    jax.tree.map(np.testing.assert_array_equal, attnlab.load(tmp_path / "run").params, from_hf(llama)[1])
-
-
-def tuned(name, **fields):
-    """A small model of a family, by what differs from a Llama."""
-    sizes = {"vocab_size": 303, "num_layers": 3, "num_heads": 4, "width": 32, "context": 64, "mlp_ratio": 2.5}
-    common = {"norm": "rms", "mlp": "gated", "activation": "silu", "use_bias": False, "tie_embeddings": False}
-    return pytest.param(name, GPT(**sizes | common | fields), id=name)
-
-
-DELTA = {"pattern": "gated_delta gated_delta attention", "qk_norm": True}
-MODELS = [
-    tuned(
-        "qwen3_next",
-        **DELTA,
-        positions="rotary",
-        rotary=Rotary(fraction=0.25),
-        norm="rms_plus_one",
-        output_gate=True,
-    ),
-    tuned("olmo_hybrid", **DELTA, positions="none", norm_at="hybrid", qk_norm_joint=True),
-    tuned("mamba2", mixer="mamba2", mlp_ratio=0, mlp="plain", activation="gelu_tanh", positions="none"),
-    tuned("bamba", pattern="mamba2 attention mamba2", positions="rotary", rotary=Rotary(fraction=0.5)),
-    tuned("diffllama", mixer="differential", positions="rotary"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name, model", MODELS)
-def test_finetuned_hybrid_writes_the_same_text_in_transformers(name, model, text, tmp_path, capsys):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    tokenizer = tokenizers.make("bpe", TEXT, vocab_size=300)
-    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    source = save_hf(tmp_path / "source", model, params, tokenizer)
-    assert finetune(source, text, tmp_path / "run", steps=20) == 0, capsys.readouterr().err
-    found, params, tokenizer, _ = attnlab.load(tmp_path / "run")
-    assert found == from_hf(source)[0].over_tokens(tokenizer.vocab_size).clone(context=32)
-    folder = save_hf(tmp_path / "tuned", found, params, tokenizer)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    assert theirs.config.model_type == name
-    prompt = tokenizer.encode("En un lugar")
-    drawn = sample.generate(found, params, prompt, 24, temperature=0.0)
-    np.testing.assert_array_equal(np.concatenate(list(drawn)), greedy(torch, theirs, prompt[None], 24))

@@ -8,35 +8,15 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 
 from attnlab.interop.huggingface import from_hf, make_config, make_model, save_hf, to_hf
-from attnlab.nn import GPT, Recurrence, Rotary, own, stack_layers
+from attnlab.nn import own, stack_layers
 from attnlab.support.errors import UserError
 from attnlab.training import parallel
-from tests.interop.huggingface_peers import RECURRENT, tokens
-from tests.interop.test_huggingface_laws import assert_close, kept, ours
+from tests.interop.huggingface_peers import RECURRENT, assert_same, kept, ours, tokens
 from tests.nn import user_parts
 from tests.parameters import parameters
 
 # Grouped projections, convolutions, vectors; a layer more than whole periods. All sizes are even.
-HYBRID = GPT(
-    vocab_size=66,
-    num_layers=5,
-    num_heads=4,
-    width=24,
-    context=32,
-    kv_heads=2,
-    head_dim=8,
-    positions="rotary",
-    rotary=Rotary(fraction=0.5),
-    norm="rms_plus_one",
-    mlp="gated",
-    activation="silu",
-    use_bias=False,
-    qk_norm=True,
-    output_gate=True,
-    pattern="gated_delta attention",
-    recurrence=Recurrence(heads=2, key_dim=6, value_heads=4, value_dim=10),
-    tie_embeddings=False,
-)
+HYBRID = make_model(kept("qwen3_next")[1]).clone(vocab_size=66, num_layers=5)
 
 
 def test_stacked_hybrid_is_read_and_saved_as_it_is(tmp_path):
@@ -67,37 +47,40 @@ def renamed(folder, names, splits):
     safetensors_numpy.save_file(state, path)
 
 
-@pytest.mark.parametrize("sizes", [(12, 12, 20), (15, 15, 14)], ids=["published", "of transformers 5"])
-def test_files_of_olmo_hybrid_have_a_convolution_in_three_tensors(sizes, tmp_path):
+def test_files_of_olmo_hybrid_have_a_convolution_in_three_tensors(tmp_path):
     """transformers 5 splits it into equal parts when it saves, whatever the sizes of keys and values."""
-    model, params, _ = ours("olmo_hybrid")
-    folder = save_hf(tmp_path / "olmo", model, params, model_type="olmo_hybrid")
+    folder = save_hf(tmp_path / "olmo", *ours("olmo_hybrid"), model_type="olmo_hybrid")
     names = {"0.input_layernorm": "0.attention_layer_norm"}
     names |= {f"{n}.post_attention_layernorm": f"{n}.feedforward_layer_norm" for n in range(2)}
-    renamed(folder, names, {"conv1d.weight": dict(zip(("q_conv1d", "k_conv1d", "v_conv1d"), sizes))})
-    found = from_hf(folder)
-    assert found[0] == model
-    jax.tree.map(np.testing.assert_array_equal, found[1], params)
+    renamed(folder, names, {"conv1d.weight": {"q_conv1d": 15, "k_conv1d": 15, "v_conv1d": 14}})
+    assert_same(from_hf(folder), ours("olmo_hybrid"))
 
 
 def test_old_files_of_mamba2_name_the_embedding_in_the_singular(tmp_path):
-    model, params, _ = ours("mamba2")
-    folder = save_hf(tmp_path / "mamba2", model, params)
+    folder = save_hf(tmp_path / "mamba2", *ours("mamba2"))
     renamed(folder, {"backbone.embeddings.": "backbone.embedding."}, {})
-    jax.tree.map(np.testing.assert_array_equal, from_hf(folder)[1], params)
+    assert_same(from_hf(folder), ours("mamba2"))
 
 
-def test_tensors_of_heads_for_later_tokens_are_named(tmp_path):
-    state, config = kept("qwen3_next")
-    with pytest.raises(UserError, match="holds the tensor mtp.norm.weight, which the model does not have"):
-        from_hf(state | {"mtp.norm.weight": np.ones(48, np.float32)}, config)
+@pytest.mark.parametrize(
+    "family, tensor",
+    [
+        ("qwen3_next", "mtp.norm.weight"),  # of a head for later tokens
+        ("diffllama", "model.layers.0.self_attn.groupnorm.weight"),  # which transformers has not
+        ("deepseek_v3", "model.layers.2.mlp.up_proj.weight"),  # of another layer than a head's
+        ("deepseek_v3", "model.layers.1.eh_proj.weight"),
+    ],
+)
+def test_tensor_that_the_model_does_not_have_is_named(family, tensor):
+    state, config = kept(family)
+    with pytest.raises(UserError, match=f"holds the tensor {tensor}, which the model does not have"):
+        from_hf(state | {tensor: np.ones(16, np.float32)}, config)
 
 
 LAYERS = [
     ("qwen3_next", {"full_attention_interval": 4}, "gated_delta gated_delta gated_delta attention"),
     ("qwen3_next", {"full_attention_interval": 1}, "attention"),
     ("qwen3_next", {"layer_types": [RECURRENT] * 6}, "gated_delta"),
-    ("olmo_hybrid", {}, "gated_delta gated_delta gated_delta attention"),
     ("olmo_hybrid", {"num_hidden_layers": 3}, "gated_delta gated_delta attention"),
     ("bamba", {"attn_layer_indices": [2, 77]}, "mamba2 mamba2 attention mamba2"),
     ("bamba", {"attn_layer_indices": None}, "mamba2"),
@@ -120,7 +103,7 @@ def test_file_is_read_in_pieces(name, monkeypatch, tmp_path):
     safetensors_numpy.save_file(state, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr("attnlab.interop.tensors._CHUNK", 4 * 3 * 48)
-    jax.tree.map(np.testing.assert_array_equal, from_hf(tmp_path)[1], ours(name)[1])
+    assert_same(from_hf(tmp_path), ours(name))
 
 
 def test_interleaved_pairs_become_halves_by_rope_interleave_alone():
@@ -131,8 +114,7 @@ def test_interleaved_pairs_become_halves_by_rope_interleave_alone():
     for name in ("query", "rotary"):
         one, other = (x[name]["kernel"][..., -6:] for x in (of_pairs, of_halves))
         np.testing.assert_array_equal(one, other[..., [0, 2, 4, 1, 3, 5]])
-    unchanged = {"latent", "key", "value", "out", "query_down", "query_norm", "latent_norm"}
-    for name in unchanged:
+    for name in ("latent", "key", "value", "out", "query_down", "query_norm", "latent_norm"):
         jax.tree.map(np.testing.assert_array_equal, of_pairs[name], of_halves[name])
 
 
@@ -140,66 +122,35 @@ def test_heads_for_later_tokens_are_left_out_of_a_deepseek():
     state, config = kept("deepseek_v3")
     assert config["num_nextn_predict_layers"] == 1
     extra = {f"model.layers.2.{part}.weight": np.ones((3, 4), np.float32) for part in ("eh_proj", "shared_head.head")}
-    jax.tree.map(np.testing.assert_array_equal, from_hf(state | extra, config)[1], ours("deepseek_v3")[1])
-    for rest in ({"model.layers.2.mlp.up_proj.weight": state["lm_head.weight"]}, {"model.layers.1.eh_proj.weight": 1}):
-        with pytest.raises(UserError, match=f"holds the tensor {next(iter(rest))}, which the model does not have"):
-            from_hf(state | rest, config)
+    assert_same(from_hf(state | extra, config), ours("deepseek_v3"))
 
 
-def test_weights_of_the_norm_that_transformers_has_not_are_named():
-    state, config = kept("diffllama")
-    name = "model.layers.0.self_attn.groupnorm.weight"
-    with pytest.raises(UserError, match=f"holds the tensor {name}, which the model does not have"):
-        from_hf(state | {name: np.ones(16, np.float32)}, config)
+# Pairs of six value heads are no exchange: here and there they have different orders.
+DIFFERENTIAL = make_model(kept("diffllama")[1]).clone(kv_heads=None)
 
 
-DIFFERENTIAL = GPT(
-    vocab_size=303,
-    num_layers=3,
-    num_heads=6,  # whose pairs of value heads are no exchange: here and there they have different orders
-    width=32,
-    context=64,
-    head_dim=6,
-    mixer="differential",
-    positions="rotary",
-    norm="rms",
-    mlp="gated",
-    mlp_ratio=2.5,
-    activation="silu",
-    use_bias=False,
-    tie_embeddings=False,
-)
-
-
-def trained(model):
-    """Parameters whose scales of heads' norms are not 1."""
-    params = parameters(model, np.zeros((1, 1), np.int32))["params"]
-    scales = [params[f"block_{n}"]["attention"]["norm"]["scale"] for n in range(model.num_layers)]
-    assert all(np.abs(scale - 1).max() > 0.1 for scale in scales)
-    return params
-
-
-@pytest.mark.parametrize("layers", ["one by one", "stacked"])
-def test_scales_of_norms_go_out_within_the_next_kernel(layers, tmp_path):
+def test_scales_of_norms_go_out_within_the_next_kernel(tmp_path):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     auto = pytest.importorskip("transformers", reason="transformers is not installed").AutoModelForCausalLM
-    params, text = trained(DIFFERENTIAL), tokens("diffllama")
+    params, text = parameters(DIFFERENTIAL, np.zeros((1, 1), np.int32))["params"], tokens("diffllama")
+    assert np.abs(params["block_0"]["attention"]["norm"]["scale"] - 1).max() > 0.1
     expected = DIFFERENTIAL.apply({"params": params}, text)
-    params = {"params": stack_layers(params) if layers == "stacked" else params}
+    params = {"params": stack_layers(params)}
     saved = save_hf(tmp_path / "diffllama", DIFFERENTIAL, params)
     theirs, report = auto.from_pretrained(saved, output_loading_info=True, attn_implementation="eager")
     assert theirs.config.model_type == "diffllama" and not any(report.values()), report
     state = to_hf(DIFFERENTIAL, params)
     assert all(torch.equal(state[name], x) for name, x in theirs.state_dict().items())
-    with torch.no_grad():
-        assert_close(theirs(torch.from_numpy(text)).logits.numpy(), expected)
     again, its_params = from_hf(saved)
     assert again == DIFFERENTIAL
-    assert_close(again.apply(its_params, text), expected)
     assert np.all(its_params["params"]["block_0"]["attention"]["norm"]["scale"] == 1)
+    with torch.no_grad():
+        logits = theirs(torch.from_numpy(text)).logits.numpy()
+    for found in (logits, again.apply(its_params, text)):  # float32, in another order of sums
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("part", ["near", "Average", "unregistered"])
+@pytest.mark.parametrize("part", ["near", "unregistered"])
 def test_export_rejects_parts_of_a_user_by_their_name(part, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(user_parts.SOURCE)

@@ -11,30 +11,15 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from attnlab.interop.huggingface import from_hf, model_files, save_hf
-from attnlab.nn import GPT, Rotary, stack_layers, unstack_layers
+from attnlab.interop.huggingface import from_hf, make_model, model_files, save_hf
+from attnlab.nn import GPT, stack_layers
 from attnlab.support.errors import UserError
 from attnlab.training import parallel
+from tests.interop.huggingface_peers import kept
 from tests.parameters import parameters
 
 # Every kind of tensor: fused, transposed, vectors, of odd sizes.
-PHI3 = GPT(
-    vocab_size=67,
-    num_layers=3,
-    num_heads=4,
-    width=24,
-    context=32,
-    kv_heads=2,
-    head_dim=8,
-    positions="rotary",
-    rotary=Rotary(fraction=0.5),
-    norm="rms",
-    mlp="gated",
-    activation="silu",
-    use_bias=False,
-    mlp_ratio=20 / 24,
-    tie_embeddings=False,
-)
+PHI3 = make_model(kept("phi3")[1]).clone(num_layers=3)
 GPT2 = GPT(vocab_size=66, num_layers=2, num_heads=4, width=24, context=32)
 MODELS = {"phi3": PHI3, "gpt2": GPT2}
 
@@ -82,13 +67,13 @@ def test_files_are_those_of_the_safetensors_library(folders, tmp_path):
 
 
 def test_large_models_are_several_files_with_an_index(tmp_path):
-    folder = save_hf(tmp_path / "several", PHI3, params_of("phi3"), max_shard_bytes=10_000)
+    folder = save_hf(tmp_path / "several", PHI3, params_of("phi3"), max_shard_bytes=40_000)
     files = sorted(folder.glob("*.safetensors"))
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05}.safetensors"
     assert {folder / name for name in index["weight_map"].values()} == set(files)
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in jax.tree.leaves(params_of("phi3")))
-    assert all(file.stat().st_size < 11_500 for file in files)  # with their headers
+    assert all(file.stat().st_size < 41_500 for file in files)  # with their headers
     assert_equal(from_hf(folder)[1], params_of("phi3"))
     files[1].unlink()
     with pytest.raises(UserError, match="model-00002-of-.* is missing"):
@@ -123,25 +108,10 @@ def test_other_types_are_refused(folders, tmp_path):
             call()
 
 
-def run(**mesh):
-    return parallel.make("mesh", **mesh)
-
-
-@pytest.mark.parametrize(
-    "name, mesh",
-    [
-        ("phi3", {"fsdp": 2, "tensor": 2}),
-        ("gpt2", {"fsdp": 4}),
-        ("gpt2", {"tensor": 2}),
-        pytest.param("phi3", {"fsdp": 4}, marks=pytest.mark.slow),
-        pytest.param("phi3", {"tensor": 2}, marks=pytest.mark.slow),
-        pytest.param("gpt2", {"fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("name, mesh", [("phi3", {"fsdp": 2, "tensor": 2}), ("gpt2", {"fsdp": 4})], ids=str)
 def test_parameters_arrive_on_their_shardings(name, mesh, folders):
     """By a function of shapes, and by a tree; where its layers are stacked, those of the parameters are."""
-    on = run(**mesh)
+    on = parallel.make("mesh", **mesh)
     by_function = from_hf(folders[name], shardings=on.shardings)[1]["params"]
     expected = on.shardings(params_of(name)["params"])
     assert jax.tree.map(lambda x: x.sharding, by_function) == expected
@@ -171,13 +141,6 @@ def test_stacked_parameters_are_saved_as_they_are(folders, tmp_path):
     stacked = {"params": stack_layers(params_of("phi3")["params"])}
     folder = save_hf(tmp_path / "stacked", PHI3, stacked)
     assert (folder / "model.safetensors").read_bytes() == (folders["phi3"] / "model.safetensors").read_bytes()
-    bare = GPT2.clone(use_bias=False)
-    params = parameters(bare, np.zeros((1, 1), np.int32))["params"]
-    folder = save_hf(tmp_path / "bare", bare, {"params": stack_layers(params)})
-    loaded = from_hf(folder)[1]["params"]
-    assert not loaded["block_1"]["mlp"]["up"]["bias"].any()
-    assert_equal(loaded["block_1"]["attention"]["query"]["kernel"], params["block_1"]["attention"]["query"]["kernel"])
-    assert unstack_layers(loaded).keys() == loaded.keys()
 
 
 LIMITED = """
@@ -195,14 +158,12 @@ from_hf(sys.argv[1])
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_loading_needs_little_more_memory_than_the_parameters(dtype, tmp_path):
+def test_loading_needs_little_more_memory_than_the_parameters(tmp_path):
     """Of 300 MB, a third of them in the embedding; pages of the mapped file are not counted."""
     model = PHI3.clone(vocab_size=50_000, num_layers=8, num_heads=8, width=512, head_dim=64, mlp_ratio=6.0)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    folder = save_hf(
-        tmp_path / "large", model, jax.tree.map(lambda x: np.ones(x.shape, np.float32), shapes), dtype=dtype
-    )
+    params = jax.tree.map(lambda x: np.ones(x.shape, np.float32), shapes)
+    folder = save_hf(tmp_path / "large", model, params, dtype=jnp.bfloat16)
     size = 4 * sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
     def load(times):

@@ -1,6 +1,6 @@
 """Import and export of torch's attention, the notebook's classes and nanoGPT's checkpoints, to 1e-5."""
 
-import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +44,7 @@ def assert_round_trip(module, theirs):
     jax.tree.map(np.testing.assert_array_equal, from_torch(theirs)[1], changed)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("memory", [None, 8, 12])
+@pytest.mark.parametrize("bias, memory", [(True, None), (False, 8), (True, 12)])
 def test_multihead_attention_equals_torch(bias, memory):
     theirs = torch.nn.MultiheadAttention(8, num_heads=4, bias=bias, kdim=memory, vdim=memory, batch_first=True)
     module, params = from_torch(unsettled(theirs))
@@ -58,9 +57,15 @@ def test_multihead_attention_equals_torch(bias, memory):
     assert_round_trip(module, theirs)
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu", torch.nn.GELU(approximate="tanh"), torch.nn.functional.silu])
-@pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "activation, norm_first, bias",
+    [
+        ("relu", True, True),
+        ("gelu", False, False),
+        (torch.nn.GELU(approximate="tanh"), False, True),
+        (torch.nn.functional.silu, True, False),
+    ],
+)
 def test_encoder_layer_equals_torch(activation, norm_first, bias):
     theirs = torch.nn.TransformerEncoderLayer(
         8, 2, 20, activation=activation, norm_first=norm_first, bias=bias, layer_norm_eps=1e-3, batch_first=True
@@ -106,111 +111,59 @@ def test_to_torch_rejects_other_parameters():
         to_torch(params, theirs)
 
 
-# nanoGPT's model as its ckpt.pt tells it; `attnlab.bench train` races the real one.
+SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "vocab_size": 21, "dropout": 0.0, "bias": True}
 
 
-@dataclasses.dataclass
-class Sizes:
-    n_layer: int = 2
-    n_head: int = 2
-    n_embd: int = 16
-    block_size: int = 12
-    vocab_size: int = 21
-    dropout: float = 0.0
-    bias: bool = True
+def nanogpt(bias=True):
+    """A GPT-2 of transformers, and its state dict as nanoGPT has it: of the same names, with kernels transposed."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 12, "vocab_size": 21}
+    config = transformers.GPT2Config(**sizes, activation_function="gelu", bos_token_id=0, eos_token_id=0)
+    model = unsettled(transformers.GPT2LMHeadModel(config))
+    state = {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith(".bias") and not bias:
+            tensor.zero_()
+        else:
+            state[name] = tensor.T if re.search("(c_attn|c_proj|c_fc).weight", name) else tensor
+    return model, state
 
 
-class NanoBlock(torch.nn.Module):
-    def __init__(self, sizes):
-        super().__init__()
-        width, linear = sizes.n_embd, torch.nn.Linear
-        self.ln_1 = torch.nn.LayerNorm(width, bias=sizes.bias)
-        self.attn = torch.nn.Module()
-        self.attn.c_attn, self.attn.c_proj = (linear(width, n * width, bias=sizes.bias) for n in (3, 1))
-        self.ln_2 = torch.nn.LayerNorm(width, bias=sizes.bias)
-        self.mlp = torch.nn.Module()
-        self.mlp.c_fc = linear(width, 4 * width, bias=sizes.bias)
-        self.mlp.c_proj = linear(4 * width, width, bias=sizes.bias)
-        self.heads = sizes.n_head
-
-    def forward(self, x):
-        q, k, v = self.attn.c_attn(self.ln_1(x)).chunk(3, dim=-1)
-        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))
-        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attn.c_proj(y.transpose(1, 2).flatten(2))
-        return x + self.mlp.c_proj(torch.nn.functional.gelu(self.mlp.c_fc(self.ln_2(x))))
-
-
-class NanoGPT(torch.nn.Module):
-    def __init__(self, sizes):
-        super().__init__()
-        self.transformer = torch.nn.ModuleDict(
-            {
-                "wte": torch.nn.Embedding(sizes.vocab_size, sizes.n_embd),
-                "wpe": torch.nn.Embedding(sizes.block_size, sizes.n_embd),
-                "h": torch.nn.ModuleList(NanoBlock(sizes) for _ in range(sizes.n_layer)),
-                "ln_f": torch.nn.LayerNorm(sizes.n_embd, bias=sizes.bias),
-            }
-        )
-        self.lm_head = torch.nn.Linear(sizes.n_embd, sizes.vocab_size, bias=False)
-        self.lm_head.weight = self.transformer.wte.weight
-
-    def forward(self, tokens):
-        x = self.transformer.wte(tokens) + self.transformer.wpe(torch.arange(tokens.shape[1]))
-        for block in self.transformer.h:
-            x = block(x)
-        return self.lm_head(self.transformer.ln_f(x))
-
-
-def checkpoint(path, sizes, prefix="", **more):
-    """Save a checkpoint like nanoGPT's train.py."""
-    model = unsettled(NanoGPT(sizes))
-    state = {prefix + name: tensor for name, tensor in model.state_dict().items()} | more
-    optimizer = torch.optim.AdamW(model.parameters()).state_dict()
+def save_checkpoint(path, state, prefix="", **sizes):
+    """As nanoGPT's train.py does."""
+    state = {prefix + name: tensor for name, tensor in state.items()}
     best = torch.tensor(1.5)
-    saved = {"model": state, "optimizer": optimizer, "model_args": dataclasses.asdict(sizes), "iter_num": 7}
+    saved = {"model": state, "optimizer": {"state": {}}, "model_args": SIZES | sizes, "iter_num": 7}
     torch.save(saved | {"best_val_loss": best, "config": {"device": "cpu"}}, path)
-    return model
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+@pytest.mark.parametrize("bias, prefix", [(True, ""), (False, "_orig_mod.")])
 def test_nanogpt_round_trip_equals_torch(bias, prefix, tmp_path):
-    theirs = checkpoint(tmp_path / "ckpt.pt", Sizes(bias=bias, dropout=0.2), prefix)
+    theirs, saved = nanogpt(bias)
+    save_checkpoint(tmp_path / "ckpt.pt", saved, prefix, bias=bias, dropout=0.2)
     model, params = from_nanogpt(tmp_path / "ckpt.pt")
     assert model == GPT(21, 2, 2, 16, 12, dropout=0.2, use_bias=bias, activation="gelu")
     tokens = np.random.default_rng(0).integers(0, 21, (2, 12))
-    assert_equal(model.apply(params, tokens), theirs(torch.from_numpy(tokens)))
+    assert_equal(model.apply(params, tokens), theirs(torch.from_numpy(tokens)).logits)
     state = to_nanogpt(model, params)
-    assert state.keys() == theirs.state_dict().keys()
-    assert all(torch.equal(state[name], tensor) for name, tensor in theirs.state_dict().items())
+    assert state.keys() == saved.keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in saved.items())
 
 
 def test_invalid_nanogpt_checkpoint_raises_one_line(tmp_path):
     path = tmp_path / "ckpt.pt"
     with pytest.raises(UserError, match="ckpt.pt: no such file"):
         from_nanogpt(path)
+    state = nanogpt()[1]
     for sizes, more, message in (
-        (
-            Sizes(),
-            {"transformer.h.2.ln_1.weight": torch.ones(16)},
-            "holds .*transformer.h.2.ln_1.weight",
-        ),
-        (
-            Sizes(),
-            {"transformer.wpe.weight": torch.ones(12, 17)},
-            r"wpe.weight has shape \(12, 17\)",
-        ),
-        (Sizes(), {"lm_head.weight": torch.ones(21, 16)}, "lm_head.weight differs"),
-        (Sizes(bias=0), {}, "model_args.bias = 0"),
-        (
-            Sizes(n_head=3),
-            {},
-            "ckpt.pt: .*width = 16 .*num_heads = 3",
-        ),
-        (Sizes(dropout=2.0), {}, "attn_pdrop = 2.0"),
+        ({}, {"transformer.h.2.ln_1.weight": torch.ones(16)}, "holds .*transformer.h.2.ln_1.weight"),
+        ({}, {"transformer.wpe.weight": torch.ones(12, 17)}, r"wpe.weight has shape \(12, 17\)"),
+        ({}, {"lm_head.weight": torch.ones(21, 16)}, "lm_head.weight differs"),
+        ({"bias": 0}, {}, "model_args.bias = 0"),
+        ({"n_head": 3}, {}, "ckpt.pt: .*width = 16 .*num_heads = 3"),
+        ({"dropout": 2.0}, {}, "attn_pdrop = 2.0"),
     ):
-        checkpoint(path, sizes, **more)
+        save_checkpoint(path, state | more, **sizes)
         with pytest.raises(UserError, match=message):
             from_nanogpt(path)
     whole = path.read_bytes()

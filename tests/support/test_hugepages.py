@@ -46,7 +46,6 @@ def test_restart_keeps_process_and_arguments(start, tmp_path):
 
 @pytest.mark.parametrize("where", ["another program", "restarted without effect"])
 def test_restart_elsewhere_does_nothing(where):
-    environment = {"ATTNLAB_RESTARTED": "1"} if where != "another program" else {}
     program = f"""
 import os, sys
 sys.path.append({str(Path(hugepages.__file__).parent)!r})
@@ -55,11 +54,9 @@ import hugepages
 hugepages.restart("attnlab.train")
 print("GLIBC_TUNABLES" in os.environ)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, *(["-m", "attnlab.train"] if environment else [])],
-        env={k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command, environment = [sys.executable, "-c", program], dict(os.environ)
+    environment.pop("GLIBC_TUNABLES", None)
+    if where != "another program":
+        command, environment = [*command, "-m", "attnlab.train"], environment | {"ATTNLAB_RESTARTED": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout == "once\nFalse\n"

@@ -22,11 +22,6 @@ class Archive:
         self.followed = levels[starts[:, None] + day + jnp.arange(hours)][:, None]
         self.times = starts + day + hours
 
-    def _question(self, days, times, forgetting):
-        older = ScoreFn(lambda score, b, h, i, j, rate: score - rate * (i - j), forgetting)
-        terms = {"mask": Causal(), "score_mod": (SoftCap(30.0), older), "scale": 30.0}
-        return _shape(days), terms | {"q_positions": times}
-
     def forecast(self, days, times, forgetting, shards: int = 1):
         """Average the hours that followed similar days, weighted by similarity.
 
@@ -39,22 +34,13 @@ class Archive:
         Returns:
           `[Q, hours]`, levels in metres.
         """
-        q, terms = self._question(days, times, forgetting)
+        older = ScoreFn(lambda score, b, h, i, j, rate: score - rate * (i - j), forgetting)
+        terms = {"mask": Causal(), "score_mod": (SoftCap(30.0), older), "scale": 30.0, "q_positions": times}
         parts = [
-            attnlab.attention(q, k, v, kv_positions=at, return_lse=True, **terms)
+            attnlab.attention(_shape(days), k, v, kv_positions=at, return_lse=True, **terms)
             for k, v, at in zip(*(jnp.array_split(x, shards) for x in (self.days, self.followed, self.times)))
         ]
         return attnlab.merge(parts)[0][:, 0]
-
-    def weights(self, days, times, forgetting):
-        """Attention weights of the days of the archive, `[Q, N]`."""
-        q, terms = self._question(days, times, forgetting)
-        return attnlab.attention_weights(q, self.days, kv_positions=self.times, **terms)[0]
-
-    def backend(self, days, times, forgetting) -> str:
-        """The kernel that would compute `forecast`, and why the others would not."""
-        q, terms = self._question(days, times, forgetting)
-        return str(attnlab.explain(q, self.days, self.followed, kv_positions=self.times, **terms))
 
 
 def _shape(days):
