@@ -38,7 +38,7 @@ from attnlab.support.errors import UserError
 from attnlab.support.files import read_json
 from attnlab.sweep import shared_options
 from attnlab.sweeping import grid, training_runs
-from attnlab.testing.mixer import LENGTH, check_mixer
+from attnlab.testing.layer import LENGTH, check_layer
 from attnlab.training import flops, precision
 from attnlab.training import text as texts
 
@@ -89,7 +89,7 @@ def _define(values, argv) -> None:
     )
     whole("jobs", 1, "runs at a time; times are comparable with 1 alone", 1, flag_values=values)
     text("workdir", None, "folder of the comparison; by default runs/CONFIG-comparison", flag_values=values)
-    meaning = "check your mixers, FILE.py:NAME, before any run: causal, in pieces, packed, finite gradients"
+    meaning = "check your mixers, FILE.py:NAME, before any run, by attnlab.testing.check_layer"
     flags.DEFINE_enum("check", "on", ["on", "off"], meaning, flag_values=values)
     flags.DEFINE_bool("dry_run", False, "list the runs and how long they may take, start none", flag_values=values)
 
@@ -139,13 +139,13 @@ def _check_own(found) -> None:
         for word in set(own.words_of(config.model)) - checked:
             checked.add(word)
             config = config.copy_and_resolve_references()
-            config.precision, config.model.dropout = "float32", 0.0
+            config.precision, config.model.dropout, config.model.impl = "float32", 0.0, "auto"
             kind, model = kinds.named(word), GPT.from_config(config, vocab_size=config.model.vocab_size or 256)
             empty_cache = functools.partial(kind.empty_cache, model, capacity=LENGTH)
-            faults = check_mixer(kind.module(model), empty_cache, model.width)
+            faults = check_layer(kind.module(model), empty_cache, model.width)
             if faults:
                 raise UserError(f"{word}: {faults[0]}: mend it, or leave out the check by --check=off")
-            print(f"{word}: causal, the same in pieces and packed, finite gradients")
+            print(f"{word}: causal, the same in pieces and packed, finite gradients; also padded and stacked")
 
 
 def _set_defaults(values, file: str | None) -> None:

@@ -9,7 +9,7 @@ compares a function with the formula in NumPy float64, feature by feature, and s
 from attnlab.ops.call import AttentionCall
 from attnlab.testing.cases import FEATURES, SHAPES, Case, Feature, Shape, calls, draw
 from attnlab.testing.check import PROFILES, Report, Row, check_attention
-from attnlab.testing.mixer import check_mixer
+from attnlab.testing.layer import check_layer
 from attnlab.testing.recurrence import (
     RECURRENCE_FEATURES,
     RecurrenceFeature,
@@ -39,7 +39,7 @@ __all__ = [
     "as_attnlab",
     "calls",
     "check_attention",
-    "check_mixer",
+    "check_layer",
     "check_recurrence",
     "draw",
     "recurrence_answer",

@@ -53,16 +53,6 @@ def reference(params, x):
     return np.einsum("bihd,hdf->bif", z, params["out"]["kernel"]) + params["out"]["bias"]
 
 
-def in_pieces(pieces, cache, x, apply=APPLY, params=PARAMS, **options):
-    """(The output, the cache) of tokens in portions."""
-    outs, start = [], 0
-    for size in pieces:
-        out, cache = apply(params, x[:, start : start + size], cache=cache, **options)
-        outs.append(out)
-        start += size
-    return np.concatenate(outs, axis=1), cache
-
-
 # Outputs are sums of some ten numbers of size 1: 1e-6 is 17 units of float32's rounding.
 near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-6)
 
@@ -72,10 +62,11 @@ def test_gated_attention_equals_the_formulas():
 
 
 def test_gate_parameters_have_shapes_and_initial_values_of_the_papers():
-    params = MODULE.init(jax.random.key(0), X)["params"]
+    params = PARAMS["params"]
     assert params["forget"]["kernel"].shape == (8, 4)
     assert params["gate"]["kernel"].shape == (8, 4, 2)
-    np.testing.assert_array_equal(params["forget"]["bias"], np.zeros(4))
+    initial = jax.jit(lambda key: MODULE.init(key, X)["params"]["forget"]["bias"])(jax.random.key(0))
+    np.testing.assert_array_equal(initial, np.zeros(4))
     found = decayed(params)
     assert found["forget"] == found["gate"] == {"kernel": True, "bias": False}
     plain = MultiHeadAttention(4, use_bias=False, forget_gate=True, output_gate=True)
@@ -85,31 +76,25 @@ def test_gate_parameters_have_shapes_and_initial_values_of_the_papers():
 
 def test_rolling_cache_equals_window_and_keeps_sums_small():
     """Beyond the capacity: sums count from the newest position, so they do not grow with the text."""
-    x = np.tile(X, (1, 4, 1))
-    out, cache = in_pieces([1] * 28, EMPTY, x)
-    near(out, jax.jit(MODULE.apply)(PARAMS, x, mask=SlidingWindow(7)))
+    x, cache = np.tile(X, (1, 4, 1)), EMPTY
+    expected = jax.jit(MODULE.apply)(PARAMS, x, mask=SlidingWindow(7))
+    for t in range(28):
+        out, cache = APPLY(PARAMS, x[:, t : t + 1], cache=cache)
+        near(out[:, 0], expected[:, t])
     steps = -np.log(sigmoid(x @ PARAMS["params"]["forget"]["kernel"] + PARAMS["params"]["forget"]["bias"]))
     assert np.abs(cache.forget).max() <= 8 * steps.max()
 
 
 def test_cache_after_discarded_tokens_continues_from_the_newest_kept():
-    _, cache = in_pieces([7], EMPTY, X)
-    kept = np.array([2, 4])
-    out, _ = APPLY(PARAMS, X[:, :2], cache=cache._replace(length=jnp.asarray(kept)))
+    _, cache = APPLY(PARAMS, X, cache=EMPTY)
+    kept, alone = np.array([2, 4]), X.copy()
     for row, length in enumerate(kept):
-        alone = np.concatenate([X[row, :length], X[row, :2]])[None]
-        near(out[row], jax.jit(MODULE.apply)(PARAMS, alone)[0, length:])
+        alone[row, length : length + 2] = X[row, :2]
+    out, _ = APPLY(PARAMS, X[:, :2], cache=cache._replace(length=jnp.asarray(kept)))
+    near(out, np.take_along_axis(np.asarray(APPLY(PARAMS, alone)), (kept[:, None] + np.arange(2))[..., None], axis=1))
 
 
-def test_lengths_with_a_cache_equal_each_row_alone():
-    lengths = np.array([3, 7])
-    out, cache = APPLY(PARAMS, X, cache=EMPTY, lengths=lengths)
-    more, _ = APPLY(PARAMS, X[:, :1], cache=cache)
-    near(out[0, :3], APPLY(PARAMS, X)[0, :3])
-    near(more[0, 0], reference(PARAMS, np.concatenate([X[:, :3], X[:, :1]], axis=1))[0, -1])
-    near(more[1, 0], reference(PARAMS, np.concatenate([X, X[:, :1]], axis=1))[1, -1])
-
-
+@pytest.mark.slow
 def test_blockwise_equals_dense_with_gradients_of_the_gates(float64):
     x = rng.standard_normal((2, 40, 8))
     params = jax.tree.map(lambda leaf: leaf.astype(np.float64), PARAMS)

@@ -72,19 +72,12 @@ def heads_of(params, fields=("query", "key", "value")):
     }
 
 
-@pytest.mark.parametrize(
-    "use_bias, seed",
-    [
-        pytest.param(use_bias, seed, marks=[pytest.mark.slow] * (seed != 1 - use_bias))
-        for use_bias in (True, False)
-        for seed in range(3)
-    ],
-)
-def test_multihead_slice_i_equals_head_i(use_bias, seed):
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_multihead_slice_i_equals_head_i(use_bias):
     """Compare outputs and gradients with a `jax.vmap` over heads, followed by the output projection."""
     module = MultiHeadAttention(num_heads=4, use_bias=use_bias, mask=Head(2).mask)
-    x, cotangent = np.random.default_rng(seed).standard_normal((2, 2, 6, 8)).astype(np.float32)
-    params = parameters(module, x, seed=seed)["params"]
+    x, cotangent = np.random.default_rng(1).standard_normal((2, 2, 6, 8)).astype(np.float32)
+    params = parameters(module, x)["params"]
 
     def multi(params, x):
         return module.apply({"params": params}, x)

@@ -11,6 +11,7 @@ from attnlab.nn import GPT, own, register
 from attnlab.nn.kinds import KINDS, Attention, Mixer, named
 from attnlab.support.errors import UserError
 from tests.nn.user_parts import SOURCE, Doubling
+from tests.parameters import parameters
 
 TOKENS = np.arange(8).reshape(1, 8) % 5
 
@@ -43,10 +44,10 @@ def test_part_of_a_file_is_a_kind_of_layer_also_in_a_pattern(file, name, kind):
 
 def test_score_mod_and_mask_of_a_file_change_what_attention_computes(file):
     base = GPT(5, 1, 2, 8, 8, positions="auto", mixer="attention")
-    params = base.init(jax.random.key(0), TOKENS)
+    params = parameters(base, TOKENS)
     models = [base, *(base.clone(mixer=register(f"{file}:{name}")) for name in ("near", "odd"))]
-    logits = [np.asarray(model.apply(params, TOKENS)) for model in models]
-    assert len({x.tobytes() for x in logits}) == 3
+    logits = jax.jit(lambda params: [model.apply(params, TOKENS) for model in models])(params)
+    assert len({np.asarray(x).tobytes() for x in logits}) == 3
 
 
 def test_class_that_is_imported_is_a_part_of_its_file():

@@ -11,7 +11,7 @@ from attnlab.nn import AdditiveAttention, MultiHeadAttention, Seq2Seq, alignment
 from tests.parameters import parameters
 
 LAYERS = pytest.mark.parametrize(
-    "layer", [AdditiveAttention(), MultiHeadAttention(num_heads=2)], ids=["additive", "dot"]
+    "layer", [AdditiveAttention(), pytest.param(MultiHeadAttention(num_heads=2), marks=pytest.mark.slow)]
 )
 BATCH = pairs("reverse", 0, batch_size=6, lengths=[2, 5], vocab_size=12)
 GIVEN = (BATCH.source, BATCH.lengths, BATCH.inputs)

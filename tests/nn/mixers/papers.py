@@ -43,6 +43,11 @@ def causal_conv(x, p, *, dilation=1):
     return out
 
 
+def gated_conv(x, p):
+    """A convolution times a linear layer, plus the input."""
+    return convolution(x, p["conv/kernel"], p["conv/bias"]) * projected(x, p, "linear") + x
+
+
 def gru(x, p):
     """Cho et al. 2014, with the reset gate after the product, as in cuDNN and Flax."""
 
@@ -137,10 +142,14 @@ def retention(x, p):
     return out(rms(z) * silu(projected(x, p, "gate")) if "gate/kernel" in p else rms(z), p)
 
 
-def linear_attention(x, p, *, normalized=True):
+def elu_plus_one(y):
+    return np.where(y > 0, y + 1, np.exp(y))
+
+
+def linear_attention(x, p, *, normalized=True, feature_map=elu_plus_one):
     """Katharopoulos et al. 2020, equations 16 to 20, with φ(x) = elu(x) + 1 of equation 7."""
     q, k, v = (projected(x, p, name) for name in ("query", "key", "value"))
-    q, k = (np.where(y > 0, y + 1, np.exp(y)) for y in (q, k))
+    q, k = feature_map(q), feature_map(k)
     return out(by_head(lambda q, k, v: papers.linear_attention(q, k, v, normalized), v.shape[1], q, k, v), p)
 
 

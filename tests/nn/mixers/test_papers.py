@@ -1,4 +1,4 @@
-"""Each mixer and relative of attention equals a direct float64 computation of its paper, from input to output."""
+"""Mixers and relatives of attention equal a direct float64 computation of their papers, from input to output."""
 
 import functools
 
@@ -11,6 +11,7 @@ from attnlab.nn import (
     HGRN2,
     RWKV7,
     CausalConv,
+    GatedConv,
     GatedDeltaNet,
     GatedDeltaProduct,
     GatedLinearAttention,
@@ -22,71 +23,84 @@ from attnlab.nn import (
 )
 from tests.nn import relatives
 from tests.nn.mixers import papers
+from tests.nn.mixers.cases import doubled
 from tests.nn.relatives import by_path
 from tests.parameters import parameters
 
 DELTA = papers.gated_delta_net
 CASES = {
-    "gru": (GRU(), papers.gru),
-    "gru_features": (GRU(features=5), papers.gru),
-    "conv": (CausalConv(), papers.causal_conv),
-    "conv_dilated": (CausalConv(5, kernel_size=4, dilation=3), functools.partial(papers.causal_conv, dilation=3)),
-    "gated_delta": (GatedDeltaNet(2), DELTA),
-    "gated_delta_value_heads": (GatedDeltaNet(2, key_dim=3, value_dim=5, value_heads=6, conv=2), DELTA),
-    "delta_negative_eigenvalues": (
+    "gru": (GRU(features=5), papers.gru),
+    "conv": (CausalConv(5, kernel_size=4, dilation=3), functools.partial(papers.causal_conv, dilation=3)),
+    "gated_conv": (GatedConv(kernel_size=3), papers.gated_conv),
+    "gated_delta": (GatedDeltaNet(2, key_dim=3, value_dim=5, value_heads=6, conv=2), DELTA),
+    "delta": (
         GatedDeltaNet(2, decay=False, gate=False, negative_eigenvalues=True),
         functools.partial(DELTA, negative=True),
     ),
-    "delta_without_convolution": (GatedDeltaNet(2, decay=False, conv=0), DELTA),
     "kda": (KimiDeltaAttention(2), papers.kimi_delta_attention),
+    "delta_product": (GatedDeltaProduct(2), functools.partial(papers.gated_delta_product, steps=2)),
+    "rwkv7": (RWKV7(2, key_dim=3, value_dim=5), papers.rwkv7),
+    "hgrn2": (HGRN2(2, key_dim=3, value_dim=5), papers.hgrn2),
+    "mamba2": (
+        Mamba2(2, key_dim=3, value_heads=4, value_dim=6, conv=3),
+        functools.partial(papers.mamba2, groups=2, state=3),
+    ),
+    "gla": (GatedLinearAttention(2, rank=3), papers.gated_linear_attention),
+    "retention": (Retention(2), papers.retention),
+    "linear": (LinearAttention(2), papers.linear_attention),
+    **{name: (module, relatives.PAPERS[name]) for name, module in relatives.MODULES.items()},
+}
+OTHER_SIZES = {
+    "delta_without_convolution": (GatedDeltaNet(2, decay=False, conv=0), DELTA),
     "kda_value_heads": (
         KimiDeltaAttention(2, key_dim=3, value_dim=5, value_heads=6, conv=0, gate=False, negative_eigenvalues=True),
         functools.partial(papers.kimi_delta_attention, negative=True),
     ),
-    "delta_product": (GatedDeltaProduct(2), functools.partial(papers.gated_delta_product, steps=2)),
     "delta_product_value_heads": (
         GatedDeltaProduct(*(2, 3, 5), value_heads=4, steps=3, conv=2, gate=False, negative_eigenvalues=False),
         functools.partial(papers.gated_delta_product, steps=3, negative=False),
     ),
-    "rwkv7": (RWKV7(2), papers.rwkv7),
-    "rwkv7_sizes": (RWKV7(2, key_dim=3, value_dim=5), papers.rwkv7),
-    "hgrn2": (HGRN2(2), papers.hgrn2),
-    "hgrn2_sizes": (HGRN2(2, key_dim=3, value_dim=5), papers.hgrn2),
-    "mamba2": (Mamba2(key_dim=5, value_heads=4), functools.partial(papers.mamba2, groups=1, state=5)),
-    "mamba2_groups": (
-        Mamba2(2, key_dim=3, value_heads=4, value_dim=6, conv=1),
-        functools.partial(papers.mamba2, groups=2, state=3),
+    "mamba2_without_convolution": (
+        Mamba2(key_dim=5, value_heads=4, conv=1),
+        functools.partial(papers.mamba2, groups=1, state=5),
     ),
-    "gla": (GatedLinearAttention(2, rank=3), papers.gated_linear_attention),
     "gla_without_gate": (GatedLinearAttention(2, key_dim=3, gate=False), papers.gated_linear_attention),
-    "retention": (Retention(2), papers.retention),
     "retention_without_gate": (Retention(2, key_dim=6, value_dim=3, gate=False), papers.retention),
-    "linear": (LinearAttention(2), papers.linear_attention),
     "linear_unnormalized": (
-        LinearAttention(2, key_dim=3, features=5, normalize=False, use_bias=False),
-        functools.partial(papers.linear_attention, normalized=False),
+        LinearAttention(2, key_dim=3, features=5, normalize=False, use_bias=False, feature_map=doubled),
+        functools.partial(
+            papers.linear_attention, normalized=False, feature_map=lambda y: np.maximum(np.concatenate([y, -y], -1), 0)
+        ),
     ),
-    **{name: (module, relatives.PAPERS[name]) for name, module in relatives.MODULES.items()},
 }
+ALL = CASES | OTHER_SIZES
 X = np.random.default_rng(0).standard_normal((2, 37, 8))
+FIRST, PADDING = 20, 3  # tokens
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_layer_equals_its_paper_in_float64(float64, name):
-    module, paper = CASES[name]
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHER_SIZES)])
+def test_layer_in_padded_pieces_equals_its_paper_in_float64(float64, name):
+    module, paper = ALL[name]
     variables = parameters(module, X)
-    found = jax.jit(module.apply)(variables, X)
+    capacity = (37 + PADDING,) if name in relatives.MODULES else ()
+    cache = jax.tree.map(np.asarray, module.empty_cache(2, 8, *capacity))
+    cache = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, cache)
+    padded = np.concatenate([X[:, :FIRST], np.full((2, PADDING, 8), 1e3)], axis=1)
+
+    @jax.jit
+    def run(variables, cache):
+        first, cache = module.apply(variables, padded, cache=cache, lengths=np.full(2, FIRST, np.int32))
+        second, _ = module.apply(variables, X[:, FIRST:], cache=cache)
+        return first[:, :FIRST], second
+
+    found = np.concatenate(run(variables, cache), axis=1)
     expected = np.stack([paper(x, by_path(variables)) for x in X])
     # 37 tokens of about 1e-15 each, which the norms amplify.
     np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("delta_product", "rwkv7", "latent_queries") else pytest.mark.slow)
-        for name in CASES
-    ],
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("gla", "latent_queries"))) for n in CASES]
 )
 def test_layer_gradient_equals_differences_of_its_paper_in_float64(float64, name):
     module, paper = CASES[name]

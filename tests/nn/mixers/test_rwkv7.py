@@ -20,33 +20,35 @@ def test_rwkv7_mixes_its_values_with_the_first_ones_and_returns_them(float64):
     module = RWKV7(2, value_residual=True)
     variables = parameters(module, X)
     p = by_path(variables)
-    for first in (None, FIRST):
-        out, values = jax.jit(module.apply)(variables, X, first_values=first)
-        rows = zip(X, [None] * 2 if first is None else first)
-        expected = np.stack([papers.rwkv7(x, p, first=row) for x, row in rows])
+
+    @jax.jit
+    def run(variables):
+        calls = ({}, {"first_values": FIRST}, {"first_values": FIRST, "cache": module.empty_cache(2, 8)})
+        return [module.apply(variables, X, **options) for options in calls]
+
+    *results, (_, cache, after) = run(variables)
+    for (out, values), first in zip(results, ([None] * 2, FIRST)):
+        expected = np.stack([papers.rwkv7(x, p, first=row) for x, row in zip(X, first)])
         np.testing.assert_allclose(out, expected, rtol=1e-10, atol=1e-12)
         assert values.shape == FIRST.shape
-    *_, cache, after = module.apply(variables, X, first_values=FIRST, cache=module.empty_cache(2, 8))
     np.testing.assert_array_equal(cache.conv[:, 0], np.float32(X[:, -1]))
     np.testing.assert_allclose(after, values, rtol=1e-10)
 
 
 def test_gpt_hands_the_values_of_its_first_layer_to_the_others():
-    model = GPT(11, 3, 2, 8, 12, positions="auto", mixer="rwkv7")
+    model = GPT(11, 3, 2, 8, 12, positions="auto", mixer="rwkv7", mlp_ratio=0)
     tokens = np.arange(12).reshape(1, 12) % 11
-    params = parameters(model, tokens)
+    apply, variables = jax.jit(model.apply), parameters(model, tokens)
 
-    def slopes(layer):
-        def loss(kernel):
-            block = params["params"][f"block_{layer}"]
-            attention = block["attention"] | {"v_down": {"kernel": kernel}}
-            changed = params["params"] | {f"block_{layer}": block | {"attention": attention}}
-            return model.apply({"params": changed}, tokens, targets=tokens).sum()
+    def change(layer):
+        """Of the logits, where a layer takes another share of the first values."""
+        attention = variables["params"][f"block_{layer}"]["attention"]
+        changed = {"v_down": jax.tree.map(lambda x: -x, attention["v_down"])}
+        block = variables["params"][f"block_{layer}"] | {"attention": attention | changed}
+        params = variables["params"] | {f"block_{layer}": block}
+        return np.abs(apply({"params": params}, tokens) - apply(variables, tokens)).max()
 
-        return np.abs(jax.jit(jax.grad(loss))(params["params"][f"block_{layer}"]["attention"]["v_down"]["kernel"]))
-
-    # The share of the first values has an effect in all layers but the first.
-    assert slopes(0).max() == 0 and slopes(1).max() > 1e-4 and slopes(2).max() > 1e-4
+    assert change(0) == 0 and change(1) > 1e-4 and change(2) > 1e-4
 
 
 def test_first_values_of_a_layer_without_a_value_residual_raise_one_line():
@@ -55,7 +57,7 @@ def test_first_values_of_a_layer_without_a_value_residual_raise_one_line():
             jax.eval_shape(functools.partial(module.init, first_values=FIRST), jax.random.key(0), X)
 
 
-@pytest.mark.parametrize("layer, layers", [(0, 1), (0, 4), (3, 4)])
+@pytest.mark.parametrize("layer, layers", [(0, 1), (3, 4)])
 def test_vectors_of_rwkv7_start_as_in_the_code_of_its_authors(layer, layers):
     module = RWKV7(2, value_residual=True, layers=layers)
     params = by_path(jax.jit(module.init)(jax.random.key(0), jnp.zeros((1, 2, 16)), layer=layer))

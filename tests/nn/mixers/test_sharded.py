@@ -4,10 +4,9 @@ import functools
 
 import pytest
 
-from attnlab.nn.kinds import MIXERS
 from tests.training.test_parallel import LAYOUTS, distance, experiment, gradient
 
-FAST = ("mamba2", "gru", "conv")
+SLOW = ("gated_delta", "delta_product", "rwkv7", "hgrn2", "gru", "conv", "differential", "latent", "stick_breaking")
 
 
 @functools.cache
@@ -16,11 +15,11 @@ def on_one_device(mixer):
 
 
 # tests/training/test_parallel.py has the layouts "pmap", "context" and "fsdp and tensor".
-CASES = [("mamba2", "tensor"), ("forget", "tensor"), *((mixer, "fsdp and context") for mixer in MIXERS[1:])]
+CASES = [("mamba2", "tensor"), ("forget", "tensor"), *((mixer, "fsdp and context") for mixer in SLOW)]
 
 
 @pytest.mark.parametrize(
-    "mixer, layout", [pytest.param(*case, marks=() if case[0] in FAST else pytest.mark.slow) for case in CASES]
+    "mixer, layout", [("mamba2", "fsdp and context"), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)]
 )
 def test_mixer_on_a_mesh_has_the_gradient_of_one_device(mixer, layout):
     # Float32 sums in another order, through two norms: some tens of units of 6e-8.
