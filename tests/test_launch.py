@@ -20,7 +20,7 @@ import pytest
 
 from attnlab import train
 from attnlab.training import metrics
-from tests.test_train import records
+from tests.runs import records
 
 REPOSITORY = Path(__file__).parents[1]
 LAUNCH = REPOSITORY / "launch"

@@ -20,7 +20,7 @@ from attnlab.data import published, tokenizers
 from attnlab.interop.huggingface import from_hf, save_hf
 from attnlab.nn import GPT
 from tests.parameters import parameters
-from tests.test_train import records, wait_for
+from tests.runs import records, wait_for
 from tests.texts import TEXT
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
