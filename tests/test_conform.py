@@ -1,11 +1,14 @@
 """The command that holds a function to the specification."""
 
 import json
+import sys
 
 import pytest
 
 from attnlab import conform
 from attnlab.support import paths
+from attnlab.support.errors import UserError
+from attnlab.testing import worker
 
 MODULE = """
 import os, attnlab
@@ -104,15 +107,9 @@ def test_recurrence_is_checked_by_its_features(here, capsys):
     "words, message",
     [
         (["quits:f"], "ended with 0"),
-        (
-            ["mine:right", "--adapter=mine:adapts_to_a_list", "--features=plain"],
-            "the adapter returned a list, expected",
-        ),
         (["mine:recurrence", "--features=causal"], "mine:recurrence refused all features, so nothing was compared"),
         (["mine:right", "--features=decay"], "features of a linear recurrence need --recurrence"),
         (["mine:right", "--out=mine.py/sub"], "--out=mine.py/sub cannot be written (Not a directory)"),
-        (["mine:absent"], "mine has no absent: expected the function as module:name"),
-        (["nowhere:f"], "nowhere cannot be imported"),
         (["mine:right", "causal"], "(mine:right, causal): expected one, and options as --name=value"),
         (["mine:right", "--features=flash"], "--features: 'flash' is unknown: use some of plain"),
     ],
@@ -121,3 +118,22 @@ def test_mistakes_of_a_user_are_one_line(here, words, message, capsys):
     assert run(*words) == 2
     error = capsys.readouterr().err.strip()
     assert message in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "function, adapter, message",
+    [
+        ("mine:right", "mine:adapts_to_a_list", "the adapter returned a list, expected"),
+        ("mine:absent", None, "mine has no absent: expected the function as module:name"),
+        ("nowhere:f", None, "nowhere cannot be imported"),
+        ("mine", None, "mine: expected the function as module:name"),
+    ],
+)
+def test_worker_names_what_is_wrong_with_a_function(here, monkeypatch, function, adapter, message):
+    monkeypatch.syspath_prepend(here)
+    monkeypatch.setattr(worker, "_say", lambda **_: None)
+    monkeypatch.setitem(sys.modules, "mine", None)
+    monkeypatch.delitem(sys.modules, "mine")  # imported anew, and forgotten afterwards
+    asked = {"function": function, "adapter": adapter, "features": ["plain"], "gradients": False, "cases": 1}
+    with pytest.raises(UserError, match=message):
+        worker.main(asked | {"recurrence": False})
