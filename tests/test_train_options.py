@@ -250,8 +250,9 @@ def test_run_that_starts_from_another_takes_its_average(muon, tmp_path):
     config = quick(**MUON, init_from=str(muon[0]), optimizer__ema=0.5, checkpoint__history=2)
     with pytest.raises(CrashError):
         train.train(config, tmp_path / "second", on_step=crash_at(1))
-    first, second = attnlab.load(muon[0]).params, attnlab.load(tmp_path / "second", 0).params
-    assert sha256(first) == sha256(second) != records(muon[0])[-1]["params_sha256"]
+    first, second = attnlab.load(muon[0]), attnlab.load(tmp_path / "second", 0)
+    assert sha256(first.params) == sha256(second.params) != records(muon[0])[-1]["params_sha256"]
+    assert first.tokenizer.to_dict() == second.tokenizer.to_dict()
 
 
 def test_average_is_evaluated_and_loaded_while_training_goes_on_without_it(tmp_path, capsys):

@@ -167,23 +167,16 @@ def test_resume_after_source_is_deleted_is_bit_exact(gpt2, text, tmp_path):
 
 
 def test_source_without_tokenizer_requires_naming_one(gpt2, text, tmp_path, capsys):
-    """A run from the run with that tokenizer has it too, and its first loss is near the other's last one."""
     source = shutil.copytree(gpt2, tmp_path / "source")
     (source / "tokenizer.json").unlink()
     assert finetune(source, text, tmp_path / "a") == 2
     assert f"config.init_from = {source} has no tokenizer: put tokenizer.json there" in capsys.readouterr().err
-    fields = {"steps": 10, "optimizer__learning_rate": 1e-2, "data__tokenizer": "byte"}
-    assert finetune(source, text, tmp_path / "a", **fields) == 0
-    assert attnlab.load(source).tokenizer is None
+    assert finetune(source, text, tmp_path / "a", steps=1, data__tokenizer="byte") == 0
+    assert attnlab.load(tmp_path / "a").tokenizer.kind == "byte" and attnlab.load(source).tokenizer is None
     assert sample.main(["sample", f"--workdir={source}"]) == 2
     assert "holds no tokenizer: put tokenizer.json there" in capsys.readouterr().err
-    assert finetune(source, text, tmp_path / "a", **fields | {"data__tokenizer": "char"}) == 2  # differs from the run
+    assert finetune(source, text, tmp_path / "a", steps=1, data__tokenizer="char") == 2  # differs from the run
     assert "config.data.tokenizer = 'char', there it was 'byte'" in capsys.readouterr().err
-
-    assert finetune(tmp_path / "a", text, tmp_path / "b", **fields | {"data__tokenizer": "pretrained"}) == 0
-    assert [attnlab.load(tmp_path / name).tokenizer.kind for name in "ab"] == ["byte", "byte"]
-    first, second = (records(tmp_path / name) for name in "ab")
-    assert second[0]["loss"] < first[-1]["loss"] + 0.1 < first[0]["loss"]
 
 
 def test_field_that_the_source_contradicts_is_refused(gpt2, text, tmp_path, capsys):
