@@ -9,7 +9,7 @@ from scipy.special import softmax
 import attnlab
 from attnlab._studies import complexity, scaling
 from attnlab.masks import Causal
-from attnlab.nn import GPT, Head, LearnedPositions, MultiHeadAttention, sinusoidal
+from attnlab.nn import GPT, Head, MultiHeadAttention, sinusoidal
 from tests.golden.test_notebook import X as WORDS
 from tests.parameters import parameters
 
@@ -27,12 +27,8 @@ def applied(module, params, *inputs, **options):
 # ----------------------------------------------------------------------------------------------------------------- 000
 
 
-@pytest.mark.parametrize(
-    "module",
-    [GPT(vocab_size=9, num_layers=1, num_heads=1, width=4, context=5), LearnedPositions(context=5, features=4)],
-    ids=["GPT", "LearnedPositions"],
-)
-def test_000_sequence_beyond_context_raises(module):
+def test_000_sequence_beyond_context_raises():
+    module = GPT(vocab_size=9, num_layers=1, num_heads=1, width=4, context=5)
     with pytest.raises(ValueError, match="sequence of 6 .*5 learned positions"):
         parameters(module, np.zeros((1, 6), np.int32))
 
