@@ -125,14 +125,13 @@ def test_optimized_gpt_and_its_caches_equal_float64(name):
     assert_as_exact([np.concatenate(logits, axis=1)], [in_float64(wide.apply, params, TOKENS)], steps=1000)
 
 
-@pytest.mark.parametrize("chunk", [None, 5])
-def test_optimized_cross_entropy_equals_float64(chunk):
+def test_optimized_cross_entropy_equals_float64():
     rng = np.random.default_rng(0)
     features, embedding = (rng.standard_normal(shape).astype(np.float32) for shape in ((4, 10, 6), (21, 6)))
     targets = rng.integers(0, 21, (4, 10)).astype(np.int32)
 
     def ours(x):
-        return cross_entropy(*x, targets, chunk=chunk).sum()
+        return cross_entropy(*x, targets, chunk=5).sum()
 
     def plain(x):
         return optax.softmax_cross_entropy_with_integer_labels(x[0] @ x[1].T, targets).sum()

@@ -149,15 +149,3 @@ def test_compare_checks_a_mixer_before_any_run(tmp_path, capsys):
     assert "Average: it is not causal: outputs change with later tokens" in capsys.readouterr().err
     assert compare.main([*words, "--check=off"]) == 0
     assert not (tmp_path / "compared").exists()
-
-
-@pytest.mark.slow
-def test_compare_trains_and_measures_parts_of_a_file(trained, tmp_path, capsys):
-    file, *_ = trained
-    words = ["compare", *SMALL, "--variant=softmax:", f"--variant=mine: model.mixer={file}:Average"]
-    words += [f"--variant=near: model.pattern={file}:near", "--seeds=2", "--learning_rates=1e-2"]
-    assert compare.main([*words, f"--workdir={tmp_path}/compared"]) == 0
-    shown = capsys.readouterr().out
-    assert f"{file}:Average: causal, the same in pieces and packed, finite gradients" in shown
-    table = (tmp_path / "compared/table.csv").read_text().splitlines()
-    assert [line.split(",")[0] for line in table[1:]] == ["softmax", "mine", "near"]

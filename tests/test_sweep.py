@@ -157,6 +157,9 @@ def test_groups_have_the_mean_over_seeds_and_its_interval():
     }
     assert [second["group"], last["group"]] == ["weight_decay=0.1,window=None", "weight_decay=0.2,window=None"]
     assert (last["seeds"], last["failed"], last["mean_loss"]) == (3, 0, 2.0)
+    points, rows = grouped("config.optimizer.weight_decay=9,0.1", "config.seed=2,3")
+    unfinished = groups.table(points, rows)[-1]
+    assert [unfinished[name] for name in ("seeds", "mean_loss", "low")] == [0, None, None]
     half = 4.302652729911275 / 3**0.5  # Student's t for two degrees of freedom; the deviation of 1, 2, 3 is 1
     assert last["low"] == pytest.approx(2 - half, abs=1e-9) and last["high"] == pytest.approx(2 + half, abs=1e-9)
     assert sweep.as_text([first, last]).splitlines() == [
@@ -164,11 +167,6 @@ def test_groups_have_the_mean_over_seeds_and_its_interval():
         "         9.0    None      1       2     1.0000        -       -",
         "         0.2    None      3       0     2.0000  -0.4841  4.4841",
     ]
-
-
-def test_group_without_a_finished_run_comes_last():
-    points, rows = grouped("config.optimizer.weight_decay=9,0.1", "config.seed=2,3")
-    assert [(row["seeds"], row["mean_loss"], row["low"]) for row in groups.table(points, rows)][1] == (0, None, None)
 
 
 def test_runs_that_differ_in_more_than_the_seed_are_no_groups():
@@ -269,17 +267,6 @@ def test_table_is_sorted_by_final_loss_and_agrees_with_the_records(finished):
     head, first, *_, last = out.splitlines()[-5:-1]
     assert head.split()[:3] == ["learning", "rate", "seed"] and first.split()[0] == rows[0]["optimizer.learning_rate"]
     assert "failed" in last
-
-
-@pytest.mark.slow
-def test_run_in_a_process_of_its_own_is_that_of_its_own_command(finished, tmp_path, monkeypatch):
-    """Also where a file of the current folder has the name of a module."""
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "tokenizers.py").write_text("raise SystemExit('executed')")
-    monkeypatch.chdir(tmp_path / "here")
-    folder, name = tmp_path / "sweep", "learning_rate=0.001,seed=3"
-    assert swept(folder, "--grid=config.optimizer.learning_rate=1e-3", "--grid=config.seed=3") == 0
-    assert records(folder / name) == records(finished[0] / name)
 
 
 def test_sweep_again_keeps_finished_runs_and_adds_new_ones(finished, capsys):

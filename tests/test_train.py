@@ -338,17 +338,6 @@ def test_unwritable_workdir_is_one_line_unless_finished(undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_starts_in_one_workdir_one_trains(tmp_path):
-    both = [process(tmp_path / "run", "--config.steps=4") for _ in range(2)]
-    outputs = [running.communicate(timeout=120)[0] for running in both]
-    codes = [running.returncode for running in both]
-    assert 0 in codes and set(codes) <= {0, 2}, outputs
-    for code, out in zip(codes, outputs):
-        assert code == 0 or "another command runs there" in out.splitlines()[-1], out
-    assert records(tmp_path / "run")[-1]["split"] == "final"
-
-
-@pytest.mark.slow
 def test_full_disk_is_one_line_and_the_run_resumes_later(undisturbed, tmp_path):
     """A limit of 10 KiB per file simulates the full disk: the optimizer's metadata alone takes more.
 
@@ -369,13 +358,6 @@ def test_full_disk_is_one_line_and_the_run_resumes_later(undisturbed, tmp_path):
 
 
 # --- a run's folder alone is enough to resume, evaluate and extend it
-
-
-def test_workdir_alone_resumes(undisturbed, tmp_path, capsys):
-    workdir = unfinished(tmp_path / "run")
-    assert workdir_alone(workdir) == 0
-    assert "resumed from step 12" in capsys.readouterr().out
-    assert records(workdir) == records(undisturbed)
 
 
 def test_workdir_alone_refuses_other_changes(undisturbed, tmp_path, capsys):

@@ -18,7 +18,7 @@ import attnlab
 from attnlab import train
 from attnlab.data import tokenizers
 from attnlab.support.errors import UserError
-from attnlab.training import metrics, precision
+from attnlab.training import precision
 from attnlab.training.checkpoints import Checkpoints, sha256
 from attnlab.training.experiment import Experiment
 from tests.runs import (
@@ -136,15 +136,6 @@ def test_run_resumes_with_its_own_tokenizer_when_its_text_moved(unfinished_own_t
 
 
 # --- models
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [["data.tokenizer=wordpiece", "model.positions=learned"]], ids=" ".join)
-def test_options_train_and_sample(tmp_path, options, capsys):
-    assert run(tmp_path / "run", "--config.sample.every=8", *(f"--config.{option}" for option in options)) == 0
-    assert re.findall(r"--- sample at step (\d+):", capsys.readouterr().out) == ["8", "12"]
-    found = metrics.read(tmp_path / "run" / "metrics.jsonl")
-    assert found[-1]["split"] == "final" and np.isfinite([r["loss"] for r in found]).all()
 
 
 @pytest.mark.slow

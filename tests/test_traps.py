@@ -95,15 +95,8 @@ def test_002_flops_include_projections():
 
 
 def test_002_flops_count_scan_body_per_iteration():
-    rows = [row for row in _gru_rows(8) if row["n"] in (4, 16)]
-    assert rows[1]["flops"] == 4 * rows[0]["flops"]
-
-
-def _gru_rows(d):
-    step = complexity.count_flops(complexity.gru_step(d))
-    for n in (4, 16):
-        trips = complexity.count_trips(complexity.compiled_for(*complexity.layer_call(complexity.GRU(), n, d)))
-        yield {"n": n, "flops": trips * step}
+    compiled = complexity.compiled_for(*complexity.layer_call(complexity.GRU(), 16, 8))
+    assert complexity.count_trips(compiled) == 16  # XLA counts one of them
 
 
 def test_002_jacobian_norm_rises_then_falls():

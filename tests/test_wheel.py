@@ -135,17 +135,8 @@ def test_wheel_installs_and_runs_in_a_fresh_environment(tmp_path):
     project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
     environment = Environment(tmp_path, project["dependencies"])
     for built in (source, source / "tests" / "downstream"):
-        build = [
-            "wheel",
-            "--quiet",
-            "--no-deps",
-            "--no-index",
-            "--no-build-isolation",
-            "-w",
-            tmp_path / "wheels",
-            built,
-        ]
-        subprocess.run([sys.executable, "-m", "pip", *build], check=True)
+        build = ["wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "-w", tmp_path / "wheels"]
+        subprocess.run([sys.executable, "-m", "pip", *build, built], check=True)
     (wheel,) = (tmp_path / "wheels").glob("attnlab-*.whl")
     metadata_file = f"attnlab-{attnlab.__version__}.dist-info/METADATA"
     with zipfile.ZipFile(wheel) as archive:
