@@ -277,16 +277,6 @@ def test_damaged_checkpoint_is_set_aside_and_previous_resumed(undisturbed, tmp_p
     assert (workdir / "checkpoints" / "12.damaged").exists()
 
 
-def test_all_checkpoints_damaged_is_an_error_and_nothing_changes(tmp_path, capsys):
-    workdir = unfinished(tmp_path / "run")
-    for manifest in workdir.rglob("manifest.json"):
-        manifest.unlink()
-    before = contents(workdir)
-    assert run(workdir) == 2
-    assert re.search("error: every checkpoint in .* is damaged", capsys.readouterr().err)
-    assert contents(workdir) == before
-
-
 def test_changed_metrics_are_refused_and_missing_ones_reported(undisturbed, tmp_path, capsys):
     workdir = unfinished(tmp_path / "run")
     log = workdir / "metrics.jsonl"
