@@ -1,11 +1,14 @@
 """The command that holds a function to the specification."""
 
 import json
+import sys
 
 import pytest
 
 from attnlab import conform
 from attnlab.support import paths
+from attnlab.support.errors import UserError
+from attnlab.testing import worker
 
 MODULE = """
 import os, attnlab
@@ -15,16 +18,15 @@ def right(**call):
     print("a function may print")
     return attnlab.attention(**call)
 
-def ignores(q, k, v, mask=None, bias=None):
-    return attnlab.attention(q, k, v)
-
-def crashes(q, k, v, mask=None):
+def crashes(q, k, v, mask=None, bias=None):
     if mask is not None:
         os.abort()
+    if bias is not None:
+        raise SystemExit  # with 0
     return attnlab.attention(q, k, v)
 
 def adapt(call):
-    return as_attnlab(call.replace(mask=None))
+    return as_attnlab(call.replace(mask=None, bias=None))
 
 def returns_a_list(q, k, v):
     return [q]
@@ -34,9 +36,6 @@ def adapts_to_a_list(call):
 
 def recurrence(q, k, v, g=None):
     return attnlab.linear_recurrence(q, k, v, g)
-
-def leaves(q, k, v):
-    raise SystemExit
 
 """
 
@@ -54,7 +53,7 @@ def run(*words):
 
 
 def test_right_function_ends_with_0_and_writes_json_and_page(here, capsys):
-    assert run("mine:right", "--features=causal,masked rows", "--cases=2", "--out=found") == 0
+    assert run("mine:right", "--features=causal,masked rows", "--cases=2", "--nogradients", "--out=found") == 0
     found = json.loads((here / "found" / "conformance.json").read_text())
     assert [(row["feature"], row["outcome"]) for row in found["rows"]] == [
         ("causal", "right"),
@@ -64,11 +63,11 @@ def test_right_function_ends_with_0_and_writes_json_and_page(here, capsys):
     page = (here / "found" / "conformance.html").read_text()
     assert "mine:right" in page and "masked rows" in page and "<script>" in page
     assert "causal       right" in capsys.readouterr().out
-    assert run("mine:right", "--features=causal", "--cases=1", "--out=found") == 0  # its own files
 
 
-def test_folder_that_another_check_writes_is_refused(here, capsys):
+def test_folder_with_other_files_or_in_use_is_refused(here, capsys):
     (here / "found").mkdir()
+    (here / "found" / "conformance.json").touch()  # of an earlier check
     with paths.claim(here / "found", "--out", lambda names: ""):
         assert run("mine:right", "--features=causal", "--cases=1", "--out=found") == 2
     assert "--out=found: another command runs there" in capsys.readouterr().err
@@ -77,31 +76,27 @@ def test_folder_that_another_check_writes_is_refused(here, capsys):
     assert "--out=found holds mine.txt, and not an earlier check alone" in capsys.readouterr().err
 
 
-def test_ignored_mask_ends_with_1_and_shows_the_call(here, capsys):
-    assert run("mine:ignores", "--features=window,bias", "--cases=2", "--nogradients", "--out=found") == 1
+def test_mask_that_an_adapter_ignores_ends_with_1_and_shows_the_call(here, capsys):
+    options = ["--adapter=mine:adapt", "--features=window,bias", "--cases=2", "--nogradients", "--out=found"]
+    assert run("attnlab:attention", *options) == 1
     out = capsys.readouterr().out
     assert "ignored" in out and "call = AttentionCall(" in out and "masks.SlidingWindow(left=" in out
     assert json.loads((here / "found" / "conformance.json").read_text())["rows"][1]["outcome"] == "ignored"
 
 
 def test_function_that_ends_its_process_is_reported_and_checked_on(here, capsys):
-    assert run("mine:crashes", "--features=plain,causal,window,bias", "--cases=4") == 1
+    assert run("mine:crashes", "--features=plain,causal,bias,sinks", "--cases=4", "--nogradients") == 1
     lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[:4]]
-    assert lines == [["plain", "right"], ["causal", "wrong"], ["window", "wrong"], ["bias", "refused"]]
+    assert lines == [["plain", "right"], ["causal", "wrong"], ["bias", "wrong"], ["sinks", "refused"]]
 
 
-def test_adapter_of_a_user_is_called(here):
-    assert run("attnlab:attention", "--adapter=mine:adapt", "--features=causal", "--cases=1") == 1
-
-
-def test_function_that_leaves_with_0_or_returns_a_list_is_wrong(here, capsys):
-    assert run("mine:leaves", "--features=plain", "--cases=1") == 1
+def test_function_that_returns_a_list_is_wrong(here, capsys):
     assert run("mine.py:returns_a_list", "--features=plain", "--cases=1") == 1
     assert "it returned a list, expected an array, the output, or (output, lse)" in capsys.readouterr().out
 
 
 def test_recurrence_is_checked_by_its_features(here, capsys):
-    assert run("mine:recurrence", "--recurrence", "--features=decay,beta", "--cases=2") == 0
+    assert run("mine:recurrence", "--recurrence", "--features=decay,beta", "--cases=2", "--nogradients") == 0
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[:2]] == [
         ["decay", "right"],
         ["beta", "refused"],
@@ -112,17 +107,10 @@ def test_recurrence_is_checked_by_its_features(here, capsys):
     "words, message",
     [
         (["quits:f"], "ended with 0"),
-        (
-            ["mine:right", "--adapter=mine:adapts_to_a_list", "--features=plain"],
-            "the adapter returned a list, expected",
-        ),
         (["mine:recurrence", "--features=causal"], "mine:recurrence refused all features, so nothing was compared"),
         (["mine:right", "--features=decay"], "features of a linear recurrence need --recurrence"),
         (["mine:right", "--out=mine.py/sub"], "--out=mine.py/sub cannot be written (Not a directory)"),
-        (["mine:absent"], "mine has no absent: expected the function as module:name"),
-        (["nowhere:f"], "nowhere cannot be imported"),
         (["mine:right", "causal"], "(mine:right, causal): expected one, and options as --name=value"),
-        (["mine"], "mine: expected the function as module:name"),
         (["mine:right", "--features=flash"], "--features: 'flash' is unknown: use some of plain"),
     ],
 )
@@ -130,3 +118,22 @@ def test_mistakes_of_a_user_are_one_line(here, words, message, capsys):
     assert run(*words) == 2
     error = capsys.readouterr().err.strip()
     assert message in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "function, adapter, message",
+    [
+        ("mine:right", "mine:adapts_to_a_list", "the adapter returned a list, expected"),
+        ("mine:absent", None, "mine has no absent: expected the function as module:name"),
+        ("nowhere:f", None, "nowhere cannot be imported"),
+        ("mine", None, "mine: expected the function as module:name"),
+    ],
+)
+def test_worker_names_what_is_wrong_with_a_function(here, monkeypatch, function, adapter, message):
+    monkeypatch.syspath_prepend(here)
+    monkeypatch.setattr(worker, "_say", lambda **_: None)
+    monkeypatch.setitem(sys.modules, "mine", None)
+    monkeypatch.delitem(sys.modules, "mine")  # imported anew, and forgotten afterwards
+    asked = {"function": function, "adapter": adapter, "features": ["plain"], "gradients": False, "cases": 1}
+    with pytest.raises(UserError, match=message):
+        worker.main(asked | {"recurrence": False})

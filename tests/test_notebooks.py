@@ -17,16 +17,12 @@ def code(lesson):
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.stem)
-def test_notebook_has_outputs_and_no_errors(lesson):
+def test_lesson_has_outputs_and_draws_only_with_shared_plots(lesson):
+    """The shared plots require a title and axis labels."""
     notebook = nbformat.read(lesson, as_version=4)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert all(output["output_type"] != "error" for output in outputs)
-
-
-@pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.stem)
-def test_lesson_draws_only_with_shared_plots(lesson):
-    """The shared plots require a title and axis labels."""
     assert "matplotlib" not in code(lesson) and "plots." in code(lesson)
 
 

@@ -16,7 +16,6 @@ from attnlab.nn import (
     AdditiveAttention,
     Block,
     CausalConv,
-    Head,
     LayerNorm,
     LinearAttention,
     Mlp,
@@ -36,7 +35,6 @@ pytestmark = pytest.mark.slow
 X = np.random.default_rng(0).standard_normal((2, 13, 16)).astype(np.float32)
 TOKENS = np.random.default_rng(0).integers(0, 11, (2, 13), dtype=np.int32)
 MODULES = {
-    "head": Head(8, mask=Causal()),
     "heads": StackedHeads(2, 8, mask=SlidingWindow(3)),
     "multi-head": MultiHeadAttention(4, kv_heads=2, mask=Causal(), rotary=100.0, qk_norm=True, sinks=True),
     "blockwise": MultiHeadAttention(4, mask=Causal(), impl="blockwise"),
@@ -44,13 +42,9 @@ MODULES = {
     "linear": LinearAttention(4),
     "gru": GRU(),
     "convolution": CausalConv(3),
-    "layer norm": LayerNorm(),
-    "rms norm": RMSNorm(plus_one=True),
-    "mlp": Mlp(19, "silu", gated=True),
-    "block": Block(MultiHeadAttention(2), Mlp(), norm_first=False),
+    "block": Block(MultiHeadAttention(2), Mlp(19, "silu", gated=True), norm_first=False),
 }
 MODELS = {
-    "learned": {},
     "llama": {"positions": "rotary", "rotary": Rotary(scaling="linear", factor=2.0), "norm": "rms", "mlp": "gated"},
     "local": {"positions": "alibi", "num_layers": 3, "pattern": "local global", "window": 3, "soft_cap": 1.5},
 }
@@ -82,7 +76,7 @@ def with_gradients(apply, params, *inputs):
     return jax.grad(loss, has_aux=True)(params)[::-1]
 
 
-@pytest.mark.parametrize(("impl", "seed"), [*(("blockwise", seed) for seed in range(6)), ("dense", 6), ("dense", 7)])
+@pytest.mark.parametrize(("impl", "seed"), [("blockwise", 0), ("blockwise", 1), ("blockwise", 2), ("dense", 6)])
 def test_optimized_operator_equals_float64(impl, seed):
     case = draw(seed)
     with jax.enable_x64(True):
@@ -131,14 +125,13 @@ def test_optimized_gpt_and_its_caches_equal_float64(name):
     assert_as_exact([np.concatenate(logits, axis=1)], [in_float64(wide.apply, params, TOKENS)], steps=1000)
 
 
-@pytest.mark.parametrize("chunk", [None, 5])
-def test_optimized_cross_entropy_equals_float64(chunk):
+def test_optimized_cross_entropy_equals_float64():
     rng = np.random.default_rng(0)
     features, embedding = (rng.standard_normal(shape).astype(np.float32) for shape in ((4, 10, 6), (21, 6)))
     targets = rng.integers(0, 21, (4, 10)).astype(np.int32)
 
     def ours(x):
-        return cross_entropy(*x, targets, chunk=chunk).sum()
+        return cross_entropy(*x, targets, chunk=5).sum()
 
     def plain(x):
         return optax.softmax_cross_entropy_with_integer_labels(x[0] @ x[1].T, targets).sum()
@@ -161,8 +154,7 @@ def test_reduction_after_batched_products_is_wrong_on_jaxlib_0_10_2_alone():
     np.testing.assert_allclose(right, exact, rtol=4 * 2.0**-24)
 
 
-@pytest.mark.parametrize("width", [3, 4, 8])
-@pytest.mark.parametrize("name", ["norm of a projection", "rms", "layer"])
+@pytest.mark.parametrize(("name", "width"), [("norm of a projection", 3), ("rms", 8), ("layer", 4)])
 def test_norms_of_as_many_rows_equal_float64(name, width):
     """The programs of attnlab that reduce products of a few columns, at the size where the above is wrong."""
     modules = {

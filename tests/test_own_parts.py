@@ -1,10 +1,10 @@
-"""Commands with a part of the user's: trained, killed, resumed, sampled, looked into, compared; never run unasked."""
+"""Commands with a part of the user's: trained, resumed, sampled, looked into, compared; never run unasked."""
 
+import contextlib
+import io
 import json
 import shutil
-import signal
 
-import flax.linen as nn
 import pytest
 
 import attnlab
@@ -15,7 +15,8 @@ from attnlab.score_mods import SoftCap
 from attnlab.see.__main__ import main as see
 from attnlab.support.errors import UserError
 from tests.nn.user_parts import SOURCE
-from tests.test_train import LONG, SMALL, process, quick, records, run, wait_for
+from tests.runs import SMALL, Bigram, quick, run
+from tests.runs import shared_programs as shared_programs  # a fixture of this module too
 
 
 @pytest.fixture(autouse=True)
@@ -32,19 +33,18 @@ def forget():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """(The user's file, the folder of a run with its mixer)."""
+    """(The user's file, the folder of a run with its mixer, the last line that the command printed)."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "mine.py").write_text(SOURCE)
-    assert run(folder / "run", f"--config.model.mixer={folder}/mine.py:Average") == 0
-    return folder / "mine.py", folder / "run"
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        assert run(folder / "run", f"--config.model.mixer={folder}/mine.py:Average") == 0
+    return folder / "mine.py", folder / "run", shown.getvalue().splitlines()[-1]
 
 
-def test_config_remembers_path_and_sha256_and_the_trainer_recommends_a_command_that_works(trained, tmp_path, capsys):
-    file, folder = trained
-    assert run(tmp_path / "run", f"--config.model.mixer={file}:near") == 0
-    shown = capsys.readouterr().out.splitlines()[-1]
-    command = shown.partition("attnlab sample ")[2].split()
-    assert command == [f"--workdir={tmp_path}/run", f"--mixer={file}"]
+def test_config_remembers_the_file_and_the_recommended_command_works(trained):
+    file, folder, last = trained
+    command = last.partition("attnlab sample ")[2].split()
+    assert command == [f"--workdir={folder}", f"--mixer={file}"]
     forget()
     assert sample.main(["sample", *command, "--max_tokens=3", "--temperature=0"]) == 0
     (word,) = json.loads((folder / "config.json").read_text())["code"]
@@ -53,7 +53,7 @@ def test_config_remembers_path_and_sha256_and_the_trainer_recommends_a_command_t
 
 @pytest.mark.parametrize("main", [sample.main, see, train.main], ids=["sample", "see", "train"])
 def test_folder_that_names_code_runs_none_unless_it_is_named_again(trained, tmp_path, capsys, main):
-    file, folder = trained
+    file, folder, _ = trained
     shutil.copytree(folder, tmp_path / "downloaded")
     words = ["command", f"--workdir={tmp_path}/downloaded"]
     assert main(words) == 2
@@ -69,31 +69,15 @@ def test_folder_that_names_code_runs_none_unless_it_is_named_again(trained, tmp_
     assert f"--mixer={moved}" in shown or main is not train.main
 
 
-def test_changed_file_does_not_continue_a_run(tmp_path, capsys):
-    changed = tmp_path / "mine.py"
-    changed.write_text(SOURCE)
-    options = (f"--config.model.mixer={changed}:Average",)
-    assert run(tmp_path / "run", *options) == 0
-    changed.write_text(SOURCE.replace("-0.5", "-0.6"))
-    forget()
-    assert run(tmp_path / "run", *options, "--config.steps=14") == 2
-    assert f"{changed} has changed since {tmp_path}/run began" in capsys.readouterr().err
-    changed.write_text(SOURCE)
-    forget()
-    assert run(tmp_path / "run", *options, "--config.steps=14") == 0
-
-
-@pytest.mark.slow
-def test_killed_run_of_a_hybrid_of_the_user_resumes_bit_for_bit(trained, tmp_path):
-    options = [*LONG, f"--config.model.pattern={trained[0]}:Average attention"]
-    for workdir, killed in ((tmp_path / "whole", False), (tmp_path / "run", True), (tmp_path / "run", False)):
-        with process(workdir, *options) as running:
-            if killed:
-                wait_for(running, "^step 18/")
-                running.send_signal(signal.SIGKILL)
-            out, _ = running.communicate(timeout=300)
-            assert killed or running.returncode == 0, out
-    assert records(tmp_path / "run") == records(tmp_path / "whole")
+def test_changed_file_does_not_continue_a_run(trained, tmp_path, capsys):
+    file, workdir = trained[0], shutil.copytree(trained[1], tmp_path / "run")
+    try:
+        file.write_text(SOURCE.replace("-0.5", "-0.6"))
+        forget()
+        assert run(workdir, f"--config.model.mixer={file}:Average", "--config.steps=14") == 2
+    finally:
+        file.write_text(SOURCE)
+    assert f"{file} has changed since {workdir} began" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------- in Python
@@ -117,39 +101,25 @@ def test_train_takes_mixer_mask_and_score_mod(trained, tmp_path, capsys):
         train.train(config, tmp_path / "both", mixer=f"{trained[0]}:Average", score_mod=SoftCap(5.0))
 
 
-class Own(nn.Module):
-    """A model of the user's."""
-
-    width: int = 4
-
-    @nn.compact
-    def __call__(self, tokens, deterministic=True, dropout_key=None):
-        return nn.Dense(256)(nn.Embed(256, self.width)(tokens))
-
-
-def test_own_model_says_its_precision_and_what_works_and_is_known_by_its_fields(tmp_path, capsys):
+def test_own_model_says_its_precision_and_what_works(tmp_path, capsys):
     config = quick(data__tokenizer="byte", precision="auto")
-    assert train.train(config, tmp_path / "run", model=Own()) == 0
+    assert train.train(config, tmp_path / "run", model=Bigram()) == 0
     shown = capsys.readouterr().out
-    assert (
-        "in float32, into" in shown and json.loads((tmp_path / "run/config.json").read_text())["precision"] == "float32"
-    )
+    saved = json.loads((tmp_path / "run/config.json").read_text())
+    assert "in float32, into" in shown and saved["precision"] == "float32"
     assert shown.splitlines()[-1] == f'load it in Python with: attnlab.load("{tmp_path}/run", model=…)'
     config.steps += 2
-    with pytest.raises(UserError, match="holds a run of a Own whose width was 4, and is 5: pass an equal one"):
-        train.train(config, tmp_path / "run", model=Own(5))
-    assert train.train(config, tmp_path / "run", model=Own()) == 0
+    with pytest.raises(UserError, match="holds a run of a Bigram whose vocab_size was 256, and is 300: pass an equal"):
+        train.train(config, tmp_path / "run", model=Bigram(300))
     config.precision = "bfloat16"
-    with pytest.raises(UserError, match="config.precision = 'bfloat16', but Own computes in float32: leave it out"):
-        train.train(config, tmp_path / "other", model=Own())
+    with pytest.raises(UserError, match="config.precision = 'bfloat16', but Bigram computes in float32: leave it out"):
+        train.train(config, tmp_path / "other", model=Bigram())
 
 
-@pytest.mark.parametrize(
-    "part", [{"mask": SlidingWindow(3)}, {"score_mod": SoftCap(2.0)}, {"mixer": "mine.py:near"}], ids=str
-)
-def test_part_of_a_gpt_beside_an_own_model_is_an_error(tmp_path, part):
-    with pytest.raises(UserError, match=f"^{next(iter(part))}= is for the config's GPT, and model= takes its place"):
-        train.train(quick(), tmp_path / "run", model=Own(), **part)
+def test_part_of_a_gpt_beside_an_own_model_is_an_error(tmp_path):
+    for name, part in {"mask": SlidingWindow(3), "score_mod": SoftCap(2.0), "mixer": "mine.py:near"}.items():
+        with pytest.raises(UserError, match=f"^{name}= is for the config's GPT, and model= takes its place"):
+            train.train(quick(), tmp_path / "run", model=Bigram(), **{name: part})
     assert not (tmp_path / "run").exists()
 
 
@@ -166,15 +136,3 @@ def test_compare_checks_a_mixer_before_any_run(tmp_path, capsys):
     assert "Average: it is not causal: outputs change with later tokens" in capsys.readouterr().err
     assert compare.main([*words, "--check=off"]) == 0
     assert not (tmp_path / "compared").exists()
-
-
-@pytest.mark.slow
-def test_compare_trains_and_measures_parts_of_a_file(trained, tmp_path, capsys):
-    file, _ = trained
-    words = ["compare", *SMALL, "--variant=softmax:", f"--variant=mine: model.mixer={file}:Average"]
-    words += [f"--variant=near: model.pattern={file}:near", "--seeds=2", "--learning_rates=1e-2"]
-    assert compare.main([*words, f"--workdir={tmp_path}/compared"]) == 0
-    shown = capsys.readouterr().out
-    assert f"{file}:Average: causal, the same in pieces and packed, finite gradients" in shown
-    table = (tmp_path / "compared/table.csv").read_text().splitlines()
-    assert [line.split(",")[0] for line in table[1:]] == ["softmax", "mine", "near"]

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import pytest
@@ -71,7 +72,8 @@ def training_only(step, *arguments, real=plans._compiled):
 
 def test_split_state_has_smaller_arguments_than_replicated(monkeypatch):
     monkeypatch.setattr(plans, "_compiled", training_only)
-    whole, split = (plans.plan(config(parallel__mesh__fsdp=n), topologies.find("here")) for n in (1, 4))
+    configs = (config(parallel__mesh__fsdp=n, model__num_layers=1) for n in (1, 4))
+    whole, split = (plans.plan(each, topologies.find("here")) for each in configs)
     assert split.training.arguments < whole.training.arguments / 2
     # Two moments of the parameters, and a few counters.
     assert whole.optimizer_bytes == pytest.approx(2 * 4 * whole.parameters, abs=64)
@@ -79,7 +81,7 @@ def test_split_state_has_smaller_arguments_than_replicated(monkeypatch):
     assert split.mesh["fsdp"] == 4 and "all-gather" in split.training.collectives
 
 
-@pytest.mark.parametrize("mib, code, verdict", [(1.5, 0, "yes"), (1.1, 1, "no"), (0.9, 1, "no")])
+@pytest.mark.parametrize("mib, code, verdict", [(1.5, 0, "yes"), (1.1, 1, "no")])
 def test_run_that_does_not_fit_beside_its_optimizer_exits_with_1(capsys, monkeypatch, mib, code, verdict):
     here = topologies.find("here")
     monkeypatch.setattr(topologies, "find", lambda name: here._replace(usable_gib=mib / 1024))
@@ -88,29 +90,20 @@ def test_run_that_does_not_fit_beside_its_optimizer_exits_with_1(capsys, monkeyp
     assert (found, re.search(r"^fits +(\w+)$", out, re.M)[1]) == (code, verdict)
 
 
-def test_refused_program_still_has_a_table(monkeypatch):
-    def refuse(self):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory: Used 17.5G of 15.75G hbm.")
+def failing(monkeypatch, message):
+    """Makes compiling fail."""
+    monkeypatch.setattr(jax.stages.Lowered, "compile", mock.Mock(side_effect=jax.errors.JaxRuntimeError(message)))
 
-    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
-    planned = plans.plan(config(), topologies.find("here"))
+
+def test_refused_program_still_has_a_table_and_another_failure_is_one_line(monkeypatch):
+    small = config(model__num_layers=1)
+    failing(monkeypatch, "RESOURCE_EXHAUSTED: Ran out of memory: Used 17.5G of 15.75G hbm.")
+    planned = plans.plan(small, topologies.find("here"))
     assert planned.fits is False and planned.as_dict()["training"]["peak_gib"] == 17.5
     assert "note: the training step is refused: Ran out of memory: Used 17.5G of 15.75G hbm." in plan.table(planned)
-
-
-def test_other_failure_of_a_compiler_is_one_line(monkeypatch):
-    def fail(self):
-        raise jax.errors.JaxRuntimeError("\nINTERNAL: Mosaic failed.\nmore")
-
-    monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
+    failing(monkeypatch, "\nINTERNAL: Mosaic failed.\nmore")
     with pytest.raises(UserError, match=r"^the training step does not compile for here: INTERNAL: Mosaic failed\.$"):
-        plans.plan(config(), topologies.find("here"))
-
-
-@pytest.mark.slow
-def test_pmap_here_is_compiled():
-    planned = plans.plan(config(parallel__strategy="pmap"), topologies.find("here"))
-    assert planned.config.parallel.strategy == "pmap" and "all-reduce" in planned.training.collectives
+        plans.plan(small, topologies.find("here"))
 
 
 def test_pmap_is_planned_as_it_is_here_and_as_a_mesh_elsewhere(monkeypatch):
@@ -207,24 +200,15 @@ BIG = {"model__context": 256, "model__width": 128, "precision": "bfloat16"}
 
 
 @pytest.mark.hardware
-@pytest.mark.parametrize("topology, devices", [("v5e:2x2", 4), ("tpu7x", 2)])
-def test_plan_for_tpus_uses_splash_attention(tmp_path, topology, devices):
+def test_plan_for_tpus_uses_splash_attention_in_each_run_of_the_loop(tmp_path):
     requires("libtpu")
-    planned, out = elsewhere(topology, tmp_path / "plan.json", **BIG)
-    assert planned["fits"] is True and planned["devices"] == devices
-    assert f"on {topology}: compiled for, never run on {devices} device" in out
+    planned, out = elsewhere("v5e:2x2", tmp_path / "plan.json", **BIG, model__num_layers=5, model__scan=True)
+    assert planned["fits"] is True and planned["devices"] == 4
+    assert "on v5e:2x2: compiled for, never run on 4 device" in out
     assert set(planned["attention"].values()) == {"splash"}
-    assert {"splash_mha_fwd_residuals": 2}.items() <= planned["kernels"].items()
+    assert planned["unknown_loops"] == 0 and planned["kernels"]["splash_mha_fwd_residuals"] == 5
     # The gradients are bfloat16 or float32.
     assert planned["collectives"]["all-reduce"][1] >= 2 * planned["parameters"]
-
-
-@pytest.mark.hardware
-def test_stacked_layers_on_tpus_count_as_often_as_their_loop_runs(tmp_path):
-    requires("libtpu")
-    planned, _ = elsewhere("v5e", tmp_path / "plan.json", **BIG, model__num_layers=5, model__scan=True)
-    assert planned["unknown_loops"] == 0
-    assert planned["kernels"]["splash_mha_fwd_residuals"] == 5
 
 
 @pytest.mark.hardware

@@ -79,13 +79,6 @@ def test_plot_of_runs_has_one_label_for_each_run(two):
     assert len(axes.lines) == 3 and axes.lines[0].get_color() == axes.lines[1].get_color()
 
 
-def test_plot_of_many_runs_gives_each_its_own_colour(tmp_path):
-    for number in range(12):
-        write(tmp_path / f"run{number}", {"step": 1, "split": "val", "loss": 1.0 + number})
-    lines = plots.runs(tmp_path / "*").axes[0].lines
-    assert len({tuple(line.get_color()) for line in lines}) == 12
-
-
 def test_plot_of_groups_has_a_colour_and_a_mean_for_each(tmp_path):
     for name, losses in {"a0": [3.0, 2.0], "a1": [5.0, 4.0, 1.0], "b0": [1.0]}.items():
         records = [{"step": step, "split": "val", "loss": loss} for step, loss in enumerate(losses)]
@@ -98,7 +91,7 @@ def test_plot_of_groups_has_a_colour_and_a_mean_for_each(tmp_path):
     assert first.get_color() == second.get_color() == mean.get_color() != alone.get_color()
 
 
-@pytest.mark.parametrize(("count", "length"), [(2, 4), (12, 60), (30, 120)])
+@pytest.mark.parametrize(("count", "length"), [(2, 4), (30, 120)])
 def test_plot_of_runs_has_its_legend_beside_the_data(tmp_path, count, length):
     names = {f"run{number}": f"field={number}," + "x=1," * (length // 4) for number in range(count)}
     for name in names:

@@ -19,23 +19,12 @@ import attnlab
 from attnlab import sweep, train
 from attnlab.support import workers
 from attnlab.sweeping import grid, groups, training_runs
-from tests.test_train import REPOSITORY, contents, records
+from tests.runs import FIELDS, REPOSITORY, contents, flags, records
+from tests.runs import shared_programs as shared_programs  # a fixture of this module too
 
-QUICK = [
-    "--config.precision=float32",
-    "--config.batch_size=8",
-    "--config.model.num_layers=1",
-    "--config.model.num_heads=2",
-    "--config.model.width=16",
-    "--config.model.context=16",
-    "--config.eval.windows=8",
-    "--config.log.tensorboard=False",
-    "--config.log.peak_tflops=1",
-    "--config.sample.every=0",
-    "--config.sample.length=2",
-    "--config.parallel.mesh.data=1",
-]
-SHORT = ["--config.steps=12", "--config.eval.every=5", "--config.checkpoint.every=4", "--config.log.every=2"]
+SHORT = {"steps": 12, "eval.every": 5, "checkpoint.every": 4, "log.every": 2}
+QUICK = flags({name: value for name, value in FIELDS.items() if name not in (*SHORT, "model.dropout")})
+SHORT = flags(SHORT)
 LONG = ["--config.steps=3000", "--config.eval.every=1000", "--config.checkpoint.every=1000", "--config.log.every=100"]
 CONFIG = f"--config={REPOSITORY}/configs/quickstart.py"
 
@@ -119,14 +108,10 @@ def test_dry_run_lists_the_commands_and_writes_nothing(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("given", "values"),
     [
-        (["config.steps=5,6 config.seed=0,1"], [(5, 0), (6, 1)]),
         (["config.steps=5, 6 config.seed=0, 1"], [(5, 0), (6, 1)]),
         (["config.steps=5,6 config.seed=0,1", "config.batch_size=3,4"], [(5, 0, 3), (5, 0, 4), (6, 1, 3), (6, 1, 4)]),
         (['config.data.mixture="quijote=3, notes=1"'], [("quijote=3, notes=1",)]),
-        (
-            ['config.data.mixture="a=3, seed=1 config.seed=2",b=1 seed=1,2'],
-            [("a=3, seed=1 config.seed=2", 1), ("b=1", 2)],
-        ),
+        (['config.data.mixture="a=3 config.seed=2",b=1 seed=1,2'], [("a=3 config.seed=2", 1), ("b=1", 2)]),
         (
             ["config.model.scan=None,True", "config.model.soft_cap=20,None"],
             [(None, 20), (None, None), (1, 20), (1, None)],
@@ -172,6 +157,9 @@ def test_groups_have_the_mean_over_seeds_and_its_interval():
     }
     assert [second["group"], last["group"]] == ["weight_decay=0.1,window=None", "weight_decay=0.2,window=None"]
     assert (last["seeds"], last["failed"], last["mean_loss"]) == (3, 0, 2.0)
+    points, rows = grouped("config.optimizer.weight_decay=9,0.1", "config.seed=2,3")
+    unfinished = groups.table(points, rows)[-1]
+    assert [unfinished[name] for name in ("seeds", "mean_loss", "low")] == [0, None, None]
     half = 4.302652729911275 / 3**0.5  # Student's t for two degrees of freedom; the deviation of 1, 2, 3 is 1
     assert last["low"] == pytest.approx(2 - half, abs=1e-9) and last["high"] == pytest.approx(2 + half, abs=1e-9)
     assert sweep.as_text([first, last]).splitlines() == [
@@ -181,23 +169,10 @@ def test_groups_have_the_mean_over_seeds_and_its_interval():
     ]
 
 
-def test_group_without_a_finished_run_comes_last():
-    points, rows = grouped("config.optimizer.weight_decay=9,0.1", "config.seed=2,3")
-    assert [(row["seeds"], row["mean_loss"], row["low"]) for row in groups.table(points, rows)][1] == (0, None, None)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        ["config.seed=0,1"],
-        ["config.steps=5,6"],
-        ["config.steps=5,6", "config.seed=3"],
-        ["config.steps=5,6 config.seed=0,1"],
-    ],
-)
-def test_runs_that_differ_in_more_than_the_seed_are_no_groups(given):
-    points, rows = grouped(*given)
-    assert groups.of(points) == {} and groups.table(points, rows) == []
+def test_runs_that_differ_in_more_than_the_seed_are_no_groups():
+    for given in (["config.seed=0,1"], ["config.steps=5,6", "config.seed=3"], ["config.steps=5,6 config.seed=0,1"]):
+        points, rows = grouped(*given)
+        assert groups.of(points) == {} and groups.table(points, rows) == []
 
 
 def test_sweep_over_seeds_writes_groups_beside_the_runs(tmp_path, capsys, monkeypatch):
@@ -294,16 +269,6 @@ def test_table_is_sorted_by_final_loss_and_agrees_with_the_records(finished):
     assert "failed" in last
 
 
-def test_run_in_a_process_of_its_own_is_that_of_its_own_command(finished, tmp_path, monkeypatch):
-    """Also where a file of the current folder has the name of a module."""
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "tokenizers.py").write_text("raise SystemExit('executed')")
-    monkeypatch.chdir(tmp_path / "here")
-    folder, name = tmp_path / "sweep", "learning_rate=0.001,seed=3"
-    assert swept(folder, "--grid=config.optimizer.learning_rate=1e-3", "--grid=config.seed=3") == 0
-    assert records(folder / name) == records(finished[0] / name)
-
-
 def test_sweep_again_keeps_finished_runs_and_adds_new_ones(finished, capsys):
     folder = finished[0]
     kept = {name: contents(folder / f"learning_rate={name},seed=3") for name in ("0.001", "0.01")}
@@ -327,15 +292,14 @@ def is_alive(pid):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_stops_all_runs_saved_and_the_same_command_goes_on(tmp_path, number):
+def test_signal_stops_all_runs_saved_and_the_same_command_goes_on(tmp_path):
     options, folder = ["--grid=config.seed=0,1,2", "--jobs=2"], tmp_path / "sweep"
     running = started(folder, *options)
     wait_until(lambda: all("step 100/" in log(folder, f"seed={seed}") for seed in (0, 1)))
     pids = children(running)
-    running.send_signal(number)
+    running.send_signal(signal.SIGTERM)
     _, err = running.communicate(timeout=60)
-    assert running.returncode == 128 + number and err == "stopped: the same command goes on from there\n"
+    assert running.returncode == 128 + signal.SIGTERM and err == "stopped: the same command goes on from there\n"
     assert len(pids) == 2 and not any(map(is_alive, pids))
     assert all(re.search(r"stopped: step \d+ is saved", log(folder, f"seed={seed}")) for seed in (0, 1))
     assert not (folder / "seed=2").exists() and not (folder / "runs.csv").exists()

@@ -1,28 +1,200 @@
-"""Runs with other optimizers, an average of the parameters, an early end, and a precision that the hardware chooses."""
+"""Runs with other options: texts, models and optimizers of the user's, an average, an early end, a precision."""
 
+import contextlib
+import hashlib
+import io
 import json
+import re
 import shutil
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import attnlab
 from attnlab import train
+from attnlab.data import tokenizers
+from attnlab.support.errors import UserError
 from attnlab.training import precision
 from attnlab.training.checkpoints import Checkpoints, sha256
 from attnlab.training.experiment import Experiment
-from tests.test_train import CrashError, contents, crash_at, digests, quick, records, same_checkpoints, workdir_alone
-from tests.test_train import shared_programs as shared_programs  # a fixture of this module too
+from tests.runs import (
+    Bigram,
+    CrashError,
+    contents,
+    crash_at,
+    digests,
+    quick,
+    records,
+    run,
+    same_checkpoints,
+    workdir_alone,
+)
+from tests.runs import shared_programs as shared_programs  # a fixture of this module too
 
 SLOW = pytest.mark.slow
+BIGRAM = {"model": Bigram()}
+
+
+# --- steps that are not finite
+
+
+class Poisoned(Bigram):
+    """A bigram model whose loss in step 7, and in no other, is NaN."""
+
+    @nn.compact
+    def __call__(self, tokens, deterministic=True, dropout_key=None):
+        logits = Bigram(self.vocab_size)(tokens, deterministic, dropout_key)
+        if deterministic:
+            return logits
+        key_7 = jax.random.fold_in(jax.random.fold_in(jax.random.key(quick().seed), 6), 0)  # of its first sequence
+        same = (jax.random.key_data(dropout_key[0]) == jax.random.key_data(key_7)).all()
+        return logits + jnp.where(same, jnp.nan, 0)
+
+
+def test_nonfinite_step_is_skipped_reported_and_counted(tmp_path, capsys):
+    assert train.train(quick(on_nonfinite="skip", log__every=1), tmp_path / "run", model=Poisoned()) == 0
+    assert "step 7 is skipped: grad_norm is nan (1 skipped in total)" in capsys.readouterr().out
+    found = {r["step"]: r for r in records(tmp_path / "run") if r["split"] == "train"}
+    assert [found[step]["skipped"] for step in (1, 6, 7, 8, 12)] == [0, 0, 1, 1, 1]
+    assert found[7]["grad_norm"] is None and found[7]["param_norm"] == found[6]["param_norm"]
+    assert found[8]["param_norm"] != found[7]["param_norm"] and np.isfinite(found[12]["loss"])
+
+
+def test_nonfinite_step_ends_the_run_at_last_good_checkpoint(tmp_path):
+    for _ in range(2):
+        with pytest.raises(UserError, match="is nan at step 7; the last good checkpoint is step 4 in .*: lower"):
+            train.train(quick(), tmp_path / "run", model=Poisoned())
+        assert Checkpoints(tmp_path / "run" / "checkpoints").newest_intact() == (4, {})
+
+
+def test_nonfinite_parameters_end_the_run_unsaved_despite_skip(tmp_path):
+    """And release its lock."""
+    for _ in range(2):
+        with pytest.raises(UserError, match="param_norm is inf at step 1; no checkpoint was saved yet"):
+            train.train(quick(optimizer__learning_rate=1e20, on_nonfinite="skip"), tmp_path / "run", **BIGRAM)
+        assert not any((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
+
+
+# --- texts and tokenizers
+
+SENTENCE = "lo que escribí yo mismo, otra vez y una vez más… 👩‍👧\n"
+
+
+@pytest.fixture(scope="module")
+def own_text_run(tmp_path_factory):
+    """A finished run of one step on a text file, with byte-level BPE: its workdir, text, options and output."""
+    folder = tmp_path_factory.mktemp("own-text")
+    (folder / "mine.txt").write_text(SENTENCE * 200)
+    options = ["--config.data.tokenizer=bpe", "--config.data.vocab_size=280", "--config.steps=1"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert run(folder / "run", f"--config.data.path={folder}/mine.txt", *options) == 0
+    return folder / "run", folder / "mine.txt", options, printed.getvalue()
+
+
+@pytest.fixture
+def unfinished_own_text_run(own_text_run, tmp_path):
+    """A copy of that run without its final record, and of its text."""
+    workdir, text, options, _ = own_text_run
+    shutil.copytree(workdir, tmp_path / "run")
+    shutil.copy(text, tmp_path / "mine.txt")
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    return tmp_path / "run", tmp_path / "mine.txt", options
+
+
+def test_data_path_alone_selects_that_text(own_text_run):
+    workdir, *_, printed = own_text_run
+    assert re.findall(r"--- sample at step (\d+):", printed) == ["1"]
+    saved = json.loads((workdir / "config.json").read_text())
+    assert saved["data"]["name"] == "text" and saved["corpus"]["characters"] == len(SENTENCE) * 200
+    written = (workdir / "tokenizer.json").read_bytes()
+    assert saved["vocab_size"] == 280 and saved["tokenizer_sha256"] == hashlib.sha256(written).hexdigest()
+
+
+def test_changed_text_is_refused_unless_the_run_is_finished(own_text_run, unfinished_own_text_run, capsys):
+    workdir, path, options = unfinished_own_text_run
+    path.write_text(SENTENCE.replace(",", "!") * 200)
+    assert run(own_text_run[0], f"--config.data.path={path}", *options) == 0
+    assert run(workdir, f"--config.data.path={path}", *options) == 2
+    assert "was trained on a different text" in capsys.readouterr().err
+
+
+def test_run_resumes_with_its_own_tokenizer_when_its_text_moved(unfinished_own_text_run, monkeypatch):
+    workdir, path, options = unfinished_own_text_run
+    saved = json.loads((workdir / "config.json").read_text())
+    monkeypatch.setattr(tokenizers, "make", None)
+    assert run(workdir, f"--config.data.path={path}", *options) == 0
+    resumed = json.loads((workdir / "config.json").read_text())
+    assert resumed | {"data": resumed["data"] | {"path": saved["data"]["path"]}} == saved
+    model, params, tokenizer, _ = attnlab.load(workdir)
+    prompt = tokenizer.encode("otra vez 👩‍👧")
+    assert tokenizer.decode(prompt) == "otra vez 👩‍👧"
+    assert jax.eval_shape(model.apply, params, prompt[None]).shape == (1, len(prompt), 280)
+
+
+# --- models
+
+
+@pytest.mark.slow
+def test_run_whose_pattern_does_not_divide_its_layers_is_loaded(tmp_path):
+    config = quick(steps=2, model__pattern="attention conv", model__num_layers=5, model__scan=True)
+    assert train.train(config, tmp_path / "run") == 0
+    model, params, _, _ = attnlab.load(tmp_path / "run")
+    assert len(params["params"]) > 5 and model.num_layers == 5
+
+
+def test_own_model_optimizer_callback_and_tracker_train_and_resume(tmp_path, capsys):
+    config = quick(data__tokenizer="byte")
+    own = BIGRAM | {"optimizer": optax.adam(1e-2)}
+    seen, tracked, shown = [], [], []
+
+    class Tracker:
+        def __init__(self, workdir, saved):
+            assert workdir.name in ("whole", "run") and saved["corpus"]["name"] == "python_docs"
+
+        def log(self, step, metrics):
+            tracked.append((step, metrics))
+
+        def close(self):
+            tracked.append("closed")
+
+    def on_step(step, metrics):
+        seen.append(step)
+        shown.append(capsys.readouterr().out)
+        assert {"loss", "grad_norm", "param_norm"} == set(metrics)
+        assert all(value.shape == () and value.dtype == jnp.float32 for value in metrics.values())
+
+    assert train.train(config, tmp_path / "whole", on_step=on_step, **own) == 0
+    assert seen == list(range(1, 13)) and "Bigram of 4,352 parameters" in shown[0]
+    said = ("reading python_docs\npreparing its tokens\ninitializing the model\n", "\ncompiling the step\n")
+    assert shown[0].startswith(said[0]) and said[1] in shown[0] and "compiling" not in shown[1]
+    found = records(tmp_path / "whole")
+    assert found[-1]["loss"] < found[0]["loss"] and "learning_rate" not in found[0]
+    with pytest.raises(CrashError):
+        train.train(config, tmp_path / "run", on_step=crash_at(8), tracker=Tracker, **own)
+    assert tracked.pop() == "closed"
+    assert train.train(config, tmp_path / "run", tracker=Tracker, **own) == 0
+    assert records(tmp_path / "run") == found and tracked.pop() == "closed"
+    assert set(range(2, 13, 2)) <= {step for step, _ in tracked}
+    assert all({"train/loss", "val/loss", "final/loss"} & metrics.keys() for _, metrics in tracked)
+
+    with pytest.raises(UserError, match="run with model = Bigram, and model= gives None"):
+        train.train(config, tmp_path / "run")
+    with pytest.raises(UserError, match="run with model = Bigram, and model= gives None"):
+        attnlab.load(tmp_path / "run")
+    model, params, tokenizer, _ = attnlab.load(tmp_path / "run", **BIGRAM)
+    assert sha256(params["params"]) == found[-1]["params_sha256"]
+    assert jax.eval_shape(model.apply, params, tokenizer.encode("The ")[None]).shape == (1, 4, 256)
+
 
 # --- optimizers
 
 MUON = {"optimizer__name": "muon", "optimizer__b2_halflife": 1e4, "optimizer__schedule": "linear"}
 LION = {"optimizer__name": "lion", "optimizer__learning_rate": 1e-3, "optimizer__schedule": "constant"}
-LION |= {"parallel__strategy": "pmap", "parallel__mesh__data": -1}
-SGD = {"optimizer__name": "sgd", "optimizer__learning_rate": 0.1, "model__num_layers": 4}
+LION |= {"parallel__strategy": "pmap", "parallel__mesh__data": -1, "model__num_layers": 4}
 
 
 def whole_and_crashed(folder, **options):
@@ -39,9 +211,7 @@ def muon(tmp_path_factory):
     return whole_and_crashed(tmp_path_factory.mktemp("muon"), **MUON)
 
 
-@pytest.mark.parametrize(
-    "options", ["muon", pytest.param(LION, marks=SLOW), pytest.param(SGD, marks=SLOW)], ids=["muon", "lion", "sgd"]
-)
+@pytest.mark.parametrize("options", ["muon", pytest.param(LION, marks=SLOW)], ids=["muon", "lion"])
 def test_optimizer_trains_and_resumes_bit_for_bit(request, tmp_path, options):
     made = request.getfixturevalue("muon") if options == "muon" else whole_and_crashed(tmp_path, **options)
     whole, run = made[0], shutil.copytree(made[1], tmp_path / "resumed")
@@ -53,63 +223,62 @@ def test_optimizer_trains_and_resumes_bit_for_bit(request, tmp_path, options):
     assert set(digests(run, 12)) == {"params", "opt_state", "average"}
 
 
-@pytest.mark.parametrize("stacked", [pytest.param(False, marks=SLOW), True])
-def test_muon_and_the_average_are_sharded_as_their_parameters(muon, tmp_path, stacked):
+def test_muon_and_the_average_are_sharded_as_their_parameters(muon, tmp_path):
     """A run that is saved on one device goes on over four, which hold shares of all that has the shape of a kernel."""
     shutil.copytree(muon[1], tmp_path / "four")
-    config = quick(**MUON, optimizer__ema=0.5, model__scan=stacked, parallel__mesh__fsdp=4)
+    config = quick(**MUON, optimizer__ema=0.5, model__scan=True, parallel__mesh__fsdp=4)
     assert train.train(config, tmp_path / "four") == 0
     found, expected = records(tmp_path / "four"), records(muon[0])
     np.testing.assert_allclose([r["loss"] for r in found], [r["loss"] for r in expected], rtol=1e-5)  # sums' order
-    state = Experiment(config, vocab_size=95).create_state()
+    state = Experiment(config, vocab_size=95).abstract_state
     leaves = jax.tree_util.tree_leaves_with_path(state)
     kernels = [leaf for path, leaf in leaves if "kernel" in jax.tree_util.keystr(path)]
     assert len(kernels) == 3 * 6  # of parameters, momentum and average
-    assert all(leaf.addressable_data(0).size * 4 == leaf.size for leaf in kernels)
+    assert all(np.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 == leaf.size for leaf in kernels)
 
 
-@pytest.fixture(scope="module")
-def averaged(tmp_path_factory):
-    """A run with an average, and the same without, which its patience does not end."""
-    folder = tmp_path_factory.mktemp("averaged")
-    config = quick(optimizer__ema=0.5, checkpoint__history=13, sample__every=12)
-    assert train.train(config, folder / "run") == 0
-    assert train.train(quick(eval__patience=1), folder / "plain") == 0
-    return folder / "run", folder / "plain", config
+def test_run_that_starts_from_another_takes_its_average(muon, tmp_path):
+    config = quick(**MUON, init_from=str(muon[0]), optimizer__ema=0.5, checkpoint__history=2)
+    with pytest.raises(CrashError):
+        train.train(config, tmp_path / "second", on_step=crash_at(1))
+    first, second = attnlab.load(muon[0]), attnlab.load(tmp_path / "second", 0)
+    assert sha256(first.params) == sha256(second.params) != records(muon[0])[-1]["params_sha256"]
+    assert first.tokenizer.to_dict() == second.tokenizer.to_dict()
 
 
-def test_average_is_evaluated_loaded_and_sampled_from_while_training_goes_on_without_it(averaged, capsys):
-    run, plain, config = averaged
-    found, without = records(run), records(plain)
+def test_average_is_evaluated_and_loaded_while_training_goes_on_without_it(tmp_path, capsys):
+    config = quick(optimizer__ema=0.5, checkpoint__history=13)
+    assert train.train(config, tmp_path / "run", **BIGRAM) == 0
+    assert train.train(quick(eval__patience=1), tmp_path / "plain", **BIGRAM) == 0
+    assert ends(tmp_path / "plain") == [("val", 5), ("val", 10), ("val", 12), ("final", 12)]  # each was lower
+    found, without = records(tmp_path / "run"), records(tmp_path / "plain")
     assert [r for r in found if r["split"] == "train"] == [r for r in without if r["split"] == "train"]
     assert found[-1]["params_sha256"] == without[-1]["params_sha256"] and found[-1]["loss"] != without[-1]["loss"]
 
-    like = Experiment(config, attnlab.load(run).tokenizer.vocab_size).abstract_state
-    checkpoints = Checkpoints(run / "checkpoints")
-    raw = [np.asarray(checkpoints.restore(step, like).params["embed"]["embedding"], np.float64) for step in range(13)]
+    def loaded(step):
+        return attnlab.load(tmp_path / "run", step, **BIGRAM).params["params"]["Embed_0"]["embedding"]
+
+    like = Experiment(config, attnlab.load(tmp_path / "run", **BIGRAM).tokenizer.vocab_size, **BIGRAM).abstract_state
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
+    raw = [np.asarray(checkpoints.restore(n, like).params["Embed_0"]["embedding"], np.float64) for n in range(13)]
     for step in (1, 7, 12):
         weights = 0.5 ** np.arange(step - 1, -1, -1.0)
         expected = np.tensordot(weights / weights.sum(), raw[1 : step + 1], 1)
-        loaded = attnlab.load(run, step).params["params"]["embed"]["embedding"]
-        np.testing.assert_allclose(loaded, expected, atol=1e-6)  # float32
-    np.testing.assert_array_equal(attnlab.load(run, 0).params["params"]["embed"]["embedding"], raw[0])
+        np.testing.assert_allclose(loaded(step), expected, atol=1e-6)  # float32
+    np.testing.assert_array_equal(loaded(0), raw[0])
     assert sha256(checkpoints.restore(12, like).params) == found[-1]["params_sha256"]
 
-    assert workdir_alone(run, "--eval_only") == 0
+    capsys.readouterr()
+    assert train.train(config, tmp_path / "run", eval_only=True, **BIGRAM) == 0
     assert f"validation loss {found[-1]['loss']:.4f}" in capsys.readouterr().out
-
-
-def test_run_that_starts_from_another_takes_its_average(averaged, tmp_path):
-    config = quick(init_from=str(averaged[0]), optimizer__ema=0.5, checkpoint__history=2)
-    with pytest.raises(CrashError):
-        train.train(config, tmp_path / "second", on_step=crash_at(1))
-    first, second = attnlab.load(averaged[0]).params, attnlab.load(tmp_path / "second", 0).params
-    assert sha256(first) == sha256(second)
 
 
 # --- early end: at this learning rate no parameter changes, so that no evaluation after the first is lower
 
-STILL = {"optimizer__learning_rate": 1e-30, "steps": 30, "model__dropout": 0.0}
+
+def still(workdir, patience=2, **options):
+    config = quick(optimizer__learning_rate=1e-30, steps=30, eval__patience=patience)
+    return train.train(config, workdir, **BIGRAM, **options)
 
 
 def ends(workdir):
@@ -120,30 +289,30 @@ def ends(workdir):
 def ended_early(tmp_path_factory):
     """A run of 30 steps that ends at its third evaluation, after step 15."""
     workdir = tmp_path_factory.mktemp("runs") / "early"
-    assert train.train(quick(**STILL, eval__patience=2), workdir) == 0
+    assert still(workdir) == 0
     return workdir
 
 
 def test_run_ends_when_validation_has_not_improved_for_its_patience(ended_early, capsys):
     assert ends(ended_early) == [("val", 5), ("val", 10), ("val", 15), ("final", 15)]
     before = contents(ended_early)
-    assert workdir_alone(ended_early) == 0
+    assert still(ended_early) == 0
     assert "is finished (15 steps): nothing to do; --config.eval.patience=0 goes on" in capsys.readouterr().out
     assert contents(ended_early) == before
-    assert sha256(attnlab.load(ended_early).params["params"]) == records(ended_early)[-1]["params_sha256"]
+    loaded = attnlab.load(ended_early, **BIGRAM)
+    assert sha256(loaded.params["params"]) == records(ended_early)[-1]["params_sha256"]
 
 
-@pytest.mark.parametrize("crashes", [pytest.param([3], marks=SLOW), [7, 13], pytest.param([14], marks=SLOW)])
-def test_run_killed_before_its_early_end_ends_at_the_same_step(ended_early, tmp_path, crashes):
-    for step in crashes:
+def test_run_killed_before_its_early_end_ends_at_the_same_step(ended_early, tmp_path):
+    for step in (7, 14):
         with pytest.raises(CrashError):
-            train.train(quick(**STILL, eval__patience=2), tmp_path / "run", on_step=crash_at(step))
-    assert workdir_alone(tmp_path / "run") == 0
+            still(tmp_path / "run", on_step=crash_at(step))
+    assert still(tmp_path / "run") == 0
     assert records(tmp_path / "run") == records(ended_early)
 
 
 @pytest.mark.parametrize("lost", ["final", "val"])
-def test_run_killed_between_its_last_save_and_its_final_record_ends_there(ended_early, tmp_path, lost, capsys):
+def test_run_killed_between_its_last_save_and_its_final_record_ends_there(ended_early, tmp_path, lost):
     """Before the final record; and before the evaluation as well, as when a signal stops it."""
     shutil.copytree(ended_early, tmp_path / "run")
     path = tmp_path / "run" / "metrics.jsonl"
@@ -151,30 +320,26 @@ def test_run_killed_between_its_last_save_and_its_final_record_ends_there(ended_
     path.write_text("".join(lines[:-1]))
     if lost == "val":  # the offset in the checkpoint is that of a save before the evaluation
         shutil.rmtree(tmp_path / "run" / "checkpoints" / "15")
-    assert workdir_alone(tmp_path / "run") == 0
+    assert still(tmp_path / "run") == 0
     assert records(tmp_path / "run") == records(ended_early)
 
 
 def test_run_ended_early_goes_on_without_patience_as_if_never_stopped(ended_early, tmp_path):
     shutil.copytree(ended_early, tmp_path / "run")
-    assert workdir_alone(tmp_path / "run", "--config.eval.patience=0") == 0
+    for name in ("run", "whole"):
+        assert still(tmp_path / name, patience=0) == 0
     assert ends(tmp_path / "run")[3:] == [("final", 15), ("val", 20), ("val", 25), ("val", 30), ("final", 30)]
-    assert train.train(quick(**STILL), tmp_path / "whole") == 0
-    assert [r for r in records(tmp_path / "run") if (r["split"], r["step"]) != ("final", 15)] == records(
-        tmp_path / "whole"
-    )
-
-
-def test_run_that_improves_is_not_ended(averaged):
-    assert ends(averaged[1]) == [("val", 5), ("val", 10), ("val", 12), ("final", 12)]
+    found = [r for r in records(tmp_path / "run") if (r["split"], r["step"]) != ("final", 15)]
+    assert found == records(tmp_path / "whole")
 
 
 # --- precision
 
 
 def test_auto_is_saved_as_what_it_stands_for_and_kept_on_other_hardware(tmp_path, monkeypatch, capsys):
-    config = quick(precision="auto")
-    assert config.precision == "auto"
+    """In a run with other options, and samples on the way."""
+    options = {"model__positions": "alibi", "model__window": 8, "model__kv_heads": 1, "sample__every": 8}
+    config = quick(precision="auto", **options)
     monkeypatch.setattr(precision, "_cpu_flags", lambda: {"avx512_bf16"})
     with pytest.raises(CrashError):
         train.train(config, tmp_path / "run", on_step=crash_at(5))
@@ -182,8 +347,12 @@ def test_auto_is_saved_as_what_it_stands_for_and_kept_on_other_hardware(tmp_path
     assert "1 cpu device (mesh), in bfloat16, into" in capsys.readouterr().out
     monkeypatch.setattr(precision, "_cpu_flags", set)
     assert train.train(config, tmp_path / "run") == 0
-    assert "the run began in bfloat16, and goes on in it" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "the run began in bfloat16, and goes on in it" in out
+    assert re.findall(r"--- sample at step (\d+):", out) == ["8", "12"]
+    assert np.isfinite([r["loss"] for r in records(tmp_path / "run")]).all()
     assert attnlab.load(tmp_path / "run").model.dtype == "bfloat16"
     assert train.train(config, tmp_path / "run") == 0  # finished
+    config.precision = "float32"
     with pytest.raises(ValueError, match="config.precision = 'float32', .*'bfloat16'"):
-        train.train(quick(precision="float32"), tmp_path / "run")
+        train.train(config, tmp_path / "run")

@@ -9,6 +9,8 @@ import attnlab
 from attnlab import config as configs
 from attnlab import sample, train
 from attnlab.data.tasks.named import parse
+from tests.runs import CrashError, crash_at, flags, records
+from tests.runs import shared_programs as shared_programs  # a fixture of this module too
 
 FIELDS = {
     "data.name": "task:induction kinds=2", "steps": 60, "precision": "float32", "batch_size": 64,
@@ -18,20 +20,10 @@ FIELDS = {
 }  # fmt: skip
 
 
-class CrashError(Exception):
-    """Ends a run in the middle, as a kill would."""
-
-
 def config(**changes):
     made = configs.default()
     made.update_from_flattened_dict(FIELDS | {name.replace("__", "."): value for name, value in changes.items()})
     return made
-
-
-def records(workdir):
-    timed = ("time", "second", "mfu", "flops", "memory")
-    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-    return [{name: x for name, x in line.items() if not any(word in name for word in timed)} for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +43,8 @@ def test_task_is_learnt_beyond_chance_and_its_accuracy_recorded(finished):
 
 
 def test_task_run_crashed_and_resumed_is_bit_exact(finished, tmp_path):
-    def crash(step, metrics):
-        if step == 37:
-            raise CrashError
-
     with pytest.raises(CrashError):
-        train.train(config(), tmp_path / "run", on_step=crash)
+        train.train(config(), tmp_path / "run", on_step=crash_at(37))
     assert train.train(config(), tmp_path / "run") == 0
     assert records(tmp_path / "run") == records(finished)
 
@@ -85,7 +73,6 @@ def test_loaded_run_answers_in_the_characters_of_its_task(finished, capsys):
     ],
 )
 def test_impossible_task_is_one_line(tmp_path, changes, message, capsys):
-    options = [f"--config.{name}={value}" for name, value in (FIELDS | changes).items()]
-    assert train.main(["train", "--config=quickstart", *options, f"--workdir={tmp_path}/run"]) == 2
+    assert train.main(["train", "--config=quickstart", *flags(FIELDS | changes), f"--workdir={tmp_path}/run"]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and not (tmp_path / "run").exists()

@@ -9,7 +9,7 @@ from scipy.special import softmax
 import attnlab
 from attnlab._studies import complexity, scaling
 from attnlab.masks import Causal
-from attnlab.nn import GPT, Head, LearnedPositions, MultiHeadAttention, sinusoidal
+from attnlab.nn import GPT, Head, MultiHeadAttention, sinusoidal
 from tests.golden.test_notebook import X as WORDS
 from tests.parameters import parameters
 
@@ -27,12 +27,8 @@ def applied(module, params, *inputs, **options):
 # ----------------------------------------------------------------------------------------------------------------- 000
 
 
-@pytest.mark.parametrize(
-    "module",
-    [GPT(vocab_size=9, num_layers=1, num_heads=1, width=4, context=5), LearnedPositions(context=5, features=4)],
-    ids=["GPT", "LearnedPositions"],
-)
-def test_000_sequence_beyond_context_raises(module):
+def test_000_sequence_beyond_context_raises():
+    module = GPT(vocab_size=9, num_layers=1, num_heads=1, width=4, context=5)
     with pytest.raises(ValueError, match="sequence of 6 .*5 learned positions"):
         parameters(module, np.zeros((1, 6), np.int32))
 
@@ -99,15 +95,8 @@ def test_002_flops_include_projections():
 
 
 def test_002_flops_count_scan_body_per_iteration():
-    rows = [row for row in _gru_rows(8) if row["n"] in (4, 16)]
-    assert rows[1]["flops"] == 4 * rows[0]["flops"]
-
-
-def _gru_rows(d):
-    step = complexity.count_flops(complexity.gru_step(d))
-    for n in (4, 16):
-        trips = complexity.count_trips(complexity.compiled_for(*complexity.layer_call(complexity.GRU(), n, d)))
-        yield {"n": n, "flops": trips * step}
+    compiled = complexity.compiled_for(*complexity.layer_call(complexity.GRU(), 16, 8))
+    assert complexity.count_trips(compiled) == 16  # XLA counts one of them
 
 
 def test_002_jacobian_norm_rises_then_falls():

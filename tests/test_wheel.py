@@ -71,18 +71,11 @@ def test_downstream_project_uses_only_public_names():
     assert {f"attnlab.{name}" for name in terms} <= used
 
 
-@pytest.mark.parametrize(
-    "program, name",
-    [
-        ("from attnlab.ops.attention import attention", "attnlab.ops.attention.attention"),
-        ("import attnlab.ops", "attnlab.ops"),
-        ("import attnlab\nattnlab.loading", "attnlab.loading"),
-        ("from attnlab import masks as m\nm.as_band", "attnlab.masks.as_band"),
-        ("import attnlab.nn as layers\nlayers.gpt", "attnlab.nn.gpt"),
-    ],
-)
-def test_used_names_finds_a_private_name(program, name):
-    assert name in set(used_names(program)) - set(public_names())
+def test_used_names_finds_private_names():
+    program = "from attnlab.ops.attention import attention\nfrom attnlab import masks as m\nm.as_band"
+    assert set(used_names(program)) - set(public_names()) == {
+        "attnlab.ops.attention.attention", "attnlab.masks.as_band"
+    }  # fmt: skip
 
 
 def closure(requirement: Requirement, found: dict[tuple[str, str], metadata.Distribution]) -> None:
@@ -142,17 +135,8 @@ def test_wheel_installs_and_runs_in_a_fresh_environment(tmp_path):
     project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
     environment = Environment(tmp_path, project["dependencies"])
     for built in (source, source / "tests" / "downstream"):
-        build = [
-            "wheel",
-            "--quiet",
-            "--no-deps",
-            "--no-index",
-            "--no-build-isolation",
-            "-w",
-            tmp_path / "wheels",
-            built,
-        ]
-        subprocess.run([sys.executable, "-m", "pip", *build], check=True)
+        build = ["wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "-w", tmp_path / "wheels"]
+        subprocess.run([sys.executable, "-m", "pip", *build, built], check=True)
     (wheel,) = (tmp_path / "wheels").glob("attnlab-*.whl")
     metadata_file = f"attnlab-{attnlab.__version__}.dist-info/METADATA"
     with zipfile.ZipFile(wheel) as archive:

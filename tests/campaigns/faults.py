@@ -35,7 +35,7 @@ from attnlab._benchmarks.harness import options
 from attnlab.support.errors import UserError
 from attnlab.training.checkpoints import Checkpoints
 from tests.campaigns.watched import PHASES, Board
-from tests.test_train import digests, records
+from tests.runs import digests, records
 
 QUICKSTART = configs.experiments()["quickstart"]
 MODEL = {

@@ -15,7 +15,6 @@ from attnlab import config as configs
 from attnlab.generation import drawing, loop
 from attnlab.interop.export import export_step
 from attnlab.nn import GPT
-from attnlab.planning import plans
 
 AXES = {"one chip": {"data": 1}, "data": {}, "fsdp": {"fsdp": 4}, "tensor": {"tensor": 4}}
 LAYERS, WIDTH = 2, 128
@@ -40,8 +39,10 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("axes", AXES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name, axes",
+    [("quickstart", "data"), ("sancho", "one chip"), ("gpt2", "data"), ("gpt2", "fsdp"), ("gpt2", "tensor")],
+)
 def test_training_step_compiles_for_tpus_along_every_axis(name, axes, training_step):
     config = CONFIGS[name]()
     config.parallel.mesh.update(AXES[axes])
@@ -112,12 +113,6 @@ def test_logits_are_never_held_at_once(training_step):
 
 
 @pytest.mark.parametrize("name", ["v5e", "h100"])
-def test_training_and_evaluation_of_a_plan_compile(name, topology):
-    planned = plans.plan(configs.completed(CONFIGS["gpt2"]()), topology(name), vocab_size=512)
-    assert planned.fits and set(planned.attention.values()) == {"splash" if name == "v5e" else "cudnn"}
-
-
-@pytest.mark.parametrize("name", ["v5e", "h100"])
 def test_decode_step_compiles_with_a_cache_for_the_context(name, topology, compiled):
     model = GPT(vocab_size=64, num_layers=2, num_heads=2, width=32, context=128, dtype=jnp.bfloat16)
     mesh = Mesh(np.array(topology(name).devices[:1]), ("x",), axis_types=(AxisType.Auto,))
@@ -135,15 +130,14 @@ def test_decode_step_compiles_with_a_cache_for_the_context(name, topology, compi
     assert program.arguments > 2 * sum(x.size for x in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize("platform, name", [("tpu", "v5e"), ("cuda", "h100")])
-def test_exported_steps_compile_where_they_are_to_run(platform, name, topology, compiled):
+@pytest.mark.parametrize("platform, name, tokens", [("tpu", "v5e", 128), ("cuda", "h100", 1)])
+def test_exported_step_compiles_where_it_is_to_run(platform, name, tokens, topology, compiled):
     model = GPT(vocab_size=64, num_layers=2, num_heads=2, width=32, context=128, dtype=jnp.bfloat16)
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    for tokens in (1, 128):
-        exported = export.deserialize(export_step(model, params, tokens=tokens, platforms=platform).serialize())
-        mesh = Mesh(np.array(topology(name).devices[:1]), ("x",), axis_types=(AxisType.Auto,))
-        here = NamedSharding(mesh, P())
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for x in exported.in_avals]
-        arguments, _ = jax.tree.unflatten(exported.in_tree, shapes)
-        _, program = compiled(exported.call, *arguments)
-        assert program.arguments > 2 * sum(x.size for x in jax.tree.leaves(params))
+    exported = export.deserialize(export_step(model, params, tokens=tokens, platforms=platform).serialize())
+    mesh = Mesh(np.array(topology(name).devices[:1]), ("x",), axis_types=(AxisType.Auto,))
+    here = NamedSharding(mesh, P())
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for x in exported.in_avals]
+    arguments, _ = jax.tree.unflatten(exported.in_tree, shapes)
+    _, program = compiled(exported.call, *arguments)
+    assert program.arguments > 2 * sum(x.size for x in jax.tree.leaves(params))

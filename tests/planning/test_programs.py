@@ -77,10 +77,8 @@ def entry(*lines, others=""):
     "line, kind, size",
     [
         ("%r = bf16[4,2]{1,0} all-reduce(%a), channel_id=1, to_apply=%add", "all-reduce", 16),
-        ("%r = (f32[4]{0}, s8[3]{0}) all-reduce(%a, %b), channel_id=1", "all-reduce", 19),
         ("%r = (f32[4]{0}, f32[2]{0}) all-reduce-start(%a, %b), channel_id=1", "all-reduce", 24),
         ("%r = ((f32[4]{0}), f32[4]{0}) all-reduce-start(%a), channel_id=1", "all-reduce", 16),
-        ("%r = (f32[2]{0}, f32[8]{0}) all-gather-start(%a), channel_id=1", "all-gather", 32),
         ("%r = ((f32[2], s4[3]), (f32[8], s4[6])) all-gather-start(%a, %b), channel_id=1", "all-gather", 35),
         ("%r = (f32[2]{0}, f32[2]{0}, u32[], u32[]) collective-permute-start(%a)", "collective-permute", 8),
         ("%r = (f32[2]{0}, f32[2]{0}) all-to-all(%a, %b), channel_id=3", "all-to-all", 16),

@@ -70,7 +70,7 @@ def test_permanent_checkpoints_outlive_pruning_by_later_processes(tmp_path):
     equal(checkpoints.restore(2, state_at(0)), state_at(2))
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 10, 40])
+@pytest.mark.parametrize("steps", [1, 2, 40])
 def test_history_is_as_many_steps_as_asked_for_from_the_first_to_the_last(steps):
     for count in range(2, steps + 2):
         history = history_steps(steps, count)
@@ -100,12 +100,11 @@ def test_save_allows_donation_of_the_state_at_once(tmp_path):
     checkpoints.close()
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_restore_on_fewer_devices_is_bit_exact(tmp_path, devices):
+def test_restore_on_fewer_devices_is_bit_exact(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     checkpoints.save(parallel.make("mesh").create_state(lambda: state_at(7)))
     checkpoints.wait()
-    few = parallel.make("mesh", devices)
+    few = parallel.make("mesh", 2)
     restored = checkpoints.restore(7, few.create_state(lambda: state_at(0)))
     equal(restored, state_at(7))
     assert {leaf.sharding for leaf in jax.tree.leaves(restored)} == {few.replicated}
@@ -195,22 +194,20 @@ def test_set_aside_keeps_damaged_checkpoints(saved):
 def test_newest_intact_with_all_damaged_is_an_error(saved):
     for step in (3, 7):
         (Path(saved.directory) / str(step) / "manifest.json").unlink()
+    before = {path: path.read_bytes() for path in Path(saved.directory).rglob("*") if path.is_file()}
     with pytest.raises(UserError, match=r"every checkpoint .*7: manifest.json is missing"):
         saved.newest_intact()
-    assert saved.steps() == [3, 7]
+    assert before == {path: path.read_bytes() for path in Path(saved.directory).rglob("*") if path.is_file()}
 
 
-def test_prepare_removes_incomplete_checkpoints(saved):
+def test_prepare_removes_incomplete_checkpoints_and_keeps_the_others(saved):
     left = Path(saved.directory) / "9.orbax-checkpoint-tmp"
     left.mkdir()
     (left / "part").write_text("of it")
     assert saved.steps() == [3, 7]
+    assert [saved.metadata(step) for step in (3, 7)] == [{"log": {"bytes": 3}}, {"log": {"bytes": 7}}]
     saved.prepare()
     assert not left.exists() and saved.newest_intact() == (7, {})
-
-
-def test_metadata_is_restored(saved):
-    assert saved.metadata(7) == {"log": {"bytes": 7}} and saved.metadata(3) == {"log": {"bytes": 3}}
 
 
 def test_save_after_restore_of_the_same_step_writes_nothing(saved):
@@ -234,7 +231,7 @@ def test_save_on_a_full_disk_keeps_older_checkpoints(saved, monkeypatch):
     saved.close()  # does not raise the error again
 
 
-@pytest.mark.parametrize("folder", ["9", "params", "opt_state", "facts"])
+@pytest.mark.parametrize("folder", ["9", "opt_state"])
 def test_save_that_cannot_create_a_folder_leaves_no_threads(saved, monkeypatch, folder):
     """As without free inodes: Orbax's threads would wait for the folder and keep the process alive."""
     mkdir = os.mkdir
@@ -274,9 +271,9 @@ def test_sha256_depends_on_every_bit_and_the_order_of_paths():
     assert sha256(params) == sha256(renamed)  # the same bytes in the same order
 
 
-@pytest.mark.parametrize("url", ["gs://bucket/kept", "nowhere://bucket/kept"])
-def test_storage_without_its_package_is_one_line(monkeypatch, url):
+def test_storage_without_its_package_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(UserError, match=f"checkpoint.dir = {url} cannot be reached") as error:
-        Checkpoints(url)
-    assert "\n" not in str(error.value)
+    for url in ("gs://bucket/kept", "nowhere://bucket/kept"):
+        with pytest.raises(UserError, match=f"checkpoint.dir = {url} cannot be reached") as error:
+            Checkpoints(url)
+        assert "\n" not in str(error.value)

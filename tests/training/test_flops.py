@@ -8,7 +8,7 @@ from attnlab.training import flops
 MODEL = GPT(vocab_size=96, num_layers=2, num_heads=4, width=128, context=64, positions="learned", impl="dense")
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_heads": 2, "mlp_ratio": 1.5, "mlp": "gated"}, {"mlp_ratio": 0}], ids=str)
+@pytest.mark.parametrize("options", [{"kv_heads": 2, "mlp_ratio": 1.5, "mlp": "gated"}, {"mlp_ratio": 0}], ids=str)
 def test_flops_per_token_match_xla_count(options):
     """XLA counts every key of dense attention, and elementwise operations besides matrix products."""
     model = MODEL.clone(**options)
@@ -31,9 +31,8 @@ def test_flops_per_token_count_keys_within_the_window():
     assert full - windowed == pytest.approx(12 * 2 * 128 * (visible[1] - visible[0]))
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_peak_flops_are_plausible(precision):
-    assert 1e8 < flops.peak(precision) < 1e16
+def test_peak_flops_are_plausible():
+    assert 1e8 < flops.peak("bfloat16") < 1e16
 
 
 def test_decoded_token_costs_its_weights_and_its_visible_keys():

@@ -13,7 +13,6 @@ import pytest
 from attnlab import config as configs
 from attnlab.data.batches import TrainBatches
 from attnlab.nn import stack_layers, unstack_layers
-from attnlab.nn.kinds import MIXERS
 from attnlab.planning import programs
 from attnlab.support.errors import UserError
 from attnlab.training import metrics, parallel, state
@@ -85,9 +84,7 @@ SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
     "layouts, options",
     [
         (AXES, {"dropout": 0.2, "accumulation": 4}),
-        SLOW(LAYOUTS, {"dropout": 0.2, "accumulation": 4, "num_layers": 2}),
-        SLOW(LAYOUTS, {"dropout": 0.2, "num_layers": 2}),
-        SLOW(LAYOUTS, {"scan": True, "num_layers": 2}),
+        SLOW(LAYOUTS, {"dropout": 0.2, "scan": True, "num_layers": 2}),
     ],
     ids=str,
 )
@@ -100,9 +97,8 @@ def test_first_gradient_on_four_devices_equals_one_device(layouts, options):
         assert distance(gradient(experiment("mesh", 1, **without)), reference) > 0.1
 
 
-@pytest.mark.parametrize("name", ["pmap", "mesh", "tensor"])
-def test_gradients_of_all_parts_are_summed_over_devices_once_a_step(name):
-    computations = programs.parse(experiment(*LAYOUTS[name], accumulation=4).lower().compile().as_text())
+def test_gradients_of_all_parts_are_summed_over_devices_once_a_step():
+    computations = programs.parse(experiment(*LAYOUTS["tensor"], accumulation=4).lower().compile().as_text())
     summed = [line for lines in computations.values() for line in lines if line.opcode.startswith("all-reduce")]
     of_embedding = [line.computation for line in summed if "f32[31,32]" in line.shape]
     assert of_embedding == ["ENTRY"]  # not in the loop over parts
@@ -112,23 +108,13 @@ def test_gradients_of_all_parts_are_summed_over_devices_once_a_step(name):
     "options",
     [
         {"positions": "learned", "remat": "block"},
-        SLOW({"positions": "sinusoidal", "window": 5}),
-        {"positions": "alibi"},
+        SLOW({"positions": "alibi", "window": 5}),
     ],
     ids=str,
 )
 def test_gradient_of_split_sequences_equals_one_device_for_all_positions(options):
     reference = gradient(experiment("mesh", 1, **options))
     assert distance(gradient(experiment(*LAYOUTS["context"], **options)), reference) < 1e-6
-
-
-@pytest.mark.parametrize("mixer", [SLOW(mixer) for mixer in MIXERS if mixer != "attention"])
-def test_gradient_of_a_mixer_on_four_devices_equals_one_device(mixer):
-    options = {"mixer": mixer, "num_heads": 4}
-    reference = gradient(experiment("mesh", 1, **options))
-    for name in ("pmap", "context", "fsdp and tensor"):
-        # The 256 tokens are summed in another order: √256 roundings of 2⁻²⁴, forward and backward, in two sublayers.
-        assert distance(gradient(experiment(*LAYOUTS[name], **options)), reference) < 4e-6, name
 
 
 def test_gradient_of_packed_documents_is_the_same_however_the_batch_is_cut():
@@ -142,44 +128,24 @@ def test_gradient_of_packed_documents_is_the_same_however_the_batch_is_cut():
         assert distance(found, reference) < 1e-6, name
 
 
-@pytest.mark.slow
-def test_losses_on_four_devices_equal_one_device_for_50_steps():
-    one, *others = (losses(experiment(*layout, dropout=0.2, num_layers=2)) for layout in LAYOUTS.values())
-    for other in others:
-        np.testing.assert_allclose(other, one, rtol=1e-5)
-    assert one[-1] < one[0]
-
-
 @pytest.mark.parametrize(
     "axes, split", [((4, 1), ("kernel", "embedding")), ((1, 4), ("kernel",))], ids=["fsdp", "tensor"]
 )
 def test_each_device_holds_a_share_of_every_kernel_embedding_and_moment(axes, split):
     """Except that 4 devices along "tensor" do not divide a vocabulary of 31."""
-    now = experiment("mesh", 1, *axes).create_state()
+    now = experiment("mesh", 1, *axes).abstract_state
     for path, leaf in jax.tree_util.tree_leaves_with_path(now):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        share = leaf.addressable_shards[0].data.size / leaf.size
+        share = np.prod(leaf.sharding.shard_shape(leaf.shape)) / leaf.size
         assert share == (0.25 if name.endswith(split) else 1), name
-
-
-@pytest.mark.slow
-def test_fsdp_lowers_memory_per_device():
-    """As reported by XLA for the arguments of a step: the state and the device's share of the batch."""
-
-    def memory(*layout):
-        return experiment(*layout, num_layers=2).lower().compile().memory_analysis().argument_size_in_bytes
-
-    replicated, split = memory("mesh", 4, 1), memory("mesh", 1, 4)
-    assert split < 0.3 * replicated
 
 
 EIGHT_DEVICES = """
 import numpy as np
 from tests.training.test_parallel import experiment, losses
-for scan in (False, True):
-    options = {"dropout": 0.2, "steps": 20, "scan": scan, "num_layers": 2}
-    one, split = (losses(experiment("mesh", *axes, **options)) for axes in ((1,), (2, 2, 2)))
-    print(np.abs(split / one - 1).max())
+options = {"dropout": 0.2, "steps": 20, "scan": True, "num_layers": 2}
+one, split = (losses(experiment("mesh", *axes, **options)) for axes in ((1,), (2, 2, 2)))
+print(np.abs(split / one - 1).max())
 """
 
 
@@ -188,20 +154,18 @@ def test_losses_on_data_fsdp_and_tensor_axes_of_eight_devices_equal_one_device()
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     command = [sys.executable, "-c", EIGHT_DEVICES]
     printed = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
-    assert len(printed.split()) == 2 and all(float(x) < 1e-5 for x in printed.split())  # as for four devices
+    assert float(printed) < 1e-5  # sums in another order
 
 
-@pytest.mark.parametrize("window", [SLOW(1024), pytest.param(None, marks=pytest.mark.campaign)], ids=str)
+@pytest.mark.campaign
+@pytest.mark.parametrize("window", [1024, None], ids=str)
 def test_windows_of_131072_tokens_train_over_fsdp_and_context(tmp_path, window):
-    options = {"steps": 2, "batch_size": 2, "model.num_layers": 1, "model.num_heads": 1, "model.width": 8}
-    options |= {
-        "model.context": 131_072,
-        "data.validation_fraction": 0.3,
-        "eval.windows": 1,
-        "optimizer.warmup_steps": 0,
-    }
-    options |= {"parallel.mesh.data": 1, "parallel.mesh.fsdp": 2, "parallel.mesh.context": 4, "sample.every": 0}
-    options |= {"model.qk_norm": False, "log.every": 1, "log.tensorboard": False, "sample.length": 1}
+    options = {
+        "steps": 2, "batch_size": 2, "model.num_layers": 1, "model.num_heads": 1, "model.width": 8,
+        "model.context": 131_072, "data.validation_fraction": 0.3, "eval.windows": 1, "optimizer.warmup_steps": 0,
+        "parallel.mesh.data": 1, "parallel.mesh.fsdp": 2, "parallel.mesh.context": 4, "sample.every": 0,
+        "model.qk_norm": False, "log.every": 1, "log.tensorboard": False, "sample.length": 1,
+    }  # fmt: skip
     options |= {"model.window": window} if window else {}
     command = [sys.executable, "-m", "attnlab.train", "--config=quickstart", f"--workdir={tmp_path}"]
     command += [f"--config.{name}={value}" for name, value in options.items()]
@@ -212,12 +176,6 @@ def test_windows_of_131072_tokens_train_over_fsdp_and_context(tmp_path, window):
         record["loss"] for record in metrics.read(tmp_path / "metrics.jsonl") if record["split"] == "train"
     )
     assert second < first < 5
-
-
-@pytest.mark.parametrize("strategy, fsdp", [("mesh", 3), ("mesh", 0), ("mesh", 8), ("pmap", 2)])
-def test_make_with_invalid_fsdp_raises(strategy, fsdp):
-    with pytest.raises(UserError, match=f"config.parallel.mesh.fsdp = {fsdp}, .*4 devices"):
-        parallel.make(strategy, -1, fsdp)
 
 
 @pytest.mark.parametrize(
@@ -239,12 +197,25 @@ def test_size_that_devices_do_not_divide_names_the_nearest_that_they_do(fields, 
         parallel.check_shares(config, 4)
 
 
-@pytest.mark.parametrize("tensor", [3, 0, 8])
-def test_make_with_invalid_tensor_raises(tensor):
-    with pytest.raises(UserError, match=f"mesh.tensor = {tensor}, .*4 devices"):
-        parallel.make("mesh", tensor=tensor)
-    with pytest.raises(UserError, match=r"mesh.tensor = 4, .*4 devices .*fsdp = 2"):
-        parallel.make("mesh", fsdp=2, tensor=4)
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("mesh", 5), "data = 5"),
+        (("mesh", 0), "data = 0"),
+        (("pmap", 2), "data = 2"),
+        (("mesh", -1, 3), "fsdp = 3"),
+        (("mesh", -1, 0), "fsdp = 0"),
+        (("pmap", -1, 2), "fsdp = 2"),
+        (("mesh", -1, 1, 8), "tensor = 8"),
+        (("mesh", -1, 2, 4), "tensor = 4"),
+    ],
+    ids=str,
+)
+def test_make_with_a_size_that_the_devices_have_not_raises(arguments, message):
+    with pytest.raises(
+        UserError, match=rf"mesh\.{message}" if "devices" in message else rf"mesh\.{message}, .*4 devices"
+    ):
+        parallel.make(*arguments)
 
 
 def test_eval_step_sums_over_all_devices():
@@ -257,9 +228,3 @@ def test_eval_step_sums_over_all_devices():
             )
         )
         assert float(compiled(on.create_state(lambda: {"w": np.ones(2, np.float32)}), on.place_batch(batch))) == 8
-
-
-@pytest.mark.parametrize("strategy, devices", [("mesh", 5), ("mesh", 0), ("mesh", -2), ("pmap", 2)])
-def test_make_with_unavailable_devices_raises(strategy, devices):
-    with pytest.raises(UserError, match=f"config.parallel.mesh.data = {devices}, .*4 devices"):
-        parallel.make(strategy, devices)

@@ -45,9 +45,8 @@ def make_step(poison, **options):
     return first, jax.jit(functools.partial(state.train_step, model, optimizer, 0, 1))
 
 
-@pytest.mark.parametrize("poison", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
-def test_train_step_nonfinite_is_skipped_and_counted(poison):
-    first, step = make_step(poison, skip_nonfinite=True)
+def test_train_step_nonfinite_is_skipped_and_counted():
+    first, step = make_step(float("nan"), skip_nonfinite=True)
     first, metrics = jax.device_get(step(first, batch(1)))
     assert metrics["skipped"] == 0
     second, metrics = jax.device_get(step(first, batch(POISON)))
@@ -111,9 +110,13 @@ def test_answers_at_places_have_the_losses_and_accuracy_of_all_positions(model):
     whole = Batch(tokens, np.arange(3, dtype=np.int32), np.array([1, 1, 0], np.float32), targets=targets)
     params = parameters(model, tokens[:, :-1])["params"]
 
-    def of(batch):
-        return state.gradients(model, params, batch, jax.random.key(0)), state.eval_step(model, params, batch)
+    @jax.jit
+    def both(params):
+        return [
+            (state.gradients(model, params, batch, jax.random.key(0)), state.eval_step(model, params, batch))
+            for batch in (whole, whole._replace(places=places))
+        ]
 
-    expected, found = of(whole), of(whole._replace(places=places))
+    expected, found = both(params)
     assert expected[1][1] == 3 and (expected[0][0] > 0)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)

@@ -42,16 +42,8 @@ with PreemptionHandler(own_process=True) as preemption:
 """
 
 
-@pytest.mark.parametrize(
-    "number, body, out, ended",
-    [
-        (signal.SIGINT, "before", "", True),
-        (signal.SIGTERM, "before", "", True),
-        (signal.SIGTERM, "once", "True\nsaved\n", False),
-        (signal.SIGINT, "twice", "True\n", True),
-    ],
-)
-def test_signal_ends_a_process_before_the_first_step_and_the_second_time(number, body, out, ended):
+@pytest.mark.parametrize("number, body, out", [(signal.SIGTERM, "before", ""), (signal.SIGINT, "twice", "True\n")])
+def test_signal_ends_a_process_before_the_first_step_and_the_second_time(number, body, out):
     command = [sys.executable, "-c", PROGRAM, str(int(number)), body]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (-number * ended, out, "")
+    assert (done.returncode, done.stdout, done.stderr) == (-number, out, "")

@@ -1,0 +1,184 @@
+"""Short training runs: their config, one that is finished, runs that crash, and what two runs have in common."""
+
+import atexit
+import contextlib
+import functools
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import flax.linen as nn
+import orbax.checkpoint as ocp
+import pytest
+
+from attnlab import config as configs
+from attnlab import train
+from attnlab.training import run as runs
+from attnlab.training.checkpoints import Checkpoints, sha256
+from attnlab.training.experiment import Experiment
+
+REPOSITORY = Path(__file__).parents[1]
+FIELDS = {
+    "steps": 12, "precision": "float32", "batch_size": 8, "parallel.mesh.data": 1, "optimizer.warmup_steps": 4,
+    "model.num_layers": 1, "model.num_heads": 2, "model.width": 16, "model.context": 16, "model.dropout": 0.1,
+    "eval.every": 5, "eval.windows": 8, "checkpoint.every": 4, "sample.every": 0, "sample.length": 2,
+    "log.every": 2, "log.tensorboard": False, "log.peak_tflops": 1.0,
+}  # fmt: skip
+TIMING = re.compile("time|second|mfu|flops|wall|eta|rss|memory")
+NOT_COMPILED = ("checkpoint", "eval", "log", "sample", "init_from")
+
+
+def flags(fields):
+    return [f"--config.{name}={value}" for name, value in fields.items()]
+
+
+SMALL = [f"--config={REPOSITORY}/configs/quickstart.py", *flags(FIELDS)]
+
+
+def quick(**changes):
+    """The config of a short run on one device."""
+    config = configs.default()
+    changes = {name.replace("__", "."): value for name, value in changes.items()}
+    config.update_from_flattened_dict(FIELDS | changes)
+    return config
+
+
+class Bigram(nn.Module):
+    """A user's model, which compiles in a tenth of a GPT's time: logits of the next token by the last one."""
+
+    vocab_size: int = 256
+
+    @nn.compact
+    def __call__(self, tokens, deterministic=True, dropout_key=None):
+        assert deterministic == (dropout_key is None) and (dropout_key is None or len(dropout_key) == len(tokens))
+        return nn.Dense(self.vocab_size)(nn.Embed(self.vocab_size, 8)(tokens))
+
+
+# --- commands
+
+
+def run(workdir, *options):
+    return train.main(["train", *SMALL, f"--workdir={workdir}", *options])
+
+
+def workdir_alone(workdir, *options):
+    return train.main(["train", f"--workdir={workdir}", *options])
+
+
+def process(workdir, *options, program=("-m", "attnlab.train")):
+    """Start the training command in a process, which compiles as this one does."""
+    command = [sys.executable, *program, *SMALL, f"--workdir={workdir}", *options]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | {"PYTHONUNBUFFERED": "1"}, **output)
+
+
+def wait_for(running, pattern):
+    """Read lines until one matches; fails when the process ends first."""
+    seen = []
+    for line in running.stdout:
+        seen.append(line)
+        if re.search(pattern, line):
+            return
+    pytest.fail(f"{pattern!r} was not printed: {''.join(seen)}")
+
+
+class CrashError(Exception):
+    """Ends a run in the middle, as a kill would."""
+
+
+def crash_at(step):
+    def on_step(now, metrics):
+        if now == step:
+            raise CrashError
+
+    return on_step
+
+
+# --- runs that share their programs
+
+_FIRST = {}
+
+
+@contextlib.contextmanager
+def sharing():
+    """Later runs of this process with the same model, optimizer and devices take the traced steps of the first one.
+
+    Tracing them is most of a start's time. What a new process computes is tested with processes.
+    """
+
+    def experiment(config, vocab_size, *, parallel, extensions, **own):
+        made = Experiment(config, vocab_size, parallel=parallel, extensions=extensions, **own)
+        fields = {name: value for name, value in made.config.to_dict().items() if name not in NOT_COMPILED}
+        key = (json.dumps(fields), vocab_size, str(extensions), *own.values())
+        like = _FIRST.setdefault(key, made)
+        vars(made).update({"_init": like._init, "train_step": like.train_step, "eval_step": like.eval_step})
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "Experiment", experiment)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def shared_programs():
+    with sharing():
+        yield
+
+
+@functools.cache
+def finished():
+    """(The folder of a finished run, what it printed): one for all tests of this process, which only read it."""
+    folder = Path(tempfile.mkdtemp(prefix="attnlab-run-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / "finished").mkdir()  # an empty folder may become the workdir
+    with sharing(), contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert run(folder / "finished") == 0
+    return folder / "finished", printed.getvalue()
+
+
+def unfinished(folder, workdir=None):
+    """A copy of a finished run without its final record."""
+    shutil.copytree(workdir or finished()[0], folder)
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:-1]))
+    return folder
+
+
+# --- what a run left
+
+
+def records(workdir):
+    """The records without fields that differ between runs with the same seed."""
+    lines = (Path(workdir) / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if not TIMING.search(key)} for line in lines]
+
+
+def kept(workdir):
+    return Checkpoints(workdir / "checkpoints").steps()
+
+
+def contents(folder):
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+def digests(workdir, step):
+    """sha256 of the parameters, the optimizer state, and the average if there is one, of a checkpoint."""
+    folder = workdir / "checkpoints" / str(step)
+    names = [name for name in ("params", "opt_state", "average") if (folder / name).exists()]
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        items = reader.restore(
+            folder.absolute(), ocp.args.Composite(**dict.fromkeys(names, ocp.args.StandardRestore()))
+        )
+    return {name: sha256(items[name]) for name in names}
+
+
+def same_checkpoints(*workdirs):
+    """Whether runs keep checkpoints of the same steps, with the same bits."""
+    first, second = ({step: digests(workdir, step) for step in kept(workdir)} for workdir in workdirs)
+    return first == second
