@@ -136,7 +136,6 @@ def test_masks_and_biases_broadcast_like_flax():
         # Every query attends to the first key.
         cases.append({"mask": mask | (np.arange(mask.shape[-1] if mask.ndim else 1) == 0), "bias": bias})
     assert len({(case["mask"].shape, case["bias"].shape) for case in cases}) > 10
-
     # Scores and biases below 10, so weights err by 10·2^-24 a few times, and values are below 4.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), *both(Q, K, V, *cases))
 
