@@ -9,8 +9,8 @@ from hypothesis import given, settings
 
 import attnlab
 from attnlab import testing
-from attnlab.masks import Causal, MaskFn
-from attnlab.score_mods import ScoreFn
+from attnlab.masks import Causal, MaskFn, SlidingWindow
+from attnlab.score_mods import ScoreFn, SoftCap
 from attnlab.testing.subject import floating_of, with_gradients
 
 # The others use the same lines of the reference.
@@ -28,9 +28,19 @@ FORMULAS = [
 FORMULAS += ["forget gate", "causal soft cap", "sinks", "scale", "causal grouped heads", "positions", "causal lse"]
 
 
-@pytest.mark.parametrize("name", FORMULAS)
-def test_dense_is_the_formula(float64, name):
-    case = testing.draw(replace(testing.FEATURES[name], dtype=np.float64), seed=1)
+def several(rng, shape):
+    parts = [testing.FEATURES[name].fields(rng, shape) for name in ("bias", "sinks", "scale", "padding", "ALiBi")]
+    fields = {name: x for part in parts for name, x in part.items()}
+    mods = (*fields["score_mods"], SoftCap(1.5))
+    return fields | {"score_mods": mods, "mask": Causal() & fields["mask"] | SlidingWindow(1)}
+
+
+SEVERAL = testing.Feature("several, lse", several, lambda shape: shape._replace(heads=4, kv_heads=2))
+
+
+@pytest.mark.parametrize("feature", [*(testing.FEATURES[name] for name in FORMULAS), SEVERAL], ids=lambda x: x.name)
+def test_dense_is_the_formula(float64, feature):
+    case = testing.draw(replace(feature, dtype=np.float64), seed=1)
     call = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, case.call)
     exact = testing.answer(call, case.d_out, case.d_lse)
 
