@@ -5,13 +5,12 @@ import functools
 import math
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import attnlab
-from attnlab.masks import Causal, Mask, MaskFn, Padding, Segments, SlidingWindow
+from attnlab.masks import Causal, Mask, MaskFn, Padding, Segments
 from attnlab.score_mods import ALiBi, Forget, ScoreFn, ScoreMod, SoftCap, alibi_slopes
 from tests.ops import cases
 from tests.ops.cases import slow
@@ -277,13 +276,6 @@ def test_forward_mode_and_second_order_raise_one_line(derive):
     with pytest.raises((TypeError, ValueError), match="forward-mode|second order: use impl='dense'") as error:
         derive(lambda q: blockwise(q, k, v, mask=Causal()).sum(), q)
     assert "\n" not in str(error.value)
-
-
-def test_export_chooses_block_sizes_for_a_symbolic_batch(own_errors):  # annotations say int
-    (batch,) = jax.export.symbolic_shape("batch")
-    x = jax.ShapeDtypeStruct((batch, 300, 2, 8), jnp.float32)
-    run = jax.jit(lambda x: attnlab.attention(x, x, x, SlidingWindow(5), impl="blockwise"))
-    assert jax.export.export(run)(x).out_avals[0].shape == x.shape
 
 
 # Memory

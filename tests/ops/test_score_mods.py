@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import attnlab
-from attnlab.masks import Causal, MaskFn
+from attnlab.masks import MaskFn
 from attnlab.ops.tiles import whole
 from attnlab.score_mods import ALiBi, Forget, RelativeBias, ScoreFn, SoftCap, alibi_slopes
 
@@ -56,27 +56,6 @@ def test_running_sums_that_do_not_fit_the_call_are_rejected(own_errors, mod, mes
     q, k = np.zeros((1, 3, 2, 4), np.float32), np.zeros((1, 4, 2, 4), np.float32)
     with pytest.raises(ValueError, match=message):
         attnlab.attention(q, k, k, score_mod=mod)
-
-
-@pytest.mark.slow
-def test_running_sums_by_blocks_have_the_gradients_of_dense(float64):
-    """Also under `vmap`, for several batch axes, for sums that examples share, and with ragged tiles."""
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.normal(size=(2, 3, 37, heads, 4)) for heads in (4, 2, 2))
-    each, shared = (-np.cumsum(rng.exponential(size=(*batch, 37, 4)), axis=-2) for batch in ((2, 3), ()))
-
-    def loss(impl, arrays):
-        q, k, v, each, shared = arrays
-        attend = functools.partial(attnlab.attention, mask=Causal(), impl=impl)
-        attend = functools.partial(attend, block_sizes=None if impl == "dense" else (8, 16))
-        mapped = jax.vmap(lambda q, k, v, sums: attend(q, k, v, score_mod=Forget(sums)))(q, k, v, each)
-        plain = attend(q, k, v, score_mod=(Forget(each), Forget(shared)))
-        return (mapped**2 + plain**3).sum()
-
-    both = jax.jit(lambda arrays: [jax.grad(functools.partial(loss, impl))(arrays) for impl in ("dense", "blockwise")])
-    for dense, blockwise in zip(*both((q, k, v, each, shared))):
-        # Both round each of some hundred sums, as in tests/ops/test_blockwise.py.
-        np.testing.assert_allclose(blockwise, dense, rtol=1e-11, atol=1e-11 * np.abs(dense).max())
 
 
 def test_differences_of_long_running_sums_stay_within_the_bound():

@@ -43,15 +43,6 @@ def test_chunks_equal_specification_in_values_and_all_gradients(float64, decay, 
     cases.assert_close(program("chunked", size)(drawn), program("recurrent")(drawn), 1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("decay", "erasure"), [("head", "beta"), ("feature", "pair")])
-@pytest.mark.parametrize(("length", "size"), [(100, 32), (67, 17), (33, 64)])
-def test_longer_sequences_equal_specification(float64, decay, erasure, length, size):
-    drawn = cases.draw(length, cases.Shape(34, length, (4, 2, 2), 8, 6, decay, erasure))
-    # Sums of up to 100 terms, half as many again as above.
-    cases.assert_close(program("chunked", size)(drawn), program("recurrent")(drawn), 1e-12)
-
-
 def test_bfloat16_has_a_float32_state_and_gradients_of_its_own_type():
     drawn = cases.draw(1, cases.Shape(2, 70, (4, 2, 2), decay="feature", erasure="pair"))
     found = jax.eval_shape(functools.partial(program("chunked", 32), dtype=jnp.bfloat16), drawn)

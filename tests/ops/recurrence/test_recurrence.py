@@ -165,18 +165,6 @@ def test_two_householder_steps_a_token_count_modulo_three_exactly():
     np.testing.assert_allclose(out[1::2].max(axis=1), 1, atol=1e-3)  # 6,000 reflections, rounded each
 
 
-def test_delta_rule_reads_keys_that_were_overwritten_without_error_and_a_sum_does_not():
-    rng = np.random.default_rng(2)
-    keys = np.linalg.qr(rng.standard_normal((16, 16)))[0]
-    written = rng.integers(0, 16, 200)
-    k, v = keys[written][:, None].astype(np.float32), rng.standard_normal((200, 1, 8)).astype(np.float32)
-    newest = np.array([np.flatnonzero(written[: t + 1] == written[t // 2])[-1] for t in range(200)])
-    q = keys[written[np.arange(200) // 2]][:, None].astype(np.float32)
-    run = jax.jit(functools.partial(linear_recurrence, scale=1.0))
-    error = np.abs(run(q, k, v, beta=np.ones((200, 1), np.float32)) - v[newest]).max()
-    assert error < 1e-5 < 1 < np.abs(run(q, k, v) - v[newest]).max()
-
-
 # ------------------------------------------------------------------------------------------------------ transformations
 
 
