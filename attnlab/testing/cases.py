@@ -189,14 +189,10 @@ def _bias(rng, shape):
     return {"bias": eighths(rng, shape.batch, shape.heads, shape.q_length, shape.kv_length)}
 
 
-def _shared_bias(rng, shape):
-    return {"bias": eighths(rng, shape.q_length, shape.kv_length)}
-
-
 def _shifted(rng, shape):
-    bias = np.zeros((shape.batch, shape.heads, shape.q_length, 1), np.float32)
+    bias = np.zeros((shape.batch, shape.heads, shape.q_length, shape.kv_length), np.float32)
     bias[:, :, ::2] = -1e9
-    return {"bias": np.broadcast_to(bias, (*bias.shape[:-1], shape.kv_length)).copy()}
+    return {"bias": bias}
 
 
 def _alibi(rng, shape):
@@ -211,10 +207,6 @@ def _forget(rng, shape):
 
 def _cap(rng, shape):
     return {"score_mods": (score_mods.SoftCap(1.5),)}
-
-
-def _capped_and_masked(rng, shape):
-    return _cap(rng, shape) | {"mask": masks.Causal()}
 
 
 def _sinks(rng, shape):
@@ -280,10 +272,6 @@ def _cross(shape: Shape) -> Shape:
     return shape._replace(q_length=max(1, shape.kv_length // 2))
 
 
-def _divisible(shape: Shape) -> Shape:
-    return shape._replace(batch=2, heads=2, kv_heads=2)
-
-
 def _grouped(shape: Shape) -> Shape:
     return shape._replace(heads=2 * shape.kv_heads)
 
@@ -303,11 +291,13 @@ FEATURES = {
         Feature("mask", _arbitrary, instead=_NO_MASK),
         Feature("masked rows", _masked_rows, instead=_NO_MASK),
         Feature("bias", _bias, instead=_without(bias=None)),
-        Feature("shared bias", _shared_bias, instead=_without(bias=None)),
+        Feature(
+            "shared bias", lambda rng, shape: {"bias": _bias(rng, shape)["bias"][0, 0]}, instead=_without(bias=None)
+        ),
         Feature("ALiBi", _alibi, instead=_NO_MODS),
         Feature("forget gate", _forget, instead=_NO_MODS),
         Feature("soft cap", _cap, instead=_NO_MODS),
-        Feature("causal soft cap", _capped_and_masked, instead=_NO_MODS),
+        Feature("causal soft cap", lambda *x: _cap(*x) | _causal(*x), instead=_NO_MODS),
         Feature("sinks", _sinks, instead=_without(sinks=None)),
         Feature("grouped heads", shape=_grouped),
         Feature("causal grouped heads", _causal, _grouped, _NO_MASK),
@@ -325,7 +315,7 @@ FEATURES = {
         Feature("without jit", transform="eager"),
         Feature("vmap", transform="vmap"),
         Feature("remat", transform="remat"),
-        Feature("sharded", _causal, _divisible, _NO_MASK, transform="sharded"),
+        Feature("sharded", _causal, lambda x: x._replace(batch=2, heads=2, kv_heads=2), _NO_MASK, "sharded"),
     )
 }
 

@@ -1,6 +1,8 @@
 """A function of attention, held to the specification feature by feature."""
 
 import dataclasses
+import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
@@ -14,7 +16,7 @@ from attnlab.testing import cases as drawn
 from attnlab.testing import reference
 from attnlab.testing.cases import Case, Feature, Shape
 from attnlab.testing.code import code_of
-from attnlab.testing.subject import AdapterError, ResultError, Subject, Unsupported, as_attnlab, failure
+from attnlab.testing.subject import AdapterError, ResultError, Subject, Unsupported, as_attnlab, failure, outputs_of
 
 Outcome = Literal["right", "wrong", "ignored", "refused", "slow"]
 # From the smallest: a fault may need several keys, examples or heads.
@@ -147,16 +149,11 @@ def check_attention(
     >>> report["causal"].outcome, report["sinks"].outcome
     ('right', 'right')
     """
-    chosen = drawn.features_named(features)
-    if cases < 1 or not chosen:
-        raise ValueError(f"cases = {cases} of {len(chosen)} features: expected 1 or more of each")
-    subject = Subject(function, adapter or as_attnlab)
-    each = max(1, round(cases / len(chosen) / len(shapes)))
-    rows = []
-    for feature in chosen:
-        row = _row(subject, feature, gradients, [(seed, shape) for shape in shapes for seed in range(each)])
-        rows.append(row)
-        on_row(row)
+    if not callable(function):
+        raise ValueError(f"function is {function!r}: expected a function of attention")
+    subject = Subject(_outputs(function, adapter or as_attnlab))
+    operator = Operator(drawn.draw, _judge, code_of, SMALL, _is_slow)
+    rows = rows_of(operator, subject, drawn.features_named(features), gradients, cases, shapes, on_row)
     if any(row.feature == "causal" and row.outcome == "right" for row in rows):
         subject.meanings[DIAGONAL] = _diagonal(subject)
         if subject.meanings[DIAGONAL] == _NEITHER:
@@ -166,34 +163,72 @@ def check_attention(
     return Report(tuple(rows), dict(subject.meanings))
 
 
-# One feature
+def _outputs(function: Callable, adapter: Callable) -> Callable:
+    """(out, lse or nothing) of a call, by name; the lse is asked for where `return_lse` is a parameter."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a function of C, which has none
+        parameters = ()
+    asks = adapter is as_attnlab and "return_lse" in parameters
+    return outputs_of(
+        function,
+        (lambda call: adapter(call) | {"return_lse": True}) if asks else adapter,
+        "lse",
+        lambda call: ((*call.q.shape[:-1], call.v.shape[-1]), call.q.shape[:-1]),
+    )
 
 
-def _row(subject: Subject, feature: Feature, gradients: bool, where: Sequence[tuple[int, Shape]]) -> Row:
-    worst, compared, compares = 0.0, 0, gradients
-    for seed, shape in where:
-        case = drawn.draw(feature, seed, shape)
-        finding, compares = _judged(subject, case, compares)
-        if finding.outcome == "refused":
-            return Row(feature.name, "refused", finding.why, worst, compared)
-        worst, compared = max(worst, finding.worst), compared + 1
-        if finding.outcome != "right":
-            case, finding = _shrunk(subject, case, finding, compares)
-            code = code_of(case, finding.why)
-            return Row(feature.name, finding.outcome, finding.why, finding.worst, compared, compares, code)
-    compares = compares and feature.name != "dropout"
-    if _is_slow(subject, feature):
-        return Row(feature.name, "slow", "its memory grows with Tq·Tk", worst, compared, compares)
-    return Row(feature.name, "right", "", worst, compared, compares)
+# Any operator
 
 
-class _Finding(NamedTuple):
+class Finding(NamedTuple):
+    """The outcome of one case."""
+
     outcome: Outcome
     why: str = ""
     worst: float = 0.0
 
 
-def _judged(subject: Subject, case: Case, gradients: bool) -> tuple[_Finding, bool]:
+class Operator(NamedTuple):
+    """What a check needs of an operator: its cases, their judgement, their code, small shapes, and its memory."""
+
+    draw: Callable[..., Case]
+    judge: Callable[[Subject, Case, dict], Finding]
+    code: Callable[[Case, str], str]
+    small: Sequence = ()
+    is_slow: Callable[..., bool] = lambda subject, feature: False
+
+
+def rows_of(operator: Operator, subject: Subject, features: Sequence, gradients, cases: int, shapes, on_row) -> list:
+    """The row of each feature; ValueError for no feature, or fewer than one case."""
+    if cases < 1 or not features:
+        raise ValueError(f"cases = {cases} of {len(features)} features: expected 1 or more of each")
+    each = max(1, round(cases / len(features) / len(shapes)))
+    where, rows = [(seed, shape) for shape in shapes for seed in range(each)], []
+    for feature in features:
+        rows.append(_row(operator, subject, feature, gradients, where))
+        on_row(rows[-1])
+    return rows
+
+
+def _row(operator: Operator, subject: Subject, feature, gradients: bool, where: Sequence[tuple]) -> Row:
+    worst, compared, compares = 0.0, 0, gradients and feature.name != "dropout"
+    for seed, shape in where:
+        case = operator.draw(feature, seed, shape)
+        finding, compares = _judged(operator, subject, case, compares)
+        if finding.outcome == "refused":
+            return Row(feature.name, "refused", finding.why, worst, compared)
+        worst, compared = max(worst, finding.worst), compared + 1
+        if finding.outcome != "right":
+            case, finding = _shrunk(operator, subject, case, finding, compares)
+            code = operator.code(case, finding.why)
+            return Row(feature.name, finding.outcome, finding.why, finding.worst, compared, compares, code)
+    if operator.is_slow(subject, feature):
+        return Row(feature.name, "slow", "its memory grows with Tq·Tk", worst, compared, compares)
+    return Row(feature.name, "right", "", worst, compared, compares)
+
+
+def _judged(operator: Operator, subject: Subject, case: Case, gradients: bool) -> tuple[Finding, bool]:
     """The finding of a case, and whether gradients were compared; without them, outputs are."""
     try:
         found = subject.run(case, gradients)
@@ -201,60 +236,79 @@ def _judged(subject: Subject, case: Case, gradients: bool) -> tuple[_Finding, bo
         raise
     except Exception as error:  # whatever a stranger's function raises
         if gradients and not isinstance(error, Unsupported | ResultError):
-            finding, _ = _judged(subject, case, gradients=False)
+            finding, _ = _judged(operator, subject, case, gradients=False)
             if finding.outcome != "refused":
                 return finding, False
         outcome, why = failure(error)
-        return _Finding(outcome, why, math.inf if outcome == "wrong" else 0.0), False
-    if case.feature.name == "dropout":
-        return _judged_dropout(case, found), False
-    if case.feature.name.endswith("lse") and found.lse is None:
-        return _Finding("refused", "it returns no lse"), False
-    return _compared(subject, case, found), gradients
+        return Finding(outcome, why, math.inf if outcome == "wrong" else 0.0), False
+    return operator.judge(subject, case, found), gradients
 
 
-def _compared(subject: Subject, case: Case, found: reference.Answer) -> _Finding:
+def _shrunk(operator: Operator, subject: Subject, case: Case, finding: Finding, gradients: bool):
+    """The first of some small calls that fails likewise, or the case itself, and its finding."""
+    for shape in operator.small if case.feature.name != "dropout" else ():
+        small = operator.draw(case.feature, case.seed, shape)
+        other, _ = _judged(operator, subject, small, gradients)
+        if other.outcome == finding.outcome:
+            return small, other
+    return case, finding
+
+
+def compared(case: Case, found: dict, answers: Callable, error: Callable) -> Finding:
+    """The finding for results by name, from `answers(case)`, exact and naive, and the error in units of its bound."""
     exact, naive = answers(case)
-    rows = reference.visible_rows(case.call)
-    if not rows.all():
-        subject.meanings[MASKED_ROW] = _of_masked_rows(case, found.out[~rows])
-    errors = {"out": _worst(case, "out", found.out[rows], exact.out[rows], naive.out[rows])}
-    if found.lse is not None:
-        if case.feature.dtype != np.float32:
-            subject.meanings[LSE_TYPE] = subject.lse_type.name
-        in_float32 = case._replace(feature=dataclasses.replace(case.feature, dtype=np.float32))
-        lse_case = in_float32 if subject.lse_type == np.float32 else case
-        errors["lse"] = _worst(lse_case, "lse", found.lse[rows], exact.lse[rows], naive.lse[rows])
-    for name, x in found.gradients.items():
-        errors[f"the gradient of {name}"] = _worst(case, name, x, exact.gradients[name], naive.gradients[name])
+    errors = {name: error(case, name, x, exact[name], naive[name]) for name, x in found.items()}
     name = max(errors, key=errors.get)
     if errors[name] <= 1:
-        return _Finding("right", worst=errors[name])
+        return Finding("right", worst=errors[name])
     for number, (words, call) in enumerate(case.feature.instead(case.call).items()):
         other, _ = answers(case._replace(call=call))
-        if _worst(case, "out", found.out, other.out, other.out) <= 1:
-            return _Finding("wrong" if number else "ignored", f"it computes {words}", errors[name])
+        if error(case, "out", found["out"], other["out"], other["out"]) <= 1:
+            return Finding("wrong" if number else "ignored", f"it computes {words}", errors[name])
     size = f"has an error of {errors[name]:.1f} times its bound" if math.isfinite(errors[name]) else "is not finite"
-    return _Finding("wrong", f"{name} {size}", errors[name])
+    return Finding("wrong", f"{name} {size}", errors[name])
 
 
-def answers(case: Case) -> tuple[reference.Answer, reference.Answer]:
-    """The exact answer of a case, and the naive computation in its type."""
+# Attention
+
+
+def _judge(subject: Subject, case: Case, found: dict) -> Finding:
+    if case.feature.name == "dropout":
+        return _judged_dropout(case, found["out"])
+    if case.feature.name.endswith("lse") and "lse" not in found:
+        return Finding("refused", "it returns no lse")
+    rows = reference.visible_rows(case.call)
+    if not rows.all():
+        subject.meanings[MASKED_ROW] = _of_masked_rows(case, found["out"][~rows])
+    if "lse" in found and case.feature.dtype != np.float32:
+        subject.meanings[LSE_TYPE] = subject.types["lse"].name
+    return compared(case, found, answers, functools.partial(_error, subject))
+
+
+def answers(case: Case) -> tuple[dict, dict]:
+    """The exact results of a case by name, and those of the naive computation in its type."""
     is_half = case.feature.dtype != np.float32
     # In float32, −1e9 plus a score is −1e9: the scores of such a row are all equal.
     scores = np.float32 if case.feature.name == "shifted rows" else None
     exact = reference.attention(case.call, case.d_out, case.d_lse, scores=scores)
     products = case.feature.dtype if is_half else None
-    return exact, reference.attention(case.call, case.d_out, case.d_lse, np.float32, products)
+    naive = reference.attention(case.call, case.d_out, case.d_lse, np.float32, products)
+    return tuple(
+        {"out": x.out, "lse": x.lse} | {f"the gradient of {name}": y for name, y in x.gradients.items()}
+        for x in (exact, naive)
+    )
 
 
-def _worst(case: Case, name: str, found, exact, naive) -> float:
+def _error(subject: Subject, case: Case, name: str, found, exact, naive) -> float:
     """The largest error of a row in units of its bound; infinite where a number is not finite."""
-    if not found.size:
-        return 0.0
-    if not np.isfinite(found).all() or found.shape != exact.shape:
+    if name == "lse" and subject.types["lse"] == np.float32:
+        case = case._replace(feature=dataclasses.replace(case.feature, dtype=np.float32))
+    if name in ("out", "lse"):
+        rows = reference.visible_rows(case.call)
+        found, exact, naive = (x[rows] for x in (found, exact, naive))
+    if not np.isfinite(found).all():
         return math.inf
-    return float((abs(found - exact) / bounds(case, name, exact, naive)).max())
+    return float((abs(found - exact) / bounds(case, name, exact, naive)).max(initial=0))
 
 
 def bounds(case: Case, name: str, exact: np.ndarray, naive: np.ndarray) -> np.ndarray:
@@ -268,7 +322,7 @@ def bounds(case: Case, name: str, exact: np.ndarray, naive: np.ndarray) -> np.nd
 
     Args:
       case: the case, for its type, its lengths and the size of its scores.
-      name: "out", "lse", or the argument of a gradient.
+      name: "out", "lse", or e.g. "the gradient of q".
       exact, naive: results `[…, features]`; a number a row for lse and the gradient of sinks.
 
     Returns:
@@ -277,8 +331,9 @@ def bounds(case: Case, name: str, exact: np.ndarray, naive: np.ndarray) -> np.nd
     epsilon = float(np.finfo(np.float32).eps)
     precision = float(jnp.finfo(case.feature.dtype).eps)
     errors = abs(np.asarray(naive, np.float64) - exact)
-    errors = errors.max(axis=-1, keepdims=True) if name not in ("lse", "sinks") else errors
-    largest = max(float(abs(exact).max()), 1.0 if name == "lse" else 0.0, 2.0**-20)
+    has_features = name not in ("lse", "the gradient of sinks")
+    errors = errors.max(axis=-1, keepdims=True) if has_features else errors
+    largest = max(float(abs(exact).max(initial=0)), 1.0 if name == "lse" else 0.0, 2.0**-20)
     size = 0.0 if case.feature.name == "shifted rows" else _score_size(case)
     return 4 * errors + ((8 + math.sqrt(case.shape.kv_length)) * precision + 4 * epsilon * size) * largest
 
@@ -302,51 +357,40 @@ def _of_masked_rows(case: Case, found: np.ndarray) -> str:
 
 def _diagonal(subject: Subject) -> str:
     """Which keys a function's causal mask shows where there are fewer queries than keys, and no positions."""
-    shape = Shape(2, 5, 9, 2, 2, 4)
-    case = drawn.draw(drawn.FEATURES["causal"], 0, shape)
+    case = drawn.draw(drawn.FEATURES["causal"], 0, Shape(2, 5, 9, 2, 2, 4))
     try:
-        found = subject.run(case, gradients=False)
+        found = subject.run(case, gradients=False)["out"]
     except Exception:  # whatever a stranger's function raises
         return "refused"
     first, last = (np.arange(5, dtype=np.int32) + start for start in (0, 4))
     for meaning, q_positions in ((_TOP_LEFT, first), (_BOTTOM_RIGHT, last)):
         other, _ = answers(case._replace(call=case.call.replace(q_positions=q_positions, kv_positions=np.arange(9))))
-        if _worst(case, "out", found.out, other.out, other.out) <= 1:
+        if _error(subject, case, "out", found, other["out"], other["out"]) <= 1:
             return meaning
     return _NEITHER
 
 
-def _judged_dropout(case: Case, found: reference.Answer) -> _Finding:
+def _judged_dropout(case: Case, found: np.ndarray) -> Finding:
     """Each weight, 1/Tk before dropout, is 0 or 1/Tk/(1 − rate); a share of `RATE` is dropped, other ones elsewhere."""
-    rate, kept = drawn.RATE, found.out != 0
+    rate, kept = drawn.RATE, found != 0
     deviation = math.sqrt(rate * (1 - rate) / kept.size)  # of the share that is dropped
     dropped = 1 - kept.mean()
     if dropped == 0:
-        return _Finding("ignored", "it computes a call without it", math.inf)
+        return Finding("ignored", "it computes a call without it", math.inf)
     if abs(dropped - rate) > 5 * deviation:
         why = f"it drops {dropped:.4f} of the weights, expected {rate} ± {5 * deviation:.4f}"
-        return _Finding("wrong", why, math.inf)
+        return Finding("wrong", why, math.inf)
     scaled = 1 / case.shape.kv_length / (1 - rate)
-    if not np.allclose(found.out[kept], scaled, rtol=1e-5):
-        return _Finding("wrong", "kept weights are not scaled by 1/(1 − rate)", math.inf)
+    if not np.allclose(found[kept], scaled, rtol=1e-5):
+        return Finding("wrong", "kept weights are not scaled by 1/(1 − rate)", math.inf)
     for axis, what in ((0, "examples"), (1, "queries"), (2, "heads")):
         first, second = (np.take(kept, at, axis=axis) for at in (0, 1))
         if (first == second).all():
-            return _Finding("wrong", f"it drops the same weights of different {what}", math.inf)
-    return _Finding("right", worst=abs(dropped - rate) / (5 * deviation))
+            return Finding("wrong", f"it drops the same weights of different {what}", math.inf)
+    return Finding("right", worst=abs(dropped - rate) / (5 * deviation))
 
 
-# Smaller calls, and memory
-
-
-def _shrunk(subject: Subject, case: Case, finding: _Finding, gradients: bool) -> tuple[Case, _Finding]:
-    """The first of some small calls that fails likewise, or the case itself."""
-    for shape in SMALL if case.feature.name != "dropout" else ():
-        small = drawn.draw(case.feature, case.seed, shape)
-        other, _ = _judged(subject, small, gradients)
-        if other.outcome == finding.outcome:
-            return small, other
-    return case, finding
+# Memory
 
 
 _LENGTHS = (2048, 4096)  # many tiles of any size
@@ -373,7 +417,7 @@ def _temporary_bytes(subject: Subject, feature: Feature, length: int) -> int | N
         return None
     try:
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), call)
-        compiled = jax.jit(lambda call: subject.outputs(call)[0]).lower(abstract).compile()
+        compiled = jax.jit(lambda call: subject.outputs(call)["out"]).lower(abstract).compile()
         return compiled.memory_analysis().temp_size_in_bytes
     except Exception:  # a function that needs values, or a backend that does not tell
         return None

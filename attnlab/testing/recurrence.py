@@ -6,20 +6,19 @@ with e = r = 0 and w = k; with `beta` β, e = w = βk and r = k (Yang et al. 202
 from `erase`.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import ml_dtypes
 import numpy as np
 
-from attnlab.testing.cases import features_named
-from attnlab.testing.check import Report, Row
-from attnlab.testing.subject import AdapterError, called, failure, require_shapes
+from attnlab.testing.cases import Case, features_named
+from attnlab.testing.check import Finding, Operator, Report, Row, compared, rows_of
+from attnlab.testing.subject import FLOATING, Subject, outputs_of
 
-FLOATING = ("q", "k", "v", "g", "beta", "state")
 # The sizes of a call; the length is a multiple of no chunk.
 BATCH, LENGTH, HEADS, FEATURES, VALUES = 2, 75, 2, 8, 5
 
@@ -39,6 +38,12 @@ class RecurrenceFeature:
     fields: Callable[[np.random.Generator], dict] = lambda rng: {}
     left_out: tuple[str, ...] = ()
     dtype: type = np.float32
+    transform: ClassVar[str] = "jit"
+
+    def instead(self, call: dict) -> dict[str, dict]:
+        """What an implementation without the feature computes, as of `Feature`."""
+        left = {name: x for name, x in call.items() if name not in self.left_out}
+        return {"a call without it": left} if self.left_out else {}
 
 
 def recurrence_answer(call: dict, d_out=None, dtype=np.float64) -> dict[str, np.ndarray]:
@@ -139,63 +144,17 @@ def check_recurrence(
     >>> report["beta"].outcome
     'right'
     """
-    chosen = features_named(features, RECURRENCE_FEATURES)
-    if cases < 1 or not chosen:
-        raise ValueError(f"cases = {cases} of {len(chosen)} features: expected 1 or more of each")
-    run = jax.jit(functools.partial(_results, function, adapter or dict), static_argnums=0)
-    rows = []
-    for feature in chosen:
-        rows.append(_row(run, feature, gradients, max(1, round(cases / len(chosen)))))
-        on_row(rows[-1])
-    return Report(tuple(rows))
+    subject = Subject(outputs_of(function, adapter or dict, "state", _shapes))
+    operator, chosen = Operator(_draw, _judge, _code), features_named(features, RECURRENCE_FEATURES)
+    return Report(tuple(rows_of(operator, subject, chosen, gradients, cases, (None,), on_row)))
 
 
-def _results(function, adapter, gradients, call, d_out):
-    floating = {name: call[name] for name in FLOATING if name in call}
-
-    def outputs(floating):
-        out, state = called(function, adapter(call | floating), "state")
-        batch, length, heads, values = call["v"].shape
-        last = (batch, heads, call["k"].shape[-1], values)
-        require_shapes(out=(out, (batch, length, heads, values)), state=(state, last))
-        return out, state
-
-    (out, state), pull_back = jax.vjp(outputs, floating) if gradients else (outputs(floating), None)
-    found = {"out": out} if state is None else {"out": out, "state": state}
-    if gradients:
-        zeros = None if state is None else jax.numpy.zeros_like(state)
-        (of_arrays,) = pull_back((d_out.astype(out.dtype), zeros))
-        found |= {f"the gradient of {name}": x for name, x in of_arrays.items()}
-    return found
+def _shapes(call: dict) -> tuple:
+    batch, _, heads, values = call["v"].shape
+    return call["v"].shape, (batch, heads, call["q"].shape[-1], values)
 
 
-def _row(run, feature: RecurrenceFeature, gradients: bool, cases: int) -> Row:
-    worst = 0.0
-    for seed in range(cases):
-        call, d_out = _drawn(feature, seed)
-        try:
-            found = run(gradients, call, d_out)
-        except AdapterError:
-            raise
-        except Exception as error:  # whatever a stranger's function raises
-            outcome, why = failure(error)
-            return Row(feature.name, outcome, why, math.inf if outcome == "wrong" else 0.0)
-        found = {name: np.asarray(x).astype(np.float64) for name, x in found.items()}
-        exact, naive = (recurrence_answer(call, d_out, dtype) for dtype in (np.float64, np.float32))
-        errors = {name: _error(feature, call, x, exact[name], naive[name]) for name, x in found.items()}
-        name = max(errors, key=errors.get)
-        worst = max(worst, errors[name])
-        if errors[name] > 1:
-            without = recurrence_answer({key: x for key, x in call.items() if key not in feature.left_out}, d_out)
-            ignored = feature.left_out and _error(feature, call, found["out"], without["out"], without["out"]) <= 1
-            outcome = "ignored" if ignored else "wrong"
-            why = f"{name} has an error of {errors[name]:.1f} times its bound"
-            why = "it computes a call without it" if ignored else why
-            return Row(feature.name, outcome, why, worst, seed + 1, gradients, _code(feature, seed))
-    return Row(feature.name, "right", "", worst, cases, gradients)
-
-
-def _drawn(feature: RecurrenceFeature, seed: int) -> tuple[dict, np.ndarray]:
+def _draw(feature: RecurrenceFeature, seed: int, shape: None = None) -> Case:
     rng = np.random.default_rng(seed)
     q, k = rng.normal(size=(2, BATCH, LENGTH, HEADS, FEATURES))
     k = k / np.linalg.norm(k, axis=-1, keepdims=True)
@@ -203,7 +162,8 @@ def _drawn(feature: RecurrenceFeature, seed: int) -> tuple[dict, np.ndarray]:
     call = {"q": q, "k": k, "v": v} | feature.fields(rng)
     kept = ("segment_ids", "lengths")
     call = {name: x if name in kept else jax.tree.map(lambda x: x.astype(np.float32), x) for name, x in call.items()}
-    return call | {name: call[name].astype(feature.dtype) for name in ("q", "k", "v")}, d_out.astype(np.float32)
+    call |= {name: call[name].astype(feature.dtype) for name in ("q", "k", "v")}
+    return Case(feature, seed, shape, call, d_out.astype(np.float32), None)
 
 
 def recurrence_call(feature: str, seed: int) -> dict:
@@ -212,26 +172,34 @@ def recurrence_call(feature: str, seed: int) -> dict:
     >>> sorted(recurrence_call("beta", 0))
     ['beta', 'k', 'q', 'v']
     """
-    return _drawn(RECURRENCE_FEATURES[feature], seed)[0]
+    return _draw(RECURRENCE_FEATURES[feature], seed).call
 
 
-def _code(feature: RecurrenceFeature, seed: int) -> str:
+def _code(case: Case, why: str) -> str:
+    name = case.feature.name
     return (
-        f"# {feature.name}\nfrom attnlab import testing\n\n"
-        f"call = testing.recurrence_call({feature.name!r}, {seed})\n"
+        f"# {name}: {why}\nfrom attnlab import testing\n\n"
+        f"call = testing.recurrence_call({name!r}, {case.seed})\n"
         "expected = testing.recurrence_answer(call)['out']  # compare with my_function(**call)\n"
     )
 
 
-def _error(feature, call, found, exact, naive) -> float:
+def _judge(subject: Subject, case: Case, found: dict) -> Finding:
+    def answers(case):
+        return [recurrence_answer(case.call, case.d_out, dtype) for dtype in (np.float64, np.float32)]
+
+    return compared(case, found, answers, _error)
+
+
+def _error(case: Case, name: str, found, exact, naive) -> float:
     """The largest error in units of its bound; infinite where a number is not finite."""
-    if found.shape != exact.shape or not np.isfinite(found).all():
+    if not np.isfinite(found).all():
         return math.inf
-    decays = np.zeros(1) if call.get("g") is None else np.asarray(call["g"], np.float64)
+    decays = np.asarray(case.call.get("g", 0), np.float64)
     of_chunk = min(float(abs(decays).max()) * 64, 1e3)
-    is_half = feature.dtype != np.float32
-    floor = 4 * float(np.finfo(np.float32).eps) * (math.sqrt(call["q"].shape[-1] + 3 * 64) + of_chunk)
-    floor = (floor + 4 * float(ml_dtypes.finfo(feature.dtype).eps) * is_half) * float(abs(exact).max())
+    floor = 4 * float(np.finfo(np.float32).eps) * (math.sqrt(FEATURES + 3 * 64) + of_chunk)
+    is_half = case.feature.dtype != np.float32
+    floor = (floor + 4 * float(ml_dtypes.finfo(case.feature.dtype).eps) * is_half) * float(abs(exact).max())
     return float(abs(found - exact).max() / (4 * float(abs(naive - exact).max()) + floor + 1e-30))
 
 

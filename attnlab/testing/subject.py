@@ -1,18 +1,17 @@
 """The function that is checked: how it is called, and what it returned."""
 
 import functools
-import inspect
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from attnlab.ops.call import AttentionCall
 from attnlab.testing.cases import Case
-from attnlab.testing.reference import Answer
 
-FLOATING = ("q", "k", "v", "bias", "sinks")  # the arguments that have gradients
+FLOATING = ("q", "k", "v", "bias", "sinks", "g", "beta", "state")  # the arguments that have gradients
 _REFUSALS = (TypeError, ValueError, NotImplementedError, AssertionError)
 _NEEDS_VALUES = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 
@@ -51,30 +50,30 @@ def as_attnlab(call: AttentionCall) -> dict:
     return kwargs
 
 
-def called(function: Callable, kwargs, second: str) -> tuple:
-    """(output, what `second` names or None) of a function.
+def outputs_of(function: Callable, adapter: Callable, second: str, shapes: Callable) -> Callable:
+    """The results of a function by name, "out" and what `second` names, of a call with the shapes `shapes(call)`.
 
-    Raises:
-      AdapterError: the arguments are no dictionary.
-      ResultError: it returned something else.
+    It raises AdapterError for an adapter that returns no dictionary, ResultError for results of other kinds.
     """
-    if not isinstance(kwargs, Mapping):
-        raise AdapterError(
-            f"the adapter returned a {type(kwargs).__name__}, expected a dictionary of keyword arguments"
-        )
-    found = function(**kwargs)
-    parts = found if isinstance(found, tuple) else (found, None)
-    if len(parts) != 2 or not all(hasattr(x, "shape") for x in parts if x is not None) or parts[0] is None:
-        what = f"a tuple of {len(parts)}" if isinstance(found, tuple) else f"a {type(found).__name__}"
-        raise ResultError(f"it returned {what}, expected an array, the output, or (output, {second})")
-    return parts
 
+    def outputs(call) -> dict:
+        kwargs = adapter(call)
+        if not isinstance(kwargs, Mapping):
+            raise AdapterError(
+                f"the adapter returned a {type(kwargs).__name__}, expected a dictionary of keyword arguments"
+            )
+        found = function(**kwargs)
+        parts = found if isinstance(found, tuple) else (found, None)
+        if len(parts) != 2 or not all(hasattr(x, "shape") for x in parts if x is not None) or parts[0] is None:
+            what = f"a tuple of {len(parts)}" if isinstance(found, tuple) else f"a {type(found).__name__}"
+            raise ResultError(f"it returned {what}, expected an array, the output, or (output, {second})")
+        results = {name: x for name, x in zip(("out", second), parts) if x is not None}
+        for (name, x), shape in zip(results.items(), shapes(call)):
+            if tuple(x.shape) != tuple(shape):
+                raise ResultError(f"{name} has shape {tuple(x.shape)}, expected {tuple(shape)}")
+        return results
 
-def require_shapes(**shapes: tuple) -> None:
-    """Raises ResultError for a result whose shape is not the expected one: name=(array or None, shape)."""
-    for name, (x, shape) in shapes.items():
-        if x is not None and tuple(x.shape) != tuple(shape):
-            raise ResultError(f"{name} has shape {tuple(x.shape)}, expected {tuple(shape)}")
+    return outputs
 
 
 def failure(error: Exception) -> tuple[str, str]:
@@ -89,51 +88,40 @@ def failure(error: Exception) -> tuple[str, str]:
 
 
 class Subject:
-    """A function of attention, and what was seen of it.
+    """A function under test, compiled once for each transform, and what was seen of it.
 
     Attributes:
+      outputs: its results by name, for a call.
       meanings: the choices that it made, in which libraries rightly differ.
       is_quadratic: by feature, whether its memory grows with Tq·Tk.
-      lse_type: the type of the lse of its last call.
+      types: the types of the results of its last call, by name.
     """
 
-    def __init__(self, function: Callable, adapter: Callable):
-        if not callable(function):
-            raise ValueError(f"function is {function!r}: expected a function of attention")
-        self.function, self.adapter = function, adapter
+    def __init__(self, outputs: Callable):
+        self.outputs = outputs
         self.meanings: dict[str, str] = {}
         self.is_quadratic: dict[str, bool] = {}
-        self.lse_type = np.dtype(np.float32)
-        self._takes_return_lse = adapter is as_attnlab and "return_lse" in _parameters(function)
+        self.types: dict[str, np.dtype] = {}
         self._compiled = {}
 
-    def outputs(self, call: AttentionCall) -> tuple:
-        """(out, lse or None)."""
-        more = {"return_lse": True} if self._takes_return_lse else {}
-        kwargs = self.adapter(call)
-        out, lse = called(self.function, kwargs | more if more else kwargs, "lse")
-        rows = call.q.shape[:-1]
-        require_shapes(out=(out, (*rows, call.v.shape[-1])), lse=(lse, rows))
-        return out, lse
-
-    def run(self, case: Case, gradients: bool) -> Answer:
+    def run(self, case: Case, gradients: bool) -> dict[str, np.ndarray]:
         """The function's results and gradients; the call's arrays are traced, where the function allows it."""
-        transform = case.feature.transform
+        transform, weights = case.feature.transform, {"out": case.d_out, "lse": case.d_lse}
         if transform == "sharded" and jax.device_count() < 4:
             raise Unsupported("it needs four devices, which attnlab conform has")
-        floating = {name: getattr(case.call, name) for name in FLOATING if getattr(case.call, name) is not None}
+        floating = floating_of(case.call)
         if transform == "sharded":
             floating = jax.device_put(floating, _over_batch_and_heads())
         if (transform, gradients) not in self._compiled:
             run = functools.partial(_results, self.outputs, transform, gradients)
             self._compiled[transform, gradients] = run if transform == "eager" else jax.jit(run)
         try:
-            found = self._compiled[transform, gradients](case.call, floating, case.d_out, case.d_lse)
+            found = self._compiled[transform, gradients](case.call, floating, weights)
         except _NEEDS_VALUES:
             run = functools.partial(_results, self.outputs, transform, gradients, case.call)
-            found = jax.jit(run)(floating, case.d_out, case.d_lse)
-        self.lse_type = self.lse_type if found[1] is None else found[1].dtype
-        return Answer(*jax.tree.map(lambda x: np.asarray(x).astype(np.float64), found))
+            found = jax.jit(run)(floating, weights)
+        self.types = {name: x.dtype for name, x in found.items()}
+        return {name: np.asarray(x).astype(np.float64) for name, x in found.items()}
 
 
 def _over_batch_and_heads() -> jax.sharding.NamedSharding:
@@ -142,25 +130,29 @@ def _over_batch_and_heads() -> jax.sharding.NamedSharding:
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch", None, "heads"))
 
 
-def _parameters(function) -> Sequence[str]:
-    try:
-        return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # a function of C, which has none
-        return []
+def floating_of(call) -> dict:
+    """The arrays of a call that have gradients, by name."""
+    fields = call if isinstance(call, dict) else vars(call)
+    return {name: fields[name] for name in FLOATING if fields.get(name) is not None}
 
 
-def _results(outputs, transform, gradients, call, floating, d_out, d_lse):
-    """(out, lse or None, gradients by name)."""
-
+def _results(outputs, transform, gradients, call, floating, weights) -> dict:
     def of_arrays(arrays):
-        whole = call.replace(**arrays)
+        whole = call | arrays if isinstance(call, dict) else call.replace(**arrays)
         if transform != "vmap":
             return outputs(whole)
         return jax.tree.map(lambda x: x[:, 0], jax.vmap(outputs)(jax.tree.map(lambda x: x[:, None], whole)))
 
     of_arrays = jax.checkpoint(of_arrays) if transform == "remat" else of_arrays
-    if not gradients or call.dropout_rate:
-        return *of_arrays(floating), {}
-    (out, lse), pull_back = jax.vjp(of_arrays, floating)
-    cotangents = (d_out.astype(out.dtype), None if lse is None else d_lse.astype(lse.dtype))
-    return out, lse, pull_back(cotangents)[0]
+    return with_gradients(of_arrays, floating, lambda found: weights) if gradients else of_arrays(floating)
+
+
+def with_gradients(outputs: Callable, arrays: dict, weigh: Callable[[dict], dict]) -> dict:
+    """The outputs, and the gradients of their sum with the weights `weigh(outputs)`, 0 where it has none, by name."""
+    found, pull_back = jax.vjp(outputs, arrays)
+    weights = weigh(found)
+    weights = {
+        name: jnp.zeros_like(x) if weights.get(name) is None else weights[name].astype(x.dtype)
+        for name, x in found.items()
+    }
+    return found | {f"the gradient of {name}": x for name, x in pull_back(weights)[0].items()}

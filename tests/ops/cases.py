@@ -10,6 +10,7 @@ import pytest
 import attnlab
 from attnlab.masks import BlockSparse, Causal, Dense, Mask, MaskFn, Padding, PrefixLM, Segments, SlidingWindow
 from attnlab.score_mods import ALiBi, RelativeBias, ScoreFn, SoftCap
+from attnlab.testing.subject import with_gradients
 
 
 def slow(*values):
@@ -81,18 +82,6 @@ class Case:
         names += ["dropout"] if self.dropout_rate else []
         return "-".join([str(self.seed), _mask_name(self.mask), *names])
 
-    def features(self) -> set[str]:
-        """The features of the operator that the case uses."""
-        q, k = self.arrays["q"], self.arrays["k"]
-        found = {*self.arrays, *self.positions, *_mask_types(self.mask), f"{q.ndim - 3} batch axes"}
-        found |= {f"bias of rank {self.arrays[name].ndim - q.ndim}" for name in ("bias",) if name in self.arrays}
-        found |= {"dropout"} if self.dropout_rate else set()
-        found |= {"Tq ≠ Tk"} if q.shape[-3] != k.shape[-3] else {"Tq = Tk"}
-        found |= {"grouped heads"} if q.shape[-2] != k.shape[-2] else set()
-        found |= {"several mods"} if len(self.score_mods) > 1 else set()
-        sizes = zip((q.shape[-3], k.shape[-3]), self.block_sizes)
-        return found | {"ragged tiles" if length > size and length % size else "even tiles" for length, size in sizes}
-
     def run(self, arrays, impl):
         """(out, lse)."""
         dropout = {"dropout_rate": self.dropout_rate, "dropout_key": jax.random.key(self.seed)}
@@ -111,13 +100,6 @@ class Case:
             **self.positions,
             **(dropout if self.dropout_rate else {}),
         )
-
-
-def _mask_types(mask) -> list[str]:
-    if mask is None:
-        return []
-    parts = [getattr(mask, name) for name in ("a", "b") if hasattr(mask, name)]
-    return [type(mask).__name__, *(name for part in parts for name in _mask_types(part))]
 
 
 def _mask_name(mask) -> str:
@@ -170,14 +152,15 @@ def draw(seed: int, multiple: int = 1) -> Case:
 def results(arrays, run, impl, dtype, compiled=jax.jit):
     """out, lse and the gradient of every array, as float64 NumPy arrays, of a call in `dtype`."""
     arrays = {name: np.asarray(x, dtype) for name, x in arrays.items()}
-    mixes = np.random.default_rng(1)
 
-    def total(arrays):
-        out, lse = run(arrays, impl)
-        # Each output has a weight of its own; a fully masked row has lse −inf and gradient 0.
-        mix_out, mix_lse = (np.asarray(mixes.normal(size=x.shape), x.dtype) for x in (out, lse))
-        finite = jnp.isfinite(lse)
-        return (out * mix_out).sum() + jnp.where(finite, lse * mix_lse, 0).sum(), (out, lse)
+    def outputs(arrays):
+        return dict(zip(("out", "lse"), run(arrays, impl)))
 
-    gradients, (out, lse) = compiled(jax.grad(total, has_aux=True))(arrays)
-    return {name: np.asarray(x, np.float64) for name, x in {"out": out, "lse": lse, **gradients}.items()}
+    def weigh(found):
+        mixes = np.random.default_rng(1)
+        # Each element has a weight of its own; a fully masked row has lse −inf and gradient 0.
+        weights = {name: np.asarray(mixes.normal(size=x.shape), x.dtype) for name, x in found.items()}
+        return weights | {"lse": jnp.where(jnp.isfinite(found["lse"]), weights["lse"], 0)}
+
+    found = compiled(lambda arrays: with_gradients(outputs, arrays, weigh))(arrays)
+    return {name: np.asarray(x, np.float64) for name, x in found.items()}

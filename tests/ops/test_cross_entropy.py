@@ -6,7 +6,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import scipy.special
 from hypothesis import given
@@ -46,18 +45,20 @@ def ours(chunk=None, vocab_size=None, cap=None):
     return jax.jit(functools.partial(with_gradients, losses))
 
 
-def plain_losses(features, embedding, targets):
-    return optax.softmax_cross_entropy_with_integer_labels(features @ embedding.T, targets)
-
-
-plain = jax.jit(functools.partial(with_gradients, plain_losses))
-
-
-def in_float64(*arguments):
-    """The results of the plain formula in double precision."""
-    with jax.enable_x64(True):
-        wide = [np.asarray(x, np.float64) if x.dtype != np.int32 else np.asarray(x) for x in arguments]
-        return [np.asarray(x) for x in plain(*wide)]
+def reference(features, embedding, targets, g, vocab_size=VOCAB, cap=None):
+    """(losses, gradients of features and embedding) by the formulas, in NumPy's float64."""
+    features, embedding, g = (np.asarray(x, np.float64) for x in (features, embedding, g))
+    real = embedding[:vocab_size]
+    logits = features @ real.T
+    slope = 1
+    if cap is not None:  # 1 / cosh² of large numbers
+        logits, slope = cap * np.tanh(logits / cap), 4 * np.exp(-2 * np.logaddexp(logits / cap, -logits / cap))
+    log_p = scipy.special.log_softmax(logits, axis=-1)
+    is_target = np.arange(vocab_size) == targets[..., None]
+    d_logits = g[..., None] * (np.exp(log_p) - is_target) * slope
+    d_embedding = np.zeros_like(embedding)
+    d_embedding[:vocab_size] = np.einsum("btv,btf->vf", d_logits, features)
+    return -log_p[is_target].reshape(targets.shape), d_logits @ real, d_embedding
 
 
 def assert_within(result, expected, bound):
@@ -89,8 +90,7 @@ def bounds(features, embedding, targets, g, rounding):
     return value, *errors
 
 
-@pytest.mark.parametrize("chunk", [None, 4])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype, chunk", [(jnp.float32, None), (jnp.bfloat16, 4)])
 def test_narrow_types_err_by_their_roundings_alone(dtype, chunk):
     arguments = inputs(dtype)
     results = ours(chunk)(*arguments)
@@ -98,16 +98,14 @@ def test_narrow_types_err_by_their_roundings_alone(dtype, chunk):
     # Products of two bfloat16 numbers are exact in float32, and so are the operands in float64. Rounding to nearest
     # with 8 significant bits errs by at most 2^-8 of the result, with 24 by 2^-24.
     rounding = 2.0**-8 if dtype == jnp.bfloat16 else 2.0**-24
-    for result, expected, bound in zip(results, in_float64(*arguments), bounds(*arguments, rounding), strict=True):
+    for result, expected, bound in zip(results, reference(*arguments), bounds(*arguments, rounding), strict=True):
         assert_within(result, expected, bound)
 
 
-@pytest.mark.parametrize("chunk", [None, 4])
-def test_float32_embedding_has_float32_gradient_for_bfloat16_features(chunk):
+def test_float32_embedding_has_float32_gradient_for_bfloat16_features():
     features, embedding, targets, g = inputs(jnp.bfloat16)
     narrow, mixed = (
-        jax.tree.map(np.asarray, ours(chunk)(features, x, targets, g))
-        for x in (embedding, embedding.astype(np.float32))
+        jax.tree.map(np.asarray, ours(4)(features, x, targets, g)) for x in (embedding, embedding.astype(np.float32))
     )
     assert [x.dtype for x in mixed] == [jnp.float32, jnp.bfloat16, jnp.float32]
     assert (mixed[2] != mixed[2].astype(jnp.bfloat16)).any(), "the sum is rounded to bfloat16"
@@ -116,22 +114,7 @@ def test_float32_embedding_has_float32_gradient_for_bfloat16_features(chunk):
         np.testing.assert_array_equal(one, other.astype(one.dtype))
 
 
-def reference(features, embedding, targets, g, vocab_size, cap):
-    """(losses, gradients of features and embedding) by the formulas, in NumPy's float64."""
-    real = embedding[:vocab_size]
-    logits = features @ real.T
-    slope = 1
-    if cap is not None:  # 1 / cosh² of large numbers
-        logits, slope = cap * np.tanh(logits / cap), 4 * np.exp(-2 * np.logaddexp(logits / cap, -logits / cap))
-    log_p = scipy.special.log_softmax(logits, axis=-1)
-    is_target = np.arange(vocab_size) == targets[..., None]
-    d_logits = g[..., None] * (np.exp(log_p) - is_target) * slope
-    d_embedding = np.zeros_like(embedding)
-    d_embedding[:vocab_size] = np.einsum("btv,btf->vf", d_logits, features)
-    return -log_p[is_target].reshape(targets.shape), d_logits @ real, d_embedding
-
-
-@pytest.mark.parametrize("chunk, cap", [(None, None), (4, 3.0), slow(None, 3.0), slow(4, None), slow(1, 0.5)])
+@pytest.mark.parametrize("chunk, cap", [(None, None), (4, 3.0), slow(1, 0.5)])
 def test_random_calls_with_padding_and_cap_equal_float64_formulas(float64, chunk, cap):
     real = VOCAB - PADDING
     for seed in range(8):
@@ -144,25 +127,17 @@ def test_random_calls_with_padding_and_cap_equal_float64_formulas(float64, chunk
             np.testing.assert_allclose(found, exact, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("chunk", [None, 4])
-def test_huge_logits_keep_losses_and_gradients_finite(chunk):
+def test_huge_logits_keep_losses_and_gradients_finite():
     arguments = inputs(scale=100.0)
     assert np.abs(np.asarray(arguments[0]) @ np.asarray(arguments[1]).T).max() > 1e4
-    results = [np.asarray(x) for x in ours(chunk, vocab_size=VOCAB - PADDING)(*arguments)]
+    results = [np.asarray(x) for x in ours(4, vocab_size=VOCAB - PADDING)(*arguments)]
     assert all(np.isfinite(x).all() for x in results)
-    features, embedding, targets, g = arguments
-    expected = in_float64(features, embedding[: VOCAB - PADDING], targets, g)[0]
+    expected = reference(*arguments, VOCAB - PADDING)[0]
     # A logit is a sum of WIDTH terms of size 1e5 at most, and the loss the difference of two such sums.
     np.testing.assert_allclose(results[0], expected, atol=2 * WIDTH * 2.0**-24 * 1e5)
 
 
-def test_one_id_in_the_vocabulary_has_loss_zero():
-    features, embedding, targets, g = inputs()
-    for result in ours(4, vocab_size=1)(features, embedding, np.zeros_like(targets), g):
-        assert not np.asarray(result).any()
-
-
-@pytest.mark.parametrize("shape", [(0, 10), (2, 0), (7,), (2, 3, 7)])
+@pytest.mark.parametrize("shape", [(0, 10), (2, 3, 7)])
 def test_any_batch_axes_and_length_have_a_loss(shape):
     features, embedding = ones((*shape, WIDTH)), ones((VOCAB, WIDTH))
     arguments = features, embedding, np.zeros(shape, np.int32), ones(shape)
@@ -199,14 +174,13 @@ def test_traced_target_out_of_range_has_nan_loss_alone():
 close = functools.partial(jax.tree.map, functools.partial(np.testing.assert_allclose, atol=3e-5))
 
 
-@pytest.mark.parametrize("chunk", [None, 4])
-def test_vmap_matches_batch_axes(chunk):
+def test_vmap_matches_batch_axes():
     arguments = inputs()
-    mapped = jax.vmap(functools.partial(cross_entropy, chunk=chunk), in_axes=(0, None, 0))
-    close(jax.jit(functools.partial(with_gradients, mapped))(*arguments), ours(chunk)(*arguments))
+    mapped = jax.vmap(functools.partial(cross_entropy, chunk=4), in_axes=(0, None, 0))
+    close(jax.jit(functools.partial(with_gradients, mapped))(*arguments), ours(4)(*arguments))
 
 
-@pytest.mark.parametrize("chunk, is_checked", [(4, True), (None, False), slow(4, False), slow(None, True)])
+@pytest.mark.parametrize("chunk, is_checked", [(4, True), slow(None, False)])
 def test_shard_map_sums_gradient_of_shared_embedding(chunk, is_checked):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     sharded = jax.shard_map(
@@ -220,7 +194,7 @@ def test_shard_map_sums_gradient_of_shared_embedding(chunk, is_checked):
     close(jax.jit(functools.partial(with_gradients, sharded))(*arguments), ours(chunk)(*arguments))
 
 
-@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("chunk", [slow(None), 4])
 def test_gradient_within_shard_map_is_that_of_all_devices(chunk):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 
@@ -234,11 +208,7 @@ def test_gradient_within_shard_map_is_that_of_all_devices(chunk):
     close(run(*arguments), ours(chunk)(*arguments))
 
 
-@pytest.mark.parametrize(
-    "chunk, kind",
-    [(None, AxisType.Auto), (4, AxisType.Explicit), slow(4, AxisType.Auto), slow(None, AxisType.Explicit)],
-    ids=str,
-)
+@pytest.mark.parametrize("chunk, kind", [(4, AxisType.Explicit), slow(None, AxisType.Auto)], ids=str)
 def test_sharded_batch_needs_no_all_gather(chunk, kind):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
     arguments = inputs()
@@ -259,7 +229,7 @@ def shapes(jaxpr):
                 yield from shapes(getattr(inner, "jaxpr", inner))
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 9])
+@pytest.mark.parametrize("chunk", [4, 9])
 def test_gradient_holds_logits_of_a_chunk_alone(chunk):
     def largest(chunk):
         losses = functools.partial(cross_entropy, chunk=chunk)

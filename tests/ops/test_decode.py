@@ -7,6 +7,7 @@ import pytest
 
 from attnlab.masks import Padding
 from attnlab.ops import attention
+from attnlab.testing import AttentionCall, answer
 
 LENGTHS = np.array([7, 40])
 
@@ -40,27 +41,16 @@ def from_key(x, start, value):
     return np.where(hidden[..., None, None], x.dtype.type(value), x)
 
 
-def one_by_one(q, k, v, lengths):
-    """The same without hidden keys, a head of an example at a time."""
-    group = q.shape[2] // k.shape[2]
-    out, lse = np.zeros((*q.shape[:3], v.shape[-1])), np.zeros(q.shape[:3])
-    for b, length in enumerate(lengths):
-        for h in range(q.shape[2]):
-            s = q[b, :, h] @ k[b, :length, h // group].T * q.shape[-1] ** -0.5
-            lse[b, :, h] = np.log(np.exp(s).sum(axis=-1))
-            out[b, :, h] = np.exp(s - lse[b, :, h, None]) @ v[b, :length, h // group]
-    return out, lse
-
-
-@pytest.mark.parametrize("queries, heads, kv_heads", [(1, 4, 4), (1, 4, 2), (3, 6, 2), (2, 1, 1), (1, 3, 1)])
-def test_steps_of_few_queries_match_heads_one_by_one(float64, queries, heads, kv_heads):
+@pytest.mark.parametrize("queries, heads, kv_heads", [(1, 4, 2), (3, 6, 2), (1, 3, 1)])
+def test_steps_of_few_queries_equal_the_formula(float64, queries, heads, kv_heads):
     q, k, v = sample(queries, heads, kv_heads)
     assert attention.explain(q, k, v, Padding(LENGTHS)).backend == "decode"
-    for found, expected in zip(step(q, k, v, LENGTHS), one_by_one(q, k, v, LENGTHS)):
-        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+    expected = answer(AttentionCall(q, k, v, mask=Padding(LENGTHS)))
+    for found, exact in zip(step(q, k, v, LENGTHS), (expected.out, expected.lse)):
+        np.testing.assert_allclose(found, exact, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_hidden_keys_that_are_not_finite_change_neither_result_nor_gradient(float64, poison):
     """The poison lies behind the first example's length, where the second has keys."""
     q, k, v = sample(1, 4, 2)
@@ -69,8 +59,7 @@ def test_hidden_keys_that_are_not_finite_change_neither_result_nor_gradient(floa
         np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("queries, heads, kv_heads", [(1, 4, 4), (1, 4, 2), (3, 6, 2)])
-@pytest.mark.parametrize("hidden", [1e3, np.inf, np.nan])
+@pytest.mark.parametrize("queries, heads, kv_heads, hidden", [(1, 4, 2, np.nan), (3, 6, 2, np.inf), (1, 4, 2, 1e3)])
 def test_hidden_keys_change_no_bit(queries, heads, kv_heads, hidden):
     q, k, v = (x.astype(np.float32) for x in sample(queries, heads, kv_heads))
     changed = [from_key(x, 7, hidden) for x in (k, v)]

@@ -1,16 +1,15 @@
-"""Dense attention, the specification, against the formula in NumPy float64."""
+"""Dense attention, the specification; tests/testing/test_reference.py compares it with the formula."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import attnlab
-from attnlab import testing
-from attnlab.masks import Causal, Dense, Padding, SlidingWindow
+from attnlab.masks import Causal, Dense, Padding
 from attnlab.score_mods import ALiBi, SoftCap, alibi_slopes
 
 
@@ -20,42 +19,6 @@ def sample(seed, q_length, kv_length, heads, kv_heads, dim, v_dim, batch=()):
     return [rng.normal(size=(*batch, *shape)) for shape in shapes]
 
 
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    length=st.sampled_from([1, 2, 9]),
-    groups=st.sampled_from([(1, 1), (4, 2), (3, 3)]),
-    dims=st.sampled_from([(4, 4), (3, 5)]),
-    mods=st.sets(st.sampled_from(["scale", "bias", "alibi", "cap", "sinks", "padding", "window"]), min_size=2),
-)
-@settings(max_examples=12)  # each compiles a program
-def test_dense_is_the_formula_of_several_terms_at_once(seed, length, groups, dims, mods):
-    """One by one, and gradients: tests/testing/test_reference.py."""
-    heads, kv_heads = groups
-    q, k, v = sample(seed, length, length, heads, kv_heads, *dims)
-    rng = np.random.default_rng(seed + 1)
-    fields, score_mod, mask = {}, (), Causal()
-    if "padding" in mods:
-        mask = mask & Padding(length // 2)
-    if "window" in mods:
-        mask = mask & SlidingWindow(1)
-    if "scale" in mods:
-        fields["scale"] = 0.3
-    if "bias" in mods:
-        fields["bias"] = rng.normal(size=(heads, length, length))
-    if "alibi" in mods:
-        score_mod = (ALiBi(np.asarray(alibi_slopes(heads), np.float64)),)
-    if "cap" in mods:
-        score_mod = (*score_mod, SoftCap(1.5))
-    if "sinks" in mods:
-        fields["sinks"] = rng.normal(size=heads)
-    expected = testing.answer(testing.AttentionCall(q, k, v, mask=mask, score_mods=score_mod, **fields))
-    with jax.enable_x64(True):
-        run = jax.jit(lambda q, k, v, fields: attnlab.attention(q, k, v, mask, score_mod, return_lse=True, **fields))
-        out, lse = run(q, k, v, fields)
-    np.testing.assert_allclose(out, expected.out, rtol=1e-12, atol=1e-14)
-    np.testing.assert_allclose(lse, expected.lse, rtol=1e-12, atol=1e-14)
-
-
 def test_order_is_bias_then_mods_then_mask(float64):
     q, k, _ = sample(0, 4, 4, 1, 1, 4, 4)
     run = jax.jit(lambda q, k, bias: attnlab.attention_weights(q, k, Causal(), SoftCap(2.0), bias))
@@ -63,8 +26,8 @@ def test_order_is_bias_then_mods_then_mask(float64):
     np.testing.assert_allclose(capped[0], np.tri(4) / np.tri(4).sum(1, keepdims=True), rtol=1e-12)
 
 
-@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
-def test_batch_axes_match_single_examples(batch):
+def test_batch_axes_match_single_examples():
+    batch = (2, 3)
     lengths = np.random.default_rng(0).integers(0, 8, batch).astype(np.int32)
     every = list(np.ndindex(*batch))
 
@@ -80,17 +43,12 @@ def test_batch_axes_match_single_examples(batch):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-def test_lse_is_float32_and_output_has_input_type(dtype):
-    inputs = [x.astype(dtype) for x in sample(0, 64, 64, 2, 2, 16, 16)]
-    run = jax.jit(lambda q, k, v: attnlab.attention(q, k, v, mask=Causal(), return_lse=True))
-    out, lse = run(*inputs)
+@pytest.mark.parametrize("impl", ["dense", "blockwise"])
+def test_lse_is_float32_and_output_has_input_type(dtype, impl):
+    x = jax.ShapeDtypeStruct((64, 2, 16), dtype)
+    run = functools.partial(attnlab.attention, mask=Causal(), return_lse=True, impl=impl)
+    out, lse = jax.eval_shape(run, x, x, x)
     assert out.dtype == dtype and lse.dtype == jnp.float32
-    with jax.enable_x64(True):
-        exact, exact_lse = map(np.asarray, run(*(x.astype(np.float64) for x in inputs)))
-    # Inputs are exact in either type; weights and output are rounded to it, half a unit in the last place each.
-    unit = float(jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=2 * unit * np.abs(exact).max())
-    np.testing.assert_allclose(lse, exact_lse, atol=20 * np.finfo(np.float32).eps)
 
 
 def test_lse_of_fully_masked_row_with_sink_is_the_sink():
@@ -101,6 +59,7 @@ def test_lse_of_fully_masked_row_with_sink_is_the_sink():
     assert (np.asarray(out) == 0).all()
 
 
+@pytest.mark.slow
 def test_derivatives_of_second_order_match_differences(float64):
     q, k, v = (jnp.asarray(x) for x in sample(3, 4, 4, 2, 1, 3, 3))
     sinks, bias = jnp.array([0.1, -0.2]), jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 4)))

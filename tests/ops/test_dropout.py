@@ -18,8 +18,8 @@ def keep(seed, rate, count=None):
     return dropout.keep(key if count is None else jax.random.split(key, count), rate, *INDICES)
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
-def test_share_of_dropped_elements_is_the_rate(rate):
+def test_share_of_dropped_elements_is_the_rate():
+    rate = 0.1
     kept = np.asarray(keep(0, rate, 4))
     # 524,288 fair draws: five standard deviations of their mean.
     assert abs(kept.mean() - (1 - rate)) < 5 * np.sqrt(rate * (1 - rate) / kept.size)

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import attnlab
 from attnlab import LinearState, linear_attention
@@ -28,8 +26,7 @@ def close(a, b):
         np.testing.assert_allclose(x, y, atol=1e-5 * max(1.0, np.abs(np.asarray(y)).max(initial=0)))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form, causal", [(form, True) for form in FORMS] + [("chunked", False)])
 def test_forms_equal_the_formula(float64, form, causal):
     q, k, v = (np.asarray(x, np.float64) for x in inputs(7))
     run = jax.jit(lambda q, k, v: linear_attention(q, k, v, impl=form, causal=causal, chunk_size=3))
@@ -51,18 +48,13 @@ def state_after(q, k, v):
     return linear_attention(q, k, v, return_state=True)[1]
 
 
-@settings(max_examples=4)  # each compiles a program of three forms
-@given(
-    length=st.integers(1, 70),
-    chunk_size=st.integers(1, 80),
-    causal=st.booleans(),
-    normalize=st.booleans(),
-    carried=st.booleans(),
-    seed=st.integers(0, 99),
+@pytest.mark.parametrize(
+    "length, chunk_size, causal, normalize, carried",
+    [(21, 8, True, True, True), slow(70, 80, True, False, False), slow(33, 4, False, True, True)],
 )
-def test_forms_agree_in_values_and_gradients(length, chunk_size, causal, normalize, carried, seed):
-    q, k, v = inputs(length, seed=seed)
-    state = state_after(*inputs(5, seed=seed + 1)) if carried else None
+def test_forms_agree_in_values_and_gradients(length, chunk_size, causal, normalize, carried):
+    q, k, v = inputs(length)
+    state = state_after(*inputs(5, seed=1)) if carried else None
 
     def run(impl, q, k, v, state):
         options = {"causal": causal, "normalize": normalize, "return_state": True, "chunk_size": chunk_size}
@@ -79,9 +71,10 @@ def test_forms_agree_in_values_and_gradients(length, chunk_size, causal, normali
         close(result, expected)
 
 
-@pytest.mark.parametrize("cut", [7, *(slow(cut) for cut in (0, 20))])
 @pytest.mark.parametrize("form", FORMS)
-def test_state_continues_a_sequence(form, cut):
+def test_state_continues_a_sequence(form):
+    cut = 7
+
     @jax.jit
     def run(q, k, v):
         whole = linear_attention(q, k, v, return_state=True, impl="naive")
@@ -92,8 +85,7 @@ def test_state_continues_a_sequence(form, cut):
     close(*run(*inputs(20)))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form, causal", [(form, True) for form in FORMS] + [("naive", False)])
 def test_padding_with_nan_is_inert(form, causal):
     q, k, v = inputs(9)
     lengths = np.array([4, 0])

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnlab.masks import Causal, Dense, Padding, SlidingWindow
-
-I, J = np.arange(7)[:, None], np.arange(7)[None, :]
+from attnlab.score_mods import ALiBi, ScoreFn, SoftCap
+from attnlab.testing import AttentionCall
+from attnlab.testing.reference import visible
 
 
 def leaf_masks():
@@ -21,34 +22,20 @@ def leaf_masks():
     return st.one_of(st.just(Causal()), windows, paddings, arrays)
 
 
-def formula(mask):
-    """The mask by its definition in NumPy, apart from the implementation."""
-    match mask:
-        case Causal():
-            return J <= I
-        case SlidingWindow(left, right):
-            return (I - left <= J) & (I + right >= J)
-        case Padding(lengths):
-            return np.broadcast_to(lengths > J, (7, 7))
-        case Dense(array):
-            return np.asarray(array)
-
-
-@given(leaf_masks())
-def test_mask_equals_its_formula(mask):
-    np.testing.assert_array_equal(mask.dense(7, 7), formula(mask))
-
-
 @given(leaf_masks(), leaf_masks())
-def test_masks_combine_like_booleans(a, b):
-    np.testing.assert_array_equal((a & b).dense(7, 7), formula(a) & formula(b))
-    np.testing.assert_array_equal((a | b).dense(7, 7), formula(a) | formula(b))
-    np.testing.assert_array_equal((~a).dense(7, 7), ~formula(a))
+def test_masks_combine_like_booleans_of_their_formulas(a, b):
+    x = np.zeros((7, 1, 1), np.float32)
+    of_a, of_b = (visible(AttentionCall(x, x, x, mask=mask))[0] for mask in (a, b))
+    np.testing.assert_array_equal((a & b).dense(7, 7), of_a & of_b)
+    np.testing.assert_array_equal((a | b).dense(7, 7), of_a | of_b)
+    np.testing.assert_array_equal((~a).dense(7, 7), ~of_a)
 
 
 def test_numbers_are_static_and_arrays_are_leaves():
     assert jax.tree.leaves(SlidingWindow(3) & Padding(4)) == []
     assert len(jax.tree.leaves(Padding(jnp.array([1, 2])) & Causal())) == 1
+    assert jax.tree.leaves((SoftCap(2.0), ScoreFn(max))) == []
+    assert len(jax.tree.leaves((ALiBi(np.ones(2)), ScoreFn(max, jnp.ones(2)), SoftCap(jnp.array(2.0))))) == 3
 
 
 def test_vmap_over_a_mask_maps_its_arrays():

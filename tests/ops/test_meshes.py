@@ -1,4 +1,4 @@
-"""Attention on meshes whose axes are Explicit, the default of `jax.make_mesh`."""
+"""Attention on meshes whose axes are Explicit, the default of `jax.make_mesh`, or Auto."""
 
 import functools
 import re
@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import attnlab
 from attnlab.masks import Causal, Segments
 from attnlab.score_mods import RelativeBias
+from tests.ops.cases import slow
 
 BATCH_AND_HEADS = (*(P("data", None, "tensor", None),) * 3, P("tensor"), P("data"))
 KEYS = (P("data", None, None, None), *(P("data", "tensor", None, None),) * 2, P(None), P("data"))
@@ -41,16 +42,25 @@ def gradients(impl):
     return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2, 3), has_aux=True))
 
 
-@pytest.mark.parametrize("impl", ["dense", "blockwise"])
-@pytest.mark.parametrize("specs", [BATCH_AND_HEADS, KEYS], ids=["batch and heads", "keys"])
-def test_explicit_axes_match_unsharded_call(impl, specs):
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+@pytest.mark.parametrize(
+    "impl, specs, kind",
+    [
+        ("blockwise", BATCH_AND_HEADS, AxisType.Explicit),
+        ("dense", KEYS, AxisType.Explicit),
+        slow("blockwise", BATCH_AND_HEADS, AxisType.Auto),
+        slow("dense", BATCH_AND_HEADS, AxisType.Explicit),
+        slow("blockwise", KEYS, AxisType.Explicit),
+    ],
+)
+def test_call_on_a_mesh_equals_the_call_on_one_device(impl, specs, kind):
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(kind,) * 2)
     placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arguments(), specs)]
     run = gradients(impl)
     compiled = run.lower(*placed).compile()
     (_, (out, lse)), slopes = compiled(*placed)
-    assert [x.sharding.spec for x in (out, lse)] == [specs[0], P(*specs[0][:-1])]
-    assert [x.sharding.spec for x in slopes] == list(specs[:-1])
+    if kind == AxisType.Explicit:
+        assert [x.sharding.spec for x in (out, lse)] == [specs[0], P(*specs[0][:-1])]
+        assert [x.sharding.spec for x in slopes] == list(specs[:-1])
     if specs is BATCH_AND_HEADS:
         assert not re.findall("all-gather|all-to-all|collective-permute", compiled.as_text())
     # Sums in another order: 20 keys, and gradients near 10.

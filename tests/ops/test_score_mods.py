@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import attnlab
-from attnlab.masks import Causal, MaskFn
+from attnlab.masks import MaskFn
 from attnlab.ops.tiles import whole
 from attnlab.score_mods import ALiBi, Forget, RelativeBias, ScoreFn, SoftCap, alibi_slopes
 
@@ -43,12 +43,6 @@ def test_function_receives_the_example_index():
     np.testing.assert_allclose(weights[..., 0, 0, 0], np.exp(example) / (np.exp(example) + 3), rtol=1e-5)
 
 
-@pytest.mark.parametrize("mod", [ALiBi(jnp.ones(3)), RelativeBias(jnp.ones((3, 3))), RelativeBias(jnp.ones((2, 4)))])
-def test_arrays_that_do_not_fit_the_heads_are_rejected(mod):
-    with pytest.raises(ValueError, match="expected"):
-        mod.check((), 2, 3, 3)
-
-
 @pytest.mark.parametrize(
     "mod, message",
     [
@@ -64,30 +58,9 @@ def test_running_sums_that_do_not_fit_the_call_are_rejected(own_errors, mod, mes
         attnlab.attention(q, k, k, score_mod=mod)
 
 
-def test_running_sums_by_blocks_have_the_gradients_of_dense(float64):
-    """Also under `vmap`, for several batch axes, for sums that examples share, and with ragged tiles."""
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.normal(size=(2, 3, 37, heads, 4)) for heads in (4, 2, 2))
-    each, shared = (-np.cumsum(rng.exponential(size=(*batch, 37, 4)), axis=-2) for batch in ((2, 3), ()))
-
-    def loss(impl, arrays):
-        q, k, v, each, shared = arrays
-        attend = functools.partial(attnlab.attention, mask=Causal(), impl=impl)
-        attend = functools.partial(attend, block_sizes=None if impl == "dense" else (8, 16))
-        mapped = jax.vmap(lambda q, k, v, sums: attend(q, k, v, score_mod=Forget(sums)))(q, k, v, each)
-        plain = attend(q, k, v, score_mod=(Forget(each), Forget(shared)))
-        return (mapped**2 + plain**3).sum()
-
-    both = jax.jit(lambda arrays: [jax.grad(functools.partial(loss, impl))(arrays) for impl in ("dense", "blockwise")])
-    for dense, blockwise in zip(*both((q, k, v, each, shared))):
-        # Both round each of some hundred sums, as in tests/ops/test_blockwise.py.
-        np.testing.assert_allclose(blockwise, dense, rtol=1e-11, atol=1e-11 * np.abs(dense).max())
-
-
-@pytest.mark.parametrize("shift", [0.0, 6.0], ids=["gates near ½", "gates near 1"])
-def test_differences_of_long_running_sums_stay_within_the_bound(shift):
+def test_differences_of_long_running_sums_stay_within_the_bound():
     length = 16384
-    log_gates = -np.log1p(np.exp(-np.random.default_rng(0).normal(size=length) - shift)).astype(np.float32)
+    log_gates = -np.log1p(np.exp(-np.random.default_rng(0).normal(size=length))).astype(np.float32)
     exact = np.cumsum(log_gates.astype(np.float64))
     errors = np.asarray(jax.jit(jnp.cumsum)(log_gates), np.float64) - exact
     assert np.ptp(errors) <= 4 * np.log2(length) * 2.0**-24 * abs(exact[-1])
@@ -103,17 +76,11 @@ def test_slopes_for_zero_heads_are_rejected():
         alibi_slopes(0)
 
 
-def test_numbers_are_static_and_arrays_are_leaves():
-    assert jax.tree.leaves((SoftCap(2.0), ScoreFn(max))) == []
-    assert len(jax.tree.leaves((ALiBi(alibi_slopes(2)), ScoreFn(max, jnp.ones(2)), SoftCap(jnp.array(2.0))))) == 3
-
-
-@pytest.mark.parametrize("impl", ["dense", "blockwise"])
-def test_function_may_ignore_the_score(impl):
+def test_function_may_ignore_the_score():
     q = np.random.default_rng(0).standard_normal((20, 2, 4)).astype(np.float32)
     mod = ScoreFn(lambda s, b, h, i, j: -1.0 * abs(i - j) * (h + 1))
     constant = ScoreFn(lambda s, b, h, i, j: 1.0 * h)
-    run = jax.jit(lambda: [attnlab.attention(q, q, q, score_mod=one, impl=impl) for one in (mod, constant)])
+    run = jax.jit(lambda: [attnlab.attention(q, q, q, score_mod=one, impl="blockwise") for one in (mod, constant)])
     out, mean = run()
     scores = -abs(np.arange(20)[:, None] - np.arange(20)) * np.array([1, 2])[:, None, None]
     weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)

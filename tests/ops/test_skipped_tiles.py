@@ -47,11 +47,9 @@ DOCUMENTS = np.arange(512) // 64
     [
         (Causal(), 36),
         (BlockSparse(np.eye(8, dtype=bool), size=64), 8),
-        (Padding(np.array(0)), 0),
-        slow(None, 64),
+        slow(Padding(np.array(0)), 0),
         slow(SlidingWindow(left=64), 15),
         slow(MaskFn(lambda b, h, i, j: i // 64 == j // 64), 8),
-        slow(Padding(128), 16),
     ],
 )
 def test_empty_tiles_are_skipped(mask, expected):
@@ -68,11 +66,10 @@ def test_empty_tiles_are_skipped(mask, expected):
 @pytest.mark.parametrize(
     "wrap, ids, expected",
     [
-        slow(jax.vmap, np.stack([DOCUMENTS, DOCUMENTS // 2, DOCUMENTS]), 12),
-        (lambda f: jax.vmap(f, in_axes=(0, 0, 0, None)), DOCUMENTS, 8),
+        slow(lambda f: jax.vmap(f, in_axes=(0, 0, 0, None)), DOCUMENTS, 8),
         (lambda f: jax.vmap(jax.vmap(f)), np.stack([DOCUMENTS, DOCUMENTS // 2, DOCUMENTS])[None], 12),
     ],
-    ids=["vmap", "shared mask", "vmap of vmap"],
+    ids=["shared mask", "vmap of vmap"],
 )
 def test_empty_tiles_are_skipped_under_vmap(wrap, ids, expected):
     arrays = np.random.default_rng(0).standard_normal((3, 3, 512, 1, 8), np.float32)

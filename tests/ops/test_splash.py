@@ -26,6 +26,12 @@ CALLS = {
 }
 
 
+@pytest.fixture
+def interpreted(monkeypatch):
+    kernel = functools.partial(splash_attention_kernel.make_splash_mha, interpret=True)
+    monkeypatch.setattr(splash_attention_kernel, "make_splash_mha", kernel)
+
+
 def arguments(dtype=jnp.float32):
     rng = np.random.default_rng(0)
     return tuple(rng.normal(size=(2, 256, heads, 128)).astype(dtype) for heads in (4, 2, 2))
@@ -37,9 +43,10 @@ QUICK = {"window, sinks": jnp.float32, "segments, scale, cap": jnp.bfloat16}
 @pytest.mark.parametrize(
     "call, dtype",
     [
-        (call, dtype) if QUICK.get(call) == dtype else slow(call, dtype)
-        for call in CALLS
-        for dtype in (jnp.bfloat16, jnp.float32)
+        *QUICK.items(),
+        slow("full", jnp.bfloat16),
+        slow("causal, tiles", jnp.float32),
+        slow("shared segments", jnp.bfloat16),
     ],
 )
 def test_splash_lowers_for_tpus_forward_and_backward(call, dtype):
@@ -54,10 +61,8 @@ def test_splash_lowers_for_tpus_forward_and_backward(call, dtype):
         assert exported.mlir_module().count("tpu_custom_call") == kernels
 
 
-@pytest.mark.parametrize("call", [call if call in QUICK else slow(call) for call in CALLS])
-def test_interpreted_splash_equals_dense(call, monkeypatch):
-    interpreted = functools.partial(splash_attention_kernel.make_splash_mha, interpret=True)
-    monkeypatch.setattr(splash_attention_kernel, "make_splash_mha", interpreted)
+@pytest.mark.parametrize("call", ["segments, scale, cap", slow("window, sinks")])
+def test_interpreted_splash_equals_dense(call, interpreted):
     given = {name: x for name, x in CALLS[call].items() if name != "block_sizes"}
 
     def results(**how):
@@ -108,9 +113,7 @@ def test_supported_calls_choose_splash_on_a_tpu(call, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [slow(AxisType.Auto), AxisType.Explicit])
-def test_interpreted_splash_on_a_mesh_equals_dense_and_moves_nothing(kind, monkeypatch):
-    interpreted = functools.partial(splash_attention_kernel.make_splash_mha, interpret=True)
-    monkeypatch.setattr(splash_attention_kernel, "make_splash_mha", interpreted)
+def test_interpreted_splash_on_a_mesh_equals_dense_and_moves_nothing(kind, interpreted):
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(kind,) * 2)
     split = NamedSharding(mesh, P("data", None, "tensor"))
     q, k, v = (jax.device_put(x, split) for x in arguments())
@@ -123,9 +126,7 @@ def test_interpreted_splash_on_a_mesh_equals_dense_and_moves_nothing(kind, monke
     assert np.linalg.norm(out - expected) <= 1e-5 * np.linalg.norm(expected)  # as above
 
 
-def test_interpreted_splash_on_explicit_axes_has_the_types_of_dense(monkeypatch):
-    interpreted = functools.partial(splash_attention_kernel.make_splash_mha, interpret=True)
-    monkeypatch.setattr(splash_attention_kernel, "make_splash_mha", interpreted)
+def test_interpreted_splash_on_explicit_axes_has_the_types_of_dense(interpreted):
     for sizes, spec in (
         ((1, 4), P("data", None, "tensor")),  # four heads of queries, two of keys
         ((2, 2), P("data", "tensor")),  # the sequence

@@ -15,7 +15,7 @@ from tests.ops import cases
 sizes = st.sampled_from([1, 5, 12, 25])  # few, so that cases share programs
 
 
-@settings(max_examples=12)  # each compiles a program
+@settings(max_examples=8)  # each compiles a program
 @given(st.integers(0, 2**32 - 1), sizes, sizes, sizes, sizes, st.sampled_from([(), (2,)]), st.booleans())
 def test_bounds_of_random_masks_hold_for_each_pair(seed, q_length, kv_length, q_size, kv_size, batch, as_data):
     rng = np.random.default_rng(seed)
@@ -77,7 +77,7 @@ def test_tiles_without_needed_positions_raise():
         Causal().tiles(2, 5, (1, 1))
 
 
-@settings(max_examples=12)  # each compiles a program
+@settings(max_examples=8)  # each compiles a program
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 5, 12]), st.sampled_from([1, 7, 12]), st.booleans())
 def test_tile_of_random_mask_matches_dense_slice(seed, q_size, kv_size, transposed):
     rng = np.random.default_rng(seed)

@@ -1,46 +1,74 @@
 """The formula in NumPy, and `dense`, which is held to it."""
 
+from dataclasses import replace
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
 import attnlab
 from attnlab import testing
-from attnlab.masks import Causal, MaskFn
-from attnlab.score_mods import ScoreFn
+from attnlab.masks import Causal, MaskFn, SlidingWindow
+from attnlab.score_mods import ScoreFn, SoftCap
+from attnlab.testing.subject import floating_of, with_gradients
 
-NOT_RANDOM = [name for name in testing.FEATURES if name != "dropout"]
+# The others use the same lines of the reference.
+FORMULAS = [
+    "two-sided window",
+    "padding",
+    "segments",
+    "prefix",
+    "blocks",
+    "masked rows",
+    "bias",
+    "shared bias",
+    "ALiBi",
+]
+FORMULAS += ["forget gate", "causal soft cap", "sinks", "scale", "causal grouped heads", "positions", "causal lse"]
+
+
+def several(rng, shape):
+    parts = [testing.FEATURES[name].fields(rng, shape) for name in ("bias", "sinks", "scale", "padding", "ALiBi")]
+    fields = {name: x for part in parts for name, x in part.items()}
+    mods = (*fields["score_mods"], SoftCap(1.5))
+    return fields | {"score_mods": mods, "mask": Causal() & fields["mask"] | SlidingWindow(1)}
+
+
+SEVERAL = testing.Feature("several, lse", several, lambda shape: shape._replace(heads=4, kv_heads=2))
+
+
+@pytest.mark.parametrize("feature", [*(testing.FEATURES[name] for name in FORMULAS), SEVERAL], ids=lambda x: x.name)
+def test_dense_is_the_formula(float64, feature):
+    case = testing.draw(replace(feature, dtype=np.float64), seed=1)
+    call = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, case.call)
+    exact = testing.answer(call, case.d_out, case.d_lse)
+
+    @jax.jit
+    def run(call):
+        def outputs(arrays):
+            call_of = testing.as_attnlab(call.replace(**arrays))
+            return dict(zip(("out", "lse"), attnlab.attention(**call_of, impl="dense", return_lse=True)))
+
+        return with_gradients(outputs, floating_of(call), lambda found: {"out": case.d_out, "lse": case.d_lse})
+
+    expected = {"out": exact.out, "lse": exact.lse}
+    expected |= {f"the gradient of {name}": x for name, x in exact.gradients.items()}
+    found = run(call)
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        # Sums of at most 13 products in float64, of scores up to some hundred.
+        largest = np.abs(x).max(where=np.isfinite(x), initial=1)
+        np.testing.assert_allclose(found[name], x, rtol=0, atol=1e-12 * largest, err_msg=name)
 
 
 # The checker of annotations that runs with the tests draws from `random`.
 @pytest.mark.filterwarnings("ignore:Do not use the `random` module")
-@settings(max_examples=60, deadline=None)
-@given(call=testing.calls(NOT_RANDOM, shapes=testing.SHAPES[:1], dtypes=[np.float64]))
-def test_dense_is_the_formula(call):
-    call = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, call)
-    d_out = np.random.default_rng(0).normal(size=(*call.q.shape[:-1], call.v.shape[-1]))
-    expected = testing.answer(call, d_out)
-    floating = {
-        name: getattr(call, name) for name in ("q", "k", "v", "bias", "sinks") if getattr(call, name) is not None
-    }
-
-    @jax.jit
-    def run(call, floating):
-        def outputs(floating):
-            return attnlab.attention(**testing.as_attnlab(call.replace(**floating)), impl="dense", return_lse=True)
-
-        (out, lse), pull_back = jax.vjp(outputs, floating)
-        return out, lse, pull_back((jnp.asarray(d_out), jnp.zeros_like(lse)))[0]
-
-    with jax.enable_x64(True):
-        out, lse, gradients = run(call, floating)
-    for name, found in {"out": out, "lse": lse, **gradients}.items():
-        exact = getattr(expected, name) if name in ("out", "lse") else expected.gradients[name]
-        # Sums of at most 37 products in float64, of scores up to some hundred.
-        largest = np.abs(exact).max(where=np.isfinite(exact), initial=1)
-        np.testing.assert_allclose(found, exact, rtol=0, atol=1e-12 * largest, err_msg=name)
+@settings(max_examples=10)
+@given(call=testing.calls("causal", shapes=[testing.Shape(1, 3, 3, 1, 1, 2)], dtypes=[np.float64]))
+def test_strategy_draws_calls_of_a_feature_a_shape_and_a_type(call):
+    assert call.q.shape == (1, 3, 1, 2) and call.q.dtype == np.float64 and call.mask == Causal()
+    assert (testing.answer(call).out[:, 0] == call.v[:, 0]).all()
 
 
 def test_masks_combined_are_the_masks_of_their_parts():

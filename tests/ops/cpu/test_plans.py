@@ -62,7 +62,11 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("shapes, block_sizes, parts", CALLS.values(), ids=CALLS)
+def members(quick):
+    return [pytest.param(*x, marks=() if name == quick else pytest.mark.slow, id=name) for name, x in CALLS.items()]
+
+
+@pytest.mark.parametrize("shapes, block_sizes, parts", members(quick="some examples at a time"))
 def test_calls_in_parts_match_dense(float64, shapes, block_sizes, parts):
     call = functools.partial(call_in_parts, block_sizes=block_sizes)
     given, expected = (cases.results(arrays_of(shapes), call, impl, jnp.float64) for impl in ("blockwise", "dense"))
@@ -72,7 +76,7 @@ def test_calls_in_parts_match_dense(float64, shapes, block_sizes, parts):
         np.testing.assert_allclose(given[name], x, rtol=1e-11, atol=1e-11 * largest, err_msg=name)
 
 
-@pytest.mark.parametrize("shapes, block_sizes, parts", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("shapes, block_sizes, parts", members(quick="head by head"))
 def test_calls_in_parts_have_the_same_bits_when_mapped(shapes, block_sizes, parts):
     arrays = jax.tree.map(jnp.float32, arrays_of(shapes))
 
@@ -100,6 +104,7 @@ def test_short_calls_are_mapped_as_many_at_a_time_as_the_caches_hold():
         )
 
 
+@pytest.mark.slow
 def test_long_sequences_in_bfloat16_have_the_scale_gradient_of_all_heads():
     q, k, v = (arrays_of(LONG)[name].astype(jnp.bfloat16) for name in "qkv")
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlab.ops.cpu import products
+from tests.ops.cases import slow
 from tests.programs import compiled_text, types_of_products
 
 SIZES = st.sampled_from([1, 4, 9])
@@ -26,7 +27,7 @@ def contraction(x, kernel, rank):
     return (tuple(range(x.ndim - rank, x.ndim)), tuple(range(rank))), ((), ())
 
 
-@settings(max_examples=15)  # each compiles a program
+@settings(max_examples=8)  # each compiles a program
 @given(SIZES, SIZES, SIZES, SIZES, st.sampled_from([1, 2]), st.integers(0, 2**31))
 def test_products_and_gradients_match_lax(batch, length, width, out, rank, seed):
     x_shape, kernel_shape = (
@@ -47,7 +48,7 @@ def test_products_and_gradients_match_lax(batch, length, width, out, rank, seed)
         np.testing.assert_allclose(a, b, atol=5e-5)
 
 
-@pytest.mark.parametrize("width, out", [(4, 12), (12, 4)], ids=["narrow x", "narrow g"])
+@pytest.mark.parametrize("width, out", [(4, 12), slow(12, 4)])
 def test_higher_derivatives_match_lax(width, out, float64):
     x, kernel, dx, d_kernel = arrays((5, width), (width, out), (5, width), (width, out), dtype=np.float64)
     numbers = contraction(x, kernel, 1)
@@ -72,7 +73,7 @@ def test_higher_derivatives_match_lax(width, out, float64):
     jax.tree.map(compare, *run(x, kernel, dx, d_kernel))
 
 
-@pytest.mark.parametrize("shape", [(64, 32, 128), (64, 128, 32), (1, 8, 8), (3, 1, 5), (7, 5, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(64, 32, 128), (1, 8, 8), (7, 5, 1)], ids=str)
 def test_bfloat16_accumulates_in_float32(shape):
     rows, width, out = shape
     x, kernel, g = arrays((rows, width), (width, out), (rows, out), dtype=jnp.bfloat16)

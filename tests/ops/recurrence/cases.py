@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnlab import linear_recurrence
+from attnlab.testing.subject import with_gradients
 
 DECAYS = ("none", "head", "feature")
 ERASURES = ("none", "beta", "pair")
@@ -55,26 +56,21 @@ def floating(drawn: dict) -> dict:
     return {name: x for name, x in drawn.items() if name not in ("segment_ids", "lengths")}
 
 
-def results(drawn: dict, dtype=np.float64, **options) -> dict:
-    """out, the last state, and the gradients of all floating arrays; to be compiled."""
+def results(drawn: dict, dtype=np.float64, function=linear_recurrence, **options) -> dict:
+    """out, state, and the gradients of all floating arrays, of a call in `dtype`; to be compiled."""
     arrays = jax.tree.map(lambda x: jnp.asarray(x, dtype), floating(drawn))
     integers = {name: x for name, x in drawn.items() if name not in arrays}
 
-    def total(arrays):
-        out, state = linear_recurrence(**arrays, **integers, **options, return_state=True)
-        return weighted((out, state)), (out, state)
+    def outputs(arrays):
+        return dict(zip(("out", "state"), function(**arrays, **integers, **{"return_state": True, **options})))
 
-    gradients, (out, state) = jax.grad(total, has_aux=True)(arrays)
-    return {"out": out, "last": state, **gradients}
+    return with_gradients(outputs, arrays, weights)
 
 
-def weighted(tree):
-    """A sum with a weight of at most 1 for each element, so that no two gradients cancel."""
-
-    def weights(x):
-        return jnp.cos(jnp.arange(x.size)).reshape(x.shape).astype(x.dtype)
-
-    return sum((x * weights(x)).sum(dtype=jnp.promote_types(x.dtype, jnp.float32)) for x in jax.tree.leaves(tree))
+def weights(found: dict) -> dict:
+    """A weight of at most 1 for each element, so that no two gradients cancel."""
+    # The zeros are sharded as the result is.
+    return {name: jnp.zeros_like(x) + jnp.cos(jnp.arange(x.size)).reshape(x.shape) for name, x in found.items()}
 
 
 def assert_close(found: dict, expected: dict, tolerance):

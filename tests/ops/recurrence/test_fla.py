@@ -49,34 +49,9 @@ def call(function, *arrays, heads_first=False, **options):
     return np.swapaxes(out, 1, 2) if heads_first else out
 
 
-def linear():
-    return call(naive("linear_attn").naive_recurrent_linear_attn, Q, KEY, VALUE), ((Q, KEY, VALUE), {})
-
-
-def retention():
-    gamma = np.broadcast_to(np.log(1 - 2.0 ** (-5 - np.arange(H))), (B, T, H)).astype(np.float32)
-    found = call(naive("retention").naive_retention, Q, KEY, VALUE, heads_first=True)
-    return found, ((Q, KEY, VALUE, gamma), {})
-
-
-def gla():
-    found = call(naive("gla").naive_recurrent_gla, Q, KEY, VALUE, LOG_DECAYS)
-    return found, ((Q, KEY, VALUE, LOG_DECAYS), {})
-
-
-def delta_rule():
-    found = call(naive("delta_rule").delta_rule_recurrence, Q, KEY, VALUE, BETA, heads_first=True)
-    return found, ((Q, KEY, VALUE, None, BETA), {})
-
-
 def gated_delta_rule():
     found = call(naive("gated_delta_rule").naive_recurrent_gated_delta_rule, Q, KEY, VALUE, BETA, LOG_DECAY)
     return found, ((Q, KEY, VALUE, LOG_DECAY, BETA), {})
-
-
-def kda():
-    found = call(naive("kda").naive_recurrent_kda, Q, KEY, VALUE, LOG_DECAYS, BETA)
-    return found, ((Q, KEY, VALUE, LOG_DECAYS, BETA), {})
 
 
 def gdn2():
@@ -101,7 +76,7 @@ def gated_delta_product():
     return np.repeat(found, 2, axis=1), ((np.repeat(Q, 2, axis=1), k, v, g, beta), {})
 
 
-MEMBERS = [linear, retention, gla, delta_rule, gated_delta_rule, kda, gdn2, generalized_delta_rule]
+MEMBERS = [gated_delta_rule, gdn2, generalized_delta_rule]
 
 
 @pytest.mark.parametrize("member", [*MEMBERS, gated_delta_product], ids=lambda member: member.__name__)

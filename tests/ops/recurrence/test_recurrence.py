@@ -12,8 +12,7 @@ from attnlab import linear_recurrence
 from tests.ops.cases import slow
 from tests.ops.recurrence import cases
 
-MEMBERS = [("head", "beta"), slow("none", "none"), slow("feature", "none"), slow("none", "pair"), ("feature", "pair")]
-members = pytest.mark.parametrize(("decay", "erasure"), MEMBERS)
+members = pytest.mark.parametrize(("decay", "erasure"), [("head", "beta"), slow("feature", "pair")])
 BATCH, LENGTH = 4, 40
 
 
@@ -26,7 +25,7 @@ def draw(decay="head", erasure="beta", seed=5, length=LENGTH, heads=(4, 2, 2)):
 
 def cut(drawn, part):
     """The tokens of a slice."""
-    whole = ("state", "lengths")
+    whole = ("state", "lengths", "scale")
     return {name: x if name in whole else jax.tree.map(lambda x: x[:, part], x) for name, x in drawn.items()}
 
 
@@ -34,7 +33,7 @@ def close(found, expected, atol=1e-12):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), found, expected)
 
 
-@pytest.mark.parametrize("heads", [(2, 2, 6), (2, 1, 4), *map(slow, [(6, 2, 2), (6, 3, 3), (4, 2, 8)])])
+@pytest.mark.parametrize("heads", [(2, 1, 4), (6, 3, 3), slow((4, 2, 8))])
 def test_heads_that_are_fewer_serve_neighbours(float64, heads):
     """Key head h // (HV / H) writes to state h; queries and states are repeated in the same way."""
     drawn, most = draw("feature", heads=heads), max(heads)
@@ -72,37 +71,28 @@ def test_pieces_and_tokens_one_by_one_equal_one_pass(float64, decay, erasure):
         return jnp.concatenate(outs, axis=1), state
 
     whole = run(drawn, (LENGTH,))
-    for pieces in ((13, 0, 20, 7), (1,) * LENGTH):
-        close(run(drawn, pieces), whole)
+    close(run(drawn, (13, 0, 20, 4, 1, 1, 1)), whole)
 
 
-@members
-@pytest.mark.parametrize("impl", ["chunked", slow("recurrent")])
+@pytest.mark.parametrize(
+    "impl, decay, erasure",
+    [("chunked", "feature", "pair"), slow("chunked", "head", "beta"), slow("recurrent", "head", "beta")],
+)
 def test_padding_with_nan_and_other_segments_is_inert(float64, impl, decay, erasure):
-    drawn = draw(decay, erasure)
+    drawn = draw(decay, erasure) | {"scale": 0.5}
     inside = np.arange(LENGTH) < drawn["lengths"][:, None]
-    inside[3] = np.arange(LENGTH) < 1
-    tokens = {name: x for name, x in cases.floating(drawn).items() if name != "state"}
+    tokens = {name: x for name, x in cases.floating(drawn).items() if name not in ("state", "scale")}
     spoilt = drawn | jax.tree.map(lambda x: np.where(inside[(..., *[None] * (x.ndim - 2))], x, np.nan), tokens)
     spoilt["segment_ids"] = np.where(inside, drawn["segment_ids"], -1)
-
-    @jax.jit
-    def run(arrays, ids, scale):
-        def total(arrays, scale):
-            named = arrays | {"segment_ids": ids, "lengths": drawn["lengths"], "scale": scale}
-            result = linear_recurrence(**named, return_state=True, impl=impl, chunk_size=8)
-            return cases.weighted(result), result
-
-        return jax.grad(total, (0, 1), has_aux=True)(arrays, scale)
-
-    (gradients, of_scale), (out, state) = run(cases.floating(spoilt), spoilt["segment_ids"], 0.5)
-    close(((gradients, of_scale), (out, state)), run(cases.floating(drawn), drawn["segment_ids"], 0.5))
-    for x in (out, *(gradients[name] for name in "qkv")):
-        assert not np.asarray(x)[~inside].any()
-    np.testing.assert_array_equal(state[1], drawn["state"][1])  # of no tokens
+    run = jax.jit(functools.partial(cases.results, impl=impl, chunk_size=8))
+    found = run(spoilt)
+    close(found, run(drawn))
+    for name in ("out", *(f"the gradient of {name}" for name in "qkv")):
+        assert not np.asarray(found[name])[~inside].any()
+    np.testing.assert_array_equal(found["state"][1], drawn["state"][1])  # of no tokens
     short = cut(drawn, slice(0, drawn["lengths"][2])) | {"lengths": None}
-    expected = linear_recurrence(**short, scale=0.5, return_state=True, impl=impl, chunk_size=8)
-    close((out[2, : drawn["lengths"][2]], state[2]), (expected[0][2], expected[1][2]))
+    out, state = jax.jit(functools.partial(linear_recurrence, return_state=True, impl=impl, chunk_size=8))(**short)
+    close((found["out"][2, : drawn["lengths"][2]], found["state"][2]), (out[2], state[2]))
 
 
 @members
@@ -122,55 +112,41 @@ def test_packed_sequences_equal_separate_ones_and_have_their_states(float64, dec
 
 
 def test_states_of_segments_are_zero_where_a_row_has_fewer_and_in_padding(float64):
-    drawn = draw()
-    ids = np.zeros((BATCH, LENGTH), int)
-    ids[0, 5:], ids[0, 30:], ids[2, 10:] = 1, 2, 1
-    drawn |= {"segment_ids": ids, "lengths": np.array([20, LENGTH, LENGTH, 0])}
-
-    def total(arrays, impl="auto"):
-        named = arrays | {"segment_ids": ids, "return_state": "segments", "impl": impl, "chunk_size": 16}
-        result = linear_recurrence(**named, lengths=drawn["lengths"])
-        return cases.weighted(result), result
+    drawn, ids = draw(length=24), np.zeros((BATCH, 24), int)
+    ids[0, 5:], ids[0, 20:], ids[2, 10:] = 1, 2, 1
+    drawn |= {"segment_ids": ids, "lengths": np.array([15, 24, 24, 0])}
 
     def of(impl):
-        return jax.jit(jax.grad(functools.partial(total, impl=impl), has_aux=True))(cases.floating(drawn))
+        static = {"segment_ids": ids, "return_state": "segments", "impl": impl, "chunk_size": 16}
+        function = functools.partial(linear_recurrence, **static)
+        run = functools.partial(cases.results, function=lambda return_state, segment_ids, **x: function(**x))
+        return jax.jit(run)(drawn)
 
-    gradients, (out, states) = of("chunked")
-    close((gradients, (out, states)), of("recurrent"))
-    assert states.shape == (BATCH, 3, *drawn["state"].shape[1:])
+    found = of("chunked")
+    close(found, of("recurrent"))
+    assert found["state"].shape == (BATCH, 3, *drawn["state"].shape[1:])
     exists = np.array([[1, 1, 0], [1, 0, 0], [1, 1, 0], [0, 0, 0]], bool)
-    np.testing.assert_array_equal(np.asarray(states).any(axis=(2, 3, 4)), exists)
-    last = linear_recurrence(**drawn, return_state=True, impl="recurrent")[1]
-    close(states[np.arange(3), [1, 0, 1]], last[:3])
+    np.testing.assert_array_equal(np.asarray(found["state"]).any(axis=(2, 3, 4)), exists)
 
 
-@pytest.mark.parametrize("length", [0, 1, 3])
 @pytest.mark.parametrize("return_state", [False, True, "segments"])
-def test_few_tokens_have_the_shapes_of_many(length, return_state):
-    drawn = draw(length=length)
-    del drawn["lengths"]
-    found = linear_recurrence(
-        **cases.floating(drawn), segment_ids=np.zeros((BATCH, length), int), return_state=return_state
-    )
-    out, *states = jax.tree.leaves(found)
-    assert out.shape == (BATCH, length, 4, 3)
-    for state in states:
+def test_few_tokens_have_the_shapes_of_many(return_state):
+    for length in (0, 1, 3):
+        arrays = cases.floating(draw(length=length))
+        options = {"segment_ids": np.zeros((BATCH, length), int), "return_state": return_state}
+        found = jax.eval_shape(functools.partial(linear_recurrence, **options), **arrays)
+        out, *states = jax.tree.leaves(found)
+        assert out.shape == (BATCH, length, 4, 3)
         by_segment = (min(length, 1),) if return_state == "segments" else ()
-        assert state.shape == (BATCH, *by_segment, 2, 4, 3)
-        if not length and return_state is True:
-            np.testing.assert_array_equal(state, drawn["state"].astype(np.float32))
+        assert [state.shape for state in states] == [(BATCH, *by_segment, 2, 4, 3)] * bool(return_state)
+
+
+def test_no_tokens_leave_the_state():
+    arrays = cases.floating(draw(length=0))
+    np.testing.assert_array_equal(linear_recurrence(**arrays, return_state=True)[1], np.float32(arrays["state"]))
 
 
 # ---------------------------------------------------------------------------------------------------------- exact tasks
-
-
-def test_step_of_two_solves_parity_exactly():
-    """I − 2 k kᵀ with k = 1 turns the sign of a state of one number, at each bit of 1."""
-    bits = np.random.default_rng(0).integers(0, 2, 2000)
-    one = np.ones((2000, 1, 1), np.float32)
-    options = {"beta": 2.0 * bits[:, None].astype(np.float32), "state": one[:1], "scale": 1.0}
-    out = jax.jit(linear_recurrence)(one, one, 0 * one, **options)
-    np.testing.assert_array_equal(out[:, 0, 0], 1 - 2.0 * (np.cumsum(bits) % 2))
 
 
 def test_two_householder_steps_a_token_count_modulo_three_exactly():
@@ -189,53 +165,26 @@ def test_two_householder_steps_a_token_count_modulo_three_exactly():
     np.testing.assert_allclose(out[1::2].max(axis=1), 1, atol=1e-3)  # 6,000 reflections, rounded each
 
 
-def test_delta_rule_reads_keys_that_were_overwritten_without_error_and_a_sum_does_not():
-    rng = np.random.default_rng(2)
-    keys = np.linalg.qr(rng.standard_normal((16, 16)))[0]
-    written = rng.integers(0, 16, 200)
-    k, v = keys[written][:, None].astype(np.float32), rng.standard_normal((200, 1, 8)).astype(np.float32)
-    newest = np.array([np.flatnonzero(written[: t + 1] == written[t // 2])[-1] for t in range(200)])
-    q = keys[written[np.arange(200) // 2]][:, None].astype(np.float32)
-    run = jax.jit(functools.partial(linear_recurrence, scale=1.0))
-    error = np.abs(run(q, k, v, beta=np.ones((200, 1), np.float32)) - v[newest]).max()
-    assert error < 1e-5 < 1 < np.abs(run(q, k, v) - v[newest]).max()
-
-
 # ------------------------------------------------------------------------------------------------------ transformations
 
 
-def test_vmap_scan_and_remat_equal_the_batch(float64):
+def test_gradients_within_vmap_and_of_scan_and_remat_equal_gradients_of_the_batch(float64):
     drawn = draw("feature", "beta")
-    axes = jax.tree.map(lambda _: 0, drawn)
-    run = functools.partial(cases.results, chunk_size=16)
-    batched = jax.jit(run)(drawn)
-
-    def total(arrays):
-        def one(_, row):
-            result = jax.checkpoint(functools.partial(linear_recurrence, return_state=True, chunk_size=16))(**row)
-            return None, result
-
-        return cases.weighted(jax.lax.scan(one, None, arrays | {n: drawn[n] for n in ("segment_ids", "lengths")})[1])
-
-    scanned = jax.jit(jax.grad(total))(cases.floating(drawn))
-    close(scanned, {name: batched[name] for name in scanned})
-    mapped = jax.jit(jax.vmap(lambda row: linear_recurrence(**row, return_state=True, chunk_size=16), (axes,)))(drawn)
-    close(mapped, (batched["out"], batched["last"]))
-
-
-def test_gradients_within_vmap_equal_gradients_of_the_batch(float64):
-    drawn = draw()
     arrays, ids = cases.floating(drawn), drawn["segment_ids"]
 
     def total(row, ids):
-        return (linear_recurrence(**row, segment_ids=ids) ** 2).sum()
+        return (linear_recurrence(**row, segment_ids=ids, chunk_size=16) ** 2).sum()
 
-    mapped = jax.jit(jax.vmap(jax.grad(total)))(arrays, ids)
-    close(mapped, jax.jit(jax.grad(total))(arrays, ids))
+    def scanned(arrays):
+        return jax.lax.scan(lambda sum, row: (sum + jax.checkpoint(total)(*row), None), 0.0, (arrays, ids))[0]
+
+    expected = jax.jit(jax.grad(total))(arrays, ids)
+    close(jax.jit(jax.vmap(jax.grad(total)))(arrays, ids), expected)
+    close(jax.jit(jax.grad(scanned))(arrays), expected)
 
 
 def test_batch_axes_of_any_number_agree(float64):
-    drawn = draw("feature", "pair")
+    drawn = draw(length=9)
     twice = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), drawn)
     run = jax.jit(functools.partial(linear_recurrence, return_state=True))
     out, state = run(**drawn)
@@ -244,17 +193,20 @@ def test_batch_axes_of_any_number_agree(float64):
     close(run(**one), (out[0], state[0]))
 
 
-def test_forward_mode_of_chunks_is_refused_and_reverse_mode_twice_is_right(own_errors):
-    q = np.linspace(-1, 1, 40, dtype=np.float32).reshape(20, 1, 2)
+def of_squares(q, impl="chunked"):
+    return (linear_recurrence(q, q, q, beta=q[..., 0], impl=impl, chunk_size=8) ** 2).sum()
 
-    def total(q, impl="chunked"):
-        return (linear_recurrence(q, q, q, beta=q[..., 0], impl=impl, chunk_size=8) ** 2).sum()
 
+def test_forward_mode_of_chunks_is_refused(own_errors):
     with pytest.raises(TypeError, match="forward-mode"):
-        jax.jit(jax.jacfwd(total)).lower(q)
+        jax.jit(jax.jacfwd(of_squares)).lower(np.ones((20, 1, 2), np.float32))
 
+
+@pytest.mark.slow
+def test_reverse_mode_twice_is_right():
     def twice(impl):
-        return jax.jit(jax.grad(lambda q: (jax.grad(total)(q, impl) ** 2).sum()))(q)
+        q = np.linspace(-1, 1, 40, dtype=np.float32).reshape(20, 1, 2)
+        return jax.jit(jax.grad(lambda q: (jax.grad(of_squares)(q, impl) ** 2).sum()))(q)
 
     close(twice("chunked"), twice("recurrent"), atol=1e-5 * np.abs(twice("recurrent")).max())
 
@@ -271,8 +223,7 @@ def test_gradients_store_one_state_a_chunk():
         return step.memory_analysis().temp_size_in_bytes
 
     arrays, state = 4096 * 2 * 64 * 4, 2 * 64 * 64 * 4  # bytes of q, and of a state
-    at_once, twice, coarse = temporaries(4096, 32), temporaries(8192, 32), temporaries(4096, 128)
-    assert twice < 2.1 * at_once
+    at_once, coarse = temporaries(4096, 32), temporaries(4096, 128)
     # 128 states, 32 of chunks four times as long; besides, arrays like q, by chunk, and their gradients.
     assert at_once < 128 * state + 16 * arrays
     assert at_once - coarse > 0.5 * (128 - 32) * state
@@ -304,7 +255,6 @@ zeros = functools.partial(np.zeros, dtype=np.float32)
     [
         ({"impl": "fast"}, "impl = 'fast': expected one of auto, chunked, recurrent"),
         ({"chunk_size": 0}, "chunk_size = 0"),
-        ({"chunk_size": 8.0}, r"chunk_size = 8\.0"),
         ({"return_state": "all"}, "return_state = 'all'"),
         ({"return_state": "segments"}, "return_state = 'segments' without segment_ids"),
         ({"q": zeros((9, 4))}, r"q has shape \(9, 4\)"),

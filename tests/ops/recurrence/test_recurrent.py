@@ -113,10 +113,3 @@ def test_gated_delta_product_is_delta_steps_read_after_the_last(float64):
     q = np.repeat(x["q"], steps, axis=0)
     out = jax.jit(functools.partial(recurrent, scale=1.0))(q, k, v, g.reshape(T * steps, H), beta)
     np.testing.assert_allclose(out[steps - 1 :: steps], np.stack(expected, 1), atol=1e-10, rtol=0)
-
-
-def test_scale_is_one_over_root_of_features_by_default(float64):
-    x = draws()
-    run = jax.jit(recurrent, static_argnames="scale")
-    arrays = (x["q"], x["k"], x["v"])
-    np.testing.assert_allclose(run(*arrays), run(*arrays, scale=1.0) / np.sqrt(K), rtol=1e-14)

@@ -1,0 +1,84 @@
+"""All backends, held to the specification feature by feature, by the check that users have."""
+
+import functools
+
+import pytest
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+from attnlab import attention, linear_recurrence
+from attnlab.testing import FEATURES, RECURRENCE_FEATURES, SHAPES, Shape, check_attention, check_recurrence
+from tests.ops.cases import slow
+
+
+def by_tiles(q, **call):
+    """Several ragged tiles of a short call; long ones, whose memory is measured, have the usual sizes."""
+    sizes = (8, 6) if q.shape[1] < 100 else None
+    return attention(q, impl="blockwise", block_sizes=sizes, return_lse=True, **call)
+
+
+@functools.cache
+def of(impl):
+    return lambda **call: attention(impl=impl, return_lse=impl != "splash", **call)
+
+
+# Each of these takes another way through the tiles.
+WAYS = [
+    "masked rows",
+    "NaN behind the mask",
+    "shifted rows",
+    "forget gate",
+    "causal bfloat16",
+    "without jit",
+    "sharded",
+]
+OF_DECODING = [
+    "plain",
+    "scale",
+    "padding",
+    "blocks",
+    "mask",
+    "masked rows",
+    "bias",
+    "soft cap",
+    "sinks",
+    "large scores",
+]
+OF_DECODING += ["grouped heads", "NaN behind the mask", "lse", "shifted rows", "bfloat16", "vmap", "remat"]
+STEP, KERNEL = Shape(2, 3, 40, 4, 2, 8), Shape(2, 256, 256, 4, 2, 128)
+
+
+@pytest.mark.parametrize(
+    "function, features, shape",
+    [
+        pytest.param(by_tiles, WAYS, SHAPES[1], id="blockwise, some"),
+        pytest.param(of("decode"), ["mask", "NaN behind the mask"], STEP, id="decode, some"),
+        pytest.param(of("dense"), list(FEATURES), SHAPES[1], id="dense", marks=pytest.mark.slow),
+        pytest.param(by_tiles, list(FEATURES), SHAPES[1], id="blockwise", marks=pytest.mark.slow),
+        pytest.param(of("decode"), OF_DECODING, STEP, id="decode", marks=pytest.mark.slow),
+        pytest.param(of("splash"), ["window", "sinks", "bfloat16"], KERNEL, id="splash", marks=pytest.mark.slow),
+    ],
+)
+def test_backend_is_right_in_its_features(function, features, shape, monkeypatch):
+    interpreted = functools.partial(splash_attention_kernel.make_splash_mha, interpret=True)
+    monkeypatch.setattr(splash_attention_kernel, "make_splash_mha", interpreted)
+    report = check_attention(function, features=features, shapes=[shape], cases=len(features))
+    assert [row.feature for row in report.rows if row.outcome != "right"] == [], str(report)
+
+
+SOME = ["strong decay by feature", "beta and decay", "erase", "segments", "lengths", "bfloat16"]
+
+
+@pytest.mark.parametrize(
+    "impl, features",
+    [
+        ("chunked", SOME),
+        ("recurrent", ["lengths"]),
+        slow("chunked", list(RECURRENCE_FEATURES)),
+        slow("recurrent", list(RECURRENCE_FEATURES)),
+    ],
+    ids=["chunked, some", "recurrent, one", "chunked", "recurrent"],
+)
+def test_form_of_the_recurrence_is_right_in_all_features(impl, features):
+    function = functools.partial(linear_recurrence, impl=impl, return_state=True)
+    report = check_recurrence(function, features=features, cases=len(features))
+    assert [row.feature for row in report.rows if row.outcome != "right"] == [], str(report)
