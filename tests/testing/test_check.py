@@ -66,7 +66,7 @@ def test_right_implementation_is_right_and_its_choices_are_told():
         "causal with fewer queries than keys": "the first query sees the first key",
     }
     assert report.meanings == meanings | {"the lse of bfloat16 is in": "float32"}
-    assert report.follows == ["torch", "ONNX"]
+    assert report.follows == ["torch", "ONNX"] and str(report).endswith("as torch, ONNX")
 
 
 def test_function_without_an_argument_refuses_and_its_message_is_told():
