@@ -147,11 +147,13 @@ def run_examples(name, value, **names) -> bool:
     return any(not example.options.get(doctest.SKIP) for test in examples for example in test.examples)
 
 
-def test_public_names_have_examples_that_run():
-    """In one process, where examples share the programs of single operations."""
+@pytest.mark.parametrize("of_layers", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_public_names_have_examples_that_run(of_layers):
+    """In one process, where examples share the programs of single operations; layers have most of them."""
     has_torch = importlib.util.find_spec("torch") is not None
     for name, value in PUBLIC.items():
-        if has_torch or not ("torch" in name or name.endswith("to_hf")):
+        needs_torch = "torch" in name or name.endswith("to_hf")
+        if name.startswith("attnlab.nn") == of_layers and (has_torch or not needs_torch):
             assert run_examples(name, value), f"the docstring of {name} has no example"
 
 

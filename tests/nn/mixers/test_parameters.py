@@ -23,112 +23,64 @@ from attnlab.training.optimizer import decayed, matrices_of
 from tests.nn.mixers.cases import doubled
 
 X = np.zeros((1, 3, 8), np.float32)
-QKV = {"query/kernel": (8, 2, 4), "key/kernel": (8, 2, 4), "value/kernel": (8, 2, 4), "out/kernel": (2, 4, 8)}
-SHAPES = {
+SHAPES = {  # e.g. "A_log 4", "query/kernel 8×2×3"
     "gated_delta": (
         GatedDeltaNet(2, key_dim=3, value_dim=5, value_heads=4),
-        {
-            "query/kernel": (8, 2, 3),
-            "key/kernel": (8, 2, 3),
-            "value/kernel": (8, 4, 5),
-            "out/kernel": (4, 5, 8),
-            "query_conv/kernel": (4, 2, 3),
-            "key_conv/kernel": (4, 2, 3),
-            "value_conv/kernel": (4, 4, 5),
-            "a/kernel": (8, 4),
-            "b/kernel": (8, 4),
-            "A_log": (4,),
-            "dt_bias": (4,),
-            "gate/kernel": (8, 4, 5),
-            "norm/scale": (5,),
-        },
+        "query/kernel 8×2×3, key/kernel 8×2×3, value/kernel 8×4×5, out/kernel 4×5×8, query_conv/kernel 4×2×3, "
+        "key_conv/kernel 4×2×3, value_conv/kernel 4×4×5, a/kernel 8×4, b/kernel 8×4, A_log 4, dt_bias 4, "
+        "gate/kernel 8×4×5, norm/scale 5",
     ),
     "delta": (
         GatedDeltaNet(2, decay=False, gate=False, conv=0),
-        QKV | {"b/kernel": (8, 2), "norm/scale": (4,)},
+        "query/kernel 8×2×4, key/kernel 8×2×4, value/kernel 8×2×4, out/kernel 2×4×8, b/kernel 8×2, norm/scale 4",
     ),
     "kda": (
         KimiDeltaAttention(2, key_dim=3, value_dim=5, value_heads=4),
-        {
-            "query/kernel": (8, 2, 3),
-            "key/kernel": (8, 2, 3),
-            "value/kernel": (8, 4, 5),
-            "out/kernel": (4, 5, 8),
-            "query_conv/kernel": (4, 2, 3),
-            "key_conv/kernel": (4, 2, 3),
-            "value_conv/kernel": (4, 4, 5),
-            "decay_down/kernel": (8, 5),
-            "decay_up/kernel": (5, 4, 3),
-            "decay_up/bias": (4, 3),
-            "b/kernel": (8, 4),
-            "A_log": (4,),
-            "gate_down/kernel": (8, 5),
-            "gate_up/kernel": (5, 4, 5),
-            "norm/scale": (5,),
-        },
+        "query/kernel 8×2×3, key/kernel 8×2×3, value/kernel 8×4×5, out/kernel 4×5×8, query_conv/kernel 4×2×3, "
+        "key_conv/kernel 4×2×3, value_conv/kernel 4×4×5, decay_down/kernel 8×5, decay_up/kernel 5×4×3, "
+        "decay_up/bias 4×3, b/kernel 8×4, A_log 4, gate_down/kernel 8×5, gate_up/kernel 5×4×5, norm/scale 5",
     ),
     "delta_product": (
         GatedDeltaProduct(2, key_dim=3, value_heads=4, value_dim=5, steps=3, conv=0),
-        {
-            "query/kernel": (8, 2, 3),
-            "key/kernel": (8, 6, 3),
-            "value/kernel": (8, 12, 5),
-            "out/kernel": (4, 5, 8),
-            "a/kernel": (8, 4),
-            "b/kernel": (8, 12),
-            "A_log": (4,),
-            "dt_bias": (4,),
-            "gate/kernel": (8, 4, 5),
-            "norm/scale": (5,),
-        },
+        "query/kernel 8×2×3, key/kernel 8×6×3, value/kernel 8×12×5, out/kernel 4×5×8, a/kernel 8×4, "
+        "b/kernel 8×12, A_log 4, dt_bias 4, gate/kernel 8×4×5, norm/scale 5",
     ),
     "rwkv7": (
         RWKV7(2, value_residual=True),
-        QKV
-        | {f"{name}_down/kernel": (8, 32) for name in ("decay", "a", "v", "gate")}
-        | {f"{name}_up/kernel": (32, 2, 4) for name in ("decay", "a", "v", "gate")}
-        | {f"{name}_up/bias": (2, 4) for name in ("decay", "a", "v")}
-        | {f"x_{name}": (8,) for name in "rwkvag"}
-        | dict.fromkeys(("k_k", "k_a", "r_k", "norm/scale", "norm/bias"), (2, 4)),
+        "query/kernel 8×2×4, key/kernel 8×2×4, value/kernel 8×2×4, out/kernel 2×4×8, decay_down/kernel 8×32, "
+        "a_down/kernel 8×32, v_down/kernel 8×32, gate_down/kernel 8×32, decay_up/kernel 32×2×4, "
+        "a_up/kernel 32×2×4, v_up/kernel 32×2×4, gate_up/kernel 32×2×4, decay_up/bias 2×4, a_up/bias 2×4, "
+        "v_up/bias 2×4, x_r 8, x_w 8, x_k 8, x_v 8, x_a 8, x_g 8, k_k 2×4, k_a 2×4, r_k 2×4, norm/scale 2×4, "
+        "norm/bias 2×4",
     ),
-    "hgrn2": (HGRN2(2, layers=3), QKV | {"lower_bound": (2, 4), "norm/scale": (8,)}),
+    "hgrn2": (
+        HGRN2(2, layers=3),
+        "query/kernel 8×2×4, key/kernel 8×2×4, value/kernel 8×2×4, out/kernel 2×4×8, lower_bound 2×4, norm/scale 8",
+    ),
     "mamba2": (
         Mamba2(2, key_dim=3, value_heads=4),
-        {
-            # z, x: 16 each; B, C: 2 · 3 each; dt: 4
-            "in/kernel": (8, 48),
-            "conv/kernel": (4, 28),
-            "conv/bias": (28,),
-            "out/kernel": (4, 4, 8),
-            "A_log": (4,),
-            "dt_bias": (4,),
-            "D": (4,),
-            "norm/scale": (16,),
-        },
+        "in/kernel 8×48, conv/kernel 4×28, conv/bias 28, out/kernel 4×4×8, A_log 4, dt_bias 4, D 4, norm/scale 16",
     ),
     "gla": (
         GatedLinearAttention(2),
-        QKV
-        | {
-            "query/kernel": (8, 2, 2),
-            "key/kernel": (8, 2, 2),
-            "decay_down/kernel": (8, 16),
-            "decay_up/kernel": (16, 2, 2),
-            "decay_up/bias": (2, 2),
-            "norm/scale": (4,),
-            "gate/kernel": (8, 2, 4),
-            "gate/bias": (2, 4),
-        },
+        "query/kernel 8×2×2, key/kernel 8×2×2, value/kernel 8×2×4, out/kernel 2×4×8, decay_down/kernel 8×16, "
+        "decay_up/kernel 16×2×2, decay_up/bias 2×2, norm/scale 4, gate/kernel 8×2×4, gate/bias 2×4",
     ),
     "retention": (
         Retention(2),
-        QKV | {"value/kernel": (8, 2, 8), "out/kernel": (2, 8, 8), "gate/kernel": (8, 2, 8)},
+        "query/kernel 8×2×4, key/kernel 8×2×4, value/kernel 8×2×8, out/kernel 2×8×8, gate/kernel 8×2×8",
     ),
-    "linear": (LinearAttention(2, use_bias=False), QKV),
-    "conv": (CausalConv(kernel_size=2, features=5), {"conv/kernel": (2, 8, 5), "conv/bias": (5,)}),
+    "linear": (
+        LinearAttention(2, use_bias=False),
+        "query/kernel 8×2×4, key/kernel 8×2×4, value/kernel 8×2×4, out/kernel 2×4×8",
+    ),
+    "conv": (
+        CausalConv(kernel_size=2, features=5),
+        "conv/kernel 2×8×5, conv/bias 5",
+    ),
     "gated_conv": (
         GatedConv(kernel_size=3),
-        {"conv/kernel": (3, 8), "conv/bias": (8,), "linear/kernel": (8, 8), "linear/bias": (8,)},
+        "conv/kernel 3×8, conv/bias 8, linear/kernel 8×8, linear/bias 8",
     ),
 }
 
@@ -152,7 +104,8 @@ def initial(module, x):
 def test_parameters_have_the_names_and_shapes_of_the_paper(name):
     module, expected = SHAPES[name]
     params = by_path(jax.eval_shape(module.init, jax.random.key(0), X)["params"])
-    assert {path: leaf.shape for path, leaf in params.items()} == expected
+    found = {f"{path} {'×'.join(map(str, leaf.shape))}" for path, leaf in params.items()}
+    assert found == set(expected.split(", "))
     assert {leaf.dtype for leaf in params.values()} == {np.dtype("float32")}
 
 
