@@ -106,21 +106,11 @@ def test_refused_program_still_has_a_table_and_another_failure_is_one_line(monke
         plans.plan(small, topologies.find("here"))
 
 
-def test_pmap_is_planned_as_it_is_here_and_as_a_mesh_elsewhere(monkeypatch):
-    monkeypatch.setattr(plans, "_compiled", compiled)
-    here, made = topologies.find("here"), config(parallel__strategy="pmap")
-    assert plans.plan(made, here).config.parallel.strategy == "pmap"
-    elsewhere = plans.plan(made, here._replace(name="v5e:2x2"))
-    assert elsewhere.config.parallel.strategy == "mesh"
-    assert "pmap runs only on devices that are here" in elsewhere.notes[0]
-
-
 @pytest.mark.parametrize(
     "changes, given, size, noted",
     [
         ({}, None, 256, False),
         ({"data__tokenizer": "char"}, None, 128, True),
-        ({"data__tokenizer": "char"}, 65, 65, False),
         ({"data__tokenizer": "bpe", "data__vocab_size": 500}, None, 500, True),
     ],
     ids=str,
@@ -135,7 +125,6 @@ def test_vocabulary_is_what_the_config_promises(changes, given, size, noted):
     [
         ({}, "tpu", "dense"),
         ({"context": 256}, "tpu", "splash"),
-        ({"context": 256, "dropout": 0.1}, "tpu", "blockwise"),
         ({"context": 256, "soft_cap": 50.0, "positions": "alibi"}, "tpu", "blockwise"),
         ({"context": 256, "window": 64, "dtype": "bfloat16"}, "gpu", "cudnn"),
     ],

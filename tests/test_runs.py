@@ -51,11 +51,6 @@ def test_metrics_of_runs_of_one_name_are_told_apart(two):
     assert set(attnlab.metrics([two / "a", again])["run"]) == {str(two / "a"), str(again)}
 
 
-def test_metrics_of_a_split_that_no_run_has_are_empty_columns(two):
-    columns = attnlab.metrics(two / "b", split="final")
-    assert set(columns) == {"run", "step", "split", "loss"} and all(len(column) == 0 for column in columns.values())
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [("none", "none .*metrics.jsonl"), ("x*", "matches no folder with a")],
@@ -89,16 +84,3 @@ def test_plot_of_groups_has_a_colour_and_a_mean_for_each(tmp_path):
     assert mean.get_xydata().tolist() == [[0, 4], [1, 3]] and alone.get_xydata().tolist() == [[0, 1]]
     assert second.get_ydata().tolist() == [5, 4, 1]
     assert first.get_color() == second.get_color() == mean.get_color() != alone.get_color()
-
-
-@pytest.mark.parametrize(("count", "length"), [(2, 4), (30, 120)])
-def test_plot_of_runs_has_its_legend_beside_the_data(tmp_path, count, length):
-    names = {f"run{number}": f"field={number}," + "x=1," * (length // 4) for number in range(count)}
-    for name in names:
-        write(tmp_path / name, {"step": 1, "split": "val", "loss": 1.0}, {"step": 9, "split": "val", "loss": 2.0})
-    figure = plots.runs(tmp_path / "*", groups=names)
-    figure.draw_without_rendering()
-    legend, axes = figure.axes[0].get_legend().get_window_extent(), figure.axes[0].get_window_extent()
-    assert legend.x0 >= axes.x1 and axes.width > 5 * figure.dpi
-    assert legend.x1 <= figure.bbox.x1 and legend.y0 >= figure.bbox.y0
-    assert len({str(line.get_color()) for line in figure.axes[0].lines}) == count
