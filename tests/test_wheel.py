@@ -71,13 +71,6 @@ def test_downstream_project_uses_only_public_names():
     assert {f"attnlab.{name}" for name in terms} <= used
 
 
-def test_used_names_finds_private_names():
-    program = "from attnlab.ops.attention import attention\nfrom attnlab import masks as m\nm.as_band"
-    assert set(used_names(program)) - set(public_names()) == {
-        "attnlab.ops.attention.attention", "attnlab.masks.as_band"
-    }  # fmt: skip
-
-
 def closure(requirement: Requirement, found: dict[tuple[str, str], metadata.Distribution]) -> None:
     """Add the distributions that a requirement brings, by (name, extra)."""
     name = canonicalize_name(requirement.name)

@@ -10,7 +10,6 @@ import pytest
 
 from attnlab import commands
 from tests.campaigns import faults
-from tests.campaigns.watched import PHASES, Board
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -46,27 +45,6 @@ def test_sample_of_a_campaign_finds_nothing_wrong(tmp_path, campaign, count, req
     if campaign == "kills":
         # A short phase may be over when the signal arrives, which then counts for the next one.
         assert sum(found["phases"].values()) == count and len([n for n in found["phases"].values() if n]) > 1
-
-
-@pytest.mark.slow
-def test_differences_finds_another_seed(tmp_path):
-    fields = faults.SHORT | {"steps": 8, "checkpoint.every": 4, "eval.every": 4}
-    for name, more in (("one", {}), ("same", {}), ("other", {"seed": 1})):
-        code, _, error = faults._command(faults.train, faults._arguments(tmp_path / name, fields | more))
-        assert code == 0, error
-    assert faults._differences(tmp_path / "same", tmp_path / "one") == []
-    assert any("metrics.jsonl differs" in line for line in faults._differences(tmp_path / "other", tmp_path / "one"))
-    assert any("optimizer's state" in line for line in faults._differences(tmp_path / "other", tmp_path / "one"))
-
-
-def test_board_is_shared_by_two_mappings(tmp_path):
-    here, there = Board(str(tmp_path / "board")), Board(str(tmp_path / "board"))
-    with here.phase("evaluation"), here.phase("commit", slot=1):
-        assert there.phases() == ["evaluation", "commit"]
-    here.step = 12345
-    assert there.step == 12345 and there.phases() == []
-    there.clear()
-    assert here.step == 0 and set(PHASES) >= {"start", "rename", "pruning"}
 
 
 @pytest.mark.parametrize(

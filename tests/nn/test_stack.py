@@ -9,7 +9,6 @@ import jax.ad_checkpoint
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.core import FrozenDict
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -122,10 +121,6 @@ def test_traced_targets_out_of_range_have_a_loss_of_nan():
     assert np.isnan(losses[0, :2]).all() and np.isfinite(losses[0, 2:]).all()
 
 
-def test_frozen_parameters_are_stacked_too():
-    assert is_stacked(stack_layers(FrozenDict(PARAMS)))
-
-
 @pytest.fixture(scope="module")
 def hybrid():
     """A model whose layers are of two kinds, and its parameters."""
@@ -228,10 +223,3 @@ def test_empty_caches_share_no_buffer():
 def test_layers_with_a_gap_raise_one_line():
     with pytest.raises(ValueError, match="block_0, block_2"):
         stack_layers({"block_0": {"w": np.ones(2)}, "block_2": {"w": np.ones(2)}})
-
-
-def test_layers_of_other_types_are_not_promoted():
-    layers = {f"block_{n}": {"w": np.ones(2, dtype)} for n, dtype in enumerate((np.float32, np.float16))}
-    assert jax.tree.map(lambda x: x.dtype, unstack_layers(stack_layers(layers))) == jax.tree.map(
-        lambda x: x.dtype, layers
-    )

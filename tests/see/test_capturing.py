@@ -91,15 +91,6 @@ def test_a_step_with_a_cache_attends_to_its_slots():
     assert see.sites(layer, params, x[:, 4:], cache=cache)[0].verified
 
 
-def test_flax_decoding_returns_its_own_collections_beside():
-    layer, x = nn.MultiHeadDotProductAttention(2, decode=True), random(1, 4, 8)
-    variables = parameters(layer, x)
-    run = jax.jit(lambda variables: see.capture(layer, variables, x[:, :1], mutable=["cache"]))(variables)
-    out, changed = jax.jit(lambda variables: layer.apply(variables, x[:, :1], mutable=["cache"]))(variables)
-    assert_close(run.out, (out, changed), 0)
-    assert run.values["pattern"][""].shape == (1, 2, 1, 4)
-
-
 def test_additive_attention_and_stacked_heads_have_sites():
     additive, x = AdditiveAttention(4), random(2, 5, 8)
     (site,) = see.sites(additive, parameters(additive, x), x)
@@ -139,20 +130,6 @@ def test_stacked_layers_give_the_captures_of_single_ones():
         return [see.capture(model, variables, TOKENS, want=ALL) for variables in (stacked, params)]
 
     assert_close(*both(params), 2e-6)
-
-
-def test_values_leave_lifted_layers():
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, tokens):
-            x = nn.Embed(models.VOCABULARY, models.WIDTH)(tokens)
-            return nn.remat(models.FlaxBlock)(name="block")(x)
-
-    params = models.variables(Net())
-    expected = jax.jit(Net().apply)(params, TOKENS)  # traced without taps before
-    found = [jax.jit(lambda p: see.capture(Net(), p, TOKENS, want=("z", "out")))(params) for _ in range(2)]
-    assert_close(found[1].out, expected, 2e-6)
-    assert found[1].paths("z") == ("block/attention",) and found[1].paths("out") == ("block",)
 
 
 class ScannedBlock(nn.Module):
@@ -196,19 +173,6 @@ def test_capture_passes_through_jit_vmap_and_grad():
     assert_close(each[:, :, 0], np.moveaxis(run.stack("pattern"), 1, 0), 5e-6)
     gradient = gradient["params"]["block_0"]["attention"]["query"]["kernel"]
     assert np.isfinite(gradient).all() and np.abs(gradient).max() > 0
-
-
-def test_chosen_rows():
-    model, params = models.gpt()
-
-    @jax.jit
-    def captured(params, of_flax):
-        chosen = see.capture(model, params, TOKENS, rows=[6, 0])
-        return see.capture(model, params, TOKENS), chosen, see.capture(models.Flax(), of_flax, TOKENS, rows=[2])
-
-    whole, run, flax = (run.values["pattern"] for run in captured(params, models.variables()))
-    assert_close(run["block_1/attention"], whole["block_1/attention"][:, :, [6, 0]], 2e-6)
-    assert flax["block_1/attention"].shape == (2, 4, 1, 7)
 
 
 def test_without_a_listener_the_program_is_the_same_text(monkeypatch):
