@@ -55,7 +55,7 @@ def test_shapes_of_stacked_layers_keep_their_shardings():
 
 
 @pytest.mark.parametrize(
-    "remat", [pytest.param(remat, marks=[pytest.mark.slow] * (remat in ("none", "block"))) for remat in REMAT]
+    "remat", [pytest.param(remat, marks=[pytest.mark.slow] * (remat != "attention")) for remat in REMAT]
 )
 def test_stacked_layers_have_the_loss_and_gradients_of_single_ones(remat):
     expected, slopes = jax.tree.map(np.asarray, value_and_gradient(MODEL)(PARAMS))
@@ -64,18 +64,6 @@ def test_stacked_layers_have_the_loss_and_gradients_of_single_ones(remat):
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     largest = max(float(abs(x).max()) for x in jax.tree.leaves(slopes))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6 * largest), unstack_layers(stacked), slopes)
-
-
-def test_stacked_layers_decode_and_sow_as_single_ones_do():
-    stacked = {"params": stack_layers(PARAMS)}
-
-    @jax.jit
-    def run(params):
-        decoded = MODEL.apply(params, TOKENS[:, :5], caches=MODEL.empty_caches(2))
-        return decoded, MODEL.apply(params, TOKENS, mutable=["intermediates"])
-
-    # The same operations, compiled into two programs: at most some units of 6e-8 of the logits, up to 16.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), run({"params": PARAMS}), run(stacked))
 
 
 def saved(model, params):
@@ -129,18 +117,19 @@ def test_frozen_parameters_are_stacked_too():
 @pytest.fixture(scope="module")
 def hybrid():
     """A model whose layers are of two kinds, and its parameters."""
-    model = GPT(40, 7, 2, 16, 12, positions="none", pattern="global hgrn2 hgrn2")
+    model = GPT(40, 5, 2, 16, 12, positions="none", pattern="global hgrn2", mlp_ratio=1)
     return model, parameters(model, TOKENS)["params"]
 
 
 def test_layers_of_unlike_kinds_are_a_stack_for_each_place(hybrid):
     _, params = hybrid
     stacked = stack_layers(params)
-    assert {"blocks_0", "blocks_1", "blocks_2", "block_6"} <= set(stacked) and "block_5" not in stacked
-    assert stacked["blocks_2"]["attention"]["lower_bound"].shape == (2, 2, 8)
+    assert {"blocks_0", "blocks_1", "block_4"} <= set(stacked) and "block_3" not in stacked
+    assert stacked["blocks_1"]["attention"]["lower_bound"].shape == (2, 2, 8)
     jax.tree.map(np.testing.assert_array_equal, unstack_layers(stacked), params)
 
 
+@pytest.mark.slow
 def test_stacked_layers_of_unlike_kinds_compute_what_single_ones_do(hybrid):
     model, params = hybrid
     stacked = stack_layers(params)
@@ -150,36 +139,33 @@ def test_stacked_layers_of_unlike_kinds_compute_what_single_ones_do(hybrid):
 
     (expected, slopes), (found, of_stacked) = (jax.jit(jax.value_and_grad(loss))(p) for p in (params, stacked))
     np.testing.assert_allclose(found, expected, rtol=1e-6)
-    # Sums of float32 in another order, through seven layers: some tens of units of 6e-8 of the largest.
+    # Sums of float32 in another order, through five layers: some tens of units of 6e-8 of the largest.
     near = functools.partial(
         np.testing.assert_allclose, atol=5e-6 * max(np.abs(x).max() for x in jax.tree.leaves(slopes))
     )
     jax.tree.map(near, unstack_layers(of_stacked), slopes)
-    _, sown = model.apply({"params": stacked}, TOKENS, mutable=["intermediates"])
-    assert sorted(sown["intermediates"]) == ["block_0", "block_3", "block_6"]
 
 
 def test_learned_positions_of_a_model_without_attention_go_on_where_its_caches_end(hybrid):
-    model = hybrid[0].clone(pattern="hgrn2", num_layers=1, positions="learned", context=14)
-    params = {"params": parameters(model, TOKENS)["params"]}
-    expected, caches, found = model.apply(params, TOKENS), model.empty_caches(2), []
-    for start, end in ((0, 3), (3, 7), (7, 12)):  # each call with two tokens of padding
-        part = np.pad(TOKENS[:, start:end], ((0, 0), (0, 2)))
-        logits, caches = model.apply(params, part, caches=caches, lengths=np.array([end - start] * 2))
-        found.append(logits[:, :-2])
+    model = hybrid[0].clone(pattern="gru", num_layers=1, positions="learned", context=14)
+    params, apply = parameters(model, TOKENS), jax.jit(model.apply)
+    expected, caches, found = apply(params, TOKENS), model.empty_caches(2), []
+    for start, end in ((0, 3), (3, 7), (7, 12)):  # each call of seven tokens with their padding
+        part = np.pad(TOKENS[:, start:end], ((0, 0), (0, 7 + start - end)))
+        logits, caches = apply(params, part, caches=caches, lengths=np.array([end - start] * 2))
+        found.append(logits[:, : end - start])
     np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=1e-5)
 
 
 def test_cache_of_one_layer_instead_of_all_raises_one_line(hybrid):
     model, params = hybrid
-    with pytest.raises(ValueError, match="caches is one MixerState, expected a sequence of num_layers = 7"):
+    with pytest.raises(ValueError, match="caches is one MixerState, expected a sequence of num_layers = 5"):
         model.apply({"params": params}, TOKENS, caches=model.empty_caches(2)[1])
 
 
-@pytest.mark.parametrize("residual", [False, True], ids=["", "value residual"])
 @pytest.mark.parametrize("pattern, layers", [("local global", 1), ("local local global", 2), ("local local global", 5)])
-def test_stacked_layers_of_fewer_than_a_pattern_compute_what_single_ones_do(pattern, layers, residual):
-    options = {"pattern": pattern, "window": 3, "value_residual": residual, "positions": "none", "mlp_ratio": 1}
+def test_stacked_layers_of_fewer_than_a_pattern_compute_what_single_ones_do(pattern, layers):
+    options = {"pattern": pattern, "window": 3, "value_residual": True, "positions": "none", "mlp_ratio": 1}
     model = GPT(40, layers, 2, 16, 12, **options)
     params = parameters(model, TOKENS)["params"]
     expected, found = (jax.jit(model.apply)({"params": p}, TOKENS) for p in (params, stack_layers(params)))
@@ -188,18 +174,21 @@ def test_stacked_layers_of_fewer_than_a_pattern_compute_what_single_ones_do(patt
 
 def test_stacked_layers_sow_into_any_collection_and_read_others(hybrid):
     model, params = hybrid
-    stacked = {"params": stack_layers(params)}
-    _, single = model.apply({"params": params}, TOKENS, mutable=["see_pattern"])
-    _, sown = model.apply(stacked, TOKENS, mutable=["see_pattern"])
-    assert jax.tree.structure(sown) == jax.tree.structure(single) and jax.tree.leaves(sown)
+    sowing = functools.partial(model.apply, mutable=["see_pattern", "intermediates"])
+    single, sown = (jax.eval_shape(sowing, {"params": p}, TOKENS)[1] for p in (params, stack_layers(params)))
+    assert sown == single and len(jax.tree.leaves(sown["see_pattern"])) >= 5
+    assert sorted(sown["intermediates"]) == ["block_0", "block_2", "block_4"]
 
 
 def test_stacked_layers_read_other_collections():
     edit = {taps.edits("z"): {"block_1": {"attention": {taps.KEY: see.Put(0.0)}}}}
-    single, stacked, unedited = (
-        MODEL.apply({"params": params, **more}, TOKENS)
-        for params, more in ((PARAMS, edit), (stack_layers(PARAMS), edit), (PARAMS, {}))
-    )
+    calls = (PARAMS, edit), (stack_layers(PARAMS), edit), (PARAMS, {})
+
+    @jax.jit
+    def run():
+        return [MODEL.apply({"params": params, **more}, TOKENS) for params, more in calls]
+
+    single, stacked, unedited = run()
     np.testing.assert_allclose(stacked, single, atol=1e-6)
     assert not np.allclose(single, unedited, atol=1e-3)
 
@@ -209,13 +198,9 @@ def test_layers_drop_other_elements_than_each_other():
     params = jax.tree.map(np.zeros_like, parameters(model, TOKENS)["params"])
     for layer in range(2):  # adds 1 to each feature, or 2 and 0 where half of them are dropped
         params[f"block_{layer}"]["attention"]["out"]["bias"] = np.ones(16, np.float32)
-    _, seen = model.apply(
-        {"params": params},
-        TOKENS,
-        deterministic=False,
-        dropout_key=jax.random.key(0),
-        capture_intermediates=lambda module, _: type(module).__name__ == "Block",
-    )
+    options = {"deterministic": False, "capture_intermediates": lambda module, _: type(module).__name__ == "Block"}
+    apply = jax.jit(functools.partial(model.apply, **options))
+    _, seen = apply({"params": params}, TOKENS, dropout_key=jax.random.key(0))
     first, second = (seen["intermediates"][f"block_{n}"]["__call__"][0] for n in range(2))
     np.testing.assert_array_equal(np.unique(first), [0, 2])
     assert 0.4 < np.mean(first == second - first) < 0.6
