@@ -33,7 +33,6 @@ FAST = ["-m", "not slow and not campaign and not hardware"]
 
 # (file, line): why no test has to notice the mutants of this line.
 EXCLUDED = {
-    ("data/tokenizers.py", "def decode(self, ids, continues: bool = False) -> str:"): "an argument without effect here",
     ("generation/decoding.py", "return 1 << max(0, least - 1).bit_length()"): "one column of padding more",
     (
         "generation/drawing.py",

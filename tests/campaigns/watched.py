@@ -26,12 +26,6 @@ class Board:
 
     Args:
       path: a file of `SIZE` bytes; created if missing.
-
-    >>> import tempfile
-    >>> board = Board(tempfile.mkdtemp() + "/board")
-    >>> with board.phase("step"):
-    ...     board.phases()
-    ['step']
     """
 
     def __init__(self, path: str):
