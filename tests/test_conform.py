@@ -107,6 +107,7 @@ def test_recurrence_is_checked_by_its_features(here, capsys):
     "words, message",
     [
         (["quits:f"], "ended with 0"),
+        (["mine:absent"], "mine has no absent: expected the function as module:name"),
         (["mine:recurrence", "--features=causal"], "mine:recurrence refused all features, so nothing was compared"),
         (["mine:right", "--features=decay"], "features of a linear recurrence need --recurrence"),
         (["mine:right", "--out=mine.py/sub"], "--out=mine.py/sub cannot be written (Not a directory)"),
@@ -124,7 +125,6 @@ def test_mistakes_of_a_user_are_one_line(here, words, message, capsys):
     "function, adapter, message",
     [
         ("mine:right", "mine:adapts_to_a_list", "the adapter returned a list, expected"),
-        ("mine:absent", None, "mine has no absent: expected the function as module:name"),
         ("nowhere:f", None, "nowhere cannot be imported"),
         ("mine", None, "mine: expected the function as module:name"),
     ],
