@@ -141,6 +141,14 @@ def test_few_tokens_have_the_shapes_of_many(return_state):
         assert [state.shape for state in states] == [(BATCH, *by_segment, 2, 4, 3)] * bool(return_state)
 
 
+def test_segment_of_one_token_has_the_last_state():
+    arrays, ids = cases.floating(draw(length=1)), np.zeros((BATCH, 1), int)
+    last, by_segment = (
+        linear_recurrence(**arrays, segment_ids=ids, return_state=which)[1] for which in (True, "segments")
+    )
+    np.testing.assert_array_equal(by_segment[:, 0], last)
+
+
 def test_no_tokens_leave_the_state():
     arrays = cases.floating(draw(length=0))
     np.testing.assert_array_equal(linear_recurrence(**arrays, return_state=True)[1], np.float32(arrays["state"]))
