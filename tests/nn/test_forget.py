@@ -4,13 +4,10 @@ import functools
 import importlib.util
 from pathlib import Path
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import attnlab
 from attnlab.masks import Causal, SlidingWindow
@@ -134,23 +131,14 @@ def test_calls_that_do_not_fit_the_forget_gate_are_rejected(own_errors, module, 
 def test_rotary_positions_are_left_out_and_operations_count_the_gate():
     model = GPT(10, num_layers=1, num_heads=4, kv_heads=2, width=16, context=12, mixer="forget", positions="auto")
     assert KINDS["forget"].module(model, parent=None).rotary is None
-    kernels = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 2), np.int32))["params"]["block_0"][
-        "attention"
-    ]
-    assert KINDS["forget"].weights(model) == sum(
-        leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(kernels) if path[-1].key == "kernel"
-    )
+    params = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 2), np.int32))["params"]
+    kernels = [leaf["kernel"].size for leaf in params["block_0"]["attention"].values()]
+    assert KINDS["forget"].weights(model) == sum(kernels)
 
 
-def test_rules_split_gates_by_heads():
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    rules = (("batch", "data"), ("embed", "data"), ("heads", "tensor"), ("kv_heads", "tensor"))
-    with nn.logical_axis_rules(rules):
-        specs = {
-            name: sharding.spec_of(sharding.parameter_names(f"block/attention/{name}/kernel", len(shape)), shape, mesh)
-            for name, shape in {"forget": (8, 4), "gate": (8, 4, 2)}.items()
-        }
-    assert specs == {"forget": P(None, "tensor"), "gate": P("data", "tensor", None)}
+def test_axes_of_gates_are_named_by_heads():
+    assert sharding.parameter_names("block/attention/forget/kernel", 2) == (None, "heads")
+    assert sharding.parameter_names("block/attention/gate/kernel", 3) == ("embed", "heads", None)
 
 
 # ----------------------------------------------------------------------------------------------------------------- peer

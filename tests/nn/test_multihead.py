@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from attnlab.masks import Causal, Padding, SlidingWindow
-from attnlab.nn import KVCache, MultiHeadAttention
+from attnlab.nn import KVCache, LatentAttention, MultiHeadAttention
 from attnlab.score_mods import ALiBi
 from tests.parameters import parameters
 
@@ -16,16 +16,6 @@ rng = np.random.default_rng(0)
 X = rng.standard_normal((2, 6, 8)).astype(np.float32)
 MEMORY = rng.standard_normal((2, 5, 12)).astype(np.float32)
 EMPTY = KVCache.empty(batch=2, capacity=8, kv_heads=4, head_dim=2)
-
-
-MODULES = {"plain": {}, "rotary": {"rotary": 100.0}}
-
-
-@functools.cache
-def made(option):
-    """Variables and compiled `apply` of one of `MODULES`, shared between tests."""
-    module = MultiHeadAttention(num_heads=4, **({"mask": Causal()} | MODULES[option]))
-    return parameters(module, X), jax.jit(module.apply)
 
 
 def shapes(tree):
@@ -47,16 +37,19 @@ def test_parameters_are_interchangeable_with_flax(use_bias, qk_norm, memory, flo
     np.testing.assert_allclose(*results, rtol=1e-9)
 
 
-def test_qkv_bias_false_keeps_only_output_bias():
-    shapes = jax.eval_shape(MultiHeadAttention(num_heads=4, qkv_bias=False).init, jax.random.key(0), X)["params"]
-    assert [name for name, leaves in shapes.items() if "bias" in leaves] == ["out"]
+@pytest.mark.parametrize("module", [MultiHeadAttention(4), LatentAttention(2, 6, 4, 2, 4)])
+def test_lengths_and_masks_of_field_and_call_are_one_mask(module):
+    params, lengths = parameters(module, X), np.array([3, 6])
+    causal = module.clone(mask=Causal())
 
+    @jax.jit
+    def run(params):
+        expected = module.apply(params, X, mask=Causal() & Padding(lengths))
+        return expected, causal.apply(params, X, mask=Padding(lengths)), causal.apply(params, X, lengths=lengths)
 
-def test_multihead_ands_masks_of_field_and_call():
-    params, apply = made("plain")
-    lengths = Padding(np.array([3, 6]))
-    expected = jax.jit(MultiHeadAttention(num_heads=4).apply)(params, X, mask=Causal() & lengths)
-    np.testing.assert_array_equal(apply(params, X, mask=lengths), expected)
+    expected, by_mask, by_lengths = run(params)
+    np.testing.assert_array_equal(by_mask, expected)
+    np.testing.assert_array_equal(by_lengths, expected)
 
 
 def test_head_dim_and_out_features_set_shapes():
@@ -96,6 +89,7 @@ def test_sinks_start_at_zero_and_take_weight():
         ({}, {"cache": EMPTY._replace(length=np.array([0]))}, r"cache.length has shape \(1,\)"),
         ({}, {"cache": EMPTY._replace(length=np.zeros(2))}, "cache.length has type float64"),
         ({}, {"cache": tuple(EMPTY)}, "cache is a tuple"),
+        ({}, {"cache": KVCache.empty(2, 4, 4, 2)}, "6 tokens .* cache of 4"),
         ({"rotary": 100.0}, {"inputs_kv": MEMORY}, "leave it None for cross-attention"),
     ],
 )
@@ -106,20 +100,13 @@ def test_multihead_invalid_argument_raises_one_line(options, call, message, own_
 
 
 def test_full_cache_keeps_newest_positions():
-    params, apply = made("rotary")
-    cache = KVCache.empty(2, 3, 4, 2)
+    module = MultiHeadAttention(num_heads=4, mask=Causal(), rotary=100.0)
+    params, apply, cache = parameters(module, X), jax.jit(module.apply), KVCache.empty(2, 3, 4, 2)
     for at in range(6):
         out, cache = apply(params, X[:, at : at + 1], cache=cache)
-    windowed = MultiHeadAttention(num_heads=4, mask=SlidingWindow(2), rotary=100.0)
-    expected = np.asarray(jax.jit(windowed.apply)(params, X))
+    expected = np.asarray(jax.jit(module.clone(mask=SlidingWindow(2)).apply)(params, X))
     np.testing.assert_allclose(np.asarray(out)[:, 0], expected[:, 5], atol=2e-6)
     assert sorted(jax.jit(KVCache.positions)(cache).tolist()[0]) == [3, 4, 5]
-
-
-def test_cache_chunk_beyond_capacity_raises():
-    params, apply = made("plain")
-    with pytest.raises(ValueError, match="6 tokens .* cache of 4"):
-        jax.eval_shape(apply, params, X, cache=KVCache.empty(2, 4, 4, 2))
 
 
 def test_multihead_backends_agree():

@@ -22,15 +22,6 @@ def test_sinusoidal_equals_formula():
             )
 
 
-@pytest.mark.parametrize("shift", [1, 5, 40])
-def test_sinusoidal_shift_is_one_rotation(shift):
-    table = TABLE.astype(np.float64)
-    angles = shift / 10000 ** (np.arange(0, 16, 2) / 16)
-    sin, cos = table[:, 0::2], table[:, 1::2]
-    rotated = np.stack([sin * np.cos(angles) + cos * np.sin(angles), cos * np.cos(angles) - sin * np.sin(angles)], -1)
-    np.testing.assert_allclose(rotated.reshape(100, 16)[: 100 - shift], table[shift:], atol=2e-5)
-
-
 def test_rotary_scores_depend_on_position_difference():
     q, k = np.broadcast_to(X[:, :1], (2, 4, 3, 8))
     scores = (np.asarray(turned(q, np.array([7, 1007, 0, 5]))) * turned(k, np.array([3, 1003, 0, 1]))).sum(-1)

@@ -25,7 +25,7 @@ def value_and_gradient(model, params):
 
 @pytest.mark.parametrize(
     "mixer",
-    ["gru", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gated_delta", "rwkv7", "mamba2", "latent"))],
+    ["gru", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gated_delta", "mamba2", "latent"))],
 )
 def test_gpt_of_a_mixer_has_the_same_gradients_in_a_loop_and_recomputed(mixer):
     model = GPT(**SIZES, mixer=mixer)
@@ -73,7 +73,7 @@ def test_hybrid_with_caches_equals_the_full_pass(pattern):
     "pattern, layers",
     [
         ("attention hgrn2", 5),
-        pytest.param("rwkv7 hgrn2", 5, marks=pytest.mark.slow),
+        pytest.param("rwkv7 hgrn2", 3, marks=pytest.mark.slow),
         pytest.param("rwkv7", 1, marks=pytest.mark.slow),
     ],
 )
