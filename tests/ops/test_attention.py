@@ -43,7 +43,7 @@ POSITIONS = {"q_positions": np.arange(5, dtype=np.int32), "kv_positions": np.ara
         ({"block_sizes": (0, 4)}, r"block_sizes = \(0, 4\)"),
         ({"impl": "dense", "block_sizes": (4, 4)}, "impl = 'dense' .*no tiles"),
         ({"impl": "splash"}, "impl = 'splash' .*tpu, .*cpu; .*'blockw"),
-        ({"mask": Segments(np.zeros(5, np.int32))}, r"kv_ids has shape \(5,\), .*\(7,\)"),
+        ({"mask": Segments(np.zeros(5, np.int32))}, r"kv_ids has shape \(5,\), .*\(7,\).*: pass kv_ids too"),
         ({"mask": BlockSparse(np.ones((3, 2), bool), 4)}, r"blocks has shape \(3, 2\), .*\(2, 2\)"),
         ({"mask": "causal"}, "mask is a str: .*masks.Causal"),
         ({"q": Q.astype(np.int32)}, "q has type int32"),

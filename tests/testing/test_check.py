@@ -109,8 +109,9 @@ def test_gradients_that_do_not_exist_are_told_and_the_rest_is_compared():
 )
 def test_peers_are_called_by_their_own_arguments(name):
     peer, options = PEERS[name], {"gradients": False, "cases": 4, "shapes": SMALL}
-    report = check_attention(peer.load(), peer.adapter, ["causal", "window", "bias", "sinks"], **options)
+    report = check_attention(peer.load(), peer.adapter, ["causal", "masked rows", "bias", "sinks"], **options)
     assert [row.outcome for row in report.rows] == ["right", "right", "right", "refused"], str(report)
+    assert report.meanings["a fully masked row returns"] == "the mean of all values"
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,11 @@ def test_prepare_removes_incomplete_checkpoints_and_keeps_the_others(saved):
     assert not left.exists() and saved.newest_intact() == (7, {})
 
 
+def test_prepare_creates_a_folder_in_a_new_one(tmp_path):
+    Checkpoints(tmp_path / "new" / "checkpoints").prepare()
+    assert (tmp_path / "new" / "checkpoints").is_dir()
+
+
 def test_save_after_restore_of_the_same_step_writes_nothing(saved):
     """A kill during that write would lose the checkpoint."""
     with contextlib.closing(Checkpoints(str(saved.directory), keep=2)) as later:
