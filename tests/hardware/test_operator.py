@@ -92,7 +92,9 @@ def test_kernels_in_a_users_jit_keep_batch_and_heads_where_they_are(name, kind, 
     assert program.kernels and not set(program.collectives) & set(MOVES)
 
 
-@pytest.mark.parametrize("name, manual", [("v5e:2x2", {"data"}), ("h100:4", {"data", "tensor"})], ids=str)
+@pytest.mark.parametrize(
+    "name, manual", [("v5e:2x2", {"data"}), ("h100:4", {"data", "tensor"})], ids=["one axis", "all axes"]
+)
 def test_kernels_within_shard_map_run_on_what_they_are_given(name, manual, topology, compiled):
     mesh, spec = mesh_of(topology(name), (2, 2)), P("data", None, "tensor" if "tensor" in manual else None)
     inner = functools.partial(attnlab.attention, mask=Causal())
