@@ -267,7 +267,7 @@ def test_damaged_checkpoint_is_one_line(copy):
     command = [sys.executable, "-m", "attnlab.sample", f"--workdir={copy}"]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
     assert ended.returncode == 2 and ended.stdout == ""
-    assert ended.stderr.startswith("error: checkpoint 6 in") and ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("error: checkpoint 12 in") and ended.stderr.count("\n") == 1
     assert "differs from what was written" in ended.stderr and len(ended.stderr) < 500
 
 
