@@ -12,6 +12,7 @@ from attnlab.masks import Causal, Dense, Padding, SlidingWindow
 from attnlab.score_mods import ScoreFn, SoftCap
 
 pytest.importorskip("onnx", reason="onnx is not installed: make peers")
+pytestmark = pytest.mark.slow
 
 
 def vectors(module: str) -> list:
