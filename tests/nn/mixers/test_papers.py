@@ -77,28 +77,34 @@ OTHER_SIZES = {
 ALL = CASES | OTHER_SIZES
 X = np.random.default_rng(0).standard_normal((2, 37, 8))
 FIRST, PADDING = 20, 3  # tokens
+DOCUMENTS = (2, 6, 4)
 
 
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHER_SIZES)])
-def test_layer_in_padded_pieces_equals_its_paper_in_float64(float64, name):
+def test_layer_in_padded_pieces_and_packed_equals_its_paper_in_float64(float64, name):
     module, paper = ALL[name]
     variables = parameters(module, X)
     capacity = (37 + PADDING,) if name in relatives.MODULES else ()
     cache = jax.tree.map(np.asarray, module.empty_cache(2, 8, *capacity))
     cache = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, cache)
+    segments = np.repeat(np.arange(3), DOCUMENTS)[None].repeat(2, axis=0)
     padded = np.concatenate([X[:, :FIRST], np.full((2, PADDING, 8), 1e3)], axis=1)
 
     @jax.jit
     def run(variables, cache):
         first, cache = module.apply(variables, padded, cache=cache, lengths=np.full(2, FIRST, np.int32))
         second, cache = module.apply(variables, X[:, FIRST:], cache=cache)
-        return jnp.concatenate([first[:, :FIRST], second], axis=1), cache.length
+        packed = module.apply(variables, X[:, : sum(DOCUMENTS)], segments=segments)
+        return jnp.concatenate([first[:, :FIRST], second], axis=1), cache.length, packed[0]
 
-    found, length = run(variables, cache)
+    found, length, packed = run(variables, cache)
     assert length.tolist() == [37, 37]
-    expected = np.stack([paper(x, by_path(variables)) for x in X])
+    p = by_path(variables)
+    expected = np.stack([paper(x, p) for x in X])
     # 37 tokens of about 1e-15 each, which the norms amplify.
     np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
+    alone = [paper(x, p) for x in np.split(X[0, : sum(DOCUMENTS)], np.cumsum(DOCUMENTS)[:-1])]
+    np.testing.assert_allclose(packed, np.concatenate(alone), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
