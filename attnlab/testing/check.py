@@ -190,7 +190,7 @@ class Finding(NamedTuple):
 
 
 class Operator(NamedTuple):
-    """What a check needs of an operator: its cases, their judgement, their code, small shapes, and its memory."""
+    """An operator, as a check needs it: cases, their judgement and code, small shapes, and memory."""
 
     draw: Callable[..., Case]
     judge: Callable[[Subject, Case, dict], Finding]

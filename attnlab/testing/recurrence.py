@@ -41,7 +41,7 @@ class RecurrenceFeature:
     transform: ClassVar[str] = "jit"
 
     def instead(self, call: dict) -> dict[str, dict]:
-        """What an implementation without the feature computes, as of `Feature`."""
+        """Calls that an implementation without the feature would compute, as `Feature.instead`."""
         left = {name: x for name, x in call.items() if name not in self.left_out}
         return {"a call without it": left} if self.left_out else {}
 
