@@ -286,7 +286,7 @@ def _judge(subject: Subject, case: Case, found: dict) -> Finding:
 
 
 def answers(case: Case) -> tuple[dict, dict]:
-    """The exact results of a case by name, and those of the naive computation in its type."""
+    """The results of a case by name: exact, and by a naive computation in its type."""
     is_half = case.feature.dtype != np.float32
     # In float32, −1e9 plus a score is −1e9: the scores of such a row are all equal.
     scores = np.float32 if case.feature.name == "shifted rows" else None
