@@ -19,6 +19,7 @@ import pytest
 
 from attnlab import config as configs
 from attnlab import train
+from attnlab.comparing import measuring
 from attnlab.training import run as runs
 from attnlab.training.checkpoints import Checkpoints, sha256
 from attnlab.training.experiment import Experiment
@@ -31,7 +32,7 @@ FIELDS = {
     "log.every": 2, "log.tensorboard": False, "log.peak_tflops": 1.0,
 }  # fmt: skip
 TIMING = re.compile("time|second|mfu|flops|wall|eta|rss|memory")
-NOT_COMPILED = ("checkpoint", "eval", "log", "sample", "init_from")
+NOT_COMPILED = ("checkpoint", "eval", "log", "sample", "init_from", "seed")
 
 
 def flags(fields):
@@ -112,16 +113,21 @@ def sharing():
     Tracing them is most of a start's time. What a new process computes is tested with processes.
     """
 
-    def experiment(config, vocab_size, *, parallel, extensions, **own):
+    def experiment(config, vocab_size, *, parallel=None, extensions=(), **own):
         made = Experiment(config, vocab_size, parallel=parallel, extensions=extensions, **own)
         fields = {name: value for name, value in made.config.to_dict().items() if name not in NOT_COMPILED}
-        key = (json.dumps(fields), vocab_size, str(extensions), *own.values())
+        fields["optimizer"] |= {
+            "learning_rate": None,
+            "muon_learning_rate": None,
+        }  # arguments of the program, as the seed
+        key = (json.dumps(fields), vocab_size, str(extensions), *(x for x in own.values() if x is not None))
         like = _FIRST.setdefault(key, made)
-        vars(made).update({"_init": like._init, "train_step": like.train_step, "eval_step": like.eval_step})
+        vars(made).update({"_init": like._init, "_compiled_step": like._compiled_step, "eval_step": like.eval_step})
         return made
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "Experiment", experiment)
+        patch.setattr(measuring, "Experiment", experiment)
         yield
 
 

@@ -26,8 +26,8 @@ from attnlab.support import workers
 from attnlab.training import text as texts
 from attnlab.training.state import token_losses
 from attnlab.training.workdir import Workdir
+from tests.runs import REPOSITORY, sharing
 from tests.test_sweep import CONFIG, QUICK, SHORT
-from tests.test_train import REPOSITORY
 
 OPTIONS = [CONFIG, *QUICK, *SHORT]
 VARIANTS = ["--variant=rotary:", "--variant=again: model.positions=rotary", "--variant=window: model.window=4"]
@@ -74,7 +74,7 @@ def finished(tmp_path_factory):
     folder, out = tmp_path_factory.mktemp("comparisons") / "tasks", io.StringIO()
     file = folder.parent / "variants.py"
     file.write_text(TWO)
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+    with pytest.MonkeyPatch.context() as patch, sharing(), contextlib.redirect_stdout(out):
         patch.setattr(workers, "subprocess", SimpleNamespace(Popen=Here, DEVNULL=None, STDOUT=None))
         patch.setattr(measuring, "ROUNDS", 1)
         # Certificates have tests of their own, and compile much.
