@@ -20,6 +20,7 @@ import pytest
 from attnlab import config as configs
 from attnlab import train
 from attnlab.comparing import measuring
+from attnlab.training import optimizer as optimizers
 from attnlab.training import run as runs
 from attnlab.training.checkpoints import Checkpoints, sha256
 from attnlab.training.experiment import Experiment
@@ -116,10 +117,7 @@ def sharing():
     def experiment(config, vocab_size, *, parallel=None, extensions=(), **own):
         made = Experiment(config, vocab_size, parallel=parallel, extensions=extensions, **own)
         fields = {name: value for name, value in made.config.to_dict().items() if name not in NOT_COMPILED}
-        fields["optimizer"] |= {
-            "learning_rate": None,
-            "muon_learning_rate": None,
-        }  # arguments of the program, as the seed
+        fields["optimizer"] |= dict.fromkeys(optimizers.Peaks._fields)  # arguments of the program, as the seed
         key = (json.dumps(fields), vocab_size, str(extensions), *(x for x in own.values() if x is not None))
         like = _FIRST.setdefault(key, made)
         vars(made).update({"_init": like._init, "_compiled_step": like._compiled_step, "eval_step": like.eval_step})
