@@ -5,6 +5,7 @@ import pytest
 from attnlab.data.tokenizers import make
 from attnlab.generation.stop_strings import StopStrings, before_stop, cut
 from attnlab.support.errors import UserError
+from tests.data.test_tokenizers_sentencepiece import ours as sentencepiece
 
 TEXT = "low lower lowest, or so. <|endoftext|>\n\n" * 30
 
@@ -22,6 +23,13 @@ def test_text_without_stop_string_goes_on():
     tokens = tokenizer.encode("low, or lower").tolist()
     assert StopStrings(["so", "\n"], tokenizer).after(tokens, known=0) is None
     assert StopStrings([], tokenizer).after(tokens, known=0) is None
+
+
+def test_stop_string_begins_with_the_space_before_the_first_token():
+    tokenizer = sentencepiece("mistral")
+    tokens = tokenizer.encode(" lower ones", continues=True).tolist()
+    last = StopStrings([" lo"], tokenizer).after(tokens, known=0)
+    assert last is not None and " lo" in tokenizer.decode(tokens[:last], continues=True) and last < len(tokens)
 
 
 def test_of_several_stop_strings_the_first_cuts():

@@ -119,6 +119,7 @@ def test_exponents_of_exact_powers_are_recovered():
     np.testing.assert_allclose(complexity.exponents(rows)["x"], (2, 1, 0.5))
 
 
+@pytest.mark.slow
 def test_gru_flops_are_step_times_trips():
     """XLA counts the loop body of a GRU over n tokens once, so the study multiplies one step by the trip count."""
     step, program = complexity.gru_step(8), complexity.compiled_for(*complexity.layer_call(complexity.GRU(), 16, 8))
@@ -154,6 +155,7 @@ def test_temperatures_equal_the_polynomial_of_entropy():
     assert (np.asarray(plain) == 1).all() and np.allclose(logarithmic, 5 / 4)
 
 
+@pytest.mark.slow
 def test_bound_and_limit_hold_for_an_untrained_head():
     attend = jax.jit(dispersion.attend)
     params = parameters(
@@ -197,6 +199,7 @@ def test_share_of_five_equals_projections_on_sines_and_cosines():
 # sinks ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_measurements_of_sinks_match_numpy(monkeypatch):
     """Weights are those that make the head's output, and losses the cross-entropy by the chain, one query at a time."""
     monkeypatch.setattr(sinks, "HELD_OUT", 8)
@@ -231,6 +234,7 @@ def test_measurements_of_sinks_match_numpy(monkeypatch):
 # pruning --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_loss_of_kept_heads_is_the_models_own_without_the_output_matrices_of_the_others():
     """Zeros in place of a head's output, against zeros in its rows of the output projection."""
     model, tokens = quickstart.gpt(10), np.random.default_rng(0).integers(0, 10, (4, 9)).astype(np.int32)
