@@ -83,8 +83,7 @@ SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.parametrize(
     "layouts, options",
     [
-        (["tensor"], {"dropout": 0.2, "accumulation": 4}),
-        SLOW(["pmap", "fsdp and context"], {"dropout": 0.2, "accumulation": 4}),
+        SLOW(AXES, {"dropout": 0.2, "accumulation": 4}),
         SLOW(LAYOUTS, {"dropout": 0.2, "scan": True, "num_layers": 2}),
     ],
     ids=str,
@@ -125,7 +124,7 @@ def test_gradient_of_packed_documents_is_the_same_however_the_batch_is_cut():
     assert len(set(counts.tolist())) > 1  # devices count different numbers of targets
     options = {"packing": "documents", "dropout": 0.2}
     reference = gradient(experiment("mesh", 1, **options), packed)
-    for name in ("pmap", "fsdp and context"):
+    for name in AXES:
         found = gradient(experiment(*LAYOUTS[name], accumulation=2, **options), packed)
         assert distance(found, reference) < 1e-6, name
 
