@@ -204,7 +204,7 @@ LION |= {"parallel__strategy": "pmap", "parallel__mesh__data": -1, "model__num_l
 
 def whole_and_crashed(folder, **options):
     """A run, and one that crashed after step 9."""
-    config = quick(optimizer__ema=0.5, **options)
+    config = quick(optimizer__ema=0.5, checkpoint__every=8, **options)
     assert train.train(config, folder / "whole") == 0
     with pytest.raises(CrashError):
         train.train(config, folder / "run", on_step=crash_at(9))

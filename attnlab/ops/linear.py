@@ -29,10 +29,10 @@ class LinearState(NamedTuple):
       kv: S, `[..., Hk, D, Dv]`, where D is the number of features of the feature map.
       k: z, `[..., Hk, D]`.
 
-    >>> k = v = jnp.ones((7, 2, 4))  # length 7, 2 heads of 4
+    >>> k = v = jnp.ones((2, 64, 4, 8))  # batch 2, length 64, 4 heads of 8
     >>> _, state = linear_attention(k, k, v, return_state=True)
     >>> state.kv.shape, state.k.shape
-    ((2, 4, 4), (2, 4))
+    ((2, 4, 8, 8), (2, 4, 8))
     """
 
     kv: Float[Array, "*B Hk D Dv"]
