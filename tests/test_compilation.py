@@ -72,13 +72,6 @@ print(compilation.keep_programs())
 """
 
 
-def test_cache_folder_is_the_users_and_may_be_missing_or_disabled(tmp_path):
-    (tmp_path / "file").touch()
-    *disabled, (folder,) = run(str(tmp_path), program=FOLDERS)
-    assert disabled == [["None"]] * (3 if os.getuid() == 0 else 2)
-    assert folder.startswith(f"{tmp_path}/attnlab/programs-")
-
-
 def test_entries_beyond_the_limit_are_deleted_from_the_oldest(tmp_path):
     for age, name in enumerate(("new-cache", "old-cache", "oldest-cache", "notes.txt")):
         (tmp_path / name).write_bytes(bytes(1000))
@@ -99,10 +92,8 @@ def test_jaxlib_that_errs_is_told_of_in_one_line_unless_a_flag_prevents_it(versi
 
 
 FREED = """
-import os, pathlib
-import jax
+import pathlib
 import numpy as np
-from attnlab import compilation
 
 def resident():
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
@@ -117,7 +108,21 @@ for seconds in (0.01, 1.0):
 """
 
 
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """(A folder, what the two programs above print with it, one after the other in one process)."""
+    folder = tmp_path_factory.mktemp("cache")
+    (folder / "file").touch()
+    return folder, run(str(folder), program=FOLDERS + FREED)
+
+
+def test_cache_folder_is_the_users_and_may_be_missing_or_disabled(printed):
+    *disabled, (folder,) = printed[1][:-2]
+    assert disabled == [["None"]] * (3 if os.getuid() == 0 else 2)
+    assert folder.startswith(f"{printed[0]}/attnlab/programs-")
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries return memory by themselves")
-def test_memory_freed_by_a_long_compilation_is_returned():
-    (kept,), (released,) = run(program=FREED)
+def test_memory_freed_by_a_long_compilation_is_returned(printed):
+    (kept,), (released,) = printed[1][-2:]
     assert int(released) > 100 > 10 > int(kept)

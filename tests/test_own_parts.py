@@ -37,7 +37,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     (folder / "mine.py").write_text(SOURCE)
     with contextlib.redirect_stdout(io.StringIO()) as shown:
-        assert run(folder / "run", f"--config.model.mixer={folder}/mine.py:Average") == 0
+        assert run(folder / "run", f"--config.model.mixer={folder}/mine.py:Average", "--config.steps=2") == 0
     return folder / "mine.py", folder / "run", shown.getvalue().splitlines()[-1]
 
 
@@ -64,7 +64,7 @@ def test_folder_that_names_code_runs_none_unless_it_is_named_again(trained, tmp_
     assert "other.py has " in capsys.readouterr().err and not own.files()
     forget()
     moved = shutil.copy(file, tmp_path / "moved.py")
-    assert main([*words, f"--mixer={moved}", *(["--config.steps=14"] if main is train.main else [])]) == 0
+    assert main([*words, f"--mixer={moved}", *(["--config.steps=3"] if main is train.main else [])]) == 0
     shown = capsys.readouterr().out
     assert f"--mixer={moved}" in shown or main is not train.main
 
@@ -74,7 +74,7 @@ def test_changed_file_does_not_continue_a_run(trained, tmp_path, capsys):
     try:
         file.write_text(SOURCE.replace("-0.5", "-0.6"))
         forget()
-        assert run(workdir, f"--config.model.mixer={file}:Average", "--config.steps=14") == 2
+        assert run(workdir, f"--config.model.mixer={file}:Average", "--config.steps=3") == 2
     finally:
         file.write_text(SOURCE)
     assert f"{file} has changed since {workdir} began" in capsys.readouterr().err
@@ -84,7 +84,7 @@ def test_changed_file_does_not_continue_a_run(trained, tmp_path, capsys):
 
 
 def test_train_takes_mixer_mask_and_score_mod(trained, tmp_path, capsys):
-    config = quick()
+    config = quick(steps=2, sample__length=0)
     passed = {"mask": SlidingWindow(left=3), "score_mod": SoftCap(5.0)}
     assert train.train(config, tmp_path / "parts", **passed) == 0
     last = capsys.readouterr().out.splitlines()[-1]
@@ -102,7 +102,7 @@ def test_train_takes_mixer_mask_and_score_mod(trained, tmp_path, capsys):
 
 
 def test_own_model_says_its_precision_and_what_works(tmp_path, capsys):
-    config = quick(data__tokenizer="byte", precision="auto")
+    config = quick(steps=2, data__tokenizer="byte", precision="auto")
     assert train.train(config, tmp_path / "run", model=Bigram()) == 0
     shown = capsys.readouterr().out
     saved = json.loads((tmp_path / "run/config.json").read_text())

@@ -25,12 +25,13 @@ from attnlab.__main__ import COMMANDS
 
 PACKAGE = Path(attnlab.__file__).parent
 REPOSITORY = PACKAGE.parent
-LIGHT = {"attnlab", "jaxtyping", "ml_collections"}  # neither optax nor orbax, TFDS, grain, matplotlib
+LIGHT = {"attnlab", "jaxtyping", "ml_collections"}  # neither JAX nor optax, orbax, TFDS, grain, matplotlib
 
 
-def test_import_loads_no_heavy_dependency():
+def test_import_loads_no_heavy_dependency_and_jax_when_a_name_is_first_used():
     loaded = "{name.split('.')[0] for name in sys.modules}"
-    program = f"import sys, jax, flax; before = {loaded}; import attnlab; print(*({loaded} - before))"
+    program = f"import sys; before = {loaded}; import attnlab; print(*({loaded} - before))"
+    program += "; attnlab.attention; assert 'jax' in sys.modules"
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert set(out.split()) - sys.stdlib_module_names <= LIGHT
 
@@ -147,13 +148,13 @@ def run_examples(name, value, **names) -> bool:
     return any(not example.options.get(doctest.SKIP) for test in examples for example in test.examples)
 
 
-@pytest.mark.parametrize("of_layers", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_public_names_have_examples_that_run(of_layers):
-    """In one process, where examples share the programs of single operations; layers have most of them."""
+@pytest.mark.parametrize("of_models", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_public_names_have_examples_that_run(of_models):
+    """In one process, where examples share the programs of single operations; those of models have most of them."""
     has_torch = importlib.util.find_spec("torch") is not None
     for name, value in PUBLIC.items():
         needs_torch = "torch" in name or name.endswith("to_hf")
-        if name.startswith("attnlab.nn") == of_layers and (has_torch or not needs_torch):
+        if value.__module__.startswith("attnlab.ops") != of_models and (has_torch or not needs_torch):
             assert run_examples(name, value), f"the docstring of {name} has no example"
 
 
@@ -168,11 +169,6 @@ def test_namespace_holds_only_public_names_and_submodules(module):
     names -= {name for name in names if f"{module.__name__}.{name}" in sys.modules}
     names.discard("jaxtyping")  # added by the import hook that checks annotations in the tests
     assert names <= set(module.__all__)
-
-
-def test_import_loads_jax_when_a_name_is_first_used():
-    program = "import sys, attnlab; assert 'jax' not in sys.modules; attnlab.attention; assert 'jax' in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]

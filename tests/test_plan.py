@@ -21,7 +21,7 @@ from attnlab.support.errors import UserError
 
 TINY = {
     "batch_size": 8,
-    "model.num_layers": 2,
+    "model.num_layers": 1,
     "model.width": 64,
     "model.num_heads": 2,
     "model.context": 32,
@@ -52,7 +52,7 @@ def test_plan_of_this_machine_is_printed_and_written(capsys, tmp_path):
     assert "fits             unknown: nothing tells this device's memory\n" in out
     written = json.loads(file.read_text())
     assert written["mesh"] == {"data": 4, "fsdp": 1, "context": 1, "tensor": 1} and written["devices"] == 4
-    assert written["attention"] == {"block_0": "dense", "block_1": "dense"}
+    assert written["attention"] == {"block_0": "dense"}
     assert written["fits"] is written["device_gib"] is None
     assert 0 < written["training"]["arguments_gib"] < written["training"]["peak_gib"]
     assert 0 < written["evaluation"]["peak_gib"] < written["training"]["peak_gib"]
@@ -72,7 +72,7 @@ def training_only(step, *arguments, real=plans._compiled):
 
 def test_split_state_has_smaller_arguments_than_replicated(monkeypatch):
     monkeypatch.setattr(plans, "_compiled", training_only)
-    configs = (config(parallel__mesh__fsdp=n, model__num_layers=1) for n in (1, 4))
+    configs = (config(parallel__mesh__fsdp=n) for n in (1, 4))
     whole, split = (plans.plan(each, topologies.find("here")) for each in configs)
     assert split.training.arguments < whole.training.arguments / 2
     # Two moments of the parameters, and a few counters.
@@ -86,7 +86,7 @@ def test_run_that_does_not_fit_beside_its_optimizer_exits_with_1(capsys, monkeyp
     here = topologies.find("here")
     monkeypatch.setattr(topologies, "find", lambda name: here._replace(usable_gib=mib / 1024))
     monkeypatch.setattr(plans, "_compiled", compiled)
-    found, out, _ = run(capsys, changes={"model.width": 32, "model.num_layers": 1})  # moments of 0.16 MiB
+    found, out, _ = run(capsys, changes={"model.width": 32})  # moments of 0.16 MiB
     assert (found, re.search(r"^fits +(\w+)$", out, re.M)[1]) == (code, verdict)
 
 
@@ -96,7 +96,7 @@ def failing(monkeypatch, message):
 
 
 def test_refused_program_still_has_a_table_and_another_failure_is_one_line(monkeypatch):
-    small = config(model__num_layers=1)
+    small = config()
     failing(monkeypatch, "RESOURCE_EXHAUSTED: Ran out of memory: Used 17.5G of 15.75G hbm.")
     planned = plans.plan(small, topologies.find("here"))
     assert planned.fits is False and planned.as_dict()["training"]["peak_gib"] == 17.5
@@ -185,13 +185,13 @@ def requires(package):
         pytest.skip(f"{package} is not installed")
 
 
-BIG = {"model__context": 256, "model__width": 128, "precision": "bfloat16"}
+BIG = {"model__num_layers": 2, "model__context": 256, "model__width": 128, "precision": "bfloat16"}
 
 
 @pytest.mark.hardware
 def test_plan_for_tpus_uses_splash_attention_in_each_run_of_the_loop(tmp_path):
     requires("libtpu")
-    planned, out = elsewhere("v5e:2x2", tmp_path / "plan.json", **BIG, model__num_layers=5, model__scan=True)
+    planned, out = elsewhere("v5e:2x2", tmp_path / "plan.json", **BIG | {"model__num_layers": 5, "model__scan": True})
     assert planned["fits"] is True and planned["devices"] == 4
     assert "on v5e:2x2: compiled for, never run on 4 device" in out
     assert set(planned["attention"].values()) == {"splash"}

@@ -167,7 +167,7 @@ def merge(
       ValueError: no parts, or parts of different shapes.
 
     >>> q, k, v = jnp.ones((2, 1, 4)), jnp.ones((6, 1, 4)), jnp.ones((6, 1, 4))
-    >>> parts = [attention(q, k[at], v[at], return_lse=True) for at in (slice(0, 2), slice(2, 6))]
+    >>> parts = [attention(q, k[at], v[at], return_lse=True) for at in (slice(0, 3), slice(3, 6))]
     >>> out, lse = merge(parts)
     >>> bool(jnp.allclose(lse, attention(q, k, v, return_lse=True)[1]))
     True

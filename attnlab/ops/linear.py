@@ -29,10 +29,10 @@ class LinearState(NamedTuple):
       kv: S, `[..., Hk, D, Dv]`, where D is the number of features of the feature map.
       k: z, `[..., Hk, D]`.
 
-    >>> k = v = jnp.ones((7, 2, 4))  # length 7, 2 heads of 4
+    >>> k = v = jnp.ones((2, 64, 4, 8))  # batch 2, length 64, 4 heads of 8
     >>> _, state = linear_attention(k, k, v, return_state=True)
     >>> state.kv.shape, state.k.shape
-    ((2, 4, 4), (2, 4))
+    ((2, 4, 8, 8), (2, 4, 8))
     """
 
     kv: Float[Array, "*B Hk D Dv"]
@@ -83,9 +83,9 @@ def linear_attention(
       ValueError: shapes that do not fit, an unknown form, causal with Tq ≠ Tk.
       TypeError: forward-mode derivatives of "chunked".
 
-    >>> q = k = v = jax.random.normal(jax.random.key(0), (2, 100, 4, 8))
-    >>> first, state = linear_attention(q[:, :60], k[:, :60], v[:, :60], return_state=True)
-    >>> second = linear_attention(q[:, 60:], k[:, 60:], v[:, 60:], state=state)
+    >>> q = k = v = jax.random.normal(jax.random.key(0), (2, 128, 4, 8))
+    >>> first, state = linear_attention(q[:, :64], k[:, :64], v[:, :64], return_state=True)
+    >>> second = linear_attention(q[:, 64:], k[:, 64:], v[:, 64:], state=state)
     >>> at_once = linear_attention(q, k, v, impl="naive")
     >>> bool(jnp.allclose(jnp.concatenate([first, second], 1), at_once, atol=1e-5))
     True

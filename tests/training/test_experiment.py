@@ -1,5 +1,6 @@
 """An experiment's compiled step: what is an argument of its program, and what is a constant in it."""
 
+import functools
 import re
 
 import flax.linen as nn
@@ -41,12 +42,13 @@ def experiment(strategy="mesh", name="adamw", model=None, **fields):
     return Experiment(config, vocab_size=31, model=model, parallel=parallel.make(strategy, devices))
 
 
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 OTHERS = {"seed": 7, "optimizer.learning_rate": 1e-4}
 OF_MUON = OTHERS | {"optimizer.muon_learning_rate": 3e-3}
 
 
 @pytest.mark.parametrize(
-    "strategy, name", [("mesh", "muon"), ("mesh", "sgd"), ("pmap", "adamw"), ("pmap", "lion")], ids=str
+    "strategy, name", [("mesh", "muon"), ("pmap", "adamw"), SLOW("mesh", "sgd"), SLOW("pmap", "lion")], ids=str
 )
 def test_program_of_a_step_is_that_of_any_seed_and_learning_rate(strategy, name):
     def program(**fields):
@@ -56,7 +58,7 @@ def test_program_of_a_step_is_that_of_any_seed_and_learning_rate(strategy, name)
     assert program() != program(**{"optimizer.weight_decay": 0.3})
 
 
-@pytest.mark.parametrize("name, fields", [("adamw", OTHERS), ("muon", OF_MUON)])
+@pytest.mark.parametrize("name, fields", [SLOW("adamw", OTHERS), ("muon", OF_MUON)])  # it gives biases to adamw
 def test_seed_and_learning_rates_change_what_a_step_computes(name, fields):
     def params(**changes):
         run = experiment(name=name, model=Small(), **changes)

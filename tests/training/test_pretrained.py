@@ -28,7 +28,7 @@ def gpt2(tmp_path_factory):
     """A folder as from the Hugging Face hub: random weights, byte-level BPE, non-default options, an end of text."""
     saved = tokenizers.make("bpe", TEXT, vocab_size=300).to_dict()
     tokenizer = tokenizers.from_dict(saved | {"end_of_text": END_OF_TEXT})
-    model = GPT(tokenizer.vocab_size + 3, 2, 2, 16, 48, mlp_ratio=2.5, activation="relu", norm_epsilon=1e-4)
+    model = GPT(tokenizer.vocab_size + 3, 1, 2, 16, 48, mlp_ratio=2.5, activation="relu", norm_epsilon=1e-4)
     params = parameters(model, np.zeros((1, 1), np.int32))
     return save_hf(tmp_path_factory.mktemp("hub") / "gpt2", model, params, tokenizer)
 
@@ -42,7 +42,7 @@ def options(source, text, **changes):
         "optimizer.accumulation": 1,
         "optimizer.warmup_steps": 0,
         "eval.windows": 4,
-        "sample.length": 4,
+        "sample.length": 0,
         "model.context": 32,
         "log.tensorboard": False,
         "log.peak_tflops": 1,  # else it is measured
@@ -135,7 +135,7 @@ def test_second_start_with_another_config_is_refused(gpt2, text, started, capsys
         assert finetune(source, text, workdir, **NULL, **change) == 2
         assert message in capsys.readouterr().err
     # Values that the run has, where the experiment set others, change nothing.
-    assert train.main(["train", f"--workdir={workdir}", "--config.model.num_layers=2"]) == 0
+    assert train.main(["train", f"--workdir={workdir}", "--config.model.num_layers=1"]) == 0
     assert finetune(gpt2, text, workdir, **NULL, model__num_heads=2, data__tokenizer="pretrained") == 0
     assert finetune(gpt2, text, gpt2) == 2
     assert "holds a Hugging Face model" in capsys.readouterr().err
