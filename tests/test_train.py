@@ -82,7 +82,7 @@ def test_metrics_hold_every_record_once(undisturbed):
     assert told["tokens_per_second"] > 0 and told["host_peak_memory_bytes"] > 50_000_000
 
 
-def test_load_takes_the_newest_the_best_or_a_numbered_checkpoint(undisturbed):
+def test_load_takes_the_newest_the_best_or_a_numbered_checkpoint(undisturbed, tmp_path):
     model, params, tokenizer, config = attnlab.load(undisturbed)
     assert sha256(params["params"]) == records(undisturbed)[-1]["params_sha256"]
     assert jax.tree.leaves(params)[0].sharding.device_set == {jax.devices()[0]}
@@ -94,6 +94,8 @@ def test_load_takes_the_newest_the_best_or_a_numbered_checkpoint(undisturbed):
         attnlab.load(undisturbed, 11)
     assert kept(undisturbed) == [8, 12]
     assert sha256(attnlab.load(undisturbed, "best").params) == sha256(params)  # step 8 has no validation loss
+    (unfinished(tmp_path / "copy") / "metrics.jsonl").unlink()
+    assert sha256(attnlab.load(tmp_path / "copy", "best").params) == sha256(params)
 
 
 def test_finished_run_started_again_or_evaluated_writes_nothing(undisturbed, capsys):
