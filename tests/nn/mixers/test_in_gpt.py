@@ -52,7 +52,7 @@ def test_gpt_of_a_mixer_has_the_same_gradients_in_a_loop_and_recomputed(mixer):
 )
 def test_hybrid_with_caches_equals_the_full_pass(pattern):
     window = {"window": 4} if "local" in pattern else {}
-    model = GPT(**SIZES | {"num_layers": len(pattern.split())}, pattern=pattern, **window)
+    model = GPT(**SIZES | {"num_layers": len(pattern.split())}, pattern=pattern, mlp_ratio=0, **window)
     params, apply = parameters(model, TOKENS), jax.jit(model.apply)
     whole = np.asarray(apply(params, TOKENS))
     caches, outs = model.empty_caches(batch=2, capacity=12), []
