@@ -25,7 +25,7 @@ def frozen(run):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"kv_heads": 2, "positions": "rotary", "qk_norm": True},
+        {"kv_heads": 2, "positions": "rotary", "qk_norm": True, "num_layers": 1},
         slow({"impl": "blockwise", "window": 3, "kv_heads": 1}),
     ],
     ids=["grouped", "blockwise"],
