@@ -1,6 +1,7 @@
 """A model with its inputs, ready to run: the one place that distinguishes linen and nnx."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,7 +71,7 @@ def framed(model, variables, args: tuple, kwargs: Mapping) -> tuple[Frame, tuple
     adapter, state = _adapter(model, options)
     args = tuple(arg if _is_dynamic(arg) else Static(arg) for arg in args)
     inputs = (state if variables is None else _unstacked(model, variables), args, arrays)
-    sites = adapter.sites(*inputs)
+    sites = _sites(adapter, inputs)
     if not len(sites):
         kinds = ", ".join(dict.fromkeys(kind for _, kind in sites.others))
         why = f"layers of {kinds} have no pattern and no heads" if kinds else "expected layers of attnlab.nn or of Flax"
@@ -81,6 +82,24 @@ def framed(model, variables, args: tuple, kwargs: Mapping) -> tuple[Frame, tuple
     except TypeError:
         return _ByIdentity(adapter, sites), inputs
     return frame, inputs
+
+
+def _sites(adapter, inputs: tuple) -> Sites:
+    """The sites of a model, found once for all inputs of the same shapes, because finding them traces the model."""
+    leaves, tree = jax.tree.flatten(inputs)
+    try:
+        found = _found((adapter, tree, tuple(map(jax.typeof, leaves))))
+    except TypeError:  # the model cannot be hashed
+        return adapter.sites(*inputs)
+    if not found:
+        found.append(adapter.sites(*inputs))
+    return found[0]
+
+
+@functools.lru_cache(maxsize=64)
+def _found(key: tuple) -> list[Sites]:
+    """A list for the sites of a model with inputs of some shapes; empty at first, and after an exception."""
+    return []
 
 
 def _adapter(model, options) -> tuple[Any, Any]:

@@ -25,6 +25,7 @@ from tests.interop.huggingface_peers import (
 
 # Windows, norms and scales of attention; recurrent layers; latents.
 FAST = ("gemma3_text", "qwen3_next", "deepseek_v3")
+DECODED = FAST[1:2]
 
 
 def reads(name, folder):
@@ -55,7 +56,7 @@ def rows():
     for name in PEERS:
         checks = [reads] if "deepseek" in name else [reads, writes]  # which models do not go out to
         for check in checks if name.endswith("-2") else [*checks, decodes]:
-            marks = [] if name in FAST else pytest.mark.slow
+            marks = [] if name in (DECODED if check is decodes else FAST) else pytest.mark.slow
             yield pytest.param(check, name, marks=marks, id=f"{check.__name__}-{name}")
 
 

@@ -80,7 +80,7 @@ def test_large_models_are_several_files_with_an_index(tmp_path):
         from_hf(folder)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
 def test_files_of_16_bits_come_back_bit_for_bit(dtype, tmp_path):
     rounded = jax.tree.map(lambda x: x.astype(dtype), params_of("phi3"))
     folder = save_hf(tmp_path / "half", PHI3, params_of("phi3"), dtype=dtype)

@@ -17,7 +17,7 @@ def program(**fields):
     return jax.jit(MODEL.clone(**fields).apply).lower(PARAMS, TOKENS).as_text()
 
 
-@pytest.mark.parametrize("window", [{}, {"window": 3}], ids=repr)
+@pytest.mark.parametrize("window", [{}, pytest.param({"window": 3}, marks=pytest.mark.slow)], ids=repr)
 def test_auto_and_attention_make_the_programs_of_rotary_and_of_no_pattern(window):
     expected = program(**window)
     assert program(**window, positions="auto") == program(**window, pattern="attention") == expected

@@ -130,6 +130,7 @@ def test_offered_file_that_no_run_names_is_an_error(file):
         own.check_offered_used()
 
 
+@pytest.mark.slow
 def test_part_is_found_after_import_in_a_new_process(file):
     code = f"from attnlab.nn import GPT, register; print(GPT(5, 1, 2, 8, 8, mixer=register('{file}:near')).mixer)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == f"{file}:near"

@@ -91,7 +91,7 @@ def assert_equal(found, expected):
 
 @functools.cache
 def unsplit(terms):
-    return gradients(functools.partial(attend, **TERMS[terms]))(*arrays())
+    return gradients(functools.partial(attend, **TERMS[terms], impl="dense", block_sizes=None))(*arrays())
 
 
 # All at once; alone what depends on the example and the head.

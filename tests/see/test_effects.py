@@ -39,7 +39,8 @@ def measured(model):
 @functools.cache
 def values_of(name, others=False):
     """The values of `grouped` for `TOKENS` or `OTHERS`, by path."""
-    return models.capture(*grouped(), OTHERS if others else TOKENS, want=(name,)).values[name]
+    run = models.capture(*grouped(), np.concatenate([TOKENS, OTHERS]), want=("k", "pattern", "z", "in", "out"))
+    return {path: x[2 * others :][:2] for path, x in run.values[name].items()}
 
 
 def test_ablation_equals_a_loop_over_heads():

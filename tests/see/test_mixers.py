@@ -80,10 +80,10 @@ def test_capture_of_a_recurrence_with_padding_and_documents_is_of_the_pattern():
 
 
 def test_hybrid_names_layers_without_a_pattern_and_sees_the_others():
-    model = GPT(11, 3, 2, 16, 8, positions="auto", pattern="gated_delta gru attention")
+    model = GPT(11, 3, 2, 16, 8, positions="auto", pattern="linear gru attention")
     found = see.sites(model, parameters(model, TOKENS), TOKENS)
     assert [(site.path, site.kind, site.verified) for site in found] == [
-        ("block_0/attention", "GatedDeltaNet", True),
+        ("block_0/attention", "LinearAttention", True),
         ("block_2/attention", "MultiHeadAttention", True),
     ]
     assert found.others == (("block_1/attention", "GRU"),)

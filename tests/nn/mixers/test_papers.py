@@ -75,12 +75,13 @@ OTHER_SIZES = {
     ),
 }
 ALL = CASES | OTHER_SIZES
+SLOW = {"delta", "latent", *OTHER_SIZES}  # gated_delta and latent_queries do more
 X = np.random.default_rng(0).standard_normal((2, 37, 8))
 FIRST, PADDING = 20, 3  # tokens
 DOCUMENTS = (2, 6, 4)
 
 
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHER_SIZES)])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in ALL])
 def test_layer_in_padded_pieces_and_packed_equals_its_paper_in_float64(float64, name):
     module, paper = ALL[name]
     variables = parameters(module, X)
@@ -107,9 +108,7 @@ def test_layer_in_padded_pieces_and_packed_equals_its_paper_in_float64(float64, 
     np.testing.assert_allclose(packed, np.concatenate(alone), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("gla", "latent_queries"))) for n in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "gla")) for n in CASES])
 def test_layer_gradient_equals_differences_of_its_paper_in_float64(float64, name):
     module, paper = CASES[name]
     variables, rng = parameters(module, X), np.random.default_rng(1)

@@ -66,9 +66,10 @@ def members(quick):
     return [pytest.param(*x, marks=() if name == quick else pytest.mark.slow, id=name) for name, x in CALLS.items()]
 
 
-@pytest.mark.parametrize("shapes, block_sizes, parts", members(quick="some examples at a time"))
+@pytest.mark.parametrize("shapes, block_sizes, parts", members(quick="head by head"))
 def test_calls_in_parts_match_dense(float64, shapes, block_sizes, parts):
     call = functools.partial(call_in_parts, block_sizes=block_sizes)
+    assert f"length={parts}" in str(jax.make_jaxpr(lambda arrays: call(arrays, "blockwise"))(arrays_of(shapes)))
     given, expected = (cases.results(arrays_of(shapes), call, impl, jnp.float64) for impl in ("blockwise", "dense"))
     for name, x in expected.items():
         # Both round each of some hundred sums, as in tests/ops/test_blockwise.py.
@@ -76,17 +77,18 @@ def test_calls_in_parts_match_dense(float64, shapes, block_sizes, parts):
         np.testing.assert_allclose(given[name], x, rtol=1e-11, atol=1e-11 * largest, err_msg=name)
 
 
-@pytest.mark.parametrize("shapes, block_sizes, parts", members(quick="head by head"))
+@pytest.mark.slow
+@pytest.mark.parametrize("shapes, block_sizes, parts", CALLS.values(), ids=CALLS)
 def test_calls_in_parts_have_the_same_bits_when_mapped(shapes, block_sizes, parts):
-    arrays = jax.tree.map(jnp.float32, arrays_of(shapes))
+    arrays = jax.tree.map(np.float32, arrays_of(shapes))
 
     def run(arrays):
         return call_in_parts(arrays, "blockwise", block_sizes)[0]
 
-    assert f"length={parts}" in str(jax.make_jaxpr(run)(arrays))
-    mapped = jax.jit(jax.vmap(run))(jax.tree.map(lambda x: jnp.stack([x, 2 * x]), arrays))
-    np.testing.assert_array_equal(mapped[0], jax.jit(run)(arrays))
-    np.testing.assert_array_equal(mapped[1], jax.jit(run)(jax.tree.map(lambda x: 2 * x, arrays)))
+    mapped = np.asarray(jax.jit(jax.vmap(run))(jax.tree.map(lambda x: np.stack([x, 2 * x]), arrays)))
+    alone = jax.jit(run)
+    np.testing.assert_array_equal(mapped[0], alone(arrays))
+    np.testing.assert_array_equal(mapped[1], alone(jax.tree.map(lambda x: 2 * x, arrays)))
 
 
 def test_short_calls_are_mapped_as_many_at_a_time_as_the_caches_hold():
@@ -95,13 +97,12 @@ def test_short_calls_are_mapped_as_many_at_a_time_as_the_caches_hold():
     def grad(q, k, v):
         return jax.grad(lambda q: attend(q, k, v, Causal()).sum())(q)
 
-    run = jax.jit(jax.vmap(grad, in_axes=(0, None, 0)))
+    run, alone = jax.jit(jax.vmap(grad, in_axes=(0, None, 0))), jax.jit(grad)
     assert "length=1" in str(jax.make_jaxpr(run)(q, k[0], v))  # of two examples, and the third after it
+    found = np.asarray(run(q, k[0], v))
     for example in range(3):
         # Sums of at most 256 terms, in parts of other sizes.
-        np.testing.assert_allclose(
-            run(q, k[0], v)[example], jax.jit(grad)(q[example], k[0], v[example]), atol=256 * 2.0**-24
-        )
+        np.testing.assert_allclose(found[example], alone(q[example], k[0], v[example]), atol=256 * 2.0**-24)
 
 
 @pytest.mark.slow

@@ -48,7 +48,8 @@ def close(found, expected):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-11), found, expected)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, slow(AxisType.Auto)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 @members
 def test_batch_and_heads_on_a_mesh_equal_one_device(float64, kind, decay, erasure):
     drawn, mesh = draw(decay, erasure), mesh_of(data=2, tensor=2, kind=kind)
