@@ -85,21 +85,17 @@ def framed(model, variables, args: tuple, kwargs: Mapping) -> tuple[Frame, tuple
 
 
 def _sites(adapter, inputs: tuple) -> Sites:
-    """The sites of a model, found once for all inputs of the same shapes, because finding them traces the model."""
     leaves, tree = jax.tree.flatten(inputs)
     try:
-        found = _found((adapter, tree, tuple(map(jax.typeof, leaves))))
+        return _sites_at(adapter, tree, tuple(map(jax.typeof, leaves)))
     except TypeError:  # the model cannot be hashed
         return adapter.sites(*inputs)
-    if not found:
-        found.append(adapter.sites(*inputs))
-    return found[0]
 
 
 @functools.lru_cache(maxsize=64)
-def _found(key: tuple) -> list[Sites]:
-    """A list for the sites of a model with inputs of some shapes; empty at first, and after an exception."""
-    return []
+def _sites_at(adapter, tree, types: tuple) -> Sites:
+    """The sites of a model, found once for all inputs of the same shapes, because finding them traces the model."""
+    return adapter.sites(*jax.tree.unflatten(tree, types))
 
 
 def _adapter(model, options) -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ HEADS = {
 }
 ATTENTION = {name: MultiHeadAttention(4, **({"mask": Causal()} | fields)) for name, fields in HEADS.items()}
 LAYERS = ATTENTION | relatives.MODULES | cases.ALL
-FAST = ("gates", "gated_delta")
+FAST = ("gates", "latent", "gated_delta", "mamba2")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n not in FAST else ()) for n in LAYERS])
