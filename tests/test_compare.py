@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import functools
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -185,7 +187,7 @@ def test_accuracy_at_a_length_is_of_answers_in_the_second_half(finished):
     (batch,) = HeldOutBatches(task, context=32, batch_size=4, windows=4, part="second")
     for workdir in sorted(parity.glob("variant=window,*")):
         run = attnlab.load(workdir)
-        answers = run.model.clone(context=32).apply(run.params, batch.tokens[:, :-1]).argmax(-1)
+        answers = jax.jit(run.model.clone(context=32).apply)(run.params, batch.tokens[:, :-1]).argmax(-1)
         right.append((answers == batch.targets)[:, 16:].mean())
     assert comparing.read(parity)[1]["accuracy_2x"] == pytest.approx(np.mean(right))
 
@@ -197,10 +199,8 @@ def test_losses_by_position_are_of_the_second_half_of_the_held_out_text(finished
     config = runs[0].config.copy_and_resolve_references()
     config.model.context, config.eval.windows, config.batch_size, config.eval.part = 64, 2, 2, "second"
     (batch,) = texts.load(config, Workdir(workdirs[0])).validation
-    losses = [
-        token_losses(run.model.clone(context=64), run.params["params"], Batch(*map(jnp.asarray, batch[:3]))).mean(0)
-        for run in runs
-    ]
+    of_tokens = jax.jit(functools.partial(token_losses, runs[0].model.clone(context=64)))
+    losses = [of_tokens(run.params["params"], Batch(*map(jnp.asarray, batch[:3]))).mean(0) for run in runs]
     expected = np.mean(losses, axis=0).reshape(4, 16)
     window = comparing.read(text)[1]
     found = [window[f"loss_{times}x"] for times in (1, 2, 4)]

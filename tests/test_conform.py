@@ -99,7 +99,11 @@ def test_recurrence_is_checked_by_its_features(here, capsys):
     "words, message",
     [
         (["quits:f"], "ended with 0"),
-        (["mine:recurrence", "--features=causal"], "mine:recurrence refused all features, so nothing was compared"),
+        pytest.param(
+            ["mine:recurrence", "--features=causal"],
+            "mine:recurrence refused all features, so nothing was compared",
+            marks=pytest.mark.slow,
+        ),
         (["mine:right", "--features=decay"], "features of a linear recurrence need --recurrence"),
         (["mine:right", "--out=mine.py/sub"], "--out=mine.py/sub cannot be written (Not a directory)"),
         (["mine:right", "causal"], "(mine:right, causal): expected one, and options as --name=value"),

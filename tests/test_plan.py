@@ -70,6 +70,7 @@ def training_only(step, *arguments, real=plans._compiled):
     return (real if step == "training" else compiled)(step, *arguments)
 
 
+@pytest.mark.slow
 def test_split_state_has_smaller_arguments_than_replicated(monkeypatch):
     monkeypatch.setattr(plans, "_compiled", training_only)
     configs = (config(parallel__mesh__fsdp=n) for n in (1, 4))

@@ -361,6 +361,7 @@ def test_workdir_alone_refuses_other_changes(undisturbed, tmp_path, capsys):
     assert contents(undisturbed) == before and not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_run_extended_during_warmup_equals_the_longer_run(tmp_path):
     """And keeps its history."""
     options, model = {"steps": 20, "checkpoint__keep": 1, "checkpoint__every": 10}, Bigram()

@@ -21,6 +21,7 @@ print(*(extras | {"safetensors", "tensorboardX", "matplotlib"}) & set(sys.module
 """
 
 
+@pytest.mark.slow
 def test_characters_of_python_docs_need_no_extra(tmp_path):
     command = [sys.executable, "-c", MAIN_JOB, str(tmp_path)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "\n"
