@@ -177,7 +177,7 @@ def test_axis_of_any_range_has_different_ticks(tmp_path, low, high):
 
 def test_long_line_keeps_its_ends_and_an_axis_over_decades_has_powers_of_ten(tmp_path):
     x = np.geomspace(1, 1e6, 400)
-    text = written(tmp_path, chart(Line("one", x, np.linspace(0.2, 0.9, 400), None, None), log_x=True))
+    text = written(tmp_path, chart(Line("one", x, np.linspace(0, 1, 400), None, None), log_x=True))
     assert re.findall('class="x">(.*?)<', text) == ["1", "10", "100", "1000", "10k", "100k", "1M"]
     assert len({len(label) for label in re.findall('class="y">(.*?)<', text)}) == 1  # equally many decimals
     (curve,) = re.findall('class="curve" d="(.*?)"', text)

@@ -114,6 +114,15 @@ def test_peers_are_called_by_their_own_arguments(name):
     assert report.meanings["a fully masked row returns"] == "the mean of all values"
 
 
+def test_fully_masked_rows_of_no_known_meaning_are_another_value():
+    def attention(**call):
+        out, lse = attnlab.attention(**call, return_lse=True)
+        return jax.numpy.where(jax.numpy.isneginf(lse)[..., None], 0.5, out)
+
+    report = check_attention(attention, features=["masked rows"], gradients=False, cases=2, shapes=SMALL)
+    assert report.meanings["a fully masked row returns"] == "another value"
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

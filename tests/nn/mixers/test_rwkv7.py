@@ -57,6 +57,14 @@ def test_first_values_of_a_layer_without_a_value_residual_raise_one_line():
             jax.eval_shape(functools.partial(module.init, first_values=FIRST), jax.random.key(0), X)
 
 
+def test_ranks_of_rwkv7_are_those_of_the_published_model_of_this_width():
+    """RWKV-7 "World" 0.1B, of width 768."""
+    module = RWKV7(12, value_residual=True)
+    made = jax.eval_shape(functools.partial(module.init, layer=1), jax.random.key(0), jnp.zeros((1, 2, 768)))
+    ranks = {"decay_down": 64, "a_down": 64, "v_down": 32, "gate_down": 128}
+    assert {name: made["params"][name]["kernel"].shape[1] for name in ranks} == ranks
+
+
 @pytest.mark.parametrize("layer, layers", [(0, 1), (1, 4)])
 def test_vectors_of_rwkv7_start_as_in_the_code_of_its_authors(layer, layers):
     module = RWKV7(2, value_residual=True, layers=layers)
