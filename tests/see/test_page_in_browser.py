@@ -235,7 +235,8 @@ def test_nothing_is_wider_than_the_window(visit, file, long_names):
         tab = visit(shown, viewport={"width": 1280, "height": 800})
         for width in (1280, 800, 390, 320):
             tab.set_viewport_size({"width": width, "height": 800})
-            assert tab.evaluate("document.documentElement.scrollWidth") <= width
+            # The page is drawn anew a moment after its window has another size.
+            tab.wait_for_function("width => document.documentElement.scrollWidth <= width", arg=width, timeout=5000)
 
 
 @pytest.fixture(scope="module")
