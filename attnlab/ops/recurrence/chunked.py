@@ -20,15 +20,14 @@ from attnlab.ops.recurrence.decays import Decays
 from attnlab.ops.recurrence.substitution import solve
 from attnlab.ops.recurrence.terms import Terms
 
+_NOTHING = -750.0  # a log whose exponential is 0, in float64 too
+
 
 def run(terms: Terms, state, size: int):
     """(Outputs `[..., T, H, G, V]`, the last state `[..., H, K, V]`, the state before each chunk of `size` tokens)."""
     *batch, length = terms.v.shape[:-2]
-    chunks = jax.tree.map(functools.partial(_by_chunk, time=len(batch), size=size), terms._replace(starts=None))
-    starts = terms.starts
-    if starts is not None:
-        starts = jnp.moveaxis(_split(starts, len(batch), size), len(batch), 0)
-    out, last, entering = _over_chunks(chunks, starts, state)
+    chunks = jax.tree.map(functools.partial(_by_chunk, time=len(batch), size=size), _with_finite_logs(terms))
+    out, last, entering = _over_chunks(chunks, state)
     out = jnp.moveaxis(out, 0, len(batch))
     out = out.reshape(*batch, out.shape[len(batch)] * size, *out.shape[-3:])
     return jax.lax.slice_in_dim(out, 0, length, axis=len(batch)), last, entering
@@ -47,78 +46,83 @@ def summary(terms: Terms, size: int):
     return after[..., shape[-1] :], after[..., : shape[-1]]
 
 
-def _split(x, time, size):
-    """`[..., T, …]` to `[..., n, C, …]`: zeros at the end, which are padding."""
-    count = -(-x.shape[time] // size)
-    padding = [(0, 0)] * x.ndim
-    padding[time] = (0, count * size - x.shape[time])
-    return jnp.pad(x, padding).reshape(*x.shape[:time], count, size, *x.shape[time + 1 :])
+def _with_finite_logs(terms: Terms) -> Terms:
+    """The terms with segments as decays that leave nothing, and no log so low that sums or products with 0 are NaN."""
+    g, starts = terms.g, terms.starts
+    if starts is not None:
+        starts = starts[..., None, None]
+        g = jnp.where(starts, _NOTHING, jnp.zeros((), terms.v.dtype) if g is None else g)
+    return terms._replace(g=None if g is None else jnp.maximum(g, _NOTHING), starts=None)
 
 
 def _by_chunk(x, time, size):
-    """`[..., T, …]` to `[n, ..., C, …]`."""
-    return jnp.moveaxis(_split(x, time, size), time, 0)
+    """`[..., T, …]` to `[n, ..., C, …]`: zeros at the end, which are padding."""
+    count = -(-x.shape[time] // size)
+    padding = [(0, 0)] * x.ndim
+    padding[time] = (0, count * size - x.shape[time])
+    x = jnp.pad(x, padding).reshape(*x.shape[:time], count, size, *x.shape[time + 1 :])
+    return jnp.moveaxis(x, time, 0)
 
 
 @jax.custom_vjp
-def _over_chunks(chunks: Terms, starts, state):
-    return _forward(chunks, starts, state)[0]
+def _over_chunks(chunks: Terms, state):
+    return _forward(chunks, state)[0]
 
 
-def _forward(chunks, starts, state):
-    def step(state, each):
-        after, out = _chunk(state, *each)
+def _forward(chunks, state):
+    def step(state, chunk):
+        after, out = _chunk(state, chunk)
         return after, (out, state)
 
-    last, (out, entering) = jax.lax.scan(step, state, (chunks, starts))
-    return (out, last, entering), (chunks, starts, entering)
+    last, (out, entering) = jax.lax.scan(step, state, chunks)
+    return (out, last, entering), (chunks, entering)
 
 
 def _backward(residuals, cotangents):
     """From the last chunk to the first: each is computed again from the state before it, the only thing stored."""
-    chunks, starts, entering = residuals
+    chunks, entering = residuals
     d_out, d_last, d_entering = cotangents
 
     def step(d_after, each):
-        chunk, starts, state, d_out, d_before = each
-        _, pull_back = jax.vjp(lambda state, chunk: _chunk(state, chunk, starts), state, chunk)
+        chunk, state, d_out, d_before = each
+        _, pull_back = jax.vjp(_chunk, state, chunk)
         d_state, d_chunk = pull_back((d_after, d_out))
         return d_state + d_before, d_chunk
 
-    d_state, d_chunks = jax.lax.scan(step, d_last, (chunks, starts, entering, d_out, d_entering), reverse=True)
-    return d_chunks, None, d_state
+    d_state, d_chunks = jax.lax.scan(step, d_last, (chunks, entering, d_out, d_entering), reverse=True)
+    return d_chunks, d_state
 
 
 _over_chunks.defvjp(_forward, _backward)
 
 
-def _chunk(state, terms: Terms, starts):
+def _chunk(state, terms: Terms):
     """(The state after a chunk, its outputs `[..., C, H, G, V]`), with terms `[..., C, H, (G,) F]`."""
     time = state.ndim - 3
     terms = jax.tree.map(lambda x: jnp.moveaxis(x, time, -2), terms)
-    state, out = _CASES[terms.case](state, terms, Decays.of(terms.g, starts))
+    state, out = _CASES[terms.case](state, terms, Decays(terms.g))
     return state, jnp.moveaxis(out, -2, time)
 
 
 def _plain(state, terms, decays):
-    out = decays.read(terms.q, state) + _weighted(decays.scores(terms.q, terms.k, itself=True), terms.v)
+    out = decays.read(terms.q, state) + _weighted(decays.scores(terms.q, terms.k), terms.v)
     return decays.write(state, (terms.k, terms.v)), out
 
 
 def _symmetric(state, terms, decays):
     k = terms.k[..., None, :, :]
-    among_keys = decays.scores(k, terms.k, itself=False)[..., 0, :, :] * terms.beta.mT
+    among_keys = decays.scores(k, terms.k)[..., 0, :, :] * terms.beta.mT
     values = terms.beta * solve(among_keys, terms.v - decays.read(k, state)[..., 0, :, :])
-    out = decays.read(terms.q, state) + _weighted(decays.scores(terms.q, terms.k, itself=True), values)
+    out = decays.read(terms.q, state) + _weighted(decays.scores(terms.q, terms.k), values)
     return decays.write(state, (terms.k, values)), out
 
 
 def _general(state, terms, decays):
     e, r = terms.erase[0], terms.erase[1][..., None, :, :]
-    read = decays.read(r, state) + _weighted(decays.scores(r, terms.k, itself=False), terms.v)
-    erased = solve(decays.scores(r, e, itself=False)[..., 0, :, :], read[..., 0, :, :])
-    written = _weighted(decays.scores(terms.q, terms.k, itself=True), terms.v)
-    out = decays.read(terms.q, state) + written - _weighted(decays.scores(terms.q, e, itself=True), erased)
+    read = decays.read(r, state) + _weighted(jnp.tril(decays.scores(r, terms.k), -1), terms.v)
+    erased = solve(decays.scores(r, e)[..., 0, :, :], read[..., 0, :, :])
+    written = _weighted(decays.scores(terms.q, terms.k), terms.v)
+    out = decays.read(terms.q, state) + written - _weighted(decays.scores(terms.q, e), erased)
     return decays.write(state, (terms.k, terms.v), (-e, erased)), out
 
 

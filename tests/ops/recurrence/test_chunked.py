@@ -52,7 +52,7 @@ def test_bfloat16_has_a_float32_state_and_gradients_of_its_own_type():
 
 # ------------------------------------------------------------------------------------------------------------- extremes
 
-EXTREMES = ("fast decay", "fast, then slow decay", "no decay", "equal keys, β‖k‖² = 2", "zero keys")
+EXTREMES = ("fast decay", "fast, then slow decay", "resets", "no decay", "equal keys, β‖k‖² = 2", "zero keys")
 
 
 def extremes(length, decay, erasure):
@@ -61,14 +61,16 @@ def extremes(length, decay, erasure):
     del drawn["segment_ids"], drawn["lengths"]
     drawn["g"][0] = -80
     drawn["g"][1] = np.where(np.arange(length) < 16, -80, -0.01)[(..., *[None] * (drawn["g"].ndim - 2))]
-    drawn["g"][2:] = 0
-    drawn["k"][3], drawn["k"][4] = np.sqrt(1 / 4), 0
+    drawn["g"][2] = -0.3
+    drawn["g"][2, 5::20], drawn["g"][2, 9::20], drawn["g"][2, 12::20] = -1e4, -1e9, -np.inf
+    drawn["g"][3:] = 0
+    drawn["k"][4], drawn["k"][5] = np.sqrt(1 / 4), 0
     if erasure == "beta":
-        drawn["beta"][3:] = 2
+        drawn["beta"][4:] = 2
     if erasure == "pair":
-        drawn["erase"][0][3] = 1  # e rᵀ = 2 k kᵀ
-        drawn["erase"][1][3] = np.sqrt(1 / 4)
-        drawn["erase"][0][4] = drawn["erase"][1][4] = 0
+        drawn["erase"][0][4] = 1  # e rᵀ = 2 k kᵀ
+        drawn["erase"][1][4] = np.sqrt(1 / 4)
+        drawn["erase"][0][5] = drawn["erase"][1][5] = 0
     return drawn
 
 
@@ -80,9 +82,19 @@ def test_extremes_keep_values_and_gradients_finite_and_right(length, decay, eras
         exact = jax.tree.map(np.asarray, program("recurrent")(drawn))
     found = jax.tree.map(np.asarray, program("chunked", 32)(drawn, dtype=np.float32))
     # As in `attnlab.testing`: n roundings add up as √n, of terms up to four times as large as the largest result; and
-    # a reflection at each token, whose errors add up; a running sum of fast decays has an error of ε|G|.
-    relative = (4 + 3 * 32) ** 0.5 + length + np.array([80, 80 * 16, 0, 0, 0])
-    cases.assert_close(found, exact, 4 * relative * np.finfo(np.float32).eps)
+    # a reflection at each token, whose errors add up.
+    cases.assert_close(found, exact, 4 * ((4 + 3 * 32) ** 0.5 + length) * np.finfo(np.float32).eps)
+
+
+@pytest.mark.parametrize(("decay", "erasure"), [("head", "beta"), ("feature", "pair")])
+def test_single_gates_of_decays_down_to_exp_minus_20_have_the_gradients_of_the_specification(decay, erasure):
+    drawn = cases.draw(1, cases.Shape(len(EXTREMES), 33, decay=decay, erasure=erasure), strongest=20.0)
+    del drawn["segment_ids"], drawn["lengths"]
+    with jax.enable_x64(True):
+        exact = np.asarray(program("recurrent")(drawn)["the gradient of g"])
+    error = np.abs(np.asarray(program("chunked", 32)(drawn, dtype=np.float32)["the gradient of g"]) - exact)
+    assert error.max() < 1e-6 * np.abs(exact).max()
+    assert np.median(error[exact != 0] / np.abs(exact[exact != 0])) < 1e-6
 
 
 # ------------------------------------------------------------------------------------------------------- maps of states
