@@ -40,7 +40,7 @@ def reference(params, x):
     q, k, v = project("query"), *(np.repeat(project(name), 2, axis=-2) for name in ("key", "value"))
     scores = np.einsum("bihd,bjhd->bhij", q, k) / np.sqrt(q.shape[-1])
     scores = 9 * np.tanh(scores / 9)
-    log_gates = np.moveaxis(np.log(sigmoid(project("forget"))), -1, -2)  # [B, H, T]
+    log_gates = np.moveaxis(-np.logaddexp(0, -project("forget")), -1, -2)  # [B, H, T]
     for i in range(x.shape[1]):
         for j in range(x.shape[1]):
             forgotten = log_gates[..., j + 1 : i + 1].sum(axis=-1)
@@ -56,6 +56,13 @@ near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-6)
 
 def test_gated_attention_equals_the_formulas():
     near(APPLY(PARAMS, X), reference(PARAMS, X))
+
+
+def test_gate_that_forgets_all_spoils_nothing_after_it():
+    x, params = X.copy(), jax.tree.map(np.array, PARAMS)
+    x[..., 0] = np.arange(7) == 2
+    params["params"]["forget"]["kernel"][0] = -1e9
+    near(APPLY(params, x), reference(params, x))
 
 
 def test_gate_parameters_have_shapes_and_initial_values_of_the_papers():
