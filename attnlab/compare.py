@@ -19,6 +19,7 @@ compare with, and a dictionary COMPARE of flags.
 """
 
 import functools
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -215,10 +216,13 @@ def _compare(part: Part, jobs: int, lock: int, clock) -> tuple[list[page.Section
 def _replicate(part: Part, published: replication.Published, final, measured) -> page.Section:
     """Set a part's results beside the published ones."""
     results = replication.results(published, part.protocol, part.folder, final, measured)
-    rows = replication.rows(published, results)
-    print("\n".join([table.as_text(replication.cells(rows)), *replication.notes(published)]))
-    replication.write(rows, published, part.folder)
-    return replication.section(part.name, rows, published)
+    config = final[part.variants[0].name][0].config
+    task = named.parse(config.data.name)
+    chance = task.chance if task else math.log(_vocab_size(part.protocol, part.variants[0]))
+    rows, notes = replication.rows(published, results, chance), replication.notes(published, part.protocol, config)
+    print("\n".join([table.as_text(replication.cells(rows)), *notes]))
+    replication.write(rows, notes, part.folder)
+    return replication.section(part.name, rows, notes)
 
 
 def _train(points, folder: Path, jobs: int, lock: int, clock) -> dict[str, str]:

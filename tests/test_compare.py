@@ -36,16 +36,18 @@ VARIANTS = ["--variant=rotary:", "--variant=again: model.positions=rotary", "--v
 # What two comparisons of the same runs may differ in.
 TIMES = ("tokens_per_second", "equal_time", "memory")
 PARITY = "task:parity longest=16"
-# Two variants with published results of sequences twice as long, and options of the command.
+# Two variants with published results of sequences twice as long, and options of the command. The margin is two standard
+# errors of an accuracy near 1/2 of 64 answers.
 TWO = f"""
 VARIANTS = {{"rotary": {{}}, "window": {{"model.window": 4}}}}
 PUBLISHED = {{
     "{PARITY}": {{
         "source": "Grazzi et al. 2025",
         "results": {{"rotary": 0.511, "window": 1.0}},
-        "margin": 0.02,
+        "margin": 0.13,
         "differs": "An answer at each bit.",
         "length": 2,
+        "protocol": {{"model.window": 4, "seeds": 2, "steps": 20_000}},
     }}
 }}
 COMPARE = {{"learning_rates": "1e-2", "seeds": "2", "tasks": "{PARITY},text"}}
@@ -175,9 +177,10 @@ def test_published_results_are_set_beside_ours_with_an_outcome(finished):
     assert [float(row["ours"]) for row in ours] == pytest.approx([rotary["accuracy_2x"], window["accuracy_2x"]])
     assert float(ours[1]["difference"]) == pytest.approx(window["accuracy_2x"] - rotary["accuracy_2x"])
     assert float(ours[1]["published_difference"]) == pytest.approx(0.489) and not ours[0]["outcome"]
-    assert ours[1]["outcome"] in ("reproduced", "not reproduced", "underpowered")
+    assert ours[1]["outcome"] == "not trained far enough"
     for text in (out, (parity / "replication.md").read_text(), (folder / "comparison.html").read_text()):
-        assert all(word in text for word in ("Grazzi et al. 2025", "An answer at each bit", ours[1]["outcome"]))
+        assert "Grazzi et al. 2025" in text and ours[1]["outcome"] in text
+        assert re.search(r"Otherwise here: model.window None, not 4; steps \d+, not 20000; An answer at each bit", text)
     assert "2 seeds" in out and "Learning rate 0.01, the same for all" in out  # of COMPARE
 
 
