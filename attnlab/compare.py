@@ -215,11 +215,14 @@ def _compare(part: Part, jobs: int, lock: int, clock) -> tuple[list[page.Section
 
 def _replicate(part: Part, published: replication.Published, final, measured) -> page.Section:
     """Set a part's results beside the published ones."""
-    results = replication.results(published, part.protocol, part.folder, final, measured)
+    results, step = replication.results(published, part.protocol, part.folder, final, measured)
     config = final[part.variants[0].name][0].config
     task = named.parse(config.data.name)
     chance = task.chance if task else math.log(_vocab_size(part.protocol, part.variants[0]))
-    rows, notes = replication.rows(published, results, chance), replication.notes(published, part.protocol, config)
+    rows, notes = (
+        replication.rows(published, results, chance, step),
+        replication.notes(published, part.protocol, config),
+    )
     print("\n".join([table.as_text(replication.cells(rows)), *notes]))
     replication.write(rows, notes, part.folder)
     return replication.section(part.name, rows, notes)
@@ -254,13 +257,14 @@ def _notes(protocol: Protocol, rows, jobs: int) -> list[str]:
     chosen = f"s {rates}, chosen with {tuning} other seed{'s' if tuning > 1 else ''} on other {on}"
     notes = [
         f"{MEASURES[protocol.measure]}, means of {len(protocol.seeds)} seeds ± 95 % intervals; differences are paired "
-        f"by seed, verdicts corrected for {len(rows) - 1} variant{'s' if len(rows) > 2 else ''}. "
+        f"by seed, with simultaneous intervals for {len(rows) - 1} variant{'s' if len(rows) > 2 else ''}; a verdict is "
+        f"an interval without 0. "
         f"Learning rate{chosen if len(protocol.rates) > 1 else f' {rates}, the same for all'}."
     ]
     if any(row["verdict"] == "not told apart" for row in rows):
         notes.append(
             "Not told apart: 'detectable' is the smallest difference that these seeds show with probability 80 %; "
-            "'seeds needed' would show the difference found."
+            "'seeds needed' would show the difference found, by the spread of these seeds and the ends of its interval."
         )
     if any(row["learning_rate_at_edge"] for row in rows):
         notes.append("(edge): the best learning rate is the smallest or largest one: widen --learning_rates.")

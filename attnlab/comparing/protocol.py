@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from ml_collections import ConfigDict
 
 from attnlab import train
 from attnlab.comparing.variants import Variant, config_of
 from attnlab.data.tasks import named
+from attnlab.data.tasks.task_batches import HeldOutBatches
 from attnlab.sweeping import grid
 from attnlab.sweeping.grid import Point
 from attnlab.training import metrics
@@ -69,6 +71,15 @@ def result(workdir: Path, measure: str = "loss") -> float:
         return math.log(config["vocab_size"]) if measure == "loss" else named.parse(config["data"]["name"]).chance
     final = [record[measure] for record in metrics.read(workdir / "metrics.jsonl") if record["split"] == "final"]
     return float(final[-1]) if final else math.nan
+
+
+def resolution(config: ConfigDict, measure: str) -> float:
+    """The step between two results: 1/N for the accuracy of N answers, float32's for losses."""
+    if measure == "loss":
+        return float(np.finfo(np.float32).eps)
+    sizes = {"context": config.model.context, "batch_size": config.batch_size, "windows": config.eval.windows}
+    batches = HeldOutBatches(named.parse(config.data.name), part="second", **sizes)
+    return 1 / sum(int(((batch.targets >= 0) & (batch.weight > 0)[:, None]).sum()) for batch in batches)
 
 
 def chosen_rate(protocol: Protocol, variant: Variant, folder: Path) -> tuple[float, bool]:

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from attnlab import config as configs
 from attnlab.comparing import page, table
-from attnlab.comparing.protocol import Protocol, result
+from attnlab.comparing.protocol import Protocol, resolution, result
 from attnlab.comparing.variants import Variant, fields_of_file
 from attnlab.study.report import mean_and_margin
 from attnlab.support import paths
@@ -68,14 +68,14 @@ def published(file: str, variants: Sequence[Variant]) -> dict[str, Published]:
     return found
 
 
-def outcome(difference: float, ours: Sequence[float] | np.ndarray, margin: float) -> str:
+def outcome(difference: float, ours: Sequence[float] | np.ndarray, margin: float, resolution: float = 0.0) -> str:
     """Whether a published difference is found again by paired differences of some seeds, by their 95 % interval.
 
     A published difference up to the margin counts as 0. "reproduced": the interval is within the margin of the
     published difference, or contains it and excludes 0; "same sign only": it lies on the same side of 0, at another
     size; "underpowered": it excludes neither the published difference nor its absence; otherwise "not reproduced".
     """
-    mean, half = mean_and_margin(ours)
+    mean, half = mean_and_margin(ours, resolution=2**0.5 * resolution)
     if np.isnan(half):
         return "underpowered"
     low, high = mean - half, mean + half
@@ -88,7 +88,9 @@ def outcome(difference: float, ours: Sequence[float] | np.ndarray, margin: float
     return "reproduced" if contains else "same sign only" if (low > 0) == (difference > 0) else "not reproduced"
 
 
-def is_trained(found: Published, results: Mapping[str, Sequence[float]], chance: float) -> bool:
+def is_trained(
+    found: Published, results: Mapping[str, Sequence[float]], chance: float, resolution: float = 0.0
+) -> bool:
     """Whether our runs learnt enough to be compared with the published ones; arguments as for `rows`.
 
     The first variant is at its published result, and the variant whose published result is farthest from chance has
@@ -98,43 +100,48 @@ def is_trained(found: Published, results: Mapping[str, Sequence[float]], chance:
 
     def distance(name: str, value: float) -> float:
         """How far our mean is from a value beyond the margin and half of its interval; NaN without a run."""
-        mean, half = mean_and_margin(_known(results[name]))
+        mean, half = mean_and_margin(_known(results[name]), resolution=resolution)
         return abs(mean - value) - np.fmax(found.margin, half)
 
     return not (distance(first, found.results[first]) > 0 or distance(best, chance) <= 0)
 
 
-def rows(found: Published, results: Mapping[str, Sequence[float]], chance: float) -> list[dict[str, Any]]:
+def rows(
+    found: Published, results: Mapping[str, Sequence[float]], chance: float, resolution: float = 0.0
+) -> list[dict[str, Any]]:
     """The records of a replication, on our results of each variant, by seed, NaN where a run failed.
 
-    The first of `results` is the variant that the others are compared with; `chance` is the result without learning.
+    The first of `results` is the variant that the others are compared with; `chance` is the result without learning,
+    and `resolution` the step between two results.
     """
-    (first, *_), rows, trained = results, [], is_trained(found, results, chance)
+    (first, *_), rows, trained = results, [], is_trained(found, results, chance, resolution)
     for name in (name for name in results if name in found.results):
-        mean, half = mean_and_margin(_known(results[name]))
+        mean, half = mean_and_margin(_known(results[name]), resolution=resolution)
         row = {"variant": name, "published": found.results[name], "ours": mean, "ours_interval": half}
         row |= dict.fromkeys(("published_difference", "difference", "difference_interval", "outcome"))
         if name != first:
             paired = _known(np.subtract(results[name], results[first]))
             row["published_difference"] = found.results[name] - found.results[first]
-            row["difference"], row["difference_interval"] = mean_and_margin(paired)
-            difference = outcome(row["published_difference"], paired, found.margin)
+            row["difference"], row["difference_interval"] = mean_and_margin(paired, resolution=2**0.5 * resolution)
+            difference = outcome(row["published_difference"], paired, found.margin, resolution)
             row["outcome"] = difference if trained else "not trained far enough"
         rows.append(row)
     return rows
 
 
-def results(found: Published, protocol: Protocol, folder: Path, final: Mapping, measured: Mapping) -> dict:
-    """Our results by variant and seed, at the length of the published ones; NaN where a run failed."""
-    by_variant = {}
+def results(found: Published, protocol: Protocol, folder: Path, final: Mapping, measured: Mapping) -> tuple:
+    """(Results by variant and seed, the step between two), at the published length; NaN where a run failed."""
+    by_variant, step = {}, 0.0
     for name, points in final.items():
         if found.length == 1:
             by_variant[name] = [result(folder / point.name, protocol.measure) for point in points]
+            step = step or resolution(points[0].config, protocol.measure)
         else:
             length = str(found.length * points[0].config.model.context)
             values = measured.get(name, {}).get("accuracies_by_length", {}).get(length, [])
             by_variant[name] = values if len(values) == len(points) else [np.nan] * len(points)
-    return by_variant
+            step = 1 / measured[name]["answers_by_length"][length] if values else step
+    return by_variant, step
 
 
 def cells(rows: Sequence[Mapping]) -> list[list[str]]:
