@@ -241,7 +241,7 @@ def _measure(final, folder: Path, lock: int) -> dict[str, dict]:
         workdirs = [folder / point.name for point in points if train.is_finished(point.config, folder / point.name)]
         if not workdirs:
             continue
-        files[name] = logs / f"{workdirs[0].name}-{len(workdirs)}.json"
+        files[name] = logs / f"{workdirs[0].name}-{protocols.digest(workdirs)}.json"
         if not files[name].exists():
             code = (f"--mixer={file}" for file in own.files())
             words[f"measuring {workdirs[0].name}"] = [measuring.__name__, *code, str(files[name]), *map(str, workdirs)]

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -220,6 +221,21 @@ def test_second_run_trains_and_measures_nothing_and_writes_the_same_table(finish
     assert compared(folder, f"--variants={file}") == 0
     assert [path.read_bytes() for path in tables] == before and len(tables) == 2
     assert capsys.readouterr().out.count("4 of 4 runs are finished, and are kept") == 2
+
+
+def test_measurements_of_a_changed_variant_are_not_those_of_the_old_one(finished, tmp_path, monkeypatch):
+    folder, started = shutil.copytree(finished[0], tmp_path / "changed"), []
+    for file in part_of(folder, "text").glob("variant=window,*/metrics.jsonl"):
+        file.write_text(re.sub('"params_sha256": "[^"]*"', '"params_sha256": "other"', file.read_text()))
+
+    class Idle(Here):
+        def __init__(self, words, **_):
+            self.returncode = started.append(words) or 0
+
+    monkeypatch.setattr(workers, "subprocess", SimpleNamespace(Popen=Idle, DEVNULL=None, STDOUT=None))
+    assert compared(folder, f"--variants={finished[1]}") == 0
+    rotary, window = comparing.read(part_of(folder, "text"))
+    assert rotary["parameters"] and window["parameters"] is None and len(started) == 1
 
 
 def steady(rows):

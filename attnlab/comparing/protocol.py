@@ -1,5 +1,6 @@
 """The runs of a comparison: learning rates are chosen on one half of the held-out text, losses come from the other."""
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,14 +55,21 @@ class Protocol(NamedTuple):
 
 
 def has_ended(point: Point, folder: Path) -> bool:
-    """Whether a run is finished, or diverged."""
-    return diverged(folder / point.name) or train.is_finished(point.config, folder / point.name)
+    """Whether a run is finished, or diverged; UserError for a run with another config, diverged or not."""
+    return train.is_finished(point.config, folder / point.name) or diverged(folder / point.name)
 
 
 def diverged(workdir: Path) -> bool:
     """Whether a run ended at a loss or gradient that is not finite."""
     records = metrics.read(workdir / "metrics.jsonl")
     return bool(records) and records[-1]["split"] == "diverged"
+
+
+def digest(workdirs: Sequence[Path]) -> str:
+    """A digest of the configs and the parameters of finished runs: other ones are not measured by the same name."""
+    records = (metrics.read(workdir / "metrics.jsonl")[-1] for workdir in workdirs)
+    runs = [(read_config(workdir), record["params_sha256"]) for workdir, record in zip(workdirs, records)]
+    return hashlib.sha256(repr(runs).encode()).hexdigest()[:12]
 
 
 def result(workdir: Path, measure: str = "loss") -> float:
