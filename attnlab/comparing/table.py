@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -145,9 +146,14 @@ def write(found: Sequence[Mapping], folder: Path, notes: Sequence[str]) -> None:
 
 def markdown(cells: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
     """A table of texts, names of its columns first, with notes below it."""
-    heads, *lines = cells
+    heads, *lines = [[_plain(cell) for cell in line] for line in cells]
     table = "\n".join("| " + " | ".join(line) + " |" for line in [heads, ["---"] * len(heads), *lines])
-    return table + "\n\n" + "\n".join(f"{note}\n" for note in notes)
+    return table + "\n\n" + "\n".join(f"{_plain(note)}\n" for note in notes)
+
+
+def _plain(text: str) -> str:
+    """One line of Markdown that shows the text as it is."""
+    return re.sub(r"[\\|`*<\[$~&]|(?<!\w)_|_(?!\w)", r"\\\g<0>", " ".join(text.split()))
 
 
 def read(folder: str | Path) -> list[dict[str, Any]]:
