@@ -219,10 +219,8 @@ def _replicate(part: Part, published: replication.Published, final, measured) ->
     config = final[part.variants[0].name][0].config
     task = named.parse(config.data.name)
     chance = task.chance if task else math.log(_vocab_size(part.protocol, part.variants[0]))
-    rows, notes = (
-        replication.rows(published, results, chance, step),
-        replication.notes(published, part.protocol, config),
-    )
+    rows = replication.rows(published, results, chance, step)
+    notes = replication.notes(published, part.protocol, config)
     print("\n".join([table.as_text(replication.cells(rows)), *notes]))
     replication.write(rows, notes, part.folder)
     return replication.section(part.name, rows, notes)

@@ -66,7 +66,7 @@ def diverged(workdir: Path) -> bool:
 
 
 def digest(workdirs: Sequence[Path]) -> str:
-    """A digest of the configs and the parameters of finished runs: other ones are not measured by the same name."""
+    """A digest of the configs and the parameters of finished runs, which names their measurements."""
     records = (metrics.read(workdir / "metrics.jsonl")[-1] for workdir in workdirs)
     runs = [(read_config(workdir), record["params_sha256"]) for workdir, record in zip(workdirs, records)]
     return hashlib.sha256(repr(runs).encode()).hexdigest()[:12]

@@ -93,13 +93,13 @@ def is_trained(
 ) -> bool:
     """Whether our runs learnt enough to be compared with the published ones; arguments as for `rows`.
 
-    The first variant is at its published result, and the variant whose published result is farthest from chance has
-    left chance: both by more than the margin, and than half of our interval.
+    The first variant is at its published result, to within the margin or half of our interval, and the variant whose
+    published result is farthest from chance has left chance by more than both.
     """
     (first, *_), best = results, max(found.results, key=lambda name: abs(found.results[name] - chance))
 
     def distance(name: str, value: float) -> float:
-        """How far our mean is from a value beyond the margin and half of its interval; NaN without a run."""
+        # Beyond the margin and half of our interval; NaN without a run.
         mean, half = mean_and_margin(_known(results[name]), resolution=resolution)
         return abs(mean - value) - np.fmax(found.margin, half)
 

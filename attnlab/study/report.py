@@ -104,7 +104,7 @@ def mean_and_margin(
 ) -> tuple[float, float]:
     """Mean, and half the width of its interval, which misses it with probability `level`, by Student's t.
 
-    NaN for fewer than two values. Their deviation is at least that of rounding to multiples of `resolution`.
+    NaN for fewer than two values. Their deviation counts as at least the rounding's to multiples of `resolution`.
     """
     values, count = np.asarray(values, np.float64), len(values)
     if count < 2:

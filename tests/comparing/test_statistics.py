@@ -97,8 +97,3 @@ def test_what_is_detectable_allows_for_the_other_variants():
 def test_seeds_needed_by_two_seeds_are_a_wide_range():
     (found,) = statistics.differences([[0.0, 0.0], [1.0, 1.8]])
     assert found.seeds_needed == (4, 3, 1000)
-
-
-def test_one_seed_has_no_interval_and_no_verdict():
-    (found,) = statistics.differences([[1.0], [2.0]])
-    assert found.verdict == "not told apart" and np.isnan([found.interval, found.detectable]).all()
