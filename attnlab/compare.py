@@ -19,6 +19,7 @@ compare with, and a dictionary COMPARE of flags.
 """
 
 import functools
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -214,11 +215,15 @@ def _compare(part: Part, jobs: int, lock: int, clock) -> tuple[list[page.Section
 
 def _replicate(part: Part, published: replication.Published, final, measured) -> page.Section:
     """Set a part's results beside the published ones."""
-    results = replication.results(published, part.protocol, part.folder, final, measured)
-    rows = replication.rows(published, results)
-    print("\n".join([table.as_text(replication.cells(rows)), *replication.notes(published)]))
-    replication.write(rows, published, part.folder)
-    return replication.section(part.name, rows, published)
+    results, step = replication.results(published, part.protocol, part.folder, final, measured)
+    config = final[part.variants[0].name][0].config
+    task = named.parse(config.data.name)
+    chance = task.chance if task else math.log(_vocab_size(part.protocol, part.variants[0]))
+    rows = replication.rows(published, results, chance, step)
+    notes = replication.notes(published, part.protocol, config)
+    print("\n".join([table.as_text(replication.cells(rows)), *notes]))
+    replication.write(rows, notes, part.folder)
+    return replication.section(part.name, rows, notes)
 
 
 def _train(points, folder: Path, jobs: int, lock: int, clock) -> dict[str, str]:
@@ -234,7 +239,7 @@ def _measure(final, folder: Path, lock: int) -> dict[str, dict]:
         workdirs = [folder / point.name for point in points if train.is_finished(point.config, folder / point.name)]
         if not workdirs:
             continue
-        files[name] = logs / f"{workdirs[0].name}-{len(workdirs)}.json"
+        files[name] = logs / f"{workdirs[0].name}-{protocols.digest(workdirs)}.json"
         if not files[name].exists():
             code = (f"--mixer={file}" for file in own.files())
             words[f"measuring {workdirs[0].name}"] = [measuring.__name__, *code, str(files[name]), *map(str, workdirs)]
@@ -250,13 +255,14 @@ def _notes(protocol: Protocol, rows, jobs: int) -> list[str]:
     chosen = f"s {rates}, chosen with {tuning} other seed{'s' if tuning > 1 else ''} on other {on}"
     notes = [
         f"{MEASURES[protocol.measure]}, means of {len(protocol.seeds)} seeds ± 95 % intervals; differences are paired "
-        f"by seed, verdicts corrected for {len(rows) - 1} variant{'s' if len(rows) > 2 else ''}. "
+        f"by seed, with simultaneous intervals for {len(rows) - 1} variant{'s' if len(rows) > 2 else ''}; a verdict is "
+        f"an interval without 0. "
         f"Learning rate{chosen if len(protocol.rates) > 1 else f' {rates}, the same for all'}."
     ]
     if any(row["verdict"] == "not told apart" for row in rows):
         notes.append(
             "Not told apart: 'detectable' is the smallest difference that these seeds show with probability 80 %; "
-            "'seeds needed' would show the difference found."
+            "'seeds needed' would show the difference found, by the spread of these seeds and the ends of its interval."
         )
     if any(row["learning_rate_at_edge"] for row in rows):
         notes.append("(edge): the best learning rate is the smallest or largest one: widen --learning_rates.")

@@ -23,10 +23,16 @@ PUBLISHED = {
         "margin": 0.016,  # two standard errors of a difference near 1/2 of 8,192 sequences each
         "length": 4,
         "differs": (
-            "an answer at each digit, not at the last alone; 160 digits, where theirs are 40 to 256; a width of 64, "
-            "1,000 steps of 64 sequences and AdamW's decay of 0.1, where theirs are 128, 20,000 of 256, and 0; float32 "
-            "for bfloat16; rotary positions; means of 3 seeds, where theirs is the best of 3."
+            "an answer at each digit, not at the last alone; sequences of one length, theirs have 40 to 256 digits; "
+            "rotary positions; means of seeds, theirs is the best of 3."
         ),
+        "protocol": {
+            "steps": 20_000,
+            "batch_size": 256,
+            "model.width": 128,
+            "optimizer.weight_decay": 0.0,
+            "precision": "bfloat16",
+        },
     }
 }
 COMPARE = {"learning_rates": "1e-3,3e-3", "seeds": "3"}

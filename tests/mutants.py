@@ -33,7 +33,6 @@ FAST = ["-m", "not slow and not campaign and not hardware"]
 
 # (file, a part of the line, the change or "" for any): why no test has to notice it.
 EXCLUDED = {
-    ("comparing/replication.py", 'else "not reproduced" if low > margin', "low >= margin"): "an exact tie",
     ("data/subwords.py", "vocab_size = min(vocab_size, 256 +", "3 -> 4"): "a bound of memory; a larger one is as right",
     ("generation/decoding.py", "return 1 << max(0, least - 1).bit_length()", ""): "one column of padding more",
     ("generation/decoding.py", 'if jax.default_backend() == "cpu" and', " or "): "on CPUs float32 stays what it is",

@@ -5,6 +5,7 @@ import itertools
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from matplotlib.text import Text
 
 from attnlab import plots
 from attnlab.masks import Causal, SlidingWindow
@@ -102,6 +103,17 @@ def test_panels_give_a_name_one_color():
     )
     first, second = figure.axes
     assert first.lines[1].get_color() == second.lines[0].get_color()
+
+
+def test_names_are_no_formulas(tmp_path):
+    names = [r"$\frac$", "a$b_$c", r"\$$x"]
+    panel = {"series": {name: ([1, 2], [1, 10_000]) for name in names}, "x": "x", "y": "y", "log": "y"}
+    curves = plots.panels(dict.fromkeys(names, panel), names[0])
+    for figure in (curves, plots.weights(np.eye(3), names[0], queries=names, keys=names)):
+        figure.savefig(tmp_path / "figure.png")
+        formulas = [text.get_text() for text in figure.findobj(Text) if text.get_parse_math()]
+        assert not set(names) & set(formulas)
+        assert figure is not curves or any(text.startswith("$\\mathdefault{10^") for text in formulas)  # ticks are
 
 
 def test_masks_are_drawn_as_visible_pairs_and_long_titles_are_wrapped():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 import attnlab
 from attnlab.nn import GPT
-from attnlab.nn.kinds import named, pattern_of
+from attnlab.nn.kinds import KINDS, named, pattern_of
 from attnlab.nn.resolved import resolved
 from attnlab.testing import SHAPES, Row, check_attention, check_recurrence
 
@@ -62,7 +62,9 @@ def _rows(model: GPT, kind: str, features: tuple[str, ...]) -> tuple[Row, ...]:
 
 
 def features_of(model: GPT, kind: str) -> tuple[str, ...]:
-    """The features that a kind of layer of a model uses; none where it has no specification."""
+    """The features that a kind of layer of a model uses; none where it has no specification, as a user's part."""
+    if kind not in KINDS:
+        return ()
     found = named(kind)
     is_half = jnp.dtype(model.dtype) == jnp.bfloat16
     if found.operator != "attention":

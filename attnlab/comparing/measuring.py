@@ -82,8 +82,11 @@ def measured(workdirs: list[Path]) -> dict:
 
 
 def _accuracies(task: named.Task, runs: list[loading.Run]) -> dict:
-    """The accuracy at answers in the second half of longer sequences, a mean over runs; and of each run, by length."""
-    config, by_length = runs[0].config, {}
+    """The accuracy at answers in the second half of longer sequences, a mean over runs; and of each run, by length.
+
+    Also the number of answers by length, whose inverse is the step between two accuracies.
+    """
+    config, by_length, answers = runs[0].config, {}, {}
     for times in TASK_LENGTHS if extends(runs[0].model) else TASK_LENGTHS[:1]:
         length = times * config.model.context
         if (longer := task.longer(length)) is None:
@@ -92,12 +95,13 @@ def _accuracies(task: named.Task, runs: list[loading.Run]) -> dict:
         batches = HeldOutBatches(longer, context=length, part="second", **sizes)
         model = runs[0].model.clone(context=length)
         answer = jax.jit(lambda params, tokens, model=model: model.apply(params, tokens).argmax(-1))
-        by_length[length] = [_accuracy(functools.partial(answer, run.params), batches) for run in runs]
+        found = [_accuracy(functools.partial(answer, run.params), batches) for run in runs]
+        by_length[length], answers[length] = [accuracy for accuracy, _ in found], found[0][1]
     means = {f"accuracy_{times}x": float(np.mean(found)) for times, found in zip(TASK_LENGTHS, by_length.values())}
-    return means | {"accuracies_by_length": by_length}
+    return means | {"accuracies_by_length": by_length, "answers_by_length": answers}
 
 
-def _accuracy(answer: Callable, batches: HeldOutBatches) -> float:
+def _accuracy(answer: Callable, batches: HeldOutBatches) -> tuple[float, int]:
     right = count = 0
     for number in range(len(batches)):
         batch = batches[number]
@@ -105,7 +109,7 @@ def _accuracy(answer: Callable, batches: HeldOutBatches) -> float:
         counted = (batch.targets >= 0) & (place >= len(place) // 2) & (batch.weight > 0)[:, None]
         right += ((np.asarray(answer(batch.tokens[:, :-1])) == batch.targets) & counted).sum()
         count += counted.sum()
-    return float(right / count)
+    return float(right / count), int(count)
 
 
 def extends(model: GPT) -> bool:

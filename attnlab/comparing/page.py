@@ -24,7 +24,9 @@ VERDICTS = {  # classes in page.css
     "not told apart": "open",
     "reproduced": "better",
     "not reproduced": "worse",
+    "same sign only": "open",
     "underpowered": "open",
+    "not trained far enough": "open",
 }
 
 

@@ -1,15 +1,18 @@
 """The runs of a comparison: learning rates are chosen on one half of the held-out text, losses come from the other."""
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from ml_collections import ConfigDict
 
 from attnlab import train
 from attnlab.comparing.variants import Variant, config_of
 from attnlab.data.tasks import named
+from attnlab.data.tasks.task_batches import HeldOutBatches
 from attnlab.sweeping import grid
 from attnlab.sweeping.grid import Point
 from attnlab.training import metrics
@@ -52,14 +55,21 @@ class Protocol(NamedTuple):
 
 
 def has_ended(point: Point, folder: Path) -> bool:
-    """Whether a run is finished, or diverged."""
-    return diverged(folder / point.name) or train.is_finished(point.config, folder / point.name)
+    """Whether a run is finished, or diverged; UserError for a run with another config, diverged or not."""
+    return train.is_finished(point.config, folder / point.name) or diverged(folder / point.name)
 
 
 def diverged(workdir: Path) -> bool:
     """Whether a run ended at a loss or gradient that is not finite."""
     records = metrics.read(workdir / "metrics.jsonl")
     return bool(records) and records[-1]["split"] == "diverged"
+
+
+def digest(workdirs: Sequence[Path]) -> str:
+    """A digest of the configs and the parameters of finished runs, which names their measurements."""
+    records = (metrics.read(workdir / "metrics.jsonl")[-1] for workdir in workdirs)
+    runs = [(read_config(workdir), record["params_sha256"]) for workdir, record in zip(workdirs, records)]
+    return hashlib.sha256(repr(runs).encode()).hexdigest()[:12]
 
 
 def result(workdir: Path, measure: str = "loss") -> float:
@@ -69,6 +79,15 @@ def result(workdir: Path, measure: str = "loss") -> float:
         return math.log(config["vocab_size"]) if measure == "loss" else named.parse(config["data"]["name"]).chance
     final = [record[measure] for record in metrics.read(workdir / "metrics.jsonl") if record["split"] == "final"]
     return float(final[-1]) if final else math.nan
+
+
+def resolution(config: ConfigDict, measure: str) -> float:
+    """The step between two results: 1/N for the accuracy of N answers, float32's for losses."""
+    if measure == "loss":
+        return float(np.finfo(np.float32).eps)
+    sizes = {"context": config.model.context, "batch_size": config.batch_size, "windows": config.eval.windows}
+    batches = HeldOutBatches(named.parse(config.data.name), part="second", **sizes)
+    return 1 / sum(int(((batch.targets >= 0) & (batch.weight > 0)[:, None]).sum()) for batch in batches)
 
 
 def chosen_rate(protocol: Protocol, variant: Variant, folder: Path) -> tuple[float, bool]:

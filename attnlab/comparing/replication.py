@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from ml_collections import ConfigDict
 
+from attnlab import config as configs
 from attnlab.comparing import page, table
-from attnlab.comparing.protocol import Protocol, result
+from attnlab.comparing.protocol import Protocol, resolution, result
 from attnlab.comparing.variants import Variant, fields_of_file
 from attnlab.study.report import mean_and_margin
 from attnlab.support import paths
@@ -33,8 +35,9 @@ class Published(NamedTuple):
       source: paper, table, or commit.
       results: by variant, in the order of the comparison.
       margin: differences up to this one count as none, such as two standard errors of the published ones.
-      differs: what our protocol and scale do otherwise, in sentences.
+      differs: what our runs do otherwise whatever their config, in sentences.
       length: over the training's, of the sequences whose accuracy is published.
+      protocol: published values of fields of the config, and of "seeds" and "learning_rates", their numbers.
     """
 
     source: str
@@ -42,6 +45,7 @@ class Published(NamedTuple):
     margin: float
     differs: str
     length: int = 1
+    protocol: Mapping[str, Any] = {}
 
 
 def published(file: str, variants: Sequence[Variant]) -> dict[str, Published]:
@@ -57,61 +61,87 @@ def published(file: str, variants: Sequence[Variant]) -> dict[str, Published]:
             raise UserError(
                 f"{where} has results of {unknown[0]!r}{nearest(unknown[0], names)}, which is not a variant"
             )
+        if unknown := sorted({*found[part].protocol} - {*configs.fields(configs.default()), "seeds", "learning_rates"}):
+            raise UserError(f"{where} has protocol {unknown[0]!r}: expected fields of a config, seeds, learning_rates")
         if names[0] not in found[part].results:
             raise UserError(f"{where} has no result of {names[0]!r}, the first variant: differences are from it")
     return found
 
 
-def outcome(difference: float, ours: Sequence[float] | np.ndarray, margin: float) -> str:
-    """Whether a published difference is found again by paired differences of some seeds.
+def outcome(difference: float, ours: Sequence[float] | np.ndarray, margin: float, resolution: float = 0.0) -> str:
+    """Whether a published difference is found again by paired differences of some seeds, by their 95 % interval.
 
-    With their 95 % interval: "reproduced" where it is on the side of 0 that the published difference is, or inside
-    ± margin where that is a difference up to the margin; "not reproduced" where the interval excludes that the
-    published difference is true, "underpowered" where it excludes neither that nor its absence.
+    A published difference up to the margin counts as 0. "reproduced": the interval is within the margin of the
+    published difference, or contains it and excludes 0; "same sign only": it lies on the same side of 0, at another
+    size; "underpowered": it excludes neither the published difference nor its absence; otherwise "not reproduced".
     """
-    mean, half = mean_and_margin(ours)
+    mean, half = mean_and_margin(ours, resolution=2**0.5 * resolution)
     if np.isnan(half):
         return "underpowered"
     low, high = mean - half, mean + half
-    if abs(difference) <= margin:
-        inside = -margin <= low and high <= margin
-        return "reproduced" if inside else "not reproduced" if low > margin or high < -margin else "underpowered"
-    if low > 0 or high < 0:
-        return "reproduced" if (low > 0) == (difference > 0) else "not reproduced"
-    return "underpowered" if low <= difference <= high else "not reproduced"
+    target, slack = (0.0, margin) if abs(difference) <= margin else (difference, 0.0)
+    if target - margin <= low and high <= target + margin:
+        return "reproduced"
+    contains = low <= target + slack and high >= target - slack
+    if target == 0 or low <= 0 <= high:
+        return "underpowered" if contains else "not reproduced"
+    return "reproduced" if contains else "same sign only" if (low > 0) == (difference > 0) else "not reproduced"
 
 
-def rows(found: Published, results: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+def is_trained(
+    found: Published, results: Mapping[str, Sequence[float]], chance: float, resolution: float = 0.0
+) -> bool:
+    """Whether our runs learnt enough to be compared with the published ones; arguments as for `rows`.
+
+    The first variant is at its published result, to within the margin or half of our interval, and the variant whose
+    published result is farthest from chance has left chance by more than both.
+    """
+    (first, *_), best = results, max(found.results, key=lambda name: abs(found.results[name] - chance))
+
+    def distance(name: str, value: float) -> float:
+        # Beyond the margin and half of our interval; NaN without a run.
+        mean, half = mean_and_margin(_known(results[name]), resolution=resolution)
+        return abs(mean - value) - np.fmax(found.margin, half)
+
+    return not (distance(first, found.results[first]) > 0 or distance(best, chance) <= 0)
+
+
+def rows(
+    found: Published, results: Mapping[str, Sequence[float]], chance: float, resolution: float = 0.0
+) -> list[dict[str, Any]]:
     """The records of a replication, on our results of each variant, by seed, NaN where a run failed.
 
-    The first of `results` is the variant that the others are compared with.
+    The first of `results` is the variant that the others are compared with; `chance` is the result without learning,
+    and `resolution` the step between two results.
     """
-    first, *_ = results
-    rows = []
+    (first, *_), rows, trained = results, [], is_trained(found, results, chance, resolution)
     for name in (name for name in results if name in found.results):
-        mean, half = mean_and_margin(_known(results[name]))
+        mean, half = mean_and_margin(_known(results[name]), resolution=resolution)
         row = {"variant": name, "published": found.results[name], "ours": mean, "ours_interval": half}
         row |= dict.fromkeys(("published_difference", "difference", "difference_interval", "outcome"))
         if name != first:
             paired = _known(np.subtract(results[name], results[first]))
             row["published_difference"] = found.results[name] - found.results[first]
-            row["difference"], row["difference_interval"] = mean_and_margin(paired)
-            row["outcome"] = outcome(row["published_difference"], paired, found.margin)
+            row["difference"], row["difference_interval"] = mean_and_margin(paired, resolution=2**0.5 * resolution)
+            difference = outcome(row["published_difference"], paired, found.margin, resolution)
+            row["outcome"] = difference if trained else "not trained far enough"
         rows.append(row)
     return rows
 
 
-def results(found: Published, protocol: Protocol, folder: Path, final: Mapping, measured: Mapping) -> dict:
-    """Our results by variant and seed, at the length of the published ones; NaN where a run failed."""
-    by_variant = {}
+def results(found: Published, protocol: Protocol, folder: Path, final: Mapping, measured: Mapping) -> tuple:
+    """(Results by variant and seed, the step between two), at the published length; NaN where a run failed."""
+    by_variant, step = {}, 0.0
     for name, points in final.items():
         if found.length == 1:
             by_variant[name] = [result(folder / point.name, protocol.measure) for point in points]
+            step = step or resolution(points[0].config, protocol.measure)
         else:
             length = str(found.length * points[0].config.model.context)
             values = measured.get(name, {}).get("accuracies_by_length", {}).get(length, [])
             by_variant[name] = values if len(values) == len(points) else [np.nan] * len(points)
-    return by_variant
+            step = 1 / measured[name]["answers_by_length"][length] if values else step
+    return by_variant, step
 
 
 def cells(rows: Sequence[Mapping]) -> list[list[str]]:
@@ -127,25 +157,28 @@ def _cell(name: str, row: Mapping) -> str:
     return f"{value:{sign}.3f}" + ("" if half is None else f" ± {half:.3f}")
 
 
-def notes(found: Published) -> list[str]:
-    """Sentences below the table."""
+def notes(found: Published, protocol: Protocol, config: ConfigDict) -> list[str]:
+    """Sentences below the table, on a config of the first variant."""
+    ours = configs.fields(config) | {"seeds": len(protocol.seeds), "learning_rates": len(protocol.rates)}
+    otherwise = [f"{name} {ours[name]}, not {value}" for name, value in found.protocol.items() if ours[name] != value]
     return [
         f"Published: {found.source}.",
-        f"Otherwise here: {found.differs}",
+        f"Otherwise here: {'; '.join([*otherwise, found.differs])}",
         f"Outcomes are of our differences' 95 % intervals; published ones up to {found.margin:g} count as none.",
+        "Not trained far enough: the first variant is not at its published result, or the best one still at chance.",
     ]
 
 
-def write(rows: Sequence[Mapping], found: Published, folder: Path) -> None:
+def write(rows: Sequence[Mapping], notes: Sequence[str], folder: Path) -> None:
     """Write `replication.csv`, and `replication.md` with notes below the table."""
     paths.write_csv(folder / TABLE, rows)
-    paths.write_text(folder / TEXT, table.markdown(cells(rows), notes(found)))
+    paths.write_text(folder / TEXT, table.markdown(cells(rows), notes))
 
 
-def section(title: str, rows: Sequence[Mapping], found: Published) -> page.Section:
+def section(title: str, rows: Sequence[Mapping], notes: Sequence[str]) -> page.Section:
     """The section of a comparison's page."""
     sort_keys = [[row[key] for key in COLUMNS] for row in rows]
-    return page.Section(f"{title}: published and ours", cells(rows), sort_keys, notes(found), [], [])
+    return page.Section(f"{title}: published and ours", cells(rows), sort_keys, notes, [], [])
 
 
 def _known(values) -> np.ndarray:

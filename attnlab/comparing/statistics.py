@@ -1,8 +1,8 @@
 """Is a variant better than another, by losses of the same seeds? Intervals, paired tests, and what they can see.
 
 Differences between two variants are taken seed by seed, which share their initial key and the order of the data, and
-compared with Student's t, in both directions. The p-values of a table's variants are corrected by Holm's method (1979),
-so that with probability 95 % it has no verdict at all where there is no difference.
+compared with Student's t, in both directions. The intervals of a table's differences are simultaneous (Bonferroni):
+with probability 95 % each contains its true difference. A verdict is an interval without 0.
 """
 
 import functools
@@ -18,6 +18,7 @@ from attnlab.study.report import mean_and_margin
 LEVEL = 0.05  # the probability of a false verdict in a table, at most
 POWER = 0.8  # with which a difference counts as one that could be seen
 MOST_SEEDS = 1000
+OPEN = "not told apart"
 
 
 class Difference(NamedTuple):
@@ -25,12 +26,12 @@ class Difference(NamedTuple):
 
     Attributes:
       mean: below 0 where the variant is better.
-      interval: half the width of the 95 % interval of the mean; NaN for one seed.
+      interval: half the width of the simultaneous 95 % interval of the mean; NaN for one seed.
       p: of the mean under no difference, corrected for the number of variants.
       verdict: "better", "worse", "not told apart", or "failed" where no seed has both results.
       detectable: the smallest difference that would be seen with probability 80 %.
-      seeds_needed: seeds with which the mean found would be seen with that probability, at most 1000; None where it
-        was seen, or is 0.
+      seeds_needed: seeds with which the mean found would be seen with that probability, at most 1000: by the spread of
+        these seeds, and by both ends of its 95 % interval; None where it was seen, or is 0.
     """
 
     mean: float
@@ -38,14 +39,15 @@ class Difference(NamedTuple):
     p: float
     verdict: str
     detectable: float
-    seeds_needed: int | None
+    seeds_needed: tuple[int, int, int] | None
 
 
-def differences(losses: Sequence[Sequence[float]] | np.ndarray) -> list[Difference]:
+def differences(losses: Sequence[Sequence[float]] | np.ndarray, resolution: float = 0.0) -> list[Difference]:
     """Each variant's differences from the first one.
 
     Args:
       losses: of each variant, by seed, the same seeds for all: `[variants][seeds]`; NaN where a run failed.
+      resolution: the step between two losses, 1/N for shares of N answers: seeds that agree to it may still differ.
 
     Returns:
       One for each variant but the first.
@@ -56,46 +58,21 @@ def differences(losses: Sequence[Sequence[float]] | np.ndarray) -> list[Differen
     """
     losses = np.asarray(losses, np.float64)
     paired = [row[~np.isnan(row)] for row in losses[1:] - losses[0]]
-    p = [_p_value(row) for row in paired]
-    return [_difference(row, level, corrected) for row, (level, corrected) in zip(paired, holm(p))]
+    return [_difference(row, len(paired), resolution) for row in paired]
 
 
-def _p_value(paired: np.ndarray) -> float:
-    if len(paired) < 2:
-        return 1.0
-    spread = paired.std(ddof=1)
-    if spread == 0:
-        return 1.0 if paired[0] == 0 else 0.0
-    return float(2 * stats.t.sf(abs(paired.mean()) * len(paired) ** 0.5 / spread, len(paired) - 1))
-
-
-def _difference(paired: np.ndarray, level: float, p: float) -> Difference:
-    mean, half = mean_and_margin(paired)
-    seen = p <= LEVEL
-    verdict = ("better" if mean < 0 else "worse") if seen else "not told apart" if len(paired) else "failed"
-    spread = float(paired.std(ddof=1)) if len(paired) > 1 else math.nan
-    return Difference(
-        mean,
-        half,
-        p,
-        verdict,
-        detectable_effect(len(paired), level) * spread if len(paired) > 1 else math.nan,
-        None if seen or not spread > 0 or mean == 0 else seeds_needed(abs(mean) / spread, level),
-    )
-
-
-def holm(p: Sequence[float]) -> list[tuple[float, float]]:
-    """For each p-value the level that Holm's method compares it with, and the corrected value (Holm 1979).
-
-    >>> holm([0.04, 0.01])
-    [(0.05, 0.04), (0.025, 0.02)]
-    """
-    results, last = [(0.0, 1.0)] * len(p), 0.0
-    for rank, index in enumerate(np.argsort(p, kind="stable")):
-        count = len(p) - rank
-        last = min(1.0, max(last, count * p[index]))
-        results[index] = (LEVEL / count, last)
-    return results
+def _difference(paired: np.ndarray, variants: int, resolution: float) -> Difference:
+    count, level = len(paired), LEVEL / variants
+    mean, half = mean_and_margin(paired, level, 2**0.5 * resolution)
+    if count < 2:
+        return Difference(mean, half, 1.0, OPEN if count else "failed", math.nan, None)
+    error = half / stats.t.ppf(1 - level / 2, count - 1)
+    p = min(1.0, 2 * variants * stats.t.sf(abs(mean) / error, count - 1)) if error else float(mean == 0)
+    seen, spread = abs(mean) > half, error * count**0.5
+    low, high = spread * ((count - 1) / stats.chi2.ppf([0.975, 0.025], count - 1)) ** 0.5
+    needed = None if seen or mean == 0 else tuple(seeds_needed(abs(mean) / s, level) for s in (spread, low, high))
+    verdict = OPEN if not seen else "better" if mean < 0 else "worse"
+    return Difference(mean, half, p, verdict, detectable_effect(count, level) * spread, needed)
 
 
 def power(effect: float, seeds: int, level: float = LEVEL) -> float:

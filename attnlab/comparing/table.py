@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,8 @@ def rows(
     ends = [curve[-1, 1] for curve in curves[0] if len(curve)]
     seconds = min(ends, default=math.nan)
     sign = -1 if protocol.measure == "accuracy" else 1  # the lower result is the better one
-    compared = [None, *statistics.differences(sign * results[protocol.measure])]
+    resolution = protocols.resolution(points[0][0].config, protocol.measure)
+    compared = [None, *statistics.differences(sign * results[protocol.measure], resolution)]
     return [
         {
             "variant": variant.name,
@@ -100,12 +102,12 @@ def _mean(name: str, results: np.ndarray) -> dict:
 
 def _difference(found: statistics.Difference | None, measure: str, sign: int) -> dict:
     names = (f"difference_{measure}", f"difference_{measure}_interval", "difference_p", "verdict")
-    names += ("difference_detectable", "difference_seeds_needed")
+    names += ("difference_detectable", *(f"difference_seeds_needed{end}" for end in ("", "_low", "_high")))
     if found is None:
         return dict.fromkeys(names)
-    told_apart = found.verdict != "not told apart"
-    values = (_number(sign * found.mean), *map(_number, found[1:3]), found.verdict)
-    return dict(zip(names, (*values, None if told_apart else _number(found.detectable), found.seeds_needed)))
+    detectable = _number(found.detectable) if found.verdict == statistics.OPEN else None
+    values = (_number(sign * found.mean), *map(_number, found[1:3]), found.verdict, detectable)
+    return dict(zip(names, (*values, *(found.seeds_needed or (None, None, None)))))
 
 
 def _at_equal_time(curves: Sequence[np.ndarray], seconds: float) -> dict:
@@ -144,9 +146,14 @@ def write(found: Sequence[Mapping], folder: Path, notes: Sequence[str]) -> None:
 
 def markdown(cells: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
     """A table of texts, names of its columns first, with notes below it."""
-    heads, *lines = cells
+    heads, *lines = [[_plain(cell) for cell in line] for line in cells]
     table = "\n".join("| " + " | ".join(line) + " |" for line in [heads, ["---"] * len(heads), *lines])
-    return table + "\n\n" + "\n".join(f"{note}\n" for note in notes)
+    return table + "\n\n" + "\n".join(f"{_plain(note)}\n" for note in notes)
+
+
+def _plain(text: str) -> str:
+    """One line of Markdown that shows the text as it is."""
+    return re.sub(r"[\\|`*<\[$~&]|(?<!\w)_|_(?!\w)", r"\\\g<0>", " ".join(text.split()))
 
 
 def read(folder: str | Path) -> list[dict[str, Any]]:
@@ -214,7 +221,9 @@ def _cell(name: str, row: Mapping) -> str:
     if name == "difference_detectable" or name.startswith(("loss_", "accuracy_")):
         return f"{value:.4f}"
     if name == "difference_seeds_needed":
-        return f"{value}" if value < statistics.MOST_SEEDS else f"≥ {value:,}"
+        ends = [row[name], row[f"{name}_low"], row[f"{name}_high"]]
+        found, low, high = (f"{end}" if end < statistics.MOST_SEEDS else f"≥ {end:,}" for end in ends)
+        return f"{found} ({low} to {high})"
     if name == "comparable":
         return "yes" if value else "no"
     if name == "conforms":

@@ -18,6 +18,7 @@ from attnlab.sweeping import grid
 from attnlab.training import flops, precision
 
 CLOSE = 0.05  # beyond which two sizes are not comparable
+WIDEST = 2**20  # features of a width that is tried
 SIZES = ("parameters", "flops", "state")
 
 
@@ -100,7 +101,7 @@ def size(config: ConfigDict, vocab_size: int, of: str, length: int | None = None
     if of == "flops":
         return flops.per_token(model, config.model.context)
     if of == "state":
-        return state_bytes(model, length)
+        return float(state_bytes(model, length))
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     return float(sum(leaf.size for leaf in jax.tree.leaves(shapes)))
 
@@ -116,7 +117,8 @@ def matched(
 ) -> list[Variant]:
     """Variants whose widths make them as large as the first variant, in steps that keep heads whole.
 
-    `length` is the number of tokens at which "state" is matched; None for the context.
+    `length` is the number of tokens at which "state" is matched; None for the context. UserError where no width makes a
+    variant as large.
     """
     wanted = size(config_of([*options, *variants[0].options], variants[0].name), vocab_size, of, length)
     return [variants[0], *(_matched(variant, options, vocab_size, of, wanted, length) for variant in variants[1:])]
@@ -125,17 +127,23 @@ def matched(
 def _matched(variant: Variant, options, vocab_size: int, of: str, wanted: float, length) -> Variant:
     config = config_of([*options, *variant.options], variant.name)
     step = config.model.num_heads * (2 if config.model.positions == "rotary" else 1)
+    width, low, high = config.model.width, step, 2 * step
 
-    def size_at(steps: int) -> float:
-        config.model.width = steps * step
+    def size_at(width: int) -> float:
+        config.model.width = width
         return size(config, vocab_size, of, length)
 
-    low, high = 1, 2
-    while size_at(high) < wanted:
+    while (largest := size_at(high)) < wanted:
+        if high > WIDEST:
+            raise UserError(
+                f"--match={of}: {variant.name!r} has {largest:,.0f} at width {high:,}, the first one {wanted:,.0f}: no "
+                "width makes it as large; change its heads, or choose another --match"
+            )
         low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
+    while high - low > step:
+        middle = (low + high) // (2 * step) * step
         low, high = (middle, high) if size_at(middle) < wanted else (low, middle)
-    steps = min((low, high), key=lambda steps: abs(size_at(steps) - wanted))
-    close = abs(size_at(steps) / wanted - 1) <= CLOSE
-    return Variant(variant.name, (*variant.options, f"--config.model.width={steps * step}"), close)
+    # Its own width comes first, for a size that does not depend on it.
+    width = min((width, low, high), key=lambda width: abs(size_at(width) - wanted))
+    close = abs(size_at(width) / wanted - 1) <= CLOSE
+    return Variant(variant.name, (*variant.options, f"--config.model.width={width}"), close)

@@ -5,6 +5,7 @@ import textwrap
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 WEIGHTS = "magma"
 LEVELS = ("#f4f1ea", "#2f6f8f")  # masked, visible
@@ -33,8 +34,13 @@ STYLE = {
 
 
 def finished(figure, title):
-    """Add the title, wrapped to the figure's width, and close the figure, so that a notebook shows it only once."""
+    """Add the title, wrapped to the figure's width, and close the figure, so that a notebook shows it only once.
+
+    Names are drawn as they are, with their dollar signs; ticks, which have no text yet, may be formulas.
+    """
     figure.suptitle(textwrap.fill(title, int(11.5 * figure.get_figwidth())))
+    for text in figure.findobj(Text):
+        text.set_parse_math("$" not in text.get_text())
     plt.close(figure)
     return figure
 

@@ -99,12 +99,18 @@ class Interval(NamedTuple):
         return format(self, "")
 
 
-def mean_and_margin(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """Mean, and half the width of its 95 % interval by Student's t; NaN for fewer than two values."""
+def mean_and_margin(
+    values: Sequence[float] | np.ndarray, level: float = 0.05, resolution: float = 0.0
+) -> tuple[float, float]:
+    """Mean, and half the width of its interval, which misses it with probability `level`, by Student's t.
+
+    NaN for fewer than two values. Their deviation counts as at least the rounding's to multiples of `resolution`.
+    """
     values, count = np.asarray(values, np.float64), len(values)
     if count < 2:
         return float(values.mean()) if count else math.nan, math.nan
-    return float(values.mean()), float(stats.t.ppf(0.975, count - 1) * values.std(ddof=1) / count**0.5)
+    deviation = max(values.std(ddof=1), resolution / 12**0.5)
+    return float(values.mean()), float(stats.t.ppf(1 - level / 2, count - 1) * deviation / count**0.5)
 
 
 def table(rows: Sequence[dict], by: str, value: str) -> dict:

@@ -5,6 +5,7 @@ python -m attnlab.support.workers MODULE …    # what `run` starts: a module th
 
 import contextlib
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from attnlab.support import hugepages
 POLL = 0.1  # seconds
 PARENT_POLL = 1.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+WARNING = re.compile(r"^jaxlib |(Runtime|User)Warning: ")  # lines of a log on wrong or doubtful numbers
 
 
 class Ended(NamedTuple):
@@ -58,9 +60,12 @@ def run(
     lock: int,  # a file descriptor that each process holds open
     started: Callable[[str], None] = lambda name: None,  # called with the name of each process that is started
 ) -> Iterator[Ended]:
-    """Run modules as processes, so many at a time, and yield how they end; all stop where the caller is interrupted."""
+    """Run modules as processes, so many at a time, and yield how they end; all stop where the caller is interrupted.
+
+    Each warning in their logs is printed once.
+    """
     logs.mkdir(parents=True, exist_ok=True)
-    waiting, running = dict(modules), {}
+    waiting, running, warned = dict(modules), {}, set()
     try:
         while waiting or running:
             for name in list(waiting)[: jobs - len(running)]:
@@ -69,7 +74,12 @@ def run(
                 running[name] = _start(waiting.pop(name), log, lock), log, size
                 started(name)
             for name in [name for name, (process, *_) in running.items() if process.poll() is not None]:
-                yield Ended(name, _error(*running.pop(name)))
+                process, log, size = running.pop(name)
+                lines = _printed(log, size)
+                warnings = [line for line in dict.fromkeys(lines) if WARNING.search(line) and line not in warned]
+                warned.update(warnings)
+                print(end="".join(f"{line}\n" for line in warnings), file=sys.stderr)
+                yield Ended(name, _error(process.returncode, lines))
             time.sleep(POLL)
     except BaseException as error:  # a signal, and whatever else ends the caller
         number = error.args[0] if isinstance(error, Interrupted) else signal.SIGTERM
@@ -101,14 +111,17 @@ def _stop(running: list[subprocess.Popen], number: int) -> None:
                 time.sleep(POLL)
 
 
-def _error(process: subprocess.Popen, log: Path, size: int) -> str:
-    """The last line that a process that failed has added to a log of that size; "" where it did not fail."""
-    code = process.returncode
-    if code == 0:
-        return ""
+def _printed(log: Path, size: int) -> list[str]:
+    """The lines that a process has added to a log of that size."""
     with log.open("rb") as file:
         file.seek(size)
-        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        return [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+
+
+def _error(code: int, lines: Sequence[str]) -> str:
+    """The last line of a process that failed; "" where it did not fail."""
+    if code == 0:
+        return ""
     # JAX ends a traceback with a remark on it.
     lines = [line for line in lines if not line.startswith(("For simplicity, JAX has removed", "-----"))]
     said = lines[-1].strip().removeprefix("error: ") if lines else "it printed nothing"

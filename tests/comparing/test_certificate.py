@@ -5,9 +5,10 @@ import pytest
 
 import attnlab
 from attnlab.comparing import certificate, table
-from attnlab.nn import GPT
+from attnlab.nn import GPT, own, register
 from attnlab.nn.kinds import KINDS
 from attnlab.testing import FEATURES, RECURRENCE_FEATURES
+from tests.nn.user_parts import SOURCE
 from tests.testing import faults
 
 
@@ -53,8 +54,11 @@ def test_operator_with_a_fault_is_marked(monkeypatch):
     assert found["wrong"][0].startswith("attention: window: ")
 
 
-def test_model_without_a_specification_has_no_verdict():
-    found = certificate.of_model(model(mixer="gru"))
+@pytest.mark.parametrize("mixer", ["gru", "near", "odd", "Shifted"])
+def test_model_without_a_specification_has_no_verdict(mixer, tmp_path, monkeypatch):
+    monkeypatch.setattr(own, "_PARTS", {})
+    (tmp_path / "mine.py").write_text(SOURCE)
+    found = certificate.of_model(model(mixer=mixer if mixer in KINDS else register(f"{tmp_path / 'mine.py'}:{mixer}")))
     assert (found["conforms"], found["worst"]) == (None, None)
 
 

@@ -14,8 +14,11 @@ VARIANTS = [Variant("softmax"), Variant("delta")]
 @pytest.mark.parametrize(
     "published, ours, expected",
     [
-        (-0.3, (-0.12, -0.08), "reproduced"),  # the side is what counts, not the size
-        (0.3, (0.35, 0.45), "reproduced"),
+        (-0.3, (-0.4, -0.1), "reproduced"),
+        (0.3, (0.29, 0.305), "reproduced"),
+        (0.3, (0.301, 0.309), "reproduced"),  # within the margin
+        (-0.01001, (-0.9, -0.8), "same sign only"),
+        (0.3, (0.35, 0.45), "same sign only"),
         (-0.3, (0.08, 0.12), "not reproduced"),
         (-0.3, (-0.05, 0.05), "not reproduced"),
         (-0.3, (-0.5, 0.1), "underpowered"),
@@ -41,13 +44,28 @@ def test_outcome_of_one_seed_is_underpowered():
 def test_rows_are_paired_by_seed_and_leave_failed_runs_out():
     found = Published("a paper", {"softmax": 0.9, "delta": 0.8}, margin=0.01, differs="")
     softmax, delta = replication.rows(
-        found, {"softmax": [0.9, 0.7, 0.8], "delta": [0.8, np.nan, 0.7], "more": [0, 0, 0]}
+        found, {"softmax": [0.9, 0.7, 0.8], "delta": [0.8, np.nan, 0.7], "more": [0, 0, 0]}, chance=0.1
     )
     assert softmax["ours"] == pytest.approx(0.8) and softmax["outcome"] is None
     assert delta["ours"] == pytest.approx(0.75) and delta["difference"] == pytest.approx(-0.1)
     assert delta["published_difference"] == pytest.approx(-0.1) and delta["outcome"] == "reproduced"
     heads, *lines = replication.cells([softmax, delta])
     assert heads == list(replication.COLUMNS.values()) and lines[0][3:] == ["", "", ""] and lines[1][3] == "-0.100"
+
+
+@pytest.mark.parametrize(
+    "ours, outcomes",
+    [
+        ((0.50, 0.50, 0.50), ["not trained far enough"] * 2),  # delta is as far from attention as published
+        ((0.42, 0.42, 0.99), ["not trained far enough"] * 2),
+        ((0.50, 0.50, 0.96), ["reproduced", "same sign only"]),
+        ((np.nan, 0.50, 0.99), ["underpowered"] * 2),
+    ],
+)
+def test_outcome_needs_runs_that_learnt(ours, outcomes):
+    found = Published("", {"attention": 0.511, "delta": 0.5085, "delta to 2": 1.0}, margin=0.016, differs="")
+    results = {name: [mean - 2e-4, mean + 1e-4] for name, mean in zip(found.results, ours)}
+    assert [row["outcome"] for row in replication.rows(found, results, chance=0.5)] == [None, *outcomes]
 
 
 @pytest.mark.parametrize(
@@ -59,6 +77,7 @@ def test_rows_are_paired_by_seed_and_leave_failed_runs_out():
             r"results of 'softmaks' .did you mean softmax.., which is not a variant",
         ),
         ('"source": "", "results": {"delta": 1}, "margin": 0, "differs": ""', "no result of 'softmax', the first"),
+        ('"source": "", "results": {}, "margin": 0, "differs": "", "protocol": {"step": 1}', "protocol 'step'"),
     ],
 )
 def test_mistake_in_published_results_is_one_line(tmp_path, fields, message):

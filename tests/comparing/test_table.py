@@ -125,6 +125,11 @@ def test_table_comes_back_as_it_was(rows, tmp_path):
     assert len(table.as_text(table.cells(rows)).splitlines()) == 3
 
 
+def test_names_are_no_markdown():
+    text = table.markdown([["variant"], [r"a|b\|c $x$ *d* _e_ f_g [h] `i"], ["two\nlines"]], [])
+    assert text.splitlines()[2:4] == [r"| a\|b\\\|c \$x\$ \*d\* \_e\_ f_g \[h] \`i |", "| two lines |"]
+
+
 def test_folder_without_a_table_is_named(tmp_path):
     with pytest.raises(UserError, match=r"holds no table\.csv"):
         comparing.read(tmp_path)

@@ -1,5 +1,6 @@
 """Variants from a command line and from files, and widths that match in size."""
 
+import contextlib
 import re
 
 import pytest
@@ -78,6 +79,14 @@ def test_matched_widths_are_the_nearest_that_keep_heads_whole():
 
         assert distance(found) <= min(distance(found - step), distance(found + step))
         assert variant.comparable == (distance(found) <= 0.05 * wanted)
+
+
+@pytest.mark.parametrize("head_dim, message", [(8, "'fixed' has [0-9,]+ at width .*: no width makes it"), (32, "")])
+def test_width_is_not_changed_where_the_state_does_not_depend_on_it(head_dim, message):
+    options = (*OPTIONS, "--config.precision=float32", "--config.model.num_layers=2", "--config.model.context=64")
+    variants = [Variant("one"), Variant("fixed", (f"--config.model.head_dim={head_dim}",))]
+    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
+        assert matched(variants, options, 65, "state")[1].options[-1] == "--config.model.width=128"
 
 
 def test_variant_that_no_width_makes_as_large_is_not_comparable():
