@@ -16,6 +16,7 @@ def attention(
     """(out, lse) with a fault by name; "" for none."""
     mods = (score_mod,) if not isinstance(score_mod, tuple) else score_mod
     group = q.shape[-2] // k.shape[-2]
+    k = k + 0.01 * (k - jax.lax.stop_gradient(k)) if fault == "gradient of k off by 1 %" else k
     k_heads, v_heads = (
         jnp.tile(x, (1, 1, group, 1)) if fault == "grouped heads in turn" else jnp.repeat(x, group, axis=-2)
         for x in (k, v)
@@ -131,6 +132,7 @@ FAULTS = {
     "output in bfloat16": "plain",
     "scores in the input type": "bfloat16",
     "gradient of v halved": "plain",
+    "gradient of k off by 1 %": "window",
 }
 
 
