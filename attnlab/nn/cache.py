@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from attnlab.ops.checks import INT32_MAX, POSITION_LIMIT
+from attnlab.ops.mask_algebra import And, Mask, Not, Or
+from attnlab.ops.masks import Dense, Padding, SlidingWindow, join
 from attnlab.types import Array
 
 
@@ -13,9 +16,8 @@ class KVCache(NamedTuple):
     """Keys and values of the previous positions, for decoding; a plain pytree.
 
     A ring buffer: position p is stored in slot p mod S. While the length of a sequence is at most the capacity S, a
-    step attends to all previous positions and gives the same result as the full pass. Beyond that the newest S
-    positions are kept. A step of several tokens then overwrites keys that its first query should attend to, so decode
-    one token at a time.
+    step attends to all previous positions and gives the same result as the full pass. Beyond that each token, in steps
+    of any size, attends to the newest S positions, as in a full pass with `masks.SlidingWindow(S - 1)`.
 
     Attributes:
       key: `[B, S, Hk, D]`, in any floating type; keys and values are cast to it.
@@ -69,20 +71,13 @@ class KVCache(NamedTuple):
         key: Float[Array, "B T Hk D"],
         value: Float[Array, "B T Hv Dv"],
         forget: Float[Array, "B T H"] | None = None,
+        lengths: Int[Array, " B"] | None = None,
     ) -> "KVCache":
-        """Append T positions; ValueError where T exceeds the capacity.
+        """Append T positions, or the first `lengths` of them; ValueError where T exceeds the capacity.
 
         `forget` is the running sum of log forget gates, counted from the newest position of the cache.
         """
-        forget = None if forget is None else _written(self._forget_since_newest(), forget, self.length)
-        kept = _written(self.key, key, self.length), _written(self.value, value, self.length)
-        return KVCache(*kept, self.length + key.shape[1], forget)
-
-    def _forget_since_newest(self):
-        """The sums less the newest position's: however long the text, they stay small, and near keys' exact."""
-        newest = ((self.length - 1) % self.capacity)[:, None, None]
-        start = jnp.take_along_axis(self.forget, newest, axis=1)
-        return self.forget - jnp.where(self.length[:, None, None] > 0, start, 0)
+        return _extended(_rebased(self), KVCache(key, value, None, forget), lengths)
 
 
 class LatentCache(NamedTuple):
@@ -117,10 +112,61 @@ class LatentCache(NamedTuple):
         """The position stored in each slot, negative for empty slots."""
         return _positions(self.length, self.capacity)
 
-    def extend(self, latent: Float[Array, "B T R"], rotary: Float[Array, "B T D"]) -> "LatentCache":
-        """Append T positions; ValueError where T exceeds the capacity."""
-        kept = _written(self.latent, latent, self.length), _written(self.rotary, rotary, self.length)
-        return LatentCache(*kept, self.length + latent.shape[1])
+    def extend(
+        self, latent: Float[Array, "B T R"], rotary: Float[Array, "B T D"], lengths: Int[Array, " B"] | None = None
+    ) -> "LatentCache":
+        """Append T positions, or the first `lengths` of them; ValueError where T exceeds the capacity."""
+        return _extended(self, LatentCache(latent, rotary, None), lengths)
+
+
+def step(cache, fresh, mask: Mask | None, num_heads: int, lengths=None):
+    """The keys of a step of T tokens: (arrays as a cache, their positions, the mask; the cache with the tokens).
+
+    `fresh` is a cache of the tokens, without lengths, and the keys of `mask` are the S slots. One token attends to the
+    extended cache. Of several, the last overwrite keys of a full cache that the first attend to: so all attend to S + T
+    keys, the old cache's and the tokens', in the order of their positions, from 0 while the cache is not full.
+    """
+    cache, batch, capacity, new = _rebased(cache), cache.length.shape, cache.capacity, fresh[0].shape[1]
+    extended = _extended(cache, fresh, lengths)
+    if new == 1:
+        return extended, extended.positions(), join(mask, Padding(extended.length)), extended
+
+    first = jnp.maximum(cache.length - capacity, 0)
+    positions = first[:, None] + jnp.arange(capacity + new)
+
+    @jax.vmap
+    def in_order(old, x, first, length):
+        keys = jnp.concatenate([jnp.roll(old, -first, axis=0), x.astype(old.dtype)])
+        return jax.lax.dynamic_update_slice_in_dim(keys, keys[capacity:], length - first, axis=0)
+
+    def over_keys(part):
+        if part.positional:
+            return part
+        part.check(batch, num_heads, new, capacity)
+        visible = part.dense(new, capacity, num_heads=num_heads, batch=batch)
+        visible = visible.reshape((1,) * (4 - visible.ndim) + visible.shape)
+        return Dense(jnp.take_along_axis(visible, positions[:, None, None] % capacity, axis=-1))
+
+    mask = jax.tree.map(over_keys, mask, is_leaf=lambda part: not isinstance(part, And | Or | Not))
+    keys = jax.tree.map(lambda old, x: in_order(old, x, first, cache.length), cache._replace(length=None), fresh)
+    # Each token attends to S positions; padding and what follows it is outside of all windows.
+    kv_positions = jnp.where(positions < extended.length[:, None], positions, 1 - POSITION_LIMIT)
+    return keys, kv_positions, join(mask, SlidingWindow(capacity - 1, INT32_MAX)), extended
+
+
+def _rebased(cache):
+    """The cache with sums less the newest position's: they stay small in a long text, and near keys' exact."""
+    if getattr(cache, "forget", None) is None:
+        return cache
+    newest = ((cache.length - 1) % cache.capacity)[:, None, None]
+    start = jnp.take_along_axis(cache.forget, newest, axis=1)
+    return cache._replace(forget=cache.forget - jnp.where(cache.length[:, None, None] > 0, start, 0))
+
+
+def _extended(cache, fresh, lengths):
+    arrays = cache._replace(length=None)
+    written = jax.tree.map(lambda old, x: _written(old, x, cache.length, lengths), arrays, fresh)
+    return written._replace(length=cache.length + (fresh[0].shape[1] if lengths is None else lengths))
 
 
 def _positions(length, capacity: int):
@@ -128,15 +174,17 @@ def _positions(length, capacity: int):
     return newest - (newest - jnp.arange(capacity)) % capacity
 
 
-def _written(kept, fresh, length):
-    """`[B, S, …]` with T new entries after the first `length`."""
-    new, capacity = fresh.shape[1], kept.shape[1]
+def _written(old, fresh, length, lengths):
+    """`[B, S, …]` with T new entries after the first `length`, or `lengths` of them."""
+    new, capacity = fresh.shape[1], old.shape[1]
     if new > capacity:
         raise ValueError(f"{new} tokens do not fit a cache of {capacity}: prefill only the last {capacity}")
     # Sequences may differ in length, so each is written at its own slots.
     slots = (length[:, None] + jnp.arange(new)) % capacity
-    set_slots = jax.vmap(lambda row, at, x: row.at[at].set(x.astype(row.dtype), unique_indices=True))
-    return set_slots(kept, slots, fresh)
+    if lengths is not None:  # padding has slots past the end, which are not written
+        slots = jnp.where(jnp.arange(new) < jnp.asarray(lengths)[:, None], slots, capacity + jnp.arange(new))
+    set_slots = jax.vmap(lambda row, at, x: row.at[at].set(x.astype(row.dtype), mode="drop", unique_indices=True))
+    return set_slots(old, slots, fresh)
 
 
 def check_cache(cache: KVCache, batch: int, kv_heads: int, head_dim: int, name: str = "cache", value=None) -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from attnlab.nn import checks, projections, sharding, taps
-from attnlab.nn.cache import LatentCache
+from attnlab.nn.cache import LatentCache, step
 from attnlab.nn.checks import check_lengths, check_segments
 from attnlab.nn.groups import group
 from attnlab.nn.multihead import without_dropout
@@ -149,11 +149,9 @@ class LatentAttention(checks.MaskedModule):
         mask = mask if lengths is None or cache is not None else join(mask, Padding(lengths))
         terms = {"score_mod": self.score_mod}
         if cache is not None:
-            cache = cache.extend(latent, rotated)
-            latent, rotated, mask = cache.latent, cache.rotary, join(mask, Padding(cache.length))
-            terms |= {"q_positions": positions, "kv_positions": cache.positions()}
-            if lengths is not None:
-                cache = cache._replace(length=cache.length - x.shape[1] + lengths)
+            fresh = LatentCache(latent, rotated, None)
+            (latent, rotated, _), kv_positions, mask, cache = step(cache, fresh, mask, self.num_heads, lengths)
+            terms |= {"q_positions": positions, "kv_positions": kv_positions}
         if not deterministic and self.dropout_rate:
             key = self.make_rng("dropout") if dropout_key is None else dropout_key
             terms |= {"dropout_rate": self.dropout_rate, "dropout_key": key}

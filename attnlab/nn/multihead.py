@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from attnlab.nn import checks, projections, sharding, taps
-from attnlab.nn.cache import KVCache, check_cache, check_forget
+from attnlab.nn.cache import KVCache, check_cache, check_forget, step
 from attnlab.nn.checks import check_lengths, check_segments
 from attnlab.nn.norms import make_norm
 from attnlab.nn.positions import within_segments
@@ -60,7 +60,8 @@ class MultiHeadAttention(checks.MaskedModule):
       kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
       dtype: type of the computation; the input's when None.
 
-    With `mutable=["intermediates"]` the weights `[B, H, Tq, Tk]` are sown as `attention_weights`.
+    With `mutable=["intermediates"]` the weights `[B, H, Tq, Tk]` are sown as `attention_weights`; with a cache Tk is S,
+    or S + Tq for several queries, by position from max(0, length − S).
 
     >>> module = MultiHeadAttention(num_heads=4, mask=Causal())
     >>> x = jnp.ones((2, 5, 8))  # [batch, length, features]
@@ -211,11 +212,8 @@ class MultiHeadAttention(checks.MaskedModule):
         mask, kv_positions = join(self.mask, mask), positions if inputs_kv is None else None
         forget, kv_forget = self._forget_sums(inputs_q) if self.forget_gate else None, None
         if cache is not None:
-            cache = cache.extend(k, v, forget)
-            k, v, kv_positions, kv_forget = cache.key, cache.value, cache.positions(), cache.forget
-            mask = join(mask, Padding(cache.length))
-            if lengths is not None:
-                cache = cache._replace(length=cache.length - inputs_q.shape[1] + lengths)
+            fresh = KVCache(k, v, None, forget)
+            (k, v, _, kv_forget), kv_positions, mask, cache = step(cache, fresh, mask, self.num_heads, lengths)
         terms = {"mask": mask, "q_positions": positions, "kv_positions": kv_positions}
         mods = as_tuple(self.score_mod)
         terms["score_mod"] = mods if forget is None else (*mods, Forget(forget, kv_forget))

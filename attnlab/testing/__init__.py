@@ -8,7 +8,7 @@ compares a function with the formula in NumPy float64, feature by feature, and s
 
 from attnlab.ops.call import AttentionCall
 from attnlab.testing.cases import FEATURES, SHAPES, Case, Feature, Shape, calls, draw
-from attnlab.testing.check import PROFILES, Report, Row, check_attention
+from attnlab.testing.check import PROFILES, Report, Row, check_attention, results
 from attnlab.testing.layer import check_layer
 from attnlab.testing.recurrence import (
     RECURRENCE_FEATURES,
@@ -44,4 +44,5 @@ __all__ = [
     "draw",
     "recurrence_answer",
     "recurrence_call",
+    "results",
 ]

@@ -27,9 +27,10 @@ class Shape(NamedTuple):
     features: int = 4
 
 
-# Lengths that no tile divides; of the second, few heads and many keys.
-SHAPES = (Shape(), Shape(3, 37, 37, 2, 2, 8))
+# Lengths that no tile divides: few keys of many heads, and more keys than two tiles of 128.
+SHAPES = (Shape(heads=8, kv_heads=8), Shape(2, 261, 261, 2, 2, 8))
 RATE = 0.25  # of dropout
+WITHOUT = "a call without it"  # the feature
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Feature:
       name: e.g. "causal".
       fields: returns the arguments of a call that use it, from a random generator and a shape.
       shape: the shape that it needs, from a usual one.
-      instead: calls that an implementation without it, or with a common fault, would compute, by what they are.
+      instead: calls that an implementation without it (`WITHOUT`), or with a common fault, would compute, by what they
+        are.
       transform: "jit", or how else the function is run: "eager", "vmap", "remat", or "sharded" over batch and heads.
       dtype: of all floating arrays.
     """
@@ -73,7 +75,7 @@ def draw(feature: Feature, seed: int, shape: Shape = SHAPES[0]) -> Case:
     """The case of a seed. Numbers are multiples of 1/8, which are exact in bfloat16 and short as code.
 
     >>> draw(FEATURES["causal"], seed=0).call.q.shape
-    (2, 13, 3, 4)
+    (2, 13, 8, 4)
     """
     shape, rng = feature.shape(shape), np.random.default_rng(seed)
     batch, q_length, kv_length, heads, kv_heads, features = shape
@@ -150,7 +152,7 @@ def _other_windows(call: AttentionCall) -> dict[str, AttentionCall]:
         found["a window of one key less"] = call.replace(mask=masks.SlidingWindow(left - 1, right))
     if right:
         found["a causal window"] = call.replace(mask=masks.SlidingWindow(left, 0))
-    return {"no window": call.replace(mask=None), "causal attention": call.replace(mask=masks.Causal())} | found
+    return _as_causal(call) | found
 
 
 def _padding(rng, shape):
@@ -247,7 +249,7 @@ def _dropout(rng, shape):
 
 
 def _without(**fields) -> Callable[[AttentionCall], dict[str, AttentionCall]]:
-    return lambda call: {"a call without it": call.replace(**fields)}
+    return lambda call: {WITHOUT: call.replace(**fields)}
 
 
 _NO_MASK, _NO_MODS = _without(mask=None), _without(score_mods=())
@@ -255,6 +257,16 @@ _NO_MASK, _NO_MODS = _without(mask=None), _without(score_mods=())
 
 def _as_causal(call: AttentionCall) -> dict[str, AttentionCall]:
     return _NO_MASK(call) | {"causal attention": call.replace(mask=masks.Causal())}
+
+
+def _tiled(call: AttentionCall) -> dict[str, AttentionCall]:
+    """Key head h % Hk for query head h, instead of h // (H / Hk)."""
+    tiled = {name: np.tile(getattr(call, name), (1, call.num_heads // call.k.shape[-2], 1)) for name in "kv"}
+    return {"key heads tiled, not repeated": call.replace(**tiled)}
+
+
+def _unscaled(call: AttentionCall) -> dict[str, AttentionCall]:
+    return {"scores without 1/√D": call.replace(scale=1.0)}
 
 
 def _top_left(call: AttentionCall) -> dict[str, AttentionCall]:
@@ -279,7 +291,7 @@ def _grouped(shape: Shape) -> Shape:
 FEATURES = {
     feature.name: feature
     for feature in (
-        Feature("plain"),
+        Feature("plain", instead=_unscaled),
         Feature("scale", lambda rng, shape: {"scale": 0.25 + shape.features / 64}, instead=_without(scale=None)),
         Feature("causal", _causal, instead=_NO_MASK),
         Feature("window", _window(0), instead=_other_windows),
@@ -299,8 +311,8 @@ FEATURES = {
         Feature("soft cap", _cap, instead=_NO_MODS),
         Feature("causal soft cap", lambda *x: _cap(*x) | _causal(*x), instead=_NO_MODS),
         Feature("sinks", _sinks, instead=_without(sinks=None)),
-        Feature("grouped heads", shape=_grouped),
-        Feature("causal grouped heads", _causal, _grouped, _NO_MASK),
+        Feature("grouped heads", shape=_grouped, instead=_tiled),
+        Feature("causal grouped heads", _causal, _grouped, lambda call: _NO_MASK(call) | _tiled(call)),
         Feature("cross lengths", shape=_cross),
         Feature("late queries", _late_queries, _cross, _top_left),
         Feature("positions", _positions, instead=_counted),

@@ -152,7 +152,8 @@ def check_attention(
     if not callable(function):
         raise ValueError(f"function is {function!r}: expected a function of attention")
     subject = Subject(_outputs(function, adapter or as_attnlab))
-    operator = Operator(drawn.draw, _judge, code_of, SMALL, _is_slow)
+    code = functools.partial(code_of, function=function, adapter=adapter or as_attnlab)
+    operator = Operator(drawn.draw, _judge, code, SMALL, _is_slow)
     rows = rows_of(operator, subject, drawn.features_named(features), gradients, cases, shapes, on_row)
     if any(row.feature == "causal" and row.outcome == "right" for row in rows):
         subject.meanings[DIAGONAL] = _diagonal(subject)
@@ -161,6 +162,18 @@ def check_attention(
             rows.append(Row(DIAGONAL, "wrong", why, math.inf, 1))
             on_row(rows[-1])
     return Report(tuple(rows), dict(subject.meanings))
+
+
+def results(function: Callable, case: Case, adapter: Callable | None = None, gradients: bool = True) -> dict:
+    """(found, expected, their ratio) of each output and gradient of a case, by name; arguments as `check_attention`'s.
+
+    >>> found, expected, ratio = results(attention, draw(FEATURES["causal"], seed=0))["the gradient of q"]
+    >>> found.shape == expected.shape == (2, 13, 8, 4)
+    True
+    """
+    found, (expected, _) = Subject(_outputs(function, adapter or as_attnlab)).run(case, gradients), answers(case)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return {name: (x, expected[name], x / expected[name]) for name, x in found.items()}
 
 
 def _outputs(function: Callable, adapter: Callable) -> Callable:
@@ -187,6 +200,7 @@ class Finding(NamedTuple):
     outcome: Outcome
     why: str = ""
     worst: float = 0.0
+    fault: str = ""  # what it computes instead, or the first result that is wrong
 
 
 class Operator(NamedTuple):
@@ -194,7 +208,7 @@ class Operator(NamedTuple):
 
     draw: Callable[..., Case]
     judge: Callable[[Subject, Case, dict], Finding]
-    code: Callable[[Case, str], str]
+    code: Callable[[Case, str, bool], str]
     small: Sequence = ()
     is_slow: Callable[..., bool] = lambda subject, feature: False
 
@@ -221,7 +235,7 @@ def _row(operator: Operator, subject: Subject, feature, gradients: bool, where: 
         worst, compared = max(worst, finding.worst), compared + 1
         if finding.outcome != "right":
             case, finding = _shrunk(operator, subject, case, finding, compares)
-            code = operator.code(case, finding.why)
+            code = operator.code(case, finding.why, compares)
             return Row(feature.name, finding.outcome, finding.why, finding.worst, compared, compares, code)
     if operator.is_slow(subject, feature):
         return Row(feature.name, "slow", "its memory grows with Tq·Tk", worst, compared, compares)
@@ -249,7 +263,7 @@ def _shrunk(operator: Operator, subject: Subject, case: Case, finding: Finding, 
     for shape in operator.small if case.feature.name != "dropout" else ():
         small = operator.draw(case.feature, case.seed, shape)
         other, _ = _judged(operator, subject, small, gradients)
-        if other.outcome == finding.outcome:
+        if (other.outcome, other.fault) == (finding.outcome, finding.fault):
             return small, other
     return case, finding
 
@@ -258,15 +272,17 @@ def compared(case: Case, found: dict, answers: Callable, error: Callable) -> Fin
     """The finding for results by name, from `answers(case)`, exact and naive, and the error in units of its bound."""
     exact, naive = answers(case)
     errors = {name: error(case, name, x, exact[name], naive[name]) for name, x in found.items()}
-    name = max(errors, key=errors.get)
-    if errors[name] <= 1:
-        return Finding("right", worst=errors[name])
-    for number, (words, call) in enumerate(case.feature.instead(case.call).items()):
+    worst, wrong = max(errors.values()), [name for name in sorted(errors, key="out".__ne__) if not errors[name] <= 1]
+    if not wrong:
+        return Finding("right", worst=worst)
+    for words, call in case.feature.instead(case.call).items() if wrong[0] == "out" else ():
         other, _ = answers(case._replace(call=call))
         if error(case, "out", found["out"], other["out"], other["out"]) <= 1:
-            return Finding("wrong" if number else "ignored", f"it computes {words}", errors[name])
-    size = f"has an error of {errors[name]:.1f} times its bound" if math.isfinite(errors[name]) else "is not finite"
-    return Finding("wrong", f"{name} {size}", errors[name])
+            outcome = "ignored" if words == drawn.WITHOUT else "wrong"
+            return Finding(outcome, f"it computes {words}", worst, words)
+    sizes = (f"has an error of {errors[name]:.1f} times its bound" for name in wrong)
+    sizes = (size if math.isfinite(errors[name]) else "is not finite" for name, size in zip(wrong, sizes))
+    return Finding("wrong", ", ".join(map(" ".join, zip(wrong, sizes))), worst, wrong[0])
 
 
 # Attention
@@ -376,7 +392,7 @@ def _judged_dropout(case: Case, found: np.ndarray) -> Finding:
     deviation = math.sqrt(rate * (1 - rate) / kept.size)  # of the share that is dropped
     dropped = 1 - kept.mean()
     if dropped == 0:
-        return Finding("ignored", "it computes a call without it", math.inf)
+        return Finding("ignored", f"it computes {drawn.WITHOUT}", math.inf)
     if abs(dropped - rate) > 5 * deviation:
         why = f"it drops {dropped:.4f} of the weights, expected {rate} ± {5 * deviation:.4f}"
         return Finding("wrong", why, math.inf)

@@ -4,29 +4,38 @@ import numpy as np
 
 from attnlab.testing.cases import Case
 
-_EXPECTED = "expected = testing.answer(call).out  # compare with my_function(**testing.as_attnlab(call))\n"
 _MOST = 400  # numbers of an array that are written out
 
 
-def code_of(case: Case, why: str) -> str:
-    """Python that makes the call of a case; arrays that are too large are drawn again by `attnlab.testing.draw`."""
-    head = f"# {case.feature.name}: {why}\n"
-    if max(x.size for x in (case.call.q, case.call.k, case.call.v)) > _MOST:
-        shape = ", ".join(f"{name}={size}" for name, size in case.shape._asdict().items())
-        return (
-            f"{head}from attnlab import testing\n\nfeature = testing.FEATURES[{case.feature.name!r}]\n"
-            f"call = testing.draw(feature, {case.seed}, testing.Shape({shape})).call\n{_EXPECTED}"
-        )
+def code_of(case: Case, why: str, gradients: bool, function, adapter) -> str:
+    """Python that compares a function with the answer; arrays of a call that are too large are only drawn again."""
+    shape = ", ".join(f"{name}={size}" for name, size in case.shape._asdict().items())
+    drawn = f"case = testing.draw(testing.FEATURES[{case.feature.name!r}], {case.seed}, testing.Shape({shape}))\n"
+    types = "" if case.call.q.dtype == np.float32 else "import ml_dtypes\n"
+    head = (
+        f"# {case.feature.name}: {why}\n{types}import numpy as np\n\nfrom attnlab import masks, score_mods, testing\n"
+        f"from attnlab.testing import AttentionCall\n{_imported(function, 'function')}{_imported(adapter, 'adapter')}\n"
+    )
     names = ("q", "k", "v", "mask", "score_mods", "bias", "scale", "sinks", "q_positions", "kv_positions")
     fields = {name: getattr(case.call, name) for name in names}
     used = {name: x for name, x in fields.items() if not (x is None or (isinstance(x, tuple) and not x))}
-    lines = [f"    {name}={_text(x)}," for name, x in used.items()]
-    types = "" if case.call.q.dtype == np.float32 else "import ml_dtypes\n"
+    lines = "\n".join(f"    {name}={_text(x)}," for name, x in used.items())
+    is_small = max(x.size for x in (case.call.q, case.call.k, case.call.v)) <= _MOST
+    call = f"call = AttentionCall(\n{lines}\n)\n{drawn}case = case._replace(call=call)\n"
     return (
-        f"{head}{types}import numpy as np\n\nfrom attnlab import masks, score_mods, testing\n"
-        "from attnlab.testing import AttentionCall\n\n"
-        "call = AttentionCall(\n" + "\n".join(lines) + "\n)\n" + _EXPECTED
+        f"{head}{call if is_small else f'{drawn}call = case.call'}\n"
+        f"results = testing.results(function, case, adapter, gradients={gradients})\n"
+        "for name, (found, expected, ratio) in results.items():\n"
+        '    print(f"{name}\\n{found}\\nexpected\\n{expected}\\nratio\\n{ratio}")\n'
     )
+
+
+def _imported(function, name: str) -> str:
+    """A line that imports a function by a name; a comment where it has no place in a module."""
+    module, place = (getattr(function, field, None) or "<" for field in ("__module__", "__qualname__"))
+    if "<" in place or "." in place:
+        return f"# {name} = the {name} of this check\n"
+    return f"from {module} import {place} as {name}\n"
 
 
 def _text(x) -> str:

@@ -12,7 +12,6 @@ LENGTH = 24  # tokens
 PIECES = (1, 0, 11, 1, 11)
 CUT = 18  # within the last piece
 DOCUMENTS = (7, 17)
-PADDING = 1e4  # which nothing that sees it hides
 PADDED = np.array([(5, 11), (6, 0)], np.int32)  # tokens of each sequence, in two calls of 11
 # Of the largest output. Float32 sums in another order differ by some units of 6e-8 a layer; a token that a check must
 # find changes outputs by its share of them.
@@ -28,7 +27,7 @@ def check_layer(layer: nn.Module, empty_cache: Callable[[int], Any], features: i
 
     Args:
       layer: called as `attnlab.nn.MultiHeadAttention` is.
-      empty_cache: of a batch of some size, for 24 tokens.
+      empty_cache: of a batch of some size, for 24 tokens; for 12 or more, if its tokens attend to as few.
       features: F, width of the inputs.
       seed: of parameters and inputs.
 
@@ -111,7 +110,7 @@ def _padded(run: _Run) -> float:
         at = starts[:, None] + np.arange(PIECES[-1])
         x, expected = (np.take_along_axis(tokens, at[..., None], axis=1) for tokens in (run.x, run.whole))
         is_token = np.arange(PIECES[-1]) < lengths[:, None]
-        padded = np.where(is_token[..., None], x, np.float32(PADDING))
+        padded = np.where(is_token[..., None], x, np.float32(np.nan))
         out, cache, *_ = run.apply(run.params, padded, cache=cache, lengths=lengths)
         errors.append(_error(np.asarray(out)[is_token], expected[is_token]))
         starts = starts + lengths

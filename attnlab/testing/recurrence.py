@@ -15,7 +15,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from attnlab.testing.cases import Case, features_named
+from attnlab.testing.cases import WITHOUT, Case, features_named
 from attnlab.testing.check import Finding, Operator, Report, Row, compared, rows_of
 from attnlab.testing.subject import FLOATING, Subject, outputs_of
 
@@ -43,7 +43,7 @@ class RecurrenceFeature:
     def instead(self, call: dict) -> dict[str, dict]:
         """Calls that an implementation without the feature would compute, as `Feature.instead`."""
         left = {name: x for name, x in call.items() if name not in self.left_out}
-        return {"a call without it": left} if self.left_out else {}
+        return {WITHOUT: left} if self.left_out else {}
 
 
 def recurrence_answer(call: dict, d_out=None, dtype=np.float64) -> dict[str, np.ndarray]:
@@ -176,7 +176,7 @@ def recurrence_call(feature: str, seed: int) -> dict:
     return _draw(RECURRENCE_FEATURES[feature], seed).call
 
 
-def _code(case: Case, why: str) -> str:
+def _code(case: Case, why: str, gradients: bool) -> str:
     name = case.feature.name
     return (
         f"# {name}: {why}\nfrom attnlab import testing\n\n"

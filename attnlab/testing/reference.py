@@ -48,7 +48,7 @@ def attention(call: AttentionCall, d_out=None, d_lse=None, dtype=np.float64, pro
       TypeError: a mask or a score mod that has no formula here.
 
     >>> answer(draw(FEATURES["causal"], seed=0).call).lse.shape
-    (2, 13, 3)
+    (2, 13, 8)
     """
 
     def rounded(x):

@@ -10,6 +10,8 @@ import pytest
 from attnlab.masks import Causal, Padding, SlidingWindow
 from attnlab.nn import KVCache, LatentAttention, MultiHeadAttention
 from attnlab.score_mods import ALiBi
+from tests.nn import relatives
+from tests.ops.cases import slow
 from tests.parameters import parameters
 
 rng = np.random.default_rng(0)
@@ -99,14 +101,21 @@ def test_multihead_invalid_argument_raises_one_line(options, call, message, own_
     assert "\n" not in str(error.value)
 
 
-def test_full_cache_keeps_newest_positions():
-    module = MultiHeadAttention(num_heads=4, mask=Causal(), rotary=100.0)
-    params, apply, cache = parameters(module, X), jax.jit(module.apply), KVCache.empty(2, 3, 4, 2)
-    for at in range(6):
-        out, cache = apply(params, X[:, at : at + 1], cache=cache)
-    expected = np.asarray(jax.jit(module.clone(mask=SlidingWindow(2)).apply)(params, X))
-    np.testing.assert_allclose(np.asarray(out)[:, 0], expected[:, 5], atol=2e-6)
-    assert sorted(jax.jit(KVCache.positions)(cache).tolist()[0]) == [3, 4, 5]
+FULL = [MultiHeadAttention(4, kv_heads=2, mask=Causal(), rotary=100.0, forget_gate=True), *relatives.MODULES.values()]
+
+
+@pytest.mark.parametrize("module", [slow(module) if module in FULL[1::2] else module for module in FULL])
+def test_full_cache_attends_to_the_newest_positions_in_pieces_of_any_size(module):
+    x, windowed = np.random.default_rng(0).standard_normal((2, 12, 8)).astype(np.float32), SlidingWindow(7)
+    params, apply = parameters(module, x), jax.jit(module.apply)
+    expected = jax.jit(module.clone(mask=windowed).apply)(params, x)
+    for pieces in ((6, 6), (8, 4), (4, 8), (8, 1, 1, 1, 1)):
+        outs, cache = [], module.empty_cache(2, 8, 8)
+        for piece in np.split(x, np.cumsum(pieces)[:-1], axis=1):
+            out, cache = apply(params, piece, cache=cache)
+            outs.append(out)
+        np.testing.assert_allclose(np.concatenate(outs, axis=1), expected, atol=5e-6)  # float32 sums in another order
+    assert sorted(jax.jit(type(cache).positions)(cache).tolist()[0]) == list(range(4, 12))
 
 
 def test_multihead_backends_agree():

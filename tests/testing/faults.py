@@ -16,10 +16,13 @@ def attention(
     """(out, lse) with a fault by name; "" for none."""
     mods = (score_mod,) if not isinstance(score_mod, tuple) else score_mod
     group = q.shape[-2] // k.shape[-2]
+    k = k + 0.01 * (k - jax.lax.stop_gradient(k)) if fault == "gradient of k off by 1 %" else k
     k_heads, v_heads = (
         jnp.tile(x, (1, 1, group, 1)) if fault == "grouped heads in turn" else jnp.repeat(x, group, axis=-2)
         for x in (k, v)
     )
+    if fault == "last of eight heads":
+        k_heads = k_heads.at[:, :, 7:].multiply(1.01)
     if fault == "layout swapped":
         q = q.swapaxes(-2, -3).reshape(q.shape)
     scale = q.shape[-1] ** -0.5 if scale is None or fault == "no scale" else scale
@@ -47,6 +50,9 @@ def attention(
     if fault == "softmax in bfloat16":
         s = s.astype(jnp.bfloat16)
     maximum = s.max(axis=-1, keepdims=True)
+    if fault == "accumulator not rescaled":  # where the second tile of 128 keys has a larger max
+        last = jnp.minimum(jnp.arange(k.shape[1]) // 128 * 128 + 127, k.shape[1] - 1)
+        maximum = jax.lax.cummax(s, axis=3)[..., last]
     shift = jax.lax.stop_gradient(jnp.where(jnp.isneginf(maximum), 0, maximum)) if fault != "no shift" else 0.0
     e = jnp.exp(s - shift)
     total = e.sum(axis=-1, keepdims=True)
@@ -100,6 +106,8 @@ def _faulty(mask, fault):
 FAULTS = {
     "zeros": "plain",
     "layout swapped": "plain",
+    "last of eight heads": "plain",
+    "accumulator not rescaled": "plain",
     "no scale": "scale",
     "window one key too wide": "window",
     "window without causality": "window",
@@ -124,6 +132,7 @@ FAULTS = {
     "output in bfloat16": "plain",
     "scores in the input type": "bfloat16",
     "gradient of v halved": "plain",
+    "gradient of k off by 1 %": "window",
 }
 
 

@@ -17,6 +17,8 @@ SMALL = testing.SHAPES[:1]
 NAMED = {
     "window one key too wide": "it computes a window of one key more",
     "queries counted from 0": "it computes queries counted from 0",
+    "grouped heads in turn": "it computes key heads tiled, not repeated",
+    "gradient of k off by 1 %": "the gradient of k has an error of",
     "zeros": "out has an error of",
     "bias without gradient": "the gradient of bias has an error of",
 }
@@ -36,7 +38,8 @@ SLOW |= {"softmax in bfloat16", "scores in the input type"}
     "fault, feature", [slow(*fault) if fault[0] in SLOW else fault for fault in faults.FAULTS.items()]
 )
 def test_planted_fault_is_found(fault, feature):
-    options = {"gradients": "gradient" in fault, "cases": 2, "shapes": SMALL}
+    options = {"gradients": "gradient" in fault, "cases": 2}
+    options["shapes"] = testing.SHAPES if fault == "accumulator not rescaled" else SMALL
     row = check_attention(faults.with_fault(fault), features=[feature], **options)[feature]
     is_left_out = fault.endswith(("ignored", "dropped")) or fault == "no scale"
     assert row.outcome == ("ignored" if is_left_out else "wrong") and row.worst > 1
@@ -44,15 +47,15 @@ def test_planted_fault_is_found(fault, feature):
     assert "call" in row.code
 
 
-def test_code_of_a_fault_shows_it_in_a_small_call():
-    function = faults.with_fault("window one key too wide")
-    (row,) = check_attention(function, features=["window"], gradients=False, cases=1, shapes=SMALL).rows
-    values = {}
+def test_code_of_a_fault_shows_it_in_a_small_call(capsys):
+    function = faults.with_fault("gradient of k off by 1 %")
+    (row,) = check_attention(function, features=["window"], cases=1, shapes=SMALL).rows
+    values = {"function": function}
     exec(row.code, values)
-    call = values["call"]
-    out, _ = function(**testing.as_attnlab(call))
-    assert abs(np.asarray(out) - testing.answer(call).out).max() > 1e-2
-    assert call.q.size < 100
+    _, expected, ratio = values["results"]["the gradient of k"]
+    np.testing.assert_allclose(ratio[expected != 0], 1.01, rtol=1e-4)
+    assert "import as_attnlab as adapter" in row.code and "ratio" in capsys.readouterr().out
+    assert values["call"].q.size < 100
 
 
 def test_right_implementation_is_right_and_its_choices_are_told():
