@@ -13,6 +13,7 @@ from attnlab.nn import checks, projections, sharding, taps
 from attnlab.nn.cache import LatentCache, step
 from attnlab.nn.checks import check_lengths, check_segments
 from attnlab.nn.groups import group
+from attnlab.nn.matrices import Matrix
 from attnlab.nn.multihead import without_dropout
 from attnlab.nn.norms import RMSNorm
 from attnlab.nn.positions import within_segments
@@ -236,6 +237,10 @@ class _Kernel(nn.Module):
 
     shape: tuple[int, ...]
     init: nn.initializers.Initializer
+
+    def matrices(self, _) -> dict[str, Matrix]:
+        axes = tuple(range(-len(self.shape), 0))
+        return {"kernel": Matrix(axes[:1], axes[1:])}
 
     @nn.compact
     def __call__(self):

@@ -55,7 +55,8 @@ PARAMETERS = (
 
 
 def parameter_names(path: str, rank: int) -> tuple[str | None, ...]:
-    """The names of a parameter's axes; stacked layers have one more axis in front."""
+    """The names of a parameter's axes, or of a part of it; stacked layers have one more axis in front."""
+    path = re.sub(r"/kernel/\d+$", "/kernel", path)
     names = next((names for rule, names in PARAMETERS if re.search(rule, path)), ())
     return (*(None,) * (rank - len(names)), *names)
 

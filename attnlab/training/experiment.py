@@ -16,6 +16,7 @@ from attnlab.data.tasks import named
 from attnlab.nn import GPT
 from attnlab.nn.fields import check_shape
 from attnlab.nn.kinds import Attention, kinds_of
+from attnlab.nn.matrices import matrices_of
 from attnlab.ops.attention import Explanation, explain
 from attnlab.ops.masks import Mask
 from attnlab.ops.score_mods import Forget, ScoreMod
@@ -70,6 +71,7 @@ class Experiment:
         self.learning_rate = None
         skip = config.on_nonfinite == "skip"
         if optimizer is None:
+            is_muon = config.optimizer.name == "muon"
             self.learning_rate = jax.jit(optimizers.learning_rate(config.optimizer, config.steps, extensions))
             self._optimizer_at = functools.partial(
                 optimizers.make,
@@ -78,6 +80,7 @@ class Experiment:
                 tokens_per_update=config.batch_size * config.model.context,
                 extensions=extensions,
                 skip_nonfinite=skip,
+                matrices=matrices_of(self.model, np.zeros((1, 1), np.int32)) if is_muon else None,
             )
             self.optimizer = self._optimizer_at()
         else:

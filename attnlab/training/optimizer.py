@@ -1,8 +1,7 @@
 """Optimizers and learning rate schedules by name, with gradient clipping, and weight decay on matrices only."""
 
 import functools
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -12,15 +11,8 @@ import optax
 from ml_collections import ConfigDict
 from optax.contrib import MuonDimensionNumbers
 
+from attnlab.nn.matrices import Matrix, matrix_at
 from attnlab.support.errors import UserError
-
-# The matrices that Muon orthogonalizes: path, rank without an axis of layers, and the axes, counted from the last, of
-# inputs and outputs. All heads of a projection are one matrix.
-_MATRICES = (
-    (r"(query|key|value|attention/gate)/kernel$", 3, MuonDimensionNumbers(-3, (-2, -1))),
-    (r"attention/out/kernel$", 3, MuonDimensionNumbers((-3, -2), -1)),
-    (r"mlp/(gate|up|down)/kernel$", 2, MuonDimensionNumbers(-2, -1)),
-)
 
 
 class Peaks(NamedTuple):
@@ -98,6 +90,7 @@ def make(
     extensions: Sequence[dict] = (),
     skip_nonfinite: bool = False,
     at: Peaks | None = None,
+    matrices: Mapping[str, Matrix] | None = None,
 ) -> optax.GradientTransformation:
     """The optimizer `config.name` behind clipping by the global norm (Pascanu et al. 2013).
 
@@ -105,7 +98,7 @@ def make(
     take `b1`; "adamw" (Loshchilov and Hutter 2019), "lion" (Chen et al. 2023) and the AdamW of "muon" also take `b2`,
     see `decay_rate`. "sgd" is the gradient with momentum `b1`, summed and not averaged (Sutskever et al. 2013). "muon"
     (Jordan et al. 2024) moves each matrix of a layer by its orthogonalized momentum, √max(1, outputs/inputs) times
-    `muon_learning_rate`, which follows the same schedule; embeddings, norms and biases are left to AdamW.
+    `muon_learning_rate`, which follows the same schedule; all else is left to AdamW: see `attnlab.nn.matrices`.
 
     Args:
       config: `config.optimizer`.
@@ -114,15 +107,17 @@ def make(
       extensions: see `learning_rate`.
       skip_nonfinite: see `skipping_nonfinite`.
       at: learning rates in place of the config's, perhaps traced.
+      matrices: of the model, as `attnlab.nn.matrices.matrices_of` finds them; used by "muon" alone.
 
     Raises:
-      UserError: "muon" and, when the state is made, parameters without a matrix that it knows by name.
+      UserError: "muon" without matrices.
 
     >>> from attnlab.config import default
     >>> make(default().optimizer, 100).init({"kernel": jnp.zeros(3)}) is not None
     True
     """
-    known = {"adamw": _adamw, "muon": _muon, "lion": functools.partial(_adamw, form=optax.lion), "sgd": _sgd}
+    muon = functools.partial(_muon, matrices=matrices)
+    known = {"adamw": _adamw, "muon": muon, "lion": functools.partial(_adamw, form=optax.lion), "sgd": _sgd}
     shape = _shape(config, steps, extensions)
     rates = Peaks(*(_times(peak, shape) for peak in at or peaks(config)))
     update = known[config.name](config, rates, decay_rate(config, tokens_per_update))
@@ -163,55 +158,60 @@ def _sgd(config: ConfigDict, rates, b2: float) -> optax.GradientTransformation:
     )
 
 
-def _muon(config: ConfigDict, rates, b2: float) -> optax.GradientTransformation:
+def _muon(config: ConfigDict, rates, b2: float, matrices) -> optax.GradientTransformation:
+    if not matrices:
+        found = "not passed" if matrices is None else "none: no nn.Dense or other layer multiplies features"
+        raise UserError(f"config.optimizer.name = 'muon', and the matrices of the model are {found}: use adamw")
+
+    def axes(params):
+        return jax.tree_util.tree_map_with_path(lambda path, _: _dimensions(_matrix(matrices, path)), params)
+
+    def labels(params):
+        is_matrix = functools.partial(_matrix, matrices)
+        return jax.tree_util.tree_map_with_path(lambda path, _: "muon" if is_matrix(path) else "adamw", params)
+
     # `optax.contrib.muon` would decay norms and biases with the embeddings, or none of them.
-    matrices = optax.chain(
-        optax.contrib.scale_by_muon(beta=config.muon_momentum, weight_dimension_numbers=matrices_of),
-        optax.stateless(_scaled_by_shape),
+    moved = optax.chain(
+        optax.contrib.scale_by_muon(beta=config.muon_momentum, weight_dimension_numbers=axes),
+        optax.stateless(lambda updates, _: jax.tree.map(_scaled_by_shape, updates, axes(updates))),
+    )
+    muon = optax.chain(
+        _on_parts(moved, matrices),
         optax.add_decayed_weights(config.weight_decay),
         optax.scale_by_learning_rate(rates.muon_learning_rate),
     )
-    return optax.partition({"muon": matrices, "adamw": _adamw(config, rates, b2)}, _labels)
+    return optax.partition({"muon": muon, "adamw": _adamw(config, rates, b2)}, labels)
 
 
-def _labels(params):
-    matrices = matrices_of(params)
-    if not jax.tree.leaves(matrices, is_leaf=_is_matrix):
-        raise UserError(
-            "config.optimizer.name = 'muon': no parameter of the model has the name of a matrix of a GPT "
-            "(query/kernel, attention/out/kernel, mlp/up/kernel, …): use adamw, or pass an optimizer of your own"
-        )
-    return jax.tree.map(
-        lambda axes: "adamw" if axes is None else "muon", matrices, is_leaf=lambda x: x is None or _is_matrix(x)
-    )
+def _matrix(matrices: Mapping[str, Matrix], path) -> Matrix | None:
+    """The matrix of a parameter, or of a part of it."""
+    return matrix_at(matrices, [key for key in path if not isinstance(key, jax.tree_util.SequenceKey)])
 
 
-def matrices_of(params):
-    """For each parameter, the axes that make it a matrix for Muon, or None where AdamW is to update it.
-
-    Args:
-      params: a tree of arrays, whose layers may be stacked: axes are counted from the last one.
-    """
-
-    def axes(path, x):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return next((axes for rule, rank, axes in _MATRICES if re.search(rule, name) and x.ndim >= rank), None)
-
-    return jax.tree_util.tree_map_with_path(axes, params)
+def _dimensions(matrix: Matrix) -> MuonDimensionNumbers:
+    return MuonDimensionNumbers(matrix.inputs, matrix.outputs)
 
 
-def _is_matrix(node) -> bool:
-    return isinstance(node, MuonDimensionNumbers)
+def _on_parts(transform: optax.GradientTransformation, matrices) -> optax.GradientTransformation:
+    """The transformation of each of the matrices that are fused in a parameter."""
+
+    def parts(path, x):
+        fused = _matrix(matrices, path).fused
+        return jnp.split(x, np.cumsum(fused)[:-1], axis=-1) if fused else x
+
+    split = functools.partial(jax.tree_util.tree_map_with_path, parts)
+
+    def update(updates, state, params=None):
+        moved, state = transform.update(split(updates), state, split(params))
+        return jax.tree.map(lambda _, x: jnp.concatenate(x, -1) if isinstance(x, list) else x, updates, moved), state
+
+    return optax.GradientTransformation(lambda params: transform.init(split(params)), update)
 
 
-def _scaled_by_shape(updates, params):
-    """Updates times √max(1, outputs/inputs), so that entries have about one size (Jordan et al. 2024)."""
-
-    def scaled(x, axes):
-        inputs, outputs = (np.prod([x.shape[axis] for axis in np.atleast_1d(group)]) for group in axes)
-        return x * max(1.0, outputs / inputs) ** 0.5
-
-    return jax.tree.map(scaled, updates, matrices_of(updates))
+def _scaled_by_shape(x, axes: MuonDimensionNumbers):
+    """An update times √max(1, outputs/inputs), so that entries have about one size (Jordan et al. 2024)."""
+    inputs, outputs = (np.prod([x.shape[axis] for axis in group]) for group in axes)
+    return x * max(1.0, outputs / inputs) ** 0.5
 
 
 def skipping_nonfinite(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

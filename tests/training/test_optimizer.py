@@ -9,6 +9,7 @@ import pytest
 
 from attnlab.config import default
 from attnlab.nn import GPT, stack_layers, unstack_layers
+from attnlab.nn.matrices import matrices_of
 from attnlab.support.errors import UserError
 from attnlab.training import optimizer as optimizers
 from tests.parameters import parameters
@@ -76,10 +77,13 @@ def test_schedule_of_extended_run_switches_at_each_extension():
         np.testing.assert_allclose(rate, expected, rtol=0, atol=4 * 2**-23 * default().optimizer.learning_rate)
 
 
+MODEL = GPT(vocab_size=7, num_layers=2, num_heads=2, width=8, context=4, qk_norm=True, pattern="attention mamba2")
+TOKENS = np.zeros((1, 4), np.int32)
+
+
 @functools.cache
 def params_and_gradients():
-    model = GPT(vocab_size=7, num_layers=2, num_heads=2, width=8, context=4, qk_norm=True)
-    trees = [parameters(model, np.zeros((1, 4), np.int32), seed=seed)["params"] for seed in range(3)]
+    trees = [parameters(MODEL, TOKENS, seed=seed)["params"] for seed in range(3)]
     params, *gradients = jax.tree.map(np.float64, trees)
     return params, gradients
 
@@ -96,7 +100,7 @@ def two_updates(params, gradients):
 def _two_updates(params, gradients):
     found = {}
     for name in NAMES:
-        optimizer = optimizers.make(changed(name=name, **OF_ALL), 100)
+        optimizer = optimizers.make(changed(name=name, **OF_ALL), 100, matrices=matrices_of(MODEL, TOKENS))
         state, found[name] = optimizer.init(params), []
         for gradient in gradients:
             update, state = optimizer.update(gradient, state, params)
@@ -121,7 +125,7 @@ def test_stacked_layers_get_the_same_updates(float64):
     params, gradients = params_and_gradients()
     trees = jax.jit(lambda trees: list(map(stack_layers, trees)))([params, *gradients])
     stacked = two_updates(trees[0], trees[1:])
-    assert "blocks" in stacked["muon"][0]
+    assert "blocks_1" in stacked["muon"][0]
     for name, expected in two_updates(params, gradients).items():
         # Rounding in another order; the five iterations of Muon amplify it by at most 3.4445 each, 500 in all.
         atol = 500 * 1.2e-16 * OF_ALL["muon_learning_rate"]
@@ -187,24 +191,31 @@ def test_muon_moves_each_projection_by_its_orthogonalized_gradient(float64):
             ("mlp", "down", (32, 8)),
         ):
             g, w, found = (
-                np.asarray(tree["block_1"][layer][kernel]["kernel"]).reshape(shape)
+                np.asarray(tree["block_0"][layer][kernel]["kernel"]).reshape(shape)
                 for tree in (direction, params, updates)
             )
             moved = max(1, shape[1] / shape[0]) ** 0.5 * orthogonalized(g) + 0.5 * w
             # Optax adds 1e-8 to the norm of the clipped gradient, which is between 0.1 and 1.
             np.testing.assert_allclose(found, -rate * moved, rtol=1e-5, atol=1e-9)
+        g, w, found = (tree["block_1"]["attention"]["in"]["kernel"] for tree in (direction, params, updates))
+        # Gate and values of 16 features, a key and a query of 4, and the steps of two heads: a matrix each.
+        for part in np.split(np.arange(42), [16, 32, 36, 40]):
+            moved = max(1, len(part) / 8) ** 0.5 * orthogonalized(g[:, part]) + 0.5 * w[:, part]
+            np.testing.assert_allclose(found[:, part], -rate * moved, rtol=1e-5, atol=1e-9)
 
 
-def test_muon_leaves_embeddings_norms_and_biases_to_adamw(float64):
+def test_muon_leaves_embeddings_norms_biases_and_depthwise_kernels_to_adamw(float64):
     updates = two_updates(*params_and_gradients())
     for muon, adamw in zip(updates["muon"], updates["adamw"]):
         for path, update in flat(muon).items():
-            assert np.allclose(update, flat(adamw)[path], rtol=1e-12, atol=0) == ("kernel" not in path), path
+            is_left = "kernel" not in path or "conv" in path
+            assert np.allclose(update, flat(adamw)[path], rtol=1e-12, atol=0) == is_left, path
 
 
-def test_muon_without_a_matrix_it_knows_is_one_line():
-    with pytest.raises(UserError, match="'muon': .*parameter"):
-        optimizers.make(changed(name="muon"), 100).init({"Dense_0": {"kernel": np.zeros((2, 3))}})
+@pytest.mark.parametrize("matrices", [None, {}])
+def test_muon_without_matrices_is_one_line(matrices):
+    with pytest.raises(UserError, match="'muon', and the matrices"):
+        optimizers.make(changed(name="muon"), 100, matrices=matrices)
 
 
 def test_half_life_in_tokens_halves_a_gradients_weight_whatever_the_batch():

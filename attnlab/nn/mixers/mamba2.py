@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from attnlab.nn.groups import group
+from attnlab.nn.matrices import Matrix
 from attnlab.nn.mixers import gates
 from attnlab.nn.mixers.interface import RecurrentMixer
 from attnlab.nn.mixers.short_conv import ShortConv
@@ -66,10 +67,18 @@ class Mamba2(RecurrentMixer):
             raise ValueError(f"value_heads = {self.states}: expected a divisor of {2 * features}, or value_dim")
         return self.value_dim or 2 * features // self.states
 
+    def fused(self, features):
+        """Sizes of z, x, B, C and dt."""
+        inner, shared = self.states * self.value_features(features), self.num_heads * self.key_features(features)
+        return inner, inner, shared, shared, self.states
+
+    def matrices(self, features):
+        return {"in/kernel": Matrix(fused=self.fused(features))}
+
     def mix(self, x, before, tokens):
-        inner, shared = self.states * self.value_features(x.shape[-1]), self.num_heads * self.key_features(x.shape[-1])
-        projected = self._dense("in", 2 * inner + 2 * shared + self.states)(x)
-        gate, xbc, dt = jnp.split(projected, (inner, 2 * inner + 2 * shared), axis=-1)
+        sizes = inner, _, shared, _, _ = self.fused(x.shape[-1])
+        projected = self._dense("in", sum(sizes))(x)
+        gate, xbc, dt = jnp.split(projected, (inner, sum(sizes[:-1])), axis=-1)
         conv = ShortConv(self.conv, use_bias=True, dtype=self.dtype, name="conv")
         xbc, last = conv(xbc, before.conv, tokens.segments, tokens.lengths)
         v, k, q = jnp.split(jax.nn.silu(xbc), (inner, inner + shared), axis=-1)

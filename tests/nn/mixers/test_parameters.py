@@ -1,5 +1,7 @@
 """Names, shapes and initial values of the mixers' parameters, and which of them the optimizer decays."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -19,7 +21,9 @@ from attnlab.nn import (
     Mamba2,
     Retention,
 )
-from attnlab.training.optimizer import decayed, matrices_of
+from attnlab.nn.kinds import MIXERS
+from attnlab.nn.matrices import matrices_of
+from attnlab.training.optimizer import decayed
 from tests.nn.mixers.cases import doubled
 
 X = np.zeros((1, 3, 8), np.float32)
@@ -136,25 +140,38 @@ def test_short_convolution_starts_uniform_within_the_root_of_its_width():
     assert 0.45 < kernel.max() <= 0.5 and -0.5 <= kernel.min() < -0.45 and abs(kernel.mean()) < 0.1
 
 
-@pytest.mark.parametrize("mixer", ["gated_delta", "mamba2", "rwkv7", "gla", "gru", "latent"])
-def test_optimizer_decays_matrices_alone_and_muon_takes_those_of_heads(mixer):
-    model = GPT(11, 2, 2, 8, 6, positions="auto", mixer=mixer)
-    params = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 2), np.int32))["params"]
-    mixing = params["block_0"]["attention"]
+# Of each kind, what Muon does not move besides norms and biases; "-" nothing.
+LEFT_TO_ADAMW = {
+    "attention latent stick_breaking linear retention gla gru conv": "-",
+    "forget": "-",
+    "differential": "lambda_k1 lambda_k2 lambda_q1 lambda_q2",
+    "delta": "key_conv/kernel query_conv/kernel value_conv/kernel",
+    "kda": "A_log key_conv/kernel query_conv/kernel value_conv/kernel",
+    "gated_delta delta_product": "A_log dt_bias key_conv/kernel query_conv/kernel value_conv/kernel",
+    "mamba2": "A_log D conv/kernel dt_bias",
+    "rwkv7": "k_a k_k r_k x_a x_g x_k x_r x_v x_w",
+    "hgrn2": "lower_bound",
+    "gated_conv": "conv/kernel",
+}
+
+
+@pytest.mark.parametrize(
+    "mixer, left", [(kind, left) for kinds, left in LEFT_TO_ADAMW.items() for kind in kinds.split()]
+)
+def test_muon_moves_what_multiplies_features_and_weight_decay_kernels_alone(mixer, left):
+    model, tokens = GPT(11, 2, 2, 8, 6, positions="auto", mixer=mixer), np.zeros((1, 2), np.int32)
+    mixing = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]["block_1"]["attention"]
     for path, is_decayed in by_path(decayed(mixing)).items():
         assert is_decayed == path.endswith("kernel"), path
-    matrices = matrices_of({"block_0": {"attention": mixing}})["block_0"]["attention"]
-    taken = {path for path, axes in by_path_of_axes(matrices).items() if axes is not None}
-    heads = {f"{name}/kernel" for name in ("query", "key", "value", "gate", "out") if name in mixing}
-    assert taken == heads
+    found = matrices_of(model, tokens)
+    others = {path for path in by_path(mixing) if f"block_1/attention/{path}" not in found}
+    assert " ".join(sorted(x for x in others if not re.search("(^|/)(bias|scale)$", x))) == left.strip("-")
+    assert {f"block_1/mlp/{name}/kernel" for name in ("up", "down")} <= set(found)
+    assert {path.split("/")[0] for path in found} == {"block_0", "block_1"}
 
 
-def by_path_of_axes(matrices, prefix=""):
-    """Axes by path: None is a leaf here."""
-    found = {}
-    for name, node in matrices.items():
-        found |= by_path_of_axes(node, f"{prefix}{name}/") if isinstance(node, dict) else {f"{prefix}{name}": node}
-    return found
+def test_kinds_whose_parameters_are_listed_are_all():
+    assert set(" ".join(LEFT_TO_ADAMW).split()) == set(MIXERS)
 
 
 def test_linear_attention_state_has_the_features_of_the_map_and_a_sum_of_keys():
