@@ -284,8 +284,7 @@ class MultiHeadAttention(checks.MaskedModule):
         options = {"dtype": wide, "kernel_init": self.kernel_init, "dot_general": products.dot_general}
         gates = nn.Dense(self.num_heads, name="forget", **options)(x)
         gates = sharding.constrain(gates, "batch", "length", "heads")
-        # Below −100 a gate forgets all, and the sums would lose the digits of what follows.
-        return jnp.cumsum(jnp.maximum(nn.log_sigmoid(gates), -100.0), axis=-2)
+        return jnp.cumsum(nn.log_sigmoid(gates), axis=-2)
 
     def _normalize(self, x, name):
         norm = make_norm(self.norm, self.norm_epsilon, use_bias=False, dtype=self.dtype, name=name)

@@ -41,9 +41,12 @@ def make_model(config: Mapping, name: str = "config") -> GPT:
         options.get(option)
     extra_heads = {} if family.extra_heads else dict.fromkeys(_EXTRA_HEADS, 0)
     options.only({"is_causal": True, **extra_heads, **family.only})
-    fields = dict(family.fields)
+    fields, declared = dict(family.fields), options_of(GPT)
     for option, field in family.options.items():
         fields[field] = _READ[field](options, option)
+        # At once, because patterns are as long as the layers are many.
+        if problem := field in declared and declared[field].problem(fields[field]):
+            raise options.error(option, problem.removeprefix("expected "))
     if fields.get("attention_bias") == fields["use_bias"]:
         fields["attention_bias"] = None
     if (counts := options.counts_of_experts()) and not family.is_dense(options, fields["num_layers"]):
@@ -53,7 +56,7 @@ def make_model(config: Mapping, name: str = "config") -> GPT:
     fields |= _read_recurrent(options, fields, family) if family.recurrent else {}
     model = _without_idle(GPT(**fields))
     try:
-        check_shape(model, options_of(GPT))
+        check_shape(model, declared)
     except ValueError as error:
         raise UserError(f"{name}: the options in its config do not fit together: {error}") from error
     _warn(options, family, model)
