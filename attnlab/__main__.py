@@ -41,10 +41,11 @@ def main(argv: list[str] | None = None) -> int:
     if own_process and name in ("train", "sample"):
         hugepages.restart("attnlab")
     if own_process:
+        status.open_streams()
         status.end_when_interrupted()
     if name in ("--help", "-h"):
         width = max(map(len, COMMANDS))
-        print(__doc__.strip() + "\n\nCommands:")
+        print((__doc__ or "").strip() + "\n\nCommands:")
         print("\n".join(f"  {command:<{width}}  {summary}" for command, (_, summary) in COMMANDS.items()))
         return 0
     if name == "--version":

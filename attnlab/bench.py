@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     if name in ("--help", "-h"):
         width = max(map(len, benchmarks))
         lines = (f"  {name:<{width}}  {shipped.summary(file)}" for name, file in benchmarks.items())
-        print(f"{__doc__.strip()}\n\nBenchmarks:")
+        print(f"{(__doc__ or '').strip()}\n\nBenchmarks:")
         print("\n".join(lines))
         return 0
     if name == WORKER:

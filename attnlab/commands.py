@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
 from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
@@ -42,6 +41,16 @@ for _type, _parser in ((int, flags.IntegerParser()), (float, flags.FloatParser()
     config_flags.register_flag_parser_for_type(_type, _OrNone(_parser))
 
 
+# For errors of Python and JAX that are the user's: what their texts hold, and what to do.
+_MEMORY = "out of memory: lower config.batch_size, raise config.optimizer.accumulation, or choose a smaller model"
+_REMEDIES = {
+    "RESOURCE_EXHAUSTED": _MEMORY,
+    "MemoryError": _MEMORY,
+    "Could not determine home directory": "~NAME in a path is no user of this machine: write the path in full",
+    "nable to initialize backend": "JAX finds no such device: unset JAX_PLATFORMS, or name a platform that is there",
+}
+
+
 def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, argv: list[str] | None = None) -> int:
     """Parse a command line and call `main` with its flags; `define(values, argv)` defines them, --help prints `usage`.
 
@@ -49,6 +58,7 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
     standard output has gone.
     """
     argv = list(sys.argv if argv is None else argv)
+    status.open_streams()
     if signal.getsignal(signal.SIGINT) is status.end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.set_verbosity(logging.FATAL)  # Orbax and TFDS log a lot, and raise what they log as errors
@@ -75,13 +85,11 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+    except (MemoryError, RuntimeError) as error:
+        remedies = (remedy for text, remedy in _REMEDIES.items() if text in f"{type(error).__name__}: {error}")
+        if (remedy := next(remedies, None)) is None:
             raise
-        message = (
-            "out of memory: lower config.batch_size, raise config.optimizer.accumulation, or choose a smaller model "
-            f"({one_line(error)})"
-        )
+        message = f"{remedy} ({one_line(error)})"
     except BrokenPipeError:  # as with `attnlab … | head`
         with contextlib.suppress(OSError):
             sys.stdout.close()
@@ -225,7 +233,7 @@ def _with_config_paths(argv: list[str]) -> list[str]:
 
 
 def _print_help(values: flags.FlagValues, usage: str) -> None:
-    print(f"{usage.strip()}\n\nFlags:")
+    print(f"{(usage or '').strip()}\n\nFlags:")
     for name in sorted(values):
         default_value = "" if values[name].default is None else f" (default: {values[name].default})"
         print(f"  --{name}: {values[name].help}{default_value}")

@@ -95,6 +95,12 @@ def test_recurrence_is_checked_by_its_features(here, capsys):
     ]
 
 
+def test_missing_platform_is_no_verdict(here, capsys, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "nosuch")
+    assert run("mine:right", "--features=plain") == 2
+    assert capsys.readouterr().err.startswith("error: JAX finds no device: Unable to initialize backend 'nosuch'")
+
+
 @pytest.mark.parametrize(
     "words, message",
     [

@@ -219,6 +219,11 @@ def test_tpu_launcher_recreates_a_preempted_slice(tmp_path):
     assert code == 1 and "the run ended with an error; the slice is kept" in out, out
 
 
+def test_slurm_dry_run_prints_its_command():
+    code, out = run("bash", LAUNCH / "slurm.sbatch", "--dry-run", "--config=sancho", "--workdir=a b", PYTHON="python")
+    assert (code, out) == (0, "srun --kill-on-bad-exit=1 python -m attnlab.train --config=sancho --workdir=a\\ b \n")
+
+
 @pytest.mark.parametrize("name", ["local.sh", "mpi.sh", "slurm.sbatch", "tpu_vm.sh"])
 def test_launcher_help_is_its_header(name):
     code, out = run("bash", LAUNCH / name, "--help")

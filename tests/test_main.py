@@ -1,5 +1,8 @@
 """The program `attnlab`: commands by name, and what it says about itself."""
 
+import functools
+import os
+import re
 import subprocess
 import sys
 
@@ -44,7 +47,19 @@ def test_command_help_is_that_of_its_module(capsys):
 
 def test_arguments_reach_the_command_in_a_process_of_its_own(tmp_path):
     command = [sys.executable, "-m", "attnlab", "train", "--config=quickstart", "--config.steps=0"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    run = functools.partial(subprocess.run, capture_output=True, text=True, cwd=tmp_path)
+    done = run(command)
     assert (done.returncode, done.stdout) == (2, "importing JAX\n")
     assert done.stderr == "error: config.steps = 0: expected 1 or more, below 2^31\n"
     assert not list(tmp_path.iterdir())
+    closed = run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command])
+    assert (closed.returncode, closed.stdout, closed.stderr) == (2, "", "")
+    command[-1] = "--config.parallel.mesh.data=1"
+    done = run([*command, f"--workdir={tmp_path}/run"], env=os.environ | {"JAX_PLATFORMS": "nosuch"})
+    assert done.returncode == 2 and re.match("error: JAX finds no .* 'nosuch'.*\n$", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["bench"], ["study"]], ids=str)
+def test_help_needs_no_docstrings(command):
+    done = subprocess.run([sys.executable, "-OO", "-m", "attnlab", *command, "--help"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout

@@ -124,6 +124,13 @@ def test_profile_has_the_steps_that_were_asked_for(with_history):
     assert {event["args"]["step_num"] for event in events if event.get("name") == "train"} == {"3", "4"}
 
 
+def test_failing_sample_does_not_cost_the_record(tmp_path, undisturbed, monkeypatch, capsys):
+    monkeypatch.setattr("attnlab.training.trainer.generate", lambda *_, **__: (1 / 0 for _ in "a"))
+    assert train.train(quick(sample__every=8), tmp_path) == 0
+    assert "no sample at step 12 (division by zero)" in capsys.readouterr().out
+    assert records(tmp_path) == records(undisturbed)
+
+
 def test_history_begins_untrained_and_changes_no_bit(undisturbed, with_history):
     assert records(with_history) == records(undisturbed)
     assert set(kept(with_history)) == {0, 1, 2, 5, 12} | set(kept(undisturbed))

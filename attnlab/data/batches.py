@@ -187,7 +187,7 @@ class EvalBatches:
             )
         if windows < 1:
             raise UserError(f"eval.windows = {windows}: expected 1 or more")
-        shares = _shares(windows, weights or [1])
+        shares = [max(1, share) for share in _shares(windows, weights or [1])]  # also of a rare text
         starts = [first + _evenly_spaced(end - first, context, share) for (first, end), share in zip(spans, shares)]
         self._which, self._starts = np.repeat(np.arange(len(starts)), list(map(len, starts))), np.concatenate(starts)
         self._batch_size = batch_size

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -29,13 +30,35 @@ class LibraryTokenizer(characters.Tokenizer):
         self,
         tokenizer: tokenizers.Tokenizer,
         pieces: list[bytes],
-        word_end: re.Pattern,
         end_of_text: Sequence[int] = (),
     ):
-        self._tokenizer, self._pieces, self._word_end, self.vocab_size = tokenizer, pieces, word_end, len(pieces)
+        self._tokenizer, self._pieces, self.vocab_size = tokenizer, pieces, len(pieces)
+        self._word_end = self._find_word_end(json.loads(tokenizer.to_str()))
         ids = (tokenizer.token_to_id(name) for name in self.ENDS)
         self._usual_ends = tuple(sorted(i for i in ids if i is not None))
         self.end_of_text = tuple(end_of_text) or self._usual_ends
+
+    def _find_word_end(self, content: dict, prepends: bool = False, before: str = " ") -> re.Pattern:
+        """Places before one of `before` where a text can be cut, because no token spans them.
+
+        Args:
+          content: the library's JSON.
+          prepends: the normalizer puts a space before a text, and before all that follows an added token.
+        """
+        added = content["added_tokens"]
+        if any(re.match(r"[\s▁]", token["content"]) and (token["single_word"] or prepends) for token in added):
+            return re.compile("(?!)")  # such a token depends on the character before its space
+        texts = (piece.decode(errors="replace") for piece in self._pieces)
+        spanned = {pair[0] for text in texts for pair in re.findall(rf"[^\s▁][{before}]", text)}
+        spanned |= {token["content"][-1] for token in added if token["rstrip"] or prepends}
+        spanned |= {unicodedata.normalize("NFC", character) for character in spanned}
+        is_normalized = "NFC" in json.dumps(content["normalizer"]) and any(token["normalized"] for token in added)
+        # A part of a character, and an unnormalized one, may stand for any that is not ASCII.
+        ends = r"[!-~]" if "\ufffd" in spanned or (spanned and is_normalized) else r"\S"
+        after = {token["content"][0] for token in added if prepends}
+        excluded, after = (re.escape("".join(sorted(found))) for found in (spanned | {"▁"}, after))
+        follows = (rf"[^{after}]" if after else r"[\s\S]") if prepends else ""
+        return re.compile(rf"(?![{excluded}]){ends}(?=[{before}]{follows})")
 
     def parts(self, pieces: Iterable[str]) -> Iterator[str]:
         """As `Tokenizer.parts`: cut at ends of words."""

@@ -44,8 +44,10 @@ class SentencePieceTokenizer(LibraryTokenizer):
         _check(content, tokens)
         self._prepends = any(step["type"] == "Prepend" for step in _steps(content["normalizer"]))
         self._strips = _steps(content["decoder"]) == _TO_TEXT
-        word_end = _word_end(tokens, content["added_tokens"], self._prepends)
-        super().__init__(tokenizer, _pieces(tokens), word_end, end_of_text)
+        super().__init__(tokenizer, _pieces(tokens), end_of_text)
+
+    def _find_word_end(self, content: dict) -> re.Pattern:
+        return super()._find_word_end(content, self._prepends)
 
     def encode(self, text: str, continues: bool = False) -> np.ndarray:
         """As `Tokenizer.encode`."""
@@ -95,13 +97,3 @@ def _pieces(tokens: dict[str, int]) -> list[bytes]:
         raise ValueError(f"its vocabulary of {len(tokens)} tokens has no token {min(missing)}")
     codes = [(token, _BYTE.fullmatch(token)) for token in sorted(tokens, key=tokens.get)]
     return [bytes.fromhex(code[1]) if code else token.replace(_SPACE, " ").encode() for token, code in codes]
-
-
-def _word_end(tokens: dict[str, int], added: list[dict], prepends: bool) -> re.Pattern:
-    """Places before a space where a text can be cut, because no token and no added token spans them."""
-    before = {pair[0] for token in tokens for pair in re.findall(rf"[^{_SPACE} ][{_SPACE} ]", token)}
-    before |= {token["content"][-1] for token in added if token["rstrip"] or prepends}
-    after = {token["content"][0] for token in added} if prepends else set()
-    follows = rf"[^{re.escape(''.join(sorted(after)))}]" if after else r"[\s\S]"
-    excluded = re.escape("".join(sorted(before)))
-    return re.compile(rf"[^\s{_SPACE}{excluded}](?= {follows})" if prepends else rf"[^\s{_SPACE}{excluded}](?= )")

@@ -31,7 +31,7 @@ from attnlab.support import files
 from attnlab.support.errors import UserError
 from attnlab.support.paths import lock, write_bytes
 
-VERSION = 3
+VERSION = 4
 UNIT = 1 << 20  # characters, about, that a thread encodes at a time
 SPLITS = ("train", "validation")
 _MANIFEST = "manifest.json"

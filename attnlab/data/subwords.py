@@ -11,7 +11,7 @@ import numpy as np
 import tokenizers as huggingface
 from tokenizers import models, pre_tokenizers, trainers
 
-from attnlab.data.characters import WORD_END, check_known, parts, utf8
+from attnlab.data.characters import check_known, parts, utf8
 from attnlab.data.library import LibraryTokenizer
 from attnlab.support.errors import UserError
 
@@ -20,7 +20,6 @@ from attnlab.support.errors import UserError
 _LONGEST = 100
 WORDS = pre_tokenizers.Split(huggingface.Regex(rf"\s{{1,{_LONGEST}}}|\w{{1,{_LONGEST}}}|[^\s\w]"), "isolated")
 BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
-_BEFORE_SPACE = re.compile(r"\S(?= )")
 _UNKNOWN = "<unk>"
 CONTINUES = "##"
 
@@ -38,14 +37,17 @@ class TrainedTokenizer(LibraryTokenizer):
         tokens = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
         added = tokenizer.get_added_tokens_decoder()  # such as "<|endoftext|>"
         pieces = [added[i].content.encode() if i in added else _bytes_of(kind, t) for i, t in enumerate(tokens)]
-        # Llama 3's and Qwen's take a full stop and the following new lines as one word, and some prepend a space to a
-        # text without one, so parts must begin with a space.
-        is_ours = any(is_same(json.loads(tokenizer.to_str())["pre_tokenizer"], one) for one in (WORDS, BYTE_LEVEL))
-        super().__init__(tokenizer, pieces, WORD_END if is_ours else _BEFORE_SPACE, end_of_text)
+        super().__init__(tokenizer, pieces, end_of_text)
         self.kind = kind
         self._characters = "".join(token for token in tokens if len(token) == 1)
         # Bytes without a token, which the library would drop silently.
         self._unknown = set(range(256)) - {piece[0] for piece in pieces if len(piece) == 1}
+
+    def _find_word_end(self, content: dict) -> re.Pattern:
+        # Llama 3's and Qwen's take a full stop and the following new lines as one word, and some prepend a space to a
+        # text without one, so parts must begin with a space.
+        is_ours = any(is_same(content["pre_tokenizer"], one) for one in (WORDS, BYTE_LEVEL))
+        return super()._find_word_end(content, before=" \n" if is_ours else " ")
 
     @classmethod
     def of(cls, kind: str, text: str, vocab_size: int, characters: str | None = None) -> "TrainedTokenizer":

@@ -1,5 +1,6 @@
 """Drawing the next token from its logits."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -78,10 +79,11 @@ class Draw(NamedTuple):
 
 def keys(seed: int, num_samples: int) -> Array:
     """The key of each sample's random numbers, `[num_samples]`."""
-    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(num_samples))
+    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(num_samples, dtype=jnp.int32))
 
 
 def uniform(keys: Array, places: Int[Array, "N P"]) -> Float[Array, "N P"]:
     """Random numbers in [0, 1), each a function of its row's key and its place in the text."""
-    number = jax.vmap(lambda key, place: jax.random.uniform(jax.random.fold_in(key, place)), (None, 0))
+    draw = functools.partial(jax.random.uniform, dtype=jnp.float32)
+    number = jax.vmap(lambda key, place: draw(jax.random.fold_in(key, place)), (None, 0))
     return jax.vmap(number)(keys, places)

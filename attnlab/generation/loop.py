@@ -39,7 +39,7 @@ def decode_ahead(model: GPT, draw: Draw, end: tuple[int, ...], params, state: St
     """
     rows = len(state.token)
     # Before the loop, because within it random bits would take half of a small model's time.
-    numbers = drawing.uniform(state.keys, state.place[:, None] + jnp.arange(AHEAD))
+    numbers = drawing.uniform(state.keys, state.place[:, None] + jnp.arange(AHEAD, dtype=jnp.int32))
     state = state._replace(active=state.active & (state.place < max_tokens))
     first = state.place
 
@@ -57,6 +57,7 @@ def decode_ahead(model: GPT, draw: Draw, end: tuple[int, ...], params, state: St
         logits = logits[:, 0]
         tokens = draw(logits, numbers[:, step], state.seen)
         scores = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)
+        scores = scores.astype(jnp.float32)
         write = functools.partial(jax.lax.dynamic_update_index_in_dim, index=step, axis=1)
         place = state.place + state.active
         ended = jnp.isin(tokens, jnp.array(end, jnp.int32)) | (place >= max_tokens)
@@ -65,6 +66,7 @@ def decode_ahead(model: GPT, draw: Draw, end: tuple[int, ...], params, state: St
         state = State(token, caches, state.keys, place, state.active & ~ended, seen)
         return step + 1, state, write(drawn, tokens), write(logprobs, scores)
 
-    carry = 0, state, jnp.zeros((rows, AHEAD), jnp.int32), jnp.zeros((rows, AHEAD))
+    drawn, logprobs = (jnp.zeros((rows, AHEAD), dtype) for dtype in (jnp.int32, jnp.float32))
+    carry = jnp.int32(0), state, drawn, logprobs
     _, state, drawn, logprobs = jax.lax.while_loop(goes_on, extend, carry)
     return state, drawn, logprobs, state.place - first

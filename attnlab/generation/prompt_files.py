@@ -14,7 +14,7 @@ from attnlab.support.paths import lock, named, new_file
 def read_prompts(path: str) -> list[str]:
     """The prompts in a file, or "-": the field "prompt" of each line of *.jsonl, otherwise each non-blank line."""
     try:
-        text = sys.stdin.read() if path == "-" else files.read_text(path)
+        text = sys.stdin.read().removeprefix("\ufeff") if path == "-" else files.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise UserError(f"--prompts={path} cannot be read: {reason}") from error

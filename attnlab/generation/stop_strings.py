@@ -18,11 +18,14 @@ class StopStrings:
 
     def after(self, tokens: list[int], known: int) -> int | None:
         """The number of tokens up to the end of the first stop string, or None; it is not in the first `known`."""
-        if self.strings and cut(self.tokenizer.decode(tokens, continues=True), self.strings)[1] is not None:
-            for last in range(known + 1, len(tokens) + 1):
-                if cut(self.tokenizer.decode(tokens[:last], continues=True), self.strings)[1] is not None:
-                    return last
+        if self.strings and self._is_in(tokens):
+            return next((last for last in range(known + 1, len(tokens) + 1) if self._is_in(tokens[:last])), None)
         return None
+
+    def _is_in(self, tokens: list[int]) -> bool:
+        # A last U+FFFD may be a part of a character, which the next token completes.
+        text = self.tokenizer.decode(tokens, continues=True).removesuffix("\ufffd")
+        return cut(text, self.strings)[1] is not None
 
 
 def cut(text: str, strings: Sequence[str]) -> tuple[str, str | None]:

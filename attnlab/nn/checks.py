@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool
 
-from attnlab.ops.checks import known_keywords
+from attnlab.ops.checks import integers, known_keywords
 from attnlab.ops.masks import Dense, Mask
 from attnlab.types import Array
 
@@ -46,6 +46,7 @@ def check_segments(segments, tokens, **excluded) -> None:
     if not isinstance(segments, jax.Array | np.ndarray) or not jnp.issubdtype(segments.dtype, jnp.integer):
         kind = getattr(segments, "dtype", type(segments).__name__)
         raise ValueError(f"segments is {kind}, expected an integer array: the number of each token's document")
+    integers("segments", segments)
     if jnp.shape(segments) != jnp.shape(tokens)[:2]:
         raise ValueError(
             f"segments has shape {jnp.shape(segments)}, expected {jnp.shape(tokens)[:2]}: the number of each token's "
@@ -65,6 +66,7 @@ def check_lengths(lengths, tokens, **excluded) -> None:
             f"lengths has shape {jnp.shape(lengths)} and type {jnp.result_type(lengths)}, expected integers "
             f"{jnp.shape(tokens)[:1]}: the tokens of each sequence that are not padding"
         )
+    integers("lengths", lengths)
     for name, value in excluded.items():
         if value is not None:
             raise ValueError(f"lengths are of a sequence that attends to itself: leave out {name}, or give a mask")

@@ -98,7 +98,12 @@ def integers(name: str, x, limit: int = INT32_MAX, remedy: str = "use smaller on
         low, high = int(values.min()), int(values.max())
         if low < -limit or high > limit:
             raise ValueError(f"{name} has values from {low} to {high}, expected int32 values within ±{limit}: {remedy}")
-    return x.astype(np.int32)
+    return x.astype(np.int32) if is_concrete else clipped_to_int32(x)
+
+
+def is_cut(dtype) -> bool:
+    """Whether JAX would keep only the low bits of integers of a type."""
+    return jnp.issubdtype(dtype, jnp.integer) and jax.dtypes.canonicalize_dtype(dtype) != dtype
 
 
 def positions(name: str, x, batch: tuple[int, ...], length: int):

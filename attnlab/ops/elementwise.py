@@ -22,6 +22,7 @@ class Function:
     def __init__(self, fn, *arrays):
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "arrays", arrays)
+        self.__post_init__()
 
 
 def apply(fn: Callable, coordinates: tuple[Array, ...], arrays: tuple[Array, ...], kind: type) -> Array:

@@ -92,6 +92,10 @@ class PrefixLM(Mask):
     length: Integer[Array, "..."] | int
     positional = True
 
+    def __post_init__(self):
+        if isinstance(self.length, np.ndarray) and checks.is_cut(self.length.dtype):
+            object.__setattr__(self, "length", checks.clipped_to_int32(self.length))
+
     def visible(self, tile):
         return (tile.kv_position < _per_example(self.length)) | Causal().visible(tile)
 
@@ -119,6 +123,10 @@ class Padding(Mask):
     """
 
     lengths: Integer[Array, "..."] | int
+
+    def __post_init__(self):
+        if isinstance(self.lengths, np.ndarray) and checks.is_cut(self.lengths.dtype):
+            object.__setattr__(self, "lengths", checks.clipped_to_int32(self.lengths))
 
     def visible(self, tile):
         return tile.kv_index < _per_example(self.lengths)
@@ -169,6 +177,9 @@ class Segments(Mask):
         return Segments(shard.take(q_ids, "queries"), shard.take(kv_ids, "keys"))
 
     def check(self, batch, num_heads, q_length, kv_length):
+        types = [jax.dtypes.canonicalize_dtype(ids.dtype) for ids in self._ids()]
+        if checks.is_cut(np.promote_types(*types)):  # uint32 beside int32, where 2³² − 1 would equal −1
+            raise ValueError(f"Segments q_ids has type {types[0]} and kv_ids {types[1]}: use one type for both")
         for name, ids, length in (("q_ids", self.q_ids, q_length), ("kv_ids", self._ids()[1], kv_length)):
             if np.shape(ids) not in ((length,), (*batch, length)):
                 remedy = "pass kv_ids too" if self.kv_ids is None and q_length != kv_length else "one id per token"

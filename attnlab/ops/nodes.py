@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attnlab.ops import checks
+
 
 class Node:
     """Base class of frozen dataclasses that are pytrees: arrays are leaves; numbers, functions and None are static,
@@ -23,6 +25,13 @@ class Node:
         for method in ("__eq__", "__hash__"):
             if method not in cls.__dict__:
                 setattr(cls, method, Node.__dict__[method])
+
+    def __post_init__(self):
+        for field in fields(self):
+            for leaf in jax.tree.leaves(getattr(self, field.name)):
+                # JAX would keep the low bits alone, also where the node is an argument of a compiled function.
+                if isinstance(leaf, np.ndarray) and checks.is_cut(leaf.dtype):
+                    checks.integers(f"{type(self).__name__} {field.name}", leaf)
 
     def __eq__(self, other):
         if type(other) is not type(self):

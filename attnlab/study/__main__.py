@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     if at is None:
         width = max(map(len, registry.STUDIES)) + 2
         claims = [f"  {study:<{width}}{registry.claim(registry.load(study))}" for study in registry.STUDIES]
-        print("\n".join([__doc__.strip(), "", "Studies and their claims:", *claims]))
+        print("\n".join([(__doc__ or "").strip(), "", "Studies and their claims:", *claims]))
         return 0
     study, rest = argv[at], argv[:at] + argv[at + 1 :]
     if study == registry.ALL:

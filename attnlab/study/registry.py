@@ -1,5 +1,6 @@
 """The studies: attnlab's by name, users' by file."""
 
+import ast
 import importlib.util
 import sys
 import traceback
@@ -50,7 +51,13 @@ def load(study: str) -> ModuleType:
       UserError: an unknown name, or a file that cannot be imported or lacks a part.
     """
     check(study)
-    return _import_file(Path(study)) if is_file(study) else shipped.module("studies", study)
+    return _import_file(Path(study)) if is_file(study) else _documented(shipped.module("studies", study))
+
+
+def _documented(study: ModuleType) -> ModuleType:
+    """A study with the docstring of its file, which Python drops with -OO."""
+    study.__doc__ = study.__doc__ or ast.get_docstring(ast.parse(Path(study.__file__).read_text(encoding="utf-8")))
+    return study
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -62,7 +69,7 @@ def _import_file(path: Path) -> ModuleType:
         spec.loader.exec_module(study)
     except Exception as error:
         raise UserError(blame(error, path)) from error
-    if not (study.__doc__ or "").strip():
+    if not (_documented(study).__doc__ or "").strip():
         raise UserError(f"{path} has no docstring: expected one whose first line is the claim")
     for part in PARTS:
         if not callable(getattr(study, part, None)):

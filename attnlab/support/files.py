@@ -21,8 +21,8 @@ def read(path: str | Path) -> bytes:
 
 
 def read_text(path: str | Path) -> str:
-    """The UTF-8 text of a file, with any line end as a new line; raises as `opened` does, and UnicodeDecodeError."""
-    return read(path).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    """The UTF-8 text of a file without its byte order mark, any line end as a new line; or UnicodeDecodeError."""
+    return read(path).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_json(path: str | Path) -> Any:

@@ -15,6 +15,13 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and new 
 _shown = False  # whether the cursor is behind a status
 
 
+def open_streams() -> None:
+    """Open the null device in place of standard streams that are closed, so that printing never fails."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+
+
 def importing(words: Iterable[str]) -> None:
     """Show that JAX is imported, unless the words of the command line ask for help."""
     if not any(word.startswith(("-h", "--help")) for word in words):

@@ -58,9 +58,15 @@ def subject(function: str, adapter: str | None) -> tuple[Callable, Callable, str
 
 def main(asked: dict) -> int:
     """Check one function, feature by feature, on standard output."""
+    import jax
+
     from attnlab.testing import as_attnlab, check_attention, check_recurrence
     from attnlab.testing.subject import AdapterError
 
+    try:
+        jax.devices()
+    except RuntimeError as error:  # JAX_PLATFORMS names a missing platform, which no function is to blame for
+        raise UserError(f"JAX finds no device: {str(error).splitlines()[0]}") from error
     function, adapter, version = subject(asked["function"], asked["adapter"])
     _say(version=version)
     options = {

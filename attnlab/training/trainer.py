@@ -221,7 +221,12 @@ class Trainer:
         prompt = prompt_ids(tokenizer, None)
         generated = generate(self.experiment.model, variables, prompt, self._sampled, **options)
         with self.on_phase("sampling"):
-            text = tokenizer.decode([tokens[0] for tokens in generated])
+            try:
+                text = tokenizer.decode([tokens[0] for tokens in generated])
+            except Exception as error:  # e.g. no memory is left: the run's record matters more
+                why = str(error).split("\n")[0] or type(error).__name__
+                self.reporter.print(f"no sample at step {step} ({why}); the run continues")
+                return
         self.reporter.print(f"--- sample at step {step}:\n{text}\n---")
         self.log.write_text(step, text)
 

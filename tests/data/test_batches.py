@@ -175,6 +175,8 @@ def test_more_windows_than_there_are_may_be_asked_for():
     options = {"context": 1, "batch_size": 8, "windows": 2**31 - 1}
     assert EvalBatches(np.zeros(3_000_000, np.uint8), **options).windows == 2_999_999
     assert EvalBatches([TEXT[:1000], TEXT[:10]], **options, weights=[1, 5]).windows_of_texts == [999, 9]
+    rare = EvalBatches([TEXT, TEXT], context=8, batch_size=7, windows=60, weights=[1, 999])
+    assert rare.windows_of_texts == [1, 60]  # one at least
 
 
 @pytest.mark.parametrize("windows", [3, 100])

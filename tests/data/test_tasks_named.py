@@ -130,6 +130,8 @@ def test_recall_has_a_longer_task_where_its_queries_are_spread():
         ("task:recal", r"no task 'recal' \(did you mean recall\?\): expected recall, parity"),
         ("task:recall pears=3", "'pears=3' is not an option of recall: expected some of pairs=8, fewest=0, rewrites=0"),
         ("task:recall pairs=0", "pairs = 0: expected 1 or more"),
+        ("task:recall pairs=²", "pairs = '²': expected a value like 8"),
+        (f"task:recall pairs={'9' * 5000}", "pairs = '9.*9': expected a value like 8"),
         ("task:recall pairs=x", "pairs = 'x': expected a value like 8"),
         ("task:recall pairs=20 rewrites=9", r"symbols = 26: expected pairs \+ rewrites = 29 or more"),
         ("task:recall fewest=2 queries=spread", "fewest = 2 has no effect with queries = 'spread': leave it at 0"),

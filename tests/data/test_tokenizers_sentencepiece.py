@@ -115,18 +115,6 @@ def test_streamed_characters_of_bytes_are_complete():
         tokenizer.encode("a\udcff")
 
 
-@ALL
-@given(text=TEXTS, cuts=st.lists(st.integers(0, 300)))
-def test_parts_have_the_tokens_of_the_whole(family, text, cuts):
-    text, cuts = (text + " una vida <s>vida</s> es") * 9, sorted(cuts)
-    tokenizer = ours(family)
-    pieces = [text[start:stop] for start, stop in itertools.pairwise([0, *cuts, len(text) + 300])]
-    parts = list(characters.parts(pieces, size=0, word_end=tokenizer._word_end))
-    assert "".join(parts) == text and len(parts) > 9
-    ids = [tokenizer.encode(part, continues=at > 0) for at, part in enumerate(parts)]
-    assert np.concatenate(ids).tolist() == of_family(family).encode(text, add_special_tokens=False).ids
-
-
 def test_tokens_across_words_are_not_cut():
     vocabulary = {token: i for i, token in enumerate([*BYTES, "▁", "a", "b", "a▁"])}
     made = library.Tokenizer(models.BPE(vocabulary, [("a", "▁")], byte_fallback=True))
@@ -221,16 +209,63 @@ LLAMA3 = (
 @functools.cache
 def byte_level():
     """A tokenizer like Llama 3's and Qwen's."""
-    made = library.Tokenizer(models.BPE(ignore_merges=True))
-    made.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(library.Regex(LLAMA3), "isolated")
-    made.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
-    made.decoder = decoders.ByteLevel()
+    splits = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    made = bpe_of_bytes(splits, ignore_merges=True)
+    made.normalizer = normalizers.NFC()
+    made.add_special_tokens(["<|begin_of_text|>", "<|eot_id|>"])
+    return made
+
+
+def bpe_of_bytes(splits, **options):
+    made = library.Tokenizer(models.BPE(**options))
+    made.pre_tokenizer, made.decoder = splits, decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     made.train_from_iterator([VERSE + "Fin.\n\n" * 9], trainer)
-    made.add_special_tokens(["<|begin_of_text|>", "<|eot_id|>"])
     return made
+
+
+@functools.cache
+def of_kind(kind):
+    """The kind, and a tokenizer of the library; tokens of "spaces behind" and "superwords" span words."""
+    if kind in FAMILIES:
+        return "sentencepiece", of_family(kind)
+    if kind in tokenizers.TRAINED:
+        saved = tokenizers.make(kind, VERSE + "<x>é. ", 330).to_dict()["tokenizer"]
+        return kind, library.Tokenizer.from_str(json.dumps(saved))
+    split, whole = pre_tokenizers.Split(" ", "merged_with_previous"), pre_tokenizers.ByteLevel(False, use_regex=False)
+    splits = {"roberta": pre_tokenizers.ByteLevel(True), "spaces behind": pre_tokenizers.Sequence([split, whole])}
+    return "bpe", byte_level() if kind == "llama3" else bpe_of_bytes(splits.get(kind, whole))
+
+
+FLAGS = ("lstrip", "rstrip", "normalized", "single_word")
+WORDS = ["<x>", "vida", "a", "é", "e\u0301", "\u212a", "K", " a", "a ", "a vida", "\n", "▁a", "n\n", ".", " "]
+TOKENS = st.builds(
+    lambda content, flags: library.AddedToken(content, **dict(zip(FLAGS, flags))),
+    st.sampled_from(WORDS),
+    st.tuples(*[st.booleans()] * 4),
+)
+ENDS = ["", " ", " ", "  ", "\n"]
+HOSTILE = st.lists(st.sampled_from([word + end for word in [*WORDS, "una", "", ","] for end in ENDS]))
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, *tokenizers.TRAINED, "llama3", "roberta", "spaces behind", "superwords"])
+@given(added=st.lists(TOKENS, max_size=3), text=HOSTILE.map("".join), cuts=st.lists(st.integers(0, 60)))
+def test_parts_have_the_tokens_of_the_whole(kind, added, text, cuts):
+    # The library fails where a token takes the white space that another begins with.
+    assume(not any(one.rstrip for one in added) or not any(one.content[0].isspace() for one in added))
+    kind, made = of_kind(kind)
+    made = library.Tokenizer.from_str(made.to_str())
+    made.add_tokens(added)
+    tokenizer = tokenizers.from_dict({"kind": kind, "tokenizer": json.loads(made.to_str())})
+    if kind == "wordpiece":
+        text = "".join(c for c in text if c in VERSE + "<x>é. ")
+    pieces = [text[start:stop] for start, stop in itertools.pairwise([0, *sorted(cuts), len(text) + 60])]
+    parts = list(characters.parts(pieces, size=0, word_end=tokenizer._word_end))
+    assert "".join(parts) == text
+    ids = [tokenizer.encode(part, continues=at > 0).tolist() for at, part in enumerate(parts)]
+    assert list(itertools.chain(*ids)) == tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
 
 
 @pytest.mark.parametrize("pattern", ["Fin.\n\nUna vida, ", "Fin.\nFin.\n", "12345\n 6 '' 's "])

@@ -50,6 +50,12 @@ def test_texts_side_by_side_equal_each_alone():
         np.testing.assert_array_equal(row, tokens("learned", prompt, 20, temperature=0.0)[0])
 
 
+def test_texts_in_64_bit_mode_are_the_same():
+    expected = tokens("rotary", PROMPTS[1], 12, num_samples=2, **DRAWN)
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(tokens("rotary", PROMPTS[1], 12, num_samples=2, **DRAWN), expected)
+
+
 def most_likely(model, params, size):
     """Maps a text to its most likely next token by the full pass, where zeros after the text are masked (causal)."""
     apply = jax.jit(lambda tokens: model.apply(params, tokens)[0].argmax(axis=-1))

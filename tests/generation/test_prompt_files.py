@@ -12,11 +12,11 @@ from attnlab.support.errors import UserError
 
 
 def test_prompts_are_the_lines_or_fields_of_a_file(tmp_path, monkeypatch):
-    (tmp_path / "prompts.txt").write_text("one\r\n\n two \u2028x\n")
+    (tmp_path / "prompts.txt").write_text("\ufeffone\r\n\n two \u2028x\n")
     assert read_prompts(str(tmp_path / "prompts.txt")) == ["one", " two \u2028x"]
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "one\\ntwo", "id": 3}\n{"prompt": ""}\n')
     assert read_prompts(str(tmp_path / "prompts.jsonl")) == ["one\ntwo", ""]
-    monkeypatch.setattr("sys.stdin", io.StringIO("a\nb"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ufeffa\nb"))
     assert read_prompts("-") == ["a", "b"]
 
 

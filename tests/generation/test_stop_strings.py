@@ -23,6 +23,10 @@ def test_text_without_stop_string_goes_on():
     tokens = tokenizer.encode("low, or lower").tolist()
     assert StopStrings(["so", "\n"], tokenizer).after(tokens, known=0) is None
     assert StopStrings([], tokenizer).after(tokens, known=0) is None
+    tokens = list("aé".encode())  # whose first three bytes decode to "a", "a\ufffd" and "aé"
+    stops = StopStrings(["\ufffd"], make("byte", TEXT))
+    assert [stops.after(tokens[:last], known=0) for last in (1, 2, 3)] == [None] * 3
+    assert stops.after([*tokens, *"\ufffdb".encode()], known=3) == 7
 
 
 def test_stop_string_begins_with_the_space_before_the_first_token():

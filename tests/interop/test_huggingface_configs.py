@@ -118,6 +118,7 @@ REFUSED = {
     "another model": ("bert", {}, "model_type = 'bert' .*gpt2, llama, mistral, qwen2"),
     "gpt-oss": ("gpt_oss", {"num_local_experts": 32}, "'gpt_oss' .*mixture of experts"),
     "experts of Qwen3-Next": ("qwen3_next", {}, "num_experts = 512 in its config, expected 0: a mixture of experts"),
+    "two billion layers": ("qwen2", {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers = 2147483647 .*1 to 10000"),
     "experts of a Llama": ("llama", {"num_local_experts": 8}, "num_local_experts = 8 .*mixture of experts"),
     "experts of DeepSeek": ("deepseek_v3", {}, "first_k_dense_replace = 3 .*6 or more: a mixture of experts"),
     "heads of latent keys": ("deepseek_v3", DENSE | {"num_key_value_heads": 2}, "num_key_value_heads = 2 .*= 6"),

@@ -136,6 +136,8 @@ def test_gpt_segments_of_another_shape_or_with_caches_raise(own_errors):
     apply = functools.partial(jax.eval_shape, model.apply, variables, TOKENS)
     with pytest.raises(ValueError, match=r"segments has shape \(2, 7\).*\(2, 8\)"):
         apply(segments=np.zeros((2, 7), int))
+    with pytest.raises(ValueError, match="segments has values from 0 to 4294967296, .*int32"):
+        jax.eval_shape(lambda: model.apply(variables, TOKENS, segments=np.arange(2)[:, None].repeat(8, 1) << 32))
     with pytest.raises(ValueError, match="segments .*: leave out caches"):
         apply(segments=np.zeros((2, 8), int), caches=model.empty_caches(2))
 

@@ -74,6 +74,9 @@ def test_bad_argument_is_one_line_that_names_it(own_errors, arguments, message):
         (lambda: {"mask": BlockSparse(ones((2, 2)), 4)}, "blocks has type float32, .*bool"),
         (lambda: {"mask": Padding([3, 5]) & Padding(3)}, "mask And holds 3"),
         (lambda: {"mask": Padding(ones(2))}, "Padding lengths has type float32"),
+        (lambda: {"mask": Segments(np.arange(7) << 32)}, "Segments q_ids .*to 25769803776, .*int32"),
+        (lambda: {"mask": Segments(np.full(5, 2**32 - 1, np.uint32), zeros(7).astype(np.int32))}, "uint32 .*one type"),
+        (lambda: {"mask": MaskFn(lambda b, h, i, j, ids: ids[i] == 0, np.arange(7) << 32)}, "MaskFn arrays .*int32"),
         (lambda: {"score_mod": SoftCap(ones(7))}, r"SoftCap cap has shape \(7,\)"),
     ],
 )
@@ -243,15 +246,15 @@ def test_sizes_beyond_int32_are_unlimited():
     x = draw(20, 1, 8)
     wide = SlidingWindow(2**62) | PrefixLM(2**40) & Padding(2**40)
     many = np.array(2**40)  # as int32 it would be 0
+    masks = (None, wide, Padding(many), PrefixLM(many))
 
-    @functools.partial(jax.jit, static_argnums=1)
-    def run(places, impl):
+    @functools.partial(jax.jit, static_argnums=2)
+    def run(places, masks, impl):
         attend = functools.partial(attnlab.attention, x, x, x, impl=impl)
-        masks = (None, wide, Padding(many), PrefixLM(many))
         return [*(attend(mask=mask) for mask in masks), attend(mask=wide, q_positions=places)]
 
     for impl in ("dense", "blockwise"):
-        expected, *found = run(np.arange(20, dtype=np.int32), impl)
+        expected, *found = run(np.arange(20, dtype=np.int32), masks, impl)
         for one in found:
             np.testing.assert_allclose(one, expected, atol=1e-6)
 

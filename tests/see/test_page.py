@@ -55,12 +55,16 @@ def test_long_rows_keep_their_eight_largest_weights():
     weights = causal_patterns(0, 1, 1, 300)
     made = page(run_of(weights), [str(i) for i in range(300)])
     statistics, cells = statistics_and_cells(made, 1, 300)
-    values, keys = cells[0, : 8 * 300].reshape(300, 8), cells[0, 8 * 300 :].copy().view("<u2").reshape(300, 8)
+    values, keys = cells[0, : 8 * 300].reshape(300, 8), cells[0, 8 * 300 :].copy().view("<u4").reshape(300, 8)
     row = weights[0, 0, 250]
     assert set(keys[250]) == set(np.argsort(row)[-8:])
     np.testing.assert_allclose((values[250] / 255.0) ** 2, row[keys[250]], atol=0.00393, rtol=0)
     np.testing.assert_allclose(statistics[0, 0, 0], 1, rtol=2**-15)  # of whole rows
     assert data_of(made)["kept"] == 8
+    wide = np.zeros((1, 1, 1, 70_000))
+    wide[..., 65_540:65_548] = 1 / 8
+    cells = records_of(page(run_of(wide), [(["a"], ["b"] * 70_000)]))[:, 8:]
+    assert cells[0, 8:].copy().view("<u4").tolist() == [*range(65_540, 65_548)]
 
 
 def test_steps_are_sorted_and_tables_are_by_step_with_absent_heads_null():

@@ -4,6 +4,7 @@ Each is a sequence of tokens and the answers at some of its positions.
 """
 
 import dataclasses
+import re
 
 import jax.numpy as jnp
 from jaxtyping import Int
@@ -238,7 +239,7 @@ def parse(name: str) -> Task | None:
         if field not in declared or not equals:
             known = ", ".join(f"{known}={each.default}" for known, each in declared.items())
             raise UserError(f"data.name = {name!r}: {word!r} is not an option of {kind}: expected some of {known}")
-        values[field] = int(value) if value.isdigit() else value
+        values[field] = int(value) if re.fullmatch("[0-9]{1,18}", value) else value
     try:
         complete = {known: each.default for known, each in declared.items()} | values
         if problem := first_problem(declared, complete) or first_idle(declared, complete):

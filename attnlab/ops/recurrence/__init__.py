@@ -121,7 +121,8 @@ def _prepared(q, k, v, g, beta, erase, scale, segment_ids, lengths, state):
     state = fitting("state", state, (*batch, heads, terms.k.shape[-1], values))
     if state is None:
         state = jnp.zeros((*batch, heads, terms.k.shape[-1], values), terms.v.dtype)
-    segment_ids, lengths = checks.integers("segment_ids", segment_ids), checks.integers("lengths", lengths)
+    ids, lengths = checks.integers("segment_ids", segment_ids), checks.integers("lengths", lengths)
+    segment_ids = segment_ids if isinstance(segment_ids, jax.core.Tracer) else ids  # traced ids keep all their bits
     for name, x, expected in (("segment_ids", segment_ids, (*batch, length)), ("lengths", lengths, tuple(batch))):
         if x is not None and x.shape != expected:
             raise ValueError(f"{name} has shape {x.shape}, expected {expected}")

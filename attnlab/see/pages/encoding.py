@@ -36,12 +36,12 @@ def dense(weights: np.ndarray, causal: bool) -> np.ndarray:
 
 
 def largest(weights: np.ndarray, count: int = KEPT) -> np.ndarray:
-    """The bytes of the largest weights of each row of `[…, Tq, Tk]`, then their keys as two bytes, the lower first."""
+    """The bytes of the largest weights of each row of `[…, Tq, Tk]`, then their keys in four bytes, lowest first."""
     keys = np.sort(np.argpartition(weights, -count, axis=-1)[..., -count:], axis=-1)
     kept = quantize(np.take_along_axis(weights, keys, axis=-1))
     flat = (*weights.shape[:-2], -1)
     return np.concatenate(
-        [kept.reshape(flat), np.ascontiguousarray(keys.astype("<u2")).view(np.uint8).reshape(flat)], -1
+        [kept.reshape(flat), np.ascontiguousarray(keys.astype("<u4")).view(np.uint8).reshape(flat)], -1
     )
 
 

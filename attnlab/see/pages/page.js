@@ -37,12 +37,13 @@
   function visit(prompt, step, index, see) {
     const rows = prompts[prompt].queries.length, columns = prompts[prompt].keys.length, bytes = records[prompt];
     const kept = Math.min(data.kept, columns);
-    const size = kept ? 3 * rows * kept : data.causal ? (rows * (rows + 1)) / 2 : rows * columns;
+    const size = kept ? 5 * rows * kept : data.causal ? (rows * (rows + 1)) / 2 : rows * columns;
     let at = step * (bytes.length / data.steps.length) + 8 * heads.length * rows + index * size;
     if (kept) {
       const keys = at + rows * kept;
       for (let i = 0; i < rows * kept; i++) {
-        see(Math.floor(i / kept), bytes[keys + 2 * i] | (bytes[keys + 2 * i + 1] << 8), bytes[at + i]);
+        const key = keys + 4 * i;  // its highest byte is 0
+        see(Math.floor(i / kept), bytes[key] | (bytes[key + 1] << 8) | (bytes[key + 2] << 16), bytes[at + i]);
       }
     } else {
       for (let q = 0; q < rows; q++) for (let k = 0; k < (data.causal ? q + 1 : columns); k++) see(q, k, bytes[at++]);
