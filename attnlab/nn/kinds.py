@@ -7,7 +7,6 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from attnlab.nn import own
 from attnlab.nn.differential import DifferentialAttention
@@ -41,13 +40,6 @@ class Kind:
     def operator(self) -> str | None:
         """The function of `attnlab` that mixes the tokens, "attention"; None for a layer that has none."""
         return self.layer.operator
-
-    def weights(self, model) -> int:
-        """Weights of matrix products."""
-        shape = jax.ShapeDtypeStruct((1, 1, model.width), jnp.float32)
-        params = jax.eval_shape(self.module(model).init, jax.random.key(0), shape)
-        leaves = jax.tree_util.tree_leaves_with_path(params)
-        return sum(leaf.size for path, leaf in leaves if path[-1].key == "kernel")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,22 +96,9 @@ class Attention(Kind):
         """Shapes of q, k and v of the operator."""
         return self.module(model, dtype=model.dtype).operands(batch, length, model.width)
 
-    def operations(self, model, length: int) -> float:
-        """FLOPs a token of the forward pass besides `weights`, a mean over a sequence of `length` tokens."""
-        # For each visible key: the first queries have fewer.
-        keys = self._keys(model, length)
-        return self.module(model).key_operations(model.width) * (keys - keys * (keys - 1) / (2 * length))
-
-    def operations_at(self, model, length: int) -> float:
-        """FLOPs of one token besides `weights`, the last of `length` visible tokens."""
-        return float(self._keys(model, length) * self.module(model).key_operations(model.width, decoding=True))
-
     def is_local(self, model) -> bool:
         """Whether a token attends to the last `window` alone."""
         return model.window is not None if self.local is None else self.local
-
-    def _keys(self, model, length) -> int:
-        return min(model.window, length) if self.is_local(model) else length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,15 +121,6 @@ class Mixer(Kind):
 
     def check(self, model, name: str) -> None:
         _check_sizes(functools.partial(self.module(model).empty_cache, 1, model.width), model, name)
-
-    def operations(self, model, length) -> float:
-        """The same for each token: what a state takes to be written and read."""
-        return self.operations_at(model, length)
-
-    def operations_at(self, model, length) -> float:
-        module = self.module(model)
-        cache = jax.eval_shape(functools.partial(module.empty_cache, 1, model.width))
-        return float(module.state_operations * sum(leaf.size for leaf in jax.tree.leaves(cache.state)))
 
 
 KINDS: dict[str, Kind] = {

@@ -114,11 +114,6 @@ class LatentAttention(checks.MaskedModule):
         shape, dtype = (batch, length, self.num_heads), self.dtype or jnp.float32
         return tuple(jax.ShapeDtypeStruct((*shape, size), dtype) for size in sizes)
 
-    def key_operations(self, features: int, *, decoding: bool = False) -> int:
-        """FLOPs of a token for each key that it attends to, in training or where it is decoded."""
-        absorbed, expanded = 2 * self.kv_rank + self.rope_dim, self.nope_dim + self.rope_dim + self.value_dim
-        return 2 * self.num_heads * (absorbed if decoding else expanded)
-
     @checks.compact
     def __call__(
         self,

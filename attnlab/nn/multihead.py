@@ -146,11 +146,6 @@ class MultiHeadAttention(checks.MaskedModule):
         q = jax.ShapeDtypeStruct((batch, length, self.num_heads, cache.key.shape[-1]), cache.key.dtype)
         return q, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (cache.key, cache.value))
 
-    def key_operations(self, features: int, *, decoding: bool = False) -> int:
-        """FLOPs of a token for each key that it attends to, in training or where it is decoded."""
-        q, _, v = self.operands(1, 1, features)
-        return 2 * q.shape[-2] * (q.shape[-1] + v.shape[-1])
-
     @checks.compact
     def __call__(
         self,

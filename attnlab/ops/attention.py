@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Integer
 
-from attnlab.ops import blockwise, checks, context, cudnn, decode, dense, dropout, recurrence, splash
+from attnlab.ops import blockwise, checks, context, counting, cudnn, decode, dense, dropout, recurrence, splash
 from attnlab.ops.call import AttentionCall
 from attnlab.ops.explanation import Explanation
 from attnlab.ops.logsumexp import finite_shift, normalizer
@@ -94,7 +94,9 @@ def attention(
     if layout is not None and name != "dense":
         call = call.replace(block_sizes=layout.block_sizes)
     run = _BACKENDS[name].attend
-    out, log_sums = run(call) if split is None else context.attend(split, layout, run, call)
+    with counting.scope():
+        out, log_sums = run(call) if split is None else context.attend(split, layout, run, call)
+    out = counting.of_attention(out, call)
     if not return_lse:
         return out
     maximum, log_sum = log_sums

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Integer
 
-from attnlab.ops import checks, context, tiles
+from attnlab.ops import checks, context, counting, tiles
 from attnlab.ops.attention import is_small, make_call
 from attnlab.ops.call import AttentionCall
 from attnlab.ops.dense import hidden_keys, inert, per_query_head
@@ -70,11 +70,14 @@ def stick_breaking_attention(
         raise ValueError(f"impl = {impl!r}: expected one of {', '.join(IMPLS)}")
     if block_size is not None and (impl == "dense" or isinstance(block_size, bool) or block_size < 1):
         raise ValueError(f"block_size = {block_size!r}: expected 1 or more, for impl='blockwise'")
-    if impl == "dense" or (impl == "auto" and block_size is None and is_small(*call.lengths)):
-        weights, hidden = _weights(call)
-        v = inert(per_query_head(call.v, call.num_heads), hidden)
-        return jnp.einsum("...hqk,...khd->...qhd", weights.astype(v.dtype), v).astype(call.q.dtype)
-    return _blockwise(call, block_size or BLOCK)
+    with counting.scope():
+        if impl == "dense" or (impl == "auto" and block_size is None and is_small(*call.lengths)):
+            weights, hidden = _weights(call)
+            v = inert(per_query_head(call.v, call.num_heads), hidden)
+            out = jnp.einsum("...hqk,...khd->...qhd", weights.astype(v.dtype), v).astype(call.q.dtype)
+        else:
+            out = _blockwise(call, block_size or BLOCK)
+    return counting.of_attention(out, call)
 
 
 def stick_breaking_weights(

@@ -3,51 +3,51 @@
 import functools
 import time
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from attnlab.nn import GPT
-from attnlab.nn.kinds import Kind, kind_of, named
-from attnlab.nn.resolved import resolved
+from attnlab.ops import counting
 from attnlab.ops.cpu import products
 
 
-def per_token(model: GPT, length: int) -> float:
-    """FLOPs of training per token: 6 for each weight of a matrix product, 12·L·H·D for each visible key.
+def per_token(model: nn.Module, length: int) -> float:
+    """FLOPs of training per token: three times those of the forward pass, one of which is traced.
 
-    A weight takes 2 in the forward and 4 in the backward pass, and so do the products q·k and p·v (Chowdhery et al.
-    2022, appendix B, which counts every key; a causal query attends to (T + 1) / 2 keys on average). Embedding lookups,
-    norms, softmax and the recomputation of remat are not counted.
+    A weight of a matrix product takes 2 in the forward and 4 in the backward pass, and so do the products q·k and p·v
+    for each visible key (Chowdhery et al. 2022, appendix B, which counts every key; a causal query attends to
+    (T + 1) / 2 keys on average) and those with the state of a recurrence, of which `chunked` computes more. Embedding
+    lookups, elementwise operations and the recomputation of remat are not counted.
 
     Args:
-      model: the GPT.
+      model: from tokens `[B, T]` to logits; of any layers.
       length: T, tokens per sequence.
 
     >>> per_token(GPT(vocab_size=10, num_layers=1, num_heads=1, width=8, context=3), length=3)
     5280.0
     """
-    operations = sum(kind.operations(model, length) for kind in _kinds(model))
-    return 6.0 * _weights(model) + 3.0 * operations
+    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    return 3.0 * counting.operations(model.apply, _variables(model), tokens) / length
 
 
 def per_decoded_token(model: GPT, length: int) -> float:
-    """FLOPs of decoding the last of `length` tokens: 2 for each weight, 4·H·D for each visible key.
+    """FLOPs of decoding the last of `length` tokens: 2 for each weight, and what a layer does with its cache.
 
     >>> model = GPT(vocab_size=10, num_layers=1, num_heads=1, width=8, context=8)
     >>> per_decoded_token(model, length=8) - per_decoded_token(model, length=4)
     128.0
     """
-    return 2.0 * _weights(model) + sum(kind.operations_at(model, length) for kind in _kinds(model))
+    caches = jax.eval_shape(lambda: model.empty_caches(1, length))
+
+    def step(variables, token, caches):
+        return model.apply(variables, token, caches=caches)
+
+    return counting.operations(step, _variables(model), jax.ShapeDtypeStruct((1, 1), jnp.int32), caches)
 
 
-def _kinds(model: GPT) -> list[Kind]:
-    return [named(kind_of(model, layer)) for layer in range(model.num_layers)]
-
-
-def _weights(model: GPT) -> int:
-    """Weights of all matrix products."""
-    mlp = (3 if model.mlp == "gated" else 2) * resolved(model).hidden * model.width
-    return sum(kind.weights(model) + mlp for kind in _kinds(model)) + model.vocab_rows * model.width
+def _variables(model: nn.Module):
+    return jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), jnp.int32))
 
 
 def peak(dtype: str) -> float:

@@ -272,10 +272,7 @@ class Trainer:
         devices = self.experiment.parallel.mesh.devices.size
         # The virtual devices of a CPU share its cores.
         self._devices = jax.process_count() if jax.default_backend() == "cpu" else devices
-        is_gpt = isinstance(model, GPT)
-        self._flops = (
-            6.0 * self.experiment.parameters if not is_gpt else flops_lib.per_token(model, config.model.context)
-        )
+        self._flops = flops_lib.per_token(model, config.model.context)
         self._peak_flops = config.log.peak_tflops * 1e12
         if not self._peak_flops and self.log:
             self._peak_flops = flops_lib.peak(config.precision)

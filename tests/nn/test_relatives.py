@@ -9,7 +9,6 @@ import pytest
 
 from attnlab import see
 from attnlab.nn import GPT
-from attnlab.nn.kinds import KINDS
 from tests.nn import relatives
 from tests.nn.relatives import MODULES, X
 from tests.parameters import parameters
@@ -72,13 +71,6 @@ def test_see_verifies_the_pattern_and_contributions_sum_to_the_logits(mixer):
 def test_cache_has_the_bytes_of_its_paper(mixer, numbers):
     caches = jax.eval_shape(lambda: GPT(**SIZES, mixer=mixer).empty_caches(1))
     assert sum(leaf.size for leaf in jax.tree.leaves(caches[0])) == 12 * numbers + 1
-
-
-@KIND
-def test_decoding_operations_count_what_the_cache_holds(mixer):
-    model = GPT(**SIZES, mixer=mixer)
-    features = {"differential": 8 + 16, "latent": 2 * 32 + 4, "stick_breaking": 2 * 8}
-    assert KINDS[mixer].operations_at(model, 7) == 7 * 2 * 2 * features[mixer]
 
 
 def test_lambda_of_a_layer_is_its_number_of_the_paper():

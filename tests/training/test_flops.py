@@ -1,8 +1,15 @@
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
 
-from attnlab.nn import GPT
+from attnlab import attention
+from attnlab.masks import SlidingWindow
+from attnlab.nn import GPT, MultiHeadAttention, register
+from attnlab.ops import counting
 from attnlab.training import flops
 
 MODEL = GPT(vocab_size=96, num_layers=2, num_heads=4, width=128, context=64, positions="learned", impl="dense")
@@ -29,6 +36,56 @@ def test_flops_per_token_count_keys_within_the_window():
     visible = [sum(min(i + 1, 5) for i in range(64)) / 64, sum(i + 1 for i in range(64)) / 64]
     windowed, full = flops.per_token(MODEL.clone(window=5), 64), flops.per_token(MODEL, 64)
     assert full - windowed == pytest.approx(12 * 2 * 128 * (visible[1] - visible[0]))
+
+
+# FLOPs of decoding the seventh token besides those of weights, of two layers of four heads of 4 features.
+OF_CACHES = {
+    "attention": 4 * 7 * 4 * 4,
+    "differential": 2 * 7 * 4 * (4 + 8),
+    "stick_breaking": 4 * 7 * 4 * 4,
+    "gla": 4 * 4 * 2 * 4,
+    "gated_delta": 8 * 4 * 4 * 4,
+    "gru": 0,
+}
+
+
+@pytest.mark.parametrize("mixer", OF_CACHES)
+def test_decoded_token_takes_two_for_each_weight_and_what_its_cache_holds(mixer):
+    model = GPT(10, 2, 4, 16, 16, positions="auto", mixer=mixer)
+    params = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 2), np.int32))["params"]
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    weights = sum(leaf.size for path, leaf in leaves if path[-1].key == "kernel" and "conv" not in path[-2].key)
+    assert flops.per_decoded_token(model, 7) == 2 * (weights + 10 * 16) + 2 * OF_CACHES[mixer]
+
+
+class EightTimes(MultiHeadAttention):
+    def _attend(self, q, k, v, terms, gate, layer):
+        return sum(super(EightTimes, self)._attend(q, k, v, terms, gate, layer) for _ in range(8))
+
+
+@pytest.mark.parametrize("impl", ["dense", "blockwise"])
+def test_layer_of_a_user_that_attends_eight_times_takes_eight_times_as_much(impl):
+    once = MODEL.clone(num_layers=1, impl=impl, context=300)
+    assert flops.per_token(once, 300) == flops.per_token(once.clone(impl="auto"), 300)
+    eight = flops.per_token(once.clone(mixer=register(EightTimes)), 300)
+    assert eight - flops.per_token(once, 300) == pytest.approx(7 * 12 * 128 * (300 + 1) / 2)
+
+
+def test_operations_of_loops_branches_convolutions_and_calls_within_vmap_are_all_counted():
+    x, kernel = jnp.ones((2, 9, 4)), jnp.ones((3, 2, 6))
+    product = 2 * 4 * 4 * 4
+    square = jnp.ones((4, 4))
+    assert counting.operations(lambda y: lax.scan(lambda c, _: (c @ c, None), y, None, 5)[0], square) == 5 * product
+    assert counting.operations(lambda y: lax.cond(y[0, 0] > 0, lambda: y @ y, lambda: y), square) == product
+    convolve = functools.partial(lax.conv_general_dilated, window_strides=(1,), padding="SAME", feature_group_count=2)
+    layout = ("NWC", "WIO", "NWC")
+    assert counting.operations(lambda x: convolve(x, kernel, dimension_numbers=layout), x) == 2 * 2 * 9 * 6 * 3 * 2
+    attend = jax.vmap(lambda q: attention(q, q, q, mask=SlidingWindow(left=1)))
+    assert counting.operations(attend, jnp.ones((3, 9, 2, 4))) == 3 * 2 * (2 * 9 - 1) * 4 * 4
+    with pytest.warns(UserWarning, match="while loop is counted as one turn"):
+        assert (
+            counting.operations(lambda y: lax.while_loop(lambda y: y[0, 0] < 9, lambda y: y @ y, y), square) == product
+        )
 
 
 def test_peak_flops_are_plausible():

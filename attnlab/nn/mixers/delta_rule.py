@@ -33,7 +33,6 @@ class DeltaRule(RecurrentMixer):
     reads: ClassVar[frozenset[str]] = frozenset(
         ("heads", "key_dim", "value_dim", "value_heads", "conv", "gate", "negative_eigenvalues", "norm_epsilon")
     )
-    state_operations: ClassVar[int] = 8  # an erasure is a read and a write
 
     @property
     def states(self):

@@ -41,10 +41,6 @@ class GatedDeltaProduct(DeltaRule):
 
     reads: ClassVar[frozenset[str]] = DeltaRule.reads | {"steps"}
 
-    @property
-    def state_operations(self):
-        return 6 * self.steps + 2  # a step erases, which is a read and a write, and writes
-
     def mix(self, x, before, tokens):
         q, k, v, conv = self._projected(x, before, tokens)
         beta = self._beta(x, self.states * self.steps)

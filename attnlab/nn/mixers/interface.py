@@ -64,11 +64,9 @@ class CausalMixer(nn.Module):
 
     Attributes:
       reads: the options of a `GPT` that `of_model` depends on: fields of the same names, but for `num_heads`.
-      state_operations: FLOPs a token for each entry of the state.
     """
 
     reads: ClassVar[frozenset[str]] = frozenset()
-    state_operations: ClassVar[int] = 0
     operator: ClassVar[str | None] = None  # in `attnlab`
 
     @checks.compact
@@ -190,7 +188,6 @@ class RecurrentMixer(CausalMixer):
     out_kernel_init: nn.initializers.Initializer | None = None
     dtype: DType | None = None
 
-    state_operations: ClassVar[int] = 4  # a product when written, another when read
     operator: ClassVar[str | None] = "linear_recurrence"
 
     @classmethod

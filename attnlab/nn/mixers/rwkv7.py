@@ -51,7 +51,6 @@ class RWKV7(RecurrentMixer):
     value_residual: bool = False
     layers: int = 1
 
-    state_operations: ClassVar[int] = 8  # an erasure is a read and a write
     numbered: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = frozenset(("heads", "key_dim", "value_dim"))
 

@@ -7,13 +7,14 @@ that are split).
 
 import functools
 import inspect
+import math
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Integer
 
-from attnlab.ops import checks, context, meshes
+from attnlab.ops import checks, context, counting, meshes
 from attnlab.ops.explanation import Explanation
 from attnlab.ops.recurrence import chunked, devices, recurrent, segments
 from attnlab.ops.recurrence.terms import Terms, fitting, scaled, starts_of, terms_of, within_lengths
@@ -102,7 +103,11 @@ def _specs(v, return_state, spec: tuple):
 def _recur(q, k, v, g, beta, erase, scale, segment_ids, lengths, state, *, impl, chunk_size, return_state):
     terms, state, split = _prepared(q, k, v, g, beta, erase, scale, segment_ids, lengths, state)
     impl, size = _form(impl, chunk_size, terms, split)
-    out, last, entering = _run(terms, state, impl, size, split)
+    with counting.scope():
+        out, last, entering = _run(terms, state, impl, size, split)
+    # A product writes to the state, one for each query reads it, and an erasure reads and writes.
+    (queries, values), erasures = out.shape[-2:], 2 * (terms.case != "no erasure")
+    out = counting.marked(out, lambda: 2 * math.prod(state.shape[-2:]) * (1 + queries + erasures) / (queries * values))
     out = out.reshape(*out.shape[:-3], max(q.shape[-2], v.shape[-2]), out.shape[-1])
     out = out.astype(jax.dtypes.canonicalize_dtype(v.dtype))
     if return_state == "segments":
