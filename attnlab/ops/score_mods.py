@@ -196,7 +196,7 @@ class Forget(ScoreMod):
             remedy = "pass keys too" if self.keys is None and q_length != kv_length else "a sum per token and head"
             expected = f"{shapes[0]} or {shapes[1]}: {remedy}"
             _check_shape(f"Forget {name}", sums, np.shape(sums) in shapes, expected)
-            lowest = 0 if isinstance(sums, jax.core.Tracer) else float(np.min(sums, initial=0))
+            lowest = 0 if isinstance(sums, jax.core.Tracer) else float(np.asarray(sums).min(initial=0))
             if not lowest > -(2 if sums.dtype == jnp.float32 else 2**30) * 2**22:  # half a logit between two numbers
                 raise ValueError(f"Forget {name} has sums down to {lowest:g}, too low to tell: sum max(log gate, -100)")
 

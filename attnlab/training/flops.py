@@ -13,7 +13,7 @@ from attnlab.ops.cpu import products
 
 
 def per_token(model: nn.Module, length: int) -> float:
-    """FLOPs of training per token: three times those of the forward pass, one of which is traced.
+    """FLOPs of training per token: three times the forward pass, which is traced and not run.
 
     A weight of a matrix product takes 2 in the forward and 4 in the backward pass, and so do the products q·k and p·v
     for each visible key (Chowdhery et al. 2022, appendix B, which counts every key; a causal query attends to

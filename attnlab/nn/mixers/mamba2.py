@@ -73,6 +73,7 @@ class Mamba2(RecurrentMixer):
         return inner, inner, shared, shared, self.states
 
     def matrices(self, features):
+        """See `attnlab.nn.matrices`."""
         return {"in/kernel": Matrix(fused=self.fused(features))}
 
     def mix(self, x, before, tokens):
