@@ -1,0 +1,31 @@
+"""The matrices of a user's model; of attnlab's own layers they are in mixers/test_parameters.py."""
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+
+from attnlab.nn.matrices import Matrix, matrices_of
+
+
+class Model(nn.Module):
+    """Layers of Flax, and a parameter of its own, of which its class has a table."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(9, 4, name="embed")(tokens)
+        x = nn.Conv(4, (3,), feature_group_count=4, name="depthwise")(nn.Conv(4, (3,), name="convolution")(x))
+        x = nn.DenseGeneral((2, 2), name="heads")(x).reshape(x.shape) @ self.param("own", nn.ones, (4, 4))
+        return nn.Dense(9, name="logits")(nn.LayerNorm()(x))
+
+    def matrices(self, features):
+        return {"own": Matrix()}
+
+
+def test_matrices_of_a_users_model_are_neither_embeddings_depthwise_kernels_nor_the_logits_layer():
+    found = matrices_of(Model(), np.zeros((1, 5), np.int32))
+    assert found == {
+        "convolution/kernel": Matrix((-3, -2)),
+        "heads/kernel": Matrix((-3,), (-2, -1)),
+        "own": Matrix(),
+    }
+    assert matrices_of(nn.LayerNorm(), jnp.ones((1, 4))) == {}
