@@ -5,6 +5,7 @@ compared with Student's t, in both directions. The intervals of a table's differ
 with probability 95 % each contains its true difference. A verdict is an interval without 0.
 """
 
+import bisect
 import functools
 import math
 from collections.abc import Sequence
@@ -106,10 +107,4 @@ def seeds_needed(effect: float, level: float = LEVEL) -> int:
     >>> seeds_needed(1.0)
     10
     """
-    low, high = 1, MOST_SEEDS
-    if power(effect, high, level) < POWER:
-        return MOST_SEEDS
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if power(effect, middle, level) >= POWER else (middle, high)
-    return high
+    return bisect.bisect_left(range(MOST_SEEDS), POWER, lo=2, key=lambda seeds: power(effect, seeds, level))
