@@ -194,11 +194,8 @@ class Checkpoints:
 
     def restore_params(self, step: int, like):
         """The average of the parameters if the checkpoint has one, else the parameters, placed like `like`."""
-        name = "average" if self._has_average(step) else "params"
+        name = "average" if (self.directory / str(step) / "average").exists() else "params"
         return self._restore_like(step, {name: like})[name]
-
-    def _has_average(self, step: int) -> bool:
-        return (self.directory / str(step) / "average").exists()
 
     def _restore_like(self, step: int, like: dict) -> dict:
         """Items of a checkpoint as `like`, whatever the layout of layers in which they are on disk."""
