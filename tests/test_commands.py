@@ -119,10 +119,7 @@ def test_train_on_an_unusable_text_is_one_line(capsys, tmp_path, content, messag
         ("def get_config(:", "SyntaxError"),
         ("def get_config(): return 1 / 0", "ZeroDivisionError: division by zero"),
         ("def get_config(): return 3", r"get_config\(\) returned 3"),
-        (
-            f"{DEFAULT}; c.optimizer.learning_rat = 3.0; return c",
-            r"learning_rat .*did you mean optimizer.lea",
-        ),
+        (f"{DEFAULT}; c.optimizer.learning_rat = 3.0; return c", r"learning_rat .*did you mean optimizer.lea"),
         (f"{DEFAULT}; c.model = dict(width=64); return c", "config.model.num_layers is missing"),
     ],
 )

@@ -64,14 +64,8 @@ SHAPES = {  # e.g. "A_log 4", "query/kernel 8×2×3"
         nn.LinearAttention(2, use_bias=False),
         "query/kernel 8×2×4, key/kernel 8×2×4, value/kernel 8×2×4, out/kernel 2×4×8",
     ),
-    "conv": (
-        nn.CausalConv(kernel_size=2, features=5),
-        "conv/kernel 2×8×5, conv/bias 5",
-    ),
-    "gated_conv": (
-        nn.GatedConv(kernel_size=3),
-        "conv/kernel 3×8, conv/bias 8, linear/kernel 8×8, linear/bias 8",
-    ),
+    "conv": (nn.CausalConv(kernel_size=2, features=5), "conv/kernel 2×8×5, conv/bias 5"),
+    "gated_conv": (nn.GatedConv(kernel_size=3), "conv/kernel 3×8, conv/bias 8, linear/kernel 8×8, linear/bias 8"),
 }
 
 
