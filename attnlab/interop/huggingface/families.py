@@ -168,10 +168,7 @@ FAMILIES = {
     "mistral": Family("MistralForCausalLM", _GATED, _LLAMA, _DEFAULTS | _SLIDING | {"num_key_value_heads": 8}),
     "qwen2": Family("Qwen2ForCausalLM", _GATED | {"qkv_bias": True}, _LLAMA, _DEFAULTS | _SOME_SLIDING),
     "qwen3": Family(
-        "Qwen3ForCausalLM",
-        _GATED | {"qk_norm": True},
-        _BIASED,
-        _BIASED_DEFAULTS | _SOME_SLIDING | {"head_dim": 128},
+        "Qwen3ForCausalLM", _GATED | {"qk_norm": True}, _BIASED, _BIASED_DEFAULTS | _SOME_SLIDING | {"head_dim": 128}
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
