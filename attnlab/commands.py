@@ -119,13 +119,8 @@ def define_config(values: flags.FlagValues, argv: list[str], saved: ConfigDict |
         except (AttributeError, KeyError) as error:  # unlike a config file's, its overrides are looked up here
             raise UserError(_unknown_field(argv) or one_line(error)) from error
         return
-    config_flags.DEFINE_config_file(
-        "config",
-        None,
-        "experiment: a name, e.g. quickstart or sancho:tiny, or a Python file; --config.a.b=v changes a field",
-        flag_values=values,
-        sys_argv=argv,
-    )
+    meaning = "experiment: a name, e.g. quickstart or sancho:tiny, or a Python file; --config.a.b=v changes a field"
+    config_flags.DEFINE_config_file("config", None, meaning, flag_values=values, sys_argv=argv)
 
 
 def define_mixer(values: flags.FlagValues, argv: list[str]) -> None:

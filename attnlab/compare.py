@@ -68,26 +68,16 @@ def _define(values, argv) -> None:
     flags.DEFINE_multi_string("variant", [], '"NAME: FIELD=VALUE FIELD=VALUE"', flag_values=values)
     whence = "Python file with a dictionary VARIANTS; by default the file of --config"
     text("variants", None, whence, flag_values=values)
-    flags.DEFINE_list(
-        "learning_rates",
-        None,
-        "learning rates to choose from; by default 1/9, 1/3, 1 and 3 times the config's",
-        flag_values=values,
-    )
+    meaning = "learning rates to choose from; by default 1/9, 1/3, 1 and 3 times the config's"
+    flags.DEFINE_list("learning_rates", None, meaning, flag_values=values)
     whole("seeds", 5, "fresh seeds of each variant", 2, flag_values=values)
     whole("tuning_seeds", 1, "seeds on which the learning rate is chosen, not used again", 1, flag_values=values)
-    flags.DEFINE_enum(
-        "match",
-        "none",
-        ["none", *SIZES],
-        "size that all variants have in common, by a change of width",
-        flag_values=values,
-    )
+    meaning = "size that all variants have in common, by a change of width"
+    flags.DEFINE_enum("match", "none", ["none", *SIZES], meaning, flag_values=values)
     meaning = "length of the text whose decoding state --match=state compares; by default the context"
     whole("match_length", None, meaning, 1, flag_values=values)
-    flags.DEFINE_list(
-        "tasks", [], f"tasks, with a table for each: some of {', '.join(parts.TASKS)}", flag_values=values
-    )
+    meaning = f"tasks, with a table for each: some of {', '.join(parts.TASKS)}"
+    flags.DEFINE_list("tasks", [], meaning, flag_values=values)
     whole("jobs", 1, "runs at a time; times are comparable with 1 alone", 1, flag_values=values)
     text("workdir", None, "folder of the comparison; by default runs/CONFIG-comparison", flag_values=values)
     meaning = "check your mixers, FILE.py:NAME, before any run, by attnlab.testing.check_layer"

@@ -44,9 +44,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _define(values, argv):
-    flags.DEFINE_string(
-        "adapter", None, "module:name of a function from a call to keyword arguments", flag_values=values
-    )
+    meaning = "module:name of a function from a call to keyword arguments"
+    flags.DEFINE_string("adapter", None, meaning, flag_values=values)
     flags.DEFINE_string("features", "all", "names of features, with commas between them", flag_values=values)
     flags.DEFINE_integer("cases", 200, "number of calls over all features", lower_bound=1, flag_values=values)
     flags.DEFINE_bool("recurrence", False, "check a function of the linear recurrence", flag_values=values)

@@ -78,15 +78,10 @@ def mistake(capsys, command, *arguments):
         ([QUICKSTART, "--config.model.num_heads=3"], r"width = 128 .*num_heads = 3"),
         ([QUICKSTART, "--config.model.positions=rotery"], r"'rotery': .*did you mean rotary\?"),
         ([QUICKSTART, "--config.model.impl=flash"], r"config.model.impl = 'flash': .*auto"),
-        ([QUICKSTART, "--config.data.tokenizer=bpe", "--config.data.vocab_size=255"], r"vocab_size = 255: .*256"),
-        ([QUICKSTART, "--config.data.name=quixote"], r"data.name = 'quixote': .*python_docs"),
-        ([QUICKSTART, "--config.data.path=/no/such/text"], r"data.path = '/no/such/text'"),
         ([QUICKSTART, "--config.batch_size=10"], r"batch_size = 10 .*4 × 1"),
         ([*SMALL, "--config.model.context=600000"], r"training text .*model.context"),
-        *[
-            ([QUICKSTART, f"--config.log.profile={steps}"], rf"log.profile = '{steps}': .*FIRST:LAST.* = 2000")
-            for steps in ("100", "1990:2001")
-        ],
+        ([QUICKSTART, "--config.log.profile=100"], r"log.profile = '100': .*FIRST:LAST.* = 2000"),
+        ([QUICKSTART, "--config.log.profile=1990:2001"], r"log.profile = '1990:2001': .*FIRST:LAST.* = 2000"),
         ([QUICKSTART, "--eval_only"], r"no run to evaluate"),
     ],
 )
@@ -98,16 +93,10 @@ def test_train_with_an_invalid_option_is_one_line(capsys, tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    "content, message",
-    [
-        ("", "is empty"),
-        ("a" * 9000, "repeats 'a' alone"),
-        (b"\xf1o", "is not UTF-8"),
-        ("short text", r"training text .*9 tokens"),
-    ],
+    "content, message", [("a" * 9000, "repeats 'a' alone"), ("short text", r"training text .*9 tokens")]
 )
 def test_train_on_an_unusable_text_is_one_line(capsys, tmp_path, content, message):
-    (tmp_path / "text.txt").write_bytes(content if isinstance(content, bytes) else content.encode())
+    (tmp_path / "text.txt").write_text(content)
     arguments = [QUICKSTART, f"--config.data.path={tmp_path}/text.txt", f"--workdir={tmp_path}/run"]
     assert re.search(message, mistake(capsys, train, *arguments))
     assert not (tmp_path / "run").exists()
@@ -119,10 +108,7 @@ def test_train_on_an_unusable_text_is_one_line(capsys, tmp_path, content, messag
         ("def get_config(:", "SyntaxError"),
         ("def get_config(): return 1 / 0", "ZeroDivisionError: division by zero"),
         ("def get_config(): return 3", r"get_config\(\) returned 3"),
-        (
-            f"{DEFAULT}; c.optimizer.learning_rat = 3.0; return c",
-            r"learning_rat .*did you mean optimizer.lea",
-        ),
+        (f"{DEFAULT}; c.optimizer.learning_rat = 3.0; return c", r"learning_rat .*did you mean optimizer.lea"),
         (f"{DEFAULT}; c.model = dict(width=64); return c", "config.model.num_layers is missing"),
     ],
 )

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import attnlab
-from attnlab import compare, comparing, train
+from attnlab import compare, comparing
 from attnlab.comparing import certificate, measuring, protocol
 from attnlab.data.batches import Batch
 from attnlab.data.tasks import named
@@ -30,7 +30,7 @@ from attnlab.training import text as texts
 from attnlab.training.state import token_losses
 from attnlab.training.workdir import Workdir
 from tests.runs import REPOSITORY, sharing
-from tests.test_sweep import CONFIG, QUICK, SHORT
+from tests.test_sweep import CONFIG, QUICK, SHORT, Here, workers_here
 
 OPTIONS = [CONFIG, *QUICK, *SHORT]
 VARIANTS = ["--variant=rotary:", "--variant=again: model.positions=rotary", "--variant=window: model.window=4"]
@@ -59,28 +59,13 @@ def compared(folder, *options):
     return compare.main(["compare", *OPTIONS, f"--workdir={folder}", *options])
 
 
-class Here(subprocess.Popen):
-    """In place of `subprocess.Popen`: a worker that has run in this process."""
-
-    def __init__(self, words, stdout, **_):
-        said, module = io.StringIO(), words[4]
-        mains = {"attnlab.train": train.main, "attnlab.comparing.measuring": measuring.main}
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            self.returncode = mains[module](words[4:])
-        stdout.write(said.getvalue().encode())
-
-    def poll(self):
-        return self.returncode
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A comparison of two variants on parity and on a text, with published results: its folder, file and output."""
     folder, out = tmp_path_factory.mktemp("comparisons") / "tasks", io.StringIO()
     file = folder.parent / "variants.py"
     file.write_text(TWO)
-    with pytest.MonkeyPatch.context() as patch, sharing(), contextlib.redirect_stdout(out):
-        patch.setattr(workers, "subprocess", SimpleNamespace(Popen=Here, DEVNULL=None, STDOUT=None))
+    with pytest.MonkeyPatch.context() as patch, workers_here(), sharing(), contextlib.redirect_stdout(out):
         patch.setattr(measuring, "ROUNDS", 1)
         # Certificates have tests of their own, and compile much.
         patch.setattr(certificate, "of_model", lambda model: {"conforms": True, "worst": 0.5})

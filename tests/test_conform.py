@@ -9,6 +9,7 @@ from attnlab import conform
 from attnlab.support import paths
 from attnlab.support.errors import UserError
 from attnlab.testing import worker
+from tests.ops.cases import slow
 
 MODULE = """
 import os, attnlab
@@ -105,11 +106,7 @@ def test_missing_platform_is_no_verdict(here, capsys, monkeypatch):
     "words, message",
     [
         (["quits:f"], "ended with 0"),
-        pytest.param(
-            ["mine:recurrence", "--features=causal"],
-            "mine:recurrence refused all features, so nothing was compared",
-            marks=pytest.mark.slow,
-        ),
+        slow(["mine:recurrence", "--features=causal"], "mine:recurrence refused all features, so nothing was compared"),
         (["mine:right", "--features=decay"], "features of a linear recurrence need --recurrence"),
         (["mine:right", "--out=mine.py/sub"], "--out=mine.py/sub cannot be written (Not a directory)"),
         (["mine:right", "causal"], "(mine:right, causal): expected one, and options as --name=value"),

@@ -9,21 +9,8 @@ import numpy as np
 import optax
 import pytest
 
+from attnlab import nn
 from attnlab.masks import Causal, SlidingWindow
-from attnlab.nn import (
-    GPT,
-    GRU,
-    AdditiveAttention,
-    Block,
-    CausalConv,
-    LayerNorm,
-    LinearAttention,
-    Mlp,
-    MultiHeadAttention,
-    RMSNorm,
-    Rotary,
-    StackedHeads,
-)
 from attnlab.ops.attention import attention
 from attnlab.ops.cross_entropy import cross_entropy
 from tests.ops.cases import draw, results
@@ -35,17 +22,17 @@ pytestmark = pytest.mark.slow
 X = np.random.default_rng(0).standard_normal((2, 13, 16)).astype(np.float32)
 TOKENS = np.random.default_rng(0).integers(0, 11, (2, 13), dtype=np.int32)
 MODULES = {
-    "heads": StackedHeads(2, 8, mask=SlidingWindow(3)),
-    "multi-head": MultiHeadAttention(4, kv_heads=2, mask=Causal(), rotary=100.0, qk_norm=True, sinks=True),
-    "blockwise": MultiHeadAttention(4, mask=Causal(), impl="blockwise"),
-    "additive": AdditiveAttention(8),
-    "linear": LinearAttention(4),
-    "gru": GRU(),
-    "convolution": CausalConv(3),
-    "block": Block(MultiHeadAttention(2), Mlp(19, "silu", gated=True), norm_first=False),
+    "heads": nn.StackedHeads(2, 8, mask=SlidingWindow(3)),
+    "multi-head": nn.MultiHeadAttention(4, kv_heads=2, mask=Causal(), rotary=100.0, qk_norm=True, sinks=True),
+    "blockwise": nn.MultiHeadAttention(4, mask=Causal(), impl="blockwise"),
+    "additive": nn.AdditiveAttention(8),
+    "linear": nn.LinearAttention(4),
+    "gru": nn.GRU(),
+    "convolution": nn.CausalConv(3),
+    "block": nn.Block(nn.MultiHeadAttention(2), nn.Mlp(19, "silu", gated=True), norm_first=False),
 }
 MODELS = {
-    "llama": {"positions": "rotary", "rotary": Rotary(scaling="linear", factor=2.0), "norm": "rms", "mlp": "gated"},
+    "llama": {"positions": "rotary", "rotary": nn.Rotary(scaling="linear", factor=2.0), "norm": "rms", "mlp": "gated"},
     "local": {"positions": "alibi", "num_layers": 3, "pattern": "local global", "window": 3, "soft_cap": 1.5},
 }
 
@@ -104,7 +91,7 @@ def test_optimized_module_equals_float64(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_optimized_gpt_and_its_caches_equal_float64(name):
     """The losses, their gradients, and the logits of a prompt and of single tokens after it."""
-    model = GPT(**({"vocab_size": 11, "num_layers": 2, "num_heads": 4, "width": 16, "context": 16} | MODELS[name]))
+    model = nn.GPT(**({"vocab_size": 11, "num_layers": 2, "num_heads": 4, "width": 16, "context": 16} | MODELS[name]))
     params = parameters(model, TOKENS)
     targets = np.roll(TOKENS, -1, axis=1)
 
@@ -158,9 +145,9 @@ def test_reduction_after_batched_products_is_wrong_on_jaxlib_0_10_2_alone():
 def test_norms_of_as_many_rows_equal_float64(name, width):
     """The programs of attnlab that reduce products of a few columns, at the size where the above is wrong."""
     modules = {
-        "norm of a projection": MultiHeadAttention(1, qk_norm=True, mask=Causal()),
-        "rms": RMSNorm(),
-        "layer": LayerNorm(),
+        "norm of a projection": nn.MultiHeadAttention(1, qk_norm=True, mask=Causal()),
+        "rms": nn.RMSNorm(),
+        "layer": nn.LayerNorm(),
     }
     x = np.random.default_rng(0).standard_normal((32_769, 1, width)).astype(np.float32)
     params = parameters(modules[name], x[:1])

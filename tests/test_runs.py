@@ -51,10 +51,7 @@ def test_metrics_of_runs_of_one_name_are_told_apart(two):
     assert set(attnlab.metrics([two / "a", again])["run"]) == {str(two / "a"), str(again)}
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("none", "none .*metrics.jsonl"), ("x*", "matches no folder with a")],
-)
+@pytest.mark.parametrize(("name", "message"), [("none", "none .*metrics.jsonl"), ("x*", "matches no folder with a")])
 def test_metrics_of_no_run_are_one_line(tmp_path, name, message):
     with pytest.raises(UserError, match=message):
         attnlab.metrics(tmp_path / name)

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import importlib
 import io
 import json
 import os
@@ -60,10 +61,7 @@ def log(folder, name):
     ("options", "message"),
     [
         ([], "--grid is missing: .*--grid config.seed=0,1"),
-        (
-            ["--grid=config.optimizer.learning_rte=1"],
-            "config.optimizer.learning_rte .*did you mean optimizer.learning_rate",
-        ),
+        (["--grid=config.optimizer.learning_rte=1"], "config.optimizer.learning_rte .*did you mean optimizer.learning"),
         (["--grid=config.seed=0\n1"], "is not a list of values"),
         (["--grid=config.seed=0,a"], "config.seed=a: invalid literal for int"),
         (["--grid=config.seed=0,0"], "--grid names seed=0 twice"),
@@ -201,7 +199,7 @@ class Here(subprocess.Popen):
     def __init__(self, words, stdout, **_):
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            self.returncode = train.main(words[4:])
+            self.returncode = importlib.import_module(words[4]).main(words[4:])
         stdout.write(said.getvalue().encode())
 
     def poll(self):

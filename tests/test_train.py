@@ -19,29 +19,11 @@ import pytest
 import attnlab
 from attnlab import train
 from attnlab.support.errors import UserError
-from attnlab.training import run as runs
 from attnlab.training.checkpoints import sha256
 from attnlab.training.experiment import Experiment
+from attnlab.training.run import resolve
+from tests import runs
 from tests.nn.user_parts import SOURCE
-from tests.runs import (
-    REPOSITORY,
-    SMALL,
-    Bigram,
-    CrashError,
-    contents,
-    crash_at,
-    finished,
-    flags,
-    kept,
-    process,
-    quick,
-    records,
-    run,
-    same_checkpoints,
-    unfinished,
-    wait_for,
-    workdir_alone,
-)
 from tests.runs import shared_programs as shared_programs  # a fixture of this module too
 
 SLOW = pytest.mark.slow
@@ -49,14 +31,14 @@ SLOW = pytest.mark.slow
 
 @pytest.fixture
 def undisturbed():
-    return finished()[0]
+    return runs.finished()[0]
 
 
 # --- what a run leaves
 
 
 def test_run_prints_summary_and_writes_its_files():
-    workdir, out = finished()
+    workdir, out = runs.finished()
     files = {"config.json", "metrics.jsonl", "tokenizer.json", "checkpoints"}
     assert {path.name for path in workdir.iterdir()} == files
     assert "training tokens" in out and "--- sample at step 12:" in out
@@ -68,7 +50,7 @@ def test_run_prints_summary_and_writes_its_files():
 
 
 def test_metrics_hold_every_record_once(undisturbed):
-    found = records(undisturbed)
+    found = runs.records(undisturbed)
     assert [r["step"] for r in found if r["split"] == "train"] == list(range(2, 13, 2))
     assert [r["step"] for r in found if r["split"] == "val"] == [5, 10, 12]
     assert [r["step"] for r in found if r["split"] == "final"] == [12]
@@ -84,7 +66,7 @@ def test_metrics_hold_every_record_once(undisturbed):
 
 def test_load_takes_the_newest_the_best_or_a_numbered_checkpoint(undisturbed, tmp_path):
     model, params, tokenizer, config = attnlab.load(undisturbed)
-    assert sha256(params["params"]) == records(undisturbed)[-1]["params_sha256"]
+    assert sha256(params["params"]) == runs.records(undisturbed)[-1]["params_sha256"]
     assert jax.tree.leaves(params)[0].sharding.device_set == {jax.devices()[0]}
     assert config.model.width == model.width == 16
     logits = jax.eval_shape(model.apply, params, tokenizer.encode("The ")[None])
@@ -92,28 +74,28 @@ def test_load_takes_the_newest_the_best_or_a_numbered_checkpoint(undisturbed, tm
     assert {sha256(attnlab.load(undisturbed, step).params) for step in (12, "12")} == {sha256(params)}
     with pytest.raises(ValueError, match="no checkpoint 11"):
         attnlab.load(undisturbed, 11)
-    assert kept(undisturbed) == [8, 12]
+    assert runs.kept(undisturbed) == [8, 12]
     assert sha256(attnlab.load(undisturbed, "best").params) == sha256(params)  # step 8 has no validation loss
-    (unfinished(tmp_path / "copy") / "metrics.jsonl").unlink()
+    (runs.unfinished(tmp_path / "copy") / "metrics.jsonl").unlink()
     assert sha256(attnlab.load(tmp_path / "copy", "best").params) == sha256(params)
 
 
 def test_finished_run_started_again_or_evaluated_writes_nothing(undisturbed, capsys):
-    before = contents(undisturbed)
-    for start in (run, workdir_alone):
+    before = runs.contents(undisturbed)
+    for start in (runs.run, runs.workdir_alone):
         assert start(undisturbed) == 0
         assert "is finished (12 steps): nothing to do" in capsys.readouterr().out
         assert start(undisturbed, "--eval_only") == 0
         loss = float(re.search(r"step 12  validation loss (\d\.\d+)", capsys.readouterr().out)[1])
-        np.testing.assert_allclose(loss, records(undisturbed)[-1]["loss"], atol=5e-5)  # printed to four decimals
-    assert contents(undisturbed) == before
+        np.testing.assert_allclose(loss, runs.records(undisturbed)[-1]["loss"], atol=5e-5)  # printed to four decimals
+    assert runs.contents(undisturbed) == before
 
 
 @pytest.fixture(scope="module")
 def with_history(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("runs") / "history"
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert train.train(quick(checkpoint__history=5, log__profile="3:4", sample__every=8), workdir) == 0
+        assert train.train(runs.quick(checkpoint__history=5, log__profile="3:4", sample__every=8), workdir) == 0
     assert re.findall(r"--- sample at step (\d+):", out.getvalue()) == ["8", "12"]
     return workdir
 
@@ -126,16 +108,16 @@ def test_profile_has_the_steps_that_were_asked_for(with_history):
 
 def test_failing_sample_does_not_cost_the_record(tmp_path, undisturbed, monkeypatch, capsys):
     monkeypatch.setattr("attnlab.training.trainer.generate", lambda *_, **__: (1 / 0 for _ in "a"))
-    assert train.train(quick(sample__every=8), tmp_path) == 0
+    assert train.train(runs.quick(sample__every=8), tmp_path) == 0
     assert "no sample at step 12 (division by zero)" in capsys.readouterr().out
-    assert records(tmp_path) == records(undisturbed)
+    assert runs.records(tmp_path) == runs.records(undisturbed)
 
 
 def test_history_begins_untrained_and_changes_no_bit(undisturbed, with_history):
-    assert records(with_history) == records(undisturbed)
-    assert set(kept(with_history)) == {0, 1, 2, 5, 12} | set(kept(undisturbed))
+    assert runs.records(with_history) == runs.records(undisturbed)
+    assert set(runs.kept(with_history)) == {0, 1, 2, 5, 12} | set(runs.kept(undisturbed))
     first = attnlab.load(with_history, step=0)
-    untrained = Experiment(runs.resolve(quick()).config, first.tokenizer.vocab_size).create_state()
+    untrained = Experiment(resolve(runs.quick()).config, first.tokenizer.vocab_size).create_state()
     assert sha256(first.params["params"]) == sha256(untrained.params)
     assert len({sha256(attnlab.load(with_history, step=step).params["params"]) for step in (0, 1, 12)}) == 3
 
@@ -152,10 +134,10 @@ def stopped_at_6(tmp_path_factory):
         if step == 6:
             signal.raise_signal(signal.SIGTERM)
 
-    with pytest.raises(CrashError):
-        train.train(quick(checkpoint__history=5), workdir, on_step=crash_at(1))
+    with pytest.raises(runs.CrashError):
+        train.train(runs.quick(checkpoint__history=5), workdir, on_step=runs.crash_at(1))
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert train.train(quick(checkpoint__history=5), workdir, on_step=on_step) == 128 + signal.SIGTERM
+        assert train.train(runs.quick(checkpoint__history=5), workdir, on_step=on_step) == 128 + signal.SIGTERM
     said = r"stopped: step 6 is saved in .*checkpoints; the same command resumes from there"
     assert re.search(said, out.getvalue())
     return workdir
@@ -163,10 +145,10 @@ def stopped_at_6(tmp_path_factory):
 
 def test_run_stopped_by_a_signal_resumes_bit_for_bit(undisturbed, with_history, stopped_at_6, tmp_path, capsys):
     shutil.copytree(stopped_at_6, tmp_path / "run")
-    assert run(tmp_path / "run") == 0
+    assert runs.run(tmp_path / "run") == 0
     assert "resumed from step 6\n" in capsys.readouterr().out
-    assert records(tmp_path / "run") == records(undisturbed)
-    assert same_checkpoints(tmp_path / "run", with_history)
+    assert runs.records(tmp_path / "run") == runs.records(undisturbed)
+    assert runs.same_checkpoints(tmp_path / "run", with_history)
 
 
 @pytest.mark.parametrize(
@@ -180,20 +162,20 @@ def test_run_stopped_by_a_signal_resumes_bit_for_bit(undisturbed, with_history, 
 def test_run_resumed_in_another_layout_has_the_same_losses(undisturbed, stopped_at_6, tmp_path, options):
     """On other devices, and with stacked layers; to rounding."""
     shutil.copytree(stopped_at_6, tmp_path / "run")
-    assert run(tmp_path / "run", *(f"--config.{option}" for option in options)) == 0
-    found, expected = records(tmp_path / "run"), records(undisturbed)
+    assert runs.run(tmp_path / "run", *(f"--config.{option}" for option in options)) == 0
+    found, expected = runs.records(tmp_path / "run"), runs.records(undisturbed)
     assert [(r["step"], r["split"]) for r in found] == [(r["step"], r["split"]) for r in expected]
     np.testing.assert_allclose([r["loss"] for r in found], [r["loss"] for r in expected], rtol=1e-5)
 
 
 def test_step_0_alone_or_of_another_run_is_not_resumed(with_history, tmp_path, capsys):
-    workdir = unfinished(tmp_path / "run", with_history)
-    for step in kept(workdir)[1:]:
+    workdir = runs.unfinished(tmp_path / "run", with_history)
+    for step in runs.kept(workdir)[1:]:
         shutil.rmtree(workdir / "checkpoints" / str(step))
-    assert kept(workdir) == [0] and workdir_alone(workdir) == 2
+    assert runs.kept(workdir) == [0] and runs.workdir_alone(workdir) == 2
     assert "holds no checkpoint after step 0, but the run had reached step 12" in capsys.readouterr().err
     with pytest.raises(UserError, match="checkpoints of another run"):
-        train.train(quick(checkpoint__dir=f"{workdir}/checkpoints"), tmp_path / "other")
+        train.train(runs.quick(checkpoint__dir=f"{workdir}/checkpoints"), tmp_path / "other")
 
 
 SIGNALS_ITSELF = """
@@ -217,43 +199,43 @@ sys.exit(train.main())"""
 def test_processes_stopped_and_killed_without_a_reader_are_bit_exact(undisturbed, with_history, tmp_path, capsys):
     """The pipe's reader ends first, as with `| tee`, which Ctrl-C ends before the run."""
     history = "--config.checkpoint.history=5"
-    running = process(tmp_path / "run", history, program=["-c", SIGNALS_ITSELF, f"{signal.SIGTERM:d}", "6"])
+    running = runs.process(tmp_path / "run", history, program=["-c", SIGNALS_ITSELF, f"{signal.SIGTERM:d}", "6"])
     out, _ = running.communicate(timeout=60)
     assert running.returncode == 128 + signal.SIGTERM, out
-    running = process(tmp_path / "run", program=["-c", SIGNALS_ITSELF, f"{signal.SIGKILL:d}", "11"])
-    wait_for(running, "^resumed from step 6$")
+    running = runs.process(tmp_path / "run", program=["-c", SIGNALS_ITSELF, f"{signal.SIGKILL:d}", "11"])
+    runs.wait_for(running, "^resumed from step 6$")
     running.stdout.close()
     assert running.wait(timeout=60) == -signal.SIGKILL
-    newest = max(kept(tmp_path / "run"))
-    assert records(tmp_path / "run")[-1]["step"] == 10 and newest in (6, 8)
-    assert run(tmp_path / "run") == 0
+    newest = max(runs.kept(tmp_path / "run"))
+    assert runs.records(tmp_path / "run")[-1]["step"] == 10 and newest in (6, 8)
+    assert runs.run(tmp_path / "run") == 0
     assert f"resumed from step {newest}\n" in capsys.readouterr().out
-    assert records(tmp_path / "run") == records(undisturbed)
-    assert same_checkpoints(tmp_path / "run", with_history)
+    assert runs.records(tmp_path / "run") == runs.records(undisturbed)
+    assert runs.same_checkpoints(tmp_path / "run", with_history)
 
 
 @pytest.mark.slow
 def test_hybrid_with_a_layer_of_the_user_killed_is_bit_exact(tmp_path):
     (tmp_path / "mine.py").write_text(SOURCE)
-    hybrid = flags({"model.num_layers": 3, "model.pattern": f"{tmp_path}/mine.py:Average gated_delta attention"})
+    hybrid = runs.flags({"model.num_layers": 3, "model.pattern": f"{tmp_path}/mine.py:Average gated_delta attention"})
     for workdir, program, code in (
         ("whole", ["-m", "attnlab.train"], 0),
         ("run", ["-c", SIGNALS_ITSELF, f"{signal.SIGKILL:d}", "6"], -signal.SIGKILL),
         ("run", ["-m", "attnlab.train"], 0),
     ):
-        running = process(tmp_path / workdir, *hybrid, program=program)
+        running = runs.process(tmp_path / workdir, *hybrid, program=program)
         out, _ = running.communicate(timeout=300)
         assert running.returncode == code, out
     assert "resumed from step 4\n" in out
-    assert records(tmp_path / "run") == records(tmp_path / "whole")
-    assert same_checkpoints(tmp_path / "run", tmp_path / "whole")
+    assert runs.records(tmp_path / "run") == runs.records(tmp_path / "whole")
+    assert runs.same_checkpoints(tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.slow
 def test_signal_while_compiling_ends_the_process(tmp_path):
     """Python's handlers would wait until XLA has compiled."""
-    running = process(tmp_path / "run", "--config.model.num_layers=12")
-    wait_for(running, "parameters on 1 cpu device")
+    running = runs.process(tmp_path / "run", "--config.model.num_layers=12")
+    runs.wait_for(running, "parameters on 1 cpu device")
     start = time.monotonic()
     running.send_signal(signal.SIGINT)
     out, _ = running.communicate(timeout=60)
@@ -265,32 +247,32 @@ def test_signal_while_compiling_ends_the_process(tmp_path):
 
 
 def test_damaged_checkpoint_is_set_aside_and_previous_resumed(undisturbed, tmp_path, capsys):
-    workdir = unfinished(tmp_path / "run")
+    workdir = runs.unfinished(tmp_path / "run")
     largest = max((workdir / "checkpoints" / "12").rglob("*"), key=lambda path: path.stat().st_size)
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 16
     largest.write_bytes(content)
     with pytest.raises(ValueError, match=r"checkpoint 12 in .*differs"):
         attnlab.load(workdir)
-    assert run(workdir) == 0
+    assert runs.run(workdir) == 0
     out = capsys.readouterr().out
     assert re.search(r"checkpoint 12 is damaged \(.* differs from what was written\): set aside as 12.damaged\n", out)
     assert "resumed from step 8" in out
-    assert records(workdir) == records(undisturbed)
+    assert runs.records(workdir) == runs.records(undisturbed)
     assert (workdir / "checkpoints" / "12.damaged").exists()
 
 
 def test_changed_metrics_are_refused_and_missing_ones_reported(undisturbed, tmp_path, capsys):
-    workdir = unfinished(tmp_path / "run")
+    workdir = runs.unfinished(tmp_path / "run")
     log = workdir / "metrics.jsonl"
     whole = log.read_text()
     log.write_text(whole.replace("9", "8", 1))
-    assert run(workdir) == 2
+    assert runs.run(workdir) == 2
     assert "metrics.jsonl is not what it was when step 12 was saved" in capsys.readouterr().err
     log.unlink()
-    assert run(workdir) == 0
+    assert runs.run(workdir) == 0
     assert "metrics.jsonl is missing: the records up to step 12 are lost" in capsys.readouterr().out
-    assert records(workdir) == records(undisturbed)[-2:]
+    assert runs.records(workdir) == runs.records(undisturbed)[-2:]
 
 
 def obeys_permissions():
@@ -310,16 +292,16 @@ print([train.main(["train", *sys.argv[2:], f"--workdir={workdir}"]) for workdir 
 
 @pytest.mark.slow
 def test_unwritable_workdir_is_one_line_unless_finished(undisturbed, tmp_path):
-    stopped = unfinished(tmp_path / "stopped")
+    stopped = runs.unfinished(tmp_path / "stopped")
     done_before = shutil.copytree(undisturbed, tmp_path / "finished")
     (tmp_path / "read-only").mkdir()
     everything = [tmp_path, *tmp_path.rglob("*")]
     for path in everything:
         path.chmod(0o555 if path.is_dir() else 0o444)
-    before = contents(tmp_path)
+    before = runs.contents(tmp_path)
     workdirs = f"{stopped},{done_before},{tmp_path}/read-only/new"
-    command = [*obeys_permissions(), sys.executable, "-c", SEVERAL_STARTS, workdirs, *SMALL]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    command = [*obeys_permissions(), sys.executable, "-c", SEVERAL_STARTS, workdirs, *runs.SMALL]
+    done = subprocess.run(command, cwd=runs.REPOSITORY, capture_output=True, text=True)
     for path in everything:
         path.chmod(0o755)
     first, second = done.stderr.splitlines()
@@ -327,7 +309,7 @@ def test_unwritable_workdir_is_one_line_unless_finished(undisturbed, tmp_path):
     assert second.startswith(f"error: --workdir={tmp_path}/read-only/new cannot be written")
     told = [line for line in done.stdout.splitlines() if line.startswith((str(done_before), "["))]
     assert told == [f"{done_before} is finished (12 steps): nothing to do", "[2, 0, 2]"]
-    assert contents(tmp_path) == before
+    assert runs.contents(tmp_path) == before
 
 
 @pytest.mark.slow
@@ -335,26 +317,26 @@ def test_full_disk_is_one_line_and_the_run_resumes_later(undisturbed, tmp_path):
     """A limit of 10 KiB per file simulates the full disk: the optimizer's metadata alone takes more.
 
     Limits near the size of parameter files would not do: that size varies between saves."""
-    command = " ".join([sys.executable, "-m", "attnlab.train", *SMALL, f"--workdir={tmp_path}/run"])
+    command = " ".join([sys.executable, "-m", "attnlab.train", *runs.SMALL, f"--workdir={tmp_path}/run"])
     done = subprocess.run(
         ["bash", "-c", f"ulimit -f 10; exec {command}"],
-        cwd=REPOSITORY,
+        cwd=runs.REPOSITORY,
         env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"},  # its entries are larger, too
         capture_output=True,
         text=True,
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: a checkpoint cannot be written to") and done.stderr.count("\n") == 1
-    out, _ = process(tmp_path / "run").communicate(timeout=120)
+    out, _ = runs.process(tmp_path / "run").communicate(timeout=120)
     assert "no checkpoint was saved yet: starting from the beginning" in out
-    assert records(tmp_path / "run") == records(undisturbed)
+    assert runs.records(tmp_path / "run") == runs.records(undisturbed)
 
 
 # --- a run's folder alone is enough to resume, evaluate and extend it
 
 
 def test_workdir_alone_refuses_other_changes(undisturbed, tmp_path, capsys):
-    before = contents(undisturbed)
+    before = runs.contents(undisturbed)
     for workdir, options, message in (
         (tmp_path / "none", ["--config.steps=60"], "--config is missing"),
         (undisturbed, ["--config.model.width=64"], "config.model.width = 64, .* 16"),
@@ -362,31 +344,31 @@ def test_workdir_alone_refuses_other_changes(undisturbed, tmp_path, capsys):
         (undisturbed, ["--config.stpes=60"], "--config.stpes: .*did you mean steps"),
         (undisturbed, ["--eval_only", "--config.steps=60"], "config.steps = 60, there it was 12"),
     ):
-        assert workdir_alone(workdir, *options) == 2
+        assert runs.workdir_alone(workdir, *options) == 2
         err = capsys.readouterr().err
         assert re.search(message, err) and err.count("\n") == 1, err
-    assert contents(undisturbed) == before and not (tmp_path / "none").exists()
+    assert runs.contents(undisturbed) == before and not (tmp_path / "none").exists()
 
 
 @pytest.mark.slow
 def test_run_extended_during_warmup_equals_the_longer_run(tmp_path):
     """And keeps its history."""
-    options, model = {"steps": 20, "checkpoint__keep": 1, "checkpoint__every": 10}, Bigram()
-    with pytest.raises(CrashError):
-        train.train(quick(checkpoint__history=5), tmp_path / "run", model=model, on_step=crash_at(7))
-    assert train.train(quick(checkpoint__history=0, **options), tmp_path / "run", model=model) == 0
-    assert train.train(quick(**options), tmp_path / "whole", model=model) == 0
-    assert records(tmp_path / "run") == records(tmp_path / "whole")
-    assert set(kept(tmp_path / "run")) == {0, 1, 2, 5} | set(kept(tmp_path / "whole"))
+    options, model = {"steps": 20, "checkpoint__keep": 1, "checkpoint__every": 10}, runs.Bigram()
+    with pytest.raises(runs.CrashError):
+        train.train(runs.quick(checkpoint__history=5), tmp_path / "run", model=model, on_step=runs.crash_at(7))
+    assert train.train(runs.quick(checkpoint__history=0, **options), tmp_path / "run", model=model) == 0
+    assert train.train(runs.quick(**options), tmp_path / "whole", model=model) == 0
+    assert runs.records(tmp_path / "run") == runs.records(tmp_path / "whole")
+    assert set(runs.kept(tmp_path / "run")) == {0, 1, 2, 5} | set(runs.kept(tmp_path / "whole"))
 
 
 def test_finished_run_extended_and_crashed_is_bit_exact(undisturbed, tmp_path, capsys):
     """From step 12 to 20, after the learning rate had decayed to 0."""
     whole, crashed = (shutil.copytree(undisturbed, tmp_path / name) for name in ("whole", "crashed"))
-    first = records(whole)
-    assert workdir_alone(whole, "--config.steps=20") == 0
+    first = runs.records(whole)
+    assert runs.workdir_alone(whole, "--config.steps=20") == 0
     assert re.search(r"extended from 12 to 20 steps: the learning rate was .*, and is", capsys.readouterr().out)
-    found = records(whole)
+    found = runs.records(whole)
     assert found[: len(first)] == first and first[-1]["split"] == "final"
     assert [r["step"] for r in found if r["split"] == "final"] == [12, 20]
     rates = {r["step"]: r["learning_rate"] for r in found if r["split"] == "train"}
@@ -396,7 +378,7 @@ def test_finished_run_extended_and_crashed_is_bit_exact(undisturbed, tmp_path, c
     assert sha256(attnlab.load(whole).params["params"]) == found[-1]["params_sha256"]
 
     for step in (14, 18):  # before and after the first checkpoint of the extension
-        with pytest.raises(CrashError):
-            train.train(quick(steps=20), crashed, on_step=crash_at(step))
-    assert workdir_alone(crashed) == 0
-    assert records(crashed) == found and json.loads((crashed / "config.json").read_text()) == saved
+        with pytest.raises(runs.CrashError):
+            train.train(runs.quick(steps=20), crashed, on_step=runs.crash_at(step))
+    assert runs.workdir_alone(crashed) == 0
+    assert runs.records(crashed) == found and json.loads((crashed / "config.json").read_text()) == saved

@@ -21,44 +21,33 @@ from attnlab.support.errors import UserError
 from attnlab.training import precision
 from attnlab.training.checkpoints import Checkpoints, sha256
 from attnlab.training.experiment import Experiment
-from tests.runs import (
-    Bigram,
-    CrashError,
-    contents,
-    crash_at,
-    digests,
-    quick,
-    records,
-    run,
-    same_checkpoints,
-    workdir_alone,
-)
+from tests import runs
 from tests.runs import shared_programs as shared_programs  # a fixture of this module too
 
 SLOW = pytest.mark.slow
-BIGRAM = {"model": Bigram()}
+BIGRAM = {"model": runs.Bigram()}
 
 
 # --- steps that are not finite
 
 
-class Poisoned(Bigram):
+class Poisoned(runs.Bigram):
     """A bigram model whose loss in step 7, and in no other, is NaN."""
 
     @nn.compact
     def __call__(self, tokens, deterministic=True, dropout_key=None):
-        logits = Bigram(self.vocab_size)(tokens, deterministic, dropout_key)
+        logits = runs.Bigram(self.vocab_size)(tokens, deterministic, dropout_key)
         if deterministic:
             return logits
-        key_7 = jax.random.fold_in(jax.random.fold_in(jax.random.key(quick().seed), 6), 0)  # of its first sequence
+        key_7 = jax.random.fold_in(jax.random.fold_in(jax.random.key(runs.quick().seed), 6), 0)  # of its first sequence
         same = (jax.random.key_data(dropout_key[0]) == jax.random.key_data(key_7)).all()
         return logits + jnp.where(same, jnp.nan, 0)
 
 
 def test_nonfinite_step_is_skipped_reported_and_counted(tmp_path, capsys):
-    assert train.train(quick(on_nonfinite="skip", log__every=1), tmp_path / "run", model=Poisoned()) == 0
+    assert train.train(runs.quick(on_nonfinite="skip", log__every=1), tmp_path / "run", model=Poisoned()) == 0
     assert "step 7 is skipped: grad_norm is nan (1 skipped in total)" in capsys.readouterr().out
-    found = {r["step"]: r for r in records(tmp_path / "run") if r["split"] == "train"}
+    found = {r["step"]: r for r in runs.records(tmp_path / "run") if r["split"] == "train"}
     assert [found[step]["skipped"] for step in (1, 6, 7, 8, 12)] == [0, 0, 1, 1, 1]
     assert found[7]["grad_norm"] is None and found[7]["param_norm"] == found[6]["param_norm"]
     assert found[8]["param_norm"] != found[7]["param_norm"] and np.isfinite(found[12]["loss"])
@@ -67,7 +56,7 @@ def test_nonfinite_step_is_skipped_reported_and_counted(tmp_path, capsys):
 def test_nonfinite_step_ends_the_run_at_last_good_checkpoint(tmp_path):
     for _ in range(2):
         with pytest.raises(UserError, match="is nan at step 7; the last good checkpoint is step 4 in .*: lower"):
-            train.train(quick(), tmp_path / "run", model=Poisoned())
+            train.train(runs.quick(), tmp_path / "run", model=Poisoned())
         assert Checkpoints(tmp_path / "run" / "checkpoints").newest_intact() == (4, {})
 
 
@@ -75,7 +64,7 @@ def test_nonfinite_parameters_end_the_run_unsaved_despite_skip(tmp_path):
     """And release its lock."""
     for _ in range(2):
         with pytest.raises(UserError, match="param_norm is inf at step 1; no checkpoint was saved yet"):
-            train.train(quick(optimizer__learning_rate=1e20, on_nonfinite="skip"), tmp_path / "run", **BIGRAM)
+            train.train(runs.quick(optimizer__learning_rate=1e20, on_nonfinite="skip"), tmp_path / "run", **BIGRAM)
         assert not any((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
 
 
@@ -96,7 +85,7 @@ def own_text_run(tmp_path_factory):
         "--config.sample.length=1",
     ]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert run(folder / "run", f"--config.data.path={folder}/mine.txt", *options) == 0
+        assert runs.run(folder / "run", f"--config.data.path={folder}/mine.txt", *options) == 0
     return folder / "run", folder / "mine.txt", options, printed.getvalue()
 
 
@@ -122,8 +111,8 @@ def test_data_path_alone_selects_that_text(own_text_run):
 def test_changed_text_is_refused_unless_the_run_is_finished(own_text_run, unfinished_own_text_run, capsys):
     workdir, path, options = unfinished_own_text_run
     path.write_text(SENTENCE.replace(",", "!") * 200)
-    assert run(own_text_run[0], f"--config.data.path={path}", *options) == 0
-    assert run(workdir, f"--config.data.path={path}", *options) == 2
+    assert runs.run(own_text_run[0], f"--config.data.path={path}", *options) == 0
+    assert runs.run(workdir, f"--config.data.path={path}", *options) == 2
     assert "was trained on a different text" in capsys.readouterr().err
 
 
@@ -131,7 +120,7 @@ def test_run_resumes_with_its_own_tokenizer_when_its_text_moved(unfinished_own_t
     workdir, path, options = unfinished_own_text_run
     saved = json.loads((workdir / "config.json").read_text())
     monkeypatch.setattr(tokenizers, "make", None)
-    assert run(workdir, f"--config.data.path={path}", *options) == 0
+    assert runs.run(workdir, f"--config.data.path={path}", *options) == 0
     resumed = json.loads((workdir / "config.json").read_text())
     assert resumed | {"data": resumed["data"] | {"path": saved["data"]["path"]}} == saved
     model, params, tokenizer, _ = attnlab.load(workdir)
@@ -145,14 +134,14 @@ def test_run_resumes_with_its_own_tokenizer_when_its_text_moved(unfinished_own_t
 
 @pytest.mark.slow
 def test_run_whose_pattern_does_not_divide_its_layers_is_loaded(tmp_path):
-    config = quick(steps=2, model__pattern="attention conv", model__num_layers=5, model__scan=True)
+    config = runs.quick(steps=2, model__pattern="attention conv", model__num_layers=5, model__scan=True)
     assert train.train(config, tmp_path / "run") == 0
     model, params, _, _ = attnlab.load(tmp_path / "run")
     assert len(params["params"]) > 5 and model.num_layers == 5
 
 
 def test_own_model_optimizer_callback_and_tracker_train_and_resume(tmp_path, capsys):
-    config = quick(data__tokenizer="byte")
+    config = runs.quick(data__tokenizer="byte")
     own = BIGRAM | {"optimizer": optax.adam(1e-2)}
     seen, tracked, shown = [], [], []
 
@@ -176,13 +165,13 @@ def test_own_model_optimizer_callback_and_tracker_train_and_resume(tmp_path, cap
     assert seen == list(range(1, 13)) and "Bigram of 4,352 parameters" in shown[0]
     said = ("reading python_docs\npreparing its tokens\ninitializing the model\n", "\ncompiling the step\n")
     assert shown[0].startswith(said[0]) and said[1] in shown[0] and "compiling" not in shown[1]
-    found = records(tmp_path / "whole")
+    found = runs.records(tmp_path / "whole")
     assert found[-1]["loss"] < found[0]["loss"] and "learning_rate" not in found[0]
-    with pytest.raises(CrashError):
-        train.train(config, tmp_path / "run", on_step=crash_at(8), tracker=Tracker, **own)
+    with pytest.raises(runs.CrashError):
+        train.train(config, tmp_path / "run", on_step=runs.crash_at(8), tracker=Tracker, **own)
     assert tracked.pop() == "closed"
     assert train.train(config, tmp_path / "run", tracker=Tracker, **own) == 0
-    assert records(tmp_path / "run") == found and tracked.pop() == "closed"
+    assert runs.records(tmp_path / "run") == found and tracked.pop() == "closed"
     assert set(range(2, 13, 2)) <= {step for step, _ in tracked}
     assert all({"train/loss", "val/loss", "final/loss"} & metrics.keys() for _, metrics in tracked)
 
@@ -204,10 +193,10 @@ LION |= {"parallel__strategy": "pmap", "parallel__mesh__data": -1, "model__num_l
 
 def whole_and_crashed(folder, **options):
     """A run, and one that crashed after step 9."""
-    config = quick(optimizer__ema=0.5, checkpoint__every=8, **options)
+    config = runs.quick(optimizer__ema=0.5, checkpoint__every=8, **options)
     assert train.train(config, folder / "whole") == 0
-    with pytest.raises(CrashError):
-        train.train(config, folder / "run", on_step=crash_at(9))
+    with pytest.raises(runs.CrashError):
+        train.train(config, folder / "run", on_step=runs.crash_at(9))
     return folder / "whole", folder / "run"
 
 
@@ -220,12 +209,12 @@ def muon(tmp_path_factory):
 def test_optimizer_trains_and_resumes_bit_for_bit(request, tmp_path, options):
     made = request.getfixturevalue("muon") if options == "muon" else whole_and_crashed(tmp_path, **options)
     whole, run = made[0], shutil.copytree(made[1], tmp_path / "resumed")
-    found = records(whole)
+    found = runs.records(whole)
     losses = [record["loss"] for record in found if record["split"] == "val"]
     assert losses[-1] < losses[0] - 0.02 and losses[-1] < 4.6  # of 103 characters, ln(103) = 4.63 to begin with
-    assert workdir_alone(run) == 0
-    assert records(run) == found and same_checkpoints(run, whole)
-    assert set(digests(run, 12)) == {"params", "opt_state", "average"}
+    assert runs.workdir_alone(run) == 0
+    assert runs.records(run) == found and runs.same_checkpoints(run, whole)
+    assert set(runs.digests(run, 12)) == {"params", "opt_state", "average"}
 
 
 OVER_FOUR = MUON | {"optimizer__ema": 0.5, "model__scan": True, "parallel__mesh__fsdp": 4}
@@ -234,14 +223,14 @@ OVER_FOUR = MUON | {"optimizer__ema": 0.5, "model__scan": True, "parallel__mesh_
 @pytest.mark.slow
 def test_muon_that_is_saved_on_one_device_goes_on_over_four(muon, tmp_path):
     shutil.copytree(muon[1], tmp_path / "four")
-    assert train.train(quick(**OVER_FOUR), tmp_path / "four") == 0
-    found, expected = records(tmp_path / "four"), records(muon[0])
+    assert train.train(runs.quick(**OVER_FOUR), tmp_path / "four") == 0
+    found, expected = runs.records(tmp_path / "four"), runs.records(muon[0])
     np.testing.assert_allclose([r["loss"] for r in found], [r["loss"] for r in expected], rtol=1e-5)  # sums' order
 
 
 def test_muon_and_the_average_are_sharded_as_their_parameters():
     """Four devices hold shares of all that has the shape of a kernel."""
-    state = Experiment(quick(**OVER_FOUR), vocab_size=95).abstract_state
+    state = Experiment(runs.quick(**OVER_FOUR), vocab_size=95).abstract_state
     leaves = jax.tree_util.tree_leaves_with_path(state)
     kernels = [leaf for path, leaf in leaves if "kernel" in jax.tree_util.keystr(path)]
     assert len(kernels) == 3 * 6  # of parameters, momentum and average
@@ -249,20 +238,20 @@ def test_muon_and_the_average_are_sharded_as_their_parameters():
 
 
 def test_run_that_starts_from_another_takes_its_average(muon, tmp_path):
-    config = quick(**MUON, init_from=str(muon[0]), optimizer__ema=0.5, checkpoint__history=2)
-    with pytest.raises(CrashError):
-        train.train(config, tmp_path / "second", on_step=crash_at(1))
+    config = runs.quick(**MUON, init_from=str(muon[0]), optimizer__ema=0.5, checkpoint__history=2)
+    with pytest.raises(runs.CrashError):
+        train.train(config, tmp_path / "second", on_step=runs.crash_at(1))
     first, second = attnlab.load(muon[0]), attnlab.load(tmp_path / "second", 0)
-    assert sha256(first.params) == sha256(second.params) != records(muon[0])[-1]["params_sha256"]
+    assert sha256(first.params) == sha256(second.params) != runs.records(muon[0])[-1]["params_sha256"]
     assert first.tokenizer.to_dict() == second.tokenizer.to_dict()
 
 
 def test_average_is_evaluated_and_loaded_while_training_goes_on_without_it(tmp_path, capsys):
-    config = quick(optimizer__ema=0.5, steps=6, checkpoint__history=7)
+    config = runs.quick(optimizer__ema=0.5, steps=6, checkpoint__history=7)
     assert train.train(config, tmp_path / "run", **BIGRAM) == 0
-    assert train.train(quick(steps=6, eval__patience=1), tmp_path / "plain", **BIGRAM) == 0
+    assert train.train(runs.quick(steps=6, eval__patience=1), tmp_path / "plain", **BIGRAM) == 0
     assert ends(tmp_path / "plain") == [("val", 5), ("val", 6), ("final", 6)]  # each was lower
-    found, without = records(tmp_path / "run"), records(tmp_path / "plain")
+    found, without = runs.records(tmp_path / "run"), runs.records(tmp_path / "plain")
     assert [r for r in found if r["split"] == "train"] == [r for r in without if r["split"] == "train"]
     assert found[-1]["params_sha256"] == without[-1]["params_sha256"] and found[-1]["loss"] != without[-1]["loss"]
 
@@ -288,12 +277,12 @@ def test_average_is_evaluated_and_loaded_while_training_goes_on_without_it(tmp_p
 
 
 def still(workdir, patience=2, **options):
-    config = quick(optimizer__learning_rate=1e-30, steps=20, eval__patience=patience, checkpoint__every=6)
+    config = runs.quick(optimizer__learning_rate=1e-30, steps=20, eval__patience=patience, checkpoint__every=6)
     return train.train(config, workdir, **BIGRAM, **options)
 
 
 def ends(workdir):
-    return [(r["split"], r["step"]) for r in records(workdir) if r["split"] != "train"]
+    return [(r["split"], r["step"]) for r in runs.records(workdir) if r["split"] != "train"]
 
 
 @pytest.fixture(scope="module")
@@ -306,20 +295,20 @@ def ended_early(tmp_path_factory):
 
 def test_run_ends_when_validation_has_not_improved_for_its_patience(ended_early, capsys):
     assert ends(ended_early) == [("val", 5), ("val", 10), ("val", 15), ("final", 15)]
-    before = contents(ended_early)
+    before = runs.contents(ended_early)
     assert still(ended_early) == 0
     assert "is finished (15 steps): nothing to do; --config.eval.patience=0 goes on" in capsys.readouterr().out
-    assert contents(ended_early) == before
+    assert runs.contents(ended_early) == before
     loaded = attnlab.load(ended_early, **BIGRAM)
-    assert sha256(loaded.params["params"]) == records(ended_early)[-1]["params_sha256"]
+    assert sha256(loaded.params["params"]) == runs.records(ended_early)[-1]["params_sha256"]
 
 
 def test_run_killed_before_its_early_end_ends_at_the_same_step(ended_early, tmp_path):
     for step in (7, 14):
-        with pytest.raises(CrashError):
-            still(tmp_path / "run", on_step=crash_at(step))
+        with pytest.raises(runs.CrashError):
+            still(tmp_path / "run", on_step=runs.crash_at(step))
     assert still(tmp_path / "run") == 0
-    assert records(tmp_path / "run") == records(ended_early)
+    assert runs.records(tmp_path / "run") == runs.records(ended_early)
 
 
 @pytest.mark.parametrize("lost", ["final", "val"])
@@ -332,7 +321,7 @@ def test_run_killed_between_its_last_save_and_its_final_record_ends_there(ended_
     if lost == "val":  # the offset in the checkpoint is that of a save before the evaluation
         shutil.rmtree(tmp_path / "run" / "checkpoints" / "15")
     assert still(tmp_path / "run") == 0
-    assert records(tmp_path / "run") == records(ended_early)
+    assert runs.records(tmp_path / "run") == runs.records(ended_early)
 
 
 def test_run_ended_early_goes_on_without_patience_as_if_never_stopped(ended_early, tmp_path):
@@ -340,8 +329,8 @@ def test_run_ended_early_goes_on_without_patience_as_if_never_stopped(ended_earl
     for name in ("run", "whole"):
         assert still(tmp_path / name, patience=0) == 0
     assert ends(tmp_path / "run")[3:] == [("final", 15), ("val", 20), ("final", 20)]
-    found = [r for r in records(tmp_path / "run") if (r["split"], r["step"]) != ("final", 15)]
-    assert found == records(tmp_path / "whole")
+    found = [r for r in runs.records(tmp_path / "run") if (r["split"], r["step"]) != ("final", 15)]
+    assert found == runs.records(tmp_path / "whole")
 
 
 # --- precision
@@ -350,16 +339,16 @@ def test_run_ended_early_goes_on_without_patience_as_if_never_stopped(ended_earl
 def test_auto_is_saved_as_what_it_stands_for_and_kept_on_other_hardware(tmp_path, monkeypatch, capsys):
     """In a run with other options."""
     options = {"model__positions": "alibi", "model__window": 8, "model__kv_heads": 1, "sample__length": 0}
-    config = quick(precision="auto", steps=6, **options)
+    config = runs.quick(precision="auto", steps=6, **options)
     monkeypatch.setattr(precision, "_cpu_flags", lambda: {"avx512_bf16"})
-    with pytest.raises(CrashError):
-        train.train(config, tmp_path / "run", on_step=crash_at(5))
+    with pytest.raises(runs.CrashError):
+        train.train(config, tmp_path / "run", on_step=runs.crash_at(5))
     assert json.loads((tmp_path / "run" / "config.json").read_text())["precision"] == "bfloat16"
     assert "1 cpu device (mesh), in bfloat16, into" in capsys.readouterr().out
     monkeypatch.setattr(precision, "_cpu_flags", set)
     assert train.train(config, tmp_path / "run") == 0
     assert "the run began in bfloat16, and goes on in it" in capsys.readouterr().out
-    assert np.isfinite([r["loss"] for r in records(tmp_path / "run")]).all()
+    assert np.isfinite([r["loss"] for r in runs.records(tmp_path / "run")]).all()
     assert attnlab.load(tmp_path / "run").model.dtype == "bfloat16"
     assert train.train(config, tmp_path / "run") == 0  # finished
     config.precision = "float32"

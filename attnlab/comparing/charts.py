@@ -109,10 +109,7 @@ def _axes(points: Sequence[_Point], log_x: bool) -> tuple[_Axis, _Axis]:
     # Ticks of a narrower range would need more digits than they have room.
     room = max(0.05 * (top - bottom), 0.002 * abs(top)) or 1.0
     inset = 6  # so that dots stay off the edges
-    return (
-        _Axis(left, right, LEFT + inset, RIGHT - inset, log_x),
-        _Axis(bottom - room, top + room, BOTTOM, TOP),
-    )
+    return (_Axis(left, right, LEFT + inset, RIGHT - inset, log_x), _Axis(bottom - room, top + room, BOTTOM, TOP))
 
 
 def _ticks(low: float, high: float) -> list[tuple[float, str]]:

@@ -5,6 +5,7 @@ compared with Student's t, in both directions. The intervals of a table's differ
 with probability 95 % each contains its true difference. A verdict is an interval without 0.
 """
 
+import bisect
 import functools
 import math
 from collections.abc import Sequence
@@ -76,11 +77,7 @@ def _difference(paired: np.ndarray, variants: int, resolution: float) -> Differe
 
 
 def power(effect: float, seeds: int, level: float = LEVEL) -> float:
-    """The probability of a verdict, by the paired t-test, where the true mean is `effect` standard deviations.
-
-    >>> round(power(2.0, seeds=5), 2)
-    0.91
-    """
+    """The probability of a verdict, by the paired t-test, where the true mean is `effect` standard deviations."""
     critical, shift = stats.t.ppf(1 - level / 2, seeds - 1), effect * seeds**0.5
     if seeds > 100:  # where the noncentral t is nearly normal, and scipy's may be NaN
         return float(stats.norm.sf(critical - shift) + stats.norm.cdf(-critical - shift))
@@ -89,11 +86,7 @@ def power(effect: float, seeds: int, level: float = LEVEL) -> float:
 
 @functools.cache
 def detectable_effect(seeds: int, level: float = LEVEL) -> float:
-    """The effect, in standard deviations of the differences, that is seen with probability `POWER`.
-
-    >>> round(detectable_effect(5), 2)
-    1.68
-    """
+    """The effect, in standard deviations of the differences, that is seen with probability `POWER`."""
     highest = 1.0
     while power(highest, seeds, level) < POWER:
         highest *= 2
@@ -101,15 +94,5 @@ def detectable_effect(seeds: int, level: float = LEVEL) -> float:
 
 
 def seeds_needed(effect: float, level: float = LEVEL) -> int:
-    """The number of seeds with which an effect is seen with probability `POWER`, at most `MOST_SEEDS`.
-
-    >>> seeds_needed(1.0)
-    10
-    """
-    low, high = 1, MOST_SEEDS
-    if power(effect, high, level) < POWER:
-        return MOST_SEEDS
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if power(effect, middle, level) >= POWER else (middle, high)
-    return high
+    """The number of seeds with which an effect is seen with probability `POWER`, at most `MOST_SEEDS`."""
+    return bisect.bisect_left(range(MOST_SEEDS), POWER, lo=2, key=lambda seeds: power(effect, seeds, level))

@@ -2,8 +2,8 @@
 
 import collections
 import functools
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -281,13 +281,19 @@ def _windows(texts: list[_Text], which: np.ndarray, starts: np.ndarray) -> tuple
 
 def prefetched(batches: Batches, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
     """Iterate over `batches[start]`, `batches[start + 1]`, …, made ahead by a thread."""
-    pool, pending = ThreadPoolExecutor(1, "attnlab-batches"), collections.deque()
+    pool, numbers = ThreadPoolExecutor(1, "attnlab-batches"), range(start, len(batches) if stop is None else stop)
     try:
-        for number in range(start, len(batches) if stop is None else stop):
-            pending.append(pool.submit(batches.__getitem__, number))
-            if len(pending) > PREFETCHED:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+        yield from in_order((pool.submit(batches.__getitem__, number) for number in numbers), PREFETCHED + 1)
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def in_order(jobs: Iterable[Future], ahead: int) -> Iterator:
+    """The results of jobs in their order; at most `ahead` are waiting."""
+    pending = collections.deque()
+    for job in jobs:
+        pending.append(job)
+        if len(pending) >= ahead:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()

@@ -9,14 +9,9 @@ class Progress(_Progress):
     """Bytes of a task such as "tokenising"; prints nothing for work of a second, or when quiet."""
 
     def __init__(self, task: str, total: int | None = None, quiet: bool = False):
-        super().__init__(
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(),
-            progress.DownloadColumn(),
-            progress.TransferSpeedColumn(),
-            progress.TimeRemainingColumn(),
-            quiet=quiet,
-        )
+        name = progress.TextColumn("{task.description}")
+        bytes_done = (progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn())
+        super().__init__(name, *bytes_done, progress.TimeRemainingColumn(), quiet=quiet)
         self._name = task
         self.expect(total)
 

@@ -26,12 +26,7 @@ class LibraryTokenizer(characters.Tokenizer):
 
     ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<|return|>")
 
-    def __init__(
-        self,
-        tokenizer: tokenizers.Tokenizer,
-        pieces: list[bytes],
-        end_of_text: Sequence[int] = (),
-    ):
+    def __init__(self, tokenizer: tokenizers.Tokenizer, pieces: list[bytes], end_of_text: Sequence[int] = ()):
         self._tokenizer, self._pieces, self.vocab_size = tokenizer, pieces, len(pieces)
         self._word_end = self._find_word_end(json.loads(tokenizer.to_str()))
         ids = (tokenizer.token_to_id(name) for name in self.ENDS)

@@ -9,7 +9,6 @@ Files of a store: `manifest.json`; `SPLIT.bin`, token ids as uint8, uint16 or ui
 holds the vocabulary; with packing "documents" `SPLIT.documents.bin`, the start of each document as int64.
 """
 
-import collections
 import concurrent.futures
 import contextlib
 import hashlib
@@ -19,12 +18,13 @@ import operator
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from attnlab.data import cache, tokenizers
+from attnlab.data.batches import in_order
 from attnlab.data.corpora import Corpus
 from attnlab.data.data_progress import Progress
 from attnlab.support import files
@@ -222,7 +222,7 @@ def _write_splits(folder: Path, corpus: Corpus, tokenizer, packing: str, progres
         names = [f"{split}{kind}.bin" for split in SPLITS for kind in ("", ".documents")[: 1 + (packing != "stream")]]
         new = {name: stack.enter_context(_NewFile(folder / name)) for name in names}
         jobs = (pool.submit(_encode, tokenizer, dtype, *unit) for unit in _units(corpus, tokenizer, packing))
-        for split, ids, starts, characters, size in _in_order(jobs, ahead=2 * workers):
+        for split, ids, starts, characters, size in in_order(jobs, ahead=2 * workers):
             new[f"{split}.bin"].write(ids)
             if packing == "documents":
                 new[f"{split}.documents.bin"].write((starts + tokens[split]).astype("<i8"))
@@ -255,17 +255,6 @@ class _NewFile:
 
 def _workers() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _in_order(jobs: Iterable[concurrent.futures.Future], ahead: int) -> Iterator:
-    """The results of jobs in their order; at most `ahead` are waiting."""
-    pending = collections.deque()
-    for job in jobs:
-        pending.append(job)
-        if len(pending) >= ahead:
-            yield pending.popleft().result()
-    while pending:
-        yield pending.popleft().result()
 
 
 def _units(corpus: Corpus, tokenizer: tokenizers.Tokenizer, packing: str) -> Iterator[tuple[str, list]]:

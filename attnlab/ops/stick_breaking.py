@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Integer
 
 from attnlab.ops import checks, context, counting, tiles
 from attnlab.ops.attention import is_small, make_call
+from attnlab.ops.blockwise.layout import joined_rows
 from attnlab.ops.call import AttentionCall
 from attnlab.ops.dense import hidden_keys, inert, per_query_head
 from attnlab.ops.mask_algebra import Mask
@@ -222,7 +223,7 @@ def _forward(q, k, v, where, sizes: _Sizes):
         empty = jnp.zeros((*tiling.shape, 1), dtype), jnp.zeros((*tiling.shape, v.shape[-1]), dtype)
         return tiling.nearest_first(i, step, empty)[1]
 
-    out = _joined(jax.lax.map(of_queries, jnp.arange(tiling.counts[0])))
+    out = joined_rows(jax.lax.map(of_queries, jnp.arange(tiling.counts[0])), q.shape[-3])
     return out, (q, k, v, where, out)
 
 
@@ -259,7 +260,7 @@ def _backward(sizes: _Sizes, residuals, d_out):
 
     zeros = tuple(jnp.zeros(x.shape, out.dtype) for x in (k, v))
     (d_k, d_v), d_q = jax.lax.scan(of_queries, zeros, jnp.arange(tiling.counts[0]))
-    d_q, d_k, d_v = (x.astype(like.dtype) for x, like in zip((_joined(d_q), d_k, d_v), (q, k, v)))
+    d_q, d_k, d_v = (x.astype(like.dtype) for x, like in zip((joined_rows(d_q, q.shape[-3]), d_k, d_v), (q, k, v)))
     return d_q, d_k, d_v, None
 
 
@@ -275,9 +276,3 @@ def _added(x, n, part):
     size = part.shape[-3]
     at = jax.lax.dynamic_slice_in_dim(x, n * size, size, axis=-3)
     return jax.lax.dynamic_update_slice_in_dim(x, at + part, n * size, axis=-3)
-
-
-def _joined(parts):
-    """`[n, ..., H, size, D]` as `[..., n · size, H, D]`."""
-    parts = jnp.moveaxis(parts, (0, -2), (-4, -3))
-    return parts.reshape(*parts.shape[:-4], -1, *parts.shape[-2:])

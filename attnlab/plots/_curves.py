@@ -10,17 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
-from attnlab.plots._style import (
-    COLORS,
-    LABEL_SIZE,
-    LEGEND,
-    LINE,
-    MANY,
-    MORE_COLORS,
-    STYLE,
-    finished,
-    subplots,
-)
+from attnlab.plots import _style
 from attnlab.runs import metrics
 
 
@@ -50,10 +40,10 @@ def lines(
     >>> figure.axes[0].get_ylabel()
     'loss (nats per token)'
     """
-    with plt.rc_context(STYLE):
+    with plt.rc_context(_style.STYLE):
         figure, axes = plt.subplots(figsize=(6.4, 4))
         curves(axes, series, x=x, y=y, log=log, spread=spread, dashed=dashed, markers=markers)
-        return finished(figure, title)
+        return _style.finished(figure, title)
 
 
 def panels(drawn: Mapping[str, Mapping], title: str, *, columns: int = 2) -> Figure:
@@ -63,14 +53,14 @@ def panels(drawn: Mapping[str, Mapping], title: str, *, columns: int = 2) -> Fig
     >>> len(panels({"first": panel, "second": panel}, "Both grow").axes)
     2
     """
-    with plt.rc_context(STYLE):
-        figure, grid = subplots(len(drawn), columns, (5.0, 3.6))
+    with plt.rc_context(_style.STYLE):
+        figure, grid = _style.subplots(len(drawn), columns, (5.0, 3.6))
         names = dict.fromkeys(name for panel in drawn.values() for name in panel["series"])
-        colors = dict(zip(names, itertools.cycle(COLORS)))  # one colour per name in all panels
+        colors = dict(zip(names, itertools.cycle(_style.COLORS)))  # one colour per name in all panels
         for (name, panel), axes in zip(drawn.items(), grid):
             curves(axes, **panel, colors=colors)
             axes.set_title(name)
-        return finished(figure, title)
+        return _style.finished(figure, title)
 
 
 def runs(
@@ -100,9 +90,9 @@ def runs(
     columns, members = metrics(workdirs), {}
     for name in dict.fromkeys(columns["run"]):
         members.setdefault((groups or {}).get(name, name), []).append(name)
-    labels = [_wrapped(label) for label in members] if len(members) <= MANY else list(members)
-    markers = itertools.cycle("o" if len(members) <= len(COLORS) else "osD^v")
-    with plt.rc_context(STYLE):
+    labels = [_wrapped(label) for label in members] if len(members) <= _style.MANY else list(members)
+    markers = itertools.cycle("o" if len(members) <= len(_style.COLORS) else "osD^v")
+    with plt.rc_context(_style.STYLE):
         figure, axes = _with_legend_beside(labels)
         for color, label, marker, names in zip(_distinct(len(members)), labels, markers, members.values()):
             look = {"color": color, "label": label, "marker": marker}
@@ -114,7 +104,7 @@ def runs(
         axes.set_ylabel(y)
         axes.grid(alpha=0.25)
         _legend_beside(axes)
-        return finished(figure, title)
+        return _style.finished(figure, title)
 
 
 def curves(axes: Axes, series, *, x, y, log="", spread=None, dashed=(), markers=True, colors=None) -> None:
@@ -152,21 +142,25 @@ def curves(axes: Axes, series, *, x, y, log="", spread=None, dashed=(), markers=
 def _with_legend_beside(labels: Sequence[str]) -> tuple[Figure, Axes]:
     """A figure with room for a legend of these labels beside its axes, where it covers no curve."""
     lines = "\n".join(labels).split("\n")
-    return plt.subplots(figsize=(6.4 + LEGEND[0] * max(map(len, lines)), max(4, 0.8 + LEGEND[1] * len(lines))))
+    return plt.subplots(
+        figsize=(6.4 + _style.LEGEND[0] * max(map(len, lines)), max(4, 0.8 + _style.LEGEND[1] * len(lines)))
+    )
 
 
 def _legend_beside(axes: Axes) -> None:
-    axes.legend(frameon=False, fontsize=LABEL_SIZE, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
+    axes.legend(frameon=False, fontsize=_style.LABEL_SIZE, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
 
 
 def _distinct(count: int) -> Sequence:
     """`count` colours, easy to distinguish up to MANY."""
-    return COLORS + MORE_COLORS if count <= MANY else list(plt.get_cmap("viridis")(np.linspace(0, 0.95, count)))
+    if count <= _style.MANY:
+        return _style.COLORS + _style.MORE_COLORS
+    return list(plt.get_cmap("viridis")(np.linspace(0, 0.95, count)))
 
 
 def _wrapped(label: str) -> str:
     """A name in lines for a legend, broken after its commas."""
-    return "\n".join(textwrap.wrap(label.replace(",", ", "), LINE)) if len(label) > LINE else label
+    return "\n".join(textwrap.wrap(label.replace(",", ", "), _style.LINE)) if len(label) > _style.LINE else label
 
 
 def _losses(columns: Mapping, name: str, split: str) -> dict[int, float]:

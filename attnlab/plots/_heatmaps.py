@@ -10,21 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from attnlab.ops.masks import Mask
-from attnlab.plots._style import (
-    ATLAS,
-    LABEL_ROOM,
-    LABEL_SIZE,
-    LEVELS,
-    MARK,
-    MASKED,
-    SIGNED,
-    SIZES,
-    STYLE,
-    THUMBNAIL,
-    WEIGHTS,
-    finished,
-    subplots,
-)
+from attnlab.plots import _style
 
 
 def weights(
@@ -58,7 +44,7 @@ def weights(
     """
     values = _masked(values, mask)
     keys = keys or (queries if values.shape[0] == values.shape[1] else ())
-    with plt.rc_context(STYLE):
+    with plt.rc_context(_style.STYLE):
         height, width = (
             min(max(0.28 * length, least), most) for length, least, most in zip(values.shape, (2, 2.4), (6, 7))
         )
@@ -70,12 +56,12 @@ def weights(
         legend = _mask_legend(values)
         if marks is not None:
             right = [(j, i) for i, j in enumerate(np.asarray(marks)) if j >= 0]
-            look = {"s": 70, "facecolors": "none", "edgecolors": MARK, "linewidths": 1.4, "label": mark_label}
+            look = {"s": 70, "facecolors": "none", "edgecolors": _style.MARK, "linewidths": 1.4, "label": mark_label}
             legend.append(axes.scatter([j for j, _ in right], [i for _, i in right], **look))
         if legend:
             figure.legend(handles=legend, loc="outside lower center", ncols=2, frameon=False)
         figure.colorbar(image, label=label, shrink=0.8)
-        return finished(figure, title)
+        return _style.finished(figure, title)
 
 
 def heads(
@@ -104,9 +90,9 @@ def heads(
     """
     values = _masked(values, mask)
     names = names or [f"head {h}" for h in range(len(values))]
-    side = min(max(LABEL_ROOM / 72 * len(tokens) + 0.4, 2.5), 3.2)
-    with plt.rc_context(STYLE):
-        figure, grid = subplots(len(values), columns, (side + 0.1, side), (0.8, 0.6), sharex=True, sharey=True)
+    side = min(max(_style.LABEL_ROOM / 72 * len(tokens) + 0.4, 2.5), 3.2)
+    with plt.rc_context(_style.STYLE):
+        figure, grid = _style.subplots(len(values), columns, (side + 0.1, side), (0.8, 0.6), sharex=True, sharey=True)
         for head, axes in enumerate(grid):
             image = _heat(axes, values[head], values)
             _label_cells(axes, tokens, tokens, side - 0.4, side - 0.4)
@@ -116,7 +102,7 @@ def heads(
         if legend := _mask_legend(values):
             figure.legend(handles=legend, loc="outside lower right", frameon=False)
         figure.colorbar(image, ax=grid, label=label, shrink=0.7)
-        return finished(figure, title)
+        return _style.finished(figure, title)
 
 
 def atlas(patterns, title: str, *, causal: bool = False) -> Figure:
@@ -135,7 +121,7 @@ def atlas(patterns, title: str, *, causal: bool = False) -> Figure:
     ['layer 0', 'layer 1']
     """
     heads = max(map(len, patterns))
-    pixels = min(THUMBNAIL, max(ATLAS // heads, 8))
+    pixels = min(_style.THUMBNAIL, max(_style.ATLAS // heads, 8))
     thumbnails = [_thumbnails(np.asarray(layer, np.float32), causal, pixels) for layer in patterns]
     height, width = thumbnails[0].shape[1:]
     gap = max(1, height // 12)
@@ -143,21 +129,21 @@ def atlas(patterns, title: str, *, causal: bool = False) -> Figure:
     for i, layer in enumerate(thumbnails):
         for j, thumbnail in enumerate(layer):
             canvas[i * (height + gap) :, j * (width + gap) :][:height, :width] = thumbnail
-    with plt.rc_context(STYLE):
+    with plt.rc_context(_style.STYLE):
         side = min(1.1, 8 / heads)  # inches of a thumbnail
         figure, axes = plt.subplots(figsize=(1.6 + max(side * heads, 1.8), 0.9 + side * len(thumbnails)))
         norm = PowerNorm(0.5, 0, max(np.nanmax(canvas), 1e-6))
-        image = axes.imshow(canvas, cmap=WEIGHTS, norm=norm, aspect="auto" if height != width else None)
+        image = axes.imshow(canvas, cmap=_style.WEIGHTS, norm=norm, aspect="auto" if height != width else None)
         names = [f"layer {i}" for i in range(len(thumbnails))]
         axes.set_yticks([i * (height + gap) + height / 2 for i in range(len(names))], names)
         columns = [j * (width + gap) + width / 2 for j in range(heads)]
         axes.set_xticks(columns, [f"{'head ' * (heads <= 8)}{j}" for j in range(heads)])
-        axes.tick_params(length=0, labelsize=LABEL_SIZE, labeltop=True, labelbottom=False)
+        axes.tick_params(length=0, labelsize=_style.LABEL_SIZE, labeltop=True, labelbottom=False)
         axes.spines[:].set_visible(False)
         figure.colorbar(
             image, label="weight", shrink=0.8, ticks=norm.vmax * np.array([0, 0.01, 0.1, 0.25, 0.5, 1]), format="%.2g"
         )
-        return finished(figure, title)
+        return _style.finished(figure, title)
 
 
 def effects_grid(values, title: str, *, layers: Sequence[str] = (), label: str = "change of the metric") -> Figure:
@@ -176,23 +162,23 @@ def effects_grid(values, title: str, *, layers: Sequence[str] = (), label: str =
     values = np.ma.masked_invalid(np.asarray(values, np.float64))
     largest = max(np.abs(values).max(), 1e-12)
     signed = bool((values < 0).any())
-    with plt.rc_context(STYLE):
+    with plt.rc_context(_style.STYLE):
         rows, columns = values.shape
         figure, axes = plt.subplots(figsize=(2.0 + max(0.55 * columns, 1.6), max(1.0 + 0.45 * rows, 2.4)))
-        colors, low = (SIGNED, -largest) if signed else (SIZES, 0)
+        colors, low = (_style.SIGNED, -largest) if signed else (_style.SIZES, 0)
         image = axes.imshow(values, cmap=colors, vmin=low, vmax=largest, aspect="auto")
         for (i, j), value in np.ndenumerate(values.filled(np.nan)):
             if np.isfinite(value):
                 ink = "white" if _is_dark(image.to_rgba(value)) else "black"
                 text = f"{round(value, 2) + 0.0:.2f}".replace("-", "−")  # −0.0 + 0.0 is 0.0
-                axes.text(j, i, text, ha="center", va="center", color=ink, fontsize=LABEL_SIZE)
+                axes.text(j, i, text, ha="center", va="center", color=ink, fontsize=_style.LABEL_SIZE)
         axes.set_yticks(range(rows), layers or [f"layer {i}" for i in range(rows)])
         axes.set_xticks(range(columns))
         axes.set_xlabel("head")
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         figure.colorbar(image, label=label, shrink=0.8)
-        return finished(figure, title)
+        return _style.finished(figure, title)
 
 
 def masks(shown: Mapping[str, Mask | np.ndarray], title: str, *, length: int = 16, columns: int = 4) -> Figure:
@@ -210,10 +196,10 @@ def masks(shown: Mapping[str, Mask | np.ndarray], title: str, *, length: int = 1
     """
     arrays = {name: m.dense(length, length) if isinstance(m, Mask) else m for name, m in shown.items()}
     drawn = {name: np.reshape(visible, (-1, *np.shape(visible)[-2:]))[0] for name, visible in arrays.items()}
-    with plt.rc_context(STYLE):
-        figure, grid = subplots(len(drawn), columns, (2.3, 2.4), (0.4, 0.5))
+    with plt.rc_context(_style.STYLE):
+        figure, grid = _style.subplots(len(drawn), columns, (2.3, 2.4), (0.4, 0.5))
         for (name, visible), axes in zip(drawn.items(), grid):
-            axes.imshow(visible, cmap=plt.matplotlib.colors.ListedColormap(LEVELS), vmin=0, vmax=1)
+            axes.imshow(visible, cmap=plt.matplotlib.colors.ListedColormap(_style.LEVELS), vmin=0, vmax=1)
             axes.set_title(name)
             axes.set_xticks([])
             axes.set_yticks([])
@@ -225,7 +211,7 @@ def masks(shown: Mapping[str, Mask | np.ndarray], title: str, *, length: int = 1
             axes.spines[:].set_visible(False)
         figure.supxlabel("key index")
         figure.supylabel("query index")
-        return finished(figure, title)
+        return _style.finished(figure, title)
 
 
 def _thumbnails(layer, causal: bool, pixels: int) -> np.ndarray:
@@ -256,16 +242,16 @@ def _masked(values, mask) -> np.ma.MaskedArray:
 def _heat(axes, values, scale):
     """Draw `values` `[Tq, Tk]`; the colours span the range of `scale`, 0 included."""
     low, high = scale.compressed().min(initial=0), scale.compressed().max(initial=0)
-    colors = plt.get_cmap(WEIGHTS).with_extremes(bad=MASKED)
+    colors = plt.get_cmap(_style.WEIGHTS).with_extremes(bad=_style.MASKED)
     aspect = "auto" if values.shape[0] != values.shape[1] else None
     image = axes.imshow(values, cmap=colors, vmin=low, vmax=high, aspect=aspect)
-    axes.tick_params(length=0, labelsize=LABEL_SIZE)
+    axes.tick_params(length=0, labelsize=_style.LABEL_SIZE)
     axes.spines[:].set_visible(False)
     return image
 
 
 def _mask_legend(values) -> list:
-    return [Patch(facecolor=MASKED, label="masked")] if np.ma.is_masked(values) else []
+    return [Patch(facecolor=_style.MASKED, label="masked")] if np.ma.is_masked(values) else []
 
 
 def _label_cells(axes, row_labels, column_labels, height, width) -> None:
@@ -275,7 +261,7 @@ def _label_cells(axes, row_labels, column_labels, height, width) -> None:
         axes.set_yticks(range(0, len(row_labels), step), row_labels[::step], fontsize=size)
     if len(column_labels):
         step, size = _label_spacing(len(column_labels), width)
-        rotated = {"rotation": 60 if size == LABEL_SIZE else 90, "ha": "right", "rotation_mode": "anchor"}
+        rotated = {"rotation": 60 if size == _style.LABEL_SIZE else 90, "ha": "right", "rotation_mode": "anchor"}
         look = rotated if max(map(len, column_labels)) > 1 else {}
         axes.set_xticks(range(0, len(column_labels), step), column_labels[::step], fontsize=size, **look)
 
@@ -283,5 +269,5 @@ def _label_cells(axes, row_labels, column_labels, height, width) -> None:
 def _label_spacing(count, inches) -> tuple[int, float]:
     """The step between labels along so many inches, and their font size in points."""
     room = 72 * inches / count
-    step = math.ceil(LABEL_ROOM / room)
-    return step, min(LABEL_SIZE, round(0.75 * room * step, 1))
+    step = math.ceil(_style.LABEL_ROOM / room)
+    return step, min(_style.LABEL_SIZE, round(0.75 * room * step, 1))

@@ -11,24 +11,6 @@ from attnlab.see.site import Site, Sites
 from attnlab.see.streams import Contributions, contributions
 
 __all__ = [
-    "COLLECTIONS",
-    "Add",
-    "Contributions",
-    "Effects",
-    "Page",
-    "Put",
-    "Run",
-    "Scale",
-    "Scores",
-    "Site",
-    "Sites",
-    "ablate",
-    "capture",
-    "contributions",
-    "edited",
-    "page",
-    "patch",
-    "scores",
-    "shares",
-    "sites",
-]
+    "COLLECTIONS", "Add", "Contributions", "Effects", "Page", "Put", "Run", "Scale", "Scores", "Site", "Sites",
+    "ablate", "capture", "contributions", "edited", "page", "patch", "scores", "shares", "sites",
+]  # fmt: skip

@@ -63,9 +63,8 @@ def _define(values, argv):
     flags.DEFINE_string("out", None, "the page; see.html in the workdir when absent", flag_values=values)
     longest = f"most tokens of a prompt; the model's context, up to {LONGEST}, when absent"
     flags.DEFINE_integer("length", None, longest, flag_values=values)
-    flags.DEFINE_string(
-        "text", None, "the file that the run was trained on, if it was trained on a file", flag_values=values
-    )
+    meaning = "the file that the run was trained on, if it was trained on a file"
+    flags.DEFINE_string("text", None, meaning, flag_values=values)
     flags.DEFINE_bool("effects", True, "measure the loss without each head", flag_values=values)
     flags.DEFINE_integer("max_bytes", 4 << 20, "size that the page may have", flag_values=values)
 

@@ -67,12 +67,8 @@ def define(values, argv) -> None:
     """Define the flags."""
     flags.DEFINE_bool("fast", False, "fewer seeds, points and steps: a minute on two cores", flag_values=values)
     flags.DEFINE_string("out", None, "a new folder for the results (default: runs/study-NAME)", flag_values=values)
-    flags.DEFINE_string(
-        "path",
-        "",
-        "text file for the studies that train on one; empty for the Python language reference",
-        flag_values=values,
-    )
+    meaning = "text file for the studies that train on one; empty for the Python language reference"
+    flags.DEFINE_string("path", "", meaning, flag_values=values)
 
 
 def run(name_or_file: str, values) -> int:

@@ -90,13 +90,9 @@ class Checkpoints:
     def save(self, state: TrainState, *, permanent: bool = False, **metadata) -> None:
         """Start to write `state` with JSON `metadata`; the arrays may be reused once this returns."""
         step = int(state.step)
-        average = {} if state.average is None else {"average": ocp.args.StandardSave(state.average)}
-        items = ocp.args.Composite(
-            params=ocp.args.StandardSave(state.params),
-            opt_state=ocp.args.StandardSave(state.opt_state),
-            facts=ocp.args.JsonSave(metadata),
-            **average,
-        )
+        trees = {"params": state.params, "opt_state": state.opt_state, "average": state.average}
+        arrays = {name: ocp.args.StandardSave(tree) for name, tree in trees.items() if tree is not None}
+        items = ocp.args.Composite(**arrays, facts=ocp.args.JsonSave(metadata))
         if step == self._started:
             return
         self.wait()
@@ -194,11 +190,8 @@ class Checkpoints:
 
     def restore_params(self, step: int, like):
         """The average of the parameters if the checkpoint has one, else the parameters, placed like `like`."""
-        name = "average" if self._has_average(step) else "params"
+        name = "average" if (self.directory / str(step) / "average").exists() else "params"
         return self._restore_like(step, {name: like})[name]
-
-    def _has_average(self, step: int) -> bool:
-        return (self.directory / str(step) / "average").exists()
 
     def _restore_like(self, step: int, like: dict) -> dict:
         """Items of a checkpoint as `like`, whatever the layout of layers in which they are on disk."""

@@ -183,14 +183,8 @@ class ProgressReporter(Progress):
     """The steps of a run: a progress bar on a terminal, plain lines elsewhere, nothing when silent."""
 
     def __init__(self, steps: int, start: int = 0, silent: bool = False):
-        super().__init__(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-            quiet=silent,
-        )
+        steps_done = (TextColumn("step"), MofNCompleteColumn(), BarColumn())
+        super().__init__(*steps_done, TextColumn("{task.description}"), TimeRemainingColumn(), quiet=silent)
         self.expect(steps, start)
 
     def say(self, text: str) -> None:

@@ -17,9 +17,6 @@ def resolved(precision: str, device: jax.Device | None = None) -> str:
     Args:
       precision: "auto", "float32" or "bfloat16".
       device: the first of this process when None.
-
-    >>> resolved("bfloat16"), resolved("auto") in ("float32", "bfloat16")
-    ('bfloat16', True)
     """
     if precision != "auto":
         return precision

@@ -88,7 +88,7 @@ class PreemptionHandler:
 
     def _record(self, number, _):
         self.signal = number
-        self._set(signal.SIG_DFL if self._own_process else _interrupt)
+        self._set(signal.SIG_DFL if self._own_process else signal.default_int_handler)
         if not self._single_process:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -96,7 +96,3 @@ class PreemptionHandler:
         while not self._exited.wait(1):
             if self._last_poll and time.monotonic() - self._last_poll > self._timeout:
                 exit_peer_lost(f"or a save takes longer: no step for config.parallel.timeout = {self._timeout} s")
-
-
-def _interrupt(*_):
-    raise KeyboardInterrupt

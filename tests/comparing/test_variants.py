@@ -48,11 +48,7 @@ def test_mistake_in_a_variant_is_named(given, message):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [
-        ("1 +", "SyntaxError"),
-        ("VARIANTS = 3", "VARIANTS is not a dictionary"),
-        ("", "has no dictionary VARIANTS"),
-    ],
+    [("1 +", "SyntaxError"), ("VARIANTS = 3", "VARIANTS is not a dictionary"), ("", "has no dictionary VARIANTS")],
 )
 def test_file_without_variants_is_one_line(tmp_path, content, message):
     (tmp_path / "mine.py").write_text(content)

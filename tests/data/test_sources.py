@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 import pyarrow
 import pytest
@@ -75,27 +76,23 @@ def test_invalid_byte_is_counted_from_the_start_of_the_file(tmp_path, monkeypatc
         documents_of(tmp_path / "a.txt")
 
 
-def write_bytes(path, content):
-    path.write_bytes(content)
-
-
 @pytest.mark.parametrize(
     "name, write, feature, message",
     [
-        ("a.jsonl", (write_bytes, b'{"text": "a"}\n{"text": '), "", r"a\.jsonl line 2 is not JSON"),
-        ("a.jsonl", (write_bytes, b'{"text": "\xf1"}'), "", r"line 1 is not JSON in UTF-8"),
-        ("a.jsonl", (write_bytes, b'{"text": "\\ud800"}'), "", r"line 1 .*lone surrogate"),
-        ("a.jsonl", (write_bytes, b'["text"]'), "", r"line 1 .*JSON object"),
-        ("a.jsonl", (write_bytes, b'{"body": "a", "id": 3}'), "", r"line 1 .*'text'.* body, id"),
-        ("a.jsonl", (write_bytes, b'{"text": null}'), "", r"line 1: 'text' is null"),
-        ("a.jsonl", (write_bytes, b"[" * 100_000), "", r"line 1 is not JSON"),
-        ("a.parquet", (write_bytes, b"PAR1 no"), "", r"a\.parquet cannot be read"),
+        ("a.jsonl", (Path.write_bytes, b'{"text": "a"}\n{"text": '), "", r"a\.jsonl line 2 is not JSON"),
+        ("a.jsonl", (Path.write_bytes, b'{"text": "\xf1"}'), "", r"line 1 is not JSON in UTF-8"),
+        ("a.jsonl", (Path.write_bytes, b'{"text": "\\ud800"}'), "", r"line 1 .*lone surrogate"),
+        ("a.jsonl", (Path.write_bytes, b'["text"]'), "", r"line 1 .*JSON object"),
+        ("a.jsonl", (Path.write_bytes, b'{"body": "a", "id": 3}'), "", r"line 1 .*'text'.* body, id"),
+        ("a.jsonl", (Path.write_bytes, b'{"text": null}'), "", r"line 1: 'text' is null"),
+        ("a.jsonl", (Path.write_bytes, b"[" * 100_000), "", r"line 1 is not JSON"),
+        ("a.parquet", (Path.write_bytes, b"PAR1 no"), "", r"a\.parquet cannot be read"),
         ("a.parquet", (write_parquet, ["a"], "body"), "", r"row 1 has no 'text': .* id, body"),
         ("a.parquet", (write_parquet, ["a", None]), "", r"row 2: 'text' is null"),
         ("a.parquet", (write_parquet, ["a"]), "id", r"row 1: 'id' is a int"),
         ("a.txt", (os.mkfifo,), "", r"a\.txt is a pipe or a device"),
-        ("a.txt.gz", (write_bytes, b""), "", r"a\.txt\.gz is compressed: decompress it"),
-        ("a.array_record-00000-of-00001", (write_bytes, b""), "", r"use tfds:NAME"),
+        ("a.txt.gz", (Path.write_bytes, b""), "", r"a\.txt\.gz is compressed: decompress it"),
+        ("a.array_record-00000-of-00001", (Path.write_bytes, b""), "", r"use tfds:NAME"),
     ],
 )
 def test_unreadable_document_is_one_line(tmp_path, name, write, feature, message):

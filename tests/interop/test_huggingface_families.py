@@ -10,18 +10,7 @@ import pytest
 from attnlab import sample
 from attnlab.interop.huggingface import from_hf, save_hf, to_hf
 from attnlab.interop.huggingface.weights import unload_state
-from tests.interop.huggingface_peers import (
-    PEERS,
-    SCORED,
-    answers,
-    assert_same,
-    goldens,
-    kept,
-    logits,
-    ours,
-    peer,
-    tokens,
-)
+from tests.interop import huggingface_peers as peers
 
 # Windows, norms and scales of attention; recurrent layers; latents.
 FAST = ("gemma3_text", "qwen3_next", "deepseek_v3")
@@ -29,31 +18,31 @@ DECODED = FAST[1:2]
 
 
 def reads(name, folder):
-    model, params = ours(name)
-    found = np.asarray(jax.jit(model.apply)(params, tokens(name)))[:, SCORED]
+    model, params = peers.ours(name)
+    found = np.asarray(jax.jit(model.apply)(params, peers.tokens(name)))[:, peers.SCORED]
     # Float32 gives about 1e-5.
-    np.testing.assert_allclose(found, goldens(name)["logits"], atol=1e-4)
+    np.testing.assert_allclose(found, peers.goldens(name)["logits"], atol=1e-4)
 
 
 def writes(name, folder):
-    (state, config), (model, params) = kept(name), ours(name)
+    (state, config), (model, params) = peers.kept(name), peers.ours(name)
     back = unload_state(model, params["params"], config["model_type"])
     if model.tie_embeddings:
         embedding = next(x for key, x in state.items() if "embed" in key or "wte" in key)
         np.testing.assert_array_equal(back.pop("lm_head.weight"), embedding)
     assert back.keys() == state.keys()
     jax.tree.map(np.testing.assert_array_equal, back, state)
-    assert_same(from_hf(save_hf(folder / name, model, params, model_type=config["model_type"])), ours(name))
+    peers.assert_same(from_hf(save_hf(folder / name, model, params, model_type=config["model_type"])), peers.ours(name))
 
 
 def decodes(name, folder):
-    drawn = np.concatenate(list(sample.generate(*ours(name), tokens(name)[0, :5], 200, temperature=0.0)))
-    np.testing.assert_array_equal(drawn, goldens(name)["greedy"])
+    drawn = np.concatenate(list(sample.generate(*peers.ours(name), peers.tokens(name)[0, :5], 200, temperature=0.0)))
+    np.testing.assert_array_equal(drawn, peers.goldens(name)["greedy"])
     assert len(set(drawn.tolist())) > 1  # not one token again and again
 
 
 def rows():
-    for name in PEERS:
+    for name in peers.PEERS:
         checks = [reads] if "deepseek" in name else [reads, writes]  # which models do not go out to
         for check in checks if name.endswith("-2") else [*checks, decodes]:
             marks = [] if name in (DECODED if check is decodes else FAST) else pytest.mark.slow
@@ -66,19 +55,19 @@ def test_family_is_as_it_is_kept(check, name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", peers.PEERS)
 def test_family_equals_transformers(name, tmp_path):
     """The kept answers are those of today; models and folders come in, and go out, bit for bit."""
-    torch, theirs = peer(name)
-    now = answers(name)
-    assert goldens(name).keys() == now.keys() and goldens(name)["shapes"] == now["shapes"]
-    np.testing.assert_array_equal(goldens(name).get("greedy"), now.get("greedy"))
+    torch, theirs = peers.peer(name)
+    now = peers.answers(name)
+    assert peers.goldens(name).keys() == now.keys() and peers.goldens(name)["shapes"] == now["shapes"]
+    np.testing.assert_array_equal(peers.goldens(name).get("greedy"), now.get("greedy"))
     # Rounding differs between processors: float32, logits of size 1 to 10.
-    np.testing.assert_allclose(goldens(name)["logits"], now["logits"], atol=1e-4)
+    np.testing.assert_allclose(peers.goldens(name)["logits"], now["logits"], atol=1e-4)
     model, params = from_hf(theirs)
     theirs.save_pretrained(tmp_path / "theirs")
-    assert_same(from_hf(tmp_path / "theirs"), (model, params))
-    assert_same(ours(name), (model, params))
+    peers.assert_same(from_hf(tmp_path / "theirs"), (model, params))
+    peers.assert_same(peers.ours(name), (model, params))
     if "deepseek" in name:
         return
     auto, family = pytest.importorskip("transformers").AutoModelForCausalLM, theirs.config.model_type
@@ -89,4 +78,4 @@ def test_family_equals_transformers(name, tmp_path):
     assert state.keys() == theirs.state_dict().keys()
     assert all(torch.equal(state[key], tensor) for key, tensor in theirs.state_dict().items())
     with torch.no_grad():
-        np.testing.assert_array_equal(read(torch.from_numpy(tokens(name))).logits.numpy(), logits(name))
+        np.testing.assert_array_equal(read(torch.from_numpy(peers.tokens(name))).logits.numpy(), peers.logits(name))

@@ -8,6 +8,7 @@ import numpy as np
 
 from attnlab.masks import Causal
 from attnlab.nn import DifferentialAttention, LatentAttention, Rotary, StickBreakingAttention
+from tests.ops.test_stick_breaking import broken
 from tests.parameters import parameters
 
 X = np.random.default_rng(0).standard_normal((2, 9, 8)).astype(np.float32)
@@ -79,15 +80,8 @@ def latent(x, p):
 
 def stick_breaking(x, p):
     """Tan et al. 2024, equation 4, stick by stick."""
-    q, k, v = (dense(x, p, name) for name in ("query", "key", "value"))
-    z = np.zeros((len(x), q.shape[1], v.shape[-1]))
-    for i in range(len(x)):
-        for h in range(q.shape[1]):
-            of_keys, stick = h * k.shape[1] // q.shape[1], 1.0
-            for j in reversed(range(i)):
-                broken = 1 / (1 + np.exp(-q[i, h] @ k[j, of_keys] / np.sqrt(q.shape[-1])))
-                z[i, h] += stick * broken * v[j, of_keys]
-                stick *= 1 - broken
+    q, k, v = (dense(x, p, name)[None] for name in ("query", "key", "value"))
+    (z,), _ = broken(q, k, v, np.ones((1, len(x), len(x)), bool))
     return np.einsum("thd,hdf->tf", z, p["out/kernel"]) + p["out/bias"]
 
 

@@ -1,35 +1,22 @@
 """Masks as bool arrays, token ids, unknown arguments and NumPy inputs, for all modules."""
 
-import flax.linen as nn
+import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from attnlab import nn
 from attnlab.masks import Causal
-from attnlab.nn import (
-    GRU,
-    AdditiveAttention,
-    Block,
-    CausalConv,
-    Head,
-    LearnedPositions,
-    Mlp,
-    MultiHeadAttention,
-    Seq2Seq,
-    StackedHeads,
-    cosine_similarity,
-    rotary,
-)
 from tests.parameters import parameters
 
 X = np.random.default_rng(0).normal(size=(2, 5, 8))
 CAUSAL = np.tri(5, dtype=bool)
 ATTENTION = {
-    "Head": Head(4, mask=None),
-    "StackedHeads": StackedHeads(2, 4, mask=None),
-    "MultiHeadAttention": MultiHeadAttention(2),
-    "AdditiveAttention": AdditiveAttention(),
+    "Head": nn.Head(4, mask=None),
+    "StackedHeads": nn.StackedHeads(2, 4, mask=None),
+    "MultiHeadAttention": nn.MultiHeadAttention(2),
+    "AdditiveAttention": nn.AdditiveAttention(),
 }
 EACH = pytest.mark.parametrize("module", ATTENTION.values(), ids=ATTENTION)
 
@@ -52,9 +39,9 @@ def test_bool_array_mask_equals_mask_in_field_and_call(module):
 
 def test_nn_jit_accepts_bool_array_field():
     x = X.astype(np.float32)
-    module = nn.jit(MultiHeadAttention)(num_heads=2, mask=CAUSAL)
+    module = flax.linen.jit(nn.MultiHeadAttention)(num_heads=2, mask=CAUSAL)
     params = parameters(module, x)
-    expected = jax.jit(MultiHeadAttention(2, mask=Causal()).apply)(params, x)
+    expected = jax.jit(nn.MultiHeadAttention(2, mask=Causal()).apply)(params, x)
     np.testing.assert_allclose(module.apply(params, x), expected, atol=1e-6)
 
 
@@ -66,7 +53,12 @@ def test_unknown_argument_names_the_one_to_use(module):
 
 @pytest.mark.parametrize(
     "module",
-    [*ATTENTION.values(), Block(MultiHeadAttention(2, rotary=100.0, qk_norm=True), Mlp()), GRU(), CausalConv()],
+    [
+        *ATTENTION.values(),
+        nn.Block(nn.MultiHeadAttention(2, rotary=100.0, qk_norm=True), nn.Mlp()),
+        nn.GRU(),
+        nn.CausalConv(),
+    ],
     ids=lambda module: type(module).__name__,
 )
 def test_float64_numpy_input_does_not_warn(module):  # warnings are errors in the tests
@@ -75,12 +67,12 @@ def test_float64_numpy_input_does_not_warn(module):  # warnings are errors in th
 
 
 def test_float64_numpy_input_of_functions_does_not_warn():
-    out = jax.eval_shape(lambda: (rotary(X[:, :, None], np.arange(5)), cosine_similarity(X, X[0])))
+    out = jax.eval_shape(lambda: (nn.rotary(X[:, :, None], np.arange(5)), nn.cosine_similarity(X, X[0])))
     assert [x.dtype for x in out] == [jnp.float32] * 2
 
 
 def test_seq2seq_token_out_of_range_raises(own_errors):
-    model = Seq2Seq(vocab_size=5, width=4, attention=AdditiveAttention())
+    model = nn.Seq2Seq(vocab_size=5, width=4, attention=nn.AdditiveAttention())
     lengths, inputs = np.array([2]), np.array([[0, 1]])
 
     def init(source, inputs):
@@ -95,4 +87,4 @@ def test_seq2seq_token_out_of_range_raises(own_errors):
 
 def test_learned_positions_out_of_range_raises():
     with pytest.raises(ValueError, match="positions contains 6, .*0 to 5"):
-        jax.eval_shape(lambda: LearnedPositions(context=6, features=4).init(jax.random.key(0), np.array([4, 6])))
+        jax.eval_shape(lambda: nn.LearnedPositions(context=6, features=4).init(jax.random.key(0), np.array([4, 6])))

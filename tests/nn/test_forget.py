@@ -1,8 +1,6 @@
 """Forget and output gates of multi-head attention: against NumPy, with caches, and split."""
 
 import functools
-import importlib.util
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -149,18 +147,12 @@ def test_axes_of_gates_are_named_by_heads():
 
 
 def test_forget_equals_naive_forgetting_attention_of_fla():
-    torch, spec = pytest.importorskip("torch"), importlib.util.find_spec("fla")
-    pytest.importorskip("einops")
-    path = Path(spec.submodule_search_locations[0], "ops/forgetting_attn/naive.py") if spec else None
-    if path is None or not path.exists():
-        pytest.skip("needs the sources of fla-core 0.6 on PYTHONPATH")
-    # Loaded by its path: the package itself needs Triton.
-    naive = importlib.util.module_from_spec(found := importlib.util.spec_from_file_location("naive", path))
-    found.loader.exec_module(naive)
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from tests.ops.recurrence.test_fla import naive
 
     shapes = {"q": (2, 30, 4, 8), "k": (2, 30, 2, 8), "v": (2, 30, 2, 8)}
     q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in shapes.values())
     log_gates = np.log(sigmoid(rng.standard_normal((2, 30, 4)))).astype(np.float32)
-    expected = naive.naive_forgetting_attn(*map(torch.tensor, (q, k, v, log_gates)))
+    expected = naive("forgetting_attn").naive_forgetting_attn(*map(torch.tensor, (q, k, v, log_gates)))
     out = attnlab.attention(q, k, v, Causal(), Forget(jnp.cumsum(log_gates, axis=1)))
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)

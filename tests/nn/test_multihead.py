@@ -24,10 +24,7 @@ def shapes(tree):
     return jax.tree.map(lambda leaf: leaf.shape, tree)
 
 
-@pytest.mark.parametrize(
-    "use_bias, qk_norm, memory",
-    [(True, True, MEMORY), (False, False, None)],
-)
+@pytest.mark.parametrize("use_bias, qk_norm, memory", [(True, True, MEMORY), (False, False, None)])
 def test_parameters_are_interchangeable_with_flax(use_bias, qk_norm, memory, float64):
     ours = MultiHeadAttention(num_heads=4, use_bias=use_bias, qk_norm=qk_norm)
     theirs = flax.linen.MultiHeadDotProductAttention(num_heads=4, use_bias=use_bias, normalize_qk=qk_norm)

@@ -52,7 +52,6 @@ def test_bfloat16_layer_is_near_float32(name):
 
 SIZES = {"vocab_size": 11, "num_layers": 2, "num_heads": 2, "width": 16, "context": 12, "positions": "auto"}
 TOKENS = np.arange(20).reshape(2, 10) % 11
-KIND = pytest.mark.parametrize("mixer", ["differential", "latent", "stick_breaking"])
 
 
 @pytest.mark.parametrize("mixer", ["differential", pytest.param("latent", marks=pytest.mark.slow)])

@@ -64,15 +64,6 @@ def test_rotary_yarn_between_is_linear_in_pairs():
     np.testing.assert_allclose(turned(X, np.zeros(7, int), dataclasses.replace(options, attention_factor=1.0)), X)
 
 
-@pytest.mark.parametrize("scaling", ["none", "linear", "llama3", "yarn"])
-def test_rotary_scores_depend_on_position_difference_however_scaled(scaling):
-    options = Rotary(scaling=scaling, fraction=0.75, **LONG)
-    q, k = X[:, :1].repeat(2, axis=1)
-    scores = (np.asarray(turned(q, np.array([7, 107]), options)) * turned(k, np.array([3, 103]), options)).sum(-1)
-    # Angles up to 100 carry an error of 100 float32 units.
-    np.testing.assert_allclose(scores[0], scores[1], atol=1e-4)
-
-
 @pytest.mark.parametrize(
     "options, message",
     [

@@ -128,11 +128,7 @@ def test_bool_array_is_a_dense_mask():
 
 
 @pytest.mark.parametrize(
-    "impl, chosen",
-    [
-        (("cudnn", "blockwise", "dense"), "blockwise"),
-        (("decode", "auto"), "dense"),
-    ],
+    "impl, chosen", [(("cudnn", "blockwise", "dense"), "blockwise"), (("decode", "auto"), "dense")]
 )
 def test_first_backend_of_several_that_can_runs(impl, chosen):
     explained = attnlab.explain(Q, K, K, impl=impl)

@@ -199,11 +199,7 @@ def test_function_that_closes_over_traced_arrays_leaves_the_rest_of_a_conjunctio
 
 @pytest.mark.parametrize(
     "terms, kind",
-    [
-        ("segments mask", AxisType.Auto),
-        ("window mask", AxisType.Explicit),
-        slow("everything", AxisType.Auto),
-    ],
+    [("segments mask", AxisType.Auto), ("window mask", AxisType.Explicit), slow("everything", AxisType.Auto)],
 )
 def test_split_call_equals_unsplit_call(terms, kind):
     run, mesh = gradients(functools.partial(attend, **TERMS[terms])), mesh_of(data=2, context=2, kind=kind)

@@ -268,10 +268,7 @@ def test_chunk_size_is_the_length_or_the_largest_power_of_two(rows, length, voca
         ({"targets": np.zeros((4, 9), np.int32)}, r"targets has shape \(4, 9\), .*\(4, 10\)"),
         ({"targets": zeros((4, 10))}, r"targets has type float32"),
         ({"targets": np.full((4, 10), 2**40)}, "targets contains 1099511627776, .*0 to 20"),
-        (
-            {"vocab_size": 17, "targets": np.full((4, 10), 17)},
-            "targets contains 17, .*0 to 16",
-        ),
+        ({"vocab_size": 17, "targets": np.full((4, 10), 17)}, "targets contains 17, .*0 to 16"),
         ({"cap": 0.0}, "cap = 0.0"),
         ({"vocab_size": 22}, "vocab_size = 22: .*21"),
         ({"chunk": 2.5}, r"chunk = 2\.5"),

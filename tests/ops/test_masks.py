@@ -38,11 +38,6 @@ def test_numbers_are_static_and_arrays_are_leaves():
     assert len(jax.tree.leaves((ALiBi(np.ones(2)), ScoreFn(max, jnp.ones(2)), SoftCap(jnp.array(2.0))))) == 3
 
 
-def test_vmap_over_a_mask_maps_its_arrays():
-    drawn = jax.vmap(lambda mask: mask.dense(3, 3))(Padding(jnp.array([1, 3])))
-    assert drawn.sum(axis=(1, 2)).tolist() == [3, 9]
-
-
 def test_causal_uses_positions_and_padding_uses_indices():
     late = jnp.array([5, 6])
     assert Causal().dense(2, 7, q_positions=late, kv_positions=jnp.arange(7)).sum(axis=1).tolist() == [6, 7]

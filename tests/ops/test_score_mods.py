@@ -50,10 +50,8 @@ def test_function_receives_the_example_index():
         (Forget(np.zeros((2, 2), np.float32), np.zeros((4, 2), np.float32)), "Forget queries has shape"),
         (Forget(np.zeros((5, 3, 2), np.float32), np.zeros((4, 2), np.float32)), r"expected \(3, 2\) or \(1, 3, 2\)"),
         (Forget(jnp.zeros((3, 2), jnp.bfloat16)), "type bfloat16, expected float32 or float64"),
-        *(
-            (Forget(np.full((3, 2), -x, np.float32), np.zeros((4, 2), np.float32)), "sums down to")
-            for x in (1e9, np.inf)
-        ),
+        (Forget(np.full((3, 2), -1e9, np.float32), np.zeros((4, 2), np.float32)), "sums down to"),
+        (Forget(np.full((3, 2), -np.inf, np.float32), np.zeros((4, 2), np.float32)), "sums down to"),
     ],
 )
 def test_running_sums_that_do_not_fit_the_call_are_rejected(own_errors, mod, message):

@@ -246,10 +246,7 @@ def dense():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda m, p: see.capture(m, p, TOKENS, want="patern"),
-            r"'patern' \(did you mean pattern\?\)",
-        ),
+        (lambda m, p: see.capture(m, p, TOKENS, want="patern"), r"'patern' \(did you mean pattern\?\)"),
         (lambda m, p: see.capture(m, p, TOKENS, rows=[99]), r"rows = \[99\]: .*7 queries"),
         (lambda m, p: see.capture(*dense()), "Dense has no attention"),
         (lambda m, p: see.capture(m.apply, p, TOKENS), "model is a method: expected a module of flax"),

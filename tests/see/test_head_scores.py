@@ -131,10 +131,7 @@ def test_untrained_model_has_no_head_of_any_kind():
     ("change", "message"),
     [
         ({"kinds": ["copy"]}, r"kinds = \['copy'\]: .*previous, .*entropy"),
-        (
-            {"patterns": softmax_patterns(0)[..., :-1]},
-            r"patterns has a layer \[16, 3, 24, 23\]",
-        ),
+        ({"patterns": softmax_patterns(0)[..., :-1]}, r"patterns has a layer \[16, 3, 24, 23\]"),
         ({"patterns": softmax_patterns(0).swapaxes(-1, -2)}, "patterns has weights .*not causal"),
         ({"patterns": softmax_patterns(0) * np.nan}, "patterns has weights .*not finite"),
         ({"untrained": softmax_patterns(0)[:1]}, "untrained has 1 layers .*3 heads"),

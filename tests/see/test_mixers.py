@@ -4,28 +4,19 @@ import jax
 import numpy as np
 import pytest
 
-from attnlab import see
+from attnlab import nn, see
 from attnlab.masks import Causal
-from attnlab.nn import (
-    GPT,
-    RWKV7,
-    GatedDeltaNet,
-    GatedDeltaProduct,
-    LinearAttention,
-    Mamba2,
-    MultiHeadAttention,
-)
 from tests.parameters import parameters
 from tests.see.models import TOKENS, random, slow
 
 X = random(2, 7, 8)
 LAYERS = {
-    "delta_product": GatedDeltaProduct(2, value_heads=4),
-    "linear": LinearAttention(2),
-    "gated_delta": GatedDeltaNet(2, value_heads=4),
-    "mamba2": Mamba2(2, key_dim=4, value_heads=4),
-    "rwkv7": RWKV7(2),
-    "gated_attention": MultiHeadAttention(2, mask=Causal(), output_gate=True),
+    "delta_product": nn.GatedDeltaProduct(2, value_heads=4),
+    "linear": nn.LinearAttention(2),
+    "gated_delta": nn.GatedDeltaNet(2, value_heads=4),
+    "mamba2": nn.Mamba2(2, key_dim=4, value_heads=4),
+    "rwkv7": nn.RWKV7(2),
+    "gated_attention": nn.MultiHeadAttention(2, mask=Causal(), output_gate=True),
 }
 NORMALIZED = ("gated_delta", "delta_product", "rwkv7")
 WANT = ("q", "k", "v", "pattern", "z")
@@ -80,7 +71,7 @@ def test_capture_of_a_recurrence_with_padding_and_documents_is_of_the_pattern():
 
 
 def test_hybrid_names_layers_without_a_pattern_and_sees_the_others():
-    model = GPT(11, 3, 2, 16, 8, positions="auto", pattern="linear gru attention")
+    model = nn.GPT(11, 3, 2, 16, 8, positions="auto", pattern="linear gru attention")
     found = see.sites(model, parameters(model, TOKENS), TOKENS)
     assert [(site.path, site.kind, site.verified) for site in found] == [
         ("block_0/attention", "LinearAttention", True),
@@ -94,7 +85,7 @@ def test_hybrid_names_layers_without_a_pattern_and_sees_the_others():
 
 
 def test_model_without_any_pattern_is_refused_in_one_line():
-    model = GPT(11, 2, 2, 16, 8, positions="auto", mixer="gru")
+    model = nn.GPT(11, 2, 2, 16, 8, positions="auto", mixer="gru")
     params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
     with pytest.raises(ValueError, match="^GPT has no attention .*: layers of GRU have no pattern and no heads$"):
         see.sites(model, params, TOKENS)

@@ -87,10 +87,7 @@ def test_models_of_another_form_are_refused_in_one_line():
             "differ from the logits by",
         ),
         (lambda: see.contributions(layer, params, x, targets=OTHERS), "contributions need .*blocks"),
-        (
-            lambda: see.contributions(models.nnx_model(), None, TOKENS, targets=OTHERS),
-            "contributions .*flax.linen",
-        ),
+        (lambda: see.contributions(models.nnx_model(), None, TOKENS, targets=OTHERS), "contributions .*flax.linen"),
     ):
         with pytest.raises(ValueError, match=message) as error:
             call()

@@ -56,9 +56,6 @@ def test_progress_survives_a_closed_pipe():
     reported(Closed(), 60, total=3)
 
 
-@pytest.mark.parametrize(
-    "seconds, words",
-    [(0, "a few seconds"), (89, "about 90 seconds"), (7200, "about 2 hours")],
-)
+@pytest.mark.parametrize("seconds, words", [(0, "a few seconds"), (89, "about 90 seconds"), (7200, "about 2 hours")])
 def test_duration_in_words_is_rounded(seconds, words):
     assert study_progress.in_words(seconds) == words

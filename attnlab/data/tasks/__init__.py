@@ -10,12 +10,4 @@ from attnlab.data.tasks.modular import running_sums
 from attnlab.data.tasks.repetition import inductions, repeats
 from attnlab.data.tasks.task_draws import TEST
 
-__all__ = [
-    "TEST",
-    "inductions",
-    "recall",
-    "repeats",
-    "running_sums",
-    "selective_copies",
-    "spread_recall",
-]
+__all__ = ["TEST", "inductions", "recall", "repeats", "running_sums", "selective_copies", "spread_recall"]

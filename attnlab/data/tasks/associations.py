@@ -24,13 +24,7 @@ class Recall(NamedTuple):
 
 @compiled
 def recall(
-    step: Number,
-    *,
-    batch_size: int,
-    pairs: Sequence[int],
-    vocab_size: int = 256,
-    rewrites: int = 0,
-    seed: Number = 0,
+    step: Number, *, batch_size: int, pairs: Sequence[int], vocab_size: int = 256, rewrites: int = 0, seed: Number = 0
 ) -> Recall:
     """Draw sequences of multi-query associative recall (Arora et al. 2023).
 

@@ -30,12 +30,14 @@ _DECODER = {
     "tie_word_embeddings": "tie_embeddings",
 }
 _LLAMA = _DECODER | {"hidden_act": "activation"}
+_BIASED = _LLAMA | {"attention_bias": "attention_bias"}
 _GEMMA = _DECODER | {
     "hidden_activation": "activation",
     "attention_bias": "attention_bias",
     "final_logit_softcapping": "logit_cap",
 }
 _DEFAULTS = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}
+_BIASED_DEFAULTS = _DEFAULTS | {"attention_bias": False}
 _SLIDING = {"sliding_window": 4096}
 _SOME_SLIDING = _SLIDING | {
     "use_sliding_window": False,
@@ -159,17 +161,14 @@ FAMILIES = {
     "llama": Family(
         "LlamaForCausalLM",
         _GATED,
-        _LLAMA | {"attention_bias": "attention_bias", "mlp_bias": "use_bias"},
-        _DEFAULTS | {"attention_bias": False, "mlp_bias": False},
+        _BIASED | {"mlp_bias": "use_bias"},
+        _BIASED_DEFAULTS | {"mlp_bias": False},
         divides=True,
     ),
     "mistral": Family("MistralForCausalLM", _GATED, _LLAMA, _DEFAULTS | _SLIDING | {"num_key_value_heads": 8}),
     "qwen2": Family("Qwen2ForCausalLM", _GATED | {"qkv_bias": True}, _LLAMA, _DEFAULTS | _SOME_SLIDING),
     "qwen3": Family(
-        "Qwen3ForCausalLM",
-        _GATED | {"qk_norm": True},
-        _LLAMA | {"attention_bias": "attention_bias"},
-        _DEFAULTS | _SOME_SLIDING | {"attention_bias": False, "head_dim": 128},
+        "Qwen3ForCausalLM", _GATED | {"qk_norm": True}, _BIASED, _BIASED_DEFAULTS | _SOME_SLIDING | {"head_dim": 128}
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
@@ -189,8 +188,8 @@ FAMILIES = {
     "olmo2": Family(
         "Olmo2ForCausalLM",
         _GATED | {"norm_at": "after", "qk_norm": True, "qk_norm_joint": True},
-        _LLAMA | {"attention_bias": "attention_bias"},
-        _DEFAULTS | {"attention_bias": False, "rms_norm_eps": 1e-5},
+        _BIASED,
+        _BIASED_DEFAULTS | {"rms_norm_eps": 1e-5},
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
@@ -203,10 +202,9 @@ FAMILIES = {
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
         _GATED | {"norm": "rms_plus_one", "qk_norm": True, "output_gate": True},
-        _LLAMA | {"attention_bias": "attention_bias"},
-        _DEFAULTS
+        _BIASED,
+        _BIASED_DEFAULTS
         | {
-            "attention_bias": False,
             "head_dim": 256,
             "num_key_value_heads": 2,
             "partial_rotary_factor": 0.25,
@@ -234,14 +232,8 @@ FAMILIES = {
     "olmo_hybrid": Family(
         "OlmoHybridForCausalLM",
         _GATED | {"norm_at": "hybrid", "qk_norm": True, "qk_norm_joint": True},
-        _LLAMA | {"attention_bias": "attention_bias"},
-        _DEFAULTS
-        | {
-            "attention_bias": False,
-            "layer_types": None,
-            "linear_conv_kernel_dim": 4,
-            "linear_allow_neg_eigval": True,
-        },
+        _BIASED,
+        _BIASED_DEFAULTS | {"layer_types": None, "linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True},
         rotary_optional=True,
         file_names={
             "attention_layer_norm": "input_layernorm",
@@ -309,10 +301,9 @@ FAMILIES = {
     "bamba": Family(
         "BambaForCausalLM",
         _GATED,
-        _LLAMA | {"attention_bias": "attention_bias", "mlp_bias": "use_bias"},
-        _DEFAULTS
+        _BIASED | {"mlp_bias": "use_bias"},
+        _BIASED_DEFAULTS
         | {
-            "attention_bias": False,
             "mlp_bias": False,
             "num_key_value_heads": 8,
             "max_position_embeddings": 262144,
@@ -349,18 +340,17 @@ FAMILIES = {
     "diffllama": Family(
         "DiffLlamaForCausalLM",
         _GATED | {"mixer": "differential"},
-        _LLAMA | {"attention_bias": "attention_bias"},
-        _DEFAULTS | {"attention_bias": False, "rms_norm_eps": 1e-5},
+        _BIASED,
+        _BIASED_DEFAULTS | {"rms_norm_eps": 1e-5},
         {"attention_dropout": 0},
         silent="lambda_std_dev",
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         _GATED | {"mixer": "latent"},
-        _LLAMA | {"attention_bias": "attention_bias"},
-        _DEFAULTS
+        _BIASED,
+        _BIASED_DEFAULTS
         | {
-            "attention_bias": False,
             "num_key_value_heads": 128,
             "kv_lora_rank": 512,
             "q_lora_rank": 1536,

@@ -12,13 +12,7 @@ _QKV = ("query", "key", "value")
 
 
 def linear(
-    name: str,
-    rows: int,
-    columns: int,
-    *paths: str,
-    bias: bool = False,
-    groups: int = 1,
-    order: tuple[int, ...] = (),
+    name: str, rows: int, columns: int, *paths: str, bias: bool = False, groups: int = 1, order: tuple[int, ...] = ()
 ) -> Iterator[Tensor]:
     """The tensors of a linear layer, whose parameters at several paths are parts of its outputs."""
     kernels, biases = (tuple(f"{path}/{which}" for path in paths) for which in ("kernel", "bias"))

@@ -14,14 +14,7 @@ from attnlab.nn.norms import RMSNorm
 class DeltaRule(RecurrentMixer):
     """A mixer whose queries, keys and values pass a short convolution and silu, queries and keys then of unit norm.
 
-    Its cache holds states `[B, HV, K, V]` in float32 and the last W − 1 inputs of the convolutions.
-
-    Attributes:
-      value_heads: HV, a multiple of num_heads; None for num_heads.
-      conv: W, tokens of the convolution; 0 for none.
-      gate: whether there is an output gate.
-      negative_eigenvalues: β up to 2.
-      norm_epsilon: ε of the norm of the outputs.
+    Its cache and its attributes are as in `GatedDeltaNet`.
     """
 
     value_heads: int | None = None

@@ -15,18 +15,13 @@ class GatedDeltaNet(DeltaRule):
 
     Its cache holds states `[B, HV, K, V]` in float32 and the last W − 1 inputs of the convolutions.
 
-    Attributes:
-      num_heads: H, heads of queries and keys.
-      key_dim: K; None for input width / H.
-      value_dim: V; None for input width / H.
+    Attributes: as `RecurrentMixer`, and
       value_heads: HV, a multiple of H; None for H.
       conv: W, tokens of the convolution; 0 for none.
       decay: whether the state decays.
       gate: whether there is an output gate.
       negative_eigenvalues: β up to 2, so that a state can change its sign, and count modulo 2 (Grazzi et al. 2025).
       norm_epsilon: ε of the norm of the outputs.
-      kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
-      dtype: type of the computation; the input's when None. Decays and states are float32.
 
     >>> block = Block(GatedDeltaNet(num_heads=2), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape

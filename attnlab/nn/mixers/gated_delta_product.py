@@ -18,18 +18,9 @@ class GatedDeltaProduct(DeltaRule):
 
     Its cache holds states `[B, HV, K, V]` in float32 and the last W − 1 inputs of the convolutions.
 
-    Attributes:
-      num_heads: H, heads of queries and keys.
-      key_dim: K; None for input width / H.
-      value_dim: V; None for input width / H.
-      value_heads: HV, a multiple of H; None for H.
-      conv: W, tokens of the convolution; 0 for none.
+    Attributes: as `GatedDeltaNet` without `decay`, and
       steps: n; head h has the keys h · n to h · n + n − 1 of `key/kernel` `[F, H · n, K]`, and so the values and β.
-      gate: whether there is an output gate.
       negative_eigenvalues: β up to 2, as in the paper, whose state tracking needs it.
-      norm_epsilon: ε of the norm of the outputs.
-      kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
-      dtype: type of the computation; the input's when None. Decays and states are float32.
 
     >>> block = Block(GatedDeltaProduct(num_heads=2), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape

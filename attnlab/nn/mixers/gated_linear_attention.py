@@ -17,15 +17,11 @@ class GatedLinearAttention(RecurrentMixer):
 
     Its cache holds states `[B, H, K, V]` in float32.
 
-    Attributes:
-      num_heads: H.
+    Attributes: as `RecurrentMixer`, and
       key_dim: K; None for half the input width / H.
-      value_dim: V; None for input width / H.
       gate: whether there is an output gate.
       rank: of the projection to decays.
       norm_epsilon: ε of the norm of the outputs.
-      kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
-      dtype: type of the computation; the input's when None. Decays and states are float32.
 
     >>> block = Block(GatedLinearAttention(num_heads=2), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape

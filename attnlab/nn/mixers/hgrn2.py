@@ -22,14 +22,9 @@ class HGRN2(RecurrentMixer):
 
     Its cache holds states `[B, H, K, V]` in float32.
 
-    Attributes:
-      num_heads: H.
-      key_dim: K; None for input width / H.
-      value_dim: V; None for input width / H.
+    Attributes: as `RecurrentMixer`, and
       layers: L, of the model; None for b = 0 and no `lower_bound`.
       norm_epsilon: ε of the norm of the outputs.
-      kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
-      dtype: type of the computation; the input's when None. Decays and states are float32.
 
     >>> block = Block(HGRN2(num_heads=2), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape

@@ -168,6 +168,13 @@ class RecurrentMixer(CausalMixer):
     Projections have the names and shapes of `MultiHeadAttention`'s, `query/kernel` `[F, H, K]` to `out/kernel`
     `[HV, V, F]`, so one optimizer and one sharding serve both.
 
+    Attributes:
+      num_heads: H.
+      key_dim: K; None for input width / H.
+      value_dim: V; None for input width / H.
+      kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
+      dtype: type of the computation; the input's when None. Decays and states are float32.
+
     A subclass projects with `_dense`, calls `_recur`, and projects back with `_out`:
 
     >>> class Decaying(RecurrentMixer):

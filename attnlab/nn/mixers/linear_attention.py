@@ -17,14 +17,10 @@ class LinearAttention(RecurrentMixer):
     Its cache holds states `[B, H, D', D + 1]` in float32, D' the number of features of the feature map; the last column
     is the sum of the keys, by which outputs are normalized.
 
-    Attributes:
-      num_heads: H.
-      key_dim: D; None for input width / H.
+    Attributes: as `RecurrentMixer` without `value_dim`, and
       features: width of the output; None for the input's.
       feature_map, normalize: see `attnlab.linear_attention`; its `elu_plus_one` for None.
       use_bias: whether the projections add a bias.
-      kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
-      dtype: type of the computation; the input's when None.
 
     >>> block = Block(LinearAttention(num_heads=2), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape

@@ -24,15 +24,13 @@ class Mamba2(RecurrentMixer):
 
     Its cache holds states `[B, HV, K, V]` in float32 and the last W − 1 inputs of the convolution.
 
-    Attributes:
+    Attributes: as `RecurrentMixer`, and
       num_heads: groups of heads that share B and C.
       key_dim: K, the size of the state of a feature; None for 128, or half the input width where that is less.
       value_dim: V; None for twice the input width / HV.
       value_heads: HV, a multiple of num_heads; None for num_heads.
       conv: W, tokens of the convolution, 1 or more.
       norm_epsilon: ε of the norm of the outputs.
-      kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
-      dtype: type of the computation; the input's when None. Decays and states are float32.
 
     >>> block = Block(Mamba2(value_heads=2), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape

@@ -21,15 +21,12 @@ class Retention(RecurrentMixer):
 
     Its cache holds states `[B, H, K, V]` in float32.
 
-    Attributes:
-      num_heads: H.
+    Attributes: as `RecurrentMixer`, and
       key_dim: K, even; None for input width / H.
       value_dim: V; None for twice the input width / H.
       gate: whether there is an output gate.
       base: of the rotary positions.
       norm_epsilon: ε of the norm of the outputs.
-      kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
-      dtype: type of the computation; the input's when None. Decays and states are float32.
 
     >>> block = Block(Retention(num_heads=2), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape

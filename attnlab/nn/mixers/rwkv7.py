@@ -33,15 +33,11 @@ class RWKV7(RecurrentMixer):
 
     Its cache holds states `[B, H, K, V]` in float32 and the last input, `[B, 1, F]`.
 
-    Attributes:
-      num_heads: H.
-      key_dim: K; None for input width / H.
-      value_dim: V; None for input width / H.
+    Attributes: as `RecurrentMixer`, and
       value_residual: mix the values with v₁, and return them; layers of `GPT` do.
       layers: L, of the model; initial values of vectors, as in the authors' code, depend on it and the layer's number.
       kernel_init, out_kernel_init: initializers of matrices that are not of low rank, whose products start as 0 or, for
         the gate, small; `out_kernel_init` None for `kernel_init`.
-      dtype: type of the computation; the input's when None. Decays and states are float32.
 
     >>> block = Block(RWKV7(num_heads=2), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape

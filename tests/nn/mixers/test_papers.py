@@ -7,21 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnlab.nn import (
-    GRU,
-    HGRN2,
-    RWKV7,
-    CausalConv,
-    GatedConv,
-    GatedDeltaNet,
-    GatedDeltaProduct,
-    GatedLinearAttention,
-    KimiDeltaAttention,
-    LinearAttention,
-    Mamba2,
-    Retention,
-    ShortConv,
-)
+from attnlab import nn
 from tests.nn import relatives
 from tests.nn.mixers import papers
 from tests.nn.mixers.cases import doubled
@@ -30,45 +16,45 @@ from tests.parameters import parameters
 
 DELTA = papers.gated_delta_net
 CASES = {
-    "gru": (GRU(features=5), papers.gru),
-    "conv": (CausalConv(5, kernel_size=4, dilation=3), functools.partial(papers.causal_conv, dilation=3)),
-    "gated_conv": (GatedConv(kernel_size=3), papers.gated_conv),
-    "gated_delta": (GatedDeltaNet(2, key_dim=3, value_dim=5, value_heads=6, conv=2), DELTA),
+    "gru": (nn.GRU(features=5), papers.gru),
+    "conv": (nn.CausalConv(5, kernel_size=4, dilation=3), functools.partial(papers.causal_conv, dilation=3)),
+    "gated_conv": (nn.GatedConv(kernel_size=3), papers.gated_conv),
+    "gated_delta": (nn.GatedDeltaNet(2, key_dim=3, value_dim=5, value_heads=6, conv=2), DELTA),
     "delta": (
-        GatedDeltaNet(2, decay=False, gate=False, negative_eigenvalues=True),
+        nn.GatedDeltaNet(2, decay=False, gate=False, negative_eigenvalues=True),
         functools.partial(DELTA, negative=True),
     ),
-    "kda": (KimiDeltaAttention(2), papers.kimi_delta_attention),
-    "delta_product": (GatedDeltaProduct(2), functools.partial(papers.gated_delta_product, steps=2)),
-    "rwkv7": (RWKV7(2, key_dim=3, value_dim=5), papers.rwkv7),
-    "hgrn2": (HGRN2(2, key_dim=3, value_dim=5), papers.hgrn2),
+    "kda": (nn.KimiDeltaAttention(2), papers.kimi_delta_attention),
+    "delta_product": (nn.GatedDeltaProduct(2), functools.partial(papers.gated_delta_product, steps=2)),
+    "rwkv7": (nn.RWKV7(2, key_dim=3, value_dim=5), papers.rwkv7),
+    "hgrn2": (nn.HGRN2(2, key_dim=3, value_dim=5), papers.hgrn2),
     "mamba2": (
-        Mamba2(2, key_dim=3, value_heads=4, value_dim=6, conv=3),
+        nn.Mamba2(2, key_dim=3, value_heads=4, value_dim=6, conv=3),
         functools.partial(papers.mamba2, groups=2, state=3),
     ),
-    "gla": (GatedLinearAttention(2, rank=3), papers.gated_linear_attention),
-    "retention": (Retention(2), papers.retention),
-    "linear": (LinearAttention(2), papers.linear_attention),
+    "gla": (nn.GatedLinearAttention(2, rank=3), papers.gated_linear_attention),
+    "retention": (nn.Retention(2), papers.retention),
+    "linear": (nn.LinearAttention(2), papers.linear_attention),
     **{name: (module, relatives.PAPERS[name]) for name, module in relatives.MODULES.items()},
 }
 OTHER_SIZES = {
-    "delta_without_convolution": (GatedDeltaNet(2, decay=False, conv=0), DELTA),
+    "delta_without_convolution": (nn.GatedDeltaNet(2, decay=False, conv=0), DELTA),
     "kda_value_heads": (
-        KimiDeltaAttention(2, key_dim=3, value_dim=5, value_heads=6, conv=0, gate=False, negative_eigenvalues=True),
+        nn.KimiDeltaAttention(2, key_dim=3, value_dim=5, value_heads=6, conv=0, gate=False, negative_eigenvalues=True),
         functools.partial(papers.kimi_delta_attention, negative=True),
     ),
     "delta_product_value_heads": (
-        GatedDeltaProduct(*(2, 3, 5), value_heads=4, steps=3, conv=2, gate=False, negative_eigenvalues=False),
+        nn.GatedDeltaProduct(*(2, 3, 5), value_heads=4, steps=3, conv=2, gate=False, negative_eigenvalues=False),
         functools.partial(papers.gated_delta_product, steps=3, negative=False),
     ),
     "mamba2_without_convolution": (
-        Mamba2(key_dim=5, value_heads=4, conv=1),
+        nn.Mamba2(key_dim=5, value_heads=4, conv=1),
         functools.partial(papers.mamba2, groups=1, state=5),
     ),
-    "gla_without_gate": (GatedLinearAttention(2, key_dim=3, gate=False), papers.gated_linear_attention),
-    "retention_without_gate": (Retention(2, key_dim=6, value_dim=3, gate=False), papers.retention),
+    "gla_without_gate": (nn.GatedLinearAttention(2, key_dim=3, gate=False), papers.gated_linear_attention),
+    "retention_without_gate": (nn.Retention(2, key_dim=6, value_dim=3, gate=False), papers.retention),
     "linear_unnormalized": (
-        LinearAttention(2, key_dim=3, features=5, normalize=False, use_bias=False, feature_map=doubled),
+        nn.LinearAttention(2, key_dim=3, features=5, normalize=False, use_bias=False, feature_map=doubled),
         functools.partial(
             papers.linear_attention, normalized=False, feature_map=lambda y: np.maximum(np.concatenate([y, -y], -1), 0)
         ),
@@ -129,7 +115,7 @@ def test_layer_gradient_equals_differences_of_its_paper_in_float64(float64, name
 @pytest.mark.parametrize("width, features", [(1, (3,)), (4, (2, 3))])
 def test_short_conv_equals_its_sum_and_keeps_the_last_inputs(float64, width, features):
     x = np.random.default_rng(1).standard_normal((2, 9, *features))
-    conv = ShortConv(width, use_bias=True)
+    conv = nn.ShortConv(width, use_bias=True)
     variables = parameters(conv, x)
     out, kept = jax.jit(conv.apply)(variables, x)
     p = by_path(variables)

@@ -6,21 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from attnlab.nn import (
-    GPT,
-    GRU,
-    HGRN2,
-    RWKV7,
-    CausalConv,
-    GatedConv,
-    GatedDeltaNet,
-    GatedDeltaProduct,
-    GatedLinearAttention,
-    KimiDeltaAttention,
-    LinearAttention,
-    Mamba2,
-    Retention,
-)
+from attnlab import nn
 from attnlab.nn.kinds import MIXERS
 from attnlab.nn.matrices import matrices_of
 from attnlab.training.optimizer import decayed
@@ -29,28 +15,28 @@ from tests.nn.mixers.cases import doubled
 X = np.zeros((1, 3, 8), np.float32)
 SHAPES = {  # e.g. "A_log 4", "query/kernel 8×2×3"
     "gated_delta": (
-        GatedDeltaNet(2, key_dim=3, value_dim=5, value_heads=4),
+        nn.GatedDeltaNet(2, key_dim=3, value_dim=5, value_heads=4),
         "query/kernel 8×2×3, key/kernel 8×2×3, value/kernel 8×4×5, out/kernel 4×5×8, query_conv/kernel 4×2×3, "
         "key_conv/kernel 4×2×3, value_conv/kernel 4×4×5, a/kernel 8×4, b/kernel 8×4, A_log 4, dt_bias 4, "
         "gate/kernel 8×4×5, norm/scale 5",
     ),
     "delta": (
-        GatedDeltaNet(2, decay=False, gate=False, conv=0),
+        nn.GatedDeltaNet(2, decay=False, gate=False, conv=0),
         "query/kernel 8×2×4, key/kernel 8×2×4, value/kernel 8×2×4, out/kernel 2×4×8, b/kernel 8×2, norm/scale 4",
     ),
     "kda": (
-        KimiDeltaAttention(2, key_dim=3, value_dim=5, value_heads=4),
+        nn.KimiDeltaAttention(2, key_dim=3, value_dim=5, value_heads=4),
         "query/kernel 8×2×3, key/kernel 8×2×3, value/kernel 8×4×5, out/kernel 4×5×8, query_conv/kernel 4×2×3, "
         "key_conv/kernel 4×2×3, value_conv/kernel 4×4×5, decay_down/kernel 8×5, decay_up/kernel 5×4×3, "
         "decay_up/bias 4×3, b/kernel 8×4, A_log 4, gate_down/kernel 8×5, gate_up/kernel 5×4×5, norm/scale 5",
     ),
     "delta_product": (
-        GatedDeltaProduct(2, key_dim=3, value_heads=4, value_dim=5, steps=3, conv=0),
+        nn.GatedDeltaProduct(2, key_dim=3, value_heads=4, value_dim=5, steps=3, conv=0),
         "query/kernel 8×2×3, key/kernel 8×6×3, value/kernel 8×12×5, out/kernel 4×5×8, a/kernel 8×4, "
         "b/kernel 8×12, A_log 4, dt_bias 4, gate/kernel 8×4×5, norm/scale 5",
     ),
     "rwkv7": (
-        RWKV7(2, value_residual=True),
+        nn.RWKV7(2, value_residual=True),
         "query/kernel 8×2×4, key/kernel 8×2×4, value/kernel 8×2×4, out/kernel 2×4×8, decay_down/kernel 8×32, "
         "a_down/kernel 8×32, v_down/kernel 8×32, gate_down/kernel 8×32, decay_up/kernel 32×2×4, "
         "a_up/kernel 32×2×4, v_up/kernel 32×2×4, gate_up/kernel 32×2×4, decay_up/bias 2×4, a_up/bias 2×4, "
@@ -58,34 +44,28 @@ SHAPES = {  # e.g. "A_log 4", "query/kernel 8×2×3"
         "norm/bias 2×4",
     ),
     "hgrn2": (
-        HGRN2(2, layers=3),
+        nn.HGRN2(2, layers=3),
         "query/kernel 8×2×4, key/kernel 8×2×4, value/kernel 8×2×4, out/kernel 2×4×8, lower_bound 2×4, norm/scale 8",
     ),
     "mamba2": (
-        Mamba2(2, key_dim=3, value_heads=4),
+        nn.Mamba2(2, key_dim=3, value_heads=4),
         "in/kernel 8×48, conv/kernel 4×28, conv/bias 28, out/kernel 4×4×8, A_log 4, dt_bias 4, D 4, norm/scale 16",
     ),
     "gla": (
-        GatedLinearAttention(2),
+        nn.GatedLinearAttention(2),
         "query/kernel 8×2×2, key/kernel 8×2×2, value/kernel 8×2×4, out/kernel 2×4×8, decay_down/kernel 8×16, "
         "decay_up/kernel 16×2×2, decay_up/bias 2×2, norm/scale 4, gate/kernel 8×2×4, gate/bias 2×4",
     ),
     "retention": (
-        Retention(2),
+        nn.Retention(2),
         "query/kernel 8×2×4, key/kernel 8×2×4, value/kernel 8×2×8, out/kernel 2×8×8, gate/kernel 8×2×8",
     ),
     "linear": (
-        LinearAttention(2, use_bias=False),
+        nn.LinearAttention(2, use_bias=False),
         "query/kernel 8×2×4, key/kernel 8×2×4, value/kernel 8×2×4, out/kernel 2×4×8",
     ),
-    "conv": (
-        CausalConv(kernel_size=2, features=5),
-        "conv/kernel 2×8×5, conv/bias 5",
-    ),
-    "gated_conv": (
-        GatedConv(kernel_size=3),
-        "conv/kernel 3×8, conv/bias 8, linear/kernel 8×8, linear/bias 8",
-    ),
+    "conv": (nn.CausalConv(kernel_size=2, features=5), "conv/kernel 2×8×5, conv/bias 5"),
+    "gated_conv": (nn.GatedConv(kernel_size=3), "conv/kernel 3×8, conv/bias 8, linear/kernel 8×8, linear/bias 8"),
 }
 
 
@@ -116,9 +96,9 @@ def test_parameters_have_the_names_and_shapes_of_the_paper(name):
 @pytest.mark.parametrize(
     "module, low",
     [
-        (GatedDeltaNet(1, value_heads=400, value_dim=1), 0.01),
-        (KimiDeltaAttention(1, value_heads=400, key_dim=1, value_dim=1), 1.0),
-        (Mamba2(value_heads=400, value_dim=1), 1.0),
+        (nn.GatedDeltaNet(1, value_heads=400, value_dim=1), 0.01),
+        (nn.KimiDeltaAttention(1, value_heads=400, key_dim=1, value_dim=1), 1.0),
+        (nn.Mamba2(value_heads=400, value_dim=1), 1.0),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -136,7 +116,7 @@ def test_decays_start_in_the_ranges_of_the_papers(module, low):
 
 
 def test_short_convolution_starts_uniform_within_the_root_of_its_width():
-    kernel = initial(GatedDeltaNet(4), np.zeros((1, 3, 64), np.float32))["query_conv/kernel"]
+    kernel = initial(nn.GatedDeltaNet(4), np.zeros((1, 3, 64), np.float32))["query_conv/kernel"]
     assert 0.45 < kernel.max() <= 0.5 and -0.5 <= kernel.min() < -0.45 and abs(kernel.mean()) < 0.1
 
 
@@ -159,7 +139,7 @@ LEFT_TO_ADAMW = {
     "mixer, left", [(kind, left) for kinds, left in LEFT_TO_ADAMW.items() for kind in kinds.split()]
 )
 def test_muon_moves_what_multiplies_features_and_weight_decay_kernels_alone(mixer, left):
-    model, tokens = GPT(11, 2, 2, 8, 6, positions="auto", mixer=mixer), np.zeros((1, 2), np.int32)
+    model, tokens = nn.GPT(11, 2, 2, 8, 6, positions="auto", mixer=mixer), np.zeros((1, 2), np.int32)
     mixing = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]["block_1"]["attention"]
     for path, is_decayed in by_path(decayed(mixing)).items():
         assert is_decayed == path.endswith("kernel"), path
@@ -176,10 +156,10 @@ def test_kinds_whose_parameters_are_listed_are_all():
 
 def test_linear_attention_state_has_the_features_of_the_map_and_a_sum_of_keys():
     # 4 features of a head, doubled; as many values, and the sum.
-    cache = LinearAttention(num_heads=2, feature_map=doubled).empty_cache(batch=3, features=8)
+    cache = nn.LinearAttention(num_heads=2, feature_map=doubled).empty_cache(batch=3, features=8)
     assert cache.state.shape == (3, 2, 8, 5) and cache.conv is None
 
 
 def test_gru_has_the_parameters_of_flax():
-    params = jax.eval_shape(GRU(features=5).init, jax.random.key(0), X)["params"]
+    params = jax.eval_shape(nn.GRU(features=5).init, jax.random.key(0), X)["params"]
     assert list(params) == ["cell"] and params["cell"]["in"]["kernel"].shape == (8, 5)
