@@ -8,6 +8,17 @@ from attnlab.plots._heatmaps import atlas, effects_grid, heads, masks, weights
 from attnlab.plots._style import COLORS, STYLE, THUMBNAIL, finished
 
 __all__ = [
-    "COLORS", "STYLE", "THUMBNAIL", "atlas", "curves", "effects_grid", "finished", "heads", "lines", "masks", "panels",
-    "runs", "weights",
-]  # fmt: skip
+    "COLORS",
+    "STYLE",
+    "THUMBNAIL",
+    "atlas",
+    "curves",
+    "effects_grid",
+    "finished",
+    "heads",
+    "lines",
+    "masks",
+    "panels",
+    "runs",
+    "weights",
+]

@@ -11,6 +11,24 @@ from attnlab.see.site import Site, Sites
 from attnlab.see.streams import Contributions, contributions
 
 __all__ = [
-    "COLLECTIONS", "Add", "Contributions", "Effects", "Page", "Put", "Run", "Scale", "Scores", "Site", "Sites",
-    "ablate", "capture", "contributions", "edited", "page", "patch", "scores", "shares", "sites",
-]  # fmt: skip
+    "COLLECTIONS",
+    "Add",
+    "Contributions",
+    "Effects",
+    "Page",
+    "Put",
+    "Run",
+    "Scale",
+    "Scores",
+    "Site",
+    "Sites",
+    "ablate",
+    "capture",
+    "contributions",
+    "edited",
+    "page",
+    "patch",
+    "scores",
+    "shares",
+    "sites",
+]

@@ -22,7 +22,27 @@ from attnlab.testing.reference import attention as answer
 from attnlab.testing.subject import Unsupported, as_attnlab
 
 __all__ = [
-    "FEATURES", "PROFILES", "RECURRENCE_FEATURES", "SHAPES", "Answer", "AttentionCall", "Case", "Feature",
-    "RecurrenceFeature", "Report", "Row", "Shape", "Unsupported", "answer", "as_attnlab", "calls", "check_attention",
-    "check_layer", "check_recurrence", "draw", "recurrence_answer", "recurrence_call", "results",
-]  # fmt: skip
+    "FEATURES",
+    "PROFILES",
+    "RECURRENCE_FEATURES",
+    "SHAPES",
+    "Answer",
+    "AttentionCall",
+    "Case",
+    "Feature",
+    "RecurrenceFeature",
+    "Report",
+    "Row",
+    "Shape",
+    "Unsupported",
+    "answer",
+    "as_attnlab",
+    "calls",
+    "check_attention",
+    "check_layer",
+    "check_recurrence",
+    "draw",
+    "recurrence_answer",
+    "recurrence_call",
+    "results",
+]
