@@ -258,6 +258,18 @@ def test_sizes_beyond_int32_are_unlimited():
             np.testing.assert_allclose(one, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("impl", ["blockwise", "dense"])
+@pytest.mark.parametrize("q, k", [(Q[:, :0], K), (Q, K[:, :0]), (Q[:0], K[:0])], ids=["queries", "keys", "examples"])
+def test_no_tokens_or_examples_have_an_output_of_zeros(impl, q, k):
+    out, lse = attnlab.attention(q, k, k + 1, impl=impl, return_lse=True)
+    assert out.shape == q.shape and (out == 0).all()
+    assert lse.shape == q.shape[:-1] and (lse == -np.inf).all()
+    positions = {f"{name}_positions": np.arange(x.shape[1]) for name, x in (("q", q), ("kv", k))}
+    assert (attnlab.stick_breaking_attention(q, k, k, impl=impl, **positions) == 0).all()
+    gradients = jax.grad(lambda *x: attnlab.attention(*x, impl=impl).sum(), (0, 1, 2))(q, k, k)
+    assert all((x == 0).all() for x in gradients)
+
+
 def test_heads_before_tokens_are_a_warning_unless_an_argument_tells():
     swapped, few, ids = zeros((2, 4, 32, 8)), zeros((1, 1, 32, 8)), np.zeros(4, np.int32)
     calls = (attnlab.attention, attnlab.linear_attention, attnlab.linear_recurrence, attnlab.stick_breaking_attention)
