@@ -129,7 +129,8 @@ def step(cache, fresh, mask: Mask | None, num_heads: int, lengths=None):
     cache, batch, capacity, new = _rebased(cache), cache.length.shape, cache.capacity, fresh[0].shape[1]
     extended = _extended(cache, fresh, lengths)
     if new == 1:
-        return extended, extended.positions(), join(mask, Padding(extended.length)), extended
+        held = Padding(jnp.minimum(extended.length, capacity))
+        return extended, extended.positions(), join(mask, held), extended
 
     first = jnp.maximum(cache.length - capacity, 0)
     positions = first[:, None] + jnp.arange(capacity + new)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool
 
-from attnlab.ops.checks import integers, known_keywords
+from attnlab.ops.checks import in_range, integers, known_keywords
 from attnlab.ops.masks import Dense, Mask
 from attnlab.types import Array
 
@@ -25,18 +25,6 @@ class MaskedModule(nn.Module):
         if isinstance(self.mask, jax.Array | np.ndarray):
             self.mask = Dense(self.mask)  # compares and hashes by value, as `nn.jit` needs
         super().__post_init__()
-
-
-def ids_in_range(name: str, ids, size: int, low: int = 0, remedy: str = "") -> None:
-    """Raise ValueError for ids outside `[low, size)`; traced ids have no values to check."""
-    if isinstance(ids, jax.core.Tracer) or not getattr(ids, "is_fully_addressable", True):
-        return
-    ids = np.asarray(ids)
-    wrong = ids[(ids < low) | (ids >= size)]
-    if wrong.size:
-        raise ValueError(
-            f"{name} contains {wrong[0]}, expected ids from {low} to {size - 1}" + (remedy and f": {remedy}")
-        )
 
 
 def check_segments(segments, tokens, **excluded) -> None:
@@ -58,7 +46,7 @@ def check_segments(segments, tokens, **excluded) -> None:
 
 
 def check_lengths(lengths, tokens, **excluded) -> None:
-    """Raise ValueError unless `lengths` are integers `[B]`, and all other arguments are None."""
+    """Raise ValueError unless `lengths` are integers `[B]`, at most T, and all other arguments are None."""
     if lengths is None:
         return
     if not jnp.issubdtype(jnp.result_type(lengths), jnp.integer) or jnp.shape(lengths) != jnp.shape(tokens)[:1]:
@@ -67,6 +55,7 @@ def check_lengths(lengths, tokens, **excluded) -> None:
             f"{jnp.shape(tokens)[:1]}: the tokens of each sequence that are not padding"
         )
     integers("lengths", lengths)
+    in_range("lengths", lengths, jnp.shape(tokens)[1] + 1, remedy="count the tokens of each sequence")
     for name, value in excluded.items():
         if value is not None:
             raise ValueError(f"lengths are of a sequence that attends to itself: leave out {name}, or give a mask")

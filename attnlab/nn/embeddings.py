@@ -61,7 +61,7 @@ def nearest(
         raise ValueError(
             f"count = {count}: expected 0 to {size - 1}, as each of {size} tokens has {size - 1} neighbors"
         )
-    checks.ids_in_range("tokens", tokens, size)
+    checks.in_range("tokens", tokens, size)
     tokens = jnp.asarray(tokens)
     similarity = cosine_similarity(embedding[tokens], embedding)
     itself = jnp.arange(size) == tokens[..., None]

@@ -289,7 +289,7 @@ class GPT(checks.MaskedModule):
             batch, length = jnp.shape(tokens)
             if jnp.ndim(places) != 2 or jnp.shape(places)[0] != batch:
                 raise ValueError(f"places has shape {jnp.shape(places)}, expected [{batch}, places]")
-            checks.ids_in_range("places", places, length, remedy="positions of the tokens of this call")
+            checks.in_range("places", places, length, remedy="positions of the tokens of this call")
         if targets is None:
             return
         if caches is not None:
@@ -298,12 +298,12 @@ class GPT(checks.MaskedModule):
             raise ValueError(
                 f"targets has shape {jnp.shape(targets)}, expected {jnp.shape(predicted)}, as tokens or places"
             )
-        checks.ids_in_range("targets", targets, self.vocab_size, remedy="shift the tokens by one")
+        checks.in_range("targets", targets, self.vocab_size, remedy="shift the tokens by one")
 
     def _check_inputs(self, tokens, caches, segments, lengths) -> None:
         if jnp.ndim(tokens) != 2:
             raise ValueError(f"tokens has shape {jnp.shape(tokens)}, expected [batch, length]: add the missing axis")
-        checks.ids_in_range("tokens", tokens, self.vocab_size, remedy="encode the text with the model's tokenizer")
+        checks.in_range("tokens", tokens, self.vocab_size, remedy="encode the text with the model's tokenizer")
         check_segments(segments, tokens, caches=caches)
         check_lengths(lengths, tokens)
         if caches is None:

@@ -69,7 +69,7 @@ class LearnedPositions(nn.Module):
                 f"a sequence of {np.shape(positions)[-1]} tokens is longer than the {self.context} learned positions: "
                 "cut it, or use rotary, alibi or sinusoidal positions"
             )
-        checks.ids_in_range("positions", positions, self.context, remedy="cut the sequence, or use a larger context")
+        checks.in_range("positions", positions, self.context, remedy="cut the sequence, or use a larger context")
         embedding = self.param("embedding", self.embedding_init, (self.context, self.features))
         return jnp.take(embedding, positions, axis=0).astype(self.dtype or embedding.dtype)
 

@@ -58,10 +58,11 @@ class Seq2Seq(nn.Module):
                 f"source has shape {source.shape}, lengths {np.shape(lengths)} and inputs {inputs.shape}: expected "
                 "[B, S], [B] and [B, T], with the same batch size B"
             )
+        checks.check_lengths(lengths, source)
         if not any(isinstance(x, jax.core.Tracer) for x in (source, lengths)):
             padding = np.arange(source.shape[1]) >= np.asarray(lengths)[:, None]
-            checks.ids_in_range("source", np.where(padding, 0, source), self.vocab_size)
-        checks.ids_in_range("inputs", inputs, self.vocab_size, low=-1)
+            checks.in_range("source", np.where(padding, 0, source), self.vocab_size)
+        checks.in_range("inputs", inputs, self.vocab_size, low=-1)
         embed = nn.Embed(self.vocab_size, self.width, name="embed")
         encode = nn.Bidirectional(
             nn.RNN(nn.GRUCell(self.width), name="forward"), nn.RNN(nn.GRUCell(self.width), name="backward")

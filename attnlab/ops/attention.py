@@ -78,6 +78,8 @@ def attention(
       ValueError: axes that do not match, missing positions or dropout key, an unknown `impl`, an `impl` that cannot
         honour an argument.
       TypeError: an unknown argument; for `is_causal` and the like it names ours.
+      UserWarning, a warning: fewer tokens than heads, up to 64, as if q, k and v were `[..., H, T, D]`, with one number
+        of each, and no mask, bias, sinks or positions whose shape tells.
 
     >>> q = k = v = jnp.ones((2, 5, 4, 8))  # batch 2, length 5, 4 heads of 8
     >>> attention(q, k, v, mask=Causal()).shape
@@ -294,6 +296,7 @@ def make_call(
     if np.shape(scale) != ():
         raise ValueError(f"scale has shape {np.shape(scale)}, expected (): one number for all scores")
     dropout_rate = checks.dropout_rate(dropout_rate, dropout_key)
+    checks.warn_of_swapped_axes(q, k, v, mask, score_mod, bias, sinks, q_positions, kv_positions)
     per_example = dropout.per_example if split is None else split.per_example
     return AttentionCall(
         q,

@@ -3,6 +3,8 @@
 import functools
 import inspect
 import numbers
+import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,8 @@ import numpy as np
 
 INT32_MAX = 2**31 - 1
 POSITION_LIMIT = 2**30  # so that the difference of two positions fits int32
+
+ORDER = "q, k and v are [..., length, heads, features]"
 
 # What to do about arguments of other libraries, and of older versions.
 _REMEDIES = {
@@ -104,6 +108,43 @@ def integers(name: str, x, limit: int = INT32_MAX, remedy: str = "use smaller on
 def is_cut(dtype) -> bool:
     """Whether JAX would keep only the low bits of integers of a type."""
     return jnp.issubdtype(dtype, jnp.integer) and jax.dtypes.canonicalize_dtype(dtype) != dtype
+
+
+def in_range(name: str, x, size: int, low: int = 0, remedy: str = "") -> None:
+    """Raise ValueError for integers outside `[low, size)`; traced arrays have no values to check."""
+    if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+        return
+    x = np.asarray(x)
+    wrong = x[(x < low) | (x >= size)]
+    if wrong.size:
+        raise ValueError(f"{name} contains {wrong[0]}, expected {low} to {size - 1}" + (remedy and f": {remedy}"))
+
+
+def lengths(name: str, x, batch: tuple[int, ...], length: int):
+    """Lengths of sequences of `length` tokens, as int32 `[*batch]`, or None."""
+    x = integers(name, x)
+    if x is not None and x.shape != batch:
+        raise ValueError(f"{name} has shape {x.shape}, expected {batch}: one for each sequence")
+    if x is not None:
+        in_range(name, x, length + 1, remedy=ORDER)
+    return x
+
+
+def warn_of_swapped_axes(q, k, v, *terms) -> None:
+    """Warn the caller of an operator of fewer tokens than heads, unless an array in `terms` tells which are which."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(("attnlab.ops.", "jax", "beartype")):
+        frame, level = frame.f_back, level + 1
+    is_ours = frame.f_globals.get("__name__", "").startswith("attnlab.")  # modules, which lay out the axes themselves
+    length, heads = q.shape[-3:-1]
+    fits = 1 < length < heads and length <= 64 and k.shape[-3:-1] == v.shape[-3:-1] == (length, heads)
+    if is_ours or not fits or any(jnp.shape(x) not in ((), q.shape[:-3]) for x in jax.tree.leaves(terms)):
+        return
+    warnings.warn(
+        f"q has shape {q.shape}, which is {length} tokens of {heads} heads: if it is [..., heads, tokens, features], "
+        "use q.swapaxes(-3, -2), and k and v likewise",
+        stacklevel=level,
+    )
 
 
 def positions(name: str, x, batch: tuple[int, ...], length: int):

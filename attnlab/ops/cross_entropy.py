@@ -92,14 +92,8 @@ def _checked_targets(targets, vocab_size):
     targets = targets if isinstance(targets, jax.Array | np.ndarray) else jnp.asarray(targets)
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(f"targets has type {targets.dtype}, expected integers: use .astype(jnp.int32)")
-    if not isinstance(targets, jax.core.Tracer) and getattr(targets, "is_fully_addressable", True):
-        ids = np.asarray(targets)
-        wrong = ids[(ids < 0) | (ids >= vocab_size)]
-        if wrong.size:
-            raise ValueError(
-                f"targets contains {wrong[0]}, expected ids from 0 to {vocab_size - 1}: "
-                "where there is no target use any id, and give its loss the weight 0"
-            )
+    remedy = "where there is no target use any id, and give its loss the weight 0"
+    checks.in_range("targets", targets, vocab_size, remedy=remedy)
     return checks.clipped_to_int32(targets)
 
 

@@ -91,7 +91,7 @@ def linear_attention(
     True
     """
     q, k, v = checks.queries_keys_values(q, k, v)
-    lengths = _checked(q, k, causal, lengths, state, impl, chunk_size)
+    lengths = _checked(q, k, v, causal, lengths, state, impl, chunk_size)
     q_features, k_features, v = _features(q, k, v, feature_map, lengths)
     value_dim = v.shape[-1] - 1
     before = _initial_state(state, k_features, v)
@@ -115,7 +115,7 @@ def linear_attention(
     return (out, LinearState(after[..., :-1], after[..., -1])) if return_state else out
 
 
-def _checked(q, k, causal, lengths, state, impl, chunk_size):
+def _checked(q, k, v, causal, lengths, state, impl, chunk_size):
     batch, q_length, kv_length = q.shape[:-3], q.shape[-3], k.shape[-3]
     if impl not in FORMS:
         raise ValueError(f"impl = {impl!r}: expected one of {', '.join(FORMS)}")
@@ -125,10 +125,8 @@ def _checked(q, k, causal, lengths, state, impl, chunk_size):
         raise ValueError(f"state is a {type(state).__name__}: expected the LinearState that return_state=True returned")
     if causal and q_length != kv_length:
         raise ValueError(f"causal, but q has {q_length} tokens and k {kv_length}: give both the same, or causal=False")
-    lengths = checks.integers("lengths", lengths)
-    if lengths is not None and lengths.shape != batch:
-        raise ValueError(f"lengths has shape {lengths.shape}, expected {batch}: one for each sequence")
-    return lengths
+    checks.warn_of_swapped_axes(q, k, v)
+    return checks.lengths("lengths", lengths, batch, kv_length)
 
 
 def _features(q, k, v, feature_map, lengths):

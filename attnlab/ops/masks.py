@@ -115,7 +115,8 @@ class PrefixLM(Mask):
 class Padding(Mask):
     """Every query attends to the first `lengths` keys of its sequence: index j < lengths.
 
-    `lengths`, in keys, is one number for all sequences, or an int array with exactly q's batch axes.
+    `lengths`, in keys, is one number for all sequences, or an int array with exactly q's batch axes. One above Tk is an
+    error unless it is traced.
 
     >>> Padding(jnp.array([1, 3])).dense(1, 3).astype(int)[:, 0, 0]
     Array([[1, 0, 0],
@@ -140,6 +141,7 @@ class Padding(Mask):
 
     def check(self, batch, num_heads, q_length, kv_length):
         _check_per_example("Padding lengths", self.lengths, batch)
+        checks.in_range("Padding lengths", self.lengths, kv_length + 1, remedy=checks.ORDER)
 
 
 @dataclass(frozen=True)

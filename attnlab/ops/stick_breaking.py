@@ -71,8 +71,9 @@ def stick_breaking_attention(
         raise ValueError(f"impl = {impl!r}: expected one of {', '.join(IMPLS)}")
     if block_size is not None and (impl == "dense" or isinstance(block_size, bool) or block_size < 1):
         raise ValueError(f"block_size = {block_size!r}: expected 1 or more, for impl='blockwise'")
+    is_empty, is_free = 0 in (*call.batch, *call.lengths), impl == "auto" and block_size is None
     with counting.scope():
-        if impl == "dense" or (impl == "auto" and block_size is None and is_small(*call.lengths)):
+        if impl == "dense" or is_empty or (is_free and is_small(*call.lengths)):
             weights, hidden = _weights(call)
             v = inert(per_query_head(call.v, call.num_heads), hidden)
             out = jnp.einsum("...hqk,...khd->...qhd", weights.astype(v.dtype), v).astype(call.q.dtype)

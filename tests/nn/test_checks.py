@@ -81,6 +81,10 @@ def test_seq2seq_token_out_of_range_raises(own_errors):
     init(np.array([[1, 2, 99]]), inputs)  # beyond the length
     with pytest.raises(ValueError, match="source contains 5, .*0 to 4"):
         init(np.array([[1, 5, 0]]), inputs)
+    lengths = np.array([4])
+    with pytest.raises(ValueError, match="lengths contains 4, expected 0 to 3"):
+        init(np.array([[1, 2, 0]]), inputs)
+    lengths = np.array([2])
     with pytest.raises(ValueError, match="inputs contains -2, .*-1 to 4"):
         init(np.array([[1, 2, 0]]), inputs - 2)
 

@@ -339,7 +339,7 @@ def test_gpt_places_alone_have_the_logits_and_losses_of_the_full_pass():
     "places, message",
     [
         (np.zeros(2, np.int32), r"places has shape \(2,\), expected \[2, places\]"),
-        (np.full((2, 1), 8), "places contains 8, expected ids from 0 to 7"),
+        (np.full((2, 1), 8), "places contains 8, expected 0 to 7"),
     ],
 )
 def test_gpt_wrong_places_raise_one_line(places, message, own_errors):

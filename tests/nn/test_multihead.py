@@ -89,6 +89,7 @@ def test_sinks_start_at_zero_and_take_weight():
         ({}, {"cache": EMPTY._replace(length=np.zeros(2))}, "cache.length has type float64"),
         ({}, {"cache": tuple(EMPTY)}, "cache is a tuple"),
         ({}, {"cache": KVCache.empty(2, 4, 4, 2)}, "6 tokens .* cache of 4"),
+        ({}, {"lengths": np.array([6, 7])}, "lengths contains 7, expected 0 to 6"),
         ({"rotary": 100.0}, {"inputs_kv": MEMORY}, "leave it None for cross-attention"),
     ],
 )
@@ -113,6 +114,7 @@ def test_full_cache_attends_to_the_newest_positions_in_pieces_of_any_size(module
             outs.append(out)
         np.testing.assert_allclose(np.concatenate(outs, axis=1), expected, atol=5e-6)  # float32 sums in another order
     assert sorted(jax.jit(type(cache).positions)(cache).tolist()[0]) == list(range(4, 12))
+    module.apply(params, x[:, :1], cache=cache)  # outside of jit, where lengths have values
 
 
 def test_multihead_backends_agree():

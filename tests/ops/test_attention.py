@@ -34,6 +34,8 @@ POSITIONS = {"q_positions": np.arange(5, dtype=np.int32), "kv_positions": np.ara
         ({"score_mod": jnp.tanh}, r"score_mod is a function, .*score_mods\.ScoreFn\(fn\)"),
         ({"mask": np.ones((2, 5, 7), bool)}, r"Dense mask .*\(2, 5, 7\).*head axis"),
         ({"mask": Padding(jnp.array([1, 2, 3]))}, r"lengths has shape \(3,\), .*\(2,\)"),
+        ({"mask": ~Padding(np.array([7, 8])) | Padding(7)}, "Padding lengths contains 8, expected 0 to 7"),
+        ({"mask": Padding(-1)}, "Padding lengths contains -1, expected 0 to 7"),
         ({"bias": zeros((4, 5, 7))}, r"bias has shape \(4, 5, 7\)"),
         ({"sinks": zeros(2)}, r"sinks has shape \(2,\), .*\(4,\)"),
         ({"q_positions": np.arange(4, dtype=np.int32)}, r"q_positions has shape \(4,\), .*\(5,\)"),
@@ -240,9 +242,9 @@ def test_unsigned_positions_and_lengths_do_not_wrap(dtype, impl):
 
 def test_sizes_beyond_int32_are_unlimited():
     x = draw(20, 1, 8)
-    wide = SlidingWindow(2**62) | PrefixLM(2**40) & Padding(2**40)
+    wide = SlidingWindow(2**62) | PrefixLM(2**40)
     many = np.array(2**40)  # as int32 it would be 0
-    masks = (None, wide, Padding(many), PrefixLM(many))
+    masks = (None, wide, PrefixLM(many))
 
     @functools.partial(jax.jit, static_argnums=2)
     def run(places, masks, impl):
@@ -253,6 +255,36 @@ def test_sizes_beyond_int32_are_unlimited():
         expected, *found = run(np.arange(20, dtype=np.int32), masks, impl)
         for one in found:
             np.testing.assert_allclose(one, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("impl", ["blockwise", "dense"])
+@pytest.mark.parametrize("q, k", [(Q[:, :0], K), (Q, K[:, :0]), (Q[:0], K[:0])], ids=["queries", "keys", "examples"])
+def test_no_tokens_or_examples_have_an_output_of_zeros(impl, q, k):
+    out, lse = attnlab.attention(q, k, k + 1, impl=impl, return_lse=True)
+    assert out.shape == q.shape and (out == 0).all()
+    assert lse.shape == q.shape[:-1] and (lse == -np.inf).all()
+    positions = {f"{name}_positions": np.arange(x.shape[1]) for name, x in (("q", q), ("kv", k))}
+    assert (attnlab.stick_breaking_attention(q, k, k, impl=impl, **positions) == 0).all()
+    gradients = jax.grad(lambda *x: attnlab.attention(*x, impl=impl).sum(), (0, 1, 2))(q, k, k)
+    assert all((x == 0).all() for x in gradients)
+
+
+def test_heads_before_tokens_are_a_warning_unless_an_argument_tells():
+    swapped, few, ids = zeros((2, 4, 32, 8)), zeros((1, 1, 32, 8)), np.zeros(4, np.int32)
+    calls = (attnlab.attention, attnlab.linear_attention, attnlab.linear_recurrence, attnlab.stick_breaking_attention)
+    for call in calls:
+        with pytest.warns(UserWarning, match=r"q has shape \(2, 4, 32, 8\).* 4 tokens of 32 heads.*swapaxes") as found:
+            jax.eval_shape(call, swapped, swapped, swapped)
+        assert {x.filename for x in found} == {__file__}
+        jax.eval_shape(call, few, few, few)  # one token
+    attend = functools.partial(jax.eval_shape, attnlab.attention)
+    with pytest.warns(UserWarning, match="4 tokens of 32 heads"):
+        attend(swapped, swapped, swapped, Causal() & Padding(np.array([3, 4])), SoftCap(2.0))
+    attend(swapped, swapped[..., :8, :], swapped[..., :8, :])
+    attend(swapped, few := zeros((2, 9, 32, 8)), few)
+    for term in ({"mask": Segments(ids)}, {"q_positions": ids}, {"score_mod": ALiBi(ones(32))}, {"sinks": ones(32)}):
+        attend(swapped, swapped, swapped, **term)
+    attnlab.nn.MultiHeadAttention(32).init(jax.random.key(0), zeros((2, 4, 64)))
 
 
 @pytest.mark.parametrize("impl", [slow("dense"), "blockwise"])

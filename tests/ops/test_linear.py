@@ -170,6 +170,7 @@ def test_small_features_keep_values_and_gradients_finite(form):
         ({"chunk_size": 0}, "chunk_size = 0"),
         ({"k": zeros((2, 5, 2, 6)), "v": zeros((2, 5, 2, 5))}, "causal, .*q has 9 .*k 5"),
         ({"lengths": jnp.array([1, 2, 3])}, r"lengths has shape \(3,\), .*\(2,\)"),
+        ({"lengths": jnp.array([9, 10])}, "lengths contains 10, expected 0 to 9"),
         ({"state": LinearState(np.zeros((2, 2, 6, 4)), np.zeros((2, 2, 6)))}, r"state\.kv has shape \(2, 2, 6, 4\)"),
         ({"chunk_size": 2.5}, r"chunk_size = 2\.5"),
     ],

@@ -19,7 +19,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from attnlab.ops import dropout
+from attnlab.ops import dense, dropout
 from attnlab.ops.blockwise import passes
 from attnlab.ops.blockwise.plans import planned
 from attnlab.ops.call import AttentionCall, Result
@@ -30,12 +30,14 @@ from attnlab.types import Array
 
 def reason_against(call: AttentionCall) -> str | None:
     """The reason why this backend cannot run a call, or None."""
-    return "an axis has length 0" if any(0 in x.shape for x in (call.q, call.k, call.v)) else None
+    return None if call.v.shape[-1] else "values have no features"
 
 
 @on_auto_axes(like_queries)
 def attend(call: AttentionCall) -> Result:
     """(out, (max, log_sum))."""
+    if 0 in (*call.batch, *call.lengths):  # there are no tiles
+        return dense.attend(call)
     block_sizes, block_mask, plan = planned(call)
     call = _prepared(call, block_sizes, block_mask.shape)
     operands = equally_varying((jax.tree.map(jnp.asarray, call), jnp.asarray(block_mask)))

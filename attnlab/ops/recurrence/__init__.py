@@ -126,14 +126,15 @@ def _prepared(q, k, v, g, beta, erase, scale, segment_ids, lengths, state):
     state = fitting("state", state, (*batch, heads, terms.k.shape[-1], values))
     if state is None:
         state = jnp.zeros((*batch, heads, terms.k.shape[-1], values), terms.v.dtype)
-    ids, lengths = checks.integers("segment_ids", segment_ids), checks.integers("lengths", lengths)
+    ids = checks.integers("segment_ids", segment_ids)
     segment_ids = segment_ids if isinstance(segment_ids, jax.core.Tracer) else ids  # traced ids keep all their bits
-    for name, x, expected in (("segment_ids", segment_ids, (*batch, length)), ("lengths", lengths, tuple(batch))):
-        if x is not None and x.shape != expected:
-            raise ValueError(f"{name} has shape {x.shape}, expected {expected}")
+    if segment_ids is not None and segment_ids.shape != (*batch, length):
+        raise ValueError(f"segment_ids has shape {segment_ids.shape}, expected {(*batch, length)}")
     split = context.current(q, k)
     split = split if split is not None and split.devices > 1 else None
     is_shard = split is not None and split.is_manual
+    lengths = checks.lengths("lengths", lengths, tuple(batch), length * (split.devices if is_shard else 1))
+    checks.warn_of_swapped_axes(q, k, v, segment_ids)
     if segment_ids is not None:
         before = devices.from_before(split, segment_ids[..., -1:], segment_ids[..., :1]) if is_shard else None
         terms = terms._replace(starts=starts_of(segment_ids, before))

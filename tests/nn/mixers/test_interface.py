@@ -49,6 +49,7 @@ def test_mixer_wrong_inputs_raise_one_line(own_errors, name):
     fails("segments", segments=np.zeros((2, 3), int))
     fails("segments", segments=np.zeros((2, 12), int), cache=module.empty_cache(2, 8))
     fails("lengths", lengths=np.zeros(3, int))
+    fails("lengths contains 13, expected 0 to 12", lengths=np.array([12, 13]))
     jax.eval_shape(lambda: module.init(jax.random.key(0), X, mask=Causal()))
 
 

@@ -275,6 +275,7 @@ zeros = functools.partial(np.zeros, dtype=np.float32)
         ({"erase": (zeros((2, 9, 4, 4)), zeros((2, 9, 4, 3)))}, r"erase\[1\] has shape \(2, 9, 4, 3\)"),
         ({"scale": zeros(4)}, r"scale has shape \(4,\)"),
         ({"lengths": np.array([1, 2, 3])}, r"lengths has shape \(3,\), expected \(2,\)"),
+        ({"lengths": np.array([9, 10])}, "lengths contains 10, expected 0 to 9"),
         ({"state": zeros((2, 2, 4, 3))}, r"state has shape \(2, 2, 4, 3\), expected \(2, 4, 4, 3\)"),
     ],
 )
