@@ -135,7 +135,7 @@ def check_attention(
       features: names in `attnlab.testing.FEATURES`, or "all".
       gradients: whether gradients are compared.
       cases: number of calls over all features, at least one for each feature and shape.
-      shapes: sizes of the calls.
+      shapes: sizes of the calls; all but the first have one call for each feature, as they may be large.
       on_row: called with each feature's row when it is known.
 
     Returns:
@@ -217,8 +217,9 @@ def rows_of(operator: Operator, subject: Subject, features: Sequence, gradients,
     """The row of each feature; ValueError for no feature, or fewer than one case."""
     if cases < 1 or not features:
         raise ValueError(f"cases = {cases} of {len(features)} features: expected 1 or more of each")
-    each = max(1, round(cases / len(features) / len(shapes)))
-    where, rows = [(seed, shape) for shape in shapes for seed in range(each)], []
+    first, *others = shapes
+    each = max(1, round(cases / len(features)) - len(others))
+    where, rows = [(seed, first) for seed in range(each)] + [(0, shape) for shape in others], []
     for feature in features:
         rows.append(_row(operator, subject, feature, gradients, where))
         on_row(rows[-1])
