@@ -46,7 +46,7 @@ _MEMORY = "out of memory: lower config.batch_size, raise config.optimizer.accumu
 _REMEDIES = {
     "RESOURCE_EXHAUSTED": _MEMORY,
     "MemoryError": _MEMORY,
-    "Could not determine home directory": "~NAME in a path is no user of this machine: write the path in full",
+    "Could not determine home directory": "~NAME in a path names no user here: write the path in full",
     "nable to initialize backend": "JAX finds no such device: unset JAX_PLATFORMS, or name a platform that is there",
 }
 

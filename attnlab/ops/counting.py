@@ -44,7 +44,8 @@ def marked(out: Array, per_element: Callable[[], float]) -> Array:
 def of_attention(out: Array, call) -> Array:
     """The result of a call of attention: q·k and p·v for each visible key."""
     (q_length, kv_length), features, values = call.lengths, call.q.shape[-1], call.v.shape[-1]
-    mask = _without_arrays(call.mask)
+    # What a mask's function closes over becomes an array, as it is gone when operations are counted.
+    mask = None if call.mask is None else _without_arrays(call.mask.for_tiles(q_length, kv_length))
     return marked(out, lambda: 2 * (features + values) / values * _keys_of_queries(mask, q_length, kv_length))
 
 

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from attnlab import attention
-from attnlab.masks import SlidingWindow
+from attnlab.masks import Causal, MaskFn, SlidingWindow
 from attnlab.nn import GPT, MultiHeadAttention, register
 from attnlab.ops import counting
 from attnlab.training import flops
@@ -82,6 +82,11 @@ def test_operations_of_loops_branches_convolutions_and_calls_within_vmap_are_all
     assert counting.operations(lambda x: convolve(x, kernel, dimension_numbers=layout), x) == 2 * 2 * 9 * 6 * 3 * 2
     attend = jax.vmap(lambda q: attention(q, q, q, mask=SlidingWindow(left=1)))
     assert counting.operations(attend, jnp.ones((3, 9, 2, 4))) == 3 * 2 * (2 * 9 - 1) * 4 * 4
+
+    def by_data(q, ids):
+        return attention(q, q, q, mask=MaskFn(lambda b, h, i, j: ids[i] == ids[j]) & Causal())
+
+    assert counting.operations(by_data, jnp.ones((9, 2, 4)), jnp.arange(9)) == 2 * 45 * 4 * 4
     with pytest.warns(UserWarning, match="while loop is counted as one turn"):
         assert (
             counting.operations(lambda y: lax.while_loop(lambda y: y[0, 0] < 9, lambda y: y @ y, y), square) == product

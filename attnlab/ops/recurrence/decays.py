@@ -51,9 +51,9 @@ class Decays(NamedTuple):
         Returns:
           `[..., H, R, C, C]`, 0 for other pairs.
         """
-        pairs = jnp.tri(columns.shape[-2], dtype=bool)
         if self._by_feature:
-            return jnp.where(pairs, by_feature.scores(rows, columns, self.g), 0)
+            return by_feature.scores(rows, columns, self.g)
+        pairs = jnp.tri(columns.shape[-2], dtype=bool)
         products = jnp.einsum("...rtk,...jk->...rtj", rows, columns)
         if self.g is None:
             return jnp.where(pairs, products, 0)
